@@ -32,7 +32,7 @@
 //! length. The [`volume::Volume`] numbers all nodes. From then on nothing changes.
 //!
 //! At open: the FUSE adapter (`src/fuse/adapter/`) calls [`FileSystem::open`](volume::FileSystem::open). The volume takes the
-//! file's [`image::Content`]. For tensors that is an [`image::FileImage`]: segments of literal bytes and of views, with
+//! file's [`image::FileContent`]. For tensors that is an [`image::FileImage`]: segments of literal bytes and of views, with
 //! cumulative ends. The volume wraps it in a [`read::OpenFile`]. The [`read::Engine`] lowers a view to a [`tensor::Tiling`] when
 //! it is first read. A file that the [`volume::Policy`] selects is materialized by the same stages
 //! ([`read::Materializing`]), and the kernel then reads it by itself.
@@ -43,7 +43,9 @@
 //! 1. `runs.rs`: a span of the view becomes [`tensor::Piece`]s, and these become jobs that need bytes of source tensors.
 //! 2. `schedule.rs`: the jobs become batches of [`source::ByteSpan`]s. Spans within a gap are merged, batches are bounded, and
 //!    jobs are put in the order of their files. A mapped file needs no schedule: its map is a fast way to fetch.
-//! 3. `fetch.rs`: [`Source::fetch`](source::Source::fetch) reads each batch. It is the only stage that waits.
+//! 3. `fetch.rs`: [`Source::fetch_files`](source::Source::fetch_files) reads each batch. It is the only stage that waits. A remote
+//!    file's bytes come through the disk cache ([`source::RemoteSource`]), those of a coded chunk through its decoder
+//!    ([`source::DecodedChunks`]).
 //! 4. `scatter.rs`: [`tensor::Gather`] moves elements, and the piece's [`tensor::Decode`] decodes and converts them. The
 //!    target is the reply, or a tile that later requests share.
 //!
@@ -59,10 +61,16 @@
 //! | a model family | `src/plan/families/<name>.toml`, and its line in [`plan::family`] |
 //! | a layout | a file of the user's (`--layout FILE`), or `src/plan/layouts/<name>.toml` and its line in [`plan::layouts`] |
 //! | an output format | `src/image/<name>.rs` with `impl` [`image::OutputFormat`], and its line in [`image::FORMATS`] |
-//! | a source | `src/source/<name>.rs` with `impl` [`source::Source`]; the conformance suite `tests/sources.rs` runs over it |
+//! | a remote service | `src/source/remote/<name>.rs` with `impl` [`source::remote::Objects`], and its scheme in `remote/store/address.rs`; disk cache, retries and limits apply to it |
+//! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources.rs` runs over it |
+//! | a kind of checkpoint | `src/checkpoint/<name>.rs`, and its variant of [`checkpoint::Container`], which the compiler follows to `open.rs` |
 //! | a quantization scheme | `src/checkpoint/scheme/<name>.rs` with `impl Scheme`, and its line in [`checkpoint::scheme`] |
 //! | a setting | its field in [`config::Settings`] and its row in [`config::SETTINGS`]: flag, key, mount option and help follow |
 //! | a command | `src/cli/<name>.rs`, and its variant of `Command` in `src/cli/mod.rs` |
+//! | a dtype | its row in `src/tensor/dtype.rs`; the compiler names the conversions that it needs |
+//!
+//! A new file of Rust is also a `mod` line in the `mod.rs` beside it. `tests/layering.rs` holds the layers to their order, the files
+//! of a layer to one without cycles, `unsafe` to a list of files, and each type name to one meaning.
 
 pub mod checkpoint;
 pub mod cli;

@@ -33,7 +33,7 @@ use ckfs::fuse::{
     DaemonError, Exit, FS_TYPE, MountEntry, MountOptions, Readiness, UnmountError, UnmountOptions, block_signals,
     ckfs_mounts, serve, start_background, unmount,
 };
-use ckfs::host::{Log, Target};
+use ckfs::host::{Log, LogTarget};
 use memmap2::Mmap;
 use mount_double::{DATA_BYTES, Double, MANY, byte_at, data};
 use nix::{
@@ -84,7 +84,7 @@ fn serving_process() {
     };
     let base = Path::new(base);
     block_signals().unwrap();
-    let log = Log::start(Target::stderr());
+    let log = Log::start(LogTarget::stderr());
     log.take_panics();
     let mut readiness = Readiness::new(&log, Some(&base.join("log")), &base.join("mnt")).unwrap();
     tracing_subscriber::fmt().with_ansi(false).without_time().with_writer(log.clone()).init();

@@ -42,7 +42,7 @@ fn read(source: &dyn Source, start: u64, len: usize) -> Result<Vec<u8>, SourceEr
 }
 
 fn count(source: &dyn Source, which: impl Fn(&RemoteCounters) -> u64) -> u64 {
-    which(source.remote().unwrap())
+    which(source.remote().unwrap().counters())
 }
 
 /// The same numbers on every run.
@@ -227,7 +227,7 @@ fn two_processes_fetch_together_little_more_than_once() {
         for _ in 0..2 {
             scope.spawn(|| {
                 let source = objects.source(&cache(dir.path(), None), LONG);
-                assert!(source.bring_ahead(FILE, &[span(0, LEN as u64)]));
+                assert!(source.remote().unwrap().bring_ahead(FILE, &[span(0, LEN as u64)]));
                 assert!(read(&*source, 0, LEN).unwrap() == bytes);
             });
         }
@@ -313,7 +313,7 @@ fn a_reply_that_breaks_off_is_not_continued_with_another_version() {
     // What came before is of the pinned version, and stays.
     let again = objects.source(&cache(dir.path(), None), LONG);
     let kept = 1_000_001 / BLOCK_BYTES * BLOCK_BYTES;
-    assert_eq!(again.absent_bytes(FILE, &[span(0, 3 << 20)]), (3 << 20) - kept);
+    assert_eq!(again.remote().unwrap().absent_bytes(FILE, &[span(0, 3 << 20)]), (3 << 20) - kept);
     assert!(read(&*again, 0, 3 << 20).unwrap() == bytes);
 }
 
@@ -399,7 +399,7 @@ fn a_complete_object_is_compared_with_its_digest_and_a_wrong_one_is_poisoned_aft
     let wrong = source_of(with_digest(&objects, &hex(b"other")), &cache(dir.path(), None), LONG);
     read(&*wrong, 0, 1 << 20).unwrap();
     let before = objects.bytes.load(Ordering::Relaxed);
-    trim_until(&*wrong, &|| wrong.absent_bytes(FILE, &[span(0, 1 << 20)]) == 1 << 20);
+    trim_until(&*wrong, &|| wrong.remote().unwrap().absent_bytes(FILE, &[span(0, 1 << 20)]) == 1 << 20);
     read(&*wrong, 0, 1 << 20).unwrap();
     assert_eq!(objects.bytes.load(Ordering::Relaxed) - before, 1 << 20, "fetched once more");
     trim_until(&*wrong, &|| wrong.health().poisoned() == 1);

@@ -171,7 +171,8 @@ impl Processes {
                 read_right(self.source(process), file, span_at(file, place, len), way);
             }
             Step::Ahead { process, file, place, len } => {
-                self.source(process).bring_ahead(FileId(u32::try_from(file).unwrap()), &[span_at(file, place, len)]);
+                let remote = self.source(process).remote().unwrap();
+                remote.bring_ahead(FileId(u32::try_from(file).unwrap()), &[span_at(file, place, len)]);
             }
             Step::Trim { process } => {
                 self.source(process).maps().unwrap().trim();

@@ -10,7 +10,7 @@ use ckfs::{
     config::Materialize,
     image::Segment,
     plan::{Allow, Layout, Mesh, Pattern, ViewOptions},
-    read::{EngineOptions, MaterializeError, Materializing, OpenFile, Path, Target, reference},
+    read::{EngineOptions, MaterializeError, MaterializeTarget, Materializing, OpenFile, Path, reference},
     tensor::DType,
     volume::{Access, FileSystem, Ino, NodeKind, Served, Volume, VolumeOptions},
 };
@@ -452,7 +452,7 @@ fn materializing(volume: &Volume, path: &str, ino: Ino) -> (Arc<OpenFile>, Arc<f
     let file = Arc::new(OpenFile::new(path.to_owned(), volume.image(ino).unwrap().unwrap()));
     let target = Arc::new(tempfile::tempfile().unwrap());
     target.set_len(file.len_bytes()).unwrap();
-    let pieces = Materializing::new(volume.engine(), &file, Target::Memory(Arc::clone(&target))).unwrap();
+    let pieces = Materializing::new(volume.engine(), &file, MaterializeTarget::Memory(Arc::clone(&target))).unwrap();
     (file, target, Arc::new(pieces))
 }
 
@@ -509,11 +509,12 @@ fn a_file_of_a_changed_source_is_not_materialized() {
     let file = fs::OpenOptions::new().write(true).open(dir.path().join("model-00001-of-00002.safetensors")).unwrap();
     file.set_len(4096).unwrap();
     assert!(matches!(materialized(&volume, "full/embed", ino), Err(MaterializeError::Read(_))));
-    let short = Target::Memory(Arc::new(tempfile::tempfile().unwrap()));
+    let short = MaterializeTarget::Memory(Arc::new(tempfile::tempfile().unwrap()));
     let file = Arc::new(OpenFile::new("embed".into(), volume.image(ino).unwrap().unwrap()));
     assert!(Materializing::new(volume.engine(), &file, short).is_err(), "a target that is too short");
     // A target on a disk is written by system calls, so that a full disk is an error.
-    let full = Target::Disk(Arc::new(fs::OpenOptions::new().read(true).write(true).open("/dev/full").unwrap()));
+    let full =
+        MaterializeTarget::Disk(Arc::new(fs::OpenOptions::new().read(true).write(true).open("/dev/full").unwrap()));
     let dir = large(DType::F32);
     let other = repo::volume(&repo::open(dir.path()), &options, VolumeOptions::default());
     let ino = other.resolve("full/embed").unwrap().ino;

@@ -13,7 +13,7 @@ use super::{
     problem::{CheckpointError, Problem},
     text::read_json,
 };
-use crate::source::{Beneath, Found, Opened, SourceError, remote::RemoteTree};
+use crate::source::{Beneath, FoundFile, Opened, SourceError, remote::RemoteTree};
 
 /// Name of an adapter's weights.
 pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
@@ -57,7 +57,7 @@ fn read_remote(dir: &Path, source: &str, options: &OpenOptions) -> Result<Adapte
             action: "open".into(),
             error: Arc::new(error),
         };
-        Ok::<_, CheckpointError>(Found::cached(tree.remote(place)?).map_err(failed)?.open(None)?)
+        Ok::<_, CheckpointError>(FoundFile::cached(tree.remote(place)?).map_err(failed)?.open(None)?)
     };
     let problem = |message: String| CheckpointError::Problems {
         label: located.label.clone(),

@@ -19,7 +19,7 @@ const MERGED_BYTES_MAX: u64 = 4 << 20;
 
 /// An archive: these bytes of a file.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Item {
+pub(super) struct ArchiveSpan {
     /// The file.
     pub(super) file: FileId,
     /// First byte.
@@ -45,7 +45,7 @@ pub(super) struct Saved {
 
 /// What an archive holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Content {
+pub(super) struct ItemBytes {
     /// Its tensors, in the order of its pickle.
     pub(super) tensors: Vec<Saved>,
     /// What is no tensor: the name, and what it is.
@@ -53,19 +53,19 @@ pub(super) struct Content {
 }
 
 /// What each archive holds, or why it cannot be read.
-pub(super) fn read_items(source: &dyn Source, items: &[Item]) -> Vec<Result<Content, String>> {
+pub(super) fn read_items(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<ItemBytes, String>> {
     items.par_chunks(GROUP_ARCHIVES).flat_map_iter(|group| read_group(source, group)).collect()
 }
 
 /// An archive that is being read.
 struct Reading {
-    item: Item,
+    item: ArchiveSpan,
     archive: TorchArchive,
     failed: Option<String>,
 }
 
-fn read_group(source: &dyn Source, items: &[Item]) -> Vec<Result<Content, String>> {
-    let reading = |item: &Item| {
+fn read_group(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<ItemBytes, String>> {
+    let reading = |item: &ArchiveSpan| {
         let len_bytes = source.len_bytes(item.file);
         let inside = item.start.checked_add(item.len).is_some_and(|end| end <= len_bytes);
         let (start, len) = (item.start, item.len);
@@ -84,7 +84,7 @@ impl Reading {
         self.failed.is_none() && !self.archive.wanted().is_empty()
     }
 
-    fn finish(self) -> Result<Content, String> {
+    fn finish(self) -> Result<ItemBytes, String> {
         if let Some(error) = self.failed {
             return Err(error);
         }
@@ -96,7 +96,7 @@ impl Reading {
             Saved { name: tensor.name, dtype: tensor.dtype, shape: tensor.shape, strides: tensor.strides, start }
         };
         let found = self.archive.into_contents().expect("an archive that wants nothing more is done");
-        Ok(Content { tensors: found.tensors.into_iter().map(saved).collect(), others: found.others })
+        Ok(ItemBytes { tensors: found.tensors.into_iter().map(saved).collect(), others: found.others })
     }
 }
 

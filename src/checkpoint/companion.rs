@@ -12,7 +12,7 @@ use super::{
     problem::{CheckpointError, Problem},
     tree::FileTree,
 };
-use crate::source::{Fetches, Found, Opened, SourceError};
+use crate::source::{Fetches, FoundFile, Opened, SourceError};
 
 /// Most bytes of all files of a companion.
 const BYTES_MAX: u64 = 512 << 20;
@@ -107,10 +107,10 @@ fn is_needed(name: &str) -> bool {
 /// # Errors
 /// A file is gone.
 pub(super) fn fill_files(
-    found: impl Iterator<Item = (io::Result<Found>, PathBuf)>,
+    found: impl Iterator<Item = (io::Result<FoundFile>, PathBuf)>,
     fetches: &Fetches,
 ) -> Result<Vec<AdapterFiles>, CheckpointError> {
-    let open = |(found, path): (io::Result<Found>, PathBuf)| {
+    let open = |(found, path): (io::Result<FoundFile>, PathBuf)| {
         let failed =
             |error| SourceError::Io { file: Arc::from(path.as_path()), action: "open".into(), error: Arc::new(error) };
         let _opening = fetches.begin_path(&path, "open");

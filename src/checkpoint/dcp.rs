@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use super::{
-    archive::{self, Item},
+    archive::{self, ArchiveSpan},
     container::{Container, Contents, DCP_METADATA, LeftOut},
     folder::{Folder, PinnedFiles},
     foreign,
@@ -150,17 +150,22 @@ fn file_ids(files: &PinnedFiles<'_>, state: &DcpState, problems: &mut Problems) 
 }
 
 /// The archives of all chunks whose files are there, in the order of tensors and chunks.
-fn items(state: &DcpState, ids: &[Option<FileId>]) -> Vec<Item> {
+fn items(state: &DcpState, ids: &[Option<FileId>]) -> Vec<ArchiveSpan> {
     let chunks = state.tensors.iter().flat_map(|tensor| &tensor.chunks);
     let item = |chunk: &DcpChunk| {
         let file = ids[chunk.segment.file as usize]?;
-        Some(Item { file, start: chunk.segment.offset, len: chunk.segment.len })
+        Some(ArchiveSpan { file, start: chunk.segment.offset, len: chunk.segment.len })
     };
     chunks.filter_map(item).collect()
 }
 
 /// Where the chunk's elements are, by the archive that holds it.
-fn box_of(tensor: &DcpTensor, chunk: &DcpChunk, item: &Item, found: &[archive::Saved]) -> Result<StoredBox, String> {
+fn box_of(
+    tensor: &DcpTensor,
+    chunk: &DcpChunk,
+    item: &ArchiveSpan,
+    found: &[archive::Saved],
+) -> Result<StoredBox, String> {
     let [saved] = found else { return Err(format!("expected an archive of one tensor, found {}", found.len())) };
     if (saved.dtype, &saved.shape) != (tensor.dtype, &chunk.sizes) {
         let (dtype, shape) = (saved.dtype, &saved.shape);

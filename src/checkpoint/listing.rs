@@ -10,8 +10,8 @@ use std::{
 
 use super::file::{FileRole, IgnoreReason};
 use crate::source::{
-    Beneath, Fetches, Found, Opened, SourceError, permission::DirectoryGates, private_directory, remote::RemoteTree,
-    stall::Fetching,
+    Beneath, Fetches, FoundFile, Opened, SourceError, permission::DirectoryGates, private_directory,
+    remote::RemoteTree, stall::Fetching,
 };
 
 /// Most entries of a repository. Each one becomes an open file.
@@ -34,7 +34,7 @@ pub(super) struct Listed {
 pub(super) enum Opening {
     /// There is nothing to open.
     Nothing,
-    Found(Found),
+    Found(FoundFile),
     Opened(Opened),
 }
 
@@ -107,7 +107,7 @@ pub(super) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
     let mut directories = BTreeSet::from([""]);
     for (place, file) in tree.repository().files.iter().enumerate() {
         directories.extend(file.path.match_indices('/').map(|(end, _)| &file.path[..end]));
-        let found = Found::cached(tree.remote(place)?).map_err(|error| SourceError::Io {
+        let found = FoundFile::cached(tree.remote(place)?).map_err(|error| SourceError::Io {
             file: Arc::from(Path::new(&tree.repository().name_of(file))),
             action: "open its entry in the cache".into(),
             error: Arc::new(error),

@@ -55,4 +55,4 @@ pub use problem::{CheckpointError, Problem};
 pub use quantization::Quantization;
 pub use repository::{Adapter, Checkpoint};
 pub use scheme::{Quantized, Summary, Unsupported};
-pub use table::{Mosaic, Storage, TensorInfo, TensorTable};
+pub use table::{MosaicTensor, Storage, TensorInfo, TensorTable};

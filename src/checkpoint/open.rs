@@ -33,7 +33,8 @@ use super::{
 use crate::{
     format::safetensors::Header,
     source::{
-        Beneath, FileId, Found, Opened, Source, SourceError, permission::DirectoryGates, pin_files, remote::RemoteTree,
+        Beneath, FileId, FoundFile, Opened, Source, SourceError, permission::DirectoryGates, pin_files,
+        remote::RemoteTree,
     },
 };
 
@@ -78,7 +79,7 @@ fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, Che
         let fill = open(source, &alone)?;
         let path = |file: &RepoFile| Some(fill.source().path(file.file?).to_owned());
         let paths = fill.files().iter().filter(|file| file.role == FileRole::Weights).filter_map(path);
-        return fill_files(paths.map(|path| (Found::named(&path), path)), &options.fetches);
+        return fill_files(paths.map(|path| (FoundFile::named(&path), path)), &options.fetches);
     };
     let fill = open_tree(located, &tree, &alone, Vec::new())?;
     let is_weights = |file: &&RepoFile| file.role == FileRole::Weights && file.file.is_some();
@@ -88,7 +89,7 @@ fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, Che
         let place =
             tree.repository().files.iter().position(|listed| listed.path == file.path || listed.path.is_empty());
         let remote = tree.remote(place.expect("the checkpoint has files of this list only"))?;
-        found.push((Found::cached(remote), remote.object.name.to_path_buf()));
+        found.push((FoundFile::cached(remote), remote.object.name.to_path_buf()));
     }
     fill_files(found.into_iter(), &options.fetches)
 }
@@ -129,7 +130,7 @@ fn open_tree(
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
     match tree.repository().files.iter().position(|file| file.path.is_empty()) {
-        Some(alone) => open_alone(located, Found::cached(tree.remote(alone)?), options, adapters),
+        Some(alone) => open_alone(located, FoundFile::cached(tree.remote(alone)?), options, adapters),
         None => open_remote(located, tree, options, adapters),
     }
 }
@@ -141,14 +142,14 @@ fn open_file(
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
     let opening = options.fetches.begin_path(&located.path, "open");
-    let found = Found::named(&located.path);
+    let found = FoundFile::named(&located.path);
     drop(opening);
     open_alone(located, found, options, adapters)
 }
 
 fn open_alone(
     located: Located,
-    found: io::Result<Found>,
+    found: io::Result<FoundFile>,
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {

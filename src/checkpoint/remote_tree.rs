@@ -7,10 +7,10 @@ use std::{
     sync::Arc,
 };
 
-use super::tree::{DESCRIPTION_BYTES_MAX, Entry, FileTree, OpenTree};
+use super::tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry};
 use crate::{
     source::{
-        ByteSpan, Found, Opened, SourceError,
+        ByteSpan, FoundFile, Opened, SourceError,
         local::check_open_file_limit,
         permission::DirectoryGates,
         private_directory,
@@ -49,14 +49,14 @@ impl FileTree for CachedTree<'_> {
         Arc::from(Path::new(&format!("{url}/{path}")))
     }
 
-    fn list(&self, directory: &str) -> Result<Vec<Entry>, SourceError> {
+    fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError> {
         let prefix = if directory.is_empty() { String::new() } else { format!("{directory}/") };
-        let mut entries: Vec<Entry> = Vec::new();
+        let mut entries: Vec<TreeEntry> = Vec::new();
         for path in self.files.range(prefix.as_str()..).map(|(path, _)| path) {
             let Some(rest) = path.strip_prefix(prefix.as_str()) else { break };
             let (name, is_directory) = rest.split_once('/').map_or((rest, false), |(name, _)| (name, true));
             if !name.is_empty() && entries.last().is_none_or(|last| last.name != name) {
-                entries.push(Entry { name: name.to_owned(), is_directory });
+                entries.push(TreeEntry { name: name.to_owned(), is_directory });
             }
         }
         entries.sort_by(|left, right| left.name.cmp(&right.name));
@@ -96,7 +96,7 @@ impl OpenTree for CachedTree<'_> {
     fn open_files(&self, paths: &[String], more: usize) -> Result<Vec<Opened>, SourceError> {
         check_open_file_limit(RemoteTree::DESCRIPTORS * paths.len() + more)?;
         let open = |path: &String| {
-            let found = Found::cached(self.find(path)?);
+            let found = FoundFile::cached(self.find(path)?);
             found.map_err(|error| self.failed(path, "open".into(), error))?.open(None)
         };
         paths.iter().map(open).collect()

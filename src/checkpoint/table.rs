@@ -1,7 +1,7 @@
 //! The tensor table: the tensors of a checkpoint, and how each is stored.
 //!
 //! Stored tensors are numbered by file, in the order of weight files and then adapters, and within a file by the
-//! position of their bytes. A tensor that is stored as boxes ([`Mosaic`]) stands where its first box is. After them come the boxes,
+//! position of their bytes. A tensor that is stored as boxes ([`MosaicTensor`]) stands where its first box is. After them come the boxes,
 //! which have ids and bytes but are never shown, and then the tensors that are decoded from quantized ones. Every table of a
 //! repository has all of these rows, so that a number means the same tensor in each table. Tables differ in the *shown*
 //! rows: the stored tensors, or decoded ones in the place of their codes, or a part of either under other names. A
@@ -30,12 +30,12 @@ pub enum Storage<'a> {
     /// As codes and operands that decode them. All of these are other stored tensors.
     Quantized(Quantized<'a>),
     /// As boxes that cover it. Each is a tensor of its own id, which is never shown.
-    Mosaic(Mosaic<'a>),
+    Mosaic(MosaicTensor<'a>),
 }
 
 /// A tensor that is stored as boxes.
 #[derive(Clone, Copy, Debug)]
-pub struct Mosaic<'a> {
+pub struct MosaicTensor<'a> {
     all: &'a Arc<Mosaics>,
     number: u32,
     id: TensorId,
@@ -43,7 +43,7 @@ pub struct Mosaic<'a> {
     file: FileId,
 }
 
-impl Mosaic<'_> {
+impl MosaicTensor<'_> {
     /// The tensor as views hold it.
     pub fn of_view(&self) -> tensor::Mosaic {
         tensor::Mosaic::new(Arc::clone(self.all), self.number, self.id)
@@ -119,7 +119,7 @@ impl<'a> TensorInfo<'a> {
     }
 
     /// Its boxes, if it is stored as boxes.
-    pub fn mosaic(&self) -> Option<Mosaic<'a>> {
+    pub fn mosaic(&self) -> Option<MosaicTensor<'a>> {
         match self.storage {
             Storage::Plain { .. } | Storage::Quantized(_) => None,
             Storage::Mosaic(mosaic) => Some(mosaic),
@@ -381,7 +381,9 @@ impl TensorTable {
             shape: &self.extents[before as usize..row.extents_end as usize],
             storage: match row.place {
                 RowPlace::Span(file, span) => Storage::Plain { file, span },
-                RowPlace::Mosaic(file, number) => Storage::Mosaic(Mosaic { all: &self.mosaics, number, id, file }),
+                RowPlace::Mosaic(file, number) => {
+                    Storage::Mosaic(MosaicTensor { all: &self.mosaics, number, id, file })
+                }
             },
         }
     }

@@ -1,7 +1,7 @@
 //! Files of `torch.save`: a `.pt`, `.pth` or `.bin` file, or a repository whose weights are in such files.
 
 use super::{
-    archive::{self, Item},
+    archive::{self, ArchiveSpan},
     choose::{TORCH_INDEX_SUFFIX, at_top, choose_indexed},
     container::{Container, Contents, LeftOut, is_torch},
     file::{FileRole, IgnoreReason},
@@ -75,7 +75,8 @@ pub(super) fn read(
     training_state: bool,
     problems: &mut Problems,
 ) -> Contents {
-    let items: Vec<Item> = files.ids().map(|file| Item { file, start: 0, len: files.source.len_bytes(file) }).collect();
+    let items: Vec<ArchiveSpan> =
+        files.ids().map(|file| ArchiveSpan { file, start: 0, len: files.source.len_bytes(file) }).collect();
     let read = archive::read_items(files.source, &items);
     let mut builder = MosaicBuilder::new(files.source, problems);
     let mut left_out = Vec::new();

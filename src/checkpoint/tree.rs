@@ -28,7 +28,7 @@ pub(super) const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
 
 /// One name in a directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct TreeEntry {
     pub(super) name: String,
     /// A directory, else a file. A symbolic link to a directory is not entered, and is neither.
     pub(super) is_directory: bool,
@@ -40,7 +40,7 @@ pub(super) trait FileTree: fmt::Debug + Sync {
     fn shown(&self, path: &str) -> Arc<Path>;
 
     /// The files and directories in a directory, sorted by name. Empty if there is no such directory.
-    fn list(&self, directory: &str) -> Result<Vec<Entry>, SourceError>;
+    fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError>;
 
     /// Length of a file in bytes; `None` if there is no such file.
     fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError>;
@@ -158,7 +158,7 @@ impl FileTree for LocalTree {
         shown.into()
     }
 
-    fn list(&self, directory: &str) -> Result<Vec<Entry>, SourceError> {
+    fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError> {
         let shown = self.shown(directory);
         let listing = self.fetches.begin_path(&shown, "list");
         let failed = |error| self.failed(directory, "list", error);
@@ -180,7 +180,7 @@ impl FileTree for LocalTree {
             let name = name.map_err(|name| {
                 failed(io::Error::new(ErrorKind::InvalidData, format!("the name {} is not UTF-8", name.display())))
             })?;
-            entries.push(Entry { name, is_directory: kind.is_dir() });
+            entries.push(TreeEntry { name, is_directory: kind.is_dir() });
         }
         entries.sort_by(|left, right| left.name.cmp(&right.name));
         Ok(entries)

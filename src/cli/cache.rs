@@ -16,7 +16,7 @@ use crate::{
     plan::report::human_bytes,
     source::remote::{
         RemoteCounters,
-        cache::{Cache as DiskCache, Entry, default_directory, usage},
+        cache::{Cache, Entry, default_directory, usage},
         digest::digest_of,
     },
 };
@@ -28,7 +28,7 @@ const STEP_BLOCKS: u64 = 4096;
 ///
 /// The cache is `CKFS_CACHE_DIR`, else $`XDG_CACHE_HOME/ckfs`, else ~/.cache/ckfs. Mounts may use it meanwhile.
 #[derive(Debug, Args)]
-pub(super) struct Cache {
+pub(super) struct CacheCommand {
     #[command(subcommand)]
     action: Option<Action>,
     /// Directory of the cache.
@@ -52,7 +52,7 @@ enum Action {
     },
 }
 
-impl Cache {
+impl CacheCommand {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let dir = self.cache_dir.clone().or_else(open::cache_of_environment).or_else(default_directory);
         let dir = dir.context("no cache: none of --cache-dir, CKFS_CACHE_DIR, XDG_CACHE_HOME and HOME is set")?;
@@ -60,7 +60,7 @@ impl Cache {
             return output::print(&format!("{}: empty\n", dir.display()));
         }
         let counters = Arc::new(RemoteCounters::default());
-        let cache = DiskCache::open(&dir, None, counters).with_context(|| dir.display().to_string())?;
+        let cache = Cache::open(&dir, None, counters).with_context(|| dir.display().to_string())?;
         match self.action {
             None | Some(Action::List) => list(&cache),
             Some(Action::Verify) => verify(&cache),
@@ -70,7 +70,7 @@ impl Cache {
 }
 
 /// The entries with their last use and bytes of disk, least recently used first.
-fn by_use(cache: &DiskCache) -> anyhow::Result<Vec<(SystemTime, u64, PathBuf)>> {
+fn by_use(cache: &Cache) -> anyhow::Result<Vec<(SystemTime, u64, PathBuf)>> {
     let with_usage = |dir: PathBuf| {
         let (used, bytes) = usage(&dir);
         (used, bytes, dir)
@@ -80,7 +80,7 @@ fn by_use(cache: &DiskCache) -> anyhow::Result<Vec<(SystemTime, u64, PathBuf)>> 
     Ok(entries)
 }
 
-fn list(cache: &DiskCache) -> anyhow::Result<()> {
+fn list(cache: &Cache) -> anyhow::Result<()> {
     let (used, limit) = cache.measure()?;
     let mut text = String::new();
     for (last, _, dir) in by_use(cache)? {
@@ -121,7 +121,7 @@ fn human_age(age: Duration) -> String {
     }
 }
 
-fn verify(cache: &DiskCache) -> anyhow::Result<()> {
+fn verify(cache: &Cache) -> anyhow::Result<()> {
     let (mut checked, mut damaged) = (0, 0);
     for dir in cache.list()? {
         let (found, name) = match cache.existing(&dir) {
@@ -147,7 +147,7 @@ fn verify(cache: &DiskCache) -> anyhow::Result<()> {
 }
 
 /// What is wrong with an entry.
-fn check(cache: &DiskCache, entry: &Entry) -> anyhow::Result<Vec<String>> {
+fn check(cache: &Cache, entry: &Entry) -> anyhow::Result<Vec<String>> {
     let mut found = Vec::new();
     let bad = || cache.counters().bad_blocks.load(Ordering::Relaxed);
     let before = bad();
@@ -176,7 +176,7 @@ fn check(cache: &DiskCache, entry: &Entry) -> anyhow::Result<Vec<String>> {
     Ok(found)
 }
 
-fn prune(cache: &DiskCache, older_than: Option<u64>) -> anyhow::Result<()> {
+fn prune(cache: &Cache, older_than: Option<u64>) -> anyhow::Result<()> {
     let age_min = Duration::from_secs(older_than.unwrap_or(0).saturating_mul(86400));
     let (mut removed, mut freed, mut in_use) = (0, 0, 0);
     for (last, _, dir) in by_use(cache)? {
@@ -191,6 +191,6 @@ fn prune(cache: &DiskCache, older_than: Option<u64>) -> anyhow::Result<()> {
     output::print(&format!("{removed} objects removed, {} freed, {in_use} in use\n", human_bytes(freed)))
 }
 
-fn remove(cache: &DiskCache, dir: &Path) -> anyhow::Result<Option<u64>> {
+fn remove(cache: &Cache, dir: &Path) -> anyhow::Result<Option<u64>> {
     cache.remove_unused(dir).map_err(|error| anyhow!("{}: {error}", dir.display()))
 }

@@ -1,6 +1,6 @@
 //! `ckfs fetch`: what this host's devices will read, into the disk cache.
 
-use std::{path::PathBuf, thread, time::Duration};
+use std::{path::PathBuf, sync::atomic::Ordering, thread, time::Duration};
 
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
@@ -15,11 +15,11 @@ use crate::{
     checkpoint::Checkpoint,
     config::HfCache,
     plan::{FETCHED_BYTES, RemoteBytes, report::human_bytes},
-    source::{ByteSpan, FetchPart, FileId, Source},
+    source::{ByteSpan, FetchPart, FileId, RemoteSource, Source},
     volume::ViewPlan,
 };
 
-/// Time between two looks at the progress.
+/// Time between two updates of the progress.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Bytes read at once where the cache keeps none, to learn why.
@@ -35,41 +35,40 @@ const PROBE_BYTES: u64 = 1 << 20;
 Examples:
   ckfs fetch meta-llama/Llama-3.1-70B --mesh fsdp=64 --devices 8-15
   ckfs fetch s3://bucket/llama --layout maxtext --mesh fsdp=64,tensor=8 --devices 0-7 --cache-dir /scratch/ckfs")]
-pub(super) struct Fetch {
+pub(super) struct FetchCommand {
     /// org/name[@revision] on the Hub, hf://, s3://, gs://, az:// or https://.
     source: Option<String>,
     #[command(flatten)]
     flags: SourceFlags,
 }
 
-impl Fetch {
+impl FetchCommand {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         let checkpoint = open::checkpoint(&mut config)?;
         let plans = open::plans(&checkpoint, &config)?;
         let label = checkpoint.label();
-        let Some(before) = needs(&checkpoint, &plans)? else {
+        let needs = needs(&checkpoint, &plans)?;
+        let (Some(before), Some(remote)) = (needs, checkpoint.source().remote()) else {
             return output::print(&format!("{label}: its files are on this machine; there is nothing to fetch\n"));
         };
         let bar = bar(before.absent_bytes, log);
-        let source = &**checkpoint.source();
         for view in &plans {
-            request(&checkpoint, view, &bar, before.absent_bytes)?;
+            request(&checkpoint, remote, view, &bar, before.absent_bytes)?;
         }
-        finish(source, &bar, before.absent_bytes);
+        finish(remote, &bar, before.absent_bytes);
         // What no view's tensors need: the other files. Nothing is requested between these spans.
         for (file, spans) in &before.spans {
-            for span in source.absent_spans(*file, spans) {
-                offer(source, *file, &[span], &bar, before.absent_bytes)?;
+            for span in remote.absent_spans(*file, spans) {
+                offer(remote, *file, &[span], &bar, before.absent_bytes)?;
             }
         }
-        finish(source, &bar, before.absent_bytes);
-        complete(source, &before)?;
+        finish(remote, &bar, before.absent_bytes);
+        complete(&**checkpoint.source(), remote, &before)?;
         bar.finish_and_clear();
-        let shared = source.share()?;
+        let shared = remote.share()?;
         let cached = before.spanned_bytes.saturating_sub(before.absent_bytes);
-        let requests =
-            source.remote().map_or(0, |counters| counters.requests.load(std::sync::atomic::Ordering::Relaxed));
+        let requests = remote.counters().requests.load(Ordering::Relaxed);
         output::print(&format!(
             "{label}: {} needed; {} fetched in {requests} requests, {} were in the cache\n",
             human_bytes(before.needed_bytes),
@@ -83,7 +82,7 @@ impl Fetch {
     }
 }
 
-/// What `--hf-cache share` has come to.
+/// The result of `--hf-cache share`.
 fn shared_text(snapshots: &[PathBuf]) -> String {
     if snapshots.is_empty() {
         return "not placed into the Hugging Face cache: not all files are complete here; without --mesh and --devices they are\n"
@@ -100,11 +99,16 @@ pub(super) fn needs(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> anyhow::Resu
 }
 
 /// Requests what a view needs in the order of its tensors, as a trainer reads them.
-fn request(checkpoint: &Checkpoint, view: &ViewPlan, bar: &ProgressBar, total: u64) -> anyhow::Result<()> {
-    let source = &**checkpoint.source();
+fn request(
+    checkpoint: &Checkpoint,
+    remote: &dyn RemoteSource,
+    view: &ViewPlan,
+    bar: &ProgressBar,
+    total: u64,
+) -> anyhow::Result<()> {
     let mut failure = None;
     let walked = view.plan.for_each_needed(checkpoint, &view.plan.devices, FETCHED_BYTES, &mut |file, spans| {
-        failure = offer(source, file, spans, bar, total).err();
+        failure = offer(remote, file, spans, bar, total).err();
         failure.is_none()
     });
     walked.map_err(|reason| anyhow!("{reason}"))?;
@@ -112,30 +116,36 @@ fn request(checkpoint: &Checkpoint, view: &ViewPlan, bar: &ProgressBar, total: u
 }
 
 /// Requests spans, and waits while the source has enough requests.
-fn offer(source: &dyn Source, file: FileId, spans: &[ByteSpan], bar: &ProgressBar, total: u64) -> anyhow::Result<()> {
-    while !source.bring_ahead(file, spans) {
-        show(source, bar, total);
+fn offer(
+    remote: &dyn RemoteSource,
+    file: FileId,
+    spans: &[ByteSpan],
+    bar: &ProgressBar,
+    total: u64,
+) -> anyhow::Result<()> {
+    while !remote.bring_ahead(file, spans) {
+        show(remote, bar, total);
         // A cache that was full a moment ago refuses, although another process may have left it.
         let bytes = spans.iter().map(|span| span.len()).sum();
         let has_room = || {
-            source.cache_limit().is_some_and(|(_, limit)| limit.limit_bytes >= limit.used_bytes.saturating_add(bytes))
+            remote.cache_limit().is_some_and(|(_, limit)| limit.limit_bytes >= limit.used_bytes.saturating_add(bytes))
         };
-        if source.ahead_jobs() == 0 && !source.bring_ahead(file, spans) && !has_room() {
+        if remote.ahead_jobs() == 0 && !remote.bring_ahead(file, spans) && !has_room() {
             bail!(
                 "the disk cache has no room for {} that these devices read: {}",
                 human_bytes(total),
-                limit_text(source)
+                limit_text(remote)
             );
         }
         thread::sleep(LOOK);
     }
-    show(source, bar, total);
+    show(remote, bar, total);
     Ok(())
 }
 
 /// What bounds the disk cache, and what allows more.
-fn limit_text(source: &dyn Source) -> String {
-    let Some((dir, limit)) = source.cache_limit() else { return "there is none".to_owned() };
+fn limit_text(remote: &dyn RemoteSource) -> String {
+    let Some((dir, limit)) = remote.cache_limit() else { return "there is none".to_owned() };
     let (dir, used, most) = (dir.display(), human_bytes(limit.used_bytes), human_bytes(limit.limit_bytes));
     match limit.disk {
         None => format!("{dir} holds {used} of at most {most}; --cache-disk-bytes allows more"),
@@ -150,25 +160,24 @@ fn limit_text(source: &dyn Source) -> String {
 }
 
 /// Waits until all that was requested is here.
-fn finish(source: &dyn Source, bar: &ProgressBar, total: u64) {
-    while source.ahead_jobs() > 0 {
-        show(source, bar, total);
+fn finish(remote: &dyn RemoteSource, bar: &ProgressBar, total: u64) {
+    while remote.ahead_jobs() > 0 {
+        show(remote, bar, total);
         thread::sleep(LOOK);
     }
 }
 
-fn show(source: &dyn Source, bar: &ProgressBar, total: u64) {
-    let fetched =
-        source.remote().map_or(0, |counters| counters.fetched_bytes.load(std::sync::atomic::Ordering::Relaxed));
+fn show(remote: &dyn RemoteSource, bar: &ProgressBar, total: u64) {
+    let fetched = remote.counters().fetched_bytes.load(Ordering::Relaxed);
     // Headers were fetched before, and count too.
     bar.set_position(fetched.min(total));
 }
 
 /// Checks that the cache has everything, and says why if it does not.
-fn complete(source: &dyn Source, needs: &RemoteBytes) -> anyhow::Result<()> {
+fn complete(source: &dyn Source, remote: &dyn RemoteSource, needs: &RemoteBytes) -> anyhow::Result<()> {
     for (file, spans) in &needs.spans {
         let absent: Vec<ByteSpan> =
-            spans.iter().copied().filter(|span| source.absent_bytes(*file, &[*span]) > 0).collect();
+            spans.iter().copied().filter(|span| remote.absent_bytes(*file, &[*span]) > 0).collect();
         for span in &absent {
             // A reader's request waits for the bytes, and says why they do not come.
             let mut start = span.start();
@@ -179,7 +188,7 @@ fn complete(source: &dyn Source, needs: &RemoteBytes) -> anyhow::Result<()> {
                 start += len as u64;
             }
         }
-        let left = source.absent_bytes(*file, &absent);
+        let left = remote.absent_bytes(*file, &absent);
         if left > 0 {
             bail!(
                 "{}: {} came but are not in the disk cache: it has no room, or another process removes what this one fetches",

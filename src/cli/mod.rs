@@ -43,7 +43,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::{
     fuse,
-    host::{self, Log, Target, limits, signal},
+    host::{self, Log, LogTarget, limits, signal},
 };
 use flags::LogFlags;
 use output::{AlreadyReported, Closed, Usage};
@@ -88,17 +88,17 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Mount(Box<mount::Mount>),
-    Run(Box<run::Run>),
+    Run(Box<run::RunCommand>),
     #[command(visible_alias = "unmount")]
     Umount(umount::Umount),
     Status(status::Status),
-    Metrics(metrics::Metrics),
-    Plan(Box<plan::Plan>),
+    Metrics(metrics::MetricsCommand),
+    Plan(Box<plan::PlanCommand>),
     Explain(Box<explain::Explain>),
     Cat(Box<cat::Cat>),
     Export(Box<export::Export>),
-    Fetch(Box<fetch::Fetch>),
-    Cache(cache::Cache),
+    Fetch(Box<fetch::FetchCommand>),
+    Cache(cache::CacheCommand),
     Verify(Box<verify::Verify>),
     Sums(Box<sums::Sums>),
     Doctor(doctor::Doctor),
@@ -155,7 +155,7 @@ pub fn main() -> ExitCode {
 }
 
 fn run_program() -> ExitCode {
-    let finish = Finish(Log::start(Target::stderr()));
+    let finish = Finish(Log::start(LogTarget::stderr()));
     finish.0.take_panics();
     let code = run_args(&finish.0);
     // The log comes before the message of an error.
@@ -238,7 +238,7 @@ fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>) -> anyhow::Resul
         _ => EnvFilter::new(level),
     };
     if let Some(path) = file {
-        sink.switch(Target::file(path).with_context(|| format!("log file {}", path.display()))?);
+        sink.switch(LogTarget::file(path).with_context(|| format!("log file {}", path.display()))?);
     }
     // The sink adds time and colours, because it knows where the lines go. It never fails, so that no failure needs a
     // message.

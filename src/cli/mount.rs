@@ -174,7 +174,7 @@ impl Mount {
     pub(super) fn run(&self, log: &LogFlags, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         let config = self.config(log);
         if self.foreground || is_daemon() {
-            return serve_here(config, sink, Tie::None);
+            return serve_here(config, sink, DaemonTie::None);
         }
         let (config, mountpoint) = config?;
         let mut made = MadeDirectories::default();
@@ -304,7 +304,7 @@ fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path) -> anyhow::Result<()>
 
 /// What a daemon has in common with its starter once it is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Tie {
+pub(super) enum DaemonTie {
     /// Nothing.
     None,
     /// Standard error and the end.
@@ -312,13 +312,13 @@ pub(super) enum Tie {
 }
 
 /// Mounts and serves in this process, and reports to the waiting starter.
-pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, tie: Tie) -> anyhow::Result<()> {
+pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, tie: DaemonTie) -> anyhow::Result<()> {
     block_signals()?;
     let given = config.as_ref().ok();
     let log_file = given.and_then(|(config, _)| config.mount.log_file.clone());
     let mountpoint = given.map(|(_, mountpoint)| mountpoint.clone()).unwrap_or_default();
     let mut readiness = Readiness::new(log, log_file.as_deref(), &mountpoint)?;
-    if tie == Tie::Attached {
+    if tie == DaemonTie::Attached {
         readiness = readiness.attached();
     }
     let result = config.and_then(|(config, mountpoint)| mount(config, &mountpoint, log, &mut readiness));

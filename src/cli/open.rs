@@ -311,7 +311,9 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
     if let Some(maps) = checkpoint.source().maps() {
         maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
     }
-    checkpoint.source().bound_decoded(budget.decoded_bytes);
+    if let Some(chunks) = checkpoint.source().chunks() {
+        chunks.bound_bytes(budget.decoded_bytes);
+    }
     warn_of_large_cache(&budget);
     let options = VolumeOptions {
         engine: engine_options(&budget),

@@ -13,7 +13,7 @@ use crate::{
         report::{Report, ViewReport, html, human_bytes},
     },
     source::Served,
-    volume::{Mounter, Readers, Unavailable, ViewPlan, readers, unavailable},
+    volume::{Mounter, PermittedReaders, Unavailable, ViewPlan, readers, unavailable},
 };
 
 /// The plan's text in a mount.
@@ -44,7 +44,7 @@ Examples:
   ckfs plan --config /etc/ckfs/llama.toml
   ckfs plan /data/llama --mesh fsdp=4,tensor=2 --html plan.html
   ckfs plan /data/llama --mesh fsdp=8 --json | jq '.views[0].devices'")]
-pub(super) struct Plan {
+pub(super) struct PlanCommand {
     /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
     source: Option<String>,
     /// Prints JSON, with every tensor.
@@ -57,7 +57,7 @@ pub(super) struct Plan {
     flags: SourceFlags,
 }
 
-impl Plan {
+impl PlanCommand {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let page = self.html.as_deref().map(output::NewFile::at).transpose()?;
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
@@ -70,7 +70,7 @@ impl Plan {
             page.write(html(&checkpoint, &view_reports(&plans)).as_bytes())?;
         }
         if self.json {
-            let row = |readers: &Readers| {
+            let row = |readers: &PermittedReaders| {
                 let permission = readers.permission;
                 json!({
                     "uid": permission.uid, "gid": permission.gid, "mode": format!("{:04o}", permission.mode),

@@ -48,10 +48,10 @@ pub(super) fn start(checkpoint: &Arc<Checkpoint>, plans: &[Arc<Plan>], prefetch:
     let ended = Arc::new(AtomicBool::new(false));
     let (checkpoint, plans, stop) = (Arc::clone(checkpoint), plans.to_vec(), Arc::clone(&ended));
     let run = move || {
-        let source = &**checkpoint.source();
+        let Some(remote) = checkpoint.source().remote() else { return };
         let mut offer = |file: FileId, spans: &[ByteSpan]| {
             while !stop.load(Ordering::Relaxed) {
-                if source.ahead_jobs() < JOBS_MAX && source.bring_ahead(file, spans) {
+                if remote.ahead_jobs() < JOBS_MAX && remote.bring_ahead(file, spans) {
                     return true;
                 }
                 thread::sleep(PAUSE);

@@ -34,7 +34,7 @@ use nix::{
 
 use super::{
     flags::{LogFlags, ServingFlags, SourceFlags},
-    mount::{self, Tie},
+    mount::{self, DaemonTie},
     open,
     output::Usage,
 };
@@ -62,7 +62,7 @@ Examples:
   ckfs run /data/llama --mesh fsdp=8 -- python train.py
   ckfs run org/name --dtype bf16 -- sh -c 'ls $CKFS_MOUNT/dev0'
   srun ckfs run /data/llama --mesh fsdp=8 --devices 0-3 -- python train.py")]
-pub(super) struct Run {
+pub(super) struct RunCommand {
     /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
     source: Option<String>,
     /// The command and its arguments.
@@ -83,7 +83,7 @@ const END_LIMIT: Duration = Duration::from_secs(5);
 /// Longest time from the removal of a command's mount until the command's end is reported.
 const LAST_MOMENTS: Duration = Duration::from_millis(500);
 
-/// Time between looks at a process that is about to end.
+/// Time between checks of a process that is about to end.
 const LOOK_PERIOD: Duration = Duration::from_millis(5);
 
 /// Signals that are passed on to the command if a process sends them. The kernel sends those of a terminal to the command
@@ -103,7 +103,7 @@ const FORWARDED: [Signal; 12] = [
     Signal::SIGXCPU,
 ];
 
-impl Run {
+impl RunCommand {
     fn config(&self, log: &LogFlags) -> anyhow::Result<Config> {
         let mut config = open::config(&[&self.flags.settings, &self.serving.settings, &log.file.settings])?;
         config.source = self.source.clone().or(config.source);
@@ -121,11 +121,11 @@ impl Run {
         if let Some(number) = env::var_os(DEVICE_VARIABLE).filter(|_| mount::is_daemon()) {
             let device = Path::new("/dev/fd").join(number);
             let config = config.and_then(|config| Ok((of_daemon(config)?, device)));
-            return mount::serve_here(config, sink, Tie::Attached).map(|()| ExitCode::SUCCESS);
+            return mount::serve_here(config, sink, DaemonTie::Attached).map(|()| ExitCode::SUCCESS);
         }
         let config = config?;
         let signals = Signals::block()?;
-        let place = Place::make()?;
+        let place = RunDirectory::make()?;
         let watch = Signals::end_at_signal(&place)?;
         let name = config.source.clone().unwrap_or_default();
         let options = mount::mount_options(&config.mount, &name);
@@ -167,8 +167,8 @@ fn pid(id: u32) -> Pid {
 }
 
 /// A new directory to mount on. When it is dropped, it is removed, and the kernel removes the mount with it in every namespace.
-/// A killed process leaves it; the lock then tells the next one that nobody uses it.
-struct Place {
+/// A killed process leaves it; the lock then tells the next one that it is not in use.
+struct RunDirectory {
     path: PathBuf,
     /// Held while the directory is in use, by this process only.
     _lock: Flock<fs::File>,
@@ -180,7 +180,7 @@ const PLACE: &str = "ckfs-run-";
 /// Most directories that are looked at for what killed processes have left.
 const LEFT_MAX: usize = 100;
 
-impl Place {
+impl RunDirectory {
     fn make() -> anyhow::Result<Self> {
         let below = std::path::absolute(env::temp_dir()).context("directory for temporary files")?;
         Self::remove_left(&below);
@@ -222,7 +222,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for RunDirectory {
     fn drop(&mut self) {
         if let Err(error) = fs::remove_dir(&self.path) {
             tracing::warn!("{}: {error}", self.path.display());
@@ -262,7 +262,7 @@ impl Signals {
     }
 
     /// While the mount is made, which may take long, a signal ends this process. The other processes end with it.
-    fn end_at_signal(place: &Place) -> anyhow::Result<Watch> {
+    fn end_at_signal(place: &RunDirectory) -> anyhow::Result<Watch> {
         let (stopped, stop) = io::pipe().context("pipe")?;
         let (signals, path) = (Signals::block()?, place.path.clone());
         let thread = thread::Builder::new().name("ckfs-signals".into()).spawn(move || {
@@ -401,7 +401,7 @@ mod tests {
 
     #[test]
     fn the_place_is_removed() {
-        let place = Place::make().unwrap();
+        let place = RunDirectory::make().unwrap();
         let path = place.path.clone();
         assert!(path.is_absolute() && path.is_dir());
         drop(place);
@@ -417,11 +417,11 @@ mod tests {
             fs::create_dir(directory).unwrap();
         }
         fs::write(full.join("file"), "").unwrap();
-        let lock = Place::lock(&used, FlockArg::LockExclusive).unwrap();
-        Place::remove_left(below.path());
+        let lock = RunDirectory::lock(&used, FlockArg::LockExclusive).unwrap();
+        RunDirectory::remove_left(below.path());
         assert!(!left.exists() && used.exists() && full.exists() && other.exists());
         drop(lock);
-        Place::remove_left(below.path());
+        RunDirectory::remove_left(below.path());
         assert!(!used.exists());
     }
 }

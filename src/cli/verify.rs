@@ -359,7 +359,7 @@ impl Expected<'_> {
 /// Bytes of a source file as it was opened, by `pread`: its path may lead elsewhere now. Of a remote object they are fetched
 /// where they are not cached.
 fn read_source(source: &dyn Source, file: FileId, start: u64, bytes: &mut [u8]) -> std::io::Result<()> {
-    // A remote object is whole at no time: its blocks come and go.
+    // A remote object is never complete for certain: its blocks may be evicted.
     let open = if source.remote().is_some() { None } else { source.backing(file) };
     match open {
         Some(open) => open.read_exact_at(bytes, start),
@@ -378,8 +378,8 @@ impl SourceFiles<'_> {
         let info = self.checkpoint.tensor(tensor);
         let mut bytes = vec![0; usize::try_from(span.end - span.start).map_err(std::io::Error::other)?];
         let (source, start) = (self.checkpoint.source(), info.span().start() + span.start);
-        if source.coded(info.file(), start).is_some() {
-            source.decode_by_definition(info.file(), start, &mut bytes).map_err(std::io::Error::other)?;
+        if let Some(chunks) = source.chunks().filter(|chunks| chunks.coded(info.file(), start).is_some()) {
+            chunks.decode_by_definition(info.file(), start, &mut bytes).map_err(std::io::Error::other)?;
             return Ok(bytes);
         }
         read_source(&**source, info.file(), start, &mut bytes)?;

@@ -52,7 +52,7 @@ pub use near::{did_you_mean, nearest};
 pub use pattern::{Pattern, PatternError};
 pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};
-pub use setting::{Access, Group, Home, Setting, Takers, Takes};
+pub use setting::{FieldAccess, Group, Home, Setting, Takers, Takes};
 pub use settings::{MountSettings, Settings, ViewSettings};
 pub use table::{FORMER, KEYS, SETTINGS, former};
 #[cfg(test)]

@@ -81,7 +81,7 @@ pub enum Takes {
 
 /// Access to the field of a setting.
 #[derive(Clone, Copy, Debug)]
-pub struct Access {
+pub struct FieldAccess {
     /// The form of its key's value.
     pub form: KeyForm,
     /// Takes a word of the command line.
@@ -106,7 +106,7 @@ pub struct Setting {
     /// Its value.
     pub takes: Takes,
     /// The field.
-    pub field: Access,
+    pub field: FieldAccess,
     /// The help, in a sentence or two.
     pub help: &'static str,
     /// More help, as paragraphs.
@@ -125,7 +125,13 @@ pub struct Setting {
 
 impl Setting {
     /// A setting with a flag and a key.
-    pub(super) const fn new(group: Group, name: &'static str, takes: Takes, field: Access, help: &'static str) -> Self {
+    pub(super) const fn new(
+        group: Group,
+        name: &'static str,
+        takes: Takes,
+        field: FieldAccess,
+        help: &'static str,
+    ) -> Self {
         let home = match group {
             Group::Place => Home::Top,
             Group::View => Home::View,

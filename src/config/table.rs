@@ -4,24 +4,24 @@ use std::sync::LazyLock;
 
 use super::{
     setting::{
-        Access,
+        FieldAccess,
         Group::{Logging, Mount, Place, Reading, View},
         Home, Setting,
         Takes::{Nothing, Perhaps, Value},
     },
     settings::Settings,
-    value::{Field, KeyForm},
+    value::{KeyForm, SettingField},
 };
 
 /// The form of the field that a function returns.
-const fn form_of<F: Field>(_: fn(&Settings) -> &F) -> KeyForm {
+const fn form_of<F: SettingField>(_: fn(&Settings) -> &F) -> KeyForm {
     F::FORM
 }
 
 /// Access to a field.
 macro_rules! at {
     ($($field:ident).+) => {
-        Access {
+        FieldAccess {
             form: form_of(|settings| &settings.$($field).+),
             add: |settings, text| settings.$($field).+.add(text),
             read: |settings, value| settings.$($field).+.read(value),

@@ -15,9 +15,9 @@ impl Config {
 }
 
 /// Keys and values, in the order of the table.
-struct Rows(Vec<(String, toml::Value)>);
+struct TomlRows(Vec<(String, toml::Value)>);
 
-impl Rows {
+impl TomlRows {
     fn new(settings: &Settings, homes: &[Home]) -> Result<Self, ConfigError> {
         let mut rows = Vec::new();
         for row in SETTINGS.iter().filter(|row| homes.contains(&row.home)) {
@@ -29,21 +29,21 @@ impl Rows {
     }
 }
 
-impl Serialize for Rows {
+impl Serialize for TomlRows {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(key, value)| (key, value)))
     }
 }
 
 struct Document {
-    top: Rows,
-    views: Vec<(String, Rows)>,
-    mount: Rows,
+    top: TomlRows,
+    views: Vec<(String, TomlRows)>,
+    mount: TomlRows,
 }
 
 impl Serialize for Document {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        struct Views<'a>(&'a [(String, Rows)]);
+        struct Views<'a>(&'a [(String, TomlRows)]);
         impl Serialize for Views<'_> {
             fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
                 serializer.collect_map(self.0.iter().map(|(name, rows)| (name, rows)))
@@ -77,10 +77,10 @@ fn write(config: &Config) -> Result<String, ConfigError> {
             top.view = view.settings.clone();
         } else {
             let settings = Settings { view: view.settings.clone(), ..Settings::default() };
-            views.push((view.name.clone(), Rows::new(&settings, &[Home::View])?));
+            views.push((view.name.clone(), TomlRows::new(&settings, &[Home::View])?));
         }
     }
-    let mount = Rows::new(&top, &[Home::Mount])?;
-    let document = Document { top: Rows::new(&top, &[Home::Top, Home::View])?, views, mount };
+    let mount = TomlRows::new(&top, &[Home::Mount])?;
+    let document = Document { top: TomlRows::new(&top, &[Home::Top, Home::View])?, views, mount };
     toml::to_string(&document).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
 }

@@ -1,6 +1,6 @@
 //! Kinds of values, and how a field of the settings reads them: from a word of a flag or `-o`, or from TOML.
 //!
-//! A [`SettingValue`] reads and writes one value. A [`Field`] holds it: `Option` for a setting that is given once,
+//! A [`SettingValue`] reads and writes one value. A [`SettingField`] holds it: `Option` for a setting that is given once,
 //! `Vec` and a map for repeatable settings. A row of the table names nothing but the field; its type determines the
 //! rest.
 
@@ -108,7 +108,7 @@ pub fn deserialize<T: DeserializeOwned>(value: Toml<'_>) -> Result<T, Fault> {
 }
 
 /// The field of a setting.
-pub trait Field {
+pub trait SettingField {
     /// The form of its key's value.
     const FORM: KeyForm;
 
@@ -138,7 +138,7 @@ pub trait Field {
     fn rebase(&mut self, base: &Path);
 }
 
-impl<T: SettingValue> Field for Option<T> {
+impl<T: SettingValue> SettingField for Option<T> {
     const FORM: KeyForm = T::ONE;
 
     fn add(&mut self, text: &OsStr) -> Result<(), String> {
@@ -172,7 +172,7 @@ impl<T: SettingValue> Field for Option<T> {
     }
 }
 
-impl<T: SettingValue> Field for Vec<T> {
+impl<T: SettingValue> SettingField for Vec<T> {
     const FORM: KeyForm = T::SEVERAL;
 
     fn add(&mut self, text: &OsStr) -> Result<(), String> {
@@ -205,7 +205,7 @@ impl<T: SettingValue> Field for Vec<T> {
     }
 }
 
-impl<T: SettingValue + DeserializeOwned> Field for BTreeMap<String, T> {
+impl<T: SettingValue + DeserializeOwned> SettingField for BTreeMap<String, T> {
     const FORM: KeyForm = KeyForm::Table;
 
     fn add(&mut self, text: &OsStr) -> Result<(), String> {

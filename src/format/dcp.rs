@@ -60,7 +60,7 @@ const WORDS: [&str; 16] = [
 
 /// Where a chunk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub struct DcpSegment {
     /// Number of its file.
     pub file: u32,
     /// First byte.
@@ -314,7 +314,7 @@ impl Writer {
     }
 
     /// Appends where chunk number `index` of tensor number `tensor` is.
-    pub fn segment(&self, tensor: u32, chunk: &Region, index: u64, segment: Segment, out: &mut Vec<u8>) {
+    pub fn segment(&self, tensor: u32, chunk: &Region, index: u64, segment: DcpSegment, out: &mut Vec<u8>) {
         let [begin, offset, number, path, start, length, end] = &self.parts.segment;
         out.extend(begin);
         push_get(out, self.first_tensor + tensor);

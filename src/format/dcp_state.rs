@@ -12,10 +12,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use serde::Deserialize;
 
 use super::{
-    dcp::Segment,
+    dcp::DcpSegment,
     safetensors::Header,
     torch_state::dtype_of,
-    unpickle::{self, Id, Limits, PickleError, Unpickled, Value},
+    unpickle::{self, Id, Limits, PickleError, PickleValue, Unpickled},
 };
 use crate::tensor::{DType, RANK_MAX};
 
@@ -114,7 +114,7 @@ pub struct DcpChunk {
     /// Extent along each axis.
     pub sizes: Vec<u64>,
     /// Where it is: an archive in the classic kind, the elements in row-major order in the other.
-    pub segment: Segment,
+    pub segment: DcpSegment,
 }
 
 /// A tensor.
@@ -136,13 +136,13 @@ pub struct DcpObject {
     /// Its full name, with dots.
     pub name: String,
     /// Where it is.
-    pub segment: Segment,
+    pub segment: DcpSegment,
 }
 
 /// A directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DcpState {
-    /// The files, relative to the directory; a [`Segment`] has a number of these.
+    /// The files, relative to the directory; a [`DcpSegment`] has a number of these.
     pub files: Vec<String>,
     /// The tensors, in the order of the metadata.
     pub tensors: Vec<DcpTensor>,
@@ -191,7 +191,7 @@ struct Reader<'a> {
     files: Vec<String>,
     file_numbers: HashMap<&'a str, u32>,
     /// By full name and offsets.
-    segments: HashMap<(&'a str, Offsets), Segment>,
+    segments: HashMap<(&'a str, Offsets), DcpSegment>,
 }
 
 impl DcpState {
@@ -257,7 +257,7 @@ impl DcpState {
                 let ends = offsets.iter().zip(&sizes).map(|(offset, size)| offset.checked_add(*size));
                 let ends = ends.collect::<Option<Vec<u64>>>();
                 let ends = ends.ok_or_else(|| malformed(&what(), "offsets that 64 bits can count", "more"))?;
-                let segment = Segment { file, offset: tensor.start, len: tensor.end - tensor.start };
+                let segment = DcpSegment { file, offset: tensor.start, len: tensor.end - tensor.start };
                 let chunk = DcpChunk { offsets, sizes, segment };
                 if let Some(number) = numbers.get(&name) {
                     state.tensors[*number].extend(tensor.dtype, &ends, chunk)?;
@@ -356,11 +356,12 @@ impl<'a> Reader<'a> {
             let index = self.state(*index, CLASSES, "MetadataIndex", "key of storage_data")?;
             let name = self.text(self.member(index, "fqn", "MetadataIndex")?, "fqn")?;
             let what = format!("storage_data of {name:?}");
-            let offsets = self.pickle.item(index, "offset").filter(|id| *self.pickle.value(*id) != Value::None);
+            let offsets = self.pickle.item(index, "offset").filter(|id| *self.pickle.value(*id) != PickleValue::None);
             let offsets = offsets.map(|id| self.size(id, &what)).transpose()?;
             let info = self.state(*info, FILESYSTEM, "_StorageInfo", &what)?;
-            let is_none =
-                |id: Id| *self.pickle.value(id) == Value::None || self.pickle.sequence(id).is_some_and(<[_]>::is_empty);
+            let is_none = |id: Id| {
+                *self.pickle.value(id) == PickleValue::None || self.pickle.sequence(id).is_some_and(<[_]>::is_empty)
+            };
             if !self.pickle.item(info, "transform_descriptors").is_none_or(is_none) {
                 let found = "a transformed segment (compressed or encrypted by an extension)".to_owned();
                 return Err(DcpError::Unsupported { name: name.to_owned(), found });
@@ -372,7 +373,7 @@ impl<'a> Reader<'a> {
             if offset.checked_add(len).is_none() {
                 return Err(malformed(&what, "an end that fits 64 bits", format!("{len} bytes at {offset}")));
             }
-            if self.segments.insert((name, offsets), Segment { file, offset, len }).is_some() {
+            if self.segments.insert((name, offsets), DcpSegment { file, offset, len }).is_some() {
                 return Err(DcpError::Duplicate { name: name.to_owned() });
             }
         }
@@ -432,7 +433,7 @@ impl<'a> Reader<'a> {
         if layout != "torch.strided" {
             return Err(unsupported(format!("layout {layout:?}")));
         }
-        let Value::Global(global) = self.pickle.value(*dtype) else {
+        let PickleValue::Global(global) = self.pickle.value(*dtype) else {
             return Err(self.wrong(*dtype, &what, "a dtype"));
         };
         dtype_of(&global.name).filter(|_| global.module == "torch").ok_or_else(|| unsupported(global.to_string()))

@@ -66,7 +66,7 @@ fn key_metadata(key: &TreeKey) -> serde_json::Value {
 
 /// Where a `_CHECKPOINT_METADATA` lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum MetadataPlace {
     /// In the directory of a step, which has one item.
     Step {
         /// Name of the item.
@@ -78,10 +78,10 @@ pub enum Place {
 
 /// A `_CHECKPOINT_METADATA` of a checkpoint made at `nanoseconds` since the epoch. `scan_layers` says whether layers are
 /// stacked, as MaxText records it and asks for it.
-pub fn checkpoint_metadata(place: Place, scan_layers: bool, nanoseconds: u64) -> String {
+pub fn checkpoint_metadata(place: MetadataPlace, scan_layers: bool, nanoseconds: u64) -> String {
     let handlers = match place {
-        Place::Step { item } => json!({item: HANDLER}),
-        Place::Item => json!(HANDLER),
+        MetadataPlace::Step { item } => json!({item: HANDLER}),
+        MetadataPlace::Item => json!(HANDLER),
     };
     json!({
         "item_handlers": handlers,
@@ -121,7 +121,7 @@ mod tests {
         assert_eq!(tree["('a', 'b')"]["key_metadata"][1], json!({"key": "b", "key_type": 2}));
         assert_eq!(value["use_zarr3"], false);
         let step: serde_json::Value =
-            serde_json::from_str(&checkpoint_metadata(Place::Step { item: "items" }, true, 5)).unwrap();
+            serde_json::from_str(&checkpoint_metadata(MetadataPlace::Step { item: "items" }, true, 5)).unwrap();
         assert_eq!(step["item_handlers"]["items"], HANDLER);
         assert_eq!(step["custom_metadata"]["scan_layers"], true);
     }

@@ -154,7 +154,7 @@ pub struct Leaf {
     pub kind: LeafKind,
     /// The same as Orbax calls it.
     pub value_type: String,
-    /// Shape of the box that each process wrote at once, if it is told.
+    /// Shape of the box that each process wrote at once, if the file states it.
     pub write_shape: Option<Vec<u64>>,
 }
 
@@ -174,7 +174,7 @@ impl Leaf {
 pub struct Tree {
     /// The leaves, in the order of the file. No two have one name.
     pub leaves: Vec<Leaf>,
-    /// Whether the arrays are in an OCDBT database; `None` if it is not told.
+    /// Whether the arrays are in an OCDBT database; `None` if the file does not state it.
     pub uses_ocdbt: Option<bool>,
     /// Whether the arrays are of zarr version 3, else 2.
     pub uses_zarr3: bool,
@@ -266,7 +266,7 @@ pub enum Items {
     Named(Vec<String>),
     /// The directory itself is the item.
     Itself,
-    /// It is not told.
+    /// The file does not state it.
     Unknown,
 }
 

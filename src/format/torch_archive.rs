@@ -20,7 +20,7 @@ use std::{
 use super::{
     torch_state::{self, PICKLE, TorchError, TorchObject, TorchTensor},
     unpickle::{self, Limits, PickleError},
-    unzip::{self, Directory, LOCAL_BYTES, TAIL_BYTES, ZipEntry, ZipError},
+    unzip::{self, LOCAL_BYTES, TAIL_BYTES, ZipDirectory, ZipEntry, ZipError},
     zip::crc32,
 };
 use crate::tensor::to_usize;
@@ -100,7 +100,7 @@ pub enum ArchiveError {
     Length {
         /// Its name.
         entry: String,
-        /// At least so many for a storage, at most for a pickle, the room that there is for others.
+        /// The least number for a storage; the greatest for a pickle, and the room for other files.
         expected: u64,
         /// As the directory says.
         found: u64,
@@ -161,7 +161,7 @@ enum Stage {
     /// The end of the archive is looked at.
     Ends,
     /// The directory is known.
-    Directory(Directory),
+    Directory(ZipDirectory),
     /// The entries are known.
     Pickle(Listing),
     /// The tensors are known.
@@ -372,7 +372,7 @@ impl TorchArchive {
 }
 
 impl Listing {
-    fn new(entries: Vec<ZipEntry>, directory: Directory) -> Result<Self, ArchiveError> {
+    fn new(entries: Vec<ZipEntry>, directory: ZipDirectory) -> Result<Self, ArchiveError> {
         let mut by_name = HashMap::with_capacity(entries.len());
         for (number, entry) in entries.iter().enumerate() {
             if by_name.insert(entry.name.clone(), number).is_some() {

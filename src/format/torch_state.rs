@@ -7,7 +7,7 @@
 
 use std::collections::HashSet;
 
-use super::unpickle::{Id, Unpickled, Value};
+use super::unpickle::{Id, PickleValue, Unpickled};
 use crate::tensor::DType;
 
 /// The pickle of an archive, below its root directory.
@@ -169,10 +169,10 @@ impl Walk<'_> {
             return Err(TorchError::Visits { name: self.name() });
         }
         match self.pickle.value(id) {
-            Value::Dict(items) => self.items(items),
-            Value::List(elements) => self.elements(elements),
-            Value::Tuple(elements) => self.elements(elements),
-            Value::Object(object) => {
+            PickleValue::Dict(items) => self.items(items),
+            PickleValue::List(elements) => self.elements(elements),
+            PickleValue::Tuple(elements) => self.elements(elements),
+            PickleValue::Object(object) => {
                 if let Some(tensor) = self.tensor(id)? {
                     self.found.tensors.push(tensor);
                     return Ok(());
@@ -185,18 +185,18 @@ impl Walk<'_> {
                 self.elements(&object.elements)?;
                 self.items(&object.items)
             }
-            Value::None => Ok(()),
-            value @ (Value::Bool(_)
-            | Value::Int(_)
-            | Value::Float(_)
-            | Value::Text(_)
-            | Value::Bytes(_)
-            | Value::Set(_)
-            | Value::Persistent(_)) => {
+            PickleValue::None => Ok(()),
+            value @ (PickleValue::Bool(_)
+            | PickleValue::Int(_)
+            | PickleValue::Float(_)
+            | PickleValue::Text(_)
+            | PickleValue::Bytes(_)
+            | PickleValue::Set(_)
+            | PickleValue::Persistent(_)) => {
                 self.other(value.kind().to_owned());
                 Ok(())
             }
-            Value::Global(name) => {
+            PickleValue::Global(name) => {
                 self.other(name.to_string());
                 Ok(())
             }
@@ -262,15 +262,16 @@ impl Walk<'_> {
             // Without a class of its own, the type is an argument and the storage counts bytes.
             ("_rebuild_tensor_v3", None) => {
                 let named = args.get(6).ok_or(malformed("a dtype"))?;
-                let Value::Global(name) = self.pickle.value(*named) else { return Err(malformed("a dtype")) };
+                let PickleValue::Global(name) = self.pickle.value(*named) else { return Err(malformed("a dtype")) };
                 let unsupported = || TorchError::Unsupported { name: self.name(), found: name.to_string() };
                 (dtype_of(&name.name).ok_or_else(unsupported)?, 1, args.get(7))
             }
             _ => return Err(malformed("a typed storage, or bytes and a dtype")),
         };
         // Conjugated and negated tensors have other values than their bytes say.
-        let is_plain =
-            |id: &Id| *self.pickle.value(*id) == Value::None || self.pickle.items(*id).is_some_and(<[_]>::is_empty);
+        let is_plain = |id: &Id| {
+            *self.pickle.value(*id) == PickleValue::None || self.pickle.items(*id).is_some_and(<[_]>::is_empty)
+        };
         if !metadata.is_none_or(is_plain) {
             return Err(TorchError::Unsupported { name: self.name(), found: "a tensor with metadata".to_owned() });
         }
@@ -288,9 +289,9 @@ impl Walk<'_> {
 
     /// Class, key and number of elements of a storage.
     fn storage(&self, id: Id) -> Option<(&str, String, u64)> {
-        let Value::Persistent(id) = self.pickle.value(id) else { return None };
+        let PickleValue::Persistent(id) = self.pickle.value(id) else { return None };
         let [kind, class, key, _, count] = self.pickle.sequence(*id)? else { return None };
-        let Value::Global(class) = self.pickle.value(*class) else { return None };
+        let PickleValue::Global(class) = self.pickle.value(*class) else { return None };
         let right = self.pickle.text(*kind)? == "storage";
         right.then_some((class.name.as_str(), self.pickle.text(*key)?.to_owned(), self.pickle.natural(*count)?))
     }

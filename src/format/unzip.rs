@@ -65,7 +65,7 @@ pub enum ZipError {
 
 /// Where the directory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Directory {
+pub struct ZipDirectory {
     /// First byte in the file.
     pub start: u64,
     /// One past the last byte.
@@ -128,7 +128,7 @@ impl Record<'_> {
 ///
 /// # Errors
 /// [`ZipError`]: there is no end record, or it points outside the file.
-pub fn find_directory(tail: &[u8], file_bytes: u64) -> Result<Directory, ZipError> {
+pub fn find_directory(tail: &[u8], file_bytes: u64) -> Result<ZipDirectory, ZipError> {
     // The comment may hold anything, even the mark: the last place counts whose comment ends with the file.
     let ends_file = |at: &usize| {
         let record = Record(&tail[*at..]);
@@ -155,7 +155,7 @@ pub fn find_directory(tail: &[u8], file_bytes: u64) -> Result<Directory, ZipErro
     if entries > ENTRIES_MAX || entries > len / ENTRY_BYTES as u64 {
         return Err(ZipError::TooMany { found: entries });
     }
-    Ok(Directory { start, end, entries })
+    Ok(ZipDirectory { start, end, entries })
 }
 
 /// Entries, length and start of the directory by the 64-bit record, if there is one before the end record at `at`.
@@ -179,7 +179,7 @@ fn wide_end(tail: &[u8], at: usize, file_bytes: u64) -> Option<Result<(u64, u64,
 ///
 /// # Errors
 /// [`ZipError::Damaged`].
-pub fn parse_directory(bytes: &[u8], directory: Directory) -> Result<Vec<ZipEntry>, ZipError> {
+pub fn parse_directory(bytes: &[u8], directory: ZipDirectory) -> Result<Vec<ZipEntry>, ZipError> {
     let damaged = || ZipError::Damaged { what: "the directory" };
     let mut entries = Vec::new();
     let mut rest = bytes;

@@ -156,7 +156,7 @@ pub fn run_inside() -> Option<ExitCode> {
     Some(ExitCode::from(if error.kind() == io::ErrorKind::NotFound { NOT_FOUND } else { NOT_EXECUTABLE }))
 }
 
-/// Enters a mount namespace whose mounts nobody outside sees, and a user namespace where that needs one.
+/// Enters a mount namespace whose mounts no other process sees, and a user namespace where that needs one.
 fn enter(starter: i32) -> Result<(), String> {
     let (user, group) = (geteuid(), getegid());
     // Root may lack the capability, as in most containers.

@@ -112,10 +112,10 @@ impl Budget {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::memory::Origin, *};
+    use super::{super::memory::LimitOrigin, *};
 
     fn budget(limit_bytes: u64, cores: usize, cache_bytes: Option<u64>) -> Budget {
-        Budget::new(Limit { bytes: limit_bytes, origin: Origin::Machine }, cores, cache_bytes, None)
+        Budget::new(Limit { bytes: limit_bytes, origin: LimitOrigin::Machine }, cores, cache_bytes, None)
     }
 
     #[test]

@@ -82,7 +82,7 @@ pub struct Startable {
 }
 
 /// How many of `wanted` threads this process may have besides those it has, each with a buffer of `buffer_bytes`. They are
-/// started, all at a time, and ended: code that panics where a thread does not start is told beforehand.
+/// started, all at a time, and ended: code that panics where a thread does not start is not called then.
 pub fn startable_threads(wanted: usize, buffer_bytes: usize) -> Startable {
     let mut holds: Vec<(mpsc::Sender<()>, JoinHandle<()>)> = Vec::with_capacity(wanted);
     let mut refusal = None;

@@ -31,9 +31,9 @@ use tracing_subscriber::fmt::{
 };
 
 use super::{
-    repeats::{Repeats, Summary},
+    repeats::{RepeatSummary, Repeats},
     signal::with_all_blocked,
-    target::{Lost, Target},
+    target::{LogTarget, Lost},
 };
 
 /// Lines and bytes that may wait to be written.
@@ -73,7 +73,7 @@ impl Line {
         Self::new(level, format!("{level:>5} {OWN}: {text}"))
     }
 
-    fn summary(level: Level, summary: &Summary) -> Self {
+    fn summary(level: Level, summary: &RepeatSummary) -> Self {
         // The last line names its own level and target.
         let seconds = summary.elapsed.as_secs().max(1);
         Self::own(level, format_args!("repeated {} times in {seconds} s: {}", summary.count, summary.last.trim_start()))
@@ -89,7 +89,7 @@ struct State {
     /// Lines that found no room in the queue.
     overflowed: u64,
     repeats: Repeats,
-    target: Option<Target>,
+    target: Option<LogTarget>,
     reopen: bool,
     /// The process ends: a default log file is removed if nothing is in it.
     tidy: bool,
@@ -101,7 +101,7 @@ struct State {
 /// The part that writes. Held by the writer thread, or by a thread that writes a line by itself.
 #[derive(Debug)]
 struct Output {
-    target: Target,
+    target: LogTarget,
     lost: u64,
     reason: Option<io::Error>,
     /// The last line was cut off.
@@ -130,7 +130,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Log {
     /// A log that goes to `target`, and its thread, which takes no signals.
-    pub fn start(target: Target) -> Self {
+    pub fn start(target: LogTarget) -> Self {
         let shared = Arc::new(Shared {
             state: Mutex::default(),
             called: Condvar::new(),
@@ -152,7 +152,7 @@ impl Log {
     }
 
     /// Sends all further lines, and those that wait, to another target.
-    pub fn switch(&self, target: Target) {
+    pub fn switch(&self, target: LogTarget) {
         self.shared.ask(|state| state.target = Some(target));
     }
 
@@ -331,7 +331,7 @@ impl Shared {
 }
 
 impl Output {
-    fn switch(&mut self, target: Target) {
+    fn switch(&mut self, target: LogTarget) {
         self.target = target;
         self.in_part = false;
     }
@@ -417,7 +417,7 @@ mod tests {
 
     fn log_at(directory: &tempfile::TempDir) -> (Log, std::path::PathBuf) {
         let path = directory.path().join("log");
-        (Log::start(Target::file(&path).unwrap()), path)
+        (Log::start(LogTarget::file(&path).unwrap()), path)
     }
 
     #[test]
@@ -455,13 +455,13 @@ mod tests {
     #[test]
     fn what_is_lost_is_counted_and_told() {
         let directory = tempfile::tempdir().unwrap();
-        let log = Log::start(Target::file(std::path::Path::new("/dev/full")).unwrap());
+        let log = Log::start(LogTarget::file(std::path::Path::new("/dev/full")).unwrap());
         for _ in 0..3 {
             log.write(Level::INFO, "here", "gone");
         }
         log.flush(FLUSH_LIMIT);
         let path = directory.path().join("log");
-        log.switch(Target::file(&path).unwrap());
+        log.switch(LogTarget::file(&path).unwrap());
         log.write(Level::INFO, "here", "back");
         log.flush(FLUSH_LIMIT);
         let text = fs::read_to_string(&path).unwrap();
@@ -476,13 +476,13 @@ mod tests {
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
         // Open for reading as well, so that opening for writing does not wait.
         let _reader = fs::File::options().read(true).write(true).open(&fifo).unwrap();
-        let log = Log::start(Target::file(&fifo).unwrap());
+        let log = Log::start(LogTarget::file(&fifo).unwrap());
         for n in 0..3 * QUEUE_LINES_MAX {
             log.write(Level::INFO, "here", format_args!("line {n} {}", "x".repeat(100)));
         }
         log.flush(Duration::from_millis(1));
         let path = directory.path().join("log");
-        log.switch(Target::file(&path).unwrap());
+        log.switch(LogTarget::file(&path).unwrap());
         log.flush(Duration::from_secs(20));
         let text = fs::read_to_string(&path).unwrap();
         assert!(text.contains("log lines were lost"), "{text}");

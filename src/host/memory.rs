@@ -31,12 +31,12 @@ pub struct Limit {
     /// In bytes.
     pub bytes: u64,
     /// What sets the limit.
-    pub origin: Origin,
+    pub origin: LimitOrigin,
 }
 
 /// What sets a limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Origin {
+pub enum LimitOrigin {
     /// The memory of the machine.
     Machine,
     /// A control group.
@@ -48,7 +48,7 @@ pub enum Origin {
     Assumed,
 }
 
-impl fmt::Display for Origin {
+impl fmt::Display for LimitOrigin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Machine => f.write_str("memory of the machine"),
@@ -208,13 +208,14 @@ fn steps_below<'a>(group: &'a str, root: &'a str) -> Option<Vec<&'a str>> {
 
 /// The least of the machine's memory and the limits in `files`, which `read` gives the text of.
 fn least(machine_bytes: Option<u64>, files: &[LimitFile], read: impl Fn(&Path) -> Option<String>) -> Limit {
-    let (bytes, origin) = machine_bytes.map_or((ASSUMED_BYTES, Origin::Assumed), |bytes| (bytes, Origin::Machine));
+    let (bytes, origin) =
+        machine_bytes.map_or((ASSUMED_BYTES, LimitOrigin::Assumed), |bytes| (bytes, LimitOrigin::Machine));
     let mut limit = Limit { bytes, origin };
     for file in files {
         let found = read(file.path()).and_then(|text| file.limit_bytes(&text));
         // A smaller machine is likelier to be known than a larger group, so an assumption gives way to any limit.
-        if let Some(bytes) = found.filter(|bytes| *bytes < limit.bytes || limit.origin == Origin::Assumed) {
-            limit = Limit { bytes, origin: Origin::Cgroup { file: file.path().to_owned() } };
+        if let Some(bytes) = found.filter(|bytes| *bytes < limit.bytes || limit.origin == LimitOrigin::Assumed) {
+            limit = Limit { bytes, origin: LimitOrigin::Cgroup { file: file.path().to_owned() } };
         }
     }
     limit
@@ -371,8 +372,8 @@ mod tests {
         let found = |texts| {
             let limit = least(Some(1000), &files, with(texts));
             let file = match limit.origin {
-                Origin::Cgroup { file } => file.display().to_string(),
-                Origin::Machine | Origin::Assumed => limit.origin.to_string(),
+                LimitOrigin::Cgroup { file } => file.display().to_string(),
+                LimitOrigin::Machine | LimitOrigin::Assumed => limit.origin.to_string(),
             };
             (limit.bytes, file)
         };
@@ -389,7 +390,7 @@ mod tests {
             ("/sys/fs/cgroup/memory/c/memory.stat", "cache 5\nhierarchical_memory_limit 600\n"),
         ];
         assert_eq!(found(hidden), (600, "/sys/fs/cgroup/memory/c/memory.stat".to_owned()));
-        assert_eq!(least(None, &[], |_| None), Limit { bytes: ASSUMED_BYTES, origin: Origin::Assumed });
+        assert_eq!(least(None, &[], |_| None), Limit { bytes: ASSUMED_BYTES, origin: LimitOrigin::Assumed });
     }
 
     #[test]

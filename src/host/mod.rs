@@ -24,7 +24,7 @@ pub mod system_log;
 pub mod target;
 
 pub use log::Log;
-pub use target::{Target, stderr_is_colored};
+pub use target::{LogTarget, stderr_is_colored};
 
 /// Writes to standard error; a failure is ignored, since there is nowhere to report it.
 pub fn tell(text: &str) {

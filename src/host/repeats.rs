@@ -32,7 +32,7 @@ struct Kind {
 
 /// What was counted of one kind.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Summary {
+pub struct RepeatSummary {
     /// Lines that were not written.
     pub count: u64,
     /// Since the first of them was written.
@@ -49,7 +49,7 @@ pub struct Repeats {
 
 impl Repeats {
     /// Notes a line. Whether it is to be written, and what was counted of a kind that made room for it.
-    pub fn note(&mut self, line: &str, now: Instant) -> (bool, Option<Summary>) {
+    pub fn note(&mut self, line: &str, now: Instant) -> (bool, Option<RepeatSummary>) {
         let (alike, named) = (hash_without(line, false), hash_without(line, true));
         if let Some(kind) = self.kinds.get_mut(&alike) {
             let is_new = !kind.written.contains(&named) && kind.written.len() < NAMES_MAX;
@@ -72,12 +72,12 @@ impl Repeats {
     }
 
     /// Forgets the kinds whose window has ended; what was counted of them.
-    pub fn expired(&mut self, now: Instant) -> Vec<Summary> {
+    pub fn expired(&mut self, now: Instant) -> Vec<RepeatSummary> {
         self.take(now, |kind| now.duration_since(kind.since) >= WINDOW)
     }
 
     /// Forgets all kinds; what was counted of them.
-    pub fn all(&mut self, now: Instant) -> Vec<Summary> {
+    pub fn all(&mut self, now: Instant) -> Vec<RepeatSummary> {
         self.take(now, |_| true)
     }
 
@@ -86,7 +86,7 @@ impl Repeats {
         self.kinds.values().map(|kind| kind.since + WINDOW).min()
     }
 
-    fn take(&mut self, now: Instant, which: impl Fn(&Kind) -> bool) -> Vec<Summary> {
+    fn take(&mut self, now: Instant, which: impl Fn(&Kind) -> bool) -> Vec<RepeatSummary> {
         let ended = self.kinds.extract_if(|_, kind| which(kind)).map(|(_, kind)| kind);
         let mut ended: Vec<Kind> = ended.collect();
         ended.sort_by_key(|kind| kind.since);
@@ -95,9 +95,9 @@ impl Repeats {
 }
 
 impl Kind {
-    fn summary(self, now: Instant) -> Option<Summary> {
+    fn summary(self, now: Instant) -> Option<RepeatSummary> {
         let elapsed = now.duration_since(self.since);
-        (self.counted > 0).then_some(Summary { count: self.counted, elapsed, last: self.last })
+        (self.counted > 0).then_some(RepeatSummary { count: self.counted, elapsed, last: self.last })
     }
 }
 
@@ -133,7 +133,7 @@ mod tests {
         }
         assert_eq!(repeats.expired(start), []);
         assert_eq!(repeats.next_end(), Some(start + WINDOW));
-        let summary = Summary { count: 132, elapsed: WINDOW, last: line(132) };
+        let summary = RepeatSummary { count: 132, elapsed: WINDOW, last: line(132) };
         assert_eq!(repeats.expired(start + WINDOW), [summary]);
         assert_eq!((repeats.next_end(), repeats.note(&line(7), start)), (None, (true, None)));
     }
@@ -168,6 +168,9 @@ mod tests {
         let later = now + Duration::from_secs(1);
         let words = (0..KINDS_MAX).map(|n| "x".repeat(n + 1));
         let summaries: Vec<_> = words.filter_map(|word| repeats.note(&word, later).1).collect();
-        assert_eq!(summaries, [Summary { count: 1, elapsed: Duration::from_secs(1), last: "first 2".to_owned() }]);
+        assert_eq!(
+            summaries,
+            [RepeatSummary { count: 1, elapsed: Duration::from_secs(1), last: "first 2".to_owned() }]
+        );
     }
 }

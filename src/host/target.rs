@@ -37,7 +37,7 @@ const PATIENCE_MS: u16 = 100;
 
 /// Where lines go.
 #[derive(Debug)]
-pub enum Target {
+pub enum LogTarget {
     /// Standard error.
     Stderr {
         /// Whether it is a terminal, which shows colours.
@@ -69,7 +69,7 @@ pub fn stderr_is_colored() -> bool {
     io::stderr().is_terminal() && !is_set("NO_COLOR") && !is_dumb
 }
 
-impl Target {
+impl LogTarget {
     /// Standard error, with colours on a terminal that shows them.
     pub fn stderr() -> Self {
         Self::Stderr { colored: stderr_is_colored() }
@@ -304,7 +304,7 @@ mod tests {
     fn an_empty_default_file_is_removed_unless_it_is_in_use() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("log");
-        let open = || Target::File(LogFile::open(&path, Some(100)).unwrap());
+        let open = || LogTarget::File(LogFile::open(&path, Some(100)).unwrap());
         let (first, second) = (open(), open());
         first.remove_if_empty();
         assert!(path.exists());

@@ -19,7 +19,7 @@ use super::{
     shard_class::ShardClasses,
 };
 use crate::{
-    plan::{Kinds, Plan, PlannedTensor},
+    plan::{Plan, PlannedTensor, TensorKinds},
     tensor::{DType, View},
 };
 
@@ -65,14 +65,14 @@ pub(super) struct Bundle {
     /// By kind, its index in that list.
     place_of: BTreeMap<usize, u32>,
     /// The kinds of all tensors.
-    all: Arc<Kinds>,
+    all: Arc<TensorKinds>,
     /// Whether headers state where shards are in their tensors.
     places: bool,
     lengths: OnceLock<BundleLengths>,
 }
 
 impl Bundle {
-    pub(super) fn new(plan: Arc<Plan>, all: Arc<Kinds>) -> Self {
+    pub(super) fn new(plan: Arc<Plan>, all: Arc<TensorKinds>) -> Self {
         let mut bundled: BTreeMap<usize, (usize, u64)> = BTreeMap::new();
         for (index, _) in plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor)) {
             bundled.entry(all.of(index)).or_insert((index, 0)).1 += 1;

@@ -8,11 +8,11 @@ use super::{
     file_image::ImageError,
     input::FormatInput,
     lazy_rows::LazyRows,
-    output::{Content, DerivedFrom, Directory, Lack, OutputFormat, Shown, TextFile, Unavailable, VirtualFile},
+    output::{DerivedFrom, Directory, FileContent, Lack, OutputFormat, Shown, TextFile, Unavailable, VirtualFile},
     safetensors_layout::NamedView,
     torch_archive::{self, common_pt},
 };
-use crate::plan::{Kinds, Plan, Problem};
+use crate::plan::{Plan, Problem, TensorKinds};
 
 /// The file by which Megatron-Core selects its reader for the directory.
 const MEGATRON_METADATA: &str = "{\"sharded_backend\": \"torch_dist\", \"sharded_backend_version\": 1, \
@@ -24,7 +24,7 @@ pub(super) struct Dcp;
 
 impl Dcp {
     /// The parts that the format cannot show, by the kinds of the plan's tensors.
-    fn lacking(plan: &Plan, kinds: impl FnOnce() -> Arc<Kinds>) -> Option<Unavailable> {
+    fn lacking(plan: &Plan, kinds: impl FnOnce() -> Arc<TensorKinds>) -> Option<Unavailable> {
         let fits = torch_archive::fits(plan).and_then(|()| dcp_rows::fits(plan, &kinds()));
         Some(Unavailable { format: Dcp.name(), lack: Lack::Empty, reason: fits.err()? })
     }
@@ -36,7 +36,7 @@ impl OutputFormat for Dcp {
     }
 
     fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
-        Self::lacking(plan, || Arc::new(Kinds::new(plan)))
+        Self::lacking(plan, || Arc::new(TensorKinds::new(plan)))
     }
 
     fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
@@ -82,13 +82,13 @@ impl VirtualFile for DistcpFile {
         self.files.metadata().file_bytes(self.device)
     }
 
-    fn content(&self) -> Result<Content, ImageError> {
+    fn content(&self) -> Result<FileContent, ImageError> {
         let plan = &self.files.input.plan;
         let chunks = plan.bundle().filter_map(|tensor| {
             let region = plan.own_region(tensor, self.device)?;
             let view = tensor.view.region(&region).expect("a region of the view's own shape");
             Some(NamedView { name: tensor.name.as_str(), view })
         });
-        distcp(chunks).map(Content::Image)
+        distcp(chunks).map(FileContent::Image)
     }
 }

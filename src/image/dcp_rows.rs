@@ -16,8 +16,8 @@ use super::{
     shard_class::ShardClasses,
 };
 use crate::{
-    format::dcp::{Segment as DcpSegment, Writer as DcpWriter},
-    plan::{Kinds, Plan, PlannedTensor},
+    format::dcp::{DcpSegment, Writer as DcpWriter},
+    plan::{Plan, PlannedTensor, TensorKinds},
     tensor::{Region, Shape},
 };
 
@@ -54,7 +54,7 @@ struct ChunkBlock {
 #[derive(Debug)]
 pub(super) struct DcpMetadata {
     plan: Arc<Plan>,
-    kinds: Arc<Kinds>,
+    kinds: Arc<TensorKinds>,
     /// Indices of the bundled tensors.
     tensors: Vec<usize>,
     /// The devices that have a file, ascending.
@@ -89,7 +89,7 @@ struct SegmentCursor {
 ///
 /// # Errors
 /// The reason.
-pub(super) fn fits(plan: &Plan, kinds: &Kinds) -> Result<(), String> {
+pub(super) fn fits(plan: &Plan, kinds: &TensorKinds) -> Result<(), String> {
     let remedy = "use a smaller mesh";
     let files = plan.bundle().map(|tensor| plan.holder_count(tensor)).max().unwrap_or(0);
     if files > FILES_MAX {
@@ -138,7 +138,7 @@ fn narrow(number: u64) -> u32 {
 
 impl DcpMetadata {
     /// The metadata of a bundle that [`fits`] and has types of torch only.
-    pub(super) fn new(plan: Arc<Plan>, kinds: Arc<Kinds>) -> Self {
+    pub(super) fn new(plan: Arc<Plan>, kinds: Arc<TensorKinds>) -> Self {
         let bundled = |index: &usize| plan.is_bundled(&plan.tensors[*index]);
         let tensors: Vec<usize> = (0..plan.tensors.len()).filter(bundled).collect();
         let holders = plan.first_holders();

@@ -7,7 +7,8 @@ use super::{
     file_image::ImageError,
     input::FormatInput,
     output::{
-        Content, DerivedFrom, Directory, DirectoryEntry, Lack, OutputFormat, Shown, TextFile, Unavailable, VirtualFile,
+        DerivedFrom, Directory, DirectoryEntry, FileContent, Lack, OutputFormat, Shown, TextFile, Unavailable,
+        VirtualFile,
     },
     safetensors_layout::{self, safetensors},
 };
@@ -121,8 +122,8 @@ impl VirtualFile for OriginalFile {
         self.len_bytes
     }
 
-    fn content(&self) -> Result<Content, ImageError> {
-        Ok(Content::Original(self.file))
+    fn content(&self) -> Result<FileContent, ImageError> {
+        Ok(FileContent::Original(self.file))
     }
 
     fn derived_from(&self) -> DerivedFrom {
@@ -157,9 +158,9 @@ impl VirtualFile for WeightsFile {
         self.len_bytes
     }
 
-    fn content(&self) -> Result<Content, ImageError> {
+    fn content(&self) -> Result<FileContent, ImageError> {
         let (tensors, metadata) = self.planned();
-        lay_out(tensors, metadata).map(Content::Image)
+        lay_out(tensors, metadata).map(FileContent::Image)
     }
 
     fn derived_from(&self) -> DerivedFrom {

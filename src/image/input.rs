@@ -8,7 +8,7 @@ use std::{
 use super::bundle::Bundle;
 use crate::{
     checkpoint::Checkpoint,
-    plan::{Kinds, Plan},
+    plan::{Plan, TensorKinds},
     source::FileId,
 };
 
@@ -19,7 +19,7 @@ pub struct FormatInput {
     pub checkpoint: Arc<Checkpoint>,
     /// The view.
     pub plan: Arc<Plan>,
-    kinds: OnceLock<Arc<Kinds>>,
+    kinds: OnceLock<Arc<TensorKinds>>,
     bundle: OnceLock<Arc<Bundle>>,
 }
 
@@ -30,8 +30,8 @@ impl FormatInput {
     }
 
     /// The kinds of the plan's tensors.
-    pub(super) fn kinds(&self) -> &Arc<Kinds> {
-        self.kinds.get_or_init(|| Arc::new(Kinds::new(&self.plan)))
+    pub(super) fn kinds(&self) -> &Arc<TensorKinds> {
+        self.kinds.get_or_init(|| Arc::new(TensorKinds::new(&self.plan)))
     }
 
     /// The shards that files of many tensors hold.

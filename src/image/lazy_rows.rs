@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     file_image::ImageError,
-    output::{Content, VirtualFile},
+    output::{FileContent, VirtualFile},
     rows::{RowFile, Rows},
 };
 
@@ -40,7 +40,7 @@ impl<R: Rows + 'static, F: Fn() -> R + Send + Sync> VirtualFile for LazyRows<F> 
         self.rows().len_bytes()
     }
 
-    fn content(&self) -> Result<Content, ImageError> {
-        Ok(Content::Rows(Arc::clone(self.rows())))
+    fn content(&self) -> Result<FileContent, ImageError> {
+        Ok(FileContent::Rows(Arc::clone(self.rows())))
     }
 }

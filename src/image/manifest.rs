@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
-    plan::{Kinds, Plan, PlannedTensor, Problem},
+    plan::{Plan, PlannedTensor, Problem, TensorKinds},
     tensor::TensorId,
 };
 
@@ -60,7 +60,7 @@ impl OutputFormat for ManifestFormat {
 struct ManifestRows {
     checkpoint: Arc<Checkpoint>,
     plan: Arc<Plan>,
-    kinds: Arc<Kinds>,
+    kinds: Arc<TensorKinds>,
     starts: Vec<u64>,
     /// Ends of the blocks of devices.
     devices: Vec<u64>,
@@ -85,7 +85,7 @@ fn put_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
 }
 
 impl ManifestRows {
-    fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<Kinds>) -> Self {
+    fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<TensorKinds>) -> Self {
         let (mut manifest, mut bytes) = (
             Self {
                 checkpoint,

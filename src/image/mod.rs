@@ -1,7 +1,7 @@
 //! The layout of virtual files: one output format a file, all behind one trait.
 //!
 //! An [`OutputFormat`] receives a view of the checkpoint ([`FormatInput`]) and returns directories and files
-//! ([`Shown`]). A file ([`VirtualFile`]) knows its length and lays out its [`Content`] when it is opened. A directory of very
+//! ([`Shown`]). A file ([`VirtualFile`]) knows its length and lays out its [`FileContent`] when it is opened. A directory of very
 //! many files is a [`Subtree`], whose nodes are computed by arithmetic. Other layers know nothing else of a format: to
 //! add one, write its file here and its line in [`FORMATS`].
 //!
@@ -43,8 +43,8 @@ pub use file_image::{FileImage, ImageError, Segment};
 pub use formats::{FORMATS, show, unavailable, unavailable_text};
 pub use input::{FormatInput, file_ids};
 pub use output::{
-    Content, DerivedFrom, Directory, DirectoryEntry, Lack, OWN, OutputFormat, Shown, Subtree, SubtreeNode, TextFile,
-    Unavailable, VirtualFile,
+    DerivedFrom, Directory, DirectoryEntry, FileContent, Lack, OWN, OutputFormat, Shown, Subtree, SubtreeNode,
+    TextFile, Unavailable, VirtualFile,
 };
 pub use raw::raw;
 pub use rows::RowFile;

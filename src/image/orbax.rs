@@ -14,12 +14,14 @@ use super::{
     array_table::{ArrayNode, ArrayTable, grid},
     file_image::ImageError,
     input::FormatInput,
-    output::{Content, DerivedFrom, Directory, Lack, OutputFormat, Shown, Subtree, SubtreeNode, TextFile, Unavailable},
+    output::{
+        DerivedFrom, Directory, FileContent, Lack, OutputFormat, Shown, Subtree, SubtreeNode, TextFile, Unavailable,
+    },
     rows::{RowFile, Rows, starts},
 };
 use crate::{
     format::{
-        orbax::{self, Place},
+        orbax::{self, MetadataPlace},
         orbax_state::TreeKey,
     },
     plan::{Layout, Plan, PlannedTensor, Problem},
@@ -55,8 +57,9 @@ impl OutputFormat for Orbax {
             }
         };
         let metadata = |place| Arc::from(checkpoint_metadata(input, place).into_bytes());
-        let arrays = Arrays { input: Arc::clone(input), table, item: metadata(Place::Item), tree: OnceLock::new() };
-        let step: Arc<[u8]> = metadata(Place::Step { item: ITEM });
+        let arrays =
+            Arrays { input: Arc::clone(input), table, item: metadata(MetadataPlace::Item), tree: OnceLock::new() };
+        let step: Arc<[u8]> = metadata(MetadataPlace::Step { item: ITEM });
         let directory = Directory::with(self.name(), |directory| {
             if let Some(directory) = directory.directory("0") {
                 directory.file("_CHECKPOINT_METADATA", TextFile::new(step, DerivedFrom::Tensors));
@@ -68,7 +71,7 @@ impl OutputFormat for Orbax {
 }
 
 /// A `_CHECKPOINT_METADATA`; its time is that of the newest source file.
-fn checkpoint_metadata(input: &FormatInput, place: Place) -> String {
+fn checkpoint_metadata(input: &FormatInput, place: MetadataPlace) -> String {
     // Times before 1970 and after 2554 are written as 1970.
     let since = input.modified().duration_since(UNIX_EPOCH).unwrap_or_default();
     let nanoseconds = u64::try_from(since.as_nanos()).unwrap_or(0);
@@ -163,23 +166,23 @@ impl Subtree for Arrays {
         }
     }
 
-    fn content(&self, at: u64) -> Result<Content, ImageError> {
+    fn content(&self, at: u64) -> Result<FileContent, ImageError> {
         let grid = |array| grid(&self.input.plan, self.tensor(array));
         Ok(match self.table.node(at) {
             ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) => {
                 unreachable!("only files have contents")
             }
-            ArrayNode::Metadata(0) => Content::Bytes(Arc::clone(&self.item)),
-            ArrayNode::Metadata(_) => Content::Rows(Arc::clone(
+            ArrayNode::Metadata(0) => FileContent::Bytes(Arc::clone(&self.item)),
+            ArrayNode::Metadata(_) => FileContent::Rows(Arc::clone(
                 self.tree
                     .get_or_init(|| Arc::new(RowFile::new(TreeMetadata::new(Arc::clone(&self.table), self.saved())))),
             )),
             ArrayNode::Description(array) => {
-                Content::Bytes(grid(array).zarray(&self.tensor(array).name)?.into_bytes().into())
+                FileContent::Bytes(grid(array).zarray(&self.tensor(array).name)?.into_bytes().into())
             }
             ArrayNode::Chunk(array, chunk) => {
                 let tensor = self.tensor(array);
-                Content::Image(grid(array).chunk_image(&tensor.name, &tensor.view, chunk)?)
+                FileContent::Image(grid(array).chunk_image(&tensor.name, &tensor.view, chunk)?)
             }
         })
     }

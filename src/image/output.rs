@@ -73,7 +73,7 @@ pub struct Unavailable {
 
 /// Contents of a file.
 #[derive(Debug)]
-pub enum Content {
+pub enum FileContent {
     /// A source file, unchanged.
     Original(FileId),
     /// Literal bytes.
@@ -84,7 +84,7 @@ pub enum Content {
     Image(FileImage),
 }
 
-impl Content {
+impl FileContent {
     /// Length in bytes; `None` for a source file, whose length its source knows.
     pub fn len_bytes(&self) -> Option<u64> {
         match self {
@@ -125,7 +125,7 @@ pub trait VirtualFile: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`ImageError`], which planning has excluded.
-    fn content(&self) -> Result<Content, ImageError>;
+    fn content(&self) -> Result<FileContent, ImageError>;
 
     /// The sources of the file.
     fn derived_from(&self) -> DerivedFrom {
@@ -141,7 +141,7 @@ pub trait VirtualFile: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`VirtualFile::content`], and [`ImageError::Length`] if the layout has another length.
-    fn open(&self) -> Result<Content, ImageError> {
+    fn open(&self) -> Result<FileContent, ImageError> {
         let (content, expected) = (self.content()?, self.len_bytes());
         match content.len_bytes() {
             Some(found) if found != expected => Err(ImageError::Length { expected, found }),
@@ -169,8 +169,8 @@ impl VirtualFile for TextFile {
         self.bytes.len() as u64
     }
 
-    fn content(&self) -> Result<Content, ImageError> {
-        Ok(Content::Bytes(Arc::clone(&self.bytes)))
+    fn content(&self) -> Result<FileContent, ImageError> {
+        Ok(FileContent::Bytes(Arc::clone(&self.bytes)))
     }
 
     fn derived_from(&self) -> DerivedFrom {
@@ -219,7 +219,7 @@ pub trait Subtree: fmt::Debug + Send + Sync {
     ///
     /// # Panics
     /// If the node is a directory.
-    fn content(&self, at: u64) -> Result<Content, ImageError>;
+    fn content(&self, at: u64) -> Result<FileContent, ImageError>;
 
     /// Length of a file in bytes: that of its content.
     ///
@@ -347,8 +347,8 @@ mod tests {
             self.0
         }
 
-        fn content(&self) -> Result<Content, ImageError> {
-            Ok(Content::Image(FileImage::of_bytes([7; 5])))
+        fn content(&self) -> Result<FileContent, ImageError> {
+            Ok(FileContent::Image(FileImage::of_bytes([7; 5])))
         }
     }
 

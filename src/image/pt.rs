@@ -8,7 +8,7 @@ use std::{
 use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
-    output::{Content, Directory, Lack, OutputFormat, Shown, Unavailable, VirtualFile},
+    output::{Directory, FileContent, Lack, OutputFormat, Shown, Unavailable, VirtualFile},
     safetensors_layout::NamedView,
     torch_archive::{self, Root, archive_len, push_archive},
 };
@@ -78,8 +78,8 @@ impl VirtualFile for PtFile {
         *counted.get_or_init(|| len_bytes(&bundle.entries(first)))
     }
 
-    fn content(&self) -> Result<Content, ImageError> {
-        lay_out(&self.input.bundle().entries(self.device)).map(Content::Image)
+    fn content(&self) -> Result<FileContent, ImageError> {
+        lay_out(&self.input.bundle().entries(self.device)).map(FileContent::Image)
     }
 
     fn is_bundle(&self) -> bool {

@@ -7,10 +7,10 @@ use super::{
     file_image::ImageError,
     input::FormatInput,
     lazy_rows::LazyRows,
-    output::{Content, Directory, Lack, OutputFormat, Shown, Unavailable, VirtualFile},
+    output::{Directory, FileContent, Lack, OutputFormat, Shown, Unavailable, VirtualFile},
     rows::{Rows, starts},
 };
-use crate::plan::{Kinds, Plan, PlannedTensor, Problem};
+use crate::plan::{Plan, PlannedTensor, Problem, TensorKinds};
 
 /// See the module's documentation.
 #[derive(Debug)]
@@ -67,8 +67,8 @@ impl VirtualFile for SafetensorsFile {
         self.bundle.safetensors_len(self.device)
     }
 
-    fn content(&self) -> Result<Content, ImageError> {
-        self.bundle.safetensors(self.device).map(Content::Image)
+    fn content(&self) -> Result<FileContent, ImageError> {
+        self.bundle.safetensors(self.device).map(FileContent::Image)
     }
 
     fn is_bundle(&self) -> bool {
@@ -87,7 +87,7 @@ struct SafetensorsIndex {
 
 impl SafetensorsIndex {
     /// `whole_on` gives the device for each kind.
-    fn new(plan: Arc<Plan>, kinds: &Kinds, whole_on: &BTreeMap<usize, u64>) -> Self {
+    fn new(plan: Arc<Plan>, kinds: &TensorKinds, whole_on: &BTreeMap<usize, u64>) -> Self {
         let bundled = plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor));
         let row = |(index, _)| {
             let number = u32::try_from(index).expect("a table of tensors has fewer than 2^32 rows");

@@ -8,7 +8,7 @@ use super::{
     file_image::ImageError,
     hf,
     input::FormatInput,
-    output::{Content, Directory, OutputFormat, Shown, VirtualFile},
+    output::{Directory, FileContent, OutputFormat, Shown, VirtualFile},
 };
 use crate::plan::{HfContent, HfFile, Problem, Rank};
 
@@ -70,7 +70,7 @@ impl VirtualFile for RankFile {
         self.bundle.sharded_state_len(self.device)
     }
 
-    fn content(&self) -> Result<Content, ImageError> {
-        self.bundle.sharded_state(self.device).map(Content::Image)
+    fn content(&self) -> Result<FileContent, ImageError> {
+        self.bundle.sharded_state(self.device).map(FileContent::Image)
     }
 }

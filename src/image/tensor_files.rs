@@ -13,7 +13,7 @@ use super::{
     input::FormatInput,
     manifest::source_names,
     name_tree::{NameNode, NameTree},
-    output::{Content, DerivedFrom, Subtree, SubtreeNode},
+    output::{DerivedFrom, FileContent, Subtree, SubtreeNode},
 };
 use crate::{
     plan::{PlannedTensor, Spec},
@@ -112,10 +112,10 @@ impl Subtree for TensorFiles {
         self.tensor(at).map_or(DerivedFrom::Tensors, DerivedFrom::Tensor)
     }
 
-    fn content(&self, at: u64) -> Result<Content, ImageError> {
+    fn content(&self, at: u64) -> Result<FileContent, ImageError> {
         let tensor = self.tensor(at).expect("only files have contents");
         let tensor = &self.input.plan.tensors[tensor as usize];
-        (self.encoding.lay_out)(&tensor.name, self.view(tensor)).map(Content::Image)
+        (self.encoding.lay_out)(&tensor.name, self.view(tensor)).map(FileContent::Image)
     }
 
     /// The length of the layout of zeros of the same type and shape: cutting the view takes longer than all the rest.

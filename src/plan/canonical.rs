@@ -4,7 +4,7 @@
 //! appear stacked, as `layers.scanned.<rest>`. Where a shape differs from layer to layer, the largest group of equal
 //! layers is stacked and the other layers stay single. Known families have short names. Other names keep their words,
 //! without a leading `model.` and a final `weight`. The final `weight` stays where the name would otherwise be a
-//! directory. A name that is a directory all the same, because another tensor's name continues it with a dot, ends in
+//! directory. A name that is nevertheless a directory, because another tensor's name continues it with a dot, ends in
 //! `_self`.
 
 use std::{collections::BTreeSet, sync::Arc};
@@ -378,6 +378,9 @@ fn paths((prefix, rest, in_layer, single): NameKind<'_>) -> [String; 2] {
     [format!("{stem}{rest}."), format!("{stem}{}.", naming::without_expert(rest, single))]
 }
 
+/// The members of stacks, by prefix and name of the tensor.
+type StackGroups<'a> = HashMap<(&'a str, &'a str), Vec<StackMember>>;
+
 struct StackMember {
     layer: u64,
     expert: Option<u64>,
@@ -405,7 +408,7 @@ fn build(
         })
         .collect();
     let mut drafts: Vec<Draft> = Vec::with_capacity(named.len());
-    let mut groups: HashMap<(&str, &str), Vec<StackMember>> = HashMap::new();
+    let mut groups = StackGroups::new();
     let mut experts: HashMap<(&str, &str), u64> = HashMap::new();
     for n in named {
         if let Some(expert) = n.expert {
@@ -439,6 +442,12 @@ fn build(
         let roles = Roles { tp: n.tp, experts: n.experts, expert, ..Roles::default() };
         drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
     }
+    add_stacks(groups, &mut drafts, problems);
+    drafts
+}
+
+/// Adds the stacks of all groups.
+fn add_stacks(groups: StackGroups<'_>, drafts: &mut Vec<Draft>, problems: &mut Vec<Problem>) {
     // A stack is left out if its name is taken: by a tensor of that name, or by a stack of experts that is one tensor.
     let mut taken: HashSet<String> =
         drafts.iter().filter(|draft| draft.name.contains("layers.scanned.")).map(|draft| draft.name.clone()).collect();
@@ -452,13 +461,12 @@ fn build(
         if !taken.insert(name.clone()) {
             continue;
         }
-        match scan(&name, members, &mut drafts) {
+        match scan(&name, members, drafts) {
             Ok(Some(draft)) => drafts.push(draft),
             Ok(None) => {}
             Err(problem) => problems.push(problem),
         }
     }
-    drafts
 }
 
 /// Stacks the largest group of layers whose members are alike, and removes their tensors from the scanned bundles.

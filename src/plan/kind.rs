@@ -11,14 +11,14 @@ type Key<'a> = (u32, Option<u64>, Option<u64>, &'a Shape);
 
 /// The kinds of a plan's tensors.
 #[derive(Clone, Debug, Default)]
-pub struct Kinds {
+pub struct TensorKinds {
     /// The kind of each tensor.
     of_tensor: Vec<u32>,
     /// Number of the first tensor of each kind.
     first: Vec<u32>,
 }
 
-impl Kinds {
+impl TensorKinds {
     /// The kinds of all tensors of a plan, in the order of their first tensors.
     ///
     /// # Panics

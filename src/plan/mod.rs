@@ -5,65 +5,82 @@
 //! possible before mount. All problems are reported together. The result is plain data: nothing is lowered and no
 //! weight is read.
 //!
+//! | place | holds |
+//! | --- | --- |
+//! | `build` | the stages of [`Plan::build`], in order |
+//! | `select`, `lora`, `values` | which tensors of the checkpoint are wanted, and in which dtype |
+//! | `canonical`, `family`, `kind`, `stored` | layouts by tables: names and roles of known families, or of a trainer |
+//! | [`layout_file`], [`layouts`], [`expr`] | layouts by rules, and the language of the rules |
+//! | `inverse` | the way back from a layout to a repository |
+//! | `name` | names of tensors, their groups, and renames |
+//! | `split` | specs, and the rules that split axes over the mesh |
+//! | `check` | what is missing, unexpected or without effect; all problems |
+//! | `repository` | the files of `hf/` |
+//! | `need` | which source bytes the devices need |
+//! | [`report`] | a plan as text, JSON and HTML |
+//!
 //! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
 
-pub mod amplification;
 mod build;
 mod canonical;
+mod check;
 pub mod draft;
-mod expect;
 pub mod expr;
 pub mod family;
-mod generated;
-pub mod hf;
-mod hole;
-mod holes;
 mod inverse;
 pub mod kind;
 pub mod layout_file;
 pub mod layouts;
-pub mod logical;
 mod lora;
-mod member;
-mod name_group;
-mod names;
-mod naming;
-mod needed;
+mod name;
+mod need;
 mod options;
-mod packed;
 mod planned;
-pub mod problem;
-mod remote_bytes;
-pub mod rename;
 pub mod report;
+mod repository;
 mod select;
-pub mod shard;
-pub mod spec;
+mod split;
 mod stored;
-mod survey;
-mod text_model;
-mod unused;
 pub mod values;
 
+pub use check::{
+    hole::Hole,
+    problem::{self, PlanError, Problem},
+};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
-pub use generated::SHARD_BYTES_MAX;
-pub use hf::{HfContent, HfFile};
-pub use hole::Hole;
-pub use kind::Kinds;
+pub use kind::TensorKinds;
 pub use layout_file::LayoutFile;
 pub use layouts::Embedded;
-pub use logical::LogicalRules;
-pub use name_group::NameGroup;
-pub use naming::{SELF_WORD, component};
+pub use name::{
+    name_group::NameGroup,
+    naming::{SELF_WORD, component},
+    rename,
+};
+pub use need::{
+    amplification,
+    remote_bytes::{FETCHED_BYTES, RemoteBytes},
+};
 pub use options::{Layout, ViewOptions};
-pub use planned::{Decoded, Plan, PlannedTensor, Rank};
-pub use problem::{PlanError, Problem};
-pub use remote_bytes::{FETCHED_BYTES, RemoteBytes};
+pub use planned::{DecodedScheme, Plan, PlannedTensor, Rank};
+pub use repository::{
+    generated::SHARD_BYTES_MAX,
+    hf::{self, HfContent, HfFile},
+};
 pub use select::Subset;
-pub use shard::{AxisUse, Sharding, axis_use};
-pub use spec::Spec;
+pub use split::{
+    logical::{self, LogicalRules},
+    shard::{self, AxisUse, Sharding, axis_use},
+    spec::{self, Spec},
+};
 
+use self::{
+    check::{expect, hole, holes, survey, unused},
+    name::{member, name_group, names, naming},
+    need::needed,
+    repository::{generated, text_model},
+    split::packed,
+};
 pub use crate::config::{
     Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern,
     PatternError, Rename, ShardRule, Tied, mesh, pattern,

@@ -59,7 +59,7 @@ pub struct Rank {
 
 /// The decoded tensors of one scheme.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Decoded {
+pub struct DecodedScheme {
     /// The scheme, as `plan --json` calls it.
     pub scheme: &'static str,
     /// Number of tensors of the repository.
@@ -78,7 +78,7 @@ pub struct Plan {
     /// Dtype of all floats, if the user or the layout sets one.
     pub dtype: Option<DType>,
     /// The decoded tensors, by scheme.
-    pub decoded: Vec<Decoded>,
+    pub decoded: Vec<DecodedScheme>,
     /// Number of quantized tensors that are shown as they are stored although others are decoded.
     pub kept_raw: u64,
     /// Tensors that stay as they are stored, though a dtype is asked for, because the model's own code keeps them in float32.

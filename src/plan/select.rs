@@ -160,108 +160,142 @@ const COUNTS: [&str; 4] = ["num_hidden_layers", "n_layer", "num_layers", "n_laye
 /// Families in which the layer's number determines nothing beyond what `config.json` says.
 const UNIFORM: [&str; 3] = ["llama", "mixtral", "phi3"];
 
+fn refused(reasons: Vec<String>, what: &str) -> PlanError {
+    let problem = |reason| Problem::File { file: what.to_owned(), reason };
+    PlanError { problems: reasons.into_iter().map(problem).collect() }
+}
+
 /// Makes the selection.
 pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&Family>) -> Result<Selected, PlanError> {
-    let refused = |reasons: Vec<String>, what: &str| PlanError {
-        problems: reasons.into_iter().map(|reason| Problem::File { file: what.to_owned(), reason }).collect(),
-    };
-    let whole = if subset.source_renames.is_empty() {
-        None
-    } else {
-        for (_, info) in checkpoint.tensors() {
-            rename::apply(&subset.source_renames, info.name)?;
-        }
-        let new = |name: &str| rename::apply(&subset.source_renames, name).expect("each name was checked just above");
-        let renamed = checkpoint.derived(None, None, |_, info| Some(new(info.name)));
-        let renamed = renamed.map_err(|reasons| refused(reasons, "source_rename"))?;
-        if parts_names(checkpoint, &renamed) {
-            let reason = "takes the names of scales away from those of their quantized weights".to_owned();
-            return Err(refused(vec![reason], "source_rename"));
-        }
-        Some(renamed)
-    };
+    let whole = renamed(checkpoint, subset)?;
     let base = whole.as_ref().unwrap_or(checkpoint);
     let mut selected = Selected::default();
     if *subset == (Subset { source_renames: subset.source_renames.clone(), ..Subset::default() }) {
         selected.whole = whole;
         return Ok(selected);
     }
-    let source_type = |pattern: &Pattern| base.tensors().any(|(_, info)| pattern.matches(info.name));
-    let (include, target_include): (Vec<_>, Vec<_>) = subset.include.iter().cloned().partition(|p| source_type(p));
-    let (exclude, target_exclude): (Vec<_>, Vec<_>) = subset.exclude.iter().cloned().partition(|p| source_type(p));
-    if let (Some(source), Some(target)) = (include.first(), target_include.first()) {
-        let (source, target) = (source.text(), target.text());
-        let reason = format!(
-            "{source:?} matches names in the repository, {target:?} does not: expected all to do one or the other"
-        );
-        return Err(refused(vec![reason], "include"));
-    }
-    (selected.target_include, selected.target_exclude) = (target_include, target_exclude);
+    let patterns = SourcePatterns::new(base, subset, &mut selected)?;
     let words = Generic::load().map_err(|error| refused(vec![error.to_string()], "include"))?.words;
     let text = text_prefix(base, family);
-    let declared = base.dialect().declared_layers;
-    let mut kept: BTreeMap<u64, u64> = BTreeMap::new();
-    let mut dropped_mtp = false;
-    let mut fate: Vec<Option<(TensorId, String, Option<u64>)>> = Vec::new();
-    let mut cut_by_pattern = false;
-    for (id, info) in base.tensors() {
-        let parsed = naming::parse(info.name, &words);
-        let of_text = parsed.layer.filter(|_| text.as_deref() == Some(parsed.prefix.as_str()));
-        let is_mtp =
-            is_predictor(info.name) || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
-        let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
-        let matched = (include.is_empty() || include.iter().any(|pattern| pattern.matches(info.name)))
-            && !exclude.iter().any(|pattern| pattern.matches(info.name));
-        cut_by_pattern |= !matched;
-        let unwanted = (subset.no_mtp && is_mtp) || (subset.text_only && is_tower(info.name));
-        let keep = matched && !out && !unwanted;
-        dropped_mtp |= is_mtp && !keep;
-        if let (true, Some(layer)) = (keep, of_text) {
-            kept.insert(layer, 0);
-        }
-        fate.push(keep.then(|| (id, info.name.to_owned(), of_text)));
-    }
+    let choice = Choice::new(base, subset, &patterns, text.as_deref(), &words);
     if subset.layers.is_some() && text.is_none() {
         return Err(refused(vec!["the repository has no layers of a text model".to_owned()], "layers"));
     }
     if let Some(reason) = beyond_the_last(base, subset, text.as_deref(), &words) {
         return Err(refused(vec![reason], "layers"));
     }
-    if fate.iter().all(Option::is_none) {
+    if choice.kept.is_empty() {
         return Err(refused(vec!["no tensor is left".to_owned()], "include, exclude, layers"));
     }
-    for (position, (_, number)) in (0..).zip(kept.iter_mut()) {
-        *number = position;
-    }
-    let mut names: BTreeMap<TensorId, String> = BTreeMap::new();
-    for (id, name, layer) in fate.into_iter().flatten() {
-        let name = match layer {
-            Some(layer) if subset.renumber => renumbered(&name, layer, kept[&layer]),
-            _ => name,
-        };
-        names.insert(id, name);
-    }
-    keep_operands(base, &mut names, &|id| {
+    let layers: Vec<u64> = choice.layers.iter().copied().collect();
+    let numbers: BTreeMap<u64, u64> = layers.iter().copied().zip(0..).collect();
+    let new_name = |id: TensorId, layer: Option<u64>| {
         let name = base.tensor(id).name;
-        let parsed = naming::parse(name, &words);
-        let layer = parsed.layer.filter(|_| subset.renumber && text.as_deref() == Some(parsed.prefix.as_str()));
-        let new = layer.and_then(|layer| Some(renumbered(name, layer, *kept.get(&layer)?)));
-        new.unwrap_or_else(|| name.to_owned())
+        let number = layer.filter(|_| subset.renumber).and_then(|layer| Some((layer, *numbers.get(&layer)?)));
+        number.map_or_else(|| name.to_owned(), |(layer, number)| renumbered(name, layer, number))
+    };
+    let mut names: BTreeMap<TensorId, String> =
+        choice.kept.into_iter().map(|(id, layer)| (id, new_name(id, layer))).collect();
+    keep_operands(base, &mut names, &|id| {
+        let parsed = naming::parse(base.tensor(id).name, &words);
+        new_name(id, parsed.layer.filter(|_| text.as_deref() == Some(parsed.prefix.as_str())))
     });
-    let layers: Vec<u64> = kept.keys().copied().collect();
     match text_part(base, subset, &names) {
         Ok(text) => selected.text = text,
         Err(reason) => selected.no_text = Some(reason),
     }
-    let (config, no_hf) = configuration(base, subset, &layers, dropped_mtp, family);
+    let (config, no_hf) = configuration(base, subset, &layers, choice.dropped_mtp, family);
     selected.no_hf = selected.no_text.clone().or(no_hf).or_else(|| {
         let reason = "its config.json describes the whole model, of which a pattern leaves out a part";
-        cut_by_pattern.then(|| reason.to_owned())
+        choice.cut_by_pattern.then(|| reason.to_owned())
     });
     let part = base.derived(config, None, |id, _| names.get(&id).cloned());
     selected.part = Some(part.map_err(|reasons| refused(reasons, "layers"))?);
     selected.whole = whole;
     Ok(selected)
+}
+
+/// The checkpoint under the names that source renames give; `None` without renames.
+fn renamed(checkpoint: &Checkpoint, subset: &Subset) -> Result<Option<Checkpoint>, PlanError> {
+    if subset.source_renames.is_empty() {
+        return Ok(None);
+    }
+    for (_, info) in checkpoint.tensors() {
+        rename::apply(&subset.source_renames, info.name)?;
+    }
+    let new = |name: &str| rename::apply(&subset.source_renames, name).expect("each name was checked just above");
+    let renamed = checkpoint.derived(None, None, |_, info| Some(new(info.name)));
+    let renamed = renamed.map_err(|reasons| refused(reasons, "source_rename"))?;
+    if parts_names(checkpoint, &renamed) {
+        let reason = "takes the names of scales away from those of their quantized weights".to_owned();
+        return Err(refused(vec![reason], "source_rename"));
+    }
+    Ok(Some(renamed))
+}
+
+/// The patterns of a selection that match names in the repository.
+struct SourcePatterns {
+    include: Vec<Pattern>,
+    exclude: Vec<Pattern>,
+}
+
+impl SourcePatterns {
+    /// The patterns that match a name in the repository. `selected` gets the others, which match names in the mount.
+    fn new(base: &Checkpoint, subset: &Subset, selected: &mut Selected) -> Result<Self, PlanError> {
+        let in_source = |pattern: &Pattern| base.tensors().any(|(_, info)| pattern.matches(info.name));
+        let (include, target_include): (Vec<_>, Vec<_>) = subset.include.iter().cloned().partition(in_source);
+        let (exclude, target_exclude): (Vec<_>, Vec<_>) = subset.exclude.iter().cloned().partition(in_source);
+        if let (Some(source), Some(target)) = (include.first(), target_include.first()) {
+            let (source, target) = (source.text(), target.text());
+            let reason = format!(
+                "{source:?} matches names in the repository, {target:?} does not: expected all to do one or the other"
+            );
+            return Err(refused(vec![reason], "include"));
+        }
+        (selected.target_include, selected.target_exclude) = (target_include, target_exclude);
+        Ok(Self { include, exclude })
+    }
+
+    fn accept(&self, name: &str) -> bool {
+        let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
+        (self.include.is_empty() || any(&self.include)) && !any(&self.exclude)
+    }
+}
+
+/// The tensors that a selection keeps, before operands of raw weights are added or removed.
+struct Choice {
+    /// Each with its layer of the text model.
+    kept: Vec<(TensorId, Option<u64>)>,
+    /// The layers of the text model that have a kept tensor.
+    layers: BTreeSet<u64>,
+    /// Whether tensors of multi-token prediction are left out.
+    dropped_mtp: bool,
+    /// Whether a pattern leaves out a tensor.
+    cut_by_pattern: bool,
+}
+
+impl Choice {
+    fn new(base: &Checkpoint, subset: &Subset, patterns: &SourcePatterns, text: Option<&str>, words: &Words) -> Self {
+        let declared = base.dialect().declared_layers;
+        let mut choice = Self { kept: Vec::new(), layers: BTreeSet::new(), dropped_mtp: false, cut_by_pattern: false };
+        for (id, info) in base.tensors() {
+            let parsed = naming::parse(info.name, words);
+            let of_text = parsed.layer.filter(|_| text == Some(parsed.prefix.as_str()));
+            let is_mtp = is_predictor(info.name)
+                || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
+            let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
+            let matched = patterns.accept(info.name);
+            choice.cut_by_pattern |= !matched;
+            let unwanted = (subset.no_mtp && is_mtp) || (subset.text_only && is_tower(info.name));
+            if matched && !out && !unwanted {
+                choice.layers.extend(of_text);
+                choice.kept.push((id, of_text));
+            } else {
+                choice.dropped_mtp |= is_mtp;
+            }
+        }
+        choice
+    }
 }
 
 /// Keeps the operands that decode raw weights exactly if the weights are kept, whatever patterns say: without operands

@@ -15,7 +15,7 @@ use crate::{
 
 /// The general request for values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Wish {
+pub struct ValueRequest {
     /// Dtype of all floats; `None` leaves them as they are.
     pub dtype: Option<DType>,
     /// Treatment of quantized tensors.
@@ -36,7 +36,7 @@ pub enum Raw {
 #[derive(Debug)]
 pub struct Values<'a> {
     checkpoint: &'a Checkpoint,
-    wish: Wish,
+    request: ValueRequest,
     rules: &'a [CastRule],
     /// Names of what the model's own code keeps in float32.
     keep_f32: &'a [Pattern],
@@ -52,13 +52,18 @@ pub struct Values<'a> {
 const F32_BITS: u64 = 32;
 
 impl<'a> Values<'a> {
-    /// Values under a general wish and rules, of which the first that matches wins over the wish. Where the wish is for a float
-    /// narrower than 32 bits and no rule matches, plain tensors of names like `keep_f32` stay as they are stored.
-    pub fn new(checkpoint: &'a Checkpoint, wish: Wish, rules: &'a [CastRule], keep_f32: &'a [Pattern]) -> Self {
-        let of_raw = if wish.dtype.is_some() { checkpoint.raw_operands().collect() } else { HashSet::new() };
-        let narrows = wish.dtype.is_some_and(|dtype| dtype.bits() < F32_BITS);
+    /// Values under a general request and rules. The first rule that matches has precedence over the request. If no rule matches
+    /// and the request is for a float narrower than 32 bits, plain tensors of names like `keep_f32` stay as they are stored.
+    pub fn new(
+        checkpoint: &'a Checkpoint,
+        request: ValueRequest,
+        rules: &'a [CastRule],
+        keep_f32: &'a [Pattern],
+    ) -> Self {
+        let of_raw = if request.dtype.is_some() { checkpoint.raw_operands().collect() } else { HashSet::new() };
+        let narrows = request.dtype.is_some_and(|dtype| dtype.bits() < F32_BITS);
         let keep_f32 = if narrows { keep_f32 } else { &[] };
-        Self { checkpoint, wish, rules, keep_f32, of_raw, raw: Mutex::default(), kept: Mutex::default() }
+        Self { checkpoint, request, rules, keep_f32, of_raw, raw: Mutex::default(), kept: Mutex::default() }
     }
 
     /// The selected part of the checkpoint.
@@ -84,7 +89,7 @@ impl<'a> Values<'a> {
             }
             // Codes and scales of what is shown raw mean nothing in another type.
             (Storage::Plain { .. } | Storage::Mosaic(_), None) => {
-                self.wish.dtype.filter(|_| !self.of_raw.contains(&id))
+                self.request.dtype.filter(|_| !self.of_raw.contains(&id))
             }
             (Storage::Quantized(quantized), rule) => {
                 let dtype = rule.map_or_else(|| self.decoded_dtype(quantized.dtype), |rule| rule.dtype);
@@ -106,9 +111,9 @@ impl<'a> Values<'a> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The dtype that a quantized tensor of this own dtype is decoded to by the general wish, if it is.
+    /// The dtype that a quantized tensor of this own dtype is decoded to by the general request, if it is.
     pub fn decoded_dtype(&self, own: DType) -> Option<DType> {
-        match self.wish.quantized {
+        match self.request.quantized {
             Raw::Shown => None,
             Raw::Decoded(dtype) => Some(dtype.unwrap_or(own)),
         }
@@ -145,18 +150,18 @@ impl<'a> Values<'a> {
 
     /// Whether the general request or a rule converts anything.
     pub fn converts(&self) -> bool {
-        converts(self.wish, self.rules)
+        converts(self.request, self.rules)
     }
 
     /// The generally requested dtype.
     pub fn general_dtype(&self) -> Option<DType> {
-        self.wish.dtype
+        self.request.dtype
     }
 }
 
 /// Whether a request or a rule converts anything.
-pub fn converts(wish: Wish, rules: &[CastRule]) -> bool {
-    wish != Wish::default() || rules.iter().any(|rule| rule.dtype.is_some())
+pub fn converts(request: ValueRequest, rules: &[CastRule]) -> bool {
+    request != ValueRequest::default() || rules.iter().any(|rule| rule.dtype.is_some())
 }
 
 /// The problems of converting a view of which something is quantized in a way that is not decoded, one for each way: casting the

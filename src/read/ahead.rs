@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     image::Segment,
-    source::{ByteSpan, FileId},
+    source::{ByteSpan, FileId, RemoteSource},
     tensor::{Origin, Tiling, needs},
 };
 
@@ -77,7 +77,7 @@ impl Engine {
 
     /// Requests the source pages that a sequential reader will need next.
     fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
-        let (least, most) = match self.source().ahead_bytes() {
+        let (least, most) = match self.source().remote().map(RemoteSource::ahead_bytes) {
             Some(most) => (most / REMOTE_AHEAD_PART, most),
             None => (PAGES_AHEAD_BYTES.0.min(self.most_pages_ahead()), self.most_pages_ahead()),
         };
@@ -131,8 +131,8 @@ impl Engine {
 
     /// Requests spans of one piece.
     fn will_need(&self, file: FileId, spans: &[ByteSpan]) {
-        if self.source().ahead_bytes().is_some() {
-            self.source().bring_ahead(file, spans);
+        if let Some(remote) = self.source().remote() {
+            remote.bring_ahead(file, spans);
         }
         let Some(maps) = self.source().maps() else { return };
         for span in spans {
@@ -149,17 +149,15 @@ impl Engine {
 
     /// Whether a remote source would have to bring bytes for a file.
     pub fn lacks_bytes(&self, file: &OpenFile) -> bool {
+        let Some(remote) = self.source().remote() else { return false };
         let mut lacks = false;
-        if self.source().ahead_bytes().is_none() {
-            return lacks;
-        }
         for segment in 0..file.image.segments().len() {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
             // A read will meet a failure again.
             let Ok(prepared) = self.prepare(file, segment) else { continue };
-            let (tiling, source) = (&prepared.tiling, self.source());
+            let tiling = &prepared.tiling;
             self.for_each_needed(tiling, (0, tiling.len_bytes()), u64::MAX, &mut |file, spans| {
-                lacks = lacks || !source.absent_spans(file, spans).is_empty();
+                lacks = lacks || !remote.absent_spans(file, spans).is_empty();
             });
             if lacks {
                 break;
@@ -179,7 +177,7 @@ impl Engine {
         let unit = tiling.unit_bytes();
         let mut left = most;
         // A remote source decides by itself over which gaps it reads.
-        let gap = self.source().ahead_bytes().map_or(GAP_BYTES, |_| self.source().gap_bytes());
+        let gap = self.source().remote().map_or(GAP_BYTES, |_| self.source().gap_bytes());
         tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
             let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
             let decode = &tiling.decoders()[decoder as usize];

@@ -30,7 +30,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{Engine, OpenFile, ReadError, Reservation, counters::add};
 use crate::{
-    source::SourceError,
+    source::{RemoteSource, SourceError},
     tensor::{WorkSlice, to_usize},
 };
 
@@ -72,7 +72,7 @@ pub enum MaterializeError {
 
 /// The file that receives the bytes.
 #[derive(Clone, Debug)]
-pub enum Target {
+pub enum MaterializeTarget {
     /// A file in memory, at least as long as the materialized one. Memory that was not allocated before is allocated piece by piece.
     Memory(Arc<File>),
     /// An empty file on a disk.
@@ -118,7 +118,7 @@ struct Progress {
 pub struct Materializing {
     engine: Arc<Engine>,
     file: Arc<OpenFile>,
-    target: Target,
+    target: MaterializeTarget,
     /// The file's pieces, by their start.
     pieces: OnceLock<Result<Box<[FilePiece]>, ReadError>>,
     /// Another map of the target, from which finished pieces are read.
@@ -230,8 +230,8 @@ impl Materializing {
     ///
     /// # Errors
     /// A target in memory is shorter than the file, or its length cannot be read.
-    pub fn new(engine: &Arc<Engine>, file: &Arc<OpenFile>, target: Target) -> io::Result<Self> {
-        if let Target::Memory(memory) = &target {
+    pub fn new(engine: &Arc<Engine>, file: &Arc<OpenFile>, target: MaterializeTarget) -> io::Result<Self> {
+        if let MaterializeTarget::Memory(memory) = &target {
             let (expected, found) = (file.len_bytes(), memory.metadata()?.len());
             if found < expected {
                 return Err(io::Error::other(format!("expected a file of {expected} bytes, found {found}")));
@@ -297,7 +297,7 @@ impl Materializing {
     /// # Panics
     /// If `end` is beyond the end of the file.
     pub fn read(&self, start: u64, end: u64, reply: &mut dyn FnMut(&[u8])) -> bool {
-        let Target::Memory(_) = self.target else { return false };
+        let MaterializeTarget::Memory(_) = self.target else { return false };
         let Ok(pieces) = self.pieces() else { return false };
         let mut map = None;
         if !touched(pieces, start, end).all(|index| self.have(index, pieces, &mut map)) {
@@ -312,7 +312,7 @@ impl Materializing {
         let (from, len) = (to_usize(start), to_usize(end - start));
         assert!(from + len <= view.len(), "bytes {start}..{end} end within {} bytes", view.len());
         // SAFETY: the bytes are inside the map, which lives as long as `self`. Their memory is allocated and stays: the file has no
-        // name, and nobody shortens it. All pieces that contain them are made, and a piece that is made is never written again.
+        // name, and no code shortens it. All pieces that contain them are made, and a piece that is made is never written again.
         reply(unsafe { std::slice::from_raw_parts(view.as_ptr().add(from), len) });
         true
     }
@@ -359,7 +359,7 @@ impl Materializing {
 
     fn pieces(&self) -> Result<&[FilePiece], ReadError> {
         let cut = self.pieces.get_or_init(|| {
-            let sliced = matches!(self.target, Target::Memory(_));
+            let sliced = matches!(self.target, MaterializeTarget::Memory(_));
             let pieces = self.engine.pieces(&self.file, self.threads() as u64, sliced)?;
             let mut progress = self.lock();
             progress.states = vec![PieceState::Free; pieces.len()];
@@ -411,7 +411,7 @@ impl Materializing {
 
     fn try_make(&self, piece: FilePiece, map: &mut Option<MmapMut>) -> Result<(), MaterializeError> {
         match &self.target {
-            Target::Memory(memory) => {
+            MaterializeTarget::Memory(memory) => {
                 // A store to a page for which there is no memory would raise a signal.
                 let low = piece.start / MEMORY_STEP_BYTES * MEMORY_STEP_BYTES;
                 let high = piece.end.next_multiple_of(MEMORY_STEP_BYTES).min(self.file.len_bytes());
@@ -424,7 +424,7 @@ impl Materializing {
                 let target = place.ok_or(ReadError::Internal { what: "a piece lies outside its file" })?;
                 Ok(self.engine.make_piece(&self.file, piece, target)?)
             }
-            Target::Disk(disk) => {
+            MaterializeTarget::Disk(disk) => {
                 let mut buffer = self.engine.buffers.take(to_usize(piece.end - piece.start));
                 self.engine.make_piece(&self.file, piece, &mut buffer)?;
                 Ok(disk.write_all_at(&buffer, piece.start)?)
@@ -435,7 +435,7 @@ impl Materializing {
     /// A map of all of the target, for one thread to write to.
     fn map(&self, memory: &File) -> io::Result<MmapMut> {
         let len = usize::try_from(self.file.len_bytes()).map_err(io::Error::other)?;
-        // SAFETY: the file has no name and nobody shortens it, and the memory of a piece is allocated before a thread writes to it.
+        // SAFETY: the file has no name and no code shortens it, and the memory of a piece is allocated before a thread writes to it.
         // Other threads write to the file meanwhile, through maps of their own. One thread writes each byte, and making a piece reads
         // none: the spans of two work slices are the same bytes, of which each slice writes its own.
         unsafe { MmapOptions::new().len(len).map_mut(memory) }
@@ -443,14 +443,15 @@ impl Materializing {
 
     /// A map of all of the target, for reading finished pieces.
     fn view(&self) -> io::Result<MmapRaw> {
-        let Target::Memory(memory) = &self.target else { return Err(io::ErrorKind::Unsupported.into()) };
+        let MaterializeTarget::Memory(memory) = &self.target else { return Err(io::ErrorKind::Unsupported.into()) };
         let len = usize::try_from(self.file.len_bytes()).map_err(io::Error::other)?;
         MmapOptions::new().len(len).map_raw_read_only(&**memory)
     }
 
     fn ask_ahead(&self, start: u64) {
         // A remote source needs many requests under way at a time.
-        let ahead = self.engine.source().ahead_bytes().unwrap_or_else(|| self.engine.most_pages_ahead());
+        let ahead =
+            self.engine.source().remote().map_or_else(|| self.engine.most_pages_ahead(), RemoteSource::ahead_bytes);
         let end = self.file.len_bytes().min(start.saturating_add(ahead));
         let requested = self.requested.fetch_max(end, Ordering::Relaxed);
         if requested < end {

@@ -54,7 +54,7 @@ mod worker;
 
 pub use counters::{Counters, Path};
 pub use engine::{Engine, EngineOptions};
-pub use materialize::{MaterializeError, Materializing, Target};
+pub use materialize::{MaterializeError, MaterializeTarget, Materializing};
 pub use open_file::OpenFile;
 pub use tile::Reservation;
 

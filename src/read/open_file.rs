@@ -55,7 +55,7 @@ pub(super) struct Grid {
 
 /// Memory for tiles.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
+pub(super) struct CacheRoom {
     /// All of it, in bytes.
     pub(super) cache_bytes: u64,
     /// The part that tiles in use leave now, in bytes.
@@ -71,9 +71,9 @@ impl Grid {
     /// each row, unless the part is the whole row. So the view is one tile if it fits half of the room; then each source byte is
     /// fetched once, in order. Otherwise tiles are as large as a quarter of the room. Then no byte is fetched twice, unless rows
     /// lie closer than [`crate::source::Source::gap_bytes`], in which case each tile fetches all of them.
-    pub(super) fn new(tiling: &Tiling, start: u64, room: Room, mapped: bool) -> Self {
+    pub(super) fn new(tiling: &Tiling, start: u64, room: CacheRoom, mapped: bool) -> Self {
         let unit = tiling.unit_bytes();
-        let Room { cache_bytes, free_bytes } = room;
+        let CacheRoom { cache_bytes, free_bytes } = room;
         let Some(stride) = tiling.transposed_stride_units() else {
             let bytes =
                 if mapped { TILE_BYTES_MIN } else { FETCHED_TILE_BYTES.min(cache_bytes / 8).max(TILE_BYTES_MIN) };
@@ -163,7 +163,7 @@ mod tests {
         const MIB: u64 = 1 << 20;
         let matrix = tiling(4096, 8192); // 64 MiB, rows of 8 KiB in the view
         let units = |cache: u64, free: u64, mapped| {
-            let room = Room { cache_bytes: cache * MIB, free_bytes: free * MIB };
+            let room = CacheRoom { cache_bytes: cache * MIB, free_bytes: free * MIB };
             Grid::new(&matrix, 0, room, mapped).units * 2 / MIB
         };
         assert_eq!(units(128, 128, false), 64, "whole");
@@ -176,7 +176,7 @@ mod tests {
             let source = View::source(SourceTensor { id: TensorId(0), dtype: DType::BF16, shape });
             source.cast(DType::F32).unwrap().lower().unwrap()
         };
-        let room = Room { cache_bytes: 256 * MIB, free_bytes: 256 * MIB };
+        let room = CacheRoom { cache_bytes: 256 * MIB, free_bytes: 256 * MIB };
         let bytes = |mapped| Grid::new(&cast, 0, room, mapped).units * 4 / MIB;
         assert_eq!((bytes(true), bytes(false)), (2, 8));
     }

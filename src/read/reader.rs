@@ -11,7 +11,7 @@ use super::{
     Engine, ReadError,
     counters::{Path, add},
     fill::{FillMode, TouchedFiles},
-    open_file::{Grid, OpenFile, Prepared, Room, is_made},
+    open_file::{CacheRoom, Grid, OpenFile, Prepared, is_made},
     tile::{Demand, Tile, TileRoom},
 };
 use crate::{
@@ -248,7 +248,7 @@ impl Engine {
             });
             let cache_bytes = self.options().tile_cache_bytes;
             let free_bytes = cache_bytes.saturating_sub(self.cache.bytes_in_use());
-            let room = Room { cache_bytes: cache_bytes as u64, free_bytes: free_bytes as u64 };
+            let room = CacheRoom { cache_bytes: cache_bytes as u64, free_bytes: free_bytes as u64 };
             let grid = is_made(&tiling).then(|| Grid::new(&tiling, start, room, mapped));
             Ok(Arc::new(Prepared { tiling, grid, mapped }))
         });

@@ -67,7 +67,7 @@ pub struct Beneath {
 
 /// A file, directory or other thing that was found.
 #[derive(Debug)]
-pub struct Found {
+pub struct FoundFile {
     /// The path by which it was found.
     path: PathBuf,
     /// Its path without links.
@@ -135,12 +135,12 @@ impl Beneath {
         self.survey.directory(&self.real.join(directory))
     }
 
-    /// Finds the file that `path`, relative to the repository, leads to. [`Found::is_inside`] tells whether it is part of the
+    /// Finds the file that `path`, relative to the repository, leads to. [`FoundFile::is_inside`] tells whether it is part of the
     /// repository.
     ///
     /// # Errors
     /// Nothing is there, or it cannot be reached.
-    pub fn find(&self, path: &str) -> io::Result<Found> {
+    pub fn find(&self, path: &str) -> io::Result<FoundFile> {
         let named = self.named.join(path);
         let below = self.below.join(path);
         match resolve(self.root_fd.as_fd(), &below) {
@@ -156,14 +156,14 @@ impl Beneath {
         {
             return self.found(named, back.to_owned(), fd);
         }
-        Found::new(named, real, fd, None)
+        FoundFile::new(named, real, fd, None)
     }
 
-    fn found(&self, named: PathBuf, below: PathBuf, fd: OwnedFd) -> io::Result<Found> {
+    fn found(&self, named: PathBuf, below: PathBuf, fd: OwnedFd) -> io::Result<FoundFile> {
         let real = location(fd.as_fd(), &named)?;
         // In the Hub's cache only this revision and the blobs that revisions link to.
         let counts = real.starts_with(&self.real) || real.starts_with(self.root.join("blobs"));
-        Found::new(named, real, fd, counts.then_some(below))
+        FoundFile::new(named, real, fd, counts.then_some(below))
     }
 
     /// The attributes of the file that the path of an earlier found file leads to now.
@@ -178,7 +178,7 @@ impl Beneath {
     }
 }
 
-impl Found {
+impl FoundFile {
     /// Finds a file that the user named, wherever its path leads.
     ///
     /// # Errors

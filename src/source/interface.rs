@@ -121,60 +121,6 @@ pub trait Source: fmt::Debug + Send + Sync {
         GAP_BYTES
     }
 
-    /// Bytes to request ahead of a sequential reader, if the source needs more than a local one: its requests take long.
-    fn ahead_bytes(&self) -> Option<u64> {
-        None
-    }
-
-    /// Requests spans that will be needed, behind everything that readers wait for; does not wait. Returns false if the source has
-    /// enough requests for now. Spans of one call are parts of one strided piece, so that small gaps may be fetched with them.
-    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {
-        let _ = (file, spans);
-        true
-    }
-
-    /// Number of requests made by [`Source::bring_ahead`] that are not done.
-    fn ahead_jobs(&self) -> usize {
-        0
-    }
-
-    /// The directory of the disk cache of its remote files, and what bounds it.
-    fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)> {
-        None
-    }
-
-    /// What a read of these spans would have to bring from a remote service: in order, without overlaps, and in the units in which
-    /// the source brings bytes.
-    fn absent_spans(&self, file: FileId, spans: &[ByteSpan]) -> Vec<ByteSpan> {
-        let _ = (file, spans);
-        Vec::new()
-    }
-
-    /// Bytes of [`Source::absent_spans`].
-    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
-        self.absent_spans(file, spans).iter().map(|span| span.len()).sum()
-    }
-
-    /// [`Source::bring_ahead`] brings gaps of at most this many bytes between spans of one call.
-    fn ahead_gap_bytes(&self, file: FileId) -> u64 {
-        let _ = file;
-        0
-    }
-
-    /// Places the remote files that are complete where programs of their service look for them, as far as the settings say so.
-    /// Waits for that. Returns the directories that are complete for those programs.
-    ///
-    /// # Errors
-    /// A complete file has other bytes than its service says.
-    fn share(&self) -> Result<Vec<PathBuf>, SourceError> {
-        Ok(Vec::new())
-    }
-
-    /// Counts of remote reads, if it has remote files.
-    fn remote(&self) -> Option<&RemoteCounters> {
-        None
-    }
-
     /// Which files are poisoned or stall.
     fn health(&self) -> &Health;
 
@@ -183,34 +129,14 @@ pub trait Source: fmt::Debug + Send + Sync {
         None
     }
 
-    /// How byte `at` of a file is stored, if the file is made of coded chunks that this source decodes.
-    fn coded(&self, file: FileId, at: u64) -> Option<Coded> {
-        let _ = (file, at);
+    /// What its remote files need, if it has any.
+    fn remote(&self) -> Option<&dyn RemoteSource> {
         None
     }
 
-    /// As [`Source::fetch`] of one part of a file for which [`Source::coded`] gives an answer, with a slow decoder that shares no
-    /// code with the usual one, for comparison.
-    ///
-    /// # Errors
-    /// As [`Source::fetch`].
-    fn decode_by_definition(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
-        self.fetch(file, &mut [FetchPart { start, target }])
-    }
-
-    /// Sets the most bytes of decoded chunks that stay in memory.
-    fn bound_decoded(&self, bytes_max: u64) {
-        let _ = bytes_max;
-    }
-
-    /// Bytes of decoded chunks, and of the buffers to decode them, that are in memory now.
-    fn decoded_bytes(&self) -> u64 {
-        0
-    }
-
-    /// Chunks decoded so far.
-    fn decoded_chunks(&self) -> u64 {
-        0
+    /// The chunks that it decodes, if it decodes any.
+    fn chunks(&self) -> Option<&dyn DecodedChunks> {
+        None
     }
 
     /// The open file, from which the kernel can read by itself. `None` if there is none or it is poisoned.
@@ -218,6 +144,63 @@ pub trait Source: fmt::Debug + Send + Sync {
         let _ = file;
         None
     }
+}
+
+/// Remote files of a source: requests ahead of readers, and the state of their disk cache.
+///
+/// A file that is not remote, or that only a wrapper of the source has, needs nothing.
+pub trait RemoteSource: Sync {
+    /// Counts of remote reads.
+    fn counters(&self) -> &RemoteCounters;
+
+    /// Bytes to request ahead of a sequential reader.
+    fn ahead_bytes(&self) -> u64;
+
+    /// Requests spans that will be needed, behind everything that readers wait for; does not wait. Returns false if the source has
+    /// enough requests for now. Spans of one call are parts of one strided piece, so that small gaps may be fetched with them.
+    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool;
+
+    /// [`RemoteSource::bring_ahead`] brings gaps of at most this many bytes between spans of one call.
+    fn ahead_gap_bytes(&self, file: FileId) -> u64;
+
+    /// Number of requests made by [`RemoteSource::bring_ahead`] that are not done.
+    fn ahead_jobs(&self) -> usize;
+
+    /// What a read of these spans would have to bring: in order, without overlaps, and in the units in which the source brings
+    /// bytes.
+    fn absent_spans(&self, file: FileId, spans: &[ByteSpan]) -> Vec<ByteSpan>;
+
+    /// The directory of the disk cache, and what bounds it.
+    fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)>;
+
+    /// Places the files that are complete where programs of their service look for them, as far as the settings say so. Waits for
+    /// that. Returns the directories that are complete for those programs.
+    ///
+    /// # Errors
+    /// A complete file has other bytes than its service says.
+    fn share(&self) -> Result<Vec<PathBuf>, SourceError>;
+}
+
+/// Files of a source that are made of coded chunks, which it decodes.
+pub trait DecodedChunks {
+    /// How byte `at` of a file is stored; `None` if the file is not made of coded chunks.
+    fn coded(&self, file: FileId, at: u64) -> Option<Coded>;
+
+    /// As [`Source::fetch`] of one part of a file for which [`DecodedChunks::coded`] gives an answer, with a slow decoder that
+    /// shares no code with the usual one, for comparison.
+    ///
+    /// # Errors
+    /// As [`Source::fetch`].
+    fn decode_by_definition(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError>;
+
+    /// Sets the most bytes of decoded chunks that stay in memory.
+    fn bound_bytes(&self, bytes_max: u64);
+
+    /// Bytes of decoded chunks, and of the buffers to decode them, that are in memory now.
+    fn held_bytes(&self) -> u64;
+
+    /// Chunks decoded so far.
+    fn decoded_count(&self) -> u64;
 }
 
 /// Files of a source that are mapped in this process: a fast way to fetch, and advice about their pages.
@@ -284,6 +267,13 @@ pub trait Maps {
     fn bound(&self, usual_bytes: u64, again_bytes: u64);
 }
 
+impl dyn RemoteSource + '_ {
+    /// Bytes of [`RemoteSource::absent_spans`].
+    pub fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
+        self.absent_spans(file, spans).iter().map(|span| span.len()).sum()
+    }
+}
+
 /// Derived methods, the same for every source.
 impl dyn Source + '_ {
     /// Pinned length of a file in bytes.
@@ -302,6 +292,11 @@ impl dyn Source + '_ {
     /// As [`Source::fetch`].
     pub fn read_into(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
         self.fetch(file, &mut [FetchPart { start, target }])
+    }
+
+    /// How byte `at` of a file is stored, if the source decodes it from a chunk.
+    pub fn coded(&self, file: FileId, at: u64) -> Option<Coded> {
+        self.chunks()?.coded(file, at)
     }
 
     /// The maps, if this file is mapped.

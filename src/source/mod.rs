@@ -3,7 +3,8 @@
 //! A source is a fixed list of files. Each file is pinned when the source is made: its length and identity are fixed from then
 //! on. The interface, [`Source`], is narrow: a file returns spans of bytes, exactly or as an error. A source whose files
 //! are mapped provides its maps ([`Source::maps`]). Then contiguous reads ([`Maps::with_kernel_bytes`]) and conversions
-//! ([`Maps::with`]) need no copy.
+//! ([`Maps::with`]) need no copy. What only remote files ([`RemoteSource`]) and decoded chunks ([`DecodedChunks`]) have is apart from
+//! it in the same way.
 //!
 //! A file that differs from the pinned one is *poisoned*: from then on every access to it is an error. It is never trusted
 //! again within this process, since it is unknown which of its bytes were read before and which after the change.
@@ -29,10 +30,10 @@ mod span;
 pub mod stall;
 mod survey;
 
-pub use beneath::{Beneath, Found, Opened, private_directory};
+pub use beneath::{Beneath, FoundFile, Opened, private_directory};
 pub use error::{Aspect, Poison, SourceError};
 pub use health::Health;
-pub use interface::{Coded, FetchPart, FileFetch, Maps, Pin, Source};
+pub use interface::{Coded, DecodedChunks, FetchPart, FileFetch, Maps, Pin, RemoteSource, Source};
 pub use kernel_bytes::{KernelBytes, Served};
 pub use local::{LocalFiles, ResidentWindow, SourceIo};
 pub use pin::pin_files;

@@ -36,7 +36,7 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// Admits nobody but root.
+    /// Admits root only.
     pub const CLOSED: Self = Self { uid: UNKNOWN, gid: UNKNOWN, user: false, group: false, other: false };
 
     /// A gate of this mode that must grant `wanted`, bits of one class.
@@ -269,7 +269,7 @@ const NOBODY: Permission = Permission { uid: 0, gid: 0, mode: 0 };
 fn score(found: &Permission, grants: &[Grant<'_>], mounter: &Mounter, own: &Gates) -> (bool, Vec<bool>, bool, bool) {
     let keeps = |grant: &Grant<'_>| !mounter.passes(grant.gates) || mounter.is_granted(*found, grant.bits);
     let has = |shift: u16, bits: u16| found.mode >> shift & bits == bits;
-    // A bit for root as the owner gives nobody more access. An owner without the bit loses the access that its groups would give.
+    // A bit for root as the owner gives no user more access. An owner without the bit loses the access that its groups would give.
     let given = grants.iter().flat_map(|Grant { bits, .. }| {
         let owner = has(6, *bits);
         [has(0, *bits), has(3, *bits), owner && found.uid != 0, owner]

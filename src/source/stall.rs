@@ -226,7 +226,7 @@ impl Fetches {
 }
 
 impl Fetching<'_> {
-    /// Notes that bytes came: the wait begins again.
+    /// Notes that bytes arrived: the wait begins again.
     pub fn advance(&self) {
         if let Some(place) = self.place
             && let Some(note) = self.fetches.lock(place).as_mut()
@@ -244,7 +244,7 @@ impl Drop for Fetching<'_> {
     }
 }
 
-/// A number that grows whenever the thread runs, even if only because the next page has come; 0 where the system does not
+/// A number that grows whenever the thread runs, even if only because the next page has arrived; 0 where the system does not
 /// provide it.
 fn counted(thread: i32) -> u64 {
     // Nanoseconds on a processor come first, in kernels that count them.

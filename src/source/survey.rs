@@ -88,7 +88,7 @@ impl Survey {
         gate
     }
 
-    /// The gate of a directory. A directory whose attributes cannot be read admits nobody.
+    /// The gate of a directory. If the attributes of a directory cannot be read, no user may enter it.
     fn directory_gate(&self, directory: &Path, wanted: u32) -> Gate {
         let listed = has_access_list(rustix::fs::lgetxattr(directory, ACCESS_LIST, &mut [0_u8; 0]));
         fs::symlink_metadata(directory).map_or(Gate::CLOSED, |meta| self.gate(&meta, wanted, listed))

@@ -26,7 +26,7 @@ pub enum CoverFault {
     Overlap(usize, usize),
     /// A region, given by its first element and its extents, that is in no box.
     Missing(PerAxis, PerAxis),
-    /// So many boxes that interlock that they are not examined.
+    /// Too many interlocking boxes to examine.
     Intricate,
 }
 
@@ -72,13 +72,13 @@ pub(super) fn faults(shape: &Shape, boxes: &[Box<'_>], complete: bool) -> Vec<Co
     }
     let (mut overlaps, mut gaps) = (Vec::new(), Vec::new());
     let done = divide(shape, boxes, &mut |part| match part {
-        Part::Overlap(first, second) => {
+        CoverPart::Overlap(first, second) => {
             let pair = (first.min(second), first.max(second));
             if overlaps.len() < LISTED_MAX && !overlaps.contains(&pair) {
                 overlaps.push(pair);
             }
         }
-        Part::Gap(origin, extents) => {
+        CoverPart::Gap(origin, extents) => {
             if gaps.len() < LISTED_MAX {
                 gaps.push((origin, extents));
             }
@@ -99,7 +99,7 @@ pub(super) fn gaps(shape: &Shape, boxes: &[Box<'_>]) -> Vec<(PerAxis, PerAxis)> 
     let mut gaps = Vec::new();
     if !is_partition_of_an_axis(shape, boxes) {
         divide(shape, boxes, &mut |part| {
-            if let Part::Gap(origin, extents) = part {
+            if let CoverPart::Gap(origin, extents) = part {
                 gaps.push((origin, extents));
             }
         });
@@ -131,7 +131,7 @@ fn is_partition_of_an_axis(shape: &Shape, boxes: &[Box<'_>]) -> bool {
 }
 
 /// A part of the shape that is not one box.
-enum Part {
+enum CoverPart {
     Overlap(usize, usize),
     Gap(PerAxis, PerAxis),
 }
@@ -144,7 +144,7 @@ struct Region {
 }
 
 /// Divides the shape until each part is one box, or is emitted. Returns whether the boxes were simple enough to finish.
-fn divide(shape: &Shape, boxes: &[Box<'_>], emit: &mut dyn FnMut(Part)) -> bool {
+fn divide(shape: &Shape, boxes: &[Box<'_>], emit: &mut dyn FnMut(CoverPart)) -> bool {
     if shape.is_empty() {
         return true;
     }
@@ -163,10 +163,10 @@ fn divide(shape: &Shape, boxes: &[Box<'_>], emit: &mut dyn FnMut(Part)) -> bool 
             match inside[..] {
                 [] => {
                     let extents = start.iter().zip(end).map(|(start, end)| end - start).collect();
-                    emit(Part::Gap(start.clone(), extents));
+                    emit(CoverPart::Gap(start.clone(), extents));
                 }
                 [_] => {}
-                [first, second, ..] => emit(Part::Overlap(first, second)),
+                [first, second, ..] => emit(CoverPart::Overlap(first, second)),
             }
             continue;
         };

@@ -65,7 +65,7 @@ pub fn stored_elements(extents: &[u64], strides: &[u64]) -> u64 {
 }
 
 #[derive(Clone, Debug)]
-struct Row {
+struct MosaicRow {
     shape: Shape,
     dtype: DType,
     fill: Option<Element>,
@@ -78,7 +78,7 @@ struct Row {
 /// The mosaics of a checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct Mosaics {
-    rows: Vec<Row>,
+    rows: Vec<MosaicRow>,
     /// By box: origin, extents, and strides where the row has them.
     numbers: Vec<u64>,
     /// Id of the first box.
@@ -116,7 +116,7 @@ impl Mosaics {
         let boxes_end = self.boxes() + boxes.len();
         let boxes_end = u32::try_from(boxes_end).expect("a checkpoint has fewer than 2^32 boxes");
         let number = u32::try_from(self.rows.len()).expect("a checkpoint has fewer than 2^32 tensors");
-        self.rows.push(Row { shape, dtype, fill, boxes_end, strided, numbers_end: self.numbers.len() });
+        self.rows.push(MosaicRow { shape, dtype, fill, boxes_end, strided, numbers_end: self.numbers.len() });
         Ok(number)
     }
 
@@ -144,7 +144,7 @@ impl Mosaics {
 
     /// Memory of the arrays, in bytes.
     pub fn memory_bytes(&self) -> usize {
-        self.rows.capacity() * size_of::<Row>() + self.numbers.capacity() * size_of::<u64>()
+        self.rows.capacity() * size_of::<MosaicRow>() + self.numbers.capacity() * size_of::<u64>()
     }
 
     /// Shape of a tensor.

@@ -21,18 +21,18 @@ use super::{
 /// An expression over tensors, with a shape and a dtype.
 #[derive(Clone, Debug)]
 pub struct View {
-    node: Arc<Node>,
+    node: Arc<ViewNode>,
 }
 
 #[derive(Debug)]
-struct Node {
+struct ViewNode {
     shape: Shape,
     dtype: DType,
     op: Op,
 }
 
 /// A leaf of an expression that reads a source.
-enum Leaf<'a> {
+enum ViewLeaf<'a> {
     /// Stored in one span.
     Tensor(&'a SourceTensor),
     /// Stored as boxes.
@@ -160,7 +160,7 @@ pub enum Keep {
 
 impl View {
     fn new(shape: Shape, dtype: DType, op: Op) -> Self {
-        Self { node: Arc::new(Node { shape, dtype, op }) }
+        Self { node: Arc::new(ViewNode { shape, dtype, op }) }
     }
 
     /// A tensor of the checkpoint, unchanged.
@@ -566,8 +566,8 @@ impl View {
     /// as boxes counts as one; see [`View::for_each_stored`].
     pub fn for_each_source(&self, visit: &mut dyn FnMut(&SourceTensor)) {
         self.for_each_leaf(&mut |leaf| match leaf {
-            Leaf::Tensor(tensor) => visit(tensor),
-            Leaf::Mosaic(mosaic) => {
+            ViewLeaf::Tensor(tensor) => visit(tensor),
+            ViewLeaf::Mosaic(mosaic) => {
                 visit(&SourceTensor { id: mosaic.id(), dtype: mosaic.dtype(), shape: mosaic.shape().clone() });
             }
         });
@@ -577,16 +577,16 @@ impl View {
     /// its own, or each box of one that is stored as boxes.
     pub fn for_each_stored(&self, visit: &mut dyn FnMut(TensorId)) {
         self.for_each_leaf(&mut |leaf| match leaf {
-            Leaf::Tensor(tensor) => visit(tensor.id),
-            Leaf::Mosaic(mosaic) => mosaic.boxes().for_each(|part| visit(part.tensor)),
+            ViewLeaf::Tensor(tensor) => visit(tensor.id),
+            ViewLeaf::Mosaic(mosaic) => mosaic.boxes().for_each(|part| visit(part.tensor)),
         });
     }
 
     /// Calls `visit` for the leaves of this expression that read a source, in order, with repeats.
-    fn for_each_leaf(&self, visit: &mut dyn FnMut(Leaf<'_>)) {
+    fn for_each_leaf(&self, visit: &mut dyn FnMut(ViewLeaf<'_>)) {
         match self.op() {
-            Op::Source(tensor) => visit(Leaf::Tensor(tensor)),
-            Op::Mosaic(mosaic) => visit(Leaf::Mosaic(mosaic)),
+            Op::Source(tensor) => visit(ViewLeaf::Tensor(tensor)),
+            Op::Mosaic(mosaic) => visit(ViewLeaf::Mosaic(mosaic)),
             Op::Fill(_) => {}
             Op::Slice { of, .. }
             | Op::Gather { of, .. }
@@ -599,7 +599,7 @@ impl View {
             | Op::Exp { of } => of.for_each_leaf(visit),
             Op::Sum { of } | Op::Product { of, .. } => of.iter().for_each(|view| view.for_each_leaf(visit)),
             Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_leaf(visit)),
-            Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(Leaf::Tensor(&operand.tensor))),
+            Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(ViewLeaf::Tensor(&operand.tensor))),
         }
     }
 

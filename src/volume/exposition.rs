@@ -18,7 +18,7 @@ use prometheus_client::{
 };
 
 use super::{
-    metrics::{LATENCY_BOUNDS_US, Op, OpMetrics},
+    metrics::{LATENCY_BOUNDS_US, OpMetrics, RequestKind},
     stats::{self, MetricKind, PATHS, Reported},
 };
 use crate::{
@@ -93,15 +93,22 @@ impl Snapshot {
         let fetched = by_path(&|path| counters.fetched_bytes(path));
         add("fetched", true, MetricKind::Counter, "Bytes read from source files, by purpose", fetched);
         let by_op = |count: &dyn Fn(&OpMetrics) -> u64| {
-            Op::ALL.iter().map(|op| (Some(("op", op.name())), count(from.metrics.op(*op)))).collect::<Vec<Sample>>()
+            RequestKind::ALL
+                .iter()
+                .map(|op| (Some(("op", op.name())), count(from.metrics.op(*op))))
+                .collect::<Vec<Sample>>()
         };
         let answered = by_op(&|row| row.count.load(Ordering::Relaxed));
         add("ops", false, MetricKind::Counter, "Requests answered", answered);
         let errors = by_op(&|row| row.errors.load(Ordering::Relaxed));
         add("errors", false, MetricKind::Counter, "Requests answered with an error", errors);
         add_memory(from, &mut add);
-        let latencies = Op::ALL.iter().map(|op| (op.name(), latency(from.metrics.op(*op)))).collect();
-        Self { families, latencies, remote_latency: from.source().remote().map(remote_latency) }
+        let latencies = RequestKind::ALL.iter().map(|op| (op.name(), latency(from.metrics.op(*op)))).collect();
+        Self {
+            families,
+            latencies,
+            remote_latency: from.source().remote().map(|remote| remote_latency(remote.counters())),
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use super::metrics::{Metrics, Op};
+use super::metrics::{Metrics, RequestKind};
 use crate::source::{Served, permission::Permission};
 
 /// Index of a node in the tree; 1 is the root, as FUSE requires.
@@ -67,7 +67,7 @@ pub struct Handle(pub u64);
 pub enum Access {
     /// Through the page cache, which is kept from one open to the next: the bytes never change.
     Cached,
-    /// Every read comes to us; nothing is cached by the kernel.
+    /// The daemon gets every read; the kernel caches nothing.
     Direct,
     /// The file is byte-identical to this one. The kernel reads this one where it may; otherwise as `Cached`.
     Passthrough(Arc<File>),
@@ -83,7 +83,7 @@ pub type OnChange = Box<dyn Fn() + Send + Sync>;
 
 /// A file that has been opened.
 #[derive(Clone, Debug)]
-pub struct Opened {
+pub struct OpenedFile {
     /// Names the open file in later calls.
     pub handle: Handle,
     /// How the kernel should treat it.
@@ -193,13 +193,13 @@ pub trait FileSystem: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`FsError::IsDirectory`], or [`FsError::Io`] if a source of the file has changed.
-    fn open(&self, ino: Ino) -> Result<Opened, FsError>;
+    fn open(&self, ino: Ino) -> Result<OpenedFile, FsError>;
 
     /// As [`FileSystem::open`], for a program that bypasses the cache (`O_DIRECT`): nothing is materialized for it.
     ///
     /// # Errors
     /// As [`FileSystem::open`].
-    fn open_uncached(&self, ino: Ino) -> Result<Opened, FsError> {
+    fn open_uncached(&self, ino: Ino) -> Result<OpenedFile, FsError> {
         self.open(ino)
     }
 
@@ -272,7 +272,7 @@ pub trait FileSystem: Send + Sync + 'static {
     }
 
     /// Called after an open or a read was answered with an error because of [`FileSystem::is_stalled`].
-    fn note_given_up(&self, op: Op, ino: Ino) {
+    fn note_given_up(&self, op: RequestKind, ino: Ino) {
         let _ = (op, ino);
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A mount is *degraded* while a problem is open, and healthy otherwise. A changed source, a failed read, a failed open and a
 //! panic stay open until the mount ends: nothing shows that such a file can be read again. A problem that can
-//! end, such as a source that does not answer, is closed by [`Health::clear`]. It then stays in the list as history while
+//! end, such as a source that does not answer, is closed by [`VolumeHealth::clear`]. It then stays in the list as history while
 //! there is room, and no longer makes the mount degraded.
 //!
 //! The list is bounded. Problems that do not fit are counted; the count drops again when one of those that can end does.
@@ -103,7 +103,7 @@ struct ProblemList {
 
 /// The problems of a mount. Shared by all threads.
 #[derive(Debug, Default)]
-pub struct Health {
+pub struct VolumeHealth {
     inner: Mutex<ProblemList>,
 }
 
@@ -117,7 +117,7 @@ pub(super) struct HealthReport {
     poisoned_files: Vec<String>,
 }
 
-impl Health {
+impl VolumeHealth {
     fn lock(&self) -> MutexGuard<'_, ProblemList> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -285,14 +285,14 @@ mod tests {
     use super::*;
     use crate::source::{Aspect, SourceError};
 
-    fn json_of(health: &Health, poisoned: &[(PathBuf, Poison)]) -> Value {
+    fn json_of(health: &VolumeHealth, poisoned: &[(PathBuf, Poison)]) -> Value {
         let poisoned = poisoned.iter().map(|(path, poison)| (path.as_path(), poison.clone()));
         health.report(poisoned).to_json("ckfs mount s /m")
     }
 
     #[test]
     fn a_problem_is_one_however_often_it_is_met() {
-        let health = Health::default();
+        let health = VolumeHealth::default();
         assert_eq!(json_of(&health, &[])["health"], "healthy");
         health.note(ProblemKind::FailedRead, "dev0/wq", "first");
         health.note(ProblemKind::FailedRead, "dev0/wq", "second");
@@ -307,7 +307,7 @@ mod tests {
 
     #[test]
     fn closed_problems_are_history() {
-        let health = Health::default();
+        let health = VolumeHealth::default();
         health.note(ProblemKind::SourceStalled, "/s/a", "no answer in 60 s");
         assert_eq!(health.stalled_sources(), 1);
         health.clear(ProblemKind::SourceStalled, "/s/other");
@@ -323,7 +323,7 @@ mod tests {
 
     #[test]
     fn the_list_is_bounded_and_all_changed_sources_are_named() {
-        let health = Health::default();
+        let health = VolumeHealth::default();
         health.note(ProblemKind::SourceStalled, "/s/ended", "x");
         health.clear(ProblemKind::SourceStalled, "/s/ended");
         for number in 0..PROBLEMS_MAX + 3 {
@@ -344,7 +344,7 @@ mod tests {
         assert!(json.to_string().len() < 64 << 10);
         while found.leave_one_out() {}
         assert!(found.is_degraded() && found.to_json("")["problems"] == json!([]));
-        let alone = json_of(&Health::default(), &poisoned[..1]);
+        let alone = json_of(&VolumeHealth::default(), &poisoned[..1]);
         assert_eq!(
             (&alone["problems"][0]["first"], &alone["health"]),
             (&json!("1970-01-01T00:00:01Z"), &json!("degraded"))
@@ -354,7 +354,7 @@ mod tests {
 
     #[test]
     fn stalls_that_found_no_room_end_too() {
-        let (health, names) = (Health::default(), (0..PROBLEMS_MAX + 4).map(|number| format!("/s/{number}")));
+        let (health, names) = (VolumeHealth::default(), (0..PROBLEMS_MAX + 4).map(|number| format!("/s/{number}")));
         let names: Vec<String> = names.collect();
         for name in names.iter().chain(&names) {
             health.note(ProblemKind::SourceStalled, name, "no answer");

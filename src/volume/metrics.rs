@@ -5,17 +5,17 @@ use std::{
     time::Duration,
 };
 
-use super::health::{Health, ProblemKind};
+use super::health::{ProblemKind, VolumeHealth};
 
 macro_rules! ops {
     ($($variant:ident $name:literal,)*) => {
         /// A kind of request.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum Op {
+        pub enum RequestKind {
             $(#[doc = concat!("`", $name, "`")] $variant,)*
         }
 
-        impl Op {
+        impl RequestKind {
             /// Every kind of request.
             pub const ALL: &'static [Self] = &[$(Self::$variant),*];
 
@@ -63,7 +63,7 @@ pub struct OpMetrics {
 /// Counters of the mount's requests, and its problems.
 #[derive(Debug, Default)]
 pub struct Metrics {
-    ops: [OpMetrics; Op::ALL.len()],
+    ops: [OpMetrics; RequestKind::ALL.len()],
     /// Handlers that panicked; each such request is answered with EIO.
     pub panics: AtomicU64,
     /// Opens whose file the kernel reads by itself from the backing file.
@@ -71,12 +71,12 @@ pub struct Metrics {
     /// Requests being handled now.
     pub in_flight: AtomicU64,
     /// The mount's problems.
-    pub health: Health,
+    pub health: VolumeHealth,
 }
 
 impl Metrics {
     /// Counts of one kind of request.
-    pub fn op(&self, op: Op) -> &OpMetrics {
+    pub fn op(&self, op: RequestKind) -> &OpMetrics {
         &self.ops[op as usize]
     }
 
@@ -87,7 +87,7 @@ impl Metrics {
     }
 
     /// Counts one answered request.
-    pub fn record(&self, op: Op, elapsed: Duration, failed: bool) {
+    pub fn record(&self, op: RequestKind, elapsed: Duration, failed: bool) {
         let row = self.op(op);
         row.count.fetch_add(1, Ordering::Relaxed);
         row.errors.fetch_add(u64::from(failed), Ordering::Relaxed);

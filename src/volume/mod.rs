@@ -21,10 +21,10 @@ pub use crate::image::{Unavailable, unavailable, unavailable_text};
 pub use crate::source::Served;
 pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use file_system::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OnChange, Opened, StatFs, WhenMaterialized,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OnChange, OpenedFile, StatFs, WhenMaterialized,
 };
-pub use health::{Health, HealthProblem, ProblemKind};
+pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use materialize::{BundleSizes, Policy};
-pub use metrics::{Metrics, Op};
-pub use permissions::{Readers, readers, readers_of, readers_text};
+pub use metrics::{Metrics, RequestKind};
+pub use permissions::{PermittedReaders, readers, readers_of, readers_text};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};

@@ -6,12 +6,12 @@ use super::{
     exposition::{self, METRICS_BYTES},
     file_system::{Attr, DirEntry, FileSystem, FsError, Ino, NodeKind},
     health::ProblemKind,
-    permissions::Subject,
+    permissions::ReadSubject,
     served::Volume,
     tree::{FixedKind, FixedNode, Live, SubtreeBlock, TreeNode},
 };
 use crate::{
-    image::{Content, FileImage, SubtreeNode},
+    image::{FileContent, FileImage, SubtreeNode},
     source::{FileId, permission::Permission},
     tensor::{View, to_usize},
 };
@@ -40,8 +40,8 @@ impl Volume {
     /// [`FsError::Io`] if the file cannot be laid out.
     pub fn image(&self, ino: Ino) -> Result<Option<FileImage>, FsError> {
         match self.content(ino)? {
-            Content::Image(image) => Ok(Some(image)),
-            Content::Original(_) | Content::Bytes(_) | Content::Rows(_) => Ok(None),
+            FileContent::Image(image) => Ok(Some(image)),
+            FileContent::Original(_) | FileContent::Bytes(_) | FileContent::Rows(_) => Ok(None),
         }
     }
 
@@ -49,12 +49,12 @@ impl Volume {
     pub fn original(&self, ino: Ino) -> Option<FileId> {
         let TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. }) = self.tree.node(ino)? else { return None };
         match node.file.open() {
-            Ok(Content::Original(file)) => Some(file),
-            Ok(Content::Bytes(_) | Content::Rows(_) | Content::Image(_)) | Err(_) => None,
+            Ok(FileContent::Original(file)) => Some(file),
+            Ok(FileContent::Bytes(_) | FileContent::Rows(_) | FileContent::Image(_)) | Err(_) => None,
         }
     }
 
-    pub(super) fn content(&self, ino: Ino) -> Result<Content, FsError> {
+    pub(super) fn content(&self, ino: Ino) -> Result<FileContent, FsError> {
         let content = match self.tree.node(ino).ok_or(FsError::NotFound)? {
             TreeNode::InSubtree(block, node) => match block.subtree.node(node) {
                 SubtreeNode::Directory(_) => return Err(FsError::IsDirectory),
@@ -64,10 +64,10 @@ impl Volume {
                 FixedKind::Directory { .. } => return Err(FsError::IsDirectory),
                 FixedKind::Symlink(_) => return Err(FsError::Invalid),
                 FixedKind::File(node) => node.file.open(),
-                FixedKind::Live(Live::Stats) => Ok(Content::Bytes(self.reported().stats(self.stats_bytes).into())),
+                FixedKind::Live(Live::Stats) => Ok(FileContent::Bytes(self.reported().stats(self.stats_bytes).into())),
                 FixedKind::Live(Live::Metrics) => {
                     let text = exposition::metrics(&self.reported()).map_err(|_| FsError::Io)?;
-                    Ok(Content::Bytes(text.into()))
+                    Ok(FileContent::Bytes(text.into()))
                 }
             },
         };
@@ -98,24 +98,24 @@ impl Volume {
         }
     }
 
-    fn fixed_subject(ino: Ino, fixed: &FixedNode) -> Subject {
+    fn fixed_subject(ino: Ino, fixed: &FixedNode) -> ReadSubject {
         let is_directory = matches!(fixed.kind, FixedKind::Directory { .. });
         if fixed.is_own {
-            return Subject::Own { is_directory };
+            return ReadSubject::Own { is_directory };
         }
         match &fixed.kind {
-            FixedKind::Directory { .. } => Subject::Directory(ino),
-            FixedKind::File(node) => Subject::File { view: node.view, derived_from: node.file.derived_from() },
-            FixedKind::Live(_) => Subject::Own { is_directory: false },
-            FixedKind::Symlink(_) => Subject::Link,
+            FixedKind::Directory { .. } => ReadSubject::Directory(ino),
+            FixedKind::File(node) => ReadSubject::File { view: node.view, derived_from: node.file.derived_from() },
+            FixedKind::Live(_) => ReadSubject::Own { is_directory: false },
+            FixedKind::Symlink(_) => ReadSubject::Link,
         }
     }
 
-    fn subtree_subject(block: &SubtreeBlock, node: u64) -> Subject {
+    fn subtree_subject(block: &SubtreeBlock, node: u64) -> ReadSubject {
         let view = block.view;
         match block.subtree.node(node) {
-            SubtreeNode::Directory(_) => Subject::Names { view },
-            SubtreeNode::File => Subject::File { view, derived_from: block.subtree.derived_from(node) },
+            SubtreeNode::Directory(_) => ReadSubject::Names { view },
+            SubtreeNode::File => ReadSubject::File { view, derived_from: block.subtree.derived_from(node) },
         }
     }
 

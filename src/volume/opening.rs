@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    file_system::{Access, FsError, Handle, Ino, Opened, WhenMaterialized},
+    file_system::{Access, FsError, Handle, Ino, OpenedFile, WhenMaterialized},
     health::ProblemKind,
     materialize::{FileClass, FileEntry, Materializer, When},
     open_files::Open,
@@ -14,7 +14,7 @@ use super::{
     tree::{FixedKind, FixedNode, TreeNode},
 };
 use crate::{
-    image::{Content, FileImage},
+    image::{FileContent, FileImage},
     read::counters::add,
     read::{OpenFile, ReadError},
     source::{FileId, Served, SourceError},
@@ -114,9 +114,9 @@ impl Volume {
             return self.engine.sources_of(&file).to_vec();
         }
         match self.content(ino) {
-            Ok(Content::Original(file)) => vec![file],
-            Ok(Content::Image(image)) => self.engine.sources_of(&OpenFile::new(String::new(), image)).to_vec(),
-            Ok(Content::Bytes(_) | Content::Rows(_)) | Err(_) => Vec::new(),
+            Ok(FileContent::Original(file)) => vec![file],
+            Ok(FileContent::Image(image)) => self.engine.sources_of(&OpenFile::new(String::new(), image)).to_vec(),
+            Ok(FileContent::Bytes(_) | FileContent::Rows(_)) | Err(_) => Vec::new(),
         }
     }
 
@@ -148,7 +148,7 @@ impl Volume {
     }
 
     /// Opens a file after checking that its sources are unchanged. With `may_begin` false it starts no materialization.
-    pub(super) fn open_checked(&self, ino: Ino, may_begin: bool) -> Result<Opened, FsError> {
+    pub(super) fn open_checked(&self, ino: Ino, may_begin: bool) -> Result<OpenedFile, FsError> {
         let image = |file: Arc<OpenFile>| {
             let entry = self.hold(ino, &file, may_begin);
             Open::Image(file, entry)
@@ -157,10 +157,10 @@ impl Volume {
             image(file)
         } else {
             match self.content(ino)? {
-                Content::Original(file) => Open::Original(file),
-                Content::Bytes(bytes) => Open::Bytes(bytes),
-                Content::Rows(rows) => Open::Rows(rows),
-                Content::Image(laid_out) => image(self.ready(ino, laid_out)),
+                FileContent::Original(file) => Open::Original(file),
+                FileContent::Bytes(bytes) => Open::Bytes(bytes),
+                FileContent::Rows(rows) => Open::Rows(rows),
+                FileContent::Image(laid_out) => image(self.ready(ino, laid_out)),
             }
         };
         self.check(ino, &open)?;
@@ -180,7 +180,7 @@ impl Volume {
         };
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
         self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
-        Ok(Opened { handle: Handle(handle), access })
+        Ok(OpenedFile { handle: Handle(handle), access })
     }
 
     /// Whether a file's content is generated at each open.

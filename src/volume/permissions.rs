@@ -34,7 +34,7 @@ use crate::{
 
 /// The origin of a node's permissions.
 #[derive(Clone, Debug)]
-pub(super) enum Subject {
+pub(super) enum ReadSubject {
     /// A file of a view.
     File { view: u32, derived_from: DerivedFrom },
     /// A directory of names of tensors.
@@ -176,7 +176,7 @@ impl Permissions {
         permissions.plain_directory = permissions.directory(&permissions.repository);
         permissions.own = [false, true].map(|is_directory| {
             let (uid, gid) = (permissions.mounter.uid, permissions.mounter.gid);
-            let mode = permissions.mode(&Subject::Own { is_directory }, uid, gid);
+            let mode = permissions.mode(&ReadSubject::Own { is_directory }, uid, gid);
             let said = if is_directory { permissions.overrides.dir_mode } else { permissions.overrides.file_mode };
             Permission { uid, gid, mode: said.unwrap_or(mode) }
         });
@@ -195,18 +195,18 @@ impl Permissions {
     }
 
     /// Owner, group and bits of a node.
-    pub(super) fn of(&self, subject: &Subject) -> Permission {
+    pub(super) fn of(&self, subject: &ReadSubject) -> Permission {
         match subject {
-            Subject::File { view, derived_from } => self.of_file(&self.views[*view as usize], derived_from),
-            Subject::Names { view } => {
+            ReadSubject::File { view, derived_from } => self.of_file(&self.views[*view as usize], derived_from),
+            ReadSubject::Names { view } => {
                 let view = &self.views[*view as usize];
                 *view.directory.get_or_init(|| self.directory(&self.names_gates(view)))
             }
-            Subject::Directory(ino) => {
+            ReadSubject::Directory(ino) => {
                 self.directories.get(ino).map_or(self.plain_directory, |gates| self.directory(gates))
             }
-            Subject::Own { is_directory } => self.own[usize::from(*is_directory)],
-            Subject::Link => Permission { mode: 0o777, ..self.plain_directory },
+            ReadSubject::Own { is_directory } => self.own[usize::from(*is_directory)],
+            ReadSubject::Link => Permission { mode: 0o777, ..self.plain_directory },
         }
     }
 
@@ -227,14 +227,14 @@ impl Permissions {
     }
 
     /// The permission bits that a node may have under this owner and group. The owner can always read.
-    pub(super) fn mode(&self, subject: &Subject, uid: u32, gid: u32) -> u16 {
+    pub(super) fn mode(&self, subject: &ReadSubject, uid: u32, gid: u32) -> u16 {
         let file = |gates: &Gates| permission::mode(&[Grant { gates, bits: READ }], uid, gid, &self.mounter) | 0o400;
         let directory = |list: &Gates, pass: &Gates| {
             let grants = [Grant { gates: list, bits: READ }, Grant { gates: pass, bits: PASS }];
             permission::mode(&grants, uid, gid, &self.mounter) | 0o500
         };
         match subject {
-            Subject::File { view, derived_from } => {
+            ReadSubject::File { view, derived_from } => {
                 let view = &self.views[*view as usize];
                 match derived_from {
                     DerivedFrom::Tensor(tensor) => file(&self.tensor_gates(view, *tensor as usize)),
@@ -245,17 +245,17 @@ impl Permissions {
                     DerivedFrom::Everything => file(&self.everything),
                 }
             }
-            Subject::Own { is_directory: false } => file(&self.everything),
-            Subject::Own { is_directory: true } => directory(&self.everything, &self.everything),
-            Subject::Names { view } => {
+            ReadSubject::Own { is_directory: false } => file(&self.everything),
+            ReadSubject::Own { is_directory: true } => directory(&self.everything, &self.everything),
+            ReadSubject::Names { view } => {
                 let gates = self.names_gates(&self.views[*view as usize]);
                 directory(&gates.list, &gates.pass)
             }
-            Subject::Directory(ino) => {
+            ReadSubject::Directory(ino) => {
                 let gates = self.directories.get(ino).unwrap_or(&self.repository);
                 directory(&gates.list, &gates.pass)
             }
-            Subject::Link => 0o777,
+            ReadSubject::Link => 0o777,
         }
     }
 
@@ -313,7 +313,7 @@ impl Permissions {
 
 /// The users that may read a part of the mount, where all users may access the mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Readers {
+pub struct PermittedReaders {
     /// Permission of the files derived from these source files.
     pub permission: Permission,
     /// Number of source files with this permission.
@@ -324,9 +324,9 @@ pub struct Readers {
 
 /// The users that may read the files derived from each source file, the most common case first. A file derived from several
 /// source files may be read by users that may read all of them.
-pub fn readers(checkpoint: &Checkpoint, mounter: &Mounter, overrides: &Overrides) -> Vec<Readers> {
+pub fn readers(checkpoint: &Checkpoint, mounter: &Mounter, overrides: &Overrides) -> Vec<PermittedReaders> {
     let source = checkpoint.source();
-    let mut found: Vec<Readers> = Vec::new();
+    let mut found: Vec<PermittedReaders> = Vec::new();
     let mut known: HashMap<Gates, usize> = HashMap::new();
     for file in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId) {
         let gates = source.pin(file).gates.clone();
@@ -336,7 +336,7 @@ pub fn readers(checkpoint: &Checkpoint, mounter: &Mounter, overrides: &Overrides
             found.iter().position(|readers| readers.permission == permission).unwrap_or_else(|| {
                 let example = source.path(file);
                 let example = example.strip_prefix(checkpoint.root()).unwrap_or(example).display().to_string();
-                found.push(Readers { permission, files: 0, example });
+                found.push(PermittedReaders { permission, files: 0, example });
                 found.len() - 1
             })
         });
@@ -384,7 +384,7 @@ pub fn readers_of(text: &str) -> Vec<&str> {
 const READERS_SHOWN: usize = 8;
 
 /// The same as text, in as few lines as there are cases.
-pub fn readers_text(found: &[Readers]) -> String {
+pub fn readers_text(found: &[PermittedReaders]) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail.
     match found {
@@ -393,7 +393,9 @@ pub fn readers_text(found: &[Readers]) -> String {
             let _ = writeln!(text, "{KEY}  {}", names(only.permission));
         }
         several => {
-            for (number, Readers { permission, files, example }) in several.iter().take(READERS_SHOWN).enumerate() {
+            for (number, PermittedReaders { permission, files, example }) in
+                several.iter().take(READERS_SHOWN).enumerate()
+            {
                 let key = if number == 0 { KEY } else { "" };
                 let files = if *files == 1 { String::new() } else { format!(" and {} more", files - 1) };
                 let _ = writeln!(text, "{key:<11}  {}: {example:?}{files}", names(*permission));

@@ -11,10 +11,10 @@ use std::{
 use lru::LruCache;
 
 use super::{
-    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, OnChange, Opened, StatFs, WhenMaterialized},
-    health::Health,
+    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, OnChange, OpenedFile, StatFs, WhenMaterialized},
+    health::VolumeHealth,
     materialize::{BundleSizes, Materializer, Policy},
-    metrics::{Metrics, Op},
+    metrics::{Metrics, RequestKind},
     open_files::{Open, Remembered},
     permissions::{Permissions, readers, readers_text},
     stats,
@@ -191,7 +191,7 @@ impl Volume {
     }
 
     /// The mount's problems. The code that finds a problem notes it here.
-    pub fn health(&self) -> &Health {
+    pub fn health(&self) -> &VolumeHealth {
         &self.metrics.health
     }
 
@@ -245,13 +245,13 @@ impl FileSystem for Volume {
         self.link_target(ino)
     }
 
-    fn open(&self, ino: Ino) -> Result<Opened, FsError> {
+    fn open(&self, ino: Ino) -> Result<OpenedFile, FsError> {
         self.open_checked(ino, true).inspect_err(|error| {
             add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
         })
     }
 
-    fn open_uncached(&self, ino: Ino) -> Result<Opened, FsError> {
+    fn open_uncached(&self, ino: Ino) -> Result<OpenedFile, FsError> {
         self.open_checked(ino, false).inspect_err(|error| {
             add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
         })
@@ -314,7 +314,7 @@ impl FileSystem for Volume {
         self.waits_for_stalled(ino)
     }
 
-    fn note_given_up(&self, op: Op, _ino: Ino) {
+    fn note_given_up(&self, op: RequestKind, _ino: Ino) {
         self.count_given_up(op);
     }
 

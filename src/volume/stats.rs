@@ -10,15 +10,12 @@ use serde_json::{Map, Value, json};
 
 use super::{
     health::HealthReport,
-    metrics::{LATENCY_BOUNDS_US, Metrics, Op},
+    metrics::{LATENCY_BOUNDS_US, Metrics, RequestKind},
 };
 use crate::{
     host::{budget::Budget, memory},
     read::{Counters, Engine, Path},
-    source::{
-        FileId, Source,
-        remote::{LATENCY_BOUNDS_MS, RemoteCounters},
-    },
+    source::{DecodedChunks, FileId, Source, remote::LATENCY_BOUNDS_MS},
 };
 
 /// Length of `stats.json`, names of changed sources aside.
@@ -70,7 +67,11 @@ pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
         ("materialized", "materialized_bytes", engine.materialized_bytes() as u64),
         ("dropped", "dropped_bytes", engine.dropped_bytes() as u64),
         ("spare_buffers", "spare_buffers_bytes", engine.spare_buffer_bytes() as u64),
-        ("decoded_chunks", "decoded_chunks_bytes", engine.checkpoint().source().decoded_bytes()),
+        (
+            "decoded_chunks",
+            "decoded_chunks_bytes",
+            engine.checkpoint().source().chunks().map_or(0, DecodedChunks::held_bytes),
+        ),
         ("thread_buffers", "thread_buffers_bytes", engine.thread_buffer_bytes() as u64),
         ("mapped", "mapped_bytes", memory::resident().file_bytes),
     ]
@@ -136,7 +137,7 @@ impl Reported<'_> {
                 false,
                 MetricKind::Counter,
                 "Chunks of the source decoded so far, each counted again when it was dropped in between",
-                self.source().decoded_chunks(),
+                self.source().chunks().map_or(0, DecodedChunks::decoded_count),
             ),
             count("prefetched_tiles", "Tiles computed ahead of a sequential reader", &counters.prefetched),
             count("prefetch_hits", "Tiles computed ahead that a reader then asked for", &counters.prefetch_hits),
@@ -164,7 +165,7 @@ impl Reported<'_> {
             count("passthrough_opens", "Opens that the kernel serves by itself", &metrics.passthrough_opens),
             now("in_flight", "in_flight_requests", "Requests being handled now", get(&metrics.in_flight)),
         ];
-        let remote = self.source().remote().map(RemoteCounters::rows).into_iter().flatten();
+        let remote = self.source().remote().map(|remote| remote.counters().rows()).into_iter().flatten();
         rows.extend(remote.map(|count| MetricRow {
             key: count.key,
             family: Some(count.family),
@@ -201,7 +202,7 @@ impl Reported<'_> {
     }
 
     fn ops(&self) -> Map<String, Value> {
-        let row = |op: &Op| {
+        let row = |op: &RequestKind| {
             let row = self.metrics.op(*op);
             let value = json!({
                 "count": get(&row.count),
@@ -211,7 +212,7 @@ impl Reported<'_> {
             });
             (op.name().to_owned(), value)
         };
-        Op::ALL.iter().map(row).collect()
+        RequestKind::ALL.iter().map(row).collect()
     }
 
     /// The statistics as JSON, padded to `len` bytes.
@@ -249,7 +250,10 @@ impl Reported<'_> {
         }
         if let Some(remote) = self.source().remote() {
             all.insert("remote_latency_bounds_ms".to_owned(), json!(LATENCY_BOUNDS_MS));
-            all.insert("remote_latency".to_owned(), json!(remote.latency.iter().map(get).collect::<Vec<u64>>()));
+            all.insert(
+                "remote_latency".to_owned(),
+                json!(remote.counters().latency.iter().map(get).collect::<Vec<u64>>()),
+            );
         }
         all.extend(self.rows().into_iter().map(|row| (row.key.to_owned(), Value::from(row.value))));
         serde_json::to_string_pretty(&all).unwrap_or_default()

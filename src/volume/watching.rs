@@ -7,7 +7,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{file_system::Ino, health::ProblemKind, metrics::Op, served::Volume, watched::lock};
+use super::{file_system::Ino, health::ProblemKind, metrics::RequestKind, served::Volume, watched::lock};
 use crate::{read::counters::add, source::Stall};
 
 impl Volume {
@@ -76,9 +76,9 @@ impl Volume {
     }
 
     /// Counts an open or a read that was answered with an error because of a stall.
-    pub(super) fn count_given_up(&self, op: Op) {
+    pub(super) fn count_given_up(&self, op: RequestKind) {
         let counters = self.engine.counters();
-        add(if op == Op::Open { &counters.failed_opens } else { &counters.failed_reads }, 1);
+        add(if op == RequestKind::Open { &counters.failed_opens } else { &counters.failed_reads }, 1);
         add(&counters.stalled_reads, 1);
     }
 }

@@ -12,7 +12,7 @@ use std::{
 };
 
 use ckfs::source::{
-    ByteSpan, Found, Source, SourceIo, pin_files,
+    ByteSpan, FoundFile, Source, SourceIo, pin_files,
     remote::{
         Content, Failure, Hedging, Objects, RemoteError, RemoteFile, RemoteOptions, RemoteRepository, RemoteTree, Sink,
         cache::Cache,
@@ -81,7 +81,7 @@ pub fn source_of(repository: RemoteRepository, cache: &Arc<Cache>, timeout: Dura
     let options = RemoteOptions { timeout, ..RemoteOptions::default() };
     let count = repository.files.len();
     let tree = RemoteTree::open(repository, cache, &options).unwrap();
-    let open = |place| Found::cached(tree.remote(place).unwrap()).unwrap().open(None).unwrap();
+    let open = |place| FoundFile::cached(tree.remote(place).unwrap()).unwrap().open(None).unwrap();
     pin_files((0..count).map(open).collect(), SourceIo::Auto, Arc::default()).unwrap()
 }
 

@@ -9,8 +9,8 @@ use std::{
 };
 
 use ckfs::volume::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Op, Opened, Permission, Served,
-    StatFs, WhenMaterialized,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, OpenedFile, Permission, RequestKind,
+    Served, StatFs, WhenMaterialized,
 };
 use nix::unistd::{getegid, geteuid};
 
@@ -110,10 +110,10 @@ impl Double {
             "panics={}\npassthrough={}\nrefused={}\nread={}\nlookup={}\nreaddirplus={}\n",
             self.metrics.panics.load(Ordering::Relaxed),
             self.metrics.passthrough_opens.load(Ordering::Relaxed),
-            count(Op::Refused),
-            count(Op::Read),
-            count(Op::Lookup),
-            count(Op::ReadDirPlus),
+            count(RequestKind::Refused),
+            count(RequestKind::Read),
+            count(RequestKind::Lookup),
+            count(RequestKind::ReadDirPlus),
         )
         .into_bytes()
     }
@@ -193,7 +193,7 @@ impl FileSystem for Double {
         if ino == LINK { Ok(b"data".to_vec()) } else { Err(FsError::Invalid) }
     }
 
-    fn open(&self, ino: Ino) -> Result<Opened, FsError> {
+    fn open(&self, ino: Ino) -> Result<OpenedFile, FsError> {
         let access = match (Self::manner(ino), &self.backing) {
             (Some(Manner::Direct | Manner::Stats), _) => Access::Direct,
             (Some(Manner::Passthrough), Some(file)) => Access::Passthrough(Arc::clone(file)),
@@ -208,7 +208,7 @@ impl FileSystem for Double {
             ) => Access::Materialize,
             _ => Access::Cached,
         };
-        Ok(Opened { handle: Handle(ino.0), access })
+        Ok(OpenedFile { handle: Handle(ino.0), access })
     }
 
     fn read(

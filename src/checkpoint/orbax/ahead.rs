@@ -6,7 +6,7 @@ use std::collections::{HashMap, VecDeque};
 /// A chunk: number of the decoded file, and number in it.
 pub(super) type ChunkKey = (u32, u64);
 
-/// Most chunks that may wait to be decoded. More are refused: a reader that comes to them decodes them itself.
+/// Most chunks that may wait to be decoded. More are refused: the reader that needs them decodes them itself.
 const QUEUE_MAX: usize = 256;
 
 /// A chunk that was decoded ahead is no longer expected to be read after readers have asked for this many others.
@@ -50,7 +50,7 @@ impl Ahead {
         }
     }
 
-    /// A reader asks for a chunk: nobody needs to decode it ahead any more.
+    /// A reader asks for a chunk: it need not be decoded ahead any more.
     pub(super) fn ask(&mut self, key: ChunkKey) {
         self.asked += 1;
         self.queue.retain(|queued| queued.key != key);
@@ -64,7 +64,7 @@ impl Ahead {
         }
     }
 
-    /// The chunk to decode next, if chunks that nobody has asked for yet then take at most `bytes_max` bytes.
+    /// The chunk to decode next, if chunks that no reader has asked for yet then take at most `bytes_max` bytes.
     pub(super) fn next(&self, bytes_max: u64) -> Option<Expected> {
         self.queue.front().copied().filter(|next| self.unread_bytes.saturating_add(next.len) <= bytes_max)
     }

@@ -14,11 +14,11 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use super::{
     coded::{CodedArray, CodedBytes, CodedChunk, DecodedFile, unravel},
     problem::OrbaxProblem,
-    store::{Bytes, FileNumber, Files, Value},
+    store::{Bytes, FileNumber, Files, StoreValue},
 };
 use crate::{
     checkpoint::tree::FileTree,
-    format::zarr_read::{Array, Sharding, ZARR_JSON, ZARRAY},
+    format::zarr_read::{Array, ShardCodec, ZARR_JSON, ZARRAY},
     source::ByteSpan,
     tensor::{PerAxis, to_usize},
 };
@@ -107,7 +107,7 @@ impl Form {
 /// A value that is a chunk of the grid.
 struct Chunk<'a> {
     numbers: PerAxis,
-    value: &'a Value,
+    value: &'a StoreValue,
     /// Its bytes in the file; `None` if they are in a node.
     span: Option<ByteSpan>,
     /// The spans of inner chunks, relative to the shard.
@@ -116,7 +116,7 @@ struct Chunk<'a> {
 
 /// The boxes of an array, and the decoded files among their files.
 #[derive(Debug)]
-pub(super) struct Layout {
+pub(super) struct ArrayLayout {
     pub(super) boxes: Vec<ArrayBox>,
     /// Whether indices are left that no box covers: they hold the fill value.
     pub(super) has_holes: bool,
@@ -127,7 +127,7 @@ pub(super) struct ToLayOut<'a> {
     pub(super) tree: &'a dyn FileTree,
     pub(super) name: &'a str,
     pub(super) array: Array,
-    pub(super) values: &'a [Value],
+    pub(super) values: &'a [StoreValue],
     /// Whether the writer stores chunks of the fill value too.
     pub(super) stores_fill_values: bool,
 }
@@ -141,7 +141,7 @@ impl ToLayOut<'_> {
         self,
         files: &mut Files,
         decoded: &mut Vec<DecodedFile>,
-    ) -> Result<Layout, Vec<OrbaxProblem>> {
+    ) -> Result<ArrayLayout, Vec<OrbaxProblem>> {
         let form = Form::of(&self.array);
         let found: Vec<_> = self.values.par_iter().map(|value| self.chunk(&form, value)).collect();
         let (mut chunks, mut problems) = (Vec::with_capacity(found.len()), Vec::new());
@@ -171,11 +171,11 @@ impl ToLayOut<'_> {
         for chunk in &chunks {
             boxes.add(&form, chunk, files.number(&chunk.value.path));
         }
-        Ok(Layout { boxes: boxes.finish(decoded), has_holes })
+        Ok(ArrayLayout { boxes: boxes.finish(decoded), has_holes })
     }
 
     /// The place of a value in the grid. `None` if it is no chunk and need not be one.
-    fn chunk<'v>(&self, form: &Form, value: &'v Value) -> Result<Option<Chunk<'v>>, OrbaxProblem> {
+    fn chunk<'v>(&self, form: &Form, value: &'v StoreValue) -> Result<Option<Chunk<'v>>, OrbaxProblem> {
         let Some(numbers) = self.array.numbers(&value.key) else {
             if DESCRIPTIONS.contains(&value.key.as_str()) || value.key.ends_with(LOCK) {
                 return Ok(None);
@@ -197,7 +197,7 @@ impl ToLayOut<'_> {
     }
 
     /// The span of a value in its file, if it is in one, and its length.
-    fn place(&self, value: &Value) -> Result<(Option<ByteSpan>, u64), OrbaxProblem> {
+    fn place(&self, value: &StoreValue) -> Result<(Option<ByteSpan>, u64), OrbaxProblem> {
         let outside = |span: ByteSpan, len_bytes| OrbaxProblem::Outside {
             array: self.name.to_owned(),
             chunk: value.key.clone(),
@@ -218,15 +218,15 @@ impl ToLayOut<'_> {
         if whole.contains(span) { Ok((Some(span), span.len())) } else { Err(outside(span, len_bytes)) }
     }
 
-    fn check_length(&self, value: &Value, chunk: String, expected: u64, found: u64) -> Result<(), OrbaxProblem> {
+    fn check_length(&self, value: &StoreValue, chunk: String, expected: u64, found: u64) -> Result<(), OrbaxProblem> {
         let (array, file) = (self.name.to_owned(), self.tree.shown(&value.path));
         if expected == found { Ok(()) } else { Err(OrbaxProblem::Length { array, chunk, file, expected, found }) }
     }
 
     fn inner_spans(
         &self,
-        value: &Value,
-        sharding: &Sharding,
+        value: &StoreValue,
+        sharding: &ShardCodec,
         is_plain: bool,
         span: Option<ByteSpan>,
         stored_bytes: u64,

@@ -2,7 +2,7 @@
 //!
 //! All memory counts against one bound: chunks that are kept, chunks that readers still copy from, stored bytes while they are
 //! decoded, and spare buffers. A thread that needs room waits until there is some. Only a chunk that is larger than the bound by
-//! itself is decoded all the same, and then alone.
+//! itself is decoded nevertheless, and then alone.
 //!
 //! Fresh memory costs a page fault for every 4 KiB, a fifth of the time that decoding takes, so that buffers are kept for the next
 //! chunk. A chunk whose bytes were all read once is likely not needed again: its buffer is used before fresh memory is, so that one
@@ -34,7 +34,7 @@ const BYTES_MAX: u64 = 256 << 20;
 /// Time after which a thread that waits for another checks whether it should go on waiting.
 const PATIENCE: Duration = Duration::from_millis(200);
 
-/// Waits for room after which a thread goes on without it, if nobody decodes: it may wait for a chunk that it holds itself.
+/// Waits for room after which a thread goes on without it, if no thread decodes: it may wait for a chunk that it holds itself.
 const WAITS_MAX: u32 = 5;
 
 /// The cache.
@@ -64,21 +64,21 @@ impl fmt::Debug for ChunkPool {
     }
 }
 
-/// A buffer of the pool, which goes back to it.
-pub(super) struct Buffer<'p> {
+/// A buffer of the pool, returned to it when dropped.
+pub(super) struct ChunkBuffer<'p> {
     pool: &'p ChunkPool,
     /// At least as long as asked for.
     bytes: Vec<u8>,
     len: usize,
 }
 
-impl Buffer<'_> {
+impl ChunkBuffer<'_> {
     pub(super) fn get(&mut self) -> &mut [u8] {
         &mut self.bytes[..self.len]
     }
 }
 
-impl Drop for Buffer<'_> {
+impl Drop for ChunkBuffer<'_> {
     fn drop(&mut self) {
         self.pool.give(std::mem::take(&mut self.bytes));
     }
@@ -221,8 +221,8 @@ impl ChunkPool {
         decode: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
     ) -> Result<Arc<Decoded>, E> {
         let decoding = Decoding(self, key);
-        let mut stored = Buffer { pool: self, bytes: stored, len: to_usize(stored_len) };
-        let mut target = Buffer { pool: self, bytes: target, len: to_usize(len) };
+        let mut stored = ChunkBuffer { pool: self, bytes: stored, len: to_usize(stored_len) };
+        let mut target = ChunkBuffer { pool: self, bytes: target, len: to_usize(len) };
         stored.grow();
         target.grow();
         decode(stored.get(), target.get())?;
@@ -323,7 +323,7 @@ impl ChunkPool {
     }
 }
 
-impl Buffer<'_> {
+impl ChunkBuffer<'_> {
     /// Makes a fresh buffer as long as asked for; one that was used before is long enough.
     fn grow(&mut self) {
         if self.bytes.len() < self.len {
@@ -359,7 +359,7 @@ fn fits(buffer: &[u8], len: u64) -> bool {
 }
 
 impl State {
-    /// A chunk whose bytes were all read and that nobody reads now, no longer kept.
+    /// A chunk whose bytes were all read and that no reader uses now, no longer kept.
     fn pop_consumed(&mut self) -> Option<Arc<Decoded>> {
         while let Some(key) = self.consumed.pop_front() {
             if self.ready.peek(&key).is_some_and(|chunk| Arc::strong_count(chunk) == 1) {
@@ -584,7 +584,7 @@ mod tests {
         assert_eq!((calls.load(Ordering::Relaxed), pool.decoded()), (7, 5), "two fail, five are half of the bound");
         // Its reader meets the failure by itself.
         assert_eq!(get(&pool, 13, 1000, &calls).err().unwrap(), "unlucky");
-        // Readers of other chunks, so many that those ahead are not expected to be read any more.
+        // Readers of more other chunks than the limit: those ahead are not expected to be read any more.
         (0..300).for_each(|number| drop(get(&pool, number % 2 + 1, 1000, &calls).unwrap()));
         assert!(pool.expect(expected(20, 1000), 1));
         decode_ahead(&pool, &calls);

@@ -11,7 +11,6 @@ use std::{
     collections::BTreeMap,
     fs::File,
     num::NonZeroUsize,
-    path::PathBuf,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -27,8 +26,8 @@ use lru::LruCache;
 
 use crate::{
     source::{
-        ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError,
-        remote::{RemoteCounters, cache::CacheLimit},
+        ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource,
+        Source, SourceError,
     },
     tensor::to_usize,
 };
@@ -228,37 +227,13 @@ impl Source for ChunkSource {
         self.inner.gap_bytes()
     }
 
-    fn ahead_bytes(&self) -> Option<u64> {
-        self.inner.ahead_bytes()
-    }
-
-    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {
-        // Readers of decoded chunks request these themselves.
-        self.decoded(file).is_some() || self.inner.bring_ahead(file, spans)
-    }
-
-    fn share(&self) -> Result<Vec<PathBuf>, SourceError> {
-        self.inner.share()
-    }
-
-    fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)> {
-        self.inner.cache_limit()
-    }
-
-    fn ahead_jobs(&self) -> usize {
-        self.inner.ahead_jobs()
-    }
-
-    fn absent_spans(&self, file: FileId, spans: &[ByteSpan]) -> Vec<ByteSpan> {
-        if self.decoded(file).is_some() { Vec::new() } else { self.inner.absent_spans(file, spans) }
-    }
-
-    fn ahead_gap_bytes(&self, file: FileId) -> u64 {
-        if self.decoded(file).is_some() { 0 } else { self.inner.ahead_gap_bytes(file) }
-    }
-
-    fn remote(&self) -> Option<&RemoteCounters> {
+    /// Readers of decoded chunks request the stored bytes themselves.
+    fn remote(&self) -> Option<&dyn RemoteSource> {
         self.inner.remote()
+    }
+
+    fn chunks(&self) -> Option<&dyn DecodedChunks> {
+        Some(self)
     }
 
     fn health(&self) -> &Health {
@@ -272,9 +247,11 @@ impl Source for ChunkSource {
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
         if self.decoded(file).is_some() { None } else { self.inner.backing(file) }
     }
+}
 
+impl DecodedChunks for ChunkSource {
     fn coded(&self, file: FileId, at: u64) -> Option<Coded> {
-        let Some((_, decoded)) = self.decoded(file) else { return self.inner.coded(file, at) };
+        let (_, decoded) = self.decoded(file)?;
         let chunk: &CodedChunk = decoded.chunk_at(at)?;
         Some(Coded {
             chunk: decoded.array.chunk_name(chunk),
@@ -288,7 +265,7 @@ impl Source for ChunkSource {
 
     fn decode_by_definition(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
         let Some((number, decoded)) = self.decoded(file) else {
-            return self.inner.decode_by_definition(file, start, target);
+            return self.inner.read_into(file, start, target);
         };
         let mut wanted = BTreeMap::new();
         let mut parts = [FetchPart { start, target }];
@@ -302,17 +279,16 @@ impl Source for ChunkSource {
         Ok(())
     }
 
-    fn bound_decoded(&self, bytes_max: u64) {
+    fn bound_bytes(&self, bytes_max: u64) {
         self.decoder.pool.bound(bytes_max);
-        self.inner.bound_decoded(bytes_max);
     }
 
-    fn decoded_bytes(&self) -> u64 {
-        self.decoder.pool.bytes() + self.inner.decoded_bytes()
+    fn held_bytes(&self) -> u64 {
+        self.decoder.pool.bytes()
     }
 
-    fn decoded_chunks(&self) -> u64 {
-        self.decoder.pool.decoded() + self.inner.decoded_chunks()
+    fn decoded_count(&self) -> u64 {
+        self.decoder.pool.decoded()
     }
 }
 

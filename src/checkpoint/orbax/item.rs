@@ -8,7 +8,7 @@
 
 use super::problem::OrbaxProblem;
 use crate::{
-    checkpoint::tree::{Entry, FileTree},
+    checkpoint::tree::{FileTree, TreeEntry},
     format::{
         ocdbt,
         orbax_state::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, METADATA, OrbaxError, UNFINISHED},
@@ -39,15 +39,15 @@ pub(super) fn below(directory: &str, name: &str) -> String {
     if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
 }
 
-fn has(entries: &[Entry], name: &str) -> bool {
+fn has(entries: &[TreeEntry], name: &str) -> bool {
     entries.iter().any(|entry| entry.name == name && !entry.is_directory)
 }
 
-fn directories(entries: &[Entry]) -> impl Iterator<Item = &str> {
+fn directories(entries: &[TreeEntry]) -> impl Iterator<Item = &str> {
     entries.iter().filter(|entry| entry.is_directory).map(|entry| entry.name.as_str())
 }
 
-fn is_item(entries: &[Entry]) -> bool {
+fn is_item(entries: &[TreeEntry]) -> bool {
     has(entries, METADATA) || has(entries, ocdbt::MANIFEST)
 }
 
@@ -141,7 +141,7 @@ pub(super) fn find(tree: &dyn FileTree) -> Result<Item, OrbaxProblem> {
 }
 
 /// The directories of a step that hold arrays.
-fn items_in(tree: &dyn FileTree, step: &str, entries: &[Entry]) -> Result<Vec<String>, OrbaxProblem> {
+fn items_in(tree: &dyn FileTree, step: &str, entries: &[TreeEntry]) -> Result<Vec<String>, OrbaxProblem> {
     let mut found = Vec::new();
     for name in directories(entries) {
         if unfinished_name(name).is_none() && step_number(name).is_none() && is_item(&tree.list(&below(step, name))?) {

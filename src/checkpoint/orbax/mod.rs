@@ -29,7 +29,7 @@ use coded::DecodedFile;
 pub(super) use item::is_orbax;
 pub use problem::OrbaxProblem;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
-use store::{Files, Value};
+use store::{Files, StoreValue};
 
 use super::{
     container::{Container, Contents, LeftOut, SavedTree},
@@ -164,7 +164,7 @@ pub(super) fn read(tree: &dyn FileTree, whole_state: bool) -> Result<OrbaxConten
         store::values_in_directories(tree, directory, &leaves.names, &leaves.wanted)
     };
     let values = values.map_err(one)?;
-    let rows: Vec<(&String, &Vec<Value>)> = leaves
+    let rows: Vec<(&String, &Vec<StoreValue>)> = leaves
         .names
         .iter()
         .zip(&values)
@@ -293,7 +293,7 @@ fn leaves(
 }
 
 /// The description of an array.
-fn describe(tree: &dyn FileTree, leaves: &Leaves, name: &str, values: &[Value]) -> Result<Array, OrbaxProblem> {
+fn describe(tree: &dyn FileTree, leaves: &Leaves, name: &str, values: &[StoreValue]) -> Result<Array, OrbaxProblem> {
     let of = |key: &str| values.iter().find(|value| value.key == key);
     let expected = if leaves.uses_zarr3 { ZARR_JSON } else { ZARRAY };
     let found = of(expected).or_else(|| of(ZARR_JSON)).or_else(|| of(ZARRAY));

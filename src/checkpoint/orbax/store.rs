@@ -63,7 +63,7 @@ pub(super) enum Bytes {
 
 /// One stored value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Value {
+pub(super) struct StoreValue {
     /// The key below the array's name.
     pub(super) key: String,
     /// The file with its bytes.
@@ -71,7 +71,7 @@ pub(super) struct Value {
     pub(super) bytes: Bytes,
 }
 
-impl Value {
+impl StoreValue {
     /// Reads the whole value.
     pub(super) fn read(&self, tree: &dyn FileTree) -> Result<Vec<u8>, OrbaxProblem> {
         match &self.bytes {
@@ -82,7 +82,7 @@ impl Value {
     }
 }
 
-/// Reads a span whose length a file told, after it was compared with the length of the file.
+/// Reads a span whose length a file states, after it was compared with the length of the file.
 fn read_block(tree: &dyn FileTree, path: &str, start: u64, len: u64) -> Result<Vec<u8>, OrbaxProblem> {
     if len > BLOCK_BYTES_MAX {
         return Err(OrbaxProblem::TooMany { what: "bytes of a block", limit: BLOCK_BYTES_MAX, found: len });
@@ -149,7 +149,7 @@ fn manifest(tree: &dyn FileTree, item: &str) -> Result<Manifest, OrbaxProblem> {
 }
 
 /// Receives a key, the file of the node that has it, and its value.
-type Found<'f> = dyn FnMut(&[u8], &Arc<str>, ocdbt::Value<'_>) -> Result<(), OrbaxProblem> + 'f;
+type Found<'f> = dyn FnMut(&[u8], &Arc<str>, ocdbt::NodeValue<'_>) -> Result<(), OrbaxProblem> + 'f;
 
 /// Calls `found` for each key of the ranges in the newest version of a database, with the file of the node that has it.
 fn walk(tree: &dyn FileTree, item: &str, ranges: Vec<KeyRange>, found: &mut Found<'_>) -> Result<(), OrbaxProblem> {
@@ -204,7 +204,7 @@ pub(super) fn values_in_database(
     item: &str,
     names: &[String],
     wanted: &[bool],
-) -> Result<Vec<Vec<Value>>, OrbaxProblem> {
+) -> Result<Vec<Vec<StoreValue>>, OrbaxProblem> {
     let mut values = vec![Vec::new(); names.len()];
     let finder = Names::new(names, wanted);
     let of_wanted = names.iter().zip(wanted).filter(|(_, wanted)| **wanted);
@@ -218,11 +218,11 @@ pub(super) fn values_in_database(
         };
         count += 1;
         let (path, bytes) = match value {
-            ocdbt::Value::Inline(bytes) => {
+            ocdbt::NodeValue::Inline(bytes) => {
                 inline_bytes += bytes.len() as u64;
                 (Arc::clone(node_file), Bytes::Inline(bytes.into()))
             }
-            ocdbt::Value::At(location) => {
+            ocdbt::NodeValue::At(location) => {
                 let path = paths.entry(Arc::clone(&location.path));
                 let path = path.or_insert_with(|| below(item, &location.path).into());
                 let span = ByteSpan::of_len(location.offset, location.len_bytes).expect("an end fits 63 bits");
@@ -236,7 +236,7 @@ pub(super) fn values_in_database(
                 return Err(OrbaxProblem::TooMany { what, limit, found });
             }
         }
-        values[number].push(Value { key: rest.to_owned(), path, bytes });
+        values[number].push(StoreValue { key: rest.to_owned(), path, bytes });
         Ok(())
     })?;
     Ok(values)
@@ -260,7 +260,7 @@ pub(super) fn values_in_directories(
     item: &str,
     names: &[String],
     wanted: &[bool],
-) -> Result<Vec<Vec<Value>>, OrbaxProblem> {
+) -> Result<Vec<Vec<StoreValue>>, OrbaxProblem> {
     let finder = Names::new(names, wanted);
     let list = |(number, name): (usize, &String)| {
         let mut values = Vec::new();
@@ -282,7 +282,7 @@ fn list_values(
     finder: &Names<'_>,
     number: usize,
     depth: usize,
-    values: &mut Vec<Value>,
+    values: &mut Vec<StoreValue>,
 ) -> Result<(), OrbaxProblem> {
     if depth > DEPTH_MAX {
         let (limit, found) = (DEPTH_MAX as u64, depth as u64);
@@ -301,7 +301,7 @@ fn list_values(
                 let found = values.len() as u64 + 1;
                 return Err(OrbaxProblem::TooMany { what: "stored values", limit: VALUES_MAX, found });
             }
-            values.push(Value { key, path: below(item, &path).into(), bytes: Bytes::File });
+            values.push(StoreValue { key, path: below(item, &path).into(), bytes: Bytes::File });
         }
     }
     Ok(())

@@ -10,7 +10,7 @@ use serde_json::Value as Json;
 
 use super::*;
 use crate::{
-    checkpoint::tree::Entry,
+    checkpoint::tree::TreeEntry,
     source::{ByteSpan, FetchPart, Health, Pin, SourceError, permission::Gates},
     tensor::to_usize,
 };
@@ -28,7 +28,7 @@ impl FileTree for MemoryTree {
         Arc::from(Path::new("/").join(self.name).join(path).as_path())
     }
 
-    fn list(&self, directory: &str) -> Result<Vec<Entry>, SourceError> {
+    fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError> {
         let prefix = if directory.is_empty() { String::new() } else { format!("{directory}/") };
         let below = self.files.keys().filter_map(|path| path.strip_prefix(&prefix));
         let mut found: BTreeMap<&str, bool> = BTreeMap::new();
@@ -38,7 +38,7 @@ impl FileTree for MemoryTree {
                 None => found.insert(path, false),
             };
         }
-        let entry = |(name, is_directory): (&str, bool)| Entry { name: name.to_owned(), is_directory };
+        let entry = |(name, is_directory): (&str, bool)| TreeEntry { name: name.to_owned(), is_directory };
         Ok(found.into_iter().map(entry).collect())
     }
 
@@ -410,7 +410,7 @@ fn decoded_files_follow_the_files_that_they_are_stored_in() {
         source.read_into(decoded, 12, &mut []).unwrap();
         source.read_into(decoded, 3, &mut two[..9]).unwrap();
     }
-    assert_eq!(source.decoded_chunks(), own as u64);
+    assert_eq!(source.chunks().unwrap().decoded_count(), own as u64);
     // One file is lost: its decoded file too, and no other.
     let error = SourceError::NotRegular { file: source.pin(FileId(1)).path.clone() };
     source.health().condemn(FileId(1), error);
@@ -438,10 +438,10 @@ fn chunks_that_will_be_read_are_decoded_before_and_once() {
     }
     // No reader comes: other threads decode.
     let until = std::time::Instant::now() + Duration::from_secs(30);
-    while source.decoded_chunks() < own as u64 && std::time::Instant::now() < until {
+    while source.chunks().unwrap().decoded_count() < own as u64 && std::time::Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
-    assert_eq!(source.decoded_chunks(), own as u64);
+    assert_eq!(source.chunks().unwrap().decoded_count(), own as u64);
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -453,7 +453,7 @@ fn chunks_that_will_be_read_are_decoded_before_and_once() {
             });
         }
     });
-    assert_eq!(source.decoded_chunks(), own as u64);
+    assert_eq!(source.chunks().unwrap().decoded_count(), own as u64);
     // A file that is lost is not decoded, and its reader is told.
     let error = SourceError::NotRegular { file: source.pin(FileId(0)).path.clone() };
     source.health().condemn(FileId(0), error);

@@ -283,7 +283,7 @@ fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(K
     Ok((Kind { extents, storage, block, is_nf4, nested }, dtype))
 }
 
-/// The F32 bits of a table of so many codes.
+/// The F32 bits of a table of this number of codes.
 fn table(stored: &Stored<'_>, id: TensorId, codes: usize) -> Result<Vec<u32>, Problem> {
     let info = stored.tensor(id);
     if info.dtype != DType::F32 || info.shape != [codes as u64] {

@@ -54,7 +54,7 @@ struct Way {
     bits: u64,
     /// Rows of a group; `None` is all.
     group: Option<u64>,
-    /// Whether `g_idx` may have any order, where that is told.
+    /// Whether `g_idx` may have any order, if the configuration says so.
     act_order: Option<bool>,
 }
 

@@ -29,7 +29,7 @@ const CODES: &str = "weight";
 /// How elements are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Mode {
-    /// Integers of so many bits, with scales and biases of this type.
+    /// Integers of this number of bits, with scales and biases of this type.
     Affine(u64, DType),
     Mxfp4,
     Mxfp8,

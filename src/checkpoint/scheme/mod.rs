@@ -9,7 +9,7 @@
 //!
 //! 1. **A unit struct with `impl Scheme`.** `name` is its word in `plan --json`. `find` is called once, when the repository is opened.
 //! 2. **Detection.** What the configuration says decides (`Stored::config`, `Stored::modelopt`, `Stored::metadata`); return `None`
-//!    where it names another method. Then configuration and tensors must agree. Each tensor that does not is told to
+//!    where it names another method. Then configuration and tensors must agree. Each tensor that does not is reported to
 //!    `Finds::refuse` with tensor, expected, found: all of them, not the first; opening then fails. Never divide shapes to find a
 //!    group, never take a dtype for proof. Modules are told apart by the codes' names (`X.weight_packed`, `X.qweight`,
 //!    `X_blocks`): go through `Stored::iter`, and find companions by name with `Stored::find`, which knows all files. Skip codes

@@ -101,7 +101,7 @@ impl<Key: Eq + Hash> Kinds<Key> {
         Self(HashMap::new())
     }
 
-    /// The template of this kind; `make` makes it for the first tensor, `tensor`. `None` if it cannot be, which has been told.
+    /// The template of this kind; `make` makes it for the first tensor, `tensor`. `None` if there is none, which is then reported already.
     pub(super) fn template(
         &mut self,
         found: &mut Finds<'_>,
@@ -128,7 +128,7 @@ pub(super) fn companion(stored: &Stored<'_>, module: &str, word: &str) -> Option
     stored.companion(module, word)
 }
 
-/// The tensor `<module>.<word>`, which decoding needs. That it is missing is told by its name.
+/// The tensor `<module>.<word>`, which decoding needs. If it is missing, that is reported with its name.
 pub(super) fn needed(
     stored: &Stored<'_>,
     found: &mut Finds<'_>,

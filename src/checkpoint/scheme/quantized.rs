@@ -38,7 +38,7 @@ impl Template {
     /// dtype and the shape that must be stored.
     ///
     /// # Errors
-    /// [`TemplateError`] if an operand is too small for its index, cannot be read as its field says, or is not told
+    /// [`TemplateError`] if an operand is too small for its index, cannot be read as its field says, or is not named
     /// unambiguously.
     pub fn try_new(shape: Shape, value: Value) -> Result<Self, TemplateError> {
         let mut found: Vec<Option<SourceTensor>> = Vec::new();
@@ -150,7 +150,7 @@ impl Quantized<'_> {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Row {
+struct QuantizedRow {
     name_end: u32,
     operands_end: u32,
     template: TemplateId,
@@ -162,7 +162,7 @@ struct Row {
 #[derive(Clone, Debug, Default)]
 pub struct QuantizedTable {
     templates: Vec<Template>,
-    rows: Vec<Row>,
+    rows: Vec<QuantizedRow>,
     names: String,
     operands: Vec<TensorId>,
 }
@@ -191,7 +191,7 @@ impl QuantizedTable {
         self.operands.extend_from_slice(operands);
         let name_end = u32::try_from(self.names.len()).ok()?;
         let operands_end = u32::try_from(self.operands.len()).ok()?;
-        self.rows.push(Row { name_end, operands_end, template, dtype, scheme });
+        self.rows.push(QuantizedRow { name_end, operands_end, template, dtype, scheme });
         Some(())
     }
 
@@ -208,7 +208,7 @@ impl QuantizedTable {
     /// One tensor, by number.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If the number is not below the number of rows.
     pub fn get(&self, number: usize) -> Quantized<'_> {
         let row = &self.rows[number];
         let before = number.checked_sub(1).map(|before| self.rows[before]);
@@ -228,7 +228,7 @@ impl QuantizedTable {
     }
 }
 
-/// How a scheme that was found is told.
+/// The summary of a scheme that was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Summary {
     /// What `plan --json` calls it, such as `block_fp8`.

@@ -3,7 +3,7 @@
 //!
 //! `W[i, j] = f32(q[i, j]) * f32(s)`, in f32. `ModelOpt` itself casts both to the target before it multiplies, which gives other
 //! numbers for a quarter of all elements in bf16. The scale of `X.weight` is `X.weight_scale`, in transformers `X.weight_scale_inv`, and is a
-//! factor in both. What shares it is told by the configuration, never by dividing shapes.
+//! factor in both. The configuration says what shares it; shapes are never divided to find out.
 //!
 //! Experts in one tensor `X` `[experts, in, out]` have no `.weight` in their name. Their scale is `X_scale_inv` in transformers, `X_weight_scale` in
 //! `ModelOpt`. FBGEMM has `X_scale` with one number for each expert and output, stored as `[experts, 1, out]` or as `[experts, out, 1]`.

@@ -340,7 +340,7 @@ fn told_by_group(group: &Json, global: &str) -> Told {
         Ok(sharing) => sharing,
         Err(what) => return named(format!("with {what}")),
     };
-    // Group by activations: the columns of a group are told by one more tensor.
+    // Group by activations: one more tensor holds the columns of a group.
     if matches!(weights.get("actorder"), Some(Json::String(order)) if order == "group" || order == "dynamic")
         || weights.get("actorder") == Some(&Json::Bool(true))
     {

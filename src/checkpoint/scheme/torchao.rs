@@ -1,7 +1,7 @@
 //! Types of torchao whose scales belong to rows, blocks or groups, as transformers saves them.
 //!
-//! A parameter `X.weight` is stored as `X._weight_qdata`, `X._weight_scale` and perhaps `X._weight_zero_point`. What they are is told by text in the
-//! headers of the weight files, under `X.weight`: `_type`, `_data` and `_tensor_data_names`. Files that are not of torchao have no such text.
+//! A parameter `X.weight` is stored as `X._weight_qdata`, `X._weight_scale` and perhaps `X._weight_zero_point`. The headers of
+//! the weight files say what they are, under `X.weight`: `_type`, `_data` and `_tensor_data_names`. Files of other programs lack this.
 //!
 //! | type | codes | value |
 //! |---|---|---|

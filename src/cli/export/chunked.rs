@@ -38,7 +38,7 @@ const THREADS_MAX: usize = 16;
 
 /// A part of a file. In the order of parts each chunk is decoded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Part {
+struct ExportPart {
     /// The first decoded byte that it is made from, if any: the file of decoded chunks, and the place in it.
     first: Option<(FileId, u64)>,
     /// Number of the file that it belongs to.
@@ -50,7 +50,7 @@ struct Part {
 /// A file of which parts need decoded chunks.
 pub(super) struct ChunkedFile<'a> {
     node: &'a tree::PathNode,
-    parts: Vec<Part>,
+    parts: Vec<ExportPart>,
     /// Most bytes of decoded chunks that a tensor of it needs together.
     together_bytes: u64,
 }
@@ -96,7 +96,7 @@ fn chunked_file<'a>(volume: &Volume, node: &'a tree::PathNode, file: usize) -> a
         let (mut start, end) = (image.start_of(number), image.start_of(number + 1));
         while start < end {
             let next = end.min(start + PART_BYTES);
-            parts.push(Part { first, file, start, end: next });
+            parts.push(ExportPart { first, file, start, end: next });
             start = next;
         }
     }
@@ -104,7 +104,7 @@ fn chunked_file<'a>(volume: &Volume, node: &'a tree::PathNode, file: usize) -> a
 }
 
 /// A file that is being written, under the name that it has until it is complete.
-struct Partial<'a> {
+struct PartialFile<'a> {
     node: &'a tree::PathNode,
     open: tree::OpenNode<'a>,
     path: PathBuf,
@@ -118,7 +118,9 @@ pub(super) fn write(
     bar: &ProgressBar,
 ) -> anyhow::Result<()> {
     let together_bytes = files.iter().map(|file| file.together_bytes).max().unwrap_or(0);
-    volume.engine().checkpoint().source().bound_decoded(together_bytes.saturating_add(SLACK_BYTES));
+    if let Some(chunks) = volume.engine().checkpoint().source().chunks() {
+        chunks.bound_bytes(together_bytes.saturating_add(SLACK_BYTES));
+    }
     let mut begun = Vec::with_capacity(files.len());
     let written = write_parts(volume, files, directory, bar, &mut begun);
     if written.is_err() {
@@ -134,15 +136,15 @@ fn write_parts<'a>(
     files: &[ChunkedFile<'a>],
     directory: &Path,
     bar: &ProgressBar,
-    begun: &mut Vec<Partial<'a>>,
+    begun: &mut Vec<PartialFile<'a>>,
 ) -> anyhow::Result<()> {
     for ChunkedFile { node, .. } in files {
         let context = || directory.join(&node.path).display().to_string();
         let path = partial_path(volume, node, directory).with_context(context)?;
         create_file(volume, node, &path).with_context(context)?;
-        begun.push(Partial { node, open: tree::OpenNode::open(volume, node)?, path });
+        begun.push(PartialFile { node, open: tree::OpenNode::open(volume, node)?, path });
     }
-    let mut parts: Vec<Part> = files.iter().flat_map(|file| file.parts.iter().copied()).collect();
+    let mut parts: Vec<ExportPart> = files.iter().flat_map(|file| file.parts.iter().copied()).collect();
     parts.sort_unstable();
     write_all(&parts, begun, bar)?;
     for partial in begun.iter() {
@@ -155,7 +157,7 @@ fn write_parts<'a>(
 }
 
 /// Makes and writes parts in their order, in several threads.
-fn write_all(parts: &[Part], files: &[Partial<'_>], bar: &ProgressBar) -> anyhow::Result<()> {
+fn write_all(parts: &[ExportPart], files: &[PartialFile<'_>], bar: &ProgressBar) -> anyhow::Result<()> {
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
     let failure = Mutex::new(None);
     let work = || {
@@ -180,7 +182,7 @@ fn write_all(parts: &[Part], files: &[Partial<'_>], bar: &ProgressBar) -> anyhow
     failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
-fn write_part(part: &Part, file: &Partial<'_>, buffer: &mut Vec<u8>) -> anyhow::Result<()> {
+fn write_part(part: &ExportPart, file: &PartialFile<'_>, buffer: &mut Vec<u8>) -> anyhow::Result<()> {
     buffer.resize(usize::try_from(part.end - part.start)?, 0);
     let made = file.open.make(part.start, buffer);
     made.with_context(|| format!("{}: bytes {}..{}", file.node.path, part.start, part.end))?;

@@ -2,7 +2,7 @@
 //!
 //! Own code: `tiny_http` (0.12, of 2022) sets no limit to connections, headers or waiting, and a server on `hyper` brings a runtime.
 //! Everything is bounded here: connections, bytes of a request, its time and that of the reply. Where all connections are taken, the
-//! oldest is closed, so that idle ones keep nobody out.
+//! oldest is closed, so that idle ones do not keep others out.
 
 use std::{
     collections::VecDeque,

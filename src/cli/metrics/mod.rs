@@ -40,7 +40,7 @@ Examples:
   ckfs metrics --listen 9464                   serves http://127.0.0.1:9464/metrics
   ckfs metrics /mnt/llama --listen 0.0.0.0:9464
   ckfs metrics --textfile /var/lib/node_exporter/ckfs.prom")]
-pub(super) struct Metrics {
+pub(super) struct MetricsCommand {
     /// Only the mount there.
     #[arg(value_name = "MNT")]
     mountpoint: Option<PathBuf>,
@@ -57,7 +57,7 @@ pub(super) struct Metrics {
     textfile: Option<PathBuf>,
 }
 
-impl Metrics {
+impl MetricsCommand {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let mounts =
             Arc::new(Mounts { only: self.mountpoint.as_deref().map(resolved).transpose()?, ..Mounts::default() });

@@ -15,8 +15,8 @@ fn directory(name: &str) -> BTreeMap<String, Vec<u8>> {
     files.iter().map(|(path, hex)| (path.clone(), bytes_of(hex.as_str().unwrap()))).collect()
 }
 
-fn segment<'a>(files: &'a BTreeMap<String, Vec<u8>>, state: &DcpState, segment: &Segment) -> &'a [u8] {
-    let Segment { file, offset, len } = *segment;
+fn segment<'a>(files: &'a BTreeMap<String, Vec<u8>>, state: &DcpState, segment: &DcpSegment) -> &'a [u8] {
+    let DcpSegment { file, offset, len } = *segment;
     &files[&state.files[file as usize]][to_usize(offset)..to_usize(offset + len)]
 }
 
@@ -96,7 +96,7 @@ fn written(chunks: &[[(u64, u64); 2]], stored: &[[(u64, u64); 2]], path: &str) -
     writer.end_tensor(&mut bytes);
     writer.begin_segments(&mut bytes);
     for (number, chunk) in stored.iter().enumerate() {
-        let segment = Segment { file: 0, offset: 100 * number as u64, len: 100 };
+        let segment = DcpSegment { file: 0, offset: 100 * number as u64, len: 100 };
         writer.segment(0, &region(chunk), number as u64, segment, &mut bytes);
     }
     writer.end(&mut bytes);
@@ -113,7 +113,7 @@ fn what_this_crate_writes_is_read() {
     let [tensor] = state.tensors.as_slice() else { panic!("{state:?}") };
     assert_eq!((tensor.name.as_str(), tensor.dtype, tensor.shape.as_slice()), ("t", DType::BF16, &[4, 6][..]));
     assert_eq!(tensor.chunks[1].offsets, [0, 3]);
-    assert_eq!(tensor.chunks[1].segment, Segment { file: 0, offset: 100, len: 100 });
+    assert_eq!(tensor.chunks[1].segment, DcpSegment { file: 0, offset: 100, len: 100 });
 }
 
 #[test]

@@ -15,7 +15,7 @@ const FILES_MAX: u64 = 1 << 20;
 
 /// A place in a file of the database.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Location {
+pub struct BlobLocation {
     /// The file, relative to the directory of the manifest: UTF-8, with `/` between its parts, none of which is `.` or `..`.
     pub path: Arc<str>,
     /// What stands before the paths in the table of a node that is read from here.
@@ -26,7 +26,7 @@ pub struct Location {
     pub len_bytes: u64,
 }
 
-impl Location {
+impl BlobLocation {
     /// One past the last byte. It fits 63 bits.
     pub fn end(&self) -> u64 {
         self.offset + self.len_bytes
@@ -95,14 +95,14 @@ impl FileTable {
         id: usize,
         offset: u64,
         len_bytes: u64,
-    ) -> Result<Location, OcdbtError> {
+    ) -> Result<BlobLocation, OcdbtError> {
         let in_range = offset.checked_add(len_bytes).is_some_and(|end| i64::try_from(end).is_ok());
         if !in_range {
             let found = format!("{len_bytes} bytes at {offset}");
             return Err(cursor.wrong("place in a file", "an end of at most 63 bits", found));
         }
         match &self.0[id] {
-            Ok((path, base)) => Ok(Location { path: Arc::clone(path), base: Arc::clone(base), offset, len_bytes }),
+            Ok((path, base)) => Ok(BlobLocation { path: Arc::clone(path), base: Arc::clone(base), offset, len_bytes }),
             Err(path) => Err(OcdbtError::Path { block: cursor.block, path: path.clone() }),
         }
     }

@@ -6,7 +6,7 @@ use super::{
     cursor::Cursor,
     envelope,
     error::{Block, OcdbtError},
-    files::{FileTable, Location},
+    files::{BlobLocation, FileTable},
     node::NodeRef,
 };
 
@@ -24,7 +24,7 @@ const MISSING: u64 = u64::MAX;
 
 /// How a database is stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Config {
+pub struct StoreConfig {
     /// Identifies the database.
     pub uuid: [u8; 16],
     /// Whether the versions are in numbered manifests, and this one has none.
@@ -60,15 +60,15 @@ pub struct VersionRange {
     /// Levels below it.
     pub height: u8,
     /// Where the node is.
-    pub location: Location,
+    pub location: BlobLocation,
 }
 
 /// A manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
     /// How the database is stored.
-    pub config: Config,
-    /// The newest versions, oldest first. Empty if [`Config::is_numbered`], otherwise never.
+    pub config: StoreConfig,
+    /// The newest versions, oldest first. Empty if [`StoreConfig::is_numbered`], otherwise never.
     pub versions: Vec<Version>,
     /// Where older versions are listed.
     pub older: Vec<VersionRange>,
@@ -107,7 +107,7 @@ impl Manifest {
     pub fn parse(bytes: &[u8]) -> Result<Self, OcdbtError> {
         let body = envelope::open(bytes, Block::Manifest)?;
         let mut cursor = Cursor::new(&body, Block::Manifest);
-        let config = Config::read(&mut cursor)?;
+        let config = StoreConfig::read(&mut cursor)?;
         if config.is_numbered {
             cursor.end()?;
             return Ok(Self { config, versions: Vec::new(), older: Vec::new() });
@@ -155,7 +155,7 @@ fn hex(uuid: [u8; 16]) -> String {
     format!("{:032x}", u128::from_le_bytes(reversed))
 }
 
-impl Config {
+impl StoreConfig {
     fn read(cursor: &mut Cursor<'_>) -> Result<Self, OcdbtError> {
         let uuid = cursor.array("database identifier")?;
         let is_numbered = match cursor.byte("manifest kind")? {

@@ -27,12 +27,12 @@ mod walk;
 
 pub use envelope::DECODED_BYTES_MAX;
 pub use error::{Block, OcdbtError};
-pub use files::Location;
+pub use files::BlobLocation;
 pub use manifest::{
-    Config, MANIFEST, Manifest, Version, VersionNode, VersionRange, numbered_generation, numbered_name,
+    MANIFEST, Manifest, StoreConfig, Version, VersionNode, VersionRange, numbered_generation, numbered_name,
 };
-pub use node::{KEY_BYTES_MAX, NodeRef, Value};
-pub use walk::{Entry, KeyRange, NODES_MAX, Walk};
+pub use node::{KEY_BYTES_MAX, NodeRef, NodeValue};
+pub use walk::{KeyEntry, KeyRange, NODES_MAX, Walk};
 
 #[cfg(test)]
 mod tests;

@@ -9,7 +9,7 @@ use super::{
     cursor::Cursor,
     envelope,
     error::{Block, OcdbtError},
-    files::{FileTable, Location},
+    files::{BlobLocation, FileTable},
 };
 
 /// Longest key, in bytes.
@@ -28,7 +28,7 @@ const INLINE_BYTES_MAX: u64 = 1 << 20;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeRef {
     /// Where the node is.
-    pub location: Location,
+    pub location: BlobLocation,
     /// Levels below it: 0 for a leaf.
     pub height: u8,
     /// Number of keys below it, as its writer counted them. Not verified.
@@ -43,24 +43,24 @@ pub struct NodeRef {
 
 impl NodeRef {
     /// The root of a version.
-    pub(super) fn root(location: Location, height: u8, keys: u64) -> Self {
+    pub(super) fn root(location: BlobLocation, height: u8, keys: u64) -> Self {
         Self { location, height, keys, prefix: Vec::new(), start: Vec::new(), end: None }
     }
 }
 
 /// The value of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Value<'a> {
+pub enum NodeValue<'a> {
     /// These bytes.
     Inline(&'a [u8]),
     /// The bytes of this place.
-    At(&'a Location),
+    At(&'a BlobLocation),
 }
 
 /// A child of an interior node.
 #[derive(Debug)]
 struct Child {
-    location: Location,
+    location: BlobLocation,
     keys: u64,
     /// Bytes of its first key that are its prefix.
     prefix_len: usize,
@@ -69,7 +69,7 @@ struct Child {
 #[derive(Debug)]
 enum Entries {
     /// Places in the inline bytes, or in files.
-    Values(Vec<Result<Range<usize>, Location>>),
+    Values(Vec<Result<Range<usize>, BlobLocation>>),
     Children(Vec<Child>),
 }
 
@@ -229,12 +229,12 @@ impl<'a> Node<'a> {
     }
 
     /// The keys with their values, if this is a leaf.
-    pub(super) fn values(&self) -> impl Iterator<Item = (&[u8], Value<'_>)> {
+    pub(super) fn values(&self) -> impl Iterator<Item = (&[u8], NodeValue<'_>)> {
         let values = if let Entries::Values(values) = &self.entries { values.as_slice() } else { &[] };
         values.iter().enumerate().map(|(row, value)| {
             let value = match value {
-                Ok(span) => Value::Inline(&self.inline[span.clone()]),
-                Err(location) => Value::At(location),
+                Ok(span) => NodeValue::Inline(&self.inline[span.clone()]),
+                Err(location) => NodeValue::At(location),
             };
             (self.key(row), value)
         })

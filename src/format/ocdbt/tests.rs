@@ -5,7 +5,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
 };
 
-use super::{envelope::wrap, files::Location, node::NodeRef, *};
+use super::{envelope::wrap, files::BlobLocation, node::NodeRef, *};
 use crate::{format::hexadecimal::bytes_of, tensor::to_usize};
 
 type Files = BTreeMap<String, Vec<u8>>;
@@ -23,7 +23,7 @@ fn databases() -> BTreeMap<String, (Files, Content)> {
     databases.into_iter().map(|(name, database)| (name, (decoded(database.files), decoded(database.content)))).collect()
 }
 
-fn at(files: &Files, location: &Location) -> Result<Vec<u8>, String> {
+fn at(files: &Files, location: &BlobLocation) -> Result<Vec<u8>, String> {
     let file = files.get(&*location.path).ok_or_else(|| format!("no file {}", location.path))?;
     let span = file.get(to_usize(location.offset)..to_usize(location.end()));
     span.map(<[u8]>::to_vec).ok_or_else(|| format!("{location:?} in a file of {} bytes", file.len()))
@@ -57,10 +57,10 @@ fn read_version(files: &Files, version: &Version, ranges: Vec<KeyRange>) -> Resu
         nodes_read += nodes.len();
         for node in nodes {
             let mut values = Vec::new();
-            let mut keep = |entry: Entry<'_>| {
+            let mut keep = |entry: KeyEntry<'_>| {
                 let value = match entry.value {
-                    Value::Inline(bytes) => Ok(bytes.to_vec()),
-                    Value::At(location) => at(files, location),
+                    NodeValue::Inline(bytes) => Ok(bytes.to_vec()),
+                    NodeValue::At(location) => at(files, location),
                 };
                 values.push((String::from_utf8_lossy(entry.key).into_owned(), value));
             };
@@ -110,8 +110,8 @@ fn files_of_other_processes_are_found_by_their_base() {
     let mut walk = Walk::new(manifest(files).unwrap().latest().unwrap(), vec![KeyRange::all()]);
     let mut paths = Vec::new();
     while let [node] = walk.take_wanted().as_slice() {
-        let mut note = |entry: Entry<'_>| {
-            if let Value::At(location) = entry.value {
+        let mut note = |entry: KeyEntry<'_>| {
+            if let NodeValue::At(location) = entry.value {
                 paths.push(location.path.to_string());
             }
         };
@@ -219,7 +219,7 @@ fn every_cut_is_noticed() {
 
 fn node_ref(bytes: &[u8], height: u8) -> NodeRef {
     let (path, base) = ("d/0".into(), "".into());
-    NodeRef::root(Location { path, base, offset: 0, len_bytes: bytes.len() as u64 }, height, 1)
+    NodeRef::root(BlobLocation { path, base, offset: 0, len_bytes: bytes.len() as u64 }, height, 1)
 }
 
 fn read_node(body: &[u8], height: u8) -> Result<Vec<String>, OcdbtError> {

@@ -21,7 +21,7 @@
 use super::{
     error::{Block, OcdbtError},
     manifest::Version,
-    node::{Node, NodeRef, Value},
+    node::{Node, NodeRef, NodeValue},
 };
 
 /// Most nodes that one walk reads. A node may be referred to many times, so that few bytes could make a tree without end.
@@ -63,11 +63,11 @@ impl KeyRange {
 
 /// A key that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry<'a> {
+pub struct KeyEntry<'a> {
     /// The key.
     pub key: &'a [u8],
     /// Its value, or where that is.
-    pub value: Value<'a>,
+    pub value: NodeValue<'a>,
 }
 
 /// A walk over the nodes of one version.
@@ -110,13 +110,13 @@ impl Walk {
         &mut self,
         reference: &NodeRef,
         bytes: &[u8],
-        found: &mut dyn FnMut(Entry<'_>),
+        found: &mut dyn FnMut(KeyEntry<'_>),
     ) -> Result<(), OcdbtError> {
         let node = Node::parse(bytes, reference)?;
         for (key, value) in node.values() {
             if self.holds(key) {
                 self.keys += 1;
-                found(Entry { key, value });
+                found(KeyEntry { key, value });
             }
         }
         let children = node.children(|start, end| self.is_wanted(start, end));

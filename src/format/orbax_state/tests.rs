@@ -73,7 +73,7 @@ fn arrays_of_orbax_are_read_bit_for_bit() {
         let tree = Tree::parse(&files[METADATA]).unwrap();
         let mut entries: Files = files.clone();
         if tree.uses_ocdbt == Some(true) {
-            let at = |location: &ocdbt::Location| {
+            let at = |location: &ocdbt::BlobLocation| {
                 files[&*location.path][to_usize(location.offset)..to_usize(location.end())].to_vec()
             };
             let manifest = ocdbt::Manifest::parse(&files[ocdbt::MANIFEST]).unwrap();
@@ -84,10 +84,10 @@ fn arrays_of_orbax_are_read_bit_for_bit() {
                     break;
                 }
                 for node in nodes {
-                    let mut keep = |entry: ocdbt::Entry<'_>| {
+                    let mut keep = |entry: ocdbt::KeyEntry<'_>| {
                         let value = match entry.value {
-                            ocdbt::Value::Inline(bytes) => bytes.to_vec(),
-                            ocdbt::Value::At(location) => at(location),
+                            ocdbt::NodeValue::Inline(bytes) => bytes.to_vec(),
+                            ocdbt::NodeValue::At(location) => at(location),
                         };
                         entries.insert(String::from_utf8(entry.key.to_vec()).unwrap(), value);
                     };

@@ -30,12 +30,12 @@ pub struct Header {
     names: String,
     extents: Vec<u64>,
     /// In order of data.
-    rows: Vec<Row>,
+    rows: Vec<HeaderRow>,
     metadata: Vec<(String, String)>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Row {
+struct HeaderRow {
     start: u64,
     end: u64,
     name: (u32, u32),
@@ -117,7 +117,7 @@ impl Header {
         let (Some(start), Some(end)) = (place(info.data_offsets.0), place(info.data_offsets.1)) else {
             return Err(HeaderError::Overflow { what: "an offset" });
         };
-        self.rows.push(Row { start, end, name: (name_start, name_end), extents, rank, dtype });
+        self.rows.push(HeaderRow { start, end, name: (name_start, name_end), extents, rank, dtype });
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::{
     error::PickleError,
     op,
-    value::{Id, Name, Object, Unpickled, Value},
+    value::{Id, Name, Object, PickleValue, Unpickled},
 };
 
 /// Bounds on what one pickle may ask for.
@@ -51,7 +51,7 @@ struct Machine<'a> {
     opcode_at: usize,
     limits: Limits,
     allowed: &'a dyn Fn(&str, &str) -> bool,
-    values: Vec<Value>,
+    values: Vec<PickleValue>,
     text_bytes: u64,
     stack: Vec<Id>,
     /// Lengths of the stack where marks were set.
@@ -155,17 +155,17 @@ impl<'a> Machine<'a> {
 
     fn number(&mut self, opcode: u8) -> Result<(), PickleError> {
         let value = match opcode {
-            op::NONE => Value::None,
-            op::NEWTRUE => Value::Bool(true),
-            op::NEWFALSE => Value::Bool(false),
-            op::BININT => Value::Int(i32::from_le_bytes(self.array()?).into()),
-            op::BININT1 => Value::Int(self.byte()?.into()),
-            op::BININT2 => Value::Int(u16::from_le_bytes(self.array()?).into()),
+            op::NONE => PickleValue::None,
+            op::NEWTRUE => PickleValue::Bool(true),
+            op::NEWFALSE => PickleValue::Bool(false),
+            op::BININT => PickleValue::Int(i32::from_le_bytes(self.array()?).into()),
+            op::BININT1 => PickleValue::Int(self.byte()?.into()),
+            op::BININT2 => PickleValue::Int(u16::from_le_bytes(self.array()?).into()),
             op::BINFLOAT => {
                 // The only number in this order of bytes.
                 let mut bytes: [u8; 8] = self.array()?;
                 bytes.reverse();
-                Value::Float(f64::from_le_bytes(bytes))
+                PickleValue::Float(f64::from_le_bytes(bytes))
             }
             _ => {
                 let len = if opcode == op::LONG1 { usize::from(self.byte()?) } else { self.len32()? };
@@ -174,7 +174,7 @@ impl<'a> Machine<'a> {
                 let negative = bytes.last().is_some_and(|top| top & 0x80 != 0);
                 let mut wide = [if negative { 0xff } else { 0 }; 16];
                 wide.get_mut(..len).ok_or(PickleError::Integer { at, bytes: len })?.copy_from_slice(bytes);
-                Value::Int(i128::from_le_bytes(wide))
+                PickleValue::Int(i128::from_le_bytes(wide))
             }
         };
         self.push(value)
@@ -199,34 +199,34 @@ impl<'a> Machine<'a> {
             op::BINSTRING | op::SHORT_BINSTRING | op::BINUNICODE | op::SHORT_BINUNICODE | op::BINUNICODE8
         );
         self.push(if is_text {
-            Value::Text(std::str::from_utf8(bytes).map_err(|_| PickleError::Utf8 { at })?.into())
+            PickleValue::Text(std::str::from_utf8(bytes).map_err(|_| PickleError::Utf8 { at })?.into())
         } else {
-            Value::Bytes(bytes.into())
+            PickleValue::Bytes(bytes.into())
         })
     }
 
     fn container(&mut self, opcode: u8) -> Result<(), PickleError> {
         let value = match opcode {
-            op::EMPTY_TUPLE => Value::Tuple(Box::default()),
-            op::TUPLE1 => Value::Tuple([self.pop()?].into()),
+            op::EMPTY_TUPLE => PickleValue::Tuple(Box::default()),
+            op::TUPLE1 => PickleValue::Tuple([self.pop()?].into()),
             op::TUPLE2 | op::TUPLE3 => {
                 let mut elements = Vec::new();
                 for _ in op::TUPLE1..=opcode {
                     elements.push(self.pop()?);
                 }
                 elements.reverse();
-                Value::Tuple(elements.into())
+                PickleValue::Tuple(elements.into())
             }
-            op::TUPLE => Value::Tuple(self.above_mark()?.into()),
-            op::EMPTY_LIST => Value::List(Vec::new()),
-            op::LIST => Value::List(self.above_mark()?),
-            op::EMPTY_DICT => Value::Dict(Vec::new()),
+            op::TUPLE => PickleValue::Tuple(self.above_mark()?.into()),
+            op::EMPTY_LIST => PickleValue::List(Vec::new()),
+            op::LIST => PickleValue::List(self.above_mark()?),
+            op::EMPTY_DICT => PickleValue::Dict(Vec::new()),
             op::DICT => {
                 let flat = self.above_mark()?;
-                Value::Dict(self.pairs(&flat)?)
+                PickleValue::Dict(self.pairs(&flat)?)
             }
-            op::EMPTY_SET => Value::Set(Vec::new()),
-            _ => Value::Set(self.above_mark()?),
+            op::EMPTY_SET => PickleValue::Set(Vec::new()),
+            _ => PickleValue::Set(self.above_mark()?),
         };
         self.push(value)
     }
@@ -247,12 +247,12 @@ impl<'a> Machine<'a> {
         let pairs = if in_pairs { self.pairs(&added)? } else { Vec::new() };
         let target = &mut self.values[target.0 as usize];
         match (target, opcode) {
-            (Value::List(elements), op::APPEND | op::APPENDS) | (Value::Set(elements), op::ADDITEMS) => {
+            (PickleValue::List(elements), op::APPEND | op::APPENDS) | (PickleValue::Set(elements), op::ADDITEMS) => {
                 elements.extend(added);
             }
-            (Value::Dict(items), op::SETITEM | op::SETITEMS) => items.extend(pairs),
-            (Value::Object(object), op::SETITEM | op::SETITEMS) => object.items.extend(pairs),
-            (Value::Object(object), _) => object.elements.extend(added),
+            (PickleValue::Dict(items), op::SETITEM | op::SETITEMS) => items.extend(pairs),
+            (PickleValue::Object(object), op::SETITEM | op::SETITEMS) => object.items.extend(pairs),
+            (PickleValue::Object(object), _) => object.elements.extend(added),
             (other, _) => {
                 let expected = if in_pairs { "a dict below the items" } else { "a list or set below the elements" };
                 return Err(PickleError::Operand { at, expected, found: other.kind() });
@@ -273,13 +273,13 @@ impl<'a> Machine<'a> {
             }
             op::BINPERSID => {
                 let id = self.pop()?;
-                self.push(Value::Persistent(id))
+                self.push(PickleValue::Persistent(id))
             }
             op::BUILD => {
                 let state = self.pop()?;
                 let (at, target) = (self.opcode_at, self.top()?);
                 let target = &mut self.values[target.0 as usize];
-                let Value::Object(object) = target else {
+                let PickleValue::Object(object) = target else {
                     return Err(PickleError::Operand {
                         at,
                         expected: "an object below its state",
@@ -294,14 +294,17 @@ impl<'a> Machine<'a> {
                 let at = self.opcode_at;
                 for (id, expected) in [(callee, "a class or function to call"), (args, "a tuple of arguments")] {
                     let found = &self.values[id.0 as usize];
-                    let fits =
-                        if id == callee { matches!(found, Value::Global(_)) } else { matches!(found, Value::Tuple(_)) };
+                    let fits = if id == callee {
+                        matches!(found, PickleValue::Global(_))
+                    } else {
+                        matches!(found, PickleValue::Tuple(_))
+                    };
                     if !fits {
                         return Err(PickleError::Operand { at, expected, found: found.kind() });
                     }
                 }
                 let object = Object { callee, args, state: None, elements: Vec::new(), items: Vec::new() };
-                self.push(Value::Object(Box::new(object)))
+                self.push(PickleValue::Object(Box::new(object)))
             }
         }
     }
@@ -313,7 +316,7 @@ impl<'a> Machine<'a> {
         }
         self.text_bytes += (name.module.len() + name.name.len()) as u64;
         self.bounded(self.text_bytes, self.limits.text_bytes_max, "bytes of text")?;
-        self.push(Value::Global(name))
+        self.push(PickleValue::Global(name))
     }
 
     fn pairs(&self, flat: &[Id]) -> Result<Vec<(Id, Id)>, PickleError> {
@@ -326,7 +329,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn push(&mut self, value: Value) -> Result<(), PickleError> {
+    fn push(&mut self, value: PickleValue) -> Result<(), PickleError> {
         let limit = || self.limit("values", u64::from(self.limits.values_max));
         let id = u32::try_from(self.values.len()).ok().filter(|id| *id < self.limits.values_max).ok_or_else(limit)?;
         self.values.push(value);
@@ -356,7 +359,7 @@ impl<'a> Machine<'a> {
     fn pop_text(&mut self) -> Result<String, PickleError> {
         let id = self.pop()?;
         let value = &self.values[id.0 as usize];
-        let Value::Text(text) = value else {
+        let PickleValue::Text(text) = value else {
             return Err(PickleError::Operand { at: self.opcode_at, expected: "a str", found: value.kind() });
         };
         Ok(text.to_string())

@@ -19,7 +19,7 @@ mod value;
 
 pub use error::PickleError;
 pub use machine::{Limits, read};
-pub use value::{Id, Name, Object, Unpickled, Value};
+pub use value::{Id, Name, Object, PickleValue, Unpickled};
 
 #[cfg(test)]
 mod tests;

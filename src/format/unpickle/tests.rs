@@ -17,23 +17,23 @@ fn show(pickle: &Unpickled, id: Id) -> String {
             .join(", ")
     };
     match pickle.value(id) {
-        Value::None => "None".to_owned(),
-        Value::Bool(value) => value.to_string(),
-        Value::Int(value) => value.to_string(),
-        Value::Float(value) => value.to_string(),
-        Value::Text(text) => format!("{text:?}"),
-        Value::Bytes(bytes) => format!("b{bytes:?}"),
-        Value::Tuple(elements) => format!("({})", all(elements)),
-        Value::List(elements) => format!("[{}]", all(elements)),
-        Value::Set(elements) => format!("{{{}}}", all(elements)),
-        Value::Dict(items) => format!("{{{}}}", pairs(items)),
-        Value::Global(name) => name.to_string(),
-        Value::Object(object) => {
+        PickleValue::None => "None".to_owned(),
+        PickleValue::Bool(value) => value.to_string(),
+        PickleValue::Int(value) => value.to_string(),
+        PickleValue::Float(value) => value.to_string(),
+        PickleValue::Text(text) => format!("{text:?}"),
+        PickleValue::Bytes(bytes) => format!("b{bytes:?}"),
+        PickleValue::Tuple(elements) => format!("({})", all(elements)),
+        PickleValue::List(elements) => format!("[{}]", all(elements)),
+        PickleValue::Set(elements) => format!("{{{}}}", all(elements)),
+        PickleValue::Dict(items) => format!("{{{}}}", pairs(items)),
+        PickleValue::Global(name) => name.to_string(),
+        PickleValue::Object(object) => {
             let state = object.state.map_or(String::new(), |state| format!(" state {}", show(pickle, state)));
             let (callee, args) = (show(pickle, object.callee), show(pickle, object.args));
             format!("{callee}{args}{{{}}}[{}]{state}", pairs(&object.items), all(&object.elements))
         }
-        Value::Persistent(id) => format!("persistent {}", show(pickle, *id)),
+        PickleValue::Persistent(id) => format!("persistent {}", show(pickle, *id)),
     }
 }
 
@@ -72,7 +72,7 @@ fn containers_are_filled_after_they_were_stored() {
     assert_eq!(shown(b"\x80\x02}q\x00(K\x01K\x02K\x03K\x04u."), "{1: 2, 3: 4}");
     // A list that holds itself.
     let pickle = read(b"\x80\x02]q\x00h\x00a.").unwrap();
-    assert_eq!(pickle.value(pickle.root()), &Value::List(vec![pickle.root()]));
+    assert_eq!(pickle.value(pickle.root()), &PickleValue::List(vec![pickle.root()]));
 }
 
 #[test]

@@ -22,9 +22,9 @@ impl std::fmt::Display for Name {
 /// What a call would give, and what was done to it afterwards.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
-    /// What would be called: a [`Value::Global`] in every pickle that this machine accepts.
+    /// What would be called: a [`PickleValue::Global`] in every pickle that this machine accepts.
     pub callee: Id,
-    /// A [`Value::Tuple`].
+    /// A [`PickleValue::Tuple`].
     pub args: Id,
     /// What `__setstate__` would be given.
     pub state: Option<Id>,
@@ -36,7 +36,7 @@ pub struct Object {
 
 /// One value of a pickle.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Value {
+pub enum PickleValue {
     /// `None`.
     None,
     /// `True` or `False`.
@@ -65,7 +65,7 @@ pub enum Value {
     Persistent(Id),
 }
 
-impl Value {
+impl PickleValue {
     /// What the value is, for messages.
     pub const fn kind(&self) -> &'static str {
         match self {
@@ -89,7 +89,7 @@ impl Value {
 /// A pickle that was read.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unpickled {
-    values: Vec<Value>,
+    values: Vec<PickleValue>,
     root: Id,
     /// Bytes of the input up to the end of the last instruction.
     len: usize,
@@ -97,7 +97,7 @@ pub struct Unpickled {
 
 impl Unpickled {
     /// What a machine has made.
-    pub(super) fn new(values: Vec<Value>, root: Id, len: usize) -> Self {
+    pub(super) fn new(values: Vec<PickleValue>, root: Id, len: usize) -> Self {
         Self { values, root, len }
     }
 
@@ -107,7 +107,7 @@ impl Unpickled {
     }
 
     /// A value.
-    pub fn value(&self, id: Id) -> &Value {
+    pub fn value(&self, id: Id) -> &PickleValue {
         // Ids are made by the machine that made the table, which never shrinks.
         &self.values[id.0 as usize]
     }
@@ -119,20 +119,20 @@ impl Unpickled {
 
     /// The text of a string.
     pub fn text(&self, id: Id) -> Option<&str> {
-        if let Value::Text(text) = self.value(id) { Some(text) } else { None }
+        if let PickleValue::Text(text) = self.value(id) { Some(text) } else { None }
     }
 
     /// An integer that is not negative, of at most 64 bits.
     pub fn natural(&self, id: Id) -> Option<u64> {
-        if let Value::Int(number) = self.value(id) { u64::try_from(*number).ok() } else { None }
+        if let PickleValue::Int(number) = self.value(id) { u64::try_from(*number).ok() } else { None }
     }
 
     /// The elements of a tuple or a list.
     pub fn sequence(&self, id: Id) -> Option<&[Id]> {
         let value = self.value(id);
-        if let Value::Tuple(elements) = value {
+        if let PickleValue::Tuple(elements) = value {
             Some(elements)
-        } else if let Value::List(elements) = value {
+        } else if let PickleValue::List(elements) = value {
             Some(elements)
         } else {
             None
@@ -142,9 +142,9 @@ impl Unpickled {
     /// The items of a dictionary, or of an object that items were set on, as on an `OrderedDict`.
     pub fn items(&self, id: Id) -> Option<&[(Id, Id)]> {
         let value = self.value(id);
-        if let Value::Dict(items) = value {
+        if let PickleValue::Dict(items) = value {
             Some(items)
-        } else if let Value::Object(object) = value {
+        } else if let PickleValue::Object(object) = value {
             Some(&object.items)
         } else {
             None
@@ -159,8 +159,8 @@ impl Unpickled {
 
     /// What is called and with which arguments, if the value is what a call of a listed function would give.
     pub fn call(&self, id: Id) -> Option<(&Name, &[Id], &Object)> {
-        let Value::Object(object) = self.value(id) else { return None };
-        let Value::Global(name) = self.value(object.callee) else { return None };
+        let PickleValue::Object(object) = self.value(id) else { return None };
+        let PickleValue::Global(name) = self.value(object.callee) else { return None };
         Some((name, self.sequence(object.args)?, object))
     }
 }

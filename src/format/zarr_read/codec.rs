@@ -32,12 +32,12 @@ pub enum ArrayBytes {
         is_big_endian: bool,
     },
     /// As smaller chunks.
-    Shard(Box<Sharding>),
+    Shard(Box<ShardCodec>),
 }
 
 /// A shard: smaller chunks in one file, and an index that says where they are.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sharding {
+pub struct ShardCodec {
     /// Shape of an inner chunk, in the order of axes in which the shard is stored. Divides the shard's.
     pub chunk: PerAxis,
     /// Number of inner chunks along each axis.
@@ -156,7 +156,7 @@ impl Codecs {
                 }
                 "sharding_indexed" if bytes.is_none() => {
                     let stored = stored_shape(order.as_deref(), chunk);
-                    let sharding = Sharding::parse(&configuration, dtype, &stored, depth)?;
+                    let sharding = ShardCodec::parse(&configuration, dtype, &stored, depth)?;
                     bytes = Some(ArrayBytes::Shard(Box::new(sharding)));
                     continue;
                 }
@@ -262,7 +262,7 @@ fn parse_endian(configuration: &Map<String, Value>, dtype: DType) -> Result<bool
     }
 }
 
-impl Sharding {
+impl ShardCodec {
     fn parse(
         configuration: &Map<String, Value>,
         dtype: DType,

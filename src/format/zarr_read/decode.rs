@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    codec::{ArrayBytes, Codecs, Packing, Sharding},
+    codec::{ArrayBytes, Codecs, Packing, ShardCodec},
     error::ChunkError,
     metadata::{Array, bytes_of},
 };
@@ -231,7 +231,7 @@ fn check_crc<'a>(bytes: &'a [u8], what: &'static str) -> Result<&'a [u8], ChunkE
     if expected == found { Ok(covered) } else { Err(ChunkError::Checksum { what, expected, found }) }
 }
 
-impl Sharding {
+impl ShardCodec {
     /// Number of inner chunks.
     fn count(&self) -> u64 {
         // No more than elements of the shard, which 64 bits count.
@@ -256,7 +256,7 @@ impl Sharding {
     }
 
     /// Where each inner chunk is in a shard of `shard_bytes` bytes, in row-major order of their grid; `None` for one that is
-    /// not there and holds the fill value. `index` are the bytes of [`Sharding::index_span`].
+    /// not there and holds the fill value. `index` are the bytes of [`ShardCodec::index_span`].
     ///
     /// # Errors
     /// [`ChunkError`]: the index is damaged, or points outside the data of the shard.

@@ -4,7 +4,9 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::{
-    codec::{ArrayBytes, Codecs, Packing, Sharding, check_known, extents, named, shortened, unsupported_codec, wrong},
+    codec::{
+        ArrayBytes, Codecs, Packing, ShardCodec, check_known, extents, named, shortened, unsupported_codec, wrong,
+    },
     error::MetadataError,
     keys::Keys,
     value::{self, ElementBytes},
@@ -160,7 +162,7 @@ impl Array {
     }
 
     /// If this array is stored as shards: how. A shard may have its axes in another order, see [`Codecs::order`].
-    pub fn sharding(&self) -> Option<&Sharding> {
+    pub fn sharding(&self) -> Option<&ShardCodec> {
         match &self.codecs.bytes {
             ArrayBytes::Shard(sharding) => Some(sharding),
             ArrayBytes::Elements { .. } => None,

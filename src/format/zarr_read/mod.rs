@@ -23,7 +23,7 @@ mod metadata;
 mod reference;
 mod value;
 
-pub use codec::{ArrayBytes, Codecs, Packing, Sharding};
+pub use codec::{ArrayBytes, Codecs, Packing, ShardCodec};
 pub use error::{ChunkError, MetadataError};
 pub use metadata::{Array, METADATA_BYTES_MAX, ZARR_JSON, ZARRAY};
 

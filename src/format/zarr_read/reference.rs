@@ -7,7 +7,7 @@
 use std::io::Read;
 
 use super::{
-    codec::{ArrayBytes, Codecs, Packing, Sharding},
+    codec::{ArrayBytes, Codecs, Packing, ShardCodec},
     error::ChunkError,
     metadata::Array,
 };
@@ -18,7 +18,7 @@ enum Unpacked<'a> {
     /// Its elements in stored order.
     Elements(Vec<u8>, bool),
     /// Its inner chunks in stored order; those that are missing hold the fill value.
-    Inner(Vec<Option<(Unpacked<'a>, &'a Codecs)>>, &'a Sharding),
+    Inner(Vec<Option<(Unpacked<'a>, &'a Codecs)>>, &'a ShardCodec),
 }
 
 impl Array {

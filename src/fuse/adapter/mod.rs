@@ -35,7 +35,7 @@ use self::{
     serving::Serving,
 };
 use super::requests::{Lookout, Readers};
-use crate::volume::{Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Permission};
+use crate::volume::{Attr, FileSystem, FsError, Handle, Ino, NodeKind, Permission, RequestKind};
 
 /// How long the kernel may cache answers: ten years, which it can express on every architecture.
 const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
@@ -106,7 +106,7 @@ impl KernelAdapter {
     /// its error, or with EIO after a panic or a missing answer.
     fn handle<R: Refuse>(
         &self,
-        op: Op,
+        op: RequestKind,
         ino: INodeNo,
         reply: R,
         body: impl FnOnce(&mut ReplySlot<R>) -> Result<(), FsError>,
@@ -137,7 +137,7 @@ impl KernelAdapter {
     }
 
     fn read_only<R: Refuse>(&self, ino: INodeNo, reply: R) {
-        self.handle(Op::Refused, ino, reply, |_| Err(FsError::ReadOnly));
+        self.handle(RequestKind::Refused, ino, reply, |_| Err(FsError::ReadOnly));
     }
 
     fn attr(attr: &Attr) -> FileAttr {
@@ -243,7 +243,7 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        self.handle(Op::Lookup, parent, reply, |reply| {
+        self.handle(RequestKind::Lookup, parent, reply, |reply| {
             // The kernel accepts names of up to 1024 bytes.
             if name.len() > NAME_BYTES_MAX {
                 return Err(FsError::NameTooLong);
@@ -278,7 +278,7 @@ impl fuser::Filesystem for KernelAdapter {
     fn forget(&self, _request: &Request, _ino: INodeNo, _lookups: u64) {}
 
     fn getattr(&self, _request: &Request, node: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
-        self.handle(Op::GetAttr, node, reply, |reply| {
+        self.handle(RequestKind::GetAttr, node, reply, |reply| {
             let attr = Self::attr(&self.fs.attr(ino(node))?);
             if let Some(reply) = reply.take() {
                 reply.attr(&FOREVER, &attr);
@@ -288,7 +288,7 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn readlink(&self, _request: &Request, node: INodeNo, reply: ReplyData) {
-        self.handle(Op::ReadLink, node, reply, |reply| {
+        self.handle(RequestKind::ReadLink, node, reply, |reply| {
             let target = self.fs.read_link(ino(node))?;
             if let Some(reply) = reply.take() {
                 reply.data(&target);
@@ -302,7 +302,7 @@ impl fuser::Filesystem for KernelAdapter {
             return self.read_only(node, reply);
         }
         let is_direct = flags.0 & libc::O_DIRECT != 0;
-        let pending = Pending::waiting(&self.fs, Op::Open, node, &self.lookout.opens, reply);
+        let pending = Pending::waiting(&self.fs, RequestKind::Open, node, &self.lookout.opens, reply);
         self.handle_waiting(pending, move |serving, pending| serving.open_file(node, is_direct, pending));
     }
 
@@ -317,7 +317,7 @@ impl fuser::Filesystem for KernelAdapter {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let pending = Pending::waiting(&self.fs, Op::Read, node, &self.lookout.reads, reply);
+        let pending = Pending::waiting(&self.fs, RequestKind::Read, node, &self.lookout.reads, reply);
         self.handle_waiting(pending, move |serving, mut pending| {
             pending.attempt(|reply| {
                 let len = usize::try_from(size).map_err(|_| FsError::Invalid)?;
@@ -336,7 +336,7 @@ impl fuser::Filesystem for KernelAdapter {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
-        self.handle(Op::Release, node, reply, |reply| {
+        self.handle(RequestKind::Release, node, reply, |reply| {
             self.serving.opens.modes.release(ino(node));
             self.fs.release(ino(node), Handle(handle.0));
             if let Some(reply) = reply.take() {
@@ -347,7 +347,7 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn opendir(&self, _request: &Request, node: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        self.handle(Op::OpenDir, node, reply, |reply| {
+        self.handle(RequestKind::OpenDir, node, reply, |reply| {
             if self.opens_directories_itself {
                 // After this answer the kernel sends no such request again, and caches listings as below. Small directories (each
                 // expert of each layer is one) are then listed in two thirds of the time.
@@ -368,7 +368,7 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn readdir(&self, _request: &Request, node: INodeNo, _handle: FileHandle, offset: u64, reply: ReplyDirectory) {
-        self.handle(Op::ReadDir, node, reply, |slot| {
+        self.handle(RequestKind::ReadDir, node, reply, |slot| {
             let Some(reply) = slot.as_mut() else { return Ok(()) };
             self.list(ino(node), offset, |entry, kind, name, next| {
                 Ok(reply.add(INodeNo(entry.0), next, file_type(kind), OsStr::from_bytes(name)))
@@ -388,7 +388,7 @@ impl fuser::Filesystem for KernelAdapter {
         offset: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        self.handle(Op::ReadDirPlus, node, reply, |slot| {
+        self.handle(RequestKind::ReadDirPlus, node, reply, |slot| {
             let Some(reply) = slot.as_mut() else { return Ok(()) };
             self.list(ino(node), offset, |entry, _, name, next| {
                 let attr = Self::attr(&self.fs.attr(entry)?);
@@ -402,7 +402,7 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn statfs(&self, _request: &Request, node: INodeNo, reply: ReplyStatfs) {
-        self.handle(Op::StatFs, node, reply, |reply| {
+        self.handle(RequestKind::StatFs, node, reply, |reply| {
             let sizes = self.fs.stat_fs();
             let blocks = sizes.total_bytes.div_ceil(u64::from(STATFS_BLOCK_BYTES));
             if let Some(reply) = reply.take() {
@@ -413,14 +413,14 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn getxattr(&self, _request: &Request, node: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        self.handle(Op::GetXattr, node, reply, |reply| {
+        self.handle(RequestKind::GetXattr, node, reply, |reply| {
             answer_xattr(reply, size, &self.fs.xattr(ino(node), name.as_bytes())?);
             Ok(())
         });
     }
 
     fn listxattr(&self, _request: &Request, node: INodeNo, size: u32, reply: ReplyXattr) {
-        self.handle(Op::ListXattr, node, reply, |reply| {
+        self.handle(RequestKind::ListXattr, node, reply, |reply| {
             let mut names = self.fs.xattr_names(ino(node))?;
             for name in &mut names {
                 name.push(0);

@@ -13,7 +13,7 @@ use fuser::{
 use tracing::error;
 
 use super::super::requests::{Overflow, Requests, Ticket};
-use crate::volume::{FileSystem, FsError, Ino, Op};
+use crate::volume::{FileSystem, FsError, Ino, RequestKind};
 
 pub(super) fn ino(ino: INodeNo) -> Ino {
     Ino(ino.0)
@@ -95,7 +95,7 @@ impl<R> ReplySlot<R> {
 /// An unanswered request. Its drop answers with EIO.
 pub(super) struct Pending<R: Refuse> {
     fs: Arc<dyn FileSystem>,
-    op: Op,
+    op: RequestKind,
     ino: INodeNo,
     start: Instant,
     slot: ReplySlot<R>,
@@ -105,14 +105,14 @@ pub(super) struct Pending<R: Refuse> {
 }
 
 impl<R: Refuse> Pending<R> {
-    pub(super) fn new(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, reply: R) -> Self {
+    pub(super) fn new(fs: &Arc<dyn FileSystem>, op: RequestKind, ino: INodeNo, reply: R) -> Self {
         Self::with_slot(fs, op, ino, Instant::now(), ReplySlot::Own(Some(reply)))
     }
 
     /// A request that another thread answers if the handler takes too long.
     pub(super) fn waiting(
         fs: &Arc<dyn FileSystem>,
-        op: Op,
+        op: RequestKind,
         node: INodeNo,
         requests: &Arc<Requests<R>>,
         reply: R,
@@ -121,7 +121,7 @@ impl<R: Refuse> Pending<R> {
         Self::with_slot(fs, op, node, start, ReplySlot::Waiting(requests.add(ino(node), start, reply)))
     }
 
-    fn with_slot(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, start: Instant, slot: ReplySlot<R>) -> Self {
+    fn with_slot(fs: &Arc<dyn FileSystem>, op: RequestKind, ino: INodeNo, start: Instant, slot: ReplySlot<R>) -> Self {
         fs.metrics().in_flight.fetch_add(1, Ordering::Relaxed);
         Self { fs: Arc::clone(fs), op, ino, start, slot, failed: false, aside: None }
     }

@@ -20,7 +20,7 @@ use super::{
     },
     pending::{Pending, ReplySlot, ino, panic_text},
 };
-use crate::volume::{Access, FileSystem, FsError, Handle, Ino, Opened};
+use crate::volume::{Access, FileSystem, FsError, Handle, Ino, OpenedFile};
 
 /// The state that opens and reads need, in any thread that handles them.
 pub(super) struct Serving {
@@ -58,7 +58,7 @@ impl Opens {
     }
 
     /// Answers an open, unless another thread did: then the kernel has no handle of it.
-    fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &Opened, reply: &mut ReplySlot<ReplyOpen>) {
+    fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &OpenedFile, reply: &mut ReplySlot<ReplyOpen>) {
         let Some(reply) = reply.take() else { return fs.release(ino, opened.handle) };
         let (mode, failure) = match &opened.access {
             Access::Direct => self.modes.open(ino, &OpenRequest::Direct),

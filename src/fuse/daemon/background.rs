@@ -37,7 +37,7 @@ use sd_notify::NotifyState;
 use tracing::{debug, warn};
 
 use crate::fuse::mounts::{UnmountOptions, unmount};
-use crate::host::{Log, Target, limits, log::FLUSH_LIMIT};
+use crate::host::{Log, LogTarget, limits, log::FLUSH_LIMIT};
 
 /// Environment variable with the process id of the starter. It means nothing to a process that is not the starter's child.
 pub const STARTER_VARIABLE: &str = "CKFS_STARTER_PID";
@@ -248,7 +248,7 @@ pub struct Readiness {
     starter: Option<File>,
     log: Log,
     /// The log file that the user named, until it is in use.
-    file: Option<Target>,
+    file: Option<LogTarget>,
     mountpoint: PathBuf,
     /// Whether this process ends with its starter, and logs to its standard error.
     attached: bool,
@@ -258,7 +258,7 @@ impl Readiness {
     /// Finds out whether a starter or systemd waits for a report. Must be called once only.
     ///
     /// With a `log_file`, `log` and standard error are written there: at once in the foreground, when ready in the background.
-    /// The file is created, or appended to. Without one, a daemon in the background logs to [`Target::of_daemon`] when it is
+    /// The file is created, or appended to. Without one, a daemon in the background logs to [`LogTarget::of_daemon`] when it is
     /// ready.
     ///
     /// # Errors
@@ -268,7 +268,7 @@ impl Readiness {
         let mut readiness =
             Self { starter, log: log.clone(), file: None, mountpoint: mountpoint.to_owned(), attached: false };
         let opened = log_file
-            .map(|path| Target::file(path).map_err(|source| DaemonError::LogFile { path: path.to_owned(), source }));
+            .map(|path| LogTarget::file(path).map_err(|source| DaemonError::LogFile { path: path.to_owned(), source }));
         match opened.transpose() {
             Ok(file) => readiness.file = file,
             Err(error) => {
@@ -369,7 +369,7 @@ impl Readiness {
         let redirect = system("redirect standard streams");
         dup2_stdin(&null).map_err(&redirect)?;
         dup2_stdout(&null).map_err(&redirect)?;
-        let mut target = self.file.take().unwrap_or_else(|| Target::of_daemon(&self.mountpoint));
+        let mut target = self.file.take().unwrap_or_else(|| LogTarget::of_daemon(&self.mountpoint));
         if !target.take_stderr().map_err(&redirect)? {
             dup2_stderr(&null).map_err(&redirect)?;
         }

@@ -133,7 +133,7 @@ fn unescape(field: &[u8]) -> Vec<u8> {
 
 /// What a path leads to.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Location {
+pub(super) struct MountLocation {
     /// The path without symlinks.
     pub(super) path: PathBuf,
     /// Id of the mount that it lies in, which is the topmost one there.
@@ -144,13 +144,13 @@ pub(super) struct Location {
 ///
 /// Opening with `O_PATH` and reading back the descriptor's link and mount id is answered by the kernel alone; resolving
 /// the path in the usual way would fail or hang on a mount whose daemon is gone.
-pub(super) fn locate(path: &Path) -> io::Result<Location> {
+pub(super) fn locate(path: &Path) -> io::Result<MountLocation> {
     // Not by `OpenOptions`: it drops this flag where the C library is musl, which counts it among the access modes.
     let file = open(path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
     let resolved = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
     let mount_id = mount_id_of(&info).ok_or_else(|| io::Error::other("no mount id in /proc/self/fdinfo"))?;
-    Ok(Location { path: resolved, mount_id })
+    Ok(MountLocation { path: resolved, mount_id })
 }
 
 /// The line `mnt_id:` of a `/proc/<pid>/fdinfo` file.
@@ -159,7 +159,7 @@ pub(super) fn mount_id_of(fdinfo: &str) -> Option<u64> {
 }
 
 /// The mount whose root `location` is; `None` if it only lies somewhere inside a mount.
-pub(super) fn mount_at(location: &Location) -> io::Result<Option<MountEntry>> {
+pub(super) fn mount_at(location: &MountLocation) -> io::Result<Option<MountEntry>> {
     let entry = mounts()?.into_iter().find(|entry| entry.id == location.mount_id);
     Ok(entry.filter(|entry| entry.mountpoint == location.path))
 }

@@ -14,7 +14,7 @@ use super::{
     spare::{Overflow, Readers},
     table::{Expired, Requests},
 };
-use crate::volume::{FileSystem, Op};
+use crate::volume::{FileSystem, RequestKind};
 
 /// Time between two turns while there are requests, and otherwise.
 const BUSY_PERIOD: Duration = Duration::from_millis(50);
@@ -33,12 +33,12 @@ pub(in crate::fuse) struct Lookout {
 
 /// A reply to a request that may wait.
 trait GiveUp {
-    const OP: Op;
+    const OP: RequestKind;
     fn give_up(self);
 }
 
 impl GiveUp for ReplyData {
-    const OP: Op = Op::Read;
+    const OP: RequestKind = RequestKind::Read;
 
     fn give_up(self) {
         self.error(Errno::EIO);
@@ -46,7 +46,7 @@ impl GiveUp for ReplyData {
 }
 
 impl GiveUp for ReplyOpen {
-    const OP: Op = Op::Open;
+    const OP: RequestKind = RequestKind::Open;
 
     fn give_up(self) {
         self.error(Errno::EIO);

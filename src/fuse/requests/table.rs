@@ -83,7 +83,7 @@ impl<R> Default for Requests<R> {
 }
 
 impl<R> Requests<R> {
-    /// Keeps the reply of a request for `ino` that came at `since`.
+    /// Keeps the reply of a request for `ino` that arrived at `since`.
     pub(in crate::fuse) fn add(self: &Arc<Self>, ino: Ino, since: Instant, reply: R) -> Ticket<R> {
         let shard_index = own_shard();
         let mut shard = self.shard(shard_index);

@@ -2,5 +2,7 @@
 
 mod changes;
 mod serve;
+mod supervisor;
 
-pub use serve::{Exit, block_signals, interruptible, serve};
+pub use serve::{block_signals, interruptible, serve};
+pub use supervisor::Exit;

@@ -20,65 +20,31 @@
 use std::{
     fs::File,
     io,
-    os::fd::AsFd,
     path::Path,
-    sync::{Arc, atomic::Ordering, mpsc},
-    thread::{self, JoinHandle},
+    sync::{Arc, mpsc},
+    thread,
     time::{Duration, Instant},
 };
 
 use fuser::SessionACL;
-use nix::{
-    errno::Errno,
-    poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::{
-        signal::{SigSet, Signal},
-        signalfd::{SfdFlags, SignalFd},
-    },
+use nix::sys::{
+    signal::SigSet,
+    signalfd::{SfdFlags, SignalFd},
 };
-use tracing::{Level, error, info, warn};
+use tracing::{info, warn};
 
-use super::changes::Changes;
+use super::supervisor::{Attached, Exit, Running, Supervisor};
 use crate::{
     fuse::{
         adapter::KernelAdapter,
-        daemon::notify_systemd,
-        mounts::{
-            Device, MountError, MountOptions, MountState, MountUser, Mounted, Passed, UnmountError, abort, adopt,
-            describe, is_passed, is_stale, mount, set_read_ahead,
-        },
+        mounts::{MountError, MountOptions, adopt, is_passed, mount, set_read_ahead},
     },
     host::{
         Log, limits,
-        signal::{self, ENDING, REOPEN, STATISTICS},
+        signal::{self, ENDING},
     },
-    volume::{FileSystem, Op},
+    volume::FileSystem,
 };
-
-/// How the mount ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Exit {
-    /// A signal came, and no process used the mount when it was removed.
-    Unmounted,
-    /// A signal came while files were open; they were served until the last was closed.
-    Drained,
-    /// Another process unmounted it.
-    UnmountedOutside,
-    /// A signal came while no file was open. The mount is left, without an answer, to the process that made it.
-    Left,
-    /// Open files were cut off: at a second signal, or at the end of the drain period.
-    Aborted,
-}
-
-impl Exit {
-    /// Whether no read was cut off.
-    pub const fn is_clean(self) -> bool {
-        match self {
-            Self::Unmounted | Self::Drained | Self::UnmountedOutside | Self::Left => true,
-            Self::Aborted => false,
-        }
-    }
-}
 
 /// Blocks the signals that [`serve`] waits for, in this thread and the threads that it starts. Ignores the signals that mean
 /// nothing to a mount.
@@ -116,18 +82,6 @@ pub fn interruptible<T>(work: impl FnOnce() -> T) -> Result<T, MountError> {
 
 /// Time that the mount has to answer the self-check.
 const SELF_CHECK_LIMIT: Duration = Duration::from_secs(10);
-
-/// Log target of the statistics. Users search for it, so it does not follow the module's name.
-const LOG_TARGET: &str = "ckfs::fuse::session";
-
-/// Time between attempts to unmount.
-const RETRY_PERIOD: Duration = Duration::from_millis(100);
-
-/// How long to look for processes that keep the mount busy.
-const USERS_LIMIT: Duration = Duration::from_secs(2);
-
-/// Time that threads have to end after an abort, before the process ends without them.
-const ABORT_LIMIT: Duration = Duration::from_secs(2);
 
 /// Bytes of the buffer into which each thread of fuser reads requests.
 const REQUEST_BUFFER_BYTES: usize = (16 << 20) + 4096;
@@ -251,353 +205,10 @@ fn answers(mountpoint: &Path) -> Result<(), MountError> {
     result.map_err(|message| MountError::Unresponsive { path: mountpoint.to_owned(), message })
 }
 
-/// What connects this process to a mount.
-enum Attached {
-    /// This process made it, and removes it.
-    Own(Mounted),
-    /// Another process did, and will.
-    Passed(Passed),
-}
-
-impl Attached {
-    /// Where it is mounted, or the name of the descriptor.
-    fn path(&self) -> &Path {
-        match self {
-            Self::Own(mounted) => mounted.path(),
-            Self::Passed(passed) => &passed.path,
-        }
-    }
-
-    fn device(&self) -> Option<Device> {
-        match self {
-            Self::Own(mounted) => Some(mounted.device()),
-            Self::Passed(passed) => passed.device,
-        }
-    }
-
-    fn detach(&self) {
-        match self {
-            Self::Own(mounted) => detach(mounted),
-            Self::Passed(_) => {}
-        }
-    }
-}
-
-fn detach(mounted: &Mounted) {
-    if let Err(error) = mounted.unmount(true) {
-        error!("{error}");
-    }
-}
-
-/// The threads that handle requests.
-struct Running {
-    thread: Option<JoinHandle<io::Result<()>>>,
-    changes: Changes,
-    /// Reports a hang-up when all threads have ended.
-    ended: io::PipeReader,
-}
-
-impl Running {
-    fn start(session: fuser::Session<KernelAdapter>, fs: &Arc<dyn FileSystem>) -> Result<Self, MountError> {
-        let failed = |source| MountError::System { what: "start a thread", source };
-        let (ended, alive) = io::pipe().map_err(failed)?;
-        let changes = Changes::start(fs, session.notifier()).map_err(failed)?;
-        let ending = changes.clone();
-        let thread = thread::Builder::new().name("ckfs-session".into()).spawn(move || {
-            let result = session.run();
-            // The notifier holds the session's descriptor.
-            ending.end();
-            drop(alive);
-            result
-        });
-        Ok(Self { thread: Some(thread.map_err(failed)?), changes, ended })
-    }
-
-    /// Fails if the threads are gone already, as when one of them did not start.
-    fn check(&mut self) -> Result<(), MountError> {
-        let mut fds = [PollFd::new(self.ended.as_fd(), PollFlags::POLLIN)];
-        if !matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..)) {
-            return Ok(());
-        }
-        let ended = || io::Error::other("its threads ended");
-        Err(MountError::Session { source: self.result().err().unwrap_or_else(ended) })
-    }
-
-    /// What the threads ended with. Waits for them.
-    fn result(&mut self) -> io::Result<()> {
-        let Some(thread) = self.thread.take() else { return Ok(()) };
-        thread.join().unwrap_or_else(|_| Err(io::Error::other("a session thread panicked")))
-    }
-}
-
-/// What the supervisor waited for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Event {
-    /// All threads are gone: the connection has ended.
-    Ended,
-    /// A signal to end came.
-    Signal(Signal),
-    /// Time is up.
-    Timeout,
-}
-
-/// Watches over a mount until its end.
-struct Supervisor {
-    mounted: Attached,
-    running: Running,
-    signals: SignalFd,
-    /// Given up when the mount ends.
-    spare: Vec<File>,
-    grace: Duration,
-    drain: Duration,
-    fs: Arc<dyn FileSystem>,
-    log: Log,
-    /// When it began to serve.
-    since: Instant,
-}
-
-impl Drop for Supervisor {
-    fn drop(&mut self) {
-        self.fs.on_change(None);
-    }
-}
-
-impl Supervisor {
-    fn run(&mut self) -> Result<Exit, MountError> {
-        let event = self.wait(None)?;
-        self.spare.clear();
-        match event {
-            Event::Ended => return self.ended_by_itself(),
-            Event::Signal(signal) => info!("{signal}: unmounting {}", self.mounted.path().display()),
-            Event::Timeout => {}
-        }
-        self.running.changes.end();
-        notify_systemd(&[sd_notify::NotifyState::Stopping]);
-        if matches!(self.mounted, Attached::Passed(_)) {
-            return self.leave();
-        }
-        let Some(calm) = self.unmount_with_grace()? else { return Ok(self.cut_off()) };
-        match self.wait(Some(Instant::now() + self.drain))? {
-            Event::Ended => {
-                self.log_result();
-                Ok(if calm { Exit::Unmounted } else { Exit::Drained })
-            }
-            Event::Signal(_) => Ok(self.cut_off()),
-            Event::Timeout => {
-                warn!("files are still open after {} s; aborting", self.drain.as_secs());
-                Ok(self.cut_off())
-            }
-        }
-    }
-
-    /// Handles that readers have open.
-    fn open_files(&self) -> u64 {
-        let metrics = self.fs.metrics();
-        let (opens, releases) = (metrics.op(Op::Open), metrics.op(Op::Release));
-        let failed = opens.errors.load(Ordering::Relaxed);
-        let closed = releases.count.load(Ordering::Relaxed);
-        opens.count.load(Ordering::Relaxed).saturating_sub(failed).saturating_sub(closed)
-    }
-
-    /// Ends without unmounting, as another process made the mount: when no file is open, or when the periods are over.
-    fn leave(&mut self) -> Result<Exit, MountError> {
-        let until = Instant::now() + self.grace + self.drain;
-        let path = self.mounted.path().display().to_string();
-        let (mut told, mut calm) = (false, 0);
-        loop {
-            let open = self.open_files();
-            // An open is counted a moment after its reply, so that one look is not enough.
-            calm = if open == 0 { calm + 1 } else { 0 };
-            if calm > 1 {
-                info!("{path}: the process that made the mount has to unmount it");
-                return Ok(Exit::Left);
-            }
-            let now = Instant::now();
-            if open > 0 && now >= until {
-                warn!("{path}: {open} open files are cut off");
-                return Ok(self.cut_off());
-            }
-            if open > 0 && !told {
-                told = true;
-                info!("{path}: {open} files are open; waiting at most {} s", (until - now).as_secs());
-            }
-            match self.wait(Some(now + RETRY_PERIOD))? {
-                Event::Ended => {
-                    self.log_result();
-                    return Ok(Exit::Drained);
-                }
-                Event::Signal(_) => return Ok(self.cut_off()),
-                Event::Timeout => {}
-            }
-        }
-    }
-
-    /// Unmounts, or detaches when the grace period ends. Whether the mount was free, or `None` at a second signal.
-    fn unmount_with_grace(&mut self) -> Result<Option<bool>, MountError> {
-        let until = Instant::now() + self.grace;
-        let mut told = false;
-        loop {
-            let Attached::Own(mounted) = &self.mounted else { return Ok(Some(true)) };
-            match mounted.unmount(false) {
-                Ok(MountState::Covered) => {
-                    warn!("{}: covered by another mount, left in place", self.mounted.path().display());
-                    return Ok(Some(false));
-                }
-                Ok(MountState::Attached | MountState::Gone) => return Ok(Some(!told)),
-                Err(UnmountError::Busy { .. }) => {}
-                Err(error) => {
-                    error!("{error}");
-                    self.mounted.detach();
-                    return Ok(Some(false));
-                }
-            }
-            if !told {
-                told = true;
-                let users = describe(&self.users());
-                warn!("{} is busy, {users}; waiting {} s", self.mounted.path().display(), self.grace.as_secs());
-                notify_systemd(&[sd_notify::NotifyState::Status(&format!("busy, {users}"))]);
-            }
-            let now = Instant::now();
-            if now >= until {
-                warn!("{}: detaching; open files stay readable", self.mounted.path().display());
-                self.mounted.detach();
-                return Ok(Some(false));
-            }
-            match self.wait(Some(until.min(now + RETRY_PERIOD)))? {
-                Event::Ended => return Ok(Some(false)),
-                Event::Signal(_) => return Ok(None),
-                Event::Timeout => {}
-            }
-        }
-    }
-
-    /// The processes that use the mount. Searched for in another thread: reading another process's maps can wait for its page
-    /// faults, and so for this mount.
-    fn users(&self) -> Vec<MountUser> {
-        let Attached::Own(mounted) = &self.mounted else { return Vec::new() };
-        let (answer, answered) = mpsc::channel();
-        let search = mounted.users();
-        let searching = thread::Builder::new().name("ckfs-users".into()).spawn(move || {
-            let _ = answer.send(search());
-        });
-        searching.ok().and_then(|_| answered.recv_timeout(USERS_LIMIT).ok()).unwrap_or_default()
-    }
-
-    /// The connection ended without a signal.
-    fn ended_by_itself(&mut self) -> Result<Exit, MountError> {
-        let result = self.running.result();
-        let Attached::Own(mounted) = &self.mounted else {
-            return result.map(|()| Exit::UnmountedOutside).map_err(|source| MountError::Session { source });
-        };
-        // After an abort from outside the mount is still there, but dead.
-        // One that is alive is a successor's, whatever the numbers say.
-        let dead = match mounted.state() {
-            // After an error some threads may still answer, but the process ends.
-            MountState::Attached => result.is_err() || is_stale(mounted.path()),
-            MountState::Covered => true,
-            MountState::Gone => false,
-        };
-        if dead {
-            detach(mounted);
-        }
-        match result {
-            Err(source) => Err(MountError::Session { source }),
-            Ok(()) if dead => Ok(Exit::Aborted),
-            Ok(()) => Ok(Exit::UnmountedOutside),
-        }
-    }
-
-    /// Detaches and aborts.
-    fn cut_off(&mut self) -> Exit {
-        self.mounted.detach();
-        self.abort();
-        Exit::Aborted
-    }
-
-    fn abort(&mut self) {
-        // Without the number of the device, the end of this process ends the connection.
-        let Some(device) = self.mounted.device() else { return };
-        abort(device);
-        let until = Instant::now() + ABORT_LIMIT;
-        loop {
-            match self.wait(Some(until)) {
-                Ok(Event::Signal(_)) => {}
-                Ok(Event::Ended) => return self.log_result(),
-                // The threads end with the process.
-                Ok(Event::Timeout) | Err(_) => return,
-            }
-        }
-    }
-
-    fn log_result(&mut self) {
-        if let Err(error) = self.running.result() {
-            warn!("session with the kernel: {error}");
-        }
-    }
-
-    /// One line of statistics.
-    fn statistics(&self) -> String {
-        let metrics = self.fs.metrics();
-        let count = |op: Op| metrics.op(op).count.load(Ordering::Relaxed);
-        let all = |which: &dyn Fn(Op) -> u64| Op::ALL.iter().map(|op| which(*op)).sum::<u64>();
-        format!(
-            "statistics of {}: up {} s, {} requests, {} opens, {} reads, {} errors, {} panics, {} in flight, {} opens passed to \
-             the kernel",
-            self.mounted.path().display(),
-            self.since.elapsed().as_secs(),
-            all(&count),
-            count(Op::Open),
-            count(Op::Read),
-            all(&|op| metrics.op(op).errors.load(Ordering::Relaxed)),
-            metrics.panics.load(Ordering::Relaxed),
-            metrics.in_flight.load(Ordering::Relaxed),
-            metrics.passthrough_opens.load(Ordering::Relaxed),
-        )
-    }
-
-    /// Waits for a signal to end or the end of the threads, until `deadline`; does what other signals ask for.
-    fn wait(&self, deadline: Option<Instant>) -> Result<Event, MountError> {
-        let failed = |errno: Errno| MountError::System { what: "wait for signals", source: errno.into() };
-        loop {
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            // Rounded up, so that the last turn does not spin.
-            let timeout = left.map_or(PollTimeout::NONE, |left| {
-                PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
-            });
-            let mut fds = [
-                PollFd::new(self.running.ended.as_fd(), PollFlags::POLLIN),
-                PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
-            ];
-            match poll(&mut fds, timeout) {
-                Ok(_) | Err(Errno::EINTR) => {}
-                Err(errno) => return Err(failed(errno)),
-            }
-            if fds[0].any() == Some(true) {
-                return Ok(Event::Ended);
-            }
-            if let Some(info) = self.signals.read_signal().map_err(failed)? {
-                let signal = i32::try_from(info.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok());
-                match signal {
-                    Some(signal) if signal == REOPEN => {
-                        self.log.reopen();
-                        info!("{signal}: the log file is opened anew");
-                    }
-                    Some(signal) if signal == STATISTICS => {
-                        self.log.write(Level::INFO, LOG_TARGET, self.statistics());
-                    }
-                    signal => return Ok(Event::Signal(signal.unwrap_or(Signal::SIGTERM))),
-                }
-            }
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Ok(Event::Timeout);
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::signal::{REOPEN, STATISTICS};
 
     #[test]
     fn signals_are_let_through_by_one_thread_only() {
@@ -608,24 +219,5 @@ mod tests {
         };
         let found = interruptible(|| (blocked(), thread::spawn(blocked).join().unwrap())).unwrap();
         assert_eq!((found, blocked()), ((true, true), true));
-    }
-
-    #[test]
-    fn only_an_abort_is_unclean() {
-        for (exit, clean) in [
-            (Exit::Unmounted, true),
-            (Exit::Drained, true),
-            (Exit::UnmountedOutside, true),
-            (Exit::Left, true),
-            (Exit::Aborted, false),
-        ] {
-            assert_eq!(exit.is_clean(), clean);
-        }
-    }
-
-    #[test]
-    fn defaults_end_before_systemd_loses_patience() {
-        let options = MountOptions::default();
-        assert!(options.grace + options.drain + ABORT_LIMIT < Duration::from_secs(30));
     }
 }

@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use super::{
     function::Function,
     operator::{Binary, equal},
-    value::{Absent, EvalError, Names, Value},
+    value::{Absent, EvalError, ExprValue, NameScope},
 };
 
 /// Most numbers of a list.
@@ -14,8 +14,8 @@ const LIST_MAX: i64 = 1 << 20;
 /// A node of a parsed expression.
 #[derive(Clone, Debug)]
 pub(super) enum ExprNode {
-    Value(Value),
-    Text(Template),
+    Value(ExprValue),
+    Text(TextTemplate),
     Name(Arc<str>),
     Config(Vec<String>),
     Mesh(String),
@@ -38,7 +38,7 @@ pub struct Expr {
 
 /// A text with expressions in braces: `layers.{l}.{2*i+1}`. Doubled braces stand for themselves.
 #[derive(Clone, Debug)]
-pub struct Template {
+pub struct TextTemplate {
     pub(super) parts: Vec<(String, Option<ExprNode>)>,
 }
 
@@ -52,7 +52,7 @@ impl Expr {
     ///
     /// # Errors
     /// [`EvalError`].
-    pub fn eval(&self, names: &dyn Names) -> Result<Value, EvalError> {
+    pub fn eval(&self, names: &dyn NameScope) -> Result<ExprValue, EvalError> {
         self.node.eval(names)
     }
 
@@ -62,22 +62,22 @@ impl Expr {
     }
 }
 
-impl Template {
+impl TextTemplate {
     /// The text with values filled in.
     ///
     /// # Errors
     /// [`EvalError`], also if a value is not a number, text, true or false.
-    pub fn eval(&self, names: &dyn Names) -> Result<String, EvalError> {
+    pub fn eval(&self, names: &dyn NameScope) -> Result<String, EvalError> {
         use fmt::Write as _;
         let mut text = String::new();
         for (literal, node) in &self.parts {
             text.push_str(literal);
             let Some(node) = node else { continue };
             match node.eval(names)? {
-                value @ (Value::Absent(_) | Value::View(_) | Value::List(_)) => {
+                value @ (ExprValue::Absent(_) | ExprValue::View(_) | ExprValue::List(_)) => {
                     return Err(value.kind("template", "a number or a text"));
                 }
-                value @ (Value::Int(_) | Value::Float(_) | Value::Bool(_) | Value::Text(_)) => {
+                value @ (ExprValue::Int(_) | ExprValue::Float(_) | ExprValue::Bool(_) | ExprValue::Text(_)) => {
                     write!(text, "{value}").expect("a string takes all that is written");
                 }
             }
@@ -110,27 +110,27 @@ impl ExprNode {
         }
     }
 
-    fn eval(&self, names: &dyn Names) -> Result<Value, EvalError> {
+    fn eval(&self, names: &dyn NameScope) -> Result<ExprValue, EvalError> {
         match self {
             Self::Value(value) => Ok(value.clone()),
-            Self::Text(template) => Ok(Value::Text(template.eval(names)?.into())),
+            Self::Text(template) => Ok(ExprValue::Text(template.eval(names)?.into())),
             Self::Name(name) => names.name(name),
             Self::Config(path) => {
-                Ok(names.config(path).unwrap_or_else(|| Value::Absent(Arc::new(Absent::Config(path.join("."))))))
+                Ok(names.config(path).unwrap_or_else(|| ExprValue::Absent(Arc::new(Absent::Config(path.join("."))))))
             }
             Self::Mesh(axis) => Ok(match names.mesh(axis) {
-                Some(size) => i64::try_from(size).map(Value::Int).map_err(|_| EvalError::Range("mesh"))?,
-                None => Value::Absent(Arc::new(Absent::MeshAxis(axis.clone()))),
+                Some(size) => i64::try_from(size).map(ExprValue::Int).map_err(|_| EvalError::Range("mesh"))?,
+                None => ExprValue::Absent(Arc::new(Absent::MeshAxis(axis.clone()))),
             }),
-            Self::Not(of) => Ok(Value::Bool(!of.eval(names)?.bool("!")?)),
+            Self::Not(of) => Ok(ExprValue::Bool(!of.eval(names)?.bool("!")?)),
             Self::Negative(of) => match of.eval(names)? {
-                Value::Int(value) => value.checked_neg().map(Value::Int).ok_or(EvalError::Range("-")),
-                value @ (Value::Float(_)
-                | Value::Bool(_)
-                | Value::Text(_)
-                | Value::Absent(_)
-                | Value::View(_)
-                | Value::List(_)) => Ok(Value::Float(-value.float("-")?)),
+                ExprValue::Int(value) => value.checked_neg().map(ExprValue::Int).ok_or(EvalError::Range("-")),
+                value @ (ExprValue::Float(_)
+                | ExprValue::Bool(_)
+                | ExprValue::Text(_)
+                | ExprValue::Absent(_)
+                | ExprValue::View(_)
+                | ExprValue::List(_)) => Ok(ExprValue::Float(-value.float("-")?)),
             },
             Self::If(of) => {
                 let [condition, yes, no] = &**of;
@@ -139,17 +139,19 @@ impl ExprNode {
             Self::Coalesce(of) => {
                 let [first, second] = &**of;
                 let value = first.eval(names)?;
-                if let Value::Absent(_) = value { second.eval(names) } else { Ok(value) }
+                if let ExprValue::Absent(_) = value { second.eval(names) } else { Ok(value) }
             }
             Self::Binary(sign, operator, of) => {
                 let left = of[0].eval(names)?;
                 let right = || of[1].eval(names);
                 Ok(match operator {
-                    Binary::Or => Value::Bool(left.bool(sign)? || right()?.bool(sign)?),
-                    Binary::And => Value::Bool(left.bool(sign)? && right()?.bool(sign)?),
-                    Binary::Equal => Value::Bool(equal(&left, &right()?)),
-                    Binary::Unequal => Value::Bool(!equal(&left, &right()?)),
-                    Binary::Compare(compare) => Value::Bool(compare.apply(left.float(sign)?, right()?.float(sign)?)),
+                    Binary::Or => ExprValue::Bool(left.bool(sign)? || right()?.bool(sign)?),
+                    Binary::And => ExprValue::Bool(left.bool(sign)? && right()?.bool(sign)?),
+                    Binary::Equal => ExprValue::Bool(equal(&left, &right()?)),
+                    Binary::Unequal => ExprValue::Bool(!equal(&left, &right()?)),
+                    Binary::Compare(compare) => {
+                        ExprValue::Bool(compare.apply(left.float(sign)?, right()?.float(sign)?))
+                    }
                     Binary::Arithmetic(arithmetic) => arithmetic.apply(sign, &left, &right()?)?,
                 })
             }
@@ -170,7 +172,7 @@ impl ExprNode {
                     }
                     numbers.extend(first..end);
                 }
-                Ok(Value::List(numbers.into()))
+                Ok(ExprValue::List(numbers.into()))
             }
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::value::{Absent, EvalError, Names, Value};
+use super::value::{Absent, EvalError, ExprValue, NameScope};
 use crate::tensor::{DType, Element, Keep, Shape, View, ViewError};
 
 /// Most repetitions of one element.
@@ -91,20 +91,20 @@ pub(super) const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
 ];
 
 /// The axis of a number. A negative number counts from the end.
-fn axis(name: &'static str, value: &Value, rank: usize) -> Result<usize, EvalError> {
+fn axis(name: &'static str, value: &ExprValue, rank: usize) -> Result<usize, EvalError> {
     let number = value.int(name)?;
     let from_end = if number < 0 { i64::try_from(rank).expect("views have few axes") + number } else { number };
     usize::try_from(from_end).map_err(|_| value.kind(name, "an axis"))
 }
 
-fn whole(name: &'static str, value: f64) -> Result<Value, EvalError> {
+fn whole(name: &'static str, value: f64) -> Result<ExprValue, EvalError> {
     // Beyond 2^53 an f64 no longer distinguishes neighbouring integers.
     const EXACT: f64 = 9_007_199_254_740_992.0;
     if value.abs() > EXACT {
         return Err(EvalError::Range(name));
     }
     #[allow(clippy::cast_possible_truncation, reason = "whole and below 2^53")]
-    Ok(Value::Int(value as i64))
+    Ok(ExprValue::Int(value as i64))
 }
 
 /// Each element of an axis `times` times in a row.
@@ -125,7 +125,12 @@ fn repeat(view: &View, axis: usize, times: u64) -> Result<View, EvalError> {
 }
 
 impl Function {
-    pub(super) fn apply(self, name: &'static str, values: &[Value], names: &dyn Names) -> Result<Value, EvalError> {
+    pub(super) fn apply(
+        self,
+        name: &'static str,
+        values: &[ExprValue],
+        names: &dyn NameScope,
+    ) -> Result<ExprValue, EvalError> {
         match self {
             Self::Min | Self::Max => {
                 let mut best = &values[0];
@@ -140,27 +145,27 @@ impl Function {
             }
             Self::Sqrt => {
                 let value = values[0].float(name)?;
-                if value >= 0.0 { Ok(Value::Float(value.sqrt())) } else { Err(EvalError::Range(name)) }
+                if value >= 0.0 { Ok(ExprValue::Float(value.sqrt())) } else { Err(EvalError::Range(name)) }
             }
             Self::Ceil => whole(name, values[0].float(name)?.ceil()),
             Self::Floor => whole(name, values[0].float(name)?.floor()),
             #[allow(clippy::cast_possible_truncation, reason = "the caller asks for rounding")]
-            Self::F32 => Ok(Value::Float(f64::from(values[0].float(name)? as f32))),
+            Self::F32 => Ok(ExprValue::Float(f64::from(values[0].float(name)? as f32))),
             #[allow(clippy::cast_possible_truncation, reason = "the caller asks for rounding, by way of f32")]
-            Self::Bf16 => Ok(Value::Float(bf16::from_f32(values[0].float(name)? as f32).to_f64())),
-            Self::Exists => Ok(Value::Bool(names.shape(values[0].text(name)?).is_some())),
-            Self::Given => Ok(Value::Bool(names.given(values[0].text(name)?))),
+            Self::Bf16 => Ok(ExprValue::Float(bf16::from_f32(values[0].float(name)? as f32).to_f64())),
+            Self::Exists => Ok(ExprValue::Bool(names.shape(values[0].text(name)?).is_some())),
+            Self::Given => Ok(ExprValue::Bool(names.given(values[0].text(name)?))),
             Self::ShapeOf => {
                 let tensor = values[0].text(name)?;
                 let Some(shape) = names.shape(tensor) else {
-                    return Ok(Value::Absent(Arc::new(Absent::Tensor(tensor.to_owned()))));
+                    return Ok(ExprValue::Absent(Arc::new(Absent::Tensor(tensor.to_owned()))));
                 };
                 let extent = shape.get(axis(name, &values[1], shape.len())?).and_then(|e| i64::try_from(*e).ok());
-                extent.map(Value::Int).ok_or_else(|| values[1].kind(name, "an axis of the tensor"))
+                extent.map(ExprValue::Int).ok_or_else(|| values[1].kind(name, "an axis of the tensor"))
             }
             Self::Count => {
                 let count = names.count(values[0].text(name)?);
-                i64::try_from(count).map(Value::Int).map_err(|_| EvalError::Range(name))
+                i64::try_from(count).map(ExprValue::Int).map_err(|_| EvalError::Range(name))
             }
             Self::View(function) => function.apply(name, values, names.inverts()),
         }
@@ -168,13 +173,13 @@ impl Function {
 }
 
 impl ViewFunction {
-    fn apply(self, name: &'static str, values: &[Value], inverts: bool) -> Result<Value, EvalError> {
+    fn apply(self, name: &'static str, values: &[ExprValue], inverts: bool) -> Result<ExprValue, EvalError> {
         if let Self::Concat | Self::Stack = self {
             let views = values[1..].iter().map(|value| value.view(name).cloned()).collect::<Result<Vec<_>, _>>()?;
             let rank = views[0].shape().rank();
             let axis = axis(name, &values[0], rank + usize::from(self == Self::Stack))?;
             let view = if self == Self::Stack { View::stack(axis, &views) } else { View::concat(axis, &views) };
-            return Ok(Value::View(view?));
+            return Ok(ExprValue::View(view?));
         }
         if self == Self::Fill {
             return Self::fill(name, values);
@@ -225,7 +230,7 @@ impl ViewFunction {
             Self::Cast => view.cast(Self::dtype(name, &values[1])?)?,
             Self::Mul | Self::MulFlush | Self::MulF32 => {
                 let (flush, keep) = (self == Self::MulFlush, self.keep());
-                if let Value::View(other) = &values[1] {
+                if let ExprValue::View(other) = &values[1] {
                     if let Some(inverse) = values.get(2) {
                         return Err(inverse.kind(name, "no third operand after two views"));
                     }
@@ -235,7 +240,7 @@ impl ViewFunction {
                 }
             }
             Self::Add | Self::AddF32 => {
-                if let Value::View(other) = &values[1] {
+                if let ExprValue::View(other) = &values[1] {
                     view.add_view(other, self.keep())?
                 } else {
                     view.add(addend()?, self.keep())?
@@ -244,13 +249,13 @@ impl ViewFunction {
             Self::Exp => view.exp()?,
             Self::Extent => {
                 let extent = view.shape().extents().get(axis(1)?).and_then(|extent| i64::try_from(*extent).ok());
-                return extent.map(Value::Int).ok_or_else(|| values[1].kind(name, "an axis of the view"));
+                return extent.map(ExprValue::Int).ok_or_else(|| values[1].kind(name, "an axis of the view"));
             }
             Self::Rank | Self::Concat | Self::Stack | Self::Fill => {
-                return i64::try_from(rank).map(Value::Int).map_err(|_| EvalError::Range(name));
+                return i64::try_from(rank).map(ExprValue::Int).map_err(|_| EvalError::Range(name));
             }
         };
-        Ok(Value::View(result))
+        Ok(ExprValue::View(result))
     }
 
     /// The dtype of the result of arithmetic.
@@ -259,12 +264,12 @@ impl ViewFunction {
     }
 
     /// Indexes given one by one or in lists.
-    fn indexes(name: &'static str, values: &[Value]) -> Result<Vec<u64>, EvalError> {
+    fn indexes(name: &'static str, values: &[ExprValue]) -> Result<Vec<u64>, EvalError> {
         let mut indexes = Vec::new();
         for value in values {
-            if let Value::List(numbers) = value {
+            if let ExprValue::List(numbers) = value {
                 for number in numbers.iter() {
-                    indexes.push(Value::Int(*number).natural(name)?);
+                    indexes.push(ExprValue::Int(*number).natural(name)?);
                 }
             } else {
                 indexes.push(value.natural(name)?);
@@ -273,24 +278,24 @@ impl ViewFunction {
         Ok(indexes)
     }
 
-    fn dtype(name: &'static str, value: &Value) -> Result<DType, EvalError> {
+    fn dtype(name: &'static str, value: &ExprValue) -> Result<DType, EvalError> {
         let text = value.text(name)?;
         DType::from_user(text).ok_or_else(|| EvalError::DType(text.to_owned()))
     }
 
-    fn fill(name: &'static str, values: &[Value]) -> Result<Value, EvalError> {
+    fn fill(name: &'static str, values: &[ExprValue]) -> Result<ExprValue, EvalError> {
         let dtype = Self::dtype(name, &values[1])?;
         let extents = values[2..].iter().map(|value| value.natural(name)).collect::<Result<Vec<_>, _>>()?;
         let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
         let constant = values[0].constant(name)?;
         if constant.to_bits() == 0 && dtype != DType::F8E8M0 {
-            return Ok(Value::View(View::fill(shape, Element::zero(dtype))));
+            return Ok(ExprValue::View(View::fill(shape, Element::zero(dtype))));
         }
-        Ok(Value::View(View::fill(shape, Element::f32(constant)).cast(dtype)?))
+        Ok(ExprValue::View(View::fill(shape, Element::f32(constant)).cast(dtype)?))
     }
 
     /// Extents, with -1 replaced by the extent that the others leave.
-    fn extents(name: &'static str, view: &View, values: &[Value]) -> Result<Vec<u64>, EvalError> {
+    fn extents(name: &'static str, view: &View, values: &[ExprValue]) -> Result<Vec<u64>, EvalError> {
         let mut open = None;
         let mut extents = Vec::with_capacity(values.len());
         for (at, value) in values.iter().enumerate() {

@@ -52,8 +52,8 @@ pub(super) fn function_names() -> impl Iterator<Item = &'static str> + Clone {
     function::FUNCTIONS.iter().map(|(name, ..)| *name)
 }
 
-pub use expression::{Expr, Template};
-pub use value::{Absent, EvalError, Names, SyntaxError, Value};
+pub use expression::{Expr, TextTemplate};
+pub use value::{Absent, EvalError, ExprValue, NameScope, SyntaxError};
 
 #[cfg(test)]
 mod tests {
@@ -71,21 +71,21 @@ mod tests {
         View::source(SourceTensor { id: TensorId(0), dtype: DType::BF16, shape })
     }
 
-    impl Names for Fixed {
-        fn name(&self, name: &str) -> Result<Value, EvalError> {
+    impl NameScope for Fixed {
+        fn name(&self, name: &str) -> Result<ExprValue, EvalError> {
             match name {
-                "x" => Ok(Value::View(tensor())),
-                "n" => Ok(Value::Int(12)),
-                "pi" => Ok(Value::Float(3.25)),
+                "x" => Ok(ExprValue::View(tensor())),
+                "n" => Ok(ExprValue::Int(12)),
+                "pi" => Ok(ExprValue::Float(3.25)),
                 _ => Err(EvalError::Name(name.to_owned())),
             }
         }
 
-        fn config(&self, path: &[String]) -> Option<Value> {
+        fn config(&self, path: &[String]) -> Option<ExprValue> {
             match path.join(".").as_str() {
-                "hidden_size" => Some(Value::Int(48)),
-                "rope.theta" => Some(Value::Float(1e6)),
-                "kind" => Some(Value::Text("moe".into())),
+                "hidden_size" => Some(ExprValue::Int(48)),
+                "rope.theta" => Some(ExprValue::Float(1e6)),
+                "kind" => Some(ExprValue::Text("moe".into())),
                 _ => None,
             }
         }
@@ -103,7 +103,7 @@ mod tests {
         }
     }
 
-    fn eval(text: &str) -> Result<Value, String> {
+    fn eval(text: &str) -> Result<ExprValue, String> {
         let expr = Expr::parse(text).map_err(|error| error.to_string())?;
         expr.eval(&Fixed).map_err(|error| error.to_string())
     }
@@ -254,7 +254,7 @@ mod tests {
         assert_eq!(stop.eval(&Fixed).unwrap().to_string(), "48");
         assert_eq!(Expr::parse_range("0..6").unwrap().1.eval(&Fixed).unwrap().to_string(), "6");
         assert!(Expr::parse_range("6").is_err());
-        let template = Template::parse("a.{n - 2}.{if n == 12 then 'x' else 'y'}.{{}}.é").unwrap();
+        let template = TextTemplate::parse("a.{n - 2}.{if n == 12 then 'x' else 'y'}.{{}}.é").unwrap();
         assert_eq!(template.eval(&Fixed).unwrap(), "a.10.x.{}.é");
         let mut names = Vec::new();
         template.for_each_name(&mut |name| names.push(name.to_owned()));
@@ -266,10 +266,10 @@ mod tests {
         let rows =
             [("12", "12"), ("256_128", "256128"), ("true", "true"), ("0.5", "0.5"), (" a b ", "a b"), ("inf", "inf")];
         for (text, expected) in rows {
-            assert_eq!(Value::of_text(text).to_string(), expected);
+            assert_eq!(ExprValue::of_text(text).to_string(), expected);
         }
-        assert!(matches!(Value::of_text("0.2.5"), Value::Text(_)));
-        assert!(matches!(Value::of_text("nan"), Value::Text(_)));
+        assert!(matches!(ExprValue::of_text("0.2.5"), ExprValue::Text(_)));
+        assert!(matches!(ExprValue::of_text("nan"), ExprValue::Text(_)));
     }
 
     proptest! {
@@ -277,7 +277,7 @@ mod tests {
         fn no_text_makes_the_parser_panic(text in ".{0,60}") {
             let _ = Expr::parse(&text);
             let _ = Expr::parse_range(&text);
-            let _ = Template::parse(&text);
+            let _ = TextTemplate::parse(&text);
         }
 
         /// Texts of the language's own words pass further into parser and evaluation than random texts.
@@ -329,12 +329,12 @@ mod tests {
 
     struct Pair(i64, i64);
 
-    impl Names for Pair {
-        fn name(&self, name: &str) -> Result<Value, EvalError> {
-            Ok(Value::Int(if name == "a" { self.0 } else { self.1 }))
+    impl NameScope for Pair {
+        fn name(&self, name: &str) -> Result<ExprValue, EvalError> {
+            Ok(ExprValue::Int(if name == "a" { self.0 } else { self.1 }))
         }
 
-        fn config(&self, _: &[String]) -> Option<Value> {
+        fn config(&self, _: &[String]) -> Option<ExprValue> {
             None
         }
 

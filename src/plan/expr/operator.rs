@@ -1,6 +1,6 @@
 //! The operators of expressions.
 
-use super::value::{EvalError, Value};
+use super::value::{EvalError, ExprValue};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Binary {
@@ -31,11 +31,11 @@ pub(super) enum Arithmetic {
 }
 
 /// Whether two values are equal. Values of different kinds are not, but a whole number may equal a fraction.
-pub(super) fn equal(left: &Value, right: &Value) -> bool {
+pub(super) fn equal(left: &ExprValue, right: &ExprValue) -> bool {
     match (left, right) {
-        (Value::Text(left), Value::Text(right)) => left == right,
-        (Value::Bool(left), Value::Bool(right)) => left == right,
-        (Value::Absent(_), Value::Absent(_)) => true,
+        (ExprValue::Text(left), ExprValue::Text(right)) => left == right,
+        (ExprValue::Bool(left), ExprValue::Bool(right)) => left == right,
+        (ExprValue::Absent(_), ExprValue::Absent(_)) => true,
         (left, right) => match (left.float("=="), right.float("==")) {
             (Ok(left), Ok(right)) => left.total_cmp(&right).is_eq(),
             _ => false,
@@ -56,8 +56,8 @@ impl Compare {
 }
 
 impl Arithmetic {
-    pub(super) fn apply(self, sign: &'static str, left: &Value, right: &Value) -> Result<Value, EvalError> {
-        if let (Value::Int(a), Value::Int(b)) = (left, right) {
+    pub(super) fn apply(self, sign: &'static str, left: &ExprValue, right: &ExprValue) -> Result<ExprValue, EvalError> {
+        if let (ExprValue::Int(a), ExprValue::Int(b)) = (left, right) {
             let exact = match self {
                 Self::Add => a.checked_add(*b),
                 Self::Subtract => a.checked_sub(*b),
@@ -71,11 +71,11 @@ impl Arithmetic {
                 }
                 Self::Remainder => a.checked_rem_euclid(*b),
                 Self::Divide if a.checked_rem(*b).is_some_and(|rest| rest != 0) => {
-                    return Ok(Value::Float(left.float(sign)? / right.float(sign)?));
+                    return Ok(ExprValue::Float(left.float(sign)? / right.float(sign)?));
                 }
                 Self::Divide => a.checked_div(*b),
             };
-            return exact.map(Value::Int).ok_or(EvalError::Range(sign));
+            return exact.map(ExprValue::Int).ok_or(EvalError::Range(sign));
         }
         let (a, b) = (left.float(sign)?, right.float(sign)?);
         let value = match self {
@@ -86,6 +86,6 @@ impl Arithmetic {
             Self::Remainder => a.rem_euclid(b),
             Self::Divide => a / b,
         };
-        if value.is_finite() { Ok(Value::Float(value)) } else { Err(EvalError::Range(sign)) }
+        if value.is_finite() { Ok(ExprValue::Float(value)) } else { Err(EvalError::Range(sign)) }
     }
 }

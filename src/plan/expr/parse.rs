@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use super::{
-    expression::{Expr, ExprNode, Template},
+    expression::{Expr, ExprNode, TextTemplate},
     function::FUNCTIONS,
     operator::{Arithmetic, Binary, Compare},
-    value::{Absent, DEPTH_MAX, SyntaxError, Value},
+    value::{Absent, DEPTH_MAX, ExprValue, SyntaxError},
 };
 
 struct Parser<'a> {
@@ -148,7 +148,7 @@ impl<'a> Parser<'a> {
         for quote in ["'", "\""] {
             if self.take(quote) {
                 let end = self.rest().find(quote).ok_or_else(|| self.expected("a closing quote"))?;
-                let template = Template::parse_deep(&self.rest()[..end], self.depth)?;
+                let template = TextTemplate::parse_deep(&self.rest()[..end], self.depth)?;
                 self.at += end + 1;
                 return Ok(ExprNode::Text(template));
             }
@@ -162,9 +162,9 @@ impl<'a> Parser<'a> {
         }
         self.at += word.len();
         match word {
-            "true" => return Ok(ExprNode::Value(Value::Bool(true))),
-            "false" => return Ok(ExprNode::Value(Value::Bool(false))),
-            "absent" => return Ok(ExprNode::Value(Value::Absent(Arc::new(Absent::Literal)))),
+            "true" => return Ok(ExprNode::Value(ExprValue::Bool(true))),
+            "false" => return Ok(ExprNode::Value(ExprValue::Bool(false))),
+            "absent" => return Ok(ExprNode::Value(ExprValue::Absent(Arc::new(Absent::Literal)))),
             "then" | "else" => return Err(self.expected("a value before then or else")),
             "config" => return self.members().map(ExprNode::Config),
             "mesh" => {
@@ -241,7 +241,7 @@ impl<'a> Parser<'a> {
             }
         }
         let text = rest[..end].replace('_', "");
-        let value = if whole { text.parse().map(Value::Int).ok() } else { text.parse().map(Value::Float).ok() };
+        let value = if whole { text.parse().map(ExprValue::Int).ok() } else { text.parse().map(ExprValue::Float).ok() };
         let value = value.ok_or_else(|| self.expected("a number of at most 64 bits"))?;
         self.at += end;
         Ok(ExprNode::Value(value))
@@ -296,7 +296,7 @@ impl Expr {
     }
 }
 
-impl Template {
+impl TextTemplate {
     /// Reads a template.
     ///
     /// # Errors

@@ -116,7 +116,7 @@ impl fmt::Display for Absent {
 
 /// The value of an expression.
 #[derive(Clone, Debug)]
-pub enum Value {
+pub enum ExprValue {
     /// A whole number.
     Int(i64),
     /// Another number.
@@ -133,7 +133,7 @@ pub enum Value {
     List(Arc<[i64]>),
 }
 
-impl fmt::Display for Value {
+impl fmt::Display for ExprValue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Int(value) => value.fmt(f),
@@ -147,7 +147,7 @@ impl fmt::Display for Value {
     }
 }
 
-impl Value {
+impl ExprValue {
     /// The value of a member of `config.json`; lists and objects count as absent.
     pub fn of_json(value: &serde_json::Value) -> Option<Self> {
         match value {
@@ -263,14 +263,14 @@ impl Value {
 }
 
 /// The meaning of names in an expression.
-pub trait Names {
+pub trait NameScope {
     /// The value of a name.
     ///
     /// # Errors
     /// [`EvalError::Name`] if there is none.
-    fn name(&self, name: &str) -> Result<Value, EvalError>;
+    fn name(&self, name: &str) -> Result<ExprValue, EvalError>;
     /// A member of `config.json`; `None` if it is absent.
-    fn config(&self, path: &[String]) -> Option<Value>;
+    fn config(&self, path: &[String]) -> Option<ExprValue>;
     /// Size of a mesh axis; `None` if the mesh does not have it.
     fn mesh(&self, axis: &str) -> Option<u64>;
     /// The extents of a tensor; `None` if the repository does not have it.

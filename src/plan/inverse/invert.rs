@@ -39,7 +39,7 @@ impl Places {
 
 /// The elements of a target that a leaf holds.
 #[derive(Clone, Debug)]
-pub(super) struct Part {
+pub(super) struct LeafPart {
     pub(super) target: TensorId,
     /// Where they are, for each axis of the target.
     pub(super) places: Vec<Places>,
@@ -70,7 +70,7 @@ pub(super) enum NoInverse {
 ///
 /// # Errors
 /// [`NoInverse`].
-pub(super) fn invert(leaf: &View, stored: View) -> Result<Vec<Part>, NoInverse> {
+pub(super) fn invert(leaf: &View, stored: View) -> Result<Vec<LeafPart>, NoInverse> {
     let mut parts = Vec::new();
     let places = leaf.shape().extents().iter().map(|extent| Places::all(*extent)).collect();
     undo(leaf, places, stored, false, &mut parts)?;
@@ -83,10 +83,10 @@ fn undo(
     mut places: Vec<Places>,
     value: View,
     is_forced: bool,
-    parts: &mut Vec<Part>,
+    parts: &mut Vec<LeafPart>,
 ) -> Result<(), NoInverse> {
     match of.op() {
-        Op::Source(tensor) => parts.push(Part { target: tensor.id, places, view: value, is_forced }),
+        Op::Source(tensor) => parts.push(LeafPart { target: tensor.id, places, view: value, is_forced }),
         // A constant tells nothing of a target.
         Op::Fill(_) => {}
         Op::Slice { of, axis, start, step, .. } => {
@@ -166,7 +166,7 @@ fn undo_between(
     places: &[Places],
     value: &View,
     is_forced: bool,
-    parts: &mut Vec<Part>,
+    parts: &mut Vec<LeafPart>,
 ) -> Result<(), NoInverse> {
     let chosen = places[axis];
     let (first, last) = chosen.inside(low, high);
@@ -186,7 +186,7 @@ fn undo_run(
     places: &[Places],
     value: &View,
     is_forced: bool,
-    parts: &mut Vec<Part>,
+    parts: &mut Vec<LeafPart>,
 ) -> Result<(), NoInverse> {
     let chosen = places[axis];
     let (first, last) = chosen.inside(low, low + run.count);

@@ -21,7 +21,7 @@ use serde_json::Value as Json;
 
 use self::{
     assemble::{Incomplete, assemble},
-    invert::{Part, Places},
+    invert::{LeafPart, Places},
 };
 use super::{
     LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
@@ -30,7 +30,7 @@ use super::{
     pattern::Pattern,
     problem::RuleLocation,
     select::is_tower,
-    values::{Values, Wish},
+    values::{ValueRequest, Values},
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -122,7 +122,7 @@ pub(super) fn invert(
     if let Some(problem) = other_model(checkpoint, &reading, options) {
         return Err(contradiction(checkpoint, options, keep_f32).unwrap_or(problem).into());
     }
-    let values = Values::new(checkpoint, Wish::default(), &[], &[]);
+    let values = Values::new(checkpoint, ValueRequest::default(), &[], &[]);
     let inversion = Inversion { checkpoint, values, options, names: &names, keep_f32, reading, problems: Vec::new() };
     inversion.run().map(Some).map_err(refused)
 }
@@ -325,8 +325,8 @@ impl Inversion<'_> {
     }
 
     /// The parts of each target, with the dtype in which the part is stored.
-    fn parts(&mut self, leaves: &[Option<TensorId>]) -> Vec<Vec<(Part, DType)>> {
-        let mut parts: Vec<Vec<(Part, DType)>> = self.reading.targets.iter().map(|_| Vec::new()).collect();
+    fn parts(&mut self, leaves: &[Option<TensorId>]) -> Vec<Vec<(LeafPart, DType)>> {
+        let mut parts: Vec<Vec<(LeafPart, DType)>> = self.reading.targets.iter().map(|_| Vec::new()).collect();
         let drafts = std::mem::take(&mut self.reading.resolved.drafts);
         for (draft, id) in drafts.iter().zip(leaves).filter_map(|(draft, id)| Some((draft, (*id)?))) {
             let info = self.checkpoint.tensor(id);
@@ -358,11 +358,11 @@ impl Inversion<'_> {
     fn dtype(
         &self,
         target: &Target,
-        parts: &[(Part, DType)],
+        parts: &[(LeafPart, DType)],
         common: Option<DType>,
         kept: &mut BTreeSet<String>,
     ) -> Option<DType> {
-        let leaf = |part: &Part, stored: DType| Origin { stored: Some(stored), is_forced: part.is_forced };
+        let leaf = |part: &LeafPart, stored: DType| Origin { stored: Some(stored), is_forced: part.is_forced };
         let origin = parts.iter().map(|(part, stored)| leaf(part, *stored)).reduce(|one, other| Origin {
             // Parts of several types meet in one that holds all of their values.
             stored: if one.stored == other.stored { one.stored } else { Some(DType::F32) },
@@ -389,7 +389,7 @@ impl Inversion<'_> {
     fn assembled(
         &self,
         target: &Target,
-        parts: Vec<(Part, DType)>,
+        parts: Vec<(LeafPart, DType)>,
         dtype: Option<DType>,
         fill: Option<TensorId>,
     ) -> Result<Option<View>, Incomplete> {
@@ -404,7 +404,7 @@ impl Inversion<'_> {
             Some(_) | None => Ok(view),
         };
         let fill = fill.map(cast).transpose()?;
-        let cast_part = |(part, _): (Part, DType)| Ok((part.places, cast(part.view)?));
+        let cast_part = |(part, _): (LeafPart, DType)| Ok((part.places, cast(part.view)?));
         let parts = parts.into_iter().map(cast_part).collect::<Result<Vec<(Vec<Places>, View)>, Incomplete>>()?;
         assemble(&target.shape, parts, fill.as_ref()).map(Some)
     }

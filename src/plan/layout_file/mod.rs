@@ -78,6 +78,8 @@
 //! What it deliberately does not do: read weights, or know any model.
 
 mod inverse;
+mod leaf;
+mod names;
 mod place;
 mod read;
 mod resolve;
@@ -89,7 +91,7 @@ use std::{collections::BTreeMap, sync::Arc};
 pub(super) use self::targets::{StoredNames, Target};
 use super::{
     draft::Draft,
-    expr::{Expr, Template},
+    expr::{Expr, TextTemplate},
     logical::LogicalRules,
     name_group::NameGroup,
     text_model::TextModel,
@@ -130,9 +132,9 @@ pub(super) type Extents = Vec<Option<Expr>>;
 pub(super) type Each = Vec<(Arc<str>, AtLine<(Expr, Expr)>)>;
 
 #[derive(Clone, Debug)]
-pub(super) struct Leaf {
-    pub to: AtLine<Template>,
-    pub from: Vec<(Arc<str>, Template)>,
+pub(super) struct LeafRule {
+    pub to: AtLine<TextTemplate>,
+    pub from: Vec<(Arc<str>, TextTemplate)>,
     pub from_line: usize,
     pub from_at: Span,
     /// Extents that sources must have, by the name of the source.
@@ -147,16 +149,16 @@ pub(super) struct Leaf {
     /// The pipeline stage that holds the leaf.
     pub stage: Option<AtLine<Expr>>,
     pub optional: bool,
-    pub dtype: Option<Keep>,
+    pub dtype: Option<LeafDtype>,
     pub tp: Option<usize>,
     pub experts: Option<usize>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Placement {
     pub groups: Vec<String>,
-    pub to: Option<AtLine<Template>>,
-    pub from: Option<AtLine<Template>>,
+    pub to: Option<AtLine<TextTemplate>>,
+    pub from: Option<AtLine<TextTemplate>>,
     pub stack: Vec<Stack>,
     pub each: Each,
     /// Names for expressions over the variables of `each`.
@@ -169,14 +171,14 @@ pub(super) struct Placement {
 
 #[derive(Clone, Debug)]
 pub(super) struct Ignore {
-    pub names: AtLine<Template>,
+    pub names: AtLine<TextTemplate>,
     pub when: Option<AtLine<Expr>>,
     pub each: Each,
 }
 
 /// The dtype of a single leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Keep {
+pub(super) enum LeafDtype {
     /// The source's type.
     Source,
     /// This type.
@@ -187,7 +189,7 @@ pub(super) enum Keep {
 #[derive(Clone, Debug)]
 pub(super) struct Check {
     pub that: AtLine<Expr>,
-    pub say: AtLine<Template>,
+    pub say: AtLine<TextTemplate>,
     pub warn: bool,
 }
 
@@ -214,8 +216,8 @@ pub struct LayoutFile {
     aliases: Vec<(String, Vec<String>)>,
     ignores: Vec<Ignore>,
     checks: Vec<Check>,
-    leaves: Vec<Leaf>,
-    groups: BTreeMap<String, Vec<Leaf>>,
+    leaves: Vec<LeafRule>,
+    groups: BTreeMap<String, Vec<LeafRule>>,
     places: Vec<Placement>,
 }
 

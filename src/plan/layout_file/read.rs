@@ -8,19 +8,18 @@ use toml::Spanned;
 
 use super::{
     super::{
-        expr::{Expr, SyntaxError, Template, function_names},
+        expr::{Expr, SyntaxError, TextTemplate, function_names},
         logical::{LogicalRule, LogicalRules},
         problem::{PlanError, Problem},
         text_model::TextModel,
     },
-    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Span, Stack, place,
+    AtLine, Check, Each, Extents, Ignore, LayoutFile, LeafDtype, LeafRule, Placement, Span, Stack,
+    names::{UnknownName, unknown_names},
+    place,
 };
 use crate::config::{did_you_mean, excerpt, float_of};
 
 type Text = Spanned<String>;
-
-/// Calls its argument for each name that an expression uses.
-type NamesOf<'a> = dyn Fn(&mut dyn FnMut(&str)) + 'a;
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -207,6 +206,52 @@ impl LayoutReader<'_> {
         place::word(self.text, at, word)
     }
 
+    fn named(&mut self, map: &BTreeMap<String, Text>) -> BTreeMap<String, AtLine<Expr>> {
+        map.iter().filter_map(|(name, text)| Some((name.clone(), self.expr(text)?))).collect()
+    }
+
+    /// Reports variables with the name of a parameter, and inverses of nothing.
+    fn check_definitions(
+        &mut self,
+        params: &BTreeMap<String, AtLine<Expr>>,
+        vars: &BTreeMap<String, AtLine<Expr>>,
+        inverse: &BTreeMap<String, AtLine<Expr>>,
+    ) {
+        for (name, var) in vars.iter().filter(|(name, _)| params.contains_key(*name)) {
+            self.problem(var.at, format!("{name:?} is a parameter and a variable"));
+        }
+        let has = |name: &String| params.contains_key(name) || vars.contains_key(name);
+        for (name, definition) in inverse.iter().filter(|(name, _)| !has(name)) {
+            let near =
+                did_you_mean("parameter or variable", name, params.keys().chain(vars.keys()).map(String::as_str));
+            let reason = near.unwrap_or_else(|| format!("there is no parameter or variable {name:?}"));
+            self.problem(definition.at, reason);
+        }
+    }
+
+    /// The rules that split logical axes.
+    fn rules(&mut self, raw: &RawFile) -> LogicalRules {
+        let mut rules = LogicalRules::default();
+        if let Some(base) = &raw.rules {
+            if base.get_ref() == "maxtext" {
+                rules = LogicalRules::maxtext();
+            } else {
+                self.problem(span(base), format!("rules: expected \"maxtext\", found {:?}", base.get_ref()));
+            }
+        }
+        rules.replace(&raw.rule);
+        rules
+    }
+
+    /// A condition: true, false, or an expression.
+    fn condition(&mut self, condition: &Spanned<RawCondition>) -> Option<AtLine<Expr>> {
+        let text = match condition.get_ref() {
+            RawCondition::Bool(known) => known.to_string(),
+            RawCondition::Text(text) => text.clone(),
+        };
+        self.expr(&Spanned::new(condition.span(), text))
+    }
+
     /// Reports a text that is no expression.
     fn malformed(&mut self, at: Span, text: &str, error: &SyntaxError) {
         let (part, near) = match error {
@@ -240,8 +285,8 @@ impl LayoutReader<'_> {
         self.parse(text, Expr::parse)
     }
 
-    fn template(&mut self, text: &Text) -> Option<AtLine<Template>> {
-        self.parse(text, Template::parse)
+    fn template(&mut self, text: &Text) -> Option<AtLine<TextTemplate>> {
+        self.parse(text, TextTemplate::parse)
     }
 
     fn each(&mut self, each: &BTreeMap<String, Text>) -> Each {
@@ -272,12 +317,12 @@ impl LayoutReader<'_> {
             .collect()
     }
 
-    fn dtype(&mut self, text: &Text) -> Option<Keep> {
+    fn dtype(&mut self, text: &Text) -> Option<LeafDtype> {
         if text.get_ref() == "keep" {
-            return Some(Keep::Source);
+            return Some(LeafDtype::Source);
         }
         match float_of(text.get_ref(), "keep") {
-            Ok(dtype) => Some(Keep::As(dtype)),
+            Ok(dtype) => Some(LeafDtype::As(dtype)),
             Err(near) => {
                 let other = || format!("expected keep or a float type such as bf16, found {:?}", text.get_ref());
                 self.problem(span(text), near.unwrap_or_else(other));
@@ -286,7 +331,7 @@ impl LayoutReader<'_> {
         }
     }
 
-    fn leaf(&mut self, leaf: &RawLeaf) -> Option<Leaf> {
+    fn leaf(&mut self, leaf: &RawLeaf) -> Option<LeafRule> {
         let to = self.template(&leaf.to)?;
         let from_at = leaf.from.as_ref().map_or(to.at, span);
         let from_line = self.line(from_at.0);
@@ -297,7 +342,7 @@ impl LayoutReader<'_> {
         };
         let mut from = Vec::new();
         for (name, text) in named {
-            match Template::parse(text) {
+            match TextTemplate::parse(text) {
                 Ok(template) => from.push((name.into(), template)),
                 Err(error) => self.malformed(from_at, text, &error),
             }
@@ -306,7 +351,7 @@ impl LayoutReader<'_> {
         if leaf.view.is_none() && !matches!(leaf.from.as_ref().map(Spanned::get_ref), Some(RawFrom::One(_))) {
             self.problem(to.at, "without a single source there must be a view");
         }
-        Some(Leaf {
+        Some(LeafRule {
             to,
             from,
             from_line,
@@ -329,7 +374,7 @@ impl LayoutReader<'_> {
     fn shapes(
         &mut self,
         shape: Option<&Spanned<RawShape>>,
-        from: &[(Arc<str>, Template)],
+        from: &[(Arc<str>, TextTemplate)],
     ) -> Vec<(Arc<str>, AtLine<Extents>)> {
         let Some(shape) = shape else { return Vec::new() };
         let at = span(shape);
@@ -354,7 +399,7 @@ impl LayoutReader<'_> {
         shapes
     }
 
-    fn place(&mut self, place: &RawPlace, groups: &BTreeMap<String, Vec<Leaf>>) -> Placement {
+    fn place(&mut self, place: &RawPlace, groups: &BTreeMap<String, Vec<LeafRule>>) -> Placement {
         let names = match place.group.get_ref() {
             RawGroups::One(name) => vec![name.clone()],
             RawGroups::Several(names) => names.clone(),
@@ -415,22 +460,9 @@ impl LayoutFile {
                 return Err(PlanError { problems: reader.problems });
             }
         };
-        let named = |reader: &mut LayoutReader<'_>, map: &BTreeMap<String, Text>| -> BTreeMap<_, _> {
-            map.iter().filter_map(|(name, text)| Some((name.clone(), reader.expr(text)?))).collect()
-        };
-        let params = named(&mut reader, &raw.params);
-        let vars = named(&mut reader, &raw.vars);
-        for (name, var) in vars.iter().filter(|(name, _)| params.contains_key(*name)) {
-            reader.problem(var.at, format!("{name:?} is a parameter and a variable"));
-        }
-        let inverse = named(&mut reader, &raw.inverse);
-        let has = |name: &String| params.contains_key(name) || vars.contains_key(name);
-        for (name, definition) in inverse.iter().filter(|(name, _)| !has(name)) {
-            let near =
-                did_you_mean("parameter or variable", name, params.keys().chain(vars.keys()).map(String::as_str));
-            let reason = near.unwrap_or_else(|| format!("there is no parameter or variable {name:?}"));
-            reader.problem(definition.at, reason);
-        }
+        let (params, vars) = (reader.named(&raw.params), reader.named(&raw.vars));
+        let inverse = reader.named(&raw.inverse);
+        reader.check_definitions(&params, &vars, &inverse);
         let leaves = raw.leaf.iter().filter_map(|leaf| reader.leaf(leaf)).collect();
         let mut groups = BTreeMap::new();
         for (name, leaves) in &raw.group {
@@ -448,26 +480,12 @@ impl LayoutFile {
                 checks.push(Check { that, say, warn: check.warn });
             }
         }
-        let mut rules = LogicalRules::default();
-        if let Some(base) = &raw.rules {
-            if base.get_ref() == "maxtext" {
-                rules = LogicalRules::maxtext();
-            } else {
-                reader.problem(span(base), format!("rules: expected \"maxtext\", found {:?}", base.get_ref()));
-            }
-        }
-        rules.replace(&raw.rule);
+        let rules = reader.rules(&raw);
         let dtype = match raw.dtype.as_ref().and_then(|dtype| reader.dtype(dtype)) {
-            Some(Keep::As(dtype)) => Some(dtype),
-            Some(Keep::Source) | None => None,
+            Some(LeafDtype::As(dtype)) => Some(dtype),
+            Some(LeafDtype::Source) | None => None,
         };
-        let verified = raw.verified.as_ref().and_then(|condition| {
-            let text = match condition.get_ref() {
-                RawCondition::Bool(known) => known.to_string(),
-                RawCondition::Text(text) => text.clone(),
-            };
-            reader.expr(&Spanned::new(condition.span(), text))
-        });
+        let verified = raw.verified.as_ref().and_then(|condition| reader.condition(condition));
         let file = Self {
             label: label.to_owned(),
             text: text.to_owned(),
@@ -491,102 +509,10 @@ impl LayoutFile {
             groups,
             places,
         };
-        file.check_names(&mut reader);
-        if reader.problems.is_empty() { Ok(file) } else { Err(PlanError { problems: reader.problems }) }
-    }
-
-    /// Reports names that nothing can define. A slip is found without a repository that triggers it.
-    fn check_names(&self, reader: &mut LayoutReader<'_>) {
-        let known = |name: &str| self.params.contains_key(name) || self.vars.contains_key(name);
-        let globals = || self.params.keys().chain(self.vars.keys()).map(String::as_str);
-        // By line and name: the place, and the hint at a near name.
-        let mut found: BTreeMap<(usize, String), (Span, Option<String>)> = BTreeMap::new();
-        let mut check = |(line, at): (usize, Span), locals: &[&str], names: &NamesOf<'_>| {
-            names(&mut |name| {
-                if !known(name) && !locals.contains(&name) {
-                    let near = did_you_mean("name", name, globals().chain(locals.iter().copied()));
-                    found.entry((line, name.to_owned())).or_insert((at, near));
-                }
-            });
-        };
-        for definition in self.params.values().chain(self.vars.values()).chain(self.inverse.values()) {
-            check(definition.place(), &[], &|visit| definition.it.for_each_name(visit));
-        }
-        for Check { that, say, .. } in &self.checks {
-            check(that.place(), &[], &|visit| that.it.for_each_name(visit));
-            check(say.place(), &[], &|visit| say.it.for_each_name(visit));
-        }
-        for ignore in &self.ignores {
-            let locals: Vec<&str> = ignore.each.iter().map(|(var, _)| var.as_ref()).collect();
-            check(ignore.names.place(), &locals, &|visit| ignore.names.it.for_each_name(visit));
-            ignore.when.iter().for_each(|when| check(when.place(), &locals, &|visit| when.it.for_each_name(visit)));
-        }
-        let nowhere = Placement {
-            groups: Vec::new(),
-            to: None,
-            from: None,
-            stack: Vec::new(),
-            each: Vec::new(),
-            bindings: Vec::new(),
-            stage: None,
-            when: None,
-            bare: Vec::new(),
-        };
-        let placed = self.places.iter().flat_map(|place| {
-            place.groups.iter().filter_map(|group| self.groups.get(group)).flatten().map(move |leaf| (place, leaf))
-        });
-        for (place, leaf) in self.leaves.iter().map(|leaf| (&nowhere, leaf)).chain(placed) {
-            let mut each: Vec<&str> = place.each.iter().chain(&leaf.each).map(|(var, _)| var.as_ref()).collect();
-            for (name, binding) in &place.bindings {
-                check(binding.place(), &each, &|visit| binding.it.for_each_name(visit));
-                each.push(name);
-            }
-            for (_, over) in place.each.iter().chain(&leaf.each) {
-                check(over.place(), &[], &|visit| over.it.0.for_each_name(visit));
-                check(over.place(), &[], &|visit| over.it.1.for_each_name(visit));
-            }
-            for template in place.to.iter().chain([&leaf.to]) {
-                check(template.place(), &each, &|visit| template.it.for_each_name(visit));
-            }
-            for expr in place.when.iter().chain(&leaf.when).chain(&place.stage).chain(&leaf.stage) {
-                check(expr.place(), &each, &|visit| expr.it.for_each_name(visit));
-            }
-            let mut inner = each.clone();
-            for stack in leaf.stack.iter().chain(&place.stack) {
-                if let Some(over) = &stack.over {
-                    check(over.place(), &inner, &|visit| over.it.0.for_each_name(visit));
-                    check(over.place(), &inner, &|visit| over.it.1.for_each_name(visit));
-                }
-                let axis_names: Vec<&str> = each.iter().copied().chain(["rank", "outer"]).collect();
-                stack
-                    .axis
-                    .iter()
-                    .for_each(|axis| check(axis.place(), &axis_names, &|visit| axis.it.for_each_name(visit)));
-                inner.push(&stack.var);
-            }
-            if let Some(template) = &place.from {
-                check(template.place(), &inner, &|visit| template.it.for_each_name(visit));
-            }
-            for (_, shape) in &leaf.shape {
-                shape
-                    .it
-                    .iter()
-                    .flatten()
-                    .for_each(|extent| check(shape.place(), &inner, &|visit| extent.for_each_name(visit)));
-            }
-            leaf.from.iter().for_each(|(_, from)| {
-                check((leaf.from_line, leaf.from_at), &inner, &|visit| from.for_each_name(visit));
-            });
-            let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.iter().map(|(name, _)| &**name)).collect();
-            leaf.view.iter().for_each(|view| check(view.place(), &sources, &|visit| view.it.for_each_name(visit)));
-            let stacked: Vec<&str> = each.iter().copied().chain(["x"]).collect();
-            leaf.after_stack
-                .iter()
-                .for_each(|view| check(view.place(), &stacked, &|visit| view.it.for_each_name(visit)));
-        }
-        for ((_, name), (at, near)) in found {
+        for UnknownName { at, name, near } in unknown_names(&file) {
             let part = reader.word(at, &name);
             reader.problem(part, near.unwrap_or_else(|| format!("nothing is called {name:?}")));
         }
+        if reader.problems.is_empty() { Ok(file) } else { Err(PlanError { problems: reader.problems }) }
     }
 }

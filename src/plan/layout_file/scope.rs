@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     super::{
-        expr::{EvalError, Names, Value},
+        expr::{EvalError, ExprValue, NameScope},
         member::config_members,
         mesh::Mesh,
         problem::Problem,
@@ -19,7 +19,7 @@ use super::{
 use crate::{checkpoint::Checkpoint, tensor::TensorId};
 
 /// Values of loops, by name, outermost first.
-pub(super) type Bound = Vec<(Arc<str>, Value)>;
+pub(super) type Bound = Vec<(Arc<str>, ExprValue)>;
 
 pub(super) fn is_absent(error: &EvalError) -> bool {
     match error {
@@ -43,11 +43,11 @@ pub(super) struct Scope<'a> {
     pub(super) file: &'a LayoutFile,
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) mesh: &'a Mesh,
-    set: BTreeMap<String, Value>,
+    set: BTreeMap<String, ExprValue>,
     /// For the inverse of the layout: the checkpoint has the leaves, and the sources are to be made.
     pub(super) inverse: Option<&'a Inverse<'a>>,
     /// Evaluated values; `None` during the evaluation.
-    known: RefCell<HashMap<String, Option<Result<Value, EvalError>>>>,
+    known: RefCell<HashMap<String, Option<Result<ExprValue, EvalError>>>>,
 }
 
 impl<'a> Scope<'a> {
@@ -58,7 +58,7 @@ impl<'a> Scope<'a> {
         set: &BTreeMap<String, String>,
         inverse: Option<&'a Inverse<'a>>,
     ) -> Self {
-        let set = set.iter().map(|(name, text)| (name.clone(), Value::of_text(text))).collect();
+        let set = set.iter().map(|(name, text)| (name.clone(), ExprValue::of_text(text))).collect();
         Self { file, checkpoint, mesh, set, inverse, known: RefCell::default() }
     }
 
@@ -72,7 +72,7 @@ impl<'a> Scope<'a> {
         self.set.keys()
     }
 
-    pub(super) fn global(&self, name: &str) -> Result<Value, EvalError> {
+    pub(super) fn global(&self, name: &str) -> Result<ExprValue, EvalError> {
         if let Some(known) = self.known.borrow().get(name) {
             return known.clone().unwrap_or_else(|| Err(EvalError::Cycle(name.to_owned())));
         }
@@ -129,20 +129,20 @@ impl<'a> Scope<'a> {
 /// A scope with the values of loops and sources.
 pub(super) struct Local<'a> {
     pub(super) scope: &'a Scope<'a>,
-    pub(super) bound: &'a [(Arc<str>, Value)],
+    pub(super) bound: &'a [(Arc<str>, ExprValue)],
 }
 
-impl Names for Local<'_> {
-    fn name(&self, name: &str) -> Result<Value, EvalError> {
+impl NameScope for Local<'_> {
+    fn name(&self, name: &str) -> Result<ExprValue, EvalError> {
         let bound = self.bound.iter().rev().find(|(bound, _)| **bound == *name);
         bound.map_or_else(|| self.scope.global(name), |(_, value)| Ok(value.clone()))
     }
 
-    fn config(&self, path: &[String]) -> Option<Value> {
+    fn config(&self, path: &[String]) -> Option<ExprValue> {
         let config = self.scope.checkpoint.config()?;
         let text = self.scope.checkpoint.dialect().text_config.as_deref().and_then(|name| config.get(name));
-        let walk = |root: &serde_json::Value| -> Option<Value> {
-            Value::of_json(path.iter().try_fold(root, |value, member| value.get(member))?)
+        let walk = |root: &serde_json::Value| -> Option<ExprValue> {
+            ExprValue::of_json(path.iter().try_fold(root, |value, member| value.get(member))?)
         };
         text.and_then(walk).or_else(|| walk(config))
     }

@@ -3,7 +3,7 @@
 use super::{
     super::{Plan, PlannedTensor, amplification::Amplification, naming::group_name, needed::runs_of},
     amounts::{human_bytes, hundredths},
-    leaf::{Leaf, for_each_leaf},
+    leaf::{ReadLeaf, for_each_leaf},
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -26,7 +26,7 @@ pub(super) fn exceeds(reads: Reads) -> bool {
 
 /// Why the tensors of one name are read in part of each page.
 #[derive(Clone, Debug)]
-pub(super) struct Reason {
+pub(super) struct AdviceReason {
     /// Name of the tensors, with `*` for numbers.
     pub(super) name: String,
     /// What the device with the greatest excess reads of them.
@@ -41,7 +41,7 @@ pub(super) struct Reason {
     pub(super) stride_bytes: u64,
 }
 
-impl Reason {
+impl AdviceReason {
     /// The cause in a sentence.
     pub(super) fn text(&self) -> String {
         let Self { axis, mesh_axes, run_bytes, stride_bytes, .. } = self;
@@ -61,7 +61,7 @@ impl Reason {
 }
 
 /// The causes for the tensors with the greatest excess, those that have one.
-pub(super) fn reasons(checkpoint: &Checkpoint, plan: &Plan, found: &Amplification) -> Vec<Reason> {
+pub(super) fn reasons(checkpoint: &Checkpoint, plan: &Plan, found: &Amplification) -> Vec<AdviceReason> {
     let worst: Vec<&(String, Reads)> =
         found.tensors.iter().filter(|(_, reads)| exceeds(*reads)).take(REASONS_MAX).collect();
     let mut firsts: Vec<Option<&PlannedTensor>> = vec![None; worst.len()];
@@ -73,13 +73,13 @@ pub(super) fn reasons(checkpoint: &Checkpoint, plan: &Plan, found: &Amplificatio
     }
     let reason = |((name, reads), tensor): (&&(String, Reads), Option<&PlannedTensor>)| {
         let cut = worst_cut(checkpoint, plan, tensor?)?;
-        Some(Reason { name: name.clone(), reads: *reads, ..cut })
+        Some(AdviceReason { name: name.clone(), reads: *reads, ..cut })
     };
     worst.iter().zip(firsts).filter_map(reason).collect()
 }
 
 /// The axis of a tensor whose cut alone costs the most.
-fn worst_cut(checkpoint: &Checkpoint, plan: &Plan, tensor: &PlannedTensor) -> Option<Reason> {
+fn worst_cut(checkpoint: &Checkpoint, plan: &Plan, tensor: &PlannedTensor) -> Option<AdviceReason> {
     let shape = tensor.view.shape();
     let held = plan.devices.iter().map(|device| plan.region(tensor, *device));
     let held = held.into_iter().find(|region| !region.shape().is_empty())?;
@@ -98,7 +98,7 @@ fn worst_cut(checkpoint: &Checkpoint, plan: &Plan, tensor: &PlannedTensor) -> Op
         ranges[axis] = cut;
         let (reads, runs) = cost(checkpoint, leaf, &Region::within(shape, &ranges)?)?;
         let axes = plan.spec(tensor).mesh_axes(axis).map(|index| &plan.mesh.axes()[index]).filter(|axis| axis.size > 1);
-        Some(Reason {
+        Some(AdviceReason {
             name: String::new(),
             reads,
             axis,
@@ -111,7 +111,7 @@ fn worst_cut(checkpoint: &Checkpoint, plan: &Plan, tensor: &PlannedTensor) -> Op
 }
 
 /// What a region of the tensor reads of the leaf's first source, and the runs in it.
-fn cost(checkpoint: &Checkpoint, leaf: &Leaf<'_>, held: &Region) -> Option<(Reads, Runs)> {
+fn cost(checkpoint: &Checkpoint, leaf: &ReadLeaf<'_>, held: &Region) -> Option<(Reads, Runs)> {
     let tiling = leaf.view.region(&leaf.region(held)?).ok()?.lower().ok()?;
     let all: Vec<_> = runs_of(&tiling).collect();
     let (first, shortest) = all.iter().min_by_key(|(_, runs)| runs.run_bytes())?.clone();
@@ -121,7 +121,7 @@ fn cost(checkpoint: &Checkpoint, leaf: &Leaf<'_>, held: &Region) -> Option<(Read
 }
 
 /// What to change, as sentences.
-pub(super) fn advice(plan: &Plan, found: &Amplification, reasons: &[Reason]) -> Vec<String> {
+pub(super) fn advice(plan: &Plan, found: &Amplification, reasons: &[AdviceReason]) -> Vec<String> {
     // Pages at the ends of parts are many only where parts are small: another mesh helps against short runs.
     let short = reasons.iter().filter(|reason| reason.stride_bytes > 0);
     let mut axes: Vec<&str> = short.flat_map(|reason| &reason.mesh_axes).map(String::as_str).collect();

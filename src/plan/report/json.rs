@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     super::{Hole, NameGroup, Plan, PlannedTensor, amplification::Amplification},
-    advice::{Reason, advice, reasons},
+    advice::{AdviceReason, advice, reasons},
     effects::{axis_effects, bytes_per_device},
 };
 use crate::{
@@ -39,7 +39,7 @@ fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
     let reasons = reasons(checkpoint, plan, &found);
     let advice = advice(plan, &found, &reasons);
     let Amplification { devices, union, tensors } = found;
-    let reason = |reason: &Reason| {
+    let reason = |reason: &AdviceReason| {
         json!({
             "name": reason.name,
             "axis": reason.axis,

@@ -8,7 +8,7 @@ use crate::tensor::{Op, Region, View};
 
 /// A view of one layer or one expert, and its position in the tensor.
 #[derive(Clone, Debug)]
-pub(super) struct Leaf<'a> {
+pub(super) struct ReadLeaf<'a> {
     pub(super) view: &'a View,
     /// Axis of the tensor by axis of the leaf.
     pub(super) axes: SmallVec<[usize; 4]>,
@@ -16,7 +16,7 @@ pub(super) struct Leaf<'a> {
     pub(super) at: SmallVec<[(usize, u64); 2]>,
 }
 
-impl Leaf<'_> {
+impl ReadLeaf<'_> {
     /// What a region of the tensor needs of this leaf if it holds the leaf at all. `None` if that is nothing.
     pub(super) fn region(&self, held: &Region) -> Option<Region> {
         let ranges: SmallVec<[Range<u64>; 4]> = held.ranges().collect();
@@ -26,16 +26,16 @@ impl Leaf<'_> {
 }
 
 /// Emits the leaves of a tensor's view in order. `false` ends the walk.
-pub(super) fn for_each_leaf<'a>(view: &'a View, emit: &mut dyn FnMut(Leaf<'a>) -> bool) {
-    walk(Leaf { view, axes: (0..view.shape().rank()).collect(), at: SmallVec::new() }, emit);
+pub(super) fn for_each_leaf<'a>(view: &'a View, emit: &mut dyn FnMut(ReadLeaf<'a>) -> bool) {
+    walk(ReadLeaf { view, axes: (0..view.shape().rank()).collect(), at: SmallVec::new() }, emit);
 }
 
-fn walk<'a>(mut leaf: Leaf<'a>, emit: &mut dyn FnMut(Leaf<'a>) -> bool) -> bool {
+fn walk<'a>(mut leaf: ReadLeaf<'a>, emit: &mut dyn FnMut(ReadLeaf<'a>) -> bool) -> bool {
     match leaf.view.op() {
         Op::Stack { of, axis } => {
             let axis = leaf.axes.remove(*axis);
             (0..).zip(of).all(|(index, operand)| {
-                let mut below = Leaf { view: operand, ..leaf.clone() };
+                let mut below = ReadLeaf { view: operand, ..leaf.clone() };
                 below.at.push((axis, index));
                 walk(below, emit)
             })
@@ -43,10 +43,10 @@ fn walk<'a>(mut leaf: Leaf<'a>, emit: &mut dyn FnMut(Leaf<'a>) -> bool) -> bool 
         Op::Transpose { of, axes } => {
             let mut inner = leaf.axes.clone();
             axes.iter().zip(&leaf.axes).for_each(|(from, axis)| inner[*from] = *axis);
-            walk(Leaf { view: of, axes: inner, at: leaf.at }, emit)
+            walk(ReadLeaf { view: of, axes: inner, at: leaf.at }, emit)
         }
         Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } => {
-            walk(Leaf { view: of, ..leaf }, emit)
+            walk(ReadLeaf { view: of, ..leaf }, emit)
         }
         Op::Source(_)
         | Op::Mosaic(_)

@@ -240,6 +240,66 @@ fn mesh_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
     }
 }
 
+/// What each listed device holds of all `total_bytes`.
+fn devices_text(plan: &Plan, total_bytes: u64, line: &mut dyn FnMut(&str, &str)) {
+    let per_device = bytes_per_device(plan);
+    let (least, most) = (per_device.iter().min().copied().unwrap_or(0), per_device.iter().max().copied().unwrap_or(0));
+    if least == most {
+        line("per device", &format!("{} ({})", human_bytes(most), percent(most, total_bytes)));
+    } else {
+        line("per device", &format!("{} to {}", human_bytes(least), human_bytes(most)));
+        for (device, bytes) in plan.devices.iter().zip(&per_device).take(DEVICES_SHOWN) {
+            line("", &format!("dev{device}: {} ({})", human_bytes(*bytes), percent(*bytes, total_bytes)));
+        }
+        if plan.devices.len() > DEVICES_SHOWN {
+            line("", &format!("and {} more", plan.devices.len() - DEVICES_SHOWN));
+        }
+    }
+}
+
+/// The names that are missing or unexpected, and the differences between layers.
+fn findings_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
+    for group in plan.missing.iter().take(NAMES_SHOWN) {
+        line("missing", &group.to_string());
+    }
+    for group in plan.unexpected.iter().take(NAMES_SHOWN) {
+        line("unexpected", &group.to_string());
+    }
+    if plan.unexpected.len() > NAMES_SHOWN {
+        line("", &format!("and {} more", plan.unexpected.len() - NAMES_SHOWN));
+    }
+    for hole in plan.holes.iter().take(NAMES_SHOWN) {
+        line("layers", &hole.to_string());
+    }
+    if plan.holes.len() > NAMES_SHOWN {
+        line("", &format!("and {} more differences between layers", plan.holes.len() - NAMES_SHOWN));
+    }
+}
+
+/// The tensors as a table, a row for each group of names.
+fn tensors_text(plan: &Plan, text: &mut String) {
+    let groups = groups(plan);
+    let heading = ["tensor", "count", "dtype", "shape", "spec"].map(str::to_owned);
+    let table: Vec<_> = std::iter::once(heading)
+        .chain(groups.iter().take(GROUPS_SHOWN).map(|group| {
+            let view = &group.first().view;
+            let spec = plan.spec(group.first()).to_json(view.shape().rank(), &plan.mesh).to_string();
+            let spec = spec.replace("null", "-").replace('"', "");
+            [
+                printable(&group.name).into_owned(),
+                group.members.len().to_string(),
+                view.dtype().to_string(),
+                view.shape().to_string(),
+                spec,
+            ]
+        }))
+        .collect();
+    rows(text, &table);
+    if groups.len() > GROUPS_SHOWN {
+        let _ = writeln!(text, "  and {} more", groups.len() - GROUPS_SHOWN);
+    }
+}
+
 /// One view, without the lines that are the same for all views of a source.
 pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let mut text = String::new();
@@ -271,65 +331,20 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     }
     mesh_text(plan, &mut line);
     line("tensors", &format!("{count}, {} unsharded; {} raw files per device", human_bytes(total), plan.tensors.len()));
-    let per_device = bytes_per_device(plan);
-    let (least, most) = (per_device.iter().min().copied().unwrap_or(0), per_device.iter().max().copied().unwrap_or(0));
-    if least == most {
-        line("per device", &format!("{} ({})", human_bytes(most), percent(most, total)));
-    } else {
-        line("per device", &format!("{} to {}", human_bytes(least), human_bytes(most)));
-        for (device, bytes) in plan.devices.iter().zip(&per_device).take(DEVICES_SHOWN) {
-            line("", &format!("dev{device}: {} ({})", human_bytes(*bytes), percent(*bytes, total)));
-        }
-        if plan.devices.len() > DEVICES_SHOWN {
-            line("", &format!("and {} more", plan.devices.len() - DEVICES_SHOWN));
-        }
-    }
+    devices_text(plan, total, &mut line);
     for (index, over_read) in over_read_text(checkpoint, plan).iter().enumerate() {
         line(if index == 0 { "over-read" } else { "" }, over_read);
     }
     line("chunks", &chunks_text(plan));
     let converted = plan.hf.iter().filter(|file| !matches!(file.content, HfContent::Original(_))).count();
     line("hf/", &format!("{} files, {converted} of them rewritten", plan.hf.len()));
-    for group in plan.missing.iter().take(NAMES_SHOWN) {
-        line("missing", &group.to_string());
-    }
-    for group in plan.unexpected.iter().take(NAMES_SHOWN) {
-        line("unexpected", &group.to_string());
-    }
-    if plan.unexpected.len() > NAMES_SHOWN {
-        line("", &format!("and {} more", plan.unexpected.len() - NAMES_SHOWN));
-    }
-    for hole in plan.holes.iter().take(NAMES_SHOWN) {
-        line("layers", &hole.to_string());
-    }
-    if plan.holes.len() > NAMES_SHOWN {
-        line("", &format!("and {} more differences between layers", plan.holes.len() - NAMES_SHOWN));
-    }
+    findings_text(plan, &mut line);
     left_out_text(plan, &mut line);
     for warning in &plan.warnings {
         line("warning", warning);
     }
     let _ = writeln!(text);
-    let groups = groups(plan);
-    let heading = ["tensor", "count", "dtype", "shape", "spec"].map(str::to_owned);
-    let table: Vec<_> = std::iter::once(heading)
-        .chain(groups.iter().take(GROUPS_SHOWN).map(|group| {
-            let view = &group.first().view;
-            let spec = plan.spec(group.first()).to_json(view.shape().rank(), &plan.mesh).to_string();
-            let spec = spec.replace("null", "-").replace('"', "");
-            [
-                printable(&group.name).into_owned(),
-                group.members.len().to_string(),
-                view.dtype().to_string(),
-                view.shape().to_string(),
-                spec,
-            ]
-        }))
-        .collect();
-    rows(&mut text, &table);
-    if groups.len() > GROUPS_SHOWN {
-        let _ = writeln!(text, "  and {} more", groups.len() - GROUPS_SHOWN);
-    }
+    tensors_text(plan, &mut text);
     text
 }
 

@@ -41,7 +41,7 @@ pub(super) use limit::raise_open_file_limit;
 pub use window::ResidentWindow;
 
 use super::{
-    ByteSpan, FetchPart, FileId, Found, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
+    ByteSpan, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
     beneath::Again,
     stall::{Fetches, WaitTarget},
 };
@@ -128,7 +128,7 @@ impl LocalFiles {
                 action: "open".into(),
                 error: Arc::new(error),
             };
-            Found::named(path).map_err(failed)?.open(None)
+            FoundFile::named(path).map_err(failed)?.open(None)
         };
         let files = paths.iter().map(open).collect::<Result<_, _>>()?;
         Self::pin_with_window(files, io, window, Arc::default())

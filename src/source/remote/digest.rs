@@ -1,6 +1,6 @@
 //! Compares a complete object with the digest that its service names.
 //!
-//! Parts cannot be compared: a service names the digest of the whole. So the comparison follows when the last block has come, once
+//! Parts cannot be compared: a service names the digest of the whole. So the comparison follows when the last block is present, once
 //! for an entry, on a thread of its own. On a mismatch all blocks are dropped and fetched once more.
 
 use std::{

@@ -12,7 +12,7 @@ pub enum Failure {
     Transient,
     /// The service asks for a pause, for this long if it says so. All threads pause.
     Busy(Option<Duration>),
-    /// No byte came for too long.
+    /// No byte arrived within the time limit.
     TimedOut,
     /// The object has another version than the pinned one.
     Changed {

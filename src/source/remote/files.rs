@@ -19,7 +19,8 @@ use smallvec::SmallVec;
 
 use super::{
     super::{
-        ByteSpan, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError, local::LocalFiles,
+        ByteSpan, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource, Source, SourceError,
+        local::LocalFiles,
     },
     cache::{
         BLOCK_BYTES, CacheLimit, Guards,
@@ -39,6 +40,8 @@ use super::{
 const ROUNDS_MAX: usize = 6;
 /// Segments that were not used for this time may be evicted by other processes.
 const IDLE_MS: u64 = 60_000;
+/// Bytes ahead of a sequential reader: some requests of each thread that fetches.
+const AHEAD_BYTES: u64 = 256 << 20;
 /// Time between two notes that the entries are in use.
 const TOUCH_PERIOD: Duration = Duration::from_secs(30);
 
@@ -51,7 +54,7 @@ pub struct RemoteFiles {
     counters: Arc<RemoteCounters>,
     begun: Instant,
     touched_seconds: AtomicU64,
-    /// Snapshots that are done with.
+    /// Snapshots that need no further work.
     published: Mutex<Vec<PathBuf>>,
 }
 
@@ -67,7 +70,7 @@ impl RemoteFiles {
     }
 
     fn remote(&self, file: FileId) -> Option<&Remote> {
-        self.remote[file.index()].as_ref()
+        self.remote.get(file.index())?.as_ref()
     }
 
     /// The spans, if they lie in the file.
@@ -247,12 +250,6 @@ impl Source for RemoteFiles {
         if self.remote.iter().any(Option::is_some) { BLOCK_BYTES } else { self.local.gap_bytes() }
     }
 
-    fn ahead_bytes(&self) -> Option<u64> {
-        /// Bytes ahead of a sequential reader: some requests of each thread that fetches.
-        const AHEAD_BYTES: u64 = 256 << 20;
-        self.remote.iter().any(Option::is_some).then_some(AHEAD_BYTES)
-    }
-
     fn health(&self) -> &Health {
         self.local.health()
     }
@@ -272,8 +269,18 @@ impl Source for RemoteFiles {
         self.local.backing(file)
     }
 
-    fn remote(&self) -> Option<&RemoteCounters> {
-        self.remote.iter().any(Option::is_some).then_some(&*self.counters)
+    fn remote(&self) -> Option<&dyn RemoteSource> {
+        self.remote.iter().any(Option::is_some).then_some(self)
+    }
+}
+
+impl RemoteSource for RemoteFiles {
+    fn counters(&self) -> &RemoteCounters {
+        &self.counters
+    }
+
+    fn ahead_bytes(&self) -> u64 {
+        AHEAD_BYTES
     }
 
     fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {

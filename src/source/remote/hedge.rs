@@ -191,7 +191,7 @@ mod tests {
         assert!(hedging.begin().is_none());
         hedging.note_reply(Duration::from_millis(10));
         assert!(hedging.begin().is_some());
-        assert!(hedging.begin().is_none(), "one for so many replies");
+        assert!(hedging.begin().is_none(), "one request for this number of replies");
         let hedging = after_replies(10_000, 10);
         let running: Vec<_> = std::iter::from_fn(|| hedging.begin()).collect();
         assert_eq!(running.len() as u64, SAVED_MAX.min(u64::from(RUNNING_MAX)));

@@ -127,7 +127,7 @@ impl RemoteRepository {
     }
 }
 
-/// Receives the bytes of a reply in order, as they come. [`ControlFlow::Break`] ends the request: nobody needs the rest.
+/// Receives the bytes of a reply in order, as they come. [`ControlFlow::Break`] ends the request: the rest is not needed.
 pub type Sink<'a> = dyn FnMut(&[u8]) -> ControlFlow<()> + 'a;
 
 /// A service that holds objects. Blocking; called from many threads.

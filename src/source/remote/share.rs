@@ -40,7 +40,7 @@ pub(super) fn is_due(object: &RemoteObject) -> bool {
         && !object.digest.shared.load(Ordering::Acquire)
 }
 
-/// Places an object, if it is due and complete. A failure is told, and is final.
+/// Places an object, if it is due and complete. A failure is logged, and is final.
 pub(super) fn place(object: &RemoteObject) {
     let Some(shared) = object.service.shared().filter(|_| is_due(object)) else { return };
     let Some(digest) = name_of(&object.file.content) else { return };

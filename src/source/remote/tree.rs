@@ -55,7 +55,7 @@ pub struct RemoteTree {
     service: Arc<Retrying>,
     fetcher: Arc<Fetcher>,
     timeout: Duration,
-    /// Made when they are first used: a checkpoint of a trainer may have very many files that nobody reads.
+    /// Made when they are first used: a checkpoint of a trainer may have very many files that are never read.
     remotes: Vec<OnceLock<Remote>>,
 }
 

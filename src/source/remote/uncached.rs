@@ -70,7 +70,7 @@ impl Run<'_> {
         let (mut at, mut place) = (self.start, 0);
         object.service.read(&object.file, span, deadline, &mut |mut bytes| {
             while let Some((start, target)) = self.targets.get_mut(place).filter(|_| !bytes.is_empty()) {
-                // Before the target it is a gap, whose bytes nobody needs.
+                // Before the target it is a gap, whose bytes are not needed.
                 let is_gap = at < *start;
                 let wanted = if is_gap { *start - at } else { *start + target.len() as u64 - at };
                 let (now, rest) = bytes.split_at(usize::try_from(wanted).unwrap_or(usize::MAX).min(bytes.len()));

@@ -21,7 +21,7 @@ pub(crate) const HIGH_FIRST: Shifts = [4, 0, 12, 8, 20, 16, 28, 24];
 /// Looks up eight codes of each word of `source`.
 ///
 /// # Panics
-/// If `values` are not eight for each whole word of `source`.
+/// If `values` has not eight elements for each whole word of `source`.
 pub(crate) fn words(level: Level, source: &[u8], shifts: &Shifts, table: &Table, values: &mut [[u8; 4]]) {
     let (words, targets) = (source.as_chunks::<4>().0, values.as_chunks_mut::<8>().0);
     assert_eq!(words.len(), targets.len(), "words and what they become");

@@ -12,7 +12,7 @@ use std::{
 use nix::sys::statvfs::statvfs;
 
 use super::entry::{CompletionGuard, FileEntry, Partial, Progress};
-use crate::read::{Engine, MaterializeError, Materializing, OpenFile, Target};
+use crate::read::{Engine, MaterializeError, MaterializeTarget, Materializing, OpenFile};
 
 /// One part in this many of a file system stays free.
 const KEPT_FREE: u64 = 20;
@@ -52,7 +52,7 @@ impl Disk {
         let guard = CompletionGuard::new(entry, file);
         let begun = self.target(file.len_bytes()).and_then(|target| {
             let target = Arc::new(target);
-            let pieces = Arc::new(Materializing::new(engine, file, Target::Disk(Arc::clone(&target)))?);
+            let pieces = Arc::new(Materializing::new(engine, file, MaterializeTarget::Disk(Arc::clone(&target)))?);
             let partial = Partial { pieces: Arc::clone(&pieces), target, room: None, waiting: Vec::new() };
             let mut state = entry.lock();
             match &*state {

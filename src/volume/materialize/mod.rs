@@ -49,7 +49,7 @@ pub(super) use self::{
     policy::{FileClass, When},
 };
 use super::{Ino, WhenMaterialized};
-use crate::read::{Engine, Materializing, OpenFile, Target};
+use crate::read::{Engine, MaterializeTarget, Materializing, OpenFile};
 
 /// Longest time that an open waits for its file.
 const OPEN_WAIT: Duration = Duration::from_secs(2);
@@ -205,7 +205,7 @@ impl Materializer {
         let (target, room) =
             found.inspect_err(|error| tracing::debug!(file = file.name(), "not materialized: {error}")).ok()?;
         let target = Arc::new(target);
-        let pieces = Materializing::new(&engine, file, Target::Memory(Arc::clone(&target))).ok()?;
+        let pieces = Materializing::new(&engine, file, MaterializeTarget::Memory(Arc::clone(&target))).ok()?;
         let pieces = Arc::new(pieces);
         Some(Partial { pieces, target, room: Some(room), waiting: Vec::new() })
     }

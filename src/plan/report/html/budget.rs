@@ -4,11 +4,11 @@ use serde_json::Value;
 
 /// Bytes that are left for one kind of content.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Budget {
+pub(super) struct PageBudget {
     left_bytes: usize,
 }
 
-impl Budget {
+impl PageBudget {
     pub(super) const fn new(left_bytes: usize) -> Self {
         Self { left_bytes }
     }
@@ -36,7 +36,7 @@ pub(super) fn embedded(value: &Value) -> String {
 }
 
 /// As many of these values as the budget has room for, and the number of the others.
-pub(super) fn within(budget: &mut Budget, values: impl IntoIterator<Item = Value>) -> (Vec<Value>, usize) {
+pub(super) fn within(budget: &mut PageBudget, values: impl IntoIterator<Item = Value>) -> (Vec<Value>, usize) {
     let (mut kept, mut others) = (Vec::new(), 0);
     for value in values {
         if others == 0 && budget.take(&value) {

@@ -7,7 +7,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use super::{super::leaf::Leaf, budget::Budget, files::Files};
+use super::{super::leaf::ReadLeaf, budget::PageBudget, files::EmbeddedFiles};
 use crate::{
     checkpoint::{Checkpoint, printable},
     plan::{amplification::Expression, needed::runs_of},
@@ -29,14 +29,14 @@ pub(super) struct Patterns<'a> {
     kinds: HashMap<Kind, usize>,
     known: HashMap<(usize, Vec<Range<u64>>), Option<usize>>,
     numbers: HashMap<String, usize>,
-    budget: Budget,
+    budget: PageBudget,
     expression: Expression,
     /// By number, per source `[number in the leaf, bytes, first, end, runs, number of further sets of runs]`.
     pub(super) listed: Vec<Value>,
 }
 
 /// The stored tensors that a leaf reads, each once.
-pub(super) fn sources_of(leaf: &Leaf<'_>) -> Vec<TensorId> {
+pub(super) fn sources_of(leaf: &ReadLeaf<'_>) -> Vec<TensorId> {
     let (mut sources, mut seen) = (Vec::new(), HashSet::new());
     leaf.view.for_each_stored(&mut |id| {
         if seen.insert(id) {
@@ -47,13 +47,13 @@ pub(super) fn sources_of(leaf: &Leaf<'_>) -> Vec<TensorId> {
 }
 
 impl<'a> Patterns<'a> {
-    pub(super) fn new(checkpoint: &'a Checkpoint, budget: Budget) -> Self {
+    pub(super) fn new(checkpoint: &'a Checkpoint, budget: PageBudget) -> Self {
         let (kinds, known, numbers) = (HashMap::new(), HashMap::new(), HashMap::new());
         Self { checkpoint, kinds, known, numbers, budget, expression: Expression::default(), listed: Vec::new() }
     }
 
     /// The kind of a leaf.
-    pub(super) fn kind(&mut self, leaf: &Leaf<'_>, sources: &[TensorId]) -> usize {
+    pub(super) fn kind(&mut self, leaf: &ReadLeaf<'_>, sources: &[TensorId]) -> usize {
         self.expression.read(leaf.view);
         let operands = sources.iter().map(|id| self.checkpoint.tensor(*id).bytes()).collect();
         let next = self.kinds.len();
@@ -61,7 +61,13 @@ impl<'a> Patterns<'a> {
     }
 
     /// The number of what a region of a leaf of this kind reads. `None` if the page has no room for it.
-    pub(super) fn of(&mut self, kind: usize, leaf: &Leaf<'_>, sources: &[TensorId], held: &Region) -> Option<usize> {
+    pub(super) fn of(
+        &mut self,
+        kind: usize,
+        leaf: &ReadLeaf<'_>,
+        sources: &[TensorId],
+        held: &Region,
+    ) -> Option<usize> {
         let region = leaf.region(held);
         let key = (kind, region.iter().flat_map(Region::ranges).collect());
         // A scalar has no ranges, and neither has nothing: the second is not stored here.
@@ -89,7 +95,7 @@ impl<'a> Patterns<'a> {
     }
 }
 
-fn pattern(leaf: &Leaf<'_>, sources: &[TensorId], region: &Region) -> Value {
+fn pattern(leaf: &ReadLeaf<'_>, sources: &[TensorId], region: &Region) -> Value {
     // A view without a tiling was refused when the plan was made.
     let Some(tiling) = leaf.view.region(region).ok().and_then(|view| view.lower().ok()) else { return json!([]) };
     let numbers: HashMap<TensorId, usize> = sources.iter().enumerate().map(|(number, id)| (*id, number)).collect();
@@ -113,7 +119,7 @@ fn pattern(leaf: &Leaf<'_>, sources: &[TensorId], region: &Region) -> Value {
 }
 
 /// A stored tensor: `[name, file, first byte in the file, end, codec]`.
-pub(super) fn source_json(checkpoint: &Checkpoint, files: &Files, id: TensorId) -> Value {
+pub(super) fn source_json(checkpoint: &Checkpoint, files: &EmbeddedFiles, id: TensorId) -> Value {
     let info = checkpoint.tensor(id);
     let (file, span) = (info.file(), info.span());
     let codec = checkpoint.source().coded(file, span.start()).map(|coded| coded.codec);

@@ -8,8 +8,8 @@ use std::{
 use serde_json::{Value, json};
 
 use super::{
-    super::{groups::Group, leaf::Leaf},
-    budget::Budget,
+    super::{groups::TensorGroup, leaf::ReadLeaf},
+    budget::PageBudget,
 };
 use crate::{
     plan::{Plan, PlannedTensor},
@@ -22,12 +22,12 @@ pub(super) struct Cut {
     /// Its number in the page.
     pub(super) number: usize,
     /// The distinct parts.
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Vec<CutPart>,
 }
 
 /// What a device holds of the tensors of a group.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Part {
+pub(super) struct CutPart {
     /// Number of tensors that it holds.
     held: u64,
     /// First and last number of the experts that it holds, in a group of single experts.
@@ -36,9 +36,9 @@ pub(super) struct Part {
     pub(super) region: Region,
 }
 
-impl Part {
+impl CutPart {
     /// Whether the part has a leaf of a tensor of this expert.
-    pub(super) fn has(&self, leaf: &Leaf<'_>, expert: Option<u64>) -> bool {
+    pub(super) fn has(&self, leaf: &ReadLeaf<'_>, expert: Option<u64>) -> bool {
         let in_experts = |expert| self.experts.is_some_and(|(first, last)| (first..=last).contains(&expert));
         let ranges: Vec<_> = self.region.ranges().collect();
         self.held > 0
@@ -64,7 +64,7 @@ pub(super) struct Cuts<'a> {
     devices: &'a [u64],
     known: HashMap<Key, Option<Cut>>,
     maps: HashMap<String, usize>,
-    budget: Budget,
+    budget: PageBudget,
     /// By number, the parts as `[map, [tensors held, [first, last expert] or 0, [start, length] per axis …], …]`.
     pub(super) listed: Vec<Value>,
     /// By device, the number of its part, as pairs of number and repetitions.
@@ -72,13 +72,13 @@ pub(super) struct Cuts<'a> {
 }
 
 impl<'a> Cuts<'a> {
-    pub(super) fn new(plan: &'a Plan, devices: &'a [u64], budget: Budget) -> Self {
+    pub(super) fn new(plan: &'a Plan, devices: &'a [u64], budget: PageBudget) -> Self {
         let (known, maps) = (HashMap::new(), HashMap::new());
         Self { plan, devices, known, maps, budget, listed: Vec::new(), device_maps: Vec::new() }
     }
 
     /// The cut of a group. `None` if the page has no room for it.
-    pub(super) fn of(&mut self, group: &Group<'_>) -> Option<Cut> {
+    pub(super) fn of(&mut self, group: &TensorGroup<'_>) -> Option<Cut> {
         let first = group.first();
         let mut experts: BTreeMap<Option<(u64, u64)>, (u64, &PlannedTensor)> = BTreeMap::new();
         for member in &group.members {
@@ -96,11 +96,11 @@ impl<'a> Cuts<'a> {
     }
 
     fn make(&mut self, experts: &BTreeMap<Option<(u64, u64)>, (u64, &PlannedTensor)>) -> Option<Cut> {
-        let mut numbers: HashMap<Part, usize> = HashMap::new();
-        let mut parts: Vec<Part> = Vec::new();
+        let mut numbers: HashMap<CutPart, usize> = HashMap::new();
+        let mut parts: Vec<CutPart> = Vec::new();
         let mut of_device: Vec<(usize, u64)> = Vec::new();
         for device in self.devices {
-            let mut part: Option<Part> = None;
+            let mut part: Option<CutPart> = None;
             for (expert, (count, tensor)) in experts {
                 let region = self.plan.region(tensor, *device);
                 let number = expert.map(|(number, _)| (number, number));
@@ -110,8 +110,8 @@ impl<'a> Cuts<'a> {
                         part.held += count;
                         part.experts = part.experts.zip(number).map(|((first, _), (last, _))| (first, last));
                     }
-                    _ if region.shape().is_empty() => part = Some(Part { held: 0, experts: None, region }),
-                    _ => part = Some(Part { held: *count, experts: number, region }),
+                    _ if region.shape().is_empty() => part = Some(CutPart { held: 0, experts: None, region }),
+                    _ => part = Some(CutPart { held: *count, experts: number, region }),
                 }
             }
             let part = part?;
@@ -145,7 +145,7 @@ impl<'a> Cuts<'a> {
     }
 }
 
-fn part_json(part: &Part) -> Value {
+fn part_json(part: &CutPart) -> Value {
     let ranges = part.region.ranges().map(|range| json!([range.start, range.end - range.start]));
     let experts = part.experts.map_or(json!(0), |(first, last)| json!([first, last]));
     [json!(part.held), experts].into_iter().chain(ranges).collect()

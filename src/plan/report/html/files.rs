@@ -6,13 +6,13 @@ use crate::{checkpoint::Checkpoint, source::FileId};
 
 /// The files of the sources, as the page numbers them.
 #[derive(Debug)]
-pub(super) struct Files {
+pub(super) struct EmbeddedFiles {
     numbers: HashMap<FileId, usize>,
     /// The number of a file that is not the checkpoint's own.
     other: usize,
 }
 
-impl Files {
+impl EmbeddedFiles {
     pub(super) fn new(checkpoint: &Checkpoint) -> Self {
         let files = checkpoint.files().iter().enumerate();
         let numbers = files.filter_map(|(number, file)| Some((file.file?, number))).collect();

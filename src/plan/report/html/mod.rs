@@ -1,6 +1,6 @@
 //! The report as a page for a browser: one file that loads nothing.
 //!
-//! The page holds the plan as data, and a script that draws it. Names come from checkpoints, which nobody vouches for. So the data
+//! The page holds the plan as data, and a script that draws it. Names come from checkpoints, which may be hostile. So the data
 //! is JSON in an element that is not a script, `<` is escaped in it, the script sets text and never markup, and a policy allows
 //! the page's own script and style only, each by its digest. The size of the page is bounded: what would exceed the room of its
 //! kind is left out and counted, and the page says so.
@@ -28,9 +28,9 @@ use crate::{
     tensor::DType,
 };
 
-use budget::{Budget, embedded, within};
-use files::Files;
-use rows::{Budgets, Rows, rows};
+use budget::{PageBudget, embedded, within};
+use files::EmbeddedFiles;
+use rows::{Budgets, HtmlRows, rows};
 
 /// Most bytes of a page.
 pub const HTML_BYTES_MAX: usize = 5_000_000;
@@ -55,11 +55,11 @@ const BODY: &str = include_str!("body.html");
 
 /// The page of these views.
 pub fn html(checkpoint: &Checkpoint, views: &[ViewReport<'_>]) -> String {
-    let files = Files::new(checkpoint);
+    let files = EmbeddedFiles::new(checkpoint);
     let shown = &views[..views.len().min(VIEWS_MAX)];
     let shares = shown.len().max(1);
     let views_json: Vec<Value> = shown.iter().map(|view| view_json(checkpoint, view, &files, shares)).collect();
-    let (listed, more_files) = within(&mut Budget::new(FILES_BYTES), checkpoint.files().iter().map(file_json));
+    let (listed, more_files) = within(&mut PageBudget::new(FILES_BYTES), checkpoint.files().iter().map(file_json));
     let describe = checkpoint.dialect().describe();
     let data = json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -144,7 +144,7 @@ fn file_json(file: &crate::checkpoint::RepoFile) -> Value {
 
 /// One of a view's lists, cut where it would take too much of the page: `{"listed": […], "more": number}`.
 fn cut_list(views: usize, values: impl IntoIterator<Item = Value>) -> Value {
-    let (listed, more) = within(&mut Budget::new(NAMES_BYTES / 10 / views), values);
+    let (listed, more) = within(&mut PageBudget::new(NAMES_BYTES / 10 / views), values);
     json!({"listed": listed, "more": more})
 }
 
@@ -157,18 +157,18 @@ fn names(views: usize, groups: &[NameGroup]) -> Value {
     )
 }
 
-fn view_json(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &Files, shares: usize) -> Value {
+fn view_json(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFiles, shares: usize) -> Value {
     let ViewReport { name, plan, more } = view;
     let found = Amplification::of(checkpoint, plan);
     let devices = &plan.devices[..plan.devices.len().min(DEVICES_MAX / shares)];
-    let room = |bytes: usize| Budget::new(bytes / shares);
+    let room = |bytes: usize| PageBudget::new(bytes / shares);
     let budgets = Budgets {
         rows: room(ROWS_BYTES),
         sources: room(SOURCES_BYTES),
         cuts: room(CUTS_BYTES),
         patterns: room(PATTERNS_BYTES),
     };
-    let Rows { listed, cuts, device_maps, patterns, folded, without_cut, without_bytes } =
+    let HtmlRows { listed, cuts, device_maps, patterns, folded, without_cut, without_bytes } =
         rows(checkpoint, plan, devices, files, &found, budgets);
     let mut json = about(plan, shares);
     let more_of = |key: &str| more.get(key).cloned().unwrap_or_else(|| json!([]));

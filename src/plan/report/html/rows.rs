@@ -6,13 +6,13 @@ use serde_json::{Value, json};
 
 use super::{
     super::{
-        groups::{Group, groups},
-        leaf::{Leaf, for_each_leaf},
+        groups::{TensorGroup, groups},
+        leaf::{ReadLeaf, for_each_leaf},
     },
-    budget::Budget,
+    budget::PageBudget,
     bytes::{Patterns, source_json, sources_of},
-    cuts::{Cut, Cuts, Part},
-    files::Files,
+    cuts::{Cut, CutPart, Cuts},
+    files::EmbeddedFiles,
 };
 use crate::{
     checkpoint::{Checkpoint, printable},
@@ -33,15 +33,15 @@ const SOURCES_SHOWN: usize = 8;
 /// The room that the parts of one view have.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Budgets {
-    pub(super) rows: Budget,
-    pub(super) sources: Budget,
-    pub(super) cuts: Budget,
-    pub(super) patterns: Budget,
+    pub(super) rows: PageBudget,
+    pub(super) sources: PageBudget,
+    pub(super) cuts: PageBudget,
+    pub(super) patterns: PageBudget,
 }
 
 /// The rows of a view, and what they refer to.
 #[derive(Debug, Default)]
-pub(super) struct Rows {
+pub(super) struct HtmlRows {
     pub(super) listed: Vec<Value>,
     pub(super) cuts: Vec<Value>,
     pub(super) device_maps: Vec<Value>,
@@ -56,11 +56,11 @@ pub(super) struct Rows {
 struct Maker<'a> {
     checkpoint: &'a Checkpoint,
     plan: &'a Plan,
-    files: &'a Files,
+    files: &'a EmbeddedFiles,
     reads: HashMap<&'a str, Reads>,
     cuts: Cuts<'a>,
     patterns: Patterns<'a>,
-    sources: Budget,
+    sources: PageBudget,
 }
 
 /// The rows of a view for these devices. The largest groups come first where there is not room for all.
@@ -68,10 +68,10 @@ pub(super) fn rows(
     checkpoint: &Checkpoint,
     plan: &Plan,
     devices: &[u64],
-    files: &Files,
+    files: &EmbeddedFiles,
     found: &Amplification,
     budgets: Budgets,
-) -> Rows {
+) -> HtmlRows {
     let groups = groups(plan);
     let mut order: Vec<usize> = (0..groups.len()).collect();
     order.sort_by_key(|index| std::cmp::Reverse(groups[*index].bytes));
@@ -84,7 +84,7 @@ pub(super) fn rows(
         patterns: Patterns::new(checkpoint, budgets.patterns),
         sources: budgets.sources,
     };
-    let (mut of_page, mut budget) = (Rows::default(), budgets.rows);
+    let (mut of_page, mut budget) = (HtmlRows::default(), budgets.rows);
     let mut made: BTreeMap<usize, Value> = BTreeMap::new();
     for index in order {
         let group = &groups[index];
@@ -101,7 +101,7 @@ pub(super) fn rows(
         made.insert(index, row);
     }
     let Maker { cuts, patterns, .. } = maker;
-    Rows {
+    HtmlRows {
         listed: made.into_values().collect(),
         cuts: cuts.listed,
         device_maps: cuts.device_maps,
@@ -112,7 +112,7 @@ pub(super) fn rows(
 
 impl Maker<'_> {
     /// The row without its parts and sources.
-    fn row(&self, group: &Group<'_>) -> Value {
+    fn row(&self, group: &TensorGroup<'_>) -> Value {
         let (first, shape) = (group.first(), group.first().view.shape());
         let names = group.members.iter().map(|member| member.name.as_str());
         let folded = name_group::fold(names, &[]);
@@ -137,7 +137,7 @@ impl Maker<'_> {
     }
 
     /// Adds the parts that devices hold, and the sources with their bytes, as far as there is room.
-    fn details(&mut self, group: &Group<'_>, row: &mut Value) {
+    fn details(&mut self, group: &TensorGroup<'_>, row: &mut Value) {
         row["files"] = self.files_of(group);
         let cut = self.cuts.of(group);
         let Some(cut) = cut else { return };
@@ -150,7 +150,7 @@ impl Maker<'_> {
     }
 
     /// The files that a group is read from, each with the number of stored tensors, the fullest first.
-    fn files_of(&mut self, group: &Group<'_>) -> Value {
+    fn files_of(&mut self, group: &TensorGroup<'_>) -> Value {
         let mut files: BTreeMap<usize, u64> = BTreeMap::new();
         let mut of_source = |id: TensorId| {
             *files.entry(self.files.number(self.checkpoint.tensor(id).file())).or_default() += 1;
@@ -161,7 +161,7 @@ impl Maker<'_> {
     }
 
     /// The first leaves of a group: their sources, and what each part reads of these.
-    fn leaves(&mut self, group: &Group<'_>, cut: &Cut) -> Option<[(&'static str, Value); 3]> {
+    fn leaves(&mut self, group: &TensorGroup<'_>, cut: &Cut) -> Option<[(&'static str, Value); 3]> {
         let (shown, count) = choose(group, cut);
         let mut kinds: BTreeMap<usize, usize> = BTreeMap::new();
         let (mut reads, mut rows) = (Vec::new(), Vec::new());
@@ -190,7 +190,7 @@ impl Maker<'_> {
     }
 
     /// What each part reads of a leaf of this kind, as pairs of number and repetitions.
-    fn reads_of(&mut self, cut: &Cut, kind: usize, leaf: &Leaf<'_>, sources: &[TensorId]) -> Option<Value> {
+    fn reads_of(&mut self, cut: &Cut, kind: usize, leaf: &ReadLeaf<'_>, sources: &[TensorId]) -> Option<Value> {
         let of_parts = cut.parts.iter().map(|part| self.patterns.of(kind, leaf, sources, &part.region));
         let of_parts = repeated(&of_parts.collect::<Option<Vec<usize>>>()?);
         self.sources.take(&of_parts).then_some(of_parts)
@@ -198,10 +198,10 @@ impl Maker<'_> {
 }
 
 /// The leaves of a group that its row lists: the first ones, and the first ones of each part. Then the number of all.
-fn choose<'a>(group: &Group<'a>, cut: &Cut) -> (Vec<(&'a PlannedTensor, Leaf<'a>)>, u64) {
+fn choose<'a>(group: &TensorGroup<'a>, cut: &Cut) -> (Vec<(&'a PlannedTensor, ReadLeaf<'a>)>, u64) {
     let (mut shown, mut count) = (Vec::new(), 0);
     // Parts with the same leaves, and how many of these are listed.
-    let mut wanted: Option<Vec<(&Part, usize)>> = None;
+    let mut wanted: Option<Vec<(&CutPart, usize)>> = None;
     for member in &group.members {
         let expert = member.expert.map(|(number, _)| number);
         for_each_leaf(&member.view, &mut |leaf| {
@@ -212,7 +212,7 @@ fn choose<'a>(group: &Group<'a>, cut: &Cut) -> (Vec<(&'a PlannedTensor, Leaf<'a>
                 let distinct = cut.parts.iter().filter(|part| seen.insert(part.leaves_key(&axes)));
                 distinct.take(PARTS_SERVED).map(|part| (part, 0)).collect()
             });
-            let lacks = |(part, listed): &(&Part, usize)| *listed < LEAVES_OF_PART && part.has(&leaf, expert);
+            let lacks = |(part, listed): &(&CutPart, usize)| *listed < LEAVES_OF_PART && part.has(&leaf, expert);
             if shown.len() < LEAVES_SHOWN || wanted.iter().any(lacks) {
                 wanted.iter_mut().filter(|(part, _)| part.has(&leaf, expert)).for_each(|(_, listed)| *listed += 1);
                 shown.push((*member, leaf));

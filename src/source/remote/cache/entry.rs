@@ -48,7 +48,7 @@ const GIVEN_UP_MS: u64 = 500;
 /// Guards of segments: their blocks stay.
 pub type Guards<'a> = SmallVec<[RwLockReadGuard<'a, ()>; 2]>;
 
-/// What an attempt to evict a segment came to.
+/// The result of an attempt to evict a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
     /// It was evicted, which freed this many bytes of disk.
@@ -278,7 +278,7 @@ impl Entry {
         Ok(missing)
     }
 
-    /// The blocks that nobody has written, in order, without a look at their bytes. Cheap, for decisions about what to fetch.
+    /// The blocks that no process has written, in order. Their bytes are not read. Cheap, for decisions about what to fetch.
     ///
     /// # Errors
     /// The map cannot be read.

@@ -299,7 +299,7 @@ impl Space {
 
     fn remove(dir: &Path, entry: &Path) -> io::Result<u64> {
         let freed = disk_bytes(entry);
-        // Out of the way at once: nobody finds a half of it. The name of an abandoned one has an extension too.
+        // Renamed first, so that no process finds a half of it. The name of an abandoned one has an extension too.
         let trash = dir.join(format!("removed.{}", unique()));
         fs::rename(entry, &trash)?;
         fs::remove_dir_all(&trash)?;

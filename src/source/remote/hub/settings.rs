@@ -12,7 +12,7 @@ use super::super::{
 /// The Hub, unless `HF_ENDPOINT` names another.
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// A token and where it came from. The text is never shown.
+/// A token and its origin. The text is never shown.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token {
     pub(super) text: String,

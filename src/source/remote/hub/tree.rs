@@ -30,7 +30,7 @@ pub(super) struct Entry {
     lfs: Option<Lfs>,
 }
 
-/// Whether a text is a digest of so many hexadecimal digits. It becomes part of paths.
+/// Whether a text is a digest with this number of hexadecimal digits. It becomes part of paths.
 pub(super) fn is_hex(text: &str, digits: usize) -> bool {
     text.len() == digits && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }

@@ -1,0 +1,393 @@
+//! Building a plan, in stages. Each makes one value from those of the stages before it:
+//!
+//! | stage | value |
+//! | --- | --- |
+//! | `select` | [`Selection`]: the selected tensors of the repository, and those of an adapter |
+//! | `choose` | [`ChosenLayout`]: the layout's file, the dtype, the family |
+//! | `draft` | [`Drafted`]: a view for each tensor that the layout makes, and the layout's findings |
+//! | `name` | the drafts that the mount shows, under their names in the mount |
+//! | `split` | [`LogicalRules`], if specs come from logical axes |
+//! | `repository` | the files of `hf/` |
+//! | `assemble` | the [`Plan`], each tensor with its spec |
+//!
+//! [`Selection`], [`ChosenLayout`] and [`Drafted`] are in `stage`, with the first stage; `request` says what is to be decoded.
+//!
+//! The stages collect problems on the way, so that all are reported together. If a later stage needs the value of a
+//! failed stage, the plan ends at that stage.
+
+mod repository;
+mod request;
+mod stage;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use hashbrown::HashSet;
+
+use self::{
+    repository::HfFiles,
+    request::{asked, decoded, decodes, layout_request, with_dtype_of},
+    stage::{Builder, ChosenLayout, Drafted, Selection, groups_of},
+};
+use super::{
+    DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding,
+    Tied, ViewOptions, canonical, expect,
+    family::Generic,
+    hf,
+    inverse::{self, Inverted},
+    layout_file, lora,
+    name_group::fold,
+    names, packed, shard, stored,
+    survey::{self, devices, family, family_problem, missing_layers},
+    unused,
+    values::{self, Raw, ValueRequest, Values},
+};
+use crate::{
+    checkpoint::{Checkpoint, Container},
+    tensor::TensorId,
+};
+
+impl Plan {
+    /// Resolves the user's request against a checkpoint.
+    ///
+    /// # Errors
+    /// Everything wrong with the plan, at once.
+    pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
+        let mut plan = build(checkpoint, &options.for_checkpoint(checkpoint))?;
+        if let Some(rename) = options.unwrapping(checkpoint) {
+            plan.warnings.push(format!(
+                "the names of the training state are shown without what matches '{}': --source-rename replaces this",
+                rename.pattern()
+            ));
+        }
+        Ok(plan)
+    }
+}
+
+/// Resolves the user's request against a checkpoint.
+///
+/// # Errors
+/// Everything wrong with the plan, at once.
+fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError> {
+    let mut raw = BTreeSet::new();
+    // Rules may match names in the mount, and these names are known only after drafting. Each further round keeps more
+    // tensors raw than the one before.
+    loop {
+        let mut builder = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
+        let decoded = decoded(original, decodes(options, layout_request(options)), &raw)?;
+        let wanted = builder.select(decoded.as_ref().unwrap_or(original))?;
+        let chosen = builder.choose(&wanted)?;
+        if values::converts(chosen.request, &options.casts) {
+            let problems = values::unsupported(original, wanted.part());
+            if !problems.is_empty() {
+                return Err(PlanError { problems });
+            }
+        }
+        let keep_f32 = if options.layout.keeps_f32() { &chosen.keep_f32[..] } else { &[] };
+        // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
+        let keep_f32 = if options.dtype.is_some() { keep_f32 } else { &[] };
+        let values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
+        let mut drafted = builder.draft(&wanted, &chosen, &values);
+        if !values.raw().is_empty() {
+            raw.extend(values.raw());
+            continue;
+        }
+        drafted.kept = match &chosen.inverse {
+            Some(inverted) => inverted.kept.clone(),
+            None => groups_of(wanted.seen(), values.kept()),
+        };
+        drafted.dropped = decoded.as_ref().map_or_else(Vec::new, |decoded| dropped(original, decoded));
+        drafted.decoded_config = hf::decoded_config(&values);
+        let drafts = std::mem::take(&mut drafted.drafts);
+        let drafts = builder.name(drafts, &wanted, &chosen);
+        let rules = builder.split(&drafts, &wanted, &chosen);
+        let drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
+        let is_alike = raw.is_empty() && decodes(options, asked(options)) == decoded.is_some();
+        let hf = match builder.generated(&drafts, &wanted, &chosen) {
+            Some(hf) => hf,
+            None => builder.repository(&wanted, &chosen.keep_f32, is_alike)?,
+        };
+        return builder.assemble(&wanted, &chosen, drafted, drafts, (rules, hf));
+    }
+}
+
+/// What decoding leaves out that no decoder reads.
+fn dropped(original: &Checkpoint, decoded: &Checkpoint) -> Vec<NameGroup> {
+    let shown: HashSet<TensorId> = decoded.tensors().map(|(id, _)| id).collect();
+    let is_gone = |id: &TensorId| !shown.contains(id);
+    groups_of(original, original.quantized().left_out.iter().copied().filter(is_gone))
+}
+
+/// The problem of a layout for repositories that is asked for on a checkpoint of the layout `stored`.
+fn already_laid_out(layout: &str, stored: &str) -> Problem {
+    let reason = format!(
+        "it is made from a repository, and the names of the checkpoint are those of the layout {stored}: without --layout it is shown \
+         as it is stored, for any mesh; --layout hf with --config-from makes a repository, which ckfs export writes and every layout takes"
+    );
+    Problem::File { file: format!("layout {layout}"), reason }
+}
+
+impl Builder<'_> {
+    fn choose(&self, wanted: &Selection<'_>) -> Result<ChosenLayout, PlanError> {
+        let options = self.options;
+        let mut set = options.set.clone();
+        let file = match &options.layout {
+            Layout::Canonical | Layout::Hf | Layout::Stored => None,
+            Layout::Embedded(embedded) => {
+                if let Some(stored) = inverse::layout_of(wanted.seen()) {
+                    return Err(already_laid_out(embedded.name, stored).into());
+                }
+                Some(embedded.choose(wanted.seen(), &mut set)?)
+            }
+            Layout::File(file) => Some(file.clone()),
+        };
+        let request = layout_request(options);
+        let request = file.as_ref().map_or(request, |file| with_dtype_of(request, file, options));
+        let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
+        // A trainer's names are in no table.
+        let family = if options.layout == Layout::Stored { None } else { family(wanted.seen())? };
+        let is_back = options.layout == Layout::Hf && options.lora.is_none();
+        let is_stored = options.layout == Layout::Stored;
+        let keep_f32 = if is_stored { Vec::new() } else { survey::keep_f32(wanted.seen(), family.as_ref())? };
+        let inverse = if is_back { inverse::invert(wanted.part(), options, &keep_f32)? } else { None };
+        Ok(ChosenLayout { file, set, request, family, keep_f32, flat, inverse })
+    }
+
+    fn draft(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
+        let left_out = wanted.selected.left_out(wanted.original);
+        let mut drafted = match (&chosen.file, &chosen.inverse) {
+            (Some(file), _) => self.draft_by_rules(file, wanted, chosen, values),
+            (None, Some(inverted)) => self.draft_back(inverted, wanted, chosen),
+            (None, None) if self.options.layout == Layout::Stored => self.draft_as_stored(wanted, values),
+            (None, None) => self.draft_by_tables(wanted, chosen, values),
+        };
+        drafted.left_out.splice(0..0, left_out);
+        // What a torch checkpoint leaves out is no tensor, for the most part; the source's lines list it.
+        if self.original.container() == Container::Orbax {
+            drafted.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
+        }
+        drafted
+    }
+
+    /// Drafts by a layout of rules.
+    fn draft_by_rules(
+        &mut self,
+        file: &LayoutFile,
+        wanted: &Selection<'_>,
+        chosen: &ChosenLayout,
+        values: &Values<'_>,
+    ) -> Drafted {
+        let options = self.options;
+        let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
+        let allowed = layout_file::Allowed { missing, unmapped };
+        let nothing = Drafted { family: Some(file.name().to_owned()), ..Drafted::default() };
+        let resolved = match file.resolve(wanted.seen(), values, &options.mesh, &chosen.set, allowed) {
+            Ok(resolved) => resolved,
+            Err(problems) => {
+                self.problems.extend(problems);
+                return nothing;
+            }
+        };
+        if !resolved.verified {
+            let name = file.name();
+            self.warnings.push(format!("layout {name} has not been compared here with the program that it imitates"));
+        }
+        self.warnings.extend(resolved.warnings);
+        Drafted { drafts: resolved.drafts, params: resolved.params, left_out: resolved.left_out, ..nothing }
+    }
+
+    /// Drafts of the repository that the checkpoint is made back to.
+    fn draft_back(&mut self, inverted: &Inverted, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Drafted {
+        self.warnings.extend(inverted.warnings.iter().cloned());
+        let tensors = inverted.tensors.iter().map(|(name, view)| (name.clone(), Ok(view.clone())));
+        let generic = Generic::load().map_err(|error| family_problem(&error).problems);
+        let drafts =
+            generic.and_then(|generic| canonical::drafts_of(wanted.seen(), chosen.family.clone(), generic, tensors));
+        Drafted {
+            drafts: self.or_default(drafts),
+            family: Some(inverted.layout.clone()),
+            params: inverted.params.clone(),
+            left_out: inverted.left_out.clone(),
+            ..Drafted::default()
+        }
+    }
+
+    /// Drafts of the tensors as they are stored.
+    fn draft_as_stored(&mut self, wanted: &Selection<'_>, values: &Values<'_>) -> Drafted {
+        let drafts = self.or_default(stored::drafts(wanted.seen(), values));
+        let scan = self.original.scan_layers().map(|scan| ("scan".to_owned(), scan.to_string()));
+        Drafted {
+            drafts,
+            family: stored::is_maxtext(wanted.seen()).then(|| "maxtext".to_owned()),
+            params: scan.into_iter().collect(),
+            ..Drafted::default()
+        }
+    }
+
+    /// Drafts by the tables of the model's family, or by the repository's own names.
+    fn draft_by_tables(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
+        let (whole, family, options) = (wanted.whole(), chosen.family.as_ref(), self.options);
+        let is_canonical = options.layout == Layout::Canonical;
+        // The comparison and the drafts each visit all tensors: they run at the same time.
+        let compare = || match family {
+            Some(family) => expect::compare(whole, family, options),
+            None => (expect::survey(whole, options), Vec::new()),
+        };
+        let canonical = || is_canonical.then(|| canonical_drafts(wanted.seen(), family.cloned(), values));
+        let ((mut findings, problems), canonical) = rayon::join(compare, canonical);
+        self.problems.extend(problems);
+        self.warnings.extend(findings.warning.take());
+        missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
+        let drafts = canonical.unwrap_or_else(|| hf_drafts(wanted.seen(), family.cloned(), values));
+        let drafts = self.or_default(drafts);
+        let family = family.map(|family| family.name.clone());
+        Drafted { drafts, family, findings, ..Drafted::default() }
+    }
+
+    /// Chooses the drafts that the mount shows, and renames them.
+    fn name(&mut self, mut drafts: Vec<Draft>, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Vec<Draft> {
+        let options = self.options;
+        if chosen.file.is_none() {
+            names::tie(&mut drafts, wanted.seen(), options, &mut self.warnings);
+        } else if options.tied != Tied::Auto {
+            let name = options.layout.name();
+            let reason = format!("the rules of layout {name} say whether a tied output head is shown: expected auto");
+            self.problem("tied", reason);
+        }
+        names::keep(&mut drafts, &wanted.selected, &mut self.problems);
+        if let Some(adapter) = wanted.adapter {
+            let own = |draft: &Draft| {
+                let mut own = false;
+                draft.view.for_each_source(&mut |source| own |= self.original.file_of(source.id) == adapter.file);
+                own
+            };
+            let allowed = (&options.allow_missing, &options.allow_unmapped);
+            lora::rename(&mut drafts, adapter, own, allowed, &mut self.problems, &mut self.warnings);
+        }
+        names::rename(&mut drafts, &options.renames, chosen.flat, &mut self.problems);
+        drafts
+    }
+
+    /// The rules that split logical axes, if specs come from those. Warns of rules and mesh axes that split nothing.
+    fn split(&mut self, drafts: &[Draft], wanted: &Selection<'_>, chosen: &ChosenLayout) -> Option<LogicalRules> {
+        let options = self.options;
+        let is_maxtext = drafts.iter().any(|draft| !draft.roles.logical.is_empty());
+        let rules = logical_rules(options, chosen.file.as_deref(), is_maxtext && options.layout == Layout::Stored);
+        if chosen.file.is_none() && !(options.layout == Layout::Stored && is_maxtext && options.set.is_empty()) {
+            let name = options.layout.name();
+            if !options.set.is_empty() && chosen.inverse.is_none() {
+                self.problem("set", format!("the layout {name} has no parameters"));
+            }
+            if rules.is_some() {
+                self.problem("shard", format!("the layout {name} names no logical axes"));
+            }
+        }
+        if let Some((logical, axis)) = rules.as_ref().and_then(LogicalRules::doubled) {
+            self.problem("logical rules", format!("the rule for {logical:?} names the mesh axis {axis:?} twice"));
+        }
+        let (problems, warnings) = (&mut self.problems, &mut self.warnings);
+        unused::mesh_axes(options, rules.as_ref(), drafts, problems, warnings);
+        unused::patterns(wanted.seen(), options, drafts, warnings);
+        unused::logical_rules(options, rules.is_some(), drafts, warnings);
+        rules
+    }
+
+    /// Keeps a tensor whole on every device if it packs several tensors and a split would cut across them.
+    fn keep_together(&mut self, mut drafts: Vec<Draft>, by_rules: bool, checkpoint: &Checkpoint) -> Vec<Draft> {
+        let options = self.options;
+        if !by_rules {
+            let is_told = |draft: &Draft| shard::is_told(draft, options.sharding, &options.shard_rules);
+            self.warnings.extend(packed::keep_together(&mut drafts, checkpoint, &options.mesh, &is_told));
+        }
+        drafts
+    }
+
+    /// Gives each tensor its spec.
+    fn assemble(
+        mut self,
+        wanted: &Selection<'_>,
+        chosen: &ChosenLayout,
+        drafted: Drafted,
+        drafts: Vec<Draft>,
+        (logical_rules, hf): (Option<LogicalRules>, HfFiles),
+    ) -> Result<Plan, PlanError> {
+        let options = self.options;
+        let no_hf = hf.absent.or_else(|| wanted.selected.no_hf.clone()).filter(|_| hf.files.is_empty());
+        let mut plan = Plan {
+            mesh: options.mesh.clone(),
+            layout: options.layout.clone(),
+            dtype: chosen.request.dtype,
+            decoded: decoded_by_scheme(wanted.seen(), chosen.request, options),
+            kept: drafted.kept,
+            kept_hf: hf.kept,
+            dropped: drafted.dropped,
+            kept_raw: if chosen.request.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
+            family: drafted.family,
+            params: drafted.params,
+            logical_rules,
+            flat: chosen.flat,
+            sharded_state: chosen.file.as_ref().is_some_and(|file| file.sharded_state()),
+            decoded_config: drafted.decoded_config,
+            devices: devices(options, &mut self.problems),
+            specs: Vec::new(),
+            tensors: Vec::with_capacity(drafts.len()),
+            hf: hf.files,
+            unscanned: options.unscanned,
+            chunk_bytes_max: options.chunk_bytes_max,
+            missing: drafted.findings.missing,
+            unexpected: drafted.findings.unexpected,
+            holes: drafted.findings.holes,
+            left_out: drafted.left_out,
+            warnings: self.warnings,
+            no_hf,
+        };
+        plan.add(drafts, options, &mut self.problems);
+        self.problems.dedup();
+        if self.problems.is_empty() { Ok(plan) } else { Err(PlanError { problems: self.problems }) }
+    }
+}
+
+/// The decoded tensors by scheme. Dtypes follow the names of the repository.
+fn decoded_by_scheme(checkpoint: &Checkpoint, request: ValueRequest, options: &ViewOptions) -> Vec<DecodedScheme> {
+    let values = Values::new(checkpoint, request, &options.casts, &[]);
+    let mut found: BTreeMap<&'static str, DecodedScheme> = BTreeMap::new();
+    for (id, info) in checkpoint.tensors() {
+        let Some(quantized) = info.quantized() else { continue };
+        let dtype = values.dtype_of(id, &[info.name]).unwrap_or(quantized.dtype);
+        let scheme = quantized.scheme;
+        let row = found.entry(scheme).or_insert(DecodedScheme { scheme, tensors: 0, bytes: 0 });
+        row.tensors += 1;
+        row.bytes += dtype.bytes_of(quantized.shape().elements()).unwrap_or(0);
+    }
+    found.into_values().collect()
+}
+
+/// Tensors under canonical names.
+fn canonical_drafts(
+    checkpoint: &Checkpoint,
+    family: Option<Family>,
+    values: &Values<'_>,
+) -> Result<Vec<Draft>, Vec<Problem>> {
+    let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
+    canonical::drafts(checkpoint, family, generic, values)
+}
+
+/// Tensors under the repository's own names, with the roles that canonical names would have.
+fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_>) -> Result<Vec<Draft>, Vec<Problem>> {
+    let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
+    canonical::hf_drafts(checkpoint, family, generic, values)
+}
+
+/// The rules for logical axes, if specs come from those.
+fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>, is_maxtext: bool) -> Option<LogicalRules> {
+    let wanted = match options.sharding {
+        Sharding::Auto => is_maxtext || file.is_some_and(LayoutFile::shards_logically),
+        Sharding::Logical => true,
+        Sharding::Replicate => false,
+    };
+    wanted.then(|| {
+        let own = file.map(LayoutFile::rules).filter(|rules| !rules.rules.is_empty());
+        let mut rules = own.cloned().unwrap_or_else(LogicalRules::maxtext);
+        rules.replace(&options.logical_rules);
+        rules
+    })
+}

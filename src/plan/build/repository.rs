@@ -1,0 +1,121 @@
+//! The stage that makes the files of `hf/`.
+
+use std::collections::BTreeSet;
+
+use super::{
+    super::{Draft, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, values::Values},
+    request::{asked, decoded, decodes},
+    stage::{Builder, ChosenLayout, Selection, groups_of},
+};
+use crate::{checkpoint::Checkpoint, config::Pattern};
+
+/// The files of `hf/`.
+#[derive(Default)]
+pub(super) struct HfFiles {
+    pub(super) files: Vec<HfFile>,
+    pub(super) kept: Vec<NameGroup>,
+    /// The reason why there is none.
+    pub(super) absent: Option<String>,
+}
+
+impl Builder<'_> {
+    /// The files of `hf/`. What a layout does by itself to its own tensors is no request for another `hf/`: `is_alike` tells
+    /// whether what is wanted has the same tensors decoded.
+    pub(super) fn repository(
+        &mut self,
+        wanted: &Selection<'_>,
+        keep_f32: &[Pattern],
+        is_alike: bool,
+    ) -> Result<HfFiles, PlanError> {
+        if self.options.layout == Layout::Stored {
+            // hf/ is a repository, which a trainer's checkpoint is not.
+            return Ok(HfFiles::default());
+        }
+        if let Some(reason) = &wanted.selected.no_hf {
+            return Ok(self.no_repository(reason, self.original.is_repository()));
+        }
+        let (original, options) = (self.original, self.options);
+        let plan = |wanted: &Selection<'_>| {
+            let part = wanted.part();
+            let values = Values::new(part, asked(options), &options.casts, keep_f32);
+            let (renames, tie, text) = (&options.renames, options.tied == Tied::Alias, wanted.selected.text.as_ref());
+            let files = hf::plan(original, &values, hf::HfNames { renames, tie, text });
+            (files, groups_of(part, values.kept()), values.raw())
+        };
+        let mut raw = BTreeSet::new();
+        if is_alike {
+            let (files, kept, more) = plan(wanted);
+            if more.is_empty() {
+                return Ok(self.planned(files, kept, wanted.part()));
+            }
+            raw = more;
+        }
+        loop {
+            let decoded = decoded(original, decodes(options, asked(options)), &raw)?;
+            let wanted = self.select(decoded.as_ref().unwrap_or(original))?;
+            // What a layout decodes for itself may be raw here.
+            if let Some(reason) = &wanted.selected.no_hf {
+                return Ok(self.no_repository(reason, self.original.is_repository()));
+            }
+            let (files, kept, more) = plan(&wanted);
+            if more.is_empty() {
+                return Ok(self.planned(files, kept, wanted.part()));
+            }
+            raw.extend(more);
+        }
+    }
+
+    /// The files of a generated `hf/`: the tensors shown, where the source is no repository.
+    pub(super) fn generated(
+        &mut self,
+        drafts: &[Draft],
+        wanted: &Selection<'_>,
+        chosen: &ChosenLayout,
+    ) -> Option<HfFiles> {
+        let (checkpoint, options) = (wanted.seen(), self.options);
+        let is_own = options.layout == Layout::Hf && checkpoint.companion().is_some();
+        if chosen.inverse.is_none() && !is_own {
+            return None;
+        }
+        let inverse = chosen.inverse.as_ref();
+        let text = wanted.selected.text.as_ref().filter(|_| inverse.is_none());
+        if let (Some(reason), None) = (&wanted.selected.no_text, inverse) {
+            return Some(self.no_repository(reason, true));
+        }
+        let alone = text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
+        let config = inverse.map(|inverted| &inverted.config).or(alone.as_ref()).or_else(|| checkpoint.config());
+        let name = |name: &String| text.map_or_else(|| name.clone(), |text| text.name(name));
+        let tensors = drafts.iter().map(|draft| (name(&draft.name), draft.view.clone())).collect();
+        let is_text = text.is_some() || inverse.is_some_and(|inverted| inverted.is_text);
+        let shard_bytes_max = options.shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
+        let files = generated::files(checkpoint, tensors, (config, is_text), shard_bytes_max);
+        let kept = chosen.inverse.as_ref().map_or_else(Vec::new, |inverted| inverted.kept.clone());
+        Some(HfFiles { files: self.or_default(files), kept, absent: None })
+    }
+
+    /// The files of `hf/` of this part of the repository, and what is said of them.
+    fn planned(
+        &mut self,
+        files: Result<Vec<HfFile>, Vec<Problem>>,
+        kept: Vec<NameGroup>,
+        part: &Checkpoint,
+    ) -> HfFiles {
+        let decoded = part.tensors().filter(|(_, info)| info.quantized().is_some()).count();
+        let raw = if decoded == 0 { 0 } else { part.raw().count() };
+        if raw > 0 {
+            self.warnings.push(format!(
+                "hf/ has {raw} quantized tensors as stored beside {decoded} decoded ones: its config.json still says how the \
+                 repository is quantized, which holds for the former only"
+            ));
+        }
+        HfFiles { files: self.or_default(files), kept, absent: None }
+    }
+
+    /// No `hf/`, for this reason. Nobody expects a repository of what is none.
+    fn no_repository(&mut self, reason: &str, is_expected: bool) -> HfFiles {
+        if is_expected {
+            self.warnings.push(format!("hf/ is left out: {reason}"));
+        }
+        HfFiles { absent: Some(reason.to_owned()), ..HfFiles::default() }
+    }
+}

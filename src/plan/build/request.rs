@@ -1,0 +1,60 @@
+//! Which dtype and which decoding are asked for: by the user, and by the layout.
+
+use std::collections::BTreeSet;
+
+use super::super::{
+    Layout, LayoutFile, PlanError, Problem, ViewOptions,
+    values::{Raw, ValueRequest},
+};
+use crate::{checkpoint::Checkpoint, config::Dequantize, tensor::TensorId};
+
+/// The dtype and dequantization that the user requests.
+pub(super) const fn asked(options: &ViewOptions) -> ValueRequest {
+    let quantized = match (options.dequantize, options.dtype) {
+        (Some(Dequantize::To(dtype)), _) | (Some(Dequantize::Own) | None, Some(dtype)) => Raw::Decoded(Some(dtype)),
+        (Some(Dequantize::Own), None) => Raw::Decoded(None),
+        (None, None) => Raw::Shown,
+    };
+    ValueRequest { dtype: options.dtype, quantized }
+}
+
+/// As [`asked`], where the layout may request more: the layouts in the program need floats.
+pub(super) fn layout_request(options: &ViewOptions) -> ValueRequest {
+    let asked = asked(options);
+    match &options.layout {
+        Layout::Embedded(_) if asked.quantized == Raw::Shown => ValueRequest { quantized: Raw::Decoded(None), ..asked },
+        Layout::Canonical | Layout::Hf | Layout::Stored | Layout::Embedded(_) => asked,
+        Layout::File(file) => with_dtype_of(asked, file, options),
+    }
+}
+
+/// Adds the request of a layout's file, where the user has none.
+pub(super) fn with_dtype_of(request: ValueRequest, file: &LayoutFile, options: &ViewOptions) -> ValueRequest {
+    let Some(dtype) = file.dtype().filter(|_| !options.keep_dtype && options.dtype.is_none()) else { return request };
+    let quantized = match options.dequantize {
+        Some(Dequantize::To(_)) => request.quantized,
+        Some(Dequantize::Own) | None => Raw::Decoded(Some(dtype)),
+    };
+    ValueRequest { dtype: Some(dtype), quantized }
+}
+
+/// Whether some quantized tensor may be decoded.
+pub(super) fn decodes(options: &ViewOptions, request: ValueRequest) -> bool {
+    request.quantized != Raw::Shown || options.casts.iter().any(|rule| rule.dtype.is_some())
+}
+
+/// The checkpoint with its quantized tensors decoded, except those of `raw`. `None` if there is nothing to decode.
+pub(super) fn decoded(
+    original: &Checkpoint,
+    decodes: bool,
+    raw: &BTreeSet<TensorId>,
+) -> Result<Option<Checkpoint>, PlanError> {
+    if !decodes || original.quantized().tensors.is_empty() {
+        return Ok(None);
+    }
+    let refused = |reasons: Vec<String>| {
+        let problem = |reason| Problem::File { file: "decoded tensors".to_owned(), reason };
+        PlanError { problems: reasons.into_iter().map(problem).collect() }
+    };
+    original.decoded(&|id| raw.contains(&id)).map(Some).map_err(refused)
+}

@@ -1,0 +1,332 @@
+//! The tensors that a complete model of a known family must have, and the names of a repository that no table knows.
+//!
+//! A family lists only what `config.json` makes certain: every complete model has the names that are expected here.
+//! Missing names are refused, and the names that no table knows with them, because one is probably the other, misspelt.
+//! Without a missing name, unknown names are only reported, since a generic layout serves any tensor.
+//!
+//! A repository may differ from its `model_type`: it may have a class or code of its own, or the names of another
+//! program. It may also be a draft model, which shares the other tensors with its target. Then nothing is certain, and
+//! missing names are only reported too.
+
+use std::collections::BTreeSet;
+
+use rayon::prelude::*;
+use serde_json::Value as Json;
+
+use super::super::{
+    ViewOptions,
+    expr::{EvalError, Expr, ExprValue, NameScope},
+    family::{Expectation, Family, Generic, Words},
+    hole::Hole,
+    holes,
+    name_group::{NameGroup, fold, stars},
+    naming::{self, Parsed},
+    problem::Problem,
+    select,
+};
+use crate::checkpoint::{Checkpoint, Experts, FileRole};
+
+/// Tensors that one thread compares together.
+const SCANNED_TOGETHER: usize = 1024;
+
+/// `config.json` for conditions, and the number of the layer as `l`.
+struct Condition<'a> {
+    checkpoint: &'a Checkpoint,
+    layer: Option<u64>,
+}
+
+impl NameScope for Condition<'_> {
+    fn mesh(&self, _axis: &str) -> Option<u64> {
+        // The required tensors do not depend on the devices.
+        None
+    }
+
+    fn name(&self, name: &str) -> Result<ExprValue, EvalError> {
+        let layer = self.layer.filter(|_| name == "l").and_then(|layer| i64::try_from(layer).ok());
+        layer.map(ExprValue::Int).ok_or_else(|| EvalError::Name(name.to_owned()))
+    }
+
+    fn config(&self, path: &[String]) -> Option<ExprValue> {
+        ExprValue::of_json(member(self.checkpoint, path)?)
+    }
+
+    fn shape(&self, tensor: &str) -> Option<Vec<u64>> {
+        self.checkpoint.find(tensor).map(|id| self.checkpoint.tensor(id).shape.to_vec())
+    }
+
+    fn count(&self, _: &str) -> u64 {
+        0
+    }
+}
+
+fn member<'a>(checkpoint: &'a Checkpoint, path: &[String]) -> Option<&'a Json> {
+    let config = checkpoint.config()?;
+    let text = checkpoint.dialect().text_config.as_deref().and_then(|name| config.get(name));
+    let walk = |root: &'a Json| path.iter().try_fold(root, |value, member| value.get(member.as_str()));
+    text.and_then(walk).or_else(|| walk(config))
+}
+
+fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Option<ExprValue> {
+    let expression = Expr::parse(expression).expect("the families' files are in the program, and a test parses these");
+    expression.eval(&Condition { checkpoint, layer }).ok()
+}
+
+/// Whether an expectation holds for a layer. It does not if its condition cannot be evaluated.
+fn holds(expectation: &Expectation, checkpoint: &Checkpoint, layer: Option<u64>) -> bool {
+    if let (Some(list), Some(layer)) = (&expectation.unless_listed, layer) {
+        let listed = member(checkpoint, std::slice::from_ref(list)).and_then(Json::as_array);
+        if listed.is_some_and(|list| list.iter().any(|entry| entry.as_u64() == Some(layer))) {
+            return false;
+        }
+    }
+    let Some(when) = &expectation.when else { return true };
+    evaluate(when, checkpoint, layer).and_then(|value| value.bool("when").ok()).unwrap_or(false)
+}
+
+/// A repository's tensors, seen through its family's tables.
+struct FamilyScan<'a> {
+    checkpoint: &'a Checkpoint,
+    family: &'a Family,
+    /// The prefix of the text model's names.
+    prefix: String,
+    /// Layers of which the repository has at least one tensor.
+    layers: BTreeSet<u64>,
+    /// Names of all tensors, numbers as `*`.
+    stems: BTreeSet<String>,
+    /// Names that no table knows, except those of towers and additional predictors.
+    unknown: Vec<&'a str>,
+}
+
+impl<'a> FamilyScan<'a> {
+    fn new(checkpoint: &'a Checkpoint, family: &'a Family) -> Option<Self> {
+        let prefix = select::text_prefix(checkpoint, Some(family))?;
+        let words = Generic::load().expect("the file is in the program, and a test reads it").words;
+        let (layers, stems, unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
+        let mut scan = Self { checkpoint, family, prefix, layers, stems, unknown };
+        let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
+        let parts: Vec<_> = names.par_chunks(SCANNED_TOGETHER).map(|names| scan.part(names, &words)).collect();
+        for (layers, stems, unknown) in parts {
+            scan.layers.extend(layers);
+            scan.stems.extend(stems);
+            scan.unknown.extend(unknown);
+        }
+        Some(scan)
+    }
+
+    /// Layers, stems and unknown names among `names`.
+    fn part(&self, names: &[&'a str], words: &Words) -> (BTreeSet<u64>, BTreeSet<String>, Vec<&'a str>) {
+        let (mut layers, mut stems, mut unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
+        for name in names.iter().copied() {
+            let parsed = naming::parse(name, words);
+            let of_layers = parsed.layer.filter(|_| parsed.prefix == self.prefix);
+            layers.extend(of_layers);
+            stems.insert(stars(name));
+            let outside = select::is_tower(name) || select::is_predictor(name);
+            let of_text = if parsed.layer.is_some() { of_layers.is_some() } else { !outside };
+            if of_text && !self.family.knows(name, &parsed) {
+                unknown.push(name);
+            }
+        }
+        (layers, stems, unknown)
+    }
+
+    /// Whether weights keep their names under quantization, if there is any.
+    fn keeps_names(&self) -> bool {
+        let quantization = &self.checkpoint.dialect().quantization;
+        // The tables of gpt-oss have the names of its codes.
+        let has_codes = quantization.has("mxfp4");
+        quantization.unsupported.is_empty() && (has_codes || self.checkpoint.keeps_names())
+    }
+
+    /// The reason why the repository may differ from its `model_type`.
+    fn doubt(&self) -> Option<String> {
+        let (checkpoint, family) = (self.checkpoint, self.family);
+        let dialect = checkpoint.dialect();
+        let mut metadata = checkpoint
+            .files()
+            .iter()
+            .filter(|file| file.role == FileRole::Weights)
+            .filter_map(|file| file.file)
+            .flat_map(|file| checkpoint.file_metadata(file));
+        if metadata.any(|(key, value)| key == "format" && value == "mlx") {
+            return Some("the files are MLX's, which has names of its own".to_owned());
+        }
+        // A class for a whole model with a text model in it does not describe the text model.
+        if dialect.text_config.is_none()
+            && !dialect.architectures.is_empty()
+            && !dialect.architectures.iter().any(|class| family.has_class(class))
+        {
+            return Some(format!("config.json names a class of its own, {}", dialect.architectures[0]));
+        }
+        if !family.own_code && checkpoint.config().is_some_and(|config| config.get("auto_map").is_some()) {
+            return Some("the repository brings code of its own".to_owned());
+        }
+        let unlike = family.unlike.iter().map(|name| format!("{}{name}", self.prefix));
+        if let Some(name) = unlike.into_iter().find(|name| self.stems.contains(name)) {
+            return Some(format!("{name} is there, which only draft models have"));
+        }
+        let of_layers = format!("{}{}.", self.prefix, family.layers);
+        let all = self.stems.iter().filter(|stem| stem.starts_with(&of_layers)).count();
+        let unknown: BTreeSet<String> =
+            self.unknown.iter().filter(|name| name.starts_with(&of_layers)).map(|name| stars(name)).collect();
+        (unknown.len() * 2 > all).then(|| "most names of its layers are of another kind".to_owned())
+    }
+
+    /// Names of a complete model, with repetitions. Empty if nothing is certain.
+    fn expected(&self) -> Vec<String> {
+        let (checkpoint, family, prefix) = (self.checkpoint, self.family, &self.prefix);
+        let dialect = checkpoint.dialect();
+        let mut names = Vec::new();
+        let Some(declared) = dialect.declared_layers.filter(|_| self.keeps_names()) else { return names };
+        let model_type = dialect.text_model_type.as_ref().or(dialect.model_type.as_ref());
+        let applies = |expectation: &&Expectation| {
+            expectation.model_types.is_empty()
+                || model_type.is_some_and(|known| expectation.model_types.contains(known))
+        };
+        for expectation in family.expect.iter().filter(applies) {
+            if holds(expectation, checkpoint, None) {
+                names.extend(expectation.top.iter().map(|name| format!("{prefix}{name}")));
+            }
+            let experts = match &expectation.experts {
+                None => 1,
+                Some(_) if !matches!(dialect.experts, Experts::Single { .. }) => continue,
+                Some(count) => {
+                    let count = evaluate(count, checkpoint, None).and_then(|count| count.natural("experts").ok());
+                    // `config.json` may hold any number. The list stops soon after the number of tensors in the
+                    // repository.
+                    let told = 16 * checkpoint.tensors().len() as u64 / declared.max(1) + 16;
+                    count.unwrap_or(0).min(told)
+                }
+            };
+            let in_any = |name: &&String| {
+                !expectation.if_any || self.stems.contains(&format!("{prefix}{}.*.{name}", family.layers))
+            };
+            let in_layer: Vec<&String> = expectation.layer.iter().filter(in_any).collect();
+            for layer in (0..declared).filter(|layer| holds(expectation, checkpoint, Some(*layer))) {
+                for name in &in_layer {
+                    let name = format!("{prefix}{}.{layer}.{name}", family.layers);
+                    if expectation.experts.is_some() {
+                        names.extend((0..experts).map(|expert| name.replace('*', &expert.to_string())));
+                    } else {
+                        names.push(name);
+                    }
+                }
+            }
+        }
+        if !names.is_empty() {
+            self.resolve_ends(&mut names);
+        }
+        names
+    }
+
+    /// The embedding and the output head. If they are tied, either one is enough.
+    fn resolve_ends(&self, names: &mut Vec<String>) {
+        let dialect = self.checkpoint.dialect();
+        let embedding = format!("{}embed_tokens.weight", self.prefix);
+        if dialect.has_lm_head {
+            // Some programs store the head of tied weights.
+            if dialect.tied {
+                names.retain(|name| *name != embedding);
+            }
+            return;
+        }
+        // Base models are published without a head under the class and configuration of the causal model. A missing
+        // head is reported only if the shape of another tensor suggests that it is the head.
+        let shape = self.checkpoint.find(&embedding).map(|id| self.checkpoint.tensor(id).shape.to_vec());
+        let mut unknown = self.unknown.iter().filter_map(|name| self.checkpoint.find(name));
+        let is_head = |id| Some(self.checkpoint.tensor(id).shape) == shape.as_deref();
+        if dialect.tied_declared == Some(false) && self.is_causal() && unknown.any(is_head) {
+            names.push("lm_head.weight".to_owned());
+        }
+    }
+
+    fn is_causal(&self) -> bool {
+        self.checkpoint.dialect().architectures.iter().any(|class| class.ends_with("ForCausalLM"))
+    }
+
+    /// An absence that may be intended.
+    fn remark(&self) -> Option<String> {
+        let dialect = self.checkpoint.dialect();
+        let headless = self.is_causal() && dialect.tied_declared == Some(false) && !dialect.has_lm_head;
+        headless.then(|| "there is no output head, though config.json says that it is not the embedding".to_owned())
+    }
+}
+
+/// The differences from a family's tables that are not refused.
+#[derive(Debug, Default)]
+pub(in crate::plan) struct Findings {
+    pub(in crate::plan) missing: Vec<NameGroup>,
+    pub(in crate::plan) unexpected: Vec<NameGroup>,
+    /// Differences between layers that nothing explains.
+    pub(in crate::plan) holes: Vec<Hole>,
+    /// A warning about the whole repository.
+    pub(in crate::plan) warning: Option<String>,
+}
+
+/// Compares a repository with its family's tables. Returns the differences to report, and those to refuse.
+pub(in crate::plan) fn compare(
+    checkpoint: &Checkpoint,
+    family: &Family,
+    options: &ViewOptions,
+) -> (Findings, Vec<Problem>) {
+    let nothing = || (Findings::default(), Vec::new());
+    let Some(scan) = FamilyScan::new(checkpoint, family) else { return nothing() };
+    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
+    let expected = scan.expected();
+    // A layer without any tensor is reported elsewhere, as a missing layer.
+    let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !scan.layers.contains(&layer));
+    let mut lost: Vec<&str> = expected
+        .par_iter()
+        .map(String::as_str)
+        .filter(|name| checkpoint.find(name).is_none())
+        .filter(|name| !in_missing_layer(&naming::parse(name, &words)) && options.subset.wants(name))
+        .collect();
+    lost.sort_unstable();
+    lost.dedup();
+    let strange: BTreeSet<String> = scan.unknown.iter().map(|name| stars(name)).collect();
+    let gone: BTreeSet<String> = lost.iter().map(|name| stars(name)).collect();
+    // Known names serve as hints only if there are unknown names.
+    let of_use = expected.iter().filter(|_| !scan.unknown.is_empty());
+    let mut known: BTreeSet<String> = of_use.map(|name| stars(name)).collect();
+    known.extend(family.stems().map(|stem| format!("{}{stem}", scan.prefix)));
+    // The missing names are reported already.
+    let mut holes = holes(checkpoint, Some(family), options);
+    holes.retain(|hole| lost.binary_search(&hole.example.as_str()).is_err());
+    let doubt = if lost.is_empty() && holes.is_empty() { None } else { scan.doubt() };
+    let is_sure = doubt.is_none() && checkpoint.dialect().quantization.is_none();
+    let (holes, differing): (Vec<Hole>, Vec<Hole>) = holes.into_iter().partition(|hole| {
+        !is_sure || !hole.of_text || is_buffer(&hole.example) || options.allow_missing.accepts(&hole.example)
+    });
+    let (allowed, refused): (Vec<&str>, Vec<&str>) =
+        lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
+    let (listed, misspelt): (Vec<&str>, Vec<&str>) =
+        scan.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
+    let mut problems: Vec<Problem> = fold(refused, &[&strange]).into_iter().map(Problem::missing).collect();
+    problems.extend(fold(misspelt, &[&gone, &known]).into_iter().map(|group| Problem::UnexpectedTensor { group }));
+    problems.extend(differing.into_iter().map(|hole| Problem::Hole { hole }));
+    let warning = doubt.filter(|_| !allowed.is_empty()).map_or_else(
+        || scan.remark().filter(|_| !expected.is_empty()),
+        |doubt| Some(format!("{} tensors of a complete model are missing; not refused, as {doubt}", allowed.len())),
+    );
+    let findings =
+        Findings { missing: fold(allowed, &[&strange]), unexpected: fold(listed, &[&gone, &known]), holes, warning };
+    (findings, problems)
+}
+
+/// Whether a tensor can be computed from `config.json`. Some programs store such tensors, but only in the layers that
+/// they have touched.
+fn is_buffer(name: &str) -> bool {
+    name.ends_with(".inv_freq")
+}
+
+/// The findings for a repository of no known family.
+pub(in crate::plan) fn survey(checkpoint: &Checkpoint, options: &ViewOptions) -> Findings {
+    Findings { holes: holes(checkpoint, None, options), ..Findings::default() }
+}
+
+/// The differences between layers that nothing explains, among the selected tensors.
+fn holes(checkpoint: &Checkpoint, family: Option<&Family>, options: &ViewOptions) -> Vec<Hole> {
+    let mut holes = holes::find(checkpoint, family);
+    holes.retain(|hole| options.subset.wants(&hole.example));
+    holes
+}

@@ -1,0 +1,302 @@
+//! Layers that lack a tensor of their neighbours, or have it in another shape.
+//!
+//! Layers of one model differ for good reasons: the first ones are dense, every sixth attends to everything, or kinds
+//! of attention alternate. Such differences are runs at either end, or repeat, or follow a list in `config.json`, or
+//! the layers have another tensor instead. Any other difference is a hole: a stack of the layers would be shorter than
+//! the model.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use serde_json::Value;
+use strsim::levenshtein;
+
+use super::super::{
+    family::{Family, Generic},
+    hole::Hole,
+    name_group::{fold, stars},
+    naming, select,
+};
+use crate::{
+    checkpoint::Checkpoint,
+    tensor::{Shape, TensorId},
+};
+
+/// Tensors whose names differ only in the layer: layers and tensors, by layer.
+type Members = Vec<(u64, TensorId)>;
+
+/// Most distinct values in a list with one entry per layer, if the list marks kinds of layers.
+const KINDS_MAX: usize = 8;
+
+/// Last words of the names of quantized matrices.
+const PACKED_WORDS: [&str; 3] = ["qweight", "weight_packed", "W_q"];
+
+/// All holes, by name.
+pub(in crate::plan) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole> {
+    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
+    let text = select::text_prefix(checkpoint, family);
+    let predicting = select::predicting(checkpoint, family);
+    let quantized = !checkpoint.dialect().quantization.is_none();
+    let mut stems: HashMap<(&str, bool), HashMap<String, Members>> = HashMap::new();
+    for (id, info) in checkpoint.tensors() {
+        let parsed = naming::parse(info.name, &words);
+        let Some(layer) = parsed.layer else { continue };
+        if predicting.as_ref().is_some_and(|(prefix, first)| parsed.prefix == *prefix && layer >= *first) {
+            continue;
+        }
+        let number = format!(".{layer}.");
+        let after = &info.name[parsed.prefix.len()..];
+        let Some(at) = after.find(&number) else { continue };
+        let (stem, rest) = (&info.name[..=parsed.prefix.len() + at], &after[at + number.len()..]);
+        let Some(rest) = kind(rest, quantized) else { continue };
+        let of_text = text.as_deref() == Some(parsed.prefix.as_str());
+        stems.entry((stem, of_text)).or_default().entry(rest).or_default().push((layer, id));
+    }
+    let lists = LayerLists::of(checkpoint);
+    let mut found: Vec<Hole> = stems
+        .into_iter()
+        .flat_map(|((stem, of_text), kinds)| {
+            Stem { checkpoint, before: stem, of_text, lists: &lists }.holes(&kinds, !quantized)
+        })
+        .collect();
+    found.sort_by(|a, b| a.group.name.cmp(&b.group.name));
+    found
+}
+
+/// The name by which layers are compared. Under quantization some modules are packed and others are not. A module's
+/// matrix then counts under any of its names, and the other tensors of the packed module do not count.
+fn kind(rest: &str, quantized: bool) -> Option<String> {
+    if !quantized {
+        return Some(rest.to_owned());
+    }
+    let (module, last) = rest.rsplit_once('.').unwrap_or(("", rest));
+    if PACKED_WORDS.contains(&last) {
+        return Some(format!("{module}.weight"));
+    }
+    matches!(last, "weight" | "bias").then(|| rest.to_owned())
+}
+
+struct Stem<'a> {
+    checkpoint: &'a Checkpoint,
+    /// The prefix of the layer's number.
+    before: &'a str,
+    of_text: bool,
+    lists: &'a LayerLists,
+}
+
+impl Stem<'_> {
+    fn holes(&self, kinds: &HashMap<String, Members>, compare_shapes: bool) -> Vec<Hole> {
+        let all: BTreeSet<u64> = kinds.values().flatten().map(|(layer, _)| *layer).collect();
+        let all: Vec<u64> = all.into_iter().collect();
+        // With fewer than 3 layers, none lies between two others.
+        if all.len() < 3 {
+            return Vec::new();
+        }
+        let mut patterns: BTreeMap<Vec<bool>, Vec<&str>> = BTreeMap::new();
+        for (rest, members) in kinds {
+            let layers: BTreeSet<u64> = members.iter().map(|(layer, _)| *layer).collect();
+            let pattern = all.iter().map(|layer| layers.contains(layer)).collect();
+            patterns.entry(pattern).or_default().push(rest);
+        }
+        let mut holes = Vec::new();
+        for (pattern, rests) in &patterns {
+            let differs = self.is_hole(&all, pattern);
+            let rests = rests.iter().filter(|rest| differs && !replaced(&all, pattern, rest, &patterns));
+            holes.extend(self.folded(rests.copied(), &all, pattern, None));
+        }
+        let shaped =
+            kinds.iter().filter(|_| compare_shapes).filter_map(|(rest, members)| self.misshapen(rest, members));
+        let mut alike: BTreeMap<_, Vec<&str>> = BTreeMap::new();
+        for (rest, layers, pattern, usual, other) in shaped {
+            alike.entry((layers, pattern, usual.extents().to_vec(), other.extents().to_vec())).or_default().push(rest);
+        }
+        for ((layers, pattern, usual, other), rests) in alike {
+            let shapes = Shape::try_new(&usual).ok().zip(Shape::try_new(&other).ok());
+            holes.extend(self.folded(rests.into_iter(), &layers, &pattern, shapes.as_ref()));
+        }
+        holes
+    }
+
+    /// Holes of several tensors alike. Tensors whose names differ only in a number are one hole.
+    fn folded<'r>(
+        &self,
+        rests: impl Iterator<Item = &'r str>,
+        layers: &[u64],
+        pattern: &[bool],
+        shapes: Option<&(Shape, Shape)>,
+    ) -> Vec<Hole> {
+        let of = |is: bool| -> BTreeSet<u64> {
+            layers.iter().zip(pattern).filter(|(_, present)| **present == is).map(|(layer, _)| *layer).collect()
+        };
+        let (present, absent) = (of(true), of(false));
+        let mut alike: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+        for rest in rests {
+            alike.entry(stars(rest)).or_default().push(rest);
+        }
+        let hole = |mut rests: Vec<&str>| {
+            rests.sort_unstable();
+            let mut group = fold(rests.iter().copied(), &[]).pop()?;
+            group.name = format!("{}*.{}", self.before, group.name);
+            let example = format!("{}{}.{}", self.before, absent.first()?, rests.first()?);
+            let (present, absent, shapes) = (present.clone(), absent.clone(), shapes.cloned());
+            Some(Hole { group, present, absent, shapes, example, of_text: self.of_text })
+        };
+        alike.into_values().filter_map(hole).collect()
+    }
+
+    /// Whether some layers lack a tensor according to this pattern, and neither the pattern nor `config.json` explains
+    /// it.
+    fn is_hole(&self, layers: &[u64], pattern: &[bool]) -> bool {
+        let Some(first) = pattern.iter().position(|present| *present) else { return false };
+        let last = pattern.iter().rposition(|present| *present).unwrap_or(first);
+        let inside = &pattern[first..=last];
+        let absent = inside.iter().filter(|present| !**present).count();
+        let present = inside.len() - absent;
+        // A tensor that only a few layers have is an addition to these.
+        absent > 0
+            && absent * 2 <= present
+            && !is_periodic(pattern)
+            && !is_periodic(inside)
+            && !self.lists.tell(layers, pattern)
+    }
+
+    /// A tensor with another shape in some layers.
+    #[expect(clippy::type_complexity, reason = "taken apart at once")]
+    fn misshapen<'r>(&self, rest: &'r str, members: &Members) -> Option<(&'r str, Vec<u64>, Vec<bool>, Shape, Shape)> {
+        let shape = |id: TensorId| self.checkpoint.tensor(id).shape;
+        let first = shape(members.first()?.1);
+        if members.iter().all(|(_, id)| shape(*id) == first) {
+            return None;
+        }
+        let mut members = members.clone();
+        members.sort_unstable();
+        let mut counts: BTreeMap<&[u64], usize> = BTreeMap::new();
+        for (_, id) in &members {
+            *counts.entry(shape(*id)).or_default() += 1;
+        }
+        let (usual, _) = counts.into_iter().max_by_key(|(_, count)| *count)?;
+        let layers: Vec<u64> = members.iter().map(|(layer, _)| *layer).collect();
+        let pattern: Vec<bool> = members.iter().map(|(_, id)| shape(*id) == usual).collect();
+        let other = members.iter().map(|(_, id)| shape(*id)).find(|shape| *shape != usual)?;
+        let (usual, other) = (Shape::try_new(usual).ok()?, Shape::try_new(other).ok()?);
+        (layers.len() > 2 && self.is_hole(&layers, &pattern)).then_some((rest, layers, pattern, usual, other))
+    }
+}
+
+/// Whether a pattern repeats at least twice.
+fn is_periodic(pattern: &[bool]) -> bool {
+    (1..=pattern.len() / 2).any(|period| pattern.iter().zip(&pattern[period..]).all(|(a, b)| a == b))
+}
+
+/// Whether each layer that lacks a tensor has another one instead. Several layers must have the other one, and no layer
+/// both. A name that is nearly the same is not another one.
+fn replaced(all: &[u64], pattern: &[bool], rest: &str, patterns: &BTreeMap<Vec<bool>, Vec<&str>>) -> bool {
+    const NEAR: usize = 2;
+    let is_other = |other: &&str| levenshtein(rest, other) > NEAR;
+    let instead: Vec<&Vec<bool>> = patterns
+        .iter()
+        .filter(|(other, rests)| {
+            other.iter().filter(|present| **present).count() > 1
+                && other.iter().zip(pattern).all(|(other, here)| !(*other && *here))
+                && rests.iter().any(is_other)
+        })
+        .map(|(other, _)| other)
+        .collect();
+    (0..all.len()).filter(|at| !pattern[*at]).all(|at| instead.iter().any(|other| other[at]))
+}
+
+/// The entries of `config.json` about single layers.
+#[derive(Debug, Default)]
+struct LayerLists {
+    /// One word for each layer.
+    per_layer: Vec<Vec<String>>,
+    /// Numbers of layers.
+    numbers: Vec<BTreeSet<u64>>,
+}
+
+impl LayerLists {
+    fn of(checkpoint: &Checkpoint) -> Self {
+        let mut lists = Self::default();
+        if let Some(config) = checkpoint.config() {
+            lists.gather(config, checkpoint.dialect().declared_layers, 0);
+        }
+        lists
+    }
+
+    fn gather(&mut self, config: &Value, declared: Option<u64>, depth: usize) {
+        const DEPTH_MAX: usize = 3;
+        let is_per_layer = |entries: usize| declared == Some(entries as u64);
+        for value in config.as_object().into_iter().flat_map(serde_json::Map::values) {
+            match value {
+                Value::Array(entries) => {
+                    if is_per_layer(entries.len()) {
+                        self.per_layer.push(entries.iter().map(Value::to_string).collect());
+                    }
+                    self.numbers.extend(entries.iter().map(Value::as_u64).collect::<Option<BTreeSet<u64>>>());
+                }
+                Value::String(letters) if is_per_layer(letters.chars().count()) => {
+                    self.per_layer.push(letters.chars().map(String::from).collect());
+                }
+                Value::Object(_) if depth < DEPTH_MAX => self.gather(value, declared, depth + 1),
+                Value::Object(_) | Value::String(_) | Value::Null | Value::Bool(_) | Value::Number(_) => {}
+            }
+        }
+    }
+
+    /// Whether a list separates the layers that have a tensor from those that do not.
+    fn tell(&self, layers: &[u64], pattern: &[bool]) -> bool {
+        let by_kind = |list: &Vec<String>| {
+            let mut kinds: BTreeMap<&str, bool> = BTreeMap::new();
+            let same = layers.iter().zip(pattern).all(|(layer, present)| {
+                let word = usize::try_from(*layer).ok().and_then(|layer| list.get(layer));
+                word.is_some_and(|word| *kinds.entry(word).or_insert(*present) == *present)
+            });
+            same && kinds.len() <= KINDS_MAX
+        };
+        let of = |is: bool, base: u64| -> BTreeSet<u64> {
+            layers.iter().zip(pattern).filter(|(_, present)| **present == is).map(|(layer, _)| layer + base).collect()
+        };
+        // Some lists count layers from 1.
+        let sets = [of(true, 0), of(false, 0), of(true, 1), of(false, 1)];
+        self.per_layer.iter().any(by_kind) || self.numbers.iter().any(|numbers| sets.contains(numbers))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pattern(text: &str) -> Vec<bool> {
+        text.bytes().map(|byte| byte == b'x').collect()
+    }
+
+    #[test]
+    fn patterns_that_repeat() {
+        for (text, expected) in [
+            ("x.x.", true),
+            ("x.x.x", true),
+            ("xxx.xxx.", true),
+            ("xxx.xxx.xx", true),
+            ("x.x", false),
+            ("xx.xx", false),
+            ("x.xx", false),
+            ("xxx.xxxxxxxx", false),
+        ] {
+            assert_eq!(is_periodic(&pattern(text)), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn lists_of_the_configuration_tell_kinds_of_layers() {
+        let config = serde_json::json!({
+            "layer_types": ["s", "s", "f", "s", "s"], "inner": {"full_attn_layers": [2, 4]}, "pattern": "MMM*M",
+        });
+        let mut lists = LayerLists::default();
+        lists.gather(&config, Some(5), 0);
+        let layers = [0, 1, 2, 3, 4];
+        for (text, expected) in
+            [("xx.xx", true), ("x.x.x", true), (".x.x.", true), ("xxx.x", true), ("x.xxx", false), ("xx..x", false)]
+        {
+            assert_eq!(lists.tell(&layers, &pattern(text)), expected, "{text}");
+        }
+    }
+}

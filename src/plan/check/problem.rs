@@ -1,0 +1,447 @@
+//! The problems of a plan. All of them are reported together, before anything is mounted.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
+
+use super::super::{
+    hole::Hole,
+    mesh::DEVICES_LISTED_MAX,
+    name_group::{NameGroup, fold, ranges, stars},
+};
+use crate::{
+    checkpoint::{printable, printable_lines},
+    tensor::{Shape, TilingError, ViewError},
+};
+
+/// One problem of a plan.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// An expression over tensors is malformed.
+    #[error("{name}: {error}")]
+    View {
+        /// The tensor, by its name in the repository or in the mount.
+        name: String,
+        /// The reason.
+        #[source]
+        error: ViewError,
+    },
+    /// A view has no tiling.
+    #[error("{name}: {error}")]
+    Tiling {
+        /// The tensor.
+        name: String,
+        /// The reason.
+        #[source]
+        error: TilingError,
+    },
+    /// Two tensors would have one name, or one would be a directory that holds the other.
+    #[error("{first} and {second} would both be at {path}")]
+    Collision {
+        /// Path in the mount.
+        path: String,
+        /// One tensor.
+        first: String,
+        /// The other.
+        second: String,
+    },
+    /// A name is too long for a file.
+    #[error("{name}: the file name {component:?} has {} bytes, at most 255 are possible", component.len())]
+    LongName {
+        /// The tensor.
+        name: String,
+        /// The path component.
+        component: String,
+    },
+    /// No scheme decodes the quantization of some weights.
+    #[error(
+        "{}: quantized as {method}, which ckfs does not decode; without --dequantize and --dtype the layouts \
+         canonical and hf show codes and scales as they are stored", undecoded(example.as_deref(), *tensors)
+    )]
+    Quantization {
+        /// Its name in the configuration or the tensors.
+        method: String,
+        /// Number of tensors stored in this way; 0 if only the configuration names it.
+        tensors: u64,
+        /// One of them.
+        example: Option<String>,
+    },
+    /// A part of a fused tensor is not a whole number of rows.
+    #[error("{name}: axis {axis} of {shape} does not split in shares of {shares:?}")]
+    Split {
+        /// The tensor.
+        name: String,
+        /// The axis.
+        axis: usize,
+        /// Its shape.
+        shape: Shape,
+        /// The shares.
+        shares: Vec<u64>,
+    },
+    /// A required member of `config.json` is absent.
+    #[error("{name}: config.json has no number {member:?}")]
+    Config {
+        /// The tensor or rule that needs it.
+        name: String,
+        /// The member.
+        member: String,
+    },
+    /// Layers without any tensor.
+    #[error("{}: expected {count} of {family}, numbered from 0", missing_layers(layers))]
+    MissingLayers {
+        /// The family of layers, as in `model.layers`.
+        family: String,
+        /// The layers.
+        layers: BTreeSet<u64>,
+        /// Number of layers expected.
+        count: u64,
+    },
+    /// Tensors that the repository should have are missing.
+    #[error("{rule}missing tensor {}{}{}", group.counted(), needed_by(for_target), group.hint())]
+    MissingTensor {
+        /// Their names in the repository.
+        group: NameGroup,
+        /// The target that needs them, if it is known.
+        for_target: String,
+        /// The rule that needs them, if one does.
+        rule: RuleLocation,
+    },
+    /// Some layers lack a tensor that their neighbours have, or have it in another shape.
+    #[error("{hole}; config.json does not say why")]
+    Hole {
+        /// Tensor and layers.
+        hole: Hole,
+    },
+    /// Tensors whose shape differs from the shape in a layout's rule.
+    #[error("{rule}{file}: {}: expected shape {expected}, found {found}", group.counted())]
+    SourceShape {
+        /// Their names in the repository.
+        group: NameGroup,
+        /// The file that holds the first of them.
+        file: String,
+        /// The rule.
+        rule: RuleLocation,
+        /// The rule's extents as computed from `config.json`. `_` stands for an extent that it does not determine.
+        expected: String,
+        /// The shape they have.
+        found: Shape,
+    },
+    /// Tensors that no table of the family, or no rule of the layout, names.
+    #[error("unexpected tensor {group}")]
+    UnexpectedTensor {
+        /// Their names in the repository.
+        group: NameGroup,
+    },
+    /// A checkpoint of a layout cannot be made back to the repository that the layout starts from.
+    #[error("{}: {reason}", group.counted())]
+    Inverse {
+        /// The tensors of the repository, or the leaf.
+        group: NameGroup,
+        /// The reason.
+        reason: String,
+    },
+    /// A sharding rule does not fit.
+    #[error("{name}: sharding rule {rule:?}: {reason}")]
+    ShardRule {
+        /// The tensor.
+        name: String,
+        /// The rule's pattern.
+        rule: String,
+        /// The reason.
+        reason: String,
+    },
+    /// An uneven split, if only even ones are accepted.
+    #[error("{name}: axis {axis} of {shape} does not split evenly in {parts} parts")]
+    Uneven {
+        /// The tensor.
+        name: String,
+        /// The axis.
+        axis: usize,
+        /// Its shape.
+        shape: Shape,
+        /// Number of parts.
+        parts: u64,
+    },
+    /// A rule matches no tensor.
+    #[error("{rule}: the pattern {pattern:?} matches no tensor")]
+    UnusedPattern {
+        /// The kind of rule.
+        rule: &'static str,
+        /// The pattern.
+        pattern: String,
+    },
+    /// A mesh axis that no rule uses, with a name near to that of another one.
+    #[error("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?")]
+    MeshAxis {
+        /// The axis.
+        axis: String,
+        /// The name of the known one.
+        near: String,
+    },
+    /// A device that the mesh does not have.
+    #[error("device {device}: the mesh has {devices} devices, numbered from 0")]
+    Device {
+        /// The device.
+        device: u64,
+        /// Number of devices.
+        devices: u64,
+    },
+    /// More devices than a mount can list.
+    #[error(
+        "mesh {mesh}: {count} devices are to be listed, at most {DEVICES_LISTED_MAX} can be; list this host's own, for \
+         example with --devices 8-15"
+    )]
+    Devices {
+        /// The mesh.
+        mesh: String,
+        /// Number of devices.
+        count: u64,
+    },
+    /// The expression of a rename takes too many steps.
+    #[error("{name}: rename {rule:?} takes too many steps; write the expression without nested repetitions")]
+    RenameSteps {
+        /// The tensor.
+        name: String,
+        /// The rule.
+        rule: String,
+    },
+    /// A rename makes a name that a file cannot have.
+    #[error("{name}: rename {rule:?} makes a {what} of {bytes} bytes, at most {max} are possible")]
+    Rename {
+        /// The name before all renames.
+        name: String,
+        /// The rule's expression.
+        rule: String,
+        /// The part that is too long.
+        what: &'static str,
+        /// Its bytes, as far as they were counted.
+        bytes: usize,
+        /// Most bytes that are possible.
+        max: usize,
+    },
+    /// A rule of a layout does not fit the repository.
+    #[error("{file}:{line}: {}{reason}", for_leaf(target))]
+    Layout {
+        /// The layout file.
+        file: String,
+        /// Line of the rule, from 1.
+        line: usize,
+        /// The leaf, if the rule makes one.
+        target: String,
+        /// The reason.
+        reason: String,
+        /// The line, with a mark below the problem. Begins with a line break, or is empty.
+        excerpt: String,
+    },
+    /// A layout or option file is malformed.
+    #[error("{file}: {reason}")]
+    File {
+        /// The file.
+        file: String,
+        /// The reason.
+        reason: String,
+    },
+    /// A place in a layout file is malformed.
+    #[error("{file}:{line}: {reason}")]
+    Text {
+        /// The file.
+        file: String,
+        /// Line, from 1.
+        line: usize,
+        /// The reason.
+        reason: String,
+        /// The line, with a mark below the problem. Begins with a line break, or is empty.
+        excerpt: String,
+    },
+    /// The repository cannot be shown as `hf/` with these options.
+    #[error("hf/{path}: {reason}")]
+    Hf {
+        /// The file.
+        path: String,
+        /// The reason.
+        reason: String,
+    },
+}
+
+/// Where a rule stands: a layout file and the line, if it is in one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RuleLocation(pub Option<(String, usize)>);
+
+impl fmt::Display for RuleLocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.as_ref().map_or(Ok(()), |(file, line)| write!(f, "{file}:{line}: "))
+    }
+}
+
+impl Problem {
+    /// Missing tensors, without a target that needs them.
+    pub(in crate::plan) fn missing(group: NameGroup) -> Self {
+        Self::MissingTensor { group, for_target: String::new(), rule: RuleLocation::default() }
+    }
+}
+
+fn missing_layers(layers: &BTreeSet<u64>) -> String {
+    let (word, verb) = if layers.len() == 1 { ("layer", "is") } else { ("layers", "are") };
+    format!("{word} {} {verb} missing", ranges(layers))
+}
+
+/// The undecodable tensors, for a message.
+fn undecoded(example: Option<&str>, tensors: u64) -> String {
+    match (example, tensors) {
+        (Some(name), 1) => name.to_owned(),
+        (Some(name), tensors) => format!("{name} and {} more", tensors - 1),
+        (None, _) => "config.json".to_owned(),
+    }
+}
+
+fn needed_by(target: &str) -> String {
+    if target.is_empty() { String::new() } else { format!(", needed for {target}") }
+}
+
+fn for_leaf(target: &str) -> String {
+    if target.is_empty() { String::new() } else { format!("{target}: ") }
+}
+
+/// Everything wrong with a plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlanError {
+    /// The problems, at least one.
+    pub problems: Vec<Problem>,
+}
+
+impl std::error::Error for PlanError {}
+
+impl From<Problem> for PlanError {
+    fn from(problem: Problem) -> Self {
+        Self { problems: vec![problem] }
+    }
+}
+
+impl PlanError {
+    /// Whether tensor names are among the problems: the names found differ from the names expected.
+    pub fn concerns_names(&self) -> bool {
+        let of_names = |problem: &Problem| {
+            matches!(
+                problem,
+                Problem::MissingTensor { .. }
+                    | Problem::UnexpectedTensor { .. }
+                    | Problem::MissingLayers { .. }
+                    | Problem::Hole { .. }
+            )
+        };
+        self.problems.iter().any(of_names)
+    }
+}
+
+impl Problem {
+    /// The lines of a file that show the problem. Begins with a line break, or is empty.
+    fn excerpt(&self) -> &str {
+        if let Self::Text { excerpt, .. } | Self::Layout { excerpt, .. } = self { excerpt } else { "" }
+    }
+
+    /// The tensor with whose name the message begins, where many tensors may have the same problem.
+    fn tensor(&self) -> Option<&str> {
+        let (Self::View { name, .. }
+        | Self::Tiling { name, .. }
+        | Self::Split { name, .. }
+        | Self::ShardRule { name, .. }
+        | Self::Uneven { name, .. }) = self
+        else {
+            return None;
+        };
+        Some(name)
+    }
+}
+
+impl fmt::Display for PlanError {
+    /// The only problem, or a count and one problem per line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 100;
+        if let [only] = self.problems.as_slice() {
+            f.write_str(&printable(&only.to_string()))?;
+            return f.write_str(&printable_lines(only.excerpt()));
+        }
+        write!(f, "{} problems:", self.problems.len())?;
+        let lines = lines(&self.problems);
+        for (line, _) in lines.iter().take(SHOWN) {
+            write!(f, "\n  {line}")?;
+        }
+        match lines.iter().skip(SHOWN).map(|(_, count)| count).sum::<u64>() {
+            0 => Ok(()),
+            more => write!(f, "\n  … and {more} more"),
+        }
+    }
+}
+
+/// A text for each problem, in order of the first of each, and how many problems it tells. Tensors whose names differ only in
+/// numbers, and which have the same problem, share a text.
+fn lines(problems: &[Problem]) -> Vec<(String, u64)> {
+    /// A problem as the reader sees it, or the tensors that have it.
+    enum Line<'a> {
+        One(String),
+        Same(Vec<&'a str>, String),
+    }
+    let mut lines: Vec<Line<'_>> = Vec::new();
+    let mut known: BTreeMap<(String, String), usize> = BTreeMap::new();
+    for problem in problems {
+        let text = problem.to_string();
+        let named = problem.tensor().and_then(|name| Some((name, text.strip_prefix(name)?)));
+        let Some((name, what)) = named else {
+            let excerpt = printable_lines(problem.excerpt()).replace('\n', "\n  ");
+            lines.push(Line::One(format!("{}{excerpt}", printable(&text))));
+            continue;
+        };
+        let at = *known.entry((stars(name), what.to_owned())).or_insert(lines.len());
+        match lines.get_mut(at) {
+            Some(Line::Same(names, _)) => names.push(name),
+            _ => lines.push(Line::Same(vec![name], what.to_owned())),
+        }
+    }
+    let texts = lines.into_iter().flat_map(|line| match line {
+        Line::One(text) => vec![(text, 1)],
+        Line::Same(names, what) => {
+            let groups = fold(names, &[]);
+            groups
+                .iter()
+                .map(|group| (printable(&format!("{}{what}", group.counted())).into_owned(), group.count))
+                .collect()
+        }
+    });
+    texts.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn uneven(name: &str, extent: u64) -> Problem {
+        Problem::Uneven { name: name.into(), axis: 0, shape: Shape::try_new(&[extent, 4]).unwrap(), parts: 3 }
+    }
+
+    #[test]
+    fn tensors_of_all_layers_with_the_same_problem_share_a_line() {
+        let layers = (0..40).flat_map(|layer| {
+            let name = |part: &str| format!("layers.{layer}.{part}");
+            // One layer has another shape.
+            [uneven(&name("wq"), if layer == 7 { 5 } else { 16 }), uneven(&name("up"), 112)]
+        });
+        let mut problems: Vec<Problem> = layers.collect();
+        problems.insert(0, uneven("embed", 160));
+        assert_eq!(
+            PlanError { problems }.to_string(),
+            "81 problems:\n  \
+             embed: axis 0 of [160, 4] does not split evenly in 3 parts\n  \
+             layers.{0-6,8-39}.wq (39 tensors): axis 0 of [16, 4] does not split evenly in 3 parts\n  \
+             layers.{0-39}.up (40 tensors): axis 0 of [112, 4] does not split evenly in 3 parts\n  \
+             layers.7.wq: axis 0 of [5, 4] does not split evenly in 3 parts"
+        );
+    }
+
+    #[test]
+    fn what_is_not_shown_is_counted_by_problems() {
+        let problems: Vec<Problem> = (0..150).map(|n| uneven(&format!("t{n}"), n + 1)).collect();
+        let text = PlanError { problems }.to_string();
+        assert!(text.starts_with("150 problems:\n  t0: axis 0") && text.ends_with("\n  … and 50 more"), "{text}");
+    }
+}

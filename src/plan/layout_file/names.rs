@@ -1,0 +1,146 @@
+//! Names in the expressions of a layout file that nothing can define.
+
+use std::collections::BTreeMap;
+
+use super::{AtLine, Each, LayoutFile, LeafRule, Placement, Span, Stack};
+use crate::{config::did_you_mean, plan::expr::Expr};
+
+/// Calls its argument for each name that an expression uses.
+type NamesOf<'a> = dyn Fn(&mut dyn FnMut(&str)) + 'a;
+
+/// A name without a meaning.
+pub(super) struct UnknownName {
+    /// The expression that has it.
+    pub(super) at: Span,
+    pub(super) name: String,
+    /// A hint at a near name.
+    pub(super) near: Option<String>,
+}
+
+/// The unknown names of a file, by line.
+pub(super) fn unknown_names(file: &LayoutFile) -> Vec<UnknownName> {
+    let mut check = NameCheck { file, found: BTreeMap::new() };
+    check.definitions();
+    check.places();
+    let found = check.found.into_iter();
+    found.map(|((_, name), (at, near))| UnknownName { at, name, near }).collect()
+}
+
+struct NameCheck<'a> {
+    file: &'a LayoutFile,
+    /// By line and name: the place, and the hint at a near name.
+    found: BTreeMap<(usize, String), (Span, Option<String>)>,
+}
+
+impl NameCheck<'_> {
+    /// Notes the names that are neither of the file's table nor among `locals`.
+    fn check(&mut self, (line, at): (usize, Span), locals: &[&str], names: &NamesOf<'_>) {
+        let LayoutFile { params, vars, .. } = self.file;
+        let found = &mut self.found;
+        names(&mut |name| {
+            if !params.contains_key(name) && !vars.contains_key(name) && !locals.contains(&name) {
+                let globals = params.keys().chain(vars.keys()).map(String::as_str);
+                let near = did_you_mean("name", name, globals.chain(locals.iter().copied()));
+                found.entry((line, name.to_owned())).or_insert((at, near));
+            }
+        });
+    }
+
+    fn expr(&mut self, expr: &AtLine<Expr>, locals: &[&str]) {
+        self.check(expr.place(), locals, &|visit| expr.it.for_each_name(visit));
+    }
+
+    fn range(&mut self, range: &AtLine<(Expr, Expr)>, locals: &[&str]) {
+        self.check(range.place(), locals, &|visit| range.it.0.for_each_name(visit));
+        self.check(range.place(), locals, &|visit| range.it.1.for_each_name(visit));
+    }
+
+    /// Parameters, variables, checks and ignored names.
+    fn definitions(&mut self) {
+        let file = self.file;
+        for definition in file.params.values().chain(file.vars.values()).chain(file.inverse.values()) {
+            self.expr(definition, &[]);
+        }
+        for check in &file.checks {
+            self.expr(&check.that, &[]);
+            self.check(check.say.place(), &[], &|visit| check.say.it.for_each_name(visit));
+        }
+        for ignore in &file.ignores {
+            let locals: Vec<&str> = variables(&ignore.each).collect();
+            self.check(ignore.names.place(), &locals, &|visit| ignore.names.it.for_each_name(visit));
+            if let Some(when) = &ignore.when {
+                self.expr(when, &locals);
+            }
+        }
+    }
+
+    /// The leaves, alone and in their places.
+    fn places(&mut self) {
+        let (file, nowhere) = (self.file, Placement::default());
+        for leaf in &file.leaves {
+            self.leaf(&nowhere, leaf);
+        }
+        for place in &file.places {
+            for leaf in place.groups.iter().filter_map(|group| file.groups.get(group)).flatten() {
+                self.leaf(place, leaf);
+            }
+        }
+    }
+
+    fn leaf(&mut self, place: &Placement, leaf: &LeafRule) {
+        let mut each: Vec<&str> = variables(&place.each).chain(variables(&leaf.each)).collect();
+        for (name, binding) in &place.bindings {
+            self.expr(binding, &each);
+            each.push(name);
+        }
+        for (_, over) in place.each.iter().chain(&leaf.each) {
+            self.range(over, &[]);
+        }
+        for template in place.to.iter().chain([&leaf.to]) {
+            self.check(template.place(), &each, &|visit| template.it.for_each_name(visit));
+        }
+        for expr in place.when.iter().chain(&leaf.when).chain(&place.stage).chain(&leaf.stage) {
+            self.expr(expr, &each);
+        }
+        let inner = self.stacks(leaf.stack.iter().chain(&place.stack), &each);
+        if let Some(template) = &place.from {
+            self.check(template.place(), &inner, &|visit| template.it.for_each_name(visit));
+        }
+        for (_, shape) in &leaf.shape {
+            for extent in shape.it.iter().flatten() {
+                self.check(shape.place(), &inner, &|visit| extent.for_each_name(visit));
+            }
+        }
+        for (_, from) in &leaf.from {
+            self.check((leaf.from_line, leaf.from_at), &inner, &|visit| from.for_each_name(visit));
+        }
+        let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.iter().map(|(name, _)| &**name)).collect();
+        if let Some(view) = &leaf.view {
+            self.expr(view, &sources);
+        }
+        let stacked: Vec<&str> = each.iter().copied().chain(["x"]).collect();
+        if let Some(view) = &leaf.after_stack {
+            self.expr(view, &stacked);
+        }
+    }
+
+    /// Checks stacks, the outermost first; returns the names inside them.
+    fn stacks<'s>(&mut self, stacks: impl Iterator<Item = &'s Stack>, each: &[&'s str]) -> Vec<&'s str> {
+        let mut inner = each.to_vec();
+        let axis_names: Vec<&str> = each.iter().copied().chain(["rank", "outer"]).collect();
+        for stack in stacks {
+            if let Some(over) = &stack.over {
+                self.range(over, &inner);
+            }
+            if let Some(axis) = &stack.axis {
+                self.expr(axis, &axis_names);
+            }
+            inner.push(&stack.var);
+        }
+        inner
+    }
+}
+
+fn variables(each: &Each) -> impl Iterator<Item = &str> {
+    each.iter().map(|(var, _)| var.as_ref())
+}

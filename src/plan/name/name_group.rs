@@ -1,0 +1,172 @@
+//! Names that differ only in numbers, folded into one, and the nearest name of another set.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use strsim::levenshtein;
+
+use super::super::naming::map_words;
+
+/// Names that differ only in numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NameGroup {
+    /// The name, with its numbers as in `model.layers.{0-31}.mlp`.
+    pub name: String,
+    /// Number of names.
+    pub count: u64,
+    /// The most similar name on the other side, with numbers as `*`. For a missing name it is a found one; for an
+    /// unknown name, a known one.
+    pub nearest: Option<String>,
+}
+
+impl NameGroup {
+    /// A single name.
+    pub(in crate::plan) fn one(name: impl Into<String>) -> Self {
+        Self { name: name.into(), count: 1, nearest: None }
+    }
+
+    /// The name, and the count if there are several.
+    pub(in crate::plan) fn counted(&self) -> String {
+        let several = if self.count > 1 { format!(" ({} tensors)", self.count) } else { String::new() };
+        format!("{}{several}", self.name)
+    }
+
+    /// The hint at the nearest name, if there is one.
+    pub(in crate::plan) fn hint(&self) -> String {
+        self.nearest.as_ref().map_or_else(String::new, |nearest| format!("; the nearest name is {nearest}"))
+    }
+}
+
+impl std::fmt::Display for NameGroup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}{}", self.counted(), self.hint())
+    }
+}
+
+/// A name with all numbers between dots as `*`, and these numbers.
+fn starred(name: &str) -> (String, Vec<u64>) {
+    let mut numbers = Vec::new();
+    let stars = map_words(name, |word| {
+        if !word.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Some(word);
+        }
+        let Ok(number) = word.parse() else { return Some(word) };
+        numbers.push(number);
+        Some("*")
+    });
+    (stars, numbers)
+}
+
+/// A name with all numbers between dots as `*`.
+pub(in crate::plan) fn stars(name: &str) -> String {
+    starred(name).0
+}
+
+/// Numbers as in `0-3,7`.
+pub(in crate::plan) fn ranges(numbers: &BTreeSet<u64>) -> String {
+    let numbers: Vec<u64> = numbers.iter().copied().collect();
+    let words = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
+        [first, .., last] => format!("{first}-{last}"),
+        only => only.iter().map(u64::to_string).collect(),
+    });
+    words.collect::<Vec<_>>().join(",")
+}
+
+/// Names folded over their numbers. Each group gets the nearest name from the first set of `others` that has a near
+/// one.
+pub(in crate::plan) fn fold<'a>(
+    names: impl IntoIterator<Item = &'a str>,
+    others: &[&BTreeSet<String>],
+) -> Vec<NameGroup> {
+    let mut groups: BTreeMap<String, (u64, Vec<BTreeSet<u64>>)> = BTreeMap::new();
+    for name in names {
+        let (stars, numbers) = starred(name);
+        let (count, sets) = groups.entry(stars).or_insert_with(|| (0, vec![BTreeSet::new(); numbers.len()]));
+        *count += 1;
+        for (set, number) in sets.iter_mut().zip(numbers) {
+            set.insert(number);
+        }
+    }
+    let group = |(stars, (count, sets)): (String, (u64, Vec<BTreeSet<u64>>))| {
+        let nearest = others.iter().find_map(|others| nearest(&stars, others));
+        let mut sets = sets.iter();
+        let words = stars.split('.').map(|word| match (word, sets.clone().next()) {
+            ("*", Some(set)) => {
+                sets.next();
+                if set.len() == 1 { ranges(set) } else { format!("{{{}}}", ranges(set)) }
+            }
+            _ => word.to_owned(),
+        });
+        NameGroup { name: words.collect::<Vec<_>>().join("."), count, nearest }
+    };
+    groups.into_iter().map(group).collect()
+}
+
+/// Most names that are compared for similarity. More comparisons would take too long for a hint.
+const COMPARED_MAX: usize = 2_000;
+
+/// The most similar name, if fewer than a third of the characters differ, counted from the first differing word.
+fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
+    let other = others.iter().filter(|other| other.as_str() != name).take(COMPARED_MAX);
+    let (distance, other) = other.map(|other| (levenshtein(name, other), other)).min()?;
+    let same: usize = name.split('.').zip(other.split('.')).take_while(|(l, r)| l == r).map(|(l, _)| l.len() + 1).sum();
+    (distance * 3 < name.len().saturating_sub(same)).then(|| other.clone())
+}
+
+/// Whether two words differ by one letter changed, missing or added, or by two neighbours exchanged. Words of a few
+/// letters are near to too many others.
+pub(in crate::plan) fn is_misspelt(word: &str, known: &str) -> bool {
+    const LETTERS_MIN: usize = 4;
+    word.len().min(known.len()) >= LETTERS_MIN && word != known && strsim::osa_distance(word, known) <= 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_fold_over_numbers() {
+        let names =
+            ["a.0.self_attn.query", "a.1.self_attn.query", "a.3.self_attn.query", "norm", "a.1.e.0.w", "a.1.e.1.w"];
+        let others = ["a.*.self_attn.quary".to_owned(), "x".to_owned()].into();
+        let texts: BTreeSet<String> =
+            fold(names, &[&BTreeSet::new(), &others]).iter().map(ToString::to_string).collect();
+        let expected = [
+            "a.{0-1,3}.self_attn.query (3 tensors); the nearest name is a.*.self_attn.quary",
+            "a.1.e.{0-1}.w (2 tensors)",
+            "norm",
+        ];
+        assert_eq!(texts, expected.into_iter().map(str::to_owned).collect());
+    }
+
+    #[test]
+    fn nearness_counts_differing_characters() {
+        let known =
+            ["m.layers.*.self_attn.q_proj.weight".to_owned(), "m.layers.*.mlp.up_proj.weight".to_owned()].into();
+        for (name, near) in [
+            ("m.layers.*.self_atn.q_proj.weight", true),
+            ("m.layers.*.self_attn.query_proj.weight", true),
+            ("m.layers.*.linear_attn.conv1d.weight", false),
+            ("m.layers.*.self_attn.q_proj.weight", false),
+            ("q", false),
+        ] {
+            assert_eq!(nearest(name, &known).is_some(), near, "{name}");
+        }
+    }
+
+    #[test]
+    fn misspelt_words() {
+        for (word, known, expected) in [
+            ("fdsp", "fsdp", true),
+            ("fsdp2", "fsdp", true),
+            ("tenor", "tensor", true),
+            ("experts", "expert", true),
+            ("fsdp", "fsdp", false),
+            ("pp", "tp", false),
+            ("cp", "dp", false),
+            ("stage", "data", false),
+            ("replicate", "replica", false),
+        ] {
+            assert_eq!(is_misspelt(word, known), expected, "{word}");
+        }
+    }
+}

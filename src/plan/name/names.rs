@@ -1,0 +1,94 @@
+//! Treatment of a layout's names: ties, patterns and renames, alike for every layout.
+
+use std::collections::HashMap;
+
+use super::super::{
+    Layout, Tied, ViewOptions,
+    draft::{Bundled, Draft},
+    pattern::Pattern,
+    problem::Problem,
+    rename::{self, Rename},
+    select::Selected,
+};
+use crate::checkpoint::Checkpoint;
+
+/// The name of an output head that is the embedding of this name and is not stored.
+pub(in crate::plan) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
+    let dialect = checkpoint.dialect();
+    if dialect.has_lm_head || !dialect.tied {
+        return None;
+    }
+    let embedding = checkpoint.embedding(&|name| super::super::select::is_tower(name))?.to_owned();
+    Some(("lm_head.weight".to_owned(), embedding))
+}
+
+/// Shows a tied output head as the user requests.
+pub(in crate::plan) fn tie(
+    drafts: &mut Vec<Draft>,
+    checkpoint: &Checkpoint,
+    options: &ViewOptions,
+    warnings: &mut Vec<String>,
+) {
+    let alias = |draft: &Draft| draft.bundled == Bundled::NEVER;
+    if options.tied == Tied::Alias && !checkpoint.dialect().has_lm_head && tied_head(checkpoint).is_none() {
+        warnings
+            .push("tied: there is no output head, and config.json does not say that it is the embedding".to_owned());
+    }
+    match (options.tied, &options.layout) {
+        (Tied::Auto, _) | (Tied::Alias, Layout::Stored) => {}
+        (Tied::Absent, _) => drafts.retain(|draft| !alias(draft)),
+        (Tied::Alias, Layout::Hf) => {
+            if let Some((head, embedding)) = tied_head(checkpoint) {
+                let draft = drafts.iter().find(|draft| draft.name == embedding);
+                drafts.extend(draft.cloned().map(|draft| Draft { name: head, ..draft }));
+            }
+        }
+        (Tied::Alias, Layout::Canonical | Layout::Embedded(_) | Layout::File(_)) => {
+            for draft in drafts.iter_mut().filter(|draft| alias(draft)) {
+                draft.bundled = Bundled::ALWAYS;
+            }
+        }
+    }
+}
+
+/// Drops the names that patterns over the layout's names leave out.
+pub(in crate::plan) fn keep(drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut Vec<Problem>) {
+    for (rule, patterns) in [("include", &selected.target_include), ("exclude", &selected.target_exclude)] {
+        for pattern in patterns {
+            if !drafts.iter().any(|draft| pattern.matches(&draft.name)) {
+                problems.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned() });
+            }
+        }
+    }
+    let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
+    drafts.retain(|draft| {
+        (selected.target_include.is_empty() || any(&selected.target_include, &draft.name))
+            && !any(&selected.target_exclude, &draft.name)
+    });
+}
+
+/// Renames. Refuses two tensors of one name, and the first name that is too long. With `flat` a name is one path
+/// component.
+pub(in crate::plan) fn rename(drafts: &mut [Draft], rules: &[Rename], flat: bool, problems: &mut Vec<Problem>) {
+    if rules.is_empty() {
+        return;
+    }
+    let mut olds: HashMap<String, String> = HashMap::with_capacity(drafts.len());
+    for draft in drafts {
+        let new = match rename::apply_to_path(rules, &draft.name, flat) {
+            Ok(new) => new,
+            // The same rule usually makes many names too long: the first one is enough.
+            Err(problem) => return problems.push(problem),
+        };
+        let old = std::mem::replace(&mut draft.name, new.clone());
+        if new.is_empty() {
+            let reason = format!("{old} would have no name");
+            problems.push(Problem::File { file: "rename".to_owned(), reason });
+        } else if let Some(first) = olds.get(&new) {
+            problems.push(Problem::Collision { path: new, first: first.clone(), second: old.clone() });
+            draft.name = old;
+        } else {
+            olds.insert(new, old);
+        }
+    }
+}

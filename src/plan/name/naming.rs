@@ -1,0 +1,202 @@
+//! Reading structure from a tensor's name: prefix, layer, expert, and what remains.
+
+use std::borrow::Cow;
+
+use serde::Deserialize;
+use smallvec::SmallVec;
+
+/// Words that mark the structure of a name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Words {
+    /// Words before a layer's number.
+    pub layers: Vec<String>,
+    /// Pairs of words that together stand before a layer's number.
+    pub joined: Vec<String>,
+    /// Words before an expert's number.
+    pub experts: Vec<String>,
+}
+
+/// A parsed name: `prefix . word . layer . rest`. The rest may hold an expert's number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::plan) struct Parsed {
+    /// The part before the layer word, with its final dot. Empty for a name without layer.
+    pub prefix: String,
+    /// Number of the layer.
+    pub layer: Option<u64>,
+    /// The rest, with `*` for the expert's number.
+    pub rest: String,
+    /// Number of the expert.
+    pub expert: Option<u64>,
+}
+
+/// Last word of a tensor's name that is also a directory, because another name continues it with a dot.
+pub const SELF_WORD: &str = "_self";
+
+/// Greatest number of a layer or expert. A greater number is a word like any other.
+const NUMBER_MAX: u64 = 1 << 32;
+
+/// The words of a name. They are short: a loop over the bytes is faster than a search.
+#[expect(clippy::manual_pattern_char_comparison, reason = "a char is searched for")]
+pub(in crate::plan) fn words_of(name: &str) -> impl Iterator<Item = &str> {
+    name.split(|letter| letter == '.')
+}
+
+/// Applies `change` to each word of the name. A word for which it returns `None` is dropped.
+pub(in crate::plan) fn map_words<'a>(name: &'a str, change: impl FnMut(&'a str) -> Option<&'a str>) -> String {
+    let mut changed = String::with_capacity(name.len() + 8);
+    for (index, word) in words_of(name).filter_map(change).enumerate() {
+        if index > 0 {
+            changed.push('.');
+        }
+        changed.push_str(word);
+    }
+    changed
+}
+
+/// A name with its layer numbers, and all other numbers between dots, as `*`.
+pub(in crate::plan) fn group_name(name: &str) -> String {
+    map_words(name, |word| Some(if word.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { word }))
+}
+
+/// The rest of a name with the expert's number filled in. Without an expert it is unchanged.
+pub(in crate::plan) fn with_expert(rest: &str, expert: Option<u64>) -> String {
+    let Some(expert) = expert else { return rest.to_owned() };
+    let number = expert.to_string();
+    map_words(rest, |word| Some(if word == "*" { &number } else { word }))
+}
+
+/// The rest of a name without the place of the expert's number, for tensors stacked over experts.
+pub(in crate::plan) fn without_expert(rest: &str, has_expert: bool) -> String {
+    map_words(rest, |word| Some(word).filter(|word| !has_expert || *word != "*"))
+}
+
+fn number(word: &str) -> Option<u64> {
+    // With leading zeros, two names would become one.
+    let canonical =
+        !word.is_empty() && word.bytes().all(|b| b.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
+    canonical.then(|| word.parse().ok()).flatten().filter(|number| *number <= NUMBER_MAX)
+}
+
+/// Parses a name. The first layer word that a number follows counts. An expert is searched after it.
+pub(in crate::plan) fn parse(name: &str, words: &Words) -> Parsed {
+    // The words, and where each begins in the name.
+    let mut start = 0;
+    let parts: SmallVec<[(usize, &str); 16]> = words_of(name)
+        .map(|word| {
+            let at = start;
+            start += word.len() + 1;
+            (at, word)
+        })
+        .collect();
+    let is_layer = |at: usize| {
+        at + 2 < parts.len() && number(parts[at + 1].1).is_some() && words.layers.iter().any(|word| word == parts[at].1)
+    };
+    let Some(at) = (0..parts.len()).find(|at| is_layer(*at)) else {
+        return Parsed { prefix: String::new(), layer: None, rest: name.to_owned(), expert: None };
+    };
+    let joined = |from: usize| name[parts[from].0..parts[at + 1].0].strip_suffix('.');
+    let is_joined = at > 0 && joined(at - 1).is_some_and(|pair| words.joined.iter().any(|known| known == pair));
+    let prefix = name[..parts[if is_joined { at - 1 } else { at }].0].to_owned();
+    let layer = number(parts[at + 1].1);
+    let rest = &parts[at + 2..];
+    let whole = &name[rest[0].0..];
+    // A word that equals the placeholder for an expert leaves no placeholder to use.
+    if rest.iter().any(|(_, word)| *word == "*") {
+        return Parsed { prefix, layer, rest: whole.to_owned(), expert: None };
+    }
+    let found = (1..rest.len().saturating_sub(1))
+        .find(|at| number(rest[*at].1).is_some() && words.experts.iter().any(|word| word == rest[at - 1].1));
+    match found {
+        None => Parsed { prefix, layer, rest: whole.to_owned(), expert: None },
+        Some(at) => {
+            let (start, word) = rest[at];
+            let rest = format!("{}*{}", &name[rest[0].0..start], &name[start + word.len()..]);
+            Parsed { prefix, layer, rest, expert: number(word) }
+        }
+    }
+}
+
+/// Stem and final word of a name: `self_attn.q_proj` and `weight`. The final word is empty if it is not a usual one.
+pub(in crate::plan) fn split_suffix(rest: &str) -> (&str, &str) {
+    match rest.rsplit_once('.') {
+        Some((stem, last)) if last == "weight" || last == "bias" || last.starts_with("weight_") => (stem, last),
+        _ => (rest, ""),
+    }
+}
+
+/// One path component for a word of a name. A name may hold characters that a file name cannot.
+pub fn component(word: &str) -> Cow<'_, str> {
+    match word {
+        "" => "%".into(),
+        "." => "%2E".into(),
+        ".." => "%2E%2E".into(),
+        _ if !word.bytes().any(|byte| matches!(byte, b'%' | b'/' | 0)) => word.into(),
+        _ => word.replace('%', "%25").replace('/', "%2F").replace('\0', "%00").into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::family::Generic;
+
+    #[test]
+    fn groups_are_by_name_without_numbers() {
+        assert_eq!(group_name("model.layers.12.mlp.experts.3.up"), "model.layers.*.mlp.experts.*.up");
+        assert_eq!(group_name("h1.w2"), "h1.w2");
+    }
+
+    #[test]
+    fn layers_and_experts_are_found() {
+        let words = Generic::load().unwrap().words;
+        let rows = [
+            ("model.layers.12.self_attn.q_proj.weight", "model.", Some(12), "self_attn.q_proj.weight", None),
+            ("transformer.h.0.attn.c_attn.weight", "transformer.", Some(0), "attn.c_attn.weight", None),
+            ("encoder.layer.3.output.dense.bias", "", Some(3), "output.dense.bias", None),
+            ("vit.encoder.layer.3.x.weight", "vit.", Some(3), "x.weight", None),
+            ("visual.blocks.7.norm1.weight", "visual.", Some(7), "norm1.weight", None),
+            (
+                "model.layers.1.mlp.experts.17.up_proj.weight",
+                "model.",
+                Some(1),
+                "mlp.experts.*.up_proj.weight",
+                Some(17),
+            ),
+            ("model.layers.1.mlp.experts.gate_up_proj", "model.", Some(1), "mlp.experts.gate_up_proj", None),
+            ("model.layers.01.x", "", None, "model.layers.01.x", None),
+            ("model.layers.1", "", None, "model.layers.1", None),
+            ("lm_head.weight", "", None, "lm_head.weight", None),
+            ("model.layers.18446744073709551615.x.y", "", None, "model.layers.18446744073709551615.x.y", None),
+            ("h.0.experts.18446744073709551615.y", "", Some(0), "experts.18446744073709551615.y", None),
+            ("h.0.experts.3.*.y", "", Some(0), "experts.3.*.y", None),
+        ];
+        for (name, prefix, layer, rest, expert) in rows {
+            let expected = Parsed { prefix: prefix.into(), layer, rest: rest.into(), expert };
+            assert_eq!(parse(name, &words), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn only_an_experts_number_has_a_place() {
+        assert_eq!(with_expert("experts.*.a*b", Some(3)), "experts.3.a*b");
+        assert_eq!(with_expert("a*b", None), "a*b");
+        assert_eq!(without_expert("experts.*.a*b", true), "experts.a*b");
+        assert_eq!(without_expert("x.*.y", false), "x.*.y");
+    }
+
+    #[test]
+    fn suffixes_are_split_off() {
+        assert_eq!(split_suffix("a.b.weight"), ("a.b", "weight"));
+        assert_eq!(split_suffix("a.weight_scale_inv"), ("a", "weight_scale_inv"));
+        assert_eq!(split_suffix("a.sinks"), ("a.sinks", ""));
+        assert_eq!(split_suffix("weight"), ("weight", ""));
+    }
+
+    #[test]
+    fn components_are_safe_file_names() {
+        assert_eq!(component("a/b"), "a%2Fb");
+        assert_eq!(component(".."), "%2E%2E");
+        assert_eq!(component("100%"), "100%25");
+    }
+}

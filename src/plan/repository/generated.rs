@@ -1,0 +1,135 @@
+//! `hf/` of a checkpoint that is no repository: weight files, index and `config.json` are made, and the other files come
+//! from the repository that the user names.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value as Json, json};
+
+use super::super::{
+    hf::{HfContent, HfFile, with_dtype},
+    problem::Problem,
+    text_model::TextModel,
+};
+use crate::{
+    checkpoint::{Checkpoint, FileRole, json, natural},
+    tensor::{DType, View},
+};
+
+/// Most bytes of the tensors of a weight file, unless the user says otherwise: as transformers saves them.
+pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
+
+/// The files of a repository with these tensors. With `is_text` they are those of the text model of a larger model. A tensor
+/// of more than `shard_bytes_max` bytes is a file by itself.
+///
+/// # Errors
+/// There is no configuration.
+pub(in crate::plan) fn files(
+    checkpoint: &Checkpoint,
+    mut tensors: Vec<(String, View)>,
+    (config, is_text): (Option<&Json>, bool),
+    shard_bytes_max: u64,
+) -> Result<Vec<HfFile>, Vec<Problem>> {
+    let Some(config) = config else {
+        let reason = "expected one: give the model's directory or org/name by --config-from".to_owned();
+        return Err(vec![Problem::Hf { path: "config.json".to_owned(), reason }]);
+    };
+    tensors.sort_by(|(left, _), (right, _)| natural(left, right));
+    let nested = checkpoint.dialect().text_config.as_deref();
+    let config = with_dtype(config.clone(), nested, common_dtype(&tensors), true);
+    let text =
+        |path: &str, value: &Json| HfFile { path: path.to_owned(), content: HfContent::Text(json::pretty(value)) };
+    let mut files = vec![text("config.json", &config)];
+    match checkpoint.companion() {
+        Some(companion) => files.extend(
+            companion
+                .files
+                .iter()
+                .map(|(path, bytes)| HfFile { path: path.clone(), content: HfContent::Text(bytes.to_vec()) }),
+        ),
+        None => files.extend(checkpoint.files().iter().filter_map(|file| {
+            let own = file.role == FileRole::Other && file.path != "config.json" && !file.path.ends_with(".index.json");
+            let content = HfContent::Original(file.file.filter(|_| own)?);
+            Some(HfFile { path: file.path.clone(), content })
+        })),
+    }
+    files.retain(|file| !is_text || TextModel::has_file(&file.path));
+    let total: u64 = tensors.iter().map(|(_, view)| bytes_of(view)).sum();
+    let shards = split(tensors, shard_bytes_max);
+    let count = shards.len();
+    let mut map = Map::new();
+    for (number, tensors) in shards.into_iter().enumerate() {
+        let path = match count {
+            1 => "model.safetensors".to_owned(),
+            _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
+        };
+        map.extend(tensors.iter().map(|(name, _)| (name.clone(), json!(path))));
+        let metadata = vec![("format".to_owned(), "pt".to_owned())];
+        files.push(HfFile { path, content: HfContent::Weights { tensors, metadata } });
+    }
+    if count > 1 {
+        let index = json!({"metadata": {"total_size": total}, "weight_map": map});
+        files.push(text("model.safetensors.index.json", &index));
+    }
+    files.sort_by(|left, right| left.path.cmp(&right.path));
+    Ok(files)
+}
+
+fn bytes_of(view: &View) -> u64 {
+    // A view without whole bytes is refused when its file is laid out.
+    view.bytes().unwrap_or(0)
+}
+
+/// The float type of most bytes.
+fn common_dtype(tensors: &[(String, View)]) -> Option<DType> {
+    let mut bytes: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
+    for (_, view) in tensors.iter().filter(|(_, view)| view.dtype().is_float()) {
+        bytes.entry(view.dtype().name()).or_insert((0, view.dtype())).0 += bytes_of(view);
+    }
+    bytes.into_values().max_by_key(|(bytes, _)| *bytes).map(|(_, dtype)| dtype)
+}
+
+/// Tensors in the order given, in files of at most `bytes_max` bytes.
+fn split(tensors: Vec<(String, View)>, bytes_max: u64) -> Vec<Vec<(String, View)>> {
+    let mut shards: Vec<Vec<(String, View)>> = vec![Vec::new()];
+    let mut filled = 0u64;
+    for tensor in tensors {
+        let bytes = bytes_of(&tensor.1);
+        let last = shards.len() - 1;
+        if !shards[last].is_empty() && filled.saturating_add(bytes) > bytes_max {
+            shards.push(vec![tensor]);
+            filled = bytes;
+        } else {
+            shards[last].push(tensor);
+            filled += bytes;
+        }
+    }
+    shards
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{Element, Shape};
+
+    fn tensor(name: &str, elements: u64) -> (String, View) {
+        (name.to_owned(), View::fill(Shape::try_new(&[elements]).unwrap(), Element::zero(DType::F32)))
+    }
+
+    #[test]
+    fn files_hold_as_much_as_they_may() {
+        let rows: [(&[u64], u64, &[usize]); 6] = [
+            (&[1, 1, 1], 8, &[2, 1]),
+            (&[1, 1, 1], 12, &[3]),
+            // A tensor that is too large is a file by itself.
+            (&[1, 9, 1], 8, &[1, 1, 1]),
+            (&[9, 9], 8, &[1, 1]),
+            (&[], 8, &[0]),
+            (&[1], 0, &[1]),
+        ];
+        for (elements, bytes_max, expected) in rows {
+            let tensors = elements.iter().map(|elements| tensor("x", *elements)).collect();
+            let found: Vec<usize> = split(tensors, bytes_max).iter().map(Vec::len).collect();
+            assert_eq!(found, expected, "{elements:?} in files of {bytes_max} bytes");
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! The text part of a larger model as a model by itself: its configuration, and the names of its tensors.
+//!
+//! A repository of a model that also sees or hears has a `config.json` that nests the text model's configuration, and
+//! names with one more prefix. transformers has a class for the text model alone for some of these models; the others
+//! have no repository of their text part. The classes are data, in `text_models.toml`.
+
+use std::{collections::BTreeMap, sync::LazyLock};
+
+use serde_json::{Value as Json, json};
+
+use crate::checkpoint::Checkpoint;
+
+/// Classes by `model_type` of the whole model, and then by that of the nested configuration.
+type Classes = BTreeMap<String, BTreeMap<String, String>>;
+
+static CLASSES: LazyLock<Classes> = LazyLock::new(|| {
+    toml::from_str(include_str!("text_models.toml")).expect("the file is in the program, and a test reads it")
+});
+
+/// Prefixes of the text model's names in the whole model, in the order in which they are tried, and their replacements.
+const PREFIXES: [(&str, &str); 3] =
+    [("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.lm_head.", "lm_head.")];
+
+/// Members of the whole model's configuration that the text model takes over if it has none of its own.
+const INHERITED: [&str; 5] = ["dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id"];
+
+/// Files that describe the input of the other parts: images, video and sound.
+const PROCESSORS: [&str; 4] = [
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "image_processor_config.json",
+];
+
+/// The text model of a larger model, as a repository by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::plan) struct TextModel {
+    /// `model_type` of its configuration.
+    pub(in crate::plan) model_type: String,
+    /// Its class.
+    pub(in crate::plan) architecture: String,
+    /// A prefix of names in the whole model, and its replacement in such a repository.
+    pub(in crate::plan) names: Vec<(String, String)>,
+}
+
+impl TextModel {
+    /// The text model of the repository.
+    ///
+    /// # Errors
+    /// The reason why there is none.
+    pub(in crate::plan) fn of(checkpoint: &Checkpoint) -> Result<Self, String> {
+        let dialect = checkpoint.dialect();
+        let whole = dialect.model_type.as_deref().unwrap_or("unknown");
+        let Some(text) = dialect.text_config.as_ref().map(|_| dialect.text_model_type.as_deref()) else {
+            return Err(format!(
+                "config.json is that of a whole {whole} model: it nests no configuration of the text model"
+            ));
+        };
+        let classes = CLASSES.get(whole);
+        let only = |classes: &'static BTreeMap<String, String>| classes.keys().next().filter(|_| classes.len() == 1);
+        let text = text.or_else(|| classes.and_then(only).map(String::as_str));
+        let class = text.zip(classes).and_then(|(text, classes)| classes.get_key_value(text));
+        let Some((model_type, architecture)) = class else {
+            let known: Vec<&str> = CLASSES.keys().map(String::as_str).collect();
+            let text = text.unwrap_or("unnamed");
+            return Err(format!(
+                "no class of transformers is known that is the text model ({text}) of {whole} alone: there is one for {}",
+                known.join(", ")
+            ));
+        };
+        Ok(Self::new(model_type.clone(), architecture.clone(), []))
+    }
+
+    /// A text model in which prefixes of names are replaced: `names`, and after these those that repositories have.
+    pub(in crate::plan) fn new(
+        model_type: String,
+        architecture: String,
+        names: impl IntoIterator<Item = (String, String)>,
+    ) -> Self {
+        let usual = PREFIXES.iter().map(|(old, new)| ((*old).to_owned(), (*new).to_owned()));
+        Self { model_type, architecture, names: names.into_iter().chain(usual).collect() }
+    }
+
+    /// Whether a name of the whole model is of another part of the model.
+    pub(in crate::plan) fn is_outside(&self, name: &str) -> bool {
+        !name.contains("lm_head") && self.names.iter().all(|(prefix, _)| !name.starts_with(prefix.as_str()))
+    }
+
+    /// The name in a repository of the text model.
+    pub(in crate::plan) fn name(&self, name: &str) -> String {
+        let renamed =
+            self.names.iter().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old.as_str())?)));
+        renamed.unwrap_or_else(|| name.to_owned())
+    }
+
+    /// The text model's configuration by itself. `tied` says whether the whole model's output head is the embedding,
+    /// which the whole model's configuration may decide.
+    pub(in crate::plan) fn config(&self, whole: &Json, tied: bool) -> Json {
+        let is_own = |value: &Json| value.get("model_type").and_then(Json::as_str) == Some(self.model_type.as_str());
+        let nested = whole.as_object().into_iter().flatten().find(|(_, value)| value.is_object() && is_own(value));
+        let nested = nested.map(|(_, value)| value).or_else(|| whole.get("text_config"));
+        let mut config = nested.cloned().unwrap_or_default();
+        if let Some(members) = config.as_object_mut() {
+            for key in INHERITED {
+                if let (false, Some(value)) = (members.contains_key(key), whole.get(key)) {
+                    members.insert(key.to_owned(), value.clone());
+                }
+            }
+            members.insert("tie_word_embeddings".to_owned(), json!(tied));
+            members.insert("model_type".to_owned(), json!(self.model_type));
+            members.insert("architectures".to_owned(), json!([self.architecture]));
+        }
+        config
+    }
+
+    /// Whether a repository of the text model has this file of the whole model's.
+    pub(in crate::plan) fn has_file(path: &str) -> bool {
+        !PROCESSORS.contains(&path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text() -> TextModel {
+        TextModel::new("inner".to_owned(), "InnerForCausalLM".to_owned(), [])
+    }
+
+    #[test]
+    fn names_lose_the_prefix_of_the_part() {
+        for (whole, expected) in [
+            ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+            ("model.language_model.norm.weight", "model.norm.weight"),
+            ("language_model.lm_head.weight", "lm_head.weight"),
+            ("lm_head.weight", "lm_head.weight"),
+        ] {
+            assert_eq!(text().name(whole), expected);
+            assert!(!text().is_outside(whole), "{whole}");
+        }
+        for other in ["model.sound_tower.x", "language_model.embeddings.weight", "projector.weight"] {
+            assert!(text().is_outside(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn configurations_take_over_what_only_the_whole_one_says() {
+        let whole = json!({"model_type": "outer", "torch_dtype": "bfloat16", "eos_token_id": [1, 106], "tie_word_embeddings": true,
+            "vision_config": {"model_type": "eye"},
+            "text_config": {"model_type": "inner", "tie_word_embeddings": false, "hidden_size": 8}});
+        let expected = json!({"model_type": "inner", "architectures": ["InnerForCausalLM"], "torch_dtype": "bfloat16",
+            "eos_token_id": [1, 106], "tie_word_embeddings": true, "hidden_size": 8});
+        assert_eq!(text().config(&whole, true), expected);
+    }
+
+    #[test]
+    fn the_table_names_classes() {
+        for (whole, classes) in &*CLASSES {
+            assert!(!classes.is_empty() && classes.values().all(|class| class.ends_with("ForCausalLM")), "{whole}");
+        }
+    }
+}

@@ -1,0 +1,6 @@
+//! How tensors are split over the mesh: specs, and the rules from which they come.
+
+pub mod logical;
+pub(in crate::plan) mod packed;
+pub mod shard;
+pub mod spec;

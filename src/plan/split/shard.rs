@@ -1,0 +1,114 @@
+//! Sharding rules: from the meaning of axes, or from the user's rules, to specs.
+
+use super::super::{
+    draft::{Draft, Roles},
+    logical::LogicalRules,
+    mesh::Mesh,
+    problem::Problem,
+    spec::Spec,
+};
+use crate::config::ShardRule;
+
+/// How specs are chosen where no rule of the user's matches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Sharding {
+    /// By logical axes if the layout says so. Otherwise by the name of the mesh axis and the role of the tensor's axes.
+    #[default]
+    Auto,
+    /// By logical axes: by the layout's rules, or by MaxText's if it has none.
+    Logical,
+    /// Nothing is split: every device holds everything.
+    Replicate,
+}
+
+/// The effect of a mesh axis under [`Sharding::Auto`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AxisUse {
+    /// Splits the expert axis.
+    Expert,
+    /// Splits by column or row, by the tensor's role.
+    Tensor,
+    /// Splits axis 0 of the unstacked tensor, inside the others.
+    FullyShard,
+    /// Splits nothing.
+    Replicate,
+    /// Splits nothing, because its name is not known.
+    Unknown,
+}
+
+/// The effect of a mesh axis of this name under [`Sharding::Auto`].
+pub fn axis_use(name: &str) -> AxisUse {
+    KNOWN_AXES.iter().find(|(names, _)| names.contains(&name)).map_or(AxisUse::Unknown, |(_, axis_use)| *axis_use)
+}
+
+/// Names of mesh axes, with the effect of each.
+pub(in crate::plan) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
+    (&["expert", "ep"], AxisUse::Expert),
+    (&["tensor", "tp"], AxisUse::Tensor),
+    (&["fsdp", "dp_shard"], AxisUse::FullyShard),
+    (&["data", "replica", "dp_replicate", "dp"], AxisUse::Replicate),
+];
+
+/// Name of the mesh axis along which devices are stages of a pipeline, each with layers of its own.
+pub(in crate::plan) const STAGE_AXIS: &str = "pp";
+
+fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
+    let mut spec = Spec::replicated();
+    for wanted in [AxisUse::Expert, AxisUse::Tensor, AxisUse::FullyShard] {
+        let axis = match wanted {
+            AxisUse::Expert => roles.experts,
+            AxisUse::Tensor => roles.tp,
+            AxisUse::FullyShard => Some(roles.stacked),
+            AxisUse::Replicate | AxisUse::Unknown => None,
+        };
+        let Some(axis) = axis.filter(|axis| *axis < rank) else { continue };
+        for (index, mesh_axis) in mesh.axes().iter().enumerate() {
+            if axis_use(&mesh_axis.name) == wanted {
+                spec.split(axis, index);
+            }
+        }
+    }
+    spec
+}
+
+/// Whether the user fully determines a draft's shards: by a rule that matches, or by a request to split nothing. Then
+/// the tensor of a single expert is like any other, and not only on the devices that expert parallelism gives it to.
+pub(in crate::plan) fn is_told(draft: &Draft, sharding: Sharding, rules: &[ShardRule]) -> bool {
+    sharding == Sharding::Replicate || rules.iter().any(|rule| rule.pattern.matches(&draft.name))
+}
+
+/// The spec of a draft.
+///
+/// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor, or uses a mesh axis twice.
+/// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor or uses a mesh axis twice.
+pub(in crate::plan) fn spec(
+    draft: &Draft,
+    mesh: &Mesh,
+    sharding: Sharding,
+    logical: Option<&LogicalRules>,
+    rules: &[ShardRule],
+) -> Result<Spec, Problem> {
+    let rank = draft.view.shape().rank();
+    let Some(rule) = rules.iter().find(|rule| rule.pattern.matches(&draft.name)) else {
+        return Ok(match (logical, sharding) {
+            (Some(logical), _) if !draft.roles.by_position => logical.spec(&draft.roles.logical, mesh),
+            (_, Sharding::Auto | Sharding::Logical) => auto(&draft.roles, rank, mesh),
+            (_, Sharding::Replicate) => Spec::replicated(),
+        });
+    };
+    let problem =
+        |reason: String| Problem::ShardRule { name: draft.name.clone(), rule: rule.pattern.text().to_owned(), reason };
+    if rule.spec.len() > rank {
+        return Err(problem(format!("{} axes for a tensor of shape {}", rule.spec.len(), draft.view.shape())));
+    }
+    let mut spec = Spec::replicated();
+    for (axis, names) in rule.spec.iter().enumerate() {
+        for index in names.iter().filter_map(|name| mesh.find(name)) {
+            if spec.uses(index) {
+                return Err(problem(format!("mesh axis {:?} is used twice", mesh.axes()[index].name)));
+            }
+            spec.split(axis, index);
+        }
+    }
+    Ok(spec)
+}

@@ -1,0 +1,173 @@
+//! Copies that convert elements, and copies that decode logical elements of quantized tensors.
+
+use smallvec::SmallVec;
+
+use super::{
+    super::{
+        Program,
+        convert::{Converter, Direct, STRETCH, element_bytes},
+        kernel::Level,
+        stretch::{self, ValueDecoder},
+        transpose::{Fused, FusedKind},
+    },
+    axes::{Axis, Position, copy_elements, copy_line, each},
+    blocks::{Blocks, GROUP_ROWS_MAX, LineMethod, ROWS_AT_ONCE},
+    job::Stores,
+};
+
+/// Bytes of the widest element that is converted.
+const FLOAT_BYTES_MAX: usize = 8;
+
+/// A gather that converts.
+pub(super) struct Convert<'a> {
+    converter: Converter<'a>,
+    source_bytes: usize,
+    target_bytes: usize,
+    level: Level,
+    /// The single loop that converts, if one is enough.
+    direct: Option<Direct>,
+    /// The same conversion in registers, if the processor has the instructions.
+    fused: Option<FusedKind>,
+    collected: [u8; STRETCH * FLOAT_BYTES_MAX],
+    converted: [u8; STRETCH * FLOAT_BYTES_MAX],
+}
+
+impl<'a> Convert<'a> {
+    pub(super) fn new(program: &'a Program, level: Level) -> Self {
+        let converter = Converter::new(program, level);
+        let (direct, fused) = (converter.direct(), converter.fused());
+        Self {
+            source_bytes: converter.source_bytes(),
+            converter,
+            level,
+            direct,
+            fused: if level.fuses() { fused } else { None },
+            target_bytes: element_bytes(program.target),
+            collected: [0; STRETCH * FLOAT_BYTES_MAX],
+            converted: [0; STRETCH * FLOAT_BYTES_MAX],
+        }
+    }
+
+    pub(super) fn run(&mut self, axes: &[Axis], place: Position, source: &[u8], target: &mut [u8], stores: Stores) {
+        let unit = self.target_bytes;
+        if let Some(mut plan) = Blocks::plan(axes, self.source_bytes, unit) {
+            let (level, together) = (self.level, if self.direct.is_some() { 1 } else { ROWS_AT_ONCE });
+            plan.width = plan.width.min(STRETCH / together);
+            if let Some((kind, direct)) = self.fused.zip(self.direct)
+                && plan.columns.source == self.source_bytes
+            {
+                let exact = |source: &[u8], target: &mut [u8]| direct.run(level, source, target);
+                let method = LineMethod::Straight(Some(Fused { kind, exact: &exact }));
+                return plan.run(level, place, source, target, stores, method);
+            }
+            let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
+                self.lines(source, offsets, stride, count, scratch);
+            };
+            plan.run(level, place, source, target, stores, LineMethod::Read { together, read: &mut read, codes: None });
+            return;
+        }
+        match axes.split_first() {
+            Some((inner, outer)) if inner.target == unit => each(outer, place, &mut |place| {
+                let target = &mut target[place.target..place.target + inner.extent * unit];
+                self.line(source, place, inner.source, inner.extent, target);
+            }),
+            Some((inner, outer)) => each(outer, place, &mut |place| self.scatter(*inner, place, source, target)),
+            None => self.line(source, place, 0, 1, &mut target[place.target..place.target + unit]),
+        }
+    }
+
+    /// Converts lines of `count` elements, `stride` source bytes apart, to consecutive lines of `target`.
+    fn lines(&mut self, source: &[u8], offsets: &[usize], stride: usize, count: usize, target: &mut [u8]) {
+        let (from, to) = (count * self.source_bytes, count * self.target_bytes);
+        // No division here: this runs once per 64 elements or so, and a division costs as much as converting them.
+        if offsets.len() > ROWS_AT_ONCE || offsets.len() * count > STRETCH || self.direct.is_some() {
+            for (index, offset) in offsets.iter().enumerate() {
+                let line = &mut target[index * to..][..to];
+                match self.direct {
+                    Some(direct) if stride == self.source_bytes => {
+                        direct.run(self.level, &source[*offset..][..from], line);
+                    }
+                    Some(_) | None => self.line(source, Position { source: *offset, target: 0 }, stride, count, line),
+                }
+            }
+            return;
+        }
+        for (index, offset) in offsets.iter().enumerate() {
+            copy_line(self.source_bytes, &source[*offset..], stride, &mut self.collected[index * from..][..from]);
+        }
+        self.converter.stretch(&self.collected[..offsets.len() * from], target);
+    }
+
+    /// Converts `count` elements, `stride` source bytes apart, to the contiguous `target`.
+    fn line(&mut self, source: &[u8], place: Position, stride: usize, count: usize, target: &mut [u8]) {
+        let width = self.source_bytes;
+        if stride == width || count == 1 {
+            let source = &source[place.source..place.source + count * width];
+            self.converter.row(source, target);
+            return;
+        }
+        let mut from = place.source;
+        for part in target.chunks_mut(STRETCH * self.target_bytes) {
+            let count = part.len() / self.target_bytes;
+            let collected = &mut self.collected[..count * width];
+            copy_elements(width, &source[from..], stride, collected, width, count);
+            self.converter.row(collected, part);
+            // The last step may lead past the source; nothing is read there.
+            from = (from + count * stride).min(source.len());
+        }
+    }
+
+    /// Converts one loop whose target elements are apart.
+    fn scatter(&mut self, inner: Axis, place: Position, source: &[u8], target: &mut [u8]) {
+        let unit = self.target_bytes;
+        let mut converted = self.converted;
+        for start in (0..inner.extent).step_by(STRETCH) {
+            let count = STRETCH.min(inner.extent - start);
+            let part = place.step(inner, start);
+            self.line(source, part, inner.source, count, &mut converted[..count * unit]);
+            copy_elements(unit, &converted, unit, &mut target[part.target..], inner.target, count);
+        }
+    }
+}
+
+/// A gather that decodes. Its source positions are logical elements, not bytes.
+pub(super) struct DecodedGather<'a> {
+    pub(super) values: ValueDecoder<'a>,
+}
+
+impl DecodedGather<'_> {
+    pub(super) fn run(&mut self, level: Level, axes: &[Axis], place: Position, target: &mut [u8], stores: Stores) {
+        let unit = self.values.target_bytes();
+        if let Some(mut plan) = Blocks::plan(axes, 1, unit) {
+            plan.width = plan.width.min(stretch::STRETCH);
+            let codes = Some(self.values.codes());
+            let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
+                let firsts: SmallVec<[u64; GROUP_ROWS_MAX]> = offsets.iter().map(|offset| *offset as u64).collect();
+                self.values.lines(&firsts, stride as u64, count, scratch);
+            };
+            let method = LineMethod::Read { together: ROWS_AT_ONCE, read: &mut read, codes };
+            plan.run(level, place, &[], target, stores, method);
+            return;
+        }
+        match axes.split_first() {
+            Some((inner, outer)) if inner.target == unit => each(outer, place, &mut |place| {
+                let target = &mut target[place.target..place.target + inner.extent * unit];
+                self.values.line(place.source as u64, inner.source as u64, target);
+            }),
+            Some((inner, outer)) => each(outer, place, &mut |place| self.scatter(*inner, place, target)),
+            None => self.values.line(place.source as u64, 1, &mut target[place.target..place.target + unit]),
+        }
+    }
+
+    /// Decodes one loop whose target elements are apart.
+    fn scatter(&mut self, inner: Axis, place: Position, target: &mut [u8]) {
+        let unit = self.values.target_bytes();
+        let mut decoded = [0; STRETCH * FLOAT_BYTES_MAX];
+        for start in (0..inner.extent).step_by(STRETCH) {
+            let count = STRETCH.min(inner.extent - start);
+            let part = place.step(inner, start);
+            self.values.line(part.source as u64, inner.source as u64, &mut decoded[..count * unit]);
+            copy_elements(unit, &decoded, unit, &mut target[part.target..], inner.target, count);
+        }
+    }
+}
