@@ -53,6 +53,9 @@ impl Fetch {
         };
         let bar = bar(before.absent_bytes, log);
         let source = &**checkpoint.source();
+        if source.cache_limit().is_none() {
+            bail!("{label}: no disk cache keeps what would be fetched; --cache-dir names a directory with room");
+        }
         for view in &plans {
             request(&checkpoint, view, &bar, before.absent_bytes)?;
         }

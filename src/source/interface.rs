@@ -138,7 +138,8 @@ pub trait Source: fmt::Debug + Send + Sync {
         0
     }
 
-    /// The directory of the disk cache of its remote files, and what bounds it.
+    /// The directory of the disk cache of its remote files, and what bounds it. `None` if there is no such directory, or no place in it
+    /// for one of the files.
     fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)> {
         None
     }
