@@ -170,7 +170,8 @@ pub trait RemoteSource: Sync {
     /// bytes.
     fn absent_spans(&self, file: FileId, spans: &[ByteSpan]) -> Vec<ByteSpan>;
 
-    /// The directory of the disk cache, and what bounds it.
+    /// The directory of the disk cache, and what bounds it. `None` if there is no such directory, or no place in it for one of the
+    /// files.
     fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)>;
 
     /// Places the files that are complete where programs of their service look for them, as far as the settings say so. Waits for

@@ -1,13 +1,14 @@
 //! A remote object with its entry in the cache, and the jobs that fetch its blocks.
 
 use std::{
-    io,
+    fmt, io,
     ops::Range,
     path::Path,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
+    time::Duration,
 };
 
 use super::{
@@ -79,6 +80,16 @@ pub enum NotFetched {
     NoRoom,
     /// The cache's files failed.
     Cache(Arc<io::Error>),
+}
+
+impl fmt::Display for NotFetched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Remote(error) => error.fmt(f),
+            Self::NoRoom => f.write_str("the disk cache has no room"),
+            Self::Cache(error) => error.fmt(f),
+        }
+    }
 }
 
 impl NotFetched {
@@ -184,7 +195,7 @@ impl Progress {
     /// Waits until `done`, or until the deadline. Returns whether it was done.
     pub(super) fn wait(&self, deadline: Deadline, mut done: impl FnMut() -> bool) -> bool {
         // Also without news: another process may have brought the blocks.
-        const LOOK: std::time::Duration = std::time::Duration::from_millis(100);
+        const LOOK: Duration = Duration::from_millis(100);
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             let seen = *steps;

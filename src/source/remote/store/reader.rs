@@ -9,7 +9,7 @@ use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt
 use super::{
     super::{
         super::ByteSpan,
-        error::{Failure, RemoteError},
+        error::{Failure, RemoteError, of_certificate},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, Sink},
         runtime::{READ_TIMEOUT, block_on},
@@ -162,10 +162,10 @@ impl Store {
             (_, None) => {
                 let cause = cause(error);
                 let credentials = cause.contains("169.254.") || cause.contains("metadata.google.internal");
-                if credentials {
-                    (Failure::Refused, format!("no credentials: {advice}"))
-                } else {
-                    (Failure::Transient, cause)
+                match of_certificate(&cause) {
+                    _ if credentials => (Failure::Refused, format!("no credentials: {advice}")),
+                    Some(message) => (Failure::Refused, message),
+                    None => (Failure::Transient, cause),
                 }
             }
         };
