@@ -192,7 +192,9 @@ impl<'a> ValueNode<'a> {
             self.fields.load(level, *n, stride, line);
         }
         if let Some((_, steps)) = self.steps.split_last_mut() {
-            steps.iter_mut().for_each(|step| apply(step, level, firsts, stride, values, rounded));
+            for step in steps {
+                apply(step, level, firsts, stride, values, rounded);
+            }
         }
     }
 

@@ -225,7 +225,9 @@ impl<'a> Ignored<'a> {
         let (mut exact, mut patterns, mut broken) = (HashSet::new(), Vec::new(), None);
         for entry in entries {
             match entry.strip_prefix("re:").map(anchored) {
-                None => drop(exact.insert(entry)),
+                None => {
+                    exact.insert(entry);
+                }
                 Some(pattern) if Regex::new(&pattern).is_ok() => patterns.push(pattern),
                 Some(_) => broken = Some(entry.to_owned()),
             }

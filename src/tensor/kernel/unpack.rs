@@ -113,15 +113,14 @@ type Products = [[u8; 16]; 2];
 /// The products of all entries with one operand, in BF16.
 #[inline(always)]
 fn run_products(level: Level, table: &Table, operand: u32) -> Products {
-    let is_finite = operand & float::F32_INFINITY != float::F32_INFINITY;
-    match level.0 {
+    #[cfg(target_arch = "x86_64")]
+    if has_products(level) && operand & float::F32_INFINITY != float::F32_INFINITY {
         // SAFETY: `Level` is made by detection only, so this processor has AVX2.
-        #[cfg(target_arch = "x86_64")]
-        Width::Avx2 | Width::Avx512 if is_finite => unsafe { x86::run_products(table, f32::from_bits(operand)) },
-        #[cfg(target_arch = "x86_64")]
-        Width::Avx2 | Width::Avx512 => run_products_portable(table, operand),
-        Width::Portable => run_products_portable(table, operand),
+        return unsafe { x86::run_products(table, f32::from_bits(operand)) };
     }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = level;
+    run_products_portable(table, operand)
 }
 
 fn run_products_portable(table: &Table, operand: u32) -> Products {
