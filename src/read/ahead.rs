@@ -77,12 +77,11 @@ impl Engine {
 
     /// Requests the source pages that a sequential reader will need next.
     fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
-        let (least, most) = match self.source().ahead_bytes() {
-            Some(most) => (most / REMOTE_AHEAD_PART, most),
-            None => {
-                let most = self.most_pages_ahead();
-                (PAGES_AHEAD_BYTES.0.min(most), most.max(self.chunks_ahead_bytes()))
-            }
+        let (least, most) = if let Some(most) = self.source().ahead_bytes() {
+            (most / REMOTE_AHEAD_PART, most)
+        } else {
+            let most = self.most_pages_ahead();
+            (PAGES_AHEAD_BYTES.0.min(most), most.max(self.chunks_ahead_bytes()))
         };
         let noted = file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
         if let Some((from, to)) = noted {
