@@ -115,7 +115,7 @@ pub(super) fn of_torch_files(names: &[&str]) -> Option<&'static str> {
             "a checkpoint of DeepSpeed ZeRO: zero_to_fp32.py, in the directory above, makes a repository of it with --safe_serialization",
         );
     }
-    if any(&|name| name.starts_with("consolidated.") && name.ends_with(".pth")) {
+    if any(&|name| name.starts_with("consolidated.") && has_extension(name, "pth")) {
         return Some(
             "a first release of Llama, cut for tensor parallelism: use the Hugging Face repository of the model",
         );

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import mounting
+from servers import stub_bucket
 
 jax = pytest.importorskip("jax")
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -216,6 +217,25 @@ def test_unfinished_steps_are_passed_over_and_alone_refused(own, written, saved,
         assert "unfinished" in done.err, done.err
 
 
+@pytest.mark.parametrize("kind", ["ocdbt-zarr3", "files-plain-zarr2"])
+def test_a_bucket_holds_the_same_checkpoint(own, written, saved, clean, tmp_path, kind):
+    """By ranged reads, and without the optimizer's. A step without its commit file is not finished on an object store."""
+    with stub_bucket("s3", tmp_path / "server") as bucket:
+        for name, value in bucket.environment.items():
+            clean.setenv(name, value)
+        place = tmp_path / "server/weights/some/model"
+        shutil.copytree(written(kind), place, dirs_exist_ok=True)
+        mounted = own(bucket.address, "--mesh", "fsdp=4,tensor=2")
+        same(mounted / "full", model(saved))
+        assert "no difference" in mounting.run("verify", mounted.point).out
+        (place / "10/commit_success.txt").unlink()
+        plan = mounting.run("plan", bucket.address, "--json")
+        (view,) = plan.json().get("views", [plan.json()])
+        assert {row["name"] for row in view["tensors"]} == {"params.params.w"}
+        assert "commit_success.txt" in plan.out + plan.err
+        assert "unfinished" in mounting.run("plan", f"{bucket.address}/10", expect=1).err
+
+
 def test_int4_is_refused_with_the_reason(base):
     path = base / "orbax/int4"
     with ocp.StandardCheckpointer() as checkpointer:
@@ -367,6 +387,22 @@ def test_what_is_empty_and_single_numbers_are_restored_as_from_the_source(own, b
             assert jax.tree.structure(restored) == jax.tree.structure(expected)
             jax.tree.map(lambda found, saved: mounting.same_bytes(np.asarray(found).tobytes(), np.asarray(saved), "leaf"), restored, expected)
         assert [type(without["params"][name]) for name in ("lr", "flag")] == [float, bool]
+
+
+def test_large_chunks_are_decoded_ahead_of_a_sequential_reader(own, base):
+    """A chunk for each thread, although a chunk is larger than what is read ahead of other files."""
+    chunk = 96 << 20
+    path = base / "orbax/ahead"
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
+    tree = {"params": {"w": np.zeros(4 * chunk, np.uint8)}}
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, save_args={"params": {"w": ocp.SaveArgs(chunk_byte_size=chunk)}}))
+    assert len(list((path / "params.w").iterdir())) == 5
+    mounted = own(path, "--materialize", "none", "--threads", "2")
+    with (mounted / "full/params/w").open("rb", buffering=0) as opened:
+        for _ in range(48):
+            assert opened.read(1 << 20) == bytes(1 << 20)
+        mounting.wait_until(lambda: decoded(mounted) >= 3, what="two chunks ahead")
 
 
 def in_order(file: Path, step: int = 1 << 16) -> bytes:

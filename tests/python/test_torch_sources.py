@@ -16,6 +16,7 @@ import pytest
 
 import mounting
 import repos
+from servers import stub_bucket
 
 torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
@@ -75,6 +76,17 @@ def test_every_tensor_is_what_torch_saved(saved, own, case):
         found = load_file(mounted / f"safetensors/dev{device}.safetensors")
         assert set(found) == {name for name in tensors}
     mounting.run("verify", mounted.point)
+
+
+def test_a_bucket_holds_the_same_checkpoint(saved, own, clean, tmp_path):
+    tensors = whole(saved, "both")
+    with stub_bucket("s3", tmp_path / "server") as bucket:
+        for name, value in bucket.environment.items():
+            clean.setenv(name, value)
+        shutil.copytree(saved / "both", tmp_path / "server/weights/some/model", dirs_exist_ok=True)
+        mounted = own(bucket.address, "--mesh", "fsdp=3")
+        same(mounted.point, tensors)
+        assert "no difference" in mounting.run("verify", mounted.point).out
 
 
 def test_metadata_of_older_torch_is_read(saved, own, tmp_path):
