@@ -423,6 +423,10 @@ fn names<'a>(tokens: &[&'a str]) -> Names<'a> {
                 inner.push((tokens[at + 1], braces));
                 at += 2;
             }
+            // The path of `pub(in …)` says which files may use a name, not what this file needs.
+            "pub" if tokens.get(at + 1) == Some(&"(") && tokens.get(at + 2) == Some(&"in") => {
+                at += tokens[at..].iter().take_while(|token| **token != ")").count();
+            }
             "{" => braces += 1,
             "}" => {
                 if inner.last().is_some_and(|module| module.1 == braces) {
@@ -633,7 +637,7 @@ fn cycles_are_found_through_re_exports_and_paths() {
         cycles(&files, &[])
     };
     let root = ("lib.rs", "pub mod a;");
-    let cases: [(&str, &str, &str, bool); 11] = [
+    let cases: [(&str, &str, &str, bool); 12] = [
         ("pub use x::X; pub use y::{Y, other};", "use super::Y; struct X;", "use crate::a::X; struct Y;", true),
         (
             "pub use x::X; pub use y::Y;",
@@ -655,6 +659,7 @@ fn cycles_are_found_through_re_exports_and_paths() {
         ("pub use x::X; pub struct A(X);", "use super::A; struct X;", "", true),
         ("use x::X; fn f() -> X {}", "use super::f; struct X;", "", true),
         ("fn f() { x::g() } struct A;", "use super::A; fn g() {}", "", true),
+        ("use x::f; fn g() { f() }", "pub(in crate::a) fn f() {}", "", false),
     ];
     for (top, x, y, is_cycle) in cases {
         let top = format!("mod x; mod y; {top}");

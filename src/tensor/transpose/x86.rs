@@ -2,6 +2,7 @@
 //!
 //! Each function processes all whole blocks of lines that fill its registers, and returns the numbers of lines and of their
 //! elements. Its caller guarantees that [`Lines::check`] has passed, and that the processor has its instructions.
+#![allow(unsafe_code)]
 #![allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows their instructions to be enabled")]
 
 use std::arch::x86_64::{
