@@ -241,9 +241,12 @@ fn misspelt_mesh_axes_are_refused() {
     };
     let refused = |mesh: &str, options| with(mesh, options).unwrap_err().to_string();
     let near = |axis: &str, near: &str| format!("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?");
-    for (mesh, axis, known) in
-        [("fdsp=4", "fdsp", "fsdp"), ("data=2,tenor=2", "tenor", "tensor"), ("experts=2", "experts", "expert")]
-    {
+    for (mesh, axis, known) in [
+        ("fdsp=4", "fdsp", "fsdp"),
+        ("data=2,tenor=2", "tenor", "tensor"),
+        ("experts=2", "experts", "expert"),
+        ("FSDP=4", "FSDP", "fsdp"),
+    ] {
         assert_eq!(refused(mesh, ViewOptions::default()), near(axis, known));
     }
     for (mesh, options) in [
