@@ -357,6 +357,23 @@ fn packed_weights_stay_with_their_scales() {
 }
 
 #[test]
+fn unknown_families_split_matrices_by_their_words_and_fused_experts_not() {
+    let rows = [
+        row("model.layers.0.self_attn.q_proj.weight", W, &[8, 4]),
+        row("model.layers.0.mlp.down_proj.weight", W, &[4, 8]),
+        row("model.layers.0.mlp.experts.down_proj", W, &[2, 4, 8]),
+    ];
+    let mesh = Mesh::parse("tensor=2").unwrap();
+    let plan =
+        build(&rows, &json!({"model_type": "unknown"}), &ViewOptions { mesh, ..ViewOptions::default() }).unwrap();
+    let expected = [
+        ("layers.scanned.mlp.down_proj", r#"[null,null,"tensor"]"#),
+        ("layers.scanned.self_attn.q_proj", r#"[null,"tensor",null]"#),
+    ];
+    assert_eq!(specs(&plan), expected.map(|(name, spec)| (name.to_owned(), spec.to_owned())).into());
+}
+
+#[test]
 fn weights_of_eight_bits_are_split_where_their_scales_fit() {
     let rows: &[(&str, &str, Pairs)] = &[
         // Blocks of 32 x 32 in 64 x 128, rows in two parts and columns in two.
