@@ -10,7 +10,7 @@ use super::{
     foreign,
     mosaic::{Missing, MosaicBuilder, StoredBox},
     prefix::is_optimizer_state,
-    problem::{Problem, Problems},
+    problem::{Expected, Problem, Problems},
     text::JSON_FILE_BYTES_MAX,
 };
 use crate::{
@@ -133,14 +133,16 @@ fn metadata(files: &PinnedFiles<'_>) -> Result<DcpState, String> {
 /// The ids of the files that the metadata names. Those that are not there are problems.
 fn file_ids(files: &PinnedFiles<'_>, state: &DcpState, problems: &mut Problems) -> Vec<Option<FileId>> {
     let by_path: HashMap<&str, FileId> = files.all().collect();
-    let mut tensors = vec![0; state.files.len()];
-    for chunk in state.tensors.iter().flat_map(|tensor| &tensor.chunks) {
-        tensors[chunk.segment.file as usize] += 1;
+    let mut tensors = vec![Expected::default(); state.files.len()];
+    for (tensor, chunk) in
+        state.tensors.iter().flat_map(|tensor| tensor.chunks.iter().map(move |chunk| (tensor, chunk)))
+    {
+        tensors[chunk.segment.file as usize].add(&tensor.name);
     }
-    let id = |(path, tensors): (&String, usize)| {
+    let id = |(path, tensors): (&String, Expected)| {
         let found = by_path.get(path.as_str()).copied();
         // What holds only objects is not read.
-        if found.is_none() && tensors > 0 {
+        if found.is_none() && tensors.count > 0 {
             let (index, file, found) = (DCP_METADATA.to_owned(), path.clone(), "not there".to_owned());
             problems.push(Problem::MissingFile { index, file, tensors, found });
         }

@@ -51,7 +51,7 @@ pub use index::rewritten_index;
 pub use options::OpenOptions;
 pub use orbax::OrbaxProblem;
 pub use printable::{printable, printable_lines};
-pub use problem::{CheckpointError, Problem};
+pub use problem::{CheckpointError, Expected, Problem};
 pub use quantization::Quantization;
 pub use repository::{Adapter, Checkpoint};
 pub use scheme::{Quantized, Summary, Unsupported};

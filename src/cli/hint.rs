@@ -75,6 +75,7 @@ fn after_start(error: &DaemonError) -> Option<&'static str> {
         DaemonError::Failed { .. }
         | DaemonError::Spawn { .. }
         | DaemonError::LogFile { .. }
+        | DaemonError::Abandoned
         | DaemonError::System { .. } => None,
     }
 }

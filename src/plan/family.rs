@@ -15,6 +15,7 @@ const FILES: &[(&str, &str)] = &[
     ("llama", include_str!("families/llama.toml")),
     ("olmo", include_str!("families/olmo.toml")),
     ("qwen-moe", include_str!("families/qwen-moe.toml")),
+    ("qwen-vl-moe", include_str!("families/qwen-vl-moe.toml")),
     ("mixtral", include_str!("families/mixtral.toml")),
     ("gemma", include_str!("families/gemma.toml")),
     ("phi3", include_str!("families/phi3.toml")),
@@ -43,6 +44,9 @@ pub struct Role {
     /// Axis along which the parts lie.
     #[serde(default)]
     pub split_axis: usize,
+    /// Axis of the inputs, and the member of `config.json` that counts them. The entry is not for a tensor of another
+    /// extent there, which is stored the other way round.
+    pub inputs: Option<(usize, String)>,
 }
 
 /// Tensors that every complete model has.
