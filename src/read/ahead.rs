@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     image::Segment,
-    source::{ByteSpan, FileId, RemoteSource},
+    source::{ByteSpan, DecodedChunks, FileId, RemoteSource},
     tensor::{Origin, Tiling, needs},
 };
 
@@ -101,7 +101,7 @@ impl Engine {
     /// Bytes ahead of a reader that have a chunk for each thread in them, after half of them were read: so that all threads
     /// decode. How many of these chunks are in memory is for the source to bound.
     fn chunks_ahead_bytes(&self) -> u64 {
-        self.source().decoded_chunk_bytes().saturating_mul(2 * self.options().workers as u64)
+        self.source().chunks().map_or(0, DecodedChunks::largest_bytes).saturating_mul(2 * self.options().workers as u64)
     }
 
     /// As [`Self::request_pages`], in another thread: the kernel allocates the pages in the thread that requests them, which takes

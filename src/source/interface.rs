@@ -139,11 +139,6 @@ pub trait Source: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Bytes of the largest chunk that is decoded whole; 0 if there is none.
-    fn decoded_chunk_bytes(&self) -> u64 {
-        0
-    }
-
     /// The open file, from which the kernel can read by itself. `None` if there is none or it is poisoned.
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
         let _ = file;
@@ -204,6 +199,9 @@ pub trait DecodedChunks {
 
     /// Bytes of decoded chunks, and of the buffers to decode them, that are in memory now.
     fn held_bytes(&self) -> u64;
+
+    /// Bytes of the largest chunk.
+    fn largest_bytes(&self) -> u64;
 
     /// Chunks decoded so far.
     fn decoded_count(&self) -> u64;

@@ -294,8 +294,8 @@ impl DecodedChunks for ChunkSource {
         self.decoder.pool.decoded()
     }
 
-    fn decoded_chunk_bytes(&self) -> u64 {
-        self.chunk_bytes_max.max(self.inner.decoded_chunk_bytes())
+    fn largest_bytes(&self) -> u64 {
+        self.chunk_bytes_max
     }
 }
 
