@@ -356,6 +356,25 @@ fn a_service_without_answer_is_an_error_after_the_stated_time_and_cached_bytes_g
 }
 
 #[test]
+fn a_reader_waits_once_although_the_kernel_asks_twice() {
+    let objects = MemoryObjects::new([("a.bin", content(1 << 20, 7))]);
+    let dir = tempfile::tempdir().unwrap();
+    for cache in [cache(dir.path(), None), cache(&dir.path().join("full"), Some(0))] {
+        let source = objects.source(&cache, Duration::from_millis(400));
+        objects.mishaps.lock().unwrap().extend(vec![Mishap::Hangs; 50]);
+        read(&*source, 500_000, 100_000).unwrap_err();
+        // For the page that its reader wants, alone.
+        let begun = Instant::now();
+        let error = read(&*source, 500_000, 4096).unwrap_err();
+        assert!(begun.elapsed() < Duration::from_millis(200), "{:?}", begun.elapsed());
+        assert!(error.to_string().contains("a.bin: bytes 500000..504096: "), "{error}");
+        objects.mishaps.lock().unwrap().clear();
+        assert!(read(&*source, 500_000, 100_000).is_ok(), "a new read asks anew, at once");
+        assert!(read(&*source, 500_000, 4096).is_ok());
+    }
+}
+
+#[test]
 fn a_pause_longer_than_the_time_limit_is_an_error_that_says_so() {
     let objects = MemoryObjects::new([("a.bin", content(1 << 20, 9))]);
     let dir = tempfile::tempdir().unwrap();

@@ -107,10 +107,19 @@ impl RemoteFiles {
             if remote.fetcher.cache().is_full(entry) {
                 return Err(NotFetched::NoRoom);
             }
+            if let Some(error) = remote.object.take_late(spans) {
+                return Err(NotFetched::Remote(error));
+            }
             let until = *deadline.get_or_insert_with(|| Deadline::At(Instant::now() + remote.timeout));
             // Gaps are merged only within a strided piece, whose spans come in one call.
             let gap = if spans.len() > 1 { remote.object.service.gap_bytes() / BLOCK_BYTES } else { 0 };
-            remote.fetcher.bring(&[(Arc::clone(&remote.object), absent)], gap, until)?;
+            let brought = remote.fetcher.bring(&[(Arc::clone(&remote.object), absent)], gap, until);
+            let late = match &brought {
+                Err(NotFetched::Remote(error)) if until.is_over() => Some(error),
+                Ok(()) | Err(_) => None,
+            };
+            remote.object.note_end(spans, late);
+            brought?;
         }
         Err(NotFetched::NoRoom)
     }
@@ -134,8 +143,14 @@ impl RemoteFiles {
 
     /// Reads past the cache.
     fn uncached(&self, file: FileId, remote: &Remote, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
+        let spans: Vec<ByteSpan> = parts.iter().filter_map(FetchPart::span).collect();
+        if let Some(error) = remote.object.take_late(&spans) {
+            return Err(self.error(file, bounding(&spans), &error));
+        }
         let deadline = Deadline::At(Instant::now() + remote.timeout);
-        remote.read_uncached(parts, deadline).map_err(|(span, error)| self.error(file, span, &Arc::new(error)))
+        let read = remote.read_uncached(parts, deadline).map_err(|(span, error)| (span, Arc::new(error)));
+        remote.object.note_end(&spans, read.as_ref().err().map(|(_, error)| error).filter(|_| deadline.is_over()));
+        read.map_err(|(span, error)| self.error(file, span, &error))
     }
 
     /// Runs `work` on a buffer of a span in which the bytes of `parts` are right.
