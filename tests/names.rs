@@ -182,7 +182,7 @@ fn fused_experts_are_split_along_their_outputs() {
         let config = json!({"model_type": model_type, "text_config": text});
         let (volume, _dir) = volume(&rows, &config).unwrap();
         let shown = "full/language_model/layers/0";
-        let bytes = |path: &str| read(&volume, volume.resolve(&format!("{shown}/{path}")).unwrap(), 0, 1 << 10);
+        let bytes = |path: &str| read(&volume, volume.resolve(&format!("{shown}/{path}")).unwrap().ino, 0, 1 << 10);
         let whole = source_bytes(TensorId(0), 0..3 * hidden * (2 * inner + 2) * 2);
         let Some(columns) = columns else {
             assert_eq!(bytes("mlp/experts/gate_up_proj"), whole, "{model_type}");
