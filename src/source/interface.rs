@@ -213,11 +213,6 @@ pub trait Source: fmt::Debug + Send + Sync {
         0
     }
 
-    /// Bytes of the largest chunk that is decoded whole; 0 if there is none.
-    fn decoded_chunk_bytes(&self) -> u64 {
-        0
-    }
-
     /// The open file, from which the kernel can read by itself. `None` if there is none or it is poisoned.
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
         let _ = file;
