@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     image::Segment,
-    source::{ByteSpan, DecodedChunks, FileId, RemoteSource},
+    source::{ByteSpan, FileId, RemoteSource},
     tensor::{Origin, Tiling, needs},
 };
 
@@ -79,11 +79,9 @@ impl Engine {
 
     /// Requests the source pages that a sequential reader will need next.
     fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
-        let (least, most, parts) = if let Some(most) = self.source().remote().map(RemoteSource::ahead_bytes) {
-            (most / REMOTE_AHEAD_PART, most, REMOTE_PARTS)
-        } else {
-            let most = self.most_pages_ahead();
-            (PAGES_AHEAD_BYTES.0.min(most), most.max(self.chunks_ahead_bytes()), 2)
+        let (least, most, parts) = match self.source().remote().map(RemoteSource::ahead_bytes) {
+            Some(most) => (most / REMOTE_AHEAD_PART, most, REMOTE_PARTS),
+            None => (PAGES_AHEAD_BYTES.0.min(self.most_pages_ahead()), self.most_pages_ahead(), 2),
         };
         let noted =
             file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most, parts);
@@ -96,12 +94,6 @@ impl Engine {
     /// as memory of the daemon's control group.
     pub(super) fn most_pages_ahead(&self) -> u64 {
         PAGES_AHEAD_BYTES.1.min(self.options().tile_cache_bytes as u64 / 4).max(PAGES_AHEAD_BYTES_MIN)
-    }
-
-    /// Bytes ahead of a reader that have a chunk for each thread in them, after half of them were read: so that all threads
-    /// decode. How many of these chunks are in memory is for the source to bound.
-    fn chunks_ahead_bytes(&self) -> u64 {
-        self.source().chunks().map_or(0, DecodedChunks::largest_bytes).saturating_mul(2 * self.options().workers as u64)
     }
 
     /// As [`Self::request_pages`], in another thread: the kernel allocates the pages in the thread that requests them, which takes

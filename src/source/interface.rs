@@ -200,9 +200,6 @@ pub trait DecodedChunks {
     /// Bytes of decoded chunks, and of the buffers to decode them, that are in memory now.
     fn held_bytes(&self) -> u64;
 
-    /// Bytes of the largest chunk.
-    fn largest_bytes(&self) -> u64;
-
     /// Chunks decoded so far.
     fn decoded_count(&self) -> u64;
 }

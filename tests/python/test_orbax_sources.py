@@ -389,22 +389,6 @@ def test_what_is_empty_and_single_numbers_are_restored_as_from_the_source(own, b
         assert [type(without["params"][name]) for name in ("lr", "flag")] == [float, bool]
 
 
-def test_large_chunks_are_decoded_ahead_of_a_sequential_reader(own, base):
-    """A chunk for each thread, although a chunk is larger than what is read ahead of other files."""
-    chunk = 96 << 20
-    path = base / "orbax/ahead"
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
-    tree = {"params": {"w": np.zeros(4 * chunk, np.uint8)}}
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, save_args={"params": {"w": ocp.SaveArgs(chunk_byte_size=chunk)}}))
-    assert len(list((path / "params.w").iterdir())) == 5
-    mounted = own(path, "--materialize", "none", "--threads", "2")
-    with (mounted / "full/params/w").open("rb", buffering=0) as opened:
-        for _ in range(48):
-            assert opened.read(1 << 20) == bytes(1 << 20)
-        mounting.wait_until(lambda: decoded(mounted) >= 3, what="two chunks ahead")
-
-
 def in_order(file: Path, step: int = 1 << 16) -> bytes:
     """A whole file, by a sequential reader."""
     with file.open("rb", buffering=0) as opened:
