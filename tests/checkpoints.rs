@@ -245,14 +245,14 @@ fn all_disagreements_between_index_and_headers_are_reported_at_once() {
             "model.safetensors.index.json",
             r#"{"weight_map": {"a": "1.safetensors", "a": "1.safetensors", "moved": "2.safetensors", "b": "2.safetensors",
                 "gone": "1.safetensors", "twice": "1.safetensors", "e1": "../etc/x.safetensors", "e2": "/abs.safetensors",
-                "e3": "missing.safetensors", "e4": "bad.safetensors", "e5": "a//b.safetensors"}}"#,
+                "e3": "missing.safetensors", "e6": "missing.safetensors", "e4": "bad.safetensors", "e5": "a//b.safetensors"}}"#,
         );
     let problems = repo.problems();
     let expected = [
-        r#"names "../etc/x.safetensors", which is not a path inside"#,
-        r#"names "/abs.safetensors", which is not a path inside"#,
-        r#"names "missing.safetensors" for 1 tensors, which is not there"#,
-        r#"names "a//b.safetensors", which is not a path inside"#,
+        r#"names "../etc/x.safetensors" for tensor "e1", which is not a path inside"#,
+        r#"names "/abs.safetensors" for tensor "e2", which is not a path inside"#,
+        r#"names "missing.safetensors" for 2 tensors, the first of them "e3", which is not there"#,
+        r#"names "a//b.safetensors" for tensor "e5", which is not a path inside"#,
         "bad.safetensors: header length: expected at most 100000000 bytes",
         r#"tensor "twice": found in 1.safetensors and again in 2.safetensors"#,
         r#"names tensor "a" twice"#,
@@ -322,7 +322,7 @@ fn refused_repositories() {
         "config.json: num_hidden_layers: expected at most 65536, found 1000000000000"
     );
     let repo = good().index(&[("a", "dir")]).text("dir/x", "");
-    assert!(repo.problems()[0].contains(r#"names "dir" for 1 tensors, which is not there"#));
+    assert!(repo.problems()[0].contains(r#"names "dir" for tensor "a", which is not there"#));
     let repo = good().index(&[("a", "l.safetensors")]);
     symlink("nowhere", repo.path("l.safetensors")).unwrap();
     assert!(repo.problems()[0].contains("which is a symbolic link to nothing"));

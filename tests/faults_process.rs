@@ -10,7 +10,7 @@ use std::{
     env,
     ffi::OsString,
     fs::{self, File},
-    io::Read,
+    io::{self, Read},
     os::fd::{FromRawFd, OwnedFd},
     os::unix::{
         fs::PermissionsExt,
@@ -549,6 +549,42 @@ fn a_daemon_that_is_killed_before_it_is_ready_leaves_no_mount() {
     assert!(matches!(error, DaemonError::Died { .. }), "{error}");
     assert!(error.to_string().contains("signal: 9 (SIGKILL)"), "{error}");
     assert_eq!(bench.mounts(), 0);
+}
+
+/// A daemon as `ckfs mount` starts it: it knows the process that started it, and reports to a pipe in place of standard input.
+fn started_by(bench: &Bench, starter: Pid, report: io::PipeWriter) -> Output {
+    let mut daemon = bench.mount();
+    let daemon = daemon.env("CKFS_STARTER_PID", starter.to_string()).stdin(report).stderr(Stdio::piped());
+    let mut daemon = daemon.spawn().unwrap();
+    until("the daemon ends", || daemon.try_wait().unwrap().is_some());
+    daemon.wait_with_output().unwrap()
+}
+
+#[test]
+fn a_starter_that_is_killed_leaves_no_mount() {
+    let Some(bench) = bench() else { return };
+    // It was killed before the daemon looked for it: the daemon has another parent, here this process.
+    let mut gone = Command::new("true").spawn().unwrap();
+    gone.wait().unwrap();
+    let (_reader, report) = io::pipe().unwrap();
+    let output = started_by(&bench, pid_of(&gone), report);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+    assert!(text(&output).contains("the command that started this daemon has ended"), "{}", text(&output));
+    assert_eq!(bench.mounts(), 0);
+    // It was killed while the daemon reported: nobody reads the report.
+    let (reader, report) = io::pipe().unwrap();
+    drop(reader);
+    let output = started_by(&bench, Pid::this(), report);
+    assert!(output.status.success(), "{}", text(&output));
+    assert_eq!(bench.mounts(), 0);
+}
+
+#[test]
+fn a_log_file_that_cannot_be_opened_is_one_error() {
+    let Some(bench) = bench() else { return };
+    let output = bench.mount().args(["--log-file", "/no/directory/log"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(text(&output).matches("/no/directory/log").count(), 1, "{}", text(&output));
 }
 
 #[test]

@@ -279,11 +279,17 @@ fn the_checkpoint_states_whether_layers_are_stacked() {
 #[test]
 fn a_name_that_begins_another_is_a_leaf_of_its_own() {
     let dir = tempfile::tempdir().unwrap();
-    let rows = ["a", "a.b", "a.b.c", "a-b", "ab", "a/b"].map(|name| row(name, DType::F32, &[2]));
+    let rows =
+        ["a", "a.b", "a.b.c", "a-b", "ab", "a/b", "b/c/d", "b/c.e", "100%"].map(|name| row(name, DType::F32, &[2]));
     repo::write_repo(dir.path(), &[&rows], &serde_json::json!({}));
     let shown = Shown::new(dir, &ViewOptions { layout: Layout::Hf, ..options("") });
     let arrays: Vec<_> = shown.under("orbax/0/items/").into_iter().filter_map(|path| path.strip_suffix("/0")).collect();
-    assert_eq!(arrays, ["a%2Fb", "a-b", "a._self", "a.b._self", "a.b.c", "ab"]);
+    // A key with a slash is a path, unless that is inside another array.
+    assert_eq!(arrays, ["100%", "a%2Fb", "a-b", "a._self", "a.b._self", "a.b.c", "ab", "b/c.e", "b/c/d"]);
+    assert_eq!(shown.read("orbax/0/items/b/c/d/0"), shown.read("full/b%2Fc%2Fd"));
+    assert_eq!(shown.read("orbax/0/items/b/c.e/0"), shown.read("full/b%2Fc.e"));
+    let keys = shown.json("orbax/0/items/_METADATA")["tree_metadata"]["('b/c', 'e')"]["key_metadata"].clone();
+    assert_eq!(keys[0]["key"], "b/c");
     assert_eq!(shown.read("orbax/0/items/a._self/0"), shown.read("full/a"));
     assert_eq!(shown.read("orbax/0/items/a.b.c/0"), shown.read("full/a.b.c"));
     assert_eq!(shown.read("orbax/0/items/a%2Fb/0"), shown.read("full/a%2Fb"));

@@ -874,6 +874,10 @@ fn messages_of_rules_mark_the_word_that_fails() {
             ),
             "a: config.json has no member \"nothing\"\n --> my.toml:9:9\n  |\n9 | when = 'a > 1'\n  |         ^",
         ),
+        (
+            leaf("view = 'slice(x, 0, 0, config.hiden_size)'"),
+            "a: config.json has no member \"hiden_size\"; did you mean `hidden_size`?\n --> my.toml:7:31\n",
+        ),
     ];
     let checkpoint = open(&fixture("llama3.1").join("hf"));
     for (text, expected) in rows {
@@ -1051,7 +1055,7 @@ fn names_of_torchtitan_and_transformers() {
             let spec = plan.spec(tensor).to_json(rank, &plan.mesh);
             assert_eq!(spec[0], "fsdp", "{family} {layout} {}: FSDP2 cuts axis 0", tensor.name);
         }
-        assert_eq!(unverified(&plan), layout == "torchtitan", "{family}");
+        assert!(!unverified(&plan), "{family}");
         if (family, layout) == ("mixtral", "transformers") {
             let raw = |name: &str| bytes_of(&checkpoint, &View::source(source(&checkpoint, name)));
             let expert = |e: usize, w: &str| raw(&format!("model.layers.2.block_sparse_moe.experts.{e}.{w}.weight"));

@@ -1,5 +1,5 @@
 //! Real and odd names of repositories: the layout `canonical` shows every tensor under a name of its own, and
-//! a name that no directory can show is refused.
+//! a name that no directory can show is refused. Known families have short names.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use ckfs::{
     plan::{Plan, ViewOptions},
-    tensor::DType,
+    tensor::{DType, TensorId},
     volume::{Ino, ViewPlan, Volume, VolumeOptions},
 };
 use common::{
@@ -157,5 +157,67 @@ fn parts_of_a_fused_matrix_may_be_any_numbers() {
             Ok(plan) => assert!(heads == kv && heads > 0, "{heads} {kv}: {}", plan.tensors.len()),
             Err(error) => assert!(error.to_string().contains("does not split in shares of"), "{error}"),
         }
+    }
+}
+
+/// Qwen3-VL stores its fused experts as `[experts, in, out]`, and Qwen 3.5 as `[experts, out, in]`. Gate and up are parts of the
+/// outputs in both, and a tensor of the other orientation keeps its words: a part of its inputs is neither.
+#[test]
+fn fused_experts_are_split_along_their_outputs() {
+    let (inner, hidden) = (2, 4);
+    let turned: (&[u64], &[u64]) = (&[3, hidden, 2 * inner + 2], &[3, inner + 1, hidden]);
+    let upright: (&[u64], &[u64]) = (&[3, 2 * inner + 2, hidden], &[3, hidden, inner + 1]);
+    for (model_type, (gate_up, down), columns) in [
+        ("qwen3_vl_moe", turned, Some(true)),
+        ("qwen3_5_moe", upright, Some(false)),
+        ("qwen3_vl_moe", upright, None),
+        ("qwen3_5_moe", turned, None),
+    ] {
+        let stem = "model.language_model.layers.0.mlp.experts";
+        let rows = [
+            row(&format!("{stem}.gate_up_proj"), DType::BF16, gate_up),
+            row(&format!("{stem}.down_proj"), DType::BF16, down),
+        ];
+        let text = json!({"hidden_size": hidden, "moe_intermediate_size": inner + 1});
+        let config = json!({"model_type": model_type, "text_config": text});
+        let (volume, _dir) = volume(&rows, &config).unwrap();
+        let shown = "full/language_model/layers/0";
+        let bytes = |path: &str| read(&volume, volume.resolve(&format!("{shown}/{path}")).unwrap().ino, 0, 1 << 10);
+        let whole = source_bytes(TensorId(0), 0..3 * hidden * (2 * inner + 2) * 2);
+        let Some(columns) = columns else {
+            assert_eq!(bytes("mlp/experts/gate_up_proj"), whole, "{model_type}");
+            assert!(volume.resolve(&format!("{shown}/experts")).is_err(), "{model_type}");
+            continue;
+        };
+        // Runs of the gate and of the up projection follow each other: per row, or per expert.
+        let run = usize::try_from(if columns { inner + 1 } else { (inner + 1) * hidden }).unwrap() * 2;
+        let part = |first: usize| whole.chunks(run).skip(first).step_by(2).flatten().copied().collect::<Vec<u8>>();
+        assert_eq!(bytes("experts/w_gate"), part(0), "{model_type}");
+        assert_eq!(bytes("experts/w_up"), part(1), "{model_type}");
+        assert_eq!(bytes("experts/w_down"), source_bytes(TensorId(1), 0..3 * hidden * (inner + 1) * 2), "{model_type}");
+    }
+}
+
+/// The text models of Qwen-VL and of Qwen 3.5 have Llama's names, and so its short ones. A tower keeps its words.
+#[test]
+fn text_models_beside_a_tower_have_short_names() {
+    for (model_type, prefix, shown) in [
+        ("qwen2_vl", "model.", ""),
+        ("qwen2_5_vl", "model.", ""),
+        ("qwen3_vl", "model.language_model.", "language_model/"),
+        ("qwen3_5", "model.language_model.", "language_model/"),
+    ] {
+        let matrix = |name: String| row(&name, DType::BF16, &[4, 4]);
+        let rows = [
+            matrix(format!("{prefix}embed_tokens.weight")),
+            matrix(format!("{prefix}layers.0.self_attn.q_proj.weight")),
+            matrix(format!("{prefix}layers.0.mlp.down_proj.weight")),
+            matrix("visual.blocks.0.attn.proj.weight".to_owned()),
+        ];
+        let (volume, _dir) = volume(&rows, &json!({"model_type": model_type})).unwrap();
+        for path in ["embed", "layers/0/wq", "layers/scanned/w_down"] {
+            assert!(volume.resolve(&format!("full/{shown}{path}")).is_ok(), "{model_type}: {path}");
+        }
+        assert!(volume.resolve("full/visual/layers/0/attn/proj").is_ok(), "{model_type}");
     }
 }

@@ -241,9 +241,12 @@ fn misspelt_mesh_axes_are_refused() {
     };
     let refused = |mesh: &str, options| with(mesh, options).unwrap_err().to_string();
     let near = |axis: &str, near: &str| format!("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?");
-    for (mesh, axis, known) in
-        [("fdsp=4", "fdsp", "fsdp"), ("data=2,tenor=2", "tenor", "tensor"), ("experts=2", "experts", "expert")]
-    {
+    for (mesh, axis, known) in [
+        ("fdsp=4", "fdsp", "fsdp"),
+        ("data=2,tenor=2", "tenor", "tensor"),
+        ("experts=2", "experts", "expert"),
+        ("FSDP=4", "FSDP", "fsdp"),
+    ] {
         assert_eq!(refused(mesh, ViewOptions::default()), near(axis, known));
     }
     for (mesh, options) in [
@@ -351,6 +354,23 @@ fn packed_weights_stay_with_their_scales() {
         let plan = build(&rows, &config, &ViewOptions { mesh, ..ViewOptions::default() }).unwrap();
         assert_eq!(plan.warnings, [""; 0], "{scheme}");
     }
+}
+
+#[test]
+fn unknown_families_split_matrices_by_their_words_and_fused_experts_not() {
+    let rows = [
+        row("model.layers.0.self_attn.q_proj.weight", W, &[8, 4]),
+        row("model.layers.0.mlp.down_proj.weight", W, &[4, 8]),
+        row("model.layers.0.mlp.experts.down_proj", W, &[2, 4, 8]),
+    ];
+    let mesh = Mesh::parse("tensor=2").unwrap();
+    let plan =
+        build(&rows, &json!({"model_type": "unknown"}), &ViewOptions { mesh, ..ViewOptions::default() }).unwrap();
+    let expected = [
+        ("layers.scanned.mlp.down_proj", r#"[null,null,"tensor"]"#),
+        ("layers.scanned.self_attn.q_proj", r#"[null,"tensor",null]"#),
+    ];
+    assert_eq!(specs(&plan), expected.map(|(name, spec)| (name.to_owned(), spec.to_owned())).into());
 }
 
 #[test]

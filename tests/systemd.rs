@@ -79,6 +79,27 @@ fn the_unit_waits_for_readiness_and_for_the_end() {
     assert!(values(&unit, "ExecStopPost").iter().all(|command| command.contains(" umount --stale ")));
 }
 
+/// Remote sources need the network, a place for their bytes, and credentials; a service of the system has no `HOME`.
+#[test]
+fn the_unit_can_read_remote_sources() {
+    let unit = unit();
+    let families: Vec<&str> =
+        values(&unit, "RestrictAddressFamilies").iter().flat_map(|line| line.split(' ')).collect();
+    assert!(["AF_UNIX", "AF_INET", "AF_INET6"].iter().all(|family| families.contains(family)), "{families:?}");
+    assert_eq!(values(&unit, "CacheDirectory"), ["ckfs"]);
+    assert_eq!(values(&unit, "Environment"), ["CKFS_CACHE_DIR=%C/ckfs"]);
+    assert_eq!(values(&unit, "EnvironmentFile"), ["-/etc/ckfs/%i.env"]);
+    assert!(values(&unit, "After")[0].contains("network-online.target"));
+    assert_eq!(values(&unit, "Wants"), ["network-online.target"]);
+    // What the unit runs is on every system.
+    let programs =
+        ["ExecStart", "ExecReload", "ExecStopPost"].map(|name| values(&unit, name)[0].trim_start_matches('-'));
+    assert!(
+        programs.iter().all(|line| line.starts_with("/usr/bin/ckfs ") || line.starts_with("/bin/sh ")),
+        "{programs:?}"
+    );
+}
+
 #[test]
 fn the_example_is_valid_and_names_source_and_mountpoint() {
     let example: toml::Table = fs::read_to_string(file("example.toml")).unwrap().parse().unwrap();

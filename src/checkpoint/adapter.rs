@@ -81,7 +81,11 @@ pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterF
     }
     let follow = options.follow_symlinks;
     let opening = options.fetches.begin_path(dir, "open");
-    let root = Beneath::open(dir).map_err(|error| problem(error.to_string()))?;
+    let root = Beneath::open(dir).map_err(|error| {
+        // A relative path was completed, also that of a name on the Hub.
+        let advice = if dir.exists() { "" } else { "; an adapter on the Hub is hf://org/name" };
+        problem(format!("{error}{advice}"))
+    })?;
     let root = Arc::new(root);
     let found = root.find(ADAPTER_CONFIG).map_err(|error| problem(error.to_string()))?;
     if !found.is_inside() && !follow {

@@ -11,7 +11,7 @@ use super::{
     foreign,
     index::{Index, stays_inside},
     listing::{Listed, Opening},
-    problem::{CheckpointError, Problem, Problems},
+    problem::{CheckpointError, Expected, Problem, Problems},
 };
 
 /// The configuration of a model.
@@ -162,16 +162,16 @@ pub(super) fn choose_indexed(
     is_weights: &dyn Fn(&str) -> bool,
     problems: &mut Problems,
 ) {
-    let mut counts = vec![0; index.files.len()];
-    for (_, file) in &index.tensors {
-        counts[*file as usize] += 1;
+    let mut expected = vec![Expected::default(); index.files.len()];
+    for (tensor, file) in &index.tensors {
+        expected[*file as usize].add(tensor);
     }
-    if counts.is_empty() {
+    if expected.is_empty() {
         problems.push(Problem::EmptyIndex { index: name.to_owned() });
     }
-    for (path, tensors) in index.files.iter().zip(counts) {
+    for (path, tensors) in index.files.iter().zip(expected) {
         if !stays_inside(path) {
-            problems.push(Problem::OutsideRepository { index: name.to_owned(), path: path.clone() });
+            problems.push(Problem::OutsideRepository { index: name.to_owned(), path: path.clone(), tensors });
             continue;
         }
         let missing = |found: String| {

@@ -12,7 +12,7 @@
 //! `open.rs`.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     fmt,
     sync::Arc,
 };
@@ -28,8 +28,16 @@ use crate::{
     source::{FileId, Source},
 };
 
-/// The keys on the way to tensors, by name, of those whose names do not tell them.
-pub(super) type TreeKeys = HashMap<String, Vec<TreeKey>>;
+/// What the tree of a trainer's checkpoint has that the names of the tensors do not tell.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SavedTree {
+    /// The keys on the way to a tensor, by its name: where keys have dots or are places in lists.
+    pub keys: HashMap<String, Vec<TreeKey>>,
+    /// Names of tensors that are single numbers of Python.
+    pub scalars: HashSet<String>,
+    /// Empty containers, and places with nothing: the keys on the way, and what is there as Orbax calls it.
+    pub empty: Vec<(Vec<TreeKey>, String)>,
+}
 
 /// The container of a checkpoint's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,8 +88,8 @@ pub(super) struct Contents {
     pub(super) source: Option<Arc<dyn Source>>,
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
     pub(super) scan_layers: Option<bool>,
-    /// Keys with dots, and places in lists.
-    pub(super) tree_keys: TreeKeys,
+    /// What the names of the tensors do not tell.
+    pub(super) tree: SavedTree,
 }
 
 impl Contents {
@@ -94,7 +102,7 @@ impl Contents {
             left_out: Vec::new(),
             source: None,
             scan_layers: None,
-            tree_keys: TreeKeys::new(),
+            tree: SavedTree::default(),
         }
     }
 }

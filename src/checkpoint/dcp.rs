@@ -7,9 +7,10 @@ use super::{
     archive::{self, ArchiveSpan},
     container::{Container, Contents, DCP_METADATA, LeftOut},
     folder::{Folder, PinnedFiles},
+    foreign,
     mosaic::{Missing, MosaicBuilder, StoredBox},
     prefix::is_optimizer_state,
-    problem::{Problem, Problems},
+    problem::{Expected, Problem, Problems},
     text::JSON_FILE_BYTES_MAX,
 };
 use crate::{
@@ -125,20 +126,23 @@ pub(super) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
 fn metadata(files: &PinnedFiles<'_>) -> Result<DcpState, String> {
     let id = files.find(DCP_METADATA).ok_or_else(|| "not there".to_owned())?;
     let bytes = files.read(id, METADATA_BYTES_MAX)?;
-    DcpState::parse(&bytes).map_err(|error| error.to_string())
+    let foreign = || foreign::refused_file(files.source, id, DCP_METADATA);
+    DcpState::parse(&bytes).map_err(|error| foreign().unwrap_or_else(|| error.to_string()))
 }
 
 /// The ids of the files that the metadata names. Those that are not there are problems.
 fn file_ids(files: &PinnedFiles<'_>, state: &DcpState, problems: &mut Problems) -> Vec<Option<FileId>> {
     let by_path: HashMap<&str, FileId> = files.all().collect();
-    let mut tensors = vec![0; state.files.len()];
-    for chunk in state.tensors.iter().flat_map(|tensor| &tensor.chunks) {
-        tensors[chunk.segment.file as usize] += 1;
+    let mut tensors = vec![Expected::default(); state.files.len()];
+    for (tensor, chunk) in
+        state.tensors.iter().flat_map(|tensor| tensor.chunks.iter().map(move |chunk| (tensor, chunk)))
+    {
+        tensors[chunk.segment.file as usize].add(&tensor.name);
     }
-    let id = |(path, tensors): (&String, usize)| {
+    let id = |(path, tensors): (&String, Expected)| {
         let found = by_path.get(path.as_str()).copied();
         // What holds only objects is not read.
-        if found.is_none() && tensors > 0 {
+        if found.is_none() && tensors.count > 0 {
             let (index, file, found) = (DCP_METADATA.to_owned(), path.clone(), "not there".to_owned());
             problems.push(Problem::MissingFile { index, file, tensors, found });
         }

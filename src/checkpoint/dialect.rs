@@ -116,9 +116,10 @@ fn text_config(config: Option<&Value>) -> Option<(&'static str, &Value)> {
     TEXT_CONFIGS.iter().find_map(|key| Some((*key, config?.get(key).filter(|text| text.is_object())?)))
 }
 
-/// A member of the configuration. The text model's own member has precedence over the whole model's.
+/// A member of the configuration that is not null. The text model's own member has precedence over the whole model's.
 fn lookup<'a>(config: Option<&'a Value>, key: &str) -> Option<&'a Value> {
-    text_config(config).and_then(|(_, text)| text.get(key)).or_else(|| config?.get(key))
+    let told = |of: &'a Value| of.get(key).filter(|value| !value.is_null());
+    text_config(config).and_then(|(_, text)| told(text)).or_else(|| told(config?))
 }
 
 /// The quantization settings in `config.json`.

@@ -3,10 +3,14 @@
 use std::{collections::BTreeSet, path::Path};
 
 use super::{file::FileRole, listing::Listed};
-use crate::format::dcp_state::METADATA as DCP_METADATA;
+use crate::{
+    format::dcp_state::METADATA as DCP_METADATA,
+    source::{FileId, Source, SourceError},
+    tensor::to_usize,
+};
 
 /// Bytes at the start of a file that tell what it is.
-pub(super) const HEAD_BYTES: u64 = 512;
+const HEAD_BYTES: u64 = 512;
 
 /// What files begin with, what they then are, and what would work.
 const MAGIC: [(&[u8], &str); 12] = [
@@ -64,14 +68,59 @@ pub(super) fn of_head(name: &str, head: &[u8]) -> FileKind {
     if ends(&[".onnx"]) {
         return FileKind::Foreign("an ONNX model: use the repository that it was exported from");
     }
-    if ends(&[".nemo", ".tar"]) || head.get(257..262) == Some(b"ustar") {
+    let is_tar = head.get(257..262) == Some(b"ustar");
+    if is_tar && ends(&[".pt", ".pth", ".bin", ".ckpt", ".pth.tar"]) {
+        return FileKind::Foreign(
+            "a tar archive: if torch wrote it (until 2017), load it with torch.load and save it with torch.save; else unpack it",
+        );
+    }
+    if is_tar || ends(&[".nemo"]) {
         return FileKind::Foreign("a tar archive: unpack it and open the directory");
     }
-    // A pickle that is no archive: what torch wrote until 2020.
-    if head.first() == Some(&0x80) || ends(&[".pt", ".pth", ".bin", ".ckpt"]) {
+    // A pickle that is no archive: what torch wrote until 2020, also under names that end with `.tar`.
+    if head.first() == Some(&0x80) || ends(&[".pt", ".pth", ".bin", ".ckpt", ".tar"]) {
         return FileKind::Torch;
     }
     FileKind::Safetensors
+}
+
+/// What a file is.
+///
+/// # Errors
+/// The file cannot be read.
+pub(super) fn of_file(source: &dyn Source, file: FileId, name: &str) -> Result<FileKind, SourceError> {
+    let mut head = vec![0; to_usize(source.len_bytes(file).min(HEAD_BYTES))];
+    source.read_into(file, 0, &mut head)?;
+    Ok(of_head(name, &head))
+}
+
+/// What a weight file is that its reader has refused, in words; `None` if it may be of that kind.
+pub(super) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Option<String> {
+    match of_file(source, file, name) {
+        Ok(FileKind::Foreign(text)) => Some(text.to_owned()),
+        Ok(FileKind::Torch | FileKind::Safetensors) | Err(_) => None,
+    }
+}
+
+/// What several files of `torch.save` are together, with what would work; `None` if nothing is known of them.
+pub(super) fn of_torch_files(names: &[&str]) -> Option<&'static str> {
+    let any = |test: &dyn Fn(&str) -> bool| names.iter().any(|name| test(name));
+    if any(&|name| name.starts_with("model_world_size_") && name.contains("_rank_")) {
+        return Some(
+            "a checkpoint of verl, one file of shards a rank: python -m verl.model_merger merge --backend fsdp makes a repository of it",
+        );
+    }
+    if any(&|name| name.ends_with("_model_states.pt") || name.ends_with("_optim_states.pt")) {
+        return Some(
+            "a checkpoint of DeepSpeed ZeRO: zero_to_fp32.py, in the directory above, makes a repository of it with --safe_serialization",
+        );
+    }
+    if any(&|name| name.starts_with("consolidated.") && has_extension(name, "pth")) {
+        return Some(
+            "a first release of Llama, cut for tensor parallelism: use the Hugging Face repository of the model",
+        );
+    }
+    None
 }
 
 /// Whether a file begins with the length of a header, in 8 bytes that no other kind begins with, and then with the header.
@@ -150,6 +199,14 @@ mod tests {
         assert_eq!(foreign("x", b"PK\x03\x04"), "Torch");
         assert_eq!(foreign("pytorch_model.bin", b"\x80\x02\x8a"), "Torch");
         assert_eq!(foreign("x.safetensors", b"\x40\0\0\0\0\0\0\0{"), "Safetensors");
+        assert_eq!(foreign("checkpoint.pth.tar", b"\x80\x02\x8a"), "Torch");
+        let tar = [&[0; 257][..], b"ustar\x0000"].concat();
+        for (name, advice) in
+            [("a.tar", "open the directory"), ("a.pt", "torch.load"), ("a.nemo", "open the directory")]
+        {
+            let FileKind::Foreign(text) = of_head(name, &tar) else { panic!("{name}") };
+            assert!(text.contains(advice), "{name}: {text}");
+        }
         assert_eq!(foreign("x", b""), "Safetensors");
         // Lengths of headers that begin like a pickle, a gzip archive and a zip archive.
         for length in [0x80, 0x0002_8b80, 0x8b1f, 0x0403_4b50_u64] {

@@ -25,7 +25,7 @@ use std::{
 use super::{options::OpenOptions, problem::CheckpointError};
 #[cfg(feature = "remote")]
 use crate::source::remote::{
-    Deadline, SharedCache,
+    Deadline, RemoteError, SharedCache,
     cache::default_directory,
     hub::{Hub, HubSettings},
 };
@@ -206,7 +206,7 @@ fn from_hub(
             // A snapshot that lacks files says which when it is opened.
             return found.map_err(|error| error.with_advice(&advice));
         }
-        (Err(error), None) => return Err(CheckpointError::Remote(error)),
+        (Err(error), None) => return Err(unanswered(name, found, error)),
     };
     let dir = cache.map(|cache| repo_directory(cache, name.repo));
     if let Some(dir) = &dir {
@@ -218,6 +218,19 @@ fn from_hub(
     let cached = dir.map(|dir| SharedCache::new(dir, &commit, name.revision));
     let listed = hub.repository(name.repo, &commit, cached, options.remote.shares, Deadline::None);
     listed.map(remote).map_err(CheckpointError::Remote)
+}
+
+/// The error of a name that the cache lacks, after the Hub gave no commit. A Hub that gave no answer says nothing about the name.
+#[cfg(feature = "remote")]
+fn unanswered(name: &Name<'_>, found: Result<Located, CheckpointError>, error: RemoteError) -> CheckpointError {
+    match found {
+        Err(missing) if error.is_transient() => missing.with_advice(&format!(
+            "; the Hub cannot be asked: {error}; `ckfs fetch {}` brings it where the Hub can be reached, and --offline then asks \
+             nobody",
+            name.source
+        )),
+        Ok(_) | Err(_) => CheckpointError::Remote(error),
+    }
 }
 
 /// Longest wait for the Hub's word on a branch that is in the cache.

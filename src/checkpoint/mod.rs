@@ -44,14 +44,14 @@ mod tree;
 
 pub use choose::natural;
 pub use companion::Companion;
-pub use container::{Container, LeftOut};
+pub use container::{Container, LeftOut, SavedTree};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
 pub use index::rewritten_index;
 pub use options::OpenOptions;
 pub use orbax::OrbaxProblem;
 pub use printable::{printable, printable_lines};
-pub use problem::{CheckpointError, Problem};
+pub use problem::{CheckpointError, Expected, Problem};
 pub use quantization::Quantization;
 pub use repository::{Adapter, Checkpoint};
 pub use scheme::{Quantized, Summary, Unsupported};

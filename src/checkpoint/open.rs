@@ -345,18 +345,20 @@ impl Chosen<'_> {
 /// Reads a single file.
 fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
     let name = files.path(FileId(0)).to_owned();
-    let len = files.source.len_bytes(FileId(0)).min(foreign::HEAD_BYTES);
-    let mut head = vec![0; usize::try_from(len).expect("a few bytes")];
-    if let Err(error) = files.source.read_into(FileId(0), 0, &mut head) {
-        problems.push(Problem::Unreadable { file: name, error });
-        return Contents::new(Container::Safetensors, TensorTable::default());
-    }
-    match foreign::of_head(&name, &head) {
+    let nothing = || Contents::new(Container::Safetensors, TensorTable::default());
+    let kind = match foreign::of_file(files.source, FileId(0), &name) {
+        Ok(kind) => kind,
+        Err(error) => {
+            problems.push(Problem::Unreadable { file: name, error });
+            return nothing();
+        }
+    };
+    match kind {
         FileKind::Torch => torch::read(files, None, training_state, problems),
         FileKind::Safetensors => safetensors::read(files, None, problems),
         FileKind::Foreign(text) => {
             problems.push(Problem::Container { file: name, message: text.to_owned() });
-            Contents::new(Container::Safetensors, TensorTable::default())
+            nothing()
         }
     }
 }
@@ -402,7 +404,7 @@ impl ChosenFiles<'_> {
         let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
         let contents = self.dialect.read(&pinned, &source, options.training_state, &mut problems);
         let files = repo_files(&pinned);
-        let Contents { container, table, file_metadata, left_out, source: wrapped, scan_layers, tree_keys } = contents;
+        let Contents { container, table, file_metadata, left_out, source: wrapped, scan_layers, tree } = contents;
         let source = wrapped.unwrap_or(source);
         let config = self.config_text.as_ref().and_then(|text| parsed(CONFIG, text, &mut problems));
         let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
@@ -432,7 +434,7 @@ impl ChosenFiles<'_> {
             file_metadata,
             left_out,
             scan_layers,
-            tree_keys: Arc::new(tree_keys),
+            tree: Arc::new(tree),
             dialect,
             quantized,
             adapters,

@@ -70,8 +70,16 @@ pub fn proposed_rename(names: &[&str]) -> Option<String> {
 }
 
 /// First words of the names of optimizer state, as trainers save it beside the model.
-const OPTIMIZERS: [&str; 6] =
-    ["optimizer", "optimizers", "optim", "optimizer_state", "optimizer_state_dict", "opt_state"];
+const OPTIMIZERS: [&str; 8] = [
+    "optimizer",
+    "optimizers",
+    "optim",
+    "optimizer_state",
+    "optimizer_state_dict",
+    "optimizer_states",
+    "optimizers_state_dict",
+    "opt_state",
+];
 
 /// Whether a tensor is of the optimizer's state, possibly within a state that holds the model too (`app.optimizer.…`, or
 /// `chained_0.optimizer.…` of Megatron-Core).

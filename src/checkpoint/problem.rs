@@ -19,6 +19,35 @@ pub(super) const BYTES_MAX: u64 = 1 << 58;
 /// Most problems that are kept. The others are counted.
 const PROBLEMS_MAX: usize = 1_000;
 
+/// The tensors that a file should hold: the first of them and how many there are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Expected {
+    /// The first one.
+    pub first: String,
+    /// How many there are.
+    pub count: usize,
+}
+
+impl Expected {
+    /// Counts one more tensor.
+    pub(super) fn add(&mut self, name: &str) {
+        if self.count == 0 {
+            name.clone_into(&mut self.first);
+        }
+        self.count += 1;
+    }
+}
+
+impl fmt::Display for Expected {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.count {
+            0 => formatter.write_str("no tensor"),
+            1 => write!(formatter, "tensor {:?}", self.first),
+            count => write!(formatter, "{count} tensors, the first of them {:?}", self.first),
+        }
+    }
+}
+
 /// Why a repository could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
@@ -111,12 +140,14 @@ pub enum CheckpointError {
         indexes: Vec<String>,
     },
     /// Several files of `torch.save`, none of them the usual one.
-    #[error("{}: several files of torch.save and no pytorch_model.bin; give one of them: {}", root.display(), files.join(", "))]
+    #[error("{}: {}: {}", root.display(), found.unwrap_or("several files of torch.save and no pytorch_model.bin; give one of them"), files.join(", "))]
     SeveralFiles {
         /// The directory.
         root: PathBuf,
         /// The files.
         files: Vec<String>,
+        /// What they are together, where that is known.
+        found: Option<&'static str>,
     },
     /// A file cannot be opened.
     #[error(transparent)]
@@ -194,22 +225,24 @@ pub enum Problem {
         message: String,
     },
     /// The index names a path that leaves the repository.
-    #[error("{index}: names {path:?}, which is not a path inside the repository")]
+    #[error("{index}: names {path:?} for {tensors}, which is not a path inside the repository")]
     OutsideRepository {
         /// The index.
         index: String,
         /// The path.
         path: String,
+        /// Tensors that it should hold.
+        tensors: Expected,
     },
     /// The index names a file that is not there.
-    #[error("{index}: names {file:?} for {tensors} tensors, which is {found}")]
+    #[error("{index}: names {file:?} for {tensors}, which is {found}")]
     MissingFile {
         /// The index.
         index: String,
         /// The file.
         file: String,
         /// Tensors that it should hold.
-        tensors: usize,
+        tensors: Expected,
         /// What is found at its path.
         found: String,
     },

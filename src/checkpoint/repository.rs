@@ -12,7 +12,7 @@ use hashbrown::HashSet;
 use super::{
     choose::CONFIG,
     companion::Companion,
-    container::{Container, LeftOut, TreeKeys},
+    container::{Container, LeftOut, SavedTree},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
     prefix,
@@ -22,7 +22,6 @@ use super::{
     tied,
 };
 use crate::{
-    format::orbax_state::TreeKey,
     source::{FileId, Source, permission::DirectoryGates},
     tensor::TensorId,
 };
@@ -55,7 +54,7 @@ pub struct Checkpoint {
     pub(super) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
     pub(super) left_out: Vec<LeftOut>,
     pub(super) scan_layers: Option<bool>,
-    pub(super) tree_keys: Arc<TreeKeys>,
+    pub(super) tree: Arc<SavedTree>,
     pub(super) dialect: Dialect,
     pub(super) quantized: Arc<Found>,
     pub(super) adapters: Vec<Adapter>,
@@ -167,7 +166,7 @@ impl Checkpoint {
             file_metadata: self.file_metadata.clone(),
             left_out: self.left_out.clone(),
             scan_layers: self.scan_layers,
-            tree_keys: Arc::clone(&self.tree_keys),
+            tree: Arc::clone(&self.tree),
             dialect,
             quantized: Arc::clone(&self.quantized),
             adapters: self.adapters.clone(),
@@ -335,10 +334,9 @@ impl Checkpoint {
         self.scan_layers
     }
 
-    /// The keys on the way to a tensor of this name in the tree that a trainer saved, where the name does not tell them: keys with
-    /// dots, and places in lists.
-    pub fn tree_keys(&self, name: &str) -> Option<&[TreeKey]> {
-        self.tree_keys.get(name).map(Vec::as_slice)
+    /// What the tree that a trainer saved has besides the names of the tensors.
+    pub fn saved_tree(&self) -> &SavedTree {
+        &self.tree
     }
 
     /// The `__metadata__` member of a weight file's header, in order; empty if it has none.

@@ -10,6 +10,7 @@ use super::{
     container::{Container, Contents},
     dcp,
     folder::{Folder, PinnedFiles},
+    foreign,
     header::{ReadHeader, WeightFiles, read_header, table_of},
     index::Index,
     problem::{CheckpointError, Problem, Problems},
@@ -67,9 +68,11 @@ pub(super) fn read(files: &PinnedFiles<'_>, index: Option<&(&str, Index<'_>)>, p
             Ok(header) => headers.push((id, header)),
             Err(error) => {
                 broken.insert(file.clone());
-                problems.push(match error {
-                    ReadHeader::Header(errors) => Problem::Header { file, errors },
-                    ReadHeader::Source(error) => Problem::Unreadable { file, error },
+                let foreign = foreign::refused_file(files.source, id, &file);
+                problems.push(match (error, foreign) {
+                    (ReadHeader::Header(_), Some(message)) => Problem::Container { file, message },
+                    (ReadHeader::Header(errors), None) => Problem::Header { file, errors },
+                    (ReadHeader::Source(error), _) => Problem::Unreadable { file, error },
                 });
             }
         }

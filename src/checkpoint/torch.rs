@@ -6,6 +6,7 @@ use super::{
     container::{Container, Contents, LeftOut, is_torch},
     file::{FileRole, IgnoreReason},
     folder::{Folder, PinnedFiles},
+    foreign,
     header::WeightFiles,
     index::Index,
     mosaic::{Missing, MosaicBuilder, StoredBox},
@@ -55,8 +56,9 @@ pub(super) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> 
         ([only], _) | (_, [only]) => vec![(*only).to_owned()],
         (_, [_, ..]) => set.iter().map(|path| (*path).to_owned()).collect(),
         _ => {
-            let (root, files) = (folder.located.path.clone(), candidates.iter().map(|path| (*path).to_owned()));
-            return Err(CheckpointError::SeveralFiles { root, files: files.collect() });
+            let (root, found) = (folder.located.path.clone(), foreign::of_torch_files(&candidates));
+            let files = candidates.iter().map(|path| (*path).to_owned()).collect();
+            return Err(CheckpointError::SeveralFiles { root, files, found });
         }
     };
     folder.choose(|path| chosen.iter().any(|chosen| chosen == path));
@@ -84,6 +86,7 @@ pub(super) fn read(
             Ok(found) => found,
             Err(message) => {
                 let file = files.path(item.file).to_owned();
+                let message = foreign::refused_file(files.source, item.file, &file).unwrap_or(message);
                 broken.insert(file.clone());
                 builder.problems().push(Problem::Container { file, message });
                 continue;

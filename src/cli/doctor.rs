@@ -114,12 +114,20 @@ fn device() -> Check {
     let mode = fs::metadata("/dev/fuse").map_or(0, |metadata| metadata.permissions().mode() & 0o7777);
     match device_problem() {
         None => check("/dev/fuse", Verdict::Ok, format!("there, mode {mode:04o}, can be opened"), ""),
+        // A closed device is there.
+        Some(problem) if Path::new("/dev/fuse").exists() => check(
+            "/dev/fuse",
+            Verdict::Fail,
+            format!("{problem}; mode {mode:04o}"),
+            "as root: chmod 666 /dev/fuse, or a udev rule; a container needs --device /dev/fuse --cap-add SYS_ADMIN. Without it \
+             `ckfs cat` and `ckfs export` work",
+        ),
         Some(problem) => check(
             "/dev/fuse",
             Verdict::Fail,
             problem,
-            "load the module (modprobe fuse); give a container the device (--device /dev/fuse --cap-add SYS_ADMIN); as a user, \
-             have mode 0666. Without it `ckfs cat` and `ckfs export` work",
+            "load the module (modprobe fuse); give a container the device (--device /dev/fuse --cap-add SYS_ADMIN). Without it \
+             `ckfs cat` and `ckfs export` work",
         ),
     }
 }

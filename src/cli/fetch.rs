@@ -53,6 +53,9 @@ impl FetchCommand {
             return output::print(&format!("{label}: its files are on this machine; there is nothing to fetch\n"));
         };
         let bar = bar(before.absent_bytes, log);
+        if remote.cache_limit().is_none() {
+            bail!("{label}: no disk cache keeps what would be fetched; --cache-dir names a directory with room");
+        }
         for view in &plans {
             request(&checkpoint, remote, view, &bar, before.absent_bytes)?;
         }

@@ -4,11 +4,11 @@ use std::{fs, io, path::Path};
 
 use anyhow::anyhow;
 
-use super::denied::denied;
+use super::{denied::denied, own_mount};
 use crate::{
     checkpoint::CheckpointError,
-    config::{Config, nearest},
-    fuse::{DaemonError, MountError},
+    config::{ConfigError, nearest},
+    fuse::{DaemonError, MountError, UnmountError, ckfs_mounts},
 };
 
 /// Entries of a directory among which a mistyped one is sought.
@@ -26,8 +26,25 @@ pub(super) fn hint(error: &anyhow::Error) -> Option<String> {
         if let Some(error) = cause.downcast_ref::<DaemonError>() {
             return after_start(error).map(str::to_owned);
         }
+        if let Some(UnmountError::Path { path, .. } | UnmountError::NotMounted { path }) = cause.downcast_ref() {
+            return near_mount(path);
+        }
+        if let Some(ConfigError::Read { file, .. }) = cause.downcast_ref() {
+            return proposed(near_path(file).filter(|_| !file.exists()));
+        }
         cause.downcast_ref::<CheckpointError>().and_then(after_open)
     })
+}
+
+fn proposed(near: Option<String>) -> Option<String> {
+    near.map(|near| format!("did you mean `{near}`?"))
+}
+
+/// The mount point that a path most resembles, where nothing of ckfs is mounted.
+pub(super) fn near_mount(path: &Path) -> Option<String> {
+    let path = std::path::absolute(path).ok()?;
+    let points: Vec<String> = ckfs_mounts().iter().map(|mount| mount.mountpoint.display().to_string()).collect();
+    proposed(nearest(path.to_str()?, points.iter().map(String::as_str)).map(str::to_owned))
 }
 
 fn after_mount(error: &MountError) -> Option<&'static str> {
@@ -58,6 +75,7 @@ fn after_start(error: &DaemonError) -> Option<&'static str> {
         DaemonError::Failed { .. }
         | DaemonError::Spawn { .. }
         | DaemonError::LogFile { .. }
+        | DaemonError::Abandoned
         | DaemonError::System { .. } => None,
     }
 }
@@ -67,7 +85,7 @@ fn after_open(error: &CheckpointError) -> Option<String> {
     match error {
         CheckpointError::NotFound { source_name } | CheckpointError::NotInCache { source_name, .. } => {
             let path = Path::new(source_name);
-            denied(path).or_else(|| near_path(path).map(|near| format!("did you mean `{near}`?")))
+            denied(path).or_else(|| proposed(near_path(path)))
         }
         CheckpointError::NoHome { .. } => {
             Some("set HF_HOME or HOME to where the hub cache is, or give --cache-dir DIR".to_owned())
@@ -92,55 +110,22 @@ fn near_path(path: &Path) -> Option<String> {
 /// The error of opening a source, for a part of a ckfs mount with the part that can be opened, and for a name that the Hub
 /// lacks with the path that it resembles.
 pub(super) fn of_source(source: &str, error: CheckpointError) -> anyhow::Error {
-    let path = Path::new(source);
     // Such a name may be one of the Hub, or a mistyped path.
-    if let (CheckpointError::Remote(_), Some(near)) = (&error, near_path(path)) {
+    if let (CheckpointError::Remote(_), Some(near)) = (&error, near_path(Path::new(source))) {
         return anyhow!("{source}: no such file or directory; did you mean `{near}`? As a name of the Hub: {error}");
     }
-    let root = path.ancestors().skip(1).find(|root| root.join(".ckfs/config.toml").is_file());
-    let shards = path.ancestors().find(|part| part.file_name().is_some_and(|name| name == "safetensors"));
-    let (Some(root), Some(shards)) = (root, shards.filter(|_| matches!(error, CheckpointError::Problems { .. })))
-    else {
-        return error.into();
-    };
-    let whole = shards.with_file_name("hf");
-    let whole = if whole.is_dir() { format!("{}, or ", whole.display()) } else { String::new() };
-    let origin = Config::load(&root.join(".ckfs/config.toml")).ok().and_then(|config| config.source);
-    let origin = origin.map_or_else(String::new, |origin| format!(", {origin}"));
-    anyhow!(
-        "{source}: holds the shards of the devices of the ckfs mount {}; give {whole}the source of that mount{origin}\n{error}",
-        root.display()
-    )
+    match own_mount::advice(source, &error) {
+        Some(advice) => anyhow!("{advice}\n{error}"),
+        None => error.into(),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::Problem;
-
-    fn problems() -> CheckpointError {
-        CheckpointError::Problems { label: "x".to_owned(), problems: vec![Problem::TooLarge], more: 0 }
-    }
 
     #[test]
-    fn shards_of_a_mount_as_a_source_lead_to_its_whole_tensors() {
-        let directory = tempfile::tempdir().unwrap();
-        let (shards, elsewhere) = (directory.path().join("mnt/safetensors"), directory.path().join("safetensors"));
-        for new in [&shards, &elsewhere, &directory.path().join("mnt/.ckfs"), &directory.path().join("mnt/hf")] {
-            fs::create_dir_all(new).unwrap();
-        }
-        fs::write(directory.path().join("mnt/.ckfs/config.toml"), "source = '/data/llama'\n").unwrap();
-        let source = shards.display().to_string();
-        let found = of_source(&source, problems()).to_string();
-        let mount = directory.path().join("mnt").display().to_string();
-        let expected = format!(
-            "{source}: holds the shards of the devices of the ckfs mount {mount}; give {mount}/hf, or the source of that mount, \
-             /data/llama\n{}",
-            problems()
-        );
-        assert_eq!(found, expected);
-        let other = of_source(&elsewhere.display().to_string(), problems());
-        assert_eq!(other.to_string(), problems().to_string());
+    fn a_missing_home_has_its_remedy() {
         let error = of_source("x", CheckpointError::NoHome { source_name: "x".to_owned(), advice: String::new() });
         assert!(hint(&error).unwrap().starts_with("set HF_HOME or HOME"));
     }

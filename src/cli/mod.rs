@@ -24,6 +24,7 @@ mod metrics;
 mod mount;
 mod open;
 mod output;
+mod own_mount;
 mod patience;
 mod plan;
 mod prefetch;
@@ -54,7 +55,7 @@ use output::{AlreadyReported, Closed, Usage};
 /// second copy.
 ///
 /// SOURCE is a directory with *.safetensors files, one such file, org/name[@revision] in the local Hugging Face cache or on the
-/// Hub, <hf://org/name>, s3://, gs://, az:// or https://.
+/// Hub, hf://org/name, s3://, gs://, az:// or https://.
 #[derive(Debug, Parser)]
 #[command(name = "ckfs", version, long_version = LONG_VERSION, max_term_width = 100, propagate_version = true)]
 #[command(after_long_help = "\
@@ -139,7 +140,7 @@ pub fn main() -> ExitCode {
     }
     signal::ignore_write_failures();
     limits::tune_allocator();
-    if mount::is_daemon() {
+    if fuse::is_daemon() {
         // As the first step, so that no signal reaches a thread that does not expect it.
         signal::ignore_harmless();
         let _ = signal::block();
@@ -169,7 +170,7 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
     let called = args.first().map(Path::new).and_then(Path::file_name).and_then(|name| name.to_str());
     let args = match called {
         // A daemon gets the arguments of `ckfs mount`, whatever the name of its program.
-        Some("mount.ckfs" | "mount.fuse.ckfs") if !mount::is_daemon() => mount::helper_arguments(&args[1..])?,
+        Some("mount.ckfs" | "mount.fuse.ckfs") if !fuse::is_daemon() => mount::helper_arguments(&args[1..])?,
         _ if args.is_empty() => vec!["ckfs".into()],
         _ => args,
     };

@@ -29,8 +29,8 @@ use crate::{
     checkpoint::Checkpoint,
     config::{Config, MountSettings, Settings, Takers, options},
     fuse::{
-        MountOptions, Readiness, STARTER_VARIABLE, Started, block_signals, check_passed, interruptible, is_passed,
-        parse_mount_helper, serve, start_background,
+        DaemonError, MountOptions, Readiness, Started, block_signals, check_passed, interruptible, is_daemon,
+        is_passed, parse_mount_helper, serve, start_background,
     },
     host::{self, Log},
     plan::{
@@ -209,12 +209,6 @@ pub(super) fn start(args: &[OsString], mountpoint: &Path, timeout: Duration) -> 
     Ok(start_background(&program, args, mountpoint, timeout)?)
 }
 
-/// Whether this process was started by [`start`].
-pub(super) fn is_daemon() -> bool {
-    let starter = std::env::var(STARTER_VARIABLE).ok().and_then(|pid| pid.parse::<i32>().ok());
-    starter == Some(nix::unistd::getppid().as_raw())
-}
-
 /// The number of devices of each view, and the bytes of each device.
 fn per_device<'a>(plans: impl IntoIterator<Item = &'a Plan>) -> String {
     let of_view = |plan: &Plan| {
@@ -317,7 +311,11 @@ pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, t
     let given = config.as_ref().ok();
     let log_file = given.and_then(|(config, _)| config.mount.log_file.clone());
     let mountpoint = given.map(|(_, mountpoint)| mountpoint.clone()).unwrap_or_default();
-    let mut readiness = Readiness::new(log, log_file.as_deref(), &mountpoint)?;
+    let readiness = Readiness::new(log, log_file.as_deref(), &mountpoint);
+    let mut readiness = readiness.map_err(|error| match error {
+        DaemonError::LogFile { .. } if is_daemon() => AlreadyReported.into(),
+        error => anyhow::Error::from(error),
+    })?;
     if tie == DaemonTie::Attached {
         readiness = readiness.attached();
     }

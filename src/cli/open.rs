@@ -13,7 +13,7 @@ use super::{
     flags::SourceFlags,
     hint,
     output::{Usage, chain},
-    patience,
+    own_mount, patience,
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions, printable},
@@ -156,6 +156,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         ..OpenOptions::default()
     };
     let checkpoint = Checkpoint::open(&source, &options).map_err(|error| hint::of_source(&source, error))?;
+    own_mount::refuse_shards(&source, &checkpoint)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {

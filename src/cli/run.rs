@@ -40,7 +40,7 @@ use super::{
 };
 use crate::{
     config::{Config, OwnerId, value},
-    fuse::{DEVICE_VARIABLE, PrivateMount, start_attached},
+    fuse::{DEVICE_VARIABLE, PrivateMount, is_daemon, start_attached},
     host::{self, Log},
 };
 
@@ -118,7 +118,7 @@ impl RunCommand {
     /// Runs the command. `args` are those of this process; it starts itself again with them as the daemon.
     pub(super) fn run(&self, log: &LogFlags, sink: &Log, args: &[OsString]) -> anyhow::Result<ExitCode> {
         let config = self.config(log);
-        if let Some(number) = env::var_os(DEVICE_VARIABLE).filter(|_| mount::is_daemon()) {
+        if let Some(number) = env::var_os(DEVICE_VARIABLE).filter(|_| is_daemon()) {
             let device = Path::new("/dev/fd").join(number);
             let config = config.and_then(|config| Ok((of_daemon(config)?, device)));
             return mount::serve_here(config, sink, DaemonTie::Attached).map(|()| ExitCode::SUCCESS);

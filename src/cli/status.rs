@@ -13,7 +13,7 @@ use anyhow::{anyhow, bail};
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::output;
+use super::{hint, output};
 use crate::{
     checkpoint::printable_lines,
     config::Config,
@@ -273,9 +273,54 @@ fn text(mount: &Value) -> String {
             count("panics"),
             count("poisoned_sources"),
         );
+        text.push_str(&remote_text(stats));
         text.push_str(&memory_text(&stats["memory"]));
     }
     text
+}
+
+/// What a remote source did; nothing of a local one.
+fn remote_text(stats: &Value) -> String {
+    if !stats["remote_requests"].is_u64() {
+        return String::new();
+    }
+    let count = |name: &str| stats[name].as_u64().unwrap_or(0);
+    let bytes = |name: &str| human_bytes(count(name));
+    let latency = match (latency(stats, 0.5), latency(stats, 0.99)) {
+        (Some(half), Some(most)) => format!(", half of them {half}, 99 % {most}"),
+        (_, _) => String::new(),
+    };
+    format!(
+        "  remote  {} requests{latency}; {} fetched; {} retries, {} failures, {} pauses asked for ({} ms)\n  \
+         cached  {} of earlier runs and other processes, {} fetched ahead; {} waited for, {} past the cache\n",
+        count("remote_requests"),
+        bytes("remote_fetched_bytes"),
+        count("remote_retries"),
+        count("remote_failures"),
+        count("remote_pauses"),
+        count("remote_pause_ms"),
+        bytes("remote_hit_bytes"),
+        bytes("remote_prefetch_hit_bytes"),
+        bytes("remote_miss_bytes"),
+        bytes("remote_uncached_bytes"),
+    )
+}
+
+/// The bound of the histogram within which this part of the requests was answered.
+fn latency(stats: &Value, part: f64) -> Option<String> {
+    let numbers = |name: &str| -> Option<Vec<u64>> { stats[name].as_array()?.iter().map(Value::as_u64).collect() };
+    let (bounds, counts) = (numbers("remote_latency_bounds_ms")?, numbers("remote_latency")?);
+    let all: u64 = counts.iter().sum();
+    #[expect(clippy::cast_precision_loss, reason = "counts of requests")]
+    let wanted = all as f64 * part;
+    let mut sum = 0;
+    #[expect(clippy::cast_precision_loss, reason = "counts of requests")]
+    let place = counts.iter().position(|count| {
+        sum += count;
+        sum > 0 && sum as f64 >= wanted
+    })?;
+    let last = bounds.last()?;
+    Some(bounds.get(place).map_or_else(|| format!("over {last} ms"), |ms| format!("within {ms} ms")))
 }
 
 impl Status {
@@ -286,7 +331,8 @@ impl Status {
             let resolved = fs::canonicalize(path).or_else(|_| std::path::absolute(path))?;
             entries.retain(|entry| entry.mountpoint == resolved);
             if entries.is_empty() {
-                bail!("{}: no ckfs mount", resolved.display());
+                let near = hint::near_mount(path).map_or_else(String::new, |near| format!("; {near}"));
+                bail!("{}: no ckfs mount{near}", resolved.display());
             }
         }
         let probes: Vec<_> = entries.into_iter().map(|entry| (probe(&entry.mountpoint), entry)).collect();

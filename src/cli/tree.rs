@@ -161,11 +161,17 @@ fn grouped(names: &[String]) -> Vec<(String, usize)> {
     groups.into_iter().map(text).collect()
 }
 
-/// The path of the volume that a mistyped one most resembles, component by component.
+/// The path of the volume that a mistyped one most resembles, component by component. From a pattern on it stays as it is.
 fn nearest_path(volume: &Volume, path: &str) -> Option<String> {
     let mut directory = Some(Ino::ROOT);
     let mut parts = Vec::new();
-    for component in path.split('/').filter(|component| !component.is_empty()) {
+    let mut components = path.split('/').filter(|component| !component.is_empty());
+    while let Some(component) = components.next() {
+        if component.contains(['*', '?']) {
+            parts.push(component.to_owned());
+            parts.extend(components.map(str::to_owned));
+            break;
+        }
         let entries = entries(volume, directory?).ok()?;
         let name = nearest(component, entries.iter().map(|(name, _)| name.as_str()))?.to_owned();
         let (_, ino) = entries.into_iter().find(|(entry, _)| *entry == name)?;

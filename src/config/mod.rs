@@ -48,7 +48,7 @@ pub use file::{ConfigError, FileSettings};
 pub use layers::LayerRanges;
 pub use merged::{Config, ViewConfig};
 pub use mesh::{DEVICES_LISTED_MAX, Mesh, MeshAxis, MeshError};
-pub use near::{did_you_mean, nearest};
+pub use near::{did_you_mean, folded, nearest};
 pub use pattern::{Pattern, PatternError};
 pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};

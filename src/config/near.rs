@@ -4,7 +4,7 @@
 const BEGINNING_BYTES_MIN: usize = 3;
 
 /// The name as it is compared: letters of either case, and dashes and underscores, are the same.
-fn folded(name: &str) -> String {
+pub fn folded(name: &str) -> String {
     name.to_ascii_lowercase().replace('-', "_")
 }
 

@@ -258,6 +258,17 @@ fn an_unknown_key_is_refused_with_the_nearest_name() {
 }
 
 #[test]
+fn a_flag_that_may_stand_alone_is_true_in_a_file() {
+    let read = |value: &str| parse(&format!("dequantize = {value}")).map(|config| config.views[0].settings.dequantize);
+    assert_eq!(read("true").unwrap(), Some(Dequantize::Own));
+    assert_eq!(read("'f32'").unwrap(), Some(Dequantize::To(DType::F32)));
+    for value in ["false", "3"] {
+        let error = read(value).unwrap_err().to_string();
+        assert!(error.contains("expected true or a float type such as bf16"), "{error}");
+    }
+}
+
+#[test]
 fn near_values_are_proposed() {
     let rows = [
         ("layout", "maxtxt", "unknown layout `maxtxt`; did you mean `maxtext`?"),

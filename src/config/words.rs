@@ -169,6 +169,23 @@ impl SettingValue for Dequantize {
         })
     }
 
+    /// `true` is the flag without a type.
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "expected true or a float type such as bf16")]
+        enum Key {
+            Flag(bool),
+            Word(String),
+        }
+        let at = value.span();
+        let read = match deserialize(value)? {
+            Key::Flag(true) => Ok(Self::Own),
+            Key::Flag(false) => Err("dequantize: expected true or a float type such as bf16, found false".to_owned()),
+            Key::Word(word) => Self::from_word(&word),
+        };
+        read.map_err(|reason| Fault { at, reason })
+    }
+
     fn to_toml(&self) -> Result<toml::Value, String> {
         Ok(match self {
             Self::Own => "own",

@@ -26,6 +26,8 @@ pub const METADATA: &str = ".metadata";
 pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 
 const CLASSES: &str = "torch.distributed.checkpoint.metadata";
+/// Where torch had two of these classes before 2.3.
+const OLDER_CLASSES: &str = "torch.distributed._shard.sharded_tensor.metadata";
 const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
 
 /// Why a directory is refused.
@@ -165,6 +167,7 @@ fn is_allowed(module: &str, name: &str) -> bool {
                 | "_MEM_FORMAT_ENCODING"
         ),
         FILESYSTEM => name == "_StorageInfo",
+        OLDER_CLASSES => matches!(name, "TensorProperties" | "MEM_FORMAT_ENCODING"),
         // The plans by which Megatron-Core has saved; nothing is done with them.
         "torch.distributed.checkpoint.planner" => {
             matches!(name, "SavePlan" | "WriteItem" | "WriteItemType" | "TensorWriteData" | "BytesIOWriteData")
@@ -418,7 +421,8 @@ impl<'a> Reader<'a> {
     /// The type of elements, from a `TensorProperties`.
     fn dtype(&self, name: &str, properties: Id) -> Result<DType, DcpError> {
         let what = format!("tensor {name:?}: properties");
-        let state = self.state(properties, CLASSES, "TensorProperties", &what)?;
+        let older = self.state(properties, OLDER_CLASSES, "TensorProperties", &what);
+        let state = older.or_else(|_| self.state(properties, CLASSES, "TensorProperties", &what))?;
         let members = self.pickle.sequence(state).ok_or_else(|| self.wrong(state, &what, "a tuple"))?;
         let [dtype, layout, ..] = members else { return Err(malformed(&what, "type and layout", members.len())) };
         let unsupported = |found: String| DcpError::Unsupported { name: name.to_owned(), found };

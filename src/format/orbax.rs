@@ -1,7 +1,7 @@
 //! The metadata files of Orbax checkpoints.
 //!
 //! `_METADATA` lists the leaves of the tree and how they are stored; `_CHECKPOINT_METADATA` says which handler wrote a
-//! directory and holds what the saver wanted to say. Leaves are said to be numpy arrays, since such leaves can be restored
+//! directory and holds what the saver wanted to say. Arrays are said to be numpy's, since such leaves can be restored
 //! both with and without a target: as sharded arrays where the target says so, as numpy arrays otherwise.
 
 use serde_json::json;
@@ -36,13 +36,22 @@ pub const TREE_BEGIN: &str = "{\"tree_metadata\":{";
 pub const TREE_END: &str = "},\"use_ocdbt\":false,\"use_zarr3\":false,\"store_array_data_equal_to_fill_value\":true,\
                             \"custom_metadata\":null}";
 
-/// A leaf of `_METADATA` with these keys, stored as an array of zarr version 2.
-pub fn tree_leaf(keys: &[TreeKey]) -> String {
+/// An array of numpy, as Orbax calls it.
+pub const ARRAY: &str = "np.ndarray";
+
+/// A single number of Python, as Orbax calls it.
+pub const SCALAR: &str = "scalar";
+
+/// A leaf of `_METADATA` with these keys. It is an [`ARRAY`] or a [`SCALAR`], both stored as arrays of zarr version 2, or an empty
+/// container or nothing, which is not stored.
+pub fn tree_leaf(keys: &[TreeKey], value_type: &str) -> String {
     let shown: Vec<String> = keys.iter().map(|key| quoted(&key.to_string())).collect();
     let comma = if shown.len() == 1 { "," } else { "" };
     let path = json!(format!("({}{comma})", shown.join(", ")));
     let keys: serde_json::Value = keys.iter().map(key_metadata).collect();
-    let leaf = json!({"key_metadata": keys, "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": false}});
+    let is_stored = matches!(value_type, ARRAY | SCALAR);
+    let leaf =
+        json!({"key_metadata": keys, "value_metadata": {"value_type": value_type, "skip_deserialize": !is_stored}});
     format!("{path}:{leaf}")
 }
 
@@ -100,11 +109,14 @@ mod tests {
     fn metadata_is_json_with_the_keys() {
         let name = |key: &str| TreeKey::Name(key.to_owned());
         let leaves = [vec![name("a"), name("b")], vec![name("c")], vec![name("d.e"), TreeKey::Place(3)]];
-        let leaves = leaves.map(|keys| tree_leaf(&keys));
-        let text = [TREE_BEGIN, &leaves.join(","), TREE_END].concat();
+        let leaves = leaves.map(|keys| tree_leaf(&keys, ARRAY)).join(",");
+        let empty = tree_leaf(&[name("e")], "None");
+        let text = [TREE_BEGIN, &leaves, ",", &empty, TREE_END].concat();
         let value: serde_json::Value = serde_json::from_str(&text).unwrap();
         let tree = value["tree_metadata"].as_object().unwrap();
-        assert_eq!(tree.keys().collect::<Vec<_>>(), ["('a', 'b')", "('c',)", "('d.e', '3')"]);
+        assert_eq!(tree.keys().collect::<Vec<_>>(), ["('a', 'b')", "('c',)", "('d.e', '3')", "('e',)"]);
+        assert_eq!(tree["('c',)"]["value_metadata"], json!({"value_type": "np.ndarray", "skip_deserialize": false}));
+        assert_eq!(tree["('e',)"]["value_metadata"], json!({"value_type": "None", "skip_deserialize": true}));
         assert_eq!(tree["('d.e', '3')"]["key_metadata"][1], json!({"key": "3", "key_type": 1}));
         assert_eq!(tree["('a', 'b')"]["key_metadata"][1], json!({"key": "b", "key_type": 2}));
         assert_eq!(value["use_zarr3"], false);

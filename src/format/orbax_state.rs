@@ -152,6 +152,8 @@ pub struct Leaf {
     pub keys: Vec<TreeKey>,
     /// What it is.
     pub kind: LeafKind,
+    /// The same as Orbax calls it.
+    pub value_type: String,
     /// Shape of the box that each process wrote at once, if the file states it.
     pub write_shape: Option<Vec<u64>>,
 }
@@ -253,7 +255,8 @@ fn leaf((shown, raw): (String, RawLeaf)) -> Result<Leaf, OrbaxError> {
         "None" | "Dict" | "List" | "Tuple" | "NamedTuple" => LeafKind::Empty,
         other => LeafKind::Other(other.to_owned()),
     };
-    Ok(Leaf { keys, kind, write_shape: raw.value_metadata.write_shape })
+    let RawValue { value_type, write_shape } = raw.value_metadata;
+    Ok(Leaf { keys, kind, value_type, write_shape })
 }
 
 /// What a step or an item holds.

@@ -34,8 +34,11 @@ const EXTRA_PROBE_BYTES: u64 = 128;
 /// Longest pickle, in bytes.
 const PICKLE_BYTES_MAX: u64 = 1 << 30;
 
-/// What files begin with that `torch.save` wrote before archives, until 2020.
-const LEGACY_START: &[u8] = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
+/// The pickled number that is the first in files that `torch.save` wrote before archives, until 2020.
+const LEGACY_NUMBER: &[u8] = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
+
+/// Bytes in which that number must be: after the protocol, and a frame in newer ones.
+const LEGACY_BYTES: usize = 32;
 
 /// Why an archive is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -54,6 +57,14 @@ pub enum ArchiveError {
         "written by torch before 1.6, or without its zip format: load it with torch.load and save it with torch.save"
     )]
     Legacy,
+    /// A pickle alone.
+    #[error(
+        "a pickle that is no archive, as pickle.dump writes: load it in Python and save its tensors with torch.save"
+    )]
+    Pickled,
+    /// No bytes at all.
+    #[error("an empty file: the save or the download did not finish")]
+    Empty,
     /// An entry is not there.
     #[error("torch archive: expected an entry {entry:?}")]
     Missing {
@@ -252,8 +263,15 @@ impl TorchArchive {
             Ok(directory) => Ok((Stage::Directory(directory), Vec::new())),
             Err(error) => {
                 let head = self.known.first().map_or(&[][..], |(_, bytes)| bytes);
-                if head.starts_with(LEGACY_START) {
+                if self.len_bytes == 0 {
+                    return Err(ArchiveError::Empty);
+                }
+                let first = &head[..head.len().min(LEGACY_BYTES)];
+                if first.windows(LEGACY_NUMBER.len()).any(|part| part == LEGACY_NUMBER) {
                     return Err(ArchiveError::Legacy);
+                }
+                if let [0x80, 0..=5, ..] = first {
+                    return Err(ArchiveError::Pickled);
                 }
                 // A comment may be longer than what was looked at.
                 let longest = TAIL_BYTES.min(self.len_bytes);
@@ -477,7 +495,11 @@ mod tests {
         assert_eq!(read(&fixture("legacy")).unwrap_err(), ArchiveError::Legacy);
         assert!(matches!(read(b"nothing"), Err(ArchiveError::Zip(ZipError::NoEnd { .. }))));
         assert!(matches!(read(&vec![1; 80_000]), Err(ArchiveError::Zip(ZipError::NoEnd { .. }))));
-        assert!(matches!(read(b""), Err(ArchiveError::Zip(ZipError::NoEnd { .. }))));
+        assert_eq!(read(b"").unwrap_err(), ArchiveError::Empty);
+        // The number in a frame, as protocol 4 has it, and another pickle.
+        let framed = [b"\x80\x04\x95\x0d\0\0\0\0\0\0\0", LEGACY_NUMBER, b"."].concat();
+        assert_eq!(read(&framed).unwrap_err(), ArchiveError::Legacy);
+        assert_eq!(read(b"\x80\x04}.").unwrap_err(), ArchiveError::Pickled);
     }
 
     #[test]

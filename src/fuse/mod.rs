@@ -23,7 +23,7 @@ mod requests;
 mod session;
 
 pub use daemon::{
-    DEVICE_VARIABLE, DaemonError, HelperError, HelperRequest, Readiness, STARTER_VARIABLE, Started, parse_mount_helper,
+    DEVICE_VARIABLE, DaemonError, HelperError, HelperRequest, Readiness, Started, is_daemon, parse_mount_helper,
     start_attached, start_background,
 };
 pub use mounts::{

@@ -2,11 +2,12 @@
 //! devices has as many chunk files as the product of both numbers; the table has no row for any of them.
 //!
 //! The order of node numbers: the directory of all arrays, its two metadata files, then for each array its directory, its
-//! description and its chunks in row-major order of the grid.
+//! description and its chunks in row-major order of the grid, and last the directories above arrays whose names have slashes.
 
 use std::borrow::Cow;
 
 use super::{
+    array_paths::{ArrayPaths, last, with_paths},
     chunk_grid::{CHUNK_BYTES_MAX, ChunkGrid, holds},
     name_tree::NAME_BYTES_MAX,
 };
@@ -40,6 +41,8 @@ pub(super) enum ArrayNode {
     Root,
     /// One of [`METADATA_FILES`].
     Metadata(usize),
+    /// A directory above arrays, by number.
+    Above(usize),
     /// The directory of an array, by number.
     Directory(usize),
     /// The description of an array.
@@ -53,6 +56,8 @@ pub(super) enum ArrayNode {
 pub(super) struct ArrayTable {
     rows: Vec<ArrayRow>,
     names: String,
+    paths: ArrayPaths,
+    /// Nodes before the directories above arrays.
     len: u64,
 }
 
@@ -73,7 +78,7 @@ impl ArrayTable {
     /// # Errors
     /// Why the format cannot hold the bundle.
     pub(super) fn new(plan: &Plan) -> Result<Self, String> {
-        let mut arrays = Vec::new();
+        let (mut names, mut indices) = (Vec::new(), Vec::new());
         for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor)) {
             let dtype = tensor.view.dtype();
             if !holds(dtype) {
@@ -84,8 +89,10 @@ impl ArrayTable {
             if name.contains('\\') {
                 return Err(format!("{}: the array's directory would have a name with a backslash", tensor.name));
             }
-            arrays.push((name, index));
+            names.push((name, plan.escaped_keys(tensor).join(".")));
+            indices.push(index);
         }
+        let mut arrays: Vec<(String, usize)> = with_paths(names).into_iter().zip(indices).collect();
         arrays.sort();
         // Names that start with a name and a dot sort after it, and after names that continue with a character below the dot.
         let is_prefix = |at: usize, arrays: &[(String, usize)]| {
@@ -103,15 +110,16 @@ impl ArrayTable {
         if u32::try_from(names_bytes).is_err() {
             return Err(format!("the names have {names_bytes} bytes together, fewer than 2^32 are possible"));
         }
-        let mut table = Self { rows: Vec::with_capacity(arrays.len()), names: String::new(), len: FIRST_ARRAY };
+        let paths = ArrayPaths::new(arrays.iter().map(|(name, _)| name.as_str()));
+        let mut table = Self { rows: Vec::with_capacity(arrays.len()), names: String::new(), paths, len: FIRST_ARRAY };
         for (name, index) in &arrays {
             let tensor = &plan.tensors[*index];
-            if name.len() > NAME_BYTES_MAX {
+            let name_bytes = last(name).len();
+            if name_bytes > NAME_BYTES_MAX {
                 let reason = "the array's directory would have a name of";
                 return Err(format!(
-                    "{}: {reason} {} bytes, at most {NAME_BYTES_MAX} are possible",
-                    tensor.name,
-                    name.len()
+                    "{}: {reason} {name_bytes} bytes, at most {NAME_BYTES_MAX} are possible",
+                    tensor.name
                 ));
             }
             let start = number(table.names.len());
@@ -130,7 +138,8 @@ impl ArrayTable {
     /// Arrays with these names and without tensors.
     #[cfg(test)]
     pub(super) fn of_names(names: &[&str]) -> Self {
-        let mut table = Self { rows: Vec::new(), names: String::new(), len: FIRST_ARRAY };
+        let paths = ArrayPaths::default();
+        let mut table = Self { rows: Vec::new(), names: String::new(), paths, len: FIRST_ARRAY };
         for name in names {
             let (name_start, name_len) = (number(table.names.len()), number(name.len()));
             table.rows.push(ArrayRow { name_start, name_len, tensor: 0, first: table.len });
@@ -142,7 +151,7 @@ impl ArrayTable {
 
     /// Number of nodes.
     pub(super) fn len(&self) -> u64 {
-        self.len
+        self.len + self.paths.directories.len() as u64
     }
 
     /// Number of arrays.
@@ -158,6 +167,9 @@ impl ArrayTable {
         if at < FIRST_ARRAY {
             return ArrayNode::Metadata(to_usize(at - 1));
         }
+        if at >= self.len {
+            return ArrayNode::Above(to_usize(at - self.len));
+        }
         let array = self.rows.partition_point(|row| row.first <= at) - 1;
         match at - self.rows[array].first {
             0 => ArrayNode::Directory(array),
@@ -171,13 +183,14 @@ impl ArrayTable {
         match node {
             ArrayNode::Root => 0,
             ArrayNode::Metadata(file) => 1 + file as u64,
+            ArrayNode::Above(directory) => self.len + directory as u64,
             ArrayNode::Directory(array) => self.rows[array].first,
             ArrayNode::Description(array) => self.rows[array].first + 1,
             ArrayNode::Chunk(array, chunk) => self.rows[array].first + BEFORE_CHUNKS + chunk,
         }
     }
 
-    /// Name of an array's directory: its keys with dots between them.
+    /// Name of an array: its keys with dots between them. With slashes it is a path.
     pub(super) fn name(&self, array: usize) -> &str {
         let row = self.rows[array];
         &self.names[row.name_start as usize..(row.name_start + row.name_len) as usize]
@@ -188,18 +201,43 @@ impl ArrayTable {
         self.rows[array].tensor
     }
 
+    /// The directory of the array of this name. A name of a file has no slash.
+    fn find(&self, name: &[u8]) -> Option<ArrayNode> {
+        let at = self.rows.partition_point(|row| {
+            let start = row.name_start as usize;
+            self.names.as_bytes()[start..start + row.name_len as usize] < *name
+        });
+        (at < self.rows.len() && self.name(at).as_bytes() == name).then_some(ArrayNode::Directory(at))
+    }
+
+    /// Number of directories in one.
+    pub(super) fn directories_in(&self, node: ArrayNode) -> usize {
+        match node {
+            ArrayNode::Root => {
+                let above: usize = self.paths.directories.iter().map(|above| above.arrays.len()).sum();
+                self.arrays() - above + self.paths.top.len()
+            }
+            ArrayNode::Above(directory) => {
+                let above = &self.paths.directories[directory];
+                above.arrays.len() + above.directories.len()
+            }
+            ArrayNode::Metadata(_) | ArrayNode::Directory(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => 0,
+        }
+    }
+
     /// The child of a directory.
     pub(super) fn child(&self, plan: &Plan, parent: ArrayNode, name: &[u8]) -> Option<ArrayNode> {
         match parent {
             ArrayNode::Root => {
                 let metadata = METADATA_FILES.iter().position(|file| file.as_bytes() == name);
-                metadata.map(ArrayNode::Metadata).or_else(|| {
-                    let at = self.rows.partition_point(|row| {
-                        let start = row.name_start as usize;
-                        self.names.as_bytes()[start..start + row.name_len as usize] < *name
-                    });
-                    (at < self.rows.len() && self.name(at).as_bytes() == name).then_some(ArrayNode::Directory(at))
-                })
+                let above = || self.paths.find(None, name).map(ArrayNode::Above);
+                metadata.map(ArrayNode::Metadata).or_else(|| self.find(name)).or_else(above)
+            }
+            ArrayNode::Above(directory) => {
+                let mut arrays = self.paths.directories[directory].arrays.iter().copied();
+                let array = arrays.find(|array| last(self.name(*array)).as_bytes() == name);
+                let above = || self.paths.find(Some(directory), name).map(ArrayNode::Above);
+                array.map(ArrayNode::Directory).or_else(above)
             }
             ArrayNode::Directory(array) => {
                 if name == ZARRAY.as_bytes() {
@@ -213,9 +251,12 @@ impl ArrayTable {
     }
 
     /// The parent of a node inside the block; the root's is the root.
-    pub(super) fn parent(node: ArrayNode) -> ArrayNode {
+    pub(super) fn parent(&self, node: ArrayNode) -> ArrayNode {
+        let above = |directory: Option<usize>| directory.map_or(ArrayNode::Root, ArrayNode::Above);
         match node {
-            ArrayNode::Root | ArrayNode::Metadata(_) | ArrayNode::Directory(_) => ArrayNode::Root,
+            ArrayNode::Root | ArrayNode::Metadata(_) => ArrayNode::Root,
+            ArrayNode::Above(directory) => above(self.paths.directories[directory].parent),
+            ArrayNode::Directory(array) => above(self.paths.of_array(array)),
             ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => ArrayNode::Directory(array),
         }
     }
@@ -225,10 +266,17 @@ impl ArrayTable {
         match node {
             ArrayNode::Root => "".into(),
             ArrayNode::Metadata(file) => METADATA_FILES[file].into(),
-            ArrayNode::Directory(array) => self.name(array).into(),
+            ArrayNode::Above(directory) => self.paths.directories[directory].name().into(),
+            ArrayNode::Directory(array) => last(self.name(array)).into(),
             ArrayNode::Description(_) => ZARRAY.into(),
             ArrayNode::Chunk(array, chunk) => grid(plan, &plan.tensors[self.tensor(array) as usize]).name(chunk).into(),
         }
+    }
+
+    /// The directories above arrays in one of these, or in that of all arrays.
+    fn above(&self, directory: Option<usize>) -> impl Iterator<Item = (&str, ArrayNode)> {
+        let inside = self.paths.inside(directory).iter();
+        inside.map(|number| (self.paths.directories[*number].name(), ArrayNode::Above(*number)))
     }
 
     /// Calls `each` with a directory's children from entry number `from` on until it returns false; other nodes have none.
@@ -242,9 +290,16 @@ impl ArrayTable {
         match parent {
             ArrayNode::Root => {
                 let metadata = METADATA_FILES.iter().enumerate().map(|(file, name)| (*name, ArrayNode::Metadata(file)));
-                let arrays = (0..self.rows.len()).map(|array| (self.name(array), ArrayNode::Directory(array)));
-                let skip = to_usize(from);
-                metadata.chain(arrays).skip(skip).all(|(name, node)| each(name, node));
+                let arrays = (0..self.rows.len()).filter(|array| self.paths.of_array(*array).is_none());
+                let arrays = arrays.map(|array| (self.name(array), ArrayNode::Directory(array)));
+                let all = metadata.chain(arrays).chain(self.above(None));
+                all.skip(to_usize(from)).all(|(name, node)| each(name, node));
+            }
+            ArrayNode::Above(directory) => {
+                let arrays = self.paths.directories[directory].arrays.iter();
+                let arrays = arrays.map(|array| (last(self.name(*array)), ArrayNode::Directory(*array)));
+                let all = arrays.chain(self.above(Some(directory)));
+                all.skip(to_usize(from)).all(|(name, node)| each(name, node));
             }
             ArrayNode::Directory(array) => {
                 let grid = grid(plan, &plan.tensors[self.tensor(array) as usize]);

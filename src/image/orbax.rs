@@ -5,7 +5,7 @@
 
 use std::{
     borrow::Cow,
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{Arc, OnceLock},
     time::UNIX_EPOCH,
 };
@@ -24,7 +24,7 @@ use crate::{
         orbax::{self, MetadataPlace},
         orbax_state::TreeKey,
     },
-    plan::{Plan, PlannedTensor, Problem},
+    plan::{Layout, Plan, PlannedTensor, Problem},
 };
 
 /// The only item of a step.
@@ -93,15 +93,33 @@ impl Arrays {
         &self.input.plan.tensors[self.table.tensor(array) as usize]
     }
 
-    /// The keys of arrays that are called as a tree in the source calls them, by number, where the name does not tell them. A
-    /// program then restores them into its own tree, as from the source.
-    fn stored_keys(&self) -> HashMap<usize, Vec<TreeKey>> {
+    /// What the tree in the source has that the names of arrays do not tell. A program then restores them into its own tree, as
+    /// from the source.
+    fn saved(&self) -> Saved {
+        let tree = self.input.checkpoint.saved_tree();
         let keys = |array| {
-            let keys = self.input.checkpoint.tree_keys(&self.tensor(array).name)?;
+            let keys = tree.keys.get(&self.tensor(array).name)?;
             // Another name, such as one with an escaped character, has other keys.
-            (joined(keys) == self.table.name(array)).then(|| (array, keys.to_vec()))
+            (joined(keys) == self.table.name(array)).then(|| (array, keys.clone()))
         };
-        (0..self.table.arrays()).filter_map(keys).collect()
+        let is_scalar = |array: &usize| {
+            let tensor = self.tensor(*array);
+            tensor.view.shape().rank() == 0 && tree.scalars.contains(&tensor.name)
+        };
+        let arrays = || 0..self.table.arrays();
+        Saved {
+            keys: arrays().filter_map(keys).collect(),
+            scalars: arrays().filter(is_scalar).collect(),
+            empty: if self.is_whole() { tree.empty.clone() } else { Vec::new() },
+        }
+    }
+
+    /// Whether the arrays are all that the source has, under its names.
+    fn is_whole(&self) -> bool {
+        let FormatInput { checkpoint, plan, .. } = &*self.input;
+        plan.layout == Layout::Stored
+            && checkpoint.tensors().len() == self.table.arrays()
+            && (0..self.table.arrays()).all(|array| checkpoint.find(&self.tensor(array).name).is_some())
     }
 }
 
@@ -111,11 +129,12 @@ impl Subtree for Arrays {
     }
 
     fn node(&self, at: u64) -> SubtreeNode {
-        match self.table.node(at) {
-            ArrayNode::Root => {
-                SubtreeNode::Directory(u32::try_from(self.table.arrays()).expect("fewer tensors than 2^32"))
+        let node = self.table.node(at);
+        match node {
+            ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) => {
+                let inside = self.table.directories_in(node);
+                SubtreeNode::Directory(u32::try_from(inside).expect("fewer tensors than 2^32"))
             }
-            ArrayNode::Directory(_) => SubtreeNode::Directory(0),
             ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => SubtreeNode::File,
         }
     }
@@ -125,7 +144,7 @@ impl Subtree for Arrays {
     }
 
     fn parent(&self, at: u64) -> u64 {
-        self.table.number(ArrayTable::parent(self.table.node(at)))
+        self.table.number(self.table.parent(self.table.node(at)))
     }
 
     fn child(&self, at: u64, name: &[u8]) -> Option<u64> {
@@ -140,7 +159,9 @@ impl Subtree for Arrays {
 
     fn derived_from(&self, at: u64) -> DerivedFrom {
         match self.table.node(at) {
-            ArrayNode::Root | ArrayNode::Directory(_) | ArrayNode::Metadata(_) => DerivedFrom::Tensors,
+            ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) | ArrayNode::Metadata(_) => {
+                DerivedFrom::Tensors
+            }
             ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => DerivedFrom::Tensor(self.table.tensor(array)),
         }
     }
@@ -148,11 +169,14 @@ impl Subtree for Arrays {
     fn content(&self, at: u64) -> Result<FileContent, ImageError> {
         let grid = |array| grid(&self.input.plan, self.tensor(array));
         Ok(match self.table.node(at) {
-            ArrayNode::Root | ArrayNode::Directory(_) => unreachable!("only files have contents"),
+            ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) => {
+                unreachable!("only files have contents")
+            }
             ArrayNode::Metadata(0) => FileContent::Bytes(Arc::clone(&self.item)),
-            ArrayNode::Metadata(_) => FileContent::Rows(Arc::clone(self.tree.get_or_init(|| {
-                Arc::new(RowFile::new(TreeMetadata::new(Arc::clone(&self.table), self.stored_keys())))
-            }))),
+            ArrayNode::Metadata(_) => FileContent::Rows(Arc::clone(
+                self.tree
+                    .get_or_init(|| Arc::new(RowFile::new(TreeMetadata::new(Arc::clone(&self.table), self.saved())))),
+            )),
             ArrayNode::Description(array) => {
                 FileContent::Bytes(grid(array).zarray(&self.tensor(array).name)?.into_bytes().into())
             }
@@ -174,26 +198,40 @@ fn words(name: &str) -> Vec<TreeKey> {
     name.split('.').map(|word| TreeKey::Name(word.to_owned())).collect()
 }
 
-/// `_METADATA`, a group of rows for each array. The keys of an array are those that are given, or else the words of its name.
+/// What a tree has that the names of arrays, which are known by their numbers, do not tell.
+#[derive(Clone, Debug, Default)]
+struct Saved {
+    /// The keys on the way to an array, if they are not the words of its name.
+    keys: HashMap<usize, Vec<TreeKey>>,
+    /// Arrays that are single numbers.
+    scalars: HashSet<usize>,
+    /// The keys on the way to what is empty, and what it is.
+    empty: Vec<(Vec<TreeKey>, String)>,
+}
+
+/// `_METADATA`, a group of rows for each array, and for each leaf that is empty.
 #[derive(Debug)]
 struct TreeMetadata {
     table: Arc<ArrayTable>,
-    keys: HashMap<usize, Vec<TreeKey>>,
+    saved: Saved,
     starts: Vec<u64>,
 }
 
 impl TreeMetadata {
-    fn new(table: Arc<ArrayTable>, keys: HashMap<usize, Vec<TreeKey>>) -> Self {
-        let arrays = table.arrays();
-        let mut tree = Self { table, keys, starts: Vec::new() };
+    fn new(table: Arc<ArrayTable>, saved: Saved) -> Self {
+        let mut tree = Self { table, saved, starts: Vec::new() };
         let mut bytes = Vec::new();
-        let lengths = (0..arrays + 2).map(|group| {
+        let lengths = (0..tree.leaves() + 2).map(|group| {
             bytes.clear();
             tree.write(group, 0, &mut bytes);
             bytes.len() as u64
         });
         tree.starts = starts(lengths);
         tree
+    }
+
+    fn leaves(&self) -> usize {
+        self.table.arrays() + self.saved.empty.len()
     }
 }
 
@@ -209,15 +247,21 @@ impl Rows for TreeMetadata {
     fn write(&self, group: usize, _block: usize, out: &mut Vec<u8>) {
         match group {
             0 => out.extend(orbax::TREE_BEGIN.as_bytes()),
-            _ if group == self.table.arrays() + 1 => out.extend(orbax::TREE_END.as_bytes()),
+            _ if group == self.leaves() + 1 => out.extend(orbax::TREE_END.as_bytes()),
             _ => {
                 if group > 1 {
                     out.push(b',');
                 }
                 let array = group - 1;
-                let leaf = match self.keys.get(&array) {
-                    Some(keys) => orbax::tree_leaf(keys),
-                    None => orbax::tree_leaf(&words(self.table.name(array))),
+                let leaf = if let Some(number) = array.checked_sub(self.table.arrays()) {
+                    let (keys, value_type) = &self.saved.empty[number];
+                    orbax::tree_leaf(keys, value_type)
+                } else {
+                    let value_type = if self.saved.scalars.contains(&array) { orbax::SCALAR } else { orbax::ARRAY };
+                    match self.saved.keys.get(&array) {
+                        Some(keys) => orbax::tree_leaf(keys, value_type),
+                        None => orbax::tree_leaf(&words(self.table.name(array)), value_type),
+                    }
                 };
                 out.extend(leaf.as_bytes());
             }
@@ -233,12 +277,22 @@ mod tests {
     #[test]
     fn the_tree_is_generated_in_parts() {
         for names in [&[][..], &["a.b"], &["a.b", "c", "it's.\"d\""]] {
-            // The second array has one key.
-            let given = HashMap::from([(1, vec![TreeKey::Place(5)])]);
-            let file = RowFile::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names)), given.clone()));
-            let keys = |at: usize, name: &str| given.get(&at).cloned().unwrap_or_else(|| words(name));
-            let leaves: Vec<String> =
-                names.iter().enumerate().map(|(at, name)| orbax::tree_leaf(&keys(at, name))).collect();
+            // The second array has one key, and something is empty.
+            let place = vec![TreeKey::Place(5)];
+            let empty = (words("e.f"), "Dict".to_owned());
+            let saved = Saved {
+                keys: HashMap::from([(1, place.clone())]),
+                scalars: HashSet::from([2]),
+                empty: vec![empty.clone()],
+            };
+            let file = RowFile::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names)), saved));
+            let leaf = |(at, name): (usize, &&str)| match at {
+                1 => orbax::tree_leaf(&place, orbax::ARRAY),
+                2 => orbax::tree_leaf(&words(name), orbax::SCALAR),
+                _ => orbax::tree_leaf(&words(name), orbax::ARRAY),
+            };
+            let leaves = names.iter().enumerate().map(leaf);
+            let leaves: Vec<String> = leaves.chain([orbax::tree_leaf(&empty.0, &empty.1)]).collect();
             let whole = [orbax::TREE_BEGIN, &leaves.join(","), orbax::TREE_END].concat().into_bytes();
             assert_eq!(file.len_bytes(), whole.len() as u64);
             for start in 0..whole.len() {

@@ -222,6 +222,12 @@ impl Namer<'_> {
         })
     }
 
+    /// Whether a tensor of this shape has its inputs on the role's axis, as far as `config.json` counts them.
+    fn fits(&self, role: &Role, shape: &[u64]) -> bool {
+        let Some((axis, member)) = &role.inputs else { return true };
+        member::config_number(self.checkpoint, member).is_none_or(|inputs| shape.get(*axis) == Some(&inputs))
+    }
+
     fn name(
         &self,
         id: TensorId,
@@ -241,7 +247,7 @@ impl Namer<'_> {
             tp: None,
             experts: None,
         };
-        if let Some((prefix, role, suffix)) = self.role(parsed, name) {
+        if let Some((prefix, role, suffix)) = self.role(parsed, name).filter(|(_, role, _)| self.fits(role, shape)) {
             let splits = !role.split.is_empty() && matches!(suffix, "" | "weight" | "bias");
             if splits || role.short.is_some() {
                 out.prefix = prefix;
@@ -265,7 +271,8 @@ impl Namer<'_> {
         }
         let (stem, suffix) = naming::split_suffix(&parsed.rest);
         out.tp = match suffix {
-            "" | "weight" => self.generic.tp(stem).filter(|axis| *axis < shape.len()),
+            // The axes of fused experts are in no certain order.
+            "" | "weight" => self.generic.tp(stem).filter(|_| shape.len() == 2),
             "bias" => self.generic.tp(stem).filter(|axis| *axis == 0),
             _ => None,
         };

@@ -15,6 +15,7 @@ const FILES: &[(&str, &str)] = &[
     ("llama", include_str!("families/llama.toml")),
     ("olmo", include_str!("families/olmo.toml")),
     ("qwen-moe", include_str!("families/qwen-moe.toml")),
+    ("qwen-vl-moe", include_str!("families/qwen-vl-moe.toml")),
     ("mixtral", include_str!("families/mixtral.toml")),
     ("gemma", include_str!("families/gemma.toml")),
     ("phi3", include_str!("families/phi3.toml")),
@@ -43,6 +44,9 @@ pub struct Role {
     /// Axis along which the parts lie.
     #[serde(default)]
     pub split_axis: usize,
+    /// Axis of the inputs, and the member of `config.json` that counts them. The entry is not for a tensor of another
+    /// extent there, which is stored the other way round.
+    pub inputs: Option<(usize, String)>,
 }
 
 /// Tensors that every complete model has.
@@ -99,6 +103,16 @@ struct FamilyFile {
     words: Words,
     #[serde(default)]
     roles: BTreeMap<String, usize>,
+    #[serde(default)]
+    keep: Vec<Kept>,
+}
+
+/// What models of no family keep in float32.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Kept {
+    model_types: Vec<String>,
+    keep_f32: Vec<String>,
 }
 
 /// A model family.
@@ -184,15 +198,27 @@ fn load(name: &str) -> Result<Family, FamilyError> {
     family.classes = file.classes;
     family.own_code = file.own_code;
     family.unlike.extend(file.unlike);
-    for pattern in &file.keep_f32 {
-        let error = |error: PatternError| FamilyError { family: name.to_owned(), reason: error.to_string() };
-        family.keep_f32.push(Pattern::parse(pattern).map_err(error)?);
-    }
+    family.keep_f32.extend(patterns(name, &file.keep_f32)?);
     family.expect = file.expect;
     family.top.extend(file.top);
     family.layer.extend(file.layer);
     family.layer_if.extend(file.layer_if);
     Ok(family)
+}
+
+fn patterns(family: &str, texts: &[String]) -> Result<Vec<Pattern>, FamilyError> {
+    let error = |error: PatternError| FamilyError { family: family.to_owned(), reason: error.to_string() };
+    texts.iter().map(|text| Pattern::parse(text).map_err(error)).collect()
+}
+
+/// Patterns of the names of what a model of no family keeps in float32. `model_types` are its own and that of its text model.
+///
+/// # Errors
+/// [`FamilyError`] if the embedded file is malformed.
+pub fn keep_f32_of<'a>(model_types: impl IntoIterator<Item = &'a String>) -> Result<Vec<Pattern>, FamilyError> {
+    let rows = parse("generic")?.keep;
+    let mut of = model_types.into_iter().filter_map(|model| rows.iter().find(|row| row.model_types.contains(model)));
+    of.next().map_or_else(|| Ok(Vec::new()), |row| patterns("generic", &row.keep_f32))
 }
 
 impl Family {
@@ -283,7 +309,9 @@ mod tests {
 
     #[test]
     fn every_family_file_loads_and_no_model_type_is_claimed_twice() {
-        let mut seen: Vec<String> = Vec::new();
+        let rows = parse("generic").unwrap().keep;
+        let mut seen: Vec<String> = rows.iter().flat_map(|row| row.model_types.iter().cloned()).collect();
+        assert!(seen.iter().all(|model_type| !keep_f32_of([model_type]).unwrap().is_empty()));
         for (name, _) in FILES {
             for expectation in load(name).unwrap().expect {
                 for expression in expectation.when.iter().chain(&expectation.experts) {

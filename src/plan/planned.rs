@@ -403,11 +403,15 @@ impl Plan {
         }
     }
 
-    /// Keys of a tensor in formats that hold trees of dictionaries, outermost first. Words that no file name can hold
-    /// are escaped as in paths, because such formats make directories of keys.
+    /// Keys of a tensor in formats that hold trees of dictionaries, outermost first.
     pub fn keys(&self, tensor: &PlannedTensor) -> Vec<String> {
-        let words = tensor.name.split('.').map(|word| component(word).into_owned());
+        let words = tensor.name.split('.').map(str::to_owned);
         self.layout.tree_root().into_iter().map(str::to_owned).chain(words).collect()
+    }
+
+    /// The same with words escaped that no file name can hold, as in paths.
+    pub fn escaped_keys(&self, tensor: &PlannedTensor) -> Vec<String> {
+        self.keys(tensor).iter().map(|word| component(word).into_owned()).collect()
     }
 
     /// The shape of the shard that a device holds.

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     image::Segment,
-    source::{ByteSpan, FileId, RemoteSource},
+    source::{ByteSpan, DecodedChunks, FileId, RemoteSource},
     tensor::{Origin, Tiling, needs},
 };
 
@@ -20,6 +20,8 @@ const PAGES_AHEAD_BYTES: (u64, u64) = (8 << 20, 64 << 20);
 const PAGES_AHEAD_BYTES_MIN: u64 = 1 << 20;
 /// The least part of what a remote source wants to know ahead.
 const REMOTE_AHEAD_PART: u64 = 4;
+/// A remote source is asked for more when one of these parts of it is used: its line must not become idle.
+const REMOTE_PARTS: u64 = 8;
 /// Least bytes of tiles that are computed ahead of a sequential reader.
 const TILES_AHEAD_BYTES: u64 = 8 << 20;
 /// Needed source bytes with a gap of at least this many bytes between them are requested separately. The kernel reads over smaller
@@ -38,7 +40,7 @@ impl Engine {
         let tile_bytes = self.tile_bytes_at(file, end - 1);
         let least = TILES_AHEAD_BYTES.max(tile_bytes).min(budget).max(TILE_BYTES_MIN);
         let most = tile_bytes.saturating_mul(2 * self.options().workers as u64).min(budget).max(least);
-        let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
+        let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most, 2);
         let Some((from, to)) = noted else { return };
         for (segment, low, high) in file.image.spans(from, to.min(file.len_bytes()).max(from)) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
@@ -77,11 +79,14 @@ impl Engine {
 
     /// Requests the source pages that a sequential reader will need next.
     fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
-        let (least, most) = match self.source().remote().map(RemoteSource::ahead_bytes) {
-            Some(most) => (most / REMOTE_AHEAD_PART, most),
-            None => (PAGES_AHEAD_BYTES.0.min(self.most_pages_ahead()), self.most_pages_ahead()),
+        let (least, most, parts) = if let Some(most) = self.source().remote().map(RemoteSource::ahead_bytes) {
+            (most / REMOTE_AHEAD_PART, most, REMOTE_PARTS)
+        } else {
+            let most = self.most_pages_ahead();
+            (PAGES_AHEAD_BYTES.0.min(most), most.max(self.chunks_ahead_bytes()), 2)
         };
-        let noted = file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
+        let noted =
+            file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most, parts);
         if let Some((from, to)) = noted {
             self.request_pages_beside(file, from, to.min(file.len_bytes()));
         }
@@ -91,6 +96,12 @@ impl Engine {
     /// as memory of the daemon's control group.
     pub(super) fn most_pages_ahead(&self) -> u64 {
         PAGES_AHEAD_BYTES.1.min(self.options().tile_cache_bytes as u64 / 4).max(PAGES_AHEAD_BYTES_MIN)
+    }
+
+    /// Bytes ahead of a reader that have a chunk for each thread in them, after half of them were read: so that all threads
+    /// decode. How many of these chunks are in memory is for the source to bound.
+    fn chunks_ahead_bytes(&self) -> u64 {
+        self.source().chunks().map_or(0, DecodedChunks::largest_bytes).saturating_mul(2 * self.options().workers as u64)
     }
 
     /// As [`Self::request_pages`], in another thread: the kernel allocates the pages in the thread that requests them, which takes

@@ -299,10 +299,14 @@ impl Engine {
         SegmentReader::new(self, file, segment)?.make_work_slice(low, high, target, slice)
     }
 
-    /// Bytes of one row of a segment that transposes its source: one element of each source row.
+    /// Bytes of one row of a segment that transposes its source: one element of each source row. `None` where slices of the
+    /// source's lines would each read all of an operand.
     pub(super) fn transposed_row_bytes(&self, file: &OpenFile, segment: usize) -> Result<Option<u64>, ReadError> {
         let Segment::View(_) = &file.image.segments()[segment] else { return Ok(None) };
         let prepared = self.prepare(file, segment)?;
+        if prepared.mapped && prepared.tiling.has_index_tables() {
+            return Ok(None);
+        }
         Ok(prepared.tiling.transposed_stride_units().map(|stride| stride * prepared.tiling.unit_bytes()))
     }
 

@@ -37,8 +37,15 @@ pub(super) struct Streams {
 
 impl Streams {
     /// Notes a request for `start..end`. If it continues a stream, returns the span that should now be fetched ahead, if any.
-    /// `depth_bytes` bounds the distance ahead of the reader: the minimum at first, the maximum once the reader has come far.
-    pub(super) fn note(&mut self, start: u64, end: u64, depth_bytes: RangeInclusive<u64>) -> Option<(u64, u64)> {
+    /// `depth_bytes` bounds the distance ahead of the reader: the minimum at first, the maximum once the reader has come far. More is
+    /// fetched only when one of `parts` of that distance is used, so that requests stay large.
+    pub(super) fn note(
+        &mut self,
+        start: u64,
+        end: u64,
+        depth_bytes: RangeInclusive<u64>,
+        parts: u64,
+    ) -> Option<(u64, u64)> {
         self.clock += 1;
         let near = |stream: &Stream| stream.end > 0 && start.abs_diff(stream.end) <= SLACK_BYTES;
         if let Some(stream) = self.slots.iter_mut().filter(|stream| near(stream)).min_by_key(|s| start.abs_diff(s.end))
@@ -50,8 +57,7 @@ impl Streams {
             let depth_bytes = (stream.end.saturating_sub(stream.start) * AHEAD_OF_READ).clamp(least, most);
             let from = stream.ahead.max(stream.end);
             let to = stream.end + depth_bytes;
-            // Fetch more only when half of the bytes fetched ahead are used, so that requests stay large.
-            if stream.requests >= 2 && from < to && to - from >= depth_bytes / 2 {
+            if stream.requests >= 2 && from < to && to - from >= depth_bytes / parts {
                 stream.ahead = to;
                 return Some((from, to));
             }
@@ -79,10 +85,10 @@ mod tests {
     #[test]
     fn the_second_request_of_a_stream_fetches_ahead() {
         let mut streams = Streams::default();
-        assert_eq!(streams.note(0, M, EIGHT), None);
-        assert_eq!(streams.note(M, 2 * M, EIGHT), Some((2 * M, 10 * M)));
-        assert_eq!(streams.note(2 * M, 3 * M, EIGHT), None, "enough is ahead");
-        assert_eq!(streams.note(5 * M, 6 * M, EIGHT), Some((10 * M, 14 * M)));
+        assert_eq!(streams.note(0, M, EIGHT, 2), None);
+        assert_eq!(streams.note(M, 2 * M, EIGHT, 2), Some((2 * M, 10 * M)));
+        assert_eq!(streams.note(2 * M, 3 * M, EIGHT, 2), None, "enough is ahead");
+        assert_eq!(streams.note(5 * M, 6 * M, EIGHT, 2), Some((10 * M, 14 * M)));
         assert!(streams.awaits(10 * M, 12 * M) && streams.awaits(5 * M, 7 * M));
         assert!(!streams.awaits(4 * M, 6 * M), "all of it was requested since");
         assert!(!streams.awaits(14 * M, 16 * M), "nobody is expected there");
@@ -91,14 +97,14 @@ mod tests {
     #[test]
     fn a_long_stream_is_fetched_further_ahead() {
         let mut streams = Streams::default();
-        assert_eq!(streams.note(0, M, 2 * M..=64 * M), None);
-        assert_eq!(streams.note(M, 2 * M, 2 * M..=64 * M), Some((2 * M, 10 * M)), "four times as far");
-        assert_eq!(streams.note(2 * M, 3 * M, 2 * M..=64 * M), None);
-        assert_eq!(streams.note(3 * M, 4 * M, 2 * M..=64 * M), Some((10 * M, 20 * M)));
-        assert_eq!(streams.note(6 * M, 40 * M, 2 * M..=64 * M), Some((40 * M, 104 * M)), "no further than the most");
+        assert_eq!(streams.note(0, M, 2 * M..=64 * M, 2), None);
+        assert_eq!(streams.note(M, 2 * M, 2 * M..=64 * M, 2), Some((2 * M, 10 * M)), "four times as far");
+        assert_eq!(streams.note(2 * M, 3 * M, 2 * M..=64 * M, 2), None);
+        assert_eq!(streams.note(3 * M, 4 * M, 2 * M..=64 * M, 2), Some((10 * M, 20 * M)));
+        assert_eq!(streams.note(6 * M, 40 * M, 2 * M..=64 * M, 2), Some((40 * M, 104 * M)), "no further than the most");
         let mut late = Streams::default();
-        assert_eq!(late.note(1000 * M, 1000 * M + 4096, 2 * M..=64 * M), None);
-        let second = late.note(1000 * M + 4096, 1000 * M + 8192, 2 * M..=64 * M);
+        assert_eq!(late.note(1000 * M, 1000 * M + 4096, 2 * M..=64 * M, 2), None);
+        let second = late.note(1000 * M + 4096, 1000 * M + 8192, 2 * M..=64 * M, 2);
         assert_eq!(second, Some((1000 * M + 8192, 1002 * M + 8192)), "no nearer than the fewest, from where it began");
     }
 
@@ -108,13 +114,14 @@ mod tests {
         for step in 0..2 {
             for reader in 0..4 {
                 let start = reader * 1000 * M + step * M;
-                assert_eq!(streams.note(start, start + M, EIGHT).is_some(), step == 1, "reader {reader}");
+                assert_eq!(streams.note(start, start + M, EIGHT, 2).is_some(), step == 1, "reader {reader}");
             }
         }
         let mut random = Streams::default();
         assert!(
-            (0..100)
-                .all(|i| random.note((i * 7919 % 100) * 100 * M, (i * 7919 % 100) * 100 * M + 4096, EIGHT).is_none())
+            (0..100).all(|i| random
+                .note((i * 7919 % 100) * 100 * M, (i * 7919 % 100) * 100 * M + 4096, EIGHT, 2)
+                .is_none())
         );
     }
 }

@@ -93,7 +93,7 @@ pub enum SourceError {
         found: String,
     },
     /// A remote object did not come.
-    #[error("{}: bytes {span}: {error}", file.display())]
+    #[error("{}: bytes {span}: {}", file.display(), error.brief())]
     Remote {
         /// The file.
         file: Arc<Path>,

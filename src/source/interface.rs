@@ -170,7 +170,8 @@ pub trait RemoteSource: Sync {
     /// bytes.
     fn absent_spans(&self, file: FileId, spans: &[ByteSpan]) -> Vec<ByteSpan>;
 
-    /// The directory of the disk cache, and what bounds it.
+    /// The directory of the disk cache, and what bounds it. `None` if there is no such directory, or no place in it for one of the
+    /// files.
     fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)>;
 
     /// Places the files that are complete where programs of their service look for them, as far as the settings say so. Waits for
@@ -198,6 +199,9 @@ pub trait DecodedChunks {
 
     /// Bytes of decoded chunks, and of the buffers to decode them, that are in memory now.
     fn held_bytes(&self) -> u64;
+
+    /// Bytes of the largest chunk.
+    fn largest_bytes(&self) -> u64;
 
     /// Chunks decoded so far.
     fn decoded_count(&self) -> u64;

@@ -116,6 +116,13 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// The bytes of `count` codes of four bits from element `n` on, if these are adjacent and begin with a byte.
+    pub(super) fn adjacent(&self, n: u64, count: usize) -> Option<&'a [u8]> {
+        let (index, step, valid) = uniform(self.digits, n, 1, count);
+        let is_adjacent = step == 4 && valid == count && index.is_multiple_of(8) && self.words.is_none();
+        is_adjacent.then(|| &self.window.from(index / 8)[..count.div_ceil(2)])
+    }
+
     /// Loads whole words of codes. Returns the number of codes.
     fn load_words(&self, level: Level, words: &PackedWords, n: u64, values: &mut [[u8; 4]]) -> usize {
         let FieldReader::Nibble(_, table) = &self.reader else { return 0 };

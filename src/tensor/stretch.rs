@@ -9,11 +9,11 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::{
-    Digit, Operand, Operation, Program, Step, Term, Value, Window,
+    DType, Digit, Operand, Operation, Program, Step, Term, Value, Window,
     convert::{constant_step, element_bytes},
     decode::{over, over_up, within},
     field::{BOUND_MAX, FieldReader, Fields},
-    kernel::{Level, row},
+    kernel::{Level, product, row, unpack},
     shape::to_usize,
     transpose::prefetch,
     value::next,
@@ -57,6 +57,7 @@ struct ValueNode<'a> {
 struct KeptLine {
     line: ElementLine,
     equal: EqualRuns,
+    is_finite: bool,
     /// For each change, the start of the line on its axis, and the block that holds all of the line; empty if there is none.
     places: SmallVec<[(u64, std::ops::Range<u64>); 4]>,
     /// The distance of the line from the one before, and the changes whose position this distance leaves unchanged.
@@ -70,6 +71,13 @@ struct ElementLine {
     n: u64,
     stride: u64,
     count: usize,
+}
+
+impl ElementLine {
+    /// The elements after the first `done`.
+    const fn after(self, done: usize) -> Self {
+        Self { n: self.n + self.stride * done as u64, stride: self.stride, count: self.count - done }
+    }
 }
 
 /// Upper bound of the magnitude of a result of finite numbers.
@@ -100,6 +108,33 @@ impl EqualRuns {
             self.valid.div_ceil(self.period)
         } else {
             1 + (self.valid - self.head).div_ceil(self.period)
+        }
+    }
+
+    /// Number of values: one of each run, or of each element.
+    const fn operands(&self) -> usize {
+        if self.even { self.runs() } else { self.valid }
+    }
+}
+
+/// Applies a step to the values of some lines of equal length.
+fn apply(
+    step: &mut NodeStep<'_>,
+    level: Level,
+    firsts: &[u64],
+    stride: u64,
+    values: &mut [[u8; 4]],
+    rounded: &mut [u8],
+) {
+    match step {
+        NodeStep::Constant(step) => constant_step(level, step, values, rounded),
+        NodeStep::Value(operation, node, is_finite) => {
+            let is_finite = *is_finite || row::are_finite(level, values);
+            let count = values.len() / firsts.len();
+            for (n, values) in firsts.iter().zip(values.chunks_exact_mut(count)) {
+                let line = ElementLine { n: *n, stride, count };
+                node.combine(level, line, *operation, is_finite, values, rounded);
+            }
         }
     }
 }
@@ -144,26 +179,21 @@ impl<'a> ValueNode<'a> {
 
     /// The values of some lines of equal length, each with elements `n`, `n + stride`, …
     fn values(&mut self, level: Level, firsts: &[u64], stride: u64, values: &mut [[u8; 4]], rounded: &mut [u8]) {
+        self.all_but_last(level, firsts, stride, values, rounded);
+        if let Some(step) = self.steps.last_mut() {
+            apply(step, level, firsts, stride, values, rounded);
+        }
+    }
+
+    /// As [`ValueNode::values`], without the last step.
+    fn all_but_last(&mut self, level: Level, firsts: &[u64], stride: u64, values: &mut [[u8; 4]], rounded: &mut [u8]) {
         let count = values.len() / firsts.len();
         for (n, line) in firsts.iter().zip(values.chunks_exact_mut(count)) {
             self.fields.load(level, *n, stride, line);
         }
-        for step in &mut self.steps {
-            match step {
-                NodeStep::Constant(step) => constant_step(level, step, values, rounded),
-                NodeStep::Value(operation, node, is_finite) => {
-                    let is_finite = *is_finite || row::are_finite(level, values);
-                    for (n, values) in firsts.iter().zip(values.chunks_exact_mut(count)) {
-                        node.combine(
-                            level,
-                            ElementLine { n: *n, stride, count },
-                            *operation,
-                            is_finite,
-                            values,
-                            rounded,
-                        );
-                    }
-                }
+        if let Some((_, steps)) = self.steps.split_last_mut() {
+            for step in steps {
+                apply(step, level, firsts, stride, values, rounded);
             }
         }
     }
@@ -179,30 +209,67 @@ impl<'a> ValueNode<'a> {
         values: &mut [[u8; 4]],
         rounded: &mut [u8],
     ) {
-        let mut scratch = std::mem::take(&mut self.scratch);
-        let (stride, mut done) = (line.stride, 0);
+        let mut done = 0;
         while done < values.len() {
-            let now = ElementLine { n: line.n + stride * done as u64, stride, count: values.len() - done };
-            let equal = if self.repeats(now) {
-                self.last.as_ref().map_or_else(|| self.equal_runs(now), |last| last.equal)
-            } else {
-                let equal = self.equal_runs(now);
-                self.fill(level, now, equal, &mut scratch, rounded);
-                self.last = (equal.valid == now.count).then(|| self.kept(now, equal));
-                equal
-            };
+            let (equal, operands_are_finite) = self.operands(level, line.after(done), rounded);
             let EqualRuns { valid, head, period, even } = equal;
             let part = values[done..done + valid].as_flattened_mut();
-            let operands = &scratch[..if even { equal.runs() } else { valid }];
-            let is_finite = is_finite && (self.bound.is_some() || row::are_finite(level, operands));
+            let operands = self.scratch[..equal.operands()].as_flattened();
+            let is_finite = is_finite && operands_are_finite;
             if even {
-                row::runs(operation, is_finite)(level, part, operands.as_flattened(), head, period);
+                row::runs(operation, is_finite)(level, part, operands, head, period);
             } else {
-                row::pairs(operation, is_finite)(level, part, operands.as_flattened());
+                row::pairs(operation, is_finite)(level, part, operands);
             }
             done += valid;
         }
+    }
+
+    /// As [`ValueNode::combine`] with products that are rounded to BF16.
+    fn combine_to_bf16(
+        &mut self,
+        level: Level,
+        line: ElementLine,
+        is_finite: bool,
+        values: &mut [[u8; 4]],
+        rounded: &mut [u8],
+        target: &mut [u8],
+    ) {
+        let mut done = 0;
+        while done < values.len() {
+            let (equal, operands_are_finite) = self.operands(level, line.after(done), rounded);
+            let EqualRuns { valid, head, period, even } = equal;
+            let part = values[done..done + valid].as_flattened_mut();
+            let target = &mut target[2 * done..2 * (done + valid)];
+            let operands = self.scratch[..equal.operands()].as_flattened();
+            match (is_finite && operands_are_finite, even) {
+                (true, true) => product::multiply_finite_runs_to_bf16(level, part, operands, head, period, target),
+                (true, false) => product::multiply_finite_pairs_to_bf16(level, part, operands, target),
+                (false, true) => row::runs(Operation::Multiply, false)(level, part, operands, head, period),
+                (false, false) => row::pairs(Operation::Multiply, false)(level, part, operands),
+            }
+            if !(is_finite && operands_are_finite) {
+                row::narrow_bf16(level, part, target);
+            }
+            done += valid;
+        }
+    }
+
+    /// Puts the values of a line into the scratch, as far as their runs are even. Returns these runs, and whether all values are
+    /// finite.
+    fn operands(&mut self, level: Level, now: ElementLine, rounded: &mut [u8]) -> (EqualRuns, bool) {
+        if self.repeats(now)
+            && let Some(last) = &self.last
+        {
+            return (last.equal, last.is_finite);
+        }
+        let equal = self.equal_runs(now);
+        let mut scratch = std::mem::take(&mut self.scratch);
+        self.fill(level, now, equal, &mut scratch, rounded);
+        let is_finite = self.bound.is_some() || row::are_finite(level, &scratch[..equal.operands()]);
         self.scratch = scratch;
+        self.last = (equal.valid == now.count).then(|| self.kept(now, equal, is_finite));
+        (equal, is_finite)
     }
 
     /// Computes one value of each run of a line, or all of its values if there are no runs.
@@ -225,7 +292,7 @@ impl<'a> ValueNode<'a> {
     }
 
     /// The data to keep of a line.
-    fn kept(&self, line: ElementLine, equal: EqualRuns) -> KeptLine {
+    fn kept(&self, line: ElementLine, equal: EqualRuns, is_finite: bool) -> KeptLine {
         let to_last = line.stride * line.count.saturating_sub(1) as u64;
         let place = |change: &Change| {
             let from = within(line.n, change.around);
@@ -234,7 +301,7 @@ impl<'a> ValueNode<'a> {
             (from, if from + to_last < end { start..end } else { 0..0 })
         };
         let places = self.changes.iter().map(place).collect();
-        KeptLine { line, equal, places, distance: 0, in_step: u64::MAX }
+        KeptLine { line, equal, is_finite, places, distance: 0, in_step: u64::MAX }
     }
 
     /// Whether a line has the kept values, as rows of one group do: on each axis it begins at the same position as the last
@@ -317,6 +384,11 @@ pub(super) struct ValueDecoder<'a> {
     node: ValueNode<'a>,
     narrow: row::Row,
     target_bytes: usize,
+    /// Whether the last step is a product with another value, which is rounded to BF16.
+    is_product_in_bf16: bool,
+    /// Whether the one step is such a product of codes of four bits, and the processor has the instructions to look up codes in
+    /// tables of products.
+    by_tables: bool,
     wide: Box<[[u8; 4]]>,
     rounded: Box<[u8]>,
 }
@@ -328,8 +400,14 @@ impl<'a> ValueDecoder<'a> {
         let Some(narrow) = row::narrow(program.target) else {
             panic!("a program makes floats, not {}", program.target);
         };
+        let is_product = matches!(node.steps.last(), Some(NodeStep::Value(Operation::Multiply, ..)));
+        let is_product_in_bf16 = is_product && program.target == DType::BF16;
+        let are_finite = matches!(node.steps.as_slice(), [NodeStep::Value(_, _, true)]);
+        let is_nibble = matches!(node.fields.reader, FieldReader::Nibble(..));
         Self {
             level,
+            is_product_in_bf16,
+            by_tables: is_product_in_bf16 && are_finite && is_nibble && unpack::has_products(level),
             node,
             narrow,
             target_bytes: element_bytes(program.target),
@@ -363,10 +441,8 @@ impl<'a> ValueDecoder<'a> {
         }
         let stride = stride.max(1);
         for part in target.chunks_mut(STRETCH * self.target_bytes) {
-            let values = &mut self.wide[..part.len() / self.target_bytes];
-            self.node.values(self.level, &[at], stride, values, &mut self.rounded);
-            (self.narrow)(self.level, values.as_flattened(), part);
-            at += stride * values.len() as u64;
+            self.stretch(&[at], stride, part);
+            at += stride * (part.len() / self.target_bytes) as u64;
         }
     }
 
@@ -379,9 +455,56 @@ impl<'a> ValueDecoder<'a> {
         }
         let targets = target.chunks_mut(together * count * self.target_bytes);
         for (firsts, target) in firsts.chunks(together).zip(targets) {
-            let values = &mut self.wide[..firsts.len() * count];
+            self.stretch(firsts, stride, target);
+        }
+    }
+
+    /// Decodes lines of equal length that are one stretch together.
+    fn stretch(&mut self, firsts: &[u64], stride: u64, target: &mut [u8]) {
+        let count = target.len() / self.target_bytes / firsts.len();
+        if self.by_tables && stride == 1 {
+            for (n, target) in firsts.iter().zip(target.chunks_exact_mut(count * self.target_bytes)) {
+                if !self.line_by_tables(ElementLine { n: *n, stride, count }, target) {
+                    self.lines_by_values(&[*n], stride, target);
+                }
+            }
+            return;
+        }
+        self.lines_by_values(firsts, stride, target);
+    }
+
+    fn lines_by_values(&mut self, firsts: &[u64], stride: u64, target: &mut [u8]) {
+        let values = &mut self.wide[..target.len() / self.target_bytes];
+        if !self.is_product_in_bf16 {
             self.node.values(self.level, firsts, stride, values, &mut self.rounded);
             (self.narrow)(self.level, values.as_flattened(), target);
+            return;
         }
+        self.node.all_but_last(self.level, firsts, stride, values, &mut self.rounded);
+        let Some(NodeStep::Value(_, node, is_finite)) = self.node.steps.last_mut() else { return };
+        let is_finite = *is_finite || row::are_finite(self.level, values);
+        let count = values.len() / firsts.len();
+        let lines = values.chunks_exact_mut(count).zip(target.chunks_exact_mut(2 * count));
+        for (n, (values, target)) in firsts.iter().zip(lines) {
+            let line = ElementLine { n: *n, stride, count };
+            node.combine_to_bf16(self.level, line, is_finite, values, &mut self.rounded, target);
+        }
+    }
+
+    /// Decodes a line of adjacent codes of four bits whose scales are those of whole runs: a run has sixteen different
+    /// products. Returns false, without a change, if the line is not such.
+    fn line_by_tables(&mut self, line: ElementLine, target: &mut [u8]) -> bool {
+        let Some(codes) = self.node.fields.adjacent(line.n, line.count) else { return false };
+        let FieldReader::Nibble(bits, table) = &self.node.fields.reader else { return false };
+        let [NodeStep::Value(_, node, _)] = self.node.steps.as_mut_slice() else { return false };
+        let (equal, _) = node.operands(self.level, line, &mut self.rounded);
+        let runs = [equal.head, equal.period, line.count];
+        if !(equal.even && equal.valid == line.count && runs.iter().all(|run| run.is_multiple_of(unpack::TOGETHER))) {
+            return false;
+        }
+        let operands = &node.scratch[..equal.runs()];
+        let runs = (equal.head, equal.period);
+        unpack::products(self.level, (codes, bits.order), table, operands, runs, target);
+        true
     }
 }

@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::{DType, Decode, TensorId, gather::Loop};
+use super::{DType, Decode, Load, Program, TensorId, gather::Loop};
 
 /// Most pieces of one tiling. The largest real views (all experts of all layers of a trillion-parameter model, transposed) have
 /// about 25 000. A million would mean that the algebra failed to find the structure.
@@ -397,6 +397,19 @@ impl Tiling {
                     && (run * self.unit_bytes >= run_bytes_min || run == piece.units())
             }
             Origin::Fill { .. } => true,
+        })
+    }
+
+    /// Whether the index of some operand is a table, as the groups of GPTQ's rows are: then any part of the source's lines may need
+    /// all of that operand.
+    pub fn has_index_tables(&self) -> bool {
+        self.decoders.iter().any(|decoder| {
+            let Decode::Program(Program { load: Load::Value(value), .. }) = decoder else { return false };
+            let mut found = false;
+            value.for_each_operand(&mut |operand| {
+                found |= operand.index.digits().iter().any(|digit| digit.table.as_ref().is_some_and(|t| t.len() > 1));
+            });
+            found
         })
     }
 

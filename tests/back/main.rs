@@ -17,7 +17,7 @@ use std::{
 
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
-    plan::{Layout, Plan, ViewOptions},
+    plan::{Embedded, Layout, Plan, ViewOptions},
     read::EngineOptions,
     tensor::DType,
     volume::{FileSystem, ViewPlan, Volume, VolumeOptions},
@@ -397,10 +397,20 @@ fn what_does_not_fit_is_refused_by_name() {
     };
     let llama = with_config(&file, "llama3.1", false);
     // A flag that contradicts the checkpoint.
-    let error = refusal(&llama, set("scan", "false"));
-    let expected = "the layout maxtext/llama with scan=false has 30 tensors, and the checkpoint has 3 of them: expected the \
-                    configuration of the model that was trained, and its parameters";
-    assert!(error.contains(expected), "{error}");
+    assert_eq!(
+        refusal(&llama, set("scan", "false")),
+        "--set scan=false: the tensors of the checkpoint are those of scan=true: leave the parameter out"
+    );
+    // A layout for repositories.
+    for layout in ["maxtext", "vllm"] {
+        let layout = Layout::Embedded(Embedded::find(layout).unwrap());
+        let error = Plan::build(&llama, &ViewOptions { layout, ..ViewOptions::default() }).expect_err("refused");
+        let error = error.to_string();
+        assert!(
+            error.contains("are those of the layout maxtext: without --layout it is shown as it is stored"),
+            "{error}"
+        );
+    }
     let error = refusal(&llama, set("param_scan_axis", "0"));
     assert!(
         error.contains("params.decoder.layers.mlp.wi_0.kernel: expected shape [3, 48, 112] by config.json"),

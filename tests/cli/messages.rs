@@ -38,6 +38,10 @@ fn near_names_are_proposed_wherever_a_name_is_typed() {
             &["export", "model", "out", "--only", "dev0/embd"],
             "no file matches dev0/embd; did you mean `dev0/embed`?",
         ),
+        (1, &["export", "model", "out", "--only", "safetensrs/dev*"], "did you mean `safetensors/dev*`?"),
+        (1, &["plan", "--config", "keys.toml"], "did you mean `key.toml`?"),
+        (1, &["plan", "model", "--layout", "./gruop.toml"], "group.toml`?"),
+        (1, &["plan", "model", "--shard", "ky.toml"], "key.toml`?"),
         (1, &["verify", "model", "--only", "hf/confg.json"], "did you mean `hf/config.json`?"),
         (1, &["sums", "model", "--only", "fulll"], "did you mean `full`?"),
     ];
@@ -155,12 +159,89 @@ fn a_mountpoint_is_made_on_request_and_removed_if_the_mount_fails() {
 }
 
 #[test]
+fn shards_of_a_mount_are_no_source_and_a_mistyped_mountpoint_is_proposed() {
+    if !can_mount() {
+        return;
+    }
+    let fixture = Fixture::new();
+    fs::create_dir(fixture.path("mnt")).unwrap();
+    let mounted = Mounted(&fixture);
+    let instead = format!("mnt/hf, or the source of that mount, {}", fixture.path("model").display());
+    let refuse = |source: &str, message: &str| {
+        let ran = fixture.run(&["plan", source]).fails(1, message);
+        assert!(ran.err.contains(&instead), "{source}: {}", ran.err);
+    };
+    fixture.run(&["mount", "model", "mnt", "--mesh", "fsdp=2"]).ok();
+    for (source, message) in [
+        ("mnt", "the root of the ckfs mount"),
+        ("mnt/full", "a part of the ckfs mount"),
+        ("mnt/safetensors/dev0.safetensors", "holds the shards of the devices of the ckfs mount"),
+        ("mnt/safetensors/dev1.safetensors", "holds the shards of the devices of the ckfs mount"),
+        ("mnt/pt/dev0.pt", "holds the shards of the devices of the ckfs mount"),
+        ("mnt/pt", "holds the shards of the devices of the ckfs mount"),
+    ] {
+        refuse(source, message);
+    }
+    // The files together say where each part belongs.
+    for whole in ["mnt/safetensors", "mnt/dcp", "mnt/hf", "mnt/hf/model.safetensors"] {
+        fixture.run(&["plan", whole]).ok();
+    }
+    fixture.run(&["status", "mmt"]).fails(1, "no ckfs mount; did you mean `");
+    fixture.run(&["umount", "mtn"]).fails(1, "did you mean `");
+    fixture.run(&["umount", "mnt"]).ok();
+
+    // Some devices only: nothing tells which parts there are.
+    fixture.run(&["mount", "model", "mnt", "--mesh", "fsdp=2", "--devices", "0"]).ok();
+    refuse("mnt/safetensors", "holds the shards of the devices of the ckfs mount");
+    fixture.run(&["umount", "mnt"]).ok();
+    // Every device has all.
+    fixture.run(&["mount", "model", "mnt"]).ok();
+    for whole in ["mnt/safetensors", "mnt/safetensors/dev0.safetensors", "mnt/pt", "mnt/pt/dev0.pt"] {
+        fixture.run(&["plan", whole]).ok();
+    }
+    fixture.run(&["umount", "mnt"]).ok();
+    fixture.run(&["mount", "model", "mnt", "--mesh", "dp=2"]).ok();
+    for whole in ["mnt/safetensors", "mnt/safetensors/dev1.safetensors", "mnt/pt/dev1.pt"] {
+        fixture.run(&["plan", whole]).ok();
+    }
+    fixture.run(&["umount", "mnt"]).ok();
+    drop(mounted);
+
+    fixture.run(&["export", "model", "out", "--mesh", "fsdp=2", "--only", "safetensors"]).ok();
+    fixture.run(&["plan", "out/safetensors"]).ok();
+    let of_several = "one of several files that hold parts of the same tensors (DCP_SHARDING_INFO); give the directory";
+    fixture.run(&["plan", "out/safetensors/dev0.safetensors"]).fails(1, of_several);
+    fixture.run(&["export", "model", "all", "--mesh", "fsdp=2"]).ok();
+    fixture.run(&["plan", "all/safetensors/dev0.safetensors"]).fails(1, of_several);
+}
+
+#[test]
 fn failures_of_the_environment_name_the_remedy() {
     let fixture = Fixture::new();
     let no_home = ran(program().args(["plan", "org/name"]).env_remove("HOME").current_dir(fixture.path("")));
     no_home.fails(1, "set HF_HOME or HOME to where the hub cache is");
     let absent = ran(program().args(["plan", "org/name"]).env("HF_HUB_CACHE", fixture.path("")));
     absent.fails(1, "`ckfs fetch org/name` brings it");
+    // Nobody listens there.
+    let mut unreachable = program();
+    unreachable.args(["plan", "org/name"]).env("HF_HUB_CACHE", fixture.path("")).env_remove("HF_HUB_OFFLINE");
+    let unreachable = ran(unreachable.env("HF_ENDPOINT", "http://127.0.0.1:9").current_dir(fixture.path("")));
+    let unreachable = unreachable.fails(1, "org/name: no such directory, and not in the hub cache: looked for ");
+    let remedy = "; `ckfs fetch org/name` brings it where the Hub can be reached";
+    assert!(
+        unreachable.err.contains("the Hub cannot be asked: ") && unreachable.err.contains(remedy),
+        "{}",
+        unreachable.err
+    );
+    // A bare system has no certificates.
+    fixture.write("none.pem", "");
+    for source in ["s3://models/demo", "https://example.com/demo/", "hf://org/name"] {
+        let mut bare = program();
+        bare.args(["plan", source]).env_remove("HF_HUB_OFFLINE").env("SSL_CERT_DIR", fixture.path("model"));
+        bare.env("AWS_ACCESS_KEY_ID", "a").env("AWS_SECRET_ACCESS_KEY", "b").env("AWS_REGION", "us-east-1");
+        let found = ran(bare.env("SSL_CERT_FILE", fixture.path("none.pem")).current_dir(fixture.path("")));
+        found.fails(1, "; install the package ca-certificates");
+    }
     fs::create_dir(fixture.path("gguf")).unwrap();
     fixture.write("gguf/model.gguf", "GGUF");
     fixture.run(&["plan", "gguf"]).fails(1, "use the Hugging Face repository that they were converted from");

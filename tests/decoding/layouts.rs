@@ -60,6 +60,15 @@ fn vllm_of_llama_in_int4() {
     }
 }
 
+/// Heads, and the shared expert, are as many as two ranks can share.
+#[test]
+fn vllm_of_kimi_in_int4() {
+    let twice = models::kimi("kimi_k2");
+    for mesh in ["", "tensor=2", "tensor=2,ep=1"] {
+        same(&twice, &options("vllm", mesh), 3);
+    }
+}
+
 #[test]
 fn names_of_the_family_and_of_the_repository() {
     for twice in [models::gpt_oss(), models::kimi("deepseek_v3"), models::llama("", Dress::Int4)] {

@@ -20,8 +20,12 @@ from quantized_formats import SCHEMES, Noise, Parts, Scheme
 from reference import FLOATS, cast_array
 from repos import Draw, Repo, Tensor
 
-# Stays in float32 for any dtype, because the model's own code computes with it in float32.
+# Ends of the names of tensors that stay as stored for any 16-bit dtype, because the model's own code keeps them in float32.
 KEPT = ("e_score_correction_bias",)
+KEPT_V4 = (
+    ".attn_sink", ".gate.bias", ".ape", ".hc_attn_fn", "norm.weight", ".attn_norm.weight", ".ffn_norm.weight", ".q_norm.weight",
+    ".kv_norm.weight",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -35,6 +39,7 @@ class Quantized:
     replaced: dict[str, str]
     gone: set[str]
     companions: dict[str, list[str]]
+    kept: tuple[str, ...] = KEPT
 
     def decoded(self, weights: str | None = None, rest: str | None = None) -> Repo:
         """The repository with decoded matrices stored as `weights`, and its other floats cast to `rest`."""
@@ -49,7 +54,8 @@ class Quantized:
                     to = self.replaced[name]
                     files[file][to] = Tensor.of(weights or self.code, formats.rounded(self.values[to], weights or self.code))
                 elif name not in self.gone:
-                    cast = rest and tensor.code in FLOATS and not name.endswith(KEPT)
+                    is_kept = rest in ("BF16", "F16") and name.endswith(self.kept)
+                    cast = rest and tensor.code in FLOATS and not is_kept
                     files[file][name] = Tensor.of(rest, cast_array(tensor.array(), rest)) if cast else tensor
         return Repo(self.repo.path, files, config)
 
@@ -434,6 +440,7 @@ DEEPSEEK_FP8 = {"quantization_config": {
 def deepseek_v4(path: Path, kind: str) -> Quantized:
     """Names of DeepSeek's own: fp4 experts with an exponent per 32, fp8 in blocks of 128 elsewhere, scales `X.scale`."""
     maker, hidden, inter, experts = Maker(path, kind, "BF16"), 160, 96, 3
+    maker.made.kept = KEPT_V4
     for name in ("embed.weight", "head.weight"):
         maker.plain(name, 64, hidden)
     maker.plain("norm.weight", hidden)
@@ -450,6 +457,7 @@ def deepseek_v4(path: Path, kind: str) -> Quantized:
         for word, size in (("attn.q_norm", 96), ("attn.kv_norm", 144), ("attn_norm", hidden), ("ffn_norm", hidden)):
             maker.plain(f"{at}.{word}.weight", size)
         maker.plain(f"{at}.attn.attn_sink", 4, code="F32")
+        maker.plain(f"{at}.hc_attn_fn", 4, 2 * hidden, code="F32")
         maker.plain(f"{at}.ffn.gate.weight", experts, hidden)
         maker.plain(f"{at}.ffn.gate.bias", experts, code="F32")
         mlps = [("shared_experts", "deepseek-v4-fp8"), *((f"experts.{e}", "deepseek-v4-fp4") for e in range(experts))]

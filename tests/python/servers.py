@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import dataclasses
+import datetime
 import email.utils
 import hashlib
 import hmac
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
+import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -217,3 +222,48 @@ def bucket_of(kind: str, directory: Path) -> Iterator[Bucket]:
     }.get(kind, lambda: stub_bucket(kind, directory / "root"))
     with made() as bucket:
         yield bucket
+
+
+@contextmanager
+def encrypted(url: str, certificate: Path) -> Iterator[str]:
+    """The server at `url`, encrypted: its address. Nobody has signed its certificate but itself."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a server")])
+    now = datetime.datetime.now(datetime.UTC)
+    built = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    built = built.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
+    built = built.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=True)
+    pem = serialization.Encoding.PEM
+    certificate.write_bytes(built.sign(key, hashes.SHA256()).public_bytes(pem))
+    keyfile = certificate.with_suffix(".key")
+    keyfile.write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, keyfile)
+    port = urllib.parse.urlsplit(url).port
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer))
+
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1", 0, ssl=context))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"https://localhost:{server.sockets[0].getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)

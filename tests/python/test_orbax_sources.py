@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import mounting
+from servers import stub_bucket
 
 jax = pytest.importorskip("jax")
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -70,6 +71,7 @@ def state() -> dict:
         "scalar": np.float32(3.5),
         "wide": draw(np.int64, 5, 7),
         "f8": put(draw(ml_dtypes.float8_e4m3fn, 8, 8), fsdp, "fsdp"),
+        "f8_scales": draw(ml_dtypes.float8_e8m0fnu, 8),
         "bool": draw(np.bool_, 6, 2),
     }
     mu = {"decoder": {"w": put(draw(np.float32, 16, 24), both, "fsdp", "tensor")}}
@@ -203,9 +205,35 @@ def test_unfinished_steps_are_passed_over_and_alone_refused(own, written, saved,
     metadata = root / "12/_CHECKPOINT_METADATA"
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"commit_timestamp_nsecs": None}))
     same(own(root) / "full", model(saved))
-    for alone in ("11.orbax-checkpoint-tmp", "12"):
+    # An item whose saver was stopped, on a store that cannot rename it.
+    item = base / "orbax/unfinished-item"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(item, {"params": {"w": np.zeros(2, np.float32)}})
+    own(item)
+    metadata = item / "_CHECKPOINT_METADATA"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"commit_timestamp_nsecs": None}))
+    for alone in ("11.orbax-checkpoint-tmp", "12", "../unfinished-item"):
         done = mounting.run("plan", root / alone, expect=1)
         assert "unfinished" in done.err, done.err
+
+
+@pytest.mark.parametrize("kind", ["ocdbt-zarr3", "files-plain-zarr2"])
+def test_a_bucket_holds_the_same_checkpoint(own, written, saved, clean, tmp_path, kind):
+    """By ranged reads, and without the optimizer's. A step without its commit file is not finished on an object store."""
+    with stub_bucket("s3", tmp_path / "server") as bucket:
+        for name, value in bucket.environment.items():
+            clean.setenv(name, value)
+        place = tmp_path / "server/weights/some/model"
+        shutil.copytree(written(kind), place, dirs_exist_ok=True)
+        mounted = own(bucket.address, "--mesh", "fsdp=4,tensor=2")
+        same(mounted / "full", model(saved))
+        assert "no difference" in mounting.run("verify", mounted.point).out
+        (place / "10/commit_success.txt").unlink()
+        plan = mounting.run("plan", bucket.address, "--json")
+        (view,) = plan.json().get("views", [plan.json()])
+        assert {row["name"] for row in view["tensors"]} == {"params.params.w"}
+        assert "commit_success.txt" in plan.out + plan.err
+        assert "unfinished" in mounting.run("plan", f"{bucket.address}/10", expect=1).err
 
 
 def test_int4_is_refused_with_the_reason(base):
@@ -230,6 +258,18 @@ def test_a_lost_chunk_is_refused_and_a_damaged_one_is_an_error(own, written, bas
     assert mounting.error_of((mounted / "full/params/params/zeros").read_bytes) is not None
     assert mounting.error_of((mounted / "full/params/params/large").read_bytes) is None
     chunk.write_bytes(stored)
+
+
+def test_a_chunk_beyond_all_memory_is_an_error(own, written, base):
+    """A damaged description may give a chunk any shape; the daemon survives its readers."""
+    root = base / "orbax/vast"
+    shutil.copytree(written("files-zarr2") / "10", root)
+    description = root / "default/params.params.wide/.zarray"
+    changed = json.loads(description.read_text()) | {"chunks": [1 << 18, 1 << 18]}
+    description.write_text(json.dumps(changed))
+    mounted = own(root)
+    assert mounting.error_of((mounted / "full/params/params/wide").read_bytes) is not None
+    assert mounting.error_of((mounted / "full/params/params/large").read_bytes) is None
 
 
 def test_explain_names_chunk_and_codec(written):
@@ -309,6 +349,60 @@ def test_keys_with_dots_and_places_in_lists_are_restored_into_the_same_tree(own,
     again = own(mounted / "orbax") / "orbax/0/items"
     restored = ocp.StandardCheckpointer().restore(again, target)
     assert jax.tree.structure(restored) == jax.tree.structure(tree)
+
+
+def test_keys_with_slashes_are_restored_into_the_same_tree(own, base):
+    """Haiku's modules are called so. Orbax stores such an array in a directory of a directory."""
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: rng.random(shape, np.float32)  # noqa: E731
+    params = {"mlp/linear": {"w": draw(2, 4), "b/c": draw(3)}, "mlp": {"linear": draw(5)}, "per%cent": draw(2), "plain": {"w": draw(2)}}
+    tree = {"params": params}
+    path = base / "orbax/slashes"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+    mounted = own(path, "--mesh", "fsdp=2")
+    items = mounted / "orbax/0/items"
+    directories = lambda below: {str(found.relative_to(below)) for found in below.rglob("*") if found.is_dir()}  # noqa: E731
+    assert directories(items) == directories(path)
+    for found in (ocp.PyTreeCheckpointer().restore(items), ocp.PyTreeCheckpointer().restore(own(mounted / "orbax") / "orbax/0/items")):
+        assert jax.tree.structure(found) == jax.tree.structure(tree)
+        for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+            mounting.same_bytes(np.ascontiguousarray(leaf).tobytes(), expected, "slashes")
+
+
+def test_what_is_empty_and_single_numbers_are_restored_as_from_the_source(own, base):
+    """An optimizer's state has places with nothing; without them its tree does not fit."""
+    tree = {
+        "params": {"w": np.ones((2, 4), np.float32), "nothing": None, "dict": {}, "list": [], "lr": 0.5, "flag": True},
+        "opt_state": [{"count": 3, "mu": {"w": np.zeros((2, 4), np.float32)}}, None, {"x": {}}],
+        "step": 7,
+    }
+    path = base / "orbax/empty"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+    for more, expected in (["--training-state"], tree), ([], {"params": tree["params"]}):
+        items = own(path, "--mesh", "fsdp=2", *more) / "orbax/0/items"
+        without = ocp.PyTreeCheckpointer().restore(items)
+        for restored in (without, ocp.PyTreeCheckpointer().restore(items, item=expected), ocp.StandardCheckpointer().restore(items, expected)):
+            assert jax.tree.structure(restored) == jax.tree.structure(expected)
+            jax.tree.map(lambda found, saved: mounting.same_bytes(np.asarray(found).tobytes(), np.asarray(saved), "leaf"), restored, expected)
+        assert [type(without["params"][name]) for name in ("lr", "flag")] == [float, bool]
+
+
+def test_large_chunks_are_decoded_ahead_of_a_sequential_reader(own, base):
+    """A chunk for each thread, although a chunk is larger than what is read ahead of other files."""
+    chunk = 96 << 20
+    path = base / "orbax/ahead"
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
+    tree = {"params": {"w": np.zeros(4 * chunk, np.uint8)}}
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, save_args={"params": {"w": ocp.SaveArgs(chunk_byte_size=chunk)}}))
+    assert len(list((path / "params.w").iterdir())) == 5
+    mounted = own(path, "--materialize", "none", "--threads", "2")
+    with (mounted / "full/params/w").open("rb", buffering=0) as opened:
+        for _ in range(48):
+            assert opened.read(1 << 20) == bytes(1 << 20)
+        mounting.wait_until(lambda: decoded(mounted) >= 3, what="two chunks ahead")
 
 
 def in_order(file: Path, step: int = 1 << 16) -> bytes:

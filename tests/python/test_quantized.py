@@ -465,16 +465,16 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4", "tensor=4"])
+@pytest.mark.parametrize("mesh, materialize", [("fsdp=4", "none"), ("tensor=4", "memory")])
 @pytest.mark.parametrize("scheme", SHARDED)
-def test_a_shard_fetches_its_codes_and_scales(base, own, scheme, mesh):
-    """The four devices together use each stored byte once, and at most 5 % more where a tile is computed twice, except for what
-    all of them need: the scale of a whole row where they split the row, of a whole tensor, and with act-order, where a device's
-    inputs are of any groups, all groups."""
+def test_a_shard_fetches_its_codes_and_scales(base, own, scheme, mesh, materialize):
+    """The four devices together use each stored byte once, and at most 2 % more, except for what all of them need: the scale
+    of a whole row where they split the row, of a whole tensor, and with act-order, where a device's inputs are of any groups,
+    all groups."""
     path = base / "sharded" / scheme
     code = "F16" if scheme.startswith(("awq", "gptq")) else "BF16"
     made = quantized_repos.llama(path, "calm", scheme, SHARDED[scheme], sizes=WIDE, code=code)
-    mounted = own(path, "--mesh", mesh, "--layout", "hf", "--dequantize", "--materialize", "none")
+    mounted = own(path, "--mesh", mesh, "--layout", "hf", "--dequantize", "--materialize", materialize)
     stored = made.repo.tensors
     least = most = 0
     for decoded, companions in made.companions.items():
@@ -485,4 +485,4 @@ def test_a_shard_fetches_its_codes_and_scales(base, own, scheme, mesh):
         most += sum(sizes.values()) + 3 * sum(sizes[name] for name in companions if is_shared[name])
         for device in range(4):
             (mounted / f"dev{device}/{decoded}").read_bytes()
-    assert least <= sum(mounted.stats()["bytes_fetched"].values()) <= 1.05 * most
+    assert least <= sum(mounted.stats()["bytes_fetched"].values()) <= 1.02 * most

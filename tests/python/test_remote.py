@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -131,6 +133,31 @@ def test_faults_of_the_network_do_not_reach_the_reader(own, repo, hub):
     check_full(own("org/llama"), reference.canonical(repo("llama")))
 
 
+def test_wrong_bytes_of_the_hub_are_fetched_once_more_and_then_refused(own, repo, clean, tmp_path):
+    """The Hub names the digest of what it was given; its content network has a byte that was damaged later."""
+    local = tmp_path / "local"
+    shutil.copytree(repo("llama").path, local)
+    weights = sorted(local.glob("*.safetensors"))[0]
+    stub = Stub("hub", f"org/llama={local}")
+    try:
+        clean.setenv("HF_ENDPOINT", stub.url)
+        with weights.open("r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)
+            file.seek(-1, 2)
+            file.write(bytes([last[0] ^ 1]))
+        error = mounting.run("fetch", "org/llama", expect=1).err
+        assert weights.name in error and "fetched once more" in error and "expected SHA-256" in error
+        told = mounting.run("cache", "verify", expect=1)
+        assert f"{weights.name}: expected SHA-256" in told.out, "each line names its object"
+        mounted = own("org/llama", "--prefetch", "on")
+        digest = "its digest is wrong twice, and nobody reads"
+        mounting.wait_until(lambda: mounted.stats()["poisoned_sources"] == 1, seconds=60, what=digest)
+        assert weights.name in mounting.run("status", mounted.point, expect=1).out
+    finally:
+        stub.close()
+
+
 def test_no_log_has_a_token_or_a_signed_address(repo, hub, clean):
     clean.setenv("CKFS_LOG", "trace")
     hub.set(busy=1, busy_seconds=1, broken=2, short=2, short_after=1000, expired=1)
@@ -144,10 +171,13 @@ def test_no_log_has_a_token_or_a_signed_address(repo, hub, clean):
 
 
 def test_requests_to_a_bucket_are_counted(own, bucket):
-    text = (own("s3://models/llama") / ".ckfs/metrics").read_text()
+    mounted = own("s3://models/llama")
+    text = (mounted / ".ckfs/metrics").read_text()
     values = {sample.name: sample.value for family in parse_openmetrics(text) for sample in family.samples}
     assert 0 < values["ckfs_remote_latency_seconds_count"] <= values["ckfs_remote_requests_total"]
     assert values["ckfs_remote_latency_seconds_bucket"] == values["ckfs_remote_latency_seconds_count"], "the last is all"
+    told = mounting.run("status", mounted.point).out
+    assert re.search(r"remote  \d+ requests, half of them within \d+ ms, 99 % within \d+ ms; .+ fetched; 0 retries", told), told
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import mounting
 import repos
+from servers import stub_bucket
 
 torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
@@ -74,6 +76,35 @@ def test_every_tensor_is_what_torch_saved(saved, own, case):
         found = load_file(mounted / f"safetensors/dev{device}.safetensors")
         assert set(found) == {name for name in tensors}
     mounting.run("verify", mounted.point)
+
+
+def test_a_bucket_holds_the_same_checkpoint(saved, own, clean, tmp_path):
+    tensors = whole(saved, "both")
+    with stub_bucket("s3", tmp_path / "server") as bucket:
+        for name, value in bucket.environment.items():
+            clean.setenv(name, value)
+        shutil.copytree(saved / "both", tmp_path / "server/weights/some/model", dirs_exist_ok=True)
+        mounted = own(bucket.address, "--mesh", "fsdp=3")
+        same(mounted.point, tensors)
+        assert "no difference" in mounting.run("verify", mounted.point).out
+
+
+def test_metadata_of_older_torch_is_read(saved, own, tmp_path):
+    """Before 2.3 torch had the properties of tensors in another module."""
+    older = pytest.importorskip("torch.distributed._shard.sharded_tensor.metadata")
+    tensors = whole(saved, "placed")
+    copy = tmp_path / "older"
+    shutil.copytree(saved / "placed", copy)
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    for tensor in metadata.state_dict_metadata.values():
+        if properties := getattr(tensor, "properties", None):
+            tensor.properties = older.TensorProperties(properties.dtype, properties.layout, properties.requires_grad)
+    for info in metadata.storage_data.values():
+        info.__dict__.pop("transform_descriptors", None)
+    written = pickle.dumps(metadata)
+    assert b"torch.distributed._shard.sharded_tensor.metadata" in written
+    (copy / ".metadata").write_bytes(written)
+    same(own(copy).point, tensors)
 
 
 @pytest.mark.parametrize("case", ["fsdp", "placed"])
@@ -154,6 +185,12 @@ def test_other_kinds_are_refused_by_name(tmp_path):
     path = tmp_path / "x.pt"
     torch.save({"w": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
     assert "save it with torch.save" in mounting.run("plan", path, expect=1).err
+    torch.save({"w": torch.zeros(2)}, path, _use_new_zipfile_serialization=False, pickle_protocol=4)
+    assert "save it with torch.save" in mounting.run("plan", path, expect=1).err
+    path.write_bytes(pickle.dumps({"w": np.zeros(2)}))
+    assert "as pickle.dump writes" in mounting.run("plan", path, expect=1).err
+    path.write_bytes(b"")
+    assert "an empty file" in mounting.run("plan", path, expect=1).err
     torch.save({"w": torch.zeros(2), "os": os.system}, path)
     assert "posix.system" in mounting.run("plan", path, expect=1).err
     torch.save({"z": torch.zeros(2, 2).to_sparse()}, path)
@@ -223,6 +260,18 @@ def test_what_is_no_checkpoint_is_named(saved, tmp_path):
     assert "llama.cpp" in mounting.run("plan", tmp_path, expect=1).err
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     assert "git lfs pull" in mounting.run("plan", tmp_path / "model.safetensors", expect=1).err
+    # A clone without its files.
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        clone = tmp_path / f"clone of {name}"
+        clone.mkdir()
+        shutil.copy(tmp_path / "model.safetensors", clone / name)
+        assert "git lfs pull" in mounting.run("plan", clone, expect=1).err
+    for name, advice in (("model_world_size_2_rank_{}.pt", "verl.model_merger"), ("zero_pp_rank_{}_optim_states.pt", "zero_to_fp32")):
+        ranks = tmp_path / f"ranks of {name}"
+        ranks.mkdir()
+        for rank in range(2):
+            torch.save({"w": torch.zeros(2)}, ranks / name.format(rank))
+        assert advice in mounting.run("plan", ranks, expect=1).err
 
 
 def test_the_prefix_of_a_training_program_is_proposed(tmp_path):
@@ -233,6 +282,17 @@ def test_the_prefix_of_a_training_program_is_proposed(tmp_path):
     plan = mounting.run("plan", path, "--source-rename", rule, "--layout", "hf", "--json").json()
     shown = {row["name"] for view in plan.get("views", [plan]) for row in view["tensors"]}
     assert shown == set(names)
+
+
+def test_a_checkpoint_of_lightning_is_its_model(tmp_path, own):
+    state = {"model.model.layers.0.w": torch.ones(3), "model.lm_head.weight": torch.zeros(2)}
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": state, "optimizer_states": [optimizer], "epoch": 1, "callbacks": {}}, path)
+    plan = mounting.run("plan", path, "--layout", "hf", "--json").json()
+    assert "optimizer_states.0.state.0.exp_avg" in {row["name"] for row in plan["no_tensors"]}
+    (view,) = plan.get("views", [plan])
+    assert {row["name"] for row in view["tensors"]} == {"model.layers.0.w", "lm_head.weight"}
 
 
 @pytest.mark.parametrize("form", ["file", "directory"])

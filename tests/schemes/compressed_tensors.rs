@@ -197,7 +197,17 @@ fn variants_that_are_not_decoded_stay_raw_by_name() {
     // The tensors have codes; the configuration says that there are none.
     let mut ignored = matrix(&integers(4, "group", Some(32), true));
     ignored.config["quantization_config"]["ignore"] = json!(["a"]);
-    ignored.stays_raw("compressed-tensors, but its configuration leaves this tensor unquantized", 1);
+    let said = "compressed-tensors, but its configuration leaves this tensor unquantized";
+    ignored.stays_raw(said, 1);
+    let mut blocks = floats(8, "block", None);
+    blocks["block_structure"] = json!([3, 8]);
+    let mut blocks = linear("float-quantized", &blocks).noise("a.weight", DType::F8E4M3, &[7, 37]).noise(
+        "a.weight_scale",
+        DType::BF16,
+        &[3, 5],
+    );
+    blocks.config["quantization_config"]["ignore"] = json!(["a"]);
+    blocks.stays_raw(said, 1);
 }
 
 #[test]
@@ -359,4 +369,17 @@ fn each_module_belongs_to_one_group() {
     assert_eq!(schemes, expected);
     assert!(found.unsupported.is_empty());
     assert_eq!(found.schemes.len(), 3);
+}
+
+#[test]
+fn embeddings_belong_to_the_group_of_their_class() {
+    let groups = [
+        group("pack-quantized", &json!(["Linear"]), &integers(4, "group", Some(32), true)),
+        group("pack-quantized", &json!(["Embedding"]), &integers(8, "channel", None, true)),
+    ];
+    let config = configured("mixed-precision", &groups, &json!([]));
+    let repository = packed(Repository::new(config), "model.embed_tokens", (5, 64), 8, 1);
+    let opened = packed(repository, "layers.0.q", (4, 64), 4, 2).open();
+    check_packed(&opened, "model.embed_tokens", (5, 64), 8, 64, false);
+    check_packed(&opened, "layers.0.q", (4, 64), 4, 32, false);
 }

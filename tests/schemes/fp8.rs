@@ -98,3 +98,77 @@ fn four_bit_experts_of_deepseek_v4_are_beside_blocks_of_fp8() {
         .instead(&format!("{expert}.scale"), DType::F32, &[3, 2])
         .is_refused(&[&format!("tensor \"{expert}.scale\": expected F8_E8M0 [3, 2]")]);
 }
+
+/// A stack of experts has one scale for each output. transformers stores them on the middle axis, or on the last but one of its own.
+#[test]
+fn stacks_of_fbgemm_have_a_scale_per_column() {
+    let config = json!({"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]});
+    for scale in [[3, 1, 5], [3, 5, 1]] {
+        let repository = || {
+            Repository::new(config.clone()).noise("experts.gate_up_proj", DType::F8E4M3, &[3, 4, 5]).noise(
+                "experts.gate_up_proj_scale",
+                DType::F32,
+                &scale,
+            )
+        };
+        let opened = repository().open();
+        let (codes, scales) = (opened.stored("experts.gate_up_proj"), opened.stored("experts.gate_up_proj_scale"));
+        opened.check("experts.gate_up_proj", "scaled_fp8", &[3, 4, 5], |n| {
+            e4m3(codes[n]) * f32_at(&scales, n / 20 * 5 + n % 5)
+        });
+        repository()
+            .instead("experts.gate_up_proj_scale", DType::F32, &[3, 4, 1])
+            .is_refused(&["tensor \"experts.gate_up_proj_scale\": expected F32 [3, 1, 5] to decode"]);
+        repository()
+            .without("experts.gate_up_proj_scale")
+            .stays_raw("fbgemm_fp8, but these are not the codes that its configuration says", 1);
+    }
+}
+
+/// transformers would load the codes of such a module as if they were its numbers.
+#[test]
+fn codes_that_the_configuration_leaves_unquantized_stay_raw() {
+    let repository = |mut config: serde_json::Value, entry: &str| {
+        config["modules_to_not_convert"] = json!(["lm_head", entry]);
+        Repository::new(config).noise("layers.0.mlp.gate.weight", DType::F8E4M3, &[6, 20]).noise(
+            "layers.0.mlp.gate.weight_scale",
+            DType::F32,
+            &[6, 1],
+        )
+    };
+    let blocks = json!({"quant_method": "fp8", "weight_block_size": [1, 20]});
+    for (config, method) in [
+        (blocks, "fp8"),
+        (json!({"quant_method": "fp8"}), "fp8"),
+        (json!({"quant_method": "fbgemm_fp8"}), "fbgemm_fp8"),
+    ] {
+        for entry in ["layers.0.mlp.gate", "mlp.gate", "gate", "layers.0.mlp", "layers.*.gate", "layers.0.*"] {
+            let method = format!("{method}, but its configuration leaves this tensor unquantized");
+            repository(config.clone(), entry).stays_raw(&method, 1);
+        }
+    }
+    for entry in ["gate_proj", "mlp.gat", "ate", "layers.1.*", "*.mlp"] {
+        let opened = repository(json!({"quant_method": "fbgemm_fp8"}), entry).open();
+        assert_eq!(opened.decoded(), ["layers.0.mlp.gate.weight"], "{entry}");
+    }
+}
+
+/// Their scales may have any name: without them 8-bit floats are no numbers of the model.
+#[test]
+fn matrices_of_8_bit_floats_without_a_known_scale_stay_raw() {
+    for method in ["fp8", "mxfp4", "awq"] {
+        let repository = Repository::new(json!({"quant_method": method})).noise("a.codes", DType::F8E4M3, &[7, 37]);
+        let says =
+            if method == "fp8" { "fp8, but these are not the codes that its configuration says" } else { method };
+        repository.stays_raw(says, 1);
+    }
+    // The block of another method's configuration is not this one's.
+    let other = json!({"quant_method": "quark", "weight_block_size": [4, 8]});
+    Repository::new(other)
+        .noise("a.weight", DType::F8E4M3, &[7, 37])
+        .noise("a.weight_scale_inv", DType::F32, &[2, 5])
+        .stays_raw("quark", 1);
+    // 8-bit floats of a model that is not quantized are its numbers.
+    let plain = Repository::new(json!(null)).noise("a.weight", DType::F8E4M3, &[7, 37]).open();
+    assert!(plain.checkpoint.quantized().unsupported.is_empty());
+}

@@ -67,6 +67,12 @@ fn codes_without_a_configuration_stay_raw_and_a_configuration_without_codes_is_i
     let plain = Repository::new(json!({"quant_method": "mxfp4"})).noise("a.weight", DType::BF16, &[4, 4]).open();
     let found = plain.checkpoint.quantized();
     assert!(found.tensors.is_empty() && found.unsupported.is_empty() && found.schemes.is_empty());
+    for entry in ["model.layers.*.mlp.experts", "model.layers.0.mlp", "down_proj", "experts.down_proj"] {
+        let mut repository = self::repository().without(&format!("{EXPERTS}.gate_up_proj_blocks"));
+        repository = repository.without(&format!("{EXPERTS}.gate_up_proj_scales"));
+        repository.config["quantization_config"]["modules_to_not_convert"] = json!([entry]);
+        repository.stays_raw("mxfp4, but its configuration leaves this tensor unquantized", 1);
+    }
     // The configuration refers to tensors that are not plain numbers.
     let other = Repository::new(json!({"quant_method": "quark"})).noise("a.codes", DType::U8, &[4, 4]);
     other.stays_raw("quark", 1);

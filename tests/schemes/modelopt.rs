@@ -73,6 +73,25 @@ fn one_algorithm_for_all_from_either_file() {
     }
 }
 
+/// As Llama 4 is published: the experts of a layer are one tensor, whose companions have names after its own.
+#[test]
+fn stacks_of_experts_have_one_scale() {
+    let stack = "layers.0.experts.gate_up_proj";
+    let repository = |algorithm: &str| {
+        Repository::new(in_config(algorithm))
+            .bytes(&format!("{stack}_weight_scale"), DType::F32, &[], 0.003_712f32.to_le_bytes().to_vec())
+            .noise(&format!("{stack}_input_scale"), DType::F32, &[])
+    };
+    let opened = repository("FP8").noise(stack, DType::F8E4M3, &[3, 4, 5]).open();
+    assert_eq!(opened.left_out(), [format!("{stack}_input_scale")]);
+    let codes = opened.stored(stack);
+    opened.check(stack, "scaled_fp8", &[3, 4, 5], |n| e4m3(codes[n]) * 0.003_712);
+    // Nothing tells how the 4-bit floats of a stack are packed.
+    repository("NVFP4")
+        .noise(stack, DType::U8, &[3, 4, 8])
+        .stays_raw("modelopt, but these are not the codes that its configuration says", 1);
+}
+
 #[test]
 fn an_algorithm_for_each_layer() {
     let layers = json!({

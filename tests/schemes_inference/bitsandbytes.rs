@@ -186,8 +186,9 @@ fn tiled_integers_and_skipped_modules_stay_raw_by_name() {
     for (format, name) in [(1, "col32"), (2, "col_turing"), (3, "col_ampere")] {
         eight(repository(8, "nf4"), "a", (24, 33), format).stays_raw(&format!("bitsandbytes int8 {name}"), 1);
     }
-    eight(repository(8, "nf4"), "lm_head", (24, 33), 0)
-        .stays_raw("bitsandbytes, but its configuration leaves this tensor unquantized", 1);
+    let skipped = "bitsandbytes, but its configuration leaves this tensor unquantized";
+    eight(repository(8, "nf4"), "lm_head", (24, 33), 0).stays_raw(skipped, 1);
+    matrix(repository(4, "nf4"), "lm_head.weight", "nf4", &[24, 32], 64, None).stays_raw(skipped, 1);
 }
 
 #[test]

@@ -38,3 +38,37 @@ fn a_configuration_without_codes_is_of_no_matter() {
         assert!(found.tensors.is_empty() && found.unsupported.is_empty() && found.schemes.is_empty());
     }
 }
+
+/// As old repositories are, whose configuration was in a file of its own.
+#[test]
+fn codes_of_every_library_are_noticed_without_a_configuration() {
+    let repository = || Repository::new(json!(null));
+    let noticed = |repository: Repository| {
+        repository.stays_raw("tensors of codes and scales, but no quantization_config", 1);
+    };
+    let gptq = repository().noise("a.qweight", DType::I32, &[4, 16]).noise("a.qzeros", DType::I32, &[1, 2]);
+    noticed(gptq.noise("a.scales", DType::F16, &[1, 16]));
+    noticed(repository().noise("a.W_q", DType::U8, &[8, 32]).noise("a.scale", DType::F16, &[16, 1]));
+    let torchao = repository().noise("a._weight_qdata", DType::I8, &[4, 8]);
+    noticed(torchao.noise("a._weight_scale", DType::F32, &[4, 1]));
+    let bitsandbytes = repository().noise("a.weight", DType::U8, &[64, 1]).noise("a.weight.absmax", DType::F32, &[2]);
+    noticed(bitsandbytes);
+    noticed(repository().noise("a.weight", DType::I8, &[4, 8]).noise("a.SCB", DType::F32, &[4]));
+    noticed(repository().noise("a.weight", DType::U32, &[4, 8]).noise("a.scales", DType::BF16, &[4, 1]));
+    noticed(repository().noise("a.up", DType::U8, &[2, 4, 8]).noise("a.up_weight_scale", DType::F32, &[]));
+    // Integers of a model that is not quantized.
+    let plain = repository().noise("a.qweight", DType::I32, &[4, 16]).noise("a.table", DType::I32, &[4, 16]).open();
+    assert!(plain.checkpoint.quantized().unsupported.is_empty());
+}
+
+/// A nested configuration may have the member and leave it empty.
+#[test]
+fn a_null_in_the_text_model_does_not_hide_the_configuration() {
+    let mut repository = Repository::new(json!({"quant_method": "fbgemm_fp8"}))
+        .noise("a.weight", DType::F8E4M3, &[7, 37])
+        .noise("a.weight_scale", DType::F32, &[7, 1]);
+    repository.config["text_config"] = json!({"quantization_config": null, "dtype": null, "torch_dtype": null});
+    let opened = repository.open();
+    let tensor = opened.checkpoint.quantized().tensors.get(0);
+    assert_eq!((tensor.name, tensor.dtype), ("a.weight", DType::F16));
+}

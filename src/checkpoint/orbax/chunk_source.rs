@@ -40,6 +40,8 @@ const BY_DEFINITION_BYTES_MAX: usize = 64 << 20;
 pub(super) struct ChunkSource {
     inner: Arc<dyn Source>,
     decoder: Arc<Decoder>,
+    /// Bytes of the largest chunk.
+    chunk_bytes_max: u64,
     pins: Vec<Pin>,
     /// Chunks that the slow decoder made last.
     by_definition: Mutex<Chunks>,
@@ -57,8 +59,9 @@ impl ChunkSource {
         let pin = |file: &DecodedFile| Pin { len_bytes: file.len_bytes(), ..inner.pin(FileId(file.stored_in)).clone() };
         let pins = files.iter().map(pin).collect();
         inner.health().name_others(files.iter().map(|file| FileId(file.stored_in)).collect());
+        let chunk_bytes_max = files.iter().map(|file| file.array.chunk_bytes()).max().unwrap_or(0);
         let decoder = Arc::new(Decoder::new(Arc::clone(&inner), files));
-        Self { inner, decoder, pins, by_definition: Mutex::new(LruCache::unbounded()) }
+        Self { inner, decoder, chunk_bytes_max, pins, by_definition: Mutex::new(LruCache::unbounded()) }
     }
 
     /// The decoded file of this id, with its number; `None` if it is a file of the inner source.
@@ -105,6 +108,7 @@ impl ChunkSource {
         if let Some(found) = lock().get(&key) {
             return Ok(Arc::clone(found));
         }
+        self.decoder.check_memory(key)?;
         let decoded = &self.decoder.files[key.0 as usize];
         let chunk = &decoded.chunks[to_usize(key.1)];
         let stored_in = FileId(decoded.stored_in);
@@ -288,6 +292,10 @@ impl DecodedChunks for ChunkSource {
 
     fn decoded_count(&self) -> u64 {
         self.decoder.pool.decoded()
+    }
+
+    fn largest_bytes(&self) -> u64 {
+        self.chunk_bytes_max
     }
 }
 

@@ -22,6 +22,10 @@ use crate::{
 /// decoded bytes, and saves as much memory as is stored.
 const STREAMED_BYTES_MIN: u64 = 64 << 20;
 
+/// Chunks of more bytes are decoded only if the system has memory for them. A damaged description may give a chunk any size, and
+/// an allocation that fails would end the process.
+const PROBED_BYTES_MIN: u64 = 64 << 20;
+
 /// Stored bytes read at once then.
 const STREAMED_STEP_BYTES: usize = 1 << 20;
 
@@ -61,8 +65,21 @@ impl Decoder {
     pub(super) fn chunk(&self, key: ChunkKey) -> Result<Arc<Decoded>, SourceError> {
         let stored_in = FileId(self.place(key).0.stored_in);
         let ExpectedChunk { len, stored_len, .. } = self.expected(key);
+        self.check_memory(key)?;
         let goes_on = || self.inner.health().usable(stored_in);
         self.pool.get(key, (len, stored_len), &goes_on, |stored, target| self.decode(key, stored, target))
+    }
+
+    /// Refuses a chunk for which the system has no memory.
+    pub(super) fn check_memory(&self, key: ChunkKey) -> Result<(), SourceError> {
+        let (decoded, chunk) = self.place(key);
+        let len = decoded.array.chunk_bytes();
+        let mut probe = Vec::<u8>::new();
+        // Unless the compiler thinks that somebody uses it, it leaves the allocation out.
+        if len < PROBED_BYTES_MIN || std::hint::black_box(&mut probe).try_reserve_exact(to_usize(len)).is_ok() {
+            return Ok(());
+        }
+        Err(self.undecodable(decoded, chunk, ChunkError::Memory { bytes: len }))
     }
 
     /// Decodes a chunk into `target`. `stored` has room for its stored bytes, unless they are streamed.
@@ -115,6 +132,9 @@ impl Decoder {
     /// reader meets it again.
     pub(super) fn expect(self: &Arc<Self>, key: ChunkKey) {
         if let CodedBytes::Inline(_) = self.place(key).1.bytes {
+            return;
+        }
+        if self.check_memory(key).is_err() {
             return;
         }
         let expected = self.expected(key);

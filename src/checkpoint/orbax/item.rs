@@ -18,8 +18,8 @@ use crate::{
 /// What a Hugging Face repository has.
 const CONFIG: &str = "config.json";
 
-/// Items in order of preference: of MaxText, of `CheckpointManager` without names, of the newer interface.
-const ITEMS: [&str; 5] = ["items", "default", "state", "pytree", "params"];
+/// Items in order of preference: of MaxText, of `CheckpointManager` without names, of the newer interface, and what others use.
+const ITEMS: [&str; 6] = ["items", "default", "state", "pytree", "params", "model"];
 
 /// The place of the arrays.
 #[derive(Clone, Debug, PartialEq)]
@@ -119,6 +119,7 @@ pub(super) fn find(tree: &dyn FileTree) -> Result<Item, OrbaxProblem> {
     let mut steps: Vec<(u64, &str)> =
         directories(&entries).filter_map(|name| Some((step_number(name)?, name))).collect();
     steps.sort_unstable();
+    let mut without_arrays = Vec::new();
     let mut unfinished: Vec<String> =
         directories(&entries).filter_map(|name| Some(format!("{name} ({})", unfinished_name(name)?))).collect();
     for (number, name) in steps.into_iter().rev() {
@@ -126,7 +127,7 @@ pub(super) fn find(tree: &dyn FileTree) -> Result<Item, OrbaxProblem> {
             Ok(item) => return Ok(Item { step: Some(number), unfinished, ..item }),
             Err(OrbaxProblem::Unfinished { reason, .. }) => unfinished.push(format!("{name} ({reason})")),
             // A directory with a number for a name need not be a step.
-            Err(OrbaxProblem::NoItem { .. }) => {}
+            Err(OrbaxProblem::NoItem { .. }) => without_arrays.push(format!("{name} (no arrays in it)")),
             Err(error) => return Err(error),
         }
     }
@@ -135,6 +136,7 @@ pub(super) fn find(tree: &dyn FileTree) -> Result<Item, OrbaxProblem> {
         let reason = "the databases of its processes are not merged yet, manifest.ocdbt is missing";
         return Err(OrbaxProblem::Unfinished { directory: tree.shown(""), reason });
     }
+    unfinished.extend(without_arrays);
     Err(OrbaxProblem::NoFinishedStep { directory: tree.shown(""), found: unfinished })
 }
 
@@ -165,17 +167,22 @@ fn in_step(tree: &dyn FileTree, step: &str) -> Result<Item, OrbaxProblem> {
     let entries = tree.list(step)?;
     let unfinished = |reason| OrbaxProblem::Unfinished { directory: tree.shown(step), reason };
     let of_step = metadata(tree, step)?;
-    if tree.needs_commit_file() && !has(&entries, COMMIT_SUCCESS) {
-        return Err(unfinished("commit_success.txt is missing, which Orbax writes last on an object store"));
-    }
-    if is_item(&entries) {
-        let scan_layers = of_step.and_then(|found| found.scan_layers());
-        return Ok(Item { directory: step.to_owned(), step: None, scan_layers, unfinished: Vec::new() });
+    // A step that was saved elsewhere and copied to the store has no such file, and says itself that it was finished.
+    let is_copy = of_step.as_ref().is_some_and(|found| found.commit_nanoseconds.is_some());
+    if tree.needs_commit_file() && !is_copy && !has(&entries, COMMIT_SUCCESS) {
+        return Err(unfinished(
+            "commit_success.txt is missing, which Orbax writes last on an object store; of a copy, open the step: its \
+             _CHECKPOINT_METADATA must have commit_timestamp_nsecs",
+        ));
     }
     if of_step.as_ref().is_some_and(|found| found.commit_nanoseconds.is_none()) {
         return Err(unfinished(
             "_CHECKPOINT_METADATA has no commit_timestamp_nsecs: the saver is still at work, or was stopped",
         ));
+    }
+    if is_item(&entries) {
+        let scan_layers = of_step.and_then(|found| found.scan_layers());
+        return Ok(Item { directory: step.to_owned(), step: None, scan_layers, unfinished: Vec::new() });
     }
     let found = items_in(tree, step, &entries)?;
     let preferred = ITEMS.iter().find(|name| found.iter().any(|item| item == *name));

@@ -32,13 +32,14 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use store::{Files, StoreValue};
 
 use super::{
-    container::{Container, Contents, LeftOut, TreeKeys},
+    container::{Container, Contents, LeftOut, SavedTree},
     mosaic::{Missing, MosaicBuilder, StoredBox},
     problem::{BYTES_MAX, Problem, Problems},
     tree::FileTree,
 };
 use crate::{
     format::{
+        orbax::SCALAR,
         orbax_state::{Leaf, LeafKind, METADATA, Tree, TreeKey},
         zarr_read::{Array, ZARR_JSON, ZARRAY},
     },
@@ -78,8 +79,8 @@ pub(super) struct OrbaxContents {
     left_out: Vec<(String, &'static str)>,
     /// Whether layers are stacked, as MaxText says.
     scan_layers: Option<bool>,
-    /// Keys that names do not tell.
-    tree_keys: TreeKeys,
+    /// What names do not tell of the tree.
+    tree: SavedTree,
     /// What the user should know.
     pub(super) warnings: Vec<String>,
 }
@@ -112,7 +113,7 @@ impl OrbaxContents {
             left_out: left_out.collect(),
             source: Some(source),
             scan_layers: self.scan_layers,
-            tree_keys: std::mem::take(&mut self.tree_keys),
+            tree: std::mem::take(&mut self.tree),
             ..Contents::new(Container::Orbax, table)
         }
     }
@@ -144,7 +145,7 @@ struct Leaves {
     stores_fill_values: bool,
     left_out: Vec<(String, &'static str)>,
     scan_layers: Option<bool>,
-    tree_keys: TreeKeys,
+    saved: SavedTree,
 }
 
 /// Reads the descriptions of an Orbax checkpoint: of the model, or of the `whole_state`.
@@ -211,7 +212,7 @@ pub(super) fn read(tree: &dyn FileTree, whole_state: bool) -> Result<OrbaxConten
         tensors,
         left_out: leaves.left_out,
         scan_layers: item.scan_layers.or(leaves.scan_layers),
-        tree_keys: leaves.tree_keys,
+        tree: leaves.saved,
         warnings,
     })
 }
@@ -250,8 +251,8 @@ fn leaves(
         let left_out = if whole_state { Vec::new() } else { left_out.collect() };
         let wanted = reasons.iter().map(|reason| whole_state || reason.is_none()).collect();
         let (uses_zarr3, stores_fill_values) = (true, false);
-        let tree_keys = TreeKeys::new();
-        return Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers: None, tree_keys });
+        let saved = SavedTree::default();
+        return Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers: None, saved });
     };
     let described = Tree::parse(&bytes);
     let described =
@@ -259,6 +260,7 @@ fn leaves(
     let firsts: Vec<String> = described.leaves.iter().map(|leaf| leaf.keys[0].to_string()).collect();
     let has_model = firsts.iter().any(|first| first == MODEL);
     let (mut names, mut wanted, mut left_out, mut problems) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let mut saved = SavedTree::default();
     for (leaf, first) in described.leaves.iter().zip(&firsts) {
         let reason = not_of_the_model(first, has_model).filter(|_| !whole_state);
         let reason = reason.or(match leaf.kind {
@@ -266,7 +268,11 @@ fn leaves(
             LeafKind::Array | LeafKind::Empty | LeafKind::Other(_) => None,
         });
         match &leaf.kind {
-            LeafKind::Empty => continue,
+            LeafKind::Empty => {
+                saved.empty.extend(reason.is_none().then(|| (leaf.keys.clone(), leaf.value_type.clone())));
+                continue;
+            }
+            LeafKind::Array if leaf.value_type == SCALAR => saved.scalars.extend([leaf.name()]),
             LeafKind::Other(kind) if reason.is_none() => {
                 problems.push(OrbaxProblem::Leaf { leaf: leaf.name(), kind: kind.clone() });
             }
@@ -282,8 +288,8 @@ fn leaves(
     let scan_layers = described.custom.as_ref().and_then(|custom| custom.get("scan_layers")?.as_bool());
     let Tree { uses_zarr3, stores_fill_values, .. } = described;
     let untold = described.leaves.into_iter().filter(|leaf| !is_told_by_name(leaf));
-    let tree_keys = untold.map(|leaf| (leaf.name(), leaf.keys)).collect();
-    Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers, tree_keys })
+    saved.keys = untold.map(|leaf| (leaf.name(), leaf.keys)).collect();
+    Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers, saved })
 }
 
 /// The description of an array.

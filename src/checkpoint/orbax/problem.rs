@@ -25,17 +25,17 @@ pub enum OrbaxProblem {
         /// How it is known, and what to do.
         reason: &'static str,
     },
-    /// A directory of steps, none of which is finished.
+    /// A directory of steps, none of which is finished and has arrays.
     #[error("{}: no finished step: {}", directory.display(), if found.is_empty() { "no steps".to_owned() } else { found.join(", ") })]
     NoFinishedStep {
         /// The directory.
         directory: Arc<Path>,
-        /// The unfinished steps, each with the reason.
+        /// The steps, each with the reason.
         found: Vec<String>,
     },
     /// A step has several items with arrays.
     #[error(
-        "{}: several items with arrays: expected items, default, state or pytree, or only one, found {}; give the directory of one",
+        "{}: several items with arrays: expected items, default, state, pytree, params or model, or only one, found {}; give the directory of one",
         directory.display(),
         found.join(", ")
     )]

@@ -11,7 +11,7 @@ use serde_json::{Value as Json, json};
 use super::{
     Scheme,
     finds::{Finds, Summary},
-    listed::{config_of, group_size, lists, member, refuse_orphans},
+    listed::{Exceptions, config_of, group_size, member, refuse_orphans},
     parts::{Kinds, floats, is_wide_float, module_of, needed, slot, unsigned},
     quantized::{Template, TemplateError},
     stored::Stored,
@@ -45,12 +45,13 @@ impl Scheme for Awq {
         let config = config_of(stored, "awq")?;
         refuse_orphans(stored, found, &["qzeros", "scales"], CODES);
         let configured = configured(config);
+        let exceptions = Exceptions::of(config, "modules_to_not_convert");
         let mut kinds = Kinds::new();
         let mut count = 0u64;
         for (id, codes) in stored.iter() {
             let Some(module) = module_of(codes.name, CODES).filter(|_| !found.is_taken(id)) else { continue };
             let group = match &configured {
-                Ok(_) if lists(config, "modules_to_not_convert", module) => {
+                Ok(_) if exceptions.has(module) => {
                     found.unsupported("awq, but its configuration leaves this tensor unquantized", Some(id));
                     continue;
                 }

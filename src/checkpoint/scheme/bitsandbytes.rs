@@ -20,7 +20,7 @@ use serde_json::{Value as Json, json};
 use super::{
     Scheme,
     finds::{Finds, Summary},
-    listed::{config_of, lists, refuse_orphans, text},
+    listed::{Exceptions, config_of, refuse_orphans, text},
     parts::{Kinds, companion, floats, module_of, needed, packed, slot},
     quantized::{Template, TemplateError},
     stored::Stored,
@@ -163,6 +163,7 @@ fn loads(config: &Json, bits: u32) -> Option<bool> {
 
 /// All tensors of 4-bit floats whose companions are there.
 fn four_bits<'a>(stored: &Stored<'a>, found: &mut Finds<'_>, config: &Json) -> Vec<Packed<'a>> {
+    let exceptions = Exceptions::of(config, "llm_int8_skip_modules");
     let mut tensors = Vec::new();
     let mut described = HashSet::new();
     for (state, info) in stored.iter() {
@@ -179,6 +180,10 @@ fn four_bits<'a>(stored: &Stored<'a>, found: &mut Finds<'_>, config: &Json) -> V
             found.refuse(info.name, format!("codes {name} beside it"), "no such tensor");
             continue;
         };
+        if exceptions.has(name) {
+            found.unsupported("bitsandbytes, but its configuration leaves this tensor unquantized", Some(codes));
+            continue;
+        }
         found.leave_out(state);
         let mut needed = |word: &str| {
             let id = stored.find(&format!("{name}.{word}"));
@@ -325,6 +330,7 @@ fn template_of_4_bits(kind: &Kind) -> Result<Template, TemplateError> {
 
 /// Finds all matrices of 8-bit integers, and says how many there are.
 fn eight_bits(stored: &Stored<'_>, found: &mut Finds<'_>, config: &Json) -> u64 {
+    let exceptions = Exceptions::of(config, "llm_int8_skip_modules");
     let mut kinds = Kinds::new();
     let mut count = 0;
     refuse_orphans(stored, found, &["SCB", "weight_format"], CODES);
@@ -341,7 +347,7 @@ fn eight_bits(stored: &Stored<'_>, found: &mut Finds<'_>, config: &Json) -> u64 
             found.refuse(codes.name, "no 8-bit integers, as load_in_8bit false says", codes.dtype.to_string());
             continue;
         }
-        if lists(config, "llm_int8_skip_modules", module) {
+        if exceptions.has(module) {
             found.unsupported("bitsandbytes, but its configuration leaves this tensor unquantized", Some(id));
             continue;
         }

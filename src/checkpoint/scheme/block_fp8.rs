@@ -11,7 +11,9 @@ use serde_json::{Value as Json, json};
 
 use super::{
     finds::{Finds, Scheme, Summary},
+    parts::is_fp8,
     quantized::{Template, TemplateError, TemplateId},
+    settings::{self, Settings, Told},
     stored::Stored,
 };
 use crate::{
@@ -37,12 +39,14 @@ impl Scheme for BlockFp8 {
     }
 
     fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
-        let block = block(stored.config()?, found)?;
+        let settings = Settings::read(stored);
+        let block = block(stored.config().filter(|_| settings.is_fp8())?, found)?;
         let mut pairs = Vec::new();
         let mut bare = Vec::new();
         for (id, weight) in stored.iter().filter(|(_, weight)| is_fp8(weight.dtype)) {
             let [stack @ .., rows, columns] = weight.shape else { continue };
-            if found.is_taken(id) {
+            let module = weight.name.strip_suffix(".weight").unwrap_or(weight.name);
+            if found.is_taken(id) || settings.of(module) == Told::Plain {
                 continue;
             }
             let Some((scale_id, suffix)) = scale_of(stored, weight.name) else {
@@ -131,35 +135,12 @@ fn template(weight: SourceTensor, scale: SourceTensor, block: (u64, u64)) -> Res
 
 /// The block that the configuration gives, where it gives one.
 fn block(config: &Json, found: &mut Finds<'_>) -> Option<(u64, u64)> {
-    let groups = config.get("config_groups").and_then(Json::as_object);
-    let weights = groups.and_then(|groups| groups.values().find_map(|group| group.get("weights")));
-    let of_weights = weights.and_then(|weights| weights.get("block_structure"));
-    let block = config.get("weight_block_size").or(of_weights).filter(|block| !block.is_null())?;
-    let parsed = parse_block(block);
+    let block = config.get("weight_block_size").filter(|block| !block.is_null())?;
+    let parsed = settings::block(block);
     if parsed.is_none() {
         found.problem(Problem::BlockSize { found: block.to_string() });
     }
     parsed
-}
-
-/// `[128, 128]` or `"128x128"`.
-fn parse_block(value: &Json) -> Option<(u64, u64)> {
-    let pair = match value {
-        Json::Array(sizes) => match sizes.as_slice() {
-            [rows, columns] => (rows.as_u64()?, columns.as_u64()?),
-            _ => return None,
-        },
-        Json::String(text) => {
-            let (rows, columns) = text.split_once('x')?;
-            (rows.parse().ok()?, columns.parse().ok()?)
-        }
-        Json::Null | Json::Bool(_) | Json::Number(_) | Json::Object(_) => return None,
-    };
-    (pair.0 > 0 && pair.1 > 0).then_some(pair)
-}
-
-const fn is_fp8(dtype: DType) -> bool {
-    matches!(dtype, DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz)
 }
 
 /// Types that scales come in; bytes without a float type are exponents by convention.

@@ -19,7 +19,7 @@ use serde_json::{Value as Json, json};
 use super::{
     Scheme,
     finds::{Finds, Summary},
-    listed::{config_of, group_size, lists, member, refuse_orphans},
+    listed::{Exceptions, config_of, group_size, member, refuse_orphans},
     parts::{Kinds, companion, floats, is_wide_float, module_of, needed, slot, unsigned},
     quantized::{Template, TemplateError},
     stored::Stored,
@@ -118,6 +118,7 @@ impl Scheme for Gptq {
 /// What the configuration says.
 struct Config<'a> {
     json: &'a Json,
+    exceptions: Exceptions<'a>,
     is_v1: bool,
     /// Expressions of modules that are quantized otherwise, in order; without members, not at all.
     dynamic: Vec<(Regex, Option<&'a Json>)>,
@@ -152,7 +153,8 @@ impl<'a> Config<'a> {
                 Err(_) => unknown = Some(format!("gptq with {key:?}, an expression that is not matched here")),
             }
         }
-        Self { json: config, is_v1: format == "gptq", dynamic, unknown }
+        let exceptions = Exceptions::of(config, "modules_to_not_convert");
+        Self { json: config, exceptions, is_v1: format == "gptq", dynamic, unknown }
     }
 
     /// How the weight of this module is quantized, or the name of what is not decoded.
@@ -161,7 +163,7 @@ impl<'a> Config<'a> {
             return Err(unknown.clone());
         }
         let more = self.dynamic.iter().find(|(regex, _)| regex.is_match(module)).map(|(_, more)| *more);
-        if more == Some(None) || lists(self.json, "modules_to_not_convert", module) {
+        if more == Some(None) || self.exceptions.has(module) {
             return Err("gptq, but its configuration leaves this tensor unquantized".to_owned());
         }
         let more = more.flatten();

@@ -1,5 +1,7 @@
 //! What the configurations of inference libraries have in common: a method by name, sizes of groups, modules that are left out.
 
+use hashbrown::HashSet;
+use regex::Regex;
 use serde_json::Value as Json;
 
 use super::{finds::Finds, parts::companion, stored::Stored};
@@ -31,11 +33,42 @@ pub(super) fn group_size(value: &Json) -> Result<Option<u64>, String> {
     }
 }
 
-/// Whether a list of the configuration has this module, or one that it is part of. Entries may lack the first components of a name.
-pub(super) fn lists(config: &Json, key: &str, module: &str) -> bool {
-    let whole = format!(".{module}.");
-    let entries = config.get(key).and_then(Json::as_array).into_iter().flatten().filter_map(Json::as_str);
-    entries.map(|entry| entry.trim_matches('.')).any(|entry| !entry.is_empty() && whole.contains(&format!(".{entry}.")))
+/// Modules that a list of the configuration leaves unquantized, and all that is in them.
+#[derive(Debug)]
+pub(super) struct Exceptions<'a> {
+    names: HashSet<&'a str>,
+    /// Entries that are regular expressions, as those of gpt-oss: `model.layers.*.self_attn`.
+    patterns: Vec<Regex>,
+}
+
+impl<'a> Exceptions<'a> {
+    /// The list that is the member `key` of the configuration.
+    pub(super) fn of(config: &'a Json, key: &str) -> Self {
+        let entries = config.get(key).and_then(Json::as_array).into_iter().flatten().filter_map(Json::as_str);
+        let entries = entries.map(|entry| entry.trim_matches('.')).filter(|entry| !entry.is_empty());
+        let (patterns, names): (Vec<&str>, Vec<&str>) = entries.partition(|entry| entry.contains(is_special));
+        // As transformers does: from the start of the name, up to the end of a component.
+        let patterns = patterns.iter().filter_map(|pattern| Regex::new(&format!(r"^(?:{pattern})(?:\.|$)")).ok());
+        Self { names: names.into_iter().collect(), patterns: patterns.collect() }
+    }
+
+    /// Whether the list has this module, or one that it is part of. Names in the list may lack the first components.
+    pub(super) fn has(&self, module: &str) -> bool {
+        self.patterns.iter().any(|pattern| pattern.is_match(module)) || (!self.names.is_empty() && self.names(module))
+    }
+
+    fn names(&self, module: &str) -> bool {
+        let mut starts = std::iter::once(0).chain(module.match_indices('.').map(|(dot, _)| dot + 1));
+        starts.any(|start| {
+            let mut ends = module[start..].match_indices('.').map(|(dot, _)| start + dot).chain([module.len()]);
+            ends.any(|end| self.names.contains(&module[start..end]))
+        })
+    }
+}
+
+/// Whether a character makes an entry a regular expression. Dots stand for themselves in names.
+const fn is_special(character: char) -> bool {
+    matches!(character, '*' | '+' | '?' | '|' | '(' | '[' | '{' | '^' | '$' | '\\')
 }
 
 /// Refuses the companions of these names whose codes are missing: they would stay as tensors that no model has.

@@ -61,6 +61,9 @@ impl Scheme for Mx {
                 ("weight", DType::I8) if settings.is_fp8() => Told::Fp8(Sharing::Tensor),
                 _ => continue,
             };
+            if !settings.may_say(&wanted) {
+                continue;
+            }
             *count = find_way(stored, &settings, found, way, &wanted);
         }
         let words = ["mxfp4", "mxfp8", "4-bit experts of DeepSeek V4"];

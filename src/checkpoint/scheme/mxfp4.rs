@@ -11,6 +11,7 @@ use serde_json::json;
 
 use super::{
     finds::{Finds, Scheme, Summary},
+    listed::{Exceptions, config_of},
     parts::{Kinds, blocks, floats, packed, slot},
     quantized::{Template, TemplateError},
     stored::Stored,
@@ -30,7 +31,8 @@ impl Scheme for Mxfp4 {
     }
 
     fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
-        stored.config().filter(|config| config.get("quant_method").is_some_and(|method| method == "mxfp4"))?;
+        let config = config_of(stored, "mxfp4")?;
+        let exceptions = Exceptions::of(config, "modules_to_not_convert");
         let mut kinds = Kinds::new();
         let mut count = 0u64;
         for (id, codes) in stored.iter() {
@@ -44,6 +46,10 @@ impl Scheme for Mxfp4 {
                 }
                 continue;
             };
+            if exceptions.has(name) {
+                found.unsupported("mxfp4, but its configuration leaves this tensor unquantized", Some(id));
+                continue;
+            }
             count += 1;
             let [experts, out, groups, 16] = *codes.shape else {
                 found.refuse(codes.name, "shape [experts, out, in/32, 16]", format!("{:?}", codes.shape));

@@ -41,6 +41,9 @@ impl Scheme for Nvfp4 {
         } else {
             ("weight", "weight_scale_2", Factor::Multiplies)
         };
+        if !settings.may_say(&Told::Nvfp4(factor)) {
+            return None;
+        }
         let mut kinds = Kinds::new();
         let mut count = 0u64;
         for (id, codes) in stored.iter() {

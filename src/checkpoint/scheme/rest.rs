@@ -26,12 +26,12 @@ impl Scheme for Rest {
         let used = found.operands();
         let is_open = |found: &Finds<'_>, id: &TensorId| !found.is_taken(*id) && !used[id.0 as usize];
         for (id, codes) in stored.iter() {
-            if is_open(found, &id) && are_codes(stored, &codes) {
+            if is_open(found, &id) && are_codes(stored, &codes, method.is_some()) {
                 found.unsupported(&told(&settings, method.as_deref(), codes.name), Some(id));
             }
         }
         for (id, codes) in stored.in_boxes() {
-            if are_codes(stored, &codes) {
+            if are_codes(stored, &codes, method.is_some()) {
                 let method = method.as_deref().unwrap_or("codes and scales");
                 found.unsupported(&format!("{method}, but stored as several boxes"), Some(id));
             }
@@ -100,24 +100,33 @@ fn told(settings: &Settings<'_>, method: Option<&str>, codes: &str) -> String {
     }
 }
 
-/// Whether a tensor's name and type say that it holds codes.
-fn are_codes(stored: &Stored<'_>, tensor: &TensorInfo<'_>) -> bool {
-    let beside = |suffix: &str| stored.has(&format!("{}{suffix}", tensor.name));
-    if let Some(stem) = tensor.name.strip_suffix("_blocks") {
+/// Whether a tensor's name, type and companions say that it holds codes. With `is_configured`, something is quantized by the
+/// configuration: then matrices of 8-bit floats are codes whatever stands beside them, as their scales may have any name.
+fn are_codes(stored: &Stored<'_>, tensor: &TensorInfo<'_>, is_configured: bool) -> bool {
+    let name = tensor.name;
+    let beside = |suffix: &str| stored.has(&format!("{name}{suffix}"));
+    if let Some(stem) = name.strip_suffix("_blocks") {
         return tensor.dtype == DType::U8 && stored.has(&format!("{stem}_scales"));
     }
-    if tensor.name.ends_with(".weight_packed") {
-        return !is_plain(tensor.dtype);
+    let (module, last) = name.rsplit_once('.').unwrap_or(("", name));
+    let in_module = |words: &[&str]| words.iter().any(|word| stored.has(&format!("{module}.{word}")));
+    let parameter = last.strip_prefix('_').and_then(|last| last.strip_suffix("_qdata"));
+    match (last, parameter) {
+        ("weight_packed", _) => return !is_plain(tensor.dtype),
+        ("qweight", _) => return !is_plain(tensor.dtype) && in_module(&["qzeros", "scales"]),
+        ("W_q", _) => return !is_plain(tensor.dtype) && in_module(&["scale"]),
+        (_, Some(parameter)) => return in_module(&[&format!("_{parameter}_scale")]),
+        _ => {}
     }
-    let module = module_of(tensor.name, "weight");
     let scale = || {
-        let words = ["scale", "scales", "SCB"];
-        beside("_scale_inv")
-            || beside("_scale")
-            || module.is_some_and(|of| words.iter().any(|word| stored.has(&format!("{of}.{word}"))))
+        ["_scale_inv", "_scale", "_weight_scale", ".absmax"].iter().any(|suffix| beside(suffix))
+            || (last == "weight" && in_module(&["scale", "scales", "SCB"]))
     };
+    let is_matrix = tensor.shape.len() >= 2;
     let may_be = is_fp8(tensor.dtype) || matches!(tensor.dtype, DType::I8 | DType::U8 | DType::I32 | DType::U32);
-    tensor.shape.len() >= 2 && may_be && scale()
+    // NVFP4 has matrices of 8-bit scales.
+    let is_bare = || is_configured && is_fp8(tensor.dtype) && !last.contains("scale");
+    is_matrix && may_be && (is_bare() || scale())
 }
 
 /// Types that models compute with, or count with.

@@ -4,19 +4,25 @@
 //! compressed-tensors gives modules to `config_groups` by `targets`, and takes others out by `ignore`. An entry is a name, a regular
 //! expression after `re:` that is matched from the start of the name, or the name of a class. `ignore` wins; then come names, then
 //! expressions, the first in alphabetical order, then classes, whatever the order of the groups. Classes are not known here:
-//! a module whose codes are stored belongs to the group of the class `Linear`, or to the only group that targets a class.
+//! a module whose codes are stored belongs to the group of the class `Linear`, or to the only group that targets a class; one of an
+//! embedding's usual name to that of the class `Embedding`, where there is one.
+//!
+//! transformers names modules that stay unquantized in `modules_to_not_convert`.
 //!
 //! `ModelOpt` has one algorithm for all modules but `exclude_modules` (with `*` and `?`), or one for each of `quantized_layers`.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     fmt,
 };
 
-use regex::Regex;
+use regex::{Regex, RegexSet};
 use serde_json::Value as Json;
 
-use super::stored::Stored;
+use super::{
+    listed::{Exceptions, text},
+    stored::Stored,
+};
 
 /// What the configuration says of a module's weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -102,10 +108,10 @@ enum Method<'a> {
     /// Names none of these libraries.
     Other,
     CompressedTensors(Groups<'a>),
-    /// One scale for each matrix.
-    Fp8,
+    /// One scale for each matrix, or for each block.
+    Fp8(Exceptions<'a>),
     /// One scale for each row.
-    Fbgemm,
+    Fbgemm(Exceptions<'a>),
     ModelOpt(ModelOpt<'a>),
     /// All that is stored quantized is so in a way of this name.
     Unknown(String),
@@ -116,6 +122,7 @@ impl<'a> Settings<'a> {
         let config = stored.config();
         let named = config.and_then(|config| text(config, "quant_method"));
         let groups = config.filter(|config| config.get("config_groups").is_some());
+        let exceptions = || Exceptions::of(config.unwrap_or(&Json::Null), "modules_to_not_convert");
         let method = match (named, stored.modelopt()) {
             (None | Some("modelopt"), Some(_)) | (Some("modelopt"), None) => ModelOpt::read(config, stored.modelopt()),
             (Some(other), Some(file)) if quantization(file).is_some_and(|of| of.get("quant_algo").is_some()) => {
@@ -123,8 +130,8 @@ impl<'a> Settings<'a> {
             }
             (Some("compressed-tensors"), _) => config.map_or(Method::Other, Groups::read),
             (None, None) => groups.map_or(Method::Other, Groups::read),
-            (Some("fp8"), _) => Method::Fp8,
-            (Some("fbgemm_fp8"), _) => Method::Fbgemm,
+            (Some("fp8"), _) => Method::Fp8(exceptions()),
+            (Some("fbgemm_fp8"), _) => Method::Fbgemm(exceptions()),
             (Some(_), _) => Method::Other,
         };
         Self { method }
@@ -135,10 +142,25 @@ impl<'a> Settings<'a> {
         match &self.method {
             Method::Other => Told::Plain,
             Method::CompressedTensors(groups) => groups.of(module),
-            Method::Fp8 => Told::Fp8(Sharing::Tensor),
-            Method::Fbgemm => Told::Fp8(Sharing::Channel),
+            Method::Fp8(exceptions) | Method::Fbgemm(exceptions) if exceptions.has(module) => Told::Plain,
+            Method::Fp8(_) => Told::Fp8(Sharing::Tensor),
+            Method::Fbgemm(_) => Told::Fp8(Sharing::Channel),
             Method::ModelOpt(modelopt) => modelopt.of(module),
             Method::Unknown(name) => Told::Unknown(name.clone()),
+        }
+    }
+
+    /// Whether the configuration may say this of some module. Expressions are matched against many thousands of names: a
+    /// scheme of which nothing is said need not ask.
+    pub(super) fn may_say(&self, told: &Told) -> bool {
+        match &self.method {
+            Method::Other | Method::Unknown(_) => false,
+            Method::CompressedTensors(groups) => groups.told.contains(told),
+            Method::Fp8(_) => *told == Told::Fp8(Sharing::Tensor),
+            Method::Fbgemm(_) => *told == Told::Fp8(Sharing::Channel),
+            Method::ModelOpt(modelopt) => {
+                modelopt.all == *told || modelopt.layers.iter().any(|layers| layers.values().any(|of| of == told))
+            }
         }
     }
 
@@ -149,17 +171,23 @@ impl<'a> Settings<'a> {
 
     /// Whether it is the fp8 of DeepSeek and transformers.
     pub(super) const fn is_fp8(&self) -> bool {
-        matches!(self.method, Method::Fp8)
+        matches!(self.method, Method::Fp8(_))
+    }
+
+    /// Whether `ModelOpt` wrote the repository.
+    pub(super) const fn is_modelopt(&self) -> bool {
+        matches!(self.method, Method::ModelOpt(_))
+    }
+
+    /// Whether stacks of experts may be stored in 8-bit floats, under names without `.weight`.
+    pub(super) const fn has_stacks(&self) -> bool {
+        matches!(self.method, Method::Fp8(_) | Method::Fbgemm(_) | Method::ModelOpt(_))
     }
 
     /// Whether compressed-tensors wrote the repository.
     pub(super) const fn is_compressed_tensors(&self) -> bool {
         matches!(self.method, Method::CompressedTensors(_))
     }
-}
-
-fn text<'a>(of: &'a Json, key: &str) -> Option<&'a str> {
-    of.get(key).and_then(Json::as_str)
 }
 
 fn texts<'a>(of: &'a Json, key: &str) -> impl Iterator<Item = &'a str> {
@@ -171,12 +199,54 @@ fn texts<'a>(of: &'a Json, key: &str) -> impl Iterator<Item = &'a str> {
 struct Groups<'a> {
     /// By number of group.
     told: Vec<Told>,
-    ignored: Names<'a, ()>,
+    ignored: Ignored<'a>,
     targets: Names<'a, usize>,
     /// The group of modules that no name and no expression targets.
     class: Option<usize>,
+    /// That of embeddings among them, where their class is targeted.
+    embedding: Option<usize>,
     /// An expression that cannot be matched here.
     broken: Option<String>,
+}
+
+/// Last words of the names of modules that are embeddings.
+const EMBEDDINGS: [&str; 6] = ["embed_tokens", "embed", "wte", "word_embeddings", "tok_embeddings", "embeddings"];
+
+/// Names and expressions of modules that are not quantized.
+#[derive(Debug)]
+struct Ignored<'a> {
+    exact: HashSet<&'a str>,
+    patterns: RegexSet,
+}
+
+impl<'a> Ignored<'a> {
+    /// The entries that are given, and one that is an expression that cannot be matched here.
+    fn of(entries: impl Iterator<Item = &'a str>) -> (Self, Option<String>) {
+        let (mut exact, mut patterns, mut broken) = (HashSet::new(), Vec::new(), None);
+        for entry in entries {
+            match entry.strip_prefix("re:").map(anchored) {
+                None => {
+                    exact.insert(entry);
+                }
+                Some(pattern) if Regex::new(&pattern).is_ok() => patterns.push(pattern),
+                Some(_) => broken = Some(entry.to_owned()),
+            }
+        }
+        let patterns = RegexSet::new(patterns).unwrap_or_else(|_| {
+            broken = Some("ignore".to_owned());
+            RegexSet::empty()
+        });
+        (Self { exact, patterns }, broken)
+    }
+
+    fn has(&self, module: &str) -> bool {
+        self.exact.contains(module) || self.patterns.is_match(module)
+    }
+}
+
+/// An expression that is matched as `re.match` does: from the start, not to the end.
+fn anchored(pattern: &str) -> String {
+    format!("^(?:{pattern})")
 }
 
 /// Names and expressions of modules, with what they say.
@@ -198,8 +268,7 @@ impl<'a, To: Copy> Names<'a, To> {
             self.exact.entry(entry).or_insert(to);
             return Ok(());
         };
-        // As `re.match` does: from the start, not to the end.
-        let regex = Regex::new(&format!("^(?:{pattern})")).map_err(|_| entry)?;
+        let regex = Regex::new(&anchored(pattern)).map_err(|_| entry)?;
         self.patterns.entry(pattern).or_insert((regex, to));
         Ok(())
     }
@@ -223,11 +292,9 @@ impl<'a> Groups<'a> {
             return Method::Unknown("compressed-tensors with transform_config".to_owned());
         }
         let global = text(config, "format").unwrap_or("without a format");
-        let mut groups =
-            Self { told: Vec::new(), ignored: Names::new(), targets: Names::new(), class: None, broken: None };
-        for entry in texts(config, "ignore") {
-            groups.broken = groups.ignored.add(entry, ()).err().map(str::to_owned).or(groups.broken);
-        }
+        let (ignored, broken) = Ignored::of(texts(config, "ignore"));
+        let (told, targets) = (Vec::new(), Names::new());
+        let mut groups = Self { told, ignored, targets, class: None, embedding: None, broken };
         let mut classes = Vec::new();
         for group in
             config.get("config_groups").and_then(Json::as_object).into_iter().flat_map(|groups| groups.values())
@@ -241,8 +308,10 @@ impl<'a> Groups<'a> {
                 }
             }
         }
-        let linear = classes.iter().find(|(class, _)| *class == "Linear");
-        groups.class = linear.or(if classes.len() == 1 { classes.first() } else { None }).map(|(_, group)| *group);
+        let of_class = |wanted: &str| classes.iter().find(|(class, _)| *class == wanted);
+        let only = || if classes.len() == 1 { classes.first() } else { None };
+        groups.class = of_class("Linear").or_else(only).map(|(_, group)| *group);
+        groups.embedding = of_class("Embedding").map(|(_, group)| *group);
         Method::CompressedTensors(groups)
     }
 
@@ -252,10 +321,12 @@ impl<'a> Groups<'a> {
                 "compressed-tensors with {pattern:?}, an expression that is not matched here"
             ));
         }
-        if self.ignored.find(module).is_some() {
+        if self.ignored.has(module) {
             return Told::Plain;
         }
-        let group = self.targets.find(module).or(self.class);
+        let last = module.rsplit_once('.').map_or(module, |(_, last)| last);
+        let class = self.embedding.filter(|_| EMBEDDINGS.contains(&last)).or(self.class);
+        let group = self.targets.find(module).or(class);
         group.map_or(Told::Plain, |group| self.told[group].clone())
     }
 }
@@ -272,7 +343,7 @@ fn told_by_group(group: &Json, global: &str) -> Told {
         Err(what) => return named(format!("with {what}")),
     };
     // Group by activations: one more tensor holds the columns of a group.
-    if matches!(weights.get("actorder"), Some(Json::String(order)) if order == "group")
+    if matches!(weights.get("actorder"), Some(Json::String(order)) if order == "group" || order == "dynamic")
         || weights.get("actorder") == Some(&Json::Bool(true))
     {
         return named("with actorder group".to_owned());

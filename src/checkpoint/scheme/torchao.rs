@@ -19,7 +19,7 @@ use serde_json::{Value as Json, json};
 use super::{
     Scheme,
     finds::{Finds, Summary},
-    listed::{config_of, lists, text},
+    listed::{Exceptions, config_of, text},
     parts::{Kinds, blocks, floats, grid, is_wide_float, packed, slot},
     quantized::{Template, TemplateError},
     stored::Stored,
@@ -56,6 +56,7 @@ impl Scheme for TorchAo {
     fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
         let config = config_of(stored, "torchao")?;
         let described = described(stored, found);
+        let exceptions = Exceptions::of(config, "modules_to_not_convert");
         let mut kinds = Kinds::new();
         let mut counts: BTreeMap<Type, u64> = BTreeMap::new();
         let mut known = HashSet::new();
@@ -80,7 +81,7 @@ impl Scheme for TorchAo {
                     continue;
                 }
             };
-            if lists(config, "modules_to_not_convert", module) {
+            if exceptions.has(module) {
                 let method = "torchao, but its configuration leaves this tensor unquantized";
                 found.unsupported(method, example);
                 continue;

@@ -18,7 +18,9 @@ pub enum HeaderError {
         found: u64,
     },
     /// The header is longer than the format allows.
-    #[error("header length: expected at most {JSON_BYTES_MAX} bytes, found {found}")]
+    #[error(
+        "header length: expected at most {JSON_BYTES_MAX} bytes, found {found}: the file is damaged or not safetensors"
+    )]
     TooLong {
         /// Length as given.
         found: u64,

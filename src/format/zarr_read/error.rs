@@ -52,6 +52,12 @@ pub enum ChunkError {
         /// Bytes that are there.
         found: u64,
     },
+    /// The system has not as much memory.
+    #[error("zarr chunk: its shape needs {bytes} bytes of memory, which the system does not have")]
+    Memory {
+        /// Bytes of the decoded chunk.
+        bytes: u64,
+    },
     /// A checksum is wrong.
     #[error("zarr chunk: {what}: expected CRC-32C {expected:08x}, found {found:08x}: the chunk is damaged")]
     Checksum {

@@ -126,8 +126,9 @@ fn float(found: &Value, dtype: DType, len: usize) -> Option<ElementBytes> {
         | DType::C64
         | DType::I64
         | DType::U64 => {
-            // Zero is all that Orbax fills floats of 8 bits with. Its bits are zero, but for the type that has no zero.
-            let is_zero = number == 0.0 && number.is_sign_positive() && dtype != DType::F8E8M0;
+            // Zero is all that Orbax fills floats of 8 bits with. Its bits are zero; tensorstore takes these for the type that
+            // has no zero, too.
+            let is_zero = number == 0.0 && number.is_sign_positive();
             return is_zero.then(|| ElementBytes::from_elem(0, len));
         }
     };
@@ -187,6 +188,7 @@ mod tests {
             (json!("0x7fc1"), DType::BF16, vec![0xc1, 0x7f]),
             (json!(0.0), DType::F8E4M3, vec![0]),
             (json!("0x38"), DType::F8E4M3, vec![0x38]),
+            (json!(0.0), DType::F8E8M0, vec![0]),
             (json!(-2), DType::I16, vec![0xfe, 0xff]),
             (json!(u64::MAX), DType::U64, vec![0xff; 8]),
             (json!(i64::MIN), DType::I64, vec![0, 0, 0, 0, 0, 0, 0, 0x80]),
@@ -202,7 +204,6 @@ mod tests {
             (json!(1.5), DType::I32),
             (json!(2), DType::Bool),
             (json!(1), DType::F8E4M3),
-            (json!(0), DType::F8E8M0),
             (json!(-0.0), DType::F8E4M3Fnuz),
             (json!("0x+1"), DType::F16),
             (json!("0x123"), DType::F16),

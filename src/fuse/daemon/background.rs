@@ -40,7 +40,7 @@ use crate::fuse::mounts::{UnmountOptions, unmount};
 use crate::host::{Log, LogTarget, limits, log::FLUSH_LIMIT};
 
 /// Environment variable with the process id of the starter. It means nothing to a process that is not the starter's child.
-pub const STARTER_VARIABLE: &str = "CKFS_STARTER_PID";
+const STARTER_VARIABLE: &str = "CKFS_STARTER_PID";
 
 /// First word of the child's report when it is ready; the target of the log and, after a tab, what it serves follow. Any other
 /// report is the reason of a failure.
@@ -91,6 +91,9 @@ pub enum DaemonError {
         /// Why.
         source: io::Error,
     },
+    /// The starter has ended, so that nobody knows of this process.
+    #[error("the command that started this daemon has ended")]
+    Abandoned,
     /// A system call failed while the child cut its ties to the starter, or standard input is no pipe.
     #[error("{what}: {source}")]
     System {
@@ -262,9 +265,9 @@ impl Readiness {
     /// ready.
     ///
     /// # Errors
-    /// [`DaemonError::LogFile`] or [`DaemonError::System`].
+    /// [`DaemonError::LogFile`], [`DaemonError::System`], or [`DaemonError::Abandoned`].
     pub fn new(log: &Log, log_file: Option<&Path>, mountpoint: &Path) -> Result<Self, DaemonError> {
-        let starter = starter_pipe().map_err(system("pipe to the starter"))?;
+        let starter = starter_pipe()?;
         let mut readiness =
             Self { starter, log: log.clone(), file: None, mountpoint: mountpoint.to_owned(), attached: false };
         let opened = log_file
@@ -278,6 +281,10 @@ impl Readiness {
         }
         if readiness.starter.is_some() {
             set_pdeathsig(Signal::SIGTERM).map_err(system("prctl"))?;
+            // A starter that ended before that call causes no signal.
+            if starter_id() != Some(getppid()) {
+                return Err(DaemonError::Abandoned);
+            }
         } else if let Some(mut file) = readiness.file.take() {
             file.take_stderr().map_err(system("redirect to the log file"))?;
             readiness.log.switch(file);
@@ -306,9 +313,13 @@ impl Readiness {
             // Lines so far are for the starter's user.
             self.log.flush(FLUSH_LIMIT);
             let place = if self.attached { self.loosen_ties() } else { self.cut_ties() }?.replace(['\n', '\t'], " ");
-            // A starter that is gone needs no report; the signal of its death is on its way.
             if let Err(error) = starter.write_all(format!("{READY}{place}\t{served}\n").as_bytes()) {
                 debug!("the starter is gone: {error}");
+                // A daemon that is attached gets the signal of its starter's death. From others that signal was taken before
+                // this report, and their command has not succeeded: no mount may stay.
+                if !self.attached {
+                    let _ = kill(Pid::this(), Signal::SIGTERM);
+                }
             }
         }
         notify_systemd(&[NotifyState::Ready, NotifyState::Status(status)]);
@@ -379,21 +390,39 @@ impl Readiness {
     }
 }
 
-/// Takes the pipe to the starter from standard input, if this process was started by [`start_background`].
-fn starter_pipe() -> nix::Result<Option<File>> {
-    let starter = env::var(STARTER_VARIABLE).ok().and_then(|pid| pid.parse().ok());
-    if starter.is_none_or(|starter| Pid::from_raw(starter) != getppid()) {
-        return Ok(None);
-    }
+/// The process that started this one as a daemon, or one that did so for an ancestor of it.
+fn starter_id() -> Option<Pid> {
+    env::var(STARTER_VARIABLE).ok()?.parse().ok().map(Pid::from_raw)
+}
+
+/// Whether standard input is the end of a pipe that can be written, as [`start_background`] gives it and hardly anything else.
+fn has_report_pipe() -> nix::Result<bool> {
     let stdin = io::stdin();
     let kind = SFlag::from_bits_truncate(fstat(&stdin)?.st_mode) & SFlag::S_IFMT;
     let mode = OFlag::from_bits_truncate(fcntl(&stdin, FcntlArg::F_GETFL)?) & OFlag::O_ACCMODE;
-    if kind != SFlag::S_IFIFO || mode != OFlag::O_WRONLY {
+    Ok(kind == SFlag::S_IFIFO && mode == OFlag::O_WRONLY)
+}
+
+/// Whether this process was started by [`start_background`] or [`start_attached`], also if the starter has ended since.
+#[must_use]
+pub fn is_daemon() -> bool {
+    starter_id().is_some_and(|starter| starter == getppid() || has_report_pipe().unwrap_or(false))
+}
+
+/// Takes the pipe to the starter from standard input, if this process was started by [`start_background`].
+fn starter_pipe() -> Result<Option<File>, DaemonError> {
+    let failed = system("pipe to the starter");
+    let Some(starter) = starter_id() else { return Ok(None) };
+    if !has_report_pipe().map_err(&failed)? {
         return Ok(None);
     }
-    let pipe = stdin.as_fd().try_clone_to_owned().map_err(|_| Errno::EMFILE)?;
+    if starter != getppid() {
+        return Err(DaemonError::Abandoned);
+    }
+    let pipe = io::stdin().as_fd().try_clone_to_owned().map_err(|_| failed(Errno::EMFILE))?;
     // So that the pipe closes with the one descriptor that is left.
-    dup2_stdin(File::open("/dev/null").map_err(|_| Errno::ENOENT)?)?;
+    let null = File::open("/dev/null").map_err(|_| failed(Errno::ENOENT))?;
+    dup2_stdin(null).map_err(&failed)?;
     Ok(Some(pipe.into()))
 }
 

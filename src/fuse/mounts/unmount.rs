@@ -157,7 +157,8 @@ fn unmount_by_helper(path: &Path, lazy: bool) -> Result<(), UnmountError> {
     if output.status.success() {
         return Ok(());
     }
-    let mut message = String::from_utf8_lossy(output.stderr.trim_ascii()).into_owned();
+    let said = String::from_utf8_lossy(output.stderr.trim_ascii());
+    let mut message = said.trim_start_matches("fusermount3: ").to_owned();
     if message.contains("/etc/mtab") {
         // Small images of containers lack this link.
         message.push_str("; as root: ln -s /proc/self/mounts /etc/mtab");

@@ -37,7 +37,7 @@ use super::{
     layout_file, lora,
     name_group::fold,
     names, packed, shard, stored,
-    survey::{devices, family, family_problem, missing_layers},
+    survey::{self, devices, family, family_problem, missing_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
 };
@@ -82,7 +82,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
                 return Err(PlanError { problems });
             }
         }
-        let keep_f32 = if options.layout.keeps_f32() { chosen.keep_f32() } else { &[] };
+        let keep_f32 = if options.layout.keeps_f32() { &chosen.keep_f32[..] } else { &[] };
         // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
         let keep_f32 = if options.dtype.is_some() { keep_f32 } else { &[] };
         let values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
@@ -104,7 +104,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let is_alike = raw.is_empty() && decodes(options, asked(options)) == decoded.is_some();
         let hf = match builder.generated(&drafts, &wanted, &chosen) {
             Some(hf) => hf,
-            None => builder.repository(&wanted, chosen.keep_f32(), is_alike)?,
+            None => builder.repository(&wanted, &chosen.keep_f32, is_alike)?,
         };
         return builder.assemble(&wanted, &chosen, drafted, drafts, (rules, hf));
     }
@@ -117,13 +117,27 @@ fn dropped(original: &Checkpoint, decoded: &Checkpoint) -> Vec<NameGroup> {
     groups_of(original, original.quantized().left_out.iter().copied().filter(is_gone))
 }
 
+/// The problem of a layout for repositories that is asked for on a checkpoint of the layout `stored`.
+fn already_laid_out(layout: &str, stored: &str) -> Problem {
+    let reason = format!(
+        "it is made from a repository, and the names of the checkpoint are those of the layout {stored}: without --layout it is shown \
+         as it is stored, for any mesh; --layout hf with --config-from makes a repository, which ckfs export writes and every layout takes"
+    );
+    Problem::File { file: format!("layout {layout}"), reason }
+}
+
 impl Builder<'_> {
     fn choose(&self, wanted: &Selection<'_>) -> Result<ChosenLayout, PlanError> {
         let options = self.options;
         let mut set = options.set.clone();
         let file = match &options.layout {
             Layout::Canonical | Layout::Hf | Layout::Stored => None,
-            Layout::Embedded(embedded) => Some(embedded.choose(wanted.seen(), &mut set)?),
+            Layout::Embedded(embedded) => {
+                if let Some(stored) = inverse::layout_of(wanted.seen()) {
+                    return Err(already_laid_out(embedded.name, stored).into());
+                }
+                Some(embedded.choose(wanted.seen(), &mut set)?)
+            }
             Layout::File(file) => Some(file.clone()),
         };
         let request = layout_request(options);
@@ -132,9 +146,10 @@ impl Builder<'_> {
         // A trainer's names are in no table.
         let family = if options.layout == Layout::Stored { None } else { family(wanted.seen())? };
         let is_back = options.layout == Layout::Hf && options.lora.is_none();
-        let keep_f32 = family.as_ref().map_or(&[][..], |family| &family.keep_f32);
-        let inverse = if is_back { inverse::invert(wanted.part(), options, keep_f32)? } else { None };
-        Ok(ChosenLayout { file, set, request, family, flat, inverse })
+        let is_stored = options.layout == Layout::Stored;
+        let keep_f32 = if is_stored { Vec::new() } else { survey::keep_f32(wanted.seen(), family.as_ref())? };
+        let inverse = if is_back { inverse::invert(wanted.part(), options, &keep_f32)? } else { None };
+        Ok(ChosenLayout { file, set, request, family, keep_f32, flat, inverse })
     }
 
     fn draft(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {

@@ -59,17 +59,12 @@ pub(super) struct ChosenLayout {
     /// The requested dtype and dequantization.
     pub(super) request: ValueRequest,
     pub(super) family: Option<Family>,
+    /// Names of what the model's own code keeps in float32.
+    pub(super) keep_f32: Vec<Pattern>,
     /// Whether a name is one path component.
     pub(super) flat: bool,
     /// The repository that the checkpoint is made back to, if it has the leaves of a layout.
     pub(super) inverse: Option<Inverted>,
-}
-
-impl ChosenLayout {
-    /// Names of what the model's own code keeps in float32.
-    pub(super) fn keep_f32(&self) -> &[Pattern] {
-        self.family.as_ref().map_or(&[], |family| &family.keep_f32)
-    }
 }
 
 /// What a layout makes.

@@ -120,7 +120,7 @@ pub(super) fn invert(
         return Err(refused(failure.unwrap_or_default()));
     };
     if let Some(problem) = other_model(checkpoint, &reading, options) {
-        return Err(problem.into());
+        return Err(contradiction(checkpoint, options, keep_f32).unwrap_or(problem).into());
     }
     let values = Values::new(checkpoint, ValueRequest::default(), &[], &[]);
     let inversion = Inversion { checkpoint, values, options, names: &names, keep_f32, reading, problems: Vec::new() };
@@ -150,6 +150,35 @@ fn other_model(checkpoint: &Checkpoint, reading: &Reading, options: &ViewOptions
          of them: expected the configuration of the model that was trained{or}"
     );
     Some(Problem::File { file: "config.json".to_owned(), reason })
+}
+
+/// Most parameters by the user that are tried, each without the others.
+const CONTRADICTIONS_MAX: usize = 4;
+
+/// The problem of a parameter without which the checkpoint is one of its model.
+fn contradiction(checkpoint: &Checkpoint, options: &ViewOptions, keep_f32: &[Pattern]) -> Option<Problem> {
+    if options.set.len() > CONTRADICTIONS_MAX {
+        return None;
+    }
+    options.set.iter().find_map(|(name, value)| {
+        let mut without = options.clone();
+        without.set.remove(name);
+        let found = invert(checkpoint, &without, keep_f32).ok()??;
+        let (_, own) = found.params.into_iter().find(|(param, _)| param == name)?;
+        let is_told = name == "scan" && checkpoint.scan_layers().is_some_and(|scan| scan.to_string() == own);
+        let how = if is_told { ", as its metadata says too (scan_layers)" } else { "" };
+        let file = format!("--set {name}={value}");
+        let reason = format!("the tensors of the checkpoint are those of {name}={own}{how}: leave the parameter out");
+        Some(Problem::File { file, reason })
+    })
+}
+
+/// The layout in the program whose names a checkpoint of a trainer has.
+pub(super) fn layout_of(checkpoint: &Checkpoint) -> Option<&'static str> {
+    if checkpoint.is_repository() && checkpoint.companion().is_none() {
+        return None;
+    }
+    detect::detect(checkpoint).map(|(layouts, _)| layouts[0].name)
 }
 
 fn fits(draft: &super::Draft, found: &[u64]) -> bool {

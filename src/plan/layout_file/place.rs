@@ -53,10 +53,10 @@ fn mark(text: &str, at: Span, error: &EvalError) -> Span {
     }
 }
 
-/// The name that a mistyped one of an expression most resembles.
-fn near(error: &EvalError, mesh: &Mesh) -> Option<String> {
+/// The name that a mistyped one of an expression most resembles. `members` are those of `config.json`.
+fn near(error: &EvalError, mesh: &Mesh, members: &[&str]) -> Option<String> {
     match error {
-        EvalError::In { error, .. } => near(error, mesh),
+        EvalError::In { error, .. } => near(error, mesh, members),
         EvalError::DType(name) => {
             let words: Vec<String> = DType::ALL
                 .iter()
@@ -67,7 +67,8 @@ fn near(error: &EvalError, mesh: &Mesh) -> Option<String> {
         EvalError::Absent(Absent::MeshAxis(name)) => {
             nearest(name, mesh.axes().iter().map(|axis| axis.name.as_str())).map(str::to_owned)
         }
-        EvalError::Absent(Absent::Config(_) | Absent::Tensor(_) | Absent::Literal)
+        EvalError::Absent(Absent::Config(name)) => nearest(name, members.iter().copied()).map(str::to_owned),
+        EvalError::Absent(Absent::Tensor(_) | Absent::Literal)
         | EvalError::Name(_)
         | EvalError::Kind { .. }
         | EvalError::Range(_)
@@ -82,8 +83,14 @@ fn near(error: &EvalError, mesh: &Mesh) -> Option<String> {
 
 impl LayoutFile {
     /// The problem of a rule whose expression at `at` has no value, for the leaf `target`.
-    pub(super) fn problem(&self, at: Span, target: &str, error: &EvalError, mesh: &Mesh) -> Problem {
-        let near = near(error, mesh).map_or_else(String::new, |near| format!("; did you mean `{near}`?"));
+    pub(super) fn problem(
+        &self,
+        at: Span,
+        target: &str,
+        error: &EvalError,
+        (mesh, members): (&Mesh, &[&str]),
+    ) -> Problem {
+        let near = near(error, mesh, members).map_or_else(String::new, |near| format!("; did you mean `{near}`?"));
         self.refusal(mark(&self.text, at, error), target, format!("{error}{near}"))
     }
 

@@ -59,7 +59,7 @@ impl LayoutFile {
             if let Err(error) = scope.global(name)
                 && !is_absent(&error)
             {
-                problems.push(self.problem(definition.at, "", &error, scope.mesh));
+                problems.push(scope.problem(definition.at, "", &error));
             }
         }
         let mut resolver = Resolver {

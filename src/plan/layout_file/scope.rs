@@ -9,6 +9,7 @@ use std::{
 use super::{
     super::{
         expr::{EvalError, ExprValue, NameScope},
+        member::config_members,
         mesh::Mesh,
         problem::Problem,
     },
@@ -63,7 +64,7 @@ impl<'a> Scope<'a> {
 
     /// The problem of a rule whose expression at `at` has no value, for the leaf `target`.
     pub(super) fn problem(&self, at: Span, target: &str, error: &EvalError) -> Problem {
-        self.file.problem(at, target, error, self.mesh)
+        self.file.problem(at, target, error, (self.mesh, &config_members(self.checkpoint)))
     }
 
     /// Names of the parameters that the user has set.

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use strsim::levenshtein;
 
 use super::super::naming::map_words;
+use crate::config::folded;
 
 /// Names that differ only in numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,11 +113,13 @@ fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
     (distance * 3 < name.len().saturating_sub(same)).then(|| other.clone())
 }
 
-/// Whether two words differ by one letter changed, missing or added, or by two neighbours exchanged. Words of a few
-/// letters are near to too many others.
+/// Whether two words differ by case or dashes only, by one letter changed, missing or added, or by two neighbours exchanged.
+/// Words of a few letters are near to too many others.
 pub(in crate::plan) fn is_misspelt(word: &str, known: &str) -> bool {
     const LETTERS_MIN: usize = 4;
-    word.len().min(known.len()) >= LETTERS_MIN && word != known && strsim::osa_distance(word, known) <= 1
+    let distance = || strsim::osa_distance(&folded(word), &folded(known));
+    let long = word.len().min(known.len()) >= LETTERS_MIN;
+    word != known && (folded(word) == folded(known) || long && distance() <= 1)
 }
 
 #[cfg(test)]
@@ -158,6 +161,9 @@ mod tests {
         for (word, known, expected) in [
             ("fdsp", "fsdp", true),
             ("fsdp2", "fsdp", true),
+            ("FSDP", "fsdp", true),
+            ("TP", "tp", true),
+            ("dp-shard", "dp_shard", true),
             ("tenor", "tensor", true),
             ("experts", "expert", true),
             ("fsdp", "fsdp", false),

@@ -53,18 +53,20 @@ impl RemoteBytes {
             }
         }
         for (name, plan) in views {
-            let amplification = Amplification::of(checkpoint, plan);
+            let is_short = plan.devices.len() <= DEVICES_MAX;
+            let read = || if is_short { Reads::of_plan(checkpoint, remote, plan) } else { Ok(Reads::default()) };
+            let (amplification, read) = rayon::join(|| Amplification::of(checkpoint, plan), read);
             let rows = plan.devices.iter().zip(&amplification.devices);
             found.devices.extend(rows.map(|(device, reads)| ((*name).to_owned(), *device, reads.needed_bytes)));
             found.needed_bytes += amplification.union.needed_bytes;
-            if plan.devices.len() > DEVICES_MAX {
+            if !is_short {
                 for file in checkpoint.files().iter().filter(|file| file.role == FileRole::Weights) {
                     let Some(id) = file.file else { continue };
                     reads.of(id).spans.extend(ByteSpan::new(0, file.size_bytes));
                 }
                 continue;
             }
-            reads = reads.and(Reads::of_plan(checkpoint, remote, plan)?);
+            reads = reads.and(read?);
         }
         for (file, FileReads { mut spans, mut spanned, mut absent }) in reads.by_file {
             merge(&mut spans, 0);

@@ -1,7 +1,7 @@
 //! Compares a complete object with the digest that its service names.
 //!
 //! Parts cannot be compared: a service names the digest of the whole. So the comparison follows when the last block is present, once
-//! for an entry, on a thread of its own. On a mismatch all blocks are dropped and fetched once more.
+//! for an entry, on a thread of its own. On a mismatch all blocks are dropped, fetched once more and compared again.
 
 use std::{
     io,
@@ -11,7 +11,10 @@ use std::{
 
 use sha2::{Digest, Sha256};
 
-use super::{cache::Entry, interface::hexadecimal, object::RemoteObject, share, whole::for_each_part};
+use super::{
+    cache::Entry, handle::Remote, interface::hexadecimal, object::RemoteObject, retry::Deadline, share,
+    whole::for_each_part,
+};
 
 /// SHA-256 of a complete entry, in hexadecimal. `None` if a block is not present.
 ///
@@ -38,9 +41,13 @@ fn wrong_twice(object: &RemoteObject) -> Option<(String, String)> {
     Some((object.file.content.sha256()?.to_owned(), object.digest.found_twice()?))
 }
 
-/// Compares a complete object and places it, as far as that is due. Waits for it. Returns both digests if it was wrong twice.
-pub(super) fn settle(object: &RemoteObject) -> Option<(String, String)> {
-    if is_open(object) {
+/// Compares a complete object and places it, as far as that is due. Waits for it, also where the bytes are fetched once more.
+/// Returns both digests if it was wrong twice.
+pub(super) fn settle(remote: &Remote) -> Option<(String, String)> {
+    let object = &remote.object;
+    if is_open(object) && compare(object) == Comparison::Dropped {
+        // Readers may have all they want in memory: without this nobody would learn whether the store has the right bytes.
+        fetch_again(remote);
         compare(object);
     }
     if wrong_twice(object).is_none() && !is_open(object) {
@@ -49,9 +56,18 @@ pub(super) fn settle(object: &RemoteObject) -> Option<(String, String)> {
     wrong_twice(object)
 }
 
+/// Brings a dropped object once more.
+fn fetch_again(remote: &Remote) {
+    let object = &remote.object;
+    let demand = (Arc::clone(object), vec![0..object.entry.block_count()]);
+    if let Err(failure) = remote.fetcher.bring(&[demand], 0, Deadline::None) {
+        tracing::warn!("{}: not fetched once more now: {failure}", object.name.display());
+    }
+}
+
 /// Begins what [`settle`] does if it is due. Returns both digests if it was wrong twice.
-pub(super) fn step(object: &Arc<RemoteObject>) -> Option<(String, String)> {
-    let state = &object.digest;
+pub(super) fn step(remote: &Remote) -> Option<(String, String)> {
+    let (object, state) = (&remote.object, &remote.object.digest);
     if let Some(wrong) = wrong_twice(object) {
         return Some(wrong);
     }
@@ -59,10 +75,10 @@ pub(super) fn step(object: &Arc<RemoteObject>) -> Option<(String, String)> {
         return None;
     }
     if !state.running.swap(true, Ordering::AcqRel) {
-        let object = Arc::clone(object);
+        let remote = remote.clone();
         let started = thread::Builder::new().name("ckfs-digest".into()).spawn(move || {
-            settle(&object);
-            object.digest.running.store(false, Ordering::Release);
+            settle(&remote);
+            remote.object.digest.running.store(false, Ordering::Release);
         });
         if started.is_err() {
             state.running.store(false, Ordering::Release);
@@ -71,17 +87,26 @@ pub(super) fn step(object: &Arc<RemoteObject>) -> Option<(String, String)> {
     None
 }
 
+/// What a comparison came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Comparison {
+    /// The digest was wrong for the first time: the blocks are absent now.
+    Dropped,
+    /// Anything else: it was right, or wrong twice, or could not be compared.
+    Done,
+}
+
 /// Compares a complete object.
-fn compare(object: &RemoteObject) {
-    let Some(expected) = object.file.content.sha256() else { return };
+fn compare(object: &RemoteObject) -> Comparison {
+    let Some(expected) = object.file.content.sha256() else { return Comparison::Done };
     let found = match digest_of(&object.entry) {
         Ok(Some(found)) => found,
-        Ok(None) => return,
+        Ok(None) => return Comparison::Done,
         // There is no room now. The next look begins anew.
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Comparison::Done,
         Err(error) => {
             tracing::warn!("{}: its copy in the cache cannot be read: {error}", object.name.display());
-            return;
+            return Comparison::Done;
         }
     };
     let state = &object.digest;
@@ -90,12 +115,13 @@ fn compare(object: &RemoteObject) {
         if let Err(error) = object.entry.note_digest() {
             tracing::debug!("cache {}: {error}", object.entry.name());
         }
-        return;
+        return Comparison::Done;
     }
     let name = object.name.display();
     if state.wrong.swap(true, Ordering::AcqRel) {
+        tracing::error!("{name}: expected SHA-256 {expected}, found {found}, now that it was fetched once more");
         state.set_found_twice(found);
-        return;
+        return Comparison::Done;
     }
     tracing::error!(
         "{name}: expected SHA-256 {expected}, found {found}; the copy in the cache is dropped and fetched once more. What was \
@@ -104,5 +130,7 @@ fn compare(object: &RemoteObject) {
     if let Err(error) = object.entry.drop_all() {
         tracing::error!("{name}: the copy in the cache cannot be dropped: {error}");
         state.set_found_twice(found);
+        return Comparison::Done;
     }
+    Comparison::Dropped
 }

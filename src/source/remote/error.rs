@@ -77,20 +77,62 @@ impl RemoteError {
     }
 }
 
+/// The message if a cause is that a server's certificate is not accepted: repetitions would not help.
+#[cfg(feature = "remote")]
+pub(super) fn of_certificate(cause: &str) -> Option<String> {
+    let advice = "SSL_CERT_FILE names a file with the certificates of the authorities to trust";
+    cause.contains("invalid peer certificate").then(|| format!("{cause}; {advice}"))
+}
+
+impl RemoteError {
+    /// What went wrong, with what the reply said.
+    fn reason(&self) -> String {
+        let Self { message, status, request_id, .. } = self;
+        match (status, request_id) {
+            (Some(status), Some(id)) => format!("{message} (status {status}, request {id})"),
+            (Some(status), None) => format!("{message} (status {status})"),
+            (None, Some(id)) => format!("{message} (request {id})"),
+            (None, None) => message.clone(),
+        }
+    }
+
+    /// This error where its object and its span are named already.
+    pub(in super::super) fn brief(&self) -> String {
+        let colon = if self.host.is_empty() { "" } else { ": " };
+        format!("{}{colon}{}", self.host, self.reason())
+    }
+}
+
 impl fmt::Display for RemoteError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.host, self.what)?;
+        // A malformed address has no host.
+        if !self.host.is_empty() {
+            write!(f, "{}: ", self.host)?;
+        }
+        f.write_str(&self.what)?;
         if let Some(span) = self.span {
             write!(f, ": bytes {span}")?;
         }
-        write!(f, ": {}", self.message)?;
-        match (self.status, &self.request_id) {
-            (Some(status), Some(id)) => write!(f, " (status {status}, request {id})"),
-            (Some(status), None) => write!(f, " (status {status})"),
-            (None, Some(id)) => write!(f, " (request {id})"),
-            (None, None) => Ok(()),
-        }
+        write!(f, ": {}", self.reason())
     }
 }
 
 impl std::error::Error for RemoteError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_known_is_shown_once() {
+        let error = RemoteError::new(Failure::Refused, "host", "key", "refused");
+        assert_eq!(error.to_string(), "host: key: refused");
+        let error = RemoteError { status: Some(403), request_id: Some("r1".into()), ..error };
+        assert_eq!(error.brief(), "host: refused (status 403, request r1)");
+        let error = error.of_span(ByteSpan::new(1, 2).unwrap());
+        assert_eq!(error.to_string(), "host: key: bytes 1..2: refused (status 403, request r1)");
+        assert_eq!(error.brief(), "host: refused (status 403, request r1)");
+        let unknown = RemoteError::new(Failure::Unsupported, "", "s3://x", "malformed");
+        assert_eq!((unknown.to_string().as_str(), unknown.brief().as_str()), ("s3://x: malformed", "malformed"));
+    }
+}

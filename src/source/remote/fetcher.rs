@@ -29,8 +29,15 @@ use super::{
     retry::Deadline,
 };
 
-/// Blocks of one request, on average: 8 MiB. Equal parts of a range are requested, so that no request has only what is left.
-const REQUEST_BLOCKS: u64 = (8 << 20) / BLOCK_BYTES;
+const MIB_BLOCKS: u64 = (1 << 20) / BLOCK_BYTES;
+/// Blocks of one request, on average. Equal parts of a range are requested, so that no request has only what is left.
+const REQUEST_BLOCKS: u64 = 8 * MIB_BLOCKS;
+/// Requests that share a line and are of one length end together, and the line is then idle until the next ones are answered. So the
+/// first requests of a busy time are of different lengths, from half of the usual one to one and a half, in this number of steps.
+/// Those that follow begin one after another.
+const STEPS: u64 = 32;
+/// Shorter requests are no step.
+const STEP_BLOCKS_MIN: u64 = MIB_BLOCKS;
 /// Requests at a time.
 const THREADS: usize = 40;
 /// Of these, most for blocks that no reader waits for.
@@ -73,6 +80,18 @@ struct Queue {
     threads: usize,
     idle: usize,
     ahead_running: usize,
+    /// Requests made since no thread had work, as far as they count as steps.
+    steps: u64,
+}
+
+impl Queue {
+    /// Steps so far in this busy time.
+    fn steps(&mut self) -> u64 {
+        if self.idle == self.threads && self.urgent.is_empty() && self.ahead.is_empty() {
+            self.steps = 0;
+        }
+        self.steps
+    }
 }
 
 impl Shared {
@@ -156,7 +175,7 @@ impl Fetcher {
 
     /// Requests blocks that will be needed soon, and does not wait for them. Returns whether the queue had room.
     pub fn bring_ahead(&self, object: &Arc<RemoteObject>, ranges: &[Range<u64>], gap_blocks: u64) -> bool {
-        if self.shared.queue().ahead.len() >= AHEAD_JOBS_MAX || self.cache().is_full() {
+        if self.shared.queue().ahead.len() >= AHEAD_JOBS_MAX || self.cache().is_full(&object.entry) {
             return false;
         }
         let absent: Vec<Range<u64>> =
@@ -189,6 +208,7 @@ impl Fetcher {
         deadline: Deadline,
         awaited: &mut Vec<Arc<Job>>,
     ) {
+        let mut steps = self.shared.queue().steps();
         let mut jobs = object.lock_jobs();
         let mut new = Vec::new();
         for range in ranges {
@@ -204,7 +224,8 @@ impl Fetcher {
                     continue;
                 }
                 let next = jobs.iter().map(|job| job.blocks.start).filter(|first| *first > start).min();
-                let end = start + first_part(range.end.min(next.unwrap_or(u64::MAX)) - start);
+                let end = start + first_part(range.end.min(next.unwrap_or(u64::MAX)) - start, steps);
+                steps += u64::from(end - start >= STEP_BLOCKS_MIN);
                 let job = Arc::new(Job::new(object, start..end, ahead, deadline));
                 jobs.push(Arc::clone(&job));
                 awaited.push(Arc::clone(&job));
@@ -214,6 +235,7 @@ impl Fetcher {
         }
         drop(jobs);
         let mut queue = self.shared.queue();
+        queue.steps = steps;
         let count = new.len();
         if ahead { &mut queue.ahead } else { &mut queue.urgent }.extend(new);
         let wanted = count.saturating_sub(queue.idle).min(THREADS - queue.threads.min(THREADS));
@@ -264,10 +286,11 @@ impl Drop for Fetcher {
     }
 }
 
-/// Blocks of the first request for `blocks` of them, which is at least 1.
-fn first_part(blocks: u64) -> u64 {
-    let requests = ((blocks + REQUEST_BLOCKS / 2) / REQUEST_BLOCKS).max(1);
-    blocks.div_ceil(requests)
+/// Blocks of the first request for `blocks` of them, which is at least 1, after this number of steps.
+fn first_part(blocks: u64, steps: u64) -> u64 {
+    let usual = if steps < STEPS { REQUEST_BLOCKS / 2 + REQUEST_BLOCKS * steps / STEPS } else { REQUEST_BLOCKS };
+    let requests = ((blocks + usual / 2) / usual).max(1);
+    if requests > 1 && steps < STEPS { usual } else { blocks.div_ceil(requests) }
 }
 
 /// Compares checksums of present blocks. Returns the others.
@@ -436,10 +459,12 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFet
 /// Writes blocks to the cache, if it has room.
 fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), NotFetched> {
     // Held until the bytes count as used.
-    let Some(_room) = shared.cache.reserve(bytes.len() as u64) else { return Err(NotFetched::NoRoom) };
+    let Some(_room) = shared.cache.reserve(&job.object.entry, bytes.len() as u64) else {
+        return Err(NotFetched::NoRoom);
+    };
     job.object.entry.store(first, bytes, job.is_ahead()).map_err(|error| {
         if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
-            shared.cache.note_full();
+            shared.cache.note_full(&job.object.entry);
             NotFetched::NoRoom
         } else {
             NotFetched::of_cache(error)
@@ -453,10 +478,28 @@ mod tests {
 
     #[test]
     fn requests_are_equal_parts_of_4_to_16_mib() {
-        for (blocks, expected) in
-            [(1, 1), (2048, 2048), (2049, 2049), (3071, 3071), (3072, 1536), (4096, 2048), (20_000, 2000)]
-        {
-            assert_eq!(first_part(blocks), expected, "{blocks} blocks");
+        const MIB: u64 = MIB_BLOCKS;
+        for (blocks, expected) in [
+            (1, 1),
+            (8 * MIB, 8 * MIB),
+            (8 * MIB + 1, 8 * MIB + 1),
+            (12 * MIB - 1, 12 * MIB - 1),
+            (12 * MIB, 6 * MIB),
+            (16 * MIB, 8 * MIB),
+            (78 * MIB, 78 * MIB / 10 + 1),
+        ] {
+            assert_eq!(first_part(blocks, STEPS), expected, "{blocks} blocks");
         }
+    }
+
+    #[test]
+    fn the_first_requests_are_of_different_lengths() {
+        let lengths: Vec<u64> = (0..STEPS).map(|steps| first_part(1000 * MIB_BLOCKS, steps)).collect();
+        assert_eq!(lengths[0], 4 * MIB_BLOCKS);
+        assert!(lengths.is_sorted_by(|left, right| left < right), "{lengths:?}");
+        assert!(lengths[31] < 12 * MIB_BLOCKS);
+        assert_eq!(first_part(5 * MIB_BLOCKS, 0), 5 * MIB_BLOCKS, "no request has only what is left");
+        assert_eq!(first_part(6 * MIB_BLOCKS, 0), 4 * MIB_BLOCKS);
+        assert_eq!(first_part(3, 0), 3);
     }
 }

@@ -7,11 +7,13 @@
 
 use std::{
     fs::File,
+    num::NonZero,
     path::PathBuf,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -42,6 +44,8 @@ const ROUNDS_MAX: usize = 6;
 const IDLE_MS: u64 = 60_000;
 /// Bytes ahead of a sequential reader: some requests of each thread that fetches.
 const AHEAD_BYTES: u64 = 256 << 20;
+/// Files whose digests are compared at a time where a command waits for all.
+const SETTLERS_MAX: usize = 8;
 /// Time between two notes that the entries are in use.
 const TOUCH_PERIOD: Duration = Duration::from_secs(30);
 
@@ -100,13 +104,22 @@ impl RemoteFiles {
                 return Ok(guards);
             }
             drop(guards);
-            if remote.fetcher.cache().is_full() {
+            if remote.fetcher.cache().is_full(entry) {
                 return Err(NotFetched::NoRoom);
+            }
+            if let Some(error) = remote.object.take_late(spans) {
+                return Err(NotFetched::Remote(error));
             }
             let until = *deadline.get_or_insert_with(|| Deadline::At(Instant::now() + remote.timeout));
             // Gaps are merged only within a strided piece, whose spans come in one call.
             let gap = if spans.len() > 1 { remote.object.service.gap_bytes() / BLOCK_BYTES } else { 0 };
-            remote.fetcher.bring(&[(Arc::clone(&remote.object), absent)], gap, until)?;
+            let brought = remote.fetcher.bring(&[(Arc::clone(&remote.object), absent)], gap, until);
+            let late = match &brought {
+                Err(NotFetched::Remote(error)) if until.is_over() => Some(error),
+                Ok(()) | Err(_) => None,
+            };
+            remote.object.note_end(spans, late);
+            brought?;
         }
         Err(NotFetched::NoRoom)
     }
@@ -130,8 +143,14 @@ impl RemoteFiles {
 
     /// Reads past the cache.
     fn uncached(&self, file: FileId, remote: &Remote, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
+        let spans: Vec<ByteSpan> = parts.iter().filter_map(FetchPart::span).collect();
+        if let Some(error) = remote.object.take_late(&spans) {
+            return Err(self.error(file, bounding(&spans), &error));
+        }
         let deadline = Deadline::At(Instant::now() + remote.timeout);
-        remote.read_uncached(parts, deadline).map_err(|(span, error)| self.error(file, span, &Arc::new(error)))
+        let read = remote.read_uncached(parts, deadline).map_err(|(span, error)| (span, Arc::new(error)));
+        remote.object.note_end(&spans, read.as_ref().err().map(|(_, error)| error).filter(|_| deadline.is_over()));
+        read.map_err(|(span, error)| self.error(file, span, &error))
     }
 
     /// Runs `work` on a buffer of a span in which the bytes of `parts` are right.
@@ -292,16 +311,35 @@ impl RemoteSource for RemoteFiles {
 
     fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)> {
         let cache = self.remote.iter().flatten().next()?.fetcher.cache();
+        // Memory keeps nothing for the next run.
+        self.remote.iter().flatten().all(|remote| remote.object.entry.dir().is_some()).then_some(())?;
         Some((cache.objects()?.to_owned(), cache.limit().ok()?))
     }
 
     fn share(&self) -> Result<Vec<PathBuf>, SourceError> {
-        for (file, remote) in self.remote_files() {
-            if let Some(digests) = digest::settle(&remote.object).filter(|_| remote.object.service.shared().is_some()) {
-                return Err(self.corrupt(file, digests));
+        let files: Vec<(FileId, &Remote)> = self.remote_files().collect();
+        let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+        let work = || {
+            while let Some((file, remote)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if let Some(digests) = digest::settle(remote) {
+                    wrong.lock().unwrap_or_else(PoisonError::into_inner).push((*file, digests));
+                }
             }
-        }
-        Ok(self.publish())
+        };
+        // Digests are the work of one processor for each file.
+        let helpers = thread::available_parallelism().map_or(1, NonZero::get).min(SETTLERS_MAX).min(files.len());
+        thread::scope(|scope| {
+            for _ in 1..helpers {
+                if thread::Builder::new().name("ckfs-digest".into()).spawn_scoped(scope, work).is_err() {
+                    break;
+                }
+            }
+            work();
+        });
+        let mut wrong = wrong.into_inner().unwrap_or_else(PoisonError::into_inner);
+        wrong.sort();
+        let errors: Vec<SourceError> = wrong.into_iter().map(|(file, digests)| self.corrupt(file, digests)).collect();
+        errors.into_iter().next().map_or_else(|| Ok(self.publish()), Err)
     }
 
     fn ahead_jobs(&self) -> usize {
@@ -324,8 +362,11 @@ impl RemoteSource for RemoteFiles {
 impl Maps for RemoteFiles {
     fn is_mapped(&self, file: FileId) -> bool {
         // Where the cache has no room, exact spans cost less than what a map's window would.
-        let room =
-            self.remote(file).is_none_or(|remote| remote.object.entry.is_whole() || !remote.fetcher.cache().is_full());
+        let has_room = |remote: &Remote| {
+            let entry = &remote.object.entry;
+            entry.is_whole() || !remote.fetcher.cache().is_full(entry)
+        };
+        let room = self.remote(file).is_none_or(has_room);
         room && self.local.is_mapped(file)
     }
 
@@ -405,7 +446,7 @@ impl Maps for RemoteFiles {
             cache.touch();
         }
         for (file, remote) in self.remote_files() {
-            if let Some(digests) = digest::step(&remote.object) {
+            if let Some(digests) = digest::step(remote) {
                 self.corrupt(file, digests);
             }
         }

@@ -29,6 +29,8 @@ mod object;
 mod options;
 mod retry;
 #[cfg(feature = "remote")]
+mod retry_after;
+#[cfg(feature = "remote")]
 pub mod runtime;
 mod share;
 mod shared;

@@ -1,21 +1,35 @@
 //! A remote object with its entry in the cache, and the jobs that fetch its blocks.
 
 use std::{
-    io,
+    fmt, io,
     ops::Range,
     path::Path,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 use super::{
+    super::ByteSpan,
     cache::Entry,
     error::RemoteError,
     interface::RemoteFile,
     retry::{Deadline, Retrying},
 };
+
+/// The second attempt of a read comes within this time after the first has failed, and asks for at most this part of its bytes.
+const ATTEMPT_PAUSE: Duration = Duration::from_millis(50);
+const ATTEMPT_DIVISOR: u64 = 4;
+
+/// A read whose time was over.
+#[derive(Debug)]
+struct Late {
+    at: Instant,
+    spans: Vec<ByteSpan>,
+    error: Arc<RemoteError>,
+}
 
 /// A remote object with its entry in the cache.
 #[derive(Debug)]
@@ -30,6 +44,8 @@ pub struct RemoteObject {
     pub service: Arc<Retrying>,
     /// Jobs that are not done. No two of them have the same block.
     pub(super) jobs: Mutex<Vec<Arc<Job>>>,
+    /// Reads whose time was over a moment ago: the kernel sends several at a time.
+    late: Mutex<Vec<Late>>,
     /// State of the comparison with the digest that the service names.
     pub(super) digest: DigestState,
 }
@@ -37,7 +53,34 @@ pub struct RemoteObject {
 impl RemoteObject {
     /// An object without jobs.
     pub fn new(file: RemoteFile, name: Arc<Path>, entry: Arc<Entry>, service: Arc<Retrying>) -> Self {
-        Self { file, name, entry, service, jobs: Mutex::default(), digest: DigestState::default() }
+        let (jobs, late, digest) = (Mutex::default(), Mutex::default(), DigestState::default());
+        Self { file, name, entry, service, jobs, late, digest }
+    }
+
+    /// Notes the end of a read of spans: with an error if its time was over, else without.
+    pub(super) fn note_end(&self, spans: &[ByteSpan], late: Option<&Arc<RemoteError>>) {
+        let mut all = self.late.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|late| late.at.elapsed() < ATTEMPT_PAUSE);
+        match late {
+            Some(error) => all.push(Late { at: Instant::now(), spans: spans.into(), error: Arc::clone(error) }),
+            None => all.clear(),
+        }
+    }
+
+    /// The error of the read whose second attempt this is, if its time was over. The kernel asks a second time for the page that its
+    /// reader wants, alone, before it tells the reader that it did not come with its neighbours: to the reader both are one read, which
+    /// must not take twice as long. What comes after that is a new read.
+    pub(super) fn take_late(&self, spans: &[ByteSpan]) -> Option<Arc<RemoteError>> {
+        let mut all = self.late.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = |spans: &[ByteSpan]| spans.iter().map(|span| span.len()).sum::<u64>();
+        let is_part = |late: &Late| {
+            let inside = |span: &ByteSpan| late.spans.iter().any(|own| own.contains(*span));
+            spans.iter().all(inside) && bytes(spans).saturating_mul(ATTEMPT_DIVISOR) <= bytes(&late.spans)
+        };
+        let late = all.iter().find(|late| late.at.elapsed() < ATTEMPT_PAUSE && is_part(late))?;
+        let error = Arc::clone(&late.error);
+        all.clear();
+        Some(error)
     }
 
     pub(super) fn lock_jobs(&self) -> MutexGuard<'_, Vec<Arc<Job>>> {
@@ -79,6 +122,16 @@ pub enum NotFetched {
     NoRoom,
     /// The cache's files failed.
     Cache(Arc<io::Error>),
+}
+
+impl fmt::Display for NotFetched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Remote(error) => error.fmt(f),
+            Self::NoRoom => f.write_str("the disk cache has no room"),
+            Self::Cache(error) => error.fmt(f),
+        }
+    }
 }
 
 impl NotFetched {
@@ -184,7 +237,7 @@ impl Progress {
     /// Waits until `done`, or until the deadline. Returns whether it was done.
     pub(super) fn wait(&self, deadline: Deadline, mut done: impl FnMut() -> bool) -> bool {
         // Also without news: another process may have brought the blocks.
-        const LOOK: std::time::Duration = std::time::Duration::from_millis(100);
+        const LOOK: Duration = Duration::from_millis(100);
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             let seen = *steps;

@@ -66,22 +66,29 @@ impl Deadline {
 /// A pause that a service asked for, shared by all threads.
 #[derive(Debug, Default)]
 pub struct Gate {
-    until: Mutex<Option<Instant>>,
+    closed: Mutex<Option<(Instant, RemoteError)>>,
 }
 
 impl Gate {
-    /// Closes the gate for `pause` from now on. A longer pause stays.
-    pub fn close(&self, pause: Duration) {
+    /// Closes the gate for `pause` from now on, since a reply asked for it. A longer pause stays.
+    pub fn close(&self, pause: Duration, why: &RemoteError) {
         let until = Instant::now() + pause;
-        let mut current = self.until.lock().unwrap_or_else(PoisonError::into_inner);
-        *current = Some(current.map_or(until, |current| current.max(until)));
+        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        if closed.as_ref().is_none_or(|(current, _)| *current < until) {
+            *closed = Some((until, why.clone()));
+        }
     }
 
     /// The time until it opens.
     pub fn closed_for(&self) -> Option<Duration> {
-        let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
-        let left = until?.saturating_duration_since(Instant::now());
+        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        let left = closed.as_ref()?.0.saturating_duration_since(Instant::now());
         (!left.is_zero()).then_some(left)
+    }
+
+    /// The reply that asked for the last pause.
+    fn reason(&self) -> Option<RemoteError> {
+        self.closed.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(_, why)| why.clone())
     }
 
     /// Waits until it is open. Returns the time for which it stays closed if that is beyond the deadline, without waiting.
@@ -131,7 +138,7 @@ pub fn retry<T>(
     let mut last: Option<RemoteError> = None;
     loop {
         if let Err(closed) = gate.pass(deadline) {
-            return Err(longer_than_allowed(last, closed));
+            return Err(longer_than_allowed(last, gate, closed));
         }
         RemoteCounters::add(&counters.requests, 1);
         let begun = Instant::now();
@@ -149,17 +156,18 @@ pub fn retry<T>(
         fruitless = if progress() { 1 } else { fruitless + 1 };
         let mut pause = pause_after(fruitless);
         if let Failure::Busy(wanted) = error.failure {
-            pause = wanted.unwrap_or(pause);
+            // A service that asks for no pause at all gets the growing one.
+            pause = wanted.filter(|wanted| *wanted >= PAUSE_MIN).unwrap_or(pause);
             RemoteCounters::add(&counters.pauses, 1);
             RemoteCounters::add(&counters.pause_ms, u64::try_from(pause.as_millis()).unwrap_or(u64::MAX));
-            gate.close(pause);
+            gate.close(pause, &error);
         }
         let bounded = matches!(deadline, Deadline::At(_)) || matches!(error.failure, Failure::Busy(_));
         let over = deadline.left().is_some_and(|left| left <= pause);
         if over || (!bounded && fruitless >= ATTEMPTS_MAX) {
             RemoteCounters::add(&counters.failures, 1);
             return Err(if matches!(error.failure, Failure::Busy(Some(_))) {
-                longer_than_allowed(Some(error), pause)
+                longer_than_allowed(Some(error), gate, pause)
             } else {
                 error
             });
@@ -173,12 +181,15 @@ pub fn retry<T>(
     }
 }
 
-fn longer_than_allowed(last: Option<RemoteError>, pause: Duration) -> RemoteError {
+/// The error of a reader who cannot wait for the end of a pause. Where no request was sent for this reader, the reply to another one
+/// tells the status; what was asked for then is not its object.
+fn longer_than_allowed(last: Option<RemoteError>, gate: &Gate, pause: Duration) -> RemoteError {
     let seconds = pause.as_secs_f32().ceil();
     let told = format!("the service asks for a pause of {seconds} s, longer than --source-timeout allows");
-    match last {
-        Some(error) => RemoteError { message: format!("{}; {told}", error.message), ..error },
-        None => RemoteError::new(Failure::Busy(Some(pause)), "", "", told),
+    match (last, gate.reason()) {
+        (Some(error), _) => RemoteError { message: format!("{}; {told}", error.message), ..error },
+        (None, Some(other)) => RemoteError { message: told, what: String::new(), span: None, ..other },
+        (None, None) => RemoteError::new(Failure::Busy(Some(pause)), "", "", told),
     }
 }
 
@@ -321,7 +332,7 @@ impl Retrying {
             },
             || std::mem::replace(&mut before, done.get()) < done.get(),
         );
-        result.map_err(|error| match (error.host.is_empty(), error.span) {
+        result.map_err(|error| match (error.what.is_empty(), error.span) {
             (true, _) => {
                 RemoteError { host: self.host().to_owned(), what: file.key.clone(), span: Some(span), ..error }
             }

@@ -44,3 +44,12 @@ pub fn install_tls() {
         let _ = rustls::crypto::ring::default_provider().install_default();
     });
 }
+
+/// Why a client could not be made, with what helps.
+pub fn with_remedy(reason: String) -> String {
+    if reason.contains("CA certificates") {
+        reason + "; install the package ca-certificates, or name a file of certificates by SSL_CERT_FILE"
+    } else {
+        reason
+    }
+}

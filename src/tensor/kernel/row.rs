@@ -7,7 +7,7 @@
 use std::hint::black_box;
 
 use super::super::float::{self, Format};
-use super::{Level, Width};
+use super::Level;
 use crate::tensor::{DType, Operation};
 
 /// A loop over one row: reads all of its first argument and fills all of its second, element by element.
@@ -34,17 +34,19 @@ macro_rules! leveled {
             }
 
             match level.0 {
-                Width::Portable => portable($($argument),*),
+                super::Width::Portable => portable($($argument),*),
                 // SAFETY: `Level` is made by detection only, so this processor has AVX2. The body is safe code.
                 #[cfg(target_arch = "x86_64")]
-                Width::Avx2 => unsafe { avx2($($argument),*) },
+                super::Width::Avx2 => unsafe { avx2($($argument),*) },
                 // SAFETY: as above, for the four AVX-512 features that `Level` asks for.
                 #[cfg(target_arch = "x86_64")]
-                Width::Avx512 => unsafe { avx512($($argument),*) },
+                super::Width::Avx512 => unsafe { avx512($($argument),*) },
             }
         }
     )*};
 }
+
+pub(super) use leveled;
 
 /// Fills `target` with `convert` of each element of `source`.
 #[inline(always)]
@@ -297,7 +299,7 @@ fn thin_bf16(bits: u32) -> [u8; 2] {
 
 /// BF16 nearest to the f32 with these bits, if that is not a NaN. For a NaN whose lower half is zero, a NaN.
 #[inline(always)]
-fn rounded_finite_bf16(bits: u32) -> u16 {
+pub(super) fn rounded_finite_bf16(bits: u32) -> u16 {
     let [_, _, low, high] = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)).to_le_bytes();
     u16::from_le_bytes([low, high])
 }

@@ -2,7 +2,10 @@
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always, reason = "these must be compiled into the loops of each instruction set")]
 
-use super::{Level, Width};
+use super::{
+    super::{BitOrder, float},
+    Level, Width,
+};
 
 /// A table of f32 bits for each code of 4 bits.
 pub(crate) type Table = [u32; 16];
@@ -26,7 +29,10 @@ pub(crate) fn words(level: Level, source: &[u8], shifts: &Shifts, table: &Table,
         Width::Portable => words_portable(words, shifts, table, targets),
         // SAFETY: `Level` is made by detection only, so this processor has AVX2.
         #[cfg(target_arch = "x86_64")]
-        Width::Avx2 | Width::Avx512 => unsafe { x86::words(words, shifts, table, targets) },
+        Width::Avx2 => unsafe { x86::words(words, shifts, table, targets) },
+        // SAFETY: as above, for AVX-512.
+        #[cfg(target_arch = "x86_64")]
+        Width::Avx512 => unsafe { x86::words_512(words, shifts, table, targets) },
     }
 }
 
@@ -64,16 +70,148 @@ fn column_portable(words: &[[u8; 4]], shift: u32, table: &Table, values: &mut [[
     }
 }
 
+/// Codes that [`products`] looks up together.
+pub(crate) const TOGETHER: usize = 16;
+
+/// Whether [`products`] is fast at this level.
+pub(crate) fn has_products(level: Level) -> bool {
+    level.0 != Width::Portable
+}
+
+/// Products of the entries for adjacent codes and one operand for each run of codes, rounded to BF16. The first run has `runs.0`
+/// codes, each other one `runs.1`, all of them multiples of [`TOGETHER`]. All entries are finite. Each run has sixteen
+/// different products, which are computed first.
+///
+/// # Panics
+/// If codes, operands and `target` are not as long as these runs.
+pub(crate) fn products(
+    level: Level,
+    (codes, order): (&[u8], BitOrder),
+    table: &Table,
+    operands: &[[u8; 4]],
+    (head, period): (usize, usize),
+    target: &mut [u8],
+) {
+    assert_eq!(target.len(), 4 * codes.len(), "bytes for two codes");
+    let (mut codes, mut target) = (codes, target);
+    for (run, operand) in operands.iter().enumerate() {
+        let wanted = if run == 0 { head } else { period };
+        let count = wanted.min(2 * codes.len());
+        assert!(count > 0 && count.is_multiple_of(TOGETHER), "a run of {count} codes");
+        let (now, others) = codes.split_at(count / 2);
+        let (made, others_target) = std::mem::take(&mut target).split_at_mut(2 * count);
+        let products = run_products(level, table, u32::from_le_bytes(*operand));
+        look_up(level, (now, order), &products, made);
+        (codes, target) = (others, others_target);
+    }
+    assert!(codes.is_empty(), "{} codes have no operand", 2 * codes.len());
+}
+
+/// The products of a run by code: their lower and their upper bytes.
+type Products = [[u8; 16]; 2];
+
+/// The products of all entries with one operand, in BF16.
+#[inline(always)]
+fn run_products(level: Level, table: &Table, operand: u32) -> Products {
+    #[cfg(target_arch = "x86_64")]
+    if has_products(level) && operand & float::F32_INFINITY != float::F32_INFINITY {
+        // SAFETY: `Level` is made by detection only, so this processor has AVX2.
+        return unsafe { x86::run_products(table, f32::from_bits(operand)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = level;
+    run_products_portable(table, operand)
+}
+
+fn run_products_portable(table: &Table, operand: u32) -> Products {
+    let mut products = [[0; 16]; 2];
+    for (code, entry) in table.iter().enumerate() {
+        let [low, high, ..] = float::narrow_bf16(float::multiply(*entry, operand)).to_le_bytes();
+        (products[0][code], products[1][code]) = (low, high);
+    }
+    products
+}
+
+/// Fills `target` with the products of codes.
+#[inline(always)]
+fn look_up(level: Level, (codes, order): (&[u8], BitOrder), products: &Products, target: &mut [u8]) {
+    match level.0 {
+        Width::Portable => {
+            let shifts = if order == BitOrder::LowFirst { [0, 4] } else { [4, 0] };
+            for (byte, made) in codes.iter().zip(target.as_chunks_mut::<4>().0) {
+                let [first, second] = shifts.map(|shift| usize::from(byte >> shift & 15));
+                *made = [products[0][first], products[1][first], products[0][second], products[1][second]];
+            }
+        }
+        // SAFETY: `Level` is made by detection only, so this processor has AVX2.
+        #[cfg(target_arch = "x86_64")]
+        Width::Avx2 | Width::Avx512 => unsafe {
+            x86::look_up(codes.as_chunks().0, order, products, target.as_chunks_mut().0);
+        },
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 #[allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows their instructions to be enabled")]
 mod x86 {
     use std::arch::x86_64::{
-        __m256, __m256i, _mm256_and_si256, _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps,
-        _mm256_loadu_si256, _mm256_permutevar8x32_ps, _mm256_set1_epi32, _mm256_slli_epi32, _mm256_srlv_epi32,
-        _mm256_storeu_si256,
+        __m256, __m256i, _mm_and_si128, _mm_loadl_epi64, _mm_loadu_si128, _mm_set1_epi8, _mm_shuffle_epi8,
+        _mm_srli_epi16, _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpacklo_epi8, _mm256_add_epi32, _mm256_and_si256,
+        _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_loadu_si256, _mm256_mul_ps,
+        _mm256_packus_epi16, _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_permutevar8x32_ps,
+        _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_srli_epi16, _mm256_srli_epi32,
+        _mm256_srlv_epi32, _mm256_storeu_si256, _mm512_broadcast_i64x4, _mm512_castsi256_si512, _mm512_inserti64x4,
+        _mm512_loadu_ps, _mm512_permutexvar_ps, _mm512_srlv_epi32, _mm512_storeu_ps,
     };
 
-    use super::{Shifts, Table, column_portable};
+    use super::{super::super::BitOrder, Products, Shifts, Table, column_portable};
+
+    /// As [`super::run_products`], for a finite operand.
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn run_products(table: &Table, operand: f32) -> Products {
+        let mut products = [[0; 16]; 2];
+        // SAFETY: AVX2 is enabled; the products are 32 bytes.
+        unsafe {
+            let (low, high) = halves(table);
+            // To nearest, ties to even; correct for all values except NaNs, and products of finite numbers are none.
+            let product = |entries: __m256| {
+                let bits = _mm256_castps_si256(_mm256_mul_ps(entries, _mm256_set1_ps(operand)));
+                let even = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+                let rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), even);
+                _mm256_srli_epi32::<16>(rounded)
+            };
+            // Packing works on both halves of a register by itself.
+            let all = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(product(low), product(high)));
+            let lower = _mm256_and_si256(all, _mm256_set1_epi16(0xff));
+            let bytes = _mm256_packus_epi16(lower, _mm256_srli_epi16::<8>(all));
+            let bytes = _mm256_permute4x64_epi64::<0b11_01_10_00>(bytes);
+            _mm256_storeu_si256(products.as_mut_ptr().cast(), bytes);
+        }
+        products
+    }
+
+    /// As [`super::look_up`], for 16 codes at a time.
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn look_up(codes: &[[u8; 8]], order: BitOrder, products: &Products, targets: &mut [[u8; 32]]) {
+        // SAFETY: AVX2 is enabled; all pointers are to arrays of at least the bytes that are read or written.
+        unsafe {
+            let load = |from: &[u8; 16]| _mm_loadu_si128(from.as_ptr().cast());
+            let (lower, upper) = (load(&products[0]), load(&products[1]));
+            let mask = _mm_set1_epi8(15);
+            for (codes, target) in codes.iter().zip(targets) {
+                let both = _mm_loadl_epi64(codes.as_ptr().cast());
+                let (low, high) = (_mm_and_si128(both, mask), _mm_and_si128(_mm_srli_epi16::<4>(both), mask));
+                let codes = match order {
+                    BitOrder::LowFirst => _mm_unpacklo_epi8(low, high),
+                    BitOrder::HighFirst => _mm_unpacklo_epi8(high, low),
+                };
+                let (lower, upper) = (_mm_shuffle_epi8(lower, codes), _mm_shuffle_epi8(upper, codes));
+                let to = target.as_mut_ptr();
+                _mm_storeu_si128(to.cast(), _mm_unpacklo_epi8(lower, upper));
+                _mm_storeu_si128(to.add(16).cast(), _mm_unpackhi_epi8(lower, upper));
+            }
+        }
+    }
 
     /// Entries of the table for the low four bits of eight codes.
     #[inline(always)]
@@ -112,6 +250,25 @@ mod x86 {
         }
     }
 
+    /// As [`words`], two words at a time: the whole table is one register.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn words_512(words: &[[u8; 4]], shifts: &Shifts, table: &Table, targets: &mut [[[u8; 4]; 8]]) {
+        let ((pairs, rest), (pair_targets, rest_targets)) = (words.as_chunks::<2>(), targets.as_chunks_mut::<2>());
+        // SAFETY: AVX-512F is enabled; the shifts are 32 bytes, the table and two targets are 64.
+        unsafe {
+            let entries = _mm512_loadu_ps(table.as_ptr().cast());
+            let shifts = _mm512_broadcast_i64x4(_mm256_loadu_si256(shifts.as_ptr().cast()));
+            for ([first, second], target) in pairs.iter().zip(pair_targets) {
+                let word = |bytes: [u8; 4]| _mm256_set1_epi32(i32::from_le_bytes(bytes));
+                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(word(*first)), word(*second));
+                // The permutation takes the lowest four bits of each index.
+                let values = _mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts), entries);
+                _mm512_storeu_ps(target.as_mut_ptr().cast(), values);
+            }
+        }
+        super::words_portable(rest, shifts, table, rest_targets);
+    }
+
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn column(words: &[[u8; 4]], shift: u32, table: &Table, values: &mut [[u8; 4]]) {
         let ((groups, rest), (targets, rest_targets)) = (words.as_chunks::<8>(), values.as_chunks_mut::<8>());
@@ -133,6 +290,45 @@ mod x86 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Every code with operands of all kinds, in runs of several lengths.
+    #[test]
+    fn products_agree_with_single_elements() {
+        let codes: Vec<u8> = (0..256_u32).map(|at| (at * 197 % 256).to_le_bytes()[0]).collect();
+        let tables: [Table; 3] = [
+            [0, 1, 2, 3, 4, 6, 8, 12, 0, 1, 2, 3, 4, 6, 8, 12].map(|half: u8| (f32::from(half) / 2.0).to_bits()),
+            std::array::from_fn(|code| (f32::from(u8::try_from(code).unwrap_or(0)) - 8.0).to_bits()),
+            std::array::from_fn(|code| u32::try_from(code).unwrap_or(0).wrapping_mul(0x9e37_79b9) & !0x4000_0000),
+        ];
+        let odd =
+            [0.0, -0.0, 1e-45, -1e-40, f32::MIN_POSITIVE, 3e38, -3e38, f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
+        let operands: Vec<[u8; 4]> = (0..40_u32)
+            .map(|at| f32::from_bits(at.wrapping_mul(0x9e37_79b9)))
+            .enumerate()
+            .map(|(at, number)| odd.get(at).copied().unwrap_or(number).to_le_bytes())
+            .collect();
+        for table in &tables {
+            for (head, period) in [(16, 16), (16, 32), (32, 32), (64, 64), (48, 128), (512, 512)] {
+                let runs = 1 + (512_usize - head).div_ceil(period);
+                for order in [BitOrder::LowFirst, BitOrder::HighFirst] {
+                    let expected: Vec<u8> = (0..512)
+                        .flat_map(|at: usize| {
+                            let operand = if at < head { 0 } else { 1 + (at - head) / period };
+                            let shift = if (at % 2 == 0) == (order == BitOrder::LowFirst) { 0 } else { 4 };
+                            let entry = table[usize::from(codes[at / 2] >> shift & 15)];
+                            let product = float::multiply(entry, u32::from_le_bytes(operands[operand]));
+                            float::narrow_bf16(product).to_le_bytes()[..2].to_vec()
+                        })
+                        .collect();
+                    for level in Level::available() {
+                        let mut made = vec![0; expected.len()];
+                        products(level, (&codes, order), table, &operands[..runs], (head, period), &mut made);
+                        assert!(made == expected, "runs of {head} and {period}, {order:?}, at {level:?}");
+                    }
+                }
+            }
+        }
+    }
 
     #[test]
     fn levels_agree() {

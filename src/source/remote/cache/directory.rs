@@ -10,7 +10,10 @@ use std::{
     io,
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use nix::{
@@ -42,6 +45,10 @@ pub struct Cache {
     /// The directory of entries; `None` in memory.
     objects: Option<PathBuf>,
     space: Space,
+    /// Of the entries for which the disk has no place.
+    memory: Space,
+    /// Whether it was told that there are such entries.
+    told: AtomicBool,
     open: Mutex<Vec<Weak<Entry>>>,
     counters: Arc<RemoteCounters>,
 }
@@ -78,7 +85,17 @@ impl Cache {
     }
 
     fn new(objects: Option<PathBuf>, space: Space, counters: Arc<RemoteCounters>) -> Self {
-        Self { objects, space, open: Mutex::default(), counters }
+        let memory = Space::new(Place::Memory, Some(MEMORY_BYTES));
+        Self { objects, space, memory, told: AtomicBool::new(false), open: Mutex::default(), counters }
+    }
+
+    fn space_of_all(&self) -> &Space {
+        if self.objects.is_none() { &self.memory } else { &self.space }
+    }
+
+    /// What bounds the bytes of an entry.
+    fn space_of(&self, entry: &Entry) -> &Space {
+        if entry.dir().is_none() { &self.memory } else { &self.space }
     }
 
     /// The directory of entries, unless the cache is in memory.
@@ -96,7 +113,7 @@ impl Cache {
     /// # Errors
     /// The directory cannot be read.
     pub fn measure(&self) -> io::Result<(u64, u64)> {
-        self.space.measure()
+        self.space_of_all().measure()
     }
 
     /// What bounds it now.
@@ -104,22 +121,22 @@ impl Cache {
     /// # Errors
     /// The directory cannot be read.
     pub fn limit(&self) -> io::Result<CacheLimit> {
-        self.space.limit()
+        self.space_of_all().limit()
     }
 
-    /// Room for `bytes` more, if they may be written; to be held while they are. Evicts for them if that is needed.
-    pub fn reserve(&self, bytes: u64) -> Option<Room<'_>> {
-        self.space.reserve(bytes)
+    /// Room for `bytes` more of an entry, if they may be written; to be held while they are. Evicts for them if that is needed.
+    pub fn reserve(&self, entry: &Entry, bytes: u64) -> Option<Room<'_>> {
+        self.space_of(entry).reserve(bytes)
     }
 
-    /// Whether there was no room lately.
-    pub fn is_full(&self) -> bool {
-        self.space.is_full()
+    /// Whether there was no room lately for an entry.
+    pub fn is_full(&self, entry: &Entry) -> bool {
+        self.space_of(entry).is_full()
     }
 
-    /// Notes that a write failed: nothing is written for some seconds.
-    pub fn note_full(&self) {
-        self.space.note_full();
+    /// Notes that a write to an entry failed: nothing is written for some seconds.
+    pub fn note_full(&self, entry: &Entry) {
+        self.space_of(entry).note_full();
     }
 
     /// Removes an entry that no process uses. Returns the freed bytes of disk, or `None` if it is in use.
@@ -132,9 +149,10 @@ impl Cache {
     }
 
     /// The entry of an object; it is made if it is not there. `object` names it for people. Within a process an object has one entry.
+    /// Where the disk has no place for it, memory serves.
     ///
     /// # Errors
-    /// The directory cannot be used.
+    /// The system has no files in memory either.
     pub fn entry(&self, file: &RemoteFile, object: &str) -> io::Result<Arc<Entry>> {
         let name = file.cache_name();
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
@@ -147,12 +165,21 @@ impl Cache {
             sha256: file.content.sha256().map(str::to_owned),
             verified: false,
         };
-        let entry = match &self.objects {
-            Some(objects) => self.on_disk(objects, &name, &meta)?,
+        let on_disk = self.objects.as_ref().map(|objects| self.on_disk(objects, &name, &meta));
+        let entry = match on_disk {
+            Some(Ok(entry)) => entry,
+            Some(Err(error)) => {
+                if !self.told.swap(true, Ordering::Relaxed) {
+                    tracing::warn!(
+                        "the disk cache has no place for {object}: {error}; what has none is read without it"
+                    );
+                }
+                self.in_memory_entry(&name, meta)?
+            }
             None => self.in_memory_entry(&name, meta)?,
         };
         let entry = Arc::new(entry);
-        self.space.add(&entry);
+        self.space_of(&entry).add(&entry);
         open.retain(|entry| entry.strong_count() > 0);
         open.push(Arc::downgrade(&entry));
         Ok(entry)
@@ -273,6 +300,7 @@ impl Cache {
             entry.release_idle(idle_ms);
         }
         self.space.keep_bound();
+        self.memory.keep_bound();
     }
 
     /// Notes that all open entries are in use, for the order of eviction.

@@ -33,7 +33,8 @@ use super::{
     super::{super::ByteSpan, counters::RemoteCounters},
     block_map::BlockMap,
     geometry::{
-        BLOCK_BYTES, SEGMENT_BLOCKS, SEGMENT_BYTES, block_count, blocks_of_segment, place, segments_of, span_of,
+        BLOCK_BYTES, HOLE_BYTES, SEGMENT_BLOCKS, SEGMENT_BYTES, block_count, blocks_of_segment, place, segments_of,
+        span_of,
     },
     lock::{self, LockKind},
     meta::{self, EntryMeta},
@@ -438,8 +439,8 @@ impl Entry {
         let before = disk_bytes()?;
         self.map.clear(blocks)?;
         let span = span_of(blocks, self.size_bytes);
-        // To the end of the last block: the hole takes whole pages.
-        let len = span.len().next_multiple_of(BLOCK_BYTES);
+        // To the end of the last page, since a hole takes whole ones. A segment begins with one.
+        let len = span.len().next_multiple_of(HOLE_BYTES);
         fallocate(&self.data, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, span.start(), len)?;
         Ok(before.saturating_sub(disk_bytes()?))
     }

@@ -14,7 +14,7 @@ use tokio::time::timeout_at;
 use super::{
     super::{
         counters::RemoteCounters,
-        error::{Failure, RemoteError},
+        error::{Failure, RemoteError, of_certificate},
         interface::RemoteFile,
         retry::{Deadline, Gate, retry},
         runtime,
@@ -69,11 +69,7 @@ impl Hub {
             .http1_only()
             .build();
         let http = http.map_err(|error| {
-            let mut reason = causes(&error.without_url());
-            if reason.contains("CA certificates") {
-                reason
-                    .push_str("; install the package ca-certificates, or name a file of certificates by SSL_CERT_FILE");
-            }
+            let reason = runtime::with_remedy(causes(&error.without_url()));
             RemoteError::new(Failure::Unsupported, &host, "HTTP client", reason)
         })?;
         let kept = cache.map(|cache| Kept::new(cache, &settings.endpoint.authority().replace(':', "_")));
@@ -378,7 +374,11 @@ fn explained(refusal: &Refusal, answer: &Response, host: &str, repo: &str) -> Re
 /// An error without an answer, or in the middle of one. The message never has the address, which may be signed.
 fn of_transport(error: reqwest::Error, host: &str, what: &str) -> RemoteError {
     let failure = if error.is_timeout() { Failure::TimedOut } else { Failure::Transient };
-    RemoteError::new(failure, host, what, causes(&error.without_url()))
+    let causes = causes(&error.without_url());
+    match of_certificate(&causes) {
+        Some(message) => RemoteError::new(Failure::Refused, host, what, message),
+        None => RemoteError::new(failure, host, what, causes),
+    }
 }
 
 /// An error with its causes, each once.

@@ -2,17 +2,16 @@
 
 use std::time::Duration;
 
-use reqwest::header::{HeaderMap, RETRY_AFTER};
+use reqwest::header::{DATE, HeaderMap, RETRY_AFTER};
 
-/// Longest wait that is obeyed; a longer one is a mistake of the server. The Hub's windows last five minutes.
-const WAIT_MAX: Duration = Duration::from_mins(15);
+use super::super::retry_after::{WAIT_MAX, wait_of};
 
 /// The wait that an answer asks for, by `RateLimit: "resolvers";r=0;t=55` or by `Retry-After: 55`.
 pub(super) fn asked(headers: &HeaderMap) -> Option<Duration> {
     let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
     let of_limit = text("ratelimit").and_then(seconds_of_rate_limit);
-    let after = || text(RETRY_AFTER.as_str()).and_then(|value| value.trim().parse().ok());
-    of_limit.or_else(after).map(|seconds| Duration::from_secs(seconds).min(WAIT_MAX))
+    let after = || wait_of(text(RETRY_AFTER.as_str())?, text(DATE.as_str()));
+    of_limit.map(|seconds| Duration::from_secs(seconds).min(WAIT_MAX)).or_else(after)
 }
 
 /// The greatest `t=` of a list of limits that are used up, or of all if none says so.
@@ -40,7 +39,9 @@ mod tests {
         assert_eq!(of(&[("RateLimit", r#""api";r=3;t=200, "resolvers";r=0;t=7"#)]), Some(7));
         assert_eq!(of(&[("RateLimit", r#""api" ; t=9"#), ("Retry-After", "3")]), Some(9));
         assert_eq!(of(&[("Retry-After", " 3 ")]), Some(3));
-        for none in ["", "r=0", "t=x", "t=-1", "Wed, 21 Oct 2026 07:28:00 GMT"] {
+        let date = "Wed, 21 Oct 2026 07:28:00 GMT";
+        assert_eq!(of(&[("Retry-After", "Wed, 21 Oct 2026 07:28:05 GMT"), ("Date", date)]), Some(5));
+        for none in ["", "r=0", "t=x", "t=-1"] {
             assert_eq!(of(&[("RateLimit", none), ("Retry-After", none)]), None, "{none}");
         }
     }

@@ -325,7 +325,9 @@ impl Objects for Snapshot {
             return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
         }
         let read = runtime::block_on(self.read_once(file, span, until, hedging, sink));
-        read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(|error| error.of_span(span))
+        // By its key the caller knows the object of an error.
+        let named = |error: RemoteError| RemoteError { what: file.key.clone(), ..error.of_span(span) };
+        read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(named)
     }
 }
 

@@ -13,12 +13,13 @@ use super::{
         locality::is_loopback,
         options::RemoteOptions,
         retry::{Deadline, Gate, retry},
+        runtime::with_remedy,
     },
     connect::{Connection, Kind, connect},
     http_listing,
     observe::Observer,
     offline::{Kept, Offline},
-    reader::Store,
+    reader::{Store, with_cause},
 };
 
 /// The repository or file at an address. `None` if the address is of another kind.
@@ -49,7 +50,7 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
     let path = Path::from_url_path(url.path()).map_err(|error| bad(error.to_string()))?;
     let last = Observer::default();
     let Connection { inner, address, host, advice } =
-        connect(&url, kind, options, &last).map_err(|error| bad(error.to_string()))?;
+        connect(&url, kind, options, &last).map_err(|error| bad(with_remedy(with_cause(&error))))?;
     let label = without_query(source).trim_end_matches('/').to_owned();
     let kept = Kept::new(format!("{address}/{path}"), options);
     if options.offline {

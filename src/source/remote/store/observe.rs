@@ -11,6 +11,8 @@ use object_store::{
     client::{HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService, ReqwestConnector},
 };
 
+use super::super::retry_after::wait_of;
+
 /// What a reply said besides its bytes.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Seen {
@@ -37,8 +39,7 @@ impl Observer {
         let request_id = ["x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid", "x-request-id"];
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Seen {
             status: Some(response.status().as_u16()),
-            // The form with a date is rare, and needs a clock that agrees with the server's.
-            retry_after: header("retry-after").and_then(|text| text.parse().ok()).map(Duration::from_secs),
+            retry_after: header("retry-after").and_then(|text| wait_of(text, header("date"))),
             request_id: request_id.iter().find_map(|name| header(name)).map(printable),
         };
     }

@@ -9,7 +9,7 @@ use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt
 use super::{
     super::{
         super::ByteSpan,
-        error::{Failure, RemoteError},
+        error::{Failure, RemoteError, of_certificate},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, Sink},
         runtime::{READ_TIMEOUT, block_on},
@@ -162,10 +162,10 @@ impl Store {
             (_, None) => {
                 let cause = cause(error);
                 let credentials = cause.contains("169.254.") || cause.contains("metadata.google.internal");
-                if credentials {
-                    (Failure::Refused, format!("no credentials: {advice}"))
-                } else {
-                    (Failure::Transient, cause)
+                match of_certificate(&cause) {
+                    _ if credentials => (Failure::Refused, format!("no credentials: {advice}")),
+                    Some(message) => (Failure::Refused, message),
+                    None => (Failure::Transient, cause),
                 }
             }
         };
@@ -297,6 +297,12 @@ fn cause(error: &dyn std::error::Error) -> String {
     let text = all.pop().unwrap_or_default();
     let without_query = |word: &str| word.split('?').next().unwrap_or_default().to_owned();
     text.split(' ').map(without_query).collect::<Vec<_>>().join(" ")
+}
+
+/// An error with its innermost cause.
+pub(super) fn with_cause(error: &object_store::Error) -> String {
+    let (text, cause) = (error.to_string(), cause(error));
+    if text.contains(&cause) { text } else { format!("{text}: {cause}") }
 }
 
 /// Keys of a listing as paths.
