@@ -14,7 +14,7 @@ const STALE_AFTER: u64 = 256;
 
 /// A chunk that a reader will want.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Expected {
+pub(super) struct ExpectedChunk {
     pub(super) key: ChunkKey,
     /// Bytes of the decoded chunk.
     pub(super) len: u64,
@@ -33,7 +33,7 @@ struct Unread {
 /// See the module's documentation.
 #[derive(Debug, Default)]
 pub(super) struct Ahead {
-    queue: VecDeque<Expected>,
+    queue: VecDeque<ExpectedChunk>,
     unread: HashMap<ChunkKey, Unread>,
     unread_bytes: u64,
     /// Threads that decode ahead.
@@ -44,7 +44,7 @@ pub(super) struct Ahead {
 
 impl Ahead {
     /// Queues a chunk, unless it is queued already or too many are.
-    pub(super) fn expect(&mut self, chunk: Expected) {
+    pub(super) fn expect(&mut self, chunk: ExpectedChunk) {
         if self.queue.len() < QUEUE_MAX && !self.queue.iter().any(|queued| queued.key == chunk.key) {
             self.queue.push_back(chunk);
         }
@@ -65,13 +65,13 @@ impl Ahead {
     }
 
     /// The chunk to decode next, if chunks that no reader has asked for yet then take at most `bytes_max` bytes.
-    pub(super) fn next(&self, bytes_max: u64) -> Option<Expected> {
+    pub(super) fn next(&self, bytes_max: u64) -> Option<ExpectedChunk> {
         self.queue.front().copied().filter(|next| self.unread_bytes.saturating_add(next.len) <= bytes_max)
     }
 
     /// Takes the next chunk from the queue, to decode it.
     pub(super) fn begin(&mut self) {
-        if let Some(Expected { key, len, .. }) = self.queue.pop_front() {
+        if let Some(ExpectedChunk { key, len, .. }) = self.queue.pop_front() {
             self.forget(key);
             self.unread.insert(key, Unread { len, since: self.asked });
             self.unread_bytes += len;
@@ -107,8 +107,8 @@ impl Ahead {
 mod tests {
     use super::*;
 
-    fn chunk(number: u64) -> Expected {
-        Expected { key: (0, number), len: 100, stored_len: 50 }
+    fn chunk(number: u64) -> ExpectedChunk {
+        ExpectedChunk { key: (0, number), len: 100, stored_len: 50 }
     }
 
     #[test]

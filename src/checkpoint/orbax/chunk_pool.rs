@@ -25,7 +25,7 @@ use std::{
 
 use lru::LruCache;
 
-use super::ahead::{Ahead, ChunkKey, Expected};
+use super::ahead::{Ahead, ChunkKey, ExpectedChunk};
 use crate::tensor::to_usize;
 
 /// Bound until one is set, in bytes.
@@ -239,7 +239,7 @@ impl ChunkPool {
 
     /// Notes that a reader will want a chunk. Returns whether the caller is to start a thread, of at most `threads_max`, that calls
     /// [`Self::decode_next`] until this returns `false`.
-    pub(super) fn expect(&self, chunk: Expected, threads_max: usize) -> bool {
+    pub(super) fn expect(&self, chunk: ExpectedChunk, threads_max: usize) -> bool {
         let mut state = self.lock();
         if !state.ready.contains(&chunk.key) && !state.decoding.contains(&chunk.key) {
             state.ahead.expect(chunk);
@@ -253,7 +253,7 @@ impl ChunkPool {
         decode: impl FnOnce(ChunkKey, &mut [u8], &mut [u8]) -> Result<(), E>,
     ) -> bool {
         let mut state = self.lock();
-        let (Expected { key, len, stored_len }, buffers) = loop {
+        let (ExpectedChunk { key, len, stored_len }, buffers) = loop {
             let room = match state.ahead.next(state.bytes_max / 2) {
                 Some(next) => match state.make_room([next.len, next.stored_len], Urgency::Ahead) {
                     Room::Enough(buffers) => break (next, buffers),
@@ -536,8 +536,8 @@ mod tests {
         });
     }
 
-    fn expected(number: u64, len: u64) -> Expected {
-        Expected { key: (0, number), len, stored_len: len / 2 }
+    fn expected(number: u64, len: u64) -> ExpectedChunk {
+        ExpectedChunk { key: (0, number), len, stored_len: len / 2 }
     }
 
     /// Decodes ahead in this thread, as long as there is room.

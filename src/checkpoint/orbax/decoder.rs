@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    ahead::{ChunkKey, Expected},
+    ahead::{ChunkKey, ExpectedChunk},
     chunk_pool::{ChunkPool, Decoded},
     coded::{CodedBytes, CodedChunk, DecodedFile},
 };
@@ -48,14 +48,14 @@ impl Decoder {
         (decoded, &decoded.chunks[to_usize(key.1)])
     }
 
-    fn expected(&self, key: ChunkKey) -> Expected {
+    fn expected(&self, key: ChunkKey) -> ExpectedChunk {
         let (decoded, chunk) = self.place(key);
         let stored_len = match &chunk.bytes {
             CodedBytes::Span(span) if is_streamed(decoded, *span) => 0,
             CodedBytes::Span(span) => span.len(),
             CodedBytes::Inline(_) => 0,
         };
-        Expected { key, len: decoded.array.chunk_bytes(), stored_len }
+        ExpectedChunk { key, len: decoded.array.chunk_bytes(), stored_len }
     }
 
     /// The decoded chunk, from memory or by decoding it.
@@ -64,7 +64,7 @@ impl Decoder {
     /// That of reading the stored bytes, or that they are none of the array's codecs.
     pub(super) fn chunk(&self, key: ChunkKey) -> Result<Arc<Decoded>, SourceError> {
         let stored_in = FileId(self.place(key).0.stored_in);
-        let Expected { len, stored_len, .. } = self.expected(key);
+        let ExpectedChunk { len, stored_len, .. } = self.expected(key);
         self.check_memory(key)?;
         let goes_on = || self.inner.health().usable(stored_in);
         self.pool.get(key, (len, stored_len), &goes_on, |stored, target| self.decode(key, stored, target))
