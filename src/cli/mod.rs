@@ -55,7 +55,7 @@ use output::{AlreadyReported, Closed, Usage};
 /// second copy.
 ///
 /// SOURCE is a directory with *.safetensors files, one such file, org/name[@revision] in the local Hugging Face cache or on the
-/// Hub, hf://org/name, s3://, gs://, az:// or https://.
+/// Hub, <hf://org/name>, s3://, gs://, az:// or https://.
 #[derive(Debug, Parser)]
 #[command(name = "ckfs", version, long_version = LONG_VERSION, max_term_width = 100, propagate_version = true)]
 #[command(after_long_help = "\

@@ -59,7 +59,7 @@ pub(super) fn settle(remote: &Remote) -> Option<(String, String)> {
 /// Brings a dropped object once more.
 fn fetch_again(remote: &Remote) {
     let object = &remote.object;
-    let demand = (Arc::clone(object), vec![0..object.entry.block_count()]);
+    let demand = (Arc::clone(object), std::iter::once(0..object.entry.block_count()).collect());
     if let Err(failure) = remote.fetcher.bring(&[demand], 0, Deadline::None) {
         tracing::warn!("{}: not fetched once more now: {failure}", object.name.display());
     }

@@ -9,14 +9,13 @@ pub(super) const WAIT_MAX: Duration = Duration::from_mins(15);
 /// machine may be another one.
 pub(super) fn wait_of(retry_after: &str, date: Option<&str>) -> Option<Duration> {
     let text = retry_after.trim();
-    let wait = match text.parse() {
-        Ok(seconds) => Duration::from_secs(seconds),
-        Err(_) => {
-            let until = unix_time(text)?;
-            let since_1970 = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok();
-            let now = date.and_then(unix_time).map(Duration::from_secs).or_else(since_1970)?;
-            Duration::from_secs(until).saturating_sub(now)
-        }
+    let wait = if let Ok(seconds) = text.parse() {
+        Duration::from_secs(seconds)
+    } else {
+        let until = unix_time(text)?;
+        let since_1970 = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok();
+        let now = date.and_then(unix_time).map(Duration::from_secs).or_else(since_1970)?;
+        Duration::from_secs(until).saturating_sub(now)
     };
     Some(wait.min(WAIT_MAX))
 }
