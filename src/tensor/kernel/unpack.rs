@@ -314,7 +314,7 @@ mod tests {
                     let expected: Vec<u8> = (0..512)
                         .flat_map(|at: usize| {
                             let operand = if at < head { 0 } else { 1 + (at - head) / period };
-                            let shift = if (at % 2 == 0) == (order == BitOrder::LowFirst) { 0 } else { 4 };
+                            let shift = if at.is_multiple_of(2) == (order == BitOrder::LowFirst) { 0 } else { 4 };
                             let entry = table[usize::from(codes[at / 2] >> shift & 15)];
                             let product = float::multiply(entry, u32::from_le_bytes(operands[operand]));
                             float::narrow_bf16(product).to_le_bytes()[..2].to_vec()
