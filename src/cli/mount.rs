@@ -312,9 +312,9 @@ pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, t
     let log_file = given.and_then(|(config, _)| config.mount.log_file.clone());
     let mountpoint = given.map(|(_, mountpoint)| mountpoint.clone()).unwrap_or_default();
     let readiness = Readiness::new(log, log_file.as_deref(), &mountpoint);
-    let mut readiness = readiness.map_err(|error| match error {
-        DaemonError::LogFile { .. } if is_daemon() => AlreadyReported.into(),
-        error => anyhow::Error::from(error),
+    let mut readiness = readiness.map_err(|error| {
+        let reported = matches!(error, DaemonError::LogFile { .. }) && is_daemon();
+        if reported { AlreadyReported.into() } else { anyhow::Error::from(error) }
     })?;
     if tie == Tie::Attached {
         readiness = readiness.attached();
