@@ -167,13 +167,8 @@ fn in_step(tree: &dyn FileTree, step: &str) -> Result<Item, OrbaxProblem> {
     let entries = tree.list(step)?;
     let unfinished = |reason| OrbaxProblem::Unfinished { directory: tree.shown(step), reason };
     let of_step = metadata(tree, step)?;
-    // A step that was saved elsewhere and copied to the store has no such file, and says itself that it was finished.
-    let is_copy = of_step.as_ref().is_some_and(|found| found.commit_nanoseconds.is_some());
-    if tree.needs_commit_file() && !is_copy && !has(&entries, COMMIT_SUCCESS) {
-        return Err(unfinished(
-            "commit_success.txt is missing, which Orbax writes last on an object store; of a copy, open the step: its \
-             _CHECKPOINT_METADATA must have commit_timestamp_nsecs",
-        ));
+    if tree.needs_commit_file() && !has(&entries, COMMIT_SUCCESS) {
+        return Err(unfinished("commit_success.txt is missing, which Orbax writes last on an object store"));
     }
     if of_step.as_ref().is_some_and(|found| found.commit_nanoseconds.is_none()) {
         return Err(unfinished(
