@@ -387,3 +387,42 @@ fn requested_spans_are_read_ahead_at_any_size() {
         std::thread::sleep(Duration::from_millis(10));
     }
 }
+
+/// Kilobytes of a mapping that are mapped as huge pages, once its bytes of `range` were read.
+fn huge_kib(map: &memmap2::Mmap, range: std::ops::Range<usize>) -> u64 {
+    let sum: u64 = map[range].iter().step_by(4096).map(|byte| u64::from(*byte)).sum();
+    assert!(sum > 0);
+    let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
+    let start = format!("{:x}-", map.as_ptr() as usize);
+    let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&start));
+    let size = lines.find_map(|line| line.strip_prefix("FilePmdMapped:")).unwrap_or_default();
+    size.trim().trim_end_matches(" kB").parse().unwrap_or(0)
+}
+
+#[test]
+fn requested_blocks_become_huge_pages_and_no_other_page_is_read() {
+    const MIB: u64 = 1 << 20;
+    let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (path, _, map) = written(dir.path(), 24 << 20, 0, 0);
+    let source = LocalFiles::open(&[path], SourceIo::Auto).unwrap();
+    if cached_pages(&map) > 0 {
+        // In memory nothing has to be read.
+        assert!(!source.will_need(A, span(0, MIB)));
+        return;
+    }
+    assert!(source.will_lend(A, span(MIB + 5, 7 * MIB)), "storage is asked");
+    let wanted = 6 << 8;
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while cached_pages(&map) < wanted {
+        assert!(Instant::now() < deadline, "{} of {wanted} pages", cached_pages(&map));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(cached_pages(&map), wanted, "nothing but the span");
+    assert!(!source.will_need(A, span(MIB + 5, 7 * MIB)), "all is cached");
+    // Not every kernel and file system has huge pages of files.
+    let (_, _, reference) = written(other.path(), 8 << 20, 0, 0);
+    reference.advise(memmap2::Advice::HugePage).unwrap();
+    if huge_kib(&reference, 0..4 << 20) > 0 {
+        assert_eq!(huge_kib(&map, 2 << 20..6 << 20), 4 << 10, "both whole blocks");
+    }
+}

@@ -1,6 +1,6 @@
 //! Read-ahead for sequential readers: computes tiles and requests source pages before a reader asks for them.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{
     Engine,
@@ -22,11 +22,25 @@ const PAGES_AHEAD_BYTES_MIN: u64 = 1 << 20;
 const REMOTE_AHEAD_PART: u64 = 4;
 /// A remote source is asked for more when one of these parts of it is used: its line must not become idle.
 const REMOTE_PARTS: u64 = 8;
+/// Bytes of a source file that one thread requests at a time. They begin at multiples of this, as huge pages of the file do.
+const REQUEST_BYTES: u64 = 2 << 20;
 /// Least bytes of tiles that are computed ahead of a sequential reader.
 const TILES_AHEAD_BYTES: u64 = 8 << 20;
 /// Needed source bytes with a gap of at least this many bytes between them are requested separately. The kernel reads over smaller
 /// gaps anyway.
 const GAP_BYTES: u64 = 256 << 10;
+
+/// Source pages to request, in order, and whether only the kernel will read them.
+type PageRequests = Mutex<std::vec::IntoIter<(FileId, ByteSpan, bool)>>;
+
+/// The use of the pages that are requested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PageUse {
+    /// A reader's requests are answered from them.
+    Served,
+    /// A file is materialized from them.
+    Materialized,
+}
 
 impl Engine {
     /// Starts work on the bytes that a sequential reader will need next.
@@ -86,7 +100,7 @@ impl Engine {
         let noted =
             file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most, parts);
         if let Some((from, to)) = noted {
-            self.request_pages_beside(file, from, to.min(file.len_bytes()));
+            self.request_pages_beside(file, from, to.min(file.len_bytes()), PageUse::Served);
         }
     }
 
@@ -96,15 +110,44 @@ impl Engine {
         PAGES_AHEAD_BYTES.1.min(self.options().tile_cache_bytes as u64 / 4).max(PAGES_AHEAD_BYTES_MIN)
     }
 
-    /// As [`Self::request_pages`], in another thread: the kernel allocates the pages in the thread that requests them, which takes
-    /// longer than to copy them.
-    pub(super) fn request_pages_beside(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+    /// Requests the source pages that `start..end` of a file is made from, in other threads, since they wait for storage: in one of
+    /// them while all pages are cached, then in all of them.
+    pub(super) fn request_pages_beside(
+        self: &Arc<Self>,
+        file: &Arc<OpenFile>,
+        start: u64,
+        end: u64,
+        page_use: PageUse,
+    ) {
         let (engine, file) = (Arc::downgrade(self), Arc::clone(file));
         self.requesters.offer(move || {
             if let Some(engine) = engine.upgrade() {
-                engine.request_pages(&file, start, end);
+                let requests = engine.pages_of(&file, start, end, page_use);
+                engine.request_pages(&Arc::new(Mutex::new(requests.into_iter())), true);
             }
         });
+    }
+
+    /// Makes requests until none is left. If this thread is alone, the first that waits for storage calls the others.
+    fn request_pages(self: &Arc<Self>, requests: &Arc<PageRequests>, mut alone: bool) {
+        let Some(maps) = self.source().maps() else { return };
+        while let Some((file, span, lent)) = { requests.lock().unwrap_or_else(PoisonError::into_inner).next() } {
+            if maps.is_partial(file, span) {
+                continue;
+            }
+            let asked = if lent { maps.will_lend(file, span) } else { maps.will_need(file, span) };
+            if !asked || !std::mem::take(&mut alone) {
+                continue;
+            }
+            for _ in 1..self.requesters.count() {
+                let (engine, requests) = (Arc::downgrade(self), Arc::clone(requests));
+                self.requesters.offer(move || {
+                    if let Some(engine) = engine.upgrade() {
+                        engine.request_pages(&requests, false);
+                    }
+                });
+            }
+        }
     }
 
     /// Bytes of the tile that holds a byte of a file; 0 where none does.
@@ -115,39 +158,31 @@ impl Engine {
         prepared.grid.map_or(0, |grid| grid.units * prepared.tiling.unit_bytes())
     }
 
-    /// Requests the source pages that `start..end` of a file is made from. Every part of a transposed view needs all of its source
-    /// pages, so that they are requested together, with the view's first byte.
-    fn request_pages(&self, file: &OpenFile, start: u64, end: u64) {
-        let most = self.options().tile_cache_bytes as u64;
+    /// The source pages that `start..end` of a file is made from, in order. Every part of a transposed view needs all of its source
+    /// pages, so that they are requested together, with the view's first byte. A remote source is asked for its bytes at once.
+    fn pages_of(&self, file: &OpenFile, start: u64, end: u64, page_use: PageUse) -> Vec<(FileId, ByteSpan, bool)> {
+        let mut pages = Vec::new();
         for (segment, low, high) in file.image.spans(start, end) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
             // The thread that makes these bytes will meet a failure again.
             let Ok(prepared) = self.prepare(file, segment) else { continue };
             let tiling = &prepared.tiling;
-            if tiling.transposed_stride_units().is_none() {
-                self.advise(tiling, low, high, most);
-            } else if low == 0 {
-                self.advise(tiling, 0, tiling.len_bytes(), most);
-            }
+            let span = match tiling.transposed_stride_units() {
+                None => (low, high),
+                Some(_) if low == 0 => (0, tiling.len_bytes()),
+                Some(_) => continue,
+            };
+            let lent = prepared.grid.is_none() && page_use == PageUse::Served;
+            let most = self.options().tile_cache_bytes as u64;
+            self.for_each_needed(tiling, span, most, &mut |file, spans| {
+                if let Some(remote) = self.source().remote() {
+                    remote.bring_ahead(file, spans);
+                }
+                let parts = spans.iter().flat_map(|span| span.split_at_multiples(REQUEST_BYTES));
+                pages.extend(parts.map(|part| (file, part, lent)));
+            });
         }
-    }
-
-    /// Requests spans of one piece.
-    fn will_need(&self, file: FileId, spans: &[ByteSpan]) {
-        if let Some(remote) = self.source().remote() {
-            remote.bring_ahead(file, spans);
-        }
-        let Some(maps) = self.source().maps() else { return };
-        for span in spans {
-            if !maps.is_partial(file, *span) {
-                maps.will_need(file, *span);
-            }
-        }
-    }
-
-    /// Requests the source pages of a span, at most `most` bytes of them.
-    fn advise(&self, tiling: &Tiling, low: u64, high: u64, most: u64) {
-        self.for_each_needed(tiling, (low, high), most, &mut |file, spans| self.will_need(file, spans));
+        pages
     }
 
     /// Whether a remote source would have to bring bytes for a file.

@@ -45,7 +45,7 @@ pub struct Engine {
     pub(super) cache: TileCache,
     pub(super) buffers: BufferPool,
     pub(super) workers: Workers,
-    /// The thread that requests source pages from the kernel.
+    /// The threads that request source pages from the kernel, and wait for them.
     pub(super) requesters: Workers,
     pub(super) counters: Counters,
     options: EngineOptions,
@@ -60,16 +60,20 @@ impl fmt::Debug for Engine {
 /// Least bytes of the cache with which source pages are requested ahead of readers.
 const PAGES_CACHE_BYTES_MIN: usize = 64 << 20;
 
+/// Threads that request source pages. Each waits for 2 MiB at a time: together they keep a fast disk busy.
+const REQUESTERS: usize = 8;
+
 impl Engine {
     /// An engine over a checkpoint.
     pub fn new(checkpoint: Arc<Checkpoint>, options: EngineOptions) -> Self {
+        // Pages that are being read cannot be taken back: where memory is short nothing is requested ahead.
+        let requesters = if options.tile_cache_bytes >= PAGES_CACHE_BYTES_MIN { REQUESTERS } else { 0 };
         Self {
             checkpoint,
             cache: TileCache::new(options.tile_cache_bytes),
             buffers: BufferPool::new(options.spare_buffer_bytes),
             workers: Workers::new("ckfs-ahead", options.workers),
-            // Pages that are being read cannot be taken back: where memory is short nothing is requested ahead.
-            requesters: Workers::new("ckfs-pages", usize::from(options.tile_cache_bytes >= PAGES_CACHE_BYTES_MIN)),
+            requesters: Workers::new("ckfs-pages", requesters),
             counters: Counters::default(),
             options,
         }

@@ -255,8 +255,14 @@ pub trait Maps {
         reply: &mut dyn FnMut(KernelBytes<'_>),
     ) -> Option<Result<(), SourceError>>;
 
-    /// Advises that a span will be read soon. Never fails; may do nothing.
-    fn will_need(&self, file: FileId, span: ByteSpan);
+    /// Advises that a span will be read soon. Never fails; may do nothing. Returns whether storage was asked for some of it, which
+    /// may have taken as long as storage takes.
+    fn will_need(&self, file: FileId, span: ByteSpan) -> bool;
+
+    /// As [`Self::will_need`], for bytes that [`Self::with_kernel_bytes`] will pass on, and no other call will read.
+    fn will_lend(&self, file: FileId, span: ByteSpan) -> bool {
+        self.will_need(file, span)
+    }
 
     /// Advises that mapped pages visited from now on will be visited again soon, as by the next of many transposed tiles.
     fn will_return(&self);

@@ -67,6 +67,17 @@ impl ByteSpan {
         let end = self.start.checked_add(inner.end).filter(|end| *end <= self.end)?;
         Some(Self { start: self.start + inner.start, end })
     }
+
+    /// The parts of this span between multiples of `unit`, in order.
+    pub fn split_at_multiples(self, unit: u64) -> impl Iterator<Item = Self> {
+        let mut rest = self;
+        std::iter::from_fn(move || {
+            let multiple = (rest.start / unit).checked_add(1).and_then(|next| next.checked_mul(unit));
+            let part = Self { start: rest.start, end: multiple.map_or(rest.end, |end| end.min(rest.end)) };
+            rest.start = part.end;
+            (!part.is_empty()).then_some(part)
+        })
+    }
 }
 
 impl fmt::Display for ByteSpan {
@@ -81,4 +92,22 @@ impl fmt::Display for ByteSpan {
 /// If the span is longer than the address space. The bounds check against a mapped or read file excludes this on 64 bits.
 pub(super) fn memory_len(span: ByteSpan) -> usize {
     usize::try_from(span.len()).expect("a span to be read fits memory")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_span_is_split_at_multiples() {
+        let parts = |start, end| -> Vec<(u64, u64)> {
+            let span = ByteSpan::new(start, end).unwrap();
+            span.split_at_multiples(8).map(|part| (part.start, part.end)).collect()
+        };
+        assert_eq!(parts(5, 21), [(5, 8), (8, 16), (16, 21)]);
+        assert_eq!(parts(8, 16), [(8, 16)]);
+        assert_eq!(parts(9, 10), [(9, 10)]);
+        assert_eq!(parts(9, 9), []);
+        assert_eq!(parts(u64::MAX - 9, u64::MAX), [(u64::MAX - 9, u64::MAX - 7), (u64::MAX - 7, u64::MAX)]);
+    }
 }

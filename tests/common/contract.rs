@@ -72,7 +72,9 @@ fn inside(source: &dyn Source, id: FileId, name: &str, bytes: &[u8]) {
             assert!(lent.unwrap() == expected, "{name} {span}");
         }
         let mut seen = None;
-        let maps = source.maps().inspect(|maps| maps.will_need(id, *span));
+        let maps = source.maps().inspect(|maps| {
+            maps.will_need(id, *span);
+        });
         if let Some(result) = maps.and_then(|maps| maps.with(id, *span, &mut |bytes| seen = Some(bytes.to_vec()))) {
             // A remote source whose cache has no room gives windows all the same, of a buffer.
             assert!(source.maps_of(id).is_some() || source.remote().is_some());

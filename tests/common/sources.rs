@@ -227,8 +227,8 @@ impl Maps for Watched {
         if self.fails() { Some(Err(self.error(file))) } else { self.inner_maps().with_kernel_bytes(file, span, reply) }
     }
 
-    fn will_need(&self, file: FileId, span: ByteSpan) {
-        self.inner_maps().will_need(file, span);
+    fn will_need(&self, file: FileId, span: ByteSpan) -> bool {
+        self.inner_maps().will_need(file, span)
     }
 
     fn will_return(&self) {

@@ -380,14 +380,14 @@ impl Maps for ChunkSource {
     }
 
     /// Chunks that will be read are decoded by other threads.
-    fn will_need(&self, file: FileId, span: ByteSpan) {
+    fn will_need(&self, file: FileId, span: ByteSpan) -> bool {
         if let Some((number, decoded)) = self.decoded(file) {
             let chunk_bytes = decoded.array.chunk_bytes().max(1);
             let last = span.end().min(decoded.len_bytes()).div_ceil(chunk_bytes);
             (span.start() / chunk_bytes..last).for_each(|chunk| self.decoder.expect((number, chunk)));
-        } else if let Some(maps) = self.own_maps(file) {
-            maps.will_need(file, span);
+            return false;
         }
+        self.own_maps(file).is_some_and(|maps| maps.will_need(file, span))
     }
 
     fn will_return(&self) {

@@ -1,7 +1,7 @@
-//! Advice to the kernel about pages of files that will be read.
+//! Requests to the kernel for pages of files that will be read.
 #![allow(unsafe_code)]
 
-use std::{fs::File, os::fd::AsRawFd};
+use std::{fs::File, io, os::fd::AsRawFd};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
@@ -9,38 +9,55 @@ use super::{super::ByteSpan, guard};
 
 /// Bytes of one call of the advice. The kernel accepts no more than its read-ahead at a time, which is seldom less than this.
 const ADVISED_BYTES: usize = 128 << 10;
-/// A check of the page cache samples the first 128 KiB of each 2 MiB. Pages come and go in runs, and a check of each page takes
+/// Bytes of a huge page, which are requested together.
+pub(super) const BLOCK_BYTES: usize = 2 << 20;
+/// A check of the page cache samples the first 128 KiB of each block. Pages come and go in runs, and a check of each page takes
 /// longer than some reads.
-pub(super) const SAMPLED_BYTES: usize = 2 << 20;
 const SAMPLE_BYTES: u64 = 128 << 10;
 
 /// Number of the system call `cachestat`, the same on all architectures.
 const CACHESTAT: libc::c_long = 451;
 
-/// Whether the page cache has all of `start..end`. False where the kernel (before 6.5) or the file system cannot tell. A read that
-/// does not wait would tell too, but starts its own read-ahead.
-pub(super) fn is_cached(file: &File, start: u64, end: u64) -> bool {
+/// Whether the page cache has all of `start..end`. `None` where the kernel (before 6.5) or the file system cannot tell; false where
+/// it does not tell, since the file is another user's. A read that does not wait would tell too, but starts its own read-ahead.
+fn is_cached(file: &File, start: u64, end: u64) -> Option<bool> {
     let range = [start, end - start];
     // Pages that are cached, then four other numbers of pages.
     let mut found = [0u64; 5];
     // SAFETY: the kernel reads two numbers and writes five.
     let told = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), found.as_mut_ptr(), 0) };
+    if told != 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EPERM) {
+        return Some(false);
+    }
     let page_bytes = guard::page_bytes() as u64;
-    told == 0 && found[0] >= end.div_ceil(page_bytes) - start / page_bytes
+    (told == 0).then(|| found[0] >= end.div_ceil(page_bytes) - start / page_bytes)
 }
 
-/// Starts reading a span into the page cache, unless all of it is cached.
-pub(super) fn will_need(file: &File, span: ByteSpan) {
-    for start in (span.start()..span.end()).step_by(SAMPLED_BYTES) {
-        let end = span.end().min(start + SAMPLED_BYTES as u64);
-        if !is_cached(file, start, end.min(start + SAMPLE_BYTES)) {
+/// Reads a span into the page cache, unless all of it is cached. Returns whether storage was asked.
+///
+/// `read_block` reads the [`BLOCK_BYTES`] from a multiple of that on, and waits for them; it returns false if it cannot. The kernel
+/// then makes one huge page of them. To allocate, map, copy and free the same bytes as small pages costs the processor ten times
+/// as much, and the kernel makes small pages of everything that it reads on advice. So the advice is for the ends of the span.
+///
+/// A kernel that cannot tell what is cached is too old for `read_block`: before 5.18 it would read one page after the other.
+pub(super) fn will_need(file: &File, span: ByteSpan, read_block: &mut dyn FnMut(u64) -> bool) -> bool {
+    let mut asked = false;
+    for part in span.split_at_multiples(BLOCK_BYTES as u64) {
+        let (start, end) = (part.start(), part.end());
+        let cached = is_cached(file, start, end.min(start + SAMPLE_BYTES));
+        if cached == Some(true) {
+            continue;
+        }
+        asked = true;
+        if cached.is_none() || end - start < BLOCK_BYTES as u64 || !read_block(start) {
             need(file, start, end);
         }
     }
+    asked
 }
 
 /// Starts reading `start..end` into the page cache. The kernel may refuse the advice; nothing depends on it.
-fn need(file: &File, start: u64, end: u64) {
+pub(super) fn need(file: &File, start: u64, end: u64) {
     for start in (start..end).step_by(ADVISED_BYTES) {
         let len = (ADVISED_BYTES as u64).min(end - start);
         let (Ok(start), Ok(len)) = (i64::try_from(start), i64::try_from(len)) else { return };

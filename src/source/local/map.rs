@@ -1,4 +1,5 @@
-//! The maps of a local file: one for the kernel, and a guarded one to read from; see [`super::guard`] for why they differ.
+//! The maps of a local file: one for the kernel, and a guarded one to read from; see [`super::guard`] for why they differ. A third
+//! one only brings the file into the page cache.
 #![allow(unsafe_code)]
 
 use std::{
@@ -11,11 +12,12 @@ use std::{
     },
 };
 
-use memmap2::MmapRaw;
+use memmap2::{Advice, MmapRaw};
 use smallvec::SmallVec;
 
 use super::{
     super::{ByteSpan, kernel_bytes::KernelBytes, span::memory_len},
+    advice::{self, BLOCK_BYTES},
     guard::{self, Faulted, GuardedMap},
 };
 
@@ -27,6 +29,8 @@ pub(super) struct FileMaps {
     /// `None` inside where mapping failed; the file is read with `pread` then.
     kernel_map: OnceLock<Option<MmapRaw>>,
     guarded_map: OnceLock<Option<GuardedMap>>,
+    /// A map through which the kernel reads the file in huge pages, and nobody else. `None` inside where it would not.
+    block_map: OnceLock<Option<MmapRaw>>,
     /// Whether pages were touched since they were last dropped.
     touched: AtomicBool,
     /// Whether the kernel tells which mapped pages are in memory. It does not for files of other users.
@@ -36,12 +40,30 @@ pub(super) struct FileMaps {
 impl FileMaps {
     /// The maps of a file of `len` bytes; 0 if it must not be mapped.
     pub(super) fn new(len: usize, tells_resident: bool) -> Self {
-        let (kernel_map, guarded_map, touched) = (OnceLock::new(), OnceLock::new(), AtomicBool::new(false));
-        Self { len, kernel_map, guarded_map, touched, tells_resident }
+        let (kernel_map, guarded_map, block_map) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
+        Self { len, kernel_map, guarded_map, block_map, touched: AtomicBool::new(false), tells_resident }
+    }
+
+    fn block_map(&self, file: &File) -> Option<&MmapRaw> {
+        let make = || {
+            let map = memmap2::MmapOptions::new().len(self.len).map_raw_read_only(file).ok()?;
+            // The order matters: with the second advice alone the kernel reads one small page at a time.
+            let advised = |advice| map.advise(advice).is_ok();
+            (advised(Advice::HugePage) && advised(Advice::Random)).then_some(map)
+        };
+        self.block_map.get_or_init(|| (self.len > 0 && self.tells_resident).then(make)?).as_ref()
     }
 
     fn kernel_map(&self, file: &File, path: &Path) -> Option<&MmapRaw> {
-        let make = || memmap2::MmapOptions::new().len(self.len).map_raw_read_only(file);
+        let make = || {
+            let map = memmap2::MmapOptions::new().len(self.len).map_raw_read_only(file)?;
+            if self.tells_resident {
+                // Pages that are not in memory are requested before they are mapped, and no others: the kernel's read-ahead would
+                // continue behind each block, beyond what is needed.
+                let _ = map.advise(Advice::Random);
+            }
+            Ok(map)
+        };
         let map = self.kernel_map.get_or_init(|| {
             let made = (self.len > 0).then(make)?;
             made.inspect_err(|error| not_mapped(path, error)).ok()
@@ -83,6 +105,18 @@ impl FileMaps {
         }
     }
 
+    /// Reads the block at `start`, a multiple of its size, into the page cache as a huge page, or as small pages where the file
+    /// system has no huge ones. The block lies in the file. Waits for storage. False if that is not possible here, or failed.
+    pub(super) fn read_block(&self, file: &File, start: u64) -> bool {
+        let (Some(map), Ok(start)) = (self.block_map(file), usize::try_from(start)) else { return false };
+        let end = start + BLOCK_BYTES;
+        assert!(end <= map.len(), "block {start}..{end} of a mapping of {} bytes", map.len());
+        let read = fill(map, start, end).is_ok();
+        // Nobody reads through this map.
+        guard::drop_resident(map.as_ptr().wrapping_add(start), end - start);
+        read
+    }
+
     /// Mapped bytes of a span inside the file, which are in memory. A system call with them does not wait for storage, except in
     /// the rare case that they leave memory at once.
     pub(super) fn kernel_bytes(&self, file: &File, path: &Path, span: ByteSpan) -> Option<KernelBytes<'_>> {
@@ -90,6 +124,9 @@ impl FileMaps {
         let (start, len) = (usize::try_from(span.start()).ok()?, memory_len(span));
         assert!(start + len <= map.len(), "span {span} of a mapping of {} bytes", map.len());
         if !(self.tells_resident && is_resident(map, start, start + len)) {
+            if self.tells_resident {
+                advice::need(file, span.start(), span.end());
+            }
             fill(map, start, start + len).ok()?;
         }
         // SAFETY: the span lies in the mapping (asserted above), which lives as long as `self`.

@@ -197,6 +197,15 @@ impl LocalFiles {
         }
     }
 
+    /// Requests a span: whole blocks as huge pages if `in_blocks`. Returns whether storage was asked.
+    fn request(&self, file: FileId, span: ByteSpan, in_blocks: bool) -> bool {
+        let Ok(pinned) = self.usable(file) else { return false };
+        let Ok(span) = pinned.bounded(span) else { return false };
+        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
+        let mut read_block = |block| in_blocks && self.maps[file.index()].read_block(&pinned.file, block);
+        advice::will_need(&pinned.file, span, &mut read_block)
+    }
+
     /// Reads one part.
     fn read(&self, file: FileId, pinned: &Pinned, span: ByteSpan, target: &mut [u8]) -> Result<(), SourceError> {
         let fetching = self.health.begin(WaitTarget::Bytes(file, span));
@@ -316,7 +325,7 @@ impl Source for LocalFiles {
             let span = pinned.bounded(part.span().unwrap_or(beyond(part.start)))?;
             if span.len() >= ADVISED_BYTES_MIN {
                 let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
-                advice::will_need(&pinned.file, span);
+                advice::will_need(&pinned.file, span, &mut |_| false);
             }
         }
         parts.iter_mut().try_for_each(|part| {
@@ -396,10 +405,12 @@ impl Maps for LocalFiles {
         Some(self.compare_open(file, pinned))
     }
 
-    fn will_need(&self, file: FileId, span: ByteSpan) {
-        let Ok(pinned) = self.usable(file) else { return };
-        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
-        advice::will_need(&pinned.file, span);
+    fn will_need(&self, file: FileId, span: ByteSpan) -> bool {
+        self.request(file, span, false)
+    }
+
+    fn will_lend(&self, file: FileId, span: ByteSpan) -> bool {
+        self.request(file, span, true)
     }
 
     fn will_return(&self) {

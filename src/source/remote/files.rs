@@ -416,18 +416,19 @@ impl Maps for RemoteFiles {
         }
     }
 
-    fn will_need(&self, file: FileId, span: ByteSpan) {
+    fn will_need(&self, file: FileId, span: ByteSpan) -> bool {
         let Some(remote) = self.remote(file) else { return self.local.will_need(file, span) };
         if !self.bounded(file, &[span]) {
-            return;
+            return false;
         }
         let blocks = blocks_of(span);
         match remote.object.entry.absent(&blocks) {
             Ok(absent) if absent.is_empty() => self.local.will_need(file, span),
             Ok(_) => {
                 remote.fetcher.bring_ahead(&remote.object, &[blocks], 0);
+                true
             }
-            Err(_) => {}
+            Err(_) => false,
         }
     }
 
