@@ -410,7 +410,7 @@ fn requested_blocks_become_huge_pages_and_no_other_page_is_read() {
         assert!(!source.will_need(A, span(0, MIB)));
         return;
     }
-    assert!(source.will_lend(A, span(MIB + 5, 7 * MIB)), "storage is asked");
+    assert!(source.will_need(A, span(MIB + 5, 7 * MIB)), "storage is asked");
     let wanted = 6 << 8;
     let deadline = Instant::now() + Duration::from_secs(30);
     while cached_pages(&map) < wanted {

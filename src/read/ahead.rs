@@ -30,17 +30,8 @@ const TILES_AHEAD_BYTES: u64 = 8 << 20;
 /// gaps anyway.
 const GAP_BYTES: u64 = 256 << 10;
 
-/// Source pages to request, in order, and whether only the kernel will read them.
-type PageRequests = Mutex<std::vec::IntoIter<(FileId, ByteSpan, bool)>>;
-
-/// The use of the pages that are requested.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PageUse {
-    /// A reader's requests are answered from them.
-    Served,
-    /// A file is materialized from them.
-    Materialized,
-}
+/// Source pages to request, in order.
+type PageRequests = Mutex<std::vec::IntoIter<(FileId, ByteSpan)>>;
 
 impl Engine {
     /// Starts work on the bytes that a sequential reader will need next.
@@ -100,7 +91,7 @@ impl Engine {
         let noted =
             file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most, parts);
         if let Some((from, to)) = noted {
-            self.request_pages_beside(file, from, to.min(file.len_bytes()), PageUse::Served);
+            self.request_pages_beside(file, from, to.min(file.len_bytes()));
         }
     }
 
@@ -112,17 +103,11 @@ impl Engine {
 
     /// Requests the source pages that `start..end` of a file is made from, in other threads, since they wait for storage: in one of
     /// them while all pages are cached, then in all of them.
-    pub(super) fn request_pages_beside(
-        self: &Arc<Self>,
-        file: &Arc<OpenFile>,
-        start: u64,
-        end: u64,
-        page_use: PageUse,
-    ) {
+    pub(super) fn request_pages_beside(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
         let (engine, file) = (Arc::downgrade(self), Arc::clone(file));
         self.requesters.offer(move || {
             if let Some(engine) = engine.upgrade() {
-                let requests = engine.pages_of(&file, start, end, page_use);
+                let requests = engine.pages_of(&file, start, end);
                 engine.request_pages(&Arc::new(Mutex::new(requests.into_iter())), true);
             }
         });
@@ -131,12 +116,8 @@ impl Engine {
     /// Makes requests until none is left. If this thread is alone, the first that waits for storage calls the others.
     fn request_pages(self: &Arc<Self>, requests: &Arc<PageRequests>, mut alone: bool) {
         let Some(maps) = self.source().maps() else { return };
-        while let Some((file, span, lent)) = { requests.lock().unwrap_or_else(PoisonError::into_inner).next() } {
-            if maps.is_partial(file, span) {
-                continue;
-            }
-            let asked = if lent { maps.will_lend(file, span) } else { maps.will_need(file, span) };
-            if !asked || !std::mem::take(&mut alone) {
+        while let Some((file, span)) = { requests.lock().unwrap_or_else(PoisonError::into_inner).next() } {
+            if maps.is_partial(file, span) || !maps.will_need(file, span) || !std::mem::take(&mut alone) {
                 continue;
             }
             for _ in 1..self.requesters.count() {
@@ -160,7 +141,7 @@ impl Engine {
 
     /// The source pages that `start..end` of a file is made from, in order. Every part of a transposed view needs all of its source
     /// pages, so that they are requested together, with the view's first byte. A remote source is asked for its bytes at once.
-    fn pages_of(&self, file: &OpenFile, start: u64, end: u64, page_use: PageUse) -> Vec<(FileId, ByteSpan, bool)> {
+    fn pages_of(&self, file: &OpenFile, start: u64, end: u64) -> Vec<(FileId, ByteSpan)> {
         let mut pages = Vec::new();
         for (segment, low, high) in file.image.spans(start, end) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
@@ -172,14 +153,13 @@ impl Engine {
                 Some(_) if low == 0 => (0, tiling.len_bytes()),
                 Some(_) => continue,
             };
-            let lent = prepared.grid.is_none() && page_use == PageUse::Served;
             let most = self.options().tile_cache_bytes as u64;
             self.for_each_needed(tiling, span, most, &mut |file, spans| {
                 if let Some(remote) = self.source().remote() {
                     remote.bring_ahead(file, spans);
                 }
                 let parts = spans.iter().flat_map(|span| span.split_at_multiples(REQUEST_BYTES));
-                pages.extend(parts.map(|part| (file, part, lent)));
+                pages.extend(parts.map(|part| (file, part)));
             });
         }
         pages

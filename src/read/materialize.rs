@@ -28,7 +28,7 @@ use std::{
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::{Engine, OpenFile, ReadError, Reservation, ahead::PageUse, counters::add};
+use super::{Engine, OpenFile, ReadError, Reservation, counters::add};
 use crate::{
     source::{RemoteSource, SourceError},
     tensor::{WorkSlice, to_usize},
@@ -455,7 +455,7 @@ impl Materializing {
         let end = self.file.len_bytes().min(start.saturating_add(ahead));
         let requested = self.requested.fetch_max(end, Ordering::Relaxed);
         if requested < end {
-            self.engine.request_pages_beside(&self.file, requested.max(start), end, PageUse::Materialized);
+            self.engine.request_pages_beside(&self.file, requested.max(start), end);
         }
     }
 

@@ -259,11 +259,6 @@ pub trait Maps {
     /// may have taken as long as storage takes.
     fn will_need(&self, file: FileId, span: ByteSpan) -> bool;
 
-    /// As [`Self::will_need`], for bytes that [`Self::with_kernel_bytes`] will pass on, and no other call will read.
-    fn will_lend(&self, file: FileId, span: ByteSpan) -> bool {
-        self.will_need(file, span)
-    }
-
     /// Advises that mapped pages visited from now on will be visited again soon, as by the next of many transposed tiles.
     fn will_return(&self);
 

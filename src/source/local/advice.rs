@@ -20,7 +20,7 @@ const CACHESTAT: libc::c_long = 451;
 
 /// Whether the page cache has all of `start..end`. `None` where the kernel (before 6.5) or the file system cannot tell; false where
 /// it does not tell, since the file is another user's. A read that does not wait would tell too, but starts its own read-ahead.
-fn is_cached(file: &File, start: u64, end: u64) -> Option<bool> {
+fn tell_cached(file: &File, start: u64, end: u64) -> Option<bool> {
     let range = [start, end - start];
     // Pages that are cached, then four other numbers of pages.
     let mut found = [0u64; 5];
@@ -33,6 +33,16 @@ fn is_cached(file: &File, start: u64, end: u64) -> Option<bool> {
     (told == 0).then(|| found[0] >= end.div_ceil(page_bytes) - start / page_bytes)
 }
 
+/// Whether the page cache has the sample of part of a span.
+fn is_sample_cached(file: &File, part: ByteSpan) -> Option<bool> {
+    tell_cached(file, part.start(), part.end().min(part.start() + SAMPLE_BYTES))
+}
+
+/// Whether the page cache has a span, according to samples.
+pub(super) fn is_cached(file: &File, span: ByteSpan) -> bool {
+    span.split_at_multiples(BLOCK_BYTES as u64).all(|part| is_sample_cached(file, part) == Some(true))
+}
+
 /// Reads a span into the page cache, unless all of it is cached. Returns whether storage was asked.
 ///
 /// `read_block` reads the [`BLOCK_BYTES`] from a multiple of that on, and waits for them; it returns false if it cannot. The kernel
@@ -43,14 +53,13 @@ fn is_cached(file: &File, start: u64, end: u64) -> Option<bool> {
 pub(super) fn will_need(file: &File, span: ByteSpan, read_block: &mut dyn FnMut(u64) -> bool) -> bool {
     let mut asked = false;
     for part in span.split_at_multiples(BLOCK_BYTES as u64) {
-        let (start, end) = (part.start(), part.end());
-        let cached = is_cached(file, start, end.min(start + SAMPLE_BYTES));
+        let cached = is_sample_cached(file, part);
         if cached == Some(true) {
             continue;
         }
         asked = true;
-        if cached.is_none() || end - start < BLOCK_BYTES as u64 || !read_block(start) {
-            need(file, start, end);
+        if cached.is_none() || part.len() < BLOCK_BYTES as u64 || !read_block(part.start()) {
+            need(file, part.start(), part.end());
         }
     }
     asked

@@ -23,7 +23,7 @@ use std::{
     },
 };
 
-use memmap2::{MmapOptions, MmapRaw};
+use memmap2::{Advice, MmapOptions, MmapRaw};
 
 /// One guarded mapping as the handler sees it. Slots are never freed or reused: a handler may look at one at any moment, and
 /// a repository's mappings are few and live as long as the process.
@@ -82,6 +82,19 @@ impl GuardedMap {
         let start = map.as_ptr().addr();
         let end = (start + len_bytes).next_multiple_of(page_bytes());
         Ok(Self { slot: register(start, end), map })
+    }
+
+    /// Address of the first byte.
+    pub(super) fn as_ptr(&self) -> *const u8 {
+        self.map.as_ptr()
+    }
+
+    /// Advises the kernel about all of the mapping.
+    ///
+    /// # Errors
+    /// The kernel does not know the advice.
+    pub(super) fn advise(&self, advice: Advice) -> io::Result<()> {
+        self.map.advise(advice)
     }
 
     /// Length in bytes.

@@ -1,5 +1,4 @@
-//! The maps of a local file: one for the kernel, and a guarded one to read from; see [`super::guard`] for why they differ. A third
-//! one only brings the file into the page cache.
+//! The maps of a local file: one for the kernel, and guarded ones to read from; see [`super::guard`] for why they differ.
 #![allow(unsafe_code)]
 
 use std::{
@@ -29,8 +28,9 @@ pub(super) struct FileMaps {
     /// `None` inside where mapping failed; the file is read with `pread` then.
     kernel_map: OnceLock<Option<MmapRaw>>,
     guarded_map: OnceLock<Option<GuardedMap>>,
-    /// A map through which the kernel reads the file in huge pages, and nobody else. `None` inside where it would not.
-    block_map: OnceLock<Option<MmapRaw>>,
+    /// A guarded map through which the kernel reads blocks as huge pages, and nothing ahead of a page. So it serves only bytes that
+    /// are cached. `None` inside where the kernel would not.
+    block_map: OnceLock<Option<GuardedMap>>,
     /// Whether pages were touched since they were last dropped.
     touched: AtomicBool,
     /// Whether the kernel tells which mapped pages are in memory. It does not for files of other users.
@@ -44,12 +44,12 @@ impl FileMaps {
         Self { len, kernel_map, guarded_map, block_map, touched: AtomicBool::new(false), tells_resident }
     }
 
-    fn block_map(&self, file: &File) -> Option<&MmapRaw> {
+    fn block_map(&self, file: &File) -> Option<&GuardedMap> {
         let make = || {
-            let map = memmap2::MmapOptions::new().len(self.len).map_raw_read_only(file).ok()?;
-            // The order matters: with the second advice alone the kernel reads one small page at a time.
-            let advised = |advice| map.advise(advice).is_ok();
-            (advised(Advice::HugePage) && advised(Advice::Random)).then_some(map)
+            let map = GuardedMap::new(file, self.len).ok()?;
+            // With the second advice alone the kernel reads one small page at a time.
+            let is_advised = |advice| map.advise(advice).is_ok();
+            (is_advised(Advice::HugePage) && is_advised(Advice::Random)).then_some(map)
         };
         self.block_map.get_or_init(|| (self.len > 0 && self.tells_resident).then(make)?).as_ref()
     }
@@ -100,8 +100,10 @@ impl FileMaps {
         if let Some(map) = self.kernel_map.get().and_then(Option::as_ref) {
             guard::drop_resident(map.as_ptr(), map.len());
         }
-        if let Some(map) = self.guarded_map.get().and_then(Option::as_ref) {
-            map.drop_resident();
+        for map in [&self.guarded_map, &self.block_map] {
+            if let Some(map) = map.get().and_then(Option::as_ref) {
+                map.drop_resident();
+            }
         }
     }
 
@@ -111,8 +113,8 @@ impl FileMaps {
         let (Some(map), Ok(start)) = (self.block_map(file), usize::try_from(start)) else { return false };
         let end = start + BLOCK_BYTES;
         assert!(end <= map.len(), "block {start}..{end} of a mapping of {} bytes", map.len());
-        let read = fill(map, start, end).is_ok();
-        // Nobody reads through this map.
+        let read = fill(map.as_ptr(), start, end).is_ok();
+        // A reader may need these bytes through another map, or not yet.
         guard::drop_resident(map.as_ptr().wrapping_add(start), end - start);
         read
     }
@@ -127,7 +129,7 @@ impl FileMaps {
             if self.tells_resident {
                 advice::need(file, span.start(), span.end());
             }
-            fill(map, start, start + len).ok()?;
+            fill(map.as_ptr(), start, start + len).ok()?;
         }
         // SAFETY: the span lies in the mapping (asserted above), which lives as long as `self`.
         Some(unsafe { KernelBytes::new(map.as_ptr().add(start), len) })
@@ -141,7 +143,13 @@ impl FileMaps {
         span: ByteSpan,
         work: &mut dyn FnMut(&[u8]),
     ) -> Option<Result<(), Faulted>> {
-        let map = self.guarded_map(file, path)?;
+        // The kernel continues to read where it meets the first page that it read together with others, up to 8 MiB. That is welcome
+        // to a reader that has to wait, and wasted on one whose bytes were requested.
+        let block_map = self.block_map.get().and_then(Option::as_ref).filter(|_| advice::is_cached(file, span));
+        let map = match block_map {
+            Some(map) => map,
+            None => self.guarded_map(file, path)?,
+        };
         let start = usize::try_from(span.start()).ok()?;
         Some(map.with(start, start + memory_len(span), work))
     }
@@ -165,12 +173,11 @@ fn is_resident(map: &MmapRaw, start: usize, end: usize) -> bool {
 ///
 /// # Errors
 /// A page is gone, or storage failed.
-fn fill(map: &MmapRaw, start: usize, end: usize) -> io::Result<()> {
+fn fill(map: *const u8, start: usize, end: usize) -> io::Result<()> {
     let first = start / guard::page_bytes() * guard::page_bytes();
     // SAFETY: the pages lie in the mapping, which begins at a page. The kernel reads them as a load would, but returns an error
     // where a load would raise a signal.
-    let done =
-        unsafe { libc::madvise(map.as_ptr().add(first).cast_mut().cast(), end - first, libc::MADV_POPULATE_READ) };
+    let done = unsafe { libc::madvise(map.add(first).cast_mut().cast(), end - first, libc::MADV_POPULATE_READ) };
     let error = io::Error::last_os_error();
     if done == 0 || error.raw_os_error() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
 }

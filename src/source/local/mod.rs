@@ -7,8 +7,8 @@
 //! Two kinds of edits are not detected. One is an edit within the same clock tick as the pinning of the file (some milliseconds, on
 //! kernels before 6.13). The other is an edit through a writable mapping of a page that was already dirty.
 //!
-//! Each file has up to two mappings, made when first needed: one for the kernel, and a guarded one to read from
-//! (see [`guard`] for why they must differ). Mapped pages count as resident memory of this process although they
+//! Each file has up to three mappings, made when first needed: one for the kernel, and two guarded ones to read from
+//! (see [`guard`] for why they must differ from the first, and [`map`] for why there are two). Mapped pages count as resident memory of this process although they
 //! belong to the page cache; [`ResidentWindow`] keeps that count small. Network file systems are read with `pread`, since their
 //! mapped pages fail too easily.
 
@@ -195,15 +195,6 @@ impl LocalFiles {
             None => Ok(()),
             Some(changed) => Err(self.health.condemn(file, changed)),
         }
-    }
-
-    /// Requests a span: whole blocks as huge pages if `in_blocks`. Returns whether storage was asked.
-    fn request(&self, file: FileId, span: ByteSpan, in_blocks: bool) -> bool {
-        let Ok(pinned) = self.usable(file) else { return false };
-        let Ok(span) = pinned.bounded(span) else { return false };
-        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
-        let mut read_block = |block| in_blocks && self.maps[file.index()].read_block(&pinned.file, block);
-        advice::will_need(&pinned.file, span, &mut read_block)
     }
 
     /// Reads one part.
@@ -406,11 +397,11 @@ impl Maps for LocalFiles {
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) -> bool {
-        self.request(file, span, false)
-    }
-
-    fn will_lend(&self, file: FileId, span: ByteSpan) -> bool {
-        self.request(file, span, true)
+        let Ok(pinned) = self.usable(file) else { return false };
+        let Ok(span) = pinned.bounded(span) else { return false };
+        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
+        let mut read_block = |block| self.maps[file.index()].read_block(&pinned.file, block);
+        advice::will_need(&pinned.file, span, &mut read_block)
     }
 
     fn will_return(&self) {
