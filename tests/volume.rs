@@ -385,7 +385,7 @@ fn a_file_that_was_closed_is_materialized_on_disk() {
             volume.release(ino, opened.handle);
             match opened.access {
                 Access::Passthrough(copy) => break copy,
-                Access::Cached | Access::Direct | Access::Materialize => {
+                Access::Cached | Access::Direct | Access::Once | Access::Materialize => {
                     assert!(started.elapsed().as_secs() < 60, "{path} is not materialized");
                 }
             }

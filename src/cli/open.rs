@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions, printable},
-    config::{Config, HfCache, LayoutChoice, MountSettings, OwnerId, Settings, ThreadCount},
+    config::{Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount},
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
@@ -315,15 +315,16 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
         chunks.bound_bytes(budget.decoded_bytes);
     }
     warn_of_large_cache(&budget);
+    let materialize = config.mount.materialize.clone().unwrap_or_default();
     let options = VolumeOptions {
         engine: engine_options(&budget),
-        // Without this setting nothing bypasses the page cache.
         direct: config.mount.direct_io.clone().unwrap_or_default(),
+        direct_once: config.mount.direct_io.is_none() && matches!(materialize, Materialize::Auto | Materialize::None),
         config_text: config.to_toml()?,
         budget: Some(budget),
         remount: remount_command(config).unwrap_or_default(),
         overrides: overrides(&config.mount),
-        materialize: config.mount.materialize.clone().unwrap_or_default(),
+        materialize,
     };
     Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
 }

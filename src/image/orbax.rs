@@ -166,6 +166,10 @@ impl Subtree for Arrays {
         }
     }
 
+    fn is_read_once(&self) -> bool {
+        true
+    }
+
     fn content(&self, at: u64) -> Result<FileContent, ImageError> {
         let grid = |array| grid(&self.input.plan, self.tensor(array));
         Ok(match self.table.node(at) {

@@ -221,6 +221,12 @@ pub trait Subtree: fmt::Debug + Send + Sync {
     /// If the node is a directory.
     fn content(&self, at: u64) -> Result<FileContent, ImageError>;
 
+    /// Whether programs read each file of this format from end to end and close it, so that its first reader needs no copy of it in
+    /// memory.
+    fn is_read_once(&self) -> bool {
+        false
+    }
+
     /// Length of a file in bytes: that of its content.
     ///
     /// # Errors

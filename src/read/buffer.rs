@@ -1,7 +1,6 @@
 //! Recycled buffers. A fresh megabyte costs 256 page faults, which take longer than a cast into it.
 //!
-//! Large buffers are anonymous mappings of whole huge pages, where the system provides these. Huge pages cause fewer faults, and
-//! the kernel copies replies from them with fewer page lookups.
+//! Large buffers are whole huge pages, where the system provides these ([`BufferMemory`]).
 
 use std::{
     fmt,
@@ -12,44 +11,17 @@ use std::{
     },
 };
 
-use memmap2::{Advice, MmapMut};
+use crate::source::BufferMemory;
 
-/// Buffers of more than half of this size are mapped, in multiples of it.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Smaller buffers are allocated in multiples of this, so that a buffer serves nearby sizes too. Buffers below this size are
 /// allocated at their exact length.
 const STEP_BYTES: usize = 64 << 10;
 
-enum BufferMemory {
-    Mapped(MmapMut),
-    Allocated(Box<[u8]>),
-}
-
-impl BufferMemory {
-    fn new(len: usize) -> Self {
-        if len > HUGE_PAGE_BYTES / 2
-            && let Ok(map) = MmapMut::map_anon(len.next_multiple_of(HUGE_PAGE_BYTES))
-        {
-            // Advice only: small pages work too.
-            let _ = map.advise(Advice::HugePage);
-            return Self::Mapped(map);
-        }
-        let rounded = if len < STEP_BYTES { len } else { len.next_multiple_of(STEP_BYTES) };
-        Self::Allocated(vec![0; rounded].into_boxed_slice())
-    }
-
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Mapped(map) => map,
-            Self::Allocated(bytes) => bytes,
-        }
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        match self {
-            Self::Mapped(map) => map,
-            Self::Allocated(bytes) => bytes,
-        }
+/// Length of a fresh buffer's memory.
+fn memory_len(len: usize) -> usize {
+    match BufferMemory::occupied_bytes(len) {
+        bytes if bytes > len || len < STEP_BYTES => bytes,
+        bytes => bytes.next_multiple_of(STEP_BYTES),
     }
 }
 
@@ -109,12 +81,12 @@ impl BufferPool {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.in_use = true;
         // The buffer returned last is the most likely to be in the processor's caches.
-        let fits = |memory: &BufferMemory| memory.bytes().len() >= len && memory.bytes().len() / 4 <= len;
+        let fits = |memory: &BufferMemory| memory.len() >= len && memory.len() / 4 <= len;
         let memory = kept.memory.iter().rposition(fits).map(|at| kept.memory.remove(at));
-        kept.bytes -= memory.as_ref().map_or(0, |memory| memory.bytes().len());
+        kept.bytes -= memory.as_ref().map_or(0, |memory| memory.len());
         drop(kept);
-        let memory = memory.unwrap_or_else(|| BufferMemory::new(len));
-        self.taken_bytes.fetch_add(memory.bytes().len(), Ordering::Relaxed);
+        let memory = memory.unwrap_or_else(|| BufferMemory::new(memory_len(len)));
+        self.taken_bytes.fetch_add(memory.len(), Ordering::Relaxed);
         Buffer { memory: Some(memory), len, pool: self.clone() }
     }
 }
@@ -122,17 +94,17 @@ impl BufferPool {
 impl Buffer {
     /// Bytes of memory that the buffer occupies, which may be more than its length.
     pub(super) fn memory_bytes(&self) -> usize {
-        self.memory.as_ref().map_or(0, |memory| memory.bytes().len())
+        self.memory.as_ref().map_or(0, |memory| memory.len())
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
-        self.pool.taken_bytes.fetch_sub(memory.bytes().len(), Ordering::Relaxed);
+        self.pool.taken_bytes.fetch_sub(memory.len(), Ordering::Relaxed);
         let mut kept = self.pool.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.bytes + memory.bytes().len() <= self.pool.kept_bytes_max {
-            kept.bytes += memory.bytes().len();
+        if kept.bytes + memory.len() <= self.pool.kept_bytes_max {
+            kept.bytes += memory.len();
             kept.memory.push(memory);
         }
     }
@@ -142,14 +114,14 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.memory.as_ref().map_or(&[], |memory| &memory.bytes()[..self.len])
+        self.memory.as_ref().map_or(&[], |memory| &memory[..self.len])
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         let len = self.len;
-        self.memory.as_mut().map_or(&mut [], |memory| &mut memory.bytes_mut()[..len])
+        self.memory.as_mut().map_or(&mut [], |memory| &mut memory[..len])
     }
 }
 

@@ -69,6 +69,8 @@ pub enum Access {
     Cached,
     /// The daemon gets every read; the kernel caches nothing.
     Direct,
+    /// As `Direct` where the kernel maps such files, otherwise as `Cached`.
+    Once,
     /// The file is byte-identical to this one. The kernel reads this one where it may; otherwise as `Cached`.
     Passthrough(Arc<File>),
     /// Where the kernel may read files by itself, [`FileSystem::materialize`] may supply a file for it; otherwise as `Cached`.

@@ -8,7 +8,7 @@ use std::{
 use super::{
     file_system::{Access, FsError, Handle, Ino, OpenedFile, WhenMaterialized},
     health::ProblemKind,
-    materialize::{FileClass, FileEntry, Materializer, When},
+    materialize::{BYTES_MIN, FileClass, FileEntry, Materializer, When},
     open_files::Open,
     served::Volume,
     tree::{FixedKind, FixedNode, TreeNode},
@@ -42,6 +42,15 @@ impl Volume {
             TreeNode::Fixed(_) => return None,
         };
         self.policy.when(class, file.len_bytes())
+    }
+
+    /// Whether the first open of a file bypasses the page cache.
+    fn is_read_once(&self, ino: Ino, file: &OpenFile) -> bool {
+        let in_such = |node: TreeNode<'_>| match node {
+            TreeNode::InSubtree(block, _) => block.subtree.is_read_once(),
+            TreeNode::Fixed(_) => false,
+        };
+        self.direct_once && file.len_bytes() >= BYTES_MIN && self.tree.node(ino).is_some_and(in_such)
     }
 
     /// The entry of a file that is being opened, if it may be materialized. With `may_begin` false, only an entry whose file
@@ -149,8 +158,10 @@ impl Volume {
 
     /// Opens a file after checking that its sources are unchanged. With `may_begin` false it starts no materialization.
     pub(super) fn open_checked(&self, ino: Ino, may_begin: bool) -> Result<OpenedFile, FsError> {
-        let image = |file: Arc<OpenFile>| {
-            let entry = self.hold(ino, &file, may_begin);
+        let mut once = false;
+        let mut image = |file: Arc<OpenFile>| {
+            once = self.is_read_once(ino, &file) && !self.watched.note_opened(ino);
+            let entry = self.hold(ino, &file, may_begin && !once);
             Open::Image(file, entry)
         };
         let open = if let Some(file) = self.remembered(ino) {
@@ -165,7 +176,7 @@ impl Volume {
         };
         self.check(ino, &open)?;
         if let Open::Image(..) | Open::Original(_) = open {
-            self.watched.note_opened(ino);
+            let _ = self.watched.note_opened(ino);
         }
         let access = match &open {
             Open::Original(file) => {
@@ -176,6 +187,7 @@ impl Volume {
             Open::Bytes(_) if self.is_live(ino) => Access::Direct,
             Open::Image(file, _) if self.direct.accepts(file.name()) => Access::Direct,
             Open::Image(_, Some(entry)) => entry.access(),
+            Open::Image(_, None) if once => Access::Once,
             Open::Image(_, None) | Open::Bytes(_) | Open::Rows(_) => Access::Cached,
         };
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);

@@ -53,6 +53,8 @@ pub struct VolumeOptions {
     pub engine: EngineOptions,
     /// Tensor files, by path, that bypass the kernel's page cache.
     pub direct: Allow,
+    /// Whether the first open of a file bypasses it too, where programs read such files once.
+    pub direct_once: bool,
     /// The effective configuration, shown as `.ckfs/config.toml`.
     pub config_text: String,
     /// The memory budget by purpose, shown in the statistics.
@@ -94,6 +96,7 @@ pub struct Volume {
     pub(super) watched: Watched,
     pub(super) remembered: Mutex<Remembered>,
     pub(super) direct: Allow,
+    pub(super) direct_once: bool,
     pub(super) policy: Policy,
     pub(super) materializer: Option<Materializer>,
     pub(super) budget: Option<Budget>,
@@ -173,6 +176,7 @@ impl Volume {
             watched: Watched::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
             direct: options.direct,
+            direct_once: options.direct_once,
             policy,
             materializer: None,
             permissions,

@@ -39,9 +39,13 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Watched {
-    /// Notes that a file was opened.
-    pub(super) fn note_opened(&self, ino: Ino) {
-        *lock(&self.opened).entry(ino.0 / 64).or_default() |= 1 << (ino.0 % 64);
+    /// Notes that a file was opened. Returns whether it was before.
+    pub(super) fn note_opened(&self, ino: Ino) -> bool {
+        let (mut opened, bit) = (lock(&self.opened), 1 << (ino.0 % 64));
+        let word = opened.entry(ino.0 / 64).or_default();
+        let before = *word & bit != 0;
+        *word |= bit;
+        before
     }
 
     /// Notes that sources are read from now on.
@@ -71,8 +75,8 @@ mod tests {
     #[test]
     fn opened_files_are_remembered_once() {
         let watched = Watched::default();
-        for ino in [1, 64, 63, 1, 1 << 40] {
-            watched.note_opened(Ino(ino));
+        for (ino, before) in [(1, false), (64, false), (63, false), (1, true), (1 << 40, false)] {
+            assert_eq!(watched.note_opened(Ino(ino)), before, "{ino}");
         }
         let mut opened: Vec<u64> = watched.opened().into_iter().map(|ino| ino.0).collect();
         opened.sort_unstable();

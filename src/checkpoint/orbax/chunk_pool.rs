@@ -26,7 +26,7 @@ use std::{
 use lru::LruCache;
 
 use super::ahead::{Ahead, ChunkKey, ExpectedChunk};
-use crate::tensor::to_usize;
+use crate::{source::BufferMemory, tensor::to_usize};
 
 /// Bound until one is set, in bytes.
 const BYTES_MAX: u64 = 256 << 20;
@@ -52,7 +52,7 @@ struct State {
     consumed: VecDeque<ChunkKey>,
     /// Bytes of all buffers, in use and spare.
     bytes: u64,
-    spare: Vec<Vec<u8>>,
+    spare: Vec<BufferMemory>,
     spare_bytes: u64,
     decoded: u64,
     ahead: Ahead,
@@ -68,7 +68,7 @@ impl fmt::Debug for ChunkPool {
 pub(super) struct ChunkBuffer<'p> {
     pool: &'p ChunkPool,
     /// At least as long as asked for.
-    bytes: Vec<u8>,
+    bytes: BufferMemory,
     len: usize,
 }
 
@@ -87,7 +87,7 @@ impl Drop for ChunkBuffer<'_> {
 /// A decoded chunk, counted until its last user has dropped it.
 pub(super) struct Decoded {
     pool: Arc<ChunkPool>,
-    bytes: Vec<u8>,
+    bytes: BufferMemory,
     len: usize,
     /// Bytes that were read so far, each time counted.
     read: AtomicU64,
@@ -217,7 +217,7 @@ impl ChunkPool {
     fn decode<E>(
         self: &Arc<Self>,
         (key, len, stored_len): (ChunkKey, u64, u64),
-        [target, stored]: [Vec<u8>; 2],
+        [target, stored]: [BufferMemory; 2],
         decode: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
     ) -> Result<Arc<Decoded>, E> {
         let decoding = Decoding(self, key);
@@ -303,8 +303,8 @@ impl ChunkPool {
     }
 
     /// Takes a buffer back. It is kept for the next chunk.
-    fn give(&self, buffer: Vec<u8>) {
-        if buffer.capacity() == 0 {
+    fn give(&self, buffer: BufferMemory) {
+        if buffer.is_empty() {
             return;
         }
         let mut state = self.lock();
@@ -327,7 +327,7 @@ impl ChunkBuffer<'_> {
     /// Makes a fresh buffer as long as asked for; one that was used before is long enough.
     fn grow(&mut self) {
         if self.bytes.len() < self.len {
-            self.bytes = vec![0; self.len];
+            self.bytes = BufferMemory::new(BufferMemory::occupied_bytes(self.len));
         }
     }
 }
@@ -346,7 +346,7 @@ enum Urgency {
 /// What became of an attempt to make room.
 enum Room<const N: usize> {
     /// There is enough: spare buffers, or empty ones that are to be made as long as asked for. They count from now on.
-    Enough([Vec<u8>; N]),
+    Enough([BufferMemory; N]),
     /// This chunk is to be dropped, without the lock.
     Dropped(Arc<Decoded>),
     /// Others must first give buffers back.
@@ -389,7 +389,8 @@ impl State {
                 let found = (0..self.spare.len()).find(is_free);
                 used[number] = found;
             }
-            let fresh: u64 = lengths.iter().zip(&used).filter(|(_, used)| used.is_none()).map(|(len, _)| len).sum();
+            let fresh = lengths.iter().zip(&used).filter(|(_, used)| used.is_none());
+            let fresh: u64 = fresh.map(|(len, _)| BufferMemory::occupied_bytes(to_usize(*len)) as u64).sum();
             // Nobody else has a buffer: a chunk that is larger than the bound is decoded alone.
             let nothing_else = self.ready.is_empty() && used.iter().flatten().count() == self.spare.len();
             let alone = nothing_else && self.bytes == self.spare_bytes;
@@ -402,8 +403,8 @@ impl State {
             if self.bytes + fresh <= self.bytes_max || is_excepted {
                 self.bytes += fresh;
                 // A buffer that is none is made later, without the lock.
-                let buffers: [Vec<u8>; N] = std::array::from_fn(|number| {
-                    used[number].map_or_else(Vec::new, |at| std::mem::take(&mut self.spare[at]))
+                let buffers: [BufferMemory; N] = std::array::from_fn(|number| {
+                    used[number].map_or_else(BufferMemory::default, |at| std::mem::take(&mut self.spare[at]))
                 });
                 self.spare.retain(|buffer| !buffer.is_empty());
                 self.spare_bytes = self.spare.iter().map(|buffer| buffer.len() as u64).sum();

@@ -223,7 +223,10 @@ impl fuser::Filesystem for KernelAdapter {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         for flag in INIT_FLAGS {
             // The request fails as a whole if one flag is not offered, so they are added one by one.
-            let _ = config.add_capabilities(flag);
+            let offered = config.add_capabilities(flag).is_ok();
+            if flag == InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP {
+                self.serving.opens.maps_direct.store(offered, Ordering::Relaxed);
+            }
         }
         let passthrough = &self.serving.opens.passthrough;
         let requested = passthrough.enabled.load(Ordering::Relaxed);

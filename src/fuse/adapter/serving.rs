@@ -32,6 +32,8 @@ pub(super) struct Serving {
 pub(super) struct Opens {
     pub(super) modes: OpenModes<BackingId>,
     pub(super) passthrough: Passthrough,
+    /// Whether programs can map files that bypass the page cache (since Linux 6.6).
+    pub(super) maps_direct: AtomicBool,
 }
 
 /// Whether the kernel may read backing files by itself.
@@ -47,7 +49,10 @@ impl Serving {
     pub(super) fn new(fs: &Arc<dyn FileSystem>, passthrough: bool) -> Self {
         let passthrough =
             Passthrough { enabled: AtomicBool::new(passthrough), granted: Once::new(), refused: Once::new() };
-        Self { fs: Arc::clone(fs), opens: Arc::new(Opens { modes: OpenModes::default(), passthrough }) }
+        Self {
+            fs: Arc::clone(fs),
+            opens: Arc::new(Opens { modes: OpenModes::default(), passthrough, maps_direct: AtomicBool::new(false) }),
+        }
     }
 }
 
@@ -62,10 +67,13 @@ impl Opens {
         let Some(reply) = reply.take() else { return fs.release(ino, opened.handle) };
         let (mode, failure) = match &opened.access {
             Access::Direct => self.modes.open(ino, &OpenRequest::Direct),
+            Access::Once if self.maps_direct.load(Ordering::Relaxed) => self.modes.open(ino, &OpenRequest::Direct),
             Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) => {
                 self.modes.open(ino, &OpenRequest::Passthrough(&|| reply.open_backing(file)))
             }
-            Access::Cached | Access::Passthrough(_) | Access::Materialize => self.modes.open(ino, &OpenRequest::Cached),
+            Access::Cached | Access::Once | Access::Passthrough(_) | Access::Materialize => {
+                self.modes.open(ino, &OpenRequest::Cached)
+            }
         };
         if let Some(failure) = failure {
             self.passthrough.note_refusal(&failure);

@@ -46,7 +46,7 @@ use self::{
 };
 pub(super) use self::{
     entry::FileEntry,
-    policy::{FileClass, When},
+    policy::{BYTES_MIN, FileClass, When},
 };
 use super::{Ino, WhenMaterialized};
 use crate::read::{Engine, MaterializeTarget, Materializing, OpenFile};

@@ -8,7 +8,7 @@ use super::memory_files::HUGE_PAGE_BYTES;
 use crate::{config::Materialize, plan::report::human_bytes};
 
 /// Smaller files are not materialized: the kernel reads them with one or two requests.
-const BYTES_MIN: u64 = 1 << 20;
+pub(in crate::volume) const BYTES_MIN: u64 = 1 << 20;
 
 /// Contents of a file, as far as materialization needs to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
