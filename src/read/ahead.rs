@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     image::Segment,
-    source::{ByteSpan, FileId, RemoteSource},
+    source::{ByteSpan, DecodedChunks, FileId, RemoteSource},
     tensor::{Origin, Tiling, needs},
 };
 
@@ -86,13 +86,23 @@ impl Engine {
     fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
         let (least, most, parts) = match self.source().remote().map(RemoteSource::ahead_bytes) {
             Some(most) => (most / REMOTE_AHEAD_PART, most, REMOTE_PARTS),
-            None => (PAGES_AHEAD_BYTES.0.min(self.most_pages_ahead()), self.most_pages_ahead(), 2),
+            None => {
+                let most = self.most_pages_ahead();
+                (PAGES_AHEAD_BYTES.0.min(most), most.max(self.chunks_ahead_bytes()), 2)
+            }
         };
         let noted =
             file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most, parts);
         if let Some((from, to)) = noted {
             self.request_pages_beside(file, from, to.min(file.len_bytes()));
         }
+    }
+
+    /// Bytes ahead of a reader that have a chunk for each thread in them, after half of them were read: so that all threads
+    /// decode. How many of these chunks are in memory is for the source to bound.
+    fn chunks_ahead_bytes(&self) -> u64 {
+        let chunk_bytes_max = self.source().chunks().map_or(0, DecodedChunks::chunk_bytes_max);
+        chunk_bytes_max.saturating_mul(2 * self.options().workers as u64)
     }
 
     /// Most bytes of local source pages to request ahead. While they are read the kernel cannot take them back, and they count

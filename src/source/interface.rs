@@ -194,6 +194,9 @@ pub trait DecodedChunks {
     /// As [`Source::fetch`].
     fn decode_by_definition(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError>;
 
+    /// Bytes of the largest chunk, which is decoded as a whole.
+    fn chunk_bytes_max(&self) -> u64;
+
     /// Sets the most bytes of decoded chunks that stay in memory.
     fn bound_bytes(&self, bytes_max: u64);
 

@@ -40,6 +40,8 @@ const BY_DEFINITION_BYTES_MAX: usize = 64 << 20;
 pub(super) struct ChunkSource {
     inner: Arc<dyn Source>,
     decoder: Arc<Decoder>,
+    /// Bytes of the largest chunk.
+    chunk_bytes_max: u64,
     pins: Vec<Pin>,
     /// Chunks that the slow decoder made last.
     by_definition: Mutex<Chunks>,
@@ -56,9 +58,10 @@ impl ChunkSource {
     pub(super) fn new(inner: Arc<dyn Source>, files: Vec<DecodedFile>) -> Self {
         let pin = |file: &DecodedFile| Pin { len_bytes: file.len_bytes(), ..inner.pin(FileId(file.stored_in)).clone() };
         let pins = files.iter().map(pin).collect();
+        let chunk_bytes_max = files.iter().map(|file| file.array.chunk_bytes()).max().unwrap_or(0);
         inner.health().name_others(files.iter().map(|file| FileId(file.stored_in)).collect());
         let decoder = Arc::new(Decoder::new(Arc::clone(&inner), files));
-        Self { inner, decoder, pins, by_definition: Mutex::new(LruCache::unbounded()) }
+        Self { inner, decoder, chunk_bytes_max, pins, by_definition: Mutex::new(LruCache::unbounded()) }
     }
 
     /// The decoded file of this id, with its number; `None` if it is a file of the inner source.
@@ -277,6 +280,10 @@ impl DecodedChunks for ChunkSource {
             }
         }
         Ok(())
+    }
+
+    fn chunk_bytes_max(&self) -> u64 {
+        self.chunk_bytes_max
     }
 
     fn bound_bytes(&self, bytes_max: u64) {
