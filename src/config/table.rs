@@ -379,7 +379,8 @@ pub static SETTINGS: &[Setting] = &[
         "Which tensor files a mount materializes: makes once, completely, for the kernel to read by itself.",
     )
     .more(
-        "`auto`, the default: in memory, files of one tensor from 1 MiB to half of the cache, when they are opened; and \
+        "`auto`, the default: in memory, files of one tensor from 1 MiB to half of the cache, when they are opened (those \
+         of orbax/ when they are opened again: the first reader, mostly the only one, gets the bytes past the page cache); and \
          bundles (safetensors/, pt/) if all that the mount lists fit three quarters of the cache together, in pieces as \
          their tensors are read, so that a program that reads only headers causes next to nothing. Never dcp/, of which \
          each rank reads its parts. `memory`: every file from 1 MiB to half of the cache. `none`: no file. A directory: \
@@ -484,7 +485,7 @@ pub static SETTINGS: &[Setting] = &[
         "Reads of tensor files bypass the kernel's page cache: of all, or of those whose path matches, as in `orbax/*`.",
     )
     .more(
-        "The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
+        "Without it: the first open of each file of orbax/ from 1 MiB on. The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
          anew, small reads cost a request each, and each mmap of a file drops the pages that other processes have mapped. For \
          loaders that read each file once from end to end.",
     ),

@@ -84,12 +84,11 @@ impl Engine {
 
     /// Requests the source pages that a sequential reader will need next.
     fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
-        let (least, most, parts) = match self.source().remote().map(RemoteSource::ahead_bytes) {
-            Some(most) => (most / REMOTE_AHEAD_PART, most, REMOTE_PARTS),
-            None => {
-                let most = self.most_pages_ahead();
-                (PAGES_AHEAD_BYTES.0.min(most), most.max(self.chunks_ahead_bytes()), 2)
-            }
+        let (least, most, parts) = if let Some(most) = self.source().remote().map(RemoteSource::ahead_bytes) {
+            (most / REMOTE_AHEAD_PART, most, REMOTE_PARTS)
+        } else {
+            let most = self.most_pages_ahead();
+            (PAGES_AHEAD_BYTES.0.min(most), most.max(self.chunks_ahead_bytes()), 2)
         };
         let noted =
             file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most, parts);

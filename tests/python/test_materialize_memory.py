@@ -50,7 +50,6 @@ def test_bytes_are_the_same_as_without_materialization(own, wide, options):
 ONE_TENSOR = {
     "full/layers/scanned/wq": 1,
     "npy/dev0/layers/scanned/wq.npy": 1,
-    "orbax/0/items/layers.scanned.wq/0.0.0": 1,
     "full/final_norm": 0,
     "full/layers/0/wq": 1,
     "full/layers/0/wk": 1,
@@ -60,6 +59,28 @@ MANY_TENSORS = {
     "pt/dev0.pt": ("auto", "memory"),
     "dcp/__0_0.distcp": ("memory",),
 }
+
+
+def opened(mounted, name) -> dict:
+    """The changes of some counters by an open and a read of one byte."""
+    before = mounted.stats()
+    with open(mounted / name, "rb") as file:
+        file.read(1)
+    after = mounted.stats()
+    return {key: after[key] - before[key] for key in ("materialized_files", "passthrough_opens")}
+
+
+@pytest.mark.parametrize("which,again", [(None, 1), ("memory", 1), ("none", 0)])
+def test_a_chunk_of_orbax_is_materialized_when_it_is_opened_again(own, wide, which, again):
+    mounted = own(wide.path, *(("--materialize", which) if which else ()))
+    plain, name = own(wide.path, "--materialize", "none", "--direct-io"), "orbax/0/items/layers.scanned.wq/0.0.0"
+    first = 1 if which == "memory" else 0
+    assert opened(mounted, name)["materialized_files"] == first
+    assert opened(mounted, name) == {"materialized_files": again - first, "passthrough_opens": again}
+    other = "orbax/0/items/layers.scanned.wk/0.0.0"
+    for _ in range(3):
+        assert read(mounted / other) == read(plain / other)
+        assert np.array_equal(np.memmap(mounted / other, "u1", mode="r"), np.memmap(plain / other, "u1", mode="r"))
 
 
 @pytest.mark.parametrize("which", [None, "memory", "none"])

@@ -123,7 +123,8 @@ impl Policy {
                 };
                 writeln!(
                     text,
-                    "in memory   when opened, files of one tensor from {least} to {most}, {bundles}; {budget} at a time"
+                    "in memory   when opened (orbax/: when opened again), files of one tensor from {least} to {most}, {bundles}; \
+                     {budget} at a time"
                 )
             }
         };
@@ -206,7 +207,7 @@ mod tests {
         let text = policy(Materialize::Auto, &[48 * MIB, 48 * MIB]).text();
         assert!(text.contains("no bundle, as 2 of 100 MiB do not fit (--cache-bytes 133 MiB)"), "{text}");
         let text = policy(Materialize::Auto, &[]).text();
-        assert!(text.contains("when opened, files of one tensor from 1.0 MiB to 64.0 MiB, and 0 bundles"), "{text}");
+        assert!(text.contains("opened again), files of one tensor from 1.0 MiB to 64.0 MiB, and 0 bundles"), "{text}");
         assert_eq!(policy(Materialize::None, &[]).to_json()["files_of_one_tensor"], Value::Null);
         assert_eq!(policy(Materialize::Dir("/d".into()), &[]).to_json()["place"], "disk");
     }
