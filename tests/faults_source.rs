@@ -261,7 +261,8 @@ fn slow_storage_is_waited_for() {
         return;
     }
     let source = source();
-    let mount = Mount::new(&source.path(), &["--source-timeout", "2s"]);
+    // With a small cache nothing is requested ahead: the answers come one after the other.
+    let mount = Mount::new(&source.path(), &["--source-timeout", "2s", "--cache-bytes", "32M", "--threads", "1"]);
     // Each answer takes half of the time limit; all of them together take several times the limit.
     source.set(A, Manner::Slow(Duration::from_secs(1)));
     let begun = Instant::now();

@@ -8,7 +8,8 @@
 //! kernels before 6.13). The other is an edit through a writable mapping of a page that was already dirty.
 //!
 //! Each file has up to three mappings, made when first needed: one for the kernel, and two guarded ones to read from
-//! (see [`guard`] for why they must differ from the first, and [`map`] for why there are two). Mapped pages count as resident memory of this process although they
+//! (see [`guard`] for why they must differ from the first). Through the second guarded one the kernel reads blocks of 2 MiB as huge
+//! pages, and nothing ahead of a page. Mapped pages count as resident memory of this process although they
 //! belong to the page cache; [`ResidentWindow`] keeps that count small. Network file systems are read with `pread`, since their
 //! mapped pages fail too easily.
 
