@@ -123,7 +123,7 @@ impl Policy {
                 };
                 writeln!(
                     text,
-                    "in memory   when opened (orbax/: when opened again), files of one tensor from {least} to {most}, {bundles}; \
+                    "in memory   when opened (chunks when opened again), files of one tensor from {least} to {most}, {bundles}; \
                      {budget} at a time"
                 )
             }
