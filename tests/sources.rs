@@ -349,7 +349,7 @@ fn pages_to_return_to_stay_until_no_reader_returns() {
 /// from the page cache; a file system in memory ignores this.
 fn written(dir: &Path, len: usize, dropped: i64, dropped_len: i64) -> (PathBuf, fs::File, memmap2::Mmap) {
     let path = dir.join("weights");
-    fs::write(&path, vec![7; len]).unwrap();
+    fs::write(&path, content(len, 7)).unwrap();
     let file = fs::File::open(&path).unwrap();
     file.sync_all().unwrap();
     let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
@@ -425,4 +425,29 @@ fn requested_blocks_become_huge_pages_and_no_other_page_is_read() {
     if huge_kib(&reference, 0..4 << 20) > 0 {
         assert_eq!(huge_kib(&map, 2 << 20..6 << 20), 4 << 10, "both whole blocks");
     }
+}
+
+#[test]
+fn bytes_of_requested_blocks_are_right_and_a_shorter_file_is_an_error() {
+    const MIB: u64 = 1 << 20;
+    let dir = tempfile::tempdir().unwrap();
+    // Whole blocks, and 5 bytes.
+    let len = (8 << 20) + 5;
+    let ((path, _, _map), whole) = (written(dir.path(), len, 0, 0), content(len, 7));
+    let source = LocalFiles::open(std::slice::from_ref(&path), SourceIo::Auto).unwrap();
+    source.will_need(A, span(0, len as u64));
+    let read = |start: u64, end: u64| {
+        let mut found = Vec::new();
+        source.with(A, span(start, end), &mut |bytes| found = bytes.to_vec()).unwrap().map(|()| found)
+    };
+    // Inside a block, over a border of blocks, over the last one and the tail, all, and nothing.
+    for (start, end) in [(3, 4099), (2 * MIB - 1, 2 * MIB + 1), (8 * MIB - 7, 8 * MIB + 5), (0, 8 * MIB + 5), (9, 9)] {
+        let expected = &whole[usize::try_from(start).unwrap()..usize::try_from(end).unwrap()];
+        assert!(read(start, end).unwrap() == expected, "{start}..{end}");
+    }
+    assert!(source.with(A, span(8 * MIB, 8 * MIB + 6), &mut |_| panic!("beyond the end")).unwrap().is_err());
+    fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(5 * MIB).unwrap();
+    assert!(read(4 * MIB, 7 * MIB).is_err(), "the last pages are gone");
+    source.will_need(A, span(0, len as u64));
+    assert!(read(0, 10).is_err(), "it stays refused");
 }

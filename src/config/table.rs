@@ -380,7 +380,7 @@ pub static SETTINGS: &[Setting] = &[
     )
     .more(
         "`auto`, the default: in memory, files of one tensor from 1 MiB to half of the cache, when they are opened (those \
-         of orbax/ when they are opened again: the first reader, mostly the only one, gets the bytes past the page cache); and \
+         of orbax/ when they are opened again, see --direct-io); and \
          bundles (safetensors/, pt/) if all that the mount lists fit three quarters of the cache together, in pieces as \
          their tensors are read, so that a program that reads only headers causes next to nothing. Never dcp/, of which \
          each rank reads its parts. `memory`: every file from 1 MiB to half of the cache. `none`: no file. A directory: \
@@ -485,9 +485,10 @@ pub static SETTINGS: &[Setting] = &[
         "Reads of tensor files bypass the kernel's page cache: of all, or of those whose path matches, as in `orbax/*`.",
     )
     .more(
-        "Without it: the first open of each file of orbax/ from 1 MiB on. The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
+        "The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
          anew, small reads cost a request each, and each mmap of a file drops the pages that other processes have mapped. For \
-         loaders that read each file once from end to end.",
+         loaders that read each file once from end to end. Without this option, and unless `--materialize` is `memory` or a \
+         directory, that is so for the first open of each file of orbax/ from 1 MiB on.",
     ),
     Setting::new(
         Mount,
