@@ -410,10 +410,15 @@ impl ChosenFiles<'_> {
         let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
         let settings = (quantization_config(config.as_ref()), modelopt.as_ref());
         let stored = Stored::new((&table, &*source), settings, &file_metadata, own_dtype(config.as_ref()));
-        let quantized = Arc::new(scheme::find(&stored, &mut problems));
+        // Both visit the names of all tensors: they run at the same time.
+        let mut found = Problems::default();
+        let (quantized, mut dialect) = rayon::join(
+            || Arc::new(scheme::find(&stored, &mut problems)),
+            || Dialect::of(&table, config.as_ref(), Quantization::default(), &mut found),
+        );
+        problems.append(found);
         drop(stored);
-        let quantization = Quantization::of(&quantized);
-        let dialect = Dialect::of(&table, config.as_ref(), quantization, &mut problems);
+        dialect.quantization = Quantization::of(&quantized);
         let table = with_adapters(table, &adapters, &*source, &mut problems).with_quantized(&quantized);
         let table = table.unwrap_or_else(|| {
             problems.push(Problem::TooLarge);

@@ -443,6 +443,11 @@ impl Problems {
         if self.list.len() < PROBLEMS_MAX { self.list.push(problem) } else { self.more += 1 }
     }
 
+    pub(super) fn append(&mut self, other: Self) {
+        other.list.into_iter().for_each(|problem| self.push(problem));
+        self.more += other.more;
+    }
+
     /// Number of problems so far.
     pub(super) fn count(&self) -> usize {
         self.list.len() + self.more

@@ -6,6 +6,8 @@
 
 use std::borrow::Cow;
 
+use rayon::prelude::*;
+
 use super::{
     array_paths::{ArrayPaths, last, with_paths},
     chunk_grid::{CHUNK_BYTES_MAX, ChunkGrid, holds},
@@ -72,47 +74,56 @@ pub(super) fn grid(plan: &Plan, tensor: &PlannedTensor) -> ChunkGrid {
     ChunkGrid::new(tensor.view.dtype(), shape, &parts, plan.chunk_bytes_max.unwrap_or(CHUNK_BYTES_MAX))
 }
 
+/// The name of a tensor's array, and the name where that one is no path.
+///
+/// # Errors
+/// Why the format cannot hold the tensor.
+fn array_names(plan: &Plan, tensor: &PlannedTensor) -> Result<(String, String), String> {
+    let dtype = tensor.view.dtype();
+    if !holds(dtype) {
+        return Err(format!("{}: the format can hold {dtype} only one element to a byte", tensor.name));
+    }
+    let name = plan.keys(tensor).join(".");
+    // TensorStore, Orbax's storage library, treats it as a slash.
+    if name.contains('\\') {
+        return Err(format!("{}: the array's directory would have a name with a backslash", tensor.name));
+    }
+    Ok((name, plan.escaped_keys(tensor).join(".")))
+}
+
 impl ArrayTable {
     /// The arrays of a plan's bundle.
     ///
     /// # Errors
     /// Why the format cannot hold the bundle.
     pub(super) fn new(plan: &Plan) -> Result<Self, String> {
-        let (mut names, mut indices) = (Vec::new(), Vec::new());
-        for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor)) {
-            let dtype = tensor.view.dtype();
-            if !holds(dtype) {
-                return Err(format!("{}: the format can hold {dtype} only one element to a byte", tensor.name));
-            }
-            let name = plan.keys(tensor).join(".");
-            // TensorStore, Orbax's storage library, treats it as a slash.
-            if name.contains('\\') {
-                return Err(format!("{}: the array's directory would have a name with a backslash", tensor.name));
-            }
-            names.push((name, plan.escaped_keys(tensor).join(".")));
-            indices.push(index);
-        }
+        let bundled = plan.tensors.par_iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor));
+        let named: Vec<_> = bundled.map(|(index, tensor)| Ok((array_names(plan, tensor)?, index))).collect();
+        let named: Result<Vec<_>, String> = named.into_iter().collect();
+        let (names, indices): (Vec<_>, Vec<_>) = named?.into_iter().unzip();
         let mut arrays: Vec<(String, usize)> = with_paths(names).into_iter().zip(indices).collect();
-        arrays.sort();
+        arrays.par_sort();
         // Names that start with a name and a dot sort after it, and after names that continue with a character below the dot.
         let is_prefix = |at: usize, arrays: &[(String, usize)]| {
             let stem = format!("{}.", arrays[at].0);
             let after = arrays.partition_point(|(name, _)| *name < stem);
             arrays.get(after).is_some_and(|(name, _)| name.starts_with(&stem))
         };
-        let prefixes: Vec<usize> = (0..arrays.len()).filter(|at| is_prefix(*at, &arrays)).collect();
+        let prefixes: Vec<usize> = (0..arrays.len()).into_par_iter().filter(|at| is_prefix(*at, &arrays)).collect();
         for at in prefixes {
             arrays[at].0.push('.');
             arrays[at].0.push_str(SELF_WORD);
         }
-        arrays.sort();
+        arrays.par_sort();
         let names_bytes: usize = arrays.iter().map(|(name, _)| name.len()).sum();
         if u32::try_from(names_bytes).is_err() {
             return Err(format!("the names have {names_bytes} bytes together, fewer than 2^32 are possible"));
         }
         let paths = ArrayPaths::new(arrays.iter().map(|(name, _)| name.as_str()));
         let mut table = Self { rows: Vec::with_capacity(arrays.len()), names: String::new(), paths, len: FIRST_ARRAY };
-        for (name, index) in &arrays {
+        let chunks = arrays.par_iter().map(|(_, index)| grid(plan, &plan.tensors[*index]).count());
+        let chunks: Vec<u64> = chunks.collect();
+        for ((name, index), chunks) in arrays.iter().zip(chunks) {
             let tensor = &plan.tensors[*index];
             let name_bytes = last(name).len();
             if name_bytes > NAME_BYTES_MAX {
@@ -130,7 +141,7 @@ impl ArrayTable {
             let row =
                 ArrayRow { name_start: start, name_len: number(name.len()), tensor: number(*index), first: table.len };
             table.rows.push(row);
-            table.len += BEFORE_CHUNKS + grid(plan, tensor).count();
+            table.len += BEFORE_CHUNKS + chunks;
         }
         Ok(table)
     }

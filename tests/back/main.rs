@@ -361,6 +361,8 @@ fn a_text_model_gets_its_vision_tower_back_from_the_repository_that_fills() {
     assert!(found.keys().eq(stored.keys()));
     let config: Value = serde_json::from_slice(&read(&volume(&checkpoint, plan), "hf/config.json")).unwrap();
     assert_eq!(config["model_type"], "gemma3");
+    let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap();
+    assert!(!plan.warnings.iter().any(|warning| warning.contains("nothing is taken")), "{:?}", plan.warnings);
     // Without it the repository is that of the text model.
     let checkpoint = with_config(&file, "gemma3", false);
     let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap();
@@ -373,6 +375,19 @@ fn a_text_model_gets_its_vision_tower_back_from_the_repository_that_fills() {
     assert_eq!(config["model_type"], "gemma3_text");
     assert_eq!(config["architectures"], serde_json::json!(["Gemma3ForCausalLM"]));
     assert_eq!(config["tie_word_embeddings"], true);
+}
+
+#[test]
+fn a_repository_that_fills_nothing_is_warned_of() {
+    let directory = TempDir::new().unwrap();
+    let file = save(directory.path(), "llama3.1", "maxtext", &[]);
+    let unused = |fill, options: ViewOptions| {
+        let plan = Plan::build(&with_config(&file, "llama3.1", fill), &options).unwrap();
+        plan.warnings.iter().any(|warning| warning.starts_with("nothing is taken from --fill-from"))
+    };
+    assert!(unused(true, back(ViewOptions::default())), "the checkpoint has all tensors");
+    assert!(unused(true, ViewOptions { layout: Layout::Stored, ..ViewOptions::default() }));
+    assert!(!unused(false, back(ViewOptions::default())));
 }
 
 #[test]

@@ -155,7 +155,8 @@ fn by_rows() -> Vec<Scheme> {
     let (flat, flat_bytes) = stored(1, DType::F32, count / 64);
     let e2m1 = || Value::of(codes(packed.clone(), Field::e2m1()));
     let mxfp4 = e2m1().then(Operation::Multiply, groups(e8m0, Field::Float(DType::F8E8M0), 32));
-    add("MXFP4", mxfp4, vec![packed_bytes.clone(), e8m0_bytes]);
+    let mxfp4_bytes = vec![packed_bytes.clone(), e8m0_bytes];
+    add("MXFP4", mxfp4.clone(), mxfp4_bytes.clone());
     let global = Operand { tensor: global, field: Field::Float(DType::F32), index: IndexMap::new(&[]) };
     let scale = Value::of(groups(e4m3, Field::Float(DType::F8E4M3), 16)).then(Operation::Divide, global);
     add("NVFP4", e2m1().then(Operation::Multiply, scale), vec![packed_bytes.clone(), e4m3_bytes, global_bytes]);
@@ -176,6 +177,8 @@ fn by_rows() -> Vec<Scheme> {
     let flat = Operand { tensor: flat, field: Field::Float(DType::F32), index };
     let nf4 = Value::of(codes(packed, Field::Table(high_first, table))).then(Operation::Multiply, flat);
     add("NF4", nf4, vec![packed_bytes, flat_bytes]);
+    // The experts of gpt-oss.
+    schemes.push(Scheme { name: "MXFP4 transposed", value: mxfp4, data: mxfp4_bytes, transposed: true });
     schemes
 }
 
@@ -232,8 +235,8 @@ fn quantized(report: &Report) {
         let decode =
             Decode::Program(Program { load: Load::Value(value.into()), target: DType::BF16, steps: Vec::new() });
         let windows: Vec<Window<'_>> = data.iter().map(|bytes| Window::whole(bytes)).collect();
-        // A tile takes 256 values or more from each row that it transposes.
-        let band = if transposed { 256 } else { (256 << 10) / rows };
+        // A span of a materialized file takes 1024 values from each row that it transposes.
+        let band = if transposed { 1024 } else { (256 << 10) / rows };
         let mut target = vec![0; usize::try_from(2 * band * rows).unwrap_or(0)];
         let read = data.iter().map(Vec::len).sum();
         report.case(&format!("decode {name} to BF16"), read, usize::try_from(2 * rows * columns).unwrap_or(0), || {

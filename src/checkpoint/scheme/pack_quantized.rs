@@ -12,13 +12,13 @@ use serde_json::json;
 
 use super::{
     finds::{Finds, Scheme, Summary},
-    parts::{Kinds, blocks, companion, floats, grid, is_wide_float, module_of, needed, packed, slot, unsigned},
+    parts::{Kinds, blocks, companion, floats, grid, is_wide_float, module_of, packed, required, slot, unsigned},
     quantized::{Template, TemplateError},
     settings::{Settings, Sharing, Told},
     stored::Stored,
 };
 use crate::{
-    checkpoint::problem::Problem,
+    checkpoint::{problem::Problem, table::TensorInfo},
     tensor::{DType, Digit, IndexMap, Operand, Operation, TensorId, Value},
 };
 
@@ -94,25 +94,52 @@ impl Scheme for PackQuantized {
     }
 }
 
-/// All matrices that the configuration and names say are packed so, and whose companions are there.
+/// Codes, and their companions as far as they are there.
+struct Candidate<'a> {
+    module: &'a str,
+    codes: TensorId,
+    bits: u64,
+    symmetric: bool,
+    sharing: Sharing,
+    scale: Option<TensorId>,
+    zero: Option<TensorId>,
+    shape: Option<TensorId>,
+    has_order: bool,
+}
+
+/// All codes that the configuration and names say are packed so. Several threads look up the names.
+fn candidates<'a>(stored: &Stored<'a>, settings: &Settings<'_>) -> Vec<Candidate<'a>> {
+    let candidate = |(codes, info): (TensorId, TensorInfo<'a>)| {
+        let module = module_of(info.name, CODES)?;
+        let Told::Packed { bits, symmetric, sharing } = settings.of(module) else { return None };
+        let find = |word| companion(stored, module, word);
+        let (scale, zero, shape) = (find("weight_scale"), find("weight_zero_point"), find("weight_shape"));
+        let has_order = find("weight_g_idx").is_some();
+        Some(Candidate { module, codes, bits, symmetric, sharing, scale, zero, shape, has_order })
+    };
+    stored.par_iter().filter_map(candidate).collect()
+}
+
+/// All matrices that are packed so, and whose companions are there.
 fn matrices<'a>(stored: &Stored<'a>, settings: &Settings<'_>, found: &mut Finds<'_>) -> Vec<Matrix<'a>> {
     let mut matrices = Vec::new();
-    for (codes, info) in stored.iter() {
-        let Some(module) = module_of(info.name, CODES).filter(|_| !found.is_taken(codes)) else { continue };
-        let Told::Packed { bits, symmetric, sharing } = settings.of(module) else { continue };
-        let zero = companion(stored, module, "weight_zero_point");
-        if symmetric && zero.is_some() {
+    for candidate in candidates(stored, settings) {
+        let Candidate { module, codes, bits, symmetric, sharing, .. } = candidate;
+        if found.is_taken(codes) {
+            continue;
+        }
+        if symmetric && candidate.zero.is_some() {
             found.unsupported("compressed-tensors pack-quantized, symmetric and with zero points", Some(codes));
             continue;
         }
-        if companion(stored, module, "weight_g_idx").is_some() {
+        if candidate.has_order {
             found.unsupported("compressed-tensors pack-quantized with weight_g_idx", Some(codes));
             continue;
         }
-        let scale = needed(stored, found, (module, CODES), "weight_scale");
-        let zero =
-            if symmetric { Some(None) } else { needed(stored, found, (module, CODES), "weight_zero_point").map(Some) };
-        let shape = needed(stored, found, (module, CODES), "weight_shape");
+        let mut needed = |word, id| required(found, (module, CODES), word, id);
+        let scale = needed("weight_scale", candidate.scale);
+        let zero = if symmetric { Some(None) } else { needed("weight_zero_point", candidate.zero).map(Some) };
+        let shape = needed("weight_shape", candidate.shape);
         if let Some(shape) = shape {
             found.leave_out(shape);
         }

@@ -129,13 +129,17 @@ pub(super) fn companion(stored: &Stored<'_>, module: &str, word: &str) -> Option
 }
 
 /// The tensor `<module>.<word>`, which decoding needs. If it is missing, that is reported with its name.
-pub(super) fn needed(
-    stored: &Stored<'_>,
+pub(super) fn needed(stored: &Stored<'_>, found: &mut Finds<'_>, names: (&str, &str), word: &str) -> Option<TensorId> {
+    required(found, names, word, companion(stored, names.0, word))
+}
+
+/// The same for a companion that was looked up.
+pub(super) fn required(
     found: &mut Finds<'_>,
     (module, codes): (&str, &str),
     word: &str,
+    id: Option<TensorId>,
 ) -> Option<TensorId> {
-    let id = companion(stored, module, word);
     if id.is_none() {
         found.refuse(&format!("{module}.{codes}"), format!("{module}.{word} to decode it"), "no such tensor");
     }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use hashbrown::{HashMap, HashSet};
+use rayon::prelude::*;
 use serde_json::Value;
 
 use crate::{
@@ -49,9 +50,11 @@ impl<'a> Stored<'a> {
     ) -> Self {
         let (in_boxes, plain): (Vec<_>, Vec<_>) =
             table.iter().map(|(id, _)| id).partition(|id| table.tensor(*id).mosaic().is_some());
-        let by_name = plain.iter().map(|id| (table.tensor(*id).name, *id)).collect();
+        let (by_name, words) = rayon::join(
+            || plain.iter().map(|id| (table.tensor(*id).name, *id)).collect(),
+            || table.iter().map(|(_, info)| last_word(info.name)).collect(),
+        );
         let names_in_boxes = in_boxes.iter().map(|id| table.tensor(*id).name).collect();
-        let words = table.iter().map(|(_, info)| last_word(info.name)).collect();
         Self { table, plain, in_boxes, names_in_boxes, by_name, words, source, config, modelopt, metadata, dtype }
     }
 
@@ -59,6 +62,12 @@ impl<'a> Stored<'a> {
     pub(in crate::checkpoint) fn iter(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'a>)> {
         let table = self.table;
         self.plain.iter().map(move |id| (*id, table.tensor(*id)))
+    }
+
+    /// The same, for several threads.
+    pub(in crate::checkpoint) fn par_iter(&self) -> impl ParallelIterator<Item = (TensorId, TensorInfo<'a>)> {
+        let table = self.table;
+        self.plain.par_iter().map(move |id| (*id, table.tensor(*id)))
     }
 
     /// All tensors that are stored as several boxes. They are not among [`Self::iter`].

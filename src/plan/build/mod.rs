@@ -7,8 +7,9 @@
 //! | `draft` | [`Drafted`]: a view for each tensor that the layout makes, and the layout's findings |
 //! | `name` | the drafts that the mount shows, under their names in the mount |
 //! | `split` | [`LogicalRules`], if specs come from logical axes |
-//! | `repository` | the files of `hf/` |
+//! | `repository` | the files of `hf/`, while the plan is assembled |
 //! | `assemble` | the [`Plan`], each tensor with its spec |
+//! | `finish` | the files of `hf/` in it, and the warnings |
 //!
 //! [`Selection`], [`ChosenLayout`] and [`Drafted`] are in `stage`, with the first stage; `request` says what is to be decoded.
 //!
@@ -59,8 +60,24 @@ impl Plan {
                 rename.pattern()
             ));
         }
+        if checkpoint.fill().next().is_some() && !is_filled(checkpoint, &plan) {
+            plan.warnings.push(
+                "nothing is taken from --fill-from: it gives what a training program's checkpoint lacks, with --layout hf"
+                    .to_owned(),
+            );
+        }
         Ok(plan)
     }
+}
+
+/// Whether any tensor is made from the repository that fills what the checkpoint lacks.
+fn is_filled(checkpoint: &Checkpoint, plan: &Plan) -> bool {
+    let filling: HashSet<TensorId> = checkpoint.fill().map(|(id, _)| id).collect();
+    plan.tensors.iter().any(|tensor| {
+        let mut filled = false;
+        tensor.view.for_each_stored(&mut |id| filled |= filling.contains(&id));
+        filled
+    })
 }
 
 /// Resolves the user's request against a checkpoint.
@@ -102,11 +119,19 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let rules = builder.split(&drafts, &wanted, &chosen);
         let drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
         let is_alike = raw.is_empty() && decodes(options, asked(options)) == decoded.is_some();
-        let hf = match builder.generated(&drafts, &wanted, &chosen) {
-            Some(hf) => hf,
-            None => builder.repository(&wanted, &chosen.keep_f32, is_alike)?,
-        };
-        return builder.assemble(&wanted, &chosen, drafted, drafts, (rules, hf));
+        if let Some(hf) = builder.generated(&drafts, &wanted, &chosen) {
+            let plan = builder.assemble(&wanted, &chosen, drafted, drafts, rules);
+            return builder.finish(plan, hf, &wanted);
+        }
+        // The files of a repository do not depend on the drafts: both are made at the same time.
+        let mut beside = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
+        let (hf, plan) = rayon::join(
+            || beside.repository(&wanted, &chosen.keep_f32, is_alike),
+            || builder.assemble(&wanted, &chosen, drafted, drafts, rules),
+        );
+        builder.problems.append(&mut beside.problems);
+        builder.warnings.append(&mut beside.warnings);
+        return builder.finish(plan, hf?, &wanted);
     }
 }
 
@@ -232,12 +257,12 @@ impl Builder<'_> {
             Some(family) => expect::compare(whole, family, options),
             None => (expect::survey(whole, options), Vec::new()),
         };
-        let canonical = || is_canonical.then(|| canonical_drafts(wanted.seen(), family.cloned(), values));
-        let ((mut findings, problems), canonical) = rayon::join(compare, canonical);
+        let by_names = if is_canonical { canonical_drafts } else { hf_drafts };
+        let drafts = || by_names(wanted.seen(), family.cloned(), values);
+        let ((mut findings, problems), drafts) = rayon::join(compare, drafts);
         self.problems.extend(problems);
         self.warnings.extend(findings.warning.take());
         missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
-        let drafts = canonical.unwrap_or_else(|| hf_drafts(wanted.seen(), family.cloned(), values));
         let drafts = self.or_default(drafts);
         let family = family.map(|family| family.name.clone());
         Drafted { drafts, family, findings, ..Drafted::default() }
@@ -301,24 +326,23 @@ impl Builder<'_> {
         drafts
     }
 
-    /// Gives each tensor its spec.
+    /// Gives each tensor its spec. The plan has no files of `hf/` yet.
     fn assemble(
-        mut self,
+        &mut self,
         wanted: &Selection<'_>,
         chosen: &ChosenLayout,
         drafted: Drafted,
         drafts: Vec<Draft>,
-        (logical_rules, hf): (Option<LogicalRules>, HfFiles),
-    ) -> Result<Plan, PlanError> {
+        logical_rules: Option<LogicalRules>,
+    ) -> Plan {
         let options = self.options;
-        let no_hf = hf.absent.or_else(|| wanted.selected.no_hf.clone()).filter(|_| hf.files.is_empty());
         let mut plan = Plan {
             mesh: options.mesh.clone(),
             layout: options.layout.clone(),
             dtype: chosen.request.dtype,
             decoded: decoded_by_scheme(wanted.seen(), chosen.request, options),
             kept: drafted.kept,
-            kept_hf: hf.kept,
+            kept_hf: Vec::new(),
             dropped: drafted.dropped,
             kept_raw: if chosen.request.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
             family: drafted.family,
@@ -330,17 +354,24 @@ impl Builder<'_> {
             devices: devices(options, &mut self.problems),
             specs: Vec::new(),
             tensors: Vec::with_capacity(drafts.len()),
-            hf: hf.files,
+            hf: Vec::new(),
             unscanned: options.unscanned,
             chunk_bytes_max: options.chunk_bytes_max,
             missing: drafted.findings.missing,
             unexpected: drafted.findings.unexpected,
             holes: drafted.findings.holes,
             left_out: drafted.left_out,
-            warnings: self.warnings,
-            no_hf,
+            warnings: Vec::new(),
+            no_hf: None,
         };
         plan.add(drafts, options, &mut self.problems);
+        plan
+    }
+
+    /// Adds the files of `hf/` and the warnings.
+    fn finish(mut self, mut plan: Plan, hf: HfFiles, wanted: &Selection<'_>) -> Result<Plan, PlanError> {
+        plan.no_hf = hf.absent.or_else(|| wanted.selected.no_hf.clone()).filter(|_| hf.files.is_empty());
+        (plan.hf, plan.kept_hf, plan.warnings) = (hf.files, hf.kept, self.warnings);
         self.problems.dedup();
         if self.problems.is_empty() { Ok(plan) } else { Err(PlanError { problems: self.problems }) }
     }

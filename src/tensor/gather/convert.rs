@@ -139,7 +139,7 @@ impl DecodedGather<'_> {
     pub(super) fn run(&mut self, level: Level, axes: &[Axis], place: Position, target: &mut [u8], stores: Stores) {
         let unit = self.values.target_bytes();
         if let Some(mut plan) = Blocks::plan(axes, 1, unit) {
-            plan.width = plan.width.min(stretch::STRETCH);
+            plan.width = stretch::STRETCH;
             let codes = Some(self.values.codes());
             let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
                 let firsts: SmallVec<[u64; GROUP_ROWS_MAX]> = offsets.iter().map(|offset| *offset as u64).collect();
