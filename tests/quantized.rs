@@ -322,6 +322,27 @@ fn nvfp4() {
     }
 }
 
+/// More rows and columns than one transposed block has.
+#[test]
+fn mxfp4_of_several_blocks() {
+    let (out, inner) = (136u64, 1120u64);
+    let extents = [out, inner];
+    let codes = operand(0, DType::U8, &[out, inner / 2], Field::e2m1(), &rows(&extents, inner * 4, 4));
+    let scale = Operand {
+        index: block_index(out, inner, (1, 32)),
+        ..operand(1, DType::U8, &[out, inner / 32], Field::Float(DType::F8E8M0), &[])
+    };
+    let value = Value::of(codes).then(Operation::Multiply, scale);
+    let view = View::quantized(shape(&extents), value).unwrap().reverse_axes().cast(DType::BF16).unwrap();
+    let data = [noise(0, (out * inner / 2) as usize), scales(DType::F8E8M0, (out * inner / 32) as usize)];
+    let tensors: Tensors = data.into_iter().enumerate().map(|(id, bytes)| (TensorId(id as u32), bytes)).collect();
+    let read = |id: TensorId, span: std::ops::Range<u64>| tensors[&id][span.start as usize..span.end as usize].to_vec();
+    let expected = evaluate(&view, 0..view.bytes().unwrap(), |id, span| Ok(read(id, span))).unwrap();
+    for stretch in [300, 1 << 20] {
+        assert!(gathered_from(&view.lower().unwrap(), stretch, &tensors) == expected, "in stretches of {stretch}");
+    }
+}
+
 /// Both nibble orders of a microscaling format, and gpt-oss's experts, whose blocks have an axis of their own.
 #[test]
 fn mxfp4_and_mxfp8() {
