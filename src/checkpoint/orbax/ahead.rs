@@ -1,13 +1,26 @@
 //! Chunks that are to be decoded before a reader asks for them: which ones, in which order, by how many threads, and how many bytes
 //! of them no reader has asked for yet.
 
-use std::collections::{HashMap, VecDeque};
+use std::{
+    collections::{HashMap, VecDeque},
+    num::NonZeroUsize,
+    time::{Duration, Instant},
+};
+
+use lru::LruCache;
 
 /// A chunk: number of the decoded file, and number in it.
 pub(super) type ChunkKey = (u32, u64);
 
 /// Most chunks that may wait to be decoded. More are refused: the reader that needs them decodes them itself.
 const QUEUE_MAX: usize = 256;
+
+/// Time after a reader asked for a chunk in which nobody is expected to want it again. Expectations come from other threads, perhaps
+/// after the reader, and a chunk that was read to its end may be gone then.
+const ASKED_LATELY: Duration = Duration::from_millis(500);
+
+/// Most chunks of which it is known when a reader asked for them.
+const ASKED_MAX: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
 
 /// A chunk that was decoded ahead is no longer expected to be read after readers have asked for this many others.
 const STALE_AFTER: u64 = 256;
@@ -31,7 +44,7 @@ struct Unread {
 }
 
 /// See the module's documentation.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Ahead {
     queue: VecDeque<ExpectedChunk>,
     unread: HashMap<ChunkKey, Unread>,
@@ -40,11 +53,23 @@ pub(super) struct Ahead {
     threads: usize,
     /// Chunks that readers have asked for so far.
     asked: u64,
+    /// When a reader asked for a chunk.
+    asked_at: LruCache<ChunkKey, Instant>,
+}
+
+impl Default for Ahead {
+    fn default() -> Self {
+        let asked_at = LruCache::new(ASKED_MAX);
+        Self { queue: VecDeque::new(), unread: HashMap::new(), unread_bytes: 0, threads: 0, asked: 0, asked_at }
+    }
 }
 
 impl Ahead {
-    /// Queues a chunk, unless it is queued already or too many are.
+    /// Queues a chunk, unless it is queued already, too many are, or a reader has just had it.
     pub(super) fn expect(&mut self, chunk: ExpectedChunk) {
+        if self.asked_at.peek(&chunk.key).is_some_and(|asked| asked.elapsed() < ASKED_LATELY) {
+            return;
+        }
         if self.queue.len() < QUEUE_MAX && !self.queue.iter().any(|queued| queued.key == chunk.key) {
             self.queue.push_back(chunk);
         }
@@ -53,6 +78,7 @@ impl Ahead {
     /// A reader asks for a chunk: it need not be decoded ahead any more.
     pub(super) fn ask(&mut self, key: ChunkKey) {
         self.asked += 1;
+        self.asked_at.put(key, Instant::now());
         self.queue.retain(|queued| queued.key != key);
         self.forget(key);
     }
@@ -127,6 +153,18 @@ mod tests {
         assert_eq!(ahead.next(100), Some(chunk(3)));
         ahead.cancel();
         assert_eq!((ahead.next(1000), ahead.unread_bytes), (None, 0));
+    }
+
+    #[test]
+    fn a_chunk_that_a_reader_just_had_is_not_expected() {
+        let mut ahead = Ahead::default();
+        ahead.ask((0, 1));
+        (0..2).for_each(|number| ahead.expect(chunk(number)));
+        ahead.begin();
+        assert_eq!(ahead.next(1000), None, "the expectation came late");
+        *ahead.asked_at.peek_mut(&(0, 1)).unwrap() -= ASKED_LATELY;
+        ahead.expect(chunk(1));
+        assert_eq!(ahead.next(1000), Some(chunk(1)), "another reader");
     }
 
     #[test]
