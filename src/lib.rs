@@ -63,7 +63,7 @@
 //! | an output format | `src/image/<name>.rs` with `impl` [`image::OutputFormat`], and its line in [`image::FORMATS`] |
 //! | a remote service | `src/source/remote/<name>.rs` with `impl` [`source::remote::Objects`], and its scheme in `remote/store/address.rs`; disk cache, retries and limits apply to it |
 //! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources.rs` runs over it |
-//! | a kind of checkpoint | `src/checkpoint/<name>.rs`, and its variant of [`checkpoint::Container`], which the compiler follows to `open.rs` |
+//! | a kind of checkpoint | `src/checkpoint/containers/<name>.rs`, and its variant of [`checkpoint::Container`], which the compiler follows to `open.rs` |
 //! | a quantization scheme | `src/checkpoint/scheme/<name>.rs` with `impl Scheme`, and its line in [`checkpoint::scheme`] |
 //! | a setting | its field in [`config::Settings`] and its row in [`config::SETTINGS`]: flag, key, mount option and help follow |
 //! | a command | `src/cli/<name>.rs`, and its variant of `Command` in `src/cli/mod.rs` |

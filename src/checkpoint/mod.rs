@@ -10,37 +10,19 @@
 //! What it deliberately does not do: rename, stack or convert anything (that is `plan`), or fetch from a network.
 
 mod adapter;
-mod archive;
-mod choose;
-mod companion;
-mod container;
-mod dcp;
-pub mod dialect;
-mod file;
-mod folder;
-mod foreign;
-mod header;
-mod index;
+mod containers;
+mod dialects;
+mod files;
 pub mod json;
-mod listing;
-mod locate;
 mod mosaic;
 mod open;
 mod options;
-mod orbax;
-pub mod prefix;
 mod printable;
 mod problem;
-pub mod quantization;
-mod remote_tree;
 mod repository;
-mod safetensors;
 pub mod scheme;
 mod table;
 mod text;
-mod tied;
-mod torch;
-mod tree;
 
 pub use choose::natural;
 pub use companion::Companion;
@@ -56,3 +38,10 @@ pub use quantization::Quantization;
 pub use repository::{Adapter, Checkpoint};
 pub use scheme::{Quantized, Summary, Unsupported};
 pub use table::{MosaicTensor, Storage, TensorInfo, TensorTable};
+
+use self::{
+    containers::{archive, container, dcp, header, index, orbax, safetensors, torch},
+    dialects::tied,
+    files::{choose, companion, file, folder, foreign, listing, locate, remote_tree, tree},
+};
+pub use dialects::{dialect, prefix, quantization};

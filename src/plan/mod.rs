@@ -77,7 +77,7 @@ pub use split::{
 use self::{
     check::{expect, hole, holes, survey, unused},
     name::{member, name_group, names, naming},
-    need::needed,
+    need::{counting, needed},
     repository::{generated, text_model},
     split::packed,
 };

@@ -3,12 +3,13 @@
 use std::{
     borrow::Cow,
     collections::{BTreeMap, HashMap, HashSet},
-    sync::Arc,
+    sync::{Arc, OnceLock},
 };
 
 use rayon::slice::ParallelSliceMut;
 
 use super::{
+    amplification::Amplification,
     draft::{Bundled, Draft},
     hf::HfFile,
     hole::Hole,
@@ -123,6 +124,8 @@ pub struct Plan {
     pub warnings: Vec<String>,
     /// The reason why there is no `hf/`, if there is none.
     pub no_hf: Option<String>,
+    /// Its read amplification, once it is counted.
+    pub(super) amplification: OnceLock<Amplification>,
 }
 
 impl PlannedTensor {

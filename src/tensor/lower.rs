@@ -6,6 +6,8 @@
 
 use std::{collections::HashMap, sync::Arc};
 
+use smallvec::SmallVec;
+
 use super::{
     DType, Decode, Element, Field, IndexMap, Load, Mosaic, MosaicBox, Operand, Operation, Program, Shape, SourceTensor,
     Step, TensorId, Term, Value,
@@ -27,6 +29,15 @@ struct Chain {
     dtype: DType,
 }
 
+/// Some of the indexes of an axis.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    axis: usize,
+    start: u64,
+    stop: u64,
+    step: u64,
+}
+
 #[derive(Debug, Default)]
 struct Lowering {
     chains: Vec<Chain>,
@@ -41,7 +52,7 @@ impl View {
     /// [`TilingError`] if it needs more pieces than the limit, or cuts a byte of a packed type.
     pub fn lower(&self) -> Result<Tiling, TilingError> {
         let mut lowering = Lowering::default();
-        let parts = lowering.parts(self)?;
+        let parts = lowering.parts(self, &[])?;
         lowering.finish(self.shape(), self.dtype(), parts)
     }
 }
@@ -75,46 +86,30 @@ impl Lowering {
         }
     }
 
-    fn parts(&mut self, view: &View) -> Result<Vec<Part>, TilingError> {
+    /// The parts of a view of which only some indexes are wanted. Stacks lower just the operands that have any: a device may hold
+    /// few of very many experts.
+    fn parts(&mut self, view: &View, cuts: &[Cut]) -> Result<Vec<Part>, TilingError> {
         let mut parts = match view.op() {
-            Op::Source(tensor) => {
-                self.tensors.entry(tensor.id).or_insert_with(|| tensor.clone());
-                let chain =
-                    self.chain(Chain { load: Load::Element(tensor.dtype), steps: Vec::new(), dtype: tensor.dtype });
-                whole(&tensor.shape, Base::Tensor { tensor: tensor.id, offset: 0 }, chain)
+            Op::Slice { of, axis, start, stop, step } => {
+                let own = Cut { axis: *axis, start: *start, stop: *stop, step: *step };
+                let cuts: SmallVec<[Cut; 4]> = std::iter::once(own).chain(cuts.iter().copied()).collect();
+                self.parts(of, &cuts)?
             }
-            Op::Mosaic(mosaic) => self.mosaic(mosaic)?,
-            Op::Quantized(value) => {
-                let load = Load::Value(Arc::clone(value));
-                let chain = self.chain(Chain { load, steps: Vec::new(), dtype: view.dtype() });
-                whole(view.shape(), Base::Tensor { tensor: value.load.tensor.id, offset: 0 }, chain)
+            Op::Stack { of, axis } => self.stack(of, *axis, cuts)?,
+            Op::Transpose { of, axes } => {
+                let cuts: SmallVec<[Cut; 4]> = cuts.iter().map(|cut| Cut { axis: axes[cut.axis], ..*cut }).collect();
+                self.parts(of, &cuts)?.into_iter().map(|part| transpose(&part, axes)).collect()
             }
-            Op::Fill(element) => {
-                let chain = self.chain(Chain {
-                    load: Load::Element(element.dtype()),
-                    steps: Vec::new(),
-                    dtype: element.dtype(),
-                });
-                whole(view.shape(), Base::Fill(*element), chain)
+            Op::Cast { of } => self.element_wise(of, view.dtype(), None, cuts)?,
+            Op::Multiply { of, factor, flush } => {
+                self.element_wise(of, view.dtype(), Some(Step::multiply(*factor, *flush)), cuts)?
             }
-            Op::Slice { of, axis, start, stop, step } => slice(&self.parts(of)?, *axis, *start, *stop, *step)?,
-            Op::Transpose { of, axes } => self.parts(of)?.into_iter().map(|part| transpose(&part, axes)).collect(),
-            Op::Gather { of, axis, runs } => gather(&self.parts(of)?, *axis, runs)?,
-            Op::Reshape { of } => reshape(&self.parts(of)?, of.shape(), view.shape())?,
-            Op::Stack { of, axis } => self.stack(of, *axis)?,
-            Op::Concat { of, axis } => self.concat(of, *axis)?,
-            Op::Pad { of, axis, before, after } => self.pad(view, of, *axis, *before, *after)?,
-            Op::Cast { of } => {
-                let mut parts = self.parts(of)?;
-                self.extend_chains(&mut parts, view.dtype(), &[Step::Round(view.dtype())]);
-                parts
+            Op::Add { of, addend } => self.element_wise(of, view.dtype(), Some(Step::add(*addend)), cuts)?,
+            Op::Exp { of } => self.element_wise(of, view.dtype(), Some(Step::Exp), cuts)?,
+            _ => {
+                let parts = self.uncut(view)?;
+                cuts.iter().try_fold(parts, |parts, cut| slice(&parts, cut.axis, cut.start, cut.stop, cut.step))?
             }
-            Op::Multiply { of, factor, flush } => self.arithmetic(of, view.dtype(), Step::multiply(*factor, *flush))?,
-            Op::Add { of, addend } => self.arithmetic(of, view.dtype(), Step::add(*addend))?,
-            Op::Exp { of } => self.arithmetic(of, view.dtype(), Step::Exp)?,
-            Op::Sum { of } => self.combine(of, view, Operation::Add)?,
-            Op::Product { of, flush: false } => self.combine(of, view, Operation::Multiply)?,
-            Op::Product { of, flush: true } => self.combine(of, view, Operation::MultiplyFlush)?,
         };
         if view.shape().is_empty() {
             parts.clear();
@@ -123,9 +118,57 @@ impl Lowering {
         Ok(parts)
     }
 
-    fn arithmetic(&mut self, of: &View, dtype: DType, step: Step) -> Result<Vec<Part>, TilingError> {
-        let mut parts = self.parts(of)?;
-        self.extend_chains(&mut parts, dtype, &[step, Step::Round(dtype)]);
+    /// The parts of a view with all of its indexes.
+    fn uncut(&mut self, view: &View) -> Result<Vec<Part>, TilingError> {
+        match view.op() {
+            Op::Source(tensor) => {
+                self.tensors.entry(tensor.id).or_insert_with(|| tensor.clone());
+                let chain =
+                    self.chain(Chain { load: Load::Element(tensor.dtype), steps: Vec::new(), dtype: tensor.dtype });
+                Ok(whole(&tensor.shape, Base::Tensor { tensor: tensor.id, offset: 0 }, chain))
+            }
+            Op::Mosaic(mosaic) => self.mosaic(mosaic),
+            Op::Quantized(value) => {
+                let load = Load::Value(Arc::clone(value));
+                let chain = self.chain(Chain { load, steps: Vec::new(), dtype: view.dtype() });
+                Ok(whole(view.shape(), Base::Tensor { tensor: value.load.tensor.id, offset: 0 }, chain))
+            }
+            Op::Fill(element) => {
+                let chain = self.chain(Chain {
+                    load: Load::Element(element.dtype()),
+                    steps: Vec::new(),
+                    dtype: element.dtype(),
+                });
+                Ok(whole(view.shape(), Base::Fill(*element), chain))
+            }
+            Op::Gather { of, axis, runs } => gather(&self.parts(of, &[])?, *axis, runs),
+            Op::Reshape { of } => reshape(&self.parts(of, &[])?, of.shape(), view.shape()),
+            Op::Concat { of, axis } => self.concat(of, *axis),
+            Op::Pad { of, axis, before, after } => self.pad(view, of, *axis, *before, *after),
+            Op::Sum { of } => self.combine(of, view, Operation::Add),
+            Op::Product { of, flush: false } => self.combine(of, view, Operation::Multiply),
+            Op::Product { of, flush: true } => self.combine(of, view, Operation::MultiplyFlush),
+            Op::Slice { .. }
+            | Op::Stack { .. }
+            | Op::Transpose { .. }
+            | Op::Cast { .. }
+            | Op::Multiply { .. }
+            | Op::Add { .. }
+            | Op::Exp { .. } => self.parts(view, &[]),
+        }
+    }
+
+    /// The parts of an operation on each element, which rounds its results.
+    fn element_wise(
+        &mut self,
+        of: &View,
+        dtype: DType,
+        step: Option<Step>,
+        cuts: &[Cut],
+    ) -> Result<Vec<Part>, TilingError> {
+        let mut parts = self.parts(of, cuts)?;
+        let steps: SmallVec<[Step; 2]> = step.into_iter().chain([Step::Round(dtype)]).collect();
+        self.extend_chains(&mut parts, dtype, &steps);
         Ok(parts)
     }
 
@@ -147,7 +190,7 @@ impl Lowering {
     /// The parts of an operand, each with the place of its tensors.
     fn operands(&mut self, of: &View, strides: &[u64]) -> Result<Vec<Operands>, TilingError> {
         let mut all = Vec::new();
-        for part in self.parts(of)? {
+        for part in self.parts(of, &[])? {
             match &self.chains[part.chain as usize].load {
                 Load::Element(_) => all.push(Operands::of_part(&part, strides.len())),
                 Load::Value(value) => all.extend(Operands::of_value(&part, value, strides)?),
@@ -255,11 +298,19 @@ impl Lowering {
         Ok(parts)
     }
 
-    fn stack(&mut self, of: &[View], axis: usize) -> Result<Vec<Part>, TilingError> {
+    fn stack(&mut self, of: &[View], axis: usize, cuts: &[Cut]) -> Result<Vec<Part>, TilingError> {
+        let (own, others): (Vec<Cut>, Vec<Cut>) = cuts.iter().partition(|cut| cut.axis == axis);
+        let inner: Vec<Cut> =
+            others.iter().map(|cut| Cut { axis: cut.axis - usize::from(cut.axis > axis), ..*cut }).collect();
+        let mut operands: Vec<&View> = of.iter().collect();
+        for cut in own {
+            let kept = &operands[to_usize(cut.start)..to_usize(cut.stop)];
+            operands = kept.iter().copied().step_by(to_usize(cut.step)).collect();
+        }
         let mut all = Vec::new();
-        for (index, view) in of.iter().enumerate() {
-            all.extend(self.parts(view)?.into_iter().map(|mut part| {
-                part.origin.insert(axis, index as u64);
+        for (index, view) in (0..).zip(operands) {
+            all.extend(self.parts(view, &inner)?.into_iter().map(|mut part| {
+                part.origin.insert(axis, index);
                 part.loops.iter_mut().filter(|l| l.axis >= axis).for_each(|l| l.axis += 1);
                 part
             }));
@@ -272,7 +323,7 @@ impl Lowering {
         let mut all = Vec::new();
         let mut at = 0;
         for view in of {
-            all.extend(self.parts(view)?.into_iter().map(|mut part| {
+            all.extend(self.parts(view, &[])?.into_iter().map(|mut part| {
                 part.origin[axis] += at;
                 part
             }));
@@ -283,7 +334,7 @@ impl Lowering {
     }
 
     fn pad(&mut self, view: &View, of: &View, axis: usize, before: u64, after: u64) -> Result<Vec<Part>, TilingError> {
-        let mut all = self.parts(of)?;
+        let mut all = self.parts(of, &[])?;
         for part in &mut all {
             part.origin[axis] += before;
         }

@@ -119,12 +119,17 @@ impl Fleet<'_> {
         self.store.switch(|switches| switches.line = bytes_per_second.map(Line::new));
     }
 
+    /// Removes a cache, if it is there.
+    fn clear(&self, name: &str) -> Result<()> {
+        match fs::remove_dir_all(self.caches.join(name)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
     /// Mounts with an empty cache.
     fn mount(&self, source: &str, name: &str, options: &[&str]) -> Result<Mount> {
-        let cache = self.caches.join(name);
-        if cache.exists() {
-            fs::remove_dir_all(cache)?;
-        }
+        self.clear(name)?;
         Mount::by(self.ckfs(name, &["mount", source]), &self.caches.join("mnt"), options)
     }
 
@@ -177,6 +182,8 @@ impl Fleet<'_> {
                 let (by_default, by_reads) = (first("first", &[])?, first("reads", &["--prefetch", "off"])?);
                 warm(part_bytes)?;
                 let (downloaded, at_a_time) = downloader.best(KEY, bytes)?;
+                // The old cache takes a while to remove.
+                self.clear("restore")?;
                 warm(part_bytes)?;
                 let begun = Instant::now();
                 let mounted = self.mount(SOURCE, "restore", &MESH)?;
@@ -185,6 +192,7 @@ impl Fleet<'_> {
                 drop(mounted);
                 warm(part_bytes)?;
                 let part = downloader.seconds(KEY, bytes, at_a_time, Some(&copy))? + read(&copy)?.1;
+                fs::remove_file(&copy)?;
                 warm(whole_bytes)?;
                 let whole = downloader.seconds(KEY, whole_bytes, at_a_time, Some(&copy))? + read_first(&copy, bytes)?;
                 fs::remove_file(&copy)?;

@@ -20,7 +20,10 @@ mod repository;
 mod request;
 mod stage;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::OnceLock,
+};
 
 use hashbrown::HashSet;
 
@@ -363,6 +366,7 @@ impl Builder<'_> {
             left_out: drafted.left_out,
             warnings: Vec::new(),
             no_hf: None,
+            amplification: OnceLock::new(),
         };
         plan.add(drafts, options, &mut self.problems);
         plan

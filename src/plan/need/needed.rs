@@ -8,7 +8,7 @@ use super::super::{Plan, PlannedTensor};
 use crate::{
     checkpoint::Checkpoint,
     source::{ByteSpan, FileId},
-    tensor::{Origin, Region, Runs, Shape, TensorId, Tiling, needs},
+    tensor::{Op, Origin, Region, Runs, Shape, TensorId, Tiling, View, needs, to_usize},
 };
 
 /// Receives the spans of one piece in one file, ascending. `false` ends the walk.
@@ -29,30 +29,49 @@ impl Plan {
         emit: &mut Emit<'_>,
     ) -> Result<(), String> {
         for tensor in self.bundle() {
-            if !self.for_each_needed_of(checkpoint, tensor, devices, gap_bytes, emit)? {
-                break;
+            for part in self.needed_parts(tensor, devices) {
+                if !for_each_of_part(checkpoint, tensor, &part, gap_bytes, emit)? {
+                    return Ok(());
+                }
             }
         }
         Ok(())
     }
 
-    /// As [`Self::for_each_needed`], for one tensor. Returns false if `emit` ended it.
-    pub(in crate::plan) fn for_each_needed_of(
-        &self,
-        checkpoint: &Checkpoint,
-        tensor: &PlannedTensor,
-        devices: &[u64],
-        gap_bytes: u64,
-        emit: &mut Emit<'_>,
-    ) -> Result<bool, String> {
-        let regions = devices.iter().map(|device| self.region(tensor, *device));
-        for region in joined(tensor.view.shape(), regions) {
-            if !for_each_of_region(checkpoint, tensor, &region, gap_bytes, emit)? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+    /// The parts of a tensor that `devices` hold, each element once, in pieces of [`OPERANDS`] operands of a stack.
+    pub(in crate::plan) fn needed_parts(&self, tensor: &PlannedTensor, devices: &[u64]) -> Vec<Region> {
+        let (shape, axis) = (tensor.view.shape(), stacked_axis(&tensor.view));
+        let boxes = joined(shape, devices.iter().map(|device| self.region(tensor, *device)));
+        boxes.iter().flat_map(|ranges| cut(ranges, axis)).filter_map(|ranges| Region::within(shape, &ranges)).collect()
     }
+}
+
+/// Operands of the outermost stack that are lowered together: few enough to share the work among threads.
+const OPERANDS: u64 = 8;
+
+/// The axis along which the operands of a stack lie, if the view is one, cast or transposed perhaps.
+fn stacked_axis(view: &View) -> Option<usize> {
+    match view.op() {
+        Op::Stack { axis, .. } => Some(*axis),
+        Op::Cast { of } => stacked_axis(of),
+        Op::Transpose { of, axes } => {
+            let inner = stacked_axis(of)?;
+            axes.iter().position(|axis| *axis == inner)
+        }
+        _ => None,
+    }
+}
+
+/// A box in pieces along an axis.
+fn cut(ranges: &Ranges, axis: Option<usize>) -> Vec<Ranges> {
+    let Some(axis) = axis else { return vec![ranges.clone()] };
+    let all = ranges[axis].clone();
+    let piece = |start: u64| {
+        let mut piece = ranges.clone();
+        piece[axis] = start..(start + OPERANDS).min(all.end);
+        piece
+    };
+    all.clone().step_by(to_usize(OPERANDS)).map(piece).collect()
 }
 
 /// The ranges of a region, one per axis.
@@ -60,7 +79,7 @@ type Ranges = SmallVec<[Range<u64>; 4]>;
 
 /// Regions with the same elements as these, fewer where several make up a box: the devices of a host mostly hold neighbouring
 /// parts, and a view of very many experts is then lowered once and not for each device. Empty ones are left out.
-fn joined(shape: &Shape, regions: impl Iterator<Item = Region>) -> Vec<Region> {
+fn joined(shape: &Shape, regions: impl Iterator<Item = Region>) -> Vec<Ranges> {
     let held = regions.filter(|region| !region.shape().is_empty());
     let distinct: BTreeSet<SmallVec<[(u64, u64); 4]>> =
         held.map(|region| region.ranges().map(|range| (range.start, range.end)).collect()).collect();
@@ -73,7 +92,7 @@ fn joined(shape: &Shape, regions: impl Iterator<Item = Region>) -> Vec<Region> {
             break;
         }
     }
-    boxes.iter().filter_map(|ranges| Region::within(shape, ranges)).collect()
+    boxes
 }
 
 /// Joins boxes that touch or overlap along an axis and are alike along the others.
@@ -92,15 +111,16 @@ fn join_along(boxes: &mut Vec<Ranges>, axis: usize) {
     });
 }
 
-fn for_each_of_region(
+/// As [`Plan::for_each_needed`], for a part of a tensor. Returns false if `emit` ended it.
+pub(in crate::plan) fn for_each_of_part(
     checkpoint: &Checkpoint,
     tensor: &PlannedTensor,
-    region: &Region,
+    part: &Region,
     gap_bytes: u64,
     emit: &mut Emit<'_>,
 ) -> Result<bool, String> {
     let failed = |reason: String| format!("{}: {reason}", tensor.name);
-    let view = tensor.view.region(region).map_err(|error| failed(error.to_string()))?;
+    let view = tensor.view.region(part).map_err(|error| failed(error.to_string()))?;
     let tiling = view.lower().map_err(|error| failed(error.to_string()))?;
     for (id, runs) in runs_of(&tiling) {
         let info = checkpoint.tensor(id);
@@ -136,13 +156,12 @@ mod tests {
     use super::*;
 
     /// The elements of regions of a shape with two axes.
-    fn elements(regions: &[Region]) -> BTreeSet<(u64, u64)> {
-        let of_region = |region: &Region| {
-            let ranges: Ranges = region.ranges().collect();
+    fn elements(boxes: &[Ranges]) -> BTreeSet<(u64, u64)> {
+        let of_box = |ranges: &Ranges| {
             let columns = ranges[1].clone();
             ranges[0].clone().flat_map(move |row| columns.clone().map(move |column| (row, column))).collect::<Vec<_>>()
         };
-        regions.iter().flat_map(of_region).collect()
+        boxes.iter().flat_map(of_box).collect()
     }
 
     #[test]
@@ -159,8 +178,25 @@ mod tests {
             (vec![region(0..4, 0..6), region(4..8, 0..3), region(4..6, 3..6)], 3),
         ] {
             let joined = joined(&shape, given.iter().cloned());
+            let given: Vec<Ranges> = given.iter().map(|region| region.ranges().collect()).collect();
             assert_eq!(elements(&joined), elements(&given));
             assert_eq!(joined.len(), expected, "{given:?}");
+        }
+    }
+    #[test]
+    fn pieces_of_a_box_have_its_elements_once() {
+        for (ranges, axis, expected) in [
+            ([3..20, 0..2], Some(0), 3),
+            ([0..8, 0..2], Some(0), 1),
+            ([0..2, 1..10], Some(1), 2),
+            ([0..20, 0..2], None, 1),
+        ] {
+            let given: Ranges = ranges.into_iter().collect();
+            let pieces = cut(&given, axis);
+            assert_eq!(pieces.len(), expected, "{given:?}");
+            let extents = |ranges: &Ranges| ranges.iter().map(|range| range.end - range.start).product::<u64>();
+            assert_eq!(pieces.iter().map(extents).sum::<u64>(), extents(&given));
+            assert_eq!(elements(&pieces), elements(&[given]));
         }
     }
 }

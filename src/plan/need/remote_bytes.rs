@@ -5,10 +5,14 @@ use std::collections::BTreeMap;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use super::super::{Plan, PlannedTensor, amplification::Amplification};
+use super::{
+    super::{Plan, PlannedTensor, amplification::Amplification},
+    needed::for_each_of_part,
+};
 use crate::{
     checkpoint::{Checkpoint, FileRole},
     source::{ByteSpan, FileId, RemoteSource, remote::cache::BLOCK_BYTES},
+    tensor::Region,
 };
 
 /// A block of the disk cache, which is fetched as a whole. A gap of fewer bytes leaves out no block, so that spans with such gaps may
@@ -141,20 +145,18 @@ struct Reads {
 }
 
 impl Reads {
-    /// What the listed devices of a plan read. Different tensors are looked at at the same time.
+    /// What the listed devices of a plan read. Parts of tensors are looked at at the same time.
     fn of_plan(checkpoint: &Checkpoint, remote: &dyn RemoteSource, plan: &Plan) -> Result<Self, String> {
-        let tensors: Vec<&PlannedTensor> = plan.bundle().collect();
-        let of_tensor = |mut all: Self, tensor: &&PlannedTensor| {
-            plan.for_each_needed_of(checkpoint, tensor, &plan.devices, FETCHED_BYTES, &mut |file, spans| {
+        let of_tensor = |tensor| plan.needed_parts(tensor, &plan.devices).into_iter().map(move |part| (tensor, part));
+        let parts: Vec<(&PlannedTensor, Region)> = plan.bundle().flat_map(of_tensor).collect();
+        let add = |mut all: Self, (tensor, part): &(&PlannedTensor, Region)| {
+            for_each_of_part(checkpoint, tensor, part, FETCHED_BYTES, &mut |file, spans| {
                 all.of(file).add(remote, file, checkpoint.source().len_bytes(file), spans);
                 true
             })?;
             Ok::<Self, String>(all)
         };
-        tensors
-            .par_iter()
-            .try_fold(Self::default, of_tensor)
-            .try_reduce(Self::default, |left, right| Ok(left.and(right)))
+        parts.par_iter().try_fold(Self::default, add).try_reduce(Self::default, |left, right| Ok(left.and(right)))
     }
 
     fn of(&mut self, file: FileId) -> &mut FileReads {

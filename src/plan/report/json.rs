@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Serialize, Serializer, ser::SerializeMap};
 use serde_json::{Map, Value, json};
+use smallvec::SmallVec;
 
 use super::{
     super::{Hole, NameGroup, Plan, PlannedTensor, amplification::Amplification},
@@ -36,8 +37,8 @@ fn holes_json(holes: &[Hole]) -> Value {
 
 fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
     let found = Amplification::of(checkpoint, plan);
-    let reasons = reasons(checkpoint, plan, &found);
-    let advice = advice(plan, &found, &reasons);
+    let reasons = reasons(checkpoint, plan, found);
+    let advice = advice(plan, found, &reasons);
     let Amplification { devices, union, tensors } = found;
     let reason = |reason: &AdviceReason| {
         json!({
@@ -57,8 +58,8 @@ fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
     };
     json!({
         "page_bytes": PAGE_BYTES,
-        "devices": plan.devices.iter().zip(&devices).map(|(device, reads)| named("device", json!(device), reads)).collect::<Value>(),
-        "union": row(&union),
+        "devices": plan.devices.iter().zip(devices).map(|(device, reads)| named("device", json!(device), reads)).collect::<Value>(),
+        "union": row(union),
         "tensors": tensors.iter().map(|(name, reads)| named("name", json!(name), reads)).collect::<Value>(),
         "reasons": reasons.iter().map(reason).collect::<Value>(),
         "advice": advice,
@@ -103,30 +104,46 @@ fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
     })
 }
 
-/// A tensor of a view as JSON.
-fn tensor_json(checkpoint: &Checkpoint, plan: &Plan, tensor: &PlannedTensor) -> Value {
-    let view = &tensor.view;
-    let mut sources = Vec::new();
-    view.for_each_source(&mut |source| sources.push(source.id));
-    sources.dedup();
-    let names: Vec<&str> = sources.iter().map(|id| checkpoint.tensor(*id).name).collect();
-    let mut row = json!({
-        "name": tensor.name,
-        "path": plan.path(tensor).join("/"),
-        "dtype": view.dtype().code(),
-        "shape": view.shape().extents(),
-        "bytes": view.bytes(),
-        "spec": plan.spec(tensor).to_json(view.shape().rank(), &plan.mesh),
-        "bundled": plan.is_bundled(tensor),
-        "sources": names,
-    });
-    if !tensor.logical.is_empty() {
-        row["logical"] = json!(tensor.logical);
+/// A tensor of a view. There may be very many, so they are written without a tree of JSON values.
+#[derive(Serialize)]
+struct TensorRow<'a> {
+    name: &'a str,
+    path: String,
+    dtype: &'static str,
+    shape: &'a [u64],
+    bytes: u64,
+    spec: Value,
+    bundled: bool,
+    sources: SmallVec<[&'a str; 4]>,
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    logical: &'a [String],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    layers: Option<&'a [u64]>,
+}
+
+impl<'a> TensorRow<'a> {
+    fn new(checkpoint: &'a Checkpoint, plan: &'a Plan, tensor: &'a PlannedTensor) -> Self {
+        let view = &tensor.view;
+        let mut last = None;
+        let mut sources = SmallVec::new();
+        view.for_each_source(&mut |source| {
+            if last.replace(source.id) != Some(source.id) {
+                sources.push(checkpoint.tensor(source.id).name);
+            }
+        });
+        Self {
+            name: &tensor.name,
+            path: plan.path(tensor).join("/"),
+            dtype: view.dtype().code(),
+            shape: view.shape().extents(),
+            bytes: tensor.bytes(),
+            spec: plan.spec(tensor).to_json(view.shape().rank(), &plan.mesh),
+            bundled: plan.is_bundled(tensor),
+            sources,
+            logical: &tensor.logical,
+            layers: tensor.layers.as_deref(),
+        }
     }
-    if let Some(layers) = &tensor.layers {
-        row["layers"] = json!(&layers[..]);
-    }
-    row
 }
 
 /// One view of a report. Its tensors are made while they are written, since there may be very many.
@@ -174,7 +191,7 @@ impl Serialize for OfCheckpoint<'_> {
         for (key, value) in view_json(checkpoint, name, plan).as_object().into_iter().flatten() {
             map.serialize_entry(key, value)?;
         }
-        let rows = || plan.tensors.iter().map(|tensor| tensor_json(checkpoint, plan, tensor));
+        let rows = || plan.tensors.iter().map(|tensor| TensorRow::new(checkpoint, plan, tensor));
         map.serialize_entry("tensors", &Written(rows))?;
         for (key, value) in more {
             map.serialize_entry(key, value)?;

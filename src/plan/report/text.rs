@@ -70,7 +70,7 @@ fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
     if !worst.is_empty() {
         lines.push(format!("most by {}", worst.join(", ")));
     }
-    let reasons = reasons(checkpoint, plan, &amplification);
+    let reasons = reasons(checkpoint, plan, amplification);
     // Tensors of one kind have one cause.
     let mut causes: Vec<(String, Vec<&str>)> = Vec::new();
     for reason in &reasons {
@@ -80,7 +80,7 @@ fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
         }
     }
     lines.extend(causes.iter().map(|(cause, names)| format!("why: of {}, {cause}", names.join(", "))));
-    lines.extend(advice(plan, &amplification, &reasons).into_iter().map(|line| format!("advice: {line}")));
+    lines.extend(advice(plan, amplification, &reasons).into_iter().map(|line| format!("advice: {line}")));
     lines
 }
 

@@ -6,6 +6,8 @@ use std::{
     time::Duration,
 };
 
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
+
 use super::{
     super::{ByteSpan, SourceError},
     cache::{
@@ -111,7 +113,7 @@ impl RemoteTree {
 
     fn fetch_heads(&self) -> Result<(), SourceError> {
         let mut small = 0;
-        let mut demands: Vec<Demand> = Vec::new();
+        let mut heads: Vec<(usize, u64)> = Vec::new();
         let mut cut = Vec::new();
         for (place, file) in self.repository.files.iter().enumerate() {
             let (size, name) = (file.size_bytes, file.path.rsplit('/').next().unwrap_or_default());
@@ -131,9 +133,14 @@ impl RemoteTree {
                 0
             };
             if blocks > 0 {
-                demands.push((Arc::clone(&self.remote(place)?.object), std::iter::once(0..blocks).collect()));
+                heads.push((place, blocks));
             }
         }
+        // To make the entries of a cold cache takes about a millisecond each.
+        let demand = |(place, blocks): (usize, u64)| {
+            Ok::<Demand, SourceError>((Arc::clone(&self.remote(place)?.object), std::iter::once(0..blocks).collect()))
+        };
+        let demands = heads.into_par_iter().map(demand).collect::<Result<Vec<Demand>, SourceError>>()?;
         if self.bring(&demands)? {
             self.bring(&self.rest_of_headers(&cut)?)?;
         }

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::{super::leaf::ReadLeaf, budget::PageBudget, files::EmbeddedFiles};
 use crate::{
     checkpoint::{Checkpoint, printable},
-    plan::{amplification::Expression, needed::runs_of},
+    plan::{counting::Expression, needed::runs_of},
     tensor::{Region, Runs, TensorId},
 };
 

@@ -169,7 +169,7 @@ fn view_json(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFil
         patterns: room(PATTERNS_BYTES),
     };
     let HtmlRows { listed, cuts, device_maps, patterns, folded, without_cut, without_bytes } =
-        rows(checkpoint, plan, devices, files, &found, budgets);
+        rows(checkpoint, plan, devices, files, found, budgets);
     let mut json = about(plan, shares);
     let more_of = |key: &str| more.get(key).cloned().unwrap_or_else(|| json!([]));
     let parts = [
@@ -190,7 +190,7 @@ fn view_json(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFil
             "folded",
             json!({"groups": folded.0, "tensors": folded.1, "bytes": folded.2, "without_cut": without_cut, "without_bytes": without_bytes}),
         ),
-        ("over_read", over_read(checkpoint, plan, &found)),
+        ("over_read", over_read(checkpoint, plan, found)),
         ("unavailable", more_of("unavailable")),
     ];
     for (key, value) in parts {

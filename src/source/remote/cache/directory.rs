@@ -155,8 +155,8 @@ impl Cache {
     /// The system has no files in memory either.
     pub fn entry(&self, file: &RemoteFile, object: &str) -> io::Result<Arc<Entry>> {
         let name = file.cache_name();
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(entry) = open.iter().filter_map(Weak::upgrade).find(|entry| entry.name() == name) {
+        let of_name = |open: &[Weak<Entry>]| open.iter().filter_map(Weak::upgrade).find(|entry| entry.name() == name);
+        if let Some(entry) = of_name(&self.open.lock().unwrap_or_else(PoisonError::into_inner)) {
             return Ok(entry);
         }
         let meta = EntryMeta {
@@ -178,6 +178,11 @@ impl Cache {
             }
             None => self.in_memory_entry(&name, meta)?,
         };
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another thread may have opened it meanwhile.
+        if let Some(entry) = of_name(&open) {
+            return Ok(entry);
+        }
         let entry = Arc::new(entry);
         self.space_of(&entry).add(&entry);
         open.retain(|entry| entry.strong_count() > 0);

@@ -5,7 +5,7 @@
 
 use std::{io, path::PathBuf, sync::Arc};
 
-use super::{
+use super::super::{
     adapter::AdapterFiles,
     choose::{CONFIG, INDEX_SUFFIX, TORCH_INDEX_SUFFIX},
     json,
@@ -43,7 +43,7 @@ pub struct Companion {
 ///
 /// # Errors
 /// A file cannot be read, or there is no readable `config.json`.
-pub(super) fn read_companion(
+pub(in crate::checkpoint) fn read_companion(
     label: String,
     tree: &dyn FileTree,
 ) -> Result<(Companion, serde_json::Value), CheckpointError> {
@@ -74,7 +74,7 @@ pub(super) fn read_companion(
 }
 
 /// The problem of a companion that is a file.
-pub(super) fn not_a_directory(label: &str) -> CheckpointError {
+pub(in crate::checkpoint) fn not_a_directory(label: &str) -> CheckpointError {
     let message = "expected a directory with this file, or org/name".to_owned();
     CheckpointError::Problems {
         label: format!("--config-from {label}"),
@@ -106,7 +106,7 @@ fn is_needed(name: &str) -> bool {
 ///
 /// # Errors
 /// A file is gone.
-pub(super) fn fill_files(
+pub(in crate::checkpoint) fn fill_files(
     found: impl Iterator<Item = (io::Result<FoundFile>, PathBuf)>,
     fetches: &Fetches,
 ) -> Result<Vec<AdapterFiles>, CheckpointError> {

@@ -22,7 +22,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{options::OpenOptions, problem::CheckpointError};
+use super::super::{options::OpenOptions, problem::CheckpointError};
 #[cfg(feature = "remote")]
 use crate::source::remote::{
     Deadline, RemoteError, SharedCache,
@@ -36,19 +36,19 @@ use crate::source::{
 
 /// A located repository or file.
 #[derive(Clone, Debug)]
-pub(super) struct Located {
-    pub(super) path: PathBuf,
-    pub(super) label: String,
-    pub(super) revision: Option<String>,
+pub(in crate::checkpoint) struct Located {
+    pub(in crate::checkpoint) path: PathBuf,
+    pub(in crate::checkpoint) label: String,
+    pub(in crate::checkpoint) revision: Option<String>,
     /// The listing of a remote repository. `path` is then its address.
-    pub(super) remote: Option<RemoteRepository>,
+    pub(in crate::checkpoint) remote: Option<RemoteRepository>,
 }
 
 /// Fewest characters of a commit that count as its abbreviation.
 const PREFIX_CHARS_MIN: usize = 4;
 
 /// Finds a source: a path, a name in the Hub's cache, the Hub, another service.
-pub(super) fn locate(source: &str, options: &OpenOptions) -> Result<Located, CheckpointError> {
+pub(in crate::checkpoint) fn locate(source: &str, options: &OpenOptions) -> Result<Located, CheckpointError> {
     let looking = options.fetches.begin_path(Path::new(source), "list");
     let path = PathBuf::from(source);
     if path.exists() {

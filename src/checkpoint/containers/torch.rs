@@ -1,6 +1,6 @@
 //! Files of `torch.save`: a `.pt`, `.pth` or `.bin` file, or a repository whose weights are in such files.
 
-use super::{
+use super::super::{
     archive::{self, ArchiveSpan},
     choose::{TORCH_INDEX_SUFFIX, at_top, choose_indexed},
     container::{Container, Contents, LeftOut, is_torch},
@@ -23,7 +23,7 @@ const COMPANIONS: [&str; 5] = ["training_args.bin", "optimizer.pt", "optimizer.b
 const UNNAMED: &str = "tensor";
 
 /// The name and the text of the index, if there is one.
-pub(super) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
+pub(in crate::checkpoint) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
     let is_index = |path: &str| at_top(path) && path.ends_with(TORCH_INDEX_SUFFIX);
     let found = folder.files.iter().filter(|file| file.role == FileRole::Other && is_index(&file.path));
     let names: Vec<String> = found.map(|file| file.path.clone()).collect();
@@ -42,7 +42,10 @@ pub(super) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)
 }
 
 /// Chooses the weight files of a directory.
-pub(super) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> Result<(), CheckpointError> {
+pub(in crate::checkpoint) fn choose(
+    folder: &mut Folder,
+    index: Option<&(&str, Index<'_>)>,
+) -> Result<(), CheckpointError> {
     if let Some((name, index)) = index {
         choose_indexed(name, index, &mut folder.files, &is_torch, &mut folder.problems);
         return Ok(());
@@ -69,7 +72,7 @@ pub(super) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> 
 }
 
 /// Reads the weight files, and compares them with the index.
-pub(super) fn read(
+pub(in crate::checkpoint) fn read(
     files: &PinnedFiles<'_>,
     index: Option<&(&str, Index<'_>)>,
     training_state: bool,

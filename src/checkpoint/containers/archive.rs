@@ -19,41 +19,41 @@ const MERGED_BYTES_MAX: u64 = 4 << 20;
 
 /// An archive: these bytes of a file.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct ArchiveSpan {
+pub(in crate::checkpoint) struct ArchiveSpan {
     /// The file.
-    pub(super) file: FileId,
+    pub(in crate::checkpoint) file: FileId,
     /// First byte.
-    pub(super) start: u64,
+    pub(in crate::checkpoint) start: u64,
     /// Number of bytes.
-    pub(super) len: u64,
+    pub(in crate::checkpoint) len: u64,
 }
 
 /// A tensor of an archive, and where it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Saved {
+pub(in crate::checkpoint) struct Saved {
     /// Its name: the keys on the way to it, joined by dots.
-    pub(super) name: String,
+    pub(in crate::checkpoint) name: String,
     /// Type of its elements.
-    pub(super) dtype: DType,
+    pub(in crate::checkpoint) dtype: DType,
     /// Its extents.
-    pub(super) shape: Vec<u64>,
+    pub(in crate::checkpoint) shape: Vec<u64>,
     /// Distance of neighbours along each axis, in elements.
-    pub(super) strides: Vec<u64>,
+    pub(in crate::checkpoint) strides: Vec<u64>,
     /// Its first byte in the file.
-    pub(super) start: u64,
+    pub(in crate::checkpoint) start: u64,
 }
 
 /// What an archive holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct ItemBytes {
+pub(in crate::checkpoint) struct ItemBytes {
     /// Its tensors, in the order of its pickle.
-    pub(super) tensors: Vec<Saved>,
+    pub(in crate::checkpoint) tensors: Vec<Saved>,
     /// What is no tensor: the name, and what it is.
-    pub(super) others: Vec<(String, String)>,
+    pub(in crate::checkpoint) others: Vec<(String, String)>,
 }
 
 /// What each archive holds, or why it cannot be read.
-pub(super) fn read_items(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<ItemBytes, String>> {
+pub(in crate::checkpoint) fn read_items(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<ItemBytes, String>> {
     items.par_chunks(GROUP_ARCHIVES).flat_map_iter(|group| read_group(source, group)).collect()
 }
 

@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use super::tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry};
+use super::super::tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry};
 use crate::{
     source::{
         ByteSpan, FoundFile, Opened, SourceError,
@@ -21,14 +21,14 @@ use crate::{
 
 /// A remote checkpoint as a tree.
 #[derive(Debug)]
-pub(super) struct CachedTree<'a> {
+pub(in crate::checkpoint) struct CachedTree<'a> {
     tree: &'a RemoteTree,
     /// Places in the repository's list, by path.
     files: BTreeMap<&'a str, usize>,
 }
 
 impl<'a> CachedTree<'a> {
-    pub(super) fn new(tree: &'a RemoteTree) -> Self {
+    pub(in crate::checkpoint) fn new(tree: &'a RemoteTree) -> Self {
         let files = tree.repository().files.iter().enumerate();
         Self { tree, files: files.map(|(place, file)| (file.path.as_str(), place)).collect() }
     }

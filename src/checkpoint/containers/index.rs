@@ -9,28 +9,28 @@ use serde::{
 };
 use serde_json::{Value, json, value::RawValue};
 
-use super::json;
+use super::super::json;
 
 /// A parsed index; names borrow from its text where they have no escapes.
 #[derive(Debug, Default)]
-pub(super) struct Index<'a> {
+pub(in crate::checkpoint) struct Index<'a> {
     /// Weight files in the order of their first appearance. The caller sorts them naturally.
-    pub(super) files: Vec<String>,
+    pub(in crate::checkpoint) files: Vec<String>,
     /// Tensor names, each with the index of its file in `files`, in the order of the text.
-    pub(super) tensors: Vec<(Cow<'a, str>, u32)>,
-    pub(super) metadata: Option<serde_json::Value>,
+    pub(in crate::checkpoint) tensors: Vec<(Cow<'a, str>, u32)>,
+    pub(in crate::checkpoint) metadata: Option<serde_json::Value>,
 }
 
 impl<'a> Index<'a> {
     /// Parses the text of an index.
-    pub(super) fn parse(text: &'a [u8]) -> Result<Self, serde_json::Error> {
+    pub(in crate::checkpoint) fn parse(text: &'a [u8]) -> Result<Self, serde_json::Error> {
         let raw: RawIndex<'a> = serde_json::from_slice(text)?;
         Ok(Self { metadata: raw.metadata, ..raw.weight_map })
     }
 }
 
 /// Whether a path of an index stays inside the repository: relative, of plain components only.
-pub(super) fn stays_inside(path: &str) -> bool {
+pub(in crate::checkpoint) fn stays_inside(path: &str) -> bool {
     !path.contains('\0') && path.split('/').all(|part| !matches!(part, "" | "." | ".."))
 }
 

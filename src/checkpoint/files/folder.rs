@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use super::{
+use super::super::{
     choose::{leave_out_links, natural, warn_of_weights},
     file::FileRole,
     listing::{self, Listed, Listing},
@@ -23,25 +23,25 @@ use crate::source::{
 
 /// A directory whose files are listed and not yet pinned.
 #[derive(Debug)]
-pub(super) struct Folder {
-    pub(super) located: Located,
+pub(in crate::checkpoint) struct Folder {
+    pub(in crate::checkpoint) located: Located,
     /// `None` of a remote repository: its files belong to the cache.
     root: Option<Arc<Beneath>>,
     /// All files, sorted by path.
-    pub(super) files: Vec<Listed>,
-    pub(super) directories: Vec<(String, DirectoryGates)>,
-    pub(super) warnings: Vec<String>,
-    pub(super) problems: Problems,
+    pub(in crate::checkpoint) files: Vec<Listed>,
+    pub(in crate::checkpoint) directories: Vec<(String, DirectoryGates)>,
+    pub(in crate::checkpoint) warnings: Vec<String>,
+    pub(in crate::checkpoint) problems: Problems,
     fetches: Arc<Fetches>,
     follow_symlinks: bool,
 }
 
 /// The text of a small file, or the reason why it is not available.
-pub(super) type Text = Result<Vec<u8>, String>;
+pub(in crate::checkpoint) type Text = Result<Vec<u8>, String>;
 
 impl Folder {
     /// Lists a directory. Links out of it are left out, except to weights, as `is_weights` knows them.
-    pub(super) fn open(
+    pub(in crate::checkpoint) fn open(
         located: Located,
         options: &OpenOptions,
         is_weights: impl Fn(&str) -> bool,
@@ -65,7 +65,7 @@ impl Folder {
     }
 
     /// The files of a remote repository.
-    pub(super) fn of_remote(
+    pub(in crate::checkpoint) fn of_remote(
         located: Located,
         tree: &RemoteTree,
         options: &OpenOptions,
@@ -77,19 +77,19 @@ impl Folder {
     }
 
     /// Whether there is a file of this path that can be read.
-    pub(super) fn has(&self, path: &str) -> bool {
+    pub(in crate::checkpoint) fn has(&self, path: &str) -> bool {
         self.files.iter().any(|file| file.path == path && file.role.is_readable())
     }
 
     /// The content of a small file; `None` if it is not there.
-    pub(super) fn read(&mut self, path: &str) -> Result<Option<Text>, SourceError> {
+    pub(in crate::checkpoint) fn read(&mut self, path: &str) -> Result<Option<Text>, SourceError> {
         let listed = self.files.iter_mut().find(|file| file.path == path && file.role == FileRole::Other);
         let Some(listed) = listed else { return Ok(None) };
         Ok(listed.open(self.root.as_ref(), &self.fetches)?.map(|opened| read_json(opened, &self.fetches)))
     }
 
     /// Makes every file for which `is_weights` is true a weight file.
-    pub(super) fn choose(&mut self, is_weights: impl Fn(&str) -> bool) {
+    pub(in crate::checkpoint) fn choose(&mut self, is_weights: impl Fn(&str) -> bool) {
         for file in self.files.iter_mut().filter(|file| file.role == FileRole::Other && is_weights(&file.path)) {
             file.role = FileRole::Weights;
         }
@@ -97,7 +97,10 @@ impl Folder {
 
     /// Opens all readable files, `more` of others being open: the weight files in natural order, then the others. These are
     /// the order of their ids.
-    pub(super) fn open_files(&mut self, more: usize) -> Result<(Vec<usize>, Vec<Opened>), CheckpointError> {
+    pub(in crate::checkpoint) fn open_files(
+        &mut self,
+        more: usize,
+    ) -> Result<(Vec<usize>, Vec<Opened>), CheckpointError> {
         if !self.follow_symlinks {
             leave_out_links(&mut self.files, &mut self.warnings, |file| file.role != FileRole::Weights);
             let linked = self.files.iter().filter_map(|file| Some(warn_of_weights(&file.path, file.outside()?)));
@@ -123,29 +126,29 @@ impl Folder {
 
 /// The files of a checkpoint, pinned in a source.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct PinnedFiles<'a> {
+pub(in crate::checkpoint) struct PinnedFiles<'a> {
     /// All files, sorted by path.
-    pub(super) files: &'a [Listed],
+    pub(in crate::checkpoint) files: &'a [Listed],
     /// Indices of the weight files in `files`, in the order of their ids, which count from 0.
-    pub(super) weights: &'a [usize],
+    pub(in crate::checkpoint) weights: &'a [usize],
     /// Where their bytes come from.
-    pub(super) source: &'a dyn Source,
+    pub(in crate::checkpoint) source: &'a dyn Source,
 }
 
 impl<'a> PinnedFiles<'a> {
     /// Ids of the weight files.
-    pub(super) fn ids(&self) -> impl ExactSizeIterator<Item = FileId> + use<> {
+    pub(in crate::checkpoint) fn ids(&self) -> impl ExactSizeIterator<Item = FileId> + use<> {
         let number = u32::try_from(self.weights.len()).expect("a listing has at most some 100 000 files");
         (0..number).map(FileId)
     }
 
     /// Path of a weight file.
-    pub(super) fn path(&self, id: FileId) -> &'a str {
+    pub(in crate::checkpoint) fn path(&self, id: FileId) -> &'a str {
         &self.files[self.weights[id.index()]].path
     }
 
     /// All readable files with their ids, by path: weight files and others.
-    pub(super) fn all(&self) -> impl Iterator<Item = (&'a str, FileId)> {
+    pub(in crate::checkpoint) fn all(&self) -> impl Iterator<Item = (&'a str, FileId)> {
         let mut by_place: Vec<Option<FileId>> = vec![None; self.files.len()];
         for (place, id) in self.weights.iter().zip(self.ids()) {
             by_place[*place] = Some(id);
@@ -162,7 +165,7 @@ impl<'a> PinnedFiles<'a> {
     }
 
     /// The file of this path.
-    pub(super) fn find(&self, path: &str) -> Option<FileId> {
+    pub(in crate::checkpoint) fn find(&self, path: &str) -> Option<FileId> {
         self.all().find(|(found, _)| *found == path).map(|(_, id)| id)
     }
 
@@ -170,7 +173,7 @@ impl<'a> PinnedFiles<'a> {
     ///
     /// # Errors
     /// The reason: it is longer, or its bytes do not come.
-    pub(super) fn read(&self, id: FileId, bytes_max: u64) -> Text {
+    pub(in crate::checkpoint) fn read(&self, id: FileId, bytes_max: u64) -> Text {
         let len = self.source.len_bytes(id);
         if len > bytes_max {
             return Err(format!("expected at most {bytes_max} bytes, found {len}"));

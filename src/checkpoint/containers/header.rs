@@ -4,7 +4,7 @@ use std::{cmp::Ordering, collections::BTreeSet};
 
 use rayon::slice::ParallelSliceMut;
 
-use super::{
+use super::super::{
     index::Index,
     listing::Listed,
     problem::{Problem, Problems},
@@ -17,12 +17,12 @@ use crate::{
 
 /// Why a header is not available.
 #[derive(Debug)]
-pub(super) enum ReadHeader {
+pub(in crate::checkpoint) enum ReadHeader {
     Source(SourceError),
     Header(HeaderErrors),
 }
 
-pub(super) fn read_header(source: &dyn Source, file: FileId) -> Result<Header, ReadHeader> {
+pub(in crate::checkpoint) fn read_header(source: &dyn Source, file: FileId) -> Result<Header, ReadHeader> {
     let file_bytes = source.len_bytes(file);
     let mut prefix = [0; 8];
     if file_bytes >= 8 {
@@ -35,7 +35,7 @@ pub(super) fn read_header(source: &dyn Source, file: FileId) -> Result<Header, R
 }
 
 /// The tensors of these files, in this order.
-pub(super) fn table_of(headers: &[(FileId, Header)], problems: &mut Problems) -> TensorTable {
+pub(in crate::checkpoint) fn table_of(headers: &[(FileId, Header)], problems: &mut Problems) -> TensorTable {
     TensorTable::new(rows(headers)).unwrap_or_else(|| {
         problems.push(Problem::TooLarge);
         TensorTable::default()
@@ -55,21 +55,21 @@ fn rows(headers: &[(FileId, Header)]) -> impl Iterator<Item = NewRow<'_>> {
 
 impl TensorTable {
     /// This table with the tensors of these files, which are not shown, after its own.
-    pub(super) fn with_hidden(self, headers: &[(FileId, Header)]) -> Option<Self> {
+    pub(in crate::checkpoint) fn with_hidden(self, headers: &[(FileId, Header)]) -> Option<Self> {
         self.with_hidden_rows(rows(headers))
     }
 }
 
 /// The weight files of a repository, for messages.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct WeightFiles<'a> {
-    pub(super) files: &'a [Listed],
+pub(in crate::checkpoint) struct WeightFiles<'a> {
+    pub(in crate::checkpoint) files: &'a [Listed],
     /// Indices in `files`, in the order of their ids.
-    pub(super) weights: &'a [usize],
+    pub(in crate::checkpoint) weights: &'a [usize],
 }
 
 impl<'a> WeightFiles<'a> {
-    pub(super) fn path(&self, id: FileId) -> &'a str {
+    pub(in crate::checkpoint) fn path(&self, id: FileId) -> &'a str {
         &self.files[self.weights[id.index()]].path
     }
 
@@ -79,7 +79,7 @@ impl<'a> WeightFiles<'a> {
     }
 
     /// Two tensors of one name.
-    pub(super) fn find_duplicates(&self, table: &TensorTable, problems: &mut Problems) {
+    pub(in crate::checkpoint) fn find_duplicates(&self, table: &TensorTable, problems: &mut Problems) {
         for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
             let (first, second) = (table.tensor(first), table.tensor(second));
             if first.name == second.name {
@@ -93,7 +93,7 @@ impl<'a> WeightFiles<'a> {
     }
 
     /// Compares index and headers in both directions: one walk over both, sorted by name.
-    pub(super) fn compare_with_index(
+    pub(in crate::checkpoint) fn compare_with_index(
         &self,
         index_name: &str,
         index: &Index<'_>,

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
-use super::{
+use super::super::{
     choose::{choose_index, choose_indexed, choose_single, choose_unindexed, is_safetensors},
     container::{Container, Contents},
     dcp,
@@ -17,7 +17,7 @@ use super::{
 };
 
 /// The name and the text of the index, if there is one.
-pub(super) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
+pub(in crate::checkpoint) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
     let Some(name) = choose_index(&folder.located.path, &folder.files)? else { return Ok(None) };
     let text = folder.read(&name)?.unwrap_or_else(|| Err("not there".into()));
     match text {
@@ -27,13 +27,13 @@ pub(super) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)
 }
 
 /// The error of a directory whose index cannot be read.
-pub(super) fn unusable(folder: &Folder, file: String, message: String) -> CheckpointError {
+pub(in crate::checkpoint) fn unusable(folder: &Folder, file: String, message: String) -> CheckpointError {
     let problems = vec![Problem::Json { file, message }];
     CheckpointError::Problems { label: folder.located.label.clone(), problems, more: 0 }
 }
 
 /// Chooses the weight files. Returns the index if it decides them.
-pub(super) fn choose<'a>(
+pub(in crate::checkpoint) fn choose<'a>(
     folder: &mut Folder,
     index: Option<(&'a str, Index<'a>)>,
 ) -> Result<Option<(&'a str, Index<'a>)>, CheckpointError> {
@@ -57,7 +57,11 @@ pub(super) fn choose<'a>(
 }
 
 /// Reads the headers of the weight files, and compares them with the index.
-pub(super) fn read(files: &PinnedFiles<'_>, index: Option<&(&str, Index<'_>)>, problems: &mut Problems) -> Contents {
+pub(in crate::checkpoint) fn read(
+    files: &PinnedFiles<'_>,
+    index: Option<&(&str, Index<'_>)>,
+    problems: &mut Problems,
+) -> Contents {
     let ids: Vec<_> = files.ids().collect();
     let read: Vec<_> = ids.clone().into_par_iter().map(|id| read_header(files.source, id)).collect();
     let mut headers = Vec::new();

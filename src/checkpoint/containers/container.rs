@@ -17,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{
+use super::super::{
     choose::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX, at_top, is_safetensors},
     file::FileRole,
     folder::Folder,
@@ -74,27 +74,27 @@ pub struct LeftOut {
 
 /// What a dialect has read.
 #[derive(Debug)]
-pub(super) struct Contents {
+pub(in crate::checkpoint) struct Contents {
     /// The container, as the files turned out to be.
-    pub(super) container: Container,
+    pub(in crate::checkpoint) container: Container,
     /// The tensors.
-    pub(super) table: TensorTable,
+    pub(in crate::checkpoint) table: TensorTable,
     /// The metadata of weight files.
-    pub(super) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
+    pub(in crate::checkpoint) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
     /// What is no tensor.
-    pub(super) left_out: Vec<LeftOut>,
+    pub(in crate::checkpoint) left_out: Vec<LeftOut>,
     /// The source of the table's files, where it is another than that of the pinned files. It has these files under
     /// the same ids, and may have more.
-    pub(super) source: Option<Arc<dyn Source>>,
+    pub(in crate::checkpoint) source: Option<Arc<dyn Source>>,
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
-    pub(super) scan_layers: Option<bool>,
+    pub(in crate::checkpoint) scan_layers: Option<bool>,
     /// What the names of the tensors do not tell.
-    pub(super) tree: SavedTree,
+    pub(in crate::checkpoint) tree: SavedTree,
 }
 
 impl Contents {
     /// These tensors, and nothing else.
-    pub(super) fn new(container: Container, table: TensorTable) -> Self {
+    pub(in crate::checkpoint) fn new(container: Container, table: TensorTable) -> Self {
         Self {
             container,
             table,
@@ -111,21 +111,21 @@ impl Contents {
 const DISTCP: &str = ".distcp";
 
 /// The description of such a directory.
-pub(super) const DCP_METADATA: &str = crate::format::dcp_state::METADATA;
+pub(in crate::checkpoint) const DCP_METADATA: &str = crate::format::dcp_state::METADATA;
 
 /// Whether a file may hold tensors, by its name.
-pub(super) fn is_weights(path: &str) -> bool {
+pub(in crate::checkpoint) fn is_weights(path: &str) -> bool {
     is_safetensors(path) || is_torch(path) || path.ends_with(DISTCP)
 }
 
 /// Whether a file is of `torch.save`, by its name.
-pub(super) fn is_torch(path: &str) -> bool {
+pub(in crate::checkpoint) fn is_torch(path: &str) -> bool {
     [".bin", ".pt", ".pth", ".ckpt"].iter().any(|suffix| path.ends_with(suffix))
 }
 
 impl Container {
     /// The container of a directory; `None` if no file has the name of one.
-    pub(super) fn of(folder: &Folder) -> Option<Self> {
+    pub(in crate::checkpoint) fn of(folder: &Folder) -> Option<Self> {
         let top = || folder.files.iter().filter(|file| file.role == FileRole::Other && at_top(&file.path));
         if folder.has(DCP_METADATA) && !top().any(|file| is_safetensors(&file.path)) {
             return Some(Self::Dcp);

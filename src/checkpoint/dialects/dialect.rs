@@ -7,7 +7,7 @@ use std::{
 
 use serde_json::Value;
 
-use super::{
+use super::super::{
     printable::printable,
     problem::{Problem, Problems},
     quantization::Quantization,
@@ -123,21 +123,21 @@ fn lookup<'a>(config: Option<&'a Value>, key: &str) -> Option<&'a Value> {
 }
 
 /// The quantization settings in `config.json`.
-pub(super) fn quantization_config(config: Option<&Value>) -> Option<&Value> {
+pub(in crate::checkpoint) fn quantization_config(config: Option<&Value>) -> Option<&Value> {
     let found = ["quantization_config", "compression_config"].iter().find_map(|key| lookup(config, key));
     // MLX's own member.
     found.or_else(|| lookup(config, "quantization").filter(|value| value.is_object()))
 }
 
 /// The dtype of the model's floats in `config.json`, or else bf16.
-pub(super) fn own_dtype(config: Option<&Value>) -> DType {
+pub(in crate::checkpoint) fn own_dtype(config: Option<&Value>) -> DType {
     let word = ["dtype", "torch_dtype"].iter().find_map(|key| lookup(config, key)?.as_str());
     let found = word.and_then(|word| DType::ALL.iter().copied().find(|dtype| dtype.name() == word));
     found.filter(|dtype| dtype.is_float()).unwrap_or(DType::BF16)
 }
 
 impl Dialect {
-    pub(super) fn of(
+    pub(in crate::checkpoint) fn of(
         table: &TensorTable,
         config: Option<&Value>,
         quantization: Quantization,

@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use super::file::{FileRole, IgnoreReason};
+use super::super::file::{FileRole, IgnoreReason};
 use crate::source::{
     Beneath, Fetches, FoundFile, Opened, SourceError, permission::DirectoryGates, private_directory,
     remote::RemoteTree, stall::Fetching,
@@ -22,16 +22,16 @@ const DEPTH_MAX: usize = 32;
 
 /// A file in the listing.
 #[derive(Debug)]
-pub(super) struct Listed {
-    pub(super) path: String,
-    pub(super) role: FileRole,
-    pub(super) size_bytes: u64,
-    pub(super) state: Opening,
+pub(in crate::checkpoint) struct Listed {
+    pub(in crate::checkpoint) path: String,
+    pub(in crate::checkpoint) role: FileRole,
+    pub(in crate::checkpoint) size_bytes: u64,
+    pub(in crate::checkpoint) state: Opening,
 }
 
 /// How far a file was opened.
 #[derive(Debug)]
-pub(super) enum Opening {
+pub(in crate::checkpoint) enum Opening {
     /// There is nothing to open.
     Nothing,
     Found(FoundFile),
@@ -40,7 +40,7 @@ pub(super) enum Opening {
 
 impl Listed {
     /// The file outside the repository that a symbolic link leads to.
-    pub(super) fn outside(&self) -> Option<&Path> {
+    pub(in crate::checkpoint) fn outside(&self) -> Option<&Path> {
         match &self.state {
             Opening::Found(found) if !found.is_inside() => Some(found.real()),
             Opening::Found(_) | Opening::Opened(_) | Opening::Nothing => None,
@@ -48,7 +48,7 @@ impl Listed {
     }
 
     /// Opens the file, if it was not opened yet; `fetches` notes the wait.
-    pub(super) fn open(
+    pub(in crate::checkpoint) fn open(
         &mut self,
         root: Option<&Arc<Beneath>>,
         fetches: &Fetches,
@@ -68,7 +68,7 @@ impl Listed {
     }
 
     /// Takes the open file; `fetches` notes the wait, if it was not opened yet.
-    pub(super) fn take(
+    pub(in crate::checkpoint) fn take(
         &mut self,
         root: Option<&Arc<Beneath>>,
         fetches: &Fetches,
@@ -83,15 +83,15 @@ impl Listed {
 
 /// The content of a repository's directory.
 #[derive(Debug, Default)]
-pub(super) struct Listing {
+pub(in crate::checkpoint) struct Listing {
     /// All files, sorted by path.
-    pub(super) files: Vec<Listed>,
+    pub(in crate::checkpoint) files: Vec<Listed>,
     /// The listed directories, with the gates before them. The first one is the repository's own, called "".
-    pub(super) directories: Vec<(String, DirectoryGates)>,
+    pub(in crate::checkpoint) directories: Vec<(String, DirectoryGates)>,
 }
 
 /// All files of a repository. Symbolic links to files are followed, as the hub's cache consists of links.
-pub(super) fn list(root: &Beneath, fetches: &Fetches) -> io::Result<Listing> {
+pub(in crate::checkpoint) fn list(root: &Beneath, fetches: &Fetches) -> io::Result<Listing> {
     let mut listing = Listing::default();
     walk(root, "", 0, &fetches.begin_path(root.path(), "list"), &mut listing)?;
     listing.files.sort_by(|left, right| left.path.cmp(&right.path));
@@ -102,7 +102,7 @@ pub(super) fn list(root: &Beneath, fetches: &Fetches) -> io::Result<Listing> {
 ///
 /// # Errors
 /// The cache cannot be used.
-pub(super) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
+pub(in crate::checkpoint) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
     let mut listing = Listing::default();
     let mut directories = BTreeSet::from([""]);
     for (place, file) in tree.repository().files.iter().enumerate() {

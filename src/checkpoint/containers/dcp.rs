@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use super::{
+use super::super::{
     archive::{self, ArchiveSpan},
     container::{Container, Contents, DCP_METADATA, LeftOut},
     folder::{Folder, PinnedFiles},
@@ -29,17 +29,17 @@ const METADATA_BYTES_MAX: u64 = 16 * JSON_FILE_BYTES_MAX;
 const COMPANIONS: [&str; 3] = ["common.pt", "metadata.json", DCP_METADATA];
 
 /// Chooses the weight files of a classic directory: all that `.metadata` may name.
-pub(super) fn choose(folder: &mut Folder) {
+pub(in crate::checkpoint) fn choose(folder: &mut Folder) {
     folder.choose(|path| !COMPANIONS.contains(&path) && path.ends_with(".distcp"));
 }
 
 /// Whether a header says where its tensors are in the whole ones.
-pub(super) fn is_sharded(header: &Header) -> bool {
+pub(in crate::checkpoint) fn is_sharded(header: &Header) -> bool {
     header.metadata().iter().any(|(key, _)| key == SHARDING_INFO)
 }
 
 /// Reads a directory of safetensors files.
-pub(super) fn read_safetensors(
+pub(in crate::checkpoint) fn read_safetensors(
     files: &PinnedFiles<'_>,
     headers: &[(FileId, Header)],
     problems: &mut Problems,
@@ -85,7 +85,7 @@ fn take_training_state(state: &mut DcpState) -> Vec<LeftOut> {
 }
 
 /// Reads a classic directory.
-pub(super) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
+pub(in crate::checkpoint) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
     let mut state = match metadata(files) {
         Ok(state) => state,
         Err(message) => {

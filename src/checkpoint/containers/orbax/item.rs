@@ -73,7 +73,7 @@ fn own_name(tree: &dyn FileTree) -> String {
 ///
 /// # Errors
 /// Directories that cannot be listed.
-pub(in super::super) fn is_orbax(tree: &dyn FileTree) -> Result<bool, OrbaxProblem> {
+pub(in crate::checkpoint) fn is_orbax(tree: &dyn FileTree) -> Result<bool, OrbaxProblem> {
     let entries = tree.list("")?;
     let is_unfinished = own_name(tree).contains(UNFINISHED);
     if is_unfinished || is_item(&entries) || has(&entries, CHECKPOINT_METADATA) {

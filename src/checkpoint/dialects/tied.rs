@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::table::TensorTable;
+use super::super::table::TensorTable;
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -23,11 +23,11 @@ static RULES: LazyLock<Rules> = LazyLock::new(|| {
 
 /// The output head according to the configuration and the model's type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Tie {
+pub(in crate::checkpoint) struct Tie {
     /// The value in `config.json`, if transformers honours it there.
-    pub(super) declared: Option<bool>,
+    pub(in crate::checkpoint) declared: Option<bool>,
     /// The effective value.
-    pub(super) tied: bool,
+    pub(in crate::checkpoint) tied: bool,
 }
 
 /// Words in the names of classes with an output head.
@@ -40,7 +40,7 @@ fn word(config: &Value) -> Option<bool> {
 
 impl Tie {
     /// `text` is the nested configuration of the text model, where there is one.
-    pub(super) fn of(config: Option<&Value>, text: Option<&Value>, architectures: &[String]) -> Self {
+    pub(in crate::checkpoint) fn of(config: Option<&Value>, text: Option<&Value>, architectures: &[String]) -> Self {
         let Some(config) = config else { return Self::default() };
         let model_type = |config: &Value| config.get("model_type").and_then(Value::as_str).unwrap_or("").to_owned();
         let outer = model_type(config);
@@ -69,7 +69,10 @@ impl Tie {
 }
 
 /// The name of the embedding that serves as output head. Of several, the one with the shortest name.
-pub(super) fn embedding<'a>(table: &'a TensorTable, is_outside: &dyn Fn(&str) -> bool) -> Option<&'a str> {
+pub(in crate::checkpoint) fn embedding<'a>(
+    table: &'a TensorTable,
+    is_outside: &dyn Fn(&str) -> bool,
+) -> Option<&'a str> {
     let is_named = |name: &str| {
         RULES.embeddings.iter().any(|known| {
             name.strip_suffix(known.as_str()).is_some_and(|before| before.is_empty() || before.ends_with('.'))

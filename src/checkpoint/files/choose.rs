@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use super::{
+use super::super::{
     file::{FileRole, IgnoreReason},
     foreign,
     index::{Index, stays_inside},
@@ -15,21 +15,21 @@ use super::{
 };
 
 /// The configuration of a model.
-pub(super) const CONFIG: &str = "config.json";
+pub(in crate::checkpoint) const CONFIG: &str = "config.json";
 
 /// How the names of indexes end.
-pub(super) const INDEX_SUFFIX: &str = ".safetensors.index.json";
+pub(in crate::checkpoint) const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
 /// How the names of indexes of files of `torch.save` end.
-pub(super) const TORCH_INDEX_SUFFIX: &str = ".bin.index.json";
+pub(in crate::checkpoint) const TORCH_INDEX_SUFFIX: &str = ".bin.index.json";
 
 /// A path for a message. Characters that control a terminal are escaped.
-pub(super) fn quoted(path: &Path) -> String {
+pub(in crate::checkpoint) fn quoted(path: &Path) -> String {
     format!("{:?}", path.to_string_lossy())
 }
 
 /// The remedy for weights that a link takes from outside the repository.
-pub(super) fn warn_of_weights(path: &str, target: &Path) -> String {
+pub(in crate::checkpoint) fn warn_of_weights(path: &str, target: &Path) -> String {
     format!(
         "{path:?}: symbolic link to {}, outside the repository: its tensors are shown to those that may read the target; \
          --follow-symlinks accepts such links",
@@ -39,7 +39,11 @@ pub(super) fn warn_of_weights(path: &str, target: &Path) -> String {
 
 /// Leaves out files that links take from outside the repository, except weights. The content of weights distinguishes
 /// them from other files.
-pub(super) fn leave_out_links(files: &mut [Listed], warnings: &mut Vec<String>, left_out: impl Fn(&Listed) -> bool) {
+pub(in crate::checkpoint) fn leave_out_links(
+    files: &mut [Listed],
+    warnings: &mut Vec<String>,
+    left_out: impl Fn(&Listed) -> bool,
+) {
     for file in files {
         let Some(target) = file.outside().map(Path::to_owned).filter(|_| left_out(file)) else { continue };
         let decides = file.path == CONFIG || (at_top(&file.path) && file.path.ends_with(INDEX_SUFFIX));
@@ -55,20 +59,20 @@ pub(super) fn leave_out_links(files: &mut [Listed], warnings: &mut Vec<String>, 
     }
 }
 
-pub(super) fn is_safetensors(path: &str) -> bool {
+pub(in crate::checkpoint) fn is_safetensors(path: &str) -> bool {
     Path::new(path).extension().is_some_and(|extension| extension == "safetensors")
 }
 
-pub(super) fn at_top(path: &str) -> bool {
+pub(in crate::checkpoint) fn at_top(path: &str) -> bool {
     !path.contains('/')
 }
 
-pub(super) fn is_second_copy(path: &str) -> bool {
+pub(in crate::checkpoint) fn is_second_copy(path: &str) -> bool {
     path.starts_with("consolidated")
 }
 
 /// The index: `model.safetensors.index.json`, or the only other one.
-pub(super) fn choose_index(root: &Path, files: &[Listed]) -> Result<Option<String>, CheckpointError> {
+pub(in crate::checkpoint) fn choose_index(root: &Path, files: &[Listed]) -> Result<Option<String>, CheckpointError> {
     const USUAL: &str = "model.safetensors.index.json";
     let mut indexes: Vec<&str> = files
         .iter()
@@ -97,7 +101,7 @@ pub(super) fn choose_index(root: &Path, files: &[Listed]) -> Result<Option<Strin
 }
 
 /// Finds unreadable files that decide the content of the repository: weights, an index or the configuration.
-pub(super) fn find_unreadable(files: &[Listed], problems: &mut Problems) {
+pub(in crate::checkpoint) fn find_unreadable(files: &[Listed], problems: &mut Problems) {
     let indexed = files.iter().any(|file| at_top(&file.path) && file.path.ends_with(INDEX_SUFFIX));
     for file in files.iter().filter(|file| at_top(&file.path)) {
         let FileRole::Ignored(reason) = file.role else { continue };
@@ -115,11 +119,11 @@ pub(super) fn find_unreadable(files: &[Listed], problems: &mut Problems) {
 }
 
 /// The file that transformers prefers to an index.
-pub(super) const SINGLE: &str = "model.safetensors";
+pub(in crate::checkpoint) const SINGLE: &str = "model.safetensors";
 
 /// Chooses `model.safetensors` if an index names other files, as transformers does, and warns. The files of the index
 /// stay in the repository as other files. An index that is refused decides nothing.
-pub(super) fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed]) -> Option<String> {
+pub(in crate::checkpoint) fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed]) -> Option<String> {
     let is_there = |file: &Listed| file.path == SINGLE && file.role == FileRole::Other;
     let named: BTreeSet<&str> = index.files.iter().map(String::as_str).filter(|path| *path != SINGLE).collect();
     let usable = |path: &&str| {
@@ -144,7 +148,7 @@ pub(super) fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed])
 }
 
 /// The reason why unused safetensors are ignored. `otherwise` is the reason if their path does not give one.
-pub(super) fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
+pub(in crate::checkpoint) fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
     if !at_top(path) {
         IgnoreReason::Subdirectory
     } else if is_second_copy(path) {
@@ -155,7 +159,7 @@ pub(super) fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
 }
 
 /// With an index, exactly the files that it names are the weights. `is_weights` knows others that could be, by their names.
-pub(super) fn choose_indexed(
+pub(in crate::checkpoint) fn choose_indexed(
     name: &str,
     index: &Index<'_>,
     files: &mut [Listed],
@@ -190,7 +194,7 @@ pub(super) fn choose_indexed(
 }
 
 /// Without an index: `model.safetensors` alone, or else `model-*`, or else all but second copies, or else these.
-pub(super) fn choose_unindexed(
+pub(in crate::checkpoint) fn choose_unindexed(
     root: &Path,
     files: &mut [Listed],
     problems: &mut Problems,
@@ -236,7 +240,7 @@ pub(super) fn choose_unindexed(
 }
 
 /// Stem and total of `stem-00001-of-00003.safetensors`.
-pub(super) fn numbered(path: &str) -> Option<(&str, &str)> {
+pub(in crate::checkpoint) fn numbered(path: &str) -> Option<(&str, &str)> {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let (left, total) = path.strip_suffix(".safetensors")?.rsplit_once("-of-")?;
     let (stem, number) = left.rsplit_once('-')?;

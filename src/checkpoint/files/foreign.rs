@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, path::Path};
 
-use super::{file::FileRole, listing::Listed};
+use super::super::{file::FileRole, listing::Listed};
 use crate::{
     format::dcp_state::METADATA as DCP_METADATA,
     source::{FileId, Source, SourceError},
@@ -33,7 +33,7 @@ const ZIP: &[u8] = b"PK\x03\x04";
 
 /// What a single file is, by how it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FileKind {
+pub(in crate::checkpoint) enum FileKind {
     /// A file of `torch.save`, perhaps of an old kind that is refused with advice.
     Torch,
     /// Safetensors, or what their reader refuses.
@@ -43,7 +43,7 @@ pub(super) enum FileKind {
 }
 
 /// What a file of this name with these first bytes is.
-pub(super) fn of_head(name: &str, head: &[u8]) -> FileKind {
+pub(in crate::checkpoint) fn of_head(name: &str, head: &[u8]) -> FileKind {
     let name = name.to_ascii_lowercase();
     let ends = |suffixes: &[&str]| suffixes.iter().any(|suffix| name.ends_with(suffix));
     // First of all: the length of a header may begin with the bytes of any other kind, 0x80 of a pickle among them.
@@ -88,14 +88,14 @@ pub(super) fn of_head(name: &str, head: &[u8]) -> FileKind {
 ///
 /// # Errors
 /// The file cannot be read.
-pub(super) fn of_file(source: &dyn Source, file: FileId, name: &str) -> Result<FileKind, SourceError> {
+pub(in crate::checkpoint) fn of_file(source: &dyn Source, file: FileId, name: &str) -> Result<FileKind, SourceError> {
     let mut head = vec![0; to_usize(source.len_bytes(file).min(HEAD_BYTES))];
     source.read_into(file, 0, &mut head)?;
     Ok(of_head(name, &head))
 }
 
 /// What a weight file is that its reader has refused, in words; `None` if it may be of that kind.
-pub(super) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Option<String> {
+pub(in crate::checkpoint) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Option<String> {
     match of_file(source, file, name) {
         Ok(FileKind::Foreign(text)) => Some(text.to_owned()),
         Ok(FileKind::Torch | FileKind::Safetensors) | Err(_) => None,
@@ -103,7 +103,7 @@ pub(super) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Opt
 }
 
 /// What several files of `torch.save` are together, with what would work; `None` if nothing is known of them.
-pub(super) fn of_torch_files(names: &[&str]) -> Option<&'static str> {
+pub(in crate::checkpoint) fn of_torch_files(names: &[&str]) -> Option<&'static str> {
     let any = |test: &dyn Fn(&str) -> bool| names.iter().any(|name| test(name));
     if any(&|name| name.starts_with("model_world_size_") && name.contains("_rank_")) {
         return Some(
@@ -129,7 +129,7 @@ fn begins_as_safetensors(head: &[u8]) -> bool {
 }
 
 /// What a directory without weights is, with what would work; `None` if nothing is known of it.
-pub(super) fn of_files(files: &[Listed]) -> Option<String> {
+pub(in crate::checkpoint) fn of_files(files: &[Listed]) -> Option<String> {
     let top = || files.iter().map(|file| file.path.as_str()).filter(|path| !path.contains('/'));
     let any = |test: &dyn Fn(&str) -> bool| top().any(test);
     if files.is_empty() {

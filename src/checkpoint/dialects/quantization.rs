@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::scheme::{Found, Summary, Unsupported};
+use super::super::scheme::{Found, Summary, Unsupported};
 
 /// How a repository's weights are quantized.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -14,7 +14,7 @@ pub struct Quantization {
 }
 
 impl Quantization {
-    pub(super) fn of(found: &Found) -> Self {
+    pub(in crate::checkpoint) fn of(found: &Found) -> Self {
         Self { schemes: found.schemes.clone(), unsupported: found.unsupported.clone() }
     }
 

@@ -17,7 +17,7 @@ pub enum FileRole {
 
 impl FileRole {
     /// Whether the file is a regular one that is opened.
-    pub(super) const fn is_readable(&self) -> bool {
+    pub(in crate::checkpoint) const fn is_readable(&self) -> bool {
         match self {
             Self::Weights | Self::Other => true,
             Self::Ignored(reason) => reason.is_readable(),
@@ -52,7 +52,7 @@ pub enum IgnoreReason {
 
 impl IgnoreReason {
     /// Whether the file is nevertheless a regular file.
-    pub(super) const fn is_readable(self) -> bool {
+    pub(in crate::checkpoint) const fn is_readable(self) -> bool {
         match self {
             Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::Subdirectory => true,
             Self::DanglingLink

@@ -24,18 +24,18 @@ use crate::{
 };
 
 /// Longest description that is read at once, in bytes.
-pub(super) const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
+pub(in crate::checkpoint) const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
 
 /// One name in a directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct TreeEntry {
-    pub(super) name: String,
+pub(in crate::checkpoint) struct TreeEntry {
+    pub(in crate::checkpoint) name: String,
     /// A directory, else a file. A symbolic link to a directory is not entered, and is neither.
-    pub(super) is_directory: bool,
+    pub(in crate::checkpoint) is_directory: bool,
 }
 
 /// The files of a checkpoint. Paths are relative to its directory, with `/` between names; "" is the directory.
-pub(super) trait FileTree: fmt::Debug + Sync {
+pub(in crate::checkpoint) trait FileTree: fmt::Debug + Sync {
     /// The place of a path, for messages.
     fn shown(&self, path: &str) -> Arc<Path>;
 
@@ -59,7 +59,7 @@ pub(super) trait FileTree: fmt::Debug + Sync {
 }
 
 /// A tree whose files can be pinned.
-pub(super) trait OpenTree: FileTree {
+pub(in crate::checkpoint) trait OpenTree: FileTree {
     /// Opens these files, in this order, `more` others being open; all that are not among them are closed.
     fn open_files(&self, paths: &[String], more: usize) -> Result<Vec<Opened>, SourceError>;
 
@@ -78,7 +78,7 @@ pub(super) trait OpenTree: FileTree {
 }
 
 /// A directory of this machine.
-pub(super) struct LocalTree {
+pub(in crate::checkpoint) struct LocalTree {
     root: Arc<Beneath>,
     follows_symlinks: bool,
     fetches: Arc<Fetches>,
@@ -94,7 +94,7 @@ impl fmt::Debug for LocalTree {
 
 impl LocalTree {
     /// The tree below `root`. Symbolic links that leave it are followed only if `follows_symlinks`.
-    pub(super) fn new(root: Arc<Beneath>, follows_symlinks: bool, fetches: Arc<Fetches>) -> Self {
+    pub(in crate::checkpoint) fn new(root: Arc<Beneath>, follows_symlinks: bool, fetches: Arc<Fetches>) -> Self {
         Self { root, follows_symlinks, fetches, opened: Mutex::default() }
     }
 

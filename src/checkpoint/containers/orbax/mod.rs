@@ -18,7 +18,7 @@ mod chunk_source;
 mod coded;
 mod decoder;
 mod item;
-pub(super) mod problem;
+pub(in crate::checkpoint) mod problem;
 mod store;
 
 use std::sync::Arc;
@@ -26,12 +26,12 @@ use std::sync::Arc;
 use array::{ArrayBox, BoxFile, ToLayOut};
 use chunk_source::ChunkSource;
 use coded::DecodedFile;
-pub(super) use item::is_orbax;
+pub(in crate::checkpoint) use item::is_orbax;
 pub use problem::OrbaxProblem;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use store::{Files, StoreValue};
 
-use super::{
+use super::super::{
     container::{Container, Contents, LeftOut, SavedTree},
     mosaic::{Missing, MosaicBuilder, StoredBox},
     problem::{BYTES_MAX, Problem, Problems},
@@ -66,12 +66,12 @@ struct OrbaxTensor {
 
 /// What an Orbax checkpoint holds.
 #[derive(Debug, Default)]
-pub(super) struct OrbaxContents {
+pub(in crate::checkpoint) struct OrbaxContents {
     /// Directory of the arrays, relative to the checkpoint.
     #[cfg(test)]
     item: String,
     /// The files that reads need, in the order of their ids.
-    pub(super) paths: Vec<String>,
+    pub(in crate::checkpoint) paths: Vec<String>,
     /// Files of decoded chunks, with the ids after those.
     decoded: Vec<DecodedFile>,
     tensors: Vec<OrbaxTensor>,
@@ -82,12 +82,12 @@ pub(super) struct OrbaxContents {
     /// What names do not tell of the tree.
     tree: SavedTree,
     /// What the user should know.
-    pub(super) warnings: Vec<String>,
+    pub(in crate::checkpoint) warnings: Vec<String>,
 }
 
 impl OrbaxContents {
     /// The tensors as a table. `files` begins with the files of [`OrbaxContents::paths`].
-    pub(super) fn contents(&mut self, files: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
+    pub(in crate::checkpoint) fn contents(&mut self, files: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
         let source = self.source(Arc::clone(files));
         let decoded = (files.file_count()..source.file_count()).map(file_id);
         if decoded.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
@@ -152,7 +152,7 @@ struct Leaves {
 ///
 /// # Errors
 /// All problems with the checkpoint.
-pub(super) fn read(tree: &dyn FileTree, whole_state: bool) -> Result<OrbaxContents, Vec<OrbaxProblem>> {
+pub(in crate::checkpoint) fn read(tree: &dyn FileTree, whole_state: bool) -> Result<OrbaxContents, Vec<OrbaxProblem>> {
     let one = |problem: OrbaxProblem| vec![problem];
     let item = item::find(tree).map_err(one)?;
     let directory = item.directory.as_str();

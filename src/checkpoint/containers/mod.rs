@@ -1,0 +1,10 @@
+//! How weights are stored: safetensors, files of PyTorch, Orbax and DCP checkpoints, one file each.
+
+pub(super) mod archive;
+pub(super) mod container;
+pub(super) mod dcp;
+pub(super) mod header;
+pub(super) mod index;
+pub(super) mod orbax;
+pub(super) mod safetensors;
+pub(super) mod torch;

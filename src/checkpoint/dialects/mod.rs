@@ -1,0 +1,6 @@
+//! How a repository names, fuses, ties and quantizes its tensors.
+
+pub mod dialect;
+pub mod prefix;
+pub mod quantization;
+pub(super) mod tied;
