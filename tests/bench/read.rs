@@ -46,6 +46,8 @@ struct Pace {
 impl Pace {
     /// Default pause: less than a trainer takes to start.
     const PAUSE: Duration = Duration::from_secs(5);
+    /// With `--short`.
+    const SHORT_PAUSE: Duration = Duration::from_secs(1);
 }
 
 /// Opens a file and reads it to its end in blocks; returns bytes and seconds.
@@ -380,6 +382,7 @@ fn main() -> Result<()> {
     let (short, only) = (has("--short"), value("--only"));
     let pause = match value("--pause") {
         Some(seconds) => Duration::try_from_secs_f64(seconds.parse()?)?,
+        None if short => Pace::SHORT_PAUSE,
         None => Pace::PAUSE,
     };
     let wants = |name: &str| only.as_ref().is_none_or(|only| name.contains(only.as_str()));
