@@ -395,8 +395,12 @@ fn a_file_that_was_closed_is_materialized_on_disk() {
     };
     let volume = in_directory(copies.path()).unwrap();
     volume.started(true);
+    let (tell, told) = std::sync::mpsc::channel();
+    volume.on_change(Some(Box::new(move || tell.send(()).unwrap())));
+    let mut inodes = Vec::new();
     for path in ["full/w1", "safetensors/dev2.safetensors", "npy/dev3/w11.npy", "dev1/w0"] {
         let ino = volume.resolve(path).unwrap().ino;
+        inodes.push(ino);
         let bytes = repo::read(&volume, ino, 0, 1 << 24);
         let started = std::time::Instant::now();
         let copy = loop {
@@ -423,6 +427,14 @@ fn a_file_that_was_closed_is_materialized_on_disk() {
         assert!(started.elapsed().as_secs() < 60);
         std::thread::sleep(std::time::Duration::from_millis(2));
     }
+    for _ in 0..inodes.len() {
+        told.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
+    }
+    let mut superseded = volume.changed_files();
+    superseded.sort_unstable();
+    inodes.sort_unstable();
+    assert_eq!(superseded, inodes, "pages of the kernel that no open needs any more");
+    assert_eq!(volume.changed_files(), [], "they are named once");
     assert_eq!(fs::read_dir(copies.path()).unwrap().count(), 0, "the files have no names");
     let uncached = volume.resolve("full/w0").unwrap().ino;
     for _ in 0..20 {

@@ -278,12 +278,13 @@ pub trait FileSystem: Send + Sync + 'static {
         let _ = (op, ino);
     }
 
-    /// Sets the function that is called when a source has changed; `None` for none.
+    /// Sets the function that is called when [`FileSystem::changed_files`] has files; `None` for none.
     fn on_change(&self, callback: Option<OnChange>) {
         drop(callback);
     }
 
-    /// The files that were opened and need a source that has changed: the kernel's cached pages of them are invalid.
+    /// The files of which the kernel is to drop its cached pages: those that were opened and need a source that has changed, and those
+    /// that the kernel reads by itself from now on.
     fn changed_files(&self) -> Vec<Ino> {
         Vec::new()
     }

@@ -27,7 +27,9 @@ impl Volume {
     /// # Errors
     /// The system gives us no file system in memory, as it does only for root; or the directory cannot hold unnamed files.
     pub fn enable_materialization(&mut self) -> io::Result<()> {
-        self.materializer = Materializer::new(&self.policy, &self.engine)?;
+        let watched = Arc::clone(&self.watched);
+        let on_disk = Box::new(move |ino| watched.note_superseded(ino));
+        self.materializer = Materializer::new(&self.policy, &self.engine, on_disk)?;
         Ok(())
     }
 
@@ -277,10 +279,10 @@ impl Volume {
         }
     }
 
-    pub(super) fn close(&self, _ino: Ino, handle: Handle) {
+    pub(super) fn close(&self, ino: Ino, handle: Handle) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
         if let (Some(materializer), Some(Open::Image(file, Some(entry)))) = (&self.materializer, open) {
-            materializer.close(&entry, &file);
+            materializer.close(ino, &entry, &file);
         }
     }
 }

@@ -93,7 +93,7 @@ pub struct Volume {
     pub(super) metrics: Metrics,
     pub(super) next_handle: AtomicU64,
     pub(super) open: RwLock<HashMap<u64, Open>>,
-    pub(super) watched: Watched,
+    pub(super) watched: Arc<Watched>,
     pub(super) remembered: Mutex<Remembered>,
     pub(super) direct: Allow,
     pub(super) direct_once: bool,
@@ -173,7 +173,7 @@ impl Volume {
             metrics: Metrics::default(),
             next_handle: AtomicU64::new(1),
             open: RwLock::default(),
-            watched: Watched::default(),
+            watched: Arc::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
             direct: options.direct,
             direct_once: options.direct_once,
@@ -327,6 +327,8 @@ impl FileSystem for Volume {
     }
 
     fn changed_files(&self) -> Vec<Ino> {
-        self.files_of_poisoned()
+        let mut files = self.files_of_poisoned();
+        files.extend(self.watched.take_superseded());
+        files
     }
 }

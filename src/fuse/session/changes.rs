@@ -1,4 +1,4 @@
-//! Makes the kernel drop what it keeps of files whose source has changed.
+//! Makes the kernel drop what it keeps of files whose source has changed, and of files that it reads by itself from now on.
 //!
 //! The kernel's call for this waits for each page that is being read, and the reader of that page waits for a thread that answers
 //! requests. So the call is made in a thread of its own, for which no other thread waits. It ends, since every request is

@@ -11,11 +11,25 @@ use std::{
 
 use nix::sys::statvfs::statvfs;
 
-use super::entry::{CompletionGuard, FileEntry, Partial, Progress};
+use super::{
+    super::Ino,
+    entry::{CompletionGuard, FileEntry, Partial, Progress},
+};
 use crate::read::{Engine, MaterializeError, MaterializeTarget, Materializing, OpenFile};
 
 /// One part in this many of a file system stays free.
 const KEPT_FREE: u64 = 20;
+
+/// A file to materialize.
+#[derive(Debug)]
+pub(super) struct ClosedFile {
+    pub(super) ino: Ino,
+    pub(super) entry: Arc<FileEntry>,
+    pub(super) file: Arc<OpenFile>,
+}
+
+/// What is called for a complete file.
+pub(super) type OnDisk = Box<dyn Fn(Ino) + Send>;
 
 /// A directory for files.
 #[derive(Debug)]
@@ -34,15 +48,19 @@ impl Disk {
         Ok(disk)
     }
 
-    /// Starts the thread that materializes the files that it receives, one at a time. It ends when all senders are gone.
+    /// Starts the thread that materializes the files that it receives, one at a time, and calls `on_disk` for each that is complete.
+    /// It ends when all senders are gone.
     ///
     /// # Errors
     /// The system cannot start a thread.
-    pub(super) fn start(self, engine: Arc<Engine>) -> io::Result<mpsc::Sender<(Arc<FileEntry>, Arc<OpenFile>)>> {
-        let (closed, queue) = mpsc::channel::<(Arc<FileEntry>, Arc<OpenFile>)>();
+    pub(super) fn start(self, engine: Arc<Engine>, on_disk: OnDisk) -> io::Result<mpsc::Sender<ClosedFile>> {
+        let (closed, queue) = mpsc::channel::<ClosedFile>();
         thread::Builder::new().name("ckfs-to-disk".to_owned()).spawn(move || {
-            for (entry, file) in queue {
+            for ClosedFile { ino, entry, file } in queue {
                 self.make(&engine, &entry, &file);
+                if entry.complete().is_some() {
+                    on_disk(ino);
+                }
             }
         })?;
         Ok(closed)

@@ -40,7 +40,7 @@ use std::{
 
 pub use self::policy::{BundleSizes, Policy};
 use self::{
-    disk::Disk,
+    disk::{ClosedFile, Disk, OnDisk},
     entry::{Complete, CompletionGuard, Partial, Progress},
     memory::Memory,
 };
@@ -61,7 +61,7 @@ type FileEntries = Mutex<HashMap<Ino, Arc<FileEntry>>>;
 /// Storage of the files.
 enum FileStorage {
     Memory(Memory),
-    Disk(mpsc::Sender<(Arc<FileEntry>, Arc<OpenFile>)>),
+    Disk(mpsc::Sender<ClosedFile>),
 }
 
 /// The materialized files of a volume.
@@ -96,14 +96,15 @@ fn lock(entries: &FileEntries) -> MutexGuard<'_, HashMap<Ino, Arc<FileEntry>>> {
 
 impl Materializer {
     /// The files that a policy selects, in memory as far as the engine's cache allows, or in a directory; `None` if it selects none.
+    /// `on_disk` is called for each file that is complete in the directory.
     ///
     /// # Errors
     /// The system gives us no file system in memory, as it does only for root; the directory cannot hold unnamed files; or the
     /// system cannot start a thread.
-    pub(super) fn new(policy: &Policy, engine: &Arc<Engine>) -> io::Result<Option<Self>> {
+    pub(super) fn new(policy: &Policy, engine: &Arc<Engine>, on_disk: OnDisk) -> io::Result<Option<Self>> {
         let entries: Arc<FileEntries> = Arc::default();
         let storage = if let Some(directory) = policy.directory() {
-            FileStorage::Disk(Disk::new(directory.clone())?.start(Arc::clone(engine))?)
+            FileStorage::Disk(Disk::new(directory.clone())?.start(Arc::clone(engine), on_disk)?)
         } else if policy.in_memory() {
             FileStorage::Memory(Memory::new(engine)?)
         } else {
@@ -188,12 +189,12 @@ impl Materializer {
     }
 
     /// Notes that a file is closed.
-    pub(super) fn close(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
+    pub(super) fn close(&self, ino: Ino, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
         if let FileStorage::Disk(closed) = &self.storage
             && entry.note_closed()
         {
             // The receiver is gone once the thread has ended; then no files are left.
-            let _ = closed.send((Arc::clone(entry), Arc::clone(file)));
+            let _ = closed.send(ClosedFile { ino, entry: Arc::clone(entry), file: Arc::clone(file) });
         }
     }
 
