@@ -1,5 +1,10 @@
 //! The `ckfs` program; everything is in the library's [`ckfs::cli`].
 
+/// The allocator of static programs: that of musl has one lock for all threads.
+#[cfg(target_env = "musl")]
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> std::process::ExitCode {
     ckfs::cli::main()
 }
