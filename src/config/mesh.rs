@@ -61,7 +61,8 @@ impl Mesh {
     pub fn parse(text: &str) -> Result<Self, MeshError> {
         let mut axes: Vec<MeshAxis> = Vec::new();
         let mut devices = 1u64;
-        for part in text.split([',', ':']).map(str::trim).filter(|part| !part.is_empty()) {
+        let parts = (!text.trim().is_empty()).then(|| text.split([',', ':']));
+        for part in parts.into_iter().flatten().map(str::trim) {
             let (name, size) = part.split_once('=').ok_or_else(|| MeshError::Syntax(part.to_owned()))?;
             let name = name.trim();
             let valid = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
@@ -153,6 +154,7 @@ mod tests {
     #[test]
     fn malformed_meshes_are_refused() {
         assert_eq!(Mesh::parse("fsdp"), Err(MeshError::Syntax("fsdp".into())));
+        assert_eq!(Mesh::parse("fsdp=2,,tensor=2"), Err(MeshError::Syntax(String::new())));
         assert!(matches!(Mesh::parse("fsdp=0"), Err(MeshError::Size { .. })));
         assert_eq!(Mesh::parse("fsdp= x"), Err(MeshError::Size { axis: "fsdp".into(), found: "x".into() }));
         assert!(matches!(Mesh::parse("fsdp=99999999999999999999"), Err(MeshError::TooLarge(_))));

@@ -189,7 +189,7 @@ fn template(kind: &Kind) -> Result<Template, TemplateError> {
         Mode::Affine(bits, dtype) => {
             let scale = floats(slot(1, dtype, &grid)?, index());
             let bias = floats(slot(2, dtype, &grid)?, index());
-            let field = unsigned(u32::try_from(bits).unwrap_or(u32::MAX));
+            let field = unsigned(u32::try_from(bits).expect("at most 8, as checked"));
             let product = Value::of(packed(codes, &extents, field)).then(Operation::Multiply, scale);
             product.then(Operation::Add, bias)
         }

@@ -232,7 +232,7 @@ fn template(kind: &Kind) -> Result<Template, TemplateError> {
         4 => 8.0,
         _ => 128.0,
     };
-    let width = u32::try_from(kind.bits).unwrap_or(u32::MAX);
+    let width = u32::try_from(kind.bits).expect("at most 8, as checked");
     let block = kind.sharing.block((kind.out, kind.inner));
     let grid = grid(&extents, block);
     let codes = slot(0, DType::I32, &[kind.out, (kind.inner * kind.bits).div_ceil(32)])?;
