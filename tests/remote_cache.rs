@@ -352,7 +352,42 @@ fn a_service_without_answer_is_an_error_after_the_stated_time_and_cached_bytes_g
     assert!(error.to_string().contains("a.bin: bytes 0..1000: "), "{error}");
     assert!(begun.elapsed() >= Duration::from_millis(390));
     objects.mishaps.lock().unwrap().clear();
+    // At once it would be taken for the kernel's second attempt.
+    thread::sleep(Duration::from_millis(60));
     assert!(read(&*source, 0, 1000).is_ok(), "it works again");
+}
+
+#[test]
+fn a_service_that_keeps_failing_takes_no_more_than_the_time_limit() {
+    let limit = Duration::from_millis(800);
+    for failure in [Failure::Transient, Failure::Busy(None), Failure::Busy(Some(Duration::ZERO)), Failure::TimedOut] {
+        let objects = MemoryObjects::new([("a.bin", content(1 << 20, 7))]);
+        let dir = tempfile::tempdir().unwrap();
+        for cache in [cache(dir.path(), None), cache(&dir.path().join("full"), Some(0))] {
+            let source = objects.source(&cache, limit);
+            objects.mishaps.lock().unwrap().extend(vec![Mishap::Fails(failure.clone()); 1000]);
+            let begun = Instant::now();
+            let error = read(&*source, 0, 4096).unwrap_err();
+            assert!(matches!(error, SourceError::Remote { .. }), "{error}");
+            assert!(read(&*source, 0, 4096).is_err(), "the kernel's second attempt");
+            assert!(begun.elapsed() < limit * 3 / 2, "{failure:?}: {:?}", begun.elapsed());
+            objects.mishaps.lock().unwrap().clear();
+        }
+    }
+}
+
+#[test]
+fn a_reader_does_not_wait_for_a_request_that_is_stuck() {
+    let objects = MemoryObjects::new([("a.bin", content(4 << 20, 7))]);
+    let dir = tempfile::tempdir().unwrap();
+    let source = objects.source(&cache(dir.path(), None), Duration::from_secs(5));
+    objects.mishaps.lock().unwrap().extend(vec![Mishap::Hangs; 8]);
+    assert!(source.remote().unwrap().bring_ahead(FILE, &[span(0, 4 << 20)]));
+    thread::sleep(Duration::from_millis(2300));
+    objects.mishaps.lock().unwrap().clear();
+    let begun = Instant::now();
+    assert!(read(&*source, 1 << 20, 100_000).unwrap() == content(4 << 20, 7)[1 << 20..][..100_000]);
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -362,12 +397,14 @@ fn a_reader_waits_once_although_the_kernel_asks_twice() {
     for cache in [cache(dir.path(), None), cache(&dir.path().join("full"), Some(0))] {
         let source = objects.source(&cache, Duration::from_millis(400));
         objects.mishaps.lock().unwrap().extend(vec![Mishap::Hangs; 50]);
-        read(&*source, 500_000, 100_000).unwrap_err();
-        // For the page that its reader wants, alone.
-        let begun = Instant::now();
-        let error = read(&*source, 500_000, 4096).unwrap_err();
-        assert!(begun.elapsed() < Duration::from_millis(200), "{:?}", begun.elapsed());
-        assert!(error.to_string().contains("a.bin: bytes 500000..504096: "), "{error}");
+        for first_bytes in [100_000, 4096] {
+            read(&*source, 500_000, first_bytes).unwrap_err();
+            // For the page that its reader wants, alone.
+            let begun = Instant::now();
+            let error = read(&*source, 500_000, 4096).unwrap_err();
+            assert!(begun.elapsed() < Duration::from_millis(200), "{:?}", begun.elapsed());
+            assert!(error.to_string().contains("a.bin: bytes 500000..504096: "), "{error}");
+        }
         objects.mishaps.lock().unwrap().clear();
         assert!(read(&*source, 500_000, 100_000).is_ok(), "a new read asks anew, at once");
         assert!(read(&*source, 500_000, 4096).is_ok());

@@ -118,6 +118,20 @@ fn headers_are_complete_when_a_repository_is_open_however_long_they_are() {
 }
 
 #[test]
+fn a_reply_to_a_listing_that_breaks_off_is_asked_for_again() {
+    let (rig, _) = Rig::new(1000);
+    for source in [rig.url(), format!("{}/model-0.safetensors", rig.url())] {
+        rig.stub.switch(|switches| (switches.short, switches.short_after) = (1, 100));
+        let repository = rig.open(&source, false).unwrap();
+        assert!(repository.files.iter().any(|file| file.size_bytes > DATA_BYTES));
+    }
+    for status in [500, 503] {
+        rig.stub.switch(|switches| (switches.busy, switches.busy_status) = (2, Some(status)));
+        assert_eq!(rig.open(&rig.url(), false).unwrap().files.len(), FILES + 2);
+    }
+}
+
+#[test]
 fn a_header_that_claims_too_much_is_left_to_the_parser() {
     for claimed in [u64::MAX, 99_000_000, 200_000_000, 0] {
         let (rig, _) = Rig::new(1000);

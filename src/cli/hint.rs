@@ -111,7 +111,8 @@ fn near_path(path: &Path) -> Option<String> {
 /// lacks with the path that it resembles.
 pub(super) fn of_source(source: &str, error: CheckpointError) -> anyhow::Error {
     // Such a name may be one of the Hub, or a mistyped path.
-    if let (CheckpointError::Remote(_), Some(near)) = (&error, near_path(Path::new(source))) {
+    let is_there = Path::new(source).exists();
+    if let (CheckpointError::Remote(_), false, Some(near)) = (&error, is_there, near_path(Path::new(source))) {
         return anyhow!("{source}: no such file or directory; did you mean `{near}`? As a name of the Hub: {error}");
     }
     match own_mount::advice(source, &error) {

@@ -128,6 +128,8 @@ impl Fetcher {
     /// # Errors
     /// The first reason why blocks do not come, or that the deadline is over.
     pub fn bring(&self, demands: &[Demand], gap_blocks: u64, deadline: Deadline) -> Result<(), NotFetched> {
+        // Of the last round, if a job of it failed.
+        let mut failed = None;
         for _ in 0..ROUNDS_MAX {
             let mut missing = Vec::new();
             for (object, ranges) in demands {
@@ -159,7 +161,8 @@ impl Fetcher {
                 let (object, blocks) = (missing[0].0, &missing[0].1[0]);
                 return Err(NotFetched::Remote(Arc::new(late(object, blocks))));
             }
-            if let Some(failure) = awaited.iter().find_map(|job| job.outcome()?.as_ref().err()) {
+            failed = awaited.iter().find_map(|job| job.outcome()?.as_ref().err().cloned());
+            if let Some(failure) = &failed {
                 // A job that was made for another reader may have had less time.
                 let again = match (failure, deadline) {
                     (NotFetched::Remote(error), Deadline::At(_)) => error.is_transient() && !deadline.is_over(),
@@ -170,7 +173,7 @@ impl Fetcher {
                 }
             }
         }
-        Err(NotFetched::NoRoom)
+        Err(failed.unwrap_or(NotFetched::NoRoom))
     }
 
     /// Requests blocks that will be needed soon, and does not wait for them. Returns whether the queue had room.
@@ -214,7 +217,11 @@ impl Fetcher {
         for range in ranges {
             let mut start = range.start;
             while start < range.end {
-                let owner = jobs.iter().find(|job| job.blocks.contains(&start)).cloned();
+                let mut owner = jobs.iter().find(|job| job.blocks.contains(&start)).cloned();
+                if let Some(stuck) = owner.take_if(|job| !ahead && job.is_stuck()) {
+                    // Its request may never be answered, while a new one is. It ends by itself.
+                    jobs.retain(|job| !Arc::ptr_eq(job, &stuck));
+                }
                 if let Some(job) = owner {
                     start = job.blocks.end;
                     awaited.push(Arc::clone(&job));
@@ -422,6 +429,7 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFet
         written
     };
     let fetched = object.service.read(&object.file, span, job.deadline(), &mut |mut bytes| {
+        job.note_bytes();
         while !bytes.is_empty() {
             let room = place(CHUNK_BYTES) - chunk.len();
             let (part, rest) = bytes.split_at(bytes.len().min(room));

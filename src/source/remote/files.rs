@@ -115,7 +115,7 @@ impl RemoteFiles {
             let gap = if spans.len() > 1 { remote.object.service.gap_bytes() / BLOCK_BYTES } else { 0 };
             let brought = remote.fetcher.bring(&[(Arc::clone(&remote.object), absent)], gap, until);
             let late = match &brought {
-                Err(NotFetched::Remote(error)) if until.is_over() => Some(error),
+                Err(NotFetched::Remote(error)) if is_late(error, until) => Some(error),
                 Ok(()) | Err(_) => None,
             };
             remote.object.note_end(spans, late);
@@ -149,7 +149,8 @@ impl RemoteFiles {
         }
         let deadline = Deadline::At(Instant::now() + remote.timeout);
         let read = remote.read_uncached(parts, deadline).map_err(|(span, error)| (span, Arc::new(error)));
-        remote.object.note_end(&spans, read.as_ref().err().map(|(_, error)| error).filter(|_| deadline.is_over()));
+        let late = read.as_ref().err().map(|(_, error)| error).filter(|error| is_late(error, deadline));
+        remote.object.note_end(&spans, late);
         read.map_err(|(span, error)| self.error(file, span, &error))
     }
 
@@ -198,6 +199,11 @@ impl RemoteFiles {
     fn counted<T>(&self, result: Result<T, SourceError>) -> Result<T, SourceError> {
         result.inspect_err(|_| RemoteCounters::add(&self.counters.failed_reads, 1))
     }
+}
+
+/// Whether a read failed since its time is over, or would be before another attempt.
+fn is_late(error: &RemoteError, deadline: Deadline) -> bool {
+    error.is_transient() || deadline.is_over()
 }
 
 /// Bounding span of spans, which are not empty.

@@ -19,9 +19,14 @@ use super::{
     retry::{Deadline, Retrying},
 };
 
-/// The second attempt of a read comes within this time after the first has failed, and asks for at most this part of its bytes.
+/// The second attempt of a read comes within this time after the first has failed, and asks for at most this part of its bytes,
+/// unless the first was for no more than a page.
 const ATTEMPT_PAUSE: Duration = Duration::from_millis(50);
 const ATTEMPT_DIVISOR: u64 = 4;
+/// Bytes of the sources of a page, with scales.
+const PAGE_SOURCE_BYTES: u64 = 64 << 10;
+/// No reader waits for a request of another one that brought no byte for this time.
+const STUCK: Duration = Duration::from_secs(2);
 
 /// A read whose time was over.
 #[derive(Debug)]
@@ -75,7 +80,9 @@ impl RemoteObject {
         let bytes = |spans: &[ByteSpan]| spans.iter().map(|span| span.len()).sum::<u64>();
         let is_part = |late: &Late| {
             let inside = |span: &ByteSpan| late.spans.iter().any(|own| own.contains(*span));
-            spans.iter().all(inside) && bytes(spans).saturating_mul(ATTEMPT_DIVISOR) <= bytes(&late.spans)
+            let (asked, first) = (bytes(spans), bytes(&late.spans));
+            let is_page = first <= PAGE_SOURCE_BYTES || asked.saturating_mul(ATTEMPT_DIVISOR) <= first;
+            spans.iter().all(inside) && is_page
         };
         let late = all.iter().find(|late| late.at.elapsed() < ATTEMPT_PAUSE && is_part(late))?;
         let error = Arc::clone(&late.error);
@@ -159,6 +166,8 @@ pub(super) struct Job {
     /// Whether no reader waits for it.
     ahead: AtomicBool,
     deadline: Mutex<Deadline>,
+    /// When it began, or brought bytes last.
+    moved: Mutex<Option<Instant>>,
     state: AtomicU8,
     outcome: OnceLock<Result<(), NotFetched>>,
 }
@@ -170,6 +179,7 @@ impl Job {
             blocks,
             ahead: AtomicBool::new(ahead),
             deadline: Mutex::new(deadline),
+            moved: Mutex::default(),
             state: AtomicU8::new(JobState::Queued as u8),
             outcome: OnceLock::new(),
         }
@@ -178,7 +188,22 @@ impl Job {
     /// Begins it, unless another thread has. Returns whether this thread runs it.
     pub(super) fn begin(&self) -> bool {
         let (queued, running) = (JobState::Queued as u8, JobState::Running as u8);
-        self.state.compare_exchange(queued, running, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        let begins = self.state.compare_exchange(queued, running, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if begins {
+            self.note_bytes();
+        }
+        begins
+    }
+
+    /// Notes that bytes came.
+    pub(super) fn note_bytes(&self) {
+        *self.moved.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    /// Whether its request is under way and has brought no byte for [`STUCK`].
+    pub(super) fn is_stuck(&self) -> bool {
+        let moved = *self.moved.lock().unwrap_or_else(PoisonError::into_inner);
+        !self.is_queued() && moved.is_some_and(|moved| moved.elapsed() > STUCK)
     }
 
     /// Puts it back: another thread may begin it again.

@@ -38,11 +38,16 @@ pub fn open_url(source: &str, options: &RemoteOptions) -> Option<Result<RemoteRe
 }
 
 fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepository, RemoteError> {
-    let bad = |message: String| RemoteError::new(Failure::Unsupported, "", without_query(source), message);
+    let bad = |message: String| RemoteError::new(Failure::Unsupported, "", &without_secrets(source), message);
     let url = Url::parse(source).map_err(|error| bad(error.to_string()))?;
     let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| bad("expected a host or bucket".into()))?;
     if url.query().is_some() || url.fragment().is_some() {
         return Err(bad("expected an address without ? and #: signed addresses are not supported".into()));
+    }
+    // The container of abfss://container@account is no user.
+    if url.password().is_some() || kind == Kind::Http && !url.username().is_empty() {
+        let message = "expected no user and password in the address: it is shown by `ckfs status` and in /proc/mounts";
+        return Err(bad(message.to_owned()));
     }
     if url.scheme() == "http" && !is_loopback(host) && !options.allow_http {
         return Err(bad("http:// is unencrypted: use https://, or --allow-http".into()));
@@ -51,7 +56,8 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
     let last = Observer::default();
     let Connection { inner, address, host, advice } =
         connect(&url, kind, options, &last).map_err(|error| bad(with_remedy(with_cause(&error))))?;
-    let label = without_query(source).trim_end_matches('/').to_owned();
+    let label = without_secrets(source).trim_end_matches('/').to_owned();
+    let is_file = !url.path().ends_with('/') && path.extension().is_some_and(|end| FILES.contains(&end));
     let kept = Kept::new(format!("{address}/{path}"), options);
     if options.offline {
         let objects = Offline::new(host);
@@ -61,7 +67,7 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
     let store = Arc::new(Store { inner, host, address, last, advice });
     let (gate, counters) = (Gate::default(), RemoteCounters::default());
     // A listing waits as long as its service asks for.
-    let files = retry(&gate, &counters, Deadline::None, |_| list(&store, kind, &path), || false)?;
+    let files = retry(&gate, &counters, Deadline::None, |_| list(&store, kind, &path, is_file), || false)?;
     if files.is_empty() {
         let message = "no object has this prefix".to_owned();
         return Err(RemoteError::new(Failure::NotFound, &store.host, &label, message));
@@ -70,15 +76,52 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
     Ok(RemoteRepository { url: label.clone(), label, revision: None, files, objects: store })
 }
 
-fn list(store: &Store, kind: Kind, path: &Path) -> Result<Vec<RemoteFile>, RemoteError> {
-    let is_file = ["safetensors", "pt", "bin", "pth"].iter().any(|end| path.extension() == Some(end));
+/// Endings of addresses of one file.
+const FILES: [&str; 5] = ["safetensors", "pt", "bin", "pth", "ckpt"];
+
+fn list(store: &Store, kind: Kind, path: &Path, is_file: bool) -> Result<Vec<RemoteFile>, RemoteError> {
     if is_file {
         return Ok(vec![store.head(path, "")?]);
     }
     if kind == Kind::Http { http_listing::list(store, path) } else { store.list(path) }
 }
 
-/// An address without what may be secret.
-fn without_query(source: &str) -> &str {
-    source.split(['?', '#']).next().unwrap_or(source)
+/// An address without what may be secret: a signature after `?`, and a password.
+fn without_secrets(source: &str) -> String {
+    let source = source.split(['?', '#']).next().unwrap_or(source);
+    let Some((scheme, rest)) = source.split_once("://") else { return source.to_owned() };
+    let authority = rest.split('/').next().unwrap_or(rest);
+    match authority.rsplit_once('@') {
+        Some((user, host)) if user.contains(':') || scheme.starts_with("http") => {
+            format!("{scheme}://{host}{}", &rest[authority.len()..])
+        }
+        _ => source.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_in_messages_hold_no_secret() {
+        for (source, shown) in [
+            ("https://h/a?X-Sig=s", "https://h/a"),
+            ("https://user:sekrit@h:8/a/b", "https://h:8/a/b"),
+            ("https://token@h/a", "https://h/a"),
+            ("https://h/a@b:c", "https://h/a@b:c"),
+            ("abfss://c@account.dfs.core.windows.net/a", "abfss://c@account.dfs.core.windows.net/a"),
+            ("s3://b/k#x", "s3://b/k"),
+        ] {
+            assert_eq!(without_secrets(source), shown);
+        }
+    }
+
+    #[test]
+    fn addresses_with_a_password_are_refused_without_showing_it() {
+        for source in ["http://user:sekrit@127.0.0.1:1/a/", "https://sekrit@h/a", "s3://user:sekrit@b/k"] {
+            let error = open_url(source, &RemoteOptions::default()).unwrap().unwrap_err().to_string();
+            assert!(error.contains("no user and password") && !error.contains("sekrit"), "{error}");
+        }
+    }
 }

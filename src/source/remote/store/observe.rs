@@ -34,6 +34,11 @@ impl Observer {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Forgets what replies to earlier calls said.
+    pub(super) fn forget(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Seen::default();
+    }
+
     fn note(&self, response: &HttpResponse) {
         let header = |name: &str| response.headers().get(name)?.to_str().ok().map(str::trim);
         let request_id = ["x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid", "x-request-id"];

@@ -4,7 +4,7 @@ use std::{ops::ControlFlow, sync::Arc, time::Instant};
 
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream::BoxStream};
-use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, path::Path};
+use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, path::Path};
 
 use super::{
     super::{
@@ -29,6 +29,15 @@ struct Begun {
     body: Body,
 }
 
+/// What was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Asked {
+    /// A listing, what the store says of an object, or all of it.
+    Whole,
+    /// A part of an object.
+    Part,
+}
+
 /// A store, with the prefix of its objects' names in messages.
 #[derive(Debug)]
 pub(super) struct Store {
@@ -49,11 +58,12 @@ impl Store {
     /// # Errors
     /// The store does not list.
     pub(super) fn list(&self, prefix: &Path) -> Result<Vec<RemoteFile>, RemoteError> {
+        self.last.forget();
         let listed = self.run(async {
             self.inner.list(Some(prefix)).take(OBJECTS_MAX + 1).try_collect::<Vec<ObjectMeta>>().await
         })?;
         let what = format!("{}/{prefix}", self.address);
-        let metas = listed.map_err(|error| self.error(&error, &self.last, &what))?;
+        let metas = listed.map_err(|error| self.error(&error, &self.last, &what, Asked::Whole))?;
         if metas.len() > OBJECTS_MAX {
             let message = format!("more than {OBJECTS_MAX} objects: not a model repository");
             return Err(RemoteError::new(Failure::Unsupported, &self.host, &what, message));
@@ -73,9 +83,21 @@ impl Store {
     /// # Errors
     /// It is not there or cannot be read.
     pub(super) fn head(&self, key: &Path, path: &str) -> Result<RemoteFile, RemoteError> {
-        let meta = self.run(self.inner.head(key))?;
-        let what = format!("{}/{key}", self.address);
-        self.file(&meta.map_err(|error| self.error(&error, &self.last, &what))?, path.to_owned())
+        let meta = self.run(self.meta(key))?;
+        self.file(&meta.map_err(|(_, error)| error)?, path.to_owned())
+    }
+
+    /// What a store says of an object, or the kind of error and the error.
+    async fn meta(&self, key: &Path) -> Result<ObjectMeta, (bool, RemoteError)> {
+        let observer = Observer::default();
+        let mut options = GetOptions { head: true, ..GetOptions::default() };
+        options.extensions.insert(observer.clone());
+        let got = self.inner.get_opts(key, options).await;
+        got.map(|got| got.meta).map_err(|error| {
+            let is_missing = matches!(error, object_store::Error::NotFound { .. });
+            let what = format!("{}/{key}", self.address);
+            (is_missing, self.error(&error, &observer, &what, Asked::Whole))
+        })
     }
 
     /// Several objects at a time, without those that are not there.
@@ -87,16 +109,16 @@ impl Store {
         const AT_A_TIME: usize = 32;
         let found = self.run(
             futures_util::stream::iter(keys)
-                .map(|(key, path)| async move { (key, path, self.inner.head(key).await) })
+                .map(|(key, path)| async move { (path, self.meta(key).await) })
                 .buffered(AT_A_TIME)
                 .collect::<Vec<_>>(),
         )?;
         let mut files = Vec::new();
-        for (key, path, meta) in found {
+        for (path, meta) in found {
             match meta {
                 Ok(meta) => files.push(self.file(&meta, path.clone())?),
-                Err(object_store::Error::NotFound { .. }) => {}
-                Err(error) => return Err(self.error(&error, &self.last, &format!("{}/{key}", self.address))),
+                Err((true, _)) => {}
+                Err((false, error)) => return Err(error),
             }
         }
         Ok(files)
@@ -108,8 +130,11 @@ impl Store {
     /// It cannot be read.
     pub(super) fn get(&self, key: &Path) -> Result<Vec<u8>, RemoteError> {
         let what = format!("{}/{key}", self.address);
-        let bytes = self.run(async { self.inner.get(key).await?.bytes().await })?;
-        Ok(bytes.map_err(|error| self.error(&error, &self.last, &what))?.to_vec())
+        let observer = Observer::default();
+        let mut options = GetOptions::default();
+        options.extensions.insert(observer.clone());
+        let bytes = self.run(async { self.inner.get_opts(key, options).await?.bytes().await })?;
+        Ok(bytes.map_err(|error| self.error(&error, &observer, &what, Asked::Whole))?.to_vec())
     }
 
     fn run<F: Future>(&self, future: F) -> Result<F::Output, RemoteError> {
@@ -136,7 +161,7 @@ impl Store {
     }
 
     /// The error of a call, in words that hold no address: it may be signed.
-    fn error(&self, error: &object_store::Error, observer: &Observer, what: &str) -> RemoteError {
+    fn error(&self, error: &object_store::Error, observer: &Observer, what: &str, asked: Asked) -> RemoteError {
         use object_store::Error;
         let seen = observer.seen();
         let advice = self.advice;
@@ -150,12 +175,13 @@ impl Store {
                 (Failure::Changed { expected: String::new(), found }, "the object has changed".to_owned())
             }
             (_, Some(429 | 503)) => (Failure::Busy(seen.retry_after), "the service asks for a pause".to_owned()),
-            (_, Some(200)) => (
+            (_, Some(200)) if asked == Asked::Part => (
                 Failure::Unsupported,
                 "asked for a part of an object, the server replied with all of it: it does not support ranges"
                     .to_owned(),
             ),
             (_, Some(206)) => (Failure::Transient, format!("not the requested bytes: {}", cause(error))),
+            (_, Some(200..=299)) => (Failure::Transient, format!("the reply broke off: {}", cause(error))),
             (_, Some(408 | 500..)) => (Failure::Transient, "the service failed".to_owned()),
             (_, Some(300..=399)) => (Failure::Refused, format!("the service redirects without an address: {advice}")),
             (_, Some(status)) => (Failure::Refused, format!("the service refuses with status {status}: {advice}")),
@@ -176,7 +202,7 @@ impl Store {
     /// Sends a request, and waits for the first bytes of the answer.
     async fn begin(&self, file: &RemoteFile, span: ByteSpan) -> Result<Begun, RemoteError> {
         let observer = Observer::default();
-        let failed = |error: &object_store::Error| self.error(error, &observer, &file.key).of_span(span);
+        let failed = |error: &object_store::Error| self.error(error, &observer, &file.key, Asked::Part).of_span(span);
         let range = Some(GetRange::Bounded(span.start()..span.end()));
         let mut options = GetOptions { range, ..GetOptions::default() };
         // A weak tag never matches. It is compared below.
@@ -217,7 +243,7 @@ impl Store {
         })?;
         next.transpose().map_err(|error| {
             let broken = format!("the reply broke off: {}", cause(&error));
-            let error = self.error(&error, observer, &file.key).of_span(span);
+            let error = self.error(&error, observer, &file.key, Asked::Part).of_span(span);
             RemoteError { failure: Failure::Transient, message: broken, ..error }
         })
     }
