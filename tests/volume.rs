@@ -428,7 +428,7 @@ fn a_file_that_was_closed_is_materialized_on_disk() {
         std::thread::sleep(std::time::Duration::from_millis(2));
     }
     for _ in 0..inodes.len() {
-        told.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
+        told.recv_timeout(std::time::Duration::from_mins(1)).unwrap();
     }
     let mut superseded = volume.changed_files();
     superseded.sort_unstable();

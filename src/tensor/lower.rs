@@ -106,7 +106,16 @@ impl Lowering {
             }
             Op::Add { of, addend } => self.element_wise(of, view.dtype(), Some(Step::add(*addend)), cuts)?,
             Op::Exp { of } => self.element_wise(of, view.dtype(), Some(Step::Exp), cuts)?,
-            _ => {
+            Op::Source(_)
+            | Op::Mosaic(_)
+            | Op::Fill(_)
+            | Op::Gather { .. }
+            | Op::Reshape { .. }
+            | Op::Concat { .. }
+            | Op::Pad { .. }
+            | Op::Sum { .. }
+            | Op::Product { .. }
+            | Op::Quantized(_) => {
                 let parts = self.uncut(view)?;
                 cuts.iter().try_fold(parts, |parts, cut| slice(&parts, cut.axis, cut.start, cut.stop, cut.step))?
             }

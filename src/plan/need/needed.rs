@@ -58,7 +58,20 @@ fn stacked_axis(view: &View) -> Option<usize> {
             let inner = stacked_axis(of)?;
             axes.iter().position(|axis| *axis == inner)
         }
-        _ => None,
+        Op::Source(_)
+        | Op::Mosaic(_)
+        | Op::Fill(_)
+        | Op::Slice { .. }
+        | Op::Gather { .. }
+        | Op::Reshape { .. }
+        | Op::Concat { .. }
+        | Op::Pad { .. }
+        | Op::Multiply { .. }
+        | Op::Add { .. }
+        | Op::Exp { .. }
+        | Op::Sum { .. }
+        | Op::Product { .. }
+        | Op::Quantized(_) => None,
     }
 }
 
