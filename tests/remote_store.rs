@@ -132,6 +132,15 @@ fn a_reply_to_a_listing_that_breaks_off_is_asked_for_again() {
 }
 
 #[test]
+fn compressed_replies_are_refused() {
+    let (rig, _) = Rig::new(1000);
+    let repository = rig.open(&rig.url(), false).unwrap();
+    rig.stub.switch(|switches| switches.encoded = 1000);
+    let error = rig.tree(repository).unwrap_err().to_string();
+    assert!(error.contains("Content-Encoding: gzip") && error.contains("own bytes"), "{error}");
+}
+
+#[test]
 fn a_header_that_claims_too_much_is_left_to_the_parser() {
     for claimed in [u64::MAX, 99_000_000, 200_000_000, 0] {
         let (rig, _) = Rig::new(1000);

@@ -36,6 +36,8 @@ pub struct Switches {
     pub busy_seconds: Option<u64>,
     /// Everything is refused with this status.
     pub refuse: Option<u16>,
+    /// Replies with an object that name an encoding of their bytes.
+    pub encoded: u64,
     /// Bodies of objects that end early, after this many bytes.
     pub short: u64,
     pub short_after: u64,
@@ -63,6 +65,7 @@ impl Switches {
             "busy_status" => self.busy_status = status()?,
             "busy_seconds" => self.busy_seconds = some()?,
             "refuse" => self.refuse = status()?,
+            "encoded" => self.encoded = number()?,
             "short" => self.short = number()?,
             "short_after" => self.short_after = number()?,
             "line" => self.line = some()?.map(Line::new),
@@ -220,6 +223,9 @@ impl Store {
         let mut switches = self.switches.lock().unwrap();
         if request.method == "GET" && take(&mut switches.short) {
             reply.faults.cut_after = Some(switches.short_after);
+        }
+        if request.method == "GET" && take(&mut switches.encoded) {
+            reply = reply.header("Content-Encoding", "gzip");
         }
         reply.faults.stall_after = switches.stall_after;
         reply.faults.line.clone_from(&switches.line);

@@ -13,6 +13,8 @@ pub mod cache;
 mod cache_place;
 mod counters;
 pub mod digest;
+#[cfg(feature = "remote")]
+mod encoding;
 mod error;
 mod fetcher;
 mod files;

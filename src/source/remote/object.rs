@@ -200,10 +200,11 @@ impl Job {
         *self.moved.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
-    /// Whether its request is under way and has brought no byte for [`STUCK`].
+    /// Whether its request is under way and has brought no byte for [`STUCK`], though the service does not ask for a pause.
     pub(super) fn is_stuck(&self) -> bool {
         let moved = *self.moved.lock().unwrap_or_else(PoisonError::into_inner);
-        !self.is_queued() && moved.is_some_and(|moved| moved.elapsed() > STUCK)
+        let is_silent = !self.is_queued() && moved.is_some_and(|moved| moved.elapsed() > STUCK);
+        is_silent && !self.object.service.is_paused()
     }
 
     /// Puts it back: another thread may begin it again.

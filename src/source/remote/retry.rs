@@ -271,6 +271,11 @@ impl Retrying {
         self.objects.shared()
     }
 
+    /// Whether the service asks for a pause now.
+    pub fn is_paused(&self) -> bool {
+        self.gate.closed_for().is_some()
+    }
+
     /// Host of the service.
     pub fn host(&self) -> &str {
         self.objects.host()

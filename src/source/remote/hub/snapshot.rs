@@ -20,6 +20,7 @@ use super::{
     super::{
         super::ByteSpan,
         counters::RemoteCounters,
+        encoding::compressed,
         error::{Failure, RemoteError},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, RemoteRepository, Sink},
@@ -230,6 +231,10 @@ impl Body<'_> {
             let failure = Failure::Changed { expected: format!("{size_bytes} bytes"), found: format!("{found} bytes") };
             wrong(failure, message)
         };
+        if let Some(error) = compressed(answer.headers(), self.host, self.what).filter(|_| answer.status().is_success())
+        {
+            return Err(error);
+        }
         match answer.status() {
             StatusCode::PARTIAL_CONTENT => {
                 let text =

@@ -11,7 +11,7 @@ use object_store::{
     client::{HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService, ReqwestConnector},
 };
 
-use super::super::retry_after::wait_of;
+use super::super::{encoding::compressed, error::RemoteError, retry_after::wait_of};
 
 /// What a reply said besides its bytes.
 #[derive(Clone, Debug, Default)]
@@ -22,6 +22,8 @@ pub(super) struct Seen {
     pub(super) retry_after: Option<Duration>,
     /// The service's name for the request.
     pub(super) request_id: Option<String>,
+    /// The error if its bytes are not those of the object.
+    pub(super) compressed: Option<RemoteError>,
 }
 
 /// Receives what the replies of one call say. Cheap to clone.
@@ -46,6 +48,7 @@ impl Observer {
             status: Some(response.status().as_u16()),
             retry_after: header("retry-after").and_then(|text| wait_of(text, header("date"))),
             request_id: request_id.iter().find_map(|name| header(name)).map(printable),
+            compressed: compressed(response.headers(), "", ""),
         };
     }
 }

@@ -214,6 +214,10 @@ impl Store {
             RemoteError { failure: Failure::Changed { found, .. }, .. } => self.changed(file, found, &observer),
             other => other,
         })?;
+        if let Some(error) = observer.seen().compressed {
+            let (host, what) = (self.host.clone(), file.key.clone());
+            return Err(RemoteError { host, what, ..error }.of_span(span));
+        }
         let etag = got.meta.e_tag.as_deref().map(etag_of);
         let modified = u64::try_from(got.meta.last_modified.timestamp()).ok();
         let same = match &file.etag {
