@@ -34,8 +34,9 @@ const BYTES_MAX: u64 = 256 << 20;
 /// Time after which a thread that waits for another checks whether it should go on waiting.
 const PATIENCE: Duration = Duration::from_millis(200);
 
-/// Waits for room after which a thread goes on without it, if no thread decodes: it may wait for a chunk that it holds itself.
-const WAITS_MAX: u32 = 5;
+/// Waits in which nothing changed, after which a thread goes on without room if no thread decodes: it may wait for a chunk that it
+/// holds itself.
+const IDLE_WAITS_MAX: u32 = 5;
 
 /// The cache.
 pub(super) struct ChunkPool {
@@ -179,7 +180,7 @@ impl ChunkPool {
         goes_on: &dyn Fn() -> Result<(), E>,
         decode: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
     ) -> Result<Arc<Decoded>, E> {
-        let mut waits = 0;
+        let mut idle_waits = 0;
         let mut state = self.lock();
         let [target, stored] = loop {
             if let Some(found) = state.ready.get(&key).cloned() {
@@ -187,7 +188,7 @@ impl ChunkPool {
                 return Ok(found);
             }
             if !state.decoding.contains(&key) {
-                let is_last_resort = waits >= WAITS_MAX && state.decoding.is_empty();
+                let is_last_resort = idle_waits >= IDLE_WAITS_MAX && state.decoding.is_empty();
                 let urgency = if is_last_resort { Urgency::LastResort } else { Urgency::Wanted };
                 match state.make_room([len, stored_len], urgency) {
                     Room::Enough(buffers) => break buffers,
@@ -201,10 +202,10 @@ impl ChunkPool {
                     Room::None => {}
                 }
             }
-            state = self.changed.wait_timeout(state, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
-            drop(state);
+            let (waited, timeout) = self.changed.wait_timeout(state, PATIENCE).unwrap_or_else(PoisonError::into_inner);
+            drop(waited);
             goes_on()?;
-            waits += 1;
+            idle_waits = if timeout.timed_out() { idle_waits + 1 } else { 0 };
             state = self.lock();
         };
         state.ahead.ask(key);
@@ -494,6 +495,33 @@ mod tests {
         assert!(pool.bytes() <= 8_000, "{}", pool.bytes());
         pool.bound(0);
         assert_eq!(pool.bytes(), 0);
+    }
+
+    #[test]
+    fn room_is_waited_for_while_others_change_theirs() {
+        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        pool.bound(3_000);
+        let held = get(&pool, 0, 1000, &calls).unwrap();
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| get(&pool, 1, 1500, &calls).unwrap().len());
+            // Many more changes than idle waits, none of which makes room.
+            for _ in 0..40 {
+                pool.changed.notify_all();
+                thread::sleep(Duration::from_millis(1));
+                assert!(pool.bytes() <= 3_000, "{}", pool.bytes());
+            }
+            drop(held);
+            assert_eq!(waiting.join().unwrap(), 1500);
+        });
+        assert_eq!(calls.load(Ordering::Relaxed), 2);
+    }
+
+    #[test]
+    fn a_reader_that_holds_the_room_that_it_waits_for_goes_on() {
+        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        pool.bound(3_000);
+        let held = get(&pool, 0, 1000, &calls).unwrap();
+        assert_eq!(get(&pool, 1, 1500, &calls).unwrap().len() + held.len(), 2500);
     }
 
     #[test]
