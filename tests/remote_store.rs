@@ -132,6 +132,36 @@ fn a_reply_to_a_listing_that_breaks_off_is_asked_for_again() {
 }
 
 #[test]
+fn a_server_that_sends_few_bytes_each_time_is_given_up() {
+    let (rig, _) = Rig::new(50_000);
+    let repository = rig.open(&format!("{}/model-0.safetensors", rig.url()), false).unwrap();
+    let before = rig.requests();
+    rig.stub.switch(|switches| (switches.short, switches.short_after) = (1000, 100));
+    let error = rig.tree(repository).unwrap_err().to_string();
+    assert!(error.contains("model-0.safetensors") && error.contains("the reply broke off"), "{error}");
+    assert!((8..20).contains(&(rig.requests() - before)), "{}", rig.requests() - before);
+}
+
+#[test]
+fn names_in_an_index_are_asked_for_as_they_are() {
+    let (rig, _) = Rig::new(1000);
+    let model = rig.dir.path().join("root/models/name");
+    let names = ["50%.safetensors", "a%20b.safetensors", "a b+c~ü#.safetensors", "d/[e].safetensors"];
+    fs::create_dir(model.join("d")).unwrap();
+    let map: serde_json::Map<_, _> = names.iter().map(|name| ((*name).to_owned(), json!(name))).collect();
+    fs::write(model.join("model.safetensors.index.json"), json!({"weight_map": map}).to_string()).unwrap();
+    for name in names {
+        fs::copy(model.join("model-0.safetensors"), model.join(name)).unwrap();
+    }
+    let tree = rig.tree(rig.open(&rig.url(), false).unwrap()).unwrap();
+    for name in names {
+        let mut target = [0; 8];
+        tree.remote(place(&tree, name)).unwrap().read_span(ByteSpan::new(0, 8).unwrap(), &mut target).unwrap();
+        assert_eq!(target, fs::read(model.join(name)).unwrap()[..8], "{name}");
+    }
+}
+
+#[test]
 fn compressed_replies_are_refused() {
     let (rig, _) = Rig::new(1000);
     let repository = rig.open(&rig.url(), false).unwrap();

@@ -1,7 +1,7 @@
 //! Opening a checkpoint: it finds out what the source holds, has the dialect choose the weight files and read them, and puts
 //! the parts together.
 
-use std::{collections::HashMap, io, path::Path, sync::Arc};
+use std::{collections::HashMap, io, sync::Arc};
 
 use super::{
     adapter::{ADAPTER_WEIGHTS, AdapterFiles, read_adapters},
@@ -53,8 +53,8 @@ impl Checkpoint {
 }
 
 fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
-    let looking = options.fetches.begin_path(Path::new(source), "list");
     let located = locate(source, options)?;
+    let looking = options.fetches.begin_path(&located.path, "list");
     let is_directory = located.path.is_dir();
     drop(looking);
     let mut adapters = read_adapters(options)?;

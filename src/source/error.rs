@@ -92,7 +92,7 @@ pub enum SourceError {
         /// The digest of the bytes.
         found: String,
     },
-    /// A remote object did not come.
+    /// A remote object did not come. The message has what the cause says, less what it names already.
     #[error("{}: bytes {span}: {}", file.display(), error.brief())]
     Remote {
         /// The file.
@@ -100,7 +100,6 @@ pub enum SourceError {
         /// The span for which it was asked.
         span: ByteSpan,
         /// Why.
-        #[source]
         error: Arc<RemoteError>,
     },
     /// The requested span is not inside the file.

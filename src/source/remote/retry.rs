@@ -23,8 +23,11 @@ use super::{
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 /// Longest pause that grows by itself.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
-/// Most attempts in a row that bring no byte, if nothing else bounds them.
+/// Most attempts in a row without progress, if nothing else bounds them.
 const ATTEMPTS_MAX: u32 = 8;
+/// Fewest bytes of an attempt that count as progress: what comes from a slow line before the next attempt begins. A server that
+/// sends a few bytes and then none would otherwise be asked for ever.
+const PROGRESS_BYTES_MIN: u64 = 16 << 10;
 /// Longest time of one attempt. A slow reply is cut off, and the next attempt goes on where it ended.
 const ATTEMPT_MAX: Duration = Duration::from_mins(5);
 /// Step in which a thread waits for a shared pause: another reply may prolong it.
@@ -335,7 +338,7 @@ impl Retrying {
                     other => other,
                 }
             },
-            || std::mem::replace(&mut before, done.get()) < done.get(),
+            || done.get() - std::mem::replace(&mut before, done.get()) >= PROGRESS_BYTES_MIN,
         );
         result.map_err(|error| match (error.what.is_empty(), error.span) {
             (true, _) => {

@@ -9,7 +9,7 @@ use super::{
         error::{Failure, RemoteError},
         interface::RemoteFile,
     },
-    reader::Store,
+    reader::{FromKey as _, Store},
 };
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -43,7 +43,11 @@ const OTHERS: [&str; 18] = [
 /// # Errors
 /// It has neither an index nor `model.safetensors`, or a file that the index names is not there.
 pub(super) fn list(store: &Store, dir: &Path) -> Result<Vec<RemoteFile>, RemoteError> {
-    let at = |name: &str| name.split('/').fold(dir.clone(), object_store::path::Path::join);
+    // Not by `join`, which encodes characters: the client encodes them once more.
+    let at = |name: &str| -> Path {
+        let parts = dir.parts().map(|part| part.as_ref().to_owned()).chain(name.split('/').map(str::to_owned));
+        Path::from_absolute_path_or(&parts.collect::<Vec<_>>().join("/"))
+    };
     let what = |name: &str| format!("{}/{}", store.address, at(name));
     let index = match store.head(&at(INDEX), INDEX) {
         Ok(index) => Some(index),

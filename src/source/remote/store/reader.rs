@@ -336,7 +336,7 @@ pub(super) fn with_cause(error: &object_store::Error) -> String {
 }
 
 /// Keys of a listing as paths.
-trait FromKey {
+pub(super) trait FromKey {
     fn from_absolute_path_or(key: &str) -> Self;
 }
 
