@@ -281,7 +281,7 @@ impl Builder<'_> {
             let reason = format!("the rules of layout {name} say whether a tied output head is shown: expected auto");
             self.problem("tied", reason);
         }
-        names::keep(&mut drafts, &wanted.selected, &mut self.problems);
+        names::keep(self.original, &mut drafts, &wanted.selected, &mut self.problems);
         if let Some(adapter) = wanted.adapter {
             let own = |draft: &Draft| {
                 let mut own = false;

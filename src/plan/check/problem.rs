@@ -164,12 +164,14 @@ pub enum Problem {
         parts: u64,
     },
     /// A rule matches no tensor.
-    #[error("{rule}: the pattern {pattern:?} matches no tensor")]
+    #[error("{rule}: the pattern {pattern:?} matches no tensor{hint}")]
     UnusedPattern {
         /// The kind of rule.
         rule: &'static str,
         /// The pattern.
         pattern: String,
+        /// The nearest name, if one is near, with words before it.
+        hint: String,
     },
     /// A mesh axis that no rule uses, with a name near to that of another one.
     #[error("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?")]

@@ -49,7 +49,9 @@ pub(in crate::plan) fn patterns(
     warnings: &mut Vec<String>,
 ) {
     let mut warn = |rule, pattern: &Pattern| {
-        warnings.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned() }.to_string());
+        let stored = checkpoint.tensors().map(|(_, info)| info.name);
+        let hint = name_group::near_pattern(pattern, drafts.iter().map(|draft| draft.name.as_str()).chain(stored));
+        warnings.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned(), hint }.to_string());
     };
     for rule in &options.shard_rules {
         if !drafts.iter().any(|draft| rule.pattern.matches(&draft.name)) {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use strsim::levenshtein;
 
 use super::super::naming::map_words;
-use crate::config::folded;
+use crate::config::{Pattern, folded};
 
 /// Names that differ only in numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -113,6 +113,22 @@ fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
     (distance * 3 < name.len().saturating_sub(same)).then(|| other.clone())
 }
 
+/// The hint at the nearest name, for a pattern that matches none of these names. A pattern that ends in `*` is compared with the
+/// beginnings of names.
+pub(in crate::plan) fn near_pattern<'a>(pattern: &Pattern, names: impl Iterator<Item = &'a str>) -> String {
+    let is_separator = |c: char| matches!(c, '.' | '/');
+    let text = stars(pattern.text());
+    let beginning = text.ends_with('*').then(|| text.matches(is_separator).count());
+    let shown = |name: &str| {
+        let cut = beginning.and_then(|words| name.match_indices(is_separator).nth(words));
+        cut.map_or_else(|| stars(name), |(end, _)| stars(&name[..end]))
+    };
+    let names: BTreeSet<String> = names.map(shown).collect();
+    // The same name with other numbers is the nearest.
+    let nearest = names.get(&text).cloned().or_else(|| nearest(&text, &names));
+    nearest.map_or_else(String::new, |nearest| format!("; the nearest name is {nearest}"))
+}
+
 /// Whether two words differ by case or dashes only, by one letter changed, missing or added, or by two neighbours exchanged.
 /// Words of a few letters are near to too many others.
 pub(in crate::plan) fn is_misspelt(word: &str, known: &str) -> bool {
@@ -125,6 +141,28 @@ pub(in crate::plan) fn is_misspelt(word: &str, known: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn patterns_without_a_match_have_a_near_name() {
+        let names =
+            ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"];
+        let rows = [
+            ("model.layers.*.self_attn.q_prj.weight", "model.layers.*.self_attn.q_proj.weight"),
+            ("model.layers.7.self_attn.q_proj.weight", "model.layers.*.self_attn.q_proj.weight"),
+            ("model.layer.*", "model.layers.*"),
+            ("models.norm*", "model.norm"),
+            ("visual.*", ""),
+            ("*bias", ""),
+        ];
+        for (pattern, near) in rows {
+            let hint = near_pattern(&Pattern::parse(pattern).unwrap(), names.into_iter());
+            assert_eq!(hint.strip_prefix("; the nearest name is ").unwrap_or_default(), near, "{pattern}");
+        }
+        // A path of the mount, where its name is wanted.
+        let canonical =
+            near_pattern(&Pattern::parse("layers/scanned/wq").unwrap(), ["layers.scanned.wq", "embed"].into_iter());
+        assert_eq!(canonical, "; the nearest name is layers.scanned.wq");
+    }
 
     #[test]
     fn names_fold_over_numbers() {

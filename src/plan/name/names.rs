@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use super::super::{
     Layout, Tied, ViewOptions,
     draft::{Bundled, Draft},
+    name_group::near_pattern,
     pattern::Pattern,
     problem::Problem,
     rename::{self, Rename},
@@ -52,11 +53,18 @@ pub(in crate::plan) fn tie(
 }
 
 /// Drops the names that patterns over the layout's names leave out.
-pub(in crate::plan) fn keep(drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut Vec<Problem>) {
+pub(in crate::plan) fn keep(
+    checkpoint: &Checkpoint,
+    drafts: &mut Vec<Draft>,
+    selected: &Selected,
+    problems: &mut Vec<Problem>,
+) {
     for (rule, patterns) in [("include", &selected.target_include), ("exclude", &selected.target_exclude)] {
         for pattern in patterns {
             if !drafts.iter().any(|draft| pattern.matches(&draft.name)) {
-                problems.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned() });
+                let stored = checkpoint.tensors().map(|(_, info)| info.name);
+                let hint = near_pattern(pattern, drafts.iter().map(|draft| draft.name.as_str()).chain(stored));
+                problems.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned(), hint });
             }
         }
     }
