@@ -105,12 +105,12 @@ impl Policy {
             Materialize::None => writeln!(text, "in memory   no file is materialized (--materialize none)"),
             Materialize::Dir(directory) => writeln!(
                 text,
-                "on disk     every tensor file, in {} after it was closed (--materialize)",
+                "on disk     as root, every tensor file, in {} after it was closed (--materialize)",
                 crate::checkpoint::printable(&directory.display().to_string())
             ),
             Materialize::Memory => writeln!(
                 text,
-                "in memory   when opened, every tensor file from {least} to {most}, {budget} at a time (--materialize memory)"
+                "in memory   as root, when opened, every tensor file from {least} to {most}, {budget} at a time (--materialize memory)"
             ),
             Materialize::Auto => {
                 let BundleSizes { files, bytes } = self.bundles;
@@ -123,7 +123,7 @@ impl Policy {
                 };
                 writeln!(
                     text,
-                    "in memory   when opened (chunks when opened again), files of one tensor from {least} to {most}, {bundles}; \
+                    "in memory   as root, when opened (chunks when opened again), files of one tensor from {least} to {most}, {bundles}; \
                      {budget} at a time"
                 )
             }
