@@ -108,6 +108,26 @@ fn packed_integers_with_one_scale() {
 }
 
 #[test]
+fn weight_shape_must_agree_with_words_and_scales() {
+    // Twice as many bits and half as large groups give half as many columns, and nothing else contradicts that.
+    for (bits, group, said) in [(8, 16, "[9, 32]"), (4, 32, "")] {
+        let repository =
+            packed(linear("pack-quantized", &integers(bits, "group", Some(group), true)), "a", (9, 64), 4, 2);
+        if said.is_empty() {
+            assert_eq!(repository.open().decoded(), ["a.weight"]);
+        } else {
+            repository.is_refused(&[&format!("tensor \"a.weight_shape\": expected {said}"), "found [9, 64]"]);
+        }
+    }
+    packed(linear("pack-quantized", &integers(4, "group", Some(32), true)), "a", (9, 64), 4, 2)
+        .without("a.weight_packed")
+        .noise("a.weight", DType::BF16, &[9, 64])
+        .is_refused(&[
+            "tensor \"a.weight\": expected a matrix of codes, as \"a.weight_scale\" and quantization_config say",
+        ]);
+}
+
+#[test]
 fn packed_integers_that_do_not_agree_are_refused_at_once() {
     let by_group = linear("pack-quantized", &integers(4, "group", Some(32), false));
     let mut repository = by_group;

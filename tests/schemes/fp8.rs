@@ -67,6 +67,28 @@ fn all_scales_missing_is_refused_though_a_block_is_configured() {
 }
 
 #[test]
+fn what_stands_beside_a_scale_must_be_a_matrix_of_codes() {
+    let blocks = json!({"quant_method": "fp8", "weight_block_size": [4, 8]});
+    let one = json!({"quant_method": "fp8", "weight_block_size": null});
+    for config in [blocks, one] {
+        for (dtype, shape) in [(DType::F8E4M3, &[259][..]), (DType::BF16, &[7, 37]), (DType::F8E8M0, &[7, 37])] {
+            Repository::new(config.clone())
+                .noise("a.weight", dtype, shape)
+                .noise("a.weight_scale_inv", DType::F32, &[1])
+                .is_refused(&[&format!("tensor \"a.weight\": expected ")]);
+        }
+    }
+    // A module that the configuration leaves alone may have any tensors.
+    let plain = json!({"quant_method": "fp8", "weight_block_size": [4, 8], "modules_to_not_convert": ["a"]});
+    let repository = Repository::new(plain)
+        .noise("a.weight", DType::BF16, &[7, 37])
+        .noise("a.weight_scale_inv", DType::F32, &[2, 5])
+        .noise("b.weight", DType::F8E4M3, &[7, 37])
+        .noise("b.weight_scale_inv", DType::F32, &[2, 5]);
+    assert_eq!(repository.open().decoded(), ["b.weight"]);
+}
+
+#[test]
 fn four_bit_experts_of_deepseek_v4_are_beside_blocks_of_fp8() {
     let config = json!({"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [4, 8]});
     let expert = "layers.0.ffn.experts.0.w1";

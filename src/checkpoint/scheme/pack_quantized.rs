@@ -4,8 +4,11 @@
 //! the first word. `W = (q - 2^(b-1)) * s`, or with zero points `W = ((q - 2^(b-1)) - (z - 2^(b-1))) * s`. `X.weight_scale` has one scale
 //! for a group of a row, for a row, or for all. `X.weight_zero_point` I32 `[ceil(out * b / 32), groups]` is packed along the *output* axis.
 //!
-//! Rows of groups are as wide as their scales say: groups divide rows. Where a row or the matrix has one scale, the width is
-//! read from `X.weight_shape`. Fields of 3, 5, 6 and 7 bits are packed in two ways that nothing tells apart, so they stay raw.
+//! Rows of groups are as wide as their scales say: groups divide rows. `X.weight_shape` must say the same; it is read for one matrix of
+//! each kind, since a model has up to hundreds of thousands of them. Where a row or the matrix has one scale, the width is
+//! read from each `X.weight_shape`. Fields of 3, 5, 6 and 7 bits are packed in two ways that nothing tells apart, so they stay raw.
+
+use std::collections::HashSet;
 
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::json;
@@ -68,10 +71,16 @@ impl Scheme for PackQuantized {
         // Small reads from wherever the repository is: many at a time.
         let read = |matrix: &Matrix<'_>| width_and_height(stored, matrix);
         let shapes: Vec<_> = (0..matrices.len()).into_par_iter().map(|at| read(&matrices[at])).collect();
-        let mut kinds = Kinds::new();
+        let (mut kinds, mut checked) = (Kinds::new(), HashSet::new());
         for (matrix, shape) in matrices.iter().zip(shapes) {
             match shape {
-                Ok((out, inner)) => add(stored, found, &mut kinds, matrix, (out, inner)),
+                Ok((out, inner)) => {
+                    let is_new = checked.insert((out, inner, matrix.bits, matrix.sharing));
+                    if is_new && let Err(problem) = compare_with_shape(stored, matrix, (out, inner)) {
+                        found.problem(problem);
+                    }
+                    add(stored, found, &mut kinds, matrix, (out, inner));
+                }
                 Err(problem) => found.problem(problem),
             }
         }
@@ -162,21 +171,18 @@ fn width_and_height(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<(u64, u6
         return Err(refused(codes.name, "shape [out, words]".to_owned(), format!("{:?}", codes.shape)));
     };
     let shape = stored.tensor(matrix.shape);
-    let width = match (shape.dtype, shape.shape) {
-        (DType::I64, [2]) => 8,
-        (DType::I32, [2]) => 4,
-        (dtype, extents) => {
-            return Err(refused(shape.name, "I64 or I32 [2]".to_owned(), format!("{dtype} {extents:?}")));
-        }
-    };
+    if !matches!((shape.dtype, shape.shape), (DType::I64 | DType::I32, [2])) {
+        let found = format!("{} {:?}", shape.dtype, shape.shape);
+        return Err(refused(shape.name, "I64 or I32 [2]".to_owned(), found));
+    }
     let inner = if let Sharing::Group(size) = matrix.sharing {
         let groups = scale.shape.last().copied().unwrap_or(0);
         groups.saturating_mul(size)
     } else {
-        let numbers: Vec<i64> = stored.read(matrix.shape)?.chunks_exact(width).map(little_endian).collect();
-        let inner = numbers.get(1).and_then(|inner| u64::try_from(*inner).ok());
-        match (numbers.first().map(|rows| u64::try_from(*rows)), inner) {
-            (Some(Ok(rows)), Some(inner)) if rows == out => inner,
+        let numbers = shape_numbers(stored, matrix)?;
+        let inner = u64::try_from(numbers[1]);
+        match (u64::try_from(numbers[0]), inner) {
+            (Ok(rows), Ok(inner)) if rows == out => inner,
             _ => return Err(refused(shape.name, format!("[{out}, in]"), format!("{numbers:?}"))),
         }
     };
@@ -187,6 +193,25 @@ fn width_and_height(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<(u64, u6
         return Err(refused(codes.name, format!("{expected} for {inner} columns of {bits} bits"), found));
     }
     Ok((out, inner))
+}
+
+/// The two numbers of `weight_shape`.
+fn shape_numbers(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<[i64; 2], Problem> {
+    let bytes = stored.read(matrix.shape)?;
+    let (rows, columns) = bytes.split_at(bytes.len() / 2);
+    Ok([little_endian(rows), little_endian(columns)])
+}
+
+/// Compares `weight_shape` with what the words and the scales say.
+fn compare_with_shape(stored: &Stored<'_>, matrix: &Matrix<'_>, (out, inner): (u64, u64)) -> Result<(), Problem> {
+    let numbers = shape_numbers(stored, matrix)?;
+    if numbers.map(u64::try_from) == [Ok(out), Ok(inner)] {
+        return Ok(());
+    }
+    let (tensor, codes) = (stored.tensor(matrix.shape).name.to_owned(), stored.tensor(matrix.codes).name);
+    let (bits, sharing) = (matrix.bits, matrix.sharing);
+    let expected = format!("[{out}, {inner}], the shape of {codes:?} in {bits}-bit integers, {sharing}");
+    Err(Problem::Quantized { tensor, expected, found: format!("{numbers:?}") })
 }
 
 /// The signed number of four or eight bytes.

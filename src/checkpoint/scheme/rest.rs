@@ -36,8 +36,8 @@ impl Scheme for Rest {
                 found.unsupported(&format!("{method}, but stored as several boxes"), Some(id));
             }
         }
-        if settings.is_known() && found.has_tensors() {
-            refuse_orphans(stored, found, &used);
+        if settings.is_known() {
+            refuse_orphans(stored, &settings, found, &used);
         }
         // Names that nothing here knows: whatever holds no plain numbers is what the configuration speaks of.
         if let Some(method) = method.filter(|_| found.is_empty()) {
@@ -54,21 +54,35 @@ impl Scheme for Rest {
 /// Ends of the names of what belongs to the codes of a module.
 const COMPANIONS: [&str; 6] =
     ["weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape"];
+/// Those that each quantized module has, whatever its scheme.
+const SCALES: [&str; 2] = ["weight_scale", "weight_scale_inv"];
 
-/// Refuses companions whose codes are missing: they would stay as tensors that no model has.
-fn refuse_orphans(stored: &Stored<'_>, found: &mut Finds<'_>, used: &[bool]) {
+/// Refuses companions whose codes are missing, and scales beside a tensor that cannot be codes although the configuration says so:
+/// they would stay as tensors that no model has.
+fn refuse_orphans(stored: &Stored<'_>, settings: &Settings<'_>, found: &mut Finds<'_>, used: &[bool]) {
+    let has_tensors = found.has_tensors();
     for (id, tensor) in stored.iter() {
         let Some((module, word)) = tensor.name.rsplit_once('.') else { continue };
         if !COMPANIONS.contains(&word) || used[id.0 as usize] || found.is_taken(id) {
             continue;
         }
-        let codes = ["weight", "weight_packed"];
-        if !codes.iter().any(|codes| stored.has(&format!("{module}.{codes}"))) {
-            found.refuse(
+        let mut codes = ["weight", "weight_packed"].iter().map(|codes| format!("{module}.{codes}"));
+        match codes.find_map(|codes| stored.find(&codes)) {
+            None if has_tensors => found.refuse(
                 tensor.name,
                 format!("codes {module}.weight or {module}.weight_packed beside it"),
                 "no such tensor",
-            );
+            ),
+            Some(codes) if SCALES.contains(&word) && settings.of(module).is_quantized() => {
+                let is_open = !found.is_taken(codes) && !used[codes.0 as usize];
+                let codes = stored.tensor(codes);
+                // A matrix of codes is taken, or something else is wrong with it.
+                if is_open && !are_codes(stored, &codes, true) {
+                    let expected = format!("a matrix of codes, as {:?} and quantization_config say", tensor.name);
+                    found.refuse(codes.name, expected, format!("{} {:?}", codes.dtype, codes.shape));
+                }
+            }
+            None | Some(_) => {}
         }
     }
 }

@@ -50,6 +50,13 @@ pub(super) enum Told {
     Unknown(String),
 }
 
+impl Told {
+    /// Whether it is codes that are decoded.
+    pub(super) const fn is_quantized(&self) -> bool {
+        !matches!(self, Self::Plain | Self::Unknown(_))
+    }
+}
+
 /// What shares one scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Sharing {
