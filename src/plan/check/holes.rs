@@ -24,7 +24,8 @@ use crate::{
 /// Tensors whose names differ only in the layer: layers and tensors, by layer.
 type Members = Vec<(u64, TensorId)>;
 
-/// Most distinct values in a list with one entry per layer, if the list marks kinds of layers.
+/// Most distinct values in a list with one entry per layer, if the list marks kinds of layers. Kinds repeat, so that there are at most
+/// half as many as layers.
 const KINDS_MAX: usize = 8;
 
 /// Last words of the names of quantized matrices.
@@ -225,7 +226,7 @@ impl LayerLists {
     fn gather(&mut self, config: &Value, declared: Option<u64>, depth: usize) {
         const DEPTH_MAX: usize = 3;
         let is_per_layer = |entries: usize| declared == Some(entries as u64);
-        for value in config.as_object().into_iter().flat_map(serde_json::Map::values) {
+        for (key, value) in config.as_object().into_iter().flatten() {
             match value {
                 Value::Array(entries) => {
                     if is_per_layer(entries.len()) {
@@ -233,7 +234,8 @@ impl LayerLists {
                     }
                     self.numbers.extend(entries.iter().map(Value::as_u64).collect::<Option<BTreeSet<u64>>>());
                 }
-                Value::String(letters) if is_per_layer(letters.chars().count()) => {
+                // Other texts have as many letters by chance: "bfloat16".
+                Value::String(letters) if key.contains("pattern") && is_per_layer(letters.chars().count()) => {
                     self.per_layer.push(letters.chars().map(String::from).collect());
                 }
                 Value::Object(_) if depth < DEPTH_MAX => self.gather(value, declared, depth + 1),
@@ -250,7 +252,7 @@ impl LayerLists {
                 let word = usize::try_from(*layer).ok().and_then(|layer| list.get(layer));
                 word.is_some_and(|word| *kinds.entry(word).or_insert(*present) == *present)
             });
-            same && kinds.len() <= KINDS_MAX
+            same && kinds.len() <= KINDS_MAX.min(layers.len() / 2).max(2)
         };
         let of = |is: bool, base: u64| -> BTreeSet<u64> {
             layers.iter().zip(pattern).filter(|(_, present)| **present == is).map(|(layer, _)| layer + base).collect()
@@ -298,5 +300,11 @@ mod tests {
         {
             assert_eq!(lists.tell(&layers, &pattern(text)), expected, "{text}");
         }
+        // Texts and lists that have one entry per layer by chance.
+        let config =
+            serde_json::json!({"torch_dtype": "bfloat16", "name": "ssssfsss", "ids": [9, 8, 7, 6, 5, 4, 3, 2]});
+        let mut lists = LayerLists::default();
+        lists.gather(&config, Some(8), 0);
+        assert!(!lists.tell(&[0, 1, 2, 3, 4, 5, 6, 7], &pattern("xxxx.xxx")));
     }
 }
