@@ -322,6 +322,24 @@ fn adapters_stand_beside_base_layers() {
         (config.clone(), &[], Layout::Hf, "needed for the targeted module"),
         (config.clone(), &[q, "model.layers.7.self_attn.q_proj"], Layout::Hf, "its module is not there"),
         (json!({"peft_type": "LOHA"}), &[q], Layout::Hf, "expected LORA"),
+        (
+            json!({"peft_type": "LORA", "target_modules": ["q_proj"], "use_dora": true}),
+            &[q],
+            Layout::Hf,
+            "missing tensor base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
+        ),
+        (
+            json!({"peft_type": "LORA", "target_modules": ["q_proj"], "r": 8}),
+            &[q],
+            Layout::Hf,
+            "q_proj.lora_A.weight: expected shape [8, 16], found [2, 16]",
+        ),
+        (
+            json!({"peft_type": "LORA", "target_modules": ["down_proj"]}),
+            &["model.layers.0.mlp.down_proj"],
+            Layout::Hf,
+            "down_proj.lora_B.weight: expected shape [16, _], found [24, 2]",
+        ),
         (json!({"peft_type": "LORA", "bias": "all"}), &[q], Layout::Hf, "bias: expected none"),
     ] {
         let error = build(&config, modules, layout).unwrap_err().to_string();

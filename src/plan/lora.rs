@@ -2,9 +2,10 @@
 //!
 //! If `adapter_config.json` targets a module, its weight becomes `base_layer.weight`, and the adapter's matrices stand
 //! beside it. If it saves a module, the original becomes `original_module`, and the trained copy
-//! `modules_to_save.default`. All names begin with `base_model.model.`.
+//! `modules_to_save.default`. A tensor of the base that the adapter has too, as PEFT saves embeddings, is the adapter's. All names
+//! begin with `base_model.model.`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use regex::Regex;
 use serde_json::Value;
@@ -15,7 +16,7 @@ use super::{
     name_group::NameGroup,
     problem::{Problem, RuleLocation},
 };
-use crate::checkpoint::Adapter;
+use crate::{checkpoint::Adapter, tensor::Shape};
 
 /// The prefix of the base model's names.
 const PREFIX: &str = "base_model.model.";
@@ -40,8 +41,37 @@ struct Lora {
     to_save: Vec<String>,
     layers: Option<Vec<u64>>,
     layer_numbers: Vec<Regex>,
+    ranks: Ranks,
+    has_magnitudes: bool,
+    has_bias: bool,
+    /// The base's weights are `[in, out]`.
+    is_transposed: bool,
     /// Modules for which the adapter has matrices.
-    stored: BTreeSet<String>,
+    stored: Matrices,
+}
+
+/// Shapes of an adapter's matrices, by module and by what follows the module's name.
+type Matrices = BTreeMap<String, BTreeMap<String, Shape>>;
+
+/// Ranks of modules: one for all, and others for modules whose names end with what an expression matches.
+#[derive(Debug)]
+struct Ranks {
+    usual: Option<u64>,
+    others: Vec<(Regex, u64)>,
+}
+
+impl Ranks {
+    fn read(config: &Value) -> Self {
+        let others = config["rank_pattern"].as_object().into_iter().flatten();
+        let other = |(pattern, rank): (&String, &Value)| {
+            Some((Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$")).ok()?, rank.as_u64()?))
+        };
+        Self { usual: config["r"].as_u64(), others: others.filter_map(other).collect() }
+    }
+
+    fn of(&self, module: &str) -> Option<u64> {
+        self.others.iter().find(|(regex, _)| regex.is_match(module)).map(|(_, rank)| *rank).or(self.usual)
+    }
 }
 
 fn words(value: &Value) -> Vec<String> {
@@ -63,7 +93,7 @@ fn ends_with(module: &str, name: &str) -> bool {
 }
 
 impl Lora {
-    fn read(config: &Value, stored: BTreeSet<String>, warnings: &mut Vec<String>) -> Result<Self, String> {
+    fn read(config: &Value, stored: Matrices, warnings: &mut Vec<String>) -> Result<Self, String> {
         if config["peft_type"].as_str() != Some("LORA") {
             return Err(format!("peft_type: expected LORA, found {}", config["peft_type"]));
         }
@@ -128,24 +158,19 @@ impl Lora {
             to_save: words(&config["modules_to_save"]),
             layers,
             layer_numbers,
+            ranks: Ranks::read(config),
+            has_magnitudes: config["use_dora"].as_bool().unwrap_or(false),
+            has_bias: config["lora_bias"].as_bool().unwrap_or(false),
+            is_transposed: config["fan_in_fan_out"].as_bool().unwrap_or(false),
             stored,
         })
     }
 
-    /// Splits a name after the saved module that it belongs to.
+    /// Splits a name after the saved module that it belongs to: the outermost whose name ends with an entry of `modules_to_save`,
+    /// as letters, not as words.
     fn saved<'n>(&self, name: &'n str) -> Option<(&'n str, &'n str)> {
-        self.to_save.iter().find_map(|module| {
-            let mut from = 0;
-            while let Some(at) = name[from..].find(module.as_str()).map(|at| from + at) {
-                let end = at + module.len();
-                let starts = at == 0 || name[..at].ends_with('.');
-                if let (true, Some(rest)) = (starts, name[end..].strip_prefix('.')) {
-                    return Some((&name[..end], rest));
-                }
-                from = end;
-            }
-            None
-        })
+        let mut modules = name.match_indices('.').map(|(end, _)| (&name[..end], &name[end + 1..]));
+        modules.find(|(module, _)| self.to_save.iter().any(|saved| module.ends_with(saved.as_str())))
     }
 
     fn targets(&self, module: &str) -> bool {
@@ -155,7 +180,7 @@ impl Lora {
             return false;
         }
         match &self.targets {
-            Targets::Stored => self.stored.contains(module),
+            Targets::Stored => self.stored.contains_key(module),
             Targets::Matching(regex) => regex.is_match(module),
             Targets::Names(names) if names.iter().any(|name| name == module) => true,
             Targets::Names(names) => {
@@ -170,35 +195,40 @@ impl Lora {
     }
 }
 
-/// The module of one of an adapter's matrices, without the prefix, and the name of the tensor in the model.
-fn matrix(name: &str) -> Option<(&str, String)> {
+/// The module of one of an adapter's matrices, without the prefix, and the matrix in it: `lora_A.weight`, `lora_embedding_B`.
+fn matrix(name: &str) -> Option<(&str, &str)> {
     let base = name.strip_prefix(PREFIX)?;
     let at = base.rfind(".lora_")?;
-    let (module, matrix) = (&base[..at], &base[at + 1..]);
-    let (kind, rest) = matrix.split_once('.').map_or((matrix, ""), |(kind, rest)| (kind, rest));
+    Some((&base[..at], &base[at + 1..]))
+}
+
+/// The name of a matrix of a module in the model.
+fn model_name(module: &str, matrix: &str) -> String {
+    let (kind, rest) = matrix.split_once('.').unwrap_or((matrix, ""));
     let rest = match (kind, rest) {
         ("lora_magnitude_vector", "") => ".weight".to_owned(),
         (_, "") => String::new(),
         (_, rest) => format!(".{rest}"),
     };
-    Some((module, format!("{PREFIX}{module}.{kind}.{NAME}{rest}")))
+    format!("{PREFIX}{module}.{kind}.{NAME}{rest}")
 }
 
 /// Renames drafts, which have the names of base and adapter, to the names of the model with the adapter. `from_adapter`
 /// says which drafts are the adapter's.
 pub(super) fn rename(
-    drafts: &mut [Draft],
+    drafts: &mut Vec<Draft>,
     adapter: &Adapter,
     from_adapter: impl Fn(&Draft) -> bool,
     (missing, unmapped): (&Allow, &Allow),
     problems: &mut Vec<Problem>,
     warnings: &mut Vec<String>,
 ) {
-    let stored: BTreeSet<String> = drafts
-        .iter()
-        .filter(|draft| from_adapter(draft))
-        .filter_map(|draft| Some(matrix(&draft.name)?.0.to_owned()))
-        .collect();
+    let mut stored = Matrices::new();
+    for draft in drafts.iter().filter(|draft| from_adapter(draft)) {
+        if let Some((module, matrix)) = matrix(&draft.name) {
+            stored.entry(module.to_owned()).or_default().insert(matrix.to_owned(), draft.view.shape().clone());
+        }
+    }
     let lora = match Lora::read(&adapter.config, stored, warnings) {
         Ok(lora) => lora,
         Err(reason) => {
@@ -207,25 +237,37 @@ pub(super) fn rename(
             return;
         }
     };
-    let mut targeted = BTreeSet::new();
-    let mut to_save = BTreeSet::new();
+    // Targeted modules, with the shapes of their weights.
+    let mut targeted: BTreeMap<String, Option<Shape>> = BTreeMap::new();
+    let mut base: HashMap<String, Shape> = HashMap::new();
     for draft in drafts.iter_mut().filter(|draft| !from_adapter(draft)) {
         let name = &draft.name;
-        let module = name.rsplit_once('.').map_or("", |(module, _)| module);
+        let (module, parameter) = name.rsplit_once('.').unwrap_or(("", name));
         draft.name = if let Some((module, rest)) = lora.saved(name) {
-            to_save.insert(module.to_owned());
             format!("{PREFIX}{module}.original_module.{rest}")
         } else if lora.targets(module) {
-            targeted.insert(module.to_owned());
-            format!("{PREFIX}{module}.base_layer{}", &name[module.len()..])
+            let weight = targeted.entry(module.to_owned()).or_default();
+            if parameter == "weight" && draft.view.dtype().is_float() {
+                *weight = Some(draft.view.shape().clone());
+            }
+            format!("{PREFIX}{module}.base_layer.{parameter}")
         } else {
             format!("{PREFIX}{name}")
         };
+        base.insert(draft.name.clone(), draft.view.shape().clone());
     }
+    let mut replaced = BTreeSet::new();
     for draft in drafts.iter_mut().filter(|draft| from_adapter(draft)) {
+        let found = draft.view.shape();
+        if let Some(expected) = base.get(&draft.name) {
+            if expected != found {
+                problems.push(shape(adapter, &draft.name, &expected.to_string(), found));
+            }
+            replaced.insert(draft.name.clone());
+            continue;
+        }
         let new = match matrix(&draft.name) {
-            Some((module, name)) if targeted.contains(module) => Some(name),
-            Some(_) => None,
+            Some((module, matrix)) => targeted.contains_key(module).then(|| model_name(module, matrix)),
             None => draft
                 .name
                 .strip_prefix(PREFIX)
@@ -245,11 +287,68 @@ pub(super) fn rename(
             }),
         }
     }
-    for module in targeted.difference(&lora.stored) {
-        let name = format!("{PREFIX}{module}.lora_A.weight");
-        if !missing.accepts(&name) {
-            let (group, for_target) = (NameGroup::one(name), format!("the targeted module {module}"));
-            problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
+    drafts.retain(|draft| from_adapter(draft) || !replaced.contains(&draft.name));
+    for (module, weight) in &targeted {
+        lora.check(module, weight.as_ref(), adapter, missing, problems);
+    }
+}
+
+/// The problem of a tensor of the adapter that has another shape.
+fn shape(adapter: &Adapter, name: &str, expected: &str, found: &Shape) -> Problem {
+    Problem::SourceShape {
+        group: NameGroup::one(name),
+        file: adapter.dir.join("adapter_model.safetensors").display().to_string(),
+        rule: RuleLocation::default(),
+        expected: expected.to_owned(),
+        found: found.clone(),
+    }
+}
+
+impl Lora {
+    /// Checks that a targeted module has all of its matrices, in the shapes that its rank and the base's weight give them.
+    fn check(
+        &self,
+        module: &str,
+        weight: Option<&Shape>,
+        adapter: &Adapter,
+        missing: &Allow,
+        problems: &mut Vec<Problem>,
+    ) {
+        let empty = BTreeMap::new();
+        let found = self.stored.get(module).unwrap_or(&empty);
+        let of_embedding = found.keys().any(|matrix| matrix.starts_with("lora_embedding_"));
+        let [a, b] =
+            if of_embedding { ["lora_embedding_A", "lora_embedding_B"] } else { ["lora_A.weight", "lora_B.weight"] };
+        let mut wanted = vec![a, b];
+        wanted.extend(self.has_magnitudes.then_some("lora_magnitude_vector"));
+        wanted.extend((self.has_bias && !of_embedding).then_some("lora_B.bias"));
+        for matrix in wanted.into_iter().filter(|matrix| !found.contains_key(*matrix)) {
+            let name = format!("{PREFIX}{module}.{matrix}");
+            if !missing.accepts(&name) {
+                let (group, for_target) = (NameGroup::one(name), format!("the targeted module {module}"));
+                problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
+            }
+        }
+        // The weight of an embedding is `[entries, width]`: an entry is an input.
+        let swapped = self.is_transposed != of_embedding;
+        let weight = weight.and_then(|weight| match (weight.extents(), swapped) {
+            ([out, inner], false) | ([inner, out], true) => Some((*out, *inner)),
+            _ => None,
+        });
+        let rank = self.ranks.of(module);
+        let sides = [(a, rank, weight.map(|(_, inner)| inner)), (b, weight.map(|(out, _)| out), rank)];
+        for (matrix, rows, columns) in sides {
+            // Convolutions have further axes.
+            let Some(stored) = found.get(matrix).filter(|stored| stored.extents().len() == 2) else { continue };
+            let wanted = [rows, columns];
+            let differs =
+                wanted.iter().zip(stored.extents()).any(|(wanted, found)| wanted.is_some_and(|it| it != *found));
+            if differs {
+                let [rows, columns] =
+                    wanted.map(|extent| extent.map_or_else(|| "_".to_owned(), |extent| extent.to_string()));
+                let expected = format!("[{rows}, {columns}]");
+                problems.push(shape(adapter, &format!("{PREFIX}{module}.{matrix}"), &expected, stored));
+            }
         }
     }
 }
@@ -261,7 +360,7 @@ mod tests {
     use super::*;
 
     fn lora(config: &Value) -> Lora {
-        let stored = ["m.layers.0.q".to_owned()].into();
+        let stored = [("m.layers.0.q".to_owned(), BTreeMap::new())].into();
         let mut all = json!({"peft_type": "LORA"});
         all.as_object_mut().unwrap().extend(config.as_object().unwrap().clone());
         Lora::read(&all, stored, &mut Vec::new()).unwrap()
@@ -290,8 +389,10 @@ mod tests {
         }
         let lora = lora(&json!({"target_modules": [], "modules_to_save": ["head", "a.b"]}));
         assert_eq!(lora.saved("x.head.weight"), Some(("x.head", "weight")));
-        assert_eq!(lora.saved("overhead.head.p.weight"), Some(("overhead.head", "p.weight")));
+        assert_eq!(lora.saved("overhead.head.p.weight"), Some(("overhead", "head.p.weight")));
+        assert_eq!(lora.saved("x.a.b.weight"), Some(("x.a.b", "weight")));
         assert_eq!(lora.saved("a.bc.weight"), None);
+        assert_eq!(lora.saved("head"), None);
     }
 
     #[test]
@@ -307,7 +408,18 @@ mod tests {
             ("q.lora_A.weight", None),
         ];
         for (name, expected) in rows {
-            assert_eq!(matrix(name).map(|found| found.1).as_deref(), expected, "{name}");
+            let found = matrix(name).map(|(module, matrix)| model_name(module, matrix));
+            assert_eq!(found.as_deref(), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn ranks_are_those_of_modules() {
+        let config = json!({"r": 8, "rank_pattern": {"q": 4, r"layers\.\d\.v": 2}});
+        let ranks = Ranks::read(&config);
+        let rows = [("layers.0.q", 4), ("q", 4), ("layers.0.xq", 8), ("m.layers.3.v", 2), ("m.layers.30.v", 8)];
+        for (module, rank) in rows {
+            assert_eq!(ranks.of(module), Some(rank), "{module}");
         }
     }
 }

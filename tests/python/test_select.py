@@ -34,6 +34,11 @@ ADAPTERS = {
     "saved": (dict(target_modules=["o_proj"], modules_to_save=["lm_head"]), False),
     "dora": (dict(target_modules=["gate_proj"], use_dora=True), False),
     "embedding": (dict(target_modules=["embed_tokens", "q_proj"]), False),
+    "embedding, its base saved": (dict(target_modules=["embed_tokens", "q_proj"]), False),
+    "head, its base saved": (dict(target_modules=["lm_head", "q_proj"]), False),
+    "end of names": (dict(target_modules=["q_proj"], modules_to_save=["embed_tokens", "norm"]), False),
+    "ranks": (dict(target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 2}, use_rslora=True), False),
+    "bias": (dict(target_modules=["q_proj"], lora_bias=True), False),
     "tied": (dict(target_modules=["q_proj"]), True),
 }
 
@@ -47,7 +52,7 @@ def test_lora_has_the_names_of_a_peft_model(kind, own, tmp_path):
     for name, parameter in model.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
             parameter.data.normal_()
-    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers="base saved" in kind)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").state_dict()
 
