@@ -2,15 +2,17 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
+    ffi::OsString,
     fs,
-    os::unix::fs::symlink,
+    os::unix::{ffi::OsStringExt, fs::symlink},
     path::{Path, PathBuf},
     time::Instant,
 };
 
 use ckfs::{
     checkpoint::{
-        Checkpoint, CheckpointError, Experts, FileRole, IgnoreReason, OpenOptions, Problem, Qkv, Quantization, Summary,
+        Accepted, Checkpoint, CheckpointError, Experts, FileRole, IgnoreReason, OpenOptions, Problem, Qkv,
+        Quantization, Summary,
     },
     format::safetensors::{DATA_ALIGNMENT, tensor_bytes, write_header},
     source::FileId,
@@ -732,4 +734,48 @@ fn large_repositories_open_fast() {
     assert!(per_tensor < 150, "{per_tensor} bytes per tensor");
     assert!(elapsed.as_secs() < 10, "generous, as tests run unoptimized on shared machines: {elapsed:?}");
     assert_eq!(checkpoint.quantized().tensors.len(), all.len() / 2);
+}
+
+#[test]
+fn an_index_may_disagree_with_the_files_where_that_is_allowed() {
+    let repo = Repo::new().weights("a.safetensors", &[("t", W, &[1]), ("unnamed", W, &[1])]).index(&[
+        ("t", "a.safetensors"),
+        ("gone", "a.safetensors"),
+        ("lost", "b.safetensors"),
+    ]);
+    let open = |missing: &'static [&'static str], unmapped: &'static [&'static str]| {
+        let accepted = |names: &'static [&'static str]| Accepted::new(move |name| names.contains(&name));
+        let (allow_missing, allow_unmapped) = (accepted(missing), accepted(unmapped));
+        let options = OpenOptions { allow_missing, allow_unmapped, ..OpenOptions::default() };
+        Checkpoint::open(repo.0.path().to_str().unwrap(), &options)
+    };
+    let checkpoint = open(&["gone", "lost"], &["unnamed"]).unwrap();
+    let mut names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["t", "unnamed"]);
+    let [missing, unmapped] = checkpoint.warnings() else { panic!("{:?}", checkpoint.warnings()) };
+    assert!(missing.starts_with("2 tensors, the first of them") && missing.contains("found in no file"), "{missing}");
+    assert!(unmapped.starts_with("tensor \"unnamed\": not named by the index"), "{unmapped}");
+    for (missing, unmapped, left) in [
+        (&["gone"][..], &["unnamed"][..], "b.safetensors"),
+        (&["lost"], &["unnamed"], "gone"),
+        (&["gone", "lost"], &[], "unnamed"),
+    ] {
+        let error = open(missing, unmapped).unwrap_err();
+        let CheckpointError::Problems { problems, .. } = &error else { panic!("{error}") };
+        assert!(problems.len() == 1 && problems[0].is_of_index() && error.to_string().contains(left), "{error}");
+    }
+}
+
+#[test]
+fn a_name_that_is_not_utf8_is_passed_over_unless_it_may_be_weights() {
+    let name = |end: &str| PathBuf::from(OsString::from_vec([b"notes-\xff", end.as_bytes()].concat()));
+    let repo = Repo::new().weights("a.safetensors", &[("t", W, &[1])]);
+    fs::write(repo.0.path().join(name(".txt")), "x").unwrap();
+    let checkpoint = repo.try_open().unwrap();
+    let file = checkpoint.files().iter().find(|file| file.role == FileRole::Ignored(IgnoreReason::NotUtf8)).unwrap();
+    assert_eq!(file.path, "notes-\u{fffd}.txt");
+    fs::write(repo.0.path().join(name(".safetensors")), "x").unwrap();
+    let error = repo.try_open().unwrap_err().to_string();
+    assert!(error.contains("is not UTF-8") && error.contains("notes-"), "{error}");
 }

@@ -668,6 +668,7 @@ fn a_mount_lives_from_mount_to_umount() {
     assert_eq!((ran.text().as_str(), ran.err.as_str()), ("", ""));
     assert_eq!(fs::read(fixture.path("mnt/dev1/layers/scanned/wq")).unwrap(), stacked(3, 6));
     fixture.run(&["mount", "model", "mnt"]).fails(1, "already mounted");
+    fixture.run(&["mount", "model", "mnt/dev1"]).fails(1, "is a directory of the mount on");
 
     let json = fixture.run(&["status", "mnt", "--json"]).ok().json();
     let mount = &json["mounts"][0];

@@ -331,6 +331,8 @@ fn a_source_that_changes_is_one_line_however_often_it_is_read() {
     let text = fs::read_to_string(&log).unwrap();
     assert_eq!(text.matches("changed since it was opened").count(), 1, "{text}");
     assert!(text.lines().count() < 8, "{text}");
+    let mut failed = text.lines().filter(|line| line.contains("read failed"));
+    assert!(failed.all(|line| line.contains(" tensor=\"") && line.contains(" start=")), "{text}");
 }
 
 #[test]

@@ -1369,6 +1369,15 @@ fn names_that_orbax_cannot_find_again_are_reported() {
         "{}",
         only.reason
     );
+    // Files of Orbax itself.
+    for name in ["_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"] {
+        let shapes = [(name.to_owned(), (DType::F32, vec![3])), ("y".to_owned(), (DType::F32, vec![3]))];
+        let (_directory, checkpoint) = hollow(&serde_json::json!({}), &shapes.into());
+        let options = ViewOptions { layout: Layout::Hf, ..ViewOptions::default() };
+        let found = unavailable(&Plan::build(&checkpoint, &options).unwrap());
+        let reason = found.iter().find(|unavailable| unavailable.format == "orbax").map(|found| found.reason.as_str());
+        assert_eq!(reason.unwrap(), format!("{name}: the format has a file of its own of this name"));
+    }
 }
 
 /// MaxText's layouts cast floats unless the user keeps them.

@@ -424,6 +424,7 @@ impl ChosenFiles<'_> {
             problems.push(Problem::TooLarge);
             TensorTable::default()
         });
+        self.warnings.extend(problems.warnings());
         problems.refuse(&self.located.label)?;
         let Located { path, label, revision, remote: _ } = self.located;
         Ok(Checkpoint {

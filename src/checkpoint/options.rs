@@ -1,6 +1,7 @@
 //! How a repository is opened.
 
 use std::{
+    fmt,
     path::PathBuf,
     sync::{Arc, OnceLock},
 };
@@ -9,6 +10,30 @@ use crate::source::{
     Fetches, SourceIo,
     remote::{RemoteOptions, cache::Cache, open_cache},
 };
+
+/// Names of tensors that are accepted; none by default.
+#[derive(Clone, Default)]
+pub struct Accepted(Option<Arc<NameTest>>);
+
+type NameTest = dyn Fn(&str) -> bool + Send + Sync;
+
+impl Accepted {
+    /// The names for which `accepts` is true.
+    pub fn new(accepts: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(accepts)))
+    }
+
+    /// Whether a name is accepted.
+    pub fn accepts(&self, name: &str) -> bool {
+        self.0.as_ref().is_some_and(|accepts| accepts(name))
+    }
+}
+
+impl fmt::Debug for Accepted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Accepted").field(&self.0.is_some()).finish()
+    }
+}
 
 /// How to open a repository.
 #[derive(Clone, Debug, Default)]
@@ -27,6 +52,10 @@ pub struct OpenOptions {
     pub follow_symlinks: bool,
     /// Opens the whole training state of a checkpoint that has one, not the model alone.
     pub training_state: bool,
+    /// Tensors that the index may name although no file has them.
+    pub allow_missing: Accepted,
+    /// Tensors that a file may have although the index does not name them.
+    pub allow_unmapped: Accepted,
     /// Where every wait for storage is noted.
     pub fetches: Arc<Fetches>,
     /// Asks the Hub for names that the Hub's cache lacks, and for what a branch stands for now.

@@ -6,7 +6,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{file::IgnoreReason, orbax::problem::OrbaxProblem, printable::printable};
+use super::{
+    file::IgnoreReason,
+    options::{Accepted, OpenOptions},
+    orbax::problem::OrbaxProblem,
+    printable::printable,
+};
 use crate::{
     format::safetensors::HeaderErrors,
     source::{SourceError, remote::RemoteError},
@@ -431,16 +436,64 @@ fn list_problems(label: &str, problems: &[Problem], more: usize) -> String {
     List(label, problems, more).to_string()
 }
 
+impl Problem {
+    /// Whether the index and the files disagree about the tensors that there are.
+    pub fn is_of_index(&self) -> bool {
+        matches!(self, Self::MissingFile { .. } | Self::NotInFile { .. } | Self::NotInIndex { .. })
+    }
+}
+
 /// Problems in the order in which they are found.
 #[derive(Debug, Default)]
 pub(super) struct Problems {
     list: Vec<Problem>,
     more: usize,
+    allow_missing: Accepted,
+    allow_unmapped: Accepted,
+    /// Tensors that were accepted.
+    missing: Expected,
+    unmapped: Expected,
 }
 
 impl Problems {
+    /// No problems yet, of which some will be accepted.
+    pub(super) fn accepting(options: &OpenOptions) -> Self {
+        let (allow_missing, allow_unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
+        Self { allow_missing, allow_unmapped, ..Self::default() }
+    }
+
     pub(super) fn push(&mut self, problem: Problem) {
-        if self.list.len() < PROBLEMS_MAX { self.list.push(problem) } else { self.more += 1 }
+        if let Problem::NotInFile { tensor, .. } = &problem
+            && self.allow_missing.accepts(tensor)
+        {
+            self.missing.add(tensor);
+        } else if let Problem::NotInIndex { tensor, .. } = &problem
+            && self.allow_unmapped.accepts(tensor)
+        {
+            self.unmapped.add(tensor);
+        } else if self.list.len() < PROBLEMS_MAX {
+            self.list.push(problem);
+        } else {
+            self.more += 1;
+        }
+    }
+
+    /// Accepts that all of these tensors are missing, or none of them. Returns whether it does.
+    pub(super) fn accept_missing<'a>(&mut self, names: impl Iterator<Item = &'a str> + Clone) -> bool {
+        let all = names.clone().all(|name| self.allow_missing.accepts(name));
+        if all {
+            names.for_each(|name| self.missing.add(name));
+        }
+        all
+    }
+
+    /// Warnings of what was accepted.
+    pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
+        let missing = (self.missing.count > 0)
+            .then(|| format!("{}: named by the index, found in no file, left out (--allow-missing)", self.missing));
+        let unmapped = (self.unmapped.count > 0)
+            .then(|| format!("{}: not named by the index, shown nevertheless (--allow-unmapped)", self.unmapped));
+        missing.into_iter().chain(unmapped)
     }
 
     pub(super) fn append(&mut self, other: Self) {

@@ -6,7 +6,7 @@ use anyhow::anyhow;
 
 use super::{denied::denied, own_mount};
 use crate::{
-    checkpoint::CheckpointError,
+    checkpoint::{CheckpointError, Problem},
     config::{ConfigError, nearest},
     fuse::{DaemonError, MountError, UnmountError, ckfs_mounts},
 };
@@ -62,6 +62,7 @@ fn after_mount(error: &MountError) -> Option<&'static str> {
         | MountError::Descriptor { .. }
         | MountError::NotDirectory { .. }
         | MountError::Occupied { .. }
+        | MountError::Inside { .. }
         | MountError::Stale { .. }
         | MountError::System { .. } => None,
     }
@@ -90,6 +91,11 @@ fn after_open(error: &CheckpointError) -> Option<String> {
         CheckpointError::NoHome { .. } => {
             Some("set HF_HOME or HOME to where the hub cache is, or give --cache-dir DIR".to_owned())
         }
+        CheckpointError::Problems { problems, .. } if problems.iter().any(Problem::is_of_index) => Some(
+            "--allow-missing[=PATTERN] accepts tensors that the index names and no file has, --allow-unmapped[=PATTERN] those that \
+             the index does not name"
+                .to_owned(),
+        ),
         error => {
             let (file, _) = error.unreadable().filter(|(_, error)| error.kind() == io::ErrorKind::PermissionDenied)?;
             denied(file)

@@ -16,8 +16,10 @@ use super::{
     own_mount, patience,
 };
 use crate::{
-    checkpoint::{Checkpoint, OpenOptions, printable},
-    config::{Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount},
+    checkpoint::{Accepted, Checkpoint, OpenOptions, printable},
+    config::{
+        Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, ViewSettings,
+    },
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
@@ -143,6 +145,14 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
     let (remote, asks_hub) = (remote_options(&config.mount), true);
     let training_state = config.mount.training_state.unwrap_or(false);
+    // Later each view checks for itself what it needs.
+    let allowed = |of: fn(&ViewSettings) -> &Option<Allow>| {
+        let allowed: Vec<Allow> =
+            config.views.iter().map(|view| of(&view.settings).clone().unwrap_or_default()).collect();
+        Accepted::new(move |name| !allowed.is_empty() && allowed.iter().all(|allow| allow.accepts(name)))
+    };
+    let (allow_missing, allow_unmapped) =
+        (allowed(|settings| &settings.allow_missing), allowed(|settings| &settings.allow_unmapped));
     let options = OpenOptions {
         io,
         adapters,
@@ -150,6 +160,8 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         fill_from,
         follow_symlinks,
         training_state,
+        allow_missing,
+        allow_unmapped,
         fetches,
         asks_hub,
         remote,

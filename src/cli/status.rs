@@ -81,6 +81,24 @@ impl MountHealth {
     }
 }
 
+impl MountHealth {
+    /// What a mount that says nothing of itself suffers from, and what to do.
+    const fn remedy(self) -> Option<&'static str> {
+        match self {
+            Self::Healthy | Self::Degraded => None,
+            Self::Stale => {
+                Some("its daemon is gone: `ckfs umount` removes the mount, and so does the next `ckfs mount` there")
+            }
+            Self::Stuck => Some(
+                "no answer within 5 s: its daemon is stopped or waits for its storage, and its log says more; \
+                 `ckfs umount --lazy` takes it away",
+            ),
+            Self::Failing => Some("it answers with an error, which its log names"),
+            Self::Private => Some("another user's: that user and root may ask it"),
+        }
+    }
+}
+
 /// The report of a mount about itself.
 #[derive(Debug)]
 pub(super) struct Probe {
@@ -142,6 +160,7 @@ fn describe(entry: &MountEntry, probe: &Probe) -> Value {
         "name": source.strip_prefix("ckfs:").unwrap_or(&source),
         "source": probe.config.as_ref().and_then(|config| config.source.clone()),
         "health": probe.health.name(),
+        "remedy": probe.health.remedy(),
         "pid": probe.stats["pid"],
         "views": views(probe.config.as_ref()),
         "problems": probe.stats["problems"],
@@ -249,6 +268,9 @@ fn text(mount: &Value) -> String {
     let _ = writeln!(text, "  source  {source}");
     let process = mount["pid"].as_u64().map_or_else(String::new, |pid| format!(", process {pid}"));
     let _ = writeln!(text, "  health  {}{process}", word(&mount["health"]));
+    if let Some(remedy) = mount["remedy"].as_str() {
+        let _ = writeln!(text, "          {remedy}");
+    }
     text.push_str(&problems_text(&mount["stats"]));
     for view in mount["views"].as_array().into_iter().flatten() {
         let (name, mesh) = (word(&view["name"]), word(&view["mesh"]));

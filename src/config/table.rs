@@ -80,7 +80,7 @@ pub static SETTINGS: &[Setting] = &[
          the layout decides: those of MaxText cast to bf16, others keep.",
     )
     .more(
-        "Rounding is to nearest, ties to even, bit for bit as torch and ml_dtypes do. Quantized weights are decoded. What the \
+        "Rounding is to nearest, ties to even, bit for bit as numpy with ml_dtypes does through f32. Quantized weights are decoded. What the \
          model's own code keeps in float32 stays as it is stored, but for the layouts of MaxText.",
     ).common(),
     Setting::new(
@@ -130,7 +130,7 @@ pub static SETTINGS: &[Setting] = &[
         "Accepts a checkpoint that lacks layers or tensors: any, or those that match the pattern. May be repeated.",
     )
     .more(
-        "Layouts of rules leave out the tensors that need them.\n\n\
+        "Layouts of rules leave out the tensors that need them. The index may name tensors that no file has.\n\n\
          In patterns `*` is any text and `?` one character; between slashes is a regular expression: '/rotary/'.",
     ),
     Setting::new(
@@ -272,7 +272,7 @@ pub static SETTINGS: &[Setting] = &[
         "Reads flags from a TOML file; flags given as well win.",
     )
     .more(
-        "Keys are the flags' names with underscores: {keys}; and tables `[view.NAME]` for several views of the source, \
+        "Keys are the flags' names with underscores, some with their unit: {keys}; and tables `[view.NAME]` for several views of the source, \
          each under MNT/NAME/. Paths are relative to the file.",
     )
     .flag_only().common(),
@@ -536,11 +536,12 @@ pub static KEYS: LazyLock<String> = LazyLock::new(|| {
     };
     let tables = |form| of(form).into_iter().map(|key| format!("`[[{key}]]`")).collect::<Vec<_>>().join(", ");
     format!(
-        "{}, {} (a boolean or patterns), {} (lists); rules {}, where a rename has `match` and `to`, or `mapping`; tables {} and `[mount]`",
+        "{}, {} (a boolean or patterns), {} (lists); rules {}, where a rename has `match` and `to`, or `mapping`; tables {} and `[mount]`, with the options of mounts: {}",
         of(KeyForm::Word).join(", "),
         of(KeyForm::Allow).join(" and "),
         of(KeyForm::List).join(" and "),
         tables(KeyForm::Rules),
         of(KeyForm::Table).into_iter().map(|key| format!("`[{key}]`")).collect::<Vec<_>>().join(", "),
+        SETTINGS.iter().filter(|row| row.home == Home::Mount).map(Setting::toml_key).collect::<Vec<_>>().join(", "),
     )
 });

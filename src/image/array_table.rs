@@ -74,6 +74,18 @@ pub(super) fn grid(plan: &Plan, tensor: &PlannedTensor) -> ChunkGrid {
     ChunkGrid::new(tensor.view.dtype(), shape, &parts, plan.chunk_bytes_max.unwrap_or(CHUNK_BYTES_MAX))
 }
 
+/// Names of files beside the arrays, here or as Orbax looks for them.
+const RESERVED: [&str; 8] = [
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "_sharding",
+    "array_metadatas",
+    "commit_success.txt",
+    "manifest.ocdbt",
+    "ocdbt.process_0",
+    "d",
+];
+
 /// The name of a tensor's array, and the name where that one is no path.
 ///
 /// # Errors
@@ -87,6 +99,9 @@ fn array_names(plan: &Plan, tensor: &PlannedTensor) -> Result<(String, String), 
     // TensorStore, Orbax's storage library, treats it as a slash.
     if name.contains('\\') {
         return Err(format!("{}: the array's directory would have a name with a backslash", tensor.name));
+    }
+    if RESERVED.contains(&name.as_str()) {
+        return Err(format!("{}: the format has a file of its own of this name", tensor.name));
     }
     Ok((name, plan.escaped_keys(tensor).join(".")))
 }

@@ -173,7 +173,7 @@ pub(in crate::checkpoint) fn choose_indexed(
     if expected.is_empty() {
         problems.push(Problem::EmptyIndex { index: name.to_owned() });
     }
-    for (path, tensors) in index.files.iter().zip(expected) {
+    for (number, (path, tensors)) in index.files.iter().zip(expected).enumerate() {
         if !stays_inside(path) {
             problems.push(Problem::OutsideRepository { index: name.to_owned(), path: path.clone(), tensors });
             continue;
@@ -182,7 +182,9 @@ pub(in crate::checkpoint) fn choose_indexed(
             let (index, file) = (name.to_owned(), path.clone());
             Problem::MissingFile { index, file, tensors, found }
         };
+        let of_file = index.tensors.iter().filter(|(_, file)| *file as usize == number).map(|(tensor, _)| &**tensor);
         match files.iter_mut().find(|file| file.path == *path) {
+            None if problems.accept_missing(of_file) => {}
             None => problems.push(missing("not there".into())),
             Some(Listed { role: FileRole::Ignored(reason), .. }) => problems.push(missing(format!("a {reason}"))),
             Some(file) => file.role = FileRole::Weights,

@@ -48,6 +48,8 @@ pub enum IgnoreReason {
     Mount,
     /// Bookkeeping of git or of the hub's client; not listed further.
     Bookkeeping,
+    /// Its name is not UTF-8. The path has replacement characters.
+    NotUtf8,
 }
 
 impl IgnoreReason {
@@ -60,7 +62,8 @@ impl IgnoreReason {
             | Self::LinkedDirectory
             | Self::Special
             | Self::Mount
-            | Self::Bookkeeping => false,
+            | Self::Bookkeeping
+            | Self::NotUtf8 => false,
         }
     }
 }
@@ -78,6 +81,7 @@ impl fmt::Display for IgnoreReason {
             Self::Special => "not a regular file",
             Self::Mount => "directory that ckfs made",
             Self::Bookkeeping => "bookkeeping, not contents",
+            Self::NotUtf8 => "name that is not UTF-8",
         })
     }
 }

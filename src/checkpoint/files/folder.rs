@@ -60,7 +60,7 @@ impl Folder {
             leave_out_links(&mut files, &mut warnings, |file| !is_weights(&file.path));
         }
         let (fetches, follow_symlinks) = (Arc::clone(&options.fetches), options.follow_symlinks);
-        let problems = Problems::default();
+        let problems = Problems::accepting(options);
         Ok(Self { located, root: Some(root), files, directories, warnings, problems, fetches, follow_symlinks })
     }
 
@@ -72,7 +72,7 @@ impl Folder {
     ) -> Result<Self, CheckpointError> {
         let Listing { files, directories } = listing::of_remote(tree)?;
         let (fetches, follow_symlinks) = (Arc::clone(&options.fetches), options.follow_symlinks);
-        let (warnings, problems) = (Vec::new(), Problems::default());
+        let (warnings, problems) = (Vec::new(), Problems::accepting(options));
         Ok(Self { located, root: None, files, directories, warnings, problems, fetches, follow_symlinks })
     }
 

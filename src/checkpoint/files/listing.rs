@@ -133,12 +133,20 @@ fn walk(root: &Beneath, relative: &str, depth: usize, looking: &Fetching<'_>, li
     for entry in fs::read_dir(&dir).map_err(with_path)? {
         looking.advance();
         let entry = entry.map_err(with_path)?;
-        let name = entry.file_name().into_string().map_err(|name| {
-            io::Error::new(
-                io::ErrorKind::InvalidData,
-                format!("{}: file name {} is not UTF-8", dir.display(), name.display()),
-            )
-        })?;
+        let name = match entry.file_name().into_string() {
+            Ok(name) => name,
+            // Weights are not passed over.
+            Err(name) if name.as_encoded_bytes().ends_with(b".safetensors") => {
+                let message = format!("{}: file name {} is not UTF-8", dir.display(), name.display());
+                return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+            }
+            Err(name) => {
+                let path = format!("{prefix}{}", name.to_string_lossy());
+                let role = FileRole::Ignored(IgnoreReason::NotUtf8);
+                listing.files.push(Listed { path, role, size_bytes: 0, state: Opening::Nothing });
+                continue;
+            }
+        };
         let path = format!("{prefix}{name}");
         let own = entry.file_type().map_err(with_path)?;
         let mut add = |role, size_bytes, state| {

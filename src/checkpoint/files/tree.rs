@@ -176,10 +176,8 @@ impl FileTree for LocalTree {
             listing.advance();
             let entry = entry.map_err(failed)?;
             let kind = entry.file_type().map_err(failed)?;
-            let name = entry.file_name().into_string();
-            let name = name.map_err(|name| {
-                failed(io::Error::new(ErrorKind::InvalidData, format!("the name {} is not UTF-8", name.display())))
-            })?;
+            // No format asks for a name that is not UTF-8.
+            let Ok(name) = entry.file_name().into_string() else { continue };
             entries.push(TreeEntry { name, is_directory: kind.is_dir() });
         }
         entries.sort_by(|left, right| left.name.cmp(&right.name));

@@ -25,12 +25,12 @@ impl Merged {
     pub(super) fn add(&mut self, mount: &str, text: &str) {
         let label = format!("mount=\"{}\"", escaped(mount));
         // Help comes before the type, which changes the family's name.
-        let mut helps: BTreeMap<&str, &str> = BTreeMap::new();
+        let mut helps: BTreeMap<&str, String> = BTreeMap::new();
         let mut family = String::new();
         for line in text.lines() {
             if let Some(rest) = line.strip_prefix("# HELP ") {
                 let (name, help) = rest.split_once(' ').unwrap_or((rest, ""));
-                helps.insert(name, help);
+                helps.insert(name, unpadded(help));
             } else if let Some(rest) = line.strip_prefix("# TYPE ") {
                 let (name, kind) = rest.split_once(' ').unwrap_or((rest, "untyped"));
                 let (suffix, kind) = match kind {
@@ -42,7 +42,7 @@ impl Merged {
                 family = format!("{name}{suffix}");
                 let entry = self.0.entry(family.clone()).or_default();
                 kind.clone_into(&mut entry.kind);
-                helps.get(name).copied().unwrap_or_default().clone_into(&mut entry.help);
+                entry.help = helps.get(name).cloned().unwrap_or_default();
             } else if !line.starts_with('#')
                 && let Some(sample) = labelled(line, &label)
                 && let Some(entry) = self.0.get_mut(&family)
@@ -74,6 +74,11 @@ impl Merged {
     }
 }
 
+/// A help text without the spaces with which a mount fills its file, before the last period.
+fn unpadded(help: &str) -> String {
+    help.strip_suffix('.').map_or_else(|| help.trim_end().to_owned(), |text| format!("{}.", text.trim_end()))
+}
+
 /// A sample with one label more, before those that it has.
 fn labelled(line: &str, label: &str) -> Option<String> {
     let end = line.find(['{', ' '])?;
@@ -96,7 +101,7 @@ mod tests {
 
     #[test]
     fn samples_of_a_family_stand_together() {
-        let text = "# HELP ckfs_a Some a.\n# TYPE ckfs_a counter\nckfs_a_total 1\n# HELP ckfs_build Version.\n\
+        let text = "# HELP ckfs_a Some a.\n# TYPE ckfs_a counter\nckfs_a_total 1\n# HELP ckfs_build Version   .\n\
                     # TYPE ckfs_build info\nckfs_build_info{version=\"1\"} 1\n# TYPE ckfs_g gauge\n# UNIT ckfs_g bytes\nckfs_g{} 2\n# EOF\n";
         let mut merged = Merged::default();
         merged.add("/m", text);

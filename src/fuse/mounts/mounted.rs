@@ -10,7 +10,7 @@ use std::{
     io::{self, IoSliceMut, Read},
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
-        unix::net::UnixStream,
+        unix::{fs::MetadataExt as _, net::UnixStream},
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -28,7 +28,7 @@ use super::{
     FS_TYPE,
     mount_id::unique_mount_id,
     mount_user::{MountUser, mount_users},
-    mountinfo::{Device, MountEntry, is_stale, locate, mount_at, mounts},
+    mountinfo::{Device, MountEntry, ckfs_mounts, is_stale, locate, mount_at, mounts},
     options::MountOptions,
     unmount::{UnmountError, unmount_once},
 };
@@ -74,6 +74,14 @@ pub enum MountError {
         fs_type: String,
         /// Its source.
         source_name: String,
+    },
+    /// A directory of a live mount of ckfs, part of which would be hidden.
+    #[error("mountpoint {}: is a directory of the mount on {}; choose another one", path.display(), mount.display())]
+    Inside {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// Where that mount is.
+        mount: PathBuf,
     },
     /// A mount without its daemon is there and cannot be removed.
     #[error("mountpoint {}: cannot remove the stale mount: {source}", path.display())]
@@ -217,6 +225,12 @@ fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
     let path = locate(mountpoint).map_err(in_path)?.path;
     if !fs::metadata(&path).map_err(in_path)?.is_dir() {
         return Err(MountError::NotDirectory { path: mountpoint.to_owned() });
+    }
+    // The device tells a directory of ours from one of a mount that covers ours.
+    let device = fs::metadata(&path).map_err(in_path)?.dev();
+    let around = |entry: &MountEntry| path.starts_with(&entry.mountpoint) && entry.device.number() == device;
+    if let Some(entry) = ckfs_mounts().into_iter().find(around) {
+        return Err(MountError::Inside { path, mount: entry.mountpoint });
     }
     if fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_some()) {
         info!("{} is not empty; what it holds is hidden while mounted", path.display());

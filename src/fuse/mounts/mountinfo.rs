@@ -23,7 +23,7 @@ use std::{
 use nix::{
     errno::Errno,
     fcntl::{OFlag, open},
-    sys::stat::Mode,
+    sys::stat::{Mode, makedev},
 };
 
 use super::FS_TYPE;
@@ -35,6 +35,13 @@ pub struct Device {
     pub major: u32,
     /// Minor number.
     pub minor: u32,
+}
+
+impl Device {
+    /// The number that `stat` gives for files on the mount.
+    pub fn number(self) -> u64 {
+        makedev(u64::from(self.major), u64::from(self.minor))
+    }
 }
 
 impl fmt::Display for Device {

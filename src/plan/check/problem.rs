@@ -37,7 +37,7 @@ pub enum Problem {
         error: TilingError,
     },
     /// Two tensors would have one name, or one would be a directory that holds the other.
-    #[error("{first} and {second} would both be at {path}")]
+    #[error("{} would both be at {path}", pair(first, second))]
     Collision {
         /// Path in the mount.
         path: String,
@@ -281,6 +281,11 @@ impl Problem {
     pub(in crate::plan) fn missing(group: NameGroup) -> Self {
         Self::MissingTensor { group, for_target: String::new(), rule: RuleLocation::default() }
     }
+}
+
+/// Two tensors, which may have one name.
+fn pair(first: &str, second: &str) -> String {
+    if first == second { format!("two tensors named {first}") } else { format!("{first} and {second}") }
 }
 
 fn missing_layers(layers: &BTreeSet<u64>) -> String {
