@@ -22,6 +22,8 @@ pub enum Aspect {
     Device,
     /// Inode number: another file.
     Inode,
+    /// Whether a directory names it: 0 after it was deleted.
+    Named,
     /// A version that the source counts itself.
     Version,
 }
@@ -30,8 +32,9 @@ impl fmt::Display for Aspect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Size => "size in bytes",
-            Self::Modified => "modification time",
-            Self::StatusChanged => "status change time",
+            Self::Modified => "modification time in ns",
+            Self::StatusChanged => "status change time in ns (content, name, links or permissions)",
+            Self::Named => "names (0 when deleted)",
             Self::Device => "device",
             Self::Inode => "inode",
             Self::Version => "version",

@@ -135,7 +135,12 @@ pub(in crate::checkpoint) fn of_files(files: &[Listed]) -> Option<String> {
     if files.is_empty() {
         return Some("the directory is empty".to_owned());
     }
-    let inside = checkpoints_inside(files);
+    let mut inside = checkpoints_inside(files);
+    // The database in an item, and the item in a step, are no choices of their own.
+    let all = inside.clone();
+    inside.retain(|path| {
+        !Path::new(path).ancestors().skip(1).any(|above| above.to_str().is_some_and(|it| all.contains(it)))
+    });
     if !inside.is_empty() {
         let more = if inside.len() > 8 { ", and more" } else { "" };
         let shown: Vec<&str> = inside.iter().rev().take(8).map(String::as_str).collect();

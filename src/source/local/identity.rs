@@ -1,4 +1,4 @@
-//! The identity of a local file: device, inode, size, modification and status change time, all read from the open file.
+//! The identity of a local file: device, inode, whether it has a name, size, modification and status change time, all read from the open file.
 
 use std::time::{Duration, SystemTime};
 
@@ -11,6 +11,7 @@ use super::super::Aspect;
 pub(super) struct Identity {
     device: u64,
     inode: u64,
+    is_named: bool,
     pub(super) size_bytes: u64,
     modified_ns: i128,
     status_changed_ns: i128,
@@ -22,6 +23,7 @@ impl Identity {
         Self {
             device: stat.st_dev,
             inode: stat.st_ino,
+            is_named: stat.st_nlink > 0,
             size_bytes: u64::try_from(stat.st_size).expect("the kernel gives no negative size"),
             modified_ns: ns(stat.st_mtime, stat.st_mtime_nsec),
             status_changed_ns: ns(stat.st_ctime, stat.st_ctime_nsec),
@@ -38,6 +40,7 @@ impl Identity {
         [
             (Aspect::Device, i128::from(self.device), i128::from(found.device)),
             (Aspect::Inode, i128::from(self.inode), i128::from(found.inode)),
+            (Aspect::Named, i128::from(self.is_named), i128::from(found.is_named)),
             (Aspect::Size, i128::from(self.size_bytes), i128::from(found.size_bytes)),
             (Aspect::Modified, self.modified_ns, found.modified_ns),
             (Aspect::StatusChanged, self.status_changed_ns, found.status_changed_ns),
