@@ -847,7 +847,7 @@ fn rules_that_do_not_fit_are_refused_naming_leaf_and_line() {
             format!(
                 "name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'model.norm.weight'\n[[leaf]]\nto = 'a'\nfrom = 'model.norm.weight'"
             ),
-            "a and a would both be at a",
+            "two tensors named a would both be at a",
         ),
     ];
     for (text, expected) in rows {

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::{
     Allow,
-    draft::Draft,
+    draft::{Draft, Roles},
     name_group::NameGroup,
     problem::{Problem, RuleLocation},
 };
@@ -239,7 +239,7 @@ pub(super) fn rename(
     };
     // Targeted modules, with the shapes of their weights.
     let mut targeted: BTreeMap<String, Option<Shape>> = BTreeMap::new();
-    let mut base: HashMap<String, Shape> = HashMap::new();
+    let mut base: HashMap<String, (Shape, Roles)> = HashMap::new();
     for draft in drafts.iter_mut().filter(|draft| !from_adapter(draft)) {
         let name = &draft.name;
         let (module, parameter) = name.rsplit_once('.').unwrap_or(("", name));
@@ -254,15 +254,17 @@ pub(super) fn rename(
         } else {
             format!("{PREFIX}{name}")
         };
-        base.insert(draft.name.clone(), draft.view.shape().clone());
+        base.insert(draft.name.clone(), (draft.view.shape().clone(), draft.roles.clone()));
     }
     let mut replaced = BTreeSet::new();
     for draft in drafts.iter_mut().filter(|draft| from_adapter(draft)) {
-        let found = draft.view.shape();
-        if let Some(expected) = base.get(&draft.name) {
+        if let Some((expected, roles)) = base.get(&draft.name) {
+            let found = draft.view.shape();
             if expected != found {
                 problems.push(shape(adapter, &draft.name, &expected.to_string(), found));
             }
+            // It is cut as the tensor that it replaces.
+            draft.roles = roles.clone();
             replaced.insert(draft.name.clone());
             continue;
         }
