@@ -122,7 +122,7 @@ const DAMAGES: [Damage; 5] = [
             fs::write(path.with_extension("new"), content(300_000, 9)).unwrap();
             fs::rename(path.with_extension("new"), path).unwrap();
         },
-        Aspect::StatusChanged,
+        Aspect::Named,
     ),
 ];
 
@@ -160,7 +160,7 @@ fn a_removed_file_is_noticed() {
     let (dir, source) = local(SourceIo::Auto);
     fs::remove_file(dir.path().join("b.bin")).unwrap();
     assert!(source.check_path(B).is_err());
-    assert!(matches!(source.check(B), Err(SourceError::Changed { aspect: Aspect::StatusChanged, .. })));
+    assert!(matches!(source.check(B), Err(SourceError::Changed { aspect: Aspect::Named, .. })));
 }
 
 #[test]

@@ -213,6 +213,38 @@ fn model_name(module: &str, matrix: &str) -> String {
     format!("{PREFIX}{module}.{kind}.{NAME}{rest}")
 }
 
+/// The base, renamed.
+#[derive(Default)]
+struct Base {
+    /// Targeted modules, with the shapes of their weights.
+    targeted: BTreeMap<String, Option<Shape>>,
+    /// By new name.
+    tensors: HashMap<String, (Shape, Roles)>,
+}
+
+impl Base {
+    fn rename<'d>(drafts: impl Iterator<Item = &'d mut Draft>, lora: &Lora) -> Self {
+        let mut base = Self::default();
+        for draft in drafts {
+            let name = &draft.name;
+            let (module, parameter) = name.rsplit_once('.').unwrap_or(("", name));
+            draft.name = if let Some((module, rest)) = lora.saved(name) {
+                format!("{PREFIX}{module}.original_module.{rest}")
+            } else if lora.targets(module) {
+                let weight = base.targeted.entry(module.to_owned()).or_default();
+                if parameter == "weight" && draft.view.dtype().is_float() {
+                    *weight = Some(draft.view.shape().clone());
+                }
+                format!("{PREFIX}{module}.base_layer.{parameter}")
+            } else {
+                format!("{PREFIX}{name}")
+            };
+            base.tensors.insert(draft.name.clone(), (draft.view.shape().clone(), draft.roles.clone()));
+        }
+        base
+    }
+}
+
 /// Renames drafts, which have the names of base and adapter, to the names of the model with the adapter. `from_adapter`
 /// says which drafts are the adapter's.
 pub(super) fn rename(
@@ -237,25 +269,7 @@ pub(super) fn rename(
             return;
         }
     };
-    // Targeted modules, with the shapes of their weights.
-    let mut targeted: BTreeMap<String, Option<Shape>> = BTreeMap::new();
-    let mut base: HashMap<String, (Shape, Roles)> = HashMap::new();
-    for draft in drafts.iter_mut().filter(|draft| !from_adapter(draft)) {
-        let name = &draft.name;
-        let (module, parameter) = name.rsplit_once('.').unwrap_or(("", name));
-        draft.name = if let Some((module, rest)) = lora.saved(name) {
-            format!("{PREFIX}{module}.original_module.{rest}")
-        } else if lora.targets(module) {
-            let weight = targeted.entry(module.to_owned()).or_default();
-            if parameter == "weight" && draft.view.dtype().is_float() {
-                *weight = Some(draft.view.shape().clone());
-            }
-            format!("{PREFIX}{module}.base_layer.{parameter}")
-        } else {
-            format!("{PREFIX}{name}")
-        };
-        base.insert(draft.name.clone(), (draft.view.shape().clone(), draft.roles.clone()));
-    }
+    let Base { targeted, tensors: base } = Base::rename(drafts.iter_mut().filter(|draft| !from_adapter(draft)), &lora);
     let mut replaced = BTreeSet::new();
     for draft in drafts.iter_mut().filter(|draft| from_adapter(draft)) {
         if let Some((expected, roles)) = base.get(&draft.name) {

@@ -22,7 +22,7 @@ pub enum Aspect {
     Device,
     /// Inode number: another file.
     Inode,
-    /// Whether a directory names it: 0 after it was deleted.
+    /// Whether a directory names it: 0 after it was deleted or replaced.
     Named,
     /// A version that the source counts itself.
     Version,
@@ -34,7 +34,7 @@ impl fmt::Display for Aspect {
             Self::Size => "size in bytes",
             Self::Modified => "modification time in ns",
             Self::StatusChanged => "status change time in ns (content, name, links or permissions)",
-            Self::Named => "names (0 when deleted)",
+            Self::Named => "names (0 when deleted or replaced)",
             Self::Device => "device",
             Self::Inode => "inode",
             Self::Version => "version",
