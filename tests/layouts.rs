@@ -1378,6 +1378,10 @@ fn names_that_orbax_cannot_find_again_are_reported() {
         let reason = found.iter().find(|unavailable| unavailable.format == "orbax").map(|found| found.reason.as_str());
         assert_eq!(reason.unwrap(), format!("{name}: the format has a file of its own of this name"));
     }
+    // Orbax writes a directory of this name, and looks for none.
+    let shapes = [("d".to_owned(), (DType::F32, vec![3]))];
+    let (_directory, checkpoint) = hollow(&serde_json::json!({}), &shapes.into());
+    assert!(unavailable(&Plan::build(&checkpoint, &ViewOptions::default()).unwrap()).is_empty());
 }
 
 /// MaxText's layouts cast floats unless the user keeps them.

@@ -75,7 +75,7 @@ pub(super) fn grid(plan: &Plan, tensor: &PlannedTensor) -> ChunkGrid {
 }
 
 /// Names of files beside the arrays, here or as Orbax looks for them.
-const RESERVED: [&str; 8] = [
+const RESERVED: [&str; 7] = [
     "_METADATA",
     "_CHECKPOINT_METADATA",
     "_sharding",
@@ -83,7 +83,6 @@ const RESERVED: [&str; 8] = [
     "commit_success.txt",
     "manifest.ocdbt",
     "ocdbt.process_0",
-    "d",
 ];
 
 /// The name of a tensor's array, and the name where that one is no path.
