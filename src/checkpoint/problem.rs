@@ -439,7 +439,10 @@ fn list_problems(label: &str, problems: &[Problem], more: usize) -> String {
 impl Problem {
     /// Whether the index and the files disagree about the tensors that there are.
     pub fn is_of_index(&self) -> bool {
-        matches!(self, Self::MissingFile { .. } | Self::NotInFile { .. } | Self::NotInIndex { .. })
+        // The metadata of torch.distributed.checkpoint is an index of another kind, which describes parts of tensors.
+        let is_json = |index: &str| Path::new(index).extension().is_some_and(|extension| extension == "json");
+        matches!(self, Self::NotInFile { .. } | Self::NotInIndex { .. })
+            || matches!(self, Self::MissingFile { index, .. } if is_json(index))
     }
 }
 

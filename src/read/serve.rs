@@ -3,7 +3,12 @@
 use std::sync::{Arc, atomic::Ordering};
 
 use super::{Engine, ReadError, open_file::OpenFile, reader::SegmentReader};
-use crate::{checkpoint::printable, image::Segment, source::Served, tensor::to_usize};
+use crate::{
+    checkpoint::printable,
+    image::Segment,
+    source::{Served, SourceError},
+    tensor::to_usize,
+};
 
 impl Engine {
     /// Reads `len` bytes at `start`, fewer only at the end of the file, and passes them to `reply`. If the result is `Ok`, `reply`
@@ -29,8 +34,13 @@ impl Engine {
             // The source has logged the stall, and the file becomes readable again when it ends.
             if !error.is_stall() && !file.failed.swap(true, Ordering::Relaxed) {
                 // Other errors name it.
-                let tensor =
-                    if matches!(error, ReadError::Changed { .. }) { self.tensor_at(file, start, end) } else { None };
+                let tensor = match error {
+                    ReadError::Changed { error } => self.tensor_of(file, start, end, error),
+                    ReadError::Source { .. }
+                    | ReadError::Tiling { .. }
+                    | ReadError::Panicked
+                    | ReadError::Internal { .. } => None,
+                };
                 let tensor = tensor.map(|tensor| printable(&tensor).into_owned());
                 let error = printable(&error.to_string()).into_owned();
                 tracing::error!(file = file.name, tensor, start, end, "read failed: {error}");
@@ -39,14 +49,15 @@ impl Engine {
         result
     }
 
-    /// A tensor that the span is made of: the first whose source cannot be used.
-    fn tensor_at(&self, file: &OpenFile, start: u64, end: u64) -> Option<String> {
+    /// A tensor that the span is made of: the first in the file that the error is about.
+    fn tensor_of(&self, file: &OpenFile, start: u64, end: u64, error: &SourceError) -> Option<String> {
+        let failed = error.file()?;
         let mut found = None;
         for (segment, _, _) in file.image.spans(start, end) {
             let Segment::View(view) = &file.image.segments()[segment] else { continue };
             view.for_each_stored(&mut |tensor| {
                 let tensor = self.checkpoint.tensor(tensor);
-                if found.is_none() && self.source().check(tensor.file()).is_err() {
+                if found.is_none() && self.source().path(tensor.file()) == failed {
                     found = Some(tensor.name.to_owned());
                 }
             });

@@ -158,6 +158,23 @@ pub enum SourceError {
 }
 
 impl SourceError {
+    /// The file that it is about, if it is about one.
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Self::Changed { file, .. }
+            | Self::Fault { file, .. }
+            | Self::Short { file, .. }
+            | Self::OtherVersion { file, .. }
+            | Self::Corrupt { file, .. }
+            | Self::OutOfBounds { file, .. }
+            | Self::Io { file, .. }
+            | Self::Remote { file, .. }
+            | Self::Stalled { file, .. }
+            | Self::NotRegular { file } => Some(file),
+            Self::FileLimit { .. } => None,
+        }
+    }
+
     /// The file that this error poisons, if it is such an error.
     pub fn poisoned_file(&self) -> Option<&Path> {
         match self {
