@@ -283,6 +283,83 @@ fn tied_heads_are_shown_as_asked() {
     }
 }
 
+/// A model that is tied by its configuration, with an output head that is stored: equal to the embedding, or another in its last byte.
+fn with_stored_head(differs: bool, quantity: u64) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = repo::llama_config(1);
+    (config["tie_word_embeddings"], config["intermediate_size"]) = (json!(true), json!(36));
+    let embedding = "model.embed_tokens.weight";
+    let mut rows = repo::llama_rows(1, DType::BF16);
+    let shape = rows.iter_mut().find(|row| row.0 == embedding).map(|row| {
+        row.2[0] *= quantity;
+        row.2.clone()
+    });
+    config["vocab_size"] = json!(shape.as_ref().unwrap()[0]);
+    rows.push(repo::row("lm_head.weight", DType::BF16, &shape.unwrap()));
+    repo::write_repo(dir.path(), &[&rows], &config);
+    let checkpoint = repo::open(dir.path());
+    let place = |name: &str| {
+        let info = checkpoint.tensor(checkpoint.find(name).unwrap());
+        (checkpoint.source().path(info.file()).to_owned(), info.span())
+    };
+    let ((path, embedding), (_, head)) = (place(embedding), place("lm_head.weight"));
+    let range =
+        |span: ckfs::source::ByteSpan| usize::try_from(span.start()).unwrap()..usize::try_from(span.end()).unwrap();
+    let mut bytes = fs::read(&path).unwrap();
+    bytes.copy_within(range(embedding), range(head).start);
+    bytes[range(head).end - 1] ^= u8::from(differs);
+    fs::write(path, bytes).unwrap();
+    dir
+}
+
+#[test]
+fn a_stored_head_that_is_not_the_embedding_is_kept_although_the_configuration_ties_it() {
+    // The second needs more than the first window of the comparison.
+    for quantity in [1, 500] {
+        let (equal, differing) = (with_stored_head(false, quantity), with_stored_head(true, quantity));
+        for layout in [None, Some("vllm"), Some("maxtext"), Some("megatron"), Some("torchtitan")] {
+            let layout = layout.map_or(Layout::Hf, |name| Layout::find(name).unwrap());
+            let plan = |dir: &Path, tied| {
+                let options = ViewOptions { tied, layout: layout.clone(), ..ViewOptions::default() };
+                let checkpoint = repo::open(dir);
+                let plan = Plan::build(&checkpoint, &options).unwrap();
+                let head = checkpoint.find("lm_head.weight").unwrap();
+                let mut shown = 0;
+                for tensor in &plan.tensors {
+                    tensor.view.for_each_stored(&mut |id| shown += usize::from(id == head));
+                }
+                (plan, shown)
+            };
+            let says =
+                |plan: &Plan| plan.warnings.iter().any(|text| text.contains("lm_head.weight is stored and differs"));
+            let (kept, shown) = plan(differing.path(), Tied::Auto);
+            assert!(shown == 1 && says(&kept), "{layout:?}: {:?}", kept.warnings);
+            assert_eq!(hf_text(&kept, "config.json").unwrap()["tie_word_embeddings"], false);
+            let (left, shown) = plan(differing.path(), Tied::Absent);
+            assert!(shown == 0 && says(&left), "{layout:?}: {:?}", left.warnings);
+            assert_eq!(hf_text(&left, "config.json"), None, "hf/ is as the source has it");
+            let (tied, _) = plan(equal.path(), Tied::Auto);
+            assert!(!says(&tied) && hf_text(&tied, "config.json").is_none(), "{layout:?}");
+            if matches!(&layout, Layout::Embedded(embedded) if embedded.name == "maxtext") {
+                assert!(!names(&tied).contains("params.decoder.logits_dense.kernel"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_layout_without_a_head_refuses_a_head_of_its_own() {
+    let dir = with_stored_head(true, 1);
+    let text = "name = 'headless'\n[[leaf]]\nto = 'e'\nfrom = 'model.embed_tokens.weight'\n[[ignore]]\nnames = '*'\n";
+    let path = dir.path().join("layout.toml");
+    fs::write(&path, text).unwrap();
+    let layout = Layout::find(path.to_str().unwrap()).unwrap();
+    let error = refused(dir.path(), &ViewOptions { layout: layout.clone(), ..ViewOptions::default() });
+    assert!(error.contains("lm_head.weight is stored and differs from model.embed_tokens.weight"), "{error}");
+    Plan::build(&repo::open(dir.path()), &ViewOptions { layout, tied: Tied::Absent, ..ViewOptions::default() })
+        .unwrap();
+}
+
 fn adapter(config: &Value, modules: &[&str]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let rows: Vec<_> = modules

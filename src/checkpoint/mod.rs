@@ -32,6 +32,7 @@ pub use file::{FileRole, IgnoreReason, RepoFile};
 pub use index::rewritten_index;
 pub use options::{Accepted, OpenOptions};
 pub use orbax::OrbaxProblem;
+pub use own_head::OwnHead;
 pub use printable::{printable, printable_lines};
 pub use problem::{CheckpointError, Expected, Problem};
 pub use quantization::Quantization;
@@ -44,4 +45,4 @@ use self::{
     dialects::tied,
     files::{choose, companion, file, folder, foreign, listing, locate, remote_tree, tree},
 };
-pub use dialects::{dialect, prefix, quantization};
+pub use dialects::{dialect, own_head, prefix, quantization};

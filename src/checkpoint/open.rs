@@ -19,6 +19,7 @@ use super::{
     locate::{Located, locate},
     options::OpenOptions,
     orbax::{self, OrbaxContents, OrbaxProblem},
+    own_head::ComparedHeads,
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     quantization::Quantization,
     remote_tree::CachedTree,
@@ -447,6 +448,7 @@ impl ChosenFiles<'_> {
             companion: None,
             directories: self.directories,
             warnings: self.warnings,
+            compared: ComparedHeads::default(),
         })
     }
 }

@@ -15,6 +15,7 @@ use super::{
     container::{Container, LeftOut, SavedTree},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
+    own_head::ComparedHeads,
     prefix,
     problem::{CheckpointError, Problems},
     scheme::{FILE_MARK, Found, Quantized},
@@ -62,6 +63,8 @@ pub struct Checkpoint {
     /// Directories of the repository with the gates before them. Its own directory, called "", is the first.
     pub(super) directories: Vec<(String, DirectoryGates)>,
     pub(super) warnings: Vec<String>,
+    /// Output heads that were compared with the embedding.
+    pub(super) compared: ComparedHeads,
 }
 
 impl Checkpoint {
@@ -178,7 +181,13 @@ impl Checkpoint {
             companion: self.companion.clone(),
             directories: self.directories.clone(),
             warnings: self.warnings.clone(),
+            compared: self.compared.clone(),
         })
+    }
+
+    /// Output heads that were compared with the embedding, here or in what was derived from the same checkpoint.
+    pub(super) const fn compared_heads(&self) -> &ComparedHeads {
+        &self.compared
     }
 
     /// All adapters.

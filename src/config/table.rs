@@ -189,7 +189,9 @@ pub static SETTINGS: &[Setting] = &[
     .more(
         "auto shows it among the raw files of the layout canonical and holds each weight once in files that bundle \
          tensors; alias has it everywhere, in hf/ too; absent has it nowhere that the repository does not store it. \
-         Layouts of rules (maxtext, vllm, files) say themselves whether they show it, and refuse the flag.",
+         Layouts of rules (maxtext, vllm, files) say themselves whether they show it, and refuse the flag. A head that is stored and \
+         differs from the embedding, though config.json ties them, is a tensor of its own in every layout and hf/ says so; absent \
+         leaves it out of every layout but hf/.",
     ),
     Setting::new(
         View,

@@ -291,7 +291,7 @@ pub enum Tied {
     Auto,
     /// As a tensor of its own everywhere, also in bundles and `hf/`.
     Alias,
-    /// Not at all, unless the repository stores it.
+    /// Not at all, unless the repository stores it and its configuration does not say that it is the embedding.
     Absent,
 }
 

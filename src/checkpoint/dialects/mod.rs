@@ -1,6 +1,7 @@
 //! How a repository names, fuses, ties and quantizes its tensors.
 
 pub mod dialect;
+pub mod own_head;
 pub mod prefix;
 pub mod quantization;
 pub(super) mod tied;

@@ -117,7 +117,8 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         };
         drafted.dropped = decoded.as_ref().map_or_else(Vec::new, |decoded| dropped(original, decoded));
         drafted.decoded_config = hf::decoded_config(&values);
-        let drafts = std::mem::take(&mut drafted.drafts);
+        let mut drafts = std::mem::take(&mut drafted.drafts);
+        builder.report_own_head(&wanted, &mut drafts);
         let drafts = builder.name(drafts, &wanted, &chosen);
         let rules = builder.split(&drafts, &wanted, &chosen);
         let drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
@@ -276,7 +277,7 @@ impl Builder<'_> {
         let options = self.options;
         if chosen.file.is_none() {
             names::tie(&mut drafts, wanted.seen(), options, &mut self.warnings);
-        } else if options.tied != Tied::Auto {
+        } else if options.tied != Tied::Auto && !(options.tied == Tied::Absent && wanted.own_head.is_some()) {
             let name = options.layout.name();
             let reason = format!("the rules of layout {name} say whether a tied output head is shown: expected auto");
             self.problem("tied", reason);

@@ -104,6 +104,7 @@ pub(in crate::plan) fn plan(
     let has_all = head.is_none()
         && names.text.is_none()
         && !is_converted
+        && checkpoint.config() == original.config()
         && checkpoint.tensors().len() == original.tensors().len();
     let unchanged = || originals(original).map(|(_, path, id)| original_file(path, id)).collect();
     if has_all && !values.converts() && names.keep_all() && std::ptr::eq(checkpoint, original) {
