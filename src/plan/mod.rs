@@ -29,6 +29,7 @@ pub mod expr;
 pub mod family;
 mod inverse;
 pub mod kind;
+mod layer_lists;
 pub mod layout_file;
 pub mod layouts;
 mod lora;

@@ -102,6 +102,7 @@ pub(in crate::plan) fn plan(
     // What loads safetensors cannot load other files under such names, and the reverse.
     let is_converted = original.container() != Container::Safetensors;
     let has_all = head.is_none()
+        && original.quantized().stale.is_none()
         && names.text.is_none()
         && !is_converted
         && checkpoint.config() == original.config()
@@ -318,14 +319,16 @@ pub(in crate::plan) fn with_dtype(
     dtype: Option<DType>,
     undone: bool,
 ) -> Value {
-    let Some(name) = dtype.and_then(torch_name) else { return config };
+    let name = dtype.and_then(torch_name);
     let had_dtype = config.get("dtype").is_some();
     let rewrite = |members: &mut serde_json::Map<String, Value>, top: bool| {
-        if members.contains_key("torch_dtype") || (top && !had_dtype) {
-            members.insert("torch_dtype".to_owned(), json!(name));
-        }
-        if members.contains_key("dtype") {
-            members.insert("dtype".to_owned(), json!(name));
+        if let Some(name) = name {
+            if members.contains_key("torch_dtype") || (top && !had_dtype) {
+                members.insert("torch_dtype".to_owned(), json!(name));
+            }
+            if members.contains_key("dtype") {
+                members.insert("dtype".to_owned(), json!(name));
+            }
         }
         for key in QUANTIZATION.iter().filter(|_| undone) {
             members.shift_remove(*key);
@@ -357,10 +360,11 @@ impl HfFile {
     }
 }
 
-/// Whether all that was quantized is decoded. Where some tensors stay as they are stored, what tells how stays too: codes that are
+/// Whether nothing is stored quantized: all that was is decoded, or the configuration says it of weights that are plain. Where some tensors stay as they are stored, what tells how stays too: codes that are
 /// loaded as if they were numbers would give wrong weights without a word.
 fn is_undone(checkpoint: &Checkpoint) -> bool {
-    checkpoint.tensors().any(|(_, info)| info.quantized().is_some()) && checkpoint.raw().next().is_none()
+    let is_decoded = || checkpoint.tensors().any(|(_, info)| info.quantized().is_some());
+    checkpoint.quantized().stale.is_some() || (is_decoded() && checkpoint.raw().next().is_none())
 }
 
 /// Files that tell how weights are quantized, as `ModelOpt`, GPTQ's and AWQ's libraries write them.
