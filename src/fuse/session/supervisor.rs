@@ -25,7 +25,7 @@ use crate::{
         mounts::{Device, MountError, MountState, MountUser, Mounted, Passed, UnmountError, abort, describe, is_stale},
     },
     host::{
-        Log,
+        Log, deadline,
         signal::{REOPEN, STATISTICS},
     },
     volume::{FileSystem, RequestKind},
@@ -195,14 +195,14 @@ impl Supervisor {
             return self.leave();
         }
         let Some(calm) = self.unmount_with_grace()? else { return Ok(self.cut_off()) };
-        match self.wait(Some(Instant::now() + self.drain))? {
+        match self.wait(Some(deadline(self.drain)))? {
             Event::Ended => {
                 self.log_result();
                 Ok(if calm { Exit::Unmounted } else { Exit::Drained })
             }
             Event::Signal(_) => Ok(self.cut_off()),
             Event::Timeout => {
-                warn!("files are still open after {} s; aborting", self.drain.as_secs());
+                warn!("files are still open after {:?}; aborting", self.drain);
                 Ok(self.cut_off())
             }
         }
@@ -219,7 +219,7 @@ impl Supervisor {
 
     /// Ends without unmounting, as another process made the mount: when no file is open, or when the periods are over.
     fn leave(&mut self) -> Result<Exit, MountError> {
-        let until = Instant::now() + self.grace + self.drain;
+        let until = deadline(self.grace.saturating_add(self.drain));
         let path = self.mounted.path().display().to_string();
         let (mut told, mut calm) = (false, 0);
         loop {
@@ -252,7 +252,7 @@ impl Supervisor {
 
     /// Unmounts, or detaches when the grace period ends. Whether the mount was free, or `None` at a second signal.
     fn unmount_with_grace(&mut self) -> Result<Option<bool>, MountError> {
-        let until = Instant::now() + self.grace;
+        let until = deadline(self.grace);
         let mut told = false;
         loop {
             let Attached::Own(mounted) = &self.mounted else { return Ok(Some(true)) };
@@ -272,7 +272,7 @@ impl Supervisor {
             if !told {
                 told = true;
                 let users = describe(&self.users());
-                warn!("{} is busy, {users}; waiting {} s", self.mounted.path().display(), self.grace.as_secs());
+                warn!("{} is busy, {users}; waiting {:?}", self.mounted.path().display(), self.grace);
                 notify_systemd(&[sd_notify::NotifyState::Status(&format!("busy, {users}"))]);
             }
             let now = Instant::now();
