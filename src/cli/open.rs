@@ -134,7 +134,7 @@ pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
     RemoteOptions {
         cache_dir: settings.cache_dir.clone().or_else(cache_of_environment),
         cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
-        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
+        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.duration()),
         offline: settings.offline.unwrap_or(false),
         allow_http: settings.allow_http.unwrap_or(false),
         shares: settings.hf_cache == Some(HfCache::Share),
