@@ -257,7 +257,7 @@ mod tests {
 
     #[test]
     fn members_follow_the_layers() {
-        let same = json!({"architectures": ["A"; 5], "mrope_section": [1, 1, 2], "vision_config": {"deepstack_indexes": [1, 4]}});
+        let same = json!({"architectures": ["A", "B", "C", "D", "E"], "mrope_section": [1, 1, 2], "vision_config": {"deepstack_indexes": [1, 4]}});
         let rows: &[(&[u64], (u64, u64), Value, Value)] = &[
             (&[0, 1, 2], (5, 7), json!({"layer_types": [0, 1, 2, 3, 4, 5, 6]}), json!({"layer_types": [0, 1, 2]})),
             (

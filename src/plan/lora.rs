@@ -387,7 +387,7 @@ mod tests {
         let stored = [("m.layers.0.q".to_owned(), BTreeMap::new())].into();
         let mut all = json!({"peft_type": "LORA"});
         all.as_object_mut().unwrap().extend(config.as_object().unwrap().clone());
-        Lora::read(&all, stored, &mut Vec::new()).unwrap()
+        Lora::read(&all, stored).unwrap()
     }
 
     #[test]
@@ -440,7 +440,7 @@ mod tests {
     #[test]
     fn ranks_are_those_of_modules() {
         let config = json!({"r": 8, "rank_pattern": {"q": 4, r"layers\.\d\.v": 2}});
-        let ranks = Ranks::read(&config);
+        let ranks = Ranks::read(&config).unwrap();
         let rows = [("layers.0.q", 4), ("q", 4), ("layers.0.xq", 8), ("m.layers.3.v", 2), ("m.layers.30.v", 8)];
         for (module, rank) in rows {
             assert_eq!(ranks.of(module), Some(rank), "{module}");
