@@ -120,6 +120,7 @@ pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
         offline: settings.offline.unwrap_or(false),
         allow_http: settings.allow_http.unwrap_or(false),
         shares: settings.hf_cache == Some(HfCache::Share),
+        waits: Arc::default(),
     }
 }
 
@@ -143,7 +144,8 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         Ok(source.clone())
     };
     let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
-    let (remote, asks_hub) = (remote_options(&config.mount), true);
+    let (mut remote, asks_hub) = (remote_options(&config.mount), true);
+    remote.waits = Arc::clone(fetches.services());
     let training_state = config.mount.training_state.unwrap_or(false);
     // Later each view checks for itself what it needs.
     let allowed = |of: fn(&ViewSettings) -> &Option<Allow>| {

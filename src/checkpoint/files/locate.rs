@@ -185,12 +185,12 @@ fn from_hub(
     let deadline = match complete {
         // The answer in the cache will do if none comes soon.
         Some(_) => Deadline::At(Instant::now() + options.remote.timeout.min(REVALIDATE)),
-        None => Deadline::None,
+        None => Deadline::Quiet,
     };
     let kept = options.remote.cache_dir.clone().or_else(default_directory);
     let counters = Arc::clone(options.cache().counters());
     let hub = Hub::new(settings, kept.as_deref(), counters).map_err(CheckpointError::Remote)?;
-    let hub = Arc::new(hub);
+    let hub = Arc::new(hub.patient(options.remote.timeout, &options.remote.waits));
     let wanted = found.as_ref().ok().filter(|found| names_commit(found)).and_then(|found| found.revision.as_deref());
     let commit = match (hub.commit(name.repo, wanted.unwrap_or(name.revision), deadline), complete) {
         (Ok(commit), _) => commit,
@@ -216,7 +216,7 @@ fn from_hub(
         }
     }
     let cached = dir.map(|dir| SharedCache::new(dir, &commit, name.revision));
-    let listed = hub.repository(name.repo, &commit, cached, options.remote.shares, Deadline::None);
+    let listed = hub.repository(name.repo, &commit, cached, options.remote.shares, Deadline::Quiet);
     listed.map(remote).map_err(CheckpointError::Remote)
 }
 

@@ -86,7 +86,7 @@ pub(super) fn of_certificate(cause: &str) -> Option<String> {
 
 impl RemoteError {
     /// What went wrong, with what the reply said.
-    fn reason(&self) -> String {
+    pub(super) fn reason(&self) -> String {
         let Self { message, status, request_id, .. } = self;
         match (status, request_id) {
             (Some(status), Some(id)) => format!("{message} (status {status}, request {id})"),
