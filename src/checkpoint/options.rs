@@ -52,6 +52,8 @@ pub struct OpenOptions {
     pub follow_symlinks: bool,
     /// Opens the whole training state of a checkpoint that has one, not the model alone.
     pub training_state: bool,
+    /// Opens a checkpoint that its saver has not marked as finished.
+    pub allow_unfinished: bool,
     /// Tensors that the index may name although no file has them.
     pub allow_missing: Accepted,
     /// Tensors that a file may have although the index does not name them.

@@ -147,6 +147,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     let (mut remote, asks_hub) = (remote_options(&config.mount), true);
     remote.waits = Arc::clone(fetches.services());
     let training_state = config.mount.training_state.unwrap_or(false);
+    let allow_unfinished = config.mount.allow_unfinished.unwrap_or(false);
     // Later each view checks for itself what it needs.
     let allowed = |of: fn(&ViewSettings) -> &Option<Allow>| {
         let allowed: Vec<Allow> =
@@ -162,6 +163,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         fill_from,
         follow_symlinks,
         training_state,
+        allow_unfinished,
         allow_missing,
         allow_unmapped,
         fetches,

@@ -160,7 +160,7 @@ fn from_hub(
     found: Result<Located, CheckpointError>,
     _options: &OpenOptions,
 ) -> Result<Located, CheckpointError> {
-    found.map_err(|error| error.with_advice("; this program was built without the feature `remote`"))
+    found.map_err(|error| error.with_advice("\n  Hub: not asked, this program was built without the feature `remote`"))
 }
 
 /// The place of a name whose snapshot in the Hub's cache is `found`.
@@ -200,11 +200,16 @@ fn from_hub(
         }
         (Err(_), None) if is_offline => {
             let advice = format!(
-                "; --offline or HF_HUB_OFFLINE forbids to ask the Hub: `ckfs fetch {}` brings it where the network may be used",
+                "\n  Hub: not asked, --offline or HF_HUB_OFFLINE forbids it\n`ckfs fetch {}` brings it where the network may be used",
                 name.source
             );
             // A snapshot that lacks files says which when it is opened.
             return found.map_err(|error| error.with_advice(&advice));
+        }
+        // It says which files it lacks when it is opened.
+        (Err(error), None) if error.is_transient() && found.is_ok() => {
+            tracing::warn!("{}: the Hub cannot be asked: {error}", name.source);
+            return found;
         }
         (Err(error), None) => return Err(unanswered(name, found, error)),
     };
@@ -225,8 +230,8 @@ fn from_hub(
 fn unanswered(name: &Name<'_>, found: Result<Located, CheckpointError>, error: RemoteError) -> CheckpointError {
     match found {
         Err(missing) if error.is_transient() => missing.with_advice(&format!(
-            "; the Hub cannot be asked: {error}; `ckfs fetch {}` brings it where the Hub can be reached, and --offline then asks \
-             nobody",
+            "\n  Hub: cannot be asked: {}\n`ckfs fetch {}` brings it where the Hub can be reached, and --offline then asks nobody",
+            error.brief(),
             name.source
         )),
         Ok(_) | Err(_) => CheckpointError::Remote(error),

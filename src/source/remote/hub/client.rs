@@ -21,7 +21,7 @@ use super::{
     super::{
         super::waits::Waits,
         counters::RemoteCounters,
-        error::{Failure, RemoteError, of_certificate},
+        error::{Failure, RemoteError, of_certificate, of_connection},
         interface::RemoteFile,
         redirect::{REDIRECTS_MAX, may_follow, refusal},
         retry::{Deadline, Gate, retry},
@@ -201,7 +201,12 @@ impl Hub {
         let attempt = |until: Instant| {
             let url = url.clone();
             runtime::block_on(async move {
-                let mut answer = self.follow(Method::GET, repo, subject, url, until).await?.answer;
+                let Followed { mut answer, url, leads_out, .. } =
+                    self.follow(Method::GET, repo, subject, url, until).await?;
+                if leads_out {
+                    let message = format!("redirects to {}, which is not the Hub", url.host_str().unwrap_or_default());
+                    return Err(of_status(&answer, Failure::Unsupported, self.host(), repo, &message));
+                }
                 let headers = answer.headers().clone();
                 let text = self.whole(repo, &mut answer, until).await?;
                 let parsed = serde_json::from_slice(&text).map_err(|error| {
@@ -402,7 +407,10 @@ fn of_transport(error: reqwest::Error, host: &str, what: &str) -> RemoteError {
     let causes = causes(&error.without_url());
     match of_certificate(&causes) {
         Some(message) => RemoteError::new(Failure::Refused, host, what, message),
-        None => RemoteError::new(failure, host, what, causes),
+        None => {
+            let message = of_connection(&causes).map_or(causes.clone(), str::to_owned);
+            RemoteError::new(failure, host, what, message)
+        }
     }
 }
 

@@ -23,7 +23,7 @@ use super::{
     super::{
         super::ByteSpan,
         counters::RemoteCounters,
-        error::{Failure, RemoteError, of_certificate},
+        error::{Failure, RemoteError, of_certificate, of_connection},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, Sink},
         retry::{Deadline, Gate, retry},
@@ -326,7 +326,7 @@ impl Store {
         let cause = cause(error);
         match of_certificate(&cause) {
             Some(message) => (Failure::Refused, message),
-            None => (Failure::Transient, cause),
+            None => (Failure::Transient, of_connection(&cause).map_or(cause.clone(), str::to_owned)),
         }
     }
 
