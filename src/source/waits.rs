@@ -14,6 +14,10 @@ use std::{
 /// A service that asked for a pause within this time limits requests.
 const PAUSE_RECENT: Duration = Duration::from_secs(2);
 
+/// A request that begins this soon after the end of another continues its wait: else very many requests, one after the other, would
+/// each wait for as long as all of them may.
+const GOES_ON_MS: u64 = 1000;
+
 /// The services of a command.
 #[derive(Debug, Default)]
 pub struct Waits {
@@ -46,6 +50,8 @@ pub struct Pulse {
     /// When the first of these began, and when something came last: milliseconds since `begun`.
     since_ms: AtomicU64,
     moved_ms: AtomicU64,
+    /// When nothing was waited for any more, likewise.
+    ended_ms: AtomicU64,
     /// When it asked for a pause last, likewise; 0 if never.
     paused_ms: AtomicU64,
     answer: Mutex<Option<String>>,
@@ -84,6 +90,7 @@ impl Pulse {
             waiting: AtomicUsize::new(0),
             since_ms: AtomicU64::new(0),
             moved_ms: AtomicU64::new(0),
+            ended_ms: AtomicU64::new(0),
             paused_ms: AtomicU64::new(0),
             answer: Mutex::default(),
         }
@@ -101,7 +108,12 @@ impl Pulse {
     /// Something waits for it from now on.
     pub fn wait_begins(&self) -> Waiting<'_> {
         if self.waiting.fetch_add(1, Ordering::AcqRel) == 0 {
-            self.since_ms.store(self.now_ms(), Ordering::Release);
+            let (now, ended) = (self.now_ms(), self.ended_ms.load(Ordering::Acquire));
+            // After a while it is asked as if nothing were known: it may have come back.
+            let is_old = self.quiet() > self.limit * 2;
+            if ended == 0 || is_old || now.saturating_sub(ended) > GOES_ON_MS {
+                self.since_ms.store(now, Ordering::Release);
+            }
         }
         Waiting(self)
     }
@@ -119,18 +131,19 @@ impl Pulse {
         *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
     }
 
-    /// For how long it has brought nothing to a request that began at `since`.
-    pub fn quiet(&self, since: Instant) -> Duration {
-        let moved = self.begun + Duration::from_millis(self.moved_ms.load(Ordering::Acquire));
-        since.max(moved).elapsed()
+    fn at(&self, ms: &AtomicU64) -> Instant {
+        self.begun + Duration::from_millis(ms.load(Ordering::Acquire))
+    }
+
+    /// For how long it has brought nothing, though something waits.
+    pub fn quiet(&self) -> Duration {
+        self.at(&self.since_ms).max(self.at(&self.moved_ms)).elapsed()
     }
 
     fn wait(&self, least: Duration) -> Option<Wait> {
         (self.waiting.load(Ordering::Acquire) > 0).then_some(())?;
-        let at = |ms: &AtomicU64| self.begun + Duration::from_millis(ms.load(Ordering::Acquire));
-        let since = at(&self.since_ms);
-        let quiet = self.quiet(since);
-        let was_asked = self.paused_ms.load(Ordering::Acquire) > 0 && at(&self.paused_ms).elapsed() < PAUSE_RECENT;
+        let (since, quiet) = (self.at(&self.since_ms), self.quiet());
+        let was_asked = self.paused_ms.load(Ordering::Acquire) > 0 && self.at(&self.paused_ms).elapsed() < PAUSE_RECENT;
         Some(Wait {
             host: self.host.clone(),
             quiet,
@@ -143,6 +156,7 @@ impl Pulse {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
+        self.0.ended_ms.store(self.0.now_ms().max(1), Ordering::Release);
         self.0.waiting.fetch_sub(1, Ordering::AcqRel);
     }
 }

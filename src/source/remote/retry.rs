@@ -168,20 +168,20 @@ impl Gate {
         self.closed.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(_, why)| why.clone())
     }
 
-    /// The time left for a request that began at `begun`.
-    fn left(&self, deadline: Deadline, begun: Instant) -> Duration {
+    /// The time left for a request.
+    fn left(&self, deadline: Deadline) -> Duration {
         match deadline {
             Deadline::At(time) => time.saturating_duration_since(Instant::now()),
-            Deadline::Quiet | Deadline::None => self.pulse.limit().saturating_sub(self.pulse.quiet(begun)),
+            Deadline::Quiet | Deadline::None => self.pulse.limit().saturating_sub(self.pulse.quiet()),
         }
     }
 
     /// Waits until it is open, and until the service may get another request. Returns the time for which it stays closed if that is
     /// beyond the deadline, without waiting.
-    fn pass(&self, deadline: Deadline, begun: Instant) -> Result<Running<'_>, Option<Duration>> {
+    fn pass(&self, deadline: Deadline) -> Result<Running<'_>, Option<Duration>> {
         loop {
             while let Some(closed) = self.closed_for() {
-                if deadline != Deadline::None && self.left(deadline, begun) < closed {
+                if deadline != Deadline::None && self.left(deadline) < closed {
                     return Err(Some(closed));
                 }
                 // Not all threads at the same time.
@@ -193,7 +193,7 @@ impl Gate {
                 return Ok(Running(self));
             }
             drop(self.freed.wait_timeout(traffic, STEP).unwrap_or_else(PoisonError::into_inner));
-            if self.left(deadline, begun).is_zero() {
+            if self.left(deadline).is_zero() {
                 return Err(None);
             }
         }
@@ -232,14 +232,14 @@ pub fn retry<T>(
     let begun = Instant::now();
     let _waiting = gate.pulse.wait_begins();
     loop {
-        let running = match gate.pass(deadline, begun) {
+        let running = match gate.pass(deadline) {
             Ok(running) => running,
             Err(Some(closed)) => return Err(longer_than_allowed(last, gate, closed)),
             Err(None) => return Err(last.unwrap_or_else(|| out_of_time(gate))),
         };
         RemoteCounters::add(&counters.requests, 1);
         let sent = Instant::now();
-        let error = match attempt(sent + gate.left(deadline, begun).min(ATTEMPT_MAX)) {
+        let error = match attempt(sent + gate.left(deadline).min(ATTEMPT_MAX)) {
             Ok(value) => {
                 counters.note_latency(sent.elapsed());
                 gate.note_reply();
@@ -267,7 +267,7 @@ pub fn retry<T>(
             gate.close(pause, &error);
         }
         drop(running);
-        let over = gate.left(deadline, begun) <= pause && !asked;
+        let over = gate.left(deadline) <= pause && !asked;
         let bounded = matches!(deadline, Deadline::At(_)) || is_busy;
         if over || (!bounded && fruitless >= ATTEMPTS_MAX) {
             RemoteCounters::add(&counters.failures, 1);
