@@ -36,7 +36,7 @@ pub(super) struct Patience {
 
 /// The record of a command's fetches, with the time limit of its configuration.
 pub(super) fn fetches(config: &Config) -> Arc<Fetches> {
-    Arc::new(Fetches::new(config.mount.source_timeout.map_or(Fetches::LIMIT, |limit| limit.0)))
+    Arc::new(Fetches::new(config.mount.source_timeout.map_or(Fetches::LIMIT, |limit| limit.duration())))
 }
 
 /// Calls `give_up` with a message when a fetch stalls, from another thread. While a service is waited for, `note` learns at each look
