@@ -17,7 +17,7 @@ use super::{
     index::Index,
     listing::{Listed, Opening},
     locate::{Located, locate},
-    options::OpenOptions,
+    options::{OpenOptions, Unfinished},
     orbax::{self, OrbaxContents, OrbaxProblem},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     quantization::Quantization,
@@ -288,7 +288,7 @@ fn open_orbax(
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
-    let found = orbax::read(tree, options.training_state, options.allow_unfinished);
+    let found = orbax::read(tree, options.training_state, options.unfinished == Unfinished::Read);
     let found = found.map_err(|problems| refusal(&located.label, problems))?;
     let opened = tree.open_files(&found.paths, adapters.len())?;
     let directories = tree.directories(&found.paths);

@@ -16,7 +16,7 @@ use super::{
     own_mount, patience,
 };
 use crate::{
-    checkpoint::{Accepted, Checkpoint, OpenOptions, printable},
+    checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable},
     config::{
         Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, ViewSettings,
     },
@@ -165,7 +165,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     let (mut remote, asks_hub) = (remote_options(&config.mount), true);
     remote.waits = Arc::clone(fetches.services());
     let training_state = config.mount.training_state.unwrap_or(false);
-    let allow_unfinished = config.mount.allow_unfinished.unwrap_or(false);
+    let unfinished = if config.mount.allow_unfinished == Some(true) { Unfinished::Read } else { Unfinished::Refused };
     // Later each view checks for itself what it needs.
     let allowed = |of: fn(&ViewSettings) -> &Option<Allow>| {
         let allowed: Vec<Allow> =
@@ -181,7 +181,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         fill_from,
         follow_symlinks,
         training_state,
-        allow_unfinished,
+        unfinished,
         allow_missing,
         allow_unmapped,
         fetches,

@@ -405,13 +405,10 @@ fn explained(refusal: &Refusal, answer: &Response, host: &str, repo: &str) -> Re
 fn of_transport(error: reqwest::Error, host: &str, what: &str) -> RemoteError {
     let failure = if error.is_timeout() { Failure::TimedOut } else { Failure::Transient };
     let causes = causes(&error.without_url());
-    match of_certificate(&causes) {
-        Some(message) => RemoteError::new(Failure::Refused, host, what, message),
-        None => {
-            let message = of_connection(&causes).map_or(causes.clone(), str::to_owned);
-            RemoteError::new(failure, host, what, message)
-        }
+    if let Some(message) = of_certificate(&causes) {
+        return RemoteError::new(Failure::Refused, host, what, message);
     }
+    RemoteError::new(failure, host, what, of_connection(&causes).map_or(causes.clone(), str::to_owned))
 }
 
 /// An error with its causes, each once.

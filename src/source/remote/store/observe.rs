@@ -133,16 +133,11 @@ impl HttpService for ObservedService {
 /// the query as it was sent then refuse the signature.
 fn send_as_signed(uri: &mut Uri) {
     let Some(query) = uri.query().filter(|query| query.contains(['+', '*', '%'])) else { return };
-    let written = |text: &str| {
-        let mut all = String::with_capacity(text.len());
-        for byte in text.bytes() {
-            match byte {
-                b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => all.push(char::from(byte)),
-                _ => all.push_str(&format!("%{byte:02X}")),
-            }
-        }
-        all
+    let letter = |byte: u8| match byte {
+        b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => char::from(byte).to_string(),
+        _ => format!("%{byte:02X}"),
     };
+    let written = |text: &str| text.bytes().map(letter).collect::<String>();
     let pairs = url::form_urlencoded::parse(query.as_bytes());
     let pairs: Vec<String> = pairs.map(|(name, value)| format!("{}={}", written(&name), written(&value))).collect();
     let mut parts = uri.clone().into_parts();

@@ -8,7 +8,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
 use object_store::client::{HttpError, HttpErrorKind, HttpResponse, HttpResponseBody};
-use quick_xml::{Reader, escape::unescape, events::Event};
+use quick_xml::{
+    Reader,
+    escape::unescape,
+    events::{BytesStart, Event},
+};
 
 use super::super::file_path::flaw_of;
 
@@ -70,6 +74,23 @@ struct Item {
     size: Option<u64>,
 }
 
+impl Item {
+    /// Takes the text of an element of the object, if it is its key or its size.
+    fn read(&mut self, reader: &mut Reader<&[u8]>, tag: &BytesStart<'_>) -> Option<()> {
+        match tag.local_name().as_ref() {
+            b"Key" | b"Name" => {
+                let text = reader.read_text(tag.name()).ok()?.decode().ok()?;
+                self.key = unescape(&text).ok()?.into_owned();
+            }
+            b"Size" | b"Content-Length" => {
+                self.size = reader.read_text(tag.name()).ok()?.decode().ok()?.trim().parse().ok();
+            }
+            _ => {}
+        }
+        Some(())
+    }
+}
+
 /// The text of a page without the objects whose keys name no file, and these. `None` if it is no such text: the client says so.
 fn without_odd_keys(page: &Bytes, prefix: &str) -> Option<(Bytes, Vec<PassedOver>)> {
     let text = std::str::from_utf8(page).ok()?;
@@ -78,36 +99,29 @@ fn without_odd_keys(page: &Bytes, prefix: &str) -> Option<(Bytes, Vec<PassedOver
     let mut item: Option<Item> = None;
     loop {
         let before = usize::try_from(reader.buffer_position()).ok()?;
-        match reader.read_event().ok()? {
-            Event::Eof => break,
+        let event = reader.read_event().ok()?;
+        if matches!(event, Event::Eof) {
+            break;
+        }
+        if let Event::Start(tag) = &event {
+            let name = tag.local_name();
             // S3 and Google name an object Contents, Azure names it Blob.
-            Event::Start(tag) if matches!(tag.local_name().as_ref(), b"Contents" | b"Blob") => {
+            if matches!(name.as_ref(), b"Contents" | b"Blob") {
                 item = Some(Item { start: before, ..Item::default() });
+            } else if let Some(item) = &mut item {
+                item.read(&mut reader, tag)?;
             }
-            Event::Start(tag) => {
-                let Some(item) = &mut item else { continue };
-                match tag.local_name().as_ref() {
-                    b"Key" | b"Name" => {
-                        let text = reader.read_text(tag.name()).ok()?.decode().ok()?;
-                        item.key = unescape(&text).ok()?.into_owned();
-                    }
-                    b"Size" | b"Content-Length" => {
-                        item.size = reader.read_text(tag.name()).ok()?.decode().ok()?.trim().parse().ok();
-                    }
-                    _ => {}
-                }
+        } else if let Event::End(tag) = &event
+            && matches!(tag.local_name().as_ref(), b"Contents" | b"Blob")
+        {
+            let Some(Item { start, key, size }) = item.take() else { continue };
+            let Some(reason) = reason_of(&key, prefix) else { continue };
+            kept.extend_from_slice(page.get(copied..start)?);
+            copied = usize::try_from(reader.buffer_position()).ok()?;
+            // Empty objects with a slash at the end stand for directories.
+            if !(key.ends_with('/') && size == Some(0)) {
+                passed.push(PassedOver { key, reason });
             }
-            Event::End(tag) if matches!(tag.local_name().as_ref(), b"Contents" | b"Blob") => {
-                let Some(Item { start, key, size }) = item.take() else { continue };
-                let Some(reason) = reason_of(&key, prefix) else { continue };
-                kept.extend_from_slice(page.get(copied..start)?);
-                copied = usize::try_from(reader.buffer_position()).ok()?;
-                // Empty objects with a slash at the end stand for directories.
-                if !(key.ends_with('/') && size == Some(0)) {
-                    passed.push(PassedOver { key, reason });
-                }
-            }
-            _ => {}
         }
     }
     kept.extend_from_slice(page.get(copied..)?);
