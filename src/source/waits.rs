@@ -59,7 +59,7 @@ pub struct Pulse {
 
 /// A wait under way, until it is dropped.
 #[derive(Debug)]
-pub struct Waiting<'a>(&'a Pulse);
+pub struct Awaited<'a>(&'a Pulse);
 
 impl Waits {
     /// The pulse of a service that may bring nothing for `limit`.
@@ -106,7 +106,7 @@ impl Pulse {
     }
 
     /// Something waits for it from now on.
-    pub fn wait_begins(&self) -> Waiting<'_> {
+    pub fn wait_begins(&self) -> Awaited<'_> {
         if self.waiting.fetch_add(1, Ordering::AcqRel) == 0 {
             let (now, ended) = (self.now_ms(), self.ended_ms.load(Ordering::Acquire));
             // After a while it is asked as if nothing were known: it may have come back.
@@ -115,7 +115,7 @@ impl Pulse {
                 self.since_ms.store(now, Ordering::Release);
             }
         }
-        Waiting(self)
+        Awaited(self)
     }
 
     /// Something came of a request.
@@ -154,7 +154,7 @@ impl Pulse {
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for Awaited<'_> {
     fn drop(&mut self) {
         self.0.ended_ms.store(self.0.now_ms().max(1), Ordering::Release);
         self.0.waiting.fetch_sub(1, Ordering::AcqRel);

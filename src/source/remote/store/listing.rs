@@ -15,14 +15,14 @@ const SHOWN: usize = 3;
 
 /// The files of the pages so far.
 #[derive(Debug, Default)]
-pub(super) struct Listing {
+pub(super) struct Gathered {
     files: BTreeMap<String, RemoteFile>,
     passed: Vec<PassedOver>,
     pages: usize,
     empty: usize,
 }
 
-impl Listing {
+impl Gathered {
     /// Adds a page.
     ///
     /// # Errors
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn objects_in_place_of_directories_are_no_files() {
-        let mut listing = Listing::default();
+        let mut listing = Gathered::default();
         let objects =
             [("original", 0), ("original/a", 1), ("original-b", 1), ("d", 5), ("d/x", 1), ("e_$folder$", 0), ("f", 0)];
         listing.add(objects.iter().map(|(path, size)| file(path, *size)).collect(), Vec::new()).unwrap();
@@ -112,14 +112,14 @@ mod tests {
 
     #[test]
     fn a_listing_without_end_is_refused() {
-        let mut listing = Listing::default();
+        let mut listing = Gathered::default();
         listing.add(vec![file("a", 1)], Vec::new()).unwrap();
         let error = listing.add(vec![file("a", 1)], Vec::new()).unwrap_err();
         assert!(error.contains("twice"), "{error}");
-        let mut listing = Listing::default();
+        let mut listing = Gathered::default();
         let error = (0..=EMPTY_PAGES_MAX).find_map(|_| listing.add(Vec::new(), Vec::new()).err()).unwrap();
         assert!(error.contains("without end"), "{error}");
-        let mut listing = Listing::default();
+        let mut listing = Gathered::default();
         let add = |number: usize| listing.add(vec![file(&number.to_string(), 1)], Vec::new()).err();
         let error = (0..=PAGES_MAX).find_map(add).unwrap();
         assert!(error.contains("without end"), "{error}");

@@ -31,7 +31,7 @@ use super::{
     },
     cause::cause,
     client::RefusedRedirect,
-    listing::{Listing, passed_text},
+    listing::{Gathered, passed_text},
     observe::{Credentials, Observer},
     page::PageFilter,
 };
@@ -105,7 +105,7 @@ impl Store {
         let below = if prefix.as_ref().is_empty() { String::new() } else { format!("{prefix}/") };
         let filter = PageFilter::new(&below);
         let unusable = |message: String| RemoteError::new(Failure::Unsupported, &self.host, &what, message);
-        let mut listing = Listing::default();
+        let mut listing = Gathered::default();
         let (mut token, mut told) = (None, Instant::now());
         loop {
             let page = asking.again(|until| {
