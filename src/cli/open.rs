@@ -10,6 +10,7 @@ use std::{
 use anyhow::{Context, anyhow, bail};
 
 use super::{
+    chunk_memory,
     flags::SourceFlags,
     hint,
     output::{Usage, chain},
@@ -341,7 +342,8 @@ fn volume_of(checkpoint: &Arc<Checkpoint>, config: &Config) -> anyhow::Result<Vo
 /// # Errors
 /// Every reason why the plans cannot be mounted.
 pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> anyhow::Result<Volume> {
-    let budget = budget(&config.mount);
+    let mut budget = budget(&config.mount);
+    chunk_memory::admit(checkpoint, plans, &mut budget)?;
     if let Some(maps) = checkpoint.source().maps() {
         maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
     }
