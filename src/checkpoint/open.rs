@@ -19,7 +19,6 @@ use super::{
     locate::{Located, locate},
     options::{OpenOptions, Unfinished},
     orbax::{self, OrbaxContents, OrbaxProblem},
-    own_head::ComparedHeads,
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     quantization::Quantization,
     remote_tree::CachedTree,
@@ -28,6 +27,7 @@ use super::{
     scheme::{self, Stored},
     table::TensorTable,
     text::parsed,
+    tied::ComparedHeads,
     torch,
     tree::{LocalTree, OpenTree},
 };

@@ -15,12 +15,11 @@ use super::{
     container::{Container, LeftOut, SavedTree},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
-    own_head::ComparedHeads,
     prefix,
     problem::{CheckpointError, Problems},
     scheme::{FILE_MARK, Found, Quantized},
     table::{Storage, TensorInfo, TensorTable},
-    tied,
+    tied::{self, ComparedHeads},
 };
 use crate::{
     source::{FileId, Source, permission::DirectoryGates},

@@ -3,10 +3,7 @@
 //! Only the two tensors are read, and only to the first window in which they differ. Where both are the same bytes of one file,
 //! nothing is read.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::sync::PoisonError;
 
 use rayon::prelude::*;
 
@@ -32,10 +29,6 @@ pub struct OwnHead {
     /// The name of the embedding.
     pub embedding: String,
 }
-
-/// What was compared already, by the ids of head and embedding: whether they are equal.
-#[derive(Clone, Debug, Default)]
-pub(in crate::checkpoint) struct ComparedHeads(Arc<Mutex<HashMap<(TensorId, TensorId), bool>>>);
 
 /// Ends of the names of output heads, after a dot or alone.
 const HEADS: [&str; 2] = ["lm_head.weight", "embed_out.weight"];

@@ -1,12 +1,16 @@
 //! Whether an output head is the embedding, decided as in transformers: by `config.json`, and otherwise by the model's
 //! type. The types are data, in `tied.toml`.
 
-use std::sync::LazyLock;
+use std::{
+    collections::HashMap,
+    sync::{Arc, LazyLock, Mutex},
+};
 
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::super::table::TensorTable;
+use crate::tensor::TensorId;
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -29,6 +33,12 @@ pub(in crate::checkpoint) struct Tie {
     /// The effective value.
     pub(in crate::checkpoint) tied: bool,
 }
+
+/// What was compared already, by the ids of head and embedding: whether they are equal.
+#[derive(Clone, Debug, Default)]
+pub(in crate::checkpoint) struct ComparedHeads(
+    pub(in crate::checkpoint) Arc<Mutex<HashMap<(TensorId, TensorId), bool>>>,
+);
 
 /// Words in the names of classes with an output head.
 const HEADED: [&str; 3] = ["LMHead", "ForCausalLM", "ForConditionalGeneration"];
