@@ -86,6 +86,10 @@ pub struct Plan {
     pub kept: Vec<NameGroup>,
     /// The same of `hf/`.
     pub kept_hf: Vec<NameGroup>,
+    /// Tensors that every device of the mesh holds whole although others are split: buffers, which FSDP leaves whole.
+    pub whole: Vec<NameGroup>,
+    /// Whether the library that has the models' code knows the model. If not, [`Plan::whole`] is by usual names and by sizes.
+    pub is_known: bool,
     /// Stored tensors that belong to decoded ones and that no decoder reads, such as scales of activations: they are not shown.
     pub dropped: Vec<NameGroup>,
     /// Name of the model family whose short names, or whose rules of the layout, are used.

@@ -6,10 +6,10 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use super::problem::Problem;
+use super::{library::Model, problem::Problem};
 use crate::{
     checkpoint::{Checkpoint, Storage, TensorInfo, Unsupported},
-    config::{CastRule, Pattern},
+    config::CastRule,
     tensor::{DType, Shape, SourceTensor, TensorId, View},
 };
 
@@ -38,8 +38,8 @@ pub struct Values<'a> {
     checkpoint: &'a Checkpoint,
     request: ValueRequest,
     rules: &'a [CastRule],
-    /// Names of what the model's own code keeps in float32.
-    keep_f32: &'a [Pattern],
+    /// The model, whose own code keeps some tensors in float32. `None` if the layout casts those too.
+    keep_f32: Option<&'a Model>,
     /// Stored tensors that others need that are shown raw.
     of_raw: HashSet<TensorId>,
     /// Decoded tensors for which a rule has since required the raw form.
@@ -48,21 +48,16 @@ pub struct Values<'a> {
     kept: Mutex<BTreeSet<TensorId>>,
 }
 
-/// Bits of the narrowest float that holds everything a float32 does: a cast to it, or to a wider one, loses nothing.
-const F32_BITS: u64 = 32;
-
 impl<'a> Values<'a> {
     /// Values under a general request and rules. The first rule that matches has precedence over the request. If no rule matches
-    /// and the request is for a float narrower than 32 bits, plain tensors of names like `keep_f32` stay as they are stored.
+    /// and the request is for a float narrower than 32 bits, plain tensors that the model keeps in float32 stay as they are stored.
     pub fn new(
         checkpoint: &'a Checkpoint,
         request: ValueRequest,
         rules: &'a [CastRule],
-        keep_f32: &'a [Pattern],
+        keep_f32: Option<&'a Model>,
     ) -> Self {
         let of_raw = if request.dtype.is_some() { checkpoint.raw_operands().collect() } else { HashSet::new() };
-        let narrows = request.dtype.is_some_and(|dtype| dtype.bits() < F32_BITS);
-        let keep_f32 = if narrows { keep_f32 } else { &[] };
         Self { checkpoint, request, rules, keep_f32, of_raw, raw: Mutex::default(), kept: Mutex::default() }
     }
 
@@ -102,7 +97,8 @@ impl<'a> Values<'a> {
     }
 
     fn keeps(&self, dtype: DType, name: &str) -> bool {
-        dtype.is_float() && self.keep_f32.iter().any(|pattern| pattern.matches(name))
+        let Some((model, wanted)) = self.keep_f32.zip(self.request.dtype) else { return false };
+        dtype.is_float() && dtype != wanted && model.keeps_f32(name, wanted)
     }
 
     /// The tensors that stay as they are stored because the model's own code keeps them in float32, as far as they have been
