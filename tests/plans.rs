@@ -631,7 +631,7 @@ fn buffers_are_whole_on_every_device_in_stacks_too() {
                 assert!(!has("running_mean") && !has("zero"), "{model_type}: {names:?}");
                 let mut expected = buffers.clone();
                 expected.insert(expected.partition_point(|name| *name < "model.bn"), "model.bn.running_mean");
-                let told: Vec<&str> = plan.whole.iter().map(|group| group.name.as_str()).collect();
+                let told: Vec<&str> = plan.whole.names.iter().map(|group| group.name.as_str()).collect();
                 assert_eq!(told, expected, "{model_type}");
             }
         }
@@ -648,7 +648,7 @@ fn buffers_are_whole_on_every_device_in_stacks_too() {
     let plan = build(&rows, &json!({"model_type": "dots1"}), &options).unwrap();
     let mut biases = plan.tensors.iter().filter(|tensor| tensor.name.ends_with("_bias"));
     assert!(biases.all(|tensor| !plan.spec(tensor).is_replicated()));
-    assert!(plan.whole.iter().all(|group| !group.name.contains("e_score")));
+    assert!(plan.whole.names.iter().all(|group| !group.name.contains("e_score")));
     let plan = build(&rows, &json!({"model_type": "dots1"}), &ViewOptions::default()).unwrap();
-    assert!(plan.whole.is_empty());
+    assert!(plan.whole.names.is_empty());
 }

@@ -64,7 +64,7 @@ pub use need::{
     remote_bytes::{FETCHED_BYTES, RemoteBytes},
 };
 pub use options::{Layout, ViewOptions};
-pub use planned::{DecodedScheme, Plan, PlannedTensor, Rank};
+pub use planned::{DecodedScheme, Plan, PlannedTensor, Rank, Whole};
 pub use repository::{
     generated::SHARD_BYTES_MAX,
     hf::{self, HfContent, HfFile},

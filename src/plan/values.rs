@@ -40,6 +40,8 @@ pub struct Values<'a> {
     rules: &'a [CastRule],
     /// The model, whose own code keeps some tensors in float32. `None` if the layout casts those too.
     keep_f32: Option<&'a Model>,
+    /// Whether what is stored narrower becomes float32 where the model keeps it so: values are those of a loaded model.
+    as_loaded: bool,
     /// Stored tensors that others need that are shown raw.
     of_raw: HashSet<TensorId>,
     /// Decoded tensors for which a rule has since required the raw form.
@@ -58,7 +60,22 @@ impl<'a> Values<'a> {
         keep_f32: Option<&'a Model>,
     ) -> Self {
         let of_raw = if request.dtype.is_some() { checkpoint.raw_operands().collect() } else { HashSet::new() };
-        Self { checkpoint, request, rules, keep_f32, of_raw, raw: Mutex::default(), kept: Mutex::default() }
+        Self {
+            checkpoint,
+            request,
+            rules,
+            keep_f32,
+            as_loaded: false,
+            of_raw,
+            raw: Mutex::default(),
+            kept: Mutex::default(),
+        }
+    }
+
+    /// These, with the dtypes of a loaded model: float32 where its own code keeps it so, though stored narrower.
+    #[must_use]
+    pub fn as_loaded(self) -> Self {
+        Self { as_loaded: true, ..self }
     }
 
     /// The selected part of the checkpoint.
@@ -78,6 +95,9 @@ impl<'a> Values<'a> {
         let info = self.checkpoint.tensor(id);
         match (info.storage, rule) {
             (Storage::Plain { .. } | Storage::Mosaic(_), Some(rule)) => rule.dtype,
+            (Storage::Plain { .. } | Storage::Mosaic(_), None) if self.widens(info.dtype, info.name) => {
+                Some(DType::F32)
+            }
             (Storage::Plain { .. } | Storage::Mosaic(_), None) if self.keeps(info.dtype, info.name) => {
                 self.kept.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
                 None
@@ -94,6 +114,11 @@ impl<'a> Values<'a> {
                 dtype
             }
         }
+    }
+
+    fn widens(&self, dtype: DType, name: &str) -> bool {
+        let Some(model) = self.keep_f32.filter(|_| self.as_loaded) else { return false };
+        matches!(dtype, DType::F16 | DType::BF16) && model.keeps_f32(name, self.request.dtype.unwrap_or(dtype))
     }
 
     fn keeps(&self, dtype: DType, name: &str) -> bool {

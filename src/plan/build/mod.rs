@@ -34,7 +34,7 @@ use self::{
 };
 use super::{
     DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding,
-    Tied, ViewOptions, canonical, expect,
+    Tied, ViewOptions, Whole, canonical, expect,
     family::Generic,
     hf,
     inverse::{self, Inverted},
@@ -105,10 +105,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
                 return Err(PlanError { problems });
             }
         }
-        // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
-        let keeps_f32 = options.layout.keeps_f32() && options.dtype.is_some() && !stored::is_maxtext(wanted.seen());
-        let keep_f32 = keeps_f32.then_some(&chosen.model);
-        let values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
+        let values = builder.values(&wanted, &chosen);
         let mut drafted = builder.draft(&wanted, &chosen, &values);
         if !values.raw().is_empty() {
             raw.extend(values.raw());
@@ -158,7 +155,7 @@ fn already_laid_out(layout: &str, stored: &str) -> Problem {
     Problem::File { file: format!("layout {layout}"), reason }
 }
 
-impl Builder<'_> {
+impl<'a> Builder<'a> {
     fn choose(&self, wanted: &Selection<'_>) -> Result<ChosenLayout, PlanError> {
         let options = self.options;
         let mut set = options.set.clone();
@@ -197,6 +194,20 @@ impl Builder<'_> {
             drafted.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
         }
         drafted
+    }
+
+    /// The values that the layout's drafts have.
+    fn values<'b>(&self, wanted: &'b Selection<'_>, chosen: &'b ChosenLayout) -> Values<'b>
+    where
+        'a: 'b,
+    {
+        let options = self.options;
+        // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
+        let keeps_f32 = options.layout.keeps_f32() && options.dtype.is_some() && !stored::is_maxtext(wanted.seen());
+        let as_loaded = options.layout.is_loaded();
+        let keep_f32 = (keeps_f32 || as_loaded).then_some(&chosen.model);
+        let values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
+        if as_loaded { values.as_loaded() } else { values }
     }
 
     /// Drafts by a layout of rules.
@@ -333,19 +344,15 @@ impl Builder<'_> {
     }
 
     /// Keeps buffers whole on every device, as FSDP leaves them, unless a rule of the user's or a logical axis says otherwise.
-    fn keep_whole(
-        &self,
-        drafts: &mut [Draft],
-        by_rules: bool,
-        wanted: &Selection<'_>,
-        chosen: &ChosenLayout,
-    ) -> Vec<NameGroup> {
+    fn keep_whole(&self, drafts: &mut [Draft], by_rules: bool, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Whole {
         let options = self.options;
         let is_told = |draft: &Draft| {
             let is_logical = by_rules && !draft.roles.by_position;
             is_logical || shard::is_told(draft, options.sharding, &options.shard_rules)
         };
-        whole::keep(drafts, wanted.seen(), &chosen.model, &options.mesh, chosen.inverse.is_some(), &is_told)
+        let names =
+            whole::keep(drafts, wanted.seen(), &chosen.model, &options.mesh, chosen.inverse.is_some(), &is_told);
+        Whole { names, is_known: chosen.model.is_known }
     }
 
     /// Gives each tensor its spec. The plan has no files of `hf/` yet.
@@ -365,7 +372,6 @@ impl Builder<'_> {
             decoded: decoded_by_scheme(wanted.seen(), chosen.request, options),
             kept: drafted.kept,
             whole: drafted.whole,
-            is_known: chosen.model.is_known,
             kept_hf: Vec::new(),
             dropped: drafted.dropped,
             kept_raw: if chosen.request.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },

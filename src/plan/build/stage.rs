@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use super::super::{
-    Draft, Family, Layout, LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
+    Draft, Family, Layout, LayoutFile, NameGroup, PlanError, Problem, ViewOptions, Whole,
     expect::Findings,
     inverse::Inverted,
     library::Model,
@@ -80,7 +80,7 @@ pub(super) struct Drafted {
     /// What stays in float32 though a dtype is asked for.
     pub(super) kept: Vec<NameGroup>,
     /// What every device holds whole.
-    pub(super) whole: Vec<NameGroup>,
+    pub(super) whole: Whole,
     /// What decoding leaves out.
     pub(super) dropped: Vec<NameGroup>,
     pub(super) decoded_config: Option<Vec<u8>>,
