@@ -413,6 +413,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
     }
     job.end(outcome);
     shared.progress.note();
+    job.object.digest.note_brought(entry);
     true
 }
 

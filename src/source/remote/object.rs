@@ -14,6 +14,7 @@ use std::{
 use super::{
     super::ByteSpan,
     cache::Entry,
+    digest::DigestState,
     error::RemoteError,
     interface::RemoteFile,
     retry::{Deadline, Retrying},
@@ -92,31 +93,6 @@ impl RemoteObject {
 
     pub(super) fn lock_jobs(&self) -> MutexGuard<'_, Vec<Arc<Job>>> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// State of the comparison of a complete object with its digest.
-#[derive(Debug, Default)]
-pub(super) struct DigestState {
-    /// Whether a thread is comparing.
-    pub(super) running: AtomicBool,
-    /// Whether the digest was right in this process.
-    pub(super) right: AtomicBool,
-    /// Whether it was placed into the cache of the service's own client, or cannot be.
-    pub(super) shared: AtomicBool,
-    /// Whether it was wrong once.
-    pub(super) wrong: AtomicBool,
-    /// The digest of the bytes that were fetched again, if it was wrong too.
-    twice: OnceLock<String>,
-}
-
-impl DigestState {
-    pub(super) fn found_twice(&self) -> Option<String> {
-        self.twice.get().cloned()
-    }
-
-    pub(super) fn set_found_twice(&self, found: String) {
-        let _ = self.twice.set(found);
     }
 }
 
