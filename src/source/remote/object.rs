@@ -139,6 +139,8 @@ pub(super) enum JobState {
 pub(super) struct Job {
     pub(super) object: Arc<RemoteObject>,
     pub(super) blocks: Range<u64>,
+    /// Whether no reader waited for it when it was made.
+    pub(super) was_ahead: bool,
     /// Whether no reader waits for it.
     ahead: AtomicBool,
     deadline: Mutex<Deadline>,
@@ -153,6 +155,7 @@ impl Job {
         Self {
             object: Arc::clone(object),
             blocks,
+            was_ahead: ahead,
             ahead: AtomicBool::new(ahead),
             deadline: Mutex::new(deadline),
             moved: Mutex::default(),
