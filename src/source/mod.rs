@@ -32,6 +32,7 @@ pub mod remote;
 mod span;
 pub mod stall;
 mod survey;
+pub mod waits;
 
 pub use beneath::{Beneath, FoundFile, Opened, private_directory};
 pub use error::{Aspect, Poison, SourceError};
@@ -43,3 +44,4 @@ pub use memory::BufferMemory;
 pub use pin::pin_files;
 pub use span::{ByteSpan, FileId};
 pub use stall::{Fetches, Stall, Waiting};
+pub use waits::{Wait, Waits};

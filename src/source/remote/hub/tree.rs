@@ -5,6 +5,7 @@ use serde::Deserialize;
 
 use super::super::{
     super::digest::{SHA1_DIGITS, SHA256_DIGITS, is_hex},
+    file_path::flaw_of,
     interface::{Content, RemoteFile},
 };
 
@@ -50,6 +51,10 @@ impl Entry {
         }
         if !is_inside(&path) {
             return Err(format!("file {path:?}: not a path inside the repository"));
+        }
+        if let Some(flaw) = flaw_of(&path) {
+            let shown: String = path.chars().take(80).collect();
+            return Err(format!("file {shown:?}...: {flaw}"));
         }
         let (size_bytes, content) = match lfs {
             Some(Lfs { oid, size }) if is_hex(&oid, SHA256_DIGITS) => (size, Content::Sha256(oid)),
