@@ -3,5 +3,6 @@
 pub mod dialect;
 pub mod own_head;
 pub mod prefix;
+pub(super) mod promised;
 pub mod quantization;
 pub(super) mod tied;
