@@ -75,11 +75,11 @@ pub use split::{
 };
 
 use self::{
-    check::{expect, hole, holes, survey, unused},
+    check::{expect, hole, holes, survey, uneven, unused},
     name::{member, name_group, names, naming},
     need::{counting, needed},
     repository::{generated, text_model},
-    split::packed,
+    split::{blocks, packed, styles},
 };
 pub use crate::config::{
     Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern,

@@ -20,6 +20,7 @@ use super::{
     problem::Problem,
     shard::{self, AxisUse, STAGE_AXIS, axis_use},
     spec::{self, Spec},
+    uneven,
 };
 use crate::{
     config::Mesh,
@@ -141,6 +142,7 @@ impl PlannedTensor {
 impl Plan {
     pub(super) fn add(&mut self, drafts: Vec<Draft>, options: &ViewOptions, problems: &mut Vec<Problem>) {
         let mut known: HashMap<Spec, u32> = HashMap::new();
+        let first = problems.len();
         for draft in drafts {
             let rules = self.logical_rules.as_ref();
             let spec = match shard::spec(&draft, &self.mesh, options.sharding, rules, &options.shard_rules) {
@@ -177,6 +179,10 @@ impl Plan {
                 layers: draft.layers,
                 logical: draft.roles.logical,
             });
+        }
+        let uneven = problems[first..].iter().filter(|problem| matches!(problem, Problem::Uneven { .. })).count();
+        if uneven > 1 && self.logical_rules.is_some() {
+            problems.splice(first..first, uneven::axes(self));
         }
         // A size beyond 64 bits has been reported as a problem above.
         let sizes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(u64::MAX));
