@@ -117,11 +117,7 @@ pub(super) fn drafts(
     };
     let stems: Vec<_> = parsed.par_chunks(NAMED_TOGETHER).map(stems_of).collect();
     let mut namer = Namer::new(checkpoint, family, generic, stems.into_iter().flatten().collect());
-    namer.find_blocks(
-        tensors.iter().zip(&parsed).map(|((_, info), parsed)| (info.name, info.shape, parsed)),
-        mesh,
-        true,
-    );
+    namer.find_blocks_of(whole, mesh, true);
     let parts: Vec<_> = tensors
         .par_chunks(NAMED_TOGETHER)
         .zip(parsed.par_chunks(NAMED_TOGETHER))

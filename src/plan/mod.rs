@@ -75,7 +75,7 @@ pub use split::{
 };
 
 use self::{
-    check::{expect, hole, holes, survey, uneven, unused},
+    check::{expect, hole, holes, survey, unused},
     name::{member, name_group, names, naming},
     need::{counting, needed},
     repository::{generated, text_model},

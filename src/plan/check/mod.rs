@@ -5,5 +5,4 @@ pub(in crate::plan) mod hole;
 pub(in crate::plan) mod holes;
 pub mod problem;
 pub(in crate::plan) mod survey;
-pub(in crate::plan) mod uneven;
 pub(in crate::plan) mod unused;
