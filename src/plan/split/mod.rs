@@ -6,3 +6,4 @@ pub(in crate::plan) mod packed;
 pub mod shard;
 pub mod spec;
 pub(in crate::plan) mod styles;
+pub(in crate::plan) mod whole;
