@@ -102,8 +102,6 @@ struct FamilyFile {
     roles: BTreeMap<String, usize>,
     #[serde(default)]
     block: Vec<BlockForm>,
-    #[serde(default)]
-    keep: Vec<Kept>,
 }
 
 /// A block of a layer by the names of its modules, within the module that holds them all.
