@@ -14,7 +14,7 @@ use rayon::prelude::*;
 
 use super::{
     AxisUse, axis_use,
-    blocks::{Blocks, Module, Sayings},
+    blocks::{CutBlocks, Module, Sayings},
     draft::{Bundled, Draft, Roles},
     family::{Family, Generic, Role},
     member, names,
@@ -85,7 +85,7 @@ struct Namer<'a> {
     stems: BTreeSet<String>,
     plans: ModelPlans,
     /// What tensor parallelism cuts. Empty if the mesh has no axis for it.
-    blocks: Blocks,
+    blocks: CutBlocks,
 }
 
 /// Drafts, and which blocks tensor parallelism leaves whole.
@@ -238,7 +238,7 @@ fn has_tensor_axis(mesh: &Mesh) -> bool {
 
 impl<'c> Namer<'c> {
     fn new(checkpoint: &'c Checkpoint, family: Option<Family>, generic: Generic, stems: BTreeSet<String>) -> Self {
-        let (plans, blocks) = (ModelPlans::default(), Blocks::default());
+        let (plans, blocks) = (ModelPlans::default(), CutBlocks::default());
         Self { checkpoint, family, generic, stems, plans, blocks }
     }
 
@@ -281,7 +281,7 @@ impl<'c> Namer<'c> {
             self.fits(role, shape).then(|| role.clone())
         };
         let sayings = Sayings { plans: &self.plans, generic: &self.generic, role: &role, parts };
-        self.blocks = Blocks::of(modules, sayings);
+        self.blocks = CutBlocks::of(modules, sayings);
     }
 
     /// The axis of a tensor that tensor parallelism splits, and its block. `role` is the family's entry; `part` the axis of a part

@@ -126,7 +126,7 @@ impl Sayings<'_> {
 
 /// How tensor parallelism cuts the modules of a model.
 #[derive(Debug, Default)]
-pub(in crate::plan) struct Blocks {
+pub(in crate::plan) struct CutBlocks {
     members: HashMap<(String, String), Member>,
     whole: BTreeMap<Arc<str>, Whole>,
     unknown: BTreeSet<String>,
@@ -392,7 +392,7 @@ impl std::fmt::Display for Whole {
     }
 }
 
-impl Blocks {
+impl CutBlocks {
     /// The blocks of a model.
     pub(in crate::plan) fn of<'a>(modules: impl Iterator<Item = Module<'a>>, sayings: Sayings<'_>) -> Self {
         let mut layers: BTreeMap<(&'a str, Option<u64>), Layer> = BTreeMap::new();
@@ -508,7 +508,7 @@ mod tests {
             is_tower: false,
         });
         let sayings = Sayings { plans, generic: &generic, role: &|_, _, _| None, parts: false };
-        let blocks = Blocks::of(modules, sayings);
+        let blocks = CutBlocks::of(modules, sayings);
         let axis = |stem: &str, suffix: &str| blocks.cut("", stem, suffix, None).0;
         let axes =
             tensors.iter().map(|(stem, suffix, _)| axis(stem, suffix).map_or("-".to_owned(), |at| at.to_string()));
