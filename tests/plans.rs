@@ -177,6 +177,15 @@ fn holes_of_a_known_family_are_refused() {
     wrong.2 = vec![35, 16];
     let error = build(&rows, &config, &ViewOptions::default()).unwrap_err().to_string();
     assert!(error.contains("layers 0-1,3 have shape [36, 16], layer 2 has [35, 16]"), "{error}");
+    // A layer that is narrower as a whole is pruned: it is reported and shown.
+    let mut pruned = rows.clone();
+    for (name, _, shape) in pruned.iter_mut().filter(|(name, ..)| name.starts_with("model.layers.2.mlp.")) {
+        *shape = if name.contains("down_proj") { vec![16, 35] } else { vec![35, 16] };
+    }
+    for layout in [Layout::Canonical, Layout::Hf] {
+        let plan = build(&pruned, &config, &ViewOptions { layout, ..ViewOptions::default() }).unwrap();
+        assert!(holes(&plan).iter().any(|hole| hole.contains("layer 2 has [35, 16]")), "{:?}", holes(&plan));
+    }
     // A different set of layers is required.
     let subset = Subset { layers: Some(LayerRanges::parse("0..2").unwrap()), ..Subset::default() };
     build(&rows, &config, &ViewOptions { subset, ..ViewOptions::default() }).unwrap();

@@ -312,6 +312,25 @@ pub static SETTINGS: &[Setting] = &[
     .more("By default the model alone is read (of Orbax the tensors under `params`, of torch those that are not under `optimizer`); `plan` lists what is left out."),
     Setting::new(
         Reading,
+        "duplicates",
+        Value("index|last|refuse"),
+        at!(mount.duplicates),
+        "Which copy of a tensor counts if several files hold one: the index's, that of the last file, or none.",
+    )
+    .more(
+        "transformers and vLLM read every tensor of the files that the index names, in the order of the files' names: the last copy \
+         stays. Without this setting the index's copy is taken if it is the last one too; else copies are refused. With `index`, \
+         tensors that the index does not name are left out.",
+    ),
+    Setting::new(
+        Reading,
+        "variant",
+        Value("NAME"),
+        at!(mount.variant),
+        "The variant of the weights, such as fp16 for model.fp16.safetensors and its index; by default that without a name.",
+    ),
+    Setting::new(
+        Reading,
         "allow-unfinished",
         Nothing("true"),
         at!(mount.allow_unfinished),

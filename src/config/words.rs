@@ -14,7 +14,7 @@ use super::{
     near::did_you_mean,
     value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, rebased},
 };
-use crate::{source::SourceIo, tensor::DType};
+use crate::{checkpoint::Duplicates, source::SourceIo, tensor::DType};
 
 /// Most threads that serve requests.
 pub const THREADS_MAX: u16 = 512;
@@ -193,6 +193,12 @@ impl SettingValue for Dequantize {
         }
         .into())
     }
+}
+
+impl Choice for Duplicates {
+    const WHAT: &'static str = "treatment of duplicates";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("index", Self::Index), ("last", Self::Last), ("refuse", Self::Refuse)];
 }
 
 impl Choice for SourceIo {

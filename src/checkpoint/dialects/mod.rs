@@ -2,5 +2,6 @@
 
 pub mod dialect;
 pub mod prefix;
+pub(super) mod promised;
 pub mod quantization;
 pub(super) mod tied;

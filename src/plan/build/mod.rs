@@ -43,7 +43,7 @@ use super::{
     lora,
     name_group::fold,
     names, packed, shard, stored,
-    survey::{devices, family, family_problem, missing_layers},
+    survey::{devices, family, family_problem, missing_layers, no_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
     whole,
@@ -282,6 +282,7 @@ impl<'a> Builder<'a> {
         self.problems.extend(problems);
         self.warnings.extend(findings.warning.take());
         missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
+        no_layers(whole, options, &mut self.problems);
         let drafts = self.tabled(drafts);
         let family = family.map(|family| family.name.clone());
         Drafted { drafts, family, findings, ..Drafted::default() }

@@ -9,10 +9,13 @@ use super::{
     super::{
         draft::Draft,
         expr::{EvalError, Expr, ExprValue, NameScope, TextTemplate},
+        family::Generic,
         mesh::Mesh,
         name_group::{NameGroup, fold, stars},
+        naming,
         pattern::Pattern,
         problem::{Problem, RuleLocation},
+        select,
         shard::STAGE_AXIS,
         values::Values,
     },
@@ -371,6 +374,26 @@ impl<'a> Resolver<'a> {
         ignored
     }
 
+    /// These names without those of layers that predict further tokens and that the configuration does not count: they are no part of
+    /// the model that it describes, and are left out with a warning.
+    fn without_predictors(&mut self, unused: Vec<&'a str>) -> Vec<&'a str> {
+        let Some((prefix, first)) = select::predicting(self.scope.checkpoint, None) else { return unused };
+        let words = Generic::load().expect("the file is in the program, and a test reads it").words;
+        let is_beyond = |name: &&str| {
+            let parsed = naming::parse(name, &words);
+            parsed.prefix == prefix && parsed.layer.is_some_and(|layer| layer >= first)
+        };
+        let (beyond, rest): (Vec<&str>, Vec<&str>) = unused.into_iter().partition(is_beyond);
+        if !beyond.is_empty() {
+            self.warnings.push(format!(
+                "{} tensors of layers from {first} on, which predict further tokens and which config.json does not count, are left out",
+                beyond.len()
+            ));
+            self.left_out.extend(fold(beyond, &[]));
+        }
+        rest
+    }
+
     /// Reports the missing sources, and the tensors that no rule uses or ignores.
     fn compare(&mut self) {
         // Rules that failed have used nothing: the tensors that they leave over are not unexpected.
@@ -382,6 +405,7 @@ impl<'a> Resolver<'a> {
         let (ignored, unused): (Vec<&str>, Vec<&str>) =
             unused.into_iter().map(|(_, info)| info.name).partition(is_ignored);
         self.left_out = fold(ignored, &[]);
+        let unused = self.without_predictors(unused);
         let strange: BTreeSet<String> = unused.iter().map(|name| stars(name)).collect();
         let lost = std::mem::take(&mut self.lost);
         let mut by_rule: BTreeMap<(bool, usize, String), Vec<&MissingSource>> = BTreeMap::new();

@@ -104,6 +104,7 @@ pub(in crate::plan) fn plan(
     let has_all = head.is_none()
         && names.text.is_none()
         && !is_converted
+        && originals(original).all(|(_, _, id)| original.is_whole(id))
         && checkpoint.tensors().len() == original.tensors().len();
     let unchanged = || originals(original).map(|(_, path, id)| original_file(path, id)).collect();
     if has_all && !values.converts() && names.keep_all() && std::ptr::eq(checkpoint, original) {
@@ -134,10 +135,11 @@ pub(in crate::plan) fn plan(
     for (role, path, id) in rewriting.originals() {
         let content = if *role == FileRole::Weights {
             let (tensors, before) = (std::mem::take(&mut by_file[id.index()]), before[id.index()]);
-            if tensors.is_empty() && before > 0 {
+            let is_whole = original.is_whole(id);
+            if tensors.is_empty() && (before > 0 || !is_whole) {
                 continue;
             }
-            let is_original = !is_converted && tensors.len() == before && tensors.iter().all(is_as_before);
+            let is_original = is_whole && !is_converted && tensors.len() == before && tensors.iter().all(is_as_before);
             if is_original { HfContent::Original(id) } else { rewriting.weights(id, tensors) }
         } else {
             texts.remove(&id).map_or(HfContent::Original(id), HfContent::Text)
