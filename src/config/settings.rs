@@ -36,6 +36,8 @@ pub struct Settings {
 pub struct ViewSettings {
     /// The devices.
     pub mesh: Option<Mesh>,
+    /// Mesh axes along which every device holds the same.
+    pub replicate: Vec<String>,
     /// Names and shapes.
     pub layout: Option<LayoutChoice>,
     /// Parameters of the layout.

@@ -44,8 +44,15 @@ pub static SETTINGS: &[Setting] = &[
         "Device d is the row-major number of its coordinates, the last axis fastest. Under `--shard auto` the name of an \
          axis says what it does: fsdp and dp_shard split axis 0 of the unstacked tensor, as torch.chunk does; tensor and \
          tp split by row or column, by the tensor's role; expert and ep split the experts; data, dp, replica and \
-         dp_replicate replicate.",
+         dp_replicate replicate. An axis that splits nothing is refused, unless `--replicate` names it.",
     ).common(),
+    Setting::new(
+        View,
+        "replicate",
+        Value("AXIS"),
+        at!(view.replicate),
+        "A mesh axis that is to split nothing: every device along it holds the same. May be repeated.",
+    ),
     Setting::new(
         View,
         "layout",

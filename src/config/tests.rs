@@ -86,6 +86,7 @@ pub(crate) const EVERY_VIEW_KEY: &[(&str, &str)] = &[
     ("devices", "devices = '0-1,4'"),
     ("unscanned", "unscanned = true"),
     ("even", "even = true"),
+    ("replicate", "replicate = ['x', 'y']"),
     ("allow_missing", "allow_missing = ['a.*', '/b$/']"),
     ("allow_unmapped", "allow_unmapped = true"),
     ("strip_prefix", "strip_prefix = 'model.'"),

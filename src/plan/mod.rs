@@ -82,7 +82,7 @@ use self::{
     name::{member, name_group, names, naming},
     need::{counting, needed},
     repository::{generated, text_model},
-    split::{packed, whole},
+    split::{blocks, packed, styles, whole},
 };
 pub use crate::config::{
     Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern,

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use super::super::{
     family::{self, Family},
+    name_group::ranges,
     options::ViewOptions,
     problem::{PlanError, Problem},
 };
@@ -34,9 +35,10 @@ pub(in crate::plan) fn devices(options: &ViewOptions, problems: &mut Vec<Problem
     let mut listed = listed.clone();
     listed.sort_unstable();
     listed.dedup();
-    problems.extend(
-        listed.iter().filter(|device| **device >= devices).map(|device| Problem::Device { device: *device, devices }),
-    );
+    if listed.iter().any(|device| *device >= devices) {
+        let listed = ranges(&listed.iter().copied().collect());
+        problems.push(Problem::Device { listed, mesh: options.mesh.to_string(), devices });
+    }
     listed
 }
 

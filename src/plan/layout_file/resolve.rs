@@ -160,6 +160,7 @@ impl<'a> Resolver<'a> {
     }
 
     fn check(&mut self) {
+        let mut fitting: Option<String> = None;
         for check in &self.scope.file.checks {
             let local = Local { scope: self.scope, bound: &[] };
             let said = check.that.it.eval(&local).and_then(|holds| holds.bool("check")).and_then(|holds| {
@@ -169,7 +170,8 @@ impl<'a> Resolver<'a> {
             match said {
                 Ok(Some(reason)) if check.warn => self.warnings.push(reason),
                 Ok(Some(reason)) => {
-                    self.add(self.scope.file.refusal(check.that.at, "", reason));
+                    let fitting = fitting.get_or_insert_with(|| fitting_sizes(self.scope));
+                    self.add(self.scope.file.unmet(check.that.at, format!("{reason}{fitting}")));
                 }
                 Ok(None) => {}
                 Err(error) if check.warn && is_absent(&error) => {}
@@ -437,4 +439,28 @@ impl<'a> Resolver<'a> {
             self.problems.extend(refused.into_iter().map(|group| Problem::UnexpectedTensor { group }));
         }
     }
+}
+
+/// Greatest size of a mesh axis that is tried as a proposal.
+const SIZE_MAX: u64 = 256;
+
+/// Most sizes that a message proposes.
+const SIZES_LISTED: usize = 12;
+
+/// The sizes of single mesh axes with which all conditions of the file hold, as the end of a message. Empty if the mesh is not
+/// the reason.
+fn fitting_sizes(scope: &Scope<'_>) -> String {
+    let holds = |mesh: &Mesh| {
+        let scope = scope.for_mesh(mesh);
+        let local = Local { scope: &scope, bound: &[] };
+        let mut checks = scope.file.checks.iter().filter(|check| !check.warn);
+        checks.all(|check| check.that.it.eval(&local).and_then(|holds| holds.bool("check")).unwrap_or(false))
+    };
+    let axes = scope.mesh.axes().iter().filter(|axis| axis.size > 1);
+    let proposals = axes.filter_map(|axis| {
+        let fits = |size: &u64| scope.mesh.with_size(&axis.name, *size).is_some_and(|mesh| holds(&mesh));
+        let sizes: Vec<String> = (1..=SIZE_MAX).filter(fits).take(SIZES_LISTED).map(|size| size.to_string()).collect();
+        (!sizes.is_empty()).then(|| format!("; sizes of {} that fit: {}", axis.name, sizes.join(", ")))
+    });
+    proposals.collect()
 }
