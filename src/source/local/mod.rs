@@ -152,6 +152,7 @@ impl LocalFiles {
         Self::pin_with_window(files, io, ResidentWindow::usual(), fetches)
     }
 
+    #[allow(clippy::needless_pass_by_value, reason = "the files share it from now on")]
     fn pin_with_window(
         files: Vec<Opened>,
         io: SourceIo,
