@@ -250,6 +250,12 @@ fn an_open_that_gets_no_answer_ends_too() {
     for reader in &readers {
         mount.fails(reader);
     }
+    // The configuration names the source: a look at it would wait for ever.
+    source.set_root_dead(true);
+    let (code, said) = mount.status();
+    assert!(code == Some(1) && said.contains("degraded") && said.contains("got no answer"), "{said}");
+    assert!(said.contains(source.path().to_str().unwrap()), "{said}");
+    source.set_root_dead(false);
     source.set(A, Manner::Good);
     until("the file is good again", || mount.read("full/alpha", 0, 10).recv_timeout(SOON).unwrap().is_ok());
     mount.reads("full/alpha", 0);
