@@ -10,6 +10,7 @@ use std::{
 use anyhow::{Context, anyhow, bail};
 
 use super::{
+    chunk_memory,
     flags::SourceFlags,
     hint,
     output::{Usage, chain},
@@ -54,6 +55,24 @@ pub(super) fn source_config(source: Option<&str>, flags: &SourceFlags) -> anyhow
         return Err(Usage("expected SOURCE, or a --config file that names it".to_owned()).into());
     }
     Ok(config)
+}
+
+/// The mount that an argument names, with the configuration that it was made with; `None` if the argument is a source.
+///
+/// # Errors
+/// The configuration cannot be read, or flags say another one: they would not be followed.
+pub(super) fn mount_config<'a>(
+    target: Option<&'a str>,
+    flags: &SourceFlags,
+) -> anyhow::Result<Option<(&'a Path, Config)>> {
+    let text = |mount: &&Path| mount.join(".ckfs/config.toml");
+    let Some(mount) = target.map(Path::new).filter(|path| text(path).is_file()) else { return Ok(None) };
+    let given: Vec<String> = flags.settings.given().map(|setting| format!("--{}", setting.name)).collect();
+    if !given.is_empty() {
+        let (mount, given) = (mount.display(), given.join(", "));
+        bail!("{mount}: is a mount, which says by itself how it was made; {given}: only for sources");
+    }
+    Ok(Some((mount, Config::load(&text(&mount))?)))
 }
 
 /// Splits the arguments `[SOURCE] PATH`: the first is optional if a configuration file names the source.
@@ -319,7 +338,8 @@ fn volume_of(checkpoint: &Arc<Checkpoint>, config: &Config) -> anyhow::Result<Vo
 /// # Errors
 /// Every reason why the plans cannot be mounted.
 pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> anyhow::Result<Volume> {
-    let budget = budget(&config.mount);
+    let mut budget = budget(&config.mount);
+    chunk_memory::admit(checkpoint, plans, &mut budget)?;
     if let Some(maps) = checkpoint.source().maps() {
         maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
     }
