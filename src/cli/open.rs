@@ -17,7 +17,7 @@ use super::{
     own_mount, patience,
 };
 use crate::{
-    checkpoint::{Accepted, Checkpoint, OpenOptions, printable},
+    checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable},
     config::{
         Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, ViewSettings,
     },
@@ -139,6 +139,7 @@ pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
         offline: settings.offline.unwrap_or(false),
         allow_http: settings.allow_http.unwrap_or(false),
         shares: settings.hf_cache == Some(HfCache::Share),
+        waits: Arc::default(),
     }
 }
 
@@ -162,8 +163,10 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         Ok(source.clone())
     };
     let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
-    let (remote, asks_hub) = (remote_options(&config.mount), true);
+    let (mut remote, asks_hub) = (remote_options(&config.mount), true);
+    remote.waits = Arc::clone(fetches.services());
     let training_state = config.mount.training_state.unwrap_or(false);
+    let unfinished = if config.mount.allow_unfinished == Some(true) { Unfinished::Read } else { Unfinished::Refused };
     // Later each view checks for itself what it needs.
     let allowed = |of: fn(&ViewSettings) -> &Option<Allow>| {
         let allowed: Vec<Allow> =
@@ -179,6 +182,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         fill_from,
         follow_symlinks,
         training_state,
+        unfinished,
         allow_missing,
         allow_unmapped,
         fetches,
