@@ -10,6 +10,7 @@
 //! | `build` | the stages of [`Plan::build`], in order |
 //! | `select`, `lora`, `values` | which tensors of the checkpoint are wanted, and in which dtype |
 //! | `canonical`, `family`, `kind`, `stored` | layouts by tables: names and roles of known families, or of a trainer |
+//! | `library` | what the models' own library says: buffers, and what stays in float32 |
 //! | [`layout_file`], [`layouts`], [`expr`] | layouts by rules, and the language of the rules |
 //! | `inverse` | the way back from a layout to a repository |
 //! | `name` | names of tensors, their groups, and renames |
@@ -31,6 +32,7 @@ mod inverse;
 pub mod kind;
 pub mod layout_file;
 pub mod layouts;
+pub mod library;
 mod lora;
 mod name;
 mod need;
@@ -62,7 +64,7 @@ pub use need::{
     remote_bytes::{FETCHED_BYTES, RemoteBytes},
 };
 pub use options::{Layout, ViewOptions};
-pub use planned::{DecodedScheme, Plan, PlannedTensor, Rank};
+pub use planned::{DecodedScheme, Plan, PlannedTensor, Rank, Whole};
 pub use repository::{
     generated::SHARD_BYTES_MAX,
     hf::{self, HfContent, HfFile},
@@ -79,7 +81,7 @@ use self::{
     name::{member, name_group, names, naming},
     need::{counting, needed},
     repository::{generated, text_model},
-    split::packed,
+    split::{packed, whole},
 };
 pub use crate::config::{
     Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern,
