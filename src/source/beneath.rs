@@ -271,21 +271,17 @@ impl Opened {
     /// # Errors
     /// It cannot be read, or ends earlier.
     pub fn read_exact_at(&self, target: &mut [u8], start: u64, fetching: &Fetching<'_>) -> io::Result<()> {
-        match &self.remote {
-            Some(remote) => {
-                let span = ByteSpan::of_len(start, target.len() as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
-                remote.read_span(span, target)
-            }
-            None => {
-                let mut at = start;
-                for piece in target.chunks_mut(fetching.piece_bytes()) {
-                    self.file.read_exact_at(piece, at)?;
-                    at += piece.len() as u64;
-                    fetching.advance();
-                }
-                Ok(())
-            }
+        if let Some(remote) = &self.remote {
+            let span = ByteSpan::of_len(start, target.len() as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
+            return remote.read_span(span, target);
         }
+        let mut at = start;
+        for piece in target.chunks_mut(fetching.piece_bytes()) {
+            self.file.read_exact_at(piece, at)?;
+            at += piece.len() as u64;
+            fetching.advance();
+        }
+        Ok(())
     }
 
     /// Its bytes, but at most the first `bytes_max` of them; notes those that come. A remote object must not be longer than that.

@@ -133,12 +133,12 @@ struct Mounts {
 type Answers = mpsc::Sender<(PathBuf, Option<Arc<str>>)>;
 
 /// Reads the metrics of the mount on `path`, and gives them to all that wait for them.
-fn ask(path: PathBuf, asked: &Mutex<BTreeMap<PathBuf, Vec<Weak<Answers>>>>) {
+fn ask(path: &Path, asked: &Mutex<BTreeMap<PathBuf, Vec<Weak<Answers>>>>) {
     let text: Option<Arc<str>> = fs::read_to_string(path.join(".ckfs/metrics")).ok().map(Into::into);
-    let waiting = asked.lock().unwrap_or_else(PoisonError::into_inner).remove(&path);
+    let waiting = asked.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
     for answer in waiting.into_iter().flatten().filter_map(|answer| answer.upgrade()) {
         // A request that has given up takes no answer.
-        let _ = answer.send((path.clone(), text.clone()));
+        let _ = answer.send((path.to_owned(), text.clone()));
     }
 }
 
@@ -168,7 +168,7 @@ impl Mounts {
                 continue;
             }
             let (path, asked) = (point.clone(), Arc::clone(&self.asked));
-            let asking = thread::Builder::new().name("ckfs-probe".into()).spawn(move || ask(path, &asked));
+            let asking = thread::Builder::new().name("ckfs-probe".into()).spawn(move || ask(&path, &asked));
             if asking.is_err() {
                 waiting -= 1;
                 self.asked.lock().unwrap_or_else(PoisonError::into_inner).remove(point);
@@ -218,7 +218,7 @@ mod tests {
         let answers: Vec<Arc<Answers>> = vec![Arc::new(answer.clone()), Arc::new(answer)];
         let waiting = answers.iter().map(Arc::downgrade).collect();
         mounts.asked.lock().unwrap().insert(path.clone(), waiting);
-        ask(path.clone(), &mounts.asked);
+        ask(&path, &mounts.asked);
         let found: Vec<_> = answered.try_iter().collect();
         assert_eq!(found, [(path.clone(), None), (path, None)]);
         assert!(mounts.asked.lock().unwrap().is_empty());

@@ -69,7 +69,7 @@ fn started(pid: u32) -> Option<u64> {
     of_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// The same by the text of proc_pid_stat(5).
+/// The same by the text of `proc_pid_stat(5)`.
 fn of_stat(text: &str) -> Option<u64> {
     // Numbers of the fields there, less the three up to the state.
     const THREADS: usize = 20 - 3;
