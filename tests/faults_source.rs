@@ -349,11 +349,11 @@ fn an_abort_by_fusectl_is_a_clean_end() {
     let held = File::open(mount.path("full/beta")).unwrap();
     let device = fs::metadata(mount.path("")).unwrap().dev();
     let control = PathBuf::from(format!("/sys/fs/fuse/connections/{}/abort", nix::sys::stat::minor(device)));
-    if !control.exists() {
+    if control.exists() {
+        fs::write(control, "1").unwrap();
+    } else {
         // A container may lack this file system; the force does the same.
         assert_eq!(umount2(&mount.path(""), MntFlags::MNT_FORCE), Err(nix::errno::Errno::EBUSY));
-    } else {
-        fs::write(control, "1").unwrap();
     }
     until("the daemon ends", || mount.child.try_wait().unwrap().is_some());
     assert_eq!(mount.child.wait().unwrap().code(), Some(0), "{}", mount.log());
