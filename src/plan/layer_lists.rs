@@ -89,7 +89,7 @@ const OWN_LAYERS: [&str; 6] = ["num_hidden_layers", "n_layer", "num_layers", "n_
 
 /// What a list of numbers counts from.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Base {
+enum CountedFrom {
     Zero,
     One,
 }
@@ -140,7 +140,7 @@ impl KeptLayers<'_> {
         self.layers.iter().position(|kept| *kept == layer)
     }
 
-    fn cut_member(&self, key: &str, value: &mut Value, base: Option<Base>) -> Result<(), String> {
+    fn cut_member(&self, key: &str, value: &mut Value, base: Option<CountedFrom>) -> Result<(), String> {
         if self.is_whole() {
             return Ok(());
         }
@@ -161,7 +161,7 @@ impl KeptLayers<'_> {
             return Ok(());
         }
         if let Some(numbers) = self.numbers(key, value) {
-            let known = NUMBERS.contains(&key).then_some(Base::Zero);
+            let known = NUMBERS.contains(&key).then_some(CountedFrom::Zero);
             let own = own_base(&numbers, self.declared);
             let Some(base) = own.or(known).or(base) else {
                 if self.has_all_own() {
@@ -169,13 +169,11 @@ impl KeptLayers<'_> {
                 }
                 return Err(format!("config.json has {key:?}, numbers of layers from 0 or from 1: not known which"));
             };
-            let first = u64::from(base == Base::One);
+            let first = u64::from(base == CountedFrom::One);
             let kept = numbers.iter().filter_map(|number| self.place(number.checked_sub(first)?));
             let kept: Vec<u64> = kept.map(|place| place as u64 + first).collect();
-            *value = match value {
-                Value::String(_) => json!(kept.iter().map(u64::to_string).collect::<Vec<_>>().join(",")),
-                Value::Null | Value::Bool(_) | Value::Number(_) | Value::Array(_) | Value::Object(_) => json!(kept),
-            };
+            let text = || kept.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
+            *value = if is_text { json!(text()) } else { json!(kept) };
             return Ok(());
         }
         let is_as_long =
@@ -221,16 +219,16 @@ impl KeptLayers<'_> {
     }
 
     /// What the numbers in a member count from, if they tell it.
-    fn base_of(&self, key: &str, value: &Value) -> Option<Base> {
+    fn base_of(&self, key: &str, value: &Value) -> Option<CountedFrom> {
         if PER_LAYER.contains(&key) { None } else { own_base(&self.numbers(key, value)?, self.declared) }
     }
 }
 
 /// What these numbers count from: there is no layer 0 from 1, and no layer of the number of layers from 0.
-fn own_base(numbers: &[u64], declared: u64) -> Option<Base> {
+fn own_base(numbers: &[u64], declared: u64) -> Option<CountedFrom> {
     match (numbers.contains(&0), numbers.contains(&declared)) {
-        (true, _) => Some(Base::Zero),
-        (false, true) => Some(Base::One),
+        (true, _) => Some(CountedFrom::Zero),
+        (false, true) => Some(CountedFrom::One),
         (false, false) => None,
     }
 }
