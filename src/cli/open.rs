@@ -18,10 +18,10 @@ use super::{
     own_mount, patience,
 };
 use crate::{
-    checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable},
+    checkpoint::{Accepted, Checkpoint, Duplicates, OpenOptions, Unfinished, printable},
     config::{
-        Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, TimeLimit,
-        ViewSettings,
+        Allow, Config, DuplicateRule, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings,
+        ThreadCount, TimeLimit, ViewSettings,
     },
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
@@ -187,7 +187,11 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         unfinished,
         allow_missing,
         allow_unmapped,
-        duplicates: config.mount.duplicates,
+        duplicates: config.mount.duplicates.map(|rule| match rule {
+            DuplicateRule::Index => Duplicates::Index,
+            DuplicateRule::Last => Duplicates::Last,
+            DuplicateRule::Refuse => Duplicates::Refuse,
+        }),
         variant: config.mount.variant.clone(),
         fetches,
         asks_hub,

@@ -14,7 +14,7 @@ use super::{
     near::did_you_mean,
     value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, rebased},
 };
-use crate::{checkpoint::Duplicates, source::SourceIo, tensor::DType};
+use crate::{source::SourceIo, tensor::DType};
 
 /// Most threads that serve requests.
 pub const THREADS_MAX: u16 = 512;
@@ -195,7 +195,18 @@ impl SettingValue for Dequantize {
     }
 }
 
-impl Choice for Duplicates {
+/// Which of several copies of a tensor counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DuplicateRule {
+    /// That of the file which the index names.
+    Index,
+    /// That of the last file.
+    Last,
+    /// None: copies are refused.
+    Refuse,
+}
+
+impl Choice for DuplicateRule {
     const WHAT: &'static str = "treatment of duplicates";
     const WORDS: &'static [(&'static str, Self)] =
         &[("index", Self::Index), ("last", Self::Last), ("refuse", Self::Refuse)];

@@ -1,4 +1,4 @@
-//! 8-bit floats of ComfyUI, and codes whose scales have names that no library here has.
+//! 8-bit floats of `ComfyUI`, and codes whose scales have names that no library here has.
 
 use ckfs::tensor::DType;
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ fn codes() -> Repository {
     Repository::new(Value::Null).noise("a.weight", DType::F8E4M3, CODES)
 }
 
-/// The same with its format, as ComfyUI writes it beside the weight.
+/// The same with its format, as `ComfyUI` writes it beside the weight.
 fn with_format(format: &Value) -> Repository {
     let text = format.to_string().into_bytes();
     let len = text.len() as u64;

@@ -14,18 +14,13 @@ use super::super::{
     problem::{CheckpointError, Expected, Problem, Problems},
     weight_name::{WeightName, is_any_index, variant_of_index},
 };
+pub(in crate::checkpoint) use super::weight_name::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX};
 
 /// The configuration of a model.
 pub(in crate::checkpoint) const CONFIG: &str = "config.json";
 
-/// How the names of indexes end.
-pub(in crate::checkpoint) const INDEX_SUFFIX: &str = ".safetensors.index.json";
-
 /// The index that transformers writes.
 pub(in crate::checkpoint) const SINGLE_INDEX: &str = "model.safetensors.index.json";
-
-/// How the names of indexes of files of `torch.save` end.
-pub(in crate::checkpoint) const TORCH_INDEX_SUFFIX: &str = ".bin.index.json";
 
 /// A path for a message. Characters that control a terminal are escaped.
 pub(in crate::checkpoint) fn quoted(path: &Path) -> String {

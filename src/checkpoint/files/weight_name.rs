@@ -5,11 +5,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::super::{
-    choose::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX},
-    problem::Problem,
-};
+use super::super::problem::Problem;
 
+/// How the names of indexes end.
+pub(in crate::checkpoint) const INDEX_SUFFIX: &str = ".safetensors.index.json";
+/// How the names of indexes of files of `torch.save` end.
+pub(in crate::checkpoint) const TORCH_INDEX_SUFFIX: &str = ".bin.index.json";
 /// How the names of weight files end.
 const ENDINGS: [&str; 5] = [".safetensors", ".bin", ".pt", ".pth", ".ckpt"];
 

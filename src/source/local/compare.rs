@@ -16,8 +16,12 @@ use std::{
     thread,
 };
 
-use super::{Fetches, HealthHandle, Pinned, SourceError};
-use crate::source::digest::{Compared, Digester, KnownDigest};
+use super::pinned::Pinned;
+use crate::source::{
+    HealthHandle, SourceError,
+    digest::{Compared, Digester, KnownDigest},
+    stall::Fetches,
+};
 
 /// Bytes read at a time.
 const STEP_BYTES: usize = 1 << 20;

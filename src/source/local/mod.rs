@@ -19,70 +19,30 @@ pub mod guard;
 mod identity;
 mod limit;
 mod map;
+mod pinned;
 mod window;
 
-use std::{
-    fs::File,
-    io,
-    os::unix::fs::{FileExt, MetadataExt},
-    path::PathBuf,
-    sync::Arc,
-    time::{Duration, UNIX_EPOCH},
-};
+use std::{fs::File, io, os::unix::fs::FileExt, path::PathBuf, sync::Arc};
 
-use nix::{
-    sys::{
-        stat::{FileStat, fstat, stat},
-        statfs::fstatfs,
-    },
-    unistd::geteuid,
-};
+use nix::sys::stat::{FileStat, fstat, stat};
 
 pub use limit::check_open_file_limit;
 pub(super) use limit::raise_open_file_limit;
+pub use pinned::SourceIo;
 pub use window::ResidentWindow;
 
 use super::{
-    ByteSpan, FetchPart, FileId, FoundFile, Health, HealthHandle, KernelBytes, Maps, Opened, Pin, Source, SourceError,
+    ByteSpan, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
     beneath::Again,
-    digest::{Compared, KnownDigest},
+    digest::Compared,
     stall::{Fetches, WaitTarget},
 };
 use compare::Comparisons;
-use identity::Identity;
 use map::FileMaps;
-
-/// How local files are read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SourceIo {
-    /// Mapped, except on network file systems.
-    #[default]
-    Auto,
-    /// Mapped.
-    Mmap,
-    /// With `pread`.
-    Pread,
-}
+use pinned::Pinned;
 
 /// Parts of at least this many bytes are requested before the first of them is read, so that storage works on all of them.
 const ADVISED_BYTES_MIN: u64 = 2 << 20;
-
-/// File systems, by the magic number of `statfs`, on which a mapped page may fail for reasons other than truncation, or
-/// whose files change without the kernel knowing. The C libraries disagree on the number's type; this one holds them all.
-const REMOTE_MAGIC: [i128; 12] = [
-    0x6969,      // NFS
-    0x6573_5546, // FUSE
-    0x0BD0_0BD0, // Lustre
-    0x517B,      // SMB
-    0xFF53_4D42, // CIFS
-    0xFE53_4D42, // SMB2
-    0x0102_1997, // 9p
-    0x00C3_6400, // Ceph
-    0x4750_4653, // GPFS
-    0x5346_414F, // AFS
-    0x1983_0326, // BeeGFS
-    0x6163_6673, // ACFS
-];
 
 /// Local files as a source.
 #[derive(Debug)]
@@ -92,17 +52,6 @@ pub struct LocalFiles {
     maps: Vec<FileMaps>,
     window: ResidentWindow,
     health: Health,
-}
-
-#[derive(Debug)]
-struct Pinned {
-    pin: Pin,
-    file: Arc<File>,
-    identity: Identity,
-    again: Again,
-    mapped: bool,
-    /// The digest that the Hub's cache names it by.
-    digest: Option<KnownDigest>,
 }
 
 impl LocalFiles {
@@ -231,67 +180,6 @@ impl LocalFiles {
             }
         }
         Ok(())
-    }
-}
-
-impl Pinned {
-    fn new(opened: Opened, io: SourceIo) -> Result<Self, SourceError> {
-        let Opened { path, file, gates, again, remote, digest } = opened;
-        let failed = |error| SourceError::Io { file: path.clone(), action: "stat".into(), error: Arc::new(error) };
-        let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
-        let mapped = match io {
-            SourceIo::Mmap => true,
-            SourceIo::Pread => false,
-            SourceIo::Auto => {
-                fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0)))
-            }
-        };
-        let seconds = remote.and_then(|remote| remote.object.file.modified_seconds);
-        let modified = seconds.map_or_else(|| identity.modified(), |seconds| UNIX_EPOCH + Duration::from_secs(seconds));
-        let pin = Pin { path, len_bytes: identity.size_bytes, modified, gates };
-        Ok(Self { pin, file: Arc::new(file), identity, again, mapped, digest })
-    }
-
-    /// Whether it is on a network file system.
-    fn is_remote(&self) -> bool {
-        fstatfs(&self.file).is_ok_and(|fs| REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0)))
-    }
-
-    fn maps(&self) -> FileMaps {
-        let len = usize::try_from(self.identity.size_bytes).ok().filter(|_| self.mapped);
-        let user = geteuid();
-        let tells = user.is_root() || self.file.metadata().is_ok_and(|found| found.uid() == user.as_raw());
-        FileMaps::new(len.unwrap_or(0), tells)
-    }
-
-    fn difference(&self, found: nix::Result<FileStat>) -> Result<Option<SourceError>, SourceError> {
-        let stat = found.map_err(|errno| self.io("stat", errno.into()))?;
-        let mut found = Identity::of(&stat);
-        if matches!(self.again, Again::Cached) {
-            // The times of a file of the cache change as blocks come.
-            found = found.with_times_of(&self.identity);
-        }
-        let difference = self.identity.difference(&found);
-        Ok(difference.map(|(aspect, expected, found)| SourceError::Changed {
-            file: self.pin.path.clone(),
-            aspect,
-            expected,
-            found,
-        }))
-    }
-
-    fn io(&self, action: impl Into<String>, error: io::Error) -> SourceError {
-        SourceError::Io { file: self.pin.path.clone(), action: action.into(), error: Arc::new(error) }
-    }
-
-    /// The span, if it is inside the file.
-    fn bounded(&self, span: ByteSpan) -> Result<ByteSpan, SourceError> {
-        let len_bytes = self.identity.size_bytes;
-        if span.end() <= len_bytes {
-            Ok(span)
-        } else {
-            Err(SourceError::OutOfBounds { file: self.pin.path.clone(), span, len_bytes })
-        }
     }
 }
 

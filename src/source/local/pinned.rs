@@ -1,0 +1,125 @@
+//! One local file as it was when it was opened.
+
+use std::{
+    fs::File,
+    io,
+    os::unix::fs::MetadataExt,
+    sync::Arc,
+    time::{Duration, UNIX_EPOCH},
+};
+
+use nix::{
+    sys::{
+        stat::{FileStat, fstat},
+        statfs::fstatfs,
+    },
+    unistd::geteuid,
+};
+
+use super::{
+    super::{ByteSpan, Opened, Pin, SourceError, beneath::Again, digest::KnownDigest},
+    identity::Identity,
+    map::FileMaps,
+};
+
+/// How local files are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SourceIo {
+    /// Mapped, except on network file systems.
+    #[default]
+    Auto,
+    /// Mapped.
+    Mmap,
+    /// With `pread`.
+    Pread,
+}
+
+/// File systems, by the magic number of `statfs`, on which a mapped page may fail for reasons other than truncation, or
+/// whose files change without the kernel knowing. The C libraries disagree on the number's type; this one holds them all.
+const REMOTE_MAGIC: [i128; 12] = [
+    0x6969,      // NFS
+    0x6573_5546, // FUSE
+    0x0BD0_0BD0, // Lustre
+    0x517B,      // SMB
+    0xFF53_4D42, // CIFS
+    0xFE53_4D42, // SMB2
+    0x0102_1997, // 9p
+    0x00C3_6400, // Ceph
+    0x4750_4653, // GPFS
+    0x5346_414F, // AFS
+    0x1983_0326, // BeeGFS
+    0x6163_6673, // ACFS
+];
+
+/// A file, opened once.
+#[derive(Debug)]
+pub(super) struct Pinned {
+    pub(super) pin: Pin,
+    pub(super) file: Arc<File>,
+    pub(super) identity: Identity,
+    pub(super) again: Again,
+    pub(super) mapped: bool,
+    /// The digest that the Hub's cache names it by.
+    pub(super) digest: Option<KnownDigest>,
+}
+
+impl Pinned {
+    pub(super) fn new(opened: Opened, io: SourceIo) -> Result<Self, SourceError> {
+        let Opened { path, file, gates, again, remote, digest } = opened;
+        let failed = |error| SourceError::Io { file: path.clone(), action: "stat".into(), error: Arc::new(error) };
+        let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
+        let mapped = match io {
+            SourceIo::Mmap => true,
+            SourceIo::Pread => false,
+            SourceIo::Auto => {
+                fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0)))
+            }
+        };
+        let seconds = remote.and_then(|remote| remote.object.file.modified_seconds);
+        let modified = seconds.map_or_else(|| identity.modified(), |seconds| UNIX_EPOCH + Duration::from_secs(seconds));
+        let pin = Pin { path, len_bytes: identity.size_bytes, modified, gates };
+        Ok(Self { pin, file: Arc::new(file), identity, again, mapped, digest })
+    }
+
+    /// Whether it is on a network file system.
+    pub(super) fn is_remote(&self) -> bool {
+        fstatfs(&self.file).is_ok_and(|fs| REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0)))
+    }
+
+    pub(super) fn maps(&self) -> FileMaps {
+        let len = usize::try_from(self.identity.size_bytes).ok().filter(|_| self.mapped);
+        let user = geteuid();
+        let tells = user.is_root() || self.file.metadata().is_ok_and(|found| found.uid() == user.as_raw());
+        FileMaps::new(len.unwrap_or(0), tells)
+    }
+
+    pub(super) fn difference(&self, found: nix::Result<FileStat>) -> Result<Option<SourceError>, SourceError> {
+        let stat = found.map_err(|errno| self.io("stat", errno.into()))?;
+        let mut found = Identity::of(&stat);
+        if matches!(self.again, Again::Cached) {
+            // The times of a file of the cache change as blocks come.
+            found = found.with_times_of(&self.identity);
+        }
+        let difference = self.identity.difference(&found);
+        Ok(difference.map(|(aspect, expected, found)| SourceError::Changed {
+            file: self.pin.path.clone(),
+            aspect,
+            expected,
+            found,
+        }))
+    }
+
+    pub(super) fn io(&self, action: impl Into<String>, error: io::Error) -> SourceError {
+        SourceError::Io { file: self.pin.path.clone(), action: action.into(), error: Arc::new(error) }
+    }
+
+    /// The span, if it is inside the file.
+    pub(super) fn bounded(&self, span: ByteSpan) -> Result<ByteSpan, SourceError> {
+        let len_bytes = self.identity.size_bytes;
+        if span.end() <= len_bytes {
+            Ok(span)
+        } else {
+            Err(SourceError::OutOfBounds { file: self.pin.path.clone(), span, len_bytes })
+        }
+    }
+}
