@@ -123,7 +123,10 @@ fn plan(checkpoint: &Arc<Checkpoint>, options: &ViewOptions) -> Plan {
     Plan::build(checkpoint, options).unwrap_or_else(|error| {
         let error = error.to_string();
         let is_uneven = |line: &str| {
-            line.contains("does not split evenly") || line.ends_with(" problems:") || line.ends_with(" more")
+            line.contains("does not split evenly")
+                || line.contains("sizes that divide all")
+                || line.ends_with(" problems:")
+                || line.ends_with(" more")
         };
         assert!(error.lines().all(is_uneven), "{error}");
         let alone = ViewOptions { mesh: Mesh::default(), ..options.clone() };
