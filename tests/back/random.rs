@@ -125,6 +125,7 @@ fn plan(checkpoint: &Arc<Checkpoint>, options: &ViewOptions) -> Plan {
         let is_uneven = |line: &str| {
             line.contains("does not split evenly")
                 || line.contains("sizes that divide all")
+                || line.contains("no rule splits by it")
                 || line.ends_with(" problems:")
                 || line.ends_with(" more")
         };

@@ -528,7 +528,8 @@ mod tests {
                 "0 0 0 0 1 -",
             ),
             ("fc1 8x4, fc1.bias 8, fc2 4x8, fc2.bias 4", "0 0 1 -"),
-            ("a.q_proj 8x4, a.k_proj 8x4, a.o_proj 4x8", "- - -"),
+            // A part of a block, as a checkpoint of some tensors has it, goes by its names.
+            ("a.q_proj 8x4, a.k_proj 8x4, a.o_proj 4x8", "0 0 1"),
             // A matrix of unknown meaning among them.
             ("a.q_proj 8x4, a.k_proj 8x4, a.v_proj 8x4, a.mix 3x3, a.o_proj 4x8", "- - - - -"),
             ("a.q_proj 8x4, a.k_proj 8x4, a.v_proj 8x4, a.q_norm 3, a.o_proj 4x8", "0 0 0 - 1"),
