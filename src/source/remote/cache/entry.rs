@@ -38,7 +38,7 @@ use super::{
     },
     lock::{self, LockKind},
     meta::{self, EntryMeta},
-    segment::{Segment, Segments},
+    segment::{Segment, SegmentMap},
 };
 
 /// Words of the map that are read or written at a time.
@@ -71,7 +71,7 @@ pub struct Entry {
     data: File,
     map: BlockMap,
     size_bytes: u64,
-    segments: Segments,
+    segments: SegmentMap,
     verified_blocks: AtomicU64,
     /// The kernel reads the file by itself: its blocks stay while this process lives.
     kept: AtomicBool,
@@ -110,7 +110,7 @@ impl Entry {
     ) -> Self {
         let size_bytes = meta.size_bytes;
         let drops_known = AtomicU64::new(meta.dropped);
-        let segments = Segments::new(segments_of(&(0..block_count(size_bytes))).len());
+        let segments = SegmentMap::new(segments_of(&(0..block_count(size_bytes))).len());
         Self {
             name: name.to_owned(),
             dir,

@@ -74,11 +74,11 @@ const GROUP: usize = 1024;
 
 /// The segments of an object. What is never used takes no memory: the length of an object is a number that its service says.
 #[derive(Debug)]
-pub(super) struct Segments {
+pub(super) struct SegmentMap {
     groups: Box<[OnceLock<Box<[Segment]>>]>,
 }
 
-impl Segments {
+impl SegmentMap {
     /// This number of segments.
     pub(super) fn new(count: usize) -> Self {
         Self { groups: (0..count.div_ceil(GROUP)).map(|_| OnceLock::new()).collect() }
