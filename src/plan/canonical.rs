@@ -14,6 +14,10 @@ use rayon::prelude::*;
 
 use super::{
     draft::{Bundled, Draft, Roles},
+    experts::{
+        self,
+        orientation::{Order, Orientation, Shown},
+    },
     family::{Family, Generic, Role},
     member, names,
     naming::{self, Parsed, SELF_WORD},
@@ -77,6 +81,8 @@ struct Namer<'a> {
     generic: Generic,
     /// Stems of all layers' tensors.
     stems: BTreeSet<String>,
+    /// The orders of axes that fused experts show.
+    orientation: Orientation,
 }
 
 /// Drafts of all tensors of a repository.
@@ -87,7 +93,7 @@ pub(super) fn drafts(
     checkpoint: &Checkpoint,
     family: Option<Family>,
     generic: Generic,
-    values: &Values<'_>,
+    (values, order): (&Values<'_>, Option<Order>),
 ) -> Result<Vec<Draft>, Vec<Problem>> {
     let mut problems = Vec::new();
     let tensors: Vec<_> = checkpoint.tensors().collect();
@@ -97,7 +103,8 @@ pub(super) fn drafts(
         in_layers.map(|parsed| naming::split_suffix(&parsed.rest).0.to_owned()).collect()
     };
     let stems: Vec<_> = parsed.par_chunks(NAMED_TOGETHER).map(stems_of).collect();
-    let namer = Namer { checkpoint, family, generic, stems: stems.into_iter().flatten().collect() };
+    let orientation = experts::orientation(checkpoint, order);
+    let namer = Namer { checkpoint, family, generic, stems: stems.into_iter().flatten().collect(), orientation };
     let parts: Vec<_> = tensors
         .par_chunks(NAMED_TOGETHER)
         .zip(parsed.par_chunks(NAMED_TOGETHER))
@@ -157,8 +164,8 @@ pub(super) fn drafts_of(
     tensors: impl ExactSizeIterator<Item = (String, Result<View, Problem>)>,
 ) -> Result<Vec<Draft>, Vec<Problem>> {
     let mut problems = Vec::new();
-    let stems = BTreeSet::new();
-    let namer = Namer { checkpoint, family, generic, stems };
+    let (stems, orientation) = (BTreeSet::new(), experts::orientation(checkpoint, None));
+    let namer = Namer { checkpoint, family, generic, stems, orientation };
     let mut drafts = Vec::with_capacity(tensors.len());
     let mut experts: HashMap<(String, String), u64> = HashMap::new();
     let mut single = Vec::new();
@@ -222,10 +229,17 @@ impl Namer<'_> {
         })
     }
 
-    /// Whether a tensor of this shape has its inputs on the role's axis, as far as `config.json` counts them.
-    fn fits(&self, role: &Role, shape: &[u64]) -> bool {
-        let Some((axis, member)) = &role.inputs else { return true };
-        member::config_number(self.checkpoint, member).is_none_or(|inputs| shape.get(*axis) == Some(&inputs))
+    /// The role of a tensor of this shape, which may be stored with its inputs before its outputs. None if it has another shape than
+    /// its name says.
+    fn oriented(&self, role: Role, name: &str, shape: &[u64]) -> Option<Role> {
+        let Some(inputs) = role.inputs else { return Some(role) };
+        let own = if inputs == 2 { Order::OutIn } else { Order::InOut };
+        if member::config_number(self.checkpoint, "hidden_size").is_none() {
+            return Some(role);
+        }
+        let shown = experts::shown(self.checkpoint, name, shape).unwrap_or(Shown::Neither);
+        let order = self.orientation.as_loaded(shown)?;
+        Some(if order == own { role } else { role.turned() })
     }
 
     fn name(
@@ -247,7 +261,8 @@ impl Namer<'_> {
             tp: None,
             experts: None,
         };
-        if let Some((prefix, role, suffix)) = self.role(parsed, name).filter(|(_, role, _)| self.fits(role, shape)) {
+        let oriented = |(prefix, role, suffix)| Some((prefix, self.oriented(role, name, shape)?, suffix));
+        if let Some((prefix, role, suffix)) = self.role(parsed, name).and_then(oriented) {
             let splits = !role.split.is_empty() && matches!(suffix, "" | "weight" | "bias");
             if splits || role.short.is_some() {
                 out.prefix = prefix;

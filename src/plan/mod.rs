@@ -9,7 +9,8 @@
 //! | --- | --- |
 //! | `build` | the stages of [`Plan::build`], in order |
 //! | `select`, `lora`, `values` | which tensors of the checkpoint are wanted, and in which dtype |
-//! | `canonical`, `family`, `kind`, `stored` | layouts by tables: names and roles of known families, or of a trainer |
+//! | `experts` | one form of the experts of a layer, however they are named and fused |
+//! | `canonical`, `family`, `kind`, `modules`, `stored` | layouts by tables: names and roles of known families, of transformers' modules, or of a trainer |
 //! | [`layout_file`], [`layouts`], [`expr`] | layouts by rules, and the language of the rules |
 //! | `inverse` | the way back from a layout to a repository |
 //! | `name` | names of tensors, their groups, and renames |
@@ -25,6 +26,7 @@ mod build;
 mod canonical;
 mod check;
 pub mod draft;
+mod experts;
 pub mod expr;
 pub mod family;
 mod inverse;
@@ -32,6 +34,7 @@ pub mod kind;
 pub mod layout_file;
 pub mod layouts;
 mod lora;
+mod modules;
 mod name;
 mod need;
 mod options;

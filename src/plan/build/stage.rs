@@ -5,6 +5,11 @@ use std::{collections::BTreeMap, sync::Arc};
 use super::super::{
     Draft, Family, Layout, LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
     expect::Findings,
+    experts::{
+        self,
+        models::ModelNames,
+        orientation::{Order, PARAMETER},
+    },
     inverse::Inverted,
     name_group::fold,
     select::{self, Selected},
@@ -31,6 +36,12 @@ pub(super) struct Selection<'a> {
     pub(super) selected: Selected,
     pub(super) adapter: Option<&'a Adapter>,
     pub(super) adapted: Option<Checkpoint>,
+    /// The selected tensors with the experts of a layer in the form that layouts see, if they have another.
+    pub(super) normal: Option<Checkpoint>,
+    /// All tensors, likewise, under the names that are compared with a family's.
+    pub(super) compared: Option<Checkpoint>,
+    /// The user's word on the axes of fused experts.
+    pub(super) order: Option<Order>,
 }
 
 impl Selection<'_> {
@@ -46,7 +57,12 @@ impl Selection<'_> {
 
     /// The selected tensors and those of the adapter: the input of the layout.
     pub(super) fn seen(&self) -> &Checkpoint {
-        self.adapted.as_ref().unwrap_or_else(|| self.part())
+        self.normal.as_ref().or(self.adapted.as_ref()).unwrap_or_else(|| self.part())
+    }
+
+    /// All tensors, under the names that a family's tables have.
+    pub(super) fn compared(&self) -> &Checkpoint {
+        self.compared.as_ref().unwrap_or_else(|| self.whole())
     }
 }
 
@@ -54,6 +70,8 @@ impl Selection<'_> {
 pub(super) struct ChosenLayout {
     /// The rules, for a layout of rules.
     pub(super) file: Option<Arc<LayoutFile>>,
+    /// The names of transformers' modules, for the layout that has these without rules.
+    pub(super) modules: Option<Arc<ModelNames>>,
     /// Its parameters, as set.
     pub(super) set: BTreeMap<String, String>,
     /// The requested dtype and dequantization.
@@ -115,9 +133,36 @@ impl<'a> Builder<'a> {
             selected.no_hf = Some(reason);
         }
         let adapter = adapter(original, options)?;
-        let mut wanted = Selection { original, selected, adapter, adapted: None };
+        let order = self.order_of_experts()?;
+        let (adapted, normal, compared) = (None, None, None);
+        let mut wanted = Selection { original, selected, adapter, adapted, normal, compared, order };
         wanted.adapted = adapter.map(|adapter| with_adapter(wanted.part(), adapter)).transpose()?;
+        let family = family(original)?;
+        let normal =
+            |checkpoint, keeps| experts::normal(checkpoint, order, keeps).map_err(|problems| PlanError { problems });
+        match &options.layout {
+            Layout::Stored => {}
+            Layout::Hf => wanted.compared = normal(wanted.whole(), true)?,
+            Layout::Canonical => {
+                let dialect = original.dialect();
+                let mut types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
+                let keeps = types.any(|of| family.as_ref().is_some_and(|family| family.has_fused_experts(of)));
+                (wanted.compared, wanted.normal) = (normal(wanted.whole(), keeps)?, normal(wanted.part(), keeps)?);
+            }
+            Layout::Embedded(_) | Layout::File(_) => wanted.normal = normal(wanted.part(), false)?,
+        }
         Ok(wanted)
+    }
+
+    /// The user's word on the axes of fused experts.
+    fn order_of_experts(&self) -> Result<Option<Order>, PlanError> {
+        let Some(word) = self.options.set.get(PARAMETER) else { return Ok(None) };
+        let order = Order::of_word(word).ok_or_else(|| {
+            let (one, other) = (Order::OutIn.word(), Order::InOut.word());
+            let reason = format!("{PARAMETER}={word}: expected {one} or {other}");
+            Problem::File { file: "set".to_owned(), reason }
+        });
+        Ok(Some(order?))
     }
 }
 
