@@ -9,7 +9,8 @@ use std::{collections::HashMap, fs, path::Path};
 use ckfs::{
     checkpoint::Checkpoint,
     plan::{Layout, Mesh, Plan, PlannedTensor, ViewOptions, amplification::Amplification},
-    tensor::{PAGE_BYTES, Reads, Runs, TensorId, reads},
+    source::page_size::page_bytes,
+    tensor::{Reads, Runs, TensorId, reads},
 };
 use common::repo;
 
@@ -27,7 +28,7 @@ fn reads_of(checkpoint: &Checkpoint, plan: &Plan, devices: &[u64], tensors: &[&P
     let mut all = Reads::default();
     for (source, runs) in runs {
         let span = checkpoint.tensor(source).span();
-        all += reads(runs, &(span.start()..span.end()), PAGE_BYTES);
+        all += reads(runs, &(span.start()..span.end()), page_bytes());
     }
     all
 }

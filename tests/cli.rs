@@ -588,6 +588,9 @@ fn verify_compares_with_the_evaluator() {
     for flags in [&["--full"][..], &["--sample", "64"], &["--dtype", "f16", "--mesh", "fsdp=4"], &["--layout", "hf"]] {
         let text = fixture.run(&[&["verify", "model"][..], flags].concat()).ok().text();
         assert!(text.ends_with("compared, no difference\n"), "{text}");
+        // How much of how much.
+        let is_sample = flags[0] == "--sample";
+        assert_eq!((text.contains(", all "), text.contains(" of ")), (!is_sample, is_sample), "{text}");
     }
 }
 
@@ -685,6 +688,10 @@ fn a_mount_lives_from_mount_to_umount() {
 
     let text = fixture.run(&["verify", "mnt", "--full"]).ok().text();
     assert!(text.ends_with("compared, no difference\n"), "{text}");
+    for command in ["verify", "sums"] {
+        let refused = "mnt: is a mount, which says by itself how it was made; --mesh, --dtype: only for sources";
+        fixture.run(&[command, "mnt", "--mesh", "fsdp=4", "--dtype", "f32"]).fails(1, refused);
+    }
     fixture.run(&["umount", "--stale", "mnt"]).ok();
     assert!(fixture.path("mnt/dev1").is_dir(), "a live mount is left alone");
     fixture.run(&["umount", "mnt"]).ok();

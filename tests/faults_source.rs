@@ -10,7 +10,7 @@ mod common;
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::FileExt,
+    os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
     sync::mpsc,
@@ -283,6 +283,74 @@ fn a_mount_ends_while_its_source_gives_no_answer() {
     until("the source is asked", || source.asked(A) > 0);
     kill(Pid::from_raw(i32::try_from(mount.child.id()).unwrap()), Signal::SIGTERM).unwrap();
     until("the daemon ends", || mount.child.try_wait().unwrap().is_some());
+    for reader in readers {
+        reader.recv_timeout(SOON).unwrap().unwrap_err();
+    }
+}
+
+/// A program that opens a file with flags and reads it once from `start` on.
+fn reading_process(path: &Path, flags: &str, start: u64) -> Child {
+    let read = "import mmap,os,sys; f = os.open(sys.argv[1], os.O_RDONLY | eval(sys.argv[2])); os.preadv(f, [mmap.mmap(-1, 1 << 17)], int(sys.argv[3]))";
+    let mut command = Command::new("python3");
+    command.args(["-c", read]).arg(path).arg(flags).arg(start.to_string()).stderr(Stdio::null()).spawn().unwrap()
+}
+
+#[test]
+fn a_reader_that_is_killed_ends_whatever_it_waits_for() {
+    if !can_mount() {
+        return;
+    }
+    for (manner, flags, how) in [
+        (Manner::Stalled, &["--materialize", "none"][..], "os.O_DIRECT"),
+        (Manner::Stalled, &["--direct-io", "--materialize", "none"], "0"),
+        (Manner::Stalled, &["--materialize", "none", "--threads", "1"], "0"),
+        (Manner::Dead, &[], "0"),
+    ] {
+        let source = source();
+        let mount = Mount::new(&source.path(), &[&["--source-timeout", "1h"], flags].concat());
+        source.set(A, manner);
+        let mut readers: Vec<_> = (0..3).map(|at| reading_process(&mount.path("full/alpha"), how, at << 20)).collect();
+        until("the readers wait", || mount.stat("in_flight") >= 3);
+        // Long enough for the kernel to have passed all that it passes.
+        thread::sleep(Duration::from_millis(300));
+        for (reader, signal) in readers.iter().zip([Signal::SIGKILL, Signal::SIGTERM].into_iter().cycle()) {
+            kill(Pid::from_raw(i32::try_from(reader.id()).unwrap()), signal).unwrap();
+        }
+        let begun = Instant::now();
+        for reader in &mut readers {
+            until("a killed reader ends", || reader.try_wait().unwrap().is_some());
+        }
+        assert!(begun.elapsed() < Duration::from_secs(3), "{how} {flags:?}: {:?}", begun.elapsed());
+        mount.reads("full/beta", 1);
+        assert_eq!(mount.stat("stalled_reads"), 0, "{}", mount.log());
+        source.set(A, Manner::Good);
+        mount.reads("full/alpha", 0);
+    }
+}
+
+#[test]
+fn an_abort_by_fusectl_is_a_clean_end() {
+    if !can_mount() {
+        return;
+    }
+    let source = source();
+    let mut mount = Mount::new(&source.path(), &["--source-timeout", "1h", "-v"]);
+    until("the daemon is ready", || mount.log().contains("mounted on"));
+    source.set(A, Manner::Stalled);
+    let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", at << 20, 10)).collect();
+    until("the source is asked", || source.asked(A) > 0);
+    let device = fs::metadata(mount.path("")).unwrap().dev();
+    let control = PathBuf::from(format!("/sys/fs/fuse/connections/{}/abort", nix::sys::stat::minor(device)));
+    if !control.exists() {
+        // A container may lack this file system; the force does the same.
+        assert_eq!(umount2(&mount.path(""), MntFlags::MNT_FORCE), Err(nix::errno::Errno::EBUSY));
+    } else {
+        fs::write(control, "1").unwrap();
+    }
+    until("the daemon ends", || mount.child.try_wait().unwrap().is_some());
+    assert_eq!(mount.child.wait().unwrap().code(), Some(0), "{}", mount.log());
+    let log = mount.log();
+    assert!(log.contains("aborted by another process") && !log.contains("ERROR") && !log.contains("error:"), "{log}");
     for reader in readers {
         reader.recv_timeout(SOON).unwrap().unwrap_err();
     }

@@ -72,6 +72,7 @@ fn exit_code(exit: Exit) -> i32 {
         Exit::UnmountedOutside => 11,
         Exit::Aborted => 12,
         Exit::Left => 13,
+        Exit::AbortedOutside => 14,
     }
 }
 
@@ -825,7 +826,7 @@ fn an_abort_from_outside_ends_it_and_leaves_no_stale_mount() {
     let file = File::open(bench.file("direct")).unwrap();
     // It is busy and stays mounted, but the force cuts the connection.
     assert_eq!(umount2(&bench.mnt(), MntFlags::MNT_FORCE), Err(nix::errno::Errno::EBUSY));
-    assert_eq!((bench.end_of(pid), bench.mounts()), (exit_code(Exit::Aborted), vec![]));
+    assert_eq!((bench.end_of(pid), bench.mounts()), (exit_code(Exit::AbortedOutside), vec![]));
     assert!(file.read_at(&mut [0], 0).is_err());
 }
 

@@ -10,8 +10,7 @@ use std::{
 };
 
 use ckfs::tensor::{
-    DType, Decode, Element, Keep, Loop, Origin, PAGE_BYTES, Piece, Reads, Region, Runs, TensorId, Tiling, View,
-    WorkSlice, reads,
+    DType, Decode, Element, Keep, Loop, Origin, Piece, Reads, Region, Runs, TensorId, Tiling, View, WorkSlice, reads,
 };
 use common::{
     decode_by_reference, execute, for_each_unit, reference_bytes, shape, source, tensor,
@@ -147,7 +146,7 @@ fn check_reads(view: &View, tilings: &[Tiling], choices: &mut Choices) {
         return;
     }
     let runs = runs(tilings);
-    let page_bytes = choices.of(&[16, 64, 8, 24, 2, 256, PAGE_BYTES]);
+    let page_bytes = choices.of(&[16, 64, 8, 24, 2, 256, 4096]);
     view.for_each_source(&mut |tensor| {
         let start = choices.below(3 * page_bytes);
         let place = start..start + tensor.dtype.bytes_of(tensor.shape.elements()).unwrap();
@@ -483,7 +482,7 @@ fn a_column_shard_reads_a_part_of_each_page() {
     let shard = |device: u64| weights.slice(1, device * 256, (device + 1) * 256, 1).unwrap().lower().unwrap();
     let count = |tilings: &[Tiling], start: u64| {
         let runs = runs(tilings).remove(&TensorId(0)).unwrap();
-        let Reads { needed_bytes, paged_bytes } = reads(runs, &(start..start + rows * 8192), PAGE_BYTES);
+        let Reads { needed_bytes, paged_bytes } = reads(runs, &(start..start + rows * 8192), 4096);
         (needed_bytes / rows, (paged_bytes + rows / 2) / rows)
     };
     assert_eq!(count(&[shard(2)], 0), (512, 4096));

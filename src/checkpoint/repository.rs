@@ -18,7 +18,7 @@ use super::{
     file::{FileRole, IgnoreReason, RepoFile},
     prefix,
     problem::{CheckpointError, Problems},
-    scheme::{Found, Quantized},
+    scheme::{FILE_MARK, Found, Quantized},
     table::{Storage, TensorInfo, TensorTable},
     tied,
 };
@@ -116,10 +116,15 @@ impl Checkpoint {
                 mark(&mut is_hidden, &mut tensor.operands[1..].iter().copied());
             }
         }
-        // Nobody could decode these later without what no decoder reads here, such as the shape of a packed matrix.
+        // Nobody could decode these later without what no decoder reads here, such as the shape of a packed matrix, or the tensor
+        // that marks a whole file, which is in no module.
         if !raw_modules.is_empty() {
             let left_out = found.left_out.iter().copied();
-            mark(&mut is_raw_part, &mut left_out.filter(|id| raw_modules.contains(module(*id))));
+            let belongs = |id: &TensorId| {
+                let name = self.tensor(*id).name;
+                raw_modules.contains(module(*id)) || name.rsplit('.').next() == Some(FILE_MARK)
+            };
+            mark(&mut is_raw_part, &mut left_out.filter(belongs));
         }
         let rows = self.tensors().filter_map(|(id, info)| match place[id.0 as usize] {
             Some(decoded) => Some((decoded, Cow::Borrowed(self.tensor(decoded).name))),

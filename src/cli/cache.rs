@@ -13,6 +13,7 @@ use clap::{Args, Subcommand};
 use super::{open, output};
 use crate::{
     checkpoint::printable,
+    config::parse_age,
     plan::report::human_bytes,
     source::remote::{
         RemoteCounters,
@@ -46,9 +47,9 @@ enum Action {
     Verify,
     /// Removes objects that no process uses.
     Prune {
-        /// Only those not used for this many days.
-        #[arg(long, value_name = "DAYS")]
-        older_than: Option<u64>,
+        /// Only those not used for this many days, or for a time such as 12h.
+        #[arg(long, value_name = "DAYS", value_parser = parse_age)]
+        older_than: Option<Duration>,
     },
 }
 
@@ -176,8 +177,8 @@ fn check(cache: &Cache, entry: &Entry) -> anyhow::Result<Vec<String>> {
     Ok(found)
 }
 
-fn prune(cache: &Cache, older_than: Option<u64>) -> anyhow::Result<()> {
-    let age_min = Duration::from_secs(older_than.unwrap_or(0).saturating_mul(86400));
+fn prune(cache: &Cache, older_than: Option<Duration>) -> anyhow::Result<()> {
+    let age_min = older_than.unwrap_or_default();
     let (mut removed, mut freed, mut in_use) = (0, 0, 0);
     for (last, _, dir) in by_use(cache)? {
         if SystemTime::now().duration_since(last).unwrap_or_default() < age_min {

@@ -25,6 +25,7 @@ use crate::{
     format::safetensors::write_header,
     fuse::{MountEntry, ckfs_mounts},
     plan::report::human_bytes,
+    source::page_size::page_bytes,
     tensor::DType,
     volume::readers_of,
 };
@@ -74,8 +75,8 @@ struct Check {
     advice: String,
 }
 
-fn check(name: &'static str, state: Verdict, found: impl Into<String>, advice: &str) -> Check {
-    let advice = if state == Verdict::Ok { String::new() } else { advice.to_owned() };
+fn check(name: &'static str, state: Verdict, found: impl Into<String>, advice: impl Into<String>) -> Check {
+    let advice = if state == Verdict::Ok { String::new() } else { advice.into() };
     Check { name, state, found: found.into(), advice }
 }
 
@@ -258,16 +259,20 @@ fn passthrough(tried: Option<bool>) -> Check {
 }
 
 fn request_size() -> Check {
+    let human = |pages: u64| human_bytes(pages * page_bytes());
+    let page = human(1);
     match fs::read_to_string("/proc/sys/fs/fuse/max_pages_limit").ok().and_then(|text| text.trim().parse::<u64>().ok())
     {
         Some(pages) if pages < 256 => check(
             "request size",
             Verdict::Warn,
-            format!("fs.fuse.max_pages_limit is {pages} pages"),
-            "sysctl fs.fuse.max_pages_limit=256 or more makes reads of 1 MiB one request",
+            format!("fs.fuse.max_pages_limit is {pages} pages of {page}"),
+            format!("sysctl fs.fuse.max_pages_limit=256 or more makes reads of {} one request", human(256)),
         ),
-        Some(pages) => check("request size", Verdict::Ok, format!("fs.fuse.max_pages_limit is {pages} pages"), ""),
-        None => check("request size", Verdict::Ok, "1 MiB at most (kernel before 6.13)", ""),
+        Some(pages) => {
+            check("request size", Verdict::Ok, format!("fs.fuse.max_pages_limit is {pages} pages of {page}"), "")
+        }
+        None => check("request size", Verdict::Ok, format!("{} at most (kernel before 6.13)", human(256)), ""),
     }
 }
 

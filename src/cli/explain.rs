@@ -14,9 +14,9 @@ use crate::{
     checkpoint::{Checkpoint, printable_lines},
     image::Segment,
     plan::report::{human_bytes, reads_text},
-    source::ByteSpan,
+    source::{ByteSpan, page_size::page_bytes},
     tensor::{
-        Decode, Field, Load, Op, Operation, Origin, PAGE_BYTES, Piece, Reads, Runs, Step, TensorId, Term, Tiling,
+        Decode, Field, Load, Op, Operation, Origin, Piece, Reads, Runs, Step, TensorId, Term, Tiling,
         Value as DecodedValue, View, reads,
     },
     volume::{FileSystem, NodeKind, Volume},
@@ -120,9 +120,10 @@ fn explain(volume: &Volume, node: &tree::PathNode) -> anyhow::Result<Value> {
     let mut all = Reads::default();
     for (tensor, runs) in runs {
         let span = checkpoint.tensor(tensor).span();
-        all += reads(runs, &(span.start()..span.end()), PAGE_BYTES);
+        all += reads(runs, &(span.start()..span.end()), page_bytes());
     }
-    file["reads"] = json!({"needed_bytes": all.needed_bytes, "paged_bytes": all.paged_bytes, "page_bytes": PAGE_BYTES});
+    file["reads"] =
+        json!({"needed_bytes": all.needed_bytes, "paged_bytes": all.paged_bytes, "page_bytes": page_bytes()});
     file["segments"] = segments.into();
     Ok(file)
 }

@@ -71,7 +71,7 @@ fn after_mount(error: &MountError) -> Option<&'static str> {
 fn after_start(error: &DaemonError) -> Option<&'static str> {
     match error {
         DaemonError::Died { .. } => Some(HOST),
-        DaemonError::TimedOut { .. } => Some("--timeout SECONDS gives it more time; `ckfs plan` shows what takes long"),
+        DaemonError::TimedOut { .. } => Some("--timeout TIME gives it more time; `ckfs plan` shows what takes long"),
         // The daemon's own message has its hint.
         DaemonError::Failed { .. }
         | DaemonError::Spawn { .. }

@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
-    config::{Config, MountSettings, Settings, Takers, options},
+    config::{Config, MountSettings, Settings, Takers, TimeLimit, WaitTime, options},
     fuse::{
         DaemonError, MountOptions, Readiness, Started, block_signals, check_passed, interruptible, is_daemon,
         is_passed, parse_mount_helper, serve, start_background,
@@ -186,8 +186,8 @@ impl Mount {
             }
             check_mountpoint(&mountpoint)?;
         }
-        let timeout = config.start_seconds.unwrap_or_default();
-        let Started { pid, log: place, served } = start(args, &mountpoint, Duration::from_secs(timeout))?;
+        let timeout = config.start_limit.map(TimeLimit::duration).unwrap_or_default();
+        let Started { pid, log: place, served } = start(args, &mountpoint, timeout)?;
         made.keep();
         let (source, path) = (config.source.unwrap_or_default(), mountpoint.display());
         tracing::info!("{source} is mounted on {path} by process {pid}");
@@ -339,8 +339,8 @@ pub(super) fn mount_options(settings: &MountSettings, name: &str) -> MountOption
         threads: Some(open::budget(settings).threads),
         read_ahead_kib: settings.read_ahead_kb.or(defaults.read_ahead_kib),
         passthrough: settings.passthrough.unwrap_or(defaults.passthrough),
-        grace: settings.grace_seconds.map_or(defaults.grace, Duration::from_secs),
-        drain: settings.drain_seconds.map_or(defaults.drain, Duration::from_secs),
+        grace: settings.grace.map_or(defaults.grace, WaitTime::duration),
+        drain: settings.drain.map_or(defaults.drain, WaitTime::duration),
     }
 }
 

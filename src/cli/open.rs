@@ -56,6 +56,24 @@ pub(super) fn source_config(source: Option<&str>, flags: &SourceFlags) -> anyhow
     Ok(config)
 }
 
+/// The mount that an argument names, with the configuration that it was made with; `None` if the argument is a source.
+///
+/// # Errors
+/// The configuration cannot be read, or flags say another one: they would not be followed.
+pub(super) fn mount_config<'a>(
+    target: Option<&'a str>,
+    flags: &SourceFlags,
+) -> anyhow::Result<Option<(&'a Path, Config)>> {
+    let text = |mount: &&Path| mount.join(".ckfs/config.toml");
+    let Some(mount) = target.map(Path::new).filter(|path| text(path).is_file()) else { return Ok(None) };
+    let given: Vec<String> = flags.settings.given().map(|setting| format!("--{}", setting.name)).collect();
+    if !given.is_empty() {
+        let (mount, given) = (mount.display(), given.join(", "));
+        bail!("{mount}: is a mount, which says by itself how it was made; {given}: only for sources");
+    }
+    Ok(Some((mount, Config::load(&text(&mount))?)))
+}
+
 /// Splits the arguments `[SOURCE] PATH`: the first is optional if a configuration file names the source.
 ///
 /// # Errors
@@ -116,7 +134,7 @@ pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
     RemoteOptions {
         cache_dir: settings.cache_dir.clone().or_else(cache_of_environment),
         cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
-        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
+        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.duration()),
         offline: settings.offline.unwrap_or(false),
         allow_http: settings.allow_http.unwrap_or(false),
         shares: settings.hf_cache == Some(HfCache::Share),

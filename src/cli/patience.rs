@@ -29,7 +29,7 @@ pub(super) struct Patience {
 
 /// The record of a command's fetches, with the time limit of its configuration.
 pub(super) fn fetches(config: &Config) -> Arc<Fetches> {
-    Arc::new(Fetches::new(config.mount.source_timeout.map_or(Fetches::LIMIT, |limit| limit.0)))
+    Arc::new(Fetches::new(config.mount.source_timeout.map_or(Fetches::LIMIT, |limit| limit.duration())))
 }
 
 /// Calls `give_up` with a message when a fetch stalls, from another thread.

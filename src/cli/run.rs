@@ -39,7 +39,7 @@ use super::{
     output::Usage,
 };
 use crate::{
-    config::{Config, OwnerId, value},
+    config::{Config, OwnerId, TimeLimit, WaitTime, value},
     fuse::{DEVICE_VARIABLE, PrivateMount, is_daemon, start_attached},
     host::{self, Log},
 };
@@ -131,7 +131,7 @@ impl RunCommand {
         let options = mount::mount_options(&config.mount, &name);
         let program = env::current_exe().context("path of this program")?;
         let (mut private, device) = PrivateMount::start(&program, &place.path, &options, &self.command)?;
-        let limit = Duration::from_secs(config.start_seconds.unwrap_or_default());
+        let limit = config.start_limit.map(TimeLimit::duration).unwrap_or_default();
         let started = start_attached(&program, args, &device, limit).inspect_err(|_| private.end())?;
         // The daemon's copy is the only one from now on: with it the connection ends.
         drop(device);
@@ -141,9 +141,8 @@ impl RunCommand {
         let _ = private.go();
         let code = signals.wait_for(pid(private.child.id()), &mut daemon)?;
         drop(place);
-        let periods =
-            [config.mount.grace_seconds, config.mount.drain_seconds].map(|some| some.map(Duration::from_secs));
-        daemon.end(periods[0].unwrap_or_default() + periods[1].unwrap_or(DRAIN));
+        let periods = [config.mount.grace, config.mount.drain].map(|some| some.map(WaitTime::duration));
+        daemon.end(periods[0].unwrap_or_default().saturating_add(periods[1].unwrap_or(DRAIN)));
         Ok(code)
     }
 }
@@ -151,7 +150,7 @@ impl RunCommand {
 /// The daemon's configuration.
 fn of_daemon(mut config: Config) -> anyhow::Result<Config> {
     // The starter has waited for readers before it asks the daemon to end.
-    (config.mount.grace_seconds, config.mount.drain_seconds) = (Some(0), Some(0));
+    (config.mount.grace, config.mount.drain) = (Some(WaitTime::ZERO), Some(WaitTime::ZERO));
     if !geteuid().is_root() {
         // The user namespace has this user's number only: others would show as unknown, and the bits of their groups would
         // shut the user out. The daemon reads the sources as this user.
@@ -360,7 +359,7 @@ impl Daemon {
             if let Some(signal) = signal {
                 let _ = kill(process, signal);
             }
-            let until = Instant::now() + limit;
+            let until = host::deadline(limit);
             while self.has_ended() == Some(false) && Instant::now() < until {
                 thread::sleep(LOOK_PERIOD);
             }
@@ -395,7 +394,7 @@ mod tests {
     #[test]
     fn the_daemon_does_not_wait_and_gives_files_to_the_user() {
         let config = of_daemon(Config::default()).unwrap();
-        assert_eq!((config.mount.grace_seconds, config.mount.drain_seconds), (Some(0), Some(0)));
+        assert_eq!((config.mount.grace, config.mount.drain), (Some(WaitTime::ZERO), Some(WaitTime::ZERO)));
         assert_eq!(config.mount.uid.is_some(), !geteuid().is_root());
     }
 

@@ -27,7 +27,6 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, FileRole, printable_lines},
-    config::Config,
     plan::ViewOptions,
     source::FileId,
     volume::{NodeKind, Volume},
@@ -183,13 +182,9 @@ fn compare<'a>(
 
 /// The present digests of a source or mount.
 fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFlags) -> anyhow::Result<DigestList> {
-    let mount = target.map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
-    let mut config = match mount {
-        Some(mount) if flags.settings.config.is_some() => {
-            bail!("{}: is a mount, which says by itself how it was made; --config is for sources", mount.display())
-        }
-        Some(mount) => Config::load(&mount.join(".ckfs/config.toml"))?,
-        None => open::source_config(target, flags)?,
+    let (mount, mut config) = match open::mount_config(target, flags)? {
+        Some((mount, config)) => (Some(mount), config),
+        None => (None, open::source_config(target, flags)?),
     };
     let volume = open::volume(&mut config)?;
     let patterns = tree::patterns(only)?;

@@ -1,12 +1,12 @@
 //! `ckfs umount`.
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
 
 use clap::Args;
 
 use super::output::Usage;
 use crate::{
-    config::Config,
+    config::{Config, WaitTime},
     fuse::{UnmountOptions, unmount},
 };
 
@@ -30,9 +30,9 @@ pub(super) struct Umount {
     /// Removes the mount only if its daemon is gone; a live one is left alone, without an error.
     #[arg(long)]
     stale: bool,
-    /// How long to go on trying while files are open.
-    #[arg(long, value_name = "SECONDS", default_value_t = 0)]
-    wait: u64,
+    /// How long to go on trying while files are open, as in 30 (seconds) or 2min.
+    #[arg(long, value_name = "TIME", default_value = "0")]
+    wait: WaitTime,
     /// Takes the mountpoint from this file.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -44,7 +44,7 @@ impl Umount {
         let Some(mountpoint) = self.mountpoint.or(config.mountpoint) else {
             return Err(Usage("expected MNT, or a --config file that names it".to_owned()).into());
         };
-        let options = UnmountOptions { lazy: self.lazy, stale_only: self.stale, wait: Duration::from_secs(self.wait) };
+        let options = UnmountOptions { lazy: self.lazy, stale_only: self.stale, wait: self.wait.duration() };
         Ok(unmount(&mountpoint, options)?)
     }
 }

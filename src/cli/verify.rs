@@ -32,7 +32,7 @@ use crate::{
     checkpoint::Checkpoint,
     config::{ByteCount, Config},
     image::{FileImage, Segment},
-    plan::report::human_bytes,
+    plan::report::{human_bytes, percent},
     read::reference::Evaluator,
     source::{FileId, Source},
     tensor::TensorId,
@@ -99,6 +99,8 @@ impl fmt::Display for Difference {
 #[derive(Debug, Default)]
 pub(super) struct Verification {
     files: AtomicU64,
+    /// Bytes of these files, and of them the compared ones.
+    file_bytes: AtomicU64,
     bytes: AtomicU64,
     different: AtomicU64,
     first: Mutex<Vec<Difference>>,
@@ -119,15 +121,21 @@ impl Verification {
         json!({
             "files": self.files.load(Ordering::Relaxed),
             "bytes": self.bytes.load(Ordering::Relaxed),
+            "file_bytes": self.file_bytes.load(Ordering::Relaxed),
             "differences": self.different.load(Ordering::Relaxed),
             "first_differences": *first,
         })
     }
 
-    /// One line for a reader.
+    /// One line for a reader: how much of how much was compared.
     pub(super) fn summary(&self) -> String {
-        let (files, bytes) = (self.files.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed));
-        format!("{files} files, {} compared", human_bytes(bytes))
+        let [files, of, bytes] =
+            [&self.files, &self.file_bytes, &self.bytes].map(|count| count.load(Ordering::Relaxed));
+        let compared = match bytes {
+            _ if bytes >= of => format!("all {}", human_bytes(of)),
+            _ => format!("{} of {} ({})", human_bytes(bytes), human_bytes(of), percent(bytes, of)),
+        };
+        format!("{files} files, {compared} compared")
     }
 
     /// An error that lists the first differences, if there are any.
@@ -161,14 +169,11 @@ impl Verify {
             return sums::check(sums, self.target.as_deref(), &self.only, self.json, (&self.flags, log));
         }
         let amount = if self.full { Amount::Full } else { Amount::Sample(self.sample.0) };
-        let mount = self.target.as_deref().map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
-        let findings = if let Some(mount) = mount {
-            if self.flags.settings.config.is_some() {
-                bail!("{}: is a mount, which says by itself how it was made; --config is for sources", mount.display());
-            }
-            verify_mount(mount, &self.only, amount, log)?
+        let target = self.target.as_deref();
+        let findings = if let Some((mount, mut config)) = open::mount_config(target, &self.flags)? {
+            verify(&open::volume(&mut config)?, Some(mount), &self.only, amount, log)?
         } else {
-            let mut config = open::source_config(self.target.as_deref(), &self.flags)?;
+            let mut config = open::source_config(target, &self.flags)?;
             let volume = open::volume(&mut config)?;
             verify(&volume, None, &self.only, amount, log)?
         };
@@ -277,6 +282,7 @@ fn verify_file(
     };
     bar.set_message(node.path.clone());
     findings.files.fetch_add(1, Ordering::Relaxed);
+    findings.file_bytes.fetch_add(size, Ordering::Relaxed);
     let served = match mount {
         None => tree::OpenNode::open(volume, node)
             .and_then(|open| Ok(VerifiedBytes::Engine { open, copier: KernelCopier::new()? })),

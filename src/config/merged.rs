@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::{
+    TimeLimit,
     file::FileSettings,
     settings::{MountSettings, Settings, ViewSettings},
 };
@@ -31,8 +32,8 @@ pub struct Config {
     pub views: Vec<ViewConfig>,
     /// How to mount.
     pub mount: MountSettings,
-    /// Most seconds until a daemon must be ready.
-    pub start_seconds: Option<u64>,
+    /// Longest time until a daemon must be ready.
+    pub start_limit: Option<TimeLimit>,
 }
 
 impl Default for Config {
@@ -55,8 +56,8 @@ impl Config {
         if views.is_empty() {
             views.push(ViewConfig { name: String::new(), settings: top.view });
         }
-        let Settings { source, config_from, fill_from, mountpoint, mount, start_seconds, .. } = top;
-        Self { source, config_from, fill_from, mountpoint, views, mount, start_seconds }
+        let Settings { source, config_from, fill_from, mountpoint, mount, start_limit, .. } = top;
+        Self { source, config_from, fill_from, mountpoint, views, mount, start_limit }
     }
 
     /// Applies other settings, which have precedence in every view.
@@ -68,14 +69,14 @@ impl Config {
         }
         let mut top = said;
         top.over(&self.top());
-        let Settings { source, config_from, fill_from, mountpoint, mount, start_seconds, .. } = top;
+        let Settings { source, config_from, fill_from, mountpoint, mount, start_limit, .. } = top;
         let views = std::mem::take(&mut self.views);
-        *self = Self { source, config_from, fill_from, mountpoint, views, mount, start_seconds };
+        *self = Self { source, config_from, fill_from, mountpoint, views, mount, start_limit };
     }
 
     /// The settings that hold for all views.
     pub(super) fn top(&self) -> Settings {
-        let Self { source, config_from, fill_from, mountpoint, views: _, mount, start_seconds } = self.clone();
-        Settings { source, config_from, fill_from, mountpoint, mount, start_seconds, ..Settings::default() }
+        let Self { source, config_from, fill_from, mountpoint, views: _, mount, start_limit } = self.clone();
+        Settings { source, config_from, fill_from, mountpoint, mount, start_limit, ..Settings::default() }
     }
 }

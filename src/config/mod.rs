@@ -57,7 +57,7 @@ pub use settings::{MountSettings, Settings, ViewSettings};
 pub use table::{FORMER, KEYS, SETTINGS, former};
 #[cfg(test)]
 pub(crate) use tests::EVERY_VIEW_KEY;
-pub use time_limit::TimeLimit;
+pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use words::{
     ByteCount, Dequantize, Devices, DtypeChoice, HfCache, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue,
     PermissionBits, Prefetch, ShardChoice, THREADS_MAX, ThreadCount, Tied, float_of,

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{settings::Settings, table::SETTINGS};
+use super::{setting::Setting, settings::Settings, table::SETTINGS};
 
 impl Settings {
     /// Takes from `base` the settings that are empty here. In repeatable settings, the entries of `base` come after
@@ -21,6 +21,12 @@ impl Settings {
             taken.expect("defaults in the table are well-formed, which a test shows");
         }
         settings
+    }
+
+    /// The settings that have a value here.
+    pub fn given(&self) -> impl Iterator<Item = &'static Setting> {
+        // A value that has no form in a file is a value.
+        SETTINGS.iter().filter(|row| !matches!((row.field.write)(self), Ok(None)))
     }
 
     /// Lets relative paths begin at `base`.

@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 use super::{
     Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice, LogicalRule,
     Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, ShardChoice, ShardRule,
-    ThreadCount, Tied, TimeLimit,
+    ThreadCount, Tied, TimeLimit, WaitTime,
 };
 use crate::source::SourceIo;
 
@@ -27,8 +27,8 @@ pub struct Settings {
     pub view: ViewSettings,
     /// Reading, mounting and serving.
     pub mount: MountSettings,
-    /// Most seconds until a daemon must be ready.
-    pub start_seconds: Option<u64>,
+    /// Longest time until a daemon must be ready.
+    pub start_limit: Option<TimeLimit>,
 }
 
 /// One view.
@@ -140,9 +140,9 @@ pub struct MountSettings {
     /// The tensor files to materialize, and where.
     pub materialize: Option<Materialize>,
     /// Longest time to try to unmount while files are open, before detaching.
-    pub grace_seconds: Option<u64>,
+    pub grace: Option<WaitTime>,
     /// Longest time to serve open files after detaching.
-    pub drain_seconds: Option<u64>,
+    pub drain: Option<WaitTime>,
     /// File for the daemon's log.
     pub log_file: Option<PathBuf>,
 }

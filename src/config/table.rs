@@ -288,7 +288,7 @@ pub static SETTINGS: &[Setting] = &[
         "source-timeout",
         Value("TIME"),
         at!(mount.source_timeout),
-        "How long a source may give no answer, as in 5s, 500ms or 2m; by default 60s.",
+        "How long a source may give no answer, as in 5s, 500ms or 2min; by default 60s.",
     )
     .more(
         "After that time every request that waits for bytes of that file ends with an error (EIO in a mount), and so do later \
@@ -412,9 +412,9 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Mount,
         "timeout",
-        Value("SECONDS"),
-        at!(start_seconds),
-        "How long the daemon may take to be ready.",
+        Value("TIME"),
+        at!(start_limit),
+        "How long the daemon may take to be ready, as in 90 (seconds) or 10min.",
     )
     .default("300")
     .flag_only(),
@@ -493,17 +493,17 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Mount,
         "grace",
-        Value("SECONDS"),
-        at!(mount.grace_seconds),
-        "How long to try to unmount while files are open, before detaching.",
+        Value("TIME"),
+        at!(mount.grace),
+        "How long to try to unmount while files are open, before detaching, as in 5 (seconds) or 2min.",
     )
     .key("grace_seconds"),
     Setting::new(
         Mount,
         "drain",
-        Value("SECONDS"),
-        at!(mount.drain_seconds),
-        "How long to serve open files after detaching.",
+        Value("TIME"),
+        at!(mount.drain),
+        "How long to serve open files after detaching, as in 20 (seconds) or 10min.",
     )
     .key("drain_seconds"),
     Setting::new(

@@ -23,11 +23,36 @@ pub mod signal;
 pub mod system_log;
 pub mod target;
 
+use std::time::{Duration, Instant};
+
 pub use log::Log;
 pub use target::{LogTarget, stderr_is_colored};
+
+/// The moment `after` from now, or a year from now if the clock does not go that far. An addition would panic.
+pub fn deadline(after: Duration) -> Instant {
+    const FAR: Duration = Duration::from_hours(365 * 24);
+    let now = Instant::now();
+    now.checked_add(after).or_else(|| now.checked_add(FAR)).unwrap_or(now)
+}
 
 /// Writes to standard error; a failure is ignored, since there is nowhere to report it.
 pub fn tell(text: &str) {
     use std::io::Write;
     let _ = std::io::stderr().lock().write_all(text.as_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_time_is_too_long_for_a_deadline() {
+        for after in [Duration::ZERO, Duration::from_secs(5), Duration::from_secs(1 << 63), Duration::MAX] {
+            let left = deadline(after).saturating_duration_since(Instant::now());
+            assert!(
+                left <= after && left + Duration::from_secs(2) > after.min(Duration::from_hours(365 * 24)),
+                "{after:?}"
+            );
+        }
+    }
 }

@@ -7,10 +7,12 @@ use std::{
 
 use memmap2::{Advice, MmapMut};
 
-/// Size of a huge page.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
+use super::page_size::{allocation_page_bytes, uses_huge_pages};
 
-/// Memory that is zero at first. More than half of a huge page is a mapping of whole huge pages, where the system provides these:
+/// Smaller memory is the allocator's.
+const MAPPED_BYTES_MIN: usize = (1 << 20) + 1;
+
+/// Memory that is zero at first. From 1 MiB on it is a mapping of whole huge pages, where the system has them in a suitable size:
 /// one page fault where small pages take 512, and the kernel copies from them with fewer page lookups.
 pub struct BufferMemory {
     len: usize,
@@ -25,11 +27,13 @@ enum Place {
 impl BufferMemory {
     /// Memory of `len` bytes.
     pub fn new(len: usize) -> Self {
-        if len > HUGE_PAGE_BYTES / 2
-            && let Ok(map) = MmapMut::map_anon(len.next_multiple_of(HUGE_PAGE_BYTES))
+        if len >= MAPPED_BYTES_MIN
+            && let Ok(map) = MmapMut::map_anon(Self::occupied_bytes(len))
         {
-            // Advice only: small pages work too.
-            let _ = map.advise(Advice::HugePage);
+            if uses_huge_pages() {
+                // Advice only: small pages work too.
+                let _ = map.advise(Advice::HugePage);
+            }
             return Self { len, place: Place::Mapped(map) };
         }
         Self { len, place: Place::Allocated(vec![0; len].into_boxed_slice()) }
@@ -37,7 +41,8 @@ impl BufferMemory {
 
     /// Bytes that such memory of `len` bytes occupies.
     pub fn occupied_bytes(len: usize) -> usize {
-        if len > HUGE_PAGE_BYTES / 2 { len.next_multiple_of(HUGE_PAGE_BYTES) } else { len }
+        let page_bytes = usize::try_from(allocation_page_bytes()).expect("pages are at most 2 MiB");
+        if len >= MAPPED_BYTES_MIN { len.next_multiple_of(page_bytes) } else { len }
     }
 }
 
@@ -80,7 +85,7 @@ mod tests {
 
     #[test]
     fn memory_is_zero_and_as_long_as_asked_for() {
-        for len in [0, 1, HUGE_PAGE_BYTES / 2, HUGE_PAGE_BYTES / 2 + 1, HUGE_PAGE_BYTES + 5] {
+        for len in [0, 1, MAPPED_BYTES_MIN - 1, MAPPED_BYTES_MIN, (2 << 20) + 5] {
             let mut memory = BufferMemory::new(len);
             assert_eq!(memory.len(), len);
             assert!(memory.iter().all(|byte| *byte == 0));

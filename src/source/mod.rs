@@ -24,6 +24,7 @@ mod interface;
 mod kernel_bytes;
 pub mod local;
 mod memory;
+pub mod page_size;
 pub mod permission;
 mod pin;
 pub mod remote;

@@ -51,7 +51,7 @@ pub use element::Element;
 pub use gather::{Gather, Loop, Stores, fill, gather, gather_with};
 pub use index_run::IndexRun;
 pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
-pub use pages::{PAGE_BYTES, Reads, Runs, reads};
+pub use pages::{Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
 pub use span::{Need, needs};
 pub use tiling::{Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};

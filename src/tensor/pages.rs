@@ -10,9 +10,6 @@ use smallvec::SmallVec;
 
 use super::part::gcd;
 
-/// Bytes of a page.
-pub const PAGE_BYTES: u64 = 4096;
-
 /// Equal runs of bytes of one tensor, at regular distances.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Runs {

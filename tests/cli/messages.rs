@@ -135,6 +135,23 @@ fn short_help_has_the_common_options_and_long_help_has_all() {
 }
 
 #[test]
+fn times_have_units_and_a_maximum_everywhere() {
+    let fixture = Fixture::new();
+    let long = "9223372036854775808";
+    let expected = |least: &str| format!("expected a time from {least} to 8760h, found \"{long}\"");
+    for flag in ["--grace", "--drain"] {
+        fixture.run(&["mount", "model", "mnt", flag, long]).fails(2, &expected("0"));
+    }
+    for flag in ["--timeout", "--source-timeout"] {
+        fixture.run(&["mount", "model", "mnt", flag, long]).fails(2, &expected("1ms"));
+    }
+    fixture.run(&["mount", "model", "mnt", "-o", &format!("drain={long}")]).fails(2, &expected("0"));
+    fixture.run(&["umount", "mnt", "--wait", long]).fails(2, &expected("0"));
+    fixture.run(&["umount", "mnt", "--wait", "2min"]).fails(1, "mnt: ");
+    fixture.run(&["cache", "prune", "--older-than", "99999999999"]).fails(2, "expected a time from 0 to 876000h");
+}
+
+#[test]
 fn a_mountpoint_is_made_on_request_and_removed_if_the_mount_fails() {
     if !can_mount() {
         return;

@@ -12,6 +12,7 @@
     reason = "tests panic, and sizes are small"
 )]
 
+mod comfy;
 #[path = "../common/mod.rs"]
 mod common;
 mod compressed_tensors;

@@ -48,6 +48,7 @@
 mod awq;
 mod bitsandbytes;
 mod block_fp8;
+mod comfy;
 mod finds;
 mod gptq;
 mod listed;
@@ -67,11 +68,11 @@ mod torchao;
 pub use quantized::{Found, Quantized, QuantizedTable, Summary, Template, TemplateError, TemplateId, Unsupported};
 
 use self::finds::{Finds, Scheme};
-pub(super) use self::stored::Stored;
+pub(super) use self::{comfy::MARK as FILE_MARK, stored::Stored};
 use super::problem::Problems;
 
 /// The closed list. Where two schemes could claim one tensor, the first does.
-const SCHEMES: [&dyn Scheme; 12] = [
+const SCHEMES: [&dyn Scheme; 13] = [
     &mxfp4::Mxfp4,
     &pack_quantized::PackQuantized,
     &nvfp4::Nvfp4,
@@ -83,6 +84,7 @@ const SCHEMES: [&dyn Scheme; 12] = [
     &bitsandbytes::BitsAndBytes,
     &mlx::Mlx,
     &torchao::TorchAo,
+    &comfy::Comfy,
     // The last: it names what no other has taken.
     &rest::Rest,
 ];

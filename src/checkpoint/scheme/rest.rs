@@ -1,6 +1,9 @@
 //! What is stored quantized and no scheme of the list decodes. It stays raw, and decoding is refused with its name.
 
+use std::{cell::OnceCell, collections::HashMap};
+
 use super::{
+    comfy,
     finds::{Finds, Scheme, Summary},
     parts::{is_fp8, is_wide_float, module_of},
     settings::{Settings, Told},
@@ -24,14 +27,20 @@ impl Scheme for Rest {
         let settings = Settings::read(stored);
         let method = method(stored);
         let used = found.operands();
+        let scaled = Scaled::new(stored);
         let is_open = |found: &Finds<'_>, id: &TensorId| !found.is_taken(*id) && !used[id.0 as usize];
         for (id, codes) in stored.iter() {
-            if is_open(found, &id) && are_codes(stored, &codes, method.is_some()) {
+            if !is_open(found, &id) {
+                continue;
+            }
+            if are_codes(stored, &codes, method.is_some()) {
                 found.unsupported(&told(&settings, method.as_deref(), codes.name), Some(id));
+            } else if let (None, Some(shown)) = (&method, scaled.of(&codes)) {
+                found.unsupported(&shown, Some(id));
             }
         }
         for (id, codes) in stored.in_boxes() {
-            if are_codes(stored, &codes, method.is_some()) {
+            if are_codes(stored, &codes, method.is_some()) || (method.is_none() && scaled.of(&codes).is_some()) {
                 let method = method.as_deref().unwrap_or("codes and scales");
                 found.unsupported(&format!("{method}, but stored as several boxes"), Some(id));
             }
@@ -141,6 +150,75 @@ fn are_codes(stored: &Stored<'_>, tensor: &TensorInfo<'_>, is_configured: bool) 
     // NVFP4 has matrices of 8-bit scales.
     let is_bare = || is_configured && is_fp8(tensor.dtype) && !last.contains("scale");
     is_matrix && may_be && (is_bare() || scale())
+}
+
+/// What shows that tensors of 8 bits are codes where no configuration says so: a scale beside them, of whatever name, or a mark of
+/// the program that wrote them. Made when the first such tensor is met.
+struct Scaled<'a> {
+    stored: &'a Stored<'a>,
+    found: OnceCell<ScaledNames<'a>>,
+}
+
+/// Names to which a scale belongs: modules, and tensors whose scale has a name that begins with theirs. Each with the scale's
+/// last word.
+struct ScaledNames<'a> {
+    by_name: HashMap<&'a str, &'a str>,
+    is_marked: bool,
+}
+
+/// Parts of the words that scales have, in lower case.
+const SCALE_WORDS: [&str; 2] = ["scale", "amax"];
+
+/// The last word of a name, and where in it a word begins that scales have, if there is one.
+fn scale_word(name: &str) -> Option<(&str, usize)> {
+    let last = name.rsplit_once('.').map_or(name, |(_, last)| last);
+    let lower = last.to_ascii_lowercase();
+    SCALE_WORDS.iter().find_map(|word| Some((last, lower.find(word)?)))
+}
+
+impl<'a> Scaled<'a> {
+    fn new(stored: &'a Stored<'a>) -> Self {
+        Self { stored, found: OnceCell::new() }
+    }
+
+    fn names(&self) -> &ScaledNames<'a> {
+        self.found.get_or_init(|| {
+            let mut by_name: HashMap<&str, &str> = HashMap::new();
+            // The scale of inputs is named only where there is no other.
+            let mut add = |name, word: &'a str| {
+                let known = by_name.entry(name).or_insert(word);
+                *known = if known.contains("input") { word } else { known };
+            };
+            for (_, tensor) in self.stored.iter().chain(self.stored.in_boxes()) {
+                let Some((word, at)) = scale_word(tensor.name) else { continue };
+                // `X.weight_scale` is that of `X.weight` and of `X`, `X.weight.scale` too, `X_scale` that of `X`.
+                let before = &tensor.name[..tensor.name.len() - word.len() + at];
+                add(before.trim_end_matches(['.', '_']), word);
+                let module = tensor.name.strip_suffix(word).and_then(|module| module.strip_suffix('.'));
+                let outer = module.and_then(|module| module.rsplit_once('.')).map(|(outer, _)| outer);
+                module.into_iter().chain(outer).for_each(|name| add(name, word));
+            }
+            ScaledNames { by_name, is_marked: comfy::is_marked(self.stored) }
+        })
+    }
+
+    /// Why this tensor holds codes, in a few words; `None` if nothing shows it.
+    fn of(&self, tensor: &TensorInfo<'_>) -> Option<String> {
+        // The scales of blocks of 4-bit floats are 8-bit floats themselves.
+        let is_float = is_fp8(tensor.dtype) || tensor.dtype == DType::F8E8M0;
+        let is_other = scale_word(tensor.name).is_some() || tensor.name.ends_with("zero_point");
+        let is_matrix = tensor.shape.len() >= 2 && !is_other;
+        if !is_matrix || !(is_float || tensor.dtype == DType::I8) {
+            return None;
+        }
+        let names = self.names();
+        let (module, _) = tensor.name.rsplit_once('.').unwrap_or(("", tensor.name));
+        if let Some(word) = names.by_name.get(tensor.name).or_else(|| names.by_name.get(module)) {
+            return Some(format!("{} codes beside a scale {word:?}, but no quantization_config", tensor.dtype));
+        }
+        let is_marked = is_float && names.is_marked;
+        is_marked.then(|| format!("{} codes, as a mark of ComfyUI says, without a scale of a known name", tensor.dtype))
+    }
 }
 
 /// Types that models compute with, or count with.

@@ -103,6 +103,11 @@ impl<'a> Stored<'a> {
         self.find(&format!("{module}.{name}"))
     }
 
+    /// Whether the name of some tensor ends with this word.
+    pub(in crate::checkpoint) fn has_word(&self, word: &str) -> bool {
+        self.words.contains(word)
+    }
+
     /// The stored tensor of that name, in whatever file.
     pub(in crate::checkpoint) fn find(&self, name: &str) -> Option<TensorId> {
         self.by_name.get(name).copied()

@@ -15,6 +15,7 @@ mod serving;
 use std::{
     ffi::OsStr,
     io,
+    num::NonZeroU32,
     ops::ControlFlow,
     os::unix::ffi::OsStrExt,
     path::Path,
@@ -34,7 +35,7 @@ use self::{
     pending::{Pending, Refuse, ReplySlot, ino},
     serving::Serving,
 };
-use super::requests::{Lookout, Readers};
+use super::requests::{Client, Lookout, Readers};
 use crate::volume::{Attr, FileSystem, FsError, Handle, Ino, NodeKind, Permission, RequestKind};
 
 /// How long the kernel may cache answers: ten years, which it can express on every architecture.
@@ -203,6 +204,11 @@ fn file_type(kind: NodeKind) -> FileType {
     }
 }
 
+/// The thread that waits for the answer.
+fn client(request: &Request) -> Client {
+    NonZeroU32::new(request.pid())
+}
+
 /// Whether an open requests more than reading.
 fn wants_to_write(flags: OpenFlags) -> bool {
     flags.acc_mode() != OpenAccMode::O_RDONLY || flags.0 & libc::O_TRUNC != 0
@@ -300,18 +306,18 @@ impl fuser::Filesystem for KernelAdapter {
         });
     }
 
-    fn open(&self, _request: &Request, node: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+    fn open(&self, request: &Request, node: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         if wants_to_write(flags) {
             return self.read_only(node, reply);
         }
         let is_direct = flags.0 & libc::O_DIRECT != 0;
-        let pending = Pending::waiting(&self.fs, RequestKind::Open, node, &self.lookout.opens, reply);
+        let pending = Pending::waiting(&self.fs, RequestKind::Open, node, &self.lookout.opens, client(request), reply);
         self.handle_waiting(pending, move |serving, pending| serving.open_file(node, is_direct, pending));
     }
 
     fn read(
         &self,
-        _request: &Request,
+        request: &Request,
         node: INodeNo,
         handle: FileHandle,
         offset: u64,
@@ -320,7 +326,7 @@ impl fuser::Filesystem for KernelAdapter {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let pending = Pending::waiting(&self.fs, RequestKind::Read, node, &self.lookout.reads, reply);
+        let pending = Pending::waiting(&self.fs, RequestKind::Read, node, &self.lookout.reads, client(request), reply);
         self.handle_waiting(pending, move |serving, mut pending| {
             pending.attempt(|reply| {
                 let len = usize::try_from(size).map_err(|_| FsError::Invalid)?;

@@ -12,7 +12,7 @@ use fuser::{
 };
 use tracing::error;
 
-use super::super::requests::{Overflow, Requests, Ticket};
+use super::super::requests::{Client, Overflow, Requests, Ticket};
 use crate::volume::{FileSystem, FsError, Ino, RequestKind};
 
 pub(super) fn ino(ino: INodeNo) -> Ino {
@@ -109,16 +109,17 @@ impl<R: Refuse> Pending<R> {
         Self::with_slot(fs, op, ino, Instant::now(), ReplySlot::Own(Some(reply)))
     }
 
-    /// A request that another thread answers if the handler takes too long.
+    /// A request that another thread answers if the handler takes too long, or if the client is killed.
     pub(super) fn waiting(
         fs: &Arc<dyn FileSystem>,
         op: RequestKind,
         node: INodeNo,
         requests: &Arc<Requests<R>>,
+        client: Client,
         reply: R,
     ) -> Self {
         let start = Instant::now();
-        Self::with_slot(fs, op, node, start, ReplySlot::Waiting(requests.add(ino(node), start, reply)))
+        Self::with_slot(fs, op, node, start, ReplySlot::Waiting(requests.add(ino(node), start, client, reply)))
     }
 
     fn with_slot(fs: &Arc<dyn FileSystem>, op: RequestKind, ino: INodeNo, start: Instant, slot: ReplySlot<R>) -> Self {

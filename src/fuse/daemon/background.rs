@@ -37,7 +37,7 @@ use sd_notify::NotifyState;
 use tracing::{debug, warn};
 
 use crate::fuse::mounts::{UnmountOptions, unmount};
-use crate::host::{Log, LogTarget, limits, log::FLUSH_LIMIT};
+use crate::host::{self, Log, LogTarget, limits, log::FLUSH_LIMIT};
 
 /// Environment variable with the process id of the starter. It means nothing to a process that is not the starter's child.
 const STARTER_VARIABLE: &str = "CKFS_STARTER_PID";
@@ -78,7 +78,7 @@ pub enum DaemonError {
         limits: String,
     },
     /// The child did not report in time, so the starter ended it.
-    #[error("the daemon was not ready within {} s", limit.as_secs())]
+    #[error("the daemon was not ready within {limit:?}")]
     TimedOut {
         /// The time it had.
         limit: Duration,
@@ -202,7 +202,7 @@ fn is_ready(report: &str) -> bool {
 
 /// Reads until the child has reported or has ended; `None` after `timeout`.
 fn read_report(mut reader: io::PipeReader, timeout: Duration) -> io::Result<Option<Vec<u8>>> {
-    let deadline = Instant::now() + timeout;
+    let deadline = host::deadline(timeout);
     let mut report = Vec::new();
     loop {
         let left = deadline.saturating_duration_since(Instant::now());

@@ -22,6 +22,7 @@ use super::{
     mount_user::{MountUser, describe, mount_users},
     mountinfo::{is_stale, locate, mount_at},
 };
+use crate::host::deadline;
 
 /// How to unmount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -112,7 +113,7 @@ pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), Unmount
         return Err(UnmountError::NotCkfs { path, fs_type: entry.fs_type });
     }
     let begun = Instant::now();
-    let until = begun + options.wait;
+    let until = deadline(options.wait);
     loop {
         match unmount_once(&path, options.lazy) {
             Err(UnmountError::Busy { .. }) if Instant::now() < until => thread::sleep(Duration::from_millis(100)),

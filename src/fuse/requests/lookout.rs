@@ -1,5 +1,5 @@
-//! The thread that watches requests. It answers requests whose storage gives no answer, and it makes sure that a thread
-//! reads requests meanwhile.
+//! The thread that watches requests. It answers requests whose storage gives no answer and those of programs that are being
+//! killed, and it makes sure that a thread reads requests meanwhile.
 
 use std::{
     io,
@@ -11,6 +11,7 @@ use std::{
 use fuser::{Errno, ReplyData, ReplyOpen};
 
 use super::{
+    client::is_killed,
     spare::{Overflow, Readers},
     table::{Expired, Requests},
 };
@@ -18,7 +19,9 @@ use crate::volume::{FileSystem, RequestKind};
 
 /// Time between two turns while there are requests, and otherwise.
 const BUSY_PERIOD: Duration = Duration::from_millis(50);
-const IDLE_PERIOD: Duration = Duration::from_secs(1);
+const IDLE_PERIOD: Duration = Duration::from_millis(500);
+/// How long a client waits until it is checked for signals: nearly all answers come sooner.
+const CLIENT_AGE: Duration = Duration::from_millis(100);
 /// Least number of turns within the time that a request may wait.
 const LOOKS: u32 = 8;
 
@@ -34,22 +37,22 @@ pub(in crate::fuse) struct Lookout {
 /// A reply to a request that may wait.
 trait GiveUp {
     const OP: RequestKind;
-    fn give_up(self);
+    fn give_up(self, errno: Errno);
 }
 
 impl GiveUp for ReplyData {
     const OP: RequestKind = RequestKind::Read;
 
-    fn give_up(self) {
-        self.error(Errno::EIO);
+    fn give_up(self, errno: Errno) {
+        self.error(errno);
     }
 }
 
 impl GiveUp for ReplyOpen {
     const OP: RequestKind = RequestKind::Open;
 
-    fn give_up(self) {
-        self.error(Errno::EIO);
+    fn give_up(self, errno: Errno) {
+        self.error(errno);
     }
 }
 
@@ -69,6 +72,8 @@ impl Lookout {
         let patience = self.fs.patience();
         self.expire(&self.reads, patience);
         self.expire(&self.opens, patience);
+        self.abandon(&self.reads);
+        self.abandon(&self.opens);
         let had_requests = self.readers.look(|| self.fs.is_waiting());
         let busy = had_requests || self.reads.any() || self.opens.any();
         let period = if busy { BUSY_PERIOD } else { IDLE_PERIOD };
@@ -82,17 +87,36 @@ impl Lookout {
             if !self.fs.is_stalled(ino) {
                 continue;
             }
-            for Expired { ino, since, aside, reply } in requests.expire(ino, patience) {
-                if aside {
-                    self.overflow.lose();
-                }
-                reply.give_up();
+            for expired in requests.expire(ino, patience) {
+                let ino = expired.ino;
+                self.answer(expired, Errno::EIO);
                 self.fs.note_given_up(R::OP, ino);
-                let metrics = self.fs.metrics();
-                metrics.in_flight.fetch_sub(1, Ordering::Relaxed);
-                metrics.record(R::OP, since.elapsed(), true);
             }
         }
+    }
+
+    /// Answers the requests of clients that are being killed, whatever they wait for: until then a client cannot end.
+    fn abandon<R: GiveUp>(&self, requests: &Requests<R>) {
+        let mut clients = requests.late_clients(CLIENT_AGE);
+        clients.retain(|client| is_killed(*client));
+        if clients.is_empty() {
+            return;
+        }
+        for abandoned in requests.abandon(&clients) {
+            tracing::debug!(ino = abandoned.ino.0, op = R::OP.name(), "the client is killed; its request is given up");
+            self.answer(abandoned, Errno::EINTR);
+        }
+    }
+
+    fn answer<R: GiveUp>(&self, request: Expired<R>, errno: Errno) {
+        let Expired { since, aside, reply, .. } = request;
+        if aside {
+            self.overflow.lose();
+        }
+        reply.give_up(errno);
+        let metrics = self.fs.metrics();
+        metrics.in_flight.fetch_sub(1, Ordering::Relaxed);
+        metrics.record(R::OP, since.elapsed(), true);
     }
 }
 

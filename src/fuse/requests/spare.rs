@@ -152,6 +152,10 @@ impl Readers {
 /// Threads of the overflow at most, not counting those whose requests were given up.
 const OVERFLOW_MAX: usize = 64;
 
+/// Threads whose requests were given up and that others stand in for, at most. Programs can be killed and started again without
+/// end while storage gives no answer.
+const LOST_MAX: usize = 256;
+
 /// How long such a thread waits for a request.
 const OVERFLOW_IDLE: Duration = Duration::from_secs(10);
 
@@ -194,7 +198,7 @@ impl Overflow {
 
     /// Starts one thread more, if there may be one.
     fn start(self: &Arc<Self>, mut queue: MutexGuard<'_, Queue>) {
-        if queue.threads.saturating_sub(queue.lost) >= OVERFLOW_MAX {
+        if queue.threads.saturating_sub(queue.lost.min(LOST_MAX)) >= OVERFLOW_MAX {
             return;
         }
         queue.threads += 1;

@@ -7,6 +7,7 @@
 
 use std::{
     cell::Cell,
+    num::NonZeroU32,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -14,6 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use super::client::Client;
 use crate::volume::Ino;
 
 /// Requests are spread over this many locks; each thread has one of its own, as far as there are that many.
@@ -37,6 +39,7 @@ struct Request<R> {
     number: u64,
     ino: Ino,
     since: Instant,
+    client: Client,
     /// Whether a thread of the overflow handles it.
     aside: bool,
     reply: R,
@@ -66,7 +69,7 @@ pub(in crate::fuse) struct Ticket<R> {
     taken: bool,
 }
 
-/// A request that was taken out because it waited for too long.
+/// A request that was taken out because it waited for too long, or because its client ends.
 #[derive(Debug)]
 pub(in crate::fuse) struct Expired<R> {
     pub(in crate::fuse) ino: Ino,
@@ -83,13 +86,13 @@ impl<R> Default for Requests<R> {
 }
 
 impl<R> Requests<R> {
-    /// Keeps the reply of a request for `ino` that arrived at `since`.
-    pub(in crate::fuse) fn add(self: &Arc<Self>, ino: Ino, since: Instant, reply: R) -> Ticket<R> {
+    /// Keeps the reply of a request of `client` for `ino` that arrived at `since`.
+    pub(in crate::fuse) fn add(self: &Arc<Self>, ino: Ino, since: Instant, client: Client, reply: R) -> Ticket<R> {
         let shard_index = own_shard();
         let mut shard = self.shard(shard_index);
         shard.next_number += 1;
         let number = shard.next_number;
-        let request = Some(Request { number, ino, since, aside: false, reply });
+        let request = Some(Request { number, ino, since, client, aside: false, reply });
         let place = shard.free.pop();
         let place = place.unwrap_or_else(|| {
             shard.places.push(None);
@@ -113,14 +116,36 @@ impl<R> Requests<R> {
         found
     }
 
+    /// Clients that have waited for `limit`, each once.
+    pub(in crate::fuse) fn late_clients(&self, limit: Duration) -> Vec<NonZeroU32> {
+        let mut found = Vec::new();
+        for index in 0..SHARDS {
+            let shard = self.shard(index);
+            let late = shard.places.iter().flatten().filter(|request| request.since.elapsed() >= limit);
+            found.extend(late.filter_map(|request| request.client));
+        }
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+
     /// Takes out the requests for `ino` that have waited for `limit`.
     pub(in crate::fuse) fn expire(&self, ino: Ino, limit: Duration) -> Vec<Expired<R>> {
+        self.take_out(|request| request.ino == ino && request.since.elapsed() >= limit)
+    }
+
+    /// Takes out the requests of clients.
+    pub(in crate::fuse) fn abandon(&self, clients: &[NonZeroU32]) -> Vec<Expired<R>> {
+        self.take_out(|request| request.client.is_some_and(|client| clients.contains(&client)))
+    }
+
+    fn take_out(&self, which: impl Fn(&Request<R>) -> bool) -> Vec<Expired<R>> {
         let mut expired = Vec::new();
         for index in 0..SHARDS {
             let mut shard = self.shard(index);
             for place in 0..shard.places.len() {
-                let late = |request: &mut Request<R>| request.ino == ino && request.since.elapsed() >= limit;
-                if let Some(Request { ino, since, aside, reply, .. }) = shard.places[place].take_if(late) {
+                let which = |request: &mut Request<R>| which(request);
+                if let Some(Request { ino, since, aside, reply, .. }) = shard.places[place].take_if(which) {
                     shard.free.push(place);
                     expired.push(Expired { ino, since, aside, reply });
                 }
@@ -183,8 +208,8 @@ mod tests {
     fn a_reply_is_taken_once_by_whoever_comes_first() {
         let requests = Arc::new(Requests::default());
         let now = Instant::now();
-        let mut first = requests.add(Ino(1), now, "first");
-        let mut second = requests.add(Ino(2), now, "second");
+        let mut first = requests.add(Ino(1), now, None, "first");
+        let mut second = requests.add(Ino(2), now, None, "second");
         assert_eq!(requests.late(Duration::from_hours(1)), []);
         assert_eq!(requests.late(Duration::ZERO), [Ino(1), Ino(2)]);
         assert!(second.set_aside() && requests.any());
@@ -192,7 +217,7 @@ mod tests {
         assert_eq!(expired.iter().map(|found| (found.reply, found.aside)).collect::<Vec<_>>(), [("second", true)]);
         assert!(second.expired() && second.take().is_none() && second.expired());
         // Another request has the place now.
-        let mut third = requests.add(Ino(2), now, "third");
+        let mut third = requests.add(Ino(2), now, None, "third");
         assert!(second.take().is_none());
         assert_eq!((first.take(), first.take(), first.expired()), (Some("first"), None, false));
         assert_eq!((third.take(), third.expired()), (Some("third"), false));
@@ -200,10 +225,27 @@ mod tests {
     }
 
     #[test]
+    fn requests_of_a_client_are_taken_out_together() {
+        let requests = Arc::new(Requests::default());
+        let client = NonZeroU32::new;
+        let now = Instant::now();
+        let mut tickets: Vec<_> = [(1, client(7)), (2, client(7)), (2, client(8)), (2, None)]
+            .into_iter()
+            .map(|(ino, client)| requests.add(Ino(ino), now, client, ino))
+            .collect();
+        assert_eq!(requests.late_clients(Duration::from_hours(1)), []);
+        assert_eq!(requests.late_clients(Duration::ZERO), [7, 8].map(|number| client(number).unwrap()));
+        assert_eq!(requests.abandon(&[]).len(), 0);
+        assert_eq!(requests.abandon(&[client(7).unwrap()]).iter().map(|found| found.reply).collect::<Vec<_>>(), [1, 2]);
+        let answered: Vec<_> = tickets.iter_mut().map(Ticket::take).collect();
+        assert_eq!(answered, [None, None, Some(2), Some(2)]);
+    }
+
+    #[test]
     fn places_are_used_again() {
         let requests = Arc::new(Requests::default());
         for round in 0..100 {
-            let mut tickets: Vec<_> = (0..3).map(|_| requests.add(Ino(round), Instant::now(), round)).collect();
+            let mut tickets: Vec<_> = (0..3).map(|_| requests.add(Ino(round), Instant::now(), None, round)).collect();
             assert!(tickets.iter_mut().all(|ticket| ticket.take() == Some(round)));
         }
         assert_eq!(requests.shard(own_shard()).places.len(), 3);

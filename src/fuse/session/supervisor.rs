@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     io,
-    os::fd::AsFd,
+    os::fd::{AsFd, OwnedFd},
     path::Path,
     sync::{Arc, atomic::Ordering, mpsc},
     thread::{self, JoinHandle},
@@ -25,7 +25,7 @@ use crate::{
         mounts::{Device, MountError, MountState, MountUser, Mounted, Passed, UnmountError, abort, describe, is_stale},
     },
     host::{
-        Log,
+        Log, deadline,
         signal::{REOPEN, STATISTICS},
     },
     volume::{FileSystem, RequestKind},
@@ -40,6 +40,8 @@ pub enum Exit {
     Drained,
     /// Another process unmounted it.
     UnmountedOutside,
+    /// Another process ended the connection: `umount -f`, or `abort` in `/sys/fs/fuse/connections`.
+    AbortedOutside,
     /// A signal arrived while no file was open. The mount is left, without an answer, to the process that made it.
     Left,
     /// Open files were cut off: at a second signal, or at the end of the drain period.
@@ -47,10 +49,10 @@ pub enum Exit {
 }
 
 impl Exit {
-    /// Whether no read was cut off.
+    /// Whether the mount ended as was asked for, and no read was cut off by this process.
     pub const fn is_clean(self) -> bool {
         match self {
-            Self::Unmounted | Self::Drained | Self::UnmountedOutside | Self::Left => true,
+            Self::Unmounted | Self::Drained | Self::UnmountedOutside | Self::AbortedOutside | Self::Left => true,
             Self::Aborted => false,
         }
     }
@@ -64,6 +66,9 @@ const RETRY_PERIOD: Duration = Duration::from_millis(100);
 
 /// How long to look for processes that keep the mount busy.
 const USERS_LIMIT: Duration = Duration::from_secs(2);
+
+/// Time between looks whether the connection to the kernel has ended while threads wait for storage.
+const LOOK_PERIOD: Duration = Duration::from_millis(500);
 
 /// Time that threads have to end after an abort, before the process ends without them.
 const ABORT_LIMIT: Duration = Duration::from_secs(2);
@@ -112,11 +117,14 @@ pub(super) struct Running {
     changes: Changes,
     /// Reports a hang-up when all threads have ended.
     ended: io::PipeReader,
+    /// The connection to the kernel, to see its end.
+    connection: OwnedFd,
 }
 
 impl Running {
     pub(super) fn start(session: fuser::Session<KernelAdapter>, fs: &Arc<dyn FileSystem>) -> Result<Self, MountError> {
         let failed = |source| MountError::System { what: "start a thread", source };
+        let connection = session.as_fd().try_clone_to_owned().map_err(failed)?;
         let (ended, alive) = io::pipe().map_err(failed)?;
         let changes = Changes::start(fs, session.notifier()).map_err(failed)?;
         let ending = changes.clone();
@@ -127,30 +135,51 @@ impl Running {
             drop(alive);
             result
         });
-        Ok(Self { thread: Some(thread.map_err(failed)?), changes, ended })
+        Ok(Self { thread: Some(thread.map_err(failed)?), changes, ended, connection })
     }
 
     /// Fails if the threads are gone already, as when one of them did not start.
     pub(super) fn check(&mut self) -> Result<(), MountError> {
-        let mut fds = [PollFd::new(self.ended.as_fd(), PollFlags::POLLIN)];
-        if !matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..)) {
+        if !self.have_ended(PollTimeout::ZERO) {
             return Ok(());
         }
         let ended = || io::Error::other("its threads ended");
         Err(MountError::Session { source: self.result().err().unwrap_or_else(ended) })
     }
 
-    /// What the threads ended with. Waits for them.
+    /// Whether all threads have ended, or do so within `limit`.
+    fn have_ended(&self, limit: PollTimeout) -> bool {
+        let mut fds = [PollFd::new(self.ended.as_fd(), PollFlags::POLLIN)];
+        matches!(poll(&mut fds, limit), Ok(1..))
+    }
+
+    /// Whether the connection to the kernel has ended. Threads that wait for storage do not see that.
+    fn is_disconnected(&self) -> bool {
+        // A poll that waits would be woken by each request.
+        let mut fds = [PollFd::new(self.connection.as_fd(), PollFlags::empty())];
+        matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
+            && fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLERR))
+    }
+
+    /// What the threads ended with. Those that wait for storage end with the process.
     fn result(&mut self) -> io::Result<()> {
+        if !self.have_ended(PollTimeout::ZERO) {
+            return Ok(());
+        }
         let Some(thread) = self.thread.take() else { return Ok(()) };
-        thread.join().unwrap_or_else(|_| Err(io::Error::other("a session thread panicked")))
+        let result = thread.join().unwrap_or_else(|_| Err(io::Error::other("a session thread panicked")));
+        match result {
+            // An abort from outside, for kernels that name it.
+            Err(error) if error.raw_os_error() == Some(libc::ECONNABORTED) => Ok(()),
+            result => result,
+        }
     }
 }
 
 /// What the supervisor waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Event {
-    /// All threads are gone: the connection has ended.
+    /// The connection has ended, and the threads with it unless they wait for storage.
     Ended,
     /// A signal to end arrived.
     Signal(Signal),
@@ -195,14 +224,14 @@ impl Supervisor {
             return self.leave();
         }
         let Some(calm) = self.unmount_with_grace()? else { return Ok(self.cut_off()) };
-        match self.wait(Some(Instant::now() + self.drain))? {
+        match self.wait(Some(deadline(self.drain)))? {
             Event::Ended => {
                 self.log_result();
                 Ok(if calm { Exit::Unmounted } else { Exit::Drained })
             }
             Event::Signal(_) => Ok(self.cut_off()),
             Event::Timeout => {
-                warn!("files are still open after {} s; aborting", self.drain.as_secs());
+                warn!("files are still open after {:?}; aborting", self.drain);
                 Ok(self.cut_off())
             }
         }
@@ -219,7 +248,7 @@ impl Supervisor {
 
     /// Ends without unmounting, as another process made the mount: when no file is open, or when the periods are over.
     fn leave(&mut self) -> Result<Exit, MountError> {
-        let until = Instant::now() + self.grace + self.drain;
+        let until = deadline(self.grace.saturating_add(self.drain));
         let path = self.mounted.path().display().to_string();
         let (mut told, mut calm) = (false, 0);
         loop {
@@ -252,7 +281,7 @@ impl Supervisor {
 
     /// Unmounts, or detaches when the grace period ends. Whether the mount was free, or `None` at a second signal.
     fn unmount_with_grace(&mut self) -> Result<Option<bool>, MountError> {
-        let until = Instant::now() + self.grace;
+        let until = deadline(self.grace);
         let mut told = false;
         loop {
             let Attached::Own(mounted) = &self.mounted else { return Ok(Some(true)) };
@@ -272,7 +301,7 @@ impl Supervisor {
             if !told {
                 told = true;
                 let users = describe(&self.users());
-                warn!("{} is busy, {users}; waiting {} s", self.mounted.path().display(), self.grace.as_secs());
+                warn!("{} is busy, {users}; waiting {:?}", self.mounted.path().display(), self.grace);
                 notify_systemd(&[sd_notify::NotifyState::Status(&format!("busy, {users}"))]);
             }
             let now = Instant::now();
@@ -320,7 +349,10 @@ impl Supervisor {
         }
         match result {
             Err(source) => Err(MountError::Session { source }),
-            Ok(()) if dead => Ok(Exit::Aborted),
+            Ok(()) if dead => {
+                warn!("{}: aborted by another process; open files are cut off", mounted.path().display());
+                Ok(Exit::AbortedOutside)
+            }
             Ok(()) => Ok(Exit::UnmountedOutside),
         }
     }
@@ -379,9 +411,8 @@ impl Supervisor {
         loop {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             // Rounded up, so that the last turn does not spin.
-            let timeout = left.map_or(PollTimeout::NONE, |left| {
-                PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
-            });
+            let left = left.map_or(LOOK_PERIOD, |left| LOOK_PERIOD.min(left));
+            let timeout = PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
             let mut fds = [
                 PollFd::new(self.running.ended.as_fd(), PollFlags::POLLIN),
                 PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
@@ -406,6 +437,13 @@ impl Supervisor {
                     signal => return Ok(Event::Signal(signal.unwrap_or(Signal::SIGTERM))),
                 }
             }
+            if self.running.is_disconnected() {
+                let limit = PollTimeout::try_from(ABORT_LIMIT).unwrap_or(PollTimeout::MAX);
+                if !self.running.have_ended(limit) {
+                    info!("the connection has ended; threads that wait for storage end with this process");
+                }
+                return Ok(Event::Ended);
+            }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return Ok(Event::Timeout);
             }
@@ -424,6 +462,7 @@ mod tests {
             (Exit::Unmounted, true),
             (Exit::Drained, true),
             (Exit::UnmountedOutside, true),
+            (Exit::AbortedOutside, true),
             (Exit::Left, true),
             (Exit::Aborted, false),
         ] {

@@ -18,7 +18,8 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
-    tensor::{Mosaic, Op, PAGE_BYTES, Reads, Region, Runs, Shape, SourceTensor, TensorId, View, reads},
+    source::page_size::page_bytes,
+    tensor::{Mosaic, Op, Reads, Region, Runs, Shape, SourceTensor, TensorId, View, reads},
 };
 
 impl Amplification {
@@ -242,7 +243,7 @@ impl Walk {
         let mut of_groups: HashMap<(u32, Uses), u64> = HashMap::new();
         for readings in self.readings.chunk_by(|a, b| a.source == b.source) {
             let span = checkpoint.tensor(readings[0].source).span();
-            let start = span.start() % PAGE_BYTES;
+            let start = span.start() % page_bytes();
             let place = start..start + span.len();
             *totals.entry(Uses::new(readings, place.clone())).or_default() += 1;
             for of_group in readings.chunk_by(|a, b| a.group == b.group) {
@@ -310,7 +311,7 @@ impl Uses {
             if let Some(reads) = known.get(&parts) {
                 return *reads;
             }
-            let found = reads(self.runs(leaf_reads, &parts).cloned().collect(), &self.place, PAGE_BYTES);
+            let found = reads(self.runs(leaf_reads, &parts).cloned().collect(), &self.place, page_bytes());
             known.insert(parts, found);
             found
         };
@@ -320,7 +321,7 @@ impl Uses {
     fn union(&self, leaf_reads: &[LeafReads]) -> Reads {
         let distinct: HashSet<SmallVec<[u32; 1]>> = self.parts(leaf_reads).collect();
         let runs = distinct.iter().flat_map(|parts| self.runs(leaf_reads, parts)).cloned().collect();
-        reads(runs, &self.place, PAGE_BYTES)
+        reads(runs, &self.place, page_bytes())
     }
 }
 

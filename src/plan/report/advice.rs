@@ -7,7 +7,8 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
-    tensor::{PAGE_BYTES, Reads, Region, Runs, reads},
+    source::page_size::page_bytes,
+    tensor::{Reads, Region, Runs, reads},
 };
 
 /// Over-read up to this factor, in hundredths, is not reported: it comes from pages at the ends of long runs.
@@ -46,7 +47,7 @@ impl AdviceReason {
     pub(super) fn text(&self) -> String {
         let Self { axis, mesh_axes, run_bytes, stride_bytes, .. } = self;
         let cut = if mesh_axes.len() == 1 { "cuts" } else { "cut" };
-        let (run, page) = (human_bytes(*run_bytes), human_bytes(PAGE_BYTES));
+        let (run, page) = (human_bytes(*run_bytes), human_bytes(page_bytes()));
         let mesh_axes = mesh_axes.join(" and ");
         if *stride_bytes == 0 {
             return format!(
@@ -117,7 +118,7 @@ fn cost(checkpoint: &Checkpoint, leaf: &ReadLeaf<'_>, held: &Region) -> Option<(
     let (first, shortest) = all.iter().min_by_key(|(_, runs)| runs.run_bytes())?.clone();
     let of_first = all.into_iter().filter(|(id, _)| *id == first).map(|(_, runs)| runs).collect();
     let span = checkpoint.tensor(first).span();
-    Some((reads(of_first, &(span.start()..span.end()), PAGE_BYTES), shortest))
+    Some((reads(of_first, &(span.start()..span.end()), page_bytes()), shortest))
 }
 
 /// What to change, as sentences.

@@ -20,7 +20,7 @@ pub fn human_bytes(bytes: u64) -> String {
 }
 
 /// `part` of `whole` in percent.
-pub(super) fn percent(part: u64, whole: u64) -> String {
+pub fn percent(part: u64, whole: u64) -> String {
     if whole == 0 {
         return "0.0 %".to_owned();
     }

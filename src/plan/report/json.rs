@@ -13,7 +13,8 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, Experts, FileRole, Quantization, Summary},
-    tensor::{DType, PAGE_BYTES, Reads},
+    source::page_size::page_bytes,
+    tensor::{DType, Reads},
 };
 
 fn names(groups: &[NameGroup]) -> Vec<Value> {
@@ -57,7 +58,7 @@ fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
         row
     };
     json!({
-        "page_bytes": PAGE_BYTES,
+        "page_bytes": page_bytes(),
         "devices": plan.devices.iter().zip(devices).map(|(device, reads)| named("device", json!(device), reads)).collect::<Value>(),
         "union": row(union),
         "tensors": tensors.iter().map(|(name, reads)| named("name", json!(name), reads)).collect::<Value>(),

@@ -9,7 +9,7 @@ mod json;
 mod leaf;
 mod text;
 
-pub use amounts::{human_bytes, reads_text};
+pub use amounts::{human_bytes, percent, reads_text};
 pub use effects::bytes_per_device;
 pub use html::{HTML_BYTES_MAX, html};
 pub use json::{Report, ViewReport};

@@ -9,7 +9,7 @@ use super::{super::ByteSpan, guard};
 
 /// Bytes of one call of the advice. The kernel accepts no more than its read-ahead at a time, which is seldom less than this.
 const ADVISED_BYTES: usize = 128 << 10;
-/// Bytes of a huge page, which are requested together.
+/// Bytes that are requested together: a huge page, where the system has huge pages of this size.
 pub(super) const BLOCK_BYTES: usize = 2 << 20;
 /// A check of the page cache samples the first 128 KiB of each block. Pages come and go in runs, and a check of each page takes
 /// longer than some reads.
@@ -48,6 +48,8 @@ pub(super) fn is_cached(file: &File, span: ByteSpan) -> bool {
 /// `read_block` reads the [`BLOCK_BYTES`] from a multiple of that on, and waits for them; it returns false if it cannot. The kernel
 /// then makes one huge page of them. To allocate, map, copy and free the same bytes as small pages costs the processor ten times
 /// as much, and the kernel makes small pages of everything that it reads on advice. So the advice is for the ends of the span.
+///
+/// Where huge pages have another size there are no such blocks: a system with pages of 16 KiB would read 32 MiB for each.
 ///
 /// A kernel that cannot tell what is cached is too old for `read_block`: before 5.18 it would read one page after the other.
 pub(super) fn will_need(file: &File, span: ByteSpan, read_block: &mut dyn FnMut(u64) -> bool) -> bool {

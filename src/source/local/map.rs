@@ -15,7 +15,7 @@ use memmap2::{Advice, MmapRaw};
 use smallvec::SmallVec;
 
 use super::{
-    super::{ByteSpan, kernel_bytes::KernelBytes, span::memory_len},
+    super::{ByteSpan, kernel_bytes::KernelBytes, page_size::allocation_page_bytes, span::memory_len},
     advice::{self, BLOCK_BYTES},
     guard::{self, Faulted, GuardedMap},
 };
@@ -51,7 +51,8 @@ impl FileMaps {
             let is_advised = |advice| map.advise(advice).is_ok();
             (is_advised(Advice::HugePage) && is_advised(Advice::Random)).then_some(map)
         };
-        self.block_map.get_or_init(|| (self.len > 0 && self.tells_resident).then(make)?).as_ref()
+        let blocks = allocation_page_bytes() == BLOCK_BYTES as u64;
+        self.block_map.get_or_init(|| (blocks && self.len > 0 && self.tells_resident).then(make)?).as_ref()
     }
 
     fn kernel_map(&self, file: &File, path: &Path) -> Option<&MmapRaw> {

@@ -6,8 +6,6 @@
 pub(super) const CACHE_LINE_BYTES: usize = 64;
 /// Lines that are transposed together, a cache line of each at a time: this number of 2-byte elements fills a cache line.
 pub(in crate::tensor) const BAND_LINES: usize = 32;
-/// Prefetch distance in each line.
-const LOOK_AHEAD_BYTES: usize = 2 * CACHE_LINE_BYTES;
 
 /// Lines of a source that are transposed together.
 #[derive(Clone, Copy, Debug)]
@@ -64,19 +62,6 @@ impl Lines<'_> {
     /// Bytes of one source element.
     pub(super) fn source_unit(&self) -> usize {
         self.fused.map_or(self.unit, |fused| fused.kind.source_unit())
-    }
-
-    /// Prefetches bytes soon after byte `at` of some lines, or the start of the lines that follow them.
-    #[inline(always)]
-    pub(super) fn look_ahead<const LINES: usize>(&self, first: usize, at: usize) {
-        let line = self.columns * self.source_unit();
-        let next = at + LOOK_AHEAD_BYTES.min(line);
-        let (lines, skip) = if next < line { (self.offsets, next) } else { (self.ahead, next - line) };
-        if let Some(starts) = lines.get(first..).and_then(|lines| lines.first_chunk::<LINES>()) {
-            for start in starts {
-                prefetch_line(self.source, start + skip);
-            }
-        }
     }
 
     /// Asserts that all lines lie in the source, and their target lines in `length` bytes.

@@ -3,6 +3,7 @@
 //! Each function processes all whole blocks of lines that fill its registers, and returns the numbers of lines and of their
 //! elements. Its caller guarantees that [`Lines::check`] has passed, and that the processor has its instructions.
 #![allow(unsafe_code)]
+#![allow(clippy::inline_always, reason = "registers must stay registers")]
 #![allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows their instructions to be enabled")]
 
 use std::arch::x86_64::{
@@ -18,6 +19,24 @@ use std::arch::x86_64::{
 use std::array::from_fn;
 
 use super::lines::{BAND_LINES, CACHE_LINE_BYTES, Lines, prefetch_line};
+
+/// Prefetch distance in each line.
+const LOOK_AHEAD_BYTES: usize = 2 * CACHE_LINE_BYTES;
+
+impl Lines<'_> {
+    /// Prefetches bytes soon after byte `at` of some lines, or the start of the lines that follow them.
+    #[inline(always)]
+    fn look_ahead<const LINES: usize>(&self, first: usize, at: usize) {
+        let line = self.columns * self.source_unit();
+        let next = at + LOOK_AHEAD_BYTES.min(line);
+        let (lines, skip) = if next < line { (self.offsets, next) } else { (self.ahead, next - line) };
+        if let Some(starts) = lines.get(first..).and_then(|lines| lines.first_chunk::<LINES>()) {
+            for start in starts {
+                prefetch_line(self.source, start + skip);
+            }
+        }
+    }
+}
 
 /// Loads 16 bytes of each line.
 macro_rules! load_16 {

@@ -6,8 +6,11 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use super::memory_files::{HUGE_PAGE_BYTES, MemoryFiles};
-use crate::read::{Engine, Reservation};
+use super::memory_files::MemoryFiles;
+use crate::{
+    read::{Engine, Reservation},
+    source::page_size::allocation_page_bytes,
+};
 
 /// Memory for files, as far as an engine's cache allows.
 #[derive(Debug)]
@@ -39,8 +42,8 @@ impl Memory {
         drop_oldest: &mut dyn FnMut() -> bool,
     ) -> io::Result<(File, Reservation)> {
         let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
-        let room_bytes =
-            usize::try_from(len_bytes.next_multiple_of(HUGE_PAGE_BYTES)).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let room_bytes = usize::try_from(len_bytes.next_multiple_of(allocation_page_bytes()))
+            .map_err(|_| io::ErrorKind::OutOfMemory)?;
         let room = loop {
             self.note_dropped(engine);
             if let Some(room) = engine.reserve(room_bytes) {

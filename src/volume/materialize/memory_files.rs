@@ -9,8 +9,7 @@ use rustix::{
     mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen},
 };
 
-/// Memory is allocated in pages of this many bytes.
-pub(super) const HUGE_PAGE_BYTES: u64 = 2 << 20;
+use crate::source::page_size::{allocation_page_bytes, uses_huge_pages};
 
 /// A file system in memory.
 #[derive(Debug)]
@@ -28,9 +27,9 @@ impl MemoryFiles {
         let set = |key: &str, value: &str| fsconfig_set_string(&context, key, value);
         set("source", "ckfs")?;
         set("mode", "0700")?;
-        set("size", &bytes_max.max(HUGE_PAGE_BYTES).to_string())?;
+        set("size", &bytes_max.max(allocation_page_bytes()).to_string())?;
         // Not required: a kernel may be built without huge pages.
-        let _ = set("huge", "always");
+        let _ = set("huge", if uses_huge_pages() { "always" } else { "never" });
         fsconfig_create(&context)?;
         let attributes =
             MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;

@@ -4,8 +4,7 @@ use std::{fmt::Write, path::PathBuf};
 
 use serde_json::{Value, json};
 
-use super::memory_files::HUGE_PAGE_BYTES;
-use crate::{config::Materialize, plan::report::human_bytes};
+use crate::{config::Materialize, plan::report::human_bytes, source::page_size::allocation_page_bytes};
 
 /// Smaller files are not materialized: the kernel reads them with one or two requests.
 pub(in crate::volume) const BYTES_MIN: u64 = 1 << 20;
@@ -43,7 +42,7 @@ impl BundleSizes {
     /// Adds a bundle of tensors of this many bytes.
     pub fn add(&mut self, bytes: u64) {
         self.files += 1;
-        self.bytes = self.bytes.saturating_add(bytes.saturating_add(1).next_multiple_of(HUGE_PAGE_BYTES));
+        self.bytes = self.bytes.saturating_add(bytes.saturating_add(1).next_multiple_of(allocation_page_bytes()));
     }
 }
 

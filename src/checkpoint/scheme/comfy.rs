@@ -1,0 +1,201 @@
+//! Matrices of 8-bit floats with one scale, as `ComfyUI` saves them, for the most part without any configuration.
+//!
+//! | form | codes | scale | marks |
+//! |---|---|---|---|
+//! | scaled fp8 | `X.weight` | `X.scale_weight`, one number | a tensor `scaled_fp8` in the file |
+//! | mixed precision | `X.weight` | `X.weight_scale`, one number | `X.comfy_quant`, bytes of JSON, or `_quantization_metadata` in the header |
+//!
+//! `W = f32(q) * f32(s)`, in f32. `ComfyUI` casts both to the type it computes in before it multiplies, which gives other numbers
+//! where that is bf16. Other formats of the second form (rotated int8, 4 bits with scales that are tiled for an accelerator) stay
+//! raw by their names, and so do members of the JSON that are not known here.
+
+use std::collections::{HashMap, HashSet};
+
+use rayon::prelude::*;
+use serde_json::{Value as Json, json};
+
+use super::{
+    Scheme,
+    finds::{Finds, Summary},
+    listed::text,
+    parts::{Kinds, companion, is_fp8, is_wide_float, module_of, scalar, slot},
+    quantized::{Template, TemplateError},
+    stored::Stored,
+};
+use crate::{
+    checkpoint::table::TensorInfo,
+    tensor::{DType, Operand, Operation, TensorId, Value},
+};
+
+/// The scheme.
+#[derive(Debug)]
+pub(super) struct Comfy;
+
+/// The last word of the name of the tensor that marks a file of the first form.
+pub(in crate::checkpoint) const MARK: &str = "scaled_fp8";
+/// That of the tensor which says how a module is quantized.
+const FORMAT: &str = "comfy_quant";
+/// The member of a header that says it of all modules.
+const METADATA: &str = "_quantization_metadata";
+
+/// All that distinguishes kinds of matrices.
+#[derive(PartialEq, Eq, Hash)]
+struct Kind {
+    extents: Vec<u64>,
+    codes: DType,
+    scale: DType,
+    scale_extents: Vec<u64>,
+}
+
+impl Scheme for Comfy {
+    fn name(&self) -> &'static str {
+        "comfy_fp8"
+    }
+
+    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
+        let told = told(stored, found);
+        let is_marked = is_marked(stored);
+        if told.is_empty() && !stored.has_word("scale_weight") {
+            return None;
+        }
+        let (mut kinds, mut count) = (Kinds::new(), 0u64);
+        for (id, codes) in stored.iter() {
+            let Some(module) = module_of(codes.name, "weight").filter(|_| !found.is_taken(id)) else { continue };
+            let scale = match told.get(module) {
+                Some(told) => of_format(stored, module, &codes, told),
+                None => of_scaled(stored, module, &codes, is_marked),
+            };
+            let scale = match scale {
+                Ok(Some(scale)) => scale,
+                Ok(None) => continue,
+                Err(method) => {
+                    found.unsupported(&method, Some(id));
+                    continue;
+                }
+            };
+            let of_scale = stored.tensor(scale);
+            let (extents, scale_extents) = (codes.shape.to_vec(), of_scale.shape.to_vec());
+            let kind = Kind { extents, codes: codes.dtype, scale: of_scale.dtype, scale_extents };
+            if let Some(template) = kinds.template(found, codes.name, kind, template) {
+                found.tensor(codes.name, template, &[id, scale], None);
+                count += 1;
+            }
+            // What no decoder reads.
+            for word in ["scale_input", "input_scale", FORMAT] {
+                if let Some(id) = companion(stored, module, word) {
+                    found.leave_out(id);
+                }
+            }
+        }
+        if count > 0 {
+            let marks = stored.iter().filter(|(_, tensor)| last_word(tensor.name) == MARK);
+            marks.for_each(|(id, _)| found.leave_out(id));
+        }
+        (count > 0).then(|| Summary {
+            scheme: self.name(),
+            text: format!("ComfyUI fp8, {count} weights with a scale per tensor"),
+            details: vec![("weights", json!(count))],
+        })
+    }
+}
+
+/// Whether a file of the repository says that it has codes of `ComfyUI`.
+pub(super) fn is_marked(stored: &Stored<'_>) -> bool {
+    stored.has_word(MARK) || stored.has_word(FORMAT) || !headers(stored).is_empty()
+}
+
+/// What the headers say, one text for each file that says something.
+fn headers<'a>(stored: &Stored<'a>) -> Vec<&'a str> {
+    let mut files = HashSet::new();
+    let first = stored.iter().filter(|(_, tensor)| files.insert(tensor.file()));
+    let members: Vec<_> = first.flat_map(|(id, _)| stored.metadata(id)).collect();
+    members.into_iter().filter(|(key, _)| key == METADATA).map(|(_, text)| text.as_str()).collect()
+}
+
+/// How modules are quantized, by their names, as headers and tensors say it.
+fn told(stored: &Stored<'_>, found: &mut Finds<'_>) -> HashMap<String, Json> {
+    let mut told = HashMap::new();
+    for header in headers(stored) {
+        let layers = serde_json::from_str::<Json>(header).ok();
+        match layers.and_then(|mut header| header.get_mut("layers").map(Json::take)) {
+            Some(Json::Object(layers)) => told.extend(layers),
+            Some(_) | None => found.refuse(METADATA, "a JSON object with layers in the header's __metadata__", header),
+        }
+    }
+    let of_modules: Vec<(TensorId, &str)> =
+        stored.iter().filter_map(|(id, tensor)| Some((id, module_of(tensor.name, FORMAT)?))).collect();
+    // Small reads from wherever the repository is: many at a time.
+    let texts: Vec<_> = of_modules.par_iter().map(|(id, _)| stored.read(*id)).collect();
+    for ((_, module), text) in of_modules.into_iter().zip(texts) {
+        match text.map(|text| serde_json::from_slice::<Json>(&text)) {
+            Ok(Ok(format)) => {
+                told.insert(module.to_owned(), format);
+            }
+            Ok(Err(error)) => found.refuse(&format!("{module}.{FORMAT}"), "bytes of JSON", error.to_string()),
+            Err(problem) => found.problem(problem),
+        }
+    }
+    told
+}
+
+/// The scale of a module whose format is told, or the name of the format that is not decoded. `None` if the module is plain.
+fn of_format(
+    stored: &Stored<'_>,
+    module: &str,
+    codes: &TensorInfo<'_>,
+    told: &Json,
+) -> Result<Option<TensorId>, String> {
+    let format = text(told, "format").unwrap_or("without a format");
+    let expected = match format {
+        "float8_e4m3fn" => DType::F8E4M3,
+        "float8_e5m2" => DType::F8E5M2,
+        other => return Err(format!("ComfyUI {other}")),
+    };
+    // The second says how activations are multiplied with the weight.
+    let known = ["format", "full_precision_matrix_mult"];
+    let other = told.as_object().and_then(|members| members.keys().find(|key| !known.contains(&key.as_str())));
+    if let Some(other) = other {
+        return Err(format!("ComfyUI {format} with {other}"));
+    }
+    if codes.dtype != expected {
+        return Err(format!("ComfyUI {format}, but stored as {}", codes.dtype));
+    }
+    let scale = companion(stored, module, "weight_scale").or_else(|| companion(stored, module, "scale_weight"));
+    scale
+        .map_or_else(|| Err(format!("ComfyUI {format} without weight_scale")), |scale| checked(stored, scale))
+        .map(Some)
+}
+
+/// The scale of a module by its name alone, likewise.
+fn of_scaled(
+    stored: &Stored<'_>,
+    module: &str,
+    codes: &TensorInfo<'_>,
+    is_marked: bool,
+) -> Result<Option<TensorId>, String> {
+    let Some(scale) = companion(stored, module, "scale_weight") else { return Ok(None) };
+    if is_fp8(codes.dtype) {
+        return checked(stored, scale).map(Some);
+    }
+    // Its loader multiplies whatever it finds. Without the mark it may be a parameter of some model.
+    if is_marked { Err(format!("ComfyUI scale_weight beside {}", codes.dtype)) } else { Ok(None) }
+}
+
+/// The scale, if it is one number.
+fn checked(stored: &Stored<'_>, scale: TensorId) -> Result<TensorId, String> {
+    let info = stored.tensor(scale);
+    if info.shape.iter().product::<u64>() != 1 {
+        return Err("ComfyUI fp8 with several scales a matrix".to_owned());
+    }
+    if is_wide_float(info.dtype) { Ok(scale) } else { Err(format!("ComfyUI fp8 with a scale of {}", info.dtype)) }
+}
+
+fn template(kind: &Kind) -> Result<Template, TemplateError> {
+    let codes = slot(0, kind.codes, &kind.extents)?;
+    let scale = slot(1, kind.scale, &kind.scale_extents)?;
+    Template::try_new(codes.shape.clone(), Value::of(Operand::elements(codes)).then(Operation::Multiply, scalar(scale)))
+}
+
+fn last_word(name: &str) -> &str {
+    name.rsplit_once('.').map_or(name, |(_, word)| word)
+}

@@ -1,0 +1,183 @@
+"""All model classes of the pinned transformers, each built on the meta device: names, shapes and attributes, no weights.
+
+`walk()` yields one `Built` for each class that has a configuration of its own and can be built. The scripts beside this one
+derive data about families from it. A default configuration has up to a hundred layers, and the names of the first and last
+few say all: `tiny` cuts the counts of layers, with the lists that have one entry for each layer, where the class accepts that.
+
+    python tests/families/classes.py            what is built, and why the rest is not
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+warnings.filterwarnings("ignore")
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+transformers.logging.set_verbosity_error()
+
+# Members that a class needs and that its configuration leaves empty.
+NEEDED = {
+    "autoformer": {"prediction_length": 8},
+    "informer": {"prediction_length": 8},
+    "time_series_transformer": {"prediction_length": 8},
+}
+# Layers that a tiny configuration keeps: a first dense one, and each kind of a usual cycle of kinds.
+LAYERS = 6
+# Members of configurations that count layers, blocks or experts' layers of a tower.
+COUNTS = (
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers",
+    "num_encoder_layers", "num_decoder_layers", "num_blocks", "encoder_num_hidden_layers", "decoder_num_hidden_layers",
+)  # fmt: skip
+
+
+@dataclass
+class Built:
+    """One class, and the model that it builds from its default configuration."""
+
+    model_type: str
+    cls: type[PreTrainedModel]
+    config: PreTrainedConfig
+    model: PreTrainedModel
+    # Why the configuration is not cut, if it is not.
+    uncut: str = ""
+
+
+@dataclass
+class Failed:
+    """A class that was not built."""
+
+    model_type: str
+    cls: type[PreTrainedModel]
+    reason: str
+    trace: str = field(default="", repr=False)
+
+
+def configurations() -> dict[str, type[PreTrainedConfig]]:
+    """The configuration classes by model type: those that `config.json` may name, at its top or in a member."""
+    found = {}
+    for model_type in CONFIG_MAPPING.keys():
+        try:
+            found[model_type] = CONFIG_MAPPING[model_type]
+        except (ImportError, AttributeError, KeyError) as error:
+            print(f"{model_type}: no configuration class: {error}", file=sys.stderr)
+    return found
+
+
+def model_classes(model_type: str, config: type[PreTrainedConfig]) -> list[type[PreTrainedModel]]:
+    """The classes of the module of a model type whose configuration is `config`."""
+    package = config.__module__.rsplit(".", 1)[0]
+    name = package.rsplit(".", 1)[1]
+    module = model_type_to_module_name(model_type)
+    candidates = [config.__module__.replace(".configuration_", ".modeling_"), f"{package}.modeling_{name}"]
+    candidates.append(f"transformers.models.{module}.modeling_{module}")
+    classes = []
+    for module_name in dict.fromkeys(candidates):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and not error.name.startswith("transformers"):
+                print(f"{model_type}: {module_name} needs {error.name}", file=sys.stderr)
+            continue
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            is_here = cls.__module__ == module_name and issubclass(cls, PreTrainedModel)
+            if is_here and getattr(cls, "config_class", None) is config and cls not in classes:
+                classes.append(cls)
+    return classes
+
+
+def members(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A configuration and those nested in it."""
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield from members(value)
+
+
+def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy with at most `LAYERS` layers in each tower."""
+    config = copy.deepcopy(config)
+    for part in members(config):
+        for name in COUNTS:
+            count = vars(part).get(name)
+            if not isinstance(count, int) or isinstance(count, bool) or count <= LAYERS:
+                continue
+            for key, value in list(vars(part).items()):
+                if isinstance(value, (list, tuple)) and len(value) == count:
+                    # Both kinds of layers, if the first few are all of one kind.
+                    kept = value[:LAYERS]
+                    if all(isinstance(kind, str) for kind in value) and set(kept) != set(value):
+                        others = [kind for kind in dict.fromkeys(value) if kind not in kept][: LAYERS - 1]
+                        kept = [*kept[: LAYERS - len(others)], *others]
+                    setattr(part, key, type(value)(kept))
+            setattr(part, name, LAYERS)
+    return config
+
+
+def build(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """The model on the meta device."""
+    with torch.device("meta"), init.meta_device_safe_creation_ops(), init.no_init_weights():
+        return cls(config)
+
+
+def is_abstract(cls: type[PreTrainedModel]) -> bool:
+    """Whether a class is only a base of others."""
+    own = [base for base in cls.__mro__ if base not in (torch.nn.Module, PreTrainedModel)]
+    return cls.__name__.endswith("PreTrainedModel") or not any("forward" in vars(base) for base in own)
+
+
+def build_class(model_type: str, cls: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Built | Failed:
+    """One class from its default configuration, cut where the class accepts that."""
+    reasons = []
+    for cut in (True, False):
+        try:
+            default = config(**copy.deepcopy(NEEDED.get(model_type, {})))
+            used = tiny(default) if cut else default
+            return Built(model_type, cls, used, build(cls, used), reasons[0] if reasons else "")
+        except Exception as error:  # noqa: BLE001  any class may refuse in its own way
+            reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            trace = traceback.format_exc()
+    return Failed(model_type, cls, reasons[-1], trace)
+
+
+def walk(only: list[str] | None = None) -> Iterator[Built | Failed]:
+    """Every class that is no mere base, by model type."""
+    for model_type, config in sorted(configurations().items()):
+        if only and model_type not in only:
+            continue
+        for cls in model_classes(model_type, config):
+            if not is_abstract(cls):
+                yield build_class(model_type, cls, config)
+
+
+def main() -> None:
+    """Prints what is built."""
+    built, failed = 0, []
+    for found in walk(sys.argv[1:]):
+        if isinstance(found, Failed):
+            failed.append(found)
+            print(f"{found.model_type} {found.cls.__name__}: {found.reason}")
+        else:
+            built += 1
+            if found.uncut:
+                print(f"{found.model_type} {found.cls.__name__}: built uncut, as: {found.uncut}")
+    print(f"{built} classes built, {len(failed)} not, {time.process_time():.0f} s of processor time")
+
+
+if __name__ == "__main__":
+    main()
