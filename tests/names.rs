@@ -198,7 +198,7 @@ fn fused_experts_are_split_along_their_outputs() {
 #[test]
 fn fused_experts_are_shown_as_single_ones() {
     let (experts, inner, hidden) = (3, 6, 4);
-    let config = |model_type: &str| json!({"model_type": model_type, "hidden_size": hidden, "num_hidden_layers": 1});
+    let config = |model_type: &str| json!({"model_type": model_type, "hidden_size": hidden});
     let of = |names: &[(&str, &[u64])]| -> Vec<Row> {
         names.iter().map(|(name, shape)| row(&format!("model.layers.0.{name}"), DType::BF16, shape)).collect()
     };

@@ -43,7 +43,8 @@ def class_of(model_type):
 
 def strict_of(kind):
     """What the classes beside a class keep in float32, where no model can be asked."""
-    beside = vars(inspect.getmodule(kind)).values()
+    module = inspect.getmodule(kind)
+    beside = vars(module).values() if module else ()
     classes = [other for other in beside if inspect.isclass(other) and other.__module__ == kind.__module__]
     return {word for other in classes for word in getattr(other, "_keep_in_fp32_modules_strict", None) or ()}
 
