@@ -3,7 +3,6 @@
 //! Programs store the experts of a layer in several ways. The plan decides which way its layouts see, and asks the
 //! checkpoint for tensors under those names. The bytes stay where they are: a composed tensor is a view of its parts.
 
-use super::table::TensorInfo;
 use crate::tensor::{DType, Shape, TensorId, View, ViewError};
 
 /// A tensor that is made of others.
@@ -78,8 +77,8 @@ impl ExpertPart {
 
 impl Composed {
     /// A part of a tensor, under a name of its own. `None` if the tensor has no such part.
-    pub fn part(name: String, (of, info): (TensorId, &TensorInfo<'_>), part: ExpertPart) -> Option<Self> {
-        Some(Self { name, dtype: info.dtype, shape: part.shape(info.shape)?, of, part })
+    pub fn part(name: String, (of, dtype, shape): (TensorId, DType, &[u64]), part: ExpertPart) -> Option<Self> {
+        Some(Self { name, dtype, shape: part.shape(shape)?, of, part })
     }
 }
 

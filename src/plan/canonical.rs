@@ -16,7 +16,7 @@ use super::{
     draft::{Bundled, Draft, Roles},
     experts::{
         self,
-        orientation::{Order, Orientation, Shown},
+        orientation::{Order, Orientation, ShapeHint},
     },
     family::{Family, Generic, Role},
     member, names,
@@ -237,7 +237,7 @@ impl Namer<'_> {
         if member::config_number(self.checkpoint, "hidden_size").is_none() {
             return Some(role);
         }
-        let shown = experts::shown(self.checkpoint, name, shape).unwrap_or(Shown::Neither);
+        let shown = experts::shown(self.checkpoint, name, shape).unwrap_or(ShapeHint::Neither);
         let order = self.orientation.as_loaded(shown)?;
         Some(if order == own { role } else { role.turned() })
     }

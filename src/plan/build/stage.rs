@@ -62,7 +62,8 @@ impl Selection<'_> {
 
     /// All tensors, under the names that a family's tables have.
     pub(super) fn compared(&self) -> &Checkpoint {
-        self.compared.as_ref().unwrap_or_else(|| self.whole())
+        let seen = || self.normal.as_ref().filter(|_| self.selected.part.is_none());
+        self.compared.as_ref().or_else(seen).unwrap_or_else(|| self.whole())
     }
 }
 
@@ -147,7 +148,10 @@ impl<'a> Builder<'a> {
                 let dialect = original.dialect();
                 let mut types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
                 let keeps = types.any(|of| family.as_ref().is_some_and(|family| family.has_fused_experts(of)));
-                (wanted.compared, wanted.normal) = (normal(wanted.whole(), keeps)?, normal(wanted.part(), keeps)?);
+                wanted.normal = normal(wanted.part(), keeps)?;
+                if wanted.selected.part.is_some() {
+                    wanted.compared = normal(wanted.whole(), keeps)?;
+                }
             }
             Layout::Embedded(_) | Layout::File(_) => wanted.normal = normal(wanted.part(), false)?,
         }

@@ -18,7 +18,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use self::{
     models::ModelNames,
-    orientation::{Order, Orientation, Shown},
+    orientation::{Order, Orientation, ShapeHint},
     spelling::{ExpertName, Projection},
 };
 use super::{member, problem::Problem};
@@ -81,7 +81,7 @@ pub(super) fn doubts(checkpoint: &Checkpoint, told: Option<Order>) -> Vec<String
 }
 
 /// What a tensor of fused experts shows. None for another tensor.
-pub(super) fn shown(checkpoint: &Checkpoint, name: &str, shape: &[u64]) -> Option<Shown> {
+pub(super) fn shown(checkpoint: &Checkpoint, name: &str, shape: &[u64]) -> Option<ShapeHint> {
     let parsed = ExpertName::parse(name).filter(|name| name.expert.is_none())?;
     Some(orientation::shown(parsed.projection, shape, hidden(checkpoint)))
 }
@@ -207,7 +207,7 @@ impl Form<'_> {
     ) -> Vec<Composed> {
         let made = |(projection, range): &Half| {
             let new = self.single(name, expert, *projection);
-            Composed::part(new, (id, info), ExpertPart { range: *range, ..part })
+            Composed::part(new, (id, info.dtype, info.shape), ExpertPart { range: *range, ..part })
         };
         ranges.iter().filter_map(made).collect()
     }

@@ -138,6 +138,9 @@ impl ModelNames {
 
     /// The name in the repository of a module's tensor. It stays as it is if transformers would not read it back.
     pub(super) fn stored(&self, name: &str) -> String {
+        if self.back.is_empty() {
+            return name.to_owned();
+        }
         let back = self.back.iter().fold(name.to_owned(), |name, rule| rule.apply(name));
         if self.loaded(&back) == name { back } else { name.to_owned() }
     }

@@ -35,7 +35,7 @@ impl Order {
 
 /// What a shape shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::plan) enum Shown {
+pub(in crate::plan) enum ShapeHint {
     Order(Order),
     /// It is square.
     Either,
@@ -44,19 +44,19 @@ pub(in crate::plan) enum Shown {
 }
 
 /// What the last two extents of fused experts show, where the model has `hidden` elements on its hidden axis.
-pub(super) fn shown(projection: Projection, shape: &[u64], hidden: Option<u64>) -> Shown {
-    let &[_, before_last, last] = shape else { return Shown::Neither };
+pub(super) fn shown(projection: Projection, shape: &[u64], hidden: Option<u64>) -> ShapeHint {
+    let &[_, before_last, last] = shape else { return ShapeHint::Neither };
     // Without a configuration, the order is that of all other matrices.
-    let Some(hidden) = hidden else { return Shown::Order(Order::OutIn) };
+    let Some(hidden) = hidden else { return ShapeHint::Order(Order::OutIn) };
     let (inputs_last, inputs_first) = match projection {
         Projection::Gate | Projection::Up | Projection::GateUp => (last == hidden, before_last == hidden),
         Projection::Down => (before_last == hidden, last == hidden),
     };
     match (inputs_last, inputs_first) {
-        (true, true) => Shown::Either,
-        (true, false) => Shown::Order(Order::OutIn),
-        (false, true) => Shown::Order(Order::InOut),
-        (false, false) => Shown::Neither,
+        (true, true) => ShapeHint::Either,
+        (true, false) => ShapeHint::Order(Order::OutIn),
+        (false, true) => ShapeHint::Order(Order::InOut),
+        (false, false) => ShapeHint::Neither,
     }
 }
 
@@ -83,11 +83,11 @@ impl Orientation {
     }
 
     /// Notes what a tensor shows.
-    pub(super) fn see(&mut self, name: &str, shown: Shown) {
+    pub(super) fn see(&mut self, name: &str, shown: ShapeHint) {
         let place = match shown {
-            Shown::Order(Order::OutIn) => &mut self.out_in,
-            Shown::Order(Order::InOut) => &mut self.in_out,
-            Shown::Either | Shown::Neither => return,
+            ShapeHint::Order(Order::OutIn) => &mut self.out_in,
+            ShapeHint::Order(Order::InOut) => &mut self.in_out,
+            ShapeHint::Either | ShapeHint::Neither => return,
         };
         place.get_or_insert_with(|| name.to_owned());
     }
@@ -100,14 +100,14 @@ impl Orientation {
     pub(super) fn order(
         &self,
         (name, shape): (&str, &[u64]),
-        shown: Shown,
+        shown: ShapeHint,
         is_fixed: bool,
     ) -> Result<Option<Order>, Ambiguous> {
         match (shown, self.told) {
-            (Shown::Neither, _) => Ok(None),
-            (Shown::Order(order), _) => Ok(Some(order)),
-            (Shown::Either, Some(told)) => Ok(Some(told)),
-            (Shown::Either, None) => match (&self.out_in, &self.in_out) {
+            (ShapeHint::Neither, _) => Ok(None),
+            (ShapeHint::Order(order), _) => Ok(Some(order)),
+            (ShapeHint::Either, Some(told)) => Ok(Some(told)),
+            (ShapeHint::Either, None) => match (&self.out_in, &self.in_out) {
                 (Some(_), None) => Ok(Some(Order::OutIn)),
                 (None, None) if is_fixed => Ok(Some(Order::OutIn)),
                 (_, Some(other)) => Err(ambiguous(
@@ -123,11 +123,11 @@ impl Orientation {
     }
 
     /// The order in which transformers reads a tensor that shows this: a square one as it is.
-    pub(in crate::plan) fn as_loaded(&self, shown: Shown) -> Option<Order> {
+    pub(in crate::plan) fn as_loaded(&self, shown: ShapeHint) -> Option<Order> {
         match shown {
-            Shown::Neither => None,
-            Shown::Order(order) => Some(order),
-            Shown::Either => Some(self.told.unwrap_or(Order::OutIn)),
+            ShapeHint::Neither => None,
+            ShapeHint::Order(order) => Some(order),
+            ShapeHint::Either => Some(self.told.unwrap_or(Order::OutIn)),
         }
     }
 }
@@ -149,22 +149,22 @@ mod tests {
     #[test]
     fn a_square_tensor_has_the_order_of_the_others_or_is_ambiguous() {
         let (gate_up, down) = (Projection::GateUp, Projection::Down);
-        assert_eq!(shown(gate_up, &[4, 48, 32], Some(32)), Shown::Order(Order::OutIn));
-        assert_eq!(shown(gate_up, &[4, 32, 48], Some(32)), Shown::Order(Order::InOut));
-        assert_eq!(shown(down, &[4, 32, 24], Some(32)), Shown::Order(Order::OutIn));
-        assert_eq!(shown(down, &[4, 24, 32], Some(32)), Shown::Order(Order::InOut));
-        assert_eq!(shown(down, &[4, 32, 32], Some(32)), Shown::Either);
-        assert_eq!(shown(down, &[4, 24, 48], Some(32)), Shown::Neither);
-        assert_eq!(shown(down, &[24, 48], Some(32)), Shown::Neither);
+        assert_eq!(shown(gate_up, &[4, 48, 32], Some(32)), ShapeHint::Order(Order::OutIn));
+        assert_eq!(shown(gate_up, &[4, 32, 48], Some(32)), ShapeHint::Order(Order::InOut));
+        assert_eq!(shown(down, &[4, 32, 24], Some(32)), ShapeHint::Order(Order::OutIn));
+        assert_eq!(shown(down, &[4, 24, 32], Some(32)), ShapeHint::Order(Order::InOut));
+        assert_eq!(shown(down, &[4, 32, 32], Some(32)), ShapeHint::Either);
+        assert_eq!(shown(down, &[4, 24, 48], Some(32)), ShapeHint::Neither);
+        assert_eq!(shown(down, &[24, 48], Some(32)), ShapeHint::Neither);
 
         let order =
-            |orientation: &Orientation, is_fixed| orientation.order(("x", &[4, 32, 32]), Shown::Either, is_fixed);
+            |orientation: &Orientation, is_fixed| orientation.order(("x", &[4, 32, 32]), ShapeHint::Either, is_fixed);
         let mut seen = Orientation::new(None);
         assert_eq!(order(&seen, true), Ok(Some(Order::OutIn)));
         assert!(order(&seen, false).unwrap_err().reason.contains("--set experts_order=in_out decides"));
-        seen.see("a", Shown::Order(Order::OutIn));
+        seen.see("a", ShapeHint::Order(Order::OutIn));
         assert_eq!(order(&seen, false), Ok(Some(Order::OutIn)));
-        seen.see("b", Shown::Order(Order::InOut));
+        seen.see("b", ShapeHint::Order(Order::InOut));
         assert!(order(&seen, true).unwrap_err().reason.contains("b is stored"));
         assert_eq!(order(&Orientation { told: Some(Order::InOut), ..seen }, true), Ok(Some(Order::InOut)));
     }
