@@ -238,6 +238,69 @@ fn a_single_file_and_a_link_to_one() {
 }
 
 #[test]
+fn a_whole_set_beside_the_index_of_another_is_named() {
+    let set = |repo: Repo, total: usize| {
+        (1..=total).fold(repo, |repo, number| {
+            repo.weights(&format!("model-{number:05}-of-{total:05}.safetensors"), &[(&format!("t{number}"), W, &[1])])
+        })
+    };
+    let index =
+        r#"{"weight_map": {"t1": "model-00001-of-00004.safetensors", "t2": "model-00002-of-00004.safetensors"}}"#;
+    let problems = set(Repo::new(), 2).text("model.safetensors.index.json", index).problems();
+    let [only] = &problems[..] else { panic!("{problems:?}") };
+    assert!(only.contains("names 2 files") && only.contains("the whole set model-*-of-00002.safetensors is"), "{only}");
+}
+
+#[test]
+fn pointers_of_git_lfs_are_called_so() {
+    let pointer =
+        |host: &str| format!("version https://{host}.github.com/spec/v1\noid sha256:{}\nsize 9\n", "ab".repeat(32));
+    for host in ["git-lfs", "hawser"] {
+        for file in ["model.safetensors", "config.json"] {
+            let repo = Repo::new().weights("model.safetensors", &[("a", W, &[1])]).text(file, &pointer(host));
+            let problems = repo.problems().join("\n");
+            assert!(problems.contains("a pointer of git LFS") && problems.contains(file), "{problems}");
+        }
+        let repo = Repo::new().weights("model.safetensors", &[("a", W, &[1])]).text("tokenizer.json", &pointer(host));
+        let checkpoint = repo.open();
+        let [warning] = checkpoint.warnings() else { panic!("{:?}", checkpoint.warnings()) };
+        assert!(warning.contains("\"tokenizer.json\": left out: a pointer of git LFS"), "{warning}");
+        let file = checkpoint.files().iter().find(|file| file.path == "tokenizer.json").unwrap();
+        assert!(file.file.is_none(), "hf/ serves no pointer: {file:?}");
+    }
+}
+
+#[test]
+fn an_unfinished_download_names_the_files_and_what_brings_them() {
+    let cache = tempfile::tempdir().unwrap();
+    let commit = "aaaa1111bbbb2222cccc3333dddd4444eeee5555";
+    let snapshot = cache.path().join("models--org--name/snapshots").join(commit);
+    fs::create_dir_all(&snapshot).unwrap();
+    for number in [1, 3] {
+        write_weights(
+            &snapshot.join(format!("model-0000{number}-of-00004.safetensors")),
+            &[(&format!("t{number}"), W, &[1])],
+        );
+    }
+    let options = OpenOptions { hub_cache: Some(cache.path().to_path_buf()), ..OpenOptions::default() };
+    let expected = "the Hugging Face cache has 2 of the 4 weight files of org/name@aaaa1111bbbb (missing: \
+                    model-00002-of-00004.safetensors, model-00004-of-00004.safetensors): the download is not finished; run `hf \
+                    download org/name`";
+    for index in [false, true] {
+        if index {
+            let map: Vec<String> =
+                (1..=4).map(|n| format!(r#""t{n}": "model-0000{n}-of-00004.safetensors""#)).collect();
+            let text = format!(r#"{{"weight_map": {{{}}}}}"#, map.join(", "));
+            fs::write(snapshot.join("model.safetensors.index.json"), text).unwrap();
+        }
+        let error = Checkpoint::open(&format!("org/name@{commit}"), &options).unwrap_err();
+        let CheckpointError::Problems { problems, .. } = &error else { panic!("{error}") };
+        assert!(error.to_string().contains(expected), "{error}");
+        assert!(problems.iter().all(|problem| !problem.is_of_index()), "no --allow-missing is proposed: {error}");
+    }
+}
+
+#[test]
 fn all_disagreements_between_index_and_headers_are_reported_at_once() {
     let repo = Repo::new()
         .weights("1.safetensors", &[("a", W, &[1]), ("moved", W, &[1]), ("unnamed", W, &[1]), ("twice", W, &[1])])
@@ -479,10 +542,10 @@ fn missing_sources() {
     let options = OpenOptions { hub_cache: Some(dir.path().to_path_buf()), ..OpenOptions::default() };
     let refused = |source: &str| Checkpoint::open(source, &options).unwrap_err().to_string();
     assert!(refused("ftp://bucket/key").contains("ftp:// is not known"));
-    assert!(refused("hf://org/name").contains("not in the hub cache: looked for"));
+    assert!(refused("hf://org/name").contains("not found\n  directory "));
     assert!(refused("./nothing/here").contains("no such file or directory, and not an org/name"));
     let error = refused("org/name");
-    assert!(error.contains("not in the hub cache: looked for") && error.contains("models--org--name"), "{error}");
+    assert!(error.contains("not found\n  directory ") && error.contains("models--org--name"), "{error}");
 }
 
 #[test]

@@ -276,3 +276,63 @@ fn a_cache_beyond_the_limit_causes_a_warning() {
     assert_eq!(stats(at.path())["memory"]["budget"]["cache_bytes"], 1024 * MIB, "obeyed");
     drop(mounted);
 }
+
+/// Writes an Orbax checkpoint with a small tensor and one of zeros that is a single chunk of `rows` MiB.
+fn write_orbax(directory: &Path, rows: u64) {
+    let leaf = json!({
+        "key_metadata": [{"key": "n", "key_type": 2}],
+        "value_metadata": {"value_type": "jax.Array", "skip_deserialize": false},
+    });
+    let mut zeros = leaf.clone();
+    zeros["key_metadata"][0]["key"] = json!("zeros");
+    let metadata =
+        json!({"tree_metadata": {"('n',)": leaf, "('zeros',)": zeros}, "use_ocdbt": false, "use_zarr3": false});
+    fs::write(directory.join("_METADATA"), metadata.to_string()).unwrap();
+    for (name, shape, chunk) in [("n", vec![8], "0"), ("zeros", vec![rows, MIB / 4], "0.0")] {
+        fs::create_dir(directory.join(name)).unwrap();
+        let array = json!({
+            "zarr_format": 2, "shape": shape, "chunks": shape, "dtype": "<f4", "order": "C", "fill_value": null, "filters": null,
+            "compressor": {"id": "zstd", "level": 1}, "dimension_separator": ".",
+        });
+        fs::write(directory.join(name).join(".zarray"), array.to_string()).unwrap();
+        let file = File::create(directory.join(name).join(chunk)).unwrap();
+        let mut encoder = zstd::stream::Encoder::new(file, 1).unwrap();
+        if name == "n" {
+            (0..8).for_each(|n| encoder.write_all(&(n as f32).to_le_bytes()).unwrap());
+        } else {
+            let row = vec![0; usize::try_from(MIB).unwrap()];
+            (0..rows).for_each(|_| encoder.write_all(&row).unwrap());
+        }
+        encoder.finish().unwrap();
+    }
+}
+
+#[test]
+fn a_chunk_that_does_not_fit_the_limit_is_refused_before_it_is_decoded() {
+    let group = match Group::new("chunk", 512 * MIB) {
+        Ok(group) => group,
+        Err(why) => return eprintln!("skipped: no control group can be made: {why}"),
+    };
+    let source = tempfile::tempdir().unwrap();
+    write_orbax(source.path(), 700);
+    let run = |command: &[&str]| {
+        let output = Command::new("sh")
+            .args(["-c", "echo $$ > \"$0\"/cgroup.procs && exec \"$@\""])
+            .arg(&group.directory)
+            .args([env!("CARGO_BIN_EXE_ckfs"), command[0]])
+            .arg(source.path())
+            .args(&command[1..])
+            .output()
+            .unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned(), output.stdout)
+    };
+    for command in [&["plan"][..], &["cat", "full/zeros"], &["verify"]] {
+        let (code, error, _) = run(command);
+        let is_told = ["zeros", "700 MiB", "stored in", "512 MiB", "--cache-bytes", "--exclude"];
+        assert_eq!(code, Some(1), "{command:?}: {error}");
+        assert!(is_told.iter().all(|told| error.contains(told)), "{command:?}: {error}");
+    }
+    let (code, error, bytes) = run(&["cat", "full/n", "--exclude", "zeros"]);
+    assert_eq!((code, bytes.len()), (Some(0), 32), "{error}");
+    assert_eq!(group.kills(), 0);
+}

@@ -7,6 +7,7 @@ use std::{
 
 use super::{
     choose::{quoted, warn_of_weights},
+    foreign::lfs_pointer,
     json,
     locate::locate,
     options::OpenOptions,
@@ -65,6 +66,9 @@ fn read_remote(dir: &Path, source: &str, options: &OpenOptions) -> Result<Adapte
         more: 0,
     };
     let text = read_json(&find(ADAPTER_CONFIG)?, &options.fetches).map_err(problem)?;
+    if let Some(found) = lfs_pointer(&text, false) {
+        return Err(problem(found.to_owned()));
+    }
     let config = json::parse(&text).map_err(|error| problem(error.to_string()))?;
     let weights = find(ADAPTER_WEIGHTS)?;
     Ok(AdapterFiles { dir: dir.to_owned(), config, weights, warning: None, fills: false })
@@ -97,6 +101,9 @@ pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterF
     let opened = found.open(Some(&root)).map_err(|error| problem(error.to_string()))?;
     drop(opening);
     let text = read_json(&opened, &options.fetches).map_err(problem)?;
+    if let Some(found) = lfs_pointer(&text, false) {
+        return Err(problem(found.to_owned()));
+    }
     let config = json::parse(&text).map_err(|error| problem(error.to_string()))?;
     let weights = dir.join(ADAPTER_WEIGHTS);
     let opening = options.fetches.begin_path(&weights, "open");

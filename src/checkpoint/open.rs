@@ -17,7 +17,7 @@ use super::{
     index::Index,
     listing::{Listed, Opening},
     locate::{Located, locate},
-    options::OpenOptions,
+    options::{OpenOptions, Unfinished},
     orbax::{self, OrbaxContents, OrbaxProblem},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     quantization::Quantization,
@@ -242,11 +242,23 @@ fn open_folder(
             Chosen::Dcp
         }
     };
+    folder.leave_out_pointers()?;
+    name_unfinished_download(&mut folder);
     let (weights, opened) = folder.open_files(adapters.len())?;
     let Folder { located, files, directories, warnings, problems, .. } = folder;
     let chosen =
         ChosenFiles { located, files, weights, dialect, config_text, modelopt_text, adapters, directories, warnings };
     chosen.build(opened, options, problems)
+}
+
+/// Says of a snapshot in the Hub's cache that lacks weight files that its download is unfinished.
+fn name_unfinished_download(folder: &mut Folder) {
+    let Located { label, revision: Some(_), remote: None, .. } = &folder.located else { return };
+    let found = folder.files.iter().filter(|file| file.role == FileRole::Weights).count();
+    let repo = label.split('@').next().unwrap_or(label);
+    let problems = std::mem::take(&mut folder.problems);
+    folder.problems =
+        problems.of_download(label, repo, found, |path| folder.files.iter().any(|file| file.path == path));
 }
 
 /// The files below a directory, none of them listed or opened yet.
@@ -276,7 +288,8 @@ fn open_orbax(
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
-    let found = orbax::read(tree, options.training_state).map_err(|problems| refusal(&located.label, problems))?;
+    let found = orbax::read(tree, options.training_state, options.unfinished == Unfinished::Read);
+    let found = found.map_err(|problems| refusal(&located.label, problems))?;
     let opened = tree.open_files(&found.paths, adapters.len())?;
     let directories = tree.directories(&found.paths);
     let mut numbered: Vec<(usize, &String)> = found.paths.iter().enumerate().collect();

@@ -35,6 +35,16 @@ impl fmt::Debug for Accepted {
     }
 }
 
+/// What is done with a checkpoint that nothing marks as finished.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Unfinished {
+    /// It is refused.
+    #[default]
+    Refused,
+    /// It is read, if all of it is there.
+    Read,
+}
+
 /// How to open a repository.
 #[derive(Clone, Debug, Default)]
 pub struct OpenOptions {
@@ -52,6 +62,8 @@ pub struct OpenOptions {
     pub follow_symlinks: bool,
     /// Opens the whole training state of a checkpoint that has one, not the model alone.
     pub training_state: bool,
+    /// What is done with a checkpoint that its saver has not marked as finished.
+    pub unfinished: Unfinished,
     /// Tensors that the index may name although no file has them.
     pub allow_missing: Accepted,
     /// Tensors that a file may have although the index does not name them.

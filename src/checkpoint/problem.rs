@@ -77,13 +77,13 @@ pub enum CheckpointError {
         source_name: String,
     },
     /// A name that the cache does not have.
-    #[error("{source_name}: no such directory, and not in the hub cache: looked for {}{advice}", looked_in.display())]
+    #[error("{source_name}: not found\n  directory {source_name}: no\n  cache {}: no{advice}", looked_in.display())]
     NotInCache {
         /// The requested source.
         source_name: String,
         /// Where it would be.
         looked_in: PathBuf,
-        /// Why the Hub was not asked, and what brings it. Begins with `; `, or is empty.
+        /// What the Hub says or why it was not asked, and what brings it: lines that begin with two spaces, or nothing.
         advice: String,
     },
     /// The directory of the hub's cache is unknown.
@@ -187,7 +187,7 @@ impl CheckpointError {
         }
     }
 
-    /// The error with what brings a name that the hub's cache lacks. `more` begins with `; `.
+    /// The error with what brings a name that the hub's cache lacks. `more` has lines that begin with two spaces.
     #[must_use]
     pub(super) fn with_advice(mut self, more: &str) -> Self {
         if let Self::NotInCache { advice, .. } | Self::NoHome { advice, .. } | Self::NoRevision { advice, .. } =
@@ -321,6 +321,41 @@ pub enum Problem {
         /// Number of files found.
         found: u64,
     },
+    /// A snapshot in the cache of the Hub's client that lacks weight files.
+    #[error(
+        "the Hugging Face cache has {found} of the {} weight files of {label} (missing: {}): the download is not finished; run \
+         `hf download {repo}`, or `ckfs fetch {repo}`, or leave out --offline",
+        found + missing.len(),
+        shortened(missing)
+    )]
+    UnfinishedDownload {
+        /// The repository and its revision.
+        label: String,
+        /// The repository.
+        repo: String,
+        /// Number of weight files that are there.
+        found: usize,
+        /// The others.
+        missing: Vec<String>,
+    },
+    /// The index names files of another copy, and a whole set of others is there.
+    #[error(
+        "{index}: names {} files that are not there (the first is {first:?}), and the whole set {stem}-*-of-{total}.safetensors is: the \
+         index is that of another copy; remove it, or put its files in place of these",
+        missing
+    )]
+    IndexOfOtherSet {
+        /// The index.
+        index: String,
+        /// Number of files that it names and that are not there.
+        missing: usize,
+        /// The first of them.
+        first: String,
+        /// The part before the numbers of the files that are there.
+        stem: String,
+        /// Their total as written in their names.
+        total: String,
+    },
     /// A quantized weight and its scale do not fit.
     #[error(
         "tensor {weight:?} of shape {weight_shape:?}: expected its scale {scale:?} to have shape {expected:?} by blocks of \
@@ -392,6 +427,14 @@ pub enum Problem {
     /// More tensors or names than 32 bits can number.
     #[error("the names of all tensors together are longer than 4 GiB")]
     TooLarge,
+}
+
+/// Names, of which some are enough.
+fn shortened(names: &[String]) -> String {
+    const SHOWN: usize = 6;
+    let more = names.len().saturating_sub(SHOWN);
+    let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
+    if more > 0 { format!("{shown} and {more} more") } else { shown }
 }
 
 fn list_or_none(names: &[String]) -> String {
@@ -502,6 +545,28 @@ impl Problems {
     pub(super) fn append(&mut self, other: Self) {
         other.list.into_iter().for_each(|problem| self.push(problem));
         self.more += other.more;
+    }
+
+    /// The same problems of a repository in the cache of the Hub's client: what its files lack is one problem, with the commands that
+    /// bring them. `found` of its weight files are there, and `has` knows all files.
+    pub(super) fn of_download(mut self, label: &str, repo: &str, found: usize, has: impl Fn(&str) -> bool) -> Self {
+        /// No set has more files.
+        const FILES_MAX: u64 = 100_000;
+        let lacking = |problem: &Problem| {
+            if let Problem::MissingFile { file, .. } = problem {
+                return Some(vec![file.clone()]);
+            }
+            let Problem::IncompleteSet { stem, total, expected, .. } = problem else { return None };
+            let name = |number: u64| format!("{stem}-{number:0width$}-of-{total}.safetensors", width = total.len());
+            Some((1..=(*expected).min(FILES_MAX)).map(name).filter(|name| !has(name)).collect())
+        };
+        let missing: Vec<String> = self.list.iter().filter_map(lacking).flatten().collect();
+        if !missing.is_empty() {
+            self.list.retain(|problem| lacking(problem).is_none());
+            let (label, repo) = (label.to_owned(), repo.to_owned());
+            self.list.insert(0, Problem::UnfinishedDownload { label, repo, found, missing });
+        }
+        self
     }
 
     /// Number of problems so far.

@@ -56,12 +56,15 @@ impl FetchCommand {
         if remote.cache_limit().is_none() {
             bail!("{label}: no disk cache keeps what would be fetched; --cache-dir names a directory with room");
         }
+        let failures = remote.counters().failures.load(Ordering::Relaxed);
         for view in &plans {
             request(&checkpoint, remote, view, &bar, before.absent_bytes)?;
         }
         finish(remote, &bar, before.absent_bytes);
-        // What no view's tensors need: the other files. Nothing is requested between these spans.
-        for (file, spans) in &before.spans {
+        // What no view's tensors need: the other files. Nothing is requested between these spans. After a failure they are asked for
+        // one by one below, so that a service that is gone is waited for once.
+        let failed = remote.counters().failures.load(Ordering::Relaxed) > failures;
+        for (file, spans) in before.spans.iter().filter(|_| !failed) {
             for span in remote.absent_spans(*file, spans) {
                 offer(remote, *file, &[span], &bar, before.absent_bytes)?;
             }

@@ -8,6 +8,7 @@
 
 mod cache;
 mod cat;
+mod chunk_memory;
 mod cleanup;
 mod completions;
 mod demo;

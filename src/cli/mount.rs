@@ -37,7 +37,7 @@ use crate::{
         Plan,
         report::{bytes_per_device, human_bytes},
     },
-    source::FileId,
+    source::{FileId, Wait},
     volume::Volume,
 };
 
@@ -378,8 +378,11 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
     Ok(stop)
 }
 
+/// What a mount does before it serves, for systemd.
+const OPENING: &str = "reading headers";
+
 fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readiness) -> anyhow::Result<()> {
-    readiness.status("reading headers");
+    readiness.status(OPENING);
     let mut made = MadeDirectories::default();
     if is_passed(mountpoint) {
         check_passed(mountpoint)?;
@@ -390,7 +393,12 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     }
     let fetches = patience::fetches(&config);
     let (mut reporting, logged) = (readiness.try_clone()?, log.clone());
-    let patience = patience::watch(&fetches, move |message| {
+    let telling = readiness.try_clone()?;
+    let note = move |wait: Option<(&Wait, &str)>| match wait {
+        Some((wait, text)) => telling.waits(text, wait.left),
+        None => telling.status(OPENING),
+    };
+    let patience = patience::watch(&fetches, note, move |message| {
         logged.finish();
         if !reporting.in_background() {
             host::tell(&format!("{}\n", error_text(message)));

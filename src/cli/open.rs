@@ -10,13 +10,14 @@ use std::{
 use anyhow::{Context, anyhow, bail};
 
 use super::{
+    chunk_memory,
     flags::SourceFlags,
     hint,
     output::{Usage, chain},
     own_mount, patience,
 };
 use crate::{
-    checkpoint::{Accepted, Checkpoint, OpenOptions, printable},
+    checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable},
     config::{
         Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, ViewSettings,
     },
@@ -138,6 +139,7 @@ pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
         offline: settings.offline.unwrap_or(false),
         allow_http: settings.allow_http.unwrap_or(false),
         shares: settings.hf_cache == Some(HfCache::Share),
+        waits: Arc::default(),
     }
 }
 
@@ -161,8 +163,10 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         Ok(source.clone())
     };
     let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
-    let (remote, asks_hub) = (remote_options(&config.mount), true);
+    let (mut remote, asks_hub) = (remote_options(&config.mount), true);
+    remote.waits = Arc::clone(fetches.services());
     let training_state = config.mount.training_state.unwrap_or(false);
+    let unfinished = if config.mount.allow_unfinished == Some(true) { Unfinished::Read } else { Unfinished::Refused };
     // Later each view checks for itself what it needs.
     let allowed = |of: fn(&ViewSettings) -> &Option<Allow>| {
         let allowed: Vec<Allow> =
@@ -178,6 +182,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         fill_from,
         follow_symlinks,
         training_state,
+        unfinished,
         allow_missing,
         allow_unmapped,
         fetches,
@@ -337,7 +342,8 @@ fn volume_of(checkpoint: &Arc<Checkpoint>, config: &Config) -> anyhow::Result<Vo
 /// # Errors
 /// Every reason why the plans cannot be mounted.
 pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> anyhow::Result<Volume> {
-    let budget = budget(&config.mount);
+    let mut budget = budget(&config.mount);
+    chunk_memory::admit(checkpoint, plans, &mut budget)?;
     if let Some(maps) = checkpoint.source().maps() {
         maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
     }

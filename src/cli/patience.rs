@@ -1,25 +1,32 @@
-//! Commands do not wait forever for storage without an answer.
+//! Commands do not wait forever for storage without an answer, nor in silence for a service of the network.
 //!
 //! A thread that waits for such storage cannot be interrupted. So another thread watches the waits and ends the
 //! process. A mount that answers watches its requests by itself and needs this thread only until then.
+//!
+//! Requests to services end by themselves in time. The same thread says what is waited for, and until when.
 
 use std::{
     io,
     sync::{Arc, mpsc},
     thread,
-    time::Duration,
+    time::{Duration, Instant, SystemTime},
 };
 
 use super::output::error_text;
 use crate::{
     config::Config,
     host::{self, limits},
-    source::Fetches,
+    source::{Fetches, Wait},
 };
 
 /// Checks per time limit, and the longest time between two checks.
 const LOOKS: u32 = 8;
-const PERIOD_MAX: Duration = Duration::from_secs(1);
+const PERIOD_MAX: Duration = Duration::from_millis(500);
+
+/// A wait for a service is told after this time, or after a quarter of the time limit.
+const TOLD_AFTER: Duration = Duration::from_secs(1);
+/// Time between two lines about waits.
+const TOLD_PERIOD: Duration = Duration::from_secs(10);
 
 /// Watches fetches until it is dropped.
 #[derive(Debug)]
@@ -32,23 +39,61 @@ pub(super) fn fetches(config: &Config) -> Arc<Fetches> {
     Arc::new(Fetches::new(config.mount.source_timeout.map_or(Fetches::LIMIT, |limit| limit.duration())))
 }
 
-/// Calls `give_up` with a message when a fetch stalls, from another thread.
+/// Calls `give_up` with a message when a fetch stalls, from another thread. While a service is waited for, `note` learns at each look
+/// what the wait is, in words; afterwards it learns `None` once.
 ///
 /// # Errors
 /// The system starts no thread.
-pub(super) fn watch(fetches: &Arc<Fetches>, give_up: impl FnOnce(&str) + Send + 'static) -> io::Result<Patience> {
+pub(super) fn watch(
+    fetches: &Arc<Fetches>,
+    mut note: impl FnMut(Option<(&Wait, &str)>) + Send + 'static,
+    give_up: impl FnOnce(&str) + Send + 'static,
+) -> io::Result<Patience> {
     let (stop, stopped) = mpsc::channel::<()>();
     let fetches = Arc::clone(fetches);
-    let period = (fetches.limit() / LOOKS).min(PERIOD_MAX);
+    let limit = fetches.limit();
+    let (period, told_after) = ((limit / LOOKS).min(PERIOD_MAX), TOLD_AFTER.min(limit / 4));
     let started = thread::Builder::new().name("ckfs-patience".into()).spawn(move || {
+        let (mut told, mut noted): (Option<Instant>, bool) = (None, false);
         while stopped.recv_timeout(period) == Err(mpsc::RecvTimeoutError::Timeout) {
             if let Some(stalled) = fetches.stalled().first() {
                 return give_up(&fetches.describe(stalled));
             }
+            let wait = fetches.services().longest(told_after);
+            if let Some(wait) = &wait {
+                let text = in_words(wait, limit, SystemTime::now());
+                note(Some((wait, &text)));
+                if told.is_none_or(|told| told.elapsed() >= TOLD_PERIOD) {
+                    tracing::warn!("{text}");
+                    told = Some(Instant::now());
+                }
+            } else if noted {
+                note(None);
+            }
+            noted = wait.is_some();
         }
     });
     started.map_err(|error| io::Error::new(error.kind(), format!("{error}{}", limits::hint())))?;
     Ok(Patience { _stop: stop })
+}
+
+/// What is waited for, since when, and until when.
+fn in_words(wait: &Wait, limit: Duration, now: SystemTime) -> String {
+    let Wait { host, quiet, left, answer, is_limited } = wait;
+    let answer = answer.as_ref().map_or_else(String::new, |answer| format!(", last: {answer}"));
+    let limit = limit.as_secs_f32();
+    if *is_limited {
+        return format!(
+            "{host}: it limits requests{answer}; fewer are sent at a time; given up when nothing comes for {limit} s \
+             (--source-timeout)"
+        );
+    }
+    let seconds = (now + *left).duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs()) % 86_400;
+    let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    format!(
+        "{host}: has brought nothing for {:.0} s{answer}; waiting until {hour:02}:{minute:02}:{second:02} UTC (--source-timeout {limit} s)",
+        quiet.as_secs_f32().max(1.0)
+    )
 }
 
 /// Ends this process with an error when a fetch stalls.
@@ -56,11 +101,37 @@ pub(super) fn watch(fetches: &Arc<Fetches>, give_up: impl FnOnce(&str) + Send + 
 /// # Errors
 /// As [`watch`].
 pub(super) fn end_on_stall(fetches: &Arc<Fetches>) -> io::Result<()> {
-    let patience = watch(fetches, |message| {
+    let note = |_: Option<(&Wait, &str)>| {};
+    let patience = watch(fetches, note, |message| {
         host::tell(&format!("{}\n", error_text(message)));
         std::process::exit(1);
     })?;
     // The thread runs to the end of the process.
     std::mem::forget(patience);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_is_told_with_its_end() {
+        let mut wait = Wait {
+            host: "h".into(),
+            quiet: Duration::from_millis(1200),
+            left: Duration::from_secs(4),
+            answer: Some("the service asks for a pause (status 503)".into()),
+            is_limited: false,
+        };
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(86_400 + 3_661);
+        let text = in_words(&wait, Duration::from_secs(5), now);
+        assert_eq!(
+            text,
+            "h: has brought nothing for 1 s, last: the service asks for a pause (status 503); waiting until 01:01:05 UTC (--source-timeout 5 s)"
+        );
+        (wait.is_limited, wait.answer) = (true, None);
+        let text = in_words(&wait, Duration::from_secs(5), now);
+        assert!(text.starts_with("h: it limits requests; ") && text.contains("for 5 s"), "{text}");
+    }
 }

@@ -115,6 +115,8 @@ pub struct MountSettings {
     pub allow_http: Option<bool>,
     /// Whether the whole training state of a checkpoint is shown.
     pub training_state: Option<bool>,
+    /// Whether a checkpoint may be read that its saver has not marked as finished.
+    pub allow_unfinished: Option<bool>,
     /// Bytes of transformed data kept in memory.
     pub cache_bytes: Option<ByteCount>,
     /// Threads that serve requests.

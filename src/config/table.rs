@@ -305,6 +305,17 @@ pub static SETTINGS: &[Setting] = &[
     .more("By default the model alone is read (of Orbax the tensors under `params`, of torch those that are not under `optimizer`); `plan` lists what is left out."),
     Setting::new(
         Reading,
+        "allow-unfinished",
+        Nothing("true"),
+        at!(mount.allow_unfinished),
+        "Reads a checkpoint of Orbax that nothing marks as finished, such as a copy without commit_success.txt.",
+    )
+    .more(
+        "A finished step still comes first. All chunks must be there: those that Orbax may leave out, since they hold one value, are \
+         not told from those that are lost. Without it such a checkpoint is refused.",
+    ),
+    Setting::new(
+        Reading,
         "follow-symlinks",
         Nothing("true"),
         at!(mount.follow_symlinks),

@@ -117,6 +117,7 @@ const EVERY_MOUNT_KEY: &[(&str, &str)] = &[
     ("gid", "gid = 0"),
     ("follow_symlinks", "follow_symlinks = true"),
     ("training_state", "training_state = true"),
+    ("allow_unfinished", "allow_unfinished = true"),
     ("source_timeout", "source_timeout = '500ms'"),
     ("offline", "offline = true"),
     ("cache_dir", "cache_dir = '/var/cache/ckfs'"),

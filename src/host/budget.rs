@@ -7,7 +7,7 @@
 //! | --- | --- | --- |
 //! | cache | tiles, also those being computed; materialized and pre-zeroed files, also dropped ones that programs still map | 1/8, at least 256 MiB or 1/4, at most 16 GiB |
 //! | spare buffers | buffers kept for the next tile or reply | 1/4 of the cache, at least 32 MiB or 1/16 |
-//! | decoded chunks | chunks of Orbax checkpoints that are decoded, and the buffers to decode them; a chunk that is larger is held alone | 1/8, at most 4 GiB |
+//! | decoded chunks | chunks of Orbax checkpoints that are decoded, and the buffers to decode them | 1/8, at most 4 GiB; more for the largest chunk, as far as the limit allows |
 //! | thread buffers | what each thread works in beside tiles: replies, and source bytes where a source is not mapped | at most 64 MiB a thread, 1/4 for all |
 //! | mapped pages | pages of sources in the process's maps; the page cache has them anyway | 160 MiB or 1/4; 1/4 while transposed tiles visit the same pages again |
 //!
@@ -86,6 +86,12 @@ impl Budget {
         }
     }
 
+    /// The most bytes of decoded chunks with which all parts still fit the limit, or the present part if that is more.
+    pub fn decoded_bytes_max(&self) -> u64 {
+        let others = self.total_bytes() - self.decoded_bytes;
+        self.limit.bytes.saturating_sub(others).max(self.decoded_bytes)
+    }
+
     /// Buffers of all threads, in bytes.
     pub fn thread_buffers_bytes(&self) -> u64 {
         self.thread_buffer_bytes.saturating_mul(2 * self.threads as u64)
@@ -116,6 +122,20 @@ mod tests {
 
     fn budget(limit_bytes: u64, cores: usize, cache_bytes: Option<u64>) -> Budget {
         Budget::new(Limit { bytes: limit_bytes, origin: LimitOrigin::Machine }, cores, cache_bytes, None)
+    }
+
+    #[test]
+    fn decoded_chunks_may_take_what_the_other_parts_leave() {
+        for limit_bytes in [64 * MIB, 512 * MIB, 24 * GIB, 2048 * GIB] {
+            let mut budget = budget(limit_bytes, 8, None);
+            let most_bytes = budget.decoded_bytes_max();
+            assert!(most_bytes >= budget.decoded_bytes, "{limit_bytes}");
+            budget.decoded_bytes = most_bytes;
+            assert!(budget.total_bytes() <= limit_bytes && budget.decoded_bytes_max() == most_bytes, "{limit_bytes}");
+        }
+        // A cache beyond the limit leaves the part that chunks always have.
+        let large = budget(GIB, 8, Some(4 * GIB));
+        assert_eq!(large.decoded_bytes_max(), large.decoded_bytes);
     }
 
     #[test]

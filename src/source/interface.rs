@@ -197,6 +197,9 @@ pub trait DecodedChunks {
     /// Bytes of the largest chunk, which is decoded as a whole.
     fn chunk_bytes_max(&self) -> u64;
 
+    /// Memory in bytes that decoding one chunk of a file takes, at most; 0 if the file is not made of coded chunks.
+    fn memory_bytes(&self, file: FileId) -> u64;
+
     /// Sets the most bytes of decoded chunks that stay in memory.
     fn bound_bytes(&self, bytes_max: u64);
 

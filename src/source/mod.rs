@@ -31,6 +31,7 @@ pub mod remote;
 mod span;
 pub mod stall;
 mod survey;
+pub mod waits;
 
 pub use beneath::{Beneath, FoundFile, Opened, private_directory};
 pub use error::{Aspect, Poison, SourceError};
@@ -42,3 +43,4 @@ pub use memory::BufferMemory;
 pub use pin::pin_files;
 pub use span::{ByteSpan, FileId};
 pub use stall::{Fetches, Stall, Waiting};
+pub use waits::{Wait, Waits};

@@ -21,7 +21,7 @@ use std::{
 
 use rustix::thread::gettid;
 
-use super::{ByteSpan, FileId};
+use super::{ByteSpan, FileId, waits::Waits};
 
 /// Most fetches noted at a time: more than there are threads. Fetches beyond this number are not noted.
 const NOTES_MAX: usize = 1024;
@@ -101,6 +101,7 @@ pub struct Fetches {
     limit: Duration,
     /// Paths of the files that have ids.
     files: OnceLock<Vec<Arc<Path>>>,
+    services: Arc<Waits>,
 }
 
 impl fmt::Debug for Fetches {
@@ -142,7 +143,13 @@ impl Fetches {
 
     /// No fetches yet; a fetch without progress for `limit` stalls.
     pub fn new(limit: Duration) -> Self {
-        Self { places: (0..NOTES_MAX).map(|_| NoteSlot(Mutex::new(None))).collect(), limit, files: OnceLock::new() }
+        let places = (0..NOTES_MAX).map(|_| NoteSlot(Mutex::new(None))).collect();
+        Self { places, limit, files: OnceLock::new(), services: Arc::default() }
+    }
+
+    /// What is waited for at services of the network.
+    pub const fn services(&self) -> &Arc<Waits> {
+        &self.services
     }
 
     /// Sets the paths of the files that have ids.

@@ -209,6 +209,11 @@ impl Volume {
         &self.views
     }
 
+    /// The memory budget, if the volume was made with one.
+    pub fn budget(&self) -> Option<&Budget> {
+        self.budget.as_ref()
+    }
+
     /// The read engine.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.engine

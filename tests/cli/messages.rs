@@ -243,10 +243,10 @@ fn failures_of_the_environment_name_the_remedy() {
     let mut unreachable = program();
     unreachable.args(["plan", "org/name"]).env("HF_HUB_CACHE", fixture.path("")).env_remove("HF_HUB_OFFLINE");
     let unreachable = ran(unreachable.env("HF_ENDPOINT", "http://127.0.0.1:9").current_dir(fixture.path("")));
-    let unreachable = unreachable.fails(1, "org/name: no such directory, and not in the hub cache: looked for ");
-    let remedy = "; `ckfs fetch org/name` brings it where the Hub can be reached";
+    let unreachable = unreachable.fails(1, "org/name: not found\n  directory org/name: no\n  cache ");
+    let remedy = "\n`ckfs fetch org/name` brings it where the Hub can be reached";
     assert!(
-        unreachable.err.contains("the Hub cannot be asked: ") && unreachable.err.contains(remedy),
+        unreachable.err.contains("  Hub: cannot be asked: ") && unreachable.err.contains(remedy),
         "{}",
         unreachable.err
     );

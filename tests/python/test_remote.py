@@ -117,7 +117,7 @@ def test_a_part_of_a_repository_is_not_placed_for_programs_of_the_hub(wide, clea
 
 def test_what_is_not_here_says_how_to_get_it(hub, clean):
     error = mounting.run("plan", "org/llama", "--offline", expect=1).err
-    assert "not in the hub cache" in error and "ckfs fetch org/llama" in error
+    assert "not found" in error and "cache " in error and "ckfs fetch org/llama" in error
     error = mounting.run("plan", "org/lama", expect=1).err
     assert "no such repository" in error and "hf_secret" not in error
     clean.delenv("HF_TOKEN")

@@ -173,6 +173,8 @@ pub(in crate::checkpoint) fn choose_indexed(
     if expected.is_empty() {
         problems.push(Problem::EmptyIndex { index: name.to_owned() });
     }
+    let other = other_set(index, files);
+    let mut missing_files: Vec<String> = Vec::new();
     for (number, (path, tensors)) in index.files.iter().zip(expected).enumerate() {
         if !stays_inside(path) {
             problems.push(Problem::OutsideRepository { index: name.to_owned(), path: path.clone(), tensors });
@@ -185,14 +187,32 @@ pub(in crate::checkpoint) fn choose_indexed(
         let of_file = index.tensors.iter().filter(|(_, file)| *file as usize == number).map(|(tensor, _)| &**tensor);
         match files.iter_mut().find(|file| file.path == *path) {
             None if problems.accept_missing(of_file) => {}
+            None if other.is_some() => missing_files.push(path.clone()),
             None => problems.push(missing("not there".into())),
             Some(Listed { role: FileRole::Ignored(reason), .. }) => problems.push(missing(format!("a {reason}"))),
             Some(file) => file.role = FileRole::Weights,
         }
     }
+    if let (Some((stem, total)), [first, ..]) = (other, &missing_files[..]) {
+        let (index, missing, first) = (name.to_owned(), missing_files.len(), first.clone());
+        problems.push(Problem::IndexOfOtherSet { index, missing, first, stem, total });
+    }
     for file in files.iter_mut().filter(|file| file.role == FileRole::Other && is_weights(&file.path)) {
         file.role = FileRole::Ignored(beside(&file.path, IgnoreReason::NotInIndex));
     }
+}
+
+/// Stem and total of a whole numbered set that an index does not name.
+fn other_set(index: &Index<'_>, files: &[Listed]) -> Option<(String, String)> {
+    let named: BTreeSet<&str> = index.files.iter().map(String::as_str).collect();
+    let mut sets: BTreeMap<(&str, &str), u64> = BTreeMap::new();
+    for file in files.iter().filter(|file| file.role == FileRole::Other && !named.contains(file.path.as_str())) {
+        if let Some(set) = numbered(&file.path) {
+            *sets.entry(set).or_default() += 1;
+        }
+    }
+    let ((stem, total), _) = sets.into_iter().find(|((_, total), found)| total.parse() == Ok(*found))?;
+    Some((stem.to_owned(), total.to_owned()))
 }
 
 /// Without an index: `model.safetensors` alone, or else `model-*`, or else all but second copies, or else these.

@@ -8,6 +8,7 @@ use std::{io, path::PathBuf, sync::Arc};
 use super::super::{
     adapter::AdapterFiles,
     choose::{CONFIG, INDEX_SUFFIX, TORCH_INDEX_SUFFIX},
+    foreign::lfs_pointer,
     json,
     problem::{CheckpointError, Problem},
     tree::FileTree,
@@ -62,6 +63,11 @@ pub(in crate::checkpoint) fn read_companion(
             return Err(failed(&path, message));
         }
         let Some(text) = tree.description(&path)? else { continue };
+        // Trees of services need such a file.
+        let is_remote = tree.needs_commit_file();
+        if let Some(found) = lfs_pointer(&text, is_remote) {
+            return Err(failed(&path, found.to_owned()));
+        }
         if path == CONFIG {
             let value = json::parse(&text).map_err(|error| failed(CONFIG, error.to_string()))?;
             config = Some(value).filter(serde_json::Value::is_object);

@@ -50,6 +50,8 @@ pub enum IgnoreReason {
     Bookkeeping,
     /// Its name is not UTF-8. The path has replacement characters.
     NotUtf8,
+    /// A pointer of git LFS in place of the file.
+    LfsPointer,
 }
 
 impl IgnoreReason {
@@ -63,7 +65,8 @@ impl IgnoreReason {
             | Self::Special
             | Self::Mount
             | Self::Bookkeeping
-            | Self::NotUtf8 => false,
+            | Self::NotUtf8
+            | Self::LfsPointer => false,
         }
     }
 }
@@ -82,6 +85,7 @@ impl fmt::Display for IgnoreReason {
             Self::Mount => "directory that ckfs made",
             Self::Bookkeeping => "bookkeeping, not contents",
             Self::NotUtf8 => "name that is not UTF-8",
+            Self::LfsPointer => "pointer of git LFS",
         })
     }
 }

@@ -9,8 +9,9 @@ use std::sync::Arc;
 
 use super::super::{
     choose::{leave_out_links, natural, warn_of_weights},
-    file::FileRole,
-    listing::{self, Listed, Listing},
+    file::{FileRole, IgnoreReason},
+    foreign,
+    listing::{self, Listed, Listing, Opening},
     locate::Located,
     options::OpenOptions,
     problem::{CheckpointError, Problems},
@@ -85,7 +86,27 @@ impl Folder {
     pub(in crate::checkpoint) fn read(&mut self, path: &str) -> Result<Option<Text>, SourceError> {
         let listed = self.files.iter_mut().find(|file| file.path == path && file.role == FileRole::Other);
         let Some(listed) = listed else { return Ok(None) };
-        Ok(listed.open(self.root.as_ref(), &self.fetches)?.map(|opened| read_json(opened, &self.fetches)))
+        let text = listed.open(self.root.as_ref(), &self.fetches)?.map(|opened| read_json(opened, &self.fetches));
+        Ok(text.map(|text| match foreign::lfs_pointer(text.as_deref().unwrap_or_default(), self.root.is_none()) {
+            Some(found) => Err(found.to_owned()),
+            None => text,
+        }))
+    }
+
+    /// Leaves out pointers of git LFS among the files beside the weights: hf/ would serve them in place of a tokenizer.
+    pub(in crate::checkpoint) fn leave_out_pointers(&mut self) -> Result<(), CheckpointError> {
+        let is_remote = self.root.is_none();
+        let is_short = |file: &&mut Listed| file.role == FileRole::Other && file.size_bytes <= foreign::LFS_BYTES_MAX;
+        for file in self.files.iter_mut().filter(is_short) {
+            let Some(opened) = file.open(self.root.as_ref(), &self.fetches)? else { continue };
+            let Ok(text) = read_json(opened, &self.fetches) else { continue };
+            if let Some(found) = foreign::lfs_pointer(&text, is_remote) {
+                self.warnings.push(format!("{:?}: left out: {found}", file.path));
+                file.role = FileRole::Ignored(IgnoreReason::LfsPointer);
+                file.state = Opening::Nothing;
+            }
+        }
+        Ok(())
     }
 
     /// Makes every file for which `is_weights` is true a weight file.

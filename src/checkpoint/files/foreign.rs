@@ -13,12 +13,11 @@ use crate::{
 const HEAD_BYTES: u64 = 512;
 
 /// What files begin with, what they then are, and what would work.
-const MAGIC: [(&[u8], &str); 12] = [
+const MAGIC: [(&[u8], &str); 11] = [
     (b"GGUF", "a GGUF file of llama.cpp: use the Hugging Face repository that it was converted from"),
     (b"GGML", "a GGML file of llama.cpp: use the Hugging Face repository that it was converted from"),
     (b"ggjt", "a GGML file of llama.cpp: use the Hugging Face repository that it was converted from"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras and TensorFlow write: load it there and save safetensors"),
-    (b"version https://git-lfs", "a pointer of git LFS, not the file itself: run git lfs pull, or download the file"),
     (b"\x93NUMPY", "an array of numpy: save it as safetensors (safetensors.numpy.save_file)"),
     (b"\x1f\x8b", "a gzip archive: unpack it first"),
     (b"BZh", "a bzip2 archive: unpack it first"),
@@ -27,6 +26,20 @@ const MAGIC: [(&[u8], &str); 12] = [
     (b"<!DOCTYPE html", "a web page: the download did not give the file"),
     (b"<html", "a web page: the download did not give the file"),
 ];
+
+/// How pointers of git LFS begin; the second is the way of its first releases.
+const LFS: [&[u8]; 2] = [b"version https://git-lfs", b"version https://hawser"];
+/// Longest pointer, by its specification.
+pub(in crate::checkpoint) const LFS_BYTES_MAX: u64 = 1024;
+const LFS_HERE: &str = "a pointer of git LFS, not the file itself: run git lfs pull, or download the file";
+const LFS_REMOTE: &str = "a pointer of git LFS, not the file itself: it was copied from a clone that had only pointers; copy the \
+                          file itself there";
+
+/// What a file is that begins like this, if it is a pointer of git LFS: here, or at a service of the network.
+pub(in crate::checkpoint) fn lfs_pointer(head: &[u8], is_remote: bool) -> Option<&'static str> {
+    let text = if is_remote { LFS_REMOTE } else { LFS_HERE };
+    LFS.iter().any(|start| head.starts_with(start)).then_some(text)
+}
 
 /// The start of a zip archive.
 const ZIP: &[u8] = b"PK\x03\x04";
@@ -49,6 +62,9 @@ pub(in crate::checkpoint) fn of_head(name: &str, head: &[u8]) -> FileKind {
     // First of all: the length of a header may begin with the bytes of any other kind, 0x80 of a pickle among them.
     if begins_as_safetensors(head) {
         return FileKind::Safetensors;
+    }
+    if let Some(text) = lfs_pointer(head, false) {
+        return FileKind::Foreign(text);
     }
     if let Some((_, text)) = MAGIC.iter().find(|(magic, _)| head.starts_with(magic)) {
         return FileKind::Foreign(text);
@@ -91,6 +107,9 @@ pub(in crate::checkpoint) fn of_head(name: &str, head: &[u8]) -> FileKind {
 pub(in crate::checkpoint) fn of_file(source: &dyn Source, file: FileId, name: &str) -> Result<FileKind, SourceError> {
     let mut head = vec![0; to_usize(source.len_bytes(file).min(HEAD_BYTES))];
     source.read_into(file, 0, &mut head)?;
+    if let Some(text) = lfs_pointer(&head, source.remote().is_some()) {
+        return Ok(FileKind::Foreign(text));
+    }
     Ok(of_head(name, &head))
 }
 
@@ -199,6 +218,7 @@ mod tests {
         };
         assert_eq!(foreign("model-q4.gguf", b"GGUF\x03"), "a GGUF file of llama.cpp");
         assert_eq!(foreign("model.safetensors", b"version https://git-lfs.github.com/spec/v1"), "a pointer of git LFS");
+        assert_eq!(foreign("model.safetensors", b"version https://hawser.github.com/spec/v1"), "a pointer of git LFS");
         assert_eq!(foreign("a.npz", b"PK\x03\x04"), "arrays of numpy");
         assert_eq!(foreign("flax_model.msgpack", b"\x84"), "parameters of Flax in msgpack");
         assert_eq!(foreign("x", b"PK\x03\x04"), "Torch");

@@ -160,7 +160,7 @@ fn from_hub(
     found: Result<Located, CheckpointError>,
     _options: &OpenOptions,
 ) -> Result<Located, CheckpointError> {
-    found.map_err(|error| error.with_advice("; this program was built without the feature `remote`"))
+    found.map_err(|error| error.with_advice("\n  Hub: not asked, this program was built without the feature `remote`"))
 }
 
 /// The place of a name whose snapshot in the Hub's cache is `found`.
@@ -185,12 +185,12 @@ fn from_hub(
     let deadline = match complete {
         // The answer in the cache will do if none comes soon.
         Some(_) => Deadline::At(Instant::now() + options.remote.timeout.min(REVALIDATE)),
-        None => Deadline::None,
+        None => Deadline::Quiet,
     };
     let kept = options.remote.cache_dir.clone().or_else(default_directory);
     let counters = Arc::clone(options.cache().counters());
     let hub = Hub::new(settings, kept.as_deref(), counters).map_err(CheckpointError::Remote)?;
-    let hub = Arc::new(hub);
+    let hub = Arc::new(hub.patient(options.remote.timeout, &options.remote.waits));
     let wanted = found.as_ref().ok().filter(|found| names_commit(found)).and_then(|found| found.revision.as_deref());
     let commit = match (hub.commit(name.repo, wanted.unwrap_or(name.revision), deadline), complete) {
         (Ok(commit), _) => commit,
@@ -200,11 +200,16 @@ fn from_hub(
         }
         (Err(_), None) if is_offline => {
             let advice = format!(
-                "; --offline or HF_HUB_OFFLINE forbids to ask the Hub: `ckfs fetch {}` brings it where the network may be used",
+                "\n  Hub: not asked, --offline or HF_HUB_OFFLINE forbids it\n`ckfs fetch {}` brings it where the network may be used",
                 name.source
             );
             // A snapshot that lacks files says which when it is opened.
             return found.map_err(|error| error.with_advice(&advice));
+        }
+        // It says which files it lacks when it is opened.
+        (Err(error), None) if error.is_transient() && found.is_ok() => {
+            tracing::warn!("{}: the Hub cannot be asked: {error}", name.source);
+            return found;
         }
         (Err(error), None) => return Err(unanswered(name, found, error)),
     };
@@ -216,7 +221,7 @@ fn from_hub(
         }
     }
     let cached = dir.map(|dir| SharedCache::new(dir, &commit, name.revision));
-    let listed = hub.repository(name.repo, &commit, cached, options.remote.shares, Deadline::None);
+    let listed = hub.repository(name.repo, &commit, cached, options.remote.shares, Deadline::Quiet);
     listed.map(remote).map_err(CheckpointError::Remote)
 }
 
@@ -225,8 +230,8 @@ fn from_hub(
 fn unanswered(name: &Name<'_>, found: Result<Located, CheckpointError>, error: RemoteError) -> CheckpointError {
     match found {
         Err(missing) if error.is_transient() => missing.with_advice(&format!(
-            "; the Hub cannot be asked: {error}; `ckfs fetch {}` brings it where the Hub can be reached, and --offline then asks \
-             nobody",
+            "\n  Hub: cannot be asked: {}\n`ckfs fetch {}` brings it where the Hub can be reached, and --offline then asks nobody",
+            error.brief(),
             name.source
         )),
         Ok(_) | Err(_) => CheckpointError::Remote(error),

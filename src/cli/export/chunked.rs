@@ -24,6 +24,7 @@ use super::{
     files::{create_file, finish, partial_path},
 };
 use crate::{
+    host::budget::Budget,
     image::Segment,
     source::FileId,
     volume::{NodeKind, Volume},
@@ -119,7 +120,8 @@ pub(super) fn write(
 ) -> anyhow::Result<()> {
     let together_bytes = files.iter().map(|file| file.together_bytes).max().unwrap_or(0);
     if let Some(chunks) = volume.engine().checkpoint().source().chunks() {
-        chunks.bound_bytes(together_bytes.saturating_add(SLACK_BYTES));
+        let most_bytes = volume.budget().map_or(u64::MAX, Budget::decoded_bytes_max);
+        chunks.bound_bytes(together_bytes.saturating_add(SLACK_BYTES).min(most_bytes));
     }
     let mut begun = Vec::with_capacity(files.len());
     let written = write_parts(volume, files, directory, bar, &mut begun);

@@ -63,6 +63,20 @@ pub struct Codecs {
     pub packings: Vec<Packing>,
 }
 
+impl Codecs {
+    /// How many times the elements of a chunk are in memory at once while it is decoded: for stages that need memory of their own.
+    pub fn copies(&self) -> u64 {
+        let turned = u64::from(self.order.is_some());
+        // The bytes between two packings may be as many as two chunks.
+        let between = if self.packings.len() > 1 { 2 } else { 0 };
+        let inner = match &self.bytes {
+            ArrayBytes::Shard(_) => 1,
+            ArrayBytes::Elements { .. } => 0,
+        };
+        1 + turned + between + inner
+    }
+}
+
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Named {

@@ -355,6 +355,14 @@ impl Readiness {
         notify_systemd(&[NotifyState::Status(status)]);
     }
 
+    /// Tells systemd that the start waits for something, for at most `left`, in words. The unit's time limit is extended by that.
+    pub fn waits(&self, status: &str, left: Duration) {
+        /// Other work of the start comes after the wait.
+        const MORE: Duration = Duration::from_secs(30);
+        let time = u32::try_from((left + MORE).as_micros()).unwrap_or(u32::MAX);
+        notify_systemd(&[NotifyState::Status(status), NotifyState::ExtendTimeoutUsec(time)]);
+    }
+
     /// Leaves the terminal's signals to the starter, but its standard error and its end stay this process's own.
     fn loosen_ties(&mut self) -> Result<String, DaemonError> {
         setsid().map_err(system("setsid"))?;

@@ -84,9 +84,18 @@ pub(super) fn of_certificate(cause: &str) -> Option<String> {
     cause.contains("invalid peer certificate").then(|| format!("{cause}; {advice}"))
 }
 
+/// The message about a connection that could not be made, in few words; `None` if the causes tell more.
+#[cfg(feature = "remote")]
+pub(super) fn of_connection(cause: &str) -> Option<&'static str> {
+    if cause.contains("dns error") || cause.contains("failed to lookup address") {
+        return Some("the name cannot be resolved (no network?)");
+    }
+    cause.contains("Connection refused").then_some("it refuses connections")
+}
+
 impl RemoteError {
     /// What went wrong, with what the reply said.
-    fn reason(&self) -> String {
+    pub(super) fn reason(&self) -> String {
         let Self { message, status, request_id, .. } = self;
         match (status, request_id) {
             (Some(status), Some(id)) => format!("{message} (status {status}, request {id})"),
@@ -97,7 +106,7 @@ impl RemoteError {
     }
 
     /// This error where its object and its span are named already.
-    pub(in super::super) fn brief(&self) -> String {
+    pub fn brief(&self) -> String {
         let colon = if self.host.is_empty() { "" } else { ": " };
         format!("{}{colon}{}", self.host, self.reason())
     }

@@ -34,7 +34,7 @@ impl Remote {
         let blocks = blocks_of(span);
         let demand = (Arc::clone(object), vec![blocks.clone()]);
         loop {
-            match self.fetcher.bring(std::slice::from_ref(&demand), 0, Deadline::None) {
+            match self.fetcher.bring(std::slice::from_ref(&demand), 0, Deadline::Quiet) {
                 Ok(()) => {
                     let guards = match object.entry.guard(&blocks) {
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -57,7 +57,7 @@ impl Remote {
 
     fn read_span_uncached(&self, span: ByteSpan, target: &mut [u8]) -> io::Result<()> {
         let part = FetchPart { start: span.start(), target };
-        self.read_uncached(&mut [part], Deadline::None).map_err(|(_, error)| io::Error::other(error))
+        self.read_uncached(&mut [part], Deadline::Quiet).map_err(|(_, error)| io::Error::other(error))
     }
 
     /// The blocks of spans.

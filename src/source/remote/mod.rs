@@ -17,6 +17,8 @@ pub mod digest;
 mod encoding;
 mod error;
 mod fetcher;
+#[cfg(feature = "remote")]
+mod file_path;
 mod files;
 pub(super) mod handle;
 #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only services of the network are asked twice"))]
@@ -29,6 +31,8 @@ mod kept_file;
 mod locality;
 mod object;
 mod options;
+#[cfg(feature = "remote")]
+mod redirect;
 mod retry;
 #[cfg(feature = "remote")]
 mod retry_after;

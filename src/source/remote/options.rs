@@ -1,6 +1,8 @@
 //! Settings of remote sources.
 
-use std::{path::PathBuf, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+use super::super::waits::Waits;
 
 /// Settings of remote sources.
 #[derive(Clone, Debug)]
@@ -10,7 +12,7 @@ pub struct RemoteOptions {
     /// Most bytes of the disk cache; `None` is half of its file system, of which 5 % stay free. A number leaves 1 % free, and
     /// at most 1 GiB.
     pub cache_disk_bytes: Option<u64>,
-    /// Longest wait of one read for its bytes.
+    /// Longest wait of one read for its bytes, and longest time in which a service may bring nothing while a source is opened.
     pub timeout: Duration,
     /// Uses the network for nothing: what the cache lacks is an error.
     pub offline: bool,
@@ -18,6 +20,8 @@ pub struct RemoteOptions {
     pub allow_http: bool,
     /// Places complete, verified files of the Hub into the cache of its own client.
     pub shares: bool,
+    /// Shows what is waited for.
+    pub waits: Arc<Waits>,
 }
 
 impl RemoteOptions {
@@ -34,6 +38,7 @@ impl Default for RemoteOptions {
             offline: false,
             allow_http: false,
             shares: false,
+            waits: Arc::default(),
         }
     }
 }

@@ -1,9 +1,12 @@
 //! Repeats failed requests: with pauses that grow, and with pauses that a service asks for, which all threads share.
+//!
+//! A service that asks for a pause also gets fewer requests at a time: half as many after each such reply, and one more after as many
+//! good replies as there may be requests.
 
 use std::{
     ops::ControlFlow,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     thread,
@@ -11,11 +14,15 @@ use std::{
 };
 
 use super::{
-    super::ByteSpan,
+    super::{
+        ByteSpan,
+        waits::{Pulse, Waits},
+    },
     counters::RemoteCounters,
     error::{Failure, RemoteError},
     hedge::Hedging,
     interface::{Objects, RemoteFile, Sink},
+    options::RemoteOptions,
     shared::SharedCache,
 };
 
@@ -33,21 +40,29 @@ const ATTEMPT_MAX: Duration = Duration::from_mins(5);
 /// Step in which a thread waits for a shared pause: another reply may prolong it.
 const STEP: Duration = Duration::from_millis(50);
 
+/// Most requests at a time to a service that does not limit them.
+const PARALLEL_MAX: usize = 64;
+/// Replies that ask for a pause within this time count as one: their requests were sent together.
+const CUT_PERIOD: Duration = Duration::from_millis(200);
+
 /// How long a request may take with all of its repetitions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Deadline {
     /// Until this time, as for a reader.
     At(Instant),
-    /// As long as the service asks for, and as attempts bring bytes.
+    /// Until the service has brought nothing, to this request or another, for the time limit of its gate: as for a command that
+    /// needs very many requests.
+    Quiet,
+    /// As [`Deadline::Quiet`], but a pause that the service asks for may be longer than that: nobody waits.
     None,
 }
 
 impl Deadline {
-    /// The time left, or `None` if it is unbounded.
+    /// The time left, or `None` if it depends on what comes meanwhile.
     pub fn left(self) -> Option<Duration> {
         match self {
             Self::At(time) => Some(time.saturating_duration_since(Instant::now())),
-            Self::None => None,
+            Self::Quiet | Self::None => None,
         }
     }
 
@@ -55,24 +70,58 @@ impl Deadline {
     pub fn is_over(self) -> bool {
         self.left().is_some_and(|left| left.is_zero())
     }
+}
 
-    /// The end of an attempt that begins now.
-    fn attempt_end(self) -> Instant {
-        let end = Instant::now() + ATTEMPT_MAX;
-        match self {
-            Self::At(time) => time.min(end),
-            Self::None => end,
-        }
+/// How a service is to be asked, shared by all threads: the pause that it asked for, and how many requests it gets at a time.
+#[derive(Debug)]
+pub struct Gate {
+    closed: Mutex<Option<(Instant, RemoteError)>>,
+    pulse: Arc<Pulse>,
+    traffic: Mutex<Traffic>,
+    freed: Condvar,
+}
+
+#[derive(Debug)]
+struct Traffic {
+    running: usize,
+    most: usize,
+    /// Good replies since `most` changed.
+    good: usize,
+    cut: Option<Instant>,
+}
+
+/// A request under way, until it is dropped.
+#[derive(Debug)]
+struct Running<'a>(&'a Gate);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.traffic().running -= 1;
+        self.0.freed.notify_one();
     }
 }
 
-/// A pause that a service asked for, shared by all threads.
-#[derive(Debug, Default)]
-pub struct Gate {
-    closed: Mutex<Option<(Instant, RemoteError)>>,
+impl Default for Gate {
+    fn default() -> Self {
+        Self::of(Arc::new(Pulse::new("", RemoteOptions::TIMEOUT)))
+    }
 }
 
 impl Gate {
+    /// The gate of a service that may bring nothing for `limit`. `waits` shows for how long it has.
+    pub fn new(host: &str, limit: Duration, waits: &Waits) -> Self {
+        Self::of(waits.pulse(host, limit))
+    }
+
+    fn of(pulse: Arc<Pulse>) -> Self {
+        let traffic = Traffic { running: 0, most: PARALLEL_MAX, good: 0, cut: None };
+        Self { closed: Mutex::default(), pulse, traffic: Mutex::new(traffic), freed: Condvar::new() }
+    }
+
+    fn traffic(&self) -> MutexGuard<'_, Traffic> {
+        self.traffic.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Closes the gate for `pause` from now on, since a reply asked for it. A longer pause stays.
     pub fn close(&self, pause: Duration, why: &RemoteError) {
         let until = Instant::now() + pause;
@@ -80,6 +129,31 @@ impl Gate {
         if closed.as_ref().is_none_or(|(current, _)| *current < until) {
             *closed = Some((until, why.clone()));
         }
+        drop(closed);
+        let mut traffic = self.traffic();
+        if traffic.cut.is_none_or(|cut| cut.elapsed() > CUT_PERIOD) {
+            traffic.most = (traffic.most.min(traffic.running) / 2).max(1);
+            (traffic.good, traffic.cut) = (0, Some(Instant::now()));
+        }
+    }
+
+    /// Notes a good reply.
+    fn note_reply(&self) {
+        self.pulse.note_progress();
+        let mut traffic = self.traffic();
+        if traffic.most < PARALLEL_MAX {
+            traffic.good += 1;
+            if traffic.good >= traffic.most {
+                traffic.most += 1;
+                traffic.good = 0;
+                self.freed.notify_one();
+            }
+        }
+    }
+
+    /// Most requests at a time for now.
+    pub fn parallel(&self) -> usize {
+        self.traffic().most
     }
 
     /// The time until it opens.
@@ -94,19 +168,35 @@ impl Gate {
         self.closed.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(_, why)| why.clone())
     }
 
-    /// Waits until it is open. Returns the time for which it stays closed if that is beyond the deadline, without waiting.
-    ///
-    /// # Errors
-    /// The time for which it stays closed.
-    pub fn pass(&self, deadline: Deadline) -> Result<(), Duration> {
-        while let Some(left) = self.closed_for() {
-            if deadline.left().is_some_and(|rest| rest < left) {
-                return Err(left);
-            }
-            // Not all threads at the same time.
-            thread::sleep(left.min(STEP) + jitter(left.min(STEP)));
+    /// The time left for a request.
+    fn left(&self, deadline: Deadline) -> Duration {
+        match deadline {
+            Deadline::At(time) => time.saturating_duration_since(Instant::now()),
+            Deadline::Quiet | Deadline::None => self.pulse.limit().saturating_sub(self.pulse.quiet()),
         }
-        Ok(())
+    }
+
+    /// Waits until it is open, and until the service may get another request. Returns the time for which it stays closed if that is
+    /// beyond the deadline, without waiting.
+    fn pass(&self, deadline: Deadline) -> Result<Running<'_>, Option<Duration>> {
+        loop {
+            while let Some(closed) = self.closed_for() {
+                if deadline != Deadline::None && self.left(deadline) < closed {
+                    return Err(Some(closed));
+                }
+                // Not all threads at the same time.
+                thread::sleep(closed.min(STEP) + jitter(closed.min(STEP)));
+            }
+            let mut traffic = self.traffic();
+            if traffic.running < traffic.most {
+                traffic.running += 1;
+                return Ok(Running(self));
+            }
+            drop(self.freed.wait_timeout(traffic, STEP).unwrap_or_else(PoisonError::into_inner));
+            if self.left(deadline).is_zero() {
+                return Err(None);
+            }
+        }
     }
 }
 
@@ -139,15 +229,20 @@ pub fn retry<T>(
 ) -> Result<T, RemoteError> {
     let mut fruitless = 0;
     let mut last: Option<RemoteError> = None;
+    let begun = Instant::now();
+    let _waiting = gate.pulse.wait_begins();
     loop {
-        if let Err(closed) = gate.pass(deadline) {
-            return Err(longer_than_allowed(last, gate, closed));
-        }
+        let running = match gate.pass(deadline) {
+            Ok(running) => running,
+            Err(Some(closed)) => return Err(longer_than_allowed(last, gate, closed)),
+            Err(None) => return Err(last.unwrap_or_else(|| out_of_time(gate))),
+        };
         RemoteCounters::add(&counters.requests, 1);
-        let begun = Instant::now();
-        let error = match attempt(deadline.attempt_end()) {
+        let sent = Instant::now();
+        let error = match attempt(sent + gate.left(deadline).min(ATTEMPT_MAX)) {
             Ok(value) => {
-                counters.note_latency(begun.elapsed());
+                counters.note_latency(sent.elapsed());
+                gate.note_reply();
                 return Ok(value);
             }
             Err(error) => error,
@@ -156,32 +251,54 @@ pub fn retry<T>(
             RemoteCounters::add(&counters.failures, 1);
             return Err(error);
         }
+        gate.pulse.note_answer(error.reason(), matches!(error.failure, Failure::Busy(_)));
         fruitless = if progress() { 1 } else { fruitless + 1 };
         let mut pause = pause_after(fruitless);
+        let is_busy = matches!(error.failure, Failure::Busy(_));
+        let mut asked = false;
         if let Failure::Busy(wanted) = error.failure {
             // A service that asks for no pause at all gets the growing one.
-            pause = wanted.filter(|wanted| *wanted >= PAUSE_MIN).unwrap_or(pause);
+            let wanted = wanted.filter(|wanted| *wanted >= PAUSE_MIN);
+            // Nobody waits: one pause of any length is no reason to give up.
+            asked = wanted.is_some() && deadline == Deadline::None && last.is_none();
+            pause = wanted.unwrap_or(pause);
             RemoteCounters::add(&counters.pauses, 1);
             RemoteCounters::add(&counters.pause_ms, u64::try_from(pause.as_millis()).unwrap_or(u64::MAX));
             gate.close(pause, &error);
         }
-        let bounded = matches!(deadline, Deadline::At(_)) || matches!(error.failure, Failure::Busy(_));
-        let over = deadline.left().is_some_and(|left| left <= pause);
+        drop(running);
+        let over = gate.left(deadline) <= pause && !asked;
+        let bounded = matches!(deadline, Deadline::At(_)) || is_busy;
         if over || (!bounded && fruitless >= ATTEMPTS_MAX) {
             RemoteCounters::add(&counters.failures, 1);
-            return Err(if matches!(error.failure, Failure::Busy(Some(_))) {
-                longer_than_allowed(Some(error), gate, pause)
-            } else {
-                error
-            });
+            return Err(given_up(error, gate, pause, over.then(|| begun.elapsed())));
         }
         tracing::debug!("{error}; again in {} ms", pause.as_millis());
-        if !matches!(error.failure, Failure::Busy(_)) {
+        if !is_busy {
             thread::sleep(pause);
         }
         RemoteCounters::add(&counters.retries, 1);
         last = Some(error);
     }
+}
+
+/// The error of a request that is not repeated any more; `over` is its time if that was the reason.
+fn given_up(error: RemoteError, gate: &Gate, pause: Duration, over: Option<Duration>) -> RemoteError {
+    match (&error.failure, over) {
+        (Failure::Busy(Some(_)), _) => longer_than_allowed(Some(error), gate, pause),
+        (_, Some(time)) if !error.message.contains("--source-timeout") => {
+            let told = format!("given up after {:.1} s; --source-timeout allows more", time.as_secs_f32());
+            RemoteError { message: format!("{}; {told}", error.message), ..error }
+        }
+        (_, _) => error,
+    }
+}
+
+/// The error of a request that was not sent, since the service gets few at a time.
+fn out_of_time(gate: &Gate) -> RemoteError {
+    gate.reason().unwrap_or_else(|| {
+        RemoteError::new(Failure::TimedOut, "", "", "no request could be sent within --source-timeout")
+    })
 }
 
 /// The error of a reader who cannot wait for the end of a pause. Where no request was sent for this reader, the reply to another one
@@ -229,11 +346,16 @@ fn average(old: &AtomicU64, value: u64) {
 }
 
 impl Retrying {
-    /// Repeats the failed requests to `objects`.
+    /// Repeats the failed requests to `objects`, with the usual time limit.
     pub fn new(objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
+        Self::behind(Gate::default(), objects, counters)
+    }
+
+    /// Repeats the failed requests to `objects` behind a gate.
+    pub fn behind(gate: Gate, objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
         let (first_byte_us, bytes_per_ms) = (AtomicU64::new(0), AtomicU64::new(0));
         let hedging = Hedging::new(Arc::clone(&counters));
-        let (gate, planned_gap_bytes) = (Gate::default(), OnceLock::new());
+        let planned_gap_bytes = OnceLock::new();
         Self { objects, gate, hedging, counters, first_byte_us, bytes_per_ms, planned_gap_bytes }
     }
 
@@ -299,7 +421,7 @@ impl Retrying {
         sink: &mut Sink<'_>,
     ) -> Result<(), RemoteError> {
         let mut next = span.start();
-        let (mut before, mut ended) = (next, false);
+        let (mut before, mut ended, mut unnoted) = (next, false, 0);
         let done = std::cell::Cell::new(next);
         let result = retry(
             &self.gate,
@@ -313,6 +435,11 @@ impl Retrying {
                     RemoteCounters::add(&self.counters.fetched_bytes, len as u64);
                     next += len as u64;
                     done.set(next);
+                    unnoted += len as u64;
+                    if unnoted >= PROGRESS_BYTES_MIN {
+                        unnoted = 0;
+                        self.gate.pulse.note_progress();
+                    }
                     first.get_or_insert_with(Instant::now);
                     if sink(&bytes[..len]).is_break() {
                         ended = true;

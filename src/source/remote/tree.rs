@@ -19,7 +19,7 @@ use super::{
     interface::RemoteRepository,
     object::{NotFetched, RemoteObject},
     options::RemoteOptions,
-    retry::{Deadline, Retrying},
+    retry::{Deadline, Gate, Retrying},
 };
 
 /// Bytes fetched from the beginning of each file of tensors when a repository is opened: most headers fit.
@@ -74,7 +74,9 @@ impl RemoteTree {
         cache: &Arc<Cache>,
         options: &RemoteOptions,
     ) -> Result<Self, SourceError> {
-        let service = Arc::new(Retrying::new(Arc::clone(&repository.objects), Arc::clone(cache.counters())));
+        let gate = Gate::new(repository.objects.host(), options.timeout, &options.waits);
+        let objects = Arc::clone(&repository.objects);
+        let service = Arc::new(Retrying::behind(gate, objects, Arc::clone(cache.counters())));
         let remotes = repository.files.iter().map(|_| OnceLock::new()).collect();
         let (cache, timeout) = (Arc::clone(cache), options.timeout);
         let fetcher = Arc::new(Fetcher::new(Arc::clone(&cache)));
@@ -169,7 +171,7 @@ impl RemoteTree {
 
     /// Brings blocks of several objects together. Returns false if the cache has no room for them.
     fn bring(&self, demands: &[Demand]) -> Result<bool, SourceError> {
-        self.fetcher.bring(demands, 0, Deadline::None).map(|()| true).or_else(|failure| match failure {
+        self.fetcher.bring(demands, 0, Deadline::Quiet).map(|()| true).or_else(|failure| match failure {
             // Whatever reads them reads past the cache then.
             NotFetched::NoRoom | NotFetched::Cache(_) => Ok(false),
             NotFetched::Remote(error) => {

@@ -45,6 +45,8 @@ pub(super) struct ChunkSource {
     pins: Vec<Pin>,
     /// Chunks that the slow decoder made last.
     by_definition: Mutex<Chunks>,
+    /// Held while the slow decoder makes a large chunk.
+    large_by_definition: Mutex<()>,
 }
 
 /// Decoded chunks, by file and number.
@@ -61,7 +63,14 @@ impl ChunkSource {
         let chunk_bytes_max = files.iter().map(|file| file.array.chunk_bytes()).max().unwrap_or(0);
         inner.health().name_others(files.iter().map(|file| FileId(file.stored_in)).collect());
         let decoder = Arc::new(Decoder::new(Arc::clone(&inner), files));
-        Self { inner, decoder, chunk_bytes_max, pins, by_definition: Mutex::new(LruCache::unbounded()) }
+        Self {
+            inner,
+            decoder,
+            chunk_bytes_max,
+            pins,
+            by_definition: Mutex::new(LruCache::unbounded()),
+            large_by_definition: Mutex::default(),
+        }
     }
 
     /// The decoded file of this id, with its number; `None` if it is a file of the inner source.
@@ -110,6 +119,12 @@ impl ChunkSource {
         }
         self.decoder.check_memory(key)?;
         let decoded = &self.decoder.files[key.0 as usize];
+        // Several threads would decode several large chunks at once.
+        let is_large = to_usize(decoded.array.chunk_bytes()) > BY_DEFINITION_BYTES_MAX;
+        let _alone = is_large.then(|| self.large_by_definition.lock().unwrap_or_else(PoisonError::into_inner));
+        if is_large && let Some(found) = lock().get(&key) {
+            return Ok(Arc::clone(found));
+        }
         let chunk = &decoded.chunks[to_usize(key.1)];
         let stored_in = FileId(decoded.stored_in);
         let bytes = match &chunk.bytes {
@@ -284,6 +299,10 @@ impl DecodedChunks for ChunkSource {
 
     fn chunk_bytes_max(&self) -> u64 {
         self.chunk_bytes_max
+    }
+
+    fn memory_bytes(&self, file: FileId) -> u64 {
+        self.decoded(file).map_or(0, |(number, _)| self.decoder.memory_bytes(number))
     }
 
     fn bound_bytes(&self, bytes_max: u64) {

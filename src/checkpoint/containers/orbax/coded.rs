@@ -8,7 +8,7 @@ use std::{fmt, io::BufRead, sync::Arc};
 use super::store::FileNumber;
 use crate::{
     format::zarr_read::{Array, ArrayBytes, ChunkError, Codecs, Packing},
-    source::ByteSpan,
+    source::{BufferMemory, ByteSpan},
     tensor::{PerAxis, to_usize},
 };
 
@@ -78,6 +78,12 @@ impl CodedArray {
             Some(sharding) => &sharding.codecs,
             None => &self.array.codecs,
         }
+    }
+
+    /// Memory that the decoding of one chunk takes beside that of its stored bytes.
+    pub(super) fn decoding_bytes(&self) -> u64 {
+        let chunk = BufferMemory::occupied_bytes(to_usize(self.chunk_bytes())) as u64;
+        chunk.saturating_mul(self.codecs().copies())
     }
 
     /// Whether [`Self::decode_stream`] decodes its chunks.

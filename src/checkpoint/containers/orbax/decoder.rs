@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     format::zarr_read::ChunkError,
-    source::{ByteSpan, FileId, Source, SourceError},
+    source::{BufferMemory, ByteSpan, FileId, Source, SourceError},
     tensor::to_usize,
 };
 
@@ -56,6 +56,15 @@ impl Decoder {
             CodedBytes::Inline(_) => 0,
         };
         ExpectedChunk { key, len: decoded.array.chunk_bytes(), stored_len }
+    }
+
+    /// Memory for the chunk of a decoded file that takes the most.
+    pub(super) fn memory_bytes(&self, number: u32) -> u64 {
+        let decoded = &self.files[number as usize];
+        let stored = |at: usize| self.expected((number, at as u64)).stored_len;
+        let stored_bytes = (0..decoded.chunks.len()).map(stored).max().unwrap_or(0);
+        let stored_bytes = BufferMemory::occupied_bytes(to_usize(stored_bytes)) as u64;
+        decoded.array.decoding_bytes().saturating_add(stored_bytes)
     }
 
     /// The decoded chunk, from memory or by decoding it.

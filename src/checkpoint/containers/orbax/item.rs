@@ -32,6 +32,8 @@ pub(super) struct Item {
     pub(super) scan_layers: Option<bool>,
     /// Steps that were passed over, each with the reason.
     pub(super) unfinished: Vec<String>,
+    /// Why it is taken for unfinished, if it is read all the same.
+    pub(super) is_unfinished: Option<&'static str>,
 }
 
 /// A path below another.
@@ -101,37 +103,49 @@ pub(in crate::checkpoint) fn is_orbax(tree: &dyn FileTree) -> Result<bool, Orbax
     Ok(false)
 }
 
-/// Finds the arrays of the tree.
+/// Finds the arrays of the tree. With `allow_unfinished`, those of an unfinished checkpoint too, where there is no finished one.
 ///
 /// # Errors
 /// None are there, or which is not clear, or they are unfinished.
-pub(super) fn find(tree: &dyn FileTree) -> Result<Item, OrbaxProblem> {
-    if let Some(reason) = unfinished_name(&own_name(tree)) {
+pub(super) fn find(tree: &dyn FileTree, allow_unfinished: bool) -> Result<Item, OrbaxProblem> {
+    let reason = unfinished_name(&own_name(tree));
+    if let Some(reason) = reason.filter(|_| !allow_unfinished) {
         return Err(OrbaxProblem::Unfinished { directory: tree.shown(""), reason });
     }
     let entries = tree.list("")?;
-    if is_item(&entries) || has(&entries, CHECKPOINT_METADATA) {
-        return in_step(tree, "");
+    if is_item(&entries) || has(&entries, CHECKPOINT_METADATA) || !items_in(tree, "", &entries)?.is_empty() {
+        let item = in_step(tree, "", allow_unfinished)?;
+        return Ok(Item { is_unfinished: item.is_unfinished.or(reason), ..item });
     }
-    if !items_in(tree, "", &entries)?.is_empty() {
-        return in_step(tree, "");
-    }
+    in_steps(tree, &entries, allow_unfinished)
+}
+
+/// The item of the latest finished step; else, if that is allowed, of the latest unfinished one.
+fn in_steps(tree: &dyn FileTree, entries: &[TreeEntry], allow_unfinished: bool) -> Result<Item, OrbaxProblem> {
     let mut steps: Vec<(u64, &str)> =
-        directories(&entries).filter_map(|name| Some((step_number(name)?, name))).collect();
+        directories(entries).filter_map(|name| Some((step_number(name)?, name))).collect();
     steps.sort_unstable();
     let mut without_arrays = Vec::new();
     let mut unfinished: Vec<String> =
-        directories(&entries).filter_map(|name| Some(format!("{name} ({})", unfinished_name(name)?))).collect();
+        directories(entries).filter_map(|name| Some(format!("{name} ({})", unfinished_name(name)?))).collect();
+    let mut last = None;
     for (number, name) in steps.into_iter().rev() {
-        match in_step(tree, name) {
+        match in_step(tree, name, false) {
             Ok(item) => return Ok(Item { step: Some(number), unfinished, ..item }),
-            Err(OrbaxProblem::Unfinished { reason, .. }) => unfinished.push(format!("{name} ({reason})")),
+            Err(OrbaxProblem::Unfinished { reason, .. }) => {
+                last.get_or_insert((number, name));
+                unfinished.push(format!("{name} ({reason})"));
+            }
             // A directory with a number for a name need not be a step.
             Err(OrbaxProblem::NoItem { .. }) => without_arrays.push(format!("{name} (no arrays in it)")),
             Err(error) => return Err(error),
         }
     }
-    let processes = directories(&entries).filter(|name| name.starts_with("ocdbt.process_")).count();
+    if let Some((number, name)) = last.filter(|_| allow_unfinished) {
+        let item = in_step(tree, name, true)?;
+        return Ok(Item { step: Some(number), ..item });
+    }
+    let processes = directories(entries).filter(|name| name.starts_with("ocdbt.process_")).count();
     if processes > 0 {
         let reason = "the databases of its processes are not merged yet, manifest.ocdbt is missing";
         return Err(OrbaxProblem::Unfinished { directory: tree.shown(""), reason });
@@ -162,22 +176,32 @@ fn metadata(tree: &dyn FileTree, directory: &str) -> Result<Option<CheckpointMet
     }
 }
 
+/// Why a step is unfinished, by its entries and by what it says about itself.
+fn unfinished_step(
+    tree: &dyn FileTree,
+    entries: &[TreeEntry],
+    of_step: Option<&CheckpointMetadata>,
+) -> Option<&'static str> {
+    if tree.needs_commit_file() && !has(entries, COMMIT_SUCCESS) {
+        return Some("commit_success.txt is missing, which Orbax writes last on an object store");
+    }
+    of_step
+        .is_some_and(|found| found.commit_nanoseconds.is_none())
+        .then_some("_CHECKPOINT_METADATA has no commit_timestamp_nsecs: the saver is still at work, or was stopped")
+}
+
 /// The item of a finished step, or the directory itself if it is an item.
-fn in_step(tree: &dyn FileTree, step: &str) -> Result<Item, OrbaxProblem> {
+fn in_step(tree: &dyn FileTree, step: &str, allow_unfinished: bool) -> Result<Item, OrbaxProblem> {
     let entries = tree.list(step)?;
     let unfinished = |reason| OrbaxProblem::Unfinished { directory: tree.shown(step), reason };
     let of_step = metadata(tree, step)?;
-    if tree.needs_commit_file() && !has(&entries, COMMIT_SUCCESS) {
-        return Err(unfinished("commit_success.txt is missing, which Orbax writes last on an object store"));
-    }
-    if of_step.as_ref().is_some_and(|found| found.commit_nanoseconds.is_none()) {
-        return Err(unfinished(
-            "_CHECKPOINT_METADATA has no commit_timestamp_nsecs: the saver is still at work, or was stopped",
-        ));
+    let is_unfinished = unfinished_step(tree, &entries, of_step.as_ref());
+    if let Some(reason) = is_unfinished.filter(|_| !allow_unfinished) {
+        return Err(unfinished(reason));
     }
     if is_item(&entries) {
         let scan_layers = of_step.and_then(|found| found.scan_layers());
-        return Ok(Item { directory: step.to_owned(), step: None, scan_layers, unfinished: Vec::new() });
+        return Ok(Item { directory: step.to_owned(), step: None, scan_layers, unfinished: Vec::new(), is_unfinished });
     }
     let found = items_in(tree, step, &entries)?;
     let preferred = ITEMS.iter().find(|name| found.iter().any(|item| item == *name));
@@ -197,5 +221,5 @@ fn in_step(tree: &dyn FileTree, step: &str) -> Result<Item, OrbaxProblem> {
     let directory = below(step, &name);
     let of_item = metadata(tree, &directory)?;
     let scan_layers = [of_step, of_item].into_iter().flatten().find_map(|found| found.scan_layers());
-    Ok(Item { directory, step: None, scan_layers, unfinished: Vec::new() })
+    Ok(Item { directory, step: None, scan_layers, unfinished: Vec::new(), is_unfinished })
 }

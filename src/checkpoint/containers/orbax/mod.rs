@@ -148,13 +148,18 @@ struct Leaves {
     saved: SavedTree,
 }
 
-/// Reads the descriptions of an Orbax checkpoint: of the model, or of the `whole_state`.
+/// Reads the descriptions of an Orbax checkpoint: of the model, or of the `whole_state`. With `allow_unfinished`, also of one that its
+/// saver has not marked as finished.
 ///
 /// # Errors
 /// All problems with the checkpoint.
-pub(in crate::checkpoint) fn read(tree: &dyn FileTree, whole_state: bool) -> Result<OrbaxContents, Vec<OrbaxProblem>> {
+pub(in crate::checkpoint) fn read(
+    tree: &dyn FileTree,
+    whole_state: bool,
+    allow_unfinished: bool,
+) -> Result<OrbaxContents, Vec<OrbaxProblem>> {
     let one = |problem: OrbaxProblem| vec![problem];
-    let item = item::find(tree).map_err(one)?;
+    let item = item::find(tree, allow_unfinished).map_err(one)?;
     let directory = item.directory.as_str();
     let is_database = store::is_database(tree, directory).map_err(one)?;
     let leaves = leaves(tree, directory, is_database, whole_state)?;
@@ -184,7 +189,9 @@ pub(in crate::checkpoint) fn read(tree: &dyn FileTree, whole_state: bool) -> Res
             }
         };
         let (dtype, shape, fill) = (array.dtype, array.shape.clone(), array.fill.to_vec());
-        let to_lay_out = ToLayOut { tree, name, array, values, stores_fill_values: leaves.stores_fill_values };
+        // Of an unfinished checkpoint, a chunk that is not there is lost: nothing says that it holds one value.
+        let stores_fill_values = leaves.stores_fill_values || item.is_unfinished.is_some();
+        let to_lay_out = ToLayOut { tree, name, array, values, stores_fill_values };
         match to_lay_out.lay_out(&mut files, &mut decoded) {
             Ok(layout) => laid_out.push((name, dtype, shape, Some(fill).filter(|_| layout.has_holes), layout.boxes)),
             Err(found) => problems.extend(found),
@@ -203,7 +210,12 @@ pub(in crate::checkpoint) fn read(tree: &dyn FileTree, whole_state: bool) -> Res
     let tensors = tensors.collect();
     let passed_over = item.unfinished.iter().map(|step| format!("step {step} is passed over"));
     let used = item.step.map(|step| format!("the latest finished step is {step}"));
-    let warnings = if item.unfinished.is_empty() { Vec::new() } else { passed_over.chain(used).collect() };
+    let mut warnings: Vec<String> =
+        if item.unfinished.is_empty() { Vec::new() } else { passed_over.chain(used).collect() };
+    warnings.extend(item.is_unfinished.map(|reason| {
+        let step = item.step.map_or_else(String::new, |step| format!("step {step}: "));
+        format!("{step}unfinished, and read since --allow-unfinished says so: {reason}")
+    }));
     Ok(OrbaxContents {
         #[cfg(test)]
         item: item.directory,

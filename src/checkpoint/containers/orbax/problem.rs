@@ -18,7 +18,10 @@ pub enum OrbaxProblem {
     #[error(transparent)]
     Unreadable(#[from] SourceError),
     /// A directory that its saver has not finished.
-    #[error("{}: an unfinished Orbax checkpoint: {reason}", directory.display())]
+    #[error(
+        "{}: an unfinished Orbax checkpoint: {reason}; --allow-unfinished reads what is there, if all chunks are",
+        directory.display()
+    )]
     Unfinished {
         /// The directory.
         directory: Arc<Path>,
@@ -26,7 +29,11 @@ pub enum OrbaxProblem {
         reason: &'static str,
     },
     /// A directory of steps, none of which is finished and has arrays.
-    #[error("{}: no finished step: {}", directory.display(), if found.is_empty() { "no steps".to_owned() } else { found.join(", ") })]
+    #[error(
+        "{}: no finished step: {}; --allow-unfinished reads the latest one, if all of its chunks are there",
+        directory.display(),
+        if found.is_empty() { "no steps".to_owned() } else { found.join(", ") }
+    )]
     NoFinishedStep {
         /// The directory.
         directory: Arc<Path>,

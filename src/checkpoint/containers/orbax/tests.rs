@@ -140,7 +140,7 @@ fn assemble(tensor: &OrbaxTensor, found_paths: usize, source: &dyn Source) -> Re
 
 fn contents(tree: &MemoryTree, whole_state: bool) -> Result<BTreeMap<String, Vec<u8>>, String> {
     let shown = |problems: Vec<OrbaxProblem>| problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
-    let mut found = read(tree, whole_state).map_err(shown)?;
+    let mut found = read(tree, whole_state, false).map_err(shown)?;
     let source = found.source(tree.source(&found.paths));
     let assembled =
         found.tensors.iter().map(|tensor| Ok((tensor.name.clone(), assemble(tensor, found.paths.len(), &*source)?)));
@@ -183,7 +183,7 @@ fn checkpoints_of_orbax_are_what_was_saved() {
             assert_eq!(contents(&tree, false).unwrap(), expected(), "{name} {at}");
             let state = contents(&tree, true).unwrap();
             assert_eq!(state.keys().filter(|key| !key.starts_with("params.")).collect::<Vec<_>>(), ["step"]);
-            let found = read(&tree, false).unwrap();
+            let found = read(&tree, false, false).unwrap();
             let left_out: Vec<_> = found.left_out.iter().map(|(name, _)| name.as_str()).collect();
             assert_eq!(left_out, ["label", "step"], "{name} {at}");
             assert_eq!(found.scan_layers, if at == "3/default" { None } else { Some(true) }, "{name} {at}");
@@ -246,7 +246,7 @@ fn databases_of_several_processes_are_one() {
 
 fn refused(tree: &MemoryTree) -> String {
     let shown = |problems: Vec<OrbaxProblem>| problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
-    read(tree, false).map(|_| ()).map_err(shown).unwrap_err()
+    read(tree, false, false).map(|_| ()).map_err(shown).unwrap_err()
 }
 
 #[test]
@@ -261,25 +261,43 @@ fn unfinished_steps_are_never_read() {
         let uncommitted =
             br#"{"item_handlers": {"default": "x"}, "init_timestamp_nsecs": 1, "commit_timestamp_nsecs": null}"#;
         later.files.insert("12/_CHECKPOINT_METADATA".to_owned(), uncommitted.to_vec());
-        let found = read(&later, false).unwrap();
+        let found = read(&later, false, false).unwrap();
         assert_eq!(found.item, "3/default");
         assert!(found.warnings.iter().any(|warning| warning.contains("step 12")), "{:?}", found.warnings);
         let committed =
             br#"{"item_handlers": {"default": "x"}, "init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}"#;
         later.files.insert("12/_CHECKPOINT_METADATA".to_owned(), committed.to_vec());
-        assert_eq!(read(&later, false).unwrap().item, "12/default");
+        assert_eq!(read(&later, false, false).unwrap().item, "12/default");
 
         let mut alone = later.clone();
         alone.files.retain(|path, _| path.starts_with("4.orbax"));
         assert!(is_orbax(&alone).unwrap());
         let message = refused(&alone);
         assert!(message.contains("no finished step: 4.orbax-checkpoint-tmp"), "{message}");
-        let message = refused(&MemoryTree { name: "4.orbax-checkpoint-tmp", ..step.clone() });
+        let renamed = MemoryTree { name: "4.orbax-checkpoint-tmp", ..step.clone() };
+        let message = refused(&renamed);
         assert!(message.contains("unfinished"), "{message}");
+        assert_eq!(read(&renamed, false, true).unwrap().item, "default");
         // On an object store the last file decides.
         let mut stored = MemoryTree { needs_commit_file: true, ..tree.clone() };
         stored.files.retain(|path, _| !path.ends_with("commit_success.txt"));
-        assert!(refused(&stored).contains("commit_success.txt"));
+        let message = refused(&stored);
+        assert!(message.contains("commit_success.txt") && message.contains("--allow-unfinished"), "{message}");
+        // A copy that lost the file is read on request, and only if it is whole.
+        let found = read(&stored, false, true).unwrap();
+        assert_eq!(found.item, "3/default");
+        assert!(found.warnings.iter().any(|warning| warning.contains("step 3: unfinished")), "{:?}", found.warnings);
+        let mut lost = stored.clone();
+        let chunk = |path: &&String| path.contains("params.wq/1.") || path.contains("/d/");
+        let chunk = lost.files.keys().find(chunk).unwrap().clone();
+        lost.files.remove(&chunk);
+        assert!(read(&lost, false, true).is_err(), "{chunk} is lost");
+        let mut finished_first = stored.clone();
+        for (path, bytes) in &step.files {
+            finished_first.files.insert(format!("2/{path}"), bytes.clone());
+        }
+        finished_first.files.insert("2/commit_success.txt".to_owned(), Vec::new());
+        assert_eq!(read(&finished_first, false, true).unwrap().item, "2/default");
         stored.files.insert("3/commit_success.txt".to_owned(), Vec::new());
         assert_eq!(contents(&stored, false).unwrap(), expected());
     }
@@ -373,7 +391,7 @@ fn damaged_chunks_are_named_and_others_are_read() {
     tree.files.insert("_METADATA".to_owned(), br#"{"tree_metadata": {"('x',)": {"key_metadata": [{"key": "x", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}}, "use_zarr3": true}"#.to_vec());
     let chunk = tree.files.keys().find(|path| path.ends_with("c/1/0")).unwrap().clone();
     tree.files.get_mut(&chunk).unwrap()[3] ^= 1;
-    let mut found = read(&tree, false).unwrap();
+    let mut found = read(&tree, false, false).unwrap();
     let source = found.source(tree.source(&found.paths));
     let error = assemble(&found.tensors[0], found.paths.len(), &*source).unwrap_err().to_string();
     assert!(error.contains("array x, chunk c/1/0 (bytes 0..") && error.contains("CRC-32C"), "{error}");
@@ -392,7 +410,7 @@ fn decoded_files_follow_the_files_that_they_are_stored_in() {
     let row = all.as_array().unwrap().iter().find(|row| row["name"] == "3 zstd").unwrap();
     let mut tree = array_tree(row);
     tree.files.insert("_METADATA".to_owned(), br#"{"tree_metadata": {"('x',)": {"key_metadata": [{"key": "x", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}}, "use_zarr3": true}"#.to_vec());
-    let mut found = read(&tree, false).unwrap();
+    let mut found = read(&tree, false, false).unwrap();
     let own = found.paths.len();
     let source = found.source(tree.source(&found.paths));
     assert_eq!(source.file_count(), 2 * own);
@@ -427,7 +445,7 @@ fn chunks_that_will_be_read_are_decoded_before_and_once() {
     let row = all.as_array().unwrap().iter().find(|row| row["name"] == "3 zstd").unwrap();
     let mut tree = array_tree(row);
     tree.files.insert("_METADATA".to_owned(), br#"{"tree_metadata": {"('x',)": {"key_metadata": [{"key": "x", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}}, "use_zarr3": true}"#.to_vec());
-    let mut found = read(&tree, false).unwrap();
+    let mut found = read(&tree, false, false).unwrap();
     let own = found.paths.len();
     let source = found.source(tree.source(&found.paths));
     let maps = source.maps().unwrap();

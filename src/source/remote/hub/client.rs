@@ -1,6 +1,12 @@
 //! Requests to the Hub: token, redirects, refusals, waits.
 
-use std::{error::Error, io, path::Path, sync::Arc, time::Instant};
+use std::{
+    error::Error,
+    io,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
 use reqwest::{
@@ -13,9 +19,11 @@ use tokio::time::timeout_at;
 
 use super::{
     super::{
+        super::waits::Waits,
         counters::RemoteCounters,
-        error::{Failure, RemoteError, of_certificate},
+        error::{Failure, RemoteError, of_certificate, of_connection},
         interface::RemoteFile,
+        redirect::{REDIRECTS_MAX, may_follow, refusal},
         retry::{Deadline, Gate, retry},
         runtime,
     },
@@ -28,12 +36,12 @@ use super::{
 
 /// Connections that stay open for the next request, for each host.
 const IDLE_CONNECTIONS: usize = 64;
-/// Most redirects of one request.
-const REDIRECTS_MAX: usize = 10;
 /// Most bytes of an answer of the API. A page of the tree has about 300 KB.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Most pages of a tree, of 1000 entries each.
 const PAGES_MAX: usize = 200;
+/// Most files of a repository.
+const FILES_MAX: usize = 100_000;
 /// Hosts of the Hub itself. Its content network has other names, also below these.
 const HUB_HOSTS: [&str; 2] = ["huggingface.co", "hf.co"];
 
@@ -74,6 +82,13 @@ impl Hub {
         })?;
         let kept = cache.map(|cache| Kept::new(cache, &settings.endpoint.authority().replace(':', "_")));
         Ok(Self { settings, http, gate: Gate::default(), counters, kept })
+    }
+
+    /// The same client with another time limit for answers. `waits` shows what it waits for.
+    #[must_use]
+    pub fn patient(self, limit: Duration, waits: &Waits) -> Self {
+        let gate = Gate::new(self.host(), limit, waits);
+        Self { gate, ..self }
     }
 
     /// Its settings.
@@ -141,7 +156,13 @@ impl Hub {
             for entry in entries {
                 files.extend(entry.file().map_err(refuse)?);
             }
+            if files.len() > FILES_MAX {
+                return Err(refuse(format!("more than {FILES_MAX} files: not a model repository")));
+            }
             next = next_page(&headers).and_then(|text| url.join(&text).ok());
+            if let Some(next) = next.as_ref().filter(|next| !may_follow(&url, next)) {
+                return Err(refuse(refusal(&url, next)));
+            }
         }
         if next.is_some() {
             return Err(refuse(format!("more than {PAGES_MAX} pages of files: not a model repository")));
@@ -180,7 +201,12 @@ impl Hub {
         let attempt = |until: Instant| {
             let url = url.clone();
             runtime::block_on(async move {
-                let mut answer = self.follow(Method::GET, repo, subject, url, until).await?.answer;
+                let Followed { mut answer, url, leads_out, .. } =
+                    self.follow(Method::GET, repo, subject, url, until).await?;
+                if leads_out {
+                    let message = format!("redirects to {}, which is not the Hub", url.host_str().unwrap_or_default());
+                    return Err(of_status(&answer, Failure::Unsupported, self.host(), repo, &message));
+                }
                 let headers = answer.headers().clone();
                 let text = self.whole(repo, &mut answer, until).await?;
                 let parsed = serde_json::from_slice(&text).map_err(|error| {
@@ -244,6 +270,10 @@ impl Hub {
             let Some(target) = target else {
                 return Err(of_status(&answer, Failure::Unsupported, self.host(), repo, "an unexpected answer"));
             };
+            if !may_follow(&url, &target) {
+                let message = refusal(&url, &target);
+                return Err(of_status(&answer, Failure::Refused, self.host(), repo, &message));
+            }
             let is_hub = self.is_hub(&target);
             url = target;
             if !is_hub {
@@ -375,10 +405,10 @@ fn explained(refusal: &Refusal, answer: &Response, host: &str, repo: &str) -> Re
 fn of_transport(error: reqwest::Error, host: &str, what: &str) -> RemoteError {
     let failure = if error.is_timeout() { Failure::TimedOut } else { Failure::Transient };
     let causes = causes(&error.without_url());
-    match of_certificate(&causes) {
-        Some(message) => RemoteError::new(Failure::Refused, host, what, message),
-        None => RemoteError::new(failure, host, what, causes),
+    if let Some(message) = of_certificate(&causes) {
+        return RemoteError::new(Failure::Refused, host, what, message);
     }
+    RemoteError::new(failure, host, what, of_connection(&causes).map_or(causes.clone(), str::to_owned))
 }
 
 /// An error with its causes, each once.

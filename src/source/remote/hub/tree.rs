@@ -3,7 +3,10 @@
 use reqwest::header::{HeaderMap, LINK};
 use serde::Deserialize;
 
-use super::super::interface::{Content, RemoteFile};
+use super::super::{
+    file_path::flaw_of,
+    interface::{Content, RemoteFile},
+};
 
 /// The answer about a revision.
 #[derive(Debug, Deserialize)]
@@ -57,6 +60,10 @@ impl Entry {
         }
         if !is_inside(&path) {
             return Err(format!("file {path:?}: not a path inside the repository"));
+        }
+        if let Some(flaw) = flaw_of(&path) {
+            let shown: String = path.chars().take(80).collect();
+            return Err(format!("file {shown:?}...: {flaw}"));
         }
         let (size_bytes, content) = match lfs {
             Some(Lfs { oid, size }) if is_hex(&oid, SHA256_DIGITS) => (size, Content::Sha256(oid)),

@@ -12,14 +12,15 @@ use super::{
         interface::{RemoteFile, RemoteRepository},
         locality::is_loopback,
         options::RemoteOptions,
-        retry::{Deadline, Gate, retry},
+        retry::{Deadline, Gate},
         runtime::with_remedy,
     },
+    cause::with_cause,
     connect::{Connection, Kind, connect},
     http_listing,
-    observe::Observer,
+    observe::Credentials,
     offline::{Kept, Offline},
-    reader::{Store, with_cause},
+    reader::{Asking, Store},
 };
 
 /// The repository or file at an address. `None` if the address is of another kind.
@@ -53,9 +54,9 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
         return Err(bad("http:// is unencrypted: use https://, or --allow-http".into()));
     }
     let path = Path::from_url_path(url.path()).map_err(|error| bad(error.to_string()))?;
-    let last = Observer::default();
-    let Connection { inner, address, host, advice } =
-        connect(&url, kind, options, &last).map_err(|error| bad(with_remedy(with_cause(&error))))?;
+    let credentials = Credentials::default();
+    let Connection { inner, pages, address, host, advice, looked_for } =
+        connect(&url, kind, options, &credentials).map_err(|error| bad(with_remedy(with_cause(&error))))?;
     let label = without_secrets(source).trim_end_matches('/').to_owned();
     let is_file = !url.path().ends_with('/') && path.extension().is_some_and(|end| FILES.contains(&end));
     let kept = Kept::new(format!("{address}/{path}"), options);
@@ -64,10 +65,10 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
         let files = kept.files().ok_or_else(|| objects.error(&label))?;
         return Ok(RemoteRepository { url: label.clone(), label, revision: None, files, objects: Arc::new(objects) });
     }
-    let store = Arc::new(Store { inner, host, address, last, advice });
-    let (gate, counters) = (Gate::default(), RemoteCounters::default());
-    // A listing waits as long as its service asks for.
-    let files = retry(&gate, &counters, Deadline::None, |_| list(&store, kind, &path, is_file), || false)?;
+    let store = Arc::new(Store { inner, host, address, pages, credentials, advice, looked_for });
+    let (gate, counters) = (Gate::new(&store.host, options.timeout, &options.waits), RemoteCounters::default());
+    let asking = Asking { gate: &gate, counters: &counters, deadline: Deadline::Quiet };
+    let files = list(&store, kind, &path, is_file, asking)?;
     if files.is_empty() {
         let message = "no object has this prefix".to_owned();
         return Err(RemoteError::new(Failure::NotFound, &store.host, &label, message));
@@ -79,11 +80,17 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
 /// Endings of addresses of one file.
 const FILES: [&str; 5] = ["safetensors", "pt", "bin", "pth", "ckpt"];
 
-fn list(store: &Store, kind: Kind, path: &Path, is_file: bool) -> Result<Vec<RemoteFile>, RemoteError> {
+fn list(
+    store: &Store,
+    kind: Kind,
+    path: &Path,
+    is_file: bool,
+    asking: Asking<'_>,
+) -> Result<Vec<RemoteFile>, RemoteError> {
     if is_file {
-        return Ok(vec![store.head(path, "")?]);
+        return Ok(vec![store.head(path, "", asking)?]);
     }
-    if kind == Kind::Http { http_listing::list(store, path) } else { store.list(path) }
+    if kind == Kind::Http { http_listing::list(store, path, asking) } else { store.list(path, asking) }
 }
 
 /// An address without what may be secret: a signature after `?`, and a password.

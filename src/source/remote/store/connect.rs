@@ -8,6 +8,7 @@ use object_store::{
     azure::{AzureConfigKey, MicrosoftAzureBuilder},
     gcp::{GoogleCloudStorageBuilder, GoogleConfigKey},
     http::HttpBuilder,
+    list::PaginatedListStore,
 };
 use url::Url;
 
@@ -18,7 +19,7 @@ use super::{
         runtime::{CONNECT_TIMEOUT, READ_TIMEOUT, install_tls},
     },
     aws_profile::{self, ProfileProvider},
-    observe::{ObservedConnector, Observer},
+    observe::{Credentials, ObservedConnector},
 };
 
 /// Longest time of one attempt. A slow reply goes on in the next.
@@ -40,15 +41,18 @@ pub(super) enum Kind {
 }
 
 /// A store.
-#[derive(Debug)]
 pub(super) struct Connection {
     pub(super) inner: Arc<dyn ObjectStore>,
+    /// Lists it, where the service lists.
+    pub(super) pages: Option<Arc<dyn PaginatedListStore>>,
     /// Names the store. Another endpoint is another store, with other objects of the same names.
     pub(super) address: String,
     /// Host, for messages.
     pub(super) host: String,
     /// What to do if the store refuses.
     pub(super) advice: &'static str,
+    /// Where credentials are looked for.
+    pub(super) looked_for: &'static str,
 }
 
 /// What all kinds have in common.
@@ -58,7 +62,7 @@ struct Common<'a> {
     retries: RetryConfig,
 }
 
-/// A client of the store at an address. It sends nothing yet. What replies say besides their bytes is noted in `last`.
+/// A client of the store at an address. It sends nothing yet. What becomes of requests for credentials is noted.
 ///
 /// # Errors
 /// The environment's settings do not fit each other, or the client cannot start.
@@ -66,10 +70,10 @@ pub(super) fn connect(
     url: &Url,
     kind: Kind,
     options: &RemoteOptions,
-    last: &Observer,
+    credentials: &Credentials,
 ) -> object_store::Result<Connection> {
     install_tls();
-    let connector = ObservedConnector { last: last.clone() };
+    let connector = ObservedConnector { credentials: credentials.clone() };
     // Repetitions are made above, for all services alike.
     let retries = RetryConfig { max_retries: 0, ..RetryConfig::default() };
     let common = Common { options, connector, retries };
@@ -105,14 +109,18 @@ fn s3(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
     for (key, value) in client(endpoint.as_deref(), common.options) {
         builder = builder.with_config(AmazonS3ConfigKey::Client(key), value);
     }
-    let made = builder.with_retry(common.retries).with_http_connector(common.connector).build()?;
+    let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
     let named = endpoint.as_deref().and_then(host_of);
     Ok(Connection {
-        inner: Arc::new(made),
+        inner: made.clone(),
+        pages: Some(made),
         address: named.as_ref().map_or_else(|| format!("s3://{bucket}"), |host| format!("s3://{bucket} at {host}")),
         host: named.unwrap_or_else(|| format!("{bucket}.s3.amazonaws.com")),
         advice: "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for a public \
                  bucket; AWS_REGION must be the bucket's",
+        looked_for: "AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, keys of the profile AWS_PROFILE (else default) in \
+                     ~/.aws, AWS_WEB_IDENTITY_TOKEN_FILE, AWS_CONTAINER_CREDENTIALS_*_URI, and then asked the metadata \
+                     service of a machine at AWS",
     })
 }
 
@@ -130,13 +138,16 @@ fn google(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
     for (key, value) in client(base.as_deref(), common.options) {
         builder = builder.with_config(GoogleConfigKey::Client(key), value);
     }
-    let made = builder.with_retry(common.retries).with_http_connector(common.connector).build()?;
+    let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
     let host = base.as_deref().and_then(host_of).unwrap_or_else(|| "storage.googleapis.com".to_owned());
     Ok(Connection {
-        inner: Arc::new(made),
+        inner: made.clone(),
+        pages: Some(made),
         address: format!("gs://{bucket} at {host}"),
         host,
         advice: "set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
+        looked_for: "GOOGLE_SERVICE_ACCOUNT, GOOGLE_SERVICE_ACCOUNT_KEY, GOOGLE_APPLICATION_CREDENTIALS, the file of `gcloud \
+                     auth application-default login`, and then asked the metadata service of a machine at Google",
     })
 }
 
@@ -169,13 +180,17 @@ fn azure(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
     for (key, value) in client(endpoint.as_deref(), common.options) {
         builder = builder.with_config(AzureConfigKey::Client(key), value);
     }
-    let made = builder.with_retry(common.retries).with_http_connector(common.connector).build()?;
+    let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
     Ok(Connection {
-        inner: Arc::new(made),
+        inner: made.clone(),
+        pages: Some(made),
         address: format!("az://{container} at {host}"),
         host,
         advice: "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or a SAS token, or AZURE_SKIP_SIGNATURE=true \
                  for a public container",
+        looked_for: "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_KEY, AZURE_STORAGE_TOKEN, AZURE_CLIENT_ID with \
+                     AZURE_CLIENT_SECRET or AZURE_FEDERATED_TOKEN_FILE, and then asked the metadata service of a machine at \
+                     Azure",
     })
 }
 
@@ -190,13 +205,15 @@ fn http(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
     for (key, value) in client(Some(base), common.options) {
         builder = builder.with_config(key, value);
     }
-    let made = builder.with_retry(common.retries).with_http_connector(common.connector).build()?;
+    let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
     let host = host_of(base).unwrap_or_default();
     Ok(Connection {
-        inner: Arc::new(made),
+        inner: made,
+        pages: None,
         address: format!("{}://{host}", url.scheme()),
         host,
         advice: "the server wants credentials, which ckfs has not",
+        looked_for: "nothing",
     })
 }
 
@@ -231,7 +248,7 @@ mod tests {
     fn an_address_is_named_by_its_store_and_container() {
         let named = |text: &str, kind| {
             let url = Url::parse(text).unwrap();
-            let made = connect(&url, kind, &RemoteOptions::default(), &Observer::default()).unwrap();
+            let made = connect(&url, kind, &RemoteOptions::default(), &Credentials::default()).unwrap();
             (made.address, made.host)
         };
         let of = |address: &str, host: &str| (address.to_owned(), host.to_owned());

@@ -7,9 +7,10 @@ use object_store::path::Path;
 use super::{
     super::{
         error::{Failure, RemoteError},
+        file_path::flaw_of,
         interface::RemoteFile,
     },
-    reader::{FromKey as _, Store},
+    reader::{Asking, FromKey as _, Store},
 };
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -42,14 +43,14 @@ const OTHERS: [&str; 18] = [
 ///
 /// # Errors
 /// It has neither an index nor `model.safetensors`, or a file that the index names is not there.
-pub(super) fn list(store: &Store, dir: &Path) -> Result<Vec<RemoteFile>, RemoteError> {
+pub(super) fn list(store: &Store, dir: &Path, asking: Asking<'_>) -> Result<Vec<RemoteFile>, RemoteError> {
     // Not by `join`, which encodes characters: the client encodes them once more.
     let at = |name: &str| -> Path {
         let parts = dir.parts().map(|part| part.as_ref().to_owned()).chain(name.split('/').map(str::to_owned));
         Path::from_absolute_path_or(&parts.collect::<Vec<_>>().join("/"))
     };
     let what = |name: &str| format!("{}/{}", store.address, at(name));
-    let index = match store.head(&at(INDEX), INDEX) {
+    let index = match store.head(&at(INDEX), INDEX, asking) {
         Ok(index) => Some(index),
         Err(error) if error.failure == Failure::NotFound => None,
         Err(error) => return Err(error),
@@ -60,13 +61,13 @@ pub(super) fn list(store: &Store, dir: &Path) -> Result<Vec<RemoteFile>, RemoteE
             let message = format!("expected at most {INDEX_BYTES_MAX} bytes, found {}", index.size_bytes);
             return Err(RemoteError::new(Failure::Unsupported, &store.host, &what(INDEX), message));
         }
-        Some(_) => weights_of(&store.get(&at(INDEX))?)
+        Some(_) => weights_of(&store.get(&at(INDEX), asking)?)
             .map_err(|message| RemoteError::new(Failure::Unsupported, &store.host, &what(INDEX), message))?,
         None => BTreeSet::from([SINGLE.to_owned()]),
     };
     names.extend(weights.iter().cloned());
     let keys: Vec<(Path, String)> = names.into_iter().map(|name| (at(&name), name)).collect();
-    let mut files = store.heads(&keys)?;
+    let mut files = store.heads(&keys, asking)?;
     let missing = |name: &&String| files.iter().all(|file| file.path != **name);
     // An adapter has weights of another name.
     let is_adapter = index.is_none() && files.iter().any(|file| file.path == "adapter_model.safetensors");
@@ -91,6 +92,9 @@ fn weights_of(text: &[u8]) -> Result<BTreeSet<String>, String> {
         let inside = !name.starts_with('/') && name.split('/').all(|part| !matches!(part, "" | "." | ".."));
         if !inside {
             return Err(format!("{name:?} leaves the repository"));
+        }
+        if let Some(flaw) = flaw_of(name) {
+            return Err(format!("a file in weight_map: {flaw}"));
         }
         names.insert(name.to_owned());
     }

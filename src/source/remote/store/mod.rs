@@ -1,14 +1,19 @@
 //! Object stores and web servers: S3, Google Cloud Storage, Azure and HTTP, by the `object_store` crate.
 //!
 //! The crate makes one attempt at a time: its own repetitions are off, since [`super::Retrying`] repeats for all services.
-//! [`observe`] sees every reply below it, and takes from it what the crate does not pass on: status, pauses, request ids.
+//! [`observe`] sees every reply below it, and takes from it what the crate does not pass on: status, pauses, request ids. [`client`]
+//! follows redirects, and [`page`] takes keys out of listings that the crate would refuse.
 
 mod address;
 mod aws_profile;
+mod cause;
+mod client;
 mod connect;
 mod http_listing;
+mod listing;
 mod observe;
 mod offline;
+mod page;
 mod reader;
 
 pub use address::open_url;

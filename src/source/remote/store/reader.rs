@@ -1,24 +1,43 @@
 //! Reads and lists objects of a store.
 
-use std::{ops::ControlFlow, sync::Arc, time::Instant};
+use std::{
+    fmt,
+    ops::ControlFlow,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
-use futures_util::{StreamExt, TryStreamExt, stream::BoxStream};
-use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, path::Path};
+use futures_util::{StreamExt, stream::BoxStream};
+use object_store::{
+    GetOptions, GetRange, ObjectMeta, ObjectStore,
+    list::{PaginatedListOptions, PaginatedListResult, PaginatedListStore},
+    path::Path,
+};
 
 use super::{
     super::{
         super::ByteSpan,
-        error::{Failure, RemoteError, of_certificate},
+        counters::RemoteCounters,
+        error::{Failure, RemoteError, of_certificate, of_connection},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, Sink},
+        retry::{Deadline, Gate, retry},
         runtime::{READ_TIMEOUT, block_on},
     },
-    observe::Observer,
+    cause::cause,
+    client::RefusedRedirect,
+    listing::{Gathered, passed_text},
+    observe::{Credentials, Observer},
+    page::PageFilter,
 };
 
-/// Most objects below a prefix.
-const OBJECTS_MAX: usize = 100_000;
+/// Time between two lines about a listing that takes long.
+const TOLD_PERIOD: Duration = Duration::from_secs(2);
 
 type Body = BoxStream<'static, object_store::Result<Bytes>>;
 
@@ -39,88 +58,173 @@ enum Asked {
 }
 
 /// A store, with the prefix of its objects' names in messages.
-#[derive(Debug)]
 pub(super) struct Store {
     pub(super) inner: Arc<dyn ObjectStore>,
     /// Host, for messages.
     pub(super) host: String,
     /// Names the store: `s3://bucket`, `https://host`.
     pub(super) address: String,
-    /// What replies to calls without an observer said.
-    pub(super) last: Observer,
+    /// Lists it, where the service lists.
+    pub(super) pages: Option<Arc<dyn PaginatedListStore>>,
+    /// What became of requests for credentials.
+    pub(super) credentials: Credentials,
     /// What to do if the store refuses.
     pub(super) advice: &'static str,
+    /// Where credentials were looked for.
+    pub(super) looked_for: &'static str,
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Store").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+/// How the requests of a listing are repeated.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asking<'a> {
+    pub(super) gate: &'a Gate,
+    pub(super) counters: &'a RemoteCounters,
+    pub(super) deadline: Deadline,
+}
+
+impl Asking<'_> {
+    /// The result of one request, with all of its repetitions.
+    fn again<T>(self, attempt: impl FnMut(Instant) -> Result<T, RemoteError>) -> Result<T, RemoteError> {
+        retry(self.gate, self.counters, self.deadline, attempt, || false)
+    }
 }
 
 impl Store {
-    /// The objects below a prefix, each with its path relative to it.
+    /// The objects below a prefix, each with its path relative to it. Those whose keys name no file are passed over.
     ///
     /// # Errors
     /// The store does not list.
-    pub(super) fn list(&self, prefix: &Path) -> Result<Vec<RemoteFile>, RemoteError> {
-        self.last.forget();
-        let listed = self.run(async {
-            self.inner.list(Some(prefix)).take(OBJECTS_MAX + 1).try_collect::<Vec<ObjectMeta>>().await
-        })?;
+    pub(super) fn list(&self, prefix: &Path, asking: Asking<'_>) -> Result<Vec<RemoteFile>, RemoteError> {
         let what = format!("{}/{prefix}", self.address);
-        let metas = listed.map_err(|error| self.error(&error, &self.last, &what, Asked::Whole))?;
-        if metas.len() > OBJECTS_MAX {
-            let message = format!("more than {OBJECTS_MAX} objects: not a model repository");
-            return Err(RemoteError::new(Failure::Unsupported, &self.host, &what, message));
+        let below = if prefix.as_ref().is_empty() { String::new() } else { format!("{prefix}/") };
+        let filter = PageFilter::new(&below);
+        let unusable = |message: String| RemoteError::new(Failure::Unsupported, &self.host, &what, message);
+        let mut listing = Gathered::default();
+        let (mut token, mut told) = (None, Instant::now());
+        loop {
+            let page = asking.again(|until| {
+                filter.take();
+                self.page(&below, &filter, token.clone(), until)
+            })?;
+            let mut files = Vec::with_capacity(page.result.objects.len());
+            for meta in &page.result.objects {
+                let key = meta.location.as_ref();
+                let path = key.strip_prefix(&below).unwrap_or(key).to_owned();
+                files.push(self.file(meta, path)?);
+            }
+            listing.add(files, filter.take()).map_err(unusable)?;
+            if told.elapsed() >= TOLD_PERIOD {
+                told = Instant::now();
+                tracing::warn!("{what}: being listed, {}", listing.so_far());
+            }
+            match page.page_token {
+                None => break,
+                Some(next) if token.as_ref() == Some(&next) => {
+                    return Err(unusable("the service lists the same page again and again".to_owned()));
+                }
+                Some(next) => token = Some(next),
+            }
         }
-        let relative = |meta: &ObjectMeta| {
-            let key = meta.location.as_ref();
-            let path = key.strip_prefix(prefix.as_ref()).map_or(key, |rest| rest.trim_start_matches('/'));
-            path.to_owned()
+        let (files, passed) = listing.finish();
+        if let Some(text) = passed_text(&passed) {
+            tracing::warn!("{what}: {text}");
+        }
+        Ok(files)
+    }
+
+    /// One page of a listing.
+    async fn page_of(
+        &self,
+        below: &str,
+        filter: &PageFilter,
+        token: Option<String>,
+        observer: &Observer,
+    ) -> Result<PaginatedListResult, RemoteError> {
+        let what = format!("{}/{below}", self.address);
+        let Some(pages) = &self.pages else {
+            return Err(RemoteError::new(Failure::Unsupported, &self.host, &what, "this service does not list"));
         };
-        // Some tools make empty objects in place of directories.
-        let is_file = |meta: &&ObjectMeta| !(meta.size == 0 && relative(meta).is_empty());
-        metas.iter().filter(is_file).map(|meta| self.file(meta, relative(meta))).collect()
+        let mut options = PaginatedListOptions { page_token: token, ..PaginatedListOptions::default() };
+        options.extensions.insert(observer.clone());
+        options.extensions.insert(filter.clone());
+        let listed = pages.list_paginated(Some(below).filter(|below| !below.is_empty()), options).await;
+        listed.map_err(|error| self.error(&error, observer, &what, Asked::Whole))
+    }
+
+    fn page(
+        &self,
+        below: &str,
+        filter: &PageFilter,
+        token: Option<String>,
+        until: Instant,
+    ) -> Result<PaginatedListResult, RemoteError> {
+        let observer = Observer::default();
+        self.until(until, below, self.page_of(below, filter, token, &observer))
     }
 
     /// One object.
     ///
     /// # Errors
     /// It is not there or cannot be read.
-    pub(super) fn head(&self, key: &Path, path: &str) -> Result<RemoteFile, RemoteError> {
-        let meta = self.run(self.meta(key))?;
-        self.file(&meta.map_err(|(_, error)| error)?, path.to_owned())
+    pub(super) fn head(&self, key: &Path, path: &str, asking: Asking<'_>) -> Result<RemoteFile, RemoteError> {
+        let meta = asking.again(|until| self.until(until, key.as_ref(), self.meta(key)))?;
+        self.file(&meta, path.to_owned())
     }
 
-    /// What a store says of an object, or the kind of error and the error.
-    async fn meta(&self, key: &Path) -> Result<ObjectMeta, (bool, RemoteError)> {
+    /// What a store says of an object.
+    async fn meta(&self, key: &Path) -> Result<ObjectMeta, RemoteError> {
         let observer = Observer::default();
         let mut options = GetOptions { head: true, ..GetOptions::default() };
         options.extensions.insert(observer.clone());
         let got = self.inner.get_opts(key, options).await;
-        got.map(|got| got.meta).map_err(|error| {
-            let is_missing = matches!(error, object_store::Error::NotFound { .. });
-            let what = format!("{}/{key}", self.address);
-            (is_missing, self.error(&error, &observer, &what, Asked::Whole))
-        })
+        let what = format!("{}/{key}", self.address);
+        got.map(|got| got.meta).map_err(|error| self.error(&error, &observer, &what, Asked::Whole))
     }
 
-    /// Several objects at a time, without those that are not there.
+    /// Several objects, some at a time, without those that are not there.
     ///
     /// # Errors
     /// The first that cannot be read.
-    pub(super) fn heads(&self, keys: &[(Path, String)]) -> Result<Vec<RemoteFile>, RemoteError> {
+    pub(super) fn heads(&self, keys: &[(Path, String)], asking: Asking<'_>) -> Result<Vec<RemoteFile>, RemoteError> {
         /// Requests at a time.
         const AT_A_TIME: usize = 32;
-        let found = self.run(
-            futures_util::stream::iter(keys)
-                .map(|(key, path)| async move { (path, self.meta(key).await) })
-                .buffered(AT_A_TIME)
-                .collect::<Vec<_>>(),
-        )?;
-        let mut files = Vec::new();
-        for (path, meta) in found {
-            match meta {
-                Ok(meta) => files.push(self.file(&meta, path.clone())?),
-                Err((true, _)) => {}
-                Err((false, error)) => return Err(error),
+        let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
+        let found = Mutex::new(Vec::new());
+        let lock = |mutex: &Mutex<Option<RemoteError>>| mutex.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let work = || {
+            while let Some((key, path)) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if lock(&failed).is_some() {
+                    return;
+                }
+                match self.head(key, path, asking) {
+                    Ok(file) => found.lock().unwrap_or_else(PoisonError::into_inner).push(file),
+                    Err(error) if error.failure == Failure::NotFound => {}
+                    Err(error) => {
+                        failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    }
+                }
             }
+        };
+        thread::scope(|scope| {
+            for _ in 1..AT_A_TIME.min(keys.len()) {
+                // With fewer threads it takes longer.
+                if thread::Builder::new().name("ckfs-list".into()).spawn_scoped(scope, work).is_err() {
+                    break;
+                }
+            }
+            work();
+        });
+        if let Some(error) = lock(&failed) {
+            return Err(error);
         }
+        let mut files = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        files.sort_by(|left, right| left.path.cmp(&right.path));
         Ok(files)
     }
 
@@ -128,13 +232,31 @@ impl Store {
     ///
     /// # Errors
     /// It cannot be read.
-    pub(super) fn get(&self, key: &Path) -> Result<Vec<u8>, RemoteError> {
+    pub(super) fn get(&self, key: &Path, asking: Asking<'_>) -> Result<Vec<u8>, RemoteError> {
         let what = format!("{}/{key}", self.address);
-        let observer = Observer::default();
-        let mut options = GetOptions::default();
-        options.extensions.insert(observer.clone());
-        let bytes = self.run(async { self.inner.get_opts(key, options).await?.bytes().await })?;
-        Ok(bytes.map_err(|error| self.error(&error, &observer, &what, Asked::Whole))?.to_vec())
+        let whole = async || {
+            let observer = Observer::default();
+            let mut options = GetOptions::default();
+            options.extensions.insert(observer.clone());
+            let bytes = async { self.inner.get_opts(key, options).await?.bytes().await }.await;
+            bytes.map_err(|error| self.error(&error, &observer, &what, Asked::Whole))
+        };
+        Ok(asking.again(|until| self.until(until, key.as_ref(), whole()))?.to_vec())
+    }
+
+    /// Runs a request, which fails at `until`.
+    fn until<T>(
+        &self,
+        until: Instant,
+        what: &str,
+        request: impl Future<Output = Result<T, RemoteError>>,
+    ) -> Result<T, RemoteError> {
+        self.run(async {
+            tokio::time::timeout_at(until.into(), request).await.unwrap_or_else(|_| {
+                let what = format!("{}/{what}", self.address);
+                Err(RemoteError::new(Failure::TimedOut, &self.host, &what, "no answer in time"))
+            })
+        })?
     }
 
     fn run<F: Future>(&self, future: F) -> Result<F::Output, RemoteError> {
@@ -185,18 +307,27 @@ impl Store {
             (_, Some(408 | 500..)) => (Failure::Transient, "the service failed".to_owned()),
             (_, Some(300..=399)) => (Failure::Refused, format!("the service redirects without an address: {advice}")),
             (_, Some(status)) => (Failure::Refused, format!("the service refuses with status {status}: {advice}")),
-            (_, None) => {
-                let cause = cause(error);
-                let credentials = cause.contains("169.254.") || cause.contains("metadata.google.internal");
-                match of_certificate(&cause) {
-                    _ if credentials => (Failure::Refused, format!("no credentials: {advice}")),
-                    Some(message) => (Failure::Refused, message),
-                    None => (Failure::Transient, cause),
-                }
-            }
+            (_, None) => self.unanswered(error),
         };
         let (status, request_id) = (seen.status, seen.request_id);
         RemoteError { status, request_id, ..RemoteError::new(failure, &self.host, what, message) }
+    }
+
+    /// The kind and the message of an error of a call that the store did not answer.
+    fn unanswered(&self, error: &object_store::Error) -> (Failure, String) {
+        if let Some(refused) = RefusedRedirect::among(error) {
+            return (Failure::Refused, refused.to_string());
+        }
+        if let Some((found, given_before)) = self.credentials.failure() {
+            let message = format!("no credentials: looked for {}: {found}; {}", self.looked_for, self.advice);
+            // A service that gave some before may do so again.
+            return (if given_before { Failure::Transient } else { Failure::Refused }, message);
+        }
+        let cause = cause(error);
+        match of_certificate(&cause) {
+            Some(message) => (Failure::Refused, message),
+            None => (Failure::Transient, of_connection(&cause).map_or(cause.clone(), str::to_owned)),
+        }
     }
 
     /// Sends a request, and waits for the first bytes of the answer.
@@ -312,29 +443,6 @@ fn etag_of(text: &str) -> String {
     }
 }
 
-/// The innermost causes of an error, without addresses: they may be signed.
-fn cause(error: &dyn std::error::Error) -> String {
-    let mut all: Vec<String> = Vec::new();
-    let mut next = Some(error);
-    while let Some(error) = next {
-        next = error.source();
-        let text = error.to_string();
-        // An outer error repeats the inner ones, after words of its own that may hold an address.
-        if next.is_none() || !text.contains("://") && !text.contains('?') {
-            all.push(text);
-        }
-    }
-    let text = all.pop().unwrap_or_default();
-    let without_query = |word: &str| word.split('?').next().unwrap_or_default().to_owned();
-    text.split(' ').map(without_query).collect::<Vec<_>>().join(" ")
-}
-
-/// An error with its innermost cause.
-pub(super) fn with_cause(error: &object_store::Error) -> String {
-    let (text, cause) = (error.to_string(), cause(error));
-    if text.contains(&cause) { text } else { format!("{text}: {cause}") }
-}
-
 /// Keys of a listing as paths.
 pub(super) trait FromKey {
     fn from_absolute_path_or(key: &str) -> Self;
@@ -354,11 +462,5 @@ mod tests {
     #[test]
     fn tags_lose_their_quotes_and_weak_ones_keep_their_mark() {
         assert_eq!([etag_of("\"a\""), etag_of("W/\"a\""), etag_of("a")], ["a", "W/a", "a"]);
-    }
-
-    #[test]
-    fn causes_hold_no_signature() {
-        let error = std::io::Error::other("GET https://h/k?X-Amz-Signature=secret failed");
-        assert_eq!(cause(&error), "GET https://h/k failed");
     }
 }

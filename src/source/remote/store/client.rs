@@ -1,0 +1,196 @@
+//! The HTTP client below a store: it follows redirects itself, so that credentials stay with the host that they are for.
+//!
+//! The client that `object_store` makes of its own follows them too, and removes no header but `Authorization` and cookies: a session
+//! token of AWS would go to any host.
+
+use std::{
+    error::Error,
+    fmt,
+    net::SocketAddr,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use http::{Method, header::LOCATION};
+use object_store::{
+    ClientConfigKey as Key, ClientOptions,
+    client::{HttpClient, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService},
+};
+use reqwest::{
+    NoProxy, Proxy,
+    dns::{Addrs, Name, Resolve, Resolving},
+    redirect::Policy,
+};
+use url::Url;
+
+use super::super::redirect::{REDIRECTS_MAX, is_redirect, may_follow, refusal, without_credentials};
+
+/// A client with the options of a store.
+///
+/// # Errors
+/// The options do not fit each other, or there are no certificates.
+pub(super) fn client(options: &ClientOptions) -> object_store::Result<HttpClient> {
+    let made = builder(options).and_then(reqwest::ClientBuilder::build);
+    let inner = made.map_err(|error| object_store::Error::Generic { store: "HTTP client", source: Box::new(error) })?;
+    Ok(HttpClient::new(Following { inner: HttpClient::new(inner) }))
+}
+
+fn builder(options: &ClientOptions) -> reqwest::Result<reqwest::ClientBuilder> {
+    let text = |key| options.get_config_value(&key).filter(|text| !text.is_empty());
+    let is_on = |key| text(key).is_some_and(|text| text == "true");
+    let time = |key| text(key).as_deref().and_then(duration);
+    let mut made = reqwest::Client::builder()
+        .redirect(Policy::none())
+        .referer(false)
+        .no_gzip()
+        .no_brotli()
+        .no_zstd()
+        .no_deflate()
+        .https_only(!is_on(Key::AllowHttp))
+        .danger_accept_invalid_certs(is_on(Key::AllowInvalidCertificates));
+    if let Some(agent) = text(Key::UserAgent) {
+        made = made.user_agent(agent);
+    }
+    if let Some(limit) = time(Key::Timeout) {
+        made = made.timeout(limit);
+    }
+    if let Some(limit) = time(Key::ConnectTimeout) {
+        made = made.connect_timeout(limit);
+    }
+    if let Some(limit) = time(Key::ReadTimeout) {
+        made = made.read_timeout(limit);
+    }
+    if let Some(limit) = time(Key::PoolIdleTimeout) {
+        made = made.pool_idle_timeout(limit);
+    }
+    if let Some(count) = text(Key::PoolMaxIdlePerHost).and_then(|text| text.parse().ok()) {
+        made = made.pool_max_idle_per_host(count);
+    }
+    if let Some(proxy) = text(Key::ProxyUrl) {
+        let excludes = text(Key::ProxyExcludes).and_then(|text| NoProxy::from_string(&text));
+        made = made.proxy(Proxy::all(proxy)?.no_proxy(excludes));
+    }
+    if let Some(certificate) = text(Key::ProxyCaCertificate) {
+        made = made.tls_certs_merge([reqwest::Certificate::from_pem(certificate.as_bytes())?]);
+    }
+    if is_on(Key::Http2Only) {
+        made = made.http2_prior_knowledge();
+    } else if is_on(Key::Http1Only) {
+        made = made.http1_only();
+    }
+    if is_on(Key::RandomizeAddresses) {
+        made = made.dns_resolver(std::sync::Arc::new(Rotating::default()));
+    }
+    Ok(made)
+}
+
+/// A time as `object_store` writes it: `1m 30s`, or `5 seconds`.
+fn duration(text: &str) -> Option<Duration> {
+    let mut total = Duration::ZERO;
+    let mut rest = text.trim();
+    while !rest.is_empty() {
+        let end = rest.find(|c: char| !c.is_ascii_digit())?;
+        let (number, unit) = (rest[..end].parse::<u64>().ok()?, rest[end..].trim_start());
+        let end = unit.find(|c: char| !c.is_ascii_alphabetic()).unwrap_or(unit.len());
+        let unit_ms: u64 = match &unit[..end] {
+            "ms" | "millis" => 1,
+            "s" | "sec" | "second" | "seconds" => 1000,
+            "m" | "min" | "minute" | "minutes" => 60_000,
+            "h" | "hour" | "hours" => 3_600_000,
+            _ => return None,
+        };
+        total += Duration::from_millis(number.checked_mul(unit_ms)?);
+        rest = unit[end..].trim_start();
+    }
+    Some(total)
+}
+
+/// Looks names up, and begins with another address each time: the requests are spread over the hosts of a store.
+#[derive(Debug, Default)]
+struct Rotating(std::sync::Arc<AtomicUsize>);
+
+impl Resolve for Rotating {
+    fn resolve(&self, name: Name) -> Resolving {
+        let first = self.0.fetch_add(1, Ordering::Relaxed);
+        Box::pin(async move {
+            let found = tokio::net::lookup_host((name.as_str(), 0)).await?;
+            let mut all: Vec<SocketAddr> = found.collect();
+            let count = all.len().max(1);
+            all.rotate_left(first % count);
+            Ok(Box::new(all.into_iter()) as Addrs)
+        })
+    }
+}
+
+/// Follows redirects, without credentials to another host.
+#[derive(Debug)]
+struct Following {
+    inner: HttpClient,
+}
+
+/// A redirect that is not followed, in words.
+#[derive(Debug)]
+pub(super) struct RefusedRedirect(String);
+
+impl fmt::Display for RefusedRedirect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Error for RefusedRedirect {}
+
+impl RefusedRedirect {
+    /// The one among the causes of an error.
+    pub(super) fn among<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a Self> {
+        let mut next = Some(error);
+        while let Some(error) = next {
+            if let Some(found) = error.downcast_ref() {
+                return Some(found);
+            }
+            next = error.source();
+        }
+        None
+    }
+}
+
+#[async_trait]
+impl HttpService for Following {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let refused = |message: String| HttpError::new(HttpErrorKind::Unknown, RefusedRedirect(message));
+        let (mut parts, body) = request.into_parts();
+        // The body of any other request is meant for its host: those for tokens hold secrets.
+        let follows = [Method::GET, Method::HEAD].contains(&parts.method);
+        for _ in 0..=REDIRECTS_MAX {
+            let reply = self.inner.execute(HttpRequest::from_parts(parts.clone(), body.clone())).await?;
+            let target = reply.headers().get(LOCATION).and_then(|value| value.to_str().ok());
+            let Some(target) = target.filter(|_| follows && is_redirect(reply.status())) else { return Ok(reply) };
+            let from = Url::parse(&parts.uri.to_string()).map_err(|error| refused(error.to_string()))?;
+            let to = from.join(target).map_err(|error| refused(format!("redirects to no address: {error}")))?;
+            if !may_follow(&from, &to) {
+                return Err(refused(refusal(&from, &to)));
+            }
+            if from.origin() != to.origin() {
+                parts.headers = without_credentials(&parts.headers);
+            }
+            let uri = to[..url::Position::AfterQuery].parse();
+            parts.uri = uri.map_err(|error| refused(format!("redirects to no address: {error}")))?;
+        }
+        Err(refused(format!("more than {REDIRECTS_MAX} redirects")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_read_as_the_options_write_them() {
+        for (text, seconds) in [("300 seconds", 300), ("5m", 300), ("1m 30s", 90), ("1s", 1), ("1h 1m", 3660), ("", 0)]
+        {
+            assert_eq!(duration(text), Some(Duration::from_secs(seconds)), "{text:?}");
+        }
+        assert_eq!((duration("5"), duration("x"), duration("5 weeks")), (None, None, None));
+    }
+}

@@ -1,0 +1,188 @@
+//! What a command waits for at services of the network: which service has brought nothing, since when, and until when it may.
+//!
+//! Each service notes its requests and what comes of them in a [`Pulse`]. The command looks at all of them from another thread, and
+//! tells its user.
+
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// A service that asked for a pause within this time limits requests.
+const PAUSE_RECENT: Duration = Duration::from_secs(2);
+
+/// A request that begins this soon after the end of another continues its wait: else very many requests, one after the other, would
+/// each wait for as long as all of them may.
+const GOES_ON_MS: u64 = 1000;
+
+/// The services of a command.
+#[derive(Debug, Default)]
+pub struct Waits {
+    all: Mutex<Vec<Weak<Pulse>>>,
+}
+
+/// A service that has brought nothing for a while, though something was asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wait {
+    /// Its host.
+    pub host: String,
+    /// For how long it has brought nothing.
+    pub quiet: Duration,
+    /// For how long it still may.
+    pub left: Duration,
+    /// What it said instead, if it said anything.
+    pub answer: Option<String>,
+    /// Whether it brings something now and then, and asks for pauses in between.
+    pub is_limited: bool,
+}
+
+/// The signs of life of one service.
+#[derive(Debug)]
+pub struct Pulse {
+    host: String,
+    limit: Duration,
+    begun: Instant,
+    /// Requests that something waits for, repetitions and pauses included.
+    waiting: AtomicUsize,
+    /// When the first of these began, and when something came last: milliseconds since `begun`.
+    since_ms: AtomicU64,
+    moved_ms: AtomicU64,
+    /// When nothing was waited for any more, likewise.
+    ended_ms: AtomicU64,
+    /// When it asked for a pause last, likewise; 0 if never.
+    paused_ms: AtomicU64,
+    answer: Mutex<Option<String>>,
+}
+
+/// A wait under way, until it is dropped.
+#[derive(Debug)]
+pub struct Awaited<'a>(&'a Pulse);
+
+impl Waits {
+    /// The pulse of a service that may bring nothing for `limit`.
+    pub fn pulse(&self, host: &str, limit: Duration) -> Arc<Pulse> {
+        let pulse = Arc::new(Pulse::new(host, limit));
+        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|pulse| pulse.strong_count() > 0);
+        all.push(Arc::downgrade(&pulse));
+        pulse
+    }
+
+    /// The service that has brought nothing for the longest time, if that is `least` or more; else one that has been waited for
+    /// as long and limits requests.
+    pub fn longest(&self, least: Duration) -> Option<Wait> {
+        let all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        let waits = all.iter().filter_map(|pulse| pulse.upgrade()?.wait(least));
+        waits.filter(|wait| wait.quiet >= least || wait.is_limited).max_by_key(|wait| wait.quiet)
+    }
+}
+
+impl Pulse {
+    /// A service of which nothing is known.
+    pub fn new(host: &str, limit: Duration) -> Self {
+        Self {
+            host: host.to_owned(),
+            limit,
+            begun: Instant::now(),
+            waiting: AtomicUsize::new(0),
+            since_ms: AtomicU64::new(0),
+            moved_ms: AtomicU64::new(0),
+            ended_ms: AtomicU64::new(0),
+            paused_ms: AtomicU64::new(0),
+            answer: Mutex::default(),
+        }
+    }
+
+    /// For how long it may bring nothing.
+    pub const fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    fn now_ms(&self) -> u64 {
+        u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// Something waits for it from now on.
+    pub fn wait_begins(&self) -> Awaited<'_> {
+        if self.waiting.fetch_add(1, Ordering::AcqRel) == 0 {
+            let (now, ended) = (self.now_ms(), self.ended_ms.load(Ordering::Acquire));
+            // After a while it is asked as if nothing were known: it may have come back.
+            let is_old = self.quiet() > self.limit * 2;
+            if ended == 0 || is_old || now.saturating_sub(ended) > GOES_ON_MS {
+                self.since_ms.store(now, Ordering::Release);
+            }
+        }
+        Awaited(self)
+    }
+
+    /// Something came of a request.
+    pub fn note_progress(&self) {
+        self.moved_ms.store(self.now_ms(), Ordering::Release);
+    }
+
+    /// It said something else than what was asked for, perhaps that it wants a pause.
+    pub fn note_answer(&self, answer: String, wants_pause: bool) {
+        if wants_pause {
+            self.paused_ms.store(self.now_ms().max(1), Ordering::Release);
+        }
+        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+    }
+
+    fn at(&self, ms: &AtomicU64) -> Instant {
+        self.begun + Duration::from_millis(ms.load(Ordering::Acquire))
+    }
+
+    /// For how long it has brought nothing, though something waits.
+    pub fn quiet(&self) -> Duration {
+        self.at(&self.since_ms).max(self.at(&self.moved_ms)).elapsed()
+    }
+
+    fn wait(&self, least: Duration) -> Option<Wait> {
+        (self.waiting.load(Ordering::Acquire) > 0).then_some(())?;
+        let (since, quiet) = (self.at(&self.since_ms), self.quiet());
+        let was_asked = self.paused_ms.load(Ordering::Acquire) > 0 && self.at(&self.paused_ms).elapsed() < PAUSE_RECENT;
+        Some(Wait {
+            host: self.host.clone(),
+            quiet,
+            left: self.limit.saturating_sub(quiet),
+            answer: self.answer.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            is_limited: quiet < least && was_asked && since.elapsed() >= least,
+        })
+    }
+}
+
+impl Drop for Awaited<'_> {
+    fn drop(&mut self) {
+        self.0.ended_ms.store(self.0.now_ms().max(1), Ordering::Release);
+        self.0.waiting.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_service_that_brings_nothing_is_waited_for() {
+        let waits = Waits::default();
+        let pulse = waits.pulse("host", Duration::from_secs(60));
+        assert_eq!(waits.longest(Duration::ZERO), None, "nothing was asked for");
+        let waiting = pulse.wait_begins();
+        std::thread::sleep(Duration::from_millis(30));
+        pulse.note_answer("busy".to_owned(), true);
+        let wait = waits.longest(Duration::from_millis(20)).unwrap();
+        assert_eq!((wait.host.as_str(), wait.answer.as_deref()), ("host", Some("busy")));
+        assert!(wait.left < Duration::from_secs(60) && wait.quiet >= Duration::from_millis(20), "{wait:?}");
+        pulse.note_progress();
+        let wait = waits.longest(Duration::from_millis(20)).unwrap();
+        assert!(wait.is_limited, "something came, and little: {wait:?}");
+        drop(waiting);
+        std::thread::sleep(Duration::from_millis(30));
+        assert_eq!(waits.longest(Duration::from_millis(20)), None, "it is done");
+        drop(pulse);
+        assert_eq!(waits.longest(Duration::ZERO), None);
+    }
+}

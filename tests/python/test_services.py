@@ -1,0 +1,308 @@
+"""Services that misbehave: redirects to other hosts, limits, silence, listings without end, keys that name no file.
+
+Each is a small server in this process, and the program is `ckfs plan`: nothing is mounted.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import subprocess
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mounting import find_ckfs
+
+MODIFIED = "Wed, 01 Jan 2025 00:00:00 GMT"
+Handler = Callable[["Call"], None]
+
+
+class Call(http.server.BaseHTTPRequestHandler):
+    """One request."""
+
+    protocol_version = "HTTP/1.1"
+    # A reply is one packet: the kernel would hold the second for 40 ms.
+    wbufsize = -1
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def reply(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        if "Content_Length" not in headers:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.server.answer(self)  # type: ignore[attr-defined]
+
+    do_HEAD = do_GET
+
+
+class Quiet(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that gave up is no error."""
+
+
+@contextmanager
+def serving(answer: Handler) -> Iterator[str]:
+    server = Quiet(("127.0.0.1", 0), Call)
+    server.answer = answer  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def write_model(directory: Path, files: int = 1) -> None:
+    directory.mkdir(parents=True)
+    names = [f"model-{number:05}-of-{files:05}.safetensors" for number in range(1, files + 1)]
+    for number, name in enumerate(names):
+        save_file({f"model.layers.{number}.w.weight": np.ones((4, 4), np.float32)}, directory / name)
+    weight_map = {f"model.layers.{number}.w.weight": name for number, name in enumerate(names)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "config.json").write_text('{"model_type": "x"}')
+
+
+def row(key: str, size: int) -> str:
+    return (
+        f"<Contents><Key>{key}</Key><LastModified>2025-01-01T00:00:00.000Z</LastModified>"
+        f'<ETag>"{size}"</ETag><Size>{size}</Size></Contents>'
+    )
+
+
+def blob(key: str, size: int) -> str:
+    return (
+        f"<Blob><Name>{key}</Name><Properties><Last-Modified>{MODIFIED}</Last-Modified><Etag>{size}</Etag>"
+        f"<Content-Length>{size}</Content-Length><Content-Type>a/b</Content-Type></Properties></Blob>"
+    )
+
+
+def bucket(root: Path, more: list[tuple[str, int]] = []) -> Handler:  # noqa: B006  never changed
+    """The bucket `b`, as S3, Google and Azure show it. `more` are keys with sizes that only the listing has."""
+
+    def answer(call: Call) -> None:
+        url = urllib.parse.urlsplit(call.path)
+        query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
+        key = re.sub("^/(account/)?b(/|$)", "", urllib.parse.unquote(url.path))
+        if "list-type" in query or "comp" in query:
+            files = [path for path in root.rglob("*") if path.is_file()]
+            keys = sorted([(str(path.relative_to(root)), path.stat().st_size) for path in files] + more)
+            keys = [row for row in keys if row[0].startswith(query.get("prefix", ""))]
+            if "comp" in query:
+                text = "".join(blob(*row) for row in keys)
+                text = f"<EnumerationResults><Blobs>{text}</Blobs><NextMarker/></EnumerationResults>"
+            else:
+                text = "".join(row(*one) for one in keys)
+                text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{text}</ListBucketResult>"
+            return call.reply(200, text.encode(), Content_Type="application/xml")
+        path = root / key
+        if not path.is_file():
+            return call.reply(404)
+        body = path.read_bytes()
+        about = {"ETag": f'"{len(body)}"', "Last_Modified": MODIFIED}
+        asked = call.headers.get("Range") or call.headers.get("x-ms-range")
+        if asked and call.command == "GET":
+            low, high = (int(number) for number in asked.removeprefix("bytes=").split("-"))
+            part = body[low : high + 1]
+            return call.reply(206, part, Content_Range=f"bytes {low}-{low + len(part) - 1}/{len(body)}", **about)
+        return call.reply(200, body, Content_Length=str(len(body)), **about)
+
+    return answer
+
+
+def settings(kind: str, url: str, place: Path) -> tuple[str, dict[str, str]]:
+    """The address of the model at a service of this kind, and the environment with its credentials."""
+    if kind == "s3":
+        keys = {"AWS_ACCESS_KEY_ID": "KEY", "AWS_SECRET_ACCESS_KEY": "sekrit", "AWS_SESSION_TOKEN": "sekrit-token"}
+        return "s3://b/m", keys | {"AWS_ENDPOINT_URL": url, "AWS_REGION": "us-east-1"}
+    if kind == "gs":
+        account = {"gcs_base_url": url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+        (place / "account.json").write_text(json.dumps(account))
+        return "gs://b/m", {"GOOGLE_SERVICE_ACCOUNT": str(place / "account.json")}
+    if kind == "az":
+        names = {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ACCOUNT_KEY": "c2Vrcml0"}
+        return "az://b/m", names | {"AZURE_STORAGE_ENDPOINT": url}
+    if kind == "hub":
+        return "b/m", {"HF_ENDPOINT": url, "HF_TOKEN": "hf_sekrit", "HF_HUB_OFFLINE": "0"}
+    return f"{url}/b/m/", {}
+
+
+class Run:
+    """`ckfs plan` with what it said, line by line with the seconds since its start."""
+
+    def __init__(self, place: Path, source: str, environment: dict[str, str], *flags: str) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "HF_", "GOOGLE_", "AZURE_"))}
+        own = {"HOME": str(place), "XDG_CACHE_HOME": str(place / f"cache-{time.monotonic_ns()}")}
+        begun = time.monotonic()
+        command = [str(find_ckfs()), "plan", source, *flags]
+        run = subprocess.Popen(
+            command, env=kept | own | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[tuple[float, str]] = []
+        out: list[str] = []
+        reader = threading.Thread(target=lambda: out.append(run.stdout.read()))
+        reader.start()
+        for line in run.stderr:
+            self.lines.append((time.monotonic() - begun, line.rstrip()))
+        self.code = run.wait(60)
+        self.seconds = time.monotonic() - begun
+        reader.join()
+        self.out = "".join(out)
+        self.err = "\n".join(line for _, line in self.lines)
+
+
+KINDS = ["s3", "gs", "az", "https", "hub"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_credentials_stay_with_their_host(tmp_path: Path, kind: str) -> None:
+    write_model(tmp_path / "root/m")
+    seen: list[str] = []
+    serve = bucket(tmp_path / "root")
+
+    def other(call: Call) -> None:
+        seen.append(str(call.headers))
+        serve(call)
+
+    with serving(other) as target:
+        elsewhere = target.replace("127.0.0.1", "localhost")
+        with serving(lambda call: call.reply(307, Location=elsewhere + call.path)) as url:
+            source, environment = settings(kind, url, tmp_path)
+            run = Run(tmp_path, source, environment, "--source-timeout", "5s")
+    if kind == "hub":
+        # Its API answers at the Hub only.
+        assert run.code == 1 and "not the Hub" in run.err and not seen, run.err
+        return
+    assert run.code == 0, run.err
+    allowed = {"accept", "host", "if-match", "range", "user-agent", "x-ms-range"}
+    names = {line.split(":")[0].lower() for headers in seen for line in headers.splitlines() if line}
+    assert seen and names <= allowed - {"x-ms-range"}, names
+    assert not any("sekrit" in headers or "KEY" in headers for headers in seen)
+
+
+@pytest.mark.parametrize("target", ["http://192.0.2.1:9", "http://example.invalid"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_redirect_leads_to_the_clear(tmp_path: Path, kind: str, target: str) -> None:
+    with serving(lambda call: call.reply(302, Location=target + call.path)) as url:
+        source, environment = settings(kind, url, tmp_path)
+        run = Run(tmp_path, source, environment, "--source-timeout", "5s", "--allow-http")
+    assert run.code == 1 and "not encrypted" in run.err and run.seconds < 4, run.err
+
+
+@pytest.mark.parametrize("name", ["m", "sp ace", "a b~c*d+e"])
+def test_queries_are_sent_as_they_are_signed(tmp_path: Path, name: str) -> None:
+    """A server that compares the query as it was sent, which the canonical form of a signature is made of."""
+    write_model(tmp_path / "root" / name)
+    serve = bucket(tmp_path / "root")
+
+    def strict(call: Call) -> None:
+        query = urllib.parse.urlsplit(call.path).query
+        words = [word for pair in query.split("&") for word in pair.split("=", 1)]
+        exact = all(word == urllib.parse.quote(urllib.parse.unquote(word), safe="-._~") for word in words)
+        serve(call) if exact else call.reply(403, b"<Error><Code>SignatureDoesNotMatch</Code></Error>")
+
+    with serving(strict) as url:
+        _, environment = settings("s3", url, tmp_path)
+        run = Run(tmp_path, f"s3://b/{name}", environment)
+    assert run.code == 0, run.err
+
+
+@pytest.mark.parametrize("kind", ["s3", "gs", "az"])
+def test_keys_that_name_no_file_are_passed_over(tmp_path: Path, kind: str) -> None:
+    write_model(tmp_path / "root/m")
+    markers = [("m/", 0), ("m/original/", 0), ("m/tokenizer_$folder$", 0)]
+    odd = [("m/x//y", 5), ("m/../z", 5), ("m/" + "d/" * 400 + "f", 3)]
+    with serving(bucket(tmp_path / "root", markers)) as url:
+        source, environment = settings(kind, url, tmp_path)
+        run = Run(tmp_path, source, environment)
+        assert run.code == 0 and run.err == "", run.err
+    with serving(bucket(tmp_path / "root", markers + odd)) as url:
+        source, environment = settings(kind, url, tmp_path)
+        run = Run(tmp_path, source, environment)
+    assert run.code == 0 and "passed over" in run.err and "m/x//y" in run.err and len(run.lines) == 1, run.err
+
+
+@pytest.mark.parametrize("status", [503, None])
+@pytest.mark.parametrize("kind", ["s3", "https", "hub"])
+def test_a_command_ends_in_time_and_says_what_it_waits_for(tmp_path: Path, kind: str, status: int | None) -> None:
+    answer = (lambda call: call.reply(status)) if status else (lambda _: time.sleep(30))
+    with serving(answer) as url:
+        source, environment = settings(kind, url, tmp_path)
+        run = Run(tmp_path, source, environment, "--source-timeout", "3s")
+    assert run.code == 1 and run.seconds < 5, (run.seconds, run.err)
+    second, line = run.lines[0]
+    assert second < 2.5 and "waiting until" in line and "127.0.0.1" in line and "--source-timeout 3 s" in line, run.lines
+    assert "--source-timeout" in "\n".join(line for _, line in run.lines[1:])
+
+
+@pytest.mark.parametrize("kind", ["s3", "https"])
+def test_a_service_with_a_limit_is_asked_less_and_no_reply_is_asked_for_twice(tmp_path: Path, kind: str) -> None:
+    """Twenty requests a second for forty files: a listing of many HEADs is not begun anew when one is refused."""
+    write_model(tmp_path / "root/m", files=40)
+    serve, lock = bucket(tmp_path / "root"), threading.Lock()
+    good: list[tuple[float, str]] = []
+    refused = [0]
+
+    def limited(call: Call) -> None:
+        with lock:
+            now = time.monotonic()
+            allowed = sum(now - at < 1 for at, _ in good) < 20
+            if allowed:
+                good.append((now, f"{call.command} {call.path}"))
+            else:
+                refused[0] += 1
+        serve(call) if allowed else call.reply(429)
+
+    with serving(limited) as url:
+        source, environment = settings(kind, url, tmp_path)
+        run = Run(tmp_path, source, environment, "--source-timeout", "5s")
+    assert run.code == 0, run.err
+    heads = [what for _, what in good if what.startswith("HEAD")]
+    assert len(heads) == len(set(heads)), "a HEAD was repeated"
+    assert refused[0] < 4 * len(good), (refused, len(good))
+
+
+@pytest.mark.parametrize("mode", ["empty", "same objects", "same page", "new objects"])
+def test_a_listing_without_end_is_refused(tmp_path: Path, mode: str) -> None:
+    count = [0]
+
+    def endless(call: Call) -> None:
+        count[0] += 1
+        rows = {"same objects": row("m/a", 1), "new objects": row(f"m/{count[0]}", 1)}.get(mode, "")
+        token = "x" if mode == "same page" else f"t{count[0]}"
+        text = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>{rows}"
+        call.reply(200, f"<ListBucketResult>{text}</ListBucketResult>".encode(), Content_Type="application/xml")
+
+    with serving(endless) as url:
+        source, environment = settings("s3", url, tmp_path)
+        run = Run(tmp_path, source, environment, "--source-timeout", "5s")
+    assert run.code == 1 and count[0] < 300, (count, run.err)
+    assert re.search("without end|twice|again and again", run.err), run.err
+
+
+@pytest.mark.parametrize("scheme, variable", [("s3", "AWS_ACCESS_KEY_ID"), ("gs", "GOOGLE_APPLICATION_CREDENTIALS")])
+def test_without_credentials_it_is_said_where_they_were_looked_for(tmp_path: Path, scheme: str, variable: str) -> None:
+    with serving(lambda call: call.reply(404)) as url:
+        host = url.removeprefix("http://")
+        environment = {"AWS_METADATA_ENDPOINT": url, "GCE_METADATA_HOST": host, "GCE_METADATA_IP": host}
+        run = Run(tmp_path, f"{scheme}://b/m", environment, "--source-timeout", "20s")
+    assert run.code == 1 and "no credentials: looked for" in run.err and variable in run.err, run.err
