@@ -148,10 +148,9 @@ impl<'a> Builder<'a> {
                 let dialect = original.dialect();
                 let mut types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
                 let keeps = types.any(|of| family.as_ref().is_some_and(|family| family.has_fused_experts(of)));
-                wanted.normal = normal(wanted.part(), keeps)?;
-                if wanted.selected.part.is_some() {
-                    wanted.compared = normal(wanted.whole(), keeps)?;
-                }
+                let is_part = wanted.selected.part.is_some();
+                let compared = if is_part { normal(wanted.whole(), keeps)? } else { None };
+                (wanted.compared, wanted.normal) = (compared, normal(wanted.part(), keeps)?);
             }
             Layout::Embedded(_) | Layout::File(_) => wanted.normal = normal(wanted.part(), false)?,
         }
