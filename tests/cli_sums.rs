@@ -180,9 +180,12 @@ fn names_in_the_hub_cache_are_checked_against_the_bytes() {
     }
     fs::write(repo.join("refs/main"), commit).unwrap();
     let blob = digest(&model());
-    // Small files are named by git's digest of 40 digits, which is not checked here.
+    let git = ckfs::source::digest::KnownDigest::GitBlob(String::new());
+    let mut digester = ckfs::source::digest::Digester::new(&git, CONFIG.len() as u64);
+    digester.update(CONFIG.as_bytes());
+    let git = digester.finish();
     for (name, blob, bytes) in
-        [("model.safetensors", blob.as_str(), model()), ("config.json", &"ab".repeat(20), CONFIG.as_bytes().to_vec())]
+        [("model.safetensors", blob.as_str(), model()), ("config.json", &git, CONFIG.as_bytes().to_vec())]
     {
         fs::write(repo.join("blobs").join(blob), bytes).unwrap();
         symlink(format!("../../blobs/{blob}"), snapshot.join(name)).unwrap();
@@ -195,8 +198,16 @@ fn names_in_the_hub_cache_are_checked_against_the_bytes() {
     fs::write(repo.join("blobs").join(&blob), bytes).unwrap();
     let damaged = run(&at, &["sums", "org/name", "--mesh", MESH]);
     assert_eq!((damaged.code, damaged.out.as_str()), (1, ""));
-    let message = format!("source model.safetensors: the cache names it {blob}, its digest is ");
-    assert!(damaged.err.contains(&message), "{}", damaged.err);
+    let message = format!("model.safetensors: expected SHA-256 {blob}, found ");
+    assert!(damaged.err.contains(&message) && damaged.err.contains("hf download"), "{}", damaged.err);
+    for words in [&["cat", "org/name", ".ckfs/plan.txt"][..], &["verify", "org/name"], &["export", "org/name", "to"]] {
+        let refused = run(&at, words);
+        assert!(refused.code == 1 && refused.err.contains(&message), "{words:?}: {}", refused.err);
+    }
+    fs::write(repo.join("blobs").join(&blob), model()).unwrap();
+    fs::write(repo.join("blobs").join(&git), CONFIG.replace(' ', "\t")).unwrap();
+    let edited = run(&at, &["cat", "org/name", ".ckfs/plan.txt"]);
+    assert!(edited.code == 1 && edited.err.contains("config.json: expected git blob id"), "{}", edited.err);
 }
 
 #[test]

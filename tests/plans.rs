@@ -595,3 +595,60 @@ fn names_are_shown_escaped() {
     let error = build(&rows, &repo::llama_config(1), &even).unwrap_err().to_string();
     assert!(error.contains("odd\\u{1b}[2J\\nname\\u{202e}") && !error.contains('\u{1b}'), "{error}");
 }
+
+/// Names of bundled tensors that a mesh splits, by layout.
+fn split(rows: &[Row], model_type: &str, layout: &Layout, mesh: &str) -> (Vec<String>, Plan) {
+    let options = ViewOptions { mesh: Mesh::parse(mesh).unwrap(), layout: layout.clone(), ..ViewOptions::default() };
+    let plan = build(rows, &json!({"model_type": model_type}), &options).unwrap();
+    let is_split = |tensor: &&_| plan.is_bundled(tensor) && !plan.spec(tensor).is_replicated();
+    (plan.tensors.iter().filter(is_split).map(|tensor| tensor.name.clone()).collect(), plan)
+}
+
+/// FSDP2 splits parameters and leaves buffers as they are: each rank has all of them.
+#[test]
+fn buffers_are_whole_on_every_device_in_stacks_too() {
+    let mut rows = vec![row("model.bn.running_mean", W, &[8]), row("model.scale", W, &[1]), row("model.zero", W, &[])];
+    for layer in 0..2 {
+        rows.push(row(&format!("model.layers.{layer}.mlp.gate.weight"), W, &[8, 4]));
+        rows.push(row(&format!("model.layers.{layer}.mlp.gate.e_score_correction_bias"), DType::F32, &[8]));
+        rows.push(row(&format!("model.layers.{layer}.mlp.gain"), W, &[1]));
+        rows.push(row(&format!("model.layers.{layer}.mlp.expert_bias"), W, &[8]));
+    }
+    let bias = "model.layers.{0-1}.mlp.gate.e_score_correction_bias";
+    // In a model that nobody knows, single numbers are whole too. `afmoe` has a parameter of one of these names.
+    for (model_type, numbers, buffers) in [
+        ("dots1", false, vec![bias]),
+        ("afmoe", false, vec![]),
+        ("of nobody", true, vec!["model.layers.{0-1}.mlp.gain", bias, "model.scale", "model.zero"]),
+    ] {
+        for layout in [Layout::Canonical, Layout::Hf] {
+            for mesh in ["fsdp=2", "fsdp=2,tensor=2", "dp_shard=4"] {
+                let (names, plan) = split(&rows, model_type, &layout, mesh);
+                let has = |word: &str| names.iter().any(|name| name.contains(word));
+                assert!(has("gate.weight") || has("layers.scanned.mlp.gate"), "{model_type}: {names:?}");
+                assert_eq!(has("e_score_correction_bias"), model_type == "afmoe", "{model_type}: {names:?}");
+                assert_eq!((has("gain"), has("scale")), (!numbers, !numbers), "{model_type}: {names:?}");
+                assert!(!has("running_mean") && !has("zero"), "{model_type}: {names:?}");
+                let mut expected = buffers.clone();
+                expected.insert(expected.partition_point(|name| *name < "model.bn"), "model.bn.running_mean");
+                let told: Vec<&str> = plan.whole.names.iter().map(|group| group.name.as_str()).collect();
+                assert_eq!(told, expected, "{model_type}");
+            }
+        }
+    }
+    // The user's rule wins, and without a mesh there is nothing to say.
+    let pattern = Pattern::parse("*.e_score_correction_bias").unwrap();
+    let rule = ShardRule { pattern, spec: vec![vec!["fsdp".to_owned()]] };
+    let options = ViewOptions {
+        mesh: Mesh::parse("fsdp=2").unwrap(),
+        layout: Layout::Hf,
+        shard_rules: vec![rule],
+        ..ViewOptions::default()
+    };
+    let plan = build(&rows, &json!({"model_type": "dots1"}), &options).unwrap();
+    let mut biases = plan.tensors.iter().filter(|tensor| tensor.name.ends_with("_bias"));
+    assert!(biases.all(|tensor| !plan.spec(tensor).is_replicated()));
+    assert!(plan.whole.names.iter().all(|group| !group.name.contains("e_score")));
+    let plan = build(&rows, &json!({"model_type": "dots1"}), &ViewOptions::default()).unwrap();
+    assert!(plan.whole.names.is_empty());
+}

@@ -17,7 +17,12 @@ use std::{
 
 use ckfs::source::{
     ByteSpan, FetchPart, FileId, Served, Source, SourceError,
-    remote::{Content, Failure, RemoteCounters, RemoteRepository, cache::BLOCK_BYTES, digest::digest_of},
+    digest::{Compared, Digester, KnownDigest},
+    remote::{
+        Content, Failure, RemoteCounters, RemoteOptions, RemoteRepository, RemoteTree,
+        cache::{BLOCK_BYTES, Cache, EntryMeta},
+        digest::digest_of,
+    },
 };
 use common::objects::{MemoryObjects, Mishap, cache, source_of};
 use sha2::{Digest, Sha256};
@@ -433,33 +438,128 @@ fn hex(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat()
 }
 
+/// The state of the only entry of a cache.
+fn meta_of(cache: &Cache) -> EntryMeta {
+    let dirs = cache.list().unwrap();
+    assert_eq!(dirs.len(), 1);
+    cache.existing(&dirs[0]).unwrap().meta()
+}
+
+fn wait_until(done: &dyn Fn() -> bool) {
+    let begun = Instant::now();
+    while !done() && begun.elapsed() < LONG {
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert!(done());
+}
+
 #[test]
-fn a_complete_object_is_compared_with_its_digest_and_a_wrong_one_is_poisoned_after_the_second_time() {
+fn a_complete_object_is_compared_with_its_digest_once() {
     let bytes = content(1 << 20, 10);
     let objects = MemoryObjects::new([("a.bin", bytes.clone())]);
     let dir = tempfile::tempdir().unwrap();
-    let good = source_of(with_digest(&objects, &hex(&bytes)), &cache(dir.path(), None), LONG);
+    let shared = cache(dir.path(), None);
+    let good = source_of(with_digest(&objects, &hex(&bytes)), &shared, LONG);
+    let file = FILE;
+    assert!(!good.is_used(file), "nothing was read");
+    read(&*good, 0, 1000).unwrap();
+    assert!(good.is_used(file) && !meta_of(&shared).verified);
+    assert!(good.backing(file).is_none(), "the kernel gets no file that was not compared");
     read(&*good, 0, 1 << 20).unwrap();
-    let trim_until = |source: &dyn Source, done: &dyn Fn() -> bool| {
-        let begun = Instant::now();
-        while !done() && begun.elapsed() < LONG {
-            source.maps().unwrap().trim();
-            thread::sleep(Duration::from_millis(5));
-        }
-        assert!(done());
-    };
-    let meta = dir.path().join("objects").join(format!("sha256-{}", hex(&bytes))).join("meta.json");
-    trim_until(&*good, &|| fs::read_to_string(&meta).unwrap().contains("\"verified\": true"));
-    assert_eq!(good.health().poisoned(), 0);
+    // Nobody waits for it.
+    wait_until(&|| meta_of(&shared).verified);
+    assert_eq!((good.compare(file).unwrap(), good.health().poisoned()), (Compared::Right, 0));
+    assert!(good.backing(file).is_some());
+}
 
-    let wrong = source_of(with_digest(&objects, &hex(b"other")), &cache(dir.path(), None), LONG);
+#[test]
+fn wrong_bytes_that_readers_had_poison_their_file_when_the_last_has_come() {
+    let bytes = content(1 << 20, 10);
+    let objects = MemoryObjects::new([("a.bin", bytes.clone())]);
+    let dir = tempfile::tempdir().unwrap();
+    let shared = cache(dir.path(), None);
+    let wrong = source_of(with_digest(&objects, &hex(b"other")), &shared, LONG);
+    let told = Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let counted = Arc::clone(&told);
+    wrong.health().on_poisoned(Box::new(move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+    }));
     read(&*wrong, 0, 1 << 20).unwrap();
-    let before = objects.bytes.load(Ordering::Relaxed);
-    // No reader comes again: the kernel has the bytes.
-    trim_until(&*wrong, &|| wrong.health().poisoned() == 1);
-    assert_eq!(objects.bytes.load(Ordering::Relaxed) - before, 1 << 20, "fetched once more");
+    // No reader comes again, since the kernel has the bytes, and nobody looks.
+    wait_until(&|| wrong.health().poisoned() == 1);
+    wait_until(&|| told.load(Ordering::Relaxed) == 1);
     let error = read(&*wrong, 0, 1).unwrap_err();
-    assert!(matches!(error, SourceError::Corrupt { .. }), "{error}");
+    assert!(matches!(&error, SourceError::Corrupt { found, .. } if *found == hex(&bytes)), "{error}");
+    assert!(matches!(wrong.compare(FILE), Err(SourceError::Corrupt { .. })));
+    let entry = shared.existing(&shared.list().unwrap()[0]).unwrap();
+    assert_eq!((entry.present_bytes().unwrap(), entry.meta().dropped), (0, 1), "the next mount fetches it again");
+}
+
+#[test]
+fn a_command_brings_a_small_rest_to_compare_it_and_says_what_is_a_part() {
+    let bytes = content(40 << 20, 3);
+    let objects = MemoryObjects::new([("a.bin", bytes.clone())]);
+    let part_of = |len: usize| {
+        let dir = tempfile::tempdir().unwrap();
+        let source = source_of(with_digest(&objects, &hex(b"other")), &cache(dir.path(), None), LONG);
+        read(&*source, 0, len).unwrap();
+        source.compare(FILE).map_err(|error| error.to_string())
+    };
+    assert_eq!(part_of(8 << 20), Ok(Compared::Partial { absent_bytes: 32 << 20 }));
+    let error = part_of(30 << 20).unwrap_err();
+    assert!(error.contains(&hex(&bytes)), "{error}");
+}
+
+#[test]
+fn small_files_are_compared_before_anything_is_made_of_them() {
+    let (right, wrong) = (b"right content".to_vec(), b"wrong content".to_vec());
+    let known = KnownDigest::GitBlob(String::new());
+    let mut digester = Digester::new(&known, right.len() as u64);
+    digester.update(&right);
+    let id = digester.finish();
+    let objects = MemoryObjects::new([("config.json", wrong)]);
+    let mut repository = objects.repository("1");
+    repository.files[0].content = Content::GitBlob(id);
+    let dir = tempfile::tempdir().unwrap();
+    let refused = RemoteTree::open(repository, &cache(dir.path(), None), &RemoteOptions::default()).unwrap_err();
+    assert!(matches!(&refused, SourceError::Corrupt { kind: "git blob id", .. }), "{refused}");
+    assert_eq!(objects.requests.load(Ordering::Relaxed), 2, "it was fetched once more");
+}
+
+#[test]
+fn blocks_that_come_after_the_comparison_are_compared_again() {
+    let bytes = content(1 << 20, 4);
+    let objects = MemoryObjects::new([("a.bin", bytes.clone())]);
+    let dir = tempfile::tempdir().unwrap();
+    let shared = cache(dir.path(), None);
+    let source = source_of(with_digest(&objects, &hex(&bytes)), &shared, LONG);
+    read(&*source, 0, 1 << 20).unwrap();
+    assert_eq!(source.compare(FILE).unwrap(), Compared::Right);
+    let entry = shared.existing(&shared.list().unwrap()[0]).unwrap();
+    assert!(entry.meta().verified);
+    entry.store(3, &vec![7; usize::try_from(BLOCK_BYTES).unwrap()], false).unwrap();
+    assert!(!shared.existing(&shared.list().unwrap()[0]).unwrap().meta().verified);
+    let other = cache(dir.path(), None);
+    let second = source_of(with_digest(&objects, &hex(&bytes)), &other, LONG);
+    read(&*second, 0, 1).unwrap();
+    assert!(matches!(second.compare(FILE), Err(SourceError::Corrupt { .. })));
+    // The first process learns of it from the entry.
+    assert!(entry.was_dropped());
+}
+
+#[test]
+fn what_one_endpoint_says_of_an_object_is_no_proof_for_another() {
+    let bytes = content(1 << 20, 5);
+    let lying = MemoryObjects::of_origin("https://mirror", [("a.bin", vec![0; 1 << 20])]);
+    let honest = MemoryObjects::of_origin("https://hub", [("a.bin", bytes.clone())]);
+    let dir = tempfile::tempdir().unwrap();
+    let shared = cache(dir.path(), None);
+    let digest = hex(&bytes);
+    let mirror = source_of(with_digest(&lying, &digest), &shared, LONG);
+    read(&*mirror, 0, 1 << 19).unwrap();
+    let hub = source_of(with_digest(&honest, &digest), &shared, LONG);
+    assert!(read(&*hub, 0, 1 << 20).unwrap() == bytes);
+    assert_eq!(hub.compare(FILE).unwrap(), Compared::Right);
 }
 
 #[test]
@@ -478,5 +578,6 @@ fn damage_on_the_disk_is_a_miss() {
     assert!(read(&*source, 0, 1 << 20).unwrap() == bytes);
     let bad = count(&*source, |counters| counters.bad_blocks.load(Ordering::Relaxed));
     assert_eq!(bad, 349_999 / BLOCK_BYTES - 300_000 / BLOCK_BYTES + 1);
-    assert_eq!(digest_of(&second.existing(&entry).unwrap()).unwrap().unwrap(), hex(&bytes));
+    let known = KnownDigest::Sha256(hex(&bytes));
+    assert_eq!(digest_of(&second.existing(&entry).unwrap(), &known).unwrap().unwrap(), known.hex());
 }

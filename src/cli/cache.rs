@@ -57,7 +57,7 @@ impl CacheCommand {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let dir = self.cache_dir.clone().or_else(open::cache_of_environment).or_else(default_directory);
         let dir = dir.context("no cache: none of --cache-dir, CKFS_CACHE_DIR, XDG_CACHE_HOME and HOME is set")?;
-        if !dir.is_dir() {
+        if !dir.join("objects").exists() {
             return output::print(&format!("{}: empty\n", dir.display()));
         }
         let counters = Arc::new(RemoteCounters::default());
@@ -123,7 +123,7 @@ fn human_age(age: Duration) -> String {
 }
 
 fn verify(cache: &Cache) -> anyhow::Result<()> {
-    let (mut checked, mut damaged) = (0, 0);
+    let (mut checked, mut damaged, mut parts, mut unnamed) = (0, 0, 0, 0);
     for dir in cache.list()? {
         let (found, name) = match cache.existing(&dir) {
             Ok(entry) => (check(cache, &entry), entry.meta().object),
@@ -131,10 +131,20 @@ fn verify(cache: &Cache) -> anyhow::Result<()> {
                 tracing::debug!("{}: removed meanwhile: {error}", dir.display());
                 continue;
             }
-            Err(error) => (Ok(vec![error.to_string()]), dir.display().to_string()),
+            Err(error) => (Ok((vec![error.to_string()], Comparable::NoDigest)), dir.display().to_string()),
         };
         checked += 1;
-        for damage in found.unwrap_or_else(|error| vec![format!("{error:#}")]) {
+        let (damages, comparable) = found.unwrap_or_else(|error| (vec![format!("{error:#}")], Comparable::NoDigest));
+        match comparable {
+            Comparable::Whole => {}
+            Comparable::Part => {
+                parts += 1;
+                output::print(&format!("{}: not verifiable: part of a file\n", printable(&name)))?;
+            }
+            Comparable::NoDigest if damages.is_empty() => unnamed += 1,
+            Comparable::NoDigest => {}
+        }
+        for damage in damages {
             damaged += 1;
             output::print(&format!("{}: {damage}\n", printable(&name)))?;
         }
@@ -144,11 +154,20 @@ fn verify(cache: &Cache) -> anyhow::Result<()> {
             "{damaged} of {checked} objects are damaged; what is wrong was dropped and is fetched again when it is needed"
         );
     }
-    output::print(&format!("{checked} objects: everything present is right\n"))
+    let whole = checked - parts - unnamed;
+    let mut text =
+        format!("{checked} objects: all blocks are as they were written; {whole} have the digests of their services");
+    for (count, what) in [(parts, "not verifiable: part of a file"), (unnamed, "not verifiable: no digest is known")] {
+        if count > 0 {
+            // Writing to a string cannot fail.
+            let _ = write!(text, "; {count} {what}");
+        }
+    }
+    output::print(&(text + "\n"))
 }
 
-/// What is wrong with an entry.
-fn check(cache: &Cache, entry: &Entry) -> anyhow::Result<Vec<String>> {
+/// What is wrong with an entry, and whether its digest was compared.
+fn check(cache: &Cache, entry: &Entry) -> anyhow::Result<(Vec<String>, Comparable)> {
     let mut found = Vec::new();
     let bad = || cache.counters().bad_blocks.load(Ordering::Relaxed);
     let before = bad();
@@ -163,18 +182,26 @@ fn check(cache: &Cache, entry: &Entry) -> anyhow::Result<Vec<String>> {
     if bad() > before {
         found.push(format!("{} blocks have a wrong checksum", bad() - before));
     }
-    let meta = entry.meta();
-    if let Some(expected) = &meta.sha256
-        && let Some(digest) = digest_of(entry)?
-    {
-        if digest == *expected {
-            entry.note_digest()?;
-        } else {
-            entry.drop_all()?;
-            found.push(format!("expected SHA-256 {expected}, found {digest}"));
-        }
+    let Some(expected) = entry.meta().known_digest() else { return Ok((found, Comparable::NoDigest)) };
+    let Some(digest) = digest_of(entry, &expected)? else { return Ok((found, Comparable::Part)) };
+    if digest == expected.hex() {
+        entry.note_digest()?;
+    } else {
+        entry.drop_all()?;
+        found.push(format!("expected {} {}, found {digest}", expected.kind(), expected.hex()));
     }
-    Ok(found)
+    Ok((found, Comparable::Whole))
+}
+
+/// Whether an object could be compared with what its service says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Comparable {
+    /// All of it is here, and was compared.
+    Whole,
+    /// Only a part of it is here: what was written to the cache is unchanged, but may be wrong.
+    Part,
+    /// Its service names no digest.
+    NoDigest,
 }
 
 fn prune(cache: &Cache, older_than: Option<Duration>) -> anyhow::Result<()> {

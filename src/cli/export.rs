@@ -114,7 +114,7 @@ impl Export {
             write_node(&volume, node, &directory, &bar)?;
         }
         chunked::write(&volume, &chunked, &directory, &bar)?;
-        open::check_sources(&volume)?;
+        open::check_sources(&volume).inspect_err(|_| remove_wrong(&volume, &nodes, &directory))?;
         for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::Directory) {
             sync_directory(&directory.join(&node.path))?;
         }
@@ -131,6 +131,17 @@ impl Export {
             );
         }
         Ok(())
+    }
+}
+
+/// Removes the files that were written from sources found wrong at the end.
+fn remove_wrong(volume: &Volume, nodes: &[tree::PathNode], directory: &Path) {
+    for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::File && volume.needs_poisoned(node.attr.ino)) {
+        let path = directory.join(&node.path);
+        match fs::remove_file(&path) {
+            Ok(()) => tracing::error!("{}: removed: its source is wrong", path.display()),
+            Err(error) => tracing::error!("{}: its source is wrong, and it cannot be removed: {error}", path.display()),
+        }
     }
 }
 

@@ -73,6 +73,11 @@ impl FetchCommand {
         complete(&**checkpoint.source(), remote, &before)?;
         bar.finish_and_clear();
         let shared = remote.share()?;
+        let is_part = |file: &FileId| {
+            let len = checkpoint.source().len_bytes(*file);
+            ByteSpan::new(0, len).is_some_and(|all| remote.absent_bytes(*file, &[all]) > 0)
+        };
+        let parts = before.spans.iter().filter(|(file, _)| is_part(file)).count();
         let cached = before.spanned_bytes.saturating_sub(before.absent_bytes);
         let requests = remote.counters().requests.load(Ordering::Relaxed);
         output::print(&format!(
@@ -81,6 +86,11 @@ impl FetchCommand {
             human_bytes(before.absent_bytes),
             human_bytes(cached),
         ))?;
+        if parts > 0 {
+            output::print(&format!(
+                "not compared with the digests that their service names: {parts} files, of which these devices need only a part\n"
+            ))?;
+        }
         if config.mount.hf_cache == Some(HfCache::Share) {
             output::print(&shared_text(&shared))?;
         }

@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, anyhow, bail};
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::{
     chunk_memory,
@@ -24,7 +25,7 @@ use crate::{
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
-    source::{Fetches, FileId, remote::RemoteOptions},
+    source::{Fetches, FileId, SourceError, digest::Compared, remote::RemoteOptions},
     volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
@@ -365,16 +366,34 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
     Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
 }
 
-/// Fails if a source file has changed since it was opened.
+/// Fails if a source file has changed since it was opened, or if one that was read does not have the digest that is known of it.
+/// Says which could not be compared.
 ///
 /// # Errors
-/// The first file that changed.
+/// The first such file.
 pub(super) fn check_sources(volume: &Volume) -> anyhow::Result<()> {
-    let checkpoint = volume.engine().checkpoint();
+    let source = volume.engine().checkpoint().source();
     let number = |file: usize| u32::try_from(file).expect("files were numbered by 32 bits when they were opened");
-    (0..checkpoint.source().file_count())
-        .map(|file| FileId(number(file)))
-        .try_for_each(|file| Ok(checkpoint.source().check(file)?))
+    let files: Vec<FileId> = (0..source.file_count()).map(|file| FileId(number(file))).collect();
+    files.iter().try_for_each(|file| source.check(*file))?;
+    let compare = |file: &FileId| match source.compare(*file)? {
+        Compared::Unknown | Compared::Right => Ok(None),
+        Compared::Partial { absent_bytes } => Ok(Some((*file, absent_bytes))),
+    };
+    let used = files.par_iter().filter(|file| source.is_used(**file));
+    let found: Vec<Option<(FileId, u64)>> = used.map(compare).collect::<Result<_, SourceError>>()?;
+    let parts: Vec<(FileId, u64)> = found.into_iter().flatten().collect();
+    if let Some((file, absent_bytes)) = parts.first() {
+        let (path, absent) =
+            (printable(&source.path(*file).display().to_string()).into_owned(), human_bytes(*absent_bytes));
+        let others = parts.len() - 1;
+        let more = if others == 0 { String::new() } else { format!(", nor {others} other files") };
+        tracing::info!(
+            "not compared with the digest that its service names: {path}, of which {absent} were not fetched{more}; `ckfs fetch` \
+             of all devices brings and compares whole files"
+        );
+    }
+    Ok(())
 }
 
 /// Logs an error with its causes.

@@ -318,7 +318,9 @@ fn check_names(
     for (path, file) in files {
         let Some(name) = digest_in_name(checkpoint.source().path(*file)) else { continue };
         named += 1;
-        if sources[file] != name {
+        if sources[file] == name {
+            checkpoint.source().note_right(*file);
+        } else {
             wrong.push(format!("\n  source {path}: the cache names it {name}, its digest is {}", sources[file]));
         }
     }

@@ -16,9 +16,12 @@ pub const PICKLE: &str = "data.pkl";
 /// Most levels of containers around a tensor. Deeper ones are not made by any program, but can be made by hand.
 pub const DEPTH_MAX: usize = 64;
 
-/// Most values that are visited. A container that is referred to twice is visited twice, so that a small pickle of containers
-/// that each hold the next one twice would take for ever.
-pub const VISITS_MAX: usize = 16 << 20;
+/// Most visits beside one for each value of the pickle. A container that is referred to twice is visited twice: a pickle of a
+/// kilobyte, with containers that each hold the next one twice, would have billions of tensors.
+pub const REPEATS_MAX: usize = 256 << 10;
+
+/// Most bytes of names. A long key of a container is in the names of all tensors below it.
+pub const NAME_BYTES_MAX: usize = 256 << 20;
 
 /// One tensor of a saved object.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,12 +67,15 @@ pub enum TorchError {
         /// The name.
         name: String,
     },
-    /// More values on the way than are visited.
-    #[error("{name:?}: more than {VISITS_MAX} values, counting each as often as it is referred to")]
-    Visits {
+    /// Containers that are referred to again and again.
+    #[error("{name:?}: values are referred to more than {REPEATS_MAX} times again, as no program writes them")]
+    Repeats {
         /// Where.
         name: String,
     },
+    /// Names that are too long together.
+    #[error("more than {NAME_BYTES_MAX} bytes of names of tensors")]
+    Names,
     /// Containers within containers without end.
     #[error("{name:?}: more than {DEPTH_MAX} containers within each other")]
     Depth {
@@ -144,7 +150,8 @@ pub fn tensors(pickle: &Unpickled) -> Result<Vec<TorchTensor>, TorchError> {
 pub fn object(pickle: &Unpickled) -> Result<TorchObject, TorchError> {
     let mut found = TorchObject::default();
     let mut path = Vec::new();
-    Walk { pickle, found: &mut found, path: &mut path, visits: 0 }.visit(pickle.root())?;
+    Walk { pickle, found: &mut found, path: &mut path, path_bytes: 0, visits: 0, name_bytes: 0 }
+        .visit(pickle.root())?;
     let mut names = HashSet::new();
     match found.tensors.iter().find(|tensor| !names.insert(tensor.name.as_str())) {
         Some(tensor) => Err(TorchError::Duplicate { name: tensor.name.clone() }),
@@ -156,7 +163,10 @@ struct Walk<'a> {
     pickle: &'a Unpickled,
     found: &'a mut TorchObject,
     path: &'a mut Vec<String>,
+    path_bytes: usize,
     visits: usize,
+    /// Bytes of all names so far.
+    name_bytes: usize,
 }
 
 impl Walk<'_> {
@@ -165,14 +175,15 @@ impl Walk<'_> {
             return Err(TorchError::Depth { name: self.name() });
         }
         self.visits += 1;
-        if self.visits > VISITS_MAX {
-            return Err(TorchError::Visits { name: self.name() });
+        if self.visits > self.pickle.count() + REPEATS_MAX {
+            return Err(TorchError::Repeats { name: self.name() });
         }
         match self.pickle.value(id) {
             PickleValue::Dict(items) => self.items(items),
             PickleValue::List(elements) => self.elements(elements),
             PickleValue::Tuple(elements) => self.elements(elements),
             PickleValue::Object(object) => {
+                self.count_name()?;
                 if let Some(tensor) = self.tensor(id)? {
                     self.found.tensors.push(tensor);
                     return Ok(());
@@ -193,14 +204,22 @@ impl Walk<'_> {
             | PickleValue::Bytes(_)
             | PickleValue::Set(_)
             | PickleValue::Persistent(_)) => {
+                self.count_name()?;
                 self.other(value.kind().to_owned());
                 Ok(())
             }
             PickleValue::Global(name) => {
+                self.count_name()?;
                 self.other(name.to_string());
                 Ok(())
             }
         }
+    }
+
+    /// Counts the name of a value that is noted.
+    fn count_name(&mut self) -> Result<(), TorchError> {
+        self.name_bytes = self.name_bytes.saturating_add(self.path_bytes);
+        if self.name_bytes > NAME_BYTES_MAX { Err(TorchError::Names) } else { Ok(()) }
     }
 
     /// Notes what is no tensor. An empty dictionary, such as the metadata of a state, is nothing.
@@ -224,8 +243,11 @@ impl Walk<'_> {
     }
 
     fn below(&mut self, key: String, value: Id) -> Result<(), TorchError> {
+        let bytes = key.len() + 1;
         self.path.push(key);
+        self.path_bytes += bytes;
         let visited = self.visit(value);
+        self.path_bytes -= bytes;
         self.path.pop();
         visited
     }
@@ -345,6 +367,19 @@ X\x03\x00\x00\x00arrq(]q)h\x06((h\x07h\x08X\x01\x00\x00\x003q*h\x0aK\x01tq+QK\x0
     }
 
     #[test]
+    fn a_long_key_above_many_values_is_refused() {
+        // A long key above many values.
+        let mut long = b"\x80\x02}X\0\0\x10\0".to_vec();
+        long.extend(std::iter::repeat_n(b'k', 1 << 20));
+        long.extend(b"](");
+        for _ in 0..300 {
+            long.extend(b"K\x01");
+        }
+        long.extend(b"es.");
+        assert!(read(&long).unwrap_err().contains("bytes of names"));
+    }
+
+    #[test]
     fn tensors_are_found_wherever_they_are() {
         let found = read(SAVED).unwrap();
         let row = |tensor: &TorchTensor| {
@@ -408,6 +443,6 @@ X\x03\x00\x00\x00arrq(]q)h\x06((h\x07h\x08X\x01\x00\x00\x003q*h\x0aK\x01tq+QK\x0
         }
         bytes.push(b'.');
         let error = read(&bytes).unwrap_err();
-        assert!(error.contains("values, counting each"), "{error}");
+        assert!(error.contains("more than 262144 times again"), "{error}");
     }
 }

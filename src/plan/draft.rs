@@ -49,6 +49,8 @@ pub struct Roles {
     pub expert: Option<(u64, u64)>,
     /// Number of the pipeline stage that holds the tensor, if only one does.
     pub stage: Option<u64>,
+    /// Whether every device holds all of it, as FSDP leaves buffers.
+    pub whole: bool,
     /// Whether the tensor is split by the position of its axes although others of the layout are split by logical names.
     pub by_position: bool,
     /// Logical names of the axes, where the layout gives them.

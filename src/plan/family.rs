@@ -8,7 +8,6 @@ use serde::Deserialize;
 
 pub use super::naming::Words;
 use super::naming::{self, Parsed};
-use crate::config::{Pattern, PatternError};
 
 /// The families' files, by name. The last one applies to any repository.
 const FILES: &[(&str, &str)] = &[
@@ -92,8 +91,6 @@ struct FamilyFile {
     #[serde(default)]
     unlike: Vec<String>,
     #[serde(default)]
-    keep_f32: Vec<String>,
-    #[serde(default)]
     top: BTreeMap<String, Role>,
     #[serde(default)]
     layer: BTreeMap<String, Role>,
@@ -105,16 +102,6 @@ struct FamilyFile {
     words: Words,
     #[serde(default)]
     roles: BTreeMap<String, usize>,
-    #[serde(default)]
-    keep: Vec<Kept>,
-}
-
-/// What models of no family keep in float32.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Kept {
-    model_types: Vec<String>,
-    keep_f32: Vec<String>,
 }
 
 /// A model family.
@@ -136,8 +123,6 @@ pub struct Family {
     pub own_code: bool,
     /// Names, after the prefix, that only draft models have. Such models carry the model type of their target.
     pub unlike: Vec<String>,
-    /// Patterns of the names of tensors that the model's own code keeps in float32 when all others become 16-bit floats.
-    pub keep_f32: Vec<Pattern>,
     /// What a complete model has; not inherited.
     pub expect: Vec<Expectation>,
     top: BTreeMap<String, Role>,
@@ -189,7 +174,6 @@ fn load(name: &str) -> Result<Family, FamilyError> {
             classes: Vec::new(),
             own_code: false,
             unlike: Vec::new(),
-            keep_f32: Vec::new(),
             expect: Vec::new(),
             top: BTreeMap::new(),
             layer: BTreeMap::new(),
@@ -204,27 +188,11 @@ fn load(name: &str) -> Result<Family, FamilyError> {
     family.classes = file.classes;
     family.own_code = file.own_code;
     family.unlike.extend(file.unlike);
-    family.keep_f32.extend(patterns(name, &file.keep_f32)?);
     family.expect = file.expect;
     family.top.extend(file.top);
     family.layer.extend(file.layer);
     family.layer_if.extend(file.layer_if);
     Ok(family)
-}
-
-fn patterns(family: &str, texts: &[String]) -> Result<Vec<Pattern>, FamilyError> {
-    let error = |error: PatternError| FamilyError { family: family.to_owned(), reason: error.to_string() };
-    texts.iter().map(|text| Pattern::parse(text).map_err(error)).collect()
-}
-
-/// Patterns of the names of what a model of no family keeps in float32. `model_types` are its own and that of its text model.
-///
-/// # Errors
-/// [`FamilyError`] if the embedded file is malformed.
-pub fn keep_f32_of<'a>(model_types: impl IntoIterator<Item = &'a String>) -> Result<Vec<Pattern>, FamilyError> {
-    let rows = parse("generic")?.keep;
-    let mut of = model_types.into_iter().filter_map(|model| rows.iter().find(|row| row.model_types.contains(model)));
-    of.next().map_or_else(|| Ok(Vec::new()), |row| patterns("generic", &row.keep_f32))
 }
 
 impl Role {
@@ -335,9 +303,7 @@ mod tests {
 
     #[test]
     fn every_family_file_loads_and_no_model_type_is_claimed_twice() {
-        let rows = parse("generic").unwrap().keep;
-        let mut seen: Vec<String> = rows.iter().flat_map(|row| row.model_types.iter().cloned()).collect();
-        assert!(seen.iter().all(|model_type| !keep_f32_of([model_type]).unwrap().is_empty()));
+        let mut seen: Vec<String> = Vec::new();
         for (name, _) in FILES {
             for expectation in load(name).unwrap().expect {
                 for expression in expectation.when.iter().chain(&expectation.experts) {

@@ -11,6 +11,7 @@
 //! | `select`, `lora`, `values` | which tensors of the checkpoint are wanted, and in which dtype |
 //! | `experts` | one form of the experts of a layer, however they are named and fused |
 //! | `canonical`, `family`, `kind`, `modules`, `stored` | layouts by tables: names and roles of known families, of transformers' modules, or of a trainer |
+//! | `library` | what the models' own library says: buffers, and what stays in float32 |
 //! | [`layout_file`], [`layouts`], [`expr`] | layouts by rules, and the language of the rules |
 //! | `inverse` | the way back from a layout to a repository |
 //! | `name` | names of tensors, their groups, and renames |
@@ -33,6 +34,7 @@ mod inverse;
 pub mod kind;
 pub mod layout_file;
 pub mod layouts;
+pub mod library;
 mod lora;
 mod modules;
 mod name;
@@ -65,7 +67,7 @@ pub use need::{
     remote_bytes::{FETCHED_BYTES, RemoteBytes},
 };
 pub use options::{Layout, ViewOptions};
-pub use planned::{DecodedScheme, Plan, PlannedTensor, Rank};
+pub use planned::{DecodedScheme, Plan, PlannedTensor, Rank, Whole};
 pub use repository::{
     generated::SHARD_BYTES_MAX,
     hf::{self, HfContent, HfFile},
@@ -82,7 +84,7 @@ use self::{
     name::{member, name_group, names, naming},
     need::{counting, needed},
     repository::{generated, text_model},
-    split::packed,
+    split::{packed, whole},
 };
 pub use crate::config::{
     Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern,

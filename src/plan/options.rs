@@ -55,6 +55,14 @@ impl Layout {
         }
     }
 
+    /// Whether its tensors are those of a loaded model, in float32 where the model's own code keeps them so.
+    pub fn is_loaded(&self) -> bool {
+        match self {
+            Self::Embedded(embedded) => embedded.name == "transformers",
+            Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => false,
+        }
+    }
+
     /// Key of the dictionary that holds all tensors in formats of trees. MaxText saves its variables, themselves a tree
     /// below `params`, as the member `params` of its training state.
     pub fn tree_root(&self) -> Option<&str> {

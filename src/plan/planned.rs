@@ -69,6 +69,15 @@ pub struct DecodedScheme {
     pub bytes: u64,
 }
 
+/// Tensors that every device holds whole: buffers, which FSDP does not split.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Whole {
+    /// Their names.
+    pub names: Vec<NameGroup>,
+    /// Whether the model's library says so. If it does not have the model, they are taken for buffers by usual names and sizes.
+    pub is_known: bool,
+}
+
 /// A checkpoint as the user requests to see it.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -86,6 +95,8 @@ pub struct Plan {
     pub kept: Vec<NameGroup>,
     /// The same of `hf/`.
     pub kept_hf: Vec<NameGroup>,
+    /// Tensors that every device of the mesh holds whole although others are split.
+    pub whole: Whole,
     /// Stored tensors that belong to decoded ones and that no decoder reads, such as scales of activations: they are not shown.
     pub dropped: Vec<NameGroup>,
     /// Name of the model family whose short names, or whose rules of the layout, are used.

@@ -6,10 +6,10 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use super::problem::Problem;
+use super::{library::Model, problem::Problem};
 use crate::{
     checkpoint::{Checkpoint, Storage, TensorInfo, Unsupported},
-    config::{CastRule, Pattern},
+    config::CastRule,
     tensor::{DType, Shape, SourceTensor, TensorId, View},
 };
 
@@ -38,8 +38,10 @@ pub struct Values<'a> {
     checkpoint: &'a Checkpoint,
     request: ValueRequest,
     rules: &'a [CastRule],
-    /// Names of what the model's own code keeps in float32.
-    keep_f32: &'a [Pattern],
+    /// The model, whose own code keeps some tensors in float32. `None` if the layout casts those too.
+    keep_f32: Option<&'a Model>,
+    /// Whether what is stored narrower becomes float32 where the model keeps it so: values are those of a loaded model.
+    as_loaded: bool,
     /// Stored tensors that others need that are shown raw.
     of_raw: HashSet<TensorId>,
     /// Decoded tensors for which a rule has since required the raw form.
@@ -48,22 +50,32 @@ pub struct Values<'a> {
     kept: Mutex<BTreeSet<TensorId>>,
 }
 
-/// Bits of the narrowest float that holds everything a float32 does: a cast to it, or to a wider one, loses nothing.
-const F32_BITS: u64 = 32;
-
 impl<'a> Values<'a> {
     /// Values under a general request and rules. The first rule that matches has precedence over the request. If no rule matches
-    /// and the request is for a float narrower than 32 bits, plain tensors of names like `keep_f32` stay as they are stored.
+    /// and the request is for a float narrower than 32 bits, plain tensors that the model keeps in float32 stay as they are stored.
     pub fn new(
         checkpoint: &'a Checkpoint,
         request: ValueRequest,
         rules: &'a [CastRule],
-        keep_f32: &'a [Pattern],
+        keep_f32: Option<&'a Model>,
     ) -> Self {
         let of_raw = if request.dtype.is_some() { checkpoint.raw_operands().collect() } else { HashSet::new() };
-        let narrows = request.dtype.is_some_and(|dtype| dtype.bits() < F32_BITS);
-        let keep_f32 = if narrows { keep_f32 } else { &[] };
-        Self { checkpoint, request, rules, keep_f32, of_raw, raw: Mutex::default(), kept: Mutex::default() }
+        Self {
+            checkpoint,
+            request,
+            rules,
+            keep_f32,
+            as_loaded: false,
+            of_raw,
+            raw: Mutex::default(),
+            kept: Mutex::default(),
+        }
+    }
+
+    /// These, with the dtypes of a loaded model: float32 where its own code keeps it so, though stored narrower.
+    #[must_use]
+    pub fn as_loaded(self) -> Self {
+        Self { as_loaded: true, ..self }
     }
 
     /// The selected part of the checkpoint.
@@ -83,6 +95,9 @@ impl<'a> Values<'a> {
         let info = self.checkpoint.tensor(id);
         match (info.storage, rule) {
             (Storage::Plain { .. } | Storage::Mosaic(_), Some(rule)) => rule.dtype,
+            (Storage::Plain { .. } | Storage::Mosaic(_), None) if self.widens(info.dtype, info.name) => {
+                Some(DType::F32)
+            }
             (Storage::Plain { .. } | Storage::Mosaic(_), None) if self.keeps(info.dtype, info.name) => {
                 self.kept.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
                 None
@@ -107,8 +122,14 @@ impl<'a> Values<'a> {
         }
     }
 
+    fn widens(&self, dtype: DType, name: &str) -> bool {
+        let Some(model) = self.keep_f32.filter(|_| self.as_loaded) else { return false };
+        matches!(dtype, DType::F16 | DType::BF16) && model.keeps_f32(name, self.request.dtype.unwrap_or(dtype))
+    }
+
     fn keeps(&self, dtype: DType, name: &str) -> bool {
-        dtype.is_float() && self.keep_f32.iter().any(|pattern| pattern.matches(name))
+        let Some((model, wanted)) = self.keep_f32.zip(self.request.dtype) else { return false };
+        dtype.is_float() && dtype != wanted && model.keeps_f32(name, wanted)
     }
 
     /// The tensors that stay as they are stored because the model's own code keeps them in float32, as far as they have been

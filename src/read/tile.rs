@@ -43,6 +43,9 @@ const GIVE_UP_PERIOD: Duration = Duration::from_millis(250);
 /// Time after its last use after which a tile is dropped although there is room.
 const IDLE: Duration = Duration::from_mins(1);
 
+/// Computations of other threads whose failure a reader does not take for its own. The next one is its own, or another reader's.
+const TRIES_MAX: u32 = 2;
+
 /// Identifies a tile: a file, a segment of it, and the tile's number in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct TileKey {
@@ -106,6 +109,8 @@ type Outcome = Result<Arc<Tile>, ReadError>;
 /// A computation that others wait for.
 #[derive(Debug, Default)]
 struct Flight {
+    /// Whether no reader has asked for it when it began.
+    ahead: bool,
     outcome: Mutex<Option<Outcome>>,
     done: Condvar,
 }
@@ -298,8 +303,8 @@ impl TileCache {
         compute: impl FnOnce(TileRoom) -> Result<Tile, ReadError>,
     ) -> Option<Outcome> {
         let ahead = demand == Demand::Prefetch;
-        let (flight, room, dropped) = {
-            let mut state = self.lock();
+        let (mut tries, mut state) = (0, self.lock());
+        let state = loop {
             if let Some((tile, used)) = state.tiles.get_mut(&key) {
                 *used = Instant::now();
                 if !ahead {
@@ -316,8 +321,22 @@ impl TileCache {
                     return None;
                 }
                 add(&counters.tile_waits, 1);
-                return Some(wait(&flight, give_up));
+                match wait(&flight, give_up) {
+                    // The time of a prefetch may have begun long before, and its panic was not this reader's: the reader tries once
+                    // itself.
+                    Waited::Failed(error) if tries < TRIES_MAX && (flight.ahead || is_panic(&error)) => {
+                        tries += 1;
+                        state = self.lock();
+                        continue;
+                    }
+                    Waited::Made(tile) => return Some(Ok(tile)),
+                    Waited::Failed(error) | Waited::GivenUp(error) => return Some(Err(error)),
+                }
             }
+            break state;
+        };
+        let (flight, room, dropped) = {
+            let mut state = state;
             // A prefetch job may run late.
             if ahead && state.consumed.peek(&key).is_some_and(|then| then.elapsed() < IN_USE) {
                 return None;
@@ -334,7 +353,7 @@ impl TileCache {
             let room = TileRoom::new(&self.held, bytes);
             let others = self.tile_bytes_max().saturating_sub(self.outside_bytes(&state));
             let dropped = state.drop_until(others);
-            let flight = Arc::new(Flight::default());
+            let flight = Arc::new(Flight { ahead, ..Flight::default() });
             state.flights.insert(key, Arc::clone(&flight));
             (flight, room, dropped)
         };
@@ -400,11 +419,24 @@ impl TileCache {
     }
 }
 
-fn wait(flight: &Flight, give_up: &dyn Fn() -> Option<ReadError>) -> Outcome {
+/// What became of a wait for a computation of another thread.
+enum Waited {
+    Made(Arc<Tile>),
+    /// The computation failed.
+    Failed(ReadError),
+    /// The wait was given up.
+    GivenUp(ReadError),
+}
+
+fn is_panic(error: &ReadError) -> bool {
+    matches!(error, ReadError::Panicked)
+}
+
+fn wait(flight: &Flight, give_up: &dyn Fn() -> Option<ReadError>) -> Waited {
     let mut outcome = flight.outcome.lock().unwrap_or_else(PoisonError::into_inner);
     loop {
         if let Some(outcome) = &*outcome {
-            return outcome.clone();
+            return outcome.clone().map_or_else(Waited::Failed, Waited::Made);
         }
         let (found, waited) = flight.done.wait_timeout(outcome, GIVE_UP_PERIOD).unwrap_or_else(PoisonError::into_inner);
         outcome = found;
@@ -412,7 +444,7 @@ fn wait(flight: &Flight, give_up: &dyn Fn() -> Option<ReadError>) -> Outcome {
             && outcome.is_none()
             && let Some(error) = give_up()
         {
-            return Err(error);
+            return Waited::GivenUp(error);
         }
     }
 }
@@ -566,6 +598,34 @@ mod tests {
             }
         });
         assert_eq!(computed.into_inner(), 1);
+    }
+
+    #[test]
+    fn a_reader_does_not_inherit_the_failure_of_a_prefetch() {
+        let (cache, pool, counters) = (TileCache::new(1000), BufferPool::new(0), Counters::default());
+        let (begun, waits) = (std::sync::Barrier::new(2), || counters.tile_waits.load(Ordering::Relaxed));
+        for panics in [false, true] {
+            let before = waits();
+            std::thread::scope(|scope| {
+                let prefetch = scope.spawn(|| {
+                    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                        cache.get(key(0), Demand::Prefetch, 10, &counters, &|| None, |_| {
+                            begun.wait();
+                            while waits() == before {
+                                std::thread::yield_now();
+                            }
+                            assert!(!panics, "injected");
+                            Err(ReadError::Internal { what: "its time is over" })
+                        })
+                    }))
+                });
+                begun.wait();
+                let made = cache.get(key(0), Demand::Reader, 10, &counters, &|| None, |room| Ok(tile(&pool, room, 10)));
+                assert!(made.unwrap().is_ok(), "the reader tries once itself");
+                assert_eq!(prefetch.join().unwrap().is_err(), panics);
+            });
+            cache.forget(&key(0));
+        }
     }
 
     #[test]

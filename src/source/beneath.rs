@@ -31,6 +31,7 @@ use rustix::{
 
 use super::{
     ByteSpan, SourceError,
+    digest::KnownDigest,
     local::raise_open_file_limit,
     permission::{DirectoryGates, Gate, Gates, PASS, READ},
     remote::handle::Remote,
@@ -88,6 +89,8 @@ pub struct Opened {
     pub(super) gates: Gates,
     pub(super) again: Again,
     pub(super) remote: Option<Remote>,
+    /// The digest that the Hub's cache names it by.
+    pub(super) digest: Option<KnownDigest>,
 }
 
 /// How a file is found again, to check whether its name still leads to it.
@@ -243,7 +246,8 @@ impl FoundFile {
             (false, Some(root), None) => (survey(&root.survey), Again::Named),
             (false, None, _) => (survey(&Survey::default()), Again::Named),
         };
-        Ok(Opened { path, file, gates, again, remote: self.remote })
+        let digest = KnownDigest::of_blob(&self.real).filter(|_| self.remote.is_none());
+        Ok(Opened { path, file, gates, again, remote: self.remote, digest })
     }
 }
 

@@ -85,15 +85,19 @@ pub enum SourceError {
         /// The version now, or what the service said.
         found: String,
     },
-    /// A complete copy of a remote object has another digest than its service names, also after it was fetched again. Sticky.
-    #[error("{}: expected SHA-256 {expected}, found {found}, twice", file.display())]
+    /// The bytes have another digest than is known of them. Sticky.
+    #[error("{}: expected {kind} {expected}, found {found}: {advice}", file.display())]
     Corrupt {
         /// The file.
         file: Arc<Path>,
-        /// The digest that the service names.
+        /// The kind of digest.
+        kind: &'static str,
+        /// The digest that the service or the file's name says.
         expected: String,
         /// The digest of the bytes.
         found: String,
+        /// What it means, and what to do.
+        advice: &'static str,
     },
     /// A remote object did not come. The message has what the cause says, less what it names already.
     #[error("{}: bytes {span}: {}", file.display(), error.brief())]

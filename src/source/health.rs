@@ -4,6 +4,7 @@
 //! until the requested bytes come. A source notes both here, and the layers above check only here.
 
 use std::{
+    fmt,
     path::Path,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
@@ -20,12 +21,58 @@ use super::{
 /// The state of each file of a source.
 #[derive(Debug)]
 pub struct Health {
-    files: Vec<FileHealth>,
-    poisoned: AtomicU64,
+    shared: Arc<SharedHealth>,
     fetches: Arc<Fetches>,
     stalls: Mutex<Vec<(FileId, Stall)>>,
     /// Files after those of `files`, each with the file whose bytes it shows in another form.
     others: OnceLock<Vec<FileId>>,
+}
+
+/// What threads without the source may change.
+struct SharedHealth {
+    files: Vec<FileHealth>,
+    poisoned: AtomicU64,
+    /// Called after a file was poisoned.
+    on_poisoned: Mutex<Vec<OnPoisoned>>,
+}
+
+/// Called after a file was poisoned.
+type OnPoisoned = Box<dyn Fn() + Send + Sync>;
+
+impl fmt::Debug for SharedHealth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedHealth").field("files", &self.files).finish_non_exhaustive()
+    }
+}
+
+impl SharedHealth {
+    fn condemn(&self, place: usize, error: SourceError) -> SourceError {
+        let mut first = false;
+        let kept = self.files[place].poison.get_or_init(|| {
+            first = true;
+            Poison { error, since: SystemTime::now() }
+        });
+        if first {
+            self.poisoned.fetch_add(1, Ordering::Relaxed);
+            tracing::error!("{}; every read that needs this file fails from now on", kept.error);
+            self.on_poisoned.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|callback| callback());
+        }
+        kept.error.clone()
+    }
+}
+
+/// Marks one file as lost, from a thread without the source.
+#[derive(Clone, Debug)]
+pub struct HealthHandle {
+    shared: Arc<SharedHealth>,
+    place: usize,
+}
+
+impl HealthHandle {
+    /// As [`Health::condemn`].
+    pub fn condemn(&self, error: SourceError) -> SourceError {
+        self.shared.condemn(self.place, error)
+    }
 }
 
 #[derive(Debug)]
@@ -42,7 +89,8 @@ impl Health {
         let file = |path| FileHealth { path, poison: OnceLock::new(), stalled: AtomicBool::new(false) };
         let files: Vec<FileHealth> = paths.map(file).collect();
         fetches.name_files(files.iter().map(|file| file.path.clone()));
-        Self { files, poisoned: AtomicU64::new(0), fetches, stalls: Mutex::default(), others: OnceLock::new() }
+        let shared = SharedHealth { files, poisoned: AtomicU64::new(0), on_poisoned: Mutex::default() };
+        Self { shared: Arc::new(shared), fetches, stalls: Mutex::default(), others: OnceLock::new() }
     }
 
     /// Adds files that show the bytes of others in another form. Their ids follow; each is as healthy as the file that is given
@@ -56,13 +104,23 @@ impl Health {
 
     /// The file whose state counts for `file`: itself, or the one that it shows in another form.
     fn origin(&self, file: FileId) -> FileId {
-        let other = file.index().checked_sub(self.files.len());
+        let other = file.index().checked_sub(self.shared.files.len());
         let named = other.and_then(|other| self.others.get()?.get(other));
         named.copied().unwrap_or(file)
     }
 
     fn file(&self, file: FileId) -> &FileHealth {
-        &self.files[self.origin(file).index()]
+        &self.shared.files[self.origin(file).index()]
+    }
+
+    /// Marks a file as lost, from a thread without the source.
+    pub fn handle(&self, file: FileId) -> HealthHandle {
+        HealthHandle { shared: Arc::clone(&self.shared), place: self.origin(file).index() }
+    }
+
+    /// Has `callback` called after each file that is found poisoned. It must not wait.
+    pub fn on_poisoned(&self, callback: OnPoisoned) {
+        self.shared.on_poisoned.lock().unwrap_or_else(PoisonError::into_inner).push(callback);
     }
 
     /// Notes that this thread is about to wait for `target`.
@@ -95,21 +153,12 @@ impl Health {
 
     /// Marks a file as lost for good. The first error counts and is logged; it is returned then and later.
     pub fn condemn(&self, file: FileId, error: SourceError) -> SourceError {
-        let mut first = false;
-        let kept = self.file(file).poison.get_or_init(|| {
-            first = true;
-            Poison { error, since: SystemTime::now() }
-        });
-        if first {
-            self.poisoned.fetch_add(1, Ordering::Relaxed);
-            tracing::error!("{}; every read that needs this file fails from now on", kept.error);
-        }
-        kept.error.clone()
+        self.shared.condemn(self.origin(file).index(), error)
     }
 
     /// Number of files found poisoned so far.
     pub fn poisoned(&self) -> u64 {
-        self.poisoned.load(Ordering::Relaxed)
+        self.shared.poisoned.load(Ordering::Relaxed)
     }
 
     /// The error that poisoned a file, if it is poisoned. Does not check the file.

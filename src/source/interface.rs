@@ -9,6 +9,7 @@ use std::{
 };
 
 use super::{
+    digest::Compared,
     error::SourceError,
     health::Health,
     kernel_bytes::KernelBytes,
@@ -137,6 +138,26 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// The chunks that it decodes, if it decodes any.
     fn chunks(&self) -> Option<&dyn DecodedChunks> {
         None
+    }
+
+    /// Whether bytes of a file were read from this source.
+    fn is_used(&self, file: FileId) -> bool {
+        let _ = file;
+        true
+    }
+
+    /// Compares the bytes of a file with the digest that is known of it, unless they were compared before. Waits for the result.
+    ///
+    /// # Errors
+    /// [`SourceError::Corrupt`] if the bytes have another digest, or the error that poisoned the file before.
+    fn compare(&self, file: FileId) -> Result<Compared, SourceError> {
+        let _ = file;
+        Ok(Compared::Unknown)
+    }
+
+    /// Notes that a caller has compared a file with the digest that is known of it, and found it right.
+    fn note_right(&self, file: FileId) {
+        let _ = file;
     }
 
     /// The open file, from which the kernel can read by itself. `None` if there is none or it is poisoned.

@@ -18,6 +18,7 @@
 //! A source does not list a repository, know tensors, merge neighbouring spans, or cache. Those belong to the layers above.
 
 mod beneath;
+pub mod digest;
 mod error;
 mod health;
 mod interface;
@@ -35,7 +36,7 @@ pub mod waits;
 
 pub use beneath::{Beneath, FoundFile, Opened, private_directory};
 pub use error::{Aspect, Poison, SourceError};
-pub use health::Health;
+pub use health::{Health, HealthHandle};
 pub use interface::{Coded, DecodedChunks, FetchPart, FileFetch, Maps, Pin, RemoteSource, Source};
 pub use kernel_bytes::{KernelBytes, Served};
 pub use local::{LocalFiles, ResidentWindow, SourceIo};

@@ -116,7 +116,7 @@ impl Volume {
     pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, VolumeError> {
         let source = checkpoint.source();
         let modified = file_ids(&checkpoint).map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH);
-        let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).sum();
+        let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).fold(0, u64::saturating_add);
         // The text of `ckfs plan`, shown as `.ckfs/plan.txt`, goes through all tensors too.
         let (mut plan_text, shown) = rayon::join(
             || report::text(&checkpoint, views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
@@ -161,6 +161,14 @@ impl Volume {
         let remount = Some(options.remount).filter(|command| !command.is_empty());
         let tree = root.build();
         let permissions = Permissions::new(checkpoint, &views, &tree, mounter, options.overrides);
+        let watched = Arc::<Watched>::default();
+        // Also where no read finds it: bytes of a remote object are compared when all of them have come.
+        let told = Arc::downgrade(&watched);
+        checkpoint.source().health().on_poisoned(Box::new(move || {
+            if let Some(watched) = told.upgrade() {
+                watched.report();
+            }
+        }));
         Ok(Self {
             stats_bytes: stats::stats_bytes(checkpoint.source().as_ref()),
             budget: options.budget,
@@ -173,7 +181,7 @@ impl Volume {
             metrics: Metrics::default(),
             next_handle: AtomicU64::new(1),
             open: RwLock::default(),
-            watched: Arc::default(),
+            watched,
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
             direct: options.direct,
             direct_once: options.direct_once,

@@ -64,6 +64,11 @@ impl Watched {
     /// has read through ckfs, 0.1 s per GB, so they are dropped now.
     pub(super) fn note_superseded(&self, ino: Ino) {
         lock(&self.superseded).insert(ino);
+        self.report();
+    }
+
+    /// Tells the server that there are files to drop.
+    pub(super) fn report(&self) {
         if let Some(callback) = &*lock(&self.on_change) {
             callback();
         }

@@ -41,16 +41,18 @@ impl Volume {
 
     /// Reports a change again that was seen after bytes went out.
     pub(super) fn report_again(&self) {
-        if let Some(callback) = &*lock(&self.watched.on_change) {
-            callback();
-        }
+        self.watched.report();
     }
 
     /// Files that were opened and need a poisoned source.
     pub(super) fn files_of_poisoned(&self) -> Vec<Ino> {
+        self.watched.opened().into_iter().filter(|ino| self.needs_poisoned(*ino)).collect()
+    }
+
+    /// Whether a file is made of a source that was found poisoned.
+    pub fn needs_poisoned(&self, ino: Ino) -> bool {
         let source = self.engine.checkpoint().source();
-        let lost = |ino: &Ino| self.sources_of(*ino).iter().any(|file| source.health().is_poisoned(*file));
-        self.watched.opened().into_iter().filter(lost).collect()
+        self.sources_of(ino).iter().any(|file| source.health().is_poisoned(*file))
     }
 
     /// Whether a source of a file does not answer.

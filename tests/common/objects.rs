@@ -34,6 +34,8 @@ pub enum Mishap {
 #[derive(Debug, Default)]
 pub struct MemoryObjects {
     contents: Vec<(String, Vec<u8>)>,
+    /// Names the service.
+    origin: String,
     /// The next requests have these.
     pub mishaps: Mutex<Vec<Mishap>>,
     pub latency: Mutex<Duration>,
@@ -50,6 +52,12 @@ impl MemoryObjects {
     pub fn new<N: Into<String>>(contents: impl IntoIterator<Item = (N, Vec<u8>)>) -> Arc<Self> {
         let contents = contents.into_iter().map(|(name, bytes)| (name.into(), bytes)).collect();
         Arc::new(Self { contents, ..Self::default() })
+    }
+
+    /// Objects of a service with this name.
+    pub fn of_origin<N: Into<String>>(origin: &str, contents: impl IntoIterator<Item = (N, Vec<u8>)>) -> Arc<Self> {
+        let contents = contents.into_iter().map(|(name, bytes)| (name.into(), bytes)).collect();
+        Arc::new(Self { contents, origin: origin.to_owned(), ..Self::default() })
     }
 
     /// The repository of all objects, of a version.
@@ -94,6 +102,10 @@ pub fn cache(dir: &Path, cap_bytes: Option<u64>) -> Arc<Cache> {
 impl Objects for MemoryObjects {
     fn host(&self) -> &'static str {
         "memory"
+    }
+
+    fn origin(&self) -> &str {
+        &self.origin
     }
 
     fn read(

@@ -10,6 +10,7 @@ few say all: `tiny` cuts the counts of layers, with the lists that have one entr
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import os
@@ -34,11 +35,29 @@ transformers.logging.set_verbosity_error()
 # Members that a class needs and that its configuration leaves empty.
 NEEDED = {
     "autoformer": {"prediction_length": 8},
+    "chameleon": {"vocabulary_map": {"<image>": 1}},
+    "emu3": {"vocabulary_map": {"<image>": 1}},
+    "ministral": {"head_dim": 64},
+    "hunyuan_v1_dense": {"head_dim": 64},
+    "hunyuan_v1_moe": {"head_dim": 64},
+    "hunyuan_vl_text": {"head_dim": 64},
+    "hunyuan_vl": {"text_config": {"head_dim": 64}},
+    "nemotron": {"num_key_value_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "esm": {"vocab_size": 33},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 31},
+    "qwen4_exp_text": {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 2048, "indexer_compress_ratio": 4, "ple_layer_ids": [1]},
+    "qwen4_exp": {"text_config": {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 2048, "indexer_compress_ratio": 4, "ple_layer_ids": [1]}},
+    "wav2vec2-bert": {"vocab_size": 33},
+    "wav2vec2-conformer": {"vocab_size": 33},
+    "diffusion_gemma_text": {"num_experts": 8},
+    "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}},
     "informer": {"prediction_length": 8},
     "time_series_transformer": {"prediction_length": 8},
 }
 # Layers that a tiny configuration keeps: a first dense one, and each kind of a usual cycle of kinds.
-LAYERS = 6
+LAYERS = 4
 # Members of configurations that count layers, blocks or experts' layers of a tower.
 COUNTS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers",
@@ -68,6 +87,7 @@ class Failed:
     trace: str = field(default="", repr=False)
 
 
+@functools.cache
 def configurations() -> dict[str, type[PreTrainedConfig]]:
     """The configuration classes by model type: those that `config.json` may name, at its top or in a member."""
     found = {}
@@ -129,10 +149,17 @@ def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def build(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model on the meta device."""
-    with torch.device("meta"), init.meta_device_safe_creation_ops(), init.no_init_weights():
-        return cls(config)
+def build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the meta device, made as `from_pretrained` makes it for this dtype."""
+    before = torch.get_default_dtype()
+    for part in members(config):
+        part.dtype = dtype
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), init.meta_device_safe_creation_ops(), init.no_init_weights():
+            return cls(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def is_abstract(cls: type[PreTrainedModel]) -> bool:
@@ -141,28 +168,30 @@ def is_abstract(cls: type[PreTrainedModel]) -> bool:
     return cls.__name__.endswith("PreTrainedModel") or not any("forward" in vars(base) for base in own)
 
 
-def build_class(model_type: str, cls: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Built | Failed:
+def build_class(
+    model_type: str, cls: type[PreTrainedModel], config: type[PreTrainedConfig], dtype: torch.dtype
+) -> Built | Failed:
     """One class from its default configuration, cut where the class accepts that."""
     reasons = []
     for cut in (True, False):
         try:
             default = config(**copy.deepcopy(NEEDED.get(model_type, {})))
             used = tiny(default) if cut else default
-            return Built(model_type, cls, used, build(cls, used), reasons[0] if reasons else "")
+            return Built(model_type, cls, used, build(cls, used, dtype), reasons[0] if reasons else "")
         except Exception as error:  # noqa: BLE001  any class may refuse in its own way
             reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             trace = traceback.format_exc()
     return Failed(model_type, cls, reasons[-1], trace)
 
 
-def walk(only: list[str] | None = None) -> Iterator[Built | Failed]:
+def walk(only: list[str] | None = None, dtype: torch.dtype = torch.float32) -> Iterator[Built | Failed]:
     """Every class that is no mere base, by model type."""
-    for model_type, config in sorted(configurations().items()):
-        if only and model_type not in only:
-            continue
+    found = configurations()
+    for model_type in sorted(only or found):
+        config = found[model_type]
         for cls in model_classes(model_type, config):
             if not is_abstract(cls):
-                yield build_class(model_type, cls, config)
+                yield build_class(model_type, cls, config, dtype)
 
 
 def main() -> None:

@@ -21,7 +21,9 @@ from reference import FLOATS, cast_array
 from repos import Draw, Repo, Tensor
 
 # Ends of the names of tensors that stay as stored for any 16-bit dtype, because the model's own code keeps them in float32.
-KEPT = ("e_score_correction_bias",)
+KEPT = ("e_score_correction_bias", "mlp.gate.weight")
+# These for float16 only, where bfloat16's range is too wide.
+KEPT_GPT_OSS = ("layernorm.weight", "model.norm.weight")
 KEPT_V4 = (
     ".attn_sink", ".gate.bias", ".ape", ".hc_attn_fn", "norm.weight", ".attn_norm.weight", ".ffn_norm.weight", ".q_norm.weight",
     ".kv_norm.weight",
@@ -347,6 +349,7 @@ def torchao(word: str) -> dict:
 def gpt_oss(path: Path, kind: str) -> Quantized:
     """Experts in one tensor a layer, `[experts, out, in/32, 16]` stored and `[experts, in, out]` decoded; sinks and biases."""
     maker, hidden, inter, experts, heads, narrow, head, vocab = Maker(path, kind, "BF16"), 64, 96, 3, 4, 2, 16, 64
+    maker.made.kept = KEPT_GPT_OSS
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         maker.plain(name, vocab, hidden)
     maker.plain("model.norm.weight", hidden)

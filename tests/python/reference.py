@@ -359,11 +359,17 @@ class Mesh:
         return ",".join(f"{name}={i}" for name, i in self.coordinates(device).items())
 
 
+# Ends of the names of buffers, which every device has whole.
+BUFFERS = ("e_score_correction_bias", "ffn.gate.bias", "inv_freq", "position_ids")
+
+
 def split_by(shown: Shown, mesh: Mesh) -> list[list[str]]:
     """Per axis of the tensor, the mesh axes that split it, outermost first: expert, then tensor, then fsdp."""
     out: list[list[str]] = [[] for _ in shown.shape]
     if shown.rule is not None:
         return shown.rule + out[len(shown.rule) :]
+    if all(name.endswith(BUFFERS) for name in shown.sources):
+        return out
     tensor = None if shown.tensor_axis is None else shown.tensor_axis + shown.lead
     for kind, axis in (("expert", shown.expert_axis), ("tensor", tensor), ("fsdp", shown.lead)):
         if axis is not None and axis < len(shown.shape):

@@ -7,6 +7,7 @@ in the package and in ckfs cannot compensate each other. Each builder returns a 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import struct
 import zlib
@@ -517,8 +518,11 @@ def hub_cache(path: Path) -> Repo:
     (home / "blobs").mkdir()
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(revision)
-    for number, file in enumerate(sorted(repo.path.iterdir())):
-        blob = home / "blobs" / f"{number:064x}"
+    for file in sorted(repo.path.iterdir()):
+        content = file.read_bytes()
+        in_lfs = file.suffix == ".safetensors"
+        git = hashlib.sha1(b"blob %d\0" % len(content) + content)
+        blob = home / "blobs" / (hashlib.sha256(content) if in_lfs else git).hexdigest()
         file.rename(blob)
         file.symlink_to(Path("../../blobs") / blob.name)
     return repo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 import mounting
 import reference
+import repos
 from mounting import check_device, check_full
 from reference import Mesh
 from servers import STUB_SETTINGS, Stub
@@ -148,14 +150,69 @@ def test_wrong_bytes_of_the_hub_are_fetched_once_more_and_then_refused(own, repo
             file.write(bytes([last[0] ^ 1]))
         error = mounting.run("fetch", "org/llama", expect=1).err
         assert weights.name in error and "fetched once more" in error and "expected SHA-256" in error
-        told = mounting.run("cache", "verify", expect=1)
-        assert f"{weights.name}: expected SHA-256" in told.out, "each line names its object"
-        mounted = own("org/llama", "--prefetch", "on")
-        digest = "its digest is wrong twice, and nobody reads"
-        mounting.wait_until(lambda: mounted.stats()["poisoned_sources"] == 1, seconds=60, what=digest)
-        assert weights.name in mounting.run("status", mounted.point, expect=1).out
+        told = mounting.run("cache", "verify")
+        assert f"{weights.name}: not verifiable: part of a file" in told.out, "wrong bytes do not stay"
+        for words in (["cat", "org/llama", "hf/" + weights.name], ["export", "org/llama", tmp_path / "to"], ["sums", "org/llama"]):
+            assert "expected SHA-256" in mounting.run(*words, expect=1).err
+        assert "expected SHA-256" in mounting.run("mount", "org/llama", tmp_path, expect=1).err, "a small file is compared first"
     finally:
         stub.close()
+
+
+@pytest.mark.parametrize("flags", [[], ["--layout", "maxtext", "--dtype", "f32"], ["--materialize", "memory"]])
+def test_wrong_bytes_that_a_mount_has_served_are_dropped_everywhere(own, wide, clean, tmp_path, flags):
+    """Kernel pages, tiles and materialized files of a source whose digest is wrong are not served once it was compared."""
+    local = tmp_path / "local"
+    shutil.copytree(wide.path, local)
+    weights = sorted(local.glob("*.safetensors"))[-1]
+    stub = Stub("hub", f"org/wide={local}")
+    try:
+        clean.setenv("HF_ENDPOINT", stub.url)
+        with weights.open("r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)
+            file.seek(-1, 2)
+            file.write(bytes([last[0] ^ 1]))
+        mounted = own("org/wide", *flags)
+        files = [path for path in (mounted / "dev0").rglob("*") if path.is_file()]
+        for path in files:
+            try:
+                path.read_bytes()
+            except OSError:
+                pass
+        mounting.wait_until(lambda: mounted.stats()["poisoned_sources"] == 1, seconds=60, what="the comparison")
+        told = mounting.run("status", mounted.point, expect=1).out
+        assert weights.name in told and "expected SHA-256" in told
+
+        def is_lost(path):
+            try:
+                path.read_bytes()
+            except OSError as error:
+                return error.errno == errno.EIO
+            return False
+
+        lost = [path for path in files if is_lost(path)]
+        assert lost, "files of these weights"
+        if not flags:
+            header = mounting.run("cat", "org/wide", "hf/" + weights.name, "--length", "8", expect=1)
+            assert "expected SHA-256" in header.err
+    finally:
+        stub.close()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_blob_of_the_cache_without_the_digest_of_its_name_is_refused(clean, tmp_path, name):
+    repo = repos.hub_cache(tmp_path / "hf/hub")
+    clean.setenv("HF_HUB_OFFLINE", "1")
+    mounting.run("cat", "org/tiny", "hf/config.json")
+    blob = (repo.path / name).resolve()
+    content = blob.read_bytes()
+    edited = content[:-4] + bytes(4) if name == "model.safetensors" else content.replace(b"{", b"{ ", 1)[: len(content) + 1]
+    blob.write_bytes(edited)
+    kind = "SHA-256" if name == "model.safetensors" else "git blob id"
+    for words in (["cat", "org/tiny", "hf/config.json"], ["export", "org/tiny", tmp_path / "to"], ["verify", "org/tiny"], ["sums", "org/tiny"]):
+        error = mounting.run(*words, expect=1).err
+        assert f"{name}: expected {kind} {blob.name}" in error and "hf download" in error
 
 
 def test_no_log_has_a_token_or_a_signed_address(repo, hub, clean):

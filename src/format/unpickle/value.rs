@@ -106,6 +106,11 @@ impl Unpickled {
         self.root
     }
 
+    /// Number of values.
+    pub fn count(&self) -> usize {
+        self.values.len()
+    }
+
     /// A value.
     pub fn value(&self, id: Id) -> &PickleValue {
         // Ids are made by the machine that made the table, which never shrinks.

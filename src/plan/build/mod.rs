@@ -34,7 +34,7 @@ use self::{
 };
 use super::{
     DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding,
-    Tied, ViewOptions, canonical, expect,
+    Tied, ViewOptions, Whole, canonical, expect,
     experts::{
         self,
         orientation::{Order, PARAMETER},
@@ -44,12 +44,14 @@ use super::{
     inverse::{self, Inverted},
     layout_file,
     layouts::FAMILY,
+    library::Model,
     lora, modules,
     name_group::fold,
     names, packed, shard, stored,
-    survey::{self, devices, family, family_problem, missing_layers},
+    survey::{devices, family, family_problem, missing_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
+    whole,
 };
 use crate::{
     checkpoint::{Checkpoint, Container, Storage, TensorInfo},
@@ -108,10 +110,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
                 return Err(PlanError { problems });
             }
         }
-        let keep_f32 = if options.layout.keeps_f32() { &chosen.keep_f32[..] } else { &[] };
-        // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
-        let keep_f32 = if options.dtype.is_some() { keep_f32 } else { &[] };
-        let values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
+        let values = builder.values(&wanted, &chosen);
         let mut drafted = builder.draft(&wanted, &chosen, &values);
         if !values.raw().is_empty() {
             raw.extend(values.raw());
@@ -126,7 +125,8 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let drafts = std::mem::take(&mut drafted.drafts);
         let drafts = builder.name(drafts, &wanted, &chosen);
         let rules = builder.split(&drafts, &wanted, &chosen);
-        let drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
+        let mut drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
+        drafted.whole = builder.keep_whole(&mut drafts, rules.is_some(), &wanted, &chosen);
         let is_alike = raw.is_empty() && decodes(options, asked(options)) == decoded.is_some();
         if let Some(hf) = builder.generated(&drafts, &wanted, &chosen) {
             let plan = builder.assemble(&wanted, &chosen, drafted, drafts, rules);
@@ -135,7 +135,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         // The files of a repository do not depend on the drafts: both are made at the same time.
         let mut beside = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
         let (hf, plan) = rayon::join(
-            || beside.repository(&wanted, &chosen.keep_f32, is_alike),
+            || beside.repository(&wanted, &chosen.model, is_alike),
             || builder.assemble(&wanted, &chosen, drafted, drafts, rules),
         );
         builder.problems.append(&mut beside.problems);
@@ -160,7 +160,7 @@ fn already_laid_out(layout: &str, stored: &str) -> Problem {
     Problem::File { file: format!("layout {layout}"), reason }
 }
 
-impl Builder<'_> {
+impl<'a> Builder<'a> {
     fn choose(&self, wanted: &Selection<'_>) -> Result<ChosenLayout, PlanError> {
         let options = self.options;
         let mut set = options.set.clone();
@@ -186,10 +186,9 @@ impl Builder<'_> {
         // A trainer's names are in no table.
         let family = if options.layout == Layout::Stored { None } else { family(wanted.seen())? };
         let is_back = options.layout == Layout::Hf && options.lora.is_none();
-        let is_stored = options.layout == Layout::Stored;
-        let keep_f32 = if is_stored { Vec::new() } else { survey::keep_f32(wanted.seen(), family.as_ref())? };
-        let inverse = if is_back { inverse::invert(wanted.part(), options, &keep_f32)? } else { None };
-        Ok(ChosenLayout { file, modules, set, request, family, keep_f32, flat, inverse })
+        let model = Model::of(wanted.seen().config(), options.layout == Layout::Stored);
+        let inverse = if is_back { inverse::invert(wanted.part(), options, &model)? } else { None };
+        Ok(ChosenLayout { file, modules, set, request, family, model, flat, inverse })
     }
 
     fn draft(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
@@ -207,6 +206,20 @@ impl Builder<'_> {
             drafted.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
         }
         drafted
+    }
+
+    /// The values that the layout's drafts have.
+    fn values<'b>(&self, wanted: &'b Selection<'_>, chosen: &'b ChosenLayout) -> Values<'b>
+    where
+        'a: 'b,
+    {
+        let options = self.options;
+        // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
+        let keeps_f32 = options.layout.keeps_f32() && options.dtype.is_some() && !stored::is_maxtext(wanted.seen());
+        let as_loaded = options.layout.is_loaded();
+        let keep_f32 = (keeps_f32 || as_loaded).then_some(&chosen.model);
+        let values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
+        if as_loaded { values.as_loaded() } else { values }
     }
 
     /// Drafts by a layout of rules.
@@ -365,6 +378,18 @@ impl Builder<'_> {
         drafts
     }
 
+    /// Keeps buffers whole on every device, as FSDP leaves them, unless a rule of the user's or a logical axis says otherwise.
+    fn keep_whole(&self, drafts: &mut [Draft], by_rules: bool, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Whole {
+        let options = self.options;
+        let is_told = |draft: &Draft| {
+            let is_logical = by_rules && !draft.roles.by_position;
+            is_logical || shard::is_told(draft, options.sharding, &options.shard_rules)
+        };
+        let names =
+            whole::keep(drafts, wanted.seen(), &chosen.model, &options.mesh, chosen.inverse.is_some(), &is_told);
+        Whole { names, is_known: chosen.model.is_known }
+    }
+
     /// Gives each tensor its spec. The plan has no files of `hf/` yet.
     fn assemble(
         &mut self,
@@ -381,6 +406,7 @@ impl Builder<'_> {
             dtype: chosen.request.dtype,
             decoded: decoded_by_scheme(wanted.seen(), chosen.request, options),
             kept: drafted.kept,
+            whole: drafted.whole,
             kept_hf: Vec::new(),
             dropped: drafted.dropped,
             kept_raw: if chosen.request.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
@@ -419,7 +445,7 @@ impl Builder<'_> {
 
 /// The decoded tensors by scheme. Dtypes follow the names of the repository.
 fn decoded_by_scheme(checkpoint: &Checkpoint, request: ValueRequest, options: &ViewOptions) -> Vec<DecodedScheme> {
-    let values = Values::new(checkpoint, request, &options.casts, &[]);
+    let values = Values::new(checkpoint, request, &options.casts, None);
     let mut found: BTreeMap<&'static str, DecodedScheme> = BTreeMap::new();
     // Several tensors of a layout may be parts of one.
     let whole = |(id, info): (TensorId, TensorInfo<'_>)| match info.storage {

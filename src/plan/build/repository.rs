@@ -3,11 +3,13 @@
 use std::collections::BTreeSet;
 
 use super::{
-    super::{Draft, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, values::Values},
+    super::{
+        Draft, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, library::Model, values::Values,
+    },
     request::{asked, decoded, decodes},
     stage::{Builder, ChosenLayout, Selection, groups_of},
 };
-use crate::{checkpoint::Checkpoint, config::Pattern};
+use crate::checkpoint::Checkpoint;
 
 /// The files of `hf/`.
 #[derive(Default)]
@@ -24,7 +26,7 @@ impl Builder<'_> {
     pub(super) fn repository(
         &mut self,
         wanted: &Selection<'_>,
-        keep_f32: &[Pattern],
+        model: &Model,
         is_alike: bool,
     ) -> Result<HfFiles, PlanError> {
         if self.options.layout == Layout::Stored {
@@ -37,7 +39,7 @@ impl Builder<'_> {
         let (original, options) = (self.original, self.options);
         let plan = |wanted: &Selection<'_>| {
             let part = wanted.part();
-            let values = Values::new(part, asked(options), &options.casts, keep_f32);
+            let values = Values::new(part, asked(options), &options.casts, Some(model));
             let (renames, tie, text) = (&options.renames, options.tied == Tied::Alias, wanted.selected.text.as_ref());
             let files = hf::plan(original, &values, hf::HfNames { renames, tie, text });
             (files, groups_of(part, values.kept()), values.raw())

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use super::super::{
-    Draft, Family, Layout, LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
+    Draft, Family, Layout, LayoutFile, NameGroup, PlanError, Problem, ViewOptions, Whole,
     expect::Findings,
     experts::{
         self,
@@ -11,6 +11,7 @@ use super::super::{
         orientation::{Order, PARAMETER},
     },
     inverse::Inverted,
+    library::Model,
     name_group::fold,
     select::{self, Selected},
     survey::family,
@@ -18,7 +19,6 @@ use super::super::{
 };
 use crate::{
     checkpoint::{Adapter, Checkpoint, Container},
-    config::Pattern,
     tensor::TensorId,
 };
 
@@ -78,8 +78,8 @@ pub(super) struct ChosenLayout {
     /// The requested dtype and dequantization.
     pub(super) request: ValueRequest,
     pub(super) family: Option<Family>,
-    /// Names of what the model's own code keeps in float32.
-    pub(super) keep_f32: Vec<Pattern>,
+    /// What the library that has the model's code says of its tensors.
+    pub(super) model: Model,
     /// Whether a name is one path component.
     pub(super) flat: bool,
     /// The repository that the checkpoint is made back to, if it has the leaves of a layout.
@@ -98,6 +98,8 @@ pub(super) struct Drafted {
     pub(super) left_out: Vec<NameGroup>,
     /// What stays in float32 though a dtype is asked for.
     pub(super) kept: Vec<NameGroup>,
+    /// What every device holds whole.
+    pub(super) whole: Whole,
     /// What decoding leaves out.
     pub(super) dropped: Vec<NameGroup>,
     pub(super) decoded_config: Option<Vec<u8>>,

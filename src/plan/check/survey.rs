@@ -3,14 +3,11 @@
 use std::collections::BTreeSet;
 
 use super::super::{
-    family::{self, Family, keep_f32_of},
+    family::{self, Family},
     options::ViewOptions,
     problem::{PlanError, Problem},
 };
-use crate::{
-    checkpoint::Checkpoint,
-    config::{DEVICES_LISTED_MAX, Pattern},
-};
+use crate::{checkpoint::Checkpoint, config::DEVICES_LISTED_MAX};
 
 pub(in crate::plan) fn family_problem(error: &family::FamilyError) -> PlanError {
     Problem::File { file: error.family.clone(), reason: error.reason.clone() }.into()
@@ -24,16 +21,6 @@ pub(in crate::plan) fn family(checkpoint: &Checkpoint) -> Result<Option<Family>,
         }
     }
     Ok(None)
-}
-
-/// Names of what the model's own code keeps in float32.
-pub(in crate::plan) fn keep_f32(checkpoint: &Checkpoint, family: Option<&Family>) -> Result<Vec<Pattern>, PlanError> {
-    if let Some(family) = family {
-        return Ok(family.keep_f32.clone());
-    }
-    let dialect = checkpoint.dialect();
-    let model_types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
-    keep_f32_of(model_types).map_err(|error| family_problem(&error))
 }
 
 pub(in crate::plan) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {

@@ -26,8 +26,8 @@ use self::{
 use super::{
     LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
     layout_file::{Resolved, StoredNames, Target},
+    library::Model,
     name_group::{fold, stars},
-    pattern::Pattern,
     problem::RuleLocation,
     select::is_tower,
     values::{ValueRequest, Values},
@@ -36,9 +36,6 @@ use crate::{
     checkpoint::Checkpoint,
     tensor::{DType, Shape, TensorId, View},
 };
-
-/// Bits of the narrowest float that holds everything a float32 does.
-const F32_BITS: u64 = 32;
 
 /// A checkpoint as the repository that its layout starts from.
 #[derive(Debug)]
@@ -77,7 +74,7 @@ struct Reading {
 pub(super) fn invert(
     checkpoint: &Checkpoint,
     options: &ViewOptions,
-    keep_f32: &[Pattern],
+    model: &Model,
 ) -> Result<Option<Inverted>, PlanError> {
     let Some((layouts, names)) = detect::detect(checkpoint) else { return Ok(None) };
     let refused = |problems| PlanError { problems };
@@ -120,10 +117,10 @@ pub(super) fn invert(
         return Err(refused(failure.unwrap_or_default()));
     };
     if let Some(problem) = other_model(checkpoint, &reading, options) {
-        return Err(contradiction(checkpoint, options, keep_f32).unwrap_or(problem).into());
+        return Err(contradiction(checkpoint, options, model).unwrap_or(problem).into());
     }
-    let values = Values::new(checkpoint, ValueRequest::default(), &[], &[]);
-    let inversion = Inversion { checkpoint, values, options, names: &names, keep_f32, reading, problems: Vec::new() };
+    let values = Values::new(checkpoint, ValueRequest::default(), &[], None);
+    let inversion = Inversion { checkpoint, values, options, names: &names, model, reading, problems: Vec::new() };
     inversion.run().map(Some).map_err(refused)
 }
 
@@ -156,14 +153,14 @@ fn other_model(checkpoint: &Checkpoint, reading: &Reading, options: &ViewOptions
 const CONTRADICTIONS_MAX: usize = 4;
 
 /// The problem of a parameter without which the checkpoint is one of its model.
-fn contradiction(checkpoint: &Checkpoint, options: &ViewOptions, keep_f32: &[Pattern]) -> Option<Problem> {
+fn contradiction(checkpoint: &Checkpoint, options: &ViewOptions, model: &Model) -> Option<Problem> {
     if options.set.len() > CONTRADICTIONS_MAX {
         return None;
     }
     options.set.iter().find_map(|(name, value)| {
         let mut without = options.clone();
         without.set.remove(name);
-        let found = invert(checkpoint, &without, keep_f32).ok()??;
+        let found = invert(checkpoint, &without, model).ok()??;
         let (_, own) = found.params.into_iter().find(|(param, _)| param == name)?;
         let is_told = name == "scan" && checkpoint.scan_layers().is_some_and(|scan| scan.to_string() == own);
         let how = if is_told { ", as its metadata says too (scan_layers)" } else { "" };
@@ -191,7 +188,7 @@ struct Inversion<'a> {
     values: Values<'a>,
     options: &'a ViewOptions,
     names: &'a StoredNames,
-    keep_f32: &'a [Pattern],
+    model: &'a Model,
     reading: Reading,
     problems: Vec<Problem>,
 }
@@ -377,8 +374,7 @@ impl Inversion<'_> {
             return rule.dtype.or(own);
         }
         let wanted = self.options.dtype;
-        let narrows = wanted.is_some_and(|dtype| dtype.bits() < F32_BITS);
-        if narrows && self.keep_f32.iter().any(|pattern| pattern.matches(&target.name)) {
+        if wanted.is_some_and(|dtype| own != Some(dtype) && self.model.keeps_f32(&target.name, dtype)) {
             kept.insert(target.name.clone());
             return own;
         }

@@ -29,7 +29,7 @@ impl LayoutFile {
     ) -> Result<(Resolved, Vec<Target>), Vec<Problem>> {
         let inverse = Inverse { names, targets: RefCell::new(Targets::default()) };
         let scope = Scope::new(self, checkpoint, mesh, set, Some(&inverse));
-        let values = Values::new(checkpoint, super::super::values::ValueRequest::default(), &[], &[]);
+        let values = Values::new(checkpoint, super::super::values::ValueRequest::default(), &[], None);
         let resolved = self.run(&scope, &values, Allowed::default())?;
         drop(scope);
         Ok((resolved, inverse.targets.into_inner().into_list()))

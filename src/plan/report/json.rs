@@ -91,6 +91,7 @@ fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "kept_raw": plan.kept_raw,
         "kept_f32": names(&plan.kept),
         "hf_kept_f32": names(&plan.kept_hf),
+        "whole": names(&plan.whole.names),
         "dropped": names(&plan.dropped),
         "unscanned": plan.unscanned,
         "mesh": {"axes": axes, "devices": plan.mesh.devices()},

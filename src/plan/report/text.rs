@@ -330,6 +330,9 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
         line("dropped", &named_text(&plan.dropped, "which no decoder reads"));
     }
     mesh_text(plan, &mut line);
+    if !plan.whole.names.is_empty() {
+        line("whole", &whole_text(plan));
+    }
     line("tensors", &format!("{count}, {} unsharded; {} raw files per device", human_bytes(total), plan.tensors.len()));
     devices_text(plan, total, &mut line);
     for (index, over_read) in over_read_text(checkpoint, plan).iter().enumerate() {
@@ -370,6 +373,16 @@ fn kept_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
     if !plan.kept_hf.is_empty() && plan.kept_hf != plan.kept {
         line("kept", &format!("in hf/ {}", named_text(&plan.kept_hf, why)));
     }
+}
+
+/// What every device holds whole, and why.
+fn whole_text(plan: &Plan) -> String {
+    let why = if plan.whole.is_known {
+        "on every device, buffers, which FSDP2 does not split"
+    } else {
+        "on every device, single numbers and usual names of buffers in a model that is not known (--shard splits them)"
+    };
+    named_text(&plan.whole.names, why)
 }
 
 /// How many tensors there are of these names, what is said of them, and the names.

@@ -4,3 +4,4 @@ pub mod logical;
 pub(in crate::plan) mod packed;
 pub mod shard;
 pub mod spec;
+pub(in crate::plan) mod whole;

@@ -54,6 +54,9 @@ pub(in crate::plan) const STAGE_AXIS: &str = "pp";
 
 fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
     let mut spec = Spec::replicated();
+    if roles.whole {
+        return spec;
+    }
     for wanted in [AxisUse::Expert, AxisUse::Tensor, AxisUse::FullyShard] {
         let axis = match wanted {
             AxisUse::Expert => roles.experts,

@@ -14,6 +14,7 @@
 //! mapped pages fail too easily.
 
 mod advice;
+mod compare;
 pub mod guard;
 mod identity;
 mod limit;
@@ -42,10 +43,12 @@ pub(super) use limit::raise_open_file_limit;
 pub use window::ResidentWindow;
 
 use super::{
-    ByteSpan, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
+    ByteSpan, FetchPart, FileId, FoundFile, Health, HealthHandle, KernelBytes, Maps, Opened, Pin, Source, SourceError,
     beneath::Again,
+    digest::{Compared, KnownDigest},
     stall::{Fetches, WaitTarget},
 };
+use compare::Comparisons;
 use identity::Identity;
 use map::FileMaps;
 
@@ -87,7 +90,8 @@ const REMOTE_MAGIC: [i128; 12] = [
 /// Local files as a source.
 #[derive(Debug)]
 pub struct LocalFiles {
-    files: Vec<Pinned>,
+    files: Vec<Arc<Pinned>>,
+    comparisons: Comparisons,
     maps: Vec<FileMaps>,
     window: ResidentWindow,
     health: Health,
@@ -100,6 +104,8 @@ struct Pinned {
     identity: Identity,
     again: Again,
     mapped: bool,
+    /// The digest that the Hub's cache names it by.
+    digest: Option<KnownDigest>,
 }
 
 impl LocalFiles {
@@ -155,12 +161,15 @@ impl LocalFiles {
         assert!(u32::try_from(files.len()).is_ok(), "{} files", files.len());
         let pin = |file: Opened| {
             let _pinning = fetches.begin_path(&file.path, "stat");
-            Pinned::new(file, io)
+            Pinned::new(file, io).map(Arc::new)
         };
-        let files: Vec<Pinned> = files.into_iter().map(pin).collect::<Result<_, _>>()?;
-        let health = Health::new(files.iter().map(|file| file.pin.path.clone()), fetches);
-        let maps = files.iter().map(Pinned::maps).collect();
-        Ok(Self { files, maps, window, health })
+        let files: Vec<Arc<Pinned>> = files.into_iter().map(pin).collect::<Result<_, _>>()?;
+        let health = Health::new(files.iter().map(|file| file.pin.path.clone()), Arc::clone(&fetches));
+        let maps = files.iter().map(|file| file.maps()).collect();
+        let id = |place: usize| FileId(u32::try_from(place).expect("the number of files was checked"));
+        let comparisons = Comparisons::new(&files, |place| health.handle(id(place)));
+        comparisons.compare_small(&fetches)?;
+        Ok(Self { files, comparisons, maps, window, health })
     }
 
     /// How often resident mapped pages were dropped.
@@ -228,7 +237,7 @@ impl LocalFiles {
 
 impl Pinned {
     fn new(opened: Opened, io: SourceIo) -> Result<Self, SourceError> {
-        let Opened { path, file, gates, again, remote } = opened;
+        let Opened { path, file, gates, again, remote, digest } = opened;
         let failed = |error| SourceError::Io { file: path.clone(), action: "stat".into(), error: Arc::new(error) };
         let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
         let mapped = match io {
@@ -241,7 +250,12 @@ impl Pinned {
         let seconds = remote.and_then(|remote| remote.object.file.modified_seconds);
         let modified = seconds.map_or_else(|| identity.modified(), |seconds| UNIX_EPOCH + Duration::from_secs(seconds));
         let pin = Pin { path, len_bytes: identity.size_bytes, modified, gates };
-        Ok(Self { pin, file: Arc::new(file), identity, again, mapped })
+        Ok(Self { pin, file: Arc::new(file), identity, again, mapped, digest })
+    }
+
+    /// Whether it is on a network file system.
+    fn is_remote(&self) -> bool {
+        fstatfs(&self.file).is_ok_and(|fs| REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0)))
     }
 
     fn maps(&self) -> FileMaps {
@@ -312,6 +326,7 @@ impl Source for LocalFiles {
 
     fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
         let pinned = self.usable(file)?;
+        self.comparisons.note_used(file.index());
         let beyond = |start| ByteSpan::new(start, u64::MAX).expect("no start is above u64::MAX");
         for part in &*parts {
             let span = pinned.bounded(part.span().unwrap_or(beyond(part.start)))?;
@@ -326,6 +341,23 @@ impl Source for LocalFiles {
         })
     }
 
+    fn note_right(&self, file: FileId) {
+        self.comparisons.note_right(file.index());
+    }
+
+    fn is_used(&self, file: FileId) -> bool {
+        self.comparisons.is_used(file.index())
+    }
+
+    fn compare(&self, file: FileId) -> Result<Compared, SourceError> {
+        let pinned = self.usable(file)?;
+        if pinned.digest.is_none() {
+            return Ok(Compared::Unknown);
+        }
+        let reading = self.health.begin(WaitTarget::Check(file));
+        self.comparisons.compare(file.index(), &|| reading.advance())
+    }
+
     fn health(&self) -> &Health {
         &self.health
     }
@@ -335,6 +367,7 @@ impl Source for LocalFiles {
     }
 
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
+        self.comparisons.note_used(file.index());
         self.usable(file).ok().map(|pinned| pinned.file.clone())
     }
 }
@@ -358,6 +391,7 @@ impl Maps for LocalFiles {
             work(&[]);
             return Some(Ok(()));
         }
+        self.comparisons.note_used(file.index());
         let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
         self.window.touch(&self.maps, maps, span);
         let done = maps.with(&pinned.file, &pinned.pin.path, span, work)?;
@@ -378,6 +412,7 @@ impl Maps for LocalFiles {
         if !pinned.mapped {
             return None;
         }
+        self.comparisons.note_used(file.index());
         let fetching = self.health.begin(WaitTarget::Bytes(file, span));
         if let Err(error) = self.compare_open(file, pinned) {
             return Some(Err(error));
@@ -411,6 +446,7 @@ impl Maps for LocalFiles {
 
     fn trim(&self) {
         self.window.trim(&self.maps);
+        self.comparisons.step();
     }
 
     fn bound(&self, usual_bytes: u64, again_bytes: u64) {

@@ -1,59 +1,170 @@
 //! Compares a complete object with the digest that its service names.
 //!
 //! Parts cannot be compared: a service names the digest of the whole. So the comparison follows when the last block is present, once
-//! for an entry, on a thread of its own. On a mismatch all blocks are dropped, fetched once more and compared again.
+//! for an entry. Bytes with another digest are dropped from the cache. What was made of them is wrong too, wherever it is, so that
+//! the file is poisoned if a reader had any of them. If none had, the object is fetched once more.
 
 use std::{
-    io,
-    sync::{Arc, atomic::Ordering},
+    fmt, io,
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
     thread,
 };
 
-use sha2::{Digest, Sha256};
-
 use super::{
-    cache::Entry, handle::Remote, interface::hexadecimal, object::RemoteObject, retry::Deadline, share,
+    super::{
+        SourceError,
+        digest::{Compared, Digester, KnownDigest},
+    },
+    cache::Entry,
+    handle::Remote,
+    object::RemoteObject,
+    retry::Deadline,
+    share,
     whole::for_each_part,
 };
 
-/// SHA-256 of a complete entry, in hexadecimal. `None` if a block is not present.
+/// Comparisons that run beside the readers of a mount, at most. Each takes one processor.
+const BESIDE_READERS_MAX: usize = 2;
+/// Comparisons beside readers that run now.
+static BESIDE_READERS: AtomicUsize = AtomicUsize::new(0);
+
+/// What a service is told to have sent.
+const ADVICE: &str = "these are not the bytes that the service lists; the copy in the disk cache was dropped, and is fetched again \
+                      by the next mount or command";
+/// The digest in messages where another process has dropped the bytes.
+const DROPPED: &str = "other bytes, which another process has dropped";
+
+/// Digest of a complete entry, in hexadecimal. `None` if a block is not present.
 ///
 /// # Errors
 /// The files cannot be read.
-pub fn digest_of(entry: &Entry) -> io::Result<Option<String>> {
-    let mut hasher = Sha256::new();
+pub fn digest_of(entry: &Entry, known: &KnownDigest) -> io::Result<Option<String>> {
+    let mut digester = Digester::new(known, entry.size_bytes());
     let whole = for_each_part(entry, |bytes| {
-        hasher.update(bytes);
+        digester.update(bytes);
         Ok(())
     })?;
-    Ok(whole.then(|| hexadecimal(&hasher.finalize())))
+    Ok(whole.then(|| digester.finish()))
+}
+
+/// A digest that is not the expected one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Mismatch {
+    expected: KnownDigest,
+    found: String,
+}
+
+impl Mismatch {
+    /// The error of a file.
+    pub(super) fn error(&self, file: Arc<std::path::Path>) -> SourceError {
+        let (kind, expected) = (self.expected.kind(), self.expected.hex().to_owned());
+        SourceError::Corrupt { file, kind, expected, found: self.found.clone(), advice: ADVICE }
+    }
+}
+
+/// Told of wrong bytes that readers had.
+type OnWrong = Box<dyn Fn(&Mismatch) + Send + Sync>;
+
+/// Called when the last block has come.
+type OnWhole = Box<dyn Fn() + Send + Sync>;
+
+/// State of the comparison of an object in this process.
+#[derive(Default)]
+pub(super) struct DigestState {
+    /// Held while a thread compares: others wait for its result.
+    comparing: Mutex<()>,
+    /// Whether a thread beside the readers compares.
+    beside: AtomicBool,
+    /// Whether a reader had bytes of it, or the checkpoint was opened with some, such as its header.
+    served: AtomicBool,
+    /// Whether it was placed into the cache of the service's own client, or cannot be.
+    pub(super) shared: AtomicBool,
+    /// The digest, if it was wrong although readers had bytes, or wrong twice.
+    wrong: OnceLock<Mismatch>,
+    on_wrong: OnceLock<OnWrong>,
+    on_whole: OnceLock<OnWhole>,
+}
+
+impl fmt::Debug for DigestState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DigestState").field("wrong", &self.wrong).finish_non_exhaustive()
+    }
+}
+
+impl DigestState {
+    /// Sets what is called when bytes that readers had are found to be wrong.
+    pub(super) fn set_on_wrong(&self, on_wrong: OnWrong) {
+        let _ = self.on_wrong.set(on_wrong);
+    }
+
+    /// Has an object compared as soon as all of it is here and readers had bytes of it.
+    pub(super) fn compare_when_whole(remote: &Remote) {
+        // The object holds this, and jobs of the fetcher hold the object.
+        let (object, fetcher) = (Arc::downgrade(&remote.object), Arc::downgrade(&remote.fetcher));
+        let timeout = remote.timeout;
+        let _ = remote.object.digest.on_whole.set(Box::new(move || {
+            if let (Some(object), Some(fetcher)) = (object.upgrade(), fetcher.upgrade()) {
+                begin(&Remote { object, fetcher, timeout });
+            }
+        }));
+    }
+
+    /// Notes that blocks have come.
+    pub(super) fn note_brought(&self, entry: &Entry) {
+        if let Some(on_whole) = self.on_whole.get().filter(|_| self.is_served() && entry.is_whole()) {
+            on_whole();
+        }
+    }
+
+    /// Whether a reader had bytes of it.
+    pub(super) fn is_served(&self) -> bool {
+        self.served.load(Ordering::Acquire)
+    }
+
+    /// Notes that a reader gets bytes of it. Returns whether that is the first time.
+    pub(super) fn note_served(&self) -> bool {
+        // A store by every reader would move the cache line between processors.
+        !self.served.load(Ordering::Relaxed) && !self.served.swap(true, Ordering::AcqRel)
+    }
+
+    fn lost(&self, mismatch: Mismatch) -> Mismatch {
+        let kept = self.wrong.get_or_init(|| mismatch).clone();
+        if let Some(on_wrong) = self.on_wrong.get() {
+            on_wrong(&kept);
+        }
+        kept
+    }
 }
 
 /// Whether the bytes of an object are still to be compared with its digest.
-fn is_open(object: &RemoteObject) -> bool {
-    object.file.content.sha256().is_some()
-        && !object.entry.meta().verified
-        && !object.digest.right.load(Ordering::Acquire)
+pub(super) fn is_open(object: &RemoteObject) -> bool {
+    object.digest.wrong.get().is_none() && object.file.content.known_digest().is_some() && !object.entry.is_compared()
 }
 
-/// Both digests of an object that was wrong twice.
-fn wrong_twice(object: &RemoteObject) -> Option<(String, String)> {
-    Some((object.file.content.sha256()?.to_owned(), object.digest.found_twice()?))
-}
-
-/// Compares a complete object and places it, as far as that is due. Waits for it, also where the bytes are fetched once more.
-/// Returns both digests if it was wrong twice.
-pub(super) fn settle(remote: &Remote) -> Option<(String, String)> {
-    let object = &remote.object;
-    if is_open(object) && compare(object) == Comparison::Dropped {
-        // Readers may have all they want in memory: without this nobody would learn whether the store has the right bytes.
-        fetch_again(remote);
-        compare(object);
+/// Compares an object if all of it is here, and waits for the result. Bytes that no reader had are fetched once more if they are
+/// wrong.
+///
+/// # Errors
+/// Its digest is wrong, and readers had bytes of it, or it was fetched again in vain.
+pub(super) fn settle(remote: &Remote) -> Result<Compared, Mismatch> {
+    let compared = match compare(&remote.object, false)? {
+        Comparison::Done(compared) => compared,
+        Comparison::Dropped => {
+            fetch_again(remote);
+            match compare(&remote.object, true)? {
+                Comparison::Done(compared) => compared,
+                // Not reached: what is wrong for the second time is an error.
+                Comparison::Dropped => Compared::Partial { absent_bytes: remote.object.file.size_bytes },
+            }
+        }
+    };
+    if matches!(compared, Compared::Right) {
+        share::place(&remote.object);
     }
-    if wrong_twice(object).is_none() && !is_open(object) {
-        share::place(object);
-    }
-    wrong_twice(object)
+    Ok(compared)
 }
 
 /// Brings a dropped object once more.
@@ -65,72 +176,124 @@ fn fetch_again(remote: &Remote) {
     }
 }
 
-/// Begins what [`settle`] does if it is due. Returns both digests if it was wrong twice.
-pub(super) fn step(remote: &Remote) -> Option<(String, String)> {
-    let (object, state) = (&remote.object, &remote.object.digest);
-    if let Some(wrong) = wrong_twice(object) {
-        return Some(wrong);
+/// Whether an object is complete, and something of [`settle`] is left to do.
+pub(super) fn is_due(object: &RemoteObject) -> bool {
+    (is_open(object) || share::is_due(object)) && object.entry.is_whole()
+}
+
+/// Begins what [`settle`] does on a thread of its own, unless there are enough of them: then a later call does.
+pub(super) fn begin(remote: &Remote) {
+    let state = &remote.object.digest;
+    if !is_due(&remote.object) || state.beside.swap(true, Ordering::AcqRel) {
+        return;
     }
-    if !(is_open(object) || share::is_due(object)) || !object.entry.is_whole() {
-        return None;
-    }
-    if !state.running.swap(true, Ordering::AcqRel) {
+    let more = |count: usize| (count < BESIDE_READERS_MAX).then_some(count + 1);
+    let started = BESIDE_READERS.fetch_update(Ordering::AcqRel, Ordering::Acquire, more).is_ok() && {
         let remote = remote.clone();
-        let started = thread::Builder::new().name("ckfs-digest".into()).spawn(move || {
-            settle(&remote);
-            remote.object.digest.running.store(false, Ordering::Release);
-        });
-        if started.is_err() {
-            state.running.store(false, Ordering::Release);
+        let work = move || {
+            let _ended = Beside(&remote.object.digest);
+            // A mismatch was reported where it was found.
+            let _ = settle(&remote);
+        };
+        let spawned = thread::Builder::new().name("ckfs-digest".into()).spawn(work).is_ok();
+        if !spawned {
+            BESIDE_READERS.fetch_sub(1, Ordering::AcqRel);
         }
+        spawned
+    };
+    if !started {
+        state.beside.store(false, Ordering::Release);
     }
-    None
+}
+
+/// A comparison beside readers, until it is dropped.
+struct Beside<'a>(&'a DigestState);
+
+impl Drop for Beside<'_> {
+    fn drop(&mut self) {
+        self.0.beside.store(false, Ordering::Release);
+        BESIDE_READERS.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Looks whether another process has found the bytes wrong that readers of this one had.
+pub(super) fn look(object: &RemoteObject) {
+    if object.digest.is_served() && object.digest.wrong.get().is_none() && object.entry.was_dropped() {
+        dropped_elsewhere(object);
+    }
+}
+
+/// The mismatch of an object whose bytes another process has dropped after readers of this one had some.
+fn dropped_elsewhere(object: &RemoteObject) -> Option<Mismatch> {
+    let expected = object.file.content.known_digest()?;
+    Some(object.digest.lost(Mismatch { expected, found: DROPPED.to_owned() }))
 }
 
 /// What a comparison came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Comparison {
-    /// The digest was wrong for the first time: the blocks are absent now.
+    /// The digest was wrong, and no reader had any byte: the blocks are absent now.
     Dropped,
-    /// Anything else: it was right, or wrong twice, or could not be compared.
-    Done,
+    /// The digest was right, or could not be compared.
+    Done(Compared),
 }
 
-/// Compares a complete object.
-fn compare(object: &RemoteObject) -> Comparison {
-    let Some(expected) = object.file.content.sha256() else { return Comparison::Done };
-    let found = match digest_of(&object.entry) {
+/// Compares an object, if all of it is here.
+fn compare(object: &RemoteObject, is_second: bool) -> Result<Comparison, Mismatch> {
+    let (state, entry) = (&object.digest, &object.entry);
+    let Some(expected) = object.file.content.known_digest() else { return Ok(Comparison::Done(Compared::Unknown)) };
+    let _comparing = state.comparing.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(mismatch) = state.wrong.get() {
+        return Err(mismatch.clone());
+    }
+    if entry.was_dropped() {
+        if state.is_served()
+            && let Some(mismatch) = dropped_elsewhere(object)
+        {
+            return Err(mismatch);
+        }
+        entry.note_drops();
+    }
+    if entry.is_compared() {
+        return Ok(Comparison::Done(Compared::Right));
+    }
+    let found = match digest_of(entry, &expected) {
         Ok(Some(found)) => found,
-        Ok(None) => return Comparison::Done,
-        // There is no room now. The next look begins anew.
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Comparison::Done,
+        Ok(None) => return Ok(Comparison::Done(partial(entry))),
         Err(error) => {
-            tracing::warn!("{}: its copy in the cache cannot be read: {error}", object.name.display());
-            return Comparison::Done;
+            // Without room now, the next look begins anew.
+            if error.kind() != io::ErrorKind::WouldBlock {
+                tracing::warn!("{}: its copy in the cache cannot be read: {error}", object.name.display());
+            }
+            return Ok(Comparison::Done(partial(entry)));
         }
     };
-    let state = &object.digest;
-    if found == expected {
-        state.right.store(true, Ordering::Release);
-        if let Err(error) = object.entry.note_digest() {
-            tracing::debug!("cache {}: {error}", object.entry.name());
+    if found == expected.hex() {
+        if let Err(error) = entry.note_digest() {
+            tracing::debug!("cache {}: {error}", entry.name());
         }
-        return Comparison::Done;
+        return Ok(Comparison::Done(Compared::Right));
     }
-    let name = object.name.display();
-    if state.wrong.swap(true, Ordering::AcqRel) {
-        tracing::error!("{name}: expected SHA-256 {expected}, found {found}, now that it was fetched once more");
-        state.set_found_twice(found);
-        return Comparison::Done;
-    }
+    let (name, kind) = (object.name.display(), expected.kind());
+    let is_lost = is_second || state.is_served();
+    let then = if is_lost { "" } else { " and fetched once more" };
     tracing::error!(
-        "{name}: expected SHA-256 {expected}, found {found}; the copy in the cache is dropped and fetched once more. What was \
-         read from it may be wrong"
+        "{name}: expected {kind} {}, found {found}; the copy in the cache is dropped{then}",
+        expected.hex()
     );
-    if let Err(error) = object.entry.drop_all() {
+    object.service.distrust(&object.file);
+    let dropped = entry.drop_all().inspect_err(|error| {
         tracing::error!("{name}: the copy in the cache cannot be dropped: {error}");
-        state.set_found_twice(found);
-        return Comparison::Done;
+    });
+    if is_lost || dropped.is_err() {
+        return Err(state.lost(Mismatch { expected, found }));
     }
-    Comparison::Dropped
+    entry.note_drops();
+    Ok(Comparison::Dropped)
+}
+
+/// What is known of an entry that cannot be compared.
+fn partial(entry: &Entry) -> Compared {
+    let present = entry.present_bytes().unwrap_or(0);
+    Compared::Partial { absent_bytes: entry.size_bytes().saturating_sub(present) }
 }

@@ -10,6 +10,7 @@ use std::{
     collections::VecDeque,
     io,
     ops::{ControlFlow, Range},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -149,6 +150,10 @@ impl Fetcher {
             }
             self.run_without_threads();
             let done = || {
+                // A request that was made ahead may never be answered, while a new one is: the next round makes that.
+                if awaited.iter().any(|job| job.was_ahead && job.is_stuck()) {
+                    return true;
+                }
                 let failed = |job: &Arc<Job>| matches!(job.outcome(), Some(Err(_)));
                 awaited.iter().any(failed) || awaited.iter().all(|job| job.outcome().is_some()) || {
                     let here = |(object, absent): &(&Arc<RemoteObject>, Vec<Range<u64>>)| {
@@ -161,10 +166,16 @@ impl Fetcher {
                 let (object, blocks) = (missing[0].0, &missing[0].1[0]);
                 return Err(NotFetched::Remote(Arc::new(late(object, blocks))));
             }
-            failed = awaited.iter().find_map(|job| job.outcome()?.as_ref().err().cloned());
+            let failures =
+                awaited.iter().filter_map(|job| Some((job.was_ahead, job.outcome()?.as_ref().err()?.clone())));
+            let failures: Vec<(bool, NotFetched)> = failures.collect();
+            // What was made ahead may have failed long ago, or for a reason of its own: this reader then asks once itself.
+            let are_ahead = !failures.is_empty() && failures.iter().all(|(was_ahead, _)| *was_ahead);
+            failed = failures.into_iter().next().map(|(_, failure)| failure);
             if let Some(failure) = &failed {
                 // A job that was made for another reader may have had less time.
                 let again = match (failure, deadline) {
+                    (NotFetched::Remote(_), _) if are_ahead => !deadline.is_over(),
                     (NotFetched::Remote(error), Deadline::At(_)) => error.is_transient() && !deadline.is_over(),
                     (_, _) => false,
                 };
@@ -358,7 +369,13 @@ fn run(shared: &Arc<Shared>) {
         }
         queue.ahead_running += usize::from(!is_urgent);
         drop(queue);
-        let done = fetch(shared, &job, is_urgent);
+        // A panic must leave neither the job nor its readers behind.
+        let done = catch_unwind(AssertUnwindSafe(|| fetch(shared, &job, is_urgent))).unwrap_or_else(|_| {
+            let _ = job.object.entry.claim(&job.blocks, false);
+            job.end(Err(NotFetched::Cache(Arc::new(io::Error::other("the thread that fetched them panicked")))));
+            shared.progress.note();
+            true
+        });
         queue = shared.queue();
         queue.ahead_running -= usize::from(!is_urgent);
         if !done {
@@ -413,6 +430,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
     }
     job.end(outcome);
     shared.progress.note();
+    job.object.digest.note_brought(entry);
     true
 }
 

@@ -22,14 +22,14 @@ use smallvec::SmallVec;
 use super::{
     super::{
         ByteSpan, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource, Source, SourceError,
-        local::LocalFiles,
+        digest::Compared, local::LocalFiles,
     },
     cache::{
         BLOCK_BYTES, CacheLimit, Guards,
         geometry::{blocks_of, place},
     },
     counters::RemoteCounters,
-    digest,
+    digest::{self, DigestState, Mismatch},
     error::{Failure, RemoteError},
     fetcher::merged,
     handle::Remote,
@@ -46,7 +46,9 @@ const IDLE_MS: u64 = 60_000;
 const AHEAD_BYTES: u64 = 256 << 20;
 /// Files whose digests are compared at a time where a command waits for all.
 const SETTLERS_MAX: usize = 8;
-/// Time between two notes that the entries are in use.
+/// Most bytes that a command brings beyond those that it reads, so that objects are complete and can be compared.
+const REST_BYTES_MAX: u64 = 16 << 20;
+/// Time between two notes that the entries are in use, and looks whether other processes have dropped wrong bytes.
 const TOUCH_PERIOD: Duration = Duration::from_secs(30);
 
 /// Remote objects and local files as one source.
@@ -60,6 +62,8 @@ pub struct RemoteFiles {
     touched_seconds: AtomicU64,
     /// Snapshots that need no further work.
     published: Mutex<Vec<PathBuf>>,
+    /// What is left of [`REST_BYTES_MAX`].
+    rest_bytes: AtomicU64,
 }
 
 impl RemoteFiles {
@@ -70,7 +74,17 @@ impl RemoteFiles {
     pub fn new(local: LocalFiles, remote: Vec<Option<Remote>>, counters: Arc<RemoteCounters>) -> Self {
         assert_eq!(local.file_count(), remote.len(), "files of the local source");
         let (begun, touched_seconds, published) = (Instant::now(), AtomicU64::new(0), Mutex::default());
-        Self { local, remote, counters, begun, touched_seconds, published }
+        for (place, remote) in remote.iter().enumerate() {
+            let Some(remote) = remote else { continue };
+            DigestState::compare_when_whole(remote);
+            let file = file_id(place);
+            let (health, path) = (local.health().handle(file), Arc::clone(&local.pin(file).path));
+            remote.object.digest.set_on_wrong(Box::new(move |mismatch| {
+                health.condemn(mismatch.error(Arc::clone(&path)));
+            }));
+        }
+        let rest_bytes = AtomicU64::new(REST_BYTES_MAX);
+        Self { local, remote, counters, begun, touched_seconds, published, rest_bytes }
     }
 
     fn remote(&self, file: FileId) -> Option<&Remote> {
@@ -86,6 +100,7 @@ impl RemoteFiles {
     /// Makes spans present. Returns guards that keep them.
     fn ready<'a>(remote: &'a Remote, spans: &[ByteSpan]) -> Result<Guards<'a>, NotFetched> {
         let entry = &remote.object.entry;
+        Self::note_served(remote);
         let mut deadline = None;
         let failed = NotFetched::of_cache;
         for _ in 0..ROUNDS_MAX {
@@ -180,14 +195,38 @@ impl RemoteFiles {
     }
 
     fn remote_files(&self) -> impl Iterator<Item = (FileId, &Remote)> {
-        let number = |place: usize| FileId(u32::try_from(place).expect("files have numbers of 32 bits"));
-        self.remote.iter().enumerate().filter_map(move |(place, remote)| Some((number(place), remote.as_ref()?)))
+        self.remote.iter().enumerate().filter_map(|(place, remote)| Some((file_id(place), remote.as_ref()?)))
     }
 
-    /// The error of a file that was twice other bytes than its service says.
-    fn corrupt(&self, file: FileId, (expected, found): (String, String)) -> SourceError {
-        let path = Arc::clone(&self.local.pin(file).path);
-        self.health().condemn(file, SourceError::Corrupt { file: path, expected, found })
+    /// Notes that a reader gets bytes of an object.
+    fn note_served(remote: &Remote) {
+        if remote.object.digest.note_served() {
+            digest::begin(remote);
+        }
+    }
+
+    /// The error of a file that has other bytes than its service says.
+    fn corrupt(&self, file: FileId, mismatch: &Mismatch) -> SourceError {
+        self.health().condemn(file, mismatch.error(Arc::clone(&self.local.pin(file).path)))
+    }
+
+    /// Brings the rest of an object of which little is missing, so that it can be compared.
+    fn bring_rest(&self, remote: &Remote) {
+        let (object, entry) = (&remote.object, &remote.object.entry);
+        if !digest::is_open(object) || entry.is_whole() {
+            return;
+        }
+        let all = 0..entry.block_count();
+        let Ok(absent) = entry.absent(&all) else { return };
+        let bytes: u64 = absent.iter().map(|blocks| entry.span_of(blocks).len()).sum();
+        let rest = |left: u64| left.checked_sub(bytes);
+        if self.rest_bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, rest).is_err() {
+            return;
+        }
+        let deadline = Deadline::At(Instant::now() + remote.timeout);
+        if let Err(failure) = remote.fetcher.bring(&[(Arc::clone(object), vec![all])], 0, deadline) {
+            tracing::debug!("{}: its rest does not come: {failure}", object.name.display());
+        }
     }
 
     /// Makes the snapshots of the shared cache that have all of their files now.
@@ -199,6 +238,10 @@ impl RemoteFiles {
     fn counted<T>(&self, result: Result<T, SourceError>) -> Result<T, SourceError> {
         result.inspect_err(|_| RemoteCounters::add(&self.counters.failed_reads, 1))
     }
+}
+
+fn file_id(place: usize) -> FileId {
+    FileId(u32::try_from(place).expect("files have numbers of 32 bits"))
 }
 
 /// Whether a read failed since its time is over, or would be before another attempt.
@@ -286,12 +329,34 @@ impl Source for RemoteFiles {
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
         if let Some(remote) = self.remote(file) {
             let entry = &remote.object.entry;
+            if digest::is_open(&remote.object) {
+                // The kernel would keep wrong bytes: it gets the file once they were compared.
+                Self::note_served(remote);
+                return None;
+            }
             // The kernel will read the file without asking: its blocks must stay.
             if !(entry.is_whole() && entry.keep().unwrap_or(false)) {
                 return None;
             }
         }
         self.local.backing(file)
+    }
+
+    fn is_used(&self, file: FileId) -> bool {
+        self.remote(file).map_or_else(|| self.local.is_used(file), |remote| remote.object.digest.is_served())
+    }
+
+    fn note_right(&self, file: FileId) {
+        if self.remote(file).is_none() {
+            self.local.note_right(file);
+        }
+    }
+
+    fn compare(&self, file: FileId) -> Result<Compared, SourceError> {
+        let Some(remote) = self.remote(file) else { return self.local.compare(file) };
+        self.health().usable(file)?;
+        self.bring_rest(remote);
+        digest::settle(remote).map_err(|mismatch| self.corrupt(file, &mismatch))
     }
 
     fn remote(&self) -> Option<&dyn RemoteSource> {
@@ -327,8 +392,8 @@ impl RemoteSource for RemoteFiles {
         let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
         let work = || {
             while let Some((file, remote)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if let Some(digests) = digest::settle(remote) {
-                    wrong.lock().unwrap_or_else(PoisonError::into_inner).push((*file, digests));
+                if let Err(mismatch) = digest::settle(remote) {
+                    wrong.lock().unwrap_or_else(PoisonError::into_inner).push((*file, mismatch));
                 }
             }
         };
@@ -343,8 +408,8 @@ impl RemoteSource for RemoteFiles {
             work();
         });
         let mut wrong = wrong.into_inner().unwrap_or_else(PoisonError::into_inner);
-        wrong.sort();
-        let errors: Vec<SourceError> = wrong.into_iter().map(|(file, digests)| self.corrupt(file, digests)).collect();
+        wrong.sort_by_key(|(file, _)| *file);
+        let errors: Vec<SourceError> = wrong.iter().map(|(file, mismatch)| self.corrupt(*file, mismatch)).collect();
         errors.into_iter().next().map_or_else(|| Ok(self.publish()), Err)
     }
 
@@ -448,14 +513,16 @@ impl Maps for RemoteFiles {
         let cache = first.fetcher.cache();
         cache.trim(IDLE_MS);
         let seconds = self.begun.elapsed().as_secs();
-        if seconds.saturating_sub(self.touched_seconds.load(Ordering::Relaxed)) >= TOUCH_PERIOD.as_secs() {
+        let looks = seconds.saturating_sub(self.touched_seconds.load(Ordering::Relaxed)) >= TOUCH_PERIOD.as_secs();
+        if looks {
             self.touched_seconds.store(seconds, Ordering::Relaxed);
             cache.touch();
         }
-        for (file, remote) in self.remote_files() {
-            if let Some(digests) = digest::step(remote) {
-                self.corrupt(file, digests);
+        for remote in self.remote.iter().flatten() {
+            if looks {
+                digest::look(&remote.object);
             }
+            digest::begin(remote);
         }
         for made in self.publish() {
             tracing::info!("{}: complete for other programs", made.display());

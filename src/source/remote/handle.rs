@@ -31,6 +31,7 @@ impl Remote {
         if !object.file.span().contains(span) {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
+        object.digest.note_served();
         let blocks = blocks_of(span);
         let demand = (Arc::clone(object), vec![blocks.clone()]);
         loop {

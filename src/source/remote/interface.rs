@@ -4,10 +4,18 @@ use std::{fmt, ops::ControlFlow, sync::Arc, time::Instant};
 
 use sha2::{Digest, Sha256};
 
-use super::{super::ByteSpan, error::RemoteError, hedge::Hedging, shared::SharedCache};
+use super::{
+    super::{
+        ByteSpan,
+        digest::{KnownDigest, SHA1_DIGITS, SHA256_DIGITS, hexadecimal, is_hex},
+    },
+    error::RemoteError,
+    hedge::Hedging,
+    shared::SharedCache,
+};
 
-/// The content of an object, as far as its service names it. Two objects of the same identity have the same bytes, wherever they
-/// are: the cache keeps them once.
+/// The content of an object, as far as its service names it. Two objects of the same identity that one service names have the same
+/// bytes: the cache keeps them once. Of another service the digest is only a claim until all bytes are compared.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Content {
     /// SHA-256 of the bytes, in lower-case hexadecimal. A complete copy is checked against it.
@@ -25,32 +33,29 @@ pub enum Content {
 
 impl Content {
     /// The name in the cache: short, and safe as the name of a directory. `size_bytes` is part of it, so that a service that
-    /// confuses versions at least cannot confuse lengths.
-    pub fn cache_name(&self, size_bytes: u64) -> String {
-        match self {
-            Self::Sha256(hex) if is_hex(hex, 64) => format!("sha256-{hex}"),
-            Self::GitBlob(hex) if is_hex(hex, 40) => format!("git-{hex}"),
-            // A digest of other form comes from a service that is not to be trusted with file names.
-            Self::Sha256(text) | Self::GitBlob(text) => {
-                format!("v-{}", digest(&["content", text, &size_bytes.to_string()]))
-            }
+    /// confuses versions at least cannot confuse lengths. So is `origin`, the service: blocks are compared with a digest only when
+    /// all are here, and a service that lies must not fill the entry of one that does not.
+    pub fn cache_name(&self, size_bytes: u64, origin: &str) -> String {
+        let size = size_bytes.to_string();
+        let (kind, name) = match self {
+            Self::Sha256(hex) => ("sha256", hex),
+            Self::GitBlob(hex) => ("git", hex),
             Self::Version { object, version } => {
-                format!("v-{}", digest(&["version", object, version, &size_bytes.to_string()]))
+                return format!("v-{}", digest(&["version", object, version, &size]));
             }
-        }
+        };
+        format!("v-{}", digest(&[kind, name, origin, &size]))
     }
 
-    /// The SHA-256 of the bytes, if the service names one.
-    pub fn sha256(&self) -> Option<&str> {
+    /// The digest that the bytes must have, if the service names one.
+    pub fn known_digest(&self) -> Option<KnownDigest> {
         match self {
-            Self::Sha256(hex) if is_hex(hex, 64) => Some(hex),
+            Self::Sha256(hex) if is_hex(hex, SHA256_DIGITS) => Some(KnownDigest::Sha256(hex.clone())),
+            Self::GitBlob(hex) if is_hex(hex, SHA1_DIGITS) => Some(KnownDigest::GitBlob(hex.clone())),
+            // A digest of other form comes from a service that is not to be trusted with file names.
             Self::Sha256(_) | Self::GitBlob(_) | Self::Version { .. } => None,
         }
     }
-}
-
-fn is_hex(text: &str, len: usize) -> bool {
-    text.len() == len && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// A digest of texts, in hexadecimal. Each text is preceded by its length, so that no two lists give the same.
@@ -61,12 +66,6 @@ fn digest(texts: &[&str]) -> String {
         hasher.update(text.as_bytes());
     }
     hexadecimal(&hasher.finalize())
-}
-
-/// Bytes in hexadecimal.
-pub(super) fn hexadecimal(bytes: &[u8]) -> String {
-    let digit = |nibble: u8| char::from_digit(u32::from(nibble), 16).unwrap_or_default();
-    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
 }
 
 /// A file of a remote repository: one object, pinned by its version.
@@ -87,9 +86,9 @@ pub struct RemoteFile {
 }
 
 impl RemoteFile {
-    /// Its name in the cache.
-    pub fn cache_name(&self) -> String {
-        self.content.cache_name(self.size_bytes)
+    /// Its name in the cache, where `origin` lists it.
+    pub fn cache_name(&self, origin: &str) -> String {
+        self.content.cache_name(self.size_bytes, origin)
     }
 
     /// All of its bytes.
@@ -138,6 +137,16 @@ pub trait Objects: fmt::Debug + Send + Sync {
     /// The host, for messages: never with a token or a signature.
     fn host(&self) -> &str;
 
+    /// Names the service, with its endpoint: what one service says of an object is no proof for another.
+    fn origin(&self) -> &str {
+        self.host()
+    }
+
+    /// Notes that the bytes of a file do not have its digest: a copy on this machine from which they came is not used again.
+    fn distrust(&self, file: &RemoteFile) {
+        let _ = file;
+    }
+
     /// The cache of the service's own client on this machine, if complete objects are to be placed there.
     fn shared(&self) -> Option<&SharedCache> {
         None
@@ -171,19 +180,22 @@ mod tests {
     #[test]
     fn the_name_in_the_cache_depends_on_everything_that_tells_contents_apart() {
         let version = |object: &str, version: &str| Content::Version { object: object.into(), version: version.into() };
+        let sha256 = || Content::Sha256("a".repeat(64));
         let names = [
-            Content::Sha256("a".repeat(64)).cache_name(1),
-            Content::GitBlob("a".repeat(40)).cache_name(1),
-            version("s3://b/k", "1").cache_name(1),
-            version("s3://b/k", "1").cache_name(2),
-            version("s3://b/k", "2").cache_name(1),
-            version("s3://b/", "k1").cache_name(1),
-            Content::Sha256("../../etc/passwd".into()).cache_name(1),
+            sha256().cache_name(1, "https://hub"),
+            sha256().cache_name(1, "https://mirror"),
+            Content::GitBlob("a".repeat(40)).cache_name(1, "https://hub"),
+            version("s3://b/k", "1").cache_name(1, ""),
+            version("s3://b/k", "1").cache_name(2, ""),
+            version("s3://b/k", "2").cache_name(1, ""),
+            version("s3://b/", "k1").cache_name(1, ""),
+            Content::Sha256("../../etc/passwd".into()).cache_name(1, "https://hub"),
         ];
         for (place, name) in names.iter().enumerate() {
             assert!(!names[..place].contains(name), "{name}");
             assert!(name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-'), "{name}");
         }
-        assert_eq!(Content::Sha256("A".repeat(64)).sha256(), None);
+        assert_eq!(Content::Sha256("A".repeat(64)).known_digest(), None);
+        assert_eq!(sha256().known_digest(), Some(KnownDigest::Sha256("a".repeat(64))));
     }
 }

@@ -7,7 +7,7 @@ use std::{
     path::Path,
 };
 
-use super::{interface::hexadecimal, unique::unique};
+use super::{super::digest::hexadecimal, unique::unique};
 
 /// A text as the name of one file.
 pub(super) fn escaped(text: &str) -> String {

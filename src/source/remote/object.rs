@@ -14,6 +14,7 @@ use std::{
 use super::{
     super::ByteSpan,
     cache::Entry,
+    digest::DigestState,
     error::RemoteError,
     interface::RemoteFile,
     retry::{Deadline, Retrying},
@@ -95,31 +96,6 @@ impl RemoteObject {
     }
 }
 
-/// State of the comparison of a complete object with its digest.
-#[derive(Debug, Default)]
-pub(super) struct DigestState {
-    /// Whether a thread is comparing.
-    pub(super) running: AtomicBool,
-    /// Whether the digest was right in this process.
-    pub(super) right: AtomicBool,
-    /// Whether it was placed into the cache of the service's own client, or cannot be.
-    pub(super) shared: AtomicBool,
-    /// Whether it was wrong once.
-    pub(super) wrong: AtomicBool,
-    /// The digest of the bytes that were fetched again, if it was wrong too.
-    twice: OnceLock<String>,
-}
-
-impl DigestState {
-    pub(super) fn found_twice(&self) -> Option<String> {
-        self.twice.get().cloned()
-    }
-
-    pub(super) fn set_found_twice(&self, found: String) {
-        let _ = self.twice.set(found);
-    }
-}
-
 /// Why blocks did not come.
 #[derive(Clone, Debug)]
 pub enum NotFetched {
@@ -163,6 +139,8 @@ pub(super) enum JobState {
 pub(super) struct Job {
     pub(super) object: Arc<RemoteObject>,
     pub(super) blocks: Range<u64>,
+    /// Whether no reader waited for it when it was made.
+    pub(super) was_ahead: bool,
     /// Whether no reader waits for it.
     ahead: AtomicBool,
     deadline: Mutex<Deadline>,
@@ -177,6 +155,7 @@ impl Job {
         Self {
             object: Arc::clone(object),
             blocks,
+            was_ahead: ahead,
             ahead: AtomicBool::new(ahead),
             deadline: Mutex::new(deadline),
             moved: Mutex::default(),

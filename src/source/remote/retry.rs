@@ -396,6 +396,11 @@ impl Retrying {
         self.objects.shared()
     }
 
+    /// As [`Objects::distrust`].
+    pub fn distrust(&self, file: &RemoteFile) {
+        self.objects.distrust(file);
+    }
+
     /// Whether the service asks for a pause now.
     pub fn is_paused(&self) -> bool {
         self.gate.closed_for().is_some()

@@ -12,11 +12,10 @@ use std::{
 };
 
 use rustix::fs::statvfs;
-use sha1::Sha1;
-use sha2::{Digest, Sha256};
 
 use super::{
-    interface::{Content, hexadecimal},
+    super::digest::Digester,
+    interface::Content,
     object::RemoteObject,
     shared::{SharedCache, replace},
     whole::for_each_part,
@@ -63,6 +62,8 @@ fn blob_is_there(blob: &Path, size_bytes: u64) -> Option<bool> {
 /// Copies an object to its blob. Returns false if a part of it is not present.
 fn copy(object: &RemoteObject, blob: &Path) -> io::Result<bool> {
     let size_bytes = object.file.size_bytes;
+    let malformed = || io::Error::new(io::ErrorKind::InvalidData, "its digest is malformed");
+    let known = object.file.content.known_digest().ok_or_else(malformed)?;
     fs::create_dir_all(blob.parent().unwrap_or(blob))?;
     let found = statvfs(blob.parent().unwrap_or(blob))?;
     let (total, free) = (found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize);
@@ -72,7 +73,7 @@ fn copy(object: &RemoteObject, blob: &Path) -> io::Result<bool> {
     let incomplete = || io::Error::from(io::ErrorKind::UnexpectedEof);
     let copied = replace(blob, |new| {
         let mut file = File::create_new(new)?;
-        let mut digest = Digester::of(object);
+        let mut digest = Digester::new(&known, size_bytes);
         let whole = for_each_part(&object.entry, |bytes| {
             digest.update(bytes);
             file.write_all(bytes)
@@ -81,7 +82,7 @@ fn copy(object: &RemoteObject, blob: &Path) -> io::Result<bool> {
             return Err(incomplete());
         }
         file.sync_data()?;
-        let (found, expected) = (digest.finish(), name_of(&object.file.content).unwrap_or_default());
+        let (found, expected) = (digest.finish(), known.hex());
         if found == expected {
             return Ok(());
         }
@@ -92,39 +93,6 @@ fn copy(object: &RemoteObject, blob: &Path) -> io::Result<bool> {
         // The rest comes later, or is brought again.
         Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::WouldBlock) => Ok(false),
         Err(error) => Err(error),
-    }
-}
-
-/// The digest that the Hub names a file by.
-enum Digester {
-    Sha256(Sha256),
-    Git(Sha1),
-}
-
-impl Digester {
-    fn of(object: &RemoteObject) -> Self {
-        match object.file.content {
-            Content::GitBlob(_) => {
-                let mut digest = Sha1::new();
-                digest.update(format!("blob {}\0", object.file.size_bytes));
-                Self::Git(digest)
-            }
-            Content::Sha256(_) | Content::Version { .. } => Self::Sha256(Sha256::new()),
-        }
-    }
-
-    fn update(&mut self, bytes: &[u8]) {
-        match self {
-            Self::Sha256(digest) => digest.update(bytes),
-            Self::Git(digest) => digest.update(bytes),
-        }
-    }
-
-    fn finish(self) -> String {
-        match self {
-            Self::Sha256(digest) => hexadecimal(&digest.finalize()),
-            Self::Git(digest) => hexadecimal(&digest.finalize()),
-        }
     }
 }
 

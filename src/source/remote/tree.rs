@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use rayon::iter::{IntoParallelIterator, IntoParallelRefIterator, ParallelIterator};
 
 use super::{
     super::{ByteSpan, SourceError},
@@ -14,6 +14,7 @@ use super::{
         Cache,
         geometry::{BLOCK_BYTES, block_count},
     },
+    digest,
     fetcher::{Demand, Fetcher},
     handle::Remote,
     interface::RemoteRepository,
@@ -103,7 +104,8 @@ impl RemoteTree {
         }
         let file = &self.repository.files[place];
         let name: Arc<Path> = Arc::from(Path::new(&self.repository.name_of(file)));
-        let entry = self.cache.entry(file, &name.display().to_string()).map_err(|error| SourceError::Io {
+        let origin = self.repository.objects.origin();
+        let entry = self.cache.entry(file, origin, &name.display().to_string()).map_err(|error| SourceError::Io {
             file: Arc::clone(&name),
             action: "make its entry in the cache".into(),
             error: Arc::new(error),
@@ -144,9 +146,24 @@ impl RemoteTree {
         };
         let demands = heads.into_par_iter().map(demand).collect::<Result<Vec<Demand>, SourceError>>()?;
         if self.bring(&demands)? {
+            self.compare_small(&demands)?;
             self.bring(&self.rest_of_headers(&cut)?)?;
         }
         Ok(())
+    }
+
+    /// Compares the small files that are complete with their digests, before anything is made of them.
+    fn compare_small(&self, demands: &[Demand]) -> Result<(), SourceError> {
+        let compare = |(object, _): &Demand| {
+            let remote =
+                Remote { object: Arc::clone(object), fetcher: Arc::clone(&self.fetcher), timeout: self.timeout };
+            if object.file.size_bytes > NEEDED_BYTES_MAX || !digest::is_open(object) || !object.entry.is_whole() {
+                return Ok(());
+            }
+            let settled = digest::settle(&remote);
+            settled.map(|_| ()).map_err(|mismatch| mismatch.error(Arc::clone(&object.name)))
+        };
+        demands.par_iter().try_for_each(compare)
     }
 
     /// The headers that are longer than what was fetched of their files, so that they come all at once too.

@@ -27,7 +27,7 @@ use lru::LruCache;
 use crate::{
     source::{
         ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource,
-        Source, SourceError,
+        Source, SourceError, digest::Compared,
     },
     tensor::to_usize,
 };
@@ -243,6 +243,20 @@ impl Source for ChunkSource {
 
     fn gap_bytes(&self) -> u64 {
         self.inner.gap_bytes()
+    }
+
+    fn is_used(&self, file: FileId) -> bool {
+        self.decoded(file).is_none() && self.inner.is_used(file)
+    }
+
+    fn note_right(&self, file: FileId) {
+        if self.decoded(file).is_none() {
+            self.inner.note_right(file);
+        }
+    }
+
+    fn compare(&self, file: FileId) -> Result<Compared, SourceError> {
+        if self.decoded(file).is_some() { Ok(Compared::Unknown) } else { self.inner.compare(file) }
     }
 
     /// Readers of decoded chunks request the stored bytes themselves.

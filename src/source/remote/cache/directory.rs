@@ -2,13 +2,14 @@
 //!
 //! ```text
 //! <cache>/CACHEDIR.TAG          backup programs leave the directory out
+//! <cache>/objects/ckfs-cache    the marker: without it nothing here is touched
 //! <cache>/objects/<name>/data   the bytes, sparse          map   which of them are present          meta.json
 //! ```
 
 use std::{
-    fs::{self, DirBuilder, File, Permissions},
+    fs::{self, DirBuilder, File},
     io,
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, PoisonError, Weak,
@@ -16,24 +17,19 @@ use std::{
     },
 };
 
-use nix::{
-    sys::memfd::{MFdFlags, memfd_create},
-    unistd::geteuid,
-};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{
-    super::{counters::RemoteCounters, interface::RemoteFile, unique::unique},
+    super::{super::digest::KnownDigest, counters::RemoteCounters, interface::RemoteFile, unique::unique},
     block_map::BlockMap,
     entry::Entry,
+    geometry::OBJECT_BYTES_MAX,
     lock::{self, LockKind},
     meta::{self, EntryMeta},
+    own,
     space::{CacheLimit, DATA, MAP, Place, Room, Space},
 };
 
-/// Name of the directory of entries.
-const OBJECTS: &str = "objects";
-/// The file by which backup programs know a cache, with the text that it must begin with.
-const TAG: (&str, &str) = ("CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55\n# the disk cache of ckfs\n");
 /// Most bytes kept in memory where there is no disk: headers and small files.
 const MEMORY_BYTES: u64 = 256 << 20;
 /// Attempts to open an entry that other processes make or remove at the same time.
@@ -58,23 +54,9 @@ impl Cache {
     /// file system.
     ///
     /// # Errors
-    /// The directory cannot be made or used, or belongs to another user.
+    /// The directory cannot be made or used, belongs to another user, or holds what is not the cache's.
     pub fn open(dir: &Path, cap_bytes: Option<u64>, counters: Arc<RemoteCounters>) -> io::Result<Arc<Self>> {
-        let objects = dir.join(OBJECTS);
-        DirBuilder::new().recursive(true).mode(0o700).create(&objects)?;
-        let found = fs::metadata(&objects)?;
-        if found.uid() != geteuid().as_raw() {
-            let message = format!("{} belongs to user {}", objects.display(), found.uid());
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
-        }
-        if found.permissions().mode() & 0o077 != 0 {
-            fs::set_permissions(&objects, Permissions::from_mode(0o700))?;
-        }
-        if !dir.join(TAG.0).exists() {
-            // Only a service to backup programs.
-            let _ = fs::write(dir.join(TAG.0), TAG.1);
-        }
-        let objects = fs::canonicalize(&objects)?;
+        let objects = own::claim(dir)?;
         let space = Space::new(Place::Disk(objects.clone()), cap_bytes);
         Ok(Arc::new(Self::new(Some(objects), space, counters)))
     }
@@ -148,22 +130,33 @@ impl Cache {
         Space::remove_unused(objects, entry)
     }
 
-    /// The entry of an object; it is made if it is not there. `object` names it for people. Within a process an object has one entry.
-    /// Where the disk has no place for it, memory serves.
+    /// The entry of an object that `origin` lists; it is made if it is not there. `object` names it for people. Within a process an
+    /// object has one entry. Where the disk has no place for it, memory serves.
     ///
     /// # Errors
     /// The system has no files in memory either.
-    pub fn entry(&self, file: &RemoteFile, object: &str) -> io::Result<Arc<Entry>> {
-        let name = file.cache_name();
+    pub fn entry(&self, file: &RemoteFile, origin: &str, object: &str) -> io::Result<Arc<Entry>> {
+        if file.size_bytes > OBJECT_BYTES_MAX {
+            let message = format!("its service says {} bytes, more than any object has", file.size_bytes);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+        }
+        let name = file.cache_name(origin);
         let of_name = |open: &[Weak<Entry>]| open.iter().filter_map(Weak::upgrade).find(|entry| entry.name() == name);
         if let Some(entry) = of_name(&self.open.lock().unwrap_or_else(PoisonError::into_inner)) {
             return Ok(entry);
         }
+        let (sha256, git_blob) = match file.content.known_digest() {
+            Some(KnownDigest::Sha256(hex)) => (Some(hex), None),
+            Some(KnownDigest::GitBlob(hex)) => (None, Some(hex)),
+            None => (None, None),
+        };
         let meta = EntryMeta {
             object: object.to_owned(),
             size_bytes: file.size_bytes,
-            sha256: file.content.sha256().map(str::to_owned),
+            sha256,
+            git_blob,
             verified: false,
+            dropped: 0,
         };
         let on_disk = self.objects.as_ref().map(|objects| self.on_disk(objects, &name, &meta));
         let entry = match on_disk {
@@ -236,7 +229,13 @@ impl Cache {
     }
 
     fn open_entry(&self, dir: &Path, name: &str, meta: &EntryMeta) -> io::Result<Attempt> {
-        let open = |part: &str| File::options().read(true).write(true).open(dir.join(part));
+        let open = |part: &str| own::open_part(&dir.join(part));
+        match own::is_own_directory(dir) {
+            Ok(true) => {}
+            Ok(false) => return Err(io::Error::other(format!("{}: not a directory of this user", dir.display()))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Attempt::Missing),
+            Err(error) => return Err(error),
+        }
         let file = match open(MAP) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {

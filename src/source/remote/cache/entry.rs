@@ -17,7 +17,7 @@ use std::{
     os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, PoisonError, RwLockReadGuard,
+        Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Instant,
@@ -38,9 +38,11 @@ use super::{
     },
     lock::{self, LockKind},
     meta::{self, EntryMeta},
-    segment::Segment,
+    segment::{Segment, Segments},
 };
 
+/// Words of the map that are read or written at a time.
+const MAP_STEP_BLOCKS: u64 = 1 << 17;
 /// Bytes read at a time to compare checksums.
 const VERIFIED_BYTES: u64 = 1 << 20;
 /// A segment that was given up is left alone for this time: twice the pause after which a process tries again to find room.
@@ -69,11 +71,15 @@ pub struct Entry {
     data: File,
     map: BlockMap,
     size_bytes: u64,
-    segments: Box<[Segment]>,
+    segments: Segments,
     verified_blocks: AtomicU64,
     /// The kernel reads the file by itself: its blocks stay while this process lives.
     kept: AtomicBool,
     meta: Mutex<EntryMeta>,
+    /// Whether `meta` may be older than the file: blocks were given up, and other processes may have brought others.
+    meta_is_old: AtomicBool,
+    /// The number of drops that this process knows of; see [`EntryMeta::dropped`].
+    drops_known: AtomicU64,
     counters: Arc<RemoteCounters>,
 }
 
@@ -81,6 +87,15 @@ pub struct Entry {
 fn now_ms() -> u64 {
     static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
     u64::try_from(START.get_or_init(Instant::now).elapsed().as_millis()).map_or(u64::MAX, |ms| ms + 1)
+}
+
+/// Adds blocks to ranges in order, of which they are the next.
+fn add_absent(absent: &mut Vec<Range<u64>>, blocks: Range<u64>) {
+    match absent.last_mut() {
+        _ if blocks.is_empty() => {}
+        Some(last) if last.end == blocks.start => last.end = blocks.end,
+        Some(_) | None => absent.push(blocks),
+    }
 }
 
 impl Entry {
@@ -94,7 +109,8 @@ impl Entry {
         counters: Arc<RemoteCounters>,
     ) -> Self {
         let size_bytes = meta.size_bytes;
-        let segments = segments_of(&(0..block_count(size_bytes))).map(|_| Segment::default()).collect();
+        let drops_known = AtomicU64::new(meta.dropped);
+        let segments = Segments::new(segments_of(&(0..block_count(size_bytes))).len());
         Self {
             name: name.to_owned(),
             dir,
@@ -105,6 +121,8 @@ impl Entry {
             verified_blocks: AtomicU64::new(0),
             kept: AtomicBool::new(false),
             meta: Mutex::new(meta),
+            meta_is_old: AtomicBool::new(false),
+            drops_known,
             counters,
         }
     }
@@ -136,7 +154,7 @@ impl Entry {
 
     /// What it says about itself.
     pub fn meta(&self) -> EntryMeta {
-        self.meta.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.lock_meta().clone()
     }
 
     fn blocks(&self) -> Range<u64> {
@@ -166,7 +184,7 @@ impl Entry {
             if taken.contains(&place) {
                 continue;
             }
-            let segment = &self.segments[place];
+            let segment = self.segments.at(place);
             let hold = || {
                 if segment.is_given_up(now) {
                     return Err(io::Error::from(io::ErrorKind::WouldBlock));
@@ -180,21 +198,21 @@ impl Entry {
         Ok(())
     }
 
-    /// Calls `work` for each segment of the blocks, with the part of them in that segment, counted within it.
-    fn in_segments(&self, blocks: &Range<u64>, mut work: impl FnMut(&Segment, Range<u64>)) {
-        for place in segments_of(blocks) {
+    /// The segments of blocks, each with the part of them in that segment, counted within it.
+    fn parts_of(blocks: &Range<u64>) -> impl Iterator<Item = (usize, Range<u64>)> {
+        let blocks = blocks.clone();
+        segments_of(&blocks).map(move |place| {
             let first = place as u64 * SEGMENT_BLOCKS;
             let start = blocks.start.max(first) - first;
             let end = blocks.end.min(first + SEGMENT_BLOCKS) - first;
-            work(&self.segments[place], start..end);
-        }
+            (place, start..end)
+        })
     }
 
     /// Whether this process has verified all of these blocks. Counts only under their guard.
     pub fn is_verified(&self, blocks: &Range<u64>) -> bool {
-        let mut all = true;
-        self.in_segments(blocks, |segment, part| all = all && segment.verified.has_all(part));
-        all
+        Self::parts_of(blocks)
+            .all(|(place, part)| self.segments.used(place).is_some_and(|segment| segment.verified.has_all(part)))
     }
 
     /// Whether this process has verified the whole object.
@@ -204,25 +222,30 @@ impl Entry {
 
     fn set_verified(&self, blocks: &Range<u64>, ahead: bool) {
         let mut new = 0;
-        self.in_segments(blocks, |segment, part| {
+        for (place, part) in Self::parts_of(blocks) {
+            let segment = self.segments.at(place);
             if ahead {
                 segment.ahead.set(part.clone());
             }
             new += segment.verified.set(part);
-        });
+        }
         self.verified_blocks.fetch_add(new, Ordering::AcqRel);
     }
 
     fn clear_verified(&self, blocks: &Range<u64>) {
         let mut old = 0;
-        self.in_segments(blocks, |segment, part| old += segment.verified.clear(part));
+        for (place, part) in Self::parts_of(blocks) {
+            old += self.segments.used(place).map_or(0, |segment| segment.verified.clear(part));
+        }
         self.verified_blocks.fetch_sub(old, Ordering::AcqRel);
     }
 
     /// Counts blocks that a reader finds verified and that were fetched ahead of readers.
     pub fn note_read(&self, blocks: &Range<u64>) {
         let mut fetched_ahead = 0;
-        self.in_segments(blocks, |segment, part| fetched_ahead += segment.ahead.clear(part));
+        for (place, part) in Self::parts_of(blocks) {
+            fetched_ahead += self.segments.used(place).map_or(0, |segment| segment.ahead.clear(part));
+        }
         if fetched_ahead > 0 {
             RemoteCounters::add(&self.counters.prefetch_hit_bytes, fetched_ahead * BLOCK_BYTES);
         }
@@ -288,12 +311,21 @@ impl Entry {
         if self.is_verified(blocks) {
             return Ok(absent);
         }
-        for (block, word) in blocks.clone().zip(self.map.read(blocks)?) {
-            match absent.last_mut() {
-                _ if word.is_some() => {}
-                Some(last) if last.end == block => last.end += 1,
-                Some(_) | None => absent.push(block..block + 1),
+        let mut start = blocks.start;
+        while start < blocks.end {
+            // What was never written is not read: an object may be said to be of any length.
+            let written = self.map.written(start)?.unwrap_or(blocks.end..blocks.end);
+            let (first, end) = (written.start.min(blocks.end), written.end.min(blocks.end));
+            add_absent(&mut absent, start..first);
+            for step in (first..end).step_by(place(MAP_STEP_BLOCKS)) {
+                let part = step..(step + MAP_STEP_BLOCKS).min(end);
+                for (block, word) in part.clone().zip(self.map.read(&part)?) {
+                    if word.is_none() {
+                        add_absent(&mut absent, block..block + 1);
+                    }
+                }
             }
+            start = end.max(first);
         }
         Ok(absent)
     }
@@ -343,6 +375,8 @@ impl Entry {
         let blocks = first..first + (bytes.len() as u64).div_ceil(BLOCK_BYTES);
         assert_eq!(span_of(&blocks, self.size_bytes).len(), bytes.len() as u64, "whole blocks are stored");
         let _guards = self.guard(&blocks)?;
+        // Before the bytes: no process may take an entry with these for one that was compared.
+        self.note_unverified()?;
         self.data.write_all_at(bytes, first * BLOCK_BYTES)?;
         let checksums: Vec<u32> = bytes.chunks(place(BLOCK_BYTES)).map(crc32c::crc32c).collect();
         self.map.mark(first, &checksums)?;
@@ -388,7 +422,8 @@ impl Entry {
                 Err(errno) => return Err(errno.into()),
             };
             let segment = data / SEGMENT_BYTES;
-            found.push((self.segments[place(segment)].used_ms(), place(segment)));
+            let used_ms = self.segments.used(place(segment)).map_or(0, Segment::used_ms);
+            found.push((used_ms, place(segment)));
             start = (segment + 1) * SEGMENT_BYTES;
         }
         Ok(found)
@@ -396,20 +431,20 @@ impl Entry {
 
     /// Whether this process holds the lock of a segment.
     pub(super) fn is_held(&self, place: usize) -> bool {
-        self.segments[place].is_held()
+        self.segments.used(place).is_some_and(Segment::is_held)
     }
 
     /// Segments whose locks this process holds, each with the time of its last use.
     fn held_segments(&self) -> impl Iterator<Item = (u64, usize)> + '_ {
         let kept = self.kept.load(Ordering::SeqCst);
         let held = |(place, segment): (usize, &Segment)| segment.is_held().then(|| (segment.used_ms(), place));
-        self.segments.iter().enumerate().filter_map(held).filter(move |_| !kept)
+        self.segments.all_used().filter_map(held).filter(move |_| !kept)
     }
 
     /// Removes the blocks of a segment, unless a reader is using them. `may_give_up`: if another process holds its lock, this one
     /// leaves the segment alone for a moment.
     pub(super) fn evict(&self, place: usize, may_give_up: bool) -> io::Result<Eviction> {
-        let segment = &self.segments[place];
+        let segment = self.segments.at(place);
         let Some(_alone) = segment.alone() else { return Ok(Eviction::Stays) };
         let range = lock::segment(place);
         // After `alone`: a thread that keeps the entry looks at its blocks after it said so.
@@ -426,6 +461,7 @@ impl Entry {
         };
         let forgotten = segment.forget();
         self.verified_blocks.fetch_sub(forgotten, Ordering::AcqRel);
+        self.meta_is_old.store(true, Ordering::Release);
         lock::try_lock(self.map.file(), LockKind::None, &range)?;
         let Some(freed) = emptied else { return Ok(Eviction::GivenUp(forgotten * BLOCK_BYTES)) };
         let freed = freed?;
@@ -452,27 +488,87 @@ impl Entry {
             if now.saturating_sub(used) < idle_ms {
                 continue;
             }
-            let segment = &self.segments[place];
+            let segment = self.segments.at(place);
             let Some(_alone) = segment.alone() else { continue };
             if self.kept.load(Ordering::SeqCst) {
                 continue;
             }
             let forgotten = segment.forget();
             self.verified_blocks.fetch_sub(forgotten, Ordering::AcqRel);
+            self.meta_is_old.store(true, Ordering::Release);
             // A lock that stays only delays an eviction.
             let _ = lock::try_lock(self.map.file(), LockKind::None, &lock::segment(place));
         }
     }
 
-    /// Marks all blocks as absent, without a hole: they are wrong, and are to be fetched again. A reader that has verified them
-    /// earlier may still see them.
+    /// Marks all blocks as absent, without a hole: they do not have the digest, and are to be fetched again. A reader that has
+    /// verified them earlier may still see them. Every process that has the entry open learns of it: [`Self::was_dropped`].
     ///
     /// # Errors
     /// The map cannot be written.
     pub fn drop_all(&self) -> io::Result<()> {
-        self.map.clear(&self.blocks())?;
-        self.clear_verified(&self.blocks());
-        Ok(())
+        let (all, mut start) = (self.blocks(), 0);
+        while let Some(written) = self.map.written(start)?.filter(|written| written.start < all.end) {
+            let end = written.end.min(all.end);
+            for step in (written.start..end).step_by(place(MAP_STEP_BLOCKS)) {
+                self.map.clear(&(step..(step + MAP_STEP_BLOCKS).min(end)))?;
+            }
+            start = end;
+        }
+        self.clear_verified(&all);
+        let mut meta = self.lock_meta();
+        self.read_meta(&mut meta);
+        (meta.verified, meta.dropped) = (false, meta.dropped + 1);
+        self.dir.as_deref().map_or(Ok(()), |dir| meta.write(dir))
+    }
+
+    fn lock_meta(&self) -> MutexGuard<'_, EntryMeta> {
+        self.meta.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads again what the entry says about itself. A damaged file says nothing new.
+    fn read_meta(&self, meta: &mut EntryMeta) {
+        self.meta_is_old.store(false, Ordering::Release);
+        let found = self.dir.as_deref().and_then(|dir| EntryMeta::read(dir).ok());
+        if let Some(found) = found.filter(|found| found.size_bytes == self.size_bytes) {
+            (meta.verified, meta.dropped) = (found.verified, found.dropped.max(meta.dropped));
+        }
+    }
+
+    /// Whether all blocks were compared with the digest, and none was brought since.
+    pub fn is_compared(&self) -> bool {
+        let mut meta = self.lock_meta();
+        if self.meta_is_old.load(Ordering::Acquire) {
+            self.read_meta(&mut meta);
+        }
+        meta.verified
+    }
+
+    /// Whether any process has dropped all blocks since this one opened the entry, or since [`Self::note_drops`]: what was read
+    /// before that may be wrong.
+    pub fn was_dropped(&self) -> bool {
+        let mut meta = self.lock_meta();
+        self.read_meta(&mut meta);
+        meta.dropped > self.drops_known.load(Ordering::Acquire)
+    }
+
+    /// Takes note of the drops so far: nothing that was read before them is used.
+    pub fn note_drops(&self) {
+        let dropped = self.lock_meta().dropped;
+        self.drops_known.fetch_max(dropped, Ordering::AcqRel);
+    }
+
+    /// Notes that blocks are brought that were not compared.
+    fn note_unverified(&self) -> io::Result<()> {
+        let mut meta = self.lock_meta();
+        if !meta.verified && !self.meta_is_old.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.read_meta(&mut meta);
+        if !std::mem::take(&mut meta.verified) {
+            return Ok(());
+        }
+        self.dir.as_deref().map_or(Ok(()), |dir| meta.write(dir))
     }
 
     /// Notes that the complete entry has the digest that its service names.
@@ -480,7 +576,7 @@ impl Entry {
     /// # Errors
     /// The file cannot be written.
     pub fn note_digest(&self) -> io::Result<()> {
-        let mut meta = self.meta.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut meta = self.lock_meta();
         meta.verified = true;
         self.dir.as_deref().map_or(Ok(()), |dir| meta.write(dir))
     }

@@ -2,17 +2,22 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Write},
+    io::{self, Read, Write},
     path::Path,
     time::SystemTime,
 };
 
 use serde::{Deserialize, Serialize};
 
-use super::super::unique::unique;
+use super::{
+    super::{super::digest::KnownDigest, unique::unique},
+    own,
+};
 
 /// Name of the file.
 pub(super) const META: &str = "meta.json";
+/// Longer files are damaged.
+const META_BYTES_MAX: u64 = 1 << 20;
 
 /// What an entry says about itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,14 +28,31 @@ pub struct EntryMeta {
     pub size_bytes: u64,
     /// SHA-256 of the object, if its service names it.
     pub sha256: Option<String>,
-    /// Whether the complete entry had this SHA-256.
+    /// Id of the object as a git blob, if its service names that.
+    #[serde(default)]
+    pub git_blob: Option<String>,
+    /// Whether the complete entry had this digest, and no block was brought since.
     #[serde(default)]
     pub verified: bool,
+    /// How often all blocks were dropped because the digest was wrong. What was read before the last time may be wrong.
+    #[serde(default)]
+    pub dropped: u64,
 }
 
 impl EntryMeta {
+    /// The digest that the object must have, if one is known.
+    pub fn known_digest(&self) -> Option<KnownDigest> {
+        match (&self.sha256, &self.git_blob) {
+            (Some(hex), _) => Some(KnownDigest::Sha256(hex.clone())),
+            (None, Some(hex)) => Some(KnownDigest::GitBlob(hex.clone())),
+            (None, None) => None,
+        }
+    }
+
     pub(super) fn read(dir: &Path) -> io::Result<Self> {
-        Ok(serde_json::from_slice(&fs::read(dir.join(META))?)?)
+        let mut text = Vec::new();
+        own::open_part(&dir.join(META))?.take(META_BYTES_MAX).read_to_end(&mut text)?;
+        Ok(serde_json::from_slice(&text)?)
     }
 
     /// Writes the file as a whole: a reader sees the old one or the new one.
@@ -45,7 +67,7 @@ impl EntryMeta {
 
 /// Notes that an entry is in use: the modification time of its file is the time of its last use.
 pub(super) fn touch(dir: &Path) -> io::Result<()> {
-    File::options().write(true).open(dir.join(META))?.set_modified(SystemTime::now())
+    own::open_part(&dir.join(META))?.set_modified(SystemTime::now())
 }
 
 /// When an entry was last in use.

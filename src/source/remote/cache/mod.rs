@@ -11,6 +11,7 @@ mod entry;
 pub(super) mod geometry;
 mod lock;
 mod meta;
+mod own;
 mod segment;
 mod space;
 #[cfg(test)]
@@ -19,6 +20,6 @@ mod tests;
 pub use super::cache_place::default_directory;
 pub use directory::{Cache, usage};
 pub use entry::{Entry, Guards};
-pub use geometry::BLOCK_BYTES;
+pub use geometry::{BLOCK_BYTES, OBJECT_BYTES_MAX};
 pub use meta::EntryMeta;
 pub use space::{CacheLimit, DiskSpace, Room};

@@ -69,6 +69,41 @@ fn for_each_word(blocks: Range<u64>, mut work: impl FnMut(usize, u64)) {
     }
 }
 
+/// Segments that are made together.
+const GROUP: usize = 1024;
+
+/// The segments of an object. What is never used takes no memory: the length of an object is a number that its service says.
+#[derive(Debug)]
+pub(super) struct Segments {
+    groups: Box<[OnceLock<Box<[Segment]>>]>,
+}
+
+impl Segments {
+    /// This number of segments.
+    pub(super) fn new(count: usize) -> Self {
+        Self { groups: (0..count.div_ceil(GROUP)).map(|_| OnceLock::new()).collect() }
+    }
+
+    /// The segment at a place, which is made if it was never used.
+    pub(super) fn at(&self, place: usize) -> &Segment {
+        let make = || (0..GROUP).map(|_| Segment::default()).collect();
+        &self.groups[place / GROUP].get_or_init(make)[place % GROUP]
+    }
+
+    /// The segment at a place, if one near it was ever used.
+    pub(super) fn used(&self, place: usize) -> Option<&Segment> {
+        Some(&self.groups[place / GROUP].get()?[place % GROUP])
+    }
+
+    /// All that may have been used, with their places.
+    pub(super) fn all_used(&self) -> impl Iterator<Item = (usize, &Segment)> {
+        let groups = self.groups.iter().enumerate().filter_map(|(number, group)| Some((number, group.get()?)));
+        groups.flat_map(|(number, group)| {
+            group.iter().enumerate().map(move |(at, segment)| (number * GROUP + at, segment))
+        })
+    }
+}
+
 /// A segment in this process.
 #[derive(Debug, Default)]
 pub(super) struct Segment {

@@ -1,8 +1,7 @@
 //! The bound on the bytes of a cache, and eviction.
 
 use std::{
-    fs::{self, File},
-    io,
+    fs, io,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::{
@@ -18,7 +17,7 @@ use super::{
     super::unique::unique,
     entry::{Entry, Eviction},
     lock::{self, LockKind},
-    meta,
+    meta, own,
 };
 
 /// Name of the map in an entry's directory.
@@ -281,6 +280,10 @@ impl Space {
 
     /// Removes an entry, unless a process uses it. Returns the bytes of disk that this frees.
     pub(super) fn remove_unused(dir: &Path, entry: &Path) -> io::Result<Option<u64>> {
+        let is_named = entry.file_name().and_then(|name| name.to_str()).is_some_and(own::is_own_name);
+        if !is_named || !own::is_own_directory(entry)? || !own::holds_own_parts(entry)? {
+            return Ok(None);
+        }
         let is_temporary = entry.extension().is_some();
         if is_temporary {
             let age = SystemTime::now().duration_since(fs::metadata(entry)?.modified()?).unwrap_or_default();
@@ -288,7 +291,7 @@ impl Space {
                 return Ok(None);
             }
         }
-        match File::options().read(true).write(true).open(entry.join(MAP)) {
+        match own::open_part(&entry.join(MAP)) {
             // The lock goes when the file is closed, after the removal.
             Ok(map) if lock::try_lock(&map, LockKind::Exclusive, &lock::ENTRY)? => Self::remove(dir, entry).map(Some),
             Ok(_) => Ok(None),
@@ -302,7 +305,10 @@ impl Space {
         // Renamed first, so that no process finds a half of it. The name of an abandoned one has an extension too.
         let trash = dir.join(format!("removed.{}", unique()));
         fs::rename(entry, &trash)?;
-        fs::remove_dir_all(&trash)?;
+        for part in fs::read_dir(&trash)? {
+            fs::remove_file(part?.path())?;
+        }
+        fs::remove_dir(&trash)?;
         Ok(freed)
     }
 }
@@ -312,7 +318,8 @@ pub(super) fn entry_dirs(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
-        if entry.file_type()?.is_dir() {
+        let is_own = entry.file_name().to_str().is_some_and(own::is_own_name);
+        if is_own && own::is_own_directory(&entry.path()).unwrap_or(false) {
             found.push(entry.path());
         }
     }

@@ -47,7 +47,7 @@ fn stored_blocks_are_found_by_other_processes_and_the_directory_is_private() {
     let dir = tempfile::tempdir().unwrap();
     let (first, second) = (open(dir.path(), None), open(dir.path(), None));
     let object = file("k", 10 * BLOCK_BYTES + 5);
-    let (a, b) = (first.entry(&object, "s3://b/k").unwrap(), second.entry(&object, "s3://b/k").unwrap());
+    let (a, b) = (first.entry(&object, "", "s3://b/k").unwrap(), second.entry(&object, "", "s3://b/k").unwrap());
     assert_eq!(missing(&a, 0..11), [0..11]);
     a.store(3, &bytes(2, 0), false).unwrap();
     a.store(10, &[7; 5], false).unwrap();
@@ -63,20 +63,20 @@ fn stored_blocks_are_found_by_other_processes_and_the_directory_is_private() {
     let mode = |path: &std::path::Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(first.objects().unwrap()), 0o700);
     assert_eq!(mode(a.dir().unwrap()), 0o700);
-    assert!(Arc::ptr_eq(&a, &first.entry(&object, "").unwrap()));
+    assert!(Arc::ptr_eq(&a, &first.entry(&object, "", "").unwrap()));
 }
 
 #[test]
 fn a_block_with_a_wrong_checksum_is_a_miss() {
     let dir = tempfile::tempdir().unwrap();
     let object = file("k", 4 * BLOCK_BYTES);
-    let entry = open(dir.path(), None).entry(&object, "k").unwrap();
+    let entry = open(dir.path(), None).entry(&object, "", "k").unwrap();
     entry.store(0, &bytes(4, 0), false).unwrap();
     let path = entry.dir().unwrap().join("data");
     drop(entry);
     fs::File::options().write(true).open(&path).unwrap().write_all_at(b"\0", BLOCK_BYTES + 9).unwrap();
     let cache = open(dir.path(), None);
-    let entry = cache.entry(&object, "k").unwrap();
+    let entry = cache.entry(&object, "", "k").unwrap();
     assert_eq!(missing(&entry, 0..4), [1..2]);
     assert_eq!(cache.counters().bad_blocks.load(std::sync::atomic::Ordering::Relaxed), 1);
     entry.store(1, &bytes(1, 3), false).unwrap();
@@ -88,7 +88,7 @@ fn guarded_and_foreign_segments_are_not_evicted() {
     let dir = tempfile::tempdir().unwrap();
     let (first, second) = (open(dir.path(), None), open(dir.path(), None));
     let object = file("k", 2 * SEGMENT_BYTES);
-    let (a, b) = (first.entry(&object, "k").unwrap(), second.entry(&object, "k").unwrap());
+    let (a, b) = (first.entry(&object, "", "k").unwrap(), second.entry(&object, "", "k").unwrap());
     a.store(0, &bytes(64, 0), false).unwrap();
     a.store(SEGMENT_BLOCKS, &bytes(64, 0), false).unwrap();
     let guards = a.guard(&(0..1)).unwrap();
@@ -109,7 +109,7 @@ fn a_segment_that_one_process_gives_up_is_evicted_by_the_other_and_then_serves_b
     let dir = tempfile::tempdir().unwrap();
     let (first, second) = (open(dir.path(), None), open(dir.path(), None));
     let object = file("k", SEGMENT_BYTES);
-    let (a, b) = (first.entry(&object, "k").unwrap(), second.entry(&object, "k").unwrap());
+    let (a, b) = (first.entry(&object, "", "k").unwrap(), second.entry(&object, "", "k").unwrap());
     a.store(0, &bytes(64, 0), false).unwrap();
     assert_eq!(missing(&b, 0..64), []);
     assert_eq!(a.evict(0, true).unwrap(), Eviction::GivenUp(64 * BLOCK_BYTES));
@@ -132,14 +132,14 @@ fn a_segment_that_one_process_gives_up_is_evicted_by_the_other_and_then_serves_b
 fn the_bytes_of_an_earlier_run_are_evicted_from_an_entry_in_use() {
     let dir = tempfile::tempdir().unwrap();
     let object = file("k", 4 * SEGMENT_BYTES);
-    let entry = open(dir.path(), None).entry(&object, "k").unwrap();
+    let entry = open(dir.path(), None).entry(&object, "", "k").unwrap();
     for segment in 0..3 {
         entry.store(segment * SEGMENT_BLOCKS, &bytes(SEGMENT_BLOCKS, segment), false).unwrap();
     }
     drop(entry);
     let cap = 3 * SEGMENT_BYTES + SEGMENT_BYTES / 2;
     let cache = open(dir.path(), Some(cap));
-    let entry = cache.entry(&object, "k").unwrap();
+    let entry = cache.entry(&object, "", "k").unwrap();
     assert_eq!(missing(&entry, 0..SEGMENT_BLOCKS), []);
     assert!(cache.reserve(&entry, SEGMENT_BYTES).is_some(), "there are segments that nobody uses");
     assert!(entry.is_verified(&(0..SEGMENT_BLOCKS)), "what is in use stays");
@@ -164,7 +164,7 @@ fn the_bound_removes_unused_entries_first_and_then_old_segments() {
     let blocks = 512;
     let cap = 4 * blocks * BLOCK_BYTES;
     let fill = |cache: &Cache, key: &str| {
-        let entry = cache.entry(&file(key, blocks * BLOCK_BYTES), key).unwrap();
+        let entry = cache.entry(&file(key, blocks * BLOCK_BYTES), "", key).unwrap();
         if cache.reserve(&entry, blocks * BLOCK_BYTES).is_some() {
             entry.store(0, &bytes(blocks, 0), false).unwrap();
         }
@@ -178,7 +178,7 @@ fn the_bound_removes_unused_entries_first_and_then_old_segments() {
     let cache = open(dir.path(), Some(cap));
     let kept: Vec<_> = ["d", "e", "f", "g"].iter().map(|key| fill(&cache, key)).collect();
     assert!(cache.measure().unwrap().0 <= cap, "{:?}", cache.measure());
-    assert!(!kept[0].dir().unwrap().parent().unwrap().join(file("a", blocks * BLOCK_BYTES).cache_name()).exists());
+    assert!(!kept[0].dir().unwrap().parent().unwrap().join(file("a", blocks * BLOCK_BYTES).cache_name("")).exists());
     assert!(kept[3].is_verified(&(0..blocks)), "the newest stays");
     let present: u64 = kept.iter().map(|entry| entry.present_bytes().unwrap()).sum();
     assert!(present >= 2 * blocks * BLOCK_BYTES && present < cap, "{present}");
@@ -188,13 +188,13 @@ fn the_bound_removes_unused_entries_first_and_then_old_segments() {
 fn an_entry_in_use_is_not_removed() {
     let dir = tempfile::tempdir().unwrap();
     let (first, second) = (open(dir.path(), None), open(dir.path(), None));
-    let entry = first.entry(&file("k", 9), "k").unwrap();
+    let entry = first.entry(&file("k", 9), "", "k").unwrap();
     entry.store(0, &[1; 9], false).unwrap();
     let path = entry.dir().unwrap().to_owned();
     assert_eq!(second.remove_unused(&path).unwrap(), None);
     drop(entry);
     assert!(second.remove_unused(&path).unwrap().is_some() && !path.exists());
-    let again = first.entry(&file("k", 9), "k").unwrap();
+    let again = first.entry(&file("k", 9), "", "k").unwrap();
     assert_eq!(missing(&again, 0..1), [0..1]);
 }
 
@@ -203,20 +203,66 @@ fn a_damaged_entry_is_made_anew() {
     let dir = tempfile::tempdir().unwrap();
     let cache = open(dir.path(), None);
     let object = file("k", 100_000);
-    let path = cache.entry(&object, "k").unwrap().dir().unwrap().to_owned();
+    let path = cache.entry(&object, "", "k").unwrap().dir().unwrap().to_owned();
     for damage in ["map", "data", "meta.json"] {
         fs::File::options().write(true).open(path.join(damage)).unwrap().set_len(3).unwrap();
-        let entry = cache.entry(&object, "k").unwrap();
+        let entry = cache.entry(&object, "", "k").unwrap();
         assert_eq!((entry.size_bytes(), missing(&entry, 0..7)), (100_000, vec![0..7]), "{damage}");
     }
     fs::remove_file(path.join("map")).unwrap();
-    cache.entry(&object, "k").unwrap();
+    cache.entry(&object, "", "k").unwrap();
+}
+
+#[test]
+fn no_memory_follows_the_length_that_a_service_says() {
+    let dir = tempfile::tempdir().unwrap();
+    for cache in [open(dir.path(), None), Cache::in_memory(Arc::default())] {
+        for size in [OBJECT_BYTES_MAX + 1, 1 << 55, u64::MAX] {
+            let error = cache.entry(&file("k", size), "", "k").unwrap_err();
+            assert!(error.to_string().contains(&size.to_string()), "{error}");
+        }
+        let size = OBJECT_BYTES_MAX;
+        let entry = cache.entry(&file("k", size), "", "k").unwrap();
+        let last = size / BLOCK_BYTES - 1;
+        entry.store(last, &bytes(1, 0), false).unwrap();
+        assert_eq!(missing(&entry, last - 1..last + 1), [last - 1..last]);
+        assert_eq!(entry.absent(&(0..last + 1)).unwrap(), [0..last]);
+        assert_eq!(entry.present_bytes().unwrap(), BLOCK_BYTES);
+        entry.drop_all().unwrap();
+        assert_eq!(entry.present_bytes().unwrap(), 0);
+    }
+}
+
+#[test]
+fn nothing_but_entries_is_evicted_or_listed() {
+    let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let cache = open(dir.path(), Some(0));
+    let objects = cache.objects().unwrap().to_owned();
+    let entry_name = |digit: &str| format!("v-{}", digit.repeat(64));
+    fs::create_dir_all(objects.join("pack")).unwrap();
+    fs::write(objects.join("pack/x"), "kept").unwrap();
+    // Of the form of the cache's names, but a link, or with other files.
+    fs::write(other.path().join("data"), "kept").unwrap();
+    std::os::unix::fs::symlink(other.path(), objects.join(entry_name("a"))).unwrap();
+    fs::create_dir(objects.join(entry_name("b"))).unwrap();
+    fs::write(objects.join(entry_name("b")).join("theirs"), "kept").unwrap();
+    let entry = cache.entry(&file("k", 9), "", "k").unwrap();
+    let own = entry.dir().unwrap().to_owned();
+    drop(entry);
+    for path in [objects.join("pack"), objects.join(entry_name("a")), objects.join(entry_name("b"))] {
+        assert!(matches!(cache.remove_unused(&path), Ok(None)), "{}", path.display());
+    }
+    assert!(cache.remove_unused(&own).unwrap().is_some() && !own.exists());
+    assert_eq!(cache.list().unwrap(), [objects.join(entry_name("b"))]);
+    for kept in [objects.join("pack/x"), other.path().join("data"), objects.join(entry_name("b")).join("theirs")] {
+        assert_eq!(fs::read_to_string(kept).unwrap(), "kept");
+    }
 }
 
 #[test]
 fn memory_serves_where_there_is_no_directory() {
     let cache = Cache::in_memory(Arc::new(RemoteCounters::default()));
-    let entry = cache.entry(&file("k", 1 << 40), "k").unwrap();
+    let entry = cache.entry(&file("k", 1 << 40), "", "k").unwrap();
     assert!(cache.reserve(&entry, 100 << 20).is_some());
     entry.store(5, &bytes(2, 0), false).unwrap();
     assert_eq!(missing(&entry, 4..8), [4..5, 7..8]);
@@ -230,13 +276,13 @@ fn memory_serves_where_the_disk_has_no_place_for_an_entry() {
     let cache = open(dir.path(), Some(0));
     let object = file("k", 100_000);
     // As a full disk does, this keeps the directory of the entry from being made.
-    fs::write(cache.objects().unwrap().join(object.cache_name()), "").unwrap();
-    let entry = cache.entry(&object, "k").unwrap();
+    fs::write(cache.objects().unwrap().join(object.cache_name("")), "").unwrap();
+    let entry = cache.entry(&object, "", "k").unwrap();
     assert_eq!(entry.dir(), None);
     assert!(cache.reserve(&entry, 2 * BLOCK_BYTES).is_some(), "the bound of the disk is not that of memory");
     entry.store(0, &bytes(2, 0), false).unwrap();
     assert_eq!(missing(&entry, 0..3), [2..3]);
-    let other = cache.entry(&file("l", 9), "l").unwrap();
+    let other = cache.entry(&file("l", 9), "", "l").unwrap();
     assert!(other.dir().is_some() && cache.reserve(&other, 1).is_none());
 }
 
@@ -244,7 +290,7 @@ fn memory_serves_where_the_disk_has_no_place_for_an_entry() {
 fn a_claim_ends_with_its_process() {
     let dir = tempfile::tempdir().unwrap();
     let cache = open(dir.path(), None);
-    let entry = cache.entry(&file("k", 100 * BLOCK_BYTES), "k").unwrap();
+    let entry = cache.entry(&file("k", 100 * BLOCK_BYTES), "", "k").unwrap();
     let map = entry.dir().unwrap().join("map");
     // Another process takes the lock of all fetches, tells so, and waits to be killed.
     let script = "import fcntl,struct,sys,time\n\

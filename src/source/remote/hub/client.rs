@@ -19,7 +19,10 @@ use tokio::time::timeout_at;
 
 use super::{
     super::{
-        super::waits::Waits,
+        super::{
+            digest::{SHA1_DIGITS, is_hex},
+            waits::Waits,
+        },
         counters::RemoteCounters,
         error::{Failure, RemoteError, of_certificate, of_connection},
         interface::RemoteFile,
@@ -31,7 +34,7 @@ use super::{
     limits::asked,
     refusal::{Reason, Refusal, Subject},
     settings::{HubSettings, may_connect},
-    tree::{Entry, Revision, SHA1_DIGITS, is_hex, next_page},
+    tree::{Entry, Revision, next_page},
 };
 
 /// Connections that stay open for the next request, for each host.
@@ -80,7 +83,7 @@ impl Hub {
             let reason = runtime::with_remedy(causes(&error.without_url()));
             RemoteError::new(Failure::Unsupported, &host, "HTTP client", reason)
         })?;
-        let kept = cache.map(|cache| Kept::new(cache, &settings.endpoint.authority().replace(':', "_")));
+        let kept = cache.map(|cache| Kept::new(cache, &kept_name(&settings.endpoint)));
         Ok(Self { settings, http, gate: Gate::default(), counters, kept })
     }
 
@@ -339,6 +342,16 @@ impl Hub {
                 && url.host_str().is_some_and(|host| HUB_HOSTS.contains(&host))
         };
         own.origin() == url.origin() || (known(own) && known(url))
+    }
+}
+
+/// The name of the directory in which the listings of an endpoint are kept. Another scheme or path is another endpoint: its
+/// listings are its own.
+fn kept_name(endpoint: &Url) -> String {
+    let host = endpoint.authority().replace(':', "_");
+    match (endpoint.scheme(), endpoint.path().trim_matches('/')) {
+        ("https", "") => host,
+        (scheme, path) => format!("{scheme}_{host}_{path}"),
     }
 }
 

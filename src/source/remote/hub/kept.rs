@@ -16,10 +16,11 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     super::{
+        super::digest::{SHA1_DIGITS, is_hex},
         interface::{Content, RemoteFile},
         kept_file::{escaped, replace},
     },
-    tree::{SHA1_DIGITS, is_hex, is_inside},
+    tree::is_inside,
 };
 
 /// A file of a kept tree.

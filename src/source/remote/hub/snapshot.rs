@@ -1,7 +1,7 @@
 //! One commit of a repository as objects.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fs::File,
     ops::ControlFlow,
     os::unix::fs::FileExt,
@@ -58,17 +58,20 @@ pub(super) struct Snapshot {
     /// Whether complete files are placed there.
     shares: bool,
     files: Mutex<HashMap<String, Arc<Known>>>,
+    /// Blobs of the shared cache that do not have the digest of their name.
+    distrusted: Mutex<HashSet<String>>,
 }
 
 impl Snapshot {
     fn new(hub: Arc<Hub>, repo: String, commit: String, cached: Option<SharedCache>, shares: bool) -> Self {
-        Self { hub, repo, commit, cached, shares, files: Mutex::default() }
+        Self { hub, repo, commit, cached, shares, files: Mutex::default(), distrusted: Mutex::default() }
     }
 
     /// Passes a span from a blob of the shared cache, if it is there in the expected size. A blob appears complete, by a rename.
     fn read_blob(&self, file: &RemoteFile, span: ByteSpan, sink: &mut Sink<'_>) -> Option<Result<(), RemoteError>> {
         let (Content::Sha256(digest) | Content::GitBlob(digest)) = &file.content else { return None };
-        let blob = File::open(self.cached.as_ref()?.blob(digest)).ok()?;
+        let distrusted = || self.distrusted.lock().unwrap_or_else(PoisonError::into_inner);
+        let blob = File::open(self.cached.as_ref().filter(|_| !distrusted().contains(digest))?.blob(digest)).ok()?;
         if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == file.size_bytes) {
             return None;
         }
@@ -306,6 +309,21 @@ fn parse_content_range(text: &str) -> Option<(u64, u64, u64)> {
 impl Objects for Snapshot {
     fn host(&self) -> &str {
         self.hub.host()
+    }
+
+    fn origin(&self) -> &str {
+        self.hub.settings().endpoint.as_str()
+    }
+
+    fn distrust(&self, file: &RemoteFile) {
+        let (Content::Sha256(digest) | Content::GitBlob(digest)) = &file.content else { return };
+        let Some(blob) = self.cached.as_ref().map(|cached| cached.blob(digest)).filter(|blob| blob.exists()) else {
+            return;
+        };
+        if self.distrusted.lock().unwrap_or_else(PoisonError::into_inner).insert(digest.clone()) {
+            let blob = blob.display();
+            tracing::error!("{blob}: the bytes came from this blob, which does not have its digest; delete it");
+        }
     }
 
     fn shared(&self) -> Option<&SharedCache> {

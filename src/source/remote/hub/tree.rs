@@ -4,6 +4,7 @@ use reqwest::header::{HeaderMap, LINK};
 use serde::Deserialize;
 
 use super::super::{
+    super::digest::{SHA1_DIGITS, SHA256_DIGITS, is_hex},
     file_path::flaw_of,
     interface::{Content, RemoteFile},
 };
@@ -33,20 +34,10 @@ pub(super) struct Entry {
     lfs: Option<Lfs>,
 }
 
-/// Whether a text is a digest with this number of hexadecimal digits. It becomes part of paths.
-pub(super) fn is_hex(text: &str, digits: usize) -> bool {
-    text.len() == digits && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
-}
-
 /// Whether a path stays inside its repository.
 pub(super) fn is_inside(path: &str) -> bool {
     path.split('/').all(|part| !matches!(part, "" | "." | "..") && !part.contains(['\0', '\\']))
 }
-
-/// Digits of a SHA-1, such as a commit.
-pub(super) const SHA1_DIGITS: usize = 40;
-/// Digits of a SHA-256.
-const SHA256_DIGITS: usize = 64;
 
 impl Entry {
     /// The file, or `None` for a directory.

@@ -12,11 +12,11 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::super::{
-    super::ByteSpan,
+    super::{ByteSpan, digest::hexadecimal},
     cache_place::default_directory,
     error::{Failure, RemoteError},
     hedge::Hedging,
-    interface::{Content, Objects, RemoteFile, Sink, hexadecimal},
+    interface::{Content, Objects, RemoteFile, Sink},
     kept_file::replace,
     options::RemoteOptions,
 };

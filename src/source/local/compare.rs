@@ -1,0 +1,205 @@
+//! Compares blobs of the Hub's cache with the digest that they are named by.
+//!
+//! A blob is an ordinary file: a full disk, a broken download or an editor may have left other bytes in it. Small ones are compared
+//! when they are opened, before anything is made of them. Large ones take a second per GB or more. A command compares those that it
+//! has read before it ends. A mount compares them one after the other in a thread of low priority, once its readers pause; but not
+//! those of a network file system, which every host of a cluster would otherwise read as a whole.
+
+use std::{
+    fs::File,
+    io,
+    os::unix::fs::FileExt,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    thread,
+};
+
+use super::{Fetches, HealthHandle, Pinned, SourceError};
+use crate::source::digest::{Compared, Digester, KnownDigest};
+
+/// Bytes read at a time.
+const STEP_BYTES: usize = 1 << 20;
+/// Bytes of files that are compared when they are opened, smallest first.
+const OPENED_BYTES_MAX: u64 = 128 << 20;
+/// Calls of [`Comparisons::step`] without a reader between them, after which the next file is compared.
+const QUIET_STEPS: u32 = 2;
+/// Calls after which it is compared although readers come.
+const STEPS_MAX: u32 = 60;
+
+/// What the error says and advises.
+const ADVICE: &str = "the cache names the file by its digest, so that it is damaged or was edited; delete the blob and load it again \
+                      (`hf download`), or copy the snapshot to a directory of your own to keep what was edited";
+
+/// A blob that is named by its digest.
+#[derive(Debug)]
+struct Blob {
+    pinned: Arc<Pinned>,
+    digest: KnownDigest,
+    health: HealthHandle,
+    is_used: AtomicBool,
+    /// Whether the bytes have the digest. Held while they are compared.
+    is_right: Mutex<bool>,
+}
+
+/// The blobs among files.
+#[derive(Debug)]
+pub(super) struct Comparisons {
+    /// For each file; `None` where no digest is known.
+    blobs: Arc<[Option<Blob>]>,
+    /// Whether a reader came since the last step.
+    is_busy: AtomicBool,
+    quiet_steps: AtomicU32,
+    steps: AtomicU32,
+    is_running: Arc<AtomicBool>,
+}
+
+impl Blob {
+    /// Compares the bytes, unless they were. `advance` is called after each step.
+    fn compare(&self, advance: &dyn Fn()) -> Result<(), SourceError> {
+        let mut is_right = self.is_right.lock().unwrap_or_else(PoisonError::into_inner);
+        if *is_right {
+            return Ok(());
+        }
+        let found = self.found(advance).map_err(|error| self.pinned.io("read its bytes to compare them", error))?;
+        if found == self.digest.hex() {
+            *is_right = true;
+            return Ok(());
+        }
+        // A file that changed meanwhile has an error of its own.
+        if let Some(changed) = self.pinned.difference(nix::sys::stat::fstat(&self.pinned.file))? {
+            return Err(self.health.condemn(changed));
+        }
+        Err(self.health.condemn(SourceError::Corrupt {
+            file: Arc::clone(&self.pinned.pin.path),
+            kind: self.digest.kind(),
+            expected: self.digest.hex().to_owned(),
+            found,
+            advice: ADVICE,
+        }))
+    }
+
+    /// The digest of the bytes.
+    fn found(&self, advance: &dyn Fn()) -> io::Result<String> {
+        let (file, len): (&File, u64) = (&self.pinned.file, self.pinned.pin.len_bytes);
+        let mut digester = Digester::new(&self.digest, len);
+        let mut buffer = vec![0; usize::try_from(len).map_or(STEP_BYTES, |len| len.min(STEP_BYTES))];
+        let mut at = 0;
+        while at < len {
+            let part = usize::try_from(len - at).map_or(buffer.len(), |left| left.min(buffer.len()));
+            file.read_exact_at(&mut buffer[..part], at)?;
+            digester.update(&buffer[..part]);
+            at += part as u64;
+            advance();
+        }
+        Ok(digester.finish())
+    }
+
+    /// Whether it was read and not yet compared. False while another thread compares it.
+    fn is_due(&self) -> bool {
+        self.is_used.load(Ordering::Relaxed) && self.is_right.try_lock().is_ok_and(|is_right| !*is_right)
+    }
+}
+
+impl Comparisons {
+    /// The blobs among files; `health` has the same places.
+    pub(super) fn new(files: &[Arc<Pinned>], health: impl Fn(usize) -> HealthHandle) -> Self {
+        let blob = |(place, pinned): (usize, &Arc<Pinned>)| {
+            let digest = pinned.digest.clone()?;
+            let (is_used, is_right) = (AtomicBool::new(false), Mutex::new(false));
+            Some(Blob { pinned: Arc::clone(pinned), digest, health: health(place), is_used, is_right })
+        };
+        Self {
+            blobs: files.iter().enumerate().map(blob).collect(),
+            is_busy: AtomicBool::new(false),
+            quiet_steps: AtomicU32::new(0),
+            steps: AtomicU32::new(0),
+            is_running: Arc::default(),
+        }
+    }
+
+    /// Compares the small blobs.
+    ///
+    /// # Errors
+    /// The first that has another digest.
+    pub(super) fn compare_small(&self, fetches: &Fetches) -> Result<(), SourceError> {
+        let mut blobs: Vec<&Blob> = self.blobs.iter().flatten().collect();
+        blobs.sort_by_key(|blob| blob.pinned.pin.len_bytes);
+        let mut bytes = 0_u64;
+        for blob in blobs {
+            bytes = bytes.saturating_add(blob.pinned.pin.len_bytes);
+            if bytes > OPENED_BYTES_MAX {
+                break;
+            }
+            let reading = fetches.begin_path(&blob.pinned.pin.path, "read");
+            blob.compare(&|| reading.advance())?;
+        }
+        Ok(())
+    }
+
+    /// Notes that a reader gets bytes of a file.
+    pub(super) fn note_used(&self, place: usize) {
+        if let Some(blob) = &self.blobs[place] {
+            // Stores by every reader would move the cache lines between processors.
+            if !blob.is_used.load(Ordering::Relaxed) {
+                blob.is_used.store(true, Ordering::Relaxed);
+            }
+            if !self.is_busy.load(Ordering::Relaxed) {
+                self.is_busy.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Whether a reader got bytes of a file. True without a known digest.
+    pub(super) fn is_used(&self, place: usize) -> bool {
+        self.blobs[place].as_ref().is_none_or(|blob| blob.is_used.load(Ordering::Relaxed))
+    }
+
+    /// Compares a file, and waits for the result. `advance` is called after each step.
+    ///
+    /// # Errors
+    /// It has another digest, or cannot be read.
+    pub(super) fn compare(&self, place: usize, advance: &dyn Fn()) -> Result<Compared, SourceError> {
+        let Some(blob) = &self.blobs[place] else { return Ok(Compared::Unknown) };
+        blob.compare(advance).map(|()| Compared::Right)
+    }
+
+    /// Notes that a caller has compared a file and found it right.
+    pub(super) fn note_right(&self, place: usize) {
+        if let Some(blob) = &self.blobs[place] {
+            *blob.is_right.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        }
+    }
+
+    /// Compares blobs that were read, in a thread of its own, once readers pause. To be called every few seconds.
+    pub(super) fn step(&self) {
+        let was_busy = self.is_busy.swap(false, Ordering::Relaxed);
+        let can_compare = |blob: &Blob| blob.is_due() && !blob.pinned.is_remote();
+        if self.is_running.load(Ordering::Acquire) || !self.blobs.iter().flatten().any(can_compare) {
+            return;
+        }
+        let quiet = if was_busy { 0 } else { self.quiet_steps.load(Ordering::Relaxed) + 1 };
+        self.quiet_steps.store(quiet, Ordering::Relaxed);
+        if self.steps.fetch_add(1, Ordering::Relaxed) < STEPS_MAX && quiet < QUIET_STEPS {
+            return;
+        }
+        self.steps.store(0, Ordering::Relaxed);
+        self.is_running.store(true, Ordering::Release);
+        let (blobs, is_running) = (Arc::clone(&self.blobs), Arc::clone(&self.is_running));
+        let work = move || {
+            // Of this thread only.
+            let _ = rustix::process::nice(19);
+            for blob in blobs.iter().flatten().filter(|blob| can_compare(blob)) {
+                if let Err(error) = blob.compare(&|| ()) {
+                    // A file with a wrong digest was reported where that was found.
+                    tracing::debug!("{error}");
+                }
+            }
+            is_running.store(false, Ordering::Release);
+        };
+        if thread::Builder::new().name("ckfs-digest".into()).spawn(work).is_err() {
+            self.is_running.store(false, Ordering::Release);
+        }
+    }
+}
