@@ -11,7 +11,7 @@ use std::{
 
 use ckfs::{
     checkpoint::{
-        Accepted, Checkpoint, CheckpointError, Experts, FileRole, IgnoreReason, OpenOptions, Problem, Qkv,
+        Accepted, Checkpoint, CheckpointError, Duplicates, Experts, FileRole, IgnoreReason, OpenOptions, Problem, Qkv,
         Quantization, Summary,
     },
     format::safetensors::{DATA_ALIGNMENT, tensor_bytes, write_header},
@@ -359,7 +359,10 @@ fn refused_repositories() {
         one(&good().text("model.safetensors.index.json", r#"{"weight_map":{"a":1}}"#)).contains("expected a string")
     );
     let repo = Repo::new().weights("model-00001-of-00003.safetensors", &[("a", W, &[1])]);
-    assert_eq!(one(&repo), "model-*-of-00003.safetensors: expected 3 files, found 1");
+    assert_eq!(
+        one(&repo),
+        "model*.safetensors: expected 3 files by their names (model-00001-of-00003.safetensors), found 1; missing: number 2, number 3"
+    );
     let repo = Repo::new().weights("a.safetensors", &[("t", W, &[1])]).weights("b.safetensors", &[("t", W, &[1])]);
     assert_eq!(one(&repo), r#"tensor "t": found in a.safetensors and again in b.safetensors"#);
     let repo = good();
@@ -827,6 +830,76 @@ fn an_index_may_disagree_with_the_files_where_that_is_allowed() {
         let error = open(missing, unmapped).unwrap_err();
         let CheckpointError::Problems { problems, .. } = &error else { panic!("{error}") };
         assert!(problems.len() == 1 && problems[0].is_of_index() && error.to_string().contains(left), "{error}");
+    }
+}
+
+/// A shard that replaces some tensors: the index gives each to one file, and the other copies are no part of the model.
+#[test]
+fn copies_that_the_index_does_not_name_are_no_part_of_the_model() {
+    let (old, new) = ("model-00001-of-00001.safetensors", "model-overlay.safetensors");
+    let repo = |named: &str| {
+        Repo::new()
+            .weights(old, &[("a", W, &[1]), ("b", W, &[2]), ("layers.7.junk", W, &[2])])
+            .weights(new, &[("a", W, &[3]), ("c", W, &[1])])
+            .index(&[("a", named), ("b", old), ("c", new)])
+    };
+    let open = |repo: &Repo, duplicates| {
+        let options = OpenOptions { duplicates, ..OpenOptions::default() };
+        Checkpoint::open(repo.0.path().to_str().unwrap(), &options)
+    };
+    let shape = |checkpoint: &Checkpoint| checkpoint.tensor(checkpoint.find("a").unwrap()).shape.to_vec();
+    // Index and engines mean the same copy.
+    let checkpoint = repo(new).open();
+    assert_eq!((shape(&checkpoint), names(&checkpoint).len()), (vec![3], 3));
+    let warnings = checkpoint.warnings();
+    assert!(
+        warnings.iter().any(|text| text.contains("\"layers.7.junk\"") && text.contains("left out")),
+        "{warnings:?}"
+    );
+    let whole = |checkpoint: &Checkpoint, path: &str| {
+        checkpoint.is_whole(checkpoint.files().iter().find(|file| file.path == path).unwrap().file.unwrap())
+    };
+    assert!(!whole(&checkpoint, old) && whole(&checkpoint, new));
+    // They do not: the user says which.
+    assert_eq!(repo(old).problems().len(), 1);
+    assert_eq!(shape(&open(&repo(old), Some(Duplicates::Index)).unwrap()), [1]);
+    assert_eq!(shape(&open(&repo(old), Some(Duplicates::Last)).unwrap()), [3]);
+    assert!(open(&repo(new), Some(Duplicates::Refuse)).is_err());
+}
+
+#[test]
+fn variants_are_chosen_by_name() {
+    let (plain, half) = ("model.safetensors", "model.fp16.safetensors");
+    let repo = Repo::new().weights(plain, &[("a", W, &[1])]).weights(half, &[("a", W, &[2])]);
+    let open = |repo: &Repo, variant: Option<&str>| {
+        let options = OpenOptions { variant: variant.map(str::to_owned), ..OpenOptions::default() };
+        Checkpoint::open(repo.0.path().to_str().unwrap(), &options)
+    };
+    let shape = |checkpoint: Checkpoint| checkpoint.tensor(checkpoint.find("a").unwrap()).shape.to_vec();
+    assert_eq!(shape(open(&repo, None).unwrap()), [1]);
+    assert_eq!(shape(open(&repo, Some("fp16")).unwrap()), [2]);
+    let error = open(&repo, Some("bf16")).unwrap_err().to_string();
+    assert!(error.ends_with("no weights of the variant \"bf16\"; there are: fp16"), "{error}");
+    // Other names than those of transformers, and one of two files of the variant.
+    let part = "x-00001-of-00002.fp16.safetensors";
+    let repo = Repo::new().weights("x.safetensors", &[("a", W, &[1])]).weights(part, &[("a", W, &[2])]);
+    let checkpoint = open(&repo, None).unwrap();
+    assert_eq!(role(&checkpoint, part), FileRole::Ignored(IgnoreReason::OtherVariant));
+    assert_eq!(shape(checkpoint), [1]);
+    let error = open(&repo, Some("fp16")).unwrap_err().to_string();
+    assert!(error.contains("x.fp16*.safetensors: expected 2 files"), "{error}");
+    // Variants without the plain set.
+    let two =
+        Repo::new().weights("x.fp16.safetensors", &[("a", W, &[1])]).weights("x.ema.safetensors", &[("a", W, &[2])]);
+    let problem = &two.problems()[0];
+    assert!(problem.contains("found in x.ema.safetensors and again in x.fp16.safetensors"), "{problem}");
+    assert_eq!(shape(open(&two, Some("ema")).unwrap()), [2]);
+    // The index of a variant counts where nothing else is of its name.
+    let named = "x-00001-of-00001.fp16.safetensors";
+    let index = json!({"weight_map": {"a": named, "b": named}}).to_string();
+    for name in ["x.safetensors.index.fp16.json", "x.safetensors.fp16.index.json"] {
+        let repo = Repo::new().weights(named, &[("a", W, &[1])]).text(name, &index);
+        assert_eq!(repo.problems(), [format!("tensor \"b\": expected in {named} by the index, found in no file")]);
     }
 }
 

@@ -211,7 +211,7 @@ fn failures_exit_with_1_and_state_the_expected_value() {
         (&["plan", "ftp://bucket/x"], "ftp:// is not known"),
         (&["plan", "full"], "no *.safetensors here"),
         (&["plan", "model", "--mesh", "fsdp=4", "--even"], "does not split evenly in 4 parts"),
-        (&["plan", "model", "--mesh", "fsdp=4", "--devices", "7"], "device 7: the mesh has 4 devices, numbered from 0"),
+        (&["plan", "model", "--mesh", "fsdp=4", "--devices", "7"], "--devices 7: mesh fsdp=4 has 4 devices, 0 to 3"),
         (&["plan", "model", "--config", "absent.toml"], "absent.toml: No such file"),
         (&["plan", "model", "--layout", "/absent.toml"], "error: /absent.toml: No such file"),
         (&["cat", "model", "dev0/layers/scanned/wx"], "dev0/layers/scanned has no \"wx\"; it has: wq"),

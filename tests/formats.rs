@@ -352,9 +352,11 @@ fn device_files_say_where_their_shards_are() {
             assert_eq!((&found["format"], &found["DCP_VERSION"]), (&Value::from("pt"), &Value::from("1.0")));
             let info: Value = serde_json::from_str(found["DCP_SHARDING_INFO"].as_str().unwrap()).unwrap();
             assert_eq!(info.as_object().unwrap().len(), shown.bundled().count());
+            assert_eq!(found["CKFS_FILES"], shown.devices().to_string().as_str());
             for tensor in shown.bundled() {
                 let (origin, extents) = tensor.region(device);
                 let offsets = numbers(&info[tensor.name()]["saved_offsets"]);
+                assert_eq!(numbers(&info[tensor.name()]["global_shape"]), tensor.shape());
                 if !extents.contains(&0) {
                     assert_eq!(offsets, origin, "{}", tensor.name());
                 }

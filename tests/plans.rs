@@ -177,6 +177,15 @@ fn holes_of_a_known_family_are_refused() {
     wrong.2 = vec![35, 16];
     let error = build(&rows, &config, &ViewOptions::default()).unwrap_err().to_string();
     assert!(error.contains("layers 0-1,3 have shape [36, 16], layer 2 has [35, 16]"), "{error}");
+    // A layer that is narrower as a whole is pruned: it is reported and shown.
+    let mut pruned = rows.clone();
+    for (name, _, shape) in pruned.iter_mut().filter(|(name, ..)| name.starts_with("model.layers.2.mlp.")) {
+        *shape = if name.contains("down_proj") { vec![16, 35] } else { vec![35, 16] };
+    }
+    for layout in [Layout::Canonical, Layout::Hf] {
+        let plan = build(&pruned, &config, &ViewOptions { layout, ..ViewOptions::default() }).unwrap();
+        assert!(holes(&plan).iter().any(|hole| hole.contains("layer 2 has [35, 16]")), "{:?}", holes(&plan));
+    }
     // A different set of layers is required.
     let subset = Subset { layers: Some(LayerRanges::parse("0..2").unwrap()), ..Subset::default() };
     build(&rows, &config, &ViewOptions { subset, ..ViewOptions::default() }).unwrap();
@@ -240,12 +249,23 @@ fn misspelt_mesh_axes_are_refused() {
         build(&rows, &repo::llama_config(2), &ViewOptions { mesh, ..options })
     };
     let refused = |mesh: &str, options| with(mesh, options).unwrap_err().to_string();
-    let near = |axis: &str, near: &str| format!("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?");
+    let way_out = |axis: &str| format!("(--replicate {axis} if every device along it is to hold the same)");
+    let near = |axis: &str, near: &str| {
+        format!("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}? {}", way_out(axis))
+    };
     for (mesh, axis, known) in [
         ("fdsp=4", "fdsp", "fsdp"),
         ("data=2,tenor=2", "tenor", "tensor"),
         ("experts=2", "experts", "expert"),
         ("FSDP=4", "FSDP", "fsdp"),
+        // Names of other programs.
+        ("model=2", "model", "tensor"),
+        ("mp=2", "mp", "tensor"),
+        ("fsdp=2,tensor_model_parallel=2", "tensor_model_parallel", "tensor"),
+        ("ici_fsdp_parallelism=4", "ici_fsdp_parallelism", "fsdp"),
+        ("ici_tensor_parallelism=4", "ici_tensor_parallelism", "tensor"),
+        ("dcn_data_parallelism=2,fsdp=2", "dcn_data_parallelism", "data"),
+        ("zero3=4", "zero3", "fsdp"),
     ] {
         assert_eq!(refused(mesh, ViewOptions::default()), near(axis, known));
     }
@@ -255,15 +275,139 @@ fn misspelt_mesh_axes_are_refused() {
     ] {
         assert_eq!(with(mesh, options).unwrap().warnings, [""; 0], "{mesh}");
     }
-    for mesh in ["stage=2", "pp=2", "cp=2", "fsdp=2,fsdp2=2"] {
-        let plan = with(mesh, ViewOptions::default()).unwrap();
-        assert!(plan.warnings.iter().any(|warning| warning.contains("splits nothing")), "{mesh}: {:?}", plan.warnings);
+    for (mesh, axis) in
+        [("stage=2", "stage"), ("pp=2", "pp"), ("cp=2", "cp"), ("fsdp=2,fsdp2=2", "fsdp2"), ("x=2", "x")]
+    {
+        let expected = format!("mesh axis {axis:?}: no rule splits by it {}", way_out(axis));
+        assert_eq!(refused(mesh, ViewOptions::default()), expected);
+        let replicate = vec![axis.to_owned()];
+        let plan = with(mesh, ViewOptions { replicate, ..ViewOptions::default() }).unwrap();
+        assert_eq!(plan.warnings, [""; 0], "{mesh}");
     }
+    // A known name that splits nothing in this model.
+    let expected = "mesh axis \"expert\": it splits nothing, as the model has no experts that the layout knows ";
+    assert_eq!(refused("expert=2", ViewOptions::default()), format!("{expected}{}", way_out("expert")));
+    let replicate = |axis: &str| ViewOptions { replicate: vec![axis.to_owned()], ..ViewOptions::default() };
+    with("expert=2", replicate("expert")).unwrap();
+    let error = refused("fsdp=2", replicate("fsdp"));
+    assert!(error.contains("replicate: mesh axis \"fsdp\" splits tensors"), "{error}");
     let own = ShardRule {
         pattern: Pattern::parse("layers.scanned.wq").unwrap(),
         spec: vec![vec![], vec!["fdsp".to_owned()]],
     };
     with("fdsp=4", ViewOptions { shard_rules: vec![own], ..ViewOptions::default() }).unwrap();
+}
+
+#[test]
+fn sizes_of_mesh_axes_that_fit_are_proposed() {
+    let with = |layout: &str, mesh: &str| {
+        let (layout, mesh) = (Layout::find(layout).unwrap(), Mesh::parse(mesh).unwrap());
+        let mut config = repo::llama_config(2);
+        (config["intermediate_size"], config["vocab_size"]) = (json!(36), json!(40));
+        build(&repo::llama_rows(2, W), &config, &ViewOptions { layout, mesh, ..ViewOptions::default() })
+            .unwrap_err()
+            .to_string()
+    };
+    // A file in the program is none that the user can open: no line of it is shown.
+    assert_eq!(
+        with("vllm", "tensor=2"),
+        "layout vllm/llama: mesh axis tensor=2 does not fit the model's 3 key-value heads (one must divide the other): vLLM \
+         refuses such ranks; sizes of tensor that fit: 1, 3, 6"
+    );
+    let error = with("maxtext", "tensor=5");
+    let expected = "mesh axis tensor=5 does not divide 3 key-value heads, 6 heads, 16 hidden, 36 intermediate; sizes that \
+                    divide all: 1\n";
+    assert!(error.contains(expected), "{error}");
+    assert!(error.contains("does not split evenly in 5 parts"), "{error}");
+}
+
+/// The spec of each tensor of a layer for two tensor-parallel devices, by its name in the layer, and the warnings.
+fn tensor_parallel(
+    model_type: &str,
+    layout: Layout,
+    modules: &[(&str, &[u64])],
+) -> (BTreeMap<String, Value>, Vec<String>) {
+    let mut rows: Vec<Row> = vec![row("model.embed_tokens.weight", W, &[16, 8]), row("model.norm.weight", W, &[8])];
+    for layer in 0..2 {
+        rows.extend(modules.iter().map(|(name, shape)| row(&format!("model.layers.{layer}.{name}"), W, shape)));
+    }
+    let config = json!({"model_type": model_type, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "hidden_size": 8, "moe_intermediate_size": 4});
+    let (mesh, allow) = (Mesh::parse("tensor=2").unwrap(), Allow::All);
+    let options =
+        ViewOptions { mesh, layout, allow_missing: allow.clone(), allow_unmapped: allow, ..ViewOptions::default() };
+    let plan = build(&rows, &config, &options).unwrap_or_else(|error| panic!("{error}"));
+    let spec = |tensor: &ckfs::plan::PlannedTensor| plan.spec(tensor).to_json(tensor.view.shape().rank(), &plan.mesh);
+    let prefix = if plan.layout == Layout::Hf { "model.layers.1." } else { "layers.1." };
+    let of_layer =
+        plan.tensors.iter().filter_map(|tensor| Some((tensor.name.strip_prefix(prefix)?.to_owned(), spec(tensor))));
+    (of_layer.collect(), plan.warnings.clone())
+}
+
+#[test]
+fn tensor_parallelism_cuts_blocks_as_a_whole() {
+    let cut = |model_type: &str, modules: &[(&str, &[u64])]| {
+        let (specs, warnings) = tensor_parallel(model_type, Layout::Hf, modules);
+        let axis = |(name, _): &(&str, &[u64])| {
+            let axes = specs[*name].as_array().unwrap().clone();
+            axes.iter().position(|axis| !axis.is_null()).map_or("-".to_owned(), |axis| axis.to_string())
+        };
+        (modules.iter().map(axis).collect::<Vec<_>>().join(" "), warnings.join("\n"))
+    };
+    let glm4: &[(&str, &[u64])] = &[
+        ("self_attn.q_proj.weight", &[8, 8]),
+        ("self_attn.q_proj.bias", &[8]),
+        ("self_attn.k_proj.weight", &[8, 8]),
+        ("self_attn.v_proj.weight", &[8, 8]),
+        ("self_attn.o_proj.weight", &[8, 8]),
+        ("mlp.gate_up_proj.weight", &[24, 8]),
+        ("mlp.down_proj.weight", &[8, 12]),
+    ];
+    // transformers' plan cuts the fused matrix too, and puts its output together.
+    assert_eq!(cut("glm4", glm4), ("0 0 0 0 1 0 1".to_owned(), String::new()));
+    // Of an unknown model nobody knows what is in it.
+    let (axes, said) = cut("unheard_of", glm4);
+    assert_eq!(axes, "0 0 0 0 1 - -");
+    assert!(said.contains("model.layers.*.mlp (gate_up_proj holds several matrices in one)"), "{said}");
+    let latent: &[(&str, &[u64])] = &[
+        ("self_attn.q_a_proj.weight", &[4, 8]),
+        ("self_attn.q_b_proj.weight", &[8, 4]),
+        ("self_attn.kv_a_proj_with_mqa.weight", &[6, 8]),
+        ("self_attn.kv_b_proj.weight", &[8, 4]),
+        ("self_attn.o_proj.weight", &[8, 8]),
+        ("self_attn.indexer.wq_b.weight", &[8, 4]),
+    ];
+    for model_type in ["glm_moe_dsa", "mistral4", "minicpm3", "deepseek_v3", "unheard_of"] {
+        assert_eq!(cut(model_type, latent).0, "- 0 - 0 1 -", "{model_type}");
+    }
+    let phi: &[(&str, &[u64])] = &[
+        ("self_attn.q_proj.weight", &[8, 8]),
+        ("self_attn.k_proj.weight", &[8, 8]),
+        ("self_attn.v_proj.weight", &[8, 8]),
+        ("self_attn.dense.weight", &[8, 8]),
+        ("self_attn.dense.bias", &[8]),
+        ("mlp.fc1.weight", &[16, 8]),
+        ("mlp.fc1.bias", &[16]),
+        ("mlp.fc2.weight", &[8, 16]),
+    ];
+    assert_eq!(cut("phi", phi).0, "0 0 0 1 - 0 0 1");
+    // Only one side of a block is there under a name that the plan knows.
+    let vendor: &[(&str, &[u64])] = &[("self_attn.W_pack.weight", &[24, 8]), ("self_attn.o_proj.weight", &[8, 8])];
+    assert_eq!(cut("llama", vendor).0, "- -");
+    // Fused experts in the repository's own tensor: gate and up are one after the other.
+    let fused: &[(&str, &[u64])] = &[
+        ("mlp.experts.gate_up_proj", &[2, 8, 8]),
+        ("mlp.experts.down_proj", &[2, 8, 4]),
+        ("mlp.gate.weight", &[2, 8]),
+    ];
+    let (axes, said) = cut("qwen3_moe", fused);
+    assert_eq!(axes, "- - -");
+    assert!(said.contains("model.layers.*.mlp.experts (gate_up_proj holds several matrices in one)"), "{said}");
+    let (specs, _) = tensor_parallel("qwen3_moe", Layout::Canonical, fused);
+    let shown = |name: &str| specs[name].to_string();
+    assert_eq!(shown("experts.w_gate"), r#"[null,"tensor",null]"#);
+    assert_eq!(shown("experts.w_up"), r#"[null,"tensor",null]"#);
+    assert_eq!(shown("experts.w_down"), r#"[null,null,"tensor"]"#);
 }
 
 /// The tensors of one quantized matrix of 64 x 128 and its companions, as each program writes them.
@@ -515,7 +659,7 @@ fn sized(layers: u64, width: u64, vocabulary: u64, scaled: bool) -> (Vec<Row>, V
 }
 
 #[test]
-fn maxtext_models_that_rotate_halves_are_reported() {
+fn maxtext_models_that_rotate_halves_are_refused_until_rope_is_set() {
     let rows = [
         (80, 8192, 128_256, true, Some("llama3.3-70b")),
         (32, 4096, 128_256, true, None),
@@ -538,13 +682,13 @@ fn maxtext_models_that_rotate_halves_are_reported() {
                 allow_unmapped: Allow::All,
                 ..ViewOptions::default()
             };
-            let plan = build(&tensors, &config, &options).unwrap_or_else(|error| panic!("{error}"));
-            plan.warnings.into_iter().find(|warning| warning.contains("rotates halves"))
+            build(&tensors, &config, &options).err().map(|error| error.to_string())
         };
         let found = warned(None);
         assert_eq!(found.is_some(), expected.is_some(), "{expected:?}: {found:?}");
         if let (Some(found), Some(expected)) = (found, expected) {
-            assert!(found.starts_with(&format!("MaxText's model {expected} rotates halves")), "{found}");
+            assert!(found.contains(&format!("MaxText's model {expected} rotates halves")), "{found}");
+            assert!(found.contains("--set rope=halves"), "{found}");
         }
         assert_eq!((warned(Some("halves")), warned(Some("interleaved"))), (None, None));
     }

@@ -283,6 +283,145 @@ fn tied_heads_are_shown_as_asked() {
     }
 }
 
+/// A model that is tied by its configuration, with an output head that is stored: equal to the embedding, or another in its last byte.
+fn with_stored_head(differs: bool, quantity: u64) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = repo::llama_config(1);
+    (config["tie_word_embeddings"], config["intermediate_size"]) = (json!(true), json!(36));
+    let embedding = "model.embed_tokens.weight";
+    let mut rows = repo::llama_rows(1, DType::BF16);
+    let shape = rows.iter_mut().find(|row| row.0 == embedding).map(|row| {
+        row.2[0] *= quantity;
+        row.2.clone()
+    });
+    config["vocab_size"] = json!(shape.as_ref().unwrap()[0]);
+    rows.push(repo::row("lm_head.weight", DType::BF16, &shape.unwrap()));
+    repo::write_repo(dir.path(), &[&rows], &config);
+    let checkpoint = repo::open(dir.path());
+    let place = |name: &str| {
+        let info = checkpoint.tensor(checkpoint.find(name).unwrap());
+        (checkpoint.source().path(info.file()).to_owned(), info.span())
+    };
+    let ((path, embedding), (_, head)) = (place(embedding), place("lm_head.weight"));
+    let range =
+        |span: ckfs::source::ByteSpan| usize::try_from(span.start()).unwrap()..usize::try_from(span.end()).unwrap();
+    let mut bytes = fs::read(&path).unwrap();
+    bytes.copy_within(range(embedding), range(head).start);
+    bytes[range(head).end - 1] ^= u8::from(differs);
+    fs::write(path, bytes).unwrap();
+    dir
+}
+
+#[test]
+fn a_stored_head_that_is_not_the_embedding_is_kept_although_the_configuration_ties_it() {
+    // The second needs more than the first window of the comparison.
+    for quantity in [1, 500] {
+        let (equal, differing) = (with_stored_head(false, quantity), with_stored_head(true, quantity));
+        for layout in [None, Some("vllm"), Some("maxtext"), Some("megatron"), Some("torchtitan")] {
+            let layout = layout.map_or(Layout::Hf, |name| Layout::find(name).unwrap());
+            let plan = |dir: &Path, tied| {
+                let options = ViewOptions { tied, layout: layout.clone(), ..ViewOptions::default() };
+                let checkpoint = repo::open(dir);
+                let plan = Plan::build(&checkpoint, &options).unwrap();
+                let head = checkpoint.find("lm_head.weight").unwrap();
+                let mut shown = 0;
+                for tensor in &plan.tensors {
+                    tensor.view.for_each_stored(&mut |id| shown += usize::from(id == head));
+                }
+                (plan, shown)
+            };
+            let says =
+                |plan: &Plan| plan.warnings.iter().any(|text| text.contains("lm_head.weight is stored and differs"));
+            let (kept, shown) = plan(differing.path(), Tied::Auto);
+            assert!(shown == 1 && says(&kept), "{layout:?}: {:?}", kept.warnings);
+            assert_eq!(hf_text(&kept, "config.json").unwrap()["tie_word_embeddings"], false);
+            let (left, shown) = plan(differing.path(), Tied::Absent);
+            assert!(shown == 0 && says(&left), "{layout:?}: {:?}", left.warnings);
+            assert_eq!(hf_text(&left, "config.json"), None, "hf/ is as the source has it");
+            let (tied, _) = plan(equal.path(), Tied::Auto);
+            assert!(!says(&tied) && hf_text(&tied, "config.json").is_none(), "{layout:?}");
+            if matches!(&layout, Layout::Embedded(embedded) if embedded.name == "maxtext") {
+                assert!(!names(&tied).contains("params.decoder.logits_dense.kernel"));
+            }
+        }
+    }
+}
+
+/// transformers takes a configuration of quantization at its word, and finds no scales.
+#[test]
+fn a_configuration_of_quantization_over_plain_weights_is_taken_out_of_hf() {
+    let stale = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
+    for nested in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = repo::llama_config(1);
+        if nested {
+            config["text_config"] = json!({"quantization_config": stale, "hidden_size": 16});
+        } else {
+            (config["quantization_config"], config["compression_config"]) = (stale.clone(), stale.clone());
+        }
+        repo::write_repo(dir.path(), &[&repo::llama_rows(1, DType::BF16)], &config);
+        fs::write(dir.path().join("hf_quant_config.json"), "{\"quantization\": {\"quant_algo\": \"FP8\"}}").unwrap();
+        for dtype in [None, Some(DType::F32)] {
+            let plan = Plan::build(&repo::open(dir.path()), &ViewOptions { dtype, ..hf() }).unwrap();
+            let config = hf_text(&plan, "config.json").unwrap().to_string();
+            assert!(!config.contains("quant_method"), "{config}");
+            assert!(plan.hf.iter().all(|file| file.path != "hf_quant_config.json"));
+            assert!(plan.warnings.iter().any(|text| text.contains("says nothing of the quantization fp8")));
+        }
+    }
+}
+
+/// Lists that count what predicts further tokens too, and lists of numbers.
+#[test]
+fn lists_of_the_configuration_follow_the_layers() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = repo::llama_config(3);
+    config["num_nextn_predict_layers"] = json!(1);
+    config["layer_types"] = json!(["a", "b", "c", "d"]);
+    config["moe_layers"] = json!([1, 2]);
+    config["hybrid_override_pattern"] = json!("M*E");
+    let mut rows = repo::llama_rows(4, DType::BF16);
+    rows.push(repo::row("model.layers.3.eh_proj.weight", DType::BF16, &[16, 32]));
+    repo::write_repo(dir.path(), &[&rows], &config);
+    let part = |layers: Option<&str>, no_mtp, renumber| {
+        let layers = layers.map(|layers| LayerRanges::parse(layers).unwrap());
+        let subset = Subset { layers, no_mtp, renumber, ..Subset::default() };
+        Plan::build(&repo::open(dir.path()), &ViewOptions { subset, ..hf() }).unwrap()
+    };
+    for (layers, no_mtp, renumber, types, numbers, pattern, counts) in [
+        (None, true, false, json!(["a", "b", "c"]), json!([1, 2]), "M*E", (3, 0)),
+        (Some("0..2"), false, false, json!(["a", "b"]), json!([1]), "M*", (2, 0)),
+        (Some("1..3"), true, true, json!(["b", "c"]), json!([0, 1]), "*E", (2, 0)),
+        (Some("1..4"), false, true, json!(["b", "c", "d"]), json!([0, 1]), "*E", (2, 1)),
+    ] {
+        let plan = part(layers, no_mtp, renumber);
+        let config = hf_text(&plan, "config.json").unwrap_or_else(|| panic!("{layers:?}: {:?}", plan.no_hf));
+        assert_eq!(
+            [&config["layer_types"], &config["moe_layers"], &config["hybrid_override_pattern"]],
+            [&types, &numbers, &json!(pattern)]
+        );
+        assert_eq!(
+            (&config["num_hidden_layers"], &config["num_nextn_predict_layers"]),
+            (&json!(counts.0), &json!(counts.1))
+        );
+    }
+    let moved = part(Some("0..2,3..4"), false, false);
+    assert!(moved.no_hf.is_some_and(|reason| reason.contains("predict further tokens")));
+}
+
+#[test]
+fn a_layout_without_a_head_refuses_a_head_of_its_own() {
+    let dir = with_stored_head(true, 1);
+    let text = "name = 'headless'\n[[leaf]]\nto = 'e'\nfrom = 'model.embed_tokens.weight'\n[[ignore]]\nnames = '*'\n";
+    let path = dir.path().join("layout.toml");
+    fs::write(&path, text).unwrap();
+    let layout = Layout::find(path.to_str().unwrap()).unwrap();
+    let error = refused(dir.path(), &ViewOptions { layout: layout.clone(), ..ViewOptions::default() });
+    assert!(error.contains("lm_head.weight is stored and differs from model.embed_tokens.weight"), "{error}");
+    Plan::build(&repo::open(dir.path()), &ViewOptions { layout, tied: Tied::Absent, ..ViewOptions::default() })
+        .unwrap();
+}
+
 fn adapter(config: &Value, modules: &[&str]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let rows: Vec<_> = modules
@@ -317,6 +456,9 @@ fn adapters_stand_beside_base_layers() {
     }
     assert!(found.contains("base_model.model.model.norm.weight") && found.len() == 13);
     assert!(plan.hf.iter().all(|file| matches!(file.content, HfContent::Original(_))), "hf/ is the base's");
+    let ahead = json!({"peft_type": "LORA", "target_modules": r"(?=.*self_attn).*(?<!x)q_proj\Z", "r": 4,
+        "rank_pattern": {r"layers\.(?!1)\d+\..*": 2}});
+    build(&ahead, &[q], Layout::Hf).unwrap();
     for (config, modules, layout, expected) in [
         (config.clone(), &[q][..], Layout::Canonical, "those of the layout hf, not of canonical"),
         (config.clone(), &[], Layout::Hf, "needed for the targeted module"),
@@ -341,6 +483,31 @@ fn adapters_stand_beside_base_layers() {
             "down_proj.lora_B.weight: expected shape [16, _], found [24, 2]",
         ),
         (json!({"peft_type": "LORA", "bias": "all"}), &[q], Layout::Hf, "bias: expected none"),
+        // As PEFT reads them: expressions of Python, of which the first that matches counts.
+        (
+            json!({"peft_type": "LORA", "target_modules": ["q_proj"], "r": 2, "rank_pattern": {r"layers\.(?!1)\d+\..*": 8}}),
+            &[q],
+            Layout::Hf,
+            "q_proj.lora_A.weight: expected shape [8, 16], found [2, 16]",
+        ),
+        (
+            json!({"peft_type": "LORA", "target_modules": ["q_proj"], "rank_pattern": {"(": 8}}),
+            &[q],
+            Layout::Hf,
+            "rank_pattern: expected a regular expression of Python, found \"(\"",
+        ),
+        (
+            json!({"peft_type": "LORA", "target_modules": ["q_proj"], "alpha_pattern": {"*": 8}}),
+            &[q],
+            Layout::Hf,
+            "alpha_pattern: expected a regular expression of Python, found \"*\"",
+        ),
+        (
+            json!({"peft_type": "LORA", "target_modules": "q_proj("}),
+            &[q],
+            Layout::Hf,
+            "target_modules: expected a regular",
+        ),
     ] {
         let error = build(&config, modules, layout).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");

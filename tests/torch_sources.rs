@@ -38,7 +38,7 @@ fn content(checkpoint: &Checkpoint, id: TensorId) -> Vec<u8> {
     let info = checkpoint.tensor(id);
     let view = match info.storage {
         Storage::Mosaic(mosaic) => View::mosaic(mosaic.of_view()),
-        Storage::Plain { .. } | Storage::Quantized(_) => {
+        Storage::Plain { .. } | Storage::Quantized(_) | Storage::Composed(_) => {
             View::source(SourceTensor { id, dtype: info.dtype, shape: Shape::try_new(info.shape).unwrap() })
         }
     };
@@ -236,6 +236,41 @@ fn parts_that_do_not_fit_each_other_are_named() {
         let error = open(dir.path()).unwrap_err();
         assert!(error.contains("tensor \"w\"") && error.contains(fault), "{error}");
     }
+}
+
+/// The files of the last ranks are missing: the tensor must not become shorter.
+#[test]
+fn missing_files_of_ranks_are_noticed() {
+    use safetensors::Dtype::F32;
+    let file = |dir: &Path, rank: usize, name: &str, more: &str| {
+        let path = dir.join(format!("shard-{rank:05}-model-00001-of-00001.safetensors"));
+        part(&path, name, F32, &[2, 3], &counting(6), &format!("[{}, 0]{more}", 2 * (rank - 1)));
+    };
+    let refused = |ranks: &[usize], name: &str, more: &str, config: Option<&str>| {
+        let dir = tempfile::tempdir().unwrap();
+        ranks.iter().for_each(|rank| file(dir.path(), *rank, name, more));
+        config.iter().for_each(|text| fs::write(dir.path().join("config.json"), text).unwrap());
+        open(dir.path()).err().unwrap_or_default()
+    };
+    let embed = "model.embed_tokens.weight";
+    let config = Some(r#"{"vocab_size": 8, "hidden_size": 3}"#);
+    for (ranks, more, config, expected) in [
+        (&[1, 2, 3, 4][..], "", config, ""),
+        (&[1, 2, 3], "", config, "expected 8 rows by vocab_size in config.json, found 6"),
+        (&[1, 2, 3, 4], ", \"global_shape\": [8, 3]", None, ""),
+        (&[1, 2, 3], ", \"global_shape\": [8, 3]", None, "elements [6..8, 0..3] are in no box"),
+        (&[1, 2, 3], ", \"global_shape\": [4, 3]", None, "global_shape"),
+        (&[1, 3], "", None, "rank 2"),
+    ] {
+        let error = refused(ranks, embed, more, config);
+        assert!(error.contains(expected) && error.is_empty() == expected.is_empty(), "{ranks:?} {more}: {error}");
+    }
+    // A replica of a part is the same part.
+    let dir = tempfile::tempdir().unwrap();
+    for (name, offsets) in [("a", "[0, 0]"), ("b", "[2, 0]"), ("c", "[0, 0]"), ("d", "[2, 0]")] {
+        part(&dir.path().join(format!("{name}.safetensors")), "w", F32, &[2, 3], &counting(6), offsets);
+    }
+    assert_eq!(contents(&open(dir.path()).unwrap())["w"], [counting(6), counting(6)].concat());
 }
 
 #[test]

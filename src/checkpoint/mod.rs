@@ -20,6 +20,7 @@ mod open;
 mod options;
 mod printable;
 mod problem;
+mod python_regex;
 mod repository;
 pub mod scheme;
 mod table;
@@ -32,18 +33,20 @@ pub use container::{Container, LeftOut, SavedTree};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
 pub use index::rewritten_index;
-pub use options::{Accepted, OpenOptions, Unfinished};
+pub use options::{Accepted, Duplicates, OpenOptions, Unfinished};
 pub use orbax::OrbaxProblem;
+pub use own_head::OwnHead;
 pub use printable::{printable, printable_lines};
 pub use problem::{CheckpointError, Expected, Problem};
+pub use python_regex::PythonRegex;
 pub use quantization::Quantization;
 pub use repository::{Adapter, Checkpoint};
 pub use scheme::{Quantized, Summary, Unsupported};
 pub use table::{MosaicTensor, Storage, TensorInfo, TensorTable};
 
 use self::{
-    containers::{archive, container, dcp, header, index, orbax, safetensors, torch},
-    dialects::tied,
-    files::{choose, companion, file, folder, foreign, listing, locate, remote_tree, tree},
+    containers::{archive, container, copies, dcp, header, index, orbax, safetensors, torch},
+    dialects::{promised, tied},
+    files::{choose, companion, file, folder, foreign, listing, locate, remote_tree, tree, weight_name},
 };
-pub use dialects::{dialect, prefix, quantization};
+pub use dialects::{dialect, own_head, prefix, quantization};

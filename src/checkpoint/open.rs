@@ -10,7 +10,7 @@ use super::{
     container::{self, Container, Contents},
     dcp,
     dialect::{Dialect, own_dtype, quantization_config},
-    file::{FileRole, RepoFile},
+    file::{FileRole, IgnoreReason, RepoFile},
     folder::{Folder, PinnedFiles, Text},
     foreign::{self, FileKind},
     header::{ReadHeader, read_header},
@@ -20,6 +20,7 @@ use super::{
     options::{OpenOptions, Unfinished},
     orbax::{self, OrbaxContents, OrbaxProblem},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
+    promised,
     quantization::Quantization,
     remote_tree::CachedTree,
     repository::{Adapter, Checkpoint},
@@ -27,8 +28,10 @@ use super::{
     scheme::{self, Stored},
     table::TensorTable,
     text::parsed,
+    tied::ComparedHeads,
     torch,
     tree::{LocalTree, OpenTree},
+    weight_name::incomplete_sets,
 };
 use crate::{
     format::safetensors::Header,
@@ -74,7 +77,8 @@ fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, Che
     let located = locate(source, options)?;
     let remote = located.remote.clone();
     let tree = remote.map(|repository| RemoteTree::open(repository, &options.cache(), &options.remote)).transpose()?;
-    let alone = OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, ..options.clone() };
+    let alone =
+        OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, variant: None, ..options.clone() };
     let Some(tree) = tree else {
         let fill = open(source, &alone)?;
         let path = |file: &RepoFile| Some(fill.source().path(file.file?).to_owned());
@@ -334,13 +338,20 @@ impl Chosen<'_> {
         &mut self,
         files: &PinnedFiles<'_>,
         source: &Arc<dyn Source>,
-        training_state: bool,
+        options: &OpenOptions,
         problems: &mut Problems,
     ) -> Contents {
+        let OpenOptions { training_state, duplicates, .. } = *options;
         match self {
             Self::Unknown => read_file(files, training_state, problems),
-            Self::Safetensors(index) => safetensors::read(files, index.as_ref(), problems),
-            Self::Torch(index) => torch::read(files, index.as_ref(), training_state, problems),
+            Self::Safetensors(index) => {
+                let contents = safetensors::read(files, index.as_ref(), (duplicates, false), problems);
+                counted(contents, index.is_some(), files, problems)
+            }
+            Self::Torch(index) => {
+                let contents = torch::read(files, index.as_ref(), (training_state, duplicates), problems);
+                counted(contents, index.is_some(), files, problems)
+            }
             Self::Dcp => dcp::read(files, training_state, problems),
             Self::Orbax(found) => found.contents(source, problems),
         }
@@ -355,6 +366,20 @@ impl Chosen<'_> {
     }
 }
 
+/// Counts the numbered files that are used where no index lists them.
+fn counted(mut contents: Contents, is_indexed: bool, files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
+    if !is_indexed {
+        let is_used = |id: &FileId| contents.unused.iter().all(|(unused, _)| unused != id);
+        let used = files.ids().filter(is_used).map(|id| files.path(id));
+        let (incomplete, warnings) = incomplete_sets(used);
+        for problem in incomplete {
+            problems.push(problem);
+        }
+        contents.warnings.extend(warnings);
+    }
+    contents
+}
+
 /// Reads a single file.
 fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
     let name = files.path(FileId(0)).to_owned();
@@ -367,10 +392,12 @@ fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Probl
         }
     };
     match kind {
-        FileKind::Torch => torch::read(files, None, training_state, problems),
-        FileKind::Safetensors => safetensors::read(files, None, problems),
+        FileKind::Torch => torch::read(files, None, (training_state, None), problems),
+        FileKind::Safetensors => safetensors::read(files, None, (None, true), problems),
         FileKind::Foreign(text) => {
-            problems.push(Problem::Container { file: name, message: text.to_owned() });
+            let directory = files.source.path(FileId(0)).parent().filter(|_| text.ends_with(foreign::ITS_DIRECTORY));
+            let directory = directory.map_or_else(String::new, |directory| format!(", {}", directory.display()));
+            problems.push(Problem::Container { file: name, message: format!("{text}{directory}") });
             nothing()
         }
     }
@@ -415,9 +442,22 @@ impl ChosenFiles<'_> {
             problems.push(Problem::TooManyBytes);
         }
         let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
-        let contents = self.dialect.read(&pinned, &source, options.training_state, &mut problems);
-        let files = repo_files(&pinned);
-        let Contents { container, table, file_metadata, left_out, source: wrapped, scan_layers, tree } = contents;
+        let contents = self.dialect.read(&pinned, &source, options, &mut problems);
+        let files = repo_files(&pinned, &contents.unused);
+        let Contents {
+            container,
+            table,
+            file_metadata,
+            left_out,
+            scan_layers,
+            tree,
+            partial,
+            are_ranks,
+            uncounted,
+            ..
+        } = contents;
+        self.warnings.extend(contents.warnings);
+        let wrapped = contents.source;
         let source = wrapped.unwrap_or(source);
         let config = self.config_text.as_ref().and_then(|text| parsed(CONFIG, text, &mut problems));
         let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
@@ -429,8 +469,16 @@ impl ChosenFiles<'_> {
             || Arc::new(scheme::find(&stored, &mut problems)),
             || Dialect::of(&table, config.as_ref(), Quantization::default(), &mut found),
         );
-        problems.append(found);
         drop(stored);
+        let compared = config.as_ref().and_then(|config| promised::compare(&table, config, are_ranks, &mut found));
+        self.warnings.extend(compared);
+        if let (Some(files), None) = (uncounted, &config) {
+            self.warnings.push(format!(
+                "files of ranks: {files}, and nothing says how many there were: if the files of the last ranks are missing, tensors are \
+                 shorter; --config-from compares them with a model"
+            ));
+        }
+        problems.append(found);
         dialect.quantization = Quantization::of(&quantized);
         let table = with_adapters(table, &adapters, &*source, &mut problems).with_quantized(&quantized);
         let table = table.unwrap_or_else(|| {
@@ -438,6 +486,12 @@ impl ChosenFiles<'_> {
             TensorTable::default()
         });
         self.warnings.extend(problems.warnings());
+        if let Located { label, revision: Some(_), remote: None, .. } = &self.located {
+            // Without an index, what is missing shows when the files that are there are read.
+            let repo = label.split('@').next().unwrap_or(label);
+            let has = |path: &str| self.files.iter().any(|file| file.path == path);
+            problems = problems.of_download(label, repo, self.weights.len(), has);
+        }
         problems.refuse(&self.located.label)?;
         let Located { path, label, revision, remote: _ } = self.located;
         Ok(Checkpoint {
@@ -458,20 +512,24 @@ impl ChosenFiles<'_> {
             quantized,
             adapters,
             companion: None,
+            partial,
+            are_ranks,
             directories: self.directories,
             warnings: self.warnings,
+            compared: ComparedHeads::default(),
         })
     }
 }
 
 /// All files of a repository, with their ids.
-fn repo_files(files: &PinnedFiles<'_>) -> Vec<RepoFile> {
+fn repo_files(files: &PinnedFiles<'_>, unused: &[(FileId, IgnoreReason)]) -> Vec<RepoFile> {
     let ids: HashMap<&str, FileId> = files.all().collect();
     let file = |listed: &Listed| {
         let file = ids.get(listed.path.as_str()).copied();
+        let reason = unused.iter().find(|(id, _)| Some(*id) == file).map(|(_, reason)| *reason);
         RepoFile {
             path: listed.path.clone(),
-            role: listed.role.clone(),
+            role: reason.map_or_else(|| listed.role.clone(), FileRole::Ignored),
             size_bytes: file.map_or(listed.size_bytes, |file| files.source.len_bytes(file)),
             file,
         }

@@ -35,6 +35,17 @@ impl fmt::Debug for Accepted {
     }
 }
 
+/// Which of several copies of a tensor counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Duplicates {
+    /// That of the file which the index names. What the index does not name is left out.
+    Index,
+    /// That of the last file, as engines do.
+    Last,
+    /// None: copies are refused.
+    Refuse,
+}
+
 /// What is done with a checkpoint that nothing marks as finished.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Unfinished {
@@ -68,6 +79,10 @@ pub struct OpenOptions {
     pub allow_missing: Accepted,
     /// Tensors that a file may have although the index does not name them.
     pub allow_unmapped: Accepted,
+    /// Which copy of a tensor counts. `None`: the index's, if it is the last one too; else copies are refused.
+    pub duplicates: Option<Duplicates>,
+    /// The variant of the weights, as `fp16` in `model.fp16.safetensors`.
+    pub variant: Option<String>,
     /// Where every wait for storage is noted.
     pub fetches: Arc<Fetches>,
     /// Asks the Hub for names that the Hub's cache lacks, and for what a branch stands for now.

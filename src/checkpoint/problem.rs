@@ -11,6 +11,7 @@ use super::{
     options::{Accepted, OpenOptions},
     orbax::problem::OrbaxProblem,
     printable::printable,
+    weight_name::WeightName,
 };
 use crate::{
     format::safetensors::HeaderErrors,
@@ -137,22 +138,36 @@ pub enum CheckpointError {
         found: Option<String>,
     },
     /// More than one index, none of them the usual one.
-    #[error("{}: several indexes and no model.safetensors.index.json: {}", root.display(), indexes.join(", "))]
+    #[error("{}: several indexes and no {usual}: {}{advice}", root.display(), indexes.join(", "))]
     SeveralIndexes {
         /// The directory.
         root: PathBuf,
+        /// The index that would be taken.
+        usual: &'static str,
+        /// How one of them is chosen. Begins with `; `, or is empty.
+        advice: String,
         /// The indexes.
         indexes: Vec<String>,
     },
+    /// No weights of the variant.
+    #[error("{}: no weights of the variant {variant:?}; there are: {}", root.display(), list_or_none(found))]
+    NoVariant {
+        /// The directory.
+        root: PathBuf,
+        /// The requested variant.
+        variant: String,
+        /// The variants of its weights.
+        found: Vec<String>,
+    },
     /// Several files of `torch.save`, none of them the usual one.
-    #[error("{}: {}: {}", root.display(), found.unwrap_or("several files of torch.save and no pytorch_model.bin; give one of them"), files.join(", "))]
+    #[error("{}: {}: {}", root.display(), found.as_deref().unwrap_or("several files of torch.save and no pytorch_model.bin; give one of them"), files.join(", "))]
     SeveralFiles {
         /// The directory.
         root: PathBuf,
         /// The files.
         files: Vec<String>,
         /// What they are together, where that is known.
-        found: Option<&'static str>,
+        found: Option<String>,
     },
     /// A file cannot be opened.
     #[error(transparent)]
@@ -309,17 +324,24 @@ pub enum Problem {
         /// The index.
         index: String,
     },
-    /// Files numbered `-00001-of-00003` are incomplete, and no index lists them.
-    #[error("{stem}-*-of-{total}.safetensors: expected {expected} files, found {found}")]
+    /// Numbered files are incomplete, and no index lists them.
+    #[error(
+        "{set}: expected {expected} files by their names ({first}), found {found}; missing: {}{hint}",
+        list_numbers(missing, expected - found)
+    )]
     IncompleteSet {
-        /// The part before the numbers.
-        stem: String,
-        /// The total as written in the names.
-        total: String,
+        /// The common part of their names.
+        set: String,
+        /// One of the files.
+        first: String,
         /// Number of files by their names.
         expected: u64,
         /// Number of files found.
         found: u64,
+        /// The first numbers that are missing.
+        missing: Vec<u64>,
+        /// What else may be meant. Begins with `; `, or is empty.
+        hint: &'static str,
     },
     /// A snapshot in the cache of the Hub's client that lacks weight files.
     #[error(
@@ -429,6 +451,13 @@ pub enum Problem {
     TooLarge,
 }
 
+/// Numbers of files, of which there are `count` in all.
+fn list_numbers(numbers: &[u64], count: u64) -> String {
+    let shown: Vec<String> = numbers.iter().map(|number| format!("number {number}")).collect();
+    let rest = count.saturating_sub(numbers.len() as u64);
+    if rest == 0 { shown.join(", ") } else { format!("{} and {rest} more", shown.join(", ")) }
+}
+
 /// Names, of which some are enough.
 fn shortened(names: &[String]) -> String {
     const SHOWN: usize = 6;
@@ -480,6 +509,23 @@ fn list_problems(label: &str, problems: &[Problem], more: usize) -> String {
 }
 
 impl Problem {
+    /// Whether several files hold a tensor.
+    pub const fn is_of_copies(&self) -> bool {
+        matches!(self, Self::Duplicate { .. })
+    }
+
+    /// The variants, as in `model.fp16.safetensors`, that two files with the same tensor are of.
+    pub fn variants(&self) -> Vec<&str> {
+        let Self::Duplicate { first, second, .. } = self else { return Vec::new() };
+        let names = [first, second].map(|path| WeightName::of(path));
+        match names {
+            [Some(first), Some(second)] if first.stem == second.stem && first.variant != second.variant => {
+                [first.variant, second.variant].into_iter().flatten().collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
     /// Whether the index and the files disagree about the tensors that there are.
     pub fn is_of_index(&self) -> bool {
         // The metadata of torch.distributed.checkpoint is an index of another kind, which describes parts of tensors.
@@ -524,6 +570,11 @@ impl Problems {
         }
     }
 
+    /// Whether a tensor is accepted although the index does not name it.
+    pub(super) fn accepts_unmapped(&self, name: &str) -> bool {
+        self.allow_unmapped.accepts(name)
+    }
+
     /// Accepts that all of these tensors are missing, or none of them. Returns whether it does.
     pub(super) fn accept_missing<'a>(&mut self, names: impl Iterator<Item = &'a str> + Clone) -> bool {
         let all = names.clone().all(|name| self.allow_missing.accepts(name));
@@ -556,9 +607,14 @@ impl Problems {
             if let Problem::MissingFile { file, .. } = problem {
                 return Some(vec![file.clone()]);
             }
-            let Problem::IncompleteSet { stem, total, expected, .. } = problem else { return None };
-            let name = |number: u64| format!("{stem}-{number:0width$}-of-{total}.safetensors", width = total.len());
-            Some((1..=(*expected).min(FILES_MAX)).map(name).filter(|name| !has(name)).collect())
+            let Problem::IncompleteSet { first, .. } = problem else { return None };
+            let (number, total) = WeightName::of(first)?.number?;
+            let at = first.rfind(total).and_then(|end| first[..end].rfind(number))?;
+            let (before, after) = (&first[..at], &first[at + number.len()..]);
+            let name = |of: u64| format!("{before}{of:0width$}{after}", width = number.len());
+            let start = u64::from(!has(&name(0)));
+            let end = total.parse::<u64>().unwrap_or(FILES_MAX).min(FILES_MAX);
+            Some((start..=end).map(name).filter(|name| !has(name)).collect())
         };
         let missing: Vec<String> = self.list.iter().filter_map(lacking).flatten().collect();
         if !missing.is_empty() {

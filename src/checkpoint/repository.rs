@@ -2,7 +2,7 @@
 
 use std::{
     borrow::Cow,
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -18,9 +18,10 @@ use super::{
     file::{FileRole, IgnoreReason, RepoFile},
     prefix,
     problem::{CheckpointError, Problems},
+    promised,
     scheme::{FILE_MARK, Found, Quantized},
     table::{Storage, TensorInfo, TensorTable},
-    tied,
+    tied::{self, ComparedHeads},
 };
 use crate::{
     source::{FileId, Source, permission::DirectoryGates},
@@ -60,9 +61,15 @@ pub struct Checkpoint {
     pub(super) quantized: Arc<Found>,
     pub(super) adapters: Vec<Adapter>,
     pub(super) companion: Option<Arc<Companion>>,
+    /// Weight files that hold tensors which are not shown: copies, and what an index does not name.
+    pub(super) partial: BTreeSet<FileId>,
+    /// Whether the weight files are those of ranks.
+    pub(super) are_ranks: bool,
     /// Directories of the repository with the gates before them. Its own directory, called "", is the first.
     pub(super) directories: Vec<(String, DirectoryGates)>,
     pub(super) warnings: Vec<String>,
+    /// Output heads that were compared with the embedding.
+    pub(super) compared: ComparedHeads,
 }
 
 impl Checkpoint {
@@ -209,9 +216,17 @@ impl Checkpoint {
             quantized: Arc::clone(&self.quantized),
             adapters: self.adapters.clone(),
             companion: self.companion.clone(),
+            partial: self.partial.clone(),
+            are_ranks: self.are_ranks,
             directories: self.directories.clone(),
             warnings: self.warnings.clone(),
+            compared: self.compared.clone(),
         })
+    }
+
+    /// Output heads that were compared with the embedding, here or in what was derived from the same checkpoint.
+    pub(super) const fn compared_heads(&self) -> &ComparedHeads {
+        &self.compared
     }
 
     /// All adapters.
@@ -251,6 +266,7 @@ impl Checkpoint {
         let mut problems = Problems::default();
         let quantization = self.dialect.quantization.clone();
         self.dialect = Dialect::of(&self.table, Some(&config), quantization, &mut problems);
+        self.warnings.extend(promised::compare(&self.table, &config, self.are_ranks, &mut problems));
         problems.refuse(&format!("--config-from {}", companion.label))?;
         (self.config, self.companion) = (Some(config), Some(Arc::new(companion)));
         Ok(self)
@@ -375,6 +391,11 @@ impl Checkpoint {
     /// What the tree that a trainer saved has besides the names of the tensors.
     pub fn saved_tree(&self) -> &SavedTree {
         &self.tree
+    }
+
+    /// Whether every tensor of a weight file is the model's. Another file is never given out as it is.
+    pub fn is_whole(&self, file: FileId) -> bool {
+        !self.partial.contains(&file)
     }
 
     /// The `__metadata__` member of a weight file's header, in order; empty if it has none.

@@ -237,6 +237,15 @@ enum Made<'a> {
     Composed(&'a Composed),
 }
 
+impl NewRow<'_> {
+    /// The file of its first byte.
+    pub(super) const fn file(&self) -> FileId {
+        match self.place {
+            NewPlace::Span(file, ..) | NewPlace::Mosaic(file, _) => file,
+        }
+    }
+}
+
 impl TensorTable {
     /// The tensors of these rows, numbered in this order. `None` if a number does not fit 32 bits, as with more than 4
     /// GiB of names.

@@ -1,6 +1,6 @@
 //! What would help after a failure, beyond what its message says.
 
-use std::{fs, io, path::Path};
+use std::{collections::BTreeSet, fs, io, path::Path};
 
 use anyhow::anyhow;
 
@@ -90,6 +90,15 @@ fn after_open(error: &CheckpointError) -> Option<String> {
         }
         CheckpointError::NoHome { .. } => {
             Some("set HF_HOME or HOME to where the hub cache is, or give --cache-dir DIR".to_owned())
+        }
+        CheckpointError::Problems { problems, .. } if problems.iter().any(Problem::is_of_copies) => {
+            let variants: BTreeSet<&str> = problems.iter().flat_map(Problem::variants).collect();
+            let variants: Vec<String> = variants.iter().map(|name| format!("--variant {name}")).collect();
+            let or = if variants.is_empty() { String::new() } else { format!("{}; ", variants.join(" or ")) };
+            Some(format!(
+                "{or}--duplicates index takes the copy that the index names, --duplicates last that of the last file, as transformers and \
+                 vLLM do"
+            ))
         }
         CheckpointError::Problems { problems, .. } if problems.iter().any(Problem::is_of_index) => Some(
             "--allow-missing[=PATTERN] accepts tensors that the index names and no file has, --allow-unmapped[=PATTERN] those that \

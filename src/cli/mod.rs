@@ -177,8 +177,36 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
     };
     match Cli::try_parse_from(&args) {
         Ok(cli) => run(cli, log, &args[1..]),
-        Err(error) => Ok(finish_parsing(&error)),
+        Err(error) => {
+            if let Some(hint) = mesh_in_pieces(&args).filter(|_| error.use_stderr()) {
+                return Err(Usage(hint).into());
+            }
+            Ok(finish_parsing(&error))
+        }
     }
+}
+
+/// What to type if the axes of a mesh are several words or several flags.
+fn mesh_in_pieces(args: &[OsString]) -> Option<String> {
+    let is_axis = |word: &str| {
+        let sized = word.split_once('=').filter(|(name, _)| !name.is_empty() && !name.starts_with('-'));
+        sized.is_some_and(|(_, size)| !size.is_empty() && size.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    let (mut axes, mut flags, mut in_mesh) = (Vec::new(), 0, false);
+    let mut words = args.iter().filter_map(|word| word.to_str());
+    while let Some(word) = words.next() {
+        let value = if word == "--mesh" { words.next() } else { word.strip_prefix("--mesh=") };
+        if let Some(value) = value {
+            (flags, in_mesh) = (flags + 1, true);
+            axes.push(value.trim_end_matches(','));
+        } else if in_mesh && is_axis(word.trim_end_matches(',')) {
+            axes.push(word.trim_end_matches(','));
+        } else {
+            in_mesh = false;
+        }
+    }
+    let pieces = flags > 0 && axes.len() > 1;
+    pieces.then(|| format!("there is one mesh, its axes separated by commas: --mesh {}", axes.join(",")))
 }
 
 /// Shows a usage error, help or the version.

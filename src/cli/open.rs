@@ -186,6 +186,8 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         unfinished,
         allow_missing,
         allow_unmapped,
+        duplicates: config.mount.duplicates,
+        variant: config.mount.variant.clone(),
         fetches,
         asks_hub,
         remote,

@@ -109,6 +109,12 @@ impl Mesh {
         self.axes.iter().position(|axis| axis.name == name)
     }
 
+    /// The same mesh with another size of an axis, if that is a mesh.
+    pub fn with_size(&self, name: &str, size: u64) -> Option<Self> {
+        let sized = |axis: &MeshAxis| format!("{}={}", axis.name, if axis.name == name { size } else { axis.size });
+        Self::parse(&self.axes.iter().map(sized).collect::<Vec<_>>().join(",")).ok()
+    }
+
     /// Coordinates of device `device`, one per axis.
     pub fn coordinates(&self, device: u64) -> Vec<u64> {
         let mut rest = device;

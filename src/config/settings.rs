@@ -8,7 +8,7 @@ use super::{
     Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, ShardChoice, ShardRule,
     ThreadCount, Tied, TimeLimit, WaitTime,
 };
-use crate::source::SourceIo;
+use crate::{checkpoint::Duplicates, source::SourceIo};
 
 /// All settings.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -36,6 +36,8 @@ pub struct Settings {
 pub struct ViewSettings {
     /// The devices.
     pub mesh: Option<Mesh>,
+    /// Mesh axes along which every device holds the same.
+    pub replicate: Vec<String>,
     /// Names and shapes.
     pub layout: Option<LayoutChoice>,
     /// Parameters of the layout.
@@ -99,6 +101,10 @@ pub struct MountSettings {
     pub source_io: Option<SourceIo>,
     /// Longest time without an answer from a source.
     pub source_timeout: Option<TimeLimit>,
+    /// Which copy of a tensor counts.
+    pub duplicates: Option<Duplicates>,
+    /// The variant of the weights.
+    pub variant: Option<String>,
     /// Whether symbolic links may lead out of the repository.
     pub follow_symlinks: Option<bool>,
     /// Whether remote sources use only what this machine has.

@@ -44,8 +44,15 @@ pub static SETTINGS: &[Setting] = &[
         "Device d is the row-major number of its coordinates, the last axis fastest. Under `--shard auto` the name of an \
          axis says what it does: fsdp and dp_shard split axis 0 of the unstacked tensor, as torch.chunk does; tensor and \
          tp split by row or column, by the tensor's role; expert and ep split the experts; data, dp, replica and \
-         dp_replicate replicate.",
+         dp_replicate replicate. An axis that splits nothing is refused, unless `--replicate` names it.",
     ).common(),
+    Setting::new(
+        View,
+        "replicate",
+        Value("AXIS"),
+        at!(view.replicate),
+        "A mesh axis that is to split nothing: every device along it holds the same. May be repeated.",
+    ),
     Setting::new(
         View,
         "layout",
@@ -189,7 +196,9 @@ pub static SETTINGS: &[Setting] = &[
     .more(
         "auto shows it among the raw files of the layout canonical and holds each weight once in files that bundle \
          tensors; alias has it everywhere, in hf/ too; absent has it nowhere that the repository does not store it. \
-         Layouts of rules (maxtext, vllm, files) say themselves whether they show it, and refuse the flag.",
+         Layouts of rules (maxtext, vllm, files) say themselves whether they show it, and refuse the flag. A head that is stored and \
+         differs from the embedding, though config.json ties them, is a tensor of its own in every layout and hf/ says so; absent \
+         leaves it out of every layout but hf/.",
     ),
     Setting::new(
         View,
@@ -303,6 +312,25 @@ pub static SETTINGS: &[Setting] = &[
         "Shows the whole training state of a checkpoint of Orbax or torch: optimizer state and counters too.",
     )
     .more("By default the model alone is read (of Orbax the tensors under `params`, of torch those that are not under `optimizer`); `plan` lists what is left out."),
+    Setting::new(
+        Reading,
+        "duplicates",
+        Value("index|last|refuse"),
+        at!(mount.duplicates),
+        "Which copy of a tensor counts if several files hold one: the index's, that of the last file, or none.",
+    )
+    .more(
+        "transformers and vLLM read every tensor of the files that the index names, in the order of the files' names: the last copy \
+         stays. Without this setting the index's copy is taken if it is the last one too; else copies are refused. With `index`, \
+         tensors that the index does not name are left out.",
+    ),
+    Setting::new(
+        Reading,
+        "variant",
+        Value("NAME"),
+        at!(mount.variant),
+        "The variant of the weights, such as fp16 for model.fp16.safetensors and its index; by default that without a name.",
+    ),
     Setting::new(
         Reading,
         "allow-unfinished",

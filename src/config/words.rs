@@ -14,7 +14,7 @@ use super::{
     near::did_you_mean,
     value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, rebased},
 };
-use crate::{source::SourceIo, tensor::DType};
+use crate::{checkpoint::Duplicates, source::SourceIo, tensor::DType};
 
 /// Most threads that serve requests.
 pub const THREADS_MAX: u16 = 512;
@@ -195,6 +195,12 @@ impl SettingValue for Dequantize {
     }
 }
 
+impl Choice for Duplicates {
+    const WHAT: &'static str = "treatment of duplicates";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("index", Self::Index), ("last", Self::Last), ("refuse", Self::Refuse)];
+}
+
 impl Choice for SourceIo {
     const WHAT: &'static str = "source I/O";
     const WORDS: &'static [(&'static str, Self)] =
@@ -291,7 +297,7 @@ pub enum Tied {
     Auto,
     /// As a tensor of its own everywhere, also in bundles and `hf/`.
     Alias,
-    /// Not at all, unless the repository stores it.
+    /// Not at all, unless the repository stores it and its configuration does not say that it is the embedding.
     Absent,
 }
 

@@ -25,6 +25,9 @@ pub const METADATA: &str = ".metadata";
 /// Member of a safetensors file's `__metadata__` that says where its tensors are in the whole ones.
 pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 
+/// The key of the number of files of shards, in the metadata of files that ckfs makes.
+pub const FILES_OF_SHARDS: &str = "CKFS_FILES";
+
 const CLASSES: &str = "torch.distributed.checkpoint.metadata";
 /// Where torch had two of these classes before 2.3.
 const OLDER_CLASSES: &str = "torch.distributed._shard.sharded_tensor.metadata";
@@ -150,6 +153,10 @@ pub struct DcpState {
     pub objects: Vec<DcpObject>,
     /// The keys on the way to a name, where the saver's state was nested. Keys may have dots. Numbers are places in lists.
     pub paths: Vec<(String, Vec<String>)>,
+    /// Whether some say that they are not the whole.
+    pub has_parts: bool,
+    /// Whether some parts do not say what shape the whole has, so that the last parts may be missing.
+    pub lacks_shapes: bool,
 }
 
 /// Whether the metadata may name a class or function.
@@ -243,11 +250,16 @@ impl DcpState {
             let offsets = saved_offsets(header)?;
             for tensor in header.tensors() {
                 let zeros = || vec![0; tensor.shape.len()];
-                let offsets = match &offsets {
-                    None => zeros(),
-                    Some(offsets) => offsets.get(tensor.name).cloned().ok_or_else(|| {
-                        malformed(&format!("{path}: {SHARDING_INFO}"), "each tensor of the file", "another")
-                    })?,
+                let (offsets, whole) = match &offsets {
+                    None => (zeros(), None),
+                    Some(offsets) => {
+                        let saved = offsets.get(tensor.name).ok_or_else(|| {
+                            malformed(&format!("{path}: {SHARDING_INFO}"), "each tensor of the file", "another")
+                        })?;
+                        state.lacks_shapes |= saved.global_shape.is_none();
+                        state.has_parts |= saved.global_shape.as_ref().is_some_and(|whole| whole != tensor.shape);
+                        (saved.saved_offsets.clone(), saved.global_shape.clone())
+                    }
                 };
                 let (name, sizes) = (tensor.name.to_owned(), tensor.shape.to_vec());
                 let what = || format!("tensor {name:?}: saved_offsets");
@@ -256,7 +268,14 @@ impl DcpState {
                 }
                 let ends = offsets.iter().zip(&sizes).map(|(offset, size)| offset.checked_add(*size));
                 let ends = ends.collect::<Option<Vec<u64>>>();
-                let ends = ends.ok_or_else(|| malformed(&what(), "offsets that 64 bits can count", "more"))?;
+                let mut ends = ends.ok_or_else(|| malformed(&what(), "offsets that 64 bits can count", "more"))?;
+                if let Some(whole) = whole {
+                    if whole.len() != ends.len() || whole.iter().zip(&ends).any(|(whole, end)| whole < end) {
+                        let what = format!("tensor {name:?}: global_shape of {path}");
+                        return Err(malformed(&what, "a shape that holds the part", format!("{whole:?}")));
+                    }
+                    ends = whole;
+                }
                 let segment = DcpSegment { file, offset: tensor.start, len: tensor.end - tensor.start };
                 let chunk = DcpChunk { offsets, sizes, segment };
                 if let Some(number) = numbers.get(&name) {
@@ -294,16 +313,18 @@ fn check_path(path: &str) -> Result<&str, DcpError> {
     if is_inside { Ok(path) } else { Err(DcpError::Path { path: path.to_owned() }) }
 }
 
+/// Where a tensor of a file is in the whole.
+#[derive(Deserialize)]
+struct Saved {
+    saved_offsets: Vec<u64>,
+    /// The shape of the whole. Torch's own files do not say it.
+    global_shape: Option<Vec<u64>>,
+}
+
 /// Where each tensor of a file is in the whole, if the file says so.
-fn saved_offsets(header: &Header) -> Result<Option<BTreeMap<String, Vec<u64>>>, DcpError> {
-    #[derive(Deserialize)]
-    struct Saved {
-        saved_offsets: Vec<u64>,
-    }
+fn saved_offsets(header: &Header) -> Result<Option<BTreeMap<String, Saved>>, DcpError> {
     let Some((_, text)) = header.metadata().iter().find(|(key, _)| key == SHARDING_INFO) else { return Ok(None) };
-    let saved: BTreeMap<String, Saved> =
-        serde_json::from_str(text).map_err(|error| malformed(SHARDING_INFO, "offsets by name", error))?;
-    Ok(Some(saved.into_iter().map(|(name, saved)| (name, saved.saved_offsets)).collect()))
+    serde_json::from_str(text).map(Some).map_err(|error| malformed(SHARDING_INFO, "offsets by name", error))
 }
 
 impl<'a> Reader<'a> {

@@ -91,7 +91,7 @@ impl Bundle {
         // An upper bound for every device's header: names occur twice, the second time escaped once more.
         let most = |tensor: &PlannedTensor| {
             let rank = tensor.view.shape().rank();
-            3 * tensor_row_bytes(&tensor.name, tensor.view.dtype(), rank) + 41 * rank as u64 + 100
+            3 * tensor_row_bytes(&tensor.name, tensor.view.dtype(), rank) + 62 * rank as u64 + 140
         };
         let bytes: u64 = self.plan.bundle().map(most).sum();
         if SafetensorsLength::counted(0, bytes, 0).file_bytes().is_ok() {
@@ -174,7 +174,7 @@ impl Bundle {
         entries
     }
 
-    /// Metadata of a device's file: the entry that transformers requires, and the offsets of the shards in their tensors. Offsets
+    /// Metadata of a device's file: the entry that transformers requires, and the offsets and shapes of the shards' tensors. Offsets
     /// are left out where the files together lack some shards: a reader with offsets would fill the shards that exist and leave the
     /// rest unset. Without them it finds tensors of other shapes, and refuses.
     fn metadata(&self, device: u64) -> Vec<(&'static str, String)> {
@@ -186,7 +186,7 @@ impl Bundle {
             .plan
             .bundle()
             .map(|tensor| (tensor.name.as_str(), tensor.view.shape().extents(), self.plan.region(tensor, device)));
-        format.chain(sharding_metadata(shards)).collect()
+        format.chain(sharding_metadata(self.plan.devices.len(), shards)).collect()
     }
 
     /// Digits of the offsets of all shards of a device, as written in its header.

@@ -6,9 +6,12 @@
 
 use super::file_image::{FileImage, ImageError};
 use crate::{
-    format::safetensors::{
-        DATA_ALIGNMENT, HeaderError, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, is_reserved, padded_bytes,
-        unpadded_bytes, write_header,
+    format::{
+        dcp_state::{FILES_OF_SHARDS, SHARDING_INFO},
+        safetensors::{
+            DATA_ALIGNMENT, HeaderError, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, is_reserved, padded_bytes,
+            unpadded_bytes, write_header,
+        },
     },
     tensor::{PerAxis, Region, View},
 };
@@ -90,14 +93,21 @@ pub(super) fn saved_offsets(whole: &[u64], region: &Region) -> PerAxis {
 }
 
 /// The metadata by which `torch.distributed.checkpoint` reads files of shards as parts of whole tensors: the offsets of each
-/// shard in its tensor of these extents.
+/// shard in its tensor of these extents. The extents and the number of `files` tell whether files are missing: torch does not look
+/// at them.
 pub(super) fn sharding_metadata<'a>(
+    files: usize,
     shards: impl Iterator<Item = (&'a str, &'a [u64], Region)>,
-) -> [(&'static str, String); 2] {
+) -> [(&'static str, String); 3] {
     let info: serde_json::Map<_, _> = shards
         .map(|(name, whole, region)| {
-            (name.to_owned(), serde_json::json!({"saved_offsets": saved_offsets(whole, &region).as_slice()}))
+            let offsets = saved_offsets(whole, &region);
+            (name.to_owned(), serde_json::json!({"saved_offsets": offsets.as_slice(), "global_shape": whole}))
         })
         .collect();
-    [("DCP_VERSION", "1.0".to_owned()), ("DCP_SHARDING_INFO", serde_json::Value::Object(info).to_string())]
+    [
+        ("DCP_VERSION", "1.0".to_owned()),
+        (SHARDING_INFO, serde_json::Value::Object(info).to_string()),
+        (FILES_OF_SHARDS, files.to_string()),
+    ]
 }

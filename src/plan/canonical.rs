@@ -13,6 +13,8 @@ use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
 
 use super::{
+    AxisUse, axis_use,
+    blocks::{CutBlocks, Module, Sayings},
     draft::{Bundled, Draft, Roles},
     experts::{
         self,
@@ -23,10 +25,12 @@ use super::{
     naming::{self, Parsed, SELF_WORD},
     problem::Problem,
     select,
+    styles::{ModelPlans, Style},
     values::Values,
 };
 use crate::{
     checkpoint::Checkpoint,
+    config::Mesh,
     tensor::{DType, RANK_MAX, TensorId, View},
 };
 
@@ -48,6 +52,8 @@ struct NamedPart {
     /// Part along an axis: `(axis, start, stop)`.
     part: Option<(usize, u64, u64)>,
     tp: Option<usize>,
+    /// The block that tensor parallelism splits as a whole.
+    block: Option<Arc<str>>,
     experts: Option<usize>,
 }
 
@@ -83,6 +89,18 @@ struct Namer<'a> {
     stems: BTreeSet<String>,
     /// The orders of axes that fused experts show.
     orientation: Orientation,
+    plans: ModelPlans,
+    /// What tensor parallelism cuts. Empty if the mesh has no axis for it.
+    blocks: CutBlocks,
+}
+
+/// Drafts, and which blocks tensor parallelism leaves whole.
+#[derive(Debug, Default)]
+pub(super) struct Tabled {
+    /// The drafts.
+    pub(super) drafts: Vec<Draft>,
+    /// The warning, if there is one.
+    pub(super) warning: Option<String>,
 }
 
 /// Drafts of all tensors of a repository.
@@ -94,7 +112,8 @@ pub(super) fn drafts(
     family: Option<Family>,
     generic: Generic,
     (values, order): (&Values<'_>, Option<Order>),
-) -> Result<Vec<Draft>, Vec<Problem>> {
+    (whole, mesh): (&Checkpoint, &Mesh),
+) -> Result<Tabled, Vec<Problem>> {
     let mut problems = Vec::new();
     let tensors: Vec<_> = checkpoint.tensors().collect();
     let parsed: Vec<Parsed> = tensors.par_iter().map(|(_, info)| naming::parse(info.name, &generic.words)).collect();
@@ -103,8 +122,9 @@ pub(super) fn drafts(
         in_layers.map(|parsed| naming::split_suffix(&parsed.rest).0.to_owned()).collect()
     };
     let stems: Vec<_> = parsed.par_chunks(NAMED_TOGETHER).map(stems_of).collect();
-    let orientation = experts::orientation(checkpoint, order);
-    let namer = Namer { checkpoint, family, generic, stems: stems.into_iter().flatten().collect(), orientation };
+    let stems = stems.into_iter().flatten().collect();
+    let mut namer = Namer::new((checkpoint, order), family, generic, stems);
+    namer.find_blocks_of(whole, mesh, true);
     let parts: Vec<_> = tensors
         .par_chunks(NAMED_TOGETHER)
         .zip(parsed.par_chunks(NAMED_TOGETHER))
@@ -132,7 +152,8 @@ pub(super) fn drafts(
     if let Some(alias) = tied_head(checkpoint, &named, &drafts) {
         drafts.push(alias);
     }
-    if problems.is_empty() { Ok(drafts) } else { Err(problems) }
+    let warning = namer.blocks.warning();
+    if problems.is_empty() { Ok(Tabled { drafts, warning }) } else { Err(problems) }
 }
 
 /// Drafts of all tensors under the repository's own names, with the roles that the tables give to their canonical
@@ -144,13 +165,16 @@ pub(super) fn hf_drafts(
     checkpoint: &Checkpoint,
     family: Option<Family>,
     generic: Generic,
-    values: &Values<'_>,
-) -> Result<Vec<Draft>, Vec<Problem>> {
+    (values, order): (&Values<'_>, Option<Order>),
+    (whole, mesh): (&Checkpoint, &Mesh),
+) -> Result<Tabled, Vec<Problem>> {
     let tensors = checkpoint.tensors().map(|(id, info)| {
         let dtype = values.dtype_of(id, &[info.name]);
         (info.name.to_owned(), values.view(id, dtype))
     });
-    drafts_of(checkpoint, family, generic, tensors)
+    let mut namer = Namer::new((checkpoint, order), family, generic, BTreeSet::new());
+    namer.find_blocks_of(whole, mesh, false);
+    named_drafts(&namer, tensors)
 }
 
 /// Drafts of tensors under the names that a repository of the family has, likewise. `checkpoint` gives the configuration.
@@ -162,10 +186,24 @@ pub(super) fn drafts_of(
     family: Option<Family>,
     generic: Generic,
     tensors: impl ExactSizeIterator<Item = (String, Result<View, Problem>)>,
-) -> Result<Vec<Draft>, Vec<Problem>> {
+    mesh: &Mesh,
+) -> Result<Tabled, Vec<Problem>> {
+    let mut namer = Namer::new((checkpoint, None), family, generic, BTreeSet::new());
+    let tensors: Vec<_> = tensors.collect();
+    let parsed: Vec<Parsed> = tensors.iter().map(|(name, _)| naming::parse(name, &namer.generic.words)).collect();
+    let shapes = tensors.iter().zip(&parsed).filter_map(|((name, view), parsed)| {
+        view.as_ref().ok().map(|view| (name.as_str(), view.shape().extents(), parsed))
+    });
+    namer.find_blocks(shapes, mesh, false);
+    named_drafts(&namer, tensors.into_iter())
+}
+
+/// Drafts of tensors under names of a repository.
+fn named_drafts(
+    namer: &Namer<'_>,
+    tensors: impl ExactSizeIterator<Item = (String, Result<View, Problem>)>,
+) -> Result<Tabled, Vec<Problem>> {
     let mut problems = Vec::new();
-    let (stems, orientation) = (BTreeSet::new(), experts::orientation(checkpoint, None));
-    let namer = Namer { checkpoint, family, generic, stems, orientation };
     let mut drafts = Vec::with_capacity(tensors.len());
     let mut experts: HashMap<(String, String), u64> = HashMap::new();
     let mut single = Vec::new();
@@ -179,10 +217,8 @@ pub(super) fn drafts_of(
         });
         match (view, named.first()) {
             (Ok(view), Some(named)) => {
-                // Under its own name, the rows of a fused matrix do not belong together: tensor parallelism does not
-                // split it.
-                let tp = named.tp.filter(|_| named.part.is_none());
-                let roles = Roles { tp, experts: named.experts, ..Roles::default() };
+                let block = named.block.clone();
+                let roles = Roles { tp: named.tp, block, experts: named.experts, ..Roles::default() };
                 if let Some(expert) = named.expert {
                     let key = (named.prefix.clone(), named.rest.clone());
                     let count = experts.entry(key.clone()).or_default();
@@ -198,10 +234,101 @@ pub(super) fn drafts_of(
     for (at, expert, key) in single {
         drafts[at].roles.expert = Some((expert, experts[&key]));
     }
-    if problems.is_empty() { Ok(drafts) } else { Err(problems) }
+    let warning = namer.blocks.warning();
+    if problems.is_empty() { Ok(Tabled { drafts, warning }) } else { Err(problems) }
 }
 
-impl Namer<'_> {
+/// Whether a mesh has an axis that splits by column or row.
+fn has_tensor_axis(mesh: &Mesh) -> bool {
+    mesh.axes().iter().any(|axis| axis.size > 1 && axis_use(&axis.name) == AxisUse::Tensor)
+}
+
+impl<'c> Namer<'c> {
+    /// `order` is the user's own word on the axes of fused experts.
+    fn new(
+        (checkpoint, order): (&'c Checkpoint, Option<Order>),
+        family: Option<Family>,
+        generic: Generic,
+        stems: BTreeSet<String>,
+    ) -> Self {
+        let (plans, blocks) = (ModelPlans::default(), CutBlocks::default());
+        let orientation = experts::orientation(checkpoint, order);
+        Self { checkpoint, family, generic, stems, orientation, plans, blocks }
+    }
+
+    /// Finds what tensor parallelism cuts in a checkpoint, of which only a part may be shown.
+    fn find_blocks_of(&mut self, whole: &Checkpoint, mesh: &Mesh, parts: bool) {
+        if !has_tensor_axis(mesh) {
+            return;
+        }
+        let tensors: Vec<_> = whole.tensors().collect();
+        let words = self.generic.words.clone();
+        let parsed: Vec<Parsed> = tensors.par_iter().map(|(_, info)| naming::parse(info.name, &words)).collect();
+        let named = tensors.iter().zip(&parsed).map(|((_, info), parsed)| (info.name, info.shape, parsed));
+        self.find_blocks(named, mesh, parts);
+    }
+
+    /// Finds what tensor parallelism cuts, if the mesh has an axis for it. `parts` tells whether the parts of a fused tensor are
+    /// shown each by itself.
+    fn find_blocks<'t>(
+        &mut self,
+        tensors: impl Iterator<Item = (&'t str, &'t [u64], &'t Parsed)>,
+        mesh: &Mesh,
+        parts: bool,
+    ) {
+        if !has_tensor_axis(mesh) {
+            return;
+        }
+        let modules = tensors.map(|(name, shape, parsed)| {
+            let (stem, suffix) = naming::split_suffix(&parsed.rest);
+            let starred = naming::group_name(name);
+            let words = naming::words_of(stem).count() + usize::from(!suffix.is_empty());
+            let base = naming::words_of(&starred).count() - words;
+            let base = naming::words_of(&starred).take(base).collect::<Vec<_>>().join(".");
+            let (prefix, stem) = (parsed.prefix.as_str(), naming::group_name(stem));
+            Module { base, prefix, layer: parsed.layer, stem, suffix, shape, is_tower: select::is_tower(name) }
+        });
+        self.plans = ModelPlans::of(self.checkpoint);
+        let role = |prefix: &str, stem: &str, shape: &[u64]| {
+            let family = self.family.as_ref().filter(|family| family.prefixes.iter().any(|known| known == prefix))?;
+            let role = family.layer(stem, &|stem| self.stems.contains(stem))?;
+            self.oriented(role.clone(), stem, shape)
+        };
+        let sayings = Sayings { plans: &self.plans, generic: &self.generic, role: &role, parts };
+        self.blocks = CutBlocks::of(modules, sayings);
+    }
+
+    /// The axis of a tensor that tensor parallelism splits, and its block. `role` is the family's entry; `part` the axis of a part
+    /// that the layout shows by itself.
+    fn cut(
+        &self,
+        parsed: &Parsed,
+        (stem, suffix): (&str, &str),
+        role: Option<&Role>,
+        rank: usize,
+    ) -> (Option<usize>, Option<Arc<str>>) {
+        if parsed.layer.is_some() {
+            let part = role.filter(|role| !role.split.is_empty()).and_then(|role| role.tp);
+            return self.blocks.cut(&parsed.prefix, &naming::group_name(stem), suffix, part);
+        }
+        let style = self.plans.text.iter().chain(&self.plans.towers).find_map(|plan| plan.top(stem));
+        let by_name = || role.and_then(|role| role.tp).or_else(|| self.generic.tp(stem));
+        let alone = match style {
+            Some(Style::Replicate) => return (None, None),
+            Some(Style::Colwise | Style::PackedColwise | Style::ColwiseGatherOutput | Style::EmbeddingRowwise) => {
+                Some(0)
+            }
+            Some(Style::Rowwise | Style::PackedRowwise | Style::RowwiseSplitInput | Style::EmbeddingColwise) => Some(1),
+            None => by_name(),
+        };
+        match (alone, suffix) {
+            (Some(axis), "" | "weight") if rank == 2 => (Some(axis), None),
+            (Some(0), "bias") => (Some(0), None),
+            (Some(_), _) => (None, None),
+            (None, _) => self.blocks.cut("", &naming::group_name(stem), suffix, None),
+        }
+    }
+
     fn out_prefix(&self, prefix: &str) -> String {
         let dropped = self.family.iter().flat_map(|family| &family.dropped_prefixes);
         let dropped = dropped.map(String::as_str).chain(["model."]).find_map(|dropped| prefix.strip_prefix(dropped));
@@ -259,6 +386,7 @@ impl Namer<'_> {
             weight_dropped: false,
             part: None,
             tp: None,
+            block: None,
             experts: None,
         };
         let oriented = |(prefix, role, suffix)| Some((prefix, self.oriented(role, name, shape)?, suffix));
@@ -266,11 +394,9 @@ impl Namer<'_> {
             let splits = !role.split.is_empty() && matches!(suffix, "" | "weight" | "bias");
             if splits || role.short.is_some() {
                 out.prefix = prefix;
-                (out.tp, out.experts) = match suffix {
-                    "" | "weight" => (role.tp, role.experts),
-                    "bias" => (role.tp.filter(|axis| *axis == 0), role.experts),
-                    _ => (None, role.experts),
-                };
+                out.experts = role.experts;
+                let stem = if suffix.is_empty() { &parsed.rest } else { naming::split_suffix(&parsed.rest).0 };
+                (out.tp, out.block) = self.cut(parsed, (stem, suffix), Some(&role), shape.len());
                 if splits {
                     return self.split(&role, suffix, name, shape, &out, named);
                 }
@@ -285,12 +411,7 @@ impl Namer<'_> {
             }
         }
         let (stem, suffix) = naming::split_suffix(&parsed.rest);
-        out.tp = match suffix {
-            // The axes of fused experts are in no certain order.
-            "" | "weight" => self.generic.tp(stem).filter(|_| shape.len() == 2),
-            "bias" => self.generic.tp(stem).filter(|axis| *axis == 0),
-            _ => None,
-        };
+        (out.tp, out.block) = self.cut(parsed, (stem, suffix), None, shape.len());
         out.weight_dropped = suffix == "weight";
         let rest = if out.weight_dropped { stem } else { &parsed.rest };
         if parsed.layer.is_some() {
@@ -461,7 +582,7 @@ fn build(
             groups.entry((&n.prefix, &n.rest)).or_default().push(member);
         }
         let expert = n.expert.map(|expert| (expert, experts[&(n.prefix.as_str(), n.rest.as_str())]));
-        let roles = Roles { tp: n.tp, experts: n.experts, expert, ..Roles::default() };
+        let roles = Roles { tp: n.tp, block: n.block.clone(), experts: n.experts, expert, ..Roles::default() };
         drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
     }
     add_stacks(groups, &mut drafts, problems);
@@ -533,6 +654,7 @@ fn scan(name: &str, mut members: Vec<StackMember>, drafts: &mut [Draft]) -> Resu
     let roles = Roles {
         stacked,
         tp: first.tp.map(|axis| axis + stacked),
+        block: first.block,
         experts: if single { Some(1) } else { first.experts.map(|axis| axis + 1) },
         ..Roles::default()
     };

@@ -43,6 +43,8 @@ pub struct Roles {
     pub stacked: usize,
     /// Axis that tensor parallelism splits.
     pub tp: Option<usize>,
+    /// The block of the layer that tensor parallelism splits as a whole, for a tensor of one.
+    pub block: Option<Arc<str>>,
     /// Axis that counts experts.
     pub experts: Option<usize>,
     /// Number of this expert and of all experts, for a tensor of a single one.

@@ -32,8 +32,8 @@ pub struct Role {
     pub short: Option<String>,
     /// Short name of the bias.
     pub bias: Option<String>,
-    /// Axis of the tensor that tensor parallelism splits: 0 for column-parallel (rows of `[out, in]`), 1 for
-    /// row-parallel. None: replicated.
+    /// Axis that tensor parallelism splits, where the block's form does not say it: of a tensor outside the layers, of fused
+    /// experts, of the parts of a fused matrix, and of a vector with an element for each head.
     pub tp: Option<usize>,
     /// Axis of the tensor that counts experts, where they are fused.
     pub experts: Option<usize>,
@@ -102,6 +102,28 @@ struct FamilyFile {
     words: Words,
     #[serde(default)]
     roles: BTreeMap<String, usize>,
+    #[serde(default)]
+    block: Vec<BlockForm>,
+}
+
+/// A block of a layer by the names of its modules, within the module that holds them all.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct BlockForm {
+    /// The modules whose rows are split. The block has all of them.
+    #[serde(default)]
+    pub(super) inputs: Vec<String>,
+    /// The same, each of several matrices in one.
+    #[serde(default)]
+    pub(super) fused: Vec<String>,
+    /// The module whose columns are split. The block has one of these.
+    pub(super) outputs: Vec<String>,
+    /// Last words of the modules beside them that stay whole.
+    #[serde(default)]
+    pub(super) whole: Vec<String>,
+    /// Whether the words alone tell what a module is: if a checkpoint lacks the others, what it has is cut all the same.
+    #[serde(default)]
+    pub(super) partial: bool,
 }
 
 /// A model family.
@@ -278,6 +300,8 @@ impl Family {
 pub struct Generic {
     /// The words.
     pub words: Words,
+    /// Forms of blocks, the first of which counts.
+    pub(super) blocks: Vec<BlockForm>,
     roles: BTreeMap<String, usize>,
 }
 
@@ -288,10 +312,10 @@ impl Generic {
     /// [`FamilyError`] if the embedded file is malformed.
     pub fn load() -> Result<Self, FamilyError> {
         let file = parse("generic")?;
-        Ok(Self { words: file.words, roles: file.roles })
+        Ok(Self { words: file.words, blocks: file.block, roles: file.roles })
     }
 
-    /// Axis that tensor parallelism splits, by the last word of a stem.
+    /// Axis that tensor parallelism splits in a module that is split by itself, by the last word of its stem.
     pub fn tp(&self, stem: &str) -> Option<usize> {
         self.roles.get(stem.rsplit('.').next().unwrap_or(stem)).copied()
     }

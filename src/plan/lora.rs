@@ -7,7 +7,6 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use regex::Regex;
 use serde_json::Value;
 
 use super::{
@@ -16,7 +15,10 @@ use super::{
     name_group::NameGroup,
     problem::{Problem, RuleLocation},
 };
-use crate::{checkpoint::Adapter, tensor::Shape};
+use crate::{
+    checkpoint::{Adapter, PythonRegex},
+    tensor::Shape,
+};
 
 /// The prefix of the base model's names.
 const PREFIX: &str = "base_model.model.";
@@ -29,7 +31,7 @@ enum Targets {
     /// Modules whose names are one of these, or end with one of them.
     Names(Vec<String>),
     /// Modules whose whole names match.
-    Matching(Regex),
+    Matching(PythonRegex),
     /// Modules for which the adapter has matrices.
     Stored,
 }
@@ -37,10 +39,10 @@ enum Targets {
 struct Lora {
     targets: Targets,
     exclude: Vec<String>,
-    exclude_matching: Option<Regex>,
+    exclude_matching: Option<PythonRegex>,
     to_save: Vec<String>,
     layers: Option<Vec<u64>>,
-    layer_numbers: Vec<Regex>,
+    layer_numbers: Vec<PythonRegex>,
     ranks: Ranks,
     has_magnitudes: bool,
     has_bias: bool,
@@ -57,20 +59,21 @@ type Matrices = BTreeMap<String, BTreeMap<String, Shape>>;
 #[derive(Debug)]
 struct Ranks {
     usual: Option<u64>,
-    others: Vec<(Regex, u64)>,
+    others: Vec<(PythonRegex, u64)>,
 }
 
 impl Ranks {
-    fn read(config: &Value) -> Self {
-        let others = config["rank_pattern"].as_object().into_iter().flatten();
-        let other = |(pattern, rank): (&String, &Value)| {
-            Some((Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$")).ok()?, rank.as_u64()?))
-        };
-        Self { usual: config["r"].as_u64(), others: others.filter_map(other).collect() }
+    fn read(config: &Value) -> Result<Self, String> {
+        // The scale of an adapter is its trainer's matter, yet a pattern that nobody can use is a damaged configuration.
+        by_pattern(config, "alpha_pattern")?;
+        let others = by_pattern(config, "rank_pattern")?.into_iter().map(|(regex, rank)| {
+            rank.as_u64().map(|rank| (regex, rank)).ok_or_else(|| format!("rank_pattern: expected ranks, found {rank}"))
+        });
+        Ok(Self { usual: config["r"].as_u64(), others: others.collect::<Result<_, _>>()? })
     }
 
     fn of(&self, module: &str) -> Option<u64> {
-        self.others.iter().find(|(regex, _)| regex.is_match(module)).map(|(_, rank)| *rank).or(self.usual)
+        self.others.iter().find(|(regex, _)| regex.matches(module) == Some(true)).map(|(_, rank)| *rank).or(self.usual)
     }
 }
 
@@ -82,9 +85,22 @@ fn words(value: &Value) -> Vec<String> {
     }
 }
 
-fn matching(member: &str, pattern: &str) -> Result<Regex, String> {
-    let regex = Regex::new(&format!("^(?:{pattern})$"));
-    regex.map_err(|_| format!("{member}: expected a regular expression, found {pattern:?}"))
+fn matching(member: &str, pattern: &str) -> Result<PythonRegex, String> {
+    PythonRegex::full(pattern).ok_or_else(|| not_usable(member, pattern))
+}
+
+fn not_usable(member: &str, pattern: &str) -> String {
+    format!("{member}: expected a regular expression of Python, found {pattern:?}, which cannot be used")
+}
+
+/// The entries of a dictionary whose keys are expressions for the ends of modules' names, in order.
+fn by_pattern<'c>(config: &'c Value, member: &str) -> Result<Vec<(PythonRegex, &'c Value)>, String> {
+    let entries = config[member].as_object().into_iter().flatten();
+    let entry = |(pattern, value): (&String, &'c Value)| {
+        let regex = PythonRegex::new(r"^(?:.*\.)?(?:", pattern, ")$").ok_or_else(|| not_usable(member, pattern))?;
+        Ok((regex, value))
+    };
+    entries.map(entry).collect()
 }
 
 /// Whether a module is `name`, or ends with it as a word.
@@ -93,7 +109,7 @@ fn ends_with(module: &str, name: &str) -> bool {
 }
 
 impl Lora {
-    fn read(config: &Value, stored: Matrices, warnings: &mut Vec<String>) -> Result<Self, String> {
+    fn read(config: &Value, stored: Matrices) -> Result<Self, String> {
         if config["peft_type"].as_str() != Some("LORA") {
             return Err(format!("peft_type: expected LORA, found {}", config["peft_type"]));
         }
@@ -116,15 +132,7 @@ impl Lora {
         }
         let targets = match &config["target_modules"] {
             Value::String(word) if word == "all-linear" => Targets::Stored,
-            Value::String(pattern) => matching("target_modules", pattern).map_or_else(
-                |_| {
-                    let what = "is taken to target the modules it has matrices for";
-                    warnings
-                        .push(format!("lora: target_modules {pattern:?} cannot be evaluated here: the adapter {what}"));
-                    Targets::Stored
-                },
-                Targets::Matching,
-            ),
+            Value::String(pattern) => Targets::Matching(matching("target_modules", pattern)?),
             names @ Value::Array(_) => Targets::Names(words(names)),
             other @ (Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_)) => {
                 return Err(format!("target_modules: expected a list or a text, found {other}"));
@@ -143,11 +151,11 @@ impl Lora {
         };
         let patterns = words(&config["layers_pattern"]);
         let layer_numbers = if patterns.is_empty() {
-            Regex::new(r"^.*?\.[^.]*\.(\d+)\.").into_iter().collect()
+            PythonRegex::new("", r"^.*?\.[^.]*\.(\d+)\.", "").into_iter().collect()
         } else {
             let of_layers = |word: &String| {
-                let regex = Regex::new(&format!(r"^(?:|.*?\.)(?:{word})\.(\d+)\."));
-                regex.map_err(|_| format!("layers_pattern: expected regular expressions, found {word:?}"))
+                let regex = PythonRegex::new(r"^(?:|.*?\.)(?:", word, r")\.(\d+)\.");
+                regex.ok_or_else(|| not_usable("layers_pattern", word))
             };
             patterns.iter().map(of_layers).collect::<Result<_, _>>()?
         };
@@ -158,7 +166,7 @@ impl Lora {
             to_save: words(&config["modules_to_save"]),
             layers,
             layer_numbers,
-            ranks: Ranks::read(config),
+            ranks: Ranks::read(config)?,
             has_magnitudes: config["use_dora"].as_bool().unwrap_or(false),
             has_bias: config["lora_bias"].as_bool().unwrap_or(false),
             is_transposed: config["fan_in_fan_out"].as_bool().unwrap_or(false),
@@ -175,19 +183,19 @@ impl Lora {
 
     fn targets(&self, module: &str) -> bool {
         let excluded = self.exclude.iter().any(|name| ends_with(module, name))
-            || self.exclude_matching.as_ref().is_some_and(|regex| regex.is_match(module));
+            || self.exclude_matching.as_ref().is_some_and(|regex| regex.matches(module) == Some(true));
         if excluded {
             return false;
         }
         match &self.targets {
             Targets::Stored => self.stored.contains_key(module),
-            Targets::Matching(regex) => regex.is_match(module),
+            Targets::Matching(regex) => regex.matches(module) == Some(true),
             Targets::Names(names) if names.iter().any(|name| name == module) => true,
             Targets::Names(names) => {
                 names.iter().any(|name| ends_with(module, name))
                     && self.layers.as_ref().is_none_or(|layers| {
-                        let found = self.layer_numbers.iter().find_map(|regex| regex.captures(module));
-                        let number = found.and_then(|found| found[1].parse::<u64>().ok());
+                        let found = self.layer_numbers.iter().find_map(|regex| regex.first_group(module));
+                        let number = found.and_then(|found| found.parse::<u64>().ok());
                         number.is_some_and(|number| layers.contains(&number))
                     })
             }
@@ -261,7 +269,7 @@ pub(super) fn rename(
             stored.entry(module.to_owned()).or_default().insert(matrix.to_owned(), draft.view.shape().clone());
         }
     }
-    let lora = match Lora::read(&adapter.config, stored, warnings) {
+    let lora = match Lora::read(&adapter.config, stored) {
         Ok(lora) => lora,
         Err(reason) => {
             let file = adapter.dir.join("adapter_config.json").display().to_string();
@@ -379,7 +387,7 @@ mod tests {
         let stored = [("m.layers.0.q".to_owned(), BTreeMap::new())].into();
         let mut all = json!({"peft_type": "LORA"});
         all.as_object_mut().unwrap().extend(config.as_object().unwrap().clone());
-        Lora::read(&all, stored, &mut Vec::new()).unwrap()
+        Lora::read(&all, stored).unwrap()
     }
 
     #[test]
@@ -432,7 +440,7 @@ mod tests {
     #[test]
     fn ranks_are_those_of_modules() {
         let config = json!({"r": 8, "rank_pattern": {"q": 4, r"layers\.\d\.v": 2}});
-        let ranks = Ranks::read(&config);
+        let ranks = Ranks::read(&config).unwrap();
         let rows = [("layers.0.q", 4), ("q", 4), ("layers.0.xq", 8), ("m.layers.3.v", 2), ("m.layers.30.v", 8)];
         for (module, rank) in rows {
             assert_eq!(ranks.of(module), Some(rank), "{module}");

@@ -32,6 +32,7 @@ pub mod expr;
 pub mod family;
 mod inverse;
 pub mod kind;
+mod layer_lists;
 pub mod layout_file;
 pub mod layouts;
 pub mod library;
@@ -84,7 +85,7 @@ use self::{
     name::{member, name_group, names, naming},
     need::{counting, needed},
     repository::{generated, text_model},
-    split::{packed, whole},
+    split::{blocks, packed, styles, whole},
 };
 pub use crate::config::{
     Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern,

@@ -9,8 +9,8 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
-    canonical,
-    draft::{Bundled, Draft},
+    canonical::{self, Tabled},
+    draft::Bundled,
     experts::{models::ModelNames, single_expert},
     family::{Family, Generic},
     name_group::{NameGroup, fold},
@@ -21,6 +21,7 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
+    config::Mesh,
     tensor::{DType, TensorId, View, ViewError},
 };
 
@@ -72,7 +73,8 @@ pub(super) fn drafts(
     model: &ModelNames,
     (family, generic): (Option<&Family>, Generic),
     values: &Values<'_>,
-) -> Result<(Vec<Draft>, Vec<NameGroup>), Vec<Problem>> {
+    mesh: &Mesh,
+) -> Result<(Tabled, Vec<NameGroup>), Vec<Problem>> {
     let predicting = select::predicting(checkpoint, family);
     let is_beyond = |name: &str| {
         let parsed = super::naming::parse(name, &generic.words);
@@ -127,14 +129,14 @@ pub(super) fn drafts(
     if !problems.is_empty() {
         return Err(problems);
     }
-    let mut drafts = canonical::drafts_of(checkpoint, family.cloned(), generic, made.into_iter())?;
-    for draft in &mut drafts {
+    let mut tabled = canonical::drafts_of(checkpoint, family.cloned(), generic, made.into_iter(), mesh)?;
+    for draft in &mut tabled.drafts {
         draft.bundled = Bundled::ALWAYS;
         if fused.contains(&draft.name) {
             draft.roles.experts = Some(0);
         }
     }
-    Ok((drafts, fold(left_out, &[])))
+    Ok((tabled, fold(left_out, &[])))
 }
 
 fn unknown(name: &str, reason: &str) -> Problem {

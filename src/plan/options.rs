@@ -106,6 +106,8 @@ impl ViewOptions {
 pub struct ViewOptions {
     /// The devices.
     pub mesh: Mesh,
+    /// Mesh axes that are to split nothing.
+    pub replicate: Vec<String>,
     /// Names and shapes.
     pub layout: Layout,
     /// Whether `layout` is the user's choice. Otherwise it depends on the checkpoint.
@@ -194,6 +196,7 @@ impl ViewOptions {
         let allow = |allow: &Option<Allow>| allow.clone().unwrap_or_default();
         Ok(Self {
             mesh: settings.mesh.clone().unwrap_or_default(),
+            replicate: settings.replicate.clone(),
             layout: settings.layout.as_ref().map(Layout::of).transpose()?.unwrap_or_default(),
             chooses_layout: settings.layout.is_some(),
             dtype: settings.dtype.and_then(DtypeChoice::dtype),

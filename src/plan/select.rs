@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 use super::{
     LayerRanges,
     family::{Family, Generic, Words},
+    layer_lists::KeptLayers,
     member,
     name_group::{NameGroup, fold},
     naming,
@@ -133,11 +134,6 @@ pub(super) fn root(name: &str) -> String {
     name.to_owned()
 }
 
-/// Members of a configuration with one entry per layer.
-const PER_LAYER: [&str; 5] =
-    ["layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "moe_layer_freq"];
-/// Members that list numbers of layers.
-const LISTS_LAYERS: [&str; 1] = ["mlp_only_layers"];
 /// Members that count layers from the first.
 const COUNTS_FIRST: [&str; 2] = ["first_k_dense_replace", "max_window_layers"];
 /// Members that give layers a role by their number, unless they are 0 or 1, or the per-layer list gives the role
@@ -423,6 +419,32 @@ fn text_part(
     }
 }
 
+/// The layers that stay, of the model and of what predicts further tokens, and how many there were of both.
+fn kept_layers(base: &Checkpoint, subset: &Subset, layers: &[u64], dropped_mtp: bool) -> (Vec<u64>, u64) {
+    let declared = base.dialect().declared_layers.unwrap_or(0);
+    let predicting = MTP_COUNTS.iter().filter_map(|key| member::config_number(base, key)).max().unwrap_or(0);
+    let last = base.dialect().mtp_layers.last().map_or(0, |last| last.saturating_add(1));
+    let total = declared.saturating_add(predicting).max(last);
+    let mut kept = if subset.layers.is_some() {
+        layers.to_vec()
+    } else {
+        // A layer may have no tensors.
+        let predicting = layers.iter().copied().filter(|layer| *layer >= declared);
+        (0..declared).chain(predicting).collect()
+    };
+    // Those beside the layers, which stay unless they are all left out.
+    if !dropped_mtp && base.dialect().mtp_layers.is_empty() {
+        kept.extend(declared..total);
+    }
+    (kept, total)
+}
+
+/// Whether layers stay that predict further tokens and are no longer the next ones after the model's own.
+fn moves_predictors(base: &Checkpoint, kept: &[u64]) -> bool {
+    let mut numbered = kept.iter().enumerate().filter(|(_, layer)| base.dialect().mtp_layers.contains(layer));
+    numbered.any(|(place, layer)| place as u64 != *layer)
+}
+
 /// The configuration of the part, or the reason why there is none.
 fn configuration(
     base: &Checkpoint,
@@ -435,6 +457,9 @@ fn configuration(
     let mut config = config.clone();
     let nested = base.dialect().text_config.clone();
     let mut no_hf = None;
+    let declared = base.dialect().declared_layers;
+    let (kept, total) = kept_layers(base, subset, layers, dropped_mtp);
+    let predicting = kept.iter().filter(|layer| Some(**layer) >= declared).count();
     let mut members: Vec<&mut Map<String, Value>> = Vec::new();
     let Some(top) = config.as_object_mut() else { return (None, no_hf) };
     // The nested member is removed and inserted again, since both objects change.
@@ -445,13 +470,24 @@ fn configuration(
         if dropped_mtp {
             for count in MTP_COUNTS {
                 if members.contains_key(count) {
-                    members.insert(count.to_owned(), json!(0));
+                    members.insert(count.to_owned(), json!(predicting));
                 }
             }
         }
-        if subset.layers.is_some() {
-            let declared = base.dialect().declared_layers;
-            if let Err(reason) = cut_layers(members, layers, declared, subset.renumber, family) {
+        if !subset.renumber && moves_predictors(base, &kept) {
+            no_hf = no_hf.or_else(|| {
+                Some("layers that predict further tokens keep numbers that are not the next ones".to_owned())
+            });
+        }
+        let is_moved = subset.renumber && !kept.iter().copied().eq(0..kept.len() as u64);
+        if is_moved && base.raw().next().is_some() && names_layers(members) {
+            no_hf = no_hf.or_else(|| {
+                Some("quantization_config in config.json names layers by numbers, and these are others now".to_owned())
+            });
+        }
+        if let Some(declared) = declared.filter(|_| subset.layers.is_some() || dropped_mtp) {
+            let layers = (kept.as_slice(), declared, total);
+            if let Err(reason) = cut_layers(members, layers, subset.renumber, family) {
                 no_hf = no_hf.or(Some(reason));
             }
         }
@@ -462,15 +498,32 @@ fn configuration(
     (Some(config), no_hf)
 }
 
+/// Whether the settings of quantization tell single layers apart.
+fn names_layers(members: &Map<String, Value>) -> bool {
+    fn has_number(value: &Value) -> bool {
+        let is_numbered = |text: &str| text.split('.').any(|word| word.parse::<u64>().is_ok());
+        match value {
+            Value::String(text) => {
+                is_numbered(text) || (text.starts_with("re:") && text.contains(|c: char| c.is_ascii_digit()))
+            }
+            Value::Array(list) => list.iter().any(has_number),
+            Value::Object(inner) => inner.iter().any(|(key, value)| is_numbered(key) || has_number(value)),
+            Value::Null | Value::Bool(_) | Value::Number(_) => false,
+        }
+    }
+    ["quantization_config", "compression_config", "quantization"]
+        .iter()
+        .any(|key| members.get(*key).is_some_and(has_number))
+}
+
+/// `kept` are the layers that are there, of which those from `declared` on predict further tokens. There were `total` of both.
 fn cut_layers(
     members: &mut Map<String, Value>,
-    layers: &[u64],
-    declared: Option<u64>,
+    (kept, declared, total): (&[u64], u64, u64),
     renumber: bool,
     family: Option<&Family>,
 ) -> Result<(), String> {
-    let Some(declared) = declared else { return Ok(()) };
-    let layers: Vec<u64> = layers.iter().copied().filter(|layer| *layer < declared).collect();
+    let layers: Vec<u64> = kept.iter().copied().filter(|layer| *layer < declared).collect();
     let prefix = layers.iter().copied().eq(0..layers.len() as u64);
     if !prefix && !renumber {
         let first = layers.first().expect("no layers at all are the first ones");
@@ -479,6 +532,7 @@ fn cut_layers(
         ));
     }
     let mut reason = None;
+    let is_whole = layers.len() as u64 == declared;
     let typed = members.contains_key("layer_types");
     let number = |members: &Map<String, Value>, key: &str| members.get(key).and_then(Value::as_u64);
     if !prefix && COUNTS.iter().any(|key| members.contains_key(*key)) {
@@ -491,7 +545,7 @@ fn cut_layers(
             reason = Some(format!("config.json gives layers a role by number ({key}), and numbers are others now"));
         }
     }
-    if let Some(key) = FROM_LAST.iter().find(|key| number(members, key).is_some_and(|value| value > 0)) {
+    if let Some(key) = FROM_LAST.iter().find(|key| !is_whole && number(members, key).is_some_and(|value| value > 0)) {
         reason = Some(format!("config.json counts layers from the last ({key})"));
     }
     for key in COUNTS {
@@ -500,25 +554,10 @@ fn cut_layers(
         }
     }
     for key in COUNTS_FIRST {
-        if let Some(count) = number(members, key) {
+        if let Some(count) = number(members, key).filter(|_| !is_whole) {
             members.insert(key.to_owned(), json!(layers.iter().filter(|layer| **layer < count).count()));
         }
     }
-    for key in LISTS_LAYERS {
-        if let Some(list) = members.get(key).and_then(Value::as_array) {
-            let place = |value: &Value| layers.iter().position(|layer| Some(*layer) == value.as_u64());
-            let list: Vec<Value> = list.iter().filter_map(place).map(Value::from).collect();
-            members.insert(key.to_owned(), Value::Array(list));
-        }
-    }
-    for (key, value) in members.iter_mut() {
-        let Some(list) = value.as_array_mut().filter(|list| list.len() as u64 == declared) else { continue };
-        if PER_LAYER.contains(&key.as_str()) {
-            let cut = layers.iter().filter_map(|layer| list.get(usize::try_from(*layer).ok()?).cloned());
-            *list = cut.collect();
-        } else if key != "architectures" && declared > 1 {
-            reason = Some(format!("config.json has {key:?}, of as many entries as layers: not known how to cut it"));
-        }
-    }
-    reason.map_or(Ok(()), Err)
+    let cut = KeptLayers { layers: kept, declared, total }.cut(members);
+    reason.or(cut.err()).map_or(Ok(()), Err)
 }

@@ -46,11 +46,18 @@ pub(super) fn is_default(checkpoint: &Checkpoint) -> bool {
 pub(super) fn is_maxtext(checkpoint: &Checkpoint) -> bool {
     checkpoint.tensors().any(|(_, info)| {
         let is_decoder = info.name.contains("params.decoder.") || info.name.contains("params.token_embedder.");
-        is_decoder && MAXTEXT.iter().any(|(end, _)| ends_with(info.name, end))
+        // A tree of NNX has no collection, and its arrays are under a word of their own.
+        let is_nnx =
+            info.name.ends_with(VALUE) && info.name.split('.').any(|word| matches!(word, "decoder" | "token_embedder"));
+        (is_decoder || is_nnx) && MAXTEXT.iter().any(|(end, _)| ends_with(info.name, end))
     })
 }
 
+/// The last word of the leaves in a tree of NNX.
+const VALUE: &str = ".value";
+
 fn ends_with(name: &str, end: &str) -> bool {
+    let name = name.strip_suffix(VALUE).unwrap_or(name);
     // `pre_self_attention_layer_norm.scale` and `wi_0.kernel` alike: the last but one word may begin with anything for norms.
     let before = name.strip_suffix(end);
     before.is_some_and(|before| {

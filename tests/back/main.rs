@@ -479,3 +479,57 @@ fn a_generated_repository_is_split_and_tells_its_dtype() {
     }
     assert_eq!(seen, plan.tensors.len());
 }
+
+/// A file of these leaves under other names, and with empty tensors of `more` names.
+fn renamed(file: &Path, to: &Path, name: impl Fn(&str) -> String, more: &[&str]) {
+    let bytes = fs::read(file).unwrap();
+    let start = 8 + usize::try_from(u64::from_le_bytes(bytes[..8].try_into().unwrap())).unwrap();
+    let header: serde_json::Map<String, Value> = serde_json::from_slice(&bytes[8..start]).unwrap();
+    let leaves = header.into_iter().filter(|(key, _)| key != "__metadata__");
+    let mut leaves: serde_json::Map<String, Value> = leaves.map(|(key, value)| (name(&key), value)).collect();
+    let end = bytes.len() - start;
+    let empty = serde_json::json!({"dtype": "U32", "shape": [0], "data_offsets": [end, end]});
+    leaves.extend(more.iter().map(|name| ((*name).to_owned(), empty.clone())));
+    let header = serde_json::to_vec(&leaves).unwrap();
+    let len = u64::try_from(header.len()).unwrap().to_le_bytes();
+    fs::write(to, [&len[..], &header, &bytes[start..]].concat()).unwrap();
+}
+
+/// A tree of NNX has its arrays under the word `value`, no collection `params`, and perhaps a wrapper and state beside the weights.
+#[test]
+fn trees_of_nnx_are_the_same_checkpoint() {
+    let directory = TempDir::new().unwrap();
+    for layout in ["maxtext", "maxtext-unscanned"] {
+        let file = save(directory.path(), "llama3.1", layout, &[]);
+        let hf = |file: &Path| {
+            let checkpoint = with_config(file, "llama3.1", false);
+            let plan =
+                Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap_or_else(|error| panic!("{error}"));
+            (tensors(&checkpoint, &plan), plan.left_out.len())
+        };
+        let (expected, _) = hf(&file);
+        let state = ["decoder.dropout.rngs.params.count.value", "decoder.aqt.scale.value"];
+        for (prefix, more) in
+            [("", &[][..]), ("", &state), ("base.", &[]), ("model.", &["optimizer.opt_state.mu.x.value"])]
+        {
+            let other = directory.path().join("nnx.safetensors");
+            renamed(
+                &file,
+                &other,
+                |leaf| format!("{prefix}{}.value", leaf.strip_prefix("params.").unwrap_or(leaf)),
+                more,
+            );
+            let (found, left_out) = hf(&other);
+            assert!(found == expected, "{layout} {prefix}: {:?}", found.keys());
+            assert_eq!(left_out, more.len());
+        }
+        let other = directory.path().join("nnx.safetensors");
+        renamed(&file, &other, |leaf| format!("params.{leaf}.value"), &[]);
+        assert!(hf(&other).0 == expected, "{layout}: two collections");
+        // Names of nobody: no repository has them.
+        renamed(&file, &other, |leaf| format!("{}.array", leaf.strip_prefix("params.").unwrap_or(leaf)), &[]);
+        let checkpoint = with_config(&other, "llama3.1", false);
+        let error = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap_err().to_string();
+        assert!(error.contains("config.json") && error.contains("layers"), "{error}");
+    }
+}

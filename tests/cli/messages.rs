@@ -55,6 +55,30 @@ fn near_names_are_proposed_wherever_a_name_is_typed() {
 }
 
 #[test]
+fn a_mesh_in_pieces_and_devices_that_it_lacks_are_told_once() {
+    let fixture = Fixture::new();
+    let one_mesh = "there is one mesh, its axes separated by commas: --mesh fsdp=4,tensor=2";
+    let rows: &[(i32, &[&str], &str)] = &[
+        (2, &["plan", "model", "--mesh", "fsdp=4", "tensor=2"], one_mesh),
+        (2, &["plan", "--mesh", "fsdp=4,", "tensor=2", "model"], one_mesh),
+        (2, &["plan", "model", "--mesh", "fsdp=4", "--mesh", "tensor=2"], one_mesh),
+        (2, &["plan", "model", "--mesh=fsdp=4", "--mesh=tensor=2"], one_mesh),
+        (2, &["plan", "model", "again", "--mesh", "fsdp=4"], "unexpected argument 'again'"),
+        (
+            1,
+            &["plan", "model", "--devices", "0-1000", "--mesh", "fsdp=4"],
+            "error: --devices 0-1000: mesh fsdp=4 has 4 devices, 0 to 3\n",
+        ),
+        (1, &["plan", "model", "--devices", "0-3"], "--devices 0-3: there is no --mesh, so there is one device, 0\n"),
+    ];
+    for (code, args, message) in rows {
+        let ran = fixture.run(args);
+        assert_eq!(ran.code, *code, "{args:?}: {}", ran.err);
+        assert!(ran.err.contains(message), "{args:?}: expected {message:?}, found: {}", ran.err);
+    }
+}
+
+#[test]
 fn errors_in_files_show_the_marked_line() {
     let fixture = Fixture::new();
     fixture.write("a.toml", "source = \"model\"\n\nmehs = \"fsdp=2\"\n");

@@ -212,8 +212,13 @@ fn variants_that_are_not_decoded_stay_raw_by_name() {
     rotated.config["quantization_config"]["transform_config"] = json!({"config_groups": {"u": {"type": "hadamard"}}});
     rotated.stays_raw("compressed-tensors with transform_config", 1);
     let mut ahead = matrix(&integers(4, "group", Some(32), true));
+    ahead.config["quantization_config"]["ignore"] = json!(["re:("]);
+    ahead.stays_raw("compressed-tensors with \"re:(\", an expression that is not matched here", 1);
+    // Expressions that look ahead are evaluated: this one speaks of other modules.
     ahead.config["quantization_config"]["ignore"] = json!(["re:^(?!a).*"]);
-    ahead.stays_raw("compressed-tensors with \"re:^(?!a).*\", an expression that is not matched here", 1);
+    assert!(ahead.open().checkpoint.quantized().unsupported.is_empty());
+    ahead.config["quantization_config"]["ignore"] = json!(["re:(?!b)a"]);
+    assert!(ahead.open().decoded().is_empty());
     // The tensors have codes; the configuration says that there are none.
     let mut ignored = matrix(&integers(4, "group", Some(32), true));
     ignored.config["quantization_config"]["ignore"] = json!(["a"]);
@@ -389,6 +394,27 @@ fn each_module_belongs_to_one_group() {
     assert_eq!(schemes, expected);
     assert!(found.unsupported.is_empty());
     assert_eq!(found.schemes.len(), 3);
+}
+
+/// Under another prefix the codes would be read as those of all other modules.
+#[test]
+fn a_group_for_modules_that_are_not_there_is_named() {
+    for target in ["model.layers.0.mlp.down", "re:model\\..*down"] {
+        let groups = [
+            group("pack-quantized", &json!(["Linear"]), &integers(4, "group", Some(32), true)),
+            group("pack-quantized", &json!([target]), &integers(8, "group", Some(32), true)),
+        ];
+        let config = configured("pack-quantized", &groups, &json!([]));
+        let said = |module: &str, bits: u64| {
+            let repository = packed(Repository::new(config.clone()), module, (4, 64), bits, 2);
+            let opened = repository.open();
+            opened.checkpoint.quantized().unsupported.iter().map(|of| of.method.clone()).collect::<Vec<_>>()
+        };
+        let method =
+            format!("compressed-tensors, with a group of its own for {target:?}, which matches no module here");
+        assert_eq!(said("language_model.layers.0.mlp.down", 4), [method]);
+        assert!(said("model.layers.0.mlp.down", 8).is_empty());
+    }
 }
 
 #[test]

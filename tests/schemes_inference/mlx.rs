@@ -169,3 +169,22 @@ fn other_widths_and_modes_stay_raw_by_name() {
         .noise("a.global_scale", DType::F32, &[1])
         .stays_raw("mlx nvfp4 with global_scale", 1);
 }
+
+/// Under another prefix the codes would be read by the general settings: half or twice the columns.
+#[test]
+fn settings_of_a_module_that_is_not_there_are_named() {
+    let said = |key: &str, own: Value| {
+        let module = "language_model.model.layers.0.mlp.down_proj";
+        let repository = affine(repository(4, 128, "affine", &[(key, own)]), module, &[4, 128], (4, 128), DType::BF16);
+        let opened = repository.open();
+        opened.checkpoint.quantized().unsupported.iter().map(|of| of.method.clone()).collect::<Vec<_>>()
+    };
+    let own = || json!({"group_size": 64, "bits": 8});
+    for key in ["model.language_model.layers.0.mlp.down_proj", "layers.0.mlp.down_proj", "nobody"] {
+        let method = format!("mlx, whose configuration has settings of its own for {key:?}, which is no module here");
+        assert_eq!(said(key, own()), [method]);
+    }
+    // What says nothing else than the general settings does not matter.
+    assert!(said("nobody", json!({"group_size": 128, "bits": 4})).is_empty());
+    assert!(said("nobody", json!(false)).is_empty());
+}

@@ -39,6 +39,34 @@ fn a_configuration_without_codes_is_of_no_matter() {
     }
 }
 
+/// The configuration speaks of weights that are plain: it was left behind. That of a cache is none of weights.
+#[test]
+fn a_configuration_that_was_left_behind_is_known() {
+    for (config, stale) in [
+        (json!({"quant_method": "fp8", "weight_block_size": [128, 128]}), Some("fp8")),
+        (json!({"bits": 4, "group_size": 64}), Some("a quantization_config without quant_method")),
+        (json!({"quant_method": "modelopt", "quant_algo": null, "kv_cache_quant_algo": "FP8"}), None),
+        (json!(null), None),
+    ] {
+        let plain = Repository::new(config).noise("a.weight", DType::BF16, &[4, 4]).open();
+        assert_eq!(plain.checkpoint.quantized().stale.as_deref(), stale);
+    }
+}
+
+/// A list of modules may hold expressions: what cannot be used is not passed over.
+#[test]
+fn a_list_of_modules_with_a_damaged_expression_is_named() {
+    let with = |entry: &str| {
+        let config = json!({"quant_method": "fbgemm_fp8", "modules_to_not_convert": [entry]});
+        let repository = Repository::new(config).noise("a.weight", DType::F8E4M3, &[7, 37]);
+        repository.noise("a.weight_scale", DType::F32, &[7, 1]).open()
+    };
+    let said = with("model.(layers");
+    let said: Vec<_> = said.checkpoint.quantized().unsupported.iter().map(|of| of.method.clone()).collect();
+    assert_eq!(said, ["modules that \"model.(layers\" leaves out, an expression that cannot be used here"]);
+    assert!(with("(?!a)b").checkpoint.quantized().unsupported.is_empty());
+}
+
 /// As old repositories are, whose configuration was in a file of its own.
 #[test]
 fn codes_of_every_library_are_noticed_without_a_configuration() {

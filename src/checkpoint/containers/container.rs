@@ -12,16 +12,18 @@
 //! `open.rs`.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     fmt,
     sync::Arc,
 };
 
 use super::super::{
     choose::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX, at_top, is_safetensors},
-    file::FileRole,
+    copies::Copies,
+    file::{FileRole, IgnoreReason},
     folder::Folder,
     table::TensorTable,
+    weight_name::variant_of_index,
 };
 use crate::{
     format::orbax_state::TreeKey,
@@ -90,6 +92,16 @@ pub(in crate::checkpoint) struct Contents {
     pub(in crate::checkpoint) scan_layers: Option<bool>,
     /// What the names of the tensors do not tell.
     pub(in crate::checkpoint) tree: SavedTree,
+    /// Weight files that are not the model's after all.
+    pub(in crate::checkpoint) unused: Vec<(FileId, IgnoreReason)>,
+    /// Weight files that hold tensors which are not the model's.
+    pub(in crate::checkpoint) partial: BTreeSet<FileId>,
+    /// Whether the files are those of ranks.
+    pub(in crate::checkpoint) are_ranks: bool,
+    /// Number of files of ranks, if nothing in them says how many there were.
+    pub(in crate::checkpoint) uncounted: Option<usize>,
+    /// What the user should know.
+    pub(in crate::checkpoint) warnings: Vec<String>,
 }
 
 impl Contents {
@@ -103,7 +115,23 @@ impl Contents {
             source: None,
             scan_layers: None,
             tree: SavedTree::default(),
+            unused: Vec::new(),
+            partial: BTreeSet::new(),
+            are_ranks: false,
+            uncounted: None,
+            warnings: Vec::new(),
         }
+    }
+
+    /// Notes that these weight files are left out.
+    pub(in crate::checkpoint) fn leave_out(&mut self, files: impl IntoIterator<Item = FileId>, reason: IgnoreReason) {
+        self.unused.extend(files.into_iter().map(|file| (file, reason)));
+    }
+
+    /// Notes the copies that are left out.
+    pub(in crate::checkpoint) fn take(&mut self, copies: Copies) {
+        self.partial.extend(copies.files());
+        self.warnings.extend(copies.warnings);
     }
 }
 
@@ -131,10 +159,11 @@ impl Container {
             return Some(Self::Dcp);
         }
         let any = |suffix: &str| top().any(|file| file.path.ends_with(suffix));
-        if any(".safetensors") || any(INDEX_SUFFIX) {
+        let indexed = |suffix: &str| top().any(|file| variant_of_index(&file.path, suffix).is_some());
+        if any(".safetensors") || indexed(INDEX_SUFFIX) {
             return Some(Self::Safetensors);
         }
-        let torch = top().any(|file| is_torch(&file.path)) || any(TORCH_INDEX_SUFFIX);
+        let torch = top().any(|file| is_torch(&file.path)) || indexed(TORCH_INDEX_SUFFIX);
         torch.then_some(Self::Torch)
     }
 }

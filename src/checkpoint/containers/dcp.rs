@@ -1,7 +1,10 @@
 //! Directories of `torch.distributed.checkpoint`, of both kinds: `.metadata` with `*.distcp` files, whose segments are archives
 //! of `torch.save`, and safetensors files that say where their tensors are in the whole.
 
-use std::collections::HashMap;
+use std::{
+    collections::{BTreeSet, HashMap, HashSet},
+    path::Path,
+};
 
 use super::super::{
     archive::{self, ArchiveSpan},
@@ -11,11 +14,12 @@ use super::super::{
     mosaic::{Missing, MosaicBuilder, StoredBox},
     prefix::is_optimizer_state,
     problem::{Expected, Problem, Problems},
+    table::TensorTable,
     text::JSON_FILE_BYTES_MAX,
 };
 use crate::{
     format::{
-        dcp_state::{DcpChunk, DcpState, DcpTensor, SHARDING_INFO},
+        dcp_state::{DcpChunk, DcpState, DcpTensor, FILES_OF_SHARDS, SHARDING_INFO},
         safetensors::Header,
     },
     source::FileId,
@@ -38,10 +42,11 @@ pub(in crate::checkpoint) fn is_sharded(header: &Header) -> bool {
     header.metadata().iter().any(|(key, _)| key == SHARDING_INFO)
 }
 
-/// Reads a directory of safetensors files.
+/// Reads a directory of safetensors files, or one file `alone`.
 pub(in crate::checkpoint) fn read_safetensors(
     files: &PinnedFiles<'_>,
     headers: &[(FileId, Header)],
+    alone: bool,
     problems: &mut Problems,
 ) -> Contents {
     let named = headers.iter().map(|(id, header)| (files.path(*id), header));
@@ -52,15 +57,62 @@ pub(in crate::checkpoint) fn read_safetensors(
             DcpState::default()
         }
     };
+    if alone && state.has_parts {
+        let directory = files.source.path(FileId(0)).parent().unwrap_or(Path::new("."));
+        let message = format!(
+            "one of several files that hold parts of the same tensors (DCP_SHARDING_INFO); give the directory {}",
+            directory.display()
+        );
+        problems.push(Problem::Container { file: files.path(FileId(0)).to_owned(), message });
+        return Contents::new(Container::Dcp, TensorTable::default());
+    }
+    // Files that all hold every tensor whole are of use one by one.
+    let counts = !alone && (state.has_parts || state.lacks_shapes);
+    if counts && let Err(message) = count_files(files, headers) {
+        problems.push(Problem::Container { file: SHARDING_INFO.to_owned(), message });
+    }
     let mut builder = MosaicBuilder::new(files.source, problems);
     for tensor in &state.tensors {
-        let boxes = tensor.chunks.iter().map(|chunk| {
-            let (file, _) = headers[chunk.segment.file as usize];
-            stored(file, chunk.segment.offset, chunk, row_major(&chunk.sizes))
-        });
+        // Replicas of a part are the same part: torch too reads one of them.
+        let mut parts = HashSet::with_capacity(tensor.chunks.len());
+        let chunks = tensor.chunks.iter().filter(|chunk| parts.insert((&chunk.offsets, &chunk.sizes)));
+        let boxes: Vec<StoredBox> = chunks
+            .map(|chunk| {
+                let (file, _) = headers[chunk.segment.file as usize];
+                stored(file, chunk.segment.offset, chunk, row_major(&chunk.sizes))
+            })
+            .collect();
         builder.add(&tensor.name, tensor.dtype, &tensor.shape, boxes, Missing::Refused);
     }
-    Contents::new(Container::Dcp, builder.finish())
+    let mut contents = Contents::new(Container::Dcp, builder.finish());
+    contents.are_ranks = true;
+    let is_counted = headers.iter().flat_map(|(_, header)| header.metadata()).any(|(key, _)| key == FILES_OF_SHARDS);
+    contents.uncounted = (!alone && !is_counted && state.lacks_shapes).then_some(headers.len());
+    contents
+}
+
+/// Compares the number of files with what they say of it, or with the numbers in their names.
+fn count_files(files: &PinnedFiles<'_>, headers: &[(FileId, Header)]) -> Result<(), String> {
+    let said = headers.iter().flat_map(|(_, header)| header.metadata()).find(|(key, _)| key == FILES_OF_SHARDS);
+    if let Some(count) = said.and_then(|(_, count)| count.parse::<usize>().ok()) {
+        let found = headers.iter().filter(|(_, header)| is_sharded(header)).count();
+        let names: Vec<&str> = headers.iter().map(|(id, _)| files.path(*id)).take(4).collect();
+        let hint = "open a directory that holds the files of all ranks";
+        return if found == count {
+            Ok(())
+        } else {
+            Err(format!("expected {count} files of shards, found {found} ({}): {hint}", names.join(", ")))
+        };
+    }
+    let ranks: BTreeSet<u64> = headers.iter().filter_map(|(id, _)| rank_of(files.path(*id))).collect();
+    let Some(last) = ranks.last() else { return Ok(()) };
+    let missing = (1..*last).find(|rank| !ranks.contains(rank));
+    missing.map_or(Ok(()), |rank| Err(format!("expected files of ranks 1 to {last}, found none of rank {rank}")))
+}
+
+/// The rank in the names of torch's files: `shard-00003-model-00001-of-00001.safetensors`.
+fn rank_of(path: &str) -> Option<u64> {
+    path.strip_prefix("shard-")?.split_once("-model-")?.0.parse().ok()
 }
 
 fn stored(file: FileId, start: u64, chunk: &DcpChunk, strides: PerAxis) -> StoredBox {

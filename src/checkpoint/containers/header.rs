@@ -1,6 +1,9 @@
 //! The headers of weight files, and the table of their tensors, checked against the index.
 
-use std::{cmp::Ordering, collections::BTreeSet};
+use std::{
+    cmp::Ordering,
+    collections::{BTreeSet, HashSet},
+};
 
 use rayon::slice::ParallelSliceMut;
 
@@ -34,9 +37,14 @@ pub(in crate::checkpoint) fn read_header(source: &dyn Source, file: FileId) -> R
     Header::parse(&json, file_bytes).map_err(ReadHeader::Header)
 }
 
-/// The tensors of these files, in this order.
-pub(in crate::checkpoint) fn table_of(headers: &[(FileId, Header)], problems: &mut Problems) -> TensorTable {
-    TensorTable::new(rows(headers)).unwrap_or_else(|| {
+/// The tensors of these files that are kept, in this order.
+pub(in crate::checkpoint) fn table_of(
+    headers: &[(FileId, Header)],
+    keeps: &dyn Fn(FileId, &str) -> bool,
+    problems: &mut Problems,
+) -> TensorTable {
+    let rows = rows(headers).filter(|row| keeps(row.file(), row.name));
+    TensorTable::new(rows).unwrap_or_else(|| {
         problems.push(Problem::TooLarge);
         TensorTable::default()
     })
@@ -78,26 +86,13 @@ impl<'a> WeightFiles<'a> {
         self.path(tensor.first_file().expect("headers have stored tensors only"))
     }
 
-    /// Two tensors of one name.
-    pub(in crate::checkpoint) fn find_duplicates(&self, table: &TensorTable, problems: &mut Problems) {
-        for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
-            let (first, second) = (table.tensor(first), table.tensor(second));
-            if first.name == second.name {
-                problems.push(Problem::Duplicate {
-                    tensor: first.name.to_owned(),
-                    first: self.path_of(&first).to_owned(),
-                    second: self.path_of(&second).to_owned(),
-                });
-            }
-        }
-    }
-
-    /// Compares index and headers in both directions: one walk over both, sorted by name.
+    /// Compares index and headers in both directions: one walk over both, sorted by name. Of the `decided` names the user has
+    /// chosen another copy.
     pub(in crate::checkpoint) fn compare_with_index(
         &self,
         index_name: &str,
         index: &Index<'_>,
-        table: &TensorTable,
+        (table, decided): (&TensorTable, &HashSet<String>),
         broken: &BTreeSet<String>,
         problems: &mut Problems,
     ) {
@@ -125,7 +120,9 @@ impl<'a> WeightFiles<'a> {
                     tensor: tensor.name.to_owned(),
                     file: self.path_of(&tensor).to_owned(),
                 }),
-                (Some((name, expected)), Some(tensor)) if expected != self.path_of(&tensor) => {
+                (Some((name, expected)), Some(tensor))
+                    if expected != self.path_of(&tensor) && !decided.contains(name) =>
+                {
                     problems.push(Problem::InOtherFile {
                         tensor: name.to_owned(),
                         expected: expected.to_owned(),

@@ -6,19 +6,29 @@ use std::collections::{BTreeMap, BTreeSet};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use super::super::{
-    choose::{choose_index, choose_indexed, choose_single, choose_unindexed, is_safetensors},
+    choose::{
+        INDEX_SUFFIX, Indexed, SINGLE_INDEX, choose_index, choose_indexed, choose_single, choose_unindexed,
+        choose_variant, is_safetensors,
+    },
     container::{Container, Contents},
+    copies::{self, Row},
     dcp,
+    file::IgnoreReason,
     folder::{Folder, PinnedFiles},
     foreign,
     header::{ReadHeader, WeightFiles, read_header, table_of},
     index::Index,
+    options::Duplicates,
     problem::{CheckpointError, Problem, Problems},
+    table::TensorTable,
 };
+use crate::{format::safetensors::Header, source::FileId};
 
 /// The name and the text of the index, if there is one.
 pub(in crate::checkpoint) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
-    let Some(name) = choose_index(&folder.located.path, &folder.files)? else { return Ok(None) };
+    let of = Indexed { suffix: INDEX_SUFFIX, usual: SINGLE_INDEX, is_weights: is_safetensors };
+    let found = choose_index(&folder.located.path, &folder.files, of, folder.variant.as_deref())?;
+    let Some(name) = found else { return Ok(None) };
     let text = folder.read(&name)?.unwrap_or_else(|| Err("not there".into()));
     match text {
         Ok(text) => Ok(Some((name, text))),
@@ -38,7 +48,11 @@ pub(in crate::checkpoint) fn choose<'a>(
     index: Option<(&'a str, Index<'a>)>,
 ) -> Result<Option<(&'a str, Index<'a>)>, CheckpointError> {
     let mut single = false;
+    let variant = folder.variant.clone();
     let index = index.filter(|(name, index)| {
+        if variant.is_some() {
+            return true;
+        }
         let warning = choose_single(name, index, &mut folder.files);
         single = warning.is_some();
         folder.warnings.extend(warning);
@@ -47,19 +61,25 @@ pub(in crate::checkpoint) fn choose<'a>(
     match &index {
         Some((name, index)) => choose_indexed(name, index, &mut folder.files, &is_safetensors, &mut folder.problems),
         None if single => {}
-        None => match choose_unindexed(&folder.located.path, &mut folder.files, &mut folder.problems) {
-            Err(error) if folder.problems.is_empty() => return Err(error),
-            // An unreadable file explains the absence of others.
-            Ok(()) | Err(_) => {}
-        },
+        None => {
+            if let Some(variant) = &variant {
+                choose_variant(&folder.located.path, &mut folder.files, &is_safetensors, variant)?;
+            }
+            match choose_unindexed(&folder.located.path, &mut folder.files) {
+                Err(error) if folder.problems.is_empty() => return Err(error),
+                // An unreadable file explains the absence of others.
+                Ok(()) | Err(_) => {}
+            }
+        }
     }
     Ok(index)
 }
 
-/// Reads the headers of the weight files, and compares them with the index.
+/// Reads the headers of the weight files, and compares them with the index. `alone` if the checkpoint is a single file.
 pub(in crate::checkpoint) fn read(
     files: &PinnedFiles<'_>,
     index: Option<&(&str, Index<'_>)>,
+    (duplicates, alone): (Option<Duplicates>, bool),
     problems: &mut Problems,
 ) -> Contents {
     let ids: Vec<_> = files.ids().collect();
@@ -84,13 +104,26 @@ pub(in crate::checkpoint) fn read(
     let file_metadata = headers.iter().map(|(id, header)| (*id, header.metadata().to_vec()));
     let file_metadata: BTreeMap<_, _> = file_metadata.filter(|(_, metadata)| !metadata.is_empty()).collect();
     if headers.iter().any(|(_, header)| dcp::is_sharded(header)) {
-        return Contents { file_metadata, ..dcp::read_safetensors(files, &headers, problems) };
+        return Contents { file_metadata, ..dcp::read_safetensors(files, &headers, alone, problems) };
     }
-    let table = table_of(&headers, problems);
-    let weights = WeightFiles { files: files.files, weights: files.weights };
-    weights.find_duplicates(&table, problems);
+    let path = |id: FileId| files.path(id);
+    let mut contents = Contents { file_metadata, ..Contents::new(Container::Safetensors, TensorTable::default()) };
+    if index.is_none() {
+        let variants = copies::variants(&rows_of(&headers), &path);
+        headers.retain(|(id, _)| !variants.contains(id));
+        contents.leave_out(variants, IgnoreReason::OtherVariant);
+    }
+    let copies = copies::choose(rows_of(&headers), &path, index.map(|(_, index)| index), duplicates, problems);
+    contents.table = table_of(&headers, &|id, name| copies.keeps(id, name), problems);
     if let Some((name, index)) = index {
-        weights.compare_with_index(name, index, &table, &broken, problems);
+        let weights = WeightFiles { files: files.files, weights: files.weights };
+        weights.compare_with_index(name, index, (&contents.table, &copies.decided), &broken, problems);
     }
-    Contents { file_metadata, ..Contents::new(Container::Safetensors, table) }
+    contents.take(copies);
+    contents
+}
+
+/// The tensors of these files.
+fn rows_of(headers: &[(FileId, Header)]) -> Vec<Row<'_>> {
+    headers.iter().flat_map(|(id, header)| header.tensors().map(|tensor| (tensor.name, *id))).collect()
 }

@@ -1,18 +1,23 @@
 //! Files of `torch.save`: a `.pt`, `.pth` or `.bin` file, or a repository whose weights are in such files.
 
+use std::collections::BTreeSet;
+
 use super::super::{
     archive::{self, ArchiveSpan},
-    choose::{TORCH_INDEX_SUFFIX, at_top, choose_indexed},
+    choose::{Indexed, TORCH_INDEX_SUFFIX, at_top, choose_index, choose_indexed, choose_variant},
     container::{Container, Contents, LeftOut, is_torch},
+    copies::{self, Row},
     file::{FileRole, IgnoreReason},
     folder::{Folder, PinnedFiles},
     foreign,
     header::WeightFiles,
     index::Index,
     mosaic::{Missing, MosaicBuilder, StoredBox},
+    options::Duplicates,
     prefix::is_optimizer_state,
     problem::{CheckpointError, Problem, Problems},
     safetensors::unusable,
+    weight_name::WeightName,
 };
 use crate::{source::FileId, tensor::PerAxis};
 
@@ -24,17 +29,9 @@ const UNNAMED: &str = "tensor";
 
 /// The name and the text of the index, if there is one.
 pub(in crate::checkpoint) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
-    let is_index = |path: &str| at_top(path) && path.ends_with(TORCH_INDEX_SUFFIX);
-    let found = folder.files.iter().filter(|file| file.role == FileRole::Other && is_index(&file.path));
-    let names: Vec<String> = found.map(|file| file.path.clone()).collect();
-    let usual = names.iter().find(|name| name.as_str() == "pytorch_model.bin.index.json");
-    let name = match (usual, &names[..]) {
-        (Some(name), _) | (None, [name]) => name.clone(),
-        (None, []) => return Ok(None),
-        (None, [..]) => {
-            return Err(CheckpointError::SeveralIndexes { root: folder.located.path.clone(), indexes: names });
-        }
-    };
+    let of = Indexed { suffix: TORCH_INDEX_SUFFIX, usual: "pytorch_model.bin.index.json", is_weights: is_torch };
+    let found = choose_index(&folder.located.path, &folder.files, of, folder.variant.as_deref())?;
+    let Some(name) = found else { return Ok(None) };
     match folder.read(&name)?.unwrap_or_else(|| Err("not there".into())) {
         Ok(text) => Ok(Some((name, text))),
         Err(message) => Err(unusable(folder, name, message)),
@@ -50,16 +47,23 @@ pub(in crate::checkpoint) fn choose(
         choose_indexed(name, index, &mut folder.files, &is_torch, &mut folder.problems);
         return Ok(());
     }
+    if let Some(variant) = folder.variant.clone() {
+        choose_variant(&folder.located.path, &mut folder.files, &is_torch, &variant)?;
+    }
     let is_companion = |path: &str| COMPANIONS.contains(&path) || path.starts_with("rng_state");
     let is_candidate = |path: &str| at_top(path) && is_torch(path) && !is_companion(path);
     let candidates = folder.files.iter().filter(|file| file.role == FileRole::Other && is_candidate(&file.path));
     let candidates: Vec<&str> = candidates.map(|file| file.path.as_str()).collect();
-    let set: Vec<&str> = candidates.iter().copied().filter(|path| path.starts_with("pytorch_model")).collect();
+    let mut set: Vec<&str> = candidates.iter().copied().filter(|path| path.starts_with("pytorch_model")).collect();
+    if set.is_empty() {
+        set = one_set(&candidates);
+    }
     let chosen: Vec<String> = match (&candidates[..], &set[..]) {
         ([only], _) | (_, [only]) => vec![(*only).to_owned()],
         (_, [_, ..]) => set.iter().map(|path| (*path).to_owned()).collect(),
         _ => {
-            let (root, found) = (folder.located.path.clone(), foreign::of_torch_files(&candidates));
+            let root = folder.located.path.clone();
+            let found = foreign::of_torch_files(&candidates).map(str::to_owned).or_else(|| variants_of(&candidates));
             let files = candidates.iter().map(|path| (*path).to_owned()).collect();
             return Err(CheckpointError::SeveralFiles { root, files, found });
         }
@@ -71,20 +75,51 @@ pub(in crate::checkpoint) fn choose(
     Ok(())
 }
 
+/// These files, if all of them are one numbered set or variants of one.
+fn one_set<'a>(paths: &[&'a str]) -> Vec<&'a str> {
+    let names: Option<Vec<WeightName<'_>>> = paths.iter().map(|path| WeightName::of(path)).collect();
+    let names = names.unwrap_or_default();
+    let stems: BTreeSet<&str> = names.iter().map(|name| name.stem).collect();
+    // Of other names, those of a user's own files, nobody knows what a word after a dot means.
+    let has_plain = names.iter().any(|name| name.variant.is_none() && name.stem.ends_with("model"));
+    let are_numbered = names.iter().all(|name| name.number.is_some());
+    let is_set = stems.len() == 1 && !stems.contains("") && (are_numbered || has_plain);
+    if is_set { paths.to_vec() } else { Vec::new() }
+}
+
+/// What to do about files that are variants of the same weights.
+fn variants_of(paths: &[&str]) -> Option<String> {
+    let variants: BTreeSet<&str> = paths.iter().filter_map(|path| WeightName::of(path)?.variant).collect();
+    let flags: Vec<String> = variants.into_iter().map(|variant| format!("--variant {variant}")).collect();
+    (!flags.is_empty()).then(|| format!("several files of torch.save; give one of them, or {}", flags.join(" or ")))
+}
+
 /// Reads the weight files, and compares them with the index.
 pub(in crate::checkpoint) fn read(
     files: &PinnedFiles<'_>,
     index: Option<&(&str, Index<'_>)>,
-    training_state: bool,
+    (training_state, duplicates): (bool, Option<Duplicates>),
     problems: &mut Problems,
 ) -> Contents {
     let items: Vec<ArchiveSpan> =
         files.ids().map(|file| ArchiveSpan { file, start: 0, len: files.source.len_bytes(file) }).collect();
     let read = archive::read_items(files.source, &items);
+    let path = |id: FileId| files.path(id);
+    let rows = || -> Vec<Row<'_>> {
+        let found = items.iter().zip(&read).filter_map(|(item, found)| Some((item.file, found.as_ref().ok()?)));
+        let all = found.flat_map(|(file, found)| found.tensors.iter().map(move |saved| (saved.name.as_str(), file)));
+        all.filter(|(name, _)| training_state || !is_optimizer_state(name)).collect()
+    };
+    let variants = if index.is_none() { copies::variants(&rows(), &path) } else { BTreeSet::new() };
+    let own: Vec<Row<'_>> = rows().into_iter().filter(|(_, file)| !variants.contains(file)).collect();
+    let copies = copies::choose(own, &path, index.map(|(_, index)| index), duplicates, problems);
     let mut builder = MosaicBuilder::new(files.source, problems);
     let mut left_out = Vec::new();
-    let mut broken = std::collections::BTreeSet::new();
+    let mut broken = BTreeSet::new();
     for (item, found) in items.iter().zip(read) {
+        if variants.contains(&item.file) {
+            continue;
+        }
         let found = match found {
             Ok(found) => found,
             Err(message) => {
@@ -103,6 +138,9 @@ pub(in crate::checkpoint) fn read(
                 left_out.push(LeftOut { name: saved.name, kind });
                 continue;
             }
+            if !copies.keeps(item.file, &saved.name) {
+                continue;
+            }
             let name = if saved.name.is_empty() { UNNAMED } else { &saved.name };
             builder.add(name, saved.dtype, &saved.shape, [whole(item.file, &saved)], Missing::Refused);
         }
@@ -111,9 +149,12 @@ pub(in crate::checkpoint) fn read(
     let table = builder.finish();
     if let Some((name, index)) = index {
         let weights = WeightFiles { files: files.files, weights: files.weights };
-        weights.compare_with_index(name, index, &table, &broken, problems);
+        weights.compare_with_index(name, index, (&table, &copies.decided), &broken, problems);
     }
-    Contents { left_out, ..Contents::new(Container::Torch, table) }
+    let mut contents = Contents { left_out, ..Contents::new(Container::Torch, table) };
+    contents.leave_out(variants, IgnoreReason::OtherVariant);
+    contents.take(copies);
+    contents
 }
 
 /// The box that a saved tensor is.

@@ -97,7 +97,7 @@ pub struct Dialect {
 }
 
 /// Words before a layer number.
-const LAYER_WORDS: [&str; 6] = ["layers", "layer", "h", "blocks", "block", "decoder_layers"];
+const LAYER_WORDS: [&str; 8] = ["layers", "layer", "h", "blocks", "block", "decoder_layers", "resblocks", "encoders"];
 
 /// Names of the member with the text model's configuration, if the model has more parts than that.
 const TEXT_CONFIGS: [&str; 5] = ["text_config", "llm_config", "language_config", "thinker_config", "text_model"];
@@ -117,7 +117,7 @@ fn text_config(config: Option<&Value>) -> Option<(&'static str, &Value)> {
 }
 
 /// A member of the configuration that is not null. The text model's own member has precedence over the whole model's.
-fn lookup<'a>(config: Option<&'a Value>, key: &str) -> Option<&'a Value> {
+pub(in crate::checkpoint) fn lookup<'a>(config: Option<&'a Value>, key: &str) -> Option<&'a Value> {
     let told = |of: &'a Value| of.get(key).filter(|value| !value.is_null());
     text_config(config).and_then(|(_, text)| told(text)).or_else(|| told(config?))
 }

@@ -1,12 +1,16 @@
 //! Whether an output head is the embedding, decided as in transformers: by `config.json`, and otherwise by the model's
 //! type. The types are data, in `tied.toml`.
 
-use std::sync::LazyLock;
+use std::{
+    collections::HashMap,
+    sync::{Arc, LazyLock, Mutex},
+};
 
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::super::table::TensorTable;
+use crate::tensor::TensorId;
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -30,12 +34,20 @@ pub(in crate::checkpoint) struct Tie {
     pub(in crate::checkpoint) tied: bool,
 }
 
+/// What was compared already, by the ids of head and embedding: whether they are equal.
+#[derive(Clone, Debug, Default)]
+pub(in crate::checkpoint) struct ComparedHeads(
+    pub(in crate::checkpoint) Arc<Mutex<HashMap<(TensorId, TensorId), bool>>>,
+);
+
 /// Words in the names of classes with an output head.
 const HEADED: [&str; 3] = ["LMHead", "ForCausalLM", "ForConditionalGeneration"];
 
+/// Members that say whether the head is the embedding. The second is LFM2's.
+const TIES: [&str; 2] = ["tie_word_embeddings", "tie_embedding"];
+
 fn word(config: &Value) -> Option<bool> {
-    // The second word is LFM2's.
-    ["tie_word_embeddings", "tie_embedding"].iter().find_map(|key| config.get(key)?.as_bool())
+    TIES.iter().find_map(|key| config.get(key)?.as_bool())
 }
 
 impl Tie {
@@ -66,6 +78,25 @@ impl Tie {
         };
         Self { declared, tied: declared.unwrap_or(default) }
     }
+}
+
+/// The configuration, saying that the output head is a tensor of its own. `nested` is the member with the text model's own. `None`
+/// where the model's type ties it whatever the configuration says.
+pub(in crate::checkpoint) fn untied(config: &Value, nested: Option<&str>, architectures: &[String]) -> Option<Value> {
+    let mut config = config.clone();
+    let members = config.as_object_mut()?;
+    members.insert(TIES[0].to_owned(), Value::Bool(false));
+    let text = nested.and_then(|nested| members.get_mut(nested)).and_then(Value::as_object_mut);
+    for member in text.into_iter().flat_map(|text| text.iter_mut()) {
+        if TIES.contains(&member.0.as_str()) {
+            *member.1 = Value::Bool(false);
+        }
+    }
+    if let Some(other) = members.get_mut(TIES[1]) {
+        *other = Value::Bool(false);
+    }
+    let tie = Tie::of(Some(&config), nested.and_then(|nested| config.get(nested)), architectures);
+    (!tie.tied).then_some(config)
 }
 
 /// The name of the embedding that serves as output head. Of several, the one with the shortest name.

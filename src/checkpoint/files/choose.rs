@@ -12,6 +12,7 @@ use super::super::{
     index::{Index, stays_inside},
     listing::{Listed, Opening},
     problem::{CheckpointError, Expected, Problem, Problems},
+    weight_name::{WeightName, is_any_index, variant_of_index},
 };
 
 /// The configuration of a model.
@@ -19,6 +20,9 @@ pub(in crate::checkpoint) const CONFIG: &str = "config.json";
 
 /// How the names of indexes end.
 pub(in crate::checkpoint) const INDEX_SUFFIX: &str = ".safetensors.index.json";
+
+/// The index that transformers writes.
+pub(in crate::checkpoint) const SINGLE_INDEX: &str = "model.safetensors.index.json";
 
 /// How the names of indexes of files of `torch.save` end.
 pub(in crate::checkpoint) const TORCH_INDEX_SUFFIX: &str = ".bin.index.json";
@@ -46,7 +50,7 @@ pub(in crate::checkpoint) fn leave_out_links(
 ) {
     for file in files {
         let Some(target) = file.outside().map(Path::to_owned).filter(|_| left_out(file)) else { continue };
-        let decides = file.path == CONFIG || (at_top(&file.path) && file.path.ends_with(INDEX_SUFFIX));
+        let decides = file.path == CONFIG || (at_top(&file.path) && is_any_index(&file.path));
         let as_if = if decides { ", as if it were not there" } else { "" };
         warnings.push(format!(
             "{:?}: left out{as_if}: symbolic link to {}, outside the repository; --follow-symlinks reads it",
@@ -71,33 +75,89 @@ pub(in crate::checkpoint) fn is_second_copy(path: &str) -> bool {
     path.starts_with("consolidated")
 }
 
-/// The index: `model.safetensors.index.json`, or the only other one.
-pub(in crate::checkpoint) fn choose_index(root: &Path, files: &[Listed]) -> Result<Option<String>, CheckpointError> {
-    const USUAL: &str = "model.safetensors.index.json";
-    let mut indexes: Vec<&str> = files
-        .iter()
-        .filter(|file| file.role == FileRole::Other && at_top(&file.path))
-        .map(|file| file.path.as_str())
-        .filter(|path| path.ends_with(INDEX_SUFFIX))
-        .collect();
-    if indexes.contains(&USUAL) {
-        return Ok(Some(USUAL.to_owned()));
-    }
-    let has_others = files.iter().any(|file| {
-        at_top(&file.path) && is_safetensors(&file.path) && !is_second_copy(&file.path) && file.role == FileRole::Other
-    });
-    if has_others || indexes.len() > 1 {
-        // The index of a second copy does not describe the first copy.
-        indexes.retain(|path| !is_second_copy(path));
+/// The files that an index describes: how its name ends, its usual name, and the names of the files.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::checkpoint) struct Indexed {
+    pub(in crate::checkpoint) suffix: &'static str,
+    pub(in crate::checkpoint) usual: &'static str,
+    pub(in crate::checkpoint) is_weights: fn(&str) -> bool,
+}
+
+/// The index of the `variant`, or else the usual one, or the only other one. The index of a variant counts where there are no
+/// files of the same name without one.
+pub(in crate::checkpoint) fn choose_index(
+    root: &Path,
+    files: &[Listed],
+    of: Indexed,
+    variant: Option<&str>,
+) -> Result<Option<String>, CheckpointError> {
+    let top = || files.iter().filter(|file| file.role == FileRole::Other && at_top(&file.path)).map(|file| &*file.path);
+    let mut indexes: Vec<(&str, Option<&str>)> =
+        top().filter_map(|path| Some((path, variant_of_index(path, of.suffix)?))).collect();
+    if let Some(variant) = variant {
+        indexes.retain(|(_, own)| *own == Some(variant));
+    } else if indexes.iter().any(|(path, _)| *path == of.usual) {
+        return Ok(Some(of.usual.to_owned()));
+    } else {
+        let weights = || top().filter(|path| (of.is_weights)(path) && !is_second_copy(path));
+        if weights().next().is_some() || indexes.len() > 1 {
+            // The index of a second copy does not describe the first copy.
+            indexes.retain(|(path, _)| !is_second_copy(path));
+        }
+        let is_plain = |index: &str| {
+            let stem = index.split_once('.').map_or(index, |(stem, _)| stem);
+            weights().filter_map(WeightName::of).any(|name| name.variant.is_none() && name.stem == stem)
+        };
+        if indexes.iter().any(|(_, own)| own.is_none()) {
+            indexes.retain(|(_, own)| own.is_none());
+        } else {
+            indexes.retain(|(path, _)| !is_plain(path));
+        }
     }
     match indexes[..] {
         [] => Ok(None),
-        [only] => Ok(Some(only.to_owned())),
-        _ => Err(CheckpointError::SeveralIndexes {
-            root: root.to_path_buf(),
-            indexes: indexes.into_iter().map(str::to_owned).collect(),
-        }),
+        [(only, _)] => Ok(Some(only.to_owned())),
+        _ => {
+            let variants: BTreeSet<&str> = indexes.iter().filter_map(|(_, variant)| *variant).collect();
+            Err(CheckpointError::SeveralIndexes {
+                root: root.to_path_buf(),
+                usual: of.usual,
+                advice: variant_advice(variants),
+                indexes: indexes.into_iter().map(|(path, _)| path.to_owned()).collect(),
+            })
+        }
     }
+}
+
+/// The proposal of these variants. Empty if there is none.
+fn variant_advice(variants: BTreeSet<&str>) -> String {
+    let flags: Vec<String> = variants.into_iter().map(|variant| format!("--variant {variant}")).collect();
+    if flags.is_empty() { String::new() } else { format!("; choose with {}", flags.join(" or ")) }
+}
+
+/// Leaves out the weights of other variants than this.
+///
+/// # Errors
+/// There are none of this variant; the error lists those that there are.
+pub(in crate::checkpoint) fn choose_variant(
+    root: &Path,
+    files: &mut [Listed],
+    is_weights: &dyn Fn(&str) -> bool,
+    variant: &str,
+) -> Result<(), CheckpointError> {
+    let usable = |file: &Listed| file.role == FileRole::Other && at_top(&file.path) && is_weights(&file.path);
+    let variant_of = |file: &Listed| WeightName::of(&file.path)?.variant.map(str::to_owned);
+    let found: BTreeSet<String> = files.iter().filter(|file| usable(file)).filter_map(variant_of).collect();
+    if !found.contains(variant) {
+        let (root, variant) = (root.to_path_buf(), variant.to_owned());
+        return Err(CheckpointError::NoVariant { root, variant, found: found.into_iter().collect() });
+    }
+    for file in files.iter_mut().filter(|file| usable(file)) {
+        if variant_of(file).as_deref() != Some(variant) {
+            file.role = FileRole::Ignored(IgnoreReason::OtherVariant);
+        }
+    }
+    Ok(())
 }
 
 /// Finds unreadable files that decide the content of the repository: weights, an index or the configuration.
@@ -158,6 +218,11 @@ pub(in crate::checkpoint) fn beside(path: &str, otherwise: IgnoreReason) -> Igno
     }
 }
 
+/// What a weight file shares with the others of its set: the stem and the variant.
+fn variant_key(path: &str) -> Option<(&str, Option<&str>)> {
+    WeightName::of(path).map(|name| (name.stem, name.variant))
+}
+
 /// With an index, exactly the files that it names are the weights. `is_weights` knows others that could be, by their names.
 pub(in crate::checkpoint) fn choose_indexed(
     name: &str,
@@ -197,8 +262,14 @@ pub(in crate::checkpoint) fn choose_indexed(
         let (index, missing, first) = (name.to_owned(), missing_files.len(), first.clone());
         problems.push(Problem::IndexOfOtherSet { index, missing, first, stem, total });
     }
+    let variants: BTreeSet<_> = index.files.iter().filter_map(|path| variant_key(path)).collect();
+    let stems: BTreeSet<&str> = variants.iter().map(|(stem, _)| *stem).collect();
+    let is_variant = |path: &str| {
+        variant_key(path).is_some_and(|key| key.1.is_some() && stems.contains(key.0) && !variants.contains(&key))
+    };
     for file in files.iter_mut().filter(|file| file.role == FileRole::Other && is_weights(&file.path)) {
-        file.role = FileRole::Ignored(beside(&file.path, IgnoreReason::NotInIndex));
+        let reason = if is_variant(&file.path) { IgnoreReason::OtherVariant } else { IgnoreReason::NotInIndex };
+        file.role = FileRole::Ignored(beside(&file.path, reason));
     }
 }
 
@@ -207,20 +278,16 @@ fn other_set(index: &Index<'_>, files: &[Listed]) -> Option<(String, String)> {
     let named: BTreeSet<&str> = index.files.iter().map(String::as_str).collect();
     let mut sets: BTreeMap<(&str, &str), u64> = BTreeMap::new();
     for file in files.iter().filter(|file| file.role == FileRole::Other && !named.contains(file.path.as_str())) {
-        if let Some(set) = numbered(&file.path) {
-            *sets.entry(set).or_default() += 1;
+        if let Some(WeightName { stem, variant: None, number: Some((_, total)), .. }) = WeightName::of(&file.path) {
+            *sets.entry((stem, total)).or_default() += 1;
         }
     }
     let ((stem, total), _) = sets.into_iter().find(|((_, total), found)| total.parse() == Ok(*found))?;
     Some((stem.to_owned(), total.to_owned()))
 }
 
-/// Without an index: `model.safetensors` alone, or else `model-*`, or else all but second copies, or else these.
-pub(in crate::checkpoint) fn choose_unindexed(
-    root: &Path,
-    files: &mut [Listed],
-    problems: &mut Problems,
-) -> Result<(), CheckpointError> {
+/// Without an index: the files of a variant that is asked for, `model.safetensors` alone, or else `model-*`, or else all but second copies, or else these.
+pub(in crate::checkpoint) fn choose_unindexed(root: &Path, files: &mut [Listed]) -> Result<(), CheckpointError> {
     let usable = |file: &Listed| file.role == FileRole::Other && is_safetensors(&file.path);
     let top: Vec<String> =
         files.iter().filter(|file| usable(file) && at_top(&file.path)).map(|file| file.path.clone()).collect();
@@ -236,37 +303,20 @@ pub(in crate::checkpoint) fn choose_unindexed(
             found: foreign::of_files(files),
         });
     };
-    let mut sets: BTreeMap<(String, String), u64> = BTreeMap::new();
     for file in files.iter_mut().filter(|file| usable(file)) {
         file.role = if !at_top(&file.path) {
             FileRole::Ignored(IgnoreReason::Subdirectory)
         } else if chosen(&file.path) {
-            if let Some((stem, total)) = numbered(&file.path) {
-                *sets.entry((stem.to_owned(), total.to_owned())).or_default() += 1;
-            }
             FileRole::Weights
         } else if is_second_copy(&file.path) {
             FileRole::Ignored(IgnoreReason::SecondCopy)
+        } else if WeightName::of(&file.path).is_some_and(|name| name.variant.is_some()) {
+            FileRole::Ignored(IgnoreReason::OtherVariant)
         } else {
             FileRole::Ignored(IgnoreReason::OtherSet)
         };
     }
-    for ((stem, total), found) in sets {
-        // A total beyond 64 bits exceeds every possible number of files.
-        let expected = total.parse().unwrap_or(u64::MAX);
-        if found < expected {
-            problems.push(Problem::IncompleteSet { stem, total, expected, found });
-        }
-    }
     Ok(())
-}
-
-/// Stem and total of `stem-00001-of-00003.safetensors`.
-pub(in crate::checkpoint) fn numbered(path: &str) -> Option<(&str, &str)> {
-    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let (left, total) = path.strip_suffix(".safetensors")?.rsplit_once("-of-")?;
-    let (stem, number) = left.rsplit_once('-')?;
-    (digits(number) && digits(total)).then_some((stem, total))
 }
 
 /// Order of names in which numbers count as numbers: `layers-2` before `layers-10`.
@@ -304,14 +354,5 @@ mod tests {
             names,
             ["layers", "layers-9", "layers-9b", "layers-010", "layers-10", "m-00001-of-00010", "m-00002-of-00010"]
         );
-    }
-
-    #[test]
-    fn numbered_files() {
-        assert_eq!(numbered("model-00001-of-00003.safetensors"), Some(("model", "00003")));
-        assert_eq!(numbered("a-b-1-of-2.safetensors"), Some(("a-b", "2")));
-        for other in ["model.safetensors", "model-1.safetensors", "model-x-of-3.safetensors", "1-of-2.safetensors"] {
-            assert_eq!(numbered(other), None);
-        }
     }
 }

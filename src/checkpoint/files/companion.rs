@@ -7,11 +7,12 @@ use std::{io, path::PathBuf, sync::Arc};
 
 use super::super::{
     adapter::AdapterFiles,
-    choose::{CONFIG, INDEX_SUFFIX, TORCH_INDEX_SUFFIX},
+    choose::CONFIG,
     foreign::lfs_pointer,
     json,
     problem::{CheckpointError, Problem},
     tree::FileTree,
+    weight_name::is_any_index,
 };
 use crate::source::{Fetches, FoundFile, Opened, SourceError};
 
@@ -102,10 +103,7 @@ fn needed(tree: &dyn FileTree) -> Result<Vec<String>, SourceError> {
 
 /// Whether a file of this name is needed beside the weights.
 fn is_needed(name: &str) -> bool {
-    ENDINGS.iter().any(|ending| name.ends_with(ending))
-        && !name.ends_with(INDEX_SUFFIX)
-        && !name.ends_with(TORCH_INDEX_SUFFIX)
-        && !OF_OTHER_WEIGHTS.contains(&name)
+    ENDINGS.iter().any(|ending| name.ends_with(ending)) && !is_any_index(name) && !OF_OTHER_WEIGHTS.contains(&name)
 }
 
 /// The weight files of a repository that fills what the checkpoint lacks, each with its name.

@@ -34,6 +34,8 @@ pub enum IgnoreReason {
     SecondCopy,
     /// Safetensors beside the chosen set, without an index that says which files belong together.
     OtherSet,
+    /// Another variant of the weights, as `model.fp16.safetensors` beside `model.safetensors`.
+    OtherVariant,
     /// Safetensors in a subdirectory, which the index does not name.
     Subdirectory,
     /// A symbolic link that leads nowhere.
@@ -58,7 +60,7 @@ impl IgnoreReason {
     /// Whether the file is nevertheless a regular file.
     pub(in crate::checkpoint) const fn is_readable(self) -> bool {
         match self {
-            Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::Subdirectory => true,
+            Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::OtherVariant | Self::Subdirectory => true,
             Self::DanglingLink
             | Self::LeavesRepository
             | Self::LinkedDirectory
@@ -77,6 +79,7 @@ impl fmt::Display for IgnoreReason {
             Self::NotInIndex => "not named by the index",
             Self::SecondCopy => "second copy of the weights",
             Self::OtherSet => "not of the set of weights that is used",
+            Self::OtherVariant => "another variant of the weights, which --variant chooses",
             Self::Subdirectory => "weights in a subdirectory that the index does not name",
             Self::DanglingLink => "symbolic link to nothing",
             Self::LeavesRepository => "symbolic link that leaves the repository",

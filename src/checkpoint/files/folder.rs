@@ -33,6 +33,8 @@ pub(in crate::checkpoint) struct Folder {
     pub(in crate::checkpoint) directories: Vec<(String, DirectoryGates)>,
     pub(in crate::checkpoint) warnings: Vec<String>,
     pub(in crate::checkpoint) problems: Problems,
+    /// The variant of the weights that is asked for.
+    pub(in crate::checkpoint) variant: Option<String>,
     fetches: Arc<Fetches>,
     follow_symlinks: bool,
 }
@@ -62,7 +64,18 @@ impl Folder {
         }
         let (fetches, follow_symlinks) = (Arc::clone(&options.fetches), options.follow_symlinks);
         let problems = Problems::accepting(options);
-        Ok(Self { located, root: Some(root), files, directories, warnings, problems, fetches, follow_symlinks })
+        let variant = options.variant.clone();
+        Ok(Self {
+            located,
+            root: Some(root),
+            variant,
+            files,
+            directories,
+            warnings,
+            problems,
+            fetches,
+            follow_symlinks,
+        })
     }
 
     /// The files of a remote repository.
@@ -74,7 +87,8 @@ impl Folder {
         let Listing { files, directories } = listing::of_remote(tree)?;
         let (fetches, follow_symlinks) = (Arc::clone(&options.fetches), options.follow_symlinks);
         let (warnings, problems) = (Vec::new(), Problems::accepting(options));
-        Ok(Self { located, root: None, files, directories, warnings, problems, fetches, follow_symlinks })
+        let variant = options.variant.clone();
+        Ok(Self { located, root: None, variant, files, directories, warnings, problems, fetches, follow_symlinks })
     }
 
     /// Whether there is a file of this path that can be read.

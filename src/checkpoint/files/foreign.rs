@@ -41,6 +41,9 @@ pub(in crate::checkpoint) fn lfs_pointer(head: &[u8], is_remote: bool) -> Option
     LFS.iter().any(|start| head.starts_with(start)).then_some(text)
 }
 
+/// How the text of a file ends that is a part of a repository.
+pub(in crate::checkpoint) const ITS_DIRECTORY: &str = "give its directory";
+
 /// The start of a zip archive.
 const ZIP: &[u8] = b"PK\x03\x04";
 
@@ -77,6 +80,15 @@ pub(in crate::checkpoint) fn of_head(name: &str, head: &[u8]) -> FileKind {
             () if ends(&[".keras"]) => FileKind::Foreign("a Keras archive: load it there and save safetensors"),
             () => FileKind::Torch,
         };
+    }
+    let is_json = ends(&[".json"]) || head.trim_ascii_start().first() == Some(&b'{');
+    if is_json {
+        return FileKind::Foreign(match () {
+            () if ends(&[".index.json"]) => "the index of a repository, not weights: give its directory",
+            () if ends(&["config.json"]) => "the configuration of a repository, not weights: give its directory",
+            () if ends(&[".json"]) => "a text in JSON, not weights: if it is of a repository, give its directory",
+            () => "a text in JSON, not weights: the download did not give the file",
+        });
     }
     if ends(&[".msgpack"]) {
         return FileKind::Foreign("parameters of Flax in msgpack: load them with transformers and save safetensors");
@@ -221,6 +233,9 @@ mod tests {
         assert_eq!(foreign("model.safetensors", b"version https://hawser.github.com/spec/v1"), "a pointer of git LFS");
         assert_eq!(foreign("a.npz", b"PK\x03\x04"), "arrays of numpy");
         assert_eq!(foreign("flax_model.msgpack", b"\x84"), "parameters of Flax in msgpack");
+        assert_eq!(foreign("model.safetensors.index.json", b"{\"weight_map\""), "the index of a repository");
+        assert_eq!(foreign("config.json", b"{\n  "), "the configuration of a repository");
+        assert_eq!(foreign("x", b" {\"a\": 1}"), "a text in JSON");
         assert_eq!(foreign("x", b"PK\x03\x04"), "Torch");
         assert_eq!(foreign("pytorch_model.bin", b"\x80\x02\x8a"), "Torch");
         assert_eq!(foreign("x.safetensors", b"\x40\0\0\0\0\0\0\0{"), "Safetensors");

@@ -9,3 +9,4 @@ pub(super) mod listing;
 pub(super) mod locate;
 pub(super) mod remote_tree;
 pub(super) mod tree;
+pub(super) mod weight_name;

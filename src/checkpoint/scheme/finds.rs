@@ -193,6 +193,11 @@ impl<'a> Finds<'a> {
         self.found.tensors.is_empty() && self.found.unsupported.is_empty()
     }
 
+    /// Notes that the configuration names this method, and no tensor is stored so.
+    pub(super) fn set_stale(&mut self, method: Option<String>) {
+        self.found.stale = method;
+    }
+
     pub(super) fn add_summary(&mut self, summary: Summary) {
         self.found.schemes.push(summary);
     }

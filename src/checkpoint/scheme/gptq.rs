@@ -13,7 +13,6 @@
 use std::sync::Arc;
 
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
-use regex::Regex;
 use serde_json::{Value as Json, json};
 
 use super::{
@@ -25,7 +24,7 @@ use super::{
     stored::Stored,
 };
 use crate::{
-    checkpoint::problem::Problem,
+    checkpoint::{PythonRegex, problem::Problem},
     tensor::{DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value},
 };
 
@@ -79,6 +78,7 @@ impl Scheme for Gptq {
     fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
         let config = Config::read(config_of(stored, "gptq")?);
         refuse_orphans(stored, found, &["qzeros", "scales", "g_idx"], CODES);
+        config.refuse_homeless(stored, found);
         let matrices = matrices(stored, &config, found);
         // Small reads from wherever the repository is: many at a time.
         let orders: Vec<_> = (0..matrices.len()).into_par_iter().map(|at| order(stored, &matrices[at])).collect();
@@ -121,7 +121,7 @@ struct Config<'a> {
     exceptions: Exceptions<'a>,
     is_v1: bool,
     /// Expressions of modules that are quantized otherwise, in order; without members, not at all.
-    dynamic: Vec<(Regex, Option<&'a Json>)>,
+    dynamic: Vec<(&'a str, PythonRegex, Option<&'a Json>)>,
     /// What is not decoded, of all matrices.
     unknown: Option<String>,
 }
@@ -148,13 +148,35 @@ impl<'a> Config<'a> {
                 None => (key.strip_prefix("+:").unwrap_or(key), Some(more)),
             };
             // As `re.match` does: from the start, not to the end.
-            match Regex::new(&format!("^(?:{pattern})")) {
-                Ok(regex) => dynamic.push((regex, more)),
-                Err(_) => unknown = Some(format!("gptq with {key:?}, an expression that is not matched here")),
+            match PythonRegex::matching(pattern) {
+                Some(regex) => dynamic.push((key.as_str(), regex, more)),
+                None => unknown = Some(format!("gptq with {key:?}, an expression that is not matched here")),
             }
         }
         let exceptions = Exceptions::of(config, "modules_to_not_convert");
         Self { json: config, exceptions, is_v1: format == "gptq", dynamic, unknown }
+    }
+
+    /// Refuses settings of `dynamic` that are not the general ones and match no module: the codes that they speak of may be under
+    /// another name.
+    fn refuse_homeless(&self, stored: &Stored<'_>, found: &mut Finds<'_>) {
+        let differs = |more: &Json| {
+            ["bits", "group_size", "desc_act"]
+                .iter()
+                .any(|key| member(more, &[key]).is_some_and(|told| Some(told) != member(self.json, &[key])))
+        };
+        let own = self.dynamic.iter().filter(|(.., more)| more.is_some_and(differs));
+        for (key, regex, _) in own {
+            let mut names = stored.iter().map(|(_, info)| info.name);
+            let matches =
+                |name: &str| name.rsplit_once('.').is_some_and(|(module, _)| regex.matches(module) == Some(true));
+            if !names.any(matches) {
+                let what = format!(
+                    "gptq, whose configuration has settings of its own for {key:?}, which matches no module here"
+                );
+                found.unsupported(&what, None);
+            }
+        }
     }
 
     /// How the weight of this module is quantized, or the name of what is not decoded.
@@ -162,7 +184,8 @@ impl<'a> Config<'a> {
         if let Some(unknown) = &self.unknown {
             return Err(unknown.clone());
         }
-        let more = self.dynamic.iter().find(|(regex, _)| regex.is_match(module)).map(|(_, more)| *more);
+        let more = self.dynamic.iter().find(|(_, regex, _)| regex.matches(module) == Some(true));
+        let more = more.map(|(.., more)| *more);
         if more == Some(None) || self.exceptions.has(module) {
             return Err("gptq, but its configuration leaves this tensor unquantized".to_owned());
         }

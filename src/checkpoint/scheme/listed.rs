@@ -1,10 +1,10 @@
 //! What the configurations of inference libraries have in common: a method by name, sizes of groups, modules that are left out.
 
 use hashbrown::HashSet;
-use regex::Regex;
 use serde_json::Value as Json;
 
 use super::{finds::Finds, parts::companion, stored::Stored};
+use crate::checkpoint::PythonRegex;
 
 /// The configuration, if its `quant_method` is this.
 pub(super) fn config_of<'a>(stored: &Stored<'a>, method: &str) -> Option<&'a Json> {
@@ -38,7 +38,9 @@ pub(super) fn group_size(value: &Json) -> Result<Option<u64>, String> {
 pub(super) struct Exceptions<'a> {
     names: HashSet<&'a str>,
     /// Entries that are regular expressions, as those of gpt-oss: `model.layers.*.self_attn`.
-    patterns: Vec<Regex>,
+    patterns: Vec<PythonRegex>,
+    /// An entry that is no name and no expression that can be used: which modules it speaks of is not known.
+    broken: Option<&'a str>,
 }
 
 impl<'a> Exceptions<'a> {
@@ -47,14 +49,21 @@ impl<'a> Exceptions<'a> {
         let entries = config.get(key).and_then(Json::as_array).into_iter().flatten().filter_map(Json::as_str);
         let entries = entries.map(|entry| entry.trim_matches('.')).filter(|entry| !entry.is_empty());
         let (patterns, names): (Vec<&str>, Vec<&str>) = entries.partition(|entry| entry.contains(is_special));
-        // As transformers does: from the start of the name, up to the end of a component.
-        let patterns = patterns.iter().filter_map(|pattern| Regex::new(&format!(r"^(?:{pattern})(?:\.|$)")).ok());
-        Self { names: names.into_iter().collect(), patterns: patterns.collect() }
+        let mut exceptions = Self { names: names.into_iter().collect(), patterns: Vec::new(), broken: None };
+        for pattern in patterns {
+            // As transformers does: from the start of the name, up to the end of a component.
+            match PythonRegex::new("^(?:", pattern, r")(?:\.|$)") {
+                Some(regex) => exceptions.patterns.push(regex),
+                None => exceptions.broken = Some(pattern),
+            }
+        }
+        exceptions
     }
 
     /// Whether the list has this module, or one that it is part of. Names in the list may lack the first components.
     pub(super) fn has(&self, module: &str) -> bool {
-        self.patterns.iter().any(|pattern| pattern.is_match(module)) || (!self.names.is_empty() && self.names(module))
+        self.patterns.iter().any(|pattern| pattern.matches(module) == Some(true))
+            || (!self.names.is_empty() && self.names(module))
     }
 
     fn names(&self, module: &str) -> bool {
@@ -64,6 +73,13 @@ impl<'a> Exceptions<'a> {
             ends.any(|end| self.names.contains(&module[start..end]))
         })
     }
+}
+
+/// An entry of the configuration's lists of modules that cannot be used.
+pub(super) fn broken<'a>(stored: &Stored<'a>) -> Option<&'a str> {
+    let lists = ["modules_to_not_convert", "llm_int8_skip_modules"];
+    let config = stored.config()?;
+    lists.iter().find_map(|list| Exceptions::of(config, list).broken)
 }
 
 /// Whether a character makes an entry a regular expression. Dots stand for themselves in names.

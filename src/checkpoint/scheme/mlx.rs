@@ -63,6 +63,10 @@ impl Scheme for Mlx {
         let mut kinds = Kinds::new();
         let mut ways: Vec<(Way, u64)> = Vec::new();
         refuse_orphans(stored, found, &["scales", "biases"], CODES);
+        for key in homeless(config, stored) {
+            let what = format!("mlx, whose configuration has settings of its own for {key:?}, which is no module here");
+            found.unsupported(&what, None);
+        }
         for (id, codes) in stored.iter() {
             let Some(module) = module_of(codes.name, CODES).filter(|_| !found.is_taken(id)) else { continue };
             if codes.dtype != DType::U32 && companion(stored, module, "scales").is_none() {
@@ -135,6 +139,18 @@ fn configured<'a>(stored: &Stored<'a>) -> Option<&'a Json> {
     let config = stored.config()?;
     let is_own = config.get("quant_method").is_none_or(|method| method == "mlx");
     (is_own && config.get("bits").is_some() && config.get("group_size").is_some()).then_some(config)
+}
+
+/// Modules with settings other than the general ones that are not there: the codes that they speak of may be under another name,
+/// and would be read by the general settings, of another number of columns.
+fn homeless<'a>(config: &'a Json, stored: &Stored<'_>) -> Vec<&'a str> {
+    let general = way(config, "");
+    let members = config.as_object().into_iter().flatten();
+    let own = members.filter(|(_, value)| value.is_object()).map(|(key, _)| key.as_str());
+    // Members that are no modules have objects without settings.
+    let settings = ["bits", "group_size", "mode"];
+    let own = own.filter(|key| settings.iter().any(|word| config[*key].get(word).is_some()));
+    own.filter(|key| way(config, key) != general && companion(stored, key, CODES).is_none()).collect()
 }
 
 /// How the weight of this module is quantized, or the name of what is not decoded.

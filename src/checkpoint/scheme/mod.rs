@@ -100,6 +100,22 @@ pub(super) fn find(stored: &Stored<'_>, problems: &mut Problems) -> Found {
     }
     if found.has_tensors() {
         parts::leave_out_activations(stored, &mut found);
+        if let Some(entry) = listed::broken(stored) {
+            let method = format!("modules that {entry:?} leaves out, an expression that cannot be used here");
+            found.unsupported(&method, None);
+        }
     }
+    found.set_stale(stale(stored).filter(|_| found.is_empty()));
     found.finish()
+}
+
+/// What the configuration calls its method, if it speaks of weights. Caches are quantized over plain weights.
+fn stale(stored: &Stored<'_>) -> Option<String> {
+    let files = [stored.config(), stored.modelopt()];
+    let of_caches = |of: &serde_json::Value| {
+        let members = [Some(of), of.get("quantization")].into_iter().flatten();
+        let mut told = members.flat_map(|of| ["kv_cache_scheme", "kv_cache_quant_algo"].map(|key| of.get(key)));
+        told.any(|value| value.is_some_and(|value| !value.is_null()))
+    };
+    if files.iter().flatten().any(|of| of_caches(of)) { None } else { rest::method(stored) }
 }

@@ -260,4 +260,6 @@ pub struct Found {
     pub schemes: Vec<Summary>,
     /// What stays raw because no scheme decodes it: a request to decode is refused with these names.
     pub unsupported: Vec<Unsupported>,
+    /// The method that the configuration names although no tensor is stored so: its weights were decoded since.
+    pub stale: Option<String>,
 }

@@ -45,6 +45,11 @@ impl Scheme for Rest {
                 found.unsupported(&format!("{method}, but stored as several boxes"), Some(id));
             }
         }
+        if let Some(target) = settings.homeless(stored).filter(|_| found.has_tensors()) {
+            let what =
+                format!("compressed-tensors, with a group of its own for {target:?}, which matches no module here");
+            found.unsupported(&what, None);
+        }
         if settings.is_known() {
             refuse_orphans(stored, &settings, found, &used);
         }
@@ -97,7 +102,7 @@ fn refuse_orphans(stored: &Stored<'_>, settings: &Settings<'_>, found: &mut Find
 }
 
 /// What the configuration calls its method.
-fn method(stored: &Stored<'_>) -> Option<String> {
+pub(super) fn method(stored: &Stored<'_>) -> Option<String> {
     let config = stored.config().filter(|config| !config.is_null());
     let named = config.map(|config| match config.get("quant_method") {
         Some(method) => method.as_str().map_or_else(|| method.to_string(), str::to_owned),

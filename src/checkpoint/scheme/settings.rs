@@ -23,6 +23,7 @@ use super::{
     listed::{Exceptions, text},
     stored::Stored,
 };
+use crate::checkpoint::PythonRegex;
 
 /// What the configuration says of a module's weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -171,6 +172,13 @@ impl<'a> Settings<'a> {
         }
     }
 
+    /// A target of the configuration that differs from the general one and matches no module.
+    pub(super) fn homeless(&self, stored: &Stored<'_>) -> Option<&str> {
+        let Method::CompressedTensors(groups) = &self.method else { return None };
+        let mut modules = stored.iter().filter_map(|(_, info)| Some(info.name.rsplit_once('.')?.0));
+        groups.homeless(&mut modules)
+    }
+
     /// Whether the configuration names one of the libraries that this file knows.
     pub(super) const fn is_known(&self) -> bool {
         !matches!(self.method, Method::Other)
@@ -214,6 +222,8 @@ struct Groups<'a> {
     embedding: Option<usize>,
     /// An expression that cannot be matched here.
     broken: Option<String>,
+    /// What names single modules, and expressions, with the group.
+    own: Vec<(&'a str, usize)>,
 }
 
 /// Last words of the names of modules that are embeddings.
@@ -224,30 +234,39 @@ const EMBEDDINGS: [&str; 6] = ["embed_tokens", "embed", "wte", "word_embeddings"
 struct Ignored<'a> {
     exact: HashSet<&'a str>,
     patterns: RegexSet,
+    /// Expressions that look around, which no set holds.
+    others: Vec<PythonRegex>,
 }
 
 impl<'a> Ignored<'a> {
     /// The entries that are given, and one that is an expression that cannot be matched here.
     fn of(entries: impl Iterator<Item = &'a str>) -> (Self, Option<String>) {
-        let (mut exact, mut patterns, mut broken) = (HashSet::new(), Vec::new(), None);
+        let (mut exact, mut patterns, mut others, mut broken) = (HashSet::new(), Vec::new(), Vec::new(), None);
         for entry in entries {
-            match entry.strip_prefix("re:").map(anchored) {
-                None => {
-                    exact.insert(entry);
-                }
-                Some(pattern) if Regex::new(&pattern).is_ok() => patterns.push(pattern),
-                Some(_) => broken = Some(entry.to_owned()),
+            let Some(pattern) = entry.strip_prefix("re:") else {
+                exact.insert(entry);
+                continue;
+            };
+            let anchored = anchored(pattern);
+            if Regex::new(&anchored).is_ok() {
+                patterns.push(anchored);
+            } else if let Some(regex) = PythonRegex::matching(pattern) {
+                others.push(regex);
+            } else {
+                broken = Some(entry.to_owned());
             }
         }
         let patterns = RegexSet::new(patterns).unwrap_or_else(|_| {
             broken = Some("ignore".to_owned());
             RegexSet::empty()
         });
-        (Self { exact, patterns }, broken)
+        (Self { exact, patterns, others }, broken)
     }
 
     fn has(&self, module: &str) -> bool {
-        self.exact.contains(module) || self.patterns.is_match(module)
+        self.exact.contains(module)
+            || self.patterns.is_match(module)
+            || self.others.iter().any(|regex| regex.matches(module) == Some(true))
     }
 }
 
@@ -261,7 +280,7 @@ fn anchored(pattern: &str) -> String {
 struct Names<'a, To> {
     exact: HashMap<&'a str, To>,
     /// By their text.
-    patterns: BTreeMap<&'a str, (Regex, To)>,
+    patterns: BTreeMap<&'a str, (PythonRegex, To)>,
 }
 
 impl<'a, To: Copy> Names<'a, To> {
@@ -275,13 +294,14 @@ impl<'a, To: Copy> Names<'a, To> {
             self.exact.entry(entry).or_insert(to);
             return Ok(());
         };
-        let regex = Regex::new(&anchored(pattern)).map_err(|_| entry)?;
+        let regex = PythonRegex::matching(pattern).ok_or(entry)?;
         self.patterns.entry(pattern).or_insert((regex, to));
         Ok(())
     }
 
     fn find(&self, module: &str) -> Option<To> {
-        let matching = || self.patterns.values().find(|(regex, _)| regex.is_match(module)).map(|(_, to)| *to);
+        let matching = || self.patterns.values().find(|(regex, _)| regex.matches(module) == Some(true));
+        let matching = || matching().map(|(_, to)| *to);
         self.exact.get(module).copied().or_else(matching)
     }
 }
@@ -301,7 +321,7 @@ impl<'a> Groups<'a> {
         let global = text(config, "format").unwrap_or("without a format");
         let (ignored, broken) = Ignored::of(texts(config, "ignore"));
         let (told, targets) = (Vec::new(), Names::new());
-        let mut groups = Self { told, ignored, targets, class: None, embedding: None, broken };
+        let mut groups = Self { told, ignored, targets, class: None, embedding: None, broken, own: Vec::new() };
         let mut classes = Vec::new();
         for group in
             config.get("config_groups").and_then(Json::as_object).into_iter().flat_map(|groups| groups.values())
@@ -312,6 +332,8 @@ impl<'a> Groups<'a> {
                 groups.broken = groups.targets.add(target, number).err().map(str::to_owned).or(groups.broken);
                 if target.starts_with(|first: char| first.is_ascii_uppercase()) && !target.contains('.') {
                     classes.push((target, number));
+                } else {
+                    groups.own.push((target, number));
                 }
             }
         }
@@ -320,6 +342,28 @@ impl<'a> Groups<'a> {
         groups.class = of_class("Linear").or_else(only).map(|(_, group)| *group);
         groups.embedding = of_class("Embedding").map(|(_, group)| *group);
         Method::CompressedTensors(groups)
+    }
+
+    /// The target that matches no module, of a group that is not that of modules without a target of their own.
+    fn homeless(&self, modules: &mut dyn Iterator<Item = &str>) -> Option<&'a str> {
+        let usual = self.class.map(|group| &self.told[group]);
+        let mut own: Vec<_> = self.own.iter().filter(|(_, group)| Some(&self.told[*group]) != usual).collect();
+        let regexes: Vec<_> =
+            own.iter().map(|(target, _)| target.strip_prefix("re:").and_then(PythonRegex::matching)).collect();
+        // Without a class for the others, modules under another name are codes of which nothing is said.
+        if own.is_empty() || usual.is_none() {
+            return None;
+        }
+        let mut open: Vec<_> = own.drain(..).map(|(target, _)| *target).zip(regexes).collect();
+        for module in modules {
+            open.retain(|(target, regex)| {
+                *target != module && regex.as_ref().is_none_or(|regex| regex.matches(module) != Some(true))
+            });
+            if open.is_empty() {
+                return None;
+            }
+        }
+        open.first().map(|(target, _)| *target)
     }
 
     fn of(&self, module: &str) -> Told {

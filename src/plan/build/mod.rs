@@ -33,8 +33,8 @@ use self::{
     stage::{Builder, ChosenLayout, Drafted, Selection, groups_of},
 };
 use super::{
-    DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding,
-    Tied, ViewOptions, Whole, canonical, expect,
+    DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, Mesh, NameGroup, Plan, PlanError, Problem,
+    Sharding, Tied, ViewOptions, Whole, canonical, expect,
     experts::{
         self,
         orientation::{Order, PARAMETER},
@@ -48,7 +48,7 @@ use super::{
     lora, modules,
     name_group::fold,
     names, packed, shard, stored,
-    survey::{devices, family, family_problem, missing_layers},
+    survey::{devices, family, family_problem, missing_layers, no_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
     whole,
@@ -122,7 +122,8 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         };
         drafted.dropped = decoded.as_ref().map_or_else(Vec::new, |decoded| dropped(original, decoded));
         drafted.decoded_config = hf::decoded_config(&values);
-        let drafts = std::mem::take(&mut drafted.drafts);
+        let mut drafts = std::mem::take(&mut drafted.drafts);
+        builder.report_own_head(&wanted, &mut drafts);
         let drafts = builder.name(drafts, &wanted, &chosen);
         let rules = builder.split(&drafts, &wanted, &chosen);
         let mut drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
@@ -255,10 +256,12 @@ impl<'a> Builder<'a> {
         self.warnings.extend(inverted.warnings.iter().cloned());
         let tensors = inverted.tensors.iter().map(|(name, view)| (name.clone(), Ok(view.clone())));
         let generic = Generic::load().map_err(|error| family_problem(&error).problems);
-        let drafts =
-            generic.and_then(|generic| canonical::drafts_of(wanted.seen(), chosen.family.clone(), generic, tensors));
+        let drafts = generic.and_then(|generic| {
+            canonical::drafts_of(wanted.seen(), chosen.family.clone(), generic, tensors, &self.options.mesh)
+        });
+        let drafts = self.tabled(drafts);
         Drafted {
-            drafts: self.or_default(drafts),
+            drafts,
             family: Some(inverted.layout.clone()),
             params: inverted.params.clone(),
             left_out: inverted.left_out.clone(),
@@ -288,18 +291,16 @@ impl<'a> Builder<'a> {
             Some(family) => expect::compare(whole, family, options),
             None => (expect::survey(whole, options), Vec::new()),
         };
-        let drafts = || {
-            if is_canonical {
-                canonical_drafts(wanted.seen(), family.cloned(), (values, wanted.order))
-            } else {
-                hf_drafts(wanted.seen(), family.cloned(), values)
-            }
-        };
+        // Blocks are those of all tensors, under the names that the drafts have.
+        let split = (if is_canonical { wanted.compared() } else { wanted.whole() }, &options.mesh);
+        let by_names = if is_canonical { canonical_drafts } else { hf_drafts };
+        let drafts = || by_names(wanted.seen(), family.cloned(), (values, wanted.order), split);
         let ((mut findings, problems), drafts) = rayon::join(compare, drafts);
         self.problems.extend(problems);
         self.warnings.extend(findings.warning.take());
         missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
-        let drafts = self.or_default(drafts);
+        no_layers(whole, options, &mut self.problems);
+        let drafts = self.tabled(drafts);
         let family = family.map(|family| family.name.clone());
         Drafted { drafts, family, findings, ..Drafted::default() }
     }
@@ -309,15 +310,27 @@ impl<'a> Builder<'a> {
         let Some(model) = &chosen.modules else { return Drafted::default() };
         let (seen, family, options) = (wanted.seen(), chosen.family.as_ref(), self.options);
         missing_layers(wanted.compared(), family, options, &mut self.problems, &mut self.warnings);
+        no_layers(wanted.compared(), options, &mut self.problems);
         let (findings, problems) = match family {
             Some(family) => expect::compare(seen, family, options),
             None => (expect::survey(seen, options), Vec::new()),
         };
         self.problems.extend(problems);
         let made = Generic::load().map_err(|error| family_problem(&error).problems);
-        let made = made.and_then(|generic| modules::drafts(seen, model, (family, generic), values));
-        let (drafts, left_out) = self.or_default(made);
+        let made = made.and_then(|generic| modules::drafts(seen, model, (family, generic), values, &self.options.mesh));
+        let (tabled, left_out) = match made {
+            Ok((tabled, left_out)) => (Ok(tabled), left_out),
+            Err(problems) => (Err(problems), Vec::new()),
+        };
+        let drafts = self.tabled(tabled);
         Drafted { drafts, family: family.map(|family| family.name.clone()), findings, left_out, ..Drafted::default() }
+    }
+
+    /// The drafts of a layout by tables. Says which blocks tensor parallelism leaves whole.
+    fn tabled(&mut self, tabled: Result<canonical::Tabled, Vec<Problem>>) -> Vec<Draft> {
+        let tabled = self.or_default(tabled);
+        self.warnings.extend(tabled.warning.filter(|_| self.options.sharding == Sharding::Auto));
+        tabled.drafts
     }
 
     /// Chooses the drafts that the mount shows, and renames them.
@@ -325,7 +338,7 @@ impl<'a> Builder<'a> {
         let options = self.options;
         if chosen.file.is_none() && chosen.modules.is_none() {
             names::tie(&mut drafts, wanted.seen(), options, &mut self.warnings);
-        } else if options.tied != Tied::Auto {
+        } else if options.tied != Tied::Auto && !(options.tied == Tied::Absent && wanted.own_head.is_some()) {
             let name = options.layout.name();
             let reason = format!("the rules of layout {name} say whether a tied output head is shown: expected auto");
             self.problem("tied", reason);
@@ -470,15 +483,21 @@ fn canonical_drafts(
     checkpoint: &Checkpoint,
     family: Option<Family>,
     values: (&Values<'_>, Option<Order>),
-) -> Result<Vec<Draft>, Vec<Problem>> {
+    split: (&Checkpoint, &Mesh),
+) -> Result<canonical::Tabled, Vec<Problem>> {
     let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
-    canonical::drafts(checkpoint, family, generic, values)
+    canonical::drafts(checkpoint, family, generic, values, split)
 }
 
 /// Tensors under the repository's own names, with the roles that canonical names would have.
-fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_>) -> Result<Vec<Draft>, Vec<Problem>> {
+fn hf_drafts(
+    checkpoint: &Checkpoint,
+    family: Option<Family>,
+    values: (&Values<'_>, Option<Order>),
+    split: (&Checkpoint, &Mesh),
+) -> Result<canonical::Tabled, Vec<Problem>> {
     let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
-    canonical::hf_drafts(checkpoint, family, generic, values)
+    canonical::hf_drafts(checkpoint, family, generic, values, split)
 }
 
 /// The rules for logical axes, if specs come from those.

@@ -110,6 +110,11 @@ impl Builder<'_> {
                  repository is quantized, which holds for the former only"
             ));
         }
+        if let Some(method) = &part.quantized().stale {
+            self.warnings.push(format!(
+                "hf/ says nothing of the quantization {method} that the repository's configuration tells of: its weights are stored plain"
+            ));
+        }
         HfFiles { files: self.or_default(files), kept, absent: None }
     }
 

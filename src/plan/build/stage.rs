@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use super::super::{
-    Draft, Family, Layout, LayoutFile, NameGroup, PlanError, Problem, ViewOptions, Whole,
+    Draft, Family, Layout, LayoutFile, NameGroup, PlanError, Problem, Tied, ViewOptions, Whole,
     expect::Findings,
     experts::{
         self,
@@ -18,7 +18,7 @@ use super::super::{
     values::ValueRequest,
 };
 use crate::{
-    checkpoint::{Adapter, Checkpoint, Container},
+    checkpoint::{Adapter, Checkpoint, Container, OwnHead},
     tensor::TensorId,
 };
 
@@ -35,6 +35,8 @@ pub(super) struct Selection<'a> {
     pub(super) original: &'a Checkpoint,
     pub(super) selected: Selected,
     pub(super) adapter: Option<&'a Adapter>,
+    /// The stored output head, if the configuration says that it is the embedding and it is not.
+    pub(super) own_head: Option<OwnHead>,
     pub(super) adapted: Option<Checkpoint>,
     /// The selected tensors with the experts of a layer in the form that layouts see, if they have another.
     pub(super) normal: Option<Checkpoint>,
@@ -137,8 +139,13 @@ impl<'a> Builder<'a> {
         }
         let adapter = adapter(original, options)?;
         let order = self.order_of_experts()?;
-        let (adapted, normal, compared) = (None, None, None);
-        let mut wanted = Selection { original, selected, adapter, adapted, normal, compared, order };
+        let (own_head, adapted, normal, compared) = (None, None, None, None);
+        let mut wanted = Selection { original, selected, adapter, own_head, adapted, normal, compared, order };
+        wanted.own_head = self.own_head(wanted.part())?;
+        if wanted.own_head.is_some() && options.tied != Tied::Absent {
+            let untied = wanted.part().untied().map_err(|reasons| refused("tied", reasons))?;
+            wanted.selected.part = untied.or(wanted.selected.part);
+        }
         wanted.adapted = adapter.map(|adapter| with_adapter(wanted.part(), adapter)).transpose()?;
         let family = family(original)?;
         let normal =
@@ -152,9 +159,9 @@ impl<'a> Builder<'a> {
                 let keeps = types.any(|of| family.as_ref().is_some_and(|family| family.has_fused_experts(of)));
                 let is_part = wanted.selected.part.is_some();
                 let compared = if is_part { normal(wanted.whole(), keeps)? } else { None };
-                (wanted.compared, wanted.normal) = (compared, normal(wanted.part(), keeps)?);
+                (wanted.compared, wanted.normal) = (compared, normal(wanted.seen(), keeps)?);
             }
-            Layout::Embedded(_) | Layout::File(_) => wanted.normal = normal(wanted.part(), false)?,
+            Layout::Embedded(_) | Layout::File(_) => wanted.normal = normal(wanted.seen(), false)?,
         }
         Ok(wanted)
     }
@@ -169,6 +176,59 @@ impl<'a> Builder<'a> {
         });
         Ok(Some(order?))
     }
+}
+
+impl Builder<'_> {
+    /// The stored output head of this part, if the configuration says that it is the embedding and its bytes are others.
+    fn own_head(&self, part: &Checkpoint) -> Result<Option<OwnHead>, PlanError> {
+        // A trainer's checkpoint is shown as it is stored, whatever a configuration says.
+        if self.options.layout == Layout::Stored {
+            return Ok(None);
+        }
+        let is_outside = |name: &str| select::is_tower(name) || select::is_predictor(name);
+        part.own_head(&is_outside).map_err(|error| refused("tied", vec![error.to_string()]))
+    }
+
+    /// Says what becomes of an output head of its own that the configuration takes for the embedding.
+    pub(super) fn report_own_head(&mut self, wanted: &Selection<'_>, drafts: &mut Vec<Draft>) {
+        let Some(OwnHead { id, head, embedding }) = &wanted.own_head else { return };
+        let codes = wanted.seen().tensor(*id).quantized().map(|quantized| quantized.operands[0]);
+        let shows = |draft: &Draft| {
+            let mut shows = false;
+            draft.view.for_each_source(&mut |source| shows |= source.id == *id || Some(source.id) == codes);
+            shows
+        };
+        let is_shown = drafts.iter().any(shows);
+        let differs = format!(
+            "{head} is stored and differs from {embedding}, though the model's configuration says they are one"
+        );
+        if self.options.tied == Tied::Absent {
+            drafts.retain(|draft| !shows(draft));
+            self.warnings.push(format!(
+                "{differs}: --tied absent leaves {head} out, and the model is taken as tied; hf/ keeps it as the source has it"
+            ));
+        } else if is_shown {
+            self.warnings.push(format!(
+                "{differs}: it is shown as a tensor of its own, and hf/config.json says tie_word_embeddings false; \
+                 --tied absent takes the configuration at its word"
+            ));
+        } else if drafts.is_empty() {
+            self.warnings.push(differs);
+        } else {
+            let layout = self.options.layout.name();
+            let reason = format!(
+                "{differs}. The layout {layout} has no output head of its own: expected a head that is the embedding, or \
+                 --tied absent to leave {head} out"
+            );
+            self.problem("tied", reason);
+        }
+    }
+}
+
+/// The problem of a step, for each reason.
+fn refused(step: &str, reasons: Vec<String>) -> PlanError {
+    let problem = |reason| Problem::File { file: step.to_owned(), reason };
+    PlanError { problems: reasons.into_iter().map(problem).collect() }
 }
 
 /// The names of tensors, folded over their numbers.

@@ -165,6 +165,10 @@ impl<'a> FamilyScan<'a> {
         if let Some(name) = unlike.into_iter().find(|name| self.stems.contains(name)) {
             return Some(format!("{name} is there, which only draft models have"));
         }
+        // The user says that the configuration is the model's.
+        if checkpoint.companion().is_some() {
+            return None;
+        }
         let of_layers = format!("{}{}.", self.prefix, family.layers);
         let all = self.stems.iter().filter(|stem| stem.starts_with(&of_layers)).count();
         let unknown: BTreeSet<String> =
@@ -295,7 +299,11 @@ pub(in crate::plan) fn compare(
     let doubt = if lost.is_empty() && holes.is_empty() { None } else { scan.doubt() };
     let is_sure = doubt.is_none() && checkpoint.dialect().quantization.is_none();
     let (holes, differing): (Vec<Hole>, Vec<Hole>) = holes.into_iter().partition(|hole| {
-        !is_sure || !hole.of_text || is_buffer(&hole.example) || options.allow_missing.accepts(&hole.example)
+        !is_sure
+            || !hole.of_text
+            || hole.is_width
+            || is_buffer(&hole.example)
+            || options.allow_missing.accepts(&hole.example)
     });
     let (allowed, refused): (Vec<&str>, Vec<&str>) =
         lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));

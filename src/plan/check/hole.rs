@@ -17,6 +17,11 @@ pub struct Hole {
     pub absent: BTreeSet<u64>,
     /// The usual shape and the shape in the first layer that differs, if the layers differ in shape.
     pub shapes: Option<(Shape, Shape)>,
+    /// Whether the layers differ in width as a whole: other tensors of the same layers have the same other extent, or the widths follow
+    /// no pattern. Such a model is pruned, and nothing is lost.
+    pub is_width: bool,
+    /// Whether the layers that differ have several shapes.
+    pub has_several: bool,
     /// The first of the tensors that are missing or have another shape.
     pub example: String,
     /// Whether it belongs to the text model.
@@ -34,6 +39,9 @@ impl std::fmt::Display for Hole {
         write!(f, "{}: ", self.group.counted())?;
         match &self.shapes {
             None => write!(f, "{present} {have} it, {absent} {} it", if one { "lacks" } else { "lack" }),
+            Some((usual, other)) if self.has_several => {
+                write!(f, "{present} {have} shape {usual}, {absent} {has} others, the first of them {other}")
+            }
             Some((usual, other)) => write!(f, "{present} {have} shape {usual}, {absent} {has} {other}"),
         }
     }

@@ -76,6 +76,41 @@ fn kind(rest: &str, quantized: bool) -> Option<String> {
     matches!(last, "weight" | "bias").then(|| rest.to_owned())
 }
 
+/// A tensor that has another shape in some layers.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Misshapen {
+    layers: Vec<u64>,
+    /// Whether each layer has the usual shape.
+    pattern: Vec<bool>,
+    usual: Vec<u64>,
+    /// The shape in the first layer that differs.
+    other: Vec<u64>,
+    /// Whether layers that differ have several shapes.
+    has_several: bool,
+    /// Whether few layers differ, so that it may be a mistake.
+    is_hole: bool,
+}
+
+impl Misshapen {
+    /// The extents that differ: the usual one and the other.
+    fn widths(&self) -> BTreeSet<(u64, u64)> {
+        let same_rank = self.usual.len() == self.other.len();
+        let pairs = self.usual.iter().copied().zip(self.other.iter().copied());
+        pairs.filter(|(usual, other)| same_rank && usual != other).collect()
+    }
+
+    /// Whether the same layers differ by the same extents.
+    fn has_width_of(&self, other: &Self) -> bool {
+        self.layers == other.layers && self.pattern == other.pattern && !self.widths().is_disjoint(&other.widths())
+    }
+}
+
+/// Tensors that have another shape in some layers, for their report.
+struct Differing<'a> {
+    found: &'a Misshapen,
+    is_width: bool,
+}
+
 struct Stem<'a> {
     checkpoint: &'a Checkpoint,
     /// The prefix of the layer's number.
@@ -102,17 +137,23 @@ impl Stem<'_> {
         for (pattern, rests) in &patterns {
             let differs = self.is_hole(&all, pattern);
             let rests = rests.iter().filter(|rest| differs && !replaced(&all, pattern, rest, &patterns));
-            holes.extend(self.folded(rests.copied(), &all, pattern, None));
+            holes.extend(self.folded(rests.copied(), (&all, pattern), None));
         }
-        let shaped =
-            kinds.iter().filter(|_| compare_shapes).filter_map(|(rest, members)| self.misshapen(rest, members));
-        let mut alike: BTreeMap<_, Vec<&str>> = BTreeMap::new();
-        for (rest, layers, pattern, usual, other) in shaped {
-            alike.entry((layers, pattern, usual.extents().to_vec(), other.extents().to_vec())).or_default().push(rest);
+        let shaped: BTreeMap<&str, Misshapen> = kinds
+            .iter()
+            .filter(|_| compare_shapes)
+            .filter_map(|(rest, members)| Some((rest.as_str(), self.misshapen(members)?)))
+            .collect();
+        let is_width = |rest: &str, found: &Misshapen| {
+            !found.is_hole || shaped.iter().any(|(other, beside)| *other != rest && found.has_width_of(beside))
+        };
+        let mut alike: BTreeMap<(&Misshapen, bool), Vec<&str>> = BTreeMap::new();
+        for (rest, found) in &shaped {
+            alike.entry((found, is_width(rest, found))).or_default().push(rest);
         }
-        for ((layers, pattern, usual, other), rests) in alike {
-            let shapes = Shape::try_new(&usual).ok().zip(Shape::try_new(&other).ok());
-            holes.extend(self.folded(rests.into_iter(), &layers, &pattern, shapes.as_ref()));
+        for ((found, is_width), rests) in alike {
+            let differing = Differing { found, is_width };
+            holes.extend(self.folded(rests.into_iter(), (&found.layers, &found.pattern), Some(&differing)));
         }
         holes
     }
@@ -121,9 +162,8 @@ impl Stem<'_> {
     fn folded<'r>(
         &self,
         rests: impl Iterator<Item = &'r str>,
-        layers: &[u64],
-        pattern: &[bool],
-        shapes: Option<&(Shape, Shape)>,
+        (layers, pattern): (&[u64], &[bool]),
+        differing: Option<&Differing<'_>>,
     ) -> Vec<Hole> {
         let of = |is: bool| -> BTreeSet<u64> {
             layers.iter().zip(pattern).filter(|(_, present)| **present == is).map(|(layer, _)| *layer).collect()
@@ -138,8 +178,11 @@ impl Stem<'_> {
             let mut group = fold(rests.iter().copied(), &[]).pop()?;
             group.name = format!("{}*.{}", self.before, group.name);
             let example = format!("{}{}.{}", self.before, absent.first()?, rests.first()?);
-            let (present, absent, shapes) = (present.clone(), absent.clone(), shapes.cloned());
-            Some(Hole { group, present, absent, shapes, example, of_text: self.of_text })
+            let (present, absent) = (present.clone(), absent.clone());
+            let shape = |extents: &[u64]| Shape::try_new(extents).ok();
+            let shapes = differing.and_then(|of| Some((shape(&of.found.usual)?, shape(&of.found.other)?)));
+            let (is_width, has_several) = differing.map_or((false, false), |of| (of.is_width, of.found.has_several));
+            Some(Hole { group, present, absent, shapes, is_width, has_several, example, of_text: self.of_text })
         };
         alike.into_values().filter_map(hole).collect()
     }
@@ -160,9 +203,8 @@ impl Stem<'_> {
             && !self.lists.tell(layers, pattern)
     }
 
-    /// A tensor with another shape in some layers.
-    #[expect(clippy::type_complexity, reason = "taken apart at once")]
-    fn misshapen<'r>(&self, rest: &'r str, members: &Members) -> Option<(&'r str, Vec<u64>, Vec<bool>, Shape, Shape)> {
+    /// A tensor with another shape in some layers, unless a pattern or `config.json` explains it.
+    fn misshapen(&self, members: &Members) -> Option<Misshapen> {
         let shape = |id: TensorId| self.checkpoint.tensor(id).shape;
         let first = shape(members.first()?.1);
         if members.iter().all(|(_, id)| shape(*id) == first) {
@@ -177,9 +219,13 @@ impl Stem<'_> {
         let (usual, _) = counts.into_iter().max_by_key(|(_, count)| *count)?;
         let layers: Vec<u64> = members.iter().map(|(layer, _)| *layer).collect();
         let pattern: Vec<bool> = members.iter().map(|(_, id)| shape(*id) == usual).collect();
-        let other = members.iter().map(|(_, id)| shape(*id)).find(|shape| *shape != usual)?;
-        let (usual, other) = (Shape::try_new(usual).ok()?, Shape::try_new(other).ok()?);
-        (layers.len() > 2 && self.is_hole(&layers, &pattern)).then_some((rest, layers, pattern, usual, other))
+        let mut others = members.iter().map(|(_, id)| shape(*id)).filter(|shape| *shape != usual);
+        let other = others.next()?.to_vec();
+        let has_several = others.any(|shape| shape != other);
+        let is_hole = layers.len() > 2 && self.is_hole(&layers, &pattern);
+        let is_told = (is_periodic(&pattern) && !has_several) || self.lists.tell(&layers, &pattern) || !self.of_text;
+        let found = Misshapen { layers, pattern, usual: usual.to_vec(), other, has_several, is_hole };
+        (is_hole || !is_told).then_some(found)
     }
 }
 

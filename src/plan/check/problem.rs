@@ -151,6 +151,18 @@ pub enum Problem {
         /// The reason.
         reason: String,
     },
+    /// The extents that a mesh axis does not divide, if only even splits are accepted.
+    #[error("mesh axis {axis}={size} does not divide {}; sizes that divide all: {}", extents.join(", "), fits.join(", "))]
+    UnevenAxis {
+        /// The mesh axis.
+        axis: String,
+        /// Its size.
+        size: u64,
+        /// The extents, each with its meaning.
+        extents: Vec<String>,
+        /// The sizes that divide all.
+        fits: Vec<String>,
+    },
     /// An uneven split, if only even ones are accepted.
     #[error("{name}: axis {axis} of {shape} does not split evenly in {parts} parts")]
     Uneven {
@@ -173,19 +185,21 @@ pub enum Problem {
         /// The nearest name, if one is near, with words before it.
         hint: String,
     },
-    /// A mesh axis that no rule uses, with a name near to that of another one.
-    #[error("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?")]
+    /// A mesh axis that splits nothing.
+    #[error("mesh axis {axis:?}: {reason} (--replicate {axis} if every device along it is to hold the same)")]
     MeshAxis {
         /// The axis.
         axis: String,
-        /// The name of the known one.
-        near: String,
+        /// Why it splits nothing, and the name that is probably meant.
+        reason: String,
     },
     /// A device that the mesh does not have.
-    #[error("device {device}: the mesh has {devices} devices, numbered from 0")]
+    #[error("--devices {listed}: {}", devices_of(mesh, *devices))]
     Device {
-        /// The device.
-        device: u64,
+        /// The devices that were asked for.
+        listed: String,
+        /// The mesh, as text.
+        mesh: String,
         /// Number of devices.
         devices: u64,
     },
@@ -416,6 +430,14 @@ fn lines(problems: &[Problem]) -> Vec<(String, u64)> {
         }
     });
     texts.collect()
+}
+
+/// The devices of a mesh, in words.
+fn devices_of(mesh: &str, devices: u64) -> String {
+    if mesh.is_empty() {
+        return "there is no --mesh, so there is one device, 0".to_owned();
+    }
+    format!("mesh {mesh} has {devices} devices, 0 to {}", devices - 1)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use super::super::{
     family::{self, Family},
+    name_group::ranges,
     options::ViewOptions,
     problem::{PlanError, Problem},
 };
@@ -34,14 +35,38 @@ pub(in crate::plan) fn devices(options: &ViewOptions, problems: &mut Vec<Problem
     let mut listed = listed.clone();
     listed.sort_unstable();
     listed.dedup();
-    problems.extend(
-        listed.iter().filter(|device| **device >= devices).map(|device| Problem::Device { device: *device, devices }),
-    );
+    if listed.iter().any(|device| *device >= devices) {
+        let listed = ranges(&listed.iter().copied().collect());
+        problems.push(Problem::Device { listed, mesh: options.mesh.to_string(), devices });
+    }
     listed
 }
 
 /// Most missing layers of one family that are listed.
 pub(in crate::plan) const MISSING_MAX: usize = 1000;
+
+/// Refuses a repository whose configuration counts layers and of whose tensors none has the number of one: the names are of another
+/// program, or the layers are not there.
+pub(in crate::plan) fn no_layers(checkpoint: &Checkpoint, options: &ViewOptions, problems: &mut Vec<Problem>) {
+    const SHOWN: usize = 3;
+    let Some(declared) = checkpoint.dialect().declared_layers.filter(|layers| *layers > 0) else { return };
+    let is_number = |word: &str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
+    let names = || checkpoint.tensors().map(|(_, info)| info.name);
+    if names().any(|name| name.split('.').any(is_number)) || options.allow_missing.accepts("layers.0.") {
+        return;
+    }
+    let shown: Vec<&str> = names().take(SHOWN).collect();
+    let more = checkpoint.tensors().len().saturating_sub(SHOWN);
+    let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+    let of = checkpoint.companion().map_or_else(String::new, |companion| format!(" of {}", companion.label));
+    let reason = format!(
+        "promises {declared} layers, and no tensor has the name of one: found {}{more}. The file{of} is that of another model, or the \
+         names are those of another program: --source-rename 'REGEX=>TO' mends names, --layout stored shows the tensors as they are, \
+         --allow-missing accepts a part of a model",
+        shown.join(", ")
+    );
+    problems.push(Problem::File { file: "config.json".to_owned(), reason });
+}
 
 /// Finds missing layers. If the configuration of a known model counts its layers, a missing one is a problem. Any other
 /// gap (in a part of a repository, or an adapter) is only a warning.

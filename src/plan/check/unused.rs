@@ -7,7 +7,7 @@ use super::super::{
 };
 use crate::checkpoint::Checkpoint;
 
-/// Finds mesh axes that split nothing. A name near to that of another axis that splits is taken for a slip.
+/// Finds mesh axes that split nothing and are not meant to. Proposes the name that is probably meant.
 pub(in crate::plan) fn mesh_axes(
     options: &ViewOptions,
     rules: Option<&LogicalRules>,
@@ -15,31 +15,94 @@ pub(in crate::plan) fn mesh_axes(
     problems: &mut Vec<Problem>,
     warnings: &mut Vec<String>,
 ) {
+    let is_auto = options.sharding == Sharding::Auto;
+    for axis in options.mesh.axes().iter().filter(|axis| axis.size > 1) {
+        let mut in_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
+        let of_stages = axis.name == shard::STAGE_AXIS && drafts.iter().any(|draft| draft.roles.stage.is_some());
+        let is_used = of_stages || in_rules.any(|name| *name == axis.name);
+        let splits = match rules {
+            Some(rules) => is_used || rules.uses(&axis.name),
+            None => is_used || (is_auto && splits(axis_use(&axis.name), drafts)),
+        };
+        let may_replicate = axis_use(&axis.name) == AxisUse::Replicate || (rules.is_none() && !is_auto);
+        if options.replicate.contains(&axis.name) {
+            if splits {
+                let reason =
+                    format!("mesh axis {:?} splits tensors: rename it, or give own rules by --shard", axis.name);
+                problems.push(Problem::File { file: "replicate".to_owned(), reason });
+            }
+            continue;
+        }
+        if splits || may_replicate {
+            continue;
+        }
+        let reason = match (rules, axis_use(&axis.name)) {
+            (None, AxisUse::Expert) if is_part(options) => {
+                warnings.push(format!("mesh axis {:?} splits nothing: no expert is among the tensors", axis.name));
+                continue;
+            }
+            (None, AxisUse::Expert) => {
+                "it splits nothing, as the model has no experts that the layout knows".to_owned()
+            }
+            (None, AxisUse::Tensor) => {
+                warnings
+                    .push(format!("mesh axis {:?} splits nothing: every device along it holds the same", axis.name));
+                continue;
+            }
+            _ => {
+                let meant = meant(&axis.name, options, rules);
+                let meant = meant.map_or_else(String::new, |meant| format!("; did you mean {meant:?}?"));
+                format!("no rule splits by it{meant}")
+            }
+        };
+        problems.push(Problem::MeshAxis { axis: axis.name.clone(), reason });
+    }
+    for axis in options.replicate.iter().filter(|axis| options.mesh.find(axis).is_none()) {
+        warnings.push(format!("replicate: the mesh has no axis {axis:?}"));
+    }
+}
+
+/// Whether only a part of the tensors was asked for.
+fn is_part(options: &ViewOptions) -> bool {
+    let subset = &options.subset;
+    !subset.include.is_empty() || !subset.exclude.is_empty() || subset.layers.is_some()
+}
+
+/// Whether a mesh axis of this effect splits any tensor.
+fn splits(axis_use: AxisUse, drafts: &[Draft]) -> bool {
+    match axis_use {
+        AxisUse::Expert => drafts.iter().any(|draft| draft.roles.experts.is_some() || draft.roles.expert.is_some()),
+        AxisUse::Tensor => drafts.iter().any(|draft| draft.roles.tp.is_some()),
+        AxisUse::FullyShard => true,
+        AxisUse::Replicate | AxisUse::Unknown => false,
+    }
+}
+
+/// The name of a mesh axis that is probably meant by an unknown one: a known one that is nearly the same, or one of the effect
+/// that the name has in another program. Not one that the mesh has already.
+fn meant(name: &str, options: &ViewOptions, rules: Option<&LogicalRules>) -> Option<String> {
     let of_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
     let mut known: BTreeSet<&str> = of_rules.map(String::as_str).collect();
     match rules {
-        Some(rules) => known.extend(rules.mesh_axes()),
+        Some(rules) => known.extend(rules.mesh_axes().chain(["data"])),
         None => known.extend(shard::KNOWN_AXES.iter().flat_map(|(names, _)| *names)),
     }
-    for axis in options.mesh.axes() {
-        let mut in_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
-        let unknown = match (options.sharding, rules) {
-            (_, Some(rules)) => !rules.uses(&axis.name) && axis_use(&axis.name) != AxisUse::Replicate,
-            (Sharding::Auto, None) => axis_use(&axis.name) == AxisUse::Unknown,
-            (Sharding::Logical | Sharding::Replicate, None) => false,
-        };
-        let of_stages = axis.name == shard::STAGE_AXIS && drafts.iter().any(|draft| draft.roles.stage.is_some());
-        if !unknown || of_stages || axis.size == 1 || in_rules.any(|name| *name == axis.name) {
-            continue;
-        }
-        let near = known.iter().find(|known| name_group::is_misspelt(&axis.name, known));
-        if let Some(near) = near.filter(|near| options.mesh.find(near).is_none()) {
-            let (axis, near) = (axis.name.clone(), (*near).to_owned());
-            problems.push(Problem::MeshAxis { axis, near });
-        } else {
-            warnings.push(format!("mesh axis {:?} splits nothing: every tensor is replicated along it", axis.name));
-        }
-    }
+    let is_free = |known: &&str| options.mesh.find(known).is_none();
+    let bare = shard::bare_axis(name);
+    let foreign = |name: &str| {
+        let lower = name.to_ascii_lowercase();
+        let rows = shard::FOREIGN_AXES.iter().chain(&shard::KNOWN_AXES);
+        rows.clone().find(|(names, _)| names.contains(&lower.as_str())).map(|(_, axis_use)| *axis_use)
+    };
+    let same =
+        known.iter().copied().filter(is_free).find(|known| *known == bare || *known == bare.to_ascii_lowercase());
+    let near = || known.iter().copied().filter(is_free).find(|known| name_group::is_misspelt(name, known));
+    let same_effect = || {
+        let wanted = foreign(bare).or_else(|| foreign(name))?;
+        let row = shard::KNOWN_AXES.iter().find(|(_, axis_use)| *axis_use == wanted)?;
+        row.0.iter().copied().filter(is_free).find(|name| known.contains(name))
+    };
+    same.or_else(near).or_else(same_effect).map(str::to_owned)
 }
 
 pub(in crate::plan) fn patterns(

@@ -4,7 +4,7 @@ use super::super::{layout_file::StoredNames, layouts::Embedded};
 use crate::checkpoint::Checkpoint;
 
 /// Words of names of a training state that is not the model's weights.
-const STATE_WORDS: [&str; 15] = [
+const STATE_WORDS: [&str; 18] = [
     "opt_state",
     "optimizer",
     "optim",
@@ -16,6 +16,10 @@ const STATE_WORDS: [&str; 15] = [
     "step",
     "iteration",
     "rng_state",
+    // Of NNX modules: streams of random numbers, and the state of quantized training.
+    "rngs",
+    "rng",
+    "aqt",
     "opt_param_scheduler",
     "lr_scheduler",
     "scheduler",
@@ -24,6 +28,9 @@ const STATE_WORDS: [&str; 15] = [
 
 /// The collection that holds most leaves of MaxText. Some programs leave its name out.
 const COLLECTION: &str = "params.";
+
+/// The last word of each leaf in a tree of NNX, whose variables hold their arrays under this name.
+const VALUE: &str = ".value";
 
 /// Whether a name is of a training state rather than of the weights.
 fn is_state(name: &str) -> bool {
@@ -43,16 +50,21 @@ pub(super) fn detect(checkpoint: &Checkpoint) -> Option<(Vec<&'static Embedded>,
 /// The names of a checkpoint that stores the leaf `anchor`: of several, the shortest.
 fn stored_names(checkpoint: &Checkpoint, anchor: &str) -> Option<StoredNames> {
     let short = anchor.strip_prefix(COLLECTION).map(|short| (short, COLLECTION));
-    [(anchor, "")].into_iter().chain(short).find_map(|(suffix, dropped)| {
-        let prefixes = checkpoint.tensors().filter_map(|(_, info)| info.name.strip_suffix(suffix));
-        let prefix = prefixes
-            .filter(|prefix| (prefix.is_empty() || prefix.ends_with('.')) && !is_state(prefix))
-            .min_by_key(|prefix| prefix.len())?;
-        Some(StoredNames { prefix: prefix.to_owned(), dropped: dropped.to_owned() })
-    })
+    let names = [(anchor, "")].into_iter().chain(short);
+    names.flat_map(|(leaf, dropped)| ["", VALUE].map(|suffix| (leaf, dropped, suffix))).find_map(
+        |(leaf, dropped, suffix)| {
+            let end = format!("{leaf}{suffix}");
+            let prefixes = checkpoint.tensors().filter_map(|(_, info)| info.name.strip_suffix(end.as_str()));
+            let prefix = prefixes
+                .filter(|prefix| (prefix.is_empty() || prefix.ends_with('.')) && !is_state(prefix))
+                .min_by_key(|prefix| prefix.len())?;
+            Some(StoredNames { prefix: prefix.to_owned(), dropped: dropped.to_owned(), suffix: suffix.to_owned() })
+        },
+    )
 }
 
-/// Whether a stored name is one of a leaf, by its beginning.
+/// Whether a stored name is one of a leaf, by its beginning and its end.
 pub(super) fn is_weight(names: &StoredNames, stored: &str) -> bool {
-    stored.strip_prefix(names.prefix.as_str()).is_some_and(|rest| !is_state(rest))
+    let rest = stored.strip_prefix(names.prefix.as_str());
+    rest.and_then(|rest| rest.strip_suffix(names.suffix.as_str())).is_some_and(|rest| !is_state(rest))
 }

@@ -198,6 +198,8 @@ pub(super) struct Check {
 pub struct LayoutFile {
     /// Its origin, for messages.
     label: String,
+    /// Whether it is in the program: then nobody can open it.
+    is_embedded: bool,
     text: String,
     name: String,
     description: String,
@@ -259,6 +261,11 @@ impl LayoutFile {
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// This file as one in the program.
+    pub(super) fn embedded(self) -> Self {
+        Self { is_embedded: true, ..self }
     }
 
     /// Its origin, for messages.

@@ -94,6 +94,14 @@ impl LayoutFile {
         self.refusal(mark(&self.text, at, error), target, format!("{error}{near}"))
     }
 
+    /// The problem of a condition that does not hold. A place in a file that nobody can open says nothing.
+    pub(super) fn unmet(&self, at: Span, reason: String) -> Problem {
+        if self.is_embedded {
+            return Problem::File { file: format!("layout {}", self.name), reason };
+        }
+        self.refusal(at, "", reason)
+    }
+
     /// The problem at a place of this file.
     pub(super) fn refusal(&self, at: Span, target: &str, reason: String) -> Problem {
         Problem::Layout {

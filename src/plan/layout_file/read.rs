@@ -488,6 +488,7 @@ impl LayoutFile {
         let verified = raw.verified.as_ref().and_then(|condition| reader.condition(condition));
         let file = Self {
             label: label.to_owned(),
+            is_embedded: false,
             text: text.to_owned(),
             name: raw.name,
             description: raw.description,

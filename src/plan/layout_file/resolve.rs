@@ -9,10 +9,13 @@ use super::{
     super::{
         draft::Draft,
         expr::{EvalError, Expr, ExprValue, NameScope, TextTemplate},
+        family::Generic,
         mesh::Mesh,
         name_group::{NameGroup, fold, stars},
+        naming,
         pattern::Pattern,
         problem::{Problem, RuleLocation},
+        select,
         shard::STAGE_AXIS,
         values::Values,
     },
@@ -163,6 +166,7 @@ impl<'a> Resolver<'a> {
     }
 
     fn check(&mut self) {
+        let mut fitting: Option<String> = None;
         for check in &self.scope.file.checks {
             let local = Local { scope: self.scope, bound: &[] };
             let said = check.that.it.eval(&local).and_then(|holds| holds.bool("check")).and_then(|holds| {
@@ -172,7 +176,8 @@ impl<'a> Resolver<'a> {
             match said {
                 Ok(Some(reason)) if check.warn => self.warnings.push(reason),
                 Ok(Some(reason)) => {
-                    self.add(self.scope.file.refusal(check.that.at, "", reason));
+                    let fitting = fitting.get_or_insert_with(|| fitting_sizes(self.scope));
+                    self.add(self.scope.file.unmet(check.that.at, format!("{reason}{fitting}")));
                 }
                 Ok(None) => {}
                 Err(error) if check.warn && is_absent(&error) => {}
@@ -375,6 +380,26 @@ impl<'a> Resolver<'a> {
         ignored
     }
 
+    /// These names without those of layers that predict further tokens and that the configuration does not count: they are no part of
+    /// the model that it describes, and are left out with a warning.
+    fn without_predictors(&mut self, unused: Vec<&'a str>) -> Vec<&'a str> {
+        let Some((prefix, first)) = select::predicting(self.scope.checkpoint, None) else { return unused };
+        let words = Generic::load().expect("the file is in the program, and a test reads it").words;
+        let is_beyond = |name: &&str| {
+            let parsed = naming::parse(name, &words);
+            parsed.prefix == prefix && parsed.layer.is_some_and(|layer| layer >= first)
+        };
+        let (beyond, rest): (Vec<&str>, Vec<&str>) = unused.into_iter().partition(is_beyond);
+        if !beyond.is_empty() {
+            self.warnings.push(format!(
+                "{} tensors of layers from {first} on, which predict further tokens and which config.json does not count, are left out",
+                beyond.len()
+            ));
+            self.left_out.extend(fold(beyond, &[]));
+        }
+        rest
+    }
+
     /// Reports the missing sources, and the tensors that no rule uses or ignores.
     fn compare(&mut self) {
         // Rules that failed have used nothing: the tensors that they leave over are not unexpected.
@@ -391,6 +416,7 @@ impl<'a> Resolver<'a> {
         let (ignored, unused): (Vec<&str>, Vec<&str>) =
             unused.into_iter().map(|(_, info)| info.name).partition(is_ignored);
         self.left_out = fold(ignored, &[]);
+        let unused = self.without_predictors(unused);
         let strange: BTreeSet<String> = unused.iter().map(|name| stars(name)).collect();
         let lost = std::mem::take(&mut self.lost);
         let mut by_rule: BTreeMap<(bool, usize, String), Vec<&MissingSource>> = BTreeMap::new();
@@ -424,4 +450,28 @@ impl<'a> Resolver<'a> {
             self.problems.extend(refused.into_iter().map(|group| Problem::UnexpectedTensor { group }));
         }
     }
+}
+
+/// Greatest size of a mesh axis that is tried as a proposal.
+const SIZE_MAX: u64 = 256;
+
+/// Most sizes that a message proposes.
+const SIZES_LISTED: usize = 12;
+
+/// The sizes of single mesh axes with which all conditions of the file hold, as the end of a message. Empty if the mesh is not
+/// the reason.
+fn fitting_sizes(scope: &Scope<'_>) -> String {
+    let holds = |mesh: &Mesh| {
+        let scope = scope.for_mesh(mesh);
+        let local = Local { scope: &scope, bound: &[] };
+        let mut checks = scope.file.checks.iter().filter(|check| !check.warn);
+        checks.all(|check| check.that.it.eval(&local).and_then(|holds| holds.bool("check")).unwrap_or(false))
+    };
+    let axes = scope.mesh.axes().iter().filter(|axis| axis.size > 1);
+    let proposals = axes.filter_map(|axis| {
+        let fits = |size: &u64| scope.mesh.with_size(&axis.name, *size).is_some_and(|mesh| holds(&mesh));
+        let sizes: Vec<String> = (1..=SIZE_MAX).filter(fits).take(SIZES_LISTED).map(|size| size.to_string()).collect();
+        (!sizes.is_empty()).then(|| format!("; sizes of {} that fit: {}", axis.name, sizes.join(", ")))
+    });
+    proposals.collect()
 }

@@ -64,6 +64,13 @@ impl<'a> Scope<'a> {
         Self { file, checkpoint, stored: None, mesh, set, inverse, known: RefCell::default() }
     }
 
+    /// The same scope for another mesh.
+    pub(super) fn for_mesh<'b>(&'b self, mesh: &'b Mesh) -> Scope<'b> {
+        let (set, inverse) = (self.set.clone(), self.inverse);
+        let (file, checkpoint, stored) = (self.file, self.checkpoint, self.stored);
+        Scope { file, checkpoint, stored, mesh, set, inverse, known: RefCell::default() }
+    }
+
     /// The problem of a rule whose expression at `at` has no value, for the leaf `target`.
     pub(super) fn problem(&self, at: Span, target: &str, error: &EvalError) -> Problem {
         self.file.problem(at, target, error, (self.mesh, &config_members(self.checkpoint)))

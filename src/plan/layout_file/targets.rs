@@ -15,12 +15,14 @@ pub(in crate::plan) struct StoredNames {
     pub(in crate::plan) prefix: String,
     /// Begins most leaves, and is not stored.
     pub(in crate::plan) dropped: String,
+    /// Ends every stored name.
+    pub(in crate::plan) suffix: String,
 }
 
 impl StoredNames {
     /// The stored name of a leaf.
     pub(in crate::plan) fn of(&self, leaf: &str) -> String {
-        format!("{}{}", self.prefix, leaf.strip_prefix(self.dropped.as_str()).unwrap_or(leaf))
+        format!("{}{}{}", self.prefix, leaf.strip_prefix(self.dropped.as_str()).unwrap_or(leaf), self.suffix)
     }
 }
 

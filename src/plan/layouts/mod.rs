@@ -132,7 +132,7 @@ impl Embedded {
     pub fn family(&self, name: &str) -> Option<Result<LayoutFile, PlanError>> {
         let (label, text) =
             self.files.iter().find(|(label, _)| *label == name || label.rsplit('/').next() == Some(name))?;
-        Some(LayoutFile::parse(&format!("{label}.toml"), text))
+        Some(LayoutFile::parse(&format!("{label}.toml"), text).map(LayoutFile::embedded))
     }
 
     /// The file for the model that `config.json` names, if there is one.

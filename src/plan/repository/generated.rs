@@ -52,7 +52,8 @@ pub(in crate::plan) fn files(
             Some(HfFile { path: file.path.clone(), content })
         })),
     }
-    files.retain(|file| !is_text || TextModel::has_file(&file.path));
+    // What is shown here is decoded, whatever was told of the weights that the configuration came with.
+    files.retain(|file| (!is_text || TextModel::has_file(&file.path)) && !file.tells_quantization());
     let total: u64 = tensors.iter().map(|(_, view)| bytes_of(view)).sum();
     let shards = split(tensors, shard_bytes_max);
     let count = shards.len();

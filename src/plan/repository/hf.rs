@@ -102,8 +102,11 @@ pub(in crate::plan) fn plan(
     // What loads safetensors cannot load other files under such names, and the reverse.
     let is_converted = original.container() != Container::Safetensors;
     let has_all = head.is_none()
+        && original.quantized().stale.is_none()
         && names.text.is_none()
         && !is_converted
+        && checkpoint.config() == original.config()
+        && originals(original).all(|(_, _, id)| original.is_whole(id))
         && checkpoint.tensors().len() == original.tensors().len();
     let unchanged = || originals(original).map(|(_, path, id)| original_file(path, id)).collect();
     if has_all && !values.converts() && names.keep_all() && std::ptr::eq(checkpoint, original) {
@@ -134,10 +137,11 @@ pub(in crate::plan) fn plan(
     for (role, path, id) in rewriting.originals() {
         let content = if *role == FileRole::Weights {
             let (tensors, before) = (std::mem::take(&mut by_file[id.index()]), before[id.index()]);
-            if tensors.is_empty() && before > 0 {
+            let is_whole = original.is_whole(id);
+            if tensors.is_empty() && (before > 0 || !is_whole) {
                 continue;
             }
-            let is_original = !is_converted && tensors.len() == before && tensors.iter().all(is_as_before);
+            let is_original = is_whole && !is_converted && tensors.len() == before && tensors.iter().all(is_as_before);
             if is_original { HfContent::Original(id) } else { rewriting.weights(id, tensors) }
         } else {
             texts.remove(&id).map_or(HfContent::Original(id), HfContent::Text)
@@ -317,14 +321,16 @@ pub(in crate::plan) fn with_dtype(
     dtype: Option<DType>,
     undone: bool,
 ) -> Value {
-    let Some(name) = dtype.and_then(torch_name) else { return config };
+    let name = dtype.and_then(torch_name);
     let had_dtype = config.get("dtype").is_some();
     let rewrite = |members: &mut serde_json::Map<String, Value>, top: bool| {
-        if members.contains_key("torch_dtype") || (top && !had_dtype) {
-            members.insert("torch_dtype".to_owned(), json!(name));
-        }
-        if members.contains_key("dtype") {
-            members.insert("dtype".to_owned(), json!(name));
+        if let Some(name) = name {
+            if members.contains_key("torch_dtype") || (top && !had_dtype) {
+                members.insert("torch_dtype".to_owned(), json!(name));
+            }
+            if members.contains_key("dtype") {
+                members.insert("dtype".to_owned(), json!(name));
+            }
         }
         for key in QUANTIZATION.iter().filter(|_| undone) {
             members.shift_remove(*key);
@@ -356,10 +362,11 @@ impl HfFile {
     }
 }
 
-/// Whether all that was quantized is decoded. Where some tensors stay as they are stored, what tells how stays too: codes that are
+/// Whether nothing is stored quantized: all that was is decoded, or the configuration says it of weights that are plain. Where some tensors stay as they are stored, what tells how stays too: codes that are
 /// loaded as if they were numbers would give wrong weights without a word.
 fn is_undone(checkpoint: &Checkpoint) -> bool {
-    checkpoint.tensors().any(|(_, info)| info.quantized().is_some()) && checkpoint.raw().next().is_none()
+    let is_decoded = || checkpoint.tensors().any(|(_, info)| info.quantized().is_some());
+    checkpoint.quantized().stale.is_some() || (is_decoded() && checkpoint.raw().next().is_none())
 }
 
 /// Files that tell how weights are quantized, as `ModelOpt`, GPTQ's and AWQ's libraries write them.

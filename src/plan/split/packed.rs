@@ -1,8 +1,11 @@
 //! Quantized weights that are shown as they are stored. Parts of packed codes and parts of their scales have no meaning
 //! unless they cover the same rows and columns. Under tensor parallelism such tensors are whole on every device, unless
-//! the matching parts of a weight and its scales are known.
+//! the matching parts of a weight and its scales are known. Then the rest of their block is whole too.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::{
+    collections::{BTreeSet, HashMap, HashSet},
+    sync::Arc,
+};
 
 use super::super::{AxisUse, Mesh, axis_use, draft::Draft, name_group::fold};
 use crate::{
@@ -113,7 +116,7 @@ fn is_nested(rest: &str) -> bool {
 }
 
 /// Removes the axis of tensor parallelism from drafts of packed tensors, or gives scales the axis of their weights.
-/// Returns a warning.
+/// Returns warnings.
 ///
 /// `is_told` tells whether the user fully determines a draft's shards.
 pub(in crate::plan) fn keep_together(
@@ -121,24 +124,25 @@ pub(in crate::plan) fn keep_together(
     checkpoint: &Checkpoint,
     mesh: &Mesh,
     is_told: &dyn Fn(&Draft) -> bool,
-) -> Option<String> {
+) -> Vec<String> {
     let axes = mesh.axes().iter().filter(|axis| axis.size > 1 && axis_use(&axis.name) == AxisUse::Tensor);
     let parts: u64 = axes.map(|axis| axis.size).product();
     if parts == 1 {
-        return None;
+        return Vec::new();
     }
     // The blocks of gpt-oss and their scales are in neither set: both have the axes of the matrix, and the family's table
     // gives both the same roles. Other codes of such a repository have no such table.
     let packed = PackedTensors::of(checkpoint);
     if packed.whole.is_empty() && packed.blocks.is_empty() {
-        return None;
+        return Vec::new();
     }
     let mut whole: HashSet<TensorId> = HashSet::new();
     let mut split: HashMap<TensorId, usize> = HashMap::new();
+    let mut blocks: BTreeSet<Arc<str>> = BTreeSet::new();
     for draft in drafts.iter_mut().filter(|draft| !is_told(draft)) {
         let Some(first) = first_source(draft) else { continue };
         if packed.whole.contains(&first) {
-            draft.roles.tp = None;
+            blocks.extend(draft.roles.tp.take().and_then(|_| draft.roles.block.clone()));
             whole.extend(sources(draft));
         } else if let (Some(block), Some(axis)) = (packed.blocks.get(&first), draft.roles.tp) {
             let shape = draft.view.shape();
@@ -148,8 +152,19 @@ pub(in crate::plan) fn keep_together(
                 split.insert(first, axis - draft.roles.stacked);
             } else {
                 draft.roles.tp = None;
+                blocks.extend(draft.roles.block.clone());
                 whole.extend(sources(draft));
             }
+        }
+    }
+    // A part of the other matrices of the block would be of no use.
+    let mut others: BTreeSet<&str> = BTreeSet::new();
+    for draft in drafts.iter_mut().filter(|draft| !is_told(draft) && draft.roles.tp.is_some()) {
+        let Some(block) = draft.roles.block.as_ref().and_then(|block| blocks.get(block)) else { continue };
+        draft.roles.tp = None;
+        others.insert(block);
+        if let Some(first) = first_source(draft) {
+            split.remove(&first);
         }
     }
     for draft in drafts.iter_mut().filter(|draft| !is_told(draft)) {
@@ -164,18 +179,24 @@ pub(in crate::plan) fn keep_together(
     let modules: BTreeSet<&str> = names.map(module_of).collect();
     let groups = fold(modules, &[]);
     if groups.is_empty() {
-        return None;
+        return Vec::new();
     }
     let listed: Vec<&str> = groups.iter().take(LISTED).map(|group| group.name.as_str()).collect();
     let more =
         if groups.len() > LISTED { format!(" and {} more groups", groups.len() - LISTED) } else { String::new() };
-    Some(format!(
+    let mut warnings = vec![format!(
         "{} tensors of quantized weights ({}) are whole on every device, since parts of packed codes and of their scales need \
          not fit each other: {}{more}",
         whole.len(),
         checkpoint.dialect().quantization,
         listed.join(", ")
-    ))
+    )];
+    if !others.is_empty() {
+        let listed: Vec<&str> = others.iter().take(LISTED).copied().collect();
+        let more = if others.len() > LISTED { format!(" and {} more", others.len() - LISTED) } else { String::new() };
+        warnings.push(format!("the other tensors of their blocks are whole as well: {}{more}", listed.join(", ")));
+    }
+    warnings
 }
 
 /// The module of a tensor's name.

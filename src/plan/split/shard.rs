@@ -46,8 +46,49 @@ pub(in crate::plan) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
     (&["expert", "ep"], AxisUse::Expert),
     (&["tensor", "tp"], AxisUse::Tensor),
     (&["fsdp", "dp_shard"], AxisUse::FullyShard),
-    (&["data", "replica", "dp_replicate", "dp"], AxisUse::Replicate),
+    (&["data", "replica", "dp_replicate", "dp", "diloco"], AxisUse::Replicate),
 ];
+
+/// Names that other programs have for mesh axes, with the effect that they mean.
+pub(in crate::plan) const FOREIGN_AXES: [(&[&str], AxisUse); 4] = [
+    (&["experts", "expert_parallel", "expert_model_parallel", "moe", "moe_ep"], AxisUse::Expert),
+    (&["model", "mp", "mdl", "model_parallel", "tensor_parallel", "tensor_model_parallel"], AxisUse::Tensor),
+    (
+        &[
+            "fully_sharded",
+            "fully_shard",
+            "full_shard",
+            "shard",
+            "sharded",
+            "zero",
+            "zero3",
+            "dp_shard_cp",
+            "hsdp_shard",
+        ],
+        AxisUse::FullyShard,
+    ),
+    (
+        &[
+            "replicas",
+            "replicate",
+            "ddp",
+            "batch",
+            "data_parallel",
+            "hsdp_replicate",
+            "dp_rep",
+            "world",
+            "node",
+            "nodes",
+        ],
+        AxisUse::Replicate,
+    ),
+];
+
+/// A name without what MaxText's settings put around the names of axes: `ici_fsdp_parallelism` is the size of `fsdp`.
+pub(in crate::plan) fn bare_axis(name: &str) -> &str {
+    let inner = ["ici_", "dcn_"].iter().find_map(|start| name.strip_prefix(start)).unwrap_or(name);
+    ["_parallelism", "_axis", "_size", "_dim"].iter().find_map(|end| inner.strip_suffix(end)).unwrap_or(inner)
+}
 
 /// Name of the mesh axis along which devices are stages of a pipeline, each with layers of its own.
 pub(in crate::plan) const STAGE_AXIS: &str = "pp";

@@ -23,9 +23,24 @@ pub(super) fn escaped(text: &str) -> String {
     name
 }
 
+/// Directories of the cache below which such files are. The path to them is the user's, and may have links.
+const KEPT: [&str; 2] = ["hub", "stores"];
+
+/// A link among the directories of a kept file: another user may have put it there, to have ckfs write elsewhere.
+fn link_among(path: &Path) -> Option<&Path> {
+    let is_link = |dir: &&Path| fs::symlink_metadata(dir).is_ok_and(|found| found.is_symlink());
+    let is_first = |dir: &Path| dir.file_name().is_some_and(|name| KEPT.iter().any(|kept| name == *kept));
+    let dirs: Vec<&Path> = path.ancestors().skip(1).collect();
+    let count = dirs.iter().position(|dir| is_first(dir)).map_or(1, |first| first + 1);
+    dirs.into_iter().take(count).find(is_link)
+}
+
 /// Puts a complete file in the place of another. A file that cannot be written is not kept: it is only a saving.
 pub(super) fn replace(path: &Path, bytes: &[u8]) {
     let write = || -> io::Result<()> {
+        if let Some(link) = link_among(path) {
+            return Err(io::Error::other(format!("{} is a link", link.display())));
+        }
         DirBuilder::new().recursive(true).mode(0o700).create(path.parent().unwrap_or(path))?;
         let part = path.with_file_name(format!(".part-{}", unique()));
         let written = fs::write(&part, bytes).and_then(|()| fs::rename(&part, path));
@@ -39,6 +54,16 @@ pub(super) fn replace(path: &Path, bytes: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_planted_link_leads_nowhere() {
+        let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        std::os::unix::fs::symlink(other.path(), dir.path().join("stores")).unwrap();
+        replace(&dir.path().join("stores/x.json"), b"{}");
+        assert_eq!(fs::read_dir(other.path()).unwrap().count(), 0);
+        replace(&dir.path().join("hub/host/repo/x"), b"{}");
+        assert_eq!(fs::read(dir.path().join("hub/host/repo/x")).unwrap(), b"{}");
+    }
 
     #[test]
     fn names_never_leave_their_directory() {

@@ -1,0 +1,160 @@
+//! An output head that is stored although the configuration says that it is the embedding: its bytes tell whether it is.
+//!
+//! Only the two tensors are read, and only to the first window in which they differ. Where both are the same bytes of one file,
+//! nothing is read.
+
+use std::sync::PoisonError;
+
+use rayon::prelude::*;
+
+use super::{
+    super::{
+        repository::Checkpoint,
+        table::{Storage, TensorInfo},
+    },
+    tied::untied,
+};
+use crate::{
+    source::{ByteSpan, FileId, Source, SourceError},
+    tensor::{MosaicBox, TensorId},
+};
+
+/// An output head that is not the embedding, although the configuration says so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnHead {
+    /// The head.
+    pub id: TensorId,
+    /// Its name.
+    pub head: String,
+    /// The name of the embedding.
+    pub embedding: String,
+}
+
+/// Ends of the names of output heads, after a dot or alone.
+const HEADS: [&str; 2] = ["lm_head.weight", "embed_out.weight"];
+/// Whole names of output heads.
+const WHOLE: [&str; 2] = ["head.weight", "output.weight"];
+
+/// The first window, in bytes: a head that was trained differs in it, and a remote source is asked for little.
+const FIRST_BYTES: u64 = 64 << 10;
+/// Later windows, in bytes, of which each thread has two at a time.
+const WINDOW_BYTES: u64 = 8 << 20;
+
+/// A part of a tensor: its bytes in a file.
+type Part = (FileId, ByteSpan);
+
+impl Checkpoint {
+    /// The output head that is stored and is not the embedding, although the configuration or the model's type says that it is.
+    /// Reads both until they differ. Tensors for which `is_outside` is true belong to another model and are passed over.
+    ///
+    /// # Errors
+    /// Their bytes do not come.
+    pub fn own_head(&self, is_outside: &dyn Fn(&str) -> bool) -> Result<Option<OwnHead>, SourceError> {
+        let dialect = self.dialect();
+        if !dialect.tied || !dialect.has_lm_head {
+            return Ok(None);
+        }
+        let names = self.tensors().map(|(_, info)| info.name).filter(|name| is_head(name) && !is_outside(name));
+        let (Some(head), Some(embedding)) = (names.min_by_key(|name| name.len()), self.embedding(is_outside)) else {
+            return Ok(None);
+        };
+        let (Some(id), Some(other)) = (self.find(head), self.find(embedding)) else { return Ok(None) };
+        let compared = &self.compared_heads().0;
+        let known = compared.lock().unwrap_or_else(PoisonError::into_inner).get(&(id, other)).copied();
+        let are_equal = match known {
+            Some(known) => known,
+            None => self.are_equal(&self.tensor(id), &self.tensor(other))?,
+        };
+        compared.lock().unwrap_or_else(PoisonError::into_inner).insert((id, other), are_equal);
+        Ok((!are_equal).then(|| OwnHead { id, head: head.to_owned(), embedding: embedding.to_owned() }))
+    }
+
+    /// This checkpoint with a configuration that says that the output head is a tensor of its own. `None` where there is no
+    /// configuration, or the model's type ties the head whatever it says.
+    ///
+    /// # Errors
+    /// As of [`Checkpoint::derived`].
+    pub fn untied(&self) -> Result<Option<Self>, Vec<String>> {
+        let dialect = self.dialect();
+        let config = self.config().map(|config| untied(config, dialect.text_config.as_deref(), &dialect.architectures));
+        let Some(config) = config.flatten() else { return Ok(None) };
+        self.derived(Some(config), None, |_, info| Some(info.name.to_owned())).map(Some)
+    }
+
+    /// Whether two tensors have the same elements. Those that are stored in different ways count as different.
+    fn are_equal(&self, left: &TensorInfo<'_>, right: &TensorInfo<'_>) -> Result<bool, SourceError> {
+        if left.dtype != right.dtype || left.shape != right.shape {
+            return Ok(false);
+        }
+        match self.parts(left).zip(self.parts(right)) {
+            Some((left, right)) if is_alike(left.0, right.0) => same_bytes(&**self.source(), &left.1, &right.1),
+            Some(_) | None => Ok(false),
+        }
+    }
+
+    /// How a tensor is laid out, and its parts in that order. `None` if its codes are decoded by something else than stored tensors.
+    fn parts<'a>(&'a self, tensor: &TensorInfo<'a>) -> Option<(Storage<'a>, Vec<Part>)> {
+        let part = |id: TensorId| match self.table().tensor(id).storage {
+            Storage::Plain { file, span } => Some((file, span)),
+            Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_) => None,
+        };
+        let parts = match tensor.storage {
+            Storage::Plain { file, span } => vec![(file, span)],
+            Storage::Quantized(quantized) => quantized.operands.iter().map(|id| part(*id)).collect::<Option<_>>()?,
+            Storage::Mosaic(mosaic) => mosaic.ids().map(part).collect::<Option<_>>()?,
+            Storage::Composed(_) => return None,
+        };
+        Some((tensor.storage, parts))
+    }
+}
+
+fn is_head(name: &str) -> bool {
+    let ends = |end: &&str| name.strip_suffix(*end).is_some_and(|before| before.is_empty() || before.ends_with('.'));
+    WHOLE.contains(&name) || HEADS.iter().any(|end| ends(&end))
+}
+
+/// Whether the same bytes would be the same elements.
+fn is_alike(left: Storage<'_>, right: Storage<'_>) -> bool {
+    match (left, right) {
+        (Storage::Plain { .. }, Storage::Plain { .. }) => true,
+        (Storage::Quantized(left), Storage::Quantized(right)) => left.template == right.template,
+        (Storage::Mosaic(left), Storage::Mosaic(right)) => {
+            let (left, right) = (left.of_view(), right.of_view());
+            let place = |part: MosaicBox<'_>| (part.origin.to_vec(), part.extents.to_vec(), part.strides());
+            left.fill() == right.fill() && left.boxes().map(place).eq(right.boxes().map(place))
+        }
+        (Storage::Plain { .. } | Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_), _) => false,
+    }
+}
+
+/// Whether all parts hold the same bytes, each as the other at its place.
+fn same_bytes(source: &dyn Source, left: &[Part], right: &[Part]) -> Result<bool, SourceError> {
+    let pairs = || left.iter().zip(right).filter(|(left, right)| left != right);
+    if left.len() != right.len() || pairs().any(|((_, left), (_, right))| left.len() != right.len()) {
+        return Ok(false);
+    }
+    let mut windows = Vec::new();
+    for ((left_file, left), (right_file, right)) in pairs() {
+        let mut at = 0;
+        while at < left.len() {
+            let most = if windows.is_empty() { FIRST_BYTES } else { WINDOW_BYTES };
+            let len = most.min(left.len() - at);
+            windows.push([(*left_file, left.start() + at, len), (*right_file, right.start() + at, len)]);
+            at += len;
+        }
+    }
+    let is_same = |[left, right]: &[(FileId, u64, u64); 2]| Ok(read(source, *left)? == read(source, *right)?);
+    let Some((first, others)) = windows.split_first() else { return Ok(true) };
+    if !is_same(first)? {
+        return Ok(false);
+    }
+    // The first window that differs, or does not come, ends the search.
+    let found = others.par_iter().map(is_same).find_any(|same| !matches!(same, Ok(true)));
+    found.unwrap_or(Ok(true))
+}
+
+fn read(source: &dyn Source, (file, start, len): (FileId, u64, u64)) -> Result<Vec<u8>, SourceError> {
+    let mut bytes = vec![0; usize::try_from(len).expect("a window is a few megabytes")];
+    source.read_into(file, start, &mut bytes)?;
+    Ok(bytes)
+}

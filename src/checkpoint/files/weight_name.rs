@@ -1,0 +1,232 @@
+//! The parts of a weight file's name: `model.fp16-00001-of-00002.safetensors` is file 1 of 2 of the variant fp16 of `model`.
+//!
+//! Programs write the number in several ways (`model-00001-of-00002`, `model_1_of_2`, `model.safetensors-00001-of-00002`), and
+//! the variant before or after it (`model-00001-of-00002.fp16`, the older way of diffusers).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::super::{
+    choose::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX},
+    problem::Problem,
+};
+
+/// How the names of weight files end.
+const ENDINGS: [&str; 5] = [".safetensors", ".bin", ".pt", ".pth", ".ckpt"];
+
+/// The name of a weight file in its parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::checkpoint) struct WeightName<'a> {
+    /// What is before the number and the variant.
+    pub(in crate::checkpoint) stem: &'a str,
+    /// The word that tells sets of the same weights apart: `fp16`, `non_ema`.
+    pub(in crate::checkpoint) variant: Option<&'a str>,
+    /// The number of the file and the number of files, as written.
+    pub(in crate::checkpoint) number: Option<(&'a str, &'a str)>,
+    /// How the name ends.
+    pub(in crate::checkpoint) ending: &'a str,
+}
+
+impl<'a> WeightName<'a> {
+    /// The parts of a name; `None` if it is not that of a weight file.
+    pub(in crate::checkpoint) fn of(path: &'a str) -> Option<Self> {
+        let ending = ENDINGS.iter().find(|ending| path.ends_with(**ending))?;
+        let (name, ending) = path.split_at(path.len() - ending.len());
+        let Some(Numbered { before, number, total, after }) = numbered(name) else {
+            let (stem, variant) = split_variant(name);
+            return Some(Self { stem, variant, number: None, ending });
+        };
+        let after = after.trim_start_matches(SEPARATORS);
+        let (stem, variant) = split_variant(before.trim_end_matches(SEPARATORS));
+        let variant = if after.is_empty() { variant } else { Some(after) };
+        Some(Self { stem, variant, number: Some((number, total)), ending })
+    }
+}
+
+/// The variant that an index describes: `model.safetensors.index.fp16.json`, `model.safetensors.fp16.index.json` or
+/// `model.fp16.safetensors.index.json`. `None` if the file is no index; `Some(None)` if the index is of no variant.
+#[expect(clippy::option_option, reason = "an index of no variant is an index too")]
+pub(in crate::checkpoint) fn variant_of_index<'a>(path: &'a str, suffix: &str) -> Option<Option<&'a str>> {
+    let of_files = suffix.strip_suffix(".index.json")?;
+    let name = path.strip_suffix(".json")?;
+    let (stem, rest) = name.split_once(&format!("{of_files}."))?;
+    let own = split_variant(stem).1;
+    if rest == "index" {
+        return Some(own);
+    }
+    let word = rest.strip_prefix("index.").or_else(|| rest.strip_suffix(".index"))?;
+    is_variant(word).then_some(Some(word))
+}
+
+/// Whether a file is an index of safetensors or of files of torch, of any variant.
+pub(in crate::checkpoint) fn is_any_index(path: &str) -> bool {
+    [INDEX_SUFFIX, TORCH_INDEX_SUFFIX].iter().any(|suffix| variant_of_index(path, suffix).is_some())
+}
+
+const SEPARATORS: [char; 3] = ['-', '_', '.'];
+
+/// A name around its number.
+struct Numbered<'a> {
+    before: &'a str,
+    number: &'a str,
+    total: &'a str,
+    after: &'a str,
+}
+
+/// The last `N-of-M` of a name, with any of the separators or none.
+fn numbered(name: &str) -> Option<Numbered<'_>> {
+    let trimmed_of = |at: usize| {
+        let (left, right) = (&name[..at], &name[at + 2..]);
+        let left = left.strip_suffix(SEPARATORS).unwrap_or(left);
+        let right = right.strip_prefix(SEPARATORS).unwrap_or(right);
+        let before = left.trim_end_matches(|digit: char| digit.is_ascii_digit());
+        let after = right.trim_start_matches(|digit: char| digit.is_ascii_digit());
+        let (number, total) = (&left[before.len()..], &right[..right.len() - after.len()]);
+        // A letter beside the number makes it a part of another word: `v1-of-2`.
+        let stands_alone = before.is_empty() || before.ends_with(SEPARATORS);
+        let ends = after.is_empty() || after.starts_with(SEPARATORS);
+        (!number.is_empty() && !total.is_empty() && stands_alone && ends).then_some(Numbered {
+            before,
+            number,
+            total,
+            after,
+        })
+    };
+    name.rmatch_indices("of").find_map(|(at, _)| trimmed_of(at))
+}
+
+/// The stem and the variant of a name without its number.
+fn split_variant(name: &str) -> (&str, Option<&str>) {
+    match name.rsplit_once('.') {
+        Some((stem, word)) if !stem.is_empty() && is_variant(word) => (stem, Some(word)),
+        Some(_) | None => (name, None),
+    }
+}
+
+/// Whether a word may name a variant. A number is one of several files, as in `consolidated.00`.
+fn is_variant(word: &str) -> bool {
+    let is_container = ["safetensors", "bin", "pt", "pth", "ckpt", "index"].contains(&word);
+    !is_container
+        && word.bytes().any(|byte| byte.is_ascii_alphabetic())
+        && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-')
+}
+
+/// What else one file means that is number 0 of 1.
+const ZERO_OF_ONE: &str = "; if it is all, an index (*.index.json) that names it says so";
+
+/// The numbered sets among these files that lack some of their own files, and warnings of those that may.
+pub(in crate::checkpoint) fn incomplete_sets<'a>(paths: impl Iterator<Item = &'a str>) -> (Vec<Problem>, Vec<String>) {
+    /// Stem, variant and ending, and what the names say of the number of files.
+    type Set<'a> = (&'a str, Option<&'a str>, &'a str, u64);
+    // A total beyond 64 bits exceeds every possible number of files.
+    let parsed = |digits: &str| digits.parse().unwrap_or(u64::MAX);
+    let mut sets: BTreeMap<Set<'a>, (&'a str, BTreeSet<u64>)> = BTreeMap::new();
+    for path in paths {
+        let Some(WeightName { stem, variant, number: Some((number, total)), ending }) = WeightName::of(path) else {
+            continue;
+        };
+        let (_, numbers) = sets.entry((stem, variant, ending, parsed(total))).or_insert((path, BTreeSet::new()));
+        numbers.insert(parsed(number));
+    }
+    let (mut problems, mut warnings) = (Vec::new(), Vec::new());
+    for ((stem, variant, ending, total), (first, numbers)) in sets {
+        // Some programs number from 0: to the total itself, as in gpt-oss, or to the number before it.
+        let from = u64::from(!numbers.contains(&0));
+        let expected = total.saturating_sub(from).saturating_add(1);
+        let found = numbers.range(from..=total).count() as u64;
+        if found >= expected {
+            continue;
+        }
+        let missing: Vec<u64> = (from..=total).filter(|number| !numbers.contains(number)).take(3).collect();
+        let set = format!("{stem}{}*{ending}", variant.map_or_else(String::new, |variant| format!(".{variant}")));
+        let lacks_last = from == 0 && missing == [total];
+        if lacks_last && total > 1 {
+            warnings.push(format!("{set}: {found} files, numbered 0 to {}, are taken for all {total}", total - 1));
+            continue;
+        }
+        let hint = if lacks_last { ZERO_OF_ONE } else { "" };
+        problems.push(Problem::IncompleteSet { set, first: first.to_owned(), expected, found, missing, hint });
+    }
+    (problems, warnings)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_weight_files_in_their_parts() {
+        let cases: [(&str, (&str, Option<&str>, Option<(&str, &str)>)); 18] = [
+            ("model.safetensors", ("model", None, None)),
+            ("model-00001-of-00003.safetensors", ("model", None, Some(("00001", "00003")))),
+            ("a-b-1-of-2.safetensors", ("a-b", None, Some(("1", "2")))),
+            ("model_00001-of-00002.safetensors", ("model", None, Some(("00001", "00002")))),
+            ("model_1_of_2.safetensors", ("model", None, Some(("1", "2")))),
+            ("model-1of2.bin", ("model", None, Some(("1", "2")))),
+            ("model.safetensors-00001-of-00002.safetensors", ("model.safetensors", None, Some(("00001", "00002")))),
+            ("model-00001-of-00002.fp16.safetensors", ("model", Some("fp16"), Some(("00001", "00002")))),
+            ("model.fp16-00001-of-00002.safetensors", ("model", Some("fp16"), Some(("00001", "00002")))),
+            ("pytorch_model.fp16-1-of-2.bin", ("pytorch_model", Some("fp16"), Some(("1", "2")))),
+            ("diffusion_pytorch_model.non_ema.safetensors", ("diffusion_pytorch_model", Some("non_ema"), None)),
+            ("consolidated.00.safetensors", ("consolidated.00", None, None)),
+            ("model-x-of-3.safetensors", ("model-x-of-3", None, None)),
+            ("model-v1-of-3.safetensors", ("model-v1-of-3", None, None)),
+            ("1-of-2.safetensors", ("", None, Some(("1", "2")))),
+            ("proof.safetensors", ("proof", None, None)),
+            ("shard-00002-model-00001-of-00001.safetensors", ("shard-00002-model", None, Some(("00001", "00001")))),
+            ("pytorch_model.bin", ("pytorch_model", None, None)),
+        ];
+        for (path, (stem, variant, number)) in cases {
+            let found = WeightName::of(path).unwrap();
+            assert_eq!((found.stem, found.variant, found.number), (stem, variant, number), "{path}");
+        }
+        assert_eq!(WeightName::of("tokenizer.json"), None);
+    }
+
+    #[test]
+    fn indexes_of_variants() {
+        for (path, expected) in [
+            ("model.safetensors.index.json", Some(None)),
+            ("model.safetensors.index.fp16.json", Some(Some("fp16"))),
+            ("model.safetensors.fp16.index.json", Some(Some("fp16"))),
+            ("model.fp16.safetensors.index.json", Some(Some("fp16"))),
+            ("pytorch_model.bin.index.json", None),
+            ("config.json", None),
+        ] {
+            assert_eq!(variant_of_index(path, INDEX_SUFFIX), expected, "{path}");
+        }
+        assert_eq!(variant_of_index("pytorch_model.bin.index.fp16.json", TORCH_INDEX_SUFFIX), Some(Some("fp16")));
+    }
+
+    #[test]
+    fn sets_are_counted_in_every_spelling() {
+        let missing = |paths: &[&str]| {
+            let (found, _) = incomplete_sets(paths.iter().copied());
+            found.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+        };
+        for complete in [
+            &["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"][..],
+            &["model_1_of_2.bin", "model_2_of_2.bin"],
+            &["model-00001-of-00001.safetensors"],
+            &["a-00000-of-00002.safetensors", "a-00001-of-00002.safetensors", "a-00002-of-00002.safetensors"],
+            &["shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"],
+            &["m-1-of-2.fp16.bin", "m-2-of-2.fp16.bin"],
+            &["a-00000-of-00002.safetensors", "a-00001-of-00002.safetensors"],
+        ] {
+            assert_eq!(missing(complete), "", "{complete:?}");
+        }
+        for half in [
+            &["model-00001-of-00002.fp16.safetensors"][..],
+            &["model.fp16-00002-of-00002.safetensors"],
+            &["model_00001-of-00002.safetensors"],
+            &["pytorch_model-00001-of-00002.bin"],
+            &["model_2_of_2.pt"],
+            &["a-00000-of-00003.safetensors", "a-00001-of-00003.safetensors"],
+            &["a-00000-of-00001.safetensors"],
+            // One file of each variant is no whole set.
+            &["m-1-of-2.fp16.bin", "m-2-of-2.bf16.bin"],
+            &["m-1-of-99999999999999999999.bin"],
+        ] {
+            assert_ne!(missing(half), "", "{half:?}");
+        }
+    }
+}

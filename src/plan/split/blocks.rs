@@ -1,0 +1,555 @@
+//! The blocks of a model's layers that tensor parallelism cuts: attention, an MLP, an expert.
+//!
+//! A device can use its part of a block only if the block is cut as a whole: the rows of the matrices that read its input,
+//! and the columns of the matrix that writes its output. So a block is cut so, or it stays whole. How it is cut is said by
+//! transformers' plan for the model type, or else by the names of its modules, which a form of `generic.toml` lists. Fused
+//! tensors of a family have the axes of the family's own table.
+//!
+//! Layers of one kind are treated alike: what stays whole in one of them stays whole in all.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use hashbrown::{HashMap, HashSet};
+
+use super::{
+    super::family::{BlockForm, Generic, Role},
+    styles::{ModelPlan, ModelPlans, Style},
+};
+
+/// Most blocks that a warning lists.
+const LISTED: usize = 6;
+
+/// One tensor of the model, by the parts of its name.
+#[derive(Clone, Debug)]
+pub(in crate::plan) struct Module<'a> {
+    /// The name up to the number of the layer, with numbers as `*`; empty outside the layers.
+    pub(in crate::plan) base: String,
+    /// The part of the name before the layers.
+    pub(in crate::plan) prefix: &'a str,
+    /// The number of the layer.
+    pub(in crate::plan) layer: Option<u64>,
+    /// The name in the layer without the final word, with numbers as `*`.
+    pub(in crate::plan) stem: String,
+    /// The final word.
+    pub(in crate::plan) suffix: &'a str,
+    /// The tensor's shape.
+    pub(in crate::plan) shape: &'a [u64],
+    /// Whether it belongs to a tower for images, video or sound.
+    pub(in crate::plan) is_tower: bool,
+}
+
+/// The side of its block on which a module is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Side {
+    /// It reads the block's input. It is useless without a module on the other side.
+    Column,
+    /// It writes the block's output. It is useless without a module on the other side.
+    Row,
+    /// The program puts its output together, or cuts its input, by itself.
+    Alone,
+    /// It has an element for each head.
+    Follower,
+}
+
+/// Why a block stays whole.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Whole {
+    /// A tensor holds several matrices in one.
+    Fused(String),
+    /// A matrix of unknown meaning is among its modules.
+    Unknown(String),
+    /// One side is there only.
+    OneSided(String),
+    /// Its matrices are stored in two orientations.
+    Mixed,
+    /// It is cut otherwise in another layer.
+    Differs,
+}
+
+/// A module's place in its block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Member {
+    side: Side,
+    axis: usize,
+    block: Arc<str>,
+}
+
+/// A module of a layer.
+#[derive(Clone, Debug, Default)]
+struct Info {
+    /// The shape of its weight.
+    shape: Vec<u64>,
+    /// The length of its bias.
+    bias: Option<u64>,
+}
+
+/// Modules of one layer, or all outside the layers.
+#[derive(Debug, Default)]
+struct Layer {
+    base: String,
+    is_tower: bool,
+    modules: BTreeMap<String, Info>,
+}
+
+/// A block that was found in a layer.
+#[derive(Debug)]
+struct Found {
+    root: String,
+    members: Vec<(String, Side, usize)>,
+    whole: Option<Whole>,
+    /// Whether the other modules are not in the checkpoint.
+    is_part: bool,
+}
+
+/// What says how modules are cut.
+#[derive(Clone, Copy)]
+pub(in crate::plan) struct Sayings<'a> {
+    /// The plans of transformers.
+    pub(in crate::plan) plans: &'a ModelPlans,
+    /// The forms of blocks.
+    pub(in crate::plan) generic: &'a Generic,
+    /// The family's entry for a module of a layer, by prefix, stem and shape.
+    pub(in crate::plan) role: &'a dyn Fn(&str, &str, &[u64]) -> Option<Role>,
+    /// Whether the layout shows the parts of a fused tensor each by itself.
+    pub(in crate::plan) parts: bool,
+}
+
+impl Sayings<'_> {
+    /// Whether a module of this name is whole by its nature.
+    fn is_whole(&self, name: &str) -> bool {
+        self.generic.blocks.iter().flat_map(|form| &form.whole).any(|whole| whole == name)
+    }
+}
+
+/// How tensor parallelism cuts the modules of a model.
+#[derive(Debug, Default)]
+pub(in crate::plan) struct CutBlocks {
+    members: HashMap<(String, String), Member>,
+    whole: BTreeMap<Arc<str>, Whole>,
+    unknown: BTreeSet<String>,
+}
+
+fn join(root: &str, name: &str) -> String {
+    if root.is_empty() { name.to_owned() } else { format!("{root}.{name}") }
+}
+
+fn parent(stem: &str) -> &str {
+    stem.rsplit_once('.').map_or("", |(parent, _)| parent)
+}
+
+fn last(stem: &str) -> &str {
+    stem.rsplit('.').next().unwrap_or(stem)
+}
+
+impl Layer {
+    fn rank(&self, stem: &str) -> Option<usize> {
+        self.modules.get(stem).map(|info| info.shape.len())
+    }
+
+    /// The block of a plan, if the layer has any of its modules.
+    fn planned<'p>(
+        &self,
+        prefix: &str,
+        root: &str,
+        modules: impl Iterator<Item = (Style, &'p str)>,
+        sayings: Sayings<'_>,
+    ) -> Option<Found> {
+        let mut found = Found { root: root.to_owned(), members: Vec::new(), whole: None, is_part: false };
+        let mut missing = Vec::new();
+        for (style, name) in modules {
+            let stem = join(root, name);
+            let Some(info) = self.modules.get(&stem) else {
+                if style == Style::Colwise {
+                    missing.push(stem);
+                }
+                continue;
+            };
+            let role = (sayings.role)(prefix, &stem, &info.shape);
+            if let Some(role) = role.filter(|role| role.experts.is_some() || (sayings.parts && !role.split.is_empty()))
+            {
+                found.add_fused(&stem, &role, sayings.parts);
+                continue;
+            }
+            let rank = info.shape.len();
+            let (side, axis) = match style {
+                Style::Colwise => (Side::Column, 0),
+                Style::Rowwise => (Side::Row, 1),
+                Style::ColwiseGatherOutput | Style::EmbeddingRowwise => (Side::Alone, 0),
+                Style::RowwiseSplitInput | Style::EmbeddingColwise => (Side::Alone, 1),
+                Style::Replicate => continue,
+                Style::PackedColwise | Style::PackedRowwise => (Side::Column, 2),
+            };
+            // Fused experts are in no certain order.
+            if axis == 2 || rank > 2 {
+                found.whole = Some(Whole::Fused(name.to_owned()));
+            }
+            let side = if rank < 2 { Side::Follower } else { side };
+            found.members.push((stem, side, axis));
+        }
+        if found.members.is_empty() {
+            return None;
+        }
+        found.is_part = self.is_part(&found, &missing, &|name| sayings.is_whole(name));
+        Some(found)
+    }
+
+    /// The block of a form whose output is this module.
+    fn formed(
+        &self,
+        form: &BlockForm,
+        output: &str,
+        covered: &HashSet<String>,
+        shows_parts: &dyn Fn(&str) -> bool,
+    ) -> Option<Found> {
+        let is_matrix = |stem: &String| self.rank(stem) == Some(2) && !covered.contains(stem);
+        let root_of = |name: &String| {
+            let root = output.strip_suffix(name.as_str())?;
+            if root.is_empty() { Some("") } else { root.strip_suffix('.') }
+        };
+        form.outputs.iter().filter_map(root_of).find_map(|root| {
+            let inputs: Vec<String> = form.inputs.iter().chain(&form.fused).map(|name| join(root, name)).collect();
+            if !inputs.iter().all(is_matrix) || !is_matrix(&output.to_owned()) {
+                return None;
+            }
+            let fused = form.fused.iter().find(|name| !shows_parts(&join(root, name)));
+            let sides = inputs.into_iter().map(|stem| (stem, Side::Column));
+            let sides: Vec<_> = sides.chain([(output.to_owned(), Side::Row)]).collect();
+            let within: BTreeSet<&str> =
+                sides.iter().map(|(stem, _)| parent(stem)).filter(|parent| !parent.is_empty()).collect();
+            let others =
+                self.modules.iter().filter(|(stem, info)| info.shape.len() > 1 && within.contains(parent(stem)));
+            let unknown = others.map(|(stem, _)| stem).find(|stem| {
+                !sides.iter().any(|(member, _)| member == *stem) && !form.whole.iter().any(|name| name == last(stem))
+            });
+            let mut whole = fused.map(|name| Whole::Fused(name.clone()));
+            whole = whole.or_else(|| unknown.map(|stem| Whole::Unknown(last(stem).to_owned())));
+            let transposed = self.is_transposed(sides.iter().map(|(stem, _)| stem));
+            if transposed.is_none() {
+                whole = whole.or(Some(Whole::Mixed));
+            }
+            let transposed = transposed.unwrap_or(false);
+            let axis = |side: Side| usize::from((side == Side::Row) != transposed);
+            let members = sides.into_iter().map(|(stem, side)| (stem, side, axis(side))).collect();
+            Some(Found { root: root.to_owned(), members, whole, is_part: false })
+        })
+    }
+
+    /// Whether nothing tells that the missing side of a block is there under other names: no other matrix is beside the members or
+    /// within their module. Then the checkpoint is a part of a model, or its file a part of one.
+    fn is_part(&self, found: &Found, missing: &[String], whole: &dyn Fn(&str) -> bool) -> bool {
+        let within = |stem: &str| match stem.strip_prefix(found.root.as_str()) {
+            Some(rest) => rest.strip_prefix('.').is_some_and(|rest| !rest.contains("expert")),
+            None => false,
+        };
+        let is_member = |stem: &str| found.members.iter().any(|(member, ..)| member == stem);
+        let mut others = self.modules.iter().filter(|(stem, info)| info.shape.len() > 1 && within(stem));
+        !missing.is_empty() && others.all(|(stem, _)| is_member(stem) || whole(last(stem)))
+    }
+
+    /// The block of a form of which only some modules are in the checkpoint, one of them this.
+    fn part_of(
+        &self,
+        form: &BlockForm,
+        stem: &str,
+        covered: &HashSet<String>,
+        whole: &dyn Fn(&str) -> bool,
+    ) -> Option<Found> {
+        let names = || {
+            form.inputs.iter().map(|name| (name, Side::Column)).chain(form.outputs.iter().map(|name| (name, Side::Row)))
+        };
+        let (name, _) = names().find(|(name, _)| last(stem) == name.as_str())?;
+        let root = parent(stem).to_owned();
+        let is_matrix = |stem: &String| self.rank(stem) == Some(2) && !covered.contains(stem);
+        let (there, missing): (Vec<_>, Vec<_>) =
+            names().map(|(name, side)| (join(&root, name), side)).partition(|(stem, _)| is_matrix(stem));
+        if root.is_empty() || !is_matrix(&join(&root, name)) {
+            return None;
+        }
+        let members = there.into_iter().map(|(stem, side)| (stem, side, usize::from(side == Side::Row))).collect();
+        let mut found = Found { root, members, whole: None, is_part: false };
+        let missing: Vec<String> =
+            missing.into_iter().filter(|(_, side)| *side == Side::Column).map(|(stem, _)| stem).collect();
+        found.is_part = self.is_part(&found, &missing, whole);
+        found.is_part.then_some(found)
+    }
+
+    /// Whether matrices are stored with the inputs before the outputs, as GPT-2's are: a bias is as long as the outputs. None if
+    /// some are and others are not.
+    fn is_transposed<'s>(&self, stems: impl Iterator<Item = &'s String>) -> Option<bool> {
+        let told = stems.filter_map(|stem| match (&self.modules.get(stem)?.shape[..], self.modules[stem].bias?) {
+            ([rows, columns], bias) if rows != columns && (*rows == bias || *columns == bias) => Some(*columns == bias),
+            _ => None,
+        });
+        let told: BTreeSet<bool> = told.collect();
+        if told.len() > 1 { None } else { Some(told.contains(&true)) }
+    }
+
+    /// The blocks of this layer, and the matrices of its modules that belong to none.
+    fn blocks(&self, prefix: &str, plans: &[ModelPlan], sayings: Sayings<'_>) -> (Vec<Found>, Vec<String>) {
+        let mut blocks: Vec<Found> = Vec::new();
+        let mut covered: HashSet<String> = HashSet::new();
+        let mut roots: BTreeSet<String> = BTreeSet::new();
+        for plan in plans {
+            for (root, modules) in plan.blocks() {
+                if roots.contains(root) {
+                    continue;
+                }
+                let Some(found) = self.planned(prefix, root, modules, sayings) else { continue };
+                covered.extend(found.members.iter().map(|(stem, ..)| stem.clone()));
+                roots.insert(root.to_owned());
+                blocks.push(found);
+            }
+            // What stands beside the modules of a plan is whole in it.
+            covered.extend(self.modules.keys().filter(|stem| roots.contains(parent(stem))).cloned());
+        }
+        let shows_parts = |stem: &str| {
+            let shape = self.modules.get(stem).map_or(&[][..], |info| &info.shape);
+            sayings.parts && (sayings.role)(prefix, stem, shape).is_some_and(|role| !role.split.is_empty())
+        };
+        for form in &sayings.generic.blocks {
+            for output in self.modules.keys() {
+                let Some(found) = self.formed(form, output, &covered, &shows_parts) else { continue };
+                let parents: BTreeSet<&str> =
+                    found.members.iter().map(|(stem, ..)| parent(stem)).filter(|parent| !parent.is_empty()).collect();
+                covered.extend(self.modules.keys().filter(|stem| parents.contains(parent(stem))).cloned());
+                covered.extend(found.members.iter().map(|(stem, ..)| stem.clone()));
+                blocks.push(found);
+            }
+        }
+        for form in sayings.generic.blocks.iter().filter(|form| form.partial) {
+            for stem in self.modules.keys() {
+                let found = self.part_of(form, stem, &covered, &|name| sayings.is_whole(name));
+                let Some(found) = found else { continue };
+                covered.extend(self.modules.keys().filter(|stem| parent(stem) == found.root).cloned());
+                blocks.push(found);
+            }
+        }
+        self.add_roles(prefix, &mut blocks, &mut covered, sayings);
+        // Routers and the like are whole by their nature, and so is what the family's table knows.
+        let is_told = |stem: &str, info: &Info| {
+            sayings.is_whole(last(stem)) || (sayings.role)(prefix, stem, &info.shape).is_some()
+        };
+        let unknown = self.modules.iter().filter(|(stem, info)| info.shape.len() > 1 && !covered.contains(*stem));
+        let unknown = unknown.filter(|(stem, info)| !is_told(stem, info));
+        (blocks, unknown.map(|(stem, _)| stem.clone()).collect())
+    }
+
+    /// Adds the modules whose axis the family's table says.
+    fn add_roles(&self, prefix: &str, blocks: &mut Vec<Found>, covered: &mut HashSet<String>, sayings: Sayings<'_>) {
+        for (stem, info) in &self.modules {
+            let member = blocks.iter().any(|found| found.members.iter().any(|(member, ..)| member == stem));
+            let role = if member { None } else { (sayings.role)(prefix, stem, &info.shape) };
+            let Some((role, axis)) = role.and_then(|role| Some((role.clone(), role.tp?))) else { continue };
+            let root = parent(stem);
+            let block = blocks.iter().position(|found| found.root == root);
+            covered.insert(stem.clone());
+            if role.experts.is_none() && role.split.is_empty() {
+                let block = block.map(|at| &mut blocks[at]);
+                block.into_iter().for_each(|found| found.members.push((stem.clone(), Side::Follower, axis)));
+                continue;
+            }
+            let block = block.unwrap_or_else(|| {
+                blocks.push(Found { root: root.to_owned(), members: Vec::new(), whole: None, is_part: false });
+                blocks.len() - 1
+            });
+            blocks[block].add_fused(stem, &role, sayings.parts);
+        }
+    }
+}
+
+impl Found {
+    /// Adds a tensor that holds several matrices or experts, by the family's entry.
+    fn add_fused(&mut self, stem: &str, role: &Role, parts: bool) {
+        if !role.split.is_empty() && !parts {
+            self.whole = Some(Whole::Fused(last(stem).to_owned()));
+        }
+        let side = if role.split.is_empty() { Side::Alone } else { Side::Column };
+        self.members.push((stem.to_owned(), side, role.tp.unwrap_or(0)));
+    }
+
+    /// Why the block cannot be cut as a whole, if it cannot.
+    fn whole(&self) -> Option<Whole> {
+        let has = |sides: &[Side]| self.members.iter().any(|(_, side, _)| sides.contains(side));
+        let closed = (!has(&[Side::Column]) || has(&[Side::Row, Side::Alone]))
+            && (!has(&[Side::Row]) || has(&[Side::Column, Side::Alone]));
+        let names = || self.members.iter().map(|(stem, ..)| last(stem)).collect::<Vec<_>>().join(", ");
+        self.whole.clone().or_else(|| (!closed && !self.is_part).then(|| Whole::OneSided(names())))
+    }
+}
+
+impl std::fmt::Display for Whole {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Fused(name) => write!(f, "{name} holds several matrices in one"),
+            Self::Unknown(name) => write!(f, "the meaning of {name} is not known"),
+            Self::OneSided(names) => write!(f, "only {names} of it are known"),
+            Self::Mixed => f.write_str("its matrices are stored in two orientations"),
+            Self::Differs => f.write_str("its layers differ"),
+        }
+    }
+}
+
+impl CutBlocks {
+    /// The blocks of a model.
+    pub(in crate::plan) fn of<'a>(modules: impl Iterator<Item = Module<'a>>, sayings: Sayings<'_>) -> Self {
+        let mut layers: BTreeMap<(&'a str, Option<u64>), Layer> = BTreeMap::new();
+        for module in modules {
+            let layer = layers.entry((module.prefix, module.layer)).or_default();
+            if layer.base.is_empty() {
+                (layer.base, layer.is_tower) = (module.base, module.is_tower);
+            }
+            let info = layer.modules.entry(module.stem).or_default();
+            match module.suffix {
+                "" | "weight" => info.shape = module.shape.to_vec(),
+                "bias" => info.bias = module.shape.first().copied(),
+                _ => {}
+            }
+        }
+        let mut blocks = Self::default();
+        let mut seen: HashSet<(&str, Vec<String>)> = HashSet::new();
+        for ((prefix, number), layer) in &layers {
+            // Layers with the same modules have the same blocks.
+            if seen.insert((prefix, layer.modules.keys().cloned().collect())) {
+                blocks.add(prefix, number.is_some(), layer, sayings);
+            }
+        }
+        blocks
+    }
+
+    fn add(&mut self, prefix: &str, in_layer: bool, layer: &Layer, sayings: Sayings<'_>) {
+        let plans = if layer.is_tower { &sayings.plans.towers } else { &sayings.plans.text };
+        let plans = if in_layer { &plans[..] } else { &[] };
+        let (found, unknown) = layer.blocks(prefix, plans, sayings);
+        let name = |stem: &str| join(&layer.base, stem);
+        self.unknown.extend(unknown.iter().filter(|_| in_layer).map(|stem| name(stem)));
+        for found in found {
+            // Blocks of one layer may be in one module: they are told apart by their first member.
+            let first = found.members.first().map_or("", |(stem, ..)| stem);
+            let root = if found.root.is_empty() { first } else { &found.root };
+            let block: Arc<str> = name(root).into();
+            if let Some(whole) = found.whole() {
+                self.whole.insert(Arc::clone(&block), whole);
+            }
+            for (stem, side, axis) in found.members {
+                let member = Member { side, axis, block: Arc::clone(&block) };
+                let key = (prefix.to_owned(), stem);
+                if self.members.get(&key).is_some_and(|known| *known != member) {
+                    let other = self.members[&key].block.clone();
+                    self.whole.entry(other).or_insert(Whole::Differs);
+                    self.whole.entry(Arc::clone(&block)).or_insert(Whole::Differs);
+                }
+                self.members.insert(key, member);
+            }
+        }
+    }
+
+    /// The axis of a tensor of a module that tensor parallelism splits, and the module's block. `part` is the axis of a part of
+    /// a fused tensor.
+    pub(in crate::plan) fn cut(
+        &self,
+        prefix: &str,
+        stem: &str,
+        suffix: &str,
+        part: Option<usize>,
+    ) -> (Option<usize>, Option<Arc<str>>) {
+        let Some(member) = self.members.get(&(prefix.to_owned(), stem.to_owned())) else { return (None, None) };
+        let axis = match suffix {
+            "" | "weight" => Some(part.unwrap_or(member.axis)),
+            // A bias is as long as the outputs. After a split of the inputs it is added once.
+            "bias" => (member.side == Side::Column || (member.side == Side::Alone && member.axis == 0)).then_some(0),
+            _ => None,
+        };
+        let axis = axis.filter(|_| !self.whole.contains_key(&member.block));
+        (axis, Some(Arc::clone(&member.block)))
+    }
+
+    /// Says which blocks stay whole, if any do.
+    pub(in crate::plan) fn warning(&self) -> Option<String> {
+        let whole = self.whole.iter().map(|(block, why)| format!("{block} ({why})"));
+        let unknown = self.unknown.iter().cloned();
+        let all: Vec<String> = whole.chain(unknown).collect();
+        if all.is_empty() {
+            return None;
+        }
+        let listed = all.iter().take(LISTED).cloned().collect::<Vec<_>>().join(", ");
+        let more = if all.len() > LISTED { format!(" and {} more", all.len() - LISTED) } else { String::new() };
+        Some(format!(
+            "tensor parallelism leaves whole on every device what it cannot cut so that a device can use its part: {listed}{more}; \
+             own rules (--shard) cut them all the same"
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The axes of a layer's modules, each written as in `self_attn.q_proj 8x4`; `-` for whole.
+    fn axes(plans: &ModelPlans, rows: &str) -> String {
+        let generic = Generic::load().unwrap();
+        let tensors: Vec<(&str, &str, Vec<u64>)> = rows
+            .split(", ")
+            .map(|row| {
+                let (name, shape) = row.split_once(' ').unwrap();
+                let (stem, suffix) = name.strip_suffix(".bias").map_or((name, "weight"), |stem| (stem, "bias"));
+                (stem, suffix, shape.split('x').map(|extent| extent.parse().unwrap()).collect())
+            })
+            .collect();
+        let modules = tensors.iter().map(|(stem, suffix, shape)| Module {
+            base: "layers.*".to_owned(),
+            prefix: "",
+            layer: Some(0),
+            stem: (*stem).to_owned(),
+            suffix,
+            shape,
+            is_tower: false,
+        });
+        let sayings = Sayings { plans, generic: &generic, role: &|_, _, _| None, parts: false };
+        let blocks = CutBlocks::of(modules, sayings);
+        let axis = |stem: &str, suffix: &str| blocks.cut("", stem, suffix, None).0;
+        let axes =
+            tensors.iter().map(|(stem, suffix, _)| axis(stem, suffix).map_or("-".to_owned(), |at| at.to_string()));
+        axes.collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn a_block_is_cut_as_a_whole_or_not_at_all() {
+        let rows = [
+            // Attention of Whisper and CLIP: the output is named out_proj, and its bias stays whole.
+            (
+                "a.q_proj 8x4, a.q_proj.bias 8, a.k_proj 8x4, a.v_proj 8x4, a.out_proj 4x8, a.out_proj.bias 4",
+                "0 0 0 0 1 -",
+            ),
+            ("fc1 8x4, fc1.bias 8, fc2 4x8, fc2.bias 4", "0 0 1 -"),
+            ("a.q_proj 8x4, a.k_proj 8x4, a.o_proj 4x8", "- - -"),
+            // A matrix of unknown meaning among them.
+            ("a.q_proj 8x4, a.k_proj 8x4, a.v_proj 8x4, a.mix 3x3, a.o_proj 4x8", "- - - - -"),
+            ("a.q_proj 8x4, a.k_proj 8x4, a.v_proj 8x4, a.q_norm 3, a.o_proj 4x8", "0 0 0 - 1"),
+            // Latent attention: what makes it small is whole.
+            ("a.q_a_proj 3x4, a.q_b_proj 8x3, a.kv_a_proj_with_mqa 3x4, a.kv_b_proj 8x2, a.o_proj 4x8", "- 0 - 0 1"),
+            // One matrix of several.
+            ("m.gate_up_proj 16x4, m.down_proj 4x8", "- -"),
+            (
+                "a.c_attn 4x12, a.c_attn.bias 12, a.c_proj 4x4, m.c_fc 4x16, m.c_fc.bias 16, m.c_proj 16x4",
+                "- - - 1 0 0",
+            ),
+            ("m.c_fc 16x4, m.c_fc.bias 16, m.c_proj 4x16", "0 0 1"),
+            // One matrix with its inputs first, another one with its outputs first.
+            ("m.c_fc 4x16, m.c_fc.bias 16, m.c_proj 4x16, m.c_proj.bias 4", "- - - -"),
+            (
+                "attention.self.query 8x4, attention.self.key 8x4, attention.self.value 8x4, attention.output.dense 4x8",
+                "0 0 0 1",
+            ),
+            ("intermediate.dense 8x4, output.dense 4x8", "0 1"),
+            ("e.experts.*.w1 8x4, e.experts.*.w3 8x4, e.experts.*.w2 4x8, e.gate 3x4", "0 0 1 -"),
+            // A short convolution has an out_proj, and no query.
+            ("conv.in_proj 12x4, conv.conv 4x1x3, conv.out_proj 4x4", "- - -"),
+        ];
+        for (modules, expected) in rows {
+            assert_eq!(axes(&ModelPlans::default(), modules), expected, "{modules}");
+        }
+    }
+}
