@@ -298,7 +298,7 @@ fn write_orbax(directory: &Path, rows: u64) {
         let file = File::create(directory.join(name).join(chunk)).unwrap();
         let mut encoder = zstd::stream::Encoder::new(file, 1).unwrap();
         if name == "n" {
-            (0..8).for_each(|n| encoder.write_all(&(n as f32).to_le_bytes()).unwrap());
+            (0..8u8).for_each(|n| encoder.write_all(&f32::from(n).to_le_bytes()).unwrap());
         } else {
             let row = vec![0; usize::try_from(MIB).unwrap()];
             (0..rows).for_each(|_| encoder.write_all(&row).unwrap());

@@ -250,6 +250,12 @@ fn an_open_that_gets_no_answer_ends_too() {
     for reader in &readers {
         mount.fails(reader);
     }
+    // The configuration names the source: a look at it would wait for ever.
+    source.set_root_dead(true);
+    let (code, said) = mount.status();
+    assert!(code == Some(1) && said.contains("degraded") && said.contains("got no answer"), "{said}");
+    assert!(said.contains(source.path().to_str().unwrap()), "{said}");
+    source.set_root_dead(false);
     source.set(A, Manner::Good);
     until("the file is good again", || mount.read("full/alpha", 0, 10).recv_timeout(SOON).unwrap().is_ok());
     mount.reads("full/alpha", 0);
@@ -339,6 +345,8 @@ fn an_abort_by_fusectl_is_a_clean_end() {
     source.set(A, Manner::Stalled);
     let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", at << 20, 10)).collect();
     until("the source is asked", || source.asked(A) > 0);
+    // So that the mount is in use when the readers are cut off.
+    let held = File::open(mount.path("full/beta")).unwrap();
     let device = fs::metadata(mount.path("")).unwrap().dev();
     let control = PathBuf::from(format!("/sys/fs/fuse/connections/{}/abort", nix::sys::stat::minor(device)));
     if !control.exists() {
@@ -351,6 +359,7 @@ fn an_abort_by_fusectl_is_a_clean_end() {
     assert_eq!(mount.child.wait().unwrap().code(), Some(0), "{}", mount.log());
     let log = mount.log();
     assert!(log.contains("aborted by another process") && !log.contains("ERROR") && !log.contains("error:"), "{log}");
+    drop(held);
     for reader in readers {
         reader.recv_timeout(SOON).unwrap().unwrap_err();
     }

@@ -11,13 +11,13 @@ pub(super) const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
 
 /// The text of a JSON file, or the reason why it is not available.
 pub(super) fn read_json(opened: &Opened, fetches: &Fetches) -> Result<Vec<u8>, String> {
-    let _reading = fetches.begin_path(opened.path(), "read");
+    let reading = fetches.begin_path(opened.path(), "read");
     let too_long = |len: u64| format!("expected at most {JSON_FILE_BYTES_MAX} bytes, found {len}");
     let len = opened.len_bytes().map_err(|error| error.to_string())?;
     if len > JSON_FILE_BYTES_MAX {
         return Err(too_long(len));
     }
-    let text = opened.read(JSON_FILE_BYTES_MAX + 1).map_err(|error| error.to_string())?;
+    let text = opened.read(JSON_FILE_BYTES_MAX + 1, &reading).map_err(|error| error.to_string())?;
     if text.len() as u64 > JSON_FILE_BYTES_MAX { Err(too_long(text.len() as u64)) } else { Ok(text) }
 }
 

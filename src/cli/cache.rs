@@ -136,13 +136,12 @@ fn verify(cache: &Cache) -> anyhow::Result<()> {
         checked += 1;
         let (damages, comparable) = found.unwrap_or_else(|error| (vec![format!("{error:#}")], Comparable::NoDigest));
         match comparable {
-            Comparable::Whole => {}
             Comparable::Part => {
                 parts += 1;
                 output::print(&format!("{}: not verifiable: part of a file\n", printable(&name)))?;
             }
             Comparable::NoDigest if damages.is_empty() => unnamed += 1,
-            Comparable::NoDigest => {}
+            Comparable::Whole | Comparable::NoDigest => {}
         }
         for damage in damages {
             damaged += 1;

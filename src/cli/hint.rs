@@ -1,6 +1,10 @@
 //! What would help after a failure, beyond what its message says.
 
-use std::{collections::BTreeSet, fs, io, path::Path};
+use std::{
+    collections::BTreeSet,
+    fs, io,
+    path::{Path, PathBuf},
+};
 
 use anyhow::anyhow;
 
@@ -40,11 +44,19 @@ fn proposed(near: Option<String>) -> Option<String> {
     near.map(|near| format!("did you mean `{near}`?"))
 }
 
-/// The mount point that a path most resembles, where nothing of ckfs is mounted.
+/// The mount point above or below a path where nothing of ckfs is mounted. Any other mount may be somebody else's.
 pub(super) fn near_mount(path: &Path) -> Option<String> {
-    let path = std::path::absolute(path).ok()?;
-    let points: Vec<String> = ckfs_mounts().iter().map(|mount| mount.mountpoint.display().to_string()).collect();
-    proposed(nearest(path.to_str()?, points.iter().map(String::as_str)).map(str::to_owned))
+    let path = fs::canonicalize(path).or_else(|_| std::path::absolute(path)).ok()?;
+    let points = ckfs_mounts().into_iter().map(|mount| mount.mountpoint);
+    proposed(above_or_below(&path, points).map(|near| near.display().to_string()))
+}
+
+/// The nearest directory above a path, or else the nearest below it if there is one only.
+fn above_or_below(path: &Path, points: impl Iterator<Item = PathBuf>) -> Option<PathBuf> {
+    let (above, others): (Vec<PathBuf>, Vec<PathBuf>) = points.partition(|point| path.starts_with(point));
+    let mut below = others.into_iter().filter(|point| point.starts_with(path));
+    let nearest = above.into_iter().max_by_key(|point| point.components().count());
+    nearest.or_else(|| below.next().filter(|_| below.next().is_none()))
 }
 
 fn after_mount(error: &MountError) -> Option<&'static str> {
@@ -61,6 +73,7 @@ fn after_mount(error: &MountError) -> Option<&'static str> {
         MountError::Path { .. }
         | MountError::Descriptor { .. }
         | MountError::NotDirectory { .. }
+        | MountError::InProc { .. }
         | MountError::Occupied { .. }
         | MountError::Inside { .. }
         | MountError::Stale { .. }
@@ -139,6 +152,19 @@ pub(super) fn of_source(source: &str, error: CheckpointError) -> anyhow::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_a_mount_above_or_below_is_proposed() {
+        let near = |path: &str, points: &[&str]| {
+            above_or_below(Path::new(path), points.iter().map(PathBuf::from)).map(|found| found.display().to_string())
+        };
+        let other = "/home/other/run/m";
+        assert_eq!(near("/home/me/m", &[other]), None);
+        assert_eq!(near("/home/other/run/n", &[other]), None);
+        assert_eq!(near("/home/me/mnt/hf", &["/home/me/mnt", "/home/me", other]).as_deref(), Some("/home/me/mnt"));
+        assert_eq!(near("/home/me", &["/home/me/mnt", other]).as_deref(), Some("/home/me/mnt"));
+        assert_eq!(near("/home/me", &["/home/me/a", "/home/me/b"]), None, "either may be meant");
+    }
 
     #[test]
     fn a_missing_home_has_its_remedy() {

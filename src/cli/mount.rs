@@ -29,8 +29,8 @@ use crate::{
     checkpoint::Checkpoint,
     config::{Config, MountSettings, Settings, Takers, TimeLimit, WaitTime, options},
     fuse::{
-        DaemonError, MountOptions, Readiness, Started, block_signals, check_passed, interruptible, is_daemon,
-        is_passed, parse_mount_helper, serve, start_background,
+        self, DaemonError, MountError, MountOptions, Readiness, Started, block_signals, check_passed, interruptible,
+        is_daemon, is_passed, parse_mount_helper, serve, start_background,
     },
     host::{self, Log},
     plan::{
@@ -266,17 +266,25 @@ impl Drop for MadeDirectories {
     }
 }
 
+/// Prepares the place of materialized files. The inner error is that of memory, without which a mount goes on.
+///
+/// # Errors
+/// The directory that the user names cannot hold such files.
+pub(super) fn enable_materialization(volume: &mut Volume) -> anyhow::Result<io::Result<()>> {
+    let directory = volume.policy().directory().cloned();
+    let enabled = volume.enable_materialization();
+    let Some(dir) = directory else { return Ok(enabled) };
+    enabled.with_context(|| format!("{}: no place for materialized files", dir.display())).map(Ok)
+}
+
 /// Finds errors early that would otherwise come late.
-fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
-    match fs::metadata(path) {
-        Ok(metadata) if !metadata.is_dir() => bail!("mountpoint {}: not a directory", path.display()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+pub(super) fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
+    match fuse::check_mountpoint(path) {
+        Err(MountError::Missing { path }) => {
             bail!("mountpoint {}: no such directory; create it first, or give --mkdir", path.display())
         }
-        // Anything else may be a stale mount. Mounting removes it.
-        Ok(_) | Err(_) => {}
+        result => Ok(result?),
     }
-    Ok(())
 }
 
 /// Refuses a mountpoint that would cover a source file: a check of that file's path would make the daemon wait for
@@ -351,6 +359,15 @@ const WATCH_PERIOD: Duration = Duration::from_secs(3);
 /// pass over the file that it waits for.
 const WATCHERS_MAX: usize = 8;
 
+/// One that checks. Counts it until it is dropped.
+struct Looking(Arc<AtomicUsize>);
+
+impl Drop for Looking {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Watches the volume's sources from threads of their own, since a check may hang with its file system. Ends when the
 /// returned value is dropped.
 fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
@@ -363,13 +380,14 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
                 continue;
             }
             let (volume, running) = (Arc::clone(&volume), Arc::clone(&looking));
+            running.fetch_add(1, Ordering::Relaxed);
+            let looking_here = Looking(running);
             let look = move || {
+                // Counted to its end, however it ends.
+                let _looking = looking_here;
                 volume.check_sources();
-                running.fetch_sub(1, Ordering::Relaxed);
             };
-            looking.fetch_add(1, Ordering::Relaxed);
             if let Err(error) = thread::Builder::new().name("ckfs-look".into()).spawn(look) {
-                looking.fetch_sub(1, Ordering::Relaxed);
                 tracing::debug!("a check of the sources is skipped: {error}");
             }
         }
@@ -408,15 +426,8 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     });
     let patience = patience.context("start a thread")?;
     let mut volume = interruptible(|| open::volume_noting(&mut config, fetches))??;
-    let directory = volume.policy().directory().cloned();
-    let enabled = volume.enable_materialization();
-    match directory {
-        Some(dir) => enabled.with_context(|| format!("{}: no place for materialized files", dir.display()))?,
-        None => {
-            if let Err(error) = enabled {
-                tracing::info!("no file is materialized: no file system in memory: {error}");
-            }
-        }
+    if let Err(error) = enable_materialization(&mut volume)? {
+        tracing::info!("no file is materialized: no file system in memory: {error}");
     }
     let volume = Arc::new(volume);
     let name = volume.engine().checkpoint().label().to_owned();

@@ -20,7 +20,8 @@ use super::{
 use crate::{
     checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable},
     config::{
-        Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, ViewSettings,
+        Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, TimeLimit,
+        ViewSettings,
     },
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
@@ -136,7 +137,7 @@ pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
     RemoteOptions {
         cache_dir: settings.cache_dir.clone().or_else(cache_of_environment),
         cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
-        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.duration()),
+        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, TimeLimit::duration),
         offline: settings.offline.unwrap_or(false),
         allow_http: settings.allow_http.unwrap_or(false),
         shares: settings.hf_cache == Some(HfCache::Share),

@@ -14,7 +14,7 @@ use std::{
 
 use super::output::error_text;
 use crate::{
-    config::Config,
+    config::{Config, TimeLimit},
     host::{self, limits},
     source::{Fetches, Wait},
 };
@@ -36,7 +36,7 @@ pub(super) struct Patience {
 
 /// The record of a command's fetches, with the time limit of its configuration.
 pub(super) fn fetches(config: &Config) -> Arc<Fetches> {
-    Arc::new(Fetches::new(config.mount.source_timeout.map_or(Fetches::LIMIT, |limit| limit.duration())))
+    Arc::new(Fetches::new(config.mount.source_timeout.map_or(Fetches::LIMIT, TimeLimit::duration)))
 }
 
 /// Calls `give_up` with a message when a fetch stalls, from another thread. While a service is waited for, `note` learns at each look

@@ -2,18 +2,22 @@
 
 use std::{fmt::Write as _, path::PathBuf};
 
+use anyhow::Context;
 use clap::Args;
+use tracing::warn;
 
 use serde_json::{Map, Value, json};
 
-use super::{fetch, flags::SourceFlags, open, output, tree};
+use super::{fetch, flags::SourceFlags, mount, open, output, tree};
 use crate::{
+    config::Config,
+    fuse::{MountError, check_mountpoint, is_passed},
     plan::{
         RemoteBytes,
         report::{Report, ViewReport, html, human_bytes},
     },
     source::Served,
-    volume::{Mounter, PermittedReaders, Unavailable, ViewPlan, readers, unavailable},
+    volume::{Mounter, PermittedReaders, Unavailable, ViewPlan, Volume, readers, unavailable},
 };
 
 /// The plan's text in a mount.
@@ -64,7 +68,8 @@ impl PlanCommand {
         let checkpoint = open::checkpoint(&mut config)?;
         let plans = open::plans(&checkpoint, &config)?;
         // The layout of all files, made as for a mount, finds the plans that cannot be mounted.
-        let volume = open::lay_out(&checkpoint, &plans, &config)?;
+        let mut volume = open::lay_out(&checkpoint, &plans, &config)?;
+        check_places(&config, &mut volume)?;
         let needs = fetch::needs(&checkpoint, &plans)?;
         if let Some(page) = page {
             page.write(html(&checkpoint, &view_reports(&plans)).as_bytes())?;
@@ -103,6 +108,26 @@ impl PlanCommand {
         // The process ends now. Giving back some million pieces of memory one by one takes a tenth of the whole time.
         std::mem::forget((volume, plans, checkpoint));
         Ok(())
+    }
+}
+
+/// Checks the directories that a mount would use.
+fn check_places(config: &Config, volume: &mut Volume) -> anyhow::Result<()> {
+    if volume.policy().directory().is_some() {
+        mount::enable_materialization(volume)?.context("materialized files")?;
+    }
+    let Some(mountpoint) = config.mountpoint.as_deref().filter(|mountpoint| !is_passed(mountpoint)) else {
+        return Ok(());
+    };
+    match check_mountpoint(mountpoint) {
+        // A configuration is often checked before its machine is prepared.
+        Err(MountError::Missing { path }) => {
+            if config.mount.mkdir != Some(true) {
+                warn!("mountpoint {}: no such directory; a mount needs it, or --mkdir", path.display());
+            }
+            Ok(())
+        }
+        result => Ok(result?),
     }
 }
 

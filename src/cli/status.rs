@@ -16,9 +16,9 @@ use serde_json::{Value, json};
 use super::{hint, output};
 use crate::{
     checkpoint::printable_lines,
-    config::Config,
+    config::{Config, DtypeChoice, LayoutChoice},
     fuse::{MountEntry, ckfs_mounts},
-    plan::{ViewOptions, report::human_bytes},
+    plan::{Layout, report::human_bytes},
 };
 
 /// Longest time for the answer of a mount.
@@ -128,7 +128,7 @@ pub(super) fn probe(mountpoint: &Path) -> Probe {
             Probe {
                 health: if stats["health"] == "degraded" { MountHealth::Degraded } else { MountHealth::Healthy },
                 stats,
-                config: Config::of_text(&config, Path::new("config.toml"), Path::new("/")).ok(),
+                config: Config::of_shown(&config, Path::new("config.toml")).ok(),
             }
         }
     }
@@ -140,15 +140,19 @@ fn is_gone(error: &io::Error) -> bool {
 
 fn views(config: Option<&Config>) -> Vec<Value> {
     let views = config.into_iter().flat_map(|config| &config.views);
+    let layout = |choice: &LayoutChoice| match choice {
+        LayoutChoice::Named(name) => (*name).to_owned(),
+        LayoutChoice::File { path, .. } => path.display().to_string(),
+    };
     views
-        .filter_map(|view| {
-            let options = ViewOptions::new(&view.settings).ok()?;
-            Some(json!({
+        .map(|view| {
+            let settings = &view.settings;
+            json!({
                 "name": view.name,
-                "mesh": options.mesh.to_string(),
-                "layout": options.layout.name(),
-                "dtype": options.dtype.map(crate::tensor::DType::code),
-            }))
+                "mesh": settings.mesh.clone().unwrap_or_default().to_string(),
+                "layout": settings.layout.as_ref().map_or_else(|| Layout::default().name().to_owned(), layout),
+                "dtype": settings.dtype.and_then(DtypeChoice::dtype).map(crate::tensor::DType::code),
+            })
         })
         .collect()
 }

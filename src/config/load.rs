@@ -47,6 +47,15 @@ impl Config {
         Ok(Self::of_file(settings))
     }
 
+    /// The configuration that a mount shows. No file is touched: those that it names may be on storage that gives no answer. The
+    /// text of a layout's file is empty.
+    ///
+    /// # Errors
+    /// [`ConfigError`].
+    pub fn of_shown(text: &str, file: &Path) -> Result<Self, ConfigError> {
+        FileSettings::parse(text, file).map(Self::of_file)
+    }
+
     /// The configuration from command lines and a file. The first of `lines` that names a file determines the file.
     /// Command lines have precedence over the file, the first line over the later ones.
     ///

@@ -27,8 +27,8 @@ pub use daemon::{
     start_attached, start_background,
 };
 pub use mounts::{
-    Device, FS_TYPE, Hold, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions, check_passed,
-    ckfs_mounts, is_passed, unmount,
+    Device, FS_TYPE, Hold, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions,
+    check_mountpoint, check_passed, ckfs_mounts, is_passed, unmount,
 };
 pub use private::{MOUNT_VARIABLE, PrivateMount, run_inside};
 pub use session::{Exit, block_signals, interruptible, serve};

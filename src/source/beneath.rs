@@ -35,6 +35,7 @@ use super::{
     local::raise_open_file_limit,
     permission::{DirectoryGates, Gate, Gates, PASS, READ},
     remote::handle::Remote,
+    stall::Fetching,
     survey::Survey,
 };
 
@@ -265,25 +266,29 @@ impl Opened {
         Ok(self.file.metadata()?.len())
     }
 
-    /// Fills `target` with the bytes from `start` on.
+    /// Fills `target` with the bytes from `start` on, and notes those that come.
     ///
     /// # Errors
     /// It cannot be read, or ends earlier.
-    pub fn read_exact_at(&self, target: &mut [u8], start: u64) -> io::Result<()> {
-        match &self.remote {
-            Some(remote) => {
-                let span = ByteSpan::of_len(start, target.len() as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
-                remote.read_span(span, target)
-            }
-            None => self.file.read_exact_at(target, start),
+    pub fn read_exact_at(&self, target: &mut [u8], start: u64, fetching: &Fetching<'_>) -> io::Result<()> {
+        if let Some(remote) = &self.remote {
+            let span = ByteSpan::of_len(start, target.len() as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
+            return remote.read_span(span, target);
         }
+        let mut at = start;
+        for piece in target.chunks_mut(fetching.piece_bytes()) {
+            self.file.read_exact_at(piece, at)?;
+            at += piece.len() as u64;
+            fetching.advance();
+        }
+        Ok(())
     }
 
-    /// Its bytes, but at most the first `bytes_max` of them. A remote object must not be longer than that.
+    /// Its bytes, but at most the first `bytes_max` of them; notes those that come. A remote object must not be longer than that.
     ///
     /// # Errors
     /// It cannot be read.
-    pub fn read(&self, bytes_max: u64) -> io::Result<Vec<u8>> {
+    pub fn read(&self, bytes_max: u64, fetching: &Fetching<'_>) -> io::Result<Vec<u8>> {
         if let Some(remote) = &self.remote {
             if remote.object.file.size_bytes > bytes_max {
                 return Err(io::Error::other(format!("expected at most {bytes_max} bytes")));
@@ -293,7 +298,10 @@ impl Opened {
             return Ok(bytes);
         }
         let mut bytes = Vec::new();
-        (&self.file).take(bytes_max).read_to_end(&mut bytes)?;
+        let mut rest = (&self.file).take(bytes_max);
+        while (&mut rest).take(fetching.piece_bytes() as u64).read_to_end(&mut bytes)? > 0 {
+            fetching.advance();
+        }
         Ok(bytes)
     }
 }

@@ -171,18 +171,23 @@ impl Health {
         self.file(file).poison.get().is_some()
     }
 
+    /// Most bytes to request in one call: see [`Fetches::piece_bytes`].
+    pub fn piece_bytes(&self) -> usize {
+        self.fetches.piece_bytes()
+    }
+
     /// Time without an answer after which a file stalls.
     pub fn stall_limit(&self) -> Duration {
         self.fetches.limit()
     }
 
-    /// Updates which files stall. Returns all fetches without progress since the last call, stalled or not. To be called several
+    /// Updates which files stall. Returns those fetches, and all whose thread has not run since the last call. To be called several
     /// times within [`Health::stall_limit`]. The start of a stall and its end are logged.
     pub fn note_stalls(&self) -> Vec<Waiting> {
         let mut found: Vec<(FileId, Stall)> = Vec::new();
         let waiting = self.fetches.waiting(Duration::ZERO);
-        for Waiting { target, since, quiet, .. } in &waiting {
-            if *quiet < self.fetches.limit() {
+        for Waiting { target, since, silent, .. } in &waiting {
+            if *silent < self.fetches.limit() {
                 continue;
             }
             let Some(id) = target.file().filter(|id| found.iter().all(|(known, _)| known != id)) else { continue };
@@ -219,7 +224,7 @@ impl Health {
         self.file(file).stalled.load(Ordering::Relaxed)
     }
 
-    /// Fetches without progress for `least`. To be called several times within this time.
+    /// Fetches that stall, or whose thread has not run for `least`. To be called several times within this time.
     pub fn waiting(&self, least: Duration) -> Vec<Waiting> {
         self.fetches.waiting(least)
     }

@@ -41,7 +41,7 @@ impl BufferMemory {
 
     /// Bytes that such memory of `len` bytes occupies.
     pub fn occupied_bytes(len: usize) -> usize {
-        let page_bytes = usize::try_from(allocation_page_bytes()).expect("pages are at most 2 MiB");
+        let page_bytes = usize::try_from(allocation_page_bytes()).unwrap_or(1);
         if len >= MAPPED_BYTES_MIN { len.next_multiple_of(page_bytes) } else { len }
     }
 }

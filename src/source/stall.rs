@@ -2,9 +2,10 @@
 //!
 //! Nothing can interrupt a thread that waits in `pread`, in `fstat` or in a page fault for storage that does not answer. So a
 //! thread notes every such wait here before it begins and removes the note after it, and another thread checks the notes. A
-//! fetch *stalls* if its thread makes no progress for a time limit: the fetch has not ended, and the thread has not
-//! run at all. Slow storage wakes the thread with each page that comes, and a computation over mapped bytes runs, so
-//! that neither stalls.
+//! fetch *stalls* if no bytes arrive for a time limit. A thread that reads says when bytes have come ([`Fetching::advance`]), and
+//! reads in pieces so that slow storage can be told from storage that gives no answer ([`Fetches::piece_bytes`]). That the thread
+//! runs shows nothing: a client of NFS runs for each attempt to reach its server again. Only in a map does the thread itself use
+//! the bytes, so there its running counts: each page that comes wakes it, and a computation over mapped bytes runs.
 //!
 //! A note costs two uncontended locks: each thread has a slot of its own that it tries first.
 
@@ -29,11 +30,20 @@ const NOTES_MAX: usize = 1024;
 /// Age from which a fetch is checked for progress: a check costs some microseconds.
 const PROBE_AGE: Duration = Duration::from_millis(20);
 
+/// Storage that is slower than this is called without an answer.
+pub const SLOWEST_BYTES_PER_SECOND: u64 = 64 << 10;
+
+/// Fewest and most bytes to request in one call. The kernel reads ahead by the fewest in any case.
+const PIECE_BYTES_MIN: usize = 128 << 10;
+const PIECE_BYTES_MAX: usize = 8 << 20;
+
 /// What a thread waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WaitTarget {
-    /// Bytes of a file.
+    /// Bytes of a file, by a call that returns when they have come.
     Bytes(FileId, ByteSpan),
+    /// Bytes of a file in a map, and the work on them.
+    Mapped(FileId, ByteSpan),
     /// A check whether a file is unchanged.
     Check(FileId),
     /// A path, before there are files, and the action on it.
@@ -44,7 +54,7 @@ impl WaitTarget {
     /// The file, if it has an id.
     pub const fn file(&self) -> Option<FileId> {
         match self {
-            Self::Bytes(file, _) | Self::Check(file) => Some(*file),
+            Self::Bytes(file, _) | Self::Mapped(file, _) | Self::Check(file) => Some(*file),
             Self::Path(..) => None,
         }
     }
@@ -53,14 +63,14 @@ impl WaitTarget {
 impl fmt::Display for WaitTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Bytes(_, span) => write!(f, "read bytes {span}"),
+            Self::Bytes(_, span) | Self::Mapped(_, span) => write!(f, "read bytes {span}"),
             Self::Check(_) => f.write_str("stat"),
             Self::Path(_, action) => f.write_str(action),
         }
     }
 }
 
-/// A fetch without progress for a while.
+/// A fetch that waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Waiting {
     /// What it waits for.
@@ -69,8 +79,10 @@ pub struct Waiting {
     pub thread: i32,
     /// When it began.
     pub since: Instant,
-    /// Time without progress.
+    /// Time in which the thread has not run, as far as that was seen.
     pub quiet: Duration,
+    /// Time without bytes or an answer.
+    pub silent: Duration,
 }
 
 /// A file that stalls.
@@ -88,6 +100,8 @@ struct Note {
     target: WaitTarget,
     thread: i32,
     since: Instant,
+    /// When bytes came last, or else `since`.
+    advanced: Instant,
     /// The kernel's count for the thread at the last check, and the time since which it has this value.
     seen: Option<(u64, Instant)>,
 }
@@ -161,7 +175,7 @@ impl Fetches {
     pub fn describe(&self, waiting: &Waiting) -> String {
         let path = match &waiting.target {
             WaitTarget::Path(path, _) => Some(path),
-            WaitTarget::Bytes(file, _) | WaitTarget::Check(file) => {
+            WaitTarget::Bytes(file, _) | WaitTarget::Mapped(file, _) | WaitTarget::Check(file) => {
                 self.files.get().and_then(|files| files.get(file.index()))
             }
         };
@@ -180,7 +194,8 @@ impl Fetches {
     /// Notes that this thread is about to wait for `target`.
     pub fn begin(&self, target: WaitTarget) -> Fetching<'_> {
         let (first, thread) = own();
-        let note = Note { target, thread, since: Instant::now(), seen: None };
+        let now = Instant::now();
+        let note = Note { target, thread, since: now, advanced: now, seen: None };
         for index in (0..NOTES_MAX).map(|step| (first + step) % NOTES_MAX) {
             if let Ok(mut place) = self.places[index].0.try_lock()
                 && place.is_none()
@@ -197,8 +212,8 @@ impl Fetches {
         self.begin(WaitTarget::Path(Arc::from(path), action))
     }
 
-    /// Fetches without progress for `least`. This compares with the last call to see progress, so it must be called several times
-    /// within `least`.
+    /// Fetches that stall, and those whose thread has not run for `least`. This compares with the last call to see a thread run,
+    /// so it must be called several times within `least`.
     pub fn waiting(&self, least: Duration) -> Vec<Waiting> {
         let mut found = Vec::new();
         for index in 0..NOTES_MAX {
@@ -208,15 +223,21 @@ impl Fetches {
                 continue;
             }
             let counted = counted(note.thread);
-            match &note.seen {
-                Some((before, since)) if *before == counted => {
-                    let quiet = since.elapsed();
-                    if quiet >= least {
-                        let Note { target, thread, since, .. } = note;
-                        found.push(Waiting { target: target.clone(), thread: *thread, since: *since, quiet });
-                    }
+            let rests = match &note.seen {
+                Some((before, since)) if *before == counted => Some(since.elapsed()),
+                Some(_) | None => {
+                    note.seen = Some((counted, Instant::now()));
+                    None
                 }
-                Some(_) | None => note.seen = Some((counted, Instant::now())),
+            };
+            let quiet = rests.unwrap_or_default();
+            let silent = match note.target {
+                WaitTarget::Mapped(..) => quiet,
+                WaitTarget::Bytes(..) | WaitTarget::Check(_) | WaitTarget::Path(..) => note.advanced.elapsed(),
+            };
+            if silent >= self.limit || rests.is_some_and(|quiet| quiet >= least) {
+                let Note { target, thread, since, .. } = note;
+                found.push(Waiting { target: target.clone(), thread: *thread, since: *since, quiet, silent });
             }
         }
         found
@@ -224,7 +245,16 @@ impl Fetches {
 
     /// Fetches that stall: see [`Fetches::waiting`].
     pub fn stalled(&self) -> Vec<Waiting> {
-        self.waiting(self.limit)
+        let mut found = self.waiting(self.limit);
+        found.retain(|waiting| waiting.silent >= self.limit);
+        found
+    }
+
+    /// Most bytes to request in one call. Storage that gives [`SLOWEST_BYTES_PER_SECOND`] answers each call in time.
+    pub fn piece_bytes(&self) -> usize {
+        let bytes = self.limit.as_millis() * u128::from(SLOWEST_BYTES_PER_SECOND) / 1000;
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
+        bytes - bytes % PIECE_BYTES_MIN
     }
 
     fn lock(&self, index: usize) -> MutexGuard<'_, Option<Note>> {
@@ -233,12 +263,18 @@ impl Fetches {
 }
 
 impl Fetching<'_> {
+    /// Most bytes to request in one call: see [`Fetches::piece_bytes`].
+    pub fn piece_bytes(&self) -> usize {
+        self.fetches.piece_bytes()
+    }
+
     /// Notes that bytes arrived: the wait begins again.
     pub fn advance(&self) {
         if let Some(place) = self.place
             && let Some(note) = self.fetches.lock(place).as_mut()
         {
             note.seen = None;
+            note.advanced = Instant::now();
         }
     }
 }
@@ -323,11 +359,11 @@ mod tests {
 
     #[test]
     fn a_thread_that_computes_does_not_stall() {
-        let fetches = Fetches::new(SHORT);
+        let fetches = Fetches::new(Duration::from_millis(300));
         let done = std::sync::atomic::AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
-                let _fetching = fetches.begin(bytes(0));
+                let _fetching = fetches.begin(WaitTarget::Mapped(FileId(0), ByteSpan::of_len(0, 8).unwrap()));
                 while !done.load(Ordering::Relaxed) {
                     std::hint::spin_loop();
                 }
@@ -335,12 +371,51 @@ mod tests {
             // Processor time is counted in ticks of up to 10 ms, and this machine may be busy.
             let found = (0..40).map(|_| {
                 thread::sleep(Duration::from_millis(10));
-                fetches.waiting(Duration::from_millis(300)).len()
+                fetches.stalled().len()
             });
             let found = found.max();
             done.store(true, Ordering::Relaxed);
             assert_eq!(found, Some(0));
         });
+    }
+
+    #[test]
+    fn a_thread_that_runs_without_an_answer_stalls_and_one_that_gets_bytes_does_not() {
+        // As a client of NFS does that tries again and again to reach its server.
+        for target in [bytes(0), WaitTarget::Check(FileId(1)), WaitTarget::Path(Arc::from(Path::new("/x")), "open")] {
+            let fetches = Fetches::new(Duration::from_millis(300));
+            let done = std::sync::atomic::AtomicBool::new(false);
+            thread::scope(|scope| {
+                let running = |advances: bool| {
+                    let (fetches, done, target) = (&fetches, &done, target.clone());
+                    move || {
+                        let fetching = fetches.begin(target);
+                        while !done.load(Ordering::Relaxed) {
+                            if advances {
+                                fetching.advance();
+                            }
+                            std::hint::spin_loop();
+                        }
+                    }
+                };
+                scope.spawn(running(true));
+                thread::sleep(Duration::from_millis(600));
+                let advancing = fetches.stalled().len();
+                scope.spawn(running(false));
+                let found = look(&fetches);
+                done.store(true, Ordering::Relaxed);
+                let found: Vec<_> = found.iter().map(|waiting| &waiting.target).collect();
+                assert_eq!((advancing, found), (0, vec![&target]));
+            });
+        }
+    }
+
+    #[test]
+    fn pieces_follow_the_limit() {
+        for (limit_ms, kib) in [(1, 128), (2_000, 128), (10_000, 640), (60_000, 3_840), (3_600_000, 8_192)] {
+            assert_eq!(Fetches::new(Duration::from_millis(limit_ms)).piece_bytes(), kib << 10, "{limit_ms}");
+        }
+        assert_eq!(Fetches::new(Duration::MAX).piece_bytes(), PIECE_BYTES_MAX);
     }
 
     #[test]

@@ -168,14 +168,14 @@ mod tests {
     #[test]
     fn only_a_service_that_brings_nothing_is_waited_for() {
         let waits = Waits::default();
-        let pulse = waits.pulse("host", Duration::from_secs(60));
+        let pulse = waits.pulse("host", Duration::from_mins(1));
         assert_eq!(waits.longest(Duration::ZERO), None, "nothing was asked for");
         let waiting = pulse.wait_begins();
         std::thread::sleep(Duration::from_millis(30));
         pulse.note_answer("busy".to_owned(), true);
         let wait = waits.longest(Duration::from_millis(20)).unwrap();
         assert_eq!((wait.host.as_str(), wait.answer.as_deref()), ("host", Some("busy")));
-        assert!(wait.left < Duration::from_secs(60) && wait.quiet >= Duration::from_millis(20), "{wait:?}");
+        assert!(wait.left < Duration::from_mins(1) && wait.quiet >= Duration::from_millis(20), "{wait:?}");
         pulse.note_progress();
         let wait = waits.longest(Duration::from_millis(20)).unwrap();
         assert!(wait.is_limited, "something came, and little: {wait:?}");

@@ -5,7 +5,10 @@
 //! asks which files to drop ([`FileSystem::changed_files`](super::FileSystem::changed_files)). Only files that were opened
 //! can have pages in the kernel.
 
-use std::sync::atomic::Ordering;
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::atomic::Ordering,
+};
 
 use super::{file_system::Ino, health::ProblemKind, metrics::RequestKind, served::Volume, watched::lock};
 use crate::{read::counters::add, source::Stall};
@@ -23,8 +26,13 @@ impl Volume {
         let files = lock(&self.watched.in_use).clone();
         for file in files {
             if lock(&self.watched.checking).insert(file) {
-                // The source logs and counts the change.
-                drop(self.engine.check_original(file));
+                // The source logs and counts the change. A panic must not keep the other files from being checked.
+                let check = || drop(self.engine.check_original(file));
+                if catch_unwind(AssertUnwindSafe(check)).is_err() {
+                    let path = self.engine.checkpoint().source().path(file);
+                    tracing::error!("{}: its check panicked", path.display());
+                    self.metrics.note_panic(&format!("check of {}", path.display()), "see the log");
+                }
                 lock(&self.watched.checking).remove(&file);
             }
         }

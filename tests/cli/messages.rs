@@ -181,6 +181,17 @@ fn a_mountpoint_is_made_on_request_and_removed_if_the_mount_fails() {
         return;
     }
     let fixture = Fixture::new();
+    // The daemon's own descriptors would be covered.
+    for proc in ["/dev/fd/", "/proc/self/fd", "/proc/self/task", "/proc"] {
+        fixture.run(&["mount", "model", proc]).fails(1, "is in /proc, which shows processes");
+    }
+    // The plan refuses what a mount refuses.
+    fixture.write("c.toml", "source = 'model'\nmountpoint = '/proc/self/fd'\n");
+    fixture.run(&["plan", "--config", "c.toml"]).fails(1, "is in /proc");
+    for command in [&["plan", "model"][..], &["mount", "model", "new/mnt", "--mkdir"]] {
+        let args = [command, &["--materialize", "nosuchdir"]].concat();
+        fixture.run(&args).fails(1, "nosuchdir: no place for materialized files");
+    }
     fixture.run(&["mount", "model", "new/mnt"]).fails(1, "no such directory; create it first, or give --mkdir");
     fixture.run(&["mount", "model", "new/mnt", "--mkdir", "--mesh", "fsdp=0x"]).fails(2, "mesh");
     for more in [&["--even"][..], &["--even", "--foreground"]] {
@@ -227,8 +238,23 @@ fn shards_of_a_mount_are_no_source_and_a_mistyped_mountpoint_is_proposed() {
     for whole in ["mnt/safetensors", "mnt/dcp", "mnt/hf", "mnt/hf/model.safetensors"] {
         fixture.run(&["plan", whole]).ok();
     }
-    fixture.run(&["status", "mmt"]).fails(1, "no ckfs mount; did you mean `");
-    fixture.run(&["umount", "mtn"]).fails(1, "did you mean `");
+    // Only what is above or below: another mount may be somebody else's.
+    fixture.run(&["status", "mnt/hf"]).fails(1, "no ckfs mount; did you mean `");
+    fixture.run(&["umount", "."]).fails(1, "mnt`?");
+    for command in ["status", "umount"] {
+        fs::create_dir_all(fixture.path("mmt")).unwrap();
+        let said = fixture.run(&[command, "mmt"]).fails(1, "mmt").err;
+        assert!(!said.contains("did you mean"), "{said}");
+    }
+    // The daemon holds the source's files until it has ended.
+    for _ in 0..4 {
+        let stats = fs::read(fixture.path("mnt/.ckfs/stats.json")).unwrap();
+        let pid = serde_json::from_slice::<serde_json::Value>(&stats).unwrap()["pid"].as_u64().unwrap();
+        fixture.run(&["umount", "mnt"]).ok();
+        let state = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        assert!(state.is_empty() || state.contains(") Z "), "{state}");
+        fixture.run(&["mount", "model", "mnt", "--mesh", "fsdp=2"]).ok();
+    }
     fixture.run(&["umount", "mnt"]).ok();
 
     // Some devices only: nothing tells which parts there are.

@@ -60,14 +60,19 @@ struct Node {
 
 type Nodes = Arc<Mutex<Vec<Node>>>;
 
+/// Requests for the attributes of the root that wait; `None` while they are answered.
+type RootStats = Arc<Mutex<Option<Vec<ReplyAttr>>>>;
+
 struct Server {
     nodes: Nodes,
+    root: RootStats,
     pages: Pages,
 }
 
 /// The file system, mounted until this is dropped.
 pub struct Faulty {
     nodes: Nodes,
+    root: RootStats,
     dir: tempfile::TempDir,
     session: Option<BackgroundSession>,
 }
@@ -110,8 +115,10 @@ impl Faulty {
         config.mount_options = vec![MountOption::RO, MountOption::FSName("faulty".into())];
         config.n_threads = Some(2);
         config.acl = SessionACL::All;
-        let session = Session::new(Server { nodes: Arc::clone(&nodes), pages }, dir.path(), &config).unwrap();
-        Self { nodes, dir, session: Some(session.spawn().unwrap()) }
+        let root = RootStats::default();
+        let server = Server { nodes: Arc::clone(&nodes), root: Arc::clone(&root), pages };
+        let session = Session::new(server, dir.path(), &config).unwrap();
+        Self { nodes, root, dir, session: Some(session.spawn().unwrap()) }
     }
 
     /// Its mountpoint.
@@ -141,6 +148,15 @@ impl Faulty {
         }
     }
 
+    /// Whether requests for the attributes of the root get no answer from now on.
+    pub fn set_root_dead(&self, dead: bool) {
+        let waiting =
+            std::mem::replace(&mut *self.root.lock().unwrap_or_else(PoisonError::into_inner), dead.then(Vec::new));
+        for reply in waiting.into_iter().flatten() {
+            reply.attr(&NEVER, &root_attr());
+        }
+    }
+
     /// Makes a file look as if it had been written to.
     pub fn touch(&self, name: &str) {
         find(&mut lock(&self.nodes), name).1.modified += Duration::from_secs(1);
@@ -161,6 +177,7 @@ impl Faulty {
 
 impl Drop for Faulty {
     fn drop(&mut self) {
+        self.set_root_dead(false);
         let names: Vec<String> = lock(&self.nodes).iter().map(|node| node.name.clone()).collect();
         for name in names {
             self.set(&name, Manner::Failing);
@@ -181,6 +198,10 @@ fn by_number(nodes: &mut [Node], ino: INodeNo) -> Option<&mut Node> {
 
 fn attr(number: u64, node: &Node) -> FileAttr {
     FileAttr { size: node.bytes.len() as u64, ..plain_attr(number, FileType::RegularFile, node.modified) }
+}
+
+fn root_attr() -> FileAttr {
+    plain_attr(1, FileType::Directory, UNIX_EPOCH)
 }
 
 fn plain_attr(number: u64, kind: FileType, modified: SystemTime) -> FileAttr {
@@ -232,7 +253,10 @@ impl fuser::Filesystem for Server {
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
         if ino.0 < FIRST {
-            return reply.attr(&NEVER, &plain_attr(1, FileType::Directory, UNIX_EPOCH));
+            return match &mut *self.root.lock().unwrap_or_else(PoisonError::into_inner) {
+                Some(waiting) => waiting.push(reply),
+                None => reply.attr(&NEVER, &root_attr()),
+            };
         }
         let mut nodes = lock(&self.nodes);
         match by_number(&mut nodes, ino) {

@@ -110,7 +110,7 @@ impl Checkpoint {
 
 fn is_head(name: &str) -> bool {
     let ends = |end: &&str| name.strip_suffix(*end).is_some_and(|before| before.is_empty() || before.ends_with('.'));
-    WHOLE.contains(&name) || HEADS.iter().any(|end| ends(&end))
+    WHOLE.contains(&name) || HEADS.iter().any(ends)
 }
 
 /// Whether the same bytes would be the same elements.

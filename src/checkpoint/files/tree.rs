@@ -191,8 +191,8 @@ impl FileTree for LocalTree {
 
     fn read(&self, path: &str, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
         let opened = self.existing(path)?;
-        let _reading = self.fetches.begin_path(opened.path(), "read");
-        opened.read_exact_at(target, start).map_err(|error| {
+        let reading = self.fetches.begin_path(opened.path(), "read");
+        opened.read_exact_at(target, start, &reading).map_err(|error| {
             let span = ByteSpan::of_len(start, target.len() as u64);
             let span = span.map_or_else(|| format!("from {start}"), |span| span.to_string());
             self.failed(path, &format!("read bytes {span}"), error)
@@ -201,7 +201,7 @@ impl FileTree for LocalTree {
 
     fn description(&self, path: &str) -> Result<Option<Vec<u8>>, SourceError> {
         let Some(opened) = self.find(path)? else { return Ok(None) };
-        let _reading = self.fetches.begin_path(opened.path(), "read");
+        let reading = self.fetches.begin_path(opened.path(), "read");
         let failed = |error| self.failed(path, "read", error);
         let len = opened.len_bytes().map_err(failed)?;
         if len > DESCRIPTION_BYTES_MAX {
@@ -209,7 +209,7 @@ impl FileTree for LocalTree {
             return Err(failed(io::Error::other(message)));
         }
         let mut bytes = vec![0; to_usize(len)];
-        opened.read_exact_at(&mut bytes, 0).map_err(failed)?;
+        opened.read_exact_at(&mut bytes, 0, &reading).map_err(failed)?;
         Ok(Some(bytes))
     }
 }

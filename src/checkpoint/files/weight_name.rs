@@ -155,7 +155,8 @@ mod tests {
 
     #[test]
     fn names_of_weight_files_in_their_parts() {
-        let cases: [(&str, (&str, Option<&str>, Option<(&str, &str)>)); 18] = [
+        type Parts = (&'static str, Option<&'static str>, Option<(&'static str, &'static str)>);
+        let cases: [(&str, Parts); 18] = [
             ("model.safetensors", ("model", None, None)),
             ("model-00001-of-00003.safetensors", ("model", None, Some(("00001", "00003")))),
             ("a-b-1-of-2.safetensors", ("a-b", None, Some(("1", "2")))),

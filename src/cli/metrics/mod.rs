@@ -4,12 +4,12 @@ mod http;
 mod text;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     io::Write,
     net::{SocketAddr, TcpListener, ToSocketAddrs},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, mpsc},
+    sync::{Arc, Mutex, PoisonError, Weak, mpsc},
     thread,
     time::Duration,
 };
@@ -124,8 +124,22 @@ fn replace(path: &Path, text: &str) -> anyhow::Result<()> {
 #[derive(Debug, Default)]
 struct Mounts {
     only: Option<PathBuf>,
-    /// Those that have not answered yet. They are not asked again, so that threads do not pile up.
-    asked: Arc<Mutex<BTreeSet<PathBuf>>>,
+    /// Those that have not answered yet, each with the requests that wait for its answer. They are not asked again, so that threads
+    /// do not pile up.
+    asked: Arc<Mutex<BTreeMap<PathBuf, Vec<Weak<Answers>>>>>,
+}
+
+/// Where a request for the metrics takes the answers of mounts: the path, and the text unless the mount fails.
+type Answers = mpsc::Sender<(PathBuf, Option<Arc<str>>)>;
+
+/// Reads the metrics of the mount on `path`, and gives them to all that wait for them.
+fn ask(path: &Path, asked: &Mutex<BTreeMap<PathBuf, Vec<Weak<Answers>>>>) {
+    let text: Option<Arc<str>> = fs::read_to_string(path.join(".ckfs/metrics")).ok().map(Into::into);
+    let waiting = asked.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
+    for answer in waiting.into_iter().flatten().filter_map(|answer| answer.upgrade()) {
+        // A request that has given up takes no answer.
+        let _ = answer.send((path.to_owned(), text.clone()));
+    }
 }
 
 impl Mounts {
@@ -137,20 +151,27 @@ impl Mounts {
             points.insert(only.clone());
         }
         let (answer, answered) = mpsc::channel();
+        // The only strong reference: those of requests that are over are dropped from the lists.
+        let answer: Arc<Answers> = Arc::new(answer);
         let mut waiting = 0_usize;
         for point in &points {
-            if !self.asked.lock().unwrap_or_else(PoisonError::into_inner).insert(point.clone()) {
+            let is_asked = {
+                let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+                let is_asked = asked.contains_key(point);
+                let requests = asked.entry(point.clone()).or_default();
+                requests.retain(|request| request.strong_count() > 0);
+                requests.push(Arc::downgrade(&answer));
+                is_asked
+            };
+            waiting += 1;
+            if is_asked {
                 continue;
             }
-            let (path, asked, answer) = (point.clone(), Arc::clone(&self.asked), answer.clone());
-            let asking = thread::Builder::new().name("ckfs-probe".into()).spawn(move || {
-                let text = fs::read_to_string(path.join(".ckfs/metrics"));
-                asked.lock().unwrap_or_else(PoisonError::into_inner).remove(&path);
-                let _ = answer.send((path, text));
-            });
-            match asking {
-                Ok(_) => waiting += 1,
-                Err(_) => drop(self.asked.lock().unwrap_or_else(PoisonError::into_inner).remove(point)),
+            let (path, asked) = (point.clone(), Arc::clone(&self.asked));
+            let asking = thread::Builder::new().name("ckfs-probe".into()).spawn(move || ask(&path, &asked));
+            if asking.is_err() {
+                waiting -= 1;
+                self.asked.lock().unwrap_or_else(PoisonError::into_inner).remove(point);
             }
         }
         let until = std::time::Instant::now() + ANSWER_LIMIT;
@@ -159,7 +180,7 @@ impl Mounts {
         for _ in 0..waiting {
             let left = until.saturating_duration_since(std::time::Instant::now());
             let Ok((path, text)) = answered.recv_timeout(left) else { break };
-            if let Ok(text) = text {
+            if let Some(text) = text {
                 merged.add(&path.display().to_string(), &text);
                 up.insert(path);
             }
@@ -187,6 +208,20 @@ mod tests {
         for text in ["", "x", "1.2.3.4", "99999", "1.2.3.4:99999"] {
             assert!(address(text).unwrap_err().is::<Usage>(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_mount_that_is_being_asked_answers_all_that_wait() {
+        let mounts = Mounts::default();
+        let path = PathBuf::from("/no/such/mount");
+        let (answer, answered) = mpsc::channel();
+        let answers: Vec<Arc<Answers>> = vec![Arc::new(answer.clone()), Arc::new(answer)];
+        let waiting = answers.iter().map(Arc::downgrade).collect();
+        mounts.asked.lock().unwrap().insert(path.clone(), waiting);
+        ask(&path, &mounts.asked);
+        let found: Vec<_> = answered.try_iter().collect();
+        assert_eq!(found, [(path.clone(), None), (path, None)]);
+        assert!(mounts.asked.lock().unwrap().is_empty());
     }
 
     #[test]

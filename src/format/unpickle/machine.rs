@@ -292,16 +292,18 @@ impl<'a> Machine<'a> {
             _ => {
                 let (args, callee) = (self.pop()?, self.pop()?);
                 let at = self.opcode_at;
-                for (id, expected) in [(callee, "a class or function to call"), (args, "a tuple of arguments")] {
-                    let found = &self.values[id.0 as usize];
-                    let fits = if id == callee {
-                        matches!(found, PickleValue::Global(_))
-                    } else {
-                        matches!(found, PickleValue::Tuple(_))
-                    };
-                    if !fits {
-                        return Err(PickleError::Operand { at, expected, found: found.kind() });
-                    }
+                // One value may stand in both places, by DUP or by its number.
+                let found = &self.values[callee.0 as usize];
+                if !matches!(found, PickleValue::Global(_)) {
+                    return Err(PickleError::Operand {
+                        at,
+                        expected: "a class or function to call",
+                        found: found.kind(),
+                    });
+                }
+                let found = &self.values[args.0 as usize];
+                if !matches!(found, PickleValue::Tuple(_)) {
+                    return Err(PickleError::Operand { at, expected: "a tuple of arguments", found: found.kind() });
                 }
                 let object = Object { callee, args, state: None, elements: Vec::new(), items: Vec::new() };
                 self.push(PickleValue::Object(Box::new(object)))

@@ -105,7 +105,7 @@ fn names_that_are_not_listed_are_refused_by_name() {
 
 #[test]
 fn what_is_wrong_is_an_error() {
-    let rows: [(&[u8], &str); 14] = [
+    let rows: [(&[u8], &str); 16] = [
         (b"", "ends at byte 0"),
         (b"\x80\x02", "ends at byte 2"),
         (b"\x80\x06N.", "protocol 6"),
@@ -119,6 +119,9 @@ fn what_is_wrong_is_an_error() {
         (b"\x80\x02K\x01K\x02a.", "expected a list or set below the elements, found an int"),
         (b"\x80\x02}(K\x01u.", "an odd number of both"),
         (b"\x80\x02K\x01)R.", "expected a class or function to call, found an int"),
+        // A function that is given twice, as its own arguments.
+        (b"\x80\x02ccollections\nOrderedDict\n2R.", "expected a tuple of arguments, found"),
+        (b"\x80\x02)2R.", "expected a class or function to call, found"),
         (b"\x80\x02I1\n.", "instruction 0x49 is not supported"),
     ];
     for (bytes, expected) in rows {

@@ -1,5 +1,6 @@
 //! The kernel's mounts: how one is made, known and removed. Nothing here answers a request.
 
+mod daemon;
 mod mount_id;
 mod mount_user;
 mod mounted;
@@ -10,7 +11,7 @@ mod unmount;
 
 pub(super) use mount_user::describe;
 pub use mount_user::{Hold, MountUser};
-pub use mounted::MountError;
+pub use mounted::{MountError, check_mountpoint};
 pub(super) use mounted::{
     MountState, Mounted, abort, mount, mount_as_root, receive_descriptor, sanitize, set_read_ahead,
 };

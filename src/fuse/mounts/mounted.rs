@@ -65,6 +65,19 @@ pub enum MountError {
         /// The path as given.
         path: PathBuf,
     },
+    /// A directory that shows processes and descriptors, and changes with them.
+    #[error(
+        "mountpoint {}: {}is in /proc, which shows processes and their descriptors; give a directory of a file system with files, \
+         or /dev/fd/N for a descriptor that was passed",
+        path.display(),
+        if path == real { String::new() } else { format!("leads to {}, which ", real.display()) }
+    )]
+    InProc {
+        /// The path as given.
+        path: PathBuf,
+        /// The path without symlinks.
+        real: PathBuf,
+    },
     /// A live mount is there already.
     #[error("mountpoint {}: already mounted: {source_name} (type {fs_type}); unmount it first", path.display())]
     Occupied {
@@ -223,6 +236,7 @@ fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
         unmount_once(&path, true).map_err(|source| MountError::Stale { path, source })?;
     }
     let path = locate(mountpoint).map_err(in_path)?.path;
+    check_place(mountpoint, &path)?;
     if !fs::metadata(&path).map_err(in_path)?.is_dir() {
         return Err(MountError::NotDirectory { path: mountpoint.to_owned() });
     }
@@ -236,6 +250,34 @@ fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
         info!("{} is not empty; what it holds is hidden while mounted", path.display());
     }
     Ok(path)
+}
+
+/// Refuses a directory that is none of files: this process's own descriptors would be covered.
+fn check_place(mountpoint: &Path, real: &Path) -> Result<(), MountError> {
+    let found = nix::sys::statfs::statfs(real);
+    if found.is_ok_and(|found| found.filesystem_type() == nix::sys::statfs::PROC_SUPER_MAGIC) {
+        return Err(MountError::InProc { path: mountpoint.to_owned(), real: real.to_owned() });
+    }
+    Ok(())
+}
+
+/// Checks a mountpoint as mounting does, and changes nothing. A stale mount is none of its concerns: mounting removes it.
+///
+/// # Errors
+/// [`MountError::Missing`], [`MountError::NotDirectory`], [`MountError::InProc`].
+pub fn check_mountpoint(mountpoint: &Path) -> Result<(), MountError> {
+    match fs::metadata(mountpoint) {
+        Ok(found) if !found.is_dir() => Err(MountError::NotDirectory { path: mountpoint.to_owned() }),
+        Ok(_) => match fs::canonicalize(mountpoint) {
+            Ok(real) => check_place(mountpoint, &real),
+            Err(_) => Ok(()),
+        },
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Err(MountError::Missing { path: mountpoint.to_owned() })
+        }
+        // Anything else may be a stale mount.
+        Err(_) => Ok(()),
+    }
 }
 
 /// `name` with only those characters that the source column shows without escapes.

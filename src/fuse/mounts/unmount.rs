@@ -19,10 +19,12 @@ use nix::{
 
 use super::{
     FS_TYPE,
+    daemon::Daemon,
     mount_user::{MountUser, describe, mount_users},
     mountinfo::{is_stale, locate, mount_at},
 };
 use crate::host::deadline;
+use tracing::warn;
 
 /// How to unmount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -92,6 +94,9 @@ pub enum UnmountError {
     },
 }
 
+/// How long to wait for the daemon's end after its mount was removed. It has the files of the source open until then.
+const END_LIMIT: Duration = Duration::from_secs(5);
+
 /// How long a mount may be busy while no process is seen that uses it.
 const UNSEEN_LIMIT: Duration = Duration::from_secs(1);
 
@@ -112,10 +117,22 @@ pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), Unmount
     if !entry.is_ckfs() {
         return Err(UnmountError::NotCkfs { path, fs_type: entry.fs_type });
     }
+    // With --lazy it goes on until the last file is closed.
+    let daemon = if options.lazy { None } else { Daemon::of(&path) };
     let begun = Instant::now();
     let until = deadline(options.wait);
     loop {
         match unmount_once(&path, options.lazy) {
+            Ok(()) => {
+                if let Some(daemon) = daemon.filter(|daemon| !daemon.ends_within(END_LIMIT)) {
+                    warn!(
+                        "{}: unmounted, but its daemon (process {}) still runs and has the source's files open",
+                        path.display(),
+                        daemon.pid
+                    );
+                }
+                return Ok(());
+            }
             Err(UnmountError::Busy { .. }) if Instant::now() < until => thread::sleep(Duration::from_millis(100)),
             Err(UnmountError::Busy { path, .. }) => {
                 let holders = mount_users(&entry);

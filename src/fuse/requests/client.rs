@@ -1,7 +1,7 @@
 //! Whether the program that waits for an answer is being killed.
 //!
 //! The kernel waits for the answer of a request that was passed to the daemon even if its program is killed meanwhile. It reports
-//! the signal for some requests only (not for those of O_DIRECT), and fuser declines that report. So the thread that watches
+//! the signal for some requests only (not for those of `O_DIRECT`), and fuser declines that report. So the thread that watches
 //! requests asks the kernel for the signals of the programs that wait.
 
 use std::{fs, num::NonZeroU32};
@@ -18,7 +18,7 @@ pub(super) fn is_killed(client: NonZeroU32) -> bool {
     fs::read_to_string(format!("/proc/{client}/status")).is_ok_and(|status| has_fatal_signal(&status))
 }
 
-/// Whether SIGKILL is pending, for the thread or for its process, by the text of proc_pid_status(5).
+/// Whether SIGKILL is pending, for the thread or for its process, by the text of `proc_pid_status(5)`.
 fn has_fatal_signal(status: &str) -> bool {
     let set = |line: &str| {
         let set = line.strip_prefix("SigPnd:").or_else(|| line.strip_prefix("ShdPnd:"))?;

@@ -195,6 +195,7 @@ pub(super) struct Check {
 
 /// A layout file, read and checked.
 #[derive(Clone, Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "each is a member of the file")]
 pub struct LayoutFile {
     /// Its origin, for messages.
     label: String,

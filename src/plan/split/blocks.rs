@@ -104,6 +104,9 @@ struct Found {
     is_part: bool,
 }
 
+/// The family's entry for a module of a layer, by prefix, stem and shape.
+type RoleOf<'a> = dyn Fn(&str, &str, &[u64]) -> Option<Role> + 'a;
+
 /// What says how modules are cut.
 #[derive(Clone, Copy)]
 pub(in crate::plan) struct Sayings<'a> {
@@ -112,7 +115,7 @@ pub(in crate::plan) struct Sayings<'a> {
     /// The forms of blocks.
     pub(in crate::plan) generic: &'a Generic,
     /// The family's entry for a module of a layer, by prefix, stem and shape.
-    pub(in crate::plan) role: &'a dyn Fn(&str, &str, &[u64]) -> Option<Role>,
+    pub(in crate::plan) role: &'a RoleOf<'a>,
     /// Whether the layout shows the parts of a fused tensor each by itself.
     pub(in crate::plan) parts: bool,
 }
@@ -347,8 +350,9 @@ impl Layer {
             let block = blocks.iter().position(|found| found.root == root);
             covered.insert(stem.clone());
             if role.experts.is_none() && role.split.is_empty() {
-                let block = block.map(|at| &mut blocks[at]);
-                block.into_iter().for_each(|found| found.members.push((stem.clone(), Side::Follower, axis)));
+                if let Some(at) = block {
+                    blocks[at].members.push((stem.clone(), Side::Follower, axis));
+                }
                 continue;
             }
             let block = block.unwrap_or_else(|| {

@@ -64,9 +64,6 @@ pub enum SourceIo {
     Pread,
 }
 
-/// Most bytes read in one call: each call that returns shows that storage answers, even if slowly.
-const READ_BYTES_MAX: usize = 8 << 20;
-
 /// Parts of at least this many bytes are requested before the first of them is read, so that storage works on all of them.
 const ADVISED_BYTES_MIN: u64 = 2 << 20;
 
@@ -152,6 +149,7 @@ impl LocalFiles {
         Self::pin_with_window(files, io, ResidentWindow::usual(), fetches)
     }
 
+    #[allow(clippy::needless_pass_by_value, reason = "the files share it from now on")]
     fn pin_with_window(
         files: Vec<Opened>,
         io: SourceIo,
@@ -210,9 +208,10 @@ impl LocalFiles {
     /// Reads one part.
     fn read(&self, file: FileId, pinned: &Pinned, span: ByteSpan, target: &mut [u8]) -> Result<(), SourceError> {
         let fetching = self.health.begin(WaitTarget::Bytes(file, span));
-        let (mut rest, mut at) = (target, span.start());
+        let (mut rest, mut at, piece_bytes) = (target, span.start(), self.health.piece_bytes());
         while !rest.is_empty() {
-            let len = rest.len().min(READ_BYTES_MAX);
+            // Each call that returns shows that storage answers, even if slowly.
+            let len = rest.len().min(piece_bytes);
             match pinned.file.read_at(&mut rest[..len], at) {
                 Ok(0) => {
                     let found = at - span.start();
@@ -331,7 +330,7 @@ impl Source for LocalFiles {
         for part in &*parts {
             let span = pinned.bounded(part.span().unwrap_or(beyond(part.start)))?;
             if span.len() >= ADVISED_BYTES_MIN {
-                let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
+                let _fetching = self.health.begin(WaitTarget::Mapped(file, span));
                 advice::will_need(&pinned.file, span, &mut |_| false);
             }
         }
@@ -392,7 +391,7 @@ impl Maps for LocalFiles {
             return Some(Ok(()));
         }
         self.comparisons.note_used(file.index());
-        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
+        let _fetching = self.health.begin(WaitTarget::Mapped(file, span));
         self.window.touch(&self.maps, maps, span);
         let done = maps.with(&pinned.file, &pinned.pin.path, span, work)?;
         let fault = |_| self.poison_after(file, SourceError::Fault { file: pinned.pin.path.clone(), span });
@@ -413,10 +412,12 @@ impl Maps for LocalFiles {
             return None;
         }
         self.comparisons.note_used(file.index());
-        let fetching = self.health.begin(WaitTarget::Bytes(file, span));
+        let checking = self.health.begin(WaitTarget::Check(file));
         if let Err(error) = self.compare_open(file, pinned) {
             return Some(Err(error));
         }
+        drop(checking);
+        let fetching = self.health.begin(WaitTarget::Mapped(file, span));
         pinned.bounded(span).ok()?;
         let bytes = if span.is_empty() {
             KernelBytes::EMPTY
@@ -435,7 +436,7 @@ impl Maps for LocalFiles {
     fn will_need(&self, file: FileId, span: ByteSpan) -> bool {
         let Ok(pinned) = self.usable(file) else { return false };
         let Ok(span) = pinned.bounded(span) else { return false };
-        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
+        let _fetching = self.health.begin(WaitTarget::Mapped(file, span));
         let mut read_block = |block| self.maps[file.index()].read_block(&pinned.file, block);
         advice::will_need(&pinned.file, span, &mut read_block)
     }

@@ -302,11 +302,16 @@ impl Source for RemoteFiles {
             let gap = first.object.service.gap_bytes() / BLOCK_BYTES;
             if let Err(NotFetched::Remote(error)) = first.fetcher.bring(&demands, gap, deadline) {
                 let of_object = |fetch: &&FileFetch<'_, '_>| {
-                    self.remote(fetch.file).is_some_and(|remote| remote.object.file.key == error.what)
+                    let object = self.remote(fetch.file).map(|remote| &remote.object);
+                    object.is_some_and(|object| object.file.key == error.what && object.service.host() == error.host)
                 };
-                let file = files.iter().find(of_object).map_or(files[0].file, |fetch| fetch.file);
-                let span = error.span.unwrap_or(ByteSpan::EMPTY);
-                return self.counted(Err(self.error(file, span, &error))).map_err(|error| (file, error));
+                let mut named = files.iter().filter(of_object).map(|fetch| fetch.file);
+                // Repositories of one service have files of the same name. Then each is fetched by itself, which shows whose error
+                // it is: an error may condemn a file for good.
+                if let (Some(file), None) = (named.next(), named.next()) {
+                    let span = error.span.unwrap_or(ByteSpan::EMPTY);
+                    return self.counted(Err(self.error(file, span, &error))).map_err(|error| (file, error));
+                }
             }
         }
         files

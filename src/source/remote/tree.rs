@@ -192,8 +192,13 @@ impl RemoteTree {
             // Whatever reads them reads past the cache then.
             NotFetched::NoRoom | NotFetched::Cache(_) => Ok(false),
             NotFetched::Remote(error) => {
-                let key = |demand: &&Demand| demand.0.file.key == error.what;
-                let object = demands.iter().find(key).map(|demand| &demand.0);
+                let is_named = |demand: &&Demand| {
+                    let object = &demand.0;
+                    object.file.key == error.what && object.service.host() == error.host
+                };
+                let mut named = demands.iter().filter(is_named).map(|demand| &demand.0);
+                // Two of one name: the error's own words say no more.
+                let object = named.next().filter(|_| named.next().is_none());
                 let file = object.map_or_else(|| Arc::from(Path::new(&error.what)), |object| Arc::clone(&object.name));
                 let span = error.span.unwrap_or_else(|| object.map_or(ByteSpan::EMPTY, |object| object.file.span()));
                 Err(SourceError::Remote { file, span, error })
