@@ -35,10 +35,8 @@ impl ExpertPart {
     /// The extents of the part of a tensor of these extents. `None` if the tensor has no such part.
     pub fn shape(&self, of: &[u64]) -> Option<Vec<u64>> {
         let mut shape = of.to_vec();
-        if let Some(expert) = self.expert {
-            if shape.is_empty() || expert >= shape.remove(0) {
-                return None;
-            }
+        if self.expert.is_some_and(|expert| shape.is_empty() || expert >= shape.remove(0)) {
+            return None;
         }
         if let Some((axis, start, stop, step)) = self.range {
             let extent = shape.get_mut(axis).filter(|extent| step > 0 && start <= stop && stop <= **extent)?;

@@ -121,10 +121,10 @@ pub(super) fn drafts(
             Err(problem) => problems.push(problem),
         }
     }
-    if let Some((head, embedding)) = names::tied_head(checkpoint) {
-        if let Some(id) = checkpoint.find(&embedding) {
-            made.push((head.clone(), view(id, &head)));
-        }
+    if let Some((head, embedding)) = names::tied_head(checkpoint)
+        && let Some(id) = checkpoint.find(&embedding)
+    {
+        made.push((head.clone(), view(id, &head)));
     }
     if !problems.is_empty() {
         return Err(problems);
@@ -143,12 +143,15 @@ fn unknown(name: &str, reason: &str) -> Problem {
     Problem::File { file: "layout transformers".to_owned(), reason: format!("{name}: {reason}") }
 }
 
-/// The fused tensors of a layer: name, and for each expert the matrices one after the other.
-fn whole(module: &str, layer: &Layer) -> Result<Vec<(String, Vec<Vec<TensorId>>)>, Problem> {
+/// A fused tensor: its name, and for each expert the matrices one after the other.
+type Fused = (String, Vec<Vec<TensorId>>);
+
+/// The fused tensors of a layer.
+fn whole(module: &str, layer: &Layer) -> Result<Vec<Fused>, Problem> {
     let numbers: Vec<u64> = layer.keys().copied().collect();
     let count = numbers.len() as u64;
     if !numbers.iter().copied().eq(0..count) {
-        let missing = (0..).find(|number| !layer.contains_key(number)).unwrap_or_default();
+        let missing = (0..=count).find(|number| !layer.contains_key(number)).unwrap_or_default();
         return Err(unknown(
             &format!("{module}.experts.{missing}"),
             "this expert is missing, but later ones are there",

@@ -24,7 +24,7 @@ pub(super) struct ExpertName<'a> {
     pub(super) word: &'a str,
     /// The rest, with its first dot: empty, `.weight`, `.weight_scale`, …
     pub(super) after: &'a str,
-    /// Whether the expert's number comes after the projection, as ModelOpt writes it.
+    /// Whether the expert's number comes after the projection, as NVIDIA's quantizer writes it.
     pub(super) number_last: bool,
 }
 
