@@ -161,17 +161,17 @@ fn parts_of_a_fused_matrix_may_be_any_numbers() {
 }
 
 /// Qwen3-VL stores its fused experts as `[experts, in, out]`, and Qwen 3.5 as `[experts, out, in]`. Gate and up are parts of the
-/// outputs in both, and a tensor of the other orientation keeps its words: a part of its inputs is neither.
+/// outputs in both. A tensor of the other orientation, as transformers saves Qwen3-VL, is split along its outputs too.
 #[test]
 fn fused_experts_are_split_along_their_outputs() {
     let (inner, hidden) = (2, 4);
     let turned: (&[u64], &[u64]) = (&[3, hidden, 2 * inner + 2], &[3, inner + 1, hidden]);
     let upright: (&[u64], &[u64]) = (&[3, 2 * inner + 2, hidden], &[3, hidden, inner + 1]);
     for (model_type, (gate_up, down), columns) in [
-        ("qwen3_vl_moe", turned, Some(true)),
-        ("qwen3_5_moe", upright, Some(false)),
-        ("qwen3_vl_moe", upright, None),
-        ("qwen3_5_moe", turned, None),
+        ("qwen3_vl_moe", turned, true),
+        ("qwen3_5_moe", upright, false),
+        ("qwen3_vl_moe", upright, false),
+        ("qwen3_5_moe", turned, true),
     ] {
         let stem = "model.language_model.layers.0.mlp.experts";
         let rows = [
@@ -184,11 +184,6 @@ fn fused_experts_are_split_along_their_outputs() {
         let shown = "full/language_model/layers/0";
         let bytes = |path: &str| read(&volume, volume.resolve(&format!("{shown}/{path}")).unwrap().ino, 0, 1 << 10);
         let whole = source_bytes(TensorId(0), 0..3 * hidden * (2 * inner + 2) * 2);
-        let Some(columns) = columns else {
-            assert_eq!(bytes("mlp/experts/gate_up_proj"), whole, "{model_type}");
-            assert!(volume.resolve(&format!("{shown}/experts")).is_err(), "{model_type}");
-            continue;
-        };
         // Runs of the gate and of the up projection follow each other: per row, or per expert.
         let run = usize::try_from(if columns { inner + 1 } else { (inner + 1) * hidden }).unwrap() * 2;
         let part = |first: usize| whole.chunks(run).skip(first).step_by(2).flatten().copied().collect::<Vec<u8>>();
@@ -196,6 +191,63 @@ fn fused_experts_are_split_along_their_outputs() {
         assert_eq!(bytes("experts/w_up"), part(1), "{model_type}");
         assert_eq!(bytes("experts/w_down"), source_bytes(TensorId(1), 0..3 * hidden * (inner + 1) * 2), "{model_type}");
     }
+}
+
+/// Mixtral's experts as transformers names its modules, as vLLM does, and as MLX does; Qwen's as ModelOpt orders them: the names and
+/// shapes are those of single experts, and each is its own part of the fused tensor.
+#[test]
+fn fused_experts_are_shown_as_single_ones() {
+    let (experts, inner, hidden) = (3, 6, 4);
+    let config = |model_type: &str| json!({"model_type": model_type, "hidden_size": hidden});
+    let of = |names: &[(&str, &[u64])]| -> Vec<Row> {
+        names.iter().map(|(name, shape)| row(&format!("model.layers.0.{name}"), DType::BF16, shape)).collect()
+    };
+    let whole = |id: u32, elements: u64| source_bytes(TensorId(id), 0..elements * 2);
+    let matrix = usize::try_from(inner * hidden * 2).unwrap();
+    let (gate_up, one, down) = ([experts, 2 * inner, hidden], [experts, inner, hidden], [experts, hidden, inner]);
+    let fused = |gate_up_name: &str, down_name: &str| {
+        of(&[(gate_up_name, &gate_up), (down_name, &down), ("mlp.gate.weight", &[experts, hidden])])
+    };
+    for (model_type, rows, is_fused) in [
+        ("mixtral", fused("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), true),
+        ("deepseek_v3", fused("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), true),
+        ("qwen3_moe", fused("mlp.experts.w13_weight", "mlp.experts.w2_weight"), true),
+        (
+            "olmoe",
+            of(&[
+                ("mlp.switch_mlp.gate_proj.weight", &one),
+                ("mlp.switch_mlp.up_proj.weight", &one),
+                ("mlp.switch_mlp.down_proj.weight", &down),
+                ("mlp.gate.weight", &[experts, hidden]),
+            ]),
+            false,
+        ),
+    ] {
+        let (volume, _dir) = volume(&rows, &config(model_type)).unwrap_or_else(|error| panic!("{model_type}: {error}"));
+        let bytes = |path: &str| {
+            let found =
+                volume.resolve(&format!("full/layers/{path}")).unwrap_or_else(|_| panic!("{model_type}: {path}"));
+            read(&volume, found.ino, 0, 1 << 10)
+        };
+        // Numbers of matrices in the fused tensors.
+        let part = |id: u32, number: usize| {
+            let all = whole(id, experts * inner * hidden * if is_fused && id == 0 { 2 } else { 1 });
+            all[number * matrix..(number + 1) * matrix].to_vec()
+        };
+        let (gate, up, down) = if is_fused { ((0, 4), (0, 5), (1, 2)) } else { ((0, 2), (1, 2), (2, 2)) };
+        assert_eq!(bytes("0/experts/2/w_gate"), part(gate.0, gate.1), "{model_type}");
+        assert_eq!(bytes("0/experts/2/w_up"), part(up.0, up.1), "{model_type}");
+        assert_eq!(bytes("0/experts/2/w_down"), part(down.0, down.1), "{model_type}");
+        assert_eq!(bytes("scanned/experts/w_down").len(), matrix * 3, "{model_type}");
+        let router = u32::try_from(rows.len() - 1).unwrap();
+        assert_eq!(bytes("0/router"), whole(router, experts * hidden), "{model_type}");
+    }
+    let order = |name: &str| row(name, DType::BF16, &[inner, hidden]);
+    let rows =
+        [order("model.layers.0.mlp.experts.up_proj.0.weight"), order("model.layers.0.mlp.experts.up_proj.1.weight")];
+    let (volume, _dir) = volume(&rows, &json!({})).unwrap();
+    let shown = volume.resolve("full/layers/0/mlp/experts/1/up_proj").unwrap();
+    assert_eq!(read(&volume, shown.ino, 0, 1 << 10), whole(1, inner * hidden));
 }
 
 /// The text models of Qwen-VL and of Qwen 3.5 have Llama's names, and so its short ones. A tower keeps its words.

@@ -403,11 +403,25 @@ fn tensor_parallelism_cuts_blocks_as_a_whole() {
     let (axes, said) = cut("qwen3_moe", fused);
     assert_eq!(axes, "- - -");
     assert!(said.contains("model.layers.*.mlp.experts (gate_up_proj holds several matrices in one)"), "{said}");
+    // The releases of this model have single experts: a fused tensor is shown as these are, and each is cut by itself.
     let (specs, _) = tensor_parallel("qwen3_moe", Layout::Canonical, fused);
     let shown = |name: &str| specs[name].to_string();
-    assert_eq!(shown("experts.w_gate"), r#"[null,"tensor",null]"#);
-    assert_eq!(shown("experts.w_up"), r#"[null,"tensor",null]"#);
-    assert_eq!(shown("experts.w_down"), r#"[null,null,"tensor"]"#);
+    assert_eq!(shown("experts.1.w_gate"), r#"["tensor",null]"#);
+    assert_eq!(shown("experts.1.w_up"), r#"["tensor",null]"#);
+    assert_eq!(shown("experts.1.w_down"), r#"[null,"tensor"]"#);
+    // The releases of these have fused ones, with the outputs first or the inputs.
+    let turned: &[(&str, &[u64])] = &[
+        ("mlp.experts.gate_up_proj", &[2, 8, 12]),
+        ("mlp.experts.down_proj", &[2, 6, 8]),
+        ("mlp.gate.weight", &[2, 8]),
+    ];
+    let [outputs_first, inputs_first] = [r#"[null,"tensor",null]"#, r#"[null,null,"tensor"]"#];
+    for (modules, gate, down) in [(fused, outputs_first, inputs_first), (turned, inputs_first, outputs_first)] {
+        let (specs, _) = tensor_parallel("qwen3_5_moe_text", Layout::Canonical, modules);
+        let shown = |name: &str| specs[name].to_string();
+        assert_eq!([shown("experts.w_gate"), shown("experts.w_up")], [gate, gate], "{modules:?}");
+        assert_eq!(shown("experts.w_down"), down, "{modules:?}");
+    }
 }
 
 /// The tensors of one quantized matrix of 64 x 128 and its companions, as each program writes them.

@@ -38,7 +38,7 @@ fn content(checkpoint: &Checkpoint, id: TensorId) -> Vec<u8> {
     let info = checkpoint.tensor(id);
     let view = match info.storage {
         Storage::Mosaic(mosaic) => View::mosaic(mosaic.of_view()),
-        Storage::Plain { .. } | Storage::Quantized(_) => {
+        Storage::Plain { .. } | Storage::Quantized(_) | Storage::Composed(_) => {
             View::source(SourceTensor { id, dtype: info.dtype, shape: Shape::try_new(info.shape).unwrap() })
         }
     };

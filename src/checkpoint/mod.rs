@@ -10,6 +10,7 @@
 //! What it deliberately does not do: rename, stack or convert anything (that is `plan`), or fetch from a network.
 
 mod adapter;
+mod composed;
 mod containers;
 mod dialects;
 mod files;
@@ -27,6 +28,7 @@ mod text;
 
 pub use choose::natural;
 pub use companion::Companion;
+pub use composed::{Composed, ExpertPart};
 pub use container::{Container, LeftOut, SavedTree};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};

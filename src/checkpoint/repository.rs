@@ -7,11 +7,12 @@ use std::{
     sync::Arc,
 };
 
-use hashbrown::HashSet;
+use hashbrown::{HashMap, HashSet};
 
 use super::{
     choose::CONFIG,
     companion::Companion,
+    composed::Composed,
     container::{Container, LeftOut, SavedTree},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
@@ -88,7 +89,7 @@ impl Checkpoint {
         let of_adapter = adapter.into_iter().flat_map(of_file);
         let offered = self.tensors().map(|(id, _)| id).chain(of_adapter);
         let rows = offered.filter_map(|id| Some((id, Cow::Owned(name(id, &self.tensor(id))?))));
-        self.showing(rows, config)
+        self.showing(&self.table, rows, config)
     }
 
     /// This checkpoint with quantized tensors decoded, in the place of their codes. Hidden are the stored tensors that
@@ -137,21 +138,53 @@ impl Checkpoint {
             None if is_hidden[id.0 as usize] && !is_raw_part[id.0 as usize] => None,
             None => Some((id, Cow::Borrowed(info.name))),
         });
-        self.showing(rows, None)
+        self.showing(&self.table, rows, None)
     }
 
+    /// This checkpoint with composed tensors in the place of the tensors that they are parts of, and with other tensors renamed.
+    /// `name` gives the new name of a tensor that is to have one. Ids do not change, so that this checkpoint can read the
+    /// views of the result.
+    ///
+    /// # Errors
+    /// As of [`Checkpoint::derived`].
+    pub fn composed(
+        &self,
+        composed: Vec<Composed>,
+        name: impl Fn(TensorId, &TensorInfo<'_>) -> Option<String>,
+    ) -> Result<Self, Vec<String>> {
+        let mut parts: HashMap<TensorId, Vec<(usize, String)>> = HashMap::new();
+        for (number, tensor) in composed.iter().enumerate() {
+            parts.entry(tensor.of).or_default().push((number, tensor.name.clone()));
+        }
+        let table = self.table.clone().with_composed(composed);
+        let table = table.ok_or_else(|| vec!["there are more tensors than 32 bits can number".to_owned()])?;
+        let mut rows: Vec<(TensorId, Cow<'_, str>)> = Vec::with_capacity(self.table.len());
+        for (id, info) in self.tensors() {
+            match parts.remove(&id) {
+                Some(parts) => {
+                    let parts = parts.into_iter();
+                    rows.extend(parts.map(|(number, name)| (table.composed_id(number), Cow::Owned(name))));
+                }
+                None => rows.push((id, name(id, &info).map_or(Cow::Borrowed(info.name), Cow::Owned))),
+            }
+        }
+        self.showing(&table, rows.into_iter(), None)
+    }
+
+    /// This checkpoint showing these rows of `all`, which is its own table, or that with more tensors.
     fn showing<'a>(
-        &'a self,
+        &self,
+        all: &'a TensorTable,
         rows: impl Iterator<Item = (TensorId, Cow<'a, str>)>,
         config: Option<serde_json::Value>,
     ) -> Result<Self, Vec<String>> {
-        let table = self.table.derived(rows);
+        let table = all.derived(rows);
         let table = table.ok_or_else(|| vec!["the names of all tensors together are longer than 4 GiB".to_owned()])?;
         let mut wrong = Vec::new();
         for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
             let name = table.tensor(first).name;
             if name == table.tensor(second).name {
-                let (first, second) = (self.tensor(first).name, self.tensor(second).name);
+                let (first, second) = (all.tensor(first).name, all.tensor(second).name);
                 wrong.push(format!("{first} and {second} would both be called {name}"));
             }
         }
@@ -407,6 +440,7 @@ impl Checkpoint {
             Storage::Plain { file, .. } => file,
             Storage::Quantized(quantized) => self.tensor(quantized.operands[0]).file(),
             Storage::Mosaic(mosaic) => mosaic.first_file(),
+            Storage::Composed(composed) => self.file_of(composed.of),
         }
     }
 
@@ -419,6 +453,7 @@ impl Checkpoint {
             Storage::Plain { file, .. } => vec![file],
             Storage::Quantized(quantized) => quantized.operands.iter().map(|id| self.tensor(*id).file()).collect(),
             Storage::Mosaic(mosaic) => mosaic.ids().map(|id| self.tensor(id).file()).collect(),
+            Storage::Composed(composed) => self.files_of(composed.of),
         }
     }
 

@@ -2,8 +2,8 @@
 //!
 //! Stored tensors are numbered by file, in the order of weight files and then adapters, and within a file by the
 //! position of their bytes. A tensor that is stored as boxes ([`MosaicTensor`]) stands where its first box is. After them come the boxes,
-//! which have ids and bytes but are never shown, and then the tensors that are decoded from quantized ones. Every table of a
-//! repository has all of these rows, so that a number means the same tensor in each table. Tables differ in the *shown*
+//! which have ids and bytes but are never shown, then the tensors that are decoded from quantized ones, and then those that are made
+//! of others ([`Composed`]), which only tables for layouts have. Every table of a repository has all other rows, so that a number means the same tensor in each table. Tables differ in the *shown*
 //! rows: the stored tensors, or decoded ones in the place of their codes, or a part of either under other names. A
 //! repository may have 150 000 tensors, so the table is a few flat arrays: about 120 bytes per tensor, names included.
 
@@ -11,7 +11,10 @@ use std::{borrow::Cow, sync::Arc};
 
 use rayon::slice::ParallelSliceMut;
 
-use super::scheme::{Found, Quantized};
+use super::{
+    composed::Composed,
+    scheme::{Found, Quantized},
+};
 use crate::{
     source::{ByteSpan, FileId},
     tensor::{self, DType, Mosaics, TensorId},
@@ -31,6 +34,8 @@ pub enum Storage<'a> {
     Quantized(Quantized<'a>),
     /// As boxes that cover it. Each is a tensor of its own id, which is never shown.
     Mosaic(MosaicTensor<'a>),
+    /// As a part of another tensor.
+    Composed(&'a Composed),
 }
 
 /// A tensor that is stored as boxes.
@@ -82,11 +87,13 @@ impl<'a> TensorInfo<'a> {
     /// The file that holds the bytes of a stored tensor.
     ///
     /// # Panics
-    /// If the tensor is decoded from others or stored as boxes: views read stored tensors and boxes only.
+    /// If the tensor is made of others or stored as boxes: views read stored tensors and boxes only.
     pub fn file(&self) -> FileId {
         match self.storage {
             Storage::Plain { file, .. } => file,
-            Storage::Quantized(_) | Storage::Mosaic(_) => panic!("{} has no bytes of its own", self.name),
+            Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_) => {
+                panic!("{} has no bytes of its own", self.name)
+            }
         }
     }
 
@@ -95,25 +102,27 @@ impl<'a> TensorInfo<'a> {
         match self.storage {
             Storage::Plain { file, .. } => Some(file),
             Storage::Mosaic(mosaic) => Some(mosaic.first_file()),
-            Storage::Quantized(_) => None,
+            Storage::Quantized(_) | Storage::Composed(_) => None,
         }
     }
 
     /// The span of a stored tensor in its file.
     ///
     /// # Panics
-    /// If the tensor is decoded from others or stored as boxes: views read stored tensors and boxes only.
+    /// If the tensor is made of others or stored as boxes: views read stored tensors and boxes only.
     pub fn span(&self) -> ByteSpan {
         match self.storage {
             Storage::Plain { span, .. } => span,
-            Storage::Quantized(_) | Storage::Mosaic(_) => panic!("{} has no bytes of its own", self.name),
+            Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_) => {
+                panic!("{} has no bytes of its own", self.name)
+            }
         }
     }
 
     /// How it is decoded, if it is.
     pub fn quantized(&self) -> Option<Quantized<'a>> {
         match self.storage {
-            Storage::Plain { .. } | Storage::Mosaic(_) => None,
+            Storage::Plain { .. } | Storage::Mosaic(_) | Storage::Composed(_) => None,
             Storage::Quantized(quantized) => Some(quantized),
         }
     }
@@ -121,7 +130,7 @@ impl<'a> TensorInfo<'a> {
     /// Its boxes, if it is stored as boxes.
     pub fn mosaic(&self) -> Option<MosaicTensor<'a>> {
         match self.storage {
-            Storage::Plain { .. } | Storage::Quantized(_) => None,
+            Storage::Plain { .. } | Storage::Quantized(_) | Storage::Composed(_) => None,
             Storage::Mosaic(mosaic) => Some(mosaic),
         }
     }
@@ -130,7 +139,7 @@ impl<'a> TensorInfo<'a> {
     pub fn bytes(&self) -> u64 {
         match self.storage {
             Storage::Plain { span, .. } => span.len(),
-            Storage::Quantized(_) | Storage::Mosaic(_) => {
+            Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_) => {
                 (self.shape.iter().product::<u64>() * self.dtype.bits()).div_ceil(8)
             }
         }
@@ -149,6 +158,8 @@ pub struct TensorTable {
     boxes: Arc<Vec<BoxPlace>>,
     /// The tensors after the boxes.
     quantized: Arc<Found>,
+    /// The tensors after those.
+    composed: Arc<Vec<Composed>>,
     /// Number of stored tensors.
     stored: u32,
     /// All names, one after the other in row order.
@@ -216,6 +227,14 @@ enum Id {
     Row(usize),
     /// A box of this number.
     Box(usize),
+}
+
+/// A tensor that has no bytes of its own.
+enum Made<'a> {
+    /// It is decoded from codes.
+    Decoded(Quantized<'a>),
+    /// It is made of other tensors.
+    Composed(&'a Composed),
 }
 
 impl NewRow<'_> {
@@ -299,7 +318,7 @@ impl TensorTable {
     /// # Panics
     /// If a row is a box: boxes are never shown.
     pub(super) fn derived<'a>(&self, mut rows: impl Iterator<Item = (TensorId, Cow<'a, str>)>) -> Option<Self> {
-        let mut names: Vec<Option<Cow<'a, str>>> = vec![None; self.stored as usize + self.quantized.tensors.len()];
+        let mut names: Vec<Option<Cow<'a, str>>> = vec![None; self.row_end()];
         let mut shown = Vec::with_capacity(rows.size_hint().0);
         for (id, name) in &mut rows {
             let Id::Row(row) = self.resolve(id.0) else { panic!("{name}: a box is never shown") };
@@ -311,6 +330,7 @@ impl TensorTable {
             mosaics: Arc::clone(&self.mosaics),
             boxes: Arc::clone(&self.boxes),
             quantized: Arc::clone(&self.quantized),
+            composed: Arc::clone(&self.composed),
             stored: self.stored,
             extents: self.extents.clone(),
             ..Self::default()
@@ -322,7 +342,10 @@ impl TensorTable {
             if let Some(row) = table.rows.get_mut(row) {
                 row.name_end = name_end;
             } else {
-                let dtype = self.quantized.tensors.get(row - self.stored as usize).dtype;
+                let dtype = match self.made(row) {
+                    Made::Decoded(quantized) => quantized.dtype,
+                    Made::Composed(composed) => composed.dtype,
+                };
                 let place = RowPlace::Span(FileId(0), ByteSpan::of_len(0, 0)?);
                 table.rows.push(StoredRow { place, name_end, extents_end, dtype });
             }
@@ -331,6 +354,20 @@ impl TensorTable {
         table.sort();
         table.shown = Some(shown);
         Some(table)
+    }
+
+    /// This table with more tensors that are made of those that it has. They are not shown until they are asked for.
+    /// `None` if an id does not fit 32 bits.
+    pub(super) fn with_composed(mut self, composed: Vec<Composed>) -> Option<Self> {
+        debug_assert!(self.composed.is_empty(), "tensors are composed once");
+        self.composed = Arc::new(composed);
+        u32::try_from(self.id_end()).ok()?;
+        Some(self)
+    }
+
+    /// The ids of the composed tensors, in the order in which they were given.
+    pub(super) fn composed_id(&self, number: usize) -> TensorId {
+        self.decoded_id(self.quantized.tensors.len() + number)
     }
 
     /// The ids of the decoded tensors, in the order of the quantized table.
@@ -346,7 +383,21 @@ impl TensorTable {
 
     /// One more than the highest id, hidden tensors and boxes included.
     pub fn id_end(&self) -> usize {
-        self.stored as usize + self.boxes.len() + self.quantized.tensors.len()
+        self.row_end() + self.boxes.len()
+    }
+
+    /// Number of tensors, hidden ones included and boxes not.
+    fn row_end(&self) -> usize {
+        self.stored as usize + self.quantized.tensors.len() + self.composed.len()
+    }
+
+    /// The tensor of a row after the stored ones.
+    fn made(&self, row: usize) -> Made<'_> {
+        let number = row - self.stored as usize;
+        match number.checked_sub(self.quantized.tensors.len()) {
+            None => Made::Decoded(self.quantized.tensors.get(number)),
+            Some(number) => Made::Composed(&self.composed[number]),
+        }
     }
 
     fn resolve(&self, id: u32) -> Id {
@@ -377,10 +428,17 @@ impl TensorTable {
             Id::Box(number) => return self.of_box(number),
         };
         let name = self.row_name(row_number);
-        if let Some(number) = row_number.checked_sub(self.stored as usize) {
-            let quantized = self.quantized.tensors.get(number);
-            let shape = quantized.template.shape().extents();
-            return TensorInfo { name, dtype: quantized.dtype, shape, storage: Storage::Quantized(quantized) };
+        if row_number >= self.stored as usize {
+            return match self.made(row_number) {
+                Made::Decoded(quantized) => {
+                    let shape = quantized.template.shape().extents();
+                    TensorInfo { name, dtype: quantized.dtype, shape, storage: Storage::Quantized(quantized) }
+                }
+                Made::Composed(composed) => {
+                    let (dtype, shape) = (composed.dtype, composed.shape.as_slice());
+                    TensorInfo { name, dtype, shape, storage: Storage::Composed(composed) }
+                }
+            };
         }
         let row = &self.rows[row_number];
         let before = row_number.checked_sub(1).map_or(0, |before| self.rows[before].extents_end);
@@ -469,7 +527,10 @@ impl TensorTable {
 
     fn row_name(&self, row: usize) -> &str {
         if row >= self.rows.len() {
-            return self.quantized.tensors.get(row - self.stored as usize).name;
+            return match self.made(row) {
+                Made::Decoded(quantized) => quantized.name,
+                Made::Composed(composed) => &composed.name,
+            };
         }
         let start = row.checked_sub(1).map_or(0, |before| self.rows[before].name_end);
         &self.names[start as usize..self.rows[row].name_end as usize]

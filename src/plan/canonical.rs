@@ -16,6 +16,10 @@ use super::{
     AxisUse, axis_use,
     blocks::{CutBlocks, Module, Sayings},
     draft::{Bundled, Draft, Roles},
+    experts::{
+        self,
+        orientation::{Order, Orientation, ShapeHint},
+    },
     family::{Family, Generic, Role},
     member, names,
     naming::{self, Parsed, SELF_WORD},
@@ -83,6 +87,8 @@ struct Namer<'a> {
     generic: Generic,
     /// Stems of all layers' tensors.
     stems: BTreeSet<String>,
+    /// The orders of axes that fused experts show.
+    orientation: Orientation,
     plans: ModelPlans,
     /// What tensor parallelism cuts. Empty if the mesh has no axis for it.
     blocks: CutBlocks,
@@ -105,7 +111,7 @@ pub(super) fn drafts(
     checkpoint: &Checkpoint,
     family: Option<Family>,
     generic: Generic,
-    values: &Values<'_>,
+    (values, order): (&Values<'_>, Option<Order>),
     (whole, mesh): (&Checkpoint, &Mesh),
 ) -> Result<Tabled, Vec<Problem>> {
     let mut problems = Vec::new();
@@ -116,7 +122,8 @@ pub(super) fn drafts(
         in_layers.map(|parsed| naming::split_suffix(&parsed.rest).0.to_owned()).collect()
     };
     let stems: Vec<_> = parsed.par_chunks(NAMED_TOGETHER).map(stems_of).collect();
-    let mut namer = Namer::new(checkpoint, family, generic, stems.into_iter().flatten().collect());
+    let stems = stems.into_iter().flatten().collect();
+    let mut namer = Namer::new((checkpoint, order), family, generic, stems);
     namer.find_blocks_of(whole, mesh, true);
     let parts: Vec<_> = tensors
         .par_chunks(NAMED_TOGETHER)
@@ -158,14 +165,14 @@ pub(super) fn hf_drafts(
     checkpoint: &Checkpoint,
     family: Option<Family>,
     generic: Generic,
-    values: &Values<'_>,
+    (values, order): (&Values<'_>, Option<Order>),
     (whole, mesh): (&Checkpoint, &Mesh),
 ) -> Result<Tabled, Vec<Problem>> {
     let tensors = checkpoint.tensors().map(|(id, info)| {
         let dtype = values.dtype_of(id, &[info.name]);
         (info.name.to_owned(), values.view(id, dtype))
     });
-    let mut namer = Namer::new(checkpoint, family, generic, BTreeSet::new());
+    let mut namer = Namer::new((checkpoint, order), family, generic, BTreeSet::new());
     namer.find_blocks_of(whole, mesh, false);
     named_drafts(&namer, tensors)
 }
@@ -181,7 +188,7 @@ pub(super) fn drafts_of(
     tensors: impl ExactSizeIterator<Item = (String, Result<View, Problem>)>,
     mesh: &Mesh,
 ) -> Result<Tabled, Vec<Problem>> {
-    let mut namer = Namer::new(checkpoint, family, generic, BTreeSet::new());
+    let mut namer = Namer::new((checkpoint, None), family, generic, BTreeSet::new());
     let tensors: Vec<_> = tensors.collect();
     let parsed: Vec<Parsed> = tensors.iter().map(|(name, _)| naming::parse(name, &namer.generic.words)).collect();
     let shapes = tensors.iter().zip(&parsed).filter_map(|((name, view), parsed)| {
@@ -237,9 +244,16 @@ fn has_tensor_axis(mesh: &Mesh) -> bool {
 }
 
 impl<'c> Namer<'c> {
-    fn new(checkpoint: &'c Checkpoint, family: Option<Family>, generic: Generic, stems: BTreeSet<String>) -> Self {
+    /// `order` is the user's own word on the axes of fused experts.
+    fn new(
+        (checkpoint, order): (&'c Checkpoint, Option<Order>),
+        family: Option<Family>,
+        generic: Generic,
+        stems: BTreeSet<String>,
+    ) -> Self {
         let (plans, blocks) = (ModelPlans::default(), CutBlocks::default());
-        Self { checkpoint, family, generic, stems, plans, blocks }
+        let orientation = experts::orientation(checkpoint, order);
+        Self { checkpoint, family, generic, stems, orientation, plans, blocks }
     }
 
     /// Finds what tensor parallelism cuts in a checkpoint, of which only a part may be shown.
@@ -278,7 +292,7 @@ impl<'c> Namer<'c> {
         let role = |prefix: &str, stem: &str, shape: &[u64]| {
             let family = self.family.as_ref().filter(|family| family.prefixes.iter().any(|known| known == prefix))?;
             let role = family.layer(stem, &|stem| self.stems.contains(stem))?;
-            self.fits(role, shape).then(|| role.clone())
+            self.oriented(role.clone(), stem, shape)
         };
         let sayings = Sayings { plans: &self.plans, generic: &self.generic, role: &role, parts };
         self.blocks = CutBlocks::of(modules, sayings);
@@ -342,10 +356,17 @@ impl<'c> Namer<'c> {
         })
     }
 
-    /// Whether a tensor of this shape has its inputs on the role's axis, as far as `config.json` counts them.
-    fn fits(&self, role: &Role, shape: &[u64]) -> bool {
-        let Some((axis, member)) = &role.inputs else { return true };
-        member::config_number(self.checkpoint, member).is_none_or(|inputs| shape.get(*axis) == Some(&inputs))
+    /// The role of a tensor of this shape, which may be stored with its inputs before its outputs. None if it has another shape than
+    /// its name says.
+    fn oriented(&self, role: Role, name: &str, shape: &[u64]) -> Option<Role> {
+        let Some(inputs) = role.inputs else { return Some(role) };
+        let own = if inputs == 2 { Order::OutIn } else { Order::InOut };
+        if member::config_number(self.checkpoint, "hidden_size").is_none() {
+            return Some(role);
+        }
+        let shown = experts::shown(self.checkpoint, name, shape).unwrap_or(ShapeHint::Neither);
+        let order = self.orientation.as_loaded(shown)?;
+        Some(if order == own { role } else { role.turned() })
     }
 
     fn name(
@@ -368,7 +389,8 @@ impl<'c> Namer<'c> {
             block: None,
             experts: None,
         };
-        if let Some((prefix, role, suffix)) = self.role(parsed, name).filter(|(_, role, _)| self.fits(role, shape)) {
+        let oriented = |(prefix, role, suffix)| Some((prefix, self.oriented(role, name, shape)?, suffix));
+        if let Some((prefix, role, suffix)) = self.role(parsed, name).and_then(oriented) {
             let splits = !role.split.is_empty() && matches!(suffix, "" | "weight" | "bias");
             if splits || role.short.is_some() {
                 out.prefix = prefix;

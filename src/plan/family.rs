@@ -43,9 +43,9 @@ pub struct Role {
     /// Axis along which the parts lie.
     #[serde(default)]
     pub split_axis: usize,
-    /// Axis of the inputs, and the member of `config.json` that counts them. The entry is not for a tensor of another
-    /// extent there, which is stored the other way round.
-    pub inputs: Option<(usize, String)>,
+    /// Axis of the inputs among the last two of fused experts. Of a tensor that is stored the other way round, the two axes are
+    /// exchanged.
+    pub inputs: Option<usize>,
 }
 
 /// Tensors that every complete model has.
@@ -79,6 +79,8 @@ struct FamilyFile {
     extends: Option<String>,
     model_types: Vec<String>,
     prefixes: Option<Vec<String>>,
+    #[serde(default)]
+    fused: Vec<String>,
     #[serde(default)]
     dropped_prefixes: Vec<String>,
     layers: Option<String>,
@@ -133,6 +135,8 @@ pub struct Family {
     pub prefixes: Vec<String>,
     /// Prefixes that are left out of names, besides `model.`.
     pub dropped_prefixes: Vec<String>,
+    /// The model types whose releases have the experts of a layer in one tensor. Not inherited.
+    fused: Vec<String>,
     /// The words before a layer's number in the text model.
     pub layers: String,
     /// The first part of the names of its models' classes in transformers. Not inherited.
@@ -187,6 +191,7 @@ fn load(name: &str) -> Result<Family, FamilyError> {
             name: String::new(),
             prefixes: Vec::new(),
             dropped_prefixes: Vec::new(),
+            fused: Vec::new(),
             layers: "layers".to_owned(),
             classes: Vec::new(),
             own_code: false,
@@ -200,6 +205,7 @@ fn load(name: &str) -> Result<Family, FamilyError> {
     family.name = file.name;
     family.prefixes = file.prefixes.unwrap_or(family.prefixes);
     family.dropped_prefixes.extend(file.dropped_prefixes);
+    family.fused = file.fused;
     family.layers = file.layers.unwrap_or(family.layers);
     family.classes = file.classes;
     family.own_code = file.own_code;
@@ -209,6 +215,21 @@ fn load(name: &str) -> Result<Family, FamilyError> {
     family.layer.extend(file.layer);
     family.layer_if.extend(file.layer_if);
     Ok(family)
+}
+
+impl Role {
+    /// The role of a tensor whose last two axes, of three, are the other way round.
+    #[must_use]
+    pub(super) fn turned(self) -> Self {
+        const fn other(axis: usize) -> usize {
+            match axis {
+                1 => 2,
+                2 => 1,
+                _ => axis,
+            }
+        }
+        Self { tp: self.tp.map(other), split_axis: other(self.split_axis), inputs: self.inputs.map(other), ..self }
+    }
 }
 
 impl Family {
@@ -233,6 +254,11 @@ impl Family {
     /// The role of a tensor outside the layers, by its name without prefix and final word.
     pub fn top(&self, stem: &str) -> Option<&Role> {
         self.top.get(stem)
+    }
+
+    /// Whether the releases of a model type have the experts of a layer in one tensor.
+    pub(super) fn has_fused_experts(&self, model_type: &str) -> bool {
+        self.fused.iter().any(|known| known == model_type)
     }
 
     /// Whether a class of `config.json` is one of transformers' for this family.

@@ -9,7 +9,8 @@
 //! | --- | --- |
 //! | `build` | the stages of [`Plan::build`], in order |
 //! | `select`, `lora`, `values` | which tensors of the checkpoint are wanted, and in which dtype |
-//! | `canonical`, `family`, `kind`, `stored` | layouts by tables: names and roles of known families, or of a trainer |
+//! | `experts` | one form of the experts of a layer, however they are named and fused |
+//! | `canonical`, `family`, `kind`, `modules`, `stored` | layouts by tables: names and roles of known families, of transformers' modules, or of a trainer |
 //! | `library` | what the models' own library says: buffers, and what stays in float32 |
 //! | [`layout_file`], [`layouts`], [`expr`] | layouts by rules, and the language of the rules |
 //! | `inverse` | the way back from a layout to a repository |
@@ -26,6 +27,7 @@ mod build;
 mod canonical;
 mod check;
 pub mod draft;
+mod experts;
 pub mod expr;
 pub mod family;
 mod inverse;
@@ -35,6 +37,7 @@ pub mod layout_file;
 pub mod layouts;
 pub mod library;
 mod lora;
+mod modules;
 mod name;
 mod need;
 mod options;

@@ -113,6 +113,12 @@ impl<'a> Values<'a> {
                 }
                 dtype
             }
+            // A rule may name the part, or the tensor that it is a part of.
+            (Storage::Composed(composed), _) => {
+                let of = self.checkpoint.tensor(composed.of).name;
+                let names: Vec<&str> = names.iter().copied().chain([of]).collect();
+                self.dtype_of(composed.of, &names)
+            }
         }
     }
 
@@ -166,6 +172,9 @@ impl<'a> Values<'a> {
                 cast(View::source(SourceTensor { id, dtype: info.dtype, shape }))
             }
             Storage::Mosaic(mosaic) => cast(View::mosaic(mosaic.of_view())),
+            Storage::Composed(composed) => {
+                self.view(composed.of, dtype).and_then(|view| composed.part.of_view(view).map_err(named))
+            }
         }
     }
 
@@ -195,7 +204,7 @@ pub fn unsupported(checkpoint: &Checkpoint, part: &Checkpoint) -> Vec<Problem> {
     // A part may have other names than the whole, but never other places.
     let place = |info: &TensorInfo<'_>| match info.storage {
         Storage::Plain { file, span } => Some((file, span)),
-        Storage::Quantized(_) | Storage::Mosaic(_) => None,
+        Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_) => None,
     };
     let selected: HashSet<_> = part.tensors().filter_map(|(_, info)| place(&info)).collect();
     let is_selected = |id: &TensorId| place(&checkpoint.tensor(*id)).is_none_or(|place| selected.contains(&place));

@@ -96,12 +96,13 @@ impl Checkpoint {
     fn parts<'a>(&'a self, tensor: &TensorInfo<'a>) -> Option<(Storage<'a>, Vec<Part>)> {
         let part = |id: TensorId| match self.table().tensor(id).storage {
             Storage::Plain { file, span } => Some((file, span)),
-            Storage::Quantized(_) | Storage::Mosaic(_) => None,
+            Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_) => None,
         };
         let parts = match tensor.storage {
             Storage::Plain { file, span } => vec![(file, span)],
             Storage::Quantized(quantized) => quantized.operands.iter().map(|id| part(*id)).collect::<Option<_>>()?,
             Storage::Mosaic(mosaic) => mosaic.ids().map(part).collect::<Option<_>>()?,
+            Storage::Composed(_) => return None,
         };
         Some((tensor.storage, parts))
     }
@@ -122,7 +123,7 @@ fn is_alike(left: Storage<'_>, right: Storage<'_>) -> bool {
             let place = |part: MosaicBox<'_>| (part.origin.to_vec(), part.extents.to_vec(), part.strides());
             left.fill() == right.fill() && left.boxes().map(place).eq(right.boxes().map(place))
         }
-        (Storage::Plain { .. } | Storage::Quantized(_) | Storage::Mosaic(_), _) => false,
+        (Storage::Plain { .. } | Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_), _) => false,
     }
 }
 

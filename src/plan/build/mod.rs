@@ -35,12 +35,17 @@ use self::{
 use super::{
     DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, Mesh, NameGroup, Plan, PlanError, Problem,
     Sharding, Tied, ViewOptions, Whole, canonical, expect,
+    experts::{
+        self,
+        orientation::{Order, PARAMETER},
+    },
     family::Generic,
     hf,
     inverse::{self, Inverted},
     layout_file,
+    layouts::FAMILY,
     library::Model,
-    lora,
+    lora, modules,
     name_group::fold,
     names, packed, shard, stored,
     survey::{devices, family, family_problem, missing_layers, no_layers},
@@ -49,7 +54,7 @@ use super::{
     whole,
 };
 use crate::{
-    checkpoint::{Checkpoint, Container},
+    checkpoint::{Checkpoint, Container, Storage, TensorInfo},
     tensor::TensorId,
 };
 
@@ -160,25 +165,31 @@ impl<'a> Builder<'a> {
     fn choose(&self, wanted: &Selection<'_>) -> Result<ChosenLayout, PlanError> {
         let options = self.options;
         let mut set = options.set.clone();
-        let file = match &options.layout {
-            Layout::Canonical | Layout::Hf | Layout::Stored => None,
+        // It is about the repository, and not about the layout.
+        set.remove(PARAMETER);
+        let (file, modules) = match &options.layout {
+            Layout::Canonical | Layout::Hf | Layout::Stored => (None, None),
             Layout::Embedded(embedded) => {
                 if let Some(stored) = inverse::layout_of(wanted.seen()) {
                     return Err(already_laid_out(embedded.name, stored).into());
                 }
-                Some(embedded.choose(wanted.seen(), &mut set)?)
+                if embedded.by_modules && !set.contains_key(FAMILY) && !embedded.has_file(wanted.seen())? {
+                    (None, Some(modules::names(wanted.seen())?))
+                } else {
+                    (Some(embedded.choose(wanted.seen(), &mut set)?), None)
+                }
             }
-            Layout::File(file) => Some(file.clone()),
+            Layout::File(file) => (Some(file.clone()), None),
         };
         let request = layout_request(options);
         let request = file.as_ref().map_or(request, |file| with_dtype_of(request, file, options));
-        let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
+        let flat = file.as_ref().is_some_and(|file| file.flat()) || modules.is_some() || options.layout == Layout::Hf;
         // A trainer's names are in no table.
         let family = if options.layout == Layout::Stored { None } else { family(wanted.seen())? };
         let is_back = options.layout == Layout::Hf && options.lora.is_none();
         let model = Model::of(wanted.seen().config(), options.layout == Layout::Stored);
         let inverse = if is_back { inverse::invert(wanted.part(), options, &model)? } else { None };
-        Ok(ChosenLayout { file, set, request, family, model, flat, inverse })
+        Ok(ChosenLayout { file, modules, set, request, family, model, flat, inverse })
     }
 
     fn draft(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
@@ -186,6 +197,7 @@ impl<'a> Builder<'a> {
         let mut drafted = match (&chosen.file, &chosen.inverse) {
             (Some(file), _) => self.draft_by_rules(file, wanted, chosen, values),
             (None, Some(inverted)) => self.draft_back(inverted, wanted, chosen),
+            (None, None) if chosen.modules.is_some() => self.draft_by_modules(wanted, chosen, values),
             (None, None) if self.options.layout == Layout::Stored => self.draft_as_stored(wanted, values),
             (None, None) => self.draft_by_tables(wanted, chosen, values),
         };
@@ -223,7 +235,8 @@ impl<'a> Builder<'a> {
         let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
         let allowed = layout_file::Allowed { missing, unmapped };
         let nothing = Drafted { family: Some(file.name().to_owned()), ..Drafted::default() };
-        let resolved = match file.resolve(wanted.seen(), values, &options.mesh, &chosen.set, allowed) {
+        let stored = matches!(options.layout, Layout::File(_)).then(|| wanted.part());
+        let resolved = match file.resolve((wanted.seen(), stored), values, &options.mesh, &chosen.set, allowed) {
             Ok(resolved) => resolved,
             Err(problems) => {
                 self.problems.extend(problems);
@@ -270,15 +283,18 @@ impl<'a> Builder<'a> {
 
     /// Drafts by the tables of the model's family, or by the repository's own names.
     fn draft_by_tables(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
-        let (whole, family, options) = (wanted.whole(), chosen.family.as_ref(), self.options);
+        let (whole, family, options) = (wanted.compared(), chosen.family.as_ref(), self.options);
         let is_canonical = options.layout == Layout::Canonical;
+        self.warnings.extend(experts::doubts(wanted.seen(), wanted.order));
         // The comparison and the drafts each visit all tensors: they run at the same time.
         let compare = || match family {
             Some(family) => expect::compare(whole, family, options),
             None => (expect::survey(whole, options), Vec::new()),
         };
+        // Blocks are those of all tensors, under the names that the drafts have.
+        let split = (if is_canonical { wanted.compared() } else { wanted.whole() }, &options.mesh);
         let by_names = if is_canonical { canonical_drafts } else { hf_drafts };
-        let drafts = || by_names(wanted.seen(), family.cloned(), values, (whole, &options.mesh));
+        let drafts = || by_names(wanted.seen(), family.cloned(), (values, wanted.order), split);
         let ((mut findings, problems), drafts) = rayon::join(compare, drafts);
         self.problems.extend(problems);
         self.warnings.extend(findings.warning.take());
@@ -287,6 +303,27 @@ impl<'a> Builder<'a> {
         let drafts = self.tabled(drafts);
         let family = family.map(|family| family.name.clone());
         Drafted { drafts, family, findings, ..Drafted::default() }
+    }
+
+    /// Drafts under the names of transformers' modules.
+    fn draft_by_modules(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
+        let Some(model) = &chosen.modules else { return Drafted::default() };
+        let (seen, family, options) = (wanted.seen(), chosen.family.as_ref(), self.options);
+        missing_layers(wanted.compared(), family, options, &mut self.problems, &mut self.warnings);
+        no_layers(wanted.compared(), options, &mut self.problems);
+        let (findings, problems) = match family {
+            Some(family) => expect::compare(seen, family, options),
+            None => (expect::survey(seen, options), Vec::new()),
+        };
+        self.problems.extend(problems);
+        let made = Generic::load().map_err(|error| family_problem(&error).problems);
+        let made = made.and_then(|generic| modules::drafts(seen, model, (family, generic), values, &self.options.mesh));
+        let (tabled, left_out) = match made {
+            Ok((tabled, left_out)) => (Ok(tabled), left_out),
+            Err(problems) => (Err(problems), Vec::new()),
+        };
+        let drafts = self.tabled(tabled);
+        Drafted { drafts, family: family.map(|family| family.name.clone()), findings, left_out, ..Drafted::default() }
     }
 
     /// The drafts of a layout by tables. Says which blocks tensor parallelism leaves whole.
@@ -299,7 +336,7 @@ impl<'a> Builder<'a> {
     /// Chooses the drafts that the mount shows, and renames them.
     fn name(&mut self, mut drafts: Vec<Draft>, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Vec<Draft> {
         let options = self.options;
-        if chosen.file.is_none() {
+        if chosen.file.is_none() && chosen.modules.is_none() {
             names::tie(&mut drafts, wanted.seen(), options, &mut self.warnings);
         } else if options.tied != Tied::Auto && !(options.tied == Tied::Absent && wanted.own_head.is_some()) {
             let name = options.layout.name();
@@ -327,7 +364,7 @@ impl<'a> Builder<'a> {
         let rules = logical_rules(options, chosen.file.as_deref(), is_maxtext && options.layout == Layout::Stored);
         if chosen.file.is_none() && !(options.layout == Layout::Stored && is_maxtext && options.set.is_empty()) {
             let name = options.layout.name();
-            if !options.set.is_empty() && chosen.inverse.is_none() {
+            if !chosen.set.is_empty() && chosen.inverse.is_none() {
                 self.problem("set", format!("the layout {name} has no parameters"));
             }
             if rules.is_some() {
@@ -423,7 +460,14 @@ impl<'a> Builder<'a> {
 fn decoded_by_scheme(checkpoint: &Checkpoint, request: ValueRequest, options: &ViewOptions) -> Vec<DecodedScheme> {
     let values = Values::new(checkpoint, request, &options.casts, None);
     let mut found: BTreeMap<&'static str, DecodedScheme> = BTreeMap::new();
-    for (id, info) in checkpoint.tensors() {
+    // Several tensors of a layout may be parts of one.
+    let whole = |(id, info): (TensorId, TensorInfo<'_>)| match info.storage {
+        Storage::Composed(composed) => composed.of,
+        Storage::Plain { .. } | Storage::Quantized(_) | Storage::Mosaic(_) => id,
+    };
+    let ids: BTreeSet<TensorId> = checkpoint.tensors().map(whole).collect();
+    for id in ids {
+        let info = checkpoint.tensor(id);
         let Some(quantized) = info.quantized() else { continue };
         let dtype = values.dtype_of(id, &[info.name]).unwrap_or(quantized.dtype);
         let scheme = quantized.scheme;
@@ -438,7 +482,7 @@ fn decoded_by_scheme(checkpoint: &Checkpoint, request: ValueRequest, options: &V
 fn canonical_drafts(
     checkpoint: &Checkpoint,
     family: Option<Family>,
-    values: &Values<'_>,
+    values: (&Values<'_>, Option<Order>),
     split: (&Checkpoint, &Mesh),
 ) -> Result<canonical::Tabled, Vec<Problem>> {
     let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
@@ -449,7 +493,7 @@ fn canonical_drafts(
 fn hf_drafts(
     checkpoint: &Checkpoint,
     family: Option<Family>,
-    values: &Values<'_>,
+    values: (&Values<'_>, Option<Order>),
     split: (&Checkpoint, &Mesh),
 ) -> Result<canonical::Tabled, Vec<Problem>> {
     let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;

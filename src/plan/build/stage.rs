@@ -5,6 +5,11 @@ use std::{collections::BTreeMap, sync::Arc};
 use super::super::{
     Draft, Family, Layout, LayoutFile, NameGroup, PlanError, Problem, Tied, ViewOptions, Whole,
     expect::Findings,
+    experts::{
+        self,
+        models::ModelNames,
+        orientation::{Order, PARAMETER},
+    },
     inverse::Inverted,
     library::Model,
     name_group::fold,
@@ -33,6 +38,12 @@ pub(super) struct Selection<'a> {
     /// The stored output head, if the configuration says that it is the embedding and it is not.
     pub(super) own_head: Option<OwnHead>,
     pub(super) adapted: Option<Checkpoint>,
+    /// The selected tensors with the experts of a layer in the form that layouts see, if they have another.
+    pub(super) normal: Option<Checkpoint>,
+    /// All tensors, likewise, under the names that are compared with a family's.
+    pub(super) compared: Option<Checkpoint>,
+    /// The user's word on the axes of fused experts.
+    pub(super) order: Option<Order>,
 }
 
 impl Selection<'_> {
@@ -48,7 +59,13 @@ impl Selection<'_> {
 
     /// The selected tensors and those of the adapter: the input of the layout.
     pub(super) fn seen(&self) -> &Checkpoint {
-        self.adapted.as_ref().unwrap_or_else(|| self.part())
+        self.normal.as_ref().or(self.adapted.as_ref()).unwrap_or_else(|| self.part())
+    }
+
+    /// All tensors, under the names that a family's tables have.
+    pub(super) fn compared(&self) -> &Checkpoint {
+        let seen = || self.normal.as_ref().filter(|_| self.selected.part.is_none());
+        self.compared.as_ref().or_else(seen).unwrap_or_else(|| self.whole())
     }
 }
 
@@ -56,6 +73,8 @@ impl Selection<'_> {
 pub(super) struct ChosenLayout {
     /// The rules, for a layout of rules.
     pub(super) file: Option<Arc<LayoutFile>>,
+    /// The names of transformers' modules, for the layout that has these without rules.
+    pub(super) modules: Option<Arc<ModelNames>>,
     /// Its parameters, as set.
     pub(super) set: BTreeMap<String, String>,
     /// The requested dtype and dequantization.
@@ -119,14 +138,43 @@ impl<'a> Builder<'a> {
             selected.no_hf = Some(reason);
         }
         let adapter = adapter(original, options)?;
-        let mut wanted = Selection { original, selected, adapter, own_head: None, adapted: None };
+        let order = self.order_of_experts()?;
+        let (own_head, adapted, normal, compared) = (None, None, None, None);
+        let mut wanted = Selection { original, selected, adapter, own_head, adapted, normal, compared, order };
         wanted.own_head = self.own_head(wanted.part())?;
         if wanted.own_head.is_some() && options.tied != Tied::Absent {
             let untied = wanted.part().untied().map_err(|reasons| refused("tied", reasons))?;
             wanted.selected.part = untied.or(wanted.selected.part);
         }
         wanted.adapted = adapter.map(|adapter| with_adapter(wanted.part(), adapter)).transpose()?;
+        let family = family(original)?;
+        let normal =
+            |checkpoint, keeps| experts::normal(checkpoint, order, keeps).map_err(|problems| PlanError { problems });
+        match &options.layout {
+            Layout::Stored => {}
+            Layout::Hf => wanted.compared = normal(wanted.whole(), true)?,
+            Layout::Canonical => {
+                let dialect = original.dialect();
+                let mut types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
+                let keeps = types.any(|of| family.as_ref().is_some_and(|family| family.has_fused_experts(of)));
+                let is_part = wanted.selected.part.is_some();
+                let compared = if is_part { normal(wanted.whole(), keeps)? } else { None };
+                (wanted.compared, wanted.normal) = (compared, normal(wanted.seen(), keeps)?);
+            }
+            Layout::Embedded(_) | Layout::File(_) => wanted.normal = normal(wanted.seen(), false)?,
+        }
         Ok(wanted)
+    }
+
+    /// The user's word on the axes of fused experts.
+    fn order_of_experts(&self) -> Result<Option<Order>, PlanError> {
+        let Some(word) = self.options.set.get(PARAMETER) else { return Ok(None) };
+        let order = Order::of_word(word).ok_or_else(|| {
+            let (one, other) = (Order::OutIn.word(), Order::InOut.word());
+            let reason = format!("{PARAMETER}={word}: expected {one} or {other}");
+            Problem::File { file: "set".to_owned(), reason }
+        });
+        Ok(Some(order?))
     }
 }
 

@@ -23,22 +23,28 @@ use super::{
     leaf::{LeafFailure, LeafInProgress, LeafViews, Misshapen, int, joined, range_of},
     scope::{Bound, Local, Scope, is_absent},
 };
-use crate::{checkpoint::Checkpoint, config::did_you_mean, tensor::View};
+use crate::{
+    checkpoint::{Checkpoint, Storage, TensorInfo},
+    config::did_you_mean,
+    tensor::{TensorId, View},
+};
 
 impl LayoutFile {
-    /// Resolves the layout against a repository, for a mesh. `set` holds parameters set by the user.
+    /// Resolves the layout against a repository, for a mesh. `set` holds parameters set by the user. `stored` is the same
+    /// repository with its experts as they are stored, for rules that name them so.
     ///
     /// # Errors
     /// Everything wrong, at once: missing and unexpected tensors, rules that do not fit, unknown parameters.
     pub fn resolve(
         &self,
-        checkpoint: &Checkpoint,
+        (checkpoint, stored): (&Checkpoint, Option<&Checkpoint>),
         values: &Values<'_>,
         mesh: &Mesh,
         set: &BTreeMap<String, String>,
         allowed: Allowed,
     ) -> Result<Resolved, Vec<Problem>> {
-        let scope = Scope::new(self, checkpoint, mesh, set, None);
+        let mut scope = Scope::new(self, checkpoint, mesh, set, None);
+        scope.stored = stored;
         self.run(&scope, values, allowed)
     }
 
@@ -399,8 +405,13 @@ impl<'a> Resolver<'a> {
         // Rules that failed have used nothing: the tensors that they leave over are not unexpected.
         let failed = self.problems.iter().any(|problem| matches!(problem, Problem::Layout { .. }));
         let ignored = self.ignored();
+        // A part of a tensor that a rule uses as a whole is used.
+        let is_used = |id: TensorId, info: &TensorInfo<'_>| match info.storage {
+            Storage::Composed(composed) => self.used[id.0 as usize] || self.used[composed.of.0 as usize],
+            Storage::Plain { .. } | Storage::Quantized(_) | Storage::Mosaic(_) => self.used[id.0 as usize],
+        };
         let (used, unused): (Vec<_>, Vec<_>) =
-            self.scope.checkpoint.tensors().partition(|(id, _)| self.used[id.0 as usize]);
+            self.scope.checkpoint.tensors().partition(|(id, info)| is_used(*id, info));
         let is_ignored = |name: &&str| ignored.iter().any(|pattern| pattern.matches(name));
         let (ignored, unused): (Vec<&str>, Vec<&str>) =
             unused.into_iter().map(|(_, info)| info.name).partition(is_ignored);

@@ -42,6 +42,8 @@ pub(super) fn is_absent(error: &EvalError) -> bool {
 pub(super) struct Scope<'a> {
     pub(super) file: &'a LayoutFile,
     pub(super) checkpoint: &'a Checkpoint,
+    /// The same tensors under the names that the repository has for its experts, for a file of the user's.
+    pub(super) stored: Option<&'a Checkpoint>,
     pub(super) mesh: &'a Mesh,
     set: BTreeMap<String, ExprValue>,
     /// For the inverse of the layout: the checkpoint has the leaves, and the sources are to be made.
@@ -59,13 +61,14 @@ impl<'a> Scope<'a> {
         inverse: Option<&'a Inverse<'a>>,
     ) -> Self {
         let set = set.iter().map(|(name, text)| (name.clone(), ExprValue::of_text(text))).collect();
-        Self { file, checkpoint, mesh, set, inverse, known: RefCell::default() }
+        Self { file, checkpoint, stored: None, mesh, set, inverse, known: RefCell::default() }
     }
 
     /// The same scope for another mesh.
     pub(super) fn for_mesh<'b>(&'b self, mesh: &'b Mesh) -> Scope<'b> {
         let (set, inverse) = (self.set.clone(), self.inverse);
-        Scope { file: self.file, checkpoint: self.checkpoint, mesh, set, inverse, known: RefCell::default() }
+        let (file, checkpoint, stored) = (self.file, self.checkpoint, self.stored);
+        Scope { file, checkpoint, stored, mesh, set, inverse, known: RefCell::default() }
     }
 
     /// The problem of a rule whose expression at `at` has no value, for the leaf `target`.
@@ -101,7 +104,10 @@ impl<'a> Scope<'a> {
         if let Some(inverse) = self.inverse {
             return self.checkpoint.find(&inverse.names.of(name));
         }
-        self.checkpoint.find(name).or_else(|| self.on_disk(name).find_map(|name| self.checkpoint.find(&name)))
+        let in_one = |checkpoint: &Checkpoint| {
+            checkpoint.find(name).or_else(|| self.on_disk(name).find_map(|name| checkpoint.find(&name)))
+        };
+        in_one(self.checkpoint).or_else(|| self.stored.and_then(in_one))
     }
 
     fn on_disk(&self, name: &str) -> impl Iterator<Item = String> {

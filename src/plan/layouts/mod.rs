@@ -19,6 +19,8 @@ pub struct Embedded {
     files: &'static [(&'static str, &'static str)],
     /// Parameters that its name implies.
     set: &'static [(&'static str, &'static str)],
+    /// Whether a model without a file of its own has the names of transformers' modules, which need no rules.
+    pub(super) by_modules: bool,
     /// A leaf that every checkpoint of this layout has, if such a checkpoint can be made back to a repository.
     pub(super) anchor: Option<&'static str>,
 }
@@ -72,14 +74,35 @@ const MAXTEXT_ANCHOR: Option<&str> = Some("params.token_embedder.embedding");
 const MEGATRON_ANCHOR: Option<&str> = Some("embedding.word_embeddings.weight");
 
 static EMBEDDED: &[Embedded] = &[
-    Embedded { name: "maxtext", files: MAXTEXT, set: &[("scan", "true")], anchor: MAXTEXT_ANCHOR },
-    Embedded { name: "maxtext-unscanned", files: MAXTEXT, set: &[("scan", "false")], anchor: MAXTEXT_ANCHOR },
-    Embedded { name: "megatron", files: MEGATRON, set: &[("scan", "true")], anchor: MEGATRON_ANCHOR },
-    Embedded { name: "megatron-unscanned", files: MEGATRON, set: &[("scan", "false")], anchor: MEGATRON_ANCHOR },
-    Embedded { name: "torchtitan", files: TORCHTITAN, set: &[], anchor: None },
-    Embedded { name: "transformers", files: TRANSFORMERS, set: &[], anchor: None },
-    Embedded { name: "vllm", files: VLLM, set: &[], anchor: None },
+    Embedded { name: "maxtext", files: MAXTEXT, set: &[("scan", "true")], by_modules: false, anchor: MAXTEXT_ANCHOR },
+    Embedded {
+        name: "maxtext-unscanned",
+        files: MAXTEXT,
+        set: &[("scan", "false")],
+        by_modules: false,
+        anchor: MAXTEXT_ANCHOR,
+    },
+    Embedded {
+        name: "megatron",
+        files: MEGATRON,
+        set: &[("scan", "true")],
+        by_modules: false,
+        anchor: MEGATRON_ANCHOR,
+    },
+    Embedded {
+        name: "megatron-unscanned",
+        files: MEGATRON,
+        set: &[("scan", "false")],
+        by_modules: false,
+        anchor: MEGATRON_ANCHOR,
+    },
+    Embedded { name: "torchtitan", files: TORCHTITAN, set: &[], by_modules: false, anchor: None },
+    Embedded { name: "transformers", files: TRANSFORMERS, set: &[], by_modules: true, anchor: None },
+    Embedded { name: "vllm", files: VLLM, set: &[], by_modules: false, anchor: None },
 ];
+
+/// Name of the parameter that chooses the file.
+pub(super) const FAMILY: &str = "family";
 
 impl Embedded {
     /// The layout of that name.
@@ -112,6 +135,29 @@ impl Embedded {
         Some(LayoutFile::parse(&format!("{label}.toml"), text).map(LayoutFile::embedded))
     }
 
+    /// The file for the model that `config.json` names, if there is one.
+    fn file_of(&self, checkpoint: &Checkpoint) -> Result<Option<LayoutFile>, PlanError> {
+        let dialect = checkpoint.dialect();
+        for wanted in [&dialect.model_type, &dialect.text_model_type].into_iter().flatten() {
+            for (label, _) in self.files {
+                let Some(file) = self.family(label) else { continue };
+                let file = file?;
+                if file.model_types().iter().any(|known| known == wanted) {
+                    return Ok(Some(file));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether the layout has a file for the model that `config.json` names.
+    ///
+    /// # Errors
+    /// A file's problems. This is always an error in this program.
+    pub(super) fn has_file(&self, checkpoint: &Checkpoint) -> Result<bool, PlanError> {
+        Ok(self.file_of(checkpoint)?.is_some())
+    }
+
     /// The file for a repository: that of the family that the user set, or of the model that `config.json` names. Takes
     /// the parameter `family` from `set` and adds those that the layout's own name implies.
     ///
@@ -126,7 +172,7 @@ impl Embedded {
             set.entry((*name).to_owned()).or_insert_with(|| (*value).to_owned());
         }
         let dialect = checkpoint.dialect();
-        let wanted = set.remove("family");
+        let wanted = set.remove(FAMILY);
         let known = || self.families().collect::<Vec<_>>().join(", ");
         let problem = |reason: String| Problem::File { file: format!("layout {}", self.name), reason };
         if let Some(name) = wanted {
@@ -140,14 +186,8 @@ impl Embedded {
         }
         let types: Vec<&str> =
             [&dialect.model_type, &dialect.text_model_type].into_iter().flatten().map(String::as_str).collect();
-        for wanted in &types {
-            for (label, _) in self.files {
-                let Some(file) = self.family(label) else { continue };
-                let file = file?;
-                if file.model_types().iter().any(|known| known == wanted) {
-                    return Ok(Arc::new(file));
-                }
-            }
+        if let Some(file) = self.file_of(checkpoint)? {
+            return Ok(Arc::new(file));
         }
         let reason = if types.is_empty() {
             format!("config.json names no model_type; choose a family by the parameter family: {}", known())

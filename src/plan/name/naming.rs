@@ -107,9 +107,17 @@ pub(in crate::plan) fn parse(name: &str, words: &Words) -> Parsed {
     }
     let found = (1..rest.len().saturating_sub(1))
         .find(|at| number(rest[*at].1).is_some() && words.experts.iter().any(|word| word == rest[at - 1].1));
-    match found {
-        None => Parsed { prefix, layer, rest: whole.to_owned(), expert: None },
-        Some(at) => {
+    // ModelOpt writes the expert's number after the projection: `experts.gate_proj.3.weight`. Both orders have one rest.
+    let found_last = (2..rest.len().saturating_sub(1))
+        .find(|at| number(rest[*at].1).is_some() && words.experts.iter().any(|word| word == rest[at - 2].1));
+    match (found, found_last) {
+        (None, None) => Parsed { prefix, layer, rest: whole.to_owned(), expert: None },
+        (None, Some(at)) => {
+            let ((of, word), (start, digits)) = (rest[at - 1], rest[at]);
+            let rest = format!("{}*.{word}{}", &name[rest[0].0..of], &name[start + digits.len()..]);
+            Parsed { prefix, layer, rest, expert: number(digits) }
+        }
+        (Some(at), _) => {
             let (start, word) = rest[at];
             let rest = format!("{}*{}", &name[rest[0].0..start], &name[start + word.len()..]);
             Parsed { prefix, layer, rest, expert: number(word) }
@@ -158,6 +166,13 @@ mod tests {
             ("visual.blocks.7.norm1.weight", "visual.", Some(7), "norm1.weight", None),
             (
                 "model.layers.1.mlp.experts.17.up_proj.weight",
+                "model.",
+                Some(1),
+                "mlp.experts.*.up_proj.weight",
+                Some(17),
+            ),
+            (
+                "model.layers.1.mlp.experts.up_proj.17.weight",
                 "model.",
                 Some(1),
                 "mlp.experts.*.up_proj.weight",

@@ -1,0 +1,230 @@
+//! The experts of a layer, however a repository names and fuses them, under the names of single experts.
+//!
+//! Programs store the same matrices as one tensor for each expert (`experts.3.gate_proj`, `experts.3.w1`), with the expert's number
+//! after the projection (`experts.gate_proj.3`), or as one tensor for all experts: gate and up in one (`experts.gate_up_proj`,
+//! `experts.w13_weight`) or each by itself (`switch_mlp.gate_proj`), with the outputs or the inputs first. Below the layouts there is
+//! one form of them: `….experts.N.<word>.weight` of shape `[out, in]`, with the words and the names of the model's releases. Every
+//! layout by rules sees that form, and so makes the same views of any spelling. The words come from transformers' own table
+//! ([`models`]); the bytes stay where they are.
+//!
+//! What it deliberately does not do: change models whose table has no single experts (gpt-oss, Gemma 4), whose only form is fused; and
+//! codes that are shown as they are stored.
+
+pub(in crate::plan) mod models;
+pub(in crate::plan) mod orientation;
+mod spelling;
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use self::{
+    models::ModelNames,
+    orientation::{Order, Orientation, ShapeHint},
+    spelling::{ExpertName, Projection},
+};
+use super::{member, problem::Problem};
+use crate::{
+    checkpoint::{Checkpoint, Composed, ExpertPart, TensorInfo},
+    tensor::TensorId,
+};
+
+/// Bits of the narrowest float that is a number by itself and no code.
+const PLAIN_BITS: u64 = 16;
+
+/// The orders of axes that a checkpoint's fused experts show. `told` is the user's own word.
+pub(super) fn orientation(checkpoint: &Checkpoint, told: Option<Order>) -> Orientation {
+    let hidden = hidden(checkpoint);
+    let mut orientation = Orientation::new(told);
+    for (_, info) in checkpoint.tensors() {
+        if let Some(name) = ExpertName::parse(info.name).filter(|name| name.expert.is_none() && name.is_matrix()) {
+            orientation.see(info.name, orientation::shown(name.projection, info.shape, hidden));
+        }
+    }
+    orientation
+}
+
+/// A tensor of one expert, by its name.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SingleExpert<'a> {
+    /// The module that holds the experts.
+    pub(super) module: &'a str,
+    pub(super) expert: u64,
+    /// Which matrix it is: 0 gate, 1 up, 2 down. None for a bias, a scale or another tensor.
+    pub(super) place: Option<usize>,
+}
+
+/// The expert that a tensor of this name is of.
+pub(super) fn single_expert(name: &str) -> Option<SingleExpert<'_>> {
+    let parsed = ExpertName::parse(name)?;
+    let place = match parsed.projection {
+        Projection::Gate => Some(0),
+        Projection::Up => Some(1),
+        Projection::Down => Some(2),
+        Projection::GateUp => None,
+    };
+    let place = place.filter(|_| parsed.is_matrix());
+    Some(SingleExpert {
+        module: parsed.before.strip_suffix('.').unwrap_or(parsed.before),
+        expert: parsed.expert?,
+        place,
+    })
+}
+
+/// Why a square tensor may be another than transformers reads. Empty if the user has decided.
+pub(super) fn doubts(checkpoint: &Checkpoint, told: Option<Order>) -> Vec<String> {
+    let (orientation, hidden) = (orientation(checkpoint, told), hidden(checkpoint));
+    let doubt = |info: &TensorInfo<'_>| {
+        let name = ExpertName::parse(info.name).filter(|name| name.expert.is_none() && name.is_matrix())?;
+        let shown = orientation::shown(name.projection, info.shape, hidden);
+        orientation.order((info.name, info.shape), shown, true).err()
+    };
+    checkpoint.tensors().find_map(|(_, info)| doubt(&info)).map(|doubt| doubt.reason).into_iter().collect()
+}
+
+/// What a tensor of fused experts shows. None for another tensor.
+pub(super) fn shown(checkpoint: &Checkpoint, name: &str, shape: &[u64]) -> Option<ShapeHint> {
+    let parsed = ExpertName::parse(name).filter(|name| name.expert.is_none())?;
+    Some(orientation::shown(parsed.projection, shape, hidden(checkpoint)))
+}
+
+fn hidden(checkpoint: &Checkpoint) -> Option<u64> {
+    member::config_number(checkpoint, "hidden_size")
+}
+
+/// The checkpoint with the experts of its layers under the names of single ones. None if they have these names already. `keeps_fused`
+/// tells of fused experts that they stay so.
+///
+/// # Errors
+/// Square tensors whose order nothing shows, and names that would be the same.
+pub(super) fn normal(
+    checkpoint: &Checkpoint,
+    told: Option<Order>,
+    keeps_fused: bool,
+) -> Result<Option<Checkpoint>, Vec<Problem>> {
+    let model = ModelNames::of(checkpoint);
+    let form = Form {
+        checkpoint,
+        model: model.clone(),
+        orientation: orientation(checkpoint, told),
+        hidden: hidden(checkpoint),
+    };
+    let mut composed = Vec::new();
+    let mut problems = Vec::new();
+    let mut names: BTreeMap<TensorId, String> = BTreeMap::new();
+    for (id, info) in checkpoint.tensors() {
+        let Some(name) = ExpertName::parse(info.name) else { continue };
+        if name.expert.is_some() && name.projection != Projection::GateUp {
+            let new = form.single(&name, name.expert.unwrap_or_default(), name.projection);
+            if new != info.name {
+                names.insert(id, new);
+            }
+        } else if !keeps_fused {
+            match form.parts(id, &name, &info) {
+                Ok(parts) => composed.extend(parts),
+                Err(problem) => problems.push(problem),
+            }
+        }
+    }
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    if names.is_empty() && composed.is_empty() {
+        return Ok(None);
+    }
+    // Experts under the names of modules mean that the other tensors have such names too.
+    let is_of_modules = !composed.is_empty();
+    let new = |id: TensorId, info: &TensorInfo<'_>| {
+        let renamed = || model.as_ref().filter(|_| is_of_modules).map(|model| model.stored(info.name));
+        names.get(&id).cloned().or_else(renamed).filter(|new| new != info.name)
+    };
+    let refused = |reasons: Vec<String>| {
+        let problem = |reason| Problem::File { file: "names of experts".to_owned(), reason };
+        reasons.into_iter().map(problem).collect::<Vec<_>>()
+    };
+    checkpoint.composed(composed, new).map(Some).map_err(refused)
+}
+
+/// The form that the experts of a checkpoint are to have.
+struct Form<'a> {
+    checkpoint: &'a Checkpoint,
+    model: Option<Arc<ModelNames>>,
+    orientation: Orientation,
+    hidden: Option<u64>,
+}
+
+impl Form<'_> {
+    /// The name of one expert's matrix, or of what belongs to it.
+    fn single(&self, name: &ExpertName<'_>, expert: u64, projection: Projection) -> String {
+        let words = self.model.as_ref().and_then(|model| model.experts.as_ref());
+        let word = words.map_or(name.word, |[gate, up, down]| match projection {
+            Projection::Gate => gate,
+            Projection::Up => up,
+            Projection::Down => down,
+            Projection::GateUp => name.word,
+        });
+        let word = if word.is_empty() { name.word } else { word };
+        let after = if name.after.is_empty() { ".weight" } else { name.after };
+        let whole = format!("{}experts.{expert}.{word}{after}", name.before);
+        self.model.as_ref().map_or_else(|| whole.clone(), |model| model.stored(&whole))
+    }
+
+    /// The matrices of single experts in a tensor of several. Empty if it has none that is known.
+    fn parts(&self, id: TensorId, name: &ExpertName<'_>, info: &TensorInfo<'_>) -> Result<Vec<Composed>, Problem> {
+        let Some(model) = self.model.as_ref().filter(|model| model.experts.is_some()) else { return Ok(Vec::new()) };
+        let is_plain = info.dtype.is_float() && info.dtype.bits() >= PLAIN_BITS;
+        if !name.is_matrix() || !is_plain {
+            return Ok(Vec::new());
+        }
+        // One expert's gate and up together: rows of the gate, then of up.
+        if let Some(expert) = name.expert {
+            let halves = halves(info.shape, 0).unwrap_or_default();
+            return Ok(self.named(id, name, info, expert, &halves, ExpertPart::default()));
+        }
+        let shown = orientation::shown(name.projection, info.shape, self.hidden);
+        let order = self.orientation.order((info.name, info.shape), shown, !model.either_way);
+        let order = order.map_err(|error| Problem::File { file: self.file_of(id), reason: error.reason })?;
+        let Some(order) = order else { return Ok(Vec::new()) };
+        let outputs = match order {
+            Order::OutIn => 0,
+            Order::InOut => 1,
+        };
+        let ranges = match name.projection {
+            Projection::GateUp => halves(&info.shape[1..], outputs).unwrap_or_default(),
+            Projection::Gate | Projection::Up | Projection::Down => vec![(name.projection, None)],
+        };
+        let experts = 0..info.shape[0];
+        let part = |expert| ExpertPart { expert: Some(expert), range: None, turned: order == Order::InOut };
+        Ok(experts.flat_map(|expert| self.named(id, name, info, expert, &ranges, part(expert))).collect())
+    }
+
+    fn named(
+        &self,
+        id: TensorId,
+        name: &ExpertName<'_>,
+        info: &TensorInfo<'_>,
+        expert: u64,
+        ranges: &[Half],
+        part: ExpertPart,
+    ) -> Vec<Composed> {
+        let made = |(projection, range): &Half| {
+            let new = self.single(name, expert, *projection);
+            Composed::part(new, (id, info.dtype, info.shape), ExpertPart { range: *range, ..part })
+        };
+        ranges.iter().filter_map(made).collect()
+    }
+
+    fn file_of(&self, id: TensorId) -> String {
+        let file = self.checkpoint.file_of(id);
+        self.checkpoint.source().path(file).display().to_string()
+    }
+}
+
+/// A matrix, and its elements of an axis of a tensor that has two.
+type Half = (Projection, Option<(usize, u64, u64, u64)>);
+
+/// Gate and up along an axis, if it has two halves.
+fn halves(shape: &[u64], axis: usize) -> Option<Vec<Half>> {
+    let extent = shape.get(axis).copied().filter(|extent| extent.is_multiple_of(2))?;
+    let half = extent / 2;
+    let gate = (Projection::Gate, Some((axis, 0, half, 1)));
+    Some(vec![gate, (Projection::Up, Some((axis, half, extent, 1)))])
+}

@@ -1,0 +1,188 @@
+//! The layout `transformers` by table: the names and shapes of the state of the model that transformers 5 loads.
+//!
+//! Names change as transformers' own table says ([`super::experts::models`]). The experts of a layer become two tensors,
+//! `experts.gate_up_proj` and `experts.down_proj`, whatever the repository has. A model whose names and experts do not change has the
+//! same tensors in the layout `hf`, and is refused with that word.
+//!
+//! What it deliberately does not do: conversions of another kind, such as fused convolutions. Their models are refused.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use super::{
+    canonical::{self, Tabled},
+    draft::Bundled,
+    experts::{models::ModelNames, single_expert},
+    family::{Family, Generic},
+    name_group::{NameGroup, fold},
+    names,
+    problem::{PlanError, Problem},
+    select,
+    values::Values,
+};
+use crate::{
+    checkpoint::Checkpoint,
+    config::Mesh,
+    tensor::{DType, TensorId, View, ViewError},
+};
+
+/// The buffers of rotary embeddings that some repositories hold. No state has them.
+const ROTARY: &str = ".rotary_emb.inv_freq";
+
+fn refused(reason: String) -> PlanError {
+    Problem::File { file: "layout transformers".to_owned(), reason }.into()
+}
+
+/// The names of a repository's model in transformers.
+///
+/// # Errors
+/// Its type is not one of transformers', is converted otherwise, or has the same names as the repository.
+pub(super) fn names(checkpoint: &Checkpoint) -> Result<Arc<ModelNames>, PlanError> {
+    let model = ModelNames::of_whole(checkpoint).map_err(|of| {
+        refused(match of {
+            Some(of) => format!(
+                "{of} is not a model of transformers 5.24: --layout hf has the names of the repository, --set family=qwen-moe (or \
+                 mixtral, deepseek_v3) reads it as another model"
+            ),
+            None => "config.json names no model_type: --set family=qwen-moe, mixtral or deepseek_v3 reads it as one".to_owned(),
+        })
+    })?;
+    let of = checkpoint.dialect().model_type.as_deref().unwrap_or_default();
+    if let Some(other) = model.others.first() {
+        return Err(refused(format!(
+            "transformers converts {of} in a way that is not known here: {other}; --layout hf has the names of the repository"
+        )));
+    }
+    let is_same = |name: &str| single_expert(name).is_none() && model.loaded(name) == name;
+    if checkpoint.tensors().all(|(_, info)| is_same(info.name)) {
+        return Err(refused(format!(
+            "{of} has the same names in transformers 5 as in the repository: use --layout hf"
+        )));
+    }
+    Ok(model)
+}
+
+/// The experts of a layer: by number, the matrices of gate, up and down.
+type Layer = BTreeMap<u64, [Option<TensorId>; 3]>;
+
+/// Drafts of all tensors of the model's state, and the tensors that it has not.
+///
+/// # Errors
+/// All problems found.
+pub(super) fn drafts(
+    checkpoint: &Checkpoint,
+    model: &ModelNames,
+    (family, generic): (Option<&Family>, Generic),
+    values: &Values<'_>,
+    mesh: &Mesh,
+) -> Result<(Tabled, Vec<NameGroup>), Vec<Problem>> {
+    let predicting = select::predicting(checkpoint, family);
+    let is_beyond = |name: &str| {
+        let parsed = super::naming::parse(name, &generic.words);
+        predicting.as_ref().is_some_and(|(prefix, first)| parsed.prefix == *prefix && parsed.layer >= Some(*first))
+    };
+    let mut layers: BTreeMap<String, Layer> = BTreeMap::new();
+    let (mut made, mut left_out) = (Vec::new(), Vec::new());
+    let mut problems = Vec::new();
+    let view = |id: TensorId, name: &str| {
+        let info = checkpoint.tensor(id);
+        let asked = values.dtype_of(id, &[info.name, name]);
+        let is_general = asked.is_none() || asked == values.general_dtype();
+        let narrow = info.dtype.is_float() && asked.unwrap_or(info.dtype).bits() < DType::F32.bits();
+        let kept = is_general && narrow && model.is_f32(name);
+        values.view(id, if kept { Some(DType::F32) } else { asked })
+    };
+    for (id, info) in checkpoint.tensors() {
+        let name = model.loaded(info.name);
+        if is_beyond(info.name) || model.ignores(&name) || name.ends_with(ROTARY) {
+            left_out.push(info.name);
+        } else if let Some(single) = single_expert(&name) {
+            match single.place {
+                Some(place) => {
+                    let layer = layers.entry(single.module.to_owned()).or_default();
+                    layer.entry(single.expert).or_default()[place] = Some(id);
+                }
+                None => problems.push(unknown(info.name, "transformers fuses no such tensor of an expert")),
+            }
+        } else {
+            let view = view(id, &name);
+            made.push((name, view));
+        }
+    }
+    let mut fused = Vec::new();
+    for (module, layer) in layers {
+        match whole(&module, &layer) {
+            Ok(parts) => {
+                for (name, parts) in parts {
+                    let view = stacked(&name, &parts, &view);
+                    fused.push(name.clone());
+                    made.push((name, view));
+                }
+            }
+            Err(problem) => problems.push(problem),
+        }
+    }
+    if let Some((head, embedding)) = names::tied_head(checkpoint)
+        && let Some(id) = checkpoint.find(&embedding)
+    {
+        made.push((head.clone(), view(id, &head)));
+    }
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    let mut tabled = canonical::drafts_of(checkpoint, family.cloned(), generic, made.into_iter(), mesh)?;
+    for draft in &mut tabled.drafts {
+        draft.bundled = Bundled::ALWAYS;
+        if fused.contains(&draft.name) {
+            draft.roles.experts = Some(0);
+        }
+    }
+    Ok((tabled, fold(left_out, &[])))
+}
+
+fn unknown(name: &str, reason: &str) -> Problem {
+    Problem::File { file: "layout transformers".to_owned(), reason: format!("{name}: {reason}") }
+}
+
+/// A fused tensor: its name, and for each expert the matrices one after the other.
+type Fused = (String, Vec<Vec<TensorId>>);
+
+/// The fused tensors of a layer.
+fn whole(module: &str, layer: &Layer) -> Result<Vec<Fused>, Problem> {
+    let numbers: Vec<u64> = layer.keys().copied().collect();
+    let count = numbers.len() as u64;
+    if !numbers.iter().copied().eq(0..count) {
+        let missing = (0..=count).find(|number| !layer.contains_key(number)).unwrap_or_default();
+        return Err(unknown(
+            &format!("{module}.experts.{missing}"),
+            "this expert is missing, but later ones are there",
+        ));
+    }
+    let has = |place: usize| layer.values().filter(|expert| expert[place].is_some()).count();
+    let [gates, ups, downs] = [has(0), has(1), has(2)];
+    if downs != layer.len() || ups != layer.len() || !(gates == 0 || gates == layer.len()) {
+        let (name, all) = (format!("{module}.experts"), layer.len());
+        let found = format!("{gates} matrices gate, {ups} up and {downs} down of {all} experts: expected one of each");
+        return Err(unknown(&name, &found));
+    }
+    let of = |places: &[usize]| -> Vec<Vec<TensorId>> {
+        layer.values().map(|expert| places.iter().filter_map(|place| expert[*place]).collect()).collect()
+    };
+    let first = if gates == 0 { ("up_proj", of(&[1])) } else { ("gate_up_proj", of(&[0, 1])) };
+    let named = |(word, parts): (&str, Vec<Vec<TensorId>>)| (format!("{module}.experts.{word}"), parts);
+    Ok(vec![named(first), named(("down_proj", of(&[2])))])
+}
+
+/// The matrices of each expert one after the other on axis 0, and the experts on a new axis 0.
+fn stacked(
+    name: &str,
+    experts: &[Vec<TensorId>],
+    view: &dyn Fn(TensorId, &str) -> Result<View, Problem>,
+) -> Result<View, Problem> {
+    let named = |error: ViewError| Problem::View { name: name.to_owned(), error };
+    let one = |parts: &Vec<TensorId>| {
+        let parts = parts.iter().map(|id| view(*id, name)).collect::<Result<Vec<_>, _>>()?;
+        if let [part] = parts.as_slice() { Ok(part.clone()) } else { View::concat(0, &parts).map_err(named) }
+    };
+    let experts = experts.iter().map(one).collect::<Result<Vec<_>, Problem>>()?;
+    View::stack(0, &experts).map_err(named)
+}
