@@ -47,6 +47,6 @@ pub use table::{MosaicTensor, Storage, TensorInfo, TensorTable};
 use self::{
     containers::{archive, container, copies, dcp, header, index, orbax, safetensors, torch},
     dialects::{promised, tied},
-    files::{choose, companion, file, folder, foreign, listing, locate, remote_tree, tree, weight_name},
+    files::{choose, companion, file, folder, foreign, listing, locate, remote_tree, sets, tree, weight_name},
 };
 pub use dialects::{dialect, own_head, prefix, quantization};

@@ -26,12 +26,12 @@ use super::{
     repository::{Adapter, Checkpoint},
     safetensors,
     scheme::{self, Stored},
+    sets::incomplete_sets,
     table::TensorTable,
     text::parsed,
     tied::ComparedHeads,
     torch,
     tree::{LocalTree, OpenTree},
-    weight_name::incomplete_sets,
 };
 use crate::{
     format::safetensors::Header,

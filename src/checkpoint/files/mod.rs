@@ -8,5 +8,6 @@ pub(super) mod foreign;
 pub(super) mod listing;
 pub(super) mod locate;
 pub(super) mod remote_tree;
+pub(super) mod sets;
 pub(super) mod tree;
 pub(super) mod weight_name;

@@ -5,20 +5,18 @@
 //! the file is poisoned if a reader had any of them. If none had, the object is fetched once more.
 
 use std::{
-    fmt, io,
+    io,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        Arc, PoisonError,
+        atomic::{AtomicUsize, Ordering},
     },
     thread,
 };
 
 use super::{
-    super::{
-        SourceError,
-        digest::{Compared, Digester, KnownDigest},
-    },
+    super::digest::{Compared, Digester, KnownDigest},
     cache::Entry,
+    digest_state::{DigestState, Mismatch},
     handle::Remote,
     object::RemoteObject,
     retry::Deadline,
@@ -31,9 +29,6 @@ const BESIDE_READERS_MAX: usize = 2;
 /// Comparisons beside readers that run now.
 static BESIDE_READERS: AtomicUsize = AtomicUsize::new(0);
 
-/// What a service is told to have sent.
-const ADVICE: &str = "these are not the bytes that the service lists; the copy in the disk cache was dropped, and is fetched again \
-                      by the next mount or command";
 /// The digest in messages where another process has dropped the bytes.
 const DROPPED: &str = "other bytes, which another process has dropped";
 
@@ -50,93 +45,16 @@ pub fn digest_of(entry: &Entry, known: &KnownDigest) -> io::Result<Option<String
     Ok(whole.then(|| digester.finish()))
 }
 
-/// A digest that is not the expected one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Mismatch {
-    expected: KnownDigest,
-    found: String,
-}
-
-impl Mismatch {
-    /// The error of a file.
-    pub(super) fn error(&self, file: Arc<std::path::Path>) -> SourceError {
-        let (kind, expected) = (self.expected.kind(), self.expected.hex().to_owned());
-        SourceError::Corrupt { file, kind, expected, found: self.found.clone(), advice: ADVICE }
-    }
-}
-
-/// Told of wrong bytes that readers had.
-type OnWrong = Box<dyn Fn(&Mismatch) + Send + Sync>;
-
-/// Called when the last block has come.
-type OnWhole = Box<dyn Fn() + Send + Sync>;
-
-/// State of the comparison of an object in this process.
-#[derive(Default)]
-pub(super) struct DigestState {
-    /// Held while a thread compares: others wait for its result.
-    comparing: Mutex<()>,
-    /// Whether a thread beside the readers compares.
-    beside: AtomicBool,
-    /// Whether a reader had bytes of it, or the checkpoint was opened with some, such as its header.
-    served: AtomicBool,
-    /// Whether it was placed into the cache of the service's own client, or cannot be.
-    pub(super) shared: AtomicBool,
-    /// The digest, if it was wrong although readers had bytes, or wrong twice.
-    wrong: OnceLock<Mismatch>,
-    on_wrong: OnceLock<OnWrong>,
-    on_whole: OnceLock<OnWhole>,
-}
-
-impl fmt::Debug for DigestState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DigestState").field("wrong", &self.wrong).finish_non_exhaustive()
-    }
-}
-
-impl DigestState {
-    /// Sets what is called when bytes that readers had are found to be wrong.
-    pub(super) fn set_on_wrong(&self, on_wrong: OnWrong) {
-        let _ = self.on_wrong.set(on_wrong);
-    }
-
-    /// Has an object compared as soon as all of it is here and readers had bytes of it.
-    pub(super) fn compare_when_whole(remote: &Remote) {
-        // The object holds this, and jobs of the fetcher hold the object.
-        let (object, fetcher) = (Arc::downgrade(&remote.object), Arc::downgrade(&remote.fetcher));
-        let timeout = remote.timeout;
-        let _ = remote.object.digest.on_whole.set(Box::new(move || {
-            if let (Some(object), Some(fetcher)) = (object.upgrade(), fetcher.upgrade()) {
-                begin(&Remote { object, fetcher, timeout });
-            }
-        }));
-    }
-
-    /// Notes that blocks have come.
-    pub(super) fn note_brought(&self, entry: &Entry) {
-        if let Some(on_whole) = self.on_whole.get().filter(|_| self.is_served() && entry.is_whole()) {
-            on_whole();
+/// Has an object compared as soon as all of it is here and readers had bytes of it.
+pub(super) fn compare_when_whole(remote: &Remote) {
+    // The object holds this, and jobs of the fetcher hold the object.
+    let (object, fetcher) = (Arc::downgrade(&remote.object), Arc::downgrade(&remote.fetcher));
+    let timeout = remote.timeout;
+    let _ = remote.object.digest.on_whole.set(Box::new(move || {
+        if let (Some(object), Some(fetcher)) = (object.upgrade(), fetcher.upgrade()) {
+            begin(&Remote { object, fetcher, timeout });
         }
-    }
-
-    /// Whether a reader had bytes of it.
-    pub(super) fn is_served(&self) -> bool {
-        self.served.load(Ordering::Acquire)
-    }
-
-    /// Notes that a reader gets bytes of it. Returns whether that is the first time.
-    pub(super) fn note_served(&self) -> bool {
-        // A store by every reader would move the cache line between processors.
-        !self.served.load(Ordering::Relaxed) && !self.served.swap(true, Ordering::AcqRel)
-    }
-
-    fn lost(&self, mismatch: Mismatch) -> Mismatch {
-        let kept = self.wrong.get_or_init(|| mismatch).clone();
-        if let Some(on_wrong) = self.on_wrong.get() {
-            on_wrong(&kept);
-        }
-        kept
-    }
+    }));
 }
 
 /// Whether the bytes of an object are still to be compared with its digest.

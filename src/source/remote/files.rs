@@ -29,7 +29,8 @@ use super::{
         geometry::{blocks_of, place},
     },
     counters::RemoteCounters,
-    digest::{self, DigestState, Mismatch},
+    digest,
+    digest_state::Mismatch,
     error::{Failure, RemoteError},
     fetcher::merged,
     handle::Remote,
@@ -76,7 +77,7 @@ impl RemoteFiles {
         let (begun, touched_seconds, published) = (Instant::now(), AtomicU64::new(0), Mutex::default());
         for (place, remote) in remote.iter().enumerate() {
             let Some(remote) = remote else { continue };
-            DigestState::compare_when_whole(remote);
+            digest::compare_when_whole(remote);
             let file = file_id(place);
             let (health, path) = (local.health().handle(file), Arc::clone(&local.pin(file).path));
             remote.object.digest.set_on_wrong(Box::new(move |mismatch| {

@@ -13,6 +13,7 @@ pub mod cache;
 mod cache_place;
 mod counters;
 pub mod digest;
+mod digest_state;
 #[cfg(feature = "remote")]
 mod encoding;
 mod error;

@@ -14,7 +14,7 @@ use std::{
 use super::{
     super::ByteSpan,
     cache::Entry,
-    digest::DigestState,
+    digest_state::DigestState,
     error::RemoteError,
     interface::RemoteFile,
     retry::{Deadline, Retrying},

@@ -26,8 +26,8 @@ use super::{
     geometry::OBJECT_BYTES_MAX,
     lock::{self, LockKind},
     meta::{self, EntryMeta},
-    own,
-    space::{CacheLimit, DATA, MAP, Place, Room, Space},
+    own::{self, DATA, MAP},
+    space::{CacheLimit, Place, Room, Space},
 };
 
 /// Most bytes kept in memory where there is no disk: headers and small files.

@@ -11,11 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     super::{super::digest::KnownDigest, unique::unique},
-    own,
+    own::{self, META},
 };
 
-/// Name of the file.
-pub(super) const META: &str = "meta.json";
 /// Longer files are damaged.
 const META_BYTES_MAX: u64 = 1 << 20;
 

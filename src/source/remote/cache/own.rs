@@ -19,15 +19,17 @@ use rustix::{
     io::Errno,
 };
 
-use super::{
-    super::{
-        super::digest::{SHA1_DIGITS, SHA256_DIGITS, is_hex},
-        unique::unique,
-    },
-    meta::META,
-    space::{DATA, MAP},
+use super::super::{
+    super::digest::{SHA1_DIGITS, SHA256_DIGITS, is_hex},
+    unique::unique,
 };
 
+/// Name of the map in an entry's directory.
+pub(super) const MAP: &str = "map";
+/// That of the sparse file with the bytes.
+pub(super) const DATA: &str = "data";
+/// That of the file that says what the entry is of.
+pub(super) const META: &str = "meta.json";
 /// Name of the directory of entries.
 const OBJECTS: &str = "objects";
 /// The file by which backup programs know a cache, with the text that it must begin with.

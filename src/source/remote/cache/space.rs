@@ -17,13 +17,9 @@ use super::{
     super::unique::unique,
     entry::{Entry, Eviction},
     lock::{self, LockKind},
-    meta, own,
+    meta,
+    own::{self, DATA, MAP},
 };
-
-/// Name of the map in an entry's directory.
-pub(super) const MAP: &str = "map";
-/// Name of the sparse file.
-pub(super) const DATA: &str = "data";
 
 /// Without a bound by the user, the part of a file system that the cache may take: one half.
 const DEFAULT_DIVISOR: u64 = 2;
