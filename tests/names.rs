@@ -193,7 +193,7 @@ fn fused_experts_are_split_along_their_outputs() {
     }
 }
 
-/// Mixtral's experts as transformers names its modules, as vLLM does, and as MLX does; Qwen's as ModelOpt orders them: the names and
+/// Mixtral's experts as transformers names its modules, as vLLM does, and as MLX does; Qwen's as `ModelOpt` orders them: the names and
 /// shapes are those of single experts, and each is its own part of the fused tensor.
 #[test]
 fn fused_experts_are_shown_as_single_ones() {

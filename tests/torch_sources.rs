@@ -248,8 +248,12 @@ fn missing_files_of_ranks_are_noticed() {
     };
     let refused = |ranks: &[usize], name: &str, more: &str, config: Option<&str>| {
         let dir = tempfile::tempdir().unwrap();
-        ranks.iter().for_each(|rank| file(dir.path(), *rank, name, more));
-        config.iter().for_each(|text| fs::write(dir.path().join("config.json"), text).unwrap());
+        for rank in ranks {
+            file(dir.path(), *rank, name, more);
+        }
+        if let Some(text) = config {
+            fs::write(dir.path().join("config.json"), text).unwrap();
+        }
         open(dir.path()).err().unwrap_or_default()
     };
     let embed = "model.embed_tokens.weight";
