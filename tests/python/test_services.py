@@ -274,7 +274,7 @@ def test_a_service_with_a_limit_is_asked_less_and_no_reply_is_asked_for_twice(tm
 
     with serving(limited) as url:
         source, environment = settings(kind, url, tmp_path)
-        run = Run(tmp_path, source, environment, "--source-timeout", "5s")
+        run = Run(tmp_path, source, environment, "--source-timeout", "20s")
     assert run.code == 0, run.err
     heads = [what for _, what in good if what.startswith("HEAD")]
     assert len(heads) == len(set(heads)), "a HEAD was repeated"

@@ -69,7 +69,7 @@ def same(point: Path, tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_is_what_torch_saved(saved, own, case):
     tensors = whole(saved, case)
-    mounted = own(saved / case, "--mesh", "a=3", "--training-state")
+    mounted = own(saved / case, "--mesh", "fsdp=3", "--training-state")
     same(mounted.point, tensors)
     # Shards of another mesh, which divides nothing evenly.
     for device in range(3):
