@@ -463,7 +463,11 @@ impl CutBlocks {
         let axis = match suffix {
             "" | "weight" => Some(part.unwrap_or(member.axis)),
             // A bias is as long as the outputs. After a split of the inputs it is added once.
-            "bias" => (member.side == Side::Column || (member.side == Side::Alone && member.axis == 0)).then_some(0),
+            "bias" => match member.side {
+                Side::Column => Some(0),
+                Side::Row => None,
+                Side::Alone | Side::Follower => (member.axis == 0).then_some(0),
+            },
             _ => None,
         };
         let axis = axis.filter(|_| !self.whole.contains_key(&member.block));
@@ -511,7 +515,9 @@ mod tests {
             shape,
             is_tower: false,
         });
-        let sayings = Sayings { plans, generic: &generic, role: &|_, _, _| None, parts: false };
+        let per_head = Role { tp: Some(0), ..Role::default() };
+        let role = |_: &str, stem: &str, _: &[u64]| stem.ends_with("per_head").then(|| per_head.clone());
+        let sayings = Sayings { plans, generic: &generic, role: &role, parts: false };
         let blocks = CutBlocks::of(modules, sayings);
         let axis = |stem: &str, suffix: &str| blocks.cut("", stem, suffix, None).0;
         let axes =
@@ -533,6 +539,8 @@ mod tests {
             // A matrix of unknown meaning among them.
             ("a.q_proj 8x4, a.k_proj 8x4, a.v_proj 8x4, a.mix 3x3, a.o_proj 4x8", "- - - - -"),
             ("a.q_proj 8x4, a.k_proj 8x4, a.v_proj 8x4, a.q_norm 3, a.o_proj 4x8", "0 0 0 - 1"),
+            // A norm of heads follows the block, with its bias.
+            ("a.q_proj 8x4, a.k_proj 8x4, a.v_proj 8x4, a.per_head 8, a.per_head.bias 8, a.o_proj 4x8", "0 0 0 0 0 1"),
             // Latent attention: what makes it small is whole.
             ("a.q_a_proj 3x4, a.q_b_proj 8x3, a.kv_a_proj_with_mqa 3x4, a.kv_b_proj 8x2, a.o_proj 4x8", "- 0 - 0 1"),
             // One matrix of several.
