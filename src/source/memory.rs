@@ -8,7 +8,6 @@ use std::{
 use memmap2::{Advice, MmapMut};
 
 use super::page_size::{allocation_page_bytes, uses_huge_pages};
-use crate::tensor::to_usize;
 
 /// Smaller memory is the allocator's.
 const MAPPED_BYTES_MIN: usize = (1 << 20) + 1;
@@ -42,8 +41,7 @@ impl BufferMemory {
 
     /// Bytes that such memory of `len` bytes occupies.
     pub fn occupied_bytes(len: usize) -> usize {
-        let page_bytes = to_usize(allocation_page_bytes());
-        if len >= MAPPED_BYTES_MIN { len.next_multiple_of(page_bytes) } else { len }
+        if len >= MAPPED_BYTES_MIN { len.next_multiple_of(allocation_page_bytes()) } else { len }
     }
 }
 

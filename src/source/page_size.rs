@@ -9,7 +9,7 @@ use super::local::guard;
 
 /// Larger huge pages are not used: a file or a buffer would take far more memory than it has bytes, and a read of one block would
 /// read far more from disk.
-const HUGE_PAGE_BYTES_MAX: u64 = 2 << 20;
+const HUGE_PAGE_BYTES_MAX: usize = 2 << 20;
 
 /// Bytes of a memory page, in which files are cached and read.
 pub fn page_bytes() -> u64 {
@@ -18,21 +18,21 @@ pub fn page_bytes() -> u64 {
 
 /// Bytes of the pages in which large buffers and files in memory are allocated: huge pages where the system has huge pages of at most
 /// 2 MiB, else ordinary pages.
-pub fn allocation_page_bytes() -> u64 {
-    static BYTES: OnceLock<u64> = OnceLock::new();
+pub fn allocation_page_bytes() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
     *BYTES.get_or_init(|| {
         let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").ok();
-        allocation_page_bytes_of(page_bytes(), text.as_deref())
+        allocation_page_bytes_of(guard::page_bytes(), text.as_deref())
     })
 }
 
 /// Whether large buffers and files in memory are allocated in huge pages.
 pub fn uses_huge_pages() -> bool {
-    allocation_page_bytes() > page_bytes()
+    allocation_page_bytes() > guard::page_bytes()
 }
 
 /// `huge` is what the kernel says of its huge pages; `None` where it has none, or its `/sys` is not there.
-fn allocation_page_bytes_of(page_bytes: u64, huge: Option<&str>) -> u64 {
+fn allocation_page_bytes_of(page_bytes: usize, huge: Option<&str>) -> usize {
     // A page of page table entries of 8 bytes maps one huge page.
     let by_tables = page_bytes / 8 * page_bytes;
     let huge = huge.map_or(by_tables, |text| text.trim().parse().unwrap_or(by_tables));
@@ -57,6 +57,6 @@ mod tests {
         ] {
             assert_eq!(allocation_page_bytes_of(page, huge), expected, "{page} {huge:?}");
         }
-        assert!(page_bytes().is_power_of_two() && allocation_page_bytes().is_multiple_of(page_bytes()));
+        assert!(page_bytes().is_power_of_two() && allocation_page_bytes().is_multiple_of(guard::page_bytes()));
     }
 }

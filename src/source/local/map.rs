@@ -51,7 +51,7 @@ impl FileMaps {
             let is_advised = |advice| map.advise(advice).is_ok();
             (is_advised(Advice::HugePage) && is_advised(Advice::Random)).then_some(map)
         };
-        let blocks = allocation_page_bytes() == BLOCK_BYTES as u64;
+        let blocks = allocation_page_bytes() == BLOCK_BYTES;
         self.block_map.get_or_init(|| (blocks && self.len > 0 && self.tells_resident).then(make)?).as_ref()
     }
 

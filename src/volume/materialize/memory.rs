@@ -42,7 +42,7 @@ impl Memory {
         drop_oldest: &mut dyn FnMut() -> bool,
     ) -> io::Result<(File, Reservation)> {
         let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
-        let room_bytes = usize::try_from(len_bytes.next_multiple_of(allocation_page_bytes()))
+        let room_bytes = usize::try_from(len_bytes.next_multiple_of(allocation_page_bytes() as u64))
             .map_err(|_| io::ErrorKind::OutOfMemory)?;
         let room = loop {
             self.note_dropped(engine);

@@ -27,7 +27,7 @@ impl MemoryFiles {
         let set = |key: &str, value: &str| fsconfig_set_string(&context, key, value);
         set("source", "ckfs")?;
         set("mode", "0700")?;
-        set("size", &bytes_max.max(allocation_page_bytes()).to_string())?;
+        set("size", &bytes_max.max(allocation_page_bytes() as u64).to_string())?;
         // Not required: a kernel may be built without huge pages.
         let _ = set("huge", if uses_huge_pages() { "always" } else { "never" });
         fsconfig_create(&context)?;

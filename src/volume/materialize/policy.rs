@@ -42,7 +42,8 @@ impl BundleSizes {
     /// Adds a bundle of tensors of this many bytes.
     pub fn add(&mut self, bytes: u64) {
         self.files += 1;
-        self.bytes = self.bytes.saturating_add(bytes.saturating_add(1).next_multiple_of(allocation_page_bytes()));
+        self.bytes =
+            self.bytes.saturating_add(bytes.saturating_add(1).next_multiple_of(allocation_page_bytes() as u64));
     }
 }
 
