@@ -4,10 +4,10 @@ use std::{
     fs::{self, DirBuilder},
     io,
     os::unix::fs::DirBuilderExt,
-    path::Path,
+    path::{Path, PathBuf},
 };
 
-use super::{super::digest::hexadecimal, unique::unique};
+use super::{super::digest::hexadecimal, cache::claim, unique::unique};
 
 /// A text as the name of one file.
 pub(super) fn escaped(text: &str) -> String {
@@ -23,27 +23,25 @@ pub(super) fn escaped(text: &str) -> String {
     name
 }
 
-/// Directories of the cache below which such files are. The path to them is the user's, and may have links.
-const KEPT: [&str; 2] = ["hub", "stores"];
-
-/// A link among the directories of a kept file: another user may have put it there, to have ckfs write elsewhere.
-fn link_among(path: &Path) -> Option<&Path> {
-    let is_link = |dir: &&Path| fs::symlink_metadata(dir).is_ok_and(|found| found.is_symlink());
-    let is_first = |dir: &Path| dir.file_name().is_some_and(|name| KEPT.iter().any(|kept| name == *kept));
-    let dirs: Vec<&Path> = path.ancestors().skip(1).collect();
-    let count = dirs.iter().position(|dir| is_first(dir)).map_or(1, |first| first + 1);
-    dirs.into_iter().take(count).find(is_link)
+/// A link among the directories of `inside`, which are below `cache`: another user may have put it there, to have ckfs write
+/// elsewhere. The path to the cache is the user's own, and may have links.
+fn link_among(cache: &Path, inside: &Path) -> Option<PathBuf> {
+    let is_link = |dir: &PathBuf| fs::symlink_metadata(dir).is_ok_and(|found| found.is_symlink());
+    inside.ancestors().skip(1).filter(|dir| !dir.as_os_str().is_empty()).map(|dir| cache.join(dir)).find(is_link)
 }
 
-/// Puts a complete file in the place of another. A file that cannot be written is not kept: it is only a saving.
-pub(super) fn replace(path: &Path, bytes: &[u8]) {
+/// Puts a complete file in the place of another, at `inside` below the directory of the disk cache. A file that cannot be written is
+/// not kept: it is only a saving. Nothing is written below a directory that is not the cache's.
+pub(super) fn replace(cache: &Path, inside: &Path, bytes: &[u8]) {
+    let path = cache.join(inside);
     let write = || -> io::Result<()> {
-        if let Some(link) = link_among(path) {
+        claim(cache)?;
+        if let Some(link) = link_among(cache, inside) {
             return Err(io::Error::other(format!("{} is a link", link.display())));
         }
-        DirBuilder::new().recursive(true).mode(0o700).create(path.parent().unwrap_or(path))?;
+        DirBuilder::new().recursive(true).mode(0o700).create(path.parent().unwrap_or(cache))?;
         let part = path.with_file_name(format!(".part-{}", unique()));
-        let written = fs::write(&part, bytes).and_then(|()| fs::rename(&part, path));
+        let written = fs::write(&part, bytes).and_then(|()| fs::rename(&part, &path));
         written.inspect_err(|_| drop(fs::remove_file(&part)))
     };
     if let Err(error) = write() {
@@ -59,10 +57,18 @@ mod tests {
     fn a_planted_link_leads_nowhere() {
         let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         std::os::unix::fs::symlink(other.path(), dir.path().join("stores")).unwrap();
-        replace(&dir.path().join("stores/x.json"), b"{}");
+        replace(dir.path(), Path::new("stores/x.json"), b"{}");
         assert_eq!(fs::read_dir(other.path()).unwrap().count(), 0);
-        replace(&dir.path().join("hub/host/repo/x"), b"{}");
+        replace(dir.path(), Path::new("hub/host/repo/x"), b"{}");
         assert_eq!(fs::read(dir.path().join("hub/host/repo/x")).unwrap(), b"{}");
+    }
+
+    #[test]
+    fn nothing_is_kept_in_a_directory_that_is_not_the_caches() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("objects/84")).unwrap();
+        replace(dir.path(), Path::new("hub/host/repo/x"), b"{}");
+        assert!(!dir.path().join("hub").exists());
     }
 
     #[test]

@@ -83,7 +83,7 @@ pub(super) fn open_part(path: &Path) -> io::Result<File> {
 ///
 /// # Errors
 /// It is not the cache's, belongs to another user, or cannot be made.
-pub(super) fn claim(dir: &Path) -> io::Result<PathBuf> {
+pub(in super::super) fn claim(dir: &Path) -> io::Result<PathBuf> {
     DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     // The user's own path may contain links.
     let parent = openat(CWD, dir, DIRECTORY, Mode::empty())?;

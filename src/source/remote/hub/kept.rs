@@ -65,30 +65,33 @@ impl Row {
 /// The kept listings of one Hub.
 #[derive(Clone, Debug)]
 pub(super) struct Kept {
+    cache: PathBuf,
+    /// Below the cache.
     dir: PathBuf,
 }
 
 impl Kept {
     /// The listings of a host below the directory of the disk cache.
     pub(super) fn new(cache: &Path, host: &str) -> Self {
-        Self { dir: cache.join("hub").join(escaped(host)) }
+        Self { cache: cache.to_owned(), dir: Path::new("hub").join(escaped(host)) }
     }
 
+    /// Where a listing is below the cache.
     fn path(&self, repo: &str, kind: &str, name: &str) -> PathBuf {
         self.dir.join(repo.replace('/', "--")).join(kind).join(escaped(name))
     }
 
     pub(super) fn commit(&self, repo: &str, revision: &str) -> Option<String> {
-        let text = fs::read_to_string(self.path(repo, "revisions", revision)).ok()?;
+        let text = fs::read_to_string(self.cache.join(self.path(repo, "revisions", revision))).ok()?;
         Some(text.trim().to_owned()).filter(|commit| is_hex(commit, SHA1_DIGITS))
     }
 
     pub(super) fn keep_commit(&self, repo: &str, revision: &str, commit: &str) {
-        replace(&self.path(repo, "revisions", revision), commit.as_bytes());
+        replace(&self.cache, &self.path(repo, "revisions", revision), commit.as_bytes());
     }
 
     pub(super) fn files(&self, repo: &str, commit: &str) -> Option<Vec<RemoteFile>> {
-        let text = fs::read(self.path(repo, "trees", commit)).ok()?;
+        let text = fs::read(self.cache.join(self.path(repo, "trees", commit))).ok()?;
         let rows: Vec<Row> = serde_json::from_slice(&text).ok()?;
         rows.into_iter().map(Row::file).collect()
     }
@@ -96,7 +99,7 @@ impl Kept {
     pub(super) fn keep_files(&self, repo: &str, commit: &str, files: &[RemoteFile]) {
         let rows: Option<Vec<Row>> = files.iter().map(Row::of).collect();
         if let Some(text) = rows.and_then(|rows| serde_json::to_vec(&rows).ok()) {
-            replace(&self.path(repo, "trees", commit), &text);
+            replace(&self.cache, &self.path(repo, "trees", commit), &text);
         }
     }
 }
@@ -125,7 +128,7 @@ mod tests {
         assert_eq!(kept.commit("org/name", "refs/pr/1"), Some(commit.clone()));
         assert_eq!(kept.files("org/name", &commit), Some(files));
         for damage in ["", "[{\"path\":\"../x\",\"size\":1,\"sha256\":\"\"}]", "[{\"path\":\"x\",\"size\":1}]"] {
-            fs::write(kept.path("org/name", "trees", &commit), damage).unwrap();
+            fs::write(dir.path().join(kept.path("org/name", "trees", &commit)), damage).unwrap();
             assert_eq!(kept.files("org/name", &commit), None, "{damage}");
         }
     }

@@ -6,7 +6,11 @@
 //!
 //! The address holds the endpoint. A listing that cannot be read is as good as none.
 
-use std::{fs, path::PathBuf, time::Instant};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -71,8 +75,10 @@ impl Row {
 #[derive(Debug)]
 pub(super) struct Kept {
     address: String,
-    /// `None` where there is no directory for it.
-    path: Option<PathBuf>,
+    /// The directory of the disk cache; `None` where there is none.
+    cache: Option<PathBuf>,
+    /// Its path below that.
+    inside: PathBuf,
 }
 
 impl Kept {
@@ -80,19 +86,19 @@ impl Kept {
     pub(super) fn new(address: String, options: &RemoteOptions) -> Self {
         let dir = options.cache_dir.clone().or_else(default_directory);
         let name = format!("{}.json", hexadecimal(&Sha256::digest(address.as_bytes())));
-        Self { address, path: dir.map(|dir| dir.join("stores").join(name)) }
+        Self { address, cache: dir, inside: Path::new("stores").join(name) }
     }
 
     pub(super) fn keep(&self, files: &[RemoteFile]) {
-        let Some(path) = &self.path else { return };
+        let Some(cache) = &self.cache else { return };
         let Some(files) = files.iter().map(Row::of).collect() else { return };
         if let Ok(text) = serde_json::to_vec(&Listing { address: self.address.clone(), files }) {
-            replace(path, &text);
+            replace(cache, &self.inside, &text);
         }
     }
 
     pub(super) fn files(&self) -> Option<Vec<RemoteFile>> {
-        let listing: Listing = serde_json::from_slice(&fs::read(self.path.as_ref()?).ok()?).ok()?;
+        let listing: Listing = serde_json::from_slice(&fs::read(self.cache.as_ref()?.join(&self.inside)).ok()?).ok()?;
         (listing.address == self.address).then(|| listing.files.into_iter().map(Row::file).collect())
     }
 }
@@ -155,7 +161,7 @@ mod tests {
         kept.keep(&files);
         assert_eq!(kept.files().as_ref(), Some(&files));
         assert_eq!(Kept::new("s3://bucket at other/models".into(), &options).files(), None, "another endpoint");
-        let path = kept.path.clone().unwrap();
+        let path = dir.path().join(&kept.inside);
         for damage in ["", "{}", r#"{"address":"s3://other","files":[]}"#] {
             fs::write(&path, damage).unwrap();
             assert_eq!(kept.files(), None, "{damage}");
