@@ -135,6 +135,13 @@ def test_faults_of_the_network_do_not_reach_the_reader(own, repo, hub):
     check_full(own("org/llama"), reference.canonical(repo("llama")))
 
 
+def damage(file: Path) -> None:
+    """Changes one bit of the last byte."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 def test_wrong_bytes_of_the_hub_are_fetched_once_more_and_then_refused(own, repo, clean, tmp_path):
     """The Hub names the digest of what it was given; its content network has a byte that was damaged later."""
     local = tmp_path / "local"
@@ -143,11 +150,7 @@ def test_wrong_bytes_of_the_hub_are_fetched_once_more_and_then_refused(own, repo
     stub = Stub("hub", f"org/llama={local}")
     try:
         clean.setenv("HF_ENDPOINT", stub.url)
-        with weights.open("r+b") as file:
-            file.seek(-1, 2)
-            last = file.read(1)
-            file.seek(-1, 2)
-            file.write(bytes([last[0] ^ 1]))
+        damage(weights)
         error = mounting.run("fetch", "org/llama", expect=1).err
         assert weights.name in error and "fetched once more" in error and "expected SHA-256" in error
         told = mounting.run("cache", "verify")
@@ -168,11 +171,7 @@ def test_wrong_bytes_that_a_mount_has_served_are_dropped_everywhere(own, wide, c
     stub = Stub("hub", f"org/wide={local}")
     try:
         clean.setenv("HF_ENDPOINT", stub.url)
-        with weights.open("r+b") as file:
-            file.seek(-1, 2)
-            last = file.read(1)
-            file.seek(-1, 2)
-            file.write(bytes([last[0] ^ 1]))
+        damage(weights)
         mounted = own("org/wide", *flags)
         files = [path for path in (mounted / "dev0").rglob("*") if path.is_file()]
         for path in files:

@@ -105,24 +105,21 @@ impl<R> Requests<R> {
 
     /// Files with requests that have waited for `limit`, each once.
     pub(in crate::fuse) fn late(&self, limit: Duration) -> Vec<Ino> {
-        let mut found = Vec::new();
-        for index in 0..SHARDS {
-            let shard = self.shard(index);
-            let late = shard.places.iter().flatten().filter(|request| request.since.elapsed() >= limit);
-            found.extend(late.map(|request| request.ino));
-        }
-        found.sort_unstable();
-        found.dedup();
-        found
+        self.of_late(limit, |request| Some(request.ino))
     }
 
     /// Clients that have waited for `limit`, each once.
     pub(in crate::fuse) fn late_clients(&self, limit: Duration) -> Vec<NonZeroU32> {
+        self.of_late(limit, |request| request.client)
+    }
+
+    /// What requests that have waited for `limit` have, each once.
+    fn of_late<T: Ord>(&self, limit: Duration, of: impl Fn(&Request<R>) -> Option<T>) -> Vec<T> {
         let mut found = Vec::new();
         for index in 0..SHARDS {
             let shard = self.shard(index);
             let late = shard.places.iter().flatten().filter(|request| request.since.elapsed() >= limit);
-            found.extend(late.filter_map(|request| request.client));
+            found.extend(late.filter_map(&of));
         }
         found.sort_unstable();
         found.dedup();
