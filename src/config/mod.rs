@@ -55,8 +55,6 @@ pub use rules::{CastRule, LogicalRule, ShardRule};
 pub use setting::{FieldAccess, Group, Home, Setting, Takers, Takes};
 pub use settings::{MountSettings, Settings, ViewSettings};
 pub use table::{FORMER, KEYS, SETTINGS, former};
-#[cfg(test)]
-pub(crate) use tests::EVERY_VIEW_KEY;
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use words::{
     ByteCount, Dequantize, Devices, DtypeChoice, DuplicateRule, HfCache, LAYOUTS, LayoutChoice, Materialize, OwnerId,

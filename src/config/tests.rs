@@ -76,38 +76,7 @@ const EVERY_TOP_KEY: &[(&str, &str)] = &[
     ("mountpoint", "mountpoint = 'm'"),
 ];
 
-/// Each key of a view, in a table or as a line, with a value that is not the default.
-pub(crate) const EVERY_VIEW_KEY: &[(&str, &str)] = &[
-    ("mesh", "mesh = 'fsdp=2,tensor=3'"),
-    ("layout", "layout = 'maxtext'"),
-    ("dtype", "dtype = 'bf16'"),
-    ("dequantize", "dequantize = 'own'"),
-    ("shard", "shard = 'none'"),
-    ("devices", "devices = '0-1,4'"),
-    ("unscanned", "unscanned = true"),
-    ("even", "even = true"),
-    ("replicate", "replicate = ['x', 'y']"),
-    ("allow_missing", "allow_missing = ['a.*', '/b$/']"),
-    ("allow_unmapped", "allow_unmapped = true"),
-    ("strip_prefix", "strip_prefix = 'model.'"),
-    ("add_prefix", "add_prefix = 'a$1.'"),
-    ("tied", "tied = 'absent'"),
-    ("lora", "lora = 'adapter'"),
-    ("layers", "layers = '..2,5,7..'"),
-    ("renumber", "renumber = true"),
-    ("no_mtp", "no_mtp = true"),
-    ("text_only", "text_only = true"),
-    ("chunk_bytes", "chunk_bytes = '64M'"),
-    ("max_shard_bytes", "max_shard_bytes = '64M'"),
-    ("include", "include = ['*.weight', '/[ab]/']"),
-    ("exclude", "exclude = ['*.bias']"),
-    ("cast", "[[cast]]\nmatch = '*norm*'\ndtype = 'keep'"),
-    ("shard_rules", "[[shard_rules]]\nmatch = 'wq'\nspec = ['-', 'fsdp', ['tensor', 'fsdp'], '']"),
-    ("logical_rules", "[[logical_rules]]\nlogical = 'embed'\nmesh = ['fsdp', 'tensor']"),
-    ("set", "[set]\nscan = false\nvocab_size = 7\nscale = 1.5\nname = 'a \"b\"'"),
-    ("rename", "[[rename]]\nmatch = '^a\\.(\\d)'\nto = 'b.$1'"),
-    ("source_rename", "[[source_rename]]\nmatch = '\"'\nto = ''"),
-];
+const EVERY_VIEW_KEY: &[(&str, &str)] = include!("every_view_key.in");
 
 const EVERY_MOUNT_KEY: &[(&str, &str)] = &[
     ("mkdir", "mkdir = true"),

@@ -243,7 +243,9 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::config::{Config, EVERY_VIEW_KEY, LAYOUTS};
+    use crate::config::{Config, LAYOUTS};
+
+    const EVERY_VIEW_KEY: &[(&str, &str)] = include!("../config/every_view_key.in");
 
     #[test]
     fn every_layout_that_settings_know_is_in_the_program() {
