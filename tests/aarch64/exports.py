@@ -2,9 +2,9 @@
 
     exports.py PROGRAM PROGRAM     each is a command, for example "target/debug/ckfs" and "qemu-aarch64 target/…/ckfs"
 
-The repositories hold each dtype, each quantization scheme and each family of the layouts, once, with the flags that show most: an
-export takes two seconds of a processor's emulation. The two programs have other kernels: one runs those of its processor, the other
-those of another architecture.
+The repositories hold each dtype, each quantization scheme and each family of the layouts, once, with the flags that show most:
+an export takes two seconds of a processor's emulation. The two programs have other kernels: one runs those of its processor,
+the other those of another architecture.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ sys.path.insert(0, str(TESTS / "python"))
 import quantized_repos  # noqa: E402
 import repos  # noqa: E402
 
-# Values of all kinds are cast to each kind of float. A decoded float32 shows every bit of a scheme's arithmetic. The layout is the one
-# with the most operators.
+# Values of all kinds are cast to each kind of float. A decoded float32 shows every bit of a scheme's arithmetic. The layout is
+# the one with the most operators.
 CASTS = [["--dtype", cast] for cast in ("f16", "bf16", "f32")]
 ALL_CASTS = {"edge_values", "every_dtype", "block_fp8_bf16"}
 QUANTIZED = ["--dtype", "f32", "--layout", "hf"]

@@ -1,4 +1,4 @@
-"""Writes the repositories that `boot.sh` mounts: `tiny`, every byte of which is verified, and `wide`, to measure memory and reads.
+"""Writes the repositories that `boot.sh` mounts: `tiny` is verified whole, `wide` is there to measure memory and cold reads.
 
     repository.py DIRECTORY
 """
