@@ -32,7 +32,7 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// mesh axis splits, and bytes per device. It lists every group of tensors with shape, dtype and spec, the files to
 /// materialize, and the directories that a mount would not have, with the reasons. It also lists differences between
 /// layers that nothing in config.json explains, and the tensors that the layout leaves out. It names the trainers that
-/// read only their own chunks of orbax/ and dcp/. Shards cut on an inner axis use only a part of each 4 KiB page of the
+/// read only their own chunks of orbax/ and dcp/. Shards cut on an inner axis use only a part of each page of the
 /// sources that they touch. Where that makes a difference, "over-read" says how many times the bytes needed those pages
 /// hold, for the devices and for all listed ones together. Everything wrong with the repository or the flags is an
 /// error here as it is for `mount`, all of it at once.

@@ -51,6 +51,7 @@ impl Level {
     /// Every level of this processor, for tests that compare them.
     #[cfg(test)]
     pub(super) fn available() -> Vec<Self> {
+        #[cfg_attr(not(target_arch = "x86_64"), expect(unused_mut, reason = "there are no others"))]
         let mut levels = vec![Self::PORTABLE];
         #[cfg(target_arch = "x86_64")]
         {
