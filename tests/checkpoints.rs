@@ -11,11 +11,11 @@ use std::{
 
 use ckfs::{
     checkpoint::{
-        Accepted, Checkpoint, CheckpointError, Duplicates, Experts, FileRole, IgnoreReason, OpenOptions, Problem, Qkv,
+        Accepted, Checkpoint, CheckpointError, Experts, FileRole, IgnoreReason, OpenOptions, Problem, Qkv,
         Quantization, Summary,
     },
     format::safetensors::{DATA_ALIGNMENT, tensor_bytes, write_header},
-    source::FileId,
+    source::{Duplicates, FileId},
     tensor::DType,
 };
 use serde_json::{Value, json};

@@ -10,16 +10,23 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{Command, Output},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 use ckfs::{
+    checkpoint::{Checkpoint, OpenOptions},
     plan::ViewOptions,
+    source::{FetchPart, FileId, Health, Pin, Source, SourceError, digest::hexadecimal},
     tensor::DType,
     volume::{FileSystem, ProblemKind, Volume, VolumeOptions},
 };
 use common::repo;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 /// Whether the test can try to mount.
 fn can_mount() -> bool {
@@ -225,6 +232,69 @@ fn a_mount_whose_sources_changed_is_degraded() {
     assert_eq!((metric(&text, "ckfs_degraded"), metric(&text, "ckfs_failed_opens_total")), (1, 2));
 }
 
+/// A source of which the check of one file panics, once it is told to.
+#[derive(Debug)]
+struct Panicking(Arc<dyn Source>, FileId, Arc<AtomicBool>);
+
+impl Source for Panicking {
+    fn file_count(&self) -> usize {
+        self.0.file_count()
+    }
+
+    fn pin(&self, file: FileId) -> &Pin {
+        self.0.pin(file)
+    }
+
+    fn check(&self, file: FileId) -> Result<(), SourceError> {
+        self.0.check(file)
+    }
+
+    fn check_path(&self, file: FileId) -> Result<(), SourceError> {
+        assert!(file != self.1 || !self.2.load(Ordering::Relaxed), "a check that panics");
+        self.0.check_path(file)
+    }
+
+    fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
+        self.0.fetch(file, parts)
+    }
+
+    fn health(&self) -> &Health {
+        self.0.health()
+    }
+}
+
+#[test]
+fn a_check_that_panics_keeps_no_other_file_from_being_checked() {
+    let dir = repo::llama(2, DType::F32);
+    let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &OpenOptions::default()).unwrap();
+    let file = |number| {
+        let (source, path) = (checkpoint.source(), weights(dir.path(), number));
+        let count = u32::try_from(source.file_count()).unwrap();
+        (0..count).map(FileId).find(|file| source.path(*file) == path).unwrap()
+    };
+    // The first that is checked panics.
+    let (panicking, changed) = if file(1) < file(2) { (1, 2) } else { (2, 1) };
+    let (bad, panics) = (file(panicking), Arc::new(AtomicBool::new(false)));
+    let told = Arc::clone(&panics);
+    let checkpoint = Arc::new(checkpoint.with_source(|source| Arc::new(Panicking(source, bad, told))));
+    let volume = repo::volume(&checkpoint, &ViewOptions::default(), VolumeOptions::default());
+    let open = |number: usize| {
+        let ino = volume.resolve(&format!("hf/model-0000{number}-of-00002.safetensors")).unwrap().ino;
+        (ino, volume.open(ino).unwrap().handle)
+    };
+    let opened = [open(panicking), open(changed)];
+    panics.store(true, Ordering::Relaxed);
+    volume.check_sources();
+    assert!(!volume.needs_poisoned(opened[1].0));
+    touch(&weights(dir.path(), changed));
+    volume.check_sources();
+    assert!(volume.needs_poisoned(opened[1].0), "{}", stats(&volume));
+    assert_eq!((&stats(&volume)["panics"], &stats(&volume)["health"]), (&json!(2), &json!("degraded")));
+    for (ino, handle) in opened {
+        volume.release(ino, handle);
+    }
+}
+
 /// The kernel reads an identical file by itself, or from its page cache: no request arrives, and the change is found even so.
 #[test]
 fn a_change_without_any_read_is_noticed() {
@@ -242,4 +312,76 @@ fn a_change_without_any_read_is_noticed() {
     let found = mounted.status(1);
     assert_eq!(found["problems"][0]["kind"], "source changed");
     assert_eq!(found["stats"]["failed_reads"], 0);
+}
+
+/// Large blobs of the Hub's cache are compared with the digest of their name beside the readers. What a disk lost in the
+/// middle of one is noticed although no reader came there.
+#[test]
+fn a_mount_compares_large_blobs_and_gives_no_byte_of_a_damaged_one_afterwards() {
+    const COMMIT: &str = "0123456789012345678901234567890123456789";
+    const BYTES: u64 = 160 << 20;
+    if !can_mount() {
+        return;
+    }
+    let place = tempfile::tempdir().unwrap();
+    let repository = place.path().join("hub/models--org--name");
+    let snapshot = repository.join("snapshots").join(COMMIT);
+    for dir in [&snapshot, &repository.join("blobs"), &repository.join("refs"), &place.path().join("mnt")] {
+        fs::create_dir_all(dir).unwrap();
+    }
+    fs::write(repository.join("refs/main"), COMMIT).unwrap();
+    fs::write(snapshot.join("config.json"), r#"{"model_type": "none of those known"}"#).unwrap();
+    let header = json!({"alpha.weight": {"dtype": "U8", "shape": [BYTES], "data_offsets": [0, BYTES]}}).to_string();
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    let digest = {
+        let mut digest = Sha256::new_with_prefix(&bytes);
+        (0..BYTES >> 20).for_each(|_| digest.update(vec![7; 1 << 20]));
+        hexadecimal(&digest.finalize())
+    };
+    let (start, data) = (bytes.len(), repository.join("blobs").join(&digest));
+    bytes.resize(start + usize::try_from(BYTES).unwrap(), 7);
+    bytes[start + (100 << 20)] = 8;
+    fs::write(&data, &bytes).unwrap();
+    std::os::unix::fs::symlink(Path::new("../../blobs").join(&digest), snapshot.join("model.safetensors")).unwrap();
+    let mnt = place.path().join("mnt");
+    let ckfs = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
+        command.env("HF_HUB_CACHE", place.path().join("hub")).env("XDG_STATE_HOME", place.path().join("state"));
+        command.args(args).arg(&mnt).output().unwrap()
+    };
+    let log = place.path().join("log");
+    let made = ckfs(&["mount", "--offline", "--log-file", log.to_str().unwrap(), "org/name"]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let read = |name: &str| {
+        use std::os::unix::fs::FileExt;
+        let mut bytes = vec![0; 1 << 20];
+        fs::File::open(mnt.join(name))?.read_exact_at(&mut bytes, 1 << 20).map(|()| bytes)
+    };
+    let names = ["full/alpha", "hf/model.safetensors"];
+    let result = std::panic::catch_unwind(|| {
+        for name in names {
+            assert!(read(name).unwrap().iter().all(|byte| *byte == 7), "{name}: right where it was read");
+        }
+        let begin = Instant::now();
+        let said = loop {
+            let status = ckfs(&["status"]);
+            if status.status.code() == Some(1) {
+                break String::from_utf8(status.stdout).unwrap();
+            }
+            assert!(begin.elapsed() < Duration::from_mins(1), "not noticed");
+            std::thread::sleep(Duration::from_millis(200));
+        };
+        for part in ["degraded", &digest, "SHA-256", "hf download", snapshot.to_str().unwrap()] {
+            assert!(said.contains(part), "{part} in {said}");
+        }
+        for name in names {
+            let error = read(name).expect_err(name);
+            assert_eq!(error.raw_os_error(), Some(libc::EIO), "{name}");
+        }
+        assert!(fs::read_to_string(&log).unwrap().contains(&digest), "the log says it too");
+    });
+    let ended = ckfs(&["umount", "--lazy"]);
+    result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
 }

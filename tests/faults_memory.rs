@@ -277,8 +277,39 @@ fn a_cache_beyond_the_limit_causes_a_warning() {
     drop(mounted);
 }
 
-/// Writes an Orbax checkpoint with a small tensor and one of zeros that is a single chunk of `rows` MiB.
-fn write_orbax(directory: &Path, rows: u64) {
+/// How chunks are packed, as Orbax writes them.
+#[derive(Clone, Copy, Debug)]
+enum Packed {
+    Zstd,
+    Gzip,
+}
+
+impl Packed {
+    fn pack(self, file: File, bytes: impl Iterator<Item = Vec<u8>>) {
+        match self {
+            Self::Zstd => {
+                let mut encoder = zstd::stream::Encoder::new(file, 1).unwrap();
+                bytes.for_each(|bytes| encoder.write_all(&bytes).unwrap());
+                encoder.finish().unwrap();
+            }
+            Self::Gzip => {
+                let mut encoder = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
+                bytes.for_each(|bytes| encoder.write_all(&bytes).unwrap());
+                encoder.finish().unwrap();
+            }
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Zstd => "zstd",
+            Self::Gzip => "gzip",
+        }
+    }
+}
+
+/// Writes an Orbax checkpoint with a small tensor and one of zeros that has `rows` MiB, in chunks of `chunk_rows` MiB.
+fn write_orbax(directory: &Path, rows: u64, chunk_rows: u64, packed: Packed, is_version_3: bool) {
     let leaf = json!({
         "key_metadata": [{"key": "n", "key_type": 2}],
         "value_metadata": {"value_type": "jax.Array", "skip_deserialize": false},
@@ -286,24 +317,68 @@ fn write_orbax(directory: &Path, rows: u64) {
     let mut zeros = leaf.clone();
     zeros["key_metadata"][0]["key"] = json!("zeros");
     let metadata =
-        json!({"tree_metadata": {"('n',)": leaf, "('zeros',)": zeros}, "use_ocdbt": false, "use_zarr3": false});
+        json!({"tree_metadata": {"('n',)": leaf, "('zeros',)": zeros}, "use_ocdbt": false, "use_zarr3": is_version_3});
     fs::write(directory.join("_METADATA"), metadata.to_string()).unwrap();
-    for (name, shape, chunk) in [("n", vec![8], "0"), ("zeros", vec![rows, MIB / 4], "0.0")] {
-        fs::create_dir(directory.join(name)).unwrap();
-        let array = json!({
-            "zarr_format": 2, "shape": shape, "chunks": shape, "dtype": "<f4", "order": "C", "fill_value": null, "filters": null,
-            "compressor": {"id": "zstd", "level": 1}, "dimension_separator": ".",
-        });
-        fs::write(directory.join(name).join(".zarray"), array.to_string()).unwrap();
-        let file = File::create(directory.join(name).join(chunk)).unwrap();
-        let mut encoder = zstd::stream::Encoder::new(file, 1).unwrap();
-        if name == "n" {
-            (0..8u8).for_each(|n| encoder.write_all(&f32::from(n).to_le_bytes()).unwrap());
+    for (name, shape, chunk) in [("n", vec![8], vec![8]), ("zeros", vec![rows, MIB / 4], vec![chunk_rows, MIB / 4])] {
+        let (packing, place) = (packed.name(), directory.join(name));
+        fs::create_dir(&place).unwrap();
+        if is_version_3 {
+            let array = json!({
+                "zarr_format": 3, "node_type": "array", "shape": shape, "data_type": "float32", "fill_value": 0.0,
+                "attributes": {},
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+                "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+                "codecs": [
+                    {"name": "bytes", "configuration": {"endian": "little"}},
+                    {"name": packing, "configuration": {"level": 1}},
+                ],
+            });
+            fs::write(place.join("zarr.json"), array.to_string()).unwrap();
         } else {
-            let row = vec![0; usize::try_from(MIB).unwrap()];
-            (0..rows).for_each(|_| encoder.write_all(&row).unwrap());
+            let array = json!({
+                "zarr_format": 2, "shape": shape, "chunks": chunk, "dtype": "<f4", "order": "C", "fill_value": null,
+                "filters": null, "compressor": {"id": packing, "level": 1}, "dimension_separator": ".",
+            });
+            fs::write(place.join(".zarray"), array.to_string()).unwrap();
         }
-        encoder.finish().unwrap();
+        let key = |number: u64| match (name, is_version_3) {
+            ("n", false) => "0".to_owned(),
+            ("n", true) => "c/0".to_owned(),
+            (_, false) => format!("{number}.0"),
+            (_, true) => format!("c/{number}/0"),
+        };
+        let mut first = None;
+        for number in 0..shape[0] / chunk[0] {
+            let path = place.join(key(number));
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            match &first {
+                Some(first) => drop(fs::copy(first, &path).unwrap()),
+                None if name == "n" => packed.pack(
+                    File::create(&path).unwrap(),
+                    std::iter::once((0..8u8).flat_map(|n| f32::from(n).to_le_bytes()).collect()),
+                ),
+                None => packed.pack(
+                    File::create(&path).unwrap(),
+                    (0..chunk_rows).map(|_| vec![0; usize::try_from(MIB).unwrap()]),
+                ),
+            }
+            first.get_or_insert(path);
+        }
+    }
+}
+
+impl Group {
+    /// Runs a command of the program on a source in this group. Returns its exit code, its errors, and what it printed.
+    fn run(&self, source: &Path, command: &[&str]) -> (Option<i32>, String, Vec<u8>) {
+        let output = Command::new("sh")
+            .args(["-c", "echo $$ > \"$0\"/cgroup.procs && exec \"$@\""])
+            .arg(&self.directory)
+            .args([env!("CARGO_BIN_EXE_ckfs"), command[0]])
+            .arg(source)
+            .args(&command[1..])
+            .output()
+            .unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned(), output.stdout)
     }
 }
 
@@ -313,26 +388,41 @@ fn a_chunk_that_does_not_fit_the_limit_is_refused_before_it_is_decoded() {
         Ok(group) => group,
         Err(why) => return eprintln!("skipped: no control group can be made: {why}"),
     };
-    let source = tempfile::tempdir().unwrap();
-    write_orbax(source.path(), 700);
-    let run = |command: &[&str]| {
-        let output = Command::new("sh")
-            .args(["-c", "echo $$ > \"$0\"/cgroup.procs && exec \"$@\""])
-            .arg(&group.directory)
-            .args([env!("CARGO_BIN_EXE_ckfs"), command[0]])
-            .arg(source.path())
-            .args(&command[1..])
-            .output()
-            .unwrap();
-        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned(), output.stdout)
-    };
-    for command in [&["plan"][..], &["cat", "full/zeros"], &["verify"]] {
-        let (code, error, _) = run(command);
-        let is_told = ["zeros", "700 MiB", "stored in", "512 MiB", "--cache-bytes", "--exclude"];
-        assert_eq!(code, Some(1), "{command:?}: {error}");
-        assert!(is_told.iter().all(|told| error.contains(told)), "{command:?}: {error}");
+    for (packed, is_version_3) in
+        [(Packed::Zstd, false), (Packed::Gzip, false), (Packed::Zstd, true), (Packed::Gzip, true)]
+    {
+        let source = tempfile::tempdir().unwrap();
+        // One chunk: an array that was on one device, or on all.
+        write_orbax(source.path(), 700, 700, packed, is_version_3);
+        let target = source.path().join("target");
+        let mnt = tempfile::tempdir().unwrap();
+        let (target, mnt) = (target.to_str().unwrap(), mnt.path().to_str().unwrap());
+        for command in [&["plan"][..], &["mount", "-f", mnt], &["cat", "full/zeros"], &["verify"], &["export", target]]
+        {
+            let (code, error, _) = group.run(source.path(), command);
+            let is_told = ["zeros", "takes 70", "stored in", "512 MiB", "--cache-bytes", "--exclude"];
+            assert_eq!(code, Some(1), "{packed:?} {command:?}: {error}");
+            assert!(is_told.iter().all(|told| error.contains(told)), "{packed:?} {command:?}: {error}");
+        }
+        let (code, error, bytes) = group.run(source.path(), &["cat", "full/n", "--exclude", "zeros"]);
+        assert_eq!((code, bytes.len()), (Some(0), 32), "{packed:?}: {error}");
     }
-    let (code, error, bytes) = run(&["cat", "full/n", "--exclude", "zeros"]);
-    assert_eq!((code, bytes.len()), (Some(0), 32), "{error}");
     assert_eq!(group.kills(), 0);
+}
+
+#[test]
+fn an_export_of_an_array_larger_than_the_memory_keeps_the_bound() {
+    let group = match Group::new("export", 512 * MIB) {
+        Ok(group) => group,
+        Err(why) => return eprintln!("skipped: no control group can be made: {why}"),
+    };
+    for packed in [Packed::Zstd, Packed::Gzip] {
+        let source = tempfile::tempdir().unwrap();
+        write_orbax(source.path(), 1024, 32, packed, false);
+        let target = tempfile::tempdir().unwrap();
+        let command = ["export", target.path().to_str().unwrap(), "--only", "full/zeros", "--force"];
+        let (code, error, _) = group.run(source.path(), &command);
+        assert_eq!((code, group.kills()), (Some(0), 0), "{packed:?}: {error}");
+        assert_eq!(fs::metadata(target.path().join("full/zeros")).unwrap().len(), 1024 * MIB);
+    }
 }

@@ -399,6 +399,68 @@ fn commands_give_up_a_source_that_gives_no_answer() {
     refused(&run(&["sums", name]), B);
 }
 
+/// A directory of a network file system whose server is gone: already a look whether the path exists waits for ever.
+#[test]
+fn no_command_waits_for_a_directory_that_gives_no_answer() {
+    if !can_mount() {
+        return;
+    }
+    let source = source();
+    let name = source.path().display().to_string();
+    let mount = Mount::new(&source.path(), &["--source-timeout", "500ms"]);
+    mount.reads("full/alpha", 0);
+    let mnt = mount.path("").display().to_string();
+    let base = tempfile::tempdir().unwrap();
+    let (config, list, other) = (base.path().join("ckfs.toml"), base.path().join("sums"), base.path().join("other"));
+    fs::write(&config, format!("source = '{name}'\nmountpoint = 'other'\n")).unwrap();
+    fs::write(&list, "# ckfs 0.1.0 sums\n").unwrap();
+    fs::create_dir(&other).unwrap();
+    let run = |args: &[&str]| {
+        let output = base.path().join("output");
+        let mut command = program();
+        command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&output).unwrap());
+        source.set_root_dead(true);
+        let mut child = command.spawn().unwrap();
+        let said = || fs::read_to_string(&output).unwrap();
+        let end = Instant::now() + Duration::from_secs(20);
+        // The kernel lets no process end that waits for this file system's answer. NFS does.
+        while child.try_wait().unwrap().is_none() && !said().contains("stalled: ") && Instant::now() < end {
+            thread::sleep(Duration::from_millis(10));
+        }
+        source.set_root_dead(false);
+        until("it ends", || child.try_wait().unwrap().is_some());
+        let said = said();
+        assert_eq!(child.wait().unwrap().code(), Some(1), "{args:?}: {said}");
+        said
+    };
+    // Relative: only a look tells it from a name of the Hub.
+    let relative = base.path().join("relative.toml");
+    std::os::unix::fs::symlink(&name, base.path().join("model")).unwrap();
+    fs::write(&relative, "source = 'model'\n").unwrap();
+    let (list, config, other) = (list.to_str().unwrap(), config.to_str().unwrap(), other.to_str().unwrap());
+    let limit = "--source-timeout=500ms";
+    let rows: [&[&str]; 9] = [
+        &["plan", &name, limit],
+        &["verify", &name, limit],
+        &["sums", &name, limit],
+        &["verify", &mnt],
+        &["verify", &mnt, "--sums", list],
+        &["sums", &mnt],
+        &["plan", "--config", config, limit],
+        &["mount", &name, other, limit],
+        &["mount", "-f", &name, other, limit],
+    ];
+    for args in rows {
+        let said = run(args);
+        assert!(said.contains(&format!("{name}: stalled: ")) && said.contains("got no answer"), "{args:?}: {said}");
+    }
+    let said = run(&["plan", "--config", relative.to_str().unwrap(), limit]);
+    assert!(said.contains("relative.toml: stalled: ") && said.contains("got no answer"), "{said}");
+    let said = run(&["umount", "--config", config]);
+    assert!(said.contains("other") && said.contains("not mounted") || said.contains("no ckfs mount"), "{said}");
+    mount.reads("full/alpha", 0);
+}
+
 #[test]
 fn failures_are_temporary_errors_and_changes_are_permanent_ones() {
     if !can_mount() {

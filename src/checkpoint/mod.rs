@@ -33,7 +33,7 @@ pub use container::{Container, LeftOut, SavedTree};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
 pub use index::rewritten_index;
-pub use options::{Accepted, Duplicates, OpenOptions, Unfinished};
+pub use options::{Accepted, OpenOptions, Unfinished};
 pub use orbax::OrbaxProblem;
 pub use own_head::OwnHead;
 pub use printable::{printable, printable_lines};

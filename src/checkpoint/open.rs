@@ -105,9 +105,11 @@ fn companion(source: &str, options: &OpenOptions) -> Result<(Companion, serde_js
         let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
         return read_companion(located.label, &CachedTree::new(&tree));
     }
+    let looking = options.fetches.begin_path(&located.path, "list");
     if !located.path.is_dir() {
         return Err(not_a_directory(&located.label));
     }
+    drop(looking);
     let tree = local_tree(&located, options)?;
     read_companion(located.label, &tree)
 }
@@ -436,7 +438,7 @@ impl ChosenFiles<'_> {
             adapters.push(Adapter { dir, file, config, fills });
             self.warnings.extend(warning);
         }
-        let source = pin_files(opened, options.io, Arc::clone(&options.fetches))?;
+        let source = pin_files(opened, options.io, Arc::clone(&options.fetches), options.compared.as_ref())?;
         let files = (0..number(source.file_count())).map(FileId);
         if files.map(|file| source.pin(file).len_bytes).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);

@@ -7,7 +7,7 @@ use std::{
 };
 
 use crate::source::{
-    Fetches, SourceIo,
+    ComparedFiles, Duplicates, Fetches, SourceIo,
     remote::{RemoteOptions, cache::Cache, open_cache},
 };
 
@@ -33,17 +33,6 @@ impl fmt::Debug for Accepted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Accepted").field(&self.0.is_some()).finish()
     }
-}
-
-/// Which of several copies of a tensor counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Duplicates {
-    /// That of the file which the index names. What the index does not name is left out.
-    Index,
-    /// That of the last file, as engines do.
-    Last,
-    /// None: copies are refused.
-    Refuse,
 }
 
 /// What is done with a checkpoint that nothing marks as finished.
@@ -83,6 +72,8 @@ pub struct OpenOptions {
     pub duplicates: Option<Duplicates>,
     /// The variant of the weights, as `fp16` in `model.fp16.safetensors`.
     pub variant: Option<String>,
+    /// Where blobs of the hub's cache are noted that have the digest of their name. `None` compares them each time.
+    pub compared: Option<Arc<ComparedFiles>>,
     /// Where every wait for storage is noted.
     pub fetches: Arc<Fetches>,
     /// Asks the Hub for names that the Hub's cache lacks, and for what a branch stands for now.

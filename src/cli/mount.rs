@@ -6,6 +6,7 @@
 use std::{
     ffi::OsString,
     fs, io,
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -37,7 +38,7 @@ use crate::{
         Plan,
         report::{bytes_per_device, human_bytes},
     },
-    source::{FileId, Wait},
+    source::{Fetches, FileId, Wait},
     volume::Volume,
 };
 
@@ -289,13 +290,14 @@ pub(super) fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
 
 /// Refuses a mountpoint that would cover a source file: a check of that file's path would make the daemon wait for
 /// itself.
-fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path) -> anyhow::Result<()> {
+fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path, fetches: &Fetches) -> anyhow::Result<()> {
     let Ok(covered) = fs::canonicalize(mountpoint) else { return Ok(()) };
     let source = checkpoint.source();
     let number =
         |file: usize| FileId(u32::try_from(file).expect("files were numbered by 32 bits when they were opened"));
     for id in (0..source.file_count()).map(number) {
         let path = source.path(id);
+        let _looking = fetches.begin_path(path, "stat");
         let real = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         if path.starts_with(mountpoint) || path.starts_with(&covered) || real.starts_with(&covered) {
             bail!("mountpoint {}: would cover the source file {}", mountpoint.display(), path.display());
@@ -368,31 +370,45 @@ impl Drop for Looking {
     }
 }
 
-/// Watches the volume's sources from threads of their own, since a check may hang with its file system. Ends when the
-/// returned value is dropped.
+/// Watches the volume's sources. Ends when the returned value is dropped.
 fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
+    let trimmed = Arc::clone(&volume);
+    repeat(WATCH_PERIOD, move || trimmed.trim(), move || volume.check_sources()).context("start a thread")
+}
+
+/// Calls `tend` and `look` after each period, `look` from a thread of its own, since it may hang with a file system. A
+/// panic ends neither. Ends when the returned value is dropped.
+///
+/// # Errors
+/// The system starts no thread.
+fn repeat(
+    period: Duration,
+    tend: impl Fn() + Send + 'static,
+    look: impl Fn() + Send + Sync + 'static,
+) -> io::Result<mpsc::Sender<()>> {
     let (stop, stopped) = mpsc::channel();
-    let watching = thread::Builder::new().name("ckfs-watch".into()).spawn(move || {
+    let look = Arc::new(look);
+    thread::Builder::new().name("ckfs-watch".into()).spawn(move || {
         let looking = Arc::new(AtomicUsize::new(0));
-        while stopped.recv_timeout(WATCH_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
-            volume.trim();
+        while stopped.recv_timeout(period) == Err(mpsc::RecvTimeoutError::Timeout) {
+            // The panic has its line in the log.
+            let _ = catch_unwind(AssertUnwindSafe(&tend));
             if looking.load(Ordering::Relaxed) >= WATCHERS_MAX {
                 continue;
             }
-            let (volume, running) = (Arc::clone(&volume), Arc::clone(&looking));
+            let (look, running) = (Arc::clone(&look), Arc::clone(&looking));
             running.fetch_add(1, Ordering::Relaxed);
             let looking_here = Looking(running);
             let look = move || {
                 // Counted to its end, however it ends.
                 let _looking = looking_here;
-                volume.check_sources();
+                look();
             };
             if let Err(error) = thread::Builder::new().name("ckfs-look".into()).spawn(look) {
                 tracing::debug!("a check of the sources is skipped: {error}");
             }
         }
-    });
-    watching.context("start a thread")?;
+    })?;
     Ok(stop)
 }
 
@@ -409,7 +425,7 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     } else if config.mount.mkdir == Some(true) {
         made.make(mountpoint)?;
     }
-    let fetches = patience::fetches(&config);
+    let fetches = patience::fetches(&config.mount);
     let (mut reporting, logged) = (readiness.try_clone()?, log.clone());
     let telling = readiness.try_clone()?;
     let note = move |wait: Option<(&Wait, &str)>| match wait {
@@ -425,14 +441,14 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
         std::process::exit(1);
     });
     let patience = patience.context("start a thread")?;
-    let mut volume = interruptible(|| open::volume_noting(&mut config, fetches))??;
+    let mut volume = interruptible(|| open::volume_noting(&mut config, &fetches))??;
     if let Err(error) = enable_materialization(&mut volume)? {
         tracing::info!("no file is materialized: no file system in memory: {error}");
     }
     let volume = Arc::new(volume);
     let name = volume.engine().checkpoint().label().to_owned();
     if !is_passed(mountpoint) {
-        check_apart(volume.engine().checkpoint(), mountpoint)?;
+        check_apart(volume.engine().checkpoint(), mountpoint, &fetches)?;
     }
     // From now on the mount watches its requests by itself.
     drop(patience);
@@ -462,6 +478,24 @@ mod tests {
     use clap::{Arg, CommandFactory};
 
     use super::*;
+
+    #[test]
+    fn panics_end_no_watch() {
+        let (tell, told) = mpsc::channel();
+        let looks = AtomicUsize::new(0);
+        let look = move || {
+            let count = looks.fetch_add(1, Ordering::Relaxed);
+            assert!(count >= 2 * WATCHERS_MAX, "a check that panics");
+            let _ = tell.send(());
+        };
+        let stop = repeat(Duration::from_millis(1), || panic!("work that panics"), look).unwrap();
+        told.recv_timeout(Duration::from_secs(20)).expect("checks go on after panics");
+        drop(stop);
+        let until = std::time::Instant::now() + Duration::from_secs(20);
+        while told.recv_timeout(Duration::from_millis(100)) != Err(mpsc::RecvTimeoutError::Disconnected) {
+            assert!(std::time::Instant::now() < until, "it ends with its owner");
+        }
+    }
 
     fn helper(args: &[&str]) -> Result<String, String> {
         let args = helper_arguments(&args.iter().map(OsString::from).collect::<Vec<_>>());

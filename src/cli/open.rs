@@ -18,15 +18,15 @@ use super::{
     own_mount, patience,
 };
 use crate::{
-    checkpoint::{Accepted, Checkpoint, Duplicates, OpenOptions, Unfinished, printable},
+    checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable},
     config::{
-        Allow, Config, DuplicateRule, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings,
-        ThreadCount, TimeLimit, ViewSettings,
+        Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, TimeLimit,
+        ViewSettings,
     },
-    host::{budget::Budget, limits, memory},
+    host::{budget::Budget, limits, memory, state_directory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
-    source::{Fetches, FileId, SourceError, digest::Compared, remote::RemoteOptions},
+    source::{ComparedFiles, Fetches, FileId, SourceError, digest::Compared, remote::RemoteOptions},
     volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
@@ -36,7 +36,11 @@ use crate::{
 /// A file that is unreadable or malformed.
 pub(super) fn config(lines: &[&Settings]) -> anyhow::Result<Config> {
     let base = std::env::current_dir().context("working directory")?;
-    let config = Config::gather(lines, &base)?;
+    // The time limit that a file says is not known before it is read.
+    let limits = lines.iter().map(|line| &line.mount).find(|mount| mount.source_timeout.is_some()).cloned();
+    let file = lines.iter().find_map(|line| line.config.as_ref()).unwrap_or(&base);
+    let action = "read the configuration and find what it names";
+    let config = patience::within(&limits.unwrap_or_default(), file, action, || Config::gather(lines, &base))?;
     // A malformed layout file is an error of the configuration, whatever the state of the source.
     for view in &config.views {
         ViewOptions::new(&view.settings)?;
@@ -59,6 +63,9 @@ pub(super) fn source_config(source: Option<&str>, flags: &SourceFlags) -> anyhow
     Ok(config)
 }
 
+/// Where a mount shows its configuration.
+const SHOWN_CONFIG: &str = ".ckfs/config.toml";
+
 /// The mount that an argument names, with the configuration that it was made with; `None` if the argument is a source.
 ///
 /// # Errors
@@ -67,14 +74,36 @@ pub(super) fn mount_config<'a>(
     target: Option<&'a str>,
     flags: &SourceFlags,
 ) -> anyhow::Result<Option<(&'a Path, Config)>> {
-    let text = |mount: &&Path| mount.join(".ckfs/config.toml");
-    let Some(mount) = target.map(Path::new).filter(|path| text(path).is_file()) else { return Ok(None) };
+    let Some(mount) = target.map(Path::new) else { return Ok(None) };
+    // The path of a source is as good as that of a mount.
+    let is_mount = || mount.join(SHOWN_CONFIG).is_file();
+    if !patience::within(&flags.settings.mount, mount, "look for a mount", is_mount) {
+        return Ok(None);
+    }
     let given: Vec<String> = flags.settings.given().map(|setting| format!("--{}", setting.name)).collect();
     if !given.is_empty() {
         let (mount, given) = (mount.display(), given.join(", "));
         bail!("{mount}: is a mount, which says by itself how it was made; {given}: only for sources");
     }
-    Ok(Some((mount, Config::load(&text(&mount))?)))
+    Ok(Some((mount, shown_config(mount)?)))
+}
+
+/// The configuration that a mount shows of itself, with the files of layouts. The sources that it names are not touched.
+/// What gives no answer within the mount's time limit ends this process.
+///
+/// # Errors
+/// A file that is unreadable or malformed.
+pub(super) fn shown_config(mount: &Path) -> anyhow::Result<Config> {
+    let file = mount.join(SHOWN_CONFIG);
+    let load = || Config::load_alone(&file);
+    let mut config = patience::within(&MountSettings::default(), &file, "read", load)?;
+    for view in &mut config.views {
+        let Some(layout) = &mut view.settings.layout else { continue };
+        if let Some(file) = layout.file().map(Path::to_owned) {
+            patience::within(&config.mount, &file, "read", || layout.read_file())?;
+        }
+    }
+    Ok(config)
 }
 
 /// Splits the arguments `[SOURCE] PATH`: the first is optional if a configuration file names the source.
@@ -119,9 +148,9 @@ fn start_pool() -> anyhow::Result<()> {
 /// # Errors
 /// Everything wrong with the repository.
 pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>> {
-    let fetches = patience::fetches(config);
+    let fetches = patience::fetches(&config.mount);
     patience::end_on_stall(&fetches).context("start a thread")?;
-    checkpoint_noting(config, fetches)
+    checkpoint_noting(config, &fetches)
 }
 
 /// The variable that names the disk cache, where no flag does.
@@ -145,26 +174,30 @@ pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
     }
 }
 
-fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Result<Arc<Checkpoint>> {
+fn checkpoint_noting(config: &mut Config, fetches: &Arc<Fetches>) -> anyhow::Result<Arc<Checkpoint>> {
     start_pool()?;
     let mut source = config.source.clone().ok_or_else(|| anyhow!("no source"))?;
     // A daemon changes its working directory, and later checks its files by path again.
-    if Path::new(&source).exists() {
-        source = std::path::absolute(&source).with_context(|| source.clone())?.display().to_string();
+    let settle = |source: &mut String| -> anyhow::Result<()> {
+        let path = Path::new(&*source);
+        let looking = fetches.begin_path(path, "look for the source");
+        // A complete path needs no look at its storage.
+        if path.is_absolute() || path.exists() {
+            *source = std::path::absolute(path).with_context(|| source.clone())?.display().to_string();
+        }
+        drop(looking);
+        Ok(())
+    };
+    settle(&mut source)?;
+    for other in [&mut config.config_from, &mut config.fill_from].into_iter().flatten() {
+        settle(other)?;
     }
     let io = config.mount.source_io.unwrap_or_default();
     let follow_symlinks = config.mount.follow_symlinks.unwrap_or(false);
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
-    // Later checks go by path, as for the source.
-    let settled = |source: &mut Option<String>| -> anyhow::Result<Option<String>> {
-        if let Some(path) = source.as_mut().filter(|path| Path::new(path.as_str()).exists()) {
-            *path = std::path::absolute(&*path).with_context(|| path.clone())?.display().to_string();
-        }
-        Ok(source.clone())
-    };
-    let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
+    let (config_from, fill_from) = (config.config_from.clone(), config.fill_from.clone());
     let (mut remote, asks_hub) = (remote_options(&config.mount), true);
     remote.waits = Arc::clone(fetches.services());
     let training_state = config.mount.training_state.unwrap_or(false);
@@ -187,19 +220,19 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         unfinished,
         allow_missing,
         allow_unmapped,
-        duplicates: config.mount.duplicates.map(|rule| match rule {
-            DuplicateRule::Index => Duplicates::Index,
-            DuplicateRule::Last => Duplicates::Last,
-            DuplicateRule::Refuse => Duplicates::Refuse,
-        }),
+        duplicates: config.mount.duplicates,
         variant: config.mount.variant.clone(),
-        fetches,
+        compared: state_directory().and_then(|directory| ComparedFiles::open(&directory)).map(Arc::new),
+        fetches: Arc::clone(fetches),
         asks_hub,
         remote,
         ..OpenOptions::default()
     };
-    let checkpoint = Checkpoint::open(&source, &options).map_err(|error| hint::of_source(&source, error))?;
+    let checkpoint = Checkpoint::open(&source, &options);
+    let looking = fetches.begin_path(Path::new(&source), "look for a mount");
+    let checkpoint = checkpoint.map_err(|error| hint::of_source(&source, error))?;
     own_mount::refuse_shards(&source, &checkpoint)?;
+    drop(looking);
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {
@@ -327,7 +360,7 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
 ///
 /// # Errors
 /// As [`volume`].
-pub(super) fn volume_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Result<Volume> {
+pub(super) fn volume_noting(config: &mut Config, fetches: &Arc<Fetches>) -> anyhow::Result<Volume> {
     let checkpoint = checkpoint_noting(config, fetches)?;
     volume_of(&checkpoint, config)
 }

@@ -35,7 +35,7 @@ impl OwnMount {
         let root = path.ancestors().find(|root| root.join(".ckfs/config.toml").is_file())?.to_owned();
         let within = path.ancestors().take_while(|part| part.starts_with(&root));
         let whole = within.map(|part| part.join("hf")).find(|whole| whole.is_dir());
-        let origin = Config::load(&root.join(".ckfs/config.toml")).ok().and_then(|config| config.source);
+        let origin = Config::load_alone(&root.join(".ckfs/config.toml")).ok().and_then(|config| config.source);
         Some(Self { root, whole, origin })
     }
 

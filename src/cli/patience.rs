@@ -7,6 +7,7 @@
 
 use std::{
     io,
+    path::Path,
     sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant, SystemTime},
@@ -14,7 +15,7 @@ use std::{
 
 use super::output::error_text;
 use crate::{
-    config::{Config, TimeLimit},
+    config::{MountSettings, TimeLimit},
     host::{self, limits},
     source::{Fetches, Wait},
 };
@@ -28,15 +29,26 @@ const TOLD_AFTER: Duration = Duration::from_secs(1);
 /// Time between two lines about waits.
 const TOLD_PERIOD: Duration = Duration::from_secs(10);
 
-/// Watches fetches until it is dropped.
+/// Watches fetches until it is dropped. No thread of it is left then, for signals that the process handles from now on.
 #[derive(Debug)]
 pub(super) struct Patience {
-    _stop: mpsc::Sender<()>,
+    stop: Option<mpsc::Sender<()>>,
+    watching: Option<thread::JoinHandle<()>>,
 }
 
-/// The record of a command's fetches, with the time limit of its configuration.
-pub(super) fn fetches(config: &Config) -> Arc<Fetches> {
-    Arc::new(Fetches::new(config.mount.source_timeout.map_or(Fetches::LIMIT, TimeLimit::duration)))
+impl Drop for Patience {
+    fn drop(&mut self) {
+        self.stop = None;
+        if let Some(watching) = self.watching.take() {
+            // A panic there has its line in the log.
+            let _ = watching.join();
+        }
+    }
+}
+
+/// The record of a command's fetches, with the time limit of its settings.
+pub(super) fn fetches(settings: &MountSettings) -> Arc<Fetches> {
+    Arc::new(Fetches::new(settings.source_timeout.map_or(Fetches::LIMIT, TimeLimit::duration)))
 }
 
 /// Calls `give_up` with a message when a fetch stalls, from another thread. While a service is waited for, `note` learns at each look
@@ -73,8 +85,8 @@ pub(super) fn watch(
             noted = wait.is_some();
         }
     });
-    started.map_err(|error| io::Error::new(error.kind(), format!("{error}{}", limits::hint())))?;
-    Ok(Patience { _stop: stop })
+    let started = started.map_err(|error| io::Error::new(error.kind(), format!("{error}{}", limits::hint())))?;
+    Ok(Patience { stop: Some(stop), watching: Some(started) })
 }
 
 /// What is waited for, since when, and until when.
@@ -97,18 +109,31 @@ fn in_words(wait: &Wait, limit: Duration, now: SystemTime) -> String {
 }
 
 /// Ends this process with an error when a fetch stalls.
+fn ending(fetches: &Arc<Fetches>) -> io::Result<Patience> {
+    let note = |_: Option<(&Wait, &str)>| {};
+    watch(fetches, note, |message| {
+        host::tell(&format!("{}\n", error_text(message)));
+        std::process::exit(1);
+    })
+}
+
+/// Ends this process with an error when a fetch stalls, from now on.
 ///
 /// # Errors
 /// As [`watch`].
 pub(super) fn end_on_stall(fetches: &Arc<Fetches>) -> io::Result<()> {
-    let note = |_: Option<(&Wait, &str)>| {};
-    let patience = watch(fetches, note, |message| {
-        host::tell(&format!("{}\n", error_text(message)));
-        std::process::exit(1);
-    })?;
     // The thread runs to the end of the process.
-    std::mem::forget(patience);
+    std::mem::forget(ending(fetches)?);
     Ok(())
+}
+
+/// Calls `work`, which looks at `path`. If the path gives no answer within the time limit of the settings, this process ends
+/// with an error that names it. Without a thread to watch it, which the system may refuse, `work` takes its time.
+pub(super) fn within<T>(settings: &MountSettings, path: &Path, action: &'static str, work: impl FnOnce() -> T) -> T {
+    let fetches = fetches(settings);
+    let _patience = ending(&fetches);
+    let _looking = fetches.begin_path(path, action);
+    work()
 }
 
 #[cfg(test)]

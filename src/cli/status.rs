@@ -128,7 +128,7 @@ pub(super) fn probe(mountpoint: &Path) -> Probe {
             Probe {
                 health: if stats["health"] == "degraded" { MountHealth::Degraded } else { MountHealth::Healthy },
                 stats,
-                config: Config::of_shown(&config, Path::new("config.toml")).ok(),
+                config: Config::without_files(&config, Path::new("config.toml"), Path::new("/")).ok(),
             }
         }
     }

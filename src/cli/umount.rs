@@ -40,7 +40,7 @@ pub(super) struct Umount {
 
 impl Umount {
     pub(super) fn run(self) -> anyhow::Result<()> {
-        let config = self.config.as_deref().map(Config::load).transpose()?.unwrap_or_default();
+        let config = self.config.as_deref().map(Config::load_alone).transpose()?.unwrap_or_default();
         let Some(mountpoint) = self.mountpoint.or(config.mountpoint) else {
             return Err(Usage("expected MNT, or a --config file that names it".to_owned()).into());
         };

@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
-    config::{ByteCount, Config},
+    config::ByteCount,
     image::{FileImage, Segment},
     plan::report::{human_bytes, percent},
     read::reference::Evaluator,
@@ -196,7 +196,7 @@ pub(super) fn verify_mount(
     amount: Amount,
     log: &LogFlags,
 ) -> anyhow::Result<Verification> {
-    let mut config = Config::load(&mount.join(".ckfs/config.toml"))?;
+    let mut config = open::shown_config(mount)?;
     let volume = open::volume(&mut config)?;
     verify(&volume, Some(mount), only, amount, log)
 }

@@ -1,6 +1,9 @@
 //! Files that settings name. They are read here, and nowhere else in this layer.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use super::{
     Config, ConfigError, FileSettings, LayoutChoice, Settings, ShardChoice, ViewSettings, file::parse_shard_rules,
@@ -14,15 +17,24 @@ fn read_text(file: &Path) -> Result<String, ConfigError> {
     fs::read_to_string(file).map_err(|error| ConfigError::Read { file: file.to_owned(), reason: error.to_string() })
 }
 
+/// Where the relative paths in a file begin.
+///
+/// # Errors
+/// [`ConfigError::Read`].
+fn base_of(file: &Path) -> Result<PathBuf, ConfigError> {
+    let mut base = std::path::absolute(file)
+        .map_err(|error| ConfigError::Read { file: file.to_owned(), reason: error.to_string() })?;
+    base.pop();
+    Ok(base)
+}
+
 impl Config {
     /// Reads a configuration file, and the files that it names.
     ///
     /// # Errors
     /// [`ConfigError`], naming the line.
     pub fn load(file: &Path) -> Result<Self, ConfigError> {
-        let base = std::path::absolute(file)
-            .map_err(|error| ConfigError::Read { file: file.to_owned(), reason: error.to_string() })?;
-        Self::of_text(&read_text(file)?, file, base.parent().unwrap_or(Path::new("/")))
+        Self::of_text(&read_text(file)?, file, &base_of(file)?)
     }
 
     /// Reads a configuration from a text, and the files that it names. `file` is its name for messages. Relative paths
@@ -34,7 +46,10 @@ impl Config {
         let mut settings = FileSettings::parse(text, file)?;
         // A name of the hub's cache stays one, unless there is a directory of that name beside the file.
         let Settings { source, config_from, fill_from, .. } = &mut settings.top;
-        for source in [source, config_from, fill_from].into_iter().flatten() {
+        // A path that is complete needs no look at its storage, which may give no answer.
+        for source in
+            [source, config_from, fill_from].into_iter().flatten().filter(|source| Path::new(source).is_relative())
+        {
             let path = base.join(&*source);
             if path.exists() {
                 *source = path.display().to_string();
@@ -47,13 +62,24 @@ impl Config {
         Ok(Self::of_file(settings))
     }
 
-    /// The configuration that a mount shows. No file is touched: those that it names may be on storage that gives no answer. The
-    /// text of a layout's file is empty.
+    /// As [`Config::of_text`], for a text whose `source` is as good as any. No file is touched: those that it names may be on
+    /// storage that gives no answer. The texts of layouts are empty, and files of sharding rules stay names.
     ///
     /// # Errors
     /// [`ConfigError`].
-    pub fn of_shown(text: &str, file: &Path) -> Result<Self, ConfigError> {
-        FileSettings::parse(text, file).map(Self::of_file)
+    pub fn without_files(text: &str, file: &Path, base: &Path) -> Result<Self, ConfigError> {
+        let mut settings = FileSettings::parse(text, file)?;
+        settings.top.rebase(base);
+        settings.views.iter_mut().for_each(|(_, view)| view.rebase(base));
+        Ok(Self::of_file(settings))
+    }
+
+    /// As [`Config::without_files`], for the text of a file. Only this file is read.
+    ///
+    /// # Errors
+    /// [`ConfigError`].
+    pub fn load_alone(file: &Path) -> Result<Self, ConfigError> {
+        Self::without_files(&read_text(file)?, file, &base_of(file)?)
     }
 
     /// The configuration from command lines and a file. The first of `lines` that names a file determines the file.

@@ -57,6 +57,6 @@ pub use settings::{MountSettings, Settings, ViewSettings};
 pub use table::{FORMER, KEYS, SETTINGS, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use words::{
-    ByteCount, Dequantize, Devices, DtypeChoice, DuplicateRule, HfCache, LAYOUTS, LayoutChoice, Materialize, OwnerId,
-    ParamValue, PermissionBits, Prefetch, ShardChoice, THREADS_MAX, ThreadCount, Tied, float_of,
+    ByteCount, Dequantize, Devices, DtypeChoice, HfCache, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue,
+    PermissionBits, Prefetch, ShardChoice, THREADS_MAX, ThreadCount, Tied, float_of,
 };

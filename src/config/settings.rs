@@ -4,11 +4,11 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use super::{
-    Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, DuplicateRule, HfCache, LayerRanges, LayoutChoice,
-    LogicalRule, Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, ShardChoice,
-    ShardRule, ThreadCount, Tied, TimeLimit, WaitTime,
+    Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice, LogicalRule,
+    Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, ShardChoice, ShardRule,
+    ThreadCount, Tied, TimeLimit, WaitTime,
 };
-use crate::source::SourceIo;
+use crate::source::{Duplicates, SourceIo};
 
 /// All settings.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -102,7 +102,7 @@ pub struct MountSettings {
     /// Longest time without an answer from a source.
     pub source_timeout: Option<TimeLimit>,
     /// Which copy of a tensor counts.
-    pub duplicates: Option<DuplicateRule>,
+    pub duplicates: Option<Duplicates>,
     /// The variant of the weights.
     pub variant: Option<String>,
     /// Whether symbolic links may lead out of the repository.

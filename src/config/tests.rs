@@ -157,7 +157,7 @@ fn values_that_toml_lacks_are_refused() {
 #[test]
 fn a_shown_configuration_is_read_without_its_files() {
     let text = "source = '/no/such/model'\nlayout = '/no/such/layout.toml'\n";
-    let config = Config::of_shown(text, Path::new("config.toml")).unwrap();
+    let config = Config::without_files(text, Path::new("config.toml"), Path::new("/")).unwrap();
     assert_eq!(config.source.as_deref(), Some("/no/such/model"));
     assert!(matches!(&config.views[0].settings.layout, Some(LayoutChoice::File { text, .. }) if text.is_empty()));
 }

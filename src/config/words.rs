@@ -14,7 +14,10 @@ use super::{
     near::did_you_mean,
     value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, rebased},
 };
-use crate::{source::SourceIo, tensor::DType};
+use crate::{
+    source::{Duplicates, SourceIo},
+    tensor::DType,
+};
 
 /// Most threads that serve requests.
 pub const THREADS_MAX: u16 = 512;
@@ -65,6 +68,14 @@ impl LayoutChoice {
     /// The accepted words, for messages.
     pub fn expected() -> String {
         format!("expected {} or a file *.toml", LAYOUTS.join(", "))
+    }
+
+    /// The file of rules, if it is one.
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Self::Named(_) => None,
+            Self::File { path, .. } => Some(path),
+        }
     }
 }
 
@@ -195,18 +206,7 @@ impl SettingValue for Dequantize {
     }
 }
 
-/// Which of several copies of a tensor counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DuplicateRule {
-    /// That of the file which the index names.
-    Index,
-    /// That of the last file.
-    Last,
-    /// None: copies are refused.
-    Refuse,
-}
-
-impl Choice for DuplicateRule {
+impl Choice for Duplicates {
     const WHAT: &'static str = "treatment of duplicates";
     const WORDS: &'static [(&'static str, Self)] =
         &[("index", Self::Index), ("last", Self::Last), ("refuse", Self::Refuse)];

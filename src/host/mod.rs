@@ -26,7 +26,7 @@ pub mod target;
 use std::time::{Duration, Instant};
 
 pub use log::Log;
-pub use target::{LogTarget, stderr_is_colored};
+pub use target::{LogTarget, state_directory, stderr_is_colored};
 
 /// The moment `after` from now, or a year from now if the clock does not go that far. An addition would panic.
 pub fn deadline(after: Duration) -> Instant {

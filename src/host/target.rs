@@ -69,6 +69,13 @@ pub fn stderr_is_colored() -> bool {
     io::stderr().is_terminal() && !is_set("NO_COLOR") && !is_dumb
 }
 
+/// Where ckfs keeps what its user may want to look at later: `$XDG_STATE_HOME/ckfs`. `None` if neither that nor `HOME` is set.
+pub fn state_directory() -> Option<PathBuf> {
+    let absolute = |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let state = absolute("XDG_STATE_HOME").or_else(|| Some(absolute("HOME")?.join(".local/state")));
+    Some(state?.join("ckfs"))
+}
+
 impl LogTarget {
     /// Standard error, with colours on a terminal that shows them.
     pub fn stderr() -> Self {
@@ -89,12 +96,9 @@ impl LogTarget {
         if let Some(log) = SystemLog::find() {
             return Self::System(log);
         }
-        let absolute = |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        let state = absolute("XDG_STATE_HOME").or_else(|| Some(absolute("HOME")?.join(".local/state")));
-        let Some(state) = state else {
+        let Some(directory) = state_directory() else {
             return Self::Nowhere("there is no system log, and neither XDG_STATE_HOME nor HOME is set".to_owned());
         };
-        let directory = state.join("ckfs");
         let path = directory.join(file_name(mountpoint));
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory);
         match made.and_then(|()| LogFile::open(&path, Some(FILE_BYTES_MAX))) {

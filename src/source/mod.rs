@@ -18,7 +18,9 @@
 //! A source does not list a repository, know tensors, merge neighbouring spans, or cache. Those belong to the layers above.
 
 mod beneath;
+mod compared;
 pub mod digest;
+mod duplicates;
 mod error;
 mod health;
 mod interface;
@@ -32,9 +34,12 @@ pub mod remote;
 mod span;
 pub mod stall;
 mod survey;
+mod unique;
 pub mod waits;
 
 pub use beneath::{Beneath, FoundFile, Opened, private_directory};
+pub use compared::ComparedFiles;
+pub use duplicates::Duplicates;
 pub use error::{Aspect, Poison, SourceError};
 pub use health::{Health, HealthHandle};
 pub use interface::{Coded, DecodedChunks, FetchPart, FileFetch, Maps, Pin, RemoteSource, Source};

@@ -90,7 +90,7 @@ pub fn source_of(repository: RemoteRepository, cache: &Arc<Cache>, timeout: Dura
     let count = repository.files.len();
     let tree = RemoteTree::open(repository, cache, &options).unwrap();
     let open = |place| FoundFile::cached(tree.remote(place).unwrap()).unwrap().open(None).unwrap();
-    pin_files((0..count).map(open).collect(), SourceIo::Auto, Arc::default()).unwrap()
+    pin_files((0..count).map(open).collect(), SourceIo::Auto, Arc::default(), None).unwrap()
 }
 
 /// A cache in a directory, by default with a bound that no test reaches: without one the cache would leave a 20th of the disk free,

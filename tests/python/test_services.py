@@ -1,6 +1,6 @@
 """Services that misbehave: redirects to other hosts, limits, silence, listings without end, keys that name no file.
 
-Each is a small server in this process, and the program is `ckfs plan`: nothing is mounted.
+Each is a small server in this process, and the program is mostly `ckfs plan`: hardly anything is mounted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import http.server
 import json
 import os
 import re
+import socket
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -306,3 +308,70 @@ def test_without_credentials_it_is_said_where_they_were_looked_for(tmp_path: Pat
         environment = {"AWS_METADATA_ENDPOINT": url, "GCE_METADATA_HOST": host, "GCE_METADATA_IP": host}
         run = Run(tmp_path, f"{scheme}://b/m", environment, "--source-timeout", "20s")
     assert run.code == 1 and "no credentials: looked for" in run.err and variable in run.err, run.err
+
+
+def test_systemd_is_told_what_a_start_waits_for(tmp_path: Path, fuse: None) -> None:
+    """A service that is silent at first: the unit says so, and its time limit is extended for as long as the wait may take."""
+    write_model(tmp_path / "root/m")
+    serve, limit, silence = bucket(tmp_path / "root"), 8, 4
+    awake = [0.0]
+
+    def answer(call: Call) -> None:
+        time.sleep(max(0.0, awake[0] - time.monotonic()))
+        serve(call)
+
+    point = tmp_path / "mnt"
+    point.mkdir()
+    # The path of a socket must be short.
+    said = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with tempfile.TemporaryDirectory() as place, serving(answer) as url, said:
+        said.bind(f"{place}/notify")
+        said.settimeout(30)
+        source, environment = settings("https", url, tmp_path)
+        environment |= {"NOTIFY_SOCKET": f"{place}/notify", "HOME": place, "XDG_CACHE_HOME": f"{place}/cache"}
+        command = [str(find_ckfs()), "mount", "--foreground", source, str(point), "--source-timeout", f"{limit}s"]
+        awake[0] = time.monotonic() + silence
+        run = subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True)
+        try:
+            messages: list[dict[str, str]] = []
+            while not messages or "READY" not in messages[-1]:
+                lines = said.recv(4096).decode().splitlines()
+                messages.append(dict(line.split("=", 1) for line in lines))
+        finally:
+            run.terminate()
+            errors = run.communicate(timeout=30)[1]
+    assert run.returncode == 0 and "waiting until" in errors, errors
+    assert messages[0] == {"STATUS": "reading headers"}
+    assert messages[-1] == {"READY": "1", "STATUS": f"serving {source.rstrip('/')} on {point}"}
+    waits = [message for message in messages if "EXTEND_TIMEOUT_USEC" in message]
+    assert len(waits) > 2, messages
+    for message in waits:
+        assert "127.0.0.1" in message["STATUS"] and f"--source-timeout {limit} s" in message["STATUS"], message
+    # What is left of the limit, and half a minute for what comes after.
+    seconds = [int(message["EXTEND_TIMEOUT_USEC"]) / 1e6 - 30 for message in waits]
+    assert limit - silence - 1 < min(seconds) and max(seconds) < limit and seconds == sorted(seconds, reverse=True), seconds
+
+
+@pytest.mark.parametrize("kind", ["foreign", "closed", "no directory"])
+def test_a_plan_says_of_a_cache_directory_what_a_mount_says(tmp_path: Path, fuse: None, kind: str) -> None:
+    write_model(tmp_path / "root/m")
+    cache, point = tmp_path / "cache", tmp_path / "mnt"
+    point.mkdir()
+    if kind == "foreign":
+        (cache / "objects/pack").mkdir(parents=True)
+    elif kind == "closed":
+        cache = Path("/proc/sys/cache")
+    else:
+        cache.write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    with serving(bucket(tmp_path / "root")) as url:
+        source, environment = settings("https", url, tmp_path)
+        said = []
+        for command in (["plan", source], ["mount", source, str(point)]):
+            full = [str(find_ckfs()), *command, "--cache-dir", str(cache)]
+            run = subprocess.run(full, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+            assert run.returncode == 0, run.stderr
+            said.append([line.split("tree: ")[-1] for line in run.stderr.splitlines() if "WARN" in line])
+            assert command[0] == "mount" or sorted(tmp_path.rglob("*")) == before, "a plan made something"
+        subprocess.run([str(find_ckfs()), "umount", "--lazy", str(point)], check=True)
+    assert said[0] == said[1] and len(said[0]) == 1 and f"no disk cache in {cache}" in said[0][0], said

@@ -10,11 +10,10 @@ use rayon::slice::ParallelSliceMut;
 
 use super::super::{
     index::Index,
-    options::Duplicates,
     problem::{Expected, Problem, Problems},
     weight_name::WeightName,
 };
-use crate::source::FileId;
+use crate::source::{Duplicates, FileId};
 
 /// A tensor of a file.
 pub(in crate::checkpoint) type Row<'a> = (&'a str, FileId);

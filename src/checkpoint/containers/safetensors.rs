@@ -18,11 +18,13 @@ use super::super::{
     foreign,
     header::{ReadHeader, WeightFiles, read_header, table_of},
     index::Index,
-    options::Duplicates,
     problem::{CheckpointError, Problem, Problems},
     table::TensorTable,
 };
-use crate::{format::safetensors::Header, source::FileId};
+use crate::{
+    format::safetensors::Header,
+    source::{Duplicates, FileId},
+};
 
 /// The name and the text of the index, if there is one.
 pub(in crate::checkpoint) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {

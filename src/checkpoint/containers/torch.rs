@@ -13,13 +13,15 @@ use super::super::{
     header::WeightFiles,
     index::Index,
     mosaic::{Missing, MosaicBuilder, StoredBox},
-    options::Duplicates,
     prefix::is_optimizer_state,
     problem::{CheckpointError, Problem, Problems},
     safetensors::unusable,
     weight_name::WeightName,
 };
-use crate::{source::FileId, tensor::PerAxis};
+use crate::{
+    source::{Duplicates, FileId},
+    tensor::PerAxis,
+};
 
 /// Files that training programs write beside weights: no state of a model.
 const COMPANIONS: [&str; 5] = ["training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt"];

@@ -225,6 +225,35 @@ mod tests {
     }
 
     #[test]
+    fn overlapping_scrapes_have_one_answer() {
+        let directory = tempfile::tempdir().unwrap();
+        let (mount, metrics) = (directory.path().to_owned(), directory.path().join(".ckfs/metrics"));
+        fs::create_dir(directory.path().join(".ckfs")).unwrap();
+        // A mount that takes its time: nothing comes until a writer does.
+        nix::unistd::mkfifo(&metrics, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let mounts = Arc::new(Mounts { only: Some(mount.clone()), asked: Arc::default() });
+        let waiting = || mounts.asked.lock().unwrap().get(&mount).map_or(0, Vec::len);
+        let scrapes: Vec<_> = (1..=3)
+            .map(|count| {
+                let mounts = Arc::clone(&mounts);
+                let scrape = thread::spawn(move || mounts.text());
+                let until = std::time::Instant::now() + ANSWER_LIMIT / 2;
+                while waiting() < count && std::time::Instant::now() < until {
+                    thread::sleep(std::time::Duration::from_millis(1));
+                }
+                scrape
+            })
+            .collect();
+        fs::write(&metrics, "# TYPE ckfs_x counter\nckfs_x_total 7\n# EOF\n").unwrap();
+        for scrape in scrapes {
+            let text = scrape.join().unwrap();
+            let labels = format!("{{mount=\"{}\"}}", mount.display());
+            assert!(text.contains(&format!("ckfs_up{labels} 1\n")), "{text}");
+            assert!(text.contains(&format!("ckfs_x_total{labels} 7\n")), "{text}");
+        }
+    }
+
+    #[test]
     fn a_file_is_replaced_as_a_whole() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("ckfs.prom");

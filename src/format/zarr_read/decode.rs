@@ -300,8 +300,7 @@ impl ShardCodec {
         let element_bytes = fill_element.len();
         let strides = row_major(shard, element_bytes);
         let inner_strides = row_major(&self.chunk, element_bytes);
-        let inner_elements: u64 = self.chunk.iter().product();
-        let mut inner = vec![0; to_usize(inner_elements) * element_bytes];
+        let mut inner = vec![0; to_usize(self.chunk_bytes(dtype))];
         let mut numbers = PerAxis::from_elem(0, shard.len());
         for span in &spans {
             match span {

@@ -170,6 +170,16 @@ impl Array {
     }
 }
 
+impl ShardCodec {
+    /// Bytes of a decoded inner chunk.
+    ///
+    /// # Panics
+    /// Never for one that was parsed: the inner chunks divide the chunk, which has at most 1 TiB.
+    pub fn chunk_bytes(&self, dtype: DType) -> u64 {
+        bytes_of(&self.chunk, dtype).expect("checked when the description was read")
+    }
+}
+
 pub(super) fn bytes_of(shape: &[u64], dtype: DType) -> Option<u64> {
     let elements = shape.iter().try_fold(1_u64, |product, extent| product.checked_mul(*extent))?;
     dtype.bytes_of(elements)

@@ -4,6 +4,8 @@
 //! when they are opened, before anything is made of them. Large ones take a second per GB or more. A command compares those that it
 //! has read before it ends. A mount compares them one after the other in a thread of low priority, once its readers pause; but not
 //! those of a network file system, which every host of a cluster would otherwise read as a whole.
+//!
+//! Those that were found right are noted in a record of the user's ([`ComparedFiles`]): each is read once until it changes.
 
 use std::{
     fs::File,
@@ -14,11 +16,13 @@ use std::{
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
     thread,
+    time::SystemTime,
 };
 
 use super::pinned::Pinned;
 use crate::source::{
-    HealthHandle, SourceError,
+    ComparedFiles, HealthHandle, SourceError,
+    compared::SETTLED,
     digest::{Compared, Digester, KnownDigest},
     stall::Fetches,
 };
@@ -42,6 +46,7 @@ struct Blob {
     pinned: Arc<Pinned>,
     digest: KnownDigest,
     health: HealthHandle,
+    record: Option<Arc<ComparedFiles>>,
     is_used: AtomicBool,
     /// Whether the bytes have the digest. Held while they are compared.
     is_right: Mutex<bool>,
@@ -66,9 +71,23 @@ impl Blob {
         if *is_right {
             return Ok(());
         }
+        let record = self.record.as_ref().filter(|_| !self.pinned.is_remote());
+        let line = || format!("{} {}", self.digest.hex(), self.pinned.identity.line());
+        if record.is_some_and(|record| record.holds(&line())) {
+            *is_right = true;
+            return Ok(());
+        }
+        let begun = SystemTime::now();
         let found = self.found(advance).map_err(|error| self.pinned.io("read its bytes to compare them", error))?;
         if found == self.digest.hex() {
             *is_right = true;
+            // A later change has another time, if the clock has moved on.
+            let is_settled = self.pinned.identity.is_older_than(begun, SETTLED);
+            if let Some(record) = record.filter(|_| is_settled)
+                && matches!(self.pinned.difference(nix::sys::stat::fstat(&self.pinned.file)), Ok(None))
+            {
+                record.note(line());
+            }
             return Ok(());
         }
         // A file that changed meanwhile has an error of its own.
@@ -100,6 +119,12 @@ impl Blob {
         Ok(digester.finish())
     }
 
+    fn save(&self) {
+        if let Some(record) = &self.record {
+            record.save();
+        }
+    }
+
     /// Whether it was read and not yet compared. False while another thread compares it.
     fn is_due(&self) -> bool {
         self.is_used.load(Ordering::Relaxed) && self.is_right.try_lock().is_ok_and(|is_right| !*is_right)
@@ -108,11 +133,16 @@ impl Blob {
 
 impl Comparisons {
     /// The blobs among files; `health` has the same places.
-    pub(super) fn new(files: &[Arc<Pinned>], health: impl Fn(usize) -> HealthHandle) -> Self {
+    pub(super) fn new(
+        files: &[Arc<Pinned>],
+        health: impl Fn(usize) -> HealthHandle,
+        record: Option<&Arc<ComparedFiles>>,
+    ) -> Self {
         let blob = |(place, pinned): (usize, &Arc<Pinned>)| {
             let digest = pinned.digest.clone()?;
             let (is_used, is_right) = (AtomicBool::new(false), Mutex::new(false));
-            Some(Blob { pinned: Arc::clone(pinned), digest, health: health(place), is_used, is_right })
+            let record = record.map(Arc::clone);
+            Some(Blob { pinned: Arc::clone(pinned), digest, health: health(place), record, is_used, is_right })
         };
         Self {
             blobs: files.iter().enumerate().map(blob).collect(),
@@ -138,6 +168,9 @@ impl Comparisons {
             }
             let reading = fetches.begin_path(&blob.pinned.pin.path, "read");
             blob.compare(&|| reading.advance())?;
+        }
+        if let Some(blob) = self.blobs.iter().flatten().next() {
+            blob.save();
         }
         Ok(())
     }
@@ -166,7 +199,9 @@ impl Comparisons {
     /// It has another digest, or cannot be read.
     pub(super) fn compare(&self, place: usize, advance: &dyn Fn()) -> Result<Compared, SourceError> {
         let Some(blob) = &self.blobs[place] else { return Ok(Compared::Unknown) };
-        blob.compare(advance).map(|()| Compared::Right)
+        blob.compare(advance)?;
+        blob.save();
+        Ok(Compared::Right)
     }
 
     /// Notes that a caller has compared a file and found it right.
@@ -199,11 +234,68 @@ impl Comparisons {
                     // A file with a wrong digest was reported where that was found.
                     tracing::debug!("{error}");
                 }
+                blob.save();
             }
             is_running.store(false, Ordering::Release);
         };
         if thread::Builder::new().name("ckfs-digest".into()).spawn(work).is_err() {
             self.is_running.store(false, Ordering::Release);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path, time::Duration};
+
+    use super::{super::LocalFiles, *};
+    use crate::source::{FoundFile, SourceIo};
+
+    const RIGHT: &[u8] = b"hello";
+    /// printf hello | sha256sum
+    const NAME: &str = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824";
+
+    fn blob(directory: &Path, bytes: &[u8]) -> std::path::PathBuf {
+        let blobs = directory.join("blobs");
+        fs::create_dir_all(&blobs).unwrap();
+        fs::write(blobs.join(NAME), bytes).unwrap();
+        blobs.join(NAME)
+    }
+
+    fn pin(path: &Path, record: &Arc<ComparedFiles>) -> Result<LocalFiles, SourceError> {
+        let opened = FoundFile::named(path).unwrap().open(None).unwrap();
+        LocalFiles::pin(vec![opened], SourceIo::Auto, Arc::default(), Some(record))
+    }
+
+    #[test]
+    fn a_blob_is_noted_once_its_times_tell_of_every_change() {
+        let directory = tempfile::tempdir().unwrap();
+        let (state, path) = (directory.path().join("state"), blob(directory.path(), RIGHT));
+        let record = || Arc::new(ComparedFiles::open(&state).unwrap());
+        let line = |files: &LocalFiles| format!("{NAME} {}", files.files[0].identity.line());
+        let files = pin(&path, &record()).unwrap();
+        assert!(!record().holds(&line(&files)), "it has only just changed");
+        thread::sleep(SETTLED + Duration::from_millis(100));
+        pin(&path, &record()).unwrap();
+        assert!(record().holds(&line(&files)));
+        // As many bytes, and the time of the content as before: the time of the status is another.
+        let modified = fs::metadata(&path).unwrap().modified().unwrap();
+        fs::write(&path, "hellO").unwrap();
+        File::options().write(true).open(&path).unwrap().set_modified(modified).unwrap();
+        let error = pin(&path, &record()).unwrap_err().to_string();
+        assert!(error.contains(NAME) && error.contains("damaged"), "{error}");
+    }
+
+    #[test]
+    fn what_the_record_knows_is_not_read_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let (state, path) = (directory.path().join("state"), blob(directory.path(), b"other"));
+        let record = Arc::new(ComparedFiles::open(&state).unwrap());
+        assert!(matches!(pin(&path, &record), Err(SourceError::Corrupt { .. })));
+        let pinned = Pinned::new(FoundFile::named(&path).unwrap().open(None).unwrap(), SourceIo::Auto).unwrap();
+        record.note(format!("{NAME} {}", pinned.identity.line()));
+        pin(&path, &record).unwrap();
+        File::options().write(true).open(&path).unwrap().set_modified(SystemTime::now()).unwrap();
+        assert!(matches!(pin(&path, &record), Err(SourceError::Corrupt { .. })), "a change ends it");
     }
 }

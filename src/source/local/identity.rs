@@ -30,6 +30,19 @@ impl Identity {
         }
     }
 
+    /// The file and its state, in words of a record.
+    pub(super) fn line(&self) -> String {
+        let Self { device, inode, is_named: _, size_bytes, modified_ns, status_changed_ns } = self;
+        format!("{device} {inode} {size_bytes} {modified_ns} {status_changed_ns}")
+    }
+
+    /// Whether it had this state already at `time`, and for some time before.
+    pub(super) fn is_older_than(&self, time: SystemTime, by: Duration) -> bool {
+        let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let ns = |time: Duration| i128::try_from(time.as_nanos()).unwrap_or(i128::MAX);
+        self.status_changed_ns < ns(since).saturating_sub(ns(by))
+    }
+
     /// The same identity with the times of another.
     pub(super) fn with_times_of(self, other: &Self) -> Self {
         Self { modified_ns: other.modified_ns, status_changed_ns: other.status_changed_ns, ..self }

@@ -32,7 +32,7 @@ pub use pinned::SourceIo;
 pub use window::ResidentWindow;
 
 use super::{
-    ByteSpan, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
+    ByteSpan, ComparedFiles, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
     beneath::Again,
     digest::Compared,
     stall::{Fetches, WaitTarget},
@@ -84,18 +84,24 @@ impl LocalFiles {
             FoundFile::named(path).map_err(failed)?.open(None)
         };
         let files = paths.iter().map(open).collect::<Result<_, _>>()?;
-        Self::pin_with_window(files, io, window, Arc::default())
+        Self::pin_with_window(files, io, window, Arc::default(), None)
     }
 
     /// Pins files that are open; a file's id is its position in `files`. `fetches` notes the waits for storage from now on.
+    /// Blobs that `compared` knows are not compared with their digest again.
     ///
     /// # Errors
     /// The first file whose attributes cannot be read.
     ///
     /// # Panics
     /// If there are more than `u32::MAX` files.
-    pub fn pin(files: Vec<Opened>, io: SourceIo, fetches: Arc<Fetches>) -> Result<Self, SourceError> {
-        Self::pin_with_window(files, io, ResidentWindow::usual(), fetches)
+    pub fn pin(
+        files: Vec<Opened>,
+        io: SourceIo,
+        fetches: Arc<Fetches>,
+        compared: Option<&Arc<ComparedFiles>>,
+    ) -> Result<Self, SourceError> {
+        Self::pin_with_window(files, io, ResidentWindow::usual(), fetches, compared)
     }
 
     #[allow(clippy::needless_pass_by_value, reason = "the files share it from now on")]
@@ -104,6 +110,7 @@ impl LocalFiles {
         io: SourceIo,
         window: ResidentWindow,
         fetches: Arc<Fetches>,
+        compared: Option<&Arc<ComparedFiles>>,
     ) -> Result<Self, SourceError> {
         assert!(u32::try_from(files.len()).is_ok(), "{} files", files.len());
         let pin = |file: Opened| {
@@ -114,7 +121,7 @@ impl LocalFiles {
         let health = Health::new(files.iter().map(|file| file.pin.path.clone()), Arc::clone(&fetches));
         let maps = files.iter().map(|file| file.maps()).collect();
         let id = |place: usize| FileId(u32::try_from(place).expect("the number of files was checked"));
-        let comparisons = Comparisons::new(&files, |place| health.handle(id(place)));
+        let comparisons = Comparisons::new(&files, |place| health.handle(id(place)), compared);
         comparisons.compare_small(&fetches)?;
         Ok(Self { files, comparisons, maps, window, health })
     }

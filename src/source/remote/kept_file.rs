@@ -7,7 +7,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{super::digest::hexadecimal, cache::claim, unique::unique};
+use super::{
+    super::{digest::hexadecimal, unique::unique},
+    cache::claim,
+};
 
 /// A text as the name of one file.
 pub(super) fn escaped(text: &str) -> String {

@@ -45,7 +45,6 @@ mod shared;
 mod store;
 mod tree;
 mod uncached;
-mod unique;
 mod whole;
 
 pub use counters::{CountRow, LATENCY_BOUNDS_MS, RemoteCounters};

@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::unique::unique;
+use super::super::unique::unique;
 
 /// A commit of a repository in the shared cache.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -171,7 +171,8 @@ impl ToLayOut<'_> {
         for chunk in &chunks {
             boxes.add(&form, chunk, files.number(&chunk.value.path));
         }
-        Ok(ArrayLayout { boxes: boxes.finish(decoded), has_holes })
+        let boxes = boxes.finish(decoded).map_err(|problem| vec![problem])?;
+        Ok(ArrayLayout { boxes, has_holes })
     }
 
     /// The place of a value in the grid. `None` if it is no chunk and need not be one.
@@ -249,7 +250,7 @@ impl ToLayOut<'_> {
         };
         let spans = sharding.inner_spans(&index, stored_bytes).map_err(damaged)?;
         if is_plain {
-            let expected = sharding.chunk.iter().product::<u64>() * self.array.fill.len() as u64;
+            let expected = sharding.chunk_bytes(self.array.dtype);
             for (number, span) in spans.iter().enumerate() {
                 let Some(span) = span else { continue };
                 let chunk = || format!("{}, inner chunk {number}", value.key);
@@ -370,7 +371,7 @@ impl Boxes {
     }
 
     /// Puts the coded chunks of each file in order, and gives their boxes places.
-    fn finish(mut self, decoded: &mut Vec<DecodedFile>) -> Vec<ArrayBox> {
+    fn finish(mut self, decoded: &mut Vec<DecodedFile>) -> Result<Vec<ArrayBox>, OrbaxProblem> {
         let chunk_bytes = self.coded.chunk_bytes();
         for (stored_in, mut chunks) in self.by_file {
             chunks.sort_by_key(|(chunk, _)| match &chunk.bytes {
@@ -378,13 +379,17 @@ impl Boxes {
                 CodedBytes::Inline(_) => (0, chunk.number, chunk.inner),
             });
             let number = u32::try_from(decoded.len()).expect("arrays and files are fewer than 32 bits count");
-            for ((_, at), place) in chunks.iter().zip(0..) {
-                let placed = &mut self.list[*at];
+            let (chunks, boxes): (Vec<_>, Vec<usize>) = chunks.into_iter().unzip();
+            let too_large =
+                OrbaxProblem::TooLarge { array: self.coded.name.clone(), chunks: chunks.len() as u64, chunk_bytes };
+            let file = DecodedFile::new(Arc::clone(&self.coded), stored_in, chunks).ok_or(too_large)?;
+            for (at, place) in boxes.into_iter().zip(0..) {
+                let placed = &mut self.list[at];
+                // Within the length of the file, which 64 bits count.
                 (placed.file, placed.start) = (BoxFile::Decoded(number), place * chunk_bytes);
             }
-            let chunks = chunks.into_iter().map(|(chunk, _)| chunk).collect();
-            decoded.push(DecodedFile { array: Arc::clone(&self.coded), stored_in, chunks });
+            decoded.push(file);
         }
-        self.list
+        Ok(self.list)
     }
 }

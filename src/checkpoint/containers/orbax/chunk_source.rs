@@ -125,7 +125,7 @@ impl ChunkSource {
         if is_large && let Some(found) = lock().get(&key) {
             return Ok(Arc::clone(found));
         }
-        let chunk = &decoded.chunks[to_usize(key.1)];
+        let chunk = &decoded.chunks()[to_usize(key.1)];
         let stored_in = FileId(decoded.stored_in);
         let bytes = match &chunk.bytes {
             CodedBytes::Inline(bytes) => decoded.array.decode_by_definition(bytes),

@@ -47,7 +47,8 @@ pub(super) struct DecodedFile {
     /// The file with the stored chunks.
     pub(super) stored_in: FileNumber,
     /// The chunks in the order in which they are shown: that of their places.
-    pub(super) chunks: Vec<CodedChunk>,
+    chunks: Vec<CodedChunk>,
+    len_bytes: u64,
 }
 
 impl CodedArray {
@@ -55,13 +56,14 @@ impl CodedArray {
     pub(super) fn chunk_bytes(&self) -> u64 {
         match self.array.sharding().filter(|_| self.is_inner) {
             // An inner chunk is a part of a chunk.
-            Some(sharding) => sharding.chunk.iter().product::<u64>() * self.element_bytes(),
+            Some(sharding) => sharding.chunk_bytes(self.array.dtype),
             None => self.array.chunk_bytes(),
         }
     }
 
-    pub(super) fn element_bytes(&self) -> u64 {
-        self.array.fill.len() as u64
+    /// Bytes of so many decoded chunks, if 64 bits count them.
+    pub(super) fn bytes_of(&self, chunks: u64) -> Option<u64> {
+        chunks.checked_mul(self.chunk_bytes())
     }
 
     /// Decodes a chunk of which `stored` are all bytes.
@@ -166,9 +168,19 @@ impl fmt::Display for Words {
 }
 
 impl DecodedFile {
+    /// The decoded file of these chunks; `None` if it has more bytes than 64 bits count.
+    pub(super) fn new(array: Arc<CodedArray>, stored_in: FileNumber, chunks: Vec<CodedChunk>) -> Option<Self> {
+        let len_bytes = array.bytes_of(chunks.len() as u64)?;
+        Some(Self { array, stored_in, chunks, len_bytes })
+    }
+
     /// Length of the decoded file in bytes.
-    pub(super) fn len_bytes(&self) -> u64 {
-        self.chunks.len() as u64 * self.array.chunk_bytes()
+    pub(super) const fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    pub(super) fn chunks(&self) -> &[CodedChunk] {
+        &self.chunks
     }
 
     /// The chunk with byte `at`.
@@ -185,4 +197,20 @@ pub(super) fn unravel(mut number: u64, grid: &[u64]) -> PerAxis {
         number /= (*count).max(1);
     }
     numbers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_that_64_bits_do_not_count_are_noticed() {
+        let text = r#"{"zarr_format": 2, "shape": [1048576, 1048576], "chunks": [1048576, 1048576], "dtype": "|u1",
+            "compressor": null, "fill_value": 0, "order": "C", "filters": null}"#;
+        let array = Array::parse_v2(text.as_bytes()).unwrap();
+        let coded = CodedArray { name: "x".to_owned(), array, is_inner: false };
+        assert_eq!(coded.chunk_bytes(), 1 << 40);
+        assert_eq!(coded.bytes_of(1 << 23), Some(1 << 63));
+        assert_eq!(coded.bytes_of(1 << 24), None);
+    }
 }

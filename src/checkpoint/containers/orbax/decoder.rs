@@ -45,7 +45,7 @@ impl Decoder {
 
     fn place(&self, key: ChunkKey) -> (&DecodedFile, &CodedChunk) {
         let decoded = &self.files[key.0 as usize];
-        (decoded, &decoded.chunks[to_usize(key.1)])
+        (decoded, &decoded.chunks()[to_usize(key.1)])
     }
 
     fn expected(&self, key: ChunkKey) -> ExpectedChunk {
@@ -62,7 +62,7 @@ impl Decoder {
     pub(super) fn memory_bytes(&self, number: u32) -> u64 {
         let decoded = &self.files[number as usize];
         let stored = |at: usize| self.expected((number, at as u64)).stored_len;
-        let stored_bytes = (0..decoded.chunks.len()).map(stored).max().unwrap_or(0);
+        let stored_bytes = (0..decoded.chunks().len()).map(stored).max().unwrap_or(0);
         let stored_bytes = BufferMemory::occupied_bytes(to_usize(stored_bytes)) as u64;
         decoded.array.decoding_bytes().saturating_add(stored_bytes)
     }

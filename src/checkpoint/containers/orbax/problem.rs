@@ -153,6 +153,19 @@ pub enum OrbaxProblem {
         /// Bytes that are stored.
         found: u64,
     },
+    /// Decoded chunks of one file have more bytes than 64 bits count.
+    #[error(
+        "array {array}: {chunks} chunks of {chunk_bytes} bytes in one file: expected at most {} bytes decoded",
+        u64::MAX
+    )]
+    TooLarge {
+        /// The array.
+        array: String,
+        /// The chunks.
+        chunks: u64,
+        /// Bytes of a decoded chunk.
+        chunk_bytes: u64,
+    },
     /// A chunk lies outside its file.
     #[error("array {array}, chunk {chunk}, {}: bytes {start}..{end} are outside the file of {len_bytes} bytes", file.display())]
     Outside {

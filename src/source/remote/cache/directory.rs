@@ -20,7 +20,11 @@ use std::{
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{
-    super::{super::digest::KnownDigest, counters::RemoteCounters, interface::RemoteFile, unique::unique},
+    super::{
+        super::{digest::KnownDigest, unique::unique},
+        counters::RemoteCounters,
+        interface::RemoteFile,
+    },
     block_map::BlockMap,
     entry::Entry,
     geometry::OBJECT_BYTES_MAX,

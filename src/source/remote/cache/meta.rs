@@ -10,7 +10,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    super::{super::digest::KnownDigest, unique::unique},
+    super::super::{digest::KnownDigest, unique::unique},
     own::{self, META},
 };
 

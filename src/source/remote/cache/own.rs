@@ -19,8 +19,8 @@ use rustix::{
     io::Errno,
 };
 
-use super::super::{
-    super::digest::{SHA1_DIGITS, SHA256_DIGITS, is_hex},
+use super::super::super::{
+    digest::{SHA1_DIGITS, SHA256_DIGITS, is_hex},
     unique::unique,
 };
 

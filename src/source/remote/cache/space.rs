@@ -5,7 +5,7 @@ use std::{
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant, SystemTime},
@@ -14,7 +14,7 @@ use std::{
 use rustix::fs::statvfs;
 
 use super::{
-    super::unique::unique,
+    super::super::unique::unique,
     entry::{Entry, Eviction},
     lock::{self, LockKind},
     meta,
@@ -79,9 +79,16 @@ pub(super) struct Space {
     place: Place,
     cap_bytes: Option<u64>,
     state: Mutex<State>,
+    /// Held while the directory is measured and bytes are evicted, which takes as long as its file system does. Readers need
+    /// only the state.
+    turn: Mutex<()>,
     /// Bytes that are being written: a measurement may not see them yet.
     pending_bytes: AtomicU64,
     open: Mutex<Vec<Weak<Entry>>>,
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[derive(Debug, Default)]
@@ -92,6 +99,18 @@ struct State {
     full_since: Option<Instant>,
     /// Whether something was written since the bound was last looked at.
     written: bool,
+}
+
+impl State {
+    /// Whether a reservation failed lately.
+    fn is_full(&self) -> bool {
+        self.full_since.is_some_and(|since| since.elapsed() < PAUSE)
+    }
+
+    /// Whether the last measurement still counts.
+    fn is_fresh(&self) -> bool {
+        self.measured.is_some_and(|measured| measured.elapsed() < MEASURE_PERIOD)
+    }
 }
 
 /// Room in a cache, while bytes are written to it.
@@ -110,41 +129,80 @@ impl Drop for Room<'_> {
 impl Space {
     pub(super) fn new(place: Place, cap_bytes: Option<u64>) -> Self {
         let pending_bytes = AtomicU64::new(0);
-        Self { place, cap_bytes, state: Mutex::default(), pending_bytes, open: Mutex::default() }
+        Self {
+            place,
+            cap_bytes,
+            state: Mutex::default(),
+            turn: Mutex::default(),
+            pending_bytes,
+            open: Mutex::default(),
+        }
     }
 
     /// Notes an entry that this process has open.
     pub(super) fn add(&self, entry: &Arc<Entry>) {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = lock(&self.open);
         open.retain(|entry| entry.strong_count() > 0);
         open.push(Arc::downgrade(entry));
     }
 
     fn open_entries(&self) -> Vec<Arc<Entry>> {
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = lock(&self.open);
         open.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Room for `bytes` more, if they may be written. Evicts what was not used for longest if that is needed.
+    /// Room for `bytes` more, if they may be written. Evicts what was not used for longest if that is needed. While another
+    /// thread measures or evicts, the room that is left from the last measurement serves; only without any this waits for it.
     pub(super) fn reserve(&self, bytes: u64) -> Option<Room<'_>> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.full_since.is_some_and(|since| since.elapsed() < PAUSE) {
+        let state = lock(&self.state);
+        if state.is_full() {
             return None;
         }
-        let fresh = state.measured.is_some_and(|measured| measured.elapsed() < MEASURE_PERIOD);
-        if fresh && state.room_bytes >= bytes {
-            state.room_bytes -= bytes;
-            state.written = true;
-            return Some(self.room(bytes));
+        let has_room = state.room_bytes >= bytes;
+        if has_room && state.is_fresh() {
+            return Some(self.taken(state, bytes));
         }
-        let pending = self.pending_bytes.load(Ordering::Acquire);
+        let turn = match self.turn.try_lock() {
+            Ok(turn) => Some(turn),
+            Err(TryLockError::Poisoned(turn)) => Some(turn.into_inner()),
+            Err(TryLockError::WouldBlock) if has_room => return Some(self.taken(state, bytes)),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        drop(state);
+        let _turn = turn.unwrap_or_else(|| lock(&self.turn));
+        self.measured_room(bytes)
+    }
+
+    /// Takes from the room.
+    fn taken(&self, mut state: MutexGuard<'_, State>, bytes: u64) -> Room<'_> {
+        state.room_bytes -= bytes;
+        state.written = true;
+        self.room(bytes)
+    }
+
+    /// Room for `bytes` more after a measurement. The caller has the turn.
+    fn measured_room(&self, bytes: u64) -> Option<Room<'_>> {
+        // Another thread may have measured before this one had its turn.
+        let state = lock(&self.state);
+        if state.is_full() {
+            return None;
+        }
+        if state.is_fresh() && state.room_bytes >= bytes {
+            return Some(self.taken(state, bytes));
+        }
+        // A measurement may not see what is being written, nor what others take room for meanwhile.
+        let (pending, before) = (self.pending_bytes.load(Ordering::Acquire), state.room_bytes);
+        let begun = Instant::now();
+        drop(state);
         let measure = || self.measure().map(|(used, limit)| (used.saturating_add(pending), limit));
         let (mut used, mut limit) = measure().ok()?;
         if used.saturating_add(bytes) > limit {
             self.evict(used + bytes - limit, SURPLUS_BYTES.min(limit / 8));
             (used, limit) = measure().ok()?;
         }
-        let left = limit.saturating_sub(used);
+        let mut state = lock(&self.state);
+        let taken = before.saturating_sub(state.room_bytes);
+        let left = limit.saturating_sub(used).saturating_sub(taken);
         state.measured = Some(Instant::now());
         // Other processes write too: each takes a part of what is left.
         state.room_bytes = (left / ROOM_DIVISOR).clamp(ROOM_BYTES_MIN.max(bytes), MEASURE_BYTES.max(bytes)).min(left);
@@ -152,10 +210,13 @@ impl Space {
             state.full_since = Some(Instant::now());
             return None;
         }
+        // A write that failed meanwhile knows more.
+        if state.full_since.is_some_and(|since| since >= begun) {
+            (state.measured, state.room_bytes) = (None, 0);
+            return None;
+        }
         state.full_since = None;
-        state.written = true;
-        state.room_bytes -= bytes;
-        Some(self.room(bytes))
+        Some(self.taken(state, bytes))
     }
 
     fn room(&self, bytes: u64) -> Room<'_> {
@@ -165,8 +226,8 @@ impl Space {
 
     /// Evicts what exceeds the bound, since several processes wrote at the same time. To be called every few seconds.
     pub(super) fn keep_bound(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if !std::mem::take(&mut state.written) {
+        let _turn = lock(&self.turn);
+        if !std::mem::take(&mut lock(&self.state).written) {
             return;
         }
         if let Ok((used, limit)) = self.measure()
@@ -174,21 +235,20 @@ impl Space {
         {
             self.evict(used - limit, 0);
             // Until the others have looked too.
-            state.written = true;
+            lock(&self.state).written = true;
         }
     }
 
     /// Notes that a write failed since the disk is full.
     pub(super) fn note_full(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.measured = None;
+        let mut state = lock(&self.state);
+        (state.measured, state.room_bytes) = (None, 0);
         state.full_since = Some(Instant::now());
     }
 
     /// Whether a reservation failed lately.
     pub(super) fn is_full(&self) -> bool {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.full_since.is_some_and(|since| since.elapsed() < PAUSE)
+        lock(&self.state).is_full()
     }
 
     /// Bytes in use, and the most that may be.
@@ -329,4 +389,63 @@ pub(super) fn disk_bytes(entry: &Path) -> u64 {
 
 fn allocated(found: io::Result<fs::Metadata>) -> u64 {
     found.map_or(0, |found| found.blocks() * 512)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, thread};
+
+    use super::*;
+
+    #[test]
+    fn readers_take_what_room_is_left_while_another_measures() {
+        let space = Arc::new(Space::new(Place::Memory, Some(64 << 20)));
+        drop(space.reserve(1).unwrap());
+        // The period is over. A list that is locked makes the next measurement wait.
+        lock(&space.state).measured = Some(Instant::now().checked_sub(2 * MEASURE_PERIOD).unwrap());
+        let open = lock(&space.open);
+        let (tell, told) = mpsc::channel();
+        let asking = |space: &Arc<Space>, bytes: u64| {
+            let (space, tell) = (Arc::clone(space), tell.clone());
+            thread::spawn(move || {
+                let found = space.reserve(bytes).is_some();
+                let _ = tell.send((found, space.is_full()));
+            })
+        };
+        let mut measuring = asking(&space, 1);
+        while space.turn.try_lock().is_ok() {
+            // This look may have taken the turn.
+            if told.recv_timeout(Duration::from_millis(1)).is_ok() {
+                measuring = asking(&space, 1);
+            }
+        }
+        let room = lock(&space.state).room_bytes;
+        let reading = asking(&space, room - 10);
+        assert_eq!(told.recv_timeout(Duration::from_secs(20)), Ok((true, false)), "held up by the measurement");
+        drop(open);
+        assert_eq!(told.recv_timeout(Duration::from_secs(20)), Ok((true, false)));
+        measuring.join().unwrap();
+        reading.join().unwrap();
+        // Nothing was written: what is measured is the whole, without what was taken meanwhile.
+        let left = (64 << 20) - (room - 10);
+        assert_eq!(lock(&space.state).room_bytes, left / ROOM_DIVISOR - 1);
+    }
+
+    #[test]
+    fn a_full_disk_that_is_met_during_a_measurement_counts() {
+        let space = Arc::new(Space::new(Place::Memory, Some(64 << 20)));
+        let open = lock(&space.open);
+        let (asked, measuring) = (Arc::clone(&space), lock(&space.turn));
+        let asking = thread::spawn(move || asked.reserve(1).is_some());
+        drop(measuring);
+        while space.turn.try_lock().is_ok() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        // It has read the state and measures.
+        thread::sleep(Duration::from_millis(20));
+        space.note_full();
+        drop(open);
+        assert!(!asking.join().unwrap());
+        assert!(space.is_full() && space.reserve(1).is_none());
+    }
 }
