@@ -468,7 +468,12 @@ impl ChosenFiles<'_> {
         // Both visit the names of all tensors: they run at the same time.
         let mut found = Problems::default();
         let (quantized, mut dialect) = rayon::join(
-            || Arc::new(scheme::find(&stored, &mut problems)),
+            || {
+                let mut quantized = scheme::find(&stored, &mut problems);
+                let misread = config.as_ref().and_then(|config| promised::misread(&quantized.tensors, config));
+                quantized.unsupported.extend(misread);
+                Arc::new(quantized)
+            },
             || Dialect::of(&table, config.as_ref(), Quantization::default(), &mut found),
         );
         drop(stored);

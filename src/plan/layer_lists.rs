@@ -17,8 +17,9 @@ pub(super) struct KeptLayers<'a> {
     pub(super) total: u64,
 }
 
-/// Members with one entry per layer.
-const PER_LAYER: [&str; 26] = [
+/// Members with one entry per layer. These and the next ones are compared with all classes of transformers by a script,
+/// `tests/families/layer_lists.py`; others are from models that bring code of their own.
+const PER_LAYER: [&str; 31] = [
     "layer_types",
     "mlp_layer_types",
     "layers_block_type",
@@ -45,10 +46,15 @@ const PER_LAYER: [&str; 26] = [
     "swiglu_limits",
     "swiglu_limits_shared",
     "partial_rotary_factors",
+    "indexer_types",
+    "layer_rope_theta",
+    "sliding_windows",
+    "num_experts",
+    "moe_topk",
 ];
 
 /// Members that list numbers of layers, from 0.
-const NUMBERS: [&str; 14] = [
+const NUMBERS: [&str; 16] = [
     "mlp_only_layers",
     "moe_layers",
     "moe_layers_enum",
@@ -63,7 +69,15 @@ const NUMBERS: [&str; 14] = [
     "hybrid_layer_ids",
     "sparse_layers",
     "layer_idxs",
+    "rope_scaling_layers",
+    "subsample_layers",
 ];
+
+/// Members that list numbers of layers, from 1.
+const NUMBERS_FROM_ONE: [&str; 3] = ["ple_layer_ids", "full_attn_layers", "kda_layers"];
+
+/// A part of the names of lists of layers that predict further tokens, by numbers of their own.
+const OF_PREDICTORS: &str = "mtp";
 
 /// Parts of the names of members that may list numbers of layers.
 const NUMBER_WORDS: [&str; 5] = ["layer", "idx", "index", "indices", "block"];
@@ -161,9 +175,8 @@ impl KeptLayers<'_> {
             return Ok(());
         }
         if let Some(numbers) = self.numbers(key, value) {
-            let known = NUMBERS.contains(&key).then_some(CountedFrom::Zero);
             let own = own_base(&numbers, self.declared);
-            let Some(base) = own.or(known).or(base) else {
+            let Some(base) = own.or(known_base(key)).or(base) else {
                 if self.has_all_own() {
                     return Ok(());
                 }
@@ -205,7 +218,8 @@ impl KeptLayers<'_> {
 
     /// The numbers of layers that a member lists, if it does.
     fn numbers(&self, key: &str, value: &Value) -> Option<Vec<u64>> {
-        if !NUMBERS.contains(&key) && !NUMBER_WORDS.iter().any(|word| key.contains(word)) {
+        let is_named = NUMBER_WORDS.iter().any(|word| key.contains(word)) && !key.contains(OF_PREDICTORS);
+        if known_base(key).is_none() && !is_named {
             return None;
         }
         let numbers: Vec<u64> = match value {
@@ -222,6 +236,12 @@ impl KeptLayers<'_> {
     fn base_of(&self, key: &str, value: &Value) -> Option<CountedFrom> {
         if PER_LAYER.contains(&key) { None } else { own_base(&self.numbers(key, value)?, self.declared) }
     }
+}
+
+/// What the numbers of a member of this name count from.
+fn known_base(key: &str) -> Option<CountedFrom> {
+    let from_zero = NUMBERS.contains(&key).then_some(CountedFrom::Zero);
+    from_zero.or_else(|| NUMBERS_FROM_ONE.contains(&key).then_some(CountedFrom::One))
 }
 
 /// What these numbers count from: there is no layer 0 from 1, and no layer of the number of layers from 0.
@@ -279,6 +299,9 @@ mod tests {
                 json!({"linear_attn_config": {"full_attn_layers": [3, 5], "kda_layers": [1, 2, 4]}}),
                 json!({"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]}}),
             ),
+            (&[2, 3], (5, 5), json!({"ple_layer_ids": [2, 4]}), json!({"ple_layer_ids": [2]})),
+            (&[1, 2], (5, 7), json!({"mtp_local_layer_ids": [0, 1]}), json!({"mtp_local_layer_ids": [0, 1]})),
+            (&[1, 4], (5, 5), json!({"num_experts": [8, 4, 8, 8, 2]}), json!({"num_experts": [4, 2]})),
             (&[1, 3], (5, 5), json!({"layer_settings": {"0": 7, "3": 8}}), json!({"layer_settings": {"1": 8}})),
             (&[0, 1], (5, 5), same.clone(), same),
         ];

@@ -84,7 +84,7 @@ impl Selected {
 }
 
 /// Words in the names of towers for images, video and sound.
-const TOWERS: [&str; 19] = [
+const TOWERS: [&str; 20] = [
     "vision_tower",
     "vision_model",
     "visual",
@@ -104,6 +104,7 @@ const TOWERS: [&str; 19] = [
     "connector",
     "talker",
     "token2wav",
+    "qformer",
 ];
 
 /// Whether a name belongs to a tower for images, video or sound.
@@ -419,12 +420,18 @@ fn text_part(
     }
 }
 
-/// The layers that stay, of the model and of what predicts further tokens, and how many there were of both.
-fn kept_layers(base: &Checkpoint, subset: &Subset, layers: &[u64], dropped_mtp: bool) -> (Vec<u64>, u64) {
+/// Number of the model's own layers and of those that predict further tokens, as the configuration or the tensors have them.
+pub(super) fn total_layers(base: &Checkpoint) -> u64 {
     let declared = base.dialect().declared_layers.unwrap_or(0);
     let predicting = MTP_COUNTS.iter().filter_map(|key| member::config_number(base, key)).max().unwrap_or(0);
     let last = base.dialect().mtp_layers.last().map_or(0, |last| last.saturating_add(1));
-    let total = declared.saturating_add(predicting).max(last);
+    declared.saturating_add(predicting).max(last)
+}
+
+/// The layers that stay, of the model and of what predicts further tokens, and how many there were of both.
+fn kept_layers(base: &Checkpoint, subset: &Subset, layers: &[u64], dropped_mtp: bool) -> (Vec<u64>, u64) {
+    let declared = base.dialect().declared_layers.unwrap_or(0);
+    let total = total_layers(base);
     let mut kept = if subset.layers.is_some() {
         layers.to_vec()
     } else {

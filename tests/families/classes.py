@@ -32,6 +32,10 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 transformers.logging.set_verbosity_error()
 
+INDEXED = {
+    "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1],
+}  # fmt: skip
 # Members that a class needs and that its configuration leaves empty.
 NEEDED = {
     "autoformer": {"prediction_length": 8},
@@ -47,14 +51,50 @@ NEEDED = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
     "esm": {"vocab_size": 33},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 31},
-    "qwen4_exp_text": {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 2048, "indexer_compress_ratio": 4, "ple_layer_ids": [1]},
-    "qwen4_exp": {"text_config": {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 2048, "indexer_compress_ratio": 4, "ple_layer_ids": [1]}},
+    "qwen4_exp_text": INDEXED,
+    "qwen4_exp": {"text_config": INDEXED},
     "wav2vec2-bert": {"vocab_size": 33},
     "wav2vec2-conformer": {"vocab_size": 33},
-    "diffusion_gemma_text": {"num_experts": 8},
     "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}},
     "informer": {"prediction_length": 8},
     "time_series_transformer": {"prediction_length": 8},
+}
+# A backbone of this library in the place of one of timm's.
+RESNET = {"use_timm_backbone": False, "backbone": None, "backbone_config": {"model_type": "resnet", "out_features": ["stage4"]}}
+STAGES = ["stem", "stage1", "stage2", "stage3", "stage4"]
+ALL_STAGES = RESNET | {"backbone_config": {"model_type": "resnet", "out_features": STAGES}}
+# The same for single classes, beside what their model types need.
+NEEDED |= {
+    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16}},
+    "BeitForSemanticSegmentation": {"out_indices": [3, 5, 7, 11]},
+    "bridgetower": {"contrastive_hidden_size": 512, "logit_scale_init_value": 2.6592},
+    "conditional_detr": RESNET,
+    "dab-detr": RESNET,
+    "deformable_detr": RESNET | {"backbone_config": {"model_type": "resnet", "out_features": ["stage2", "stage3", "stage4"]}},
+    "detr": RESNET,
+    "DetrForSegmentation": ALL_STAGES,
+    "ConditionalDetrForSegmentation": ALL_STAGES,
+    "diffusion_gemma_text": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "table-transformer": RESNET,
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "moonshine_streaming": {"num_key_value_heads": 8},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 64},
+    "ReformerModelWithLMHead": {"is_decoder": True},
+    "seamless_m4t_v2": {
+        "variance_predictor_embed_dim": 1024, "variance_predictor_hidden_dim": 256, "variance_predictor_kernel_size": 3,
+        "variance_pred_dropout": 0.5,
+    },
+    "vilt": {"num_images": 2, "modality_type_vocab_size": 3},
+    "HieraForPreTraining": {"decoder_hidden_size": 512, "decoder_depth": 2, "decoder_num_heads": 16},
+    "PerceiverForImageClassificationConvProcessing": {"num_cross_attention_heads": 1},
+    "PerceiverForImageClassificationFourier": {"num_cross_attention_heads": 1},
+    "PerceiverForMultimodalAutoencoding": {"num_cross_attention_heads": 1},
+    "PerceiverForOpticalFlow": {"num_cross_attention_heads": 1},
+    "cohere_compass_text": {"layer_types": ["full_attention"] * 40},
+    "cohere_compass": {"text_config": {"layer_types": ["full_attention"] * 40}},
+    "t5gemma2_decoder": {"dropout_rate": 0.0},
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
+    "t5gemma2_text": {"dropout_rate": 0.0},
 }
 # Layers that a tiny configuration keeps: a first dense one, and each kind of a usual cycle of kinds.
 LAYERS = 4
@@ -129,6 +169,17 @@ def members(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from members(value)
 
 
+def kept_layers(part: PreTrainedConfig, count: int) -> list[int]:
+    """The first few layers; the last of them give way to layers of kinds that are not among them."""
+    kept = list(range(LAYERS))
+    for value in vars(part).values():
+        if isinstance(value, (list, tuple)) and len(value) == count and all(isinstance(kind, str) for kind in value):
+            missing = [kind for kind in dict.fromkeys(value) if kind not in {value[at] for at in kept}]
+            for place, kind in enumerate(missing[: LAYERS - 1]):
+                kept[-1 - place] = list(value).index(kind)
+    return sorted(kept)
+
+
 def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy with at most `LAYERS` layers in each tower."""
     config = copy.deepcopy(config)
@@ -137,14 +188,14 @@ def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
             count = vars(part).get(name)
             if not isinstance(count, int) or isinstance(count, bool) or count <= LAYERS:
                 continue
+            kept = kept_layers(part, count)
             for key, value in list(vars(part).items()):
                 if isinstance(value, (list, tuple)) and len(value) == count:
-                    # Both kinds of layers, if the first few are all of one kind.
-                    kept = value[:LAYERS]
-                    if all(isinstance(kind, str) for kind in value) and set(kept) != set(value):
-                        others = [kind for kind in dict.fromkeys(value) if kind not in kept][: LAYERS - 1]
-                        kept = [*kept[: LAYERS - len(others)], *others]
-                    setattr(part, key, type(value)(kept))
+                    setattr(part, key, type(value)(value[at] for at in kept))
+                elif isinstance(value, dict) and value and all(str(layer).isdigit() for layer in value):
+                    own = {str(layer): more for layer, more in value.items()}
+                    kind = type(next(iter(value)))
+                    setattr(part, key, {kind(place): own[str(at)] for place, at in enumerate(kept) if str(at) in own})
             setattr(part, name, LAYERS)
     return config
 
@@ -175,7 +226,7 @@ def build_class(
     reasons = []
     for cut in (True, False):
         try:
-            default = config(**copy.deepcopy(NEEDED.get(model_type, {})))
+            default = config(**copy.deepcopy(NEEDED.get(model_type, {}) | NEEDED.get(cls.__name__, {})))
             used = tiny(default) if cut else default
             return Built(model_type, cls, used, build(cls, used, dtype), reasons[0] if reasons else "")
         except Exception as error:  # noqa: BLE001  any class may refuse in its own way

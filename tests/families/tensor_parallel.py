@@ -5,18 +5,13 @@ writes those plans by model type, with the modules grouped in blocks: a block is
 
     tensor_parallel.py           writes the file
     tensor_parallel.py --check   compares it, and exits with 1 if it differs
-    tensor_parallel.py --survey CKFS [MODEL_TYPE ...]
-                                 plans a repository of each model type, without weights, for two tensor-parallel devices. Each
-                                 module of a plan is cut as the plan says, or its whole block is whole; in all other blocks
-                                 the inputs are cut if and only if the output is
+
+The table of families beside this script compares with it what the program makes of each model type.
 """
 
-import json
+import functools
 import re
-import struct
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 TABLE = Path(__file__).resolve().parents[2] / "src/plan/families/tensor_parallel.toml"
@@ -39,6 +34,7 @@ COLUMNS, ROWS = {"colwise", "packed_colwise"}, {"rowwise"}
 TRANSPOSED = ({"packed_rowwise"}, {"colwise"})
 
 
+@functools.cache
 def plans():
     """The plan of each model type that has one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -126,43 +122,12 @@ def text():
     return "\n".join(out) + "\n"
 
 
-DTYPES = {"torch.int64": ("I64", 8), "torch.int32": ("I32", 4), "torch.uint8": ("U8", 1), "torch.bool": ("BOOL", 1)}
 # First words within a layer that are one block together.
 TOGETHER = {"fc1", "fc2", "intermediate", "output", "ffn", "ffn_output"}
 
 
-def repository(where, tensors, config):
-    """A repository whose weights are a hole."""
-    header, at = {}, 0
-    for name, tensor in sorted(tensors.items()):
-        dtype, size = DTYPES.get(str(tensor.dtype), ("BF16", 2))
-        end = at + tensor.numel() * size
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    with open(where / "model.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + at)
-    (where / "config.json").write_text(json.dumps(config))
-
-
 def starred(name):
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def specs(ckfs, where, layout):
-    """The axis that is cut of each tensor by its name with stars, in the layout, and its rank."""
-    command = [ckfs, "plan", where, "--layout", layout, "--mesh", "tensor=2", "--allow-missing", "--allow-unmapped", "--json"]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    if done.returncode:
-        return None, done.stderr
-    view = json.loads(done.stdout)["views"][0]
-    found = {}
-    for tensor in view["tensors"]:
-        if "scanned" not in tensor["name"]:
-            axis = next((at for at, mesh in enumerate(tensor["spec"]) if mesh), None)
-            found[starred(tensor["name"])] = (axis, len(tensor["shape"]))
-    return found, "; ".join(view.get("warnings") or [])
 
 
 def block_of(name):
@@ -173,76 +138,56 @@ def block_of(name):
         at = path.index("experts") + 1
         return ".".join(path[: at + (path[at : at + 1] == ["*"])])
     at = path.index("*") + 1
+    # A matrix of the layer itself is of one block with its like.
     word = path[at] if at < len(path) else ""
-    return ".".join([*path[:at], "mlp" if word in TOGETHER else word])
+    is_own = at + 1 >= len(path) or word in TOGETHER
+    return ".".join([*path[:at], "mlp" if is_own else word])
 
 
-def faults(found, plan):
-    """What is wrong with the cuts of a repository's own names."""
-    gathered = [re.escape(key).replace(r"\*", r"[^.]+") for key, style in plan.items() if "gather" in style or "split" in style or "embed" in style]
+def wrong_cuts(tensors, plan):
+    """What is wrong with the cuts of a repository's tensors, as `plan --json` shows them over one axis."""
+    found = {}
+    for tensor in tensors:
+        axis = next((at for at, mesh in enumerate(tensor["spec"]) if mesh), None)
+        found[starred(tensor["name"])] = (axis, len(tensor["shape"]))
+    of_whole = re.compile("gather|split|embed")
+    gathered = [re.escape(key).replace(r"\*", r"[^.]+") for key, style in plan.items() if of_whole.search(style)]
     sides = {}
     for name, (axis, rank) in found.items():
         block, stem = block_of(name), name.removesuffix(".weight")
-        if block is None or rank != 2 or axis is None or any(re.search(rf"(^|\.){key}$", stem) for key in gathered):
+        is_cut = block is not None and rank == 2 and axis is not None and not name.endswith("bias")
+        if not is_cut or any(re.search(rf"(^|\.){key}$", stem) for key in gathered):
             continue
         sides.setdefault(block, set()).add(axis)
     for block, axes in sides.items():
         if len(axes) == 1:
             yield f"{block}: only axis {axes.pop()} is cut"
+    axes_of = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1, "embedding_rowwise": 0}
     for key, style in plan.items():
-        wanted = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1, "embedding_rowwise": 0}.get(style)
+        wanted = axes_of.get(style)
         hits = [name for name in found if starred(name).removesuffix(".weight").endswith("." + key)]
         for name in hits:
             axis, rank = found[name]
             if wanted is None or rank != 2 or axis == wanted:
                 continue
             block = block_of(name)
-            cut = [other for other in found if block_of(other) == block and found[other][1] == 2 and found[other][0] is not None]
+            beside = [other for other in found if block_of(other) == block]
+            cut = [other for other in beside if found[other][1] == 2 and found[other][0] is not None]
             if axis is not None or (cut and block is not None):
                 yield f"{name}: {style}, cut along {axis}, beside {cut}"
 
 
-def survey(ckfs, only):
-    """Prints what is wrong, by model type."""
-    from classes import Built, configurations, walk
-    from transformers.core_model_loading import revert_weight_conversion
-
-    known, bad, count = plans(), 0, 0
-    for model_type in only or sorted(configurations()):
-        all_built = [built for built in walk([model_type]) if isinstance(built, Built)]
-        built = max(all_built, key=lambda built: len(built.model.state_dict()), default=None)
-        if built is None:
-            continue
-        tensors = built.model.state_dict()
-        try:
-            tensors = revert_weight_conversion(built.model, tensors)
-        except Exception as error:  # noqa: BLE001  some conversions do not work without values
-            print(f"{model_type}: names of the modules, not of the repository: {type(error).__name__}")
-        config = json.loads(built.config.to_json_string(use_diff=False)) | {"model_type": model_type}
-        plan = dict(known.get(model_type, {}))
-        for part in config.values():
-            if isinstance(part, dict):
-                plan |= known.get(part.get("model_type"), {})
-        with tempfile.TemporaryDirectory() as directory:
-            repository(Path(directory), tensors, config)
-            for layout in ("hf", "canonical"):
-                found, said = specs(ckfs, Path(directory), layout)
-                if found is None:
-                    print(f"{model_type} {layout}: not planned: {said.splitlines()[:3]}")
-                    continue
-                wrong = list(faults(found, plan)) if layout == "hf" else []
-                cut = sum(axis is not None for axis, rank in found.values() if rank > 1)
-                print(f"{model_type} {layout}: {cut} of {len(found)} kinds are cut; {said}")
-                for line in wrong:
-                    print(f"  WRONG {line}")
-                bad += bool(wrong)
-        count += 1
-    sys.exit(f"{bad} of {count} model types are cut wrongly" if bad else 0)
+def plan_of(config):
+    """The plan for a `config.json`: those of the model types in it."""
+    known = plans()
+    found = dict(known.get(config["model_type"], {}))
+    for part in config.values():
+        if isinstance(part, dict):
+            found |= known.get(part.get("model_type"), {})
+    return found
 
 
 def main():
-    if sys.argv[1:2] == ["--survey"]:
-        survey(sys.argv[2], sys.argv[3:])
     made = text()
     if "--check" in sys.argv[1:]:
         sys.exit(0 if made == TABLE.read_text() else f"{TABLE} is not what this version of transformers says")

@@ -1,4 +1,5 @@
-"""What ckfs knows of model families against the classes of the pinned transformers: buffers, and what stays in float32."""
+"""What ckfs knows of model families against the classes of the pinned transformers: buffers, and what stays in float32, and
+lists of layers in configurations."""
 
 import json
 import subprocess
@@ -63,6 +64,12 @@ def test_the_table_of_families_is_what_the_classes_say():
     script = ROOT / "tests/families/buffers_and_float32.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+
+
+def test_lists_of_layers_in_configurations_are_cut_or_named():
+    script = ROOT / "tests/families/layer_lists.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_shapes_of_a_device_are_those_of_its_rank_under_fsdp2(sources, tmp_path):

@@ -429,3 +429,21 @@ fn embeddings_belong_to_the_group_of_their_class() {
     check_packed(&opened, "model.embed_tokens", (5, 64), 8, 64, false);
     check_packed(&opened, "layers.0.q", (4, 64), 4, 32, false);
 }
+
+#[test]
+fn a_matrix_of_other_bits_than_configured_is_named_by_the_sizes_of_the_model() {
+    // Both have codes and scales of the same shapes; `weight_shape` is read for the first of a kind.
+    let repository = linear("pack-quantized", &integers(8, "group", Some(64), true));
+    let repository = packed(repository, "model.layers.0.self_attn.q_proj", (64, 256), 4, 2);
+    let mut repository = packed(repository, "model.layers.0.mixer.in_proj", (64, 128), 8, 2);
+    repository.config["hidden_size"] = json!(256);
+    let opened = repository.open();
+    let found: Vec<&str> = opened.checkpoint.quantized().unsupported.iter().map(|of| of.method.as_str()).collect();
+    assert_eq!(
+        found,
+        [
+            "pack_quantized, whose settings give \"model.layers.0.self_attn.q_proj.weight\" 128 columns instead of 256 (the hidden size \
+          in config.json): the bits or the group of another module, or a config.json of another model"
+        ]
+    );
+}

@@ -188,3 +188,52 @@ fn settings_of_a_module_that_is_not_there_are_named() {
     assert!(said("nobody", json!({"group_size": 128, "bits": 4})).is_empty());
     assert!(said("nobody", json!(false)).is_empty());
 }
+
+#[test]
+fn settings_that_give_other_sizes_than_the_model_has_are_named() {
+    // Stored with bits and group, and read with others that the shapes of codes and scales fit as well.
+    let said = |module: &str, inner: u64, stored: (u64, u64), read: (u64, u64), text: &Value| {
+        let own = json!({"bits": read.0, "group_size": read.1});
+        let mut repository =
+            affine(repository(4, 128, "affine", &[(module, own)]), module, &[64, inner], stored, DType::BF16);
+        repository.config["model_type"] = json!("qwen3_5");
+        repository.config["text_config"] = text.clone();
+        let opened = repository.open();
+        opened.checkpoint.quantized().unsupported.iter().map(|of| of.method.clone()).collect::<Vec<_>>()
+    };
+    let sizes = json!({"model_type": "qwen3_5_text", "hidden_size": 64, "intermediate_size": 192, "moe_intermediate_size": 40,
+               "n_shared_experts": 3, "num_attention_heads": 4, "head_dim": 32, "num_hidden_layers": 1});
+    let (down, query) = ("language_model.model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj");
+    let output = "model.layers.0.self_attn.o_proj";
+    let rows = [
+        (down, 192, (8, 64), (4, 128), "384 columns instead of 192 (the inner sizes of its MLPs"),
+        (down, 192, (4, 32), (8, 16), "96 columns instead of 192 (the inner sizes of its MLPs"),
+        ("model.embed_tokens", 64, (8, 64), (4, 128), "128 columns instead of 64 (the hidden size"),
+        (query, 64, (8, 32), (2, 128), "256 columns instead of 64 (the hidden size"),
+        (output, 128, (4, 32), (2, 64), "256 columns instead of 128 (the sizes of its heads"),
+        // Right; the size of the shared experts; one that is nobody's.
+        (down, 192, (8, 64), (8, 64), ""),
+        (down, 120, (4, 40), (4, 40), ""),
+        (down, 160, (4, 32), (4, 32), ""),
+        (query, 64, (4, 32), (4, 32), ""),
+        // Nothing is known of this one.
+        ("model.layers.0.mixer.in_proj", 64, (8, 64), (4, 128), ""),
+    ];
+    for (module, inner, stored, read, what) in rows {
+        let expected = (!what.is_empty()).then(|| {
+            format!(
+                "mlx, whose settings give \"{module}.weight\" {what} in config.json): the bits or the group of another module, or a \
+                 config.json of another model"
+            )
+        });
+        assert_eq!(
+            said(module, inner, stored, read, &sizes),
+            Vec::from_iter(expected),
+            "{module} {inner} {stored:?} {read:?}"
+        );
+    }
+    // A head that predicts for another model reads several of its layers' outputs.
+    let mut draft = sizes;
+    draft["draft_vocab_size"] = json!(32);
+    assert!(said(query, 128, (4, 32), (4, 32), &draft).is_empty());
+}

@@ -112,7 +112,7 @@ const LAYERS_MAX: u64 = 1 << 16;
 const FAMILIES_MAX: usize = 256;
 
 /// The nested configuration of the text model, and the name of its member.
-fn text_config(config: Option<&Value>) -> Option<(&'static str, &Value)> {
+pub(in crate::checkpoint) fn text_config(config: Option<&Value>) -> Option<(&'static str, &Value)> {
     TEXT_CONFIGS.iter().find_map(|key| Some((*key, config?.get(key).filter(|text| text.is_object())?)))
 }
 
@@ -332,7 +332,8 @@ impl NameScan {
                 "q_proj" | "k_proj" | "wq" | "wk" | "query" | "key" => self.separate_qkv = true,
                 "qkv_proj" | "c_attn" | "query_key_value" | "Wqkv" | "qkv" | "in_proj_qkv" => self.fused_qkv = true,
                 "kv_a_proj_with_mqa" | "wkv_a" | "wkv" => self.latent_qkv = true,
-                "lm_head" | "embed_out" => self.has_lm_head = true,
+                // A tied head may have a bias of its own.
+                "lm_head" | "embed_out" => self.has_lm_head |= !tensor.name.ends_with(".bias"),
                 "mtp" => self.mtp_named = true,
                 _ => {}
             }

@@ -1,5 +1,5 @@
 //! Whether an output head is the embedding, decided as in transformers: by `config.json`, and otherwise by the model's
-//! type. The types are data, in `tied.toml`.
+//! type. The types are data, in `tied.toml`, which a script makes from the classes of transformers.
 
 use std::{
     collections::HashMap,
@@ -15,9 +15,18 @@ use crate::tensor::TensorId;
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Rules {
+    /// Tied if nothing is said.
     by_default: Vec<String>,
+    /// Tied, or not, whatever is said.
     always: Vec<String>,
+    never: Vec<String>,
+    /// Tied if the whole model's configuration or the text model's says so.
+    by_either: Vec<String>,
+    /// Only the text model's configuration counts.
     by_text: Vec<String>,
+    /// Only the whole model's configuration counts, though there is one of a text model.
+    by_whole: Vec<String>,
+    /// Names of embeddings that a head may be, without a prefix.
     embeddings: Vec<String>,
 }
 
@@ -64,14 +73,18 @@ impl Tie {
             let tied = has_head;
             return Self { declared: word(config).filter(|_| !tied), tied };
         }
+        if is_in(&RULES.never, &outer) {
+            return Self::default();
+        }
         let (declared, default) = match text {
             None => (word(config), by_default(&outer)),
-            Some(text) if is_in(&RULES.by_text, &outer) => {
+            Some(text) if is_in(&RULES.by_text, &outer) => (word(text), by_default(&outer)),
+            Some(text) if is_in(&RULES.by_either, &outer) => {
                 let words = [word(config), word(text)];
                 let declared = words.iter().flatten().copied().reduce(|any, word| any || word);
                 (declared, by_default(&outer))
             }
-            Some(_) if is_in(&RULES.by_default, &outer) => (word(config), by_default(&outer)),
+            Some(_) if is_in(&RULES.by_whole, &outer) => (word(config), by_default(&outer)),
             // If the whole model is not in the lists, either configuration may decide. The whole model's head follows
             // the whole model's configuration.
             Some(text) => (word(config).or_else(|| word(text)), by_default(&model_type(text))),
@@ -144,10 +157,19 @@ mod tests {
             (json!({"model_type": "gemma3", "text_config": {"tie_word_embeddings": false}}), None, true),
             // Here the inner configuration may tie although the outer one does not.
             (
-                json!({"model_type": "qwen2_vl", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
+                json!({"model_type": "llava", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
                 Some(true),
                 true,
             ),
+            // Or it alone counts.
+            (
+                json!({"model_type": "llama4", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
+                Some(true),
+                true,
+            ),
+            (json!({"model_type": "llama4", "tie_word_embeddings": true, "text_config": {}}), None, false),
+            // No class has a tied head.
+            (json!({"model_type": "kimi_linear", "tie_word_embeddings": true}), None, false),
             (json!({"model_type": "llava", "text_config": {"model_type": "llama"}}), None, false),
             (json!({"model_type": "other", "text_config": {"model_type": "gemma2"}}), None, true),
             (json!({"model_type": "other", "text_config": {"tie_word_embeddings": true}}), Some(true), true),

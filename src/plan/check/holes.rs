@@ -264,14 +264,17 @@ impl LayerLists {
     fn of(checkpoint: &Checkpoint) -> Self {
         let mut lists = Self::default();
         if let Some(config) = checkpoint.config() {
-            lists.gather(config, checkpoint.dialect().declared_layers, 0);
+            let declared = checkpoint.dialect().declared_layers;
+            let counts = declared.map(|declared| [declared, select::total_layers(checkpoint)]);
+            lists.gather(config, counts.as_ref().map_or(&[], |counts| &counts[..]), 0);
         }
         lists
     }
 
-    fn gather(&mut self, config: &Value, declared: Option<u64>, depth: usize) {
+    /// `counts` are the model's own layers, and those with the ones that predict further tokens: lists are as long as either.
+    fn gather(&mut self, config: &Value, counts: &[u64], depth: usize) {
         const DEPTH_MAX: usize = 3;
-        let is_per_layer = |entries: usize| declared == Some(entries as u64);
+        let is_per_layer = |entries: usize| counts.contains(&(entries as u64));
         for (key, value) in config.as_object().into_iter().flatten() {
             match value {
                 Value::Array(entries) => {
@@ -284,7 +287,7 @@ impl LayerLists {
                 Value::String(letters) if key.contains("pattern") && is_per_layer(letters.chars().count()) => {
                     self.per_layer.push(letters.chars().map(String::from).collect());
                 }
-                Value::Object(_) if depth < DEPTH_MAX => self.gather(value, declared, depth + 1),
+                Value::Object(_) if depth < DEPTH_MAX => self.gather(value, counts, depth + 1),
                 Value::Object(_) | Value::String(_) | Value::Null | Value::Bool(_) | Value::Number(_) => {}
             }
         }
@@ -339,18 +342,24 @@ mod tests {
             "layer_types": ["s", "s", "f", "s", "s"], "inner": {"full_attn_layers": [2, 4]}, "pattern": "MMM*M",
         });
         let mut lists = LayerLists::default();
-        lists.gather(&config, Some(5), 0);
+        lists.gather(&config, &[5, 5], 0);
         let layers = [0, 1, 2, 3, 4];
         for (text, expected) in
             [("xx.xx", true), ("x.x.x", true), (".x.x.", true), ("xxx.x", true), ("x.xxx", false), ("xx..x", false)]
         {
             assert_eq!(lists.tell(&layers, &pattern(text)), expected, "{text}");
         }
+        // A list that goes on for two layers that predict further tokens.
+        let config = serde_json::json!({"layer_types": ["f", "s", "s", "f", "s", "f", "f"]});
+        let mut lists = LayerLists::default();
+        lists.gather(&config, &[5, 7], 0);
+        assert!(lists.tell(&layers, &pattern("x..x.")));
+        assert!(!lists.tell(&layers, &pattern("x.xx.")));
         // Texts and lists that have one entry per layer by chance.
         let config =
             serde_json::json!({"torch_dtype": "bfloat16", "name": "ssssfsss", "ids": [9, 8, 7, 6, 5, 4, 3, 2]});
         let mut lists = LayerLists::default();
-        lists.gather(&config, Some(8), 0);
+        lists.gather(&config, &[8], 0);
         assert!(!lists.tell(&[0, 1, 2, 3, 4, 5, 6, 7], &pattern("xxxx.xxx")));
     }
 }
