@@ -156,10 +156,15 @@ pub fn serve(
     config.n_threads = Some(threads + 1);
     // The kernel enforces the mount options; fuser need not check a second time.
     let acl = SessionACL::All;
-    let started = KernelAdapter::new(Arc::clone(&fs), options.passthrough, threads)
-        .and_then(|adapter| fuser::Session::from_fd(adapter, fd, acl, config))
-        .map_err(|source| MountError::Session { source })
-        .and_then(|session| Running::start(session, &fs));
+    let begin = || {
+        let adapter = KernelAdapter::new(Arc::clone(&fs), options.passthrough, threads)?;
+        let (passthrough, device) = (adapter.passthrough(), fd.try_clone()?);
+        let session = fuser::Session::from_fd(adapter, fd, acl, config)?;
+        passthrough.begin(fs.as_ref(), &device);
+        Ok(session)
+    };
+    let started =
+        begin().map_err(|source| MountError::Session { source }).and_then(|session| Running::start(session, &fs));
     let mut supervisor = match started {
         Ok(running) => {
             let (grace, drain, since) = (options.grace, options.drain, Instant::now());
