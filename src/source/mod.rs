@@ -18,6 +18,7 @@
 //! A source does not list a repository, know tensors, merge neighbouring spans, or cache. Those belong to the layers above.
 
 mod beneath;
+pub mod calendar;
 pub mod digest;
 mod error;
 mod health;

@@ -38,7 +38,8 @@ use crate::{
 };
 
 /// How to mount anew, where the command is not known.
-const REMOUNT: &str = "ckfs umount MNT && ckfs mount SOURCE MNT, with the options in .ckfs/config.toml";
+const REMOUNT: &str =
+    "cp MNT/.ckfs/config.toml ckfs.toml && ckfs umount MNT && ckfs mount --config ckfs.toml SOURCE MNT";
 
 /// A plan and its directory in the mount.
 #[derive(Clone, Debug)]

@@ -37,7 +37,7 @@ use super::supervisor::{Attached, Exit, Running, Supervisor};
 use crate::{
     fuse::{
         adapter::KernelAdapter,
-        mounts::{MountError, MountOptions, adopt, is_passed, mount, set_read_ahead},
+        mounts::{MountError, MountOptions, adopt, check_host, is_passed, mount, set_read_ahead},
     },
     host::{
         Log, limits,
@@ -133,6 +133,7 @@ pub fn serve(
     log: &Log,
     on_ready: impl FnOnce(),
 ) -> Result<Exit, MountError> {
+    check_host()?;
     block_signals()?;
     let signals = SignalFd::with_flags(&signal::handled(), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .map_err(|errno| MountError::System { what: "signalfd", source: errno.into() })?;
