@@ -437,6 +437,24 @@ fn adapter(config: &Value, modules: &[&str]) -> tempfile::TempDir {
 }
 
 #[test]
+fn an_adapter_that_does_not_fit_is_refused_once_for_all_layers() {
+    let dir = repo::llama(3, DType::BF16);
+    let modules =
+        ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.2.self_attn.q_proj"];
+    let adapter = adapter(&json!({"peft_type": "LORA", "target_modules": ["q_proj"], "r": 8}), &modules);
+    let open = OpenOptions { adapters: vec![adapter.path().to_owned()], ..OpenOptions::default() };
+    let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &open).unwrap();
+    let options = ViewOptions { layout: Layout::Hf, lora: Some(adapter.path().to_owned()), ..ViewOptions::default() };
+    let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
+    for (matrix, shapes) in [("A", "[8, 16], found [2, 16]"), ("B", "[24, 8], found [24, 2]")] {
+        let line =
+            format!("model.layers.{{0-2}}.self_attn.q_proj.lora_{matrix}.weight (3 tensors): expected shape {shapes}");
+        assert_eq!(error.matches(&line).count(), 1, "{error}");
+    }
+    assert_eq!(error.matches("expected shape").count(), 2, "{error}");
+}
+
+#[test]
 fn adapters_stand_beside_base_layers() {
     let dir = repo::llama(1, DType::BF16);
     let config = json!({"peft_type": "LORA", "target_modules": ["q_proj"], "bias": "none"});
@@ -460,7 +478,7 @@ fn adapters_stand_beside_base_layers() {
         "rank_pattern": {r"layers\.(?!1)\d+\..*": 2}});
     build(&ahead, &[q], Layout::Hf).unwrap();
     for (config, modules, layout, expected) in [
-        (config.clone(), &[q][..], Layout::Canonical, "those of the layout hf, not of canonical"),
+        (config.clone(), &[q][..], Layout::Canonical, "those of the layout hf, not of canonical: add --layout hf"),
         (config.clone(), &[], Layout::Hf, "needed for the targeted module"),
         (config.clone(), &[q, "model.layers.7.self_attn.q_proj"], Layout::Hf, "its module is not there"),
         (json!({"peft_type": "LOHA"}), &[q], Layout::Hf, "expected LORA"),

@@ -394,7 +394,7 @@ fn a_file_that_was_closed_is_materialized_on_disk() {
         volume.enable_materialization().map(|()| volume)
     };
     let volume = in_directory(copies.path()).unwrap();
-    volume.started(true);
+    volume.started(Ok(()));
     let (tell, told) = std::sync::mpsc::channel();
     volume.on_change(Some(Box::new(move || tell.send(()).unwrap())));
     let mut inodes = Vec::new();

@@ -1,6 +1,7 @@
 //! Adapters beside a repository: directories with a configuration and weights of their own.
 
 use std::{
+    io,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -19,6 +20,9 @@ use crate::source::{Beneath, FoundFile, Opened, SourceError, remote::RemoteTree}
 /// Name of an adapter's weights.
 pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 
+/// Name of an adapter's weights as older programs save them.
+const ADAPTER_PICKLE: &str = "adapter_model.bin";
+
 /// Name of an adapter's configuration.
 const ADAPTER_CONFIG: &str = "adapter_config.json";
 
@@ -31,6 +35,20 @@ pub(super) struct AdapterFiles {
     pub(super) warning: Option<String>,
     /// Whether the weights fill what the checkpoint lacks, rather than adapt it.
     pub(super) fills: bool,
+}
+
+/// The problem of an adapter without the weights that are read.
+fn unsaved(dir: &Path) -> CheckpointError {
+    let message = if dir.join(ADAPTER_PICKLE).exists() {
+        format!(
+            "expected {ADAPTER_WEIGHTS}, found {ADAPTER_PICKLE}, a pickle, which is not read: load it with peft and save it again, \
+             which writes {ADAPTER_WEIGHTS}"
+        )
+    } else {
+        format!("expected {ADAPTER_WEIGHTS} beside it, found none: is the adapter complete?")
+    };
+    let problems = vec![Problem::Json { file: ADAPTER_CONFIG.to_owned(), message }];
+    CheckpointError::Problems { label: dir.display().to_string(), problems, more: 0 }
 }
 
 pub(super) fn read_adapters(options: &OpenOptions) -> Result<Vec<AdapterFiles>, CheckpointError> {
@@ -69,7 +87,7 @@ fn read_remote(dir: &Path, source: &str, options: &OpenOptions) -> Result<Adapte
     if let Some(found) = lfs_pointer(&text, false) {
         return Err(problem(found.to_owned()));
     }
-    let config = json::parse(&text).map_err(|error| problem(error.to_string()))?;
+    let config = json::parse(&text).map_err(|error| problem(json::fault(&error)))?;
     let weights = find(ADAPTER_WEIGHTS)?;
     Ok(AdapterFiles { dir: dir.to_owned(), config, weights, warning: None, fills: false })
 }
@@ -104,13 +122,14 @@ pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterF
     if let Some(found) = lfs_pointer(&text, false) {
         return Err(problem(found.to_owned()));
     }
-    let config = json::parse(&text).map_err(|error| problem(error.to_string()))?;
+    let config = json::parse(&text).map_err(|error| problem(json::fault(&error)))?;
     let weights = dir.join(ADAPTER_WEIGHTS);
     let opening = options.fetches.begin_path(&weights, "open");
-    let found = root.find(ADAPTER_WEIGHTS).map_err(|error| SourceError::Io {
-        file: Arc::from(weights.as_path()),
-        action: "open".into(),
-        error: Arc::new(error),
+    let found = root.find(ADAPTER_WEIGHTS).map_err(|error| {
+        if error.kind() == io::ErrorKind::NotFound {
+            return unsaved(dir);
+        }
+        SourceError::Io { file: Arc::from(weights.as_path()), action: "open".into(), error: Arc::new(error) }.into()
     })?;
     let outside = (!found.is_inside() && !follow).then(|| found.real().to_owned());
     let warning = outside.map(|target| warn_of_weights(&weights.display().to_string(), &target));

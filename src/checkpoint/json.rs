@@ -25,6 +25,17 @@ pub fn parse(text: &[u8]) -> Result<Value, serde_json::Error> {
     })
 }
 
+/// What is wrong with a text, for messages.
+pub(super) fn fault(error: &serde_json::Error) -> String {
+    if error.is_eof() {
+        let (line, column) = (error.line(), error.column());
+        return format!(
+            "the file ends early, at line {line} column {column}: it is not complete; copy or download it again"
+        );
+    }
+    error.to_string()
+}
+
 /// The text as standard JSON: [`pretty`] writes Python's words again where they were.
 pub(super) fn standard(text: &[u8]) -> Cow<'_, [u8]> {
     let signed = std::str::from_utf8(text).ok().and_then(signed);

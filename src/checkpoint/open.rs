@@ -15,6 +15,7 @@ use super::{
     foreign::{self, FileKind},
     header::{ReadHeader, read_header},
     index::Index,
+    json,
     listing::{Listed, Opening},
     locate::{Located, locate},
     options::{OpenOptions, Unfinished},
@@ -231,7 +232,7 @@ fn open_folder(
     let index = match &text {
         Some((name, text)) => {
             let parsed = Index::parse(text);
-            let index = parsed.map_err(|error| safetensors::unusable(&folder, name.clone(), error.to_string()))?;
+            let index = parsed.map_err(|error| safetensors::unusable(&folder, name.clone(), json::fault(&error)))?;
             Some((name.as_str(), index))
         }
         None => None,

@@ -68,6 +68,14 @@ pub enum CheckpointError {
         /// Its scheme.
         scheme: String,
     },
+    /// The page of a repository on the Hub.
+    #[error("{source_name}: a page of the Hub: give {name}")]
+    HubPage {
+        /// The requested source.
+        source_name: String,
+        /// The name of the repository.
+        name: String,
+    },
     /// A remote service does not list the source.
     #[error("{0}")]
     Remote(RemoteError),
@@ -78,12 +86,18 @@ pub enum CheckpointError {
         source_name: String,
     },
     /// A name that the cache does not have.
-    #[error("{source_name}: not found\n  directory {source_name}: no\n  cache {}: no{advice}", looked_in.display())]
+    #[error(
+        "{source_name}: not found\n  directory {source_name}: no\n  cache {}: no{}{advice}",
+        looked_in.display(),
+        near.as_ref().map_or_else(String::new, |near| format!("; it has `{near}`"))
+    )]
     NotInCache {
         /// The requested source.
         source_name: String,
         /// Where it would be.
         looked_in: PathBuf,
+        /// The name in the cache that differs in the case of letters only.
+        near: Option<String>,
         /// What the Hub says or why it was not asked, and what brings it: lines that begin with two spaces, or nothing.
         advice: String,
     },

@@ -24,7 +24,7 @@ pub(super) fn read_json(opened: &Opened, fetches: &Fetches) -> Result<Vec<u8>, S
 /// The object that a JSON file holds.
 pub(super) fn parsed(file: &str, text: &Result<Vec<u8>, String>, problems: &mut Problems) -> Option<serde_json::Value> {
     let value = text.as_ref().map_err(Clone::clone).and_then(|text| {
-        let value = json::parse(text).map_err(|error| error.to_string())?;
+        let value = json::parse(text).map_err(|error| json::fault(&error))?;
         if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
     });
     value.map_err(|message| problems.push(Problem::Json { file: file.into(), message })).ok()

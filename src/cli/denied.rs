@@ -50,6 +50,12 @@ fn group(gid: Gid) -> String {
     format!("group {gid}{name}")
 }
 
+/// Whether this process's users are those of a namespace: the host's own maps all 2^32 - 1 numbers to themselves.
+fn in_user_namespace() -> bool {
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    !map.is_empty() && map.split_whitespace().collect::<Vec<_>>() != ["0", "0", "4294967295"]
+}
+
 /// Which file or directory on the way to `path` is closed to this process, and what opens it. `None` if none is.
 pub(super) fn denied(path: &Path) -> Option<String> {
     let (closed, needs) = closed(path)?;
@@ -64,7 +70,12 @@ pub(super) fn denied(path: &Path) -> Option<String> {
         user(this),
         group(getegid()),
     );
-    let remedy = if this.is_root() {
+    let remedy = if this.is_root() && in_user_namespace() {
+        // The rights of its root end at files of users and groups that it does not know.
+        "this root is that of a user namespace, which does not know the owner or the group: run ckfs outside of it, or map them \
+         into it (newuidmap, newgidmap; --uidmap, --gidmap of a container)"
+            .to_owned()
+    } else if this.is_root() {
         // The bits do not bind root: a server of files does.
         format!("run ckfs as user {owner}, since the server of these files refuses root")
     } else {

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context, anyhow, ensure};
 use clap::Args;
-use nix::unistd::geteuid;
+use nix::{sys::utsname::uname, unistd::geteuid};
 use serde_json::{Value, json};
 
 use super::{
@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     format::safetensors::write_header,
-    fuse::{MountEntry, ckfs_mounts},
+    fuse::{self, MountEntry, MountError, ckfs_mounts},
     plan::report::human_bytes,
     source::page_size::page_bytes,
     tensor::DType,
@@ -86,9 +86,9 @@ fn kernel_version(release: &str) -> Option<(u32, u32)> {
     Some((numbers.next()??, numbers.next()??))
 }
 
+/// From the system call, which needs no `/proc`.
 fn release() -> String {
-    fs::read_to_string("/proc/sys/kernel/osrelease")
-        .map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
+    uname().map_or_else(|_| "unknown".to_owned(), |found| found.release().to_string_lossy().into_owned())
 }
 
 fn kernel() -> Check {
@@ -99,6 +99,19 @@ fn kernel() -> Check {
         None => (Verdict::Warn, "the version of the kernel could not be read"),
     };
     check("kernel", state, format!("Linux {release}"), advice)
+}
+
+/// What a mount needs besides FUSE; no row if it is there.
+fn host() -> Option<Check> {
+    let (error, name) = match fuse::check_host() {
+        Err(error @ MountError::NoProc) => (error, "/proc"),
+        Err(error @ MountError::NoNull) => (error, "/dev/null"),
+        // That there is no device says a row of its own.
+        Err(_) | Ok(()) => return None,
+    };
+    let message = error.to_string();
+    let (found, advice) = message.split_once("; ").unwrap_or((&message, ""));
+    Some(check(name, Verdict::Fail, found.trim_start_matches(name).trim_start_matches(": "), advice))
 }
 
 /// Whether this process could mount, as far as the device shows.
@@ -138,11 +151,11 @@ fn in_path(program: &str) -> Option<PathBuf> {
     env::split_paths(&path).map(|directory| directory.join(program)).find(|path| path.is_file())
 }
 
-/// Whether a capability is in this process's effective set.
-fn has_capability(number: u32) -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+/// Whether a capability is in this process's effective set; `None` without `/proc`.
+fn has_capability(number: u32) -> Option<bool> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
     let set = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
-    set.is_some_and(|set| set >> number & 1 == 1)
+    set.map(|set| set >> number & 1 == 1)
 }
 
 /// Number of the capability to administer the system.
@@ -150,7 +163,12 @@ const CAP_SYS_ADMIN: u32 = 21;
 
 fn rights() -> Vec<Check> {
     let (root, admin) = (geteuid().is_root(), has_capability(CAP_SYS_ADMIN));
-    let who = format!("user {}{}", geteuid(), if admin { ", CAP_SYS_ADMIN" } else { "" });
+    let capability = match admin {
+        Some(true) => ", CAP_SYS_ADMIN",
+        Some(false) => "",
+        None => ", its capabilities not known without /proc",
+    };
+    let (who, admin) = (format!("user {}{capability}", geteuid()), admin.unwrap_or(root));
     let helper = in_path("fusermount3");
     let can = root && admin || helper.is_some();
     let advice = "install fuse3 (for fusermount3), or run as root with CAP_SYS_ADMIN";
@@ -171,20 +189,87 @@ fn rights() -> Vec<Check> {
     checks
 }
 
-/// Mounts a file of a few bytes and reads it. Returns whether the kernel read it by itself.
-fn try_mount() -> anyhow::Result<bool> {
-    let directory = env::temp_dir().join(format!("ckfs-doctor-{}", std::process::id()));
-    let (model, mountpoint) = (directory.join("model"), directory.join("mnt"));
-    let mut cleanup = Cleanup { directory, mounted: false, keep: false };
-    for new in [&model, &mountpoint] {
-        fs::create_dir_all(new).with_context(|| new.display().to_string())?;
+/// A small checkpoint for a trial, removed in the end.
+struct Trial {
+    cleanup: Cleanup,
+    model: PathBuf,
+    mountpoint: PathBuf,
+    /// The bytes of the checkpoint's file.
+    file: Vec<u8>,
+}
+
+impl Trial {
+    /// In the directory for temporary files, or where that takes none (a read-only root, a full disk), in another usual one.
+    fn new(name: &str) -> anyhow::Result<Self> {
+        let given = env::temp_dir();
+        Self::below(&given, name).or_else(|error| {
+            let others = ["/dev/shm", "/var/tmp"].map(Path::new).into_iter().filter(|other| *other != given);
+            others.map(|other| Self::below(other, name)).find_map(Result::ok).ok_or(error)
+        })
     }
-    let file = write_trial(&model)?;
+
+    fn below(place: &Path, name: &str) -> anyhow::Result<Self> {
+        let directory = place.join(format!("{name}-{}", std::process::id()));
+        let (model, mountpoint) = (directory.join("model"), directory.join("mnt"));
+        let made = (|| {
+            for new in [&model, &mountpoint] {
+                fs::create_dir_all(new).with_context(|| new.display().to_string())?;
+            }
+            write_trial(&model)
+        })();
+        match made {
+            Ok(file) => {
+                let cleanup = Cleanup { directory, mounted: false, keep: false };
+                Ok(Self { cleanup, model, mountpoint, file })
+            }
+            Err(error) => {
+                let _ = fs::remove_dir_all(&directory);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// How a trial ended.
+enum Tried<T> {
+    /// It was made.
+    Done(T),
+    /// There is no place for its files.
+    Not(anyhow::Error),
+    /// It failed.
+    Failed(anyhow::Error),
+}
+
+impl<T> Tried<T> {
+    fn of(name: &str, trial: impl FnOnce(Trial) -> anyhow::Result<T>) -> Self {
+        match Trial::new(name) {
+            Ok(made) => trial(made).map_or_else(Self::Failed, Self::Done),
+            Err(error) => Self::Not(error),
+        }
+    }
+
+    fn check(&self, name: &'static str, failed: Verdict, advice: &str) -> Check {
+        match self {
+            Self::Done(_) => check(name, Verdict::Ok, "tried with a small file", ""),
+            Self::Not(error) => check(
+                name,
+                Verdict::Warn,
+                format!("not tried: {}", output::chain(error)),
+                "set TMPDIR to a directory that takes files, and ask again",
+            ),
+            Self::Failed(error) => check(name, failed, output::chain(error), advice),
+        }
+    }
+}
+
+/// Mounts a file of a few bytes and reads it. Returns whether the kernel read it by itself.
+fn try_mount(mut trial: Trial) -> anyhow::Result<bool> {
+    let Trial { cleanup, model, mountpoint, file } = &mut trial;
     let args = ["--quiet", "mount", &model.display().to_string(), &mountpoint.display().to_string()];
-    mount::start(&args.map(Into::into), &mountpoint, TRY_LIMIT)?;
+    mount::start(&args.map(Into::into), mountpoint, TRY_LIMIT)?;
     cleanup.mounted = true;
     let read = fs::read(mountpoint.join("hf/model.safetensors")).context("hf/model.safetensors")?;
-    ensure!(read == file, "other bytes came back than those of the source");
+    ensure!(read == *file, "other bytes came back than those of the source");
     let stats = fs::read(mountpoint.join(".ckfs/stats.json")).context(".ckfs/stats.json")?;
     let stats: Value = serde_json::from_slice(&stats).context(".ckfs/stats.json")?;
     cleanup.run()?;
@@ -200,19 +285,14 @@ fn write_trial(model: &Path) -> anyhow::Result<Vec<u8>> {
 }
 
 /// Lets `ckfs run` mount the small file for a command that ends at once.
-fn try_run() -> anyhow::Result<()> {
-    let directory = env::temp_dir().join(format!("ckfs-doctor-run-{}", std::process::id()));
-    let model = directory.join("model");
-    let mut cleanup = Cleanup { directory: directory.clone(), mounted: false, keep: false };
-    for new in [&model, &directory.join("mnt")] {
-        fs::create_dir_all(new).with_context(|| new.display().to_string())?;
-    }
-    write_trial(&model)?;
+fn try_run(mut trial: Trial) -> anyhow::Result<()> {
     let program = env::current_exe().context("path of this program")?;
     let mut command = Command::new(&program);
-    command.args(["--quiet", "run"]).arg(&model).arg("--").arg(&program).arg("--version");
+    command.args(["--quiet", "run"]).arg(&trial.model).arg("--").arg(&program).arg("--version");
+    // Its mountpoint is made where the trial's files could be.
+    command.envs(trial.cleanup.directory.parent().map(|place| ("TMPDIR", place)));
     let output = command.stdin(Stdio::null()).output().context("run")?;
-    cleanup.run()?;
+    trial.cleanup.run()?;
     let message = String::from_utf8_lossy(&output.stderr);
     let first = message.lines().next().unwrap_or_default();
     ensure!(output.status.success(), "{}", first.strip_prefix("ckfs: error: ").unwrap_or(first));
@@ -221,19 +301,8 @@ fn try_run() -> anyhow::Result<()> {
 
 /// Whether users without root can mount for one command.
 fn private() -> Check {
-    let tried = try_run();
-    let (state, found) = match &tried {
-        Ok(()) => (Verdict::Ok, "tried with a small file".to_owned()),
-        Err(error) => (Verdict::Warn, output::chain(error)),
-    };
-    check("ckfs run", state, found, "`ckfs mount` and `ckfs export` need no namespaces")
-}
-
-fn mounting(tried: &anyhow::Result<bool>) -> Check {
-    match tried {
-        Ok(_) => check("mount", Verdict::Ok, "tried with a small file", ""),
-        Err(error) => check("mount", Verdict::Fail, output::chain(error), "the other checks may say why"),
-    }
+    let tried = Tried::of("ckfs-doctor-run", try_run);
+    tried.check("ckfs run", Verdict::Warn, "`ckfs mount` and `ckfs export` need no namespaces")
 }
 
 /// `tried` is the result of a trial mount, if there was one.
@@ -241,7 +310,7 @@ fn passthrough(tried: Option<bool>) -> Check {
     let new_enough = kernel_version(&release()).is_some_and(|version| version >= (6, 9));
     let config = fs::read_to_string(format!("/boot/config-{}", release())).unwrap_or_default();
     let off = config.contains("# CONFIG_FUSE_PASSTHROUGH is not set");
-    let (state, found) = match (new_enough && !off, has_capability(CAP_SYS_ADMIN)) {
+    let (state, found) = match (new_enough && !off, has_capability(CAP_SYS_ADMIN).unwrap_or(geteuid().is_root())) {
         (true, true) if tried == Some(true) => (Verdict::Ok, "tried: the kernel reads byte-identical files by itself"),
         (true, true) if tried.is_some() => {
             (Verdict::Warn, "tried: the kernel leaves byte-identical files to the daemon")
@@ -403,13 +472,18 @@ fn mounts_check(answers: &[(MountHealth, PathBuf, Option<String>)], dead: &[Stri
 impl Doctor {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let mut checks = vec![kernel(), device()];
+        let host = host();
+        let has_device = device_problem().is_none() && host.is_none();
+        checks.extend(host);
         checks.extend(rights());
-        let has_device = device_problem().is_none();
         let can_try = checks.iter().all(|check| check.state != Verdict::Fail);
-        let tried = can_try.then(try_mount);
-        checks.extend(tried.as_ref().map(mounting));
+        let tried = can_try.then(|| Tried::of("ckfs-doctor", try_mount));
+        checks.extend(tried.as_ref().map(|tried| tried.check("mount", Verdict::Fail, "the other checks may say why")));
         checks.extend(has_device.then(private));
-        let read_by_kernel = tried.and_then(Result::ok);
+        let read_by_kernel = match tried {
+            Some(Tried::Done(by_kernel)) => Some(by_kernel),
+            Some(Tried::Not(_) | Tried::Failed(_)) | None => None,
+        };
         checks.extend([passthrough(read_by_kernel), request_size(), read_ahead()]);
         checks.extend(machine());
         checks.push(hub_cache());

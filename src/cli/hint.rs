@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::anyhow;
 
-use super::{denied::denied, own_mount};
+use super::{denied::denied, own_mount, tree::shown};
 use crate::{
     checkpoint::{CheckpointError, Problem},
     config::{ConfigError, nearest},
@@ -30,14 +30,34 @@ pub(super) fn hint(error: &anyhow::Error) -> Option<String> {
         if let Some(error) = cause.downcast_ref::<DaemonError>() {
             return after_start(error).map(str::to_owned);
         }
+        if let Some(UnmountError::Busy { .. }) = cause.downcast_ref() {
+            return Some(
+                "--wait TIME goes on trying; --lazy takes it away now, and open files stay readable until closed"
+                    .to_owned(),
+            );
+        }
         if let Some(UnmountError::Path { path, .. } | UnmountError::NotMounted { path }) = cause.downcast_ref() {
             return near_mount(path);
         }
         if let Some(ConfigError::Read { file, .. }) = cause.downcast_ref() {
-            return proposed(near_path(file).filter(|_| !file.exists()));
+            return if file.exists() { None } else { proposed(near_path(file)).or_else(|| files_beside(file)) };
         }
         cause.downcast_ref::<CheckpointError>().and_then(after_open)
     })
+}
+
+/// The files of the same kind where a file is sought and not found.
+fn files_beside(file: &Path) -> Option<String> {
+    let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let Ok(entries) = fs::read_dir(parent) else { return Some(format!("there is no directory {}", parent.display())) };
+    let kind = file.extension().unwrap_or("toml".as_ref());
+    let paths = entries.take(ENTRIES_MAX).filter_map(|entry| Some(entry.ok()?.path()));
+    let mut names: Vec<String> = paths
+        .filter(|path| path.extension() == Some(kind))
+        .map(|path| path.file_name().unwrap_or_default().display().to_string())
+        .collect();
+    names.sort();
+    (!names.is_empty()).then(|| format!("{} has {}", parent.display(), shown(&names)))
 }
 
 fn proposed(near: Option<String>) -> Option<String> {
@@ -62,6 +82,8 @@ fn above_or_below(path: &Path, points: impl Iterator<Item = PathBuf>) -> Option<
 fn after_mount(error: &MountError) -> Option<&'static str> {
     match error {
         MountError::NoDevice
+        | MountError::NoProc
+        | MountError::NoNull
         | MountError::Device { .. }
         | MountError::NoFusermount
         | MountError::Fusermount { .. }
@@ -144,6 +166,8 @@ pub(super) fn of_source(source: &str, error: CheckpointError) -> anyhow::Error {
         return anyhow!("{source}: no such file or directory; did you mean `{near}`? As a name of the Hub: {error}");
     }
     match own_mount::advice(source, &error) {
+        // What a directory of the mount lacks says nothing more.
+        Some(advice) if matches!(error, CheckpointError::NoWeights { .. }) => anyhow!(advice),
         Some(advice) => anyhow!("{advice}\n{error}"),
         None => error.into(),
     }

@@ -111,6 +111,8 @@ pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString
         Some(_) | None => {}
     }
     let request = parse_mount_helper(args).map_err(|error| Usage(error.to_string()))?;
+    // Also where unknown options are passed over: half of a mesh is another mesh.
+    options::check_commas(&request.options).map_err(|error| Usage(format!("-o: {error}")))?;
     if request.fake {
         // With `-f` nothing is mounted: plan shows whether a mount would succeed.
         let mut args: Vec<OsString> = vec!["ckfs".into(), "plan".into()];
@@ -146,6 +148,7 @@ impl Mount {
             args.extend(["-o".into(), list.into()]);
         }
         let request = parse_mount_helper(&args).map_err(|error| Usage(format!("-o: {error}")))?;
+        options::check_commas(&request.options).map_err(|error| Usage(format!("-o: {error}")))?;
         let options = request.options.iter().map(|(name, value)| (name.as_str(), value.as_deref()));
         Ok(options::parse(options).map_err(|reason| Usage(format!("-o: {reason}")))?)
     }
@@ -178,6 +181,7 @@ impl Mount {
             return serve_here(config, sink, DaemonTie::None);
         }
         let (config, mountpoint) = config?;
+        fuse::check_host()?;
         let mut made = MadeDirectories::default();
         if is_passed(&mountpoint) {
             check_passed(&mountpoint)?;
@@ -468,7 +472,7 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     let exit = exit?;
     ready?;
     if !exit.is_clean() {
-        bail!("{}: open files were cut off", mountpoint.display());
+        bail!("{}: open files were cut off; --drain TIME gives their readers longer", mountpoint.display());
     }
     Ok(())
 }
@@ -521,6 +525,19 @@ mod tests {
         assert_eq!(helper(&["s", "/m", "-s", "-o", "nonsense"]).as_deref(), Ok("ckfs mount -- s /m"));
         assert!(helper(&["s", "/m", "-o", "even=1"]).unwrap_err().contains("expected no value"));
         assert!(helper(&["s", "/m", "-o", "mesh"]).unwrap_err().contains("expected mesh=VALUE"));
+        for (options, expected) in [
+            (
+                "mesh=fsdp=4,tensor=2",
+                "\"tensor=2\" is no option: inside a value a comma is written \\,, in a mesh also \":\": mesh=fsdp=4:tensor=2",
+            ),
+            ("mesh=fsdp=4,tensor=2,ep=2,even", "mesh=fsdp=4:tensor=2:ep=2"),
+            ("even,devices=0,3,5", "\"3,5\" is no option: inside a value a comma is written \\,: devices=0\\,3\\,5"),
+        ] {
+            for sloppy in [&["s", "/m", "-o"][..], &["s", "/m", "-s", "-o"]] {
+                let error = helper(&[sloppy, &[options]].concat()).unwrap_err();
+                assert!(error.ends_with(expected), "{error}");
+            }
+        }
         for (flag, expected) in [("-h", "ckfs mount --help"), ("--help", "ckfs mount --help"), ("-V", "ckfs --version")]
         {
             assert_eq!(helper(&[flag]).as_deref(), Ok(expected));

@@ -322,8 +322,10 @@ fn warn_of_large_cache(budget: &Budget) {
 /// The command that mounts the present mount anew.
 fn remount_command(config: &Config) -> Option<String> {
     let mountpoint = quoted(&config.mountpoint.as_ref()?.display().to_string());
-    let source = quoted(config.source.as_ref()?);
-    Some(format!("ckfs umount {mountpoint} && ckfs mount {source} {mountpoint}, with the options in .ckfs/config.toml"))
+    config.source.as_ref()?;
+    let point = quoted(&config.mountpoint.as_ref()?.join(".ckfs/config.toml").display().to_string());
+    // The options are in the mount, and gone with it.
+    Some(format!("cp {point} ckfs.toml && ckfs umount {mountpoint} && ckfs mount --config ckfs.toml"))
 }
 
 /// A word quoted for the shell.

@@ -183,7 +183,7 @@ impl RunDirectory {
     fn make() -> anyhow::Result<Self> {
         let below = std::path::absolute(env::temp_dir()).context("directory for temporary files")?;
         Self::remove_left(&below);
-        let failed = || format!("{}: make a mountpoint", below.display());
+        let failed = || format!("{}: make a mountpoint there (TMPDIR names another directory)", below.display());
         loop {
             let path = mkdtemp(&below.join(format!("{PLACE}XXXXXX"))).with_context(failed)?;
             // Before the lock is held, another process may take the directory for one that was left.

@@ -109,6 +109,12 @@ fn absent(volume: &Volume, path: &str, at: &[(String, Ino)], directory: Ino, com
     let names: Vec<String> = entries(volume, directory).unwrap_or_default().into_iter().map(|(name, _)| name).collect();
     let parts: Vec<&str> = at.iter().map(|(name, _)| name.as_str()).collect();
     let place = if parts.is_empty() { "the root".to_owned() } else { parts.join("/") };
+    let number = |name: &str| name.strip_prefix("dev")?.parse::<u64>().ok();
+    let devices: Vec<u64> = names.iter().filter_map(|name| number(name)).collect();
+    if let (Some(_), Some(least), Some(most)) = (number(component), devices.iter().min(), devices.iter().max()) {
+        let count = devices.len();
+        return anyhow!("{path}: {place} has no {component}: {count} devices, dev{least} to dev{most}");
+    }
     if let Some(near) = nearest_path(volume, path) {
         return anyhow!("{path}: {place} has no {component:?}; did you mean `{near}`?");
     }

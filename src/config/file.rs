@@ -189,6 +189,16 @@ fn read_key(
 ) -> Result<(), Fault> {
     let known = || SETTINGS.iter().filter(|row| homes.contains(&row.home));
     let Some(row) = known().find(|row| row.toml_key() == *key.get_ref()) else {
+        let elsewhere = SETTINGS.iter().find(|row| row.toml_key() == *key.get_ref());
+        let place = elsewhere.and_then(|row| match row.home {
+            Home::Mount => Some("under [mount]"),
+            Home::View => Some("before the first table, or under [view.NAME]"),
+            Home::Top => Some("before the first table"),
+            Home::None => None,
+        });
+        if let Some(place) = place {
+            return Err(Fault { at: key.span(), reason: format!("`{}` belongs {place}", key.get_ref()) });
+        }
         let names = known().map(Setting::toml_key).chain(tables.iter().map(|name| (*name).to_owned()));
         return Err(unknown(key, &names.collect::<Vec<_>>()));
     };

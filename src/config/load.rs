@@ -14,7 +14,11 @@ use super::{
 /// # Errors
 /// [`ConfigError::Read`].
 fn read_text(file: &Path) -> Result<String, ConfigError> {
-    fs::read_to_string(file).map_err(|error| ConfigError::Read { file: file.to_owned(), reason: error.to_string() })
+    fs::read_to_string(file).map_err(|error| {
+        let is_missing = error.kind() == std::io::ErrorKind::NotFound;
+        let reason = if is_missing { "no such file".to_owned() } else { error.to_string() };
+        ConfigError::Read { file: file.to_owned(), reason }
+    })
 }
 
 /// Where the relative paths in a file begin.

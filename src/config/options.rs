@@ -26,6 +26,31 @@ fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a
     }
 }
 
+/// What is wrong if a value with commas was taken for several options, as `mesh=fsdp=4,tensor=2` is.
+///
+/// # Errors
+/// The option as it must be written.
+pub fn check_commas(options: &[(String, Option<String>)]) -> Result<(), String> {
+    let is_known = |(name, _): &(String, Option<String>)| {
+        former(name).is_some() || SETTINGS.iter().any(|row| row.is_flag && row.option() == *name)
+    };
+    let Some(at) = options.iter().position(|option| !is_known(option)) else { return Ok(()) };
+    let Some((list, Some(first))) = options[..at].last() else { return Ok(()) };
+    let pieces = || options[at..].iter().take_while(|option| !is_known(option));
+    let is_axis = |(_, size): &(String, Option<String>)| size.as_ref().is_some_and(|size| size.parse::<u64>().is_ok());
+    let is_number = |(name, _): &(String, Option<String>)| name.starts_with(|first: char| first.is_ascii_digit());
+    let (separator, written) = match list.as_str() {
+        "mesh" if pieces().all(is_axis) => (":", ", in a mesh also \":\""),
+        "devices" if pieces().all(is_number) => ("\\,", ""),
+        _ => return Ok(()),
+    };
+    let pieces: Vec<String> = pieces()
+        .map(|(name, value)| value.iter().fold(name.clone(), |name, value| format!("{name}={value}")))
+        .collect();
+    let whole = [&[first.clone()][..], &pieces].concat().join(separator);
+    Err(format!("{:?} is no option: inside a value a comma is written \\,{written}: {list}={whole}", pieces.join(",")))
+}
+
 /// The setting that an option names.
 ///
 /// # Errors

@@ -290,7 +290,7 @@ pub static SETTINGS: &[Setting] = &[
         "source-io",
         Value("auto|mmap|pread"),
         at!(mount.source_io),
-        "How source files are read: auto (mapped, except on network file systems), mmap or pread.",
+        "How source files are read: auto (mapped, but pread on network file systems and FUSE), mmap or pread.",
     ),
     Setting::new(
         Reading,
@@ -424,7 +424,8 @@ pub static SETTINGS: &[Setting] = &[
          their tensors are read, so that a program that reads only headers causes next to nothing. Never dcp/, of which \
          each rank reads its parts. `memory`: every file from 1 MiB to half of the cache. `none`: no file. A directory: \
          every tensor file, to an unnamed file there, after it was closed; a 20th of the file system stays free. `ckfs \
-         plan` shows what that comes to. Needs root, as passthrough does. Where there is no room, and for an open with \
+         plan` shows what that comes to. Needs root and Linux 6.9, as passthrough does, and a directory on no file system \
+         that is stacked on others (overlay); else the mount warns and writes nothing there. Where there is no room, and for an open with \
          O_DIRECT, files are made as they are read. Files in memory are given up a minute after they were closed.",
     ),
     Setting::new(

@@ -8,6 +8,7 @@ use std::{
 };
 
 use serde::Deserialize;
+use toml::de::DeValue;
 
 use super::{
     DEVICES_LISTED_MAX, Mesh,
@@ -47,6 +48,34 @@ impl SettingValue for Mesh {
 
     fn to_toml(&self) -> Result<toml::Value, String> {
         Ok(self.to_string().into())
+    }
+
+    /// Reads `"fsdp=4,tensor=2"` or `{ fsdp = 4, tensor = 2 }`, the axes in the order of the text.
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        let at = value.span();
+        let fault = |reason| Fault { at: at.clone(), reason };
+        let DeValue::Table(table) = value.get_ref() else {
+            return match deserialize::<String>(value) {
+                Ok(text) => Self::from_word(&text).map_err(fault),
+                Err(_) => {
+                    Err(fault("mesh: expected a text such as \"fsdp=4,tensor=2\", or a table of sizes".to_owned()))
+                }
+            };
+        };
+        let mut sizes = Vec::new();
+        for (name, size) in table {
+            let number: u64 = deserialize(size.clone())?;
+            sizes.push((name.span().start, format!("{}={number}", name.get_ref())));
+        }
+        sizes.sort_unstable();
+        let axes: Vec<String> = sizes.into_iter().map(|(_, axis)| axis).collect();
+        let mesh = Self::from_word(&axes.join(",")).map_err(fault)?;
+        // A quoted name may hold anything.
+        if mesh.axes().len() == axes.len() {
+            Ok(mesh)
+        } else {
+            Err(fault(format!("mesh: expected names of axes, found {axes:?}")))
+        }
     }
 }
 

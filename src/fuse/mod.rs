@@ -27,7 +27,7 @@ pub use daemon::{
     start_attached, start_background,
 };
 pub use mounts::{
-    Device, FS_TYPE, Hold, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions,
+    Device, FS_TYPE, Hold, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions, check_host,
     check_mountpoint, check_passed, ckfs_mounts, is_passed, unmount,
 };
 pub use private::{MOUNT_VARIABLE, PrivateMount, run_inside};

@@ -44,7 +44,9 @@ use nix::{
     unistd::{getegid, geteuid, getppid},
 };
 
-use super::mounts::{MountError, MountOptions, adopt_socket, mount_as_root, receive_descriptor, sanitize};
+use super::mounts::{
+    MountError, MountOptions, adopt_socket, check_host, is_in_chroot, mount_as_root, receive_descriptor, sanitize,
+};
 use crate::host::{signal, tell};
 
 /// Environment variable of the command: where the mount is.
@@ -78,6 +80,7 @@ impl PrivateMount {
         options: &MountOptions,
         command: &[OsString],
     ) -> Result<(Self, OwnedFd), MountError> {
+        check_host()?;
         let failed = |what: &'static str| move |source: io::Error| MountError::System { what, source };
         let (socket, theirs) = UnixStream::pair().map_err(failed("make a socket"))?;
         let inherit = fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()));
@@ -152,8 +155,22 @@ pub fn run_inside() -> Option<ExitCode> {
         return Some(ExitCode::FAILURE);
     }
     let error = Command::new(program).args(rest).env(MOUNT_VARIABLE, mountpoint).env_remove(INSIDE_VARIABLE).exec();
-    tell(&format!("ckfs: error: {}: {error}\n", program.to_string_lossy()));
+    tell(&format!("ckfs: error: {}\n", not_run(program, &error)));
     Some(ExitCode::from(if error.kind() == io::ErrorKind::NotFound { NOT_FOUND } else { NOT_EXECUTABLE }))
+}
+
+/// Why the command was not run.
+fn not_run(program: &OsStr, error: &io::Error) -> String {
+    let name = program.display();
+    if error.kind() != io::ErrorKind::NotFound {
+        format!("{name}: {error}")
+    } else if !program.as_encoded_bytes().contains(&b'/') {
+        format!("no program {name} in PATH")
+    } else if Path::new(program).exists() {
+        format!("{name}: the interpreter or the loader that it names is not there")
+    } else {
+        format!("{name}: no such program")
+    }
 }
 
 /// Enters a mount namespace whose mounts no other process sees, and a user namespace where that needs one.
@@ -174,7 +191,7 @@ fn enter(starter: i32) -> Result<(), String> {
     // Mounts made outside later are still seen inside, as those of an automounter. None goes the other way.
     let flags = MsFlags::MS_REC | MsFlags::MS_SLAVE;
     mount(None::<&str>, "/", None::<&str>, flags, None::<&str>)
-        .map_err(|errno| format!("hide mounts from others: {errno}; {REMEDY_OF_PERMISSION}"))?;
+        .map_err(|errno| format!("hide mounts from others: {errno}; {}", remedy(errno, is_in_chroot())))?;
     // After the change of rights, which would undo it.
     set_pdeathsig(Signal::SIGKILL).map_err(|errno| format!("prctl: {errno}"))?;
     if getppid().as_raw() != starter {
@@ -187,12 +204,25 @@ const REMEDY_OF_PERMISSION: &str = "an administrator can allow user namespaces: 
                                     kernel.apparmor_restrict_unprivileged_userns=0, or for a container a seccomp and an AppArmor \
                                     profile that permit unshare and mount";
 
+/// The kernel hides no mounts, and lets nobody make a user namespace, below a root that is not that of a mount.
+const REMEDY_OF_CHROOT: &str = "this process is in a chroot whose / is no mount point, where the kernel permits that to nobody: \
+                                as root outside, mount --bind DIR DIR and enter it by unshare or a container (pivot_root), or use \
+                                `ckfs mount`";
+
+#[expect(clippy::wildcard_enum_match_arm, reason = "errors of all system calls")]
+fn remedy(errno: Errno, in_chroot: bool) -> &'static str {
+    match errno {
+        Errno::EINVAL | Errno::EPERM if in_chroot => REMEDY_OF_CHROOT,
+        _ => REMEDY_OF_PERMISSION,
+    }
+}
+
 #[expect(clippy::wildcard_enum_match_arm, reason = "errors of all system calls")]
 fn refusal_of_namespace(errno: Errno) -> String {
     let remedy = match errno {
         Errno::ENOSPC => "sysctl user.max_user_namespaces and user.max_mnt_namespaces are used up, or 0",
         Errno::EINVAL | Errno::ENOSYS => "this kernel has no user namespaces (CONFIG_USER_NS)",
-        _ => REMEDY_OF_PERMISSION,
+        _ => remedy(errno, is_in_chroot()),
     };
     format!("user namespace refused: {errno}; {remedy}")
 }
@@ -236,6 +266,9 @@ mod tests {
     #[test]
     fn every_refusal_has_a_remedy() {
         assert!(refusal_of_namespace(Errno::EPERM).contains("unprivileged_userns_clone"));
+        assert!(
+            remedy(Errno::EINVAL, true).contains("in a chroot") && !remedy(Errno::EINVAL, false).contains("chroot")
+        );
         assert!(refusal_of_namespace(Errno::ENOSPC).contains("max_user_namespaces"));
         assert!(refusal_of_namespace(Errno::EINVAL).contains("CONFIG_USER_NS"));
         let closed = MountError::Device { source: io::ErrorKind::PermissionDenied.into() };

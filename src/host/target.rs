@@ -183,7 +183,12 @@ impl LogFile {
         if bytes_max.is_some() {
             options.mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NOCTTY);
         }
-        let file = options.open(path)?;
+        let file = options.open(path).map_err(|error| {
+            let parent = path.parent().filter(|parent| error.kind() == io::ErrorKind::NotFound && !parent.exists());
+            parent.map_or(error, |parent| {
+                io::Error::new(io::ErrorKind::NotFound, format!("no such directory: {}", parent.display()))
+            })
+        })?;
         if bytes_max.is_some() {
             // Says that it is in use; some file systems have no locks.
             let _ = file.try_lock_shared();

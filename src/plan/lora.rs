@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::{
     Allow,
     draft::{Draft, Roles},
-    name_group::NameGroup,
+    name_group::{NameGroup, fold, stars},
     problem::{Problem, RuleLocation},
 };
 use crate::{
@@ -278,12 +278,12 @@ pub(super) fn rename(
         }
     };
     let Base { targeted, tensors: base } = Base::rename(drafts.iter_mut().filter(|draft| !from_adapter(draft)), &lora);
-    let mut replaced = BTreeSet::new();
+    let (mut replaced, mut shapes) = (BTreeSet::new(), Vec::new());
     for draft in drafts.iter_mut().filter(|draft| from_adapter(draft)) {
         if let Some((expected, roles)) = base.get(&draft.name) {
             let found = draft.view.shape();
             if expected != found {
-                problems.push(shape(adapter, &draft.name, &expected.to_string(), found));
+                shapes.push(OtherShape::new(&draft.name, expected.to_string(), found));
             }
             // It is cut as the tensor that it replaces.
             draft.roles = roles.clone();
@@ -313,18 +313,38 @@ pub(super) fn rename(
     }
     drafts.retain(|draft| from_adapter(draft) || !replaced.contains(&draft.name));
     for (module, weight) in &targeted {
-        lora.check(module, weight.as_ref(), adapter, missing, problems);
+        lora.check(module, weight.as_ref(), missing, problems, &mut shapes);
     }
+    problems.extend(OtherShape::problems(shapes, adapter));
 }
 
-/// The problem of a tensor of the adapter that has another shape.
-fn shape(adapter: &Adapter, name: &str, expected: &str, found: &Shape) -> Problem {
-    Problem::SourceShape {
-        group: NameGroup::one(name),
-        file: adapter.dir.join("adapter_model.safetensors").display().to_string(),
-        rule: RuleLocation::default(),
-        expected: expected.to_owned(),
-        found: found.clone(),
+/// A tensor of the adapter that has another shape.
+struct OtherShape {
+    name: String,
+    expected: String,
+    found: Shape,
+}
+
+impl OtherShape {
+    fn new(name: &str, expected: String, found: &Shape) -> Self {
+        Self { name: name.to_owned(), expected, found: found.clone() }
+    }
+
+    /// One problem for the same matrix of all layers.
+    fn problems(all: Vec<Self>, adapter: &Adapter) -> Vec<Problem> {
+        let file = adapter.dir.join("adapter_model.safetensors").display().to_string();
+        let mut groups: BTreeMap<(String, String, String), Vec<Self>> = BTreeMap::new();
+        for one in all {
+            let key = (stars(&one.name), one.expected.clone(), one.found.to_string());
+            groups.entry(key).or_default().push(one);
+        }
+        let problem = |of: &Vec<Self>| {
+            let Self { expected, found, .. } = of.first()?;
+            let group = fold(of.iter().map(|one| one.name.as_str()), &[]).pop()?;
+            let (rule, expected, found) = (RuleLocation::default(), expected.clone(), found.clone());
+            Some(Problem::SourceShape { group, file: file.clone(), rule, expected, found })
+        };
+        groups.values().filter_map(problem).collect()
     }
 }
 
@@ -334,9 +354,9 @@ impl Lora {
         &self,
         module: &str,
         weight: Option<&Shape>,
-        adapter: &Adapter,
         missing: &Allow,
         problems: &mut Vec<Problem>,
+        shapes: &mut Vec<OtherShape>,
     ) {
         let empty = BTreeMap::new();
         let found = self.stored.get(module).unwrap_or(&empty);
@@ -371,7 +391,7 @@ impl Lora {
                 let [rows, columns] =
                     wanted.map(|extent| extent.map_or_else(|| "_".to_owned(), |extent| extent.to_string()));
                 let expected = format!("[{rows}, {columns}]");
-                problems.push(shape(adapter, &format!("{PREFIX}{module}.{matrix}"), &expected, stored));
+                shapes.push(OtherShape::new(&format!("{PREFIX}{module}.{matrix}"), expected, stored));
             }
         }
     }

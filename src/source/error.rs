@@ -7,7 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use super::{remote::RemoteError, span::ByteSpan};
+use super::{calendar::utc_of_ns, remote::RemoteError, span::ByteSpan};
 
 /// The property of a file that differs from the pinned one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,8 +32,8 @@ impl fmt::Display for Aspect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Size => "size in bytes",
-            Self::Modified => "modification time in ns",
-            Self::StatusChanged => "status change time in ns (content, name, links or permissions)",
+            Self::Modified => "modification time",
+            Self::StatusChanged => "status change time (content, name, links or permissions)",
             Self::Named => "names (0 when deleted or replaced)",
             Self::Device => "device",
             Self::Inode => "inode",
@@ -42,11 +42,26 @@ impl fmt::Display for Aspect {
     }
 }
 
+impl Aspect {
+    /// A value of the aspect; times are in nanoseconds since 1970.
+    fn shown(self, value: i128) -> String {
+        match self {
+            Self::Modified | Self::StatusChanged => utc_of_ns(value),
+            Self::Size | Self::Named | Self::Device | Self::Inode | Self::Version => value.to_string(),
+        }
+    }
+}
+
 /// Why bytes could not be read. Cheap to clone: several readers may wait for one failed read.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum SourceError {
     /// The file differs from the pinned one. Sticky.
-    #[error("{}: changed since it was opened: {aspect}: expected {expected}, found {found}", file.display())]
+    #[error(
+        "{}: changed since it was opened: {aspect}: expected {}, found {}",
+        file.display(),
+        aspect.shown(*expected),
+        aspect.shown(*found)
+    )]
     Changed {
         /// The file.
         file: Arc<Path>,

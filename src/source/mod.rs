@@ -19,6 +19,7 @@
 
 mod beneath;
 mod compared;
+pub mod calendar;
 pub mod digest;
 mod duplicates;
 mod error;

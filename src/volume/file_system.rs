@@ -2,6 +2,7 @@
 
 use std::{
     fs::File,
+    io,
     ops::ControlFlow,
     sync::Arc,
     time::{Duration, SystemTime},
@@ -75,6 +76,42 @@ pub enum Access {
     Passthrough(Arc<File>),
     /// Where the kernel may read files by itself, [`FileSystem::materialize`] may supply a file for it; otherwise as `Cached`.
     Materialize,
+}
+
+/// Why the kernel reads no files by itself.
+#[derive(Debug, thiserror::Error)]
+pub enum NoPassthrough {
+    /// The mount does not want it.
+    #[error("passthrough is switched off; leave no_passthrough out")]
+    Off,
+    /// The kernel is too old, or was built without it.
+    #[error(
+        "the kernel reads no files for a mount by itself, as Linux does since 6.9 (passthrough); use a newer kernel"
+    )]
+    NotOffered,
+    /// The kernel refused a file of the kind.
+    #[error("{}", refusal_text(.0))]
+    Refused(io::Error),
+}
+
+/// What keeps the kernel from reading a file by itself, and what would help.
+fn refusal_text(error: &io::Error) -> String {
+    let text = match error.raw_os_error() {
+        Some(libc::EPERM) => {
+            "the kernel reads files by itself for root with CAP_SYS_ADMIN only, and not in a user namespace; mount as root \
+             of the host"
+        }
+        Some(libc::ELOOP) => {
+            "the directory lies on a file system that is stacked on others (overlay, FUSE), of which the kernel reads no files \
+             by itself; give one of ext4, xfs, btrfs or tmpfs"
+        }
+        _ => {
+            return format!(
+                "the kernel does not read its files by itself: {error}; give a directory of another file system"
+            );
+        }
+    };
+    text.to_owned()
 }
 
 /// Receives the result of a materialization: a file with the bytes, or nothing.
@@ -220,9 +257,15 @@ pub trait FileSystem: Send + Sync + 'static {
         reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), FsError>;
 
-    /// Called once, before any request: whether the kernel may read files by itself.
-    fn started(&self, passthrough: bool) {
-        let _ = passthrough;
+    /// A file like those on a disk that the kernel is to read by itself, for a trial before [`FileSystem::started`]; `None` if there
+    /// are none.
+    fn trial(&self) -> Option<File> {
+        None
+    }
+
+    /// Called once, before any request: whether the kernel may read files by itself, as the trial showed if there was one.
+    fn started(&self, passthrough: Result<(), NoPassthrough>) {
+        drop(passthrough);
     }
 
     /// Materializes a file that was just opened; the kernel then reads it by itself until it is closed. Calls `then`, at once or

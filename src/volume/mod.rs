@@ -21,7 +21,8 @@ pub use crate::image::{Unavailable, unavailable, unavailable_text};
 pub use crate::source::Served;
 pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use file_system::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OnChange, OpenedFile, StatFs, WhenMaterialized,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NoPassthrough, NodeKind, OnChange, OpenedFile, StatFs,
+    WhenMaterialized,
 };
 pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use materialize::{BundleSizes, Policy};

@@ -5,8 +5,10 @@ use std::{
     sync::{Arc, PoisonError, atomic::Ordering},
 };
 
+use tracing::warn;
+
 use super::{
-    file_system::{Access, FsError, Handle, Ino, OpenedFile, WhenMaterialized},
+    file_system::{Access, FsError, Handle, Ino, NoPassthrough, OpenedFile, WhenMaterialized},
     health::ProblemKind,
     materialize::{BYTES_MIN, FileClass, FileEntry, Materializer, When},
     open_files::Open,
@@ -265,9 +267,16 @@ impl Volume {
         self.read_checked(ino, &mut |_| {}, |_| self.engine.make_span(&file, start, target))
     }
 
-    pub(super) fn start(&self, passthrough: bool) {
-        if let Some(materializer) = self.materializer.as_ref().filter(|_| passthrough) {
-            materializer.start();
+    pub(super) fn start(&self, passthrough: Result<(), NoPassthrough>) {
+        match (&self.materializer, passthrough) {
+            (Some(materializer), Ok(())) => materializer.start(),
+            // Files that the kernel would not read are not made. Those in memory are a default; a directory was asked for.
+            (Some(_), Err(reason)) => {
+                if let Some(directory) = self.policy.directory() {
+                    warn!("--materialize {}: nothing is written there: {reason}", directory.display());
+                }
+            }
+            (None, _) => {}
         }
     }
 

@@ -3,6 +3,7 @@
 use std::{
     collections::HashMap,
     fmt,
+    fs::File,
     ops::ControlFlow,
     sync::{Arc, Mutex, RwLock, atomic::AtomicU64},
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -11,7 +12,9 @@ use std::{
 use lru::LruCache;
 
 use super::{
-    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, OnChange, OpenedFile, StatFs, WhenMaterialized},
+    file_system::{
+        Attr, DirEntry, FileSystem, FsError, Handle, Ino, NoPassthrough, OnChange, OpenedFile, StatFs, WhenMaterialized,
+    },
     health::VolumeHealth,
     materialize::{BundleSizes, Materializer, Policy},
     metrics::{Metrics, RequestKind},
@@ -35,7 +38,8 @@ use crate::{
 };
 
 /// How to mount anew, where the command is not known.
-const REMOUNT: &str = "ckfs umount MNT && ckfs mount SOURCE MNT, with the options in .ckfs/config.toml";
+const REMOUNT: &str =
+    "cp MNT/.ckfs/config.toml ckfs.toml && ckfs umount MNT && ckfs mount --config ckfs.toml SOURCE MNT";
 
 /// A plan and its directory in the mount.
 #[derive(Clone, Debug)]
@@ -285,7 +289,11 @@ impl FileSystem for Volume {
         self.read_open(ino, handle, offset, len, reply)
     }
 
-    fn started(&self, passthrough: bool) {
+    fn trial(&self) -> Option<File> {
+        self.materializer.as_ref()?.trial()
+    }
+
+    fn started(&self, passthrough: Result<(), NoPassthrough>) {
         self.start(passthrough);
     }
 

@@ -78,6 +78,71 @@ fn a_mesh_in_pieces_and_devices_that_it_lacks_are_told_once() {
     }
 }
 
+/// What is typed out of habit from other programs, or one word off, is answered with what to type here.
+#[test]
+fn what_is_nearly_right_is_answered_with_what_is_right() {
+    let fixture = Fixture::new();
+    fixture.write("other.toml", "source = \"model\"\nallow_other = true\n");
+    fixture.write("under.toml", "source = \"model\"\n[mount]\nlayout = \"hf\"\n");
+    fixture.write("mesh.toml", "source = \"model\"\nmesh = 4\n");
+    fixture.write("name.toml", "source = \"model\"\nmesh = { \"a=1,b\" = 2 }\n");
+    let pickled = fixture.path("pickled");
+    for adapter in ["pickled", "empty"] {
+        fs::create_dir(fixture.path(adapter)).unwrap();
+        fixture.write(&format!("{adapter}/adapter_config.json"), r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4}"#);
+    }
+    fs::write(pickled.join("adapter_model.bin"), "x").unwrap();
+    write_model(&fixture.path("early"));
+    fixture.write("early/config.json", "{\"hidden_size\": 48, \"num");
+    let hub = fixture.path("hub");
+    fs::create_dir_all(hub.join("models--Meta-Llama--Llama-3.1-8B/snapshots")).unwrap();
+    let rows: &[(i32, &[&str], &str)] = &[
+        (2, &["mount", "model", "mnt", "-o", "mesh=fsdp=4,tensor=2"], "in a mesh also \":\": mesh=fsdp=4:tensor=2\n"),
+        (2, &["plan", "model", "--revision", "main"], "the revision is part of the name: org/name@main\n"),
+        (2, &["plan", "model", "--revision=v2"], "the revision is part of the name: org/name@v2\n"),
+        (2, &["plan", "model", "--tp", "2"], "the mesh has it: --mesh tensor=2\n"),
+        (2, &["plan", "model", "--tensor-parallel-size", "4"], "the mesh has it: --mesh tensor=4\n"),
+        (2, &["plan", "model", "--format", "npy"], "a mount has every format, each as a directory"),
+        (1, &["plan", "--config", "other.toml"], "other.toml:2: `allow_other` belongs under [mount]\n"),
+        (1, &["plan", "--config", "under.toml"], "`layout` belongs before the first table, or under [view.NAME]\n"),
+        (1, &["plan", "--config", "mesh.toml"], "expected a text such as \"fsdp=4,tensor=2\", or a table of sizes"),
+        (1, &["plan", "--config", "name.toml"], "mesh: expected names of axes"),
+        (1, &["plan", "model", "--layout", "my_own_layout.toml"], "my_own_layout.toml: no such file\n"),
+        (
+            1,
+            &["plan", "model", "--layout", "my_own_layout.toml"],
+            " has mesh.toml, name.toml, other.toml, under.toml\n",
+        ),
+        (1, &["plan", "model", "--layout", "no/x.toml"], "no/x.toml: no such file\n  there is no directory "),
+        (1, &["plan", "model", "--log-file", "/no/such/x"], "log file /no/such/x: no such directory: /no/such\n"),
+        (
+            1,
+            &["plan", "model", "--lora", "pickled"],
+            "found adapter_model.bin, a pickle, which is not read: load it with peft",
+        ),
+        (1, &["plan", "model", "--lora", "empty"], "expected adapter_model.safetensors beside it, found none"),
+        (1, &["plan", "early"], "config.json: the file ends early, at line 1 column 24: it is not complete"),
+        (1, &["explain", "model", "dev9/embed", "--mesh", "fsdp=2"], "has no dev9: 2 devices, dev0 to dev1\n"),
+        (1, &["plan", "https://huggingface.co/org/name"], "a page of the Hub: give org/name\n"),
+        (1, &["plan", "https://huggingface.co/org/name/tree/v1/"], "a page of the Hub: give org/name@v1\n"),
+    ];
+    for (code, args, message) in rows {
+        let ran = fixture.run(args);
+        assert_eq!(ran.code, *code, "{args:?}: {}", ran.err);
+        assert!(ran.err.contains(message), "{args:?}: expected {message:?}, found: {}", ran.err);
+    }
+    let in_cache = ran(program().args(["plan", "meta-llama/llama-3.1-8b"]).env("HF_HUB_CACHE", &hub));
+    in_cache.fails(1, "models--meta-llama--llama-3.1-8b: no; it has `Meta-Llama/Llama-3.1-8B`\n");
+    // No other flag is proposed for one that is far from all.
+    for flag in ["--format", "--tp", "--revision", "--nonsense"] {
+        let ran = fixture.run(&["plan", "model", flag, "x"]);
+        assert!(ran.code == 2 && !ran.err.contains("similar") && ran.err.contains(flag), "{}", ran.err);
+    }
+    fixture.write("table.toml", "source = \"model\"\nmesh = { tensor = 3, fsdp = 2 }\n");
+    let plan = fixture.run(&["plan", "--config", "table.toml"]).ok().text();
+    assert!(plan.contains("tensor=3,fsdp=2"), "{plan}");
+}
+
 #[test]
 fn errors_in_files_show_the_marked_line() {
     let fixture = Fixture::new();

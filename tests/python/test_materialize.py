@@ -1,13 +1,15 @@
 """Materialized files on a disk, by `--materialize DIR`."""
 
 import errno
+import json
 import os
 import subprocess
+import time
 
 import numpy as np
 import pytest
 
-from mounting import error_of, read, run, wait_until
+from mounting import detach, error_of, find_ckfs, read, run, wait_until
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the kernel takes files to read by itself from root only")
@@ -69,3 +71,64 @@ def test_a_full_directory_leaves_all_bytes_readable(own, wide, tmp_path):
 def test_the_former_flag_names_the_new_one(repo, tmp_path, how):
     done = run("mount", repo("llama").path, tmp_path, *how, expect=2)
     assert "is now `materialize`" in done.err and "`memory`" in done.err, done.err
+
+
+def _refused(mounted_err: str, directory, reason: str) -> None:
+    """The warning at the mount says where nothing is written, and why."""
+    assert f"--materialize {directory}: nothing is written there: " in mounted_err and reason in mounted_err, mounted_err
+
+
+def _written_bytes(directory) -> int:
+    found = os.statvfs(directory)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
+def test_where_the_kernel_reads_no_files_nothing_is_written(own, wide, tmp_path):
+    """A directory of overlayfs, of which the kernel takes no files to read by itself."""
+    disk, stacked = tmp_path / "disk", tmp_path / "stacked"
+    disk.mkdir(), stacked.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "ckfs-test", disk], check=True)
+    for name in ("lower", "upper", "work"):
+        (disk / name).mkdir()
+    options = f"lowerdir={disk}/lower,upperdir={disk}/upper,workdir={disk}/work"
+    subprocess.run(["mount", "-t", "overlay", "-o", options, "ckfs-test", stacked], check=True)
+    try:
+        point = tmp_path / "mnt"
+        done = run("mount", "--mkdir", wide.path, point, "--materialize", stacked)
+        try:
+            _refused(done.err, stacked, "stacked on others (overlay, FUSE), of which the kernel reads no files by itself; give one of")
+            before = _written_bytes(disk)
+            for name in ("full/layers/scanned/wq", "safetensors/dev0.safetensors"):
+                assert read(point / name)
+            # Longer than the copy of these few MiB takes.
+            time.sleep(1)
+            assert _written_bytes(disk) == before
+            assert json.loads((point / ".ckfs/stats.json").read_text())["materialized_files"] == 0
+        finally:
+            detach(point)
+    finally:
+        subprocess.run(["umount", stacked], check=True)
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_directory_is_not_passed_over_in_silence(repo, fuse, tmp_path):
+    """Without passthrough: switched off here, as older kernels have none."""
+    point = tmp_path / "mnt"
+    done = run("mount", "--mkdir", repo("llama").path, point, "--materialize", tmp_path, "--no-passthrough")
+    detach(point)
+    _refused(done.err, tmp_path, "passthrough is switched off; leave no_passthrough out")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="enters a user namespace")
+def test_in_a_user_namespace_nothing_is_written(repo, fuse, tmp_path):
+    point = tmp_path / "mnt"
+    point.mkdir()
+    mount = [find_ckfs(), "mount", repo("llama").path, point, "--materialize", tmp_path]
+    script = '"$@" && ls "$POINT/hf" && umount "$POINT"'
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *mount]
+    done = subprocess.run(inside, capture_output=True, text=True, env=os.environ | {"POINT": str(point)}, timeout=60)
+    if "unshare" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0 and "config.json" in done.stdout, done
+    _refused(done.stderr, tmp_path, "for root with CAP_SYS_ADMIN only, and not in a user namespace; mount as root of the host")

@@ -128,7 +128,7 @@ def test_codes_and_failures(bench):
     assert bench.run("sh", "-c", "kill -TERM $$").returncode == 128 + signal.SIGTERM
     assert bench.run("sh", "-c", "kill -KILL $$").returncode == 128 + signal.SIGKILL
     missing = bench.run("no-such-command")
-    assert missing.returncode == 127 and "no-such-command: No such file" in missing.stderr
+    assert missing.returncode == 127 and "no program no-such-command in PATH" in missing.stderr
     closed = bench.run(bench.model / "model.safetensors")
     assert closed.returncode == 126 and "Permission denied" in closed.stderr
     bad = bench.run("true", source=bench.directory / "nothing")

@@ -70,7 +70,7 @@ pub(in crate::checkpoint) fn read_companion(
             return Err(failed(&path, found.to_owned()));
         }
         if path == CONFIG {
-            let value = json::parse(&text).map_err(|error| failed(CONFIG, error.to_string()))?;
+            let value = json::parse(&text).map_err(|error| failed(CONFIG, json::fault(&error)))?;
             config = Some(value).filter(serde_json::Value::is_object);
         } else {
             files.push((path, text.into()));

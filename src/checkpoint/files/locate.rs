@@ -57,7 +57,12 @@ pub(in crate::checkpoint) fn locate(source: &str, options: &OpenOptions) -> Resu
     drop(looking);
     let name = match source.split_once("://") {
         Some(("hf", name)) => name,
-        Some((scheme, _)) => return store(source, scheme, options),
+        Some((scheme, rest)) => {
+            if let Some(name) = hub_page(rest).filter(|_| scheme == "https") {
+                return Err(CheckpointError::HubPage { source_name: source.to_owned(), name });
+            }
+            return store(source, scheme, options);
+        }
         None => source,
     };
     let Some((repo, revision)) = repo_name(name) else {
@@ -87,6 +92,21 @@ fn cache_directory(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf
         Some(cache?.join("huggingface"))
     });
     Some(home?.join("hub"))
+}
+
+/// The name of the repository whose page on the Hub has this address, as a browser shows it:
+/// `huggingface.co/org/name/tree/main`. The address of a file there is none.
+fn hub_page(address: &str) -> Option<String> {
+    let mut parts = address.trim_end_matches('/').split('/');
+    if !["huggingface.co", "www.huggingface.co", "hf.co"].contains(&parts.next()?) {
+        return None;
+    }
+    let (org, name) = (parts.next()?, parts.next()?);
+    match (parts.next(), parts.next(), parts.next()) {
+        (None, ..) => Some(format!("{org}/{name}")),
+        (Some("tree"), Some(revision), None) => Some(format!("{org}/{name}@{revision}")),
+        _ => None,
+    }
 }
 
 /// Whether a word without slash is rather a mistyped file: nothing on the Hub is asked for by it.
@@ -127,7 +147,8 @@ impl Name<'_> {
         let dir = repo_directory(cache, repo);
         let _looking = fetches.begin_path(&dir, "list");
         if !dir.is_dir() {
-            return Err(CheckpointError::NotInCache { source_name, looked_in: dir, advice });
+            let near = same_letters(cache, &dir);
+            return Err(CheckpointError::NotInCache { source_name, looked_in: dir, near, advice });
         }
         let commit = resolve(&dir, revision).map_err(|revisions| CheckpointError::NoRevision {
             repo: repo.to_owned(),
@@ -142,6 +163,16 @@ impl Name<'_> {
 
 fn repo_directory(cache: &Path, repo: &str) -> PathBuf {
     cache.join(format!("models--{}", repo.replace('/', "--")))
+}
+
+/// The repository in the cache whose name differs in the case of letters only.
+fn same_letters(cache: &Path, dir: &Path) -> Option<String> {
+    const ENTRIES_MAX: usize = 10_000;
+    let wanted = dir.file_name()?.to_str()?;
+    let names =
+        fs::read_dir(cache).ok()?.take(ENTRIES_MAX).filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let near = names.filter(|name| name.eq_ignore_ascii_case(wanted)).min()?;
+    Some(near.strip_prefix("models--")?.replace("--", "/"))
 }
 
 fn snapshot(dir: &Path, repo: &str, commit: String) -> Located {

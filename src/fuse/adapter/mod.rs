@@ -33,7 +33,7 @@ use fuser::{
 
 use self::{
     pending::{Pending, Refuse, ReplySlot, ino},
-    serving::Serving,
+    serving::{Opens, Serving},
 };
 use super::requests::{Client, Lookout, Readers};
 use crate::volume::{Attr, FileSystem, FsError, Handle, Ino, NodeKind, Permission, RequestKind};
@@ -101,6 +101,11 @@ impl KernelAdapter {
         });
         lookout.start()?;
         Ok(Self { serving: Arc::new(Serving::new(&fs, passthrough)), fs, lookout, opens_directories_itself: false })
+    }
+
+    /// What begins passthrough once the kernel has agreed to it.
+    pub(super) fn passthrough(&self) -> Arc<Opens> {
+        Arc::clone(&self.serving.opens)
     }
 
     /// Handles one request: `body` takes the reply out of its slot to send it. If it does not, the request is answered here: with
@@ -243,7 +248,6 @@ impl fuser::Filesystem for KernelAdapter {
             passthrough.note_refusal(&io::Error::other("not offered by this kernel"));
         }
         passthrough.enabled.store(offered, Ordering::Relaxed);
-        self.fs.started(offered);
         self.opens_directories_itself = config.add_capabilities(InitFlags::FUSE_NO_OPENDIR_SUPPORT).is_ok();
         // Only zero is refused.
         let _ = config.set_max_background(BACKGROUND_MAX);

@@ -3,6 +3,10 @@
 use std::{
     fs::File,
     io,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::OpenOptionsExt,
+    },
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Once,
@@ -20,7 +24,7 @@ use super::{
     },
     pending::{Pending, ReplySlot, ino, panic_text},
 };
-use crate::volume::{Access, FileSystem, FsError, Handle, Ino, OpenedFile};
+use crate::volume::{Access, FileSystem, FsError, Handle, Ino, NoPassthrough, OpenedFile};
 
 /// The state that opens and reads need, in any thread that handles them.
 pub(super) struct Serving {
@@ -29,16 +33,24 @@ pub(super) struct Serving {
 }
 
 /// The modes of open files. Shared with opens that other threads answer.
-pub(super) struct Opens {
-    pub(super) modes: OpenModes<BackingId>,
+pub(in crate::fuse) struct Opens {
+    pub(super) modes: OpenModes<Backing>,
     pub(super) passthrough: Passthrough,
     /// Whether programs can map files that bypass the page cache (since Linux 6.6).
     pub(super) maps_direct: AtomicBool,
 }
 
+/// A file that the kernel reads by itself, and its number there.
+pub(super) struct Backing {
+    id: BackingId,
+    file: Arc<File>,
+}
+
 /// Whether the kernel may read backing files by itself.
 pub(super) struct Passthrough {
-    /// Requested, offered by the kernel, and not refused so far.
+    /// Wanted by the mount.
+    wanted: bool,
+    /// Wanted, offered by the kernel, and not refused so far.
     pub(super) enabled: AtomicBool,
     granted: Once,
     refused: Once,
@@ -47,8 +59,12 @@ pub(super) struct Passthrough {
 impl Serving {
     /// Serves the files of `fs`. `passthrough` tells whether the kernel is asked to read backing files by itself.
     pub(super) fn new(fs: &Arc<dyn FileSystem>, passthrough: bool) -> Self {
-        let passthrough =
-            Passthrough { enabled: AtomicBool::new(passthrough), granted: Once::new(), refused: Once::new() };
+        let passthrough = Passthrough {
+            wanted: passthrough,
+            enabled: AtomicBool::new(passthrough),
+            granted: Once::new(),
+            refused: Once::new(),
+        };
         Self {
             fs: Arc::clone(fs),
             opens: Arc::new(Opens { modes: OpenModes::default(), passthrough, maps_direct: AtomicBool::new(false) }),
@@ -62,14 +78,48 @@ impl Opens {
         self.passthrough.enabled.load(Ordering::Relaxed) && self.modes.may_pass(ino)
     }
 
+    /// Begins after the handshake with the kernel, which `device` is the connection to, and before any request: tries a file of the
+    /// kind that the file system makes on a disk, and tells it whether the kernel reads such.
+    pub(in crate::fuse) fn begin(&self, fs: &dyn FileSystem, device: &OwnedFd) {
+        let result = if self.passthrough.enabled.load(Ordering::Relaxed) {
+            // The registration of the empty file ends with the mount, as those of other files on that disk may.
+            let tried = fs.trial().map_or(Ok(0), |file| BackingId::create_raw(device, file));
+            tried.map(drop).map_err(|error| {
+                self.passthrough.note_refusal(&error);
+                NoPassthrough::Refused(error)
+            })
+        } else {
+            Err(if self.passthrough.wanted { NoPassthrough::NotOffered } else { NoPassthrough::Off })
+        };
+        fs.started(result);
+    }
+
     /// Answers an open, unless another thread did: then the kernel has no handle of it.
-    fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &OpenedFile, reply: &mut ReplySlot<ReplyOpen>) {
-        let Some(reply) = reply.take() else { return fs.release(ino, opened.handle) };
+    ///
+    /// With `is_direct` the kernel opens a backing file with `O_DIRECT` as well, and fails with EIO where that file's system
+    /// has none (squashfs, ramfs). The daemon answers the reads then.
+    ///
+    /// # Errors
+    /// [`FsError::Invalid`], which such a file system answers itself, if the kernel reads the file already and cannot do both.
+    fn answer(
+        &self,
+        fs: &dyn FileSystem,
+        ino: Ino,
+        opened: &OpenedFile,
+        is_direct: bool,
+        slot: &mut ReplySlot<ReplyOpen>,
+    ) -> Result<(), FsError> {
+        let Some(reply) = slot.take() else {
+            fs.release(ino, opened.handle);
+            return Ok(());
+        };
+        let may_pass = |file: &File| !is_direct || opens_direct(file);
         let (mode, failure) = match &opened.access {
             Access::Direct => self.modes.open(ino, &OpenRequest::Direct),
             Access::Once if self.maps_direct.load(Ordering::Relaxed) => self.modes.open(ino, &OpenRequest::Direct),
-            Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) => {
-                self.modes.open(ino, &OpenRequest::Passthrough(&|| reply.open_backing(file)))
+            Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) && may_pass(file) => {
+                let register = || Ok(Backing { id: reply.open_backing(file)?, file: Arc::clone(file) });
+                self.modes.open(ino, &OpenRequest::Passthrough(&register))
             }
             Access::Cached | Access::Once | Access::Passthrough(_) | Access::Materialize => {
                 self.modes.open(ino, &OpenRequest::Cached)
@@ -77,6 +127,14 @@ impl Opens {
         };
         if let Some(failure) = failure {
             self.passthrough.note_refusal(&failure);
+        }
+        if let Mode::Passthrough(backing) = &mode
+            && !may_pass(&backing.file)
+        {
+            self.modes.release(ino);
+            fs.release(ino, opened.handle);
+            *slot = ReplySlot::Own(Some(reply));
+            return Err(FsError::Invalid);
         }
         let handle = FileHandle(opened.handle.0);
         // There is nothing to flush on close, so the kernel need not send flushes.
@@ -87,10 +145,17 @@ impl Opens {
             Mode::Passthrough(backing) => {
                 self.passthrough.granted.call_once(|| info!("kernel passthrough is on"));
                 fs.metrics().passthrough_opens.fetch_add(1, Ordering::Relaxed);
-                reply.opened_passthrough(handle, flags, &backing);
+                reply.opened_passthrough(handle, flags, &backing.id);
             }
         }
+        Ok(())
     }
+}
+
+/// Whether a file can be opened with `O_DIRECT`. Opened anew, since the flags of an open file are shared with its readers.
+fn opens_direct(file: &File) -> bool {
+    let again = format!("/proc/self/fd/{}", file.as_raw_fd());
+    File::options().read(true).custom_flags(libc::O_DIRECT).open(again).is_ok()
 }
 
 impl Serving {
@@ -106,10 +171,7 @@ impl Serving {
             if let Some(file) = file {
                 opened.access = Access::Passthrough(file);
             }
-            pending.attempt(|reply| {
-                opens.answer(fs.as_ref(), ino, &opened, reply);
-                Ok(())
-            });
+            pending.attempt(|reply| opens.answer(fs.as_ref(), ino, &opened, is_direct, reply));
         };
         if !materializes {
             answer(None);

@@ -45,6 +45,14 @@ pub enum MountError {
         /// Why.
         source: io::Error,
     },
+    /// Without the table of mounts none is found again.
+    #[error(
+        "/proc: not mounted here, and ckfs finds mounts by its files; mount -t proc proc /proc, or give the container one"
+    )]
+    NoProc,
+    /// A daemon has it in the place of its standard streams.
+    #[error("/dev/null: not found; mknod -m 666 /dev/null c 1 3, or bind the host's /dev into this root")]
+    NoNull,
     /// The directory to mount on cannot be examined.
     #[error("mountpoint {}: {source}", path.display())]
     Path {
@@ -180,6 +188,21 @@ pub(in crate::fuse) enum MountState {
     Covered,
     /// It is no longer in the table of mounts.
     Gone,
+}
+
+/// Checks what a mount needs of the host besides FUSE. A chroot or a sandbox may lack it.
+///
+/// # Errors
+/// [`MountError::NoProc`], [`MountError::NoNull`]; [`MountError::NoDevice`] if no device is there at all.
+pub fn check_host() -> Result<(), MountError> {
+    let [has_mounts, has_null, has_fuse] =
+        ["/proc/self/mountinfo", "/dev/null", "/dev/fuse"].map(|file| Path::new(file).exists());
+    match (has_mounts, has_null, has_fuse) {
+        (false, ..) => Err(MountError::NoProc),
+        (true, false, false) => Err(MountError::NoDevice),
+        (true, false, true) => Err(MountError::NoNull),
+        (true, true, _) => Ok(()),
+    }
 }
 
 /// Makes a mount on `mountpoint`; the descriptor is the connection to the kernel.

@@ -98,6 +98,11 @@ pub fn ckfs_mounts() -> Vec<MountEntry> {
     mounts
 }
 
+/// Whether `/` of this process is not the root of a mount, as in most chroots. False if the table cannot be read.
+pub(in crate::fuse) fn is_in_chroot() -> bool {
+    mounts().is_ok_and(|mounts| !mounts.iter().any(|entry| entry.mountpoint == Path::new("/")))
+}
+
 /// Parses the table; lines that do not have its form are left out.
 fn parse(table: &[u8]) -> Vec<MountEntry> {
     table.split(|&byte| byte == b'\n').filter_map(parse_line).collect()

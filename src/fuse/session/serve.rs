@@ -37,7 +37,7 @@ use super::supervisor::{Attached, Exit, Running, Supervisor};
 use crate::{
     fuse::{
         adapter::KernelAdapter,
-        mounts::{MountError, MountOptions, adopt, is_passed, mount, set_read_ahead},
+        mounts::{MountError, MountOptions, adopt, check_host, is_passed, mount, set_read_ahead},
     },
     host::{
         Log, limits,
@@ -133,6 +133,7 @@ pub fn serve(
     log: &Log,
     on_ready: impl FnOnce(),
 ) -> Result<Exit, MountError> {
+    check_host()?;
     block_signals()?;
     let signals = SignalFd::with_flags(&signal::handled(), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .map_err(|errno| MountError::System { what: "signalfd", source: errno.into() })?;
@@ -156,10 +157,15 @@ pub fn serve(
     config.n_threads = Some(threads + 1);
     // The kernel enforces the mount options; fuser need not check a second time.
     let acl = SessionACL::All;
-    let started = KernelAdapter::new(Arc::clone(&fs), options.passthrough, threads)
-        .and_then(|adapter| fuser::Session::from_fd(adapter, fd, acl, config))
-        .map_err(|source| MountError::Session { source })
-        .and_then(|session| Running::start(session, &fs));
+    let begin = || {
+        let adapter = KernelAdapter::new(Arc::clone(&fs), options.passthrough, threads)?;
+        let (passthrough, device) = (adapter.passthrough(), fd.try_clone()?);
+        let session = fuser::Session::from_fd(adapter, fd, acl, config)?;
+        passthrough.begin(fs.as_ref(), &device);
+        Ok(session)
+    };
+    let started =
+        begin().map_err(|source| MountError::Session { source }).and_then(|session| Running::start(session, &fs));
     let mut supervisor = match started {
         Ok(running) => {
             let (grace, drain, since) = (options.grace, options.drain, Instant::now());

@@ -243,7 +243,7 @@ fn adapter<'a>(checkpoint: &'a Checkpoint, options: &ViewOptions) -> Result<Opti
     if options.layout != Layout::Hf {
         let layout = options.layout.name();
         return Err(problem(format!(
-            "the names of a model with an adapter are those of the layout hf, not of {layout}"
+            "the names of a model with an adapter are those of the layout hf, not of {layout}: add --layout hf"
         )));
     }
     checkpoint.adapter(dir).map(Some).ok_or_else(|| problem("the source was opened without this adapter".to_owned()))

@@ -32,7 +32,7 @@ pub(super) struct ClosedFile {
 pub(super) type OnDisk = Box<dyn Fn(Ino) + Send>;
 
 /// A directory for files.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Disk {
     directory: PathBuf,
 }
@@ -104,7 +104,8 @@ impl Disk {
         self.unnamed().map_err(|error| failed(&error))
     }
 
-    fn unnamed(&self) -> io::Result<File> {
+    /// An empty file without a name.
+    pub(super) fn unnamed(&self) -> io::Result<File> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(&self.directory)
     }

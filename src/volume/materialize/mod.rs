@@ -28,6 +28,7 @@ mod policy;
 
 use std::{
     collections::HashMap,
+    fs::File,
     io,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
@@ -61,7 +62,8 @@ type FileEntries = Mutex<HashMap<Ino, Arc<FileEntry>>>;
 /// Storage of the files.
 enum FileStorage {
     Memory(Memory),
-    Disk(mpsc::Sender<ClosedFile>),
+    /// The directory, and its thread's queue.
+    Disk(Disk, mpsc::Sender<ClosedFile>),
 }
 
 /// The materialized files of a volume.
@@ -104,7 +106,9 @@ impl Materializer {
     pub(super) fn new(policy: &Policy, engine: &Arc<Engine>, on_disk: OnDisk) -> io::Result<Option<Self>> {
         let entries: Arc<FileEntries> = Arc::default();
         let storage = if let Some(directory) = policy.directory() {
-            FileStorage::Disk(Disk::new(directory.clone())?.start(Arc::clone(engine), on_disk)?)
+            let disk = Disk::new(directory.clone())?;
+            let closed = disk.clone().start(Arc::clone(engine), on_disk)?;
+            FileStorage::Disk(disk, closed)
         } else if policy.in_memory() {
             FileStorage::Memory(Memory::new(engine)?)
         } else {
@@ -113,6 +117,15 @@ impl Materializer {
         let (deadlines, waiting) = mpsc::channel();
         thread::Builder::new().name("ckfs-open-wait".to_owned()).spawn(move || stop_waiting(&waiting))?;
         Ok(Some(Self { storage, entries, engine: Arc::downgrade(engine), is_on: AtomicBool::new(false), deadlines }))
+    }
+
+    /// An empty file of the directory, if files are on a disk.
+    pub(super) fn trial(&self) -> Option<File> {
+        match &self.storage {
+            FileStorage::Memory(_) => None,
+            // That it cannot be made was an error of `new`.
+            FileStorage::Disk(disk, _) => disk.unnamed().ok(),
+        }
     }
 
     /// Notes that the kernel reads files by itself.
@@ -190,7 +203,7 @@ impl Materializer {
 
     /// Notes that a file is closed.
     pub(super) fn close(&self, ino: Ino, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
-        if let FileStorage::Disk(closed) = &self.storage
+        if let FileStorage::Disk(_, closed) = &self.storage
             && entry.note_closed()
         {
             // The receiver is gone once the thread has ended; then no files are left.
@@ -225,7 +238,7 @@ impl Materializer {
     pub(super) fn used_bytes(&self) -> Option<u64> {
         match &self.storage {
             FileStorage::Memory(memory) => Some(memory.used_bytes()),
-            FileStorage::Disk(_) => None,
+            FileStorage::Disk(..) => None,
         }
     }
 

@@ -105,7 +105,7 @@ impl Policy {
             Materialize::None => writeln!(text, "in memory   no file is materialized (--materialize none)"),
             Materialize::Dir(directory) => writeln!(
                 text,
-                "on disk     as root, every tensor file, in {} after it was closed (--materialize)",
+                "on disk     as root, since Linux 6.9, every tensor file, in {} after it was closed (--materialize)",
                 crate::checkpoint::printable(&directory.display().to_string())
             ),
             Materialize::Memory => writeln!(

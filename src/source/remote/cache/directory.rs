@@ -197,7 +197,10 @@ impl Cache {
         match self.open_entry(dir, name, &meta)? {
             Attempt::Open(entry) => Ok(Arc::new(*entry)),
             Attempt::Missing => Err(io::ErrorKind::NotFound.into()),
-            Attempt::Malformed => Err(io::Error::new(io::ErrorKind::InvalidData, "map and data do not fit each other")),
+            Attempt::Malformed => Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "map and data do not fit each other: `ckfs cache prune` removes it",
+            )),
         }
     }
 
