@@ -18,8 +18,8 @@
 //! A source does not list a repository, know tensors, merge neighbouring spans, or cache. Those belong to the layers above.
 
 mod beneath;
-mod compared;
 pub mod calendar;
+mod compared;
 pub mod digest;
 mod duplicates;
 mod error;

@@ -333,7 +333,7 @@ impl NameScan {
                 "qkv_proj" | "c_attn" | "query_key_value" | "Wqkv" | "qkv" | "in_proj_qkv" => self.fused_qkv = true,
                 "kv_a_proj_with_mqa" | "wkv_a" | "wkv" => self.latent_qkv = true,
                 // A tied head may have a bias of its own.
-                "lm_head" | "embed_out" => self.has_lm_head |= !tensor.name.ends_with(".bias"),
+                "lm_head" | "embed_out" => self.has_lm_head |= tensor.name.rsplit('.').next() != Some("bias"),
                 "mtp" => self.mtp_named = true,
                 _ => {}
             }

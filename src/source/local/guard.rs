@@ -359,8 +359,9 @@ mod tests {
 
     /// Runs this test binary again with only `name`, which then plays the child.
     fn child(name: &str) -> std::process::ExitStatus {
+        let (_, tests) = module_path!().split_once("::").unwrap();
         Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", &format!("source::local::guard::tests::{name}"), "--nocapture"])
+            .args(["--exact", &format!("{tests}::{name}"), "--nocapture"])
             .env(CHILD, "1")
             .output()
             .unwrap()
