@@ -57,10 +57,11 @@ fn by_mmap(path: &Path) -> io::Result<Vec<u8>> {
         return Ok(Vec::new());
     }
     const PROT_READ: i32 = 1;
-    const MAP_SHARED: i32 = 1;
+    // Shared maps of files that are opened past the page cache need Linux 6.6.
+    const MAP_PRIVATE: i32 = 2;
     // SAFETY: a new mapping, of a file that nothing changes, is read while it is mapped.
     unsafe {
-        let map = mmap(ptr::null_mut(), len, PROT_READ, MAP_SHARED, file.as_raw_fd(), 0);
+        let map = mmap(ptr::null_mut(), len, PROT_READ, MAP_PRIVATE, file.as_raw_fd(), 0);
         if map as isize == -1 {
             return Err(io::Error::last_os_error());
         }
