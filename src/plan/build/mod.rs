@@ -71,6 +71,12 @@ impl Plan {
                 rename.pattern()
             ));
         }
+        if let Some(rename) = options.respelling(checkpoint) {
+            plan.warnings.push(format!(
+                "the layers whose names match '{}' are shown under the names of the model's releases: --source-rename replaces this",
+                rename.pattern()
+            ));
+        }
         if checkpoint.fill().next().is_some() && !is_filled(checkpoint, &plan) {
             plan.warnings.push(
                 "nothing is taken from --fill-from: it gives what a training program's checkpoint lacks, with --layout hf"
@@ -173,7 +179,8 @@ impl<'a> Builder<'a> {
                 if let Some(stored) = inverse::layout_of(wanted.seen()) {
                     return Err(already_laid_out(embedded.name, stored).into());
                 }
-                if embedded.by_modules && !set.contains_key(FAMILY) && !embedded.has_file(wanted.seen())? {
+                let by_modules = embedded.by_modules && !set.contains_key(FAMILY);
+                if by_modules && (modules::is_of_parts(wanted.seen()) || !embedded.has_file(wanted.seen())?) {
                     (None, Some(modules::names(wanted.seen())?))
                 } else {
                     (Some(embedded.choose(wanted.seen(), &mut set)?), None)
