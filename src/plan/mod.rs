@@ -82,7 +82,7 @@ pub use split::{
 };
 
 use self::{
-    check::{expect, hole, holes, survey, unused},
+    check::{expect, hole, holes, survey, unused, widths},
     name::{member, name_group, names, naming},
     need::{counting, needed},
     repository::{generated, text_model},

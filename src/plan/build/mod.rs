@@ -51,7 +51,7 @@ use super::{
     survey::{devices, family, family_problem, missing_layers, no_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
-    whole,
+    whole, widths,
 };
 use crate::{
     checkpoint::{Checkpoint, Container, Storage, TensorInfo},
@@ -246,7 +246,9 @@ impl<'a> Builder<'a> {
         let resolved = match file.resolve((wanted.seen(), stored), values, &options.mesh, &chosen.set, allowed) {
             Ok(resolved) => resolved,
             Err(problems) => {
-                self.problems.extend(problems);
+                let is_own = matches!(options.layout, Layout::File(_));
+                let explained = |problems| widths::explained(file.name(), wanted.seen(), problems);
+                self.problems.extend(if is_own { problems } else { explained(problems) });
                 return nothing;
             }
         };
