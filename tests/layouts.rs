@@ -1253,6 +1253,37 @@ fn shapes_are_reported_once_for_all_layers() {
     Plan::build(&checkpoint, &options(true, "", &Value::Null)).unwrap();
 }
 
+/// A pruned model has narrower layers. Programs that build all layers alike cannot load it: one message says which and what can.
+#[test]
+fn layers_of_other_widths_are_refused_with_one_message_that_names_them() {
+    let widths = [112, 80, 112];
+    let (config, mut shapes) = (config_of("llama3.1"), shapes_of("llama3.1"));
+    for (layer, width) in widths.into_iter().enumerate() {
+        for (word, shape) in [("gate_proj", [width, 48]), ("up_proj", [width, 48]), ("down_proj", [48, width])] {
+            shapes.insert(format!("model.layers.{layer}.mlp.{word}.weight"), (DType::BF16, shape.to_vec()));
+        }
+    }
+    let (_directory, checkpoint) = hollow(&config, &shapes);
+    for layout in ["maxtext", "maxtext-unscanned", "megatron", "megatron-unscanned", "vllm"] {
+        let options = ViewOptions { layout: Layout::find(layout).unwrap(), ..ViewOptions::default() };
+        let error = Plan::build(&checkpoint, &options).unwrap_err();
+        assert_eq!(error.problems.len(), 1, "{layout}: {error}");
+        let error = error.to_string();
+        for said in [
+            "model.safetensors: ",
+            "model.layers.1.mlp.gate_proj.weight has the shape [80, 48]: axis 0 has 112 elements in layers 0,2, 80 in layer 1",
+            "model.layers.1.mlp.down_proj.weight has the shape [48, 80]: axis 1 has 112 elements in layers 0,2, 80 in layer 1",
+            "--layout canonical and --layout hf show each layer with its own width",
+        ] {
+            assert!(error.contains(said), "{layout}: {error}");
+        }
+    }
+    for layout in ["canonical", "hf"] {
+        let options = ViewOptions { layout: Layout::find(layout).unwrap(), ..ViewOptions::default() };
+        Plan::build(&checkpoint, &options).unwrap_or_else(|error| panic!("{layout}: {error}"));
+    }
+}
+
 /// Tensors that every model of a type has are required, even where others of the family lack them.
 #[test]
 fn biases_and_norms_that_a_model_must_have_are_required() {

@@ -8,7 +8,7 @@
 //! | place | holds |
 //! | --- | --- |
 //! | `build` | the stages of [`Plan::build`], in order |
-//! | `select`, `lora`, `values` | which tensors of the checkpoint are wanted, and in which dtype |
+//! | `select`, `lora`, `respelled`, `values` | which tensors of the checkpoint are wanted, under which names and in which dtype |
 //! | `experts` | one form of the experts of a layer, however they are named and fused |
 //! | `canonical`, `family`, `kind`, `modules`, `stored` | layouts by tables: names and roles of known families, of transformers' modules, or of a trainer |
 //! | `library` | what the models' own library says: buffers, and what stays in float32 |
@@ -44,6 +44,7 @@ mod options;
 mod planned;
 pub mod report;
 mod repository;
+mod respelled;
 mod select;
 mod split;
 mod stored;
@@ -81,7 +82,7 @@ pub use split::{
 };
 
 use self::{
-    check::{expect, hole, holes, survey, unused},
+    check::{expect, hole, holes, survey, unused, widths},
     name::{member, name_group, names, naming},
     need::{counting, needed},
     repository::{generated, text_model},

@@ -4,17 +4,27 @@
 //! `experts.gate_up_proj` and `experts.down_proj`, whatever the repository has. A model whose names and experts do not change has the
 //! same tensors in the layout `hf`, and is refused with that word.
 //!
-//! What it deliberately does not do: conversions of another kind, such as fused convolutions. Their models are refused.
+//! Other tensors that transformers makes of several, or several of one, are made as its table says ([`super::experts::convert`]).
+//!
+//! What it deliberately does not do: conversions that the table has no operations for. Their models are refused.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashSet},
+    sync::Arc,
+};
 
 use super::{
     canonical::{self, Tabled},
     draft::Bundled,
-    experts::{models::ModelNames, single_expert},
+    experts::{
+        is_fused,
+        models::{Loaded, ModelNames},
+        single_expert,
+    },
     family::{Family, Generic},
     name_group::{NameGroup, fold},
     names,
+    naming::words_of,
     problem::{PlanError, Problem},
     select,
     values::Values,
@@ -22,7 +32,7 @@ use super::{
 use crate::{
     checkpoint::Checkpoint,
     config::Mesh,
-    tensor::{DType, TensorId, View, ViewError},
+    tensor::{TensorId, View, ViewError},
 };
 
 /// The buffers of rotary embeddings that some repositories hold. No state has them.
@@ -30,6 +40,13 @@ const ROTARY: &str = ".rotary_emb.inv_freq";
 
 fn refused(reason: String) -> PlanError {
     Problem::File { file: "layout transformers".to_owned(), reason }.into()
+}
+
+/// Whether transformers has the model as one with a text model inside: a file for the text model alone has not its names.
+pub(super) fn is_of_parts(checkpoint: &Checkpoint) -> bool {
+    let dialect = checkpoint.dialect();
+    dialect.text_model_type.as_ref().is_some_and(|text| dialect.model_type.as_ref() != Some(text))
+        && ModelNames::of_whole(checkpoint).is_ok()
 }
 
 /// The names of a repository's model in transformers.
@@ -52,7 +69,10 @@ pub(super) fn names(checkpoint: &Checkpoint) -> Result<Arc<ModelNames>, PlanErro
             "transformers converts {of} in a way that is not known here: {other}; --layout hf has the names of the repository"
         )));
     }
-    let is_same = |name: &str| single_expert(name).is_none() && model.loaded(name) == name;
+    let is_same = |name: &str| {
+        let loaded = model.loaded(name);
+        single_expert(name).is_none() && loaded.by.is_none() && loaded.name == name
+    };
     if checkpoint.tensors().all(|(_, info)| is_same(info.name)) {
         return Err(refused(format!(
             "{of} has the same names in transformers 5 as in the repository: use --layout hf"
@@ -84,28 +104,35 @@ pub(super) fn drafts(
     let (mut made, mut left_out) = (Vec::new(), Vec::new());
     let mut problems = Vec::new();
     let view = |id: TensorId, name: &str| {
-        let info = checkpoint.tensor(id);
-        let asked = values.dtype_of(id, &[info.name, name]);
-        let is_general = asked.is_none() || asked == values.general_dtype();
-        let narrow = info.dtype.is_float() && asked.unwrap_or(info.dtype).bits() < DType::F32.bits();
-        let kept = is_general && narrow && model.is_f32(name);
-        values.view(id, if kept { Some(DType::F32) } else { asked })
+        let asked = values.dtype_of(id, &[checkpoint.tensor(id).name, name]);
+        values.view(id, asked)
     };
-    for (id, info) in checkpoint.tensors() {
-        let name = model.loaded(info.name);
-        if is_beyond(info.name) || model.ignores(&name) || name.ends_with(ROTARY) {
-            left_out.push(info.name);
-        } else if let Some(single) = single_expert(&name) {
+    let loaded: Vec<_> = checkpoint.tensors().map(|(id, info)| (id, info.name, model.loaded(info.name))).collect();
+    let names: HashSet<&str> = loaded.iter().map(|(_, _, loaded)| loaded.name.as_str()).collect();
+    let mut converted: BTreeMap<(usize, &str), Vec<Vec<TensorId>>> = BTreeMap::new();
+    for (id, stored, Loaded { name, by }) in &loaded {
+        let (id, stored) = (*id, *stored);
+        let is_left_out = || model.ignores(name, &|name| names.contains(name)) || name.ends_with(ROTARY);
+        if is_beyond(stored) || is_left_out() {
+            left_out.push(stored);
+        } else if model.lacks(name) {
+            problems.push(unknown(
+                stored,
+                &format!("the model of transformers 5.24 has no tensor {name}; --exclude leaves it out"),
+            ));
+        } else if let Some(single) = single_expert(name) {
             match single.place {
                 Some(place) => {
                     let layer = layers.entry(single.module.to_owned()).or_default();
                     layer.entry(single.expert).or_default()[place] = Some(id);
                 }
-                None => problems.push(unknown(info.name, "transformers fuses no such tensor of an expert")),
+                None => problems.push(unknown(stored, "transformers fuses no such tensor of an expert")),
             }
+        } else if let Some((converter, pattern)) = by {
+            let patterns = || vec![Vec::new(); model.converters[*converter].patterns()];
+            converted.entry((*converter, name)).or_insert_with(patterns)[*pattern].push(id);
         } else {
-            let view = view(id, &name);
-            made.push((name, view));
+            made.push((name.clone(), view(id, name)));
         }
     }
     let mut fused = Vec::new();
@@ -117,6 +144,21 @@ pub(super) fn drafts(
                     fused.push(name.clone());
                     made.push((name, view));
                 }
+            }
+            Err(problem) => problems.push(problem),
+        }
+    }
+    for ((converter, name), given) in converted {
+        let given = given.into_iter().map(|ids| in_order(checkpoint, ids).map_err(|reason| unknown(name, &reason)));
+        let views = |ids: Vec<TensorId>| ids.into_iter().map(|id| view(id, name)).collect();
+        let given = given.map(|ids| ids.and_then(views)).collect::<Result<Vec<_>, Problem>>();
+        let parts = given.and_then(|given| {
+            model.converters[converter].make(name, given, checkpoint).map_err(|reason| unknown(name, &reason))
+        });
+        match parts {
+            Ok(parts) => {
+                fused.extend(parts.iter().map(|(name, _)| name).filter(|name| is_fused(name)).cloned());
+                made.extend(parts.into_iter().map(|(name, view)| (name, Ok(view))));
             }
             Err(problem) => problems.push(problem),
         }
@@ -141,6 +183,24 @@ pub(super) fn drafts(
 
 fn unknown(name: &str, reason: &str) -> Problem {
     Problem::File { file: "layout transformers".to_owned(), reason: format!("{name}: {reason}") }
+}
+
+/// Tensors of one pattern in the order of the numbers in their names, which are all there.
+fn in_order(checkpoint: &Checkpoint, mut ids: Vec<TensorId>) -> Result<Vec<TensorId>, String> {
+    let words = |id: &TensorId| words_of(checkpoint.tensor(*id).name).collect::<Vec<_>>();
+    let [first, second, ..] = ids.as_slice() else { return Ok(ids) };
+    let at = words(first).iter().zip(words(second)).position(|(one, other)| **one != *other).unwrap_or_default();
+    let number = |id: &TensorId| {
+        let word = words(id).get(at).copied().unwrap_or_default().to_owned();
+        word[word.trim_end_matches(|letter: char| letter.is_ascii_digit()).len()..].parse::<u64>().ok()
+    };
+    ids.sort_by_key(number);
+    match (0u64..).zip(&ids).find(|(expected, id)| number(id) != Some(*expected)) {
+        Some((expected, id)) => {
+            Err(format!("expected a tensor of number {expected}, found {}", checkpoint.tensor(*id).name))
+        }
+        None => Ok(ids),
+    }
 }
 
 /// A fused tensor: its name, and for each expert the matrices one after the other.

@@ -6,6 +6,7 @@ use super::{
     layout_file::LayoutFile,
     layouts::Embedded,
     problem::{PlanError, Problem},
+    respelled,
     select::Subset,
     shard::Sharding,
     stored,
@@ -74,16 +75,26 @@ impl Layout {
 }
 
 impl ViewOptions {
-    /// These options for a checkpoint: the layout is `stored` for a trainer's if the user chose none, and the layout `hf`
-    /// takes from a trainer's names what wraps the model, if the user gave no rename.
+    /// These options for a checkpoint: the layout is `stored` for a trainer's if the user chose none, the layout `hf` takes from a
+    /// trainer's names what wraps the model, and layers have the word of the model's releases, if the user gave no rename.
     pub fn for_checkpoint(&self, checkpoint: &Checkpoint) -> Cow<'_, Self> {
         if !self.chooses_layout && self.layout == Layout::Canonical && stored::is_default(checkpoint) {
             return Cow::Owned(Self { layout: Layout::Stored, ..self.clone() });
         }
-        let Some(rename) = self.unwrapping(checkpoint) else { return Cow::Borrowed(self) };
+        let rename = self.unwrapping(checkpoint).or_else(|| self.respelling(checkpoint));
+        let Some(rename) = rename else { return Cow::Borrowed(self) };
         let mut options = self.clone();
         options.subset.source_renames.push(rename);
         Cow::Owned(options)
+    }
+
+    /// The rename that gives layers the word of the model's releases, where the layout goes by names of repositories and the user gave
+    /// no rename.
+    pub(super) fn respelling(&self, checkpoint: &Checkpoint) -> Option<Rename> {
+        let by_names = matches!(self.layout, Layout::Canonical | Layout::Hf | Layout::Embedded(_));
+        let asks =
+            by_names && self.subset.source_renames.is_empty() && checkpoint.container() == Container::Safetensors;
+        if asks { respelled::rename(checkpoint) } else { None }
     }
 
     /// The rename that takes from the names of a training state what wraps the model, where the layout asks for the names of

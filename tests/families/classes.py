@@ -28,6 +28,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 transformers.logging.set_verbosity_error()
@@ -96,6 +97,12 @@ NEEDED |= {
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "t5gemma2_text": {"dropout_rate": 0.0},
 }
+# The classes that load a model type.
+AUTO_NAMES = (
+    auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_MAPPING_NAMES,
+)
 # Layers that a tiny configuration keeps: a first dense one, and each kind of a usual cycle of kinds.
 LAYERS = 4
 # Members of configurations that count layers, blocks or experts' layers of a tower.
@@ -158,7 +165,14 @@ def model_classes(model_type: str, config: type[PreTrainedConfig]) -> list[type[
             is_here = cls.__module__ == module_name and issubclass(cls, PreTrainedModel)
             if is_here and getattr(cls, "config_class", None) is config and cls not in classes:
                 classes.append(cls)
-    return classes
+    return classes or classes_of_another(model_type)
+
+
+def classes_of_another(model_type: str) -> list[type[PreTrainedModel]]:
+    """The classes that load a model type whose code is another type's."""
+    names = [mapping.get(model_type) for mapping in AUTO_NAMES]
+    classes = [getattr(transformers, name, None) for name in dict.fromkeys(names) if isinstance(name, str)]
+    return [cls for cls in classes if inspect.isclass(cls) and issubclass(cls, PreTrainedModel)]
 
 
 def members(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -5,19 +5,30 @@ of transformers' own classes (`conversion_mapping.py`), as they apply to the cla
 minutes, so the tests compare only the version of transformers, and small models of most types with what ckfs makes of them.
 """
 
-import inspect
+import copy
 import json
 import re
 import signal
+import sys
 import warnings
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from classes import NEEDED, build, tiny  # noqa: E402
 from transformers import CONFIG_MAPPING  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping  # noqa: E402
-from transformers.core_model_loading import WeightConverter, WeightRenaming, PrefixChange  # noqa: E402
+from transformers.core_model_loading import (  # noqa: E402
+    GroupWeightRename,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.models.auto import modeling_auto as auto  # noqa: E402
 
 NAMES = (
@@ -41,99 +52,171 @@ def class_of(model_type):
     return None
 
 
-def strict_of(kind):
-    """What the classes beside a class keep in float32, where no model can be asked."""
-    module = inspect.getmodule(kind)
-    beside = vars(module).values() if module else ()
-    classes = [other for other in beside if inspect.isclass(other) and other.__module__ == kind.__module__]
-    return {word for other in classes for word in getattr(other, "_keep_in_fp32_modules_strict", None) or ()}
-
-
-def transforms_of(model_type):
-    """The conversions of a model type, as of the model's own class where it can be made from its default configuration; its class, and
-    what it keeps in float32 whatever the type of all other floats is."""
-    kind = class_of(model_type)
+def built(model_type, kind):
+    """A model of the class on the meta device, of few layers where it accepts that. None if it cannot be made in time."""
 
     def late(*_):
         raise TimeoutError
 
     signal.signal(signal.SIGALRM, late)
-    signal.alarm(CLASS_SECONDS)
-    try:
-        config = CONFIG_MAPPING[model_type]()
-        if not isinstance(config, kind.config_class):
-            config = kind.config_class()
-            config.model_type = model_type
-        with torch.device("meta"):
-            model = kind(config)
-        transforms = get_model_conversion_mapping(model, add_legacy=False)
-        return transforms, kind, model._keep_in_fp32_modules_strict, list(model.state_dict())
-    except Exception:  # noqa: BLE001 (a default configuration need not be a model)
-        return get_checkpoint_conversion_mapping(model_type) or [], kind, strict_of(kind), []
-    finally:
-        signal.alarm(0)
+    for cut in (True, False):
+        signal.alarm(CLASS_SECONDS)
+        try:
+            config = CONFIG_MAPPING[model_type](**copy.deepcopy(NEEDED.get(model_type, {})))
+            if not isinstance(config, kind.config_class):
+                config = kind.config_class()
+                config.model_type = model_type
+            return build(kind, tiny(config) if cut else config, torch.bfloat16)
+        except Exception:  # noqa: BLE001 (a default configuration need not be a model)
+            continue
+        finally:
+            signal.alarm(0)
+    return None
+
+
+def compiled(pattern):
+    """A source pattern, as transformers compiles it."""
+    pattern = pattern.replace("*.", r".*\.")
+    return pattern + (r"(?!\w)" if re.search(r"[a-zA-Z0-9]$", pattern) else "")
 
 
 def sources(transform):
     """Patterns, in the order in which they are tried."""
-    for source in sorted(transform.source_patterns, key=lambda source: -len(source)):
-        pattern = source.replace("*.", r".*\.")
-        yield pattern + (r"(?!\w)" if re.search(r"[a-zA-Z0-9]$", pattern) else "")
+    return [compiled(source) for source in sorted(transform.source_patterns, key=lambda source: -len(source))]
+
+
+def scope(transform):
+    return [] if transform.scope_prefix is None else [transform.scope_prefix, transform.base_model_prefix or ""]
 
 
 def rename(transform):
     """[pattern, target] or [pattern, target, scope, base]."""
-    scope = [] if transform.scope_prefix is None else [transform.scope_prefix, transform.base_model_prefix or ""]
-    return ["|".join(sources(transform)), transform.target_patterns[0], *scope]
+    return ["|".join(sources(transform)), transform.target_patterns[0], *scope(transform)]
 
 
-def is_merge(transform):
-    return any(type(operation).__name__ == "MergeModulelist" for operation in transform.operations)
+def group(transform):
+    """The renames of a group, so that none is applied to what another has made, and the pattern that must be there."""
+    pairs = list(zip(map(compiled, transform.source_patterns), transform.target_patterns))
+    guard = pairs[0][0]
+    return [{"from": source, "to": target, "scope": scope(transform), "guard": guard} for source, target in reversed(pairs)]
 
 
-def renamed(name, rows):
-    """The name, as the rows change it."""
-    for pattern, target, *scope in rows:
-        begin = ""
-        if scope:
-            base = f"{scope[1]}." if scope[1] else ""
-            inner = f"{scope[0]}." if scope[0] else ""
-            begin = next((text for text in (base + inner, inner) if name.startswith(text)), None)
-            if begin is None:
-                continue
-        rest = name[len(begin) :]
-        if found := re.search(pattern, rest):
-            group = next((group for group in found.groups() if group is not None), "")
-            name = begin + rest.replace(found[0], target.replace(r"\1", group), 1)
-    return name
+def heads(config, key):
+    """The members of a configuration that tell how many heads there are, and their number where none is there."""
+    part = getattr(config, key, config) if key else config
+    word = "num_attention_heads"
+    return list(dict.fromkeys([word, (part.attribute_map or {}).get(word, word)])), getattr(part, word, 1)
 
 
-def unlike(state, renames, back, words):
-    """Names of a state that do not come back from the names in a repository."""
+def operation(one, transform, config):
+    """An operation of a converter as a row. None if it is not known."""
+    name, targets = type(one).__name__, transform.target_patterns
+    if name in ("Chunk", "Concatenate"):
+        return {"op": name.lower(), "axis": one.dim}
+    if name == "Split" and one.dim == 0 and [target[-6:] for target in targets] == ["q_proj", "k_proj", "v_proj"]:
+        return {"op": "heads"}
+    if name == "Transpose" and not one.check_dims:
+        return {"op": "transpose", "axes": [one.dim0, one.dim1]}
+    if name == "Interleave" and not one.inverse:
+        return {"op": "interleave", "axis": one.dim}
+    if name == "MergeModulelist" and one.dim == 0:
+        return {"op": "stack"}
+    if name == "PermuteForRope" and not one.inverse and config is not None:
+        members, count = heads(config, one.subconfig_key)
+        only = {"only": one.permute_layer_names} if one.permute_layer_names is not None else {}
+        return {"op": "rope", "config": one.subconfig_key or "", "heads": members, "default": count, **only}
+    return None
+
+
+def converter(transform, config):
+    """A converter as a row. None if an operation of it is not known."""
+    operations = [operation(one, transform, config) for one in transform.operations]
+    if None in operations or any("\\1" in target for target in transform.target_patterns):
+        return None
+    patterns = [compiled(source) for source in transform.source_patterns]
+    row = {"from": patterns, "to": list(transform.target_patterns), "ops": operations}
+    return {**row, "scope": scope(transform)} if scope(transform) else row
+
+
+def is_merge(operations):
+    return operations in (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
+
+
+def general(name):
+    """A name with `*` for numbers."""
+    return ".".join("*" if word.isdigit() else word for word in name.split("."))
+
+
+def unlike(model, transforms, ignored):
+    """Whether names of the state would change, or names that the class saves would not be found, by the conversions alone: then
+    transformers compares with the names of the state."""
+    state = model.state_dict()
+    fresh = copy.deepcopy(transforms)
+    renamings = [entry for entry in fresh if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in fresh if isinstance(entry, WeightConverter)]
+    if any(rename_source_key(name, renamings, converters)[0] != name for name in state):
+        return True
+    for entry in renamings:
+        if isinstance(entry, GroupWeightRename):
+            entry._active = None
+    try:
+        saved = sorted(revert_weight_conversion(model, dict(state)))
+    except Exception:  # noqa: BLE001 (on the meta device)
+        saved = []
+    return any(rename_source_key(name, renamings, converters)[0] not in state for name in saved) or any(
+        re.search(pattern, name) for pattern in ignored for name in state
+    )
+
+
+def layers_of(pattern, state):
+    """Words of a tensor that stands beside each match of a pattern, and in no other layer. None if there is no such tensor, or
+    every layer has a match."""
+    matches = {name for name in state if re.search(pattern, name)}
+    modules = {name[: re.search(pattern, name).start()] for name in matches}
+    starred = {general(module) for module in modules}
+    children = {}
     for name in state:
-        single = re.sub(r"experts\.(gate_up_proj|up_proj|down_proj)$", rf"experts.0.{words[2]}.weight", name)
-        if renamed(renamed(single, back), renames) != single:
-            yield f"{name} (its name in a repository is not known)"
+        words = name.split(".")
+        for end in range(1, len(words)):
+            module = ".".join(words[:end]) + "."
+            if general(module) in starred and name not in matches:
+                children.setdefault(module, set()).add(general(".".join(words[end:])))
+    with_match = [children.get(module, set()) for module in modules]
+    without = [words for module, words in children.items() if module not in modules]
+    if not with_match or not without:
+        return None
+    return next(iter(sorted(set.intersection(*with_match) - set.union(*without), key=len)), None)
 
 
 def row(model_type):
-    transforms, kind, strict, state = transforms_of(model_type)
-    experts, renames, back, others = {}, [], [], []
+    kind = class_of(model_type)
+    model = built(model_type, kind)
+    config = model.config if model is not None else None
+    if model is not None:
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+    else:
+        transforms = get_checkpoint_conversion_mapping(model_type) or []
+    experts, renames, back, converters, others = {}, [], [], [], []
     for transform in transforms:
         if isinstance(transform, WeightConverter):
             operations = [type(operation).__name__ for operation in transform.operations]
             words = [re.search(r"experts\.\*\.(\w+)\.weight$", source) for source in transform._original_source_patterns]
             target = transform._original_target_patterns[0].rsplit(".", 1)[-1]
             words = [word[1] for word in words] if all(words) else []
-            if words and set(words) <= WORDS and operations in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
+            if words and set(words) <= WORDS and is_merge(operations):
                 experts[target] = words
             elif operations == ["Transpose"] and transform.operations[0].check_dims:
                 experts.setdefault("turned", True)
+            elif (known := converter(transform, config)) is not None:
+                converters.append(known)
             else:
                 others.append(f"{', '.join(transform._original_source_patterns)} ({', '.join(operations)})")
         elif type(transform) in (WeightRenaming, PrefixChange):
             renames.append(rename(transform))
             back.insert(0, rename(transform.reverse_transform()))
+        elif type(transform) is GroupWeightRename:
+            renames += group(transform)
+            back = [[rule["from"], rule["to"], *rule["scope"]] for rule in reversed(group(transform.reverse_transform()))] + back
         else:
             others.append(f"{', '.join(transform._original_source_patterns)} ({type(transform).__name__})")
     result = {}
@@ -149,18 +232,32 @@ def row(model_type):
         result["renames"] = renames
     if back and "experts" in result:
         result["back"] = back
-    if strict and "experts" in result:
-        result["f32"] = sorted(strict)
+    if converters:
+        result["converters"] = converters
     # Numbers of layers are those of one release: layers beyond the configured ones are left out anyway.
     ignored = [text for text in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or () if not re.search(r"\d", text)]
-    others += [f"{text} (ignored in some layers)" for text in ignored if any(re.search(text, name) for name in state)]
-    if "experts" in result:
-        others += list(unlike(state, renames, back, result["experts"]))[:1]
+    state = model.state_dict() if model is not None else {}
+    beside = {text: words for text in ignored if (words := layers_of(text, state))}
+    always = [text for text in ignored if text not in beside]
+    if model is not None and (transforms or ignored) and unlike(model, transforms, always):
+        result["state"] = sorted({general(name) for name in state})
+        result["base"] = model.base_model_prefix
     if others:
         result["others"] = [other.replace("\\", "") for other in others]
     if ignored and result:
-        result["ignored"] = sorted(ignored)
+        result["ignored"] = sorted(always)
+    if beside:
+        result["beside"] = sorted([text, words] for text, words in beside.items())
     return result
+
+
+def inline(value):
+    """A value of TOML in one line."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {inline(inner)}" for key, inner in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    return json.dumps(value)
 
 
 def text():
@@ -182,17 +279,19 @@ def text():
         "#",
         "# experts: the words of an expert's gate, up and down matrices in a repository. renames: regular expressions of names in a",
         "# repository, with what replaces the first match, in order; two more texts limit them to names under these prefixes. back: the",
-        "# same from the names of modules. others: conversions of another kind. ignored: what the class leaves out. f32: modules that",
-        "# the class keeps in float32. unchanged: types whose names stay.",
+        "# same from the names of modules. converters: operations on tensors whose names match, in the order of the patterns; their",
+        "# results have the names `to`. others: conversions of another kind. state: the names of the state, where what a name becomes",
+        "# depends on them, and base: the prefix that is then put before a name or taken from it. ignored: what the class leaves out.",
+        "# beside: what it leaves out unless this tensor is there too. unchanged: types whose names stay.",
         f"unchanged = {json.dumps(unchanged)}",
     ]
     for found, types in sorted(rows.items(), key=lambda item: item[1]):
         lines += ["", "[[model]]", f"types = {json.dumps(types)}"]
         for key, value in json.loads(found).items():
-            if key in ("renames", "back"):
-                lines += [f"{key} = [", *(f"  {json.dumps(entry)}," for entry in value), "]"]
+            if key in ("renames", "back", "converters", "state"):
+                lines += [f"{key} = [", *(f"  {inline(entry)}," for entry in value), "]"]
             else:
-                lines.append(f"{key} = {json.dumps(value)}")
+                lines.append(f"{key} = {inline(value)}")
     return "\n".join(lines) + "\n"
 
 

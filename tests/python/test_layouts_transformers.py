@@ -6,6 +6,7 @@ import subprocess
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -19,10 +20,13 @@ MODELS = ROOT / "src/plan/experts/models.toml"
 # Types of which a small model is made here. Mixtral and DeepSeek V3 have fixtures. Of the other types of the table no small model
 # can be made from the default configuration, or ckfs refuses them by name, as it does not know a conversion of theirs.
 COVERED = [
-    "afmoe", "axk2", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
-    "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hy_v3", "olmoe", "qwen2_moe", "qwen3_moe",
-    "sarvam_mla", "solar_open",
+    "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v32", "deepseek_v4", "dots1",
+    "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe",
+    "hy_v3", "kimi_linear", "minimax_m3_vl", "mistral_large4", "nemotron_h_omni", "olmoe", "qwen2_moe", "qwen3_moe",
+    "qwen3_omni_moe_thinker", "sarvam_mla", "sarvam_moe", "solar_open", "unlimited_ocr",
 ]  # fmt: skip
+# The same, without a repository of the modules' names: Step's then has the names of the layout hf, and Kimi's are refused.
+RELEASES = ["kimi_k25", "step3p7"]
 
 
 def bytes_of(tensor):
@@ -52,7 +56,7 @@ def test_the_table_is_of_the_pinned_version():
     assert f"# from transformers {transformers.__version__}." in MODELS.read_text(), "run tests/python/experts_table.py"
 
 
-@pytest.mark.parametrize("model_type", COVERED)
+@pytest.mark.parametrize("model_type", COVERED + RELEASES)
 def test_models_with_experts(model_type, tmp_path):
     """The state is shown from the release's names, which transformers saves, and from the names of its modules."""
     release, modules = tmp_path / "release", tmp_path / "modules"
@@ -61,9 +65,28 @@ def test_models_with_experts(model_type, tmp_path):
     files = shown(release, tmp_path / "a", "--layout", "transformers")
     assert sorted(files) == sorted(state)
     assert [name for name, tensor in state.items() if files[name] != bytes_of(tensor)] == []
+    if model_type in RELEASES:
+        return
     shutil.copytree(release, modules, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file({name: tensor.clone() for name, tensor in state.items()}, modules / "model.safetensors")
     assert shown(modules, tmp_path / "b", "--layout", "transformers") == files
+
+
+def test_layers_of_kimi_as_transformers_saves_them(tmp_path):
+    """transformers 5.24 saves the text layers as `blocks`; they are shown as the releases name them, the tower's as they are."""
+    source = tmp_path / "source"
+    model = model_of("kimi_k25")
+    model.save_pretrained(source)
+    with safe_open(source / "model.safetensors", "pt") as file:
+        assert "language_model.model.blocks.0.self_attn.o_proj.weight" in file.keys()
+    state = model.state_dict()
+    files = shown(source, tmp_path / "hf", "--layout", "hf")
+    own = "language_model.model.layers.1.self_attn.o_proj.weight"
+    assert files[own] == bytes_of(state["model.language_model.layers.1.self_attn.o_proj.weight"])
+    assert "vision_tower.encoder.blocks.1.wo.weight" in files
+    files = shown(source, tmp_path / "canonical", "--layout", "canonical", "--unscanned")
+    names = {name.replace("/", ".") for name in files}
+    assert {"language_model.model.layers.1.wo", "vision_tower.encoder.layers.1.wo.weight"} <= names
 
 
 def test_dense_models_are_sent_to_the_layout_hf():

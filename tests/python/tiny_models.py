@@ -29,6 +29,12 @@ ALSO = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "nemotron_h": {"hybrid_override_pattern": "ME*", "layers_block_type": ["mamba", "moe", "attention"], "num_hidden_layers": 3},
     "hunyuan_v1_moe": {"moe_topk": 2, "num_experts": 4},
+    "glm5_next_text": {"num_key_value_heads": 4, "index_topk": 16},
+    # Its towers' own members depend on each other.
+    "nemotron_h_omni": {"vision_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "video_temporal_patch_size": 2}},
+    "qwen3_omni_moe_thinker": {
+        "audio_config": {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "output_dim": 32, "downsample_hidden_size": 16},
+    },
 }
 
 
@@ -57,7 +63,12 @@ def config_of(kind, also):
             # One of each kind, as far as there are layers for them.
             kept = list(dict.fromkeys(kinds))[:layers]
             small[name] = (kept + list(kinds[-1:]) * layers)[:layers]
-    nested = {name: config_of(part, {}) for name, part in (kind.sub_configs or {}).items() if inspect.isclass(part) and hasattr(default, name) and part is not transformers.AutoConfig}
+    nested = {}
+    for name, part in (kind.sub_configs or {}).items():
+        own = getattr(default, name, None)
+        if inspect.isclass(part) and own is not None:
+            # Of any type: that of the default.
+            nested[name] = config_of(type(own) if part is transformers.AutoConfig else part, {})
     return kind(**{**small, **nested, **also})
 
 

@@ -51,7 +51,7 @@ use super::{
     survey::{devices, family, family_problem, missing_layers, no_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
-    whole,
+    whole, widths,
 };
 use crate::{
     checkpoint::{Checkpoint, Container, Storage, TensorInfo},
@@ -68,6 +68,12 @@ impl Plan {
         if let Some(rename) = options.unwrapping(checkpoint) {
             plan.warnings.push(format!(
                 "the names of the training state are shown without what matches '{}': --source-rename replaces this",
+                rename.pattern()
+            ));
+        }
+        if let Some(rename) = options.respelling(checkpoint) {
+            plan.warnings.push(format!(
+                "the layers whose names match '{}' are shown under the names of the model's releases: --source-rename replaces this",
                 rename.pattern()
             ));
         }
@@ -173,7 +179,8 @@ impl<'a> Builder<'a> {
                 if let Some(stored) = inverse::layout_of(wanted.seen()) {
                     return Err(already_laid_out(embedded.name, stored).into());
                 }
-                if embedded.by_modules && !set.contains_key(FAMILY) && !embedded.has_file(wanted.seen())? {
+                let by_modules = embedded.by_modules && !set.contains_key(FAMILY);
+                if by_modules && (modules::is_of_parts(wanted.seen()) || !embedded.has_file(wanted.seen())?) {
                     (None, Some(modules::names(wanted.seen())?))
                 } else {
                     (Some(embedded.choose(wanted.seen(), &mut set)?), None)
@@ -239,7 +246,9 @@ impl<'a> Builder<'a> {
         let resolved = match file.resolve((wanted.seen(), stored), values, &options.mesh, &chosen.set, allowed) {
             Ok(resolved) => resolved,
             Err(problems) => {
-                self.problems.extend(problems);
+                let is_own = matches!(options.layout, Layout::File(_));
+                let explained = |problems| widths::explained(file.name(), wanted.seen(), problems);
+                self.problems.extend(if is_own { problems } else { explained(problems) });
                 return nothing;
             }
         };

@@ -6,3 +6,4 @@ pub(in crate::plan) mod holes;
 pub mod problem;
 pub(in crate::plan) mod survey;
 pub(in crate::plan) mod unused;
+pub(in crate::plan) mod widths;

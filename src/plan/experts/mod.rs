@@ -10,6 +10,7 @@
 //! What it deliberately does not do: change models whose table has no single experts (gpt-oss, Gemma 4), whose only form is fused; and
 //! codes that are shown as they are stored.
 
+pub(in crate::plan) mod convert;
 pub(in crate::plan) mod models;
 pub(in crate::plan) mod orientation;
 mod spelling;
@@ -67,6 +68,11 @@ pub(super) fn single_expert(name: &str) -> Option<SingleExpert<'_>> {
         expert: parsed.expert?,
         place,
     })
+}
+
+/// Whether a tensor holds the matrices of all experts, by its name.
+pub(super) fn is_fused(name: &str) -> bool {
+    ExpertName::parse(name).is_some_and(|name| name.expert.is_none() && name.is_matrix())
 }
 
 /// Why a square tensor may be another than transformers reads. Empty if the user has decided.

@@ -1,10 +1,18 @@
 //! How transformers names the tensors of repositories when it loads them, by model type: `models.toml`.
 
-use std::sync::{Arc, OnceLock};
+use std::{
+    collections::HashSet,
+    sync::{Arc, OnceLock},
+};
 
 use fancy_regex::Regex;
 use serde::Deserialize;
 
+use super::{
+    super::naming,
+    convert::{ConverterRow, LoadConverter},
+    spelling::ExpertName,
+};
 use crate::checkpoint::Checkpoint;
 
 const FILE: &str = include_str!("models.toml");
@@ -25,15 +33,30 @@ struct ModelRow {
     #[serde(default)]
     either_way: bool,
     #[serde(default)]
-    renames: Vec<Vec<String>>,
+    renames: Vec<RenameRow>,
     #[serde(default)]
     back: Vec<Vec<String>>,
     #[serde(default)]
+    converters: Vec<ConverterRow>,
+    #[serde(default)]
     others: Vec<String>,
+    #[serde(default)]
+    state: Vec<String>,
+    #[serde(default)]
+    base: String,
     #[serde(default)]
     ignored: Vec<String>,
     #[serde(default)]
-    f32: Vec<String>,
+    beside: Vec<[String; 2]>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum RenameRow {
+    /// Pattern and target, with the scope.
+    Always(Vec<String>),
+    /// Only if a name of the repository matches `guard`.
+    Guarded { from: String, to: String, scope: Vec<String>, guard: String },
 }
 
 /// A change of names.
@@ -41,8 +64,20 @@ struct ModelRow {
 struct NameRule {
     pattern: Regex,
     target: String,
-    /// Only names that begin so, after these words: the longer one first.
-    scope: Option<[String; 2]>,
+    scope: NameScope,
+}
+
+/// Names that begin so, the longer beginning first. All names if there is none.
+#[derive(Debug)]
+struct NameScope(Option<[String; 2]>);
+
+/// What transformers makes of a tensor of a repository.
+#[derive(Debug, PartialEq, Eq)]
+pub(in crate::plan) struct Loaded {
+    /// The name of the module's tensor. Of several tensors that are made of it, the first.
+    pub(in crate::plan) name: String,
+    /// The converter that the tensor goes through, and the pattern of it that the name matches.
+    pub(in crate::plan) by: Option<(usize, usize)>,
 }
 
 /// How transformers reads the repositories of some model types.
@@ -54,36 +89,48 @@ pub(in crate::plan) struct ModelNames {
     pub(in crate::plan) either_way: bool,
     /// Conversions that are not renames and not stacks of experts.
     pub(in crate::plan) others: Vec<String>,
+    /// What makes tensors of others.
+    pub(in crate::plan) converters: Vec<LoadConverter>,
+    scopes: Vec<NameScope>,
     renames: Vec<NameRule>,
     back: Vec<NameRule>,
+    /// The names of the state with `*` for numbers, if the names depend on them.
+    state: HashSet<String>,
+    /// The prefix of the state's names that a repository may lack or have in addition.
+    base: String,
     ignored: Vec<Regex>,
-    f32: Vec<Regex>,
+    beside: Vec<(Regex, String)>,
+}
+
+impl NameScope {
+    fn new(row: &[String]) -> Self {
+        let dotted = |word: &String| if word.is_empty() { String::new() } else { format!("{word}.") };
+        Self(match row {
+            [scope, base] => Some([format!("{}{}", dotted(base), dotted(scope)), dotted(scope)]),
+            _ => None,
+        })
+    }
+
+    /// How much of a name is its beginning. None if the name is none of these.
+    fn begin(&self, name: &str) -> Option<usize> {
+        match &self.0 {
+            None => Some(0),
+            Some(scopes) => scopes.iter().find(|scope| name.starts_with(scope.as_str())).map(String::len),
+        }
+    }
 }
 
 impl NameRule {
     fn new(row: &[String]) -> Result<Self, String> {
         let ([pattern, target] | [pattern, target, ..]) = row else { return Err("a rename has two texts".to_owned()) };
-        let scope = match &row[2..] {
-            [scope, base] => {
-                let dotted = |word: &String| if word.is_empty() { String::new() } else { format!("{word}.") };
-                Some([format!("{}{}", dotted(base), dotted(scope)), dotted(scope)])
-            }
-            _ => None,
-        };
         let pattern = Regex::new(pattern).map_err(|error| error.to_string())?;
-        Ok(Self { pattern, target: target.clone(), scope })
+        Ok(Self { pattern, target: target.clone(), scope: NameScope::new(&row[2..]) })
     }
 
     /// The name, with its first match replaced. As transformers does it, the first occurrence of the matched text is replaced.
     fn apply(&self, name: String) -> String {
-        let scope = match &self.scope {
-            None => "",
-            Some(scopes) => match scopes.iter().find(|scope| name.starts_with(scope.as_str())) {
-                Some(scope) => scope,
-                None => return name,
-            },
-        };
-        let rest = &name[scope.len()..];
+        let Some(begin) = self.scope.begin(&name) else { return name };
+        let (scope, rest) = name.split_at(begin);
         let Ok(Some(found)) = self.pattern.captures(rest) else { return name };
         let Some(whole) = found.get(0) else { return name };
         let group = found.iter().skip(1).flatten().next().map_or("", |group| group.as_str());
@@ -93,14 +140,40 @@ impl NameRule {
 }
 
 impl ModelNames {
-    fn new(row: &ModelRow) -> Result<Self, String> {
-        let rules = |rows: &[Vec<String>]| rows.iter().map(|row| NameRule::new(row)).collect::<Result<Vec<_>, _>>();
+    /// The names for a repository with tensors of these names.
+    fn new(row: &ModelRow, names: &[&str]) -> Result<Self, String> {
         let regex = |text: &str| Regex::new(text).map_err(|error| error.to_string());
+        let mut renames: Vec<NameRule> = Vec::new();
+        for row in &row.renames {
+            let (list, guard) = match row {
+                RenameRow::Always(list) => (list.clone(), None),
+                RenameRow::Guarded { from, to, scope, guard } => {
+                    let list = [from, to].into_iter().chain(scope).cloned().collect();
+                    (list, Some(regex(guard)?))
+                }
+            };
+            let rule = NameRule::new(&list)?;
+            let is_there = |guard: &Regex| {
+                names.iter().any(|name| {
+                    let name = renames.iter().fold((*name).to_owned(), |name, rule| rule.apply(name));
+                    let rest = rule.scope.begin(&name).map(|begin| &name[begin..]);
+                    rest.is_some_and(|rest| guard.is_match(rest).unwrap_or(false))
+                })
+            };
+            if guard.as_ref().is_none_or(is_there) {
+                renames.push(rule);
+            }
+        }
+        let beside = |[pattern, words]: &[String; 2]| Ok((regex(pattern)?, words.clone()));
         Ok(Self {
-            renames: rules(&row.renames)?,
-            back: rules(&row.back)?,
+            renames,
+            back: row.back.iter().map(|row| NameRule::new(row)).collect::<Result<_, _>>()?,
+            converters: row.converters.iter().map(LoadConverter::new).collect::<Result<_, _>>()?,
+            scopes: row.converters.iter().map(|row| NameScope::new(&row.scope)).collect(),
             ignored: row.ignored.iter().map(|text| regex(text)).collect::<Result<_, _>>()?,
-            f32: row.f32.iter().map(|text| regex(&text.replace('*', ".*"))).collect::<Result<_, _>>()?,
+            beside: row.beside.iter().map(beside).collect::<Result<_, String>>()?,
+            state: row.state.iter().cloned().collect(),
+            base: if row.base.is_empty() { String::new() } else { format!("{}.", row.base) },
             experts: row.experts.clone(),
             either_way: row.either_way,
             others: row.others.clone(),
@@ -112,7 +185,12 @@ impl ModelNames {
         let dialect = checkpoint.dialect();
         let types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
         let row = types.into_iter().find_map(|of| file().model.iter().find(|row| row.types.contains(of)))?;
-        Some(Arc::new(Self::new(row).expect("the file is in the program, and a test reads it")))
+        Some(Self::for_checkpoint(row, checkpoint))
+    }
+
+    fn for_checkpoint(row: &ModelRow, checkpoint: &Checkpoint) -> Arc<Self> {
+        let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
+        Arc::new(Self::new(row, &names).expect("the file is in the program, and a test reads it"))
     }
 
     /// The names of a model of transformers: as [`ModelNames::of`], and unchanged names for the types that have such. The type of the
@@ -127,13 +205,60 @@ impl ModelNames {
         if row.is_none() && !file.unchanged.contains(of) {
             return Err(Some(of.clone()));
         }
-        let nothing = ModelRow::default();
-        Ok(Arc::new(Self::new(row.unwrap_or(&nothing)).expect("the file is in the program, and a test reads it")))
+        Ok(Self::for_checkpoint(row.unwrap_or(&ModelRow::default()), checkpoint))
     }
 
-    /// The name of a module's tensor, from its name in the repository.
-    pub(in crate::plan) fn loaded(&self, name: &str) -> String {
-        self.renames.iter().fold(name.to_owned(), |name, rule| rule.apply(name))
+    /// What becomes of a tensor of this name in the repository.
+    pub(in crate::plan) fn loaded(&self, name: &str) -> Loaded {
+        let renamed = self.renames.iter().fold(name.to_owned(), |name, rule| rule.apply(name));
+        let (renamed, by) = self.converted(&renamed);
+        let renamed = self.with_base(renamed);
+        // A name of the state that the rules would change is one already.
+        if !self.state.is_empty() && !self.has(&renamed) && self.has(name) {
+            return Loaded { name: name.to_owned(), by: None };
+        }
+        Loaded { name: renamed, by }
+    }
+
+    /// The name with the text of the first converter that matches, which is then the only one.
+    fn converted(&self, name: &str) -> (String, Option<(usize, usize)>) {
+        let all = self.converters.iter().zip(&self.scopes).enumerate();
+        let mut found = all.filter_map(|(at, (converter, scope))| {
+            let (begin, rest) = name.split_at(scope.begin(name)?);
+            let (pattern, text) = converter.matched(rest)?;
+            Some((format!("{begin}{}", rest.replacen(text, &converter.to[0], 1)), Some((at, pattern))))
+        });
+        found.next().unwrap_or_else(|| (name.to_owned(), None))
+    }
+
+    /// The name with the prefix of the state's names, or without it, whichever the state has.
+    fn with_base(&self, name: String) -> String {
+        if self.base.is_empty() {
+            return name;
+        }
+        if let Some(rest) = name.strip_prefix(&self.base)
+            && self.has(rest)
+        {
+            return rest.to_owned();
+        }
+        let longer = format!("{}{name}", self.base);
+        if self.has(&longer) { longer } else { name }
+    }
+
+    /// Whether the state has a tensor of this name, or one that holds this expert's. Numbers do not count.
+    fn has(&self, name: &str) -> bool {
+        if self.state.contains(&naming::group_name(name)) {
+            return true;
+        }
+        let Some(expert) = ExpertName::parse(name).filter(|name| name.expert.is_some()) else { return false };
+        let module = naming::group_name(expert.before.trim_end_matches('.'));
+        let has = |word: &str| self.state.contains(&format!("{module}.experts.{word}"));
+        has("gate_up_proj") || has("up_proj")
+    }
+
+    /// Whether it is known that the state has no tensor of this name.
+    pub(in crate::plan) fn lacks(&self, name: &str) -> bool {
+        !self.state.is_empty() && !self.has(name)
     }
 
     /// The name in the repository of a module's tensor. It stays as it is if transformers would not read it back.
@@ -142,17 +267,19 @@ impl ModelNames {
             return name.to_owned();
         }
         let back = self.back.iter().fold(name.to_owned(), |name, rule| rule.apply(name));
-        if self.loaded(&back) == name { back } else { name.to_owned() }
+        if self.loaded(&back).name == name { back } else { name.to_owned() }
     }
 
-    /// Whether the class leaves a tensor out, by its name in its modules.
-    pub(in crate::plan) fn ignores(&self, name: &str) -> bool {
-        self.ignored.iter().any(|pattern| pattern.is_match(name).unwrap_or(false))
-    }
-
-    /// Whether the class keeps a module's tensor in float32 when all other floats have 16 bits.
-    pub(in crate::plan) fn is_f32(&self, name: &str) -> bool {
-        self.f32.iter().any(|pattern| pattern.is_match(name).unwrap_or(false))
+    /// Whether the class leaves a tensor out, by its name in its modules. `has` tells whether the repository has a tensor that gets a
+    /// name.
+    pub(in crate::plan) fn ignores(&self, name: &str, has: &dyn Fn(&str) -> bool) -> bool {
+        let is_alone = |(pattern, words): &(Regex, String)| {
+            let found = pattern.find(name).ok().flatten();
+            found.is_some_and(|found| !has(&format!("{}{words}", &name[..found.start()])))
+        };
+        let is_ignored = |pattern: &Regex| pattern.is_match(name).unwrap_or(false);
+        self.beside.iter().any(is_alone)
+            || (self.ignored.iter().any(is_ignored) && (self.state.is_empty() || !self.has(name)))
     }
 }
 
@@ -167,14 +294,15 @@ mod tests {
     use super::*;
 
     fn model(of: &str) -> ModelNames {
-        ModelNames::new(file().model.iter().find(|row| row.types.iter().any(|known| known == of)).unwrap()).unwrap()
+        let row = file().model.iter().find(|row| row.types.iter().any(|known| known == of)).unwrap();
+        ModelNames::new(row, &[]).unwrap()
     }
 
     #[test]
     fn the_file_parses_and_no_type_is_in_it_twice() {
         let mut seen = std::collections::BTreeSet::new();
         for row in &file().model {
-            ModelNames::new(row).unwrap_or_else(|error| panic!("{:?}: {error}", row.types));
+            ModelNames::new(row, &[]).unwrap_or_else(|error| panic!("{:?}: {error}", row.types));
             assert!(row.types.iter().all(|of| seen.insert(of)));
         }
         assert!(file().unchanged.iter().all(|of| seen.insert(of)));
@@ -189,7 +317,7 @@ mod tests {
             ("qwen3_moe", "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.gate.weight"),
         ];
         for (of, stored, loaded) in rows {
-            assert_eq!(model(of).loaded(stored), loaded, "{of} {stored}");
+            assert_eq!(model(of).loaded(stored).name, loaded, "{of} {stored}");
             assert_eq!(model(of).stored(loaded), stored, "{of} {loaded}");
         }
         assert_eq!(model("mixtral").experts.as_ref().unwrap(), &["w1", "w3", "w2"].map(str::to_owned));

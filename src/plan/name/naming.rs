@@ -164,6 +164,10 @@ mod tests {
             ("encoder.layer.3.output.dense.bias", "", Some(3), "output.dense.bias", None),
             ("vit.encoder.layer.3.x.weight", "vit.", Some(3), "x.weight", None),
             ("visual.blocks.7.norm1.weight", "visual.", Some(7), "norm1.weight", None),
+            // Kimi's tower, as transformers saves it, and those of CLIP and of speech models.
+            ("vision_tower.encoder.blocks.7.mlp.fc0.weight", "vision_tower.encoder.", Some(7), "mlp.fc0.weight", None),
+            ("vision_model.transformer.resblocks.7.ln_1.bias", "vision_model.transformer.", Some(7), "ln_1.bias", None),
+            ("audio.encoders.7.norm1.weight", "audio.", Some(7), "norm1.weight", None),
             (
                 "model.layers.1.mlp.experts.17.up_proj.weight",
                 "model.",

@@ -1,0 +1,27 @@
+//! Layers that a repository names by another word than the model's releases.
+//!
+//! transformers 5.24 saves the text layers of Kimi K2.5 as `language_model.model.blocks.N`, because its rename for the vision tower
+//! takes them too when it is turned round. Every other program reads `layers.N`, and so does each layout here.
+
+use super::family::Family;
+use crate::{checkpoint::Checkpoint, config::Rename};
+
+/// The word that tables have for layers, and the other one.
+const WORDS: [&str; 2] = ["layers", "blocks"];
+
+/// The rename that gives a known model's layers the word of its releases. `None` if they have it.
+pub(super) fn rename(checkpoint: &Checkpoint) -> Option<Rename> {
+    let dialect = checkpoint.dialect();
+    let mut types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
+    let family = types.find_map(|of| Family::of_model_type(of).ok().flatten())?;
+    let has = |prefix: &str, word: &str| {
+        let begin = format!("{prefix}{word}.");
+        checkpoint.tensors().any(|(_, info)| info.name.starts_with(&begin))
+    };
+    let [word, other] = WORDS;
+    // Without a prefix nothing says that the layers are those of the text model.
+    let mut prefixes = family.prefixes.iter().filter(|prefix| !prefix.is_empty());
+    let prefix = prefixes.find(|prefix| has(prefix, other) && !has(prefix, word))?;
+    let pattern = format!("^{}", fancy_regex::escape(&format!("{prefix}{other}.")));
+    Rename::new(&pattern, &format!("{prefix}{word}.")).ok()
+}
