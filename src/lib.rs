@@ -7,7 +7,7 @@
 //!
 //! [`guide`] is for users: what is in a mount, what it promises, how it is run. This page is for those who change the program.
 //!
-//! The layers, each using only those before it:
+//! The layers, each a crate of the workspace (`src/<layer>`) that uses only those before it:
 //!
 //! | layer | holds |
 //! | --- | --- |
@@ -58,8 +58,8 @@
 //!
 //! | to add | touch |
 //! | --- | --- |
-//! | a model family | `src/plan/families/<name>.toml`, and its line in [`plan::family`] |
-//! | a layout | a file of the user's (`--layout FILE`), or `src/plan/layouts/<name>.toml` and its line in [`plan::layouts`] |
+//! | a model family | `src/plan/families/<name>.toml` |
+//! | a layout | a file of the user's (`--layout FILE`), or a directory `src/plan/layouts/<name>` and its name in [`config::LAYOUTS`]; a family of a layout is a file there |
 //! | an output format | `src/image/<name>.rs` with `impl` [`image::OutputFormat`], and its line in [`image::FORMATS`] |
 //! | a remote service | `src/source/remote/<name>.rs` with `impl` [`source::remote::Objects`], and its scheme in `remote/store/address.rs`; disk cache, retries and limits apply to it |
 //! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources.rs` runs over it |
@@ -69,19 +69,21 @@
 //! | a command | `src/cli/<name>.rs`, and its variant of `Command` in `src/cli/mod.rs` |
 //! | a dtype | its row in `src/tensor/dtype.rs`; the compiler names the conversions that it needs |
 //!
-//! A new file of Rust is also a `mod` line in the `mod.rs` beside it. `tests/layering.rs` holds the layers to their order, the files
-//! of a layer to one without cycles, `unsafe` to a list of files, and each type name to one meaning.
+//! A new file of Rust is also a `mod` line in the `mod.rs` beside it. The manifests of the layers hold them to their order;
+//! `tests/layering.rs` holds the files of a layer to one without cycles, `unsafe` to a list of files, and each type name to one
+//! meaning.
 
-pub mod checkpoint;
-pub mod cli;
-pub mod config;
-pub mod format;
-pub mod fuse;
+pub use ckfs_checkpoint as checkpoint;
+pub use ckfs_cli as cli;
+pub use ckfs_config as config;
+pub use ckfs_format as format;
+pub use ckfs_fuse as fuse;
+pub use ckfs_host as host;
+pub use ckfs_image as image;
+pub use ckfs_plan as plan;
+pub use ckfs_read as read;
+pub use ckfs_source as source;
+pub use ckfs_tensor as tensor;
+pub use ckfs_volume as volume;
+
 pub mod guide;
-pub mod host;
-pub mod image;
-pub mod plan;
-pub mod read;
-pub mod source;
-pub mod tensor;
-pub mod volume;

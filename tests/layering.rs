@@ -1,7 +1,5 @@
-//! The order of the layers, checked by reading the code.
-//!
-//! `crate::<layer>` paths and `super::` paths that leave a layer are collected from `src` and compared with what each
-//! layer may use. Comments, strings and doc links do not count.
+//! What the compiler cannot see of the structure: each layer is a crate, which uses only those that its manifest names; here the
+//! files of a layer are read, without comments, strings and doc links.
 
 #![allow(clippy::unwrap_used, reason = "tests panic")]
 
@@ -11,32 +9,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Each layer with those it may use.
-const MAY_USE: [(&str, &[&str]); 13] = [
-    // Text only.
-    ("guide", &[]),
-    ("host", &[]),
-    ("tensor", &[]),
-    ("source", &[]),
-    ("format", &["tensor"]),
-    ("checkpoint", &["tensor", "source", "format"]),
-    ("config", &["tensor", "source"]),
-    // The checkpoint's table names files by the source's ids.
-    ("plan", &["tensor", "source", "checkpoint", "config"]),
-    ("image", &["tensor", "source", "format", "checkpoint", "plan"]),
-    ("read", &["tensor", "source", "checkpoint", "image"]),
-    ("volume", &["host", "tensor", "source", "checkpoint", "config", "plan", "image", "read"]),
-    ("fuse", &["host", "volume"]),
-    ("cli", &["host", "tensor", "source", "format", "checkpoint", "config", "plan", "image", "read", "volume", "fuse"]),
-];
-
-/// Crates, and the macros of standard output, with the one layer that may use them.
-const ONLY_IN: [(&str, &str); 8] = [
+/// Outer crates, with the one layer that may use them.
+const ONLY_IN: [(&str, &str); 6] = [
     ("fuser", "fuse"),
     ("clap", "cli"),
     ("anyhow", "cli"),
-    ("println!", "cli"),
-    ("print!", "cli"),
     ("tokio", "source"),
     ("object_store", "source"),
     ("reqwest", "source"),
@@ -184,75 +161,6 @@ fn tokens(code: &str) -> Vec<&str> {
     tokens
 }
 
-/// The first names after a path prefix that ends before `tokens`: one name, or the names of a braced list.
-fn first_names<'a>(tokens: &[&'a str]) -> Vec<&'a str> {
-    let [first, rest @ ..] = tokens else { return Vec::new() };
-    if *first != "{" {
-        return vec![first];
-    }
-    let mut names = Vec::new();
-    let mut depth = 1;
-    let mut begins = true;
-    for token in rest {
-        match *token {
-            "{" => depth += 1,
-            "}" => depth -= 1,
-            "," if depth == 1 => {
-                begins = true;
-                continue;
-            }
-            name if begins && depth == 1 => names.push(name),
-            _ => {}
-        }
-        begins = false;
-        if depth == 0 {
-            break;
-        }
-    }
-    names
-}
-
-/// The names that a file's code uses from the crate's root, by `crate::` or by enough `super::`. `depth` is that of the
-/// file's own module; modules in braces are deeper.
-fn crate_names<'a>(tokens: &[&'a str], depth: usize) -> BTreeSet<&'a str> {
-    let mut names = BTreeSet::new();
-    let mut inner_modules: Vec<usize> = Vec::new();
-    let mut braces = 0;
-    let mut at = 0;
-    while at < tokens.len() {
-        match tokens[at] {
-            "{" => {
-                braces += 1;
-                if at >= 2 && tokens[at - 2] == "mod" {
-                    inner_modules.push(braces);
-                }
-            }
-            "}" => {
-                if inner_modules.last() == Some(&braces) {
-                    inner_modules.pop();
-                }
-                braces -= 1;
-            }
-            "super" if tokens.get(at + 1) == Some(&"::") => {
-                let mut supers = 0;
-                while tokens.get(at) == Some(&"super") && tokens.get(at + 1) == Some(&"::") {
-                    (supers, at) = (supers + 1, at + 2);
-                }
-                if supers >= depth + inner_modules.len() {
-                    names.extend(first_names(&tokens[at..]));
-                }
-                continue;
-            }
-            "crate" | "ckfs" if tokens.get(at + 1) == Some(&"::") && (at == 0 || tokens[at - 1] != "::") => {
-                names.extend(first_names(&tokens[at + 2..]));
-            }
-            _ => {}
-        }
-        at += 1;
-    }
-    names
-}
-
 /// Removes `mod tests { … }`: unit tests may print, and may test features of a processor.
 fn without_tests<'a>(tokens: &[&'a str]) -> Vec<&'a str> {
     let mut kept = Vec::with_capacity(tokens.len());
@@ -279,54 +187,37 @@ fn without_tests<'a>(tokens: &[&'a str]) -> Vec<&'a str> {
     kept
 }
 
-/// Modules between the crate's root and the inside of a file: 1 for `tensor/mod.rs`, 2 for `tensor/view.rs`.
-fn depth(name: &str) -> usize {
-    let parts = name.split('/').count();
-    if name.ends_with("/mod.rs") { parts - 1 } else { parts }
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()
 }
 
-fn layer(name: &str) -> Option<&str> {
-    name.split_once('/').map(|(layer, _)| layer)
+/// A manifest below the root.
+fn manifest(path: &str) -> toml::Table {
+    fs::read_to_string(root().join(path)).unwrap().parse().unwrap()
+}
+
+/// The directories of `src` that hold code.
+fn layers() -> BTreeSet<String> {
+    let entries = fs::read_dir(root().join("src")).unwrap().map(|entry| entry.unwrap());
+    let directories = entries.filter(|entry| entry.path().is_dir());
+    let names = directories.map(|entry| entry.file_name().into_string().unwrap());
+    // Text only.
+    names.filter(|name| name != "guide").collect()
 }
 
 #[test]
-fn every_directory_is_a_layer() {
-    let known: BTreeSet<&str> = MAY_USE.iter().map(|(layer, _)| *layer).collect();
+fn every_directory_is_a_crate_of_the_workspace() {
+    let all = manifest("Cargo.toml");
+    let members = |key: &str| -> BTreeSet<String> {
+        let paths = all["workspace"][key].as_array().unwrap().iter().map(|path| path.as_str().unwrap());
+        paths.filter(|path| *path != ".").map(|path| path.strip_prefix("src/").unwrap().to_owned()).collect()
+    };
+    assert_eq!(members("members"), layers());
+    // Otherwise `cargo test` leaves its tests out.
+    assert_eq!(members("default-members"), layers());
     let sources = sources();
-    let found: BTreeSet<&str> = sources.iter().filter_map(|file| layer(&file.name)).collect();
-    assert_eq!(found, known);
-    let loose: Vec<&str> =
-        sources.iter().filter(|file| layer(&file.name).is_none()).map(|file| file.name.as_str()).collect();
-    assert_eq!(loose, ["build.rs", "lib.rs", "main.rs"]);
-}
-
-#[test]
-fn layers_use_only_those_below() {
-    let may_use: BTreeMap<&str, &[&str]> = MAY_USE.into_iter().collect();
-    let mut wrong = Vec::new();
-    for file in sources() {
-        let Some(layer) = layer(&file.name) else { continue };
-        for used in crate_names(&tokens(&file.code), depth(&file.name)) {
-            let is_layer = may_use.contains_key(used);
-            if is_layer && used != layer && !may_use[layer].contains(&used) {
-                wrong.push(format!("{}: {layer} may not use {used}", file.name));
-            }
-            if used == "*" {
-                wrong.push(format!("{}: takes all names of the crate's root", file.name));
-            }
-        }
-    }
-    assert!(wrong.is_empty(), "{wrong:#?}");
-}
-
-/// A list that its order proves free of cycles: each layer stands after those that it may use.
-#[test]
-fn layers_form_no_cycle() {
-    for (number, (layer, used)) in MAY_USE.iter().enumerate() {
-        for used in *used {
-            assert!(MAY_USE[..number].iter().any(|(before, _)| before == used), "{layer} comes before {used}");
-        }
-    }
+    let loose: Vec<&str> = sources.iter().map(|file| file.name.as_str()).filter(|name| !name.contains('/')).collect();
+    assert_eq!(loose, ["lib.rs", "main.rs"]);
 }
 
 /// A type that other files may use has a name of its own. The crate may then be searched for it.
@@ -463,13 +354,13 @@ fn names<'a>(tokens: &[&'a str]) -> Names<'a> {
     names
 }
 
-/// The modules of a file, from the crate's root: `tensor`, `view` for `tensor/view.rs`.
+/// The modules of a file, from `src`: `tensor`, `view` for `tensor/view.rs`. The first is the crate.
 fn module_of(name: &str) -> Vec<&str> {
     let path = name.strip_suffix("/mod.rs").or_else(|| name.strip_suffix(".rs")).unwrap_or(name);
     if path == "lib" { Vec::new() } else { path.split('/').collect() }
 }
 
-/// The files of the crate, each with its references to others.
+/// The files of all crates, each with its references to others.
 struct Graph<'a> {
     modules: BTreeMap<Vec<&'a str>, usize>,
     names: Vec<Names<'a>>,
@@ -484,13 +375,13 @@ impl<'a> Graph<'a> {
         }
     }
 
-    /// A path in a module's code as one from the crate's root; `None` if its head is another crate or a name in scope.
+    /// A path in a module's code as one from `src`; `None` if its head is another crate or a name in scope.
     fn absolute(&self, file: &[&'a str], inner: &[&'a str], path: &[&'a str]) -> Option<Vec<&'a str>> {
         let mut base: Vec<&str> = [file, inner].concat();
         let number = self.modules[file];
         let rest = match path[0] {
             "crate" => {
-                base.clear();
+                base.truncate(1);
                 &path[1..]
             }
             "self" => &path[1..],
@@ -506,7 +397,7 @@ impl<'a> Graph<'a> {
         Some(base)
     }
 
-    /// The file that defines a path from the crate's root, found through all re-exports on its way.
+    /// The file that defines a path from `src`, found through all re-exports on its way.
     fn home(&self, path: &[&'a str], hops: usize) -> Option<usize> {
         assert!(hops < 20, "re-exports in a circle: {path:?}");
         let depth = (0..=path.len()).rev().find(|depth| self.modules.contains_key(&path[..*depth]))?;
@@ -518,7 +409,12 @@ impl<'a> Graph<'a> {
             if !inner.is_empty() || (alias.name != *name && alias.name != "*") {
                 continue;
             }
-            let Some(mut target) = self.absolute(module, &[], &alias.path) else { continue };
+            let Some(mut target) = self.absolute(module, &[], &alias.path) else {
+                if alias.name == *name {
+                    return None; // of another crate
+                }
+                continue;
+            };
             if alias.name == "*" {
                 target.pop();
                 target.extend(rest);
@@ -638,7 +534,7 @@ fn cycles_are_found_through_re_exports_and_paths() {
     };
     let root = ("lib.rs", "pub mod a;");
     let cases: [(&str, &str, &str, bool); 12] = [
-        ("pub use x::X; pub use y::{Y, other};", "use super::Y; struct X;", "use crate::a::X; struct Y;", true),
+        ("pub use x::X; pub use y::{Y, other};", "use super::Y; struct X;", "use crate::X; struct Y;", true),
         (
             "pub use x::X; pub use y::Y;",
             "use super::y::Y as Z; struct X;",
@@ -646,7 +542,7 @@ fn cycles_are_found_through_re_exports_and_paths() {
             true,
         ),
         ("pub use x::*; pub use y::Y;", "use super::Y; struct X;", "use super::X; struct Y;", true),
-        ("use {x::X, y::Y};", "use super::{Y, y::{self}}; struct X;", "use super::super::a::X; struct Y;", true),
+        ("use {x::X, y::Y};", "use super::{Y, y::{self}}; struct X;", "use crate::{X}; struct Y;", true),
         ("", "mod inner { use super::super::y; } struct X;", "use super::x; struct Y;", true),
         ("pub use x::X; pub use y::Y;", "struct X;", "use super::X; struct Y;", false),
         (
@@ -659,7 +555,7 @@ fn cycles_are_found_through_re_exports_and_paths() {
         ("pub use x::X; pub struct A(X);", "use super::A; struct X;", "", true),
         ("use x::X; fn f() -> X {}", "use super::f; struct X;", "", true),
         ("fn f() { x::g() } struct A;", "use super::A; fn g() {}", "", true),
-        ("use x::f; fn g() { f() }", "pub(in crate::a) fn f() {}", "", false),
+        ("use x::f; fn g() { f() }", "pub(crate) fn f() {}", "", false),
     ];
     for (top, x, y, is_cycle) in cases {
         let top = format!("mod x; mod y; {top}");
@@ -670,7 +566,7 @@ fn cycles_are_found_through_re_exports_and_paths() {
         ("a/mod.rs", "mod x; mod y; mod z;"),
         ("a/x.rs", "use super::y;"),
         ("a/y.rs", "use super::z::Z;"),
-        ("a/z.rs", "use crate::a::x::X; struct Z;"),
+        ("a/z.rs", "use crate::x::X; struct Z;"),
     ];
     let found = cycles_of(&three);
     assert_eq!(found.iter().map(|cycle| &cycle.files).collect::<Vec<_>>(), [&["a/x.rs", "a/y.rs", "a/z.rs"]]);
@@ -679,24 +575,13 @@ fn cycles_are_found_through_re_exports_and_paths() {
 
 #[test]
 fn outer_crates_stay_in_their_layer() {
-    let mut wrong = Vec::new();
-    for file in sources() {
-        let tokens = without_tests(&tokens(&file.code));
-        for (word, home) in ONLY_IN {
-            let found = if let Some(name) = word.strip_suffix('!') {
-                tokens.windows(2).any(|pair| pair == [name, "!"])
-            } else {
-                // As the head of a path, in attributes too; not as the name of an item of this crate.
-                let before = |at: usize| at.checked_sub(1).map(|before| tokens[before]);
-                let head = |at: usize| tokens[at] == word && before(at) != Some("::");
-                (0..tokens.len()).any(|at| head(at) && (tokens.get(at + 1) == Some(&"::") || before(at) == Some("use")))
-            };
-            if found && layer(&file.name) != Some(home) {
-                wrong.push(format!("{}: {word} belongs to {home}", file.name));
-            }
-        }
+    for (name, home) in ONLY_IN {
+        let uses = |layer: &String| {
+            let manifest = manifest(&format!("src/{layer}/Cargo.toml"));
+            manifest["dependencies"].as_table().unwrap().contains_key(name)
+        };
+        assert_eq!(layers().into_iter().filter(uses).collect::<Vec<_>>(), [home], "{name}");
     }
-    assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 #[test]
@@ -746,21 +631,13 @@ fn the_reference_uses_only_the_expression() {
 fn the_token_reader_reads_code() {
     let text = r##"
         //! crate::comment
-        use crate::{tensor::{DType, view::View}, read};
+        use a::{b, c};
         /* crate::block /* nested */ */
         let s = "crate::string \" still"; let r = r#"crate::raw " "#; let c = '"'; let q = '\''; let l: &'static str = s;
-        crate::plan::resolve(); super::super::volume::x(); super::sibling(); a::crate_like::b();
-        use super::super::{image, format::y};
     "##;
     let code = code_only(text);
-    let found = crate_names(&tokens(&code), 2);
-    assert_eq!(found, BTreeSet::from(["tensor", "read", "plan", "volume", "image", "format"]));
+    let words: Vec<_> = tokens(&code).into_iter().filter(|token| token.starts_with(char::is_alphabetic)).collect();
+    assert_eq!(words.join(" "), "use a b c let s let r let c let q let l static str s");
     assert_eq!(code.lines().count(), text.lines().count());
-    assert_eq!(crate_names(&tokens("use super::plan::x;"), 1), BTreeSet::from(["plan"]));
-    let inner =
-        "use super::plan::a; mod tests { use super::plan::b; use super::super::read; fn f() {} } use super::image;";
-    assert_eq!(crate_names(&tokens(inner), 1), BTreeSet::from(["plan", "read", "image"]));
-    assert_eq!(crate_names(&tokens("mod tests { use super::plan; }"), 1), BTreeSet::new());
     assert_eq!(without_tests(&tokens("a mod tests { b { c } } d")), ["a", "d"]);
-    assert_eq!((depth("tensor/mod.rs"), depth("tensor/view.rs"), depth("tensor/kernel/row.rs")), (1, 2, 3));
 }

@@ -6,6 +6,8 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_source::{Beneath, FoundFile, Opened, SourceError, remote::RemoteTree};
+
 use super::{
     choose::{quoted, warn_of_weights},
     foreign::lfs_pointer,
@@ -15,7 +17,6 @@ use super::{
     problem::{CheckpointError, Problem},
     text::read_json,
 };
-use crate::source::{Beneath, FoundFile, Opened, SourceError, remote::RemoteTree};
 
 /// Name of an adapter's weights.
 pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";

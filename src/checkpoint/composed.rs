@@ -3,7 +3,7 @@
 //! Programs store the experts of a layer in several ways. The plan decides which way its layouts see, and asks the
 //! checkpoint for tensors under those names. The bytes stay where they are: a composed tensor is a view of its parts.
 
-use crate::tensor::{DType, Shape, TensorId, View, ViewError};
+use ckfs_tensor::{DType, Shape, TensorId, View, ViewError};
 
 /// A tensor that is made of others.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,7 +87,7 @@ mod tests {
     #[test]
     fn a_part_has_the_shape_of_its_view() {
         let shape = Shape::try_new(&[4, 6, 10]).unwrap();
-        let source = crate::tensor::SourceTensor { id: TensorId(0), dtype: DType::BF16, shape };
+        let source = ckfs_tensor::SourceTensor { id: TensorId(0), dtype: DType::BF16, shape };
         let view = View::source(source);
         let rows: [(ExpertPart, Option<&[u64]>); 6] = [
             (ExpertPart::default(), Some(&[4, 6, 10])),

@@ -4,13 +4,12 @@
 //! boxes that are outside the tensor or the file, that overlap, or that leave elements without a box. A tensor that is one
 //! box in row-major order becomes a plain row; it costs no more than one of a safetensors file.
 
+use ckfs_source::{FileId, Source};
+use ckfs_tensor::{CoverFault, DType, Element, Mosaics, NewBox, PerAxis, Shape, cover, mosaic};
+
 use super::{
     problem::{BYTES_MAX, Problem, Problems},
     table::{BoxPlace, NewPlace, NewRow, TensorTable},
-};
-use crate::{
-    source::{FileId, Source},
-    tensor::{CoverFault, DType, Element, Mosaics, NewBox, PerAxis, Shape, cover, mosaic},
 };
 
 /// Most boxes that one repeated element becomes. Torch stores a tensor that repeats itself along an axis once.

@@ -3,6 +3,11 @@
 
 use std::{collections::HashMap, io, sync::Arc};
 
+use ckfs_format::safetensors::Header;
+use ckfs_source::{
+    Beneath, FileId, FoundFile, Opened, Source, SourceError, permission::DirectoryGates, pin_files, remote::RemoteTree,
+};
+
 use super::{
     adapter::{ADAPTER_WEIGHTS, AdapterFiles, read_adapters},
     choose::{CONFIG, find_unreadable},
@@ -33,13 +38,6 @@ use super::{
     tied::ComparedHeads,
     torch,
     tree::{LocalTree, OpenTree},
-};
-use crate::{
-    format::safetensors::Header,
-    source::{
-        Beneath, FileId, FoundFile, Opened, Source, SourceError, permission::DirectoryGates, pin_files,
-        remote::RemoteTree,
-    },
 };
 
 /// The configuration of quantization that `ModelOpt` writes.

@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use crate::source::{
+use ckfs_source::{
     ComparedFiles, Duplicates, Fetches, SourceIo,
     remote::{RemoteOptions, cache::Cache, open_cache},
 };

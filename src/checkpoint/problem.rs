@@ -6,17 +6,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use ckfs_format::safetensors::HeaderErrors;
+use ckfs_source::{SourceError, remote::RemoteError};
+use ckfs_tensor::DType;
+
 use super::{
     file::IgnoreReason,
     options::{Accepted, OpenOptions},
     orbax::problem::OrbaxProblem,
     printable::printable,
     weight_name::WeightName,
-};
-use crate::{
-    format::safetensors::HeaderErrors,
-    source::{SourceError, remote::RemoteError},
-    tensor::DType,
 };
 
 /// Most bytes of all files together. Sums of sizes derived from them then fit 64 bits.

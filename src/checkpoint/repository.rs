@@ -7,6 +7,8 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_source::{FileId, Source, permission::DirectoryGates};
+use ckfs_tensor::TensorId;
 use hashbrown::{HashMap, HashSet};
 
 use super::{
@@ -22,10 +24,6 @@ use super::{
     scheme::{FILE_MARK, Found, Quantized},
     table::{Storage, TensorInfo, TensorTable},
     tied::{self, ComparedHeads},
-};
-use crate::{
-    source::{FileId, Source, permission::DirectoryGates},
-    tensor::TensorId,
 };
 
 /// An adapter beside the repository. Its tensors are hidden until a view requests them.

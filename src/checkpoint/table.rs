@@ -9,15 +9,13 @@
 
 use std::{borrow::Cow, sync::Arc};
 
+use ckfs_source::{ByteSpan, FileId};
+use ckfs_tensor::{DType, Mosaics, TensorId};
 use rayon::slice::ParallelSliceMut;
 
 use super::{
     composed::Composed,
     scheme::{Found, Quantized},
-};
-use crate::{
-    source::{ByteSpan, FileId},
-    tensor::{self, DType, Mosaics, TensorId},
 };
 
 /// How a tensor is stored.
@@ -50,8 +48,8 @@ pub struct MosaicTensor<'a> {
 
 impl MosaicTensor<'_> {
     /// The tensor as views hold it.
-    pub fn of_view(&self) -> tensor::Mosaic {
-        tensor::Mosaic::new(Arc::clone(self.all), self.number, self.id)
+    pub fn of_view(&self) -> ckfs_tensor::Mosaic {
+        ckfs_tensor::Mosaic::new(Arc::clone(self.all), self.number, self.id)
     }
 
     /// The file of its first box; the first of all files if it has no box.

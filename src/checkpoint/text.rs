@@ -1,10 +1,11 @@
 //! Texts that are read when a repository is opened: configurations and indexes.
 
+use ckfs_source::{Fetches, Opened};
+
 use super::{
     json,
     problem::{Problem, Problems},
 };
-use crate::source::{Fetches, Opened};
 
 /// Longest `config.json` or index that is read, in bytes.
 pub(super) const JSON_FILE_BYTES_MAX: u64 = 256 << 20;

@@ -8,19 +8,17 @@ use std::{
 };
 
 use anyhow::{Context, anyhow, bail};
+use ckfs_checkpoint::printable;
+use ckfs_config::parse_age;
+use ckfs_plan::report::human_bytes;
+use ckfs_source::remote::{
+    RemoteCounters,
+    cache::{Cache, Entry, default_directory, usage},
+    digest::digest_of,
+};
 use clap::{Args, Subcommand};
 
 use super::{open, output};
-use crate::{
-    checkpoint::printable,
-    config::parse_age,
-    plan::report::human_bytes,
-    source::remote::{
-        RemoteCounters,
-        cache::{Cache, Entry, default_directory, usage},
-        digest::digest_of,
-    },
-};
 
 /// Blocks of an entry that are checked at a time.
 const STEP_BLOCKS: u64 = 4096;

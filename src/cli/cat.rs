@@ -3,10 +3,10 @@
 use std::io::IsTerminal;
 
 use anyhow::bail;
+use ckfs_volume::NodeKind;
 use clap::Args;
 
 use super::{flags::SourceFlags, open, output, tree};
-use crate::volume::NodeKind;
 
 /// Bytes read at once.
 const CHUNK_BYTES: usize = 4 << 20;

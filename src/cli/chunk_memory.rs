@@ -6,14 +6,11 @@
 use std::collections::BTreeSet;
 
 use anyhow::bail;
-
-use crate::{
-    checkpoint::Checkpoint,
-    host::budget::Budget,
-    plan::report::human_bytes,
-    source::{ByteSpan, FileId},
-    volume::ViewPlan,
-};
+use ckfs_checkpoint::Checkpoint;
+use ckfs_host::budget::Budget;
+use ckfs_plan::report::human_bytes;
+use ckfs_source::{ByteSpan, FileId};
+use ckfs_volume::ViewPlan;
 
 /// The chunk that takes the most memory.
 struct Largest {

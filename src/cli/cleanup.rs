@@ -3,8 +3,7 @@
 use std::{fs, path::PathBuf, time::Duration};
 
 use anyhow::Context;
-
-use crate::fuse::{UnmountOptions, unmount};
+use ckfs_fuse::{UnmountOptions, unmount};
 
 /// Removes a directory with a checkpoint in `model/` and a mount on `mnt/`, unless `keep` is set.
 pub(super) struct Cleanup {

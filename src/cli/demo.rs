@@ -9,6 +9,9 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use ckfs_format::safetensors::write_header;
+use ckfs_plan::report::human_bytes;
+use ckfs_tensor::DType;
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -19,7 +22,6 @@ use super::{
     mount, output,
     verify::{Amount, verify_mount},
 };
-use crate::{format::safetensors::write_header, plan::report::human_bytes, tensor::DType};
 
 const LAYERS: u64 = 4;
 const HIDDEN: u64 = 256;

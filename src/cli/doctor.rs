@@ -12,6 +12,12 @@ use std::{
 };
 
 use anyhow::{Context, anyhow, ensure};
+use ckfs_format::safetensors::write_header;
+use ckfs_fuse::{MountEntry, MountError, ckfs_mounts};
+use ckfs_plan::report::human_bytes;
+use ckfs_source::page_size::page_bytes;
+use ckfs_tensor::DType;
+use ckfs_volume::readers_of;
 use clap::Args;
 use nix::{sys::utsname::uname, unistd::geteuid};
 use serde_json::{Value, json};
@@ -20,14 +26,6 @@ use super::{
     cleanup::Cleanup,
     mount, open, output,
     status::{MountHealth, probe},
-};
-use crate::{
-    format::safetensors::write_header,
-    fuse::{self, MountEntry, MountError, ckfs_mounts},
-    plan::report::human_bytes,
-    source::page_size::page_bytes,
-    tensor::DType,
-    volume::readers_of,
 };
 
 /// Longest time for a trial mount.
@@ -103,7 +101,7 @@ fn kernel() -> Check {
 
 /// What a mount needs besides FUSE; no row if it is there.
 fn host() -> Option<Check> {
-    let (error, name) = match fuse::check_host() {
+    let (error, name) = match ckfs_fuse::check_host() {
         Err(error @ MountError::NoProc) => (error, "/proc"),
         Err(error @ MountError::NoNull) => (error, "/dev/null"),
         // That there is no device says a row of its own.
@@ -363,7 +361,7 @@ fn machine() -> Vec<Check> {
     let cores = open::cores();
     let level = simd_level();
     let mut checks = vec![check("cores", Verdict::Ok, format!("{cores}, vectors {level}"), "")];
-    let budget = open::budget(&crate::config::MountSettings::default());
+    let budget = open::budget(&ckfs_config::MountSettings::default());
     let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
     let state = if budget.limit.bytes < 1 << 30 { Verdict::Warn } else { Verdict::Ok };
     let found = format!(

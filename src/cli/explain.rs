@@ -6,21 +6,19 @@ use std::{
 };
 
 use anyhow::{Context, anyhow, bail};
+use ckfs_checkpoint::{Checkpoint, printable_lines};
+use ckfs_image::Segment;
+use ckfs_plan::report::{human_bytes, reads_text};
+use ckfs_source::{ByteSpan, page_size::page_bytes};
+use ckfs_tensor::{
+    Decode, Field, Load, Op, Operation, Origin, Piece, Reads, Runs, Step, TensorId, Term, Tiling,
+    Value as DecodedValue, View, reads,
+};
+use ckfs_volume::{FileSystem, NodeKind, Volume};
 use clap::Args;
 use serde_json::{Value, json};
 
 use super::{flags::SourceFlags, open, output, tree};
-use crate::{
-    checkpoint::{Checkpoint, printable_lines},
-    image::Segment,
-    plan::report::{human_bytes, reads_text},
-    source::{ByteSpan, page_size::page_bytes},
-    tensor::{
-        Decode, Field, Load, Op, Operation, Origin, Piece, Reads, Runs, Step, TensorId, Term, Tiling,
-        Value as DecodedValue, View, reads,
-    },
-    volume::{FileSystem, NodeKind, Volume},
-};
 
 /// Pieces and operands that are listed without `--all`.
 const SHOWN: usize = 8;

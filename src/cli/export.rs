@@ -10,6 +10,8 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use ckfs_plan::report::human_bytes;
+use ckfs_volume::{FileSystem, NodeKind, Volume};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
@@ -18,10 +20,6 @@ use self::files::{create_directories, create_file, create_target, finish, partia
 use super::{
     flags::{LogFlags, SourceFlags},
     open, output, tree,
-};
-use crate::{
-    plan::report::human_bytes,
-    volume::{FileSystem, NodeKind, Volume},
 };
 
 /// Bytes read at once.

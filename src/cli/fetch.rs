@@ -3,6 +3,11 @@
 use std::{path::PathBuf, sync::atomic::Ordering, thread, time::Duration};
 
 use anyhow::{Context, anyhow, bail};
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::HfCache;
+use ckfs_plan::{FETCHED_BYTES, RemoteBytes, report::human_bytes};
+use ckfs_source::{ByteSpan, FetchPart, FileId, RemoteSource, Source};
+use ckfs_volume::ViewPlan;
 use clap::Args;
 use indicatif::ProgressBar;
 
@@ -10,13 +15,6 @@ use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
     open, output,
-};
-use crate::{
-    checkpoint::Checkpoint,
-    config::HfCache,
-    plan::{FETCHED_BYTES, RemoteBytes, report::human_bytes},
-    source::{ByteSpan, FetchPart, FileId, RemoteSource, Source},
-    volume::ViewPlan,
 };
 
 /// Time between two updates of the progress.

@@ -4,12 +4,11 @@
 
 use std::ffi::{OsStr, OsString};
 
+use ckfs_config::{FORMER, KEYS, SETTINGS, Setting, Settings, Takers, Takes, former};
 use clap::{
     Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, builder::TypedValueParser, error::ErrorKind,
     parser::ValueSource,
 };
-
-use crate::config::{FORMER, KEYS, SETTINGS, Setting, Settings, Takers, Takes, former};
 
 /// Checks a word by its setting, and leaves it unchanged.
 #[derive(Clone, Debug)]

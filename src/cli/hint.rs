@@ -7,13 +7,11 @@ use std::{
 };
 
 use anyhow::anyhow;
+use ckfs_checkpoint::{CheckpointError, Problem};
+use ckfs_config::{ConfigError, nearest};
+use ckfs_fuse::{DaemonError, MountError, UnmountError, ckfs_mounts};
 
 use super::{denied::denied, own_mount, tree::shown};
-use crate::{
-    checkpoint::{CheckpointError, Problem},
-    config::{ConfigError, nearest},
-    fuse::{DaemonError, MountError, UnmountError, ckfs_mounts},
-};
 
 /// Entries of a directory among which a mistyped one is sought.
 const ENTRIES_MAX: usize = 10_000;

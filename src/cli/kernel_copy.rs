@@ -5,9 +5,8 @@
 
 use std::{fs::File, io, os::unix::fs::FileExt};
 
+use ckfs_source::Served;
 use nix::sys::memfd::{MFdFlags, memfd_create};
-
-use crate::source::Served;
 
 /// Copies bytes through the kernel.
 #[derive(Debug)]

@@ -39,17 +39,14 @@ mod verify;
 use std::{ffi::OsString, path::Path, process::ExitCode, thread};
 
 use anyhow::Context;
+use ckfs_config::nearest;
+use ckfs_host::{Log, LogTarget, limits, signal};
 use clap::{
     CommandFactory, Parser, Subcommand,
     error::{ContextKind, ContextValue, ErrorKind},
 };
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::{EnvFilter, filter::ParseError};
 
-use crate::{
-    config::nearest,
-    fuse,
-    host::{self, Log, LogTarget, limits, signal},
-};
 use flags::LogFlags;
 use output::{AlreadyReported, Closed, Usage};
 
@@ -140,12 +137,12 @@ impl Drop for Finish {
 
 /// Runs the program on the arguments of this process.
 pub fn main() -> ExitCode {
-    if let Some(code) = fuse::run_inside() {
+    if let Some(code) = ckfs_fuse::run_inside() {
         return code;
     }
     signal::ignore_write_failures();
     limits::tune_allocator();
-    if fuse::is_daemon() {
+    if ckfs_fuse::is_daemon() {
         // As the first step, so that no signal reaches a thread that does not expect it.
         signal::ignore_harmless();
         let _ = signal::block();
@@ -165,7 +162,7 @@ fn run_program() -> ExitCode {
     let code = run_args(&finish.0);
     // The log comes before the message of an error.
     code.unwrap_or_else(|error| {
-        finish.0.flush(host::log::FLUSH_LIMIT);
+        finish.0.flush(ckfs_host::log::FLUSH_LIMIT);
         report_error(&error)
     })
 }
@@ -175,7 +172,7 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
     let called = args.first().map(Path::new).and_then(Path::file_name).and_then(|name| name.to_str());
     let args = match called {
         // A daemon gets the arguments of `ckfs mount`, whatever the name of its program.
-        Some("mount.ckfs" | "mount.fuse.ckfs") if !fuse::is_daemon() => mount::helper_arguments(&args[1..])?,
+        Some("mount.ckfs" | "mount.fuse.ckfs") if !ckfs_fuse::is_daemon() => mount::helper_arguments(&args[1..])?,
         _ if args.is_empty() => vec!["ckfs".into()],
         _ => args,
     };
@@ -276,8 +273,8 @@ fn finish_parsing(error: &clap::Error) -> ExitCode {
         let _ = error.print();
     } else {
         let text = error.render();
-        let text = if host::stderr_is_colored() { text.ansi().to_string() } else { text.to_string() };
-        host::tell(&format!("ckfs: {text}"));
+        let text = if ckfs_host::stderr_is_colored() { text.ansi().to_string() } else { text.to_string() };
+        ckfs_host::tell(&format!("ckfs: {text}"));
     }
     if error.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS }
 }
@@ -321,7 +318,7 @@ fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>) -> anyhow::Resul
     };
     let filter = match std::env::var("CKFS_LOG") {
         Ok(text) if !text.is_empty() => {
-            EnvFilter::try_new(&text).map_err(|error| Usage(format!("CKFS_LOG={text}: {error}")))?
+            log_filter(&text).map_err(|error| Usage(format!("CKFS_LOG={text}: {error}")))?
         }
         _ => EnvFilter::new(level),
     };
@@ -335,6 +332,11 @@ fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>) -> anyhow::Resul
     Ok(())
 }
 
+/// The filter of a text of `CKFS_LOG`. A layer has its name in the library, as in `ckfs::read=debug`; its crate is `ckfs_read`.
+fn log_filter(text: &str) -> Result<EnvFilter, ParseError> {
+    EnvFilter::try_new(text.replace("ckfs::", "ckfs_"))
+}
+
 /// Prints why a command failed, and returns the exit code.
 fn report_error(error: &anyhow::Error) -> ExitCode {
     if error.is::<Closed>() {
@@ -343,13 +345,13 @@ fn report_error(error: &anyhow::Error) -> ExitCode {
     } else if error.is::<AlreadyReported>() {
         ExitCode::FAILURE
     } else if error.is::<Usage>() {
-        host::tell(&format!(
+        ckfs_host::tell(&format!(
             "{}\n\nFor more information, try '--help'.\n",
             output::error_text(&output::message(error))
         ));
         ExitCode::from(2)
     } else {
-        host::tell(&format!("{}\n", output::error_text(&output::message(error))));
+        ckfs_host::tell(&format!("{}\n", output::error_text(&output::message(error))));
         ExitCode::FAILURE
     }
 }
@@ -371,5 +373,14 @@ mod tests {
     #[test]
     fn the_declaration_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_log_filter_names_layers_as_the_library_does() {
+        let filter = log_filter("info,ckfs::read=debug").unwrap().to_string();
+        let mut directives: Vec<_> = filter.split(',').collect();
+        directives.sort_unstable();
+        assert_eq!(directives, ["ckfs_read=debug", "info"]);
+        assert!(module_path!().starts_with("ckfs_cli"));
     }
 }

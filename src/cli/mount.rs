@@ -18,6 +18,19 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::{Config, MountSettings, Settings, Takers, TimeLimit, WaitTime, options};
+use ckfs_fuse::{
+    DaemonError, MountError, MountOptions, Readiness, Started, block_signals, check_passed, interruptible, is_daemon,
+    is_passed, parse_mount_helper, serve, start_background,
+};
+use ckfs_host::Log;
+use ckfs_plan::{
+    Plan,
+    report::{bytes_per_device, human_bytes},
+};
+use ckfs_source::{Fetches, FileId, Wait};
+use ckfs_volume::Volume;
 use clap::Args;
 
 use super::{
@@ -25,21 +38,6 @@ use super::{
     open,
     output::{AlreadyReported, Usage, error_text, message},
     patience, prefetch,
-};
-use crate::{
-    checkpoint::Checkpoint,
-    config::{Config, MountSettings, Settings, Takers, TimeLimit, WaitTime, options},
-    fuse::{
-        self, DaemonError, MountError, MountOptions, Readiness, Started, block_signals, check_passed, interruptible,
-        is_daemon, is_passed, parse_mount_helper, serve, start_background,
-    },
-    host::{self, Log},
-    plan::{
-        Plan,
-        report::{bytes_per_device, human_bytes},
-    },
-    source::{Fetches, FileId, Wait},
-    volume::Volume,
 };
 
 /// Mounts a checkpoint.
@@ -181,7 +179,7 @@ impl Mount {
             return serve_here(config, sink, DaemonTie::None);
         }
         let (config, mountpoint) = config?;
-        fuse::check_host()?;
+        ckfs_fuse::check_host()?;
         let mut made = MadeDirectories::default();
         if is_passed(&mountpoint) {
             check_passed(&mountpoint)?;
@@ -198,8 +196,8 @@ impl Mount {
         tracing::info!("{source} is mounted on {path} by process {pid}");
         if !log.quiet {
             // The log line precedes this message, as it was written first.
-            sink.flush(host::log::FLUSH_LIMIT);
-            host::tell(&format!("ckfs: mounted on {path}; its log goes {place}; {served}\n"));
+            sink.flush(ckfs_host::log::FLUSH_LIMIT);
+            ckfs_host::tell(&format!("ckfs: mounted on {path}; its log goes {place}; {served}\n"));
         }
         Ok(())
     }
@@ -284,7 +282,7 @@ pub(super) fn enable_materialization(volume: &mut Volume) -> anyhow::Result<io::
 
 /// Finds errors early that would otherwise come late.
 pub(super) fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
-    match fuse::check_mountpoint(path) {
+    match ckfs_fuse::check_mountpoint(path) {
         Err(MountError::Missing { path }) => {
             bail!("mountpoint {}: no such directory; create it first, or give --mkdir", path.display())
         }
@@ -336,7 +334,7 @@ pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, t
     let result = config.and_then(|(config, mountpoint)| mount(config, &mountpoint, log, &mut readiness));
     if let Err(error) = &result {
         let starter_waits = readiness.in_background();
-        log.flush(host::log::FLUSH_LIMIT);
+        log.flush(ckfs_host::log::FLUSH_LIMIT);
         readiness.failed(&message(error));
         if starter_waits {
             return Err(AlreadyReported.into());
@@ -439,7 +437,7 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     let patience = patience::watch(&fetches, note, move |message| {
         logged.finish();
         if !reporting.in_background() {
-            host::tell(&format!("{}\n", error_text(message)));
+            ckfs_host::tell(&format!("{}\n", error_text(message)));
         }
         reporting.failed(message);
         std::process::exit(1);

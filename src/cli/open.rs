@@ -8,6 +8,16 @@ use std::{
 };
 
 use anyhow::{Context, anyhow, bail};
+use ckfs_checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable};
+use ckfs_config::{
+    Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, TimeLimit,
+    ViewSettings,
+};
+use ckfs_host::{budget::Budget, limits, memory, state_directory};
+use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
+use ckfs_read::EngineOptions;
+use ckfs_source::{ComparedFiles, Fetches, FileId, SourceError, digest::Compared, remote::RemoteOptions};
+use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeOptions};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::{
@@ -16,18 +26,6 @@ use super::{
     hint,
     output::{Usage, chain},
     own_mount, patience,
-};
-use crate::{
-    checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable},
-    config::{
-        Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, TimeLimit,
-        ViewSettings,
-    },
-    host::{budget::Budget, limits, memory, state_directory},
-    plan::{Plan, ViewOptions, report::human_bytes},
-    read::EngineOptions,
-    source::{ComparedFiles, Fetches, FileId, SourceError, digest::Compared, remote::RemoteOptions},
-    volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
 /// The configuration of command lines and a file. The first command line has precedence.

@@ -8,9 +8,10 @@ use std::{
 };
 
 use anyhow::Context;
+use ckfs_checkpoint::printable_lines;
+use ckfs_source::Served;
 
 use super::hint::hint;
-use crate::{checkpoint::printable_lines, host, source::Served};
 
 /// A usage error; exit code 2.
 #[derive(Debug)]
@@ -78,7 +79,7 @@ const BLUE: &str = "\x1b[1;34m";
 
 /// The message of an error, as standard error shows it.
 pub(super) fn error_text(message: &str) -> String {
-    if host::stderr_is_colored() { painted(message) } else { format!("ckfs: error: {message}") }
+    if ckfs_host::stderr_is_colored() { painted(message) } else { format!("ckfs: error: {message}") }
 }
 
 /// The message in colours: its first line, and the excerpts of files in it.

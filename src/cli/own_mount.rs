@@ -7,11 +7,8 @@ use std::{
 };
 
 use anyhow::anyhow;
-
-use crate::{
-    checkpoint::{Checkpoint, CheckpointError, Container},
-    config::Config,
-};
+use ckfs_checkpoint::{Checkpoint, CheckpointError, Container};
+use ckfs_config::Config;
 
 /// The file beside bundles whose tensors are whole.
 const INDEX: &str = "model.safetensors.index.json";
@@ -145,7 +142,7 @@ fn files(directory: &Path) -> impl Iterator<Item = PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::Problem;
+    use ckfs_checkpoint::Problem;
 
     #[test]
     fn parts_of_a_mount_that_cannot_be_opened_lead_to_its_whole_tensors() {

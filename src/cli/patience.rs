@@ -13,12 +13,11 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use ckfs_config::{MountSettings, TimeLimit};
+use ckfs_host::limits;
+use ckfs_source::{Fetches, Wait};
+
 use super::output::error_text;
-use crate::{
-    config::{MountSettings, TimeLimit},
-    host::{self, limits},
-    source::{Fetches, Wait},
-};
 
 /// Checks per time limit, and the longest time between two checks.
 const LOOKS: u32 = 8;
@@ -112,7 +111,7 @@ fn in_words(wait: &Wait, limit: Duration, now: SystemTime) -> String {
 fn ending(fetches: &Arc<Fetches>) -> io::Result<Patience> {
     let note = |_: Option<(&Wait, &str)>| {};
     watch(fetches, note, |message| {
-        host::tell(&format!("{}\n", error_text(message)));
+        ckfs_host::tell(&format!("{}\n", error_text(message)));
         std::process::exit(1);
     })
 }

@@ -3,22 +3,20 @@
 use std::{fmt::Write as _, path::PathBuf};
 
 use anyhow::Context;
+use ckfs_config::Config;
+use ckfs_fuse::{MountError, check_mountpoint, is_passed};
+use ckfs_plan::{
+    RemoteBytes,
+    report::{Report, ViewReport, html, human_bytes},
+};
+use ckfs_source::Served;
+use ckfs_volume::{Mounter, PermittedReaders, Unavailable, ViewPlan, Volume, readers, unavailable};
 use clap::Args;
 use tracing::warn;
 
 use serde_json::{Map, Value, json};
 
 use super::{fetch, flags::SourceFlags, mount, open, output, tree};
-use crate::{
-    config::Config,
-    fuse::{MountError, check_mountpoint, is_passed},
-    plan::{
-        RemoteBytes,
-        report::{Report, ViewReport, html, human_bytes},
-    },
-    source::Served,
-    volume::{Mounter, PermittedReaders, Unavailable, ViewPlan, Volume, readers, unavailable},
-};
 
 /// The plan's text in a mount.
 const PLAN: &str = ".ckfs/plan.txt";

@@ -9,12 +9,10 @@ use std::{
     time::Duration,
 };
 
-use crate::{
-    checkpoint::Checkpoint,
-    config::Prefetch,
-    plan::{FETCHED_BYTES, Plan},
-    source::{ByteSpan, FileId},
-};
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::Prefetch;
+use ckfs_plan::{FETCHED_BYTES, Plan};
+use ckfs_source::{ByteSpan, FileId};
 
 /// Time between two offers to a source that has enough requests.
 const PAUSE: Duration = Duration::from_millis(20);

@@ -19,6 +19,9 @@ use std::{
 };
 
 use anyhow::Context;
+use ckfs_config::{Config, OwnerId, TimeLimit, WaitTime, value};
+use ckfs_fuse::{DEVICE_VARIABLE, PrivateMount, is_daemon, start_attached};
+use ckfs_host::Log;
 use clap::Args;
 use nix::{
     errno::Errno,
@@ -37,11 +40,6 @@ use super::{
     mount::{self, DaemonTie},
     open,
     output::Usage,
-};
-use crate::{
-    config::{Config, OwnerId, TimeLimit, WaitTime, value},
-    fuse::{DEVICE_VARIABLE, PrivateMount, is_daemon, start_attached},
-    host::{self, Log},
 };
 
 /// Runs a command with a mount that only it and its children see.
@@ -342,7 +340,7 @@ impl Daemon {
             }
             thread::sleep(LOOK_PERIOD);
         }
-        host::tell("ckfs: error: the daemon has ended: reads from the mount fail from now on\n");
+        ckfs_host::tell("ckfs: error: the daemon has ended: reads from the mount fail from now on\n");
         Ok(None)
     }
 
@@ -359,7 +357,7 @@ impl Daemon {
             if let Some(signal) = signal {
                 let _ = kill(process, signal);
             }
-            let until = host::deadline(limit);
+            let until = ckfs_host::deadline(limit);
             while self.has_ended() == Some(false) && Instant::now() < until {
                 thread::sleep(LOOK_PERIOD);
             }

@@ -10,16 +10,14 @@ use std::{
 };
 
 use anyhow::{anyhow, bail};
+use ckfs_checkpoint::printable_lines;
+use ckfs_config::{Config, DtypeChoice, LayoutChoice};
+use ckfs_fuse::{MountEntry, ckfs_mounts};
+use ckfs_plan::{Layout, report::human_bytes};
 use clap::Args;
 use serde_json::{Value, json};
 
 use super::{hint, output};
-use crate::{
-    checkpoint::printable_lines,
-    config::{Config, DtypeChoice, LayoutChoice},
-    fuse::{MountEntry, ckfs_mounts},
-    plan::{Layout, report::human_bytes},
-};
 
 /// Longest time for the answer of a mount.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
@@ -151,7 +149,7 @@ fn views(config: Option<&Config>) -> Vec<Value> {
                 "name": view.name,
                 "mesh": settings.mesh.clone().unwrap_or_default().to_string(),
                 "layout": settings.layout.as_ref().map_or_else(|| Layout::default().name().to_owned(), layout),
-                "dtype": settings.dtype.and_then(DtypeChoice::dtype).map(crate::tensor::DType::code),
+                "dtype": settings.dtype.and_then(DtypeChoice::dtype).map(ckfs_tensor::DType::code),
             })
         })
         .collect()
@@ -366,7 +364,7 @@ impl Status {
         if self.json {
             output::print_json(&json!({ "mounts": mounts }))?;
         } else if mounts.is_empty() {
-            crate::host::tell("ckfs: nothing is mounted\n");
+            ckfs_host::tell("ckfs: nothing is mounted\n");
         } else {
             output::print(&printable_lines(&mounts.iter().map(text).collect::<Vec<_>>().join("\n")))?;
         }

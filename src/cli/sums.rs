@@ -12,6 +12,10 @@ use std::{
 };
 
 use anyhow::{Context, anyhow, bail};
+use ckfs_checkpoint::{Checkpoint, FileRole, printable_lines};
+use ckfs_plan::ViewOptions;
+use ckfs_source::FileId;
+use ckfs_volume::{NodeKind, Volume};
 use clap::Args;
 use indicatif::ProgressBar;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
@@ -24,12 +28,6 @@ use super::{
     flags::{LogFlags, SourceFlags},
     kernel_copy::KernelCopier,
     open, output, tree,
-};
-use crate::{
-    checkpoint::{Checkpoint, FileRole, printable_lines},
-    plan::ViewOptions,
-    source::FileId,
-    volume::{NodeKind, Volume},
 };
 
 /// Bytes hashed at once.
@@ -230,7 +228,7 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
     let views = config.views.iter().map(|view| {
         let options = ViewOptions::new(&view.settings)?;
         let options = options.for_checkpoint(checkpoint);
-        let dtype = options.dtype.map_or("keep", crate::tensor::DType::name);
+        let dtype = options.dtype.map_or("keep", ckfs_tensor::DType::name);
         let name = if view.name.is_empty() { String::new() } else { format!("{} ", view.name) };
         Ok(format!("{name}mesh={} layout={} dtype={dtype}", options.mesh, options.layout.name()))
     });

@@ -3,13 +3,10 @@
 use std::{collections::HashMap, ops::ControlFlow};
 
 use anyhow::{Context, anyhow};
-
-use crate::{
-    config::{Devices, nearest},
-    plan::{Pattern, PatternError},
-    source::Served,
-    volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume},
-};
+use ckfs_config::{Devices, nearest};
+use ckfs_plan::{Pattern, PatternError};
+use ckfs_source::Served;
+use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume};
 
 /// Most symbolic links that the way to one file may follow.
 const LINKS_MAX: usize = 40;
@@ -199,7 +196,7 @@ pub(super) fn no_match(volume: &Volume, only: &[String]) -> String {
 pub(super) struct OpenNode<'a> {
     volume: &'a Volume,
     ino: Ino,
-    handle: crate::volume::Handle,
+    handle: ckfs_volume::Handle,
 }
 
 impl<'a> OpenNode<'a> {

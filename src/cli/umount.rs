@@ -2,13 +2,11 @@
 
 use std::path::PathBuf;
 
+use ckfs_config::{Config, WaitTime};
+use ckfs_fuse::{UnmountOptions, unmount};
 use clap::Args;
 
 use super::output::Usage;
-use crate::{
-    config::{Config, WaitTime},
-    fuse::{UnmountOptions, unmount},
-};
 
 /// Unmounts a ckfs mount, live or stale.
 ///

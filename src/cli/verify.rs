@@ -1,6 +1,6 @@
 //! `ckfs verify`: every byte compared with the slow evaluator.
 //!
-//! The expected bytes come from the expressions of the views and [`crate::read::reference`], which shares no code with
+//! The expected bytes come from the expressions of the views and [`ckfs_read::reference`], which shares no code with
 //! lowering, tilings, kernels and caches. The evaluator reads source bytes by `pread`; those of remote objects it fetches.
 
 use std::{
@@ -16,6 +16,14 @@ use std::{
 };
 
 use anyhow::{Context, anyhow, bail};
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::ByteCount;
+use ckfs_image::{FileImage, Segment};
+use ckfs_plan::report::{human_bytes, percent};
+use ckfs_read::reference::Evaluator;
+use ckfs_source::{FileId, Source};
+use ckfs_tensor::TensorId;
+use ckfs_volume::{NodeKind, Volume};
 use clap::Args;
 use indicatif::ProgressBar;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
@@ -27,16 +35,6 @@ use super::{
     flags::{LogFlags, SourceFlags},
     kernel_copy::KernelCopier,
     open, output, sums, tree,
-};
-use crate::{
-    checkpoint::Checkpoint,
-    config::ByteCount,
-    image::{FileImage, Segment},
-    plan::report::{human_bytes, percent},
-    read::reference::Evaluator,
-    source::{FileId, Source},
-    tensor::TensorId,
-    volume::{NodeKind, Volume},
 };
 
 /// Bytes compared at once.

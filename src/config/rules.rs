@@ -1,5 +1,6 @@
 //! Rules by pattern, which only a file can hold: tables with `match` and the value for the names that match.
 
+use ckfs_tensor::DType;
 use serde::{Deserialize, Deserializer, Serialize, de::Error};
 
 use super::{
@@ -8,7 +9,6 @@ use super::{
     value::{Fault, KeyForm, SettingValue, Toml, array, deserialize},
     words::DtypeChoice,
 };
-use crate::tensor::DType;
 
 /// The dtype of the tensors that match a pattern.
 #[derive(Clone, Debug, PartialEq, Deserialize)]

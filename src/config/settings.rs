@@ -3,12 +3,13 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
+use ckfs_source::{Duplicates, SourceIo};
+
 use super::{
     Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice, LogicalRule,
     Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, ShardChoice, ShardRule,
     ThreadCount, Tied, TimeLimit, WaitTime,
 };
-use crate::source::{Duplicates, SourceIo};
 
 /// All settings.
 #[derive(Clone, Debug, Default, PartialEq)]

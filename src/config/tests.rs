@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use ckfs_tensor::DType;
+
 use super::{value::SettingValue, *};
-use crate::tensor::DType;
 
 fn parse(text: &str) -> Result<Config, ConfigError> {
     Config::of_text(text, Path::new("x.toml"), Path::new("/base"))

@@ -7,6 +7,8 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_source::{Duplicates, SourceIo};
+use ckfs_tensor::DType;
 use serde::Deserialize;
 use toml::de::DeValue;
 
@@ -14,10 +16,6 @@ use super::{
     DEVICES_LISTED_MAX, Mesh,
     near::did_you_mean,
     value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, rebased},
-};
-use crate::{
-    source::{Duplicates, SourceIo},
-    tensor::DType,
 };
 
 /// Most threads that serve requests.

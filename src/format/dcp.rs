@@ -16,11 +16,12 @@ use std::{
     io,
 };
 
+use ckfs_tensor::{DType, Region, Shape};
+
 use super::{
     pickle::{Memo, Pickle, push_get, push_int, push_ints, push_pop, push_put, push_text, push_wide_int},
     torch,
 };
-use crate::tensor::{DType, Region, Shape};
 
 const METADATA: &str = "torch.distributed.checkpoint.metadata";
 const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";

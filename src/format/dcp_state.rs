@@ -9,6 +9,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use ckfs_tensor::{DType, RANK_MAX};
 use serde::Deserialize;
 
 use super::{
@@ -17,7 +18,6 @@ use super::{
     torch_state::dtype_of,
     unpickle::{self, Id, Limits, PickleError, PickleValue, Unpickled},
 };
-use crate::tensor::{DType, RANK_MAX};
 
 /// Name of the description of the classic kind.
 pub const METADATA: &str = ".metadata";

@@ -14,7 +14,7 @@
 //!
 //! Own code, because `npyz` (0.9) writes a header only together with its elements and brings 25 crates to read a dictionary.
 
-use crate::tensor::DType;
+use ckfs_tensor::DType;
 
 /// Bytes before the dictionary.
 const PREFIX_BYTES: usize = 10;

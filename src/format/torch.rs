@@ -5,8 +5,9 @@
 
 use std::io;
 
+use ckfs_tensor::{DType, Shape};
+
 use super::pickle::Pickle;
-use crate::tensor::{DType, Shape};
 
 /// Directory inside the archive.
 pub const ROOT: &str = "archive";

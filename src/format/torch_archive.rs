@@ -17,13 +17,14 @@ use std::{
     ops::Range,
 };
 
+use ckfs_tensor::to_usize;
+
 use super::{
     torch_state::{self, PICKLE, TorchError, TorchObject, TorchTensor},
     unpickle::{self, Limits, PickleError},
     unzip::{self, LOCAL_BYTES, TAIL_BYTES, ZipDirectory, ZipEntry, ZipError},
     zip::crc32,
 };
-use crate::tensor::to_usize;
 
 /// Bytes at the start and at the end that are asked for first. An archive of one tensor has its pickle and its directory there.
 const PROBE_BYTES: u64 = 4 << 10;
@@ -412,7 +413,7 @@ impl Listing {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::hexadecimal::bytes_of;
+    use crate::hexadecimal::bytes_of;
 
     fn fixture(name: &str) -> Vec<u8> {
         let text = include_str!("../../tests/fixtures/formats/torch.json");
@@ -471,7 +472,7 @@ mod tests {
         ]
         .concat();
         let data = vec![7; elements as usize];
-        let mut zip = crate::format::zip::ZipWriter::default();
+        let mut zip = crate::zip::ZipWriter::default();
         let mut bytes = Vec::new();
         for (name, data) in [("data.pkl", pickle.as_slice()), ("data/0", &data), ("byteorder", byte_order.as_bytes())] {
             bytes.extend(zip.entry(&format!("x/{name}"), data.len() as u64, crc32(data), 64));

@@ -7,8 +7,9 @@
 
 use std::collections::HashSet;
 
+use ckfs_tensor::DType;
+
 use super::unpickle::{Id, PickleValue, Unpickled};
-use crate::tensor::DType;
 
 /// The pickle of an archive, below its root directory.
 pub const PICKLE: &str = "data.pkl";
@@ -348,7 +349,7 @@ impl TorchTensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::unpickle::{self, Limits, PickleError};
+    use crate::unpickle::{self, Limits, PickleError};
 
     /// Pickle of `{"model": OrderedDict(w=Parameter(ones(2, 3)), v=ones(4, 2).t(), f8=zeros(3, float8_e4m3fn)), "step": 3,
     /// "arr": [ones(1)]}` as torch 2.15 writes it.

@@ -10,7 +10,7 @@
 //! is, [`parse_directory`] lists it, and [`ZipEntry::data_start`] finds an entry's data from its local header, whose length only the header
 //! itself tells. Compressed and encrypted entries are listed and refused when their data is asked for.
 
-use crate::tensor::to_usize;
+use ckfs_tensor::to_usize;
 
 /// Bytes at the end of a file in which [`find_directory`] looks: the end record with the longest comment that it may have, and
 /// the 64-bit records before it.
@@ -269,7 +269,7 @@ impl ZipEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::zip::{ZipWriter, crc32};
+    use crate::zip::{ZipWriter, crc32};
 
     fn archive(entries: &[(&str, &[u8])]) -> Vec<u8> {
         let mut zip = ZipWriter::default();

@@ -12,7 +12,7 @@
 
 use std::fmt::Write as _;
 
-use crate::tensor::{DType, PerAxis};
+use ckfs_tensor::{DType, PerAxis};
 
 /// Name of the description.
 pub const ZARRAY: &str = ".zarray";

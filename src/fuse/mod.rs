@@ -1,4 +1,4 @@
-//! The only user of fuser: mounts, converts requests to [`crate::volume::FileSystem`] calls, replies, unmounts.
+//! The only user of fuser: mounts, converts requests to [`ckfs_volume::FileSystem`] calls, replies, unmounts.
 //!
 //! | module | holds |
 //! | --- | --- |

@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use crate::volume::Ino;
+use ckfs_volume::Ino;
 
 /// Mode of an open inode. `B` is the registration of a backing file.
 #[derive(Debug)]

@@ -31,6 +31,7 @@ use std::{
     process::{Child, Command, ExitCode},
 };
 
+use ckfs_host::{signal, tell};
 use nix::{
     errno::Errno,
     fcntl::{FcntlArg, FdFlag, fcntl},
@@ -47,7 +48,6 @@ use nix::{
 use super::mounts::{
     MountError, MountOptions, adopt_socket, check_host, is_in_chroot, mount_as_root, receive_descriptor, sanitize,
 };
-use crate::host::{signal, tell};
 
 /// Environment variable of the command: where the mount is.
 pub const MOUNT_VARIABLE: &str = "CKFS_MOUNT";

@@ -1,9 +1,8 @@
 //! Replies to reads: the only place where kernel-only buffers reach fuser.
 #![allow(unsafe_code)]
 
+use ckfs_volume::Served;
 use fuser::ReplyData;
-
-use crate::volume::Served;
 
 /// Answers a read.
 pub(super) fn send(reply: ReplyData, bytes: Served<'_>) {

@@ -6,17 +6,15 @@
 
 use std::borrow::Cow;
 
+use ckfs_format::zarr::ZARRAY;
+use ckfs_plan::{Plan, PlannedTensor, SELF_WORD};
+use ckfs_tensor::to_usize;
 use rayon::prelude::*;
 
 use super::{
     array_paths::{ArrayPaths, last, with_paths},
     chunk_grid::{CHUNK_BYTES_MAX, ChunkGrid, holds},
     name_tree::NAME_BYTES_MAX,
-};
-use crate::{
-    format::zarr::ZARRAY,
-    plan::{Plan, PlannedTensor, SELF_WORD},
-    tensor::to_usize,
 };
 
 /// Names of the metadata files, sorted.

@@ -10,6 +10,9 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use ckfs_plan::{Plan, PlannedTensor, TensorKinds};
+use ckfs_tensor::{DType, View};
+
 use super::{
     file_image::{FileImage, ImageError},
     safetensors_layout::{
@@ -17,10 +20,6 @@ use super::{
         sharding_metadata, tensor_row_bytes,
     },
     shard_class::ShardClasses,
-};
-use crate::{
-    plan::{Plan, PlannedTensor, TensorKinds},
-    tensor::{DType, View},
 };
 
 /// Metadata that transformers requires in every file.

@@ -1,10 +1,9 @@
 //! The division of an array into chunks, computed on the grid; a chunk's file is laid out when it is opened.
 
+use ckfs_format::zarr;
+use ckfs_tensor::{DType, PerAxis, Region, Shape, View};
+
 use super::file_image::{FileImage, ImageError};
-use crate::{
-    format::zarr,
-    tensor::{DType, PerAxis, Region, Shape, View},
-};
 
 /// Largest chunk file in bytes, unless the user sets a limit.
 pub(super) const CHUNK_BYTES_MAX: u64 = 1 << 30;

@@ -2,6 +2,8 @@
 
 use std::sync::{Arc, OnceLock};
 
+use ckfs_plan::{Plan, Problem, TensorKinds};
+
 use super::{
     dcp_rows::{self, DcpMetadata},
     dcp_segments::{distcp, distcp_name},
@@ -12,7 +14,6 @@ use super::{
     safetensors_layout::NamedView,
     torch_archive::{self, common_pt},
 };
-use crate::plan::{Plan, Problem, TensorKinds};
 
 /// The file by which Megatron-Core selects its reader for the directory.
 const MEGATRON_METADATA: &str = "{\"sharded_backend\": \"torch_dist\", \"sharded_backend_version\": 1, \

@@ -10,15 +10,14 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use ckfs_format::dcp::{DcpSegment, Writer as DcpWriter};
+use ckfs_plan::{Plan, PlannedTensor, TensorKinds};
+use ckfs_tensor::{Region, Shape};
+
 use super::{
     dcp_segments::{Segments, distcp_name},
     rows::{Rows, starts},
     shard_class::ShardClasses,
-};
-use crate::{
-    format::dcp::{DcpSegment, Writer as DcpWriter},
-    plan::{Plan, PlannedTensor, TensorKinds},
-    tensor::{Region, Shape},
 };
 
 /// Chunks, or files, in one block of rows.

@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 
+use ckfs_tensor::{DType, Shape};
+
 use super::{
     file_image::{FileImage, ImageError},
     safetensors_layout::NamedView,
     torch_archive::{Root, alignment, archive_len, data_bytes, push_archive},
 };
-use crate::tensor::{DType, Shape};
 
 /// The offsets of the segments in files of a `torch.distributed.checkpoint` directory; segments follow each other in a file.
 #[derive(Clone, Debug)]

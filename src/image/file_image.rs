@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::{
-    format::safetensors::HeaderErrors,
-    tensor::{DType, View, ViewError},
-};
+use ckfs_format::safetensors::HeaderErrors;
+use ckfs_tensor::{DType, View, ViewError};
 
 /// A part of a file.
 #[derive(Clone, Debug)]

@@ -2,6 +2,8 @@
 
 use std::{fmt::Write, sync::Arc};
 
+use ckfs_checkpoint::printable;
+use ckfs_plan::{Plan, Problem};
 use rayon::prelude::*;
 
 use super::{
@@ -16,10 +18,6 @@ use super::{
     raw::RawFormat,
     safetensors::Safetensors,
     sharded_state::ShardedState,
-};
-use crate::{
-    checkpoint::printable,
-    plan::{Plan, Problem},
 };
 
 /// All output formats, in the order of reports.

@@ -2,6 +2,11 @@
 
 use std::sync::Arc;
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_plan::{HfContent, HfFile, Plan, Problem};
+use ckfs_source::FileId;
+use ckfs_tensor::View;
+
 use super::{
     bundle::borrowed,
     file_image::ImageError,
@@ -11,12 +16,6 @@ use super::{
         VirtualFile,
     },
     safetensors_layout::{self, safetensors},
-};
-use crate::{
-    checkpoint::Checkpoint,
-    plan::{HfContent, HfFile, Plan, Problem},
-    source::FileId,
-    tensor::View,
 };
 
 /// See the module's documentation.

@@ -5,12 +5,11 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_plan::{Plan, TensorKinds};
+use ckfs_source::FileId;
+
 use super::bundle::Bundle;
-use crate::{
-    checkpoint::Checkpoint,
-    plan::{Plan, TensorKinds},
-    source::FileId,
-};
 
 /// A view of a checkpoint. Values that several formats need are computed at the first request.
 #[derive(Debug)]

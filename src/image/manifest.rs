@@ -5,6 +5,9 @@
 
 use std::{io::Write, sync::Arc};
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_plan::{Plan, PlannedTensor, Problem, TensorKinds};
+use ckfs_tensor::TensorId;
 use serde_json::json;
 
 use super::{
@@ -12,11 +15,6 @@ use super::{
     lazy_rows::LazyRows,
     output::{Directory, OWN, OutputFormat, Shown},
     rows::{Rows, starts},
-};
-use crate::{
-    checkpoint::Checkpoint,
-    plan::{Plan, PlannedTensor, Problem, TensorKinds},
-    tensor::TensorId,
 };
 
 /// Devices in one block of rows.
@@ -145,7 +143,7 @@ impl ManifestRows {
             "source": self.checkpoint.label(),
             "layout": plan.layout.name(),
             "family": plan.family,
-            "dtype": plan.dtype.map(crate::tensor::DType::code),
+            "dtype": plan.dtype.map(ckfs_tensor::DType::code),
             "mesh": mesh,
         });
         put(out, &head);

@@ -6,9 +6,8 @@
 
 use std::borrow::Cow;
 
+use ckfs_plan::{Plan, PlannedTensor, Problem};
 use hashbrown::HashMap;
-
-use crate::plan::{Plan, PlannedTensor, Problem};
 
 /// Longest file name that the kernel passes, in bytes.
 pub(super) const NAME_BYTES_MAX: usize = 255;

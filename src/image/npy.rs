@@ -5,17 +5,16 @@
 
 use std::sync::Arc;
 
+use ckfs_format::npy;
+use ckfs_plan::{PlannedTensor, Problem};
+use ckfs_tensor::View;
+
 use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
     name_tree::NameTree,
     output::{Directory, OutputFormat, Shown},
     tensor_files::{Encoding, TensorFiles},
-};
-use crate::{
-    format::npy,
-    plan::{PlannedTensor, Problem},
-    tensor::View,
 };
 
 /// Where the elements start.

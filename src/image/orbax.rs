@@ -10,6 +10,12 @@ use std::{
     time::UNIX_EPOCH,
 };
 
+use ckfs_format::{
+    orbax::{self, MetadataPlace},
+    orbax_state::TreeKey,
+};
+use ckfs_plan::{Layout, Plan, PlannedTensor, Problem};
+
 use super::{
     array_table::{ArrayNode, ArrayTable, grid},
     file_image::ImageError,
@@ -18,13 +24,6 @@ use super::{
         DerivedFrom, Directory, FileContent, Lack, OutputFormat, Shown, Subtree, SubtreeNode, TextFile, Unavailable,
     },
     rows::{RowFile, Rows, starts},
-};
-use crate::{
-    format::{
-        orbax::{self, MetadataPlace},
-        orbax_state::TreeKey,
-    },
-    plan::{Layout, Plan, PlannedTensor, Problem},
 };
 
 /// The only item of a step.
@@ -276,7 +275,7 @@ impl Rows for TreeMetadata {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::image::rows::RowFile;
+    use crate::rows::RowFile;
 
     #[test]
     fn the_tree_is_generated_in_parts() {

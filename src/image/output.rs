@@ -2,15 +2,14 @@
 
 use std::{borrow::Cow, collections::BTreeMap, fmt, sync::Arc};
 
+use ckfs_plan::{Plan, Problem};
+use ckfs_source::FileId;
+use ckfs_tensor::View;
+
 use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
     rows::RowFile,
-};
-use crate::{
-    plan::{Plan, Problem},
-    source::FileId,
-    tensor::View,
 };
 
 /// Name of the directory about the mount itself.

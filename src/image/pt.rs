@@ -5,6 +5,8 @@ use std::{
     sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
+use ckfs_plan::{Plan, Problem};
+
 use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
@@ -12,7 +14,6 @@ use super::{
     safetensors_layout::NamedView,
     torch_archive::{self, Root, archive_len, push_archive},
 };
-use crate::plan::{Plan, Problem};
 
 /// See the module's documentation.
 #[derive(Debug)]

@@ -3,6 +3,9 @@
 
 use std::sync::Arc;
 
+use ckfs_plan::Problem;
+use ckfs_tensor::View;
+
 use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
@@ -10,7 +13,6 @@ use super::{
     output::{Directory, DirectoryEntry, OutputFormat, Shown},
     tensor_files::{Encoding, TensorFiles},
 };
-use crate::{plan::Problem, tensor::View};
 
 /// See the module's documentation.
 #[derive(Debug)]

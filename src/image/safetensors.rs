@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use ckfs_plan::{Plan, PlannedTensor, Problem, TensorKinds};
+
 use super::{
     bundle::Bundle,
     file_image::ImageError,
@@ -10,7 +12,6 @@ use super::{
     output::{Directory, FileContent, Lack, OutputFormat, Shown, Unavailable, VirtualFile},
     rows::{Rows, starts},
 };
-use crate::plan::{Plan, PlannedTensor, Problem, TensorKinds};
 
 /// See the module's documentation.
 #[derive(Debug)]

@@ -4,19 +4,18 @@
 //! The order of the tensors is the caller's. Writers that need natural alignment of every tensor sort by falling width first, as the
 //! format's own library does.
 
-use super::file_image::{FileImage, ImageError};
-use crate::{
-    format::{
-        dcp_state::{FILES_OF_SHARDS, SHARDING_INFO},
-        safetensors::{
-            DATA_ALIGNMENT, HeaderError, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, is_reserved, padded_bytes,
-            unpadded_bytes, write_header,
-        },
+use ckfs_format::{
+    dcp_state::{FILES_OF_SHARDS, SHARDING_INFO},
+    safetensors::{
+        DATA_ALIGNMENT, HeaderError, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, is_reserved, padded_bytes,
+        unpadded_bytes, write_header,
     },
-    tensor::{PerAxis, Region, View},
 };
+use ckfs_tensor::{PerAxis, Region, View};
 
-pub(super) use crate::format::safetensors::{digits, metadata_bytes, tensor_row_bytes};
+use super::file_image::{FileImage, ImageError};
+
+pub(super) use ckfs_format::safetensors::{digits, metadata_bytes, tensor_row_bytes};
 
 /// A tensor of a safetensors file.
 #[derive(Clone, Debug)]

@@ -3,10 +3,8 @@
 
 use std::collections::HashMap;
 
-use crate::{
-    plan::PlannedTensor,
-    tensor::{Region, Shape},
-};
+use ckfs_plan::PlannedTensor;
+use ckfs_tensor::{Region, Shape};
 
 /// The classes of devices.
 #[derive(Debug)]

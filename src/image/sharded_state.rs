@@ -3,6 +3,8 @@
 
 use std::sync::Arc;
 
+use ckfs_plan::{HfContent, HfFile, Problem, Rank};
+
 use super::{
     bundle::Bundle,
     file_image::ImageError,
@@ -10,7 +12,6 @@ use super::{
     input::FormatInput,
     output::{Directory, FileContent, OutputFormat, Shown, VirtualFile},
 };
-use crate::plan::{HfContent, HfFile, Problem, Rank};
 
 /// Suffixes of files that hold weights or list where weights are.
 const WEIGHT_ENDINGS: [&str; 8] = [".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"];

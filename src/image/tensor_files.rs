@@ -5,6 +5,8 @@
 
 use std::{borrow::Cow, sync::Arc};
 
+use ckfs_plan::{PlannedTensor, Spec};
+use ckfs_tensor::{Element, Region, View};
 use serde_json::json;
 
 use super::{
@@ -14,10 +16,6 @@ use super::{
     manifest::source_names,
     name_tree::{NameNode, NameTree},
     output::{DerivedFrom, FileContent, Subtree, SubtreeNode},
-};
-use crate::{
-    plan::{PlannedTensor, Spec},
-    tensor::{Element, Region, View},
 };
 
 /// Longest value of an extended attribute that the kernel passes, in bytes.

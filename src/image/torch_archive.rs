@@ -1,20 +1,19 @@
-//! The archives that `torch.save` writes, laid out without reading any data: see [`crate::format::torch`] and
-//! [`crate::format::zip`].
+//! The archives that `torch.save` writes, laid out without reading any data: see [`ckfs_format::torch`] and
+//! [`ckfs_format::zip`].
 
 use std::io;
+
+use ckfs_format::{
+    pickle::Pickle,
+    torch,
+    zip::{ZipWriter, crc32},
+};
+use ckfs_plan::Plan;
+use ckfs_tensor::{DType, Shape};
 
 use super::{
     file_image::{FileImage, ImageError},
     safetensors_layout::NamedView,
-};
-use crate::{
-    format::{
-        pickle::Pickle,
-        torch,
-        zip::{ZipWriter, crc32},
-    },
-    plan::Plan,
-    tensor::{DType, Shape},
 };
 
 /// Alignment of storages, as torch aligns them.

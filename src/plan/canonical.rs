@@ -9,6 +9,9 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::Mesh;
+use ckfs_tensor::{DType, RANK_MAX, TensorId, View};
 use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
 
@@ -27,11 +30,6 @@ use super::{
     select,
     styles::{ModelPlans, Style},
     values::Values,
-};
-use crate::{
-    checkpoint::Checkpoint,
-    config::Mesh,
-    tensor::{DType, RANK_MAX, TensorId, View},
 };
 
 /// Tensors that one thread names at a time.
@@ -449,7 +447,7 @@ impl<'c> Namer<'c> {
         };
         let parts: Option<Vec<u64>> = shares.iter().map(|share| part(*share)).collect();
         let Some(parts) = parts.filter(|_| axis < shape.len()) else {
-            let shape = crate::tensor::Shape::try_new(shape);
+            let shape = ckfs_tensor::Shape::try_new(shape);
             let shape = shape.map_err(|error| Problem::View { name: name.to_owned(), error: error.into() })?;
             return Err(Problem::Split { name: name.to_owned(), axis, shape, shares });
         };

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::tensor::View;
+use ckfs_tensor::View;
 
 /// A named view before it is sharded.
 #[derive(Clone, Debug)]

@@ -1,28 +1,16 @@
 //! Model families, as data: short names and tensor-parallel roles of their tensors.
 //!
-//! A family is one TOML file under `families/`. Adding one needs no code beyond its line in `FILES`.
+//! A family is one TOML file under `families/`. The build finds it: adding one needs no code.
 
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
 pub use super::naming::Words;
-use super::naming::{self, Parsed};
-
-/// The families' files, by name. The last one applies to any repository.
-const FILES: &[(&str, &str)] = &[
-    ("llama", include_str!("families/llama.toml")),
-    ("olmo", include_str!("families/olmo.toml")),
-    ("qwen-moe", include_str!("families/qwen-moe.toml")),
-    ("qwen-vl-moe", include_str!("families/qwen-vl-moe.toml")),
-    ("mixtral", include_str!("families/mixtral.toml")),
-    ("gemma", include_str!("families/gemma.toml")),
-    ("phi3", include_str!("families/phi3.toml")),
-    ("deepseek", include_str!("families/deepseek.toml")),
-    ("gpt-oss", include_str!("families/gpt-oss.toml")),
-    ("bert", include_str!("families/bert.toml")),
-    ("generic", include_str!("families/generic.toml")),
-];
+use super::{
+    embedded::FAMILIES,
+    naming::{self, Parsed},
+};
 
 /// The role of one tensor in a family.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -179,7 +167,8 @@ pub struct FamilyError {
 
 fn parse(name: &str) -> Result<FamilyFile, FamilyError> {
     let error = |reason: String| FamilyError { family: name.to_owned(), reason };
-    let (_, text) = FILES.iter().find(|(file, _)| *file == name).ok_or_else(|| error("no such family".to_owned()))?;
+    let (_, text) =
+        FAMILIES.iter().find(|(file, _)| *file == name).ok_or_else(|| error("no such family".to_owned()))?;
     toml::from_str(text).map_err(|e| error(e.to_string()))
 }
 
@@ -238,7 +227,7 @@ impl Family {
     /// # Errors
     /// [`FamilyError`] if an embedded file is malformed.
     pub fn of_model_type(model_type: &str) -> Result<Option<Self>, FamilyError> {
-        for (name, _) in FILES {
+        for (name, _) in FAMILIES {
             if parse(name)?.model_types.iter().any(|known| known == model_type) {
                 return load(name).map(Some);
             }
@@ -248,7 +237,7 @@ impl Family {
 
     /// Names of all families.
     pub fn names() -> impl Iterator<Item = &'static str> {
-        FILES.iter().map(|(name, _)| *name).filter(|name| *name != "generic")
+        FAMILIES.iter().map(|(name, _)| *name).filter(|name| *name != "generic")
     }
 
     /// The role of a tensor outside the layers, by its name without prefix and final word.
@@ -328,10 +317,10 @@ mod tests {
     #[test]
     fn every_family_file_loads_and_no_model_type_is_claimed_twice() {
         let mut seen: Vec<String> = Vec::new();
-        for (name, _) in FILES {
+        for (name, _) in FAMILIES {
             for expectation in load(name).unwrap().expect {
                 for expression in expectation.when.iter().chain(&expectation.experts) {
-                    crate::plan::expr::Expr::parse(expression).unwrap();
+                    crate::expr::Expr::parse(expression).unwrap();
                 }
             }
             for model_type in parse(name).unwrap().model_types {

@@ -3,8 +3,9 @@
 
 use std::collections::HashMap;
 
+use ckfs_tensor::Shape;
+
 use super::{AxisUse, Plan, PlannedTensor, axis_use, spec};
-use crate::tensor::Shape;
 
 /// Spec, first of the experts that the same devices hold, stage, shape.
 type Key<'a> = (u32, Option<u64>, Option<u64>, &'a Shape);

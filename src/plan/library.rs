@@ -1,6 +1,6 @@
 //! What the library that has a model's code says of its tensors: which are buffers, and which stay in float32.
 //!
-//! The table `families/transformers.toml` is made from the library's own classes by a script under `tests/families`. It has a row
+//! The table `library/transformers.toml` is made from the library's own classes by a script under `tests/families`. It has a row
 //! for each model type; `config.json` names one at its top and further ones in the configurations of towers and text models.
 //! Names are matched by their last words, since a module stands under other prefixes in other classes.
 
@@ -9,10 +9,9 @@ use std::{
     sync::OnceLock,
 };
 
+use ckfs_tensor::DType;
 use regex::RegexSet;
 use serde::Deserialize;
-
-use crate::tensor::DType;
 
 /// Bits of the narrowest float that holds everything a float32 does: a cast to it, or to a wider one, loses nothing.
 const F32_BITS: u64 = 32;
@@ -58,13 +57,13 @@ struct Others {
 
 fn table() -> &'static Table {
     static TABLE: OnceLock<Table> = OnceLock::new();
-    let text = include_str!("families/transformers.toml");
+    let text = include_str!("library/transformers.toml");
     TABLE.get_or_init(|| toml::from_str(text).expect("the embedded table is well-formed, which a test shows"))
 }
 
 fn others() -> &'static Others {
     static OTHERS: OnceLock<Others> = OnceLock::new();
-    let text = include_str!("families/others.toml");
+    let text = include_str!("library/others.toml");
     OTHERS.get_or_init(|| toml::from_str(text).expect("the embedded table is well-formed, which a test shows"))
 }
 

@@ -7,6 +7,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use ckfs_checkpoint::{Adapter, PythonRegex};
+use ckfs_tensor::Shape;
 use serde_json::Value;
 
 use super::{
@@ -14,10 +16,6 @@ use super::{
     draft::{Draft, Roles},
     name_group::{NameGroup, fold, stars},
     problem::{Problem, RuleLocation},
-};
-use crate::{
-    checkpoint::{Adapter, PythonRegex},
-    tensor::Shape,
 };
 
 /// The prefix of the base model's names.

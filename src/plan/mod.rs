@@ -27,6 +27,7 @@ mod build;
 mod canonical;
 mod check;
 pub mod draft;
+mod embedded;
 mod experts;
 pub mod expr;
 pub mod family;
@@ -88,7 +89,7 @@ use self::{
     repository::{generated, text_model},
     split::{blocks, packed, styles, whole},
 };
-pub use crate::config::{
+pub use ckfs_config::{
     Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern,
     PatternError, Rename, ShardRule, Tied, mesh, pattern,
 };

@@ -13,6 +13,10 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::Mesh;
+use ckfs_tensor::{TensorId, View, ViewError};
+
 use super::{
     canonical::{self, Tabled},
     draft::Bundled,
@@ -28,11 +32,6 @@ use super::{
     problem::{PlanError, Problem},
     select,
     values::Values,
-};
-use crate::{
-    checkpoint::Checkpoint,
-    config::Mesh,
-    tensor::{TensorId, View, ViewError},
 };
 
 /// The buffers of rotary embeddings that some repositories hold. No state has them.

@@ -2,6 +2,13 @@
 
 use std::{borrow::Cow, collections::BTreeMap, path::PathBuf, sync::Arc};
 
+use ckfs_checkpoint::{Checkpoint, Container};
+use ckfs_config::{
+    Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Rename, ShardChoice,
+    ShardRule, Tied, ViewSettings, value::SettingValue,
+};
+use ckfs_tensor::DType;
+
 use super::{
     layout_file::LayoutFile,
     layouts::Embedded,
@@ -10,14 +17,6 @@ use super::{
     select::Subset,
     shard::Sharding,
     stored,
-};
-use crate::{
-    checkpoint::{Checkpoint, Container},
-    config::{
-        Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Rename, ShardChoice,
-        ShardRule, Tied, ViewSettings, value::SettingValue,
-    },
-    tensor::DType,
 };
 
 /// How tensors are named and shaped.
@@ -43,7 +42,7 @@ impl Layout {
             Self::Canonical => "canonical",
             Self::Hf => "hf",
             Self::Stored => "stored",
-            Self::Embedded(embedded) => embedded.name,
+            Self::Embedded(embedded) => &embedded.name,
             Self::File(file) => file.label(),
         }
     }
@@ -254,7 +253,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::config::{Config, LAYOUTS};
+    use ckfs_config::{Config, LAYOUTS};
 
     const EVERY_VIEW_KEY: &[(&str, &str)] = include!("../config/every_view_key.in");
 

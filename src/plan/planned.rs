@@ -6,6 +6,8 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use ckfs_config::Mesh;
+use ckfs_tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View};
 use rayon::slice::ParallelSliceMut;
 
 use super::{
@@ -20,10 +22,6 @@ use super::{
     problem::Problem,
     shard::{self, AxisUse, STAGE_AXIS, axis_use},
     spec::{self, Spec},
-};
-use crate::{
-    config::Mesh,
-    tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View},
 };
 
 /// A named, sharded view.

@@ -3,8 +3,10 @@
 //! transformers 5.24 saves the text layers of Kimi K2.5 as `language_model.model.blocks.N`, because its rename for the vision tower
 //! takes them too when it is turned round. Every other program reads `layers.N`, and so does each layout here.
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::Rename;
+
 use super::family::Family;
-use crate::{checkpoint::Checkpoint, config::Rename};
 
 /// The word that tables have for layers, and the other one.
 const WORDS: [&str; 2] = ["layers", "blocks"];

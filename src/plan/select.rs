@@ -6,6 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_tensor::TensorId;
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -20,7 +22,6 @@ use super::{
     rename::{self, Rename},
     text_model::TextModel,
 };
-use crate::{checkpoint::Checkpoint, tensor::TensorId};
 
 /// The selected tensors of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -3,12 +3,13 @@
 //! It is the default for checkpoints of trainers, so that `orbax/` and `dcp/` of a mount are the same checkpoint, cut for another
 //! mesh. Tensors with names of MaxText are split by MaxText's logical rules, all others along axis 0.
 
+use ckfs_checkpoint::Checkpoint;
+
 use super::{
     draft::{Bundled, Draft, Roles},
     problem::Problem,
     values::Values,
 };
-use crate::checkpoint::Checkpoint;
 
 /// The logical axes of MaxText's weights, by the end of the name. Those of a stack have the axis `layers` after the first.
 const MAXTEXT: [(&str, &[&str]); 22] = [

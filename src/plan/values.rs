@@ -6,12 +6,11 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
+use ckfs_checkpoint::{Checkpoint, Storage, TensorInfo, Unsupported};
+use ckfs_config::CastRule;
+use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
+
 use super::{library::Model, problem::Problem};
-use crate::{
-    checkpoint::{Checkpoint, Storage, TensorInfo, Unsupported},
-    config::CastRule,
-    tensor::{DType, Shape, SourceTensor, TensorId, View},
-};
 
 /// The general request for values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

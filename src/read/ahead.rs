@@ -2,15 +2,14 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ckfs_image::Segment;
+use ckfs_source::{ByteSpan, DecodedChunks, FileId, RemoteSource};
+use ckfs_tensor::{Origin, Tiling, needs};
+
 use super::{
     Engine,
     open_file::{OpenFile, TILE_BYTES_MIN},
     tile::Demand,
-};
-use crate::{
-    image::Segment,
-    source::{ByteSpan, DecodedChunks, FileId, RemoteSource},
-    tensor::{Origin, Tiling, needs},
 };
 
 /// Least and most bytes ahead of a sequential reader for which source pages are requested: enough for a fast disk to be busy all

@@ -11,7 +11,7 @@ use std::{
     },
 };
 
-use crate::source::BufferMemory;
+use ckfs_source::BufferMemory;
 
 /// Smaller buffers are allocated in multiples of this, so that a buffer serves nearby sizes too. Buffers below this size are
 /// allocated at their exact length.

@@ -49,7 +49,7 @@ pub struct Counters {
 }
 
 /// Adds to a counter.
-pub(crate) fn add(counter: &AtomicU64, amount: u64) {
+pub fn add(counter: &AtomicU64, amount: u64) {
     counter.fetch_add(amount, Ordering::Relaxed);
 }
 

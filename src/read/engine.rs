@@ -2,6 +2,11 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_image::Segment;
+use ckfs_source::{ByteSpan, FileId, Served, Source};
+use ckfs_tensor::to_usize;
+
 use super::{
     ReadError,
     buffer::BufferPool,
@@ -9,12 +14,6 @@ use super::{
     open_file::OpenFile,
     tile::TileCache,
     worker::Workers,
-};
-use crate::{
-    checkpoint::Checkpoint,
-    image::Segment,
-    source::{ByteSpan, FileId, Served, Source},
-    tensor::to_usize,
 };
 
 /// After this time of waiting for storage a thread gets a substitute until it continues.

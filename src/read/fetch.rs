@@ -1,6 +1,9 @@
 //! Stage 3, the only one that waits. It reads the bytes of a batch into memory. Of mapped files it provides windows of the maps
 //! instead, without a copy.
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_source::{ByteSpan, FetchPart, FileFetch, FileId, Maps, SourceError};
+use ckfs_tensor::{Window, to_usize};
 use smallvec::SmallVec;
 
 use super::{
@@ -8,11 +11,6 @@ use super::{
     buffer::{Buffer, BufferPool},
     runs::{Job, Requirement},
     schedule::{Batch, Fetch},
-};
-use crate::{
-    checkpoint::Checkpoint,
-    source::{ByteSpan, FetchPart, FileFetch, FileId, Maps, SourceError},
-    tensor::{Window, to_usize},
 };
 
 /// Fetches the bytes of a batch, each call with all spans of one file.

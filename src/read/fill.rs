@@ -10,6 +10,8 @@ use std::{
     thread,
 };
 
+use ckfs_source::FileId;
+use ckfs_tensor::{Stores, TensorId, Tiling, WorkSlice, to_usize};
 use smallvec::SmallVec;
 
 use super::{
@@ -19,10 +21,6 @@ use super::{
     runs::{Job, SpanPart, runs},
     scatter::{scatter, scatter_batch, scatter_constant},
     schedule::{Batch, BatchLimits, schedule},
-};
-use crate::{
-    source::FileId,
-    tensor::{Stores, TensorId, Tiling, WorkSlice, to_usize},
 };
 
 /// Most bytes of a batch: large enough for any storage, and small enough that two batches and the bytes made from one leave room

@@ -25,14 +25,12 @@ use std::{
     time::Duration,
 };
 
+use ckfs_source::{RemoteSource, SourceError};
+use ckfs_tensor::{WorkSlice, to_usize};
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{Engine, OpenFile, ReadError, Reservation, counters::add};
-use crate::{
-    source::{RemoteSource, SourceError},
-    tensor::{WorkSlice, to_usize},
-};
 
 /// Least and most bytes of a piece that is written in order.
 const PIECE_BYTES_MIN: u64 = 1 << 20;

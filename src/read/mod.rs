@@ -25,7 +25,7 @@
 //! # What a source without maps costs
 //!
 //! A sequential reader fetches each source byte that it needs once. If two spans are no further apart than
-//! [`crate::source::Source::gap_bytes`], the bytes in between are fetched too.
+//! [`ckfs_source::Source::gap_bytes`], the bytes in between are fetched too.
 //!
 //! A transposed view that fits half of the cache is one tile, and is fetched in whole source rows. A larger one is made in bands of
 //! a quarter of the cache. Each band fetches its part of every source row: with a request for each row, or, where the parts lie
@@ -33,6 +33,10 @@
 //!
 //! Bytes read from a source count only if the source is still identical to the one pinned at mount; otherwise the read fails. No
 //! thread holds a lock while it makes bytes, and no reader depends on another thread being free.
+
+use ckfs_checkpoint::TensorInfo;
+use ckfs_source::{ByteSpan, SourceError};
+use ckfs_tensor::TilingError;
 
 mod ahead;
 mod buffer;
@@ -57,12 +61,6 @@ pub use engine::{Engine, EngineOptions};
 pub use materialize::{MaterializeError, MaterializeTarget, Materializing};
 pub use open_file::OpenFile;
 pub use tile::Reservation;
-
-use crate::{
-    checkpoint::TensorInfo,
-    source::{ByteSpan, SourceError},
-    tensor::TilingError,
-};
 
 /// Why a read failed. Cheap to clone: several readers may wait for one failed computation.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -5,8 +5,11 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
+use ckfs_image::FileImage;
+use ckfs_source::FileId;
+use ckfs_tensor::Tiling;
+
 use super::{ReadError, stream::Streams, tile::TileKey};
-use crate::{image::FileImage, source::FileId, tensor::Tiling};
 
 /// Smallest tile, a huge page. Conversions of less than a megabyte at a time do not warm up caches and vector units.
 pub(super) const TILE_BYTES_MIN: u64 = 2 << 20;
@@ -70,7 +73,7 @@ impl Grid {
     /// If the sources of a transposed view are not mapped, each tile fetches a part of every source row. That is one request for
     /// each row, unless the part is the whole row. So the view is one tile if it fits half of the room; then each source byte is
     /// fetched once, in order. Otherwise tiles are as large as a quarter of the room. Then no byte is fetched twice, unless rows
-    /// lie closer than [`crate::source::Source::gap_bytes`], in which case each tile fetches all of them.
+    /// lie closer than [`ckfs_source::Source::gap_bytes`], in which case each tile fetches all of them.
     pub(super) fn new(tiling: &Tiling, start: u64, room: CacheRoom, mapped: bool) -> Self {
         let unit = tiling.unit_bytes();
         let CacheRoom { cache_bytes, free_bytes } = room;
@@ -151,7 +154,7 @@ impl OpenFile {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::{DType, Shape, SourceTensor, TensorId, View};
+    use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
 
     fn tiling(rows: u64, columns: u64) -> Tiling {
         let shape = Shape::try_new(&[rows, columns]).unwrap();

@@ -5,6 +5,9 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
+use ckfs_image::Segment;
+use ckfs_source::{FileId, Served};
+use ckfs_tensor::{Decode, Origin, Piece, Stores, Tiling, WorkSlice, to_usize};
 use smallvec::SmallVec;
 
 use super::{
@@ -13,11 +16,6 @@ use super::{
     fill::{FillMode, TouchedFiles},
     open_file::{CacheRoom, Grid, OpenFile, Prepared, is_made},
     tile::{Demand, Tile, TileRoom},
-};
-use crate::{
-    image::Segment,
-    source::{FileId, Served},
-    tensor::{Decode, Origin, Piece, Stores, Tiling, WorkSlice, to_usize},
 };
 
 /// The content of a segment.

@@ -3,9 +3,8 @@
 //! A span of a tiling is cut into parts of its pieces. Each part is a constant or a [`Job`]: a strided set of target elements from
 //! one tensor, or from one quantized tensor with several operands. [`Job::wanted`] returns which bytes of which tensors it reads.
 
+use ckfs_tensor::{Decode, Need, Origin, Piece, Runs, TensorId, Tiling, WorkSlice, needs};
 use smallvec::{SmallVec, smallvec};
-
-use crate::tensor::{Decode, Need, Origin, Piece, Runs, TensorId, Tiling, WorkSlice, needs};
 
 /// A part of a view that is made from source bytes.
 #[derive(Clone, Debug)]
@@ -101,7 +100,7 @@ impl Job<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::{DType, Shape, SourceTensor, View};
+    use ckfs_tensor::{DType, Shape, SourceTensor, View};
 
     fn source(id: u32, extents: &[u64]) -> View {
         let shape = Shape::try_new(extents).unwrap();

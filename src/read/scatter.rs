@@ -1,9 +1,9 @@
 //! Stage 4: from fetched windows to the bytes of a view: gather, decode, convert. Pure.
 
+use ckfs_tensor::{Gather, Origin, Piece, Stores, Window, fill, gather_with, to_usize};
 use smallvec::SmallVec;
 
 use super::{runs::Job, schedule::Batch};
-use crate::tensor::{Gather, Origin, Piece, Stores, Window, fill, gather_with, to_usize};
 
 /// Runs a job over one window for each of its operands.
 pub(super) fn scatter(job: &Job<'_>, windows: &[Window<'_>], target: &mut [u8], stores: Stores) {
@@ -61,10 +61,8 @@ mod tests {
         },
         *,
     };
-    use crate::{
-        source::{ByteSpan, FileId},
-        tensor::{DType, Shape, SourceTensor, TensorId, View, WorkSlice},
-    };
+    use ckfs_source::{ByteSpan, FileId};
+    use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View, WorkSlice};
 
     /// Byte `at` of a tensor.
     fn byte(tensor: TensorId, at: u64) -> u8 {

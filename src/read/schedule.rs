@@ -8,15 +8,13 @@
 //! The schedule does not fetch, and does not know whether a file is mapped. Windows of mapped files need no schedule: they cost
 //! nothing.
 
+use ckfs_source::{ByteSpan, FileId};
+use ckfs_tensor::{Loop, Origin, TensorId};
 use smallvec::SmallVec;
 
 use super::{
     ReadError,
     runs::{Job, Requirement},
-};
-use crate::{
-    source::{ByteSpan, FileId},
-    tensor::{Loop, Origin, TensorId},
 };
 
 /// Bounds of one batch.
@@ -283,7 +281,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::tensor::{Decode, Piece};
+    use ckfs_tensor::{Decode, Piece};
 
     const FILE: FileId = FileId(3);
     const TENSOR_AT: u64 = 1000;

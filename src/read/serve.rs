@@ -2,13 +2,12 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
+use ckfs_checkpoint::printable;
+use ckfs_image::Segment;
+use ckfs_source::{Served, SourceError};
+use ckfs_tensor::to_usize;
+
 use super::{Engine, ReadError, open_file::OpenFile, reader::SegmentReader};
-use crate::{
-    checkpoint::printable,
-    image::Segment,
-    source::{Served, SourceError},
-    tensor::to_usize,
-};
 
 impl Engine {
     /// Reads `len` bytes at `start`, fewer only at the end of the file, and passes them to `reply`. If the result is `Ok`, `reply`

@@ -21,6 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ckfs_source::FileId;
 use lru::LruCache;
 use smallvec::SmallVec;
 
@@ -29,7 +30,6 @@ use super::{
     buffer::Buffer,
     counters::{Counters, add},
 };
-use crate::source::FileId;
 
 /// Time after its last use for which a tile counts as in use. Readers of a restore take turns, so that it may be a while.
 const IN_USE: Duration = Duration::from_secs(5);

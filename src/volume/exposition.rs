@@ -10,6 +10,8 @@ use std::{
     },
 };
 
+use ckfs_host::memory;
+use ckfs_source::remote::{LATENCY_BOUNDS_MS, RemoteCounters};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text::encode},
@@ -20,10 +22,6 @@ use prometheus_client::{
 use super::{
     metrics::{LATENCY_BOUNDS_US, OpMetrics, RequestKind},
     stats::{self, MetricKind, PATHS, Reported},
-};
-use crate::{
-    host::memory,
-    source::remote::{LATENCY_BOUNDS_MS, RemoteCounters},
 };
 
 /// Length of the file.
@@ -85,7 +83,7 @@ impl Snapshot {
         let stalled = vec![(None, from.metrics.health.stalled_sources())];
         add("stalled_sources", false, MetricKind::Gauge, "Source files that do not answer now", stalled);
         let counters = from.counters();
-        let by_path = |bytes: &dyn Fn(crate::read::Path) -> u64| {
+        let by_path = |bytes: &dyn Fn(ckfs_read::Path) -> u64| {
             PATHS.iter().map(|(path, name)| (Some(("path", *name)), bytes(*path))).collect::<Vec<Sample>>()
         };
         let served = by_path(&|path| counters.served_bytes(path));

@@ -8,8 +8,9 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use ckfs_source::{Served, permission::Permission};
+
 use super::metrics::{Metrics, RequestKind};
-use crate::source::{Served, permission::Permission};
 
 /// Index of a node in the tree; 1 is the root, as FUSE requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

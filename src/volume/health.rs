@@ -15,9 +15,8 @@ use std::{
     time::SystemTime,
 };
 
+use ckfs_source::{Poison, calendar::utc};
 use serde_json::{Value, json};
-
-use crate::source::{Poison, calendar::utc};
 
 /// Most problems in the list.
 const PROBLEMS_MAX: usize = 16;
@@ -271,7 +270,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::source::{Aspect, SourceError};
+    use ckfs_source::{Aspect, SourceError};
 
     fn json_of(health: &VolumeHealth, poisoned: &[(PathBuf, Poison)]) -> Value {
         let poisoned = poisoned.iter().map(|(path, poison)| (path.as_path(), poison.clone()));

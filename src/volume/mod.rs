@@ -17,9 +17,9 @@ mod tree;
 mod watched;
 mod watching;
 
-pub use crate::image::{Unavailable, unavailable, unavailable_text};
-pub use crate::source::Served;
-pub use crate::source::permission::{Mounter, Overrides, Permission};
+pub use ckfs_image::{Unavailable, unavailable, unavailable_text};
+pub use ckfs_source::Served;
+pub use ckfs_source::permission::{Mounter, Overrides, Permission};
 pub use file_system::{
     Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NoPassthrough, NodeKind, OnChange, OpenedFile, StatFs,
     WhenMaterialized,

@@ -2,6 +2,10 @@
 
 use std::ops::ControlFlow;
 
+use ckfs_image::{FileContent, FileImage, SubtreeNode};
+use ckfs_source::{FileId, permission::Permission};
+use ckfs_tensor::{View, to_usize};
+
 use super::{
     exposition::{self, METRICS_BYTES},
     file_system::{Attr, DirEntry, FileSystem, FsError, Ino, NodeKind},
@@ -9,11 +13,6 @@ use super::{
     permissions::ReadSubject,
     served::Volume,
     tree::{FixedKind, FixedNode, Live, SubtreeBlock, TreeNode},
-};
-use crate::{
-    image::{FileContent, FileImage, SubtreeNode},
-    source::{FileId, permission::Permission},
-    tensor::{View, to_usize},
 };
 
 impl Volume {

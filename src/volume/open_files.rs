@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use ckfs_image::RowFile;
+use ckfs_read::OpenFile;
+use ckfs_source::FileId;
 use lru::LruCache;
 
 use super::{Ino, materialize::FileEntry};
-use crate::{image::RowFile, read::OpenFile, source::FileId};
 
 /// Most segments of closed files that stay cached with their tilings and tiles.
 const REMEMBERED_SEGMENTS_MAX: usize = 200_000;

@@ -5,6 +5,10 @@ use std::{
     sync::{Arc, PoisonError, atomic::Ordering},
 };
 
+use ckfs_image::{FileContent, FileImage};
+use ckfs_read::{OpenFile, ReadError, counters::add};
+use ckfs_source::{FileId, Served, SourceError};
+use ckfs_tensor::to_usize;
 use tracing::warn;
 
 use super::{
@@ -14,13 +18,6 @@ use super::{
     open_files::Open,
     served::Volume,
     tree::{FixedKind, FixedNode, TreeNode},
-};
-use crate::{
-    image::{FileContent, FileImage},
-    read::counters::add,
-    read::{OpenFile, ReadError},
-    source::{FileId, Served, SourceError},
-    tensor::to_usize,
 };
 
 impl Volume {

@@ -18,19 +18,17 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_image::DerivedFrom;
+use ckfs_plan::Plan;
+use ckfs_source::{
+    FileId,
+    permission::{self, DirectoryGates, Gate, Gates, Grant, Mounter, Overrides, PASS, Permission, READ},
+};
+use ckfs_tensor::View;
 use nix::unistd::{Gid, Group, Uid, User};
 
 use super::{file_system::Ino, tree::NodeTree};
-use crate::{
-    checkpoint::Checkpoint,
-    image::DerivedFrom,
-    plan::Plan,
-    source::{
-        FileId,
-        permission::{self, DirectoryGates, Gate, Gates, Grant, Mounter, Overrides, PASS, Permission, READ},
-    },
-    tensor::View,
-};
 
 /// The origin of a node's permissions.
 #[derive(Clone, Debug)]
@@ -139,7 +137,7 @@ impl Permissions {
         let classes = GateClasses::new(checkpoint);
         let mut of_tensors: HashSet<u32> =
             checkpoint.adapters().iter().map(|adapter| classes.of(adapter.file)).collect();
-        let weights = checkpoint.files().iter().filter(|file| file.role == crate::checkpoint::FileRole::Weights);
+        let weights = checkpoint.files().iter().filter(|file| file.role == ckfs_checkpoint::FileRole::Weights);
         of_tensors.extend(weights.filter_map(|file| Some(classes.of(file.file?))));
         let weights = of_tensors.iter().copied().next().filter(|_| of_tensors.len() == 1);
         let known: HashMap<&str, &DirectoryGates> =

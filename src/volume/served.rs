@@ -9,6 +9,16 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::Materialize;
+use ckfs_host::budget::Budget;
+use ckfs_image::{DerivedFrom, Directory, FormatInput, OWN, TextFile, file_ids, unavailable_text};
+use ckfs_plan::{Allow, Plan, Problem, report};
+use ckfs_read::{Engine, EngineOptions, counters::add};
+use ckfs_source::{
+    Served,
+    permission::{Mounter, Overrides},
+};
 use lru::LruCache;
 
 use super::{
@@ -23,18 +33,6 @@ use super::{
     stats,
     tree::{Live, NodeTree, TreeBuilder},
     watched::Watched,
-};
-use crate::{
-    checkpoint::Checkpoint,
-    config::Materialize,
-    host::budget::Budget,
-    image::{self, DerivedFrom, Directory, FormatInput, OWN, TextFile, file_ids, unavailable_text},
-    plan::{Allow, Plan, Problem, report},
-    read::{Engine, EngineOptions, counters::add},
-    source::{
-        Served,
-        permission::{Mounter, Overrides},
-    },
 };
 
 /// How to mount anew, where the command is not known.
@@ -82,7 +80,7 @@ impl std::error::Error for VolumeError {}
 
 impl fmt::Display for VolumeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        crate::plan::PlanError { problems: self.problems.clone() }.fmt(f)
+        ckfs_plan::PlanError { problems: self.problems.clone() }.fmt(f)
     }
 }
 
@@ -126,7 +124,7 @@ impl Volume {
             || report::text(&checkpoint, views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
             || {
                 let input = |view: &ViewPlan| FormatInput::new(Arc::clone(&checkpoint), Arc::clone(&view.plan));
-                views.iter().map(|view| image::show(&Arc::new(input(view)))).collect::<Vec<_>>()
+                views.iter().map(|view| ckfs_image::show(&Arc::new(input(view)))).collect::<Vec<_>>()
             },
         );
         let mut problems = Vec::new();

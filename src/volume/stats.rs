@@ -6,16 +6,14 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use ckfs_host::{budget::Budget, memory};
+use ckfs_read::{Counters, Engine, Path};
+use ckfs_source::{DecodedChunks, FileId, Source, remote::LATENCY_BOUNDS_MS};
 use serde_json::{Map, Value, json};
 
 use super::{
     health::HealthReport,
     metrics::{LATENCY_BOUNDS_US, Metrics, RequestKind},
-};
-use crate::{
-    host::{budget::Budget, memory},
-    read::{Counters, Engine, Path},
-    source::{DecodedChunks, FileId, Source, remote::LATENCY_BOUNDS_MS},
 };
 
 /// Length of `stats.json`, names of changed sources aside.

@@ -8,11 +8,10 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use ckfs_image::{Directory, DirectoryEntry, OWN, Subtree, VirtualFile};
+use ckfs_source::permission::Permission;
+
 use super::file_system::Ino;
-use crate::{
-    image::{Directory, DirectoryEntry, OWN, Subtree, VirtualFile},
-    source::permission::Permission,
-};
 
 /// A fixed node.
 #[derive(Debug)]

@@ -6,8 +6,9 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
 };
 
+use ckfs_source::{FileId, Stall};
+
 use super::file_system::{Ino, OnChange};
-use crate::source::{FileId, Stall};
 
 /// See the module's documentation.
 #[derive(Default)]

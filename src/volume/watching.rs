@@ -10,8 +10,10 @@ use std::{
     sync::atomic::Ordering,
 };
 
+use ckfs_read::counters::add;
+use ckfs_source::Stall;
+
 use super::{file_system::Ino, health::ProblemKind, metrics::RequestKind, served::Volume, watched::lock};
-use crate::{read::counters::add, source::Stall};
 
 impl Volume {
     /// The sources that do not answer now, with the time since when.

@@ -1,6 +1,6 @@
 """Which tensors of a model are buffers, and which it keeps in float32, from the classes of the pinned transformers.
 
-    python tests/families/buffers_and_float32.py > src/plan/families/transformers.toml
+    python tests/families/buffers_and_float32.py > src/plan/library/transformers.toml
     python tests/families/buffers_and_float32.py --check       compares all classes with that file; prints differences
 
 A buffer is no parameter: FSDP2 leaves it whole on every rank. The table lists the ends of their names, as short as they can
@@ -41,7 +41,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-DATA = Path(__file__).parents[2] / "src/plan/families/transformers.toml"
+DATA = Path(__file__).parents[2] / "src/plan/library/transformers.toml"
 # A last word is taken for a buffer's in any model if it is one in this many times more model types than it is a parameter in.
 COMMON_RATIO = 8
 # In this many model types a buffer, in none a parameter: the last word of a buffer in known models too.

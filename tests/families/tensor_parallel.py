@@ -1,4 +1,4 @@
-"""Makes src/plan/families/tensor_parallel.toml from transformers' own tensor-parallel plans.
+"""Makes src/plan/library/tensor_parallel.toml from transformers' own tensor-parallel plans.
 
 Each configuration class of transformers may hold a `base_model_tp_plan`: how the modules of its model are split. This script
 writes those plans by model type, with the modules grouped in blocks: a block is what must be cut as a whole.
@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-TABLE = Path(__file__).resolve().parents[2] / "src/plan/families/tensor_parallel.toml"
+TABLE = Path(__file__).resolve().parents[2] / "src/plan/library/tensor_parallel.toml"
 
 # Styles that cut a weight, in the order of the file. The others leave it whole.
 STYLES = (

@@ -3,13 +3,10 @@
 //! An archive asks for a few spans at its ends and is then done, or asks for more. Archives that lie one after the other in a
 //! file ask for neighbouring spans, which are fetched as one. Groups of archives are read at the same time.
 
+use ckfs_format::torch_archive::{SavedTensor, TorchArchive};
+use ckfs_source::{FetchPart, FileId, Source};
+use ckfs_tensor::DType;
 use rayon::{iter::ParallelIterator, slice::ParallelSlice};
-
-use crate::{
-    format::torch_archive::{SavedTensor, TorchArchive},
-    source::{FetchPart, FileId, Source},
-    tensor::DType,
-};
 
 /// Archives that one thread reads together.
 const GROUP_ARCHIVES: usize = 64;
@@ -19,41 +16,41 @@ const MERGED_BYTES_MAX: u64 = 4 << 20;
 
 /// An archive: these bytes of a file.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::checkpoint) struct ArchiveSpan {
+pub(crate) struct ArchiveSpan {
     /// The file.
-    pub(in crate::checkpoint) file: FileId,
+    pub(crate) file: FileId,
     /// First byte.
-    pub(in crate::checkpoint) start: u64,
+    pub(crate) start: u64,
     /// Number of bytes.
-    pub(in crate::checkpoint) len: u64,
+    pub(crate) len: u64,
 }
 
 /// A tensor of an archive, and where it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::checkpoint) struct Saved {
+pub(crate) struct Saved {
     /// Its name: the keys on the way to it, joined by dots.
-    pub(in crate::checkpoint) name: String,
+    pub(crate) name: String,
     /// Type of its elements.
-    pub(in crate::checkpoint) dtype: DType,
+    pub(crate) dtype: DType,
     /// Its extents.
-    pub(in crate::checkpoint) shape: Vec<u64>,
+    pub(crate) shape: Vec<u64>,
     /// Distance of neighbours along each axis, in elements.
-    pub(in crate::checkpoint) strides: Vec<u64>,
+    pub(crate) strides: Vec<u64>,
     /// Its first byte in the file.
-    pub(in crate::checkpoint) start: u64,
+    pub(crate) start: u64,
 }
 
 /// What an archive holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(in crate::checkpoint) struct ItemBytes {
+pub(crate) struct ItemBytes {
     /// Its tensors, in the order of its pickle.
-    pub(in crate::checkpoint) tensors: Vec<Saved>,
+    pub(crate) tensors: Vec<Saved>,
     /// What is no tensor: the name, and what it is.
-    pub(in crate::checkpoint) others: Vec<(String, String)>,
+    pub(crate) others: Vec<(String, String)>,
 }
 
 /// What each archive holds, or why it cannot be read.
-pub(in crate::checkpoint) fn read_items(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<ItemBytes, String>> {
+pub(crate) fn read_items(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<ItemBytes, String>> {
     items.par_chunks(GROUP_ARCHIVES).flat_map_iter(|group| read_group(source, group)).collect()
 }
 

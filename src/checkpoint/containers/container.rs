@@ -17,6 +17,9 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_format::orbax_state::TreeKey;
+use ckfs_source::{FileId, Source};
+
 use super::super::{
     choose::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX, at_top, is_safetensors},
     copies::Copies,
@@ -24,10 +27,6 @@ use super::super::{
     folder::Folder,
     table::TensorTable,
     weight_name::variant_of_index,
-};
-use crate::{
-    format::orbax_state::TreeKey,
-    source::{FileId, Source},
 };
 
 /// What the tree of a trainer's checkpoint has that the names of the tensors do not tell.
@@ -76,37 +75,37 @@ pub struct LeftOut {
 
 /// What a dialect has read.
 #[derive(Debug)]
-pub(in crate::checkpoint) struct Contents {
+pub(crate) struct Contents {
     /// The container, as the files turned out to be.
-    pub(in crate::checkpoint) container: Container,
+    pub(crate) container: Container,
     /// The tensors.
-    pub(in crate::checkpoint) table: TensorTable,
+    pub(crate) table: TensorTable,
     /// The metadata of weight files.
-    pub(in crate::checkpoint) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
+    pub(crate) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
     /// What is no tensor.
-    pub(in crate::checkpoint) left_out: Vec<LeftOut>,
+    pub(crate) left_out: Vec<LeftOut>,
     /// The source of the table's files, where it is another than that of the pinned files. It has these files under
     /// the same ids, and may have more.
-    pub(in crate::checkpoint) source: Option<Arc<dyn Source>>,
+    pub(crate) source: Option<Arc<dyn Source>>,
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
-    pub(in crate::checkpoint) scan_layers: Option<bool>,
+    pub(crate) scan_layers: Option<bool>,
     /// What the names of the tensors do not tell.
-    pub(in crate::checkpoint) tree: SavedTree,
+    pub(crate) tree: SavedTree,
     /// Weight files that are not the model's after all.
-    pub(in crate::checkpoint) unused: Vec<(FileId, IgnoreReason)>,
+    pub(crate) unused: Vec<(FileId, IgnoreReason)>,
     /// Weight files that hold tensors which are not the model's.
-    pub(in crate::checkpoint) partial: BTreeSet<FileId>,
+    pub(crate) partial: BTreeSet<FileId>,
     /// Whether the files are those of ranks.
-    pub(in crate::checkpoint) are_ranks: bool,
+    pub(crate) are_ranks: bool,
     /// Number of files of ranks, if nothing in them says how many there were.
-    pub(in crate::checkpoint) uncounted: Option<usize>,
+    pub(crate) uncounted: Option<usize>,
     /// What the user should know.
-    pub(in crate::checkpoint) warnings: Vec<String>,
+    pub(crate) warnings: Vec<String>,
 }
 
 impl Contents {
     /// These tensors, and nothing else.
-    pub(in crate::checkpoint) fn new(container: Container, table: TensorTable) -> Self {
+    pub(crate) fn new(container: Container, table: TensorTable) -> Self {
         Self {
             container,
             table,
@@ -124,12 +123,12 @@ impl Contents {
     }
 
     /// Notes that these weight files are left out.
-    pub(in crate::checkpoint) fn leave_out(&mut self, files: impl IntoIterator<Item = FileId>, reason: IgnoreReason) {
+    pub(crate) fn leave_out(&mut self, files: impl IntoIterator<Item = FileId>, reason: IgnoreReason) {
         self.unused.extend(files.into_iter().map(|file| (file, reason)));
     }
 
     /// Notes the copies that are left out.
-    pub(in crate::checkpoint) fn take(&mut self, copies: Copies) {
+    pub(crate) fn take(&mut self, copies: Copies) {
         self.partial.extend(copies.files());
         self.warnings.extend(copies.warnings);
     }
@@ -139,21 +138,21 @@ impl Contents {
 const DISTCP: &str = ".distcp";
 
 /// The description of such a directory.
-pub(in crate::checkpoint) const DCP_METADATA: &str = crate::format::dcp_state::METADATA;
+pub(crate) const DCP_METADATA: &str = ckfs_format::dcp_state::METADATA;
 
 /// Whether a file may hold tensors, by its name.
-pub(in crate::checkpoint) fn is_weights(path: &str) -> bool {
+pub(crate) fn is_weights(path: &str) -> bool {
     is_safetensors(path) || is_torch(path) || path.ends_with(DISTCP)
 }
 
 /// Whether a file is of `torch.save`, by its name.
-pub(in crate::checkpoint) fn is_torch(path: &str) -> bool {
+pub(crate) fn is_torch(path: &str) -> bool {
     [".bin", ".pt", ".pth", ".ckpt"].iter().any(|suffix| path.ends_with(suffix))
 }
 
 impl Container {
     /// The container of a directory; `None` if no file has the name of one.
-    pub(in crate::checkpoint) fn of(folder: &Folder) -> Option<Self> {
+    pub(crate) fn of(folder: &Folder) -> Option<Self> {
         let top = || folder.files.iter().filter(|file| file.role == FileRole::Other && at_top(&file.path));
         if folder.has(DCP_METADATA) && !top().any(|file| is_safetensors(&file.path)) {
             return Some(Self::Dcp);

@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
+use ckfs_source::{Duplicates, FileId};
 use rayon::slice::ParallelSliceMut;
 
 use super::super::{
@@ -13,30 +14,29 @@ use super::super::{
     problem::{Expected, Problem, Problems},
     weight_name::WeightName,
 };
-use crate::source::{Duplicates, FileId};
 
 /// A tensor of a file.
-pub(in crate::checkpoint) type Row<'a> = (&'a str, FileId);
+pub(crate) type Row<'a> = (&'a str, FileId);
 
 /// What is left out of the files.
 #[derive(Debug, Default)]
-pub(in crate::checkpoint) struct Copies {
+pub(crate) struct Copies {
     /// Tensors that are no part of the model, by file.
     dropped: HashMap<FileId, HashSet<String>>,
     /// Names whose copy is another than that of the index.
-    pub(in crate::checkpoint) decided: HashSet<String>,
+    pub(crate) decided: HashSet<String>,
     /// What the user should know.
-    pub(in crate::checkpoint) warnings: Vec<String>,
+    pub(crate) warnings: Vec<String>,
 }
 
 impl Copies {
     /// Whether a tensor of a file is the model's.
-    pub(in crate::checkpoint) fn keeps(&self, file: FileId, name: &str) -> bool {
+    pub(crate) fn keeps(&self, file: FileId, name: &str) -> bool {
         self.dropped.get(&file).is_none_or(|names| !names.contains(name))
     }
 
     /// The files that hold more than is shown.
-    pub(in crate::checkpoint) fn files(&self) -> BTreeSet<FileId> {
+    pub(crate) fn files(&self) -> BTreeSet<FileId> {
         self.dropped.keys().copied().collect()
     }
 
@@ -46,7 +46,7 @@ impl Copies {
 }
 
 /// Chooses among copies. Rows are of the weight files, whose ids are in the natural order of their paths.
-pub(in crate::checkpoint) fn choose<'p>(
+pub(crate) fn choose<'p>(
     mut rows: Vec<Row<'_>>,
     path: &dyn Fn(FileId) -> &'p str,
     index: Option<&Index<'_>>,
@@ -156,7 +156,7 @@ fn kind(name: &str) -> String {
 
 /// The files that are variants of other files which hold all of their tensors: `model.fp16.safetensors` beside
 /// `model.safetensors`. Engines take a variant only on request.
-pub(in crate::checkpoint) fn variants<'p>(rows: &[Row<'_>], path: &dyn Fn(FileId) -> &'p str) -> BTreeSet<FileId> {
+pub(crate) fn variants<'p>(rows: &[Row<'_>], path: &dyn Fn(FileId) -> &'p str) -> BTreeSet<FileId> {
     /// The files of each variant.
     type Variants<'a> = BTreeMap<Option<&'a str>, BTreeSet<FileId>>;
     let mut sets: BTreeMap<(&str, &str), Variants<'_>> = BTreeMap::new();

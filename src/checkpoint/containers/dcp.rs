@@ -6,6 +6,13 @@ use std::{
     path::Path,
 };
 
+use ckfs_format::{
+    dcp_state::{DcpChunk, DcpState, DcpTensor, FILES_OF_SHARDS, SHARDING_INFO},
+    safetensors::Header,
+};
+use ckfs_source::FileId;
+use ckfs_tensor::{PerAxis, mosaic::row_major};
+
 use super::super::{
     archive::{self, ArchiveSpan},
     container::{Container, Contents, DCP_METADATA, LeftOut},
@@ -17,14 +24,6 @@ use super::super::{
     table::TensorTable,
     text::JSON_FILE_BYTES_MAX,
 };
-use crate::{
-    format::{
-        dcp_state::{DcpChunk, DcpState, DcpTensor, FILES_OF_SHARDS, SHARDING_INFO},
-        safetensors::Header,
-    },
-    source::FileId,
-    tensor::{PerAxis, mosaic::row_major},
-};
 
 /// Longest `.metadata` that is read, in bytes: that of 10^7 chunks is shorter.
 const METADATA_BYTES_MAX: u64 = 16 * JSON_FILE_BYTES_MAX;
@@ -33,17 +32,17 @@ const METADATA_BYTES_MAX: u64 = 16 * JSON_FILE_BYTES_MAX;
 const COMPANIONS: [&str; 3] = ["common.pt", "metadata.json", DCP_METADATA];
 
 /// Chooses the weight files of a classic directory: all that `.metadata` may name.
-pub(in crate::checkpoint) fn choose(folder: &mut Folder) {
+pub(crate) fn choose(folder: &mut Folder) {
     folder.choose(|path| !COMPANIONS.contains(&path) && path.ends_with(".distcp"));
 }
 
 /// Whether a header says where its tensors are in the whole ones.
-pub(in crate::checkpoint) fn is_sharded(header: &Header) -> bool {
+pub(crate) fn is_sharded(header: &Header) -> bool {
     header.metadata().iter().any(|(key, _)| key == SHARDING_INFO)
 }
 
 /// Reads a directory of safetensors files, or one file `alone`.
-pub(in crate::checkpoint) fn read_safetensors(
+pub(crate) fn read_safetensors(
     files: &PinnedFiles<'_>,
     headers: &[(FileId, Header)],
     alone: bool,
@@ -137,7 +136,7 @@ fn take_training_state(state: &mut DcpState) -> Vec<LeftOut> {
 }
 
 /// Reads a classic directory.
-pub(in crate::checkpoint) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
+pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
     let mut state = match metadata(files) {
         Ok(state) => state,
         Err(message) => {

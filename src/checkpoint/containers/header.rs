@@ -5,6 +5,8 @@ use std::{
     collections::{BTreeSet, HashSet},
 };
 
+use ckfs_format::safetensors::{Header, HeaderErrors};
+use ckfs_source::{FileId, Source, SourceError};
 use rayon::slice::ParallelSliceMut;
 
 use super::super::{
@@ -13,19 +15,15 @@ use super::super::{
     problem::{Problem, Problems},
     table::{NewPlace, NewRow, TensorInfo, TensorTable},
 };
-use crate::{
-    format::safetensors::{Header, HeaderErrors},
-    source::{FileId, Source, SourceError},
-};
 
 /// Why a header is not available.
 #[derive(Debug)]
-pub(in crate::checkpoint) enum ReadHeader {
+pub(crate) enum ReadHeader {
     Source(SourceError),
     Header(HeaderErrors),
 }
 
-pub(in crate::checkpoint) fn read_header(source: &dyn Source, file: FileId) -> Result<Header, ReadHeader> {
+pub(crate) fn read_header(source: &dyn Source, file: FileId) -> Result<Header, ReadHeader> {
     let file_bytes = source.len_bytes(file);
     let mut prefix = [0; 8];
     if file_bytes >= 8 {
@@ -38,7 +36,7 @@ pub(in crate::checkpoint) fn read_header(source: &dyn Source, file: FileId) -> R
 }
 
 /// The tensors of these files that are kept, in this order.
-pub(in crate::checkpoint) fn table_of(
+pub(crate) fn table_of(
     headers: &[(FileId, Header)],
     keeps: &dyn Fn(FileId, &str) -> bool,
     problems: &mut Problems,
@@ -63,21 +61,21 @@ fn rows(headers: &[(FileId, Header)]) -> impl Iterator<Item = NewRow<'_>> {
 
 impl TensorTable {
     /// This table with the tensors of these files, which are not shown, after its own.
-    pub(in crate::checkpoint) fn with_hidden(self, headers: &[(FileId, Header)]) -> Option<Self> {
+    pub(crate) fn with_hidden(self, headers: &[(FileId, Header)]) -> Option<Self> {
         self.with_hidden_rows(rows(headers))
     }
 }
 
 /// The weight files of a repository, for messages.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::checkpoint) struct WeightFiles<'a> {
-    pub(in crate::checkpoint) files: &'a [Listed],
+pub(crate) struct WeightFiles<'a> {
+    pub(crate) files: &'a [Listed],
     /// Indices in `files`, in the order of their ids.
-    pub(in crate::checkpoint) weights: &'a [usize],
+    pub(crate) weights: &'a [usize],
 }
 
 impl<'a> WeightFiles<'a> {
-    pub(in crate::checkpoint) fn path(&self, id: FileId) -> &'a str {
+    pub(crate) fn path(&self, id: FileId) -> &'a str {
         &self.files[self.weights[id.index()]].path
     }
 
@@ -88,7 +86,7 @@ impl<'a> WeightFiles<'a> {
 
     /// Compares index and headers in both directions: one walk over both, sorted by name. Of the `decided` names the user has
     /// chosen another copy.
-    pub(in crate::checkpoint) fn compare_with_index(
+    pub(crate) fn compare_with_index(
         &self,
         index_name: &str,
         index: &Index<'_>,

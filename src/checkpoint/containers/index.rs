@@ -13,24 +13,24 @@ use super::super::json;
 
 /// A parsed index; names borrow from its text where they have no escapes.
 #[derive(Debug, Default)]
-pub(in crate::checkpoint) struct Index<'a> {
+pub(crate) struct Index<'a> {
     /// Weight files in the order of their first appearance. The caller sorts them naturally.
-    pub(in crate::checkpoint) files: Vec<String>,
+    pub(crate) files: Vec<String>,
     /// Tensor names, each with the index of its file in `files`, in the order of the text.
-    pub(in crate::checkpoint) tensors: Vec<(Cow<'a, str>, u32)>,
-    pub(in crate::checkpoint) metadata: Option<serde_json::Value>,
+    pub(crate) tensors: Vec<(Cow<'a, str>, u32)>,
+    pub(crate) metadata: Option<serde_json::Value>,
 }
 
 impl<'a> Index<'a> {
     /// Parses the text of an index.
-    pub(in crate::checkpoint) fn parse(text: &'a [u8]) -> Result<Self, serde_json::Error> {
+    pub(crate) fn parse(text: &'a [u8]) -> Result<Self, serde_json::Error> {
         let raw: RawIndex<'a> = serde_json::from_slice(text)?;
         Ok(Self { metadata: raw.metadata, ..raw.weight_map })
     }
 }
 
 /// Whether a path of an index stays inside the repository: relative, of plain components only.
-pub(in crate::checkpoint) fn stays_inside(path: &str) -> bool {
+pub(crate) fn stays_inside(path: &str) -> bool {
     !path.contains('\0') && path.split('/').all(|part| !matches!(part, "" | "." | ".."))
 }
 

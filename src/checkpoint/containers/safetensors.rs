@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use ckfs_format::safetensors::Header;
+use ckfs_source::{Duplicates, FileId};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use super::super::{
@@ -21,13 +23,9 @@ use super::super::{
     problem::{CheckpointError, Problem, Problems},
     table::TensorTable,
 };
-use crate::{
-    format::safetensors::Header,
-    source::{Duplicates, FileId},
-};
 
 /// The name and the text of the index, if there is one.
-pub(in crate::checkpoint) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
+pub(crate) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
     let of = Indexed { suffix: INDEX_SUFFIX, usual: SINGLE_INDEX, is_weights: is_safetensors };
     let found = choose_index(&folder.located.path, &folder.files, of, folder.variant.as_deref())?;
     let Some(name) = found else { return Ok(None) };
@@ -39,13 +37,13 @@ pub(in crate::checkpoint) fn index_text(folder: &mut Folder) -> Result<Option<(S
 }
 
 /// The error of a directory whose index cannot be read.
-pub(in crate::checkpoint) fn unusable(folder: &Folder, file: String, message: String) -> CheckpointError {
+pub(crate) fn unusable(folder: &Folder, file: String, message: String) -> CheckpointError {
     let problems = vec![Problem::Json { file, message }];
     CheckpointError::Problems { label: folder.located.label.clone(), problems, more: 0 }
 }
 
 /// Chooses the weight files. Returns the index if it decides them.
-pub(in crate::checkpoint) fn choose<'a>(
+pub(crate) fn choose<'a>(
     folder: &mut Folder,
     index: Option<(&'a str, Index<'a>)>,
 ) -> Result<Option<(&'a str, Index<'a>)>, CheckpointError> {
@@ -78,7 +76,7 @@ pub(in crate::checkpoint) fn choose<'a>(
 }
 
 /// Reads the headers of the weight files, and compares them with the index. `alone` if the checkpoint is a single file.
-pub(in crate::checkpoint) fn read(
+pub(crate) fn read(
     files: &PinnedFiles<'_>,
     index: Option<&(&str, Index<'_>)>,
     (duplicates, alone): (Option<Duplicates>, bool),

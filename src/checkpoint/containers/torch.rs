@@ -2,6 +2,9 @@
 
 use std::collections::BTreeSet;
 
+use ckfs_source::{Duplicates, FileId};
+use ckfs_tensor::PerAxis;
+
 use super::super::{
     archive::{self, ArchiveSpan},
     choose::{Indexed, TORCH_INDEX_SUFFIX, at_top, choose_index, choose_indexed, choose_variant},
@@ -18,10 +21,6 @@ use super::super::{
     safetensors::unusable,
     weight_name::WeightName,
 };
-use crate::{
-    source::{Duplicates, FileId},
-    tensor::PerAxis,
-};
 
 /// Files that training programs write beside weights: no state of a model.
 const COMPANIONS: [&str; 5] = ["training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt"];
@@ -30,7 +29,7 @@ const COMPANIONS: [&str; 5] = ["training_args.bin", "optimizer.pt", "optimizer.b
 const UNNAMED: &str = "tensor";
 
 /// The name and the text of the index, if there is one.
-pub(in crate::checkpoint) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
+pub(crate) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
     let of = Indexed { suffix: TORCH_INDEX_SUFFIX, usual: "pytorch_model.bin.index.json", is_weights: is_torch };
     let found = choose_index(&folder.located.path, &folder.files, of, folder.variant.as_deref())?;
     let Some(name) = found else { return Ok(None) };
@@ -41,10 +40,7 @@ pub(in crate::checkpoint) fn index_text(folder: &mut Folder) -> Result<Option<(S
 }
 
 /// Chooses the weight files of a directory.
-pub(in crate::checkpoint) fn choose(
-    folder: &mut Folder,
-    index: Option<&(&str, Index<'_>)>,
-) -> Result<(), CheckpointError> {
+pub(crate) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> Result<(), CheckpointError> {
     if let Some((name, index)) = index {
         choose_indexed(name, index, &mut folder.files, &is_torch, &mut folder.problems);
         return Ok(());
@@ -97,7 +93,7 @@ fn variants_of(paths: &[&str]) -> Option<String> {
 }
 
 /// Reads the weight files, and compares them with the index.
-pub(in crate::checkpoint) fn read(
+pub(crate) fn read(
     files: &PinnedFiles<'_>,
     index: Option<&(&str, Index<'_>)>,
     (training_state, duplicates): (bool, Option<Duplicates>),

@@ -5,6 +5,7 @@ use std::{
     fmt::{self, Write as _},
 };
 
+use ckfs_tensor::DType;
 use serde_json::Value;
 
 use super::super::{
@@ -14,7 +15,6 @@ use super::super::{
     table::{TensorInfo, TensorTable},
     tied::Tie,
 };
-use crate::tensor::DType;
 
 /// How the weights of experts are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,32 +112,32 @@ const LAYERS_MAX: u64 = 1 << 16;
 const FAMILIES_MAX: usize = 256;
 
 /// The nested configuration of the text model, and the name of its member.
-pub(in crate::checkpoint) fn text_config(config: Option<&Value>) -> Option<(&'static str, &Value)> {
+pub(crate) fn text_config(config: Option<&Value>) -> Option<(&'static str, &Value)> {
     TEXT_CONFIGS.iter().find_map(|key| Some((*key, config?.get(key).filter(|text| text.is_object())?)))
 }
 
 /// A member of the configuration that is not null. The text model's own member has precedence over the whole model's.
-pub(in crate::checkpoint) fn lookup<'a>(config: Option<&'a Value>, key: &str) -> Option<&'a Value> {
+pub(crate) fn lookup<'a>(config: Option<&'a Value>, key: &str) -> Option<&'a Value> {
     let told = |of: &'a Value| of.get(key).filter(|value| !value.is_null());
     text_config(config).and_then(|(_, text)| told(text)).or_else(|| told(config?))
 }
 
 /// The quantization settings in `config.json`.
-pub(in crate::checkpoint) fn quantization_config(config: Option<&Value>) -> Option<&Value> {
+pub(crate) fn quantization_config(config: Option<&Value>) -> Option<&Value> {
     let found = ["quantization_config", "compression_config"].iter().find_map(|key| lookup(config, key));
     // MLX's own member.
     found.or_else(|| lookup(config, "quantization").filter(|value| value.is_object()))
 }
 
 /// The dtype of the model's floats in `config.json`, or else bf16.
-pub(in crate::checkpoint) fn own_dtype(config: Option<&Value>) -> DType {
+pub(crate) fn own_dtype(config: Option<&Value>) -> DType {
     let word = ["dtype", "torch_dtype"].iter().find_map(|key| lookup(config, key)?.as_str());
     let found = word.and_then(|word| DType::ALL.iter().copied().find(|dtype| dtype.name() == word));
     found.filter(|dtype| dtype.is_float()).unwrap_or(DType::BF16)
 }
 
 impl Dialect {
-    pub(in crate::checkpoint) fn of(
+    pub(crate) fn of(
         table: &TensorTable,
         config: Option<&Value>,
         quantization: Quantization,

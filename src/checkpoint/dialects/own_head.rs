@@ -5,6 +5,8 @@
 
 use std::sync::PoisonError;
 
+use ckfs_source::{ByteSpan, FileId, Source, SourceError};
+use ckfs_tensor::{MosaicBox, TensorId};
 use rayon::prelude::*;
 
 use super::{
@@ -13,10 +15,6 @@ use super::{
         table::{Storage, TensorInfo},
     },
     tied::untied,
-};
-use crate::{
-    source::{ByteSpan, FileId, Source, SourceError},
-    tensor::{MosaicBox, TensorId},
 };
 
 /// An output head that is not the embedding, although the configuration says so.

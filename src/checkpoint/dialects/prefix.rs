@@ -83,7 +83,7 @@ const OPTIMIZERS: [&str; 8] = [
 
 /// Whether a tensor is of the optimizer's state, possibly within a state that holds the model too (`app.optimizer.…`, or
 /// `chained_0.optimizer.…` of Megatron-Core).
-pub(in crate::checkpoint) fn is_optimizer_state(name: &str) -> bool {
+pub(crate) fn is_optimizer_state(name: &str) -> bool {
     name.split('.').take(2).any(|word| OPTIMIZERS.contains(&word))
 }
 

@@ -8,6 +8,7 @@
 //! number of bits that is wrong, give twice or half the columns, and scales fit where the group is wrong by the same factor.
 //! Here too only the sizes of the model tell.
 
+use ckfs_tensor::DType;
 use serde_json::Value;
 
 use super::super::{
@@ -16,7 +17,6 @@ use super::super::{
     scheme::{QuantizedTable, Unsupported},
     table::{Storage, TensorInfo, TensorTable},
 };
-use crate::tensor::DType;
 
 /// What may be before the names of a text model.
 const PREFIXES: [&str; 6] =
@@ -167,7 +167,7 @@ fn each_number(config: &Value, depth: usize, each: &mut impl FnMut(&str, u64)) {
 
 /// Finds matrices that are decoded with the bits of others: their sizes are not the model's, and would be with another number of bits.
 /// They are of no use, and a request to decode is refused with their name.
-pub(in crate::checkpoint) fn misread(decoded: &QuantizedTable, config: &Value) -> Option<Unsupported> {
+pub(crate) fn misread(decoded: &QuantizedTable, config: &Value) -> Option<Unsupported> {
     let widths = Widths::of(config);
     let odd = |name: &str, extents: &[u64], own: u64| {
         let axes = extents.get(extents.len().checked_sub(2)?..)?;
@@ -203,12 +203,7 @@ fn has_parts(table: &TensorTable) -> bool {
 
 /// Compares tensors with the configuration. Too short ones are refused if `are_ranks`, where the files are those of ranks. Returns a
 /// warning otherwise.
-pub(in crate::checkpoint) fn compare(
-    table: &TensorTable,
-    config: &Value,
-    are_ranks: bool,
-    problems: &mut Problems,
-) -> Option<String> {
+pub(crate) fn compare(table: &TensorTable, config: &Value, are_ranks: bool, problems: &mut Problems) -> Option<String> {
     const FIRST: usize = 4;
     let sizes = Sizes::of(config);
     let short = |info: &TensorInfo<'_>| {

@@ -14,7 +14,7 @@ pub struct Quantization {
 }
 
 impl Quantization {
-    pub(in crate::checkpoint) fn of(found: &Found) -> Self {
+    pub(crate) fn of(found: &Found) -> Self {
         Self { schemes: found.schemes.clone(), unsupported: found.unsupported.clone() }
     }
 

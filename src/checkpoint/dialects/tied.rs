@@ -6,11 +6,11 @@ use std::{
     sync::{Arc, LazyLock, Mutex},
 };
 
+use ckfs_tensor::TensorId;
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::super::table::TensorTable;
-use crate::tensor::TensorId;
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -36,18 +36,16 @@ static RULES: LazyLock<Rules> = LazyLock::new(|| {
 
 /// The output head according to the configuration and the model's type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in crate::checkpoint) struct Tie {
+pub(crate) struct Tie {
     /// The value in `config.json`, if transformers honours it there.
-    pub(in crate::checkpoint) declared: Option<bool>,
+    pub(crate) declared: Option<bool>,
     /// The effective value.
-    pub(in crate::checkpoint) tied: bool,
+    pub(crate) tied: bool,
 }
 
 /// What was compared already, by the ids of head and embedding: whether they are equal.
 #[derive(Clone, Debug, Default)]
-pub(in crate::checkpoint) struct ComparedHeads(
-    pub(in crate::checkpoint) Arc<Mutex<HashMap<(TensorId, TensorId), bool>>>,
-);
+pub(crate) struct ComparedHeads(pub(crate) Arc<Mutex<HashMap<(TensorId, TensorId), bool>>>);
 
 /// Words in the names of classes with an output head.
 const HEADED: [&str; 3] = ["LMHead", "ForCausalLM", "ForConditionalGeneration"];
@@ -61,7 +59,7 @@ fn word(config: &Value) -> Option<bool> {
 
 impl Tie {
     /// `text` is the nested configuration of the text model, where there is one.
-    pub(in crate::checkpoint) fn of(config: Option<&Value>, text: Option<&Value>, architectures: &[String]) -> Self {
+    pub(crate) fn of(config: Option<&Value>, text: Option<&Value>, architectures: &[String]) -> Self {
         let Some(config) = config else { return Self::default() };
         let model_type = |config: &Value| config.get("model_type").and_then(Value::as_str).unwrap_or("").to_owned();
         let outer = model_type(config);
@@ -95,7 +93,7 @@ impl Tie {
 
 /// The configuration, saying that the output head is a tensor of its own. `nested` is the member with the text model's own. `None`
 /// where the model's type ties it whatever the configuration says.
-pub(in crate::checkpoint) fn untied(config: &Value, nested: Option<&str>, architectures: &[String]) -> Option<Value> {
+pub(crate) fn untied(config: &Value, nested: Option<&str>, architectures: &[String]) -> Option<Value> {
     let mut config = config.clone();
     let members = config.as_object_mut()?;
     members.insert(TIES[0].to_owned(), Value::Bool(false));
@@ -113,10 +111,7 @@ pub(in crate::checkpoint) fn untied(config: &Value, nested: Option<&str>, archit
 }
 
 /// The name of the embedding that serves as output head. Of several, the one with the shortest name.
-pub(in crate::checkpoint) fn embedding<'a>(
-    table: &'a TensorTable,
-    is_outside: &dyn Fn(&str) -> bool,
-) -> Option<&'a str> {
+pub(crate) fn embedding<'a>(table: &'a TensorTable, is_outside: &dyn Fn(&str) -> bool) -> Option<&'a str> {
     let is_named = |name: &str| {
         RULES.embeddings.iter().any(|known| {
             name.strip_suffix(known.as_str()).is_some_and(|before| before.is_empty() || before.ends_with('.'))

@@ -14,21 +14,21 @@ use super::super::{
     problem::{CheckpointError, Expected, Problem, Problems},
     weight_name::{WeightName, is_any_index, variant_of_index},
 };
-pub(in crate::checkpoint) use super::weight_name::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX};
+pub(crate) use super::weight_name::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX};
 
 /// The configuration of a model.
-pub(in crate::checkpoint) const CONFIG: &str = "config.json";
+pub(crate) const CONFIG: &str = "config.json";
 
 /// The index that transformers writes.
-pub(in crate::checkpoint) const SINGLE_INDEX: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE_INDEX: &str = "model.safetensors.index.json";
 
 /// A path for a message. Characters that control a terminal are escaped.
-pub(in crate::checkpoint) fn quoted(path: &Path) -> String {
+pub(crate) fn quoted(path: &Path) -> String {
     format!("{:?}", path.to_string_lossy())
 }
 
 /// The remedy for weights that a link takes from outside the repository.
-pub(in crate::checkpoint) fn warn_of_weights(path: &str, target: &Path) -> String {
+pub(crate) fn warn_of_weights(path: &str, target: &Path) -> String {
     format!(
         "{path:?}: symbolic link to {}, outside the repository: its tensors are shown to those that may read the target; \
          --follow-symlinks accepts such links",
@@ -38,11 +38,7 @@ pub(in crate::checkpoint) fn warn_of_weights(path: &str, target: &Path) -> Strin
 
 /// Leaves out files that links take from outside the repository, except weights. The content of weights distinguishes
 /// them from other files.
-pub(in crate::checkpoint) fn leave_out_links(
-    files: &mut [Listed],
-    warnings: &mut Vec<String>,
-    left_out: impl Fn(&Listed) -> bool,
-) {
+pub(crate) fn leave_out_links(files: &mut [Listed], warnings: &mut Vec<String>, left_out: impl Fn(&Listed) -> bool) {
     for file in files {
         let Some(target) = file.outside().map(Path::to_owned).filter(|_| left_out(file)) else { continue };
         let decides = file.path == CONFIG || (at_top(&file.path) && is_any_index(&file.path));
@@ -58,29 +54,29 @@ pub(in crate::checkpoint) fn leave_out_links(
     }
 }
 
-pub(in crate::checkpoint) fn is_safetensors(path: &str) -> bool {
+pub(crate) fn is_safetensors(path: &str) -> bool {
     Path::new(path).extension().is_some_and(|extension| extension == "safetensors")
 }
 
-pub(in crate::checkpoint) fn at_top(path: &str) -> bool {
+pub(crate) fn at_top(path: &str) -> bool {
     !path.contains('/')
 }
 
-pub(in crate::checkpoint) fn is_second_copy(path: &str) -> bool {
+pub(crate) fn is_second_copy(path: &str) -> bool {
     path.starts_with("consolidated")
 }
 
 /// The files that an index describes: how its name ends, its usual name, and the names of the files.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::checkpoint) struct Indexed {
-    pub(in crate::checkpoint) suffix: &'static str,
-    pub(in crate::checkpoint) usual: &'static str,
-    pub(in crate::checkpoint) is_weights: fn(&str) -> bool,
+pub(crate) struct Indexed {
+    pub(crate) suffix: &'static str,
+    pub(crate) usual: &'static str,
+    pub(crate) is_weights: fn(&str) -> bool,
 }
 
 /// The index of the `variant`, or else the usual one, or the only other one. The index of a variant counts where there are no
 /// files of the same name without one.
-pub(in crate::checkpoint) fn choose_index(
+pub(crate) fn choose_index(
     root: &Path,
     files: &[Listed],
     of: Indexed,
@@ -134,7 +130,7 @@ fn variant_advice(variants: BTreeSet<&str>) -> String {
 ///
 /// # Errors
 /// There are none of this variant; the error lists those that there are.
-pub(in crate::checkpoint) fn choose_variant(
+pub(crate) fn choose_variant(
     root: &Path,
     files: &mut [Listed],
     is_weights: &dyn Fn(&str) -> bool,
@@ -156,7 +152,7 @@ pub(in crate::checkpoint) fn choose_variant(
 }
 
 /// Finds unreadable files that decide the content of the repository: weights, an index or the configuration.
-pub(in crate::checkpoint) fn find_unreadable(files: &[Listed], problems: &mut Problems) {
+pub(crate) fn find_unreadable(files: &[Listed], problems: &mut Problems) {
     let indexed = files.iter().any(|file| at_top(&file.path) && file.path.ends_with(INDEX_SUFFIX));
     for file in files.iter().filter(|file| at_top(&file.path)) {
         let FileRole::Ignored(reason) = file.role else { continue };
@@ -174,11 +170,11 @@ pub(in crate::checkpoint) fn find_unreadable(files: &[Listed], problems: &mut Pr
 }
 
 /// The file that transformers prefers to an index.
-pub(in crate::checkpoint) const SINGLE: &str = "model.safetensors";
+pub(crate) const SINGLE: &str = "model.safetensors";
 
 /// Chooses `model.safetensors` if an index names other files, as transformers does, and warns. The files of the index
 /// stay in the repository as other files. An index that is refused decides nothing.
-pub(in crate::checkpoint) fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed]) -> Option<String> {
+pub(crate) fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed]) -> Option<String> {
     let is_there = |file: &Listed| file.path == SINGLE && file.role == FileRole::Other;
     let named: BTreeSet<&str> = index.files.iter().map(String::as_str).filter(|path| *path != SINGLE).collect();
     let usable = |path: &&str| {
@@ -203,7 +199,7 @@ pub(in crate::checkpoint) fn choose_single(name: &str, index: &Index<'_>, files:
 }
 
 /// The reason why unused safetensors are ignored. `otherwise` is the reason if their path does not give one.
-pub(in crate::checkpoint) fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
+pub(crate) fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
     if !at_top(path) {
         IgnoreReason::Subdirectory
     } else if is_second_copy(path) {
@@ -219,7 +215,7 @@ fn variant_key(path: &str) -> Option<(&str, Option<&str>)> {
 }
 
 /// With an index, exactly the files that it names are the weights. `is_weights` knows others that could be, by their names.
-pub(in crate::checkpoint) fn choose_indexed(
+pub(crate) fn choose_indexed(
     name: &str,
     index: &Index<'_>,
     files: &mut [Listed],
@@ -282,7 +278,7 @@ fn other_set(index: &Index<'_>, files: &[Listed]) -> Option<(String, String)> {
 }
 
 /// Without an index: the files of a variant that is asked for, `model.safetensors` alone, or else `model-*`, or else all but second copies, or else these.
-pub(in crate::checkpoint) fn choose_unindexed(root: &Path, files: &mut [Listed]) -> Result<(), CheckpointError> {
+pub(crate) fn choose_unindexed(root: &Path, files: &mut [Listed]) -> Result<(), CheckpointError> {
     let usable = |file: &Listed| file.role == FileRole::Other && is_safetensors(&file.path);
     let top: Vec<String> =
         files.iter().filter(|file| usable(file) && at_top(&file.path)).map(|file| file.path.clone()).collect();

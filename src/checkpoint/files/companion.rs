@@ -5,6 +5,8 @@
 
 use std::{io, path::PathBuf, sync::Arc};
 
+use ckfs_source::{Fetches, FoundFile, Opened, SourceError};
+
 use super::super::{
     adapter::AdapterFiles,
     choose::CONFIG,
@@ -14,7 +16,6 @@ use super::super::{
     tree::FileTree,
     weight_name::is_any_index,
 };
-use crate::source::{Fetches, FoundFile, Opened, SourceError};
 
 /// Most bytes of all files of a companion.
 const BYTES_MAX: u64 = 512 << 20;
@@ -45,7 +46,7 @@ pub struct Companion {
 ///
 /// # Errors
 /// A file cannot be read, or there is no readable `config.json`.
-pub(in crate::checkpoint) fn read_companion(
+pub(crate) fn read_companion(
     label: String,
     tree: &dyn FileTree,
 ) -> Result<(Companion, serde_json::Value), CheckpointError> {
@@ -81,7 +82,7 @@ pub(in crate::checkpoint) fn read_companion(
 }
 
 /// The problem of a companion that is a file.
-pub(in crate::checkpoint) fn not_a_directory(label: &str) -> CheckpointError {
+pub(crate) fn not_a_directory(label: &str) -> CheckpointError {
     let message = "expected a directory with this file, or org/name".to_owned();
     CheckpointError::Problems {
         label: format!("--config-from {label}"),
@@ -110,7 +111,7 @@ fn is_needed(name: &str) -> bool {
 ///
 /// # Errors
 /// A file is gone.
-pub(in crate::checkpoint) fn fill_files(
+pub(crate) fn fill_files(
     found: impl Iterator<Item = (io::Result<FoundFile>, PathBuf)>,
     fetches: &Fetches,
 ) -> Result<Vec<AdapterFiles>, CheckpointError> {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::source::FileId;
+use ckfs_source::FileId;
 
 /// The role of a repository's file in the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub enum FileRole {
 
 impl FileRole {
     /// Whether the file is a regular one that is opened.
-    pub(in crate::checkpoint) const fn is_readable(&self) -> bool {
+    pub(crate) const fn is_readable(&self) -> bool {
         match self {
             Self::Weights | Self::Other => true,
             Self::Ignored(reason) => reason.is_readable(),
@@ -58,7 +58,7 @@ pub enum IgnoreReason {
 
 impl IgnoreReason {
     /// Whether the file is nevertheless a regular file.
-    pub(in crate::checkpoint) const fn is_readable(self) -> bool {
+    pub(crate) const fn is_readable(self) -> bool {
         match self {
             Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::OtherVariant | Self::Subdirectory => true,
             Self::DanglingLink

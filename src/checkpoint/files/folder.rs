@@ -7,6 +7,11 @@
 
 use std::sync::Arc;
 
+use ckfs_source::{
+    Beneath, Fetches, FileId, Opened, Source, SourceError, local::check_open_file_limit, permission::DirectoryGates,
+    remote::RemoteTree,
+};
+
 use super::super::{
     choose::{leave_out_links, natural, warn_of_weights},
     file::{FileRole, IgnoreReason},
@@ -17,34 +22,30 @@ use super::super::{
     problem::{CheckpointError, Problems},
     text::read_json,
 };
-use crate::source::{
-    Beneath, Fetches, FileId, Opened, Source, SourceError, local::check_open_file_limit, permission::DirectoryGates,
-    remote::RemoteTree,
-};
 
 /// A directory whose files are listed and not yet pinned.
 #[derive(Debug)]
-pub(in crate::checkpoint) struct Folder {
-    pub(in crate::checkpoint) located: Located,
+pub(crate) struct Folder {
+    pub(crate) located: Located,
     /// `None` of a remote repository: its files belong to the cache.
     root: Option<Arc<Beneath>>,
     /// All files, sorted by path.
-    pub(in crate::checkpoint) files: Vec<Listed>,
-    pub(in crate::checkpoint) directories: Vec<(String, DirectoryGates)>,
-    pub(in crate::checkpoint) warnings: Vec<String>,
-    pub(in crate::checkpoint) problems: Problems,
+    pub(crate) files: Vec<Listed>,
+    pub(crate) directories: Vec<(String, DirectoryGates)>,
+    pub(crate) warnings: Vec<String>,
+    pub(crate) problems: Problems,
     /// The variant of the weights that is asked for.
-    pub(in crate::checkpoint) variant: Option<String>,
+    pub(crate) variant: Option<String>,
     fetches: Arc<Fetches>,
     follow_symlinks: bool,
 }
 
 /// The text of a small file, or the reason why it is not available.
-pub(in crate::checkpoint) type Text = Result<Vec<u8>, String>;
+pub(crate) type Text = Result<Vec<u8>, String>;
 
 impl Folder {
     /// Lists a directory. Links out of it are left out, except to weights, as `is_weights` knows them.
-    pub(in crate::checkpoint) fn open(
+    pub(crate) fn open(
         located: Located,
         options: &OpenOptions,
         is_weights: impl Fn(&str) -> bool,
@@ -79,7 +80,7 @@ impl Folder {
     }
 
     /// The files of a remote repository.
-    pub(in crate::checkpoint) fn of_remote(
+    pub(crate) fn of_remote(
         located: Located,
         tree: &RemoteTree,
         options: &OpenOptions,
@@ -92,12 +93,12 @@ impl Folder {
     }
 
     /// Whether there is a file of this path that can be read.
-    pub(in crate::checkpoint) fn has(&self, path: &str) -> bool {
+    pub(crate) fn has(&self, path: &str) -> bool {
         self.files.iter().any(|file| file.path == path && file.role.is_readable())
     }
 
     /// The content of a small file; `None` if it is not there.
-    pub(in crate::checkpoint) fn read(&mut self, path: &str) -> Result<Option<Text>, SourceError> {
+    pub(crate) fn read(&mut self, path: &str) -> Result<Option<Text>, SourceError> {
         let listed = self.files.iter_mut().find(|file| file.path == path && file.role == FileRole::Other);
         let Some(listed) = listed else { return Ok(None) };
         let text = listed.open(self.root.as_ref(), &self.fetches)?.map(|opened| read_json(opened, &self.fetches));
@@ -108,7 +109,7 @@ impl Folder {
     }
 
     /// Leaves out pointers of git LFS among the files beside the weights: hf/ would serve them in place of a tokenizer.
-    pub(in crate::checkpoint) fn leave_out_pointers(&mut self) -> Result<(), CheckpointError> {
+    pub(crate) fn leave_out_pointers(&mut self) -> Result<(), CheckpointError> {
         let is_remote = self.root.is_none();
         let is_short = |file: &&mut Listed| file.role == FileRole::Other && file.size_bytes <= foreign::LFS_BYTES_MAX;
         for file in self.files.iter_mut().filter(is_short) {
@@ -124,7 +125,7 @@ impl Folder {
     }
 
     /// Makes every file for which `is_weights` is true a weight file.
-    pub(in crate::checkpoint) fn choose(&mut self, is_weights: impl Fn(&str) -> bool) {
+    pub(crate) fn choose(&mut self, is_weights: impl Fn(&str) -> bool) {
         for file in self.files.iter_mut().filter(|file| file.role == FileRole::Other && is_weights(&file.path)) {
             file.role = FileRole::Weights;
         }
@@ -132,10 +133,7 @@ impl Folder {
 
     /// Opens all readable files, `more` of others being open: the weight files in natural order, then the others. These are
     /// the order of their ids.
-    pub(in crate::checkpoint) fn open_files(
-        &mut self,
-        more: usize,
-    ) -> Result<(Vec<usize>, Vec<Opened>), CheckpointError> {
+    pub(crate) fn open_files(&mut self, more: usize) -> Result<(Vec<usize>, Vec<Opened>), CheckpointError> {
         if !self.follow_symlinks {
             leave_out_links(&mut self.files, &mut self.warnings, |file| file.role != FileRole::Weights);
             let linked = self.files.iter().filter_map(|file| Some(warn_of_weights(&file.path, file.outside()?)));
@@ -161,29 +159,29 @@ impl Folder {
 
 /// The files of a checkpoint, pinned in a source.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::checkpoint) struct PinnedFiles<'a> {
+pub(crate) struct PinnedFiles<'a> {
     /// All files, sorted by path.
-    pub(in crate::checkpoint) files: &'a [Listed],
+    pub(crate) files: &'a [Listed],
     /// Indices of the weight files in `files`, in the order of their ids, which count from 0.
-    pub(in crate::checkpoint) weights: &'a [usize],
+    pub(crate) weights: &'a [usize],
     /// Where their bytes come from.
-    pub(in crate::checkpoint) source: &'a dyn Source,
+    pub(crate) source: &'a dyn Source,
 }
 
 impl<'a> PinnedFiles<'a> {
     /// Ids of the weight files.
-    pub(in crate::checkpoint) fn ids(&self) -> impl ExactSizeIterator<Item = FileId> + use<> {
+    pub(crate) fn ids(&self) -> impl ExactSizeIterator<Item = FileId> + use<> {
         let number = u32::try_from(self.weights.len()).expect("a listing has at most some 100 000 files");
         (0..number).map(FileId)
     }
 
     /// Path of a weight file.
-    pub(in crate::checkpoint) fn path(&self, id: FileId) -> &'a str {
+    pub(crate) fn path(&self, id: FileId) -> &'a str {
         &self.files[self.weights[id.index()]].path
     }
 
     /// All readable files with their ids, by path: weight files and others.
-    pub(in crate::checkpoint) fn all(&self) -> impl Iterator<Item = (&'a str, FileId)> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = (&'a str, FileId)> {
         let mut by_place: Vec<Option<FileId>> = vec![None; self.files.len()];
         for (place, id) in self.weights.iter().zip(self.ids()) {
             by_place[*place] = Some(id);
@@ -200,7 +198,7 @@ impl<'a> PinnedFiles<'a> {
     }
 
     /// The file of this path.
-    pub(in crate::checkpoint) fn find(&self, path: &str) -> Option<FileId> {
+    pub(crate) fn find(&self, path: &str) -> Option<FileId> {
         self.all().find(|(found, _)| *found == path).map(|(_, id)| id)
     }
 
@@ -208,7 +206,7 @@ impl<'a> PinnedFiles<'a> {
     ///
     /// # Errors
     /// The reason: it is longer, or its bytes do not come.
-    pub(in crate::checkpoint) fn read(&self, id: FileId, bytes_max: u64) -> Text {
+    pub(crate) fn read(&self, id: FileId, bytes_max: u64) -> Text {
         let len = self.source.len_bytes(id);
         if len > bytes_max {
             return Err(format!("expected at most {bytes_max} bytes, found {len}"));

@@ -2,12 +2,11 @@
 
 use std::{collections::BTreeSet, path::Path};
 
+use ckfs_format::dcp_state::METADATA as DCP_METADATA;
+use ckfs_source::{FileId, Source, SourceError};
+use ckfs_tensor::to_usize;
+
 use super::super::{file::FileRole, listing::Listed};
-use crate::{
-    format::dcp_state::METADATA as DCP_METADATA,
-    source::{FileId, Source, SourceError},
-    tensor::to_usize,
-};
 
 /// Bytes at the start of a file that tell what it is.
 const HEAD_BYTES: u64 = 512;
@@ -30,26 +29,26 @@ const MAGIC: [(&[u8], &str); 11] = [
 /// How pointers of git LFS begin; the second is the way of its first releases.
 const LFS: [&[u8]; 2] = [b"version https://git-lfs", b"version https://hawser"];
 /// Longest pointer, by its specification.
-pub(in crate::checkpoint) const LFS_BYTES_MAX: u64 = 1024;
+pub(crate) const LFS_BYTES_MAX: u64 = 1024;
 const LFS_HERE: &str = "a pointer of git LFS, not the file itself: run git lfs pull, or download the file";
 const LFS_REMOTE: &str = "a pointer of git LFS, not the file itself: it was copied from a clone that had only pointers; copy the \
                           file itself there";
 
 /// What a file is that begins like this, if it is a pointer of git LFS: here, or at a service of the network.
-pub(in crate::checkpoint) fn lfs_pointer(head: &[u8], is_remote: bool) -> Option<&'static str> {
+pub(crate) fn lfs_pointer(head: &[u8], is_remote: bool) -> Option<&'static str> {
     let text = if is_remote { LFS_REMOTE } else { LFS_HERE };
     LFS.iter().any(|start| head.starts_with(start)).then_some(text)
 }
 
 /// How the text of a file ends that is a part of a repository.
-pub(in crate::checkpoint) const ITS_DIRECTORY: &str = "give its directory";
+pub(crate) const ITS_DIRECTORY: &str = "give its directory";
 
 /// The start of a zip archive.
 const ZIP: &[u8] = b"PK\x03\x04";
 
 /// What a single file is, by how it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::checkpoint) enum FileKind {
+pub(crate) enum FileKind {
     /// A file of `torch.save`, perhaps of an old kind that is refused with advice.
     Torch,
     /// Safetensors, or what their reader refuses.
@@ -59,7 +58,7 @@ pub(in crate::checkpoint) enum FileKind {
 }
 
 /// What a file of this name with these first bytes is.
-pub(in crate::checkpoint) fn of_head(name: &str, head: &[u8]) -> FileKind {
+pub(crate) fn of_head(name: &str, head: &[u8]) -> FileKind {
     let name = name.to_ascii_lowercase();
     let ends = |suffixes: &[&str]| suffixes.iter().any(|suffix| name.ends_with(suffix));
     // First of all: the length of a header may begin with the bytes of any other kind, 0x80 of a pickle among them.
@@ -116,7 +115,7 @@ pub(in crate::checkpoint) fn of_head(name: &str, head: &[u8]) -> FileKind {
 ///
 /// # Errors
 /// The file cannot be read.
-pub(in crate::checkpoint) fn of_file(source: &dyn Source, file: FileId, name: &str) -> Result<FileKind, SourceError> {
+pub(crate) fn of_file(source: &dyn Source, file: FileId, name: &str) -> Result<FileKind, SourceError> {
     let mut head = vec![0; to_usize(source.len_bytes(file).min(HEAD_BYTES))];
     source.read_into(file, 0, &mut head)?;
     if let Some(text) = lfs_pointer(&head, source.remote().is_some()) {
@@ -126,7 +125,7 @@ pub(in crate::checkpoint) fn of_file(source: &dyn Source, file: FileId, name: &s
 }
 
 /// What a weight file is that its reader has refused, in words; `None` if it may be of that kind.
-pub(in crate::checkpoint) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Option<String> {
+pub(crate) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Option<String> {
     match of_file(source, file, name) {
         Ok(FileKind::Foreign(text)) => Some(text.to_owned()),
         Ok(FileKind::Torch | FileKind::Safetensors) | Err(_) => None,
@@ -134,7 +133,7 @@ pub(in crate::checkpoint) fn refused_file(source: &dyn Source, file: FileId, nam
 }
 
 /// What several files of `torch.save` are together, with what would work; `None` if nothing is known of them.
-pub(in crate::checkpoint) fn of_torch_files(names: &[&str]) -> Option<&'static str> {
+pub(crate) fn of_torch_files(names: &[&str]) -> Option<&'static str> {
     let any = |test: &dyn Fn(&str) -> bool| names.iter().any(|name| test(name));
     if any(&|name| name.starts_with("model_world_size_") && name.contains("_rank_")) {
         return Some(
@@ -160,7 +159,7 @@ fn begins_as_safetensors(head: &[u8]) -> bool {
 }
 
 /// What a directory without weights is, with what would work; `None` if nothing is known of it.
-pub(in crate::checkpoint) fn of_files(files: &[Listed]) -> Option<String> {
+pub(crate) fn of_files(files: &[Listed]) -> Option<String> {
     let top = || files.iter().map(|file| file.path.as_str()).filter(|path| !path.contains('/'));
     let any = |test: &dyn Fn(&str) -> bool| top().any(test);
     if files.is_empty() {
@@ -220,7 +219,7 @@ fn has_extension(name: &str, extension: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::listing::Opening;
+    use crate::listing::Opening;
 
     #[test]
     fn files_are_known_by_how_they_begin() {

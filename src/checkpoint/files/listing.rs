@@ -8,11 +8,12 @@ use std::{
     sync::Arc,
 };
 
-use super::super::file::{FileRole, IgnoreReason};
-use crate::source::{
+use ckfs_source::{
     Beneath, Fetches, FoundFile, Opened, SourceError, permission::DirectoryGates, private_directory,
     remote::RemoteTree, stall::Fetching,
 };
+
+use super::super::file::{FileRole, IgnoreReason};
 
 /// Most entries of a repository. Each one becomes an open file.
 const ENTRIES_MAX: usize = 100_000;
@@ -22,16 +23,16 @@ const DEPTH_MAX: usize = 32;
 
 /// A file in the listing.
 #[derive(Debug)]
-pub(in crate::checkpoint) struct Listed {
-    pub(in crate::checkpoint) path: String,
-    pub(in crate::checkpoint) role: FileRole,
-    pub(in crate::checkpoint) size_bytes: u64,
-    pub(in crate::checkpoint) state: Opening,
+pub(crate) struct Listed {
+    pub(crate) path: String,
+    pub(crate) role: FileRole,
+    pub(crate) size_bytes: u64,
+    pub(crate) state: Opening,
 }
 
 /// How far a file was opened.
 #[derive(Debug)]
-pub(in crate::checkpoint) enum Opening {
+pub(crate) enum Opening {
     /// There is nothing to open.
     Nothing,
     Found(FoundFile),
@@ -40,7 +41,7 @@ pub(in crate::checkpoint) enum Opening {
 
 impl Listed {
     /// The file outside the repository that a symbolic link leads to.
-    pub(in crate::checkpoint) fn outside(&self) -> Option<&Path> {
+    pub(crate) fn outside(&self) -> Option<&Path> {
         match &self.state {
             Opening::Found(found) if !found.is_inside() => Some(found.real()),
             Opening::Found(_) | Opening::Opened(_) | Opening::Nothing => None,
@@ -48,7 +49,7 @@ impl Listed {
     }
 
     /// Opens the file, if it was not opened yet; `fetches` notes the wait.
-    pub(in crate::checkpoint) fn open(
+    pub(crate) fn open(
         &mut self,
         root: Option<&Arc<Beneath>>,
         fetches: &Fetches,
@@ -68,7 +69,7 @@ impl Listed {
     }
 
     /// Takes the open file; `fetches` notes the wait, if it was not opened yet.
-    pub(in crate::checkpoint) fn take(
+    pub(crate) fn take(
         &mut self,
         root: Option<&Arc<Beneath>>,
         fetches: &Fetches,
@@ -83,15 +84,15 @@ impl Listed {
 
 /// The content of a repository's directory.
 #[derive(Debug, Default)]
-pub(in crate::checkpoint) struct Listing {
+pub(crate) struct Listing {
     /// All files, sorted by path.
-    pub(in crate::checkpoint) files: Vec<Listed>,
+    pub(crate) files: Vec<Listed>,
     /// The listed directories, with the gates before them. The first one is the repository's own, called "".
-    pub(in crate::checkpoint) directories: Vec<(String, DirectoryGates)>,
+    pub(crate) directories: Vec<(String, DirectoryGates)>,
 }
 
 /// All files of a repository. Symbolic links to files are followed, as the hub's cache consists of links.
-pub(in crate::checkpoint) fn list(root: &Beneath, fetches: &Fetches) -> io::Result<Listing> {
+pub(crate) fn list(root: &Beneath, fetches: &Fetches) -> io::Result<Listing> {
     let mut listing = Listing::default();
     walk(root, "", 0, &fetches.begin_path(root.path(), "list"), &mut listing)?;
     listing.files.sort_by(|left, right| left.path.cmp(&right.path));
@@ -102,7 +103,7 @@ pub(in crate::checkpoint) fn list(root: &Beneath, fetches: &Fetches) -> io::Resu
 ///
 /// # Errors
 /// The cache cannot be used.
-pub(in crate::checkpoint) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
+pub(crate) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
     let mut listing = Listing::default();
     let mut directories = BTreeSet::from([""]);
     for (place, file) in tree.repository().files.iter().enumerate() {

@@ -22,33 +22,34 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::super::{options::OpenOptions, problem::CheckpointError};
-#[cfg(feature = "remote")]
-use crate::source::remote::{
-    Deadline, RemoteError, SharedCache,
-    cache::default_directory,
-    hub::{Hub, HubSettings},
-};
-use crate::source::{
+use ckfs_source::{
     Fetches,
     remote::{RemoteRepository, open_url},
 };
 
+use super::super::{options::OpenOptions, problem::CheckpointError};
+#[cfg(feature = "remote")]
+use ckfs_source::remote::{
+    Deadline, RemoteError, SharedCache,
+    cache::default_directory,
+    hub::{Hub, HubSettings},
+};
+
 /// A located repository or file.
 #[derive(Clone, Debug)]
-pub(in crate::checkpoint) struct Located {
-    pub(in crate::checkpoint) path: PathBuf,
-    pub(in crate::checkpoint) label: String,
-    pub(in crate::checkpoint) revision: Option<String>,
+pub(crate) struct Located {
+    pub(crate) path: PathBuf,
+    pub(crate) label: String,
+    pub(crate) revision: Option<String>,
     /// The listing of a remote repository. `path` is then its address.
-    pub(in crate::checkpoint) remote: Option<RemoteRepository>,
+    pub(crate) remote: Option<RemoteRepository>,
 }
 
 /// Fewest characters of a commit that count as its abbreviation.
 const PREFIX_CHARS_MIN: usize = 4;
 
 /// Finds a source: a path, a name in the Hub's cache, the Hub, another service.
-pub(in crate::checkpoint) fn locate(source: &str, options: &OpenOptions) -> Result<Located, CheckpointError> {
+pub(crate) fn locate(source: &str, options: &OpenOptions) -> Result<Located, CheckpointError> {
     let looking = options.fetches.begin_path(Path::new(source), "list");
     let path = PathBuf::from(source);
     if path.exists() {

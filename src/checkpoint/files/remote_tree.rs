@@ -7,28 +7,27 @@ use std::{
     sync::Arc,
 };
 
-use super::super::tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry};
-use crate::{
-    source::{
-        ByteSpan, FoundFile, Opened, SourceError,
-        local::check_open_file_limit,
-        permission::DirectoryGates,
-        private_directory,
-        remote::{Remote, RemoteTree},
-    },
-    tensor::to_usize,
+use ckfs_source::{
+    ByteSpan, FoundFile, Opened, SourceError,
+    local::check_open_file_limit,
+    permission::DirectoryGates,
+    private_directory,
+    remote::{Remote, RemoteTree},
 };
+use ckfs_tensor::to_usize;
+
+use super::super::tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry};
 
 /// A remote checkpoint as a tree.
 #[derive(Debug)]
-pub(in crate::checkpoint) struct CachedTree<'a> {
+pub(crate) struct CachedTree<'a> {
     tree: &'a RemoteTree,
     /// Places in the repository's list, by path.
     files: BTreeMap<&'a str, usize>,
 }
 
 impl<'a> CachedTree<'a> {
-    pub(in crate::checkpoint) fn new(tree: &'a RemoteTree) -> Self {
+    pub(crate) fn new(tree: &'a RemoteTree) -> Self {
         let files = tree.repository().files.iter().enumerate();
         Self { tree, files: files.map(|(place, file)| (file.path.as_str(), place)).collect() }
     }

@@ -8,7 +8,7 @@ use super::{super::problem::Problem, weight_name::WeightName};
 const ZERO_OF_ONE: &str = "; if it is all, an index (*.index.json) that names it says so";
 
 /// The numbered sets among these files that lack some of their own files, and warnings of those that may.
-pub(in crate::checkpoint) fn incomplete_sets<'a>(paths: impl Iterator<Item = &'a str>) -> (Vec<Problem>, Vec<String>) {
+pub(crate) fn incomplete_sets<'a>(paths: impl Iterator<Item = &'a str>) -> (Vec<Problem>, Vec<String>) {
     /// Stem, variant and ending, and what the names say of the number of files.
     type Set<'a> = (&'a str, Option<&'a str>, &'a str, u64);
     // A total beyond 64 bits exceeds every possible number of files.

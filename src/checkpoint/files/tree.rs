@@ -14,28 +14,25 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use ckfs_source::{
+    Beneath, ByteSpan, Fetches, Opened, SourceError, local::check_open_file_limit, permission::DirectoryGates,
+};
+use ckfs_tensor::to_usize;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use crate::{
-    source::{
-        Beneath, ByteSpan, Fetches, Opened, SourceError, local::check_open_file_limit, permission::DirectoryGates,
-    },
-    tensor::to_usize,
-};
-
 /// Longest description that is read at once, in bytes.
-pub(in crate::checkpoint) const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
+pub(crate) const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
 
 /// One name in a directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::checkpoint) struct TreeEntry {
-    pub(in crate::checkpoint) name: String,
+pub(crate) struct TreeEntry {
+    pub(crate) name: String,
     /// A directory, else a file. A symbolic link to a directory is not entered, and is neither.
-    pub(in crate::checkpoint) is_directory: bool,
+    pub(crate) is_directory: bool,
 }
 
 /// The files of a checkpoint. Paths are relative to its directory, with `/` between names; "" is the directory.
-pub(in crate::checkpoint) trait FileTree: fmt::Debug + Sync {
+pub(crate) trait FileTree: fmt::Debug + Sync {
     /// The place of a path, for messages.
     fn shown(&self, path: &str) -> Arc<Path>;
 
@@ -59,7 +56,7 @@ pub(in crate::checkpoint) trait FileTree: fmt::Debug + Sync {
 }
 
 /// A tree whose files can be pinned.
-pub(in crate::checkpoint) trait OpenTree: FileTree {
+pub(crate) trait OpenTree: FileTree {
     /// Opens these files, in this order, `more` others being open; all that are not among them are closed.
     fn open_files(&self, paths: &[String], more: usize) -> Result<Vec<Opened>, SourceError>;
 
@@ -78,7 +75,7 @@ pub(in crate::checkpoint) trait OpenTree: FileTree {
 }
 
 /// A directory of this machine.
-pub(in crate::checkpoint) struct LocalTree {
+pub(crate) struct LocalTree {
     root: Arc<Beneath>,
     follows_symlinks: bool,
     fetches: Arc<Fetches>,
@@ -94,7 +91,7 @@ impl fmt::Debug for LocalTree {
 
 impl LocalTree {
     /// The tree below `root`. Symbolic links that leave it are followed only if `follows_symlinks`.
-    pub(in crate::checkpoint) fn new(root: Arc<Beneath>, follows_symlinks: bool, fetches: Arc<Fetches>) -> Self {
+    pub(crate) fn new(root: Arc<Beneath>, follows_symlinks: bool, fetches: Arc<Fetches>) -> Self {
         Self { root, follows_symlinks, fetches, opened: Mutex::default() }
     }
 

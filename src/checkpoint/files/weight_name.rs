@@ -4,28 +4,28 @@
 //! the variant before or after it (`model-00001-of-00002.fp16`, the older way of diffusers).
 
 /// How the names of indexes end.
-pub(in crate::checkpoint) const INDEX_SUFFIX: &str = ".safetensors.index.json";
+pub(crate) const INDEX_SUFFIX: &str = ".safetensors.index.json";
 /// How the names of indexes of files of `torch.save` end.
-pub(in crate::checkpoint) const TORCH_INDEX_SUFFIX: &str = ".bin.index.json";
+pub(crate) const TORCH_INDEX_SUFFIX: &str = ".bin.index.json";
 /// How the names of weight files end.
 const ENDINGS: [&str; 5] = [".safetensors", ".bin", ".pt", ".pth", ".ckpt"];
 
 /// The name of a weight file in its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::checkpoint) struct WeightName<'a> {
+pub(crate) struct WeightName<'a> {
     /// What is before the number and the variant.
-    pub(in crate::checkpoint) stem: &'a str,
+    pub(crate) stem: &'a str,
     /// The word that tells sets of the same weights apart: `fp16`, `non_ema`.
-    pub(in crate::checkpoint) variant: Option<&'a str>,
+    pub(crate) variant: Option<&'a str>,
     /// The number of the file and the number of files, as written.
-    pub(in crate::checkpoint) number: Option<(&'a str, &'a str)>,
+    pub(crate) number: Option<(&'a str, &'a str)>,
     /// How the name ends.
-    pub(in crate::checkpoint) ending: &'a str,
+    pub(crate) ending: &'a str,
 }
 
 impl<'a> WeightName<'a> {
     /// The parts of a name; `None` if it is not that of a weight file.
-    pub(in crate::checkpoint) fn of(path: &'a str) -> Option<Self> {
+    pub(crate) fn of(path: &'a str) -> Option<Self> {
         let ending = ENDINGS.iter().find(|ending| path.ends_with(**ending))?;
         let (name, ending) = path.split_at(path.len() - ending.len());
         let Some(Numbered { before, number, total, after }) = numbered(name) else {
@@ -42,7 +42,7 @@ impl<'a> WeightName<'a> {
 /// The variant that an index describes: `model.safetensors.index.fp16.json`, `model.safetensors.fp16.index.json` or
 /// `model.fp16.safetensors.index.json`. `None` if the file is no index; `Some(None)` if the index is of no variant.
 #[expect(clippy::option_option, reason = "an index of no variant is an index too")]
-pub(in crate::checkpoint) fn variant_of_index<'a>(path: &'a str, suffix: &str) -> Option<Option<&'a str>> {
+pub(crate) fn variant_of_index<'a>(path: &'a str, suffix: &str) -> Option<Option<&'a str>> {
     let of_files = suffix.strip_suffix(".index.json")?;
     let name = path.strip_suffix(".json")?;
     let (stem, rest) = name.split_once(&format!("{of_files}."))?;
@@ -55,7 +55,7 @@ pub(in crate::checkpoint) fn variant_of_index<'a>(path: &'a str, suffix: &str) -
 }
 
 /// Whether a file is an index of safetensors or of files of torch, of any variant.
-pub(in crate::checkpoint) fn is_any_index(path: &str) -> bool {
+pub(crate) fn is_any_index(path: &str) -> bool {
     [INDEX_SUFFIX, TORCH_INDEX_SUFFIX].iter().any(|suffix| variant_of_index(path, suffix).is_some())
 }
 

@@ -6,6 +6,7 @@
 //!
 //! The kernels `gemv`, `marlin` and `exllama` have words in other orders. They stay raw.
 
+use ckfs_tensor::{DType, Digit, IndexMap, Operand, Operation, Value};
 use serde_json::{Value as Json, json};
 
 use super::{
@@ -16,7 +17,6 @@ use super::{
     quantized::{Template, TemplateError},
     stored::Stored,
 };
-use crate::tensor::{DType, Digit, IndexMap, Operand, Operation, Value};
 
 /// The scheme.
 #[derive(Debug)]

@@ -14,6 +14,7 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_tensor::{BitOrder, Bits, DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value as Json, json};
 
@@ -25,10 +26,7 @@ use super::{
     quantized::{Template, TemplateError},
     stored::Stored,
 };
-use crate::{
-    checkpoint::problem::Problem,
-    tensor::{BitOrder, Bits, DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value},
-};
+use crate::problem::Problem;
 
 /// The scheme.
 #[derive(Debug)]

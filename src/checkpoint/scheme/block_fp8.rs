@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 
+use ckfs_tensor::{DType, Digit, Field, IndexMap, Operand, Operation, SourceTensor, TensorId, Value};
 use serde_json::{Value as Json, json};
 
 use super::{
@@ -16,10 +17,7 @@ use super::{
     settings::{self, Settings, Told},
     stored::Stored,
 };
-use crate::{
-    checkpoint::problem::Problem,
-    tensor::{DType, Digit, Field, IndexMap, Operand, Operation, SourceTensor, TensorId, Value},
-};
+use crate::problem::Problem;
 
 /// The scheme.
 #[derive(Debug)]

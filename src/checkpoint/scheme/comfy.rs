@@ -11,6 +11,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use ckfs_tensor::{DType, Operand, Operation, TensorId, Value};
 use rayon::prelude::*;
 use serde_json::{Value as Json, json};
 
@@ -22,17 +23,14 @@ use super::{
     quantized::{Template, TemplateError},
     stored::Stored,
 };
-use crate::{
-    checkpoint::table::TensorInfo,
-    tensor::{DType, Operand, Operation, TensorId, Value},
-};
+use crate::table::TensorInfo;
 
 /// The scheme.
 #[derive(Debug)]
 pub(super) struct Comfy;
 
 /// The last word of the name of the tensor that marks a file of the first form.
-pub(in crate::checkpoint) const MARK: &str = "scaled_fp8";
+pub(crate) const MARK: &str = "scaled_fp8";
 /// That of the tensor which says how a module is quantized.
 const FORMAT: &str = "comfy_quant";
 /// The member of a header that says it of all modules.

@@ -2,20 +2,18 @@
 
 use std::fmt;
 
+use ckfs_tensor::{DType, Shape, TensorId};
 use hashbrown::HashMap;
 
-pub(in crate::checkpoint) use super::quantized::Summary;
+pub(crate) use super::quantized::Summary;
 use super::{
     quantized::{Found, Template, TemplateError, TemplateId, Unsupported},
     stored::Stored,
 };
-use crate::{
-    checkpoint::problem::{Problem, Problems},
-    tensor::{DType, Shape, TensorId},
-};
+use crate::problem::{Problem, Problems};
 
 /// A way of quantizing.
-pub(in crate::checkpoint) trait Scheme: fmt::Debug + Sync {
+pub(crate) trait Scheme: fmt::Debug + Sync {
     /// What `plan --json` calls it.
     fn name(&self) -> &'static str;
 
@@ -25,7 +23,7 @@ pub(in crate::checkpoint) trait Scheme: fmt::Debug + Sync {
 
 /// Where a scheme puts what it finds.
 #[derive(Debug)]
-pub(in crate::checkpoint) struct Finds<'a> {
+pub(crate) struct Finds<'a> {
     stored: &'a Stored<'a>,
     problems: &'a mut Problems,
     found: Found,
@@ -56,11 +54,7 @@ impl<'a> Finds<'a> {
 
     /// Adds what tensors that are stored alike have in common. `tensor` is one of them, for the message. A scheme keeps the
     /// numbers of its templates by what distinguishes them (shape, dtypes, bits, group), so that there are few.
-    pub(in crate::checkpoint) fn template(
-        &mut self,
-        tensor: &str,
-        template: Result<Template, TemplateError>,
-    ) -> Option<TemplateId> {
+    pub(crate) fn template(&mut self, tensor: &str, template: Result<Template, TemplateError>) -> Option<TemplateId> {
         match template {
             Ok(template) => {
                 let id = self.found.tensors.add_template(template);
@@ -84,13 +78,7 @@ impl<'a> Finds<'a> {
     /// Adds a decoded tensor: its name when decoded, its operands by number, and its own dtype where the repository tells one
     /// for it. An operand that is stored with another dtype or shape than the template says is a problem, and so are codes
     /// that belong to another tensor already. Operands other than codes may be shared.
-    pub(in crate::checkpoint) fn tensor(
-        &mut self,
-        name: &str,
-        template: TemplateId,
-        operands: &[TensorId],
-        dtype: Option<DType>,
-    ) {
+    pub(crate) fn tensor(&mut self, name: &str, template: TemplateId, operands: &[TensorId], dtype: Option<DType>) {
         let slots = self.found.tensors.template(template).operands();
         assert_eq!(slots.len(), operands.len(), "{name}: as many operands as its template has");
         let before = self.problems.count();
@@ -128,13 +116,13 @@ impl<'a> Finds<'a> {
     }
 
     /// Leaves out a companion that no decoder reads, such as the scale of activations.
-    pub(in crate::checkpoint) fn leave_out(&mut self, companion: TensorId) {
+    pub(crate) fn leave_out(&mut self, companion: TensorId) {
         self.leave(companion);
         self.found.left_out.push(companion);
     }
 
     /// Notes a method that is recognized and not decoded, and a tensor whose codes are stored so. No other scheme gets that tensor.
-    pub(in crate::checkpoint) fn unsupported(&mut self, method: &str, codes: Option<TensorId>) {
+    pub(crate) fn unsupported(&mut self, method: &str, codes: Option<TensorId>) {
         let known = self.found.unsupported.iter().position(|other| other.method == method);
         let at = known.unwrap_or_else(|| {
             self.found.unsupported.push(Unsupported { method: method.to_owned(), codes: Vec::new() });
@@ -147,7 +135,7 @@ impl<'a> Finds<'a> {
     }
 
     /// Whether a stored tensor is known already as the codes of a tensor, or as left out.
-    pub(in crate::checkpoint) fn is_taken(&self, id: TensorId) -> bool {
+    pub(crate) fn is_taken(&self, id: TensorId) -> bool {
         self.uses[id.0 as usize] != Use::Open
     }
 
@@ -159,18 +147,13 @@ impl<'a> Finds<'a> {
     }
 
     /// Notes that tensor `tensor` is not what configuration and names say.
-    pub(in crate::checkpoint) fn refuse(
-        &mut self,
-        tensor: &str,
-        expected: impl Into<String>,
-        found: impl Into<String>,
-    ) {
+    pub(crate) fn refuse(&mut self, tensor: &str, expected: impl Into<String>, found: impl Into<String>) {
         let (expected, found) = (expected.into(), found.into());
         self.problems.push(Problem::Quantized { tensor: tensor.to_owned(), expected, found });
     }
 
     /// Notes any other problem.
-    pub(in crate::checkpoint) fn problem(&mut self, problem: Problem) {
+    pub(crate) fn problem(&mut self, problem: Problem) {
         self.problems.push(problem);
     }
 

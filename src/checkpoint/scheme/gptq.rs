@@ -12,6 +12,7 @@
 
 use std::sync::Arc;
 
+use ckfs_tensor::{DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value as Json, json};
 
@@ -23,10 +24,7 @@ use super::{
     quantized::{Template, TemplateError},
     stored::Stored,
 };
-use crate::{
-    checkpoint::{PythonRegex, problem::Problem},
-    tensor::{DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value},
-};
+use crate::{PythonRegex, problem::Problem};
 
 /// The scheme.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use hashbrown::HashSet;
 use serde_json::Value as Json;
 
 use super::{finds::Finds, parts::companion, stored::Stored};
-use crate::checkpoint::PythonRegex;
+use crate::PythonRegex;
 
 /// The configuration, if its `quant_method` is this.
 pub(super) fn config_of<'a>(stored: &Stored<'a>, method: &str) -> Option<&'a Json> {

@@ -7,6 +7,7 @@
 //! The configuration has `bits`, `group_size` and `mode` for all modules, and for some of them an object of their own, `true`, or
 //! `false` for what is not quantized. What an object leaves out is as the library has it: `affine`, and the mode's own sizes.
 
+use ckfs_tensor::{DType, Digit, Field, IndexMap, Operand, Operation, Value};
 use serde_json::{Value as Json, json};
 
 use super::{
@@ -17,7 +18,6 @@ use super::{
     quantized::{Template, TemplateError},
     stored::Stored,
 };
-use crate::tensor::{DType, Digit, Field, IndexMap, Operand, Operation, Value};
 
 /// The scheme.
 #[derive(Debug)]

@@ -15,10 +15,10 @@
 //!    `X_blocks`): go through `Stored::iter`, and find companions by name with `Stored::find`, which knows all files. Skip codes
 //!    that `Finds::is_taken` reports, where a repository has several schemes.
 //! 3. **Templates.** What all tensors have in common that are stored alike is a [`Template`]: the shape of the value, a
-//!    [`Value`](crate::tensor::Value) whose tensors are *numbered operands* (`TensorId(0)` the codes, `TensorId(1)`, ... their scales,
+//!    [`Value`](ckfs_tensor::Value) whose tensors are *numbered operands* (`TensorId(0)` the codes, `TensorId(1)`, ... their scales,
 //!    zero points, tables), each with the dtype and the shape that must be stored, and perhaps an order of axes
 //!    ([`Template::transposed`]: gpt-oss and AWQ and GPTQ store what transformers has the other way round). An operand is read as
-//!    a [`Field`](crate::tensor::Field) (float, integer of b bits, table) at an [`IndexMap`](crate::tensor::IndexMap) of the value's element
+//!    a [`Field`](ckfs_tensor::Field) (float, integer of b bits, table) at an [`IndexMap`](ckfs_tensor::IndexMap) of the value's element
 //!    number. Rows that end in unused codes need no trimming: the shape is the true one, the index strides over whole words.
 //!    Make a template once for each kind of tensor, and keep its number in a map by what distinguishes the kind. Only
 //!    what is read with `Stored::read` needs one for each tensor: `g_idx` becomes a table of an index, bitsandbytes' nested

@@ -5,6 +5,7 @@
 //! Exponents are `X.weight_scale` U8, in DeepSeek V4 `X.scale` `F8_E8M0`, of shape `[out, in/32]`. Experts that are stacked in one tensor are in
 //! `mxfp4`.
 
+use ckfs_tensor::{DType, Field, Operand, Operation, Value};
 use serde_json::json;
 
 use super::{
@@ -14,7 +15,6 @@ use super::{
     settings::{Settings, Sharing, Told},
     stored::Stored,
 };
-use crate::tensor::{DType, Field, Operand, Operation, Value};
 
 /// The scheme.
 #[derive(Debug)]

@@ -7,6 +7,7 @@
 //! Exponent 255 is NaN, as the OCP's definition of the format says, and code 8 is -0.0. transformers computes infinity and 0
 //! for exponent 255, which no published file has.
 
+use ckfs_tensor::{DType, Field, Operation, Value};
 use serde_json::json;
 
 use super::{
@@ -16,7 +17,6 @@ use super::{
     quantized::{Template, TemplateError},
     stored::Stored,
 };
-use crate::tensor::{DType, Field, Operation, Value};
 
 /// The scheme.
 #[derive(Debug)]

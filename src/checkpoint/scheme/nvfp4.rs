@@ -5,6 +5,7 @@
 //! of all elements. Codes are U8 `[out, in/2]`, the low one first; scales `F8_E4M3` `[out, in/16]`; factors F32 `[1]` or `[]`. Code 8 is -0.0
 //! (`ModelOpt`'s own function gives +0.0).
 
+use ckfs_tensor::{DType, Field, Operation, Value};
 use serde_json::json;
 
 use super::{
@@ -14,7 +15,6 @@ use super::{
     settings::{Factor, Settings, Told},
     stored::Stored,
 };
-use crate::tensor::{DType, Field, Operation, Value};
 
 /// The scheme.
 #[derive(Debug)]

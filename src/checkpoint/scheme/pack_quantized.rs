@@ -10,6 +10,7 @@
 
 use std::collections::HashSet;
 
+use ckfs_tensor::{DType, Digit, IndexMap, Operand, Operation, TensorId, Value};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::json;
 
@@ -20,10 +21,7 @@ use super::{
     settings::{Settings, Sharing, Told},
     stored::Stored,
 };
-use crate::{
-    checkpoint::{problem::Problem, table::TensorInfo},
-    tensor::{DType, Digit, IndexMap, Operand, Operation, TensorId, Value},
-};
+use crate::{problem::Problem, table::TensorInfo};
 
 /// The scheme.
 #[derive(Debug)]

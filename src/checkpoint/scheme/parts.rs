@@ -5,12 +5,13 @@
 
 use std::{collections::HashMap, hash::Hash};
 
+use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Shape, SourceTensor, TensorId, ViewError};
+
 use super::{
     finds::Finds,
     quantized::{Template, TemplateError, TemplateId},
     stored::Stored,
 };
-use crate::tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Shape, SourceTensor, TensorId, ViewError};
 
 /// Operand `number` of a template, which must be stored as `dtype` with these extents.
 ///

@@ -4,11 +4,8 @@
 //! is made once: shape, decoder, order of axes. A tensor is then a template and the numbers of its operands, and its view
 //! is made when somebody asks for it.
 
+use ckfs_tensor::{DType, Digit, Operand, PerAxis, Shape, SourceTensor, Step, TensorId, Term, Value, View, ViewError};
 use serde_json::Value as Json;
-
-use crate::tensor::{
-    DType, Digit, Operand, PerAxis, Shape, SourceTensor, Step, TensorId, Term, Value, View, ViewError,
-};
 
 /// What all tensors have in common that are stored alike.
 #[derive(Clone, Debug, PartialEq)]

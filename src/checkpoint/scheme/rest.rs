@@ -2,6 +2,8 @@
 
 use std::{cell::OnceCell, collections::HashMap};
 
+use ckfs_tensor::{DType, TensorId};
+
 use super::{
     comfy,
     finds::{Finds, Scheme, Summary},
@@ -9,10 +11,7 @@ use super::{
     settings::{Settings, Told},
     stored::Stored,
 };
-use crate::{
-    checkpoint::table::TensorInfo,
-    tensor::{DType, TensorId},
-};
+use crate::table::TensorInfo;
 
 /// The last of the list.
 #[derive(Debug)]

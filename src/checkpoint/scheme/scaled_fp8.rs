@@ -8,6 +8,7 @@
 //! Experts in one tensor `X` `[experts, in, out]` have no `.weight` in their name. Their scale is `X_scale_inv` in transformers, `X_weight_scale` in
 //! `ModelOpt`. FBGEMM has `X_scale` with one number for each expert and output, stored as `[experts, 1, out]` or as `[experts, out, 1]`.
 
+use ckfs_tensor::{DType, IndexMap, Operand, Operation, TensorId, Value};
 use serde_json::json;
 
 use super::{
@@ -17,10 +18,7 @@ use super::{
     settings::{Settings, Sharing, Told},
     stored::Stored,
 };
-use crate::{
-    checkpoint::table::TensorInfo,
-    tensor::{DType, IndexMap, Operand, Operation, TensorId, Value},
-};
+use crate::table::TensorInfo;
 
 /// The scheme.
 #[derive(Debug)]

@@ -23,7 +23,7 @@ use super::{
     listed::{Exceptions, text},
     stored::Stored,
 };
-use crate::checkpoint::PythonRegex;
+use crate::PythonRegex;
 
 /// What the configuration says of a module's weight.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,17 +2,15 @@
 
 use std::collections::BTreeMap;
 
+use ckfs_source::{FileId, Source};
+use ckfs_tensor::{DType, Shape, SourceTensor, TensorId};
 use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
 use serde_json::Value;
 
 use crate::{
-    checkpoint::{
-        problem::Problem,
-        table::{TensorInfo, TensorTable},
-    },
-    source::{FileId, Source},
-    tensor::{DType, Shape, SourceTensor, TensorId},
+    problem::Problem,
+    table::{TensorInfo, TensorTable},
 };
 
 /// Longest tensor that is read while a repository is opened, in bytes: indices of groups, tables of codes, shapes.
@@ -21,7 +19,7 @@ const READ_BYTES_MAX: u64 = 4 << 20;
 /// A repository, as schemes see it.
 #[derive(Debug)]
 #[allow(dead_code, reason = "not every scheme reads tensors and metadata, and some are still to come")]
-pub(in crate::checkpoint) struct Stored<'a> {
+pub(crate) struct Stored<'a> {
     table: &'a TensorTable,
     /// The tensors with a span of their own. Codes that are stored as boxes are not decoded.
     plain: Vec<TensorId>,
@@ -42,7 +40,7 @@ pub(in crate::checkpoint) struct Stored<'a> {
 impl<'a> Stored<'a> {
     /// `config` is `quantization_config` or what stands for it; `modelopt` is `hf_quant_config.json`; `metadata` are the
     /// `__metadata__` members of headers; `dtype` is the model's own.
-    pub(in crate::checkpoint) fn new(
+    pub(crate) fn new(
         (table, source): (&'a TensorTable, &'a dyn Source),
         (config, modelopt): (Option<&'a Value>, Option<&'a Value>),
         metadata: &'a BTreeMap<FileId, Vec<(String, String)>>,
@@ -59,25 +57,25 @@ impl<'a> Stored<'a> {
     }
 
     /// All stored tensors, in order of id: by file, and within a file by place.
-    pub(in crate::checkpoint) fn iter(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'a>)> {
+    pub(crate) fn iter(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'a>)> {
         let table = self.table;
         self.plain.iter().map(move |id| (*id, table.tensor(*id)))
     }
 
     /// The same, for several threads.
-    pub(in crate::checkpoint) fn par_iter(&self) -> impl ParallelIterator<Item = (TensorId, TensorInfo<'a>)> {
+    pub(crate) fn par_iter(&self) -> impl ParallelIterator<Item = (TensorId, TensorInfo<'a>)> {
         let table = self.table;
         self.plain.par_iter().map(move |id| (*id, table.tensor(*id)))
     }
 
     /// All tensors that are stored as several boxes. They are not among [`Self::iter`].
-    pub(in crate::checkpoint) fn in_boxes(&self) -> impl Iterator<Item = (TensorId, TensorInfo<'a>)> {
+    pub(crate) fn in_boxes(&self) -> impl Iterator<Item = (TensorId, TensorInfo<'a>)> {
         let table = self.table;
         self.in_boxes.iter().map(move |id| (*id, table.tensor(*id)))
     }
 
     /// Whether there is a tensor of that name, in boxes or not.
-    pub(in crate::checkpoint) fn has(&self, name: &str) -> bool {
+    pub(crate) fn has(&self, name: &str) -> bool {
         self.by_name.contains_key(name) || self.names_in_boxes.contains(name)
     }
 
@@ -85,18 +83,18 @@ impl<'a> Stored<'a> {
     ///
     /// # Panics
     /// If `id` is not of this repository.
-    pub(in crate::checkpoint) fn tensor(&self, id: TensorId) -> TensorInfo<'a> {
+    pub(crate) fn tensor(&self, id: TensorId) -> TensorInfo<'a> {
         self.table.tensor(id)
     }
 
     /// One more than the highest id of a stored tensor.
-    pub(in crate::checkpoint) fn id_end(&self) -> usize {
+    pub(crate) fn id_end(&self) -> usize {
         self.table.id_end()
     }
 
     /// The stored tensor `<module>.<name>`, in whatever file. Where no tensor at all has such a last word, this costs next to
     /// nothing.
-    pub(in crate::checkpoint) fn companion(&self, module: &str, name: &str) -> Option<TensorId> {
+    pub(crate) fn companion(&self, module: &str, name: &str) -> Option<TensorId> {
         if !self.words.contains(last_word(name)) {
             return None;
         }
@@ -104,38 +102,38 @@ impl<'a> Stored<'a> {
     }
 
     /// Whether the name of some tensor ends with this word.
-    pub(in crate::checkpoint) fn has_word(&self, word: &str) -> bool {
+    pub(crate) fn has_word(&self, word: &str) -> bool {
         self.words.contains(word)
     }
 
     /// The stored tensor of that name, in whatever file.
-    pub(in crate::checkpoint) fn find(&self, name: &str) -> Option<TensorId> {
+    pub(crate) fn find(&self, name: &str) -> Option<TensorId> {
         self.by_name.get(name).copied()
     }
 
     /// The stored tensor of that name, as a template's operand `number` where its shape has at most eight axes.
-    pub(in crate::checkpoint) fn operand(&self, number: u32, id: TensorId) -> Option<SourceTensor> {
+    pub(crate) fn operand(&self, number: u32, id: TensorId) -> Option<SourceTensor> {
         let info = self.tensor(id);
         Some(SourceTensor { id: TensorId(number), dtype: info.dtype, shape: Shape::try_new(info.shape).ok()? })
     }
 
     /// `quantization_config`, `compression_config`, or MLX's `quantization` of `config.json`.
-    pub(in crate::checkpoint) fn config(&self) -> Option<&'a Value> {
+    pub(crate) fn config(&self) -> Option<&'a Value> {
         self.config
     }
 
     /// `hf_quant_config.json`, which `ModelOpt` writes.
-    pub(in crate::checkpoint) fn modelopt(&self) -> Option<&'a Value> {
+    pub(crate) fn modelopt(&self) -> Option<&'a Value> {
         self.modelopt
     }
 
     /// The `__metadata__` of the header of a tensor's file, in order.
-    pub(in crate::checkpoint) fn metadata(&self, id: TensorId) -> &'a [(String, String)] {
+    pub(crate) fn metadata(&self, id: TensorId) -> &'a [(String, String)] {
         self.metadata.get(&self.tensor(id).file()).map_or(&[], Vec::as_slice)
     }
 
     /// The model's own dtype: that of `config.json`, or else bf16.
-    pub(in crate::checkpoint) fn dtype(&self) -> DType {
+    pub(crate) fn dtype(&self) -> DType {
         self.dtype
     }
 
@@ -143,7 +141,7 @@ impl<'a> Stored<'a> {
     ///
     /// # Errors
     /// [`Problem`] if it is longer than 4 MiB, or its bytes do not come.
-    pub(in crate::checkpoint) fn read(&self, id: TensorId) -> Result<Vec<u8>, Problem> {
+    pub(crate) fn read(&self, id: TensorId) -> Result<Vec<u8>, Problem> {
         let info = self.tensor(id);
         let len = info.bytes();
         if len > READ_BYTES_MAX {

@@ -14,6 +14,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
+use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value};
 use serde_json::{Value as Json, json};
 
 use super::{
@@ -24,7 +25,6 @@ use super::{
     quantized::{Template, TemplateError},
     stored::Stored,
 };
-use crate::tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value};
 
 /// The scheme.
 #[derive(Debug)]

@@ -17,17 +17,15 @@ use std::{
 };
 
 use anyhow::Context;
+use ckfs_host::budget::Budget;
+use ckfs_image::Segment;
+use ckfs_source::FileId;
+use ckfs_volume::{NodeKind, Volume};
 use indicatif::ProgressBar;
 
 use super::{
     super::tree,
     files::{create_file, finish, partial_path},
-};
-use crate::{
-    host::budget::Budget,
-    image::Segment,
-    source::FileId,
-    volume::{NodeKind, Volume},
 };
 
 /// Most bytes of a file that are made at once: rows of a transposed tensor that are made together visit the source once.

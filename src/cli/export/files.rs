@@ -7,9 +7,9 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use ckfs_volume::{Ino, Volume};
 
 use super::super::tree;
-use crate::volume::{Ino, Volume};
 
 /// The name of a node while it is not complete. Makes the directory for it.
 pub(super) fn partial_path(volume: &Volume, node: &tree::PathNode, directory: &Path) -> std::io::Result<PathBuf> {

@@ -15,13 +15,11 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use ckfs_fuse::ckfs_mounts;
+use ckfs_host::signal;
 use clap::Args;
 
 use super::output::{self, Usage};
-use crate::{
-    fuse::ckfs_mounts,
-    host::{self, signal},
-};
 
 /// Longest time for the answers of all mounts.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
@@ -97,7 +95,7 @@ fn serve(text: &str, mounts: Arc<Mounts>) -> anyhow::Result<()> {
     let listener = TcpListener::bind(address).with_context(|| format!("listen on {address}"))?;
     let bound = listener.local_addr().context("address")?;
     signal::ignore_write_failures();
-    host::tell(&format!("ckfs: metrics at http://{bound}/metrics\n"));
+    ckfs_host::tell(&format!("ckfs: metrics at http://{bound}/metrics\n"));
     let page: Arc<http::Page> = Arc::new(move || mounts.text());
     http::serve(&listener, &page);
     Ok(())

@@ -2,11 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use ckfs_tensor::{Region, Shape, to_usize};
+
 use super::*;
-use crate::{
-    format::{dcp::Writer, hexadecimal::bytes_of, torch_archive::TorchArchive},
-    tensor::{Region, Shape, to_usize},
-};
+use crate::{dcp::Writer, hexadecimal::bytes_of, torch_archive::TorchArchive};
 
 fn directory(name: &str) -> BTreeMap<String, Vec<u8>> {
     let text = include_str!("../../../tests/fixtures/formats/torch.json");
@@ -61,11 +60,11 @@ fn a_checkpoint_of_safetensors_files_is_read() {
         state.tensors[0].chunks.iter().flat_map(|chunk| segment(&files, &state, &chunk.segment).to_vec()).collect();
     assert_eq!(found, (0..15_u8).flat_map(|n| f32::from(n).to_le_bytes()).collect::<Vec<u8>>());
     // A plain file holds whole tensors; twice the same tensor is two chunks of it.
-    let plain = crate::format::safetensors::write_header([("w", DType::F32, &[5, 3][..])], &[], 8).unwrap();
+    let plain = crate::safetensors::write_header([("w", DType::F32, &[5, 3][..])], &[], 8).unwrap();
     let plain = Header::parse_file(&plain.bytes, plain.bytes.len() as u64 + 60).unwrap();
     let state = DcpState::of_safetensors([("a", &plain), ("b", &plain)]).unwrap();
     assert_eq!((state.tensors[0].shape.as_slice(), state.tensors[0].chunks.len()), (&[5, 3][..], 2));
-    let other = crate::format::safetensors::write_header([("w", DType::F16, &[5, 3][..])], &[], 8).unwrap();
+    let other = crate::safetensors::write_header([("w", DType::F16, &[5, 3][..])], &[], 8).unwrap();
     let other = Header::parse_file(&other.bytes, other.bytes.len() as u64 + 30).unwrap();
     let error = DcpState::of_safetensors([("a", &plain), ("b", &other)]).unwrap_err().to_string();
     assert_eq!(error, "tensor \"w\": F32 of 2 axes in one file, F16 of 2 axes in another");
@@ -73,7 +72,7 @@ fn a_checkpoint_of_safetensors_files_is_read() {
     for info in ["{}", "[]", "{\"w\":{\"saved_offsets\":[0]}}", "{\"w\":{\"saved_offsets\":[18446744073709551615,0]}}"]
     {
         let entries = [("w", DType::F32, &[5, 3][..])];
-        let file = crate::format::safetensors::write_header(entries, &[(SHARDING_INFO, info)], 8).unwrap();
+        let file = crate::safetensors::write_header(entries, &[(SHARDING_INFO, info)], 8).unwrap();
         let header = Header::parse_file(&file.bytes, file.bytes.len() as u64 + 60).unwrap();
         assert!(matches!(DcpState::of_safetensors([("a", &header)]), Err(DcpError::Malformed { .. })), "{info}");
     }

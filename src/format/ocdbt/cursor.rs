@@ -74,7 +74,7 @@ impl<'a> Cursor<'a> {
 
     /// Lengths that fit memory, as they are at most 65 535.
     pub(super) fn lengths(&mut self, rows: usize, what: &'static str, limit: u16) -> Result<Vec<usize>, OcdbtError> {
-        let length = |_| self.bounded(what, limit.into()).map(crate::tensor::to_usize);
+        let length = |_| self.bounded(what, limit.into()).map(ckfs_tensor::to_usize);
         (0..rows).map(length).collect()
     }
 

@@ -115,7 +115,7 @@ impl Manifest {
         let files = FileTable::read(&mut cursor, "")?;
         let versions = read_versions(&mut cursor, &files, config.version_arity_log2)?;
         let rows = cursor.bounded("number of version nodes", height_max(config.version_arity_log2).into())?;
-        let older = read_ranges(&mut cursor, &files, crate::tensor::to_usize(rows), None)?;
+        let older = read_ranges(&mut cursor, &files, ckfs_tensor::to_usize(rows), None)?;
         cursor.end()?;
         if let Some(leaf) = older.iter().find(|range| range.height == 0) {
             return Err(cursor.wrong("version node height", "at least 1", leaf.height));

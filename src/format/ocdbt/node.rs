@@ -213,7 +213,7 @@ impl<'a> Node<'a> {
                 return Err(OcdbtError::Limit { block: Block::Node, what, limit: INLINE_BYTES_MAX, found: len });
             }
             let start = self.inline.len();
-            self.inline.extend_from_slice(cursor.take(crate::tensor::to_usize(len), "inline values")?);
+            self.inline.extend_from_slice(cursor.take(ckfs_tensor::to_usize(len), "inline values")?);
             values.push(Ok(start..self.inline.len()));
         }
         Ok(Entries::Values(values))

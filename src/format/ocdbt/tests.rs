@@ -5,8 +5,10 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
 };
 
+use ckfs_tensor::to_usize;
+
 use super::{envelope::wrap, files::BlobLocation, node::NodeRef, *};
-use crate::{format::hexadecimal::bytes_of, tensor::to_usize};
+use crate::hexadecimal::bytes_of;
 
 type Files = BTreeMap<String, Vec<u8>>;
 type Content = BTreeMap<String, Vec<u8>>;

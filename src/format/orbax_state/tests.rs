@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::json;
 
 use super::*;
-use crate::format::hexadecimal::bytes_of;
+use crate::hexadecimal::bytes_of;
 
 type Files = BTreeMap<String, Vec<u8>>;
 
@@ -61,10 +61,8 @@ fn checkpoints_of_orbax_are_described() {
 /// From the files of a checkpoint to the bytes of its arrays, by all readers together.
 #[test]
 fn arrays_of_orbax_are_read_bit_for_bit() {
-    use crate::{
-        format::{ocdbt, zarr_read},
-        tensor::to_usize,
-    };
+    use crate::{ocdbt, zarr_read};
+    use ckfs_tensor::to_usize;
     let (checkpoints, content) = checkpoints();
     for (kind, files) in checkpoints {
         let root = "3/default/";

@@ -2,8 +2,9 @@
 
 use std::fmt;
 
+use ckfs_tensor::DType;
+
 use super::{JSON_BYTES_MAX, PREFIX_BYTES, RANK_MAX};
-use crate::tensor::DType;
 
 /// Most problems of one header that are listed. A broken writer gets all its tensors wrong, and no reader wants 150 000 lines.
 const PROBLEMS_MAX: usize = 20;

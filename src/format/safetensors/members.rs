@@ -2,6 +2,7 @@
 
 use std::{fmt, marker::PhantomData};
 
+use ckfs_tensor::DType;
 use safetensors::{Dtype, tensor::TensorInfo};
 use serde::{
     Deserialize, Deserializer,
@@ -9,7 +10,6 @@ use serde::{
 };
 
 use super::METADATA;
-use crate::tensor::DType;
 
 /// A header as written: JSON of the right form, not yet checked.
 pub(super) struct Members<T> {

@@ -26,6 +26,8 @@
 //! [`write_header`] makes a header whose data starts at a multiple of a given alignment. The crate's writer wants the data of
 //! all tensors at hand, aligns to 8 bytes and orders tensors by dtype; files here are laid out before any data is read.
 
+use ckfs_tensor::DType;
+
 mod diagnosis;
 mod error;
 mod members;
@@ -35,8 +37,6 @@ mod write;
 pub use error::{HeaderError, HeaderErrors};
 pub use read::{Header, HeaderTensor};
 pub use write::{WrittenHeader, digits, metadata_bytes, padded_bytes, tensor_row_bytes, unpadded_bytes, write_header};
-
-use crate::tensor::DType;
 
 /// Longest JSON that readers of the format accept, in bytes.
 pub const JSON_BYTES_MAX: u64 = 100_000_000;

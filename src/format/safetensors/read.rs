@@ -1,5 +1,6 @@
 //! Headers as a flat table.
 
+use ckfs_tensor::DType;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::{
@@ -7,7 +8,6 @@ use super::{
     error::{HeaderError, HeaderErrors},
     members::{Known, Members, dtype_of, repeated},
 };
-use crate::tensor::DType;
 
 /// One tensor of a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,11 +1,12 @@
 //! Headers to be put before data.
 
+use ckfs_tensor::DType;
+
 use super::{
     JSON_BYTES_MAX, METADATA, PREFIX_BYTES, RANK_MAX,
     error::{HeaderError, HeaderErrors, Problems},
     is_reserved, tensor_bytes,
 };
-use crate::tensor::DType;
 
 /// A header to be put before data.
 #[derive(Clone, Debug, PartialEq, Eq)]

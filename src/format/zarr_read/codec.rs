@@ -1,10 +1,10 @@
 //! Chains of codecs: how a chunk becomes bytes.
 
+use ckfs_tensor::{DType, PerAxis, RANK_MAX};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::error::MetadataError;
-use crate::tensor::{DType, PerAxis, RANK_MAX};
 
 /// Most shards within each other.
 const NESTING_MAX: usize = 4;
@@ -158,7 +158,7 @@ impl Codecs {
                 "transpose" if bytes.is_none() => {
                     let next = parse_order(&configuration, chunk.len())?;
                     let composed = match &order {
-                        Some(before) => next.iter().map(|axis| before[crate::tensor::to_usize(*axis)]).collect(),
+                        Some(before) => next.iter().map(|axis| before[ckfs_tensor::to_usize(*axis)]).collect(),
                         None => next,
                     };
                     order = Some(composed);
@@ -218,7 +218,7 @@ impl Codecs {
         let mut strides = PerAxis::from_elem(1, chunk.len());
         let mut stride: u64 = 1;
         for axis in (0..stored.len()).rev() {
-            let of = self.order.as_ref().map_or(axis, |order| crate::tensor::to_usize(order[axis]));
+            let of = self.order.as_ref().map_or(axis, |order| ckfs_tensor::to_usize(order[axis]));
             strides[of] = stride;
             stride = stride.checked_mul(stored[axis])?;
         }
@@ -236,7 +236,7 @@ pub(super) fn unsupported_codec(name: &str) -> MetadataError {
 
 fn stored_shape(order: Option<&[u64]>, chunk: &[u64]) -> PerAxis {
     match order {
-        Some(order) => order.iter().map(|axis| chunk[crate::tensor::to_usize(*axis)]).collect(),
+        Some(order) => order.iter().map(|axis| chunk[ckfs_tensor::to_usize(*axis)]).collect(),
         None => PerAxis::from_slice(chunk),
     }
 }

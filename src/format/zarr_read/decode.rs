@@ -6,12 +6,13 @@ use std::{
     ops::Range,
 };
 
+use ckfs_tensor::{DType, PerAxis, to_usize};
+
 use super::{
     codec::{ArrayBytes, Codecs, Packing, ShardCodec},
     error::ChunkError,
     metadata::{Array, bytes_of},
 };
-use crate::tensor::{DType, PerAxis, to_usize};
 
 const CHECKSUM_BYTES: usize = 4;
 

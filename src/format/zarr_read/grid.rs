@@ -2,8 +2,9 @@
 
 use std::fmt::Write as _;
 
+use ckfs_tensor::PerAxis;
+
 use super::{keys::Keys, metadata::Array};
-use crate::tensor::PerAxis;
 
 impl Array {
     /// Number of chunks along each axis.

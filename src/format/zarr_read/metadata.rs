@@ -1,5 +1,6 @@
 //! Descriptions of arrays: `.zarray` of version 2, `zarr.json` of version 3.
 
+use ckfs_tensor::{DType, PerAxis, RANK_MAX, Shape};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
@@ -11,7 +12,6 @@ use super::{
     keys::Keys,
     value::{self, ElementBytes},
 };
-use crate::tensor::{DType, PerAxis, RANK_MAX, Shape};
 
 /// Name of the description of version 2.
 pub const ZARRAY: &str = ".zarray";

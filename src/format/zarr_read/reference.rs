@@ -6,12 +6,13 @@
 
 use std::io::Read;
 
+use ckfs_tensor::{DType, PerAxis, to_usize};
+
 use super::{
     codec::{ArrayBytes, Codecs, Packing, ShardCodec},
     error::ChunkError,
     metadata::Array,
 };
-use crate::tensor::{DType, PerAxis, to_usize};
 
 /// A chunk or an inner chunk, unpacked.
 enum Unpacked<'a> {

@@ -2,13 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use ckfs_tensor::{PerAxis, to_usize};
 use serde_json::{Value, json};
 
 use super::*;
-use crate::{
-    format::hexadecimal::bytes_of,
-    tensor::{PerAxis, to_usize},
-};
+use crate::hexadecimal::bytes_of;
 
 #[derive(serde::Deserialize)]
 struct Case {

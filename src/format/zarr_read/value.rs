@@ -1,5 +1,6 @@
 //! Element types and single elements as descriptions write them.
 
+use ckfs_tensor::DType;
 use half::{bf16, f16};
 use serde_json::Value;
 
@@ -7,7 +8,7 @@ use super::{
     codec::{shortened, wrong},
     error::MetadataError,
 };
-use crate::{format::zarr, tensor::DType};
+use crate::zarr;
 
 /// The bytes of one element, little-endian.
 pub(super) type ElementBytes = smallvec::SmallVec<[u8; 8]>;
@@ -49,7 +50,7 @@ pub(super) fn dtype_v2(found: &Value) -> Result<(DType, bool), MetadataError> {
 /// The element that fills what is not stored, little-endian. `null` is zero, as for the writers of version 2.
 pub(super) fn fill(found: &Value, dtype: DType) -> Result<ElementBytes, MetadataError> {
     let refused = || wrong("fill_value", format!("an element of {}", dtype.name()), found);
-    let len = dtype.element_bytes().map(crate::tensor::to_usize).ok_or_else(refused)?;
+    let len = dtype.element_bytes().map(ckfs_tensor::to_usize).ok_or_else(refused)?;
     if found.is_null() {
         return Ok(ElementBytes::from_elem(0, len));
     }

@@ -23,6 +23,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use ckfs_volume::{Attr, FileSystem, FsError, Handle, Ino, NodeKind, Permission, RequestKind};
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation,
     INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents, PollFlags,
@@ -36,7 +37,6 @@ use self::{
     serving::{Opens, Serving},
 };
 use super::requests::{Client, Lookout, Readers};
-use crate::volume::{Attr, FileSystem, FsError, Handle, Ino, NodeKind, Permission, RequestKind};
 
 /// How long the kernel may cache answers: ten years, which it can express on every architecture.
 const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);

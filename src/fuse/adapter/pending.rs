@@ -6,6 +6,7 @@ use std::{
     time::Instant,
 };
 
+use ckfs_volume::{FileSystem, FsError, Ino, RequestKind};
 use fuser::{
     Errno, INodeNo, ReplyAttr, ReplyBmap, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
     ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr,
@@ -13,7 +14,6 @@ use fuser::{
 use tracing::error;
 
 use super::super::requests::{Client, Overflow, Requests, Ticket};
-use crate::volume::{FileSystem, FsError, Ino, RequestKind};
 
 pub(super) fn ino(ino: INodeNo) -> Ino {
     Ino(ino.0)

@@ -14,6 +14,7 @@ use std::{
     },
 };
 
+use ckfs_volume::{Access, FileSystem, FsError, Handle, Ino, NoPassthrough, OpenedFile};
 use fuser::{BackingId, FileHandle, FopenFlags, INodeNo, ReplyData, ReplyOpen};
 use tracing::{error, info};
 
@@ -24,7 +25,6 @@ use super::{
     },
     pending::{Pending, ReplySlot, ino, panic_text},
 };
-use crate::volume::{Access, FileSystem, FsError, Handle, Ino, NoPassthrough, OpenedFile};
 
 /// The state that opens and reads need, in any thread that handles them.
 pub(super) struct Serving {
@@ -33,7 +33,7 @@ pub(super) struct Serving {
 }
 
 /// The modes of open files. Shared with opens that other threads answer.
-pub(in crate::fuse) struct Opens {
+pub(crate) struct Opens {
     pub(super) modes: OpenModes<Backing>,
     pub(super) passthrough: Passthrough,
     /// Whether programs can map files that bypass the page cache (since Linux 6.6).
@@ -80,7 +80,7 @@ impl Opens {
 
     /// Begins after the handshake with the kernel, which `device` is the connection to, and before any request: tries a file of the
     /// kind that the file system makes on a disk, and tells it whether the kernel reads such.
-    pub(in crate::fuse) fn begin(&self, fs: &dyn FileSystem, device: &OwnedFd) {
+    pub(crate) fn begin(&self, fs: &dyn FileSystem, device: &OwnedFd) {
         let result = if self.passthrough.enabled.load(Ordering::Relaxed) {
             // The registration of the empty file ends with the mount, as those of other files on that disk may.
             let tried = fs.trial().map_or(Ok(0), |file| BackingId::create_raw(device, file));

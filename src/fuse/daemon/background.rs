@@ -22,6 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ckfs_host::{Log, LogTarget, limits, log::FLUSH_LIMIT};
 use nix::{
     errno::Errno,
     fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
@@ -36,8 +37,7 @@ use nix::{
 use sd_notify::NotifyState;
 use tracing::{debug, warn};
 
-use crate::fuse::mounts::{UnmountOptions, unmount};
-use crate::host::{self, Log, LogTarget, limits, log::FLUSH_LIMIT};
+use crate::mounts::{UnmountOptions, unmount};
 
 /// Environment variable with the process id of the starter. It means nothing to a process that is not the starter's child.
 const STARTER_VARIABLE: &str = "CKFS_STARTER_PID";
@@ -202,7 +202,7 @@ fn is_ready(report: &str) -> bool {
 
 /// Reads until the child has reported or has ended; `None` after `timeout`.
 fn read_report(mut reader: io::PipeReader, timeout: Duration) -> io::Result<Option<Vec<u8>>> {
-    let deadline = host::deadline(timeout);
+    let deadline = ckfs_host::deadline(timeout);
     let mut report = Vec::new();
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -435,7 +435,7 @@ fn starter_pipe() -> Result<Option<File>, DaemonError> {
 }
 
 /// Tells systemd, if it started this process as a service of `Type=notify`.
-pub(in crate::fuse) fn notify_systemd(states: &[NotifyState<'_>]) {
+pub(crate) fn notify_systemd(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
         warn!("systemd was not notified: {error}");
     }

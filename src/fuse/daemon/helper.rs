@@ -142,7 +142,7 @@ pub fn parse_mount_helper(args: &[OsString]) -> Result<HelperRequest, HelperErro
 
 fn check_type(found: &str) -> Result<(), HelperError> {
     match found {
-        "ckfs" | crate::fuse::FS_TYPE => Ok(()),
+        "ckfs" | crate::FS_TYPE => Ok(()),
         _ => Err(HelperError::Type { found: found.to_owned() }),
     }
 }

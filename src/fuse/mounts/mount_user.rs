@@ -59,7 +59,7 @@ pub(super) fn mount_users(mount: &MountEntry) -> Vec<MountUser> {
 }
 
 /// The processes in one line.
-pub(in crate::fuse) fn describe(users: &[MountUser]) -> String {
+pub(crate) fn describe(users: &[MountUser]) -> String {
     if users.is_empty() {
         return "held by a process that cannot be seen".to_owned();
     }
@@ -92,7 +92,7 @@ fn hold_of(process: &Path, mount: &MountEntry) -> Option<Hold> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fuse::mounts::mountinfo::{Device, locate, mounts};
+    use crate::mounts::mountinfo::{Device, locate, mounts};
 
     #[test]
     fn finds_this_process_and_what_it_holds() {

@@ -172,7 +172,7 @@ pub enum MountError {
 
 /// A mount that this process made.
 #[derive(Debug)]
-pub(in crate::fuse) struct Mounted {
+pub(crate) struct Mounted {
     /// As it was when the mount was made.
     entry: MountEntry,
     /// Number that no later mount gets, where the kernel has one.
@@ -181,7 +181,7 @@ pub(in crate::fuse) struct Mounted {
 
 /// State of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::fuse) enum MountState {
+pub(crate) enum MountState {
     /// The path leads to it.
     Attached,
     /// It exists, but another mount lies above it.
@@ -206,7 +206,7 @@ pub fn check_host() -> Result<(), MountError> {
 }
 
 /// Makes a mount on `mountpoint`; the descriptor is the connection to the kernel.
-pub(in crate::fuse) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<(OwnedFd, Mounted), MountError> {
+pub(crate) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<(OwnedFd, Mounted), MountError> {
     let path = prepare(mountpoint)?;
     let source = format!("ckfs:{}", sanitize(&options.name));
     let fd = if geteuid().is_root() {
@@ -304,13 +304,13 @@ pub fn check_mountpoint(mountpoint: &Path) -> Result<(), MountError> {
 }
 
 /// `name` with only those characters that the source column shows without escapes.
-pub(in crate::fuse) fn sanitize(name: &str) -> String {
+pub(crate) fn sanitize(name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "._-@:/+".contains(c) { c } else { '_' };
     name.chars().take(200).map(plain).collect()
 }
 
 /// Mounts by mount(2), which needs the capability to in the mount namespace's user namespace.
-pub(in crate::fuse) fn mount_as_root(path: &Path, source: &str, options: &MountOptions) -> Result<OwnedFd, MountError> {
+pub(crate) fn mount_as_root(path: &Path, source: &str, options: &MountOptions) -> Result<OwnedFd, MountError> {
     let device = File::options().read(true).write(true).open("/dev/fuse").map_err(|source| {
         if source.kind() == io::ErrorKind::NotFound { MountError::NoDevice } else { MountError::Device { source } }
     })?;
@@ -369,7 +369,7 @@ fn mount_by_helper(path: &Path, source: &str, options: &MountOptions) -> Result<
 }
 
 /// Receives one descriptor; `None` if the other side went away without sending it.
-pub(in crate::fuse) fn receive_descriptor(socket: &UnixStream) -> nix::Result<Option<OwnedFd>> {
+pub(crate) fn receive_descriptor(socket: &UnixStream) -> nix::Result<Option<OwnedFd>> {
     let mut byte = [0_u8];
     let mut parts = [IoSliceMut::new(&mut byte)];
     let mut space = nix::cmsg_space!(RawFd);
@@ -392,12 +392,12 @@ pub(in crate::fuse) fn receive_descriptor(socket: &UnixStream) -> nix::Result<Op
 
 impl Mounted {
     /// Where it was mounted.
-    pub(in crate::fuse) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.entry.mountpoint
     }
 
     /// Its state now. If the table cannot be read it counts as attached, so that unmounting is tried.
-    pub(in crate::fuse) fn state(&self) -> MountState {
+    pub(crate) fn state(&self) -> MountState {
         let Ok(entry) = self.current() else { return MountState::Attached };
         let Some(entry) = entry else { return MountState::Gone };
         match locate(&entry.mountpoint) {
@@ -414,7 +414,7 @@ impl Mounted {
     }
 
     /// Unmounts, if the path still leads to this mount. Returns the state that it found.
-    pub(in crate::fuse) fn unmount(&self, lazy: bool) -> Result<MountState, UnmountError> {
+    pub(crate) fn unmount(&self, lazy: bool) -> Result<MountState, UnmountError> {
         match self.state() {
             MountState::Attached => {
                 // A mount that was moved is unmounted where it is now.
@@ -426,13 +426,13 @@ impl Mounted {
     }
 
     /// A search for the processes that use the mount.
-    pub(in crate::fuse) fn users(&self) -> impl FnOnce() -> Vec<MountUser> + Send + use<> {
+    pub(crate) fn users(&self) -> impl FnOnce() -> Vec<MountUser> + Send + use<> {
         let entry = self.entry.clone();
         move || mount_users(&entry)
     }
 
     /// Its device.
-    pub(in crate::fuse) fn device(&self) -> Device {
+    pub(crate) fn device(&self) -> Device {
         self.entry.device
     }
 
@@ -444,7 +444,7 @@ impl Mounted {
 }
 
 /// Raises the kernel's read-ahead for a mount, which only root may.
-pub(in crate::fuse) fn set_read_ahead(device: Device, kib: u32) {
+pub(crate) fn set_read_ahead(device: Device, kib: u32) {
     let file = format!("/sys/class/bdi/{device}/read_ahead_kb");
     match fs::write(&file, kib.to_string()) {
         Ok(()) => info!("read-ahead is {kib} KiB"),
@@ -453,7 +453,7 @@ pub(in crate::fuse) fn set_read_ahead(device: Device, kib: u32) {
 }
 
 /// Ends the connection of a mount to the kernel: all requests fail from now on.
-pub(in crate::fuse) fn abort(device: Device) {
+pub(crate) fn abort(device: Device) {
     const CONNECTIONS: &str = "/sys/fs/fuse/connections";
     let file = format!("{CONNECTIONS}/{}/abort", device.minor);
     // If the control files are not mounted, root mounts them for the moment.

@@ -99,7 +99,7 @@ pub fn ckfs_mounts() -> Vec<MountEntry> {
 }
 
 /// Whether `/` of this process is not the root of a mount, as in most chroots. False if the table cannot be read.
-pub(in crate::fuse) fn is_in_chroot() -> bool {
+pub(crate) fn is_in_chroot() -> bool {
     mounts().is_ok_and(|mounts| !mounts.iter().any(|entry| entry.mountpoint == Path::new("/")))
 }
 
@@ -180,7 +180,7 @@ pub(super) fn mount_at(location: &MountLocation) -> io::Result<Option<MountEntry
 const STALE_CHECK_LIMIT: Duration = Duration::from_secs(5);
 
 /// Whether the mount at `path` has lost its daemon. A mount that does not answer in time is not stale but stuck.
-pub(in crate::fuse) fn is_stale(path: &Path) -> bool {
+pub(crate) fn is_stale(path: &Path) -> bool {
     let (answer, answered) = mpsc::channel();
     let path = path.to_owned();
     let asking = thread::Builder::new().name("ckfs-stale".into()).spawn(move || {

@@ -32,15 +32,15 @@ const FIRST_REQUEST_MS: u16 = 2000;
 
 /// A mount that another process made and will remove.
 #[derive(Debug)]
-pub(in crate::fuse) struct Passed {
+pub(crate) struct Passed {
     /// `/dev/fd/N`, as given.
-    pub(in crate::fuse) path: PathBuf,
+    pub(crate) path: PathBuf,
     /// Its device, where the kernel says it (since Linux 6.18).
-    pub(in crate::fuse) device: Option<Device>,
+    pub(crate) device: Option<Device>,
 }
 
 /// The number of the descriptor that a mountpoint `/dev/fd/N` names.
-pub(in crate::fuse) fn passed_number(mountpoint: &Path) -> Option<RawFd> {
+pub(crate) fn passed_number(mountpoint: &Path) -> Option<RawFd> {
     let number = mountpoint.to_str()?.strip_prefix("/dev/fd/")?;
     number.parse().ok().filter(|_| number.bytes().all(|byte| byte.is_ascii_digit()))
 }
@@ -84,7 +84,7 @@ pub fn check_passed(mountpoint: &Path) -> Result<(), MountError> {
 }
 
 /// Takes the descriptor over, and makes sure that it belongs to a mount that no process serves yet.
-pub(in crate::fuse) fn adopt(mountpoint: &Path) -> Result<(OwnedFd, Passed), MountError> {
+pub(crate) fn adopt(mountpoint: &Path) -> Result<(OwnedFd, Passed), MountError> {
     check_passed(mountpoint)?;
     let number = passed_number(mountpoint).ok_or_else(|| refused(mountpoint, "no number of a descriptor"))?;
     // SAFETY: the descriptor is open and is one of /dev/fuse, as was just checked, and no standard stream. This process has opened
@@ -100,7 +100,7 @@ pub(in crate::fuse) fn adopt(mountpoint: &Path) -> Result<(OwnedFd, Passed), Mou
 /// Takes over a socket that this process inherited; `None` if the number is that of no socket.
 ///
 /// Must be called at most once, and before this process opens anything.
-pub(in crate::fuse) fn adopt_socket(number: RawFd) -> Option<UnixStream> {
+pub(crate) fn adopt_socket(number: RawFd) -> Option<UnixStream> {
     let is_socket =
         fs::metadata(format!("/proc/self/fd/{number}")).is_ok_and(|metadata| metadata.file_type().is_socket());
     if number <= 2 || !is_socket {

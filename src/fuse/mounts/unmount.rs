@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ckfs_host::deadline;
 use nix::{
     errno::Errno,
     mount::{MntFlags, umount2},
@@ -23,7 +24,6 @@ use super::{
     mount_user::{MountUser, describe, mount_users},
     mountinfo::{is_stale, locate, mount_at},
 };
-use crate::host::deadline;
 use tracing::warn;
 
 /// How to unmount.

@@ -7,7 +7,7 @@
 use std::{fs, num::NonZeroU32};
 
 /// A thread that waits for an answer, by the number that it has in this process's namespace; none if it has no number there.
-pub(in crate::fuse) type Client = Option<NonZeroU32>;
+pub(crate) type Client = Option<NonZeroU32>;
 
 /// The bit of SIGKILL in a set of signals. The kernel marks every thread of a process with it that any signal ends.
 const KILLED: u64 = 1 << (libc::SIGKILL - 1);

@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use ckfs_volume::{FileSystem, RequestKind};
 use fuser::{Errno, ReplyData, ReplyOpen};
 
 use super::{
@@ -15,7 +16,6 @@ use super::{
     spare::{Overflow, Readers},
     table::{Expired, Requests},
 };
-use crate::volume::{FileSystem, RequestKind};
 
 /// Time between two turns while there are requests, and otherwise.
 const BUSY_PERIOD: Duration = Duration::from_millis(50);
@@ -26,12 +26,12 @@ const CLIENT_AGE: Duration = Duration::from_millis(100);
 const LOOKS: u32 = 8;
 
 /// What the thread watches.
-pub(in crate::fuse) struct Lookout {
-    pub(in crate::fuse) fs: Arc<dyn FileSystem>,
-    pub(in crate::fuse) reads: Arc<Requests<ReplyData>>,
-    pub(in crate::fuse) opens: Arc<Requests<ReplyOpen>>,
-    pub(in crate::fuse) readers: Arc<Readers>,
-    pub(in crate::fuse) overflow: Arc<Overflow>,
+pub(crate) struct Lookout {
+    pub(crate) fs: Arc<dyn FileSystem>,
+    pub(crate) reads: Arc<Requests<ReplyData>>,
+    pub(crate) opens: Arc<Requests<ReplyOpen>>,
+    pub(crate) readers: Arc<Readers>,
+    pub(crate) overflow: Arc<Overflow>,
 }
 
 /// A reply to a request that may wait.
@@ -61,7 +61,7 @@ impl Lookout {
     ///
     /// # Errors
     /// The system starts no thread.
-    pub(in crate::fuse) fn start(self: &Arc<Self>) -> io::Result<()> {
+    pub(crate) fn start(self: &Arc<Self>) -> io::Result<()> {
         let lookout = Arc::downgrade(self);
         thread::Builder::new().name("ckfs-lookout".to_owned()).spawn(move || watch(&lookout)).map(drop)
     }

@@ -33,7 +33,7 @@ struct Resting {
 
 /// The threads that read requests.
 #[derive(Debug)]
-pub(in crate::fuse) struct Readers {
+pub(crate) struct Readers {
     /// Threads that usually read requests; there is one more.
     usual: usize,
     /// Threads of fuser inside requests that may wait.
@@ -50,7 +50,7 @@ pub(in crate::fuse) struct Readers {
 
 /// A thread of fuser inside a request that may wait.
 #[derive(Debug)]
-pub(in crate::fuse) struct Inside<'a>(&'a Readers);
+pub(crate) struct Inside<'a>(&'a Readers);
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
@@ -77,7 +77,7 @@ thread_local! {
 
 impl Readers {
     /// For a session of `usual` threads and one more.
-    pub(in crate::fuse) fn new(usual: usize) -> Self {
+    pub(crate) fn new(usual: usize) -> Self {
         Self {
             usual,
             inside: AtomicUsize::new(0),
@@ -90,14 +90,14 @@ impl Readers {
     }
 
     /// Begins a request that may wait; none if this is the last thread that reads requests.
-    pub(in crate::fuse) fn enter(&self) -> Option<Inside<'_>> {
+    pub(crate) fn enter(&self) -> Option<Inside<'_>> {
         let before = self.inside.fetch_add(1, Ordering::Relaxed);
         let inside = Inside(self);
         (before < self.usual).then_some(inside)
     }
 
     /// To be called by a thread that has ended a request: it may rest here.
-    pub(in crate::fuse) fn rest(self: &Arc<Self>) {
+    pub(crate) fn rest(self: &Arc<Self>) {
         KNOWN.with_borrow_mut(|known| {
             if known.is_none() {
                 self.lock().known += 1;
@@ -122,7 +122,7 @@ impl Readers {
 
     /// Calls the thread that rests if all others are inside requests, none of which ended since this was last called, and
     /// `is_waiting`; lets one rest again once another is back. Whether there were requests since.
-    pub(in crate::fuse) fn look(&self, is_waiting: impl FnOnce() -> bool) -> bool {
+    pub(crate) fn look(&self, is_waiting: impl FnOnce() -> bool) -> bool {
         let (inside, passed) = (self.inside.load(Ordering::Relaxed), self.passed.load(Ordering::Relaxed));
         let seen = self.seen_passed.swap(passed, Ordering::Relaxed);
         let full = inside >= self.usual;
@@ -173,7 +173,7 @@ struct Queue {
 /// Handles requests that no thread of fuser should wait for, each in a thread, which are started when needed. More requests
 /// than threads wait in a queue.
 #[derive(Default)]
-pub(in crate::fuse) struct Overflow {
+pub(crate) struct Overflow {
     queue: Mutex<Queue>,
     added: Condvar,
 }
@@ -186,7 +186,7 @@ impl std::fmt::Debug for Overflow {
 
 impl Overflow {
     /// Has a job done. Dropped undone if there is no thread and the system starts none.
-    pub(in crate::fuse) fn submit(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
+    pub(crate) fn submit(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
         let mut queue = self.lock();
         queue.jobs.push_back(Box::new(job));
         if queue.idle >= queue.jobs.len() {
@@ -213,7 +213,7 @@ impl Overflow {
     }
 
     /// Notes that a thread's request was given up: another may stand in for it.
-    pub(in crate::fuse) fn lose(self: &Arc<Self>) {
+    pub(crate) fn lose(self: &Arc<Self>) {
         let mut queue = self.lock();
         queue.lost += 1;
         if !queue.jobs.is_empty() {
@@ -222,7 +222,7 @@ impl Overflow {
     }
 
     /// Notes that such a thread is back.
-    pub(in crate::fuse) fn find(&self) {
+    pub(crate) fn find(&self) {
         self.lock().lost -= 1;
     }
 

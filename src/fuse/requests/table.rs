@@ -15,8 +15,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ckfs_volume::Ino;
+
 use super::client::Client;
-use crate::volume::Ino;
 
 /// Requests are spread over this many locks; each thread has one of its own, as far as there are that many.
 const SHARDS: usize = 32;
@@ -55,13 +56,13 @@ struct Shard<R> {
 
 /// The requests of one kind that were not answered yet.
 #[derive(Debug)]
-pub(in crate::fuse) struct Requests<R> {
+pub(crate) struct Requests<R> {
     shards: Box<[Mutex<Shard<R>>]>,
 }
 
 /// A request's place among them. Dropped, it takes the reply out.
 #[derive(Debug)]
-pub(in crate::fuse) struct Ticket<R> {
+pub(crate) struct Ticket<R> {
     requests: Arc<Requests<R>>,
     shard: usize,
     place: usize,
@@ -71,11 +72,11 @@ pub(in crate::fuse) struct Ticket<R> {
 
 /// A request that was taken out because it waited for too long, or because its client ends.
 #[derive(Debug)]
-pub(in crate::fuse) struct Expired<R> {
-    pub(in crate::fuse) ino: Ino,
-    pub(in crate::fuse) since: Instant,
-    pub(in crate::fuse) aside: bool,
-    pub(in crate::fuse) reply: R,
+pub(crate) struct Expired<R> {
+    pub(crate) ino: Ino,
+    pub(crate) since: Instant,
+    pub(crate) aside: bool,
+    pub(crate) reply: R,
 }
 
 impl<R> Default for Requests<R> {
@@ -87,7 +88,7 @@ impl<R> Default for Requests<R> {
 
 impl<R> Requests<R> {
     /// Keeps the reply of a request of `client` for `ino` that arrived at `since`.
-    pub(in crate::fuse) fn add(self: &Arc<Self>, ino: Ino, since: Instant, client: Client, reply: R) -> Ticket<R> {
+    pub(crate) fn add(self: &Arc<Self>, ino: Ino, since: Instant, client: Client, reply: R) -> Ticket<R> {
         let shard_index = own_shard();
         let mut shard = self.shard(shard_index);
         shard.next_number += 1;
@@ -104,12 +105,12 @@ impl<R> Requests<R> {
     }
 
     /// Files with requests that have waited for `limit`, each once.
-    pub(in crate::fuse) fn late(&self, limit: Duration) -> Vec<Ino> {
+    pub(crate) fn late(&self, limit: Duration) -> Vec<Ino> {
         self.of_late(limit, |request| Some(request.ino))
     }
 
     /// Clients that have waited for `limit`, each once.
-    pub(in crate::fuse) fn late_clients(&self, limit: Duration) -> Vec<NonZeroU32> {
+    pub(crate) fn late_clients(&self, limit: Duration) -> Vec<NonZeroU32> {
         self.of_late(limit, |request| request.client)
     }
 
@@ -127,12 +128,12 @@ impl<R> Requests<R> {
     }
 
     /// Takes out the requests for `ino` that have waited for `limit`.
-    pub(in crate::fuse) fn expire(&self, ino: Ino, limit: Duration) -> Vec<Expired<R>> {
+    pub(crate) fn expire(&self, ino: Ino, limit: Duration) -> Vec<Expired<R>> {
         self.take_out(|request| request.ino == ino && request.since.elapsed() >= limit)
     }
 
     /// Takes out the requests of clients.
-    pub(in crate::fuse) fn abandon(&self, clients: &[NonZeroU32]) -> Vec<Expired<R>> {
+    pub(crate) fn abandon(&self, clients: &[NonZeroU32]) -> Vec<Expired<R>> {
         self.take_out(|request| request.client.is_some_and(|client| clients.contains(&client)))
     }
 
@@ -152,7 +153,7 @@ impl<R> Requests<R> {
     }
 
     /// Whether any request waits.
-    pub(in crate::fuse) fn any(&self) -> bool {
+    pub(crate) fn any(&self) -> bool {
         (0..SHARDS).any(|index| self.shard(index).places.iter().any(Option::is_some))
     }
 
@@ -163,7 +164,7 @@ impl<R> Requests<R> {
 
 impl<R> Ticket<R> {
     /// The reply, to be sent; none if it was taken before.
-    pub(in crate::fuse) fn take(&mut self) -> Option<R> {
+    pub(crate) fn take(&mut self) -> Option<R> {
         let mut shard = self.requests.shard(self.shard);
         let place = shard.places.get_mut(self.place)?;
         let request = place.take_if(|request| request.number == self.number)?;
@@ -173,7 +174,7 @@ impl<R> Ticket<R> {
     }
 
     /// Notes that a thread of the overflow handles it. Whether it still waits.
-    pub(in crate::fuse) fn set_aside(&self) -> bool {
+    pub(crate) fn set_aside(&self) -> bool {
         let mut shard = self.requests.shard(self.shard);
         match shard.places.get_mut(self.place) {
             Some(Some(request)) if request.number == self.number => {
@@ -185,7 +186,7 @@ impl<R> Ticket<R> {
     }
 
     /// Whether another thread answered it.
-    pub(in crate::fuse) fn expired(&self) -> bool {
+    pub(crate) fn expired(&self) -> bool {
         let waits = || {
             let shard = self.requests.shard(self.shard);
             shard

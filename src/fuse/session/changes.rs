@@ -11,9 +11,8 @@ use std::{
     thread,
 };
 
+use ckfs_volume::{FileSystem, Ino};
 use fuser::{INodeNo, Notifier};
-
-use crate::volume::{FileSystem, Ino};
 
 /// The way to the kernel, until the session ends.
 #[derive(Clone, Debug)]

@@ -11,7 +11,7 @@
 //! A mount that another process made (`/dev/fd/N`) is left to it: after a signal open files are served until the last is closed,
 //! at most for the grace and the drain period.
 //!
-//! Other signals end nothing: see [`crate::host::signal`].
+//! Other signals end nothing: see [`ckfs_host::signal`].
 //!
 //! Requests are handled on threads of fuser; the thread that called [`serve`] only waits for signals and the end. Signals
 //! are taken from a descriptor, never in a signal handler, so they must be blocked in every thread: see
@@ -26,6 +26,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ckfs_host::{
+    Log, limits,
+    signal::{self, ENDING},
+};
+use ckfs_volume::FileSystem;
 use fuser::SessionACL;
 use nix::sys::{
     signal::SigSet,
@@ -35,15 +40,8 @@ use tracing::{info, warn};
 
 use super::supervisor::{Attached, Exit, Running, Supervisor};
 use crate::{
-    fuse::{
-        adapter::KernelAdapter,
-        mounts::{MountError, MountOptions, adopt, check_host, is_passed, mount, set_read_ahead},
-    },
-    host::{
-        Log, limits,
-        signal::{self, ENDING},
-    },
-    volume::FileSystem,
+    adapter::KernelAdapter,
+    mounts::{MountError, MountOptions, adopt, check_host, is_passed, mount, set_read_ahead},
 };
 
 /// Blocks the signals that [`serve`] waits for, in this thread and the threads that it starts. Ignores the signals that mean
@@ -214,7 +212,7 @@ fn answers(mountpoint: &Path) -> Result<(), MountError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::signal::{REOPEN, STATISTICS};
+    use ckfs_host::signal::{REOPEN, STATISTICS};
 
     #[test]
     fn signals_are_let_through_by_one_thread_only() {

@@ -10,6 +10,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ckfs_host::{
+    Log, deadline,
+    signal::{REOPEN, STATISTICS},
+};
+use ckfs_volume::{FileSystem, RequestKind};
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -19,16 +24,9 @@ use tracing::{Level, error, info, warn};
 
 use super::changes::Changes;
 use crate::{
-    fuse::{
-        adapter::KernelAdapter,
-        daemon::notify_systemd,
-        mounts::{Device, MountError, MountState, MountUser, Mounted, Passed, UnmountError, abort, describe, is_stale},
-    },
-    host::{
-        Log, deadline,
-        signal::{REOPEN, STATISTICS},
-    },
-    volume::{FileSystem, RequestKind},
+    adapter::KernelAdapter,
+    daemon::notify_systemd,
+    mounts::{Device, MountError, MountState, MountUser, Mounted, Passed, UnmountError, abort, describe, is_stale},
 };
 
 /// How the mount ended.
@@ -454,7 +452,7 @@ impl Supervisor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fuse::mounts::MountOptions;
+    use crate::mounts::MountOptions;
 
     #[test]
     fn only_an_abort_is_unclean() {

@@ -25,6 +25,8 @@ use std::{
     sync::OnceLock,
 };
 
+use ckfs_checkpoint::{Checkpoint, Container, Storage, TensorInfo};
+use ckfs_tensor::TensorId;
 use hashbrown::HashSet;
 
 use self::{
@@ -52,10 +54,6 @@ use super::{
     unused,
     values::{self, Raw, ValueRequest, Values},
     whole, widths,
-};
-use crate::{
-    checkpoint::{Checkpoint, Container, Storage, TensorInfo},
-    tensor::TensorId,
 };
 
 impl Plan {
@@ -177,7 +175,7 @@ impl<'a> Builder<'a> {
             Layout::Canonical | Layout::Hf | Layout::Stored => (None, None),
             Layout::Embedded(embedded) => {
                 if let Some(stored) = inverse::layout_of(wanted.seen()) {
-                    return Err(already_laid_out(embedded.name, stored).into());
+                    return Err(already_laid_out(&embedded.name, stored).into());
                 }
                 let by_modules = embedded.by_modules && !set.contains_key(FAMILY);
                 if by_modules && (modules::is_of_parts(wanted.seen()) || !embedded.has_file(wanted.seen())?) {

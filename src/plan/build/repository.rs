@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use ckfs_checkpoint::Checkpoint;
+
 use super::{
     super::{
         Draft, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, library::Model, values::Values,
@@ -9,7 +11,6 @@ use super::{
     request::{asked, decoded, decodes},
     stage::{Builder, ChosenLayout, Selection, groups_of},
 };
-use crate::checkpoint::Checkpoint;
 
 /// The files of `hf/`.
 #[derive(Default)]

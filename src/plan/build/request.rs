@@ -2,11 +2,14 @@
 
 use std::collections::BTreeSet;
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::Dequantize;
+use ckfs_tensor::TensorId;
+
 use super::super::{
     Layout, LayoutFile, PlanError, Problem, ViewOptions,
     values::{Raw, ValueRequest},
 };
-use crate::{checkpoint::Checkpoint, config::Dequantize, tensor::TensorId};
 
 /// The dtype and dequantization that the user requests.
 pub(super) const fn asked(options: &ViewOptions) -> ValueRequest {

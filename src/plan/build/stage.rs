@@ -2,6 +2,9 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use ckfs_checkpoint::{Adapter, Checkpoint, Container, OwnHead};
+use ckfs_tensor::TensorId;
+
 use super::super::{
     Draft, Family, Layout, LayoutFile, NameGroup, PlanError, Problem, Tied, ViewOptions, Whole,
     expect::Findings,
@@ -16,10 +19,6 @@ use super::super::{
     select::{self, Selected},
     survey::family,
     values::ValueRequest,
-};
-use crate::{
-    checkpoint::{Adapter, Checkpoint, Container, OwnHead},
-    tensor::TensorId,
 };
 
 /// The options of a plan, and the problems and warnings found so far.

@@ -10,6 +10,7 @@
 
 use std::collections::BTreeSet;
 
+use ckfs_checkpoint::{Checkpoint, Experts, FileRole};
 use rayon::prelude::*;
 use serde_json::Value as Json;
 
@@ -24,7 +25,6 @@ use super::super::{
     problem::Problem,
     select,
 };
-use crate::checkpoint::{Checkpoint, Experts, FileRole};
 
 /// Tensors that one thread compares together.
 const SCANNED_TOGETHER: usize = 1024;
@@ -258,21 +258,17 @@ impl<'a> FamilyScan<'a> {
 
 /// The differences from a family's tables that are not refused.
 #[derive(Debug, Default)]
-pub(in crate::plan) struct Findings {
-    pub(in crate::plan) missing: Vec<NameGroup>,
-    pub(in crate::plan) unexpected: Vec<NameGroup>,
+pub(crate) struct Findings {
+    pub(crate) missing: Vec<NameGroup>,
+    pub(crate) unexpected: Vec<NameGroup>,
     /// Differences between layers that nothing explains.
-    pub(in crate::plan) holes: Vec<Hole>,
+    pub(crate) holes: Vec<Hole>,
     /// A warning about the whole repository.
-    pub(in crate::plan) warning: Option<String>,
+    pub(crate) warning: Option<String>,
 }
 
 /// Compares a repository with its family's tables. Returns the differences to report, and those to refuse.
-pub(in crate::plan) fn compare(
-    checkpoint: &Checkpoint,
-    family: &Family,
-    options: &ViewOptions,
-) -> (Findings, Vec<Problem>) {
+pub(crate) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOptions) -> (Findings, Vec<Problem>) {
     let nothing = || (Findings::default(), Vec::new());
     let Some(scan) = FamilyScan::new(checkpoint, family) else { return nothing() };
     let words = Generic::load().expect("the file is in the program, and a test reads it").words;
@@ -328,7 +324,7 @@ fn is_buffer(name: &str) -> bool {
 }
 
 /// The findings for a repository of no known family.
-pub(in crate::plan) fn survey(checkpoint: &Checkpoint, options: &ViewOptions) -> Findings {
+pub(crate) fn survey(checkpoint: &Checkpoint, options: &ViewOptions) -> Findings {
     Findings { holes: holes(checkpoint, None, options), ..Findings::default() }
 }
 

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeSet;
 
+use ckfs_tensor::Shape;
+
 use super::super::name_group::{NameGroup, ranges};
-use crate::tensor::Shape;
 
 /// A tensor that some layers lack or have in another shape, without a reason in the pattern of layers or in
 /// `config.json`.

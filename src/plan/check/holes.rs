@@ -7,6 +7,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_tensor::{Shape, TensorId};
 use serde_json::Value;
 use strsim::levenshtein;
 
@@ -15,10 +17,6 @@ use super::super::{
     hole::Hole,
     name_group::{fold, stars},
     naming, select,
-};
-use crate::{
-    checkpoint::Checkpoint,
-    tensor::{Shape, TensorId},
 };
 
 /// Tensors whose names differ only in the layer: layers and tensors, by layer.
@@ -32,7 +30,7 @@ const KINDS_MAX: usize = 8;
 const PACKED_WORDS: [&str; 3] = ["qweight", "weight_packed", "W_q"];
 
 /// All holes, by name.
-pub(in crate::plan) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole> {
+pub(crate) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole> {
     let words = Generic::load().expect("the file is in the program, and a test reads it").words;
     let text = select::text_prefix(checkpoint, family);
     let predicting = select::predicting(checkpoint, family);

@@ -5,14 +5,13 @@ use std::{
     fmt,
 };
 
+use ckfs_checkpoint::{printable, printable_lines};
+use ckfs_tensor::{Shape, TilingError, ViewError};
+
 use super::super::{
     hole::Hole,
     mesh::DEVICES_LISTED_MAX,
     name_group::{NameGroup, fold, ranges, stars},
-};
-use crate::{
-    checkpoint::{printable, printable_lines},
-    tensor::{Shape, TilingError, ViewError},
 };
 
 /// One problem of a plan.
@@ -292,7 +291,7 @@ impl fmt::Display for RuleLocation {
 
 impl Problem {
     /// Missing tensors, without a target that needs them.
-    pub(in crate::plan) fn missing(group: NameGroup) -> Self {
+    pub(crate) fn missing(group: NameGroup) -> Self {
         Self::MissingTensor { group, for_target: String::new(), rule: RuleLocation::default() }
     }
 }

@@ -2,19 +2,21 @@
 
 use std::collections::BTreeSet;
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::DEVICES_LISTED_MAX;
+
 use super::super::{
     family::{self, Family},
     name_group::ranges,
     options::ViewOptions,
     problem::{PlanError, Problem},
 };
-use crate::{checkpoint::Checkpoint, config::DEVICES_LISTED_MAX};
 
-pub(in crate::plan) fn family_problem(error: &family::FamilyError) -> PlanError {
+pub(crate) fn family_problem(error: &family::FamilyError) -> PlanError {
     Problem::File { file: error.family.clone(), reason: error.reason.clone() }.into()
 }
 
-pub(in crate::plan) fn family(checkpoint: &Checkpoint) -> Result<Option<Family>, PlanError> {
+pub(crate) fn family(checkpoint: &Checkpoint) -> Result<Option<Family>, PlanError> {
     let dialect = checkpoint.dialect();
     for model_type in [&dialect.model_type, &dialect.text_model_type].into_iter().flatten() {
         if let Some(family) = Family::of_model_type(model_type).map_err(|error| family_problem(&error))? {
@@ -24,7 +26,7 @@ pub(in crate::plan) fn family(checkpoint: &Checkpoint) -> Result<Option<Family>,
     Ok(None)
 }
 
-pub(in crate::plan) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
+pub(crate) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
     let devices = options.mesh.devices();
     let count = options.devices.as_ref().map_or(devices, |listed| listed.len() as u64);
     if count > DEVICES_LISTED_MAX {
@@ -43,11 +45,11 @@ pub(in crate::plan) fn devices(options: &ViewOptions, problems: &mut Vec<Problem
 }
 
 /// Most missing layers of one family that are listed.
-pub(in crate::plan) const MISSING_MAX: usize = 1000;
+pub(crate) const MISSING_MAX: usize = 1000;
 
 /// Refuses a repository whose configuration counts layers and of whose tensors none has the number of one: the names are of another
 /// program, or the layers are not there.
-pub(in crate::plan) fn no_layers(checkpoint: &Checkpoint, options: &ViewOptions, problems: &mut Vec<Problem>) {
+pub(crate) fn no_layers(checkpoint: &Checkpoint, options: &ViewOptions, problems: &mut Vec<Problem>) {
     const SHOWN: usize = 3;
     let Some(declared) = checkpoint.dialect().declared_layers.filter(|layers| *layers > 0) else { return };
     let is_number = |word: &str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
@@ -70,7 +72,7 @@ pub(in crate::plan) fn no_layers(checkpoint: &Checkpoint, options: &ViewOptions,
 
 /// Finds missing layers. If the configuration of a known model counts its layers, a missing one is a problem. Any other
 /// gap (in a part of a repository, or an adapter) is only a warning.
-pub(in crate::plan) fn missing_layers(
+pub(crate) fn missing_layers(
     checkpoint: &Checkpoint,
     known: Option<&Family>,
     options: &ViewOptions,

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeSet;
 
+use ckfs_checkpoint::Checkpoint;
+
 use super::super::{
     AxisUse, Draft, LogicalRules, Pattern, Problem, Sharding, ViewOptions, axis_use, name_group, shard,
 };
-use crate::checkpoint::Checkpoint;
 
 /// Finds mesh axes that split nothing and are not meant to. Proposes the name that is probably meant.
-pub(in crate::plan) fn mesh_axes(
+pub(crate) fn mesh_axes(
     options: &ViewOptions,
     rules: Option<&LogicalRules>,
     drafts: &[Draft],
@@ -105,12 +106,7 @@ fn meant(name: &str, options: &ViewOptions, rules: Option<&LogicalRules>) -> Opt
     same.or_else(near).or_else(same_effect).map(str::to_owned)
 }
 
-pub(in crate::plan) fn patterns(
-    checkpoint: &Checkpoint,
-    options: &ViewOptions,
-    drafts: &[Draft],
-    warnings: &mut Vec<String>,
-) {
+pub(crate) fn patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &[Draft], warnings: &mut Vec<String>) {
     let mut warn = |rule, pattern: &Pattern| {
         let stored = checkpoint.tensors().map(|(_, info)| info.name);
         let hint = name_group::near_pattern(pattern, drafts.iter().map(|draft| draft.name.as_str()).chain(stored));
@@ -146,7 +142,7 @@ fn absent_axes<'a>(
 }
 
 /// Warns of the user's rules for logical axes that have no effect.
-pub(in crate::plan) fn logical_rules(options: &ViewOptions, apply: bool, drafts: &[Draft], warnings: &mut Vec<String>) {
+pub(crate) fn logical_rules(options: &ViewOptions, apply: bool, drafts: &[Draft], warnings: &mut Vec<String>) {
     let rules = &options.logical_rules;
     if !apply {
         if !rules.is_empty() {

@@ -6,8 +6,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_tensor::Shape;
+
 use super::super::{family::Generic, name_group::ranges, naming, problem::Problem};
-use crate::{checkpoint::Checkpoint, tensor::Shape};
 
 /// Tensors that are listed in the message.
 const LISTED_MAX: usize = 6;
@@ -119,7 +121,7 @@ fn starred(name: &str) -> String {
 }
 
 /// The problems of a layout, with one in place of those that layers of other widths have.
-pub(in crate::plan) fn explained(layout: &str, checkpoint: &Checkpoint, problems: Vec<Problem>) -> Vec<Problem> {
+pub(crate) fn explained(layout: &str, checkpoint: &Checkpoint, problems: Vec<Problem>) -> Vec<Problem> {
     let is_of_shape = |problem: &Problem| {
         matches!(problem, Problem::SourceShape { .. } | Problem::View { .. } | Problem::Layout { .. })
     };

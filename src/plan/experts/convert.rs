@@ -4,14 +4,12 @@
 //! A converter of the table has patterns of names, the names of what it makes, and operations. Tensors whose names become one
 //! belong together; each operation takes the tensors that the one before has made, under the pattern or the name that each then has.
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_tensor::{Shape, View, ViewError};
 use fancy_regex::Regex;
 use serde::Deserialize;
 
 use super::super::member;
-use crate::{
-    checkpoint::Checkpoint,
-    tensor::{Shape, View, ViewError},
-};
 
 /// An operation of a converter.
 #[derive(Clone, Debug, Deserialize)]
@@ -46,7 +44,7 @@ pub(super) struct ConverterRow {
 
 /// A converter: patterns of names, names of what it makes, and how.
 #[derive(Debug)]
-pub(in crate::plan) struct LoadConverter {
+pub(crate) struct LoadConverter {
     /// In the order in which their tensors are taken.
     from: Vec<Regex>,
     /// The longest pattern first: the order in which they are tried.
@@ -80,7 +78,7 @@ impl LoadConverter {
     }
 
     /// How many patterns it has.
-    pub(in crate::plan) fn patterns(&self) -> usize {
+    pub(crate) fn patterns(&self) -> usize {
         self.from.len()
     }
 
@@ -88,7 +86,7 @@ impl LoadConverter {
     ///
     /// # Errors
     /// Why the tensors are none that transformers could convert.
-    pub(in crate::plan) fn make(
+    pub(crate) fn make(
         &self,
         name: &str,
         given: Vec<Vec<View>>,

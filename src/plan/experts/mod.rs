@@ -10,12 +10,15 @@
 //! What it deliberately does not do: change models whose table has no single experts (gpt-oss, Gemma 4), whose only form is fused; and
 //! codes that are shown as they are stored.
 
-pub(in crate::plan) mod convert;
-pub(in crate::plan) mod models;
-pub(in crate::plan) mod orientation;
+pub(crate) mod convert;
+pub(crate) mod models;
+pub(crate) mod orientation;
 mod spelling;
 
 use std::{collections::BTreeMap, sync::Arc};
+
+use ckfs_checkpoint::{Checkpoint, Composed, ExpertPart, TensorInfo};
+use ckfs_tensor::TensorId;
 
 use self::{
     models::ModelNames,
@@ -23,10 +26,6 @@ use self::{
     spelling::{ExpertName, Projection},
 };
 use super::{member, problem::Problem};
-use crate::{
-    checkpoint::{Checkpoint, Composed, ExpertPart, TensorInfo},
-    tensor::TensorId,
-};
 
 /// Bits of the narrowest float that is a number by itself and no code.
 const PLAIN_BITS: u64 = 16;

@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use ckfs_checkpoint::Checkpoint;
 use fancy_regex::Regex;
 use serde::Deserialize;
 
@@ -13,7 +14,6 @@ use super::{
     convert::{ConverterRow, LoadConverter},
     spelling::ExpertName,
 };
-use crate::checkpoint::Checkpoint;
 
 const FILE: &str = include_str!("models.toml");
 
@@ -73,24 +73,24 @@ struct NameScope(Option<[String; 2]>);
 
 /// What transformers makes of a tensor of a repository.
 #[derive(Debug, PartialEq, Eq)]
-pub(in crate::plan) struct Loaded {
+pub(crate) struct Loaded {
     /// The name of the module's tensor. Of several tensors that are made of it, the first.
-    pub(in crate::plan) name: String,
+    pub(crate) name: String,
     /// The converter that the tensor goes through, and the pattern of it that the name matches.
-    pub(in crate::plan) by: Option<(usize, usize)>,
+    pub(crate) by: Option<(usize, usize)>,
 }
 
 /// How transformers reads the repositories of some model types.
 #[derive(Debug)]
-pub(in crate::plan) struct ModelNames {
+pub(crate) struct ModelNames {
     /// The words of an expert's gate, up and down matrices. The gate has none if there is no gate.
-    pub(in crate::plan) experts: Option<[String; 3]>,
+    pub(crate) experts: Option<[String; 3]>,
     /// Whether fused experts are read in either order of their axes.
-    pub(in crate::plan) either_way: bool,
+    pub(crate) either_way: bool,
     /// Conversions that are not renames and not stacks of experts.
-    pub(in crate::plan) others: Vec<String>,
+    pub(crate) others: Vec<String>,
     /// What makes tensors of others.
-    pub(in crate::plan) converters: Vec<LoadConverter>,
+    pub(crate) converters: Vec<LoadConverter>,
     scopes: Vec<NameScope>,
     renames: Vec<NameRule>,
     back: Vec<NameRule>,
@@ -181,7 +181,7 @@ impl ModelNames {
     }
 
     /// The names of this checkpoint's model, if they change when transformers loads it.
-    pub(in crate::plan) fn of(checkpoint: &Checkpoint) -> Option<Arc<Self>> {
+    pub(crate) fn of(checkpoint: &Checkpoint) -> Option<Arc<Self>> {
         let dialect = checkpoint.dialect();
         let types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
         let row = types.into_iter().find_map(|of| file().model.iter().find(|row| row.types.contains(of)))?;
@@ -198,7 +198,7 @@ impl ModelNames {
     ///
     /// # Errors
     /// The type, if it is none of transformers'; nothing if there is none.
-    pub(in crate::plan) fn of_whole(checkpoint: &Checkpoint) -> Result<Arc<Self>, Option<String>> {
+    pub(crate) fn of_whole(checkpoint: &Checkpoint) -> Result<Arc<Self>, Option<String>> {
         let of = checkpoint.dialect().model_type.as_ref().ok_or(None)?;
         let file = file();
         let row = file.model.iter().find(|row| row.types.contains(of));
@@ -209,7 +209,7 @@ impl ModelNames {
     }
 
     /// What becomes of a tensor of this name in the repository.
-    pub(in crate::plan) fn loaded(&self, name: &str) -> Loaded {
+    pub(crate) fn loaded(&self, name: &str) -> Loaded {
         let renamed = self.renames.iter().fold(name.to_owned(), |name, rule| rule.apply(name));
         let (renamed, by) = self.converted(&renamed);
         let renamed = self.with_base(renamed);
@@ -257,7 +257,7 @@ impl ModelNames {
     }
 
     /// Whether it is known that the state has no tensor of this name.
-    pub(in crate::plan) fn lacks(&self, name: &str) -> bool {
+    pub(crate) fn lacks(&self, name: &str) -> bool {
         !self.state.is_empty() && !self.has(name)
     }
 
@@ -272,7 +272,7 @@ impl ModelNames {
 
     /// Whether the class leaves a tensor out, by its name in its modules. `has` tells whether the repository has a tensor that gets a
     /// name.
-    pub(in crate::plan) fn ignores(&self, name: &str, has: &dyn Fn(&str) -> bool) -> bool {
+    pub(crate) fn ignores(&self, name: &str, has: &dyn Fn(&str) -> bool) -> bool {
         let is_alone = |(pattern, words): &(Regex, String)| {
             let found = pattern.find(name).ok().flatten();
             found.is_some_and(|found| !has(&format!("{}{words}", &name[..found.start()])))

@@ -8,7 +8,7 @@ use super::spelling::Projection;
 
 /// The order of the last two axes of fused experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::plan) enum Order {
+pub(crate) enum Order {
     /// `[experts, out, in]`, as matrices of Hugging Face are.
     OutIn,
     /// `[experts, in, out]`.
@@ -16,11 +16,11 @@ pub(in crate::plan) enum Order {
 }
 
 /// Name of the parameter that decides the order.
-pub(in crate::plan) const PARAMETER: &str = "experts_order";
+pub(crate) const PARAMETER: &str = "experts_order";
 
 impl Order {
     /// The value of the parameter.
-    pub(in crate::plan) const fn word(self) -> &'static str {
+    pub(crate) const fn word(self) -> &'static str {
         match self {
             Self::OutIn => "out_in",
             Self::InOut => "in_out",
@@ -28,14 +28,14 @@ impl Order {
     }
 
     /// The order of a value of the parameter.
-    pub(in crate::plan) fn of_word(word: &str) -> Option<Self> {
+    pub(crate) fn of_word(word: &str) -> Option<Self> {
         [Self::OutIn, Self::InOut].into_iter().find(|order| order.word() == word)
     }
 }
 
 /// What a shape shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::plan) enum ShapeHint {
+pub(crate) enum ShapeHint {
     Order(Order),
     /// It is square.
     Either,
@@ -62,7 +62,7 @@ pub(super) fn shown(projection: Projection, shape: &[u64], hidden: Option<u64>) 
 
 /// The orders that the tensors of a model show.
 #[derive(Clone, Debug, Default)]
-pub(in crate::plan) struct Orientation {
+pub(crate) struct Orientation {
     told: Option<Order>,
     /// A tensor of each order, if there is one.
     out_in: Option<String>,
@@ -71,9 +71,9 @@ pub(in crate::plan) struct Orientation {
 
 /// A square tensor that does not show its order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::plan) struct Ambiguous {
+pub(crate) struct Ambiguous {
     /// Why it is not known.
-    pub(in crate::plan) reason: String,
+    pub(crate) reason: String,
 }
 
 impl Orientation {
@@ -123,7 +123,7 @@ impl Orientation {
     }
 
     /// The order in which transformers reads a tensor that shows this: a square one as it is.
-    pub(in crate::plan) fn as_loaded(&self, shown: ShapeHint) -> Option<Order> {
+    pub(crate) fn as_loaded(&self, shown: ShapeHint) -> Option<Order> {
         match shown {
             ShapeHint::Neither => None,
             ShapeHint::Order(order) => Some(order),

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use ckfs_tensor::{DType, Element, Keep, Shape, View, ViewError};
 use half::bf16;
 
 use super::value::{Absent, EvalError, ExprValue, NameScope};
-use crate::tensor::{DType, Element, Keep, Shape, View, ViewError};
 
 /// Most repetitions of one element.
 const REPEATS_MAX: usize = 4096;

@@ -60,8 +60,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{function::FUNCTIONS, *};
-    use crate::tensor::View;
-    use crate::tensor::{DType, Shape, SourceTensor, TensorId};
+    use ckfs_tensor::View;
+    use ckfs_tensor::{DType, Shape, SourceTensor, TensorId};
 
     /// A repository of one tensor `t` of shape 6 by 4, experts 0 to 2 and 9, and a small configuration.
     struct Fixed;

@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use crate::tensor::{View, ViewError};
+use ckfs_tensor::{View, ViewError};
 
 /// Deepest nesting of an expression.
 pub(super) const DEPTH_MAX: usize = 64;

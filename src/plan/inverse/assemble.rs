@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use ckfs_tensor::{Shape, View, ViewError};
+
 use super::invert::Places;
-use crate::tensor::{Shape, View, ViewError};
 
 /// Why parts are not a whole tensor.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

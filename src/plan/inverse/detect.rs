@@ -1,7 +1,8 @@
 //! Which layout of the program a checkpoint has, by a leaf that every checkpoint of that layout has.
 
+use ckfs_checkpoint::Checkpoint;
+
 use super::super::{layout_file::StoredNames, layouts::Embedded};
-use crate::checkpoint::Checkpoint;
 
 /// Words of names of a training state that is not the model's weights.
 const STATE_WORDS: [&str; 18] = [
@@ -41,10 +42,10 @@ fn is_state(name: &str) -> bool {
 /// such layout: the names are those of a repository, or unknown.
 pub(super) fn detect(checkpoint: &Checkpoint) -> Option<(Vec<&'static Embedded>, StoredNames)> {
     let all = || Embedded::all().iter().filter(|embedded| embedded.anchor.is_some());
-    let found =
-        all().find_map(|embedded| stored_names(checkpoint, embedded.anchor?).map(|names| (embedded.anchor, names)));
+    let stored = |anchor: &'static String| stored_names(checkpoint, anchor).map(|names| (anchor, names));
+    let found = all().filter_map(|embedded| embedded.anchor.as_ref()).find_map(stored);
     let (anchor, names) = found?;
-    Some((all().filter(|embedded| embedded.anchor == anchor).collect(), names))
+    Some((all().filter(|embedded| embedded.anchor.as_ref() == Some(anchor)).collect(), names))
 }
 
 /// The names of a checkpoint that stores the leaf `anchor`: of several, the shortest.

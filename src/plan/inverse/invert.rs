@@ -3,7 +3,7 @@
 //! The walk starts at the root of the leaf's view with the stored tensor, and undoes one operator at each step. At a target it
 //! has a view of the target's elements, or of those of them that the leaf holds: a *part*, at regular places of each axis.
 
-use crate::tensor::{IndexRun, Keep, Op, Shape, TensorId, View, ViewError};
+use ckfs_tensor::{IndexRun, Keep, Op, Shape, TensorId, View, ViewError};
 
 /// Regular places on an axis: `start`, `start + step`, … `count` of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -17,6 +17,8 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_tensor::{DType, Shape, TensorId, View};
 use serde_json::Value as Json;
 
 use self::{
@@ -31,10 +33,6 @@ use super::{
     problem::RuleLocation,
     select::is_tower,
     values::{ValueRequest, Values},
-};
-use crate::{
-    checkpoint::Checkpoint,
-    tensor::{DType, Shape, TensorId, View},
 };
 
 /// A checkpoint as the repository that its layout starts from.
@@ -175,7 +173,7 @@ pub(super) fn layout_of(checkpoint: &Checkpoint) -> Option<&'static str> {
     if checkpoint.is_repository() && checkpoint.companion().is_none() {
         return None;
     }
-    detect::detect(checkpoint).map(|(layouts, _)| layouts[0].name)
+    detect::detect(checkpoint).map(|(layouts, _)| layouts[0].name.as_str())
 }
 
 fn fits(draft: &super::Draft, found: &[u64]) -> bool {
@@ -442,7 +440,7 @@ struct Fill {
 impl Fill {
     /// With `text_only`, without the other parts of the model.
     fn new(checkpoint: &Checkpoint, reading: &Reading, text_only: bool) -> Self {
-        let own = |(id, info): (TensorId, crate::checkpoint::TensorInfo<'_>)| {
+        let own = |(id, info): (TensorId, ckfs_checkpoint::TensorInfo<'_>)| {
             (in_rules(info.name, reading.file.aliases()), info.name.to_owned(), id)
         };
         let wanted = checkpoint.fill().filter(|(_, info)| !(text_only && is_tower(info.name)));

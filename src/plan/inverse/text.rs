@@ -1,9 +1,9 @@
 //! The configuration of a repository made back from a checkpoint, which may hold the text model of a larger model only.
 
+use ckfs_tensor::View;
 use serde_json::{Value as Json, json};
 
 use super::super::{problem::Problem, select::MTP_COUNTS, text_model::TextModel};
-use crate::tensor::View;
 
 /// What the configuration depends on besides the tensors.
 pub(super) struct Wanted {

@@ -7,20 +7,21 @@
 
 use std::{cell::RefCell, collections::BTreeMap};
 
+use ckfs_checkpoint::Checkpoint;
+
 use super::{
     super::{mesh::Mesh, problem::Problem, values::Values},
     Allowed, LayoutFile, Resolved,
     scope::Scope,
     targets::{Inverse, StoredNames, Target, Targets},
 };
-use crate::checkpoint::Checkpoint;
 
 impl LayoutFile {
     /// The leaves that a checkpoint of this layout has, as views over targets, and the targets.
     ///
     /// # Errors
     /// Everything wrong, at once: absent members of the configuration, rules without an inverse, unknown parameters.
-    pub(in crate::plan) fn resolve_inverse(
+    pub(crate) fn resolve_inverse(
         &self,
         checkpoint: &Checkpoint,
         names: &StoredNames,

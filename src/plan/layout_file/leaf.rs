@@ -2,6 +2,8 @@
 
 use std::{ops::Range, sync::Arc};
 
+use ckfs_tensor::{Shape, TensorId, View};
+
 use super::{
     super::{
         draft::{Bundled, Draft, Roles},
@@ -12,7 +14,6 @@ use super::{
     AtLine, LeafDtype, LeafRule, Placement, Span, Stack,
     scope::{Bound, Local, Scope, is_absent},
 };
-use crate::tensor::{Shape, TensorId, View};
 
 /// Most numbers that one range may have.
 const RANGE_MAX: u64 = 1 << 20;

@@ -88,6 +88,8 @@ mod targets;
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use ckfs_tensor::DType;
+
 pub(super) use self::targets::{StoredNames, Target};
 use super::{
     draft::Draft,
@@ -96,7 +98,6 @@ use super::{
     name_group::NameGroup,
     text_model::TextModel,
 };
-use crate::tensor::DType;
 
 /// An expression, and where it stands: its line, and the bytes of the file.
 #[derive(Clone, Debug)]

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use ckfs_config::did_you_mean;
+
 use super::{AtLine, Each, LayoutFile, LeafRule, Placement, Span, Stack};
-use crate::{config::did_you_mean, plan::expr::Expr};
+use crate::expr::Expr;
 
 /// Calls its argument for each name that an expression uses.
 type NamesOf<'a> = dyn Fn(&mut dyn FnMut(&str)) + 'a;

@@ -1,5 +1,8 @@
 //! Places in a layout file that messages mark.
 
+use ckfs_config::{excerpt, nearest};
+use ckfs_tensor::DType;
+
 use super::{
     super::{
         expr::{Absent, EvalError},
@@ -7,10 +10,6 @@ use super::{
         problem::Problem,
     },
     LayoutFile, Span,
-};
-use crate::{
-    config::{excerpt, nearest},
-    tensor::DType,
 };
 
 /// The line of a byte of a text, from 1.

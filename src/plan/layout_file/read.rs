@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use ckfs_config::{did_you_mean, excerpt, float_of};
 use serde::Deserialize;
 use toml::Spanned;
 
@@ -17,7 +18,6 @@ use super::{
     names::{UnknownName, unknown_names},
     place,
 };
-use crate::config::{did_you_mean, excerpt, float_of};
 
 type Text = Spanned<String>;
 

@@ -5,6 +5,10 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_checkpoint::{Checkpoint, Storage, TensorInfo};
+use ckfs_config::did_you_mean;
+use ckfs_tensor::{TensorId, View};
+
 use super::{
     super::{
         draft::Draft,
@@ -22,11 +26,6 @@ use super::{
     Allowed, AtLine, Each, LayoutFile, LeafRule, Placement, Resolved, Span,
     leaf::{LeafFailure, LeafInProgress, LeafViews, Misshapen, int, joined, range_of},
     scope::{Bound, Local, Scope, is_absent},
-};
-use crate::{
-    checkpoint::{Checkpoint, Storage, TensorInfo},
-    config::did_you_mean,
-    tensor::{TensorId, View},
 };
 
 impl LayoutFile {

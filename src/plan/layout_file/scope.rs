@@ -6,6 +6,9 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_tensor::TensorId;
+
 use super::{
     super::{
         expr::{EvalError, ExprValue, NameScope},
@@ -16,7 +19,6 @@ use super::{
     LayoutFile, Span,
     targets::Inverse,
 };
-use crate::{checkpoint::Checkpoint, tensor::TensorId};
 
 /// Values of loops, by name, outermost first.
 pub(super) type Bound = Vec<(Arc<str>, ExprValue)>;

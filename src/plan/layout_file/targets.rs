@@ -2,42 +2,43 @@
 
 use std::{cell::RefCell, collections::HashMap};
 
+use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View, ViewError};
+
 use super::super::expr::EvalError;
-use crate::tensor::{DType, Shape, SourceTensor, TensorId, View, ViewError};
 
 /// The dtype of targets in the views of rules. A rule that leaves a result in f32 is known by the difference.
 const TARGET_DTYPE: DType = DType::BF16;
 
 /// The names under which a checkpoint stores the leaves of a layout.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(in crate::plan) struct StoredNames {
+pub(crate) struct StoredNames {
     /// Begins every stored name.
-    pub(in crate::plan) prefix: String,
+    pub(crate) prefix: String,
     /// Begins most leaves, and is not stored.
-    pub(in crate::plan) dropped: String,
+    pub(crate) dropped: String,
     /// Ends every stored name.
-    pub(in crate::plan) suffix: String,
+    pub(crate) suffix: String,
 }
 
 impl StoredNames {
     /// The stored name of a leaf.
-    pub(in crate::plan) fn of(&self, leaf: &str) -> String {
+    pub(crate) fn of(&self, leaf: &str) -> String {
         format!("{}{}{}", self.prefix, leaf.strip_prefix(self.dropped.as_str()).unwrap_or(leaf), self.suffix)
     }
 }
 
 /// A tensor that the inverse makes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::plan) struct Target {
+pub(crate) struct Target {
     /// Its name in the rules.
-    pub(in crate::plan) name: String,
+    pub(crate) name: String,
     /// Its shape by the rules.
-    pub(in crate::plan) shape: Shape,
+    pub(crate) shape: Shape,
 }
 
 /// All of them, by number. In the views of rules the number is the tensor's id.
 #[derive(Debug, Default)]
-pub(in crate::plan) struct Targets {
+pub(crate) struct Targets {
     list: Vec<Target>,
     by_name: HashMap<String, u32>,
 }

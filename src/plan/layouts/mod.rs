@@ -1,105 +1,60 @@
 //! The layouts in the program. Each is a set of layout files, one per model family.
 //!
-//! A family is one file; adding one needs no code beyond its line here.
+//! A layout is a directory with a table `layout.toml` and a file for each family. The build finds them; a new layout's name is also in
+//! [`ckfs_config::LAYOUTS`].
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, LazyLock},
+};
+
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::did_you_mean;
+
+use serde::Deserialize;
 
 use super::{
+    embedded::LAYOUTS,
     layout_file::LayoutFile,
     problem::{PlanError, Problem},
 };
-use crate::{checkpoint::Checkpoint, config::did_you_mean};
 
 /// A layout in the program.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Embedded {
     /// Its name.
-    pub name: &'static str,
+    pub name: String,
     /// Its families: name and text of the file.
     files: &'static [(&'static str, &'static str)],
     /// Parameters that its name implies.
-    set: &'static [(&'static str, &'static str)],
+    set: BTreeMap<String, String>,
     /// Whether a model without a file of its own has the names of transformers' modules, which need no rules.
     pub(super) by_modules: bool,
     /// A leaf that every checkpoint of this layout has, if such a checkpoint can be made back to a repository.
-    pub(super) anchor: Option<&'static str>,
+    pub(super) anchor: Option<String>,
 }
 
-const MAXTEXT: &[(&str, &str)] = &[
-    ("maxtext/llama", include_str!("maxtext/llama.toml")),
-    ("maxtext/qwen", include_str!("maxtext/qwen.toml")),
-    ("maxtext/mixtral", include_str!("maxtext/mixtral.toml")),
-    ("maxtext/gemma2", include_str!("maxtext/gemma2.toml")),
-    ("maxtext/gemma3", include_str!("maxtext/gemma3.toml")),
-    ("maxtext/gemma4", include_str!("maxtext/gemma4.toml")),
-    ("maxtext/deepseek", include_str!("maxtext/deepseek.toml")),
-    ("maxtext/gpt-oss", include_str!("maxtext/gpt-oss.toml")),
-    ("maxtext/olmo3", include_str!("maxtext/olmo3.toml")),
-    ("maxtext/qwen3-next", include_str!("maxtext/qwen3-next.toml")),
-    ("maxtext/qwen3.5", include_str!("maxtext/qwen3.5.toml")),
-];
+/// The file `layout.toml` of a directory of layouts.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LayoutTable {
+    /// The layouts, each with the parameters that its name implies.
+    names: BTreeMap<String, BTreeMap<String, String>>,
+    #[serde(default)]
+    by_modules: bool,
+    anchor: Option<String>,
+}
 
-const VLLM: &[(&str, &str)] = &[
-    ("vllm/llama", include_str!("vllm/llama.toml")),
-    ("vllm/qwen3-moe", include_str!("vllm/qwen3-moe.toml")),
-    ("vllm/mixtral", include_str!("vllm/mixtral.toml")),
-    ("vllm/phi3", include_str!("vllm/phi3.toml")),
-    ("vllm/gemma3", include_str!("vllm/gemma3.toml")),
-    ("vllm/olmoe", include_str!("vllm/olmoe.toml")),
-    ("vllm/glm4-moe", include_str!("vllm/glm4-moe.toml")),
-    ("vllm/deepseek", include_str!("vllm/deepseek.toml")),
-    ("vllm/gpt-oss", include_str!("vllm/gpt-oss.toml")),
-];
-
-const TORCHTITAN: &[(&str, &str)] = &[
-    ("torchtitan/llama3", include_str!("torchtitan/llama3.toml")),
-    ("torchtitan/qwen3", include_str!("torchtitan/qwen3.toml")),
-    ("torchtitan/deepseek_v3", include_str!("torchtitan/deepseek_v3.toml")),
-];
-
-const TRANSFORMERS: &[(&str, &str)] = &[
-    ("transformers/mixtral", include_str!("transformers/mixtral.toml")),
-    ("transformers/qwen-moe", include_str!("transformers/qwen-moe.toml")),
-    ("transformers/deepseek_v3", include_str!("transformers/deepseek_v3.toml")),
-];
-
-const MEGATRON: &[(&str, &str)] = &[
-    ("megatron/llama", include_str!("megatron/llama.toml")),
-    ("megatron/qwen", include_str!("megatron/qwen.toml")),
-    ("megatron/mixtral", include_str!("megatron/mixtral.toml")),
-];
-
-const MAXTEXT_ANCHOR: Option<&str> = Some("params.token_embedder.embedding");
-
-const MEGATRON_ANCHOR: Option<&str> = Some("embedding.word_embeddings.weight");
-
-static EMBEDDED: &[Embedded] = &[
-    Embedded { name: "maxtext", files: MAXTEXT, set: &[("scan", "true")], by_modules: false, anchor: MAXTEXT_ANCHOR },
-    Embedded {
-        name: "maxtext-unscanned",
-        files: MAXTEXT,
-        set: &[("scan", "false")],
-        by_modules: false,
-        anchor: MAXTEXT_ANCHOR,
-    },
-    Embedded {
-        name: "megatron",
-        files: MEGATRON,
-        set: &[("scan", "true")],
-        by_modules: false,
-        anchor: MEGATRON_ANCHOR,
-    },
-    Embedded {
-        name: "megatron-unscanned",
-        files: MEGATRON,
-        set: &[("scan", "false")],
-        by_modules: false,
-        anchor: MEGATRON_ANCHOR,
-    },
-    Embedded { name: "torchtitan", files: TORCHTITAN, set: &[], by_modules: false, anchor: None },
-    Embedded { name: "transformers", files: TRANSFORMERS, set: &[], by_modules: true, anchor: None },
-    Embedded { name: "vllm", files: VLLM, set: &[], by_modules: false, anchor: None },
-];
+static EMBEDDED: LazyLock<Vec<Embedded>> = LazyLock::new(|| {
+    let mut found = Vec::new();
+    for (table, files) in LAYOUTS {
+        let LayoutTable { names, by_modules, anchor } =
+            toml::from_str(table).expect("the embedded table is well-formed, which a test shows");
+        let layout = |(name, set)| Embedded { name, files, set, by_modules, anchor: anchor.clone() };
+        found.extend(names.into_iter().map(layout));
+    }
+    found
+});
 
 /// Name of the parameter that chooses the file.
 pub(super) const FAMILY: &str = "family";
@@ -112,12 +67,12 @@ impl Embedded {
 
     /// All embedded layouts.
     pub(super) fn all() -> &'static [Self] {
-        EMBEDDED
+        &EMBEDDED
     }
 
     /// Names of all embedded layouts.
     pub fn names() -> impl Iterator<Item = &'static str> {
-        EMBEDDED.iter().map(|embedded| embedded.name)
+        EMBEDDED.iter().map(|embedded| embedded.name.as_str())
     }
 
     /// Names of the families that the layout supports.
@@ -168,8 +123,8 @@ impl Embedded {
         checkpoint: &Checkpoint,
         set: &mut BTreeMap<String, String>,
     ) -> Result<Arc<LayoutFile>, PlanError> {
-        for (name, value) in self.set {
-            set.entry((*name).to_owned()).or_insert_with(|| (*value).to_owned());
+        for (name, value) in &self.set {
+            set.entry(name.clone()).or_insert_with(|| value.clone());
         }
         let dialect = checkpoint.dialect();
         let wanted = set.remove(FAMILY);
@@ -208,13 +163,13 @@ mod tests {
 
     #[test]
     fn every_file_loads_and_no_model_type_is_claimed_twice() {
-        for embedded in EMBEDDED {
+        for embedded in Embedded::all() {
             let mut seen = std::collections::BTreeSet::new();
             for label in embedded.families() {
                 let file = embedded.family(label).unwrap().unwrap_or_else(|error| panic!("{error}"));
                 assert_eq!(file.name(), label);
                 // The layouts for FSDP2 cut axis 0 of each tensor; the others name their axes.
-                assert_eq!(file.shards_logically(), !matches!(embedded.name, "torchtitan" | "transformers"));
+                assert_eq!(file.shards_logically(), !matches!(embedded.name.as_str(), "torchtitan" | "transformers"));
                 for model_type in file.model_types() {
                     assert!(seen.insert(model_type.clone()), "{model_type} is claimed twice");
                 }

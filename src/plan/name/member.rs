@@ -1,6 +1,6 @@
 //! Members of `config.json`. A member of the text model's own configuration has precedence.
 
-use crate::checkpoint::Checkpoint;
+use ckfs_checkpoint::Checkpoint;
 
 /// The non-negative integer `member` of `config.json`, or of its nested configuration of the text model.
 pub(crate) fn config_number(checkpoint: &Checkpoint, member: &str) -> Option<u64> {

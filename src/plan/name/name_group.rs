@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use ckfs_config::{Pattern, folded};
 use strsim::levenshtein;
 
 use super::super::naming::map_words;
-use crate::config::{Pattern, folded};
 
 /// Names that differ only in numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,18 +21,18 @@ pub struct NameGroup {
 
 impl NameGroup {
     /// A single name.
-    pub(in crate::plan) fn one(name: impl Into<String>) -> Self {
+    pub(crate) fn one(name: impl Into<String>) -> Self {
         Self { name: name.into(), count: 1, nearest: None }
     }
 
     /// The name, and the count if there are several.
-    pub(in crate::plan) fn counted(&self) -> String {
+    pub(crate) fn counted(&self) -> String {
         let several = if self.count > 1 { format!(" ({} tensors)", self.count) } else { String::new() };
         format!("{}{several}", self.name)
     }
 
     /// The hint at the nearest name, if there is one.
-    pub(in crate::plan) fn hint(&self) -> String {
+    pub(crate) fn hint(&self) -> String {
         self.nearest.as_ref().map_or_else(String::new, |nearest| format!("; the nearest name is {nearest}"))
     }
 }
@@ -58,12 +58,12 @@ fn starred(name: &str) -> (String, Vec<u64>) {
 }
 
 /// A name with all numbers between dots as `*`.
-pub(in crate::plan) fn stars(name: &str) -> String {
+pub(crate) fn stars(name: &str) -> String {
     starred(name).0
 }
 
 /// Numbers as in `0-3,7`.
-pub(in crate::plan) fn ranges(numbers: &BTreeSet<u64>) -> String {
+pub(crate) fn ranges(numbers: &BTreeSet<u64>) -> String {
     let numbers: Vec<u64> = numbers.iter().copied().collect();
     let words = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
         [first, .., last] => format!("{first}-{last}"),
@@ -74,10 +74,7 @@ pub(in crate::plan) fn ranges(numbers: &BTreeSet<u64>) -> String {
 
 /// Names folded over their numbers. Each group gets the nearest name from the first set of `others` that has a near
 /// one.
-pub(in crate::plan) fn fold<'a>(
-    names: impl IntoIterator<Item = &'a str>,
-    others: &[&BTreeSet<String>],
-) -> Vec<NameGroup> {
+pub(crate) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &[&BTreeSet<String>]) -> Vec<NameGroup> {
     let mut groups: BTreeMap<String, (u64, Vec<BTreeSet<u64>>)> = BTreeMap::new();
     for name in names {
         let (stars, numbers) = starred(name);
@@ -115,7 +112,7 @@ fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
 
 /// The hint at the nearest name, for a pattern that matches none of these names. A pattern that ends in `*` is compared with the
 /// beginnings of names.
-pub(in crate::plan) fn near_pattern<'a>(pattern: &Pattern, names: impl Iterator<Item = &'a str>) -> String {
+pub(crate) fn near_pattern<'a>(pattern: &Pattern, names: impl Iterator<Item = &'a str>) -> String {
     let is_separator = |c: char| matches!(c, '.' | '/');
     let text = stars(pattern.text());
     let beginning = text.ends_with('*').then(|| text.matches(is_separator).count());
@@ -131,7 +128,7 @@ pub(in crate::plan) fn near_pattern<'a>(pattern: &Pattern, names: impl Iterator<
 
 /// Whether two words differ by case or dashes only, by one letter changed, missing or added, or by two neighbours exchanged.
 /// Words of a few letters are near to too many others.
-pub(in crate::plan) fn is_misspelt(word: &str, known: &str) -> bool {
+pub(crate) fn is_misspelt(word: &str, known: &str) -> bool {
     const LETTERS_MIN: usize = 4;
     let distance = || strsim::osa_distance(&folded(word), &folded(known));
     let long = word.len().min(known.len()) >= LETTERS_MIN;

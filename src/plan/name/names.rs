@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use ckfs_checkpoint::Checkpoint;
+
 use super::super::{
     Layout, Tied, ViewOptions,
     draft::{Bundled, Draft},
@@ -11,10 +13,9 @@ use super::super::{
     rename::{self, Rename},
     select::Selected,
 };
-use crate::checkpoint::Checkpoint;
 
 /// The name of an output head that is the embedding of this name and is not stored.
-pub(in crate::plan) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
+pub(crate) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
     let dialect = checkpoint.dialect();
     if dialect.has_lm_head || !dialect.tied {
         return None;
@@ -24,12 +25,7 @@ pub(in crate::plan) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, Str
 }
 
 /// Shows a tied output head as the user requests.
-pub(in crate::plan) fn tie(
-    drafts: &mut Vec<Draft>,
-    checkpoint: &Checkpoint,
-    options: &ViewOptions,
-    warnings: &mut Vec<String>,
-) {
+pub(crate) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &ViewOptions, warnings: &mut Vec<String>) {
     let alias = |draft: &Draft| draft.bundled == Bundled::NEVER;
     if options.tied == Tied::Alias && !checkpoint.dialect().has_lm_head && tied_head(checkpoint).is_none() {
         warnings
@@ -53,12 +49,7 @@ pub(in crate::plan) fn tie(
 }
 
 /// Drops the names that patterns over the layout's names leave out.
-pub(in crate::plan) fn keep(
-    checkpoint: &Checkpoint,
-    drafts: &mut Vec<Draft>,
-    selected: &Selected,
-    problems: &mut Vec<Problem>,
-) {
+pub(crate) fn keep(checkpoint: &Checkpoint, drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut Vec<Problem>) {
     for (rule, patterns) in [("include", &selected.target_include), ("exclude", &selected.target_exclude)] {
         for pattern in patterns {
             if !drafts.iter().any(|draft| pattern.matches(&draft.name)) {
@@ -77,7 +68,7 @@ pub(in crate::plan) fn keep(
 
 /// Renames. Refuses two tensors of one name, and the first name that is too long. With `flat` a name is one path
 /// component.
-pub(in crate::plan) fn rename(drafts: &mut [Draft], rules: &[Rename], flat: bool, problems: &mut Vec<Problem>) {
+pub(crate) fn rename(drafts: &mut [Draft], rules: &[Rename], flat: bool, problems: &mut Vec<Problem>) {
     if rules.is_empty() {
         return;
     }

@@ -19,7 +19,7 @@ pub struct Words {
 
 /// A parsed name: `prefix . word . layer . rest`. The rest may hold an expert's number.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::plan) struct Parsed {
+pub(crate) struct Parsed {
     /// The part before the layer word, with its final dot. Empty for a name without layer.
     pub prefix: String,
     /// Number of the layer.
@@ -38,12 +38,12 @@ const NUMBER_MAX: u64 = 1 << 32;
 
 /// The words of a name. They are short: a loop over the bytes is faster than a search.
 #[expect(clippy::manual_pattern_char_comparison, reason = "a char is searched for")]
-pub(in crate::plan) fn words_of(name: &str) -> impl Iterator<Item = &str> {
+pub(crate) fn words_of(name: &str) -> impl Iterator<Item = &str> {
     name.split(|letter| letter == '.')
 }
 
 /// Applies `change` to each word of the name. A word for which it returns `None` is dropped.
-pub(in crate::plan) fn map_words<'a>(name: &'a str, change: impl FnMut(&'a str) -> Option<&'a str>) -> String {
+pub(crate) fn map_words<'a>(name: &'a str, change: impl FnMut(&'a str) -> Option<&'a str>) -> String {
     let mut changed = String::with_capacity(name.len() + 8);
     for (index, word) in words_of(name).filter_map(change).enumerate() {
         if index > 0 {
@@ -55,19 +55,19 @@ pub(in crate::plan) fn map_words<'a>(name: &'a str, change: impl FnMut(&'a str) 
 }
 
 /// A name with its layer numbers, and all other numbers between dots, as `*`.
-pub(in crate::plan) fn group_name(name: &str) -> String {
+pub(crate) fn group_name(name: &str) -> String {
     map_words(name, |word| Some(if word.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { word }))
 }
 
 /// The rest of a name with the expert's number filled in. Without an expert it is unchanged.
-pub(in crate::plan) fn with_expert(rest: &str, expert: Option<u64>) -> String {
+pub(crate) fn with_expert(rest: &str, expert: Option<u64>) -> String {
     let Some(expert) = expert else { return rest.to_owned() };
     let number = expert.to_string();
     map_words(rest, |word| Some(if word == "*" { &number } else { word }))
 }
 
 /// The rest of a name without the place of the expert's number, for tensors stacked over experts.
-pub(in crate::plan) fn without_expert(rest: &str, has_expert: bool) -> String {
+pub(crate) fn without_expert(rest: &str, has_expert: bool) -> String {
     map_words(rest, |word| Some(word).filter(|word| !has_expert || *word != "*"))
 }
 
@@ -79,7 +79,7 @@ fn number(word: &str) -> Option<u64> {
 }
 
 /// Parses a name. The first layer word that a number follows counts. An expert is searched after it.
-pub(in crate::plan) fn parse(name: &str, words: &Words) -> Parsed {
+pub(crate) fn parse(name: &str, words: &Words) -> Parsed {
     // The words, and where each begins in the name.
     let mut start = 0;
     let parts: SmallVec<[(usize, &str); 16]> = words_of(name)
@@ -126,7 +126,7 @@ pub(in crate::plan) fn parse(name: &str, words: &Words) -> Parsed {
 }
 
 /// Stem and final word of a name: `self_attn.q_proj` and `weight`. The final word is empty if it is not a usual one.
-pub(in crate::plan) fn split_suffix(rest: &str) -> (&str, &str) {
+pub(crate) fn split_suffix(rest: &str) -> (&str, &str) {
     match rest.rsplit_once('.') {
         Some((stem, last)) if last == "weight" || last == "bias" || last.starts_with("weight_") => (stem, last),
         _ => (rest, ""),
@@ -147,7 +147,7 @@ pub fn component(word: &str) -> Cow<'_, str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::family::Generic;
+    use crate::family::Generic;
 
     #[test]
     fn groups_are_by_name_without_numbers() {

@@ -2,9 +2,10 @@
 
 use std::borrow::Cow;
 
+use ckfs_config::rename::RenameFault;
+
 use super::super::{naming::component, problem::Problem};
-use crate::config::rename::RenameFault;
-pub use crate::config::{Rename, rename::NAME_BYTES_MAX};
+pub use ckfs_config::{Rename, rename::NAME_BYTES_MAX};
 
 /// Longest path component, in bytes.
 const COMPONENT_BYTES_MAX: usize = 255;

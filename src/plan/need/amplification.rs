@@ -1,6 +1,6 @@
 //! Read amplification of a plan, as `counting` counts it.
 
-use crate::tensor::Reads;
+use ckfs_tensor::Reads;
 
 /// The bytes that a plan's devices read from the sources for all bundled tensors.
 #[derive(Clone, Debug)]

@@ -10,16 +10,14 @@ use std::{
     ops::Range,
 };
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_source::page_size::page_bytes;
+use ckfs_tensor::{Mosaic, Op, Reads, Region, Runs, Shape, SourceTensor, TensorId, View, reads};
 use smallvec::SmallVec;
 
 use super::{
     super::{Plan, PlannedTensor, naming::group_name},
     amplification::Amplification,
-};
-use crate::{
-    checkpoint::Checkpoint,
-    source::page_size::page_bytes,
-    tensor::{Mosaic, Op, Reads, Region, Runs, Shape, SourceTensor, TensorId, View, reads},
 };
 
 impl Amplification {
@@ -361,14 +359,14 @@ fn reads_of_leaf(view: &View, place: &LeafPosition, holding: &Holding, sources: 
 
 /// A view's expression without its source tensors: equal for views that are alike.
 #[derive(Debug, Default)]
-pub(in crate::plan) struct Expression {
-    pub(in crate::plan) words: Vec<u64>,
+pub(crate) struct Expression {
+    pub(crate) words: Vec<u64>,
     /// The source tensors, numbered by their first place.
     sources: HashMap<TensorId, u32>,
 }
 
 impl Expression {
-    pub(in crate::plan) fn read(&mut self, view: &View) {
+    pub(crate) fn read(&mut self, view: &View) {
         self.words.clear();
         self.sources.clear();
         self.add(view);

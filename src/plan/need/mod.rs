@@ -1,6 +1,6 @@
 //! Which source bytes the devices of a plan need, and how many of them storage has to bring.
 
 pub mod amplification;
-pub(in crate::plan) mod counting;
-pub(in crate::plan) mod needed;
-pub(in crate::plan) mod remote_bytes;
+pub(crate) mod counting;
+pub(crate) mod needed;
+pub(crate) mod remote_bytes;

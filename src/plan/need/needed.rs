@@ -2,17 +2,15 @@
 
 use std::{collections::BTreeSet, ops::Range};
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_source::{ByteSpan, FileId};
+use ckfs_tensor::{Op, Origin, Region, Runs, Shape, TensorId, Tiling, View, needs, to_usize};
 use smallvec::SmallVec;
 
 use super::super::{Plan, PlannedTensor};
-use crate::{
-    checkpoint::Checkpoint,
-    source::{ByteSpan, FileId},
-    tensor::{Op, Origin, Region, Runs, Shape, TensorId, Tiling, View, needs, to_usize},
-};
 
 /// Receives the spans of one piece in one file, ascending. `false` ends the walk.
-pub(in crate::plan) type Emit<'a> = dyn FnMut(FileId, &[ByteSpan]) -> bool + 'a;
+pub(crate) type Emit<'a> = dyn FnMut(FileId, &[ByteSpan]) -> bool + 'a;
 
 impl Plan {
     /// Emits the spans that `devices` read for all bundled tensors, in the order of the tensors: each weight once, as files that
@@ -39,7 +37,7 @@ impl Plan {
     }
 
     /// The parts of a tensor that `devices` hold, each element once, in pieces of [`OPERANDS`] operands of a stack.
-    pub(in crate::plan) fn needed_parts(&self, tensor: &PlannedTensor, devices: &[u64]) -> Vec<Region> {
+    pub(crate) fn needed_parts(&self, tensor: &PlannedTensor, devices: &[u64]) -> Vec<Region> {
         let (shape, axis) = (tensor.view.shape(), stacked_axis(&tensor.view));
         let boxes = joined(shape, devices.iter().map(|device| self.region(tensor, *device)));
         boxes.iter().flat_map(|ranges| cut(ranges, axis)).filter_map(|ranges| Region::within(shape, &ranges)).collect()
@@ -125,7 +123,7 @@ fn join_along(boxes: &mut Vec<Ranges>, axis: usize) {
 }
 
 /// As [`Plan::for_each_needed`], for a part of a tensor. Returns false if `emit` ended it.
-pub(in crate::plan) fn for_each_of_part(
+pub(crate) fn for_each_of_part(
     checkpoint: &Checkpoint,
     tensor: &PlannedTensor,
     part: &Region,
@@ -148,12 +146,12 @@ pub(in crate::plan) fn for_each_of_part(
 }
 
 /// The runs of all pieces, of quantized tensors those of every operand.
-pub(in crate::plan) fn runs_of(tiling: &Tiling) -> impl Iterator<Item = (TensorId, Runs)> {
+pub(crate) fn runs_of(tiling: &Tiling) -> impl Iterator<Item = (TensorId, Runs)> {
     tiling.pieces().iter().flat_map(move |piece| {
         let Origin::Tensor { offset, decoder, .. } = piece.origin else { return Vec::new() };
         match tiling.decoders()[decoder as usize].value() {
             Some(value) => {
-                let of_operand = |need: crate::tensor::Need<'_>| {
+                let of_operand = |need: ckfs_tensor::Need<'_>| {
                     let id = need.operand.tensor.id;
                     need.runs.into_iter().map(move |runs| (id, runs))
                 };

@@ -2,17 +2,15 @@
 
 use std::collections::BTreeMap;
 
+use ckfs_checkpoint::{Checkpoint, FileRole};
+use ckfs_source::{ByteSpan, FileId, RemoteSource, remote::cache::BLOCK_BYTES};
+use ckfs_tensor::Region;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use super::{
     super::{Plan, PlannedTensor, amplification::Amplification},
     needed::for_each_of_part,
-};
-use crate::{
-    checkpoint::{Checkpoint, FileRole},
-    source::{ByteSpan, FileId, RemoteSource, remote::cache::BLOCK_BYTES},
-    tensor::Region,
 };
 
 /// A block of the disk cache, which is fetched as a whole. A gap of fewer bytes leaves out no block, so that spans with such gaps may

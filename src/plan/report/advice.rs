@@ -1,14 +1,13 @@
 //! Why devices read more than they need, and what would change that.
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_source::page_size::page_bytes;
+use ckfs_tensor::{Reads, Region, Runs, reads};
+
 use super::{
     super::{Plan, PlannedTensor, amplification::Amplification, naming::group_name, needed::runs_of},
     amounts::{human_bytes, hundredths},
     leaf::{ReadLeaf, for_each_leaf},
-};
-use crate::{
-    checkpoint::Checkpoint,
-    source::page_size::page_bytes,
-    tensor::{Reads, Region, Runs, reads},
 };
 
 /// Over-read up to this factor, in hundredths, is not reported: it comes from pages at the ends of long runs.

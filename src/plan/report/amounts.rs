@@ -1,6 +1,6 @@
 //! Amounts in words.
 
-use crate::tensor::Reads;
+use ckfs_tensor::Reads;
 
 /// Bytes in words: exact up to 1023, then three digits and a binary unit.
 pub fn human_bytes(bytes: u64) -> String {

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
+use ckfs_tensor::{DType, Shape};
+
 use super::super::{Plan, PlannedTensor, Spec};
-use crate::tensor::{DType, Shape};
 
 /// Bytes of bundled tensors that each listed device holds.
 ///

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
+use ckfs_tensor::{DType, Shape};
+
 use super::super::{Plan, PlannedTensor, Spec, naming::group_name};
-use crate::tensor::{DType, Shape};
 
 /// Tensors of one dtype, shape and spec whose names differ only in numbers.
 #[derive(Debug)]

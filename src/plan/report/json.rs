@@ -2,6 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use ckfs_checkpoint::{Checkpoint, Experts, FileRole, Quantization, Summary};
+use ckfs_source::page_size::page_bytes;
+use ckfs_tensor::{DType, Reads};
 use serde::{Serialize, Serializer, ser::SerializeMap};
 use serde_json::{Map, Value, json};
 use smallvec::SmallVec;
@@ -10,11 +13,6 @@ use super::{
     super::{Hole, NameGroup, Plan, PlannedTensor, amplification::Amplification},
     advice::{AdviceReason, advice, reasons},
     effects::{axis_effects, bytes_per_device},
-};
-use crate::{
-    checkpoint::{Checkpoint, Experts, FileRole, Quantization, Summary},
-    source::page_size::page_bytes,
-    tensor::{DType, Reads},
 };
 
 fn names(groups: &[NameGroup]) -> Vec<Value> {
@@ -311,7 +309,8 @@ fn source_json(checkpoint: &Checkpoint) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{checkpoint::Unsupported, tensor::TensorId};
+    use ckfs_checkpoint::Unsupported;
+    use ckfs_tensor::TensorId;
 
     #[test]
     fn dialects_are_told_in_members() {

@@ -2,9 +2,8 @@
 
 use std::ops::Range;
 
+use ckfs_tensor::{Op, Region, View};
 use smallvec::SmallVec;
-
-use crate::tensor::{Op, Region, View};
 
 /// A view of one layer or one expert, and its position in the tensor.
 #[derive(Clone, Debug)]

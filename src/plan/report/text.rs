@@ -2,6 +2,9 @@
 
 use std::{collections::BTreeMap, fmt::Write};
 
+use ckfs_checkpoint::{Checkpoint, Container, FileRole, LeftOut, printable};
+use ckfs_tensor::Reads;
+
 use super::{
     super::{
         AxisUse, HfContent, Layout, NameGroup, Plan, PlannedTensor, amplification::Amplification, axis_use, select,
@@ -10,10 +13,6 @@ use super::{
     amounts::{factor, human_bytes, hundredths, percent, reads_text},
     effects::{AxisEffect, axis_effects, bytes_per_device},
     groups::groups,
-};
-use crate::{
-    checkpoint::{Checkpoint, Container, FileRole, LeftOut, printable},
-    tensor::Reads,
 };
 
 /// Devices that the text lists; JSON lists all.

@@ -3,16 +3,14 @@
 
 use std::collections::BTreeMap;
 
+use ckfs_checkpoint::{Checkpoint, FileRole, json, natural};
+use ckfs_tensor::{DType, View};
 use serde_json::{Map, Value as Json, json};
 
 use super::super::{
     hf::{HfContent, HfFile, with_dtype},
     problem::Problem,
     text_model::TextModel,
-};
-use crate::{
-    checkpoint::{Checkpoint, FileRole, json, natural},
-    tensor::{DType, View},
 };
 
 /// Most bytes of the tensors of a weight file, unless the user says otherwise: as transformers saves them.
@@ -23,7 +21,7 @@ pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 ///
 /// # Errors
 /// There is no configuration.
-pub(in crate::plan) fn files(
+pub(crate) fn files(
     checkpoint: &Checkpoint,
     mut tensors: Vec<(String, View)>,
     (config, is_text): (Option<&Json>, bool),
@@ -110,7 +108,7 @@ fn split(tensors: Vec<(String, View)>, bytes_max: u64) -> Vec<Vec<(String, View)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::{Element, Shape};
+    use ckfs_tensor::{Element, Shape};
 
     fn tensor(name: &str, elements: u64) -> (String, View) {
         (name.to_owned(), View::fill(Shape::try_new(&[elements]).unwrap(), Element::zero(DType::F32)))

@@ -3,6 +3,9 @@
 //! A file that does not change is the original. A weight file with converted tensors keeps its name and the order of
 //! its tensors. The index and `config.json` are rewritten to describe the converted files.
 
+use ckfs_checkpoint::{Checkpoint, Container, FileRole, json, rewritten_index};
+use ckfs_source::FileId;
+use ckfs_tensor::{DType, TensorId, View};
 use hashbrown::HashMap;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value, json};
@@ -13,11 +16,6 @@ use super::super::{
     rename::{self, Rename},
     text_model::TextModel,
     values::Values,
-};
-use crate::{
-    checkpoint::{Checkpoint, Container, FileRole, json, rewritten_index},
-    source::FileId,
-    tensor::{DType, TensorId, View},
 };
 
 /// One file of `hf/`.
@@ -66,13 +64,13 @@ fn collisions(original: &Checkpoint, shown: &[Shown]) -> Vec<Problem> {
 
 /// Names in `hf/` that differ from those of the repository.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::plan) struct HfNames<'a> {
+pub(crate) struct HfNames<'a> {
     /// The user's renames.
-    pub(in crate::plan) renames: &'a [Rename],
+    pub(crate) renames: &'a [Rename],
     /// Whether a tied output head is shown.
-    pub(in crate::plan) tie: bool,
+    pub(crate) tie: bool,
     /// The text model that `hf/` holds alone. Its names apply after the user's.
-    pub(in crate::plan) text: Option<&'a TextModel>,
+    pub(crate) text: Option<&'a TextModel>,
 }
 
 impl HfNames<'_> {
@@ -92,7 +90,7 @@ impl HfNames<'_> {
 ///
 /// # Errors
 /// Every problem with a tensor's values or name.
-pub(in crate::plan) fn plan(
+pub(crate) fn plan(
     original: &Checkpoint,
     values: &Values<'_>,
     names: HfNames<'_>,
@@ -315,12 +313,7 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>,
 
 /// `config.json` with this dtype of the weights; with `undone`, without a quantization. `nested` is the member with the text
 /// model's own configuration.
-pub(in crate::plan) fn with_dtype(
-    mut config: Value,
-    nested: Option<&str>,
-    dtype: Option<DType>,
-    undone: bool,
-) -> Value {
+pub(crate) fn with_dtype(mut config: Value, nested: Option<&str>, dtype: Option<DType>, undone: bool) -> Value {
     let name = dtype.and_then(torch_name);
     let had_dtype = config.get("dtype").is_some();
     let rewrite = |members: &mut serde_json::Map<String, Value>, top: bool| {
@@ -349,7 +342,7 @@ pub(in crate::plan) fn with_dtype(
 }
 
 /// What `config.json` says of tensors that are all decoded; `None` where some are not, or none was quantized.
-pub(in crate::plan) fn decoded_config(values: &Values<'_>) -> Option<Vec<u8>> {
+pub(crate) fn decoded_config(values: &Values<'_>) -> Option<Vec<u8>> {
     let checkpoint = values.checkpoint();
     let config = checkpoint.config().filter(|_| is_undone(checkpoint))?;
     Some(json::pretty(&truthful_config(config, checkpoint, values, true)))

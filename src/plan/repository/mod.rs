@@ -1,5 +1,5 @@
 //! The files of `hf/`: those of the source's own repository, or generated ones.
 
-pub(in crate::plan) mod generated;
+pub(crate) mod generated;
 pub mod hf;
-pub(in crate::plan) mod text_model;
+pub(crate) mod text_model;

@@ -6,9 +6,8 @@
 
 use std::{collections::BTreeMap, sync::LazyLock};
 
+use ckfs_checkpoint::Checkpoint;
 use serde_json::{Value as Json, json};
-
-use crate::checkpoint::Checkpoint;
 
 /// Classes by `model_type` of the whole model, and then by that of the nested configuration.
 type Classes = BTreeMap<String, BTreeMap<String, String>>;
@@ -34,13 +33,13 @@ const PROCESSORS: [&str; 4] = [
 
 /// The text model of a larger model, as a repository by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::plan) struct TextModel {
+pub(crate) struct TextModel {
     /// `model_type` of its configuration.
-    pub(in crate::plan) model_type: String,
+    pub(crate) model_type: String,
     /// Its class.
-    pub(in crate::plan) architecture: String,
+    pub(crate) architecture: String,
     /// A prefix of names in the whole model, and its replacement in such a repository.
-    pub(in crate::plan) names: Vec<(String, String)>,
+    pub(crate) names: Vec<(String, String)>,
 }
 
 impl TextModel {
@@ -48,7 +47,7 @@ impl TextModel {
     ///
     /// # Errors
     /// The reason why there is none.
-    pub(in crate::plan) fn of(checkpoint: &Checkpoint) -> Result<Self, String> {
+    pub(crate) fn of(checkpoint: &Checkpoint) -> Result<Self, String> {
         let dialect = checkpoint.dialect();
         let whole = dialect.model_type.as_deref().unwrap_or("unknown");
         let Some(text) = dialect.text_config.as_ref().map(|_| dialect.text_model_type.as_deref()) else {
@@ -72,7 +71,7 @@ impl TextModel {
     }
 
     /// A text model in which prefixes of names are replaced: `names`, and after these those that repositories have.
-    pub(in crate::plan) fn new(
+    pub(crate) fn new(
         model_type: String,
         architecture: String,
         names: impl IntoIterator<Item = (String, String)>,
@@ -82,12 +81,12 @@ impl TextModel {
     }
 
     /// Whether a name of the whole model is of another part of the model.
-    pub(in crate::plan) fn is_outside(&self, name: &str) -> bool {
+    pub(crate) fn is_outside(&self, name: &str) -> bool {
         !name.contains("lm_head") && self.names.iter().all(|(prefix, _)| !name.starts_with(prefix.as_str()))
     }
 
     /// The name in a repository of the text model.
-    pub(in crate::plan) fn name(&self, name: &str) -> String {
+    pub(crate) fn name(&self, name: &str) -> String {
         let renamed =
             self.names.iter().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old.as_str())?)));
         renamed.unwrap_or_else(|| name.to_owned())
@@ -95,7 +94,7 @@ impl TextModel {
 
     /// The text model's configuration by itself. `tied` says whether the whole model's output head is the embedding,
     /// which the whole model's configuration may decide.
-    pub(in crate::plan) fn config(&self, whole: &Json, tied: bool) -> Json {
+    pub(crate) fn config(&self, whole: &Json, tied: bool) -> Json {
         let is_own = |value: &Json| value.get("model_type").and_then(Json::as_str) == Some(self.model_type.as_str());
         let nested = whole.as_object().into_iter().flatten().find(|(_, value)| value.is_object() && is_own(value));
         let nested = nested.map(|(_, value)| value).or_else(|| whole.get("text_config"));
@@ -114,7 +113,7 @@ impl TextModel {
     }
 
     /// Whether a repository of the text model has this file of the whole model's.
-    pub(in crate::plan) fn has_file(path: &str) -> bool {
+    pub(crate) fn has_file(path: &str) -> bool {
         !PROCESSORS.contains(&path)
     }
 }

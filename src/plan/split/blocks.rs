@@ -24,21 +24,21 @@ const LISTED: usize = 6;
 
 /// One tensor of the model, by the parts of its name.
 #[derive(Clone, Debug)]
-pub(in crate::plan) struct Module<'a> {
+pub(crate) struct Module<'a> {
     /// The name up to the number of the layer, with numbers as `*`; empty outside the layers.
-    pub(in crate::plan) base: String,
+    pub(crate) base: String,
     /// The part of the name before the layers.
-    pub(in crate::plan) prefix: &'a str,
+    pub(crate) prefix: &'a str,
     /// The number of the layer.
-    pub(in crate::plan) layer: Option<u64>,
+    pub(crate) layer: Option<u64>,
     /// The name in the layer without the final word, with numbers as `*`.
-    pub(in crate::plan) stem: String,
+    pub(crate) stem: String,
     /// The final word.
-    pub(in crate::plan) suffix: &'a str,
+    pub(crate) suffix: &'a str,
     /// The tensor's shape.
-    pub(in crate::plan) shape: &'a [u64],
+    pub(crate) shape: &'a [u64],
     /// Whether it belongs to a tower for images, video or sound.
-    pub(in crate::plan) is_tower: bool,
+    pub(crate) is_tower: bool,
 }
 
 /// The side of its block on which a module is.
@@ -109,15 +109,15 @@ type RoleOf<'a> = dyn Fn(&str, &str, &[u64]) -> Option<Role> + 'a;
 
 /// What says how modules are cut.
 #[derive(Clone, Copy)]
-pub(in crate::plan) struct Sayings<'a> {
+pub(crate) struct Sayings<'a> {
     /// The plans of transformers.
-    pub(in crate::plan) plans: &'a ModelPlans,
+    pub(crate) plans: &'a ModelPlans,
     /// The forms of blocks.
-    pub(in crate::plan) generic: &'a Generic,
+    pub(crate) generic: &'a Generic,
     /// The family's entry for a module of a layer, by prefix, stem and shape.
-    pub(in crate::plan) role: &'a RoleOf<'a>,
+    pub(crate) role: &'a RoleOf<'a>,
     /// Whether the layout shows the parts of a fused tensor each by itself.
-    pub(in crate::plan) parts: bool,
+    pub(crate) parts: bool,
 }
 
 impl Sayings<'_> {
@@ -129,7 +129,7 @@ impl Sayings<'_> {
 
 /// How tensor parallelism cuts the modules of a model.
 #[derive(Debug, Default)]
-pub(in crate::plan) struct CutBlocks {
+pub(crate) struct CutBlocks {
     members: HashMap<(String, String), Member>,
     whole: BTreeMap<Arc<str>, Whole>,
     unknown: BTreeSet<String>,
@@ -398,7 +398,7 @@ impl std::fmt::Display for Whole {
 
 impl CutBlocks {
     /// The blocks of a model.
-    pub(in crate::plan) fn of<'a>(modules: impl Iterator<Item = Module<'a>>, sayings: Sayings<'_>) -> Self {
+    pub(crate) fn of<'a>(modules: impl Iterator<Item = Module<'a>>, sayings: Sayings<'_>) -> Self {
         let mut layers: BTreeMap<(&'a str, Option<u64>), Layer> = BTreeMap::new();
         for module in modules {
             let layer = layers.entry((module.prefix, module.layer)).or_default();
@@ -452,7 +452,7 @@ impl CutBlocks {
 
     /// The axis of a tensor of a module that tensor parallelism splits, and the module's block. `part` is the axis of a part of
     /// a fused tensor.
-    pub(in crate::plan) fn cut(
+    pub(crate) fn cut(
         &self,
         prefix: &str,
         stem: &str,
@@ -475,7 +475,7 @@ impl CutBlocks {
     }
 
     /// Says which blocks stay whole, if any do.
-    pub(in crate::plan) fn warning(&self) -> Option<String> {
+    pub(crate) fn warning(&self) -> Option<String> {
         let whole = self.whole.iter().map(|(block, why)| format!("{block} ({why})"));
         let unknown = self.unknown.iter().cloned();
         let all: Vec<String> = whole.chain(unknown).collect();

@@ -9,7 +9,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::super::{mesh::Mesh, spec::Spec};
-pub use crate::config::LogicalRule;
+pub use ckfs_config::LogicalRule;
 
 /// Rules, in the order in which they are tried.
 #[derive(Clone, Debug, PartialEq, Eq, Default, Deserialize, Serialize)]
@@ -26,7 +26,7 @@ impl LogicalRules {
     /// # Panics
     /// If the embedded file is malformed, which a test excludes.
     pub fn maxtext() -> Self {
-        toml::from_str(include_str!("../layouts/maxtext/rules.toml")).expect("the embedded rules are well-formed")
+        toml::from_str(include_str!("maxtext_rules.toml")).expect("the embedded rules are well-formed")
     }
 
     /// Appends `rules`. They replace all earlier rules for the same logical axes.

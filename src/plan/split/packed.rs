@@ -7,11 +7,10 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_checkpoint::Checkpoint;
+use ckfs_tensor::{DType, TensorId};
+
 use super::super::{AxisUse, Mesh, axis_use, draft::Draft, name_group::fold};
-use crate::{
-    checkpoint::Checkpoint,
-    tensor::{DType, TensorId},
-};
 
 /// Last words of the names of matrices that may be packed.
 const MATRICES: [&str; 5] = ["weight", "qweight", "weight_packed", "W_q", "_weight_qdata"];
@@ -119,7 +118,7 @@ fn is_nested(rest: &str) -> bool {
 /// Returns warnings.
 ///
 /// `is_told` tells whether the user fully determines a draft's shards.
-pub(in crate::plan) fn keep_together(
+pub(crate) fn keep_together(
     drafts: &mut [Draft],
     checkpoint: &Checkpoint,
     mesh: &Mesh,

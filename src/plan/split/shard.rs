@@ -1,5 +1,7 @@
 //! Sharding rules: from the meaning of axes, or from the user's rules, to specs.
 
+use ckfs_config::ShardRule;
+
 use super::super::{
     draft::{Draft, Roles},
     logical::LogicalRules,
@@ -7,7 +9,6 @@ use super::super::{
     problem::Problem,
     spec::Spec,
 };
-use crate::config::ShardRule;
 
 /// How specs are chosen where no rule of the user's matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -42,7 +43,7 @@ pub fn axis_use(name: &str) -> AxisUse {
 }
 
 /// Names of mesh axes, with the effect of each.
-pub(in crate::plan) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
+pub(crate) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
     (&["expert", "ep"], AxisUse::Expert),
     (&["tensor", "tp"], AxisUse::Tensor),
     (&["fsdp", "dp_shard"], AxisUse::FullyShard),
@@ -50,7 +51,7 @@ pub(in crate::plan) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
 ];
 
 /// Names that other programs have for mesh axes, with the effect that they mean.
-pub(in crate::plan) const FOREIGN_AXES: [(&[&str], AxisUse); 4] = [
+pub(crate) const FOREIGN_AXES: [(&[&str], AxisUse); 4] = [
     (&["experts", "expert_parallel", "expert_model_parallel", "moe", "moe_ep"], AxisUse::Expert),
     (&["model", "mp", "mdl", "model_parallel", "tensor_parallel", "tensor_model_parallel"], AxisUse::Tensor),
     (
@@ -85,13 +86,13 @@ pub(in crate::plan) const FOREIGN_AXES: [(&[&str], AxisUse); 4] = [
 ];
 
 /// A name without what MaxText's settings put around the names of axes: `ici_fsdp_parallelism` is the size of `fsdp`.
-pub(in crate::plan) fn bare_axis(name: &str) -> &str {
+pub(crate) fn bare_axis(name: &str) -> &str {
     let inner = ["ici_", "dcn_"].iter().find_map(|start| name.strip_prefix(start)).unwrap_or(name);
     ["_parallelism", "_axis", "_size", "_dim"].iter().find_map(|end| inner.strip_suffix(end)).unwrap_or(inner)
 }
 
 /// Name of the mesh axis along which devices are stages of a pipeline, each with layers of its own.
-pub(in crate::plan) const STAGE_AXIS: &str = "pp";
+pub(crate) const STAGE_AXIS: &str = "pp";
 
 fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
     let mut spec = Spec::replicated();
@@ -117,7 +118,7 @@ fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
 
 /// Whether the user fully determines a draft's shards: by a rule that matches, or by a request to split nothing. Then
 /// the tensor of a single expert is like any other, and not only on the devices that expert parallelism gives it to.
-pub(in crate::plan) fn is_told(draft: &Draft, sharding: Sharding, rules: &[ShardRule]) -> bool {
+pub(crate) fn is_told(draft: &Draft, sharding: Sharding, rules: &[ShardRule]) -> bool {
     sharding == Sharding::Replicate || rules.iter().any(|rule| rule.pattern.matches(&draft.name))
 }
 
@@ -125,7 +126,7 @@ pub(in crate::plan) fn is_told(draft: &Draft, sharding: Sharding, rules: &[Shard
 ///
 /// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor, or uses a mesh axis twice.
 /// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor or uses a mesh axis twice.
-pub(in crate::plan) fn spec(
+pub(crate) fn spec(
     draft: &Draft,
     mesh: &Mesh,
     sharding: Sharding,

@@ -5,10 +5,10 @@
 //! the axis, the next one splits the part of each position. If every split is even, this equals JAX's partitioning over
 //! the product of the mesh axes.
 
+use ckfs_tensor::{PerAxis, Region, Shape};
 use smallvec::SmallVec;
 
 use super::super::mesh::Mesh;
-use crate::tensor::{PerAxis, Region, Shape};
 
 /// Per tensor axis, the mesh axes (by number) that split it, the first outermost. Missing axes are not split.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]

@@ -1,16 +1,15 @@
-//! How transformers splits the modules of its models, as data: `families/tensor_parallel.toml`, which a script makes from
+//! How transformers splits the modules of its models, as data: `library/tensor_parallel.toml`, which a script makes from
 //! transformers itself.
 
 use std::collections::BTreeMap;
 
+use ckfs_checkpoint::Checkpoint;
 use serde::Deserialize;
-
-use crate::checkpoint::Checkpoint;
 
 /// What transformers does with a module. The names are its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(in crate::plan) enum Style {
+pub(crate) enum Style {
     /// Rows are split, and so is the output.
     Colwise,
     /// Columns are split, and so is the input.
@@ -37,7 +36,7 @@ type Styles = BTreeMap<Style, Vec<String>>;
 /// The plan of some model types.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(in crate::plan) struct ModelPlan {
+pub(crate) struct ModelPlan {
     model_types: Vec<String>,
     /// Modules outside the layers, without a prefix.
     #[serde(default)]
@@ -59,13 +58,13 @@ struct PlanFile {
 /// If the embedded file is malformed, which a test excludes.
 fn plans() -> Vec<ModelPlan> {
     let file: PlanFile =
-        toml::from_str(include_str!("../families/tensor_parallel.toml")).expect("the embedded plans are well-formed");
+        toml::from_str(include_str!("../library/tensor_parallel.toml")).expect("the embedded plans are well-formed");
     file.plan
 }
 
 impl ModelPlan {
     /// The blocks of a layer, by the module that holds them.
-    pub(in crate::plan) fn blocks(&self) -> impl Iterator<Item = (&str, impl Iterator<Item = (Style, &str)>)> {
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = (&str, impl Iterator<Item = (Style, &str)>)> {
         self.layer.iter().map(|(root, styles)| {
             let modules = styles.iter().flat_map(|(style, names)| names.iter().map(|name| (*style, name.as_str())));
             (root.as_str(), modules)
@@ -73,7 +72,7 @@ impl ModelPlan {
     }
 
     /// The style of a module outside the layers.
-    pub(in crate::plan) fn top(&self, stem: &str) -> Option<Style> {
+    pub(crate) fn top(&self, stem: &str) -> Option<Style> {
         let is_name = |name: &String| {
             stem.strip_suffix(name.as_str()).is_some_and(|prefix| prefix.is_empty() || prefix.ends_with('.'))
         };
@@ -83,16 +82,16 @@ impl ModelPlan {
 
 /// The plans for a checkpoint: of the text model, and of its towers.
 #[derive(Clone, Debug, Default)]
-pub(in crate::plan) struct ModelPlans {
+pub(crate) struct ModelPlans {
     /// The plans of the text model's type and of the whole model's.
-    pub(in crate::plan) text: Vec<ModelPlan>,
+    pub(crate) text: Vec<ModelPlan>,
     /// Those of the other members of `config.json` that have a model type.
-    pub(in crate::plan) towers: Vec<ModelPlan>,
+    pub(crate) towers: Vec<ModelPlan>,
 }
 
 impl ModelPlans {
     /// The plans for the model types in `config.json`.
-    pub(in crate::plan) fn of(checkpoint: &Checkpoint) -> Self {
+    pub(crate) fn of(checkpoint: &Checkpoint) -> Self {
         let dialect = checkpoint.dialect();
         let all = plans();
         let find = |model_type: &str| {

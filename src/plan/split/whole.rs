@@ -3,18 +3,19 @@
 
 use std::collections::BTreeSet;
 
+use ckfs_checkpoint::Checkpoint;
+
 use super::super::{
     draft::Draft,
     library::Model,
     mesh::Mesh,
     name_group::{NameGroup, fold},
 };
-use crate::checkpoint::Checkpoint;
 
 /// Marks the drafts that are whole on every device, and names their tensors. `is_told` tells of a draft that is split by other
 /// rules; `is_back` says that the drafts have the names of a repository, and their tensors those of a trainer. In a model that
 /// nobody knows, a single number is taken for a buffer too: a part of it is all or nothing.
-pub(in crate::plan) fn keep(
+pub(crate) fn keep(
     drafts: &mut [Draft],
     checkpoint: &Checkpoint,
     model: &Model,

@@ -15,9 +15,8 @@
 
 use std::cmp::Ordering;
 
+use ckfs_tensor::DType;
 use half::{bf16, f16};
-
-use crate::tensor::DType;
 
 /// Sign of an f32.
 const SIGN: u32 = 1 << 31;

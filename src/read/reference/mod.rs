@@ -10,17 +10,16 @@ mod exponential;
 
 use std::{error::Error, fmt, num::NonZeroUsize, ops::Range};
 
+use ckfs_tensor::{
+    BitOrder, DType, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId,
+    Term, Value, View, to_usize,
+};
 use lru::LruCache;
 use smallvec::SmallVec;
 
 use self::arithmetic::narrow;
 pub use self::arithmetic::{add, divide, multiply, round, subtract, widen};
 pub use self::exponential::exp;
-
-use crate::tensor::{
-    BitOrder, DType, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId,
-    Term, Value, View, to_usize,
-};
 
 /// Bytes fetched at once: the first size of which a read succeeds. A source that has only a part of a tensor, as a cache
 /// without a network does, can refuse a block although it has the bytes that are asked for.
@@ -406,7 +405,7 @@ fn low_bits(bits: u64, width: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::Element;
+    use ckfs_tensor::Element;
 
     fn tensor(id: u32, dtype: DType, extents: &[u64]) -> View {
         View::source(SourceTensor { id: TensorId(id), dtype, shape: Shape::try_new(extents).unwrap() })

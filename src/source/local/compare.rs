@@ -20,7 +20,7 @@ use std::{
 };
 
 use super::pinned::Pinned;
-use crate::source::{
+use crate::{
     ComparedFiles, HealthHandle, SourceError,
     compared::SETTLED,
     digest::{Compared, Digester, KnownDigest},
@@ -249,7 +249,7 @@ mod tests {
     use std::{fs, path::Path, time::Duration};
 
     use super::{super::LocalFiles, *};
-    use crate::source::{FoundFile, SourceIo};
+    use crate::{FoundFile, SourceIo};
 
     const RIGHT: &[u8] = b"hello";
     /// printf hello | sha256sum

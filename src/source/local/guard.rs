@@ -164,7 +164,7 @@ pub(super) fn drop_resident(start: *const u8, len_bytes: usize) {
 }
 
 /// Size of a memory page.
-pub(in crate::source) fn page_bytes() -> usize {
+pub(crate) fn page_bytes() -> usize {
     match PAGE_BYTES.load(Ordering::Relaxed) {
         0 => {
             // SAFETY: sysconf has no preconditions.

@@ -39,12 +39,12 @@ impl Level {
 
     /// Whether vectors of 32 bytes may be used. AVX-512 comes with AVX2.
     #[cfg(target_arch = "x86_64")]
-    pub(in crate::tensor) fn has_avx2(self) -> bool {
+    pub(crate) fn has_avx2(self) -> bool {
         matches!(self.0, Width::Avx2 | Width::Avx512)
     }
 
     /// Whether conversions are fused with transposes.
-    pub(in crate::tensor) fn fuses(self) -> bool {
+    pub(crate) fn fuses(self) -> bool {
         self != Self::PORTABLE
     }
 

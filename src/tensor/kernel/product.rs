@@ -50,7 +50,7 @@ leveled! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::{
+    use crate::{
         Operation,
         kernel::row::{narrow_bf16, pairs, runs},
     };

@@ -8,7 +8,7 @@ use std::hint::black_box;
 
 use super::super::float::{self, Format};
 use super::Level;
-use crate::tensor::{DType, Operation};
+use crate::{DType, Operation};
 
 /// A loop over one row: reads all of its first argument and fills all of its second, element by element.
 pub(crate) type Row = fn(Level, &[u8], &mut [u8]);

@@ -5,31 +5,31 @@
 /// Bytes of a line of the processor's caches.
 pub(super) const CACHE_LINE_BYTES: usize = 64;
 /// Lines that are transposed together, a cache line of each at a time: this number of 2-byte elements fills a cache line.
-pub(in crate::tensor) const BAND_LINES: usize = 32;
+pub(crate) const BAND_LINES: usize = 32;
 
 /// Lines of a source that are transposed together.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::tensor) struct Lines<'a> {
-    pub(in crate::tensor) source: &'a [u8],
+pub(crate) struct Lines<'a> {
+    pub(crate) source: &'a [u8],
     /// Source offset of each line, in bytes.
-    pub(in crate::tensor) offsets: &'a [usize],
+    pub(crate) offsets: &'a [usize],
     /// Bytes of one target element.
-    pub(in crate::tensor) unit: usize,
+    pub(crate) unit: usize,
     /// Elements of each line, which become target lines.
-    pub(in crate::tensor) columns: usize,
+    pub(crate) columns: usize,
     /// The conversion during the transpose; without one, source and target elements are equal.
-    pub(in crate::tensor) fused: Option<Fused<'a>>,
+    pub(crate) fused: Option<Fused<'a>>,
     /// Source offsets of the lines needed next. They are prefetched while these lines are processed, as processors do not
     /// prefetch so far ahead by themselves.
-    pub(in crate::tensor) ahead: &'a [usize],
+    pub(crate) ahead: &'a [usize],
 }
 
 /// A conversion to BF16 in registers.
 #[derive(Clone, Copy)]
-pub(in crate::tensor) struct Fused<'a> {
-    pub(in crate::tensor) kind: FusedKind,
+pub(crate) struct Fused<'a> {
+    pub(crate) kind: FusedKind,
     /// The same conversion of any number of elements, for values that are not ordinary and for the edges of a block.
-    pub(in crate::tensor) exact: &'a dyn Fn(&[u8], &mut [u8]),
+    pub(crate) exact: &'a dyn Fn(&[u8], &mut [u8]),
 }
 
 impl std::fmt::Debug for Fused<'_> {
@@ -40,7 +40,7 @@ impl std::fmt::Debug for Fused<'_> {
 
 /// The kinds of fused conversions. Factors are normal numbers of at most 1, so that the product of a subnormal is subnormal or zero.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(in crate::tensor) enum FusedKind {
+pub(crate) enum FusedKind {
     /// BF16 values times a factor.
     Multiply(f32),
     /// F32 values, rounded.
@@ -85,7 +85,7 @@ impl Lines<'_> {
 }
 
 /// Prefetches the cache lines of `length` bytes from `start` on. Addresses beyond the source are useless, but harmless.
-pub(in crate::tensor) fn prefetch(source: &[u8], start: usize, length: usize) {
+pub(crate) fn prefetch(source: &[u8], start: usize, length: usize) {
     for line in 0..length.div_ceil(CACHE_LINE_BYTES) {
         prefetch_line(source, start + line * CACHE_LINE_BYTES);
     }

@@ -9,13 +9,13 @@ use std::{
     thread,
 };
 
+use ckfs_read::{Engine, MaterializeError, MaterializeTarget, Materializing, OpenFile};
 use nix::sys::statvfs::statvfs;
 
 use super::{
     super::Ino,
     entry::{CompletionGuard, FileEntry, Partial, Progress},
 };
-use crate::read::{Engine, MaterializeError, MaterializeTarget, Materializing, OpenFile};
 
 /// One part in this many of a file system stays free.
 const KEPT_FREE: u64 = 20;

@@ -10,11 +10,10 @@ use std::{
     time::Instant,
 };
 
+use ckfs_read::{MaterializeError, Materializing, OpenFile, ReadError, Reservation};
+
 use super::policy::When;
-use crate::{
-    read::{MaterializeError, Materializing, OpenFile, ReadError, Reservation},
-    volume::{Access, WhenMaterialized},
-};
+use crate::{Access, WhenMaterialized};
 
 /// Progress of a file.
 #[derive(Default)]
@@ -47,7 +46,7 @@ pub(super) struct Complete {
 }
 
 /// A file that may be materialized. Its open handles own it, so it lives while one is open.
-pub(in crate::volume) struct FileEntry {
+pub(crate) struct FileEntry {
     pub(super) when: When,
     state: Mutex<Progress>,
     /// Time of the last open, or of the last check that found it open.
@@ -99,7 +98,7 @@ impl FileEntry {
     }
 
     /// How the kernel should treat an open of the file.
-    pub(in crate::volume) fn access(&self) -> Access {
+    pub(crate) fn access(&self) -> Access {
         if let Some(complete) = self.complete() {
             return Access::Passthrough(complete);
         }

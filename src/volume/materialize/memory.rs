@@ -6,11 +6,10 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
+use ckfs_read::{Engine, Reservation};
+use ckfs_source::page_size::allocation_page_bytes;
+
 use super::memory_files::MemoryFiles;
-use crate::{
-    read::{Engine, Reservation},
-    source::page_size::allocation_page_bytes,
-};
 
 /// Memory for files, as far as an engine's cache allows.
 #[derive(Debug)]

@@ -4,12 +4,11 @@
 
 use std::{fs::File, io, os::fd::OwnedFd};
 
+use ckfs_source::page_size::{allocation_page_bytes, uses_huge_pages};
 use rustix::{
     fs::{FallocateFlags, Mode, OFlags, StatVfs, fallocate, fstatvfs, openat},
     mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen},
 };
-
-use crate::source::page_size::{allocation_page_bytes, uses_huge_pages};
 
 /// A file system in memory.
 #[derive(Debug)]

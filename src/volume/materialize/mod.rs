@@ -39,6 +39,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ckfs_read::{Engine, MaterializeTarget, Materializing, OpenFile};
+
 pub use self::policy::{BundleSizes, Policy};
 use self::{
     disk::{ClosedFile, Disk, OnDisk},
@@ -50,7 +52,6 @@ pub(super) use self::{
     policy::{BYTES_MIN, FileClass, When},
 };
 use super::{Ino, WhenMaterialized};
-use crate::read::{Engine, MaterializeTarget, Materializing, OpenFile};
 
 /// Longest time that an open waits for its file.
 const OPEN_WAIT: Duration = Duration::from_secs(2);

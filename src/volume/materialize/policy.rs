@@ -2,16 +2,17 @@
 
 use std::{fmt::Write, path::PathBuf};
 
+use ckfs_config::Materialize;
+use ckfs_plan::report::human_bytes;
+use ckfs_source::page_size::allocation_page_bytes;
 use serde_json::{Value, json};
 
-use crate::{config::Materialize, plan::report::human_bytes, source::page_size::allocation_page_bytes};
-
 /// Smaller files are not materialized: the kernel reads them with one or two requests.
-pub(in crate::volume) const BYTES_MIN: u64 = 1 << 20;
+pub(crate) const BYTES_MIN: u64 = 1 << 20;
 
 /// Contents of a file, as far as materialization needs to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::volume) enum FileClass {
+pub(crate) enum FileClass {
     /// One tensor, or a part of one.
     Tensor,
     /// All tensors of a device.
@@ -22,7 +23,7 @@ pub(in crate::volume) enum FileClass {
 
 /// When a file is materialized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::volume) enum When {
+pub(crate) enum When {
     /// When it is opened. The open waits, so that the kernel reads the whole file by itself.
     Opened,
     /// After it was closed.
@@ -83,7 +84,7 @@ impl Policy {
     }
 
     /// When a file of `len_bytes` bytes is materialized; `None` for never.
-    pub(in crate::volume) fn when(&self, class: FileClass, len_bytes: u64) -> Option<When> {
+    pub(crate) fn when(&self, class: FileClass, len_bytes: u64) -> Option<When> {
         let fits = (BYTES_MIN..=self.file_bytes_max).contains(&len_bytes);
         match (&self.wanted, class) {
             (Materialize::None, _) | (Materialize::Auto, FileClass::Mixed) => None,
@@ -106,7 +107,7 @@ impl Policy {
             Materialize::Dir(directory) => writeln!(
                 text,
                 "on disk     as root, since Linux 6.9, every tensor file, in {} after it was closed (--materialize)",
-                crate::checkpoint::printable(&directory.display().to_string())
+                ckfs_checkpoint::printable(&directory.display().to_string())
             ),
             Materialize::Memory => writeln!(
                 text,

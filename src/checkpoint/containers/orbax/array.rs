@@ -9,6 +9,9 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_format::zarr_read::{Array, ShardCodec, ZARR_JSON, ZARRAY};
+use ckfs_source::ByteSpan;
+use ckfs_tensor::{PerAxis, to_usize};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::{
@@ -16,12 +19,7 @@ use super::{
     problem::OrbaxProblem,
     store::{Bytes, FileNumber, Files, StoreValue},
 };
-use crate::{
-    checkpoint::tree::FileTree,
-    format::zarr_read::{Array, ShardCodec, ZARR_JSON, ZARRAY},
-    source::ByteSpan,
-    tensor::{PerAxis, to_usize},
-};
+use crate::tree::FileTree;
 
 /// Keys that are no chunks: descriptions and attributes.
 const DESCRIPTIONS: [&str; 4] = [ZARR_JSON, ZARRAY, ".zattrs", ".zmetadata"];

@@ -23,10 +23,11 @@ use std::{
     time::Duration,
 };
 
+use ckfs_source::BufferMemory;
+use ckfs_tensor::to_usize;
 use lru::LruCache;
 
 use super::ahead::{Ahead, ChunkKey, ExpectedChunk};
-use crate::{source::BufferMemory, tensor::to_usize};
 
 /// Bound until one is set, in bytes.
 const BYTES_MAX: u64 = 256 << 20;

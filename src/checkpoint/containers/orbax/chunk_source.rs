@@ -18,19 +18,17 @@ use std::{
     thread,
 };
 
+use ckfs_source::{
+    ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource, Source,
+    SourceError, digest::Compared,
+};
+use ckfs_tensor::to_usize;
+
 use super::{
     coded::{CodedBytes, CodedChunk, DecodedFile},
     decoder::Decoder,
 };
 use lru::LruCache;
-
-use crate::{
-    source::{
-        ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource,
-        Source, SourceError, digest::Compared,
-    },
-    tensor::to_usize,
-};
 
 /// Most bytes of chunks that the slow decoder has made, unless a single one has more.
 const BY_DEFINITION_BYTES_MAX: usize = 64 << 20;

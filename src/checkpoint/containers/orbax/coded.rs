@@ -5,12 +5,11 @@
 
 use std::{fmt, io::BufRead, sync::Arc};
 
+use ckfs_format::zarr_read::{Array, ArrayBytes, ChunkError, Codecs, Packing};
+use ckfs_source::{BufferMemory, ByteSpan};
+use ckfs_tensor::{PerAxis, to_usize};
+
 use super::store::FileNumber;
-use crate::{
-    format::zarr_read::{Array, ArrayBytes, ChunkError, Codecs, Packing},
-    source::{BufferMemory, ByteSpan},
-    tensor::{PerAxis, to_usize},
-};
 
 /// An array whose chunks are decoded.
 #[derive(Debug)]

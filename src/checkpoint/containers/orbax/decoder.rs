@@ -7,15 +7,14 @@ use std::{
     thread,
 };
 
+use ckfs_format::zarr_read::ChunkError;
+use ckfs_source::{BufferMemory, ByteSpan, FileId, Source, SourceError};
+use ckfs_tensor::to_usize;
+
 use super::{
     ahead::{ChunkKey, ExpectedChunk},
     chunk_pool::{ChunkPool, Decoded},
     coded::{CodedBytes, CodedChunk, DecodedFile},
-};
-use crate::{
-    format::zarr_read::ChunkError,
-    source::{BufferMemory, ByteSpan, FileId, Source, SourceError},
-    tensor::to_usize,
 };
 
 /// Chunks of more stored bytes are decoded while these are read, where their codecs allow it. It takes longer, by a copy of the

@@ -6,14 +6,13 @@
 //! items/_METADATA            an item, the directory that is given
 //! ```
 
-use super::problem::OrbaxProblem;
-use crate::{
-    checkpoint::tree::{FileTree, TreeEntry},
-    format::{
-        ocdbt,
-        orbax_state::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, METADATA, OrbaxError, UNFINISHED},
-    },
+use ckfs_format::{
+    ocdbt,
+    orbax_state::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, METADATA, OrbaxError, UNFINISHED},
 };
+
+use super::problem::OrbaxProblem;
+use crate::tree::{FileTree, TreeEntry};
 
 /// What a Hugging Face repository has.
 const CONFIG: &str = "config.json";
@@ -75,7 +74,7 @@ fn own_name(tree: &dyn FileTree) -> String {
 ///
 /// # Errors
 /// Directories that cannot be listed.
-pub(in crate::checkpoint) fn is_orbax(tree: &dyn FileTree) -> Result<bool, OrbaxProblem> {
+pub(crate) fn is_orbax(tree: &dyn FileTree) -> Result<bool, OrbaxProblem> {
     let entries = tree.list("")?;
     let is_unfinished = own_name(tree).contains(UNFINISHED);
     if is_unfinished || is_item(&entries) || has(&entries, CHECKPOINT_METADATA) {

@@ -18,15 +18,22 @@ mod chunk_source;
 mod coded;
 mod decoder;
 mod item;
-pub(in crate::checkpoint) mod problem;
+pub(crate) mod problem;
 mod store;
 
 use std::sync::Arc;
 
 use array::{ArrayBox, BoxFile, ToLayOut};
 use chunk_source::ChunkSource;
+use ckfs_format::{
+    orbax::SCALAR,
+    orbax_state::{Leaf, LeafKind, METADATA, Tree, TreeKey},
+    zarr_read::{Array, ZARR_JSON, ZARRAY},
+};
+use ckfs_source::{FileId, Source};
+use ckfs_tensor::{DType, Element, Shape};
 use coded::DecodedFile;
-pub(in crate::checkpoint) use item::is_orbax;
+pub(crate) use item::is_orbax;
 pub use problem::OrbaxProblem;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use store::{Files, StoreValue};
@@ -36,15 +43,6 @@ use super::super::{
     mosaic::{Missing, MosaicBuilder, StoredBox},
     problem::{BYTES_MAX, Problem, Problems},
     tree::FileTree,
-};
-use crate::{
-    format::{
-        orbax::SCALAR,
-        orbax_state::{Leaf, LeafKind, METADATA, Tree, TreeKey},
-        zarr_read::{Array, ZARR_JSON, ZARRAY},
-    },
-    source::{FileId, Source},
-    tensor::{DType, Element, Shape},
 };
 
 /// Members of a training state that are not the model.
@@ -66,12 +64,12 @@ struct OrbaxTensor {
 
 /// What an Orbax checkpoint holds.
 #[derive(Debug, Default)]
-pub(in crate::checkpoint) struct OrbaxContents {
+pub(crate) struct OrbaxContents {
     /// Directory of the arrays, relative to the checkpoint.
     #[cfg(test)]
     item: String,
     /// The files that reads need, in the order of their ids.
-    pub(in crate::checkpoint) paths: Vec<String>,
+    pub(crate) paths: Vec<String>,
     /// Files of decoded chunks, with the ids after those.
     decoded: Vec<DecodedFile>,
     tensors: Vec<OrbaxTensor>,
@@ -82,12 +80,12 @@ pub(in crate::checkpoint) struct OrbaxContents {
     /// What names do not tell of the tree.
     tree: SavedTree,
     /// What the user should know.
-    pub(in crate::checkpoint) warnings: Vec<String>,
+    pub(crate) warnings: Vec<String>,
 }
 
 impl OrbaxContents {
     /// The tensors as a table. `files` begins with the files of [`OrbaxContents::paths`].
-    pub(in crate::checkpoint) fn contents(&mut self, files: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
+    pub(crate) fn contents(&mut self, files: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
         let source = self.source(Arc::clone(files));
         let decoded = (files.file_count()..source.file_count()).map(file_id);
         if decoded.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
@@ -153,7 +151,7 @@ struct Leaves {
 ///
 /// # Errors
 /// All problems with the checkpoint.
-pub(in crate::checkpoint) fn read(
+pub(crate) fn read(
     tree: &dyn FileTree,
     whole_state: bool,
     allow_unfinished: bool,

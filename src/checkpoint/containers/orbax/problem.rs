@@ -2,14 +2,12 @@
 
 use std::{path::Path, sync::Arc};
 
-use crate::{
-    format::{
-        ocdbt::OcdbtError,
-        orbax_state::OrbaxError,
-        zarr_read::{ChunkError, MetadataError},
-    },
-    source::SourceError,
+use ckfs_format::{
+    ocdbt::OcdbtError,
+    orbax_state::OrbaxError,
+    zarr_read::{ChunkError, MetadataError},
 };
+use ckfs_source::SourceError;
 
 /// One problem with an Orbax checkpoint.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -5,15 +5,13 @@
 
 use std::{collections::HashMap, sync::Arc};
 
+use ckfs_format::ocdbt::{self, KeyRange, Manifest, NodeRef, OcdbtError, Walk};
+use ckfs_source::ByteSpan;
+use ckfs_tensor::to_usize;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::{item::below, problem::OrbaxProblem};
-use crate::{
-    checkpoint::tree::FileTree,
-    format::ocdbt::{self, KeyRange, Manifest, NodeRef, OcdbtError, Walk},
-    source::ByteSpan,
-    tensor::to_usize,
-};
+use crate::tree::FileTree;
 
 /// Longest manifest or node, in bytes.
 const BLOCK_BYTES_MAX: u64 = 256 << 20;
@@ -195,7 +193,7 @@ pub(super) fn names_in_database(tree: &dyn FileTree, item: &str) -> Result<Vec<S
 /// The array that a key of a description names.
 fn described(key: &str) -> Option<&str> {
     let (name, last) = key.rsplit_once('/')?;
-    matches!(last, crate::format::zarr_read::ZARR_JSON | crate::format::zarr_read::ZARRAY).then_some(name)
+    matches!(last, ckfs_format::zarr_read::ZARR_JSON | ckfs_format::zarr_read::ZARRAY).then_some(name)
 }
 
 /// The values of the wanted arrays of a database, by number of name, each in the order of its keys.

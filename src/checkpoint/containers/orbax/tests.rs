@@ -6,14 +6,12 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
+use ckfs_source::{ByteSpan, FetchPart, Health, Pin, SourceError, permission::Gates};
+use ckfs_tensor::to_usize;
 use serde_json::Value as Json;
 
 use super::*;
-use crate::{
-    checkpoint::tree::TreeEntry,
-    source::{ByteSpan, FetchPart, Health, Pin, SourceError, permission::Gates},
-    tensor::to_usize,
-};
+use crate::tree::TreeEntry;
 
 /// Files in memory, as a tree and as a source.
 #[derive(Clone, Debug, Default)]
@@ -153,7 +151,7 @@ fn hex(digits: &str) -> Vec<u8> {
 }
 
 fn fixture(name: &str) -> Json {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/formats").join(name);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/formats").join(name);
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 

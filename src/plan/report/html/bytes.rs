@@ -5,14 +5,12 @@ use std::{
     ops::Range,
 };
 
+use ckfs_checkpoint::{Checkpoint, printable};
+use ckfs_tensor::{Region, Runs, TensorId};
 use serde_json::{Value, json};
 
 use super::{super::leaf::ReadLeaf, budget::PageBudget, files::EmbeddedFiles};
-use crate::{
-    checkpoint::{Checkpoint, printable},
-    plan::{counting::Expression, needed::runs_of},
-    tensor::{Region, Runs, TensorId},
-};
+use crate::{counting::Expression, needed::runs_of};
 
 /// Sets of runs of one source that a page lists. A count stands for the others.
 const RUNS_SHOWN: usize = 4;

@@ -5,16 +5,14 @@ use std::{
     ops::Range,
 };
 
+use ckfs_tensor::Region;
 use serde_json::{Value, json};
 
 use super::{
     super::{groups::TensorGroup, leaf::ReadLeaf},
     budget::PageBudget,
 };
-use crate::{
-    plan::{Plan, PlannedTensor},
-    tensor::Region,
-};
+use crate::{Plan, PlannedTensor};
 
 /// The parts of the tensors of a group.
 #[derive(Clone, Debug)]

@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use crate::{checkpoint::Checkpoint, source::FileId};
+use ckfs_checkpoint::Checkpoint;
+use ckfs_source::FileId;
 
 /// The files of the sources, as the page numbers them.
 #[derive(Debug)]

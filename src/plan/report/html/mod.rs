@@ -13,6 +13,8 @@ mod rows;
 
 use std::fmt::Write as _;
 
+use ckfs_checkpoint::{Checkpoint, FileRole, printable};
+use ckfs_tensor::DType;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
@@ -22,10 +24,6 @@ use super::{
     effects::{axis_effects, bytes_per_device},
     json::ViewReport,
     text::{rule_of_axis, source_text, view_text},
-};
-use crate::{
-    checkpoint::{Checkpoint, FileRole, printable},
-    tensor::DType,
 };
 
 use budget::{PageBudget, embedded, within};
@@ -133,7 +131,7 @@ fn digest(text: &str) -> String {
     encoded
 }
 
-fn file_json(file: &crate::checkpoint::RepoFile) -> Value {
+fn file_json(file: &ckfs_checkpoint::RepoFile) -> Value {
     let (role, reason) = match &file.role {
         FileRole::Weights => ("weights", None),
         FileRole::Other => ("other", None),

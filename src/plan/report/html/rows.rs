@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use ckfs_checkpoint::{Checkpoint, printable};
+use ckfs_tensor::{Reads, TensorId};
 use serde_json::{Value, json};
 
 use super::{
@@ -14,11 +16,7 @@ use super::{
     cuts::{Cut, CutPart, Cuts},
     files::EmbeddedFiles,
 };
-use crate::{
-    checkpoint::{Checkpoint, printable},
-    plan::{Plan, PlannedTensor, amplification::Amplification, name_group},
-    tensor::{Reads, TensorId},
-};
+use crate::{Plan, PlannedTensor, amplification::Amplification, name_group};
 
 /// Rows of a view.
 const ROWS_MAX: usize = 2000;

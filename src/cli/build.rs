@@ -11,7 +11,7 @@ use std::{
 };
 
 /// What the program is made of; a change of one of these is looked up again.
-const INPUTS: [&str; 3] = ["src", "Cargo.toml", "Cargo.lock"];
+const INPUTS: [&str; 3] = ["../../src", "../../Cargo.toml", "../../Cargo.lock"];
 
 /// Cargo writes this file into packages.
 const RECORD: &str = ".cargo_vcs_info.json";
@@ -25,7 +25,7 @@ fn main() -> io::Result<()> {
     writeln!(out, "cargo::rustc-env=CKFS_TARGET={}", env::var("TARGET").unwrap_or_default())?;
     let features = if env::var_os("CARGO_FEATURE_REMOTE").is_some() { "remote" } else { "none" };
     writeln!(out, "cargo::rustc-env=CKFS_FEATURES={features}")?;
-    writeln!(out, "cargo::rerun-if-changed=src/build.rs")?;
+    writeln!(out, "cargo::rerun-if-changed=build.rs")?;
     let commit = if let Some(commit) = recorded_commit(Path::new(RECORD)) {
         writeln!(out, "cargo::rerun-if-changed={RECORD}")?;
         commit
@@ -52,10 +52,10 @@ fn git(args: &[&str]) -> Option<String> {
     Some(String::from_utf8(done.stdout).ok()?.trim_end().to_owned())
 }
 
-/// The commit of the work tree whose root is this package. A package that lies in another project's tree has none.
+/// The commit of the work tree whose root is the workspace. A package that lies in another project's tree has none.
 fn commit_of_work_tree() -> Option<String> {
     let root = git(&["rev-parse", "--show-toplevel"])?;
-    if fs::canonicalize(root).ok()? != fs::canonicalize(env::var_os("CARGO_MANIFEST_DIR")?).ok()? {
+    if fs::canonicalize(root).ok()? != fs::canonicalize("../..").ok()? {
         return None;
     }
     let name: String = git(&["rev-parse", "HEAD"])?.chars().take(COMMIT_CHARS).collect();
