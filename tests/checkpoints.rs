@@ -352,7 +352,7 @@ fn refused_repositories() {
         assert_eq!(problems.len(), 1, "{problems:#?}");
         problems[0].clone()
     };
-    assert!(one(&good().text("config.json", "{")).starts_with("config.json: EOF"));
+    assert!(one(&good().text("config.json", "{")).starts_with("config.json: the file ends early"));
     assert!(one(&good().text("config.json", "[]")).contains("expected an object"));
     assert!(one(&good().text("model.safetensors.index.json", "{}")).contains("missing field `weight_map`"));
     assert!(

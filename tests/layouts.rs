@@ -1080,7 +1080,7 @@ fn the_family_can_be_chosen() {
     assert!(error.contains("unexpected tensor model.layers.{0-2}.self_attn.q_norm.weight (3 tensors)"), "{error}");
     options.set.insert("family".to_owned(), "nosuch".to_owned());
     let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
-    assert!(error.starts_with("layout maxtext: no family \"nosuch\"; known: maxtext/llama, "), "{error}");
+    assert!(error.starts_with("layout maxtext: no family \"nosuch\"; known: maxtext/deepseek, "), "{error}");
     options.set.insert("family".to_owned(), "lama".to_owned());
     let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
     assert_eq!(error, "layout maxtext: unknown family `lama`; did you mean `llama`?");

@@ -49,6 +49,9 @@ pub const FLUSH_LIMIT: Duration = Duration::from_secs(2);
 /// Whose words the log's own lines are.
 const OWN: &str = "ckfs::log";
 
+/// An event begins with its level, right-aligned, and a space.
+const LEVEL_CHARS: usize = 6;
+
 /// One line, its level and target included, without its time.
 #[derive(Debug)]
 struct Line {
@@ -384,11 +387,19 @@ pub struct EventWriter<'a> {
     level: Level,
 }
 
+/// An event whose target has the layer's name in the library, as in `ckfs::read`. The crate is `ckfs_read`.
+fn by_layer(event: &str) -> String {
+    match event.split_at_checked(LEVEL_CHARS) {
+        Some((level, rest)) if rest.starts_with("ckfs_") => format!("{level}{}", rest.replacen('_', "::", 1)),
+        _ => event.to_owned(),
+    }
+}
+
 impl Write for EventWriter<'_> {
     /// Takes a whole event. Never fails: `tracing` would panic over a failure if standard error failed as well.
     fn write(&mut self, event: &[u8]) -> io::Result<usize> {
-        let text = String::from_utf8_lossy(event.trim_ascii_end()).into_owned();
-        self.log.shared.add(Line::new(self.level, text));
+        let text = String::from_utf8_lossy(event.trim_ascii_end());
+        self.log.shared.add(Line::new(self.level, by_layer(&text)));
         Ok(event.len())
     }
 
@@ -414,6 +425,18 @@ mod tests {
     use std::fs;
 
     use super::*;
+
+    #[test]
+    fn targets_have_the_names_of_layers() {
+        for (event, line) in [
+            ("ERROR ckfs_fuse::adapter::pending: x ckfs_y", "ERROR ckfs::fuse::adapter::pending: x ckfs_y"),
+            (" WARN ckfs_read: x", " WARN ckfs::read: x"),
+            (" INFO fuser::session: ckfs_read", " INFO fuser::session: ckfs_read"),
+            ("", ""),
+        ] {
+            assert_eq!(by_layer(event), line);
+        }
+    }
 
     fn log_at(directory: &tempfile::TempDir) -> (Log, std::path::PathBuf) {
         let path = directory.path().join("log");
