@@ -4,7 +4,7 @@
 //! execute those. Nothing else exists at read time: no code walks the tree, and no operator has a reader of its own.
 //!
 //! ```
-//! use ckfs::tensor::{DType, Shape, SourceTensor, TensorId, View};
+//! use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
 //!
 //! let shape = Shape::try_new(&[6, 4]).unwrap();
 //! let q_proj = |id| View::source(SourceTensor { id: TensorId(id), dtype: DType::BF16, shape: shape.clone() });

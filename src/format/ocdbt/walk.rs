@@ -1,7 +1,7 @@
 //! The way from the root to the wanted keys.
 //!
 //! ```
-//! # use ckfs::format::ocdbt::{KeyRange, Manifest, NodeRef, OcdbtError, Walk};
+//! # use ckfs_format::ocdbt::{KeyRange, Manifest, NodeRef, OcdbtError, Walk};
 //! # fn fetch(_: &[NodeRef]) -> Vec<Vec<u8>> { Vec::new() }
 //! # fn list(manifest: &Manifest) -> Result<(), OcdbtError> {
 //! let Some(version) = manifest.latest() else { return Ok(()) };
