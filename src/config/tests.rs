@@ -184,7 +184,7 @@ fn errors_name_file_and_line() {
         ("[mount]\ndrain_seconds = '9000h'", "x.toml:2: expected a time from 0 to 8760h, found"),
         ("[mount]\nthread = 1", "x.toml:2: unknown field `thread`"),
         ("[mount]\nthreads = 20000", "x.toml:2: threads: expected 1 to 512, found 20000"),
-        ("[view.a]\nsource = \"x\"", "x.toml:2: unknown field `source`"),
+        ("[view.a]\nsource = \"x\"", "x.toml:2: `source` belongs before the first table"),
         ("a = 1\n[view.\"../x\"]\n", "x.toml:1: unknown field `a`"),
         ("\n[view.\"../x\"]\n", "x.toml:2: view \"../x\": expected a name"),
         ("mesh = ", "x.toml:1: "),
@@ -302,8 +302,8 @@ fn rules_of_a_file_are_read() {
     assert_eq!(load(&config.to_toml().unwrap()).unwrap(), config);
     std::fs::write(directory.path().join("rules.toml"), "\nshard = \"other.toml\"").unwrap();
     assert!(load("shard = \"rules.toml\"").unwrap_err().to_string().contains("rules.toml:2: shard: expected auto"));
-    assert!(load("shard = \"absent.toml\"").unwrap_err().to_string().contains("absent.toml: No such file"));
-    assert!(load("layout = \"absent.toml\"").unwrap_err().to_string().contains("absent.toml: No such file"));
+    assert!(load("shard = \"absent.toml\"").unwrap_err().to_string().contains("absent.toml: no such file"));
+    assert!(load("layout = \"absent.toml\"").unwrap_err().to_string().contains("absent.toml: no such file"));
 }
 
 #[test]
