@@ -1,5 +1,5 @@
-"""What ckfs knows of model families against the classes of the pinned transformers: buffers, and what stays in float32, and
-lists of layers in configurations."""
+"""What ckfs knows of model families against the classes of the pinned transformers: buffers, what stays in float32, tied
+heads, and lists of layers in configurations."""
 
 import json
 import subprocess
@@ -64,6 +64,12 @@ def test_the_table_of_families_is_what_the_classes_say():
     script = ROOT / "tests/families/buffers_and_float32.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_tied_heads_are_those_of_the_classes():
+    script = ROOT / "tests/families/ties.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout
 
 
 def test_lists_of_layers_in_configurations_are_cut_or_named():
