@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import transformers
-from classes import Built, Failed, configurations, model_classes, walk
+from classes import Built, Failed, configurations, lines_of, model_classes, walk
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -267,14 +267,7 @@ def wrapped(key: str, values: list[str]) -> str:
     line = f"{key} = {toml_list(values)}"
     if len(line) <= 128:
         return line
-    lines, current = [f"{key} = ["], " "
-    for value in values:
-        piece = f" '{value}',"
-        if len(current) + len(piece) > 128:
-            lines.append(current)
-            current = " "
-        current += piece
-    return "\n".join([*lines, current, "]"])
+    return "\n".join([f"{key} = [", *lines_of([f"'{value}'" for value in values]), "]"])
 
 
 def table(shared: Common, rows: dict[str, Row]) -> str:

@@ -146,6 +146,17 @@ def configurations() -> dict[str, type[PreTrainedConfig]]:
     return found
 
 
+def lines_of(items: list[str]) -> list[str]:
+    """Items of a TOML list, in lines of 128 characters."""
+    lines, current = [], " "
+    for item in items:
+        if len(current) + len(item) + 2 > 128:
+            lines.append(current)
+            current = " "
+        current += f" {item},"
+    return [*lines, current]
+
+
 def model_classes(model_type: str, config: type[PreTrainedConfig]) -> list[type[PreTrainedModel]]:
     """The classes of the module of a model type whose configuration is `config`."""
     package = config.__module__.rsplit(".", 1)[0]

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import transformers
 from transformers import PreTrainedModel
-from classes import Built, build_class, configurations, is_abstract, model_classes
+from classes import Built, build_class, configurations, is_abstract, lines_of, model_classes
 from transformers.core_model_loading import revert_weight_conversion
 
 DATA = Path(__file__).parents[2] / "src/checkpoint/dialects/tied.toml"
@@ -159,15 +159,9 @@ def rule(has_text: bool, by_word: dict) -> str:
     return "" if by_word == {(outer, inner): bool(inner if outer is None else outer) for outer, inner in words} else "?"
 
 
-def lines_of(values: list[str]) -> list[str]:
-    lines, current = [], " "
-    for value in values:
-        piece = f' "{value}",'
-        if len(current) + len(piece) > 128:
-            lines.append(current)
-            current = " "
-        current += piece
-    return [*lines, current]
+
+def quoted(names) -> list[str]:
+    return [f'"{name}"' for name in sorted(names)]
 
 
 def table(found: dict[str, tuple[bool, dict, str | None]]) -> str:
@@ -201,9 +195,9 @@ def table(found: dict[str, tuple[bool, dict, str | None]]) -> str:
         "# model_type. Only models whose head is called lm_head. Made by tests/families/ties.py. Not to be edited by hand.",
     ]
     for name, text in texts.items():
-        lines += ["", f"# {text}", f"{name} = [", *lines_of(sorted(lists[name])), "]"]
+        lines += ["", f"# {text}", f"{name} = [", *lines_of(quoted(lists[name])), "]"]
     lines += ["", "# Names of embeddings that a head may be, without a prefix.", "embeddings = ["]
-    lines += [*lines_of(sorted(embeddings)), "]"]
+    lines += [*lines_of(quoted(embeddings)), "]"]
     return "\n".join(lines) + "\n"
 
 
