@@ -64,7 +64,7 @@
 //! | a layout | a file of the user's (`--layout FILE`), or a directory `src/plan/layouts/<name>` and its name in [`config::LAYOUTS`]; a family of a layout is a file there |
 //! | an output format | `src/image/<name>.rs` with `impl` [`image::OutputFormat`], and its line in [`image::FORMATS`] |
 //! | a remote service | `src/source/remote/<name>.rs` with `impl` [`source::remote::Objects`], and its scheme in `remote/store/address.rs`; disk cache, retries and limits apply to it |
-//! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources.rs` runs over it |
+//! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources/local.rs` runs over it |
 //! | a kind of checkpoint | `src/checkpoint/containers/<name>.rs`, and its variant of [`checkpoint::Container`], which the compiler follows to `open.rs` |
 //! | a quantization scheme | `src/checkpoint/scheme/<name>.rs` with `impl Scheme`, and its line in [`checkpoint::scheme`] |
 //! | another way in | an adapter over [`service::Service`]: it converts requests to [`volume::FileSystem`] calls and replies ([`service::Pending`]), and decides nothing; as `src/fuse` |
