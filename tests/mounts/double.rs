@@ -10,7 +10,7 @@ use std::{
 
 use ckfs::volume::{
     Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, OpenedFile, Permission, RequestKind,
-    Served, StatFs, WhenMaterialized,
+    Served, StatFs, Upkeep, WhenMaterialized,
 };
 use nix::unistd::{getegid, geteuid};
 
@@ -256,21 +256,6 @@ impl FileSystem for Double {
         Ok(())
     }
 
-    fn materialize(&self, ino: Ino, _handle: Handle, then: WhenMaterialized) {
-        match Self::manner(ino) {
-            Some(Manner::Materialized) => {
-                let backing = self.backing.clone();
-                thread::spawn(move || {
-                    thread::sleep(Duration::from_millis(50));
-                    then(backing);
-                });
-            }
-            Some(Manner::MaterializePanics) => panic!("materialize panics"),
-            Some(Manner::MaterializeForgets) => drop(then),
-            _ => then(None),
-        }
-    }
-
     fn release(&self, _ino: Ino, _handle: Handle) {}
 
     fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
@@ -284,8 +269,25 @@ impl FileSystem for Double {
     fn stat_fs(&self) -> StatFs {
         StatFs { total_bytes: 3 * DATA_BYTES as u64 + 1, nodes: MANY + 18 }
     }
+}
 
+impl Upkeep for Double {
     fn metrics(&self) -> &Metrics {
         &self.metrics
+    }
+
+    fn materialize(&self, ino: Ino, _handle: Handle, then: WhenMaterialized) {
+        match Self::manner(ino) {
+            Some(Manner::Materialized) => {
+                let backing = self.backing.clone();
+                thread::spawn(move || {
+                    thread::sleep(Duration::from_millis(50));
+                    then(backing);
+                });
+            }
+            Some(Manner::MaterializePanics) => panic!("materialize panics"),
+            Some(Manner::MaterializeForgets) => drop(then),
+            _ => then(None),
+        }
     }
 }

@@ -709,7 +709,7 @@ fn failures_that_repeat_are_one_line_and_a_count() {
     bench.stop(pid);
     let log = bench.log();
     // Once as it happens, once in the count.
-    let unanswered = "ERROR ckfs::fuse::adapter::pending: request was left unanswered";
+    let unanswered = "ERROR ckfs::service::requests::pending: request was left unanswered";
     assert_eq!((log.matches(unanswered).count(), log.contains(" times in ")), (2, true), "{log}");
     assert_eq!(log.matches("request handler panicked").count(), 2, "{log}");
     // The hook's line names thread and place; the adapter's line names the request.

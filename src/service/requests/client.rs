@@ -1,13 +1,13 @@
 //! Whether the program that waits for an answer is being killed.
 //!
-//! The kernel waits for the answer of a request that was passed to the daemon even if its program is killed meanwhile. It reports
+//! The kernel waits for the answer of a request that was passed to a daemon even if its program is killed meanwhile. It reports
 //! the signal for some requests only (not for those of `O_DIRECT`), and fuser declines that report. So the thread that watches
 //! requests asks the kernel for the signals of the programs that wait.
 
 use std::{fs, num::NonZeroU32};
 
 /// A thread that waits for an answer, by the number that it has in this process's namespace; none if it has no number there.
-pub(crate) type Client = Option<NonZeroU32>;
+pub type Client = Option<NonZeroU32>;
 
 /// The bit of SIGKILL in a set of signals. The kernel marks every thread of a process with it that any signal ends.
 const KILLED: u64 = 1 << (libc::SIGKILL - 1);

@@ -41,8 +41,8 @@ struct Request<R> {
     ino: Ino,
     since: Instant,
     client: Client,
-    /// Whether a thread of the overflow handles it.
-    aside: bool,
+    /// Whether a thread handles it that stands in for those that take requests.
+    elsewhere: bool,
     reply: R,
 }
 
@@ -54,15 +54,15 @@ struct Shard<R> {
     next_number: u64,
 }
 
-/// The requests of one kind that were not answered yet.
+/// The requests of one kind that were not answered yet, with replies of type `R`.
 #[derive(Debug)]
-pub(crate) struct Requests<R> {
+pub struct Requests<R> {
     shards: Box<[Mutex<Shard<R>>]>,
 }
 
 /// A request's place among them. Dropped, it takes the reply out.
 #[derive(Debug)]
-pub(crate) struct Ticket<R> {
+pub(super) struct Ticket<R> {
     requests: Arc<Requests<R>>,
     shard: usize,
     place: usize,
@@ -72,11 +72,11 @@ pub(crate) struct Ticket<R> {
 
 /// A request that was taken out because it waited for too long, or because its client ends.
 #[derive(Debug)]
-pub(crate) struct Expired<R> {
-    pub(crate) ino: Ino,
-    pub(crate) since: Instant,
-    pub(crate) aside: bool,
-    pub(crate) reply: R,
+pub(super) struct Expired<R> {
+    pub(super) ino: Ino,
+    pub(super) since: Instant,
+    pub(super) elsewhere: bool,
+    pub(super) reply: R,
 }
 
 impl<R> Default for Requests<R> {
@@ -88,12 +88,12 @@ impl<R> Default for Requests<R> {
 
 impl<R> Requests<R> {
     /// Keeps the reply of a request of `client` for `ino` that arrived at `since`.
-    pub(crate) fn add(self: &Arc<Self>, ino: Ino, since: Instant, client: Client, reply: R) -> Ticket<R> {
+    pub(super) fn add(self: &Arc<Self>, ino: Ino, since: Instant, client: Client, reply: R) -> Ticket<R> {
         let shard_index = own_shard();
         let mut shard = self.shard(shard_index);
         shard.next_number += 1;
         let number = shard.next_number;
-        let request = Some(Request { number, ino, since, client, aside: false, reply });
+        let request = Some(Request { number, ino, since, client, elsewhere: false, reply });
         let place = shard.free.pop();
         let place = place.unwrap_or_else(|| {
             shard.places.push(None);
@@ -105,12 +105,12 @@ impl<R> Requests<R> {
     }
 
     /// Files with requests that have waited for `limit`, each once.
-    pub(crate) fn late(&self, limit: Duration) -> Vec<Ino> {
+    pub(super) fn late(&self, limit: Duration) -> Vec<Ino> {
         self.of_late(limit, |request| Some(request.ino))
     }
 
     /// Clients that have waited for `limit`, each once.
-    pub(crate) fn late_clients(&self, limit: Duration) -> Vec<NonZeroU32> {
+    pub(super) fn late_clients(&self, limit: Duration) -> Vec<NonZeroU32> {
         self.of_late(limit, |request| request.client)
     }
 
@@ -128,12 +128,12 @@ impl<R> Requests<R> {
     }
 
     /// Takes out the requests for `ino` that have waited for `limit`.
-    pub(crate) fn expire(&self, ino: Ino, limit: Duration) -> Vec<Expired<R>> {
+    pub(super) fn expire(&self, ino: Ino, limit: Duration) -> Vec<Expired<R>> {
         self.take_out(|request| request.ino == ino && request.since.elapsed() >= limit)
     }
 
     /// Takes out the requests of clients.
-    pub(crate) fn abandon(&self, clients: &[NonZeroU32]) -> Vec<Expired<R>> {
+    pub(super) fn abandon(&self, clients: &[NonZeroU32]) -> Vec<Expired<R>> {
         self.take_out(|request| request.client.is_some_and(|client| clients.contains(&client)))
     }
 
@@ -143,9 +143,9 @@ impl<R> Requests<R> {
             let mut shard = self.shard(index);
             for place in 0..shard.places.len() {
                 let which = |request: &mut Request<R>| which(request);
-                if let Some(Request { ino, since, aside, reply, .. }) = shard.places[place].take_if(which) {
+                if let Some(Request { ino, since, elsewhere, reply, .. }) = shard.places[place].take_if(which) {
                     shard.free.push(place);
-                    expired.push(Expired { ino, since, aside, reply });
+                    expired.push(Expired { ino, since, elsewhere, reply });
                 }
             }
         }
@@ -153,7 +153,7 @@ impl<R> Requests<R> {
     }
 
     /// Whether any request waits.
-    pub(crate) fn any(&self) -> bool {
+    pub(super) fn any(&self) -> bool {
         (0..SHARDS).any(|index| self.shard(index).places.iter().any(Option::is_some))
     }
 
@@ -164,7 +164,7 @@ impl<R> Requests<R> {
 
 impl<R> Ticket<R> {
     /// The reply, to be sent; none if it was taken before.
-    pub(crate) fn take(&mut self) -> Option<R> {
+    pub(super) fn take(&mut self) -> Option<R> {
         let mut shard = self.requests.shard(self.shard);
         let place = shard.places.get_mut(self.place)?;
         let request = place.take_if(|request| request.number == self.number)?;
@@ -173,12 +173,12 @@ impl<R> Ticket<R> {
         Some(request.reply)
     }
 
-    /// Notes that a thread of the overflow handles it. Whether it still waits.
-    pub(crate) fn set_aside(&self) -> bool {
+    /// Notes that a thread handles it that stands in for those that take requests. Whether it still waits.
+    pub(super) fn note_elsewhere(&self) -> bool {
         let mut shard = self.requests.shard(self.shard);
         match shard.places.get_mut(self.place) {
             Some(Some(request)) if request.number == self.number => {
-                request.aside = true;
+                request.elsewhere = true;
                 true
             }
             Some(_) | None => false,
@@ -186,7 +186,7 @@ impl<R> Ticket<R> {
     }
 
     /// Whether another thread answered it.
-    pub(crate) fn expired(&self) -> bool {
+    pub(super) fn expired(&self) -> bool {
         let waits = || {
             let shard = self.requests.shard(self.shard);
             shard
@@ -210,16 +210,16 @@ mod tests {
         let mut second = requests.add(Ino(2), now, None, "second");
         assert_eq!(requests.late(Duration::from_hours(1)), []);
         assert_eq!(requests.late(Duration::ZERO), [Ino(1), Ino(2)]);
-        assert!(second.set_aside() && requests.any());
+        assert!(second.note_elsewhere() && requests.any());
         let expired = requests.expire(Ino(2), Duration::ZERO);
-        assert_eq!(expired.iter().map(|found| (found.reply, found.aside)).collect::<Vec<_>>(), [("second", true)]);
+        assert_eq!(expired.iter().map(|found| (found.reply, found.elsewhere)).collect::<Vec<_>>(), [("second", true)]);
         assert!(second.expired() && second.take().is_none() && second.expired());
         // Another request has the place now.
         let mut third = requests.add(Ino(2), now, None, "third");
         assert!(second.take().is_none());
         assert_eq!((first.take(), first.take(), first.expired()), (Some("first"), None, false));
         assert_eq!((third.take(), third.expired()), (Some("third"), false));
-        assert!(requests.late(Duration::ZERO).is_empty() && !requests.any() && !third.set_aside());
+        assert!(requests.late(Duration::ZERO).is_empty() && !requests.any() && !third.note_elsewhere());
     }
 
     #[test]

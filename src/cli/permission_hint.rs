@@ -1,4 +1,4 @@
-//! Which file or directory a permission keeps closed, for whom, and what opens it.
+//! Turns EACCES into a hint: the path component that denies access, the user, and the chmod that grants it.
 
 use std::{
     fs,

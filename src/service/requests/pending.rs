@@ -1,144 +1,138 @@
 //! Requests until they are answered: an answer is sent once, by the handler or by the thread that ends long waits.
 
 use std::{
+    fmt,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, atomic::Ordering},
     time::Instant,
 };
 
-use ckfs_volume::{FileSystem, FsError, Ino, RequestKind};
-use fuser::{
-    Errno, INodeNo, ReplyAttr, ReplyBmap, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
-    ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr,
-};
+use ckfs_volume::{FsError, Ino, RequestKind, Upkeep};
 use tracing::error;
 
-use super::super::requests::{Client, Overflow, Requests, Ticket};
-
-pub(super) fn ino(ino: INodeNo) -> Ino {
-    Ino(ino.0)
-}
+use super::{
+    client::Client,
+    table::{Requests, Ticket},
+    watchdog::Handlers,
+};
 
 /// The message of a panic.
-pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+pub fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 /// A reply that can say that the request failed.
-pub(super) trait Refuse {
+pub trait Refuse: Send + 'static {
+    /// Answers with the number of an error.
     fn refuse(self, errno: i32);
 }
 
-macro_rules! refuse {
-    ($($reply:ty),*) => {
-        $(impl Refuse for $reply {
-            fn refuse(self, errno: i32) {
-                self.error(Errno::from_i32(errno));
-            }
-        })*
-    };
-}
-
-refuse!(
-    ReplyAttr,
-    ReplyBmap,
-    ReplyCreate,
-    ReplyData,
-    ReplyDirectory,
-    ReplyDirectoryPlus,
-    ReplyEmpty,
-    ReplyEntry,
-    ReplyIoctl,
-    ReplyLock,
-    ReplyLseek,
-    ReplyOpen,
-    ReplyPoll,
-    ReplyStatfs,
-    ReplyWrite,
-    ReplyXattr
-);
-
 /// The place of a reply until it is sent.
-pub(super) enum ReplySlot<R> {
+pub struct ReplySlot<R>(Place<R>);
+
+enum Place<R> {
     /// Only the handler can send it.
     Own(Option<R>),
     /// Another thread sends it if the handler takes too long.
     Waiting(Ticket<R>),
 }
 
+impl<R> fmt::Debug for ReplySlot<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = match &self.0 {
+            Place::Own(_) => "own",
+            Place::Waiting(_) => "waiting",
+        };
+        f.debug_tuple("ReplySlot").field(&place).finish()
+    }
+}
+
 impl<R> ReplySlot<R> {
-    pub(super) fn take(&mut self) -> Option<R> {
-        match self {
-            Self::Own(reply) => reply.take(),
-            Self::Waiting(ticket) => ticket.take(),
+    /// The reply, to be sent; none if it was sent before.
+    pub fn take(&mut self) -> Option<R> {
+        match &mut self.0 {
+            Place::Own(reply) => reply.take(),
+            Place::Waiting(ticket) => ticket.take(),
         }
     }
 
+    /// Puts back a reply that was taken and not sent. From now on only the handler can send it.
+    pub fn put_back(&mut self, reply: R) {
+        self.0 = Place::Own(Some(reply));
+    }
+
     /// The reply, if only the handler can send it.
-    pub(super) fn as_mut(&mut self) -> Option<&mut R> {
-        match self {
-            Self::Own(reply) => reply.as_mut(),
-            Self::Waiting(_) => None,
+    pub fn as_mut(&mut self) -> Option<&mut R> {
+        match &mut self.0 {
+            Place::Own(reply) => reply.as_mut(),
+            Place::Waiting(_) => None,
         }
     }
 
     /// Whether another thread has sent it.
     fn expired(&self) -> bool {
-        match self {
-            Self::Own(_) => false,
-            Self::Waiting(ticket) => ticket.expired(),
+        match &self.0 {
+            Place::Own(_) => false,
+            Place::Waiting(ticket) => ticket.expired(),
         }
     }
 }
 
 /// An unanswered request. Its drop answers with EIO.
-pub(super) struct Pending<R: Refuse> {
-    fs: Arc<dyn FileSystem>,
+pub struct Pending<R: Refuse> {
+    fs: Arc<dyn Upkeep>,
     op: RequestKind,
-    ino: INodeNo,
+    ino: Ino,
     start: Instant,
     slot: ReplySlot<R>,
     failed: bool,
-    /// The overflow whose thread handles it, unless it is one of fuser's threads.
-    aside: Option<Arc<Overflow>>,
+    /// The threads that handle requests, if one of them stands in for those that take requests.
+    elsewhere: Option<Arc<dyn Handlers>>,
+}
+
+impl<R: Refuse> fmt::Debug for Pending<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending").field("op", &self.op).field("ino", &self.ino).finish_non_exhaustive()
+    }
 }
 
 impl<R: Refuse> Pending<R> {
-    pub(super) fn new(fs: &Arc<dyn FileSystem>, op: RequestKind, ino: INodeNo, reply: R) -> Self {
-        Self::with_slot(fs, op, ino, Instant::now(), ReplySlot::Own(Some(reply)))
+    /// A request that only its handler answers.
+    pub fn new(fs: &Arc<dyn Upkeep>, op: RequestKind, ino: Ino, reply: R) -> Self {
+        Self::with_slot(fs, op, ino, Instant::now(), ReplySlot(Place::Own(Some(reply))))
     }
 
     /// A request that another thread answers if the handler takes too long, or if the client is killed.
-    pub(super) fn waiting(
-        fs: &Arc<dyn FileSystem>,
+    pub fn waiting(
+        fs: &Arc<dyn Upkeep>,
         op: RequestKind,
-        node: INodeNo,
+        ino: Ino,
         requests: &Arc<Requests<R>>,
         client: Client,
         reply: R,
     ) -> Self {
         let start = Instant::now();
-        Self::with_slot(fs, op, node, start, ReplySlot::Waiting(requests.add(ino(node), start, client, reply)))
+        Self::with_slot(fs, op, ino, start, ReplySlot(Place::Waiting(requests.add(ino, start, client, reply))))
     }
 
-    fn with_slot(fs: &Arc<dyn FileSystem>, op: RequestKind, ino: INodeNo, start: Instant, slot: ReplySlot<R>) -> Self {
+    fn with_slot(fs: &Arc<dyn Upkeep>, op: RequestKind, ino: Ino, start: Instant, slot: ReplySlot<R>) -> Self {
         fs.metrics().in_flight.fetch_add(1, Ordering::Relaxed);
-        Self { fs: Arc::clone(fs), op, ino, start, slot, failed: false, aside: None }
+        Self { fs: Arc::clone(fs), op, ino, start, slot, failed: false, elsewhere: None }
     }
 
-    /// Notes that a thread of the overflow handles it from now on.
-    pub(super) fn set_aside(&mut self, overflow: &Arc<Overflow>) {
-        if let ReplySlot::Waiting(ticket) = &self.slot
-            && ticket.set_aside()
+    /// Notes that one of `handlers` handles it from now on that stands in for those that take requests.
+    pub fn note_elsewhere(&mut self, handlers: Arc<dyn Handlers>) {
+        if let Place::Waiting(ticket) = &self.slot.0
+            && ticket.note_elsewhere()
         {
-            self.aside = Some(Arc::clone(overflow));
+            self.elsewhere = Some(handlers);
         }
     }
 
     /// Runs `body`, which may answer: it takes the reply out of its slot to send it. An error of `body` is answered here, and a
     /// panic is answered with EIO.
-    pub(super) fn attempt<T>(&mut self, body: impl FnOnce(&mut ReplySlot<R>) -> Result<T, FsError>) -> Option<T> {
+    pub fn attempt<T>(&mut self, body: impl FnOnce(&mut ReplySlot<R>) -> Result<T, FsError>) -> Option<T> {
         let slot = &mut self.slot;
         let result = catch_unwind(AssertUnwindSafe(|| body(slot))).unwrap_or_else(|panic| {
             let (op, ino, cause) = (self.op.name(), self.ino.0, panic_text(panic.as_ref()));
@@ -165,8 +159,8 @@ impl<R: Refuse> Drop for Pending<R> {
             reply.refuse(libc::EIO);
         } else if self.slot.expired() {
             // The thread that answered it has counted it.
-            if let Some(overflow) = &self.aside {
-                overflow.find();
+            if let Some(handlers) = &self.elsewhere {
+                handlers.unmark_stuck();
             }
             return;
         }

@@ -1,13 +1,13 @@
-//! Commands do not wait forever for storage without an answer, nor in silence for a service of the network.
+//! Waits for storage and services while nothing is served yet.
 //!
-//! A thread that waits for such storage cannot be interrupted. So another thread watches the waits and ends the
-//! process. A mount that answers watches its requests by itself and needs this thread only until then.
+//! A thread that waits for storage without an answer cannot be interrupted. So another thread watches the waits and says when one is
+//! over its limit. A volume that is served watches its requests by itself ([`Watchdog`](super::Watchdog)) and needs this thread only
+//! until then.
 //!
 //! Requests to services end by themselves in time. The same thread says what is waited for, and until when.
 
 use std::{
     io,
-    path::Path,
     sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant, SystemTime},
@@ -16,8 +16,6 @@ use std::{
 use ckfs_config::{MountSettings, TimeLimit};
 use ckfs_host::limits;
 use ckfs_source::{Fetches, Wait};
-
-use super::output::error_text;
 
 /// Checks per time limit, and the longest time between two checks.
 const LOOKS: u32 = 8;
@@ -30,12 +28,12 @@ const TOLD_PERIOD: Duration = Duration::from_secs(10);
 
 /// Watches fetches until it is dropped. No thread of it is left then, for signals that the process handles from now on.
 #[derive(Debug)]
-pub(super) struct Patience {
+pub struct WaitWatch {
     stop: Option<mpsc::Sender<()>>,
     watching: Option<thread::JoinHandle<()>>,
 }
 
-impl Drop for Patience {
+impl Drop for WaitWatch {
     fn drop(&mut self) {
         self.stop = None;
         if let Some(watching) = self.watching.take() {
@@ -45,8 +43,8 @@ impl Drop for Patience {
     }
 }
 
-/// The record of a command's fetches, with the time limit of its settings.
-pub(super) fn fetches(settings: &MountSettings) -> Arc<Fetches> {
+/// An empty record of waits, with the time limit of the settings.
+pub fn wait_registry(settings: &MountSettings) -> Arc<Fetches> {
     Arc::new(Fetches::new(settings.source_timeout.map_or(Fetches::LIMIT, TimeLimit::duration)))
 }
 
@@ -55,16 +53,16 @@ pub(super) fn fetches(settings: &MountSettings) -> Arc<Fetches> {
 ///
 /// # Errors
 /// The system starts no thread.
-pub(super) fn watch(
+pub fn watch(
     fetches: &Arc<Fetches>,
     mut note: impl FnMut(Option<(&Wait, &str)>) + Send + 'static,
     give_up: impl FnOnce(&str) + Send + 'static,
-) -> io::Result<Patience> {
+) -> io::Result<WaitWatch> {
     let (stop, stopped) = mpsc::channel::<()>();
     let fetches = Arc::clone(fetches);
     let limit = fetches.limit();
     let (period, told_after) = ((limit / LOOKS).min(PERIOD_MAX), TOLD_AFTER.min(limit / 4));
-    let started = thread::Builder::new().name("ckfs-patience".into()).spawn(move || {
+    let started = thread::Builder::new().name("ckfs-wait-watch".into()).spawn(move || {
         let (mut told, mut noted): (Option<Instant>, bool) = (None, false);
         while stopped.recv_timeout(period) == Err(mpsc::RecvTimeoutError::Timeout) {
             if let Some(stalled) = fetches.stalled().first() {
@@ -85,7 +83,7 @@ pub(super) fn watch(
         }
     });
     let started = started.map_err(|error| io::Error::new(error.kind(), format!("{error}{}", limits::hint())))?;
-    Ok(Patience { stop: Some(stop), watching: Some(started) })
+    Ok(WaitWatch { stop: Some(stop), watching: Some(started) })
 }
 
 /// What is waited for, since when, and until when.
@@ -105,34 +103,6 @@ fn in_words(wait: &Wait, limit: Duration, now: SystemTime) -> String {
         "{host}: has brought nothing for {:.0} s{answer}; waiting until {hour:02}:{minute:02}:{second:02} UTC (--source-timeout {limit} s)",
         quiet.as_secs_f32().max(1.0)
     )
-}
-
-/// Ends this process with an error when a fetch stalls.
-fn ending(fetches: &Arc<Fetches>) -> io::Result<Patience> {
-    let note = |_: Option<(&Wait, &str)>| {};
-    watch(fetches, note, |message| {
-        ckfs_host::tell(&format!("{}\n", error_text(message)));
-        std::process::exit(1);
-    })
-}
-
-/// Ends this process with an error when a fetch stalls, from now on.
-///
-/// # Errors
-/// As [`watch`].
-pub(super) fn end_on_stall(fetches: &Arc<Fetches>) -> io::Result<()> {
-    // The thread runs to the end of the process.
-    std::mem::forget(ending(fetches)?);
-    Ok(())
-}
-
-/// Calls `work`, which looks at `path`. If the path gives no answer within the time limit of the settings, this process ends
-/// with an error that names it. Without a thread to watch it, which the system may refuse, `work` takes its time.
-pub(super) fn within<T>(settings: &MountSettings, path: &Path, action: &'static str, work: impl FnOnce() -> T) -> T {
-    let fetches = fetches(settings);
-    let _patience = ending(&fetches);
-    let _looking = fetches.begin_path(path, action);
-    work()
 }
 
 #[cfg(test)]

@@ -22,9 +22,7 @@ use ckfs_source::{
 use lru::LruCache;
 
 use super::{
-    file_system::{
-        Attr, DirEntry, FileSystem, FsError, Handle, Ino, NoPassthrough, OnChange, OpenedFile, StatFs, WhenMaterialized,
-    },
+    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, OpenedFile, StatFs},
     health::VolumeHealth,
     materialize::{BundleSizes, Materializer, Policy},
     metrics::{Metrics, RequestKind},
@@ -32,6 +30,7 @@ use super::{
     permissions::{Permissions, readers, readers_text},
     stats,
     tree::{Live, NodeTree, TreeBuilder},
+    upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized},
     watched::Watched,
 };
 
@@ -287,18 +286,6 @@ impl FileSystem for Volume {
         self.read_open(ino, handle, offset, len, reply)
     }
 
-    fn trial(&self) -> Option<File> {
-        self.materializer.as_ref()?.trial()
-    }
-
-    fn started(&self, passthrough: Result<(), NoPassthrough>) {
-        self.start(passthrough);
-    }
-
-    fn materialize(&self, _ino: Ino, handle: Handle, then: WhenMaterialized) {
-        self.materialize_open(handle, then);
-    }
-
     fn release(&self, ino: Ino, handle: Handle) {
         self.close(ino, handle);
     }
@@ -314,12 +301,14 @@ impl FileSystem for Volume {
     fn stat_fs(&self) -> StatFs {
         StatFs { total_bytes: self.total_bytes, nodes: self.tree.len() }
     }
+}
 
+impl Upkeep for Volume {
     fn metrics(&self) -> &Metrics {
         &self.metrics
     }
 
-    fn patience(&self) -> Duration {
+    fn stall_limit(&self) -> Duration {
         self.engine.checkpoint().source().health().stall_limit()
     }
 
@@ -349,5 +338,17 @@ impl FileSystem for Volume {
         let mut files = self.files_of_poisoned();
         files.extend(self.watched.take_superseded());
         files
+    }
+
+    fn trial(&self) -> Option<File> {
+        self.materializer.as_ref()?.trial()
+    }
+
+    fn started(&self, passthrough: Result<(), NoPassthrough>) {
+        self.start(passthrough);
+    }
+
+    fn materialize(&self, _ino: Ino, handle: Handle, then: WhenMaterialized) {
+        self.materialize_open(handle, then);
     }
 }

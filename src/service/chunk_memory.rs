@@ -5,12 +5,13 @@
 
 use std::collections::BTreeSet;
 
-use anyhow::bail;
 use ckfs_checkpoint::Checkpoint;
 use ckfs_host::budget::Budget;
 use ckfs_plan::report::human_bytes;
 use ckfs_source::{ByteSpan, FileId};
 use ckfs_volume::ViewPlan;
+
+use super::OpenError;
 
 /// The chunk that takes the most memory.
 struct Largest {
@@ -24,7 +25,7 @@ struct Largest {
 ///
 /// # Errors
 /// It does not fit the limit. The error names the tensor, both sizes, and what to do.
-pub(super) fn admit(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Budget) -> anyhow::Result<()> {
+pub(super) fn admit(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Budget) -> Result<(), OpenError> {
     let Some(largest) = largest(checkpoint, plans) else { return Ok(()) };
     let most_bytes = budget.decoded_bytes_max();
     if largest.bytes <= most_bytes {
@@ -34,7 +35,7 @@ pub(super) fn admit(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Bu
     let path = &checkpoint.source().pin(largest.file).path;
     let stored = largest.stored.map(|span| format!(", stored in {}", human_bytes(span.len()))).unwrap_or_default();
     let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
-    bail!(
+    Err(OpenError::ChunkMemory(format!(
         "{}, tensor {}: a chunk is compressed as a whole and takes {} of memory to decode{stored}; {} are free for it within the \
          limit of {limit} ({origin}). Allow more memory, lower --cache-bytes (now {}), leave the tensor out with --exclude, or \
          save the checkpoint in smaller chunks",
@@ -43,7 +44,7 @@ pub(super) fn admit(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Bu
         human_bytes(largest.bytes),
         human_bytes(most_bytes),
         human_bytes(budget.cache_bytes),
-    )
+    )))
 }
 
 fn largest(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> Option<Largest> {

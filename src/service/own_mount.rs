@@ -6,9 +6,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use anyhow::anyhow;
 use ckfs_checkpoint::{Checkpoint, CheckpointError, Container};
 use ckfs_config::Config;
+
+use super::OpenError;
 
 /// The file beside bundles whose tensors are whole.
 const INDEX: &str = "model.safetensors.index.json";
@@ -56,7 +57,7 @@ fn of_shards(source: &str, mount: &OwnMount) -> String {
 }
 
 /// What to give instead of a part of a mount that cannot be opened. `None` for other paths and other errors.
-pub(super) fn advice(source: &str, error: &CheckpointError) -> Option<String> {
+pub fn advice(source: &str, error: &CheckpointError) -> Option<String> {
     let concerns_contents = matches!(
         error,
         CheckpointError::NoWeights { .. } | CheckpointError::SeveralFiles { .. } | CheckpointError::Problems { .. }
@@ -76,7 +77,7 @@ pub(super) fn advice(source: &str, error: &CheckpointError) -> Option<String> {
 ///
 /// # Errors
 /// If the source is files of shards of a ckfs mount, or one file of a checkpoint that several processes have written.
-pub(super) fn refuse_shards(source: &str, checkpoint: &Checkpoint) -> anyhow::Result<()> {
+pub(super) fn refuse_shards(source: &str, checkpoint: &Checkpoint) -> Result<(), OpenError> {
     let Ok(path) = std::path::absolute(source) else { return Ok(()) };
     let is_file = path.is_file();
     let of_mount = bundles(&path).and_then(|bundles| Some((bundles, OwnMount::of(&path)?)));
@@ -88,15 +89,15 @@ pub(super) fn refuse_shards(source: &str, checkpoint: &Checkpoint) -> anyhow::Re
             !says_parts(bundles, checkpoint) && files(bundles).any(|file| holds_parts(bundles, &file, &names))
         };
         if is_part {
-            return Err(anyhow!(of_shards(source, &mount)));
+            return Err(OpenError::Shards(of_shards(source, &mount)));
         }
     }
     let directory = path.parent().filter(|_| is_file && checkpoint.container() == Container::Dcp);
     if let Some(directory) = directory.filter(|directory| has_others(directory, &path)) {
-        return Err(anyhow!(
+        return Err(OpenError::Shards(format!(
             "{source}: one of several files that hold parts of the same tensors (DCP_SHARDING_INFO); give the directory {}",
             directory.display()
-        ));
+        )));
     }
     Ok(())
 }
