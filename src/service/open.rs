@@ -360,6 +360,9 @@ pub fn volume_of(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Conf
 ///
 /// # Errors
 /// The first such file.
+///
+/// # Panics
+/// Never: there are fewer than 2^32 files.
 pub fn check_sources(volume: &Volume) -> Result<(), SourceError> {
     let source = volume.engine().checkpoint().source();
     let number = |file: usize| u32::try_from(file).expect("files were numbered by 32 bits when they were opened");

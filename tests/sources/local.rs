@@ -277,7 +277,9 @@ fn resident_mapped_memory_is_bounded() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("weights");
     fs::write(&path, vec![3; usize::try_from(LEN).unwrap()]).unwrap();
-    let source = LocalFiles::open_with_window(&[path.clone()], SourceIo::Mmap, ResidentWindow::new(WINDOW, 0)).unwrap();
+    let source =
+        LocalFiles::open_with_window(std::slice::from_ref(&path), SourceIo::Mmap, ResidentWindow::new(WINDOW, 0))
+            .unwrap();
     let before = resident_bytes(&path);
     let most = Mutex::new(0);
     std::thread::scope(|scope| {
