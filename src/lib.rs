@@ -12,6 +12,7 @@
 //! | layer | holds |
 //! | --- | --- |
 //! | [`host`] | this machine and process: log, signals, memory and other limits; uses no other layer |
+//! | [`sync`] | what threads share: pools, the cache that makes each value once, recycled buffers; uses no other layer |
 //! | [`tensor`] | dtype, shape, region, view, tiling, decoder, kernels; pure |
 //! | [`source`] | where bytes come from |
 //! | [`mod@format`] | headers of container formats, bytes to description and back; pure |
@@ -83,6 +84,7 @@ pub use ckfs_image as image;
 pub use ckfs_plan as plan;
 pub use ckfs_read as read;
 pub use ckfs_source as source;
+pub use ckfs_sync as sync;
 pub use ckfs_tensor as tensor;
 pub use ckfs_volume as volume;
 
