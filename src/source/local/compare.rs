@@ -15,7 +15,6 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
-    thread,
     time::SystemTime,
 };
 
@@ -238,7 +237,7 @@ impl Comparisons {
             }
             is_running.store(false, Ordering::Release);
         };
-        if thread::Builder::new().name("ckfs-digest".into()).spawn(work).is_err() {
+        if ckfs_sync::spawn("ckfs-compare", work).is_err() {
             self.is_running.store(false, Ordering::Release);
         }
     }
@@ -246,7 +245,7 @@ impl Comparisons {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, path::Path, time::Duration};
+    use std::{fs, path::Path, thread, time::Duration};
 
     use super::{super::LocalFiles, *};
     use crate::{FoundFile, SourceIo};

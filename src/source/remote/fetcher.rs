@@ -12,12 +12,14 @@ use std::{
     ops::{ControlFlow, Range},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
+
+use ckfs_sync::{ChangeCount, Pool, PoolOptions, PoolThreads, Queue};
 
 use super::{
     cache::{
@@ -26,7 +28,7 @@ use super::{
     },
     counters::RemoteCounters,
     error::{Failure, RemoteError},
-    object::{Job, NotFetched, Progress, RemoteObject},
+    object::{Job, NotFetched, RemoteObject},
     retry::Deadline,
 };
 
@@ -63,43 +65,90 @@ pub(super) type Demand = (Arc<RemoteObject>, Vec<Range<u64>>);
 #[derive(Debug)]
 pub struct Fetcher {
     shared: Arc<Shared>,
+    pool: Pool<JobQueue>,
 }
 
 #[derive(Debug)]
 struct Shared {
     cache: Arc<Cache>,
-    queue: Mutex<Queue>,
-    work: Condvar,
-    progress: Progress,
+    /// Blocks that came, and jobs that ended.
+    progress: ChangeCount,
     closed: AtomicBool,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct JobQueue {
     urgent: VecDeque<Arc<Job>>,
     ahead: VecDeque<Arc<Job>>,
-    threads: usize,
-    idle: usize,
     ahead_running: usize,
     /// Requests made since no thread had work, as far as they count as steps.
     steps: u64,
 }
 
-impl Queue {
+/// A job that begins.
+struct BegunJob {
+    job: Arc<Job>,
+    is_urgent: bool,
+}
+
+/// A job that ended, or that another process has and that is to be looked at again.
+struct EndedJob {
+    job: BegunJob,
+    is_done: bool,
+}
+
+impl JobQueue {
     /// Steps so far in this busy time.
-    fn steps(&mut self) -> u64 {
-        if self.idle == self.threads && self.urgent.is_empty() && self.ahead.is_empty() {
+    fn steps(&mut self, threads: PoolThreads) -> u64 {
+        if threads.idle == threads.all && self.urgent.is_empty() && self.ahead.is_empty() {
             self.steps = 0;
         }
         self.steps
     }
+
+    fn take_urgent(&mut self) -> Option<Arc<Job>> {
+        std::iter::from_fn(|| self.urgent.pop_front()).find(|job| job.begin())
+    }
+
+    /// Jobs that no reader waits for and that may begin now.
+    fn ahead_free(&self) -> usize {
+        self.ahead.len().min(AHEAD_THREADS.saturating_sub(self.ahead_running))
+    }
+}
+
+impl Queue for JobQueue {
+    type Job = BegunJob;
+    type Done = EndedJob;
+
+    fn take(&mut self) -> Option<BegunJob> {
+        if let Some(job) = self.take_urgent() {
+            return Some(BegunJob { job, is_urgent: true });
+        }
+        while self.ahead_free() > 0 {
+            // One that a reader waits for by now may have been run as such.
+            if let Some(job) = self.ahead.pop_front().filter(|job| job.begin()) {
+                self.ahead_running += 1;
+                return Some(BegunJob { job, is_urgent: false });
+            }
+        }
+        None
+    }
+
+    fn ready(&self) -> usize {
+        self.urgent.len() + self.ahead_free()
+    }
+
+    fn done(&mut self, EndedJob { job, is_done }: EndedJob) {
+        self.ahead_running -= usize::from(!job.is_urgent);
+        if !is_done {
+            // Another process has it. A reader may have begun to wait for it meanwhile.
+            job.job.put_back();
+            if job.job.is_ahead() { &mut self.ahead } else { &mut self.urgent }.push_back(job.job);
+        }
+    }
 }
 
 impl Shared {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
@@ -108,14 +157,10 @@ impl Shared {
 impl Fetcher {
     /// A fetcher into `cache`. Its threads start when there is work.
     pub fn new(cache: Arc<Cache>) -> Self {
-        let shared = Shared {
-            cache,
-            queue: Mutex::default(),
-            work: Condvar::new(),
-            progress: Progress::default(),
-            closed: AtomicBool::new(false),
-        };
-        Self { shared: Arc::new(shared) }
+        let shared = Arc::new(Shared { cache, progress: ChangeCount::default(), closed: AtomicBool::new(false) });
+        let options = PoolOptions { name: "ckfs-fetch", threads_max: THREADS, idle: IDLE };
+        let running = Arc::clone(&shared);
+        Self { shared, pool: Pool::new(options, JobQueue::default(), move |job| run(&running, job)) }
     }
 
     /// The cache.
@@ -162,7 +207,7 @@ impl Fetcher {
                     missing.iter().all(here)
                 }
             };
-            if !self.shared.progress.wait(deadline, done) {
+            if !self.wait(deadline, done) {
                 let (object, blocks) = (missing[0].0, &missing[0].1[0]);
                 return Err(NotFetched::Remote(Arc::new(late(object, blocks))));
             }
@@ -189,7 +234,7 @@ impl Fetcher {
 
     /// Requests blocks that will be needed soon, and does not wait for them. Returns whether the queue had room.
     pub fn bring_ahead(&self, object: &Arc<RemoteObject>, ranges: &[Range<u64>], gap_blocks: u64) -> bool {
-        if self.shared.queue().ahead.len() >= AHEAD_JOBS_MAX || self.cache().is_full(&object.entry) {
+        if self.pool.look(|queue| queue.ahead.len()) >= AHEAD_JOBS_MAX || self.cache().is_full(&object.entry) {
             return false;
         }
         let absent: Vec<Range<u64>> =
@@ -202,15 +247,29 @@ impl Fetcher {
 
     /// Number of jobs that wait or run and that no reader waits for.
     pub fn ahead_jobs(&self) -> usize {
-        let queue = self.shared.queue();
-        queue.ahead.len() + queue.ahead_running
+        self.pool.look(|queue| queue.ahead.len() + queue.ahead_running)
     }
 
     /// Waits a moment for progress of any job.
     pub fn pause(&self, time: Duration) {
-        let until = Deadline::At(Instant::now() + time);
-        let mut first = true;
-        self.shared.progress.wait(until, || !std::mem::replace(&mut first, false));
+        self.shared.progress.watch().wait(time);
+    }
+
+    /// Waits until `done`, or until the deadline. Returns whether it was done.
+    fn wait(&self, deadline: Deadline, mut done: impl FnMut() -> bool) -> bool {
+        // Also without news: another process may have brought the blocks.
+        const LOOK: Duration = Duration::from_millis(100);
+        let mut watch = self.shared.progress.watch();
+        loop {
+            if done() {
+                return true;
+            }
+            let left = deadline.left().unwrap_or(LOOK).min(LOOK);
+            if left.is_zero() {
+                return false;
+            }
+            watch.wait(left);
+        }
     }
 
     /// Makes jobs of the blocks that no job has, and takes those that have some to the front.
@@ -222,7 +281,7 @@ impl Fetcher {
         deadline: Deadline,
         awaited: &mut Vec<Arc<Job>>,
     ) {
-        let mut steps = self.shared.queue().steps();
+        let mut steps = self.pool.update(JobQueue::steps);
         let mut jobs = object.lock_jobs();
         let mut new = Vec::new();
         for range in ranges {
@@ -252,38 +311,16 @@ impl Fetcher {
             }
         }
         drop(jobs);
-        let mut queue = self.shared.queue();
-        queue.steps = steps;
-        let count = new.len();
-        if ahead { &mut queue.ahead } else { &mut queue.urgent }.extend(new);
-        let wanted = count.saturating_sub(queue.idle).min(THREADS - queue.threads.min(THREADS));
-        for _ in 0..wanted {
-            let shared = Arc::clone(&self.shared);
-            let started = thread::Builder::new().name("ckfs-fetch".into()).spawn(move || run(&shared));
-            match started {
-                Ok(_) => queue.threads += 1,
-                Err(error) => {
-                    tracing::debug!("a thread that fetches could not be started: {error}");
-                    break;
-                }
-            }
-        }
-        drop(queue);
-        self.shared.work.notify_all();
+        self.pool.update(|queue, _| {
+            queue.steps = steps;
+            if ahead { &mut queue.ahead } else { &mut queue.urgent }.extend(new);
+        });
     }
 
     /// Runs the urgent jobs here if the system starts no thread.
     fn run_without_threads(&self) {
-        loop {
-            let mut queue = self.shared.queue();
-            if queue.threads > 0 {
-                return;
-            }
-            let Some(job) = queue.urgent.pop_front() else { return };
-            drop(queue);
-            if job.begin() {
-                fetch(&self.shared, &job, true);
-            }
+        while let Some(job) = self.pool.take_refused(|queue, _| queue.take_urgent()) {
+            fetch(&self.shared, &job, true);
         }
     }
 }
@@ -292,15 +329,11 @@ impl Drop for Fetcher {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
         // The jobs hold their objects, and these hold the jobs.
-        let left: Vec<Arc<Job>> = {
-            let mut queue = self.shared.queue();
-            let Queue { urgent, ahead, .. } = &mut *queue;
-            urgent.drain(..).chain(ahead.drain(..)).collect()
-        };
+        let left: Vec<Arc<Job>> =
+            self.pool.update(|queue, _| queue.urgent.drain(..).chain(queue.ahead.drain(..)).collect());
         for job in left {
             job.end(Err(NotFetched::NoRoom));
         }
-        self.shared.work.notify_all();
     }
 }
 
@@ -343,51 +376,18 @@ fn late(object: &RemoteObject, blocks: &Range<u64>) -> RemoteError {
         .of_span(object.entry.span_of(blocks))
 }
 
-/// A thread that fetches.
-fn run(shared: &Arc<Shared>) {
-    let mut queue = shared.queue();
-    loop {
-        if shared.is_closed() {
-            break;
-        }
-        let urgent = queue.urgent.pop_front();
-        let is_urgent = urgent.is_some();
-        let free = queue.ahead_running < AHEAD_THREADS;
-        let Some(job) = urgent.or_else(|| if free { queue.ahead.pop_front() } else { None }) else {
-            queue.idle += 1;
-            let waited = shared.work.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner);
-            queue = waited.0;
-            queue.idle -= 1;
-            let nothing = queue.urgent.is_empty() && queue.ahead.is_empty();
-            if waited.1.timed_out() && nothing {
-                break;
-            }
-            continue;
-        };
-        if !job.begin() {
-            continue;
-        }
-        queue.ahead_running += usize::from(!is_urgent);
-        drop(queue);
-        // A panic must leave neither the job nor its readers behind.
-        let done = catch_unwind(AssertUnwindSafe(|| fetch(shared, &job, is_urgent))).unwrap_or_else(|_| {
-            let _ = job.object.entry.claim(&job.blocks, false);
-            job.end(Err(NotFetched::Cache(Arc::new(io::Error::other("the thread that fetched them panicked")))));
-            shared.progress.note();
-            true
-        });
-        queue = shared.queue();
-        queue.ahead_running -= usize::from(!is_urgent);
-        if !done {
-            // Another process has it. A reader may have begun to wait for it meanwhile.
-            job.put_back();
-            if job.is_ahead() { &mut queue.ahead } else { &mut queue.urgent }.push_back(job);
-        }
-        if !queue.ahead.is_empty() {
-            shared.work.notify_one();
-        }
-    }
-    queue.threads -= 1;
+/// Runs a job in a thread of the pool.
+fn run(shared: &Shared, job: BegunJob) -> EndedJob {
+    let BegunJob { job: begun, is_urgent } = &job;
+    // A panic must leave neither the job nor its readers behind.
+    let is_done = catch_unwind(AssertUnwindSafe(|| fetch(shared, begun, *is_urgent))).unwrap_or_else(|_| {
+        let _ = begun.object.entry.claim(&begun.blocks, false);
+        let panicked = io::Error::other("the thread that fetched them panicked");
+        begun.end(Err(NotFetched::Cache(Arc::new(panicked))));
+        shared.progress.note();
+        true
+    });
+    EndedJob { job, is_done }
 }
 
 /// Runs a job to its end. Returns false if another process fetches its blocks and no reader waits for them.

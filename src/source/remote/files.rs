@@ -17,6 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ckfs_sync::Helpers;
 use smallvec::SmallVec;
 
 use super::{
@@ -47,6 +48,7 @@ const IDLE_MS: u64 = 60_000;
 const AHEAD_BYTES: u64 = 256 << 20;
 /// Files whose digests are compared at a time where a command waits for all.
 const SETTLERS_MAX: usize = 8;
+static SETTLERS: Helpers = Helpers::new("ckfs-settle", || SETTLERS_MAX);
 /// Most bytes that a command brings beyond those that it reads, so that objects are complete and can be compared.
 const REST_BYTES_MAX: u64 = 16 << 20;
 /// Time between two notes that the entries are in use, and looks whether other processes have dropped wrong bytes.
@@ -405,14 +407,7 @@ impl RemoteSource for RemoteFiles {
         };
         // Digests are the work of one processor for each file.
         let helpers = thread::available_parallelism().map_or(1, NonZero::get).min(SETTLERS_MAX).min(files.len());
-        thread::scope(|scope| {
-            for _ in 1..helpers {
-                if thread::Builder::new().name("ckfs-digest".into()).spawn_scoped(scope, work).is_err() {
-                    break;
-                }
-            }
-            work();
-        });
+        SETTLERS.beside(helpers.saturating_sub(1), work, work);
         let mut wrong = wrong.into_inner().unwrap_or_else(PoisonError::into_inner);
         wrong.sort_by_key(|(file, _)| *file);
         let errors: Vec<SourceError> = wrong.iter().map(|(file, mismatch)| self.corrupt(*file, mismatch)).collect();

@@ -5,7 +5,7 @@ use std::{
     ops::Range,
     path::Path,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
     time::{Duration, Instant},
@@ -221,44 +221,5 @@ impl Job {
 
     pub(super) fn outcome(&self) -> Option<&Result<(), NotFetched>> {
         self.outcome.get()
-    }
-}
-
-/// Wakes threads that wait for blocks.
-#[derive(Debug, Default)]
-pub(super) struct Progress {
-    steps: Mutex<u64>,
-    changed: Condvar,
-}
-
-impl Progress {
-    pub(super) fn note(&self) {
-        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        *steps = steps.wrapping_add(1);
-        drop(steps);
-        self.changed.notify_all();
-    }
-
-    /// Waits until `done`, or until the deadline. Returns whether it was done.
-    pub(super) fn wait(&self, deadline: Deadline, mut done: impl FnMut() -> bool) -> bool {
-        // Also without news: another process may have brought the blocks.
-        const LOOK: Duration = Duration::from_millis(100);
-        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            let seen = *steps;
-            drop(steps);
-            if done() {
-                return true;
-            }
-            let left = deadline.left().unwrap_or(LOOK).min(LOOK);
-            if left.is_zero() {
-                return false;
-            }
-            steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-            if *steps == seen {
-                let waited = self.changed.wait_timeout(steps, left).unwrap_or_else(PoisonError::into_inner);
-                steps = waited.0;
-            }
-        }
     }
 }
