@@ -4,12 +4,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ckfs_image::Segment;
 use ckfs_source::{ByteSpan, DecodedChunks, FileId, RemoteSource};
+use ckfs_sync::Demand;
 use ckfs_tensor::{Origin, Tiling, needs};
 
 use super::{
     Engine,
     open_file::{OpenFile, TILE_BYTES_MIN},
-    tile::Demand,
 };
 
 /// Least and most bytes ahead of a sequential reader for which source pages are requested: enough for a fast disk to be busy all

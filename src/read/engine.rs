@@ -9,7 +9,7 @@ use ckfs_tensor::to_usize;
 
 use super::{
     ReadError,
-    buffer::BufferPool,
+    buffer::{BufferPool, buffer_pool},
     counters::{Counters, Path, add},
     open_file::OpenFile,
     tile::TileCache,
@@ -70,7 +70,7 @@ impl Engine {
         Self {
             checkpoint,
             cache: TileCache::new(options.tile_cache_bytes),
-            buffers: BufferPool::new(options.spare_buffer_bytes),
+            buffers: buffer_pool(options.spare_buffer_bytes),
             workers: Workers::new("ckfs-ahead", options.workers),
             requesters: Workers::new("ckfs-pages", requesters),
             counters: Counters::default(),
@@ -159,7 +159,7 @@ impl Engine {
 
     /// Bytes of unused buffers held now.
     pub fn spare_buffer_bytes(&self) -> usize {
-        self.buffers.kept_bytes()
+        self.buffers.spare_bytes()
     }
 
     /// Bytes of buffers in use now, without those that hold tiles.

@@ -56,11 +56,11 @@ mod stream;
 mod tile;
 mod worker;
 
+pub use ckfs_sync::Reservation;
 pub use counters::{Counters, Path};
 pub use engine::{Engine, EngineOptions};
 pub use materialize::{MaterializeError, MaterializeTarget, Materializing};
 pub use open_file::OpenFile;
-pub use tile::Reservation;
 
 /// Why a read failed. Cheap to clone: several readers may wait for one failed computation.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -7,6 +7,7 @@ use std::sync::{
 
 use ckfs_image::Segment;
 use ckfs_source::{FileId, Served};
+use ckfs_sync::{Demand, Reservation};
 use ckfs_tensor::{Decode, Origin, Piece, Stores, Tiling, WorkSlice, to_usize};
 use smallvec::SmallVec;
 
@@ -15,7 +16,7 @@ use super::{
     counters::{Path, add},
     fill::{FillMode, TouchedFiles},
     open_file::{CacheRoom, Grid, OpenFile, Prepared, is_made},
-    tile::{Demand, Tile, TileRoom},
+    tile::Tile,
 };
 
 /// The content of a segment.
@@ -258,7 +259,7 @@ impl Engine {
         &self,
         tiling: &Tiling,
         (first, last): (u64, u64),
-        mut room: TileRoom,
+        mut room: Reservation,
     ) -> Result<Tile, ReadError> {
         let mut bytes = self.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
         room.resize(bytes.memory_bytes());
