@@ -166,7 +166,7 @@ impl<R: Refuse> Drop for Pending<R> {
         } else if self.slot.expired() {
             // The thread that answered it has counted it.
             if let Some(overflow) = &self.aside {
-                overflow.find();
+                overflow.unmark_stuck();
             }
             return;
         }

@@ -111,7 +111,7 @@ impl Lookout {
     fn answer<R: GiveUp>(&self, request: Expired<R>, errno: Errno) {
         let Expired { since, aside, reply, .. } = request;
         if aside {
-            self.overflow.lose();
+            self.overflow.mark_stuck();
         }
         reply.give_up(errno);
         let metrics = self.fs.metrics();

@@ -12,14 +12,14 @@
 use std::{
     cell::RefCell,
     collections::VecDeque,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
-    thread,
     time::Duration,
 };
+
+use ckfs_sync::{BoxedJob, Pool, PoolOptions};
 
 #[derive(Debug, Default)]
 struct Resting {
@@ -154,107 +154,62 @@ const OVERFLOW_MAX: usize = 64;
 
 /// Threads whose requests were given up and that others stand in for, at most. Programs can be killed and started again without
 /// end while storage gives no answer.
-const LOST_MAX: usize = 256;
+const STUCK_MAX: usize = 256;
 
 /// How long such a thread waits for a request.
 const OVERFLOW_IDLE: Duration = Duration::from_secs(10);
 
-type Job = Box<dyn FnOnce() + Send>;
-
-#[derive(Default)]
-struct Queue {
-    jobs: VecDeque<Job>,
-    threads: usize,
-    idle: usize,
-    /// Threads that wait for storage although their request was answered.
-    lost: usize,
-}
-
 /// Handles requests that no thread of fuser should wait for, each in a thread, which are started when needed. More requests
 /// than threads wait in a queue.
-#[derive(Default)]
+#[derive(Debug)]
 pub(crate) struct Overflow {
-    queue: Mutex<Queue>,
-    added: Condvar,
+    pool: Pool<VecDeque<BoxedJob>>,
+    /// Threads that wait for storage although their request was answered.
+    stuck: Mutex<usize>,
 }
 
-impl std::fmt::Debug for Overflow {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Overflow").field("threads", &self.lock().threads).finish_non_exhaustive()
+impl Default for Overflow {
+    fn default() -> Self {
+        let options = PoolOptions { name: "ckfs-overflow", threads_max: OVERFLOW_MAX, idle: OVERFLOW_IDLE };
+        Self { pool: Pool::of_closures(options), stuck: Mutex::default() }
     }
 }
 
 impl Overflow {
     /// Has a job done. Dropped undone if there is no thread and the system starts none.
-    pub(crate) fn submit(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
-        let mut queue = self.lock();
-        queue.jobs.push_back(Box::new(job));
-        if queue.idle >= queue.jobs.len() {
-            self.added.notify_one();
-        } else {
-            self.start(queue);
-        }
-    }
-
-    /// Starts one thread more, if there may be one.
-    fn start(self: &Arc<Self>, mut queue: MutexGuard<'_, Queue>) {
-        if queue.threads.saturating_sub(queue.lost.min(LOST_MAX)) >= OVERFLOW_MAX {
-            return;
-        }
-        queue.threads += 1;
-        let pool = Arc::clone(self);
-        if let Err(error) = thread::Builder::new().name("ckfs-overflow".to_owned()).spawn(move || pool.work()) {
-            tracing::error!("cannot start a thread for a request: {error}");
-            queue.threads -= 1;
-            let undone = if queue.threads == 0 { std::mem::take(&mut queue.jobs) } else { VecDeque::new() };
-            drop(queue);
+    pub(crate) fn submit(&self, job: impl FnOnce() + Send + 'static) {
+        self.pool.submit(job);
+        let refused = || {
+            self.pool.take_refused(|jobs, error| {
+                tracing::error!("cannot start a thread for a request: {error}");
+                jobs.pop_front()
+            })
+        };
+        while let Some(undone) = refused() {
             drop(undone);
         }
     }
 
     /// Notes that a thread's request was given up: another may stand in for it.
-    pub(crate) fn lose(self: &Arc<Self>) {
-        let mut queue = self.lock();
-        queue.lost += 1;
-        if !queue.jobs.is_empty() {
-            self.start(queue);
-        }
+    pub(crate) fn mark_stuck(&self) {
+        self.change_stuck(|stuck| stuck + 1);
     }
 
     /// Notes that such a thread is back.
-    pub(crate) fn find(&self) {
-        self.lock().lost -= 1;
+    pub(crate) fn unmark_stuck(&self) {
+        self.change_stuck(|stuck| stuck - 1);
     }
 
-    fn work(&self) {
-        let mut queue = self.lock();
-        loop {
-            if let Some(job) = queue.jobs.pop_front() {
-                drop(queue);
-                // What panics in a request is answered and counted there.
-                let _ = catch_unwind(AssertUnwindSafe(job));
-                queue = self.lock();
-                continue;
-            }
-            queue.idle += 1;
-            let waited = self.added.wait_timeout(queue, OVERFLOW_IDLE).unwrap_or_else(PoisonError::into_inner);
-            queue = waited.0;
-            queue.idle -= 1;
-            if waited.1.timed_out() && queue.jobs.is_empty() {
-                queue.threads -= 1;
-                return;
-            }
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    fn change_stuck(&self, change: impl FnOnce(usize) -> usize) {
+        let mut stuck = self.stuck.lock().unwrap_or_else(PoisonError::into_inner);
+        *stuck = change(*stuck);
+        self.pool.set_threads_max(OVERFLOW_MAX + (*stuck).min(STUCK_MAX));
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::{sync::mpsc, thread};
 
     use super::*;
 
@@ -327,9 +282,9 @@ mod tests {
         let other = tell.clone();
         overflow.submit(move || other.send("queued").unwrap());
         told.recv_timeout(Duration::from_millis(20)).unwrap_err();
-        overflow.lose();
+        overflow.mark_stuck();
         assert_eq!(told.recv_timeout(SOON), Ok("queued"));
-        overflow.find();
+        overflow.unmark_stuck();
         drop(closed);
     }
 }
