@@ -11,7 +11,11 @@ use std::{
     time::Duration,
 };
 
-use shuttle::thread;
+use shuttle::{
+    Config, MaxSteps, Runner,
+    scheduler::{PctScheduler, RandomScheduler},
+    thread,
+};
 
 use super::{
     Account, BoxedJob, BufferLimit, BufferPool, ChangeCount, Demand, Event, Next, Pool, PoolOptions, Queue, Request,
@@ -22,16 +26,24 @@ use super::{
 /// Orders of each kind.
 const RUNS: usize = 500;
 
-/// Runs a model in many orders: with times that never end, and with some that do.
+/// Steps of a model, far more than any needs: one that takes more waits for something that never comes.
+const STEPS_MAX: usize = 20_000;
+
+/// Runs a model in many orders, with times that end or never do.
+fn check_with(times_end: bool, model: impl Fn() + Send + Sync + Clone + 'static) {
+    let model = move || {
+        TIMES_END.set(times_end);
+        model();
+    };
+    let mut config = Config::new();
+    config.max_steps = MaxSteps::FailAfter(STEPS_MAX);
+    Runner::new(RandomScheduler::new(RUNS), config.clone()).run(model.clone());
+    Runner::new(PctScheduler::new(3, RUNS), config).run(model);
+}
+
 fn check(model: fn()) {
-    for times_end in [false, true] {
-        let model = move || {
-            TIMES_END.set(times_end);
-            model();
-        };
-        shuttle::check_random(model, RUNS);
-        shuttle::check_pct(model, RUNS, 3);
-    }
+    check_with(false, model);
+    check_with(true, model);
 }
 
 /// The numbers of what happens; of the standard library, so that they add no order of threads.
@@ -324,8 +336,7 @@ fn the_bound_holds_and_everyone_gets_room_in_the_end() {
 #[test]
 fn a_waiter_of_a_failed_prefetch_tries_once_itself() {
     for panics in [false, true] {
-        let model = move || {
-            TIMES_END.set(false);
+        check_with(false, move || {
             let (chunks, buffers) = chunks(100);
             let (tries, waits) = (Count::default(), Count::default());
             let prefetch = {
@@ -362,9 +373,7 @@ fn a_waiter_of_a_failed_prefetch_tries_once_itself() {
             assert_eq!(get(&tries), 1);
             assert!(get(&waits) <= 1);
             assert_eq!(buffers.taken_bytes(), 10, "what failed left its room");
-        };
-        shuttle::check_random(model, RUNS);
-        shuttle::check_pct(model, RUNS, 3);
+        });
     }
 }
 
