@@ -15,7 +15,7 @@ use super::{
     Engine, ReadError,
     counters::Path,
     fetch,
-    runs::{Job, SpanPart, runs},
+    plan_jobs::{Job, SpanPart, plan_jobs},
     scatter::{scatter, scatter_batch, scatter_constant},
     schedule::{Batch, BatchLimits, schedule},
 };
@@ -67,7 +67,7 @@ impl Engine {
     ) -> Result<u64, ReadError> {
         let (mut made, mut result) = (0, Ok(()));
         let mut unmapped: SmallVec<[Job<'_>; 2]> = SmallVec::new();
-        runs(tiling, mode.slice, first, last, &mut |part| {
+        plan_jobs(tiling, mode.slice, first, last, &mut |part| {
             if result.is_err() {
                 return;
             }

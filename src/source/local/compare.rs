@@ -23,7 +23,7 @@ use crate::{
     ComparedFiles, HealthHandle, SourceError,
     compared::SETTLED,
     digest::{Compared, Digester, KnownDigest},
-    stall::Fetches,
+    stall::WaitRegistry,
 };
 
 /// Bytes read at a time.
@@ -156,7 +156,7 @@ impl Comparisons {
     ///
     /// # Errors
     /// The first that has another digest.
-    pub(super) fn compare_small(&self, fetches: &Fetches) -> Result<(), SourceError> {
+    pub(super) fn compare_small(&self, fetches: &WaitRegistry) -> Result<(), SourceError> {
         let mut blobs: Vec<&Blob> = self.blobs.iter().flatten().collect();
         blobs.sort_by_key(|blob| blob.pinned.pin.len_bytes);
         let mut bytes = 0_u64;

@@ -85,7 +85,7 @@ pub(super) fn settle(remote: &Remote) -> Result<Compared, Mismatch> {
 fn fetch_again(remote: &Remote) {
     let object = &remote.object;
     let demand = (Arc::clone(object), std::iter::once(0..object.entry.block_count()).collect());
-    if let Err(failure) = remote.fetcher.bring(&[demand], 0, Deadline::None) {
+    if let Err(failure) = remote.fetcher.fetch(&[demand], 0, Deadline::None) {
         tracing::warn!("{}: not fetched once more now: {failure}", object.name.display());
     }
 }

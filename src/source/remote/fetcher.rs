@@ -28,7 +28,7 @@ use super::{
     },
     counters::RemoteCounters,
     error::{Failure, RemoteError},
-    object::{Job, NotFetched, RemoteObject},
+    object::{FetchError, Job, RemoteObject},
     retry::Deadline,
 };
 
@@ -173,7 +173,7 @@ impl Fetcher {
     ///
     /// # Errors
     /// The first reason why blocks do not come, or that the deadline is over.
-    pub fn bring(&self, demands: &[Demand], gap_blocks: u64, deadline: Deadline) -> Result<(), NotFetched> {
+    pub fn fetch(&self, demands: &[Demand], gap_blocks: u64, deadline: Deadline) -> Result<(), FetchError> {
         // Of the last round, if a job of it failed.
         let mut failed = None;
         for _ in 0..ROUNDS_MAX {
@@ -209,19 +209,19 @@ impl Fetcher {
             };
             if !self.wait(deadline, done) {
                 let (object, blocks) = (missing[0].0, &missing[0].1[0]);
-                return Err(NotFetched::Remote(Arc::new(late(object, blocks))));
+                return Err(FetchError::Remote(Arc::new(late(object, blocks))));
             }
             let failures =
                 awaited.iter().filter_map(|job| Some((job.was_ahead, job.outcome()?.as_ref().err()?.clone())));
-            let failures: Vec<(bool, NotFetched)> = failures.collect();
+            let failures: Vec<(bool, FetchError)> = failures.collect();
             // What was made ahead may have failed long ago, or for a reason of its own: this reader then asks once itself.
             let are_ahead = !failures.is_empty() && failures.iter().all(|(was_ahead, _)| *was_ahead);
             failed = failures.into_iter().next().map(|(_, failure)| failure);
             if let Some(failure) = &failed {
                 // A job that was made for another reader may have had less time.
                 let again = match (failure, deadline) {
-                    (NotFetched::Remote(_), _) if are_ahead => !deadline.is_over(),
-                    (NotFetched::Remote(error), Deadline::At(_)) => error.is_transient() && !deadline.is_over(),
+                    (FetchError::Remote(_), _) if are_ahead => !deadline.is_over(),
+                    (FetchError::Remote(error), Deadline::At(_)) => error.is_transient() && !deadline.is_over(),
                     (_, _) => false,
                 };
                 if !again {
@@ -229,11 +229,11 @@ impl Fetcher {
                 }
             }
         }
-        Err(failed.unwrap_or(NotFetched::NoRoom))
+        Err(failed.unwrap_or(FetchError::NoRoom))
     }
 
     /// Requests blocks that will be needed soon, and does not wait for them. Returns whether the queue had room.
-    pub fn bring_ahead(&self, object: &Arc<RemoteObject>, ranges: &[Range<u64>], gap_blocks: u64) -> bool {
+    pub fn prefetch(&self, object: &Arc<RemoteObject>, ranges: &[Range<u64>], gap_blocks: u64) -> bool {
         if self.pool.look(|queue| queue.ahead.len()) >= AHEAD_JOBS_MAX || self.cache().is_full(&object.entry) {
             return false;
         }
@@ -332,7 +332,7 @@ impl Drop for Fetcher {
         let left: Vec<Arc<Job>> =
             self.pool.update(|queue, _| queue.urgent.drain(..).chain(queue.ahead.drain(..)).collect());
         for job in left {
-            job.end(Err(NotFetched::NoRoom));
+            job.end(Err(FetchError::NoRoom));
         }
     }
 }
@@ -345,8 +345,8 @@ fn first_part(blocks: u64, steps: u64) -> u64 {
 }
 
 /// Compares checksums of present blocks. Returns the others.
-fn verify(object: &RemoteObject, ranges: &[Range<u64>]) -> Result<Vec<Range<u64>>, NotFetched> {
-    let failed = NotFetched::of_cache;
+fn verify(object: &RemoteObject, ranges: &[Range<u64>]) -> Result<Vec<Range<u64>>, FetchError> {
+    let failed = FetchError::of_cache;
     let mut absent = Vec::new();
     for blocks in ranges {
         let _guards = object.entry.guard(blocks).map_err(failed)?;
@@ -383,7 +383,7 @@ fn run(shared: &Shared, job: BegunJob) -> EndedJob {
     let is_done = catch_unwind(AssertUnwindSafe(|| fetch(shared, begun, *is_urgent))).unwrap_or_else(|_| {
         let _ = begun.object.entry.claim(&begun.blocks, false);
         let panicked = io::Error::other("the thread that fetched them panicked");
-        begun.end(Err(NotFetched::Cache(Arc::new(panicked))));
+        begun.end(Err(FetchError::Cache(Arc::new(panicked))));
         shared.progress.note();
         true
     });
@@ -401,7 +401,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
         }
         let absent = match entry.absent(&job.blocks) {
             Ok(absent) => absent,
-            Err(error) => break Err(NotFetched::of_cache(error)),
+            Err(error) => break Err(FetchError::of_cache(error)),
         };
         let count = absent.iter().map(|blocks| blocks.end - blocks.start).sum();
         if count == 0 {
@@ -414,7 +414,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
             (left, quiet_since) = (count, Instant::now());
         }
         if shared.is_closed() {
-            break Err(NotFetched::NoRoom);
+            break Err(FetchError::NoRoom);
         }
         thread::sleep(LOOK);
         if !is_urgent {
@@ -425,7 +425,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
         // Before the end: a job for the same blocks of this process may follow, and this would drop its claim.
         let _ = entry.claim(&job.blocks, false);
     }
-    if let Err(NotFetched::Cache(error)) = &outcome {
+    if let Err(FetchError::Cache(error)) = &outcome {
         tracing::warn!("cache {}: {error}; read without the cache", entry.name());
     }
     job.end(outcome);
@@ -435,7 +435,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
 }
 
 /// Requests blocks and writes them to the cache as they come.
-fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFetched> {
+fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), FetchError> {
     let object = &job.object;
     let (entry, span) = (&object.entry, span_of(blocks, object.file.size_bytes));
     let mut chunk: Vec<u8> = Vec::with_capacity(place(CHUNK_BYTES.min(span.len())));
@@ -463,7 +463,7 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFet
             }
         }
         if shared.is_closed() {
-            failure = Some(NotFetched::NoRoom);
+            failure = Some(FetchError::NoRoom);
             return ControlFlow::Break(());
         }
         ControlFlow::Continue(())
@@ -471,7 +471,7 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFet
     if let Some(failure) = failure {
         return Err(failure);
     }
-    let result = fetched.map_err(|error| NotFetched::Remote(Arc::new(error)));
+    let result = fetched.map_err(|error| FetchError::Remote(Arc::new(error)));
     // The whole blocks of a reply that broke off count.
     let whole = chunk.len() / place(BLOCK_BYTES) * place(BLOCK_BYTES);
     chunk.truncate(whole);
@@ -483,17 +483,17 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFet
 }
 
 /// Writes blocks to the cache, if it has room.
-fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), NotFetched> {
+fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), FetchError> {
     // Held until the bytes count as used.
     let Some(_room) = shared.cache.reserve(&job.object.entry, bytes.len() as u64) else {
-        return Err(NotFetched::NoRoom);
+        return Err(FetchError::NoRoom);
     };
     job.object.entry.store(first, bytes, job.is_ahead()).map_err(|error| {
         if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
             shared.cache.note_full(&job.object.entry);
-            NotFetched::NoRoom
+            FetchError::NoRoom
         } else {
-            NotFetched::of_cache(error)
+            FetchError::of_cache(error)
         }
     })
 }

@@ -418,9 +418,9 @@ impl Maps for ChunkSource {
         self.own_maps(file).is_some_and(|maps| maps.will_need(file, span))
     }
 
-    fn will_return(&self) {
+    fn will_revisit(&self) {
         if let Some(maps) = self.inner.maps() {
-            maps.will_return();
+            maps.will_revisit();
         }
     }
 

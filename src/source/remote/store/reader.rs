@@ -26,7 +26,7 @@ use super::{
         error::{Failure, RemoteError, of_certificate, of_connection},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, Sink},
-        retry::{Deadline, Gate, retry},
+        retry::{Backoff, Deadline, retry},
         runtime::{READ_TIMEOUT, block_on},
     },
     cause::cause,
@@ -83,7 +83,7 @@ impl fmt::Debug for Store {
 /// How the requests of a listing are repeated.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asking<'a> {
-    pub(super) gate: &'a Gate,
+    pub(super) gate: &'a Backoff,
     pub(super) counters: &'a RemoteCounters,
     pub(super) deadline: Deadline,
 }
