@@ -120,6 +120,9 @@ impl<M: RawMemory> BufferPool<M> {
     }
 
     /// A buffer of `len` bytes with unspecified content.
+    ///
+    /// # Panics
+    /// Never: without a limit there is always room.
     pub fn take(&self, len: usize) -> Buffer<M> {
         let [mut buffer] = self.reserve([len], BufferLimit::None).expect("there is no limit");
         buffer.make();
@@ -133,8 +136,8 @@ impl<M: RawMemory> BufferPool<M> {
         let mut spare = self.lock();
         spare.in_use = true;
         let mut places: [Option<usize>; N] = [None; N];
-        for number in 0..N {
-            places[number] = spare.position(lengths[number], self.0.sizing.lengths_max, &places);
+        for (number, len) in lengths.iter().enumerate() {
+            places[number] = spare.position(*len, self.0.sizing.lengths_max, &places);
         }
         let fresh: [usize; N] = std::array::from_fn(|number| match places[number] {
             Some(_) => 0,

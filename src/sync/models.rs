@@ -343,9 +343,8 @@ fn a_waiter_of_a_failed_prefetch_tries_once_itself() {
                 let chunks = Arc::clone(&chunks);
                 thread::spawn(move || {
                     let _ = chunks.prefetch(
-                        |inside| match inside.has(&0) {
-                            true => Next::None,
-                            false => Next::Make(0, inside.policy.buffers.take(10)),
+                        |inside| {
+                            if inside.has(&0) { Next::None } else { Next::Make(0, inside.policy.buffers.take(10)) }
                         },
                         |_, _| {
                             thread::yield_now();

@@ -235,7 +235,11 @@ fn a_mount_whose_sources_changed_is_degraded() {
 fn files_below(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
-        if path.is_dir() { files_below(&path, found) } else { found.push(path) }
+        if path.is_dir() {
+            files_below(&path, found);
+        } else {
+            found.push(path);
+        }
     }
 }
 

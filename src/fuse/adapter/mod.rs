@@ -39,7 +39,7 @@ use self::{
 };
 use super::{
     reply_data,
-    requests::{Overflow, Dispatchers},
+    requests::{Dispatchers, Overflow},
 };
 
 /// How long the kernel may cache answers: ten years, which it can express on every architecture.
