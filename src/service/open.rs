@@ -15,7 +15,7 @@ use ckfs_config::{
 use ckfs_host::{budget::Budget, limits, memory, state_directory};
 use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
 use ckfs_read::EngineOptions;
-use ckfs_source::{ComparedFiles, Fetches, FileId, SourceError, digest::Compared, remote::RemoteOptions};
+use ckfs_source::{ComparedFiles, FileId, SourceError, WaitRegistry, digest::Compared, remote::RemoteOptions};
 use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeOptions};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
@@ -67,7 +67,7 @@ fn remote_options(settings: &MountSettings) -> RemoteOptions {
 ///
 /// # Errors
 /// Everything wrong with the repository.
-pub fn open_checkpoint(config: &mut Config, waits: &Arc<Fetches>) -> Result<Arc<Checkpoint>, OpenError> {
+pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Arc<Checkpoint>, OpenError> {
     start_pool()?;
     let mut source = config.source.clone().ok_or(OpenError::NoSource)?;
     // A daemon changes its working directory, and later checks its files by path again.
@@ -248,7 +248,7 @@ pub fn overrides(settings: &MountSettings) -> Overrides {
 ///
 /// # Errors
 /// Everything wrong with settings, repository or plans.
-pub fn open_volume(config: &mut Config, waits: &Arc<Fetches>) -> Result<Volume, OpenError> {
+pub fn open_volume(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Volume, OpenError> {
     let checkpoint = open_checkpoint(config, waits)?;
     let plans = plan_views(&checkpoint, config)?;
     for (name, warning) in plans.iter().flat_map(|view| view.plan.warnings.iter().map(|text| (&view.name, text))) {
@@ -270,7 +270,7 @@ pub fn volume_of(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Conf
     let mut budget = budget(&config.mount);
     chunk_memory::admit(checkpoint, plans, &mut budget)?;
     if let Some(maps) = checkpoint.source().maps() {
-        maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
+        maps.bound(budget.mapped_bytes, budget.revisit_window_bytes);
     }
     if let Some(chunks) = checkpoint.source().chunks() {
         chunks.bound_bytes(budget.decoded_bytes);

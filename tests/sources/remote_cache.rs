@@ -230,7 +230,7 @@ fn two_processes_fetch_together_little_more_than_once() {
         for _ in 0..2 {
             scope.spawn(|| {
                 let source = objects.source(&cache(dir.path(), None), LONG);
-                assert!(source.remote().unwrap().bring_ahead(FILE, &[span(0, LEN as u64)]));
+                assert!(source.remote().unwrap().prefetch(FILE, &[span(0, LEN as u64)]));
                 assert!(read(&*source, 0, LEN).unwrap() == bytes);
             });
         }
@@ -385,7 +385,7 @@ fn a_reader_does_not_wait_for_a_request_that_is_stuck() {
     let dir = tempfile::tempdir().unwrap();
     let source = objects.source(&cache(dir.path(), None), Duration::from_secs(5));
     objects.mishaps.lock().unwrap().extend(vec![Mishap::Hangs; 8]);
-    assert!(source.remote().unwrap().bring_ahead(FILE, &[span(0, 4 << 20)]));
+    assert!(source.remote().unwrap().prefetch(FILE, &[span(0, 4 << 20)]));
     thread::sleep(Duration::from_millis(2300));
     objects.mishaps.lock().unwrap().clear();
     let begun = Instant::now();

@@ -23,7 +23,7 @@ use std::{
 };
 
 use ckfs_source::{
-    Fetches,
+    WaitRegistry,
     remote::{RemoteRepository, open_url},
 };
 
@@ -141,7 +141,7 @@ struct Name<'a> {
 
 impl Name<'_> {
     /// The snapshot in the Hub's cache.
-    fn in_cache(&self, cache: Option<&Path>, fetches: &Fetches) -> Result<Located, CheckpointError> {
+    fn in_cache(&self, cache: Option<&Path>, fetches: &WaitRegistry) -> Result<Located, CheckpointError> {
         let Self { source, repo, revision } = *self;
         let (source_name, advice) = (source.to_owned(), String::new());
         let Some(cache) = cache else { return Err(CheckpointError::NoHome { source_name, advice }) };

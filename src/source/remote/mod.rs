@@ -56,7 +56,7 @@ pub use interface::{Content, Objects, RemoteFile, RemoteRepository, Sink};
 pub use locality::is_loopback;
 pub use object::RemoteObject;
 pub use options::RemoteOptions;
-pub use retry::{Deadline, Gate, Retrying, retry};
+pub use retry::{Backoff, Deadline, Retrying, retry};
 pub use shared::SharedCache;
 #[cfg(feature = "stores")]
 pub use store::open_url;
