@@ -155,7 +155,9 @@ impl Neighbours<'_> {
                 let (module, word) = info.name.rsplit_once('.').unwrap_or(("", info.name));
                 by_module.entry(module).or_default().push((word, info.dtype));
             }
-            by_module.values_mut().for_each(|words| words.sort_unstable_by_key(|(word, _)| *word));
+            for words in by_module.values_mut() {
+                words.sort_unstable_by_key(|(word, _)| *word);
+            }
             by_module
         });
         let (module, word) = codes.name.rsplit_once('.').unwrap_or(("", codes.name));
