@@ -16,7 +16,7 @@ use super::{
     options::{Accepted, OpenOptions},
     orbax::problem::OrbaxProblem,
     printable::printable,
-    weight_name::WeightName,
+    weight_name::{WeightName, of_any_rank},
 };
 
 /// Most bytes of all files together. Sums of sizes derived from them then fit 64 bits.
@@ -392,6 +392,20 @@ pub enum Problem {
         /// Their total as written in their names.
         total: String,
     },
+    /// The index names the file of one rank, and those of others are there.
+    #[error(
+        "{index}: names {named}, and not {}: by their names each holds the part of one rank, and the part would be shown as the whole \
+         tensor; join the parts with a program that knows how they were cut, or put these files elsewhere if the named one is whole",
+        shortened(others)
+    )]
+    PartsOfRanks {
+        /// The index.
+        index: String,
+        /// The file that it names.
+        named: String,
+        /// Those of other ranks.
+        others: Vec<String>,
+    },
     /// A quantized weight and its scale do not fit.
     #[error(
         "tensor {weight:?} of shape {weight_shape:?}: expected its scale {scale:?} to have shape {expected:?} by blocks of \
@@ -582,6 +596,7 @@ impl Problem {
             | Self::IncompleteSet { .. }
             | Self::UnfinishedDownload { .. }
             | Self::IndexOfOtherSet { .. }
+            | Self::PartsOfRanks { .. }
             | Self::Container { .. }
             | Self::BlockSize { .. }
             | Self::TooManyBytes
@@ -612,6 +627,12 @@ impl Problem {
             }
             _ => Vec::new(),
         }
+    }
+
+    /// Whether the copies of a tensor are in files of several ranks, by their names: then each is a part of it.
+    pub fn is_of_ranks(&self) -> bool {
+        let Self::Duplicate { first, second, .. } = self else { return false };
+        of_any_rank(first).is_some_and(|set| of_any_rank(second) == Some(set))
     }
 
     /// Whether the index and the files disagree about the tensors that there are.
