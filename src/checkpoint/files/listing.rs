@@ -9,7 +9,7 @@ use std::{
 };
 
 use ckfs_source::{
-    Beneath, Fetches, FoundFile, Opened, SourceError, permission::DirectoryGates, private_directory,
+    Fetches, FoundFile, Opened, RootDir, SourceError, permission::DirectoryGates, private_directory,
     remote::RemoteTree, stall::Fetching,
 };
 
@@ -51,7 +51,7 @@ impl Listed {
     /// Opens the file, if it was not opened yet; `fetches` notes the wait.
     pub(crate) fn open(
         &mut self,
-        root: Option<&Arc<Beneath>>,
+        root: Option<&Arc<RootDir>>,
         fetches: &Fetches,
     ) -> Result<Option<&Opened>, SourceError> {
         self.state = match std::mem::replace(&mut self.state, Opening::Nothing) {
@@ -71,7 +71,7 @@ impl Listed {
     /// Takes the open file; `fetches` notes the wait, if it was not opened yet.
     pub(crate) fn take(
         &mut self,
-        root: Option<&Arc<Beneath>>,
+        root: Option<&Arc<RootDir>>,
         fetches: &Fetches,
     ) -> Result<Option<Opened>, SourceError> {
         self.open(root, fetches)?;
@@ -92,7 +92,7 @@ pub(crate) struct Listing {
 }
 
 /// All files of a repository. Symbolic links to files are followed, as the hub's cache consists of links.
-pub(crate) fn list(root: &Beneath, fetches: &Fetches) -> io::Result<Listing> {
+pub(crate) fn list(root: &RootDir, fetches: &Fetches) -> io::Result<Listing> {
     let mut listing = Listing::default();
     walk(root, "", 0, &fetches.begin_path(root.path(), "list"), &mut listing)?;
     listing.files.sort_by(|left, right| left.path.cmp(&right.path));
@@ -121,7 +121,7 @@ pub(crate) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
     Ok(listing)
 }
 
-fn walk(root: &Beneath, relative: &str, depth: usize, looking: &Fetching<'_>, listing: &mut Listing) -> io::Result<()> {
+fn walk(root: &RootDir, relative: &str, depth: usize, looking: &Fetching<'_>, listing: &mut Listing) -> io::Result<()> {
     let dir = root.path().join(relative);
     let prefix = if relative.is_empty() { String::new() } else { format!("{relative}/") };
     if depth > DEPTH_MAX || listing.files.len() > ENTRIES_MAX {

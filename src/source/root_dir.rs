@@ -53,7 +53,7 @@ const HUB_PREFIX: &str = "models--";
 
 /// The directory that must contain a repository's files.
 #[derive(Debug)]
-pub struct Beneath {
+pub struct RootDir {
     /// As the user named it.
     named: PathBuf,
     /// The repository's own directory, without links.
@@ -76,7 +76,7 @@ pub struct FoundFile {
     real: PathBuf,
     fd: OwnedFd,
     meta: Metadata,
-    /// The path by which it is found again, relative to the directory of a [`Beneath`].
+    /// The path by which it is found again, relative to the directory of a [`RootDir`].
     below: Option<PathBuf>,
     /// The remote object of which the file is a copy, perhaps with holes.
     remote: Option<Remote>,
@@ -88,7 +88,7 @@ pub struct Opened {
     pub(super) path: Arc<Path>,
     pub(super) file: File,
     pub(super) gates: Gates,
-    pub(super) again: Again,
+    pub(super) revalidate: Revalidate,
     pub(super) remote: Option<Remote>,
     /// The digest that the Hub's cache names it by.
     pub(super) digest: Option<KnownDigest>,
@@ -96,16 +96,16 @@ pub struct Opened {
 
 /// How a file is found again, to check whether its name still leads to it.
 #[derive(Clone, Debug)]
-pub(super) enum Again {
+pub(super) enum Revalidate {
     /// By a path that may lead anywhere.
     Named,
     /// By a path relative to a directory.
-    Beneath(Arc<Beneath>, PathBuf),
+    Beneath(Arc<RootDir>, PathBuf),
     /// Not at all: it belongs to the cache, and is written while it is read.
     Cached,
 }
 
-impl Beneath {
+impl RootDir {
     /// The directory of a repository. The user's path to it may contain links.
     ///
     /// # Errors
@@ -230,7 +230,7 @@ impl FoundFile {
     ///
     /// # Errors
     /// [`SourceError::NotRegular`] if it is not a regular file, which is then not opened; [`SourceError::Io`].
-    pub fn open(self, root: Option<&Arc<Beneath>>) -> Result<Opened, SourceError> {
+    pub fn open(self, root: Option<&Arc<RootDir>>) -> Result<Opened, SourceError> {
         let path: Arc<Path> = Arc::from(self.path);
         if !self.meta.is_file() {
             return Err(SourceError::NotRegular { file: path });
@@ -241,14 +241,14 @@ impl FoundFile {
             error: Arc::new(error),
         })?;
         let survey = |survey: &Survey| survey.file(&file, &self.real);
-        let (gates, again) = match (self.remote.is_some(), root, self.below) {
-            (true, ..) => (private_gates(), Again::Cached),
-            (false, Some(root), Some(below)) => (survey(&root.survey), Again::Beneath(Arc::clone(root), below)),
-            (false, Some(root), None) => (survey(&root.survey), Again::Named),
-            (false, None, _) => (survey(&Survey::default()), Again::Named),
+        let (gates, revalidate) = match (self.remote.is_some(), root, self.below) {
+            (true, ..) => (private_gates(), Revalidate::Cached),
+            (false, Some(root), Some(below)) => (survey(&root.survey), Revalidate::Beneath(Arc::clone(root), below)),
+            (false, Some(root), None) => (survey(&root.survey), Revalidate::Named),
+            (false, None, _) => (survey(&Survey::default()), Revalidate::Named),
         };
         let digest = KnownDigest::of_blob(&self.real).filter(|_| self.remote.is_none());
-        Ok(Opened { path, file, gates, again, remote: self.remote, digest })
+        Ok(Opened { path, file, gates, revalidate, remote: self.remote, digest })
     }
 }
 
@@ -510,7 +510,7 @@ mod tests {
         let repo = real.join("repo");
         symlink(repo.join("sub/file"), repo.join("absolute-inside")).unwrap();
         symlink(&repo, real.join("named")).unwrap();
-        let root = Beneath::open(&real.join("named")).unwrap();
+        let root = RootDir::open(&real.join("named")).unwrap();
         for (path, inside, to) in [
             ("file", true, repo.join("file")),
             ("absolute-inside", true, repo.join("sub/file")),
@@ -546,8 +546,8 @@ mod tests {
         symlink("../../refs/main", snapshot.join("ref")).unwrap();
         symlink("../def/own", snapshot.join("sibling")).unwrap();
         symlink("../../../other", snapshot.join("other")).unwrap();
-        let root = Beneath::open(&snapshot).unwrap();
-        let check = |root: &Beneath| {
+        let root = RootDir::open(&snapshot).unwrap();
+        let check = |root: &RootDir| {
             assert!(root.is_in_hub_cache());
             for (name, inside) in [("blob", true), ("own", true), ("ref", false), ("sibling", false)] {
                 assert_eq!(root.find(name).unwrap().is_inside(), inside, "{name}");
@@ -559,7 +559,7 @@ mod tests {
         fs::create_dir(real.join("cache")).unwrap();
         fs::rename(&repo, real.join("moved")).unwrap();
         symlink("../moved", real.join("cache/models--org--name")).unwrap();
-        check(&Beneath::open(&real.join("cache/models--org--name/snapshots/abc")).unwrap());
+        check(&RootDir::open(&real.join("cache/models--org--name/snapshots/abc")).unwrap());
     }
 
     #[test]
@@ -567,7 +567,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         nix::unistd::mkfifo(&dir.path().join("pipe"), nix::sys::stat::Mode::S_IRUSR).unwrap();
         symlink("/dev/zero", dir.path().join("device")).unwrap();
-        let root = Arc::new(Beneath::open(dir.path()).unwrap());
+        let root = Arc::new(RootDir::open(dir.path()).unwrap());
         for name in ["pipe", "device"] {
             let found = root.find(name).unwrap();
             assert!(matches!(found.open(Some(&root)), Err(SourceError::NotRegular { .. })), "{name}");
