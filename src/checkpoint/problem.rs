@@ -391,35 +391,6 @@ pub enum Problem {
         /// Their total as written in their names.
         total: String,
     },
-    /// A quantized weight and its scale do not fit.
-    #[error(
-        "tensor {weight:?} of shape {weight_shape:?}: expected its scale {scale:?} to have shape {expected:?} by blocks of \
-         {block:?}, found {found:?}"
-    )]
-    ScaleShape {
-        /// The weight.
-        weight: String,
-        /// Its shape.
-        weight_shape: Vec<u64>,
-        /// The scale.
-        scale: String,
-        /// Block rows and columns.
-        block: (u64, u64),
-        /// Shape that the scale must have.
-        expected: Vec<u64>,
-        /// Shape that it has.
-        found: Vec<u64>,
-    },
-    /// A scale whose type is not a float.
-    #[error("tensor {scale:?}: expected a float as the scale of {weight:?}, found {found}")]
-    ScaleType {
-        /// The weight.
-        weight: String,
-        /// The scale.
-        scale: String,
-        /// Type of the scale.
-        found: DType,
-    },
     /// A stored tensor contradicts the configuration or its companions.
     #[error("tensor {tensor:?}: expected {expected}, found {found}")]
     Quantized {
@@ -450,9 +421,13 @@ pub enum Problem {
         /// The reader's error.
         message: String,
     },
-    /// The configuration has an invalid block size.
-    #[error("config.json: quantization_config.weight_block_size: expected two positive numbers, found {found}")]
-    BlockSize {
+    /// A member of `config.json` has a value that it cannot have.
+    #[error("config.json: {member}: expected {expected}, found {found}")]
+    Configuration {
+        /// The member.
+        member: &'static str,
+        /// What it may be.
+        expected: &'static str,
         /// The value found.
         found: String,
     },

@@ -18,7 +18,7 @@ use serde_json::{Value as Json, json};
 
 use super::{
     Scheme,
-    finds::{Finds, Summary},
+    findings::{SchemeFindings, Summary},
     listed::{Exceptions, config_of, group_size, member, refuse_orphans},
     parts::{Kinds, companion, floats, is_wide_float, module_of, needed, slot, unsigned},
     quantized::{Template, TemplateError},
@@ -73,7 +73,7 @@ impl Scheme for Gptq {
         "gptq"
     }
 
-    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
+    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
         let config = Config::read(config_of(stored, "gptq")?);
         refuse_orphans(stored, found, &["qzeros", "scales", "g_idx"], CODES);
         config.refuse_homeless(stored, found);
@@ -157,7 +157,7 @@ impl<'a> Config<'a> {
 
     /// Refuses settings of `dynamic` that are not the general ones and match no module: the codes that they speak of may be under
     /// another name.
-    fn refuse_homeless(&self, stored: &Stored<'_>, found: &mut Finds<'_>) {
+    fn refuse_homeless(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) {
         let differs = |more: &Json| {
             ["bits", "group_size", "desc_act"]
                 .iter()
@@ -202,7 +202,7 @@ impl<'a> Config<'a> {
 }
 
 /// All matrices that are packed so, and whose companions are there.
-fn matrices<'a>(stored: &Stored<'a>, config: &Config<'_>, found: &mut Finds<'_>) -> Vec<Matrix<'a>> {
+fn matrices<'a>(stored: &Stored<'a>, config: &Config<'_>, found: &mut SchemeFindings<'_>) -> Vec<Matrix<'a>> {
     let mut matrices = Vec::new();
     for (codes, info) in stored.iter() {
         let Some(module) = module_of(info.name, CODES).filter(|_| !found.is_taken(codes)) else { continue };
@@ -276,7 +276,7 @@ fn order(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<Option<Arc<[u64]>>,
 
 fn add(
     stored: &Stored<'_>,
-    found: &mut Finds<'_>,
+    found: &mut SchemeFindings<'_>,
     kinds: &mut Kinds<Kind>,
     matrix: &Matrix<'_>,
     order: Option<Arc<[u64]>>,

@@ -1,5 +1,4 @@
-//! What the configuration says about each module, in the words of the schemes that compressed-tensors, `ModelOpt`, FBGEMM and
-//! the fp8 of transformers share.
+//! Per-module quantization settings from compressed-tensors, `ModelOpt`, FBGEMM and fp8 configurations.
 //!
 //! compressed-tensors gives modules to `config_groups` by `targets`, and takes others out by `ignore`. An entry is a name, a regular
 //! expression after `re:` that is matched from the start of the name, or the name of a class. `ignore` wins; then come names, then
@@ -27,7 +26,7 @@ use crate::PythonRegex;
 
 /// What the configuration says of a module's weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Told {
+pub(super) enum ModuleQuantization {
     /// It is not quantized.
     Plain,
     /// Integers packed into words of 32 bits.
@@ -51,7 +50,7 @@ pub(super) enum Told {
     Unknown(String),
 }
 
-impl Told {
+impl ModuleQuantization {
     /// Whether it is codes that are decoded.
     pub(super) const fn is_quantized(&self) -> bool {
         !matches!(self, Self::Plain | Self::Unknown(_))
@@ -105,9 +104,22 @@ impl fmt::Display for Sharing {
     }
 }
 
+/// A library that quantizes, as the configuration names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Library {
+    /// compressed-tensors.
+    CompressedTensors,
+    /// The fp8 of DeepSeek and transformers.
+    Transformers,
+    /// FBGEMM.
+    Fbgemm,
+    /// `ModelOpt`.
+    ModelOpt,
+}
+
 /// The configuration of quantization.
 #[derive(Debug)]
-pub(super) struct Settings<'a> {
+pub(super) struct QuantizationConfig<'a> {
     method: Method<'a>,
 }
 
@@ -125,7 +137,7 @@ enum Method<'a> {
     Unknown(String),
 }
 
-impl<'a> Settings<'a> {
+impl<'a> QuantizationConfig<'a> {
     pub(super) fn read(stored: &Stored<'a>) -> Self {
         let config = stored.config();
         let named = config.and_then(|config| text(config, "quant_method"));
@@ -146,26 +158,26 @@ impl<'a> Settings<'a> {
     }
 
     /// What the configuration says of the weight of this module.
-    pub(super) fn of(&self, module: &str) -> Told {
+    pub(super) fn of(&self, module: &str) -> ModuleQuantization {
         match &self.method {
-            Method::Other => Told::Plain,
+            Method::Other => ModuleQuantization::Plain,
             Method::CompressedTensors(groups) => groups.of(module),
-            Method::Fp8(exceptions) | Method::Fbgemm(exceptions) if exceptions.has(module) => Told::Plain,
-            Method::Fp8(_) => Told::Fp8(Sharing::Tensor),
-            Method::Fbgemm(_) => Told::Fp8(Sharing::Channel),
+            Method::Fp8(exceptions) | Method::Fbgemm(exceptions) if exceptions.has(module) => ModuleQuantization::Plain,
+            Method::Fp8(_) => ModuleQuantization::Fp8(Sharing::Tensor),
+            Method::Fbgemm(_) => ModuleQuantization::Fp8(Sharing::Channel),
             Method::ModelOpt(modelopt) => modelopt.of(module),
-            Method::Unknown(name) => Told::Unknown(name.clone()),
+            Method::Unknown(name) => ModuleQuantization::Unknown(name.clone()),
         }
     }
 
     /// Whether the configuration may say this of some module. Expressions are matched against many thousands of names: a
     /// scheme of which nothing is said need not ask.
-    pub(super) fn may_say(&self, told: &Told) -> bool {
+    pub(super) fn may_say(&self, told: &ModuleQuantization) -> bool {
         match &self.method {
             Method::Other | Method::Unknown(_) => false,
             Method::CompressedTensors(groups) => groups.told.contains(told),
-            Method::Fp8(_) => *told == Told::Fp8(Sharing::Tensor),
-            Method::Fbgemm(_) => *told == Told::Fp8(Sharing::Channel),
+            Method::Fp8(_) => *told == ModuleQuantization::Fp8(Sharing::Tensor),
+            Method::Fbgemm(_) => *told == ModuleQuantization::Fp8(Sharing::Channel),
             Method::ModelOpt(modelopt) => {
                 modelopt.all == *told || modelopt.layers.iter().any(|layers| layers.values().any(|of| of == told))
             }
@@ -184,24 +196,15 @@ impl<'a> Settings<'a> {
         !matches!(self.method, Method::Other)
     }
 
-    /// Whether it is the fp8 of DeepSeek and transformers.
-    pub(super) const fn is_fp8(&self) -> bool {
-        matches!(self.method, Method::Fp8(_))
-    }
-
-    /// Whether `ModelOpt` wrote the repository.
-    pub(super) const fn is_modelopt(&self) -> bool {
-        matches!(self.method, Method::ModelOpt(_))
-    }
-
-    /// Whether stacks of experts may be stored in 8-bit floats, under names without `.weight`.
-    pub(super) const fn has_stacks(&self) -> bool {
-        matches!(self.method, Method::Fp8(_) | Method::Fbgemm(_) | Method::ModelOpt(_))
-    }
-
-    /// Whether compressed-tensors wrote the repository.
-    pub(super) const fn is_compressed_tensors(&self) -> bool {
-        matches!(self.method, Method::CompressedTensors(_))
+    /// The library that wrote the repository, if its configuration says so.
+    pub(super) const fn library(&self) -> Option<Library> {
+        match self.method {
+            Method::CompressedTensors(_) => Some(Library::CompressedTensors),
+            Method::Fp8(_) => Some(Library::Transformers),
+            Method::Fbgemm(_) => Some(Library::Fbgemm),
+            Method::ModelOpt(_) => Some(Library::ModelOpt),
+            Method::Other | Method::Unknown(_) => None,
+        }
     }
 }
 
@@ -213,7 +216,7 @@ fn texts<'a>(of: &'a Json, key: &str) -> impl Iterator<Item = &'a str> {
 #[derive(Debug)]
 struct Groups<'a> {
     /// By number of group.
-    told: Vec<Told>,
+    told: Vec<ModuleQuantization>,
     ignored: Ignored<'a>,
     targets: Names<'a, usize>,
     /// The group of modules that no name and no expression targets.
@@ -366,29 +369,31 @@ impl<'a> Groups<'a> {
         open.first().map(|(target, _)| *target)
     }
 
-    fn of(&self, module: &str) -> Told {
+    fn of(&self, module: &str) -> ModuleQuantization {
         if let Some(pattern) = &self.broken {
-            return Told::Unknown(format!(
+            return ModuleQuantization::Unknown(format!(
                 "compressed-tensors with {pattern:?}, an expression that is not matched here"
             ));
         }
         if self.ignored.has(module) {
-            return Told::Plain;
+            return ModuleQuantization::Plain;
         }
         let last = module.rsplit_once('.').map_or(module, |(_, last)| last);
         let class = self.embedding.filter(|_| EMBEDDINGS.contains(&last)).or(self.class);
         let group = self.targets.find(module).or(class);
-        group.map_or(Told::Plain, |group| self.told[group].clone())
+        group.map_or(ModuleQuantization::Plain, |group| self.told[group].clone())
     }
 }
 
 /// What a group says of the weights of its modules.
-fn told_by_group(group: &Json, global: &str) -> Told {
+fn told_by_group(group: &Json, global: &str) -> ModuleQuantization {
     let format = text(group, "format").unwrap_or(global);
-    let Some(weights) = group.get("weights").filter(|weights| weights.is_object()) else { return Told::Plain };
+    let Some(weights) = group.get("weights").filter(|weights| weights.is_object()) else {
+        return ModuleQuantization::Plain;
+    };
     let bits = weights.get("num_bits").and_then(Json::as_u64);
     let kind = text(weights, "type").unwrap_or("int");
-    let named = |what: String| Told::Unknown(format!("compressed-tensors {format} {what}"));
+    let named = |what: String| ModuleQuantization::Unknown(format!("compressed-tensors {format} {what}"));
     let sharing = match sharing(weights) {
         Ok(sharing) => sharing,
         Err(what) => return named(format!("with {what}")),
@@ -402,12 +407,14 @@ fn told_by_group(group: &Json, global: &str) -> Told {
     let symmetric = weights.get("symmetric").and_then(Json::as_bool).unwrap_or(true);
     match (format, kind, bits) {
         ("pack-quantized", "int", Some(bits @ (1 | 2 | 4 | 8))) if !matches!(sharing, Sharing::Block(..)) => {
-            Told::Packed { bits, symmetric, sharing }
+            ModuleQuantization::Packed { bits, symmetric, sharing }
         }
-        ("float-quantized" | "naive-quantized", "float", Some(8)) if symmetric => Told::Fp8(sharing),
-        ("nvfp4-pack-quantized", "float", Some(4)) if sharing == Sharing::Group(16) => Told::Nvfp4(Factor::Divides),
-        ("mxfp4-pack-quantized", "float", Some(4)) if sharing == Sharing::Group(32) => Told::Mxfp4,
-        ("mxfp8-quantized", "float", Some(8)) if sharing == Sharing::Group(32) => Told::Mxfp8,
+        ("float-quantized" | "naive-quantized", "float", Some(8)) if symmetric => ModuleQuantization::Fp8(sharing),
+        ("nvfp4-pack-quantized", "float", Some(4)) if sharing == Sharing::Group(16) => {
+            ModuleQuantization::Nvfp4(Factor::Divides)
+        }
+        ("mxfp4-pack-quantized", "float", Some(4)) if sharing == Sharing::Group(32) => ModuleQuantization::Mxfp4,
+        ("mxfp8-quantized", "float", Some(8)) if sharing == Sharing::Group(32) => ModuleQuantization::Mxfp8,
         _ => {
             let bits = bits.map_or_else(|| "an unknown number of".to_owned(), |bits| bits.to_string());
             let zero_points = if symmetric { "" } else { ", with zero points" };
@@ -458,8 +465,8 @@ pub(super) fn block(value: &Json) -> Option<(u64, u64)> {
 #[derive(Debug)]
 struct ModelOpt<'a> {
     /// That of all modules, unless each has its own.
-    all: Told,
-    layers: Option<HashMap<&'a str, Told>>,
+    all: ModuleQuantization,
+    layers: Option<HashMap<&'a str, ModuleQuantization>>,
     excluded: Vec<Regex>,
 }
 
@@ -476,7 +483,7 @@ impl<'a> ModelOpt<'a> {
         let Some(algorithm) = algorithms.next() else {
             // Only caches are quantized.
             let is_null = both.iter().any(|of| of.get("quant_algo").is_some_and(Json::is_null));
-            let nothing = Self { all: Told::Plain, layers: None, excluded: Vec::new() };
+            let nothing = Self { all: ModuleQuantization::Plain, layers: None, excluded: Vec::new() };
             let unknown = || Method::Unknown("ModelOpt without quant_algo".to_owned());
             return if is_null { Method::ModelOpt(nothing) } else { unknown() };
         };
@@ -492,29 +499,31 @@ impl<'a> ModelOpt<'a> {
         let layers = both.iter().find_map(|of| of.get("quantized_layers").and_then(Json::as_object));
         let layers = layers.into_iter().flatten().map(|(module, of)| {
             let told = text(of, "quant_algo").map(|algorithm| told_by_algorithm(algorithm, of.get("group_size")));
-            (module.as_str(), told.unwrap_or(Told::Plain))
+            (module.as_str(), told.unwrap_or(ModuleQuantization::Plain))
         });
-        let all = Told::Plain;
+        let all = ModuleQuantization::Plain;
         Method::ModelOpt(Self { all, layers: Some(layers.collect()), excluded })
     }
 
-    fn of(&self, module: &str) -> Told {
+    fn of(&self, module: &str) -> ModuleQuantization {
         if self.excluded.iter().any(|pattern| pattern.is_match(module)) {
-            return Told::Plain;
+            return ModuleQuantization::Plain;
         }
         let of_layer = self.layers.as_ref().and_then(|layers| layers.get(module));
         of_layer.unwrap_or(&self.all).clone()
     }
 }
 
-fn told_by_algorithm(algorithm: &str, size: Option<&Json>) -> Told {
+fn told_by_algorithm(algorithm: &str, size: Option<&Json>) -> ModuleQuantization {
     let size = size.filter(|size| !size.is_null()).map(|size| size.as_u64().unwrap_or(0));
     match (algorithm, size) {
-        ("FP8", _) => Told::Fp8(Sharing::Tensor),
-        ("NVFP4", None | Some(16)) => Told::Nvfp4(Factor::Multiplies),
-        ("MXFP8", None | Some(32)) => Told::Mxfp8,
-        ("NVFP4" | "MXFP8", Some(size)) => Told::Unknown(format!("ModelOpt {algorithm} in groups of {size}")),
-        _ => Told::Unknown(format!("ModelOpt {algorithm}")),
+        ("FP8", _) => ModuleQuantization::Fp8(Sharing::Tensor),
+        ("NVFP4", None | Some(16)) => ModuleQuantization::Nvfp4(Factor::Multiplies),
+        ("MXFP8", None | Some(32)) => ModuleQuantization::Mxfp8,
+        ("NVFP4" | "MXFP8", Some(size)) => {
+            ModuleQuantization::Unknown(format!("ModelOpt {algorithm} in groups of {size}"))
+        }
+        _ => ModuleQuantization::Unknown(format!("ModelOpt {algorithm}")),
     }
 }
 

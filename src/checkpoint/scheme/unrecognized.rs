@@ -6,28 +6,28 @@ use ckfs_tensor::{DType, TensorId};
 
 use super::{
     comfy,
-    finds::{Finds, Scheme, Summary},
+    findings::{Scheme, SchemeFindings, Summary},
     parts::{is_fp8, is_wide_float, module_of},
-    settings::{Settings, Told},
+    quantization_config::{ModuleQuantization, QuantizationConfig},
     stored::Stored,
 };
 use crate::table::TensorInfo;
 
 /// The last of the list.
 #[derive(Debug)]
-pub(super) struct Rest;
+pub(super) struct Unrecognized;
 
-impl Scheme for Rest {
+impl Scheme for Unrecognized {
     fn name(&self) -> &'static str {
         "rest"
     }
 
-    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
-        let settings = Settings::read(stored);
+    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
+        let settings = QuantizationConfig::read(stored);
         let method = method(stored);
         let used = found.operands();
         let scaled = Scaled::new(stored);
-        let is_open = |found: &Finds<'_>, id: &TensorId| !found.is_taken(*id) && !used[id.0 as usize];
+        let is_open = |found: &SchemeFindings<'_>, id: &TensorId| !found.is_taken(*id) && !used[id.0 as usize];
         for (id, codes) in stored.iter() {
             if !is_open(found, &id) {
                 continue;
@@ -72,7 +72,12 @@ const SCALES: [&str; 2] = ["weight_scale", "weight_scale_inv"];
 
 /// Refuses companions whose codes are missing, and scales beside a tensor that cannot be codes although the configuration says so:
 /// they would stay as tensors that no model has.
-fn refuse_orphans(stored: &Stored<'_>, settings: &Settings<'_>, found: &mut Finds<'_>, used: &[bool]) {
+fn refuse_orphans(
+    stored: &Stored<'_>,
+    settings: &QuantizationConfig<'_>,
+    found: &mut SchemeFindings<'_>,
+    used: &[bool],
+) {
     let has_tensors = found.has_tensors();
     for (id, tensor) in stored.iter() {
         let Some((module, word)) = tensor.name.rsplit_once('.') else { continue };
@@ -111,17 +116,23 @@ pub(super) fn method(stored: &Stored<'_>) -> Option<String> {
 }
 
 /// Why the codes of this name are not decoded.
-fn told(settings: &Settings<'_>, method: Option<&str>, codes: &str) -> String {
+fn told(settings: &QuantizationConfig<'_>, method: Option<&str>, codes: &str) -> String {
     let Some(method) = method else {
         return "tensors of codes and scales, but no quantization_config".to_owned();
     };
     let module = codes.strip_suffix("_packed").unwrap_or(codes);
     let module = module_of(module, "weight").unwrap_or(module);
     match settings.of(module) {
-        Told::Unknown(name) => name,
-        Told::Plain if settings.is_known() => format!("{method}, but its configuration leaves this tensor unquantized"),
-        Told::Plain => method.to_owned(),
-        Told::Packed { .. } | Told::Fp8(_) | Told::Nvfp4(_) | Told::Mxfp4 | Told::Mxfp8 => {
+        ModuleQuantization::Unknown(name) => name,
+        ModuleQuantization::Plain if settings.is_known() => {
+            format!("{method}, but its configuration leaves this tensor unquantized")
+        }
+        ModuleQuantization::Plain => method.to_owned(),
+        ModuleQuantization::Packed { .. }
+        | ModuleQuantization::Fp8(_)
+        | ModuleQuantization::Nvfp4(_)
+        | ModuleQuantization::Mxfp4
+        | ModuleQuantization::Mxfp8 => {
             format!("{method}, but these are not the codes that its configuration says")
         }
     }

@@ -12,18 +12,18 @@ use super::{
 };
 use crate::problem::{Problem, Problems};
 
-/// A way of quantizing.
+/// A quantization scheme.
 pub(crate) trait Scheme: fmt::Debug + Sync {
     /// What `plan --json` calls it.
     fn name(&self) -> &'static str;
 
     /// Finds the tensors that are stored so, and what is wrong with them. `None` if the repository has none.
-    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary>;
+    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary>;
 }
 
 /// Where a scheme puts what it finds.
 #[derive(Debug)]
-pub(crate) struct Finds<'a> {
+pub(crate) struct SchemeFindings<'a> {
     stored: &'a Stored<'a>,
     problems: &'a mut Problems,
     found: Found,
@@ -42,7 +42,7 @@ enum Use {
     Codes(u32),
 }
 
-impl<'a> Finds<'a> {
+impl<'a> SchemeFindings<'a> {
     pub(super) fn new(stored: &'a Stored<'a>, problems: &'a mut Problems) -> Self {
         let uses = vec![Use::Open; stored.id_end()];
         Self { stored, problems, found: Found::default(), scheme: "", uses }
