@@ -7,6 +7,7 @@ use std::{
 };
 
 use ckfs_format::safetensors::HeaderErrors;
+use ckfs_host::PathFlaw;
 use ckfs_source::{SourceError, remote::RemoteError};
 use ckfs_tensor::DType;
 
@@ -258,7 +259,7 @@ pub enum Problem {
         message: String,
     },
     /// The index names a path that leaves the repository.
-    #[error("{index}: names {path:?} for {tensors}, which is not a path inside the repository")]
+    #[error("{index}: names {path:?} for {tensors}, which is not a path inside the repository: {flaw}")]
     OutsideRepository {
         /// The index.
         index: String,
@@ -266,6 +267,8 @@ pub enum Problem {
         path: String,
         /// Tensors that it should hold.
         tensors: Expected,
+        /// What is wrong with it.
+        flaw: PathFlaw,
     },
     /// The index names a file that is not there.
     #[error("{index}: names {file:?} for {tensors}, which is {found}")]

@@ -9,6 +9,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use ckfs_host::{PathFlaw, RelativePath};
 use ckfs_tensor::{DType, RANK_MAX};
 use serde::Deserialize;
 
@@ -92,10 +93,12 @@ pub enum DcpError {
         surplus: usize,
     },
     /// A file outside the directory.
-    #[error("file {path:?}: expected a path inside the checkpoint")]
+    #[error("file {path:?}: expected a path inside the checkpoint, but {flaw}")]
     Path {
         /// As stored.
         path: String,
+        /// What is wrong with it.
+        flaw: PathFlaw,
     },
     /// Two files say different things of a tensor.
     #[error("tensor {name:?}: {first} in one file, {second} in another")]
@@ -309,8 +312,8 @@ fn malformed(what: &str, expected: &'static str, found: impl std::fmt::Display) 
 }
 
 fn check_path(path: &str) -> Result<&str, DcpError> {
-    let is_inside = !path.contains(['\0', '\\']) && path.split('/').all(|part| !matches!(part, "" | "." | ".."));
-    if is_inside { Ok(path) } else { Err(DcpError::Path { path: path.to_owned() }) }
+    let checked = RelativePath::parse(path).map_err(|flaw| DcpError::Path { path: path.to_owned(), flaw })?;
+    Ok(checked.as_str())
 }
 
 /// Where a tensor of a file is in the whole.

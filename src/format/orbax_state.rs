@@ -16,6 +16,7 @@
 
 use std::collections::HashMap;
 
+use ckfs_host::RelativePath;
 use serde::{
     Deserialize, Deserializer,
     de::{IgnoredAny, MapAccess, Visitor},
@@ -300,9 +301,7 @@ impl CheckpointMetadata {
             Some(Value::String(_)) => Items::Itself,
             Some(Value::Object(handlers)) => {
                 let names: Vec<String> = handlers.keys().cloned().collect();
-                let is_name =
-                    |name: &String| !name.contains(['/', '\\', '\0']) && !matches!(name.as_str(), "" | "." | "..");
-                if let Some(found) = names.iter().find(|name| !is_name(name)) {
+                if let Some(found) = names.iter().find(|name| RelativePath::parse_name(name).is_err()) {
                     let (member, expected) = ("item_handlers".to_owned(), "names of directories");
                     let found = format!("{found:?}");
                     return Err(OrbaxError::Value { file: CHECKPOINT_METADATA, member, expected, found });

@@ -19,7 +19,6 @@ mod encoding;
 mod error;
 mod fetcher;
 #[cfg(feature = "remote")]
-mod file_path;
 mod files;
 pub(super) mod handle;
 #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only services of the network are asked twice"))]

@@ -12,15 +12,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use ckfs_host::RelativePath;
 use serde::{Deserialize, Serialize};
 
-use super::{
-    super::{
-        super::digest::{SHA1_DIGITS, is_hex},
-        interface::{Content, RemoteFile},
-        kept_file::{escaped, replace},
-    },
-    tree::is_inside,
+use super::super::{
+    super::digest::{SHA1_DIGITS, is_hex},
+    interface::{Content, RemoteFile},
+    kept_file::{escaped, replace},
 };
 
 /// A file of a kept tree.
@@ -51,7 +49,7 @@ impl Row {
             _ => return None,
         };
         let key = self.path.clone();
-        is_inside(&self.path).then_some(RemoteFile {
+        RelativePath::parse(&self.path).is_ok().then_some(RemoteFile {
             path: self.path,
             key,
             size_bytes: self.size,

@@ -1,11 +1,11 @@
 //! The answers of the Hub's API: a revision's commit, and the files of the commit.
 
+use ckfs_host::RelativePath;
 use reqwest::header::{HeaderMap, LINK};
 use serde::Deserialize;
 
 use super::super::{
     super::digest::{SHA1_DIGITS, SHA256_DIGITS, is_hex},
-    file_path::flaw_of,
     interface::{Content, RemoteFile},
 };
 
@@ -34,11 +34,6 @@ pub(super) struct Entry {
     lfs: Option<Lfs>,
 }
 
-/// Whether a path stays inside its repository.
-pub(super) fn is_inside(path: &str) -> bool {
-    path.split('/').all(|part| !matches!(part, "" | "." | "..") && !part.contains(['\0', '\\']))
-}
-
 impl Entry {
     /// The file, or `None` for a directory.
     ///
@@ -49,12 +44,9 @@ impl Entry {
         if kind != "file" {
             return Ok(None);
         }
-        if !is_inside(&path) {
-            return Err(format!("file {path:?}: not a path inside the repository"));
-        }
-        if let Some(flaw) = flaw_of(&path) {
-            let shown: String = path.chars().take(80).collect();
-            return Err(format!("file {shown:?}...: {flaw}"));
+        if let Err(flaw) = RelativePath::parse(&path) {
+            let (shown, more) = path.char_indices().nth(80).map_or((&*path, ""), |(end, _)| (&path[..end], "..."));
+            return Err(format!("file {shown:?}{more}: not a path inside the repository: {flaw}"));
         }
         let (size_bytes, content) = match lfs {
             Some(Lfs { oid, size }) if is_hex(&oid, SHA256_DIGITS) => (size, Content::Sha256(oid)),
