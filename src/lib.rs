@@ -20,7 +20,8 @@
 //! | [`plan`] | the user's request as data: layouts, families, mesh, sharding, names |
 //! | [`image`] | the layout of virtual files: one module per output format, all behind one trait |
 //! | [`read`] | byte-range engine: span to pieces to bytes; tile cache; prefetch |
-//! | [`volume`] | the file system without FUSE |
+//! | [`volume`] | the file system without a transport: tree, lookup, listing, read |
+//! | [`service`] | a volume that is alive: opened as a configuration says, with memory budget, watching of sources, prefetch, time limits of requests |
 //! | [`fuse`] | the only user of fuser: mount, convert, reply, unmount |
 //! | [`cli`] | the only user of clap, anyhow and standard output |
 //!
@@ -29,7 +30,8 @@
 //! At mount, once: [`Checkpoint::open`](checkpoint::Checkpoint::open) reads headers into a table of logical tensors
 //! ([`checkpoint::TensorInfo`]), each with its [`checkpoint::Storage`]. The plan ([`plan::Plan`]) gives each output tensor a
 //! [`tensor::View`] over those. Each [`image::OutputFormat`] shows its files as [`image::VirtualFile`]s, which know their
-//! length. The [`volume::Volume`] numbers all nodes. From then on nothing changes.
+//! length. The [`volume::Volume`] numbers all nodes. From then on nothing changes. [`Service::open`](service::Service::open) does all this
+//! for a configuration and keeps the volume alive, for whatever asks for its files.
 //!
 //! At open: the FUSE adapter (`src/fuse/adapter/`) calls [`FileSystem::open`](volume::FileSystem::open). The volume takes the
 //! file's [`image::FileContent`]. For tensors that is an [`image::FileImage`]: segments of literal bytes and of views, with
@@ -62,9 +64,10 @@
 //! | a layout | a file of the user's (`--layout FILE`), or a directory `src/plan/layouts/<name>` and its name in [`config::LAYOUTS`]; a family of a layout is a file there |
 //! | an output format | `src/image/<name>.rs` with `impl` [`image::OutputFormat`], and its line in [`image::FORMATS`] |
 //! | a remote service | `src/source/remote/<name>.rs` with `impl` [`source::remote::Objects`], and its scheme in `remote/store/address.rs`; disk cache, retries and limits apply to it |
-//! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources.rs` runs over it |
+//! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources/local.rs` runs over it |
 //! | a kind of checkpoint | `src/checkpoint/containers/<name>.rs`, and its variant of [`checkpoint::Container`], which the compiler follows to `open.rs` |
 //! | a quantization scheme | `src/checkpoint/scheme/<name>.rs` with `impl Scheme`, and its line in [`checkpoint::scheme`] |
+//! | another way in | an adapter over [`service::Service`]: it converts requests to [`volume::FileSystem`] calls and replies ([`service::Pending`]), and decides nothing; as `src/fuse` |
 //! | a setting | its field in [`config::Settings`] and its row in [`config::SETTINGS`]: flag, key, mount option and help follow |
 //! | a command | `src/cli/<name>.rs`, and its variant of `Command` in `src/cli/mod.rs` |
 //! | a dtype | its row in `src/tensor/dtype.rs`; the compiler names the conversions that it needs |
@@ -82,6 +85,7 @@ pub use ckfs_host as host;
 pub use ckfs_image as image;
 pub use ckfs_plan as plan;
 pub use ckfs_read as read;
+pub use ckfs_service as service;
 pub use ckfs_source as source;
 pub use ckfs_tensor as tensor;
 pub use ckfs_volume as volume;

@@ -18,7 +18,7 @@ use ckfs_source::remote::{
 };
 use clap::{Args, Subcommand};
 
-use super::{open, output};
+use super::output;
 
 /// Blocks of an entry that are checked at a time.
 const STEP_BLOCKS: u64 = 4096;
@@ -53,7 +53,7 @@ enum Action {
 
 impl CacheCommand {
     pub(super) fn run(&self) -> anyhow::Result<()> {
-        let dir = self.cache_dir.clone().or_else(open::cache_of_environment).or_else(default_directory);
+        let dir = self.cache_dir.clone().or_else(ckfs_service::cache_of_environment).or_else(default_directory);
         let dir = dir.context("no cache: none of --cache-dir, CKFS_CACHE_DIR, XDG_CACHE_HOME and HOME is set")?;
         if !dir.join("objects").exists() {
             return output::print(&format!("{}: empty\n", dir.display()));

@@ -62,6 +62,6 @@ impl Cat {
         }
         let open = tree::OpenNode::open(&volume, &node)?;
         tree::stream(&open, path, (self.offset, end), CHUNK_BYTES, &mut output::write_served)?;
-        open::check_sources(&volume)
+        Ok(ckfs_service::check_sources(&volume)?)
     }
 }

@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 
 use super::{
     cleanup::Cleanup,
-    mount, open, output,
+    mount, output,
     status::{MountHealth, probe},
 };
 
@@ -358,10 +358,10 @@ fn read_ahead() -> Check {
 }
 
 fn machine() -> Vec<Check> {
-    let cores = open::cores();
+    let cores = ckfs_service::cores();
     let level = simd_level();
     let mut checks = vec![check("cores", Verdict::Ok, format!("{cores}, vectors {level}"), "")];
-    let budget = open::budget(&ckfs_config::MountSettings::default());
+    let budget = ckfs_service::budget(&ckfs_config::MountSettings::default());
     let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
     let state = if budget.limit.bytes < 1 << 30 { Verdict::Warn } else { Verdict::Ok };
     let found = format!(

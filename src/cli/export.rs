@@ -112,7 +112,7 @@ impl Export {
             write_node(&volume, node, &directory, &bar)?;
         }
         chunked::write(&volume, &chunked, &directory, &bar)?;
-        open::check_sources(&volume).inspect_err(|_| remove_wrong(&volume, &nodes, &directory))?;
+        ckfs_service::check_sources(&volume).inspect_err(|_| remove_wrong(&volume, &nodes, &directory))?;
         for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::Directory) {
             sync_directory(&directory.join(&node.path))?;
         }

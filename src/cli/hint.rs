@@ -11,7 +11,9 @@ use ckfs_checkpoint::{CheckpointError, Problem};
 use ckfs_config::{ConfigError, nearest};
 use ckfs_fuse::{DaemonError, MountError, UnmountError, ckfs_mounts};
 
-use super::{denied::denied, own_mount, tree::shown};
+use ckfs_service::own_mount_advice;
+
+use super::{permission_hint::denied, tree::shown};
 
 /// Entries of a directory among which a mistyped one is sought.
 const ENTRIES_MAX: usize = 10_000;
@@ -163,7 +165,7 @@ pub(super) fn of_source(source: &str, error: CheckpointError) -> anyhow::Error {
     if let (CheckpointError::Remote(_), false, Some(near)) = (&error, is_there, near_path(Path::new(source))) {
         return anyhow!("{source}: no such file or directory; did you mean `{near}`? As a name of the Hub: {error}");
     }
-    match own_mount::advice(source, &error) {
+    match own_mount_advice(source, &error) {
         // What a directory of the mount lacks says nothing more.
         Some(advice) if matches!(error, CheckpointError::NoWeights { .. }) => anyhow!(advice),
         Some(advice) => anyhow!("{advice}\n{error}"),

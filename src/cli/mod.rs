@@ -8,11 +8,9 @@
 
 mod cache;
 mod cat;
-mod chunk_memory;
 mod cleanup;
 mod completions;
 mod demo;
-mod denied;
 mod doctor;
 mod explain;
 mod export;
@@ -25,11 +23,10 @@ mod metrics;
 mod mount;
 mod open;
 mod output;
-mod own_mount;
-mod patience;
+mod permission_hint;
 mod plan;
-mod prefetch;
 mod run;
+mod stall_exit;
 mod status;
 mod sums;
 mod tree;

@@ -6,38 +6,30 @@
 use std::{
     ffi::OsString,
     fs, io,
-    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-        mpsc,
-    },
-    thread,
+    sync::Arc,
     time::Duration,
 };
 
 use anyhow::{Context, bail};
-use ckfs_checkpoint::Checkpoint;
-use ckfs_config::{Config, MountSettings, Settings, Takers, TimeLimit, WaitTime, options};
+use ckfs_config::{Config, Settings, Takers, TimeLimit, options};
 use ckfs_fuse::{
-    DaemonError, MountError, MountOptions, Readiness, Started, block_signals, check_passed, interruptible, is_daemon,
-    is_passed, parse_mount_helper, serve, start_background,
+    DaemonError, MountError, Readiness, Started, block_signals, check_passed, interruptible, is_daemon, is_passed,
+    parse_mount_helper, serve_service, start_background,
 };
 use ckfs_host::Log;
 use ckfs_plan::{
     Plan,
     report::{bytes_per_device, human_bytes},
 };
-use ckfs_source::{Fetches, FileId, Wait};
-use ckfs_volume::Volume;
+use ckfs_service::{Service, wait_registry, watch};
+use ckfs_source::Wait;
 use clap::Args;
 
 use super::{
     flags::{LogFlags, ServingFlags, SourceFlags},
     open,
     output::{AlreadyReported, Usage, error_text, message},
-    patience, prefetch,
 };
 
 /// Mounts a checkpoint.
@@ -269,17 +261,6 @@ impl Drop for MadeDirectories {
     }
 }
 
-/// Prepares the place of materialized files. The inner error is that of memory, without which a mount goes on.
-///
-/// # Errors
-/// The directory that the user names cannot hold such files.
-pub(super) fn enable_materialization(volume: &mut Volume) -> anyhow::Result<io::Result<()>> {
-    let directory = volume.policy().directory().cloned();
-    let enabled = volume.enable_materialization();
-    let Some(dir) = directory else { return Ok(enabled) };
-    enabled.with_context(|| format!("{}: no place for materialized files", dir.display())).map(Ok)
-}
-
 /// Finds errors early that would otherwise come late.
 pub(super) fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
     match ckfs_fuse::check_mountpoint(path) {
@@ -288,24 +269,6 @@ pub(super) fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
         }
         result => Ok(result?),
     }
-}
-
-/// Refuses a mountpoint that would cover a source file: a check of that file's path would make the daemon wait for
-/// itself.
-fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path, fetches: &Fetches) -> anyhow::Result<()> {
-    let Ok(covered) = fs::canonicalize(mountpoint) else { return Ok(()) };
-    let source = checkpoint.source();
-    let number =
-        |file: usize| FileId(u32::try_from(file).expect("files were numbered by 32 bits when they were opened"));
-    for id in (0..source.file_count()).map(number) {
-        let path = source.path(id);
-        let _looking = fetches.begin_path(path, "stat");
-        let real = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        if path.starts_with(mountpoint) || path.starts_with(&covered) || real.starts_with(&covered) {
-            bail!("mountpoint {}: would cover the source file {}", mountpoint.display(), path.display());
-        }
-    }
-    Ok(())
 }
 
 /// What a daemon has in common with its starter once it is ready.
@@ -343,77 +306,6 @@ pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, t
     result
 }
 
-pub(super) fn mount_options(settings: &MountSettings, name: &str) -> MountOptions {
-    let defaults = MountOptions::default();
-    MountOptions {
-        name: name.to_owned(),
-        allow_other: settings.allow_other.unwrap_or(defaults.allow_other),
-        threads: Some(open::budget(settings).threads),
-        read_ahead_kib: settings.read_ahead_kb.or(defaults.read_ahead_kib),
-        passthrough: settings.passthrough.unwrap_or(defaults.passthrough),
-        grace: settings.grace.map_or(defaults.grace, WaitTime::duration),
-        drain: settings.drain.map_or(defaults.drain, WaitTime::duration),
-    }
-}
-
-/// Time between checks of source files in use.
-const WATCH_PERIOD: Duration = Duration::from_secs(3);
-
-/// Most threads that check at a time. A thread that waits for storage without an answer is left to wait. The others
-/// pass over the file that it waits for.
-const WATCHERS_MAX: usize = 8;
-
-/// One that checks. Counts it until it is dropped.
-struct Looking(Arc<AtomicUsize>);
-
-impl Drop for Looking {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// Watches the volume's sources. Ends when the returned value is dropped.
-fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
-    let trimmed = Arc::clone(&volume);
-    repeat(WATCH_PERIOD, move || trimmed.trim(), move || volume.check_sources()).context("start a thread")
-}
-
-/// Calls `tend` and `look` after each period, `look` from a thread of its own, since it may hang with a file system. A
-/// panic ends neither. Ends when the returned value is dropped.
-///
-/// # Errors
-/// The system starts no thread.
-fn repeat(
-    period: Duration,
-    tend: impl Fn() + Send + 'static,
-    look: impl Fn() + Send + Sync + 'static,
-) -> io::Result<mpsc::Sender<()>> {
-    let (stop, stopped) = mpsc::channel();
-    let look = Arc::new(look);
-    thread::Builder::new().name("ckfs-watch".into()).spawn(move || {
-        let looking = Arc::new(AtomicUsize::new(0));
-        while stopped.recv_timeout(period) == Err(mpsc::RecvTimeoutError::Timeout) {
-            // The panic has its line in the log.
-            let _ = catch_unwind(AssertUnwindSafe(&tend));
-            if looking.load(Ordering::Relaxed) >= WATCHERS_MAX {
-                continue;
-            }
-            let (look, running) = (Arc::clone(&look), Arc::clone(&looking));
-            running.fetch_add(1, Ordering::Relaxed);
-            let looking_here = Looking(running);
-            let look = move || {
-                // Counted to its end, however it ends.
-                let _looking = looking_here;
-                look();
-            };
-            if let Err(error) = thread::Builder::new().name("ckfs-look".into()).spawn(look) {
-                tracing::debug!("a check of the sources is skipped: {error}");
-            }
-        }
-    })?;
-    Ok(stop)
-}
-
 /// What a mount does before it serves, for systemd.
 const OPENING: &str = "reading headers";
 
@@ -427,14 +319,14 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     } else if config.mount.mkdir == Some(true) {
         made.make(mountpoint)?;
     }
-    let fetches = patience::fetches(&config.mount);
+    let waits = wait_registry(&config.mount);
     let (mut reporting, logged) = (readiness.try_clone()?, log.clone());
     let telling = readiness.try_clone()?;
     let note = move |wait: Option<(&Wait, &str)>| match wait {
         Some((wait, text)) => telling.waits(text, wait.left),
         None => telling.status(OPENING),
     };
-    let patience = patience::watch(&fetches, note, move |message| {
+    let wait_watch = watch(&waits, note, move |message| {
         logged.finish();
         if !reporting.in_background() {
             ckfs_host::tell(&format!("{}\n", error_text(message)));
@@ -442,26 +334,15 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
         reporting.failed(message);
         std::process::exit(1);
     });
-    let patience = patience.context("start a thread")?;
-    let mut volume = interruptible(|| open::volume_noting(&mut config, &fetches))??;
-    if let Err(error) = enable_materialization(&mut volume)? {
-        tracing::info!("no file is materialized: no file system in memory: {error}");
-    }
-    let volume = Arc::new(volume);
-    let name = volume.engine().checkpoint().label().to_owned();
-    if !is_passed(mountpoint) {
-        check_apart(volume.engine().checkpoint(), mountpoint, &fetches)?;
-    }
-    // From now on the mount watches its requests by itself.
-    drop(patience);
-    let options = mount_options(&config.mount, &name);
-    let _watching = watch(Arc::clone(&volume))?;
-    let prefetch = config.mount.prefetch.unwrap_or_default();
-    let _prefetching = prefetch::start(volume.engine().checkpoint(), volume.plans(), prefetch);
-    let held = per_device(volume.plans().iter().map(Arc::as_ref));
+    let wait_watch = wait_watch.context("start a thread")?;
+    let mut service = interruptible(|| Service::open(&mut config, &waits))?.map_err(open::explained)?;
+    // From now on the service watches its requests by itself.
+    drop(wait_watch);
+    service.start().context("start a thread")?;
+    let held = per_device(service.volume().plans().iter().map(Arc::as_ref));
     let (mut ready, mut served) = (Ok(()), false);
-    let exit = serve(volume, mountpoint, &options, log, || {
-        ready = readiness.ready(&format!("serving {name} on {}", mountpoint.display()), &held);
+    let exit = serve_service(&service, mountpoint, log, || {
+        ready = readiness.ready(&format!("serving {} on {}", service.label(), mountpoint.display()), &held);
         served = true;
     });
     if served {
@@ -480,24 +361,6 @@ mod tests {
     use clap::{Arg, CommandFactory};
 
     use super::*;
-
-    #[test]
-    fn panics_end_no_watch() {
-        let (tell, told) = mpsc::channel();
-        let looks = AtomicUsize::new(0);
-        let look = move || {
-            let count = looks.fetch_add(1, Ordering::Relaxed);
-            assert!(count >= 2 * WATCHERS_MAX, "a check that panics");
-            let _ = tell.send(());
-        };
-        let stop = repeat(Duration::from_millis(1), || panic!("work that panics"), look).unwrap();
-        told.recv_timeout(Duration::from_secs(20)).expect("checks go on after panics");
-        drop(stop);
-        let until = std::time::Instant::now() + Duration::from_secs(20);
-        while told.recv_timeout(Duration::from_millis(100)) != Err(mpsc::RecvTimeoutError::Disconnected) {
-            assert!(std::time::Instant::now() < until, "it ends with its owner");
-        }
-    }
 
     fn helper(args: &[&str]) -> Result<String, String> {
         let args = helper_arguments(&args.iter().map(OsString::from).collect::<Vec<_>>());

@@ -1,31 +1,19 @@
-//! Interpretation of the settings: configuration, checkpoint, plans, volume.
+//! The configuration of a command, and what it opens.
 
-use std::{
-    error::Error,
-    path::{Path, PathBuf},
-    sync::Arc,
-    thread,
-};
+use std::{path::Path, sync::Arc};
 
-use anyhow::{Context, anyhow, bail};
-use ckfs_checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable};
-use ckfs_config::{
-    Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, Settings, ThreadCount, TimeLimit,
-    ViewSettings,
-};
-use ckfs_host::{budget::Budget, limits, memory, state_directory};
-use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
-use ckfs_read::EngineOptions;
-use ckfs_source::{ComparedFiles, Fetches, FileId, SourceError, digest::Compared, remote::RemoteOptions};
-use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeOptions};
-use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use anyhow::{Context, bail};
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::{Config, MountSettings, Settings};
+use ckfs_plan::ViewOptions;
+use ckfs_service::{OpenError, open_checkpoint, open_volume, plan_views, volume_of, wait_registry};
+use ckfs_volume::{ViewPlan, Volume};
 
 use super::{
-    chunk_memory,
     flags::SourceFlags,
     hint,
     output::{Usage, chain},
-    own_mount, patience,
+    stall_exit,
 };
 
 /// The configuration of command lines and a file. The first command line has precedence.
@@ -38,7 +26,7 @@ pub(super) fn config(lines: &[&Settings]) -> anyhow::Result<Config> {
     let limits = lines.iter().map(|line| &line.mount).find(|mount| mount.source_timeout.is_some()).cloned();
     let file = lines.iter().find_map(|line| line.config.as_ref()).unwrap_or(&base);
     let action = "read the configuration and find what it names";
-    let config = patience::within(&limits.unwrap_or_default(), file, action, || Config::gather(lines, &base))?;
+    let config = stall_exit::within(&limits.unwrap_or_default(), file, action, || Config::gather(lines, &base))?;
     // A malformed layout file is an error of the configuration, whatever the state of the source.
     for view in &config.views {
         ViewOptions::new(&view.settings)?;
@@ -75,7 +63,7 @@ pub(super) fn mount_config<'a>(
     let Some(mount) = target.map(Path::new) else { return Ok(None) };
     // The path of a source is as good as that of a mount.
     let is_mount = || mount.join(SHOWN_CONFIG).is_file();
-    if !patience::within(&flags.settings.mount, mount, "look for a mount", is_mount) {
+    if !stall_exit::within(&flags.settings.mount, mount, "look for a mount", is_mount) {
         return Ok(None);
     }
     let given: Vec<String> = flags.settings.given().map(|setting| format!("--{}", setting.name)).collect();
@@ -94,11 +82,11 @@ pub(super) fn mount_config<'a>(
 pub(super) fn shown_config(mount: &Path) -> anyhow::Result<Config> {
     let file = mount.join(SHOWN_CONFIG);
     let load = || Config::load_alone(&file);
-    let mut config = patience::within(&MountSettings::default(), &file, "read", load)?;
+    let mut config = stall_exit::within(&MountSettings::default(), &file, "read", load)?;
     for view in &mut config.views {
         let Some(layout) = &mut view.settings.layout else { continue };
         if let Some(file) = layout.file().map(Path::to_owned) {
-            patience::within(&config.mount, &file, "read", || layout.read_file())?;
+            stall_exit::within(&config.mount, &file, "read", || layout.read_file())?;
         }
     }
     Ok(config)
@@ -121,261 +109,33 @@ pub(super) fn source_and<'a>(
     }
 }
 
-/// Starts the threads that make plans, or only one if the limits allow fewer. By default they would start at their
-/// first use, and panic if the system refused them.
-fn start_pool() -> anyhow::Result<()> {
-    let startable = limits::startable_threads(cores(), 0);
-    let mut pool = rayon::ThreadPoolBuilder::new().thread_name(|index| format!("ckfs-plan-{index}"));
-    if let Some(refusal) = startable.refusal {
-        if startable.threads == 0 {
-            bail!("start a thread: {refusal}{}", limits::hint());
-        }
-        // The mount needs the remaining threads.
-        pool = pool.num_threads(1);
-    }
-    match pool.build_global() {
-        Ok(()) => Ok(()),
-        // The pool exists already.
-        Err(error) if error.source().is_none() => Ok(()),
-        Err(error) => Err(error).with_context(|| format!("start threads{}", limits::hint())),
-    }
-}
-
-/// Opens the checkpoint, and makes the configuration's source independent of the working directory.
+/// Opens the checkpoint, and makes the configuration's source independent of the working directory. Storage that does not answer
+/// ends this process from now on.
 ///
 /// # Errors
 /// Everything wrong with the repository.
 pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>> {
-    let fetches = patience::fetches(&config.mount);
-    patience::end_on_stall(&fetches).context("start a thread")?;
-    checkpoint_noting(config, &fetches)
+    let waits = wait_registry(&config.mount);
+    stall_exit::end_on_stall(&waits).context("start a thread")?;
+    open_checkpoint(config, &waits).map_err(explained)
 }
 
-/// The variable that names the disk cache, where no flag does.
-const CACHE_VARIABLE: &str = "CKFS_CACHE_DIR";
-
-/// The disk cache that the environment names.
-pub(super) fn cache_of_environment() -> Option<PathBuf> {
-    std::env::var_os(CACHE_VARIABLE).filter(|dir| !dir.is_empty()).map(PathBuf::from)
-}
-
-/// How remote sources are read.
-pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
-    RemoteOptions {
-        cache_dir: settings.cache_dir.clone().or_else(cache_of_environment),
-        cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
-        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, TimeLimit::duration),
-        offline: settings.offline.unwrap_or(false),
-        allow_http: settings.allow_http.unwrap_or(false),
-        shares: settings.hf_cache == Some(HfCache::Share),
-        waits: Arc::default(),
-    }
-}
-
-fn checkpoint_noting(config: &mut Config, fetches: &Arc<Fetches>) -> anyhow::Result<Arc<Checkpoint>> {
-    start_pool()?;
-    let mut source = config.source.clone().ok_or_else(|| anyhow!("no source"))?;
-    // A daemon changes its working directory, and later checks its files by path again.
-    let settle = |source: &mut String| -> anyhow::Result<()> {
-        let path = Path::new(&*source);
-        let looking = fetches.begin_path(path, "look for the source");
-        // A complete path needs no look at its storage.
-        if path.is_absolute() || path.exists() {
-            *source = std::path::absolute(path).with_context(|| source.clone())?.display().to_string();
-        }
-        drop(looking);
-        Ok(())
-    };
-    settle(&mut source)?;
-    for other in [&mut config.config_from, &mut config.fill_from].into_iter().flatten() {
-        settle(other)?;
-    }
-    let io = config.mount.source_io.unwrap_or_default();
-    let follow_symlinks = config.mount.follow_symlinks.unwrap_or(false);
-    let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
-    adapters.sort();
-    adapters.dedup();
-    let (config_from, fill_from) = (config.config_from.clone(), config.fill_from.clone());
-    let (mut remote, asks_hub) = (remote_options(&config.mount), true);
-    remote.waits = Arc::clone(fetches.services());
-    let training_state = config.mount.training_state.unwrap_or(false);
-    let unfinished = if config.mount.allow_unfinished == Some(true) { Unfinished::Read } else { Unfinished::Refused };
-    // Later each view checks for itself what it needs.
-    let allowed = |of: fn(&ViewSettings) -> &Option<Allow>| {
-        let allowed: Vec<Allow> =
-            config.views.iter().map(|view| of(&view.settings).clone().unwrap_or_default()).collect();
-        Accepted::new(move |name| !allowed.is_empty() && allowed.iter().all(|allow| allow.accepts(name)))
-    };
-    let (allow_missing, allow_unmapped) =
-        (allowed(|settings| &settings.allow_missing), allowed(|settings| &settings.allow_unmapped));
-    let options = OpenOptions {
-        io,
-        adapters,
-        config_from,
-        fill_from,
-        follow_symlinks,
-        training_state,
-        unfinished,
-        allow_missing,
-        allow_unmapped,
-        duplicates: config.mount.duplicates,
-        variant: config.mount.variant.clone(),
-        compared: state_directory().and_then(|directory| ComparedFiles::open(&directory)).map(Arc::new),
-        fetches: Arc::clone(fetches),
-        asks_hub,
-        remote,
-        ..OpenOptions::default()
-    };
-    let checkpoint = Checkpoint::open(&source, &options);
-    let looking = fetches.begin_path(Path::new(&source), "look for a mount");
-    let checkpoint = checkpoint.map_err(|error| hint::of_source(&source, error))?;
-    own_mount::refuse_shards(&source, &checkpoint)?;
-    drop(looking);
-    config.source = Some(match checkpoint.revision() {
-        // The label is the repository's name with a short revision.
-        Some(revision) => {
-            let name = checkpoint.label().split('@').next().unwrap_or_default();
-            format!("{name}@{revision}")
-        }
-        None => source,
-    });
-    // The choice is written down, so that every command and the mount's own configuration say the same.
-    if !checkpoint.is_repository() {
-        for view in &mut config.views {
-            view.settings.layout.get_or_insert(LayoutChoice::Named("stored"));
-        }
-    }
-    for file in checkpoint.suspicious_files() {
-        tracing::warn!("{}: left out: safetensors that the index does not name", printable(&file.path));
-    }
-    for warning in checkpoint.warnings() {
-        tracing::warn!("{}", printable(warning));
-    }
-    Ok(Arc::new(checkpoint))
-}
-
-/// The hint at the flags for names other than the expected ones.
-const ADVICE: &str = "  --allow-missing[=PATTERN] accepts what is missing, --allow-unmapped[=PATTERN] what is unexpected; \
-                      --source-rename 'REGEX=>TO' mends names";
-
-/// Builds the plan of every view.
-///
-/// # Errors
-/// Everything wrong with any of the plans.
-pub(super) fn plans(checkpoint: &Checkpoint, config: &Config) -> anyhow::Result<Vec<ViewPlan>> {
-    let mut failures = Vec::new();
-    let mut plans = Vec::new();
-    let mut of_names = false;
-    for view in &config.views {
-        match ViewOptions::new(&view.settings).and_then(|options| Plan::build(checkpoint, &options)) {
-            Ok(plan) => plans.push(ViewPlan { name: view.name.clone(), plan: Arc::new(plan) }),
-            Err(error) => {
-                of_names |= error.concerns_names();
-                let of_view = if view.name.is_empty() { String::new() } else { format!("view {}: ", view.name) };
-                failures.push(format!("{of_view}{error}"));
-            }
-        }
-    }
-    if of_names {
-        failures.push(ADVICE.to_owned());
-    }
-    if failures.is_empty() { Ok(plans) } else { Err(anyhow!("{}", failures.join("\n"))) }
-}
-
-/// Cores that this process may use.
-pub(super) fn cores() -> usize {
-    thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// The purposes of memory in this process.
-pub(super) fn budget(settings: &MountSettings) -> Budget {
-    let (cache_bytes, threads) = (settings.cache_bytes, settings.threads);
-    Budget::new(memory::limit(), cores(), cache_bytes.map(|bytes| bytes.0), threads.map(ThreadCount::count))
-}
-
-/// Limits of the read engine.
-fn engine_options(budget: &Budget) -> EngineOptions {
-    let bytes = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
-    EngineOptions {
-        tile_cache_bytes: bytes(budget.cache_bytes),
-        spare_buffer_bytes: bytes(budget.spare_buffer_bytes),
-        thread_buffer_bytes: bytes(budget.thread_buffer_bytes),
-        workers: budget.threads,
-    }
-}
-
-/// Warns of a cache size from the user that exceeds the memory.
-fn warn_of_large_cache(budget: &Budget) {
-    if let Some(fits) = budget.cache_bytes_that_fit() {
-        let (cache, all) = (human_bytes(budget.cache_bytes), human_bytes(budget.total_bytes()));
-        let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
-        tracing::warn!(
-            "--cache-bytes {cache}: with buffers and mapped pages ckfs may take {all}, more than the limit of {limit} ({origin}), \
-             and may be killed; at most {} fit",
-            human_bytes(fits)
-        );
-    }
-}
-
-/// The command that mounts the present mount anew.
-fn remount_command(config: &Config) -> Option<String> {
-    let mountpoint = quoted(&config.mountpoint.as_ref()?.display().to_string());
-    config.source.as_ref()?;
-    let point = quoted(&config.mountpoint.as_ref()?.join(".ckfs/config.toml").display().to_string());
-    // The options are in the mount, and gone with it.
-    Some(format!("cp {point} ckfs.toml && ckfs umount {mountpoint} && ckfs mount --config ckfs.toml"))
-}
-
-/// A word quoted for the shell.
-fn quoted(word: &str) -> String {
-    let plain = |c: char| c.is_alphanumeric() || "/._-+@%:,=".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', "'\\''"))
-    }
-}
-
-/// The configured owners and permission bits, as far as they have an effect: files are read, and directories listed and
-/// passed.
-pub(super) fn overrides(settings: &MountSettings) -> Overrides {
-    Overrides {
-        file_mode: settings.file_mode.map(|mode| mode.0 & 0o444),
-        dir_mode: settings.dir_mode.map(|mode| mode.0 & 0o555),
-        uid: settings.uid.map(OwnerId::number),
-        gid: settings.gid.map(OwnerId::number),
-    }
-}
-
-/// The volume of a configuration, ready for reads.
+/// The volume of a configuration, ready for reads. Storage that does not answer ends this process from now on.
 ///
 /// # Errors
 /// Everything wrong with repository or plans.
 pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
-    let checkpoint = checkpoint(config)?;
-    volume_of(&checkpoint, config)
+    let waits = wait_registry(&config.mount);
+    stall_exit::end_on_stall(&waits).context("start a thread")?;
+    open_volume(config, &waits).map_err(explained)
 }
 
-/// As [`volume`], for a caller that watches `fetches`. Every wait for storage is noted there.
+/// The plan of every view.
 ///
 /// # Errors
-/// As [`volume`].
-pub(super) fn volume_noting(config: &mut Config, fetches: &Arc<Fetches>) -> anyhow::Result<Volume> {
-    let checkpoint = checkpoint_noting(config, fetches)?;
-    volume_of(&checkpoint, config)
-}
-
-fn volume_of(checkpoint: &Arc<Checkpoint>, config: &Config) -> anyhow::Result<Volume> {
-    let plans = plans(checkpoint, config)?;
-    for (name, warning) in plans.iter().flat_map(|view| view.plan.warnings.iter().map(|text| (&view.name, text))) {
-        let warning = printable(warning);
-        if name.is_empty() {
-            tracing::warn!("{warning}");
-        } else {
-            tracing::warn!("view {name}: {warning}");
-        }
-    }
-    lay_out(checkpoint, &plans, config)
+/// Everything wrong with any of the plans.
+pub(super) fn plans(checkpoint: &Checkpoint, config: &Config) -> anyhow::Result<Vec<ViewPlan>> {
+    plan_views(checkpoint, config).map_err(explained)
 }
 
 /// The volume of these plans.
@@ -383,57 +143,15 @@ fn volume_of(checkpoint: &Arc<Checkpoint>, config: &Config) -> anyhow::Result<Vo
 /// # Errors
 /// Every reason why the plans cannot be mounted.
 pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> anyhow::Result<Volume> {
-    let mut budget = budget(&config.mount);
-    chunk_memory::admit(checkpoint, plans, &mut budget)?;
-    if let Some(maps) = checkpoint.source().maps() {
-        maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
-    }
-    if let Some(chunks) = checkpoint.source().chunks() {
-        chunks.bound_bytes(budget.decoded_bytes);
-    }
-    warn_of_large_cache(&budget);
-    let materialize = config.mount.materialize.clone().unwrap_or_default();
-    let options = VolumeOptions {
-        engine: engine_options(&budget),
-        direct: config.mount.direct_io.clone().unwrap_or_default(),
-        direct_once: config.mount.direct_io.is_none() && matches!(materialize, Materialize::Auto | Materialize::None),
-        config_text: config.to_toml()?,
-        budget: Some(budget),
-        remount: remount_command(config).unwrap_or_default(),
-        overrides: overrides(&config.mount),
-        materialize,
-    };
-    Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
+    volume_of(checkpoint, plans, config).map_err(explained)
 }
 
-/// Fails if a source file has changed since it was opened, or if one that was read does not have the digest that is known of it.
-/// Says which could not be compared.
-///
-/// # Errors
-/// The first such file.
-pub(super) fn check_sources(volume: &Volume) -> anyhow::Result<()> {
-    let source = volume.engine().checkpoint().source();
-    let number = |file: usize| u32::try_from(file).expect("files were numbered by 32 bits when they were opened");
-    let files: Vec<FileId> = (0..source.file_count()).map(|file| FileId(number(file))).collect();
-    files.iter().try_for_each(|file| source.check(*file))?;
-    let compare = |file: &FileId| match source.compare(*file)? {
-        Compared::Unknown | Compared::Right => Ok(None),
-        Compared::Partial { absent_bytes } => Ok(Some((*file, absent_bytes))),
-    };
-    let used = files.par_iter().filter(|file| source.is_used(**file));
-    let found: Vec<Option<(FileId, u64)>> = used.map(compare).collect::<Result<_, SourceError>>()?;
-    let parts: Vec<(FileId, u64)> = found.into_iter().flatten().collect();
-    if let Some((file, absent_bytes)) = parts.first() {
-        let (path, absent) =
-            (printable(&source.path(*file).display().to_string()).into_owned(), human_bytes(*absent_bytes));
-        let others = parts.len() - 1;
-        let more = if others == 0 { String::new() } else { format!(", nor {others} other files") };
-        tracing::info!(
-            "not compared with the digest that its service names: {path}, of which {absent} were not fetched{more}; `ckfs fetch` \
-             of all devices brings and compares whole files"
-        );
+/// An error of opening, with what would help.
+pub(super) fn explained(error: OpenError) -> anyhow::Error {
+    match error {
+        OpenError::Checkpoint { source_name, error } => hint::of_source(&source_name, error),
+        error => error.into(),
     }
-    Ok(())
 }
 
 /// Logs an error with its causes.

@@ -16,7 +16,7 @@ use tracing::warn;
 
 use serde_json::{Map, Value, json};
 
-use super::{fetch, flags::SourceFlags, mount, open, output, tree};
+use super::{fetch, flags::SourceFlags, open, output, tree};
 
 /// The plan's text in a mount.
 const PLAN: &str = ".ckfs/plan.txt";
@@ -80,7 +80,7 @@ impl PlanCommand {
                     "files": readers.files, "example": readers.example,
                 })
             };
-            let readers = readers(&checkpoint, &Mounter::of_this_process(), &open::overrides(&config.mount));
+            let readers = readers(&checkpoint, &Mounter::of_this_process(), &ckfs_service::overrides(&config.mount));
             let mut more = Map::from_iter([
                 ("materialized".to_owned(), volume.policy().to_json()),
                 ("readers".to_owned(), readers.iter().map(row).collect()),
@@ -112,7 +112,7 @@ impl PlanCommand {
 /// Checks the directories that a mount would use.
 fn check_places(config: &Config, volume: &mut Volume) -> anyhow::Result<()> {
     if volume.policy().directory().is_some() {
-        mount::enable_materialization(volume)?.context("materialized files")?;
+        ckfs_service::enable_materialization(volume)?.context("materialized files")?;
     }
     let Some(mountpoint) = config.mountpoint.as_deref().filter(|mountpoint| !is_passed(mountpoint)) else {
         return Ok(());

@@ -20,7 +20,7 @@ use std::{
 
 use anyhow::Context;
 use ckfs_config::{Config, OwnerId, TimeLimit, WaitTime, value};
-use ckfs_fuse::{DEVICE_VARIABLE, PrivateMount, is_daemon, start_attached};
+use ckfs_fuse::{DEVICE_VARIABLE, MountOptions, PrivateMount, is_daemon, start_attached};
 use ckfs_host::Log;
 use clap::Args;
 use nix::{
@@ -126,7 +126,7 @@ impl RunCommand {
         let place = RunDirectory::make()?;
         let watch = Signals::end_at_signal(&place)?;
         let name = config.source.clone().unwrap_or_default();
-        let options = mount::mount_options(&config.mount, &name);
+        let options = MountOptions::of(&config.mount, &name);
         let program = env::current_exe().context("path of this program")?;
         let (mut private, device) = PrivateMount::start(&program, &place.path, &options, &self.command)?;
         let limit = config.start_limit.map(TimeLimit::duration).unwrap_or_default();

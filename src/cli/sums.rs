@@ -223,7 +223,7 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
             Ok((node.path.clone(), digest.with_context(|| node.path.clone())?))
         })
         .collect::<anyhow::Result<_>>()?;
-    open::check_sources(&volume)?;
+    ckfs_service::check_sources(&volume)?;
     bar.finish_and_clear();
     let views = config.views.iter().map(|view| {
         let options = ViewOptions::new(&view.settings)?;

@@ -255,7 +255,7 @@ fn verify(
         bar.inc(sampled(node.attr.size_bytes));
         result.with_context(|| node.path.clone())
     })?;
-    open::check_sources(volume)?;
+    ckfs_service::check_sources(volume)?;
     bar.finish_and_clear();
     Ok(findings)
 }

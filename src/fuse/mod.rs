@@ -1,4 +1,4 @@
-//! The only user of fuser: mounts, converts requests to [`ckfs_volume::FileSystem`] calls, replies, unmounts.
+//! The only user of fuser: mounts, converts requests to calls of a volume ([`ckfs_volume::FileSystem`]), replies, unmounts.
 //!
 //! | module | holds |
 //! | --- | --- |
@@ -6,7 +6,7 @@
 //! | `mounts` | how a mount is made and removed, as root and through `fusermount3`; the kernel's table of mounts; which processes keep a mount busy |
 //! | `private` | a mount that only one command and its children see, made in namespaces of their own |
 //! | `adapter`, `open_mode` | requests of fuser as calls of the file system, and their replies; how the kernel opens a file |
-//! | `requests` | requests that wait for storage: when they end, and the threads that serve the others meanwhile |
+//! | `requests` | the threads that take requests, and those that serve others while all wait for storage |
 //! | `daemon` | starting in the background, telling the starter and systemd; the arguments of `mount.ckfs`, as mount(8) passes them |
 //!
 //! ckfs mounts and unmounts by itself. fuser's unmount can remove a mount that is not its own, gives up when
@@ -31,4 +31,4 @@ pub use mounts::{
     check_mountpoint, check_passed, ckfs_mounts, is_passed, unmount,
 };
 pub use private::{MOUNT_VARIABLE, PrivateMount, run_inside};
-pub use session::{Exit, block_signals, interruptible, serve};
+pub use session::{Exit, block_signals, interruptible, serve, serve_service};

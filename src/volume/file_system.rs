@@ -1,16 +1,8 @@
-//! The interface to the kernel: the calls that a file system answers, and their types.
+//! The calls that a file system answers, whoever asks, and their types.
 
-use std::{
-    fs::File,
-    io,
-    ops::ControlFlow,
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
 
 use ckfs_source::{Served, permission::Permission};
-
-use super::metrics::{Metrics, RequestKind};
 
 /// Index of a node in the tree; 1 is the root, as FUSE requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -75,51 +67,9 @@ pub enum Access {
     Once,
     /// The file is byte-identical to this one. The kernel reads this one where it may; otherwise as `Cached`.
     Passthrough(Arc<File>),
-    /// Where the kernel may read files by itself, [`FileSystem::materialize`] may supply a file for it; otherwise as `Cached`.
+    /// Where the kernel may read files by itself, [`Upkeep::materialize`](super::Upkeep::materialize) may supply a file for it; otherwise as `Cached`.
     Materialize,
 }
-
-/// Why the kernel reads no files by itself.
-#[derive(Debug, thiserror::Error)]
-pub enum NoPassthrough {
-    /// The mount does not want it.
-    #[error("passthrough is switched off; leave no_passthrough out")]
-    Off,
-    /// The kernel is too old, or was built without it.
-    #[error(
-        "the kernel reads no files for a mount by itself, as Linux does since 6.9 (passthrough); use a newer kernel"
-    )]
-    NotOffered,
-    /// The kernel refused a file of the kind.
-    #[error("{}", refusal_text(.0))]
-    Refused(io::Error),
-}
-
-/// What keeps the kernel from reading a file by itself, and what would help.
-fn refusal_text(error: &io::Error) -> String {
-    let text = match error.raw_os_error() {
-        Some(libc::EPERM) => {
-            "the kernel reads files by itself for root with CAP_SYS_ADMIN only, and not in a user namespace; mount as root \
-             of the host"
-        }
-        Some(libc::ELOOP) => {
-            "the directory lies on a file system that is stacked on others (overlay, FUSE), of which the kernel reads no files \
-             by itself; give one of ext4, xfs, btrfs or tmpfs"
-        }
-        _ => {
-            return format!(
-                "the kernel does not read its files by itself: {error}; give a directory of another file system"
-            );
-        }
-    };
-    text.to_owned()
-}
-
-/// Receives the result of a materialization: a file with the bytes, or nothing.
-pub type WhenMaterialized = Box<dyn FnOnce(Option<Arc<File>>) + Send>;
-
-/// Called when a source has changed. Returns at once.
-pub type OnChange = Box<dyn Fn() + Send + Sync>;
 
 /// A file that has been opened.
 #[derive(Clone, Debug)]
@@ -189,9 +139,7 @@ pub struct StatFs {
     pub nodes: u64,
 }
 
-/// An immutable tree of files, as the kernel sees it. Many threads call it at once.
-///
-/// The trait exists so that tests can mount file systems that misbehave.
+/// An immutable tree of files. Many threads call it at once.
 pub trait FileSystem: Send + Sync + 'static {
     /// The child of `parent` called `name`.
     ///
@@ -258,24 +206,6 @@ pub trait FileSystem: Send + Sync + 'static {
         reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), FsError>;
 
-    /// A file like those on a disk that the kernel is to read by itself, for a trial before [`FileSystem::started`]; `None` if there
-    /// are none.
-    fn trial(&self) -> Option<File> {
-        None
-    }
-
-    /// Called once, before any request: whether the kernel may read files by itself, as the trial showed if there was one.
-    fn started(&self, passthrough: Result<(), NoPassthrough>) {
-        drop(passthrough);
-    }
-
-    /// Materializes a file that was just opened; the kernel then reads it by itself until it is closed. Calls `then`, at once or
-    /// from another thread; drops it if the file system ends first.
-    fn materialize(&self, ino: Ino, handle: Handle, then: WhenMaterialized) {
-        let _ = (ino, handle);
-        then(None);
-    }
-
     /// Closes a file.
     fn release(&self, ino: Ino, handle: Handle);
 
@@ -293,43 +223,4 @@ pub trait FileSystem: Send + Sync + 'static {
 
     /// Totals of the file system.
     fn stat_fs(&self) -> StatFs;
-
-    /// The counters of requests.
-    fn metrics(&self) -> &Metrics;
-
-    /// How long a request may wait for storage that does not answer.
-    fn patience(&self) -> Duration {
-        Duration::from_mins(1)
-    }
-
-    /// Finds the sources that do not answer. The caller repeats it several times within [`FileSystem::patience`], and several
-    /// times a second while there are requests.
-    fn note_stalls(&self) {}
-
-    /// Whether a thread has waited for storage for a while; the storage may be slow or not answer at all.
-    fn is_waiting(&self) -> bool {
-        false
-    }
-
-    /// Whether a file needs a source that does not answer.
-    fn is_stalled(&self, ino: Ino) -> bool {
-        let _ = ino;
-        false
-    }
-
-    /// Called after an open or a read was answered with an error because of [`FileSystem::is_stalled`].
-    fn note_given_up(&self, op: RequestKind, ino: Ino) {
-        let _ = (op, ino);
-    }
-
-    /// Sets the function that is called when [`FileSystem::changed_files`] has files; `None` for none.
-    fn on_change(&self, callback: Option<OnChange>) {
-        drop(callback);
-    }
-
-    /// The files of which the kernel is to drop its cached pages: those that were opened and need a source that has changed, and those
-    /// that the kernel reads by itself from now on.
-    fn changed_files(&self) -> Vec<Ino> {
-        Vec::new()
-    }
 }

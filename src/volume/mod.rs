@@ -1,6 +1,6 @@
 //! The file system without FUSE: a tree of immutable nodes, their attributes and their bytes.
 //!
-//! [`FileSystem`] is the interface to the kernel: the `fuse` layer converts requests to these calls and knows nothing else.
+//! [`FileSystem`] is what readers call, [`Upkeep`] what a server calls beside it.
 
 mod exposition;
 mod file_system;
@@ -11,21 +11,20 @@ mod nodes;
 mod open_files;
 mod opening;
 mod permissions;
-mod served;
 mod stats;
 mod tree;
+mod upkeep;
+mod volume;
 mod watched;
 mod watching;
 
 pub use ckfs_image::{Unavailable, unavailable, unavailable_text};
 pub use ckfs_source::Served;
 pub use ckfs_source::permission::{Mounter, Overrides, Permission};
-pub use file_system::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NoPassthrough, NodeKind, OnChange, OpenedFile, StatFs,
-    WhenMaterialized,
-};
+pub use file_system::{Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OpenedFile, StatFs};
 pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use materialize::{BundleSizes, Policy};
 pub use metrics::{Metrics, RequestKind};
 pub use permissions::{PermittedReaders, readers, readers_of, readers_text};
-pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
+pub use upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized};
+pub use volume::{ViewPlan, Volume, VolumeError, VolumeOptions};

@@ -11,8 +11,8 @@ use super::{
     file_system::{Attr, DirEntry, FileSystem, FsError, Ino, NodeKind},
     health::ProblemKind,
     permissions::ReadSubject,
-    served::Volume,
     tree::{FixedKind, FixedNode, Live, SubtreeBlock, TreeNode},
+    volume::Volume,
 };
 
 impl Volume {

@@ -12,12 +12,13 @@ use ckfs_tensor::to_usize;
 use tracing::warn;
 
 use super::{
-    file_system::{Access, FsError, Handle, Ino, NoPassthrough, OpenedFile, WhenMaterialized},
+    file_system::{Access, FsError, Handle, Ino, OpenedFile},
     health::ProblemKind,
     materialize::{BYTES_MIN, FileClass, FileEntry, Materializer, When},
     open_files::Open,
-    served::Volume,
     tree::{FixedKind, FixedNode, TreeNode},
+    upkeep::{NoPassthrough, WhenMaterialized},
+    volume::Volume,
 };
 
 impl Volume {

@@ -8,7 +8,7 @@ use std::{
 
 use ckfs_source::{FileId, Stall};
 
-use super::file_system::{Ino, OnChange};
+use super::{Ino, OnChange};
 
 /// See the module's documentation.
 #[derive(Default)]

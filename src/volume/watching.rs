@@ -1,8 +1,8 @@
 //! The volume watches which sources are in use, which files were opened, which sources changed and which stall.
 //!
 //! A changed source makes the files derived from it invalid. The kernel may keep pages of them, read before or during the
-//! change. So the volume calls its server ([`FileSystem::on_change`](super::FileSystem::on_change)), and the server then
-//! asks which files to drop ([`FileSystem::changed_files`](super::FileSystem::changed_files)). Only files that were opened
+//! change. So the volume calls its server ([`Upkeep::on_change`](super::Upkeep::on_change)), and the server then
+//! asks which files to drop ([`Upkeep::changed_files`](super::Upkeep::changed_files)). Only files that were opened
 //! can have pages in the kernel.
 
 use std::{
@@ -13,7 +13,7 @@ use std::{
 use ckfs_read::counters::add;
 use ckfs_source::Stall;
 
-use super::{file_system::Ino, health::ProblemKind, metrics::RequestKind, served::Volume, watched::lock};
+use super::{file_system::Ino, health::ProblemKind, metrics::RequestKind, volume::Volume, watched::lock};
 
 impl Volume {
     /// The sources that do not answer now, with the time since when.

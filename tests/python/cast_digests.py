@@ -1,4 +1,4 @@
-"""Prints the table of cast digests in tests/kernels.rs, computed by numpy and ml_dtypes, and compares with torch.
+"""Prints the table of cast digests in tests/tensor/kernels.rs, computed by numpy and ml_dtypes, and compares with torch.
 
 Run: python3 -m venv v && v/bin/pip install numpy ml_dtypes torch && v/bin/python tests/python/cast_digests.py
 

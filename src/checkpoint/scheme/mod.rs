@@ -42,10 +42,10 @@
 //! `quantization_config`: a scheme asks it what it says of a module. `parts` holds what schemes share. `unrecognized`, the last of the list, names
 //! codes that no scheme has taken.
 //!
-//! Its tests, `tests/scheme_<name>.rs`: a repository in a temporary directory, `Checkpoint::open`, and the view of each tensor of
-//! [`Checkpoint::quantized`](super::Checkpoint::quantized) against a formula written apart, as f32, where the order of operations
-//! shows; and each mismatch refused by name. `scheme/mlx.rs` with `tests/schemes_inference/mlx.rs` is the model to follow; `tests/schemes`
-//! has those of the libraries that models are trained from.
+//! Its tests, `tests/quantized/schemes/<name>.rs`: a repository in a temporary directory, `Checkpoint::open`, and the view of each
+//! tensor of [`Checkpoint::quantized`](super::Checkpoint::quantized) against a formula written apart, as f32, where the order of
+//! operations shows; and each mismatch refused by name. `scheme/mlx.rs` with `tests/quantized/inference/mlx.rs` is the model to
+//! follow; `tests/quantized/schemes` has those of the libraries that models are trained from.
 //!
 //! What a scheme deliberately does not do: read weights, choose a dtype, rename for a layout. Schemes that scale a tensor by
 //! something that is no affine index of it, and files tiled for one kind of accelerator, are not in the list.

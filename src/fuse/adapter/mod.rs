@@ -1,15 +1,15 @@
-//! Converts the kernel's requests to calls of a [`FileSystem`], and its answers to replies.
+//! Converts the kernel's requests to calls of a file system ([`ckfs_volume::FileSystem`]), and its answers to replies.
 //!
 //! Every request is counted and timed. A panic in a request's handler becomes EIO for that request and never ends a thread:
 //! fuser would lose the thread, or the whole mount. Read replies are sent straight from the slice that the file system
 //! passes, without a copy in user space. Opens and reads may wait for storage. Another thread answers those that wait too
-//! long, and further threads handle requests while all threads of fuser wait ([`super::requests`]).
+//! long ([`ckfs_service::Watchdog`]), and further threads handle requests while all threads of fuser wait ([`super::requests`]).
 //!
 //! The tree never changes, so the kernel may cache names, attributes, listings and data without limit, including absent
 //! names. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
 //! Every other request is answered here too, since fuser logs a warning for each that it answers by default.
 
-mod pending;
+mod replies;
 mod serving;
 
 use std::{
@@ -23,7 +23,8 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use ckfs_volume::{Attr, FileSystem, FsError, Handle, Ino, NodeKind, Permission, RequestKind};
+use ckfs_service::{Client, Handlers, Pending, Refuse, ReplySlot, Requests, Watchdog, read_whole};
+use ckfs_volume::{Attr, FsError, Handle, Ino, NodeKind, Permission, RequestKind, Upkeep};
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation,
     INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents, PollFlags,
@@ -33,10 +34,13 @@ use fuser::{
 };
 
 use self::{
-    pending::{Pending, Refuse, ReplySlot, ino},
+    replies::{Reply, ino},
     serving::{Opens, Serving},
 };
-use super::requests::{Client, Lookout, Readers};
+use super::{
+    reply_data,
+    requests::{Overflow, Readers},
+};
 
 /// How long the kernel may cache answers: ten years, which it can express on every architecture.
 const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
@@ -77,30 +81,53 @@ const INIT_FLAGS: [InitFlags; 9] = [
     InitFlags::FUSE_MAX_PAGES,
 ];
 
-/// Serves a [`FileSystem`] to the kernel.
+/// Serves a file system to the kernel.
 pub(super) struct KernelAdapter {
-    fs: Arc<dyn FileSystem>,
+    fs: Arc<dyn Upkeep>,
     serving: Arc<Serving>,
-    lookout: Arc<Lookout>,
+    reads: Arc<Requests<Reply<ReplyData>>>,
+    opens: Arc<Requests<Reply<ReplyOpen>>>,
+    threads: Arc<Threads>,
+    _watchdog: Arc<Watchdog>,
     /// Whether the kernel supports leaving out the opens of directories.
     opens_directories_itself: bool,
+}
+
+/// The threads that take requests, and those that stand in for them.
+struct Threads {
+    readers: Arc<Readers>,
+    overflow: Arc<Overflow>,
+}
+
+impl Handlers for Threads {
+    fn tend(&self, is_waiting: &dyn Fn() -> bool) -> bool {
+        self.readers.look(is_waiting)
+    }
+
+    fn mark_stuck(&self) {
+        self.overflow.lose();
+    }
+
+    fn unmark_stuck(&self) {
+        self.overflow.find();
+    }
 }
 
 impl KernelAdapter {
     /// Serves `fs` with `threads` threads and a spare one.
     ///
     /// # Errors
-    /// The system cannot start the thread that supervises requests.
-    pub(super) fn new(fs: Arc<dyn FileSystem>, passthrough: bool, threads: usize) -> io::Result<Self> {
-        let lookout = Arc::new(Lookout {
-            fs: Arc::clone(&fs),
-            reads: Arc::default(),
-            opens: Arc::default(),
-            readers: Arc::new(Readers::new(threads)),
-            overflow: Arc::default(),
-        });
-        lookout.start()?;
-        Ok(Self { serving: Arc::new(Serving::new(&fs, passthrough)), fs, lookout, opens_directories_itself: false })
+    /// The system cannot start the thread that watches requests.
+    pub(super) fn new(fs: Arc<dyn Upkeep>, passthrough: bool, threads: usize) -> io::Result<Self> {
+        let (reads, opens) = (Arc::default(), Arc::default());
+        let threads = Arc::new(Threads { readers: Arc::new(Readers::new(threads)), overflow: Arc::default() });
+        let handlers: Arc<dyn Handlers> = Arc::<Threads>::clone(&threads);
+        let mut watchdog = Watchdog::new(&fs, handlers);
+        watchdog.watch(RequestKind::Read, &reads);
+        watchdog.watch(RequestKind::Open, &opens);
+        let watchdog = watchdog.start()?;
+        let serving = Arc::new(Serving::new(&fs, passthrough));
+        Ok(Self { fs, serving, reads, opens, threads, _watchdog: watchdog, opens_directories_itself: false })
     }
 
     /// What begins passthrough once the kernel has agreed to it.
@@ -110,39 +137,44 @@ impl KernelAdapter {
 
     /// Handles one request: `body` takes the reply out of its slot to send it. If it does not, the request is answered here: with
     /// its error, or with EIO after a panic or a missing answer.
-    fn handle<R: Refuse>(
+    fn handle<R>(
         &self,
         op: RequestKind,
-        ino: INodeNo,
+        node: INodeNo,
         reply: R,
-        body: impl FnOnce(&mut ReplySlot<R>) -> Result<(), FsError>,
-    ) {
-        Pending::new(&self.fs, op, ino, reply).attempt(body);
-        self.lookout.readers.rest();
+        body: impl FnOnce(&mut ReplySlot<Reply<R>>) -> Result<(), FsError>,
+    ) where
+        Reply<R>: Refuse,
+    {
+        Pending::new(&self.fs, op, ino(node), Reply(reply)).attempt(body);
+        self.threads.readers.rest();
     }
 
     /// Handles a request that may wait for storage: in this thread, or in one of the overflow if this is the last thread that
     /// reads requests.
-    fn handle_waiting<R: Refuse + Send + 'static>(
+    fn handle_waiting<R: Refuse>(
         &self,
         mut pending: Pending<R>,
         body: impl FnOnce(&Serving, Pending<R>) + Send + 'static,
     ) {
-        let Lookout { readers, overflow, .. } = &*self.lookout;
+        let Threads { readers, overflow } = &*self.threads;
         if let Some(inside) = readers.enter() {
             body(&self.serving, pending);
             drop(inside);
         } else {
-            let (serving, aside) = (Arc::clone(&self.serving), Arc::clone(overflow));
+            let (serving, threads) = (Arc::clone(&self.serving), Arc::clone(&self.threads));
             overflow.submit(move || {
-                pending.set_aside(&aside);
+                pending.note_elsewhere(threads);
                 body(&serving, pending);
             });
         }
         readers.rest();
     }
 
-    fn read_only<R: Refuse>(&self, ino: INodeNo, reply: R) {
+    fn read_only<R>(&self, ino: INodeNo, reply: R)
+    where
+        Reply<R>: Refuse,
+    {
         self.handle(RequestKind::Refused, ino, reply, |_| Err(FsError::ReadOnly));
     }
 
@@ -220,8 +252,8 @@ fn wants_to_write(flags: OpenFlags) -> bool {
 }
 
 /// Answers a request for extended attributes: with their length if the caller's buffer is empty, else with the bytes.
-fn answer_xattr(reply: &mut ReplySlot<ReplyXattr>, room: u32, bytes: &[u8]) {
-    let Some(reply) = reply.take() else { return };
+fn answer_xattr(reply: &mut ReplySlot<Reply<ReplyXattr>>, room: u32, bytes: &[u8]) {
+    let Some(Reply(reply)) = reply.take() else { return };
     match u32::try_from(bytes.len()) {
         Ok(len) if room == 0 => reply.size(len),
         Ok(len) if len <= room => reply.data(bytes),
@@ -264,13 +296,13 @@ impl fuser::Filesystem for KernelAdapter {
             let found = self.fs.lookup(ino(parent), name.as_bytes());
             match &found {
                 Ok(attr) => {
-                    if let Some(reply) = reply.take() {
+                    if let Some(Reply(reply)) = reply.take() {
                         reply.entry(&FOREVER, &Self::attr(attr), GENERATION);
                     }
                 }
                 // Inode 0 means an absent name; unlike ENOENT, it lets the kernel cache that.
                 Err(FsError::NotFound) => {
-                    if let Some(reply) = reply.take() {
+                    if let Some(Reply(reply)) = reply.take() {
                         let absent = Attr {
                             ino: Ino(0),
                             kind: NodeKind::File,
@@ -293,7 +325,7 @@ impl fuser::Filesystem for KernelAdapter {
     fn getattr(&self, _request: &Request, node: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
         self.handle(RequestKind::GetAttr, node, reply, |reply| {
             let attr = Self::attr(&self.fs.attr(ino(node))?);
-            if let Some(reply) = reply.take() {
+            if let Some(Reply(reply)) = reply.take() {
                 reply.attr(&FOREVER, &attr);
             }
             Ok(())
@@ -303,7 +335,7 @@ impl fuser::Filesystem for KernelAdapter {
     fn readlink(&self, _request: &Request, node: INodeNo, reply: ReplyData) {
         self.handle(RequestKind::ReadLink, node, reply, |reply| {
             let target = self.fs.read_link(ino(node))?;
-            if let Some(reply) = reply.take() {
+            if let Some(Reply(reply)) = reply.take() {
                 reply.data(&target);
             }
             Ok(())
@@ -315,7 +347,8 @@ impl fuser::Filesystem for KernelAdapter {
             return self.read_only(node, reply);
         }
         let is_direct = flags.0 & libc::O_DIRECT != 0;
-        let pending = Pending::waiting(&self.fs, RequestKind::Open, node, &self.lookout.opens, client(request), reply);
+        let pending =
+            Pending::waiting(&self.fs, RequestKind::Open, ino(node), &self.opens, client(request), Reply(reply));
         self.handle_waiting(pending, move |serving, pending| serving.open_file(node, is_direct, pending));
     }
 
@@ -330,11 +363,16 @@ impl fuser::Filesystem for KernelAdapter {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let pending = Pending::waiting(&self.fs, RequestKind::Read, node, &self.lookout.reads, client(request), reply);
+        let pending =
+            Pending::waiting(&self.fs, RequestKind::Read, ino(node), &self.reads, client(request), Reply(reply));
         self.handle_waiting(pending, move |serving, mut pending| {
             pending.attempt(|reply| {
                 let len = usize::try_from(size).map_err(|_| FsError::Invalid)?;
-                serving.read_file(ino(node), Handle(handle.0), offset, len, reply)
+                read_whole(serving.fs.as_ref(), ino(node), Handle(handle.0), offset, len, &mut |bytes| {
+                    if let Some(Reply(reply)) = reply.take() {
+                        reply_data::send(reply, bytes);
+                    }
+                })
             });
         });
     }
@@ -352,7 +390,7 @@ impl fuser::Filesystem for KernelAdapter {
         self.handle(RequestKind::Release, node, reply, |reply| {
             self.serving.opens.modes.release(ino(node));
             self.fs.release(ino(node), Handle(handle.0));
-            if let Some(reply) = reply.take() {
+            if let Some(Reply(reply)) = reply.take() {
                 reply.ok();
             }
             Ok(())
@@ -364,7 +402,7 @@ impl fuser::Filesystem for KernelAdapter {
             if self.opens_directories_itself {
                 // After this answer the kernel sends no such request again, and caches listings as below. Small directories (each
                 // expert of each layer is one) are then listed in two thirds of the time.
-                if let Some(reply) = reply.take() {
+                if let Some(Reply(reply)) = reply.take() {
                     reply.error(Errno::ENOSYS);
                 }
                 return Ok(());
@@ -373,7 +411,7 @@ impl fuser::Filesystem for KernelAdapter {
                 NodeKind::Directory => {}
                 NodeKind::File | NodeKind::Symlink => return Err(FsError::NotDirectory),
             }
-            if let Some(reply) = reply.take() {
+            if let Some(Reply(reply)) = reply.take() {
                 reply.opened(FileHandle(0), FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE);
             }
             Ok(())
@@ -382,11 +420,11 @@ impl fuser::Filesystem for KernelAdapter {
 
     fn readdir(&self, _request: &Request, node: INodeNo, _handle: FileHandle, offset: u64, reply: ReplyDirectory) {
         self.handle(RequestKind::ReadDir, node, reply, |slot| {
-            let Some(reply) = slot.as_mut() else { return Ok(()) };
+            let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
             self.list(ino(node), offset, |entry, kind, name, next| {
                 Ok(reply.add(INodeNo(entry.0), next, file_type(kind), OsStr::from_bytes(name)))
             })?;
-            if let Some(reply) = slot.take() {
+            if let Some(Reply(reply)) = slot.take() {
                 reply.ok();
             }
             Ok(())
@@ -402,12 +440,12 @@ impl fuser::Filesystem for KernelAdapter {
         reply: ReplyDirectoryPlus,
     ) {
         self.handle(RequestKind::ReadDirPlus, node, reply, |slot| {
-            let Some(reply) = slot.as_mut() else { return Ok(()) };
+            let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
             self.list(ino(node), offset, |entry, _, name, next| {
                 let attr = Self::attr(&self.fs.attr(entry)?);
                 Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &FOREVER, &attr, GENERATION))
             })?;
-            if let Some(reply) = slot.take() {
+            if let Some(Reply(reply)) = slot.take() {
                 reply.ok();
             }
             Ok(())
@@ -418,7 +456,7 @@ impl fuser::Filesystem for KernelAdapter {
         self.handle(RequestKind::StatFs, node, reply, |reply| {
             let sizes = self.fs.stat_fs();
             let blocks = sizes.total_bytes.div_ceil(u64::from(STATFS_BLOCK_BYTES));
-            if let Some(reply) = reply.take() {
+            if let Some(Reply(reply)) = reply.take() {
                 reply.statfs(blocks, 0, 0, sizes.nodes, 0, STATFS_BLOCK_BYTES, NAME_MAX, STATFS_BLOCK_BYTES);
             }
             Ok(())

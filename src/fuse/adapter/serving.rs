@@ -14,21 +14,19 @@ use std::{
     },
 };
 
-use ckfs_volume::{Access, FileSystem, FsError, Handle, Ino, NoPassthrough, OpenedFile};
-use fuser::{BackingId, FileHandle, FopenFlags, INodeNo, ReplyData, ReplyOpen};
+use ckfs_service::{Pending, ReplySlot, panic_text};
+use ckfs_volume::{Access, FsError, Ino, NoPassthrough, OpenedFile, Upkeep};
+use fuser::{BackingId, FileHandle, FopenFlags, INodeNo, ReplyOpen};
 use tracing::{error, info};
 
 use super::{
-    super::{
-        open_mode::{Mode, OpenModes, OpenRequest},
-        reply_data,
-    },
-    pending::{Pending, ReplySlot, ino, panic_text},
+    super::open_mode::{Mode, OpenModes, OpenRequest},
+    replies::{Reply, ino},
 };
 
 /// The state that opens and reads need, in any thread that handles them.
 pub(super) struct Serving {
-    pub(super) fs: Arc<dyn FileSystem>,
+    pub(super) fs: Arc<dyn Upkeep>,
     pub(super) opens: Arc<Opens>,
 }
 
@@ -58,7 +56,7 @@ pub(super) struct Passthrough {
 
 impl Serving {
     /// Serves the files of `fs`. `passthrough` tells whether the kernel is asked to read backing files by itself.
-    pub(super) fn new(fs: &Arc<dyn FileSystem>, passthrough: bool) -> Self {
+    pub(super) fn new(fs: &Arc<dyn Upkeep>, passthrough: bool) -> Self {
         let passthrough = Passthrough {
             wanted: passthrough,
             enabled: AtomicBool::new(passthrough),
@@ -80,7 +78,7 @@ impl Opens {
 
     /// Begins after the handshake with the kernel, which `device` is the connection to, and before any request: tries a file of the
     /// kind that the file system makes on a disk, and tells it whether the kernel reads such.
-    pub(crate) fn begin(&self, fs: &dyn FileSystem, device: &OwnedFd) {
+    pub(crate) fn begin(&self, fs: &dyn Upkeep, device: &OwnedFd) {
         let result = if self.passthrough.enabled.load(Ordering::Relaxed) {
             // The registration of the empty file ends with the mount, as those of other files on that disk may.
             let tried = fs.trial().map_or(Ok(0), |file| BackingId::create_raw(device, file));
@@ -103,13 +101,13 @@ impl Opens {
     /// [`FsError::Invalid`], which such a file system answers itself, if the kernel reads the file already and cannot do both.
     fn answer(
         &self,
-        fs: &dyn FileSystem,
+        fs: &dyn Upkeep,
         ino: Ino,
         opened: &OpenedFile,
         is_direct: bool,
-        slot: &mut ReplySlot<ReplyOpen>,
+        slot: &mut ReplySlot<Reply<ReplyOpen>>,
     ) -> Result<(), FsError> {
-        let Some(reply) = slot.take() else {
+        let Some(Reply(reply)) = slot.take() else {
             fs.release(ino, opened.handle);
             return Ok(());
         };
@@ -133,7 +131,7 @@ impl Opens {
         {
             self.modes.release(ino);
             fs.release(ino, opened.handle);
-            *slot = ReplySlot::Own(Some(reply));
+            slot.put_back(Reply(reply));
             return Err(FsError::Invalid);
         }
         let handle = FileHandle(opened.handle.0);
@@ -159,10 +157,11 @@ fn opens_direct(file: &File) -> bool {
 }
 
 impl Serving {
-    pub(super) fn open_file(&self, node: INodeNo, is_direct: bool, mut pending: Pending<ReplyOpen>) {
+    pub(super) fn open_file(&self, node: INodeNo, is_direct: bool, mut pending: Pending<Reply<ReplyOpen>>) {
         let ino = ino(node);
-        let open =
-            |_: &mut ReplySlot<ReplyOpen>| if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) };
+        let open = |_: &mut ReplySlot<Reply<ReplyOpen>>| {
+            if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) }
+        };
         let Some(mut opened) = pending.attempt(open) else { return };
         let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
         let materializes = matches!(opened.access, Access::Materialize) && opens.may_pass(ino);
@@ -183,42 +182,6 @@ impl Serving {
             self.fs.metrics().note_panic(&format!("open of inode {}", node.0), cause);
             error!(ino = node.0, "materializing a file panicked: {cause}");
         }
-    }
-
-    pub(super) fn read_file(
-        &self,
-        ino: Ino,
-        handle: Handle,
-        offset: u64,
-        len: usize,
-        reply: &mut ReplySlot<ReplyData>,
-    ) -> Result<(), FsError> {
-        let mut verdict = Ok(());
-        self.fs.read(ino, handle, offset, len, &mut |bytes| {
-            verdict = self.check_length(ino, offset, len, bytes.len());
-            if verdict.is_ok()
-                && let Some(reply) = reply.take()
-            {
-                reply_data::send(reply, bytes);
-            }
-        })?;
-        verdict
-    }
-
-    /// The kernel fills a short answer with zeros, or passes it on where it caches no pages. So an answer that ends before the
-    /// file does must not be sent.
-    fn check_length(&self, ino: Ino, offset: u64, asked: usize, answered: usize) -> Result<(), FsError> {
-        if answered == asked {
-            return Ok(());
-        }
-        if answered < asked {
-            let end = offset.saturating_add(answered as u64);
-            if end >= self.fs.attr(ino)?.size_bytes {
-                return Ok(());
-            }
-        }
-        error!(ino = ino.0, offset, "file system answered a read of {asked} bytes with {answered} bytes");
-        Err(FsError::Io)
     }
 }
 

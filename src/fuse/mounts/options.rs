@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use ckfs_config::{MountSettings, WaitTime};
+use ckfs_service::budget;
+
 /// How to mount and serve.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MountOptions {
@@ -19,6 +22,22 @@ pub struct MountOptions {
     pub grace: Duration,
     /// How long to serve files that are still open after the mount was detached, before the connection is aborted.
     pub drain: Duration,
+}
+
+impl MountOptions {
+    /// What the settings say for a mount of `name`.
+    pub fn of(settings: &MountSettings, name: &str) -> Self {
+        let defaults = Self::default();
+        Self {
+            name: name.to_owned(),
+            allow_other: settings.allow_other.unwrap_or(defaults.allow_other),
+            threads: Some(budget(settings).threads),
+            read_ahead_kib: settings.read_ahead_kb.or(defaults.read_ahead_kib),
+            passthrough: settings.passthrough.unwrap_or(defaults.passthrough),
+            grace: settings.grace.map_or(defaults.grace, WaitTime::duration),
+            drain: settings.drain.map_or(defaults.drain, WaitTime::duration),
+        }
+    }
 }
 
 impl Default for MountOptions {

@@ -1,11 +1,5 @@
-//! Requests that wait for storage: when they end, and which threads answer the others meanwhile.
+//! The threads that take requests from the kernel, and those that stand in for them.
 
-mod client;
-mod lookout;
 mod spare;
-mod table;
 
-pub(super) use client::Client;
-pub(super) use lookout::Lookout;
 pub(super) use spare::{Overflow, Readers};
-pub(super) use table::{Requests, Ticket};

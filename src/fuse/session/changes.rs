@@ -11,7 +11,7 @@ use std::{
     thread,
 };
 
-use ckfs_volume::{FileSystem, Ino};
+use ckfs_volume::{Ino, Upkeep};
 use fuser::{INodeNo, Notifier};
 
 /// The way to the kernel, until the session ends.
@@ -25,7 +25,7 @@ impl Changes {
     ///
     /// # Errors
     /// The system starts no thread.
-    pub(super) fn start(fs: &Arc<dyn FileSystem>, notifier: Notifier) -> io::Result<Self> {
+    pub(super) fn start(fs: &Arc<dyn Upkeep>, notifier: Notifier) -> io::Result<Self> {
         let changes = Self { notifier: Arc::new(Mutex::new(Some(notifier))) };
         // One that waits is enough: the files are asked for when it is received.
         let (tell, told) = mpsc::sync_channel::<()>(1);

@@ -30,7 +30,8 @@ use ckfs_host::{
     Log, limits,
     signal::{self, ENDING},
 };
-use ckfs_volume::FileSystem;
+use ckfs_service::Service;
+use ckfs_volume::{Upkeep, Volume};
 use fuser::SessionACL;
 use nix::sys::{
     signal::SigSet,
@@ -117,6 +118,21 @@ fn startable(wanted: usize) -> Result<usize, MountError> {
     }
 }
 
+/// Mounts a service's volume on `mountpoint`, as its configuration says, and serves it until it is unmounted. See [`serve`].
+///
+/// # Errors
+/// [`MountError`]; nothing is left mounted then.
+pub fn serve_service(
+    service: &Service,
+    mountpoint: &Path,
+    log: &Log,
+    on_ready: impl FnOnce(),
+) -> Result<Exit, MountError> {
+    let options = MountOptions::of(&service.config().mount, service.label());
+    let volume: Arc<dyn Upkeep> = Arc::<Volume>::clone(service.volume());
+    serve(volume, mountpoint, &options, log, on_ready)
+}
+
 /// Mounts `fs` on `mountpoint` and serves it until it is unmounted. Calls `on_ready` once the mount answers. Signals that
 /// concern the log act on `log`.
 ///
@@ -125,7 +141,7 @@ fn startable(wanted: usize) -> Result<usize, MountError> {
 /// # Errors
 /// [`MountError`]; nothing is left mounted then.
 pub fn serve(
-    fs: Arc<dyn FileSystem>,
+    fs: Arc<dyn Upkeep>,
     mountpoint: &Path,
     options: &MountOptions,
     log: &Log,

@@ -14,7 +14,7 @@ use ckfs_host::{
     Log, deadline,
     signal::{REOPEN, STATISTICS},
 };
-use ckfs_volume::{FileSystem, RequestKind};
+use ckfs_volume::{RequestKind, Upkeep};
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -120,7 +120,7 @@ pub(super) struct Running {
 }
 
 impl Running {
-    pub(super) fn start(session: fuser::Session<KernelAdapter>, fs: &Arc<dyn FileSystem>) -> Result<Self, MountError> {
+    pub(super) fn start(session: fuser::Session<KernelAdapter>, fs: &Arc<dyn Upkeep>) -> Result<Self, MountError> {
         let failed = |source| MountError::System { what: "start a thread", source };
         let connection = session.as_fd().try_clone_to_owned().map_err(failed)?;
         let (ended, alive) = io::pipe().map_err(failed)?;
@@ -194,7 +194,7 @@ pub(super) struct Supervisor {
     pub(super) spare: Vec<File>,
     pub(super) grace: Duration,
     pub(super) drain: Duration,
-    pub(super) fs: Arc<dyn FileSystem>,
+    pub(super) fs: Arc<dyn Upkeep>,
     pub(super) log: Log,
     /// When it began to serve.
     pub(super) since: Instant,

@@ -1,0 +1,33 @@
+//! A volume that is alive: opened as a configuration says, with its memory budget, and watched until it ends.
+//!
+//! Every way in stands on this layer: the kernel's requests ([`ckfs_fuse`](https://docs.rs/ckfs-fuse)), the commands that read
+//! files by themselves, and programs that use the library. So all have the same budgets, the same default layout, the same
+//! checks of sources and the same time limits.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | `service` | [`Service`]: a volume with the threads that keep it alive |
+//! | `open` | what the settings mean: checkpoint, plans, volume, memory budget |
+//! | `chunk_memory`, `own_mount` | what is refused before anything is served: chunks that do not fit in memory, shards of a mount as a source |
+//! | `upkeep` | repeated work: memory of closed files is released, sources are checked |
+//! | `prefetch` | fetching what the listed devices will read |
+//! | `wait_watch` | waits for storage and services while nothing is served yet: reported, and given up after the time limit |
+//! | `requests` | requests that wait for bytes: each is answered once, in time |
+
+mod chunk_memory;
+mod open;
+mod own_mount;
+mod prefetch;
+mod requests;
+mod service;
+mod upkeep;
+mod wait_watch;
+
+pub use open::{
+    OpenError, budget, cache_of_environment, check_sources, cores, enable_materialization, open_checkpoint,
+    open_volume, overrides, plan_views, volume_of,
+};
+pub use own_mount::advice as own_mount_advice;
+pub use requests::{Client, Handlers, Pending, Refuse, ReplySlot, Requests, Watchdog, panic_text, read_whole};
+pub use service::Service;
+pub use wait_watch::{WaitWatch, wait_registry, watch};

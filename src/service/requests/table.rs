@@ -1,0 +1,251 @@
+//! Requests that wait for bytes, so that another thread can answer them when the bytes do not come.
+//!
+//! The reply of such a request lies here until it is sent. The thread that takes it out sends it. Usually that is the thread
+//! with the bytes. If their source gives no answer, the thread that watches requests takes the reply and answers with an error;
+//! a thread that comes back late finds no reply and drops its bytes. This costs two uncontended locks a request. No
+//! memory is allocated or freed once the table had as many requests at a time.
+
+use std::{
+    cell::Cell,
+    num::NonZeroU32,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use ckfs_volume::Ino;
+
+use super::client::Client;
+
+/// Requests are spread over this many locks; each thread has one of its own, as far as there are that many.
+const SHARDS: usize = 32;
+
+thread_local! {
+    static SHARD: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+fn own_shard() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    SHARD.get().unwrap_or_else(|| {
+        let shard = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
+        SHARD.set(Some(shard));
+        shard
+    })
+}
+
+#[derive(Debug)]
+struct Request<R> {
+    number: u64,
+    ino: Ino,
+    since: Instant,
+    client: Client,
+    /// Whether a thread handles it that stands in for those that take requests.
+    elsewhere: bool,
+    reply: R,
+}
+
+#[derive(Debug)]
+#[repr(align(64))]
+struct Shard<R> {
+    places: Vec<Option<Request<R>>>,
+    free: Vec<usize>,
+    next_number: u64,
+}
+
+/// The requests of one kind that were not answered yet, with replies of type `R`.
+#[derive(Debug)]
+pub struct Requests<R> {
+    shards: Box<[Mutex<Shard<R>>]>,
+}
+
+/// A request's place among them. Dropped, it takes the reply out.
+#[derive(Debug)]
+pub(super) struct Ticket<R> {
+    requests: Arc<Requests<R>>,
+    shard: usize,
+    place: usize,
+    number: u64,
+    taken: bool,
+}
+
+/// A request that was taken out because it waited for too long, or because its client ends.
+#[derive(Debug)]
+pub(super) struct Expired<R> {
+    pub(super) ino: Ino,
+    pub(super) since: Instant,
+    pub(super) elsewhere: bool,
+    pub(super) reply: R,
+}
+
+impl<R> Default for Requests<R> {
+    fn default() -> Self {
+        let shard = || Mutex::new(Shard { places: Vec::new(), free: Vec::new(), next_number: 0 });
+        Self { shards: (0..SHARDS).map(|_| shard()).collect() }
+    }
+}
+
+impl<R> Requests<R> {
+    /// Keeps the reply of a request of `client` for `ino` that arrived at `since`.
+    pub(super) fn add(self: &Arc<Self>, ino: Ino, since: Instant, client: Client, reply: R) -> Ticket<R> {
+        let shard_index = own_shard();
+        let mut shard = self.shard(shard_index);
+        shard.next_number += 1;
+        let number = shard.next_number;
+        let request = Some(Request { number, ino, since, client, elsewhere: false, reply });
+        let place = shard.free.pop();
+        let place = place.unwrap_or_else(|| {
+            shard.places.push(None);
+            shard.places.len() - 1
+        });
+        shard.places[place] = request;
+        drop(shard);
+        Ticket { requests: Arc::clone(self), shard: shard_index, place, number, taken: false }
+    }
+
+    /// Files with requests that have waited for `limit`, each once.
+    pub(super) fn late(&self, limit: Duration) -> Vec<Ino> {
+        self.of_late(limit, |request| Some(request.ino))
+    }
+
+    /// Clients that have waited for `limit`, each once.
+    pub(super) fn late_clients(&self, limit: Duration) -> Vec<NonZeroU32> {
+        self.of_late(limit, |request| request.client)
+    }
+
+    /// What requests that have waited for `limit` have, each once.
+    fn of_late<T: Ord>(&self, limit: Duration, of: impl Fn(&Request<R>) -> Option<T>) -> Vec<T> {
+        let mut found = Vec::new();
+        for index in 0..SHARDS {
+            let shard = self.shard(index);
+            let late = shard.places.iter().flatten().filter(|request| request.since.elapsed() >= limit);
+            found.extend(late.filter_map(&of));
+        }
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+
+    /// Takes out the requests for `ino` that have waited for `limit`.
+    pub(super) fn expire(&self, ino: Ino, limit: Duration) -> Vec<Expired<R>> {
+        self.take_out(|request| request.ino == ino && request.since.elapsed() >= limit)
+    }
+
+    /// Takes out the requests of clients.
+    pub(super) fn abandon(&self, clients: &[NonZeroU32]) -> Vec<Expired<R>> {
+        self.take_out(|request| request.client.is_some_and(|client| clients.contains(&client)))
+    }
+
+    fn take_out(&self, which: impl Fn(&Request<R>) -> bool) -> Vec<Expired<R>> {
+        let mut expired = Vec::new();
+        for index in 0..SHARDS {
+            let mut shard = self.shard(index);
+            for place in 0..shard.places.len() {
+                let which = |request: &mut Request<R>| which(request);
+                if let Some(Request { ino, since, elsewhere, reply, .. }) = shard.places[place].take_if(which) {
+                    shard.free.push(place);
+                    expired.push(Expired { ino, since, elsewhere, reply });
+                }
+            }
+        }
+        expired
+    }
+
+    /// Whether any request waits.
+    pub(super) fn any(&self) -> bool {
+        (0..SHARDS).any(|index| self.shard(index).places.iter().any(Option::is_some))
+    }
+
+    fn shard(&self, index: usize) -> MutexGuard<'_, Shard<R>> {
+        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<R> Ticket<R> {
+    /// The reply, to be sent; none if it was taken before.
+    pub(super) fn take(&mut self) -> Option<R> {
+        let mut shard = self.requests.shard(self.shard);
+        let place = shard.places.get_mut(self.place)?;
+        let request = place.take_if(|request| request.number == self.number)?;
+        shard.free.push(self.place);
+        self.taken = true;
+        Some(request.reply)
+    }
+
+    /// Notes that a thread handles it that stands in for those that take requests. Whether it still waits.
+    pub(super) fn note_elsewhere(&self) -> bool {
+        let mut shard = self.requests.shard(self.shard);
+        match shard.places.get_mut(self.place) {
+            Some(Some(request)) if request.number == self.number => {
+                request.elsewhere = true;
+                true
+            }
+            Some(_) | None => false,
+        }
+    }
+
+    /// Whether another thread answered it.
+    pub(super) fn expired(&self) -> bool {
+        let waits = || {
+            let shard = self.requests.shard(self.shard);
+            shard
+                .places
+                .get(self.place)
+                .is_some_and(|place| matches!(place, Some(request) if request.number == self.number))
+        };
+        !self.taken && !waits()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reply_is_taken_once_by_whoever_comes_first() {
+        let requests = Arc::new(Requests::default());
+        let now = Instant::now();
+        let mut first = requests.add(Ino(1), now, None, "first");
+        let mut second = requests.add(Ino(2), now, None, "second");
+        assert_eq!(requests.late(Duration::from_hours(1)), []);
+        assert_eq!(requests.late(Duration::ZERO), [Ino(1), Ino(2)]);
+        assert!(second.note_elsewhere() && requests.any());
+        let expired = requests.expire(Ino(2), Duration::ZERO);
+        assert_eq!(expired.iter().map(|found| (found.reply, found.elsewhere)).collect::<Vec<_>>(), [("second", true)]);
+        assert!(second.expired() && second.take().is_none() && second.expired());
+        // Another request has the place now.
+        let mut third = requests.add(Ino(2), now, None, "third");
+        assert!(second.take().is_none());
+        assert_eq!((first.take(), first.take(), first.expired()), (Some("first"), None, false));
+        assert_eq!((third.take(), third.expired()), (Some("third"), false));
+        assert!(requests.late(Duration::ZERO).is_empty() && !requests.any() && !third.note_elsewhere());
+    }
+
+    #[test]
+    fn requests_of_a_client_are_taken_out_together() {
+        let requests = Arc::new(Requests::default());
+        let client = NonZeroU32::new;
+        let now = Instant::now();
+        let mut tickets: Vec<_> = [(1, client(7)), (2, client(7)), (2, client(8)), (2, None)]
+            .into_iter()
+            .map(|(ino, client)| requests.add(Ino(ino), now, client, ino))
+            .collect();
+        assert_eq!(requests.late_clients(Duration::from_hours(1)), []);
+        assert_eq!(requests.late_clients(Duration::ZERO), [7, 8].map(|number| client(number).unwrap()));
+        assert_eq!(requests.abandon(&[]).len(), 0);
+        assert_eq!(requests.abandon(&[client(7).unwrap()]).iter().map(|found| found.reply).collect::<Vec<_>>(), [1, 2]);
+        let answered: Vec<_> = tickets.iter_mut().map(Ticket::take).collect();
+        assert_eq!(answered, [None, None, Some(2), Some(2)]);
+    }
+
+    #[test]
+    fn places_are_used_again() {
+        let requests = Arc::new(Requests::default());
+        for round in 0..100 {
+            let mut tickets: Vec<_> = (0..3).map(|_| requests.add(Ino(round), Instant::now(), None, round)).collect();
+            assert!(tickets.iter_mut().all(|ticket| ticket.take() == Some(round)));
+        }
+        assert_eq!(requests.shard(own_shard()).places.len(), 3);
+    }
+}

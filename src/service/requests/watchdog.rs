@@ -1,0 +1,159 @@
+//! The thread that watches requests. It answers requests whose storage gives no answer and those of programs that are being
+//! killed, and it makes sure that a thread takes requests meanwhile.
+
+use std::{
+    fmt, io,
+    sync::{Arc, Weak, atomic::Ordering},
+    thread,
+    time::Duration,
+};
+
+use ckfs_volume::{RequestKind, Upkeep};
+
+use super::{
+    client::is_killed,
+    pending::Refuse,
+    table::{Expired, Requests},
+};
+
+/// Time between two turns while there are requests, and otherwise.
+const BUSY_PERIOD: Duration = Duration::from_millis(50);
+const IDLE_PERIOD: Duration = Duration::from_millis(500);
+/// How long a client waits until it is checked for signals: nearly all answers come sooner.
+const CLIENT_AGE: Duration = Duration::from_millis(100);
+/// Least number of turns within the time that a request may wait.
+const LOOKS: u32 = 8;
+
+/// The threads that take and handle requests, as the watchdog sees them.
+pub trait Handlers: Send + Sync + 'static {
+    /// Makes sure that a thread takes requests although others wait for storage, which `is_waiting` tells. Whether there were requests
+    /// since the last call.
+    fn tend(&self, is_waiting: &dyn Fn() -> bool) -> bool;
+
+    /// Notes that a request was given up while a thread handles it that stands in for others: yet another may stand in for that one.
+    fn mark_stuck(&self);
+
+    /// Notes that such a thread is back.
+    fn unmark_stuck(&self);
+}
+
+/// Answers the requests of some tables that wait for too long, until it is dropped.
+pub struct Watchdog {
+    fs: Arc<dyn Upkeep>,
+    tables: Vec<Box<dyn WatchedTable>>,
+    handlers: Arc<dyn Handlers>,
+}
+
+impl fmt::Debug for Watchdog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Watchdog").field("tables", &self.tables.len()).finish_non_exhaustive()
+    }
+}
+
+/// Requests of one kind, whatever their replies are.
+trait WatchedTable: Send + Sync {
+    fn any(&self) -> bool;
+    fn expire(&self, watchdog: &Watchdog, limit: Duration);
+    fn abandon(&self, watchdog: &Watchdog);
+}
+
+struct Table<R> {
+    op: RequestKind,
+    requests: Arc<Requests<R>>,
+}
+
+impl<R: Refuse> WatchedTable for Table<R> {
+    fn any(&self) -> bool {
+        self.requests.any()
+    }
+
+    /// Answers the requests that have waited for `limit` and whose file's source gives no answer. Other requests go on waiting:
+    /// their bytes are being computed.
+    fn expire(&self, watchdog: &Watchdog, limit: Duration) {
+        for ino in self.requests.late(limit) {
+            if !watchdog.fs.is_stalled(ino) {
+                continue;
+            }
+            for expired in self.requests.expire(ino, limit) {
+                let ino = expired.ino;
+                watchdog.answer(self.op, expired, libc::EIO);
+                watchdog.fs.note_given_up(self.op, ino);
+            }
+        }
+    }
+
+    /// Answers the requests of clients that are being killed, whatever they wait for: until then a client cannot end.
+    fn abandon(&self, watchdog: &Watchdog) {
+        let mut clients = self.requests.late_clients(CLIENT_AGE);
+        clients.retain(|client| is_killed(*client));
+        if clients.is_empty() {
+            return;
+        }
+        for abandoned in self.requests.abandon(&clients) {
+            tracing::debug!(
+                ino = abandoned.ino.0,
+                op = self.op.name(),
+                "the client is killed; its request is given up"
+            );
+            watchdog.answer(self.op, abandoned, libc::EINTR);
+        }
+    }
+}
+
+impl Watchdog {
+    /// A watchdog over no requests yet, those of `fs`, which `handlers` handle.
+    pub fn new(fs: &Arc<dyn Upkeep>, handlers: Arc<dyn Handlers>) -> Self {
+        Self { fs: Arc::clone(fs), tables: Vec::new(), handlers }
+    }
+
+    /// Watches also these requests, which are of one kind.
+    pub fn watch<R: Refuse>(&mut self, op: RequestKind, requests: &Arc<Requests<R>>) {
+        self.tables.push(Box::new(Table { op, requests: Arc::clone(requests) }));
+    }
+
+    /// Starts the thread, which ends some time after the returned value is dropped.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub fn start(self) -> io::Result<Arc<Self>> {
+        let watchdog = Arc::new(self);
+        let watched = Arc::downgrade(&watchdog);
+        thread::Builder::new().name("ckfs-watchdog".to_owned()).spawn(move || run(&watched))?;
+        Ok(watchdog)
+    }
+
+    /// One turn. Returns the time until the next.
+    fn look(&self) -> Duration {
+        self.fs.note_stalls();
+        let limit = self.fs.stall_limit();
+        for table in &self.tables {
+            table.expire(self, limit);
+        }
+        for table in &self.tables {
+            table.abandon(self);
+        }
+        let had_requests = self.handlers.tend(&|| self.fs.is_waiting());
+        let busy = had_requests || self.tables.iter().any(|table| table.any());
+        let period = if busy { BUSY_PERIOD } else { IDLE_PERIOD };
+        period.min(limit / LOOKS).max(Duration::from_millis(1))
+    }
+
+    fn answer<R: Refuse>(&self, op: RequestKind, request: Expired<R>, errno: i32) {
+        let Expired { since, elsewhere, reply, .. } = request;
+        if elsewhere {
+            self.handlers.mark_stuck();
+        }
+        reply.refuse(errno);
+        let metrics = self.fs.metrics();
+        metrics.in_flight.fetch_sub(1, Ordering::Relaxed);
+        metrics.record(op, since.elapsed(), true);
+    }
+}
+
+fn run(watchdog: &Weak<Watchdog>) {
+    while let Some(watchdog) = watchdog.upgrade() {
+        let period = watchdog.look();
+        drop(watchdog);
+        thread::sleep(period);
+    }
+}

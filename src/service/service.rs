@@ -1,0 +1,98 @@
+//! A volume with the threads that keep it alive.
+
+use std::{fs, io, path::Path, sync::Arc};
+
+use ckfs_config::Config;
+use ckfs_source::{Fetches, FileId};
+use ckfs_volume::Volume;
+
+use super::{
+    open::{self, OpenError},
+    prefetch::{self, Prefetching},
+    upkeep::{self, Upkeeping},
+};
+
+/// An opened configuration, ready to be served.
+///
+/// ```no_run
+/// use std::path::Path;
+/// use ckfs_config::Config;
+/// use ckfs_service::{Service, wait_registry};
+///
+/// let mut config = Config::load_alone(Path::new("/etc/ckfs/llama.toml"))?;
+/// let waits = wait_registry(&config.mount);
+/// let mut service = Service::open(&mut config, &waits)?;
+/// service.start()?;
+/// println!("{} devices", service.volume().plans()[0].devices.len());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Service {
+    volume: Arc<Volume>,
+    config: Config,
+    running: Option<(Upkeeping, Option<Prefetching>)>,
+}
+
+impl Service {
+    /// Opens the checkpoint that a configuration names, and makes the volume of its views. Every wait for storage or a service is
+    /// noted in `waits`, which another thread may watch (see [`watch`](super::watch)). `config` gets what was found: the source as
+    /// a complete path or with its revision, and the default layout.
+    ///
+    /// # Errors
+    /// Everything wrong with settings, repository or plans; and a mountpoint that would cover a file of the source.
+    pub fn open(config: &mut Config, waits: &Arc<Fetches>) -> Result<Self, OpenError> {
+        let mut volume = open::open_volume(config, waits)?;
+        if let Err(error) = open::enable_materialization(&mut volume)? {
+            tracing::info!("no file is materialized: no file system in memory: {error}");
+        }
+        let service = Self { volume: Arc::new(volume), config: config.clone(), running: None };
+        if let Some(mountpoint) = &config.mountpoint {
+            service.refuse_covered(mountpoint, waits)?;
+        }
+        Ok(service)
+    }
+
+    /// Refuses a mountpoint that would cover a source file: a check of that file's path would make the daemon wait for itself.
+    fn refuse_covered(&self, mountpoint: &Path, waits: &Fetches) -> Result<(), OpenError> {
+        let Ok(covered) = fs::canonicalize(mountpoint) else { return Ok(()) };
+        let source = self.volume.engine().checkpoint().source();
+        let number =
+            |file: usize| FileId(u32::try_from(file).expect("files were numbered by 32 bits when they were opened"));
+        for id in (0..source.file_count()).map(number) {
+            let path = source.path(id);
+            let _looking = waits.begin_path(path, "stat");
+            let real = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+            if path.starts_with(mountpoint) || path.starts_with(&covered) || real.starts_with(&covered) {
+                return Err(OpenError::Covered { mountpoint: mountpoint.to_owned(), file: path.to_owned() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts the threads that check sources, release memory and prefetch. They end with the service.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub fn start(&mut self) -> io::Result<()> {
+        let upkeeping = upkeep::start(&self.volume)?;
+        let prefetch = self.config.mount.prefetch.unwrap_or_default();
+        let prefetching = prefetch::start(self.volume.engine().checkpoint(), self.volume.plans(), prefetch);
+        self.running = Some((upkeeping, prefetching));
+        Ok(())
+    }
+
+    /// The volume.
+    pub fn volume(&self) -> &Arc<Volume> {
+        &self.volume
+    }
+
+    /// The configuration, with what was found when it was opened.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The source's name for users.
+    pub fn label(&self) -> &str {
+        self.volume.engine().checkpoint().label()
+    }
+}

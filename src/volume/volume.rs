@@ -1,0 +1,354 @@
+//! The volume: a checkpoint's views as a file system.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    fs::File,
+    ops::ControlFlow,
+    sync::{Arc, Mutex, RwLock, atomic::AtomicU64},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::Materialize;
+use ckfs_host::budget::Budget;
+use ckfs_image::{DerivedFrom, Directory, FormatInput, OWN, TextFile, file_ids, unavailable_text};
+use ckfs_plan::{Allow, Plan, Problem, report};
+use ckfs_read::{Engine, EngineOptions, counters::add};
+use ckfs_source::{
+    Served,
+    permission::{Mounter, Overrides},
+};
+use lru::LruCache;
+
+use super::{
+    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, OpenedFile, StatFs},
+    health::VolumeHealth,
+    materialize::{BundleSizes, Materializer, Policy},
+    metrics::{Metrics, RequestKind},
+    open_files::{Open, Remembered},
+    permissions::{Permissions, readers, readers_text},
+    stats,
+    tree::{Live, NodeTree, TreeBuilder},
+    upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized},
+    watched::Watched,
+};
+
+/// How to mount anew, where the command is not known.
+const REMOUNT: &str =
+    "cp MNT/.ckfs/config.toml ckfs.toml && ckfs umount MNT && ckfs mount --config ckfs.toml SOURCE MNT";
+
+/// A plan and its directory in the mount.
+#[derive(Clone, Debug)]
+pub struct ViewPlan {
+    /// Directory under the mount; empty for the mount's root itself.
+    pub name: String,
+    /// The plan.
+    pub plan: Arc<Plan>,
+}
+
+/// Settings of a volume.
+#[derive(Clone, Debug, Default)]
+pub struct VolumeOptions {
+    /// Limits of the engine.
+    pub engine: EngineOptions,
+    /// Tensor files, by path, that bypass the kernel's page cache.
+    pub direct: Allow,
+    /// Whether the first open of a file bypasses it too, where programs read such files once.
+    pub direct_once: bool,
+    /// The effective configuration, shown as `.ckfs/config.toml`.
+    pub config_text: String,
+    /// The memory budget by purpose, shown in the statistics.
+    pub budget: Option<Budget>,
+    /// The command that mounts anew, shown with problems; empty for the general form.
+    pub remount: String,
+    /// The user's settings for owners and permission bits; they replace those of the sources.
+    pub overrides: Overrides,
+    /// The tensor files that are materialized, once [`Volume::enable_materialization`] is called.
+    pub materialize: Materialize,
+}
+
+/// Every problem that prevents the construction of a volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VolumeError {
+    /// The problems, at least one.
+    pub problems: Vec<Problem>,
+}
+
+impl std::error::Error for VolumeError {}
+
+impl fmt::Display for VolumeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        ckfs_plan::PlanError { problems: self.problems.clone() }.fmt(f)
+    }
+}
+
+/// A checkpoint's views as a file system. Immutable except for caches and counters.
+#[derive(Debug)]
+pub struct Volume {
+    pub(super) engine: Arc<Engine>,
+    pub(super) views: Vec<Arc<Plan>>,
+    pub(super) tree: NodeTree,
+    pub(super) modified: SystemTime,
+    pub(super) total_bytes: u64,
+    pub(super) metrics: Metrics,
+    pub(super) next_handle: AtomicU64,
+    pub(super) open: RwLock<HashMap<u64, Open>>,
+    pub(super) watched: Arc<Watched>,
+    pub(super) remembered: Mutex<Remembered>,
+    pub(super) direct: Allow,
+    pub(super) direct_once: bool,
+    pub(super) policy: Policy,
+    pub(super) materializer: Option<Materializer>,
+    pub(super) budget: Option<Budget>,
+    pub(super) remount: String,
+    pub(super) stats_bytes: usize,
+    pub(super) permissions: Permissions,
+}
+
+impl Volume {
+    /// A volume of these views.
+    ///
+    /// # Errors
+    /// Names that cannot be laid out as a tree.
+    ///
+    /// # Panics
+    /// Never: there are fewer than 2^32 views.
+    pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, VolumeError> {
+        let source = checkpoint.source();
+        let modified = file_ids(&checkpoint).map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH);
+        let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).fold(0, u64::saturating_add);
+        // The text of `ckfs plan`, shown as `.ckfs/plan.txt`, goes through all tensors too.
+        let (mut plan_text, shown) = rayon::join(
+            || report::text(&checkpoint, views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
+            || {
+                let input = |view: &ViewPlan| FormatInput::new(Arc::clone(&checkpoint), Arc::clone(&view.plan));
+                views.iter().map(|view| ckfs_image::show(&Arc::new(input(view)))).collect::<Vec<_>>()
+            },
+        );
+        let mut problems = Vec::new();
+        let mut root = TreeBuilder::default();
+        let mut bundles = BundleSizes::default();
+        for (number, (view, shown)) in (0..).zip(views.iter().zip(shown)) {
+            match shown {
+                Ok((shown, lacking)) => {
+                    plan_text.push_str(&unavailable_text(&view.name, &lacking));
+                    add_bundles(&mut bundles, &view.plan, &shown);
+                    let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
+                    let added = directory.map_or_else(|| Err(view.name.clone()), |at| at.add(number, shown));
+                    let taken = "the name is taken by another view".to_owned();
+                    problems.extend(added.err().map(|file| Problem::File { file, reason: taken }));
+                }
+                Err(found) => problems.extend(found),
+            }
+        }
+        let engine = Arc::new(Engine::new(checkpoint, options.engine));
+        let checkpoint = engine.checkpoint();
+        let policy = Policy::new(options.materialize, engine.reservable_bytes() as u64, bundles);
+        plan_text.push_str(&policy.text());
+        let mounter = Mounter::of_this_process();
+        plan_text.push_str(&readers_text(&readers(checkpoint, &mounter, &options.overrides)));
+        if let Some(directory) = root.directory(OWN) {
+            let text = |text: String| TextFile::new(text.into_bytes(), DerivedFrom::Everything);
+            directory.live("stats.json", Live::Stats);
+            directory.live("metrics", Live::Metrics);
+            directory.file("config.toml", text(options.config_text));
+            directory.file("plan.txt", text(plan_text));
+        }
+        if !problems.is_empty() {
+            return Err(VolumeError { problems });
+        }
+        let views: Vec<Arc<Plan>> = views.into_iter().map(|view| view.plan).collect();
+        let remount = Some(options.remount).filter(|command| !command.is_empty());
+        let tree = root.build();
+        let permissions = Permissions::new(checkpoint, &views, &tree, mounter, options.overrides);
+        let watched = Arc::<Watched>::default();
+        // Also where no read finds it: bytes of a remote object are compared when all of them have come.
+        let told = Arc::downgrade(&watched);
+        checkpoint.source().health().on_poisoned(Box::new(move || {
+            if let Some(watched) = told.upgrade() {
+                watched.report();
+            }
+        }));
+        Ok(Self {
+            stats_bytes: stats::stats_bytes(checkpoint.source().as_ref()),
+            budget: options.budget,
+            remount: remount.unwrap_or_else(|| REMOUNT.to_owned()),
+            engine,
+            views,
+            tree,
+            modified,
+            total_bytes,
+            metrics: Metrics::default(),
+            next_handle: AtomicU64::new(1),
+            open: RwLock::default(),
+            watched,
+            remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
+            direct: options.direct,
+            direct_once: options.direct_once,
+            policy,
+            materializer: None,
+            permissions,
+        })
+    }
+
+    /// The inputs of the statistics.
+    pub(super) fn reported(&self) -> stats::Reported<'_> {
+        stats::Reported {
+            metrics: &self.metrics,
+            engine: &self.engine,
+            budget: self.budget.as_ref(),
+            shared_bytes: self.materializer.as_ref().and_then(Materializer::used_bytes),
+            remount: &self.remount,
+        }
+    }
+
+    /// The mount's problems. The code that finds a problem notes it here.
+    pub fn health(&self) -> &VolumeHealth {
+        &self.metrics.health
+    }
+
+    /// The files that are materialized.
+    pub fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
+    /// The plans of its views.
+    pub fn plans(&self) -> &[Arc<Plan>] {
+        &self.views
+    }
+
+    /// The memory budget, if the volume was made with one.
+    pub fn budget(&self) -> Option<&Budget> {
+        self.budget.as_ref()
+    }
+
+    /// The read engine.
+    pub fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+}
+
+/// Adds a view's bundles: the files that hold all tensors of a device.
+fn add_bundles(bundles: &mut BundleSizes, plan: &Plan, shown: &Directory) {
+    let formats = shown.bundles() / plan.devices.len().max(1);
+    for bytes in report::bytes_per_device(plan) {
+        (0..formats).for_each(|_| bundles.add(bytes));
+    }
+}
+
+impl FileSystem for Volume {
+    fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
+        self.find(parent, name)
+    }
+
+    fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
+        self.node_attr(ino)
+    }
+
+    fn read_dir(
+        &self,
+        dir: Ino,
+        from: u64,
+        each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
+    ) -> Result<(), FsError> {
+        self.list(dir, from, each)
+    }
+
+    fn parent(&self, ino: Ino) -> Result<Ino, FsError> {
+        self.parent_of(ino)
+    }
+
+    fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
+        self.link_target(ino)
+    }
+
+    fn open(&self, ino: Ino) -> Result<OpenedFile, FsError> {
+        self.open_checked(ino, true).inspect_err(|error| {
+            add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
+        })
+    }
+
+    fn open_uncached(&self, ino: Ino) -> Result<OpenedFile, FsError> {
+        self.open_checked(ino, false).inspect_err(|error| {
+            add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
+        })
+    }
+
+    fn read(
+        &self,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: usize,
+        reply: &mut dyn FnMut(Served<'_>),
+    ) -> Result<(), FsError> {
+        self.read_open(ino, handle, offset, len, reply)
+    }
+
+    fn release(&self, ino: Ino, handle: Handle) {
+        self.close(ino, handle);
+    }
+
+    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
+        self.node_xattr(ino, name)
+    }
+
+    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+        self.node_xattr_names(ino)
+    }
+
+    fn stat_fs(&self) -> StatFs {
+        StatFs { total_bytes: self.total_bytes, nodes: self.tree.len() }
+    }
+}
+
+impl Upkeep for Volume {
+    fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    fn stall_limit(&self) -> Duration {
+        self.engine.checkpoint().source().health().stall_limit()
+    }
+
+    fn note_stalls(&self) {
+        self.engine.note_stalls();
+        self.report_stalls();
+        self.report_changes();
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.engine.is_waiting()
+    }
+
+    fn is_stalled(&self, ino: Ino) -> bool {
+        self.waits_for_stalled(ino)
+    }
+
+    fn note_given_up(&self, op: RequestKind, _ino: Ino) {
+        self.count_given_up(op);
+    }
+
+    fn on_change(&self, callback: Option<OnChange>) {
+        self.watched.set_on_change(callback);
+    }
+
+    fn changed_files(&self) -> Vec<Ino> {
+        let mut files = self.files_of_poisoned();
+        files.extend(self.watched.take_superseded());
+        files
+    }
+
+    fn trial(&self) -> Option<File> {
+        self.materializer.as_ref()?.trial()
+    }
+
+    fn started(&self, passthrough: Result<(), NoPassthrough>) {
+        self.start(passthrough);
+    }
+
+    fn materialize(&self, _ino: Ino, handle: Handle, then: WhenMaterialized) {
+        self.materialize_open(handle, then);
+    }
+}

@@ -1,0 +1,65 @@
+//! What no scheme decodes is refused by name wherever floats are needed, also where it is only a part of the repository.
+
+use ckfs::{
+    plan::{CastRule, Dequantize, Pattern, Plan, ViewOptions},
+    tensor::DType,
+};
+
+use super::{
+    models::{self, Dress},
+    twice::options,
+};
+
+#[test]
+fn decoding_is_refused_where_a_part_has_no_decoder() {
+    let opened = models::llama("", Dress::ModelOpt("W4A16_AWQ")).open_stored();
+    let found = opened.checkpoint.quantized();
+    assert_eq!((found.tensors.len(), found.unsupported.len()), (2 * 3, 1), "MLPs are NVFP4");
+    let cast = CastRule { pattern: Pattern::parse("*norm.weight").unwrap(), dtype: Some(DType::F32) };
+    let wishes = [
+        ViewOptions { dequantize: Some(Dequantize::Own), ..options("hf", "") },
+        ViewOptions { dequantize: Some(Dequantize::To(DType::F32)), ..options("canonical", "") },
+        ViewOptions { dtype: Some(DType::BF16), ..options("canonical", "") },
+        ViewOptions { dtype: Some(DType::F32), ..options("hf", "") },
+        ViewOptions { casts: vec![cast], ..options("canonical", "") },
+        options("maxtext", ""),
+        options("maxtext-unscanned", ""),
+        options("vllm", ""),
+        ViewOptions { keep_dtype: true, ..options("maxtext", "") },
+        ViewOptions { keep_dtype: true, ..options("vllm", "") },
+    ];
+    for options in wishes {
+        let error =
+            Plan::build(&opened.checkpoint, &options).err().unwrap_or_else(|| panic!("{options:?}")).to_string();
+        for expected in [
+            "quantized as ModelOpt W4A16_AWQ, which ckfs does not decode",
+            "model.layers.0.self_attn.q_proj.weight and 7 more",
+        ] {
+            assert!(error.contains(expected), "expected {expected:?} in {error}");
+        }
+    }
+    // As it is stored it may be had.
+    for layout in ["canonical", "hf"] {
+        assert!(opened.plan(&options(layout, "tensor=2")).decoded.is_empty());
+    }
+}
+
+#[test]
+fn every_way_is_named_at_once() {
+    let mut twice = models::llama("", Dress::ModelOpt("W4A16_AWQ"));
+    let Some((_, file)) = &mut twice.file else { panic!("ModelOpt has a file") };
+    for layer in 0..2 {
+        let module = format!("model.layers.{layer}.mlp.down_proj");
+        file["quantization"]["quantized_layers"][module]["quant_algo"] = "W4A8_MXFP4_FP8".into();
+    }
+    let opened = twice.open_stored();
+    let options = ViewOptions { dtype: Some(DType::BF16), ..options("hf", "") };
+    let error = Plan::build(&opened.checkpoint, &options).unwrap_err();
+    assert_eq!(error.problems.len(), 2, "{error}");
+    for expected in [
+        "q_proj.weight and 7 more: quantized as ModelOpt W4A16_AWQ",
+        "down_proj.weight and 1 more: quantized as ModelOpt W4A8_MXFP4_FP8",
+    ] {
+        assert!(error.to_string().contains(expected), "expected {expected:?} in {error}");
+    }
+}

@@ -1,0 +1,15 @@
+//! Where bytes come from: local files, files in memory, the Hub, web servers, object stores, and the disk cache before them.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod costs;
+#[cfg(feature = "remote")]
+mod hub;
+mod local;
+mod remote_cache;
+mod remote_model;
+#[cfg(feature = "remote")]
+mod remote_store;
+#[cfg(feature = "remote")]
+#[path = "../stub/mod.rs"]
+mod stub;
