@@ -8,7 +8,10 @@ use std::{
 
 use ckfs_format::safetensors::HeaderErrors;
 use ckfs_host::PathFlaw;
-use ckfs_source::{SourceError, remote::RemoteError};
+use ckfs_source::{
+    SourceError,
+    remote::{RemoteError, url_schemes},
+};
 use ckfs_tensor::DType;
 
 use super::{
@@ -59,8 +62,8 @@ impl fmt::Display for Expected {
 pub enum CheckpointError {
     /// A remote address.
     #[error(
-        "{source_name}: {scheme}:// is not known; give a path, org/name, hf://, s3://, gs://, az://, https:// (or http:// of this \
-         machine)"
+        "{source_name}: {scheme}:// is not known; give a path, org/name, hf://, {} (or http:// of this machine)",
+        url_schemes()
     )]
     NotSupported {
         /// The requested source.

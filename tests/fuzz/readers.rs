@@ -6,13 +6,12 @@ use std::collections::BTreeMap;
 
 use ckfs::{
     format::{
-        dcp_state::DcpState,
+        dcp::read::DcpState,
         ocdbt::{KeyRange, Manifest, OcdbtError, Version, VersionNode, Walk},
-        orbax_state,
-        torch_archive::TorchArchive,
-        torch_state,
-        unpickle::{self, Id, Limits, Unpickled},
-        zarr_read::Array,
+        orbax::read as orbax_state,
+        pickle::read::{self as unpickle, Id, Limits, Unpickled},
+        torch::{read::TorchArchive, state as torch_state},
+        zarr::read::Array,
     },
     tensor::Shape,
 };

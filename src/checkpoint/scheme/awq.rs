@@ -15,40 +15,40 @@ use super::{
     parts::is_wide_float,
     quantization_config::Sharing,
     row::{
-        Axes, CODES, Candidate, Codes, Element, Extents, First, Modules, Part, PartType, ROW, Regular, Row, Said,
-        Shown, step,
+        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, FirstTensor, ModuleAnswer, ModuleConfig, PartExtents,
+        PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy, step,
     },
     stored::Stored,
 };
 
 /// The scheme.
-pub(super) static AWQ: Regular = Regular { name: "awq", rows: &ROWS, read };
+pub(super) static AWQ: RowScheme = RowScheme { name: "awq", rows: &ROWS, read };
 
-static ROWS: [Row; 1] = [Row {
+static ROWS: [SchemeRow; 1] = [SchemeRow {
     label: "{count} weights of 4-bit integers, {sharing}",
-    codes: Codes {
+    codes: CodesSpec {
         suffix: ".qweight",
         dtypes: &[DType::I32],
-        shown: Shown::Name,
-        element: Element::EvenThenOdd,
-        axes: Axes::Two,
+        shown: ShownBy::Name,
+        element: CodeForm::EvenThenOdd,
+        axes: CodeAxes::Two,
         shape: "[in, out/8]",
         by_column: true,
         transposed: &[1, 0],
         ..CODES
     },
     parts: &[
-        Part {
+        PartSpec {
             suffixes: &[".qzeros"],
             dtype: PartType::One(DType::I32),
-            element: Element::EvenThenOdd,
-            extents: Extents::Grid,
+            element: CodeForm::EvenThenOdd,
+            extents: PartExtents::Grid,
         },
-        Part {
+        PartSpec {
             suffixes: &[".scales"],
             dtype: PartType::Float(is_wide_float),
-            element: Element::Own,
-            extents: Extents::Grid,
+            element: CodeForm::Own,
+            extents: PartExtents::Grid,
         },
     ],
     value: &[step(Operation::Subtract, 0), step(Operation::Multiply, 1)],
@@ -62,7 +62,11 @@ struct Configuration<'a> {
     group: Result<Option<u64>, String>,
 }
 
-fn read<'a>(_: &'static [Row], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Option<Box<dyn Modules + 'a>> {
+fn read<'a>(
+    _: &'static [SchemeRow],
+    stored: &Stored<'a>,
+    found: &mut SchemeFindings<'_>,
+) -> Option<Box<dyn ModuleConfig + 'a>> {
     let config = config_of(stored, "awq")?;
     refuse_orphans(stored, found, &["qzeros", "scales"], "qweight");
     let exceptions = Exceptions::of(config, "modules_to_not_convert");
@@ -85,14 +89,14 @@ fn group(config: &Json) -> Result<Option<u64>, String> {
     size.and_then(group_size).map_err(|what| format!("awq with {what}"))
 }
 
-impl Modules for Configuration<'_> {
-    fn of(&self, _: &Stored<'_>, at: &Candidate<'_>) -> Said {
+impl ModuleConfig for Configuration<'_> {
+    fn of(&self, _: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
         match &self.group {
             Ok(_) if self.exceptions.has(at.stem) => {
-                Said::Unsupported("awq, but its configuration leaves this tensor unquantized".to_owned())
+                ModuleAnswer::Unsupported("awq, but its configuration leaves this tensor unquantized".to_owned())
             }
-            Ok(group) => Said::Stored(at.row, group.map_or(Sharing::Channel, Sharing::Group)),
-            Err(method) => Said::Unsupported(method.clone()),
+            Ok(group) => ModuleAnswer::Stored(at.row, group.map_or(Sharing::Channel, Sharing::Group)),
+            Err(method) => ModuleAnswer::Unsupported(method.clone()),
         }
     }
 
@@ -100,7 +104,7 @@ impl Modules for Configuration<'_> {
         ("awq gemm: ".to_owned(), "; ")
     }
 
-    fn details(&self, _: &First) -> Vec<(&'static str, Json)> {
+    fn details(&self, _: &FirstTensor) -> Vec<(&'static str, Json)> {
         vec![("group", json!(self.group.clone().ok().flatten()))]
     }
 }

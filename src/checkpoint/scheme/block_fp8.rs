@@ -12,32 +12,35 @@ use super::{
     findings::SchemeFindings,
     parts::FP8,
     quantization_config::{Library, ModuleQuantization, QuantizationConfig, Sharing, block},
-    row::{CODES, Candidate, Codes, Element, Extents, First, Modules, Part, PartType, ROW, Regular, Row, Said},
+    row::{
+        CODES, CodeForm, CodesCandidate, CodesSpec, FirstTensor, ModuleAnswer, ModuleConfig, PartExtents, PartSpec,
+        PartType, ROW, RowScheme, SchemeRow,
+    },
     stored::Stored,
 };
 use crate::problem::Problem;
 
 /// The scheme.
-pub(super) static BLOCK_FP8: Regular = Regular { name: "block_fp8", rows: &ROWS, read };
+pub(super) static BLOCK_FP8: RowScheme = RowScheme { name: "block_fp8", rows: &ROWS, read };
 
-const MATRIX: Row = Row {
+const MATRIX: SchemeRow = SchemeRow {
     label: "{count} weights with {scale} scales *{suffix}",
-    codes: Codes { dtypes: &FP8, types: "8-bit floats", may_be_partial: true, ..CODES },
+    codes: CodesSpec { dtypes: &FP8, types: "8-bit floats", may_be_partial: true, ..CODES },
     ..ROW
 };
-const SCALES: Part = Part {
+const SCALES: PartSpec = PartSpec {
     suffixes: &[".weight_scale_inv", ".weight_scale", ".scale"],
     // Bytes that are no floats are exponents by convention.
     dtype: PartType::Float(|dtype| dtype.is_float() || matches!(dtype, DType::F8E8M0 | DType::U8)),
-    element: Element::Own,
-    extents: Extents::Grid,
+    element: CodeForm::Own,
+    extents: PartExtents::Grid,
 };
 
-static ROWS: [Row; 2] = [
-    Row { parts: &[SCALES], ..MATRIX },
-    Row {
-        codes: Codes { suffix: "", decoded: "", ..MATRIX.codes },
-        parts: &[Part { suffixes: &["_scale_inv", "_scale"], ..SCALES }],
+static ROWS: [SchemeRow; 2] = [
+    SchemeRow { parts: &[SCALES], ..MATRIX },
+    SchemeRow {
+        codes: CodesSpec { suffix: "", decoded: "", ..MATRIX.codes },
+        parts: &[PartSpec { suffixes: &["_scale_inv", "_scale"], ..SCALES }],
         ..MATRIX
     },
 ];
@@ -49,7 +52,11 @@ struct Blocks<'a> {
     columns: u64,
 }
 
-fn read<'a>(_: &'static [Row], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Option<Box<dyn Modules + 'a>> {
+fn read<'a>(
+    _: &'static [SchemeRow],
+    stored: &Stored<'a>,
+    found: &mut SchemeFindings<'_>,
+) -> Option<Box<dyn ModuleConfig + 'a>> {
     let config = QuantizationConfig::read(stored);
     let json = stored.config().filter(|_| config.library() == Some(Library::Transformers))?;
     let configured = json.get("weight_block_size").filter(|block| !block.is_null())?;
@@ -64,20 +71,20 @@ fn read<'a>(_: &'static [Row], stored: &Stored<'a>, found: &mut SchemeFindings<'
     Some(Box::new(Blocks { config, rows, columns }))
 }
 
-impl Modules for Blocks<'_> {
-    fn of(&self, _: &Stored<'_>, at: &Candidate<'_>) -> Said {
+impl ModuleConfig for Blocks<'_> {
+    fn of(&self, _: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
         // Quantized or not: this library's configuration says no more.
         if self.config.of(at.stem) == ModuleQuantization::Plain {
-            return Said::Nothing;
+            return ModuleAnswer::Nothing;
         }
-        Said::Stored(at.row, Sharing::Block(self.rows, self.columns))
+        ModuleAnswer::Stored(at.row, Sharing::Block(self.rows, self.columns))
     }
 
     fn words(&self) -> (String, &'static str) {
         (format!("fp8 in blocks of {}x{}, ", self.rows, self.columns), "; ")
     }
 
-    fn details(&self, first: &First) -> Vec<(&'static str, Json)> {
+    fn details(&self, first: &FirstTensor) -> Vec<(&'static str, Json)> {
         vec![
             ("block", json!([self.rows, self.columns])),
             ("scale_suffix", json!(first.suffix)),

@@ -21,7 +21,7 @@ use super::{
     listed::text,
     parts::{FP8, companion, is_fp8, is_wide_float, module_of},
     quantization_config::Sharing,
-    row::{Axes, CODES, Codes, Element, Extents, Part, PartType, ROW, Row, RowKinds},
+    row::{CODES, CodeAxes, CodeForm, CodesSpec, PartExtents, PartSpec, PartType, ROW, RowKinds, SchemeRow},
     stored::Stored,
 };
 use crate::table::TensorInfo;
@@ -38,18 +38,18 @@ const FORMAT: &str = "comfy_quant";
 const METADATA: &str = "_quantization_metadata";
 
 /// By the format that is given for a module, and by the name of its scale alone.
-static ROWS: [Row; 2] = [row(&[SCALE]), row(&[Part { suffixes: &[".scale_weight"], ..SCALE }])];
+static ROWS: [SchemeRow; 2] = [row(&[SCALE]), row(&[PartSpec { suffixes: &[".scale_weight"], ..SCALE }])];
 
-const SCALE: Part = Part {
+const SCALE: PartSpec = PartSpec {
     suffixes: &[".weight_scale", ".scale_weight"],
     dtype: PartType::Float(is_wide_float),
-    element: Element::Own,
-    extents: Extents::AnySingle,
+    element: CodeForm::Own,
+    extents: PartExtents::AnySingle,
 };
 
-const fn row(parts: &'static [Part]) -> Row {
-    let codes = Codes { dtypes: &FP8, types: "8-bit floats", axes: Axes::Any, ..CODES };
-    Row { codes, parts, left_out: &[".scale_input", ".input_scale", ".comfy_quant"], ..ROW }
+const fn row(parts: &'static [PartSpec]) -> SchemeRow {
+    let codes = CodesSpec { dtypes: &FP8, types: "8-bit floats", axes: CodeAxes::Any, ..CODES };
+    SchemeRow { codes, parts, left_out: &[".scale_input", ".input_scale", ".comfy_quant"], ..ROW }
 }
 
 impl Scheme for Comfy {

@@ -42,12 +42,12 @@ struct Matrix<'a> {
     index: Option<TensorId>,
     inner: u64,
     out: u64,
-    way: Way,
+    way: ModuleSettings,
 }
 
 /// How a module is quantized.
 #[derive(Clone, Copy)]
-struct Way {
+struct ModuleSettings {
     bits: u64,
     /// Rows of a group; `None` is all.
     group: Option<u64>,
@@ -178,7 +178,7 @@ impl<'a> Config<'a> {
     }
 
     /// How the weight of this module is quantized, or the name of what is not decoded.
-    fn of(&self, module: &str) -> Result<Way, String> {
+    fn of(&self, module: &str) -> Result<ModuleSettings, String> {
         if let Some(unknown) = &self.unknown {
             return Err(unknown.clone());
         }
@@ -197,7 +197,7 @@ impl<'a> Config<'a> {
         };
         let group = told("group_size").ok_or_else(|| "no group_size".to_owned()).and_then(group_size);
         let group = group.map_err(|what| format!("gptq with {what}"))?;
-        Ok(Way { bits, group, act_order: told("desc_act").and_then(Json::as_bool) })
+        Ok(ModuleSettings { bits, group, act_order: told("desc_act").and_then(Json::as_bool) })
     }
 }
 

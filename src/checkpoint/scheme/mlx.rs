@@ -16,14 +16,14 @@ use super::{
     parts::{companion, is_wide_float},
     quantization_config::Sharing,
     row::{
-        Axes, CODES, Candidate, Codes, Element, Extents, Modules, Part, PartType, ROW, Regular, Row, Said, Shown, Step,
-        step,
+        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, ModuleAnswer, ModuleConfig, PartExtents, PartSpec,
+        PartType, ROW, RowScheme, SchemeRow, ShownBy, ValueStep, step,
     },
     stored::Stored,
 };
 
 /// The scheme.
-pub(super) static MLX: Regular = Regular { name: "mlx", rows: &ROWS, read };
+pub(super) static MLX: RowScheme = RowScheme { name: "mlx", rows: &ROWS, read };
 
 /// How the codes' names end.
 const CODES_WORD: &str = "weight";
@@ -44,58 +44,63 @@ const MODES: [Mode; 4] = [
     Mode { name: "nvfp4", bits: 4, group: 16, rows: &[(4, 5)] },
 ];
 
-static ROWS: [Row; 6] = [
+static ROWS: [SchemeRow; 6] = [
     affine("{count} weights of 2 bits, affine, {sharing}", "[.., in * 2 / 32]", 2),
     affine("{count} weights of 4 bits, affine, {sharing}", "[.., in * 4 / 32]", 4),
     affine("{count} weights of 8 bits, affine, {sharing}", "[.., in * 8 / 32]", 8),
-    Row {
+    SchemeRow {
         label: "{count} weights of 4 bits, mxfp4, {sharing}",
-        codes: Codes { element: Element::E2m1, shape: "[.., in * 4 / 32]", ..WORDS },
+        codes: CodesSpec { element: CodeForm::E2m1, shape: "[.., in * 4 / 32]", ..WORDS },
         parts: &[EXPONENTS],
         absent: Some((".biases", "biases of mode mxfp4")),
         ..ROW
     },
-    Row {
+    SchemeRow {
         label: "{count} weights of 8 bits, mxfp8, {sharing}",
-        codes: Codes { element: Element::Float(DType::F8E4M3), shape: "[.., in * 8 / 32]", ..WORDS },
+        codes: CodesSpec { element: CodeForm::Float(DType::F8E4M3), shape: "[.., in * 8 / 32]", ..WORDS },
         parts: &[EXPONENTS],
         absent: Some((".biases", "biases of mode mxfp8")),
         ..ROW
     },
-    Row {
+    SchemeRow {
         label: "{count} weights of 4 bits, nvfp4, {sharing}",
-        codes: Codes { element: Element::E2m1, shape: "[.., in * 4 / 32]", ..WORDS },
-        parts: &[Part { element: Element::Float(DType::F8E4M3), ..EXPONENTS }],
+        codes: CodesSpec { element: CodeForm::E2m1, shape: "[.., in * 4 / 32]", ..WORDS },
+        parts: &[PartSpec { element: CodeForm::Float(DType::F8E4M3), ..EXPONENTS }],
         absent: Some((".biases", "biases of mode nvfp4")),
         ..ROW
     },
 ];
 
-const fn affine(label: &'static str, shape: &'static str, bits: u32) -> Row {
-    Row {
+const fn affine(label: &'static str, shape: &'static str, bits: u32) -> SchemeRow {
+    SchemeRow {
         label,
-        codes: Codes { element: Element::Unsigned(bits), shape, ..WORDS },
+        codes: CodesSpec { element: CodeForm::Unsigned(bits), shape, ..WORDS },
         parts: SCALES_AND_BIASES,
         value: MULTIPLIED_AND_ADDED,
         ..ROW
     }
 }
 
-const WORDS: Codes = Codes { dtypes: &[DType::U32], shown: Shown::TypeOr(0), axes: Axes::Rows, ..CODES };
-const FLOATS: Part = Part {
+const WORDS: CodesSpec = CodesSpec { dtypes: &[DType::U32], shown: ShownBy::TypeOr(0), axes: CodeAxes::Rows, ..CODES };
+const FLOATS: PartSpec = PartSpec {
     suffixes: &[".scales"],
     dtype: PartType::Float(is_wide_float),
-    element: Element::Own,
-    extents: Extents::Grid,
+    element: CodeForm::Own,
+    extents: PartExtents::Grid,
 };
-const SCALES_AND_BIASES: &[Part] = &[FLOATS, Part { suffixes: &[".biases"], dtype: PartType::Like(0), ..FLOATS }];
-const MULTIPLIED_AND_ADDED: &[Step] = &[step(Operation::Multiply, 0), step(Operation::Add, 1)];
-const EXPONENTS: Part = Part { dtype: PartType::One(DType::U8), ..FLOATS };
+const SCALES_AND_BIASES: &[PartSpec] =
+    &[FLOATS, PartSpec { suffixes: &[".biases"], dtype: PartType::Like(0), ..FLOATS }];
+const MULTIPLIED_AND_ADDED: &[ValueStep] = &[step(Operation::Multiply, 0), step(Operation::Add, 1)];
+const EXPONENTS: PartSpec = PartSpec { dtype: PartType::One(DType::U8), ..FLOATS };
 
 /// The configuration of all modules, in which some have their own.
 struct Configuration<'a>(&'a Json);
 
-fn read<'a>(_: &'static [Row], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Option<Box<dyn Modules + 'a>> {
+fn read<'a>(
+    _: &'static [SchemeRow],
+    stored: &Stored<'a>,
+    found: &mut SchemeFindings<'_>,
+) -> Option<Box<dyn ModuleConfig + 'a>> {
     let config = configured(stored)?;
     refuse_orphans(stored, found, &["scales", "biases"], CODES_WORD);
     for key in homeless(config, stored) {
@@ -105,16 +110,16 @@ fn read<'a>(_: &'static [Row], stored: &Stored<'a>, found: &mut SchemeFindings<'
     Some(Box::new(Configuration(config)))
 }
 
-impl Modules for Configuration<'_> {
-    fn of(&self, stored: &Stored<'_>, at: &Candidate<'_>) -> Said {
+impl ModuleConfig for Configuration<'_> {
+    fn of(&self, stored: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
         let variant = match variant(self.0, at.stem) {
             Ok(variant) => variant,
-            Err(method) => return Said::Unsupported(method),
+            Err(method) => return ModuleAnswer::Unsupported(method),
         };
         if companion(stored, at.stem, "global_scale").is_some() {
-            return Said::Unsupported(format!("mlx {} with global_scale", variant.mode));
+            return ModuleAnswer::Unsupported(format!("mlx {} with global_scale", variant.mode));
         }
-        Said::Stored(variant.row, Sharing::Group(variant.group))
+        ModuleAnswer::Stored(variant.row, Sharing::Group(variant.group))
     }
 
     fn words(&self) -> (String, &'static str) {

@@ -5,7 +5,7 @@
 //! values are made by the one decoder of `tensor`. What no scheme claims stays as it is stored.
 //!
 //! # To add a scheme
-//! Most schemes are data: a `row::Row` says the ends of names, types and shapes of codes and of what decodes them, the expression of
+//! Most schemes are data: a `row::SchemeRow` says the ends of names, types and shapes of codes and of what decodes them, the expression of
 //! the value, and the decoded name; `row` says how to add one. `nvfp4` and `mx` are nothing but rows, since the configuration says of
 //! each module how it is quantized; `awq`, `mlx`, `mxfp4`, `scaled_fp8` and `block_fp8` also read a configuration of their own.
 //!

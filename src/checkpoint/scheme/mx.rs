@@ -10,28 +10,28 @@ use ckfs_tensor::DType;
 use super::{
     by_module,
     quantization_config::{Library, ModuleQuantization, Sharing},
-    row::{CODES, Codes, Element, Extents, Part, PartType, ROW, Regular, Row, Shown},
+    row::{CODES, CodeForm, CodesSpec, PartExtents, PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy},
 };
 
 /// The scheme.
-pub(super) static MX: Regular = Regular { name: "mx", rows: &ROWS, read: by_module::read };
+pub(super) static MX: RowScheme = RowScheme { name: "mx", rows: &ROWS, read: by_module::read };
 
-const EXPONENTS: Part = Part {
+const EXPONENTS: PartSpec = PartSpec {
     suffixes: &[".weight_scale"],
     dtype: PartType::One(DType::U8),
-    element: Element::Own,
-    extents: Extents::Grid,
+    element: CodeForm::Own,
+    extents: PartExtents::Grid,
 };
 
-static ROWS: [Row; 3] = [
-    Row {
+static ROWS: [SchemeRow; 3] = [
+    SchemeRow {
         label: "mxfp4, {count} weights",
         says: Some(&ModuleQuantization::Mxfp4),
-        codes: Codes {
+        codes: CodesSpec {
             suffix: ".weight_packed",
             dtypes: &[DType::U8],
-            shown: Shown::Name,
-            element: Element::E2m1,
+            shown: ShownBy::Name,
+            element: CodeForm::E2m1,
             shape: "[out, in/2]",
             group: Some(32),
             ..CODES
@@ -39,19 +39,25 @@ static ROWS: [Row; 3] = [
         parts: &[EXPONENTS],
         ..ROW
     },
-    Row {
+    SchemeRow {
         label: "mxfp8, {count} weights",
         says: Some(&ModuleQuantization::Mxfp8),
-        codes: Codes { dtypes: &[DType::F8E4M3], shown: Shown::TypeOr(0), group: Some(32), ..CODES },
+        codes: CodesSpec { dtypes: &[DType::F8E4M3], shown: ShownBy::TypeOr(0), group: Some(32), ..CODES },
         parts: &[EXPONENTS],
         ..ROW
     },
-    Row {
+    SchemeRow {
         label: "4-bit experts of DeepSeek V4, {count} weights",
         libraries: &[Library::Transformers],
         says: Some(&ModuleQuantization::Fp8(Sharing::Tensor)),
-        codes: Codes { dtypes: &[DType::I8], element: Element::E2m1, shape: "[out, in/2]", group: Some(32), ..CODES },
-        parts: &[Part { suffixes: &[".scale"], dtype: PartType::One(DType::F8E8M0), ..EXPONENTS }],
+        codes: CodesSpec {
+            dtypes: &[DType::I8],
+            element: CodeForm::E2m1,
+            shape: "[out, in/2]",
+            group: Some(32),
+            ..CODES
+        },
+        parts: &[PartSpec { suffixes: &[".scale"], dtype: PartType::One(DType::F8E8M0), ..EXPONENTS }],
         ..ROW
     },
 ];

@@ -15,40 +15,45 @@ use super::{
     listed::{Exceptions, config_of},
     quantization_config::Sharing,
     row::{
-        Axes, CODES, Candidate, Codes, Element, Extents, First, Modules, Part, PartType, ROW, Regular, Row, Said, Shown,
+        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, FirstTensor, ModuleAnswer, ModuleConfig, PartExtents,
+        PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy,
     },
     stored::Stored,
 };
 
 /// The scheme.
-pub(super) static MXFP4: Regular = Regular { name: "mxfp4", rows: &ROWS, read };
+pub(super) static MXFP4: RowScheme = RowScheme { name: "mxfp4", rows: &ROWS, read };
 
 /// Elements that share an exponent.
 const GROUP: u64 = 32;
 
-static ROWS: [Row; 1] = [Row {
+static ROWS: [SchemeRow; 1] = [SchemeRow {
     label: "mxfp4, {count} stacks of experts",
-    codes: Codes {
+    codes: CodesSpec {
         suffix: "_blocks",
         decoded: "",
         dtypes: &[DType::U8],
-        shown: Shown::Name,
-        element: Element::E2m1,
-        axes: Axes::Groups(GROUP / 2),
+        shown: ShownBy::Name,
+        element: CodeForm::E2m1,
+        axes: CodeAxes::Groups(GROUP / 2),
         shape: "[experts, out, in/32, 16]",
         transposed: &[0, 2, 1],
         ..CODES
     },
-    parts: &[Part {
+    parts: &[PartSpec {
         suffixes: &["_scales"],
         dtype: PartType::One(DType::U8),
-        element: Element::Own,
-        extents: Extents::Grid,
+        element: CodeForm::Own,
+        extents: PartExtents::Grid,
     }],
     ..ROW
 }];
 
-fn read<'a>(_: &'static [Row], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Option<Box<dyn Modules + 'a>> {
+fn read<'a>(
+    _: &'static [SchemeRow],
+    stored: &Stored<'a>,
+    found: &mut SchemeFindings<'_>,
+) -> Option<Box<dyn ModuleConfig + 'a>> {
     let exceptions = Exceptions::of(config_of(stored, "mxfp4")?, "modules_to_not_convert");
     for (_, scales) in stored.iter().filter(|(_, scales)| scales.dtype == DType::U8) {
         if let Some(name) = scales.name.strip_suffix("_scales")
@@ -60,15 +65,15 @@ fn read<'a>(_: &'static [Row], stored: &Stored<'a>, found: &mut SchemeFindings<'
     Some(Box::new(exceptions))
 }
 
-impl Modules for Exceptions<'_> {
-    fn of(&self, _: &Stored<'_>, at: &Candidate<'_>) -> Said {
+impl ModuleConfig for Exceptions<'_> {
+    fn of(&self, _: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
         if self.has(at.stem) {
-            return Said::Unsupported("mxfp4, but its configuration leaves this tensor unquantized".to_owned());
+            return ModuleAnswer::Unsupported("mxfp4, but its configuration leaves this tensor unquantized".to_owned());
         }
-        Said::Stored(at.row, Sharing::Group(GROUP))
+        ModuleAnswer::Stored(at.row, Sharing::Group(GROUP))
     }
 
-    fn details(&self, _: &First) -> Vec<(&'static str, Json)> {
+    fn details(&self, _: &FirstTensor) -> Vec<(&'static str, Json)> {
         vec![("group", json!(GROUP))]
     }
 }

@@ -10,45 +10,48 @@ use ckfs_tensor::{DType, Operation};
 use super::{
     by_module,
     quantization_config::{Factor, ModuleQuantization},
-    row::{Axes, CODES, Codes, Element, Extents, Part, PartType, ROW, Regular, Row, Shown, Step},
+    row::{
+        CODES, CodeAxes, CodeForm, CodesSpec, PartExtents, PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy,
+        ValueStep,
+    },
 };
 
 /// The scheme.
-pub(super) static NVFP4: Regular = Regular { name: "nvfp4", rows: &ROWS, read: by_module::read };
+pub(super) static NVFP4: RowScheme = RowScheme { name: "nvfp4", rows: &ROWS, read: by_module::read };
 
-const PACKED: Codes = Codes {
+const PACKED: CodesSpec = CodesSpec {
     suffix: ".weight_packed",
     dtypes: &[DType::U8],
-    shown: Shown::Name,
-    element: Element::E2m1,
-    axes: Axes::Rows,
+    shown: ShownBy::Name,
+    element: CodeForm::E2m1,
+    axes: CodeAxes::Rows,
     shape: "[out, in/2]",
     group: Some(16),
     ..CODES
 };
-const SCALES: Part = Part {
+const SCALES: PartSpec = PartSpec {
     suffixes: &[".weight_scale"],
     dtype: PartType::One(DType::F8E4M3),
-    element: Element::Own,
-    extents: Extents::Grid,
+    element: CodeForm::Own,
+    extents: PartExtents::Grid,
 };
-const FACTOR: Part = Part { dtype: PartType::One(DType::F32), extents: Extents::Single, ..SCALES };
+const FACTOR: PartSpec = PartSpec { dtype: PartType::One(DType::F32), extents: PartExtents::Single, ..SCALES };
 
-static ROWS: [Row; 2] = [
-    Row {
+static ROWS: [SchemeRow; 2] = [
+    SchemeRow {
         label: "nvfp4, {count} weights, scales are divided by weight_global_scale",
         says: Some(&ModuleQuantization::Nvfp4(Factor::Divides)),
         codes: PACKED,
-        parts: &[SCALES, Part { suffixes: &[".weight_global_scale"], ..FACTOR }],
-        value: &[Step { operation: Operation::Multiply, part: 0, first: &[(Operation::Divide, 1)] }],
+        parts: &[SCALES, PartSpec { suffixes: &[".weight_global_scale"], ..FACTOR }],
+        value: &[ValueStep { operation: Operation::Multiply, part: 0, first: &[(Operation::Divide, 1)] }],
         ..ROW
     },
-    Row {
+    SchemeRow {
         label: "nvfp4, {count} weights, scales are multiplied by weight_scale_2",
         says: Some(&ModuleQuantization::Nvfp4(Factor::Multiplies)),
-        codes: Codes { suffix: ".weight", shown: Shown::TypeOr(1), ..PACKED },
-        parts: &[SCALES, Part { suffixes: &[".weight_scale_2"], ..FACTOR }],
-        value: &[Step { operation: Operation::Multiply, part: 0, first: &[(Operation::Multiply, 1)] }],
+        codes: CodesSpec { suffix: ".weight", shown: ShownBy::TypeOr(1), ..PACKED },
+        parts: &[SCALES, PartSpec { suffixes: &[".weight_scale_2"], ..FACTOR }],
+        value: &[ValueStep { operation: Operation::Multiply, part: 0, first: &[(Operation::Multiply, 1)] }],
         unless: Some((".pre_quant_scale", "ModelOpt NVFP4 with pre_quant_scale")),
         ..ROW
     },

@@ -1,10 +1,10 @@
-//! Regular schemes as data: a [`Row`] says by which names, types and shapes codes and what decodes them are stored, and how a
+//! Regular schemes as data: a [`SchemeRow`] says by which names, types and shapes codes and what decodes them are stored, and how a
 //! value is computed from them.
 //!
 //! # To add a scheme of a known kind
-//! Write one [`Row`], and a test. Where the configuration says of each module how it is quantized
-//! ([`QuantizationConfig`](super::quantization_config::QuantizationConfig)), the row names those words in [`Row::says`], and goes to
-//! `by_module`. Otherwise it belongs to a [`Regular`] scheme of its own, whose [`Modules`] read the configuration.
+//! Write one [`SchemeRow`], and a test. Where the configuration says of each module how it is quantized
+//! ([`QuantizationConfig`](super::quantization_config::QuantizationConfig)), the row names those words in [`SchemeRow::says`], and goes to
+//! `by_module`. Otherwise it belongs to a [`RowScheme`] scheme of its own, whose [`ModuleConfig`] read the configuration.
 //!
 //! What a row cannot say: companions that are read when the repository is opened (`g_idx`, `weight_shape`, texts that describe
 //! a tensor), and shapes that do not follow from those of the codes. Such schemes are code.
@@ -23,19 +23,19 @@ use crate::table::TensorInfo;
 
 /// One way in which tensors are stored quantized.
 #[derive(Debug)]
-pub(super) struct Row {
+pub(super) struct SchemeRow {
     /// How the summary counts such tensors. `{count}` and `{sharing}` are filled in, and of the first of them `{scale}`, the type of
     /// its scale, and `{suffix}`, what the scale's name adds.
     pub(super) label: &'static str,
     /// The libraries that store tensors so; empty if the scheme's configuration decides it.
     pub(super) libraries: &'static [Library],
-    /// What the configuration says of such a module; `None` where the scheme's own [`Modules`] decide.
+    /// What the configuration says of such a module; `None` where the scheme's own [`ModuleConfig`] decide.
     pub(super) says: Option<&'static ModuleQuantization>,
-    pub(super) codes: Codes,
+    pub(super) codes: CodesSpec,
     /// What decodes the codes, in the order of their operands.
-    pub(super) parts: &'static [Part],
+    pub(super) parts: &'static [PartSpec],
     /// Computed in f32 with each element, in order.
-    pub(super) value: &'static [Step],
+    pub(super) value: &'static [ValueStep],
     /// A companion with which codes are stored in another way, and that way's name.
     pub(super) unless: Option<(&'static str, &'static str)>,
     /// The end of the name of a companion that codes stored so do not have, and what it would mean, in words.
@@ -46,7 +46,7 @@ pub(super) struct Row {
 
 /// How the codes are stored.
 #[derive(Debug)]
-pub(super) struct Codes {
+pub(super) struct CodesSpec {
     /// How their name ends; in its place the decoded tensor's name has `decoded`. Empty for names that do not end in `.weight`.
     pub(super) suffix: &'static str,
     pub(super) decoded: &'static str,
@@ -54,9 +54,9 @@ pub(super) struct Codes {
     pub(super) dtypes: &'static [DType],
     /// These types, in words.
     pub(super) types: &'static str,
-    pub(super) shown: Shown,
-    pub(super) element: Element,
-    pub(super) axes: Axes,
+    pub(super) shown: ShownBy,
+    pub(super) element: CodeForm,
+    pub(super) axes: CodeAxes,
     /// Their shape, in words.
     pub(super) shape: &'static str,
     /// Neighbours that share a scale, unless the configuration says it.
@@ -71,7 +71,7 @@ pub(super) struct Codes {
 
 /// What shows that a tensor of such a name holds codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Shown {
+pub(super) enum ShownBy {
     /// Its name.
     Name,
     /// Its type.
@@ -84,7 +84,7 @@ pub(super) enum Shown {
 
 /// How the elements are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Element {
+pub(super) enum CodeForm {
     /// One by one, in the tensor's own type.
     Own,
     /// Floats of this type side by side, in words of another type.
@@ -99,7 +99,7 @@ pub(super) enum Element {
 
 /// Which axes codes have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Axes {
+pub(super) enum CodeAxes {
     /// Any number, with one scale for all elements.
     Any,
     /// Two or more. Tensors of one axis hold no codes.
@@ -114,13 +114,13 @@ pub(super) enum Axes {
 
 /// A companion that decodes codes.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct PartSpec {
     /// How its name ends, after what stands before the suffix of the codes. The first that is there counts.
     pub(super) suffixes: &'static [&'static str],
     pub(super) dtype: PartType,
     /// How its elements are coded.
-    pub(super) element: Element,
-    pub(super) extents: Extents,
+    pub(super) element: CodeForm,
+    pub(super) extents: PartExtents,
 }
 
 /// The type of a companion.
@@ -135,7 +135,7 @@ pub(super) enum PartType {
 
 /// The shape of a companion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Extents {
+pub(super) enum PartExtents {
     /// One number for each group or block.
     Grid,
     /// One number, `[1]` or `[]`.
@@ -149,21 +149,21 @@ pub(super) enum Extents {
 
 /// A step of a value: what is computed with a part, on which steps of its own may come first.
 #[derive(Debug)]
-pub(super) struct Step {
+pub(super) struct ValueStep {
     pub(super) operation: Operation,
     pub(super) part: usize,
     pub(super) first: &'static [(Operation, usize)],
 }
 
 /// Codes as they are in most rows: matrices whose elements are stored one by one.
-pub(super) const CODES: Codes = Codes {
+pub(super) const CODES: CodesSpec = CodesSpec {
     suffix: ".weight",
     decoded: ".weight",
     dtypes: &[],
     types: "",
-    shown: Shown::Type,
-    element: Element::Own,
-    axes: Axes::Matrices,
+    shown: ShownBy::Type,
+    element: CodeForm::Own,
+    axes: CodeAxes::Matrices,
     shape: "[out, in]",
     group: None,
     by_column: false,
@@ -172,7 +172,7 @@ pub(super) const CODES: Codes = Codes {
 };
 
 /// A row whose codes are multiplied with their scales.
-pub(super) const ROW: Row = Row {
+pub(super) const ROW: SchemeRow = SchemeRow {
     label: "{count} weights",
     libraries: &[],
     says: None,
@@ -185,14 +185,14 @@ pub(super) const ROW: Row = Row {
 };
 
 /// The product of codes and scales.
-pub(super) const SCALED: &[Step] = &[step(Operation::Multiply, 0)];
+pub(super) const SCALED: &[ValueStep] = &[step(Operation::Multiply, 0)];
 
 /// A step with a part as it is.
-pub(super) const fn step(operation: Operation, part: usize) -> Step {
-    Step { operation, part, first: &[] }
+pub(super) const fn step(operation: Operation, part: usize) -> ValueStep {
+    ValueStep { operation, part, first: &[] }
 }
 
-impl Element {
+impl CodeForm {
     const fn bits(self) -> Option<u64> {
         match self {
             Self::Own => None,
@@ -243,7 +243,7 @@ fn even_then_odd(tensor: SourceTensor, extents: &[u64], rows: u64) -> Operand {
 
 /// All that distinguishes kinds of tensors of a scheme.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Kind {
+struct RowKind {
     /// Number of the row.
     row: usize,
     codes: DType,
@@ -254,7 +254,7 @@ struct Kind {
     parts: Vec<(DType, Vec<u64>)>,
 }
 
-impl Row {
+impl SchemeRow {
     /// What stands before the suffix of the codes in this name, if it is one of codes.
     fn stem<'a>(&self, name: &'a str) -> Option<&'a str> {
         let stem = name.strip_suffix(self.codes.suffix)?;
@@ -275,12 +275,12 @@ impl Row {
     fn is_shown(&self, stored: &Stored<'_>, stem: &str, codes: &TensorInfo<'_>) -> bool {
         let is_type = self.codes.dtypes.contains(&codes.dtype);
         let is_code = match self.codes.shown {
-            Shown::Name => true,
-            Shown::Type => is_type,
-            Shown::TypeOr(part) => is_type || self.part(stored, stem, part).is_some(),
-            Shown::TypeAnd(part) => is_type && self.part(stored, stem, part).is_some(),
+            ShownBy::Name => true,
+            ShownBy::Type => is_type,
+            ShownBy::TypeOr(part) => is_type || self.part(stored, stem, part).is_some(),
+            ShownBy::TypeAnd(part) => is_type && self.part(stored, stem, part).is_some(),
         };
-        is_code && (codes.shape.len() >= 2 || self.codes.axes != Axes::Matrices)
+        is_code && (codes.shape.len() >= 2 || self.codes.axes != CodeAxes::Matrices)
     }
 
     /// The shape of the value, and the block that shares a scale. Codes of another shape are refused.
@@ -291,10 +291,10 @@ impl Row {
         sharing: Sharing,
     ) -> Option<(Vec<u64>, (u64, u64))> {
         let fits = match self.codes.axes {
-            Axes::Any => return Some((codes.shape.to_vec(), (1, 1))),
-            Axes::Matrices | Axes::Rows => codes.shape.len() >= 2,
-            Axes::Two => codes.shape.len() == 2,
-            Axes::Groups(size) => codes.shape.len() == 4 && codes.shape[3] == size,
+            CodeAxes::Any => return Some((codes.shape.to_vec(), (1, 1))),
+            CodeAxes::Matrices | CodeAxes::Rows => codes.shape.len() >= 2,
+            CodeAxes::Two => codes.shape.len() == 2,
+            CodeAxes::Groups(size) => codes.shape.len() == 4 && codes.shape[3] == size,
         };
         let of_shape = |groups: &str| format!("shape {}{groups}", self.codes.shape);
         if !fits {
@@ -302,7 +302,7 @@ impl Row {
             return None;
         }
         let mut extents = codes.shape.to_vec();
-        if matches!(self.codes.axes, Axes::Groups(_)) {
+        if matches!(self.codes.axes, CodeAxes::Groups(_)) {
             let inner = extents.drain(2..).fold(1, u64::saturating_mul);
             extents.push(inner);
         }
@@ -326,10 +326,10 @@ impl Row {
     }
 
     /// What codes of this row tell the reader of a summary, if their first part is there.
-    fn first(&self, stored: &Stored<'_>, stem: &str, codes: &TensorInfo<'_>) -> Option<First> {
+    fn first(&self, stored: &Stored<'_>, stem: &str, codes: &TensorInfo<'_>) -> Option<FirstTensor> {
         let part = stored.tensor(self.part(stored, stem, 0)?);
         let suffix = part.name.strip_prefix(codes.name).or(part.name.strip_prefix(stem)).unwrap_or(part.name);
-        Some(First { scale: part.dtype, suffix: suffix.to_owned() })
+        Some(FirstTensor { scale: part.dtype, suffix: suffix.to_owned() })
     }
 
     /// Whether a library stores tensors so, where that matters.
@@ -371,7 +371,7 @@ impl Row {
             stored.beside(stem, end).into_iter().for_each(|id| found.leave_out(id));
         }
         let dtype = if self.codes.dtypes.len() > 1 { codes.dtype } else { self.codes.dtypes[0] };
-        let kind = Kind { row: number, codes: dtype, stored: codes.shape.to_vec(), extents, block, parts };
+        let kind = RowKind { row: number, codes: dtype, stored: codes.shape.to_vec(), extents, block, parts };
         if let Some(template) = kinds.0.template(found, codes.name, kind, |kind| self.template(kind)) {
             found.tensor(&self.decoded(stem), template, &operands, None);
         }
@@ -416,16 +416,16 @@ impl Row {
         Some(parts)
     }
 
-    fn template(&self, kind: &Kind) -> Result<Template, TemplateError> {
+    fn template(&self, kind: &RowKind) -> Result<Template, TemplateError> {
         let extents = kind.extents.as_slice();
         let part = |number: usize| -> Result<Operand, TemplateError> {
             let (dtype, stored) = &kind.parts[number];
             let slot = slot(u32::try_from(number + 1).expect("a few parts"), *dtype, stored)?;
             let part = &self.parts[number];
             let is_one = match part.extents {
-                Extents::Grid => false,
-                Extents::Single | Extents::AnySingle => true,
-                Extents::Shared => slot.shape.elements() == 1,
+                PartExtents::Grid => false,
+                PartExtents::Single | PartExtents::AnySingle => true,
+                PartExtents::Shared => slot.shape.elements() == 1,
             };
             Ok(part.element.part(slot, extents, kind.block, is_one))
         };
@@ -444,7 +444,7 @@ impl Row {
     }
 }
 
-impl Part {
+impl PartSpec {
     /// The shape that this part of a value must have, where it has shape `found`.
     fn extents(
         &self,
@@ -454,7 +454,7 @@ impl Part {
         by_column: bool,
     ) -> Vec<u64> {
         let mut grid = grid(value, block);
-        if let (Element::EvenThenOdd, Some(columns)) = (self.element, grid.last_mut()) {
+        if let (CodeForm::EvenThenOdd, Some(columns)) = (self.element, grid.last_mut()) {
             *columns /= 8;
         }
         let is_turned = || {
@@ -464,19 +464,19 @@ impl Part {
             }
         };
         match (self.extents, found) {
-            (Extents::AnySingle, _) | (Extents::Single, []) => found.to_vec(),
-            (Extents::Single, _) => vec![1],
-            (Extents::Shared, [] | [1]) if sharing == Sharing::Tensor => found.to_vec(),
-            (Extents::Shared, _) if sharing == Sharing::Tensor && value.len() == 2 && found != [1, 1] => vec![1],
-            (Extents::Shared, _) if is_turned() => found.to_vec(),
-            (Extents::Shared | Extents::Grid, _) => grid,
+            (PartExtents::AnySingle, _) | (PartExtents::Single, []) => found.to_vec(),
+            (PartExtents::Single, _) => vec![1],
+            (PartExtents::Shared, [] | [1]) if sharing == Sharing::Tensor => found.to_vec(),
+            (PartExtents::Shared, _) if sharing == Sharing::Tensor && value.len() == 2 && found != [1, 1] => vec![1],
+            (PartExtents::Shared, _) if is_turned() => found.to_vec(),
+            (PartExtents::Shared | PartExtents::Grid, _) => grid,
         }
     }
 }
 
 /// Templates of the kinds of tensors of a scheme.
 #[derive(Debug)]
-pub(super) struct RowKinds(Kinds<Kind>);
+pub(super) struct RowKinds(Kinds<RowKind>);
 
 impl RowKinds {
     pub(super) fn new() -> Self {
@@ -486,7 +486,7 @@ impl RowKinds {
 
 /// Codes by their name, type and companions, as a row has them.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Candidate<'a> {
+pub(super) struct CodesCandidate<'a> {
     /// Number of the row.
     pub(super) row: usize,
     /// What stands before the suffix of the codes: a module, or a name.
@@ -495,7 +495,7 @@ pub(super) struct Candidate<'a> {
 
 /// What the configuration says of a candidate.
 #[derive(Debug)]
-pub(super) enum Said {
+pub(super) enum ModuleAnswer {
     /// Not of this row.
     Nothing,
     /// In a way that is not decoded, of this name.
@@ -506,7 +506,7 @@ pub(super) enum Said {
 
 /// What the first tensor of a scheme tells its reader.
 #[derive(Debug)]
-pub(super) struct First {
+pub(super) struct FirstTensor {
     /// The type of its first part.
     pub(super) scale: DType,
     /// What follows the name of the codes in that of the part, or else the name of the module.
@@ -514,14 +514,14 @@ pub(super) struct First {
 }
 
 /// The configuration of a scheme, about each module.
-pub(super) trait Modules {
+pub(super) trait ModuleConfig {
     /// Whether some module may be stored as this row says.
     fn may(&self, _row: usize) -> bool {
         true
     }
 
     /// What it says of this candidate.
-    fn of(&self, stored: &Stored<'_>, candidate: &Candidate<'_>) -> Said;
+    fn of(&self, stored: &Stored<'_>, candidate: &CodesCandidate<'_>) -> ModuleAnswer;
 
     /// What a summary begins with, and what stands between its rows.
     fn words(&self) -> (String, &'static str) {
@@ -529,49 +529,50 @@ pub(super) trait Modules {
     }
 
     /// More members of the summary.
-    fn details(&self, _first: &First) -> Vec<(&'static str, Json)> {
+    fn details(&self, _first: &FirstTensor) -> Vec<(&'static str, Json)> {
         Vec::new()
     }
 }
 
 /// A scheme that consists of rows.
 #[derive(Debug)]
-pub(super) struct Regular {
+pub(super) struct RowScheme {
     /// What `plan --json` calls it.
     pub(super) name: &'static str,
-    pub(super) rows: &'static [Row],
+    pub(super) rows: &'static [SchemeRow],
     /// Reads the configuration; `None` if it is not about this scheme.
     pub(super) read: Read,
 }
 
 /// Reads the configuration of a scheme.
 pub(super) type Read =
-    for<'a> fn(&'static [Row], &Stored<'a>, &mut SchemeFindings<'_>) -> Option<Box<dyn Modules + 'a>>;
+    for<'a> fn(&'static [SchemeRow], &Stored<'a>, &mut SchemeFindings<'_>) -> Option<Box<dyn ModuleConfig + 'a>>;
 
-impl Scheme for Regular {
+impl Scheme for RowScheme {
     fn name(&self) -> &'static str {
         self.name
     }
 
     fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
         let modules = (self.read)(self.rows, stored, found)?;
-        let rows: Vec<(usize, &Row)> = self.rows.iter().enumerate().filter(|(row, _)| modules.may(*row)).collect();
+        let rows: Vec<(usize, &SchemeRow)> =
+            self.rows.iter().enumerate().filter(|(row, _)| modules.may(*row)).collect();
         let mut kinds = RowKinds::new();
         let mut counts: Vec<((&str, Sharing), u64)> = Vec::new();
-        let mut first: Option<First> = None;
+        let mut first: Option<FirstTensor> = None;
         for (id, codes) in stored.iter().filter(|_| !rows.is_empty()) {
             for (number, row) in &rows {
                 let Some(stem) = row.stem(codes.name).filter(|_| !found.is_taken(id)) else { continue };
                 if !row.is_shown(stored, stem, &codes) {
                     continue;
                 }
-                let (number, sharing) = match modules.of(stored, &Candidate { row: *number, stem }) {
-                    Said::Nothing => continue,
-                    Said::Unsupported(method) => {
+                let (number, sharing) = match modules.of(stored, &CodesCandidate { row: *number, stem }) {
+                    ModuleAnswer::Nothing => continue,
+                    ModuleAnswer::Unsupported(method) => {
                         found.unsupported(&method, Some(id));
                         break;
                     }
-                    Said::Stored(number, sharing) => (number, sharing),
+                    ModuleAnswer::Stored(number, sharing) => (number, sharing),
                 };
                 let row = &self.rows[number];
                 if let Some((_, method)) = row.unless.filter(|(end, _)| stored.beside(stem, end).is_some()) {
@@ -600,7 +601,7 @@ impl Scheme for Regular {
 }
 
 /// The tensors of a row that share scales so, for the summary.
-fn text((label, sharing): (&str, Sharing), count: u64, first: &First) -> String {
+fn text((label, sharing): (&str, Sharing), count: u64, first: &FirstTensor) -> String {
     let label = label.replace("{count}", &count.to_string()).replace("{sharing}", &sharing.to_string());
     label.replace("{scale}", &first.scale.to_string()).replace("{suffix}", &first.suffix)
 }

@@ -14,74 +14,90 @@ use super::{
     findings::SchemeFindings,
     parts::{FP8, is_wide_float},
     quantization_config::{Library, ModuleQuantization, QuantizationConfig},
-    row::{CODES, Candidate, Codes, Element, Extents, Modules, Part, PartType, ROW, Regular, Row, Said, Shown},
+    row::{
+        CODES, CodeForm, CodesCandidate, CodesSpec, ModuleAnswer, ModuleConfig, PartExtents, PartSpec, PartType, ROW,
+        RowScheme, SchemeRow, ShownBy,
+    },
     stored::Stored,
 };
 
 /// The scheme.
-pub(super) static SCALED_FP8: Regular = Regular { name: "scaled_fp8", rows: &ROWS, read };
+pub(super) static SCALED_FP8: RowScheme = RowScheme { name: "scaled_fp8", rows: &ROWS, read };
 
-const MATRIX: Row = Row {
+const MATRIX: SchemeRow = SchemeRow {
     label: "{count} weights with {sharing}",
-    codes: Codes { dtypes: &FP8, types: "8-bit floats", shown: Shown::TypeOr(0), may_be_partial: true, ..CODES },
+    codes: CodesSpec { dtypes: &FP8, types: "8-bit floats", shown: ShownBy::TypeOr(0), may_be_partial: true, ..CODES },
     ..ROW
 };
 /// Experts in one tensor.
-const STACK: Row = Row {
-    codes: Codes { suffix: "", decoded: "", shown: Shown::TypeAnd(0), ..MATRIX.codes },
+const STACK: SchemeRow = SchemeRow {
+    codes: CodesSpec { suffix: "", decoded: "", shown: ShownBy::TypeAnd(0), ..MATRIX.codes },
     left_out: &["_input_scale"],
     ..MATRIX
 };
-const SCALE: Part = Part {
+const SCALE: PartSpec = PartSpec {
     suffixes: &[".weight_scale"],
     dtype: PartType::Float(|dtype| is_wide_float(dtype) || matches!(dtype, DType::F8E8M0)),
-    element: Element::Own,
-    extents: Extents::Shared,
+    element: CodeForm::Own,
+    extents: PartExtents::Shared,
 };
 
-static ROWS: [Row; 5] = [
-    Row { libraries: &[Library::CompressedTensors, Library::Fbgemm, Library::ModelOpt], parts: &[SCALE], ..MATRIX },
-    Row {
-        libraries: &[Library::Transformers],
-        parts: &[Part { suffixes: &[".weight_scale_inv", ".weight_scale"], ..SCALE }],
+static ROWS: [SchemeRow; 5] = [
+    SchemeRow {
+        libraries: &[Library::CompressedTensors, Library::Fbgemm, Library::ModelOpt],
+        parts: &[SCALE],
         ..MATRIX
     },
-    Row {
+    SchemeRow {
         libraries: &[Library::Transformers],
-        parts: &[Part { suffixes: &["_scale_inv", "_scale"], ..SCALE }],
+        parts: &[PartSpec { suffixes: &[".weight_scale_inv", ".weight_scale"], ..SCALE }],
+        ..MATRIX
+    },
+    SchemeRow {
+        libraries: &[Library::Transformers],
+        parts: &[PartSpec { suffixes: &["_scale_inv", "_scale"], ..SCALE }],
         ..STACK
     },
-    Row { libraries: &[Library::ModelOpt], parts: &[Part { suffixes: &["_weight_scale"], ..SCALE }], ..STACK },
-    Row {
+    SchemeRow {
+        libraries: &[Library::ModelOpt],
+        parts: &[PartSpec { suffixes: &["_weight_scale"], ..SCALE }],
+        ..STACK
+    },
+    SchemeRow {
         libraries: &[Library::Fbgemm],
-        codes: Codes { by_column: true, ..STACK.codes },
-        parts: &[Part { suffixes: &["_scale"], ..SCALE }],
+        codes: CodesSpec { by_column: true, ..STACK.codes },
+        parts: &[PartSpec { suffixes: &["_scale"], ..SCALE }],
         ..STACK
     },
 ];
 
-fn read<'a>(_: &'static [Row], stored: &Stored<'a>, _: &mut SchemeFindings<'_>) -> Option<Box<dyn Modules + 'a>> {
+fn read<'a>(
+    _: &'static [SchemeRow],
+    stored: &Stored<'a>,
+    _: &mut SchemeFindings<'_>,
+) -> Option<Box<dyn ModuleConfig + 'a>> {
     let config = QuantizationConfig::read(stored);
     // Whether a block is configured, if only by mistake: blocks are another scheme.
     let block = stored.config().and_then(|config| config.get("weight_block_size")).filter(|block| !block.is_null());
-    (config.library() != Some(Library::Transformers) || block.is_none()).then(|| Box::new(config) as Box<dyn Modules>)
+    (config.library() != Some(Library::Transformers) || block.is_none())
+        .then(|| Box::new(config) as Box<dyn ModuleConfig>)
 }
 
-impl Modules for QuantizationConfig<'_> {
+impl ModuleConfig for QuantizationConfig<'_> {
     fn may(&self, row: usize) -> bool {
         ROWS[row].is_of(self.library())
     }
 
-    fn of(&self, stored: &Stored<'_>, at: &Candidate<'_>) -> Said {
-        let ModuleQuantization::Fp8(sharing) = self.of(at.stem) else { return Said::Nothing };
+    fn of(&self, stored: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
+        let ModuleQuantization::Fp8(sharing) = self.of(at.stem) else { return ModuleAnswer::Nothing };
         let scale = ROWS[at.row].part(stored, at.stem, 0).map(|scale| stored.tensor(scale).shape);
         if self.library() == Some(Library::Transformers)
             && scale.is_some_and(|scale| scale.iter().rev().take(2).product::<u64>() != 1)
         {
             let method = "fp8 with several scales a matrix, but config.json gives no weight_block_size";
-            return Said::Unsupported(method.to_owned());
+            return ModuleAnswer::Unsupported(method.to_owned());
         }
-        Said::Stored(at.row, sharing)
+        ModuleAnswer::Stored(at.row, sharing)
     }
 
     fn words(&self) -> (String, &'static str) {

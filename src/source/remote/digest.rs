@@ -17,11 +17,11 @@ use super::{
     super::digest::{Compared, Digester, KnownDigest},
     cache::Entry,
     digest_state::{DigestState, Mismatch},
+    entry_reader::for_each_part,
     handle::Remote,
     object::RemoteObject,
     retry::Deadline,
     share,
-    whole::for_each_part,
 };
 
 /// Comparisons that run beside the readers of a mount, at most. Each takes one processor.

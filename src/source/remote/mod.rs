@@ -16,6 +16,7 @@ pub mod digest;
 mod digest_state;
 #[cfg(feature = "remote")]
 mod encoding;
+mod entry_reader;
 mod error;
 mod fetcher;
 #[cfg(feature = "remote")]
@@ -44,7 +45,7 @@ mod shared;
 mod store;
 mod tree;
 mod uncached;
-mod whole;
+mod url_scheme;
 
 pub use counters::{CountRow, LATENCY_BOUNDS_MS, RemoteCounters};
 pub use error::{Failure, RemoteError};
@@ -60,6 +61,7 @@ pub use shared::SharedCache;
 #[cfg(feature = "remote")]
 pub use store::open_url;
 pub use tree::{RemoteTree, open_cache};
+pub use url_scheme::{StoreKind, service_of, url_schemes};
 
 /// A build without the feature `remote` reads no remote source.
 ///
@@ -67,8 +69,7 @@ pub use tree::{RemoteTree, open_cache};
 /// Always, if the address is remote.
 #[cfg(not(feature = "remote"))]
 pub fn open_url(source: &str, _: &RemoteOptions) -> Option<Result<RemoteRepository, RemoteError>> {
-    let scheme = source.split_once("://")?.0;
+    service_of(source.split_once("://")?.0)?;
     let message = "this build of ckfs has no remote sources (feature `remote`)";
-    matches!(scheme, "s3" | "s3a" | "gs" | "az" | "abfs" | "abfss" | "http" | "https")
-        .then(|| Err(RemoteError::new(Failure::Unsupported, "", source.split('?').next().unwrap_or(source), message)))
+    Some(Err(RemoteError::new(Failure::Unsupported, "", source.split('?').next().unwrap_or(source), message)))
 }

@@ -23,7 +23,7 @@ struct Lfs {
 
 /// An entry of the tree.
 #[derive(Debug, Deserialize)]
-pub(super) struct Entry {
+pub(super) struct HubEntry {
     #[serde(rename = "type")]
     kind: String,
     path: String,
@@ -34,7 +34,7 @@ pub(super) struct Entry {
     lfs: Option<Lfs>,
 }
 
-impl Entry {
+impl HubEntry {
     /// The file, or `None` for a directory.
     ///
     /// # Errors
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     fn file(json: &str) -> Result<Option<RemoteFile>, String> {
-        serde_json::from_str::<Entry>(json).unwrap().file()
+        serde_json::from_str::<HubEntry>(json).unwrap().file()
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! A reader of `torch.distributed.checkpoint` directories: which tensors there are, and where their chunks are.
 //!
 //! There are two kinds. The classic one has a `.metadata` file, the pickle of a `Metadata` object, and `.distcp` files; each
-//! chunk is a segment of such a file and is an archive of `torch.save`, which [`super::torch_archive`] reads. The other has
+//! chunk is a segment of such a file and is an archive of `torch.save`, which [`torch::read`](crate::torch::read) reads. The other has
 //! safetensors files alone: each tensor of each file is a chunk, and the file's `__metadata__` says where in the whole tensor.
 //!
 //! No code of the pickle runs, and only the classes that torch itself writes are read. The chunks of a tensor are those that
@@ -14,10 +14,12 @@ use ckfs_tensor::{DType, RANK_MAX};
 use serde::Deserialize;
 
 use super::{
-    dcp::DcpSegment,
-    safetensors::Header,
-    torch_state::dtype_of,
-    unpickle::{self, Id, Limits, PickleError, PickleValue, Unpickled},
+    super::{
+        pickle::read::{self as unpickle, Id, Limits, PickleError, PickleValue, Unpickled},
+        safetensors::Header,
+        torch::state::dtype_of,
+    },
+    write::DcpSegment,
 };
 
 /// Name of the description of the classic kind.

@@ -8,7 +8,7 @@ use super::{
     codec::{shortened, wrong},
     error::MetadataError,
 };
-use crate::zarr;
+use crate::zarr::write;
 
 /// The bytes of one element, little-endian.
 pub(super) type ElementBytes = smallvec::SmallVec<[u8; 8]>;
@@ -34,7 +34,7 @@ pub(super) fn dtype_v3(found: &Value) -> Result<DType, MetadataError> {
 /// The type that version 2 calls so, and whether its highest byte is the first.
 pub(super) fn dtype_v2(found: &Value) -> Result<(DType, bool), MetadataError> {
     let Value::String(code) = found else { return Err(unsupported(&found.to_string())) };
-    let find = |code: &str| DType::ALL.iter().copied().find(|dtype| zarr::code(*dtype) == Some(code));
+    let find = |code: &str| DType::ALL.iter().copied().find(|dtype| write::code(*dtype) == Some(code));
     if let Some(dtype) = find(code) {
         return Ok((dtype, false));
     }

@@ -1,7 +1,7 @@
 //! Files of very many rows; any span is generated when it is read.
 //!
 //! Metadata with a row for each tensor and each device takes gigabytes for a large model on many devices. Such
-//! a file is never stored: its [`Rows`] know the length of each row without its bytes, and [`RowFile`] generates the blocks of rows
+//! a file is never stored: its [`GeneratedRecords`] know the length of each row without its bytes, and [`GeneratedFile`] generates the blocks of rows
 //! that a read touches. The file is a list of *groups*, for example one for each tensor; a group is a list of *blocks*, for
 //! example of 256 devices each. Only the starts of the groups are stored, 8 bytes for each.
 //!
@@ -14,7 +14,7 @@ use std::{
 };
 
 /// The contents of a file of rows.
-pub trait Rows: fmt::Debug + Send + Sync {
+pub trait GeneratedRecords: fmt::Debug + Send + Sync {
     /// First byte of each group, ascending, and after them the length of the file.
     fn starts(&self) -> &[u64];
 
@@ -25,7 +25,7 @@ pub trait Rows: fmt::Debug + Send + Sync {
     fn write(&self, group: usize, block: usize, out: &mut Vec<u8>);
 }
 
-impl<R: Rows> Rows for Arc<R> {
+impl<R: GeneratedRecords> Rows for Arc<R> {
     fn starts(&self) -> &[u64] {
         (**self).starts()
     }
@@ -58,15 +58,15 @@ pub(super) fn starts(lengths: impl Iterator<Item = u64>) -> Vec<u64> {
 
 /// A file of rows.
 #[derive(Debug)]
-pub struct RowFile {
-    rows: Box<dyn Rows>,
+pub struct GeneratedFile {
+    rows: Box<dyn GeneratedRecords>,
     /// Blocks that were partly read, the most recent first.
     kept: Mutex<VecDeque<(BlockKey, Arc<[u8]>)>>,
 }
 
-impl RowFile {
+impl GeneratedFile {
     /// A file of these rows.
-    pub fn new(rows: impl Rows + 'static) -> Self {
+    pub fn new(rows: impl GeneratedRecords + 'static) -> Self {
         Self { rows: Box::new(rows), kept: Mutex::default() }
     }
 
@@ -158,7 +158,7 @@ mod tests {
         }
     }
 
-    impl Rows for Written {
+    impl GeneratedRecords for Written {
         fn starts(&self) -> &[u64] {
             &self.starts
         }
@@ -179,7 +179,7 @@ mod tests {
             spans in prop::collection::vec((0_u64..99, 0_usize..40), 1..20),
         ) {
             let whole = groups.concat().concat();
-            let file = RowFile::new(Written::new(groups));
+            let file = GeneratedFile::new(Written::new(groups));
             prop_assert_eq!(file.len_bytes(), whole.len() as u64);
             for (offset, len) in spans {
                 let start = usize::try_from(offset).unwrap().min(whole.len());
@@ -192,7 +192,8 @@ mod tests {
     #[test]
     fn the_block_cache_is_bounded() {
         let block = vec![7; 1 << 20];
-        let file = RowFile::new(Written::new(vec![vec![block; 40], vec![vec![1; 9 << 20]], vec![vec![2; 3]; 50]]));
+        let file =
+            GeneratedFile::new(Written::new(vec![vec![block; 40], vec![vec![1; 9 << 20]], vec![vec![2; 3]; 50]]));
         let kept = || file.kept.lock().unwrap().iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
         for at in 0..40 {
             assert_eq!(file.read((at << 20) + 5, 9), [7; 9]);

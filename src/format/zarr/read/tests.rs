@@ -18,7 +18,7 @@ struct Case {
 }
 
 fn cases() -> Vec<Case> {
-    serde_json::from_str(include_str!("../../../tests/fixtures/formats/zarr.json")).unwrap()
+    serde_json::from_str(include_str!("../../../../tests/fixtures/formats/zarr.json")).unwrap()
 }
 
 fn case(name: &str) -> Case {

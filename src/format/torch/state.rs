@@ -9,7 +9,7 @@ use std::collections::HashSet;
 
 use ckfs_tensor::DType;
 
-use super::unpickle::{Id, PickleValue, Unpickled};
+use super::super::pickle::read::{Id, PickleValue, Unpickled};
 
 /// The pickle of an archive, below its root directory.
 pub const PICKLE: &str = "data.pkl";
@@ -102,7 +102,7 @@ const STORAGES: [(&str, DType); 11] = [
 
 /// The type that torch calls so.
 pub fn dtype_of(name: &str) -> Option<DType> {
-    DType::ALL.iter().copied().find(|dtype| super::torch::dtype_name(*dtype) == Some(name))
+    DType::ALL.iter().copied().find(|dtype| super::write::dtype_name(*dtype) == Some(name))
 }
 
 /// Whether a saved object may name a class or function: what torch writes for tensors, and the containers around them.
@@ -349,7 +349,7 @@ impl TorchTensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::unpickle::{self, Limits, PickleError};
+    use crate::pickle::read::{self as unpickle, Limits, PickleError};
 
     /// Pickle of `{"model": OrderedDict(w=Parameter(ones(2, 3)), v=ones(4, 2).t(), f8=zeros(3, float8_e4m3fn)), "step": 3,
     /// "arr": [ones(1)]}` as torch 2.15 writes it.

@@ -7,7 +7,7 @@ use std::io;
 
 use ckfs_tensor::{DType, Shape};
 
-use super::pickle::Pickle;
+use super::super::pickle::write::Pickle;
 
 /// Directory inside the archive.
 pub const ROOT: &str = "archive";

@@ -12,7 +12,7 @@ use std::{
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_source::page_size::page_bytes;
-use ckfs_tensor::{Mosaic, Op, Reads, Region, Runs, Shape, SourceTensor, TensorId, View, reads};
+use ckfs_tensor::{ByteRuns, Mosaic, Op, Reads, Region, Shape, SourceTensor, TensorId, View, reads};
 use smallvec::SmallVec;
 
 use super::{
@@ -130,7 +130,7 @@ struct LeafReads {
     /// By class, its index in `parts`. The first part is empty.
     part_of: Vec<u32>,
     /// Runs by source of the leaf.
-    parts: Vec<Vec<Vec<Runs>>>,
+    parts: Vec<Vec<Vec<ByteRuns>>>,
 }
 
 /// The number of a [`LeafReads`], and the number of a source in its leaf.
@@ -297,7 +297,7 @@ impl Uses {
         (0..classes).map(|class| self.uses.iter().map(|(at, _)| leaf_reads[*at as usize].part_of[class]).collect())
     }
 
-    fn runs<'a>(&self, leaf_reads: &'a [LeafReads], parts: &[u32]) -> impl Iterator<Item = &'a Runs> {
+    fn runs<'a>(&self, leaf_reads: &'a [LeafReads], parts: &[u32]) -> impl Iterator<Item = &'a ByteRuns> {
         self.uses.iter().zip(parts).flat_map(|((at, ordinal), part)| {
             leaf_reads[*at as usize].parts[*part as usize].get(*ordinal as usize).into_iter().flatten()
         })
@@ -344,7 +344,7 @@ fn reads_of_leaf(view: &View, place: &LeafPosition, holding: &Holding, sources: 
         let tiling = view.region(&region).ok()?.lower().ok()?;
         let mut runs = vec![Vec::new(); sources.len()];
         for (source, found) in
-            tiling.pieces().iter().flat_map(|piece| Runs::of_some(&tiling, piece, &|id| sources.contains_key(&id)))
+            tiling.pieces().iter().flat_map(|piece| ByteRuns::of_some(&tiling, piece, &|id| sources.contains_key(&id)))
         {
             runs[*sources.get(&source)? as usize].push(found);
         }

@@ -13,8 +13,7 @@ use super::{
     value::{self, ElementBytes},
 };
 
-/// Name of the description of version 2.
-pub const ZARRAY: &str = ".zarray";
+pub use super::super::write::ZARRAY;
 
 /// Name of the description of version 3.
 pub const ZARR_JSON: &str = "zarr.json";

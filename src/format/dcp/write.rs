@@ -18,9 +18,9 @@ use std::{
 
 use ckfs_tensor::{DType, Region, Shape};
 
-use super::{
-    pickle::{Memo, Pickle, push_get, push_int, push_ints, push_pop, push_put, push_text, push_wide_int},
-    torch,
+use super::super::{
+    pickle::write::{Memo, Pickle, push_get, push_int, push_ints, push_pop, push_put, push_text, push_wide_int},
+    torch::write as torch,
 };
 
 const METADATA: &str = "torch.distributed.checkpoint.metadata";

@@ -6,7 +6,7 @@
 
 use serde_json::json;
 
-use super::orbax_state::TreeKey;
+use super::read::TreeKey;
 
 /// The handler of trees of arrays.
 const HANDLER: &str = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler";

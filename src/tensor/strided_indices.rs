@@ -4,7 +4,7 @@ use std::fmt;
 
 /// Indexes `first`, `first + step`, …, `count` of them, at least one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IndexRun {
+pub struct StridedIndices {
     /// The first index.
     pub first: u64,
     /// From one index to the next; negative downwards.
@@ -13,7 +13,7 @@ pub struct IndexRun {
     pub count: u64,
 }
 
-impl IndexRun {
+impl StridedIndices {
     /// The last index.
     ///
     /// # Panics
@@ -26,7 +26,7 @@ impl IndexRun {
     /// The smallest index.
     ///
     /// # Panics
-    /// As [`IndexRun::last`].
+    /// As [`StridedIndices::last`].
     pub fn low(&self) -> u64 {
         self.first.min(self.last())
     }
@@ -52,7 +52,7 @@ impl IndexRun {
     }
 }
 
-impl fmt::Display for IndexRun {
+impl fmt::Display for StridedIndices {
     /// As a list has it: `7`, `0..4` (without 4), or `6..=0 by -2`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.count, self.step) {
@@ -81,12 +81,12 @@ mod tests {
             (&[0, 2, 1, 3], &["0", "2", "1..=3 by 2"]),
         ];
         for (indexes, expected) in rows {
-            let runs = IndexRun::of_list(indexes);
+            let runs = StridedIndices::of_list(indexes);
             let text: Vec<String> = runs.iter().map(ToString::to_string).collect();
             assert_eq!(&text, expected, "{indexes:?}");
             let back: Vec<u64> = runs
                 .iter()
-                .flat_map(|run| (0..run.count).map(move |n| IndexRun { count: n + 1, ..*run }.last()))
+                .flat_map(|run| (0..run.count).map(move |n| StridedIndices { count: n + 1, ..*run }.last()))
                 .collect();
             assert_eq!(&back, indexes);
         }

@@ -39,7 +39,7 @@ pub(super) struct Budgets {
 
 /// The rows of a view, and what they refer to.
 #[derive(Debug, Default)]
-pub(super) struct HtmlRows {
+pub(super) struct HtmlRecords {
     pub(super) listed: Vec<Value>,
     pub(super) cuts: Vec<Value>,
     pub(super) device_maps: Vec<Value>,
@@ -62,14 +62,14 @@ struct Maker<'a> {
 }
 
 /// The rows of a view for these devices. The largest groups come first where there is not room for all.
-pub(super) fn rows(
+pub(super) fn records(
     checkpoint: &Checkpoint,
     plan: &Plan,
     devices: &[u64],
     files: &EmbeddedFiles,
     found: &Amplification,
     budgets: Budgets,
-) -> HtmlRows {
+) -> HtmlRecords {
     let groups = groups(plan);
     let mut order: Vec<usize> = (0..groups.len()).collect();
     order.sort_by_key(|index| std::cmp::Reverse(groups[*index].bytes));
@@ -82,7 +82,7 @@ pub(super) fn rows(
         patterns: Patterns::new(checkpoint, budgets.patterns),
         sources: budgets.sources,
     };
-    let (mut of_page, mut budget) = (HtmlRows::default(), budgets.rows);
+    let (mut of_page, mut budget) = (HtmlRecords::default(), budgets.rows);
     let mut made: BTreeMap<usize, Value> = BTreeMap::new();
     for index in order {
         let group = &groups[index];
@@ -99,7 +99,7 @@ pub(super) fn rows(
         made.insert(index, row);
     }
     let Maker { cuts, patterns, .. } = maker;
-    HtmlRows {
+    HtmlRecords {
         listed: made.into_values().collect(),
         cuts: cuts.listed,
         device_maps: cuts.device_maps,

@@ -15,7 +15,7 @@ fn checkpoints() -> (BTreeMap<String, Files>, Files) {
         checkpoints: BTreeMap<String, BTreeMap<String, String>>,
         content: BTreeMap<String, String>,
     }
-    let text = include_str!("../../../tests/fixtures/formats/orbax.json");
+    let text = include_str!("../../../../tests/fixtures/formats/orbax.json");
     let fixture: Fixture = serde_json::from_str(text).unwrap();
     let decoded = |map: BTreeMap<String, String>| map.into_iter().map(|(name, hex)| (name, bytes_of(&hex))).collect();
     let checkpoints = fixture.checkpoints.into_iter().map(|(name, files)| (name, decoded(files))).collect();
@@ -61,7 +61,7 @@ fn checkpoints_of_orbax_are_described() {
 /// From the files of a checkpoint to the bytes of its arrays, by all readers together.
 #[test]
 fn arrays_of_orbax_are_read_bit_for_bit() {
-    use crate::{ocdbt, zarr_read};
+    use crate::{ocdbt, zarr::read as zarr_read};
     use ckfs_tensor::to_usize;
     let (checkpoints, content) = checkpoints();
     for (kind, files) in checkpoints {

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use ckfs_tensor::{Region, Shape, to_usize};
 
 use super::*;
-use crate::{dcp::Writer, hexadecimal::bytes_of, torch_archive::TorchArchive};
+use crate::{dcp::write::Writer, hexadecimal::bytes_of, torch::read::TorchArchive};
 
 fn directory(name: &str) -> BTreeMap<String, Vec<u8>> {
-    let text = include_str!("../../../tests/fixtures/formats/torch.json");
+    let text = include_str!("../../../../tests/fixtures/formats/torch.json");
     let fixtures: serde_json::Value = serde_json::from_str(text).unwrap();
     let files = fixtures[name].as_object().unwrap();
     files.iter().map(|(path, hex)| (path.clone(), bytes_of(hex.as_str().unwrap()))).collect()

@@ -269,7 +269,7 @@ impl ZipEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::zip::{ZipWriter, crc32};
+    use crate::zip::write::{ZipWriter, crc32};
 
     fn archive(entries: &[(&str, &[u8])]) -> Vec<u8> {
         let mut zip = ZipWriter::default();

@@ -20,10 +20,14 @@ use std::{
 use ckfs_tensor::to_usize;
 
 use super::{
-    torch_state::{self, PICKLE, TorchError, TorchObject, TorchTensor},
-    unpickle::{self, Limits, PickleError},
-    unzip::{self, LOCAL_BYTES, TAIL_BYTES, ZipDirectory, ZipEntry, ZipError},
-    zip::crc32,
+    super::{
+        pickle::read::{self as unpickle, Limits, PickleError},
+        zip::{
+            read::{self as unzip, LOCAL_BYTES, TAIL_BYTES, ZipDirectory, ZipEntry, ZipError},
+            write::crc32,
+        },
+    },
+    state::{self as torch_state, PICKLE, TorchError, TorchObject, TorchTensor},
 };
 
 /// Bytes at the start and at the end that are asked for first. An archive of one tensor has its pickle and its directory there.
@@ -145,7 +149,7 @@ impl SavedTensor {
 pub struct SavedContents {
     /// The tensors, in the order of the pickle.
     pub tensors: Vec<SavedTensor>,
-    /// What is no tensor: the name, and what it is. At most [`torch_state::OTHERS_MAX`] of them.
+    /// What is no tensor: the name, and what it is. At most [`OTHERS_MAX`](super::state::OTHERS_MAX) of them.
     pub others: Vec<(String, String)>,
 }
 
@@ -416,7 +420,7 @@ mod tests {
     use crate::hexadecimal::bytes_of;
 
     fn fixture(name: &str) -> Vec<u8> {
-        let text = include_str!("../../tests/fixtures/formats/torch.json");
+        let text = include_str!("../../../tests/fixtures/formats/torch.json");
         let fixtures: serde_json::Value = serde_json::from_str(text).unwrap();
         bytes_of(fixtures[name].as_str().unwrap())
     }
@@ -472,7 +476,7 @@ mod tests {
         ]
         .concat();
         let data = vec![7; elements as usize];
-        let mut zip = crate::zip::ZipWriter::default();
+        let mut zip = crate::zip::write::ZipWriter::default();
         let mut bytes = Vec::new();
         for (name, data) in [("data.pkl", pickle.as_slice()), ("data/0", &data), ("byteorder", byte_order.as_bytes())] {
             bytes.extend(zip.entry(&format!("x/{name}"), data.len() as u64, crc32(data), 64));

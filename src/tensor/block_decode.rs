@@ -1,4 +1,4 @@
-//! Values of quantized tensors, a stretch of logical elements at a time.
+//! Values of quantized tensors, a block of logical elements at a time.
 //!
 //! A value is a tree: a load, and steps, of which some have a value as right operand. Such a value is often the same for a group
 //! of elements: then it is computed once for each group, and the step runs group by group. Rows with the same groups reuse
@@ -19,8 +19,8 @@ use super::{
     value::next,
 };
 
-/// Elements of one stretch: its f32 values take 4 KiB.
-pub(super) const STRETCH: usize = 1024;
+/// Elements of one block: its f32 values take 4 KiB.
+pub(super) const BLOCK_ELEMENTS: usize = 1024;
 /// Most bytes prefetched ahead of a line.
 const AHEAD_BYTES_MAX: usize = 2048;
 
@@ -56,7 +56,7 @@ struct ValueNode<'a> {
 #[derive(Clone, Debug)]
 struct KeptLine {
     line: ElementLine,
-    equal: EqualRuns,
+    equal: EqualLines,
     is_finite: bool,
     /// For each change, the start of the line on its axis, and the block that holds all of the line; empty if there is none.
     places: SmallVec<[(u64, std::ops::Range<u64>); 4]>,
@@ -93,15 +93,15 @@ fn bound_after(operation: Operation, left: Option<f32>, right: Option<f32>) -> O
 
 /// Consecutive runs of elements with equal values: the first has `head` elements, each other one `period`.
 #[derive(Clone, Copy, Debug)]
-struct EqualRuns {
+struct EqualLines {
     valid: usize,
     head: usize,
     period: usize,
-    /// Whether there are runs at all.
+    /// Whether the line splits into runs of equal values.
     even: bool,
 }
 
-impl EqualRuns {
+impl EqualLines {
     /// Number of runs.
     const fn runs(&self) -> usize {
         if self.head == self.period {
@@ -159,7 +159,7 @@ impl<'a> ValueNode<'a> {
                     changes.extend_from_slice(&node.changes);
                     let is_finite = bound.is_some();
                     bound = bound_after(*operation, bound, node.bound);
-                    let node = Self { scratch: vec![[0; 4]; STRETCH], ..node };
+                    let node = Self { scratch: vec![[0; 4]; BLOCK_ELEMENTS], ..node };
                     NodeStep::Value(*operation, Box::new(node), is_finite)
                 }
                 Step::Compute(operation, Term::Constant(constant)) => {
@@ -212,7 +212,7 @@ impl<'a> ValueNode<'a> {
         let mut done = 0;
         while done < values.len() {
             let (equal, operands_are_finite) = self.operands(level, line.after(done), rounded);
-            let EqualRuns { valid, head, period, even } = equal;
+            let EqualLines { valid, head, period, even } = equal;
             let part = values[done..done + valid].as_flattened_mut();
             let operands = self.scratch[..equal.operands()].as_flattened();
             let is_finite = is_finite && operands_are_finite;
@@ -238,7 +238,7 @@ impl<'a> ValueNode<'a> {
         let mut done = 0;
         while done < values.len() {
             let (equal, operands_are_finite) = self.operands(level, line.after(done), rounded);
-            let EqualRuns { valid, head, period, even } = equal;
+            let EqualLines { valid, head, period, even } = equal;
             let part = values[done..done + valid].as_flattened_mut();
             let target = &mut target[2 * done..2 * (done + valid)];
             let operands = self.scratch[..equal.operands()].as_flattened();
@@ -257,7 +257,7 @@ impl<'a> ValueNode<'a> {
 
     /// Puts the values of a line into the scratch, as far as their runs are even. Returns these runs, and whether all values are
     /// finite.
-    fn operands(&mut self, level: Level, now: ElementLine, rounded: &mut [u8]) -> (EqualRuns, bool) {
+    fn operands(&mut self, level: Level, now: ElementLine, rounded: &mut [u8]) -> (EqualLines, bool) {
         if self.repeats(now)
             && let Some(last) = &self.last
         {
@@ -273,9 +273,16 @@ impl<'a> ValueNode<'a> {
     }
 
     /// Computes one value of each run of a line, or all of its values if there are no runs.
-    fn fill(&mut self, level: Level, line: ElementLine, equal: EqualRuns, scratch: &mut [[u8; 4]], rounded: &mut [u8]) {
+    fn fill(
+        &mut self,
+        level: Level,
+        line: ElementLine,
+        equal: EqualLines,
+        scratch: &mut [[u8; 4]],
+        rounded: &mut [u8],
+    ) {
         let ElementLine { n, stride, .. } = line;
-        let EqualRuns { valid, head, period, even } = equal;
+        let EqualLines { valid, head, period, even } = equal;
         if !even {
             return self.values(level, &[n], stride, &mut scratch[..valid], rounded);
         }
@@ -292,7 +299,7 @@ impl<'a> ValueNode<'a> {
     }
 
     /// The data to keep of a line.
-    fn kept(&self, line: ElementLine, equal: EqualRuns, is_finite: bool) -> KeptLine {
+    fn kept(&self, line: ElementLine, equal: EqualLines, is_finite: bool) -> KeptLine {
         let to_last = line.stride * line.count.saturating_sub(1) as u64;
         let place = |change: &Change| {
             let from = within(line.n, change.around);
@@ -330,7 +337,7 @@ impl<'a> ValueNode<'a> {
     }
 
     /// The runs of equal values of a line, as far as they are even.
-    fn equal_runs(&self, line: ElementLine) -> EqualRuns {
+    fn equal_runs(&self, line: ElementLine) -> EqualLines {
         let ElementLine { n, stride, count } = line;
         let mut valid = count as u64;
         let mut changes: SmallVec<[(u64, u64); 8]> = SmallVec::new();
@@ -344,7 +351,7 @@ impl<'a> ValueNode<'a> {
         let few = |elements: u64| usize::try_from(elements).map_or(count, |elements| elements.min(count));
         let valid_few = few(valid);
         let Some((head, block)) = changes.first().copied() else {
-            return EqualRuns { valid: valid_few, head: valid_few, period: valid_few, even: true };
+            return EqualLines { valid: valid_few, head: valid_few, period: valid_few, even: true };
         };
         let period = over(block, stride).max(1);
         let even = period > 1
@@ -353,7 +360,7 @@ impl<'a> ValueNode<'a> {
                 longer.is_multiple_of(block) && other.checked_sub(head).is_some_and(|gap| gap.is_multiple_of(period))
             });
         let period = to_usize(period);
-        EqualRuns { valid: valid_few, head: few(head), period, even }
+        EqualLines { valid: valid_few, head: few(head), period, even }
     }
 }
 
@@ -411,8 +418,8 @@ impl<'a> ValueDecoder<'a> {
             node,
             narrow,
             target_bytes: element_bytes(program.target),
-            wide: vec![[0; 4]; STRETCH].into(),
-            rounded: vec![0; 8 * STRETCH].into(),
+            wide: vec![[0; 4]; BLOCK_ELEMENTS].into(),
+            rounded: vec![0; 8 * BLOCK_ELEMENTS].into(),
         }
     }
 
@@ -440,27 +447,27 @@ impl<'a> ValueDecoder<'a> {
             return;
         }
         let stride = stride.max(1);
-        for part in target.chunks_mut(STRETCH * self.target_bytes) {
-            self.stretch(&[at], stride, part);
+        for part in target.chunks_mut(BLOCK_ELEMENTS * self.target_bytes) {
+            self.decode_block(&[at], stride, part);
             at += stride * (part.len() / self.target_bytes) as u64;
         }
     }
 
     /// Decodes lines of `count` elements each, `n`, `n + stride`, …, one after the other to `target`.
     pub(super) fn lines(&mut self, firsts: &[u64], stride: u64, count: usize, target: &mut [u8]) {
-        let together = STRETCH / count.max(1);
+        let together = BLOCK_ELEMENTS / count.max(1);
         if together <= 1 || stride == 0 {
             let lines = target.chunks_exact_mut(count * self.target_bytes);
             return firsts.iter().zip(lines).for_each(|(n, line)| self.line(*n, stride, line));
         }
         let targets = target.chunks_mut(together * count * self.target_bytes);
         for (firsts, target) in firsts.chunks(together).zip(targets) {
-            self.stretch(firsts, stride, target);
+            self.decode_block(firsts, stride, target);
         }
     }
 
-    /// Decodes lines of equal length that are one stretch together.
-    fn stretch(&mut self, firsts: &[u64], stride: u64, target: &mut [u8]) {
+    /// Decodes lines of equal length that are one block together.
+    fn decode_block(&mut self, firsts: &[u64], stride: u64, target: &mut [u8]) {
         let count = target.len() / self.target_bytes / firsts.len();
         if self.by_tables && stride == 1 {
             for (n, target) in firsts.iter().zip(target.chunks_exact_mut(count * self.target_bytes)) {

@@ -10,13 +10,13 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use ckfs_format::dcp::{DcpSegment, Writer as DcpWriter};
+use ckfs_format::dcp::write::{DcpSegment, Writer as DcpWriter};
 use ckfs_plan::{Plan, PlannedTensor, TensorKinds};
 use ckfs_tensor::{Region, Shape};
 
 use super::{
     dcp_segments::{Segments, distcp_name},
-    rows::{Rows, starts},
+    generated_records::{GeneratedRecords, starts},
     shard_class::ShardClasses,
 };
 
@@ -358,7 +358,7 @@ enum RowGroup {
     End,
 }
 
-impl Rows for DcpMetadata {
+impl GeneratedRecords for DcpMetadata {
     fn starts(&self) -> &[u64] {
         &self.starts
     }
