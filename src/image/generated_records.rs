@@ -25,7 +25,7 @@ pub trait GeneratedRecords: fmt::Debug + Send + Sync {
     fn write(&self, group: usize, block: usize, out: &mut Vec<u8>);
 }
 
-impl<R: GeneratedRecords> Rows for Arc<R> {
+impl<R: GeneratedRecords> GeneratedRecords for Arc<R> {
     fn starts(&self) -> &[u64] {
         (**self).starts()
     }

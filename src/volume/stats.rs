@@ -21,7 +21,7 @@ const STATS_BYTES: usize = 64 << 10;
 
 /// The ways in which bytes are served, by name.
 pub(super) const PATHS: [(Path, &str); 4] =
-    [(Path::Identical, "identical"), (Path::Runs, "runs"), (Path::Tiles, "tiles"), (Path::Generated, "generated")];
+    [(Path::Identical, "identical"), (Path::Contiguous, "runs"), (Path::Tiles, "tiles"), (Path::Generated, "generated")];
 
 /// The inputs of both files.
 #[derive(Debug)]
