@@ -148,10 +148,10 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
 
 /// An error of opening, with what would help.
 pub(super) fn explained(error: OpenError) -> anyhow::Error {
-    match error {
-        OpenError::Checkpoint { source_name, error } => hint::of_source(&source_name, error),
-        error => error.into(),
+    if let OpenError::Checkpoint { source_name, error } = error {
+        return hint::of_source(&source_name, error);
     }
+    error.into()
 }
 
 /// Logs an error with its causes.

@@ -232,7 +232,7 @@ impl Engine {
         let span = ByteSpan::new(start, end).filter(|_| len > 0);
         let served = span.zip(source.maps()).and_then(|(span, maps)| {
             maps.with_kernel_bytes(file, span, &mut |bytes| {
-                add(&self.counters.lent, 1);
+                add(&self.counters.zero_copy, 1);
                 count();
                 reply(Served::Kernel(bytes));
             })

@@ -8,83 +8,18 @@ use std::{
     thread,
 };
 
-use ckfs_checkpoint::{Accepted, Checkpoint, CheckpointError, OpenOptions, Unfinished, printable};
+use ckfs_checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable};
 use ckfs_config::{
-    Allow, Config, ConfigError, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, ThreadCount, TimeLimit,
-    ViewSettings,
+    Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, ThreadCount, TimeLimit, ViewSettings,
 };
 use ckfs_host::{budget::Budget, limits, memory, state_directory};
 use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
 use ckfs_read::EngineOptions;
 use ckfs_source::{ComparedFiles, Fetches, FileId, SourceError, digest::Compared, remote::RemoteOptions};
-use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeError, VolumeOptions};
+use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeOptions};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::{chunk_memory, own_mount};
-
-/// Why a configuration cannot be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// The configuration names no source.
-    #[error("no source")]
-    NoSource,
-    /// A path cannot be made independent of the working directory.
-    #[error("{path}: {source}")]
-    Path {
-        /// The path, as the configuration has it.
-        path: String,
-        /// Why.
-        source: io::Error,
-    },
-    /// The system starts no thread.
-    #[error("{what}: {source}{}", limits::hint())]
-    Threads {
-        /// What the thread was for.
-        what: &'static str,
-        /// Why.
-        source: io::Error,
-    },
-    /// Everything wrong with the repository.
-    #[error("{error}")]
-    Checkpoint {
-        /// The source, as a complete path or a name.
-        source_name: String,
-        /// What is wrong.
-        #[source]
-        error: CheckpointError,
-    },
-    /// The source is a part of a mount, or of a set of files, which holds a part of each tensor only.
-    #[error("{0}")]
-    Shards(String),
-    /// Everything wrong with the plans, a line for each view.
-    #[error("{0}")]
-    Plans(String),
-    /// A chunk of the source needs more memory to decode than there is.
-    #[error("{0}")]
-    ChunkMemory(String),
-    /// The configuration cannot be written down.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// The plans cannot be laid out as files.
-    #[error(transparent)]
-    Volume(#[from] VolumeError),
-    /// The directory for materialized files cannot hold such.
-    #[error("{}: no place for materialized files: {source}", directory.display())]
-    Materialize {
-        /// The directory.
-        directory: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// The mountpoint would cover a file of the source.
-    #[error("mountpoint {}: would cover the source file {}", mountpoint.display(), file.display())]
-    Covered {
-        /// The mountpoint.
-        mountpoint: PathBuf,
-        /// The file.
-        file: PathBuf,
-    },
-}
+use super::{chunk_memory, error::OpenError, own_mount};
 
 /// Starts the threads that make plans, or only one if the limits allow fewer. By default they would start at their
 /// first use, and panic if the system refused them.
@@ -360,6 +295,9 @@ pub fn volume_of(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Conf
 ///
 /// # Errors
 /// The first such file.
+///
+/// # Panics
+/// Never: there are fewer than 2^32 files.
 pub fn check_sources(volume: &Volume) -> Result<(), SourceError> {
     let source = volume.engine().checkpoint().source();
     let number = |file: usize| u32::try_from(file).expect("files were numbered by 32 bits when they were opened");

@@ -7,7 +7,8 @@ use ckfs_source::{Fetches, FileId};
 use ckfs_volume::Volume;
 
 use super::{
-    open::{self, OpenError},
+    error::OpenError,
+    open,
     prefetch::{self, Prefetching},
     upkeep::{self, Upkeeping},
 };

@@ -118,7 +118,7 @@ impl Reported<'_> {
         let held = |key, help, value: usize| row(key, None, true, MetricKind::Gauge, help, value as u64);
         let now = |key, family, help, value| row(key, Some(family), false, MetricKind::Gauge, help, value);
         let mut rows = vec![
-            count("lent_reads", "Reads answered from mapped source bytes without a copy", &counters.lent),
+            count("zero_copy_reads", "Reads answered from mapped source bytes without a copy", &counters.zero_copy),
             count("tile_hits", "Tiles found in the cache", &counters.tile_hits),
             count("tile_misses", "Tiles computed on demand", &counters.tile_misses),
             count("tile_waits", "Reads that waited for a tile another read was computing", &counters.tile_waits),

@@ -21,7 +21,7 @@ use ckfs::{
     plan::ViewOptions,
     source::{FetchPart, FileId, Health, Pin, Source, SourceError, digest::hexadecimal},
     tensor::DType,
-    volume::{FileSystem, ProblemKind, Volume, VolumeOptions},
+    volume::{FileSystem, ProblemKind, Upkeep, Volume, VolumeOptions},
 };
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};

@@ -59,7 +59,31 @@ fn program() -> Command {
     command
 }
 
-/// A mount by the program, in the foreground. Its drop ends the daemon at once.
+/// What makes a mount.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// `ckfs mount`, in the foreground.
+    Command,
+    /// A program that uses the library (`examples/library.rs`).
+    Library,
+}
+
+const WAYS: [Way; 2] = [Way::Command, Way::Library];
+
+/// Flags as options of a mount.
+fn as_options(flags: &[&str]) -> Vec<String> {
+    let mut options: Vec<String> = Vec::new();
+    for flag in flags {
+        match (flag.strip_prefix("--"), options.last_mut()) {
+            (Some(name), _) => options.push(name.replace('-', "_")),
+            (None, Some(option)) => *option = format!("{option}={flag}"),
+            (None, None) => panic!("{flag}: expected a flag"),
+        }
+    }
+    options
+}
+
+/// A mount in the foreground. Its drop ends the daemon at once.
 struct Mount {
     child: Child,
     base: tempfile::TempDir,
@@ -67,12 +91,28 @@ struct Mount {
 
 impl Mount {
     fn new(source: &Path, flags: &[&str]) -> Self {
+        Self::by(Way::Command, source, flags)
+    }
+
+    fn by(way: Way, source: &Path, flags: &[&str]) -> Self {
         let base = tempfile::tempdir().unwrap();
         let mnt = base.path().join("mnt");
         fs::create_dir(&mnt).unwrap();
         let log = File::create(base.path().join("log")).unwrap();
-        let mut command = program();
-        command.arg("mount").arg(source).arg(&mnt).args(["--foreground", "--grace", "1", "--drain", "1"]).args(flags);
+        let flags = [&["--grace", "1", "--drain", "1"], flags].concat();
+        let mut command = match way {
+            Way::Command => {
+                let mut command = program();
+                command.arg("mount").arg(source).arg(&mnt).arg("--foreground").args(flags);
+                command
+            }
+            Way::Library => {
+                let mut command =
+                    Command::new(Path::new(env!("CARGO_BIN_EXE_ckfs")).with_file_name("examples").join("library"));
+                command.arg(source).arg(&mnt).args(as_options(&flags));
+                command
+            }
+        };
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap();
         let mut mount = Self { child, base };
         until("the mount answers", || {
@@ -156,9 +196,9 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 /// Makes the storage of one file give no answer, and reads the file in many places.
-fn stall_one(flags: &[&str]) {
+fn stall_one(way: Way, flags: &[&str]) {
     let source = source();
-    let mount = Mount::new(&source.path(), &[&["--source-timeout", "3s"], flags].concat());
+    let mount = Mount::by(way, &source.path(), &[&["--source-timeout", "3s"], flags].concat());
     source.set(A, Manner::Stalled);
     let readers: Vec<_> = (0..24).map(|at| mount.read("full/alpha", at << 17, 64 << 10)).collect();
     let also: Vec<_> = (0..4).map(|_| mount.read("safetensors/dev0.safetensors", 0, BYTES)).collect();
@@ -197,21 +237,23 @@ fn stall_one(flags: &[&str]) {
 #[test]
 fn a_stalled_source_is_an_error_for_its_readers_only() {
     if can_mount() {
-        stall_one(&[]);
+        for way in WAYS {
+            stall_one(way, &[]);
+        }
     }
 }
 
 #[test]
 fn one_thread_is_enough() {
     if can_mount() {
-        stall_one(&["--threads", "1", "--materialize", "none"]);
+        stall_one(Way::Command, &["--threads", "1", "--materialize", "none"]);
     }
 }
 
 #[test]
 fn page_faults_that_get_no_answer_end_too() {
     if can_mount() {
-        stall_one(&["--source-io", "mmap", "--materialize", "none", "--direct-io"]);
+        stall_one(Way::Command, &["--source-io", "mmap", "--materialize", "none", "--direct-io"]);
     }
 }
 
@@ -240,23 +282,25 @@ fn an_open_that_gets_no_answer_ends_too() {
     if !can_mount() {
         return;
     }
-    let source = source();
-    let mount = Mount::new(&source.path(), &["--source-timeout", "2s", "--threads", "1"]);
-    source.set(A, Manner::Dead);
-    let readers: Vec<_> = (0..8).map(|_| mount.read("full/alpha", 0, 10)).collect();
-    mount.reads("full/beta", 1);
-    for reader in &readers {
-        mount.fails(reader);
+    for way in WAYS {
+        let source = source();
+        let mount = Mount::by(way, &source.path(), &["--source-timeout", "2s", "--threads", "1"]);
+        source.set(A, Manner::Dead);
+        let readers: Vec<_> = (0..8).map(|_| mount.read("full/alpha", 0, 10)).collect();
+        mount.reads("full/beta", 1);
+        for reader in &readers {
+            mount.fails(reader);
+        }
+        // The configuration names the source: a look at it would wait for ever.
+        source.set_root_dead(true);
+        let (code, said) = mount.status();
+        assert!(code == Some(1) && said.contains("degraded") && said.contains("got no answer"), "{said}");
+        assert!(said.contains(source.path().to_str().unwrap()), "{said}");
+        source.set_root_dead(false);
+        source.set(A, Manner::Good);
+        until("the file is good again", || mount.read("full/alpha", 0, 10).recv_timeout(SOON).unwrap().is_ok());
+        mount.reads("full/alpha", 0);
     }
-    // The configuration names the source: a look at it would wait for ever.
-    source.set_root_dead(true);
-    let (code, said) = mount.status();
-    assert!(code == Some(1) && said.contains("degraded") && said.contains("got no answer"), "{said}");
-    assert!(said.contains(source.path().to_str().unwrap()), "{said}");
-    source.set_root_dead(false);
-    source.set(A, Manner::Good);
-    until("the file is good again", || mount.read("full/alpha", 0, 10).recv_timeout(SOON).unwrap().is_ok());
-    mount.reads("full/alpha", 0);
 }
 
 #[test]
@@ -264,15 +308,18 @@ fn slow_storage_is_waited_for() {
     if !can_mount() {
         return;
     }
-    let source = source();
-    // With a small cache nothing is requested ahead: the answers come one after the other.
-    let mount = Mount::new(&source.path(), &["--source-timeout", "2s", "--cache-bytes", "32M", "--threads", "1"]);
-    // Each answer takes half of the time limit; all of them together take several times the limit.
-    source.set(A, Manner::Slow(Duration::from_secs(1)));
-    let begun = Instant::now();
-    mount.reads("full/alpha", 0);
-    assert!(begun.elapsed() > Duration::from_secs(2), "this must be slow to show anything");
-    assert_eq!((mount.stat("stalled_reads"), mount.stat("failed_reads")), (0, 0), "{}", mount.log());
+    for way in WAYS {
+        let source = source();
+        // With a small cache nothing is requested ahead: the answers come one after the other.
+        let mount =
+            Mount::by(way, &source.path(), &["--source-timeout", "2s", "--cache-bytes", "32M", "--threads", "1"]);
+        // Each answer takes half of the time limit; all of them together take several times the limit.
+        source.set(A, Manner::Slow(Duration::from_secs(1)));
+        let begun = Instant::now();
+        mount.reads("full/alpha", 0);
+        assert!(begun.elapsed() > Duration::from_secs(2), "this must be slow to show anything");
+        assert_eq!((mount.stat("stalled_reads"), mount.stat("failed_reads")), (0, 0), "{}", mount.log());
+    }
 }
 
 #[test]
@@ -464,21 +511,23 @@ fn failures_are_temporary_errors_and_changes_are_permanent_ones() {
     if !can_mount() {
         return;
     }
-    let source = source();
-    let mount = Mount::new(&source.path(), &["--materialize", "none"]);
-    source.set(A, Manner::Failing);
-    mount.fails(&mount.read("full/alpha", 1 << 20, 1 << 20));
-    source.set(A, Manner::Good);
-    mount.reads("full/alpha", 0);
-    mount.reads("full/gamma", 2);
-    // Read before, so that the kernel has all its pages.
-    mount.reads("full/alpha", 0);
-    source.touch(A);
-    until("the change is seen", || mount.stat("poisoned_sources") == 1);
-    until("pages are dropped", || mount.read("full/alpha", 0, BYTES).recv_timeout(SOON).unwrap().is_err());
-    source.truncate(B, BYTES / 2);
-    mount.fails(&mount.read("dev0/beta", 0, 10));
-    mount.reads("full/gamma", 2);
+    for way in WAYS {
+        let source = source();
+        let mount = Mount::by(way, &source.path(), &["--materialize", "none"]);
+        source.set(A, Manner::Failing);
+        mount.fails(&mount.read("full/alpha", 1 << 20, 1 << 20));
+        source.set(A, Manner::Good);
+        mount.reads("full/alpha", 0);
+        mount.reads("full/gamma", 2);
+        // Read before, so that the kernel has all its pages.
+        mount.reads("full/alpha", 0);
+        source.touch(A);
+        until("the change is seen", || mount.stat("poisoned_sources") == 1);
+        until("pages are dropped", || mount.read("full/alpha", 0, BYTES).recv_timeout(SOON).unwrap().is_err());
+        source.truncate(B, BYTES / 2);
+        mount.fails(&mount.read("dev0/beta", 0, 10));
+        mount.reads("full/gamma", 2);
+    }
 }
 
 #[test]
@@ -486,12 +535,14 @@ fn reads_that_end_early_are_errors_and_never_zeros() {
     if !can_mount() {
         return;
     }
-    let source = source_kept_by(Pages::Nobody);
-    let mount = Mount::new(&source.path(), &["--materialize", "none"]);
-    source.set(A, Manner::Short);
-    mount.fails(&mount.read("full/alpha", 1 << 20, 1 << 20));
-    source.set(A, Manner::Good);
-    assert_eq!(mount.stat("poisoned_sources"), 1, "{}", mount.log());
-    mount.fails(&mount.read("full/alpha", 0, 10));
-    mount.reads("full/gamma", 2);
+    for way in WAYS {
+        let source = source_kept_by(Pages::Nobody);
+        let mount = Mount::by(way, &source.path(), &["--materialize", "none"]);
+        source.set(A, Manner::Short);
+        mount.fails(&mount.read("full/alpha", 1 << 20, 1 << 20));
+        source.set(A, Manner::Good);
+        assert_eq!(mount.stat("poisoned_sources"), 1, "{}", mount.log());
+        mount.fails(&mount.read("full/alpha", 0, 10));
+        mount.reads("full/gamma", 2);
+    }
 }

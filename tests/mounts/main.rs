@@ -1,4 +1,12 @@
 //! Real mounts, and what goes wrong around them.
+#![allow(
+    clippy::unwrap_used,
+    clippy::wildcard_enum_match_arm,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_precision_loss,
+    reason = "helpers of tests are tests too, and their data is small"
+)]
 
 #[path = "../common/mod.rs"]
 mod common;
