@@ -30,7 +30,7 @@
 //!
 //! At mount, once: [`Checkpoint::open`](checkpoint::Checkpoint::open) reads headers into a table of logical tensors
 //! ([`checkpoint::TensorInfo`]), each with its [`checkpoint::Storage`]. The plan ([`plan::Plan`]) gives each output tensor a
-//! [`tensor::View`] over those. Each [`image::OutputFormat`] shows its files as [`image::VirtualFile`]s, which know their
+//! [`tensor::View`] over those. Each [`image::OutputFormat`] lays out its files as [`image::VirtualFile`]s, which know their
 //! length. The [`volume::Volume`] numbers all nodes. From then on nothing changes. [`Service::open`](service::Service::open) does all this
 //! for a configuration and keeps the volume alive, for whatever asks for its files.
 //!
@@ -64,10 +64,10 @@
 //! | a model family | `src/plan/families/<name>.toml` |
 //! | a layout | a file of the user's (`--layout FILE`), or a directory `src/plan/layouts/<name>` and its name in [`config::LAYOUTS`]; a family of a layout is a file there |
 //! | an output format | `src/image/<name>.rs` with `impl` [`image::OutputFormat`], and its line in [`image::FORMATS`] |
-//! | a remote service | `src/source/remote/<name>.rs` with `impl` [`source::remote::Objects`], and its scheme in `remote/store/address.rs`; disk cache, retries and limits apply to it |
+//! | a remote service | `src/source/remote/<name>.rs` with `impl` [`source::remote::Objects`], and its scheme in `remote/url_scheme.rs`; disk cache, retries and limits apply to it |
 //! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources/local.rs` runs over it |
 //! | a kind of checkpoint | `src/checkpoint/containers/<name>.rs`, and its variant of [`checkpoint::Container`], which the compiler follows to `open.rs` |
-//! | a quantization scheme | `src/checkpoint/scheme/<name>.rs` with `impl Scheme`, and its line in [`checkpoint::scheme`] |
+//! | a quantization scheme | a row in the file of its kind in `src/checkpoint/scheme`; one of no known kind: `<name>.rs` with `impl Scheme`, and its line in [`checkpoint::scheme`] |
 //! | another way in | an adapter over [`service::Service`]: it converts requests to [`volume::FileSystem`] calls and replies ([`service::Pending`]), and decides nothing; as `src/fuse` |
 //! | a setting | its field in [`config::Settings`] and its row in [`config::SETTINGS`]: flag, key, mount option and help follow |
 //! | a command | `src/cli/<name>.rs`, and its variant of `Command` in `src/cli/mod.rs` |

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_source::{Beneath, FoundFile, Opened, SourceError, remote::RemoteTree};
+use ckfs_source::{FoundFile, Opened, RootDir, SourceError, remote::RemoteTree};
 
 use super::{
     choose::{quoted, warn_of_weights},
@@ -104,7 +104,7 @@ pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterF
     }
     let follow = options.follow_symlinks;
     let opening = options.fetches.begin_path(dir, "open");
-    let root = Beneath::open(dir).map_err(|error| {
+    let root = RootDir::open(dir).map_err(|error| {
         // A relative path was completed, also that of a name on the Hub.
         let advice = if dir.exists() { "" } else { "; an adapter on the Hub is hf://org/name" };
         problem(format!("{error}{advice}"))

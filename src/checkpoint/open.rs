@@ -5,7 +5,7 @@ use std::{collections::HashMap, io, sync::Arc};
 
 use ckfs_format::safetensors::Header;
 use ckfs_source::{
-    Beneath, FileId, FoundFile, Opened, Source, SourceError, permission::DirectoryRules, pin_files, remote::RemoteTree,
+    FileId, FoundFile, Opened, RootDir, Source, SourceError, permission::DirectoryRules, pin_files, remote::RemoteTree,
 };
 
 use super::{
@@ -269,7 +269,7 @@ fn name_unfinished_download(folder: &mut Folder) {
 /// The files below a directory, none of them listed or opened yet.
 fn local_tree(located: &Located, options: &OpenOptions) -> Result<LocalTree, CheckpointError> {
     let _opening = options.fetches.begin_path(&located.path, "open");
-    let root = Beneath::open(&located.path);
+    let root = RootDir::open(&located.path);
     let root = root.map_err(|error| CheckpointError::Listing { root: located.path.clone(), error })?;
     if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
         return Err(CheckpointError::LeavesCache { snapshot: located.path.clone() });

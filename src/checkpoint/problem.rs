@@ -8,7 +8,11 @@ use std::{
 };
 
 use ckfs_format::safetensors::HeaderErrors;
-use ckfs_source::{SourceError, remote::RemoteError};
+use ckfs_host::PathFlaw;
+use ckfs_source::{
+    SourceError,
+    remote::{RemoteError, url_schemes},
+};
 use ckfs_tensor::DType;
 
 use super::{
@@ -59,8 +63,8 @@ impl fmt::Display for Expected {
 pub enum CheckpointError {
     /// A remote address.
     #[error(
-        "{source_name}: {scheme}:// is not known; give a path, org/name, hf://, s3://, gs://, az://, https:// (or http:// of this \
-         machine)"
+        "{source_name}: {scheme}:// is not known; give a path, org/name, hf://, {} (or http:// of this machine)",
+        url_schemes()
     )]
     NotSupported {
         /// The requested source.
@@ -259,7 +263,7 @@ pub enum Problem {
         message: String,
     },
     /// The index names a path that leaves the repository.
-    #[error("{index}: names {path:?} for {tensors}, which is not a path inside the repository")]
+    #[error("{index}: names {path:?} for {tensors}, which is not a path inside the repository: {flaw}")]
     OutsideRepository {
         /// The index.
         index: String,
@@ -267,6 +271,8 @@ pub enum Problem {
         path: String,
         /// Tensors that it should hold.
         tensors: Expected,
+        /// What is wrong with it.
+        flaw: PathFlaw,
     },
     /// The index names a file that is not there.
     #[error("{index}: names {file:?} for {tensors}, which is {found}")]
@@ -406,35 +412,6 @@ pub enum Problem {
         /// Those of other ranks.
         others: Vec<String>,
     },
-    /// A quantized weight and its scale do not fit.
-    #[error(
-        "tensor {weight:?} of shape {weight_shape:?}: expected its scale {scale:?} to have shape {expected:?} by blocks of \
-         {block:?}, found {found:?}"
-    )]
-    ScaleShape {
-        /// The weight.
-        weight: String,
-        /// Its shape.
-        weight_shape: Vec<u64>,
-        /// The scale.
-        scale: String,
-        /// Block rows and columns.
-        block: (u64, u64),
-        /// Shape that the scale must have.
-        expected: Vec<u64>,
-        /// Shape that it has.
-        found: Vec<u64>,
-    },
-    /// A scale whose type is not a float.
-    #[error("tensor {scale:?}: expected a float as the scale of {weight:?}, found {found}")]
-    ScaleType {
-        /// The weight.
-        weight: String,
-        /// The scale.
-        scale: String,
-        /// Type of the scale.
-        found: DType,
-    },
     /// A stored tensor contradicts the configuration or its companions.
     #[error("tensor {tensor:?}: expected {expected}, found {found}")]
     Quantized {
@@ -465,9 +442,13 @@ pub enum Problem {
         /// The reader's error.
         message: String,
     },
-    /// The configuration has an invalid block size.
-    #[error("config.json: quantization_config.weight_block_size: expected two positive numbers, found {found}")]
-    BlockSize {
+    /// A member of `config.json` has a value that it cannot have.
+    #[error("config.json: {member}: expected {expected}, found {found}")]
+    Configuration {
+        /// The member.
+        member: &'static str,
+        /// What it may be.
+        expected: &'static str,
         /// The value found.
         found: String,
     },
@@ -598,15 +579,13 @@ impl Problem {
             | Self::IndexOfOtherSet { .. }
             | Self::PartsOfRanks { .. }
             | Self::Container { .. }
-            | Self::BlockSize { .. }
+            | Self::Configuration { .. }
             | Self::TooManyBytes
             | Self::TooLarge => None,
             Self::NotInFile { tensor, .. }
             | Self::InOtherFile { tensor, .. }
             | Self::NotInIndex { tensor, .. }
             | Self::Duplicate { tensor, .. }
-            | Self::ScaleShape { weight: tensor, .. }
-            | Self::ScaleType { scale: tensor, .. }
             | Self::Quantized { tensor, .. }
             | Self::Boxes { tensor, .. } => Some(tensor),
         }

@@ -6,7 +6,10 @@ use anyhow::bail;
 use ckfs_volume::NodeKind;
 use clap::Args;
 
-use super::{flags::SourceFlags, open, output, tree};
+use super::{
+    flags::{SourceFlags, source_help},
+    open, output, tree,
+};
 
 /// Bytes read at once.
 const CHUNK_BYTES: usize = 4 << 20;
@@ -23,8 +26,7 @@ Examples:
   ckfs cat /data/llama full/embed --offset 0 --length 64 | xxd
   ckfs cat --config llama.toml train/.ckfs/manifest.json")]
 pub(super) struct Cat {
-    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
-    #[arg(value_name = "SOURCE")]
+    #[arg(value_name = "SOURCE", help = source_help())]
     first: String,
     /// The file, relative to the mount.
     #[arg(value_name = "PATH")]

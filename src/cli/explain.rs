@@ -11,14 +11,17 @@ use ckfs_image::Segment;
 use ckfs_plan::report::{human_bytes, reads_text};
 use ckfs_source::{ByteSpan, page_size::page_bytes};
 use ckfs_tensor::{
-    Decode, Field, Load, Op, Operation, Origin, Piece, Reads, Runs, Step, TensorId, Term, Tiling,
+    ByteRuns, Decode, Field, Load, Op, Operation, Origin, Piece, Reads, Step, TensorId, Term, Tiling,
     Value as DecodedValue, View, reads,
 };
 use ckfs_volume::{FileSystem, NodeKind, Volume};
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::{flags::SourceFlags, open, output, tree};
+use super::{
+    flags::{SourceFlags, source_help},
+    open, output, tree,
+};
 
 /// Pieces and operands that are listed without `--all`.
 const SHOWN: usize = 8;
@@ -37,8 +40,7 @@ Examples:
   ckfs explain /data/llama hf/model-00001-of-00002.safetensors --dtype bf16 --all
   ckfs explain --config llama.toml train/full/embed --json | jq '.segments[0].pieces'")]
 pub(super) struct Explain {
-    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
-    #[arg(value_name = "SOURCE")]
+    #[arg(value_name = "SOURCE", help = source_help())]
     first: String,
     /// The file, relative to the mount.
     #[arg(value_name = "PATH")]
@@ -91,7 +93,7 @@ fn explain(volume: &Volume, node: &tree::PathNode) -> anyhow::Result<Value> {
         return Ok(file);
     };
     let mut segments = Vec::new();
-    let mut runs: HashMap<TensorId, Vec<Runs>> = HashMap::new();
+    let mut runs: HashMap<TensorId, Vec<ByteRuns>> = HashMap::new();
     for (index, segment) in image.segments().iter().enumerate().take(TENSORS_MAX) {
         let start = image.start_of(index);
         segments.push(match segment {
@@ -99,7 +101,7 @@ fn explain(volume: &Volume, node: &tree::PathNode) -> anyhow::Result<Value> {
             Segment::Spaces(count) => json!({ "start": start, "bytes": count, "made": "spaces" }),
             Segment::View(view) => {
                 let tiling = view.lower().map_err(|error| anyhow!("{}: {error}", node.path))?;
-                for (tensor, found) in tiling.pieces().iter().flat_map(|piece| Runs::of(&tiling, piece)) {
+                for (tensor, found) in tiling.pieces().iter().flat_map(|piece| ByteRuns::of(&tiling, piece)) {
                     runs.entry(tensor).or_default().push(found);
                 }
                 json!({
@@ -147,7 +149,7 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
             let (start, end) = if let Some(bytes) = decoder.source_bytes(unit) {
                 (offset * bytes, (offset + piece.source_bounding_units()) * bytes)
             } else {
-                let runs = Runs::of(tiling, piece);
+                let runs = ByteRuns::of(tiling, piece);
                 let ends = runs.iter().map(|(_, runs)| (runs.start(), runs.end()));
                 ends.fold((u64::MAX, 0), |(start, end), (first, last)| (start.min(first), end.max(last)))
             };

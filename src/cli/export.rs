@@ -18,7 +18,7 @@ use serde_json::json;
 
 use self::files::{create_directories, create_file, create_target, finish, partial_path};
 use super::{
-    flags::{LogFlags, SourceFlags},
+    flags::{LogFlags, SourceFlags, source_help},
     open, output, tree,
 };
 
@@ -40,8 +40,7 @@ Examples:
 
 A pattern of --only matches a path or a directory above it; * stands for any text, also with slashes.")]
 pub(super) struct Export {
-    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
-    #[arg(value_name = "SOURCE")]
+    #[arg(value_name = "SOURCE", help = source_help())]
     first: String,
     /// Where to: a directory that is empty or not there yet.
     #[arg(value_name = "DIR")]
@@ -80,29 +79,20 @@ fn real(path: &Path) -> PathBuf {
 impl Export {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
         let (source, directory) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "DIR")?;
-        let patterns = tree::patterns(&self.only)?;
+        tree::patterns(&self.only)?;
         let directory = std::path::absolute(directory).context("DIR")?;
         check_target(&directory, self.force)?;
         let mut config = open::source_config(source, &self.flags)?;
         let volume = open::volume(&mut config)?;
-        let mut nodes = Vec::new();
-        tree::walk(&volume, &mut |node| {
-            // The counters of this process describe no mount.
-            let live = [".ckfs/stats.json", ".ckfs/metrics"].contains(&node.path.as_str());
-            if !live && tree::wanted(&patterns, &node.path) {
-                nodes.push(node);
-            }
-            Ok(())
+        // The counters of this process describe no mount.
+        let nodes = tree::select(&volume, &self.only, "export", &|node| {
+            ![".ckfs/stats.json", ".ckfs/metrics"].contains(&node.path.as_str())
         })?;
-        if !nodes.iter().any(|node| node.attr.kind != NodeKind::Directory) {
-            bail!("nothing to export: {}", tree::no_match(&volume, &self.only));
-        }
         let root = volume.engine().checkpoint().root();
         if real(&directory).starts_with(real(root)) {
             bail!("{}: lies inside the source {}", directory.display(), root.display());
         }
-        let files = nodes.iter().filter(|node| node.attr.kind == NodeKind::File);
-        let total = files.map(|node| node.attr.size_bytes).fold(0, u64::saturating_add);
+        let total = tree::total_bytes(&nodes);
         create_target(&volume, &directory).with_context(|| directory.display().to_string())?;
         check_room(&directory, total)?;
         let bar = bar(total, log);

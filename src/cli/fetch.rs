@@ -6,7 +6,7 @@ use anyhow::{Context, anyhow, bail};
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::HfCache;
 use ckfs_plan::{FETCHED_BYTES, RemoteBytes, report::human_bytes};
-use ckfs_source::{ByteSpan, FetchPart, FileId, RemoteSource, Source};
+use ckfs_source::{ByteSpan, FetchPart, FileId, RemoteSource, Source, remote::url_schemes};
 use ckfs_volume::ViewPlan;
 use clap::Args;
 use indicatif::ProgressBar;
@@ -34,7 +34,7 @@ Examples:
   ckfs fetch meta-llama/Llama-3.1-70B --mesh fsdp=64 --devices 8-15
   ckfs fetch s3://bucket/llama --layout maxtext --mesh fsdp=64,tensor=8 --devices 0-7 --cache-dir /scratch/ckfs")]
 pub(super) struct FetchCommand {
-    /// org/name[@revision] on the Hub, hf://, s3://, gs://, az:// or https://.
+    #[arg(help = format!("org/name[@revision] on the Hub, hf://, {}", url_schemes()))]
     source: Option<String>,
     #[command(flatten)]
     flags: SourceFlags,

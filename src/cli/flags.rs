@@ -5,6 +5,7 @@
 use std::ffi::{OsStr, OsString};
 
 use ckfs_config::{Arity, Commands, FORMER, KEYS, SETTINGS, Setting, Settings, former};
+use ckfs_source::remote::url_schemes;
 use clap::{
     Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, builder::TypedValueParser, error::ErrorKind,
     parser::ValueSource,
@@ -27,6 +28,11 @@ impl TypedValueParser for Checked {
             }
         }
     }
+}
+
+/// What a source may be, for the help of the commands that take one.
+pub(super) fn source_help() -> String {
+    format!("A directory, a file, org/name[@revision] in the local cache or on the Hub, {}", url_schemes())
 }
 
 /// A sentence as clap shows it in a list.

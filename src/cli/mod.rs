@@ -38,6 +38,7 @@ use std::{ffi::OsString, path::Path, process::ExitCode, thread};
 use anyhow::Context;
 use ckfs_config::nearest;
 use ckfs_host::{Log, LogTarget, limits, signal};
+use ckfs_source::remote::url_schemes;
 use clap::{
     CommandFactory, Parser, Subcommand,
     error::{ContextKind, ContextValue, ErrorKind},
@@ -48,15 +49,8 @@ use flags::LogFlags;
 use output::{AlreadyReported, Closed, Usage};
 
 /// Mounts Hugging Face safetensors repositories as virtual, sharded views.
-///
-/// ckfs shows a checkpoint as the files that a training job wants to read. Every tensor is stacked over layers,
-/// renamed, cast and cut to one device's shard, on read and from the original bytes. There is no conversion step and no
-/// second copy.
-///
-/// SOURCE is a directory with *.safetensors files, one such file, org/name[@revision] in the local Hugging Face cache or on the
-/// Hub, <hf://org/name>, s3://, gs://, az:// or https://.
 #[derive(Debug, Parser)]
-#[command(name = "ckfs", version, long_version = LONG_VERSION, max_term_width = 100, propagate_version = true)]
+#[command(name = "ckfs", version, long_about = long_about(), long_version = LONG_VERSION, max_term_width = 100, propagate_version = true)]
 #[command(after_long_help = "\
 Examples:
   ckfs demo                                                 see it work on a generated checkpoint
@@ -104,6 +98,20 @@ enum Command {
     Demo(demo::Demo),
     Completions(completions::Completions),
     Man(man::Manual),
+}
+
+/// What the program is for, and what a source is.
+fn long_about() -> String {
+    format!(
+        "Mounts Hugging Face safetensors repositories as virtual, sharded views.
+
+ckfs shows a checkpoint as the files that a training job wants to read. Every tensor is stacked over layers, renamed, \
+cast and cut to one device's shard, on read and from the original bytes. There is no conversion step and no second copy.
+
+SOURCE is a directory with *.safetensors files, one such file, org/name[@revision] in the local Hugging Face cache or on \
+the Hub, hf://org/name, {}.",
+        url_schemes()
+    )
 }
 
 /// What `--version` prints after the name; `-V` prints the first line only.

@@ -27,7 +27,7 @@ use ckfs_source::Wait;
 use clap::Args;
 
 use super::{
-    flags::{LogFlags, ServingFlags, SourceFlags},
+    flags::{LogFlags, ServingFlags, SourceFlags, source_help},
     open,
     output::{AlreadyReported, Usage, error_text, message},
 };
@@ -72,7 +72,7 @@ journal), else to $XDG_STATE_HOME/ckfs/ (~/.local/state/ckfs/): one file per mou
 and the one before it. Without HOME there is no such place, and the log goes nowhere. After mounting, one \
 line on standard error says which it is; -q omits it.")]
 pub(super) struct Mount {
-    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
+    #[arg(help = source_help())]
     source: Option<String>,
     /// An existing directory; --mkdir makes it.
     #[arg(value_name = "MNT")]

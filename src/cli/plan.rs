@@ -10,13 +10,17 @@ use ckfs_plan::{
     report::{Report, ViewReport, html, human_bytes},
 };
 use ckfs_source::Served;
-use ckfs_volume::{Mounter, PermittedReaders, Unavailable, ViewPlan, Volume, readers, unavailable};
+use ckfs_volume::{Mounter, OmittedFormat, PermittedReaders, ViewPlan, Volume, readers, unavailable};
 use clap::Args;
 use tracing::warn;
 
 use serde_json::{Map, Value, json};
 
-use super::{fetch, flags::SourceFlags, open, output, tree};
+use super::{
+    fetch,
+    flags::{SourceFlags, source_help},
+    open, output, tree,
+};
 
 /// The plan's text in a mount.
 const PLAN: &str = ".ckfs/plan.txt";
@@ -47,7 +51,7 @@ Examples:
   ckfs plan /data/llama --mesh fsdp=4,tensor=2 --html plan.html
   ckfs plan /data/llama --mesh fsdp=8 --json | jq '.views[0].devices'")]
 pub(super) struct PlanCommand {
-    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
+    #[arg(help = source_help())]
     source: Option<String>,
     /// Prints JSON, with every tensor.
     #[arg(long)]
@@ -131,7 +135,7 @@ fn check_places(config: &Config, volume: &mut Volume) -> anyhow::Result<()> {
 
 /// The views with the formats that they do not have.
 fn view_reports(plans: &[ViewPlan]) -> Vec<ViewReport<'_>> {
-    let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
+    let row = |shown: &OmittedFormat| json!({"format": shown.format, "reason": shown.reason});
     let more = |view: &ViewPlan| {
         let missing: Value = unavailable(&view.plan).iter().map(row).collect();
         Map::from_iter([("unavailable".to_owned(), missing)])

@@ -36,7 +36,7 @@ use nix::{
 };
 
 use super::{
-    flags::{LogFlags, ServingFlags, SourceFlags},
+    flags::{LogFlags, ServingFlags, SourceFlags, source_help},
     mount::{self, DaemonTie},
     open,
     output::Usage,
@@ -61,7 +61,7 @@ Examples:
   ckfs run org/name --dtype bf16 -- sh -c 'ls $CKFS_MOUNT/dev0'
   srun ckfs run /data/llama --mesh fsdp=8 --devices 0-3 -- python train.py")]
 pub(super) struct RunCommand {
-    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
+    #[arg(help = source_help())]
     source: Option<String>,
     /// The command and its arguments.
     #[arg(last = true, required = true, value_name = "COMMAND")]

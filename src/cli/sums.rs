@@ -6,8 +6,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::{self, Write as _},
-    fs::{self, File},
-    io::Read,
+    fs,
     path::{Path, PathBuf},
 };
 
@@ -26,7 +25,6 @@ use sha2::{Digest, Sha256};
 use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
-    kernel_copy::KernelCopier,
     open, output, tree,
 };
 
@@ -185,23 +183,15 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
         None => (None, open::source_config(target, flags)?),
     };
     let volume = open::volume(&mut config)?;
-    let patterns = tree::patterns(only)?;
-    let mut nodes = Vec::new();
-    tree::walk(&volume, &mut |node| {
+    let nodes = tree::select(&volume, only, "sum", &|node| {
         let of_the_host = node.path.split('/').any(|component| OF_THE_HOST.contains(&component));
-        if node.attr.kind == NodeKind::File && !of_the_host && tree::wanted(&patterns, &node.path) {
-            nodes.push(node);
-        }
-        Ok(())
+        node.attr.kind == NodeKind::File && !of_the_host
     })?;
-    if nodes.is_empty() {
-        bail!("nothing to sum: {}", tree::no_match(&volume, only));
-    }
     let checkpoint = volume.engine().checkpoint();
     let read = checkpoint.files().iter().filter(|file| matches!(file.role, FileRole::Weights | FileRole::Other));
     let read: Vec<(&str, FileId)> = read.filter_map(|file| Some((file.path.as_str(), file.file?))).collect();
     let source_bytes: u64 = read.iter().map(|(_, file)| checkpoint.source().len_bytes(*file)).sum();
-    let bar = bar(nodes.iter().map(|node| node.attr.size_bytes).fold(source_bytes, u64::saturating_add), log);
+    let bar = bar(source_bytes.saturating_add(tree::total_bytes(&nodes)), log);
     let sources: BTreeMap<FileId, String> = read
         .par_iter()
         .map(|(path, file)| Ok((*file, source_digest(checkpoint, *file, &bar).with_context(|| (*path).to_owned())?)))
@@ -211,14 +201,13 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
         .par_iter()
         .map(|node| {
             bar.set_message(node.path.clone());
-            let digest = match (mount, volume.original(node.attr.ino).and_then(|file| sources.get(&file))) {
-                (Some(mount), _) => mounted_digest(&mount.join(&node.path), node.attr.size_bytes, &bar),
+            let digest = match volume.original(node.attr.ino).and_then(|file| sources.get(&file)) {
                 // The engine would return the bytes of the source file itself.
-                (None, Some(digest)) => {
+                Some(digest) if mount.is_none() => {
                     bar.inc(node.attr.size_bytes);
                     Ok(digest.clone())
                 }
-                (None, None) => engine_digest(&volume, node, &bar),
+                Some(_) | None => served_digest(&volume, mount, node, &bar),
             };
             Ok((node.path.clone(), digest.with_context(|| node.path.clone())?))
         })
@@ -265,32 +254,25 @@ fn source_digest(checkpoint: &Checkpoint, file: FileId, bar: &ProgressBar) -> an
     Ok(hex(digest.finalize()))
 }
 
-fn mounted_digest(path: &Path, size_bytes: u64, bar: &ProgressBar) -> anyhow::Result<String> {
-    let mut file = File::open(path)?;
-    let mut digest = Sha256::new();
-    let mut buffer = vec![0; usize::try_from(size_bytes).unwrap_or(usize::MAX).clamp(1, CHUNK_BYTES)];
-    let mut all = 0;
-    loop {
-        let part = file.read(&mut buffer)?;
-        if part == 0 {
-            break;
-        }
-        digest.update(&buffer[..part]);
-        bar.inc(part as u64);
-        all += part as u64;
+fn served_digest(
+    volume: &Volume,
+    mount: Option<&Path>,
+    node: &tree::PathNode,
+    bar: &ProgressBar,
+) -> anyhow::Result<String> {
+    let served = tree::ServedFile::open(volume, mount, node)?;
+    let size = node.attr.size_bytes;
+    if let Some(found) = served.found_bytes()?.filter(|found| *found != size) {
+        bail!("expected {size} bytes, found {found}");
     }
-    if all == size_bytes { Ok(hex(digest.finalize())) } else { bail!("expected {size_bytes} bytes, found {all}") }
-}
-
-fn engine_digest(volume: &Volume, node: &tree::PathNode, bar: &ProgressBar) -> anyhow::Result<String> {
-    let open = tree::OpenNode::open(volume, node)?;
-    let copier = KernelCopier::new()?;
-    let mut digest = Sha256::new();
-    tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
-        digest.update(copier.copy(bytes)?);
-        bar.inc(bytes.len() as u64);
-        Ok(())
-    })?;
+    let (mut digest, mut bytes, mut at) = (Sha256::new(), Vec::new(), 0);
+    while at < size {
+        let part = usize::try_from(size - at).unwrap_or(usize::MAX).min(CHUNK_BYTES);
+        served.read(at, part, &mut bytes).with_context(|| format!("bytes {at}..{}", at + part as u64))?;
+        digest.update(&bytes);
+        bar.inc(part as u64);
+        at += part as u64;
+    }
     Ok(hex(digest.finalize()))
 }
 

@@ -1,12 +1,14 @@
 //! Walks over a volume.
 
-use std::{collections::HashMap, ops::ControlFlow};
+use std::{collections::HashMap, fs::File, ops::ControlFlow, os::unix::fs::FileExt, path::Path};
 
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 use ckfs_config::{Devices, nearest};
 use ckfs_plan::{Pattern, PatternError};
 use ckfs_source::Served;
 use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume};
+
+use super::kernel_copy::KernelCopier;
 
 /// Most symbolic links that the way to one file may follow.
 const LINKS_MAX: usize = 40;
@@ -46,6 +48,36 @@ pub(super) fn walk(volume: &Volume, each: &mut dyn FnMut(PathNode) -> anyhow::Re
         pending.extend(directories.into_iter().rev());
     }
     Ok(())
+}
+
+/// The nodes that `keep` and `--only` select, in the order of [`walk`].
+///
+/// # Errors
+/// If there is nothing to `verb` among them but directories. The message names the path that was perhaps meant.
+pub(super) fn select(
+    volume: &Volume,
+    only: &[String],
+    verb: &str,
+    keep: &dyn Fn(&PathNode) -> bool,
+) -> anyhow::Result<Vec<PathNode>> {
+    let patterns = patterns(only)?;
+    let mut nodes = Vec::new();
+    walk(volume, &mut |node| {
+        if keep(&node) && wanted(&patterns, &node.path) {
+            nodes.push(node);
+        }
+        Ok(())
+    })?;
+    if nodes.iter().all(|node| node.attr.kind == NodeKind::Directory) {
+        bail!("nothing to {verb}: {}", no_match(volume, only));
+    }
+    Ok(nodes)
+}
+
+/// Bytes of all these files together.
+pub(super) fn total_bytes<'a>(nodes: impl IntoIterator<Item = &'a PathNode>) -> u64 {
+    let files = nodes.into_iter().filter(|node| node.attr.kind == NodeKind::File);
+    files.map(|node| node.attr.size_bytes).fold(0, u64::saturating_add)
 }
 
 /// The patterns of `--only`.
@@ -185,7 +217,7 @@ fn nearest_path(volume: &Volume, path: &str) -> Option<String> {
 }
 
 /// That no file matches the patterns of `--only`, with the path that the first mistyped one most resembles.
-pub(super) fn no_match(volume: &Volume, only: &[String]) -> String {
+fn no_match(volume: &Volume, only: &[String]) -> String {
     let near = only.iter().find_map(|path| nearest_path(volume, path));
     let near = near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"));
     format!("no file matches {}{near}", only.join(", "))
@@ -231,6 +263,61 @@ impl OpenNode<'_> {
 impl Drop for OpenNode<'_> {
     fn drop(&mut self) {
         self.volume.release(self.ino, self.handle);
+    }
+}
+
+/// A file of a mount, or what a mount would serve.
+pub(super) enum ServedFile<'a> {
+    /// Bytes come from the engine, perhaps as kernel-only buffers.
+    Engine { open: OpenNode<'a>, copier: KernelCopier },
+    /// Bytes come from the file.
+    Mount(File),
+}
+
+impl<'a> ServedFile<'a> {
+    /// Opens the file of a node: in the mount, if there is one.
+    ///
+    /// # Errors
+    /// If it cannot be opened.
+    pub(super) fn open(volume: &'a Volume, mount: Option<&Path>, node: &PathNode) -> anyhow::Result<Self> {
+        let Some(mount) = mount else {
+            return Ok(Self::Engine { open: OpenNode::open(volume, node)?, copier: KernelCopier::new()? });
+        };
+        let path = mount.join(&node.path);
+        Ok(Self::Mount(File::open(&path).with_context(|| path.display().to_string())?))
+    }
+
+    /// Its length, where that could differ from the node's.
+    ///
+    /// # Errors
+    /// If the file has no attributes any more.
+    pub(super) fn found_bytes(&self) -> std::io::Result<Option<u64>> {
+        match self {
+            Self::Engine { .. } => Ok(None),
+            Self::Mount(file) => Ok(Some(file.metadata()?.len())),
+        }
+    }
+
+    /// Replaces the content of `bytes` by `len` bytes of the file.
+    ///
+    /// # Errors
+    /// If they could not be read.
+    pub(super) fn read(&self, start: u64, len: usize, bytes: &mut Vec<u8>) -> anyhow::Result<()> {
+        match self {
+            Self::Mount(file) => {
+                bytes.resize(len, 0);
+                file.read_exact_at(bytes, start)?;
+            }
+            Self::Engine { open, copier } => {
+                let mut copy = Ok(Vec::new());
+                open.read(start, len, &mut |served| copy = copier.copy(served))?;
+                *bytes = copy?;
+                if bytes.len() != len {
+                    bail!("expected {len} bytes, found {}", bytes.len());
+                }
+            }
+        }
+        Ok(())
     }
 }
 

@@ -6,7 +6,6 @@
 use std::{
     collections::BTreeSet,
     fmt,
-    fs::File,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
@@ -15,7 +14,7 @@ use std::{
     },
 };
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, anyhow};
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::ByteCount;
 use ckfs_image::{FileImage, Segment};
@@ -33,7 +32,6 @@ use serde_json::{Value, json};
 use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
-    kernel_copy::KernelCopier,
     open, output, sums, tree,
 };
 
@@ -199,33 +197,6 @@ pub(super) fn verify_mount(
     verify(&volume, Some(mount), only, amount, log)
 }
 
-/// The origin of the verified bytes.
-enum VerifiedBytes<'a> {
-    Engine { open: tree::OpenNode<'a>, copier: KernelCopier },
-    Mount { file: File },
-}
-
-impl VerifiedBytes<'_> {
-    fn read(&self, start: u64, len: usize) -> anyhow::Result<Vec<u8>> {
-        match self {
-            Self::Mount { file } => {
-                let mut bytes = vec![0; len];
-                file.read_exact_at(&mut bytes, start)?;
-                Ok(bytes)
-            }
-            Self::Engine { open, copier } => {
-                let mut copy = Ok(Vec::new());
-                open.read(start, len, &mut |bytes| copy = copier.copy(bytes))?;
-                let copy = copy?;
-                if copy.len() != len {
-                    bail!("expected {len} bytes, found {}", copy.len());
-                }
-                Ok(copy)
-            }
-        }
-    }
-}
-
 fn verify(
     volume: &Volume,
     mount: Option<&Path>,
@@ -233,17 +204,7 @@ fn verify(
     amount: Amount,
     log: &LogFlags,
 ) -> anyhow::Result<Verification> {
-    let patterns = tree::patterns(only)?;
-    let mut nodes = Vec::new();
-    tree::walk(volume, &mut |node| {
-        if node.attr.kind == NodeKind::File && tree::wanted(&patterns, &node.path) {
-            nodes.push(node);
-        }
-        Ok(())
-    })?;
-    if nodes.is_empty() {
-        bail!("nothing to verify: {}", tree::no_match(volume, only));
-    }
+    let nodes = tree::select(volume, only, "verify", &|node| node.attr.kind == NodeKind::File)?;
     let sampled = |size: u64| match amount {
         Amount::Full => size,
         Amount::Sample(bytes) => bytes.min(size),
@@ -281,39 +242,26 @@ fn verify_file(
     bar.set_message(node.path.clone());
     findings.files.fetch_add(1, Ordering::Relaxed);
     findings.file_bytes.fetch_add(size, Ordering::Relaxed);
-    let served = match mount {
-        None => tree::OpenNode::open(volume, node)
-            .and_then(|open| Ok(VerifiedBytes::Engine { open, copier: KernelCopier::new()? })),
-        Some(mount) => {
-            let path = mount.join(&node.path);
-            File::open(&path).with_context(|| path.display().to_string()).map(|file| VerifiedBytes::Mount { file })
-        }
-    };
-    let served = match served {
+    let served = match tree::ServedFile::open(volume, mount, node) {
         Ok(served) => served,
         Err(error) => {
             findings.differ(&node.path, format!("cannot be opened: {}", output::chain(&error)));
             return Ok(());
         }
     };
-    if let VerifiedBytes::Mount { file } = &served {
-        let found = file.metadata()?.len();
-        if found != size {
-            findings.differ(&node.path, format!("expected {size} bytes, found {found}"));
-            return Ok(());
-        }
+    if let Some(found) = served.found_bytes()?.filter(|found| *found != size) {
+        findings.differ(&node.path, format!("expected {size} bytes, found {found}"));
+        return Ok(());
     }
     let files = SourceFiles { checkpoint };
     let mut evaluator = Evaluator::new(|tensor, span| Ok(files.read(tensor, span)?));
+    let mut bytes = Vec::new();
     for (start, end) in spans(&node.path, &expected, size, amount)? {
         let len = usize::try_from(end - start).context("span")?;
-        let bytes = match served.read(start, len) {
-            Ok(bytes) => bytes,
-            Err(error) => {
-                findings.differ(&node.path, format!("bytes {start}..{end}: {}", output::chain(&error)));
-                continue;
-            }
-        };
+        if let Err(error) = served.read(start, len, &mut bytes) {
+            findings.differ(&node.path, format!("bytes {start}..{end}: {}", output::chain(&error)));
+            continue;
+        }
         let wanted = expected.bytes(start, end, &mut evaluator)?;
         findings.bytes.fetch_add(end - start, Ordering::Relaxed);
         if let Some(at) = bytes.iter().zip(&wanted).position(|(found, wanted)| found != wanted) {

@@ -6,6 +6,7 @@
 //! | [`limits`] | the limits of this process, in words, and how many threads can be started |
 //! | [`log`] | one sink for all log lines: never blocks a request, never fails |
 //! | [`memory`] | the memory limit: the machine's, or that of a control group |
+//! | [`relative_path`] | paths that come from input and stay inside a directory |
 //! | [`repeats`] | counting of lines that repeat |
 //! | [`signal`] | what each signal does |
 //! | [`system_log`] | syslog and the journal, by their sockets |
@@ -18,6 +19,7 @@ pub mod budget;
 pub mod limits;
 pub mod log;
 pub mod memory;
+pub mod relative_path;
 pub mod repeats;
 pub mod signal;
 pub mod system_log;
@@ -26,6 +28,7 @@ pub mod target;
 use std::time::{Duration, Instant};
 
 pub use log::Log;
+pub use relative_path::{PathFlaw, RelativePath};
 pub use target::{LogTarget, state_directory, stderr_is_colored};
 
 /// The moment `after` from now, or a year from now if the clock does not go that far. An addition would panic.

@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 
-use ckfs_format::zarr::ZARRAY;
+use ckfs_format::zarr::write::ZARRAY;
 use ckfs_plan::{Plan, PlannedTensor, SELF_WORD};
 use ckfs_tensor::to_usize;
 use rayon::prelude::*;

@@ -174,7 +174,7 @@ impl Bundle {
     }
 
     /// Metadata of a device's file: the entry that transformers requires, and the offsets and shapes of the shards' tensors. Offsets
-    /// are left out where the files together lack some shards: a reader with offsets would fill the shards that exist and leave the
+    /// are left out where the files together omission some shards: a reader with offsets would fill the shards that exist and leave the
     /// rest unset. Without them it finds tensors of other shapes, and refuses.
     fn metadata(&self, device: u64) -> Vec<(&'static str, String)> {
         let format = FORMAT_PT.iter().map(|(key, value)| (*key, (*value).to_owned()));

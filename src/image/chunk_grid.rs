@@ -1,6 +1,6 @@
 //! The division of an array into chunks, computed on the grid; a chunk's file is laid out when it is opened.
 
-use ckfs_format::zarr;
+use ckfs_format::zarr::write as zarr;
 use ckfs_tensor::{DType, PerAxis, Region, Shape, View};
 
 use super::file_image::{FileImage, ImageError};

@@ -5,12 +5,14 @@ use std::sync::{Arc, OnceLock};
 use ckfs_plan::{Plan, Problem, TensorKinds};
 
 use super::{
-    dcp_rows::{self, DcpMetadata},
+    dcp_records::{self, DcpMetadata},
     dcp_segments::{distcp, distcp_name},
     file_image::ImageError,
     input::FormatInput,
-    lazy_rows::LazyRows,
-    output::{DerivedFrom, Directory, FileContent, Lack, OutputFormat, Shown, TextFile, Unavailable, VirtualFile},
+    lazy_records::LazyRecords,
+    output::{
+        DerivedFrom, Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, TextFile, VirtualFile,
+    },
     safetensors_layout::NamedView,
     torch_archive::{self, common_pt},
 };
@@ -25,9 +27,9 @@ pub(super) struct Dcp;
 
 impl Dcp {
     /// The parts that the format cannot show, by the kinds of the plan's tensors.
-    fn lacking(plan: &Plan, kinds: impl FnOnce() -> Arc<TensorKinds>) -> Option<Unavailable> {
-        let fits = torch_archive::fits(plan).and_then(|()| dcp_rows::fits(plan, &kinds()));
-        Some(Unavailable { format: Dcp.name(), lack: Lack::Empty, reason: fits.err()? })
+    fn lacking(plan: &Plan, kinds: impl FnOnce() -> Arc<TensorKinds>) -> Option<OmittedFormat> {
+        let fits = torch_archive::fits(plan).and_then(|()| dcp_records::fits(plan, &kinds()));
+        Some(OmittedFormat { format: Dcp.name(), omission: Omission::Empty, reason: fits.err()? })
     }
 }
 
@@ -36,20 +38,20 @@ impl OutputFormat for Dcp {
         "dcp"
     }
 
-    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
         Self::lacking(plan, || Arc::new(TensorKinds::new(plan)))
     }
 
-    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         if let Some(found) = Self::lacking(&input.plan, || Arc::clone(input.kinds())) {
-            return Ok(Shown { directory: Directory::default(), unavailable: Some(found) });
+            return Ok(FormatFiles { directory: Directory::default(), unavailable: Some(found) });
         }
         let files = Arc::new(DcpFiles { input: Arc::clone(input), metadata: OnceLock::new() });
         let directory = Directory::with(self.name(), |directory| {
             for device in input.plan.first_holders() {
                 directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
             }
-            directory.file(".metadata", LazyRows::new(move || Arc::clone(files.metadata())));
+            directory.file(".metadata", LazyRecords::new(move || Arc::clone(files.metadata())));
             directory.file("metadata.json", TextFile::new(MEGATRON_METADATA.as_bytes(), DerivedFrom::Tensors));
             directory.file("common.pt", TextFile::new(common_pt(), DerivedFrom::Tensors));
         });

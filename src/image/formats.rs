@@ -13,7 +13,7 @@ use super::{
     manifest::ManifestFormat,
     npy::Npy,
     orbax::Orbax,
-    output::{DerivedFrom, Directory, Lack, OutputFormat, TextFile, Unavailable},
+    output::{DerivedFrom, Directory, Omission, OmittedFormat, OutputFormat, TextFile},
     pt::Pt,
     raw::RawFormat,
     safetensors::Safetensors,
@@ -31,8 +31,8 @@ const UNAVAILABLE: &str = "UNAVAILABLE.txt";
 ///
 /// # Errors
 /// All problems of all formats.
-pub fn show(input: &Arc<FormatInput>) -> Result<(Directory, Vec<Unavailable>), Vec<Problem>> {
-    let shown: Vec<_> = FORMATS.par_iter().map(|format| format.show(input)).collect();
+pub fn layout(input: &Arc<FormatInput>) -> Result<(Directory, Vec<OmittedFormat>), Vec<Problem>> {
+    let shown: Vec<_> = FORMATS.par_iter().map(|format| format.layout(input)).collect();
     let (mut all, mut lacking, mut problems) = (Directory::default(), Vec::new(), Vec::new());
     let mut is_refused = false;
     for result in shown {
@@ -56,8 +56,8 @@ pub fn show(input: &Arc<FormatInput>) -> Result<(Directory, Vec<Unavailable>), V
 }
 
 /// Adds the reason to the directory of a format that cannot hold the view, so that no loader takes it for a checkpoint.
-fn explain(directory: &mut Directory, Unavailable { format, lack, reason }: &Unavailable) {
-    if *lack != Lack::Empty {
+fn explain(directory: &mut Directory, OmittedFormat { format, omission, reason }: &OmittedFormat) {
+    if *omission != Omission::Empty {
         return;
     }
     let reason = printable(reason);
@@ -69,18 +69,18 @@ fn explain(directory: &mut Directory, Unavailable { format, lack, reason }: &Una
 }
 
 /// The parts of a plan's view that formats cannot show.
-pub fn unavailable(plan: &Plan) -> Vec<Unavailable> {
+pub fn unavailable(plan: &Plan) -> Vec<OmittedFormat> {
     FORMATS.iter().filter_map(|format| format.unavailable(plan)).collect()
 }
 
 /// The same as text, one line each.
-pub fn unavailable_text(view: &str, found: &[Unavailable]) -> String {
+pub fn unavailable_text(view: &str, found: &[OmittedFormat]) -> String {
     let mut text = String::new();
     let parent = if view.is_empty() { String::new() } else { format!("{view}/") };
-    for Unavailable { format, lack, reason } in found {
-        let what = match lack {
-            Lack::Part => "partial",
-            Lack::Absent | Lack::Empty => "not there",
+    for OmittedFormat { format, omission, reason } in found {
+        let what = match omission {
+            Omission::Part => "partial",
+            Omission::Absent | Omission::Empty => "not there",
         };
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{what:<10}  {parent}{format}/: {}", printable(reason));

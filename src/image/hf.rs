@@ -12,8 +12,8 @@ use super::{
     file_image::ImageError,
     input::FormatInput,
     output::{
-        DerivedFrom, Directory, DirectoryEntry, FileContent, Lack, OutputFormat, Shown, TextFile, Unavailable,
-        VirtualFile,
+        DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat,
+        TextFile, VirtualFile,
     },
     safetensors_layout::{self, safetensors},
 };
@@ -27,12 +27,12 @@ impl OutputFormat for Hf {
         "hf"
     }
 
-    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
         let reason = plan.no_hf.clone()?;
-        Some(Unavailable { format: self.name(), lack: Lack::Absent, reason })
+        Some(OmittedFormat { format: self.name(), omission: Omission::Absent, reason })
     }
 
-    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         let mut problems = Vec::new();
         let mut directory = Directory::default();
         for (number, HfFile { path, .. }) in input.plan.hf.iter().enumerate() {
@@ -48,7 +48,7 @@ impl OutputFormat for Hf {
         if !problems.is_empty() {
             return Err(problems);
         }
-        Ok(Shown { directory, unavailable: self.unavailable(&input.plan) })
+        Ok(FormatFiles { directory, unavailable: self.unavailable(&input.plan) })
     }
 }
 

@@ -11,10 +11,10 @@ use ckfs_tensor::TensorId;
 use serde_json::json;
 
 use super::{
+    generated_records::{GeneratedRecords, starts},
     input::FormatInput,
-    lazy_rows::LazyRows,
-    output::{Directory, OWN, OutputFormat, Shown},
-    rows::{Rows, starts},
+    lazy_records::LazyRecords,
+    output::{Directory, FormatFiles, OWN, OutputFormat},
 };
 
 /// Devices in one block of rows.
@@ -40,14 +40,14 @@ impl OutputFormat for ManifestFormat {
         "manifest"
     }
 
-    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         let input = Arc::clone(input);
         let manifest = move || {
             let (checkpoint, plan) = (Arc::clone(&input.checkpoint), Arc::clone(&input.plan));
-            ManifestRows::new(checkpoint, plan, Arc::clone(input.kinds()))
+            ManifestRecords::new(checkpoint, plan, Arc::clone(input.kinds()))
         };
         let directory = Directory::with(OWN, |own| {
-            own.file("manifest.json", LazyRows::new(manifest));
+            own.file("manifest.json", LazyRecords::new(manifest));
         });
         Ok(directory.into())
     }
@@ -55,7 +55,7 @@ impl OutputFormat for ManifestFormat {
 
 /// The manifest of a plan.
 #[derive(Debug)]
-struct ManifestRows {
+struct ManifestRecords {
     checkpoint: Arc<Checkpoint>,
     plan: Arc<Plan>,
     kinds: Arc<TensorKinds>,
@@ -82,7 +82,7 @@ fn put_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
     out.extend(if numbers.is_empty() { b"[]".as_slice() } else { b"]" });
 }
 
-impl ManifestRows {
+impl ManifestRecords {
     fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<TensorKinds>) -> Self {
         let (mut manifest, mut bytes) = (
             Self {
@@ -221,7 +221,7 @@ impl ManifestRows {
     }
 }
 
-impl Rows for ManifestRows {
+impl GeneratedRecords for ManifestRecords {
     fn starts(&self) -> &[u64] {
         &self.starts
     }

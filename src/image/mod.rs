@@ -1,7 +1,7 @@
 //! The layout of virtual files: one output format a file, all behind one trait.
 //!
 //! An [`OutputFormat`] receives a view of the checkpoint ([`FormatInput`]) and returns directories and files
-//! ([`Shown`]). A file ([`VirtualFile`]) knows its length and lays out its [`FileContent`] when it is opened. A directory of very
+//! ([`FormatFiles`]). A file ([`VirtualFile`]) knows its length and lays out its [`FileContent`] when it is opened. A directory of very
 //! many files is a [`Subtree`], whose nodes are computed by arithmetic. Other layers know nothing else of a format: to
 //! add one, write its file here and its line in [`FORMATS`].
 //!
@@ -17,13 +17,14 @@ mod array_table;
 mod bundle;
 mod chunk_grid;
 mod dcp;
-mod dcp_rows;
+mod dcp_records;
 mod dcp_segments;
 mod file_image;
 mod formats;
+mod generated_records;
 mod hf;
 mod input;
-mod lazy_rows;
+mod lazy_records;
 mod manifest;
 mod name_tree;
 mod npy;
@@ -31,7 +32,6 @@ mod orbax;
 mod output;
 mod pt;
 mod raw;
-mod rows;
 mod safetensors;
 mod safetensors_layout;
 mod shard_class;
@@ -40,11 +40,11 @@ mod tensor_files;
 mod torch_archive;
 
 pub use file_image::{FileImage, ImageError, Segment};
-pub use formats::{FORMATS, show, unavailable, unavailable_text};
+pub use formats::{FORMATS, layout, unavailable, unavailable_text};
+pub use generated_records::GeneratedFile;
 pub use input::{FormatInput, file_ids};
 pub use output::{
-    DerivedFrom, Directory, DirectoryEntry, FileContent, Lack, OWN, OutputFormat, Shown, Subtree, SubtreeNode,
-    TextFile, Unavailable, VirtualFile,
+    DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, OWN, Omission, OmittedFormat, OutputFormat,
+    Subtree, SubtreeNode, TextFile, VirtualFile,
 };
 pub use raw::raw;
-pub use rows::RowFile;

@@ -13,7 +13,7 @@ use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
     name_tree::NameTree,
-    output::{Directory, OutputFormat, Shown},
+    output::{Directory, FormatFiles, OutputFormat},
     tensor_files::{Encoding, TensorFiles},
 };
 
@@ -35,7 +35,7 @@ impl OutputFormat for Npy {
         "npy"
     }
 
-    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         let plan = &input.plan;
         let bundled = |tensor: &PlannedTensor| plan.is_bundled(tensor);
         let names = NameTree::new(plan, ".npy", bundled).map_err(|problems| {

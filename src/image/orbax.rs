@@ -10,20 +10,21 @@ use std::{
     time::UNIX_EPOCH,
 };
 
-use ckfs_format::{
-    orbax::{self, MetadataPlace},
-    orbax_state::TreeKey,
+use ckfs_format::orbax::{
+    read::TreeKey,
+    write::{self as orbax, MetadataPlace},
 };
 use ckfs_plan::{Layout, Plan, PlannedTensor, Problem};
 
 use super::{
     array_table::{ArrayNode, ArrayTable, grid},
     file_image::ImageError,
+    generated_records::{GeneratedFile, GeneratedRecords, starts},
     input::FormatInput,
     output::{
-        DerivedFrom, Directory, FileContent, Lack, OutputFormat, Shown, Subtree, SubtreeNode, TextFile, Unavailable,
+        DerivedFrom, Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, Subtree, SubtreeNode,
+        TextFile,
     },
-    rows::{RowFile, Rows, starts},
 };
 
 /// The only item of a step.
@@ -34,8 +35,8 @@ const ITEM: &str = "items";
 pub(super) struct Orbax;
 
 impl Orbax {
-    fn lacking(reason: String) -> Unavailable {
-        Unavailable { format: Orbax.name(), lack: Lack::Empty, reason }
+    fn lacking(reason: String) -> OmittedFormat {
+        OmittedFormat { format: Orbax.name(), omission: Omission::Empty, reason }
     }
 }
 
@@ -44,15 +45,15 @@ impl OutputFormat for Orbax {
         "orbax"
     }
 
-    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
         ArrayTable::new(plan).err().map(Self::lacking)
     }
 
-    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         let table = match ArrayTable::new(&input.plan) {
             Ok(table) => Arc::new(table),
             Err(reason) => {
-                return Ok(Shown { directory: Directory::default(), unavailable: Some(Self::lacking(reason)) });
+                return Ok(FormatFiles { directory: Directory::default(), unavailable: Some(Self::lacking(reason)) });
             }
         };
         let metadata = |place| Arc::from(checkpoint_metadata(input, place).into_bytes());
@@ -84,7 +85,7 @@ struct Arrays {
     table: Arc<ArrayTable>,
     /// Their `_CHECKPOINT_METADATA`.
     item: Arc<[u8]>,
-    tree: OnceLock<Arc<RowFile>>,
+    tree: OnceLock<Arc<GeneratedFile>>,
 }
 
 impl Arrays {
@@ -176,10 +177,9 @@ impl Subtree for Arrays {
                 unreachable!("only files have contents")
             }
             ArrayNode::Metadata(0) => FileContent::Bytes(Arc::clone(&self.item)),
-            ArrayNode::Metadata(_) => FileContent::Rows(Arc::clone(
-                self.tree
-                    .get_or_init(|| Arc::new(RowFile::new(TreeMetadata::new(Arc::clone(&self.table), self.saved())))),
-            )),
+            ArrayNode::Metadata(_) => FileContent::Generated(Arc::clone(self.tree.get_or_init(|| {
+                Arc::new(GeneratedFile::new(TreeMetadata::new(Arc::clone(&self.table), self.saved())))
+            }))),
             ArrayNode::Description(array) => {
                 FileContent::Bytes(grid(array).zarray(&self.tensor(array).name)?.into_bytes().into())
             }
@@ -238,7 +238,7 @@ impl TreeMetadata {
     }
 }
 
-impl Rows for TreeMetadata {
+impl GeneratedRecords for TreeMetadata {
     fn starts(&self) -> &[u64] {
         &self.starts
     }
@@ -275,7 +275,7 @@ impl Rows for TreeMetadata {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rows::RowFile;
+    use crate::generated_records::GeneratedFile;
 
     #[test]
     fn the_tree_is_generated_in_parts() {
@@ -288,7 +288,7 @@ mod tests {
                 scalars: HashSet::from([2]),
                 empty: vec![empty.clone()],
             };
-            let file = RowFile::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names)), saved));
+            let file = GeneratedFile::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names)), saved));
             let leaf = |(at, name): (usize, &&str)| match at {
                 1 => orbax::tree_leaf(&place, orbax::ARRAY),
                 2 => orbax::tree_leaf(&words(name), orbax::SCALAR),

@@ -8,8 +8,8 @@ use ckfs_tensor::View;
 
 use super::{
     file_image::{FileImage, ImageError},
+    generated_records::GeneratedFile,
     input::FormatInput,
-    rows::RowFile,
 };
 
 /// Name of the directory about the mount itself.
@@ -21,7 +21,7 @@ pub trait OutputFormat: fmt::Debug + Send + Sync {
     fn name(&self) -> &'static str;
 
     /// The part of a plan's view that the format cannot show; `None` if it shows all. [`OutputFormat::show`] returns the same.
-    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
         let _ = plan;
         None
     }
@@ -30,19 +30,19 @@ pub trait OutputFormat: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Every problem that prevents the mount of the view.
-    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>>;
+    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>>;
 }
 
 /// A format's files for a view.
 #[derive(Debug, Default)]
-pub struct Shown {
+pub struct FormatFiles {
     /// Its directories and files.
     pub directory: Directory,
     /// The omitted parts, with reasons.
-    pub unavailable: Option<Unavailable>,
+    pub unavailable: Option<OmittedFormat>,
 }
 
-impl From<Directory> for Shown {
+impl From<Directory> for FormatFiles {
     fn from(directory: Directory) -> Self {
         Self { directory, unavailable: None }
     }
@@ -50,7 +50,7 @@ impl From<Directory> for Shown {
 
 /// The part of a view that a format omits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lack {
+pub enum Omission {
     /// Its directory is missing.
     Absent,
     /// Its directory holds only a file with the reason.
@@ -61,11 +61,11 @@ pub enum Lack {
 
 /// A format that cannot show a view completely.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unavailable {
+pub struct OmittedFormat {
     /// The format, which is the directory's name.
     pub format: &'static str,
     /// The omitted part.
-    pub lack: Lack,
+    pub omission: Omission,
     /// The reason.
     pub reason: String,
 }
@@ -77,8 +77,8 @@ pub enum FileContent {
     Original(FileId),
     /// Literal bytes.
     Bytes(Arc<[u8]>),
-    /// Rows that are generated as they are read.
-    Rows(Arc<RowFile>),
+    /// Records that are generated as they are read.
+    Generated(Arc<GeneratedFile>),
     /// Tensors.
     Image(FileImage),
 }
@@ -89,7 +89,7 @@ impl FileContent {
         match self {
             Self::Original(_) => None,
             Self::Bytes(bytes) => Some(bytes.len() as u64),
-            Self::Rows(rows) => Some(rows.len_bytes()),
+            Self::Generated(records) => Some(records.len_bytes()),
             Self::Image(image) => Some(image.len_bytes()),
         }
     }

@@ -10,7 +10,7 @@ use ckfs_plan::{Plan, Problem};
 use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
-    output::{Directory, FileContent, Lack, OutputFormat, Shown, Unavailable, VirtualFile},
+    output::{Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, VirtualFile},
     safetensors_layout::NamedView,
     torch_archive::{self, Root, archive_len, push_archive},
 };
@@ -24,14 +24,14 @@ impl OutputFormat for Pt {
         "pt"
     }
 
-    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
         let reason = torch_archive::fits(plan).err()?;
-        Some(Unavailable { format: self.name(), lack: Lack::Empty, reason })
+        Some(OmittedFormat { format: self.name(), omission: Omission::Empty, reason })
     }
 
-    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         if let Some(found) = self.unavailable(&input.plan) {
-            return Ok(Shown { directory: Directory::default(), unavailable: Some(found) });
+            return Ok(FormatFiles { directory: Directory::default(), unavailable: Some(found) });
         }
         let lengths = Arc::new(PtLengths::default());
         let directory = Directory::with(self.name(), |directory| {

@@ -10,7 +10,7 @@ use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
     name_tree::NameTree,
-    output::{Directory, DirectoryEntry, OutputFormat, Shown},
+    output::{Directory, DirectoryEntry, FormatFiles, OutputFormat},
     tensor_files::{Encoding, TensorFiles},
 };
 
@@ -33,7 +33,7 @@ impl OutputFormat for RawFormat {
         "raw"
     }
 
-    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         let plan = &input.plan;
         let names = Arc::new(NameTree::new(plan, "", |_| true)?);
         let encoding = Encoding { lay_out: raw, is_plain: true };

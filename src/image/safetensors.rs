@@ -7,10 +7,10 @@ use ckfs_plan::{Plan, PlannedTensor, Problem, TensorKinds};
 use super::{
     bundle::Bundle,
     file_image::ImageError,
+    generated_records::{GeneratedRecords, starts},
     input::FormatInput,
-    lazy_rows::LazyRows,
-    output::{Directory, FileContent, Lack, OutputFormat, Shown, Unavailable, VirtualFile},
-    rows::{Rows, starts},
+    lazy_records::LazyRecords,
+    output::{Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, VirtualFile},
 };
 
 /// See the module's documentation.
@@ -23,7 +23,7 @@ impl OutputFormat for Safetensors {
     }
 
     /// The files are of the listed devices only.
-    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
         if plan.lists_whole() {
             return None;
         }
@@ -32,10 +32,10 @@ impl OutputFormat for Safetensors {
             "only {listed} of {all} devices are listed, and they do not hold every tensor whole: the files have no \
              DCP_SHARDING_INFO, so that a reader of the whole directory refuses it and leaves no gaps"
         );
-        Some(Unavailable { format: self.name(), lack: Lack::Part, reason })
+        Some(OmittedFormat { format: self.name(), omission: Omission::Part, reason })
     }
 
-    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         let bundle = input.bundle();
         bundle
             .check()
@@ -49,10 +49,10 @@ impl OutputFormat for Safetensors {
             if let Some(whole_on) = bundle.whole_on() {
                 let input = Arc::clone(input);
                 let index = move || SafetensorsIndex::new(Arc::clone(&input.plan), input.kinds(), &whole_on);
-                directory.file("model.safetensors.index.json", LazyRows::new(index));
+                directory.file("model.safetensors.index.json", LazyRecords::new(index));
             }
         });
-        Ok(Shown { directory, unavailable: self.unavailable(&input.plan) })
+        Ok(FormatFiles { directory, unavailable: self.unavailable(&input.plan) })
     }
 }
 
@@ -106,7 +106,7 @@ impl SafetensorsIndex {
     }
 }
 
-impl Rows for SafetensorsIndex {
+impl GeneratedRecords for SafetensorsIndex {
     fn starts(&self) -> &[u64] {
         &self.starts
     }

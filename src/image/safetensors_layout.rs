@@ -5,7 +5,7 @@
 //! format's own library does.
 
 use ckfs_format::{
-    dcp_state::{FILES_OF_SHARDS, SHARDING_INFO},
+    dcp::read::{FILES_OF_SHARDS, SHARDING_INFO},
     safetensors::{
         DATA_ALIGNMENT, HeaderError, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, is_reserved, padded_bytes,
         unpadded_bytes, write_header,

@@ -10,7 +10,7 @@ use super::{
     file_image::ImageError,
     hf,
     input::FormatInput,
-    output::{Directory, FileContent, OutputFormat, Shown, VirtualFile},
+    output::{Directory, FileContent, FormatFiles, OutputFormat, VirtualFile},
 };
 
 /// Suffixes of files that hold weights or list where weights are.
@@ -25,10 +25,10 @@ impl OutputFormat for ShardedState {
         "sharded_state"
     }
 
-    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         let plan = &input.plan;
         if !plan.sharded_state {
-            return Ok(Shown::default());
+            return Ok(FormatFiles::default());
         }
         let is_wrong = |file: &HfFile| plan.decoded_config.is_some() && file.tells_quantization();
         let is_beside = |file: &HfFile| !file.path.contains('/') && !is_weights(file) && !is_wrong(file);

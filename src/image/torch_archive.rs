@@ -1,12 +1,12 @@
-//! The archives that `torch.save` writes, laid out without reading any data: see [`ckfs_format::torch`] and
-//! [`ckfs_format::zip`].
+//! The archives that `torch.save` writes, laid out without reading any data: see [`ckfs_format::torch::write`] and
+//! [`ckfs_format::zip::write`].
 
 use std::io;
 
 use ckfs_format::{
-    pickle::Pickle,
-    torch,
-    zip::{ZipWriter, crc32},
+    pickle::write::Pickle,
+    torch::write as torch,
+    zip::write::{ZipWriter, crc32},
 };
 use ckfs_plan::Plan;
 use ckfs_tensor::{DType, Shape};

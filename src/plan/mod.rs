@@ -85,7 +85,7 @@ pub use split::{
 use self::{
     check::{expect, hole, holes, survey, unused, widths},
     name::{member, name_group, names, naming},
-    need::{counting, needed},
+    need::{needed, page_reads},
     repository::{generated, text_model},
     split::{blocks, packed, styles, whole},
 };

@@ -8,7 +8,7 @@ pub enum Path {
     /// A source file, unchanged. Bytes that the kernel reads by itself are not counted.
     Identical,
     /// Runs of source bytes, unconverted.
-    Runs,
+    Contiguous,
     /// Transformed data, by tiles.
     Tiles,
     /// Bytes that ckfs generates: headers, metadata.

@@ -3,7 +3,7 @@
 //! A span of a tiling is cut into parts of its pieces. Each part is a constant or a [`Job`]: a strided set of target elements from
 //! one tensor, or from one quantized tensor with several operands. [`Job::wanted`] returns which bytes of which tensors it reads.
 
-use ckfs_tensor::{Decode, Need, Origin, Piece, Runs, TensorId, Tiling, WorkSlice, needs};
+use ckfs_tensor::{ByteRuns, Decode, Need, Origin, Piece, TensorId, Tiling, WorkSlice, needs};
 use smallvec::{SmallVec, smallvec};
 
 /// A part of a view that is made from source bytes.
@@ -36,7 +36,7 @@ pub(super) struct Requirement {
     /// Bytes in between that the job reads.
     pub(super) used_bytes: u64,
     /// Their positions, for an operand of a value. The loops of the piece give the positions of plain elements.
-    pub(super) runs: Vec<Runs>,
+    pub(super) runs: Vec<ByteRuns>,
 }
 
 /// Emits the parts of units `first..last` of a tiling that are in a work slice, in no particular order.

@@ -51,7 +51,7 @@ impl<'a> SegmentReader<'a> {
             && prepared.grid.is_none()
             && let Some((source, start, end)) = self.single_run(&prepared.tiling, low, high)
         {
-            return self.engine.serve_source(source, start, end, Path::Runs, reply);
+            return self.engine.serve_source(source, start, end, Path::Contiguous, reply);
         }
         self.copy(low, high, &mut |bytes| reply(Served::Memory(bytes)))
     }
@@ -229,7 +229,7 @@ impl<'a> SegmentReader<'a> {
 
 /// The path under which the bytes of a view are counted.
 fn path(prepared: &LoweredSegment) -> Path {
-    if prepared.grid.is_some() { Path::Tiles } else { Path::Runs }
+    if prepared.grid.is_some() { Path::Tiles } else { Path::Contiguous }
 }
 
 impl Engine {

@@ -12,12 +12,11 @@
 //! A file whose storage does not answer *stalls* ([`stall`]): every access to it is an error until the requested bytes come.
 //! After that it works as before.
 //!
-//! Files of a repository are opened beneath its directory ([`Beneath`]), so that no link adds a file from elsewhere to it. The
+//! Files of a repository are opened beneath its directory ([`RootDir`]), so that no link adds a file from elsewhere to it. The
 //! permissions of a file are read once, when it is opened ([`permission`]).
 //!
 //! A source does not list a repository, know tensors, merge neighbouring spans, or cache. Those belong to the layers above.
 
-mod beneath;
 pub mod calendar;
 mod compared;
 pub mod digest;
@@ -32,13 +31,13 @@ pub mod page_size;
 pub mod permission;
 mod pin;
 pub mod remote;
+mod root_dir;
 mod span;
 pub mod stall;
 mod survey;
 mod unique;
 pub mod waits;
 
-pub use beneath::{Beneath, FoundFile, Opened, private_directory};
 pub use compared::ComparedFiles;
 pub use duplicates::Duplicates;
 pub use error::{Aspect, Poison, SourceError};
@@ -48,6 +47,7 @@ pub use kernel_bytes::{KernelBytes, Served};
 pub use local::{LocalFiles, ResidentWindow, SourceIo};
 pub use memory::BufferMemory;
 pub use pin::pin_files;
+pub use root_dir::{FoundFile, Opened, RootDir, private_directory};
 pub use span::{ByteSpan, FileId};
 pub use stall::{Stall, WaitRegistry, Waiting};
 pub use waits::{Wait, Waits};

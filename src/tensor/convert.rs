@@ -1,7 +1,7 @@
 //! Conversion of rows of stored floats: widen to f32, apply the steps of a [`Program`], round to the target. Programs here
 //! begin with an element and have constant operands only; those of quantized tensors are in `value.rs`.
 //!
-//! `float.rs` defines the result for each value. Rows are cut into stretches that stay in the first-level cache while the
+//! `float.rs` defines the result for each value. Rows are cut into blocks that stay in the first-level cache while the
 //! steps pass over them one after another. [`convert_scalar`] converts one element at a time and is the reference for
 //! everything faster.
 
@@ -10,8 +10,8 @@ use super::kernel::{Level, row};
 use super::transpose::FusedKind;
 use super::{DType, Load, Operation, Program, Step, Term, float};
 
-/// Elements of one stretch: its f32 values take 2 KiB.
-pub(super) const STRETCH: usize = 512;
+/// Elements of one block: its f32 values take 2 KiB.
+pub(super) const BLOCK_ELEMENTS: usize = 512;
 
 /// Converts the consecutive elements in `source` to `target`. A program without steps whose types are equal copies bits.
 ///
@@ -98,8 +98,8 @@ pub(super) struct Converter<'a> {
     narrow: row::Row,
     source_bytes: usize,
     target_bytes: usize,
-    values: [[u8; 4]; STRETCH],
-    rounded: [u8; 8 * STRETCH],
+    values: [[u8; 4]; BLOCK_ELEMENTS],
+    rounded: [u8; 8 * BLOCK_ELEMENTS],
 }
 
 impl<'a> Converter<'a> {
@@ -116,8 +116,8 @@ impl<'a> Converter<'a> {
             narrow,
             source_bytes: element_bytes(source),
             target_bytes: element_bytes(target),
-            values: [[0; 4]; STRETCH],
-            rounded: [0; 8 * STRETCH],
+            values: [[0; 4]; BLOCK_ELEMENTS],
+            rounded: [0; 8 * BLOCK_ELEMENTS],
         }
     }
 
@@ -136,9 +136,11 @@ impl<'a> Converter<'a> {
             direct.run(self.level, source, target);
             return;
         }
-        let stretches = source.chunks(STRETCH * self.source_bytes).zip(target.chunks_mut(STRETCH * self.target_bytes));
-        for (source, target) in stretches {
-            self.stretch(source, target);
+        let blocks = source
+            .chunks(BLOCK_ELEMENTS * self.source_bytes)
+            .zip(target.chunks_mut(BLOCK_ELEMENTS * self.target_bytes));
+        for (source, target) in blocks {
+            self.convert_block(source, target);
         }
     }
 
@@ -202,8 +204,8 @@ impl<'a> Converter<'a> {
         }
     }
 
-    /// Converts at most [`STRETCH`] elements.
-    pub(super) fn stretch(&mut self, source: &[u8], target: &mut [u8]) {
+    /// Converts at most [`BLOCK_ELEMENTS`] elements.
+    pub(super) fn convert_block(&mut self, source: &[u8], target: &mut [u8]) {
         let count = source.len() / self.source_bytes;
         let values = &mut self.values[..count];
         (self.widen)(self.level, source, values.as_flattened_mut());

@@ -13,6 +13,7 @@
 //! assert_eq!(kernel.lower().unwrap().pieces().len(), 2);
 //! ```
 
+mod block_decode;
 mod combine;
 pub mod convert;
 pub mod cover;
@@ -23,7 +24,6 @@ mod exponential;
 mod field;
 mod float;
 pub mod gather;
-pub mod index_run;
 mod kernel;
 mod lower;
 pub mod mosaic;
@@ -32,7 +32,7 @@ mod part;
 mod piece_runs;
 pub mod shape;
 pub mod span;
-mod stretch;
+pub mod strided_indices;
 pub mod tiling;
 mod transpose;
 pub mod value;
@@ -49,11 +49,11 @@ pub use decode::{
 pub use dtype::{DType, Unit};
 pub use element::Element;
 pub use gather::{Gather, Loop, Stores, fill, gather, gather_with};
-pub use index_run::IndexRun;
 pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
-pub use pages::{Reads, Runs, reads};
+pub use pages::{ByteRuns, Reads, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
 pub use span::{Need, needs};
+pub use strided_indices::StridedIndices;
 pub use tiling::{Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};
 pub use value::{Window, decode_scalar};
 pub use view::{Keep, Op, View};

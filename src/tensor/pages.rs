@@ -1,7 +1,7 @@
 //! Pages that strided reads touch.
 //!
 //! Disks, file servers and the page cache deliver whole pages. A view that takes some columns of a matrix uses only a part of each
-//! page that it touches. [`Runs`] are the source bytes of a piece: equal runs of bytes at regular distances. [`reads`] counts their
+//! page that it touches. [`ByteRuns`] are the source bytes of a piece: equal runs of bytes at regular distances. [`reads`] counts their
 //! bytes and their pages, exactly but not one by one: the position of a run in its pages repeats after a few turns of a loop.
 
 use std::ops::{AddAssign, Range};
@@ -12,7 +12,7 @@ use super::part::gcd;
 
 /// Equal runs of bytes of one tensor, at regular distances.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Runs {
+pub struct ByteRuns {
     /// First byte of the first run, from the tensor's first byte.
     start: u64,
     /// Extent and stride in bytes of each loop over the runs, by falling stride.
@@ -49,7 +49,7 @@ impl AddAssign for Reads {
     }
 }
 
-impl Runs {
+impl ByteRuns {
     /// Runs of `run_bytes`, the first at byte `start`, with the extent and stride of each loop over them, by falling stride.
     pub(super) fn new(start: u64, loops: SmallVec<[(u64, u64); 3]>, run_bytes: u64) -> Self {
         Self { start, loops, run_bytes }
@@ -103,10 +103,12 @@ impl Runs {
 
 /// The cost of reading all of `runs` of a tensor that lies at `place` in its file. In pages that hold other tensors too, only the
 /// tensor's own part counts. So a complete read of a tensor costs just its bytes.
-pub fn reads(mut runs: Vec<Runs>, place: &Range<u64>, page_bytes: u64) -> Reads {
+pub fn reads(mut runs: Vec<ByteRuns>, place: &Range<u64>, page_bytes: u64) -> Reads {
     runs.sort_unstable();
     runs.dedup();
-    let (Some(first), Some(end)) = (runs.first(), runs.iter().map(Runs::end).max()) else { return Reads::default() };
+    let (Some(first), Some(end)) = (runs.first(), runs.iter().map(ByteRuns::end).max()) else {
+        return Reads::default();
+    };
     let touched = touched(&runs, Pages { at: place.start, page_bytes });
     let page = |byte: u64| byte / page_bytes;
     let mut paged_bytes = touched.pages * page_bytes;
@@ -144,7 +146,7 @@ impl Pages {
 }
 
 /// Counts sorted `runs`. Runs that are apart from all others are counted separately.
-fn touched(runs: &[Runs], pages: Pages) -> Touched {
+fn touched(runs: &[ByteRuns], pages: Pages) -> Touched {
     let mut total = Touched::default();
     let mut last_page = None;
     let mut rest = runs;
@@ -165,7 +167,7 @@ fn touched(runs: &[Runs], pages: Pages) -> Touched {
 }
 
 /// Counts runs that overlap or interleave; `end` is the end of the last.
-fn interleaved(runs: &[Runs], end: u64, pages: Pages) -> Touched {
+fn interleaved(runs: &[ByteRuns], end: u64, pages: Pages) -> Touched {
     let start = runs[0].start;
     let Some((extent, stride)) =
         runs.iter().filter_map(|run| run.loops.first().copied()).max_by_key(|(_, stride)| *stride)
@@ -173,8 +175,8 @@ fn interleaved(runs: &[Runs], end: u64, pages: Pages) -> Touched {
         return Touched { bytes: end - start, pages: pages.of(end - 1) - pages.of(start) + 1 };
     };
     if runs.iter().all(|run| run.loops.first() == Some(&(extent, stride))) {
-        let turn: SmallVec<[Runs; 2]> = runs.iter().map(|run| run.turn(0)).collect();
-        let turn_end = turn.iter().map(Runs::end).max().unwrap_or(end);
+        let turn: SmallVec<[ByteRuns; 2]> = runs.iter().map(|run| run.turn(0)).collect();
+        let turn_end = turn.iter().map(ByteRuns::end).max().unwrap_or(end);
         if turn_end - start <= stride {
             return repeated(&turn, turn_end, (extent, stride), pages);
         }
@@ -192,7 +194,7 @@ fn interleaved(runs: &[Runs], end: u64, pages: Pages) -> Touched {
 }
 
 /// Counts the runs of one turn, which end at `end`, repeated without overlap.
-fn repeated(turn: &[Runs], end: u64, (extent, stride): (u64, u64), pages: Pages) -> Touched {
+fn repeated(turn: &[ByteRuns], end: u64, (extent, stride): (u64, u64), pages: Pages) -> Touched {
     let first = touched(turn, pages);
     // The count of a later turn depends only on its position in a page, so that it repeats.
     let adds = |index: u64| {

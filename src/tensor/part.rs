@@ -9,8 +9,8 @@ use smallvec::{SmallVec, smallvec};
 use super::{
     DType, Element, Shape, TensorId,
     gather::Loop,
-    index_run::IndexRun,
     shape::PerAxis,
+    strided_indices::StridedIndices,
     tiling::{Loops, PIECES_MAX, TilingError, cut, last_offset, normalize},
 };
 
@@ -118,7 +118,7 @@ pub(super) fn slice(parts: &[Part], axis: usize, start: u64, stop: u64, step: u6
 
 /// The elements of an axis at these indexes. A run upwards is a slice. In a run downwards each index has parts of its own, as
 /// the loops of a piece only step upwards.
-pub(super) fn gather(parts: &[Part], axis: usize, runs: &[IndexRun]) -> Result<Vec<Part>, TilingError> {
+pub(super) fn gather(parts: &[Part], axis: usize, runs: &[StridedIndices]) -> Result<Vec<Part>, TilingError> {
     let mut chosen = Vec::new();
     let mut at = 0;
     for run in runs {

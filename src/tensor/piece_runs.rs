@@ -2,10 +2,10 @@
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{Origin, Piece, Runs, TensorId, Tiling, span::operand_runs};
+use super::{ByteRuns, Origin, Piece, TensorId, Tiling, span::operand_runs};
 
-impl Runs {
-    /// As [`Runs::of`], but of all operands of a decoder whose tensors are wanted.
+impl ByteRuns {
+    /// As [`ByteRuns::of`], but of all operands of a decoder whose tensors are wanted.
     pub fn of_some(
         tiling: &Tiling,
         piece: &Piece,

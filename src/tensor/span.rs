@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use super::{
     Digit, Operand, Value,
     gather::Loop,
-    pages::Runs,
+    pages::ByteRuns,
     part::split_at_borders,
     shape::to_usize,
     tiling::{Loops, last_offset, normalize},
@@ -23,7 +23,7 @@ pub struct Need<'a> {
     /// The operand.
     pub operand: &'a Operand,
     /// The bytes, counted from the first of the operand's tensor. Not empty.
-    pub runs: Vec<Runs>,
+    pub runs: Vec<ByteRuns>,
 }
 
 impl Need<'_> {
@@ -32,7 +32,7 @@ impl Need<'_> {
     /// # Panics
     /// Never: there are runs.
     pub fn start(&self) -> u64 {
-        self.runs.iter().map(Runs::start).min().expect("what a piece needs is not empty")
+        self.runs.iter().map(ByteRuns::start).min().expect("what a piece needs is not empty")
     }
 
     /// One past the last byte.
@@ -40,12 +40,12 @@ impl Need<'_> {
     /// # Panics
     /// Never: there are runs.
     pub fn end(&self) -> u64 {
-        self.runs.iter().map(Runs::end).max().expect("what a piece needs is not empty")
+        self.runs.iter().map(ByteRuns::end).max().expect("what a piece needs is not empty")
     }
 
     /// Bytes that are needed.
     pub fn bytes(&self) -> u64 {
-        self.runs.iter().map(Runs::bytes).sum::<u64>().min(self.end() - self.start())
+        self.runs.iter().map(ByteRuns::bytes).sum::<u64>().min(self.end() - self.start())
     }
 }
 
@@ -58,7 +58,7 @@ pub fn needs<'a>(value: &'a Value, offset: u64, loops: &[Loop]) -> SmallVec<[Nee
 }
 
 /// The bytes of `operand` that the elements at `offset` and these loops (their source strides) need.
-pub fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Vec<Runs> {
+pub fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Vec<ByteRuns> {
     let mut elements: Loops = loops.iter().map(|l| Loop { target_stride: l.source_stride, ..*l }).collect();
     elements.retain(|l| l.source_stride > 0);
     normalize(&mut elements);
@@ -73,7 +73,7 @@ pub fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Vec<Runs>
         if fits {
             runs.append(&mut parts);
         } else {
-            runs.push(Runs::new(0, SmallVec::new(), whole_bytes(operand)));
+            runs.push(ByteRuns::new(0, SmallVec::new(), whole_bytes(operand)));
         }
     });
     runs.sort_unstable();
@@ -98,7 +98,7 @@ fn for_each_nest(start: u64, loops: &[Loop], emit: &mut dyn FnMut(u64, &[Loop]))
 }
 
 /// The runs of loops that each move on one axis.
-fn index_runs(operand: &Operand, borders: &[u64], first: u64, loops: &[(usize, Loop)], found: &mut Vec<Runs>) {
+fn index_runs(operand: &Operand, borders: &[u64], first: u64, loops: &[(usize, Loop)], found: &mut Vec<ByteRuns>) {
     let digits = operand.index.digits();
     let moves = |digit: &Digit, axis: usize| digit.divisor <= borders[axis] && borders[axis] < digit.period();
     // Loops that move the index evenly, and the others.
@@ -166,7 +166,7 @@ fn digit_ranges(digit: &Digit, low: u64, high: u64) -> SmallVec<[(u64, u64); 1]>
 }
 
 /// Loops over fields of `width` bits as runs of bytes.
-fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) -> Runs {
+fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) -> ByteRuns {
     let mut loops: SmallVec<[(u64, u64); 8]> = loops.filter(|(extent, stride)| *extent > 1 && *stride > 0).collect();
     loops.sort_unstable_by_key(|(_, stride)| *stride);
     let mut run = width;
@@ -188,5 +188,5 @@ fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) ->
     }
     nest.reverse();
     let bytes = nest.iter().map(|(extent, stride)| (*extent, stride / 8)).collect();
-    Runs::new(start / 8, bytes, (start % 8 + run).div_ceil(8))
+    ByteRuns::new(start / 8, bytes, (start % 8 + run).div_ceil(8))
 }

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use super::{
     DType, Element, Mosaic, Region, Shape, ShapeError, SourceTensor, TensorId,
     decode::{Field, Operand, Operation, Value, block_index},
-    index_run::IndexRun,
     shape::PerAxis,
+    strided_indices::StridedIndices,
     view_error::ViewError,
 };
 
@@ -68,7 +68,7 @@ pub enum Op {
         /// The axis.
         axis: usize,
         /// The indexes, in order.
-        runs: Arc<[IndexRun]>,
+        runs: Arc<[StridedIndices]>,
     },
     /// Axes reordered: axis `i` of the result is axis `axes[i]` of the operand.
     Transpose {
@@ -271,7 +271,7 @@ impl View {
             stop,
             step,
         })?;
-        self.gather_runs(axis, vec![IndexRun { first, step, count }])
+        self.gather_runs(axis, vec![StridedIndices { first, step, count }])
     }
 
     /// The elements of `axis` at these indexes, in this order; all of the other axes. An index may occur several times.
@@ -283,7 +283,7 @@ impl View {
         if let Some(index) = indexes.iter().find(|index| **index >= extent) {
             return Err(ViewError::Index { axis, extent, index: *index });
         }
-        match IndexRun::of_list(indexes)[..] {
+        match StridedIndices::of_list(indexes)[..] {
             [] => self.slice(axis, 0, 0, 1),
             [run] if run.count == 1 => self.slice(axis, run.first, run.first + 1, 1),
             [run] if run.step > 0 => self.slice(axis, run.first, run.last() + 1, run.step.unsigned_abs()),
@@ -291,7 +291,7 @@ impl View {
         }
     }
 
-    fn gather_runs(&self, axis: usize, runs: Vec<IndexRun>) -> Result<Self, ViewError> {
+    fn gather_runs(&self, axis: usize, runs: Vec<StridedIndices>) -> Result<Self, ViewError> {
         let count = runs.iter().map(|run| run.count).sum();
         let shape = self.with_extent(axis, count)?;
         Ok(Self::new(shape, self.dtype(), Op::Gather { of: self.clone(), axis, runs: runs.into() }))

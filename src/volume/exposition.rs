@@ -2,24 +2,13 @@
 //!
 //! The format ends with `# EOF` and allows no blank lines, so the file is padded within the help text of its first family.
 
-use std::{
-    fmt,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ckfs_host::memory;
 use ckfs_source::remote::{LATENCY_BOUNDS_MS, RemoteCounters};
-use prometheus_client::{
-    collector::Collector,
-    encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text::encode},
-    metrics::{MetricType, info::Info},
-    registry::{Registry, Unit},
-};
 
 use super::{
+    metric_text::{MetricText, float},
     metrics::{LATENCY_BOUNDS_US, OpMetrics, RequestKind},
     stats::{self, MetricKind, PATHS, Reported},
 };
@@ -151,62 +140,60 @@ fn remote_latency(counters: &RemoteCounters) -> Latency {
     histogram(&LATENCY_BOUNDS_MS, &counters.latency, sum_ms, 1e3, 1e3)
 }
 
-fn encode_number(encoder: &mut MetricEncoder<'_>, kind: MetricKind, value: u64) -> fmt::Result {
-    match kind {
-        MetricKind::Counter => encoder.encode_counter::<NoLabelSet, u64, u64>(&value, None),
-        MetricKind::Gauge => encoder.encode_gauge(&value),
+impl MetricFamily {
+    fn write(&self, text: &mut MetricText) {
+        let (name, unit) = if self.is_bytes {
+            (format!("{PREFIX}_{}_bytes", self.name), Some("bytes"))
+        } else {
+            (format!("{PREFIX}_{}", self.name), None)
+        };
+        let (kind, suffix) = match self.kind {
+            MetricKind::Counter => ("counter", "_total"),
+            MetricKind::Gauge => ("gauge", ""),
+        };
+        text.family(&name, kind, &format!("{}.", self.help), unit);
+        let name = name + suffix;
+        self.samples.iter().for_each(|(label, value)| text.sample(&name, label.as_slice(), value));
     }
 }
 
-impl Collector for Snapshot {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        for family in &self.families {
-            let unit = family.is_bytes.then_some(Unit::Bytes);
-            let kind = match family.kind {
-                MetricKind::Counter => MetricType::Counter,
-                MetricKind::Gauge => MetricType::Gauge,
-            };
-            let help = format!("{}.", family.help);
-            let mut encoder = encoder.encode_descriptor(family.name, &help, unit.as_ref(), kind)?;
-            for (label, value) in &family.samples {
-                match label {
-                    Some(label) => encode_number(&mut encoder.encode_family(&[*label])?, family.kind, *value)?,
-                    None => encode_number(&mut encoder, family.kind, *value)?,
-                }
-            }
+impl Latency {
+    fn write(&self, text: &mut MetricText, name: &str, label: Option<(&str, &str)>) {
+        text.sample(&format!("{name}_sum"), label.as_slice(), float(self.seconds));
+        text.sample(&format!("{name}_count"), label.as_slice(), self.count);
+        let (bucket, mut up_to) = (format!("{name}_bucket"), 0);
+        for (bound, count) in &self.buckets {
+            up_to += count;
+            let bound = float(*bound);
+            let labels: Vec<(&str, &str)> = std::iter::once(("le", bound.as_str())).chain(label).collect();
+            text.sample(&bucket, &labels, up_to);
         }
-        let (name, help) = ("latency", "Time from request to answer.");
-        let mut family = encoder.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram)?;
-        for (op, Latency { seconds, count, buckets }) in &self.latencies {
-            let label = [("op", *op)];
-            family.encode_family(&label)?.encode_histogram::<NoLabelSet>(*seconds, *count, buckets, None)?;
-        }
-        if let Some(Latency { seconds, count, buckets }) = &self.remote_latency {
-            let (name, help) =
-                ("remote_latency", "Time from a request to a remote service to the last byte of its reply.");
-            let mut family = encoder.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram)?;
-            family.encode_histogram::<NoLabelSet>(*seconds, *count, buckets, None)?;
-        }
-        Ok(())
     }
 }
 
-fn text(snapshot: &Arc<Snapshot>, padding: usize) -> Result<String, fmt::Error> {
-    let mut registry = Registry::with_prefix(PREFIX);
-    let version = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
-    registry.register("build", format!("Version of ckfs{}", " ".repeat(padding)), version);
-    registry.register_collector(Box::new(Arc::clone(snapshot)));
-    let mut text = String::with_capacity(METRICS_BYTES);
-    encode(&mut text, &registry)?;
-    Ok(text)
+impl Snapshot {
+    fn text(&self, padding: usize) -> String {
+        let mut text = MetricText::default();
+        let build = format!("{PREFIX}_build");
+        text.family(&build, "info", &format!("Version of ckfs{}.", " ".repeat(padding)), None);
+        text.sample(&format!("{build}_info"), &[("version", env!("CARGO_PKG_VERSION"))], 1);
+        self.families.iter().for_each(|family| family.write(&mut text));
+        let name = format!("{PREFIX}_latency_seconds");
+        text.family(&name, "histogram", "Time from request to answer.", Some("seconds"));
+        self.latencies.iter().for_each(|(op, latency)| latency.write(&mut text, &name, Some(("op", *op))));
+        if let Some(latency) = &self.remote_latency {
+            let name = format!("{PREFIX}_remote_latency_seconds");
+            let help = "Time from a request to a remote service to the last byte of its reply.";
+            text.family(&name, "histogram", help, Some("seconds"));
+            latency.write(&mut text, &name, None);
+        }
+        text.finish()
+    }
 }
 
 /// The metrics, [`METRICS_BYTES`] long.
-///
-/// # Errors
-/// None: a string takes any text.
-pub(super) fn metrics(from: &Reported<'_>) -> Result<Vec<u8>, fmt::Error> {
-    let snapshot = Arc::new(Snapshot::new(from));
-    let bare = text(&snapshot, 0)?;
-    text(&snapshot, METRICS_BYTES.saturating_sub(bare.len())).map(String::into_bytes)
+pub(super) fn metrics(from: &Reported<'_>) -> Vec<u8> {
+    let snapshot = Snapshot::new(from);
+    let bare = snapshot.text(0);
+    snapshot.text(METRICS_BYTES.saturating_sub(bare.len())).into_bytes()
 }

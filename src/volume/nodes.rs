@@ -40,7 +40,7 @@ impl Volume {
     pub fn image(&self, ino: Ino) -> Result<Option<FileImage>, FsError> {
         match self.content(ino)? {
             FileContent::Image(image) => Ok(Some(image)),
-            FileContent::Original(_) | FileContent::Bytes(_) | FileContent::Rows(_) => Ok(None),
+            FileContent::Original(_) | FileContent::Bytes(_) | FileContent::Generated(_) => Ok(None),
         }
     }
 
@@ -49,7 +49,7 @@ impl Volume {
         let TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. }) = self.tree.node(ino)? else { return None };
         match node.file.open() {
             Ok(FileContent::Original(file)) => Some(file),
-            Ok(FileContent::Bytes(_) | FileContent::Rows(_) | FileContent::Image(_)) | Err(_) => None,
+            Ok(FileContent::Bytes(_) | FileContent::Generated(_) | FileContent::Image(_)) | Err(_) => None,
         }
     }
 
@@ -65,7 +65,7 @@ impl Volume {
                 FixedKind::File(node) => node.file.open(),
                 FixedKind::Live(Live::Stats) => Ok(FileContent::Bytes(self.reported().stats(self.stats_bytes).into())),
                 FixedKind::Live(Live::Metrics) => {
-                    let text = exposition::metrics(&self.reported()).map_err(|_| FsError::Io)?;
+                    let text = exposition::metrics(&self.reported());
                     Ok(FileContent::Bytes(text.into()))
                 }
             },

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ckfs_image::RowFile;
+use ckfs_image::GeneratedFile;
 use ckfs_read::PreparedFile;
 use ckfs_source::FileId;
 use lru::LruCache;
@@ -19,7 +19,7 @@ const REMEMBERED_FILES_MAX: usize = 64;
 pub(super) enum Open {
     Original(FileId),
     Bytes(Arc<[u8]>),
-    Rows(Arc<RowFile>),
+    Generated(Arc<GeneratedFile>),
     /// A file of tensors, and its entry if it may be materialized.
     Image(Arc<PreparedFile>, Option<Arc<FileEntry>>),
 }

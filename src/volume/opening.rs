@@ -127,7 +127,7 @@ impl Volume {
         match self.content(ino) {
             Ok(FileContent::Original(file)) => vec![file],
             Ok(FileContent::Image(image)) => self.engine.sources_of(&PreparedFile::new(String::new(), image)).to_vec(),
-            Ok(FileContent::Bytes(_) | FileContent::Rows(_)) | Err(_) => Vec::new(),
+            Ok(FileContent::Bytes(_) | FileContent::Generated(_)) | Err(_) => Vec::new(),
         }
     }
 
@@ -172,7 +172,7 @@ impl Volume {
             match self.content(ino)? {
                 FileContent::Original(file) => Open::Original(file),
                 FileContent::Bytes(bytes) => Open::Bytes(bytes),
-                FileContent::Rows(rows) => Open::Rows(rows),
+                FileContent::Generated(rows) => Open::Generated(rows),
                 FileContent::Image(laid_out) => image(self.ready(ino, laid_out)),
             }
         };
@@ -190,7 +190,7 @@ impl Volume {
             Open::Image(file, _) if self.direct.accepts(file.name()) => Access::Direct,
             Open::Image(_, Some(entry)) => entry.access(),
             Open::Image(_, None) if once => Access::Once,
-            Open::Image(_, None) | Open::Bytes(_) | Open::Rows(_) => Access::Cached,
+            Open::Image(_, None) | Open::Bytes(_) | Open::Generated(_) => Access::Cached,
         };
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
         self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
@@ -206,7 +206,7 @@ impl Volume {
         let checked = match open {
             Open::Original(file) => self.engine.check_original(*file),
             Open::Image(file, _) => self.engine.check(file),
-            Open::Bytes(_) | Open::Rows(_) => Ok(()),
+            Open::Bytes(_) | Open::Generated(_) => Ok(()),
         };
         // The source has logged the change.
         checked.map_err(|error| {
@@ -236,7 +236,7 @@ impl Volume {
                 reply_part(&bytes);
                 Ok(())
             }
-            Open::Rows(rows) => {
+            Open::Generated(rows) => {
                 reply(Served::Memory(&rows.read(offset, len)));
                 Ok(())
             }

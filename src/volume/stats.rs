@@ -20,8 +20,12 @@ use super::{
 const STATS_BYTES: usize = 64 << 10;
 
 /// The ways in which bytes are served, by name.
-pub(super) const PATHS: [(Path, &str); 4] =
-    [(Path::Identical, "identical"), (Path::Runs, "runs"), (Path::Tiles, "tiles"), (Path::Generated, "generated")];
+pub(super) const PATHS: [(Path, &str); 4] = [
+    (Path::Identical, "identical"),
+    (Path::Contiguous, "runs"),
+    (Path::Tiles, "tiles"),
+    (Path::Generated, "generated"),
+];
 
 /// The inputs of both files.
 #[derive(Debug)]

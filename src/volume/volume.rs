@@ -123,7 +123,7 @@ impl Volume {
             || report::text(&checkpoint, views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
             || {
                 let input = |view: &ViewPlan| FormatInput::new(Arc::clone(&checkpoint), Arc::clone(&view.plan));
-                views.iter().map(|view| ckfs_image::show(&Arc::new(input(view)))).collect::<Vec<_>>()
+                views.iter().map(|view| ckfs_image::layout(&Arc::new(input(view)))).collect::<Vec<_>>()
             },
         );
         let mut problems = Vec::new();

@@ -149,7 +149,7 @@ fn data_of_large_files_begins_after_the_header_probe() {
         let json_bytes = u64::from_le_bytes(*header.first_chunk().unwrap());
         assert_eq!(json_bytes, header_bytes as u64 - 8);
         let counters = volume.engine().counters();
-        assert_eq!([Path::Runs, Path::Tiles].map(|path| counters.fetched_bytes(path)), [0, 0]);
+        assert_eq!([Path::Contiguous, Path::Tiles].map(|path| counters.fetched_bytes(path)), [0, 0]);
         let rest = repo::read(&volume, ino, header_bytes as u64, size);
         let whole = [header, rest].concat();
         assert_eq!(whole.len(), size);
@@ -318,7 +318,7 @@ fn bytes_are_counted_before_the_reply() {
     }
     let dir = repo::llama(2, DType::BF16);
     let volume = repo::volume(&repo::open(dir.path()), &options("fsdp=2"), VolumeOptions::default());
-    check(&volume, "dev0/embed", Path::Runs);
+    check(&volume, "dev0/embed", Path::Contiguous);
     check(&volume, "hf/model-00001-of-00002.safetensors", Path::Identical);
 }
 
@@ -572,7 +572,7 @@ fn readers_of_a_file_in_materialization_share_its_pieces() {
         let expected = repo::read(&plain, ino, 0, 1 << 28);
         let (file, target, pieces) = materializing(&volume, path, ino);
         let counters = volume.engine().counters();
-        let fetched = || [Path::Tiles, Path::Runs].map(|path| counters.fetched_bytes(path)).iter().sum::<u64>();
+        let fetched = || [Path::Tiles, Path::Contiguous].map(|path| counters.fetched_bytes(path)).iter().sum::<u64>();
         let read = |start: u64, end: u64| {
             let mut found = Vec::new();
             assert!(pieces.read(start, end, &mut |bytes| found.extend_from_slice(bytes)), "{path} {start}..{end}");

@@ -12,14 +12,13 @@ use std::{
 use ckfs_checkpoint::{Checkpoint, OpenOptions};
 use ckfs_config::{FileSettings, LayerRanges, Mesh, Pattern, Rename, options};
 use ckfs_format::{
-    dcp_state::DcpState,
+    dcp::read::DcpState,
     ocdbt::{KeyRange, Manifest, VersionNode, Walk},
-    orbax_state,
+    orbax::read as orbax_state,
+    pickle::read::{self as unpickle, Id, Limits, Unpickled},
     safetensors::{Header, tensor_bytes},
-    torch_archive::TorchArchive,
-    torch_state,
-    unpickle::{self, Id, Limits, Unpickled},
-    zarr_read::Array,
+    torch::{read::TorchArchive, state as torch_state},
+    zarr::read::Array,
 };
 use ckfs_plan::{LayoutFile, expr};
 use ckfs_tensor::Shape;

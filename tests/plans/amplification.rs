@@ -9,16 +9,16 @@ use ckfs::{
     checkpoint::Checkpoint,
     plan::{Layout, Mesh, Plan, PlannedTensor, ViewOptions, amplification::Amplification},
     source::page_size::page_bytes,
-    tensor::{Reads, Runs, TensorId, reads},
+    tensor::{ByteRuns, Reads, TensorId, reads},
 };
 
 /// Bytes that all devices together read from the sources for some tensors.
 fn reads_of(checkpoint: &Checkpoint, plan: &Plan, devices: &[u64], tensors: &[&PlannedTensor]) -> Reads {
-    let mut runs: HashMap<TensorId, Vec<Runs>> = HashMap::new();
+    let mut runs: HashMap<TensorId, Vec<ByteRuns>> = HashMap::new();
     for device in devices {
         for tensor in tensors {
             let tiling = tensor.view.region(&plan.region(tensor, *device)).unwrap().lower().unwrap();
-            for (source, found) in tiling.pieces().iter().flat_map(|piece| Runs::of(&tiling, piece)) {
+            for (source, found) in tiling.pieces().iter().flat_map(|piece| ByteRuns::of(&tiling, piece)) {
                 runs.entry(source).or_default().push(found);
             }
         }

@@ -114,9 +114,9 @@ fn all_disagreements_are_refused_by_name() {
     ];
     let error = opened(&[&rows], &config()).unwrap_err();
     for expected in [
-        "tensor \"b.weight\": expected a scale b.weight_scale_inv for blocks of 3x4, found none",
-        "tensor \"c.weight\" of shape [7, 9]: expected its scale \"c.weight_scale_inv\" to have shape [3, 3]",
-        "tensor \"e.weight\" of shape [7, 9]: expected its scale \"e.weight_scale_inv\" to have shape [3, 3]",
+        "tensor \"b.weight\": expected b.weight_scale_inv to decode it, found no such tensor",
+        "tensor \"c.weight_scale_inv\": expected shape [3, 3], a scale for 3x4 of \"c.weight\" [7, 9], found [3, 2]",
+        "tensor \"e.weight_scale_inv\": expected shape [3, 3], a scale for 3x4 of \"e.weight\" [7, 9], found []",
         "tensor \"d.weight_scale_inv\": expected a float as the scale of \"d.weight\", found I32",
     ] {
         assert!(error.contains(expected), "{error}");

@@ -12,7 +12,8 @@ use crate::common::{
     views::{Choices, any_float_view, any_view, choices},
 };
 use ckfs::tensor::{
-    DType, Decode, Element, Keep, Loop, Origin, Piece, Reads, Region, Runs, TensorId, Tiling, View, WorkSlice, reads,
+    ByteRuns, DType, Decode, Element, Keep, Loop, Origin, Piece, Reads, Region, TensorId, Tiling, View, WorkSlice,
+    reads,
 };
 use proptest::prelude::*;
 
@@ -102,10 +103,10 @@ fn check_work_slices(tiling: &Tiling, of: u64, lines: u64, low: u64, high: u64) 
 }
 
 /// Runs of each tensor that tilings read.
-fn runs(tilings: &[Tiling]) -> HashMap<TensorId, Vec<Runs>> {
-    let mut found: HashMap<TensorId, Vec<Runs>> = HashMap::new();
+fn runs(tilings: &[Tiling]) -> HashMap<TensorId, Vec<ByteRuns>> {
+    let mut found: HashMap<TensorId, Vec<ByteRuns>> = HashMap::new();
     for tiling in tilings {
-        for (tensor, runs) in tiling.pieces().iter().flat_map(|piece| Runs::of(tiling, piece)) {
+        for (tensor, runs) in tiling.pieces().iter().flat_map(|piece| ByteRuns::of(tiling, piece)) {
             found.entry(tensor).or_default().push(runs);
         }
     }

@@ -3,7 +3,7 @@
 //! An archive asks for a few spans at its ends and is then done, or asks for more. Archives that lie one after the other in a
 //! file ask for neighbouring spans, which are fetched as one. Groups of archives are read at the same time.
 
-use ckfs_format::torch_archive::{SavedTensor, TorchArchive};
+use ckfs_format::torch::read::{SavedTensor, TorchArchive};
 use ckfs_source::{FetchPart, FileId, Source};
 use ckfs_tensor::DType;
 use rayon::{iter::ParallelIterator, slice::ParallelSlice};

@@ -17,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_format::orbax_state::TreeKey;
+use ckfs_format::orbax::read::TreeKey;
 use ckfs_source::{FileId, Source};
 
 use super::super::{
@@ -138,7 +138,7 @@ impl Contents {
 const DISTCP: &str = ".distcp";
 
 /// The description of such a directory.
-pub(crate) const DCP_METADATA: &str = ckfs_format::dcp_state::METADATA;
+pub(crate) const DCP_METADATA: &str = ckfs_format::dcp::read::METADATA;
 
 /// Whether a file may hold tensors, by its name.
 pub(crate) fn is_weights(path: &str) -> bool {

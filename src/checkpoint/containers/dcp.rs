@@ -7,7 +7,7 @@ use std::{
 };
 
 use ckfs_format::{
-    dcp_state::{DcpChunk, DcpState, DcpTensor, FILES_OF_SHARDS, SHARDING_INFO},
+    dcp::read::{DcpChunk, DcpState, DcpTensor, FILES_OF_SHARDS, SHARDING_INFO},
     safetensors::Header,
 };
 use ckfs_source::FileId;

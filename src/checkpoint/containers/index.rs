@@ -29,11 +29,6 @@ impl<'a> Index<'a> {
     }
 }
 
-/// Whether a path of an index stays inside the repository: relative, of plain components only.
-pub(crate) fn stays_inside(path: &str) -> bool {
-    !path.contains('\0') && path.split('/').all(|part| !matches!(part, "" | "." | ".."))
-}
-
 #[derive(Deserialize)]
 struct RawIndex<'a> {
     #[serde(default)]

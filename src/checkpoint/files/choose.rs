@@ -6,10 +6,12 @@ use std::{
     path::Path,
 };
 
+use ckfs_host::RelativePath;
+
 use super::super::{
     file::{FileRole, IgnoreReason},
     foreign,
-    index::{Index, stays_inside},
+    index::Index,
     listing::{Listed, Opening},
     problem::{CheckpointError, Expected, Problem, Problems},
     weight_name::{WeightName, is_any_index, of_any_rank, variant_of_index},
@@ -179,7 +181,7 @@ pub(crate) fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed])
     let named: BTreeSet<&str> = index.files.iter().map(String::as_str).filter(|path| *path != SINGLE).collect();
     let usable = |path: &&str| {
         let ignored = |file: &Listed| file.path == **path && file.role != FileRole::Other;
-        stays_inside(path) && is_safetensors(path) && !files.iter().any(ignored)
+        RelativePath::parse(path).is_ok() && is_safetensors(path) && !files.iter().any(ignored)
     };
     if named.is_empty() || index.tensors.is_empty() || !files.iter().any(is_there) || !named.iter().all(usable) {
         return None;
@@ -232,8 +234,9 @@ pub(crate) fn choose_indexed(
     let other = other_set(index, files);
     let mut missing_files: Vec<String> = Vec::new();
     for (number, (path, tensors)) in index.files.iter().zip(expected).enumerate() {
-        if !stays_inside(path) {
-            problems.push(Problem::OutsideRepository { index: name.to_owned(), path: path.clone(), tensors });
+        if let Err(flaw) = RelativePath::parse(path) {
+            let (index, path) = (name.to_owned(), path.clone());
+            problems.push(Problem::OutsideRepository { index, path, tensors, flaw });
             continue;
         }
         let missing = |found: String| {

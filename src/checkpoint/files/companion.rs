@@ -1,4 +1,4 @@
-//! What another repository lends to a checkpoint that lacks it: the configuration, the tokenizer, and on request tensors.
+//! Files taken from another repository: `config.json`, tokenizer and, on request, tensors.
 //!
 //! A checkpoint of a training program holds weights only. The other files of a repository are small, so that they are
 //! read whole when the checkpoint is opened.

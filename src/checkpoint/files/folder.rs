@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use ckfs_source::{
-    Beneath, FileId, Opened, Source, SourceError, WaitRegistry, local::check_open_file_limit,
+    FileId, Opened, RootDir, Source, SourceError, WaitRegistry, local::check_open_file_limit,
     permission::DirectoryRules, remote::RemoteTree,
 };
 
@@ -28,7 +28,7 @@ use super::super::{
 pub(crate) struct Folder {
     pub(crate) located: Located,
     /// `None` of a remote repository: its files belong to the cache.
-    root: Option<Arc<Beneath>>,
+    root: Option<Arc<RootDir>>,
     /// All files, sorted by path.
     pub(crate) files: Vec<Listed>,
     pub(crate) directories: Vec<(String, DirectoryRules)>,
@@ -53,7 +53,7 @@ impl Folder {
         let path = located.path.clone();
         let listing = |error| CheckpointError::Listing { root: path.clone(), error };
         let opening = options.fetches.begin_path(&located.path, "open");
-        let root = Arc::new(Beneath::open(&located.path).map_err(listing)?);
+        let root = Arc::new(RootDir::open(&located.path).map_err(listing)?);
         drop(opening);
         if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
             return Err(CheckpointError::LeavesCache { snapshot: located.path });

@@ -1,8 +1,8 @@
-//! What a source is that is no checkpoint of a kind that is read: a sentence for its user, with what would work.
+//! Explains why an unsupported input (GGUF, msgpack, ...) is refused, and what works instead.
 
 use std::{collections::BTreeSet, path::Path};
 
-use ckfs_format::dcp_state::METADATA as DCP_METADATA;
+use ckfs_format::dcp::read::METADATA as DCP_METADATA;
 use ckfs_source::{FileId, Source, SourceError};
 use ckfs_tensor::to_usize;
 

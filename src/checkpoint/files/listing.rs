@@ -9,7 +9,7 @@ use std::{
 };
 
 use ckfs_source::{
-    Beneath, FoundFile, Opened, SourceError, WaitRegistry, permission::DirectoryRules, private_directory,
+    FoundFile, Opened, RootDir, SourceError, WaitRegistry, permission::DirectoryRules, private_directory,
     remote::RemoteTree, stall::WaitGuard,
 };
 
@@ -51,7 +51,7 @@ impl Listed {
     /// Opens the file, if it was not opened yet; `fetches` notes the wait.
     pub(crate) fn open(
         &mut self,
-        root: Option<&Arc<Beneath>>,
+        root: Option<&Arc<RootDir>>,
         fetches: &WaitRegistry,
     ) -> Result<Option<&Opened>, SourceError> {
         self.state = match std::mem::replace(&mut self.state, Opening::Nothing) {
@@ -71,7 +71,7 @@ impl Listed {
     /// Takes the open file; `fetches` notes the wait, if it was not opened yet.
     pub(crate) fn take(
         &mut self,
-        root: Option<&Arc<Beneath>>,
+        root: Option<&Arc<RootDir>>,
         fetches: &WaitRegistry,
     ) -> Result<Option<Opened>, SourceError> {
         self.open(root, fetches)?;
@@ -92,7 +92,7 @@ pub(crate) struct Listing {
 }
 
 /// All files of a repository. Symbolic links to files are followed, as the hub's cache consists of links.
-pub(crate) fn list(root: &Beneath, fetches: &WaitRegistry) -> io::Result<Listing> {
+pub(crate) fn list(root: &RootDir, fetches: &WaitRegistry) -> io::Result<Listing> {
     let mut listing = Listing::default();
     walk(root, "", 0, &fetches.begin_path(root.path(), "list"), &mut listing)?;
     listing.files.sort_by(|left, right| left.path.cmp(&right.path));
@@ -122,7 +122,7 @@ pub(crate) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
 }
 
 fn walk(
-    root: &Beneath,
+    root: &RootDir,
     relative: &str,
     depth: usize,
     looking: &WaitGuard<'_>,

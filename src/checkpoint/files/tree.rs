@@ -15,7 +15,7 @@ use std::{
 };
 
 use ckfs_source::{
-    Beneath, ByteSpan, Opened, SourceError, WaitRegistry, local::check_open_file_limit, permission::DirectoryRules,
+    ByteSpan, Opened, RootDir, SourceError, WaitRegistry, local::check_open_file_limit, permission::DirectoryRules,
 };
 use ckfs_tensor::to_usize;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
@@ -76,7 +76,7 @@ pub(crate) trait OpenTree: FileTree {
 
 /// A directory of this machine.
 pub(crate) struct LocalTree {
-    root: Arc<Beneath>,
+    root: Arc<RootDir>,
     follows_symlinks: bool,
     fetches: Arc<WaitRegistry>,
     /// Files that are open, by path.
@@ -91,7 +91,7 @@ impl fmt::Debug for LocalTree {
 
 impl LocalTree {
     /// The tree below `root`. Symbolic links that leave it are followed only if `follows_symlinks`.
-    pub(crate) fn new(root: Arc<Beneath>, follows_symlinks: bool, fetches: Arc<WaitRegistry>) -> Self {
+    pub(crate) fn new(root: Arc<RootDir>, follows_symlinks: bool, fetches: Arc<WaitRegistry>) -> Self {
         Self { root, follows_symlinks, fetches, opened: Mutex::default() }
     }
 

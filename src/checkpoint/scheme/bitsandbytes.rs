@@ -20,7 +20,7 @@ use serde_json::{Value as Json, json};
 
 use super::{
     Scheme,
-    finds::{Finds, Summary},
+    findings::{SchemeFindings, Summary},
     listed::{Exceptions, config_of, refuse_orphans, text},
     parts::{Kinds, companion, floats, module_of, needed, packed, slot},
     quantized::{Template, TemplateError},
@@ -116,7 +116,7 @@ impl Scheme for BitsAndBytes {
         "bitsandbytes"
     }
 
-    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
+    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
         let config = config_of(stored, "bitsandbytes")?;
         let four = four_bits(stored, found, config);
         // Small reads from wherever the repository is: many at a time.
@@ -160,7 +160,7 @@ fn loads(config: &Json, bits: u32) -> Option<bool> {
 }
 
 /// All tensors of 4-bit floats whose companions are there.
-fn four_bits<'a>(stored: &Stored<'a>, found: &mut Finds<'_>, config: &Json) -> Vec<Packed<'a>> {
+fn four_bits<'a>(stored: &Stored<'a>, found: &mut SchemeFindings<'_>, config: &Json) -> Vec<Packed<'a>> {
     let exceptions = Exceptions::of(config, "llm_int8_skip_modules");
     let mut tensors = Vec::new();
     let mut described = HashSet::new();
@@ -327,7 +327,7 @@ fn template_of_4_bits(kind: &Kind) -> Result<Template, TemplateError> {
 }
 
 /// Finds all matrices of 8-bit integers, and says how many there are.
-fn eight_bits(stored: &Stored<'_>, found: &mut Finds<'_>, config: &Json) -> u64 {
+fn eight_bits(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, config: &Json) -> u64 {
     let exceptions = Exceptions::of(config, "llm_int8_skip_modules");
     let mut kinds = Kinds::new();
     let mut count = 0;

@@ -11,16 +11,17 @@
 
 use std::collections::{HashMap, HashSet};
 
-use ckfs_tensor::{DType, Operand, Operation, TensorId, Value};
+use ckfs_tensor::{DType, TensorId};
 use rayon::prelude::*;
 use serde_json::{Value as Json, json};
 
 use super::{
     Scheme,
-    finds::{Finds, Summary},
+    findings::{SchemeFindings, Summary},
     listed::text,
-    parts::{Kinds, companion, is_fp8, is_wide_float, module_of, scalar, slot},
-    quantized::{Template, TemplateError},
+    parts::{FP8, companion, is_fp8, is_wide_float, module_of},
+    quantization_config::Sharing,
+    row::{CODES, CodeAxes, CodeForm, CodesSpec, PartExtents, PartSpec, PartType, ROW, RowKinds, SchemeRow},
     stored::Stored,
 };
 use crate::table::TensorInfo;
@@ -36,13 +37,19 @@ const FORMAT: &str = "comfy_quant";
 /// The member of a header that says it of all modules.
 const METADATA: &str = "_quantization_metadata";
 
-/// All that distinguishes kinds of matrices.
-#[derive(PartialEq, Eq, Hash)]
-struct Kind {
-    extents: Vec<u64>,
-    codes: DType,
-    scale: DType,
-    scale_extents: Vec<u64>,
+/// By the format that is given for a module, and by the name of its scale alone.
+static ROWS: [SchemeRow; 2] = [row(&[SCALE]), row(&[PartSpec { suffixes: &[".scale_weight"], ..SCALE }])];
+
+const SCALE: PartSpec = PartSpec {
+    suffixes: &[".weight_scale", ".scale_weight"],
+    dtype: PartType::Float(is_wide_float),
+    element: CodeForm::Own,
+    extents: PartExtents::AnySingle,
+};
+
+const fn row(parts: &'static [PartSpec]) -> SchemeRow {
+    let codes = CodesSpec { dtypes: &FP8, types: "8-bit floats", axes: CodeAxes::Any, ..CODES };
+    SchemeRow { codes, parts, left_out: &[".scale_input", ".input_scale", ".comfy_quant"], ..ROW }
 }
 
 impl Scheme for Comfy {
@@ -50,40 +57,29 @@ impl Scheme for Comfy {
         "comfy_fp8"
     }
 
-    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
+    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
         let told = told(stored, found);
         let is_marked = is_marked(stored);
         if told.is_empty() && !stored.has_word("scale_weight") {
             return None;
         }
-        let (mut kinds, mut count) = (Kinds::new(), 0u64);
+        let (mut kinds, mut count) = (RowKinds::new(), 0u64);
         for (id, codes) in stored.iter() {
             let Some(module) = module_of(codes.name, "weight").filter(|_| !found.is_taken(id)) else { continue };
-            let scale = match told.get(module) {
+            let row = match told.get(module) {
                 Some(told) => of_format(stored, module, &codes, told),
                 None => of_scaled(stored, module, &codes, is_marked),
             };
-            let scale = match scale {
-                Ok(Some(scale)) => scale,
+            let row = match row {
+                Ok(Some(row)) => row,
                 Ok(None) => continue,
                 Err(method) => {
                     found.unsupported(&method, Some(id));
                     continue;
                 }
             };
-            let of_scale = stored.tensor(scale);
-            let (extents, scale_extents) = (codes.shape.to_vec(), of_scale.shape.to_vec());
-            let kind = Kind { extents, codes: codes.dtype, scale: of_scale.dtype, scale_extents };
-            if let Some(template) = kinds.template(found, codes.name, kind, template) {
-                found.tensor(codes.name, template, &[id, scale], None);
-                count += 1;
-            }
-            // What no decoder reads.
-            for word in ["scale_input", "input_scale", FORMAT] {
-                if let Some(id) = companion(stored, module, word) {
-                    found.leave_out(id);
-                }
-            }
+            count += 1;
+            ROWS[row].add(stored, found, &mut kinds, (row, id, module), Sharing::Tensor);
         }
         if count > 0 {
             let marks = stored.iter().filter(|(_, tensor)| last_word(tensor.name) == MARK);
@@ -111,7 +107,7 @@ fn headers<'a>(stored: &Stored<'a>) -> Vec<&'a str> {
 }
 
 /// How modules are quantized, by their names, as headers and tensors say it.
-fn told(stored: &Stored<'_>, found: &mut Finds<'_>) -> HashMap<String, Json> {
+fn told(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> HashMap<String, Json> {
     let mut told = HashMap::new();
     for header in headers(stored) {
         let layers = serde_json::from_str::<Json>(header).ok();
@@ -136,13 +132,8 @@ fn told(stored: &Stored<'_>, found: &mut Finds<'_>) -> HashMap<String, Json> {
     told
 }
 
-/// The scale of a module whose format is told, or the name of the format that is not decoded. `None` if the module is plain.
-fn of_format(
-    stored: &Stored<'_>,
-    module: &str,
-    codes: &TensorInfo<'_>,
-    told: &Json,
-) -> Result<Option<TensorId>, String> {
+/// The row of a module whose format is given, or the name of the format that is not decoded.
+fn of_format(stored: &Stored<'_>, module: &str, codes: &TensorInfo<'_>, told: &Json) -> Result<Option<usize>, String> {
     let format = text(told, "format").unwrap_or("without a format");
     let expected = match format {
         "float8_e4m3fn" => DType::F8E4M3,
@@ -159,39 +150,31 @@ fn of_format(
         return Err(format!("ComfyUI {format}, but stored as {}", codes.dtype));
     }
     let scale = companion(stored, module, "weight_scale").or_else(|| companion(stored, module, "scale_weight"));
-    scale
-        .map_or_else(|| Err(format!("ComfyUI {format} without weight_scale")), |scale| checked(stored, scale))
-        .map(Some)
+    scale.map_or_else(|| Err(format!("ComfyUI {format} without weight_scale")), |scale| checked(stored, scale, 0))
 }
 
-/// The scale of a module by its name alone, likewise.
+/// The same by the name of a scale alone.
 fn of_scaled(
     stored: &Stored<'_>,
     module: &str,
     codes: &TensorInfo<'_>,
     is_marked: bool,
-) -> Result<Option<TensorId>, String> {
+) -> Result<Option<usize>, String> {
     let Some(scale) = companion(stored, module, "scale_weight") else { return Ok(None) };
     if is_fp8(codes.dtype) {
-        return checked(stored, scale).map(Some);
+        return checked(stored, scale, 1);
     }
     // Its loader multiplies whatever it finds. Without the mark it may be a parameter of some model.
     if is_marked { Err(format!("ComfyUI scale_weight beside {}", codes.dtype)) } else { Ok(None) }
 }
 
-/// The scale, if it is one number.
-fn checked(stored: &Stored<'_>, scale: TensorId) -> Result<TensorId, String> {
+/// The row, if the scale is one number.
+fn checked(stored: &Stored<'_>, scale: TensorId, row: usize) -> Result<Option<usize>, String> {
     let info = stored.tensor(scale);
     if info.shape.iter().product::<u64>() != 1 {
         return Err("ComfyUI fp8 with several scales a matrix".to_owned());
     }
-    if is_wide_float(info.dtype) { Ok(scale) } else { Err(format!("ComfyUI fp8 with a scale of {}", info.dtype)) }
-}
-
-fn template(kind: &Kind) -> Result<Template, TemplateError> {
-    let codes = slot(0, kind.codes, &kind.extents)?;
-    let scale = slot(1, kind.scale, &kind.scale_extents)?;
-    Template::try_new(codes.shape.clone(), Value::of(Operand::elements(codes)).then(Operation::Multiply, scalar(scale)))
+    if is_wide_float(info.dtype) { Ok(Some(row)) } else { Err(format!("ComfyUI fp8 with a scale of {}", info.dtype)) }
 }
 
 fn last_word(name: &str) -> &str {

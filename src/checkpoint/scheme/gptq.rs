@@ -18,7 +18,7 @@ use serde_json::{Value as Json, json};
 
 use super::{
     Scheme,
-    finds::{Finds, Summary},
+    findings::{SchemeFindings, Summary},
     listed::{Exceptions, config_of, group_size, member, refuse_orphans},
     parts::{Kinds, companion, floats, is_wide_float, module_of, needed, slot, unsigned},
     quantized::{Template, TemplateError},
@@ -42,12 +42,12 @@ struct Matrix<'a> {
     index: Option<TensorId>,
     inner: u64,
     out: u64,
-    way: Way,
+    way: ModuleSettings,
 }
 
 /// How a module is quantized.
 #[derive(Clone, Copy)]
-struct Way {
+struct ModuleSettings {
     bits: u64,
     /// Rows of a group; `None` is all.
     group: Option<u64>,
@@ -73,7 +73,7 @@ impl Scheme for Gptq {
         "gptq"
     }
 
-    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
+    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
         let config = Config::read(config_of(stored, "gptq")?);
         refuse_orphans(stored, found, &["qzeros", "scales", "g_idx"], CODES);
         config.refuse_homeless(stored, found);
@@ -157,7 +157,7 @@ impl<'a> Config<'a> {
 
     /// Refuses settings of `dynamic` that are not the general ones and match no module: the codes that they speak of may be under
     /// another name.
-    fn refuse_homeless(&self, stored: &Stored<'_>, found: &mut Finds<'_>) {
+    fn refuse_homeless(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) {
         let differs = |more: &Json| {
             ["bits", "group_size", "desc_act"]
                 .iter()
@@ -178,7 +178,7 @@ impl<'a> Config<'a> {
     }
 
     /// How the weight of this module is quantized, or the name of what is not decoded.
-    fn of(&self, module: &str) -> Result<Way, String> {
+    fn of(&self, module: &str) -> Result<ModuleSettings, String> {
         if let Some(unknown) = &self.unknown {
             return Err(unknown.clone());
         }
@@ -197,12 +197,12 @@ impl<'a> Config<'a> {
         };
         let group = told("group_size").ok_or_else(|| "no group_size".to_owned()).and_then(group_size);
         let group = group.map_err(|what| format!("gptq with {what}"))?;
-        Ok(Way { bits, group, act_order: told("desc_act").and_then(Json::as_bool) })
+        Ok(ModuleSettings { bits, group, act_order: told("desc_act").and_then(Json::as_bool) })
     }
 }
 
 /// All matrices that are packed so, and whose companions are there.
-fn matrices<'a>(stored: &Stored<'a>, config: &Config<'_>, found: &mut Finds<'_>) -> Vec<Matrix<'a>> {
+fn matrices<'a>(stored: &Stored<'a>, config: &Config<'_>, found: &mut SchemeFindings<'_>) -> Vec<Matrix<'a>> {
     let mut matrices = Vec::new();
     for (codes, info) in stored.iter() {
         let Some(module) = module_of(info.name, CODES).filter(|_| !found.is_taken(codes)) else { continue };
@@ -276,7 +276,7 @@ fn order(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<Option<Arc<[u64]>>,
 
 fn add(
     stored: &Stored<'_>,
-    found: &mut Finds<'_>,
+    found: &mut SchemeFindings<'_>,
     kinds: &mut Kinds<Kind>,
     matrix: &Matrix<'_>,
     order: Option<Arc<[u64]>>,

@@ -3,7 +3,7 @@
 use hashbrown::HashSet;
 use serde_json::Value as Json;
 
-use super::{finds::Finds, parts::companion, stored::Stored};
+use super::{findings::SchemeFindings, parts::companion, stored::Stored};
 use crate::PythonRegex;
 
 /// The configuration, if its `quant_method` is this.
@@ -88,7 +88,7 @@ const fn is_special(character: char) -> bool {
 }
 
 /// Refuses the companions of these names whose codes are missing: they would stay as tensors that no model has.
-pub(super) fn refuse_orphans(stored: &Stored<'_>, found: &mut Finds<'_>, words: &[&str], codes: &str) {
+pub(super) fn refuse_orphans(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, words: &[&str], codes: &str) {
     for (_, tensor) in stored.iter() {
         let Some((module, word)) = tensor.name.rsplit_once('.') else { continue };
         if words.contains(&word) && companion(stored, module, codes).is_none() {

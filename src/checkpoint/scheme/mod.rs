@@ -1,19 +1,24 @@
 //! The schemes by which weights are quantized: a closed list, one file each.
 //!
 //! A scheme looks at the stored tensors and at the configuration (`Stored`) and tells what the repository's tensors are when
-//! decoded (`Finds`). Nothing above this module knows a scheme: the plan sees tensors with a name, a shape and a dtype, whose
+//! decoded (`SchemeFindings`). Nothing above this module knows a scheme: the plan sees tensors with a name, a shape and a dtype, whose
 //! values are made by the one decoder of `tensor`. What no scheme claims stays as it is stored.
 //!
 //! # To add a scheme
-//! Write `src/checkpoint/scheme/<name>.rs` and add one line to `SCHEMES`. The file holds:
+//! Most schemes are data: a `row::SchemeRow` says the ends of names, types and shapes of codes and of what decodes them, the expression of
+//! the value, and the decoded name; `row` says how to add one. `nvfp4` and `mx` are nothing but rows, since the configuration says of
+//! each module how it is quantized; `awq`, `mlx`, `mxfp4`, `scaled_fp8` and `block_fp8` also read a configuration of their own.
+//!
+//! Code is for what a row cannot say: `gptq` and `pack_quantized` read tensors (`g_idx`, `weight_shape`), `bitsandbytes` and `torchao` texts
+//! that describe a tensor. Write `src/checkpoint/scheme/<name>.rs` and add one line to `SCHEMES`. The file holds:
 //!
 //! 1. **A unit struct with `impl Scheme`.** `name` is its word in `plan --json`. `find` is called once, when the repository is opened.
 //! 2. **Detection.** What the configuration says decides (`Stored::config`, `Stored::modelopt`, `Stored::metadata`); return `None`
 //!    where it names another method. Then configuration and tensors must agree. Each tensor that does not is reported to
-//!    `Finds::refuse` with tensor, expected, found: all of them, not the first; opening then fails. Never divide shapes to find a
+//!    `SchemeFindings::refuse` with tensor, expected, found: all of them, not the first; opening then fails. Never divide shapes to find a
 //!    group, never take a dtype for proof. Modules are told apart by the codes' names (`X.weight_packed`, `X.qweight`,
 //!    `X_blocks`): go through `Stored::iter`, and find companions by name with `Stored::find`, which knows all files. Skip codes
-//!    that `Finds::is_taken` reports, where a repository has several schemes.
+//!    that `SchemeFindings::is_taken` reports, where a repository has several schemes.
 //! 3. **Templates.** What all tensors have in common that are stored alike is a [`Template`]: the shape of the value, a
 //!    [`Value`](ckfs_tensor::Value) whose tensors are *numbered operands* (`TensorId(0)` the codes, `TensorId(1)`, ... their scales,
 //!    zero points, tables), each with the dtype and the shape that must be stored, and perhaps an order of axes
@@ -23,23 +28,23 @@
 //!    Make a template once for each kind of tensor, and keep its number in a map by what distinguishes the kind. Only
 //!    what is read with `Stored::read` needs one for each tensor: `g_idx` becomes a table of an index, bitsandbytes' nested
 //!    statistics a table of codes and a constant.
-//! 4. **Tensors.** `Finds::tensor` takes the decoded name (`X.weight` of `X.weight_packed`; `gate_up_proj` of `gate_up_proj_blocks`), the
+//! 4. **Tensors.** `SchemeFindings::tensor` takes the decoded name (`X.weight` of `X.weight_packed`; `gate_up_proj` of `gate_up_proj_blocks`), the
 //!    template, and the operands by number. It checks that what is stored has the template's dtypes and shapes and reports by name
 //!    what has not, so `find` need not compare shapes that a template says. The decoded dtype is the model's own unless the
 //!    scheme knows better (bitsandbytes).
-//! 5. **Companions that no decoder reads** (`input_scale`, `k_scale`, `weight_shape`, `g_idx`): `Finds::leave_out`. They are shown with the
+//! 5. **Companions that no decoder reads** (`input_scale`, `k_scale`, `weight_shape`, `g_idx`): `SchemeFindings::leave_out`. They are shown with the
 //!    raw tensors, and go when the repository is decoded.
 //! 6. **What is stored so and cannot be decoded** (a variant that is not in the list, bits that are packed otherwise):
-//!    `Finds::unsupported` with the name of the variant. The raw tensors are shown as they are; decoding is refused with that name.
+//!    `SchemeFindings::unsupported` with the name of the variant. The raw tensors are shown as they are; decoding is refused with that name.
 //! 7. **A [`Summary`]** of what was found, for the reader of `plan`.
 //!
 //! Configuration that gives modules to groups (`config_groups` with `targets` and `ignore`, `ModelOpt`'s `quantized_layers`) is read by
-//! `settings`: a scheme asks it what it says of a module. `parts` holds what schemes share. `rest`, the last of the list, names
+//! `quantization_config`: a scheme asks it what it says of a module. `parts` holds what schemes share. `unrecognized`, the last of the list, names
 //! codes that no scheme has taken.
 //!
 //! Its tests, `tests/quantized/schemes/<name>.rs`: a repository in a temporary directory, `Checkpoint::open`, and the view of each
 //! tensor of [`Checkpoint::quantized`](super::Checkpoint::quantized) against a formula written apart, as f32, where the order of
-//! operations shows; and each mismatch refused by name. `scheme/block_fp8.rs` with `tests/quantized/block_fp8.rs` is the model to
+//! operations shows; and each mismatch refused by name. `scheme/mlx.rs` with `tests/quantized/inference/mlx.rs` is the model to
 //! follow; `tests/quantized/schemes` has those of the libraries that models are trained from.
 //!
 //! What a scheme deliberately does not do: read weights, choose a dtype, rename for a layout. Schemes that scale a tensor by
@@ -48,8 +53,9 @@
 mod awq;
 mod bitsandbytes;
 mod block_fp8;
+mod by_module;
 mod comfy;
-mod finds;
+mod findings;
 mod gptq;
 mod listed;
 mod mlx;
@@ -58,40 +64,41 @@ mod mxfp4;
 mod nvfp4;
 mod pack_quantized;
 mod parts;
+mod quantization_config;
 mod quantized;
-mod rest;
+mod row;
 mod scaled_fp8;
-mod settings;
 mod stored;
 mod torchao;
+mod unrecognized;
 
 pub use quantized::{Found, Quantized, QuantizedTable, Summary, Template, TemplateError, TemplateId, Unsupported};
 
-use self::finds::{Finds, Scheme};
+use self::findings::{Scheme, SchemeFindings};
 pub(super) use self::{comfy::MARK as FILE_MARK, stored::Stored};
 use super::problem::Problems;
 
 /// The closed list. Where two schemes could claim one tensor, the first does.
-const SCHEMES: [&dyn Scheme; 13] = [
-    &mxfp4::Mxfp4,
+static SCHEMES: [&dyn Scheme; 13] = [
+    &mxfp4::MXFP4,
     &pack_quantized::PackQuantized,
-    &nvfp4::Nvfp4,
-    &mx::Mx,
-    &scaled_fp8::ScaledFp8,
-    &block_fp8::BlockFp8,
-    &awq::Awq,
+    &nvfp4::NVFP4,
+    &mx::MX,
+    &scaled_fp8::SCALED_FP8,
+    &block_fp8::BLOCK_FP8,
+    &awq::AWQ,
     &gptq::Gptq,
     &bitsandbytes::BitsAndBytes,
-    &mlx::Mlx,
+    &mlx::MLX,
     &torchao::TorchAo,
     &comfy::Comfy,
     // The last: it names what no other has taken.
-    &rest::Rest,
+    &unrecognized::Unrecognized,
 ];
 
 /// Finds everything that is stored quantized by a known scheme.
 pub(super) fn find(stored: &Stored<'_>, problems: &mut Problems) -> Found {
-    let mut found = Finds::new(stored, problems);
+    let mut found = SchemeFindings::new(stored, problems);
     for scheme in SCHEMES {
         found.begin(scheme.name());
         if let Some(summary) = scheme.find(stored, &mut found) {
@@ -117,5 +124,5 @@ fn stale(stored: &Stored<'_>) -> Option<String> {
         let mut told = members.flat_map(|of| ["kv_cache_scheme", "kv_cache_quant_algo"].map(|key| of.get(key)));
         told.any(|value| value.is_some_and(|value| !value.is_null()))
     };
-    if files.iter().flatten().any(|of| of_caches(of)) { None } else { rest::method(stored) }
+    if files.iter().flatten().any(|of| of_caches(of)) { None } else { unrecognized::method(stored) }
 }

@@ -15,10 +15,10 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::json;
 
 use super::{
-    finds::{Finds, Scheme, Summary},
+    findings::{Scheme, SchemeFindings, Summary},
     parts::{Kinds, blocks, companion, floats, grid, is_wide_float, module_of, packed, required, slot, unsigned},
+    quantization_config::{Library, ModuleQuantization, QuantizationConfig, Sharing},
     quantized::{Template, TemplateError},
-    settings::{Settings, Sharing, Told},
     stored::Stored,
 };
 use crate::{problem::Problem, table::TensorInfo};
@@ -60,9 +60,9 @@ impl Scheme for PackQuantized {
         "pack_quantized"
     }
 
-    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
-        let settings = Settings::read(stored);
-        if !settings.is_compressed_tensors() {
+    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
+        let settings = QuantizationConfig::read(stored);
+        if settings.library() != Some(Library::CompressedTensors) {
             return None;
         }
         let matrices = matrices(stored, &settings, found);
@@ -115,10 +115,10 @@ struct Candidate<'a> {
 }
 
 /// All codes that the configuration and names say are packed so. Several threads look up the names.
-fn candidates<'a>(stored: &Stored<'a>, settings: &Settings<'_>) -> Vec<Candidate<'a>> {
+fn candidates<'a>(stored: &Stored<'a>, settings: &QuantizationConfig<'_>) -> Vec<Candidate<'a>> {
     let candidate = |(codes, info): (TensorId, TensorInfo<'a>)| {
         let module = module_of(info.name, CODES)?;
-        let Told::Packed { bits, symmetric, sharing } = settings.of(module) else { return None };
+        let ModuleQuantization::Packed { bits, symmetric, sharing } = settings.of(module) else { return None };
         let find = |word| companion(stored, module, word);
         let (scale, zero, shape) = (find("weight_scale"), find("weight_zero_point"), find("weight_shape"));
         let has_order = find("weight_g_idx").is_some();
@@ -128,7 +128,11 @@ fn candidates<'a>(stored: &Stored<'a>, settings: &Settings<'_>) -> Vec<Candidate
 }
 
 /// All matrices that are packed so, and whose companions are there.
-fn matrices<'a>(stored: &Stored<'a>, settings: &Settings<'_>, found: &mut Finds<'_>) -> Vec<Matrix<'a>> {
+fn matrices<'a>(
+    stored: &Stored<'a>,
+    settings: &QuantizationConfig<'_>,
+    found: &mut SchemeFindings<'_>,
+) -> Vec<Matrix<'a>> {
     let mut matrices = Vec::new();
     for candidate in candidates(stored, settings) {
         let Candidate { module, codes, bits, symmetric, sharing, .. } = candidate;
@@ -221,7 +225,7 @@ fn little_endian(bytes: &[u8]) -> i64 {
 
 fn add(
     stored: &Stored<'_>,
-    found: &mut Finds<'_>,
+    found: &mut SchemeFindings<'_>,
     kinds: &mut Kinds<Kind>,
     matrix: &Matrix<'_>,
     (out, inner): (u64, u64),

@@ -1,6 +1,6 @@
 //! What several schemes share: operands of the usual kinds, one template for each kind of tensor, and names of companions.
 //!
-//! Shapes here are those that *must* be stored, worked out from the codes and the configuration. [`Finds::tensor`] compares
+//! Shapes here are those that *must* be stored, worked out from the codes and the configuration. [`SchemeFindings::tensor`] compares
 //! them with what is stored, so that a scheme does not.
 
 use std::{collections::HashMap, hash::Hash};
@@ -8,7 +8,7 @@ use std::{collections::HashMap, hash::Hash};
 use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Shape, SourceTensor, TensorId, ViewError};
 
 use super::{
-    finds::Finds,
+    findings::SchemeFindings,
     quantized::{Template, TemplateError, TemplateId},
     stored::Stored,
 };
@@ -70,13 +70,8 @@ pub(super) fn floats(tensor: SourceTensor, index: IndexMap) -> Operand {
     Operand { tensor, field: Field::Float(dtype), index }
 }
 
-/// One float for all elements.
-pub(super) fn scalar(tensor: SourceTensor) -> Operand {
-    floats(tensor, IndexMap::new(&[]))
-}
-
 /// All axes but the last as one, and the last.
-fn rows_and_columns(extents: &[u64]) -> (u64, u64) {
+pub(super) fn rows_and_columns(extents: &[u64]) -> (u64, u64) {
     match extents {
         [rows @ .., columns] => (rows.iter().product(), *columns),
         [] => (1, 1),
@@ -84,6 +79,9 @@ fn rows_and_columns(extents: &[u64]) -> (u64, u64) {
 }
 
 /// 8-bit floats of all four kinds.
+pub(super) const FP8: [DType; 4] = [DType::F8E4M3, DType::F8E5M2, DType::F8E4M3Fnuz, DType::F8E5M2Fnuz];
+
+/// Whether these are 8-bit floats.
 pub(super) const fn is_fp8(dtype: DType) -> bool {
     matches!(dtype, DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz)
 }
@@ -105,7 +103,7 @@ impl<Key: Eq + Hash> Kinds<Key> {
     /// The template of this kind; `make` makes it for the first tensor, `tensor`. `None` if there is none, which is then reported already.
     pub(super) fn template(
         &mut self,
-        found: &mut Finds<'_>,
+        found: &mut SchemeFindings<'_>,
         tensor: &str,
         key: Key,
         make: impl FnOnce(&Key) -> Result<Template, TemplateError>,
@@ -130,13 +128,18 @@ pub(super) fn companion(stored: &Stored<'_>, module: &str, word: &str) -> Option
 }
 
 /// The tensor `<module>.<word>`, which decoding needs. If it is missing, that is reported with its name.
-pub(super) fn needed(stored: &Stored<'_>, found: &mut Finds<'_>, names: (&str, &str), word: &str) -> Option<TensorId> {
+pub(super) fn needed(
+    stored: &Stored<'_>,
+    found: &mut SchemeFindings<'_>,
+    names: (&str, &str),
+    word: &str,
+) -> Option<TensorId> {
     required(found, names, word, companion(stored, names.0, word))
 }
 
 /// The same for a companion that was looked up.
 pub(super) fn required(
-    found: &mut Finds<'_>,
+    found: &mut SchemeFindings<'_>,
     (module, codes): (&str, &str),
     word: &str,
     id: Option<TensorId>,
@@ -163,7 +166,7 @@ const ACTIVATIONS: [&str; 11] = [
 ];
 
 /// Leaves out the scales of activations and caches of a repository in which something is quantized.
-pub(super) fn leave_out_activations(stored: &Stored<'_>, found: &mut Finds<'_>) {
+pub(super) fn leave_out_activations(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) {
     for (id, tensor) in stored.iter() {
         let word = tensor.name.rsplit_once('.').map_or(tensor.name, |(_, word)| word);
         // A parameter of such a name that is no single number is not a scale of that kind.

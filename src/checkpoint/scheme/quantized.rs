@@ -236,7 +236,7 @@ pub struct Summary {
     pub details: Vec<(&'static str, Json)>,
 }
 
-/// A way of quantizing that is recognized and not decoded.
+/// A recognized quantization scheme that ckfs does not decode.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unsupported {
     /// Its name, such as `ModelOpt NVFP4_AWQ`.

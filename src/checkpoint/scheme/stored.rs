@@ -101,6 +101,14 @@ impl<'a> Stored<'a> {
         self.find(&format!("{module}.{name}"))
     }
 
+    /// The stored tensor `<stem><end>`. Ends that begin with a dot are looked up as companions are.
+    pub(crate) fn beside(&self, stem: &str, end: &str) -> Option<TensorId> {
+        match end.strip_prefix('.') {
+            Some(name) => self.companion(stem, name),
+            None => self.find(&format!("{stem}{end}")),
+        }
+    }
+
     /// Whether the name of some tensor ends with this word.
     pub(crate) fn has_word(&self, word: &str) -> bool {
         self.words.contains(word)

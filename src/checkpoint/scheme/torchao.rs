@@ -19,7 +19,7 @@ use serde_json::{Value as Json, json};
 
 use super::{
     Scheme,
-    finds::{Finds, Summary},
+    findings::{SchemeFindings, Summary},
     listed::{Exceptions, config_of, text},
     parts::{Kinds, blocks, floats, grid, is_wide_float, packed, slot},
     quantized::{Template, TemplateError},
@@ -53,7 +53,7 @@ impl Scheme for TorchAo {
         "torchao"
     }
 
-    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
+    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
         let config = config_of(stored, "torchao")?;
         let described = described(stored, found);
         let exceptions = Exceptions::of(config, "modules_to_not_convert");
@@ -93,7 +93,7 @@ impl Scheme for TorchAo {
             }
             *counts.entry(of).or_default() += 1;
             let has_zeros = words.contains(&"zero_point") || of == Type::Int4;
-            let needed = |word: &str, found: &mut Finds<'_>| {
+            let needed = |word: &str, found: &mut SchemeFindings<'_>| {
                 let id = stored.find(&part(word));
                 if id.is_none() {
                     found.refuse(name, format!("{} to decode it", part(word)), "no such tensor");
@@ -125,7 +125,7 @@ impl Scheme for TorchAo {
 }
 
 /// What headers tell of each parameter that is not plain, by its name. Two files must not tell different things.
-fn described(stored: &Stored<'_>, found: &mut Finds<'_>) -> BTreeMap<String, Json> {
+fn described(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> BTreeMap<String, Json> {
     let mut described: BTreeMap<String, Json> = BTreeMap::new();
     let mut files = HashSet::new();
     for (id, tensor) in stored.iter() {
@@ -152,7 +152,7 @@ fn described(stored: &Stored<'_>, found: &mut Finds<'_>) -> BTreeMap<String, Jso
 }
 
 /// Refuses codes and companions of which no header tells what they are.
-fn refuse_undescribed(stored: &Stored<'_>, found: &mut Finds<'_>, known: &HashSet<TensorId>) {
+fn refuse_undescribed(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, known: &HashSet<TensorId>) {
     for (id, tensor) in stored.iter() {
         let last = tensor.name.rsplit_once('.').map_or(tensor.name, |(_, last)| last);
         let is_part = ["_qdata", "_scale", "_zero_point"].iter().any(|word| last.ends_with(word));
@@ -164,7 +164,7 @@ fn refuse_undescribed(stored: &Stored<'_>, found: &mut Finds<'_>, known: &HashSe
 }
 
 /// The type of the decoded tensor.
-fn dtype_of(found: &mut Finds<'_>, name: &str, row: &Json, of: Type) -> Option<DType> {
+fn dtype_of(found: &mut SchemeFindings<'_>, name: &str, row: &Json, of: Type) -> Option<DType> {
     let key = if of == Type::Int4 { "activation_dtype" } else { "dtype" };
     let told = row.get("_data").and_then(|data| data.get(key)).unwrap_or(&Json::Null);
     let word = text(told, "_data");
@@ -179,7 +179,7 @@ fn dtype_of(found: &mut Finds<'_>, name: &str, row: &Json, of: Type) -> Option<D
 /// What kind of tensor the description and the codes are, if they agree.
 fn kind_of(
     stored: &Stored<'_>,
-    found: &mut Finds<'_>,
+    found: &mut SchemeFindings<'_>,
     (name, row): (&str, &Json),
     (of, codes, scale, has_zeros): (Type, TensorId, TensorId, bool),
 ) -> Option<Kind> {

@@ -3,7 +3,9 @@
 //! A mount writes `OpenMetrics`. There a counter's family has the name without `_total`, and an info's without `_info`; here the family
 //! has the name of its samples. All samples of a family stand together, each with the label of its mount.
 
-use std::{collections::BTreeMap, fmt::Write};
+use std::collections::BTreeMap;
+
+use ckfs_volume::{MetricText, label};
 
 /// The content type of the text.
 pub(super) const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -23,7 +25,7 @@ pub(super) struct Merged(BTreeMap<String, Family>);
 impl Merged {
     /// Adds the text of a mount.
     pub(super) fn add(&mut self, mount: &str, text: &str) {
-        let label = format!("mount=\"{}\"", escaped(mount));
+        let label = label("mount", mount);
         // Help comes before the type, which changes the family's name.
         let mut helps: BTreeMap<&str, String> = BTreeMap::new();
         let mut family = String::new();
@@ -54,23 +56,22 @@ impl Merged {
 
     /// The text; `states` has each mount and whether it answers.
     pub(super) fn finish(mut self, states: &[(String, bool)]) -> String {
-        let samples =
-            states.iter().map(|(mount, up)| format!("ckfs_up{{mount=\"{}\"}} {}", escaped(mount), u8::from(*up)));
+        let mut samples = MetricText::default();
+        for (mount, up) in states {
+            samples.sample("ckfs_up", &[("mount", mount)], u8::from(*up));
+        }
         let up = Family {
             help: "Whether the mount answers.".to_owned(),
             kind: "gauge".to_owned(),
-            samples: samples.collect(),
+            samples: samples.text().lines().map(str::to_owned).collect(),
         };
         self.0.insert("ckfs_up".to_owned(), up);
-        let mut text = String::new();
+        let mut text = MetricText::default();
         for (name, family) in &self.0 {
-            // Writing to a string cannot fail.
-            let _ = writeln!(text, "# HELP {name} {}\n# TYPE {name} {}", family.help, family.kind);
-            for sample in &family.samples {
-                let _ = writeln!(text, "{sample}");
-            }
+            text.family(name, &family.kind, &family.help, None);
+            family.samples.iter().for_each(|sample| text.line(sample));
         }
-        text
+        text.text()
     }
 }
 
@@ -88,11 +89,6 @@ fn labelled(line: &str, label: &str) -> Option<String> {
         Some(rest) => format!("{name}{{{label},{rest}"),
         None => format!("{name}{{{label}}}{rest}"),
     })
-}
-
-/// A label's value between quotation marks.
-fn escaped(value: &str) -> String {
-    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]

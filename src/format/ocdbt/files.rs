@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use ckfs_host::RelativePath;
+
 use super::{cursor::Cursor, error::OcdbtError};
 
 /// Longest path, in bytes.
@@ -39,10 +41,6 @@ type File = Result<(Arc<str>, Arc<str>), String>;
 /// The files of one block.
 #[derive(Debug)]
 pub(super) struct FileTable(Vec<File>);
-
-fn is_inside(path: &str) -> bool {
-    !path.contains(['\0', '\\']) && path.split('/').all(|part| !matches!(part, "" | "." | ".."))
-}
 
 impl FileTable {
     /// Reads the table of a block whose own file has this base.
@@ -113,5 +111,8 @@ fn file(parent_base: &str, path: &[u8], base: usize) -> File {
     let text = std::str::from_utf8(path).map_err(|_| lossy())?;
     let base = text.get(..base).ok_or_else(lossy)?;
     let whole = [parent_base, text].concat();
-    if is_inside(&whole) { Ok((whole.into(), [parent_base, base].concat().into())) } else { Err(whole) }
+    match RelativePath::parse(&whole) {
+        Ok(path) => Ok((path.as_str().into(), [parent_base, base].concat().into())),
+        Err(_) => Err(whole),
+    }
 }

@@ -3,7 +3,7 @@
 //! The walk starts at the root of the leaf's view with the stored tensor, and undoes one operator at each step. At a target it
 //! has a view of the target's elements, or of those of them that the leaf holds: a *part*, at regular places of each axis.
 
-use ckfs_tensor::{IndexRun, Keep, Op, Shape, TensorId, View, ViewError};
+use ckfs_tensor::{Keep, Op, Shape, StridedIndices, TensorId, View, ViewError};
 
 /// Regular places on an axis: `start`, `start + step`, … `count` of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -182,7 +182,7 @@ fn undo_between(
 /// Undoes a run of a gather, whose indexes are at `low`, `low + 1`, … of an axis.
 fn undo_run(
     of: &View,
-    (axis, low, run): (usize, u64, IndexRun),
+    (axis, low, run): (usize, u64, StridedIndices),
     places: &[Places],
     value: &View,
     is_forced: bool,
@@ -195,7 +195,7 @@ fn undo_run(
     }
     let index = |number: u64| {
         let place = chosen.start + chosen.step * number - low;
-        IndexRun { count: place + 1, ..run }.last()
+        StridedIndices { count: place + 1, ..run }.last()
     };
     let mut part = |first: u64, last: u64| {
         let (count, mut value) = (last - first, value.slice(axis, first, last, 1)?);

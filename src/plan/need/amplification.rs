@@ -1,4 +1,4 @@
-//! Read amplification of a plan, as `counting` counts it.
+//! Read amplification of a plan, as `page_reads` counts it.
 
 use ckfs_tensor::Reads;
 

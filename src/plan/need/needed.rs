@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, ops::Range};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_source::{ByteSpan, FileId};
-use ckfs_tensor::{Op, Origin, Region, Runs, Shape, TensorId, Tiling, View, needs, to_usize};
+use ckfs_tensor::{ByteRuns, Op, Origin, Region, Shape, TensorId, Tiling, View, needs, to_usize};
 use smallvec::SmallVec;
 
 use super::super::{Plan, PlannedTensor};
@@ -146,7 +146,7 @@ pub(crate) fn for_each_of_part(
 }
 
 /// The runs of all pieces, of quantized tensors those of every operand.
-pub(crate) fn runs_of(tiling: &Tiling) -> impl Iterator<Item = (TensorId, Runs)> {
+pub(crate) fn runs_of(tiling: &Tiling) -> impl Iterator<Item = (TensorId, ByteRuns)> {
     tiling.pieces().iter().flat_map(move |piece| {
         let Origin::Tensor { offset, decoder, .. } = piece.origin else { return Vec::new() };
         match tiling.decoders()[decoder as usize].value() {
@@ -157,7 +157,7 @@ pub(crate) fn runs_of(tiling: &Tiling) -> impl Iterator<Item = (TensorId, Runs)>
                 };
                 needs(value, offset, &piece.loops).into_iter().flat_map(of_operand).collect()
             }
-            None => Runs::of(tiling, piece).into_vec(),
+            None => ByteRuns::of(tiling, piece).into_vec(),
         }
     })
 }

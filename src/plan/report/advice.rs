@@ -2,7 +2,7 @@
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_source::page_size::page_bytes;
-use ckfs_tensor::{Reads, Region, Runs, reads};
+use ckfs_tensor::{ByteRuns, Reads, Region, reads};
 
 use super::{
     super::{Plan, PlannedTensor, amplification::Amplification, naming::group_name, needed::runs_of},
@@ -111,7 +111,7 @@ fn worst_cut(checkpoint: &Checkpoint, plan: &Plan, tensor: &PlannedTensor) -> Op
 }
 
 /// What a region of the tensor reads of the leaf's first source, and the runs in it.
-fn cost(checkpoint: &Checkpoint, leaf: &ReadLeaf<'_>, held: &Region) -> Option<(Reads, Runs)> {
+fn cost(checkpoint: &Checkpoint, leaf: &ReadLeaf<'_>, held: &Region) -> Option<(Reads, ByteRuns)> {
     let tiling = leaf.view.region(&leaf.region(held)?).ok()?.lower().ok()?;
     let all: Vec<_> = runs_of(&tiling).collect();
     let (first, shortest) = all.iter().min_by_key(|(_, runs)| runs.run_bytes())?.clone();

@@ -33,8 +33,8 @@ pub use window::ResidentWindow;
 
 use super::{
     ByteSpan, ComparedFiles, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
-    beneath::Again,
     digest::Compared,
+    root_dir::Revalidate,
     stall::{WaitRegistry, WaitTarget},
 };
 use compare::Comparisons;
@@ -209,11 +209,11 @@ impl Source for LocalFiles {
         let pinned = self.usable(file)?;
         let _checking = self.health.begin(WaitTarget::Check(file));
         self.compare_open(file, pinned)?;
-        let found = match &pinned.again {
-            Again::Named => stat(&*pinned.pin.path),
-            Again::Cached => return Ok(()),
+        let found = match &pinned.revalidate {
+            Revalidate::Named => stat(&*pinned.pin.path),
+            Revalidate::Cached => return Ok(()),
             // Not by the path as a whole: a new link there may lead anywhere, also into our own mount.
-            Again::Beneath(root, below) => root.find_again(below),
+            Revalidate::Beneath(root, below) => root.find_again(below),
         };
         self.compare(file, pinned, found)
     }

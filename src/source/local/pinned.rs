@@ -17,7 +17,7 @@ use nix::{
 };
 
 use super::{
-    super::{ByteSpan, Opened, Pin, SourceError, beneath::Again, digest::KnownDigest},
+    super::{ByteSpan, Opened, Pin, SourceError, digest::KnownDigest, root_dir::Revalidate},
     identity::Identity,
     map::FileMaps,
 };
@@ -57,7 +57,7 @@ pub(super) struct Pinned {
     pub(super) pin: Pin,
     pub(super) file: Arc<File>,
     pub(super) identity: Identity,
-    pub(super) again: Again,
+    pub(super) revalidate: Revalidate,
     pub(super) mapped: bool,
     /// The digest that the Hub's cache names it by.
     pub(super) digest: Option<KnownDigest>,
@@ -65,7 +65,7 @@ pub(super) struct Pinned {
 
 impl Pinned {
     pub(super) fn new(opened: Opened, io: SourceIo) -> Result<Self, SourceError> {
-        let Opened { path, file, gates, again, remote, digest } = opened;
+        let Opened { path, file, gates, revalidate, remote, digest } = opened;
         let failed = |error| SourceError::Io { file: path.clone(), action: "stat".into(), error: Arc::new(error) };
         let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
         let mapped = match io {
@@ -78,7 +78,7 @@ impl Pinned {
         let seconds = remote.and_then(|remote| remote.object.file.modified_seconds);
         let modified = seconds.map_or_else(|| identity.modified(), |seconds| UNIX_EPOCH + Duration::from_secs(seconds));
         let pin = Pin { path, len_bytes: identity.size_bytes, modified, gates };
-        Ok(Self { pin, file: Arc::new(file), identity, again, mapped, digest })
+        Ok(Self { pin, file: Arc::new(file), identity, revalidate, mapped, digest })
     }
 
     /// Whether it is on a network file system.
@@ -96,7 +96,7 @@ impl Pinned {
     pub(super) fn difference(&self, found: nix::Result<FileStat>) -> Result<Option<SourceError>, SourceError> {
         let stat = found.map_err(|errno| self.io("stat", errno.into()))?;
         let mut found = Identity::of(&stat);
-        if matches!(self.again, Again::Cached) {
+        if matches!(self.revalidate, Revalidate::Cached) {
             // The times of a file of the cache change as blocks come.
             found = found.with_times_of(&self.identity);
         }

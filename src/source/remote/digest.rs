@@ -15,11 +15,11 @@ use super::{
     super::digest::{Compared, Digester, KnownDigest},
     cache::Entry,
     digest_state::{DigestState, Mismatch},
+    entry_reader::for_each_part,
     handle::Remote,
     object::RemoteObject,
     retry::Deadline,
     share,
-    whole::for_each_part,
 };
 
 /// Comparisons that run beside readers. Each takes one processor.

@@ -16,10 +16,9 @@ pub mod digest;
 mod digest_state;
 #[cfg(feature = "hub")]
 mod encoding;
+mod entry_reader;
 mod error;
 mod fetcher;
-#[cfg(feature = "hub")]
-mod file_path;
 mod files;
 pub(super) mod handle;
 #[cfg_attr(not(feature = "hub"), allow(dead_code, reason = "only services of the network are asked twice"))]
@@ -45,7 +44,7 @@ mod shared;
 mod store;
 mod tree;
 mod uncached;
-mod whole;
+mod url_scheme;
 
 pub use counters::{CountRow, LATENCY_BOUNDS_MS, RemoteCounters};
 pub use error::{Failure, RemoteError};
@@ -61,6 +60,7 @@ pub use shared::SharedCache;
 #[cfg(feature = "stores")]
 pub use store::open_url;
 pub use tree::{RemoteTree, open_cache};
+pub use url_scheme::{StoreKind, service_of, url_schemes};
 
 /// A build without the feature `stores` reads no object stores and web servers.
 ///
@@ -68,8 +68,7 @@ pub use tree::{RemoteTree, open_cache};
 /// Always, if the address is remote.
 #[cfg(not(feature = "stores"))]
 pub fn open_url(source: &str, _: &RemoteOptions) -> Option<Result<RemoteRepository, RemoteError>> {
-    let scheme = source.split_once("://")?.0;
+    service_of(source.split_once("://")?.0)?;
     let message = "this build of ckfs reads no object stores and web servers (feature `stores`)";
-    matches!(scheme, "s3" | "s3a" | "gs" | "az" | "abfs" | "abfss" | "http" | "https")
-        .then(|| Err(RemoteError::new(Failure::Unsupported, "", source.split('?').next().unwrap_or(source), message)))
+    Some(Err(RemoteError::new(Failure::Unsupported, "", source.split('?').next().unwrap_or(source), message)))
 }

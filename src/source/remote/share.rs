@@ -15,10 +15,10 @@ use rustix::fs::statvfs;
 
 use super::{
     super::digest::Digester,
+    entry_reader::for_each_part,
     interface::Content,
     object::RemoteObject,
     shared::{SharedCache, replace},
-    whole::for_each_part,
 };
 
 /// Part of a file system that stays free: one 20th.

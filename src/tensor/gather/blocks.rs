@@ -4,8 +4,8 @@ use smallvec::SmallVec;
 
 use super::{
     super::{
+        block_decode::Codes,
         kernel::Level,
-        stretch::Codes,
         transpose::{BAND_LINES, Fused, Lines, USUAL_PITCH, prefetch, stream, transpose},
     },
     axes::{Axes, Axis, Position, each},
@@ -106,7 +106,7 @@ impl Blocks {
         };
         let length: usize = self.run.iter().map(|axis| axis.extent).product();
         each(&self.outer, place, &mut |place| {
-            let mut rows = RunRows::new(&self.run);
+            let mut rows = ContiguousRows::new(&self.run);
             let (mut offsets, mut next) = ([0; BLOCK_ROWS], [0; BLOCK_ROWS]);
             next.fill_with(|| place.source + rows.next());
             for row in (0..length).step_by(BLOCK_ROWS) {
@@ -204,13 +204,13 @@ impl BlockMemory {
 }
 
 /// Iterates over the source offsets of the positions of a run.
-struct RunRows<'a> {
+struct ContiguousRows<'a> {
     axes: &'a [Axis],
     index: SmallVec<[usize; 8]>,
     offset: usize,
 }
 
-impl<'a> RunRows<'a> {
+impl<'a> ContiguousRows<'a> {
     fn new(axes: &'a [Axis]) -> Self {
         Self { axes, index: axes.iter().map(|_| 0).collect(), offset: 0 }
     }

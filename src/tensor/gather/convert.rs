@@ -5,9 +5,9 @@ use smallvec::SmallVec;
 use super::{
     super::{
         Program,
-        convert::{Converter, Direct, STRETCH, element_bytes},
+        block_decode::{self, ValueDecoder},
+        convert::{BLOCK_ELEMENTS, Converter, Direct, element_bytes},
         kernel::Level,
-        stretch::{self, ValueDecoder},
         transpose::{Fused, FusedKind},
     },
     axes::{Axis, Position, copy_elements, copy_line, each},
@@ -28,8 +28,8 @@ pub(super) struct Convert<'a> {
     direct: Option<Direct>,
     /// The same conversion in registers, if the processor has the instructions.
     fused: Option<FusedKind>,
-    collected: [u8; STRETCH * FLOAT_BYTES_MAX],
-    converted: [u8; STRETCH * FLOAT_BYTES_MAX],
+    collected: [u8; BLOCK_ELEMENTS * FLOAT_BYTES_MAX],
+    converted: [u8; BLOCK_ELEMENTS * FLOAT_BYTES_MAX],
 }
 
 impl<'a> Convert<'a> {
@@ -43,8 +43,8 @@ impl<'a> Convert<'a> {
             direct,
             fused: if level.fuses() { fused } else { None },
             target_bytes: element_bytes(program.target),
-            collected: [0; STRETCH * FLOAT_BYTES_MAX],
-            converted: [0; STRETCH * FLOAT_BYTES_MAX],
+            collected: [0; BLOCK_ELEMENTS * FLOAT_BYTES_MAX],
+            converted: [0; BLOCK_ELEMENTS * FLOAT_BYTES_MAX],
         }
     }
 
@@ -52,7 +52,7 @@ impl<'a> Convert<'a> {
         let unit = self.target_bytes;
         if let Some(mut plan) = Blocks::plan(axes, self.source_bytes, unit) {
             let (level, together) = (self.level, if self.direct.is_some() { 1 } else { ROWS_AT_ONCE });
-            plan.width = plan.width.min(STRETCH / together);
+            plan.width = plan.width.min(BLOCK_ELEMENTS / together);
             if let Some((kind, direct)) = self.fused.zip(self.direct)
                 && plan.columns.source == self.source_bytes
             {
@@ -80,7 +80,7 @@ impl<'a> Convert<'a> {
     fn lines(&mut self, source: &[u8], offsets: &[usize], stride: usize, count: usize, target: &mut [u8]) {
         let (from, to) = (count * self.source_bytes, count * self.target_bytes);
         // No division here: this runs once per 64 elements or so, and a division costs as much as converting them.
-        if offsets.len() > ROWS_AT_ONCE || offsets.len() * count > STRETCH || self.direct.is_some() {
+        if offsets.len() > ROWS_AT_ONCE || offsets.len() * count > BLOCK_ELEMENTS || self.direct.is_some() {
             for (index, offset) in offsets.iter().enumerate() {
                 let line = &mut target[index * to..][..to];
                 match self.direct {
@@ -95,7 +95,7 @@ impl<'a> Convert<'a> {
         for (index, offset) in offsets.iter().enumerate() {
             copy_line(self.source_bytes, &source[*offset..], stride, &mut self.collected[index * from..][..from]);
         }
-        self.converter.stretch(&self.collected[..offsets.len() * from], target);
+        self.converter.convert_block(&self.collected[..offsets.len() * from], target);
     }
 
     /// Converts `count` elements, `stride` source bytes apart, to the contiguous `target`.
@@ -107,7 +107,7 @@ impl<'a> Convert<'a> {
             return;
         }
         let mut from = place.source;
-        for part in target.chunks_mut(STRETCH * self.target_bytes) {
+        for part in target.chunks_mut(BLOCK_ELEMENTS * self.target_bytes) {
             let count = part.len() / self.target_bytes;
             let collected = &mut self.collected[..count * width];
             copy_elements(width, &source[from..], stride, collected, width, count);
@@ -121,8 +121,8 @@ impl<'a> Convert<'a> {
     fn scatter(&mut self, inner: Axis, place: Position, source: &[u8], target: &mut [u8]) {
         let unit = self.target_bytes;
         let mut converted = self.converted;
-        for start in (0..inner.extent).step_by(STRETCH) {
-            let count = STRETCH.min(inner.extent - start);
+        for start in (0..inner.extent).step_by(BLOCK_ELEMENTS) {
+            let count = BLOCK_ELEMENTS.min(inner.extent - start);
             let part = place.step(inner, start);
             self.line(source, part, inner.source, count, &mut converted[..count * unit]);
             copy_elements(unit, &converted, unit, &mut target[part.target..], inner.target, count);
@@ -139,7 +139,7 @@ impl DecodedGather<'_> {
     pub(super) fn run(&mut self, level: Level, axes: &[Axis], place: Position, target: &mut [u8], stores: Stores) {
         let unit = self.values.target_bytes();
         if let Some(mut plan) = Blocks::plan(axes, 1, unit) {
-            plan.width = stretch::STRETCH;
+            plan.width = block_decode::BLOCK_ELEMENTS;
             let codes = Some(self.values.codes());
             let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
                 let firsts: SmallVec<[u64; GROUP_ROWS_MAX]> = offsets.iter().map(|offset| *offset as u64).collect();
@@ -162,9 +162,9 @@ impl DecodedGather<'_> {
     /// Decodes one loop whose target elements are apart.
     fn scatter(&mut self, inner: Axis, place: Position, target: &mut [u8]) {
         let unit = self.values.target_bytes();
-        let mut decoded = [0; STRETCH * FLOAT_BYTES_MAX];
-        for start in (0..inner.extent).step_by(STRETCH) {
-            let count = STRETCH.min(inner.extent - start);
+        let mut decoded = [0; BLOCK_ELEMENTS * FLOAT_BYTES_MAX];
+        for start in (0..inner.extent).step_by(BLOCK_ELEMENTS) {
+            let count = BLOCK_ELEMENTS.min(inner.extent - start);
             let part = place.step(inner, start);
             self.values.line(part.source as u64, inner.source as u64, &mut decoded[..count * unit]);
             copy_elements(unit, &decoded, unit, &mut target[part.target..], inner.target, count);

@@ -27,7 +27,7 @@ use self::{
     convert::{Convert, DecodedGather},
 };
 use super::{
-    Decode, Load, Program, Window, convert::element_bytes, kernel::Level, stretch::ValueDecoder, transpose::fence,
+    Decode, Load, Program, Window, block_decode::ValueDecoder, convert::element_bytes, kernel::Level, transpose::fence,
 };
 
 /// Bytes of the widest run that is transposed as if it were one element.

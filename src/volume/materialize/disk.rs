@@ -14,7 +14,7 @@ use nix::sys::statvfs::statvfs;
 
 use super::{
     super::Ino,
-    entry::{CompletionGuard, FileEntry, Partial, Progress},
+    entry::{CompletionGuard, FileEntry, MaterializedState, Partial},
 };
 
 /// One part in this many of a file system stays free.
@@ -74,9 +74,11 @@ impl Disk {
             let partial = Partial { pieces: Arc::clone(&pieces), target, room: None, waiting: Vec::new() };
             let mut state = entry.lock();
             match &*state {
-                Progress::Absent => *state = Progress::Partial(partial),
+                MaterializedState::Absent => *state = MaterializedState::Partial(partial),
                 // The mount has ended.
-                Progress::Partial(_) | Progress::Complete(_) | Progress::Failed => return Ok(None),
+                MaterializedState::Partial(_) | MaterializedState::Complete(_) | MaterializedState::Failed => {
+                    return Ok(None);
+                }
             }
             Ok(Some(pieces))
         });
@@ -84,7 +86,7 @@ impl Disk {
             Ok(Some(pieces)) => guard.end(pieces.make_here()),
             Ok(None) => guard.end(Ok(())),
             Err(error) => {
-                *entry.lock() = Progress::Failed;
+                *entry.lock() = MaterializedState::Failed;
                 tracing::warn!(file = file.name(), "not materialized: {error}");
                 guard.end(Err(MaterializeError::Room(error)));
             }

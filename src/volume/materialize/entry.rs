@@ -17,7 +17,7 @@ use crate::{Access, WhenMaterialized};
 
 /// Progress of a file.
 #[derive(Default)]
-pub(super) enum Progress {
+pub(super) enum MaterializedState {
     /// No piece was materialized.
     #[default]
     Absent,
@@ -48,7 +48,7 @@ pub(super) struct Complete {
 /// A file that may be materialized. Its open handles own it, so it lives while one is open.
 pub(crate) struct FileEntry {
     pub(super) when: When,
-    state: Mutex<Progress>,
+    state: Mutex<MaterializedState>,
     /// Time of the last open, or of the last check that found it open.
     used: Mutex<Instant>,
     /// Whether it was closed before.
@@ -66,7 +66,7 @@ impl FileEntry {
         Self { when, state: Mutex::default(), used: Mutex::new(Instant::now()), was_closed: AtomicBool::new(false) }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Progress> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, MaterializedState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -86,14 +86,14 @@ impl FileEntry {
 
     /// Whether it failed; a file in memory may be tried again at its next open.
     pub(super) fn has_failed(&self) -> bool {
-        matches!(*self.lock(), Progress::Failed)
+        matches!(*self.lock(), MaterializedState::Failed)
     }
 
     /// The file with all bytes, if it is complete.
     pub(super) fn complete(&self) -> Option<Arc<File>> {
         match &*self.lock() {
-            Progress::Complete(complete) => Some(Arc::clone(&complete.target)),
-            Progress::Absent | Progress::Partial(_) | Progress::Failed => None,
+            MaterializedState::Complete(complete) => Some(Arc::clone(&complete.target)),
+            MaterializedState::Absent | MaterializedState::Partial(_) | MaterializedState::Failed => None,
         }
     }
 
@@ -111,18 +111,17 @@ impl FileEntry {
     /// The pieces that are materialized or in progress.
     pub(super) fn pieces(&self) -> Option<Arc<Materializing>> {
         match &*self.lock() {
-            Progress::Partial(Partial { pieces, .. }) | Progress::Complete(Complete { pieces, .. }) => {
-                Some(Arc::clone(pieces))
-            }
-            Progress::Absent | Progress::Failed => None,
+            MaterializedState::Partial(Partial { pieces, .. })
+            | MaterializedState::Complete(Complete { pieces, .. }) => Some(Arc::clone(pieces)),
+            MaterializedState::Absent | MaterializedState::Failed => None,
         }
     }
 
     /// Ends the wait of opens: their reads use the pieces as each is finished.
     pub(super) fn stop_waiting(&self) {
         let waiting = match &mut *self.lock() {
-            Progress::Partial(partial) => mem::take(&mut partial.waiting),
-            Progress::Absent | Progress::Complete(_) | Progress::Failed => Vec::new(),
+            MaterializedState::Partial(partial) => mem::take(&mut partial.waiting),
+            MaterializedState::Absent | MaterializedState::Complete(_) | MaterializedState::Failed => Vec::new(),
         };
         for then in waiting {
             then(None);
@@ -131,8 +130,8 @@ impl FileEntry {
 
     /// Ends the materialization: the mount ends.
     pub(super) fn abandon(&self) {
-        let state = mem::replace(&mut *self.lock(), Progress::Failed);
-        if let Progress::Partial(partial) = state {
+        let state = mem::replace(&mut *self.lock(), MaterializedState::Failed);
+        if let MaterializedState::Partial(partial) = state {
             partial.pieces.abandon();
             for then in partial.waiting {
                 then(None);
@@ -144,15 +143,19 @@ impl FileEntry {
     /// failure occurs again there.
     fn end(&self, result: Result<(), MaterializeError>, name: &str) {
         let mut state = self.lock();
-        let (pieces, target, room, waiting) = match mem::replace(&mut *state, Progress::Failed) {
-            Progress::Partial(Partial { pieces, target, room, waiting, .. }) => (pieces, target, room, waiting),
+        let (pieces, target, room, waiting) = match mem::replace(&mut *state, MaterializedState::Failed) {
+            MaterializedState::Partial(Partial { pieces, target, room, waiting, .. }) => {
+                (pieces, target, room, waiting)
+            }
             // It was abandoned meanwhile.
-            other @ (Progress::Absent | Progress::Complete(_) | Progress::Failed) => return *state = other,
+            other @ (MaterializedState::Absent | MaterializedState::Complete(_) | MaterializedState::Failed) => {
+                return *state = other;
+            }
         };
         let file = match result {
             Ok(()) => {
                 let complete = Complete { target: Arc::clone(&target), pieces: Arc::clone(&pieces), _room: room };
-                *state = Progress::Complete(complete);
+                *state = MaterializedState::Complete(complete);
                 Some(target)
             }
             Err(error) if self.when == When::Closed => {

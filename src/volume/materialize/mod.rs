@@ -44,7 +44,7 @@ use ckfs_read::{Engine, MaterializeTarget, Materializing, PreparedFile};
 pub use self::policy::{BundleSizes, Policy};
 use self::{
     disk::{ClosedFile, Disk, OnDisk},
-    entry::{Complete, CompletionGuard, Partial, Progress},
+    entry::{Complete, CompletionGuard, MaterializedState, Partial},
     memory::Memory,
 };
 pub(super) use self::{
@@ -159,23 +159,23 @@ impl Materializer {
     pub(super) fn materialize(&self, entry: &Arc<FileEntry>, file: &Arc<PreparedFile>, then: WhenMaterialized) {
         let mut state = entry.lock();
         let mut begun = None;
-        if let Progress::Absent = &*state
+        if let MaterializedState::Absent = &*state
             && let Some(partial) = self.prepare(file)
         {
             begun = Some(Arc::clone(&partial.pieces));
-            *state = Progress::Partial(partial);
+            *state = MaterializedState::Partial(partial);
         }
         match &mut *state {
-            Progress::Complete(Complete { target, .. }) => {
+            MaterializedState::Complete(Complete { target, .. }) => {
                 let target = Arc::clone(target);
                 drop(state);
                 then(Some(target));
             }
-            Progress::Absent | Progress::Failed => {
+            MaterializedState::Absent | MaterializedState::Failed => {
                 drop(state);
                 then(None);
             }
-            Progress::Partial(partial) => {
+            MaterializedState::Partial(partial) => {
                 partial.waiting.push(then);
                 drop(state);
                 if let Some(pieces) = begun {

@@ -69,7 +69,7 @@ fn all_that_does_not_agree_is_refused_at_once() {
         "tensor \"d.qzeros\": expected I32 [3, 2] to decode \"d.weight\", found I32 [4, 2]",
         "tensor \"e.qweight\": expected I32 [12, 2] to decode \"e.weight\", found U32 [12, 2]",
         "tensor \"f.qzeros\": expected codes f.qweight beside it, found no such tensor",
-        "tensor \"g.qweight\": expected rows in groups of 4, found 10 rows",
+        "tensor \"g.qweight\": expected shape [in, out/8] with groups of 4, found [10, 2]",
     ]);
     // Groups that are configured otherwise than stored.
     matrix(Repository::new(config(6)), "a", (12, 16), 3)

@@ -24,7 +24,7 @@ fn fbgemm_has_a_scale_per_row() {
     assert_eq!((opened.decoded(), opened.left_out()), (vec!["a.weight"], vec!["a.input_scale_ub"]));
     let (codes, scales) = (opened.stored("a.weight"), opened.stored("a.weight_scale"));
     opened.check("a.weight", "scaled_fp8", &[7, 37], |n| e4m3(codes[n]) * f32_at(&scales, n / 37));
-    repository().without("a.weight_scale").is_refused(&["\"a.weight\": expected its scale a.weight_scale"]);
+    repository().without("a.weight_scale").is_refused(&["\"a.weight\": expected a.weight_scale to decode it"]);
     repository()
         .instead("a.weight_scale", DType::F32, &[7])
         .is_refused(&["tensor \"a.weight_scale\": expected F32 [7, 1] to decode \"a.weight\", found F32 [7]"]);
@@ -52,7 +52,7 @@ fn transformers_has_one_scale_for_each_matrix() {
     opened.check("experts.gate_up_proj", "scaled_fp8", &[3, 4, 5], |n| e4m3(codes[n]) * f32_at(&scales, n / 20));
     Repository::new(config.clone())
         .noise("a.weight", DType::F8E4M3, &[7, 37])
-        .is_refused(&["tensor \"a.weight\": expected its scale a.weight_scale_inv, found no such tensor"]);
+        .is_refused(&["tensor \"a.weight\": expected a.weight_scale_inv to decode it, found no such tensor"]);
     // The block size is never guessed without a configuration.
     Repository::new(config)
         .noise("a.weight", DType::F8E4M3, &[7, 37])
@@ -67,7 +67,7 @@ fn transformers_has_one_scale_for_each_matrix() {
 fn all_scales_missing_is_refused_though_a_block_is_configured() {
     let config = json!({"quant_method": "fp8", "weight_block_size": [4, 8]});
     let repository = Repository::new(config).noise("a.weight", DType::F8E4M3, &[7, 37]);
-    repository.is_refused(&["tensor \"a.weight\": expected a scale a.weight_scale_inv for blocks of 4x8, found none"]);
+    repository.is_refused(&["tensor \"a.weight\": expected a.weight_scale_inv to decode it, found no such tensor"]);
 }
 
 #[test]

@@ -50,7 +50,7 @@ fn all_that_does_not_agree_is_refused_at_once() {
         .noise("c_scales", DType::U8, &[2, 5, 3])
         .noise("d_scales", DType::U8, &[2, 5, 3]);
     repository.is_refused(&[
-        &format!("tensor \"{down}_blocks\": expected its exponents {down}_scales, found no such tensor"),
+        &format!("tensor \"{down}_blocks\": expected {down}_scales to decode it, found no such tensor"),
         &format!("tensor \"{up}_scales\": expected U8 [2, 6, 1] to decode \"{up}\", found F32 [2, 6, 1]"),
         "tensor \"a_blocks\": expected shape [experts, out, in/32, 16], found [2, 5, 48]",
         "tensor \"b_scales\": expected U8 [2, 5, 3] to decode \"b\", found U8 [2, 5, 4]",

@@ -165,7 +165,7 @@ fn all_that_does_not_agree_is_refused_at_once() {
             "tensor \"d.weight\": expected U8 [5, 64] to decode \"d.weight\", found BF16 [5, 64]",
         ]);
     all("FP8", &["a", "b"]).without("a.weight_scale").instead("b.weight_scale", DType::F32, &[5, 1]).is_refused(&[
-        "tensor \"a.weight\": expected its scale a.weight_scale, found no such tensor",
+        "tensor \"a.weight\": expected a.weight_scale to decode it, found no such tensor",
         "tensor \"b.weight_scale\": expected F32 [1] to decode \"b.weight\", found F32 [5, 1]",
     ]);
     all("MXFP8", &["a", "b"]).without("a.weight_scale").instead("b.weight_scale", DType::U8, &[5, 1]).is_refused(&[

@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_format::zarr_read::{Array, ShardCodec, ZARR_JSON, ZARRAY};
+use ckfs_format::zarr::read::{Array, ShardCodec, ZARR_JSON, ZARRAY};
 use ckfs_source::ByteSpan;
 use ckfs_tensor::{PerAxis, to_usize};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};

@@ -5,7 +5,7 @@
 
 use std::{fmt, io::BufRead, sync::Arc};
 
-use ckfs_format::zarr_read::{Array, ArrayBytes, ChunkError, Codecs, Packing};
+use ckfs_format::zarr::read::{Array, ArrayBytes, ChunkError, Codecs, Packing};
 use ckfs_source::{BufferMemory, ByteSpan};
 use ckfs_tensor::{PerAxis, to_usize};
 

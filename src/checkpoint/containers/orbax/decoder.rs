@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use ckfs_format::zarr_read::ChunkError;
+use ckfs_format::zarr::read::ChunkError;
 use ckfs_source::{BufferMemory, ByteSpan, FileId, Source, SourceError};
 use ckfs_sync::{BoxedJob, Pool, PoolOptions, processors};
 use ckfs_tensor::to_usize;

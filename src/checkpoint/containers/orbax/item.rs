@@ -8,7 +8,7 @@
 
 use ckfs_format::{
     ocdbt,
-    orbax_state::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, METADATA, OrbaxError, UNFINISHED},
+    orbax::read::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, METADATA, OrbaxError, UNFINISHED},
 };
 
 use super::problem::OrbaxProblem;

@@ -26,9 +26,11 @@ use std::sync::Arc;
 use array::{ArrayBox, BoxFile, ToLayOut};
 use chunk_source::ChunkSource;
 use ckfs_format::{
-    orbax::SCALAR,
-    orbax_state::{Leaf, LeafKind, METADATA, Tree, TreeKey},
-    zarr_read::{Array, ZARR_JSON, ZARRAY},
+    orbax::{
+        read::{Leaf, LeafKind, METADATA, Tree, TreeKey},
+        write::SCALAR,
+    },
+    zarr::read::{Array, ZARR_JSON, ZARRAY},
 };
 use ckfs_source::{FileId, Source};
 use ckfs_tensor::{DType, Element, Shape};

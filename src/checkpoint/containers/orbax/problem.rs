@@ -4,8 +4,8 @@ use std::{path::Path, sync::Arc};
 
 use ckfs_format::{
     ocdbt::OcdbtError,
-    orbax_state::OrbaxError,
-    zarr_read::{ChunkError, MetadataError},
+    orbax::read::OrbaxError,
+    zarr::read::{ChunkError, MetadataError},
 };
 use ckfs_source::SourceError;
 

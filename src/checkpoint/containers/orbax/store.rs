@@ -193,7 +193,7 @@ pub(super) fn names_in_database(tree: &dyn FileTree, item: &str) -> Result<Vec<S
 /// The array that a key of a description names.
 fn described(key: &str) -> Option<&str> {
     let (name, last) = key.rsplit_once('/')?;
-    matches!(last, ckfs_format::zarr_read::ZARR_JSON | ckfs_format::zarr_read::ZARRAY).then_some(name)
+    matches!(last, ckfs_format::zarr::read::ZARR_JSON | ckfs_format::zarr::read::ZARRAY).then_some(name)
 }
 
 /// The values of the wanted arrays of a database, by number of name, each in the order of its keys.

@@ -6,11 +6,11 @@ use std::{
 };
 
 use ckfs_checkpoint::{Checkpoint, printable};
-use ckfs_tensor::{Region, Runs, TensorId};
+use ckfs_tensor::{ByteRuns, Region, TensorId};
 use serde_json::{Value, json};
 
 use super::{super::leaf::ReadLeaf, budget::PageBudget, files::EmbeddedFiles};
-use crate::{counting::Expression, needed::runs_of};
+use crate::{needed::runs_of, page_reads::Expression};
 
 /// Sets of runs of one source that a page lists. A count stands for the others.
 const RUNS_SHOWN: usize = 4;
@@ -97,7 +97,7 @@ fn pattern(leaf: &ReadLeaf<'_>, sources: &[TensorId], region: &Region) -> Value 
     // A view without a tiling was refused when the plan was made.
     let Some(tiling) = leaf.view.region(region).ok().and_then(|view| view.lower().ok()) else { return json!([]) };
     let numbers: HashMap<TensorId, usize> = sources.iter().enumerate().map(|(number, id)| (*id, number)).collect();
-    let mut by_source: BTreeMap<usize, Vec<Runs>> = BTreeMap::new();
+    let mut by_source: BTreeMap<usize, Vec<ByteRuns>> = BTreeMap::new();
     for (id, runs) in runs_of(&tiling) {
         if let Some(number) = numbers.get(&id) {
             by_source.entry(*number).or_default().push(runs);
@@ -106,9 +106,9 @@ fn pattern(leaf: &ReadLeaf<'_>, sources: &[TensorId], region: &Region) -> Value 
     let rows = by_source.into_iter().take(SOURCES_SHOWN).map(|(number, mut runs)| {
         runs.sort_unstable();
         runs.dedup();
-        let first = runs.iter().map(Runs::start).min().unwrap_or(0);
-        let end = runs.iter().map(Runs::end).max().unwrap_or(0);
-        let bytes: u64 = runs.iter().map(Runs::bytes).sum();
+        let first = runs.iter().map(ByteRuns::start).min().unwrap_or(0);
+        let end = runs.iter().map(ByteRuns::end).max().unwrap_or(0);
+        let bytes: u64 = runs.iter().map(ByteRuns::bytes).sum();
         let shown: Value =
             runs.iter().take(RUNS_SHOWN).map(|runs| json!([runs.start(), runs.run_bytes(), runs.loops()])).collect();
         json!([number, bytes, first, end, shown, runs.len().saturating_sub(RUNS_SHOWN)])

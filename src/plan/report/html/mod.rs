@@ -9,7 +9,7 @@ mod budget;
 mod bytes;
 mod cuts;
 mod files;
-mod rows;
+mod records;
 
 use std::fmt::Write as _;
 
@@ -28,7 +28,7 @@ use super::{
 
 use budget::{PageBudget, embedded, within};
 use files::EmbeddedFiles;
-use rows::{Budgets, HtmlRows, rows};
+use records::{Budgets, HtmlRecords, records};
 
 /// Most bytes of a page.
 pub const HTML_BYTES_MAX: usize = 5_000_000;
@@ -166,8 +166,8 @@ fn view_json(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFil
         cuts: room(CUTS_BYTES),
         patterns: room(PATTERNS_BYTES),
     };
-    let HtmlRows { listed, cuts, device_maps, patterns, folded, without_cut, without_bytes } =
-        rows(checkpoint, plan, devices, files, found, budgets);
+    let HtmlRecords { listed, cuts, device_maps, patterns, folded, without_cut, without_bytes } =
+        records(checkpoint, plan, devices, files, found, budgets);
     let mut json = about(plan, shares);
     let more_of = |key: &str| more.get(key).cloned().unwrap_or_else(|| json!([]));
     let parts = [

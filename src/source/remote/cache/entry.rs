@@ -38,7 +38,7 @@ use super::{
     },
     lock::{self, LockKind},
     meta::{self, EntryMeta},
-    segment::{Segment, SegmentMap},
+    segment::{CachedSegment, SegmentMap},
 };
 
 /// Words of the map that are read or written at a time.
@@ -422,7 +422,7 @@ impl Entry {
                 Err(errno) => return Err(errno.into()),
             };
             let segment = data / SEGMENT_BYTES;
-            let used_ms = self.segments.used(place(segment)).map_or(0, Segment::used_ms);
+            let used_ms = self.segments.used(place(segment)).map_or(0, CachedSegment::used_ms);
             found.push((used_ms, place(segment)));
             start = (segment + 1) * SEGMENT_BYTES;
         }
@@ -431,13 +431,13 @@ impl Entry {
 
     /// Whether this process holds the lock of a segment.
     pub(super) fn is_held(&self, place: usize) -> bool {
-        self.segments.used(place).is_some_and(Segment::is_held)
+        self.segments.used(place).is_some_and(CachedSegment::is_held)
     }
 
     /// Segments whose locks this process holds, each with the time of its last use.
     fn held_segments(&self) -> impl Iterator<Item = (u64, usize)> + '_ {
         let kept = self.kept.load(Ordering::SeqCst);
-        let held = |(place, segment): (usize, &Segment)| segment.is_held().then(|| (segment.used_ms(), place));
+        let held = |(place, segment): (usize, &CachedSegment)| segment.is_held().then(|| (segment.used_ms(), place));
         self.segments.all_used().filter_map(held).filter(move |_| !kept)
     }
 

@@ -75,7 +75,7 @@ const GROUP: usize = 1024;
 /// The segments of an object. What is never used takes no memory: the length of an object is a number that its service says.
 #[derive(Debug)]
 pub(super) struct SegmentMap {
-    groups: Box<[OnceLock<Box<[Segment]>>]>,
+    groups: Box<[OnceLock<Box<[CachedSegment]>>]>,
 }
 
 impl SegmentMap {
@@ -85,18 +85,18 @@ impl SegmentMap {
     }
 
     /// The segment at a place, which is made if it was never used.
-    pub(super) fn at(&self, place: usize) -> &Segment {
-        let make = || (0..GROUP).map(|_| Segment::default()).collect();
+    pub(super) fn at(&self, place: usize) -> &CachedSegment {
+        let make = || (0..GROUP).map(|_| CachedSegment::default()).collect();
         &self.groups[place / GROUP].get_or_init(make)[place % GROUP]
     }
 
     /// The segment at a place, if one near it was ever used.
-    pub(super) fn used(&self, place: usize) -> Option<&Segment> {
+    pub(super) fn used(&self, place: usize) -> Option<&CachedSegment> {
         Some(&self.groups[place / GROUP].get()?[place % GROUP])
     }
 
     /// All that may have been used, with their places.
-    pub(super) fn all_used(&self) -> impl Iterator<Item = (usize, &Segment)> {
+    pub(super) fn all_used(&self) -> impl Iterator<Item = (usize, &CachedSegment)> {
         let groups = self.groups.iter().enumerate().filter_map(|(number, group)| Some((number, group.get()?)));
         groups.flat_map(|(number, group)| {
             group.iter().enumerate().map(move |(at, segment)| (number * GROUP + at, segment))
@@ -106,7 +106,7 @@ impl SegmentMap {
 
 /// A segment in this process.
 #[derive(Debug, Default)]
-pub(super) struct Segment {
+pub(super) struct CachedSegment {
     /// Shared by those that read or write its bytes; exclusive for eviction. Only `try_write` is ever used, so that a reader may
     /// take it twice.
     users: RwLock<()>,
@@ -123,7 +123,7 @@ pub(super) struct Segment {
     given_up_until_ms: AtomicU64,
 }
 
-impl Segment {
+impl CachedSegment {
     /// Notes a use: `now_ms` in milliseconds of the process.
     pub(super) fn touch(&self, now_ms: u64) {
         // A store by every reader would move the cache line between processors.
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn a_used_segment_is_not_given_alone_and_a_reader_may_take_it_twice() {
-        let segment = Segment::default();
+        let segment = CachedSegment::default();
         let mut held = 0;
         let mut hold = || {
             held += 1;

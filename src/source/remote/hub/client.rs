@@ -30,11 +30,11 @@ use super::{
         retry::{Backoff, Deadline, retry},
         runtime,
     },
-    kept::Kept,
+    kept::KeptTree,
     limits::asked,
     refusal::{Reason, Refusal, Subject},
     settings::{HubSettings, may_connect},
-    tree::{Entry, Revision, next_page},
+    tree::{HubEntry, Revision, next_page},
 };
 
 /// Connections that stay open for the next request, for each host.
@@ -55,7 +55,7 @@ pub struct Hub {
     http: reqwest::Client,
     gate: Backoff,
     counters: Arc<RemoteCounters>,
-    kept: Option<Kept>,
+    kept: Option<KeptTree>,
 }
 
 impl Hub {
@@ -83,7 +83,7 @@ impl Hub {
             let reason = runtime::with_remedy(causes(&error.without_url()));
             RemoteError::new(Failure::Unsupported, &host, "HTTP client", reason)
         })?;
-        let kept = cache.map(|cache| Kept::new(cache, &kept_name(&settings.endpoint)));
+        let kept = cache.map(|cache| KeptTree::new(cache, &kept_name(&settings.endpoint)));
         Ok(Self { settings, http, gate: Backoff::default(), counters, kept })
     }
 
@@ -155,7 +155,7 @@ impl Hub {
         let refuse = |message: String| RemoteError::new(Failure::Unsupported, self.host(), repo, message);
         for _ in 0..PAGES_MAX {
             let Some(url) = next.take() else { break };
-            let (entries, headers): (Vec<Entry>, _) = self.api(repo, Subject::Revision(commit), &url, deadline)?;
+            let (entries, headers): (Vec<HubEntry>, _) = self.api(repo, Subject::Revision(commit), &url, deadline)?;
             for entry in entries {
                 files.extend(entry.file().map_err(refuse)?);
             }

@@ -12,15 +12,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use ckfs_host::RelativePath;
 use serde::{Deserialize, Serialize};
 
-use super::{
-    super::{
-        super::digest::{SHA1_DIGITS, is_hex},
-        interface::{Content, RemoteFile},
-        kept_file::{escaped, replace},
-    },
-    tree::is_inside,
+use super::super::{
+    super::digest::{SHA1_DIGITS, is_hex},
+    interface::{Content, RemoteFile},
+    kept_file::{escaped, replace},
 };
 
 /// A file of a kept tree.
@@ -51,7 +49,7 @@ impl Row {
             _ => return None,
         };
         let key = self.path.clone();
-        is_inside(&self.path).then_some(RemoteFile {
+        RelativePath::parse(&self.path).is_ok().then_some(RemoteFile {
             path: self.path,
             key,
             size_bytes: self.size,
@@ -64,13 +62,13 @@ impl Row {
 
 /// The kept listings of one Hub.
 #[derive(Clone, Debug)]
-pub(super) struct Kept {
+pub(super) struct KeptTree {
     cache: PathBuf,
     /// Below the cache.
     dir: PathBuf,
 }
 
-impl Kept {
+impl KeptTree {
     /// The listings of a host below the directory of the disk cache.
     pub(super) fn new(cache: &Path, host: &str) -> Self {
         Self { cache: cache.to_owned(), dir: Path::new("hub").join(escaped(host)) }
@@ -111,7 +109,7 @@ mod tests {
     #[test]
     fn listings_are_kept_and_damaged_ones_are_not_believed() {
         let dir = tempfile::tempdir().unwrap();
-        let kept = Kept::new(dir.path(), "huggingface.co");
+        let kept = KeptTree::new(dir.path(), "huggingface.co");
         let (commit, sha256) = ("c".repeat(40), "a".repeat(64));
         let file = |path: &str, content| RemoteFile {
             path: path.into(),

@@ -1,11 +1,11 @@
 //! The answers of the Hub's API: a revision's commit, and the files of the commit.
 
+use ckfs_host::RelativePath;
 use reqwest::header::{HeaderMap, LINK};
 use serde::Deserialize;
 
 use super::super::{
     super::digest::{SHA1_DIGITS, SHA256_DIGITS, is_hex},
-    file_path::flaw_of,
     interface::{Content, RemoteFile},
 };
 
@@ -23,7 +23,7 @@ struct Lfs {
 
 /// An entry of the tree.
 #[derive(Debug, Deserialize)]
-pub(super) struct Entry {
+pub(super) struct HubEntry {
     #[serde(rename = "type")]
     kind: String,
     path: String,
@@ -34,12 +34,7 @@ pub(super) struct Entry {
     lfs: Option<Lfs>,
 }
 
-/// Whether a path stays inside its repository.
-pub(super) fn is_inside(path: &str) -> bool {
-    path.split('/').all(|part| !matches!(part, "" | "." | "..") && !part.contains(['\0', '\\']))
-}
-
-impl Entry {
+impl HubEntry {
     /// The file, or `None` for a directory.
     ///
     /// # Errors
@@ -49,12 +44,9 @@ impl Entry {
         if kind != "file" {
             return Ok(None);
         }
-        if !is_inside(&path) {
-            return Err(format!("file {path:?}: not a path inside the repository"));
-        }
-        if let Some(flaw) = flaw_of(&path) {
-            let shown: String = path.chars().take(80).collect();
-            return Err(format!("file {shown:?}...: {flaw}"));
+        if let Err(flaw) = RelativePath::parse(&path) {
+            let (shown, more) = path.char_indices().nth(80).map_or((&*path, ""), |(end, _)| (&path[..end], "..."));
+            return Err(format!("file {shown:?}{more}: not a path inside the repository: {flaw}"));
         }
         let (size_bytes, content) = match lfs {
             Some(Lfs { oid, size }) if is_hex(&oid, SHA256_DIGITS) => (size, Content::Sha256(oid)),
@@ -83,7 +75,7 @@ mod tests {
     use super::*;
 
     fn file(json: &str) -> Result<Option<RemoteFile>, String> {
-        serde_json::from_str::<Entry>(json).unwrap().file()
+        serde_json::from_str::<HubEntry>(json).unwrap().file()
     }
 
     #[test]

@@ -14,12 +14,13 @@ use super::{
         options::RemoteOptions,
         retry::{Backoff, Deadline},
         runtime::with_remedy,
+        url_scheme::{StoreKind, service_of},
     },
     cause::with_cause,
-    connect::{Connection, Kind, connect},
+    connect::{Connection, connect},
     http_listing,
     observe::Credentials,
-    offline::{Kept, Offline},
+    offline::{KeptObjects, Offline},
     reader::{Asking, Store},
 };
 
@@ -28,17 +29,11 @@ use super::{
 /// # Errors
 /// The address is malformed, or the service does not list it.
 pub fn open_url(source: &str, options: &RemoteOptions) -> Option<Result<RemoteRepository, RemoteError>> {
-    let kind = match source.split_once("://")?.0 {
-        "s3" | "s3a" => Kind::S3,
-        "gs" => Kind::Google,
-        "az" | "abfs" | "abfss" => Kind::Azure,
-        "http" | "https" => Kind::Http,
-        _ => return None,
-    };
-    Some(open(source, kind, options))
+    let service = service_of(source.split_once("://")?.0)?;
+    Some(open(source, service, options))
 }
 
-fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepository, RemoteError> {
+fn open(source: &str, service: StoreKind, options: &RemoteOptions) -> Result<RemoteRepository, RemoteError> {
     let bad = |message: String| RemoteError::new(Failure::Unsupported, "", &without_secrets(source), message);
     let url = Url::parse(source).map_err(|error| bad(error.to_string()))?;
     let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| bad("expected a host or bucket".into()))?;
@@ -46,7 +41,7 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
         return Err(bad("expected an address without ? and #: signed addresses are not supported".into()));
     }
     // The container of abfss://container@account is no user.
-    if url.password().is_some() || kind == Kind::Http && !url.username().is_empty() {
+    if url.password().is_some() || service == StoreKind::Http && !url.username().is_empty() {
         let message = "expected no user and password in the address: it is shown by `ckfs status` and in /proc/mounts";
         return Err(bad(message.to_owned()));
     }
@@ -56,10 +51,10 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
     let path = Path::from_url_path(url.path()).map_err(|error| bad(error.to_string()))?;
     let credentials = Credentials::default();
     let Connection { inner, pages, address, host, advice, looked_for } =
-        connect(&url, kind, options, &credentials).map_err(|error| bad(with_remedy(with_cause(&error))))?;
+        connect(&url, service, options, &credentials).map_err(|error| bad(with_remedy(with_cause(&error))))?;
     let label = without_secrets(source).trim_end_matches('/').to_owned();
     let is_file = !url.path().ends_with('/') && path.extension().is_some_and(|end| FILES.contains(&end));
-    let kept = Kept::new(format!("{address}/{path}"), options);
+    let kept = KeptObjects::new(format!("{address}/{path}"), options);
     if options.offline {
         let objects = Offline::new(host);
         let files = kept.files().ok_or_else(|| objects.error(&label))?;
@@ -68,7 +63,7 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
     let store = Arc::new(Store { inner, host, address, pages, credentials, advice, looked_for });
     let (gate, counters) = (Backoff::new(&store.host, options.timeout, &options.waits), RemoteCounters::default());
     let asking = Asking { gate: &gate, counters: &counters, deadline: Deadline::Quiet };
-    let files = list(&store, kind, &path, is_file, asking)?;
+    let files = list(&store, service, &path, is_file, asking)?;
     if files.is_empty() {
         let message = "no object has this prefix".to_owned();
         return Err(RemoteError::new(Failure::NotFound, &store.host, &label, message));
@@ -82,7 +77,7 @@ const FILES: [&str; 5] = ["safetensors", "pt", "bin", "pth", "ckpt"];
 
 fn list(
     store: &Store,
-    kind: Kind,
+    service: StoreKind,
     path: &Path,
     is_file: bool,
     asking: Asking<'_>,
@@ -90,7 +85,7 @@ fn list(
     if is_file {
         return Ok(vec![store.head(path, "", asking)?]);
     }
-    if kind == Kind::Http { http_listing::list(store, path, asking) } else { store.list(path, asking) }
+    if service == StoreKind::Http { http_listing::list(store, path, asking) } else { store.list(path, asking) }
 }
 
 /// An address without what may be secret: a signature after `?`, and a password.

@@ -17,6 +17,7 @@ use super::{
         locality::is_loopback,
         options::RemoteOptions,
         runtime::{CONNECT_TIMEOUT, READ_TIMEOUT, install_tls},
+        url_scheme::StoreKind,
     },
     aws_profile::{self, ProfileProvider},
     observe::{Credentials, ObservedConnector},
@@ -30,15 +31,6 @@ const AZURITE: &str = "http://127.0.0.1:10000";
 const AZURITE_VARIABLE: &str = "AZURITE_BLOB_STORAGE_URL";
 /// Google's own tools read their store from this emulator.
 const GOOGLE_EMULATOR_VARIABLE: &str = "STORAGE_EMULATOR_HOST";
-
-/// A kind of store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    S3,
-    Google,
-    Azure,
-    Http,
-}
 
 /// A store.
 pub(super) struct Connection {
@@ -68,7 +60,7 @@ struct Common<'a> {
 /// The environment's settings do not fit each other, or the client cannot start.
 pub(super) fn connect(
     url: &Url,
-    kind: Kind,
+    service: StoreKind,
     options: &RemoteOptions,
     credentials: &Credentials,
 ) -> object_store::Result<Connection> {
@@ -77,11 +69,11 @@ pub(super) fn connect(
     // Repetitions are made above, for all services alike.
     let retries = RetryConfig { max_retries: 0, ..RetryConfig::default() };
     let common = Common { options, connector, retries };
-    match kind {
-        Kind::S3 => s3(url, common),
-        Kind::Google => google(url, common),
-        Kind::Azure => azure(url, common),
-        Kind::Http => http(url, common),
+    match service {
+        StoreKind::S3 => s3(url, common),
+        StoreKind::Google => google(url, common),
+        StoreKind::Azure => azure(url, common),
+        StoreKind::Http => http(url, common),
     }
 }
 
@@ -254,8 +246,8 @@ mod tests {
         let of = |address: &str, host: &str| (address.to_owned(), host.to_owned());
         let host = "account.dfs.core.windows.net";
         let address = format!("abfss://weights@{host}/models");
-        assert_eq!(named(&address, Kind::Azure), of(&format!("az://weights at {host}"), host));
-        let address = named("http://localhost:81/models", Kind::Http);
+        assert_eq!(named(&address, StoreKind::Azure), of(&format!("az://weights at {host}"), host));
+        let address = named("http://localhost:81/models", StoreKind::Http);
         assert_eq!(address, of("http://localhost:81", "localhost:81"));
     }
 

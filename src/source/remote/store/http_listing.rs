@@ -2,12 +2,12 @@
 
 use std::collections::BTreeSet;
 
+use ckfs_host::RelativePath;
 use object_store::path::Path;
 
 use super::{
     super::{
         error::{Failure, RemoteError},
-        file_path::flaw_of,
         interface::RemoteFile,
     },
     reader::{Asking, FromKey as _, Store},
@@ -89,12 +89,8 @@ fn weights_of(text: &[u8]) -> Result<BTreeSet<String>, String> {
     let mut names = BTreeSet::new();
     for name in map.values() {
         let name = name.as_str().ok_or("expected names of files in weight_map")?;
-        let inside = !name.starts_with('/') && name.split('/').all(|part| !matches!(part, "" | "." | ".."));
-        if !inside {
-            return Err(format!("{name:?} leaves the repository"));
-        }
-        if let Some(flaw) = flaw_of(name) {
-            return Err(format!("a file in weight_map: {flaw}"));
+        if let Err(flaw) = RelativePath::parse(name) {
+            return Err(format!("a file in weight_map, {name:?}: not a path inside the repository: {flaw}"));
         }
         names.insert(name.to_owned());
     }

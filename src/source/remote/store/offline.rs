@@ -73,7 +73,7 @@ impl Row {
 
 /// The kept listing of one address.
 #[derive(Debug)]
-pub(super) struct Kept {
+pub(super) struct KeptObjects {
     address: String,
     /// The directory of the disk cache; `None` where there is none.
     cache: Option<PathBuf>,
@@ -81,7 +81,7 @@ pub(super) struct Kept {
     inside: PathBuf,
 }
 
-impl Kept {
+impl KeptObjects {
     /// The listing of an address in the cache that the options name.
     pub(super) fn new(address: String, options: &RemoteOptions) -> Self {
         let dir = options.cache_dir.clone().or_else(default_directory);
@@ -147,7 +147,7 @@ mod tests {
     fn a_listing_is_kept_and_a_damaged_one_is_not_believed() {
         let dir = tempfile::tempdir().unwrap();
         let options = RemoteOptions { cache_dir: Some(dir.path().to_owned()), ..RemoteOptions::default() };
-        let kept = Kept::new("s3://bucket at host/models".into(), &options);
+        let kept = KeptObjects::new("s3://bucket at host/models".into(), &options);
         assert_eq!(kept.files(), None);
         let file = |path: &str, etag: Option<&str>| RemoteFile {
             path: path.into(),
@@ -160,7 +160,7 @@ mod tests {
         let files = vec![file("a", Some("1")), file("b/c", None)];
         kept.keep(&files);
         assert_eq!(kept.files().as_ref(), Some(&files));
-        assert_eq!(Kept::new("s3://bucket at other/models".into(), &options).files(), None, "another endpoint");
+        assert_eq!(KeptObjects::new("s3://bucket at other/models".into(), &options).files(), None, "another endpoint");
         let path = dir.path().join(&kept.inside);
         for damage in ["", "{}", r#"{"address":"s3://other","files":[]}"#] {
             fs::write(&path, damage).unwrap();

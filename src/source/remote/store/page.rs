@@ -6,6 +6,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::{Bytes, BytesMut};
+use ckfs_host::{PathFlaw, RelativePath};
 use futures_util::StreamExt;
 use object_store::client::{HttpError, HttpErrorKind, HttpResponse, HttpResponseBody};
 use quick_xml::{
@@ -13,8 +14,6 @@ use quick_xml::{
     escape::unescape,
     events::{BytesStart, Event},
 };
-
-use super::super::file_path::flaw_of;
 
 /// Most bytes of a page. A thousand keys of the longest kind have 7 MB.
 const PAGE_BYTES_MAX: usize = 64 << 20;
@@ -138,7 +137,7 @@ fn reason_of(key: &str, prefix: &str) -> Option<&'static str> {
         return Some("it has a control character");
     }
     // Above the prefix it is as the user wrote it.
-    flaw_of(path)
+    RelativePath::parse(path).err().map(PathFlaw::text)
 }
 
 #[cfg(test)]

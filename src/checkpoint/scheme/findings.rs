@@ -1,0 +1,214 @@
+//! What schemes have found: decoded tensors, checked against what is stored, companions that decoding leaves out, problems.
+
+use std::fmt;
+
+use ckfs_tensor::{DType, Shape, TensorId};
+use hashbrown::HashMap;
+
+pub(crate) use super::quantized::Summary;
+use super::{
+    quantized::{Found, Template, TemplateError, TemplateId, Unsupported},
+    stored::Stored,
+};
+use crate::problem::{Problem, Problems};
+
+/// A quantization scheme.
+pub(crate) trait Scheme: fmt::Debug + Sync {
+    /// What `plan --json` calls it.
+    fn name(&self) -> &'static str;
+
+    /// Finds the tensors that are stored so, and what is wrong with them. `None` if the repository has none.
+    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary>;
+}
+
+/// Where a scheme puts what it finds.
+#[derive(Debug)]
+pub(crate) struct SchemeFindings<'a> {
+    stored: &'a Stored<'a>,
+    problems: &'a mut Problems,
+    found: Found,
+    scheme: &'static str,
+    /// By id of a stored tensor.
+    uses: Vec<Use>,
+}
+
+/// What is known of a stored tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    Open,
+    /// No decoder reads it.
+    LeftOut,
+    /// It holds the codes of the decoded tensor of this number.
+    Codes(u32),
+}
+
+impl<'a> SchemeFindings<'a> {
+    pub(super) fn new(stored: &'a Stored<'a>, problems: &'a mut Problems) -> Self {
+        let uses = vec![Use::Open; stored.id_end()];
+        Self { stored, problems, found: Found::default(), scheme: "", uses }
+    }
+
+    pub(super) fn begin(&mut self, scheme: &'static str) {
+        self.scheme = scheme;
+    }
+
+    /// Adds what tensors that are stored alike have in common. `tensor` is one of them, for the message. A scheme keeps the
+    /// numbers of its templates by what distinguishes them (shape, dtypes, bits, group), so that there are few.
+    pub(crate) fn template(&mut self, tensor: &str, template: Result<Template, TemplateError>) -> Option<TemplateId> {
+        match template {
+            Ok(template) => {
+                let id = self.found.tensors.add_template(template);
+                if id.is_none() {
+                    self.problems.push(Problem::TooLarge);
+                }
+                id
+            }
+            Err(error) => {
+                let expected = format!("tensors that {} decodes", self.scheme);
+                self.problems.push(Problem::Quantized {
+                    tensor: tensor.to_owned(),
+                    expected,
+                    found: error.to_string(),
+                });
+                None
+            }
+        }
+    }
+
+    /// Adds a decoded tensor: its name when decoded, its operands by number, and its own dtype where the repository tells one
+    /// for it. An operand that is stored with another dtype or shape than the template says is a problem, and so are codes
+    /// that belong to another tensor already. Operands other than codes may be shared.
+    pub(crate) fn tensor(&mut self, name: &str, template: TemplateId, operands: &[TensorId], dtype: Option<DType>) {
+        let slots = self.found.tensors.template(template).operands();
+        assert_eq!(slots.len(), operands.len(), "{name}: as many operands as its template has");
+        let before = self.problems.count();
+        for (slot, id) in slots.iter().zip(operands) {
+            let info = self.stored.tensor(*id);
+            if info.dtype != slot.dtype || info.shape != slot.shape.extents() {
+                let expected = format!("{} {} to decode {name:?}", slot.dtype, slot.shape);
+                let found = format!("{} {}", info.dtype, shape_text(info.shape));
+                self.problems.push(Problem::Quantized { tensor: info.name.to_owned(), expected, found });
+            }
+        }
+        let Ok(number) = u32::try_from(self.found.tensors.len()) else {
+            self.problems.push(Problem::TooLarge);
+            return;
+        };
+        if let Some(codes) = operands.first()
+            && let other = std::mem::replace(&mut self.uses[codes.0 as usize], Use::Codes(number))
+            && other != Use::Open
+        {
+            let other = match other {
+                Use::Codes(other) => self.found.tensors.get(other as usize).name,
+                Use::LeftOut | Use::Open => "a tensor that is left out",
+            };
+            let found = format!("codes of {other:?} too");
+            let tensor = self.stored.tensor(*codes).name.to_owned();
+            self.problems.push(Problem::Quantized { tensor, expected: format!("codes of {name:?} only"), found });
+        }
+        if self.problems.count() > before {
+            return;
+        }
+        let dtype = dtype.unwrap_or_else(|| self.stored.dtype());
+        if self.found.tensors.add(self.scheme, name, dtype, template, operands).is_none() {
+            self.problems.push(Problem::TooLarge);
+        }
+    }
+
+    /// Leaves out a companion that no decoder reads, such as the scale of activations.
+    pub(crate) fn leave_out(&mut self, companion: TensorId) {
+        self.leave(companion);
+        self.found.left_out.push(companion);
+    }
+
+    /// Notes a method that is recognized and not decoded, and a tensor whose codes are stored so. No other scheme gets that tensor.
+    pub(crate) fn unsupported(&mut self, method: &str, codes: Option<TensorId>) {
+        let known = self.found.unsupported.iter().position(|other| other.method == method);
+        let at = known.unwrap_or_else(|| {
+            self.found.unsupported.push(Unsupported { method: method.to_owned(), codes: Vec::new() });
+            self.found.unsupported.len() - 1
+        });
+        if let Some(codes) = codes {
+            self.leave(codes);
+            self.found.unsupported[at].codes.push(codes);
+        }
+    }
+
+    /// Whether a stored tensor is known already as the codes of a tensor, or as left out.
+    pub(crate) fn is_taken(&self, id: TensorId) -> bool {
+        self.uses[id.0 as usize] != Use::Open
+    }
+
+    fn leave(&mut self, id: TensorId) {
+        let known = &mut self.uses[id.0 as usize];
+        if *known == Use::Open {
+            *known = Use::LeftOut;
+        }
+    }
+
+    /// Notes that tensor `tensor` is not what configuration and names say.
+    pub(crate) fn refuse(&mut self, tensor: &str, expected: impl Into<String>, found: impl Into<String>) {
+        let (expected, found) = (expected.into(), found.into());
+        self.problems.push(Problem::Quantized { tensor: tensor.to_owned(), expected, found });
+    }
+
+    /// Notes any other problem.
+    pub(crate) fn problem(&mut self, problem: Problem) {
+        self.problems.push(problem);
+    }
+
+    /// By id of a stored tensor: whether a decoder reads it, so far.
+    pub(super) fn operands(&self) -> Vec<bool> {
+        let mut are = vec![false; self.stored.id_end()];
+        for tensor in self.found.tensors.iter() {
+            tensor.operands.iter().for_each(|id| are[id.0 as usize] = true);
+        }
+        are
+    }
+
+    /// Whether any tensor is decoded, so far.
+    pub(super) fn has_tensors(&self) -> bool {
+        !self.found.tensors.is_empty()
+    }
+
+    /// Whether nothing is known to be quantized, so far.
+    pub(super) fn is_empty(&self) -> bool {
+        self.found.tensors.is_empty() && self.found.unsupported.is_empty()
+    }
+
+    /// Notes that the configuration names this method, and no tensor is stored so.
+    pub(super) fn set_stale(&mut self, method: Option<String>) {
+        self.found.stale = method;
+    }
+
+    pub(super) fn add_summary(&mut self, summary: Summary) {
+        self.found.schemes.push(summary);
+    }
+
+    /// Everything found, if no name is taken twice.
+    pub(super) fn finish(mut self) -> Found {
+        self.found.left_out.sort_unstable();
+        self.found.left_out.dedup();
+        let mut gone = self.operands();
+        self.found.left_out.iter().for_each(|id| gone[id.0 as usize] = true);
+        let mut names: HashMap<&str, TensorId> = HashMap::with_capacity(self.found.tensors.len());
+        for tensor in self.found.tensors.iter() {
+            let stored = self.stored.find(tensor.name).filter(|id| !gone[id.0 as usize]);
+            let codes = tensor.operands[0];
+            if let Some(other) = names.insert(tensor.name, codes).or(stored) {
+                let (expected, found) = (self.stored.tensor(codes).name, self.stored.tensor(other).name);
+                self.problems.push(Problem::Quantized {
+                    tensor: tensor.name.to_owned(),
+                    expected: format!("decoded from {expected:?} only"),
+                    found: format!("{found:?} too"),
+                });
+            }
+        }
+        drop(names);
+        self.found
+    }
+}
+
+fn shape_text(extents: &[u64]) -> String {
+    Shape::try_new(extents).map_or_else(|_| format!("{extents:?}"), |shape| shape.to_string())
+}

@@ -1,0 +1,4 @@
+//! Distributed checkpoints of torch (`torch.distributed.checkpoint`).
+
+pub mod read;
+pub mod write;

@@ -1,0 +1,466 @@
+//! A reader of the JSON files of Orbax checkpoints.
+//!
+//! ```text
+//! 7/_CHECKPOINT_METADATA       which items a step has, when it was finished, what the saver wanted to say
+//! 7/commit_success.txt         there when it is finished
+//! 7/items/_METADATA            the leaves of the tree, and how arrays are stored
+//! 7/items/_sharding            on which mesh each array was
+//! 7/items/array_metadatas/process_0    shapes of chunks as written
+//! 7/items/manifest.ocdbt       arrays, as one OCDBT database; or a directory for each array
+//! ```
+//!
+//! The arrays of a leaf are under the keys on the way to it, joined by dots. Keys may have dots and slashes themselves, so
+//! that only [`Tree`] says which leaf a name belongs to.
+//!
+//! Unknown members are passed over, as Orbax does: they come with each of its versions.
+
+use std::collections::HashMap;
+
+use ckfs_host::RelativePath;
+use serde::{
+    Deserialize, Deserializer,
+    de::{IgnoredAny, MapAccess, Visitor},
+};
+use serde_json::{Map, Value};
+
+/// Name of the file with the leaves.
+pub const METADATA: &str = "_METADATA";
+
+/// Name of the file about a step or an item.
+pub const CHECKPOINT_METADATA: &str = "_CHECKPOINT_METADATA";
+
+/// Name of the file that is written last. Where it is missing in an object store, the checkpoint is unfinished.
+pub const COMMIT_SUCCESS: &str = "commit_success.txt";
+
+/// Name of the file with meshes.
+pub const SHARDING: &str = "_sharding";
+
+/// Name of the directory with the shapes of chunks, a file `process_<n>` for each process.
+pub const ARRAY_METADATAS: &str = "array_metadatas";
+
+/// Name of the file with leaves that are text.
+pub const STRINGS: &str = "_strings.json";
+
+/// What a directory's name has that is not finished.
+pub const UNFINISHED: &str = ".orbax-checkpoint-tmp";
+
+/// Most keys on the way to a leaf.
+const DEPTH_MAX: usize = 256;
+
+/// Why a file is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OrbaxError {
+    /// Not the JSON that it must be.
+    #[error("{file}: {message}")]
+    Json {
+        /// Which file.
+        file: &'static str,
+        /// What the parser says, with line and column.
+        message: String,
+    },
+    /// A member has a value that it cannot have.
+    #[error("{file}: {member}: expected {expected}, found {found}")]
+    Value {
+        /// Which file.
+        file: &'static str,
+        /// The member.
+        member: String,
+        /// What it may be.
+        expected: &'static str,
+        /// What it is.
+        found: String,
+    },
+    /// Two leaves are stored under one name.
+    #[error("_METADATA: leaves {first} and {second} are both stored as {name:?}")]
+    Ambiguous {
+        /// The name.
+        name: String,
+        /// The keys of one leaf.
+        first: String,
+        /// The keys of the other.
+        second: String,
+    },
+}
+
+fn json<'a, T: Deserialize<'a>>(bytes: &'a [u8], file: &'static str) -> Result<T, OrbaxError> {
+    serde_json::from_slice(bytes).map_err(|error| OrbaxError::Json { file, message: error.to_string() })
+}
+
+/// A map in the order of the file, in which each key may be once only.
+struct Ordered<T>(Vec<(String, T)>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Ordered<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Items<T>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Items<T> {
+            type Value = Ordered<T>;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a map")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut items = Vec::new();
+                let mut names = std::collections::HashSet::new();
+                while let Some((name, item)) = map.next_entry::<String, T>()? {
+                    if !names.insert(name.clone()) {
+                        return Err(serde::de::Error::custom(format!("{name:?} is there twice")));
+                    }
+                    items.push((name, item));
+                }
+                Ok(Ordered(items))
+            }
+        }
+        deserializer.deserialize_map(Items(std::marker::PhantomData))
+    }
+}
+
+/// One key on the way to a leaf.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum TreeKey {
+    /// A name in a dictionary.
+    Name(String),
+    /// A place in a list.
+    Place(u64),
+}
+
+impl std::fmt::Display for TreeKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Name(name) => f.write_str(name),
+            Self::Place(place) => write!(f, "{place}"),
+        }
+    }
+}
+
+/// What a leaf is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LeafKind {
+    /// A zarr array: of jax, of numpy, or a number.
+    Array,
+    /// Text, in [`STRINGS`].
+    Text,
+    /// An empty container or nothing: not stored.
+    Empty,
+    /// Something else, by Orbax's name.
+    Other(String),
+}
+
+/// A leaf of the tree.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Leaf {
+    /// The keys on the way to it.
+    pub keys: Vec<TreeKey>,
+    /// What it is.
+    pub kind: LeafKind,
+    /// The same as Orbax calls it.
+    pub value_type: String,
+    /// Shape of the box that each process wrote at once, if the file states it.
+    pub write_shape: Option<Vec<u64>>,
+}
+
+impl Leaf {
+    /// The name under which it is stored: its keys joined by dots.
+    pub fn name(&self) -> String {
+        self.keys.iter().map(TreeKey::to_string).collect::<Vec<_>>().join(".")
+    }
+
+    fn shown(&self) -> String {
+        format!("{:?}", self.keys.iter().map(TreeKey::to_string).collect::<Vec<_>>())
+    }
+}
+
+/// What [`METADATA`] says.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tree {
+    /// The leaves, in the order of the file. No two have one name.
+    pub leaves: Vec<Leaf>,
+    /// Whether the arrays are in an OCDBT database; `None` if the file does not state it.
+    pub uses_ocdbt: Option<bool>,
+    /// Whether the arrays are of zarr version 3, else 2.
+    pub uses_zarr3: bool,
+    /// Whether chunks are stored that hold the fill value alone. A chunk that is missing is then damage.
+    pub stores_fill_values: bool,
+    /// What the saver wanted to say.
+    pub custom: Option<Value>,
+}
+
+#[derive(Deserialize)]
+struct RawTree {
+    tree_metadata: Ordered<RawLeaf>,
+    use_ocdbt: Option<bool>,
+    #[serde(default)]
+    use_zarr3: bool,
+    #[serde(default)]
+    store_array_data_equal_to_fill_value: bool,
+    custom_metadata: Option<Value>,
+}
+
+#[derive(Deserialize)]
+struct RawLeaf {
+    key_metadata: Vec<RawKey>,
+    value_metadata: RawValue,
+}
+
+#[derive(Deserialize)]
+struct RawKey {
+    key: String,
+    key_type: u64,
+}
+
+#[derive(Deserialize)]
+struct RawValue {
+    value_type: String,
+    write_shape: Option<Vec<u64>>,
+}
+
+impl Tree {
+    /// Reads a [`METADATA`].
+    ///
+    /// # Errors
+    /// [`OrbaxError`], the first fault that is met.
+    pub fn parse(bytes: &[u8]) -> Result<Self, OrbaxError> {
+        let raw: RawTree = json(bytes, METADATA)?;
+        let leaves: Vec<Leaf> = raw.tree_metadata.0.into_iter().map(leaf).collect::<Result<_, _>>()?;
+        let mut stored: HashMap<String, &Leaf> = HashMap::with_capacity(leaves.len());
+        for leaf in leaves.iter().filter(|leaf| leaf.kind != LeafKind::Empty) {
+            let name = leaf.name();
+            if let Some(first) = stored.insert(name.clone(), leaf) {
+                return Err(OrbaxError::Ambiguous { name, first: first.shown(), second: leaf.shown() });
+            }
+        }
+        Ok(Self {
+            uses_ocdbt: raw.use_ocdbt,
+            uses_zarr3: raw.use_zarr3,
+            stores_fill_values: raw.store_array_data_equal_to_fill_value,
+            custom: raw.custom_metadata,
+            leaves,
+        })
+    }
+}
+
+fn leaf((shown, raw): (String, RawLeaf)) -> Result<Leaf, OrbaxError> {
+    let wrong = |expected, found: String| OrbaxError::Value { file: METADATA, member: shown.clone(), expected, found };
+    if raw.key_metadata.is_empty() || raw.key_metadata.len() > DEPTH_MAX {
+        return Err(wrong("1 to 256 keys", raw.key_metadata.len().to_string()));
+    }
+    let key = |RawKey { key, key_type }| match key_type {
+        1 => key.parse().map(TreeKey::Place).map_err(|_| wrong("a number as the key of a list", format!("{key:?}"))),
+        2 => Ok(TreeKey::Name(key)),
+        _ => Err(wrong("key_type 1 (list) or 2 (dictionary)", key_type.to_string())),
+    };
+    let keys = raw.key_metadata.into_iter().map(key).collect::<Result<_, _>>()?;
+    let kind = match raw.value_metadata.value_type.as_str() {
+        "jax.Array" | "np.ndarray" | "scalar" => LeafKind::Array,
+        "string" => LeafKind::Text,
+        "None" | "Dict" | "List" | "Tuple" | "NamedTuple" => LeafKind::Empty,
+        other => LeafKind::Other(other.to_owned()),
+    };
+    let RawValue { value_type, write_shape } = raw.value_metadata;
+    Ok(Leaf { keys, kind, value_type, write_shape })
+}
+
+/// What a step or an item holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Items {
+    /// Directories with these names.
+    Named(Vec<String>),
+    /// The directory itself is the item.
+    Itself,
+    /// The file does not state it.
+    Unknown,
+}
+
+/// What [`CHECKPOINT_METADATA`] says.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CheckpointMetadata {
+    /// Where the arrays are.
+    pub items: Items,
+    /// When the checkpoint was finished, in nanoseconds since 1970; `None` if it is not.
+    pub commit_nanoseconds: Option<u64>,
+    /// What the saver wanted to say.
+    pub custom: Map<String, Value>,
+}
+
+#[derive(Deserialize)]
+struct RawCheckpoint {
+    item_handlers: Option<Value>,
+    commit_timestamp_nsecs: Option<u64>,
+    custom_metadata: Option<Map<String, Value>>,
+}
+
+impl CheckpointMetadata {
+    /// Reads a [`CHECKPOINT_METADATA`].
+    ///
+    /// # Errors
+    /// [`OrbaxError`], the first fault that is met.
+    pub fn parse(bytes: &[u8]) -> Result<Self, OrbaxError> {
+        let raw: RawCheckpoint = json(bytes, CHECKPOINT_METADATA)?;
+        let items = match raw.item_handlers {
+            None | Some(Value::Null) => Items::Unknown,
+            Some(Value::String(_)) => Items::Itself,
+            Some(Value::Object(handlers)) => {
+                let names: Vec<String> = handlers.keys().cloned().collect();
+                if let Some(found) = names.iter().find(|name| RelativePath::parse_name(name).is_err()) {
+                    let (member, expected) = ("item_handlers".to_owned(), "names of directories");
+                    let found = format!("{found:?}");
+                    return Err(OrbaxError::Value { file: CHECKPOINT_METADATA, member, expected, found });
+                }
+                Items::Named(names)
+            }
+            Some(found) => {
+                let (member, expected) = ("item_handlers".to_owned(), "a handler, or handlers by item");
+                let found = found.to_string();
+                return Err(OrbaxError::Value { file: CHECKPOINT_METADATA, member, expected, found });
+            }
+        };
+        let custom = raw.custom_metadata.unwrap_or_default();
+        Ok(Self { items, commit_nanoseconds: raw.commit_timestamp_nsecs, custom })
+    }
+
+    /// Whether layers are stacked, as MaxText tells it.
+    pub fn scan_layers(&self) -> Option<bool> {
+        self.custom.get("scan_layers").and_then(Value::as_bool)
+    }
+}
+
+/// How an array lay on devices when it was saved.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SavedSharding {
+    /// On a mesh.
+    Mesh {
+        /// The axes of the mesh with their sizes, in order.
+        axes: Vec<(String, u64)>,
+        /// For each axis of the array, the mesh axes that split it. May have fewer than the array has axes.
+        spec: Vec<Vec<String>>,
+    },
+    /// On one device.
+    Single,
+    /// In another way, by Orbax's name.
+    Other(String),
+}
+
+#[derive(Deserialize)]
+struct RawSharding {
+    sharding_type: String,
+    #[serde(default)]
+    shape: Vec<u64>,
+    #[serde(default)]
+    axis_names: Vec<String>,
+    #[serde(default)]
+    partition_spec: Vec<RawSplit>,
+    #[serde(default, rename = "device_mesh")]
+    _device_mesh: IgnoredAny,
+}
+
+/// The mesh axes of one axis: none, one, or several.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum RawSplit {
+    None(()),
+    One(String),
+    Several(Vec<String>),
+}
+
+/// Reads a [`SHARDING`]: how each array lay on devices, by the name under which it is stored, in the order of the file.
+///
+/// # Errors
+/// [`OrbaxError`], the first fault that is met.
+pub fn parse_sharding(bytes: &[u8]) -> Result<Vec<(String, SavedSharding)>, OrbaxError> {
+    let raw: Ordered<String> = json(bytes, SHARDING)?;
+    let sharding = |(encoded, text): (String, String)| {
+        let wrong = |expected, found: String| {
+            let member = encoded.clone();
+            OrbaxError::Value { file: SHARDING, member, expected, found }
+        };
+        let name = base64(&encoded).and_then(|bytes| String::from_utf8(bytes).ok());
+        let name = name.ok_or_else(|| wrong("a name in base64", format!("{encoded:?}")))?;
+        let raw: RawSharding = json(text.as_bytes(), SHARDING)?;
+        let sharding = match raw.sharding_type.as_str() {
+            "NamedSharding" => {
+                if raw.axis_names.len() != raw.shape.len() {
+                    let found = format!("{} and {}", raw.axis_names.len(), raw.shape.len());
+                    return Err(wrong("as many axis_names as extents of the mesh", found));
+                }
+                let split = |split: RawSplit| match split {
+                    RawSplit::None(()) => Vec::new(),
+                    RawSplit::One(axis) => vec![axis],
+                    RawSplit::Several(axes) => axes,
+                };
+                let spec: Vec<Vec<String>> = raw.partition_spec.into_iter().map(split).collect();
+                if let Some(found) = spec.iter().flatten().find(|axis| !raw.axis_names.contains(axis)) {
+                    return Err(wrong("axes of the mesh in partition_spec", format!("{found:?}")));
+                }
+                SavedSharding::Mesh { axes: raw.axis_names.into_iter().zip(raw.shape).collect(), spec }
+            }
+            "SingleDeviceSharding" => SavedSharding::Single,
+            _ => SavedSharding::Other(raw.sharding_type),
+        };
+        Ok((name, sharding))
+    };
+    raw.0.into_iter().map(sharding).collect()
+}
+
+/// Bytes that base64 with padding stands for.
+fn base64(text: &str) -> Option<Vec<u8>> {
+    let (groups, rest) = text.as_bytes().as_chunks::<4>();
+    if !rest.is_empty() {
+        return None;
+    }
+    let mut bytes = Vec::with_capacity(groups.len() * 3);
+    for (at, group) in groups.iter().enumerate() {
+        let padding = group.iter().rev().take_while(|digit| **digit == b'=').count();
+        if padding > 2 || (padding > 0 && at + 1 < groups.len()) {
+            return None;
+        }
+        let number = group[..4 - padding].iter().try_fold(0_u32, |number, digit| {
+            let value = match digit {
+                b'A'..=b'Z' => digit - b'A',
+                b'a'..=b'z' => digit - b'a' + 26,
+                b'0'..=b'9' => digit - b'0' + 52,
+                b'+' | b'-' => 62,
+                b'/' | b'_' => 63,
+                _ => return None,
+            };
+            Some(number << 6 | u32::from(value))
+        })?;
+        let [third, second, first, _] = (number << (6 * padding)).to_le_bytes();
+        bytes.extend(&[first, second, third][..3 - padding]);
+    }
+    Some(bytes)
+}
+
+/// The shapes in which an array was written.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct ArrayMetadata {
+    /// The name under which the array is stored.
+    #[serde(rename = "param_name")]
+    pub name: String,
+    /// Shape of the box that the process wrote at once.
+    pub write_shape: Vec<u64>,
+    /// Shape of the chunks in that box.
+    pub chunk_shape: Vec<u64>,
+    /// What makes it more than an array, such as a random key.
+    #[serde(rename = "ext_metadata")]
+    pub extension: Option<Map<String, Value>>,
+}
+
+/// Reads a file of [`ARRAY_METADATAS`].
+///
+/// # Errors
+/// [`OrbaxError::Json`].
+pub fn parse_array_metadatas(bytes: &[u8]) -> Result<Vec<ArrayMetadata>, OrbaxError> {
+    #[derive(Deserialize)]
+    struct Entry {
+        array_metadata: ArrayMetadata,
+    }
+    #[derive(Deserialize)]
+    struct File {
+        array_metadatas: Vec<Entry>,
+    }
+    let file: File = json(bytes, ARRAY_METADATAS)?;
+    Ok(file.array_metadatas.into_iter().map(|entry| entry.array_metadata).collect())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,4 @@
+//! Python's pickles.
+
+pub mod read;
+pub mod write;

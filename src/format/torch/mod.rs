@@ -1,0 +1,5 @@
+//! Archives of `torch.save`: a zip archive with a pickle, and the storages that it refers to. `state` is what the pickle says.
+
+pub mod read;
+pub mod state;
+pub mod write;

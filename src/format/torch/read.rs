@@ -1,0 +1,542 @@
+//! A reader of the archives of `torch.save`: where the bytes of each tensor are.
+//!
+//! ```text
+//! archive/data.pkl      the pickled object; it refers to storages by number
+//! archive/byteorder     "little"
+//! archive/data/0        the bytes of storage 0
+//! ```
+//!
+//! An archive is a `.pt`, `.pth` or `.bin` file, or one item of a `.distcp` file. [`TorchArchive`] says which bytes it needs next,
+//! is given them, and ends with the tensors and their places. An archive of a few KiB needs one request, of two spans; a
+//! large one needs the local header of each storage too, all in one request.
+//!
+//! The CRC-32 of what is interpreted is verified. That of storages is not: their bytes are read where they are, in parts.
+
+use std::{
+    collections::{HashMap, HashSet},
+    ops::Range,
+};
+
+use ckfs_tensor::to_usize;
+
+use super::{
+    super::{
+        pickle::read::{self as unpickle, Limits, PickleError},
+        zip::{
+            read::{self as unzip, LOCAL_BYTES, TAIL_BYTES, ZipDirectory, ZipEntry, ZipError},
+            write::crc32,
+        },
+    },
+    state::{self as torch_state, PICKLE, TorchError, TorchObject, TorchTensor},
+};
+
+/// Bytes at the start and at the end that are asked for first. An archive of one tensor has its pickle and its directory there.
+const PROBE_BYTES: u64 = 4 << 10;
+
+/// Bytes of a local header's extra fields that are asked for first: torch pads data to multiples of 64 bytes with them.
+const EXTRA_PROBE_BYTES: u64 = 128;
+
+/// Longest pickle, in bytes.
+const PICKLE_BYTES_MAX: u64 = 1 << 30;
+
+/// The pickled number that is the first in files that `torch.save` wrote before archives, until 2020.
+const LEGACY_NUMBER: &[u8] = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
+
+/// Bytes in which that number must be: after the protocol, and a frame in newer ones.
+const LEGACY_BYTES: usize = 32;
+
+/// Why an archive is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ArchiveError {
+    /// Its directory or an entry is damaged.
+    #[error(transparent)]
+    Zip(#[from] ZipError),
+    /// Its pickle is damaged, or holds what is not on the list.
+    #[error(transparent)]
+    Pickle(#[from] PickleError),
+    /// Its object is not what torch writes.
+    #[error(transparent)]
+    Torch(#[from] TorchError),
+    /// A file of the old kind.
+    #[error(
+        "written by torch before 1.6, or without its zip format: load it with torch.load and save it with torch.save"
+    )]
+    Legacy,
+    /// A pickle alone.
+    #[error(
+        "a pickle that is no archive, as pickle.dump writes: load it in Python and save its tensors with torch.save"
+    )]
+    Pickled,
+    /// No bytes at all.
+    #[error("an empty file: the save or the download did not finish")]
+    Empty,
+    /// An entry is not there.
+    #[error("torch archive: expected an entry {entry:?}")]
+    Missing {
+        /// Its name.
+        entry: String,
+    },
+    /// Two entries have one name.
+    #[error("torch archive: entry {entry:?} is there twice")]
+    Duplicate {
+        /// The name.
+        entry: String,
+    },
+    /// A checksum is wrong.
+    #[error(
+        "torch archive: entry {entry:?}: expected CRC-32 {expected:08x}, found {found:08x}: the archive is damaged"
+    )]
+    Checksum {
+        /// Its name.
+        entry: String,
+        /// As stored.
+        expected: u32,
+        /// As computed.
+        found: u32,
+    },
+    /// Numbers have their highest byte first.
+    #[error("torch archive: expected byte order \"little\", found {found:?}")]
+    ByteOrder {
+        /// As stored.
+        found: String,
+    },
+    /// An entry has another length than it must have.
+    #[error("torch archive: entry {entry:?}: expected {expected} bytes, found {found}")]
+    Length {
+        /// Its name.
+        entry: String,
+        /// The least number for a storage; the greatest for a pickle, and the room for other files.
+        expected: u64,
+        /// As the directory says.
+        found: u64,
+    },
+    /// Bytes that were given are not those that were asked for.
+    #[error("torch archive: expected {expected} bytes at {start}, found {found}")]
+    Supplied {
+        /// Where.
+        start: u64,
+        /// Length of the span.
+        expected: u64,
+        /// Bytes that were given.
+        found: u64,
+    },
+}
+
+/// A tensor of an archive and where its storage is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SavedTensor {
+    /// The tensor, with strides and offset in its storage.
+    pub tensor: TorchTensor,
+    /// First byte of the storage in the archive.
+    pub storage_start: u64,
+}
+
+impl SavedTensor {
+    /// The bytes of the archive that the tensor uses, from its first element to its last.
+    ///
+    /// # Panics
+    /// Never for what [`TorchArchive`] gives: such a tensor is inside its storage.
+    pub fn span(&self) -> Range<u64> {
+        let TorchTensor { dtype, offset, .. } = &self.tensor;
+        let end = self.tensor.end_bytes().expect("a tensor is inside its storage");
+        let start = offset.saturating_mul(dtype.element_bytes().unwrap_or(1)).min(end);
+        self.storage_start + start..self.storage_start + end
+    }
+}
+
+/// What an archive holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SavedContents {
+    /// The tensors, in the order of the pickle.
+    pub tensors: Vec<SavedTensor>,
+    /// What is no tensor: the name, and what it is. At most [`OTHERS_MAX`](super::state::OTHERS_MAX) of them.
+    pub others: Vec<(String, String)>,
+}
+
+#[derive(Debug)]
+struct Listing {
+    entries: Vec<ZipEntry>,
+    by_name: HashMap<String, usize>,
+    /// Where the header of each entry, and the directory, begins; sorted.
+    starts: Vec<u64>,
+}
+
+#[derive(Debug)]
+enum Stage {
+    /// The end of the archive is looked at.
+    Ends,
+    /// The directory is known.
+    Directory(ZipDirectory),
+    /// The entries are known.
+    Pickle(Listing),
+    /// The tensors are known.
+    Storages(Listing, TorchObject),
+    Done(SavedContents),
+}
+
+/// The reading of one archive.
+#[derive(Debug)]
+pub struct TorchArchive {
+    len_bytes: u64,
+    /// What was given, with its first byte.
+    known: Vec<(u64, Vec<u8>)>,
+    wanted: Vec<Range<u64>>,
+    stage: Stage,
+}
+
+impl TorchArchive {
+    /// Begins to read an archive of this length.
+    pub fn new(len_bytes: u64) -> Self {
+        let wanted = if len_bytes <= 2 * PROBE_BYTES {
+            std::iter::once(0..len_bytes).collect()
+        } else {
+            vec![0..PROBE_BYTES, len_bytes - PROBE_BYTES..len_bytes]
+        };
+        Self { len_bytes, known: Vec::new(), wanted, stage: Stage::Ends }
+    }
+
+    /// The spans of the archive that are needed next; none when it is read.
+    pub fn wanted(&self) -> &[Range<u64>] {
+        &self.wanted
+    }
+
+    /// Takes the bytes of the wanted spans, in their order.
+    ///
+    /// # Errors
+    /// [`ArchiveError`], the first fault that is met.
+    pub fn supply(&mut self, bytes: Vec<Vec<u8>>) -> Result<(), ArchiveError> {
+        let wanted = std::mem::take(&mut self.wanted);
+        for (at, span) in wanted.iter().enumerate() {
+            let (expected, found) = (span.end - span.start, bytes.get(at).map_or(0, |bytes| bytes.len() as u64));
+            if expected != found {
+                return Err(ArchiveError::Supplied { start: span.start, expected, found });
+            }
+        }
+        self.known.extend(wanted.into_iter().map(|span| span.start).zip(bytes));
+        loop {
+            let stage = std::mem::replace(&mut self.stage, Stage::Ends);
+            let (next, wanted) = self.advance(stage)?;
+            self.stage = next;
+            if !wanted.is_empty() || matches!(self.stage, Stage::Done(_)) {
+                self.wanted = wanted;
+                return Ok(());
+            }
+        }
+    }
+
+    /// The tensors, in the order of the pickle; `None` if more bytes are wanted.
+    pub fn into_tensors(self) -> Option<Vec<SavedTensor>> {
+        self.into_contents().map(|contents| contents.tensors)
+    }
+
+    /// Everything that the archive holds; `None` if more bytes are wanted.
+    pub fn into_contents(self) -> Option<SavedContents> {
+        if let Stage::Done(contents) = self.stage { Some(contents) } else { None }
+    }
+
+    fn bytes(&self, span: &Range<u64>) -> Option<&[u8]> {
+        self.known.iter().find_map(|(start, bytes)| {
+            let at = to_usize(span.start.checked_sub(*start)?);
+            bytes.get(at..at.checked_add(to_usize(span.end - span.start))?)
+        })
+    }
+
+    /// The spans among these that were not given yet.
+    fn missing(&self, spans: impl IntoIterator<Item = Range<u64>>) -> Vec<Range<u64>> {
+        spans.into_iter().filter(|span| self.bytes(span).is_none()).collect()
+    }
+
+    /// Does what can be done with what was given: the next stage, or the same and what it needs.
+    fn advance(&self, stage: Stage) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+        match stage {
+            Stage::Ends => self.find_directory(),
+            Stage::Directory(directory) => {
+                let span = directory.start..directory.end;
+                let Some(bytes) = self.bytes(&span) else { return Ok((stage, vec![span])) };
+                Ok((Stage::Pickle(Listing::new(unzip::parse_directory(bytes, directory)?, directory)?), Vec::new()))
+            }
+            Stage::Pickle(listing) => self.read_pickle(listing),
+            Stage::Storages(listing, object) => self.find_storages(listing, object),
+            Stage::Done(_) => Ok((stage, Vec::new())),
+        }
+    }
+
+    fn find_directory(&self) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+        // The last that was given is the end of the archive.
+        let tail = self.known.last().map_or(&[][..], |(_, bytes)| bytes);
+        match unzip::find_directory(tail, self.len_bytes) {
+            Ok(directory) => Ok((Stage::Directory(directory), Vec::new())),
+            Err(error) => {
+                let head = self.known.first().map_or(&[][..], |(_, bytes)| bytes);
+                if self.len_bytes == 0 {
+                    return Err(ArchiveError::Empty);
+                }
+                let first = &head[..head.len().min(LEGACY_BYTES)];
+                if first.windows(LEGACY_NUMBER.len()).any(|part| part == LEGACY_NUMBER) {
+                    return Err(ArchiveError::Legacy);
+                }
+                if let [0x80, 0..=5, ..] = first {
+                    return Err(ArchiveError::Pickled);
+                }
+                // A comment may be longer than what was looked at.
+                let longest = TAIL_BYTES.min(self.len_bytes);
+                if (tail.len() as u64) < longest {
+                    return Ok((Stage::Ends, std::iter::once(self.len_bytes - longest..self.len_bytes).collect()));
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    fn read_pickle(&self, listing: Listing) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+        let root = listing.root()?;
+        let pickle = listing.find(&format!("{root}{PICKLE}"))?;
+        if listing.entries[pickle].len_bytes > PICKLE_BYTES_MAX {
+            let ZipEntry { name, len_bytes, .. } = &listing.entries[pickle];
+            return Err(ArchiveError::Length { entry: name.clone(), expected: PICKLE_BYTES_MAX, found: *len_bytes });
+        }
+        // Archives from before 2023 do not say the order of bytes.
+        let order = listing.by_name.get(&format!("{root}byteorder")).copied();
+        let missing = self.missing(order.into_iter().chain([pickle]).map(|entry| listing.region(entry)));
+        if !missing.is_empty() {
+            return Ok((Stage::Pickle(listing), missing));
+        }
+        if let Some(order) = order {
+            let found = self.content(&listing, order)?;
+            if found != b"little" {
+                return Err(ArchiveError::ByteOrder { found: String::from_utf8_lossy(found).into_owned() });
+            }
+        }
+        let bytes = self.content(&listing, pickle)?;
+        let pickle = unpickle::read(bytes, Limits::default(), &torch_state::is_allowed)?;
+        let object = torch_state::object(&pickle)?;
+        Ok((Stage::Storages(listing, object), Vec::new()))
+    }
+
+    /// The data of an entry whose region was given, with the right checksum.
+    fn content(&self, listing: &Listing, number: usize) -> Result<&[u8], ArchiveError> {
+        let entry = &listing.entries[number];
+        let start = self.data_start(listing, number)?;
+        let span = start..start + entry.len_bytes;
+        let bytes = self.bytes(&span).expect("the region of the entry was given, and the data is inside it");
+        let (expected, found) = (entry.crc32, crc32(bytes));
+        if expected == found {
+            Ok(bytes)
+        } else {
+            Err(ArchiveError::Checksum { entry: entry.name.clone(), expected, found })
+        }
+    }
+
+    /// Where the data of an entry begins, whose local header was given. All of the data is before the next entry.
+    fn data_start(&self, listing: &Listing, number: usize) -> Result<u64, ArchiveError> {
+        let (entry, region) = (&listing.entries[number], listing.region(number));
+        let local = self.bytes(&self.local_header(listing, number)).expect("the local header was asked for");
+        let start = entry.data_start(local, self.len_bytes)?;
+        let room = region.end.saturating_sub(start);
+        if start <= region.end && entry.len_bytes <= room {
+            Ok(start)
+        } else {
+            Err(ArchiveError::Length { entry: entry.name.clone(), expected: room, found: entry.len_bytes })
+        }
+    }
+
+    /// The local header of an entry with its name and extra fields, as far as its length is known.
+    fn local_header(&self, listing: &Listing, number: usize) -> Range<u64> {
+        let region = listing.region(number);
+        let first = LOCAL_BYTES + listing.entries[number].name.len() as u64 + EXTRA_PROBE_BYTES;
+        let first = region.start..region.end.min(region.start + first);
+        let len = self.bytes(&first).and_then(unzip::local_header_bytes).unwrap_or(0);
+        region.start..region.end.min(first.end.max(region.start + len))
+    }
+
+    fn find_storages(&self, listing: Listing, object: TorchObject) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+        let root = listing.root()?.to_owned();
+        let keys: HashSet<&str> = object.tensors.iter().map(|tensor| tensor.storage.as_str()).collect();
+        let mut numbers = HashMap::with_capacity(keys.len());
+        for key in keys {
+            numbers.insert(key.to_owned(), listing.find(&format!("{root}data/{key}"))?);
+        }
+        let mut missing = self.missing(numbers.values().map(|number| self.local_header(&listing, *number)));
+        if !missing.is_empty() {
+            missing.sort_unstable_by_key(|span| span.start);
+            return Ok((Stage::Storages(listing, object), missing));
+        }
+        let saved = |tensor: TorchTensor| {
+            let number = numbers[&tensor.storage];
+            let ZipEntry { name, len_bytes: found, .. } = &listing.entries[number];
+            let (expected, found) = (tensor.storage_bytes, *found);
+            if found != expected {
+                return Err(ArchiveError::Length { entry: name.clone(), expected, found });
+            }
+            Ok(SavedTensor { storage_start: self.data_start(&listing, number)?, tensor })
+        };
+        let TorchObject { tensors, others } = object;
+        let tensors = tensors.into_iter().map(saved).collect::<Result<_, _>>()?;
+        Ok((Stage::Done(SavedContents { tensors, others }), Vec::new()))
+    }
+}
+
+impl Listing {
+    fn new(entries: Vec<ZipEntry>, directory: ZipDirectory) -> Result<Self, ArchiveError> {
+        let mut by_name = HashMap::with_capacity(entries.len());
+        for (number, entry) in entries.iter().enumerate() {
+            if by_name.insert(entry.name.clone(), number).is_some() {
+                return Err(ArchiveError::Duplicate { entry: entry.name.clone() });
+            }
+            if entry.header_start >= directory.start {
+                let (start, end) = (entry.header_start, directory.start);
+                return Err(
+                    ZipError::Outside { start, end: start.saturating_add(entry.len_bytes), len_bytes: end }.into()
+                );
+            }
+        }
+        let mut starts: Vec<u64> = entries.iter().map(|entry| entry.header_start).chain([directory.start]).collect();
+        starts.sort_unstable();
+        Ok(Self { entries, by_name, starts })
+    }
+
+    /// What stands before the names of all entries of torch.
+    fn root(&self) -> Result<&str, ArchiveError> {
+        let root = |entry: &ZipEntry| entry.name.strip_suffix(PICKLE).filter(|root| root.ends_with('/')).map(str::len);
+        let found = self.entries.iter().find_map(|entry| root(entry).map(|len| &entry.name[..len]));
+        found.ok_or_else(|| ArchiveError::Missing { entry: PICKLE.to_owned() })
+    }
+
+    fn find(&self, name: &str) -> Result<usize, ArchiveError> {
+        self.by_name.get(name).copied().ok_or_else(|| ArchiveError::Missing { entry: name.to_owned() })
+    }
+
+    /// From the local header of an entry to what follows it.
+    fn region(&self, number: usize) -> Range<u64> {
+        let start = self.entries[number].header_start;
+        let next = self.starts.partition_point(|other| *other <= start);
+        start..self.starts[next]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hexadecimal::bytes_of;
+
+    fn fixture(name: &str) -> Vec<u8> {
+        let text = include_str!("../../../tests/fixtures/formats/torch.json");
+        let fixtures: serde_json::Value = serde_json::from_str(text).unwrap();
+        bytes_of(fixtures[name].as_str().unwrap())
+    }
+
+    /// The tensors of an archive, and the number of spans of each request.
+    fn read(bytes: &[u8]) -> Result<(Vec<SavedTensor>, Vec<usize>), ArchiveError> {
+        let mut archive = TorchArchive::new(bytes.len() as u64);
+        let mut requests = Vec::new();
+        while !archive.wanted().is_empty() {
+            requests.push(archive.wanted().len());
+            let spans = archive.wanted().iter().map(|span| bytes[to_usize(span.start)..to_usize(span.end)].to_vec());
+            let spans = spans.collect();
+            archive.supply(spans)?;
+        }
+        Ok((archive.into_tensors().expect("nothing more is wanted"), requests))
+    }
+
+    fn row(bytes: &[u8], saved: &SavedTensor) -> String {
+        let SavedTensor { tensor, .. } = saved;
+        let span = saved.span();
+        let data = &bytes[to_usize(span.start)..to_usize(span.end)];
+        let TorchTensor { name, dtype, shape, strides, .. } = tensor;
+        format!("{name} {dtype} {shape:?} {strides:?} {data:02x?}")
+    }
+
+    #[test]
+    fn archives_of_each_protocol_are_read() {
+        let halves = "00, 00, 00, 3c, 00, 40, 00, 42, 00, 44, 00, 45";
+        for protocol in [2, 3, 4] {
+            let bytes = fixture(&format!("archive {protocol}"));
+            let (tensors, requests) = read(&bytes).unwrap();
+            assert_eq!(requests, [1]);
+            let rows: Vec<String> = tensors.iter().map(|saved| row(&bytes, saved)).collect();
+            let expected = [
+                format!("a F16 [2, 3] [3, 1] [{halves}]"),
+                format!("b F16 [3, 2] [1, 3] [{halves}]"),
+                "row F16 [3] [1] [00, 42, 00, 44, 00, 45]".to_owned(),
+                "f8 F8_E4M3 [3] [1] [00, 00, 00]".to_owned(),
+                "nest.x F32 [2] [1] [00, 00, 80, 3f, 00, 00, 80, 3f]".to_owned(),
+            ];
+            assert_eq!(rows, expected);
+        }
+    }
+
+    /// An archive as torch lays it out, with one tensor of this many elements.
+    fn large(elements: u32, byte_order: &str) -> Vec<u8> {
+        let pickle = [
+            b"\x80\x02}(X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nByteStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuJ".as_slice(),
+            &elements.to_le_bytes(),
+            b"tQK\x00J",
+            &elements.to_le_bytes(),
+            b"\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtRu.",
+        ]
+        .concat();
+        let data = vec![7; elements as usize];
+        let mut zip = crate::zip::write::ZipWriter::default();
+        let mut bytes = Vec::new();
+        for (name, data) in [("data.pkl", pickle.as_slice()), ("data/0", &data), ("byteorder", byte_order.as_bytes())] {
+            bytes.extend(zip.entry(&format!("x/{name}"), data.len() as u64, crc32(data), 64));
+            bytes.extend_from_slice(data);
+        }
+        bytes.extend(zip.finish());
+        bytes
+    }
+
+    #[test]
+    fn a_large_archive_needs_its_two_ends() {
+        let (tensors, requests) = read(&large(100_000, "little")).unwrap();
+        assert_eq!((tensors.len(), requests), (1, vec![2]));
+        assert_eq!(tensors[0].span().end - tensors[0].span().start, 100_000);
+        let error = read(&large(10, "big")).unwrap_err().to_string();
+        assert_eq!(error, "torch archive: expected byte order \"little\", found \"big\"");
+    }
+
+    #[test]
+    fn old_files_are_refused_with_advice() {
+        assert_eq!(read(&fixture("legacy")).unwrap_err(), ArchiveError::Legacy);
+        assert!(matches!(read(b"nothing"), Err(ArchiveError::Zip(ZipError::NoEnd { .. }))));
+        assert!(matches!(read(&vec![1; 80_000]), Err(ArchiveError::Zip(ZipError::NoEnd { .. }))));
+        assert_eq!(read(b"").unwrap_err(), ArchiveError::Empty);
+        // The number in a frame, as protocol 4 has it, and another pickle.
+        let framed = [b"\x80\x04\x95\x0d\0\0\0\0\0\0\0", LEGACY_NUMBER, b"."].concat();
+        assert_eq!(read(&framed).unwrap_err(), ArchiveError::Legacy);
+        assert_eq!(read(b"\x80\x04}.").unwrap_err(), ArchiveError::Pickled);
+    }
+
+    #[test]
+    fn bytes_that_were_not_asked_for_are_refused() {
+        let bytes = fixture("archive 2");
+        let mut archive = TorchArchive::new(bytes.len() as u64);
+        assert!(matches!(archive.supply(vec![bytes[1..].to_vec()]), Err(ArchiveError::Supplied { .. })));
+    }
+
+    #[test]
+    fn every_flipped_bit_of_the_pickle_is_noticed_and_no_damage_panics() {
+        let whole = fixture("archive 4");
+        let (expected, _) = read(&whole).unwrap();
+        let pickle = whole
+            .windows(4)
+            .position(|window| window == b"\x80\x04\x95\x0e" || window.starts_with(b"\x80\x04\x95"))
+            .unwrap();
+        for at in 0..whole.len() {
+            for bit in 0..8 {
+                let mut bytes = whole.clone();
+                bytes[at] ^= 1 << bit;
+                let found = read(&bytes);
+                if (pickle..pickle + 100).contains(&at) {
+                    assert!(matches!(found, Err(ArchiveError::Checksum { .. })), "byte {at}: {found:?}");
+                }
+                // Bits of names, times and versions may change; places may not.
+                if let Ok((tensors, _)) = found {
+                    let places = |tensors: &[SavedTensor]| tensors.iter().map(SavedTensor::span).collect::<Vec<_>>();
+                    assert_eq!(places(&tensors), places(&expected), "byte {at} bit {bit}");
+                }
+            }
+            assert!(read(&whole[..at]).is_err(), "cut to {at}");
+        }
+    }
+}

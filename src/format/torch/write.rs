@@ -1,0 +1,107 @@
+//! What `torch.save` writes: a zip archive with a pickle and the storages that it refers to.
+//!
+//! Types that have a storage class of their own are rebuilt as torch has always done, the others over bytes as newer versions
+//! do. Both kinds load with `weights_only=True` and with `mmap=True`.
+
+use std::io;
+
+use ckfs_tensor::{DType, Shape};
+
+use super::super::pickle::write::Pickle;
+
+/// Directory inside the archive.
+pub const ROOT: &str = "archive";
+
+/// Name in torch of a type, or `None` for those that torch has not or packs.
+pub const fn dtype_name(dtype: DType) -> Option<&'static str> {
+    Some(match dtype {
+        DType::F4 | DType::F6E2M3 | DType::F6E3M2 => return None,
+        DType::Bool
+        | DType::U8
+        | DType::I8
+        | DType::F8E5M2
+        | DType::F8E4M3
+        | DType::F8E8M0
+        | DType::F8E4M3Fnuz
+        | DType::F8E5M2Fnuz
+        | DType::I16
+        | DType::U16
+        | DType::F16
+        | DType::BF16
+        | DType::I32
+        | DType::U32
+        | DType::F32
+        | DType::C64
+        | DType::F64
+        | DType::I64
+        | DType::U64 => dtype.name(),
+    })
+}
+
+/// Storage class of a type, where it has one.
+const fn storage(dtype: DType) -> Option<&'static str> {
+    Some(match dtype {
+        DType::Bool => "BoolStorage",
+        DType::U8 => "ByteStorage",
+        DType::I8 => "CharStorage",
+        DType::I16 => "ShortStorage",
+        DType::F16 => "HalfStorage",
+        DType::BF16 => "BFloat16Storage",
+        DType::I32 => "IntStorage",
+        DType::F32 => "FloatStorage",
+        DType::C64 => "ComplexFloatStorage",
+        DType::F64 => "DoubleStorage",
+        DType::I64 => "LongStorage",
+        DType::F4
+        | DType::F6E2M3
+        | DType::F6E3M2
+        | DType::F8E5M2
+        | DType::F8E4M3
+        | DType::F8E8M0
+        | DType::F8E4M3Fnuz
+        | DType::F8E5M2Fnuz
+        | DType::U16
+        | DType::U32
+        | DType::U64 => return None,
+    })
+}
+
+/// Pushes a contiguous tensor whose elements are storage number `number`.
+///
+/// # Errors
+/// What the output fails with, or a type that torch has not.
+pub fn tensor(pickle: &mut Pickle<'_>, number: usize, dtype: DType, shape: &Shape) -> io::Result<()> {
+    let unsupported = || io::Error::other(format!("torch has no type {dtype}"));
+    let typed = storage(dtype);
+    let rebuild = if typed.is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" };
+    pickle.global("torch._utils", rebuild)?;
+    pickle.mark()?;
+    pickle.mark()?;
+    pickle.word("storage")?;
+    let elements = shape.elements();
+    let count = if let Some(typed) = typed {
+        pickle.global("torch", typed)?;
+        elements
+    } else {
+        pickle.global("torch.storage", "UntypedStorage")?;
+        dtype.bytes_of(elements).ok_or_else(unsupported)?
+    };
+    pickle.text(&number.to_string())?;
+    pickle.word("cpu")?;
+    pickle.int(count)?;
+    pickle.tuple()?;
+    pickle.persistent()?;
+    // Offset in the storage, sizes, strides, no gradient, no hooks.
+    pickle.int(0)?;
+    pickle.ints(shape.extents())?;
+    pickle.ints(&shape.strides())?;
+    pickle.no()?;
+    pickle.global("collections", "OrderedDict")?;
+    pickle.empty_tuple()?;
+    pickle.call()?;
+    if typed.is_none() {
+        pickle.global("torch", dtype_name(dtype).ok_or_else(unsupported)?)?;
+    }
+    pickle.tuple()?;
+    pickle.call()
+}

@@ -1,0 +1,4 @@
+//! Zarr arrays: their metadata, grids and chunks.
+
+pub mod read;
+pub mod write;

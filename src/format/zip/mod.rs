@@ -1,0 +1,4 @@
+//! Zip archives without compression.
+
+pub mod read;
+pub mod write;

@@ -1,0 +1,227 @@
+//! The tensors of a view as rows of the page.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use ckfs_checkpoint::{Checkpoint, printable};
+use ckfs_tensor::{Reads, TensorId};
+use serde_json::{Value, json};
+
+use super::{
+    super::{
+        groups::{TensorGroup, groups},
+        leaf::{ReadLeaf, for_each_leaf},
+    },
+    budget::PageBudget,
+    bytes::{Patterns, source_json, sources_of},
+    cuts::{Cut, CutPart, Cuts},
+    files::EmbeddedFiles,
+};
+use crate::{Plan, PlannedTensor, amplification::Amplification, name_group};
+
+/// Rows of a view.
+const ROWS_MAX: usize = 2000;
+/// Tensors of one layer or expert that a row lists with their sources.
+const LEAVES_SHOWN: usize = 16;
+/// Of those, that each part gets at least, and the parts that do.
+const LEAVES_OF_PART: usize = 1;
+const PARTS_SERVED: usize = 32;
+/// Source tensors of one of those.
+const SOURCES_SHOWN: usize = 8;
+
+/// The room that the parts of one view have.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Budgets {
+    pub(super) rows: PageBudget,
+    pub(super) sources: PageBudget,
+    pub(super) cuts: PageBudget,
+    pub(super) patterns: PageBudget,
+}
+
+/// The rows of a view, and what they refer to.
+#[derive(Debug, Default)]
+pub(super) struct HtmlRecords {
+    pub(super) listed: Vec<Value>,
+    pub(super) cuts: Vec<Value>,
+    pub(super) device_maps: Vec<Value>,
+    pub(super) patterns: Vec<Value>,
+    /// Groups, tensors and bytes without a row.
+    pub(super) folded: (usize, u64, u64),
+    /// Rows whose cut, or whose bytes in the sources, are not in the page.
+    pub(super) without_cut: usize,
+    pub(super) without_bytes: usize,
+}
+
+struct Maker<'a> {
+    checkpoint: &'a Checkpoint,
+    plan: &'a Plan,
+    files: &'a EmbeddedFiles,
+    reads: HashMap<&'a str, Reads>,
+    cuts: Cuts<'a>,
+    patterns: Patterns<'a>,
+    sources: PageBudget,
+}
+
+/// The rows of a view for these devices. The largest groups come first where there is not room for all.
+pub(super) fn records(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    devices: &[u64],
+    files: &EmbeddedFiles,
+    found: &Amplification,
+    budgets: Budgets,
+) -> HtmlRecords {
+    let groups = groups(plan);
+    let mut order: Vec<usize> = (0..groups.len()).collect();
+    order.sort_by_key(|index| std::cmp::Reverse(groups[*index].bytes));
+    let mut maker = Maker {
+        checkpoint,
+        plan,
+        files,
+        reads: found.tensors.iter().map(|(name, reads)| (name.as_str(), *reads)).collect(),
+        cuts: Cuts::new(plan, devices, budgets.cuts),
+        patterns: Patterns::new(checkpoint, budgets.patterns),
+        sources: budgets.sources,
+    };
+    let (mut of_page, mut budget) = (HtmlRecords::default(), budgets.rows);
+    let mut made: BTreeMap<usize, Value> = BTreeMap::new();
+    for index in order {
+        let group = &groups[index];
+        let mut row = maker.row(group);
+        if made.len() >= ROWS_MAX || !budget.take(&row) {
+            of_page.folded.0 += 1;
+            of_page.folded.1 += group.members.len() as u64;
+            of_page.folded.2 += group.bytes;
+            continue;
+        }
+        maker.details(group, &mut row);
+        of_page.without_cut += usize::from(row["cut"].is_null());
+        of_page.without_bytes += usize::from(row["leaves"].is_null());
+        made.insert(index, row);
+    }
+    let Maker { cuts, patterns, .. } = maker;
+    HtmlRecords {
+        listed: made.into_values().collect(),
+        cuts: cuts.listed,
+        device_maps: cuts.device_maps,
+        patterns: patterns.listed,
+        ..of_page
+    }
+}
+
+impl Maker<'_> {
+    /// The row without its parts and sources.
+    fn row(&self, group: &TensorGroup<'_>) -> Value {
+        let (first, shape) = (group.first(), group.first().view.shape());
+        let names = group.members.iter().map(|member| member.name.as_str());
+        let folded = name_group::fold(names, &[]);
+        let name = folded.first().map_or(group.name.as_str(), |folded| folded.name.as_str());
+        let mut row = json!({
+            "name": printable(name),
+            "count": group.members.len(),
+            "dtype": first.view.dtype().code(),
+            "bits": first.view.dtype().bits(),
+            "shape": shape.extents(),
+            "spec": self.plan.spec(first).to_json(shape.rank(), &self.plan.mesh),
+            "bytes": group.bytes,
+            "path": printable(&self.plan.path(first).join("/")),
+        });
+        if let Some(layers) = &first.layers {
+            row["layers"] = name_group::ranges(&layers.iter().copied().collect()).into();
+        }
+        if let Some(reads) = self.reads.get(group.name.as_str()) {
+            row["reads"] = json!([reads.needed_bytes, reads.paged_bytes]);
+        }
+        row
+    }
+
+    /// Adds the parts that devices hold, and the sources with their bytes, as far as there is room.
+    fn details(&mut self, group: &TensorGroup<'_>, row: &mut Value) {
+        row["files"] = self.files_of(group);
+        let cut = self.cuts.of(group);
+        let Some(cut) = cut else { return };
+        row["cut"] = cut.number.into();
+        if let Some(leaves) = self.leaves(group, &cut) {
+            for (key, value) in leaves {
+                row[key] = value;
+            }
+        }
+    }
+
+    /// The files that a group is read from, each with the number of stored tensors, the fullest first.
+    fn files_of(&mut self, group: &TensorGroup<'_>) -> Value {
+        let mut files: BTreeMap<usize, u64> = BTreeMap::new();
+        let mut of_source = |id: TensorId| {
+            *files.entry(self.files.number(self.checkpoint.tensor(id).file())).or_default() += 1;
+        };
+        group.members.iter().for_each(|member| member.view.for_each_stored(&mut of_source));
+        let files: Value = files.iter().map(|(file, count)| json!([file, count])).collect();
+        if self.sources.take(&files) { files } else { Value::Null }
+    }
+
+    /// The first leaves of a group: their sources, and what each part reads of these.
+    fn leaves(&mut self, group: &TensorGroup<'_>, cut: &Cut) -> Option<[(&'static str, Value); 3]> {
+        let (shown, count) = choose(group, cut);
+        let mut kinds: BTreeMap<usize, usize> = BTreeMap::new();
+        let (mut reads, mut rows) = (Vec::new(), Vec::new());
+        for (member, leaf) in &shown {
+            let sources = sources_of(leaf);
+            let kind = self.patterns.kind(leaf, &sources);
+            let number = if let Some(number) = kinds.get(&kind) {
+                *number
+            } else {
+                reads.push(self.reads_of(cut, kind, leaf, &sources)?);
+                kinds.insert(kind, reads.len() - 1);
+                reads.len() - 1
+            };
+            let listed = sources.iter().take(SOURCES_SHOWN);
+            let listed: Value = listed.map(|id| source_json(self.checkpoint, self.files, *id)).collect();
+            let name = if group.members.len() > 1 { printable(&member.name) } else { "".into() };
+            let expert = member.expert.map(|(number, _)| number);
+            let row = json!([number, name, leaf.at.as_slice(), listed, expert]);
+            if !self.sources.take(&row) {
+                break;
+            }
+            rows.push(row);
+        }
+        let more = count.saturating_sub(rows.len() as u64);
+        (!rows.is_empty()).then(|| [("reads_of", reads.into()), ("leaves", rows.into()), ("more_leaves", more.into())])
+    }
+
+    /// What each part reads of a leaf of this kind, as pairs of number and repetitions.
+    fn reads_of(&mut self, cut: &Cut, kind: usize, leaf: &ReadLeaf<'_>, sources: &[TensorId]) -> Option<Value> {
+        let of_parts = cut.parts.iter().map(|part| self.patterns.of(kind, leaf, sources, &part.region));
+        let of_parts = repeated(&of_parts.collect::<Option<Vec<usize>>>()?);
+        self.sources.take(&of_parts).then_some(of_parts)
+    }
+}
+
+/// The leaves of a group that its row lists: the first ones, and the first ones of each part. Then the number of all.
+fn choose<'a>(group: &TensorGroup<'a>, cut: &Cut) -> (Vec<(&'a PlannedTensor, ReadLeaf<'a>)>, u64) {
+    let (mut shown, mut count) = (Vec::new(), 0);
+    // Parts with the same leaves, and how many of these are listed.
+    let mut wanted: Option<Vec<(&CutPart, usize)>> = None;
+    for member in &group.members {
+        let expert = member.expert.map(|(number, _)| number);
+        for_each_leaf(&member.view, &mut |leaf| {
+            count += 1;
+            let wanted = wanted.get_or_insert_with(|| {
+                let axes: Vec<usize> = leaf.at.iter().map(|(axis, _)| *axis).collect();
+                let mut seen = HashSet::new();
+                let distinct = cut.parts.iter().filter(|part| seen.insert(part.leaves_key(&axes)));
+                distinct.take(PARTS_SERVED).map(|part| (part, 0)).collect()
+            });
+            let lacks = |(part, listed): &(&CutPart, usize)| *listed < LEAVES_OF_PART && part.has(&leaf, expert);
+            if shown.len() < LEAVES_SHOWN || wanted.iter().any(lacks) {
+                wanted.iter_mut().filter(|(part, _)| part.has(&leaf, expert)).for_each(|(_, listed)| *listed += 1);
+                shown.push((*member, leaf));
+            }
+            true
+        });
+    }
+    (shown, count)
+}
+
+/// Numbers as pairs of number and repetitions.
+fn repeated(numbers: &[usize]) -> Value {
+    numbers.chunk_by(|a, b| a == b).flat_map(|run| [run[0], run.len()]).map(Value::from).collect()
+}

@@ -1,0 +1,54 @@
+//! The schemes of addresses: the one list that help, messages and the program use.
+
+/// A kind of service that holds files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoreKind {
+    /// S3, and what speaks its protocol.
+    S3,
+    /// Google Cloud Storage.
+    Google,
+    /// Azure Blob Storage.
+    Azure,
+    /// A web server.
+    Http,
+}
+
+/// Each scheme, its service, and whether help names it: one for each service.
+const URL_SCHEMES: [(&str, StoreKind, bool); 8] = [
+    ("s3", StoreKind::S3, true),
+    ("s3a", StoreKind::S3, false),
+    ("gs", StoreKind::Google, true),
+    ("az", StoreKind::Azure, true),
+    ("abfs", StoreKind::Azure, false),
+    ("abfss", StoreKind::Azure, false),
+    ("https", StoreKind::Http, true),
+    ("http", StoreKind::Http, false),
+];
+
+/// The service of a scheme, as it stands before `://`.
+pub fn service_of(scheme: &str) -> Option<StoreKind> {
+    URL_SCHEMES.iter().find(|(name, ..)| *name == scheme).map(|(_, service, _)| *service)
+}
+
+/// The schemes for help and messages: `s3://, gs://, az:// or https://`.
+pub fn url_schemes() -> String {
+    let shown = URL_SCHEMES.iter().filter(|(.., is_shown)| *is_shown);
+    let mut shown: Vec<String> = shown.map(|(name, ..)| format!("{name}://")).collect();
+    let last = shown.pop().unwrap_or_default();
+    format!("{} or {last}", shown.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_scheme_of_each_service_is_shown() {
+        assert_eq!(url_schemes(), "s3://, gs://, az:// or https://");
+        for service in [StoreKind::S3, StoreKind::Google, StoreKind::Azure, StoreKind::Http] {
+            let shown = URL_SCHEMES.iter().filter(|(_, of, is_shown)| *of == service && *is_shown);
+            assert_eq!(shown.count(), 1, "{service:?}");
+        }
+        assert_eq!((service_of("abfss"), service_of("ftp"), service_of("S3")), (Some(StoreKind::Azure), None, None));
+    }
+}
