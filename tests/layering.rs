@@ -45,8 +45,7 @@ const UNSAFE_FILES: [&str; 17] = [
 const KNOWN_BACKWARD: [(&str, &str); 0] = [];
 
 /// Names of types that files of two layers, or of two parts of one, still have in common. The list may only become shorter.
-const KNOWN_TWICE: [&str; 9] =
-    ["Entry", "Gate", "Job", "Kept", "Problem", "Problems", "Progress", "Segment", "Settings"];
+const KNOWN_TWICE: [&str; 7] = ["Entry", "Job", "Kept", "Problem", "Problems", "Segment", "Settings"];
 
 struct SourceFile {
     /// Relative to `src`, with `/`.

@@ -4,7 +4,7 @@
 
 use std::ffi::{OsStr, OsString};
 
-use ckfs_config::{FORMER, KEYS, SETTINGS, Setting, Settings, Takers, Takes, former};
+use ckfs_config::{Arity, Commands, FORMER, KEYS, SETTINGS, Setting, Settings, former};
 use clap::{
     Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, builder::TypedValueParser, error::ErrorKind,
     parser::ValueSource,
@@ -37,17 +37,17 @@ fn without_period(text: &str) -> &str {
 /// The flag of a setting.
 fn flag(setting: &'static Setting) -> Arg {
     let arg = Arg::new(setting.name).long(setting.name).help_heading(setting.group.heading());
-    let arg = arg.help(without_period(setting.help)).global(setting.group.takers() == Takers::All);
+    let arg = arg.help(without_period(setting.help)).global(setting.group.commands() == Commands::All);
     let arg = arg.hide_short_help(!setting.is_common);
     let arg = match setting.more {
         "" => arg,
         more => arg.long_help(format!("{}\n\n{}", setting.help, more.replace("{keys}", &KEYS))),
     };
     let several = if setting.repeats() { ArgAction::Append } else { ArgAction::Set };
-    let arg = match setting.takes {
-        Takes::Nothing(_) => return arg.action(ArgAction::SetTrue),
-        Takes::Value(name) => arg.value_name(name),
-        Takes::Perhaps(name, word) => {
+    let arg = match setting.arity {
+        Arity::Flag(_) => return arg.action(ArgAction::SetTrue),
+        Arity::Required(name) => arg.value_name(name),
+        Arity::Optional(name, word) => {
             arg.value_name(name).num_args(0..=1).require_equals(true).default_missing_value(word)
         }
     };
@@ -70,18 +70,21 @@ impl TypedValueParser for Former {
 }
 
 /// The flags of former versions of `mount`.
-fn former_flags(takers: Takers) -> impl Iterator<Item = Arg> {
+fn former_flags(takers: Commands) -> impl Iterator<Item = Arg> {
     let flag = |name| Arg::new(name).long(name).hide(true).num_args(0..=1).default_missing_value("");
-    FORMER.iter().filter(move |_| takers == Takers::Mount).map(move |(name, _)| flag(*name).value_parser(Former(name)))
+    FORMER
+        .iter()
+        .filter(move |_| takers == Commands::Mount)
+        .map(move |(name, _)| flag(*name).value_parser(Former(name)))
 }
 
 /// The settings that some commands take as flags.
-fn taken_by(takers: Takers) -> impl Iterator<Item = &'static Setting> {
-    SETTINGS.iter().filter(move |setting| setting.is_flag && setting.group.takers() == takers)
+fn taken_by(takers: Commands) -> impl Iterator<Item = &'static Setting> {
+    SETTINGS.iter().filter(move |setting| setting.is_flag && setting.group.commands() == takers)
 }
 
 /// The values as typed.
-fn typed(matches: &ArgMatches, takers: Takers) -> Result<Settings, clap::Error> {
+fn typed(matches: &ArgMatches, takers: Commands) -> Result<Settings, clap::Error> {
     let mut settings = Settings::default();
     for setting in taken_by(takers) {
         if matches.value_source(setting.name) != Some(ValueSource::CommandLine) {
@@ -90,9 +93,9 @@ fn typed(matches: &ArgMatches, takers: Takers) -> Result<Settings, clap::Error> 
         let mut add = |word: &OsStr| {
             (setting.field.add)(&mut settings, word).map_err(|reason| clap::Error::raw(ErrorKind::InvalidValue, reason))
         };
-        match setting.takes {
-            Takes::Nothing(word) => add(word.as_ref())?,
-            Takes::Value(_) | Takes::Perhaps(..) => {
+        match setting.arity {
+            Arity::Flag(word) => add(word.as_ref())?,
+            Arity::Required(_) | Arity::Optional(..) => {
                 matches.get_raw(setting.name).into_iter().flatten().try_for_each(add)?;
             }
         }
@@ -135,17 +138,17 @@ macro_rules! flags {
 
 flags! {
     /// How commands choose and read a view.
-    SourceFlags, Takers::Readers
+    SourceFlags, Commands::Readers
 }
 
 flags! {
     /// How to mount and serve.
-    ServingFlags, Takers::Mount
+    ServingFlags, Commands::Mount
 }
 
 flags! {
     /// Where the log goes.
-    LoggingFlags, Takers::All
+    LoggingFlags, Commands::All
 }
 
 /// How much is logged, and where to.

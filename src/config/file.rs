@@ -37,11 +37,11 @@ use toml::{Spanned, de::DeTable};
 use super::{
     excerpt::excerpt,
     near::did_you_mean,
-    setting::{Home, Setting},
+    setting::{Setting, SettingScope},
     settings::{Settings, ViewSettings},
     table::{SETTINGS, former},
     value::{Fault, Toml, deserialize},
-    words::ShardChoice,
+    value_types::ShardChoice,
 };
 
 /// Why a configuration is unusable.
@@ -97,16 +97,18 @@ impl FileSettings {
         let mut found = Self::default();
         for (key, value) in document(text)? {
             match key.get_ref().as_str() {
-                "mount" => read_table(value, &[Home::Mount], &[], &mut found.top)?,
+                "mount" => read_table(value, &[SettingScope::Mount], &[], &mut found.top)?,
                 "view" => {
                     for (name, value) in entries(value)? {
                         found.views.push((view_name(name)?, Settings::default()));
                         if let Some((_, settings)) = found.views.last_mut() {
-                            read_table(value, &[Home::View], &[], settings)?;
+                            read_table(value, &[SettingScope::View], &[], settings)?;
                         }
                     }
                 }
-                _ => read_key(&key, value, &[Home::Top, Home::View], &["mount", "view"], &mut found.top)?,
+                _ => {
+                    read_key(&key, value, &[SettingScope::Top, SettingScope::View], &["mount", "view"], &mut found.top)?
+                }
             }
         }
         found.views.sort_by(|(left, _), (right, _)| left.cmp(right));
@@ -175,26 +177,26 @@ fn entries(value: Toml<'_>) -> Result<Entries<'_>, Fault> {
     Ok(in_order(table))
 }
 
-fn read_table(value: Toml<'_>, homes: &[Home], tables: &[&str], settings: &mut Settings) -> Result<(), Fault> {
-    entries(value)?.into_iter().try_for_each(|(key, value)| read_key(&key, value, homes, tables, settings))
+fn read_table(value: Toml<'_>, scopes: &[SettingScope], tables: &[&str], settings: &mut Settings) -> Result<(), Fault> {
+    entries(value)?.into_iter().try_for_each(|(key, value)| read_key(&key, value, scopes, tables, settings))
 }
 
-/// Reads one key, which belongs to one of `homes`. `tables` are the tables allowed beside the keys.
+/// Reads one key, which belongs to one of `scopes`. `tables` are the tables allowed beside the keys.
 fn read_key(
     key: &Spanned<String>,
     value: Toml<'_>,
-    homes: &[Home],
+    scopes: &[SettingScope],
     tables: &[&str],
     settings: &mut Settings,
 ) -> Result<(), Fault> {
-    let known = || SETTINGS.iter().filter(|row| homes.contains(&row.home));
+    let known = || SETTINGS.iter().filter(|row| scopes.contains(&row.scope));
     let Some(row) = known().find(|row| row.toml_key() == *key.get_ref()) else {
         let elsewhere = SETTINGS.iter().find(|row| row.toml_key() == *key.get_ref());
-        let place = elsewhere.and_then(|row| match row.home {
-            Home::Mount => Some("under [mount]"),
-            Home::View => Some("before the first table, or under [view.NAME]"),
-            Home::Top => Some("before the first table"),
-            Home::None => None,
+        let place = elsewhere.and_then(|row| match row.scope {
+            SettingScope::Mount => Some("under [mount]"),
+            SettingScope::View => Some("before the first table, or under [view.NAME]"),
+            SettingScope::Top => Some("before the first table"),
+            SettingScope::None => None,
         });
         if let Some(place) = place {
             return Err(Fault { at: key.span(), reason: format!("`{}` belongs {place}", key.get_ref()) });

@@ -40,7 +40,7 @@ mod tests;
 mod time_limit;
 mod to_toml;
 pub mod value;
-mod words;
+mod value_types;
 
 pub use allow::Allow;
 pub use excerpt::excerpt;
@@ -52,11 +52,11 @@ pub use near::{did_you_mean, folded, nearest};
 pub use pattern::{Pattern, PatternError};
 pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};
-pub use setting::{FieldAccess, Group, Home, Setting, Takers, Takes};
+pub use setting::{Arity, Commands, FieldAccess, Group, Setting, SettingScope};
 pub use settings::{MountSettings, Settings, ViewSettings};
 pub use table::{FORMER, KEYS, SETTINGS, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
-pub use words::{
+pub use value_types::{
     ByteCount, Dequantize, Devices, DtypeChoice, HfCache, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue,
     PermissionBits, Prefetch, ShardChoice, THREADS_MAX, ThreadCount, Tied, float_of,
 };

@@ -2,7 +2,7 @@
 
 use super::{
     near::did_you_mean,
-    setting::{Setting, Takes},
+    setting::{Arity, Setting},
     settings::Settings,
     table::{SETTINGS, former},
 };
@@ -18,11 +18,11 @@ fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a
         let near = did_you_mean("option", name, names.iter().map(String::as_str));
         return Err(near.unwrap_or_else(|| format!("unknown option {name:?}; there are: {}", names.join(", "))));
     };
-    match (row.takes, value) {
-        (Takes::Value(_) | Takes::Perhaps(..), Some(value)) => Ok((row, value)),
-        (Takes::Nothing(word) | Takes::Perhaps(_, word), None) => Ok((row, word)),
-        (Takes::Nothing(_), Some(value)) => Err(format!("option {name}: expected no value, found {value:?}")),
-        (Takes::Value(_), None) => Err(format!("option {name}: expected {name}=VALUE")),
+    match (row.arity, value) {
+        (Arity::Required(_) | Arity::Optional(..), Some(value)) => Ok((row, value)),
+        (Arity::Flag(word) | Arity::Optional(_, word), None) => Ok((row, word)),
+        (Arity::Flag(_), Some(value)) => Err(format!("option {name}: expected no value, found {value:?}")),
+        (Arity::Required(_), None) => Err(format!("option {name}: expected {name}=VALUE")),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Which settings have precedence, and what holds where none is given.
+//! Precedence between sources of settings, and defaults.
 
 use std::path::Path;
 

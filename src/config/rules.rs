@@ -7,7 +7,7 @@ use super::{
     pattern::Pattern,
     rename::{Rename, Text},
     value::{Fault, KeyForm, SettingValue, Toml, array, deserialize},
-    words::DtypeChoice,
+    value_types::DtypeChoice,
 };
 
 /// The dtype of the tensors that match a pattern.

@@ -35,18 +35,18 @@ impl Group {
     }
 
     /// The commands that take its settings as flags.
-    pub fn takers(self) -> Takers {
+    pub fn commands(self) -> Commands {
         match self {
-            Self::View | Self::Reading => Takers::Readers,
-            Self::Place | Self::Mount => Takers::Mount,
-            Self::Logging => Takers::All,
+            Self::View | Self::Reading => Commands::Readers,
+            Self::Place | Self::Mount => Commands::Mount,
+            Self::Logging => Commands::All,
         }
     }
 }
 
 /// The commands that take a setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Takers {
+pub enum Commands {
     /// All that open a checkpoint.
     Readers,
     /// `mount`.
@@ -57,7 +57,7 @@ pub enum Takers {
 
 /// The place of a setting in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Home {
+pub enum SettingScope {
     /// Above all tables.
     Top,
     /// Above all tables, for every view, or in the table of one.
@@ -70,13 +70,13 @@ pub enum Home {
 
 /// The value of a flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Takes {
+pub enum Arity {
     /// None: the flag stands for this word.
-    Nothing(&'static str),
+    Flag(&'static str),
     /// A value, with this placeholder.
-    Value(&'static str),
+    Required(&'static str),
     /// An optional value, with the first word as placeholder. Without a value the flag stands for the second word.
-    Perhaps(&'static str, &'static str),
+    Optional(&'static str, &'static str),
 }
 
 /// Access to the field of a setting.
@@ -104,7 +104,7 @@ pub struct Setting {
     /// Its heading.
     pub group: Group,
     /// Its value.
-    pub takes: Takes,
+    pub arity: Arity,
     /// The field.
     pub field: FieldAccess,
     /// The help, in a sentence or two.
@@ -120,7 +120,7 @@ pub struct Setting {
     /// Whether the short help shows it.
     pub is_common: bool,
     /// Its place in a file.
-    pub home: Home,
+    pub scope: SettingScope,
 }
 
 impl Setting {
@@ -128,19 +128,19 @@ impl Setting {
     pub(super) const fn new(
         group: Group,
         name: &'static str,
-        takes: Takes,
+        arity: Arity,
         field: FieldAccess,
         help: &'static str,
     ) -> Self {
-        let home = match group {
-            Group::Place => Home::Top,
-            Group::View => Home::View,
-            Group::Reading | Group::Mount | Group::Logging => Home::Mount,
+        let scope = match group {
+            Group::Place => SettingScope::Top,
+            Group::View => SettingScope::View,
+            Group::Reading | Group::Mount | Group::Logging => SettingScope::Mount,
         };
         Self {
             name,
             group,
-            takes,
+            arity,
             field,
             help,
             more: "",
@@ -148,7 +148,7 @@ impl Setting {
             key: None,
             is_flag: true,
             is_common: false,
-            home,
+            scope,
         }
     }
 
@@ -178,13 +178,13 @@ impl Setting {
 
     /// Above all tables of a file.
     pub(super) const fn top(mut self) -> Self {
-        self.home = Home::Top;
+        self.scope = SettingScope::Top;
         self
     }
 
     /// Without a key.
     pub(super) const fn flag_only(mut self) -> Self {
-        self.home = Home::None;
+        self.scope = SettingScope::None;
         self
     }
 
@@ -211,10 +211,10 @@ impl Setting {
 
     /// The flag as the help shows it, with its value.
     pub fn usage(&self) -> String {
-        match self.takes {
-            Takes::Nothing(_) => format!("--{}", self.name),
-            Takes::Value(value) => format!("--{} <{value}>", self.name),
-            Takes::Perhaps(value, _) => format!("--{}[=<{value}>]", self.name),
+        match self.arity {
+            Arity::Flag(_) => format!("--{}", self.name),
+            Arity::Required(value) => format!("--{} <{value}>", self.name),
+            Arity::Optional(value, _) => format!("--{}[=<{value}>]", self.name),
         }
     }
 }

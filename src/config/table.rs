@@ -4,10 +4,10 @@ use std::sync::LazyLock;
 
 use super::{
     setting::{
+        Arity::{Flag, Optional, Required},
         FieldAccess,
         Group::{Logging, Mount, Place, Reading, View},
-        Home, Setting,
-        Takes::{Nothing, Perhaps, Value},
+        Setting, SettingScope,
     },
     settings::Settings,
     value::{KeyForm, SettingField},
@@ -33,14 +33,14 @@ macro_rules! at {
 }
 
 /// Placeholder for settings without a flag.
-const NO_FLAG: super::setting::Takes = Value("");
+const NO_FLAG: super::setting::Arity = Required("");
 
 /// Every setting.
 pub static SETTINGS: &[Setting] = &[
     // Positional arguments on the command line.
     Setting::new(Place, "source", NO_FLAG, at!(source), "").file_only(),
     Setting::new(Place, "mountpoint", NO_FLAG, at!(mountpoint), "").file_only(),
-    Setting::new(View, "mesh", Value("AXIS=N,..."), at!(view.mesh), "The devices: named axes with sizes.").more(
+    Setting::new(View, "mesh", Required("AXIS=N,..."), at!(view.mesh), "The devices: named axes with sizes.").more(
         "Device d is the row-major number of its coordinates, the last axis fastest. Under `--shard auto` the name of an \
          axis says what it does: fsdp and dp_shard split axis 0 of the unstacked tensor, as torch.chunk does; tensor and \
          tp split by row or column, by the tensor's role; expert and ep split the experts; data, dp, replica and \
@@ -49,14 +49,14 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "replicate",
-        Value("AXIS"),
+        Required("AXIS"),
         at!(view.replicate),
         "A mesh axis that is to split nothing: every device along it holds the same. May be repeated.",
     ),
     Setting::new(
         View,
         "layout",
-        Value("NAME|FILE.toml"),
+        Required("NAME|FILE.toml"),
         at!(view.layout),
         "How tensors are named and shaped: canonical (default), hf, stored, maxtext, maxtext-unscanned, megatron, \
          megatron-unscanned, torchtitan, transformers, vllm, or a file.",
@@ -74,14 +74,14 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "set",
-        Value("NAME=VALUE"),
+        Required("NAME=VALUE"),
         at!(view.set),
         "Sets a parameter of the layout, such as `vocab_size=152064`. May be repeated.",
     ),
     Setting::new(
         View,
         "dtype",
-        Value("TYPE"),
+        Required("TYPE"),
         at!(view.dtype),
         "Casts all floats to this type, such as bf16, f16 or f32; `keep` leaves them as they are. Where neither is said \
          the layout decides: those of MaxText cast to bf16, others keep.",
@@ -93,7 +93,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "dequantize",
-        Perhaps("TYPE", "own"),
+        Optional("TYPE", "own"),
         at!(view.dequantize),
         "Decodes quantized weights, to this type or to the model's own, and leaves all else as it is stored.",
     )
@@ -102,7 +102,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "shard",
-        Value("auto|none|maxtext|FILE.toml"),
+        Required("auto|none|maxtext|FILE.toml"),
         at!(view.shard),
         "How tensors are split over the mesh: auto (default), none, maxtext, or a file of rules.",
     )
@@ -117,22 +117,22 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "devices",
-        Value("LIST"),
+        Required("LIST"),
         at!(view.devices),
         "Lists only these devices, as in 0-3,8; at most 65536. dcp/ and orbax/ are whole all the same.",
     ).common(),
     Setting::new(
         View,
         "unscanned",
-        Nothing("true"),
+        Flag("true"),
         at!(view.unscanned),
         "Puts layers one by one, not stacked, into files that bundle tensors.",
     ),
-    Setting::new(View, "even", Nothing("true"), at!(view.even), "Refuses splits that are not even."),
+    Setting::new(View, "even", Flag("true"), at!(view.even), "Refuses splits that are not even."),
     Setting::new(
         View,
         "allow-missing",
-        Perhaps("PATTERN", "*"),
+        Optional("PATTERN", "*"),
         at!(view.allow_missing),
         "Accepts a checkpoint that lacks layers or tensors: any, or those that match the pattern. May be repeated.",
     )
@@ -143,7 +143,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "allow-unmapped",
-        Perhaps("PATTERN", "*"),
+        Optional("PATTERN", "*"),
         at!(view.allow_unmapped),
         "Accepts tensors that no rule of the layout names, any or those that match the pattern; they are left out.",
     )
@@ -154,7 +154,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "rename",
-        Value("REGEX=>REPLACEMENT"),
+        Required("REGEX=>REPLACEMENT"),
         at!(view.rename),
         "Renames the shown tensors, in any layout and in hf/: all matches of a regular expression, `$1` being its first group.",
     )
@@ -164,21 +164,21 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "strip-prefix",
-        Value("PREFIX"),
+        Required("PREFIX"),
         at!(view.strip_prefix),
         "Drops a prefix from names, before other renames.",
     ),
     Setting::new(
         View,
         "add-prefix",
-        Value("PREFIX"),
+        Required("PREFIX"),
         at!(view.add_prefix),
         "Puts a prefix before names, after other renames.",
     ),
     Setting::new(
         View,
         "source-rename",
-        Value("REGEX=>REPLACEMENT"),
+        Required("REGEX=>REPLACEMENT"),
         at!(view.source_rename),
         "Renames the repository's tensors before the layout sees them, as for a fine-tune with other prefixes.",
     )
@@ -189,7 +189,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "tied",
-        Value("auto|alias|absent"),
+        Required("auto|alias|absent"),
         at!(view.tied),
         "An output head that is the embedding: auto (default), alias or absent.",
     )
@@ -203,7 +203,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "lora",
-        Value("ADAPTER_DIR"),
+        Required("ADAPTER_DIR"),
         at!(view.lora),
         "Shows the names that a PEFT model has with this LoRA adapter (a directory, hf://org/name, s3:// ...), and the adapter's own \
          tensors; with `--layout hf`.",
@@ -211,44 +211,44 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "include",
-        Value("PATTERN"),
+        Required("PATTERN"),
         at!(view.include),
         "Shows only tensors that match a pattern, by their names in the repository or else in the mount. May be repeated.",
     ),
     Setting::new(
         View,
         "exclude",
-        Value("PATTERN"),
+        Required("PATTERN"),
         at!(view.exclude),
         "Leaves out tensors that match a pattern. May be repeated.",
     ),
     Setting::new(
         View,
         "layers",
-        Value("RANGES"),
+        Required("RANGES"),
         at!(view.layers),
         "Shows only these layers of the text model, as in 0..8 or 0..4,28.. (half open). config.json in hf/ follows.",
     ),
     Setting::new(
         View,
         "renumber",
-        Nothing("true"),
+        Flag("true"),
         at!(view.renumber),
         "Numbers the layers that `--layers` leaves from 0.",
     ),
-    Setting::new(View, "no-mtp", Nothing("true"), at!(view.no_mtp), "Leaves out layers of multi-token prediction."),
-    Setting::new(View, "text-only", Nothing("true"), at!(view.text_only), "Leaves out towers for images and sound."),
+    Setting::new(View, "no-mtp", Flag("true"), at!(view.no_mtp), "Leaves out layers of multi-token prediction."),
+    Setting::new(View, "text-only", Flag("true"), at!(view.text_only), "Leaves out towers for images and sound."),
     Setting::new(
         View,
         "chunk-bytes",
-        Value("SIZE"),
+        Required("SIZE"),
         at!(view.chunk_bytes),
         "Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks.",
     ),
     Setting::new(
         View,
         "max-shard-bytes",
-        Value("SIZE"),
+        Required("SIZE"),
         at!(view.max_shard_bytes),
         "Largest weight file under a generated hf/, as in 2G; by default 5 GB. A larger tensor is a file by itself.",
     )
@@ -256,7 +256,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "config-from",
-        Value("SOURCE"),
+        Required("SOURCE"),
         at!(config_from),
         "The repository whose config.json and tokenizer the source takes over: a directory or org/name[@revision].",
     )
@@ -268,7 +268,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "fill-from",
-        Value("SOURCE"),
+        Required("SOURCE"),
         at!(fill_from),
         "The repository that gives what a checkpoint of another layout lacks, such as a vision tower; with --layout hf.",
     )
@@ -276,7 +276,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "config",
-        Value("FILE"),
+        Required("FILE"),
         at!(config),
         "Reads flags from a TOML file; flags given as well win.",
     )
@@ -288,14 +288,14 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "source-io",
-        Value("auto|mmap|pread"),
+        Required("auto|mmap|pread"),
         at!(mount.source_io),
         "How source files are read: auto (mapped, but pread on network file systems and FUSE), mmap or pread.",
     ),
     Setting::new(
         Reading,
         "source-timeout",
-        Value("TIME"),
+        Required("TIME"),
         at!(mount.source_timeout),
         "How long a source may give no answer, as in 5s, 500ms or 2min; by default 60s.",
     )
@@ -307,7 +307,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "training-state",
-        Nothing("true"),
+        Flag("true"),
         at!(mount.training_state),
         "Shows the whole training state of a checkpoint of Orbax or torch: optimizer state and counters too.",
     )
@@ -315,7 +315,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "duplicates",
-        Value("index|last|refuse"),
+        Required("index|last|refuse"),
         at!(mount.duplicates),
         "Which copy of a tensor counts if several files hold one: the index's, that of the last file, or none.",
     )
@@ -327,14 +327,14 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "variant",
-        Value("NAME"),
+        Required("NAME"),
         at!(mount.variant),
         "The variant of the weights, such as fp16 for model.fp16.safetensors and its index; by default that without a name.",
     ),
     Setting::new(
         Reading,
         "allow-unfinished",
-        Nothing("true"),
+        Flag("true"),
         at!(mount.allow_unfinished),
         "Reads a checkpoint of Orbax that nothing marks as finished, such as a copy without commit_success.txt.",
     )
@@ -345,7 +345,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "follow-symlinks",
-        Nothing("true"),
+        Flag("true"),
         at!(mount.follow_symlinks),
         "Reads files to which symbolic links lead out of the repository.",
     )
@@ -356,7 +356,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "offline",
-        Nothing("true"),
+        Flag("true"),
         at!(mount.offline),
         "Uses no network: a remote source is what the caches of this machine have.",
     )
@@ -364,7 +364,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "cache-dir",
-        Value("DIR"),
+        Required("DIR"),
         at!(mount.cache_dir),
         "Where bytes of remote sources are kept; by default CKFS_CACHE_DIR, else ~/.cache/ckfs.",
     )
@@ -375,7 +375,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "cache-disk-bytes",
-        Value("SIZE"),
+        Required("SIZE"),
         at!(mount.cache_disk_bytes),
         "Most disk space of the cache of remote sources, as in 200G; by default half of its file system.",
     )
@@ -386,7 +386,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "prefetch",
-        Value("auto|on|off"),
+        Required("auto|on|off"),
         at!(mount.prefetch),
         "Whether a mount fetches what the listed devices will read before it is read: auto (if --devices lists a part), on, \
          off.",
@@ -395,7 +395,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "hf-cache",
-        Value("read|share"),
+        Required("read|share"),
         at!(mount.hf_cache),
         "Whether complete files of the Hub are placed into the Hugging Face cache, for other programs: read (they are not), share.",
     )
@@ -406,14 +406,14 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "allow-http",
-        Nothing("true"),
+        Flag("true"),
         at!(mount.allow_http),
         "Accepts http:// of other machines for remote sources: unencrypted, and without proof of who answers.",
     ),
     Setting::new(
         Reading,
         "materialize",
-        Value("auto|memory|none|DIR"),
+        Required("auto|memory|none|DIR"),
         at!(mount.materialize),
         "Which tensor files a mount materializes: makes once, completely, for the kernel to read by itself.",
     )
@@ -431,7 +431,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "cache-bytes",
-        Value("SIZE"),
+        Required("SIZE"),
         at!(mount.cache_bytes),
         "Memory for transformed data, as in 512M; by default 1/8 of the memory, at least 256 MiB or 1/4 of it, at most \
          16 GiB.",
@@ -444,7 +444,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Reading,
         "threads",
-        Value("N"),
+        Required("N"),
         at!(mount.threads),
         "Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16, at most \
          one per 32 MiB of memory.",
@@ -452,7 +452,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Mount,
         "timeout",
-        Value("TIME"),
+        Required("TIME"),
         at!(start_limit),
         "How long the daemon may take to be ready, as in 90 (seconds) or 10min.",
     )
@@ -461,7 +461,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Mount,
         "mkdir",
-        Nothing("true"),
+        Flag("true"),
         at!(mount.mkdir),
         "Makes the mountpoint, and the directories above it, if it is missing.",
     )
@@ -469,7 +469,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Mount,
         "allow-other",
-        Nothing("true"),
+        Flag("true"),
         at!(mount.allow_other),
         "Lets all users read; users other than root need `user_allow_other` in /etc/fuse.conf.",
     )
@@ -481,7 +481,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Mount,
         "file-mode",
-        Value("MODE"),
+        Required("MODE"),
         at!(mount.file_mode),
         "Permission bits of all files, in octal as in 0440, in place of what the sources allow.",
     )
@@ -489,30 +489,30 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Mount,
         "dir-mode",
-        Value("MODE"),
+        Required("MODE"),
         at!(mount.dir_mode),
         "Permission bits of all directories, as in 0550, in place of what the sources allow; bits to write do not count.",
     ),
     Setting::new(
         Mount,
         "uid",
-        Value("UID"),
+        Required("UID"),
         at!(mount.uid),
         "Owner of all files, with the right to read them; .ckfs/ stays with the user that mounts.",
     ),
     Setting::new(
         Mount,
         "gid",
-        Value("GID"),
+        Required("GID"),
         at!(mount.gid),
         "Group of all files, with the right to read them; .ckfs/ stays with the user that mounts.",
     ),
-    Setting::new(Mount, "read-ahead", Value("KIB"), at!(mount.read_ahead_kb), "The kernel's read-ahead in KiB.")
+    Setting::new(Mount, "read-ahead", Required("KIB"), at!(mount.read_ahead_kb), "The kernel's read-ahead in KiB.")
         .key("read_ahead_kb"),
     Setting::new(
         Mount,
         "no-passthrough",
-        Nothing("false"),
+        Flag("false"),
         at!(mount.passthrough),
         "Never lets the kernel read byte-identical files by itself.",
     )
@@ -520,7 +520,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Mount,
         "direct-io",
-        Perhaps("PATTERN", "*"),
+        Optional("PATTERN", "*"),
         at!(mount.direct_io),
         "Reads of tensor files bypass the kernel's page cache: of all, or of those whose path matches, as in `orbax/*`.",
     )
@@ -533,7 +533,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Mount,
         "grace",
-        Value("TIME"),
+        Required("TIME"),
         at!(mount.grace),
         "How long to try to unmount while files are open, before detaching, as in 5 (seconds) or 2min.",
     )
@@ -541,7 +541,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Mount,
         "drain",
-        Value("TIME"),
+        Required("TIME"),
         at!(mount.drain),
         "How long to serve open files after detaching, as in 20 (seconds) or 10min.",
     )
@@ -549,7 +549,7 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         Logging,
         "log-file",
-        Value("FILE"),
+        Required("FILE"),
         at!(mount.log_file),
         "Appends the log to this file instead of standard error. A daemon in the background logs by default to the \
          system's log, else to a file of its own: see `ckfs mount --help`.",
@@ -571,7 +571,7 @@ pub fn former(name: &str) -> Option<String> {
 /// The keys of a file in words, for the help.
 pub static KEYS: LazyLock<String> = LazyLock::new(|| {
     let of = |form: KeyForm| {
-        let rows = SETTINGS.iter().filter(|row| matches!(row.home, Home::Top | Home::View));
+        let rows = SETTINGS.iter().filter(|row| matches!(row.scope, SettingScope::Top | SettingScope::View));
         rows.filter(move |row| row.field.form == form).map(Setting::toml_key).collect::<Vec<_>>()
     };
     let tables = |form| of(form).into_iter().map(|key| format!("`[[{key}]]`")).collect::<Vec<_>>().join(", ");
@@ -582,6 +582,11 @@ pub static KEYS: LazyLock<String> = LazyLock::new(|| {
         of(KeyForm::List).join(" and "),
         tables(KeyForm::Rules),
         of(KeyForm::Table).into_iter().map(|key| format!("`[{key}]`")).collect::<Vec<_>>().join(", "),
-        SETTINGS.iter().filter(|row| row.home == Home::Mount).map(Setting::toml_key).collect::<Vec<_>>().join(", "),
+        SETTINGS
+            .iter()
+            .filter(|row| row.scope == SettingScope::Mount)
+            .map(Setting::toml_key)
+            .collect::<Vec<_>>()
+            .join(", "),
     )
 });

@@ -117,8 +117,12 @@ fn every_key_is_written_and_reads_back_as_the_same() {
         keys.sort();
         keys
     };
-    for (rows, home) in [(EVERY_TOP_KEY, Home::Top), (EVERY_VIEW_KEY, Home::View), (EVERY_MOUNT_KEY, Home::Mount)] {
-        let keys = SETTINGS.iter().filter(|row| row.home == home).map(Setting::toml_key).collect();
+    for (rows, scope) in [
+        (EVERY_TOP_KEY, SettingScope::Top),
+        (EVERY_VIEW_KEY, SettingScope::View),
+        (EVERY_MOUNT_KEY, SettingScope::Mount),
+    ] {
+        let keys = SETTINGS.iter().filter(|row| row.scope == scope).map(Setting::toml_key).collect();
         assert_eq!(sorted(known(rows)), sorted(keys));
     }
     let same = |text: &str| {
@@ -335,17 +339,17 @@ fn rows_are_consistent() {
     for row in SETTINGS {
         assert_eq!(SETTINGS.iter().filter(|other| other.name == row.name).count(), 1, "{}", row.name);
         assert!(!row.is_flag || row.help.ends_with('.'), "{}: help", row.name);
-        assert!(row.is_flag || row.home != Home::None, "{} cannot be said", row.name);
+        assert!(row.is_flag || row.scope != SettingScope::None, "{} cannot be said", row.name);
         let add = |word: &str| (row.field.add)(&mut Settings::default(), word.as_ref());
         assert_eq!(row.default.map_or(Ok(()), add), Ok(()), "{}: default", row.name);
-        let word = match row.takes {
-            Takes::Nothing(word) | Takes::Perhaps(_, word) => add(word),
+        let word = match row.arity {
+            Arity::Flag(word) | Arity::Optional(_, word) => add(word),
             // A list of words in lower case is a closed list.
-            Takes::Value(words) if words.contains('|') => {
+            Arity::Required(words) if words.contains('|') => {
                 let mut words = words.split('|').filter(|word| word.chars().all(|c| c.is_ascii_lowercase()));
                 words.try_for_each(add)
             }
-            Takes::Value(_) => Ok(()),
+            Arity::Required(_) => Ok(()),
         };
         assert_eq!(word, Ok(()), "{}", row.name);
     }

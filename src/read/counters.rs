@@ -21,7 +21,7 @@ pub struct Counters {
     served: [AtomicU64; 4],
     fetched: [AtomicU64; 4],
     /// Requests answered with mapped source bytes, without a copy.
-    pub lent: AtomicU64,
+    pub zero_copy: AtomicU64,
     /// Tiles found in the cache.
     pub tile_hits: AtomicU64,
     /// Tiles computed on demand.

@@ -11,7 +11,7 @@ use ckfs_plan::report::human_bytes;
 use ckfs_source::{ByteSpan, FileId};
 use ckfs_volume::ViewPlan;
 
-use super::OpenError;
+use super::error::OpenError;
 
 /// The chunk that takes the most memory.
 struct Largest {

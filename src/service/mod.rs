@@ -15,6 +15,7 @@
 //! | `requests` | requests that wait for bytes: each is answered once, in time |
 
 mod chunk_memory;
+mod error;
 mod open;
 mod own_mount;
 mod prefetch;
@@ -23,9 +24,10 @@ mod service;
 mod upkeep;
 mod wait_watch;
 
+pub use error::OpenError;
 pub use open::{
-    OpenError, budget, cache_of_environment, check_sources, cores, enable_materialization, open_checkpoint,
-    open_volume, overrides, plan_views, volume_of,
+    budget, cache_of_environment, check_sources, cores, enable_materialization, open_checkpoint, open_volume,
+    overrides, plan_views, volume_of,
 };
 pub use own_mount::advice as own_mount_advice;
 pub use requests::{Client, Handlers, Pending, Refuse, ReplySlot, Requests, Watchdog, panic_text, read_whole};

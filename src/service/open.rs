@@ -8,83 +8,18 @@ use std::{
     thread,
 };
 
-use ckfs_checkpoint::{Accepted, Checkpoint, CheckpointError, OpenOptions, Unfinished, printable};
+use ckfs_checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable};
 use ckfs_config::{
-    Allow, Config, ConfigError, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, ThreadCount, TimeLimit,
-    ViewSettings,
+    Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, ThreadCount, TimeLimit, ViewSettings,
 };
 use ckfs_host::{budget::Budget, limits, memory, state_directory};
 use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
 use ckfs_read::EngineOptions;
-use ckfs_source::{ComparedFiles, Fetches, FileId, SourceError, digest::Compared, remote::RemoteOptions};
-use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeError, VolumeOptions};
+use ckfs_source::{ComparedFiles, FileId, SourceError, WaitRegistry, digest::Compared, remote::RemoteOptions};
+use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeOptions};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::{chunk_memory, own_mount};
-
-/// Why a configuration cannot be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// The configuration names no source.
-    #[error("no source")]
-    NoSource,
-    /// A path cannot be made independent of the working directory.
-    #[error("{path}: {source}")]
-    Path {
-        /// The path, as the configuration has it.
-        path: String,
-        /// Why.
-        source: io::Error,
-    },
-    /// The system starts no thread.
-    #[error("{what}: {source}{}", limits::hint())]
-    Threads {
-        /// What the thread was for.
-        what: &'static str,
-        /// Why.
-        source: io::Error,
-    },
-    /// Everything wrong with the repository.
-    #[error("{error}")]
-    Checkpoint {
-        /// The source, as a complete path or a name.
-        source_name: String,
-        /// What is wrong.
-        #[source]
-        error: CheckpointError,
-    },
-    /// The source is a part of a mount, or of a set of files, which holds a part of each tensor only.
-    #[error("{0}")]
-    Shards(String),
-    /// Everything wrong with the plans, a line for each view.
-    #[error("{0}")]
-    Plans(String),
-    /// A chunk of the source needs more memory to decode than there is.
-    #[error("{0}")]
-    ChunkMemory(String),
-    /// The configuration cannot be written down.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// The plans cannot be laid out as files.
-    #[error(transparent)]
-    Volume(#[from] VolumeError),
-    /// The directory for materialized files cannot hold such.
-    #[error("{}: no place for materialized files: {source}", directory.display())]
-    Materialize {
-        /// The directory.
-        directory: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// The mountpoint would cover a file of the source.
-    #[error("mountpoint {}: would cover the source file {}", mountpoint.display(), file.display())]
-    Covered {
-        /// The mountpoint.
-        mountpoint: PathBuf,
-        /// The file.
-        file: PathBuf,
-    },
-}
+use super::{chunk_memory, error::OpenError, own_mount};
 
 /// Starts the threads that make plans, or only one if the limits allow fewer. By default they would start at their
 /// first use, and panic if the system refused them.
@@ -132,7 +67,7 @@ fn remote_options(settings: &MountSettings) -> RemoteOptions {
 ///
 /// # Errors
 /// Everything wrong with the repository.
-pub fn open_checkpoint(config: &mut Config, waits: &Arc<Fetches>) -> Result<Arc<Checkpoint>, OpenError> {
+pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Arc<Checkpoint>, OpenError> {
     start_pool()?;
     let mut source = config.source.clone().ok_or(OpenError::NoSource)?;
     // A daemon changes its working directory, and later checks its files by path again.
@@ -333,7 +268,7 @@ pub fn overrides(settings: &MountSettings) -> Overrides {
 ///
 /// # Errors
 /// Everything wrong with settings, repository or plans.
-pub fn open_volume(config: &mut Config, waits: &Arc<Fetches>) -> Result<Volume, OpenError> {
+pub fn open_volume(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Volume, OpenError> {
     let checkpoint = open_checkpoint(config, waits)?;
     let plans = plan_views(&checkpoint, config)?;
     for (name, warning) in plans.iter().flat_map(|view| view.plan.warnings.iter().map(|text| (&view.name, text))) {
@@ -355,7 +290,7 @@ pub fn volume_of(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Conf
     let mut budget = budget(&config.mount);
     chunk_memory::admit(checkpoint, plans, &mut budget)?;
     if let Some(maps) = checkpoint.source().maps() {
-        maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
+        maps.bound(budget.mapped_bytes, budget.revisit_window_bytes);
     }
     if let Some(chunks) = checkpoint.source().chunks() {
         chunks.bound_bytes(budget.decoded_bytes);

@@ -9,7 +9,7 @@ use std::{
 use ckfs_checkpoint::{Checkpoint, CheckpointError, Container};
 use ckfs_config::Config;
 
-use super::OpenError;
+use super::error::OpenError;
 
 /// The file beside bundles whose tensors are whole.
 const INDEX: &str = "model.safetensors.index.json";

@@ -49,5 +49,5 @@ pub use local::{LocalFiles, ResidentWindow, SourceIo};
 pub use memory::BufferMemory;
 pub use pin::pin_files;
 pub use span::{ByteSpan, FileId};
-pub use stall::{Fetches, Stall, Waiting};
+pub use stall::{Stall, WaitRegistry, Waiting};
 pub use waits::{Wait, Waits};

@@ -27,7 +27,7 @@ pub fn fetch(source: &dyn Source, file: FileId, spans: &[ByteSpan]) -> Result<Ve
 }
 
 /// The kernel-only buffer of a span, copied by the kernel.
-pub fn lent(source: &dyn Source, file: FileId, span: ByteSpan) -> Option<Result<Vec<u8>, SourceError>> {
+pub fn zero_copy(source: &dyn Source, file: FileId, span: ByteSpan) -> Option<Result<Vec<u8>, SourceError>> {
     let mut found = None;
     let result = source
         .maps()?
@@ -68,8 +68,8 @@ fn inside(source: &dyn Source, id: FileId, name: &str, bytes: &[u8]) {
         let mut target = vec![7; expected.len()];
         source.read_into(id, span.start(), &mut target).unwrap();
         assert!(target == expected, "{name} {span}");
-        if let Some(lent) = lent(source, id, *span) {
-            assert!(lent.unwrap() == expected, "{name} {span}");
+        if let Some(served) = zero_copy(source, id, *span) {
+            assert!(served.unwrap() == expected, "{name} {span}");
         }
         let mut seen = None;
         let maps = source.maps().inspect(|maps| {
@@ -94,7 +94,7 @@ fn outside(source: &dyn Source, id: FileId, name: &str, len: u64) {
             assert!(matches!(error, SourceError::OutOfBounds { .. }), "{error}");
             assert!(error.to_string().contains(name), "{error}");
         }
-        assert!(lent(source, id, bad).is_none());
+        assert!(zero_copy(source, id, bad).is_none());
         let mut called = false;
         let maps = source.maps();
         if let Some(result) = maps.and_then(|maps| maps.with(id, bad, &mut |_| called = true)) {

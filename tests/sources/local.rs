@@ -14,7 +14,7 @@ use std::{
 };
 
 use crate::common::{
-    contract::{self, fetch, lent, span},
+    contract::{self, fetch, span, zero_copy},
     objects::{self, MemoryObjects},
     sources::{Fault, Fetched, MemoryFiles, Watched},
 };
@@ -85,7 +85,7 @@ fn a_faulty_source_fails_after_its_calls() {
     assert_eq!(source.fetched(), Fetched { calls: 2, spans: 3, bytes: 3 });
     assert!(matches!(fetch(&source, A, &[span(0, 1)]), Err(SourceError::Io { .. })));
     assert!(matches!(source.with(A, span(0, 1), &mut |_| ()), Some(Err(SourceError::Io { .. }))));
-    assert!(matches!(lent(&source, A, span(0, 1)), Some(Err(SourceError::Io { .. }))));
+    assert!(matches!(zero_copy(&source, A, span(0, 1)), Some(Err(SourceError::Io { .. }))));
     let source = Watched::failing(MemoryFiles::new(contents()), Fault::Changed, 1);
     source.check(A).unwrap();
     fetch(&source, A, &[span(0, 1)]).unwrap();
@@ -143,7 +143,9 @@ fn damage_is_noticed_sticks_and_stays_with_its_file() {
             );
             assert!(error.to_string().contains("a.bin") && error.to_string().contains("expected"), "{error}");
             assert_eq!(fetch(&source, A, &[span(0, 1)]).unwrap_err().to_string(), error.to_string());
-            assert!(lent(&source, A, span(0, 1)).is_none_or(|lent| lent.is_err()) && source.backing(A).is_none());
+            assert!(
+                zero_copy(&source, A, span(0, 1)).is_none_or(|served| served.is_err()) && source.backing(A).is_none()
+            );
             assert!(source.with(A, span(0, 1), &mut |_| panic!("poisoned")).is_none_or(|result| result.is_err()));
             assert!(source.check(A).is_err() && source.check_path(A).is_err());
             source.check(B).unwrap();
@@ -236,7 +238,7 @@ fn truncation_under_a_running_conversion_never_yields_wrong_bytes() {
         assert_eq!(refused.load(Ordering::Relaxed), 8);
         assert_eq!(source.health().poisoned(), 1);
         source.check(B).unwrap();
-        assert!(lent(&source, A, span(0, 1)).unwrap().is_err());
+        assert!(zero_copy(&source, A, span(0, 1)).unwrap().is_err());
     }
 }
 
@@ -339,7 +341,7 @@ fn pages_to_return_to_stay_until_no_reader_returns() {
             source.with(A, span(start, start + (1 << 16)), &mut |_| ()).unwrap().unwrap();
         }
     };
-    source.will_return();
+    source.will_revisit();
     visit();
     assert_eq!(source.window_drops(), 0);
     source.trim();

@@ -12,8 +12,8 @@ use tracing::error;
 
 use super::{
     client::Client,
+    handlers::Handlers,
     table::{Requests, Ticket},
-    watchdog::Handlers,
 };
 
 /// The message of a panic.

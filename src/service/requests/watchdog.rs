@@ -12,6 +12,7 @@ use ckfs_volume::{RequestKind, Upkeep};
 
 use super::{
     client::is_killed,
+    handlers::Handlers,
     pending::Refuse,
     table::{Expired, Requests},
 };
@@ -23,19 +24,6 @@ const IDLE_PERIOD: Duration = Duration::from_millis(500);
 const CLIENT_AGE: Duration = Duration::from_millis(100);
 /// Least number of turns within the time that a request may wait.
 const LOOKS: u32 = 8;
-
-/// The threads that take and handle requests, as the watchdog sees them.
-pub trait Handlers: Send + Sync + 'static {
-    /// Makes sure that a thread takes requests although others wait for storage, which `is_waiting` tells. Whether there were requests
-    /// since the last call.
-    fn tend(&self, is_waiting: &dyn Fn() -> bool) -> bool;
-
-    /// Notes that a request was given up while a thread handles it that stands in for others: yet another may stand in for that one.
-    fn mark_stuck(&self);
-
-    /// Notes that such a thread is back.
-    fn unmark_stuck(&self);
-}
 
 /// Answers the requests of some tables that wait for too long, until it is dropped.
 pub struct Watchdog {

@@ -1,0 +1,72 @@
+//! Why a configuration cannot be opened.
+
+use std::{io, path::PathBuf};
+
+use ckfs_checkpoint::CheckpointError;
+use ckfs_config::ConfigError;
+use ckfs_host::limits;
+use ckfs_volume::VolumeError;
+
+/// Why a configuration cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The configuration names no source.
+    #[error("no source")]
+    NoSource,
+    /// A path cannot be made independent of the working directory.
+    #[error("{path}: {source}")]
+    Path {
+        /// The path, as the configuration has it.
+        path: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The system starts no thread.
+    #[error("{what}: {source}{}", limits::hint())]
+    Threads {
+        /// What the thread was for.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// Everything wrong with the repository.
+    #[error("{error}")]
+    Checkpoint {
+        /// The source, as a complete path or a name.
+        source_name: String,
+        /// What is wrong.
+        #[source]
+        error: CheckpointError,
+    },
+    /// The source is a part of a mount, or of a set of files, which holds a part of each tensor only.
+    #[error("{0}")]
+    Shards(String),
+    /// Everything wrong with the plans, a line for each view.
+    #[error("{0}")]
+    Plans(String),
+    /// A chunk of the source needs more memory to decode than there is.
+    #[error("{0}")]
+    ChunkMemory(String),
+    /// The configuration cannot be written down.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The plans cannot be laid out as files.
+    #[error(transparent)]
+    Volume(#[from] VolumeError),
+    /// The directory for materialized files cannot hold such.
+    #[error("{}: no place for materialized files: {source}", directory.display())]
+    Materialize {
+        /// The directory.
+        directory: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The mountpoint would cover a file of the source.
+    #[error("mountpoint {}: would cover the source file {}", mountpoint.display(), file.display())]
+    Covered {
+        /// The mountpoint.
+        mountpoint: PathBuf,
+        /// The file.
+        file: PathBuf,
+    },
+}
