@@ -365,6 +365,18 @@ fn refused_repositories() {
     );
     let repo = Repo::new().weights("a.safetensors", &[("t", W, &[1])]).weights("b.safetensors", &[("t", W, &[1])]);
     assert_eq!(one(&repo), r#"tensor "t": found in a.safetensors and again in b.safetensors"#);
+    // The parts of ranks are no copies, and one of them is not the tensor.
+    let parts = || {
+        let rank = |rank: u32| format!("model-00001-TP-{rank:03}.safetensors");
+        (0..3).fold(Repo::new(), |repo, number| repo.weights(&rank(number), &[("t", W, &[1])]))
+    };
+    let of_one = parts().index(&[("t", "model-00001-TP-002.safetensors")]);
+    assert!(one(&of_one).starts_with(
+        "model.safetensors.index.json: names model-00001-TP-002.safetensors, and not model-00001-TP-000.safetensors, \
+         model-00001-TP-001.safetensors: by their names each holds the part of one rank"
+    ));
+    let CheckpointError::Problems { problems, .. } = parts().try_open().unwrap_err() else { panic!("no problems") };
+    assert!(problems.iter().all(|problem| problem.is_of_copies() && problem.is_of_ranks()), "{problems:?}");
     let repo = good();
     let path = repo.path("model.safetensors");
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(DATA_ALIGNMENT + 1).unwrap();

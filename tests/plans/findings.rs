@@ -153,6 +153,22 @@ fn the_configuration_explains_differences() {
 }
 
 #[test]
+fn a_tensor_of_another_shape_in_one_layer_is_named_and_can_be_accepted() {
+    let mut rows = repo::llama_rows(4, W);
+    let name = "model.layers.2.mlp.up_proj.weight";
+    let at = rows.iter().position(|row| row.0 == name).unwrap();
+    rows[at] = row(name, W, &[7, rows[at].2[1]]);
+    for layout in [Layout::Canonical, Layout::Hf] {
+        let options = ViewOptions { layout, ..ViewOptions::default() };
+        let error = build(&rows, &repo::llama_config(4), &options).unwrap_err();
+        assert!(!error.concerns_names(), "{error}");
+        assert_eq!(error.of_other_shape(), Some(name));
+        let allow_missing = Allow::Matching(vec![Pattern::parse(name).unwrap()]);
+        build(&rows, &repo::llama_config(4), &ViewOptions { allow_missing, ..options }).unwrap();
+    }
+}
+
+#[test]
 fn holes_of_a_known_family_are_refused() {
     let config = repo::llama_config(4);
     let extra = |layers: &[u64]| {
@@ -166,6 +182,7 @@ fn holes_of_a_known_family_are_refused() {
         let options = ViewOptions { layout, ..ViewOptions::default() };
         let error = build(&extra(&[0, 2, 3]), &config, &options).unwrap_err();
         assert_eq!(error.to_string(), format!("{hole}; config.json does not say why"));
+        assert!(error.concerns_names() && error.of_other_shape().is_none());
         let allowed = Allow::Matching(vec![Pattern::parse("*.1.self_attn.gate.weight").unwrap()]);
         let plan = build(&extra(&[0, 2, 3]), &config, &ViewOptions { allow_missing: allowed, ..options }).unwrap();
         assert_eq!(holes(&plan), [hole]);

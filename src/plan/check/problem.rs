@@ -352,9 +352,9 @@ impl PlanError {
 
     /// The first tensor that has another shape than that of the other layers.
     pub fn of_other_shape(&self) -> Option<&str> {
-        self.problems.iter().find_map(|problem| match problem {
-            Problem::Hole { hole } if hole.shapes.is_some() => Some(hole.example.as_str()),
-            _ => None,
+        self.problems.iter().find_map(|problem| {
+            let Problem::Hole { hole } = problem else { return None };
+            hole.shapes.is_some().then_some(hole.example.as_str())
         })
     }
 }
