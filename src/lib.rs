@@ -12,6 +12,7 @@
 //! | layer | holds |
 //! | --- | --- |
 //! | [`host`] | this machine and process: log, signals, memory and other limits; uses no other layer |
+//! | [`sync`] | what threads share: pools, the cache that makes each value once, recycled buffers; uses no other layer |
 //! | [`tensor`] | dtype, shape, region, view, tiling, decoder, kernels; pure |
 //! | [`source`] | where bytes come from |
 //! | [`mod@format`] | headers of container formats, bytes to description and back; pure |
@@ -35,14 +36,14 @@
 //!
 //! At open: the FUSE adapter (`src/fuse/adapter/`) calls [`FileSystem::open`](volume::FileSystem::open). The volume takes the
 //! file's [`image::FileContent`]. For tensors that is an [`image::FileImage`]: segments of literal bytes and of views, with
-//! cumulative ends. The volume wraps it in a [`read::OpenFile`]. The [`read::Engine`] lowers a view to a [`tensor::Tiling`] when
+//! cumulative ends. The volume wraps it in a [`read::PreparedFile`]. The [`read::Engine`] lowers a view to a [`tensor::Tiling`] when
 //! it is first read. A file that the [`volume::Policy`] selects is materialized by the same stages
 //! ([`read::Materializing`]), and the kernel then reads it by itself.
 //!
 //! At read: [`Engine::read`](read::Engine::read) finds the segments under the request. Four stages follow, each a file of
 //! `src/read/`; `fill.rs` puts them together.
 //!
-//! 1. `runs.rs`: a span of the view becomes [`tensor::Piece`]s, and these become jobs that need bytes of source tensors.
+//! 1. `plan_jobs.rs`: a span of the view becomes [`tensor::Piece`]s, and these become jobs that need bytes of source tensors.
 //! 2. `schedule.rs`: the jobs become batches of [`source::ByteSpan`]s. Spans within a gap are merged, batches are bounded, and
 //!    jobs are put in the order of their files. A mapped file needs no schedule: its map is a fast way to fetch.
 //! 3. `fetch.rs`: [`Source::fetch_files`](source::Source::fetch_files) reads each batch. It is the only stage that waits. A remote
@@ -87,6 +88,7 @@ pub use ckfs_plan as plan;
 pub use ckfs_read as read;
 pub use ckfs_service as service;
 pub use ckfs_source as source;
+pub use ckfs_sync as sync;
 pub use ckfs_tensor as tensor;
 pub use ckfs_volume as volume;
 

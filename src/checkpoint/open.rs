@@ -5,7 +5,7 @@ use std::{collections::HashMap, io, sync::Arc};
 
 use ckfs_format::safetensors::Header;
 use ckfs_source::{
-    FileId, FoundFile, Opened, RootDir, Source, SourceError, permission::DirectoryGates, pin_files, remote::RemoteTree,
+    FileId, FoundFile, Opened, RootDir, Source, SourceError, permission::DirectoryRules, pin_files, remote::RemoteTree,
 };
 
 use super::{
@@ -418,7 +418,7 @@ struct ChosenFiles<'a> {
     /// Their weights are the last files of the source.
     adapters: Vec<AdapterFiles>,
     /// Directories with the gates before them.
-    directories: Vec<(String, DirectoryGates)>,
+    directories: Vec<(String, DirectoryRules)>,
     warnings: Vec<String>,
 }
 

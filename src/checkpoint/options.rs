@@ -7,7 +7,7 @@ use std::{
 };
 
 use ckfs_source::{
-    ComparedFiles, Duplicates, Fetches, SourceIo,
+    ComparedFiles, Duplicates, SourceIo, WaitRegistry,
     remote::{RemoteOptions, cache::Cache, open_cache},
 };
 
@@ -75,7 +75,7 @@ pub struct OpenOptions {
     /// Where blobs of the hub's cache are noted that have the digest of their name. `None` compares them each time.
     pub compared: Option<Arc<ComparedFiles>>,
     /// Where every wait for storage is noted.
-    pub fetches: Arc<Fetches>,
+    pub fetches: Arc<WaitRegistry>,
     /// Asks the Hub for names that the Hub's cache lacks, and for what a branch stands for now.
     pub asks_hub: bool,
     /// Settings of remote sources.

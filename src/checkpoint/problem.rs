@@ -2,6 +2,7 @@
 //! its contents.
 
 use std::{
+    collections::HashMap,
     fmt, io,
     path::{Path, PathBuf},
 };
@@ -19,7 +20,7 @@ use super::{
     options::{Accepted, OpenOptions},
     orbax::problem::OrbaxProblem,
     printable::printable,
-    weight_name::WeightName,
+    weight_name::{WeightName, of_any_rank},
 };
 
 /// Most bytes of all files together. Sums of sizes derived from them then fit 64 bits.
@@ -397,6 +398,20 @@ pub enum Problem {
         /// Their total as written in their names.
         total: String,
     },
+    /// The index names the file of one rank, and those of others are there.
+    #[error(
+        "{index}: names {named}, and not {}: by their names each holds the part of one rank, and the part would be shown as the whole \
+         tensor; join the parts with a program that knows how they were cut, or put these files elsewhere if the named one is whole",
+        shortened(others)
+    )]
+    PartsOfRanks {
+        /// The index.
+        index: String,
+        /// The file that it names.
+        named: String,
+        /// Those of other ranks.
+        others: Vec<String>,
+    },
     /// A stored tensor contradicts the configuration or its companions.
     #[error("tensor {tensor:?}: expected {expected}, found {found}")]
     Quantized {
@@ -490,10 +505,11 @@ fn list_problems(label: &str, problems: &[Problem], more: usize) -> String {
                 return write!(f, "{prefix}{}", printable(&text));
             }
             write!(f, "{label}: {} problems", problems.len() + more)?;
-            for problem in problems.iter().take(SHOWN) {
-                write!(f, "\n  {}", printable(&problem.to_string()))?;
+            let lines = lines(problems);
+            for (line, _) in lines.iter().take(SHOWN) {
+                write!(f, "\n  {}", printable(line))?;
             }
-            match problems.len().saturating_sub(SHOWN) + more {
+            match lines.iter().skip(SHOWN).map(|(_, count)| count).sum::<usize>() + more {
                 0 => Ok(()),
                 rest => write!(f, "\n  and {rest} more"),
             }
@@ -502,7 +518,79 @@ fn list_problems(label: &str, problems: &[Problem], more: usize) -> String {
     List(label, problems, more).to_string()
 }
 
+/// A text for each problem, in order of the first of each, and how many problems it tells. Many tensors with the same problem share
+/// one: their texts differ only in the tensor's name and in numbers, as files of a set do.
+fn lines(problems: &[Problem]) -> Vec<(String, usize)> {
+    /// Fewer are listed each by itself.
+    const MANY: usize = 4;
+    const NAMED: usize = 3;
+    let key = |problem: &Problem, text: &str| {
+        let what = text.strip_prefix(&format!("tensor {:?}", problem.tensor()?))?;
+        let words = what.split(|letter: char| letter.is_ascii_digit()).filter(|word| !word.is_empty());
+        Some(words.collect::<Vec<_>>().join("*"))
+    };
+    let texts: Vec<String> = problems.iter().map(Problem::to_string).collect();
+    let keys: Vec<Option<String>> = problems.iter().zip(&texts).map(|(problem, text)| key(problem, text)).collect();
+    let mut alike: HashMap<&str, Vec<&Problem>> = HashMap::new();
+    for (key, problem) in keys.iter().zip(problems) {
+        if let Some(key) = key {
+            alike.entry(key).or_default().push(problem);
+        }
+    }
+    let mut lines = Vec::new();
+    for (text, key) in texts.into_iter().zip(&keys) {
+        let Some(same) = key.as_deref().and_then(|key| alike.get_mut(key)).filter(|same| same.len() != 1) else {
+            lines.push((text, 1));
+            continue;
+        };
+        if same.is_empty() {
+            continue;
+        }
+        if same.len() < MANY {
+            lines.push((text, 1));
+            continue;
+        }
+        // The first of them tells of all.
+        let same = std::mem::take(same);
+        let names = same[1..].iter().take(NAMED).filter_map(|problem| problem.tensor());
+        let names: Vec<String> = names.map(|name| format!("{name:?}")).collect();
+        let rest = same.len() - 1 - names.len();
+        let rest = if rest == 0 { String::new() } else { format!(" and {rest} others") };
+        lines.push((format!("{text}; the same of {} more: {}{rest}", same.len() - 1, names.join(", ")), same.len()));
+    }
+    lines
+}
+
 impl Problem {
+    /// The tensor with whose name the message begins.
+    fn tensor(&self) -> Option<&str> {
+        match self {
+            Self::RepeatedInIndex { .. }
+            | Self::Header { .. }
+            | Self::Orbax(_)
+            | Self::Unreadable { .. }
+            | Self::Json { .. }
+            | Self::OutsideRepository { .. }
+            | Self::MissingFile { .. }
+            | Self::NoFile { .. }
+            | Self::EmptyIndex { .. }
+            | Self::IncompleteSet { .. }
+            | Self::UnfinishedDownload { .. }
+            | Self::IndexOfOtherSet { .. }
+            | Self::PartsOfRanks { .. }
+            | Self::Container { .. }
+            | Self::Configuration { .. }
+            | Self::TooManyBytes
+            | Self::TooLarge => None,
+            Self::NotInFile { tensor, .. }
+            | Self::InOtherFile { tensor, .. }
+            | Self::NotInIndex { tensor, .. }
+            | Self::Duplicate { tensor, .. }
+            | Self::Quantized { tensor, .. }
+            | Self::Boxes { tensor, .. } => Some(tensor),
+        }
+    }
+
     /// Whether several files hold a tensor.
     pub const fn is_of_copies(&self) -> bool {
         matches!(self, Self::Duplicate { .. })
@@ -518,6 +606,12 @@ impl Problem {
             }
             _ => Vec::new(),
         }
+    }
+
+    /// Whether the copies of a tensor are in files of several ranks, by their names: then each is a part of it.
+    pub fn is_of_ranks(&self) -> bool {
+        let Self::Duplicate { first, second, .. } = self else { return false };
+        of_any_rank(first).is_some_and(|set| of_any_rank(second) == Some(set))
     }
 
     /// Whether the index and the files disagree about the tensors that there are.
@@ -633,5 +727,34 @@ impl Problems {
             return Ok(());
         }
         Err(CheckpointError::Problems { label: label.to_owned(), problems: self.list, more: self.more })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn twice(tensor: &str, part: usize) -> Problem {
+        let file = |rank: usize| format!("model-{part:05}-TP-{rank:03}.safetensors");
+        Problem::Duplicate { tensor: tensor.to_owned(), first: file(0), second: file(7) }
+    }
+
+    #[test]
+    fn many_tensors_with_the_same_problem_share_a_line() {
+        let mut problems: Vec<Problem> =
+            (0..40).map(|layer| twice(&format!("layers.{layer}.w"), 1 + layer / 20)).collect();
+        let lost = |tensor: &str| Problem::NotInFile { tensor: tensor.to_owned(), file: "a".to_owned() };
+        problems.extend([lost("x"), Problem::TooLarge, lost("y"), lost("z")]);
+        assert_eq!(
+            list_problems("repo", &problems, 2),
+            "repo: 46 problems\n  \
+             tensor \"layers.0.w\": found in model-00001-TP-000.safetensors and again in model-00001-TP-007.safetensors; the same of 39 \
+             more: \"layers.1.w\", \"layers.2.w\", \"layers.3.w\" and 36 others\n  \
+             tensor \"x\": expected in a by the index, found in no file\n  \
+             the names of all tensors together are longer than 4 GiB\n  \
+             tensor \"y\": expected in a by the index, found in no file\n  \
+             tensor \"z\": expected in a by the index, found in no file\n  \
+             and 2 more"
+        );
     }
 }

@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_source::{FileId, Source, permission::DirectoryGates};
+use ckfs_source::{FileId, Source, permission::DirectoryRules};
 use ckfs_tensor::TensorId;
 use hashbrown::{HashMap, HashSet};
 
@@ -64,7 +64,7 @@ pub struct Checkpoint {
     /// Whether the weight files are those of ranks.
     pub(super) are_ranks: bool,
     /// Directories of the repository with the gates before them. Its own directory, called "", is the first.
-    pub(super) directories: Vec<(String, DirectoryGates)>,
+    pub(super) directories: Vec<(String, DirectoryRules)>,
     pub(super) warnings: Vec<String>,
     /// Output heads that were compared with the embedding.
     pub(super) compared: ComparedHeads,
@@ -277,7 +277,7 @@ impl Checkpoint {
 
     /// The directories of the repository that have files, relative to it, each with the users that its permissions
     /// admit. The first one is its own, called "". Empty if the checkpoint is a single file.
-    pub fn directories(&self) -> &[(String, DirectoryGates)] {
+    pub fn directories(&self) -> &[(String, DirectoryRules)] {
         &self.directories
     }
 

@@ -1,6 +1,6 @@
 //! Texts that are read when a repository is opened: configurations and indexes.
 
-use ckfs_source::{Fetches, Opened};
+use ckfs_source::{Opened, WaitRegistry};
 
 use super::{
     json,
@@ -11,7 +11,7 @@ use super::{
 pub(super) const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
 
 /// The text of a JSON file, or the reason why it is not available.
-pub(super) fn read_json(opened: &Opened, fetches: &Fetches) -> Result<Vec<u8>, String> {
+pub(super) fn read_json(opened: &Opened, fetches: &WaitRegistry) -> Result<Vec<u8>, String> {
     let reading = fetches.begin_path(opened.path(), "read");
     let too_long = |len: u64| format!("expected at most {JSON_FILE_BYTES_MAX} bytes, found {len}");
     let len = opened.len_bytes().map_err(|error| error.to_string())?;

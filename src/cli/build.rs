@@ -23,7 +23,12 @@ fn main() -> io::Result<()> {
     let release = env::var("PROFILE").is_ok_and(|profile| profile == "release");
     let mut out = io::stdout().lock();
     writeln!(out, "cargo::rustc-env=CKFS_TARGET={}", env::var("TARGET").unwrap_or_default())?;
-    let features = if env::var_os("CARGO_FEATURE_REMOTE").is_some() { "remote" } else { "none" };
+    let has = |feature: &str| env::var_os(format!("CARGO_FEATURE_{feature}")).is_some();
+    let features = match (has("STORES"), has("HUB")) {
+        (true, _) => "remote",
+        (false, true) => "hub",
+        (false, false) => "none",
+    };
     writeln!(out, "cargo::rustc-env=CKFS_FEATURES={features}")?;
     writeln!(out, "cargo::rerun-if-changed=build.rs")?;
     let commit = if let Some(commit) = recorded_commit(Path::new(RECORD)) {

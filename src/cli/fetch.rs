@@ -137,14 +137,14 @@ fn offer(
     bar: &ProgressBar,
     total: u64,
 ) -> anyhow::Result<()> {
-    while !remote.bring_ahead(file, spans) {
+    while !remote.prefetch(file, spans) {
         show(remote, bar, total);
         // A cache that was full a moment ago refuses, although another process may have left it.
         let bytes = spans.iter().map(|span| span.len()).sum();
         let has_room = || {
             remote.cache_limit().is_some_and(|(_, limit)| limit.limit_bytes >= limit.used_bytes.saturating_add(bytes))
         };
-        if remote.ahead_jobs() == 0 && !remote.bring_ahead(file, spans) && !has_room() {
+        if remote.ahead_jobs() == 0 && !remote.prefetch(file, spans) && !has_room() {
             bail!(
                 "the disk cache has no room for {} that these devices read: {}",
                 human_bytes(total),

@@ -126,6 +126,11 @@ fn after_open(error: &CheckpointError) -> Option<String> {
         CheckpointError::NoHome { .. } => {
             Some("set HF_HOME or HOME to where the hub cache is, or give --cache-dir DIR".to_owned())
         }
+        CheckpointError::Problems { problems, .. } if problems.iter().any(Problem::is_of_ranks) => Some(
+            "by their names the files hold the parts of ranks, of which one would be shown as the whole tensor: join them with a program that \
+             knows how they were cut"
+                .to_owned(),
+        ),
         CheckpointError::Problems { problems, .. } if problems.iter().any(Problem::is_of_copies) => {
             let variants: BTreeSet<&str> = problems.iter().flat_map(Problem::variants).collect();
             let variants: Vec<String> = variants.iter().map(|name| format!("--variant {name}")).collect();

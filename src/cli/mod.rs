@@ -372,7 +372,7 @@ mod tests {
         for (line, name) in lines[1..].iter().zip(["commit    ", "features  ", "target    "]) {
             assert!(line.strip_prefix(name).is_some_and(|value| !value.trim().is_empty()), "{LONG_VERSION}");
         }
-        assert_eq!(lines[2] == "features  remote", cfg!(feature = "remote"), "{LONG_VERSION}");
+        assert_eq!(lines[2] == "features  remote", cfg!(feature = "stores"), "{LONG_VERSION}");
     }
 
     #[test]

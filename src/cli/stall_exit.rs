@@ -4,12 +4,12 @@ use std::{io, path::Path, sync::Arc};
 
 use ckfs_config::MountSettings;
 use ckfs_service::{WaitWatch, wait_registry, watch};
-use ckfs_source::{Fetches, Wait};
+use ckfs_source::{Wait, WaitRegistry};
 
 use super::output::error_text;
 
 /// Ends this process with an error when a fetch stalls.
-fn ending(fetches: &Arc<Fetches>) -> io::Result<WaitWatch> {
+fn ending(fetches: &Arc<WaitRegistry>) -> io::Result<WaitWatch> {
     let note = |_: Option<(&Wait, &str)>| {};
     watch(fetches, note, |message| {
         ckfs_host::tell(&format!("{}\n", error_text(message)));
@@ -21,7 +21,7 @@ fn ending(fetches: &Arc<Fetches>) -> io::Result<WaitWatch> {
 ///
 /// # Errors
 /// As [`watch`].
-pub(super) fn end_on_stall(fetches: &Arc<Fetches>) -> io::Result<()> {
+pub(super) fn end_on_stall(fetches: &Arc<WaitRegistry>) -> io::Result<()> {
     // The thread runs to the end of the process.
     std::mem::forget(ending(fetches)?);
     Ok(())

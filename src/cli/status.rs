@@ -213,6 +213,15 @@ fn problems_text(stats: &Value) -> String {
     text
 }
 
+/// The threads of a daemon: how many, and for what those are that come and go.
+fn threads_text(stats: &Value) -> String {
+    let Some(all) = stats["threads"].as_u64() else { return String::new() };
+    let uses = stats["threads_by_use"].as_object().into_iter().flatten();
+    let uses: Vec<String> = uses.map(|(name, count)| format!("{name} {count}")).collect();
+    let uses = if uses.is_empty() { String::new() } else { format!(", of them {}", uses.join(", ")) };
+    format!("  threads {all}{uses}\n")
+}
+
 /// The memory that a mount holds and may hold.
 fn memory_text(memory: &Value) -> String {
     let bytes = |value: &Value| human_bytes(value.as_u64().unwrap_or(0));
@@ -298,6 +307,7 @@ fn text(mount: &Value) -> String {
             count("poisoned_sources"),
         );
         text.push_str(&remote_text(stats));
+        text.push_str(&threads_text(stats));
         text.push_str(&memory_text(&stats["memory"]));
     }
     text

@@ -37,7 +37,7 @@ use toml::{Spanned, de::DeTable};
 use super::{
     excerpt::excerpt,
     near::did_you_mean,
-    setting::{Scope, Setting},
+    setting::{Setting, SettingScope},
     settings::{Settings, ViewSettings},
     table::{SETTINGS, former},
     value::{Fault, Toml, deserialize},
@@ -97,16 +97,18 @@ impl FileSettings {
         let mut found = Self::default();
         for (key, value) in document(text)? {
             match key.get_ref().as_str() {
-                "mount" => read_table(value, &[Scope::Mount], &[], &mut found.top)?,
+                "mount" => read_table(value, &[SettingScope::Mount], &[], &mut found.top)?,
                 "view" => {
                     for (name, value) in entries(value)? {
                         found.views.push((view_name(name)?, Settings::default()));
                         if let Some((_, settings)) = found.views.last_mut() {
-                            read_table(value, &[Scope::View], &[], settings)?;
+                            read_table(value, &[SettingScope::View], &[], settings)?;
                         }
                     }
                 }
-                _ => read_key(&key, value, &[Scope::Top, Scope::View], &["mount", "view"], &mut found.top)?,
+                _ => {
+                    read_key(&key, value, &[SettingScope::Top, SettingScope::View], &["mount", "view"], &mut found.top)?
+                }
             }
         }
         found.views.sort_by(|(left, _), (right, _)| left.cmp(right));
@@ -175,7 +177,7 @@ fn entries(value: Toml<'_>) -> Result<Entries<'_>, Fault> {
     Ok(in_order(table))
 }
 
-fn read_table(value: Toml<'_>, scopes: &[Scope], tables: &[&str], settings: &mut Settings) -> Result<(), Fault> {
+fn read_table(value: Toml<'_>, scopes: &[SettingScope], tables: &[&str], settings: &mut Settings) -> Result<(), Fault> {
     entries(value)?.into_iter().try_for_each(|(key, value)| read_key(&key, value, scopes, tables, settings))
 }
 
@@ -183,7 +185,7 @@ fn read_table(value: Toml<'_>, scopes: &[Scope], tables: &[&str], settings: &mut
 fn read_key(
     key: &Spanned<String>,
     value: Toml<'_>,
-    scopes: &[Scope],
+    scopes: &[SettingScope],
     tables: &[&str],
     settings: &mut Settings,
 ) -> Result<(), Fault> {
@@ -191,10 +193,10 @@ fn read_key(
     let Some(row) = known().find(|row| row.toml_key() == *key.get_ref()) else {
         let elsewhere = SETTINGS.iter().find(|row| row.toml_key() == *key.get_ref());
         let place = elsewhere.and_then(|row| match row.scope {
-            Scope::Mount => Some("under [mount]"),
-            Scope::View => Some("before the first table, or under [view.NAME]"),
-            Scope::Top => Some("before the first table"),
-            Scope::None => None,
+            SettingScope::Mount => Some("under [mount]"),
+            SettingScope::View => Some("before the first table, or under [view.NAME]"),
+            SettingScope::Top => Some("before the first table"),
+            SettingScope::None => None,
         });
         if let Some(place) = place {
             return Err(Fault { at: key.span(), reason: format!("`{}` belongs {place}", key.get_ref()) });

@@ -52,7 +52,7 @@ pub use near::{did_you_mean, folded, nearest};
 pub use pattern::{Pattern, PatternError};
 pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};
-pub use setting::{Arity, Commands, FieldAccess, Group, Scope, Setting};
+pub use setting::{Arity, Commands, FieldAccess, Group, Setting, SettingScope};
 pub use settings::{MountSettings, Settings, ViewSettings};
 pub use table::{FORMER, KEYS, SETTINGS, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};

@@ -57,7 +57,7 @@ pub enum Commands {
 
 /// The place of a setting in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scope {
+pub enum SettingScope {
     /// Above all tables.
     Top,
     /// Above all tables, for every view, or in the table of one.
@@ -120,7 +120,7 @@ pub struct Setting {
     /// Whether the short help shows it.
     pub is_common: bool,
     /// Its place in a file.
-    pub scope: Scope,
+    pub scope: SettingScope,
 }
 
 impl Setting {
@@ -133,9 +133,9 @@ impl Setting {
         help: &'static str,
     ) -> Self {
         let scope = match group {
-            Group::Place => Scope::Top,
-            Group::View => Scope::View,
-            Group::Reading | Group::Mount | Group::Logging => Scope::Mount,
+            Group::Place => SettingScope::Top,
+            Group::View => SettingScope::View,
+            Group::Reading | Group::Mount | Group::Logging => SettingScope::Mount,
         };
         Self {
             name,
@@ -178,13 +178,13 @@ impl Setting {
 
     /// Above all tables of a file.
     pub(super) const fn top(mut self) -> Self {
-        self.scope = Scope::Top;
+        self.scope = SettingScope::Top;
         self
     }
 
     /// Without a key.
     pub(super) const fn flag_only(mut self) -> Self {
-        self.scope = Scope::None;
+        self.scope = SettingScope::None;
         self
     }
 

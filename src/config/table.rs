@@ -7,7 +7,7 @@ use super::{
         Arity::{Flag, Optional, Required},
         FieldAccess,
         Group::{Logging, Mount, Place, Reading, View},
-        Scope, Setting,
+        Setting, SettingScope,
     },
     settings::Settings,
     value::{KeyForm, SettingField},
@@ -571,7 +571,7 @@ pub fn former(name: &str) -> Option<String> {
 /// The keys of a file in words, for the help.
 pub static KEYS: LazyLock<String> = LazyLock::new(|| {
     let of = |form: KeyForm| {
-        let rows = SETTINGS.iter().filter(|row| matches!(row.scope, Scope::Top | Scope::View));
+        let rows = SETTINGS.iter().filter(|row| matches!(row.scope, SettingScope::Top | SettingScope::View));
         rows.filter(move |row| row.field.form == form).map(Setting::toml_key).collect::<Vec<_>>()
     };
     let tables = |form| of(form).into_iter().map(|key| format!("`[[{key}]]`")).collect::<Vec<_>>().join(", ");
@@ -582,6 +582,11 @@ pub static KEYS: LazyLock<String> = LazyLock::new(|| {
         of(KeyForm::List).join(" and "),
         tables(KeyForm::Rules),
         of(KeyForm::Table).into_iter().map(|key| format!("`[{key}]`")).collect::<Vec<_>>().join(", "),
-        SETTINGS.iter().filter(|row| row.scope == Scope::Mount).map(Setting::toml_key).collect::<Vec<_>>().join(", "),
+        SETTINGS
+            .iter()
+            .filter(|row| row.scope == SettingScope::Mount)
+            .map(Setting::toml_key)
+            .collect::<Vec<_>>()
+            .join(", "),
     )
 });

@@ -117,7 +117,11 @@ fn every_key_is_written_and_reads_back_as_the_same() {
         keys.sort();
         keys
     };
-    for (rows, scope) in [(EVERY_TOP_KEY, Scope::Top), (EVERY_VIEW_KEY, Scope::View), (EVERY_MOUNT_KEY, Scope::Mount)] {
+    for (rows, scope) in [
+        (EVERY_TOP_KEY, SettingScope::Top),
+        (EVERY_VIEW_KEY, SettingScope::View),
+        (EVERY_MOUNT_KEY, SettingScope::Mount),
+    ] {
         let keys = SETTINGS.iter().filter(|row| row.scope == scope).map(Setting::toml_key).collect();
         assert_eq!(sorted(known(rows)), sorted(keys));
     }
@@ -335,7 +339,7 @@ fn rows_are_consistent() {
     for row in SETTINGS {
         assert_eq!(SETTINGS.iter().filter(|other| other.name == row.name).count(), 1, "{}", row.name);
         assert!(!row.is_flag || row.help.ends_with('.'), "{}: help", row.name);
-        assert!(row.is_flag || row.scope != Scope::None, "{} cannot be said", row.name);
+        assert!(row.is_flag || row.scope != SettingScope::None, "{} cannot be said", row.name);
         let add = |word: &str| (row.field.add)(&mut Settings::default(), word.as_ref());
         assert_eq!(row.default.map_or(Ok(()), add), Ok(()), "{}: default", row.name);
         let word = match row.arity {

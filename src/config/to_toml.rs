@@ -2,7 +2,7 @@
 
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
-use super::{file::ConfigError, merged::Config, setting::Scope, settings::Settings, table::SETTINGS};
+use super::{file::ConfigError, merged::Config, setting::SettingScope, settings::Settings, table::SETTINGS};
 
 impl Config {
     /// The configuration as a text that reads back as the same. A mountpoint that is not UTF-8 is left out.
@@ -18,7 +18,7 @@ impl Config {
 struct TomlRows(Vec<(String, toml::Value)>);
 
 impl TomlRows {
-    fn new(settings: &Settings, scopes: &[Scope]) -> Result<Self, ConfigError> {
+    fn new(settings: &Settings, scopes: &[SettingScope]) -> Result<Self, ConfigError> {
         let mut rows = Vec::new();
         for row in SETTINGS.iter().filter(|row| scopes.contains(&row.scope)) {
             let written = (row.field.write)(settings)
@@ -77,10 +77,10 @@ fn write(config: &Config) -> Result<String, ConfigError> {
             top.view = view.settings.clone();
         } else {
             let settings = Settings { view: view.settings.clone(), ..Settings::default() };
-            views.push((view.name.clone(), TomlRows::new(&settings, &[Scope::View])?));
+            views.push((view.name.clone(), TomlRows::new(&settings, &[SettingScope::View])?));
         }
     }
-    let mount = TomlRows::new(&top, &[Scope::Mount])?;
-    let document = Document { top: TomlRows::new(&top, &[Scope::Top, Scope::View])?, views, mount };
+    let mount = TomlRows::new(&top, &[SettingScope::Mount])?;
+    let document = Document { top: TomlRows::new(&top, &[SettingScope::Top, SettingScope::View])?, views, mount };
     toml::to_string(&document).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
 }

@@ -59,7 +59,7 @@ pub struct Budget {
     /// Mapped pages of sources, in bytes.
     pub mapped_bytes: u64,
     /// The same while the same pages are visited again and again, in bytes.
-    pub mapped_again_bytes: u64,
+    pub revisit_window_bytes: u64,
 }
 
 impl Budget {
@@ -73,7 +73,7 @@ impl Budget {
         let most_threads = usize::try_from(limit.bytes / LIMIT_BYTES_PER_THREAD).unwrap_or(usize::MAX).max(1);
         let threads = threads.unwrap_or_else(|| cores.clamp(THREADS.0, THREADS.1).min(most_threads)).max(1);
         let of_one = part_max / (2 * threads as u64);
-        let mapped_again_bytes = part_max;
+        let revisit_window_bytes = part_max;
         Self {
             threads,
             cache_bytes,
@@ -81,7 +81,7 @@ impl Budget {
             decoded_bytes: (limit.bytes / DECODED_PART).min(DECODED_BYTES_MAX),
             thread_buffer_bytes: of_one.clamp(THREAD_BYTES.0, THREAD_BYTES.1),
             mapped_bytes: MAPPED_BYTES.min(part_max),
-            mapped_again_bytes,
+            revisit_window_bytes,
             limit,
         }
     }
@@ -99,7 +99,7 @@ impl Budget {
 
     /// All parts together, in bytes.
     pub fn total_bytes(&self) -> u64 {
-        let mapped_bytes = self.mapped_bytes.max(self.mapped_again_bytes);
+        let mapped_bytes = self.mapped_bytes.max(self.revisit_window_bytes);
         let parts = [self.spare_buffer_bytes, self.decoded_bytes, self.thread_buffers_bytes(), mapped_bytes];
         parts.into_iter().fold(self.cache_bytes, u64::saturating_add)
     }
@@ -109,7 +109,7 @@ impl Budget {
         if self.total_bytes() <= self.limit.bytes {
             return None;
         }
-        let mapped_bytes = self.mapped_bytes.max(self.mapped_again_bytes);
+        let mapped_bytes = self.mapped_bytes.max(self.revisit_window_bytes);
         let others = self.thread_buffers_bytes().saturating_add(mapped_bytes).saturating_add(self.decoded_bytes);
         // A quarter of the cache more is spare buffers.
         Some(self.limit.bytes.saturating_sub(others) / 5 * 4)
@@ -150,7 +150,7 @@ mod tests {
                     budget.decoded_bytes,
                     budget.thread_buffers_bytes(),
                     budget.mapped_bytes,
-                    budget.mapped_again_bytes,
+                    budget.revisit_window_bytes,
                 ];
                 assert!(parts.iter().all(|part| *part <= limit / 4), "{budget:?}");
                 assert!(
@@ -165,7 +165,7 @@ mod tests {
     fn a_large_machine_has_what_it_always_had() {
         let large = budget(64 * GIB, 64, None);
         assert_eq!((large.cache_bytes, large.threads), (8 * GIB, 16));
-        assert_eq!((large.mapped_bytes, large.mapped_again_bytes), (160 * MIB, 16 * GIB));
+        assert_eq!((large.mapped_bytes, large.revisit_window_bytes), (160 * MIB, 16 * GIB));
         assert_eq!(large.thread_buffer_bytes, 64 * MIB);
         assert_eq!(budget(2048 * GIB, 64, None).cache_bytes, 16 * GIB);
         assert_eq!(budget(GIB, 4, None).cache_bytes, 256 * MIB);

@@ -261,6 +261,13 @@ pub fn resident() -> Resident {
     Resident { anonymous_bytes: bytes("RssAnon:"), file_bytes: bytes("RssFile:"), shared_bytes: bytes("RssShmem:") }
 }
 
+/// Number of threads of this process, from `/proc/self/status`; 0 where that cannot be read.
+pub fn threads() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("Threads:"));
+    line.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,12 +4,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ckfs_image::Segment;
 use ckfs_source::{ByteSpan, DecodedChunks, FileId, RemoteSource};
+use ckfs_sync::Demand;
 use ckfs_tensor::{Origin, Tiling, needs};
 
 use super::{
     Engine,
-    open_file::{OpenFile, TILE_BYTES_MIN},
-    tile::Demand,
+    prepared_file::{PreparedFile, TILE_BYTES_MIN},
 };
 
 /// Least and most bytes ahead of a sequential reader for which source pages are requested: enough for a fast disk to be busy all
@@ -34,7 +34,7 @@ type PageRequests = Mutex<std::vec::IntoIter<(FileId, ByteSpan)>>;
 
 impl Engine {
     /// Starts work on the bytes that a sequential reader will need next.
-    pub(super) fn read_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+    pub(super) fn read_ahead(self: &Arc<Self>, file: &Arc<PreparedFile>, start: u64, end: u64) {
         if start == end {
             return;
         }
@@ -82,7 +82,7 @@ impl Engine {
     }
 
     /// Requests the source pages that a sequential reader will need next.
-    fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+    fn pages_ahead(self: &Arc<Self>, file: &Arc<PreparedFile>, start: u64, end: u64) {
         let (least, most, parts) = if let Some(most) = self.source().remote().map(RemoteSource::ahead_bytes) {
             (most / REMOTE_AHEAD_PART, most, REMOTE_PARTS)
         } else {
@@ -111,7 +111,7 @@ impl Engine {
 
     /// Requests the source pages that `start..end` of a file is made from, in other threads, since they wait for storage: in one of
     /// them while all pages are cached, then in all of them.
-    pub(super) fn request_pages_beside(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+    pub(super) fn request_pages_beside(self: &Arc<Self>, file: &Arc<PreparedFile>, start: u64, end: u64) {
         let (engine, file) = (Arc::downgrade(self), Arc::clone(file));
         self.requesters.offer(move || {
             if let Some(engine) = engine.upgrade() {
@@ -140,7 +140,7 @@ impl Engine {
     }
 
     /// Bytes of the tile that holds a byte of a file; 0 where none does.
-    fn tile_bytes_at(&self, file: &OpenFile, at: u64) -> u64 {
+    fn tile_bytes_at(&self, file: &PreparedFile, at: u64) -> u64 {
         let Some((segment, ..)) = file.image.spans(at, at + 1).next() else { return 0 };
         let Segment::View(_) = &file.image.segments()[segment] else { return 0 };
         let Ok(prepared) = self.prepare(file, segment) else { return 0 };
@@ -149,7 +149,7 @@ impl Engine {
 
     /// The source pages that `start..end` of a file is made from, in order. Every part of a transposed view needs all of its source
     /// pages, so that they are requested together, with the view's first byte. A remote source is asked for its bytes at once.
-    fn pages_of(&self, file: &OpenFile, start: u64, end: u64) -> Vec<(FileId, ByteSpan)> {
+    fn pages_of(&self, file: &PreparedFile, start: u64, end: u64) -> Vec<(FileId, ByteSpan)> {
         let mut pages = Vec::new();
         for (segment, low, high) in file.image.spans(start, end) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
@@ -164,7 +164,7 @@ impl Engine {
             let most = self.options().tile_cache_bytes as u64;
             self.for_each_needed(tiling, span, most, &mut |file, spans| {
                 if let Some(remote) = self.source().remote() {
-                    remote.bring_ahead(file, spans);
+                    remote.prefetch(file, spans);
                 }
                 let parts = spans.iter().flat_map(|span| span.split_at_multiples(REQUEST_BYTES));
                 pages.extend(parts.map(|part| (file, part)));
@@ -174,7 +174,7 @@ impl Engine {
     }
 
     /// Whether a remote source would have to bring bytes for a file.
-    pub fn lacks_bytes(&self, file: &OpenFile) -> bool {
+    pub fn lacks_bytes(&self, file: &PreparedFile) -> bool {
         let Some(remote) = self.source().remote() else { return false };
         let mut lacks = false;
         for segment in 0..file.image.segments().len() {

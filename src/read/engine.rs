@@ -9,9 +9,9 @@ use ckfs_tensor::to_usize;
 
 use super::{
     ReadError,
-    buffer::BufferPool,
+    buffer::{BufferPool, buffer_pool},
     counters::{Counters, Path, add},
-    open_file::OpenFile,
+    prepared_file::PreparedFile,
     tile::TileCache,
     worker::Workers,
 };
@@ -70,7 +70,7 @@ impl Engine {
         Self {
             checkpoint,
             cache: TileCache::new(options.tile_cache_bytes),
-            buffers: BufferPool::new(options.spare_buffer_bytes),
+            buffers: buffer_pool(options.spare_buffer_bytes),
             workers: Workers::new("ckfs-ahead", options.workers),
             requesters: Workers::new("ckfs-pages", requesters),
             counters: Counters::default(),
@@ -100,12 +100,12 @@ impl Engine {
     ///
     /// # Errors
     /// [`ReadError::Changed`].
-    pub fn check(&self, file: &OpenFile) -> Result<(), ReadError> {
+    pub fn check(&self, file: &PreparedFile) -> Result<(), ReadError> {
         self.sources_of(file).iter().try_for_each(|id| self.check_original(*id))
     }
 
     /// The source files of a file.
-    pub fn sources_of<'a>(&self, file: &'a OpenFile) -> &'a [FileId] {
+    pub fn sources_of<'a>(&self, file: &'a PreparedFile) -> &'a [FileId] {
         file.sources.get_or_init(|| {
             let mut sources = std::collections::BTreeSet::new();
             for segment in file.image.segments() {
@@ -120,7 +120,7 @@ impl Engine {
     }
 
     /// The error of a file if one of its sources stalls.
-    pub(super) fn stall(&self, file: &OpenFile) -> Option<ReadError> {
+    pub(super) fn stall(&self, file: &PreparedFile) -> Option<ReadError> {
         let stalled = self.sources_of(file).iter().find(|id| self.source().health().is_stalled(**id))?;
         self.source().check(*stalled).err().map(|error| ReadError::Changed { error })
     }
@@ -159,7 +159,7 @@ impl Engine {
 
     /// Bytes of unused buffers held now.
     pub fn spare_buffer_bytes(&self) -> usize {
-        self.buffers.kept_bytes()
+        self.buffers.spare_bytes()
     }
 
     /// Bytes of buffers in use now, without those that hold tiles.
@@ -177,8 +177,8 @@ impl Engine {
         self.cache.set_dropped_bytes(bytes);
     }
 
-    /// Drops the tiles of a file that will not be read again through this [`OpenFile`].
-    pub fn forget(&self, file: &OpenFile) {
+    /// Drops the tiles of a file that will not be read again through this [`PreparedFile`].
+    pub fn forget(&self, file: &PreparedFile) {
         self.cache.forget_file(file.key);
     }
 

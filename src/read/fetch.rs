@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::{
     ReadError,
     buffer::{Buffer, BufferPool},
-    runs::{Job, Requirement},
+    plan_jobs::{Job, Requirement},
     schedule::{Batch, Fetch},
 };
 
@@ -112,7 +112,7 @@ pub(super) fn through_maps(
     };
     if 2 * first.used_bytes < span.len() {
         // The pages in between hold bytes that other tiles need.
-        maps.will_return();
+        maps.will_revisit();
     }
     let mut result = Ok(());
     let mut look = |bytes: &[u8]| {

@@ -4,13 +4,10 @@
 //! thread fetches their batches one after the other. While it waits for a batch, scoped threads make the bytes of the batch
 //! before: a large target is cut into parts, one for each thread.
 
-use std::{
-    num::NonZeroUsize,
-    sync::{Mutex, PoisonError},
-    thread,
-};
+use std::sync::{Mutex, PoisonError};
 
 use ckfs_source::FileId;
+use ckfs_sync::{Helpers, processors};
 use ckfs_tensor::{Stores, TensorId, Tiling, WorkSlice, to_usize};
 use smallvec::SmallVec;
 
@@ -18,7 +15,7 @@ use super::{
     Engine, ReadError,
     counters::Path,
     fetch,
-    runs::{Job, SpanPart, runs},
+    plan_jobs::{Job, SpanPart, plan_jobs},
     scatter::{scatter, scatter_batch, scatter_constant},
     schedule::{Batch, BatchLimits, schedule},
 };
@@ -30,6 +27,9 @@ const BATCH_BYTES_MAX: u64 = 16 << 20;
 const BATCH_SPANS_MAX: u64 = 16 << 10;
 /// Least bytes of a target that several threads fill.
 const PARALLEL_BYTES_MIN: usize = 8 << 20;
+
+/// Threads that make bytes with their readers.
+static SCATTERING: Helpers = Helpers::new("ckfs-scatter", || 2 * processors());
 
 /// How bytes are made.
 #[derive(Clone, Copy, Debug)]
@@ -67,7 +67,7 @@ impl Engine {
     ) -> Result<u64, ReadError> {
         let (mut made, mut result) = (0, Ok(()));
         let mut unmapped: SmallVec<[Job<'_>; 2]> = SmallVec::new();
-        runs(tiling, mode.slice, first, last, &mut |part| {
+        plan_jobs(tiling, mode.slice, first, last, &mut |part| {
             if result.is_err() {
                 return;
             }
@@ -117,7 +117,7 @@ impl Engine {
             (info.file(), info.span())
         };
         let batches = schedule(jobs, limits, &place)?;
-        let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get).min(self.workers.count() + 1);
+        let threads = processors().min(self.workers.count() + 1);
         // Several threads materialize a file already.
         let alone = threads == 1 || mode.stores == Stores::Streamed;
         if batches.len() == 1 || alone || target.len() < PARALLEL_BYTES_MIN {
@@ -159,15 +159,12 @@ impl Engine {
                 scatter_batch(batch, &memory, first, part, stores);
             }
         };
-        thread::scope(|scope| {
-            for _ in 1..count.max(2) {
-                // If the system refuses more threads, the caller makes all of the bytes.
-                let _ = thread::Builder::new().name("ckfs-scatter".to_owned()).spawn_scoped(scope, make);
-            }
+        let own = || {
             let fetched = fetch_next();
             make();
             fetched
-        })
+        };
+        SCATTERING.beside(count.max(2) - 1, make, own)
     }
 }
 

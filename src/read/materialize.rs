@@ -30,7 +30,7 @@ use ckfs_tensor::{WorkSlice, to_usize};
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::{Engine, OpenFile, ReadError, Reservation, counters::add};
+use super::{Engine, PreparedFile, ReadError, Reservation, counters::add};
 
 /// Least and most bytes of a piece that is written in order.
 const PIECE_BYTES_MIN: u64 = 1 << 20;
@@ -115,7 +115,7 @@ struct Progress {
 /// A file that is being materialized, or was.
 pub struct Materializing {
     engine: Arc<Engine>,
-    file: Arc<OpenFile>,
+    file: Arc<PreparedFile>,
     target: MaterializeTarget,
     /// The file's pieces, by their start.
     pieces: OnceLock<Result<Box<[FilePiece]>, ReadError>>,
@@ -147,7 +147,7 @@ impl Engine {
 
     /// The pieces of a file, by their start; together they cover it. The work slices of one transposed span have the same start
     /// and end.
-    fn pieces(&self, file: &OpenFile, threads: u64, sliced: bool) -> Result<Box<[FilePiece]>, ReadError> {
+    fn pieces(&self, file: &PreparedFile, threads: u64, sliced: bool) -> Result<Box<[FilePiece]>, ReadError> {
         let len_bytes = file.len_bytes();
         let most = (len_bytes / (threads * PIECES_PER_THREAD)).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
         let step = most.next_power_of_two();
@@ -197,7 +197,7 @@ impl Engine {
     }
 
     /// Makes a piece of a file in `target`, which is the piece's part of the file.
-    fn make_piece(&self, file: &OpenFile, piece: FilePiece, target: &mut [u8]) -> Result<(), ReadError> {
+    fn make_piece(&self, file: &PreparedFile, piece: FilePiece, target: &mut [u8]) -> Result<(), ReadError> {
         if let Some((segment, slice)) = piece.sliced {
             let start = file.image().start_of(segment);
             return self.make_work_slice(file, segment, piece.start - start, piece.end - start, target, slice);
@@ -210,7 +210,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`ReadError`]; the content of the target is then unspecified. The file ends within the target.
-    pub fn make_span(&self, file: &OpenFile, start: u64, mut target: &mut [u8]) -> Result<(), ReadError> {
+    pub fn make_span(&self, file: &PreparedFile, start: u64, mut target: &mut [u8]) -> Result<(), ReadError> {
         for (segment, low, high) in file.image().spans(start, start + target.len() as u64) {
             let Some(place) = target.split_off_mut(..to_usize(high - low)) else { break };
             self.make_within(file, segment, low, high, place)?;
@@ -228,7 +228,7 @@ impl Materializing {
     ///
     /// # Errors
     /// A target in memory is shorter than the file, or its length cannot be read.
-    pub fn new(engine: &Arc<Engine>, file: &Arc<OpenFile>, target: MaterializeTarget) -> io::Result<Self> {
+    pub fn new(engine: &Arc<Engine>, file: &Arc<PreparedFile>, target: MaterializeTarget) -> io::Result<Self> {
         if let MaterializeTarget::Memory(memory) = &target {
             let (expected, found) = (file.len_bytes(), memory.metadata()?.len());
             if found < expected {

@@ -3,7 +3,7 @@
 //! Four stages, of which the first two and the last are pure:
 //!
 //! ```text
-//! runs       a span of a view        ->  jobs, and the bytes of which tensors they need
+//! plan_jobs  a span of a view        ->  jobs, and the bytes of which tensors they need
 //! schedule   jobs                    ->  batches: spans of files, and where they lie in memory
 //! fetch      a batch                 ->  its bytes; the only stage that waits
 //! scatter    jobs and their bytes    ->  bytes of the view: gathered, decoded, converted
@@ -45,10 +45,10 @@ mod engine;
 mod fetch;
 mod fill;
 mod materialize;
-mod open_file;
+mod plan_jobs;
+mod prepared_file;
 mod reader;
 pub mod reference;
-mod runs;
 mod scatter;
 mod schedule;
 mod serve;
@@ -56,11 +56,11 @@ mod stream;
 mod tile;
 mod worker;
 
+pub use ckfs_sync::Reservation;
 pub use counters::{Counters, Path};
 pub use engine::{Engine, EngineOptions};
 pub use materialize::{MaterializeError, MaterializeTarget, Materializing};
-pub use open_file::OpenFile;
-pub use tile::Reservation;
+pub use prepared_file::PreparedFile;
 
 /// Why a read failed. Cheap to clone: several readers may wait for one failed computation.
 #[derive(Clone, Debug, thiserror::Error)]

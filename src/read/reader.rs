@@ -7,6 +7,7 @@ use std::sync::{
 
 use ckfs_image::Segment;
 use ckfs_source::{FileId, Served};
+use ckfs_sync::{Demand, Reservation};
 use ckfs_tensor::{Decode, Origin, Piece, Stores, Tiling, WorkSlice, to_usize};
 use smallvec::SmallVec;
 
@@ -14,28 +15,28 @@ use super::{
     Engine, ReadError,
     counters::{Path, add},
     fill::{FillMode, TouchedFiles},
-    open_file::{CacheRoom, Grid, OpenFile, Prepared, is_made},
-    tile::{Demand, Tile, TileRoom},
+    prepared_file::{CacheRoom, Grid, LoweredSegment, PreparedFile, is_made},
+    tile::Tile,
 };
 
 /// The content of a segment.
 enum SegmentContent<'a> {
     Bytes(&'a [u8]),
     Spaces,
-    View(Arc<Prepared>),
+    View(Arc<LoweredSegment>),
 }
 
 /// A segment of a file, and the engine that reads it. Spans are in bytes of the segment.
 pub(super) struct SegmentReader<'a> {
     engine: &'a Engine,
-    file: &'a OpenFile,
+    file: &'a PreparedFile,
     segment: usize,
     content: SegmentContent<'a>,
 }
 
 impl<'a> SegmentReader<'a> {
     /// A reader of a segment. Lowers its view if it is not lowered yet.
-    pub(super) fn new(engine: &'a Engine, file: &'a OpenFile, segment: usize) -> Result<Self, ReadError> {
+    pub(super) fn new(engine: &'a Engine, file: &'a PreparedFile, segment: usize) -> Result<Self, ReadError> {
         let content = match &file.image().segments()[segment] {
             Segment::Bytes(bytes) => SegmentContent::Bytes(bytes),
             Segment::Spaces(_) => SegmentContent::Spaces,
@@ -143,7 +144,7 @@ impl<'a> SegmentReader<'a> {
     /// Makes a span for this request alone.
     fn read_alone(
         &self,
-        prepared: &Prepared,
+        prepared: &LoweredSegment,
         low: u64,
         high: u64,
         reply: &mut dyn FnMut(&[u8]),
@@ -164,7 +165,7 @@ impl<'a> SegmentReader<'a> {
 
     fn read_tiles(
         &self,
-        prepared: &Prepared,
+        prepared: &LoweredSegment,
         grid: Grid,
         low: u64,
         high: u64,
@@ -192,7 +193,7 @@ impl<'a> SegmentReader<'a> {
     /// Reads a span that lies in one tile.
     fn read_tile(
         &self,
-        prepared: &Prepared,
+        prepared: &LoweredSegment,
         grid: Grid,
         low: u64,
         high: u64,
@@ -227,13 +228,13 @@ impl<'a> SegmentReader<'a> {
 }
 
 /// The path under which the bytes of a view are counted.
-fn path(prepared: &Prepared) -> Path {
+fn path(prepared: &LoweredSegment) -> Path {
     if prepared.grid.is_some() { Path::Tiles } else { Path::Contiguous }
 }
 
 impl Engine {
     /// The tiling of a segment that is a view, and its tiles.
-    pub(super) fn prepare(&self, file: &OpenFile, segment: usize) -> Result<Arc<Prepared>, ReadError> {
+    pub(super) fn prepare(&self, file: &PreparedFile, segment: usize) -> Result<Arc<LoweredSegment>, ReadError> {
         let prepared = file.tilings[segment].get_or_init(|| {
             let Segment::View(view) = &file.image.segments()[segment] else {
                 return Err(ReadError::Internal { what: "only a view is lowered" });
@@ -248,7 +249,7 @@ impl Engine {
             let free_bytes = cache_bytes.saturating_sub(self.cache.bytes_in_use());
             let room = CacheRoom { cache_bytes: cache_bytes as u64, free_bytes: free_bytes as u64 };
             let grid = is_made(&tiling).then(|| Grid::new(&tiling, start, room, mapped));
-            Ok(Arc::new(Prepared { tiling, grid, mapped }))
+            Ok(Arc::new(LoweredSegment { tiling, grid, mapped }))
         });
         prepared.clone()
     }
@@ -258,7 +259,7 @@ impl Engine {
         &self,
         tiling: &Tiling,
         (first, last): (u64, u64),
-        mut room: TileRoom,
+        mut room: Reservation,
     ) -> Result<Tile, ReadError> {
         let mut bytes = self.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
         room.resize(bytes.memory_bytes());
@@ -275,7 +276,7 @@ impl Engine {
     /// Makes a span of one segment: see [`SegmentReader::make`].
     pub(super) fn make_within(
         &self,
-        file: &OpenFile,
+        file: &PreparedFile,
         segment: usize,
         low: u64,
         high: u64,
@@ -287,7 +288,7 @@ impl Engine {
     /// Makes a work slice of a span of one segment: see [`SegmentReader::make_work_slice`].
     pub(super) fn make_work_slice(
         &self,
-        file: &OpenFile,
+        file: &PreparedFile,
         segment: usize,
         low: u64,
         high: u64,
@@ -299,7 +300,7 @@ impl Engine {
 
     /// Bytes of one row of a segment that transposes its source: one element of each source row. `None` where slices of the
     /// source's lines would each read all of an operand.
-    pub(super) fn transposed_row_bytes(&self, file: &OpenFile, segment: usize) -> Result<Option<u64>, ReadError> {
+    pub(super) fn transposed_row_bytes(&self, file: &PreparedFile, segment: usize) -> Result<Option<u64>, ReadError> {
         let Segment::View(_) = &file.image.segments()[segment] else { return Ok(None) };
         let prepared = self.prepare(file, segment)?;
         if prepared.mapped && prepared.tiling.has_index_tables() {
@@ -309,7 +310,7 @@ impl Engine {
     }
 
     /// Whether all sources of a segment are mapped, so that parts of source rows cost no more than whole rows.
-    pub(super) fn is_mapped(&self, file: &OpenFile, segment: usize) -> Result<bool, ReadError> {
+    pub(super) fn is_mapped(&self, file: &PreparedFile, segment: usize) -> Result<bool, ReadError> {
         let Segment::View(_) = &file.image.segments()[segment] else { return Ok(true) };
         Ok(self.prepare(file, segment)?.mapped)
     }

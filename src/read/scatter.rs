@@ -3,7 +3,7 @@
 use ckfs_tensor::{Gather, Origin, Piece, Stores, Window, fill, gather_with, to_usize};
 use smallvec::SmallVec;
 
-use super::{runs::Job, schedule::Batch};
+use super::{plan_jobs::Job, schedule::Batch};
 
 /// Runs a job over one window for each of its operands.
 pub(super) fn scatter(job: &Job<'_>, windows: &[Window<'_>], target: &mut [u8], stores: Stores) {
@@ -56,7 +56,7 @@ mod tests {
 
     use super::{
         super::{
-            runs::{SpanPart, runs},
+            plan_jobs::{SpanPart, plan_jobs},
             schedule::{BatchLimits, schedule},
         },
         *,
@@ -93,7 +93,7 @@ mod tests {
             let tiling = view.lower().unwrap();
             let len = to_usize(tiling.len_bytes());
             let mut jobs = Vec::new();
-            runs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| {
+            plan_jobs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| {
                 let SpanPart::Job(job) = part else { panic!("no constants") };
                 jobs.push(job);
             });

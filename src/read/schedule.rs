@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 
 use super::{
     ReadError,
-    runs::{Job, Requirement},
+    plan_jobs::{Job, Requirement},
 };
 
 /// Bounds of one batch.

@@ -7,7 +7,7 @@ use ckfs_image::Segment;
 use ckfs_source::{Served, SourceError};
 use ckfs_tensor::to_usize;
 
-use super::{Engine, ReadError, open_file::OpenFile, reader::SegmentReader};
+use super::{Engine, ReadError, prepared_file::PreparedFile, reader::SegmentReader};
 
 impl Engine {
     /// Reads `len` bytes at `start`, fewer only at the end of the file, and passes them to `reply`. If the result is `Ok`, `reply`
@@ -18,7 +18,7 @@ impl Engine {
     /// bytes must not be trusted.
     pub fn read(
         self: &Arc<Self>,
-        file: &Arc<OpenFile>,
+        file: &Arc<PreparedFile>,
         start: u64,
         len: usize,
         reply: &mut dyn FnMut(Served<'_>),
@@ -49,7 +49,7 @@ impl Engine {
     }
 
     /// A tensor that the span is made of: the first in the file that the error is about.
-    fn tensor_of(&self, file: &OpenFile, start: u64, end: u64, error: &SourceError) -> Option<String> {
+    fn tensor_of(&self, file: &PreparedFile, start: u64, end: u64, error: &SourceError) -> Option<String> {
         let failed = error.file()?;
         let mut found = None;
         for (segment, _, _) in file.image.spans(start, end) {
@@ -66,7 +66,7 @@ impl Engine {
 
     fn read_span(
         &self,
-        file: &OpenFile,
+        file: &PreparedFile,
         start: u64,
         end: u64,
         reply: &mut dyn FnMut(Served<'_>),

@@ -4,11 +4,11 @@
 use std::{
     collections::VecDeque,
     fmt,
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    thread,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
+use ckfs_sync::{BoxedJob, Pool, PoolOptions, Queue};
 use rustix::thread::{Pid, gettid};
 
 /// Most jobs that may wait. More would be stale before they ran.
@@ -17,49 +17,70 @@ const QUEUE_MAX: usize = 64;
 /// Most substitutes for threads that wait for storage.
 const SPARES_MAX: usize = 64;
 
-type QueuedJob = Box<dyn FnOnce() + Send>;
+/// A thread ends after this time without a job.
+const IDLE: Duration = Duration::from_secs(10);
 
 #[derive(Default)]
-struct Jobs {
+struct WorkQueue {
     /// Jobs that a reader or an opening waits for.
-    awaited: VecDeque<QueuedJob>,
-    ahead: VecDeque<QueuedJob>,
-    /// Threads without a job; the one that became idle last is last.
-    idle: Vec<Arc<IdleWorker>>,
-    /// All threads that run.
-    threads: Vec<Pid>,
-    /// Threads beyond the usual number, and how many there should be.
-    spares: usize,
-    spares_wanted: usize,
-    ended: bool,
+    awaited: VecDeque<BoxedJob>,
+    ahead: VecDeque<BoxedJob>,
 }
 
-/// A thread as it waits for a job.
-struct IdleWorker {
-    thread: Pid,
-    wake: Condvar,
+impl Queue for WorkQueue {
+    type Job = BoxedJob;
+    type Done = ();
+
+    fn take(&mut self) -> Option<BoxedJob> {
+        self.awaited.pop_front().or_else(|| self.ahead.pop_front())
+    }
+
+    fn ready(&self) -> usize {
+        self.awaited.len() + self.ahead.len()
+    }
+
+    fn done(&mut self, (): ()) {}
 }
 
-#[derive(Default)]
-struct JobQueue {
-    jobs: Mutex<Jobs>,
+/// Threads inside jobs.
+#[derive(Clone, Default)]
+struct Busy(Arc<Mutex<Vec<Pid>>>);
+
+impl Busy {
+    fn lock(&self) -> MutexGuard<'_, Vec<Pid>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-/// A fixed number of threads and their queue.
+/// Notes that this thread is inside a job, until it is dropped.
+struct BusyThread<'a>(&'a Busy, Pid);
+
+impl Drop for BusyThread<'_> {
+    fn drop(&mut self) {
+        self.0.lock().retain(|thread| *thread != self.1);
+    }
+}
+
+/// Threads and their queue.
 pub(super) struct Workers {
-    queue: Arc<JobQueue>,
+    pool: Pool<WorkQueue>,
+    busy: Busy,
     count: usize,
 }
 
 impl Workers {
-    /// Starts `count` threads, named `name` with a number; if the system refuses some, there are fewer.
-    pub(super) fn new(name: &str, count: usize) -> Self {
-        let queue = Arc::new(JobQueue::default());
-        let started = (0..count).filter(|index| {
-            let queue = Arc::clone(&queue);
-            thread::Builder::new().name(format!("{name}-{index}")).spawn(move || work(&queue, false)).is_ok()
-        });
-        Self { count: started.count(), queue }
+    /// At most `count` threads.
+    pub(super) fn new(name: &'static str, count: usize) -> Self {
+        let busy = Busy::default();
+        let of_job = busy.clone();
+        let run = move |job: BoxedJob| {
+            let thread = gettid();
+            of_job.lock().push(thread);
+            let _busy = BusyThread(&of_job, thread);
+            job();
+        };
+        let options = PoolOptions { name, threads_max: count, idle: IDLE };
+        Self { pool: Pool::new(options, WorkQueue::default(), run), busy, count }
     }
 
     /// The usual number of threads.
@@ -67,37 +88,22 @@ impl Workers {
         self.count
     }
 
-    /// Starts one substitute for each of these threads in `waiting`, the threads that wait for storage, so that the usual
-    /// number can work at any time. Substitutes end when they are idle and no longer needed.
+    /// Allows one substitute for each of these threads in `waiting`, the threads that wait for storage, so that the usual
+    /// number can work at any time. Substitutes end when they are no longer needed.
     pub(super) fn replace_waiting(&self, waiting: &[i32]) {
-        let mut jobs = self.queue.lock();
-        let stuck = jobs.threads.iter().filter(|thread| waiting.contains(&thread.as_raw_nonzero().get())).count();
-        jobs.spares_wanted = stuck.min(SPARES_MAX);
-        let missing = jobs.spares_wanted.saturating_sub(jobs.spares);
-        for _ in 0..missing {
-            let queue = Arc::clone(&self.queue);
-            if thread::Builder::new().name("ckfs-spare".to_owned()).spawn(move || work(&queue, true)).is_ok() {
-                jobs.spares += 1;
-            }
-        }
-        if jobs.spares > jobs.spares_wanted {
-            // Idle substitutes check whether they are still needed.
-            for worker in std::mem::take(&mut jobs.idle) {
-                worker.wake.notify_one();
-            }
-        }
+        let is_stuck = |thread: &&Pid| waiting.contains(&thread.as_raw_nonzero().get());
+        let stuck = self.busy.lock().iter().filter(is_stuck).count();
+        self.pool.set_threads_max(self.count + stuck.min(SPARES_MAX));
     }
 
     /// Queues a job, unless too many wait.
     pub(super) fn offer(&self, job: impl FnOnce() + Send + 'static) {
-        let mut jobs = self.queue.lock();
-        if self.count > 0 && jobs.ahead.len() < QUEUE_MAX {
-            jobs.ahead.push_back(Box::new(job));
-            let worker = jobs.idle.pop();
-            drop(jobs);
-            if let Some(worker) = worker {
-                worker.wake.notify_one();
-            }
+        if self.count > 0 {
+            self.pool.update(|queue, _| {
+                if queue.ahead.len() < QUEUE_MAX {
+                    queue.ahead.push_back(Box::new(job));
+                }
+            });
         }
     }
 
@@ -106,65 +112,9 @@ impl Workers {
         if self.count == 0 {
             return job();
         }
-        if let Some(worker) = self.queue.add(Box::new(job)) {
-            worker.wake.notify_one();
-        }
-    }
-}
-
-impl JobQueue {
-    fn lock(&self) -> MutexGuard<'_, Jobs> {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Adds a job that a caller waits for. Returns the thread to wake for it, if one is idle.
-    fn add(&self, job: QueuedJob) -> Option<Arc<IdleWorker>> {
-        let mut jobs = self.lock();
-        jobs.awaited.push_back(job);
-        jobs.idle.pop()
-    }
-}
-
-fn work(queue: &JobQueue, spare: bool) {
-    let worker = Arc::new(IdleWorker { thread: gettid(), wake: Condvar::new() });
-    queue.lock().threads.push(worker.thread);
-    while let Some(job) = queue.next(&worker, spare) {
-        if catch_unwind(AssertUnwindSafe(job)).is_err() {
-            tracing::error!("a computation panicked; a read that needs its bytes will repeat it");
-        }
-    }
-}
-
-impl JobQueue {
-    /// The next job of a thread; waits for one. `None` if the thread should end.
-    fn next(&self, worker: &Arc<IdleWorker>, spare: bool) -> Option<QueuedJob> {
-        let mut jobs = self.lock();
-        loop {
-            let unwanted = spare && jobs.spares > jobs.spares_wanted;
-            if jobs.ended || unwanted {
-                jobs.spares -= usize::from(spare);
-                jobs.threads.retain(|thread| *thread != worker.thread);
-                return None;
-            }
-            if let Some(job) = jobs.awaited.pop_front().or_else(|| jobs.ahead.pop_front()) {
-                return Some(job);
-            }
-            jobs.idle.push(Arc::clone(worker));
-            // The thread that wakes this worker removes it from the list.
-            while jobs.idle.iter().any(|idle| Arc::ptr_eq(idle, worker)) {
-                jobs = worker.wake.wait(jobs).unwrap_or_else(PoisonError::into_inner);
-            }
-        }
-    }
-}
-
-impl Drop for Workers {
-    /// Tells the threads to end. They are not waited for: this may run on one of them.
-    fn drop(&mut self) {
-        let mut jobs = self.queue.lock();
-        jobs.ended = true;
-        for worker in jobs.idle.drain(..) {
-            worker.wake.notify_one();
+        self.pool.update(|queue, _| queue.awaited.push_back(Box::new(job)));
+        while let Some(job) = self.pool.take_refused(|queue, _| queue.awaited.pop_front()) {
+            job();
         }
     }
 }
@@ -217,14 +167,16 @@ mod tests {
         told.recv_timeout(Duration::from_millis(50)).unwrap_err();
         workers.replace_waiting(&[stuck.as_raw_nonzero().get(), 1]);
         assert_ne!(told.recv_timeout(Duration::from_secs(30)).unwrap(), stuck);
-        assert_eq!(workers.queue.lock().spares, 1);
+        assert_eq!(workers.pool.threads().all, 2);
         go.send(()).unwrap();
         workers.replace_waiting(&[]);
         let until = std::time::Instant::now() + Duration::from_secs(30);
-        while workers.queue.lock().spares > 0 && std::time::Instant::now() < until {
+        // One of them ends with its next job.
+        while workers.pool.threads().all > 1 && std::time::Instant::now() < until {
+            workers.submit(|| ());
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert_eq!(workers.queue.lock().threads, [stuck]);
+        assert_eq!(workers.pool.threads().all, 1);
     }
 
     #[test]

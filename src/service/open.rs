@@ -15,7 +15,7 @@ use ckfs_config::{
 use ckfs_host::{budget::Budget, limits, memory, state_directory};
 use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
 use ckfs_read::EngineOptions;
-use ckfs_source::{ComparedFiles, Fetches, FileId, SourceError, digest::Compared, remote::RemoteOptions};
+use ckfs_source::{ComparedFiles, FileId, SourceError, WaitRegistry, digest::Compared, remote::RemoteOptions};
 use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeOptions};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
@@ -67,7 +67,7 @@ fn remote_options(settings: &MountSettings) -> RemoteOptions {
 ///
 /// # Errors
 /// Everything wrong with the repository.
-pub fn open_checkpoint(config: &mut Config, waits: &Arc<Fetches>) -> Result<Arc<Checkpoint>, OpenError> {
+pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Arc<Checkpoint>, OpenError> {
     start_pool()?;
     let mut source = config.source.clone().ok_or(OpenError::NoSource)?;
     // A daemon changes its working directory, and later checks its files by path again.
@@ -142,13 +142,25 @@ pub fn open_checkpoint(config: &mut Config, waits: &Arc<Fetches>) -> Result<Arc<
             view.settings.layout.get_or_insert(LayoutChoice::Named("stored"));
         }
     }
-    for file in checkpoint.suspicious_files() {
-        tracing::warn!("{}: left out: safetensors that the index does not name", printable(&file.path));
+    let suspicious: Vec<&str> = checkpoint.suspicious_files().map(|file| file.path.as_str()).collect();
+    if let Some(files) = counted(&suspicious) {
+        tracing::warn!("{files}: left out: safetensors that the index does not name");
     }
     for warning in checkpoint.warnings() {
         tracing::warn!("{}", printable(warning));
     }
     Ok(Arc::new(checkpoint))
+}
+
+/// The first of some names, and how many more there are. None if there is none.
+fn counted(names: &[&str]) -> Option<String> {
+    const SHOWN: usize = 3;
+    let shown = names.iter().take(SHOWN).map(|name| printable(name)).collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(SHOWN) {
+        0 if names.is_empty() => None,
+        0 => Some(shown),
+        more => Some(format!("{shown} and {more} more")),
+    }
 }
 
 /// The hint at the flags for names other than the expected ones.
@@ -162,12 +174,13 @@ const ADVICE: &str = "  --allow-missing[=PATTERN] accepts what is missing, --all
 pub fn plan_views(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<ViewPlan>, OpenError> {
     let mut failures = Vec::new();
     let mut plans = Vec::new();
-    let mut of_names = false;
+    let (mut of_names, mut other_shape) = (false, None);
     for view in &config.views {
         match ViewOptions::new(&view.settings).and_then(|options| Plan::build(checkpoint, &options)) {
             Ok(plan) => plans.push(ViewPlan { name: view.name.clone(), plan: Arc::new(plan) }),
             Err(error) => {
                 of_names |= error.concerns_names();
+                other_shape = other_shape.or_else(|| error.of_other_shape().map(str::to_owned));
                 let of_view = if view.name.is_empty() { String::new() } else { format!("view {}: ", view.name) };
                 failures.push(format!("{of_view}{error}"));
             }
@@ -175,6 +188,13 @@ pub fn plan_views(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<ViewPl
     }
     if of_names {
         failures.push(ADVICE.to_owned());
+    }
+    if let Some(tensor) = other_shape {
+        failures.push(format!(
+            "  a tensor that has another shape in one layer is often damaged, or of another model; if it is meant so, \
+             --allow-missing={} shows it with its own shape",
+            printable(&tensor)
+        ));
     }
     if failures.is_empty() { Ok(plans) } else { Err(OpenError::Plans(failures.join("\n"))) }
 }
@@ -248,7 +268,7 @@ pub fn overrides(settings: &MountSettings) -> Overrides {
 ///
 /// # Errors
 /// Everything wrong with settings, repository or plans.
-pub fn open_volume(config: &mut Config, waits: &Arc<Fetches>) -> Result<Volume, OpenError> {
+pub fn open_volume(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Volume, OpenError> {
     let checkpoint = open_checkpoint(config, waits)?;
     let plans = plan_views(&checkpoint, config)?;
     for (name, warning) in plans.iter().flat_map(|view| view.plan.warnings.iter().map(|text| (&view.name, text))) {
@@ -270,7 +290,7 @@ pub fn volume_of(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Conf
     let mut budget = budget(&config.mount);
     chunk_memory::admit(checkpoint, plans, &mut budget)?;
     if let Some(maps) = checkpoint.source().maps() {
-        maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
+        maps.bound(budget.mapped_bytes, budget.revisit_window_bytes);
     }
     if let Some(chunks) = checkpoint.source().chunks() {
         chunks.bound_bytes(budget.decoded_bytes);

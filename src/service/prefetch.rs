@@ -49,7 +49,7 @@ pub(super) fn start(checkpoint: &Arc<Checkpoint>, plans: &[Arc<Plan>], prefetch:
         let Some(remote) = checkpoint.source().remote() else { return };
         let mut offer = |file: FileId, spans: &[ByteSpan]| {
             while !stop.load(Ordering::Relaxed) {
-                if remote.ahead_jobs() < JOBS_MAX && remote.bring_ahead(file, spans) {
+                if remote.ahead_jobs() < JOBS_MAX && remote.prefetch(file, spans) {
                     return true;
                 }
                 thread::sleep(PAUSE);

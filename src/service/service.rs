@@ -3,7 +3,7 @@
 use std::{fs, io, path::Path, sync::Arc};
 
 use ckfs_config::Config;
-use ckfs_source::{Fetches, FileId};
+use ckfs_source::{FileId, WaitRegistry};
 use ckfs_volume::Volume;
 
 use super::{
@@ -41,7 +41,7 @@ impl Service {
     ///
     /// # Errors
     /// Everything wrong with settings, repository or plans; and a mountpoint that would cover a file of the source.
-    pub fn open(config: &mut Config, waits: &Arc<Fetches>) -> Result<Self, OpenError> {
+    pub fn open(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Self, OpenError> {
         let mut volume = open::open_volume(config, waits)?;
         if let Err(error) = open::enable_materialization(&mut volume)? {
             tracing::info!("no file is materialized: no file system in memory: {error}");
@@ -54,7 +54,7 @@ impl Service {
     }
 
     /// Refuses a mountpoint that would cover a source file: a check of that file's path would make the daemon wait for itself.
-    fn refuse_covered(&self, mountpoint: &Path, waits: &Fetches) -> Result<(), OpenError> {
+    fn refuse_covered(&self, mountpoint: &Path, waits: &WaitRegistry) -> Result<(), OpenError> {
         let Ok(covered) = fs::canonicalize(mountpoint) else { return Ok(()) };
         let source = self.volume.engine().checkpoint().source();
         let number =

@@ -15,7 +15,7 @@ use std::{
 
 use ckfs_config::{MountSettings, TimeLimit};
 use ckfs_host::limits;
-use ckfs_source::{Fetches, Wait};
+use ckfs_source::{Wait, WaitRegistry};
 
 /// Checks per time limit, and the longest time between two checks.
 const LOOKS: u32 = 8;
@@ -44,8 +44,8 @@ impl Drop for WaitWatch {
 }
 
 /// An empty record of waits, with the time limit of the settings.
-pub fn wait_registry(settings: &MountSettings) -> Arc<Fetches> {
-    Arc::new(Fetches::new(settings.source_timeout.map_or(Fetches::LIMIT, TimeLimit::duration)))
+pub fn wait_registry(settings: &MountSettings) -> Arc<WaitRegistry> {
+    Arc::new(WaitRegistry::new(settings.source_timeout.map_or(WaitRegistry::LIMIT, TimeLimit::duration)))
 }
 
 /// Calls `give_up` with a message when a fetch stalls, from another thread. While a service is waited for, `note` learns at each look
@@ -54,7 +54,7 @@ pub fn wait_registry(settings: &MountSettings) -> Arc<Fetches> {
 /// # Errors
 /// The system starts no thread.
 pub fn watch(
-    fetches: &Arc<Fetches>,
+    fetches: &Arc<WaitRegistry>,
     mut note: impl FnMut(Option<(&Wait, &str)>) + Send + 'static,
     give_up: impl FnOnce(&str) + Send + 'static,
 ) -> io::Result<WaitWatch> {

@@ -15,14 +15,14 @@ use std::{
 
 use super::{
     FileId, Poison, SourceError, Stall, Waiting,
-    stall::{Fetches, Fetching, WaitTarget},
+    stall::{WaitGuard, WaitRegistry, WaitTarget},
 };
 
 /// The state of each file of a source.
 #[derive(Debug)]
 pub struct Health {
     shared: Arc<SharedHealth>,
-    fetches: Arc<Fetches>,
+    fetches: Arc<WaitRegistry>,
     stalls: Mutex<Vec<(FileId, Stall)>>,
     /// Files after those of `files`, each with the file whose bytes it shows in another form.
     others: OnceLock<Vec<FileId>>,
@@ -85,7 +85,7 @@ struct FileHealth {
 
 impl Health {
     /// The health of files that are all good; a file's id is its position in `paths`. `fetches` notes the waits for storage.
-    pub fn new(paths: impl Iterator<Item = Arc<Path>>, fetches: Arc<Fetches>) -> Self {
+    pub fn new(paths: impl Iterator<Item = Arc<Path>>, fetches: Arc<WaitRegistry>) -> Self {
         let file = |path| FileHealth { path, poison: OnceLock::new(), stalled: AtomicBool::new(false) };
         let files: Vec<FileHealth> = paths.map(file).collect();
         fetches.name_files(files.iter().map(|file| file.path.clone()));
@@ -124,7 +124,7 @@ impl Health {
     }
 
     /// Notes that this thread is about to wait for `target`.
-    pub fn begin(&self, target: WaitTarget) -> Fetching<'_> {
+    pub fn begin(&self, target: WaitTarget) -> WaitGuard<'_> {
         self.fetches.begin(target)
     }
 
@@ -171,7 +171,7 @@ impl Health {
         self.file(file).poison.get().is_some()
     }
 
-    /// Most bytes to request in one call: see [`Fetches::piece_bytes`].
+    /// Most bytes to request in one call: see [`WaitRegistry::piece_bytes`].
     pub fn piece_bytes(&self) -> usize {
         self.fetches.piece_bytes()
     }

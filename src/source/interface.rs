@@ -13,7 +13,7 @@ use super::{
     error::SourceError,
     health::Health,
     kernel_bytes::KernelBytes,
-    permission::Gates,
+    permission::AccessRules,
     remote::{RemoteCounters, cache::CacheLimit},
     span::{ByteSpan, FileId},
 };
@@ -31,7 +31,7 @@ pub struct Pin {
     /// Modification time.
     pub modified: SystemTime,
     /// The permissions of the file and of the directories above it when it was opened.
-    pub gates: Gates,
+    pub gates: AccessRules,
 }
 
 /// Bytes to fetch, and their target.
@@ -179,12 +179,12 @@ pub trait RemoteSource: Sync {
 
     /// Requests spans that will be needed, behind everything that readers wait for; does not wait. Returns false if the source has
     /// enough requests for now. Spans of one call are parts of one strided piece, so that small gaps may be fetched with them.
-    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool;
+    fn prefetch(&self, file: FileId, spans: &[ByteSpan]) -> bool;
 
-    /// [`RemoteSource::bring_ahead`] brings gaps of at most this many bytes between spans of one call.
+    /// [`RemoteSource::prefetch`] brings gaps of at most this many bytes between spans of one call.
     fn ahead_gap_bytes(&self, file: FileId) -> u64;
 
-    /// Number of requests made by [`RemoteSource::bring_ahead`] that are not done.
+    /// Number of requests made by [`RemoteSource::prefetch`] that are not done.
     fn ahead_jobs(&self) -> usize;
 
     /// What a read of these spans would have to bring: in order, without overlaps, and in the units in which the source brings
@@ -287,7 +287,7 @@ pub trait Maps {
     fn will_need(&self, file: FileId, span: ByteSpan) -> bool;
 
     /// Advises that mapped pages visited from now on will be visited again soon, as by the next of many transposed tiles.
-    fn will_return(&self);
+    fn will_revisit(&self);
 
     /// Drops pages kept for readers if there were none lately. To be called every few seconds.
     fn trim(&self);

@@ -52,6 +52,12 @@ impl Default for BufferMemory {
     }
 }
 
+impl ckfs_sync::RawMemory for BufferMemory {
+    fn allocate(len: usize) -> Self {
+        Self::new(len)
+    }
+}
+
 impl Deref for BufferMemory {
     type Target = [u8];
 

@@ -49,5 +49,5 @@ pub use memory::BufferMemory;
 pub use pin::pin_files;
 pub use root_dir::{FoundFile, Opened, RootDir, private_directory};
 pub use span::{ByteSpan, FileId};
-pub use stall::{Fetches, Stall, Waiting};
+pub use stall::{Stall, WaitRegistry, Waiting};
 pub use waits::{Wait, Waits};

@@ -2,7 +2,7 @@
 //!
 //! A reader of a source file passes *gates*: each directory above the file must let the reader pass, and the file must
 //! let the reader read. A user may read a file made from several sources if the user passes all gates of all of them. The
-//! kernel decides by an owner, a group and nine bits, which cannot express this exactly. [`Gates::permission`] finds the owner,
+//! kernel decides by an owner, a group and nine bits, which cannot express this exactly. [`AccessRules::permission`] finds the owner,
 //! group and bits that admit most readers and none that a gate would refuse.
 //!
 //! The members of a group and the groups of a user are unknown. So each rule assumes the worst: a member of the chosen group may
@@ -22,7 +22,7 @@ pub const UNKNOWN: u32 = u32::MAX;
 
 /// A file or directory that a reader must pass, and the users that it admits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Gate {
+pub struct AccessRule {
     /// Owner.
     pub uid: u32,
     /// Group.
@@ -35,7 +35,7 @@ pub struct Gate {
     pub other: bool,
 }
 
-impl Gate {
+impl AccessRule {
     /// Admits root only.
     pub const CLOSED: Self = Self { uid: UNKNOWN, gid: UNKNOWN, user: false, group: false, other: false };
 
@@ -61,19 +61,19 @@ impl Gate {
 
 /// The gates before a file or directory, and its own owner and group. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Gates {
+pub struct AccessRules {
     /// Owner of the file itself.
     pub uid: u32,
     /// Its group.
     pub gid: u32,
     /// Sorted, each once, without those that admit everybody.
-    list: Arc<[Gate]>,
+    list: Arc<[AccessRule]>,
 }
 
-impl Gates {
+impl AccessRules {
     /// The gates before a file of this owner and group.
-    pub fn new(uid: u32, gid: u32, gates: impl IntoIterator<Item = Gate>) -> Self {
-        let mut gates: Vec<Gate> = gates.into_iter().filter(|gate| !gate.is_open()).collect();
+    pub fn new(uid: u32, gid: u32, gates: impl IntoIterator<Item = AccessRule>) -> Self {
+        let mut gates: Vec<AccessRule> = gates.into_iter().filter(|gate| !gate.is_open()).collect();
         gates.sort_unstable();
         gates.dedup();
         Self { uid, gid, list: gates.into() }
@@ -85,7 +85,7 @@ impl Gates {
     }
 
     /// The gates that do not admit everybody.
-    pub fn iter(&self) -> impl Iterator<Item = &Gate> {
+    pub fn iter(&self) -> impl Iterator<Item = &AccessRule> {
         self.list.iter()
     }
 
@@ -97,18 +97,18 @@ impl Gates {
         if rest.peek().is_none() {
             return Some(first.clone());
         }
-        let gates: Vec<Gate> = first.list.iter().chain(rest.flat_map(|file| file.list.iter())).copied().collect();
+        let gates: Vec<AccessRule> = first.list.iter().chain(rest.flat_map(|file| file.list.iter())).copied().collect();
         Some(Self::new(first.uid, first.gid, gates))
     }
 }
 
 /// The gates of a directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DirectoryGates {
+pub struct DirectoryRules {
     /// Gates for listing it.
-    pub list: Gates,
+    pub list: AccessRules,
     /// Gates for access to its entries.
-    pub pass: Gates,
+    pub pass: AccessRules,
 }
 
 /// The user that runs this process. The user must be able to read through ckfs everything that it can read without.
@@ -127,8 +127,8 @@ pub struct Mounter {
 impl Mounter {
     /// Whether the user passes all gates without a capability. The user of an unprivileged process may read every file that the
     /// process has opened, whatever its access control list.
-    fn passes(&self, gates: &Gates) -> bool {
-        let through = |gate: &Gate| {
+    fn passes(&self, gates: &AccessRules) -> bool {
+        let through = |gate: &AccessRule| {
             if gate.uid == self.uid {
                 gate.user
             } else if self.groups.contains(&gate.gid) {
@@ -181,7 +181,7 @@ pub struct Overrides {
 #[derive(Clone, Copy, Debug)]
 pub struct Grant<'a> {
     /// The gates.
-    pub gates: &'a Gates,
+    pub gates: &'a AccessRules,
     /// [`READ`], [`PASS`] or both.
     pub bits: u16,
 }
@@ -189,14 +189,14 @@ pub struct Grant<'a> {
 impl Grant<'_> {
     /// Whether the owner `uid` passes.
     fn admits_owner(&self, uid: u32, mounter: &Mounter) -> bool {
-        let through = |gate: &Gate| if gate.uid == uid { gate.user } else { gate.group && gate.other };
+        let through = |gate: &AccessRule| if gate.uid == uid { gate.user } else { gate.group && gate.other };
         // Root reads everything.
         uid == 0 || (uid == mounter.uid && mounter.passes(self.gates)) || self.gates.iter().all(through)
     }
 
     /// Whether every member of the group `gid` except `uid` passes.
     fn admits_group(&self, uid: u32, gid: u32) -> bool {
-        let through = |gate: &Gate| {
+        let through = |gate: &AccessRule| {
             (gate.user || gate.uid == uid || gate.uid == 0) && gate.group && (gate.other || gate.gid == gid)
         };
         self.gates.iter().all(through)
@@ -204,7 +204,7 @@ impl Grant<'_> {
 
     /// Whether everybody else passes.
     fn admits_others(&self, uid: u32, gid: u32) -> bool {
-        let through = |gate: &Gate| {
+        let through = |gate: &AccessRule| {
             (gate.user || gate.uid == uid || gate.uid == 0) && (gate.group || gate.gid == gid) && gate.other
         };
         self.gates.iter().all(through)
@@ -266,7 +266,12 @@ pub fn permission(grants: &[Grant<'_>], mounter: &Mounter, overrides: &Overrides
 const NOBODY: Permission = Permission { uid: 0, gid: 0, mode: 0 };
 
 /// How good a choice is; larger is better.
-fn score(found: &Permission, grants: &[Grant<'_>], mounter: &Mounter, own: &Gates) -> (bool, Vec<bool>, bool, bool) {
+fn score(
+    found: &Permission,
+    grants: &[Grant<'_>],
+    mounter: &Mounter,
+    own: &AccessRules,
+) -> (bool, Vec<bool>, bool, bool) {
     let keeps = |grant: &Grant<'_>| !mounter.passes(grant.gates) || mounter.is_granted(*found, grant.bits);
     let has = |shift: u16, bits: u16| found.mode >> shift & bits == bits;
     // A bit for root as the owner gives no user more access. An owner without the bit loses the access that its groups would give.
@@ -277,7 +282,7 @@ fn score(found: &Permission, grants: &[Grant<'_>], mounter: &Mounter, own: &Gate
     (grants.iter().all(keeps), given.collect(), found.uid == own.uid, found.gid == own.gid)
 }
 
-impl Gates {
+impl AccessRules {
     /// Owner, group and bits of a file behind these gates: see [`permission`].
     pub fn permission(&self, mounter: &Mounter, overrides: &Overrides) -> Permission {
         permission(&[Grant { gates: self, bits: READ }], mounter, overrides)
@@ -302,13 +307,13 @@ mod tests {
         Mounter { uid, gid: uid, groups, privileged: false }
     }
 
-    fn file(uid: u32, gid: u32, mode: u32, above: &[(u32, u32, u32)]) -> Gates {
-        let above = above.iter().map(|(uid, gid, mode)| Gate::new(*uid, *gid, *mode, 1));
-        Gates::new(uid, gid, above.chain([Gate::new(uid, gid, mode, 4)]))
+    fn file(uid: u32, gid: u32, mode: u32, above: &[(u32, u32, u32)]) -> AccessRules {
+        let above = above.iter().map(|(uid, gid, mode)| AccessRule::new(*uid, *gid, *mode, 1));
+        AccessRules::new(uid, gid, above.chain([AccessRule::new(uid, gid, mode, 4)]))
     }
 
     /// A name, the sources, the mounting user, and the expected owner, group and bits.
-    type Row<'a> = (&'a str, Vec<Gates>, &'a Mounter, (u32, u32, u16));
+    type Row<'a> = (&'a str, Vec<AccessRules>, &'a Mounter, (u32, u32, u16));
 
     #[test]
     fn owner_group_and_bits_follow_the_sources() {
@@ -347,23 +352,23 @@ mod tests {
             ("mounted by another", vec![file(0, 0, 0o644, &[(ALICE, ML, 0o711)])], &bob_in_ml, (BOB, 0, 0o444)),
             (
                 "read through an access list",
-                vec![Gates::new(ALICE, ML, [Gate::new(ALICE, ML, 0o660, 4).with_access_list()])],
+                vec![AccessRules::new(ALICE, ML, [AccessRule::new(ALICE, ML, 0o660, 4).with_access_list()])],
                 &bob_in_ml,
                 (BOB, ML, 0o400),
             ),
         ];
         for (name, files, mounter, (uid, gid, mode)) in rows {
-            let found = Gates::all(&files).unwrap().permission(mounter, &Overrides::default());
+            let found = AccessRules::all(&files).unwrap().permission(mounter, &Overrides::default());
             assert_eq!(found, Permission { uid, gid, mode }, "{name}: {found:?}, mode {:o}", found.mode);
         }
-        let access_list = Gates::new(ALICE, ML, [Gate::new(ALICE, ML, 0o664, 4).with_access_list()]);
+        let access_list = AccessRules::new(ALICE, ML, [AccessRule::new(ALICE, ML, 0o664, 4).with_access_list()]);
         let found = access_list.permission(&ROOT, &Overrides::default());
         assert_eq!(found, Permission { uid: ALICE, gid: ML, mode: 0o400 });
     }
 
     #[test]
     fn a_directory_is_listed_by_fewer_than_pass_it() {
-        let (listed, passed) = (file(ALICE, ML, 0o640, &[]), Gates::open(0, 0));
+        let (listed, passed) = (file(ALICE, ML, 0o640, &[]), AccessRules::open(0, 0));
         let grants = [Grant { gates: &listed, bits: READ }, Grant { gates: &passed, bits: PASS }];
         let found = permission(&grants, &ROOT, &Overrides::default());
         assert_eq!(found, Permission { uid: ALICE, gid: ML, mode: 0o551 });
@@ -399,9 +404,9 @@ mod tests {
         (0..4_u32, 0..3_u32, 0..8_u32)
     }
 
-    fn gate_of(raw: &Raw) -> Gate {
+    fn gate_of(raw: &Raw) -> AccessRule {
         let (uid, gid, grants) = *raw;
-        Gate { uid, gid, user: grants & 4 != 0, group: grants & 2 != 0, other: grants & 1 != 0 }
+        AccessRule { uid, gid, user: grants & 4 != 0, group: grants & 2 != 0, other: grants & 1 != 0 }
     }
 
     /// A mode whose classes read as the gate grants.
@@ -423,7 +428,7 @@ mod tests {
                 gates.iter().all(|(owner, group, grants)| kernel(uid, groups, (*owner, *group), mode_of(*grants), 4))
             };
             let mounter = Mounter { uid, gid: 0, groups: set(groups), privileged: privileged && uid == 0 };
-            let all = Gates::new(gates[0].0, gates[0].1, gates.iter().map(gate_of));
+            let all = AccessRules::new(gates[0].0, gates[0].1, gates.iter().map(gate_of));
             let found = all.permission(&mounter, &Overrides::default());
             prop_assert_eq!(found.mode & !0o444, 0);
             let owner = (found.uid, found.gid);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    ComparedFiles, Fetches, LocalFiles, Opened, Source, SourceError, SourceIo,
+    ComparedFiles, LocalFiles, Opened, Source, SourceError, SourceIo, WaitRegistry,
     remote::{Remote, RemoteFiles},
 };
 
@@ -18,7 +18,7 @@ use super::{
 pub fn pin_files(
     files: Vec<Opened>,
     io: SourceIo,
-    fetches: Arc<Fetches>,
+    fetches: Arc<WaitRegistry>,
     compared: Option<&Arc<ComparedFiles>>,
 ) -> Result<Arc<dyn Source>, SourceError> {
     let remote: Vec<Option<Remote>> = files.iter().map(|file| file.remote.clone()).collect();

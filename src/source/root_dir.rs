@@ -33,9 +33,9 @@ use super::{
     ByteSpan, SourceError,
     digest::KnownDigest,
     local::raise_open_file_limit,
-    permission::{DirectoryGates, Gate, Gates, PASS, READ},
+    permission::{AccessRule, AccessRules, DirectoryRules, PASS, READ},
     remote::handle::Remote,
-    stall::Fetching,
+    stall::WaitGuard,
     survey::Survey,
 };
 
@@ -87,7 +87,7 @@ pub struct FoundFile {
 pub struct Opened {
     pub(super) path: Arc<Path>,
     pub(super) file: File,
-    pub(super) gates: Gates,
+    pub(super) gates: AccessRules,
     pub(super) revalidate: Revalidate,
     pub(super) remote: Option<Remote>,
     /// The digest that the Hub's cache names it by.
@@ -135,7 +135,7 @@ impl RootDir {
     }
 
     /// The gates before a directory of the repository; "" is the repository's own.
-    pub fn directory_gates(&self, directory: &str) -> DirectoryGates {
+    pub fn directory_gates(&self, directory: &str) -> DirectoryRules {
         self.survey.directory(&self.real.join(directory))
     }
 
@@ -270,7 +270,7 @@ impl Opened {
     ///
     /// # Errors
     /// It cannot be read, or ends earlier.
-    pub fn read_exact_at(&self, target: &mut [u8], start: u64, fetching: &Fetching<'_>) -> io::Result<()> {
+    pub fn read_exact_at(&self, target: &mut [u8], start: u64, fetching: &WaitGuard<'_>) -> io::Result<()> {
         if let Some(remote) = &self.remote {
             let span = ByteSpan::of_len(start, target.len() as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
             return remote.read_span(span, target);
@@ -288,7 +288,7 @@ impl Opened {
     ///
     /// # Errors
     /// It cannot be read.
-    pub fn read(&self, bytes_max: u64, fetching: &Fetching<'_>) -> io::Result<Vec<u8>> {
+    pub fn read(&self, bytes_max: u64, fetching: &WaitGuard<'_>) -> io::Result<Vec<u8>> {
         if let Some(remote) = &self.remote {
             if remote.object.file.size_bytes > bytes_max {
                 return Err(io::Error::other(format!("expected at most {bytes_max} bytes")));
@@ -307,16 +307,16 @@ impl Opened {
 }
 
 /// The permission checks of a copy in the cache: only the user whose credentials fetched the object may read it.
-fn private_gates() -> Gates {
+fn private_gates() -> AccessRules {
     let (uid, gid) = (geteuid().as_raw(), getegid().as_raw());
-    Gates::new(uid, gid, [Gate::new(uid, gid, 0o400, u32::from(READ))])
+    AccessRules::new(uid, gid, [AccessRule::new(uid, gid, 0o400, u32::from(READ))])
 }
 
 /// The gates before a directory of a remote repository.
-pub fn private_directory() -> DirectoryGates {
+pub fn private_directory() -> DirectoryRules {
     let (uid, gid) = (geteuid().as_raw(), getegid().as_raw());
-    let gates = |wanted: u16| Gates::new(uid, gid, [Gate::new(uid, gid, 0o500, u32::from(wanted))]);
-    DirectoryGates { list: gates(READ), pass: gates(PASS) }
+    let gates = |wanted: u16| AccessRules::new(uid, gid, [AccessRule::new(uid, gid, 0o500, u32::from(wanted))]);
+    DirectoryRules { list: gates(READ), pass: gates(PASS) }
 }
 
 /// The directory in the Hub's cache that contains the revision `path`, judged by its name; `real` is `path` without links.

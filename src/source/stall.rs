@@ -2,8 +2,8 @@
 //!
 //! Nothing can interrupt a thread that waits in `pread`, in `fstat` or in a page fault for storage that does not answer. So a
 //! thread notes every such wait here before it begins and removes the note after it, and another thread checks the notes. A
-//! fetch *stalls* if no bytes arrive for a time limit. A thread that reads says when bytes have come ([`Fetching::advance`]), and
-//! reads in pieces so that slow storage can be told from storage that gives no answer ([`Fetches::piece_bytes`]). That the thread
+//! fetch *stalls* if no bytes arrive for a time limit. A thread that reads says when bytes have come ([`WaitGuard::advance`]), and
+//! reads in pieces so that slow storage can be told from storage that gives no answer ([`WaitRegistry::piece_bytes`]). That the thread
 //! runs shows nothing: a client of NFS runs for each attempt to reach its server again. Only in a map does the thread itself use
 //! the bytes, so there its running counts: each page that comes wakes it, and a computation over mapped bytes runs.
 //!
@@ -110,7 +110,7 @@ struct Note {
 struct NoteSlot(Mutex<Option<Note>>);
 
 /// The fetches in flight of one source.
-pub struct Fetches {
+pub struct WaitRegistry {
     places: Box<[NoteSlot]>,
     limit: Duration,
     /// Paths of the files that have ids.
@@ -118,13 +118,13 @@ pub struct Fetches {
     services: Arc<Waits>,
 }
 
-impl fmt::Debug for Fetches {
+impl fmt::Debug for WaitRegistry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Fetches").field("limit", &self.limit).finish_non_exhaustive()
+        f.debug_struct("WaitRegistry").field("limit", &self.limit).finish_non_exhaustive()
     }
 }
 
-impl Default for Fetches {
+impl Default for WaitRegistry {
     fn default() -> Self {
         Self::new(Self::LIMIT)
     }
@@ -132,8 +132,8 @@ impl Default for Fetches {
 
 /// A fetch in flight, until this is dropped.
 #[derive(Debug)]
-pub struct Fetching<'a> {
-    fetches: &'a Fetches,
+pub struct WaitGuard<'a> {
+    fetches: &'a WaitRegistry,
     place: Option<usize>,
 }
 
@@ -151,7 +151,7 @@ fn own() -> (usize, i32) {
     })
 }
 
-impl Fetches {
+impl WaitRegistry {
     /// The default time limit.
     pub const LIMIT: Duration = Duration::from_mins(1);
 
@@ -192,7 +192,7 @@ impl Fetches {
     }
 
     /// Notes that this thread is about to wait for `target`.
-    pub fn begin(&self, target: WaitTarget) -> Fetching<'_> {
+    pub fn begin(&self, target: WaitTarget) -> WaitGuard<'_> {
         let (first, thread) = own();
         let now = Instant::now();
         let note = Note { target, thread, since: now, advanced: now, seen: None };
@@ -201,14 +201,14 @@ impl Fetches {
                 && place.is_none()
             {
                 *place = Some(note);
-                return Fetching { fetches: self, place: Some(index) };
+                return WaitGuard { fetches: self, place: Some(index) };
             }
         }
-        Fetching { fetches: self, place: None }
+        WaitGuard { fetches: self, place: None }
     }
 
-    /// As [`Fetches::begin`], for a path.
-    pub fn begin_path(&self, path: &Path, action: &'static str) -> Fetching<'_> {
+    /// As [`WaitRegistry::begin`], for a path.
+    pub fn begin_path(&self, path: &Path, action: &'static str) -> WaitGuard<'_> {
         self.begin(WaitTarget::Path(Arc::from(path), action))
     }
 
@@ -243,7 +243,7 @@ impl Fetches {
         found
     }
 
-    /// Fetches that stall: see [`Fetches::waiting`].
+    /// Fetches that stall: see [`WaitRegistry::waiting`].
     pub fn stalled(&self) -> Vec<Waiting> {
         let mut found = self.waiting(self.limit);
         found.retain(|waiting| waiting.silent >= self.limit);
@@ -262,8 +262,8 @@ impl Fetches {
     }
 }
 
-impl Fetching<'_> {
-    /// Most bytes to request in one call: see [`Fetches::piece_bytes`].
+impl WaitGuard<'_> {
+    /// Most bytes to request in one call: see [`WaitRegistry::piece_bytes`].
     pub fn piece_bytes(&self) -> usize {
         self.fetches.piece_bytes()
     }
@@ -279,7 +279,7 @@ impl Fetching<'_> {
     }
 }
 
-impl Drop for Fetching<'_> {
+impl Drop for WaitGuard<'_> {
     fn drop(&mut self) {
         if let Some(place) = self.place {
             *self.fetches.lock(place) = None;
@@ -322,7 +322,7 @@ mod tests {
     }
 
     /// Checks until a fetch waits, or for a second.
-    fn look(fetches: &Fetches) -> Vec<Waiting> {
+    fn look(fetches: &WaitRegistry) -> Vec<Waiting> {
         let until = Instant::now() + Duration::from_secs(1);
         loop {
             let found = fetches.stalled();
@@ -335,7 +335,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_waits_is_found_until_it_makes_progress() {
-        let fetches = Arc::new(Fetches::new(SHORT));
+        let fetches = Arc::new(WaitRegistry::new(SHORT));
         let (go, wait) = mpsc::channel::<()>();
         let (tell, told) = mpsc::channel();
         let stuck = Arc::clone(&fetches);
@@ -359,7 +359,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_computes_does_not_stall() {
-        let fetches = Fetches::new(Duration::from_millis(300));
+        let fetches = WaitRegistry::new(Duration::from_millis(300));
         let done = std::sync::atomic::AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -383,7 +383,7 @@ mod tests {
     fn a_thread_that_runs_without_an_answer_stalls_and_one_that_gets_bytes_does_not() {
         // As a client of NFS does that tries again and again to reach its server.
         for target in [bytes(0), WaitTarget::Check(FileId(1)), WaitTarget::Path(Arc::from(Path::new("/x")), "open")] {
-            let fetches = Fetches::new(Duration::from_millis(300));
+            let fetches = WaitRegistry::new(Duration::from_millis(300));
             let done = std::sync::atomic::AtomicBool::new(false);
             thread::scope(|scope| {
                 let running = |advances: bool| {
@@ -413,9 +413,9 @@ mod tests {
     #[test]
     fn pieces_follow_the_limit() {
         for (limit_ms, kib) in [(1, 128), (2_000, 128), (10_000, 640), (60_000, 3_840), (3_600_000, 8_192)] {
-            assert_eq!(Fetches::new(Duration::from_millis(limit_ms)).piece_bytes(), kib << 10, "{limit_ms}");
+            assert_eq!(WaitRegistry::new(Duration::from_millis(limit_ms)).piece_bytes(), kib << 10, "{limit_ms}");
         }
-        assert_eq!(Fetches::new(Duration::MAX).piece_bytes(), PIECE_BYTES_MAX);
+        assert_eq!(WaitRegistry::new(Duration::MAX).piece_bytes(), PIECE_BYTES_MAX);
     }
 
     #[test]
@@ -432,7 +432,7 @@ mod tests {
 
     #[test]
     fn fetches_nest_and_too_many_go_unnoted() {
-        let fetches = Fetches::new(SHORT);
+        let fetches = WaitRegistry::new(SHORT);
         let all: Vec<_> = (0..=NOTES_MAX).map(|start| fetches.begin(bytes(start as u64))).collect();
         assert_eq!(all.iter().filter(|fetching| fetching.place.is_none()).count(), 1);
         drop(all);

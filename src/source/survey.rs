@@ -11,7 +11,7 @@ use std::{
 
 use nix::unistd::{getegid, geteuid, getgroups};
 
-use super::permission::{DirectoryGates, Gate, Gates, Mounter, UNKNOWN};
+use super::permission::{AccessRule, AccessRules, DirectoryRules, Mounter, UNKNOWN};
 
 /// Extended attribute that holds the access control list of a file.
 const ACCESS_LIST: &str = "system.posix_acl_access";
@@ -24,8 +24,8 @@ const PASS: u32 = 1;
 /// Gates found so far: the files of a repository have the same directories above them.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
-    directories: Mutex<HashMap<PathBuf, Gate>>,
-    known: Mutex<HashSet<Gates>>,
+    directories: Mutex<HashMap<PathBuf, AccessRule>>,
+    known: Mutex<HashSet<AccessRules>>,
     unmapped: Unmapped,
 }
 
@@ -54,21 +54,21 @@ impl Default for Unmapped {
 
 impl Survey {
     /// The gates before an open file whose path, without links, is `real`.
-    pub(super) fn file(&self, file: &File, real: &Path) -> Gates {
+    pub(super) fn file(&self, file: &File, real: &Path) -> AccessRules {
         let listed = has_access_list(rustix::fs::fgetxattr(file, ACCESS_LIST, &mut [0_u8; 0]));
-        let own = file.metadata().map_or(Gate::CLOSED, |meta| self.gate(&meta, READ, listed));
+        let own = file.metadata().map_or(AccessRule::CLOSED, |meta| self.gate(&meta, READ, listed));
         self.behind(own, real)
     }
 
     /// The gates before a directory whose path, without links, is `real`.
-    pub(super) fn directory(&self, real: &Path) -> DirectoryGates {
+    pub(super) fn directory(&self, real: &Path) -> DirectoryRules {
         let gates = |wanted| self.behind(self.directory_gate(real, wanted), real);
-        DirectoryGates { list: gates(READ | PASS), pass: gates(PASS) }
+        DirectoryRules { list: gates(READ | PASS), pass: gates(PASS) }
     }
 
-    fn behind(&self, own: Gate, real: &Path) -> Gates {
+    fn behind(&self, own: AccessRule, real: &Path) -> AccessRules {
         let above = real.ancestors().skip(1).map(|above| self.passed(above));
-        let found = Gates::new(own.uid, own.gid, above.chain([own]));
+        let found = AccessRules::new(own.uid, own.gid, above.chain([own]));
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(same) = known.get(&found) {
             return same.clone();
@@ -78,7 +78,7 @@ impl Survey {
     }
 
     /// The gate that a directory above a source is.
-    fn passed(&self, directory: &Path) -> Gate {
+    fn passed(&self, directory: &Path) -> AccessRule {
         let mut directories = self.directories.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(gate) = directories.get(directory) {
             return *gate;
@@ -89,15 +89,15 @@ impl Survey {
     }
 
     /// The gate of a directory. If the attributes of a directory cannot be read, no user may enter it.
-    fn directory_gate(&self, directory: &Path, wanted: u32) -> Gate {
+    fn directory_gate(&self, directory: &Path, wanted: u32) -> AccessRule {
         let listed = has_access_list(rustix::fs::lgetxattr(directory, ACCESS_LIST, &mut [0_u8; 0]));
-        fs::symlink_metadata(directory).map_or(Gate::CLOSED, |meta| self.gate(&meta, wanted, listed))
+        fs::symlink_metadata(directory).map_or(AccessRule::CLOSED, |meta| self.gate(&meta, wanted, listed))
     }
 
-    fn gate(&self, meta: &fs::Metadata, wanted: u32, has_access_list: bool) -> Gate {
+    fn gate(&self, meta: &fs::Metadata, wanted: u32, has_access_list: bool) -> AccessRule {
         let uid = if self.unmapped.uid == Some(meta.uid()) { UNKNOWN } else { meta.uid() };
         let gid = if self.unmapped.gid == Some(meta.gid()) { UNKNOWN } else { meta.gid() };
-        let gate = Gate::new(uid, gid, meta.mode(), wanted);
+        let gate = AccessRule::new(uid, gid, meta.mode(), wanted);
         if has_access_list { gate.with_access_list() } else { gate }
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ckfs_image::GeneratedFile;
-use ckfs_read::OpenFile;
+use ckfs_read::PreparedFile;
 use ckfs_source::FileId;
 use lru::LruCache;
 
@@ -21,22 +21,22 @@ pub(super) enum Open {
     Bytes(Arc<[u8]>),
     Generated(Arc<GeneratedFile>),
     /// A file of tensors, and its entry if it may be materialized.
-    Image(Arc<OpenFile>, Option<Arc<FileEntry>>),
+    Image(Arc<PreparedFile>, Option<Arc<FileEntry>>),
 }
 
 /// Prepared files, open or recently closed: a reopened file finds its tilings and tiles again.
 #[derive(Debug)]
-pub(super) struct Remembered {
-    pub(super) files: LruCache<Ino, Arc<OpenFile>>,
+pub(super) struct PreparedFileCache {
+    pub(super) files: LruCache<Ino, Arc<PreparedFile>>,
     pub(super) segments: usize,
 }
 
-impl Remembered {
+impl PreparedFileCache {
     /// Removes the closed file that was opened longest ago, if the cache is over its limits. An open file stays: a second open
     /// would tile it a second time.
-    pub(super) fn forget_one(&mut self) -> Option<Arc<OpenFile>> {
+    pub(super) fn forget_one(&mut self) -> Option<Arc<PreparedFile>> {
         let many = self.files.len() > REMEMBERED_FILES_MAX || self.segments > REMEMBERED_SEGMENTS_MAX;
-        let closed = |file: &Arc<OpenFile>| Arc::strong_count(file) == 1;
+        let closed = |file: &Arc<PreparedFile>| Arc::strong_count(file) == 1;
         let (ino, _) = self.files.iter().rev().find(|(_, file)| many && closed(file))?;
         let old = self.files.pop(&ino.clone())?;
         self.segments -= old.image().segments().len();

@@ -6,7 +6,7 @@ use std::{
 };
 
 use ckfs_image::{FileContent, FileImage};
-use ckfs_read::{OpenFile, ReadError, counters::add};
+use ckfs_read::{PreparedFile, ReadError, counters::add};
 use ckfs_source::{FileId, Served, SourceError};
 use ckfs_tensor::to_usize;
 use tracing::warn;
@@ -34,7 +34,7 @@ impl Volume {
     }
 
     /// When a file of tensors is materialized; `None` for never.
-    fn when_materialized(&self, ino: Ino, file: &OpenFile) -> Option<When> {
+    fn when_materialized(&self, ino: Ino, file: &PreparedFile) -> Option<When> {
         let class = match self.tree.node(ino)? {
             TreeNode::InSubtree(..) => FileClass::Tensor,
             TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. }) if node.file.is_bundle() => {
@@ -47,7 +47,7 @@ impl Volume {
     }
 
     /// Whether the first open of a file bypasses the page cache.
-    fn is_read_once(&self, ino: Ino, file: &OpenFile) -> bool {
+    fn is_read_once(&self, ino: Ino, file: &PreparedFile) -> bool {
         let in_such = |node: TreeNode<'_>| match node {
             TreeNode::InSubtree(block, _) => block.subtree.is_read_once(),
             TreeNode::Fixed(_) => false,
@@ -57,7 +57,7 @@ impl Volume {
 
     /// The entry of a file that is being opened, if it may be materialized. With `may_begin` false, only an entry whose file
     /// is materialized already.
-    fn hold(&self, ino: Ino, file: &OpenFile, may_begin: bool) -> Option<Arc<FileEntry>> {
+    fn hold(&self, ino: Ino, file: &PreparedFile, may_begin: bool) -> Option<Arc<FileEntry>> {
         let materializer = self.materializer.as_ref().filter(|_| !self.direct.accepts(file.name()))?;
         let when = self.when_materialized(ino, file)?;
         // While bytes come over the network, a reader that takes them as they come is faster than one that waits for a whole file.
@@ -83,13 +83,13 @@ impl Volume {
     }
 
     /// The prepared file: the cached one if it is open or was recently, else a new one.
-    fn ready(&self, ino: Ino, image: FileImage) -> Arc<OpenFile> {
+    fn ready(&self, ino: Ino, image: FileImage) -> Arc<PreparedFile> {
         let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = remembered.files.get(&ino) {
             return Arc::clone(file);
         }
         let segments = image.segments().len();
-        let file = Arc::new(OpenFile::new(self.path_of(ino), image));
+        let file = Arc::new(PreparedFile::new(self.path_of(ino), image));
         remembered.segments += segments;
         remembered.files.put(ino, Arc::clone(&file));
         while let Some(old) = remembered.forget_one() {
@@ -100,7 +100,7 @@ impl Volume {
         file
     }
 
-    fn remembered(&self, ino: Ino) -> Option<Arc<OpenFile>> {
+    fn remembered(&self, ino: Ino) -> Option<Arc<PreparedFile>> {
         let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
         remembered.files.get(&ino).map(Arc::clone)
     }
@@ -126,7 +126,7 @@ impl Volume {
         }
         match self.content(ino) {
             Ok(FileContent::Original(file)) => vec![file],
-            Ok(FileContent::Image(image)) => self.engine.sources_of(&OpenFile::new(String::new(), image)).to_vec(),
+            Ok(FileContent::Image(image)) => self.engine.sources_of(&PreparedFile::new(String::new(), image)).to_vec(),
             Ok(FileContent::Bytes(_) | FileContent::Generated(_)) | Err(_) => Vec::new(),
         }
     }
@@ -161,7 +161,7 @@ impl Volume {
     /// Opens a file after checking that its sources are unchanged. With `may_begin` false it starts no materialization.
     pub(super) fn open_checked(&self, ino: Ino, may_begin: bool) -> Result<OpenedFile, FsError> {
         let mut once = false;
-        let mut image = |file: Arc<OpenFile>| {
+        let mut image = |file: Arc<PreparedFile>| {
             once = self.is_read_once(ino, &file) && !self.watched.note_opened(ino);
             let entry = self.hold(ino, &file, may_begin && !once);
             Open::Image(file, entry)

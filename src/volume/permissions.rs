@@ -23,7 +23,7 @@ use ckfs_image::DerivedFrom;
 use ckfs_plan::Plan;
 use ckfs_source::{
     FileId,
-    permission::{self, DirectoryGates, Gate, Gates, Grant, Mounter, Overrides, PASS, Permission, READ},
+    permission::{self, AccessRule, AccessRules, DirectoryRules, Grant, Mounter, Overrides, PASS, Permission, READ},
 };
 use ckfs_tensor::View;
 use nix::unistd::{Gid, Group, Uid, User};
@@ -48,14 +48,14 @@ pub(super) enum ReadSubject {
 /// Classes of source files, and the class of each file.
 #[derive(Debug)]
 struct GateClasses {
-    gates: Vec<Gates>,
+    gates: Vec<AccessRules>,
     of_file: Vec<u32>,
 }
 
 impl GateClasses {
     fn new(checkpoint: &Checkpoint) -> Self {
         let source = checkpoint.source();
-        let mut numbers: HashMap<Gates, u32> = HashMap::new();
+        let mut numbers: HashMap<AccessRules, u32> = HashMap::new();
         let mut classes = Self { gates: Vec::new(), of_file: Vec::new() };
         for file in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()) {
             let gates = source.pin(FileId(file)).gates.clone();
@@ -74,8 +74,8 @@ impl GateClasses {
     }
 
     /// The gates of all these classes.
-    fn all(&self, classes: impl IntoIterator<Item = u32>) -> Option<Gates> {
-        Gates::all(classes.into_iter().map(|class| &self.gates[class as usize]))
+    fn all(&self, classes: impl IntoIterator<Item = u32>) -> Option<AccessRules> {
+        AccessRules::all(classes.into_iter().map(|class| &self.gates[class as usize]))
     }
 }
 
@@ -84,7 +84,7 @@ impl GateClasses {
 struct OfView {
     plan: Arc<Plan>,
     /// The gates of all its tensors together.
-    gates: OnceLock<Gates>,
+    gates: OnceLock<AccessRules>,
     file: OnceLock<Permission>,
     directory: OnceLock<Permission>,
     /// Gates by tensor; empty if all tensors are of one class.
@@ -100,10 +100,10 @@ pub(super) struct Permissions {
     classes: GateClasses,
     /// Class of the files that hold tensors, if all are of one.
     weights: Option<u32>,
-    repository: DirectoryGates,
-    everything: Gates,
+    repository: DirectoryRules,
+    everything: AccessRules,
     /// Gates of directories that do not get their permissions from the repository's directory.
-    directories: HashMap<Ino, DirectoryGates>,
+    directories: HashMap<Ino, DirectoryRules>,
     views: Vec<OfView>,
     /// Permission of every file of tensors, if there is only one class.
     uniform: Option<Permission>,
@@ -112,17 +112,17 @@ pub(super) struct Permissions {
 }
 
 /// Permissions where no source file determines them.
-fn closed() -> Gates {
-    Gates::new(0, 0, [Gate::CLOSED])
+fn closed() -> AccessRules {
+    AccessRules::new(0, 0, [AccessRule::CLOSED])
 }
 
 /// The gates before the repository's directory. A single file has none of its own.
-fn repository_gates(checkpoint: &Checkpoint, classes: &GateClasses) -> DirectoryGates {
+fn repository_gates(checkpoint: &Checkpoint, classes: &GateClasses) -> DirectoryRules {
     if let Some((_, gates)) = checkpoint.directories().first() {
         return gates.clone();
     }
     let gates = classes.gates.first().cloned().unwrap_or_else(closed);
-    DirectoryGates { list: gates.clone(), pass: gates }
+    DirectoryRules { list: gates.clone(), pass: gates }
 }
 
 impl Permissions {
@@ -140,7 +140,7 @@ impl Permissions {
         let weights = checkpoint.files().iter().filter(|file| file.role == ckfs_checkpoint::FileRole::Weights);
         of_tensors.extend(weights.filter_map(|file| Some(classes.of(file.file?))));
         let weights = of_tensors.iter().copied().next().filter(|_| of_tensors.len() == 1);
-        let known: HashMap<&str, &DirectoryGates> =
+        let known: HashMap<&str, &DirectoryRules> =
             checkpoint.directories().iter().skip(1).map(|(path, gates)| (path.as_str(), gates)).collect();
         let mirrors = tree.mirrors().iter();
         let directories =
@@ -157,7 +157,7 @@ impl Permissions {
         let nothing = Permission { uid: 0, gid: 0, mode: 0 };
         let mut permissions = Self {
             checkpoint: Arc::clone(checkpoint),
-            everything: Gates::all(&classes.gates).unwrap_or_else(closed),
+            everything: AccessRules::all(&classes.gates).unwrap_or_else(closed),
             views: views.iter().map(of_view).collect(),
             uniform: None,
             plain_directory: nothing,
@@ -181,12 +181,12 @@ impl Permissions {
         permissions
     }
 
-    fn file(&self, gates: &Gates) -> Permission {
+    fn file(&self, gates: &AccessRules) -> Permission {
         let found = gates.permission(&self.mounter, &self.overrides);
         Permission { mode: self.overrides.file_mode.unwrap_or(found.mode), ..found }
     }
 
-    fn directory(&self, gates: &DirectoryGates) -> Permission {
+    fn directory(&self, gates: &DirectoryRules) -> Permission {
         let grants = [Grant { gates: &gates.list, bits: READ }, Grant { gates: &gates.pass, bits: PASS }];
         let found = permission::permission(&grants, &self.mounter, &self.overrides);
         Permission { mode: self.overrides.dir_mode.unwrap_or(found.mode), ..found }
@@ -226,8 +226,9 @@ impl Permissions {
 
     /// The permission bits that a node may have under this owner and group. The owner can always read.
     pub(super) fn mode(&self, subject: &ReadSubject, uid: u32, gid: u32) -> u16 {
-        let file = |gates: &Gates| permission::mode(&[Grant { gates, bits: READ }], uid, gid, &self.mounter) | 0o400;
-        let directory = |list: &Gates, pass: &Gates| {
+        let file =
+            |gates: &AccessRules| permission::mode(&[Grant { gates, bits: READ }], uid, gid, &self.mounter) | 0o400;
+        let directory = |list: &AccessRules, pass: &AccessRules| {
             let grants = [Grant { gates: list, bits: READ }, Grant { gates: pass, bits: PASS }];
             permission::mode(&grants, uid, gid, &self.mounter) | 0o500
         };
@@ -265,13 +266,13 @@ impl Permissions {
     }
 
     /// The gates of these classes together; without classes nothing was read, and the gates are those of the listing.
-    fn gates_of(&self, classes: HashSet<u32>) -> Gates {
+    fn gates_of(&self, classes: HashSet<u32>) -> AccessRules {
         let mut classes: Vec<u32> = classes.into_iter().collect();
         classes.sort_unstable();
         self.classes.all(classes).unwrap_or_else(|| self.repository.list.clone())
     }
 
-    fn tensor_gates(&self, view: &OfView, tensor: usize) -> Gates {
+    fn tensor_gates(&self, view: &OfView, tensor: usize) -> AccessRules {
         let mut classes: HashSet<u32> = self.weights.into_iter().collect();
         if classes.is_empty() {
             self.add_classes(&view.plan.tensors[tensor].view, &mut classes);
@@ -279,7 +280,7 @@ impl Permissions {
         self.gates_of(classes)
     }
 
-    fn view_gates<'a>(&self, view: &'a OfView) -> &'a Gates {
+    fn view_gates<'a>(&self, view: &'a OfView) -> &'a AccessRules {
         view.gates.get_or_init(|| {
             let mut classes: HashSet<u32> = self.weights.into_iter().collect();
             if classes.is_empty() {
@@ -289,14 +290,14 @@ impl Permissions {
         })
     }
 
-    fn names_gates(&self, view: &OfView) -> DirectoryGates {
-        let DirectoryGates { list, pass } = &self.repository;
-        let list = Gates::all([list, self.view_gates(view)]).unwrap_or_else(|| list.clone());
-        DirectoryGates { list, pass: pass.clone() }
+    fn names_gates(&self, view: &OfView) -> DirectoryRules {
+        let DirectoryRules { list, pass } = &self.repository;
+        let list = AccessRules::all([list, self.view_gates(view)]).unwrap_or_else(|| list.clone());
+        DirectoryRules { list, pass: pass.clone() }
     }
 
     /// The gates of a file derived from one of the repository's files, from views, and from the names of all tensors.
-    fn repository_file_gates(&self, file: Option<FileId>, views: &[View], all_tensors: bool) -> Gates {
+    fn repository_file_gates(&self, file: Option<FileId>, views: &[View], all_tensors: bool) -> AccessRules {
         let mut classes: HashSet<u32> = file.map(|file| self.classes.of(file)).into_iter().collect();
         for view in views {
             self.add_classes(view, &mut classes);
@@ -325,7 +326,7 @@ pub struct PermittedReaders {
 pub fn readers(checkpoint: &Checkpoint, mounter: &Mounter, overrides: &Overrides) -> Vec<PermittedReaders> {
     let source = checkpoint.source();
     let mut found: Vec<PermittedReaders> = Vec::new();
-    let mut known: HashMap<Gates, usize> = HashMap::new();
+    let mut known: HashMap<AccessRules, usize> = HashMap::new();
     for file in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId) {
         let gates = source.pin(file).gates.clone();
         let place = *known.entry(gates).or_insert_with_key(|gates| {

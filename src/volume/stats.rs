@@ -20,8 +20,12 @@ use super::{
 const STATS_BYTES: usize = 64 << 10;
 
 /// The ways in which bytes are served, by name.
-pub(super) const PATHS: [(Path, &str); 4] =
-    [(Path::Identical, "identical"), (Path::Contiguous, "runs"), (Path::Tiles, "tiles"), (Path::Generated, "generated")];
+pub(super) const PATHS: [(Path, &str); 4] = [
+    (Path::Identical, "identical"),
+    (Path::Contiguous, "runs"),
+    (Path::Tiles, "tiles"),
+    (Path::Generated, "generated"),
+];
 
 /// The inputs of both files.
 #[derive(Debug)]
@@ -82,8 +86,14 @@ pub(super) fn parts(budget: &Budget) -> [(&'static str, &'static str, u64); 5] {
         ("spare_buffers", "spare_buffers_bytes", budget.spare_buffer_bytes),
         ("decoded_chunks", "decoded_chunks_bytes", budget.decoded_bytes),
         ("thread_buffers", "thread_buffers_bytes", budget.thread_buffers_bytes()),
-        ("mapped", "mapped_bytes", budget.mapped_bytes.max(budget.mapped_again_bytes)),
+        ("mapped", "mapped_bytes", budget.mapped_bytes.max(budget.revisit_window_bytes)),
     ]
+}
+
+/// Threads of pools and helpers now, by use. All others are there as long as the daemon.
+fn threads_by_use() -> Map<String, Value> {
+    let uses = ckfs_sync::running().into_iter();
+    uses.map(|(name, count)| (name.trim_start_matches("ckfs-").to_owned(), Value::from(count))).collect()
 }
 
 fn get(counter: &AtomicU64) -> u64 {
@@ -162,6 +172,7 @@ impl Reported<'_> {
             count("panics", "Requests whose handler panicked", &metrics.panics),
             count("passthrough_opens", "Opens that the kernel serves by itself", &metrics.passthrough_opens),
             now("in_flight", "in_flight_requests", "Requests being handled now", get(&metrics.in_flight)),
+            now("threads", "threads", "Threads of the daemon now", memory::threads()),
         ];
         let remote = self.source().remote().map(|remote| remote.counters().rows()).into_iter().flatten();
         rows.extend(remote.map(|count| MetricRow {
@@ -240,6 +251,7 @@ impl Reported<'_> {
             "bytes_served": by_path(&|path| counters.served_bytes(path)),
             "bytes_fetched": by_path(&|path| counters.fetched_bytes(path)),
             "memory": self.memory(),
+            "threads_by_use": threads_by_use(),
             "latency_bounds_us": LATENCY_BOUNDS_US,
             "ops": self.ops(),
         });

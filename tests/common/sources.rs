@@ -12,7 +12,7 @@ use std::{
 };
 
 use ckfs::source::{
-    Aspect, ByteSpan, FetchPart, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError, permission::Gates,
+    Aspect, ByteSpan, FetchPart, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError, permission::AccessRules,
 };
 
 /// Files in memory, without maps.
@@ -29,7 +29,7 @@ impl MemoryFiles {
             path: Arc::from(name),
             len_bytes,
             modified: UNIX_EPOCH,
-            gates: Gates::open(0, 0),
+            gates: AccessRules::open(0, 0),
         };
         let file = |(name, bytes): (N, Vec<u8>)| (pin(name.as_ref(), bytes.len() as u64), bytes, AtomicU64::new(0));
         let files: Vec<_> = files.into_iter().map(file).collect();
@@ -231,8 +231,8 @@ impl Maps for Watched {
         self.inner_maps().will_need(file, span)
     }
 
-    fn will_return(&self) {
-        self.inner_maps().will_return();
+    fn will_revisit(&self) {
+        self.inner_maps().will_revisit();
     }
 
     fn trim(&self) {

@@ -35,7 +35,7 @@ transformers.logging.set_verbosity_error()
 
 INDEXED = {
     "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048, "indexer_compress_ratio": 4,
-    "ple_layer_ids": [1],
+    "ple_layer_ids": [1], "eos_token_id": 2,
 }  # fmt: skip
 # Members that a class needs and that its configuration leaves empty.
 NEEDED = {
@@ -253,6 +253,8 @@ def build_class(
         try:
             default = config(**copy.deepcopy(NEEDED.get(model_type, {}) | NEEDED.get(cls.__name__, {})))
             used = tiny(default) if cut else default
+            # A class may build what its configuration refuses when it is read from a file.
+            getattr(used, "validate", lambda: None)()
             return Built(model_type, cls, used, build(cls, used, dtype), reasons[0] if reasons else "")
         except Exception as error:  # noqa: BLE001  any class may refuse in its own way
             reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")

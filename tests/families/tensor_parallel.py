@@ -152,15 +152,16 @@ def wrong_cuts(tensors, plan):
         found[starred(tensor["name"])] = (axis, len(tensor["shape"]))
     of_whole = re.compile("gather|split|embed")
     gathered = [re.escape(key).replace(r"\*", r"[^.]+") for key, style in plan.items() if of_whole.search(style)]
-    sides = {}
+    sides, alone = {}, {}
     for name, (axis, rank) in found.items():
         block, stem = block_of(name), name.removesuffix(".weight")
-        is_cut = block is not None and rank == 2 and axis is not None and not name.endswith("bias")
-        if not is_cut or any(re.search(rf"(^|\.){key}$", stem) for key in gathered):
+        if block is None or rank != 2 or axis is None or name.endswith("bias"):
             continue
-        sides.setdefault(block, set()).add(axis)
+        is_alone = any(re.search(rf"(^|\.){key}$", stem) for key in gathered)
+        (alone if is_alone else sides).setdefault(block, set()).add(axis)
     for block, axes in sides.items():
-        if len(axes) == 1:
+        # A module that needs no other may be the other side. Another part of the model may have one of its name.
+        if len(axes | alone.get(block, set())) == 1:
             yield f"{block}: only axis {axes.pop()} is cut"
     axes_of = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1, "embedding_rowwise": 0}
     for key, style in plan.items():

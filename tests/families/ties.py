@@ -34,7 +34,9 @@ SAID = (None, True, False)
 # Classes with a head, the one that holds most of a model first.
 HEADED = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "LMHead")
 # What the text of classes says that cannot be built here: their towers are of a library that is not installed.
-UNBUILT = {"by_default": ["gemma3n"], "by_whole": ["gemma3n"], "by_either": ["fast_vlm", "perception_lm"]}
+UNBUILT = {"by_default": ["gemma3n"], "by_whole": ["gemma3n"], "by_either": ["fast_vlm"]}
+# Lists of the types whose whole, or text model's, configuration ties by default where either may.
+EITHER = ("either_whole", "either_text")
 # Embeddings under names of other programs.
 OTHER_EMBEDDINGS = ("tok_embeddings.weight",)
 
@@ -139,6 +141,11 @@ def gather() -> dict[str, tuple[bool, dict, str | None]]:
         return dict(sorted({model_type: found for part in parts for model_type, found in part.items()}.items()))
 
 
+def defaults_of(by_word: dict) -> tuple[bool, bool]:
+    """What the whole model's configuration and the text model's say if they say nothing, where either may tie."""
+    return by_word[None, False], by_word[False, None]
+
+
 def rule(has_text: bool, by_word: dict) -> str:
     """The list that a model type is in, beside `by_default`; "" where its own configuration counts, the only one."""
     if len(set(by_word.values())) == 1:
@@ -150,11 +157,10 @@ def rule(has_text: bool, by_word: dict) -> str:
         return "by_whole"
     if all(by_word[word] == by_word[None, word[1]] for word in words):
         return "by_text"
-    default = by_word[None, None]
-    either = {word: default if word == (None, None) else True in word for word in words}
-    # What is left out counts as the default.
-    filled = {word: any(default if said is None else said for said in word) for word in words}
-    if by_word in (either, filled):
+    # What is left out counts as the default of its configuration.
+    defaults = defaults_of(by_word)
+    either = {word: any(own if said is None else said for said, own in zip(word, defaults)) for word in words}
+    if by_word == either:
         return "by_either"
     return "" if by_word == {(outer, inner): bool(inner if outer is None else outer) for outer, inner in words} else "?"
 
@@ -166,20 +172,23 @@ def quoted(names) -> list[str]:
 
 def table(found: dict[str, tuple[bool, dict, str | None]]) -> str:
     """The file."""
-    lists = {name: [] for name in ("by_default", "always", "never", "by_either", "by_text", "by_whole", "?")}
+    lists = {name: [] for name in ("by_default", "always", "never", "by_either", *EITHER, "by_text", "by_whole")}
     embeddings = set(OTHER_EMBEDDINGS)
     for model_type, (has_text, by_word, source) in found.items():
         kind = rule(has_text, by_word)
         if kind:
             lists[kind].append(model_type)
+        if kind == "?":
+            raise ValueError(f"{model_type}: no rule ties so: {by_word}")
+        if kind == "by_either":
+            for name, default in zip(EITHER, defaults_of(by_word)):
+                lists[name] += [model_type] if default else []
         if by_word[None, None] and kind not in ("always", "never"):
             lists["by_default"].append(model_type)
         if source:
             # A word that says little goes with the one before it.
             words = 2 + (source.split(".")[-2] in ("w", "embeddings"))
             embeddings.add(".".join(source.split(".")[-words:]))
-    # Each part that says nothing counts as its own default: nearest to the rule of either.
-    lists["by_either"] += lists.pop("?")
     for name, more in UNBUILT.items():
         lists[name] += [model_type for model_type in more if model_type not in found]
     texts = {
@@ -187,6 +196,8 @@ def table(found: dict[str, tuple[bool, dict, str | None]]) -> str:
         "always": "Tied whatever is said: for these models the word has another meaning.",
         "never": "Never tied: no class of theirs has a tied head.",
         "by_either": "Tied if the whole model's configuration says so, or that of the text model.",
+        "either_whole": "Of these, the whole model's configuration says so if it says nothing.",
+        "either_text": "Of these, the text model's configuration says so if it says nothing.",
         "by_text": "Only the configuration of the text model counts.",
         "by_whole": "Only the configuration of the whole model counts, though there is one of a text model.",
     }

@@ -9,7 +9,7 @@ use ckfs::{
     config::Materialize,
     image::Segment,
     plan::{Allow, Layout, Mesh, Pattern, ViewOptions},
-    read::{EngineOptions, MaterializeError, MaterializeTarget, Materializing, OpenFile, Path, reference},
+    read::{EngineOptions, MaterializeError, MaterializeTarget, Materializing, Path, PreparedFile, reference},
     tensor::DType,
     volume::{Access, FileSystem, Ino, NodeKind, Served, Upkeep, Volume, VolumeOptions},
 };
@@ -477,8 +477,8 @@ fn large(dtype: DType) -> tempfile::TempDir {
 }
 
 /// A file of a volume that is about to be materialized in a disk file, treated as one in memory.
-fn materializing(volume: &Volume, path: &str, ino: Ino) -> (Arc<OpenFile>, Arc<fs::File>, Arc<Materializing>) {
-    let file = Arc::new(OpenFile::new(path.to_owned(), volume.image(ino).unwrap().unwrap()));
+fn materializing(volume: &Volume, path: &str, ino: Ino) -> (Arc<PreparedFile>, Arc<fs::File>, Arc<Materializing>) {
+    let file = Arc::new(PreparedFile::new(path.to_owned(), volume.image(ino).unwrap().unwrap()));
     let target = Arc::new(tempfile::tempfile().unwrap());
     target.set_len(file.len_bytes()).unwrap();
     let pieces = Materializing::new(volume.engine(), &file, MaterializeTarget::Memory(Arc::clone(&target))).unwrap();
@@ -539,7 +539,7 @@ fn a_file_of_a_changed_source_is_not_materialized() {
     file.set_len(4096).unwrap();
     assert!(matches!(materialized(&volume, "full/embed", ino), Err(MaterializeError::Read(_))));
     let short = MaterializeTarget::Memory(Arc::new(tempfile::tempfile().unwrap()));
-    let file = Arc::new(OpenFile::new("embed".into(), volume.image(ino).unwrap().unwrap()));
+    let file = Arc::new(PreparedFile::new("embed".into(), volume.image(ino).unwrap().unwrap()));
     assert!(Materializing::new(volume.engine(), &file, short).is_err(), "a target that is too short");
     // A target on a disk is written by system calls, so that a full disk is an error.
     let full =
@@ -547,7 +547,7 @@ fn a_file_of_a_changed_source_is_not_materialized() {
     let dir = large(DType::F32);
     let other = repo::volume(&repo::open(dir.path()), &options, VolumeOptions::default());
     let ino = other.resolve("full/embed").unwrap().ino;
-    let file = Arc::new(OpenFile::new("embed".into(), other.image(ino).unwrap().unwrap()));
+    let file = Arc::new(PreparedFile::new("embed".into(), other.image(ino).unwrap().unwrap()));
     let pieces = Materializing::new(other.engine(), &file, full).unwrap();
     assert!(matches!(pieces.make_here(), Err(MaterializeError::Room(_))));
 }

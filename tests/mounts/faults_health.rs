@@ -231,6 +231,54 @@ fn a_mount_whose_sources_changed_is_degraded() {
     assert_eq!((metric(&text, "ckfs_degraded"), metric(&text, "ckfs_failed_opens_total")), (1, 2));
 }
 
+/// All files below a directory.
+fn files_below(dir: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files_below(&path, found);
+        } else {
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn a_daemon_has_no_more_threads_than_the_guide_says_however_many_read() {
+    if !can_mount() {
+        return;
+    }
+    let threads = 2;
+    let mounted = Mounted::new(&["--threads", "2", "--dtype", "bf16", "--materialize", "none"]);
+    let mut files = Vec::new();
+    files_below(&mounted.mountpoint.join("full"), &mut files);
+    let is_done = AtomicBool::new(false);
+    let most = std::thread::scope(|scope| {
+        let read = || {
+            while !is_done.load(Ordering::Relaxed) {
+                files.iter().for_each(|file| assert!(!fs::read(file).unwrap().is_empty()));
+            }
+        };
+        (0..24).for_each(|_| drop(scope.spawn(read)));
+        let until = Instant::now() + Duration::from_secs(3);
+        let mut most = 0;
+        while Instant::now() < until {
+            most = most.max(mounted.status(0)["stats"]["threads"].as_u64().unwrap());
+        }
+        is_done.store(true, Ordering::Relaxed);
+        most
+    });
+    let processors = std::thread::available_parallelism().unwrap().get() as u64;
+    // `operations.md`, "Limits".
+    assert!((threads..=2 * threads + 3 * processors + 24).contains(&most), "{most} threads");
+    let stats = &mounted.status(0)["stats"];
+    let by_use = stats["threads_by_use"].as_object().unwrap();
+    let counted: u64 = by_use.values().map(|count| count.as_u64().unwrap()).sum();
+    assert!(counted < stats["threads"].as_u64().unwrap(), "{stats}");
+    let ran = ckfs(&["status", mounted.at()]);
+    assert!(ran.out.contains("\n  threads "), "{}", ran.out);
+}
+
 /// A source of which the check of one file panics, once it is told to.
 #[derive(Debug)]
 struct Panicking(Arc<dyn Source>, FileId, Arc<AtomicBool>);

@@ -657,6 +657,11 @@ fn tied_heads_follow_transformers_defaults() {
     let options = ViewOptions { tied: Tied::Alias, allow_missing: Allow::All, ..ViewOptions::default() };
     let plan = build(&rows, &json!({"model_type": "bert"}), &options).unwrap();
     assert!(!plan.tensors.iter().any(|tensor| tensor.name.contains("lm_head")));
+    // A scale of its outputs is no head of its own.
+    let rows = [matrix("model.embed_tokens.weight"), row("lm_head.logit_scale", W, &[8])];
+    let options = ViewOptions { layout: Layout::Hf, ..options };
+    let plan = build(&rows, &json!({"model_type": "dory", "tie_word_embeddings": true}), &options).unwrap();
+    assert!(plan.tensors.iter().any(|tensor| tensor.name == "lm_head.weight"));
 }
 
 /// A Llama whose configuration is that of a published one; its tensors do not exist.

@@ -18,6 +18,10 @@ from mounting import Mount
 from servers import clean  # noqa: F401  a fixture
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: measures time, or uses all processors, and is not run beside other tests")
+
+
 def pytest_report_header() -> str:
     try:
         return f"ckfs: {mounting.find_ckfs()}"

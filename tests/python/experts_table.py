@@ -6,7 +6,9 @@ minutes, so the tests compare only the version of transformers, and small models
 """
 
 import copy
+import itertools
 import json
+import math
 import re
 import signal
 import sys
@@ -23,6 +25,8 @@ from transformers import CONFIG_MAPPING  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping  # noqa: E402
 from transformers.core_model_loading import (  # noqa: E402
     GroupWeightRename,
+    Inkling2IndexOffsetWeightRename,
+    LayerPairCollapse,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -101,6 +105,82 @@ def group(transform):
     return [{"from": source, "to": target, "scope": scope(transform), "guard": guard} for source, target in reversed(pairs)]
 
 
+def halves_of_layers(transform):
+    """The renames of layers that are stored as two blocks each."""
+    rows = []
+    for block, digits in ((0, "02468"), (1, "13579")):
+        for word in ("mixer", "attn_alpha", "mlp_alpha"):
+            before = f"layers.{block}.{word}"
+            after = re.escape(transform.rename_source_key(before)[0]).replace(r"layers\.0\.", r"layers.\1.")
+            source = rf"layers\.(\d*[{digits}])\.{word}(?=\.|$)"
+            rows.append({"from": source, "to": after, "scope": scope(transform), "number": {"divided": 2, "plus": 0}})
+    return rows
+
+
+def numbered(transform):
+    """The rename of a number in a list to the layer that it stands for."""
+    pattern, target = rename(transform)[:2]
+    return {"from": pattern, "to": target, "scope": scope(transform), "number": {"divided": 1, "plus": transform.offset}}
+
+
+def sized(kind, config, name, axis):
+    """The length of a tensor's axis as a sum of products of the configuration's numbers, and these numbers: the change of the
+    length with each of them, and with several of them, is what their product adds."""
+    numbers = {key: value for key, value in config.to_dict().items() if type(value) is int and value > 1}
+
+    def length(members):
+        """The length with these members doubled. None if that is no model, or not one with the tensor."""
+        changed = copy.deepcopy(config)
+        try:
+            for member in members:
+                setattr(changed, member, 2 * numbers[member])
+            return build(kind, changed, torch.bfloat16).state_dict()[name].shape[axis]
+        except Exception:  # noqa: BLE001 (a number may have to fit another)
+            return None
+
+    usual = length(())
+    # What changes the length alone, or in a pair that must change together.
+    singles = [member for member in numbers if length((member,)) not in (usual, None)]
+    subsets = [part for count in range(len(singles) + 1) for part in itertools.combinations(singles, count)]
+    lengths = {part: length(part) for part in subsets}
+    if None in lengths.values():
+        return None
+    change = {
+        part: sum((-1) ** (len(part) - len(less)) * lengths[less] for less in subsets if set(less) <= set(part))
+        for part in subsets
+    }
+    terms = []
+    for part in subsets:
+        added = sum((-1) ** (len(more) - len(part)) * change[more] for more in subsets if set(part) <= set(more))
+        product = math.prod(numbers[member] for member in part)
+        if added % product or added < 0:
+            return None
+        if added:
+            terms.append([added // product, list(part)])
+    return terms, {member: numbers[member] for member in singles}
+
+
+def split(transform, model):
+    """The parts of a tensor that have other lengths, if the numbers of the configuration tell these."""
+    operation = transform.operations[0]
+    names = [name for name in model.state_dict() if transform.target_patterns[0] in name]
+    if not names:
+        return None
+    kind, default = type(model), type(model.config)()
+    parts = [names[0].replace(transform.target_patterns[0], part) for part in transform.target_patterns]
+    found = [sized(kind, model.config, part, operation.dim) for part in parts]
+    if None in found:
+        return None
+    defaults = {member: getattr(default, member) for _, numbers in found for member in numbers}
+    return {"op": "split", "axis": operation.dim, "sizes": [terms for terms, _ in found], "defaults": defaults}
+
+
+def text_member(config):
+    """The member of a configuration with the text model's, "" if that is the whole."""
+    text = config.get_text_config()
+    return next((key for key in config.sub_configs or {} if getattr(config, key, None) is text), ""), text
+
+
 def heads(config, key):
     """The members of a configuration that tell how many heads there are, and their number where none is there."""
     part = getattr(config, key, config) if key else config
@@ -108,13 +188,20 @@ def heads(config, key):
     return list(dict.fromkeys([word, (part.attribute_map or {}).get(word, word)])), getattr(part, word, 1)
 
 
-def operation(one, transform, config):
+def operation(one, transform, config, model):
     """An operation of a converter as a row. None if it is not known."""
     name, targets = type(one).__name__, transform.target_patterns
     if name in ("Chunk", "Concatenate"):
         return {"op": name.lower(), "axis": one.dim}
     if name == "Split" and one.dim == 0 and [target[-6:] for target in targets] == ["q_proj", "k_proj", "v_proj"]:
         return {"op": "heads"}
+    if name == "Split" and len(transform.operations) == 1 and model is not None:
+        return split(transform, model)
+    if name == "Inkling2UnpadVocab" and not one.inverse and config is not None:
+        member, text = text_member(config)
+        return {"op": "rows", "config": member, "member": "unpadded_vocab_size", "default": type(text)().unpadded_vocab_size}
+    if name == "ErnieFuseAndSplitTextVisionExperts" and one.stack_dim == 0:
+        return {"op": "groups", "axis": one.concat_dim}
     if name == "Transpose" and not one.check_dims:
         return {"op": "transpose", "axes": [one.dim0, one.dim1]}
     if name == "Interleave" and not one.inverse:
@@ -128,9 +215,9 @@ def operation(one, transform, config):
     return None
 
 
-def converter(transform, config):
+def converter(transform, config, model):
     """A converter as a row. None if an operation of it is not known."""
-    operations = [operation(one, transform, config) for one in transform.operations]
+    operations = [operation(one, transform, config, model) for one in transform.operations]
     if None in operations or any("\\1" in target for target in transform.target_patterns):
         return None
     patterns = [compiled(source) for source in transform.source_patterns]
@@ -207,13 +294,17 @@ def row(model_type):
                 experts[target] = words
             elif operations == ["Transpose"] and transform.operations[0].check_dims:
                 experts.setdefault("turned", True)
-            elif (known := converter(transform, config)) is not None:
+            elif (known := converter(transform, config, model)) is not None:
                 converters.append(known)
             else:
                 others.append(f"{', '.join(transform._original_source_patterns)} ({', '.join(operations)})")
         elif type(transform) in (WeightRenaming, PrefixChange):
             renames.append(rename(transform))
             back.insert(0, rename(transform.reverse_transform()))
+        elif type(transform) is LayerPairCollapse:
+            renames += halves_of_layers(transform)
+        elif type(transform) is Inkling2IndexOffsetWeightRename:
+            renames.append(numbered(transform))
         elif type(transform) is GroupWeightRename:
             renames += group(transform)
             back = [[rule["from"], rule["to"], *rule["scope"]] for rule in reversed(group(transform.reverse_transform()))] + back
@@ -278,11 +369,12 @@ def text():
         f"# from transformers {transformers.__version__}.",
         "#",
         "# experts: the words of an expert's gate, up and down matrices in a repository. renames: regular expressions of names in a",
-        "# repository, with what replaces the first match, in order; two more texts limit them to names under these prefixes. back: the",
-        "# same from the names of modules. converters: operations on tensors whose names match, in the order of the patterns; their",
-        "# results have the names `to`. others: conversions of another kind. state: the names of the state, where what a name becomes",
-        "# depends on them, and base: the prefix that is then put before a name or taken from it. ignored: what the class leaves out.",
-        "# beside: what it leaves out unless this tensor is there too. unchanged: types whose names stay.",
+        "# repository, with what replaces the first match, in order; two more texts limit them to names under these prefixes; number:",
+        "# what becomes of the number in the match. back: the same from the names of modules. converters: operations on tensors whose",
+        "# names match, in the order of the patterns; their results have the names `to`. others: conversions of another kind. state: the",
+        "# names of the state, where what a name becomes depends on them, and base: the prefix that is then put before a name or taken",
+        "# from it. ignored: what the class leaves out. beside: what it leaves out unless this tensor is there too. unchanged: types whose",
+        "# names stay.",
         f"unchanged = {json.dumps(unchanged)}",
     ]
     for found, types in sorted(rows.items(), key=lambda item: item[1]):

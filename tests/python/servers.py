@@ -33,9 +33,10 @@ PREFIXES = ("AWS_", "AZURE_", "AZURITE_", "GOOGLE_", "STORAGE_EMULATOR_")
 
 
 def stub_program() -> Path:
-    target = mounting.find_ckfs().parents[1]
-    built = [path for kind in ("debug", "release") if (path := target / kind / "examples/stub").exists()]
-    assert built, f"no server below {target}: run `cargo build --example stub`"
+    """The newest build, in the directory of the program's build, which may be one for its target below that of this machine."""
+    above = mounting.find_ckfs().parents
+    built = [path for at in above for kind in ("debug", "release") if (path := at / kind / "examples/stub").exists()]
+    assert built, f"no server below {above[1]}: run `cargo build --example stub`"
     return max(built, key=lambda path: path.stat().st_mtime)
 
 

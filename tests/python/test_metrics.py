@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_cla
 
 from mounting import Mount, error_of, find_ckfs, read, run
 
-GAUGES = {"ckfs_degraded", "ckfs_poisoned_sources", "ckfs_stalled_sources", "ckfs_in_flight_requests"}
+GAUGES = {"ckfs_degraded", "ckfs_poisoned_sources", "ckfs_stalled_sources", "ckfs_in_flight_requests", "ckfs_threads"}
 GAUGES |= {f"ckfs_memory_{what}_bytes" for what in ("held", "limit", "budget", "resident")}
 
 

@@ -201,6 +201,7 @@ def test_credentials_stay_with_their_host(tmp_path: Path, kind: str) -> None:
     assert not any("sekrit" in headers or "KEY" in headers for headers in seen)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("target", ["http://192.0.2.1:9", "http://example.invalid"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_redirect_leads_to_the_clear(tmp_path: Path, kind: str, target: str) -> None:
@@ -243,6 +244,7 @@ def test_keys_that_name_no_file_are_passed_over(tmp_path: Path, kind: str) -> No
     assert run.code == 0 and "passed over" in run.err and "m/x//y" in run.err and len(run.lines) == 1, run.err
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("status", [503, None])
 @pytest.mark.parametrize("kind", ["s3", "https", "hub"])
 def test_a_command_ends_in_time_and_says_what_it_waits_for(tmp_path: Path, kind: str, status: int | None) -> None:
@@ -310,6 +312,7 @@ def test_without_credentials_it_is_said_where_they_were_looked_for(tmp_path: Pat
     assert run.code == 1 and "no credentials: looked for" in run.err and variable in run.err, run.err
 
 
+@pytest.mark.alone
 def test_systemd_is_told_what_a_start_waits_for(tmp_path: Path, fuse: None) -> None:
     """A service that is silent at first: the unit says so, and its time limit is extended for as long as the wait may take."""
     write_model(tmp_path / "root/m")

@@ -29,7 +29,31 @@ ALSO = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "nemotron_h": {"hybrid_override_pattern": "ME*", "layers_block_type": ["mamba", "moe", "attention"], "num_hidden_layers": 3},
     "hunyuan_v1_moe": {"moe_topk": 2, "num_experts": 4},
+    "dots3_note": {
+        "text_config": {"num_key_value_heads": 4, "head_dim": 16, "n_group": 1, "layer_types": ["indexed_attention", "indexed_attention"]},
+        "vision_config": {"num_hidden_layers": 2, "hidden_size": 32, "adapter_in_dim": 32, "adapter_out_dim": 32, "num_local_experts": 4, "mlp_layer_types": ["dense", "sparse"]},
+        "audio_config": {"num_hidden_layers": 2, "adapter_input_size": 32, "adapter_out_dim": 32, "downsample_hidden_size": 16, "num_key_value_heads": None},
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "moe_intermediate_size": [24, 16], "mlp_layer_types": ["dense", "sparse"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [1, 1, 2]},
+        },
+        "vision_config": {"depth": 2, "num_heads": 4},
+    },
+    "glm5_next": {
+        "text_config": {"num_key_value_heads": 4, "index_topk": 16, "qk_rope_head_dim": 0, "linear_head_dim": 8, "linear_num_heads": 4},
+        "vision_config": {"depth": 2, "num_heads": 4, "out_hidden_size": 32, "projection_intermediate_size": 48},
+    },
     "glm5_next_text": {"num_key_value_heads": 4, "index_topk": 16},
+    "inkling2": {"text_config": {"unpadded_vocab_size": 60}, "vision_config": {"text_hidden_size": 32}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "full_attention"], "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4, "ple_layer_ids": [1], "ple_embed_dim": 32,
+        "ngram_vocab_size_base": 100, "heads_per_ngram": 2, "split_ngram_parts": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    },
     # Its towers' own members depend on each other.
     "nemotron_h_omni": {"vision_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "video_temporal_patch_size": 2}},
     "qwen3_omni_moe_thinker": {
@@ -40,14 +64,18 @@ ALSO = {
 
 def class_of(model_type):
     """The class of the whole model, or None."""
-    for names in (
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        auto.MODEL_MAPPING_NAMES,
-    ):
-        if name := names.get(model_type):
-            return getattr(transformers, name if isinstance(name, str) else name[0])
-    return None
+    names = [
+        mapping.get(model_type)
+        for mapping in (
+            auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+            auto.MODEL_MAPPING_NAMES,
+        )
+    ]
+    classes = [getattr(transformers, name if isinstance(name, str) else name[0]) for name in names if name]
+    # A class of the text model alone has another configuration. The code of some types is another type's.
+    own = [kind for kind in classes if issubclass(CONFIG_MAPPING[model_type], kind.config_class)]
+    return next(iter(own + classes), None)
 
 
 def config_of(kind, also):
@@ -68,8 +96,8 @@ def config_of(kind, also):
         own = getattr(default, name, None)
         if inspect.isclass(part) and own is not None:
             # Of any type: that of the default.
-            nested[name] = config_of(type(own) if part is transformers.AutoConfig else part, {})
-    return kind(**{**small, **nested, **also})
+            nested[name] = config_of(type(own) if part is transformers.AutoConfig else part, also.get(name, {}))
+    return kind(**{**small, **also, **nested})
 
 
 def model_of(model_type):

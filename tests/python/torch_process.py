@@ -1,4 +1,5 @@
-"""One of four processes that train with FSDP2: `torch_process.py MOUNT MESH [WAY…]`, rank and address from the environment.
+"""Processes that train with FSDP2, one for each MOUNT: `torch_process.py DIRECTORY MESH WAYS MOUNT…`. What a rank prints is in the file
+of its number in DIRECTORY.
 
 The model is built from the tensors of the manifest, under the repository's own names. Torch shards its parameters and
 loads them in three ways, or in the named ones. After each, every local shard is compared with the raw file of the same device. Prints, for
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -56,9 +59,7 @@ def fetched(mount: Path) -> int:
         time.sleep(0.1)
 
 
-def main(point: str, mesh_text: str, *ways: str) -> None:
-    dist.init_process_group("gloo")
-    rank, mount = dist.get_rank(), Path(point)
+def load_all(rank: int, mesh_text: str, ways: list[str], mount: Path) -> None:
     names, sizes = zip(*((name, int(size)) for name, size in (axis.split("=") for axis in mesh_text.split(","))))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     rows = [row for row in json.loads((mount / ".ckfs/manifest.json").read_text())["tensors"] if row["bundled"]]
@@ -125,23 +126,47 @@ def main(point: str, mesh_text: str, *ways: str) -> None:
     dist.destroy_process_group()
 
 
+def fork_rank(directory: Path, rank: int, mesh: str, ways: list[str], points: list[str]) -> int:
+    """Starts a rank, and returns its process. It has what this process has imported, which takes longer than the rest."""
+    if process := os.fork():
+        return process
+    code = 1
+    try:
+        output = os.open(directory / str(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(output, 1), os.dup2(output, 2)
+        meeting = f"file://{directory}/meeting"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=len(points))
+        load_all(rank, mesh, ways, Path(points[rank]))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
+def main(place: str, mesh: str, ways: str, *points: str) -> None:
+    ranks = [fork_rank(Path(place), rank, mesh, ways.split(), list(points)) for rank in range(len(points))]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
+    sys.exit(any(codes))
+
+
 def run(points: list[Path], mesh: str, *ways: str) -> list[list[dict]]:
     """Starts one process per mount point, one mount per rank or one for all, and returns their output."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    running = []
-    for rank, point in enumerate(points):
-        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(len(points)), "LOCAL_RANK": str(rank)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, str(point), mesh, *ways]
-        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    try:
-        out = [process.communicate(timeout=180)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * len(points), "\n".join(out)
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, __file__, place, mesh, " ".join(ways), *map(str, points)]
+        first = subprocess.Popen(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            said = first.communicate(timeout=180)[1]
+        finally:
+            # The ranks too, if they are still there.
+            if first.poll() is None:
+                os.killpg(first.pid, signal.SIGKILL)
+        files = [Path(place) / str(rank) for rank in range(len(points))]
+        out = [file.read_text() if file.exists() else "" for file in files]
+    assert first.returncode == 0, "\n".join([said, *out])
     assert all("checked" in text for text in out), out
     return [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in out]
 

@@ -7,7 +7,7 @@ use crate::common::{repo, shape};
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
     image::raw,
-    read::{Engine, EngineOptions, OpenFile, Path, reference},
+    read::{Engine, EngineOptions, Path, PreparedFile, reference},
     source::SourceIo,
     tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Operation, SourceTensor, Value, View, block_index},
 };
@@ -69,7 +69,7 @@ fn by_columns(checkpoint: &Checkpoint) -> View {
 /// The bytes of a view by the engine, read in pieces, and the number of bytes fetched for them.
 fn served(checkpoint: &Arc<Checkpoint>, view: &View, options: EngineOptions, piece: usize) -> (Vec<u8>, u64) {
     let engine = Arc::new(Engine::new(Arc::clone(checkpoint), options));
-    let file = Arc::new(OpenFile::new("view".to_owned(), raw("view", view.clone()).unwrap()));
+    let file = Arc::new(PreparedFile::new("view".to_owned(), raw("view", view.clone()).unwrap()));
     let (len, mut bytes) = (file.len_bytes(), Vec::new());
     while (bytes.len() as u64) < len {
         let start = bytes.len() as u64;
@@ -145,7 +145,7 @@ fn a_truncated_operand_is_an_error() {
         let path = dir.path().join(format!("model-{file:05}-of-00002.safetensors"));
         fs::OpenOptions::new().write(true).open(path).unwrap().set_len(500).unwrap();
         let engine = Arc::new(Engine::new(Arc::clone(&checkpoint), EngineOptions::default()));
-        let opened = Arc::new(OpenFile::new("view".to_owned(), raw("view", view).unwrap()));
+        let opened = Arc::new(PreparedFile::new("view".to_owned(), raw("view", view).unwrap()));
         let error = engine.read(&opened, 0, 1 << 20, &mut |_| panic!("{name} is gone")).unwrap_err();
         let text = error.to_string();
         assert!(text.contains(&format!("model-{file:05}")) || text.contains(name), "{text}");

@@ -11,7 +11,7 @@ use crate::common::{
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
     image::raw,
-    read::{Engine, EngineOptions, OpenFile, reference},
+    read::{Engine, EngineOptions, PreparedFile, reference},
     source::{FileId, LocalFiles, Source, SourceIo},
     tensor::{DType, SourceTensor, View},
 };
@@ -64,7 +64,7 @@ fn fetched(counted: &Counted, view: &View, cache_bytes: usize) -> Fetched {
     let Counted { source, checkpoint, .. } = counted;
     let options = EngineOptions { tile_cache_bytes: cache_bytes, ..EngineOptions::default() };
     let engine = Arc::new(Engine::new(Arc::clone(checkpoint), options));
-    let file = Arc::new(OpenFile::new("view".to_owned(), raw("view", view.clone()).unwrap()));
+    let file = Arc::new(PreparedFile::new("view".to_owned(), raw("view", view.clone()).unwrap()));
     let before = source.fetched();
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < file.len_bytes() {

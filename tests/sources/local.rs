@@ -341,7 +341,7 @@ fn pages_to_return_to_stay_until_no_reader_returns() {
             source.with(A, span(start, start + (1 << 16)), &mut |_| ()).unwrap().unwrap();
         }
     };
-    source.will_return();
+    source.will_revisit();
     visit();
     assert_eq!(source.window_drops(), 0);
     source.trim();

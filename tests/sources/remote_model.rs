@@ -170,7 +170,7 @@ impl Processes {
             }
             Step::Ahead { process, file, place, len } => {
                 let remote = self.source(process).remote().unwrap();
-                remote.bring_ahead(FileId(u32::try_from(file).unwrap()), &[span_at(file, place, len)]);
+                remote.prefetch(FileId(u32::try_from(file).unwrap()), &[span_at(file, place, len)]);
             }
             Step::Trim { process } => {
                 self.source(process).maps().unwrap().trim();

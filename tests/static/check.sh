@@ -16,4 +16,14 @@ done
 
 mapfile -t scripts < <(grep -rlIx '#!/usr/bin/env bash' .ci examples tests)
 "$bin/shellcheck" --severity=warning "${scripts[@]}"
-echo "checked: examples/kubernetes, .github/workflows, the Dockerfile, ${#scripts[@]} scripts"
+
+# One build of the dependencies serves the program, its tests and its benches: none of them asks for features that the others lack.
+features() {
+    cargo tree --locked --workspace --edges "$1" --prefix none --format '{p} {f}' | sed 's/ (\*)$//' | sort -u
+}
+twice=$(comm -23 <(features normal,build,no-proc-macro) <(features normal,build,dev,no-proc-macro))
+if [[ $twice ]]; then
+    echo "tests build these crates again, with more features:"$'\n'"$twice" >&2
+    exit 1
+fi
+echo "checked: examples/kubernetes, .github/workflows, the Dockerfile, ${#scripts[@]} scripts, features of dependencies"

@@ -317,6 +317,12 @@ impl Default for NameScan {
     }
 }
 
+/// Whether a tensor of an output head is its matrix. A tied head may have a bias of its own, or a scale of its outputs.
+fn is_matrix_of_head(tensor: &TensorInfo<'_>) -> bool {
+    let last = tensor.name.rsplit('.').next().unwrap_or_default();
+    last != "bias" && (tensor.shape.len() > 1 || last.contains("weight"))
+}
+
 impl NameScan {
     fn add(&mut self, tensor: &TensorInfo<'_>) {
         let bytes = tensor.bytes();
@@ -332,8 +338,7 @@ impl NameScan {
                 "q_proj" | "k_proj" | "wq" | "wk" | "query" | "key" => self.separate_qkv = true,
                 "qkv_proj" | "c_attn" | "query_key_value" | "Wqkv" | "qkv" | "in_proj_qkv" => self.fused_qkv = true,
                 "kv_a_proj_with_mqa" | "wkv_a" | "wkv" => self.latent_qkv = true,
-                // A tied head may have a bias of its own.
-                "lm_head" | "embed_out" => self.has_lm_head |= tensor.name.rsplit('.').next() != Some("bias"),
+                "lm_head" | "embed_out" => self.has_lm_head |= is_matrix_of_head(tensor),
                 "mtp" => self.mtp_named = true,
                 _ => {}
             }

@@ -22,6 +22,10 @@ struct Rules {
     never: Vec<String>,
     /// Tied if the whole model's configuration or the text model's says so.
     by_either: Vec<String>,
+    /// Of these, the whole model's configuration says so if it says nothing.
+    either_whole: Vec<String>,
+    /// Of these, the text model's.
+    either_text: Vec<String>,
     /// Only the text model's configuration counts.
     by_text: Vec<String>,
     /// Only the whole model's configuration counts, though there is one of a text model.
@@ -78,9 +82,9 @@ impl Tie {
             None => (word(config), by_default(&outer)),
             Some(text) if is_in(&RULES.by_text, &outer) => (word(text), by_default(&outer)),
             Some(text) if is_in(&RULES.by_either, &outer) => {
-                let words = [word(config), word(text)];
-                let declared = words.iter().flatten().copied().reduce(|any, word| any || word);
-                (declared, by_default(&outer))
+                let words = [(word(config), &RULES.either_whole), (word(text), &RULES.either_text)];
+                let tied = words.iter().any(|(word, list)| word.unwrap_or(has_head && is_in(list, &outer)));
+                (words.iter().any(|(word, _)| word.is_some()).then_some(tied), tied)
             }
             Some(_) if is_in(&RULES.by_whole, &outer) => (word(config), by_default(&outer)),
             // If the whole model is not in the lists, either configuration may decide. The whole model's head follows
@@ -156,6 +160,13 @@ mod tests {
                 Some(true),
                 true,
             ),
+            // Each of two configurations that says nothing counts as its own default.
+            (json!({"model_type": "kosmos-2", "tie_word_embeddings": false, "text_config": {}}), Some(true), true),
+            (json!({"model_type": "kosmos-2", "text_config": {"tie_word_embeddings": false}}), Some(true), true),
+            (json!({"model_type": "shieldgemma2", "text_config": {"tie_word_embeddings": false}}), Some(false), false),
+            (json!({"model_type": "shieldgemma2", "tie_word_embeddings": false, "text_config": {}}), Some(true), true),
+            (json!({"model_type": "shieldgemma2", "text_config": {}}), None, true),
+            (json!({"model_type": "llava", "tie_word_embeddings": false, "text_config": {}}), Some(false), false),
             // Or it alone counts.
             (
                 json!({"model_type": "llama4", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),

@@ -14,7 +14,7 @@ use super::super::{
     index::Index,
     listing::{Listed, Opening},
     problem::{CheckpointError, Expected, Problem, Problems},
-    weight_name::{WeightName, is_any_index, variant_of_index},
+    weight_name::{WeightName, is_any_index, of_any_rank, variant_of_index},
 };
 pub(crate) use super::weight_name::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX};
 
@@ -261,9 +261,18 @@ pub(crate) fn choose_indexed(
     let is_variant = |path: &str| {
         variant_key(path).is_some_and(|key| key.1.is_some() && stems.contains(key.0) && !variants.contains(&key))
     };
+    let ranks: BTreeMap<String, &str> =
+        index.files.iter().filter_map(|path| Some((of_any_rank(path)?, &**path))).collect();
+    let mut parts: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for file in files.iter_mut().filter(|file| file.role == FileRole::Other && is_weights(&file.path)) {
+        if let Some(named) = of_any_rank(&file.path).and_then(|set| ranks.get(&set)) {
+            parts.entry(named).or_default().push(file.path.clone());
+        }
         let reason = if is_variant(&file.path) { IgnoreReason::OtherVariant } else { IgnoreReason::NotInIndex };
         file.role = FileRole::Ignored(beside(&file.path, reason));
+    }
+    for (named, others) in parts {
+        problems.push(Problem::PartsOfRanks { index: name.to_owned(), named: named.to_owned(), others });
     }
 }
 

@@ -5,7 +5,7 @@
 
 use std::{io, path::PathBuf, sync::Arc};
 
-use ckfs_source::{Fetches, FoundFile, Opened, SourceError};
+use ckfs_source::{FoundFile, Opened, SourceError, WaitRegistry};
 
 use super::super::{
     adapter::AdapterFiles,
@@ -113,7 +113,7 @@ fn is_needed(name: &str) -> bool {
 /// A file is gone.
 pub(crate) fn fill_files(
     found: impl Iterator<Item = (io::Result<FoundFile>, PathBuf)>,
-    fetches: &Fetches,
+    fetches: &WaitRegistry,
 ) -> Result<Vec<AdapterFiles>, CheckpointError> {
     let open = |(found, path): (io::Result<FoundFile>, PathBuf)| {
         let failed =

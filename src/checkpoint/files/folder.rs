@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use ckfs_source::{
-    Fetches, FileId, Opened, RootDir, Source, SourceError, local::check_open_file_limit, permission::DirectoryGates,
-    remote::RemoteTree,
+    FileId, Opened, RootDir, Source, SourceError, WaitRegistry, local::check_open_file_limit,
+    permission::DirectoryRules, remote::RemoteTree,
 };
 
 use super::super::{
@@ -31,12 +31,12 @@ pub(crate) struct Folder {
     root: Option<Arc<RootDir>>,
     /// All files, sorted by path.
     pub(crate) files: Vec<Listed>,
-    pub(crate) directories: Vec<(String, DirectoryGates)>,
+    pub(crate) directories: Vec<(String, DirectoryRules)>,
     pub(crate) warnings: Vec<String>,
     pub(crate) problems: Problems,
     /// The variant of the weights that is asked for.
     pub(crate) variant: Option<String>,
-    fetches: Arc<Fetches>,
+    fetches: Arc<WaitRegistry>,
     follow_symlinks: bool,
 }
 

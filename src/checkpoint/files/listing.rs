@@ -9,8 +9,8 @@ use std::{
 };
 
 use ckfs_source::{
-    Fetches, FoundFile, Opened, RootDir, SourceError, permission::DirectoryGates, private_directory,
-    remote::RemoteTree, stall::Fetching,
+    FoundFile, Opened, RootDir, SourceError, WaitRegistry, permission::DirectoryRules, private_directory,
+    remote::RemoteTree, stall::WaitGuard,
 };
 
 use super::super::file::{FileRole, IgnoreReason};
@@ -52,7 +52,7 @@ impl Listed {
     pub(crate) fn open(
         &mut self,
         root: Option<&Arc<RootDir>>,
-        fetches: &Fetches,
+        fetches: &WaitRegistry,
     ) -> Result<Option<&Opened>, SourceError> {
         self.state = match std::mem::replace(&mut self.state, Opening::Nothing) {
             Opening::Found(found) => {
@@ -72,7 +72,7 @@ impl Listed {
     pub(crate) fn take(
         &mut self,
         root: Option<&Arc<RootDir>>,
-        fetches: &Fetches,
+        fetches: &WaitRegistry,
     ) -> Result<Option<Opened>, SourceError> {
         self.open(root, fetches)?;
         Ok(match std::mem::replace(&mut self.state, Opening::Nothing) {
@@ -88,11 +88,11 @@ pub(crate) struct Listing {
     /// All files, sorted by path.
     pub(crate) files: Vec<Listed>,
     /// The listed directories, with the gates before them. The first one is the repository's own, called "".
-    pub(crate) directories: Vec<(String, DirectoryGates)>,
+    pub(crate) directories: Vec<(String, DirectoryRules)>,
 }
 
 /// All files of a repository. Symbolic links to files are followed, as the hub's cache consists of links.
-pub(crate) fn list(root: &RootDir, fetches: &Fetches) -> io::Result<Listing> {
+pub(crate) fn list(root: &RootDir, fetches: &WaitRegistry) -> io::Result<Listing> {
     let mut listing = Listing::default();
     walk(root, "", 0, &fetches.begin_path(root.path(), "list"), &mut listing)?;
     listing.files.sort_by(|left, right| left.path.cmp(&right.path));
@@ -121,7 +121,13 @@ pub(crate) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
     Ok(listing)
 }
 
-fn walk(root: &RootDir, relative: &str, depth: usize, looking: &Fetching<'_>, listing: &mut Listing) -> io::Result<()> {
+fn walk(
+    root: &RootDir,
+    relative: &str,
+    depth: usize,
+    looking: &WaitGuard<'_>,
+    listing: &mut Listing,
+) -> io::Result<()> {
     let dir = root.path().join(relative);
     let prefix = if relative.is_empty() { String::new() } else { format!("{relative}/") };
     if depth > DEPTH_MAX || listing.files.len() > ENTRIES_MAX {

@@ -11,7 +11,7 @@
 //! models--org--name/snapshots/<commit>/  symbolic links into ../../blobs
 //! ```
 
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 use std::{
     collections::BTreeSet,
     sync::Arc,
@@ -23,12 +23,12 @@ use std::{
 };
 
 use ckfs_source::{
-    Fetches,
+    WaitRegistry,
     remote::{RemoteRepository, open_url},
 };
 
 use super::super::{options::OpenOptions, problem::CheckpointError};
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 use ckfs_source::remote::{
     Deadline, RemoteError, SharedCache,
     cache::default_directory,
@@ -141,7 +141,7 @@ struct Name<'a> {
 
 impl Name<'_> {
     /// The snapshot in the Hub's cache.
-    fn in_cache(&self, cache: Option<&Path>, fetches: &Fetches) -> Result<Located, CheckpointError> {
+    fn in_cache(&self, cache: Option<&Path>, fetches: &WaitRegistry) -> Result<Located, CheckpointError> {
         let Self { source, repo, revision } = *self;
         let (source_name, advice) = (source.to_owned(), String::new());
         let Some(cache) = cache else { return Err(CheckpointError::NoHome { source_name, advice }) };
@@ -185,18 +185,18 @@ fn snapshot(dir: &Path, repo: &str, commit: String) -> Located {
     }
 }
 
-#[cfg(not(feature = "remote"))]
+#[cfg(not(feature = "hub"))]
 fn from_hub(
     _name: &Name<'_>,
     _cache: Option<&Path>,
     found: Result<Located, CheckpointError>,
     _options: &OpenOptions,
 ) -> Result<Located, CheckpointError> {
-    found.map_err(|error| error.with_advice("\n  Hub: not asked, this program was built without the feature `remote`"))
+    found.map_err(|error| error.with_advice("\n  Hub: not asked, this program was built without the feature `hub`"))
 }
 
 /// The place of a name whose snapshot in the Hub's cache is `found`.
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 fn from_hub(
     name: &Name<'_>,
     cache: Option<&Path>,
@@ -258,7 +258,7 @@ fn from_hub(
 }
 
 /// The error of a name that the cache lacks, after the Hub gave no commit. A Hub that gave no answer says nothing about the name.
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 fn unanswered(name: &Name<'_>, found: Result<Located, CheckpointError>, error: RemoteError) -> CheckpointError {
     match found {
         Err(missing) if error.is_transient() => missing.with_advice(&format!(
@@ -271,11 +271,11 @@ fn unanswered(name: &Name<'_>, found: Result<Located, CheckpointError>, error: R
 }
 
 /// Longest wait for the Hub's word on a branch that is in the cache.
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 const REVALIDATE: Duration = Duration::from_secs(10);
 
 /// Whether a snapshot lacks weight files, as far as it tells itself: by its index, or by having none at all.
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 fn lacks_weights(snapshot: &Path) -> bool {
     const INDEXES: [&str; 2] = ["model.safetensors.index.json", "pytorch_model.bin.index.json"];
     for name in INDEXES {

@@ -10,7 +10,7 @@ use std::{
 use ckfs_source::{
     ByteSpan, FoundFile, Opened, SourceError,
     local::check_open_file_limit,
-    permission::DirectoryGates,
+    permission::DirectoryRules,
     private_directory,
     remote::{Remote, RemoteTree},
 };
@@ -101,7 +101,7 @@ impl OpenTree for CachedTree<'_> {
         paths.iter().map(open).collect()
     }
 
-    fn gates(&self, _: &str) -> DirectoryGates {
+    fn gates(&self, _: &str) -> DirectoryRules {
         private_directory()
     }
 }

@@ -15,7 +15,7 @@ use std::{
 };
 
 use ckfs_source::{
-    ByteSpan, Fetches, Opened, RootDir, SourceError, local::check_open_file_limit, permission::DirectoryGates,
+    ByteSpan, Opened, RootDir, SourceError, WaitRegistry, local::check_open_file_limit, permission::DirectoryRules,
 };
 use ckfs_tensor::to_usize;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
@@ -61,11 +61,11 @@ pub(crate) trait OpenTree: FileTree {
     fn open_files(&self, paths: &[String], more: usize) -> Result<Vec<Opened>, SourceError>;
 
     /// The gates before a directory.
-    fn gates(&self, directory: &str) -> DirectoryGates;
+    fn gates(&self, directory: &str) -> DirectoryRules;
 
     /// The directories that contain these files, and those above them, with the gates before them. The first is the
     /// checkpoint's own, "".
-    fn directories(&self, paths: &[String]) -> Vec<(String, DirectoryGates)> {
+    fn directories(&self, paths: &[String]) -> Vec<(String, DirectoryRules)> {
         let parents = paths.iter().flat_map(|path| path.match_indices('/').map(|(at, _)| &path[..at]));
         let mut all: Vec<&str> = parents.chain([""]).collect();
         all.sort_unstable();
@@ -78,7 +78,7 @@ pub(crate) trait OpenTree: FileTree {
 pub(crate) struct LocalTree {
     root: Arc<RootDir>,
     follows_symlinks: bool,
-    fetches: Arc<Fetches>,
+    fetches: Arc<WaitRegistry>,
     /// Files that are open, by path.
     opened: Mutex<HashMap<String, Arc<Opened>>>,
 }
@@ -91,7 +91,7 @@ impl fmt::Debug for LocalTree {
 
 impl LocalTree {
     /// The tree below `root`. Symbolic links that leave it are followed only if `follows_symlinks`.
-    pub(crate) fn new(root: Arc<RootDir>, follows_symlinks: bool, fetches: Arc<Fetches>) -> Self {
+    pub(crate) fn new(root: Arc<RootDir>, follows_symlinks: bool, fetches: Arc<WaitRegistry>) -> Self {
         Self { root, follows_symlinks, fetches, opened: Mutex::default() }
     }
 
@@ -144,7 +144,7 @@ impl OpenTree for LocalTree {
         paths.iter().map(take).collect()
     }
 
-    fn gates(&self, directory: &str) -> DirectoryGates {
+    fn gates(&self, directory: &str) -> DirectoryRules {
         self.root.directory_gates(directory)
     }
 }

@@ -107,9 +107,47 @@ fn is_variant(word: &str) -> bool {
         && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-')
 }
 
+/// A path with `*` for the number of the rank whose part of each tensor the file holds, as in `model-00001-TP-*.safetensors`. `None` if
+/// its words say no rank.
+pub(crate) fn of_any_rank(path: &str) -> Option<String> {
+    const RANKS: [&str; 2] = ["tp", "rank"];
+    let is_number = |word: &str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
+    let words: Vec<&str> = path.split_inclusive(|letter: char| !letter.is_ascii_alphanumeric()).collect();
+    let trimmed = |at: usize| words.get(at).map_or("", |word| word.trim_end_matches(|c: char| !c.is_alphanumeric()));
+    let found = (0..words.len()).find_map(|at| {
+        let lower = trimmed(at).to_ascii_lowercase();
+        let rest = RANKS.iter().find_map(|rank| lower.strip_prefix(rank))?;
+        let before: usize = words[..at].iter().map(|word| word.len()).sum();
+        match rest {
+            "" if is_number(trimmed(at + 1)) => Some((before + words[at].len(), trimmed(at + 1).len())),
+            number if is_number(number) => Some((before + lower.len() - number.len(), number.len())),
+            _ => None,
+        }
+    });
+    let (start, length) = found?;
+    Some(format!("{}*{}", &path[..start], &path[start + length..]))
+}
+
 #[cfg(test)]
 mod tests {
     use super::{super::sets::incomplete_sets, *};
+
+    #[test]
+    fn files_of_ranks_by_their_names() {
+        let cases = [
+            ("pytorch_model-00001-TP-007.safetensors", Some("pytorch_model-00001-TP-*.safetensors")),
+            ("a/model-tp3.safetensors", Some("a/model-tp*.safetensors")),
+            ("mp_rank_00_model.pt", Some("mp_rank_*_model.pt")),
+            ("rank12.safetensors", Some("rank*.safetensors")),
+            ("pytorch_model-00000-TP-common.safetensors", None),
+            ("model-00001-of-00002.safetensors", None),
+            ("ranking-1.safetensors", None),
+            ("http-1.safetensors", None),
+        ];
+        for (path, expected) in cases {
+            assert_eq!(of_any_rank(path).as_deref(), expected, "{path}");
+        }
+    }
 
     #[test]
     fn names_of_weight_files_in_their_parts() {

@@ -8,7 +8,7 @@ use super::{
     comfy,
     findings::{Scheme, SchemeFindings, Summary},
     parts::{is_fp8, is_wide_float, module_of},
-    quantization_config::{ModuleQuantization, QuantizationConfig},
+    quantization_config::{Factor, ModuleQuantization, QuantizationConfig},
     stored::Stored,
 };
 use crate::table::TensorInfo;
@@ -26,14 +26,14 @@ impl Scheme for Unrecognized {
         let settings = QuantizationConfig::read(stored);
         let method = method(stored);
         let used = found.operands();
-        let scaled = Scaled::new(stored);
+        let (scaled, neighbours) = (Scaled::new(stored), Neighbours { stored, by_module: OnceCell::new() });
         let is_open = |found: &SchemeFindings<'_>, id: &TensorId| !found.is_taken(*id) && !used[id.0 as usize];
         for (id, codes) in stored.iter() {
             if !is_open(found, &id) {
                 continue;
             }
             if are_codes(stored, &codes, method.is_some()) {
-                found.unsupported(&told(&settings, method.as_deref(), codes.name), Some(id));
+                found.unsupported(&told(&neighbours, &settings, method.as_deref(), &codes), Some(id));
             } else if let (None, Some(shown)) = (&method, scaled.of(&codes)) {
                 found.unsupported(&shown, Some(id));
             }
@@ -115,25 +115,78 @@ pub(super) fn method(stored: &Stored<'_>) -> Option<String> {
     named.or_else(|| stored.modelopt().map(|_| "modelopt".to_owned()))
 }
 
-/// Why the codes of this name are not decoded.
-fn told(settings: &QuantizationConfig<'_>, method: Option<&str>, codes: &str) -> String {
+/// Why these codes are not decoded.
+fn told(
+    neighbours: &Neighbours<'_>,
+    settings: &QuantizationConfig<'_>,
+    method: Option<&str>,
+    codes: &TensorInfo<'_>,
+) -> String {
     let Some(method) = method else {
         return "tensors of codes and scales, but no quantization_config".to_owned();
     };
-    let module = codes.strip_suffix("_packed").unwrap_or(codes);
+    let module = codes.name.strip_suffix("_packed").unwrap_or(codes.name);
     let module = module_of(module, "weight").unwrap_or(module);
-    match settings.of(module) {
-        ModuleQuantization::Unknown(name) => name,
+    let told = settings.of(module);
+    let expected = match &told {
+        ModuleQuantization::Unknown(name) => return name.clone(),
         ModuleQuantization::Plain if settings.is_known() => {
-            format!("{method}, but its configuration leaves this tensor unquantized")
+            return format!("{method}, but its configuration leaves this tensor unquantized");
         }
-        ModuleQuantization::Plain => method.to_owned(),
-        ModuleQuantization::Packed { .. }
-        | ModuleQuantization::Fp8(_)
-        | ModuleQuantization::Nvfp4(_)
-        | ModuleQuantization::Mxfp4
-        | ModuleQuantization::Mxfp8 => {
-            format!("{method}, but these are not the codes that its configuration says")
+        ModuleQuantization::Plain => return method.to_owned(),
+        ModuleQuantization::Packed { bits, .. } => {
+            format!("weight_packed (I32, {bits} bits each) with weight_scale beside it")
+        }
+        ModuleQuantization::Fp8(_) => "weight (F8_E4M3) with weight_scale or weight_scale_inv beside it".to_owned(),
+        ModuleQuantization::Nvfp4(Factor::Multiplies) => {
+            "weight (U8, two 4-bit floats each) with weight_scale (F8_E4M3) and weight_scale_2 (F32) beside it"
+                .to_owned()
+        }
+        ModuleQuantization::Nvfp4(Factor::Divides) => {
+            "weight_packed (U8, two 4-bit floats each) with weight_scale (F8_E4M3) and \
+                                         weight_global_scale (F32) beside it"
+                .to_owned()
+        }
+        ModuleQuantization::Mxfp4 => {
+            "weight_packed (U8, two 4-bit floats each) with weight_scale (U8) beside it".to_owned()
+        }
+        ModuleQuantization::Mxfp8 => "weight (F8_E4M3) with weight_scale (U8) beside it".to_owned(),
+    };
+    format!("{method}, whose configuration says {expected}, and found is {}", neighbours.of(codes))
+}
+
+/// The last words and types of the tensors of each module. Made when the first is asked for.
+struct Neighbours<'a> {
+    stored: &'a Stored<'a>,
+    by_module: OnceCell<HashMap<&'a str, Vec<(&'a str, DType)>>>,
+}
+
+impl Neighbours<'_> {
+    /// A tensor and those beside it: of the same module, or with names that begin with its own.
+    fn of(&self, codes: &TensorInfo<'_>) -> String {
+        const SHOWN: usize = 6;
+        let by_module = self.by_module.get_or_init(|| {
+            let mut by_module: HashMap<&str, Vec<(&str, DType)>> = HashMap::new();
+            for (_, info) in self.stored.iter() {
+                let (module, word) = info.name.rsplit_once('.').unwrap_or(("", info.name));
+                by_module.entry(module).or_default().push((word, info.dtype));
+            }
+            for words in by_module.values_mut() {
+                words.sort_unstable_by_key(|(word, _)| *word);
+            }
+            by_module
+        });
+        let (module, word) = codes.name.rsplit_once('.').unwrap_or(("", codes.name));
+        let is_own = |other: &str| other != word && (word == "weight" || other.starts_with(word));
+        let found: Vec<_> = by_module.get(module).into_iter().flatten().filter(|(other, _)| is_own(other)).collect();
+        let shown = found.iter().take(SHOWN).map(|(word, dtype)| format!("{word} ({dtype})"));
+        let shown = shown.collect::<Vec<_>>().join(", ");
+        match found.len() {
+            0 => format!("{word} ({}) alone", codes.dtype),
+            count if count > SHOWN => {
+                format!("{word} ({}) with {shown} and {} more beside it", codes.dtype, count - SHOWN)
+            }
+            _ => format!("{word} ({}) with {shown} beside it", codes.dtype),
         }
     }
 }

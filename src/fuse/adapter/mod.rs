@@ -39,7 +39,7 @@ use self::{
 };
 use super::{
     reply_data,
-    requests::{Overflow, Readers},
+    requests::{Dispatchers, Overflow},
 };
 
 /// How long the kernel may cache answers: ten years, which it can express on every architecture.
@@ -95,21 +95,21 @@ pub(super) struct KernelAdapter {
 
 /// The threads that take requests, and those that stand in for them.
 struct Threads {
-    readers: Arc<Readers>,
+    dispatchers: Arc<Dispatchers>,
     overflow: Arc<Overflow>,
 }
 
 impl Handlers for Threads {
     fn tend(&self, is_waiting: &dyn Fn() -> bool) -> bool {
-        self.readers.look(is_waiting)
+        self.dispatchers.look(is_waiting)
     }
 
     fn mark_stuck(&self) {
-        self.overflow.lose();
+        self.overflow.mark_stuck();
     }
 
     fn unmark_stuck(&self) {
-        self.overflow.find();
+        self.overflow.unmark_stuck();
     }
 }
 
@@ -120,7 +120,7 @@ impl KernelAdapter {
     /// The system cannot start the thread that watches requests.
     pub(super) fn new(fs: Arc<dyn Upkeep>, passthrough: bool, threads: usize) -> io::Result<Self> {
         let (reads, opens) = (Arc::default(), Arc::default());
-        let threads = Arc::new(Threads { readers: Arc::new(Readers::new(threads)), overflow: Arc::default() });
+        let threads = Arc::new(Threads { dispatchers: Arc::new(Dispatchers::new(threads)), overflow: Arc::default() });
         let handlers: Arc<dyn Handlers> = Arc::<Threads>::clone(&threads);
         let mut watchdog = Watchdog::new(&fs, handlers);
         watchdog.watch(RequestKind::Read, &reads);
@@ -147,7 +147,7 @@ impl KernelAdapter {
         Reply<R>: Refuse,
     {
         Pending::new(&self.fs, op, ino(node), Reply(reply)).attempt(body);
-        self.threads.readers.rest();
+        self.threads.dispatchers.park();
     }
 
     /// Handles a request that may wait for storage: in this thread, or in one of the overflow if this is the last thread that
@@ -157,8 +157,8 @@ impl KernelAdapter {
         mut pending: Pending<R>,
         body: impl FnOnce(&Serving, Pending<R>) + Send + 'static,
     ) {
-        let Threads { readers, overflow } = &*self.threads;
-        if let Some(inside) = readers.enter() {
+        let Threads { dispatchers, overflow } = &*self.threads;
+        if let Some(inside) = dispatchers.enter() {
             body(&self.serving, pending);
             drop(inside);
         } else {
@@ -168,7 +168,7 @@ impl KernelAdapter {
                 body(&serving, pending);
             });
         }
-        readers.rest();
+        dispatchers.park();
     }
 
     fn read_only<R>(&self, ino: INodeNo, reply: R)

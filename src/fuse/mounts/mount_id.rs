@@ -1,5 +1,5 @@
 #![allow(unsafe_code)]
-//! The number of a mount that is never given to another.
+//! The kernel's unique mount id (`STATX_MNT_ID_UNIQUE`, Linux 6.8), which is never used again.
 //!
 //! Mount ids and device numbers of the table of mounts are used again at once: a mount made right after another was removed
 //! often has both. Since Linux 6.8 there is a second id that is unique for as long as the system is up.

@@ -2,38 +2,38 @@
 //!
 //! A thread of fuser reads a request from the kernel, handles it, and reads the next. If all threads wait for storage that
 //! gives no answer, no thread reads requests, and the whole mount hangs with one file. So there is one thread more than asked
-//! for. Usually this thread rests: with one thread too many, small reads lose a few percent, since the kernel wakes another
+//! for. Usually this thread is parked: with one thread too many, small reads lose a few percent, since the kernel wakes another
 //! thread for each. The spare thread is called when all others have been inside requests for a while and one waits for
 //! storage. It then reads requests and passes those that may wait to the [`Overflow`], until another thread comes back. The
-//! thread that ends a request next rests in its place.
+//! thread that ends a request next is parked in its place.
 //!
-//! A thread that rests cannot see that the mount has ended. A thread that reads sees it, ends, and reports it here.
+//! A parked thread cannot see that the mount has ended. A thread that reads sees it, ends, and reports it here.
 
 use std::{
     cell::RefCell,
     collections::VecDeque,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
-    thread,
     time::Duration,
 };
 
+use ckfs_sync::{BoxedJob, Pool, PoolOptions};
+
 #[derive(Debug, Default)]
-struct Resting {
+struct Parked {
     /// Threads that have handled a request and were not seen to end.
     known: usize,
-    rests: bool,
-    /// Whether no thread should rest.
+    is_parked: bool,
+    /// Whether no thread should be parked.
     called: bool,
     ended: bool,
 }
 
 /// The threads that read requests.
 #[derive(Debug)]
-pub(crate) struct Readers {
+pub(crate) struct Dispatchers {
     /// Threads that usually read requests; there is one more.
     usual: usize,
     /// Threads of fuser inside requests that may wait.
@@ -42,15 +42,15 @@ pub(crate) struct Readers {
     passed: AtomicU64,
     /// Value of `passed` at the last turn of the watching thread.
     seen_passed: AtomicU64,
-    /// Whether the number of resting threads is right: one rests, or none should.
+    /// Whether the number of parked threads is right: one is parked, or none should be.
     settled: AtomicBool,
-    resting: Mutex<Resting>,
+    parked: Mutex<Parked>,
     changed: Condvar,
 }
 
 /// A thread of fuser inside a request that may wait.
 #[derive(Debug)]
-pub(crate) struct Inside<'a>(&'a Readers);
+pub(crate) struct Inside<'a>(&'a Dispatchers);
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
@@ -60,13 +60,13 @@ impl Drop for Inside<'_> {
 }
 
 /// Tells the end of a thread.
-struct Known(Arc<Readers>);
+struct Known(Arc<Dispatchers>);
 
 impl Drop for Known {
     fn drop(&mut self) {
-        let mut resting = self.0.lock();
-        resting.known -= 1;
-        resting.ended = true;
+        let mut parked = self.0.lock();
+        parked.known -= 1;
+        parked.ended = true;
         self.0.changed.notify_all();
     }
 }
@@ -75,7 +75,7 @@ thread_local! {
     static KNOWN: RefCell<Option<Known>> = const { RefCell::new(None) };
 }
 
-impl Readers {
+impl Dispatchers {
     /// For a session of `usual` threads and one more.
     pub(crate) fn new(usual: usize) -> Self {
         Self {
@@ -84,7 +84,7 @@ impl Readers {
             passed: AtomicU64::new(0),
             seen_passed: AtomicU64::new(0),
             settled: AtomicBool::new(false),
-            resting: Mutex::default(),
+            parked: Mutex::default(),
             changed: Condvar::new(),
         }
     }
@@ -96,8 +96,8 @@ impl Readers {
         (before < self.usual).then_some(inside)
     }
 
-    /// To be called by a thread that has ended a request: it may rest here.
-    pub(crate) fn rest(self: &Arc<Self>) {
+    /// To be called by a thread that has ended a request: it may be parked here.
+    pub(crate) fn park(self: &Arc<Self>) {
         KNOWN.with_borrow_mut(|known| {
             if known.is_none() {
                 self.lock().known += 1;
@@ -107,45 +107,45 @@ impl Readers {
         if self.settled.load(Ordering::Relaxed) {
             return;
         }
-        let mut resting = self.lock();
+        let mut parked = self.lock();
         // Another must be there to see the end of the mount.
-        if resting.rests || resting.called || resting.ended || resting.known < 2 {
+        if parked.is_parked || parked.called || parked.ended || parked.known < 2 {
             return;
         }
-        resting.rests = true;
+        parked.is_parked = true;
         self.settled.store(true, Ordering::Relaxed);
-        while !resting.called && !resting.ended {
-            resting = self.changed.wait(resting).unwrap_or_else(PoisonError::into_inner);
+        while !parked.called && !parked.ended {
+            parked = self.changed.wait(parked).unwrap_or_else(PoisonError::into_inner);
         }
-        resting.rests = false;
+        parked.is_parked = false;
     }
 
-    /// Calls the thread that rests if all others are inside requests, none of which ended since this was last called, and
-    /// `is_waiting`; lets one rest again once another is back. Whether there were requests since.
+    /// Calls the parked thread if all others are inside requests, none of which ended since this was last called, and
+    /// `is_waiting`; lets one park again once another is back. Whether there were requests since.
     pub(crate) fn look(&self, is_waiting: impl FnOnce() -> bool) -> bool {
         let (inside, passed) = (self.inside.load(Ordering::Relaxed), self.passed.load(Ordering::Relaxed));
         let seen = self.seen_passed.swap(passed, Ordering::Relaxed);
         let full = inside >= self.usual;
         if full && seen == passed && is_waiting() {
-            let mut resting = self.lock();
-            if !resting.called {
+            let mut parked = self.lock();
+            if !parked.called {
                 tracing::debug!("all {inside} threads wait for storage; another reads requests");
             }
-            resting.called = true;
+            parked.called = true;
             self.settled.store(true, Ordering::Relaxed);
             self.changed.notify_all();
         } else if !full {
-            let mut resting = self.lock();
-            if resting.called {
-                resting.called = false;
-                self.settled.store(resting.rests, Ordering::Relaxed);
+            let mut parked = self.lock();
+            if parked.called {
+                parked.called = false;
+                self.settled.store(parked.is_parked, Ordering::Relaxed);
             }
         }
         inside > 0 || seen != passed
     }
 
-    fn lock(&self) -> MutexGuard<'_, Resting> {
-        self.resting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Parked> {
+        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -154,107 +154,62 @@ const OVERFLOW_MAX: usize = 64;
 
 /// Threads whose requests were given up and that others stand in for, at most. Programs can be killed and started again without
 /// end while storage gives no answer.
-const LOST_MAX: usize = 256;
+const STUCK_MAX: usize = 256;
 
 /// How long such a thread waits for a request.
 const OVERFLOW_IDLE: Duration = Duration::from_secs(10);
 
-type Job = Box<dyn FnOnce() + Send>;
-
-#[derive(Default)]
-struct Queue {
-    jobs: VecDeque<Job>,
-    threads: usize,
-    idle: usize,
-    /// Threads that wait for storage although their request was answered.
-    lost: usize,
-}
-
 /// Handles requests that no thread of fuser should wait for, each in a thread, which are started when needed. More requests
 /// than threads wait in a queue.
-#[derive(Default)]
+#[derive(Debug)]
 pub(crate) struct Overflow {
-    queue: Mutex<Queue>,
-    added: Condvar,
+    pool: Pool<VecDeque<BoxedJob>>,
+    /// Threads that wait for storage although their request was answered.
+    stuck: Mutex<usize>,
 }
 
-impl std::fmt::Debug for Overflow {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Overflow").field("threads", &self.lock().threads).finish_non_exhaustive()
+impl Default for Overflow {
+    fn default() -> Self {
+        let options = PoolOptions { name: "ckfs-overflow", threads_max: OVERFLOW_MAX, idle: OVERFLOW_IDLE };
+        Self { pool: Pool::of_closures(options), stuck: Mutex::default() }
     }
 }
 
 impl Overflow {
     /// Has a job done. Dropped undone if there is no thread and the system starts none.
-    pub(crate) fn submit(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
-        let mut queue = self.lock();
-        queue.jobs.push_back(Box::new(job));
-        if queue.idle >= queue.jobs.len() {
-            self.added.notify_one();
-        } else {
-            self.start(queue);
-        }
-    }
-
-    /// Starts one thread more, if there may be one.
-    fn start(self: &Arc<Self>, mut queue: MutexGuard<'_, Queue>) {
-        if queue.threads.saturating_sub(queue.lost.min(LOST_MAX)) >= OVERFLOW_MAX {
-            return;
-        }
-        queue.threads += 1;
-        let pool = Arc::clone(self);
-        if let Err(error) = thread::Builder::new().name("ckfs-overflow".to_owned()).spawn(move || pool.work()) {
-            tracing::error!("cannot start a thread for a request: {error}");
-            queue.threads -= 1;
-            let undone = if queue.threads == 0 { std::mem::take(&mut queue.jobs) } else { VecDeque::new() };
-            drop(queue);
+    pub(crate) fn submit(&self, job: impl FnOnce() + Send + 'static) {
+        self.pool.submit(job);
+        let refused = || {
+            self.pool.take_refused(|jobs, error| {
+                tracing::error!("cannot start a thread for a request: {error}");
+                jobs.pop_front()
+            })
+        };
+        while let Some(undone) = refused() {
             drop(undone);
         }
     }
 
     /// Notes that a thread's request was given up: another may stand in for it.
-    pub(crate) fn lose(self: &Arc<Self>) {
-        let mut queue = self.lock();
-        queue.lost += 1;
-        if !queue.jobs.is_empty() {
-            self.start(queue);
-        }
+    pub(crate) fn mark_stuck(&self) {
+        self.change_stuck(|stuck| stuck + 1);
     }
 
     /// Notes that such a thread is back.
-    pub(crate) fn find(&self) {
-        self.lock().lost -= 1;
+    pub(crate) fn unmark_stuck(&self) {
+        self.change_stuck(|stuck| stuck - 1);
     }
 
-    fn work(&self) {
-        let mut queue = self.lock();
-        loop {
-            if let Some(job) = queue.jobs.pop_front() {
-                drop(queue);
-                // What panics in a request is answered and counted there.
-                let _ = catch_unwind(AssertUnwindSafe(job));
-                queue = self.lock();
-                continue;
-            }
-            queue.idle += 1;
-            let waited = self.added.wait_timeout(queue, OVERFLOW_IDLE).unwrap_or_else(PoisonError::into_inner);
-            queue = waited.0;
-            queue.idle -= 1;
-            if waited.1.timed_out() && queue.jobs.is_empty() {
-                queue.threads -= 1;
-                return;
-            }
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    fn change_stuck(&self, change: impl FnOnce(usize) -> usize) {
+        let mut stuck = self.stuck.lock().unwrap_or_else(PoisonError::into_inner);
+        *stuck = change(*stuck);
+        self.pool.set_threads_max(OVERFLOW_MAX + (*stuck).min(STUCK_MAX));
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::{sync::mpsc, thread};
 
     use super::*;
 
@@ -262,45 +217,45 @@ mod tests {
 
     #[test]
     fn the_last_thread_hands_over_and_one_rests_until_it_is_called() {
-        let readers = Arc::new(Readers::new(1));
-        readers.rest();
-        assert!(!readers.lock().rests, "the only thread known must not rest");
+        let dispatchers = Arc::new(Dispatchers::new(1));
+        dispatchers.park();
+        assert!(!dispatchers.lock().is_parked, "the only thread known must not rest");
         let (tell, told) = mpsc::channel();
-        let resting = Arc::clone(&readers);
+        let parked = Arc::clone(&dispatchers);
         let second = thread::spawn(move || {
-            resting.rest();
+            parked.park();
             tell.send(()).unwrap();
         });
-        while !readers.lock().rests {
+        while !dispatchers.lock().is_parked {
             thread::yield_now();
         }
-        let stuck = readers.enter().unwrap();
-        assert!(readers.enter().is_none());
-        readers.look(|| panic!("requests went on since"));
-        assert!(readers.look(|| false));
+        let stuck = dispatchers.enter().unwrap();
+        assert!(dispatchers.enter().is_none());
+        dispatchers.look(|| panic!("requests went on since"));
+        assert!(dispatchers.look(|| false));
         told.recv_timeout(Duration::from_millis(20)).unwrap_err();
-        readers.look(|| true);
+        dispatchers.look(|| true);
         told.recv_timeout(SOON).unwrap();
         second.join().unwrap();
         drop(stuck);
-        readers.look(|| true);
-        assert!(!readers.lock().called);
+        dispatchers.look(|| true);
+        assert!(!dispatchers.lock().called);
     }
 
     #[test]
     fn the_end_of_a_thread_ends_the_rest() {
-        let readers = Arc::new(Readers::new(1));
-        let (first, second) = (Arc::clone(&readers), Arc::clone(&readers));
+        let dispatchers = Arc::new(Dispatchers::new(1));
+        let (first, second) = (Arc::clone(&dispatchers), Arc::clone(&dispatchers));
         let (go, wait) = mpsc::channel::<()>();
         let first = thread::spawn(move || {
-            first.rest();
+            first.park();
             wait.recv().unwrap();
         });
-        while readers.lock().known == 0 {
+        while dispatchers.lock().known == 0 {
             thread::yield_now();
         }
-        let second = thread::spawn(move || second.rest());
-        while !readers.lock().rests {
+        let second = thread::spawn(move || second.park());
+        while !dispatchers.lock().is_parked {
             thread::yield_now();
         }
         go.send(()).unwrap();
@@ -327,9 +282,9 @@ mod tests {
         let other = tell.clone();
         overflow.submit(move || other.send("queued").unwrap());
         told.recv_timeout(Duration::from_millis(20)).unwrap_err();
-        overflow.lose();
+        overflow.mark_stuck();
         assert_eq!(told.recv_timeout(SOON), Ok("queued"));
-        overflow.find();
+        overflow.unmark_stuck();
         drop(closed);
     }
 }

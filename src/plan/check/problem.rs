@@ -344,13 +344,18 @@ impl PlanError {
         let of_names = |problem: &Problem| {
             matches!(
                 problem,
-                Problem::MissingTensor { .. }
-                    | Problem::UnexpectedTensor { .. }
-                    | Problem::MissingLayers { .. }
-                    | Problem::Hole { .. }
-            )
+                Problem::MissingTensor { .. } | Problem::UnexpectedTensor { .. } | Problem::MissingLayers { .. }
+            ) || matches!(problem, Problem::Hole { hole } if hole.shapes.is_none())
         };
         self.problems.iter().any(of_names)
+    }
+
+    /// The first tensor that has another shape than that of the other layers.
+    pub fn of_other_shape(&self) -> Option<&str> {
+        self.problems.iter().find_map(|problem| match problem {
+            Problem::Hole { hole } if hole.shapes.is_some() => Some(hole.example.as_str()),
+            _ => None,
+        })
     }
 }
 

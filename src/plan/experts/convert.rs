@@ -4,6 +4,8 @@
 //! A converter of the table has patterns of names, the names of what it makes, and operations. Tensors whose names become one
 //! belong together; each operation takes the tensors that the one before has made, under the pattern or the name that each then has.
 
+use std::{collections::BTreeMap, slice};
+
 use ckfs_checkpoint::Checkpoint;
 use ckfs_tensor::{Shape, View, ViewError};
 use fancy_regex::Regex;
@@ -23,6 +25,14 @@ pub(super) enum LoadOperation {
     Stack,
     /// Rows of the queries, the keys and the values, as many as their heads have.
     Heads,
+    /// Parts along an axis, one for each name, each as long as its terms together. A term is a factor, and members of the
+    /// configuration by which it is multiplied. `defaults`: their values where the configuration has none.
+    Split { axis: usize, sizes: Vec<Vec<(u64, Vec<String>)>>, defaults: BTreeMap<String, u64> },
+    /// The first rows: as many as the member of the configuration `config` says.
+    Rows { config: String, member: String, default: u64 },
+    /// The tensors of each pattern in equal groups, one for each name: a group on a new first axis, and those of all patterns one
+    /// after the other along an axis.
+    Groups { axis: usize },
     /// Two axes exchanged.
     Transpose { axes: [usize; 2] },
     /// Pairs along an axis: all first ones, then all second ones.
@@ -156,6 +166,44 @@ impl LoadConverter {
                 let rows = extent(view, 0)?;
                 self.parts(view, 0, &rows_of_heads(rows, checkpoint)?)
             }
+            LoadOperation::Split { axis, sizes, defaults } => {
+                let view = single(&of)?;
+                let extents = sizes.iter().map(|terms| length_of(terms, checkpoint, defaults));
+                let extents = extents.collect::<Result<Vec<u64>, String>>()?;
+                let (all, found) =
+                    (extents.iter().try_fold(0u64, |all, one| all.checked_add(*one)), extent(view, *axis)?);
+                if all != Some(found) {
+                    let parts = self.to.iter().zip(&extents).map(|(name, one)| format!("{one} of {name}"));
+                    let parts = parts.collect::<Vec<_>>().join(", ");
+                    return Err(format!("axis {axis} has {found} elements, and by config.json {parts} are expected"));
+                }
+                self.parts(view, *axis, &extents)
+            }
+            LoadOperation::Rows { config, member, default } => {
+                let rows = number_of(checkpoint, config, slice::from_ref(member)).unwrap_or(*default);
+                each(of, &|_, view| {
+                    let found = extent(view, 0)?;
+                    if found < rows {
+                        return Err(format!("{found} rows, and {member} of config.json is {rows}"));
+                    }
+                    view.slice(0, 0, rows, 1).map_err(text)
+                })
+            }
+            LoadOperation::Groups { axis } => {
+                let count = self.to.len();
+                let one = |(at, name): (usize, &String)| {
+                    let group = |(_, views): &(String, Vec<View>)| {
+                        let size = views.len() / count;
+                        if size * count != views.len() {
+                            return Err(format!("{} tensors are no {count} equal groups", views.len()));
+                        }
+                        View::stack(0, &views[at * size..(at + 1) * size]).map_err(text)
+                    };
+                    let groups = of.iter().map(group).collect::<Result<Vec<View>, String>>()?;
+                    Ok((name.clone(), vec![View::concat(*axis, &groups).map_err(text)?]))
+                };
+                self.to.iter().enumerate().map(one).collect()
+            }
             LoadOperation::Transpose { axes: [one, other] } => each(of, &|_, view| {
                 let mut axes: Vec<usize> = (0..view.shape().rank()).collect();
                 if axes.len() <= *one.max(other) {
@@ -166,7 +214,7 @@ impl LoadConverter {
             }),
             LoadOperation::Interleave { axis } => each(of, &|_, view| halves_of_pairs(view, *axis, 1)),
             LoadOperation::Rope { config, heads, default, only } => {
-                let count = heads_of(checkpoint, config, heads).unwrap_or(*default);
+                let count = number_of(checkpoint, config, heads).unwrap_or(*default);
                 each(of, &|label, view| {
                     let permutes = only.as_ref().is_none_or(|only| only.iter().any(|word| label.contains(word)));
                     if permutes { halves_of_pairs(view, 0, count) } else { Ok(view.clone()) }
@@ -217,11 +265,27 @@ fn halves_of_pairs(view: &View, axis: usize, groups: u64) -> Result<View, String
     turned.reshape(view.shape()).map_err(text)
 }
 
-/// A member of a nested configuration, or of the whole one where it is not nested.
-fn heads_of(checkpoint: &Checkpoint, config: &str, members: &[String]) -> Option<u64> {
+/// A number of a nested configuration, or of the whole one where it is not nested.
+fn number_of(checkpoint: &Checkpoint, config: &str, members: &[String]) -> Option<u64> {
     let whole = checkpoint.config()?;
     let config = whole.get(config).unwrap_or(whole);
     members.iter().find_map(|member| config.get(member)?.as_u64())
+}
+
+/// The sum of terms.
+fn length_of(
+    terms: &[(u64, Vec<String>)],
+    checkpoint: &Checkpoint,
+    defaults: &BTreeMap<String, u64>,
+) -> Result<u64, String> {
+    let product = |(factor, members): &(u64, Vec<String>)| {
+        members.iter().try_fold(*factor, |product, member| {
+            let number = member::config_number(checkpoint, member).or_else(|| defaults.get(member).copied());
+            let number = number.ok_or_else(|| format!("config.json has no {member}"))?;
+            product.checked_mul(number).ok_or_else(|| format!("{member} of config.json is {number}: too large"))
+        })
+    };
+    terms.iter().try_fold(0u64, |sum, term| sum.checked_add(product(term)?).ok_or_else(|| "too large".to_owned()))
 }
 
 /// The rows of queries, keys and values in a tensor of all three.

@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashSet,
+    num::NonZeroU64,
     sync::{Arc, OnceLock},
 };
 
@@ -57,6 +58,16 @@ enum RenameRow {
     Always(Vec<String>),
     /// Only if a name of the repository matches `guard`.
     Guarded { from: String, to: String, scope: Vec<String>, guard: String },
+    /// The group is a number, which becomes another.
+    Numbered { from: String, to: String, scope: Vec<String>, number: NumberChange },
+}
+
+/// A number that is divided, without a rest, and then increased.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NumberChange {
+    divided: NonZeroU64,
+    plus: i64,
 }
 
 /// A change of names.
@@ -65,6 +76,7 @@ struct NameRule {
     pattern: Regex,
     target: String,
     scope: NameScope,
+    number: Option<NumberChange>,
 }
 
 /// Names that begin so, the longer beginning first. All names if there is none.
@@ -120,11 +132,18 @@ impl NameScope {
     }
 }
 
+impl NumberChange {
+    /// The new number. None if it would be less than 0.
+    fn apply(self, number: u64) -> Option<u64> {
+        (number / self.divided).checked_add_signed(self.plus)
+    }
+}
+
 impl NameRule {
     fn new(row: &[String]) -> Result<Self, String> {
         let ([pattern, target] | [pattern, target, ..]) = row else { return Err("a rename has two texts".to_owned()) };
         let pattern = Regex::new(pattern).map_err(|error| error.to_string())?;
-        Ok(Self { pattern, target: target.clone(), scope: NameScope::new(&row[2..]) })
+        Ok(Self { pattern, target: target.clone(), scope: NameScope::new(&row[2..]), number: None })
     }
 
     /// The name, with its first match replaced. As transformers does it, the first occurrence of the matched text is replaced.
@@ -134,7 +153,14 @@ impl NameRule {
         let Ok(Some(found)) = self.pattern.captures(rest) else { return name };
         let Some(whole) = found.get(0) else { return name };
         let group = found.iter().skip(1).flatten().next().map_or("", |group| group.as_str());
-        let target = self.target.replace("\\1", group);
+        let group = match self.number {
+            None => group.to_owned(),
+            Some(change) => match group.parse().ok().and_then(|number| change.apply(number)) {
+                Some(number) => number.to_string(),
+                None => return name,
+            },
+        };
+        let target = self.target.replace("\\1", &group);
         format!("{scope}{}", rest.replacen(whole.as_str(), &target, 1))
     }
 }
@@ -145,14 +171,13 @@ impl ModelNames {
         let regex = |text: &str| Regex::new(text).map_err(|error| error.to_string());
         let mut renames: Vec<NameRule> = Vec::new();
         for row in &row.renames {
-            let (list, guard) = match row {
-                RenameRow::Always(list) => (list.clone(), None),
-                RenameRow::Guarded { from, to, scope, guard } => {
-                    let list = [from, to].into_iter().chain(scope).cloned().collect();
-                    (list, Some(regex(guard)?))
-                }
+            let list = |from, to, scope| [from, to].into_iter().chain(scope).cloned().collect::<Vec<String>>();
+            let (list, guard, number) = match row {
+                RenameRow::Always(list) => (list.clone(), None, None),
+                RenameRow::Guarded { from, to, scope, guard } => (list(from, to, scope), Some(regex(guard)?), None),
+                RenameRow::Numbered { from, to, scope, number } => (list(from, to, scope), None, Some(*number)),
             };
-            let rule = NameRule::new(&list)?;
+            let rule = NameRule { number, ..NameRule::new(&list)? };
             let is_there = |guard: &Regex| {
                 names.iter().any(|name| {
                     let name = renames.iter().fold((*name).to_owned(), |name, rule| rule.apply(name));
@@ -319,6 +344,19 @@ mod tests {
         for (of, stored, loaded) in rows {
             assert_eq!(model(of).loaded(stored).name, loaded, "{of} {stored}");
             assert_eq!(model(of).stored(loaded), stored, "{of} {loaded}");
+        }
+        let changed = [
+            // Blocks of attention and of the MLP in turns are the halves of layers.
+            ("dory", "backbone.layers.4.mixer.q_proj.weight", "model.layers.2.self_attn.q_proj.weight"),
+            ("dory", "backbone.layers.5.mixer.up_proj.weight", "model.layers.2.mlp.up_proj.weight"),
+            ("dory", "backbone.layers.11.mlp_alpha", "model.layers.5.lambda_2"),
+            ("dory", "backbone.layers.5.mixers.weight", "model.layers.5.mixers.weight"),
+            // A list that begins with the second layer, and one that begins with the first.
+            ("inkling2", "model.llm.attn_res.attn_queries.0", "model.language_model.layers.1.attention_input.query"),
+            ("inkling2", "model.llm.attn_res.mlp_queries.0", "model.language_model.layers.0.mlp_input.query"),
+        ];
+        for (of, stored, loaded) in changed {
+            assert_eq!(model(of).loaded(stored).name, loaded, "{of} {stored}");
         }
         assert_eq!(model("mixtral").experts.as_ref().unwrap(), &["w1", "w3", "w2"].map(str::to_owned));
     }

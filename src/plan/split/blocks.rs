@@ -162,8 +162,10 @@ impl Layer {
     ) -> Option<Found> {
         let mut found = Found { root: root.to_owned(), members: Vec::new(), whole: None, is_part: false };
         let mut missing = Vec::new();
+        let mut named = HashSet::new();
         for (style, name) in modules {
             let stem = join(root, name);
+            named.insert(stem.clone());
             let Some(info) = self.modules.get(&stem) else {
                 if style == Style::Colwise {
                     missing.push(stem);
@@ -192,11 +194,24 @@ impl Layer {
             let side = if rank < 2 { Side::Follower } else { side };
             found.members.push((stem, side, axis));
         }
-        if found.members.is_empty() {
+        if found.members.is_empty() || self.is_of_another(&found, &named, sayings) {
             return None;
         }
         found.is_part = self.is_part(&found, &missing, &|name| sayings.is_whole(name));
         Some(found)
+    }
+
+    /// Whether a plan's block is not that of this layer: each module that it has here can be cut alone, others are missing, and
+    /// matrices that the plan does not name are beside them. A tower without a plan has such layers.
+    fn is_of_another(&self, found: &Found, named: &HashSet<String>, sayings: Sayings<'_>) -> bool {
+        let is_beside = |(stem, info): (&String, &Info)| {
+            let is_matrix = info.shape.len() > 1 && parent(stem) == found.root;
+            is_matrix && !named.contains(stem) && !sayings.is_whole(last(stem))
+        };
+        found.whole.is_none()
+            && found.members.iter().all(|(_, side, _)| *side == Side::Alone)
+            && named.iter().any(|stem| !self.modules.contains_key(stem))
+            && self.modules.iter().any(is_beside)
     }
 
     /// The block of a form whose output is this module.
@@ -523,6 +538,30 @@ mod tests {
         let axes =
             tensors.iter().map(|(stem, suffix, _)| axis(stem, suffix).map_or("-".to_owned(), |at| at.to_string()));
         axes.collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn a_plan_whose_inputs_are_not_there_is_not_that_of_a_block() {
+        let plan: ModelPlan = toml::from_str(
+            r#"
+            model_types = ["text"]
+            [layer]
+            "self_attn" = { colwise_gather_output = ["qkv_proj"], rowwise_split_input = ["o_proj"] }
+            "#,
+        )
+        .unwrap();
+        let plans = ModelPlans { text: vec![plan], ..ModelPlans::default() };
+        let rows = [
+            ("self_attn.qkv_proj 12x4, self_attn.o_proj 4x4", "0 1"),
+            // The encoder of another kind of input, whose attention the plan does not name.
+            ("self_attn.q_proj 4x4, self_attn.k_proj 4x4, self_attn.v_proj 4x4, self_attn.o_proj 4x4", "0 0 0 1"),
+            ("self_attn.mix 4x4, self_attn.o_proj 4x4", "- -"),
+            // A part of a checkpoint.
+            ("self_attn.o_proj 4x4", "1"),
+        ];
+        for (modules, expected) in rows {
+            assert_eq!(axes(&plans, modules), expected, "{modules}");
+        }
     }
 
     #[test]

@@ -15,7 +15,6 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
-    thread,
     time::SystemTime,
 };
 
@@ -24,7 +23,7 @@ use crate::{
     ComparedFiles, HealthHandle, SourceError,
     compared::SETTLED,
     digest::{Compared, Digester, KnownDigest},
-    stall::Fetches,
+    stall::WaitRegistry,
 };
 
 /// Bytes read at a time.
@@ -157,7 +156,7 @@ impl Comparisons {
     ///
     /// # Errors
     /// The first that has another digest.
-    pub(super) fn compare_small(&self, fetches: &Fetches) -> Result<(), SourceError> {
+    pub(super) fn compare_small(&self, fetches: &WaitRegistry) -> Result<(), SourceError> {
         let mut blobs: Vec<&Blob> = self.blobs.iter().flatten().collect();
         blobs.sort_by_key(|blob| blob.pinned.pin.len_bytes);
         let mut bytes = 0_u64;
@@ -238,7 +237,7 @@ impl Comparisons {
             }
             is_running.store(false, Ordering::Release);
         };
-        if thread::Builder::new().name("ckfs-digest".into()).spawn(work).is_err() {
+        if ckfs_sync::spawn("ckfs-compare", work).is_err() {
             self.is_running.store(false, Ordering::Release);
         }
     }
@@ -246,7 +245,7 @@ impl Comparisons {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, path::Path, time::Duration};
+    use std::{fs, path::Path, thread, time::Duration};
 
     use super::{super::LocalFiles, *};
     use crate::{FoundFile, SourceIo};

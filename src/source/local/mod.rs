@@ -35,7 +35,7 @@ use super::{
     ByteSpan, ComparedFiles, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
     digest::Compared,
     root_dir::Revalidate,
-    stall::{Fetches, WaitTarget},
+    stall::{WaitRegistry, WaitTarget},
 };
 use compare::Comparisons;
 use map::FileMaps;
@@ -98,7 +98,7 @@ impl LocalFiles {
     pub fn pin(
         files: Vec<Opened>,
         io: SourceIo,
-        fetches: Arc<Fetches>,
+        fetches: Arc<WaitRegistry>,
         compared: Option<&Arc<ComparedFiles>>,
     ) -> Result<Self, SourceError> {
         Self::pin_with_window(files, io, ResidentWindow::usual(), fetches, compared)
@@ -109,7 +109,7 @@ impl LocalFiles {
         files: Vec<Opened>,
         io: SourceIo,
         window: ResidentWindow,
-        fetches: Arc<Fetches>,
+        fetches: Arc<WaitRegistry>,
         compared: Option<&Arc<ComparedFiles>>,
     ) -> Result<Self, SourceError> {
         assert!(u32::try_from(files.len()).is_ok(), "{} files", files.len());
@@ -336,8 +336,8 @@ impl Maps for LocalFiles {
         advice::will_need(&pinned.file, span, &mut read_block)
     }
 
-    fn will_return(&self) {
-        self.window.returning();
+    fn will_revisit(&self) {
+        self.window.revisits();
     }
 
     fn trim(&self) {

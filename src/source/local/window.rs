@@ -27,8 +27,8 @@ pub struct ResidentWindow {
     wide_bytes: AtomicU64,
     touched_bytes: AtomicU64,
     drops: AtomicU64,
-    /// [`ResidentWindow::returning`] sets it and [`ResidentWindow::trim`] counts it down: above 0 the window is wide.
-    returning: AtomicU8,
+    /// [`ResidentWindow::revisits`] sets it and [`ResidentWindow::trim`] counts it down: above 0 the window is wide.
+    revisits: AtomicU8,
 }
 
 impl ResidentWindow {
@@ -49,7 +49,7 @@ impl ResidentWindow {
             wide_bytes: AtomicU64::new(wide_bytes.max(narrow_bytes)),
             touched_bytes: AtomicU64::new(0),
             drops: AtomicU64::new(0),
-            returning: AtomicU8::new(0),
+            revisits: AtomicU8::new(0),
         }
     }
 
@@ -70,7 +70,7 @@ impl ResidentWindow {
     }
 
     fn size_bytes(&self) -> u64 {
-        let wide = self.returning.load(Ordering::Relaxed) > 0;
+        let wide = self.revisits.load(Ordering::Relaxed) > 0;
         if wide { &self.wide_bytes } else { &self.narrow_bytes }.load(Ordering::Relaxed)
     }
 
@@ -89,18 +89,18 @@ impl ResidentWindow {
         }
     }
 
-    pub(super) fn returning(&self) {
+    pub(super) fn revisits(&self) {
         // A store by every tile of every thread would move the cache line between processors.
-        if self.returning.load(Ordering::Relaxed) < 2 {
-            self.returning.store(2, Ordering::Relaxed);
+        if self.revisits.load(Ordering::Relaxed) < 2 {
+            self.revisits.store(2, Ordering::Relaxed);
         }
     }
 
     /// Makes the window narrow again once no reader has returned to the pages between two calls.
     pub(super) fn trim(&self, files: &[FileMaps]) {
-        let left = self.returning.load(Ordering::Relaxed);
+        let left = self.revisits.load(Ordering::Relaxed);
         if left > 0 {
-            self.returning.store(left - 1, Ordering::Relaxed);
+            self.revisits.store(left - 1, Ordering::Relaxed);
             if left == 1 {
                 self.shrink(files);
             }

@@ -6,12 +6,10 @@
 
 use std::{
     io,
-    sync::{
-        Arc, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
-    thread,
+    sync::{Arc, PoisonError, atomic::Ordering},
 };
+
+use ckfs_sync::Helpers;
 
 use super::{
     super::digest::{Compared, Digester, KnownDigest},
@@ -24,10 +22,8 @@ use super::{
     share,
 };
 
-/// Comparisons that run beside the readers of a mount, at most. Each takes one processor.
-const BESIDE_READERS_MAX: usize = 2;
-/// Comparisons beside readers that run now.
-static BESIDE_READERS: AtomicUsize = AtomicUsize::new(0);
+/// Comparisons that run beside readers. Each takes one processor.
+static BESIDE_READERS: Helpers = Helpers::new("ckfs-digest", || 2);
 
 /// The digest in messages where another process has dropped the bytes.
 const DROPPED: &str = "other bytes, which another process has dropped";
@@ -89,7 +85,7 @@ pub(super) fn settle(remote: &Remote) -> Result<Compared, Mismatch> {
 fn fetch_again(remote: &Remote) {
     let object = &remote.object;
     let demand = (Arc::clone(object), std::iter::once(0..object.entry.block_count()).collect());
-    if let Err(failure) = remote.fetcher.bring(&[demand], 0, Deadline::None) {
+    if let Err(failure) = remote.fetcher.fetch(&[demand], 0, Deadline::None) {
         tracing::warn!("{}: not fetched once more now: {failure}", object.name.display());
     }
 }
@@ -105,21 +101,13 @@ pub(super) fn begin(remote: &Remote) {
     if !is_due(&remote.object) || state.beside.swap(true, Ordering::AcqRel) {
         return;
     }
-    let more = |count: usize| (count < BESIDE_READERS_MAX).then_some(count + 1);
-    let started = BESIDE_READERS.fetch_update(Ordering::AcqRel, Ordering::Acquire, more).is_ok() && {
-        let remote = remote.clone();
-        let work = move || {
-            let _ended = Beside(&remote.object.digest);
-            // A mismatch was reported where it was found.
-            let _ = settle(&remote);
-        };
-        let spawned = thread::Builder::new().name("ckfs-digest".into()).spawn(work).is_ok();
-        if !spawned {
-            BESIDE_READERS.fetch_sub(1, Ordering::AcqRel);
-        }
-        spawned
+    let comparing = remote.clone();
+    let work = move || {
+        let _ended = Beside(&comparing.object.digest);
+        // A mismatch was reported where it was found.
+        let _ = settle(&comparing);
     };
-    if !started {
+    if !BESIDE_READERS.spawn(work) {
         state.beside.store(false, Ordering::Release);
     }
 }
@@ -130,7 +118,6 @@ struct Beside<'a>(&'a DigestState);
 impl Drop for Beside<'_> {
     fn drop(&mut self) {
         self.0.beside.store(false, Ordering::Release);
-        BESIDE_READERS.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -147,7 +134,7 @@ fn dropped_elsewhere(object: &RemoteObject) -> Option<Mismatch> {
     Some(object.digest.lost(Mismatch { expected, found: DROPPED.to_owned() }))
 }
 
-/// What a comparison came to.
+/// Result of a digest comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Comparison {
     /// The digest was wrong, and no reader had any byte: the blocks are absent now.

@@ -1,4 +1,4 @@
-//! Replies whose bytes are not those of the object.
+//! Rejects replies with a `Content-Encoding`.
 
 use http::{HeaderMap, header::CONTENT_ENCODING};
 

@@ -78,14 +78,14 @@ impl RemoteError {
 }
 
 /// The message if a cause is that a server's certificate is not accepted: repetitions would not help.
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 pub(super) fn of_certificate(cause: &str) -> Option<String> {
     let advice = "SSL_CERT_FILE names a file with the certificates of the authorities to trust";
     cause.contains("invalid peer certificate").then(|| format!("{cause}; {advice}"))
 }
 
 /// The message about a connection that could not be made, in few words; `None` if the causes tell more.
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 pub(super) fn of_connection(cause: &str) -> Option<&'static str> {
     if cause.contains("dns error") || cause.contains("failed to lookup address") {
         return Some("the name cannot be resolved (no network?)");

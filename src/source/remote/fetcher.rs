@@ -12,12 +12,14 @@ use std::{
     ops::{ControlFlow, Range},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
+
+use ckfs_sync::{ChangeCount, Pool, PoolOptions, PoolThreads, Queue};
 
 use super::{
     cache::{
@@ -26,7 +28,7 @@ use super::{
     },
     counters::RemoteCounters,
     error::{Failure, RemoteError},
-    object::{Job, NotFetched, Progress, RemoteObject},
+    object::{FetchError, Job, RemoteObject},
     retry::Deadline,
 };
 
@@ -63,43 +65,90 @@ pub(super) type Demand = (Arc<RemoteObject>, Vec<Range<u64>>);
 #[derive(Debug)]
 pub struct Fetcher {
     shared: Arc<Shared>,
+    pool: Pool<JobQueue>,
 }
 
 #[derive(Debug)]
 struct Shared {
     cache: Arc<Cache>,
-    queue: Mutex<Queue>,
-    work: Condvar,
-    progress: Progress,
+    /// Blocks that came, and jobs that ended.
+    progress: ChangeCount,
     closed: AtomicBool,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct JobQueue {
     urgent: VecDeque<Arc<Job>>,
     ahead: VecDeque<Arc<Job>>,
-    threads: usize,
-    idle: usize,
     ahead_running: usize,
     /// Requests made since no thread had work, as far as they count as steps.
     steps: u64,
 }
 
-impl Queue {
+/// A job that begins.
+struct BegunJob {
+    job: Arc<Job>,
+    is_urgent: bool,
+}
+
+/// A job that ended, or that another process has and that is to be looked at again.
+struct EndedJob {
+    job: BegunJob,
+    is_done: bool,
+}
+
+impl JobQueue {
     /// Steps so far in this busy time.
-    fn steps(&mut self) -> u64 {
-        if self.idle == self.threads && self.urgent.is_empty() && self.ahead.is_empty() {
+    fn steps(&mut self, threads: PoolThreads) -> u64 {
+        if threads.idle == threads.all && self.urgent.is_empty() && self.ahead.is_empty() {
             self.steps = 0;
         }
         self.steps
     }
+
+    fn take_urgent(&mut self) -> Option<Arc<Job>> {
+        std::iter::from_fn(|| self.urgent.pop_front()).find(|job| job.begin())
+    }
+
+    /// Jobs that no reader waits for and that may begin now.
+    fn ahead_free(&self) -> usize {
+        self.ahead.len().min(AHEAD_THREADS.saturating_sub(self.ahead_running))
+    }
+}
+
+impl Queue for JobQueue {
+    type Job = BegunJob;
+    type Done = EndedJob;
+
+    fn take(&mut self) -> Option<BegunJob> {
+        if let Some(job) = self.take_urgent() {
+            return Some(BegunJob { job, is_urgent: true });
+        }
+        while self.ahead_free() > 0 {
+            // One that a reader waits for by now may have been run as such.
+            if let Some(job) = self.ahead.pop_front().filter(|job| job.begin()) {
+                self.ahead_running += 1;
+                return Some(BegunJob { job, is_urgent: false });
+            }
+        }
+        None
+    }
+
+    fn ready(&self) -> usize {
+        self.urgent.len() + self.ahead_free()
+    }
+
+    fn done(&mut self, EndedJob { job, is_done }: EndedJob) {
+        self.ahead_running -= usize::from(!job.is_urgent);
+        if !is_done {
+            // Another process has it. A reader may have begun to wait for it meanwhile.
+            job.job.put_back();
+            if job.job.is_ahead() { &mut self.ahead } else { &mut self.urgent }.push_back(job.job);
+        }
+    }
 }
 
 impl Shared {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
@@ -108,14 +157,10 @@ impl Shared {
 impl Fetcher {
     /// A fetcher into `cache`. Its threads start when there is work.
     pub fn new(cache: Arc<Cache>) -> Self {
-        let shared = Shared {
-            cache,
-            queue: Mutex::default(),
-            work: Condvar::new(),
-            progress: Progress::default(),
-            closed: AtomicBool::new(false),
-        };
-        Self { shared: Arc::new(shared) }
+        let shared = Arc::new(Shared { cache, progress: ChangeCount::default(), closed: AtomicBool::new(false) });
+        let options = PoolOptions { name: "ckfs-fetch", threads_max: THREADS, idle: IDLE };
+        let running = Arc::clone(&shared);
+        Self { shared, pool: Pool::new(options, JobQueue::default(), move |job| run(&running, job)) }
     }
 
     /// The cache.
@@ -128,7 +173,7 @@ impl Fetcher {
     ///
     /// # Errors
     /// The first reason why blocks do not come, or that the deadline is over.
-    pub fn bring(&self, demands: &[Demand], gap_blocks: u64, deadline: Deadline) -> Result<(), NotFetched> {
+    pub fn fetch(&self, demands: &[Demand], gap_blocks: u64, deadline: Deadline) -> Result<(), FetchError> {
         // Of the last round, if a job of it failed.
         let mut failed = None;
         for _ in 0..ROUNDS_MAX {
@@ -162,21 +207,21 @@ impl Fetcher {
                     missing.iter().all(here)
                 }
             };
-            if !self.shared.progress.wait(deadline, done) {
+            if !self.wait(deadline, done) {
                 let (object, blocks) = (missing[0].0, &missing[0].1[0]);
-                return Err(NotFetched::Remote(Arc::new(late(object, blocks))));
+                return Err(FetchError::Remote(Arc::new(late(object, blocks))));
             }
             let failures =
                 awaited.iter().filter_map(|job| Some((job.was_ahead, job.outcome()?.as_ref().err()?.clone())));
-            let failures: Vec<(bool, NotFetched)> = failures.collect();
+            let failures: Vec<(bool, FetchError)> = failures.collect();
             // What was made ahead may have failed long ago, or for a reason of its own: this reader then asks once itself.
             let are_ahead = !failures.is_empty() && failures.iter().all(|(was_ahead, _)| *was_ahead);
             failed = failures.into_iter().next().map(|(_, failure)| failure);
             if let Some(failure) = &failed {
                 // A job that was made for another reader may have had less time.
                 let again = match (failure, deadline) {
-                    (NotFetched::Remote(_), _) if are_ahead => !deadline.is_over(),
-                    (NotFetched::Remote(error), Deadline::At(_)) => error.is_transient() && !deadline.is_over(),
+                    (FetchError::Remote(_), _) if are_ahead => !deadline.is_over(),
+                    (FetchError::Remote(error), Deadline::At(_)) => error.is_transient() && !deadline.is_over(),
                     (_, _) => false,
                 };
                 if !again {
@@ -184,12 +229,12 @@ impl Fetcher {
                 }
             }
         }
-        Err(failed.unwrap_or(NotFetched::NoRoom))
+        Err(failed.unwrap_or(FetchError::NoRoom))
     }
 
     /// Requests blocks that will be needed soon, and does not wait for them. Returns whether the queue had room.
-    pub fn bring_ahead(&self, object: &Arc<RemoteObject>, ranges: &[Range<u64>], gap_blocks: u64) -> bool {
-        if self.shared.queue().ahead.len() >= AHEAD_JOBS_MAX || self.cache().is_full(&object.entry) {
+    pub fn prefetch(&self, object: &Arc<RemoteObject>, ranges: &[Range<u64>], gap_blocks: u64) -> bool {
+        if self.pool.look(|queue| queue.ahead.len()) >= AHEAD_JOBS_MAX || self.cache().is_full(&object.entry) {
             return false;
         }
         let absent: Vec<Range<u64>> =
@@ -202,15 +247,29 @@ impl Fetcher {
 
     /// Number of jobs that wait or run and that no reader waits for.
     pub fn ahead_jobs(&self) -> usize {
-        let queue = self.shared.queue();
-        queue.ahead.len() + queue.ahead_running
+        self.pool.look(|queue| queue.ahead.len() + queue.ahead_running)
     }
 
     /// Waits a moment for progress of any job.
     pub fn pause(&self, time: Duration) {
-        let until = Deadline::At(Instant::now() + time);
-        let mut first = true;
-        self.shared.progress.wait(until, || !std::mem::replace(&mut first, false));
+        self.shared.progress.watch().wait(time);
+    }
+
+    /// Waits until `done`, or until the deadline. Returns whether it was done.
+    fn wait(&self, deadline: Deadline, mut done: impl FnMut() -> bool) -> bool {
+        // Also without news: another process may have brought the blocks.
+        const LOOK: Duration = Duration::from_millis(100);
+        let mut watch = self.shared.progress.watch();
+        loop {
+            if done() {
+                return true;
+            }
+            let left = deadline.left().unwrap_or(LOOK).min(LOOK);
+            if left.is_zero() {
+                return false;
+            }
+            watch.wait(left);
+        }
     }
 
     /// Makes jobs of the blocks that no job has, and takes those that have some to the front.
@@ -222,7 +281,7 @@ impl Fetcher {
         deadline: Deadline,
         awaited: &mut Vec<Arc<Job>>,
     ) {
-        let mut steps = self.shared.queue().steps();
+        let mut steps = self.pool.update(JobQueue::steps);
         let mut jobs = object.lock_jobs();
         let mut new = Vec::new();
         for range in ranges {
@@ -252,38 +311,16 @@ impl Fetcher {
             }
         }
         drop(jobs);
-        let mut queue = self.shared.queue();
-        queue.steps = steps;
-        let count = new.len();
-        if ahead { &mut queue.ahead } else { &mut queue.urgent }.extend(new);
-        let wanted = count.saturating_sub(queue.idle).min(THREADS - queue.threads.min(THREADS));
-        for _ in 0..wanted {
-            let shared = Arc::clone(&self.shared);
-            let started = thread::Builder::new().name("ckfs-fetch".into()).spawn(move || run(&shared));
-            match started {
-                Ok(_) => queue.threads += 1,
-                Err(error) => {
-                    tracing::debug!("a thread that fetches could not be started: {error}");
-                    break;
-                }
-            }
-        }
-        drop(queue);
-        self.shared.work.notify_all();
+        self.pool.update(|queue, _| {
+            queue.steps = steps;
+            if ahead { &mut queue.ahead } else { &mut queue.urgent }.extend(new);
+        });
     }
 
     /// Runs the urgent jobs here if the system starts no thread.
     fn run_without_threads(&self) {
-        loop {
-            let mut queue = self.shared.queue();
-            if queue.threads > 0 {
-                return;
-            }
-            let Some(job) = queue.urgent.pop_front() else { return };
-            drop(queue);
-            if job.begin() {
-                fetch(&self.shared, &job, true);
-            }
+        while let Some(job) = self.pool.take_refused(|queue, _| queue.take_urgent()) {
+            fetch(&self.shared, &job, true);
         }
     }
 }
@@ -292,15 +329,11 @@ impl Drop for Fetcher {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
         // The jobs hold their objects, and these hold the jobs.
-        let left: Vec<Arc<Job>> = {
-            let mut queue = self.shared.queue();
-            let Queue { urgent, ahead, .. } = &mut *queue;
-            urgent.drain(..).chain(ahead.drain(..)).collect()
-        };
+        let left: Vec<Arc<Job>> =
+            self.pool.update(|queue, _| queue.urgent.drain(..).chain(queue.ahead.drain(..)).collect());
         for job in left {
-            job.end(Err(NotFetched::NoRoom));
+            job.end(Err(FetchError::NoRoom));
         }
-        self.shared.work.notify_all();
     }
 }
 
@@ -312,8 +345,8 @@ fn first_part(blocks: u64, steps: u64) -> u64 {
 }
 
 /// Compares checksums of present blocks. Returns the others.
-fn verify(object: &RemoteObject, ranges: &[Range<u64>]) -> Result<Vec<Range<u64>>, NotFetched> {
-    let failed = NotFetched::of_cache;
+fn verify(object: &RemoteObject, ranges: &[Range<u64>]) -> Result<Vec<Range<u64>>, FetchError> {
+    let failed = FetchError::of_cache;
     let mut absent = Vec::new();
     for blocks in ranges {
         let _guards = object.entry.guard(blocks).map_err(failed)?;
@@ -343,51 +376,18 @@ fn late(object: &RemoteObject, blocks: &Range<u64>) -> RemoteError {
         .of_span(object.entry.span_of(blocks))
 }
 
-/// A thread that fetches.
-fn run(shared: &Arc<Shared>) {
-    let mut queue = shared.queue();
-    loop {
-        if shared.is_closed() {
-            break;
-        }
-        let urgent = queue.urgent.pop_front();
-        let is_urgent = urgent.is_some();
-        let free = queue.ahead_running < AHEAD_THREADS;
-        let Some(job) = urgent.or_else(|| if free { queue.ahead.pop_front() } else { None }) else {
-            queue.idle += 1;
-            let waited = shared.work.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner);
-            queue = waited.0;
-            queue.idle -= 1;
-            let nothing = queue.urgent.is_empty() && queue.ahead.is_empty();
-            if waited.1.timed_out() && nothing {
-                break;
-            }
-            continue;
-        };
-        if !job.begin() {
-            continue;
-        }
-        queue.ahead_running += usize::from(!is_urgent);
-        drop(queue);
-        // A panic must leave neither the job nor its readers behind.
-        let done = catch_unwind(AssertUnwindSafe(|| fetch(shared, &job, is_urgent))).unwrap_or_else(|_| {
-            let _ = job.object.entry.claim(&job.blocks, false);
-            job.end(Err(NotFetched::Cache(Arc::new(io::Error::other("the thread that fetched them panicked")))));
-            shared.progress.note();
-            true
-        });
-        queue = shared.queue();
-        queue.ahead_running -= usize::from(!is_urgent);
-        if !done {
-            // Another process has it. A reader may have begun to wait for it meanwhile.
-            job.put_back();
-            if job.is_ahead() { &mut queue.ahead } else { &mut queue.urgent }.push_back(job);
-        }
-        if !queue.ahead.is_empty() {
-            shared.work.notify_one();
-        }
-    }
-    queue.threads -= 1;
+/// Runs a job in a thread of the pool.
+fn run(shared: &Shared, job: BegunJob) -> EndedJob {
+    let BegunJob { job: begun, is_urgent } = &job;
+    // A panic must leave neither the job nor its readers behind.
+    let is_done = catch_unwind(AssertUnwindSafe(|| fetch(shared, begun, *is_urgent))).unwrap_or_else(|_| {
+        let _ = begun.object.entry.claim(&begun.blocks, false);
+        let panicked = io::Error::other("the thread that fetched them panicked");
+        begun.end(Err(FetchError::Cache(Arc::new(panicked))));
+        shared.progress.note();
+        true
+    });
+    EndedJob { job, is_done }
 }
 
 /// Runs a job to its end. Returns false if another process fetches its blocks and no reader waits for them.
@@ -401,7 +401,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
         }
         let absent = match entry.absent(&job.blocks) {
             Ok(absent) => absent,
-            Err(error) => break Err(NotFetched::of_cache(error)),
+            Err(error) => break Err(FetchError::of_cache(error)),
         };
         let count = absent.iter().map(|blocks| blocks.end - blocks.start).sum();
         if count == 0 {
@@ -414,7 +414,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
             (left, quiet_since) = (count, Instant::now());
         }
         if shared.is_closed() {
-            break Err(NotFetched::NoRoom);
+            break Err(FetchError::NoRoom);
         }
         thread::sleep(LOOK);
         if !is_urgent {
@@ -425,7 +425,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
         // Before the end: a job for the same blocks of this process may follow, and this would drop its claim.
         let _ = entry.claim(&job.blocks, false);
     }
-    if let Err(NotFetched::Cache(error)) = &outcome {
+    if let Err(FetchError::Cache(error)) = &outcome {
         tracing::warn!("cache {}: {error}; read without the cache", entry.name());
     }
     job.end(outcome);
@@ -435,7 +435,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
 }
 
 /// Requests blocks and writes them to the cache as they come.
-fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFetched> {
+fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), FetchError> {
     let object = &job.object;
     let (entry, span) = (&object.entry, span_of(blocks, object.file.size_bytes));
     let mut chunk: Vec<u8> = Vec::with_capacity(place(CHUNK_BYTES.min(span.len())));
@@ -463,7 +463,7 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFet
             }
         }
         if shared.is_closed() {
-            failure = Some(NotFetched::NoRoom);
+            failure = Some(FetchError::NoRoom);
             return ControlFlow::Break(());
         }
         ControlFlow::Continue(())
@@ -471,7 +471,7 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFet
     if let Some(failure) = failure {
         return Err(failure);
     }
-    let result = fetched.map_err(|error| NotFetched::Remote(Arc::new(error)));
+    let result = fetched.map_err(|error| FetchError::Remote(Arc::new(error)));
     // The whole blocks of a reply that broke off count.
     let whole = chunk.len() / place(BLOCK_BYTES) * place(BLOCK_BYTES);
     chunk.truncate(whole);
@@ -483,17 +483,17 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFet
 }
 
 /// Writes blocks to the cache, if it has room.
-fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), NotFetched> {
+fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), FetchError> {
     // Held until the bytes count as used.
     let Some(_room) = shared.cache.reserve(&job.object.entry, bytes.len() as u64) else {
-        return Err(NotFetched::NoRoom);
+        return Err(FetchError::NoRoom);
     };
     job.object.entry.store(first, bytes, job.is_ahead()).map_err(|error| {
         if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
             shared.cache.note_full(&job.object.entry);
-            NotFetched::NoRoom
+            FetchError::NoRoom
         } else {
-            NotFetched::of_cache(error)
+            FetchError::of_cache(error)
         }
     })
 }

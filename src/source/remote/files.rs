@@ -17,6 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ckfs_sync::Helpers;
 use smallvec::SmallVec;
 
 use super::{
@@ -34,7 +35,7 @@ use super::{
     error::{Failure, RemoteError},
     fetcher::merged,
     handle::Remote,
-    object::NotFetched,
+    object::FetchError,
     retry::Deadline,
     share,
 };
@@ -47,6 +48,7 @@ const IDLE_MS: u64 = 60_000;
 const AHEAD_BYTES: u64 = 256 << 20;
 /// Files whose digests are compared at a time where a command waits for all.
 const SETTLERS_MAX: usize = 8;
+static SETTLERS: Helpers = Helpers::new("ckfs-settle", || SETTLERS_MAX);
 /// Most bytes that a command brings beyond those that it reads, so that objects are complete and can be compared.
 const REST_BYTES_MAX: u64 = 16 << 20;
 /// Time between two notes that the entries are in use, and looks whether other processes have dropped wrong bytes.
@@ -99,11 +101,11 @@ impl RemoteFiles {
     }
 
     /// Makes spans present. Returns guards that keep them.
-    fn ready<'a>(remote: &'a Remote, spans: &[ByteSpan]) -> Result<Guards<'a>, NotFetched> {
+    fn ready<'a>(remote: &'a Remote, spans: &[ByteSpan]) -> Result<Guards<'a>, FetchError> {
         let entry = &remote.object.entry;
         Self::note_served(remote);
         let mut deadline = None;
-        let failed = NotFetched::of_cache;
+        let failed = FetchError::of_cache;
         for _ in 0..ROUNDS_MAX {
             let (mut guards, mut taken) = (Guards::new(), SmallVec::new());
             let mut absent = Vec::new();
@@ -121,23 +123,23 @@ impl RemoteFiles {
             }
             drop(guards);
             if remote.fetcher.cache().is_full(entry) {
-                return Err(NotFetched::NoRoom);
+                return Err(FetchError::NoRoom);
             }
-            if let Some(error) = remote.object.take_late(spans) {
-                return Err(NotFetched::Remote(error));
+            if let Some(error) = remote.object.take_recent_timeout(spans) {
+                return Err(FetchError::Remote(error));
             }
             let until = *deadline.get_or_insert_with(|| Deadline::At(Instant::now() + remote.timeout));
             // Gaps are merged only within a strided piece, whose spans come in one call.
             let gap = if spans.len() > 1 { remote.object.service.gap_bytes() / BLOCK_BYTES } else { 0 };
-            let brought = remote.fetcher.bring(&[(Arc::clone(&remote.object), absent)], gap, until);
+            let brought = remote.fetcher.fetch(&[(Arc::clone(&remote.object), absent)], gap, until);
             let late = match &brought {
-                Err(NotFetched::Remote(error)) if is_late(error, until) => Some(error),
+                Err(FetchError::Remote(error)) if is_late(error, until) => Some(error),
                 Ok(()) | Err(_) => None,
             };
-            remote.object.note_end(spans, late);
+            remote.object.record_result(spans, late);
             brought?;
         }
-        Err(NotFetched::NoRoom)
+        Err(FetchError::NoRoom)
     }
 
     /// The error of a read, which poisons the file if its object has changed.
@@ -160,13 +162,13 @@ impl RemoteFiles {
     /// Reads past the cache.
     fn uncached(&self, file: FileId, remote: &Remote, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
         let spans: Vec<ByteSpan> = parts.iter().filter_map(FetchPart::span).collect();
-        if let Some(error) = remote.object.take_late(&spans) {
+        if let Some(error) = remote.object.take_recent_timeout(&spans) {
             return Err(self.error(file, bounding(&spans), &error));
         }
         let deadline = Deadline::At(Instant::now() + remote.timeout);
         let read = remote.read_uncached(parts, deadline).map_err(|(span, error)| (span, Arc::new(error)));
         let late = read.as_ref().err().map(|(_, error)| error).filter(|error| is_late(error, deadline));
-        remote.object.note_end(&spans, late);
+        remote.object.record_result(&spans, late);
         read.map_err(|(span, error)| self.error(file, span, &error))
     }
 
@@ -225,7 +227,7 @@ impl RemoteFiles {
             return;
         }
         let deadline = Deadline::At(Instant::now() + remote.timeout);
-        if let Err(failure) = remote.fetcher.bring(&[(Arc::clone(object), vec![all])], 0, deadline) {
+        if let Err(failure) = remote.fetcher.fetch(&[(Arc::clone(object), vec![all])], 0, deadline) {
             tracing::debug!("{}: its rest does not come: {failure}", object.name.display());
         }
     }
@@ -283,8 +285,8 @@ impl Source for RemoteFiles {
         };
         let result = match Self::ready(remote, &spans) {
             Ok(_guards) => self.local.fetch(file, parts),
-            Err(NotFetched::NoRoom | NotFetched::Cache(_)) => self.uncached(file, remote, parts),
-            Err(NotFetched::Remote(error)) => Err(self.error(file, bounding(&spans), &error)),
+            Err(FetchError::NoRoom | FetchError::Cache(_)) => self.uncached(file, remote, parts),
+            Err(FetchError::Remote(error)) => Err(self.error(file, bounding(&spans), &error)),
         };
         self.counted(result)
     }
@@ -301,7 +303,7 @@ impl Source for RemoteFiles {
         if let Some(first) = remotes.first().filter(|_| demands.len() > 1) {
             let deadline = Deadline::At(Instant::now() + first.timeout);
             let gap = first.object.service.gap_bytes() / BLOCK_BYTES;
-            if let Err(NotFetched::Remote(error)) = first.fetcher.bring(&demands, gap, deadline) {
+            if let Err(FetchError::Remote(error)) = first.fetcher.fetch(&demands, gap, deadline) {
                 let of_object = |fetch: &&FileFetch<'_, '_>| {
                     let object = self.remote(fetch.file).map(|remote| &remote.object);
                     object.is_some_and(|object| object.file.key == error.what && object.service.host() == error.host)
@@ -379,11 +381,11 @@ impl RemoteSource for RemoteFiles {
         AHEAD_BYTES
     }
 
-    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {
+    fn prefetch(&self, file: FileId, spans: &[ByteSpan]) -> bool {
         let Some(remote) = self.remote(file) else { return true };
         let spans: Vec<ByteSpan> = spans.iter().copied().filter(|span| self.bounded(file, &[*span])).collect();
         let gap = if spans.len() > 1 { self.ahead_gap_bytes(file) / BLOCK_BYTES } else { 0 };
-        remote.fetcher.bring_ahead(&remote.object, &Remote::blocks(&spans), gap)
+        remote.fetcher.prefetch(&remote.object, &Remote::blocks(&spans), gap)
     }
 
     fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)> {
@@ -405,14 +407,7 @@ impl RemoteSource for RemoteFiles {
         };
         // Digests are the work of one processor for each file.
         let helpers = thread::available_parallelism().map_or(1, NonZero::get).min(SETTLERS_MAX).min(files.len());
-        thread::scope(|scope| {
-            for _ in 1..helpers {
-                if thread::Builder::new().name("ckfs-digest".into()).spawn_scoped(scope, work).is_err() {
-                    break;
-                }
-            }
-            work();
-        });
+        SETTLERS.beside(helpers.saturating_sub(1), work, work);
         let mut wrong = wrong.into_inner().unwrap_or_else(PoisonError::into_inner);
         wrong.sort_by_key(|(file, _)| *file);
         let errors: Vec<SourceError> = wrong.iter().map(|(file, mismatch)| self.corrupt(*file, mismatch)).collect();
@@ -468,8 +463,8 @@ impl Maps for RemoteFiles {
         }
         let result = match Self::ready(remote, parts) {
             Ok(_guards) => self.local.with(file, span, work)?,
-            Err(NotFetched::NoRoom | NotFetched::Cache(_)) => self.with_buffer(file, remote, span, parts, work),
-            Err(NotFetched::Remote(error)) => Err(self.error(file, bounding(parts), &error)),
+            Err(FetchError::NoRoom | FetchError::Cache(_)) => self.with_buffer(file, remote, span, parts, work),
+            Err(FetchError::Remote(error)) => Err(self.error(file, bounding(parts), &error)),
         };
         Some(self.counted(result))
     }
@@ -488,8 +483,8 @@ impl Maps for RemoteFiles {
             // The guards live until the kernel has copied the bytes.
             Ok(_guards) => self.local.with_kernel_bytes(file, span, reply),
             // The caller fetches.
-            Err(NotFetched::NoRoom | NotFetched::Cache(_)) => None,
-            Err(NotFetched::Remote(error)) => Some(self.counted(Err(self.error(file, span, &error)))),
+            Err(FetchError::NoRoom | FetchError::Cache(_)) => None,
+            Err(FetchError::Remote(error)) => Some(self.counted(Err(self.error(file, span, &error)))),
         }
     }
 
@@ -502,15 +497,15 @@ impl Maps for RemoteFiles {
         match remote.object.entry.absent(&blocks) {
             Ok(absent) if absent.is_empty() => self.local.will_need(file, span),
             Ok(_) => {
-                remote.fetcher.bring_ahead(&remote.object, &[blocks], 0);
+                remote.fetcher.prefetch(&remote.object, &[blocks], 0);
                 true
             }
             Err(_) => false,
         }
     }
 
-    fn will_return(&self) {
-        self.local.will_return();
+    fn will_revisit(&self) {
+        self.local.will_revisit();
     }
 
     fn trim(&self) {

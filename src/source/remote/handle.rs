@@ -6,7 +6,7 @@ use super::{
     super::{ByteSpan, FetchPart},
     cache::geometry::blocks_of,
     fetcher::Fetcher,
-    object::{NotFetched, RemoteObject},
+    object::{FetchError, RemoteObject},
     retry::Deadline,
 };
 
@@ -35,7 +35,7 @@ impl Remote {
         let blocks = blocks_of(span);
         let demand = (Arc::clone(object), vec![blocks.clone()]);
         loop {
-            match self.fetcher.bring(std::slice::from_ref(&demand), 0, Deadline::Quiet) {
+            match self.fetcher.fetch(std::slice::from_ref(&demand), 0, Deadline::Quiet) {
                 Ok(()) => {
                     let guards = match object.entry.guard(&blocks) {
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -48,10 +48,10 @@ impl Remote {
                         return object.entry.data().read_exact_at(target, span.start());
                     }
                 }
-                Err(NotFetched::NoRoom | NotFetched::Cache(_)) => {
+                Err(FetchError::NoRoom | FetchError::Cache(_)) => {
                     return self.read_span_uncached(span, target);
                 }
-                Err(NotFetched::Remote(error)) => return Err(io::Error::other(error)),
+                Err(FetchError::Remote(error)) => return Err(io::Error::other(error)),
             }
         }
     }

@@ -4,18 +4,18 @@
 //! much longer. Second requests are few: one for each [`REPLIES_PER_HEDGE`] replies, some at a time, and none for a while after
 //! the service asked for a pause.
 
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 use std::{future::Future, pin::pin};
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 use futures_util::future::{Either, select};
 
 use super::counters::RemoteCounters;
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 use super::error::{Failure, RemoteError};
 
 /// Replies after which their average counts.
@@ -93,18 +93,18 @@ impl Hedging {
 }
 
 /// A second request under way.
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 #[derive(Debug)]
 struct Running<'a>(&'a Hedging);
 
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 impl Drop for Running<'_> {
     fn drop(&mut self) {
         self.0.state().running -= 1;
     }
 }
 
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 impl Hedging {
     /// The wait after which a second request is sent; `None` while too little is known.
     fn after(&self) -> Option<Duration> {
@@ -159,7 +159,7 @@ impl Hedging {
     }
 }
 
-#[cfg(all(test, feature = "remote"))]
+#[cfg(all(test, feature = "hub"))]
 mod tests {
     use super::*;
 

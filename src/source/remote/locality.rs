@@ -1,4 +1,4 @@
-//! Which hosts are this machine.
+//! Tests whether a host is loopback.
 
 use std::net::IpAddr;
 

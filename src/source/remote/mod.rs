@@ -14,34 +14,33 @@ mod cache_place;
 mod counters;
 pub mod digest;
 mod digest_state;
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 mod encoding;
 mod entry_reader;
 mod error;
 mod fetcher;
-#[cfg(feature = "remote")]
 mod files;
 pub(super) mod handle;
-#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only services of the network are asked twice"))]
+#[cfg_attr(not(feature = "hub"), allow(dead_code, reason = "only services of the network are asked twice"))]
 mod hedge;
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 pub mod hub;
 mod interface;
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 mod kept_file;
 mod locality;
 mod object;
 mod options;
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 mod redirect;
 mod retry;
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 mod retry_after;
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 pub mod runtime;
 mod share;
 mod shared;
-#[cfg(feature = "remote")]
+#[cfg(feature = "stores")]
 mod store;
 mod tree;
 mod uncached;
@@ -56,20 +55,20 @@ pub use interface::{Content, Objects, RemoteFile, RemoteRepository, Sink};
 pub use locality::is_loopback;
 pub use object::RemoteObject;
 pub use options::RemoteOptions;
-pub use retry::{Deadline, Gate, Retrying, retry};
+pub use retry::{Backoff, Deadline, Retrying, retry};
 pub use shared::SharedCache;
-#[cfg(feature = "remote")]
+#[cfg(feature = "stores")]
 pub use store::open_url;
 pub use tree::{RemoteTree, open_cache};
 pub use url_scheme::{StoreKind, service_of, url_schemes};
 
-/// A build without the feature `remote` reads no remote source.
+/// A build without the feature `stores` reads no object stores and web servers.
 ///
 /// # Errors
 /// Always, if the address is remote.
-#[cfg(not(feature = "remote"))]
+#[cfg(not(feature = "stores"))]
 pub fn open_url(source: &str, _: &RemoteOptions) -> Option<Result<RemoteRepository, RemoteError>> {
     service_of(source.split_once("://")?.0)?;
-    let message = "this build of ckfs has no remote sources (feature `remote`)";
+    let message = "this build of ckfs reads no object stores and web servers (feature `stores`)";
     Some(Err(RemoteError::new(Failure::Unsupported, "", source.split('?').next().unwrap_or(source), message)))
 }

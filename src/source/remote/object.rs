@@ -5,7 +5,7 @@ use std::{
     ops::Range,
     path::Path,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
     time::{Duration, Instant},
@@ -50,7 +50,7 @@ pub struct RemoteObject {
     pub service: Arc<Retrying>,
     /// Jobs that are not done. No two of them have the same block.
     pub(super) jobs: Mutex<Vec<Arc<Job>>>,
-    /// Reads whose time was over a moment ago: the kernel sends several at a time.
+    /// Reads that timed out within the last 50 ms: the kernel sends several at a time.
     late: Mutex<Vec<Late>>,
     /// State of the comparison with the digest that the service names.
     pub(super) digest: DigestState,
@@ -64,7 +64,7 @@ impl RemoteObject {
     }
 
     /// Notes the end of a read of spans: with an error if its time was over, else without.
-    pub(super) fn note_end(&self, spans: &[ByteSpan], late: Option<&Arc<RemoteError>>) {
+    pub(super) fn record_result(&self, spans: &[ByteSpan], late: Option<&Arc<RemoteError>>) {
         let mut all = self.late.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|late| late.at.elapsed() < ATTEMPT_PAUSE);
         match late {
@@ -76,7 +76,7 @@ impl RemoteObject {
     /// The error of the read whose second attempt this is, if its time was over. The kernel asks a second time for the page that its
     /// reader wants, alone, before it tells the reader that it did not come with its neighbours: to the reader both are one read, which
     /// must not take twice as long. What comes after that is a new read.
-    pub(super) fn take_late(&self, spans: &[ByteSpan]) -> Option<Arc<RemoteError>> {
+    pub(super) fn take_recent_timeout(&self, spans: &[ByteSpan]) -> Option<Arc<RemoteError>> {
         let mut all = self.late.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = |spans: &[ByteSpan]| spans.iter().map(|span| span.len()).sum::<u64>();
         let is_part = |late: &Late| {
@@ -98,7 +98,7 @@ impl RemoteObject {
 
 /// Why blocks did not come.
 #[derive(Clone, Debug)]
-pub enum NotFetched {
+pub enum FetchError {
     /// The service.
     Remote(Arc<RemoteError>),
     /// The cache has no room: the bytes are to be read without it.
@@ -107,7 +107,7 @@ pub enum NotFetched {
     Cache(Arc<io::Error>),
 }
 
-impl fmt::Display for NotFetched {
+impl fmt::Display for FetchError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Remote(error) => error.fmt(f),
@@ -117,7 +117,7 @@ impl fmt::Display for NotFetched {
     }
 }
 
-impl NotFetched {
+impl FetchError {
     /// The reason that an error of the cache's files is.
     pub(super) fn of_cache(error: io::Error) -> Self {
         // A segment is left to another process for a moment, which needs its room.
@@ -125,7 +125,7 @@ impl NotFetched {
     }
 }
 
-/// Where a job stands.
+/// State of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum JobState {
@@ -147,7 +147,7 @@ pub(super) struct Job {
     /// When it began, or brought bytes last.
     moved: Mutex<Option<Instant>>,
     state: AtomicU8,
-    outcome: OnceLock<Result<(), NotFetched>>,
+    outcome: OnceLock<Result<(), FetchError>>,
 }
 
 impl Job {
@@ -213,52 +213,13 @@ impl Job {
     }
 
     /// Ends it: its object knows it no longer.
-    pub(super) fn end(self: &Arc<Self>, outcome: Result<(), NotFetched>) {
+    pub(super) fn end(self: &Arc<Self>, outcome: Result<(), FetchError>) {
         let _ = self.outcome.set(outcome);
         self.state.store(JobState::Done as u8, Ordering::Release);
         self.object.lock_jobs().retain(|job| !Arc::ptr_eq(job, self));
     }
 
-    pub(super) fn outcome(&self) -> Option<&Result<(), NotFetched>> {
+    pub(super) fn outcome(&self) -> Option<&Result<(), FetchError>> {
         self.outcome.get()
-    }
-}
-
-/// Wakes threads that wait for blocks.
-#[derive(Debug, Default)]
-pub(super) struct Progress {
-    steps: Mutex<u64>,
-    changed: Condvar,
-}
-
-impl Progress {
-    pub(super) fn note(&self) {
-        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        *steps = steps.wrapping_add(1);
-        drop(steps);
-        self.changed.notify_all();
-    }
-
-    /// Waits until `done`, or until the deadline. Returns whether it was done.
-    pub(super) fn wait(&self, deadline: Deadline, mut done: impl FnMut() -> bool) -> bool {
-        // Also without news: another process may have brought the blocks.
-        const LOOK: Duration = Duration::from_millis(100);
-        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            let seen = *steps;
-            drop(steps);
-            if done() {
-                return true;
-            }
-            let left = deadline.left().unwrap_or(LOOK).min(LOOK);
-            if left.is_zero() {
-                return false;
-            }
-            steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-            if *steps == seen {
-                let waited = self.changed.wait_timeout(steps, left).unwrap_or_else(PoisonError::into_inner);
-                steps = waited.0;
-            }
-        }
     }
 }

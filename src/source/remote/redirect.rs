@@ -1,5 +1,6 @@
 //! Where a reply may send a client, and what it may take along.
 
+#[cfg(feature = "stores")]
 use http::{
     HeaderMap, StatusCode,
     header::{
@@ -14,6 +15,7 @@ use super::locality::is_loopback;
 pub(super) const REDIRECTS_MAX: usize = 10;
 
 /// Whether a reply of this status names another address for the same request.
+#[cfg(feature = "stores")]
 pub(super) fn is_redirect(status: StatusCode) -> bool {
     matches!(status.as_u16(), 301 | 302 | 303 | 307 | 308)
 }
@@ -40,6 +42,7 @@ pub(super) fn refusal(from: &Url, to: &Url) -> String {
 
 /// The headers of a request that is sent to another host. Stores, metadata services and the Hub put credentials in headers of many
 /// names, so that what goes along is listed, not what stays.
+#[cfg(feature = "stores")]
 pub(super) fn without_credentials(headers: &HeaderMap) -> HeaderMap {
     const KEPT: [http::HeaderName; 8] =
         [ACCEPT, ACCEPT_ENCODING, IF_MATCH, IF_MODIFIED_SINCE, IF_NONE_MATCH, IF_UNMODIFIED_SINCE, RANGE, USER_AGENT];
@@ -71,6 +74,7 @@ mod tests {
         }
     }
 
+    #[cfg(feature = "stores")]
     #[test]
     fn only_what_names_no_user_goes_along() {
         let all = [

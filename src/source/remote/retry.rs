@@ -74,7 +74,7 @@ impl Deadline {
 
 /// How a service is to be asked, shared by all threads: the pause that it asked for, and how many requests it gets at a time.
 #[derive(Debug)]
-pub struct Gate {
+pub struct Backoff {
     closed: Mutex<Option<(Instant, RemoteError)>>,
     pulse: Arc<Pulse>,
     traffic: Mutex<Traffic>,
@@ -92,7 +92,7 @@ struct Traffic {
 
 /// A request under way, until it is dropped.
 #[derive(Debug)]
-struct Running<'a>(&'a Gate);
+struct Running<'a>(&'a Backoff);
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
@@ -101,13 +101,13 @@ impl Drop for Running<'_> {
     }
 }
 
-impl Default for Gate {
+impl Default for Backoff {
     fn default() -> Self {
         Self::of(Arc::new(Pulse::new("", RemoteOptions::TIMEOUT)))
     }
 }
 
-impl Gate {
+impl Backoff {
     /// The gate of a service that may bring nothing for `limit`. `waits` shows for how long it has.
     pub fn new(host: &str, limit: Duration, waits: &Waits) -> Self {
         Self::of(waits.pulse(host, limit))
@@ -221,7 +221,7 @@ fn pause_after(attempts: u32) -> Duration {
 /// # Errors
 /// The last error. If the service asks for a longer pause than the deadline allows, the message says so.
 pub fn retry<T>(
-    gate: &Gate,
+    gate: &Backoff,
     counters: &RemoteCounters,
     deadline: Deadline,
     mut attempt: impl FnMut(Instant) -> Result<T, RemoteError>,
@@ -283,7 +283,7 @@ pub fn retry<T>(
 }
 
 /// The error of a request that is not repeated any more; `over` is its time if that was the reason.
-fn given_up(error: RemoteError, gate: &Gate, pause: Duration, over: Option<Duration>) -> RemoteError {
+fn given_up(error: RemoteError, gate: &Backoff, pause: Duration, over: Option<Duration>) -> RemoteError {
     match (&error.failure, over) {
         (Failure::Busy(Some(_)), _) => longer_than_allowed(Some(error), gate, pause),
         (_, Some(time)) if !error.message.contains("--source-timeout") => {
@@ -295,7 +295,7 @@ fn given_up(error: RemoteError, gate: &Gate, pause: Duration, over: Option<Durat
 }
 
 /// The error of a request that was not sent, since the service gets few at a time.
-fn out_of_time(gate: &Gate) -> RemoteError {
+fn out_of_time(gate: &Backoff) -> RemoteError {
     gate.reason().unwrap_or_else(|| {
         RemoteError::new(Failure::TimedOut, "", "", "no request could be sent within --source-timeout")
     })
@@ -303,7 +303,7 @@ fn out_of_time(gate: &Gate) -> RemoteError {
 
 /// The error of a reader who cannot wait for the end of a pause. Where no request was sent for this reader, the reply to another one
 /// tells the status; what was asked for then is not its object.
-fn longer_than_allowed(last: Option<RemoteError>, gate: &Gate, pause: Duration) -> RemoteError {
+fn longer_than_allowed(last: Option<RemoteError>, gate: &Backoff, pause: Duration) -> RemoteError {
     let seconds = pause.as_secs_f32().ceil();
     let told = format!("the service asks for a pause of {seconds} s, longer than --source-timeout allows");
     match (last, gate.reason()) {
@@ -317,7 +317,7 @@ fn longer_than_allowed(last: Option<RemoteError>, gate: &Gate, pause: Duration) 
 #[derive(Debug)]
 pub struct Retrying {
     objects: Arc<dyn Objects>,
-    gate: Gate,
+    gate: Backoff,
     hedging: Hedging,
     counters: Arc<RemoteCounters>,
     /// Moving averages over requests: microseconds until the first byte, and bytes in a millisecond after it.
@@ -348,11 +348,11 @@ fn average(old: &AtomicU64, value: u64) {
 impl Retrying {
     /// Repeats the failed requests to `objects`, with the usual time limit.
     pub fn new(objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
-        Self::behind(Gate::default(), objects, counters)
+        Self::behind(Backoff::default(), objects, counters)
     }
 
     /// Repeats the failed requests to `objects` behind a gate.
-    pub fn behind(gate: Gate, objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
+    pub fn behind(gate: Backoff, objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
         let (first_byte_us, bytes_per_ms) = (AtomicU64::new(0), AtomicU64::new(0));
         let hedging = Hedging::new(Arc::clone(&counters));
         let planned_gap_bytes = OnceLock::new();
@@ -370,8 +370,8 @@ impl Retrying {
         (wait_us.saturating_mul(rate) / 1000).clamp(GAP_BYTES_MIN, GAP_BYTES_MAX)
     }
 
-    /// As [`Self::gap_bytes`], for bytes that no reader waits for: it is a power of two and stays what it was when it was first
-    /// asked for. So what is fetched is what was planned.
+    /// As [`Self::gap_bytes`], for bytes that no reader waits for: rounded down to a power of two and frozen at the first use, so
+    /// that fetch and plan agree.
     pub fn planned_gap_bytes(&self) -> u64 {
         *self.planned_gap_bytes.get_or_init(|| 1 << self.gap_bytes().ilog2())
     }

@@ -18,9 +18,9 @@ use super::{
     fetcher::{Demand, Fetcher},
     handle::Remote,
     interface::RemoteRepository,
-    object::{NotFetched, RemoteObject},
+    object::{FetchError, RemoteObject},
     options::RemoteOptions,
-    retry::{Deadline, Gate, Retrying},
+    retry::{Backoff, Deadline, Retrying},
 };
 
 /// Bytes fetched from the beginning of each file of tensors when a repository is opened: most headers fit.
@@ -75,7 +75,7 @@ impl RemoteTree {
         cache: &Arc<Cache>,
         options: &RemoteOptions,
     ) -> Result<Self, SourceError> {
-        let gate = Gate::new(repository.objects.host(), options.timeout, &options.waits);
+        let gate = Backoff::new(repository.objects.host(), options.timeout, &options.waits);
         let objects = Arc::clone(&repository.objects);
         let service = Arc::new(Retrying::behind(gate, objects, Arc::clone(cache.counters())));
         let remotes = repository.files.iter().map(|_| OnceLock::new()).collect();
@@ -188,10 +188,10 @@ impl RemoteTree {
 
     /// Brings blocks of several objects together. Returns false if the cache has no room for them.
     fn bring(&self, demands: &[Demand]) -> Result<bool, SourceError> {
-        self.fetcher.bring(demands, 0, Deadline::Quiet).map(|()| true).or_else(|failure| match failure {
+        self.fetcher.fetch(demands, 0, Deadline::Quiet).map(|()| true).or_else(|failure| match failure {
             // Whatever reads them reads past the cache then.
-            NotFetched::NoRoom | NotFetched::Cache(_) => Ok(false),
-            NotFetched::Remote(error) => {
+            FetchError::NoRoom | FetchError::Cache(_) => Ok(false),
+            FetchError::Remote(error) => {
                 let is_named = |demand: &&Demand| {
                     let object = &demand.0;
                     object.file.key == error.what && object.service.host() == error.host

@@ -2,13 +2,10 @@
 
 use std::{
     ops::ControlFlow,
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
-    thread,
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
+use ckfs_sync::Helpers;
 use smallvec::SmallVec;
 
 use super::{
@@ -21,48 +18,47 @@ use super::{
 
 /// Most bytes of one request. Smaller than those into the cache: a reader waits for all of them.
 const REQUEST_BYTES: usize = 2 << 20;
-/// Requests of one reader at a time, and of all readers together beyond one for each.
+/// Requests of one reader at a time.
 const AT_A_TIME: usize = 16;
-const HELPERS_MAX: usize = 32;
 
-/// Threads that help readers now.
-static HELPERS: AtomicUsize = AtomicUsize::new(0);
+/// Threads that help readers: requests of all readers together beyond one for each.
+static HELPERS: Helpers = Helpers::new("ckfs-past", || 32);
 
 /// Bytes that one request brings, with gaps between them.
 #[derive(Debug)]
-struct Run<'a> {
+struct CoalescedRequest<'a> {
     start: u64,
     end: u64,
     /// In order and apart, each with its first byte in the object.
     targets: SmallVec<[(u64, &'a mut [u8]); 1]>,
 }
 
-/// Cuts parts into runs. Parts in order, with gaps of at most `gap_bytes` between them, share one.
-fn runs_of<'a>(parts: &'a mut [FetchPart<'_>], gap_bytes: u64) -> Vec<Run<'a>> {
-    let mut runs: Vec<Run<'a>> = Vec::new();
+/// Cuts parts into requests. Parts in order, with gaps of at most `gap_bytes` between them, share one.
+fn coalesced<'a>(parts: &'a mut [FetchPart<'_>], gap_bytes: u64) -> Vec<CoalescedRequest<'a>> {
+    let mut requests: Vec<CoalescedRequest<'a>> = Vec::new();
     for part in parts {
         let mut start = part.start;
         for target in part.target.chunks_mut(REQUEST_BYTES) {
             let end = start + target.len() as u64;
-            let joins = |run: &&mut Run<'a>| {
-                start >= run.end && start - run.end <= gap_bytes && end - run.start <= REQUEST_BYTES as u64
+            let joins = |request: &&mut CoalescedRequest<'a>| {
+                start >= request.end && start - request.end <= gap_bytes && end - request.start <= REQUEST_BYTES as u64
             };
-            match runs.last_mut().filter(joins) {
-                Some(run) => {
-                    run.end = end;
-                    run.targets.push((start, target));
+            match requests.last_mut().filter(joins) {
+                Some(request) => {
+                    request.end = end;
+                    request.targets.push((start, target));
                 }
-                None => runs.push(Run { start, end, targets: SmallVec::from_iter([(start, target)]) }),
+                None => requests.push(CoalescedRequest { start, end, targets: SmallVec::from_iter([(start, target)]) }),
             }
             start = end;
         }
     }
-    runs
+    requests
 }
 
-impl Run<'_> {
+impl CoalescedRequest<'_> {
     fn span(&self) -> ByteSpan {
-        ByteSpan::new(self.start, self.end).expect("a run ends after its start")
+        ByteSpan::new(self.start, self.end).expect("a request ends after its start")
     }
 
     fn read(&mut self, remote: &Remote, deadline: Deadline) -> Result<(), RemoteError> {
@@ -93,22 +89,6 @@ impl Run<'_> {
     }
 }
 
-/// A thread that helps, counted while it does.
-struct Helper;
-
-impl Helper {
-    fn new() -> Option<Self> {
-        let more = |count: usize| (count < HELPERS_MAX).then_some(count + 1);
-        HELPERS.fetch_update(Ordering::AcqRel, Ordering::Acquire, more).ok().map(|_| Self)
-    }
-}
-
-impl Drop for Helper {
-    fn drop(&mut self) {
-        HELPERS.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
 impl Remote {
     /// Fills parts without the cache. They lie in the object.
     ///
@@ -121,29 +101,18 @@ impl Remote {
     ) -> Result<(), (ByteSpan, RemoteError)> {
         let needed: u64 = parts.iter().map(|part| part.target.len() as u64).sum();
         let gap_bytes = if parts.len() > 1 { self.object.service.gap_bytes() } else { 0 };
-        let runs = runs_of(parts, gap_bytes);
-        let helpers = runs.len().min(AT_A_TIME).saturating_sub(1);
-        let (left, failed) = (Mutex::new(runs.into_iter()), Mutex::new(None));
+        let requests = coalesced(parts, gap_bytes);
+        let helpers = requests.len().min(AT_A_TIME).saturating_sub(1);
+        let (left, failed) = (Mutex::new(requests.into_iter()), Mutex::new(None));
         let work = || {
             while lock(&failed).is_none() {
-                let Some(mut run) = lock(&left).next() else { return };
-                if let Err(error) = run.read(self, deadline) {
-                    lock(&failed).get_or_insert((run.span(), error));
+                let Some(mut request) = lock(&left).next() else { return };
+                if let Err(error) = request.read(self, deadline) {
+                    lock(&failed).get_or_insert((request.span(), error));
                 }
             }
         };
-        thread::scope(|scope| {
-            for helper in (0..helpers).map_while(|_| Helper::new()) {
-                let help = move || {
-                    let _helper = helper;
-                    work();
-                };
-                if thread::Builder::new().name("ckfs-past".into()).spawn_scoped(scope, help).is_err() {
-                    break;
-                }
-            }
-            work();
-        });
+        HELPERS.beside(helpers, work, work);
         if let Some(failure) = lock(&failed).take() {
             return Err(failure);
         }
@@ -167,10 +136,12 @@ mod tests {
         let starts = [100, 200, MIB, 50];
         let mut parts: Vec<FetchPart<'_>> =
             targets.iter_mut().zip(starts).map(|(target, start)| FetchPart { start, target }).collect();
-        let found: Vec<(u64, u64, usize)> =
-            runs_of(&mut parts, 90).iter().map(|run| (run.start, run.end, run.targets.len())).collect();
+        let found: Vec<(u64, u64, usize)> = coalesced(&mut parts, 90)
+            .iter()
+            .map(|request| (request.start, request.end, request.targets.len()))
+            .collect();
         let expected = [(100, 220, 2), (MIB, 3 * MIB, 1), (3 * MIB, 5 * MIB, 1), (5 * MIB, 6 * MIB, 1), (50, 57, 1)];
         assert_eq!(found, expected);
-        assert_eq!(runs_of(&mut parts, 89).len(), 6, "the gap is 90 bytes");
+        assert_eq!(coalesced(&mut parts, 89).len(), 6, "the gap is 90 bytes");
     }
 }

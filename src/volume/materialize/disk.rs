@@ -9,7 +9,7 @@ use std::{
     thread,
 };
 
-use ckfs_read::{Engine, MaterializeError, MaterializeTarget, Materializing, OpenFile};
+use ckfs_read::{Engine, MaterializeError, MaterializeTarget, Materializing, PreparedFile};
 use nix::sys::statvfs::statvfs;
 
 use super::{
@@ -25,7 +25,7 @@ const KEPT_FREE: u64 = 20;
 pub(super) struct ClosedFile {
     pub(super) ino: Ino,
     pub(super) entry: Arc<FileEntry>,
-    pub(super) file: Arc<OpenFile>,
+    pub(super) file: Arc<PreparedFile>,
 }
 
 /// What is called for a complete file.
@@ -66,7 +66,7 @@ impl Disk {
         Ok(closed)
     }
 
-    fn make(&self, engine: &Arc<Engine>, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
+    fn make(&self, engine: &Arc<Engine>, entry: &Arc<FileEntry>, file: &Arc<PreparedFile>) {
         let guard = CompletionGuard::new(entry, file);
         let begun = self.target(file.len_bytes()).and_then(|target| {
             let target = Arc::new(target);

@@ -10,7 +10,7 @@ use std::{
     time::Instant,
 };
 
-use ckfs_read::{MaterializeError, Materializing, OpenFile, ReadError, Reservation};
+use ckfs_read::{MaterializeError, Materializing, PreparedFile, ReadError, Reservation};
 
 use super::policy::When;
 use crate::{Access, WhenMaterialized};
@@ -182,12 +182,12 @@ impl FileEntry {
 /// Ends the materialization of a file even if its thread panics or ends, so that no open waits forever.
 pub(super) struct CompletionGuard {
     entry: Arc<FileEntry>,
-    file: Arc<OpenFile>,
+    file: Arc<PreparedFile>,
     is_ended: bool,
 }
 
 impl CompletionGuard {
-    pub(super) fn new(entry: &Arc<FileEntry>, file: &Arc<OpenFile>) -> Self {
+    pub(super) fn new(entry: &Arc<FileEntry>, file: &Arc<PreparedFile>) -> Self {
         Self { entry: Arc::clone(entry), file: Arc::clone(file), is_ended: false }
     }
 

@@ -39,7 +39,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ckfs_read::{Engine, MaterializeTarget, Materializing, OpenFile};
+use ckfs_read::{Engine, MaterializeTarget, Materializing, PreparedFile};
 
 pub use self::policy::{BundleSizes, Policy};
 use self::{
@@ -156,7 +156,7 @@ impl Materializer {
     }
 
     /// Materializes a file that is being opened, unless it is complete or in progress. Calls `then` at once or from another thread.
-    pub(super) fn materialize(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>, then: WhenMaterialized) {
+    pub(super) fn materialize(&self, entry: &Arc<FileEntry>, file: &Arc<PreparedFile>, then: WhenMaterialized) {
         let mut state = entry.lock();
         let mut begun = None;
         if let MaterializedState::Absent = &*state
@@ -192,7 +192,7 @@ impl Materializer {
     /// call of `reply` if the read must be answered as without materialization.
     pub(super) fn read(
         entry: &Arc<FileEntry>,
-        file: &Arc<OpenFile>,
+        file: &Arc<PreparedFile>,
         start: u64,
         len: usize,
         reply: &mut dyn FnMut(&[u8]),
@@ -203,7 +203,7 @@ impl Materializer {
     }
 
     /// Notes that a file is closed.
-    pub(super) fn close(&self, ino: Ino, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
+    pub(super) fn close(&self, ino: Ino, entry: &Arc<FileEntry>, file: &Arc<PreparedFile>) {
         if let FileStorage::Disk(_, closed) = &self.storage
             && entry.note_closed()
         {
@@ -213,7 +213,7 @@ impl Materializer {
     }
 
     /// Room and a target for a file with no piece yet; `None` if there is no room.
-    fn prepare(&self, file: &Arc<OpenFile>) -> Option<Partial> {
+    fn prepare(&self, file: &Arc<PreparedFile>) -> Option<Partial> {
         let FileStorage::Memory(memory) = &self.storage else { return None };
         let engine = self.engine.upgrade()?;
         let found = memory.take(&engine, file.len_bytes(), &mut || self.drop_oldest());

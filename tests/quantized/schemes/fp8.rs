@@ -5,6 +5,10 @@ use serde_json::json;
 
 use crate::repository::{Repository, bf16_at, e2m1, e4m3, e8m0, f32_at, nibble_at, noise};
 
+/// What is said of matrices of 8-bit floats whose scale is not there.
+const LACKING: &str =
+    "fp8, whose configuration says weight (F8_E4M3) with weight_scale or weight_scale_inv beside it, and found is";
+
 #[test]
 fn fbgemm_has_a_scale_per_row() {
     let config =
@@ -143,7 +147,7 @@ fn stacks_of_fbgemm_have_a_scale_per_column() {
             .is_refused(&["tensor \"experts.gate_up_proj_scale\": expected F32 [3, 1, 5] to decode"]);
         repository()
             .without("experts.gate_up_proj_scale")
-            .stays_raw("fbgemm_fp8, but these are not the codes that its configuration says", 1);
+            .stays_raw(&format!("fbgemm_{LACKING} gate_up_proj (F8_E4M3) alone"), 1);
     }
 }
 
@@ -180,9 +184,8 @@ fn codes_that_the_configuration_leaves_unquantized_stay_raw() {
 fn matrices_of_8_bit_floats_without_a_known_scale_stay_raw() {
     for method in ["fp8", "mxfp4", "awq"] {
         let repository = Repository::new(json!({"quant_method": method})).noise("a.codes", DType::F8E4M3, &[7, 37]);
-        let says =
-            if method == "fp8" { "fp8, but these are not the codes that its configuration says" } else { method };
-        repository.stays_raw(says, 1);
+        let says = if method == "fp8" { format!("{LACKING} codes (F8_E4M3) alone") } else { method.to_owned() };
+        repository.stays_raw(&says, 1);
     }
     // The block of another method's configuration is not this one's.
     let other = json!({"quant_method": "quark", "weight_block_size": [4, 8]});

@@ -89,7 +89,12 @@ fn stacks_of_experts_have_one_scale() {
     // Nothing tells how the 4-bit floats of a stack are packed.
     repository("NVFP4")
         .noise(stack, DType::U8, &[3, 4, 8])
-        .stays_raw("modelopt, but these are not the codes that its configuration says", 1);
+        .stays_raw(
+            "modelopt, whose configuration says weight (U8, two 4-bit floats each) with weight_scale (F8_E4M3) and weight_scale_2 \
+             (F32) beside it, and found is gate_up_proj (U8) with gate_up_proj_input_scale (F32), gate_up_proj_weight_scale (F32) \
+             beside it",
+            1,
+        );
 }
 
 #[test]
@@ -168,6 +173,9 @@ fn all_that_does_not_agree_is_refused_at_once() {
         "tensor \"b.weight_scale\": expected U8 [5, 2] to decode \"b.weight\", found U8 [5, 1]",
     ]);
     // The configuration says NVFP4, the tensors FP8.
-    matrix(Repository::new(in_config("NVFP4")), "a", "FP8")
-        .stays_raw("modelopt, but these are not the codes that its configuration says", 1);
+    matrix(Repository::new(in_config("NVFP4")), "a", "FP8").stays_raw(
+        "modelopt, whose configuration says weight (U8, two 4-bit floats each) with weight_scale (F8_E4M3) and weight_scale_2 (F32) \
+         beside it, and found is weight (F8_E4M3) with input_scale (F32), weight_scale (F32) beside it",
+        1,
+    );
 }

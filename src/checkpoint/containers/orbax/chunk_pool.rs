@@ -12,85 +12,34 @@
 //! free or that chunks leave which were read.
 
 use std::{
-    collections::{HashSet, VecDeque},
     fmt,
+    marker::PhantomData,
     ops::Deref,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
 };
 
-use ckfs_source::BufferMemory;
+use ckfs_source::{BufferMemory, SourceError};
+use ckfs_sync::{
+    Buffer, BufferLimit, BufferPool, ChangeCount, Demand, Next, Request, RoomPolicy, Shelf, SingleFlight, Situation,
+    Sizing, Verdict, Weight,
+};
 use ckfs_tensor::to_usize;
-use lru::LruCache;
 
 use super::ahead::{Ahead, ChunkKey, ExpectedChunk};
 
 /// Bound until one is set, in bytes.
-const BYTES_MAX: u64 = 256 << 20;
-
-/// Time after which a thread that waits for another checks whether it should go on waiting.
-const PATIENCE: Duration = Duration::from_millis(200);
+const BYTES_MAX: usize = 256 << 20;
 
 /// Waits in which nothing changed, after which a thread goes on without room if no thread decodes: it may wait for a chunk that it
 /// holds itself.
 const IDLE_WAITS_MAX: u32 = 5;
 
-/// The cache.
-pub(super) struct ChunkPool {
-    state: Mutex<State>,
-    /// Room, or a chunk, has become available.
-    changed: Condvar,
-}
-
-struct State {
-    bytes_max: u64,
-    ready: LruCache<ChunkKey, Arc<Decoded>>,
-    decoding: HashSet<ChunkKey>,
-    /// Chunks whose bytes were all read, the first ones first.
-    consumed: VecDeque<ChunkKey>,
-    /// Bytes of all buffers, in use and spare.
-    bytes: u64,
-    spare: Vec<BufferMemory>,
-    spare_bytes: u64,
-    decoded: u64,
-    ahead: Ahead,
-}
-
-impl fmt::Debug for ChunkPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ChunkPool").field("bytes_max", &self.lock().bytes_max).finish_non_exhaustive()
-    }
-}
-
-/// A buffer of the pool, returned to it when dropped.
-pub(super) struct ChunkBuffer<'p> {
-    pool: &'p ChunkPool,
-    /// At least as long as asked for.
-    bytes: BufferMemory,
-    len: usize,
-}
-
-impl ChunkBuffer<'_> {
-    pub(super) fn get(&mut self) -> &mut [u8] {
-        &mut self.bytes[..self.len]
-    }
-}
-
-impl Drop for ChunkBuffer<'_> {
-    fn drop(&mut self) {
-        self.pool.give(std::mem::take(&mut self.bytes));
-    }
-}
-
 /// A decoded chunk, counted until its last user has dropped it.
 pub(super) struct Decoded {
-    pool: Arc<ChunkPool>,
-    bytes: BufferMemory,
-    len: usize,
+    bytes: Buffer<BufferMemory>,
     /// Bytes that were read so far, each time counted.
     read: AtomicU64,
 }
@@ -99,48 +48,130 @@ impl Deref for Decoded {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.bytes[..self.len]
+        &self.bytes
     }
 }
 
-impl Drop for Decoded {
-    fn drop(&mut self) {
-        self.pool.give(std::mem::take(&mut self.bytes));
+impl Weight for Decoded {
+    fn weight_bytes(&self) -> usize {
+        self.bytes.memory_bytes()
     }
 }
 
-/// Notes that this thread decodes a chunk, until it is dropped.
-struct Decoding<'p>(&'p ChunkPool, ChunkKey);
+/// Buffers for a chunk, and for its stored bytes.
+type ChunkRoom = [Buffer<BufferMemory>; 2];
 
-impl Drop for Decoding<'_> {
-    fn drop(&mut self) {
-        self.0.lock().decoding.remove(&self.1);
-        self.0.changed.notify_all();
+/// Who gets buffers, and which chunks are dropped for it.
+struct ChunkRooms<E> {
+    bytes_max: usize,
+    buffers: BufferPool<BufferMemory>,
+    ahead: Ahead,
+    error: PhantomData<fn() -> E>,
+}
+
+impl<E> ChunkRooms<E> {
+    /// A chunk that was decoded ahead and whose reader did not come, no longer kept.
+    fn pop_stale(&mut self, shelf: &mut Shelf<ChunkKey, Decoded>) -> Option<Arc<Decoded>> {
+        while let Some(key) = self.ahead.stale() {
+            self.ahead.forget(key);
+            if let Some(chunk) = shelf.remove(&key) {
+                return Some(chunk);
+            }
+        }
+        None
+    }
+
+    /// The chunk that was not used for the longest time, no longer kept.
+    fn pop_lru(&mut self, shelf: &mut Shelf<ChunkKey, Decoded>) -> Option<Arc<Decoded>> {
+        let (key, chunk) = shelf.pop_lru()?;
+        self.ahead.forget(key);
+        Some(chunk)
     }
 }
 
-impl ChunkPool {
-    pub(super) fn new() -> Arc<Self> {
-        let state = State {
-            bytes_max: BYTES_MAX,
-            ready: LruCache::unbounded(),
-            decoding: HashSet::new(),
-            consumed: VecDeque::new(),
-            bytes: 0,
-            spare: Vec::new(),
-            spare_bytes: 0,
-            decoded: 0,
-            ahead: Ahead::default(),
+impl<E: Clone> RoomPolicy<ChunkKey, Decoded> for ChunkRooms<E> {
+    /// Bytes of the chunk, and of its stored form.
+    type Ask = [u64; 2];
+    type Room = ChunkRoom;
+    type Error = E;
+
+    fn room(
+        &mut self,
+        shelf: &mut Shelf<ChunkKey, Decoded>,
+        _: &ChunkKey,
+        ask: &[u64; 2],
+        demand: Demand,
+        situation: Situation,
+    ) -> Verdict<ChunkRoom, Decoded> {
+        let lengths = ask.map(to_usize);
+        let spare = (self.buffers.bytes() <= self.bytes_max).then_some(BufferLimit::Spare);
+        if let Some(room) = spare.and_then(|spare| self.buffers.reserve(lengths, spare)) {
+            return Verdict::Make(room, Vec::new());
+        }
+        if let Some(chunk) = shelf.pop_consumed() {
+            return Verdict::Drop(chunk);
+        }
+        let is_last_resort = situation.idle_waits >= IDLE_WAITS_MAX && situation.flights == 0;
+        let limit = match demand {
+            Demand::Reader if is_last_resort => BufferLimit::None,
+            // A chunk that is larger than the bound is decoded alone.
+            Demand::Reader if shelf.is_empty() => BufferLimit::BytesUnlessAlone(self.bytes_max),
+            Demand::Reader | Demand::Prefetch => BufferLimit::Bytes(self.bytes_max),
         };
-        Arc::new(Self { state: Mutex::new(state), changed: Condvar::new() })
+        if let Some(room) = self.buffers.reserve(lengths, limit) {
+            return Verdict::Make(room, Vec::new());
+        }
+        // No chunk that may still be read is dropped for one that nobody waits for.
+        let dropped = (demand == Demand::Reader).then(|| self.pop_lru(shelf)).flatten();
+        dropped.map_or(Verdict::Wait, Verdict::Drop)
+    }
+
+    fn asked(&mut self, key: &ChunkKey) {
+        self.ahead.ask(*key);
+    }
+
+    /// Each reader decodes a damaged chunk by itself: another's time may have been over.
+    fn is_shared(&self, _: &E) -> bool {
+        false
+    }
+}
+
+/// The cache.
+pub(super) struct ChunkPool<E: Clone = SourceError> {
+    chunks: SingleFlight<ChunkKey, Decoded, ChunkRooms<E>>,
+    buffers: BufferPool<BufferMemory>,
+    decoded: AtomicU64,
+}
+
+impl<E: Clone> fmt::Debug for ChunkPool<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChunkPool").field("bytes", &self.bytes()).finish_non_exhaustive()
+    }
+}
+
+impl<E: Clone> ChunkPool<E> {
+    pub(super) fn new() -> Self {
+        let changes = Arc::<ChangeCount>::default();
+        let sizing = Sizing { memory_len: BufferMemory::occupied_bytes, lengths_max: 2 };
+        let buffers = BufferPool::new(sizing, BYTES_MAX / 4, Arc::clone(&changes));
+        let (ahead, error) = (Ahead::default(), PhantomData);
+        let rooms = ChunkRooms { bytes_max: BYTES_MAX, buffers: buffers.clone(), ahead, error };
+        Self { chunks: SingleFlight::new(rooms, changes), buffers, decoded: AtomicU64::new(0) }
     }
 
     /// Sets the most bytes of all buffers.
     pub(super) fn bound(&self, bytes_max: u64) {
-        self.lock().bytes_max = bytes_max;
+        let bytes_max = to_usize(bytes_max);
+        self.buffers.set_spare_bytes_max(bytes_max / 4);
         loop {
-            let room = self.lock().make_room([], Urgency::Wanted);
-            if !matches!(room, Room::Dropped(_)) {
+            let dropped = self.chunks.with(|inside| {
+                inside.policy.bytes_max = bytes_max;
+                if self.buffers.reserve([], BufferLimit::Bytes(bytes_max)).is_some() {
+                    return None;
+                }
+                inside.shelf.pop_consumed().or_else(|| inside.policy.pop_lru(&mut inside.shelf))
+            });
+            if dropped.is_none() {
                 return;
             }
         }
@@ -148,24 +179,17 @@ impl ChunkPool {
 
     /// Bytes of all buffers now, spare ones included.
     pub(super) fn bytes(&self) -> u64 {
-        self.lock().bytes
+        self.buffers.bytes() as u64
     }
 
     /// Number of chunks decoded so far.
     pub(super) fn decoded(&self) -> u64 {
-        self.lock().decoded
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.decoded.load(Ordering::Relaxed)
     }
 
     /// The chunk of this key, if it is in memory.
     pub(super) fn find(&self, key: ChunkKey) -> Option<Arc<Decoded>> {
-        let mut state = self.lock();
-        let found = state.ready.get(&key).cloned()?;
-        state.ahead.ask(key);
-        Some(found)
+        self.chunks.find(&key)
     }
 
     /// The chunk of this key, which has `len` bytes. If it is not in memory, one thread decodes it: `decode` fills a buffer for the
@@ -174,257 +198,93 @@ impl ChunkPool {
     ///
     /// # Errors
     /// That of `decode` or of `goes_on`.
-    pub(super) fn get<E>(
-        self: &Arc<Self>,
+    pub(super) fn get(
+        &self,
         key: ChunkKey,
         (len, stored_len): (u64, u64),
         goes_on: &dyn Fn() -> Result<(), E>,
         decode: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
     ) -> Result<Arc<Decoded>, E> {
-        let mut idle_waits = 0;
-        let mut state = self.lock();
-        let [target, stored] = loop {
-            if let Some(found) = state.ready.get(&key).cloned() {
-                state.ahead.ask(key);
-                return Ok(found);
-            }
-            if !state.decoding.contains(&key) {
-                let is_last_resort = idle_waits >= IDLE_WAITS_MAX && state.decoding.is_empty();
-                let urgency = if is_last_resort { Urgency::LastResort } else { Urgency::Wanted };
-                match state.make_room([len, stored_len], urgency) {
-                    Room::Enough(buffers) => break buffers,
-                    Room::Dropped(chunk) => {
-                        // Its buffer comes back under this lock.
-                        drop(state);
-                        drop(chunk);
-                        state = self.lock();
-                        continue;
-                    }
-                    Room::None => {}
-                }
-            }
-            let (waited, timeout) = self.changed.wait_timeout(state, PATIENCE).unwrap_or_else(PoisonError::into_inner);
-            drop(waited);
-            goes_on()?;
-            idle_waits = if timeout.timed_out() { idle_waits + 1 } else { 0 };
-            state = self.lock();
-        };
-        state.ahead.ask(key);
-        state.decoding.insert(key);
-        drop(state);
-        self.decode((key, len, stored_len), [target, stored], decode)
+        let give_up = || goes_on().err();
+        let request = Request { demand: Demand::Reader, give_up: &give_up, event: &|_| () };
+        let made = self.chunks.get(key, &[len, stored_len], &request, |room| self.decode(room, decode));
+        made.expect("who finds no room waits for some")
     }
 
-    /// Decodes a chunk that is noted as being decoded.
-    fn decode<E>(
-        self: &Arc<Self>,
-        (key, len, stored_len): (ChunkKey, u64, u64),
-        [target, stored]: [BufferMemory; 2],
+    fn decode(
+        &self,
+        [mut target, mut stored]: ChunkRoom,
         decode: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
-    ) -> Result<Arc<Decoded>, E> {
-        let decoding = Decoding(self, key);
-        let mut stored = ChunkBuffer { pool: self, bytes: stored, len: to_usize(stored_len) };
-        let mut target = ChunkBuffer { pool: self, bytes: target, len: to_usize(len) };
-        stored.grow();
-        target.grow();
-        decode(stored.get(), target.get())?;
-        drop(stored);
-        let (pool, bytes) = (Arc::clone(self), std::mem::take(&mut target.bytes));
-        let decoded = Arc::new(Decoded { pool, bytes, len: to_usize(len), read: AtomicU64::new(0) });
-        let mut state = self.lock();
-        state.decoded += 1;
-        let before = state.ready.push(key, Arc::clone(&decoded));
-        drop(state);
-        drop((before, decoding));
-        Ok(decoded)
+    ) -> Result<Decoded, E> {
+        stored.make();
+        target.make();
+        decode(&mut stored, &mut target)?;
+        self.decoded.fetch_add(1, Ordering::Relaxed);
+        Ok(Decoded { bytes: target, read: AtomicU64::new(0) })
     }
 
-    /// Notes that a reader will want a chunk. Returns whether the caller is to start a thread, of at most `threads_max`, that calls
+    /// Notes that a reader will want a chunk. Returns whether the caller is to have one thread more, of at most `threads_max`, call
     /// [`Self::decode_next`] until this returns `false`.
     pub(super) fn expect(&self, chunk: ExpectedChunk, threads_max: usize) -> bool {
-        let mut state = self.lock();
-        if !state.ready.contains(&chunk.key) && !state.decoding.contains(&chunk.key) {
-            state.ahead.expect(chunk);
-        }
-        state.ahead.start_thread(threads_max)
+        self.chunks.with(|inside| {
+            if !inside.has(&chunk.key) {
+                inside.policy.ahead.expect(chunk);
+            }
+            inside.policy.ahead.start_thread(threads_max)
+        })
     }
 
     /// Decodes the expected chunk that comes next, if there is room. `false` if not: then the calling thread no longer counts.
-    pub(super) fn decode_next<E>(
-        self: &Arc<Self>,
-        decode: impl FnOnce(ChunkKey, &mut [u8], &mut [u8]) -> Result<(), E>,
-    ) -> bool {
-        let mut state = self.lock();
-        let (ExpectedChunk { key, len, stored_len }, buffers) = loop {
-            let room = match state.ahead.next(state.bytes_max / 2) {
-                Some(next) => match state.make_room([next.len, next.stored_len], Urgency::Ahead) {
-                    Room::Enough(buffers) => break (next, buffers),
-                    Room::Dropped(chunk) => Some(chunk),
-                    Room::None => None,
-                },
-                None => None,
-            };
-            let Some(dropped) = room.or_else(|| state.pop_stale()) else {
-                state.ahead.end_thread();
-                return false;
-            };
-            // Its buffer comes back under this lock.
-            drop(state);
-            drop(dropped);
-            state = self.lock();
-        };
-        state.ahead.begin();
-        state.decoding.insert(key);
-        drop(state);
-        let decode = |stored: &mut [u8], target: &mut [u8]| decode(key, stored, target);
-        let made = catch_unwind(AssertUnwindSafe(|| self.decode((key, len, stored_len), buffers, decode)));
-        if !matches!(made, Ok(Ok(_))) {
-            self.lock().ahead.forget(key);
+    pub(super) fn decode_next(&self, decode: impl FnOnce(ChunkKey, &mut [u8], &mut [u8]) -> Result<(), E>) -> bool {
+        let made = self.chunks.prefetch(
+            |inside| {
+                let (shelf, rooms) = (&mut inside.shelf, &mut inside.policy);
+                if let Some(next) = rooms.ahead.next(rooms.bytes_max as u64 / 2) {
+                    let ask = [next.len, next.stored_len];
+                    match rooms.room(shelf, &next.key, &ask, Demand::Prefetch, Situation::default()) {
+                        Verdict::Make(room, _) => {
+                            rooms.ahead.begin();
+                            return Next::Make(next.key, room);
+                        }
+                        Verdict::Drop(chunk) => return Next::Drop(chunk),
+                        Verdict::Wait | Verdict::Refuse => {}
+                    }
+                }
+                rooms.pop_stale(shelf).map_or_else(
+                    || {
+                        rooms.ahead.end_thread();
+                        Next::None
+                    },
+                    Next::Drop,
+                )
+            },
+            |key, room| self.decode(room, |stored, target| decode(key, stored, target)),
+        );
+        if let Some((key, false)) = made {
+            self.chunks.with(|inside| inside.policy.ahead.forget(key));
         }
-        true
+        made.is_some()
     }
 
     /// A thread that [`Self::expect`] asked for could not start.
     pub(super) fn end_ahead_thread(&self) {
-        self.lock().ahead.end_thread();
+        self.chunks.with(|inside| inside.policy.ahead.end_thread());
     }
 
     /// No chunk is expected any more.
     pub(super) fn cancel_ahead(&self) {
-        self.lock().ahead.cancel();
+        self.chunks.with(|inside| inside.policy.ahead.cancel());
     }
 
     /// Notes that `bytes` bytes of a chunk were read.
     pub(super) fn note_read(&self, key: ChunkKey, bytes: u64) {
-        let mut state = self.lock();
-        let Some(chunk) = state.ready.peek(&key) else { return };
-        let (before, len) = (chunk.read.fetch_add(bytes, Ordering::Relaxed), chunk.len as u64);
-        if before < len && before.saturating_add(bytes) >= len {
-            state.consumed.push_back(key);
-        }
-    }
-
-    /// Takes a buffer back. It is kept for the next chunk.
-    fn give(&self, buffer: BufferMemory) {
-        if buffer.is_empty() {
-            return;
-        }
-        let mut state = self.lock();
-        let bytes = buffer.len() as u64;
-        let mut freed = None;
-        if state.spare_bytes + bytes <= state.bytes_max / 4 {
-            state.spare_bytes += bytes;
-            state.spare.push(buffer);
-        } else {
-            state.bytes -= bytes;
-            freed = Some(buffer);
-        }
-        drop(state);
-        self.changed.notify_all();
-        drop(freed);
-    }
-}
-
-impl ChunkBuffer<'_> {
-    /// Makes a fresh buffer as long as asked for; one that was used before is long enough.
-    fn grow(&mut self) {
-        if self.bytes.len() < self.len {
-            self.bytes = BufferMemory::new(BufferMemory::occupied_bytes(self.len));
-        }
-    }
-}
-
-/// For whom room is made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Urgency {
-    /// For a reader to come. No chunk that may still be read is dropped for it.
-    Ahead,
-    /// For a reader that waits.
-    Wanted,
-    /// For a reader that has waited long enough: the bound no longer counts.
-    LastResort,
-}
-
-/// What became of an attempt to make room.
-enum Room<const N: usize> {
-    /// There is enough: spare buffers, or empty ones that are to be made as long as asked for. They count from now on.
-    Enough([BufferMemory; N]),
-    /// This chunk is to be dropped, without the lock.
-    Dropped(Arc<Decoded>),
-    /// Others must first give buffers back.
-    None,
-}
-
-/// Whether a spare buffer serves for `len` bytes: it is long enough, and not much longer.
-fn fits(buffer: &[u8], len: u64) -> bool {
-    (len..=len.saturating_mul(2)).contains(&(buffer.len() as u64))
-}
-
-impl State {
-    /// A chunk whose bytes were all read and that no reader uses now, no longer kept.
-    fn pop_consumed(&mut self) -> Option<Arc<Decoded>> {
-        while let Some(key) = self.consumed.pop_front() {
-            if self.ready.peek(&key).is_some_and(|chunk| Arc::strong_count(chunk) == 1) {
-                return self.ready.pop(&key);
+        self.chunks.with(|inside| {
+            let Some(chunk) = inside.shelf.peek(&key) else { return };
+            let (before, len) = (chunk.read.fetch_add(bytes, Ordering::Relaxed), chunk.len() as u64);
+            if before < len && before.saturating_add(bytes) >= len {
+                inside.shelf.note_consumed(key);
             }
-        }
-        None
-    }
-
-    /// A chunk that was decoded ahead and whose reader did not come, no longer kept.
-    fn pop_stale(&mut self) -> Option<Arc<Decoded>> {
-        while let Some(key) = self.ahead.stale() {
-            self.ahead.forget(key);
-            if let Some(chunk) = self.ready.pop(&key) {
-                return Some(chunk);
-            }
-        }
-        None
-    }
-
-    /// Makes room for buffers of these lengths, or a step towards it.
-    fn make_room<const N: usize>(&mut self, lengths: [u64; N], urgency: Urgency) -> Room<N> {
-        loop {
-            let mut used: [Option<usize>; N] = [None; N];
-            for (number, len) in lengths.iter().enumerate() {
-                let is_free = |at: &usize| !used.contains(&Some(*at)) && fits(&self.spare[*at], *len);
-                let found = (0..self.spare.len()).find(is_free);
-                used[number] = found;
-            }
-            let fresh = lengths.iter().zip(&used).filter(|(_, used)| used.is_none());
-            let fresh: u64 = fresh.map(|(len, _)| BufferMemory::occupied_bytes(to_usize(*len)) as u64).sum();
-            // Nobody else has a buffer: a chunk that is larger than the bound is decoded alone.
-            let nothing_else = self.ready.is_empty() && used.iter().flatten().count() == self.spare.len();
-            let alone = nothing_else && self.bytes == self.spare_bytes;
-            if fresh > 0
-                && let Some(chunk) = self.pop_consumed()
-            {
-                return Room::Dropped(chunk);
-            }
-            let is_excepted = urgency == Urgency::LastResort || (alone && urgency == Urgency::Wanted);
-            if self.bytes + fresh <= self.bytes_max || is_excepted {
-                self.bytes += fresh;
-                // A buffer that is none is made later, without the lock.
-                let buffers: [BufferMemory; N] = std::array::from_fn(|number| {
-                    used[number].map_or_else(BufferMemory::default, |at| std::mem::take(&mut self.spare[at]))
-                });
-                self.spare.retain(|buffer| !buffer.is_empty());
-                self.spare_bytes = self.spare.iter().map(|buffer| buffer.len() as u64).sum();
-                return Room::Enough(buffers);
-            }
-            if let Some(at) = (0..self.spare.len()).find(|at| !used.contains(&Some(*at))) {
-                let freed = self.spare.swap_remove(at);
-                self.spare_bytes -= freed.len() as u64;
-                self.bytes -= freed.len() as u64;
-            } else if urgency != Urgency::Ahead
-                && let Some((key, chunk)) = self.ready.pop_lru()
-            {
-                self.ahead.forget(key);
-                return Room::Dropped(chunk);
-            } else {
-                return Room::None;
-            }
-        }
+        });
     }
 }
 
@@ -433,18 +293,21 @@ mod tests {
     use std::{
         sync::atomic::{AtomicU64, Ordering},
         thread,
+        time::Duration,
     };
 
     use super::*;
 
-    fn get(pool: &Arc<ChunkPool>, number: u64, len: u64, calls: &AtomicU64) -> Result<Arc<Decoded>, String> {
+    type TestPool = ChunkPool<&'static str>;
+
+    fn get(pool: &TestPool, number: u64, len: u64, calls: &AtomicU64) -> Result<Arc<Decoded>, &'static str> {
         pool.get((0, number), (len, len / 2), &|| Ok(()), |stored, target| {
             calls.fetch_add(1, Ordering::Relaxed);
             assert_eq!((stored.len() as u64, target.len() as u64), (len / 2, len));
             stored.fill(1);
             thread::sleep(Duration::from_micros(200));
             if number == 13 {
-                return Err("unlucky".to_owned());
+                return Err("unlucky");
             }
             target.fill(number.to_le_bytes()[0]);
             Ok(())
@@ -453,7 +316,7 @@ mod tests {
 
     #[test]
     fn a_chunk_is_decoded_once_for_all_readers() {
-        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        let (pool, calls) = (TestPool::new(), AtomicU64::new(0));
         thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
@@ -469,7 +332,7 @@ mod tests {
 
     #[test]
     fn memory_stays_under_the_bound_whatever_readers_do() {
-        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        let (pool, calls) = (TestPool::new(), AtomicU64::new(0));
         pool.bound(8_000);
         thread::scope(|scope| {
             for reader in 0..6 {
@@ -500,14 +363,14 @@ mod tests {
 
     #[test]
     fn room_is_waited_for_while_others_change_theirs() {
-        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        let (pool, calls) = (TestPool::new(), AtomicU64::new(0));
         pool.bound(3_000);
         let held = get(&pool, 0, 1000, &calls).unwrap();
         thread::scope(|scope| {
             let waiting = scope.spawn(|| get(&pool, 1, 1500, &calls).unwrap().len());
             // Many more changes than idle waits, none of which makes room.
             for _ in 0..40 {
-                pool.changed.notify_all();
+                drop(pool.buffers.reserve([0], BufferLimit::None));
                 thread::sleep(Duration::from_millis(1));
                 assert!(pool.bytes() <= 3_000, "{}", pool.bytes());
             }
@@ -519,7 +382,7 @@ mod tests {
 
     #[test]
     fn a_reader_that_holds_the_room_that_it_waits_for_goes_on() {
-        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        let (pool, calls) = (TestPool::new(), AtomicU64::new(0));
         pool.bound(3_000);
         let held = get(&pool, 0, 1000, &calls).unwrap();
         assert_eq!(get(&pool, 1, 1500, &calls).unwrap().len() + held.len(), 2500);
@@ -527,7 +390,7 @@ mod tests {
 
     #[test]
     fn a_chunk_that_was_read_gives_its_buffer_to_the_next() {
-        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        let (pool, calls) = (TestPool::new(), AtomicU64::new(0));
         for number in 20..60 {
             get(&pool, number, 1000, &calls).unwrap();
             pool.note_read((0, number), 400);
@@ -535,7 +398,7 @@ mod tests {
         }
         // Two chunks, and the buffer of stored bytes.
         assert!(pool.bytes() <= 3_000, "{}", pool.bytes());
-        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        let (pool, calls) = (TestPool::new(), AtomicU64::new(0));
         for number in 20..60 {
             get(&pool, number, 1000, &calls).unwrap();
             pool.note_read((0, number), 999);
@@ -545,11 +408,11 @@ mod tests {
 
     #[test]
     fn a_reader_that_waits_for_another_can_give_up() {
-        let pool = ChunkPool::new();
+        let pool = TestPool::new();
         let blocked = AtomicU64::new(0);
         thread::scope(|scope| {
             scope.spawn(|| {
-                let _ = pool.get((0, 0), (8, 8), &|| Ok::<_, String>(()), |_, _| {
+                let _ = pool.get((0, 0), (8, 8), &|| Ok(()), |_, _| {
                     blocked.store(1, Ordering::Relaxed);
                     while blocked.load(Ordering::Relaxed) < 2 {
                         thread::yield_now();
@@ -571,7 +434,7 @@ mod tests {
     }
 
     /// Decodes ahead in this thread, as long as there is room.
-    fn decode_ahead(pool: &Arc<ChunkPool>, calls: &AtomicU64) {
+    fn decode_ahead(pool: &TestPool, calls: &AtomicU64) {
         let decode = |key: ChunkKey, _: &mut [u8], target: &mut [u8]| {
             calls.fetch_add(1, Ordering::Relaxed);
             assert_ne!(key.1, 17, "as a test");
@@ -583,7 +446,7 @@ mod tests {
 
     #[test]
     fn chunks_ahead_take_no_room_from_what_is_read() {
-        let (pool, calls, ahead) = (ChunkPool::new(), AtomicU64::new(0), AtomicU64::new(0));
+        let (pool, calls, ahead) = (TestPool::new(), AtomicU64::new(0), AtomicU64::new(0));
         pool.bound(10_000);
         for number in 0..6 {
             get(&pool, number, 1000, &calls).unwrap();
@@ -605,7 +468,7 @@ mod tests {
 
     #[test]
     fn at_most_half_of_the_bound_is_ahead_and_failures_count_for_nothing() {
-        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        let (pool, calls) = (TestPool::new(), AtomicU64::new(0));
         pool.bound(10_000);
         for number in [13, 17, 1, 2, 3, 4, 5, 6, 7, 8] {
             pool.expect(expected(number, 1000), 1);
@@ -623,7 +486,7 @@ mod tests {
 
     #[test]
     fn readers_and_threads_ahead_decode_each_chunk_once() {
-        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        let (pool, calls) = (TestPool::new(), AtomicU64::new(0));
         thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
@@ -635,7 +498,7 @@ mod tests {
                                         calls.fetch_add(1, Ordering::Relaxed);
                                         assert_eq!((stored.len(), target.len()), (500, 1000));
                                         target.fill(key.1.to_le_bytes()[0]);
-                                        Ok::<(), ()>(())
+                                        Ok(())
                                     }) {}
                                 });
                             }
@@ -643,7 +506,7 @@ mod tests {
                         let decode = |_: &mut [u8], target: &mut [u8]| {
                             calls.fetch_add(1, Ordering::Relaxed);
                             target.fill(u8::try_from(number).unwrap());
-                            Ok::<(), ()>(())
+                            Ok(())
                         };
                         let chunk = pool.get((0, number), (1000, 500), &|| Ok(()), decode).unwrap();
                         assert!(chunk.iter().all(|byte| u64::from(*byte) == number));

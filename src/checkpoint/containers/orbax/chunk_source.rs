@@ -10,18 +10,14 @@
 use std::{
     collections::BTreeMap,
     fs::File,
-    num::NonZeroUsize,
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use ckfs_source::{
     ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource, Source,
     SourceError, digest::Compared,
 };
+use ckfs_sync::{Helpers, processors};
 use ckfs_tensor::to_usize;
 
 use super::{
@@ -32,6 +28,9 @@ use lru::LruCache;
 
 /// Most bytes of chunks that the slow decoder has made, unless a single one has more.
 const BY_DEFINITION_BYTES_MAX: usize = 64 << 20;
+
+/// Threads that decode with their readers.
+static DECODING: Helpers = Helpers::new("ckfs-decode", || 2 * processors());
 
 /// A source whose files with coded chunks are also shown decoded. The decoded files come after its own.
 #[derive(Debug)]
@@ -161,31 +160,22 @@ impl ChunkSource {
                 None => missing.push((key, parts)),
             }
         }
-        let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get).min(missing.len());
+        let helpers = processors().min(missing.len()).saturating_sub(1);
         missing.reverse();
-        let (missing, failed) = (Mutex::new(missing), AtomicBool::new(false));
+        let (missing, failed) = (Mutex::new(missing), Mutex::new(None));
+        let lock = || failed.lock().unwrap_or_else(PoisonError::into_inner);
         let work = || {
             while let Some((key, parts)) = { missing.lock().unwrap_or_else(PoisonError::into_inner).pop() } {
-                if failed.load(Ordering::Relaxed) {
-                    return Ok(());
+                if lock().is_some() {
+                    return;
                 }
                 if let Err(error) = self.copy(key, parts) {
-                    failed.store(true, Ordering::Relaxed);
-                    return Err((key.0, error));
+                    lock().get_or_insert((key.0, error));
                 }
             }
-            Ok(())
         };
-        thread::scope(|scope| {
-            let helper = || thread::Builder::new().name("ckfs-decode".to_owned()).spawn_scoped(scope, work);
-            // If the system refuses more threads, the caller decodes all.
-            let helpers: Vec<_> = (1..threads).filter_map(|_| helper().ok()).collect();
-            let own = work();
-            let others = helpers
-                .into_iter()
-                .map(|helper| helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-            others.fold(own, Result::and)
-        })
+        DECODING.beside(helpers, work, work);
+        lock().take().map_or(Ok(()), Err)
     }
 }
 
@@ -428,9 +418,9 @@ impl Maps for ChunkSource {
         self.own_maps(file).is_some_and(|maps| maps.will_need(file, span))
     }
 
-    fn will_return(&self) {
+    fn will_revisit(&self) {
         if let Some(maps) = self.inner.maps() {
-            maps.will_return();
+            maps.will_revisit();
         }
     }
 

@@ -1,14 +1,15 @@
 //! Decodes chunks of decoded files into the pool: for readers, and ahead of them.
 
 use std::{
+    collections::VecDeque,
     io::{self, BufReader, Read},
-    num::NonZeroUsize,
     sync::Arc,
-    thread,
+    time::Duration,
 };
 
 use ckfs_format::zarr::read::ChunkError;
 use ckfs_source::{BufferMemory, ByteSpan, FileId, Source, SourceError};
+use ckfs_sync::{BoxedJob, Pool, PoolOptions, processors};
 use ckfs_tensor::to_usize;
 
 use super::{
@@ -28,18 +29,24 @@ const PROBED_BYTES_MIN: u64 = 64 << 20;
 /// Stored bytes read at once then.
 const STREAMED_STEP_BYTES: usize = 1 << 20;
 
+/// A thread that decodes ahead ends after this time without a chunk to decode.
+const IDLE: Duration = Duration::from_secs(10);
+
 /// The decoded files of a source, and what is decoded of them.
 #[derive(Debug)]
 pub(super) struct Decoder {
     inner: Arc<dyn Source>,
     pub(super) files: Vec<DecodedFile>,
-    pub(super) pool: Arc<ChunkPool>,
+    pub(super) pool: ChunkPool,
+    /// Decode ahead of readers.
+    threads: Pool<VecDeque<BoxedJob>>,
 }
 
 impl Decoder {
     /// Over the source in whose files the chunks are stored.
     pub(super) fn new(inner: Arc<dyn Source>, files: Vec<DecodedFile>) -> Self {
-        Self { inner, files, pool: ChunkPool::new() }
+        let threads = PoolOptions { name: "ckfs-chunks", threads_max: processors(), idle: IDLE };
+        Self { inner, files, pool: ChunkPool::new(), threads: Pool::of_closures(threads) }
     }
 
     fn place(&self, key: ChunkKey) -> (&DecodedFile, &CodedChunk) {
@@ -146,13 +153,13 @@ impl Decoder {
             return;
         }
         let expected = self.expected(key);
-        let threads_max = thread::available_parallelism().map_or(1, NonZeroUsize::get);
-        if !self.pool.expect(expected, threads_max) {
+        if !self.pool.expect(expected, processors()) {
             return;
         }
         let decoder = Arc::downgrade(self);
-        let work = move || while decoder.upgrade().is_some_and(|decoder| decoder.decode_next()) {};
-        if thread::Builder::new().name("ckfs-decode".to_owned()).spawn(work).is_err() {
+        self.threads.submit(move || while decoder.upgrade().is_some_and(|decoder| decoder.decode_next()) {});
+        // Readers decode by themselves then.
+        while self.threads.take_refused(|jobs, _| jobs.pop_front()).is_some() {
             self.pool.end_ahead_thread();
         }
     }

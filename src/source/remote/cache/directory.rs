@@ -47,7 +47,7 @@ pub struct Cache {
     space: Space,
     /// Of the entries for which the disk has no place.
     memory: Space,
-    /// Whether it was told that there are such entries.
+    /// Whether the warning about entries in memory was logged.
     told: AtomicBool,
     open: Mutex<Vec<Weak<Entry>>>,
     counters: Arc<RemoteCounters>,

@@ -22,6 +22,6 @@ pub use directory::{Cache, usage};
 pub use entry::{Entry, Guards};
 pub use geometry::{BLOCK_BYTES, OBJECT_BYTES_MAX};
 pub use meta::EntryMeta;
-#[cfg(feature = "remote")]
+#[cfg(feature = "hub")]
 pub(super) use own::claim;
 pub use space::{CacheLimit, DiskSpace, Room};

@@ -27,7 +27,7 @@ use super::{
         error::{Failure, RemoteError, of_certificate, of_connection},
         interface::RemoteFile,
         redirect::{REDIRECTS_MAX, may_follow, refusal},
-        retry::{Deadline, Gate, retry},
+        retry::{Backoff, Deadline, retry},
         runtime,
     },
     kept::KeptTree,
@@ -53,7 +53,7 @@ const HUB_HOSTS: [&str; 2] = ["huggingface.co", "hf.co"];
 pub struct Hub {
     settings: HubSettings,
     http: reqwest::Client,
-    gate: Gate,
+    gate: Backoff,
     counters: Arc<RemoteCounters>,
     kept: Option<KeptTree>,
 }
@@ -84,13 +84,13 @@ impl Hub {
             RemoteError::new(Failure::Unsupported, &host, "HTTP client", reason)
         })?;
         let kept = cache.map(|cache| KeptTree::new(cache, &kept_name(&settings.endpoint)));
-        Ok(Self { settings, http, gate: Gate::default(), counters, kept })
+        Ok(Self { settings, http, gate: Backoff::default(), counters, kept })
     }
 
     /// The same client with another time limit for answers. `waits` shows what it waits for.
     #[must_use]
     pub fn patient(self, limit: Duration, waits: &Waits) -> Self {
-        let gate = Gate::new(self.host(), limit, waits);
+        let gate = Backoff::new(self.host(), limit, waits);
         Self { gate, ..self }
     }
 

@@ -12,7 +12,7 @@ use super::{
         interface::{RemoteFile, RemoteRepository},
         locality::is_loopback,
         options::RemoteOptions,
-        retry::{Deadline, Gate},
+        retry::{Backoff, Deadline},
         runtime::with_remedy,
         url_scheme::{StoreKind, service_of},
     },
@@ -61,7 +61,7 @@ fn open(source: &str, service: StoreKind, options: &RemoteOptions) -> Result<Rem
         return Ok(RemoteRepository { url: label.clone(), label, revision: None, files, objects: Arc::new(objects) });
     }
     let store = Arc::new(Store { inner, host, address, pages, credentials, advice, looked_for });
-    let (gate, counters) = (Gate::new(&store.host, options.timeout, &options.waits), RemoteCounters::default());
+    let (gate, counters) = (Backoff::new(&store.host, options.timeout, &options.waits), RemoteCounters::default());
     let asking = Asking { gate: &gate, counters: &counters, deadline: Deadline::Quiet };
     let files = list(&store, service, &path, is_file, asking)?;
     if files.is_empty() {

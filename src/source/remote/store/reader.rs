@@ -7,11 +7,11 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
 use bytes::Bytes;
+use ckfs_sync::Helpers;
 use futures_util::{StreamExt, stream::BoxStream};
 use object_store::{
     GetOptions, GetRange, ObjectMeta, ObjectStore,
@@ -26,7 +26,7 @@ use super::{
         error::{Failure, RemoteError, of_certificate, of_connection},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, Sink},
-        retry::{Deadline, Gate, retry},
+        retry::{Backoff, Deadline, retry},
         runtime::{READ_TIMEOUT, block_on},
     },
     cause::cause,
@@ -83,7 +83,7 @@ impl fmt::Debug for Store {
 /// How the requests of a listing are repeated.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asking<'a> {
-    pub(super) gate: &'a Gate,
+    pub(super) gate: &'a Backoff,
     pub(super) counters: &'a RemoteCounters,
     pub(super) deadline: Deadline,
 }
@@ -194,6 +194,7 @@ impl Store {
     pub(super) fn heads(&self, keys: &[(Path, String)], asking: Asking<'_>) -> Result<Vec<RemoteFile>, RemoteError> {
         /// Requests at a time.
         const AT_A_TIME: usize = 32;
+        static LISTING: Helpers = Helpers::new("ckfs-list", || AT_A_TIME);
         let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
         let found = Mutex::new(Vec::new());
         let lock = |mutex: &Mutex<Option<RemoteError>>| mutex.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -211,15 +212,7 @@ impl Store {
                 }
             }
         };
-        thread::scope(|scope| {
-            for _ in 1..AT_A_TIME.min(keys.len()) {
-                // With fewer threads it takes longer.
-                if thread::Builder::new().name("ckfs-list".into()).spawn_scoped(scope, work).is_err() {
-                    break;
-                }
-            }
-            work();
-        });
+        LISTING.beside(AT_A_TIME.min(keys.len()).saturating_sub(1), work, work);
         if let Some(error) = lock(&failed) {
             return Err(error);
         }

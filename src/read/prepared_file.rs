@@ -26,11 +26,11 @@ const RUN_BYTES_MIN: u64 = 4096;
 
 /// A virtual file prepared for reading: its image, and the tilings of its views, which are lowered when first needed.
 #[derive(Debug)]
-pub struct OpenFile {
+pub struct PreparedFile {
     pub(super) key: u64,
     pub(super) name: String,
     pub(super) image: FileImage,
-    pub(super) tilings: Vec<OnceLock<Result<Arc<Prepared>, ReadError>>>,
+    pub(super) tilings: Vec<OnceLock<Result<Arc<LoweredSegment>, ReadError>>>,
     pub(super) streams: Mutex<Streams>,
     /// The same, as far as source pages were requested.
     pub(super) page_streams: Mutex<Streams>,
@@ -40,7 +40,7 @@ pub struct OpenFile {
 
 /// A lowered view and how it is served.
 #[derive(Debug)]
-pub(super) struct Prepared {
+pub(super) struct LoweredSegment {
     pub(super) tiling: Tiling,
     /// The tiles; `None` where runs of source bytes are served unchanged.
     pub(super) grid: Option<Grid>,
@@ -119,7 +119,7 @@ pub(super) fn is_made(tiling: &Tiling) -> bool {
     !tiling.is_run_copy(RUN_BYTES_MIN)
 }
 
-impl OpenFile {
+impl PreparedFile {
     /// A file with a name for messages.
     pub fn new(name: String, image: FileImage) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);

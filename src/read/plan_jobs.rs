@@ -40,7 +40,7 @@ pub(super) struct Requirement {
 }
 
 /// Emits the parts of units `first..last` of a tiling that are in a work slice, in no particular order.
-pub(super) fn runs<'a>(
+pub(super) fn plan_jobs<'a>(
     tiling: &'a Tiling,
     slice: WorkSlice,
     first: u64,
@@ -113,7 +113,7 @@ mod tests {
         let tiling = View::stack(1, &[of(0), of(1)]).unwrap().lower().unwrap();
         // Row 1 of [4, 2, 6]: column 1 of both.
         let mut found = Vec::new();
-        runs(&tiling, WorkSlice::WHOLE, 12, 24, &mut |part| {
+        plan_jobs(&tiling, WorkSlice::WHOLE, 12, 24, &mut |part| {
             let SpanPart::Job(job) = part else { panic!("no constants here") };
             let [wanted] = &job.wanted()[..] else { panic!("one tensor") };
             found.push((job.piece.start, wanted.tensor.0, wanted.start, wanted.end, wanted.used_bytes));
@@ -127,7 +127,7 @@ mod tests {
         let padded = source(0, &[4]).pad(0, 1, 0).unwrap();
         let tiling = padded.lower().unwrap();
         let (mut constants, mut jobs) = (0, 0);
-        runs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| match part {
+        plan_jobs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| match part {
             SpanPart::Constant(bytes, piece) => constants += piece.units() * u64::from(bytes == [0; 8]),
             SpanPart::Job(job) => jobs += job.piece.units(),
         });
