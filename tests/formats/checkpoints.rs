@@ -636,7 +636,7 @@ fn block_scales_are_paired_and_checked() {
     }
     let problems = fp8_repo(&[(SCALE, DType::F32, &[4, 3])], &fp8_config()).problems();
     assert!(
-        problems[0].contains("of shape [576, 300]: expected its scale") && problems[0].contains("shape [5, 3]"),
+        problems[0].contains("expected shape [5, 3], a scale for 128x128 of") && problems[0].contains("[576, 300]"),
         "{problems:?}"
     );
     assert!(problems[0].contains("found [4, 3]"));
