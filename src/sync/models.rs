@@ -334,6 +334,22 @@ fn the_bound_holds_and_everyone_gets_room_in_the_end() {
 }
 
 #[test]
+fn who_waits_for_room_has_it_once_a_reader_drops_its_value() {
+    check(|| {
+        let (chunks, _) = chunks(10);
+        let held = read(&chunks, 0, |_| ());
+        drop(chunks.with(|inside| inside.shelf.remove(&0)));
+        let waiter = {
+            let chunks = Arc::clone(&chunks);
+            thread::spawn(move || drop(read(&chunks, 1, |_| ())))
+        };
+        thread::yield_now();
+        drop(held);
+        waiter.join().unwrap();
+    });
+}
+
+#[test]
 fn a_waiter_of_a_failed_prefetch_tries_once_itself() {
     for panics in [false, true] {
         check_with(false, move || {
