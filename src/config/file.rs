@@ -107,7 +107,13 @@ impl FileSettings {
                     }
                 }
                 _ => {
-                    read_key(&key, value, &[SettingScope::Top, SettingScope::View], &["mount", "view"], &mut found.top)?
+                    read_key(
+                        &key,
+                        value,
+                        &[SettingScope::Top, SettingScope::View],
+                        &["mount", "view"],
+                        &mut found.top,
+                    )?;
                 }
             }
         }

@@ -11,9 +11,9 @@ use super::{
     primitives::{Mutex, MutexGuard, lock},
 };
 
-/// RawMemory of a buffer. The default is none.
+/// Memory of a buffer. The default is none.
 pub trait RawMemory: DerefMut<Target = [u8]> + Default + Send {
-    /// RawMemory of this length, with unspecified content.
+    /// Memory of this length, with unspecified content.
     fn allocate(len: usize) -> Self;
 }
 

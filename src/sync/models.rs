@@ -307,7 +307,9 @@ fn no_value_is_made_by_two_at_a_time() {
                 })
             })
             .collect();
-        readers.into_iter().for_each(|reader| reader.join().unwrap());
+        for reader in readers {
+            reader.join().unwrap();
+        }
         assert_eq!((get(&made[0]), get(&made[1])), (1, 1), "there is room for both");
     });
 }
@@ -329,7 +331,9 @@ fn the_bound_holds_and_everyone_gets_room_in_the_end() {
                 })
             })
             .collect();
-        readers.into_iter().for_each(|reader| reader.join().unwrap());
+        for reader in readers {
+            reader.join().unwrap();
+        }
     });
 }
 
@@ -410,7 +414,9 @@ fn readers_share_a_failure_that_is_theirs_and_none_waits_for_ever() {
                 })
             })
             .collect();
-        readers.into_iter().for_each(|reader| reader.join().unwrap());
+        for reader in readers {
+            reader.join().unwrap();
+        }
         assert!((1..=3).contains(&get(&tries)));
     });
 }
@@ -465,7 +471,9 @@ fn prefetches_and_readers_make_each_value_once() {
         for key in 0..2 {
             read(&chunks, key, |_| _ = add(&made));
         }
-        others.into_iter().for_each(|other| other.join().unwrap());
+        for other in others {
+            other.join().unwrap();
+        }
         assert_eq!(get(&made), 2);
     });
 }
@@ -533,7 +541,9 @@ fn who_is_refused_does_not_wait_and_what_is_made_counts_from_before() {
                 })
             })
             .collect();
-        readers.into_iter().for_each(|reader| reader.join().unwrap());
+        for reader in readers {
+            reader.join().unwrap();
+        }
         assert!(get(&made) >= 2 && held.bytes() <= 20, "{}", held.bytes());
     });
 }

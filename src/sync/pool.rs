@@ -135,7 +135,7 @@ impl<Q: Queue> Pool<Q> {
         Self { shared: Arc::new(Shared { name, idle, run: Box::new(run), state: Mutex::new(state) }) }
     }
 
-    /// ChangeCount the queue, which is told the threads of now, and has threads come for what is ready then.
+    /// Changes the queue, which is told the threads of now, and has threads come for what is ready then.
     pub fn update<R>(&self, change: impl FnOnce(&mut Q, PoolThreads) -> R) -> R {
         let mut state = self.shared.lock();
         let threads = state.threads();
@@ -149,7 +149,7 @@ impl<Q: Queue> Pool<Q> {
         look(&self.shared.lock().queue)
     }
 
-    /// ChangeCount the most threads. Beyond it, threads end once their job has.
+    /// Changes the most threads. Beyond it, threads end once their job has.
     pub fn set_threads_max(&self, threads_max: usize) {
         let mut state = self.shared.lock();
         state.threads_max = threads_max;
@@ -229,9 +229,10 @@ impl<Q: Queue> Shared<Q> {
                 drop(state);
                 let done = catch_unwind(AssertUnwindSafe(|| (self.run)(job)));
                 state = self.lock();
-                match done {
-                    Ok(done) => state.queue.done(done),
-                    Err(_) => tracing::error!("{}: a job panicked", self.name),
+                if let Ok(done) = done {
+                    state.queue.done(done);
+                } else {
+                    tracing::error!("{}: a job panicked", self.name);
                 }
                 continue;
             }

@@ -1,6 +1,6 @@
 //! Every parser of bytes that others write: what holds for any input. Shared by the tests, which mutate valid input and run the
 //! corpus, and by the coverage-guided runs.
-#![allow(clippy::unwrap_used, reason = "a check fails by panicking")]
+#![allow(clippy::unwrap_used, clippy::wildcard_enum_match_arm, reason = "a check fails by panicking")]
 
 use std::{
     cell::RefCell,
@@ -223,8 +223,11 @@ pub fn check_header(header: &Header, bytes: &[u8]) {
     assert_eq!(theirs.len(), header.len());
 }
 
-/// The databases of the fixtures: name, and the files with their paths.
-pub fn ocdbt_files() -> Vec<(String, Vec<(String, Vec<u8>)>)> {
+/// Files with their paths.
+type Files = Vec<(String, Vec<u8>)>;
+
+/// The databases of the fixtures, by name.
+pub fn ocdbt_files() -> Vec<(String, Files)> {
     let databases = fixture("ocdbt.json");
     let files = |database: &serde_json::Value| {
         let files = database["files"].as_object().unwrap().iter();

@@ -25,7 +25,8 @@ use ckfs_sync::{BoxedJob, Pool, PoolOptions};
 struct Parked {
     /// Threads that have handled a request and were not seen to end.
     known: usize,
-    is_parked: bool,
+    /// Whether a thread is parked.
+    has_one: bool,
     /// Whether no thread should be parked.
     called: bool,
     ended: bool,
@@ -109,15 +110,15 @@ impl Dispatchers {
         }
         let mut parked = self.lock();
         // Another must be there to see the end of the mount.
-        if parked.is_parked || parked.called || parked.ended || parked.known < 2 {
+        if parked.has_one || parked.called || parked.ended || parked.known < 2 {
             return;
         }
-        parked.is_parked = true;
+        parked.has_one = true;
         self.settled.store(true, Ordering::Relaxed);
         while !parked.called && !parked.ended {
             parked = self.changed.wait(parked).unwrap_or_else(PoisonError::into_inner);
         }
-        parked.is_parked = false;
+        parked.has_one = false;
     }
 
     /// Calls the parked thread if all others are inside requests, none of which ended since this was last called, and
@@ -138,7 +139,7 @@ impl Dispatchers {
             let mut parked = self.lock();
             if parked.called {
                 parked.called = false;
-                self.settled.store(parked.is_parked, Ordering::Relaxed);
+                self.settled.store(parked.has_one, Ordering::Relaxed);
             }
         }
         inside > 0 || seen != passed
@@ -219,14 +220,14 @@ mod tests {
     fn the_last_thread_hands_over_and_one_rests_until_it_is_called() {
         let dispatchers = Arc::new(Dispatchers::new(1));
         dispatchers.park();
-        assert!(!dispatchers.lock().is_parked, "the only thread known must not rest");
+        assert!(!dispatchers.lock().has_one, "the only thread known must not rest");
         let (tell, told) = mpsc::channel();
         let parked = Arc::clone(&dispatchers);
         let second = thread::spawn(move || {
             parked.park();
             tell.send(()).unwrap();
         });
-        while !dispatchers.lock().is_parked {
+        while !dispatchers.lock().has_one {
             thread::yield_now();
         }
         let stuck = dispatchers.enter().unwrap();
@@ -255,7 +256,7 @@ mod tests {
             thread::yield_now();
         }
         let second = thread::spawn(move || second.park());
-        while !dispatchers.lock().is_parked {
+        while !dispatchers.lock().has_one {
             thread::yield_now();
         }
         go.send(()).unwrap();
