@@ -13,7 +13,7 @@ use ckfs_checkpoint::{Checkpoint, OpenOptions};
 use ckfs_config::{FileSettings, LayerRanges, Mesh, Pattern, Rename, options};
 use ckfs_format::{
     dcp::read::DcpState,
-    ocdbt::{KeyRange, Manifest, VersionNode, Walk},
+    ocdbt::{KeyRange, Manifest, NodeRef, Version, VersionNode, Walk},
     orbax::read as orbax_state,
     pickle::read::{self as unpickle, Id, Limits, Unpickled},
     safetensors::{Header, tensor_bytes},
@@ -140,13 +140,9 @@ pub fn seeds(target: &Target) -> Vec<Vec<u8>> {
             bytes.extend_from_slice(&[0x5a; 10]);
             found.push(bytes);
         }
-        "manifest" | "node" => {
-            // Without the header and the checksum, which the target adds.
-            let blocks = ocdbt_files().into_iter().flat_map(|(_, files)| files);
-            found.extend(
-                blocks.filter(|(_, bytes)| bytes.len() > 18).map(|(_, bytes)| bytes[12..bytes.len() - 4].to_vec()),
-            );
-        }
+        // Without mark, length and checksum, which the target adds.
+        "manifest" => found.extend(databases().iter().map(|database| body(&database.manifest))),
+        "node" => found.extend(databases().iter().flat_map(|database| &database.root).map(|(_, block)| body(block))),
         _ => {}
     }
     found
@@ -248,50 +244,71 @@ pub fn seal(block: &mut [u8]) {
     block[end..].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// A block with the header of another, and right checksums.
-fn sealed(header: &[u8], body: &[u8]) -> Vec<u8> {
-    let mut block = header[..12].to_vec();
+/// A database of the fixtures.
+struct Database {
+    manifest: Vec<u8>,
+    latest: Option<Version>,
+    /// Its root, if the database has keys.
+    root: Option<(NodeRef, Vec<u8>)>,
+}
+
+fn databases() -> &'static [Database] {
+    static DATABASES: OnceLock<Vec<Database>> = OnceLock::new();
+    DATABASES.get_or_init(|| {
+        let database = |(_, files): (String, Files)| {
+            let file = |wanted: &str| files.iter().find(|(path, _)| path == wanted).map(|(_, bytes)| bytes);
+            let manifest = file("manifest.ocdbt").unwrap().clone();
+            let latest = Manifest::parse(&manifest).ok().and_then(|manifest| manifest.latest().cloned());
+            let root = latest.as_ref().and_then(|version| {
+                let node = Walk::new(version, vec![KeyRange::all()]).take_wanted().into_iter().next()?;
+                let place = place(node.location.offset)..place(node.location.end());
+                Some((node.clone(), file(&node.location.path)?.get(place)?.to_vec()))
+            });
+            Database { manifest, latest, root }
+        };
+        ocdbt_files().into_iter().map(database).collect()
+    })
+}
+
+/// What follows the mark and the length of a block, without the checksum.
+fn body(block: &[u8]) -> Vec<u8> {
+    block[12..block.len() - 4].to_vec()
+}
+
+/// A block with this mark and body, and with right length and checksum.
+fn sealed(mark: [u8; 4], body: &[u8]) -> Vec<u8> {
+    let mut block = mark.to_vec();
+    block.extend_from_slice(&[0; 8]);
     block.extend_from_slice(body);
     block.extend_from_slice(&[0; 4]);
     seal(&mut block);
     block
 }
 
-fn manifest_bytes() -> &'static [u8] {
-    static MANIFEST: OnceLock<Vec<u8>> = OnceLock::new();
-    MANIFEST.get_or_init(|| {
-        let files = ocdbt_files().into_iter().flat_map(|(_, files)| files);
-        files.into_iter().find(|(path, _)| path == "manifest.ocdbt").unwrap().1
-    })
-}
-
 fn ocdbt_manifest(body: &[u8]) -> bool {
-    let Ok(manifest) = Manifest::parse(&sealed(manifest_bytes(), body)) else { return false };
+    let Ok(manifest) = Manifest::parse(&sealed([0x0c, 0xdb, 0x3a, 0x2a], body)) else { return false };
     for range in &manifest.older {
         drop(VersionNode::parse(body, range));
     }
     true
 }
 
+/// A node in the place of each root.
 fn ocdbt_node(body: &[u8]) -> bool {
-    static HEADER: OnceLock<(Manifest, Vec<u8>)> = OnceLock::new();
-    let (manifest, header) = HEADER.get_or_init(|| {
-        let manifest = Manifest::parse(manifest_bytes()).unwrap();
-        let files = ocdbt_files().into_iter().flat_map(|(_, files)| files);
-        let node = files.into_iter().find(|(path, bytes)| path != "manifest.ocdbt" && bytes.len() > 18).unwrap().1;
-        (manifest, node)
-    });
-    let Some(version) = manifest.latest() else { return false };
-    let mut walk = Walk::new(version, vec![KeyRange::all()]);
-    let Some(mut node) = walk.take_wanted().into_iter().next() else { return false };
-    let block = sealed(header, body);
-    node.location.len_bytes = block.len() as u64;
-    let mut last: Option<Vec<u8>> = None;
-    let read = walk.read(&node, &block, &mut |entry| {
-        assert!(last.as_ref().is_none_or(|last| last.as_slice() < entry.key), "increasing keys");
-        last = Some(entry.key.to_vec());
-    });
-    read.is_ok()
+    let block = sealed([0x0c, 0xdb, 0x20, 0xde], body);
+    let mut accepted = false;
+    for database in databases() {
+        let (Some(version), Some((root, _))) = (&database.latest, &database.root) else { continue };
+        let mut node = root.clone();
+        node.location.len_bytes = block.len() as u64;
+        let mut last: Option<Vec<u8>> = None;
+        let read = Walk::new(version, vec![KeyRange::all()]).read(&node, &block, &mut |entry| {
+            assert!(last.as_ref().is_none_or(|last| last.as_slice() < entry.key), "increasing keys");
+            last = Some(entry.key.to_vec());
+        });
+        accepted |= read.is_ok();
+    }
+    accepted
 }
 
 fn zarr(array: Option<Array>) -> bool {

@@ -313,8 +313,8 @@ fn slow_storage_is_waited_for() {
         // With a small cache nothing is requested ahead: the answers come one after the other.
         let mount =
             Mount::by(way, &source.path(), &["--source-timeout", "2s", "--cache-bytes", "32M", "--threads", "1"]);
-        // Each answer takes a third of the time limit; all of them together take longer than the limit.
-        source.set(A, Manner::Slow(Duration::from_secs(1)));
+        // Each answer takes a quarter of the time limit; all of them together take longer than the limit.
+        source.set(A, Manner::Slow(Duration::from_millis(500)));
         let begun = Instant::now();
         mount.reads("full/alpha", 0);
         assert!(begun.elapsed() > Duration::from_secs(3), "this must be slow to show anything");

@@ -126,7 +126,7 @@ fn all_that_does_not_agree_is_refused_at_once() {
         "tensor \"b.weight\": expected b._weight_zero_point to decode it, found no such tensor",
         "tensor \"c._weight_scale\": expected F32 [6, 1] to decode \"c.weight\", found F32 [6, 2]",
         "tensor \"d._weight_zero_point\": expected I8 [6, 1] to decode \"d.weight\", found I32 [6, 1]",
-        "tensor \"e._weight_qdata\": expected what it is in __metadata__ of its file, as torchao writes it, found nothing",
+        "tensor \"e._weight_scale\": expected what it is in __metadata__ of its file, as torchao writes it, found nothing",
         "tensor \"f.weight\": expected a block_size in __metadata__ that divides [6, 32], found [1,5]",
         "tensor \"g._weight_qdata\": expected F8_E4M3 [6, 32] to decode \"g.weight\", found I8 [6, 32]",
         "tensor \"g._weight_zero_point\": expected what it is in __metadata__ of its file, as torchao writes it, found nothing",
