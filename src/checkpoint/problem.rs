@@ -552,7 +552,9 @@ fn lines(problems: &[Problem]) -> Vec<(String, usize)> {
         }
         // The first of them tells of all.
         let same = std::mem::take(same);
-        let names = same[1..].iter().take(NAMED).filter_map(|problem| problem.tensor());
+        // One left over is as long as its name.
+        let named = if same.len() - 1 == NAMED + 1 { NAMED + 1 } else { NAMED };
+        let names = same[1..].iter().take(named).filter_map(|problem| problem.tensor());
         let names: Vec<String> = names.map(|name| format!("{name:?}")).collect();
         let rest = same.len() - 1 - names.len();
         let rest = if rest == 0 { String::new() } else { format!(" and {rest} others") };

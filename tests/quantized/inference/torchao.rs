@@ -129,7 +129,7 @@ fn all_that_does_not_agree_is_refused_at_once() {
         "tensor \"e._weight_scale\": expected what it is in __metadata__ of its file, as torchao writes it, found nothing",
         "tensor \"f.weight\": expected a block_size in __metadata__ that divides [6, 32], found [1,5]",
         "tensor \"g._weight_qdata\": expected F8_E4M3 [6, 32] to decode \"g.weight\", found I8 [6, 32]",
-        "tensor \"g._weight_zero_point\": expected what it is in __metadata__ of its file, as torchao writes it, found nothing",
+        "; the same of 4 more: \"f._weight_zero_point\", \"e._weight_qdata\", \"e._weight_zero_point\", \"g._weight_zero_point\"",
         "tensor \"h.weight\": expected shape [6, 64] in __metadata__, as its codes have, found [6,32]",
     ]);
 }
