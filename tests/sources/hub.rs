@@ -1,22 +1,29 @@
 //! The client of the Hub against a stub of it: what it asks for, what it refuses, and what it never tells.
-#![allow(clippy::unwrap_used, reason = "tests panic")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests panic, and a process tells another")]
 
 use std::{
-    fs,
+    env, fs,
+    io::{self, BufRead, BufReader, Write},
     ops::ControlFlow,
     path::PathBuf,
+    process::{Command, Stdio},
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
 
 use crate::stub::hub::{HubStub, Switches};
-use ckfs::source::{
-    ByteSpan,
-    remote::{
-        Content, Deadline, Failure, RemoteCounters, RemoteError, RemoteFile, RemoteRepository, Retrying,
-        hub::{Hub, HubSettings},
+use ckfs::{
+    checkpoint::{Checkpoint, OpenOptions},
+    source::{
+        ByteSpan, FetchPart, FileFetch, FileId, SourceError,
+        remote::{
+            Content, Deadline, Failure, RemoteCounters, RemoteError, RemoteFile, RemoteOptions, RemoteRepository,
+            Retrying,
+            hub::{Hub, HubSettings},
+        },
     },
 };
+use serde_json::json;
 use tempfile::TempDir;
 
 const REPO: &str = "org/name";
@@ -299,4 +306,73 @@ fn a_request_much_later_than_its_peers_is_sent_a_second_time_and_the_first_answe
     rig.switch(|switches| (switches.slow, switches.slow_ms) = (2, 2000));
     read(11, 200_000);
     assert_eq!(counts().0, before.0 + 2);
+}
+
+/// Bytes of each tensor of two repositories: more than are fetched with the header.
+const TENSOR: u64 = 8 << 20;
+
+/// Set in the process that reads two repositories of the stub, which the environment names.
+const READER: &str = "CKFS_TEST_READER";
+
+/// Repositories of one service have files of the same name; an error of a batch over both condemns the right one.
+#[test]
+fn a_failure_of_one_file_leaves_another_of_its_name_alone() {
+    if env::var_os(READER).is_some() {
+        return read_two_repositories();
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let stub = HubStub::start();
+    for (name, tensor) in [("base", "weight"), ("fill", "more")] {
+        let repo = dir.path().join(name);
+        fs::create_dir(&repo).unwrap();
+        fs::write(repo.join("config.json"), "{}").unwrap();
+        let header = json!({tensor: {"dtype": "U8", "shape": [TENSOR], "data_offsets": [0, TENSOR]}}).to_string();
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.resize(bytes.len() + TENSOR as usize, 7);
+        fs::write(repo.join("model.safetensors"), bytes).unwrap();
+        stub.publish(&format!("org/{name}"), "main", &repo);
+    }
+    let mut reader = Command::new(env::current_exe().unwrap());
+    reader.args(["hub::a_failure_of_one_file_leaves_another_of_its_name_alone", "--exact", "--nocapture"]);
+    reader.env(READER, "1").env("HF_ENDPOINT", stub.url()).env("CKFS_CACHE_DIR", dir.path().join("cache"));
+    let mut reader = reader.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(reader.stdout.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().contains("opened")), "the reader opens both");
+    stub.switch(|switches| switches.changed_etag_of = "org/fill".to_owned());
+    reader.stdin.take().unwrap().write_all(b"changed\n").unwrap();
+    let said: Vec<String> = lines.map(Result::unwrap).collect();
+    assert!(reader.wait().unwrap().success(), "{said:#?}");
+}
+
+fn read_two_repositories() {
+    let remote =
+        RemoteOptions { cache_dir: env::var_os("CKFS_CACHE_DIR").map(PathBuf::from), ..RemoteOptions::default() };
+    let options =
+        OpenOptions { fill_from: Some("org/fill".to_owned()), asks_hub: true, remote, ..OpenOptions::default() };
+    let checkpoint = Checkpoint::open("org/base", &options).unwrap();
+    let source = checkpoint.source();
+    let file = |name: &str| {
+        let is_it = |file: &FileId| {
+            let path = source.path(*file).display().to_string();
+            path.contains(name) && path.ends_with("model.safetensors")
+        };
+        (0..u32::try_from(source.file_count()).unwrap()).map(FileId).find(is_it).unwrap()
+    };
+    let (base, fill) = (file("org/base"), file("org/fill"));
+    println!("opened");
+    io::stdin().read_line(&mut String::new()).unwrap();
+    let (mut of_base, mut of_fill) = ([0; 10], [0; 10]);
+    let mut parts =
+        [FetchPart { start: TENSOR / 2, target: &mut of_base }, FetchPart { start: TENSOR / 2, target: &mut of_fill }];
+    let (left, right) = parts.split_at_mut(1);
+    let mut batch = [FileFetch { file: base, parts: left }, FileFetch { file: fill, parts: right }];
+    let (failed, error) = source.fetch_files(&mut batch).unwrap_err();
+    assert_eq!(failed, fill, "{error}");
+    assert!(matches!(error, SourceError::OtherVersion { .. }), "{error}");
+    let poisoned = |file| source.health().is_poisoned(file);
+    assert_eq!((poisoned(base), poisoned(fill)), (false, true));
+    let mut bytes = [0; 10];
+    source.read_into(base, TENSOR / 2 + 1000, &mut bytes).unwrap();
+    assert_eq!(bytes, [7; 10]);
 }

@@ -10,15 +10,12 @@ use std::{
 };
 
 use crate::stub::store::StoreStub;
-use ckfs::{
-    checkpoint::{Checkpoint, OpenOptions},
-    source::{
-        ByteSpan, FetchPart, FileFetch, FileId, SourceError,
-        remote::{
-            RemoteError, RemoteOptions, RemoteRepository, RemoteTree,
-            cache::{BLOCK_BYTES, Cache},
-            open_url,
-        },
+use ckfs::source::{
+    ByteSpan, SourceError,
+    remote::{
+        RemoteError, RemoteOptions, RemoteRepository, RemoteTree,
+        cache::{BLOCK_BYTES, Cache},
+        open_url,
     },
 };
 use serde_json::json;
@@ -226,50 +223,4 @@ fn the_listing_of_the_last_run_with_a_network_counts() {
     let second = rig.open(&rig.url(), false).unwrap();
     assert_eq!(second.files.len(), first.files.len() + 1);
     assert_eq!(rig.open(&rig.url(), true).unwrap().files, second.files);
-}
-
-/// Two repositories of one service have files of one name, and both are read together.
-#[test]
-fn a_failure_of_one_file_leaves_another_of_its_name_alone() {
-    let (rig, _) = Rig::new(1000);
-    let root = rig.dir.path().join("root/models");
-    for (name, tensor) in [("base", "weight"), ("fill", "more")] {
-        let repo = root.join(name);
-        fs::create_dir(&repo).unwrap();
-        fs::write(repo.join("config.json"), "{}").unwrap();
-        let header =
-            json!({tensor: {"dtype": "U8", "shape": [DATA_BYTES], "data_offsets": [0, DATA_BYTES]}}).to_string();
-        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
-        bytes.extend(header.as_bytes());
-        bytes.extend((0..DATA_BYTES).map(|place| u8::try_from(place % 251).unwrap()));
-        fs::write(repo.join("model.safetensors"), bytes).unwrap();
-    }
-    let url = |name: &str| format!("{}/models/{name}", rig.stub.server.url());
-    let (base, fill) = (url("base"), url("fill"));
-    let options = OpenOptions { fill_from: Some(fill.clone()), remote: rig.options.clone(), ..OpenOptions::default() };
-    let checkpoint = Checkpoint::open(&base, &options).unwrap();
-    let source = checkpoint.source();
-    let file = |url: &str| {
-        let is_it = |file: &FileId| source.path(*file) == Path::new(&format!("{url}/model.safetensors"));
-        (0..u32::try_from(source.file_count()).unwrap()).map(FileId).find(is_it).unwrap()
-    };
-    let (base, fill) = (file(&base), file(&fill));
-    // Another version of the one; the other is as it was.
-    let changed = root.join("fill/model.safetensors");
-    let later = fs::metadata(&changed).unwrap().modified().unwrap() + Duration::from_micros(7);
-    fs::File::options().write(true).open(&changed).unwrap().set_modified(later).unwrap();
-    let (mut of_base, mut of_fill) = ([0; 10], [0; 10]);
-    let mut parts = [
-        FetchPart { start: DATA_BYTES / 2, target: &mut of_base },
-        FetchPart { start: DATA_BYTES / 2, target: &mut of_fill },
-    ];
-    let (left, right) = parts.split_at_mut(1);
-    let mut batch = [FileFetch { file: base, parts: left }, FileFetch { file: fill, parts: right }];
-    let (failed, error) = source.fetch_files(&mut batch).unwrap_err();
-    assert_eq!(failed, fill, "{error}");
-    assert!(matches!(error, SourceError::OtherVersion { .. }), "{error}");
-    let poisoned = |file| source.health().is_poisoned(file);
-    assert_eq!((poisoned(base), poisoned(fill)), (false, true));
-    let mut bytes = [0; 10];
-    source.read_into(base, DATA_BYTES / 2 + 1000, &mut bytes).unwrap();
 }

@@ -61,6 +61,8 @@ pub struct Switches {
     pub wrong_range: bool,
     /// The content network's entity tag is another one.
     pub changed_etag: bool,
+    /// That of one repository's files only.
+    pub changed_etag_of: String,
     /// The Hub describes files by another digest.
     pub changed_digest: bool,
     /// Bytes that the content network sends per 100 ms, if its rate is limited.
@@ -98,6 +100,7 @@ impl Switches {
             "short_after" => self.short_after = number()?,
             "wrong_range" => self.wrong_range = yes,
             "changed_etag" => self.changed_etag = yes,
+            "changed_etag_of" => value.clone_into(&mut self.changed_etag_of),
             "changed_digest" => self.changed_digest = yes,
             "drip" => self.drip = Some(usize::try_from(number()?).unwrap()).filter(|bytes| *bytes > 0),
             "stall_after" => self.stall_after = if value.is_empty() { None } else { Some(number()?) },
@@ -398,7 +401,8 @@ impl State {
         let Some((_, found)) = self.commit(&repo, sha) else { return Reply::new(404, "") };
         let Some(blob) = found.files.get(&unescaped(path)) else { return Reply::new(404, "") };
         let mut reply = Reply::file(request, &blob.file);
-        let tag = if switches.changed_etag { "\"another\"" } else { "\"of-the-network\"" };
+        let is_changed = switches.changed_etag || switches.changed_etag_of == repo;
+        let tag = if is_changed { "\"another\"" } else { "\"of-the-network\"" };
         reply = reply.header("ETag", tag);
         if switches.wrong_range {
             for (name, value) in &mut reply.headers {
