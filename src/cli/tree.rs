@@ -5,7 +5,7 @@ use std::{collections::HashMap, fs::File, ops::ControlFlow, os::unix::fs::FileEx
 use anyhow::{Context, anyhow, bail};
 use ckfs_config::{Devices, nearest};
 use ckfs_plan::{Pattern, PatternError};
-use ckfs_source::Served;
+use ckfs_source::{Replied, Served};
 use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume};
 
 use super::kernel_copy::KernelCopier;
@@ -246,7 +246,11 @@ impl<'a> OpenNode<'a> {
     /// # Errors
     /// If bytes could not be read.
     pub(super) fn read(&self, offset: u64, len: usize, reply: &mut dyn FnMut(Served<'_>)) -> Result<(), FsError> {
-        self.volume.read(self.ino, self.handle, offset, len, reply)
+        let reply = &mut |bytes: Served<'_>| {
+            reply(bytes);
+            Replied::new()
+        };
+        self.volume.read(self.ino, self.handle, offset, len, reply).map(drop).map_err(|failure| failure.error)
     }
 }
 

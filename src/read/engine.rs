@@ -4,7 +4,7 @@ use std::{fmt, sync::Arc, time::Duration};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_image::Segment;
-use ckfs_source::{ByteSpan, FileId, Served, Source};
+use ckfs_source::{ByteSpan, FileId, ReadFailure, Replied, Served, Source};
 use ckfs_tensor::to_usize;
 
 use super::{
@@ -200,13 +200,13 @@ impl Engine {
         file: FileId,
         start: u64,
         len: usize,
-        reply: &mut dyn FnMut(Served<'_>),
-    ) -> Result<(), ReadError> {
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<ReadError>> {
         let source = self.source();
         let end = start.saturating_add(len as u64).min(source.len_bytes(file));
         let start = start.min(end);
         let result = self.serve_source(file, start, end, Path::Identical, reply);
-        result.inspect_err(|error| self.count_failure(error))
+        result.inspect_err(|failure| self.count_failure(&failure.error))
     }
 
     pub(super) fn count_failure(&self, error: &ReadError) {
@@ -220,8 +220,8 @@ impl Engine {
         start: u64,
         end: u64,
         path: Path,
-        reply: &mut dyn FnMut(Served<'_>),
-    ) -> Result<(), ReadError> {
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<ReadError>> {
         let source = self.source();
         let changed = |error| ReadError::Changed { error };
         let len = end - start;
@@ -234,17 +234,16 @@ impl Engine {
             maps.with_kernel_bytes(file, span, &mut |bytes| {
                 add(&self.counters.zero_copy, 1);
                 count();
-                reply(Served::Kernel(bytes));
+                reply(Served::Kernel(bytes))
             })
         });
         if let Some(result) = served {
-            return result.map_err(changed);
+            return result.map_err(|failure| failure.map(changed));
         }
         let mut buffer = self.buffers.take(to_usize(len));
         source.read_into(file, start, &mut buffer).map_err(changed)?;
         source.check(file).map_err(changed)?;
         count();
-        reply(Served::Memory(&buffer));
-        Ok(())
+        Ok(reply(Served::Memory(&buffer)))
     }
 }

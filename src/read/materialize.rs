@@ -25,7 +25,7 @@ use std::{
     time::Duration,
 };
 
-use ckfs_source::{RemoteSource, SourceError};
+use ckfs_source::{RemoteSource, Replied, SourceError};
 use ckfs_tensor::{WorkSlice, to_usize};
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
@@ -289,30 +289,30 @@ impl Materializing {
     /// Passes the bytes `start..end`, which end within the file, to `reply` once they are made. This thread makes the pieces that
     /// no thread has taken.
     ///
-    /// Returns false, without a call of `reply`, if the bytes are not available here: a piece failed, a source has changed or
+    /// `None`, without a call of `reply`, if the bytes are not available here: a piece failed, a source has changed or
     /// stalls, or the target is on a disk. A reader then reads another way, and meets the error of the source there.
     ///
     /// # Panics
     /// If `end` is beyond the end of the file.
-    pub fn read(&self, start: u64, end: u64, reply: &mut dyn FnMut(&[u8])) -> bool {
-        let MaterializeTarget::Memory(_) = self.target else { return false };
-        let Ok(pieces) = self.pieces() else { return false };
+    pub fn read(&self, start: u64, end: u64, reply: &mut dyn FnMut(&[u8]) -> Replied) -> Option<Replied> {
+        let MaterializeTarget::Memory(_) = self.target else { return None };
+        let Ok(pieces) = self.pieces() else { return None };
         let mut map = None;
         if !touched(pieces, start, end).all(|index| self.have(index, pieces, &mut map)) {
-            return false;
+            return None;
         }
         drop(map);
         // A piece may have been made long ago.
         if self.check_sources().is_err() {
-            return false;
+            return None;
         }
-        let Some(view) = self.view.get_or_init(|| self.view().ok()) else { return false };
+        let view = self.view.get_or_init(|| self.view().ok()).as_ref()?;
         let (from, len) = (to_usize(start), to_usize(end - start));
         assert!(from + len <= view.len(), "bytes {start}..{end} end within {} bytes", view.len());
         // SAFETY: the bytes are inside the map, which lives as long as `self`. Their memory is allocated and stays: the file has no
         // name, and no code shortens it. All pieces that contain them are made, and a piece that is made is never written again.
-        reply(unsafe { std::slice::from_raw_parts(view.as_ptr().add(from), len) });
-        true
+        let bytes = unsafe { std::slice::from_raw_parts(view.as_ptr().add(from), len) };
+        Some(reply(bytes))
     }
 
     /// Checks that the open sources of the file are unchanged.

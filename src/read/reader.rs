@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use ckfs_image::Segment;
-use ckfs_source::{FileId, Served};
+use ckfs_source::{FileId, ReadFailure, Replied, Served};
 use ckfs_sync::{Demand, Reservation};
 use ckfs_tensor::{Decode, Origin, Piece, Stores, Tiling, WorkSlice, to_usize};
 use smallvec::SmallVec;
@@ -46,14 +46,21 @@ impl<'a> SegmentReader<'a> {
     }
 
     /// Reads a span. Makes no copy where the source has these bytes mapped.
-    pub(super) fn read(&self, low: u64, high: u64, reply: &mut dyn FnMut(Served<'_>)) -> Result<(), ReadError> {
+    pub(super) fn read(
+        &self,
+        low: u64,
+        high: u64,
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<ReadError>> {
         if let SegmentContent::View(prepared) = &self.content
             && prepared.grid.is_none()
             && let Some((source, start, end)) = self.single_run(&prepared.tiling, low, high)
         {
             return self.engine.serve_source(source, start, end, Path::Contiguous, reply);
         }
-        self.copy(low, high, &mut |bytes| reply(Served::Memory(bytes)))
+        let mut replied = None;
+        self.copy(low, high, &mut |bytes| replied = Some(reply(Served::Memory(bytes))))?;
+        Ok(replied.ok_or(ReadError::Internal { what: "a read ended without its bytes" })?)
     }
 
     /// Reads a span into memory of this process.

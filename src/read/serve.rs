@@ -4,31 +4,30 @@ use std::sync::{Arc, atomic::Ordering};
 
 use ckfs_checkpoint::printable;
 use ckfs_image::Segment;
-use ckfs_source::{Served, SourceError};
+use ckfs_source::{ReadFailure, Replied, Served, SourceError};
 use ckfs_tensor::to_usize;
 
 use super::{Engine, ReadError, prepared_file::PreparedFile, reader::SegmentReader};
 
 impl Engine {
-    /// Reads `len` bytes at `start`, fewer only at the end of the file, and passes them to `reply`. If the result is `Ok`, `reply`
-    /// was called exactly once. The bytes are counted before that: a reader that has the bytes finds them in the counters.
+    /// Reads `len` bytes at `start`, fewer only at the end of the file, and passes them to `reply`, at most once. The bytes are counted
+    /// before that: a reader that has the bytes finds them in the counters.
     ///
     /// # Errors
-    /// [`ReadError`]; the first of a file is logged. If `reply` was called nevertheless, a source changed during the call, and the
-    /// bytes must not be trusted.
+    /// [`ReadError`], and whether `reply` was called nevertheless; the first of a file is logged.
     pub fn read(
         self: &Arc<Self>,
         file: &Arc<PreparedFile>,
         start: u64,
         len: usize,
-        reply: &mut dyn FnMut(Served<'_>),
-    ) -> Result<(), ReadError> {
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<ReadError>> {
         let end = start.saturating_add(len as u64).min(file.len_bytes());
         let start = start.min(end);
         // First of all, so that other threads compute the next tiles while this thread computes the requested bytes.
         self.read_ahead(file, start, end);
         let result = self.read_span(file, start, end, reply);
-        if let Err(error) = &result {
+        if let Err(ReadFailure { error, .. }) = &result {
             self.count_failure(error);
             // The source has logged the stall, and the file becomes readable again when it ends.
             if !error.is_stall() && !file.failed.swap(true, Ordering::Relaxed) {
@@ -69,12 +68,11 @@ impl Engine {
         file: &PreparedFile,
         start: u64,
         end: u64,
-        reply: &mut dyn FnMut(Served<'_>),
-    ) -> Result<(), ReadError> {
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<ReadError>> {
         let mut spans = file.image.spans(start, end);
         let Some((segment, low, high)) = spans.next() else {
-            reply(Served::Memory(&[]));
-            return Ok(());
+            return Ok(reply(Served::Memory(&[])));
         };
         if spans.next().is_none() {
             return SegmentReader::new(self, file, segment)?.read(low, high, reply);
@@ -88,7 +86,6 @@ impl Engine {
             };
             SegmentReader::new(self, file, segment)?.copy(low, high, &mut part)?;
         }
-        reply(Served::Memory(&buffer));
-        Ok(())
+        Ok(reply(Served::Memory(&buffer)))
     }
 }

@@ -15,6 +15,7 @@ use super::{
     kernel_bytes::KernelBytes,
     permission::AccessRules,
     remote::{RemoteCounters, cache::CacheLimit},
+    replied::{ReadFailure, Replied},
     span::{ByteSpan, FileId},
 };
 
@@ -274,13 +275,13 @@ pub trait Maps {
     /// to the pinned one. `None`, without calling `reply`, if there is no such map or no such span; the caller then fetches.
     ///
     /// # Errors
-    /// As [`Source::check`]. If `reply` was called, the bytes must not be trusted.
+    /// As [`Source::check`].
     fn with_kernel_bytes(
         &self,
         file: FileId,
         span: ByteSpan,
-        reply: &mut dyn FnMut(KernelBytes<'_>),
-    ) -> Option<Result<(), SourceError>>;
+        reply: &mut dyn FnMut(KernelBytes<'_>) -> Replied,
+    ) -> Option<Result<Replied, ReadFailure<SourceError>>>;
 
     /// Advises that a span will be read soon. Never fails; may do nothing. Returns whether storage was asked for some of it, which
     /// may have taken as long as storage takes.

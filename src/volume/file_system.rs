@@ -2,7 +2,7 @@
 
 use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
 
-use ckfs_source::{Served, permission::Permission};
+use ckfs_source::{ReadFailure, Replied, Served, permission::Permission};
 
 /// Index of a node in the tree; 1 is the root, as FUSE requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -191,20 +191,18 @@ pub trait FileSystem: Send + Sync + 'static {
         self.open(ino)
     }
 
-    /// Reads `len` bytes at `offset`, fewer only at the end of the file, and passes them to `reply`, which is called
-    /// exactly once if the result is `Ok`.
+    /// Reads `len` bytes at `offset`, fewer only at the end of the file, and passes them to `reply`, at most once.
     ///
     /// # Errors
-    /// [`FsError::Io`] if bytes could not be read or a source has changed. If `reply` was called as well, the source
-    /// changed during the call, and the bytes must not be trusted.
+    /// [`FsError::Io`] if bytes could not be read or a source has changed, and whether `reply` was called nevertheless.
     fn read(
         &self,
         ino: Ino,
         handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut dyn FnMut(Served<'_>),
-    ) -> Result<(), FsError>;
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<FsError>>;
 
     /// Closes a file.
     fn release(&self, ino: Ino, handle: Handle);

@@ -20,8 +20,8 @@ mod watched;
 mod watching;
 
 pub use ckfs_image::{OmittedFormat, unavailable, unavailable_text};
-pub use ckfs_source::Served;
 pub use ckfs_source::permission::{Mounter, Overrides, Permission};
+pub use ckfs_source::{ReadFailure, Replied, Served};
 pub use file_system::{Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OpenedFile, StatFs};
 pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use materialize::{BundleSizes, Policy};

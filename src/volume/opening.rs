@@ -7,7 +7,7 @@ use std::{
 
 use ckfs_image::{FileContent, FileImage};
 use ckfs_read::{PreparedFile, ReadError, counters::add};
-use ckfs_source::{FileId, Served, SourceError};
+use ckfs_source::{FileId, ReadFailure, Replied, Served, SourceError};
 use ckfs_tensor::to_usize;
 use tracing::warn;
 
@@ -137,25 +137,13 @@ impl Volume {
         FsError::Io
     }
 
-    /// A read through the engine. If the source changed while bytes were sent, the kernel's cache may hold them now.
-    fn read_checked(
-        &self,
-        ino: Ino,
-        reply: &mut dyn FnMut(Served<'_>),
-        read: impl FnOnce(&mut dyn FnMut(Served<'_>)) -> Result<(), ReadError>,
-    ) -> Result<(), FsError> {
-        let mut replied = false;
-        let result = read(&mut |bytes| {
-            replied = true;
-            reply(bytes);
-        });
-        result.map_err(|error| {
-            if replied {
-                self.report_again();
-            }
-            self.note_failure(ProblemKind::FailedRead, ino, &error);
-            self.failure()
-        })
+    /// The reader's error for a failed read. If the source changed while bytes were sent, the kernel's cache may hold them now.
+    fn read_failed(&self, ino: Ino, failure: ReadFailure<ReadError>) -> ReadFailure<FsError> {
+        if failure.replied.is_some() {
+            self.report_again();
+        }
+        self.note_failure(ProblemKind::FailedRead, ino, &failure.error);
+        failure.map(|_| self.failure())
     }
 
     /// Opens a file after checking that its sources are unchanged. With `may_begin` false it starts no materialization.
@@ -224,34 +212,24 @@ impl Volume {
         handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut dyn FnMut(Served<'_>),
-    ) -> Result<(), FsError> {
-        let mut reply_part = |bytes: &[u8]| {
-            let start = to_usize(offset).min(bytes.len());
-            reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())]));
-        };
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<FsError>> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
-        match open.ok_or(FsError::Invalid)? {
+        let read = match open.ok_or(FsError::Invalid)? {
             Open::Bytes(bytes) => {
-                reply_part(&bytes);
-                Ok(())
+                let start = to_usize(offset).min(bytes.len());
+                return Ok(reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())])));
             }
-            Open::Generated(rows) => {
-                reply(Served::Memory(&rows.read(offset, len)));
-                Ok(())
-            }
-            Open::Original(file) => {
-                self.read_checked(ino, reply, |reply| self.engine.read_original(file, offset, len, reply))
-            }
-            Open::Image(file, entry) => self.read_checked(ino, reply, |reply| {
-                if entry.is_some_and(|entry| {
+            Open::Generated(rows) => return Ok(reply(Served::Memory(&rows.read(offset, len)))),
+            Open::Original(file) => self.engine.read_original(file, offset, len, reply),
+            Open::Image(file, entry) => {
+                let made = entry.and_then(|entry| {
                     Materializer::read(&entry, &file, offset, len, &mut |bytes| reply(Served::Memory(bytes)))
-                }) {
-                    return Ok(());
-                }
-                self.engine.read(&file, offset, len, reply)
-            }),
-        }
+                });
+                made.map_or_else(|| self.engine.read(&file, offset, len, reply), Ok)
+            }
+        };
+        read.map_err(|failure| self.read_failed(ino, failure))
     }
 
     /// Makes the bytes of an open file of tensors from `start` on in `target`, without caches and without read-ahead: for a program
@@ -262,7 +240,8 @@ impl Volume {
     pub fn make(&self, ino: Ino, handle: Handle, start: u64, target: &mut [u8]) -> Result<(), FsError> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
         let Some(Open::Image(file, _)) = open else { return Err(FsError::Invalid) };
-        self.read_checked(ino, &mut |_| {}, |_| self.engine.make_span(&file, start, target))
+        let made = self.engine.make_span(&file, start, target);
+        made.map_err(|error| self.read_failed(ino, error.into()).error)
     }
 
     pub(super) fn start(&self, passthrough: Result<(), NoPassthrough>) {

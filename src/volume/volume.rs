@@ -16,7 +16,7 @@ use ckfs_image::{DerivedFrom, Directory, FormatInput, OWN, TextFile, file_ids, u
 use ckfs_plan::{Allow, Plan, Problem, report};
 use ckfs_read::{Engine, EngineOptions, counters::add};
 use ckfs_source::{
-    Served,
+    ReadFailure, Replied, Served,
     permission::{Mounter, Overrides},
 };
 use lru::LruCache;
@@ -281,8 +281,8 @@ impl FileSystem for Volume {
         handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut dyn FnMut(Served<'_>),
-    ) -> Result<(), FsError> {
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<FsError>> {
         self.read_open(ino, handle, offset, len, reply)
     }
 

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant, UNIX_EPOCH},
 };
 
-use ckfs::source::{ByteSpan, FetchPart, FileId, Served, Source, SourceError};
+use ckfs::source::{ByteSpan, FetchPart, FileId, Replied, Served, Source, SourceError};
 
 use super::objects;
 
@@ -29,10 +29,11 @@ pub fn fetch(source: &dyn Source, file: FileId, spans: &[ByteSpan]) -> Result<Ve
 /// The kernel-only buffer of a span, copied by the kernel.
 pub fn zero_copy(source: &dyn Source, file: FileId, span: ByteSpan) -> Option<Result<Vec<u8>, SourceError>> {
     let mut found = None;
-    let result = source
-        .maps()?
-        .with_kernel_bytes(file, span, &mut |bytes| found = Some(Served::Kernel(bytes).to_vec().unwrap()))?;
-    Some(result.map(|()| found.unwrap()))
+    let result = source.maps()?.with_kernel_bytes(file, span, &mut |bytes| {
+        found = Some(Served::Kernel(bytes).to_vec().unwrap());
+        Replied::new()
+    })?;
+    Some(result.map(|_| found.unwrap()).map_err(|failure| failure.error))
 }
 
 /// The contract, for a source of files with these names and bytes, in its order.

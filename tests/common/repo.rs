@@ -115,7 +115,11 @@ pub fn read(volume: &dyn FileSystem, ino: Ino, start: u64, len: usize) -> Vec<u8
     let opened = volume.open(ino).unwrap();
     let mut bytes = None;
     volume
-        .read(ino, opened.handle, start, len, &mut |part| assert!(bytes.replace(part.to_vec().unwrap()).is_none()))
+        .read(ino, opened.handle, start, len, &mut |part| {
+            assert!(bytes.replace(part.to_vec().unwrap()).is_none());
+            ckfs::source::Replied::new()
+        })
+        .map(drop)
         .unwrap();
     volume.release(ino, opened.handle);
     bytes.expect("a read that succeeds replies")

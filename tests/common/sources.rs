@@ -12,7 +12,8 @@ use std::{
 };
 
 use ckfs::source::{
-    Aspect, ByteSpan, FetchPart, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError, permission::AccessRules,
+    Aspect, ByteSpan, FetchPart, FileId, Health, KernelBytes, Maps, Pin, ReadFailure, Replied, Source, SourceError,
+    permission::AccessRules,
 };
 
 /// Files in memory, without maps.
@@ -222,9 +223,13 @@ impl Maps for Watched {
         &self,
         file: FileId,
         span: ByteSpan,
-        reply: &mut dyn FnMut(KernelBytes<'_>),
-    ) -> Option<Result<(), SourceError>> {
-        if self.fails() { Some(Err(self.error(file))) } else { self.inner_maps().with_kernel_bytes(file, span, reply) }
+        reply: &mut dyn FnMut(KernelBytes<'_>) -> Replied,
+    ) -> Option<Result<Replied, ReadFailure<SourceError>>> {
+        if self.fails() {
+            Some(Err(self.error(file).into()))
+        } else {
+            self.inner_maps().with_kernel_bytes(file, span, reply)
+        }
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) -> bool {

@@ -153,7 +153,11 @@ fn files_of_many_rows_are_exact_whatever_span_is_read() {
                     let from = usize::try_from(start).unwrap().min(whole.len());
                     let expected = &whole[from..whole.len().min(from + len)];
                     volume
-                        .read(*ino, opened.handle, start, len, &mut |part| assert_eq!(part.to_vec().unwrap(), expected))
+                        .read(*ino, opened.handle, start, len, &mut |part| {
+                            assert_eq!(part.to_vec().unwrap(), expected);
+                            ckfs::source::Replied::new()
+                        })
+                        .map(drop)
                         .unwrap();
                     Ok(())
                 });

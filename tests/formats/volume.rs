@@ -195,7 +195,11 @@ fn long_texts_are_the_same_for_every_handle() {
         let size = usize::try_from(attr.size_bytes).unwrap();
         let read = |handle, offset, len| {
             let mut found = Vec::new();
-            volume.read(attr.ino, handle, offset, len, &mut |part| found = part.to_vec().unwrap()).unwrap();
+            let mut reply = |part: Served<'_>| {
+                found = part.to_vec().unwrap();
+                ckfs::source::Replied::new()
+            };
+            volume.read(attr.ino, handle, offset, len, &mut reply).map(drop).unwrap();
             found
         };
         let [a, b] = [(); 2].map(|()| volume.open(attr.ino).unwrap().handle);
@@ -220,9 +224,8 @@ fn a_changed_source_is_an_error_and_other_files_are_not_affected() {
     let embed = volume.resolve("full/embed").unwrap().ino;
     let open = volume.open(embed).unwrap();
     fs::OpenOptions::new().write(true).open(&first).unwrap().set_len(length / 2).unwrap();
-    let mut replied = false;
-    assert!(volume.read(embed, open.handle, 0, 100, &mut |_| replied = true).is_err());
-    assert!(!replied);
+    let failure = volume.read(embed, open.handle, 0, 100, &mut |_| panic!("changed bytes")).unwrap_err();
+    assert!(failure.replied.is_none());
     assert!(volume.open(embed).is_err(), "what has changed is not opened");
     let late = volume.resolve("full/layers/1/w_down").unwrap().ino;
     assert_eq!(repo::read(&volume, late, 0, 1 << 20), expected(&volume, late));
@@ -284,7 +287,11 @@ fn readers_in_turns_fetch_each_byte_once() {
         for start in (0..96 << 10).step_by(8 << 10) {
             for ((ino, handle), content) in files.iter().zip(&handles).zip(&mut contents) {
                 volume
-                    .read(*ino, *handle, start, 8 << 10, &mut |bytes| content.extend(bytes.to_vec().unwrap()))
+                    .read(*ino, *handle, start, 8 << 10, &mut |bytes| {
+                        content.extend(bytes.to_vec().unwrap());
+                        ckfs::source::Replied::new()
+                    })
+                    .map(drop)
                     .unwrap();
             }
         }
@@ -306,8 +313,11 @@ fn bytes_are_counted_before_the_reply() {
         let opened = volume.open(ino).unwrap();
         let before = counters.served_bytes(way);
         let mut reported = None;
-        let mut reply = |bytes: Served<'_>| reported = Some((bytes.len() as u64, counters.served_bytes(way) - before));
-        volume.read(ino, opened.handle, 0, 64, &mut reply).unwrap();
+        let mut reply = |bytes: Served<'_>| {
+            reported = Some((bytes.len() as u64, counters.served_bytes(way) - before));
+            ckfs::source::Replied::new()
+        };
+        volume.read(ino, opened.handle, 0, 64, &mut reply).map(drop).unwrap();
         assert_eq!(reported, Some((64, 64)), "{path}: bytes, and how many of them were counted");
     };
     // Without a cache tiles are computed for each read.
@@ -329,7 +339,11 @@ fn an_open_file_stays_cached() {
     let first = volume.resolve("full/w0").unwrap().ino;
     let handle = volume.open(first).unwrap().handle;
     let mut half = Vec::new();
-    volume.read(first, handle, 0, 48 << 10, &mut |bytes| half.extend(bytes.to_vec().unwrap())).unwrap();
+    let mut reply = |bytes: Served<'_>| {
+        half.extend(bytes.to_vec().unwrap());
+        ckfs::source::Replied::new()
+    };
+    volume.read(first, handle, 0, 48 << 10, &mut reply).map(drop).unwrap();
     for path in listing(&volume).values() {
         for _ in 0..8 {
             let opened = volume.open(*path).unwrap();
@@ -575,7 +589,11 @@ fn readers_of_a_file_in_materialization_share_its_pieces() {
         let fetched = || [Path::Tiles, Path::Contiguous].map(|path| counters.fetched_bytes(path)).iter().sum::<u64>();
         let read = |start: u64, end: u64| {
             let mut found = Vec::new();
-            assert!(pieces.read(start, end, &mut |bytes| found.extend_from_slice(bytes)), "{path} {start}..{end}");
+            let mut reply = |bytes: &[u8]| {
+                found.extend_from_slice(bytes);
+                ckfs::source::Replied::new()
+            };
+            assert!(pieces.read(start, end, &mut reply).is_some(), "{path} {start}..{end}");
             assert!(
                 found == expected[usize::try_from(start).unwrap()..usize::try_from(end).unwrap()],
                 "{path} {start}..{end}"
@@ -630,12 +648,12 @@ fn a_reader_meets_the_failure_of_a_piece_without_materialization() {
     let path = "safetensors/dev0.safetensors";
     let ino = volume.resolve(path).unwrap().ino;
     let (file, _target, pieces) = materializing(&volume, path, ino);
-    assert!(pieces.read(0, 1 << 20, &mut |_| {}));
+    assert!(pieces.read(0, 1 << 20, &mut |_| ckfs::source::Replied::new()).is_some());
     for shard in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
         fs::OpenOptions::new().write(true).open(dir.path().join(shard)).unwrap().set_len(4096).unwrap();
     }
-    assert!(!pieces.read(0, 1 << 20, &mut |_| panic!("changed bytes")), "read before the change");
-    assert!(!pieces.read(2 << 20, 3 << 20, &mut |_| panic!("changed bytes")));
+    assert!(pieces.read(0, 1 << 20, &mut |_| panic!("changed bytes")).is_none(), "read before the change");
+    assert!(pieces.read(2 << 20, 3 << 20, &mut |_| panic!("changed bytes")).is_none());
     let (done, outcome) = std::sync::mpsc::channel();
     pieces.make_all(move |result| done.send(result).unwrap());
     assert!(outcome.recv_timeout(std::time::Duration::from_mins(1)).unwrap().is_err());

@@ -9,8 +9,8 @@ use std::{
 };
 
 use ckfs::volume::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, OpenedFile, Permission, RequestKind,
-    Served, StatFs, Upkeep, WhenMaterialized,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, OpenedFile, Permission, ReadFailure,
+    Replied, RequestKind, Served, StatFs, Upkeep, WhenMaterialized,
 };
 use nix::unistd::{getegid, geteuid};
 
@@ -217,8 +217,8 @@ impl FileSystem for Double {
         _handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut dyn FnMut(Served<'_>),
-    ) -> Result<(), FsError> {
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<FsError>> {
         let manner = Self::manner(ino).ok_or(FsError::NotFound)?;
         let mut stats;
         let size = usize::try_from(self.attr(ino)?.size_bytes).unwrap();
@@ -239,21 +239,21 @@ impl FileSystem for Double {
             | Manner::Materialized
             | Manner::NotMaterialized
             | Manner::MaterializePanics
-            | Manner::MaterializeForgets => reply(Served::Memory(bytes)),
+            | Manner::MaterializeForgets => Ok(reply(Served::Memory(bytes))),
             Manner::Slow => {
                 thread::sleep(Duration::from_millis(300));
-                reply(Served::Memory(bytes));
+                Ok(reply(Served::Memory(bytes)))
             }
-            Manner::Failing => return Err(FsError::Io),
+            Manner::Failing => Err(FsError::Io.into()),
             Manner::Panicking => panic!("read panics"),
             Manner::PanickingLate => {
-                reply(Served::Memory(bytes));
+                let _ = reply(Served::Memory(bytes));
                 panic!("read panics after the reply");
             }
-            Manner::Short => reply(Served::Memory(&bytes[..bytes.len() / 2])),
-            Manner::Silent => {}
+            Manner::Short => Ok(reply(Served::Memory(&bytes[..bytes.len() / 2]))),
+            // As if the bytes had been passed on.
+            Manner::Silent => Ok(Replied::new()),
         }
-        Ok(())
     }
 
     fn release(&self, _ino: Ino, _handle: Handle) {}

@@ -91,7 +91,7 @@ fn problems_of_a_volume_are_in_its_statistics() {
     let open = volume.open(embed).unwrap();
     touch(&weights(dir.path(), 1));
     for _ in 0..3 {
-        assert!(volume.read(embed, open.handle, 0, 100, &mut |_| ()).is_err());
+        assert!(volume.read(embed, open.handle, 0, 100, &mut |_| ckfs::source::Replied::new()).is_err());
     }
     volume.release(embed, open.handle);
     volume.metrics().note_panic("read of inode 5", "index out of bounds");

@@ -73,7 +73,11 @@ fn served(checkpoint: &Arc<Checkpoint>, view: &View, options: EngineOptions, pie
     let (len, mut bytes) = (file.len_bytes(), Vec::new());
     while (bytes.len() as u64) < len {
         let start = bytes.len() as u64;
-        engine.read(&file, start, piece, &mut |part| bytes.extend(part.to_vec().unwrap())).unwrap();
+        let mut reply = |part: ckfs::source::Served<'_>| {
+            bytes.extend(part.to_vec().unwrap());
+            ckfs::source::Replied::new()
+        };
+        engine.read(&file, start, piece, &mut reply).map(drop).unwrap();
     }
     (bytes, engine.counters().fetched_bytes(Path::Tiles))
 }

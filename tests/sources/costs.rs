@@ -69,7 +69,11 @@ fn fetched(counted: &Counted, view: &View, cache_bytes: usize) -> Fetched {
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < file.len_bytes() {
         let start = bytes.len() as u64;
-        engine.read(&file, start, 1 << 20, &mut |part| bytes.extend(part.to_vec().unwrap())).unwrap();
+        let mut reply = |part: ckfs::source::Served<'_>| {
+            bytes.extend(part.to_vec().unwrap());
+            ckfs::source::Replied::new()
+        };
+        engine.read(&file, start, 1 << 20, &mut reply).map(drop).unwrap();
     }
     let after = source.fetched();
     let read = |id, span: std::ops::Range<u64>| {

@@ -19,7 +19,8 @@ use crate::common::{
     sources::{Fault, Fetched, MemoryFiles, Watched},
 };
 use ckfs::source::{
-    Aspect, FileId, LocalFiles, Maps, ResidentWindow, Served, Source, SourceError, SourceIo, remote::cache::Cache,
+    Aspect, FileId, LocalFiles, Maps, Replied, ResidentWindow, Served, Source, SourceError, SourceIo,
+    remote::cache::Cache,
 };
 use tempfile::TempDir;
 
@@ -251,9 +252,11 @@ fn sending_a_truncated_file_to_the_kernel_is_an_errno() {
         file(&dir.path().join("a.bin")).set_len(0).unwrap();
         let (_reader, pipe) = std::io::pipe().unwrap();
         written = bytes.write_to(&pipe);
+        Replied::new()
     });
     assert_eq!(written.unwrap_err().raw_os_error(), Some(libc::EFAULT));
-    assert!(matches!(checked, Some(Err(SourceError::Changed { aspect: Aspect::Size, .. }))));
+    let Some(Err(failure)) = checked else { panic!("the check finds the change: {checked:?}") };
+    assert!(failure.replied.is_some() && matches!(failure.error, SourceError::Changed { aspect: Aspect::Size, .. }));
 }
 
 /// Resident bytes of this process's maps of a file.
@@ -298,8 +301,10 @@ fn resident_mapped_memory_is_bounded() {
                     source
                         .with_kernel_bytes(A, span, &mut |bytes| {
                             assert_eq!(Served::Kernel(bytes).to_vec().unwrap().len(), 1 << 20);
+                            Replied::new()
                         })
                         .unwrap()
+                        .map(drop)
                         .unwrap();
                     let mut most = most.lock().unwrap();
                     *most = resident_bytes(path).saturating_sub(before).max(*most);

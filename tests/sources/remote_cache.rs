@@ -15,7 +15,7 @@ use std::{
 
 use crate::common::objects::{MemoryObjects, Mishap, cache, source_of};
 use ckfs::source::{
-    ByteSpan, FetchPart, FileId, Served, Source, SourceError,
+    ByteSpan, FetchPart, FileId, Replied, Served, Source, SourceError,
     digest::{Compared, Digester, KnownDigest},
     remote::{
         Content, Failure, RemoteCounters, RemoteOptions, RemoteRepository, RemoteTree,
@@ -98,9 +98,10 @@ fn bytes_are_right_while_segments_are_evicted_under_the_readers_of_two_processes
                                 let mut found = None;
                                 let replied = maps.with_kernel_bytes(FILE, span(start, end), &mut |bytes| {
                                     found = Some(Served::Kernel(bytes).to_vec().unwrap());
+                                    Replied::new()
                                 });
                                 if let Some(result) = replied {
-                                    result.unwrap();
+                                    result.map(drop).unwrap();
                                     assert!(found.unwrap() == expected, "{start}..{end} for the kernel");
                                 }
                             }

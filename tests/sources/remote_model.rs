@@ -210,11 +210,13 @@ fn read_right(source: &dyn Source, place: usize, span: ByteSpan, way: Way) {
         (Way::Map, Some(maps)) => maps.with(file, span, &mut |found| right(found)).unwrap().unwrap(),
         (Way::Kernel, Some(maps)) => {
             let mut found = None;
-            let mut reply =
-                |bytes: ckfs::source::KernelBytes<'_>| found = Some(Served::Kernel(bytes).to_vec().unwrap());
+            let mut reply = |bytes: ckfs::source::KernelBytes<'_>| {
+                found = Some(Served::Kernel(bytes).to_vec().unwrap());
+                ckfs::source::Replied::new()
+            };
             match maps.with_kernel_bytes(file, span, &mut reply) {
                 Some(result) => {
-                    result.unwrap();
+                    result.map(drop).unwrap();
                     right(&found.unwrap());
                 }
                 None => copied(),

@@ -24,7 +24,7 @@ use std::{
 };
 
 use ckfs_service::{Client, Handlers, Pending, Refuse, ReplySlot, Requests, Watchdog, read_whole};
-use ckfs_volume::{Attr, FsError, Handle, Ino, NodeKind, Permission, RequestKind, Upkeep};
+use ckfs_volume::{Attr, FsError, Handle, Ino, NodeKind, Permission, Replied, RequestKind, Upkeep};
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation,
     INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents, PollFlags,
@@ -368,11 +368,14 @@ impl fuser::Filesystem for KernelAdapter {
         self.handle_waiting(pending, move |serving, mut pending| {
             pending.attempt(|reply| {
                 let len = usize::try_from(size).map_err(|_| FsError::Invalid)?;
-                read_whole(serving.fs.as_ref(), ino(node), Handle(handle.0), offset, len, &mut |bytes| {
+                let read = read_whole(serving.fs.as_ref(), ino(node), Handle(handle.0), offset, len, &mut |bytes| {
                     if let Some(Reply(reply)) = reply.take() {
                         reply_data::send(reply, bytes);
                     }
-                })
+                    Replied::new()
+                });
+                // After a reply nothing can be said to this reader any more; the volume has noted the failure.
+                read.map_err(|failure| failure.error)
             });
         });
     }

@@ -1,6 +1,6 @@
 //! Reads whose answer is as long as it must be.
 
-use ckfs_source::Served;
+use ckfs_source::{ReadFailure, Replied, Served};
 use ckfs_volume::{FileSystem, FsError, Handle, Ino};
 use tracing::error;
 
@@ -15,16 +15,15 @@ pub fn read_whole(
     handle: Handle,
     offset: u64,
     len: usize,
-    reply: &mut dyn FnMut(Served<'_>),
-) -> Result<(), FsError> {
+    reply: &mut dyn FnMut(Served<'_>) -> Replied,
+) -> Result<Replied, ReadFailure<FsError>> {
     let mut verdict = Ok(());
-    fs.read(ino, handle, offset, len, &mut |bytes| {
+    let replied = fs.read(ino, handle, offset, len, &mut |bytes| {
         verdict = check_length(fs, ino, offset, len, bytes.len());
-        if verdict.is_ok() {
-            reply(bytes);
-        }
+        if verdict.is_ok() { reply(bytes) } else { Replied::new() }
     })?;
-    verdict
+    verdict?;
+    Ok(replied)
 }
 
 fn check_length(

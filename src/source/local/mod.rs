@@ -32,7 +32,8 @@ pub use pinned::SourceIo;
 pub use window::ResidentWindow;
 
 use super::{
-    ByteSpan, ComparedFiles, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
+    ByteSpan, ComparedFiles, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, ReadFailure,
+    Replied, Source, SourceError,
     digest::Compared,
     root_dir::Revalidate,
     stall::{WaitRegistry, WaitTarget},
@@ -297,11 +298,11 @@ impl Maps for LocalFiles {
         &self,
         file: FileId,
         span: ByteSpan,
-        reply: &mut dyn FnMut(KernelBytes<'_>),
-    ) -> Option<Result<(), SourceError>> {
+        reply: &mut dyn FnMut(KernelBytes<'_>) -> Replied,
+    ) -> Option<Result<Replied, ReadFailure<SourceError>>> {
         let pinned = match self.usable(file) {
             Ok(pinned) => pinned,
-            Err(error) => return Some(Err(error)),
+            Err(error) => return Some(Err(error.into())),
         };
         if !pinned.mapped {
             return None;
@@ -309,7 +310,7 @@ impl Maps for LocalFiles {
         self.comparisons.note_used(file.index());
         let checking = self.health.begin(WaitTarget::Check(file));
         if let Err(error) = self.compare_open(file, pinned) {
-            return Some(Err(error));
+            return Some(Err(error.into()));
         }
         drop(checking);
         let fetching = self.health.begin(WaitTarget::Mapped(file, span));
@@ -323,9 +324,12 @@ impl Maps for LocalFiles {
         };
         // The time that others take for the bytes says nothing about this file.
         drop(fetching);
-        reply(bytes);
+        let replied = reply(bytes);
         let _checking = self.health.begin(WaitTarget::Check(file));
-        Some(self.compare_open(file, pinned))
+        Some(match self.compare_open(file, pinned) {
+            Ok(()) => Ok(replied),
+            Err(error) => Err(ReadFailure { error, replied: Some(replied) }),
+        })
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) -> bool {

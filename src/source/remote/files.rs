@@ -22,8 +22,8 @@ use smallvec::SmallVec;
 
 use super::{
     super::{
-        ByteSpan, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource, Source, SourceError,
-        digest::Compared, local::LocalFiles,
+        ByteSpan, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, ReadFailure, RemoteSource, Replied,
+        Source, SourceError, digest::Compared, local::LocalFiles,
     },
     cache::{
         BLOCK_BYTES, CacheLimit, Guards,
@@ -473,8 +473,8 @@ impl Maps for RemoteFiles {
         &self,
         file: FileId,
         span: ByteSpan,
-        reply: &mut dyn FnMut(KernelBytes<'_>),
-    ) -> Option<Result<(), SourceError>> {
+        reply: &mut dyn FnMut(KernelBytes<'_>) -> Replied,
+    ) -> Option<Result<Replied, ReadFailure<SourceError>>> {
         let Some(remote) = self.remote(file) else { return self.local.with_kernel_bytes(file, span, reply) };
         if !self.bounded(file, &[span]) || self.health().usable(file).is_err() {
             return self.local.with_kernel_bytes(file, span, reply);
@@ -484,7 +484,10 @@ impl Maps for RemoteFiles {
             Ok(_guards) => self.local.with_kernel_bytes(file, span, reply),
             // The caller fetches.
             Err(FetchError::NoRoom | FetchError::Cache(_)) => None,
-            Err(FetchError::Remote(error)) => Some(self.counted(Err(self.error(file, span, &error)))),
+            Err(FetchError::Remote(error)) => {
+                let failed: Result<(), SourceError> = self.counted(Err(self.error(file, span, &error)));
+                failed.err().map(|error| Err(error.into()))
+            }
         }
     }
 

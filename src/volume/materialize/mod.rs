@@ -40,6 +40,7 @@ use std::{
 };
 
 use ckfs_read::{Engine, MaterializeTarget, Materializing, PreparedFile};
+use ckfs_source::Replied;
 
 pub use self::policy::{BundleSizes, Policy};
 use self::{
@@ -188,18 +189,18 @@ impl Materializer {
         }
     }
 
-    /// Passes bytes of a file to `reply`, from pieces that are finished or are produced for this read. Returns false without a
-    /// call of `reply` if the read must be answered as without materialization.
+    /// Passes bytes of a file to `reply`, from pieces that are finished or are produced for this read. `None`, without a
+    /// call of `reply`, if the read must be answered as without materialization.
     pub(super) fn read(
         entry: &Arc<FileEntry>,
         file: &Arc<PreparedFile>,
         start: u64,
         len: usize,
-        reply: &mut dyn FnMut(&[u8]),
-    ) -> bool {
+        reply: &mut dyn FnMut(&[u8]) -> Replied,
+    ) -> Option<Replied> {
         let end = start.saturating_add(len as u64).min(file.len_bytes());
         let start = start.min(end);
-        entry.pieces().is_some_and(|pieces| pieces.read(start, end, reply))
+        entry.pieces()?.read(start, end, reply)
     }
 
     /// Notes that a file is closed.

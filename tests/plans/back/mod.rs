@@ -46,8 +46,11 @@ fn read(volume: &Volume, path: &str) -> Vec<u8> {
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < attr.size_bytes {
         let at = bytes.len() as u64;
-        volume
-            .read(attr.ino, opened.handle, at, 1 << 20, &mut |part| bytes.extend(part.to_vec().unwrap()))
+        let _ = volume
+            .read(attr.ino, opened.handle, at, 1 << 20, &mut |part| {
+                bytes.extend(part.to_vec().unwrap());
+                ckfs::source::Replied::new()
+            })
             .unwrap_or_else(|error| panic!("{path}: {error}"));
         assert!(bytes.len() as u64 > at, "{path} ends at {at} of {}", attr.size_bytes);
     }

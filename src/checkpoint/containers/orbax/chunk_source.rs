@@ -14,8 +14,8 @@ use std::{
 };
 
 use ckfs_source::{
-    ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource, Source,
-    SourceError, digest::Compared,
+    ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, ReadFailure,
+    RemoteSource, Replied, Source, SourceError, digest::Compared,
 };
 use ckfs_sync::{Helpers, processors};
 use ckfs_tensor::to_usize;
@@ -396,8 +396,8 @@ impl Maps for ChunkSource {
         &self,
         file: FileId,
         span: ByteSpan,
-        reply: &mut dyn FnMut(KernelBytes<'_>),
-    ) -> Option<Result<(), SourceError>> {
+        reply: &mut dyn FnMut(KernelBytes<'_>) -> Replied,
+    ) -> Option<Result<Replied, ReadFailure<SourceError>>> {
         self.own_maps(file)?.with_kernel_bytes(file, span, reply)
     }
 
