@@ -27,6 +27,7 @@ mod interface;
 mod kernel_bytes;
 pub mod local;
 mod memory;
+mod open_file_limit;
 pub mod page_size;
 pub mod permission;
 mod pin;
@@ -47,6 +48,7 @@ pub use interface::{Coded, DecodedChunks, FetchPart, FileFetch, Maps, Pin, Remot
 pub use kernel_bytes::{KernelBytes, Served};
 pub use local::{LocalFiles, ResidentWindow, SourceIo};
 pub use memory::BufferMemory;
+pub use open_file_limit::check_open_file_limit;
 pub use pin::pin_files;
 pub use replied::{ReadFailure, Replied};
 pub use root_dir::{FoundFile, Opened, RootDir, private_directory};

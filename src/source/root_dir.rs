@@ -32,7 +32,7 @@ use rustix::{
 use super::{
     ByteSpan, SourceError,
     digest::KnownDigest,
-    local::raise_open_file_limit,
+    open_file_limit::raise_open_file_limit,
     permission::{AccessRule, AccessRules, DirectoryRules, PASS, READ},
     remote::handle::Remote,
     stall::WaitGuard,

@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use ckfs_source::{
-    FileId, Opened, RootDir, Source, SourceError, WaitRegistry, local::check_open_file_limit,
-    permission::DirectoryRules, remote::RemoteTree,
+    FileId, Opened, RootDir, Source, SourceError, WaitRegistry, check_open_file_limit, permission::DirectoryRules,
+    remote::RemoteTree,
 };
 
 use super::super::{

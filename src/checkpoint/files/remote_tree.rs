@@ -8,8 +8,7 @@ use std::{
 };
 
 use ckfs_source::{
-    ByteSpan, FoundFile, Opened, SourceError,
-    local::check_open_file_limit,
+    ByteSpan, FoundFile, Opened, SourceError, check_open_file_limit,
     permission::DirectoryRules,
     private_directory,
     remote::{Remote, RemoteTree},

@@ -15,7 +15,7 @@ use std::{
 };
 
 use ckfs_source::{
-    ByteSpan, Opened, RootDir, SourceError, WaitRegistry, local::check_open_file_limit, permission::DirectoryRules,
+    ByteSpan, Opened, RootDir, SourceError, WaitRegistry, check_open_file_limit, permission::DirectoryRules,
 };
 use ckfs_tensor::to_usize;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};

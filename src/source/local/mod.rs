@@ -17,7 +17,6 @@ mod advice;
 mod compare;
 pub mod guard;
 mod identity;
-mod limit;
 mod map;
 mod pinned;
 mod window;
@@ -26,8 +25,6 @@ use std::{fs::File, io, os::unix::fs::FileExt, path::PathBuf, sync::Arc};
 
 use nix::sys::stat::{FileStat, fstat, stat};
 
-pub use limit::check_open_file_limit;
-pub(super) use limit::raise_open_file_limit;
 pub use pinned::SourceIo;
 pub use window::ResidentWindow;
 
@@ -35,6 +32,7 @@ use super::{
     ByteSpan, ComparedFiles, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, ReadFailure,
     Replied, Source, SourceError,
     digest::Compared,
+    open_file_limit::check_open_file_limit,
     root_dir::Revalidate,
     stall::{WaitRegistry, WaitTarget},
 };

@@ -2,14 +2,14 @@
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::super::SourceError;
+use super::SourceError;
 
 /// Descriptors that a mount needs besides those of its source files, with some to spare.
 const OTHER_DESCRIPTORS: u64 = 48;
 
 /// Raises the soft limit of open files to the hard one: every source file stays open, and a repository may have hundreds. Returns
 /// the new limit.
-pub(in super::super) fn raise_open_file_limit() -> Option<u64> {
+pub(super) fn raise_open_file_limit() -> Option<u64> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
     if soft >= hard {
         return Some(soft);
