@@ -31,7 +31,7 @@ pub struct Sizing {
 pub enum BufferLimit {
     /// Only what is unused now.
     Spare,
-    /// All buffers of the pool together, unused ones included, at most so many bytes.
+    /// Most bytes of all buffers of the pool, unused ones included.
     Bytes(usize),
     /// The same, unless no buffer is in use.
     BytesUnlessAlone(usize),

@@ -235,7 +235,7 @@ impl Weight for Chunk {
     }
 }
 
-/// Who finds no room waits for some.
+/// A caller without room waits for some.
 struct Waiting {
     buffers: BufferPool<Vec<u8>>,
     bytes_max: usize,
@@ -487,7 +487,7 @@ impl Weight for Tile {
     }
 }
 
-/// Who finds no room is refused.
+/// A caller without room is refused.
 struct Refusing {
     held: Account,
     bytes_max: usize,

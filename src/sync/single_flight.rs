@@ -22,7 +22,7 @@ use super::{
 };
 
 /// Time after which a thread that waits checks whether it should go on waiting.
-const PATIENCE: Duration = Duration::from_millis(200);
+const CHECK_PERIOD: Duration = Duration::from_millis(200);
 
 /// Failures of others that a waiter does not take for its own. The next one is its own, or another reader's.
 const TRIES_MAX: u32 = 2;
@@ -287,7 +287,7 @@ impl<K: Hash + Eq + Copy, V: Weight, P: RoomPolicy<K, V>> SingleFlight<K, V, P> 
                         // Room that was left before the watch began is found now.
                         None => watch = Some(self.changes.watch()),
                         Some(watch) => {
-                            idle_waits = if watch.wait(PATIENCE) { 0 } else { idle_waits + 1 };
+                            idle_waits = if watch.wait(CHECK_PERIOD) { 0 } else { idle_waits + 1 };
                             if let Some(error) = (request.give_up)() {
                                 return Some(Err(error));
                             }
@@ -383,7 +383,7 @@ impl<V, E: Clone> Flight<V, E> {
                 Some(Landing::Panicked) => return Ok(Landing::Panicked),
                 None => {}
             }
-            let (found, is_over) = wait(&self.landed, &self.landing, landing, PATIENCE);
+            let (found, is_over) = wait(&self.landed, &self.landing, landing, CHECK_PERIOD);
             landing = found;
             if is_over
                 && landing.is_none()
