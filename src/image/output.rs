@@ -20,7 +20,7 @@ pub trait OutputFormat: fmt::Debug + Send + Sync {
     /// Its name in messages, which is that of its directory where it has one.
     fn name(&self) -> &'static str;
 
-    /// The part of a plan's view that the format cannot show; `None` if it shows all. [`OutputFormat::show`] returns the same.
+    /// The part of a plan's view that the format cannot show; `None` if it shows all.
     fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
         let _ = plan;
         None
