@@ -24,6 +24,7 @@
 //! | [`volume`] | the file system without a transport: tree, lookup, listing, read |
 //! | [`service`] | a volume that is alive: opened as a configuration says, with memory budget, watching of sources, prefetch, time limits of requests |
 //! | [`fuse`] | the only user of fuser: mount, convert, reply, unmount |
+//! | `python` | the module `ckfs` for Python, in process; the only user of pyo3. Not linked here: the interpreter loads it |
 //! | [`cli`] | the only user of clap, anyhow and standard output |
 //!
 //! # How a byte gets from a source file to a reader

@@ -10,8 +10,9 @@ use std::{
 };
 
 /// Outer crates, with the one layer that may use them.
-const ONLY_IN: [(&str, &str); 6] = [
+const ONLY_IN: [(&str, &str); 7] = [
     ("fuser", "fuse"),
+    ("pyo3", "python"),
     ("clap", "cli"),
     ("anyhow", "cli"),
     ("tokio", "source"),
@@ -20,13 +21,14 @@ const ONLY_IN: [(&str, &str); 6] = [
 ];
 
 /// Every file that may hold `unsafe`, relative to `src`. A new one is a decision, not an accident.
-const UNSAFE_FILES: [&str; 17] = [
+const UNSAFE_FILES: [&str; 18] = [
     "fuse/mounts/mount_id.rs",
     "fuse/mounts/mounted.rs",
     "fuse/mounts/passed.rs",
     "fuse/reply_data.rs",
     "host/limits.rs",
     "host/signal.rs",
+    "python/memory.rs",
     "read/materialize.rs",
     "source/kernel_bytes.rs",
     "source/local/advice.rs",
@@ -212,8 +214,9 @@ fn every_directory_is_a_crate_of_the_workspace() {
         paths.filter(|path| *path != ".").map(|path| path.strip_prefix("src/").unwrap().to_owned()).collect()
     };
     assert_eq!(members("members"), layers());
-    // Otherwise `cargo test` leaves its tests out.
-    assert_eq!(members("default-members"), layers());
+    // Otherwise `cargo test` leaves its tests out. The module for Python has none in Rust, and only Python can load it.
+    let tested = layers().into_iter().filter(|layer| layer != "python").collect();
+    assert_eq!(members("default-members"), tested);
     let sources = sources();
     let loose: Vec<&str> = sources.iter().map(|file| file.name.as_str()).filter(|name| !name.contains('/')).collect();
     assert_eq!(loose, ["lib.rs", "main.rs"]);

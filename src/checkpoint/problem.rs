@@ -203,6 +203,12 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    /// A text for each problem.
+    pub fn texts(&self) -> Vec<String> {
+        let Self::Problems { label, problems, .. } = self else { return vec![self.to_string()] };
+        problems.iter().map(|problem| list_problems(label, std::slice::from_ref(problem), 0)).collect()
+    }
+
     /// The file or directory that could not be read, if one could not, and the system's error.
     #[expect(clippy::wildcard_enum_match_arm, reason = "other errors are about what was read")]
     pub fn unreadable(&self) -> Option<(&Path, &io::Error)> {

@@ -8,6 +8,7 @@
 //! | flags, their help and errors | `cli::flags` |
 //! | keys of files, their errors with file and line, `.ckfs/config.toml` | [`file`](FileSettings) |
 //! | options of `-o` and of `mount.ckfs` | [`options`] |
+//! | keyword arguments of Python | [`keywords`] |
 //! | precedence: flags, then `-o`, then the file's table of a view, then its top | [`Settings::over`], [`Config::gather`] |
 //! | relative paths, which begin where they were written | [`Settings::rebase`] |
 //!
@@ -21,6 +22,7 @@
 mod allow;
 mod excerpt;
 mod file;
+pub mod keywords;
 mod layers;
 mod load;
 mod merged;

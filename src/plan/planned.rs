@@ -237,6 +237,12 @@ impl Plan {
         }
     }
 
+    /// The tensor of this name, and its index.
+    pub fn find(&self, name: &str) -> Option<(usize, &PlannedTensor)> {
+        let index = self.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()?;
+        Some((index, &self.tensors[index]))
+    }
+
     /// How a tensor is split.
     pub fn spec(&self, tensor: &PlannedTensor) -> &Spec {
         &self.specs[tensor.spec as usize]

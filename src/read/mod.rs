@@ -20,7 +20,7 @@
 //! * **generated** bytes, such as headers, come from the file's image.
 //!
 //! A file may also be materialized: all threads make its bytes once, in pieces, in a file that the kernel reads by itself
-//! ([`Materializing`]).
+//! ([`Materializing`]). A program that wants arrays has them made in its own memory, by several threads ([`Loading`]).
 //!
 //! # What a source without maps costs
 //!
@@ -44,6 +44,7 @@ pub mod counters;
 mod engine;
 mod fetch;
 mod fill;
+mod load;
 mod materialize;
 mod plan_jobs;
 mod prepared_file;
@@ -59,6 +60,7 @@ mod worker;
 pub use ckfs_sync::Reservation;
 pub use counters::{Counters, Path};
 pub use engine::{Engine, EngineOptions};
+pub use load::{LoadPart, LoadTarget, Loading};
 pub use materialize::{MaterializeError, MaterializeTarget, Materializing};
 pub use prepared_file::PreparedFile;
 

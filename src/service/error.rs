@@ -41,9 +41,14 @@ pub enum OpenError {
     /// The source is a part of a mount, or of a set of files, which holds a part of each tensor only.
     #[error("{0}")]
     Shards(String),
-    /// Everything wrong with the plans, a line for each view.
-    #[error("{0}")]
-    Plans(String),
+    /// Everything wrong with the plans.
+    #[error("{text}")]
+    Plans {
+        /// All of it: views, problems, and what would help.
+        text: String,
+        /// A text for each problem.
+        problems: Vec<String>,
+    },
     /// A chunk of the source needs more memory to decode than there is.
     #[error("{0}")]
     ChunkMemory(String),
@@ -69,4 +74,23 @@ pub enum OpenError {
         /// The file.
         file: PathBuf,
     },
+}
+
+impl OpenError {
+    /// A text for each problem.
+    pub fn problems(&self) -> Vec<String> {
+        match self {
+            Self::Checkpoint { error, .. } => error.texts(),
+            Self::Plans { problems, .. } => problems.clone(),
+            Self::Volume(error) => ckfs_plan::PlanError { problems: error.problems.clone() }.texts(),
+            Self::NoSource
+            | Self::Path { .. }
+            | Self::Threads { .. }
+            | Self::Shards(_)
+            | Self::ChunkMemory(_)
+            | Self::Config(_)
+            | Self::Materialize { .. }
+            | Self::Covered { .. } => vec![self.to_string()],
+        }
+    }
 }

@@ -172,7 +172,7 @@ const ADVICE: &str = "  --allow-missing[=PATTERN] accepts what is missing, --all
 /// # Errors
 /// Everything wrong with any of the plans.
 pub fn plan_views(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<ViewPlan>, OpenError> {
-    let mut failures = Vec::new();
+    let (mut failures, mut problems) = (Vec::new(), Vec::new());
     let mut plans = Vec::new();
     let (mut of_names, mut other_shape) = (false, None);
     for view in &config.views {
@@ -182,6 +182,7 @@ pub fn plan_views(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<ViewPl
                 of_names |= error.concerns_names();
                 other_shape = other_shape.or_else(|| error.of_other_shape().map(str::to_owned));
                 let of_view = if view.name.is_empty() { String::new() } else { format!("view {}: ", view.name) };
+                problems.extend(error.texts().into_iter().map(|problem| format!("{of_view}{problem}")));
                 failures.push(format!("{of_view}{error}"));
             }
         }
@@ -196,7 +197,7 @@ pub fn plan_views(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<ViewPl
             printable(&tensor)
         ));
     }
-    if failures.is_empty() { Ok(plans) } else { Err(OpenError::Plans(failures.join("\n"))) }
+    if failures.is_empty() { Ok(plans) } else { Err(OpenError::Plans { text: failures.join("\n"), problems }) }
 }
 
 /// Cores that this process may use.

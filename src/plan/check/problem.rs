@@ -350,6 +350,13 @@ impl PlanError {
         self.problems.iter().any(of_names)
     }
 
+    /// A text for each problem.
+    pub fn texts(&self) -> Vec<String> {
+        let text =
+            |problem: &Problem| format!("{}{}", printable(&problem.to_string()), printable_lines(problem.excerpt()));
+        self.problems.iter().map(text).collect()
+    }
+
     /// The first tensor that has another shape than that of the other layers.
     pub fn of_other_shape(&self) -> Option<&str> {
         self.problems.iter().find_map(|problem| {
