@@ -24,6 +24,7 @@
 //! | [`volume`] | the file system without a transport: tree, lookup, listing, read |
 //! | [`service`] | a volume that is alive: opened as a configuration says, with memory budget, watching of sources, prefetch, time limits of requests |
 //! | [`fuse`] | the only user of fuser: mount, convert, reply, unmount |
+//! | `serve` | HTTP, the Hub's and S3's requests; the only user of hyper |
 //! | `python` | the module `ckfs` for Python, in process; the only user of pyo3. Not linked here: the interpreter loads it |
 //! | [`cli`] | the only user of clap, anyhow and standard output |
 //!
@@ -87,6 +88,8 @@ pub use ckfs_host as host;
 pub use ckfs_image as image;
 pub use ckfs_plan as plan;
 pub use ckfs_read as read;
+#[cfg(feature = "serve")]
+pub use ckfs_serve as serve;
 pub use ckfs_service as service;
 pub use ckfs_source as source;
 pub use ckfs_sync as sync;

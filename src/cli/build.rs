@@ -29,7 +29,8 @@ fn main() -> io::Result<()> {
         (false, true) => "hub",
         (false, false) => "none",
     };
-    writeln!(out, "cargo::rustc-env=CKFS_FEATURES={features}")?;
+    let serve = if has("SERVE") { ", serve" } else { "" };
+    writeln!(out, "cargo::rustc-env=CKFS_FEATURES={features}{serve}")?;
     writeln!(out, "cargo::rerun-if-changed=build.rs")?;
     let commit = if let Some(commit) = recorded_commit(Path::new(RECORD)) {
         writeln!(out, "cargo::rerun-if-changed={RECORD}")?;

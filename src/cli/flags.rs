@@ -86,7 +86,7 @@ fn former_flags(takers: Commands) -> impl Iterator<Item = Arg> {
 
 /// The settings that some commands take as flags.
 fn taken_by(takers: Commands) -> impl Iterator<Item = &'static Setting> {
-    SETTINGS.iter().filter(move |setting| setting.is_flag && setting.group.commands() == takers)
+    SETTINGS.iter().filter(move |setting| setting.is_taken_by(takers))
 }
 
 /// The values as typed.
@@ -150,6 +150,11 @@ flags! {
 flags! {
     /// How to mount and serve.
     ServingFlags, Commands::Mount
+}
+
+flags! {
+    /// How to serve over the network.
+    NetworkFlags, Commands::Serve
 }
 
 flags! {

@@ -26,6 +26,8 @@ mod output;
 mod permission_hint;
 mod plan;
 mod run;
+#[cfg(feature = "serve")]
+mod serve;
 mod stall_exit;
 mod status;
 mod sums;
@@ -57,6 +59,7 @@ Examples:
   ckfs plan meta-llama/Llama-3.1-8B --mesh fsdp=4,tensor=2  what would be mounted
   ckfs mount /data/llama /mnt/llama --mesh fsdp=8           mount it
   ckfs run /data/llama --mesh fsdp=8 -- python train.py     mount it for one command only
+  ckfs serve /data/llama --dtype bf16                       the same files over HTTP, and as a repository of the Hub
   ckfs status                                               what is mounted
   ckfs umount /mnt/llama
 
@@ -82,6 +85,8 @@ struct Cli {
 enum Command {
     Mount(Box<mount::Mount>),
     Run(Box<run::RunCommand>),
+    #[cfg(feature = "serve")]
+    Serve(Box<serve::Serve>),
     #[command(visible_alias = "unmount")]
     Umount(umount::Umount),
     Status(status::Status),
@@ -294,6 +299,8 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<ExitCode> {
         // Its exit code is that of another command.
         Command::Run(command) => return command.run(&log, sink, args),
         Command::Mount(command) => command.run(&log, sink, args),
+        #[cfg(feature = "serve")]
+        Command::Serve(command) => command.run(&log, sink),
         Command::Umount(command) => command.run(),
         Command::Status(command) => command.run(),
         Command::Metrics(command) => command.run(),
@@ -372,7 +379,8 @@ mod tests {
         for (line, name) in lines[1..].iter().zip(["commit    ", "features  ", "target    "]) {
             assert!(line.strip_prefix(name).is_some_and(|value| !value.trim().is_empty()), "{LONG_VERSION}");
         }
-        assert_eq!(lines[2] == "features  remote", cfg!(feature = "stores"), "{LONG_VERSION}");
+        assert_eq!(lines[2].contains("remote"), cfg!(feature = "stores"), "{LONG_VERSION}");
+        assert_eq!(lines[2].contains("serve"), cfg!(feature = "serve"), "{LONG_VERSION}");
     }
 
     #[test]

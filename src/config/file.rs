@@ -26,6 +26,9 @@
 //!
 //! [mount]
 //! allow_other = true
+//!
+//! [serve]                              # how `ckfs serve` answers
+//! listen = "127.0.0.1:8421"
 //! ```
 //!
 //! Unknown keys and malformed values are errors that name file and line.
@@ -98,6 +101,7 @@ impl FileSettings {
         for (key, value) in document(text)? {
             match key.get_ref().as_str() {
                 "mount" => read_table(value, &[SettingScope::Mount], &[], &mut found.top)?,
+                "serve" => read_table(value, &[SettingScope::Serve], &[], &mut found.top)?,
                 "view" => {
                     for (name, value) in entries(value)? {
                         found.views.push((view_name(name)?, Settings::default()));
@@ -111,7 +115,7 @@ impl FileSettings {
                         &key,
                         value,
                         &[SettingScope::Top, SettingScope::View],
-                        &["mount", "view"],
+                        &["mount", "serve", "view"],
                         &mut found.top,
                     )?;
                 }
@@ -200,6 +204,7 @@ fn read_key(
         let elsewhere = SETTINGS.iter().find(|row| row.toml_key() == *key.get_ref());
         let place = elsewhere.and_then(|row| match row.scope {
             SettingScope::Mount => Some("under [mount]"),
+            SettingScope::Serve => Some("under [serve]"),
             SettingScope::View => Some("before the first table, or under [view.NAME]"),
             SettingScope::Top => Some("before the first table"),
             SettingScope::None => None,

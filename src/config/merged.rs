@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::{
     TimeLimit,
     file::FileSettings,
-    settings::{MountSettings, Settings, ViewSettings},
+    settings::{MountSettings, ServeSettings, Settings, ViewSettings},
 };
 
 /// One view of the configuration.
@@ -32,6 +32,8 @@ pub struct Config {
     pub views: Vec<ViewConfig>,
     /// How to mount.
     pub mount: MountSettings,
+    /// How to serve over the network.
+    pub serve: ServeSettings,
     /// Longest time until a daemon must be ready.
     pub start_limit: Option<TimeLimit>,
 }
@@ -56,8 +58,8 @@ impl Config {
         if views.is_empty() {
             views.push(ViewConfig { name: String::new(), settings: top.view });
         }
-        let Settings { source, config_from, fill_from, mountpoint, mount, start_limit, .. } = top;
-        Self { source, config_from, fill_from, mountpoint, views, mount, start_limit }
+        let Settings { source, config_from, fill_from, mountpoint, mount, serve, start_limit, .. } = top;
+        Self { source, config_from, fill_from, mountpoint, views, mount, serve, start_limit }
     }
 
     /// Applies other settings, which have precedence in every view.
@@ -69,14 +71,14 @@ impl Config {
         }
         let mut top = said;
         top.over(&self.top());
-        let Settings { source, config_from, fill_from, mountpoint, mount, start_limit, .. } = top;
+        let Settings { source, config_from, fill_from, mountpoint, mount, serve, start_limit, .. } = top;
         let views = std::mem::take(&mut self.views);
-        *self = Self { source, config_from, fill_from, mountpoint, views, mount, start_limit };
+        *self = Self { source, config_from, fill_from, mountpoint, views, mount, serve, start_limit };
     }
 
     /// The settings that hold for all views.
     pub(super) fn top(&self) -> Settings {
-        let Self { source, config_from, fill_from, mountpoint, views: _, mount, start_limit } = self.clone();
-        Settings { source, config_from, fill_from, mountpoint, mount, start_limit, ..Settings::default() }
+        let Self { source, config_from, fill_from, mountpoint, views: _, mount, serve, start_limit } = self.clone();
+        Settings { source, config_from, fill_from, mountpoint, mount, serve, start_limit, ..Settings::default() }
     }
 }

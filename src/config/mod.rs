@@ -34,6 +34,7 @@ mod precedence;
 mod python_dict;
 pub mod rename;
 mod rules;
+mod serving;
 mod setting;
 mod settings;
 mod table;
@@ -54,8 +55,9 @@ pub use near::{did_you_mean, folded, nearest};
 pub use pattern::{Pattern, PatternError};
 pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};
+pub use serving::{ListenAddress, RepoName};
 pub use setting::{Arity, Commands, FieldAccess, Group, Setting, SettingScope};
-pub use settings::{MountSettings, Settings, ViewSettings};
+pub use settings::{MountSettings, ServeSettings, Settings, ViewSettings};
 pub use table::{FORMER, KEYS, SETTINGS, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use value_types::{

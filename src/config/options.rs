@@ -9,7 +9,7 @@ use super::{
 
 /// The setting that an option names, and its value as a word.
 fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a str), String> {
-    let known = || SETTINGS.iter().filter(|row| row.is_flag);
+    let known = || SETTINGS.iter().filter(|row| row.is_option());
     let Some(row) = known().find(|row| row.option() == name) else {
         if let Some(now) = former(name) {
             return Err(format!("option {now}"));
@@ -32,7 +32,7 @@ fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a
 /// The option as it must be written.
 pub fn check_commas(options: &[(String, Option<String>)]) -> Result<(), String> {
     let is_known = |(name, _): &(String, Option<String>)| {
-        former(name).is_some() || SETTINGS.iter().any(|row| row.is_flag && row.option() == *name)
+        former(name).is_some() || SETTINGS.iter().any(|row| row.is_option() && row.option() == *name)
     };
     let Some(at) = options.iter().position(|option| !is_known(option)) else { return Ok(()) };
     let Some((list, Some(first))) = options[..at].last() else { return Ok(()) };

@@ -18,6 +18,8 @@ pub enum Group {
     Reading,
     /// Mounting and serving.
     Mount,
+    /// Serving over the network.
+    Serve,
     /// Logging.
     Logging,
 }
@@ -30,6 +32,7 @@ impl Group {
             Self::View => "View",
             Self::Reading => "Reading",
             Self::Mount => "Mount",
+            Self::Serve => "Serving",
             Self::Logging => "Logging",
         }
     }
@@ -39,6 +42,7 @@ impl Group {
         match self {
             Self::View | Self::Reading => Commands::Readers,
             Self::Place | Self::Mount => Commands::Mount,
+            Self::Serve => Commands::Serve,
             Self::Logging => Commands::All,
         }
     }
@@ -51,6 +55,8 @@ pub enum Commands {
     Readers,
     /// `mount`.
     Mount,
+    /// `serve`.
+    Serve,
     /// All.
     All,
 }
@@ -64,6 +70,8 @@ pub enum SettingScope {
     View,
     /// In the table `[mount]`.
     Mount,
+    /// In the table `[serve]`.
+    Serve,
     /// Nowhere.
     None,
 }
@@ -119,6 +127,8 @@ pub struct Setting {
     pub is_flag: bool,
     /// Whether the short help shows it.
     pub is_common: bool,
+    /// Whether `serve` takes it too, though it is one of `mount`.
+    is_served: bool,
     /// Its place in a file.
     pub scope: SettingScope,
 }
@@ -136,6 +146,7 @@ impl Setting {
             Group::Place => SettingScope::Top,
             Group::View => SettingScope::View,
             Group::Reading | Group::Mount | Group::Logging => SettingScope::Mount,
+            Group::Serve => SettingScope::Serve,
         };
         Self {
             name,
@@ -148,6 +159,7 @@ impl Setting {
             key: None,
             is_flag: true,
             is_common: false,
+            is_served: false,
             scope,
         }
     }
@@ -176,6 +188,12 @@ impl Setting {
         self
     }
 
+    /// For `serve` too.
+    pub(super) const fn served(mut self) -> Self {
+        self.is_served = true;
+        self
+    }
+
     /// Above all tables of a file.
     pub(super) const fn top(mut self) -> Self {
         self.scope = SettingScope::Top;
@@ -192,6 +210,17 @@ impl Setting {
     pub(super) const fn file_only(mut self) -> Self {
         self.is_flag = false;
         self
+    }
+
+    /// Whether some commands take it as a flag.
+    pub fn is_taken_by(&self, takers: Commands) -> bool {
+        let also = self.is_served && takers == Commands::Serve;
+        self.is_flag && (self.group.commands() == takers || also)
+    }
+
+    /// Whether mount(8) takes it as an option of `-o`.
+    pub fn is_option(&self) -> bool {
+        self.is_flag && self.group.commands() != Commands::Serve
     }
 
     /// Its name among the options of `-o`.

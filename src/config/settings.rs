@@ -6,9 +6,9 @@ use std::{collections::BTreeMap, path::PathBuf};
 use ckfs_source::{Duplicates, SourceIo};
 
 use super::{
-    Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice, LogicalRule,
-    Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, ShardChoice, ShardRule,
-    ThreadCount, Tied, TimeLimit, WaitTime,
+    Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice, ListenAddress,
+    LogicalRule, Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, RepoName,
+    ShardChoice, ShardRule, ThreadCount, Tied, TimeLimit, WaitTime,
 };
 
 /// All settings.
@@ -28,6 +28,8 @@ pub struct Settings {
     pub view: ViewSettings,
     /// Reading, mounting and serving.
     pub mount: MountSettings,
+    /// Serving over the network.
+    pub serve: ServeSettings,
     /// Longest time until a daemon must be ready.
     pub start_limit: Option<TimeLimit>,
 }
@@ -154,4 +156,19 @@ pub struct MountSettings {
     pub drain: Option<WaitTime>,
     /// File for the daemon's log.
     pub log_file: Option<PathBuf>,
+}
+
+/// Serving over the network.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ServeSettings {
+    /// Where HTTP is answered.
+    pub listen: Option<ListenAddress>,
+    /// Where the requests of S3 are answered.
+    pub s3: Option<ListenAddress>,
+    /// The name of the repository.
+    pub name: Option<RepoName>,
+    /// The file with the token that requests must have.
+    pub token_file: Option<PathBuf>,
+    /// Whether other machines may read without a token.
+    pub allow_anyone: Option<bool>,
 }

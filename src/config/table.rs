@@ -6,7 +6,7 @@ use super::{
     setting::{
         Arity::{Flag, Optional, Required},
         FieldAccess,
-        Group::{Logging, Mount, Place, Reading, View},
+        Group::{Logging, Mount, Place, Reading, Serve, View},
         Setting, SettingScope,
     },
     settings::Settings,
@@ -485,14 +485,16 @@ pub static SETTINGS: &[Setting] = &[
         at!(mount.file_mode),
         "Permission bits of all files, in octal as in 0440, in place of what the sources allow.",
     )
-    .more("Only the bits to read count: the mount cannot be written to, and no file is a program."),
+    .more("Only the bits to read count: the mount cannot be written to, and no file is a program.")
+    .served(),
     Setting::new(
         Mount,
         "dir-mode",
         Required("MODE"),
         at!(mount.dir_mode),
         "Permission bits of all directories, as in 0550, in place of what the sources allow; bits to write do not count.",
-    ),
+    )
+    .served(),
     Setting::new(
         Mount,
         "uid",
@@ -543,9 +545,48 @@ pub static SETTINGS: &[Setting] = &[
         "drain",
         Required("TIME"),
         at!(mount.drain),
-        "How long to serve open files after detaching, as in 20 (seconds) or 10min.",
+        "How long to serve open files after detaching, as in 20 (seconds) or 10min; `serve`: answers that have begun, after a signal to end.",
     )
-    .key("drain_seconds"),
+    .key("drain_seconds")
+    .served(),
+    Setting::new(
+        Serve,
+        "listen",
+        Required("ADDR"),
+        at!(serve.listen),
+        "Answers HTTP at this address, as in 127.0.0.1:8421, which is the default. A port alone is one of 127.0.0.1; port 0 is any free one.",
+    )
+    .more("An address that other machines reach needs --token-file or --allow-anyone.")
+    .common(),
+    Setting::new(
+        Serve,
+        "name",
+        Required("ORG/NAME"),
+        at!(serve.name),
+        "The name of hf/ as a repository; by default the source's own org/name, else ckfs/DIRECTORY.",
+    )
+    .more("The views of a file are ckfs/VIEW.")
+    .common(),
+    Setting::new(
+        Serve,
+        "token-file",
+        Required("FILE"),
+        at!(serve.token_file),
+        "Answers only requests that have the token in the first line of this file, as `Authorization: Bearer TOKEN`.",
+    )
+    .more("Clients of the Hub send it as HF_TOKEN. /healthz and /readyz need none.")
+    .common(),
+    Setting::new(
+        Serve,
+        "allow-anyone",
+        Flag("true"),
+        at!(serve.allow_anyone),
+        "Lets every machine that reaches the address read, without a token, what all users of this machine may read.",
+    )
+    .more(
+        "Files whose sources are not readable for all users, and .ckfs/, are answered for requests with the token, or from this machine \
+         where no token is set. --file-mode and --dir-mode replace the permissions of the sources.",
+    ),
     Setting::new(
         Logging,
         "log-file",
@@ -576,7 +617,7 @@ pub static KEYS: LazyLock<String> = LazyLock::new(|| {
     };
     let tables = |form| of(form).into_iter().map(|key| format!("`[[{key}]]`")).collect::<Vec<_>>().join(", ");
     format!(
-        "{}, {} (a boolean or patterns), {} (lists); rules {}, where a rename has `match` and `to`, or `mapping`; tables {} and `[mount]`, with the options of mounts: {}",
+        "{}, {} (a boolean or patterns), {} (lists); rules {}, where a rename has `match` and `to`, or `mapping`; tables {}, `[serve]` with the flags of `ckfs serve`, and `[mount]`, with the options of mounts: {}",
         of(KeyForm::Word).join(", "),
         of(KeyForm::Allow).join(" and "),
         of(KeyForm::List).join(" and "),

@@ -110,6 +110,13 @@ const EVERY_MOUNT_KEY: &[(&str, &str)] = &[
     ("log_file", "log_file = 'log'"),
 ];
 
+const EVERY_SERVE_KEY: &[(&str, &str)] = &[
+    ("listen", "listen = '0.0.0.0:80'"),
+    ("name", "name = 'org/name'"),
+    ("token_file", "token_file = 'token'"),
+    ("allow_anyone", "allow_anyone = true"),
+];
+
 #[test]
 fn every_key_is_written_and_reads_back_as_the_same() {
     let known = |rows: &[(&str, &str)]| rows.iter().map(|(key, _)| (*key).to_owned()).collect::<Vec<_>>();
@@ -121,6 +128,7 @@ fn every_key_is_written_and_reads_back_as_the_same() {
         (EVERY_TOP_KEY, SettingScope::Top),
         (EVERY_VIEW_KEY, SettingScope::View),
         (EVERY_MOUNT_KEY, SettingScope::Mount),
+        (EVERY_SERVE_KEY, SettingScope::Serve),
     ] {
         let keys = SETTINGS.iter().filter(|row| row.scope == scope).map(Setting::toml_key).collect();
         assert_eq!(sorted(known(rows)), sorted(keys));
@@ -145,8 +153,21 @@ fn every_key_is_written_and_reads_back_as_the_same() {
     for (key, text) in EVERY_MOUNT_KEY {
         assert_ne!(same(&format!("[mount]\n{text}")), nothing, "{key} means nothing");
     }
+    for (key, text) in EVERY_SERVE_KEY {
+        assert_ne!(same(&format!("[serve]\n{text}")), nothing, "{key} means nothing");
+    }
     let lines = |rows: &[(&str, &str)]| rows.iter().flat_map(|(_, text)| [text, "\n"]).collect::<String>();
-    same(&[&lines(EVERY_TOP_KEY), &lines(EVERY_VIEW_KEY), "[mount]\n", &lines(EVERY_MOUNT_KEY)].concat());
+    same(
+        &[
+            &lines(EVERY_TOP_KEY),
+            &lines(EVERY_VIEW_KEY),
+            "[mount]\n",
+            &lines(EVERY_MOUNT_KEY),
+            "[serve]\n",
+            &lines(EVERY_SERVE_KEY),
+        ]
+        .concat(),
+    );
 }
 
 #[test]

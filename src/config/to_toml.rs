@@ -39,6 +39,7 @@ struct Document {
     top: TomlRows,
     views: Vec<(String, TomlRows)>,
     mount: TomlRows,
+    serve: TomlRows,
 }
 
 impl Serialize for Document {
@@ -58,6 +59,9 @@ impl Serialize for Document {
         }
         if !self.mount.0.is_empty() {
             map.serialize_entry("mount", &self.mount)?;
+        }
+        if !self.serve.0.is_empty() {
+            map.serialize_entry("serve", &self.serve)?;
         }
         map.end()
     }
@@ -81,6 +85,8 @@ fn write(config: &Config) -> Result<String, ConfigError> {
         }
     }
     let mount = TomlRows::new(&top, &[SettingScope::Mount])?;
-    let document = Document { top: TomlRows::new(&top, &[SettingScope::Top, SettingScope::View])?, views, mount };
+    let serve = TomlRows::new(&top, &[SettingScope::Serve])?;
+    let document =
+        Document { top: TomlRows::new(&top, &[SettingScope::Top, SettingScope::View])?, views, mount, serve };
     toml::to_string(&document).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
 }

@@ -86,6 +86,27 @@ impl<'a> SegmentReader<'a> {
         Ok(())
     }
 
+    /// Reads a span into `target`, which is as long.
+    pub(super) fn copy_into(&self, low: u64, high: u64, target: &mut [u8]) -> Result<(), ReadError> {
+        if let SegmentContent::View(prepared) = &self.content
+            && prepared.grid.is_none()
+        {
+            let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
+            if let Some((source, start, _)) = self.single_run(tiling, low, high) {
+                return engine.copy_source(source, start, target, Path::Contiguous);
+            }
+            if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
+                let mut touched = TouchedFiles::new();
+                let mode = FillMode::cached(Path::Contiguous);
+                engine.fill_span(tiling, low / unit, high / unit, target, &mut touched, mode)?;
+                engine.check_touched(&touched)?;
+                engine.counters.serve(Path::Contiguous, high - low);
+                return Ok(());
+            }
+        }
+        self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes))
+    }
+
     /// Makes a span without the tile cache.
     pub(super) fn make(&self, low: u64, high: u64, target: &mut [u8]) -> Result<(), ReadError> {
         let SegmentContent::View(prepared) = &self.content else {

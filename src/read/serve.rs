@@ -28,23 +28,62 @@ impl Engine {
         self.read_ahead(file, start, end);
         let result = self.read_span(file, start, end, reply);
         if let Err(ReadFailure { error, .. }) = &result {
-            self.count_failure(error);
-            // The source has logged the stall, and the file becomes readable again when it ends.
-            if !error.is_stall() && !file.failed.swap(true, Ordering::Relaxed) {
-                // Other errors name it.
-                let tensor = match error {
-                    ReadError::Changed { error } => self.tensor_of(file, start, end, error),
-                    ReadError::Source { .. }
-                    | ReadError::Tiling { .. }
-                    | ReadError::Panicked
-                    | ReadError::Internal { .. } => None,
-                };
-                let tensor = tensor.map(|tensor| printable(&tensor).into_owned());
-                let error = printable(&error.to_string()).into_owned();
-                tracing::error!(file = file.name, tensor, start, end, "read failed: {error}");
-            }
+            self.note_failed_read(file, start, end, error);
         }
         result
+    }
+
+    /// As [`Self::read`], into memory of the caller: one copy, whatever the bytes come from. They are checked when it returns.
+    ///
+    /// # Errors
+    /// [`ReadError`]; the content of the target is then unspecified. The file ends within the target.
+    pub fn read_into(
+        self: &Arc<Self>,
+        file: &Arc<PreparedFile>,
+        start: u64,
+        target: &mut [u8],
+    ) -> Result<(), ReadError> {
+        let end = start.saturating_add(target.len() as u64);
+        self.read_ahead(file, start.min(file.len_bytes()), end.min(file.len_bytes()));
+        let result = self.copy_span(file, start, end, target);
+        if let Err(error) = &result {
+            self.note_failed_read(file, start, end, error);
+        }
+        result
+    }
+
+    fn copy_span(&self, file: &PreparedFile, start: u64, end: u64, mut target: &mut [u8]) -> Result<(), ReadError> {
+        if end > file.len_bytes() {
+            return Err(ReadError::Internal { what: "a read beyond the end" });
+        }
+        for (segment, low, high) in file.image.spans(start, end) {
+            let Some(place) = target.split_off_mut(..to_usize(high - low)) else { break };
+            SegmentReader::new(self, file, segment)?.copy_into(low, high, place)?;
+        }
+        if target.is_empty() {
+            Ok(())
+        } else {
+            Err(ReadError::Internal { what: "the segments of a span do not fill it" })
+        }
+    }
+
+    /// Counts a failed read, and logs the first of a file.
+    fn note_failed_read(&self, file: &PreparedFile, start: u64, end: u64, error: &ReadError) {
+        self.count_failure(error);
+        // The source has logged the stall, and the file becomes readable again when it ends.
+        if error.is_stall() || file.failed.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        // Other errors name it.
+        let tensor = match error {
+            ReadError::Changed { error } => self.tensor_of(file, start, end, error),
+            ReadError::Source { .. } | ReadError::Tiling { .. } | ReadError::Panicked | ReadError::Internal { .. } => {
+                None
+            }
+        };
+        let tensor = tensor.map(|tensor| printable(&tensor).into_owned());
+        let error = printable(&error.to_string()).into_owned();
+        tracing::error!(file = file.name, tensor, start, end, "read failed: {error}");
     }
 
     /// A tensor that the span is made of: the first in the file that the error is about.

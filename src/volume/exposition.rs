@@ -191,6 +191,11 @@ impl Snapshot {
     }
 }
 
+/// The metrics, as long as they are.
+pub(super) fn metrics_text(from: &Reported<'_>) -> String {
+    Snapshot::new(from).text(0)
+}
+
 /// The metrics, [`METRICS_BYTES`] long.
 pub(super) fn metrics(from: &Reported<'_>) -> Vec<u8> {
     let snapshot = Snapshot::new(from);

@@ -204,6 +204,26 @@ pub trait FileSystem: Send + Sync + 'static {
         reply: &mut dyn FnMut(Served<'_>) -> Replied,
     ) -> Result<Replied, ReadFailure<FsError>>;
 
+    /// Fills `target` with the bytes at `offset`, all of them within the file. They are checked when it returns: for a reader that
+    /// must not pass on bytes before that.
+    ///
+    /// # Errors
+    /// As [`FileSystem::read`]; the content of the target is then unspecified.
+    fn read_into(&self, ino: Ino, handle: Handle, offset: u64, target: &mut [u8]) -> Result<(), FsError> {
+        let mut copied = false;
+        let read = self.read(ino, handle, offset, target.len(), &mut |bytes| {
+            if let Ok(found) = bytes.to_vec()
+                && found.len() == target.len()
+            {
+                target.copy_from_slice(&found);
+                copied = true;
+            }
+            Replied::new()
+        });
+        read.map(drop).map_err(|failure| failure.error)?;
+        if copied { Ok(()) } else { Err(FsError::Io) }
+    }
+
     /// Closes a file.
     fn release(&self, ino: Ino, handle: Handle);
 

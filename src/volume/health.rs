@@ -212,6 +212,12 @@ impl HealthReport {
             || self.problems.iter().any(|problem| problem.ended.is_none())
     }
 
+    /// The problems that are open.
+    pub(super) fn into_open_problems(mut self) -> Vec<HealthProblem> {
+        self.problems.retain(|problem| problem.ended.is_none());
+        self.problems
+    }
+
     /// Moves the last problem from the list to the count of omitted ones; false if the list is empty.
     pub(super) fn leave_one_out(&mut self) -> bool {
         let left = self.problems.pop().is_some();

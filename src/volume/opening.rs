@@ -185,8 +185,8 @@ impl Volume {
         Ok(OpenedFile { handle: Handle(handle), access })
     }
 
-    /// Whether a file's content is generated at each open.
-    fn is_live(&self, ino: Ino) -> bool {
+    /// Whether a file's content is generated at each open: it has no version.
+    pub fn is_live(&self, ino: Ino) -> bool {
         matches!(self.tree.node(ino), Some(TreeNode::Fixed(FixedNode { kind: FixedKind::Live(_), .. })))
     }
 
@@ -230,6 +230,35 @@ impl Volume {
             }
         };
         read.map_err(|failure| self.read_failed(ino, failure))
+    }
+
+    pub(super) fn read_open_into(
+        &self,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        target: &mut [u8],
+    ) -> Result<(), FsError> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
+        let read = match open.ok_or(FsError::Invalid)? {
+            Open::Bytes(bytes) => {
+                let start = to_usize(offset);
+                let found = bytes.get(start..start.saturating_add(target.len())).ok_or(FsError::Invalid)?;
+                target.copy_from_slice(found);
+                return Ok(());
+            }
+            Open::Generated(rows) => {
+                let found = rows.read(offset, target.len());
+                if found.len() != target.len() {
+                    return Err(FsError::Invalid);
+                }
+                target.copy_from_slice(&found);
+                return Ok(());
+            }
+            Open::Original(file) => self.engine.read_original_into(file, offset, target),
+            Open::Image(file, _) => self.engine.read_into(&file, offset, target),
+        };
+        read.map_err(|error| self.read_failed(ino, error.into()).error)
     }
 
     /// Makes the bytes of an open file of tensors from `start` on in `target`, without caches and without read-ahead: for a program

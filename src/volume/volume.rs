@@ -22,8 +22,9 @@ use ckfs_source::{
 use lru::LruCache;
 
 use super::{
+    exposition,
     file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, OpenedFile, StatFs},
-    health::VolumeHealth,
+    health::{HealthProblem, VolumeHealth},
     materialize::{BundleSizes, Materializer, Policy},
     metrics::{Metrics, RequestKind},
     open_files::{Open, PreparedFileCache},
@@ -208,6 +209,16 @@ impl Volume {
         &self.metrics.health
     }
 
+    /// The problems that are open now, those of changed source files too. None while the volume is healthy.
+    pub fn open_problems(&self) -> Vec<HealthProblem> {
+        self.reported().health().into_open_problems()
+    }
+
+    /// The metrics in the text format of `OpenMetrics`.
+    pub fn metrics_text(&self) -> String {
+        exposition::metrics_text(&self.reported())
+    }
+
     /// The files that are materialized.
     pub fn policy(&self) -> &Policy {
         &self.policy
@@ -284,6 +295,10 @@ impl FileSystem for Volume {
         reply: &mut dyn FnMut(Served<'_>) -> Replied,
     ) -> Result<Replied, ReadFailure<FsError>> {
         self.read_open(ino, handle, offset, len, reply)
+    }
+
+    fn read_into(&self, ino: Ino, handle: Handle, offset: u64, target: &mut [u8]) -> Result<(), FsError> {
+        self.read_open_into(ino, handle, offset, target)
     }
 
     fn release(&self, ino: Ino, handle: Handle) {

@@ -152,12 +152,13 @@ impl Hub {
         url.set_query(Some("recursive=true&limit=1000"));
         let mut next = Some(url);
         let mut files = Vec::new();
+        let named = format!("{}/{repo}", self.settings.endpoint.as_str().trim_end_matches('/'));
         let refuse = |message: String| RemoteError::new(Failure::Unsupported, self.host(), repo, message);
         for _ in 0..PAGES_MAX {
             let Some(url) = next.take() else { break };
             let (entries, headers): (Vec<HubEntry>, _) = self.api(repo, Subject::Revision(commit), &url, deadline)?;
             for entry in entries {
-                files.extend(entry.file().map_err(refuse)?);
+                files.extend(entry.file(&named).map_err(refuse)?);
             }
             if files.len() > FILES_MAX {
                 return Err(refuse(format!("more than {FILES_MAX} files: not a model repository")));

@@ -45,7 +45,6 @@ pub(super) async fn locate(
     let mut after = vec!["resolve", commit];
     after.extend(file.key.split('/'));
     let url = hub.url(&[], repo, &after);
-    let what = format!("{repo}@{}: {}", commit.get(..12).unwrap_or(commit), file.path);
     let found = hub.follow(Method::HEAD, repo, Subject::File(&file.path), url, until).await?;
     let changed = |what: &str, expected: &str, found: &str| {
         let failure = Failure::Changed { expected: expected.to_owned(), found: found.to_owned() };
@@ -64,9 +63,7 @@ pub(super) async fn locate(
     if let Some(other) = size.filter(|size| *size != file.size_bytes) {
         return Err(changed("size in bytes", &file.size_bytes.to_string(), &other.to_string()));
     }
-    let (Content::Sha256(digest) | Content::GitBlob(digest)) = &file.content else {
-        return Err(RemoteError::new(Failure::Unsupported, hub.host(), &what, "the listing has no digest"));
-    };
+    let (Content::Sha256(digest) | Content::GitBlob(digest) | Content::Version { version: digest, .. }) = &file.content;
     let linked = header(headers, "x-linked-etag").map(unquoted);
     // Only the Hub's own tag is a digest. That of an answer without redirect is one unless a proxy made it.
     let own = || found.answer.headers().get(ETAG).and_then(|value| value.to_str().ok()).map(unquoted);

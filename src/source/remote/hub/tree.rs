@@ -35,11 +35,11 @@ pub(super) struct HubEntry {
 }
 
 impl HubEntry {
-    /// The file, or `None` for a directory.
+    /// The file, or `None` for a directory. `repo` is the repository with its host.
     ///
     /// # Errors
     /// What is wrong with the entry.
-    pub(super) fn file(self) -> Result<Option<RemoteFile>, String> {
+    pub(super) fn file(self, repo: &str) -> Result<Option<RemoteFile>, String> {
         let Self { kind, path, size, oid, lfs } = self;
         if kind != "file" {
             return Ok(None);
@@ -51,12 +51,18 @@ impl HubEntry {
         let (size_bytes, content) = match lfs {
             Some(Lfs { oid, size }) if is_hex(&oid, SHA256_DIGITS) => (size, Content::Sha256(oid)),
             None if is_hex(&oid, SHA1_DIGITS) => (size, Content::GitBlob(oid)),
+            None if is_version(&oid) => (size, Content::Version { object: format!("{repo}/{path}"), version: oid }),
             Some(Lfs { oid, .. }) => return Err(format!("file {path:?}: expected a SHA-256, found {oid:?}")),
             None => return Err(format!("file {path:?}: expected a SHA-1, found {oid:?}")),
         };
         let key = path.clone();
         Ok(Some(RemoteFile { path, key, size_bytes, content, etag: None, modified_seconds: None }))
     }
+}
+
+/// Whether an object's name is a version of `ckfs serve`, which makes bytes when they are read and knows no digest of them before.
+fn is_version(oid: &str) -> bool {
+    oid.strip_prefix("ckfs-").is_some_and(|digits| is_hex(digits, SHA1_DIGITS))
 }
 
 /// The address of the next page, from `Link: <address>; rel="next"`.
@@ -75,7 +81,7 @@ mod tests {
     use super::*;
 
     fn file(json: &str) -> Result<Option<RemoteFile>, String> {
-        serde_json::from_str::<HubEntry>(json).unwrap().file()
+        serde_json::from_str::<HubEntry>(json).unwrap().file("host/org/name")
     }
 
     #[test]
@@ -91,6 +97,9 @@ mod tests {
         assert_eq!(found.content, Content::Sha256(sha256));
         let found = file(&format!(r#"{{"type":"file","path":"config.json","size":7,"oid":"{sha1}"}}"#));
         assert_eq!(found.unwrap().unwrap().content, Content::GitBlob(sha1));
+        let version = format!("ckfs-{}", "a".repeat(40));
+        let found = file(&format!(r#"{{"type":"file","path":"a/b","size":7,"oid":"{version}"}}"#)).unwrap().unwrap();
+        assert_eq!(found.content, Content::Version { object: "host/org/name/a/b".to_owned(), version });
         assert_eq!(file(r#"{"type":"directory","path":"x","oid":"","size":0}"#), Ok(None));
     }
 
@@ -100,7 +109,7 @@ mod tests {
         for path in ["../x", "/etc/passwd", "a//b", "a/..", "", "a\\\\b"] {
             file(&format!(r#"{{"type":"file","path":"{path}","size":7,"oid":"{sha1}"}}"#)).unwrap_err();
         }
-        for oid in ["", "../../x", "AB"] {
+        for oid in ["", "../../x", "AB", "ckfs-", "ckfs-../../x"] {
             file(&format!(r#"{{"type":"file","path":"x","size":7,"oid":"{oid}"}}"#)).unwrap_err();
             file(&format!(r#"{{"type":"file","path":"x","oid":"{sha1}","lfs":{{"oid":"{oid}","size":1}}}}"#))
                 .unwrap_err();

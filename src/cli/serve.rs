@@ -1,0 +1,105 @@
+//! `ckfs serve`: the files of a mount over HTTP, without FUSE.
+
+use anyhow::{Context, bail};
+use ckfs_config::{Config, Materialize};
+use ckfs_fuse::{block_signals, interruptible};
+use ckfs_host::Log;
+use ckfs_serve::{Door, ServeOptions};
+use ckfs_service::{Service, wait_registry, watch};
+use ckfs_volume::FileSystem;
+use clap::Args;
+
+use super::{
+    flags::{LogFlags, NetworkFlags, SourceFlags, source_help},
+    open,
+    output::{Usage, error_text},
+};
+
+/// Serves the files that a mount would have over HTTP, and hf/ as a repository of the Hub. Needs no FUSE and no privileges.
+///
+/// Stays in the foreground until SIGTERM or SIGINT, and tells systemd when it is ready. Everything wrong with the checkpoint, the
+/// flags or the address is an error at the start. A read that fails later ends its connection: an answer is never cut short in silence.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs serve /data/llama --dtype bf16
+  ckfs serve org/name@main --listen 0.0.0.0:8421 --token-file /run/secrets/token
+  ckfs serve --config /etc/ckfs/llama.toml         several views, and a table [serve]
+
+What is served at http://ADDR:
+  /files/...                        every file of the mount; one range, entity tags; directories as HTML or JSON
+  /api/models/..., /ORG/NAME/resolve/...
+                                    hf/ of each view as a repository: HF_ENDPOINT=http://ADDR
+  /metrics  /healthz  /readyz       for Prometheus and orchestrators; 503 from /readyz while something is wrong
+
+Signals:
+  TERM, INT, QUIT  answers that have begun go on for the time of --drain; a second one cuts them off
+  HUP              opens the log file anew
+  USR1             writes one line of statistics to the log")]
+pub(super) struct Serve {
+    #[arg(help = source_help())]
+    source: Option<String>,
+    #[command(flatten)]
+    flags: SourceFlags,
+    #[command(flatten)]
+    network: NetworkFlags,
+}
+
+impl Serve {
+    pub(super) fn run(&self, log: &LogFlags, sink: &Log) -> anyhow::Result<()> {
+        block_signals()?;
+        let mut config = open::config(&[&self.flags.settings, &self.network.settings, &log.file.settings])?;
+        config.source = self.source.clone().or(config.source);
+        if config.source.is_none() {
+            return Err(Usage("expected SOURCE, or a --config file that names it".to_owned()).into());
+        }
+        // A mountpoint in the file is of `ckfs mount`. Only the kernel reads materialized files.
+        (config.mountpoint, config.mount.materialize) = (None, Some(Materialize::None));
+        let options = ServeOptions::of(&config).map_err(|error| Usage(error.to_string()))?;
+        let door = Door::bind(options)?;
+        serve(config, door, log, sink)
+    }
+}
+
+fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow::Result<()> {
+    let waits = wait_registry(&config.mount);
+    let logged = log.clone();
+    let wait_watch = watch(
+        &waits,
+        |_| {},
+        move |message| {
+            logged.finish();
+            ckfs_host::tell(&format!("{}\n", error_text(message)));
+            std::process::exit(1);
+        },
+    );
+    let wait_watch = wait_watch.context("start a thread")?;
+    let mut service = interruptible(|| Service::open(&mut config, &waits))?.map_err(open::explained)?;
+    // From now on the service watches its requests by itself.
+    drop(wait_watch);
+    service.start().context("start a thread")?;
+    let (label, address) = (service.label().to_owned(), door.address());
+    let exit = door.serve(&service, log, |names| {
+        tracing::info!(
+            "serving {label} at http://{address}, {} files and directories",
+            service.volume().stat_fs().nodes
+        );
+        if !flags.quiet {
+            log.flush(ckfs_host::log::FLUSH_LIMIT);
+            ckfs_host::tell(&ready_text(&label, &address.to_string(), names));
+        }
+    })?;
+    if !exit.is_clean() {
+        bail!("answers were cut off; --drain TIME gives their readers longer");
+    }
+    Ok(())
+}
+
+/// What users need to know when requests are answered.
+fn ready_text(label: &str, address: &str, names: &[String]) -> String {
+    let repositories = match names {
+        [] => "no repository: hf/ is not available (see `ckfs plan`)".to_owned(),
+        names => format!("HF_ENDPOINT=http://{address} has {}", names.join(", ")),
+    };
+    format!("ckfs: serving {label} at http://{address}/files/; {repositories}\n")
+}

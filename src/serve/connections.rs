@@ -1,0 +1,144 @@
+//! The open connections: bounded, and the one that was idle longest makes room for a new one.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use tokio::sync::Notify;
+
+/// What the server knows of a connection.
+#[derive(Debug)]
+struct ConnectionState {
+    /// Requests that are being answered.
+    busy: usize,
+    /// When it was last in use, as a count of such moments.
+    used: u64,
+    close: Arc<Notify>,
+}
+
+#[derive(Debug, Default)]
+struct ConnectionTable {
+    open: BTreeMap<u64, ConnectionState>,
+    next_number: u64,
+    clock: u64,
+}
+
+/// The open connections.
+#[derive(Debug)]
+pub(super) struct Connections {
+    table: Mutex<ConnectionTable>,
+    max: usize,
+}
+
+/// A place among them. Given back when it is dropped.
+#[derive(Debug)]
+pub(super) struct ConnectionPlace {
+    connections: Arc<Connections>,
+    number: u64,
+    close: Arc<Notify>,
+}
+
+/// A request that is being answered, until it is dropped.
+#[derive(Debug)]
+pub(super) struct BusyMark {
+    connections: Arc<Connections>,
+    number: u64,
+}
+
+impl Connections {
+    /// Room for `max` connections.
+    pub(super) fn new(max: usize) -> Self {
+        Self { table: Mutex::default(), max }
+    }
+
+    /// A place for a new connection. If all are taken, the one that was idle longest is closed; `None` if none is idle.
+    pub(super) fn enter(self: &Arc<Self>) -> Option<ConnectionPlace> {
+        let mut table = self.lock();
+        if table.open.len() >= self.max {
+            let idle = table.open.iter().filter(|(_, state)| state.busy == 0);
+            let (oldest, _) = idle.min_by_key(|(_, state)| state.used)?;
+            let oldest = *oldest;
+            // Its task ends soon. Its place is free at once, so that a flood cannot be faster than the tasks end.
+            if let Some(state) = table.open.remove(&oldest) {
+                state.close.notify_one();
+            }
+        }
+        table.clock += 1;
+        table.next_number += 1;
+        let (number, close) = (table.next_number, Arc::<Notify>::default());
+        let state = ConnectionState { busy: 0, used: table.clock, close: Arc::clone(&close) };
+        table.open.insert(number, state);
+        drop(table);
+        Some(ConnectionPlace { connections: Arc::clone(self), number, close })
+    }
+
+    /// Number of open connections.
+    pub(super) fn len(&self) -> usize {
+        self.lock().open.len()
+    }
+
+    fn change(&self, number: u64, change: impl FnOnce(&mut ConnectionState)) {
+        let mut table = self.lock();
+        table.clock += 1;
+        let clock = table.clock;
+        if let Some(state) = table.open.get_mut(&number) {
+            state.used = clock;
+            change(state);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ConnectionTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ConnectionPlace {
+    /// Notes that a request is being answered.
+    pub(super) fn busy(&self) -> BusyMark {
+        self.connections.change(self.number, |state| state.busy += 1);
+        BusyMark { connections: Arc::clone(&self.connections), number: self.number }
+    }
+
+    /// Waits until another connection needs this place.
+    pub(super) async fn closed(&self) {
+        self.close.notified().await;
+    }
+}
+
+impl Drop for ConnectionPlace {
+    fn drop(&mut self) {
+        self.connections.lock().open.remove(&self.number);
+    }
+}
+
+impl Drop for BusyMark {
+    fn drop(&mut self) {
+        self.connections.change(self.number, |state| state.busy -= 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_connection_that_was_idle_longest_makes_room() {
+        let connections = Arc::new(Connections::new(2));
+        let first = connections.enter().unwrap();
+        let second = connections.enter().unwrap();
+        // The first was used after the second began.
+        drop(first.busy());
+        let third = connections.enter().unwrap();
+        assert_eq!(connections.len(), 2);
+        let numbers = || connections.lock().open.keys().copied().collect::<Vec<_>>();
+        assert_eq!(numbers(), [first.number, third.number]);
+        let marks = [first.busy(), third.busy()];
+        assert!(connections.enter().is_none(), "all are in use");
+        drop(second);
+        assert_eq!(connections.len(), 2, "its place was given away before");
+        drop(marks);
+        drop(first);
+        assert_eq!(numbers(), [third.number]);
+    }
+}

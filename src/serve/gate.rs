@@ -1,0 +1,123 @@
+//! Who asks: whoever has the token, or stands on this machine where there is none, is trusted; all others are strangers.
+
+use std::net::IpAddr;
+
+use ckfs_volume::Attr;
+use http::{HeaderMap, header::AUTHORIZATION};
+
+use super::{options::ServeOptions, token::AccessToken};
+
+/// Who asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Visitor {
+    /// Has the token, or is on this machine where there is none. Sees all.
+    Trusted,
+    /// Any other. Sees what all users of this machine may read.
+    Stranger,
+}
+
+/// The bit of the permissions for all other users to read.
+const OTHERS_READ: u16 = 0o004;
+
+/// The bit for all other users to pass a directory.
+const OTHERS_PASS: u16 = 0o001;
+
+impl Visitor {
+    /// Whether the sources' permissions let this visitor read a file, or list a directory.
+    pub(super) fn may_read(self, attr: &Attr) -> bool {
+        self == Self::Trusted || attr.permission.mode & OTHERS_READ != 0
+    }
+
+    /// Whether this visitor may go through a directory.
+    pub(super) fn may_pass(self, attr: &Attr) -> bool {
+        self == Self::Trusted || attr.permission.mode & OTHERS_PASS != 0
+    }
+}
+
+/// Why a request is not answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoEntry {
+    /// There is no token.
+    Missing,
+    /// It is another one.
+    Wrong,
+}
+
+/// Decides who asks.
+#[derive(Debug)]
+pub(super) struct Gate {
+    token: Option<AccessToken>,
+    allow_anyone: bool,
+}
+
+impl Gate {
+    pub(super) fn new(options: &ServeOptions) -> Self {
+        Self { token: options.token.clone(), allow_anyone: options.allow_anyone }
+    }
+
+    /// Who a request comes from.
+    ///
+    /// # Errors
+    /// [`NoEntry`] if the request must have a token.
+    pub(super) fn admit(&self, headers: &HeaderMap, peer: IpAddr) -> Result<Visitor, NoEntry> {
+        let Some(token) = &self.token else {
+            // A server that other machines reach was opened for them.
+            let is_near = peer.to_canonical().is_loopback();
+            return Ok(if is_near { Visitor::Trusted } else { Visitor::Stranger });
+        };
+        match headers.get(AUTHORIZATION) {
+            Some(value) => match value.to_str().ok().and_then(bearer) {
+                Some(found) if token.matches(found) => Ok(Visitor::Trusted),
+                Some(_) | None => Err(NoEntry::Wrong),
+            },
+            None if self.allow_anyone => Ok(Visitor::Stranger),
+            None => Err(NoEntry::Missing),
+        }
+    }
+}
+
+/// The token of `Bearer TOKEN`.
+fn bearer(value: &str) -> Option<&str> {
+    let (scheme, token) = value.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    const NEAR: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+    const FAR: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
+
+    fn admit(token: Option<&str>, allow_anyone: bool, sent: Option<&str>, peer: IpAddr) -> Result<Visitor, NoEntry> {
+        let gate = Gate { token: token.map(AccessToken::new), allow_anyone };
+        let headers = sent.map(|text| (AUTHORIZATION, text.parse().unwrap())).into_iter().collect();
+        gate.admit(&headers, peer)
+    }
+
+    #[test]
+    fn the_token_decides_and_without_one_the_machine() {
+        let token = Some("secret");
+        for (token, anyone, sent, peer, expected) in [
+            (None, false, None, NEAR, Ok(Visitor::Trusted)),
+            (None, true, Some("Bearer x"), NEAR, Ok(Visitor::Trusted)),
+            (None, true, None, FAR, Ok(Visitor::Stranger)),
+            (token, false, None, NEAR, Err(NoEntry::Missing)),
+            (token, false, None, FAR, Err(NoEntry::Missing)),
+            (token, false, Some("Bearer secret"), FAR, Ok(Visitor::Trusted)),
+            (token, false, Some("bearer secret"), NEAR, Ok(Visitor::Trusted)),
+            (token, true, None, NEAR, Ok(Visitor::Stranger)),
+            (token, true, None, FAR, Ok(Visitor::Stranger)),
+            (token, true, Some("Bearer wrong"), NEAR, Err(NoEntry::Wrong)),
+            (token, false, Some("Bearer secre"), NEAR, Err(NoEntry::Wrong)),
+            (token, false, Some("Bearer secrets"), NEAR, Err(NoEntry::Wrong)),
+            (token, false, Some("Basic secret"), NEAR, Err(NoEntry::Wrong)),
+            (token, false, Some("secret"), NEAR, Err(NoEntry::Wrong)),
+            (token, false, Some("Bearer "), NEAR, Err(NoEntry::Wrong)),
+        ] {
+            assert_eq!(admit(token, anyone, sent, peer), expected, "{token:?} {anyone} {sent:?} {peer}");
+        }
+    }
+}

@@ -1,0 +1,395 @@
+//! The read requests of the Hub, as its clients send them.
+//!
+//! ```text
+//! GET  /api/models/{id}[/revision/{rev}]          files and commit
+//! GET  /api/models/{id}/tree/{rev}[/{path}]       entries, in pages
+//! POST /api/models/{id}/paths-info/{rev}          some entries
+//! GET  /api/models/{id}/refs                      the branch
+//! GET  /{id}/resolve/{rev}/{file}                 bytes
+//! ```
+//!
+//! No `X-Xet-Hash` is sent, so clients use plain requests. The digest of a file's bytes is not known before they are made: its version
+//! ([`super::identity`]) stands where the Hub has one, in a form that no client takes for a digest.
+
+use ckfs_source::calendar::utc;
+use ckfs_volume::NodeKind;
+use http::{
+    HeaderMap, HeaderName, Method, StatusCode,
+    header::{HOST, LINK},
+};
+use http_body_util::{BodyExt, Limited};
+use hyper::body::Incoming;
+use serde_json::{Value, json};
+use url::form_urlencoded;
+
+use super::{
+    answer::{self, JSON, Reply},
+    file_reply::{self, AskedFile},
+    gate::Visitor,
+    path,
+    repositories::{BRANCH, NoRepository, Repositories, RepositoryEntry, ServedRepository},
+    tree::NoNode,
+};
+
+/// Most bytes of a request that names paths.
+const PATHS_BYTES_MAX: usize = 1 << 20;
+
+/// Most paths of such a request.
+const PATHS_MAX: usize = 1000;
+
+/// Entries of a page of a tree, unless the request says fewer.
+const PAGE_ENTRIES: usize = 1000;
+
+const REPO_COMMIT: HeaderName = HeaderName::from_static("x-repo-commit");
+const LINKED_SIZE: HeaderName = HeaderName::from_static("x-linked-size");
+const LINKED_ETAG: HeaderName = HeaderName::from_static("x-linked-etag");
+const ERROR_CODE: HeaderName = HeaderName::from_static("x-error-code");
+const ERROR_MESSAGE: HeaderName = HeaderName::from_static("x-error-message");
+
+/// What a path of the Hub asks for.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum HubRequest {
+    /// All repositories.
+    Models,
+    /// About a repository.
+    Model { id: String, revision: String },
+    /// Its branches.
+    Refs { id: String },
+    /// Entries of a directory.
+    Tree { id: String, revision: String, path: Vec<String> },
+    /// Some entries, named in the body.
+    PathsInfo { id: String, revision: String },
+    /// A file.
+    Resolve { id: String, revision: String, path: Vec<String> },
+}
+
+impl HubRequest {
+    /// Reads the path of a request, whose components are separated before they are decoded: a revision may have slashes. `None` if it
+    /// is none of the Hub's.
+    pub(super) fn parse(path: &str) -> Option<Self> {
+        let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
+        let id = |org: &str, name: &str| Some(format!("{}/{}", path::decoded(org).ok()?, path::decoded(name).ok()?));
+        let revision = |text: &str| path::decoded(text).ok();
+        let names = |rest: &[&str]| path::names(&rest.join("/")).ok();
+        Some(match parts.as_slice() {
+            ["api", "models"] => Self::Models,
+            ["api", "models", org, name] => Self::Model { id: id(org, name)?, revision: BRANCH.to_owned() },
+            ["api", "models", org, name, "refs"] => Self::Refs { id: id(org, name)? },
+            ["api", "models", org, name, "revision", rev] => {
+                Self::Model { id: id(org, name)?, revision: revision(rev)? }
+            }
+            ["api", "models", org, name, "tree", rev, rest @ ..] => {
+                Self::Tree { id: id(org, name)?, revision: revision(rev)?, path: names(rest)? }
+            }
+            ["api", "models", org, name, "paths-info", rev] => {
+                Self::PathsInfo { id: id(org, name)?, revision: revision(rev)? }
+            }
+            [org, name, "resolve", rev, rest @ ..] if !rest.is_empty() => {
+                Self::Resolve { id: id(org, name)?, revision: revision(rev)?, path: names(rest)? }
+            }
+            _ => return None,
+        })
+    }
+
+    /// Whether it is sent by POST.
+    pub(super) const fn is_post(&self) -> bool {
+        matches!(self, Self::PathsInfo { .. })
+    }
+}
+
+/// What a request of the Hub has beside its path.
+#[derive(Debug)]
+pub(super) struct HubCall<'a> {
+    pub(super) visitor: Visitor,
+    pub(super) method: &'a Method,
+    pub(super) headers: &'a HeaderMap,
+    pub(super) query: &'a str,
+    /// The path as it was sent.
+    pub(super) path: &'a str,
+}
+
+/// Answers a request.
+pub(super) async fn answer(
+    repositories: &Repositories,
+    request: HubRequest,
+    call: &HubCall<'_>,
+    body: Incoming,
+) -> Reply {
+    match request {
+        HubRequest::Models => {
+            let all: Vec<Value> = repositories.iter().map(|repository| model(repository, &[])).collect();
+            json_reply(&Value::from(all))
+        }
+        HubRequest::Model { id, revision } => match repositories.find(&id, &revision) {
+            Ok(repository) => of_model(repository, call),
+            Err(reason) => no_repository(reason, &id, &revision),
+        },
+        HubRequest::Refs { id } => match repositories.find(&id, BRANCH) {
+            Ok(repository) => json_reply(&refs(repository)),
+            Err(reason) => no_repository(reason, &id, BRANCH),
+        },
+        HubRequest::Tree { id, revision, path } => match repositories.find(&id, &revision) {
+            Ok(repository) => of_tree(repository, &path, call),
+            Err(reason) => no_repository(reason, &id, &revision),
+        },
+        HubRequest::PathsInfo { id, revision } => match repositories.find(&id, &revision) {
+            Ok(repository) => of_paths(repository, call, body).await,
+            Err(reason) => no_repository(reason, &id, &revision),
+        },
+        HubRequest::Resolve { id, revision, path } => match repositories.find(&id, &revision) {
+            Ok(repository) => of_file(repository, &path, call).await,
+            Err(reason) => no_repository(reason, &id, &revision),
+        },
+    }
+}
+
+fn json_reply(value: &Value) -> Reply {
+    answer::of_text(StatusCode::OK, JSON, value.to_string())
+}
+
+/// An error as clients of the Hub read it: the code in a header, the message in a header and in the body.
+fn hub_error(status: StatusCode, code: &str, message: &str) -> Reply {
+    let reply = answer::of_text(status, JSON, json!({ "error": message }).to_string());
+    answer::with_header(answer::with_header(reply, ERROR_CODE, code), ERROR_MESSAGE, message)
+}
+
+fn no_repository(reason: NoRepository, id: &str, revision: &str) -> Reply {
+    let (code, message) = match reason {
+        NoRepository::Name => ("RepoNotFound", format!("no repository {id:?} here")),
+        NoRepository::Revision => ("RevisionNotFound", format!("no revision {revision:?} of {id}: there is {BRANCH}")),
+    };
+    hub_error(StatusCode::NOT_FOUND, code, &message)
+}
+
+fn no_entry(repository: &ServedRepository, path: &str, reason: NoNode) -> Reply {
+    let reply = match reason {
+        NoNode::Absent => hub_error(StatusCode::NOT_FOUND, "EntryNotFound", &format!("no file {path:?}")),
+        NoNode::Denied => file_reply::denied(path, Visitor::Stranger),
+    };
+    answer::with_header(reply, REPO_COMMIT, &repository.commit)
+}
+
+/// A value of the query.
+fn asked<'a>(query: &'a str, name: &str) -> Option<std::borrow::Cow<'a, str>> {
+    form_urlencoded::parse(query.as_bytes()).find(|(key, _)| key == name).map(|(_, value)| value)
+}
+
+fn asks_for(query: &str, name: &str) -> bool {
+    asked(query, name).is_some_and(|value| matches!(&*value, "true" | "True" | "1"))
+}
+
+/// The time of a repository, as the Hub writes it.
+fn time_of(repository: &ServedRepository) -> String {
+    utc(repository.root.attr.modified).replace('Z', ".000Z")
+}
+
+fn model(repository: &ServedRepository, siblings: &[Value]) -> Value {
+    let time = time_of(repository);
+    let id = &repository.id;
+    json!({
+        "_id": repository.commit.get(..24),
+        "id": id,
+        "modelId": id,
+        "author": id.split('/').next(),
+        "sha": repository.commit,
+        "lastModified": time,
+        "createdAt": time,
+        "private": false,
+        "gated": false,
+        "disabled": false,
+        "downloads": 0,
+        "likes": 0,
+        "tags": ["ckfs"],
+        "siblings": siblings,
+    })
+}
+
+fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Reply {
+    let has_sizes = asks_for(call.query, "blobs");
+    if !call.visitor.may_read(&repository.root.attr) {
+        return file_reply::denied(&repository.id, call.visitor);
+    }
+    let sibling = |entry: &RepositoryEntry| {
+        if has_sizes {
+            let tag = repository.tag(&entry.path, entry.size_bytes);
+            json!({ "rfilename": entry.path, "size": entry.size_bytes, "blobId": tag })
+        } else {
+            json!({ "rfilename": entry.path })
+        }
+    };
+    let entries = repository.entries(call.visitor, &repository.root, true);
+    let siblings: Vec<Value> = entries.iter().filter(|entry| entry.kind == NodeKind::File).map(sibling).collect();
+    json_reply(&model(repository, &siblings))
+}
+
+fn refs(repository: &ServedRepository) -> Value {
+    json!({
+        "branches": [{ "name": BRANCH, "ref": format!("refs/heads/{BRANCH}"), "targetCommit": repository.commit }],
+        "converts": [],
+        "tags": [],
+    })
+}
+
+/// An entry of a tree.
+fn entry_row(repository: &ServedRepository, entry: &RepositoryEntry, expand: bool) -> Value {
+    let kind = if entry.kind == NodeKind::Directory { "directory" } else { "file" };
+    let tag = repository.tag(&entry.path, entry.size_bytes);
+    let mut row = json!({ "type": kind, "oid": tag, "size": entry.size_bytes, "path": entry.path });
+    if let Some(row) = row.as_object_mut().filter(|_| expand) {
+        let last = json!({ "id": repository.commit, "title": "served by ckfs", "date": time_of(repository) });
+        row.insert("lastCommit".to_owned(), last);
+    }
+    row
+}
+
+fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) -> Reply {
+    let below = match repository.tree.find(call.visitor, &repository.root, names) {
+        Ok(node) if node.attr.kind == NodeKind::Directory => node,
+        Ok(_) => return no_entry(repository, &names.join("/"), NoNode::Absent),
+        Err(reason) => return no_entry(repository, &names.join("/"), reason),
+    };
+    let recursive = asks_for(call.query, "recursive");
+    let limit = asked(call.query, "limit").and_then(|text| text.parse().ok()).unwrap_or(PAGE_ENTRIES);
+    let limit = limit.clamp(1, PAGE_ENTRIES);
+    let start: usize = match asked(call.query, "cursor").map(|text| text.parse()) {
+        None => 0,
+        Some(Ok(start)) => start,
+        Some(Err(_)) => return hub_error(StatusCode::BAD_REQUEST, "InvalidCursor", "cursor: expected that of a page"),
+    };
+    let expand = asks_for(call.query, "expand");
+    let entries = repository.entries(call.visitor, &below, recursive);
+    let page: Vec<Value> =
+        entries.iter().skip(start).take(limit).map(|entry| entry_row(repository, entry, expand)).collect();
+    let next = start.saturating_add(page.len());
+    let reply = answer::with_header(json_reply(&Value::from(page)), REPO_COMMIT, &repository.commit);
+    if next >= entries.len() {
+        return reply;
+    }
+    let mut query = form_urlencoded::Serializer::new(String::new());
+    query.extend_pairs(form_urlencoded::parse(call.query.as_bytes()).filter(|(key, _)| key != "cursor"));
+    let query = query.append_pair("cursor", &next.to_string()).finish();
+    let link = format!("<{}{}?{query}>; rel=\"next\"", origin(call.headers), call.path);
+    answer::with_header(reply, LINK, &link)
+}
+
+/// The address by which the client reached this server. Clients take the address of a next page as it is.
+fn origin(headers: &HeaderMap) -> String {
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let host = text(HOST.as_str()).unwrap_or_default();
+    let scheme = if text("x-forwarded-proto") == Some("https") { "https" } else { "http" };
+    if host.is_empty() { String::new() } else { format!("{scheme}://{host}") }
+}
+
+async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incoming) -> Reply {
+    let malformed = |what: &str| hub_error(StatusCode::BAD_REQUEST, "BadRequest", what);
+    let Ok(body) = Limited::new(body, PATHS_BYTES_MAX).collect().await else {
+        return malformed(&format!("paths: expected at most {PATHS_BYTES_MAX} bytes"));
+    };
+    let Some((paths, expand)) = asked_paths(&body.to_bytes()) else { return malformed("paths: expected a list") };
+    if paths.len() > PATHS_MAX {
+        return malformed(&format!("paths: expected at most {PATHS_MAX}, found {}", paths.len()));
+    }
+    let row = |asked: &String| {
+        let names = path::names(&path::encoded(asked)).ok()?;
+        let node = repository.tree.find(call.visitor, &repository.root, &names).ok()?;
+        let entry =
+            RepositoryEntry { path: repository.path_of(&node), kind: node.attr.kind, size_bytes: node.attr.size_bytes };
+        // The root is none.
+        (!entry.path.is_empty()).then(|| entry_row(repository, &entry, expand))
+    };
+    let rows: Vec<Value> = paths.iter().filter_map(row).collect();
+    answer::with_header(json_reply(&Value::from(rows)), REPO_COMMIT, &repository.commit)
+}
+
+/// The paths that a body names, as a form or as JSON, and whether more is asked of each.
+fn asked_paths(body: &[u8]) -> Option<(Vec<String>, bool)> {
+    if let Ok(Value::Object(fields)) = serde_json::from_slice(body) {
+        let paths = match fields.get("paths")? {
+            Value::String(path) => vec![path.clone()],
+            Value::Array(paths) => {
+                paths.iter().map(|path| path.as_str().map(str::to_owned)).collect::<Option<Vec<_>>>()?
+            }
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => return None,
+        };
+        return Some((paths, fields.get("expand").and_then(Value::as_bool).unwrap_or(false)));
+    }
+    let mut paths = Vec::new();
+    let mut expand = false;
+    for (key, value) in form_urlencoded::parse(body) {
+        match &*key {
+            "paths" => paths.push(value.into_owned()),
+            "expand" => expand = matches!(&*value, "true" | "True" | "1"),
+            _ => {}
+        }
+    }
+    (!paths.is_empty()).then_some((paths, expand))
+}
+
+async fn of_file(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) -> Reply {
+    let path = names.join("/");
+    let node = match repository.tree.find(call.visitor, &repository.root, names) {
+        Ok(node) if node.attr.kind == NodeKind::File => node,
+        Ok(_) => return no_entry(repository, &path, NoNode::Absent),
+        Err(reason) => return no_entry(repository, &path, reason),
+    };
+    let tag = format!("\"{}\"", repository.tag(&repository.path_of(&node), node.attr.size_bytes));
+    let asked = AskedFile { reads: &repository.tree.reads, node: &node, etag: Some(tag.clone()) };
+    let reply = file_reply::of_file(asked, call.method, call.headers).await;
+    let reply = answer::with_header(reply, REPO_COMMIT, &repository.commit);
+    let reply = answer::with_header(reply, LINKED_SIZE, &node.attr.size_bytes.to_string());
+    answer::with_header(reply, LINKED_ETAG, &tag)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_of_the_hub_are_read() {
+        let id = || "org/name".to_owned();
+        let text = str::to_owned;
+        for (path, expected) in [
+            ("/api/models", Some(HubRequest::Models)),
+            ("/api/models/org/name", Some(HubRequest::Model { id: id(), revision: text("main") })),
+            (
+                "/api/models/org/name/revision/refs%2Fpr%2F1",
+                Some(HubRequest::Model { id: id(), revision: text("refs/pr/1") }),
+            ),
+            (
+                "/api/models/org/name/tree/main",
+                Some(HubRequest::Tree { id: id(), revision: text("main"), path: vec![] }),
+            ),
+            (
+                "/api/models/org/name/tree/main/a/b%20c",
+                Some(HubRequest::Tree { id: id(), revision: text("main"), path: vec![text("a"), text("b c")] }),
+            ),
+            ("/api/models/org/name/paths-info/main", Some(HubRequest::PathsInfo { id: id(), revision: text("main") })),
+            ("/api/models/org/name/refs", Some(HubRequest::Refs { id: id() })),
+            (
+                "/org/name/resolve/main/a/b",
+                Some(HubRequest::Resolve { id: id(), revision: text("main"), path: vec![text("a"), text("b")] }),
+            ),
+            ("/org/name/resolve/main", None),
+            ("/org/name/resolve/main/../../x", None),
+            ("/org/name/resolve/main/%2e%2e/x", None),
+            ("/org/name", None),
+            ("/api/datasets/org/name", None),
+            ("/datasets/org/name/resolve/main/x", None),
+            ("/", None),
+        ] {
+            assert_eq!(HubRequest::parse(path), expected, "{path}");
+        }
+    }
+
+    #[test]
+    fn bodies_name_paths_as_forms_or_as_json() {
+        let paths = |text: &str| asked_paths(text.as_bytes());
+        let both = vec!["a b".to_owned(), "c/d".to_owned()];
+        assert_eq!(paths("paths=a+b&paths=c%2Fd&expand=True"), Some((both.clone(), true)));
+        assert_eq!(paths(r#"{"paths": ["a b", "c/d"], "expand": false}"#), Some((both, false)));
+        assert_eq!(paths(r#"{"paths": "x"}"#), Some((vec!["x".to_owned()], false)));
+        for text in ["", "x=1", "{}", r#"{"paths": 1}"#, r#"{"paths": [1]}"#] {
+            assert_eq!(paths(text), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Directories as JSON and as pages. They are made in parts as the client takes them: a directory may have hundreds of thousands of
+//! entries.
+
+use std::{fmt::Write, sync::Arc};
+
+use bytes::Bytes;
+use ckfs_source::calendar::utc;
+use ckfs_volume::{FileSystem, NodeKind};
+use http::{
+    HeaderMap, StatusCode,
+    header::{ACCEPT, CONTENT_SECURITY_POLICY, VARY},
+};
+use serde_json::json;
+
+use super::{
+    answer::{self, Reply},
+    body::{ReplyBody, TextParts},
+    gate::Visitor,
+    path,
+    tree::{FoundNode, ServedEntry, ServedTree},
+};
+
+/// Entries of one part.
+const PART_ENTRIES: usize = 512;
+
+/// The form of a listing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ListingForm {
+    Json,
+    Html,
+}
+
+impl ListingForm {
+    /// The form that a request asks for: a page, unless JSON comes first in `Accept`.
+    fn of(headers: &HeaderMap) -> Self {
+        let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
+        let mut kinds = accept.split(',').map(|kind| kind.split(';').next().unwrap_or_default().trim());
+        let known = kinds.find(|kind| matches!(*kind, "application/json" | "text/html" | "application/xhtml+xml"));
+        if known == Some("application/json") { Self::Json } else { Self::Html }
+    }
+}
+
+/// Answers a GET or HEAD of a directory.
+pub(super) fn of_directory(tree: &Arc<ServedTree>, visitor: Visitor, node: &FoundNode, headers: &HeaderMap) -> Reply {
+    let form = ListingForm::of(headers);
+    let content_type = match form {
+        ListingForm::Json => answer::JSON,
+        ListingForm::Html => answer::HTML,
+    };
+    let body = ReplyBody::of_parts(parts(Arc::clone(tree), visitor, node.clone(), form));
+    let reply = answer::with_header(answer::of_body(StatusCode::OK, content_type, body), VARY, "Accept");
+    answer::with_header(reply, CONTENT_SECURITY_POLICY, "default-src 'none'; style-src 'unsafe-inline'")
+}
+
+/// The text of a listing in parts.
+fn parts(tree: Arc<ServedTree>, visitor: Visitor, node: FoundNode, form: ListingForm) -> TextParts {
+    let mut next = Some(0);
+    let mut is_first = true;
+    let mut has_rows = false;
+    Box::new(move || {
+        let from = next?;
+        let (entries, following) = tree.entries(visitor, node.attr.ino, from, PART_ENTRIES);
+        next = following;
+        let mut text = String::new();
+        if std::mem::take(&mut is_first) {
+            begin(&mut text, &node, form);
+        }
+        for entry in entries {
+            if form == ListingForm::Json {
+                text.push_str(if has_rows { ",\n" } else { "\n" });
+            }
+            has_rows = true;
+            row(&mut text, &tree, &node.path, &entry, form);
+        }
+        if next.is_none() {
+            text.push_str(match form {
+                ListingForm::Json => "\n]\n",
+                ListingForm::Html => "</table>\n",
+            });
+        }
+        Some(Bytes::from(text))
+    })
+}
+
+fn begin(text: &mut String, node: &FoundNode, form: ListingForm) {
+    if form == ListingForm::Json {
+        text.push('[');
+        return;
+    }
+    let shown = escaped(&node.path);
+    // Writing to a text never fails.
+    let _ = write!(
+        text,
+        "<!doctype html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n<title>/{shown}</title>\n<style>\nbody {{ font-family: \
+         monospace; margin: 2em }}\ntd {{ padding-right: 2em }}\ntd:nth-child(2) {{ text-align: right }}\n</style>\n<h1>/{shown}</h1>\n\
+         <table>\n"
+    );
+    if let Some((above, _)) = node.path.rsplit_once('/').or((!node.path.is_empty()).then_some(("", ""))) {
+        let _ = writeln!(text, "<tr><td><a href=\"/files/{}\">../</a><td><td>", path::encoded(above));
+    }
+}
+
+fn row(text: &mut String, tree: &ServedTree, above: &str, entry: &ServedEntry, form: ListingForm) {
+    let attr = tree.volume.attr(entry.ino).ok();
+    let size_bytes = attr.filter(|_| entry.kind == NodeKind::File).map(|attr| attr.size_bytes);
+    let modified = attr.map(|attr| utc(attr.modified));
+    let kind = match entry.kind {
+        NodeKind::Directory => "directory",
+        NodeKind::File => "file",
+        NodeKind::Symlink => "symlink",
+    };
+    match form {
+        ListingForm::Json => {
+            let mut row = json!({ "name": entry.name, "type": kind, "mtime": modified });
+            if let (Some(bytes), Some(row)) = (size_bytes, row.as_object_mut()) {
+                row.insert("size".to_owned(), bytes.into());
+            }
+            let _ = write!(text, "{row}");
+        }
+        ListingForm::Html => {
+            let slash = if entry.kind == NodeKind::File { "" } else { "/" };
+            let whole = if above.is_empty() { entry.name.clone() } else { format!("{above}/{}", entry.name) };
+            let (address, name) = (path::encoded(&whole), escaped(&entry.name));
+            let size = size_bytes.map_or_else(String::new, |bytes| bytes.to_string());
+            let modified = modified.unwrap_or_default();
+            let _ =
+                writeln!(text, "<tr><td><a href=\"/files/{address}{slash}\">{name}{slash}</a><td>{size}<td>{modified}");
+        }
+    }
+}
+
+/// A text for a page.
+pub(super) fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;").replace('\'', "&#39;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_is_for_those_who_ask_for_it_first() {
+        for (accept, expected) in [
+            (None, ListingForm::Html),
+            (Some("*/*"), ListingForm::Html),
+            (Some("application/json"), ListingForm::Json),
+            (Some("application/json;q=0.9, */*"), ListingForm::Json),
+            (Some("text/html,application/xhtml+xml,application/json"), ListingForm::Html),
+            (Some("application/json, text/html"), ListingForm::Json),
+        ] {
+            let headers = accept.map(|text| (ACCEPT, text.parse().unwrap())).into_iter().collect();
+            assert_eq!(ListingForm::of(&headers), expected, "{accept:?}");
+        }
+        assert_eq!(escaped("<a href='x'>&\""), "&lt;a href=&#39;x&#39;&gt;&amp;&quot;");
+    }
+}

@@ -1,0 +1,52 @@
+//! The files of a volume over the network: HTTP, the read requests of the Hub, and read-only S3. The only user of hyper.
+//!
+//! ```text
+//! connection -> gate: who asks? -> router -> files | repositories | buckets -> file reply -> chunks -> threads that read
+//! ```
+//!
+//! A door as FUSE is one: it converts requests to calls of a [`FileSystem`](ckfs_volume::FileSystem) and its answers to replies, and
+//! decides nothing. Requests that wait for bytes go through [`ckfs_service::Requests`], as those of the kernel do.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | `server`, `connections`, `socket` | [`Door`]: listening, the life of connections, their bounds, draining |
+//! | `supervisor`, `systemd` | signals and the end; what systemd is told |
+//! | `options`, `token`, `gate` | [`ServeOptions`]: addresses, name, token; who may see what |
+//! | `router`, `answer`, `path` | which request is answered by what; replies; paths of requests |
+//! | `files`, `listing` | `/files/`: files and directories |
+//! | `hub`, `repositories`, `identity` | repositories as clients of the Hub read them; their commits and entity tags |
+//! | `conditions`, `range` | preconditions and ranges of requests; pure |
+//! | `file_reply`, `body` | a file as a reply, in chunks that are made when the client has taken those before |
+//! | `reads`, `tree` | threads that open and read files of a volume |
+//!
+//! A chunk leaves this process only after the read that made it has succeeded, its check of the sources included: a client never gets
+//! other bytes, and the last bytes of a reply that fails never come. So bytes are copied once into memory of the door, from the page
+//! cache or from a tile, rather than sent from a map.
+
+mod answer;
+mod body;
+mod conditions;
+mod connections;
+mod file_reply;
+mod files;
+mod gate;
+mod hub;
+mod identity;
+mod listing;
+mod options;
+mod path;
+mod range;
+mod reads;
+mod repositories;
+mod router;
+mod server;
+mod socket;
+mod supervisor;
+mod systemd;
+mod token;
+mod tree;
+
+pub use options::{OptionsError, ServeOptions};
+pub use server::{Door, ServeError};
+pub use supervisor::ServeExit;
+pub use token::AccessToken;

@@ -1,0 +1,173 @@
+//! What the settings for serving mean.
+
+use std::{
+    fs,
+    io::{self, Read},
+    net::{Ipv4Addr, SocketAddr},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use ckfs_config::{Config, RepoName, WaitTime};
+
+use super::token::AccessToken;
+
+/// The port of HTTP, unless `--listen` says it.
+const PORT: u16 = 8421;
+
+/// How long answers that have begun go on after a signal to end.
+const DRAIN: Duration = Duration::from_secs(20);
+
+/// Most bytes of a file with a token.
+const TOKEN_FILE_BYTES_MAX: u64 = 64 << 10;
+
+/// Why the settings for serving are unusable.
+#[derive(Debug, thiserror::Error)]
+pub enum OptionsError {
+    /// Other machines would read without being asked who they are.
+    #[error(
+        "--{setting} {address}: other machines reach this address; --token-file FILE asks them for a token, --allow-anyone lets all \
+         of them read"
+    )]
+    Open {
+        /// The setting.
+        setting: &'static str,
+        /// The address.
+        address: SocketAddr,
+    },
+    /// The token cannot be read.
+    #[error("--token-file {}: {source}", path.display())]
+    TokenFile {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// There is no token in the file.
+    #[error("--token-file {}: expected a token in the first line: printable ASCII without spaces, found {found}", path.display())]
+    Token {
+        /// The file.
+        path: PathBuf,
+        /// What is there.
+        found: &'static str,
+    },
+    /// A name for several repositories.
+    #[error("--name {name}: there are {views} views, which are the repositories ckfs/VIEW")]
+    SeveralViews {
+        /// The name.
+        name: String,
+        /// Number of views.
+        views: usize,
+    },
+}
+
+/// How to serve.
+#[derive(Clone, Debug)]
+pub struct ServeOptions {
+    /// Where HTTP is answered.
+    pub listen: SocketAddr,
+    /// The name of the repository, if the user says one.
+    pub name: Option<RepoName>,
+    /// The token that requests must have.
+    pub token: Option<AccessToken>,
+    /// Whether other machines may read without a token.
+    pub allow_anyone: bool,
+    /// How long answers that have begun go on after a signal to end.
+    pub drain: Duration,
+}
+
+impl Default for ServeOptions {
+    fn default() -> Self {
+        let listen = SocketAddr::from((Ipv4Addr::LOCALHOST, PORT));
+        Self { listen, name: None, token: None, allow_anyone: false, drain: DRAIN }
+    }
+}
+
+impl ServeOptions {
+    /// The options of a configuration. Reads the file with the token.
+    ///
+    /// # Errors
+    /// [`OptionsError`].
+    pub fn of(config: &Config) -> Result<Self, OptionsError> {
+        let settings = &config.serve;
+        let defaults = Self::default();
+        let options = Self {
+            listen: settings.listen.map_or(defaults.listen, |address| address.0),
+            name: settings.name.clone(),
+            token: settings.token_file.as_deref().map(read_token).transpose()?,
+            allow_anyone: settings.allow_anyone.unwrap_or(false),
+            drain: config.mount.drain.map_or(defaults.drain, WaitTime::duration),
+        };
+        let is_guarded = |address: SocketAddr| {
+            address.ip().to_canonical().is_loopback() || options.token.is_some() || options.allow_anyone
+        };
+        if !is_guarded(options.listen) {
+            return Err(OptionsError::Open { setting: "listen", address: options.listen });
+        }
+        if let Some(name) = options.name.as_ref().filter(|_| config.views.len() > 1) {
+            return Err(OptionsError::SeveralViews { name: name.as_str().to_owned(), views: config.views.len() });
+        }
+        Ok(options)
+    }
+}
+
+/// The token in the first line of a file.
+fn read_token(path: &Path) -> Result<AccessToken, OptionsError> {
+    let unreadable = |source| OptionsError::TokenFile { path: path.to_owned(), source };
+    let mut text = Vec::new();
+    let file = fs::File::open(path).map_err(unreadable)?;
+    file.take(TOKEN_FILE_BYTES_MAX).read_to_end(&mut text).map_err(unreadable)?;
+    let line = text.split(|byte| *byte == b'\n').next().unwrap_or_default().trim_ascii();
+    let refuse = |found| OptionsError::Token { path: path.to_owned(), found };
+    match std::str::from_utf8(line) {
+        Ok("") => Err(refuse("an empty line")),
+        Ok(token) if token.bytes().all(|byte| byte.is_ascii_graphic()) => Ok(AccessToken::new(token)),
+        Ok(_) | Err(_) => Err(refuse("other characters")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ckfs_config::{ListenAddress, ServeSettings};
+
+    use super::*;
+
+    fn options(serve: ServeSettings) -> Result<ServeOptions, String> {
+        ServeOptions::of(&Config { serve, ..Config::default() }).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn other_machines_need_a_token_or_the_users_word() {
+        let listen = |text: &str| Some(ListenAddress(text.parse().unwrap()));
+        for address in ["127.0.0.1:1", "[::1]:1", "[::ffff:127.0.0.1]:1", "127.9.9.9:1"] {
+            assert!(
+                options(ServeSettings { listen: listen(address), ..ServeSettings::default() }).is_ok(),
+                "{address}"
+            );
+        }
+        for address in ["0.0.0.0:1", "[::]:1", "10.0.0.1:1"] {
+            let open = ServeSettings { listen: listen(address), ..ServeSettings::default() };
+            let error = options(open.clone()).unwrap_err();
+            assert!(error.starts_with(&format!("--listen {address}: other machines")), "{error}");
+            assert!(options(ServeSettings { allow_anyone: Some(true), ..open }).is_ok());
+        }
+    }
+
+    #[test]
+    fn a_token_is_the_first_line_of_its_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("token");
+        let read = |text: &[u8]| {
+            fs::write(&file, text).unwrap();
+            read_token(&file).map(|token| token.matches("s3cret")).map_err(|error| error.to_string())
+        };
+        for text in [&b"s3cret"[..], b"s3cret\n", b" s3cret \r\nmore\n"] {
+            assert_eq!(read(text), Ok(true));
+        }
+        assert_eq!(read(b"other"), Ok(false));
+        for text in [&b""[..], b"\ns3cret", b"a b", b"\xff", "tök".as_bytes()] {
+            assert!(read(text).unwrap_err().contains("expected a token in the first line"), "{text:?}");
+        }
+        assert!(read_token(&dir.path().join("absent")).is_err());
+    }
+}

@@ -1,0 +1,305 @@
+//! Threads that open and read files of a volume, for requests that wait for the result.
+//!
+//! A request is watched as those of the kernel are: if its source gives no answer in time, another thread answers it with an error,
+//! and the thread that waits is replaced.
+
+use std::{
+    collections::VecDeque,
+    fmt, io,
+    ops::{Deref, DerefMut},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use bytes::Bytes;
+use ckfs_service::{Handlers, Pending, Refuse, Requests, Watchdog};
+use ckfs_sync::{BoxedJob, Buffer, BufferPool, Pool, PoolOptions, RawMemory, Sizing};
+use ckfs_volume::{FsError, Handle, Ino, RequestKind, Upkeep};
+use tokio::sync::oneshot;
+
+/// Bytes of a chunk for a client that takes them fast, and for one that does not.
+pub(super) const CHUNK_BYTES_MAX: usize = 512 << 10;
+/// As above.
+pub(super) const CHUNK_BYTES_MIN: usize = 32 << 10;
+
+/// Once the chunks that clients have not taken are as large together, further ones are small.
+const TAKEN_BYTES_MAX: usize = 128 << 20;
+
+/// Unused memory for chunks.
+const SPARE_BYTES_MAX: usize = 16 << 20;
+
+/// Time after which memory that was not used is freed.
+const TRIM_PERIOD: Duration = Duration::from_secs(3);
+
+/// Most threads beyond the usual ones while those wait for storage.
+const EXTRA_MAX: usize = 64;
+
+/// Most threads whose requests were given up and that others stand in for.
+const STUCK_MAX: usize = 256;
+
+/// How long a thread waits for a request.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// Why a file cannot be opened or read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", io::Error::from_raw_os_error(*.errno))]
+pub(super) struct ReadRefusal {
+    pub(super) errno: i32,
+}
+
+impl ReadRefusal {
+    /// As a failed read.
+    const LOST: Self = Self { errno: nix::libc::EIO };
+}
+
+/// Where the result of a request goes.
+struct ResultSender<T>(oneshot::Sender<Result<T, ReadRefusal>>);
+
+impl<T: Send + 'static> Refuse for ResultSender<T> {
+    fn refuse(self, errno: i32) {
+        // A client that has gone away needs no answer.
+        let _ = self.0.send(Err(ReadRefusal { errno }));
+    }
+}
+
+/// A result that another thread makes.
+#[derive(Debug)]
+pub(super) struct AwaitedRead<T>(oneshot::Receiver<Result<T, ReadRefusal>>);
+
+impl<T> Future for AwaitedRead<T> {
+    type Output = Result<T, ReadRefusal>;
+
+    fn poll(mut self: std::pin::Pin<&mut Self>, context: &mut std::task::Context<'_>) -> std::task::Poll<Self::Output> {
+        std::pin::Pin::new(&mut self.0).poll(context).map(|result| result.unwrap_or(Err(ReadRefusal::LOST)))
+    }
+}
+
+/// Memory of chunks.
+#[derive(Default)]
+struct ChunkMemory(Box<[u8]>);
+
+impl Deref for ChunkMemory {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl DerefMut for ChunkMemory {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+impl RawMemory for ChunkMemory {
+    fn allocate(len: usize) -> Self {
+        Self(vec![0; len].into())
+    }
+}
+
+/// A chunk on its way to a client. Its memory is used again.
+struct ChunkBuffer(Buffer<ChunkMemory>);
+
+impl AsRef<[u8]> for ChunkBuffer {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// An open file. Closed when it is dropped.
+pub(super) struct OpenedServed {
+    fs: Arc<dyn Upkeep>,
+    ino: Ino,
+    handle: Handle,
+}
+
+impl fmt::Debug for OpenedServed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OpenedServed").field("ino", &self.ino).finish_non_exhaustive()
+    }
+}
+
+impl Drop for OpenedServed {
+    fn drop(&mut self) {
+        let start = Instant::now();
+        self.fs.release(self.ino, self.handle);
+        self.fs.metrics().record(RequestKind::Release, start.elapsed(), false);
+    }
+}
+
+/// The threads.
+struct ReadThreads {
+    pool: Pool<VecDeque<BoxedJob>>,
+    usual: usize,
+    counts: Mutex<ThreadCounts>,
+    /// Jobs that ended.
+    passed: AtomicU64,
+    buffers: BufferPool<ChunkMemory>,
+}
+
+/// Threads beyond the usual ones.
+#[derive(Debug)]
+struct ThreadCounts {
+    extra: usize,
+    stuck: usize,
+    /// Value of `passed` at the last look.
+    seen_passed: u64,
+    trimmed: Instant,
+}
+
+impl ReadThreads {
+    fn new(usual: usize) -> Self {
+        let options = PoolOptions { name: "ckfs-serve", threads_max: usual, idle: IDLE };
+        let sizing = Sizing { memory_len: usize::next_power_of_two, lengths_max: 2 };
+        let counts = ThreadCounts { extra: 0, stuck: 0, seen_passed: 0, trimmed: Instant::now() };
+        Self {
+            pool: Pool::of_closures(options),
+            usual,
+            counts: Mutex::new(counts),
+            passed: AtomicU64::new(0),
+            buffers: BufferPool::new(sizing, SPARE_BYTES_MAX, Arc::default()),
+        }
+    }
+
+    /// Has a job done. Dropped undone if there is no thread and the system starts none.
+    fn submit(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
+        let threads = Arc::clone(self);
+        self.pool.submit(move || {
+            job();
+            threads.passed.fetch_add(1, Ordering::Relaxed);
+        });
+        let refused = || {
+            self.pool.take_refused(|jobs, error| {
+                tracing::error!("cannot start a thread for a request: {error}");
+                jobs.pop_front()
+            })
+        };
+        while let Some(undone) = refused() {
+            drop(undone);
+        }
+    }
+
+    fn change(&self, change: impl FnOnce(&mut ThreadCounts)) {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut counts);
+        self.pool.set_threads_max(self.usual + counts.extra + counts.stuck.min(STUCK_MAX));
+    }
+}
+
+impl Handlers for ReadThreads {
+    fn tend(&self, is_waiting: &dyn Fn() -> bool) -> bool {
+        let queued = self.pool.look(VecDeque::len);
+        let passed = self.passed.load(Ordering::Relaxed);
+        let mut had_requests = queued > 0;
+        let mut trims = false;
+        self.change(|counts| {
+            let seen = std::mem::replace(&mut counts.seen_passed, passed);
+            had_requests |= seen != passed;
+            if queued > 0 && seen == passed && is_waiting() {
+                counts.extra = (counts.extra + self.usual).min(EXTRA_MAX);
+            } else if queued == 0 {
+                counts.extra = 0;
+            }
+            trims = counts.trimmed.elapsed() >= TRIM_PERIOD;
+            if trims {
+                counts.trimmed = Instant::now();
+            }
+        });
+        if trims {
+            self.buffers.trim();
+        }
+        had_requests
+    }
+
+    fn mark_stuck(&self) {
+        self.change(|counts| counts.stuck += 1);
+    }
+
+    fn unmark_stuck(&self) {
+        self.change(|counts| counts.stuck -= 1);
+    }
+}
+
+/// Opens and reads files of a file system.
+pub(super) struct ServedReads {
+    fs: Arc<dyn Upkeep>,
+    threads: Arc<ReadThreads>,
+    opens: Arc<Requests<ResultSender<OpenedServed>>>,
+    reads: Arc<Requests<ResultSender<Bytes>>>,
+    _watchdog: Arc<Watchdog>,
+}
+
+impl fmt::Debug for ServedReads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServedReads").field("threads", &self.threads.pool.threads()).finish_non_exhaustive()
+    }
+}
+
+impl ServedReads {
+    /// Reads of `fs` by `threads` threads.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub(super) fn new(fs: Arc<dyn Upkeep>, threads: usize) -> io::Result<Self> {
+        let threads = Arc::new(ReadThreads::new(threads.max(1)));
+        let (opens, reads) = (Arc::default(), Arc::default());
+        let mut watchdog = Watchdog::new(&fs, Arc::<ReadThreads>::clone(&threads));
+        watchdog.watch(RequestKind::Open, &opens);
+        watchdog.watch(RequestKind::Read, &reads);
+        let watchdog = watchdog.start()?;
+        Ok(Self { fs, threads, opens, reads, _watchdog: watchdog })
+    }
+
+    /// Opens a file. Fails if a source of it has changed.
+    pub(super) fn open(&self, ino: Ino) -> AwaitedRead<OpenedServed> {
+        let fs = Arc::clone(&self.fs);
+        self.run(RequestKind::Open, ino, &self.opens, move || {
+            // Nothing is materialized for it: only the kernel reads materialized files.
+            let opened = fs.open_uncached(ino)?;
+            Ok(OpenedServed { fs, ino, handle: opened.handle })
+        })
+    }
+
+    /// Reads `len` bytes at `offset`, which the file has.
+    pub(super) fn read(&self, file: &Arc<OpenedServed>, offset: u64, len: usize) -> AwaitedRead<Bytes> {
+        let (file, buffers) = (Arc::clone(file), self.threads.buffers.clone());
+        self.run(RequestKind::Read, file.ino, &self.reads, move || {
+            let mut buffer = buffers.take(len);
+            file.fs.read_into(file.ino, file.handle, offset, &mut buffer)?;
+            Ok(Bytes::from_owner(ChunkBuffer(buffer)))
+        })
+    }
+
+    /// The length of a chunk for a client that may have one of `wanted` bytes.
+    pub(super) fn chunk_bytes(&self, wanted: usize) -> usize {
+        if self.threads.buffers.taken_bytes() < TAKEN_BYTES_MAX { wanted } else { wanted.min(CHUNK_BYTES_MIN) }
+    }
+
+    /// Has another thread do `work`, watched.
+    fn run<T: Send + 'static>(
+        &self,
+        op: RequestKind,
+        ino: Ino,
+        requests: &Arc<Requests<ResultSender<T>>>,
+        work: impl FnOnce() -> Result<T, FsError> + Send + 'static,
+    ) -> AwaitedRead<T> {
+        let (sender, receiver) = oneshot::channel();
+        let mut pending = Pending::waiting(&self.fs, op, ino, requests, None, ResultSender(sender));
+        let handlers: Arc<dyn Handlers> = Arc::<ReadThreads>::clone(&self.threads);
+        self.threads.submit(move || {
+            pending.note_elsewhere(handlers);
+            pending.attempt(|slot| {
+                let done = work()?;
+                if let Some(ResultSender(sender)) = slot.take() {
+                    let _ = sender.send(Ok(done));
+                }
+                Ok(())
+            });
+        });
+        AwaitedRead(receiver)
+    }
+}

@@ -1,0 +1,187 @@
+//! The repositories of a server: `hf/` of each view, by name and revision.
+
+use std::{path::Path, sync::Arc};
+
+use ckfs_config::{Config, RepoName};
+use ckfs_volume::{FileSystem, Ino, NodeKind, Volume};
+
+use super::{
+    gate::Visitor,
+    identity,
+    tree::{FoundNode, ServedTree},
+};
+
+/// The directory of a view that is a repository.
+const DIRECTORY: &str = "hf";
+
+/// The organization of repositories that have no other.
+const OWN_ORGANIZATION: &str = "ckfs";
+
+/// The branch that every repository has.
+pub(super) const BRANCH: &str = "main";
+
+/// Entries of a directory that are listed at once.
+const PART_ENTRIES: usize = 1024;
+
+/// A file or directory of a repository.
+#[derive(Clone, Debug)]
+pub(super) struct RepositoryEntry {
+    /// Path in the repository.
+    pub(super) path: String,
+    pub(super) kind: NodeKind,
+    pub(super) size_bytes: u64,
+}
+
+/// One revision of a repository.
+#[derive(Clone, Debug)]
+pub(super) struct ServedRepository {
+    /// `org/name`.
+    pub(super) id: String,
+    /// 40 hexadecimal digits.
+    pub(super) commit: String,
+    pub(super) tree: Arc<ServedTree>,
+    /// Its directory.
+    pub(super) root: FoundNode,
+}
+
+/// Why there is no such repository.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoRepository {
+    /// No such name.
+    Name,
+    /// No such revision.
+    Revision,
+}
+
+impl ServedRepository {
+    /// The entity tag of a file, without quotes.
+    pub(super) fn tag(&self, path: &str, size_bytes: u64) -> String {
+        identity::file_digest(&self.commit, path, size_bytes)
+    }
+
+    /// All entries below a directory of it, or only those in it; directories come before what is in them.
+    pub(super) fn entries(&self, visitor: Visitor, below: &FoundNode, recursive: bool) -> Vec<RepositoryEntry> {
+        let volume = &self.tree.volume;
+        let mut found = Vec::new();
+        let mut pending: Vec<(String, Ino)> = vec![(self.path_of(below), below.attr.ino)];
+        while let Some((above, directory)) = pending.pop() {
+            let mut directories = Vec::new();
+            let mut from = Some(0);
+            while let Some(start) = from {
+                let (entries, next) = self.tree.entries(visitor, directory, start, PART_ENTRIES);
+                from = next;
+                for entry in entries.into_iter().filter(|entry| entry.kind != NodeKind::Symlink) {
+                    let path = if above.is_empty() { entry.name } else { format!("{above}/{}", entry.name) };
+                    let size_bytes = volume.attr(entry.ino).map_or(0, |attr| attr.size_bytes);
+                    if entry.kind == NodeKind::Directory {
+                        directories.push((path.clone(), entry.ino));
+                    }
+                    found.push(RepositoryEntry { path, kind: entry.kind, size_bytes });
+                }
+            }
+            if recursive {
+                pending.extend(directories.into_iter().rev());
+            }
+        }
+        found
+    }
+
+    /// The path of a node in the repository.
+    pub(super) fn path_of(&self, node: &FoundNode) -> String {
+        let path = node.path.strip_prefix(&self.root.path).unwrap_or(&node.path);
+        path.trim_start_matches('/').to_owned()
+    }
+}
+
+/// All repositories.
+#[derive(Debug, Default)]
+pub(super) struct Repositories(Vec<ServedRepository>);
+
+impl Repositories {
+    /// A repository for each view of a tree that has one; `commits` are those of the views, in their order.
+    pub(super) fn new(tree: &Arc<ServedTree>, config: &Config, name: Option<&RepoName>, commits: &[String]) -> Self {
+        let of_view = |(view, commit): (&ckfs_config::ViewConfig, &String)| {
+            let path: Vec<String> = [&*view.name, DIRECTORY].map(str::to_owned).into_iter().collect();
+            let root = tree.find(Visitor::Trusted, &tree.root(), &path).ok()?;
+            let id = if view.name.is_empty() {
+                name.map_or_else(|| own_name(&tree.volume, config), |name| name.as_str().to_owned())
+            } else {
+                of_own_organization(&view.name)
+            };
+            Some(ServedRepository { id, commit: commit.clone(), tree: Arc::clone(tree), root })
+        };
+        Self(config.views.iter().zip(commits).filter_map(of_view).collect())
+    }
+
+    /// All of them.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &ServedRepository> {
+        self.0.iter()
+    }
+
+    /// The repository of a name, at a revision: the branch, or its commit. Steps of a run would be revisions too.
+    ///
+    /// # Errors
+    /// [`NoRepository`].
+    pub(super) fn find(&self, id: &str, revision: &str) -> Result<&ServedRepository, NoRepository> {
+        let mut named = self.0.iter().filter(|repository| repository.id == id).peekable();
+        if named.peek().is_none() {
+            return Err(NoRepository::Name);
+        }
+        let of_revision = |repository: &&ServedRepository| {
+            revision == BRANCH || revision == format!("refs/heads/{BRANCH}") || repository.commit == revision
+        };
+        named.find(of_revision).ok_or(NoRepository::Revision)
+    }
+}
+
+/// The name of the only view: the source's own on the Hub, else that of its directory or file.
+fn own_name(volume: &Volume, config: &Config) -> String {
+    let checkpoint = volume.engine().checkpoint();
+    let label = checkpoint.label().split('@').next().unwrap_or_default();
+    if checkpoint.revision().is_some()
+        && let Ok(name) = RepoName::parse(label)
+    {
+        return name.as_str().to_owned();
+    }
+    let source = config.source.as_deref().unwrap_or_default();
+    let last = source.split('@').next().unwrap_or_default().trim_end_matches('/').rsplit('/').next();
+    let last = Path::new(last.unwrap_or_default());
+    let is_file =
+        last.extension().is_some_and(|end| ["safetensors", "pt", "pth", "bin"].iter().any(|known| end == *known));
+    let name = if is_file { last.file_stem() } else { last.file_name() };
+    of_own_organization(&name.unwrap_or_default().to_string_lossy())
+}
+
+/// `ckfs/NAME`, where characters that names may not have are dashes.
+fn of_own_organization(name: &str) -> String {
+    let known = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '.' { c } else { '-' };
+    let name: String = name.chars().map(known).collect();
+    let mut name = name.trim_matches(['-', '.']).to_owned();
+    for (twice, once) in [("--", "-"), ("..", ".")] {
+        while name.contains(twice) {
+            name = name.replace(twice, once);
+        }
+    }
+    let whole = format!("{OWN_ORGANIZATION}/{name}");
+    RepoName::parse(&whole).map_or_else(|_| format!("{OWN_ORGANIZATION}/model"), |name| name.as_str().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_directory_has_a_name_that_clients_take() {
+        for (name, expected) in [
+            ("llama", "ckfs/llama"),
+            ("Llama-3.1_8B", "ckfs/Llama-3.1_8B"),
+            ("my model (1)", "ckfs/my-model-1"),
+            (".hidden..x--y", "ckfs/hidden.x-y"),
+            ("", "ckfs/model"),
+            ("größe", "ckfs/gr-e"),
+            ("x.git", "ckfs/model"),
+        ] {
+            assert_eq!(of_own_organization(name), expected);
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Which request is answered by what.
+
+use std::{net::IpAddr, sync::Arc};
+
+use ckfs_volume::Volume;
+use http::{Method, Request, StatusCode};
+use hyper::body::Incoming;
+
+use super::{
+    answer::{self, HTML, Reply, TEXT},
+    files,
+    gate::{Gate, Visitor},
+    hub::{self, HubCall, HubRequest},
+    listing::escaped,
+    path,
+    repositories::Repositories,
+    tree::ServedTree,
+};
+
+/// Content type of the metrics.
+const METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The start of paths of files.
+const FILES: &str = "/files";
+
+/// What is served.
+#[derive(Debug)]
+pub(super) struct Router {
+    pub(super) gate: Gate,
+    pub(super) tree: Arc<ServedTree>,
+    pub(super) repositories: Repositories,
+    /// The source's name for users.
+    pub(super) label: String,
+}
+
+impl Router {
+    /// Answers a request.
+    pub(super) async fn answer(&self, request: Request<Incoming>, peer: IpAddr) -> Reply {
+        let (parts, body) = request.into_parts();
+        let (method, path) = (&parts.method, parts.uri.path());
+        // Probes of orchestrators have no token.
+        let admitted = self.gate.admit(&parts.headers, peer);
+        let is_read = method == Method::GET || method == Method::HEAD;
+        match path {
+            "/healthz" if is_read => return answer::of_text(StatusCode::OK, TEXT, "alive\n"),
+            "/readyz" if is_read => return readiness(&self.tree.volume, admitted.unwrap_or(Visitor::Stranger)),
+            _ => {}
+        }
+        let visitor = match admitted {
+            Ok(visitor) => visitor,
+            Err(reason) => return answer::not_admitted(reason),
+        };
+        let below = path.strip_prefix(FILES).filter(|rest| rest.is_empty() || rest.starts_with('/'));
+        let of_hub = if below.is_none() { HubRequest::parse(path) } else { None };
+        let is_post = of_hub.as_ref().is_some_and(HubRequest::is_post);
+        if is_post && method != Method::POST {
+            return answer::wrong_method("POST");
+        }
+        if !is_post && !is_read {
+            return answer::wrong_method("GET, HEAD");
+        }
+        if let Some(below) = below {
+            return files::answer(&self.tree, visitor, below, method, &parts.headers).await;
+        }
+        if let Some(asked) = of_hub {
+            let query = parts.uri.query().unwrap_or_default();
+            let call = HubCall { visitor, method, headers: &parts.headers, query, path };
+            return hub::answer(&self.repositories, asked, &call, body).await;
+        }
+        match path {
+            "/" => answer::of_text(StatusCode::OK, HTML, self.front_page()),
+            "/metrics" => answer::of_text(StatusCode::OK, METRICS, self.tree.volume.metrics_text()),
+            _ => answer::failed(StatusCode::NOT_FOUND, "no such path; files are below /files/"),
+        }
+    }
+
+    /// The page at the root: what is here.
+    fn front_page(&self) -> String {
+        let mut rows = String::new();
+        for repository in self.repositories.iter() {
+            let (id, place) = (escaped(&repository.id), path::encoded(&repository.root.path));
+            let commit = &repository.commit;
+            rows.extend(["<li>repository <a href=\"/files/", &place, "/\">", &id, "</a>, commit ", commit, "\n"]);
+        }
+        let label = escaped(&self.label);
+        format!(
+            "<!doctype html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n<title>{label}</title>\n<h1>{label}</h1>\n<ul>\n<li><a \
+             href=\"/files/\">files</a>\n{rows}<li><a href=\"/metrics\">metrics</a>, <a href=\"/readyz\">health</a>\n</ul>\n"
+        )
+    }
+}
+
+/// Whether files can be read; while something is wrong, what.
+fn readiness(volume: &Volume, visitor: Visitor) -> Reply {
+    let problems = volume.open_problems();
+    if problems.is_empty() {
+        return answer::of_text(StatusCode::OK, TEXT, "ready\n");
+    }
+    // Paths and causes are for those who may see all.
+    let row = |problem: &ckfs_volume::HealthProblem| match visitor {
+        Visitor::Trusted => format!("{}: {}: {}\n", problem.kind.name(), problem.file, problem.cause),
+        Visitor::Stranger => format!("{}\n", problem.kind.name()),
+    };
+    let text: String = problems.iter().map(row).collect();
+    answer::of_text(StatusCode::SERVICE_UNAVAILABLE, TEXT, format!("degraded\n{text}"))
+}

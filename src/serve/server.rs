@@ -1,0 +1,280 @@
+//! The server: listening, connections, and their end.
+
+use std::{
+    convert::Infallible,
+    io,
+    net::{IpAddr, SocketAddr, TcpListener},
+    panic::AssertUnwindSafe,
+    pin::pin,
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+use ckfs_config::ThreadCount;
+use ckfs_host::{Log, limits};
+use ckfs_service::{Service, panic_text};
+use ckfs_volume::{Upkeep, Volume};
+use futures_util::{
+    FutureExt,
+    future::{Either, select},
+};
+use http::{Request, StatusCode};
+use hyper::{body::Incoming, server::conn::http1, service::service_fn};
+use hyper_util::rt::TokioTimer;
+use tokio::{net::TcpStream, sync::watch, time::timeout};
+
+use super::{
+    answer::{self, Reply},
+    connections::{ConnectionPlace, Connections},
+    gate::Gate,
+    identity,
+    options::ServeOptions,
+    reads::ServedReads,
+    repositories::Repositories,
+    router::Router,
+    socket::PatientSocket,
+    supervisor::{self, Phase, ServeExit},
+    systemd,
+    tree::ServedTree,
+};
+
+/// Most connections, as far as the limit of open files allows.
+const CONNECTIONS_MAX: u64 = 4096;
+
+/// Open files that sources and the process need.
+const OTHER_FILES: u64 = 512;
+
+/// Least number of connections.
+const CONNECTIONS_MIN: u64 = 64;
+
+/// Bytes of a request's line and headers; also of a reply that waits in a connection beside its chunk.
+const HEAD_BYTES_MAX: usize = 16 << 10;
+
+/// Headers of a request.
+const HEADERS_MAX: usize = 64;
+
+/// Time for the line and headers of a request, from the end of the answer before it: so long may a connection be idle.
+const HEAD_LIMIT: Duration = Duration::from_mins(1);
+
+/// Time without progress after which a client that takes no bytes is given up.
+const WRITE_LIMIT: Duration = Duration::from_mins(1);
+
+/// Time for what precedes the body of a reply, beyond the time limit of sources: none may wait for ever.
+const ANSWER_LIMIT: Duration = Duration::from_mins(10);
+
+/// Pause after a connection that was not accepted, as at a limit of open files.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// Threads that talk to clients, at most. They never wait for storage.
+const SPEAKERS_MAX: usize = 4;
+
+/// Why a server does not serve.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The address is taken, or is none of this machine.
+    #[error("listen on {address}: {source}")]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
+    /// A system call failed.
+    #[error("{what}: {source}{}", limits::hint())]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// A door that is bound to its addresses and not open yet: clients wait until it serves.
+#[derive(Debug)]
+pub struct Door {
+    options: ServeOptions,
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl Door {
+    /// Binds the addresses, so that one that is taken is an error before anything is read.
+    ///
+    /// # Errors
+    /// [`ServeError::Listen`].
+    pub fn bind(options: ServeOptions) -> Result<Self, ServeError> {
+        let address = options.listen;
+        let refused = |source| ServeError::Listen { address, source };
+        let listener = TcpListener::bind(address).map_err(refused)?;
+        listener.set_nonblocking(true).map_err(refused)?;
+        let address = listener.local_addr().map_err(refused)?;
+        Ok(Self { options, listener, address })
+    }
+
+    /// Where HTTP is answered.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves the volume of a service until a signal ends it. Calls `on_ready` with the names of the repositories once requests are
+    /// answered. Signals that concern the log act on `log`.
+    ///
+    /// The signals must be blocked before the first thread starts: see [`ckfs_host::signal::block`].
+    ///
+    /// # Errors
+    /// [`ServeError`].
+    pub fn serve(
+        self,
+        service: &Service,
+        log: &Log,
+        on_ready: impl FnOnce(&[String]),
+    ) -> Result<ServeExit, ServeError> {
+        let router = Arc::new(self.router(service)?);
+        let system = |what| move |source| ServeError::System { what, source };
+        let signals = supervisor::signals().map_err(system("signals"))?;
+        let speakers = thread::available_parallelism().map_or(1, usize::from).min(SPEAKERS_MAX);
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(speakers)
+            .thread_name("ckfs-http")
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(system("start threads"))?;
+        let connections = Arc::new(Connections::new(connections_max()));
+        let (phase, phases) = watch::channel(Phase::Serving);
+        let names: Vec<String> = router.repositories.iter().map(|repository| repository.id.clone()).collect();
+        {
+            let _inside = runtime.enter();
+            let listener = tokio::net::TcpListener::from_std(self.listener);
+            let listener = listener.map_err(|source| ServeError::Listen { address: self.address, source })?;
+            runtime.spawn(accept(listener, router, Arc::clone(&connections), phases));
+        }
+        systemd::ready(&format!("serving {} at http://{}", service.label(), self.address));
+        on_ready(&names);
+        let exit = supervisor::run(&signals, &phase, &connections, service.volume(), self.options.drain, log);
+        // Threads that wait for storage end with the process.
+        runtime.shutdown_background();
+        exit.map_err(system("wait for signals"))
+    }
+
+    fn router(&self, service: &Service) -> Result<Router, ServeError> {
+        let volume = service.volume();
+        let upkeep: Arc<dyn Upkeep> = Arc::<Volume>::clone(volume);
+        let threads = service.config().mount.threads.map(ThreadCount::count);
+        let threads = threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
+        let reads = ServedReads::new(upkeep, threads);
+        let reads = reads.map_err(|source| ServeError::System { what: "start a thread", source })?;
+        let checkpoint = volume.engine().checkpoint();
+        let commits: Vec<String> = volume.plans().iter().map(|plan| identity::commit(checkpoint, plan)).collect();
+        let names = service.config().views.iter().map(|view| &*view.name);
+        let digest = identity::of_views(names.zip(commits.iter().map(String::as_str)));
+        let tree = Arc::new(ServedTree { volume: Arc::clone(volume), reads: Arc::new(reads), digest });
+        let repositories = Repositories::new(&tree, service.config(), self.options.name.as_ref(), &commits);
+        Ok(Router { gate: Gate::new(&self.options), tree, repositories, label: service.label().to_owned() })
+    }
+}
+
+/// The connections that the limit of open files leaves room for.
+fn connections_max() -> usize {
+    let files =
+        nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft);
+    let max = files.saturating_sub(OTHER_FILES).clamp(CONNECTIONS_MIN, CONNECTIONS_MAX);
+    usize::try_from(max).expect("a few thousand")
+}
+
+/// Accepts connections until the server ends.
+async fn accept(
+    listener: tokio::net::TcpListener,
+    router: Arc<Router>,
+    connections: Arc<Connections>,
+    mut phases: watch::Receiver<Phase>,
+) {
+    let for_connections = phases.clone();
+    let mut ending = pin!(async move {
+        let _ = phases.wait_for(|phase| *phase != Phase::Serving).await;
+    });
+    loop {
+        let accepted = match select(pin!(listener.accept()), ending.as_mut()).await {
+            Either::Left((accepted, _)) => accepted,
+            Either::Right(_) => return,
+        };
+        let (socket, peer) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                tracing::debug!("a connection is not accepted: {error}");
+                tokio::time::sleep(PAUSE).await;
+                continue;
+            }
+        };
+        // All are in use: this one is closed.
+        let Some(place) = connections.enter() else { continue };
+        let _ = socket.set_nodelay(true);
+        tokio::spawn(speak(socket, peer.ip(), Arc::clone(&router), place, for_connections.clone()));
+    }
+}
+
+/// The life of a connection.
+async fn speak(
+    socket: TcpStream,
+    peer: IpAddr,
+    router: Arc<Router>,
+    place: ConnectionPlace,
+    mut phases: watch::Receiver<Phase>,
+) {
+    let place = Arc::new(place);
+    let for_requests = Arc::clone(&place);
+    let service = service_fn(move |request: Request<Incoming>| {
+        let (router, busy) = (Arc::clone(&router), for_requests.busy());
+        async move {
+            let reply = guarded(&router, request, peer).await;
+            Ok::<_, Infallible>(answer::finished(reply).map(|body| body.marked(busy)))
+        }
+    });
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_LIMIT)
+        .max_buf_size(HEAD_BYTES_MAX)
+        .max_headers(HEADERS_MAX)
+        .half_close(false);
+    let connection = builder.serve_connection(PatientSocket::new(socket, WRITE_LIMIT), service);
+    let mut connection = pin!(connection);
+    let draining = {
+        let draining = pin!(async {
+            let _ = phases.wait_for(|phase| *phase != Phase::Serving).await;
+        });
+        let closed = pin!(place.closed());
+        match select(connection.as_mut(), select(draining, closed)).await {
+            Either::Right((Either::Left(_), _)) => true,
+            // It has ended, or another one needs its place.
+            Either::Left(_) | Either::Right((Either::Right(_), _)) => false,
+        }
+    };
+    if draining {
+        connection.as_mut().graceful_shutdown();
+        let ended = pin!(async {
+            let _ = phases.wait_for(|phase| *phase == Phase::Ended).await;
+        });
+        let _ = select(connection, ended).await;
+    }
+}
+
+/// Answers a request; a panic is that request's error.
+async fn guarded(router: &Router, request: Request<Incoming>, peer: IpAddr) -> Reply {
+    let shown = format!("{} {}", request.method(), request.uri().path());
+    let answered = timeout(ANSWER_LIMIT, AssertUnwindSafe(router.answer(request, peer)).catch_unwind()).await;
+    match answered {
+        Ok(Ok(reply)) => {
+            tracing::debug!("{peer}: {shown}: {}", reply.status().as_u16());
+            reply
+        }
+        Ok(Err(panic)) => {
+            let cause = panic_text(panic.as_ref());
+            router.tree.volume.metrics().note_panic(&shown, cause);
+            tracing::error!("{shown}: request handler panicked: {cause}");
+            answer::failed(StatusCode::INTERNAL_SERVER_ERROR, "an error in ckfs; its log says more")
+        }
+        Err(_) => answer::failed(StatusCode::GATEWAY_TIMEOUT, "no answer in time"),
+    }
+}

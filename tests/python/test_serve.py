@@ -1,0 +1,559 @@
+"""`ckfs serve`: unmodified clients read the files of a mount over HTTP and as a repository of the Hub. Every byte is compared with
+what `ckfs export` writes or a mount shows."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import mounting
+import repos
+from serving import Server, run_client
+
+
+def files_below(directory: Path) -> dict[str, bytes]:
+    """The content of all files, links included, by path."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def home(base: Path) -> Path:
+    path = base / "serve-home"
+    path.mkdir()
+    return path
+
+
+FLAGS = ("--mesh", "fsdp=4,tensor=2", "--dtype", "bf16")
+
+
+@pytest.fixture(scope="module")
+def exported(base: Path, repo) -> Path:
+    """All files of a view, written by another command."""
+    path = base / "serve-exported"
+    mounting.run("export", repo("llama_f32").path, path, *FLAGS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(repo, home: Path):
+    with Server(repo("llama_f32").path, *FLAGS, home=home) as server:
+        yield server
+
+
+def test_every_file_is_that_of_an_export(server: Server, exported: Path) -> None:
+    """All paths of the listings, each file compared; nothing is left out and nothing is there beside."""
+    found: dict[str, bytes] = {}
+    pending = [""]
+    while pending:
+        above = pending.pop()
+        for row in server.json(f"/files/{above}"):
+            path = above + row["name"]
+            if row["type"] == "directory":
+                pending.append(f"{path}/")
+            elif row["type"] == "file":
+                body = server.get(f"/files/{path}")
+                assert len(body) == row["size"], path
+                found[path] = body
+    expected = files_below(exported)
+    live = {name for name in found if name.startswith(".ckfs/")}
+    assert {".ckfs/stats.json", ".ckfs/metrics", ".ckfs/manifest.json", ".ckfs/plan.txt"} <= live
+    regular = {path for path in expected if not (exported / path).is_symlink() and not path.startswith((".ckfs/", "mesh/"))}
+    assert set(found) - live == regular
+    for path in regular:
+        assert found[path] == expected[path], path
+    # A link leads to what it names.
+    assert server.get("/files/mesh/fsdp=1,tensor=0/embed") == found["dev2/embed"]
+
+
+def test_a_mount_of_the_same_view_has_the_same_bytes(server: Server, shared) -> None:
+    mounted = shared("llama_f32", *FLAGS)
+    for under in ("dev3", "safetensors", "hf", "dcp"):
+        for path in sorted(mounted.files(under)):
+            assert server.get(f"/files/{under}/{path}") == (mounted / under / path).read_bytes(), path
+
+
+def test_curl_reads_ranges_heads_and_conditions(server: Server, exported: Path, tmp_path: Path) -> None:
+    path = "safetensors/dev0.safetensors"
+    url, whole = f"{server.url}/files/{path}", (exported / path).read_bytes()
+
+    def curl(*args: str) -> bytes:
+        return subprocess.run(["curl", "-sS", "--fail", *args], capture_output=True, check=True, timeout=60).stdout
+
+    size = len(whole)
+    assert size > 1000
+    for text, expected in [
+        ("0-0", whole[:1]), ("0-99", whole[:100]), ("17-1016", whole[17:1017]), (f"{size - 1}-", whole[-1:]),
+        ("-7", whole[-7:]), (f"5-{size + 99}", whole[5:]), ("-99999999999999999999", whole),
+    ]:  # fmt: skip
+        assert curl("-r", text, url) == expected, text
+    heads = curl("-I", url).decode().lower()
+    assert f"content-length: {size}\r\n" in heads and "accept-ranges: bytes\r\n" in heads
+    etag = re.search(r'etag: ("[^"]+")', heads)[1]
+    # A partial file is continued.
+    part = tmp_path / "part"
+    part.write_bytes(whole[:100])
+    curl("-C", "-", "-o", str(part), url)
+    assert part.read_bytes() == whole
+
+    def status(method: str = "GET", **headers: str) -> tuple[int, bytes, str | None]:
+        reply, body = server.request(f"/files/{path}", method, **headers)
+        return reply.status, body, reply.headers["Content-Range"]
+
+    assert status(Range="bytes=2-3") == (206, whole[2:4], f"bytes 2-3/{size}")
+    assert status(Range=f"bytes={size}-")[::2] == (416, f"bytes */{size}")
+    assert status(Range="bytes=0-1,4-5")[:2] == (200, whole)
+    assert status(If_Match=etag)[:2] == (200, whole)
+    assert status(If_Match='"other"')[0] == 412
+    assert status(If_None_Match=etag)[:2] == (304, b"")
+    assert status(If_None_Match='"other"')[:2] == (200, whole)
+    assert status(Range="bytes=1-4", If_Range=etag)[:2] == (206, whole[1:5])
+    assert status(Range="bytes=1-4", If_Range='"other"')[:2] == (200, whole)
+    assert status("HEAD", Range="bytes=1-4")[:2] == (200, b"")
+    for method in ("PUT", "POST", "DELETE", "PATCH"):
+        reply, _ = server.request(f"/files/{path}", method, b"x")
+        assert (reply.status, reply.headers["Allow"]) == (405, "GET, HEAD")
+
+
+def test_a_browser_gets_a_page_of_links(server: Server) -> None:
+    reply, page = server.request("/files/", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
+    assert reply.headers["Content-Type"] == "text/html; charset=utf-8"
+    links = re.findall(r'<a href="([^"]+)">([^<]+)</a>', page.decode())
+    assert ("/files/dev0/", "dev0/") in links and ("/files/mesh/", "mesh/") in links
+    seen: set[str] = set()
+    pending = [link for link, _ in links]
+    while pending:
+        link = pending.pop()
+        if link in seen or not link.endswith("/") or link.count("/") > 5:
+            continue
+        seen.add(link)
+        reply, page = server.request(link, Accept="text/html")
+        assert reply.status == 200, link
+        pending += [link for link, _ in re.findall(r'<a href="([^"]+)">([^<]+)</a>', page.decode())]
+    assert "/files/dev7/layers/scanned/" in seen
+    assert b"/files/" in server.get("/") and b"ckfs/llama_f32" in server.get("/")
+
+
+def test_paths_lead_nowhere_else(server: Server, exported: Path) -> None:
+    expected = (exported / "dev0/embed").read_bytes()
+    assert server.get("/files/dev0//embed") == expected
+    assert server.get("/files/%64ev0/embed") == expected
+    assert server.get("/files/mesh/fsdp%3D0,tensor%3D0/embed") == expected
+    for path, status in [
+        ("/files/../etc/passwd", 400), ("/files/dev0/../dev1/embed", 400), ("/files/%2e%2e/x", 400), ("/files/dev0/%2E/embed", 400),
+        ("/files/dev0%2Fembed", 400), ("/files/dev0/embed%00", 400), ("/files/%ff", 400), ("/files/absent", 404),
+        ("/files/dev0/embed/x", 404), ("/files/dev0/%2565mbed", 404), ("/ckfs/llama_f32/resolve/main/%2e%2e/dev0/embed", 404),
+        ("/filesx", 404), ("/absent", 404), ("/api/models/ckfs/llama_f32/tree/main/..%2f..", 404),
+    ]:  # fmt: skip
+        assert server.request(path)[0].status == status, path
+
+
+def test_health_and_metrics(server: Server) -> None:
+    assert server.get("/healthz") == b"alive\n"
+    assert server.get("/readyz") == b"ready\n"
+    text = server.get("/metrics").decode()
+    assert text.endswith("# EOF\n") and "ckfs_degraded 0\n" in text
+    assert int(re.search(r'ckfs_ops_total{op="read"} (\d+)', text)[1]) > 0
+    assert json.loads(server.get("/files/.ckfs/stats.json"))["health"] == "healthy"
+    assert server.request("/files/.ckfs/metrics")[0].headers["ETag"] is None, "its content changes"
+
+
+def test_many_readers_at_a_time(server: Server, exported: Path) -> None:
+    paths = [path for path in files_below(exported) if path.startswith(("dev", "full/", "npy/"))]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for path, body in zip(paths, pool.map(lambda path: server.get(f"/files/{path}"), paths), strict=True):
+            assert body == (exported / path).read_bytes(), path
+
+
+def test_the_commit_is_that_of_plan_and_sources(repo, fresh, home: Path, server: Server) -> None:
+    def commit(source: object, *flags: str) -> str:
+        with Server(source, *flags, home=home) as other:
+            model = other.json("/api/models")[0]
+            assert re.fullmatch("[0-9a-f]{40}", model["sha"])
+            return model["sha"]
+
+    path = repo("llama_f32").path
+    own = server.json("/api/models/ckfs/llama_f32")["sha"]
+    assert commit(path, *FLAGS) == own
+    assert commit(path, "--mesh", "fsdp=4,tensor=2") != own
+    other = fresh("llama_f32")
+    first = commit(other.path)
+    file = next(other.path.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    assert commit(other.path) != first
+
+
+# Clients of the Hub.
+
+
+@pytest.fixture(scope="module")
+def models(base: Path) -> dict[str, Path]:
+    """A model of transformers in float32, in several files."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    path = base / "serve-models/plain"
+    save_llama(path)
+    return {"plain": path}
+
+
+def save_llama(path: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path, max_shard_size="100KB")
+
+
+def test_snapshot_download_and_single_files(server: Server, exported: Path, tmp_path: Path) -> None:
+    out = run_client(
+        """
+        import json, os
+        from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
+        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+        api = HfApi()
+        info = api.model_info("ckfs/llama_f32", files_metadata=True)
+        assert [s.size for s in info.siblings] == [s.size for s in api.list_repo_tree("ckfs/llama_f32", recursive=True)]
+        assert api.list_repo_refs("ckfs/llama_f32").branches[0].target_commit == info.sha
+        assert api.repo_exists("ckfs/llama_f32") and not api.repo_exists("ckfs/other")
+        assert api.file_exists("ckfs/llama_f32", "config.json") and not api.file_exists("ckfs/llama_f32", "absent")
+        assert {i.path for i in api.get_paths_info("ckfs/llama_f32", ["config.json", "absent"])} == {"config.json"}
+        path = snapshot_download("ckfs/llama_f32")
+        assert path == snapshot_download("ckfs/llama_f32", revision=info.sha), "the commit is a revision"
+        assert path.endswith(info.sha)
+        for call, error in [
+            (lambda: hf_hub_download("ckfs/llama_f32", "absent"), EntryNotFoundError),
+            (lambda: hf_hub_download("ckfs/other", "config.json"), RepositoryNotFoundError),
+            (lambda: hf_hub_download("ckfs/llama_f32", "config.json", revision="v9"), RevisionNotFoundError),
+            (lambda: api.model_info("ckfs/other"), RepositoryNotFoundError),
+            (lambda: api.model_info("ckfs/llama_f32", revision="v9"), RevisionNotFoundError),
+        ]:
+            try:
+                call()
+            except error:
+                continue
+            raise AssertionError(error)
+        # Bytes of a download that broke off are not asked for again.
+        name = sorted(s.rfilename for s in info.siblings if s.rfilename.endswith(".safetensors"))[0]
+        whole = open(os.path.join(path, name), "rb").read()
+        local = os.environ["HOME"] + "/local"
+        hf_hub_download("ckfs/llama_f32", name, local_dir=local)
+        assert open(f"{local}/{name}", "rb").read() == whole
+        print(json.dumps(path))
+        """,
+        tmp_path,
+        HF_ENDPOINT=server.url,
+    )
+    assert files_below(Path(json.loads(out))) == files_below(exported / "hf")
+
+
+def test_a_download_that_broke_off_is_resumed(server: Server, exported: Path, tmp_path: Path) -> None:
+    name = next(path.name for path in sorted((exported / "hf").iterdir()) if path.suffix == ".safetensors")
+    whole = (exported / "hf" / name).read_bytes()
+    out = run_client(
+        f"""
+        import glob, os
+        from huggingface_hub import hf_hub_download, get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.file_download import http_get
+        url = hf_hub_url("ckfs/llama_f32", {name!r})
+        found = get_hf_file_metadata(url)
+        assert found.size == {len(whole)} and len(found.commit_hash) == 40 and found.etag and found.xet_file_data is None
+        with open(os.environ["HOME"] + "/part", "w+b") as part:
+            part.write(open({str(exported / "hf" / name)!r}, "rb").read()[:100])
+            part.flush()
+            http_get(url, part, resume_size=100, expected_size=found.size)
+            part.seek(0)
+            assert part.read() == open({str(exported / "hf" / name)!r}, "rb").read()
+        path = hf_hub_download("ckfs/llama_f32", {name!r})
+        print(os.path.basename(os.path.realpath(path)) == found.etag)
+        """,
+        tmp_path,
+        HF_ENDPOINT=server.url,
+    )
+    assert out == "True\n"
+
+
+def test_the_file_system_of_the_hub(server: Server, exported: Path, tmp_path: Path) -> None:
+    out = run_client(
+        """
+        import hashlib, json
+        from huggingface_hub import HfFileSystem
+        fs = HfFileSystem()
+        found = {}
+        for path in fs.find("ckfs/llama_f32"):
+            with fs.open(path, "rb", block_size=4096) as file:
+                found[path.removeprefix("ckfs/llama_f32/")] = hashlib.sha256(file.read()).hexdigest()
+        name = sorted(path for path in found if path.endswith(".safetensors"))[0]
+        with fs.open(f"ckfs/llama_f32/{name}", "rb") as file:
+            file.seek(100)
+            part = file.read(50).hex()
+        assert fs.info("ckfs/llama_f32/config.json")["size"] == fs.size("ckfs/llama_f32/config.json")
+        print(json.dumps([found, name, part]))
+        """,
+        tmp_path,
+        HF_ENDPOINT=server.url,
+    )
+    found, name, part = json.loads(out)
+    expected = files_below(exported / "hf")
+    assert found == {path: hashlib.sha256(body).hexdigest() for path, body in expected.items()}
+    assert bytes.fromhex(part) == expected[name][100:150]
+
+
+def test_a_tree_comes_in_pages(server: Server) -> None:
+    whole = server.json("/api/models/ckfs/llama_f32/tree/main?recursive=true")
+    found, path = [], "/api/models/ckfs/llama_f32/tree/main?recursive=true&limit=2"
+    while path:
+        reply, body = server.request(path)
+        rows = json.loads(body)
+        assert 1 <= len(rows) <= 2
+        found += rows
+        link = reply.headers["Link"]
+        path = re.fullmatch(rf'<{re.escape(server.url)}(/[^>]+)>; rel="next"', link)[1] if link else None
+    assert found == whole and len(whole) > 4
+
+
+@pytest.mark.parametrize("flags", [(), ("--dtype", "bf16"), ("--dtype", "f16", "--layers", "0..2")], ids=["plain", "bf16", "cut"])
+def test_transformers_loads_it_by_name(models: dict[str, Path], home: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """The same model as from the files of an export."""
+    exported = tmp_path / "exported"
+    mounting.run("export", models["plain"], exported, "--only", "hf/*", *flags)
+    with Server(models["plain"], "--name", "my/model", *flags, home=home) as server:
+        out = run_client(
+            f"""
+            import torch, transformers
+            found = transformers.AutoModelForCausalLM.from_pretrained("my/model", dtype="auto")
+            expected = transformers.AutoModelForCausalLM.from_pretrained({str(exported / "hf")!r}, dtype="auto")
+            ours, theirs = found.state_dict(), expected.state_dict()
+            assert ours.keys() == theirs.keys()
+            assert all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in theirs)
+            print(found.dtype, len(found.model.layers))
+            """,
+            tmp_path,
+            HF_ENDPOINT=server.url,
+        )
+    dtype = {(): "float32", ("--dtype", "bf16"): "bfloat16"}.get(flags, "float16")
+    assert out == f"torch.{dtype} {2 if '--layers' in flags else 3}\n"
+
+
+def test_transformers_loads_what_is_dequantized(repo, home: Path, tmp_path: Path) -> None:
+    source = repo("block_fp8_bf16").path
+    exported = tmp_path / "exported"
+    mounting.run("export", source, exported, "--only", "hf/*", "--dequantize")
+    with Server(source, "--dequantize", "--name", "my/model", home=home) as server:
+        out = run_client(
+            """
+            from huggingface_hub import snapshot_download
+            print(snapshot_download("my/model"))
+            """,
+            tmp_path,
+            HF_ENDPOINT=server.url,
+        )
+    assert files_below(Path(out.strip())) == files_below(exported / "hf")
+    assert "quantization_config" not in json.loads((Path(out.strip()) / "config.json").read_text())
+
+
+def test_ckfs_reads_from_another_ckfs(server: Server, exported: Path, tmp_path: Path) -> None:
+    """By the name of a repository; the disk cache is used, and a second run finds the same bytes in it."""
+    env = {"HF_ENDPOINT": server.url, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    for turn in range(2):
+        target = tmp_path / f"out{turn}"
+        mounting.run("export", "ckfs/llama_f32", target, "--only", "hf/*", env=os.environ | env)
+        assert files_below(target / "hf") == files_below(exported / "hf")
+    with Server("ckfs/llama_f32", "--mesh", "fsdp=2", home=tmp_path, **env) as second:
+        assert second.json("/api/models")[0]["id"] == "ckfs/llama_f32", "the name goes on"
+        for name, body in files_below(exported / "hf").items():
+            assert second.get(f"/files/hf/{name}") == body, name
+
+
+# Configuration, rights, the end.
+
+
+def test_a_file_with_several_views(repo, home: Path, tmp_path: Path) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text(f"""
+source = "{repo('llama_f32').path}"
+[view.train]
+mesh = "fsdp=2"
+[view.rollout]
+layout = "hf"
+dtype = "bf16"
+[serve]
+listen = "127.0.0.1:0"
+""")
+    exported = tmp_path / "exported"
+    mounting.run("export", "--config", config, exported)
+    with Server("--config", config, home=home) as server:
+        assert {row["id"] for row in server.json("/api/models")} == {"ckfs/train", "ckfs/rollout"}
+        commits = {row["sha"] for row in server.json("/api/models")}
+        assert len(commits) == 2
+        for view in ("train", "rollout"):
+            for path, body in files_below(exported / view / "hf").items():
+                assert server.get(f"/ckfs/{view}/resolve/main/{path}") == body
+                assert server.get(f"/files/{view}/hf/{path}") == body
+        assert server.get("/files/train/dev1/embed") == (exported / "train/dev1/embed").read_bytes()
+    done = mounting.run("serve", "--config", config, "--name", "a/b", expect=2)
+    assert "--name a/b: there are 2 views" in done.err
+
+
+def test_a_token_is_asked_for(repo, home: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    path = repo("llama_f32").path
+    with Server(path, "--token-file", token, home=home) as server:
+        bearer = "Bearer s3cret"
+        assert server.request("/files/dev0/embed", Authorization=bearer)[0].status == 200
+        assert server.request("/files/.ckfs/plan.txt", Authorization=bearer)[0].status == 200
+        for address in ("/", "/files/", "/files/dev0/embed", "/metrics", "/api/models", "/ckfs/llama_f32/resolve/main/config.json"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic czNjcmV0"}, {"Authorization": "s3cret"}):
+                reply, body = server.request(address, **headers)
+                assert (reply.status, reply.headers["WWW-Authenticate"]) == (401, 'Bearer realm="ckfs"'), address
+                assert b"llama" not in body
+        assert server.get("/healthz") == b"alive\n" and server.get("/readyz") == b"ready\n"
+        script = """
+            from huggingface_hub import hf_hub_download, snapshot_download
+            try:
+                print(len(open(hf_hub_download("ckfs/llama_f32", "config.json")).read()) > 0)
+            except Exception as error:
+                print(type(error).__name__)
+        """
+        good = run_client(script, tmp_path / "a", HF_ENDPOINT=server.url, HF_TOKEN="s3cret")
+        bad = run_client(script, tmp_path / "b", HF_ENDPOINT=server.url, HF_TOKEN="wrong")
+    assert (good, bad != "True\n") == ("True\n", True)
+
+
+def test_other_machines_are_let_in_on_purpose_only(repo, home: Path) -> None:
+    done = mounting.run("serve", repo("llama_f32").path, "--listen", "0.0.0.0:0", expect=2)
+    assert "--listen 0.0.0.0:0: other machines reach this address; --token-file FILE" in done.err
+    done = mounting.run("serve", repo("llama_f32").path, "--listen", "example.org:80", expect=2)
+    assert "expected PORT, or IP:PORT" in done.err
+
+
+def own_address() -> str | None:
+    """An address of this machine that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            address = probe.getsockname()[0]
+        except OSError:
+            return None
+    return None if address.startswith("127.") else address
+
+
+def test_strangers_see_what_all_users_may_read(fresh, home: Path, tmp_path: Path) -> None:
+    """A peer that is not loopback, without a token: the permissions of the sources hold, and .ckfs/ is not there."""
+    address = own_address()
+    if address is None:
+        pytest.skip("this machine has no address but loopback")
+    source = fresh("llama_f32").path
+    with Server(source, "--listen", f"{address}:0", "--allow-anyone", home=home) as server:
+        # Directories of tests are closed to other users.
+        assert server.request("/files/dev0/embed")[0].status == 403
+        assert server.request("/files/")[0].status == 403
+        assert server.get("/readyz") == b"ready\n"
+    with Server(source, "--listen", f"{address}:0", "--allow-anyone", "--file-mode", "0444", "--dir-mode", "0555", home=home) as server:
+        assert len(server.get("/files/dev0/embed")) > 0
+        names = {row["name"] for row in server.json("/files/")}
+        assert "dev0" in names and ".ckfs" not in names
+        for path in ("/files/.ckfs/", "/files/.ckfs/plan.txt", "/files/.ckfs/stats.json"):
+            assert server.request(path)[0].status == 404, path
+        assert server.json("/api/models/ckfs/llama_f32")["sha"]
+
+
+def test_the_end_waits_for_answers_that_have_begun(wide: repos.Repo, home: Path) -> None:
+    server = Server(wide.path, home=home)
+    expected = next(iter(sorted(wide.path.glob("*.safetensors"))))
+    size = expected.stat().st_size
+    assert size > 4 << 20, "more than sockets hold"
+    with socket.create_connection((server.host, server.port), timeout=60) as client, socket.create_connection((server.host, server.port)):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        client.sendall(f"GET /files/hf/{expected.name} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        received = client.recv(1000)
+        server.process.terminate()
+        time.sleep(0.3)
+        assert server.process.poll() is None, "an answer has begun"
+        with pytest.raises(OSError):
+            socket.create_connection((server.host, server.port), timeout=5).close()
+        while part := client.recv(1 << 20):
+            received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert body == expected.read_bytes()
+    server.stop()
+
+
+def test_a_second_signal_cuts_answers_off(wide: repos.Repo, home: Path) -> None:
+    server = Server(wide.path, home=home)
+    name = next(iter(sorted(wide.path.glob("*.safetensors")))).name
+    with socket.create_connection((server.host, server.port), timeout=60) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        client.sendall(f"GET /files/hf/{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        client.recv(1000)
+        server.process.terminate()
+        time.sleep(0.3)
+        server.process.terminate()
+        log = server.stop(expect=1)
+    assert "answers were cut off" in log
+
+
+def test_what_is_wrong_is_said_at_the_start(repo, tmp_path: Path) -> None:
+    path = repo("llama_f32").path
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = mounting.run("serve", path, "--listen", port, expect=1)
+        assert f"listen on 127.0.0.1:{port}: Address already in use" in done.err
+    for flags, text in [
+        (("--token-file", tmp_path / "absent"), "--token-file"),
+        (("--name", "no name"), "expected ORG/NAME"),
+        (("--listen", "x"), "expected PORT"),
+    ]:
+        assert text in mounting.run("serve", path, *flags, expect=2).err
+    assert "no such" in mounting.run("serve", tmp_path / "absent-source", expect=1).err.lower()
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    assert "expected a token" in mounting.run("serve", path, "--token-file", empty, expect=2).err
+
+
+def test_a_source_that_changes_ends_the_answer_and_is_named(fresh, home: Path) -> None:
+    source = fresh("llama_f32").path
+    with Server(source, "--dtype", "bf16", home=home) as server:
+        assert server.get("/readyz") == b"ready\n"
+        for file in source.glob("*.safetensors"):
+            file.write_bytes(file.read_bytes()[:-1] + b"\1")
+        reply, body = server.request("/files/full/embed")
+        assert reply.status == 500 and b"input/output error" in body.lower()
+        reply, body = server.request("/readyz")
+        assert reply.status == 503 and body.startswith(b"degraded\nsource changed: ") and str(source).encode() in body
+        assert server.get("/healthz") == b"alive\n"
+        assert "ckfs_degraded 1\n" in server.get("/metrics").decode()
+
+
+def test_pipelined_requests_are_answered_in_order(server: Server, exported: Path) -> None:
+    paths = ["dev0/embed", "dev1/embed", "absent", "dev2/embed", "full/final_norm"] * 20
+    sent = "".join(f"GET /files/{path} HTTP/1.1\r\nHost: x\r\n\r\n" for path in paths[:-1])
+    sent += f"GET /files/{paths[-1]} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with socket.create_connection((server.host, server.port), timeout=60) as client:
+        sender = threading.Thread(target=client.sendall, args=(sent.encode(),))
+        sender.start()
+        received = b""
+        while part := client.recv(1 << 16):
+            received += part
+        sender.join()
+    for path in paths:
+        head, _, received = received.partition(b"\r\n\r\n")
+        length = int(re.search(rb"content-length: (\d+)", head)[1])
+        body, received = received[:length], received[length:]
+        if path == "absent":
+            assert head.startswith(b"HTTP/1.1 404")
+        else:
+            assert (head[:12], body) == (b"HTTP/1.1 200", (exported / path).read_bytes()), path
+    assert received == b""
