@@ -418,8 +418,8 @@ pub static SETTINGS: &[Setting] = &[
         "Which tensor files a mount materializes: makes once, completely, for the kernel to read by itself.",
     )
     .more(
-        "`auto`, the default: in memory, files of one tensor from 1 MiB to half of the cache, when they are opened (those \
-         of orbax/ when they are opened again, see --direct-io); and \
+        "`auto`, the default: in memory, files of one tensor that is converted or gathered, from 1 MiB to half of the cache, when \
+         they are opened (those of orbax/ when they are opened again, see --direct-io); and \
          bundles (safetensors/, pt/) if all that the mount lists fit three quarters of the cache together, in pieces as \
          their tensors are read, so that a program that reads only headers causes next to nothing. Never dcp/, of which \
          each rank reads its parts. `memory`: every file from 1 MiB to half of the cache. `none`: no file. A directory: \

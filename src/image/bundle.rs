@@ -16,8 +16,8 @@ use ckfs_tensor::{DType, View};
 use super::{
     file_image::{FileImage, ImageError},
     safetensors_layout::{
-        NamedView, SafetensorsLength, check_name, digits, metadata_bytes, safetensors, saved_offsets,
-        sharding_metadata, tensor_row_bytes,
+        NamedView, SafetensorsLength, check_name, digits, fills_lines, metadata_bytes, safetensors, saved_offsets,
+        sharding_metadata, sort_for_file, tensor_row_bytes,
     },
     shard_class::ShardClasses,
 };
@@ -129,18 +129,25 @@ impl Bundle {
         let (class, first) = self.class(device);
         let (rows, data) = class.get_or_init(|| {
             // By kind, digits of a shard's extents, and its elements.
-            let shards: Vec<(u64, u64)> = self
+            let shards: &[(u64, u64)] = &self
                 .firsts()
                 .map(|tensor| {
                     let region = self.plan.region(tensor, first);
                     let extents = region.shape().extents();
                     (extents.iter().map(|extent| digits(*extent)).sum(), region.shape().elements())
                 })
-                .collect();
-            self.lengths().rows.iter().fold((0, 0), |(bytes, start), row| {
-                let (extent_digits, elements) = shards[row.kind as usize];
-                let end = start + row.dtype.bytes_of(elements).expect("a plan's shards are whole bytes");
-                (bytes + row.bytes + extent_digits + digits(start) + digits(end), end)
+                .collect::<Vec<_>>();
+            // The rows are sorted by width: what the sizes of the shards decide is left to do.
+            let places = [true, false].map(|is_whole_lines| {
+                self.lengths().rows.iter().filter_map(move |row| {
+                    let (extent_digits, elements) = shards[row.kind as usize];
+                    let bytes = row.dtype.bytes_of(elements).expect("a plan's shards are whole bytes");
+                    (fills_lines(bytes) == is_whole_lines).then_some((row.bytes + extent_digits, bytes))
+                })
+            });
+            places.into_iter().flatten().fold((0, 0), |(header, start), (row, bytes)| {
+                let end = start + bytes;
+                (header + row + digits(start) + digits(end), end)
             })
         });
         (self.lengths().metadata_bytes + self.place_bytes(device), *rows, *data)
@@ -168,8 +175,7 @@ impl Bundle {
     fn named<'a>(&self, tensors: impl Iterator<Item = &'a PlannedTensor>, device: u64) -> Vec<NamedView<'a>> {
         let mut entries: Vec<_> =
             tensors.map(|tensor| NamedView { name: &tensor.name, view: shard(&self.plan, tensor, device) }).collect();
-        // Widest first keeps every tensor aligned to its element; names keep their order within a width.
-        entries.sort_by_key(|entry| Reverse(entry.view.dtype().bits()));
+        sort_for_file(&mut entries);
         entries
     }
 

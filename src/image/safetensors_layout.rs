@@ -1,8 +1,11 @@
-//! The layout of a safetensors file: a header, then the tensors without holes. The data starts on a page boundary. In large files
-//! it starts beyond most of the kernel's read-ahead for the header.
+//! The layout of a safetensors file: a header, then the tensors without holes, as the format requires. The data starts on a page
+//! boundary. In large files it starts beyond most of the kernel's read-ahead for the header.
 //!
-//! The order of the tensors is the caller's. Writers that need natural alignment of every tensor sort by falling width first, as the
-//! format's own library does.
+//! Programs copy tensors from the file to an accelerator, or use them where they are mapped, if they are aligned. So tensors of
+//! whole cache lines come first: each begins at a multiple of 64 bytes. Among these, and among the rest, the widest elements come
+//! first, as the format's own library writes them: each tensor is aligned to its element.
+
+use std::cmp::Reverse;
 
 use ckfs_format::{
     dcp::read::{FILES_OF_SHARDS, SHARDING_INFO},
@@ -26,11 +29,29 @@ pub(super) struct NamedView<'a> {
     pub(super) view: View,
 }
 
-/// A safetensors file of these tensors, in this order.
+/// Bytes that tensors of whole cache lines are aligned to.
+const LINE_BYTES: u64 = 64;
+
+/// Whether a tensor of this many bytes is among the first of its file.
+pub(super) fn fills_lines(bytes: u64) -> bool {
+    bytes.is_multiple_of(LINE_BYTES)
+}
+
+/// Sorts tensors as a file has them. Those that nothing tells apart keep their order.
+pub(super) fn sort_for_file(entries: &mut [NamedView<'_>]) {
+    entries.sort_by_cached_key(|NamedView { view, .. }| {
+        // Views of a part of a byte are refused when they are laid out.
+        let bytes = view.dtype().bytes_of(view.shape().elements()).unwrap_or(0);
+        (!fills_lines(bytes), Reverse(view.dtype().bits()))
+    });
+}
+
+/// A safetensors file of these tensors.
 ///
 /// # Errors
 /// [`ImageError::PartialByte`], or [`ImageError::Header`] if names repeat or the header exceeds the format's limit.
-pub(super) fn safetensors(entries: Vec<NamedView<'_>>, metadata: &[(&str, &str)]) -> Result<FileImage, ImageError> {
+pub(super) fn safetensors(mut entries: Vec<NamedView<'_>>, metadata: &[(&str, &str)]) -> Result<FileImage, ImageError> {
+    sort_for_file(&mut entries);
     let tensors = entries.iter().map(|entry| (entry.name, entry.view.dtype(), entry.view.shape().extents()));
     let mut header = write_header(tensors, metadata, DATA_ALIGNMENT)?;
     if header.data_bytes >= LARGE_DATA_BYTES {

@@ -119,6 +119,14 @@ impl Engine {
         })
     }
 
+    /// Whether a file is nothing but long runs of source bytes beside what is no tensor: to have its bytes in another file too would
+    /// cost a copy, and memory for it.
+    pub fn is_untransformed(&self, file: &PreparedFile) -> bool {
+        let is_long_runs = |segment| self.prepare(file, segment).is_ok_and(|lowered| lowered.is_long_runs());
+        let mut segments = file.image.segments().iter().enumerate();
+        segments.all(|(index, segment)| !matches!(segment, Segment::View(_)) || is_long_runs(index))
+    }
+
     /// The error of a file if one of its sources stalls.
     pub(super) fn stall(&self, file: &PreparedFile) -> Option<ReadError> {
         let stalled = self.sources_of(file).iter().find(|id| self.source().health().is_stalled(**id))?;

@@ -114,6 +114,16 @@ impl Grid {
     }
 }
 
+/// Runs of at least this many bytes are sent from the page cache of their source, most of them alone in a request of the kernel.
+const LONG_RUN_BYTES: u64 = 1 << 20;
+
+impl LoweredSegment {
+    /// Whether its bytes are long runs of source bytes.
+    pub(super) fn is_long_runs(&self) -> bool {
+        self.tiling.is_run_copy(LONG_RUN_BYTES)
+    }
+}
+
 /// Whether the bytes are computed in memory. Otherwise they are runs of source bytes, which the kernel may copy.
 pub(super) fn is_made(tiling: &Tiling) -> bool {
     !tiling.is_run_copy(RUN_BYTES_MIN)

@@ -36,6 +36,7 @@ impl Volume {
     /// When a file of tensors is materialized; `None` for never.
     fn when_materialized(&self, ino: Ino, file: &PreparedFile) -> Option<When> {
         let class = match self.tree.node(ino)? {
+            TreeNode::InSubtree(..) if self.engine.is_untransformed(file) => FileClass::Untransformed,
             TreeNode::InSubtree(..) => FileClass::Tensor,
             TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. }) if node.file.is_bundle() => {
                 FileClass::Bundle
@@ -46,13 +47,17 @@ impl Volume {
         self.policy.when(class, file.len_bytes())
     }
 
-    /// Whether the first open of a file bypasses the page cache.
+    /// Whether the first open of a file bypasses the page cache: a format whose files are read once, or bytes that need no work, of
+    /// which the kernel would make a second copy at twice the cost.
     fn is_read_once(&self, ino: Ino, file: &PreparedFile) -> bool {
-        let in_such = |node: TreeNode<'_>| match node {
-            TreeNode::InSubtree(block, _) => block.subtree.is_read_once(),
-            TreeNode::Fixed(_) => false,
-        };
-        self.direct_once && file.len_bytes() >= BYTES_MIN && self.tree.node(ino).is_some_and(in_such)
+        self.direct_once
+            && file.len_bytes() >= BYTES_MIN
+            && match self.tree.node(ino) {
+                Some(TreeNode::InSubtree(block, _)) => {
+                    block.subtree.is_read_once() || self.engine.is_untransformed(file)
+                }
+                Some(TreeNode::Fixed(_)) | None => false,
+            }
     }
 
     /// The entry of a file that is being opened, if it may be materialized. With `may_begin` false, only an entry whose file

@@ -22,6 +22,7 @@ use std::{
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::atomic::{AtomicU64, Ordering},
     time::{Duration, Instant},
 };
 
@@ -29,7 +30,8 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use serde_json::json;
 
 use rig::{
-    MIB, Mount, Report, Result, median, prototype::Prototype, warm_memory, write_llama, write_tensors, write_weights,
+    MIB, Mount, Report, Result, ledger::Ledger, median, prototype::Prototype, warm_memory, write_llama, write_tensors,
+    write_weights,
 };
 
 /// Repetitions of each case with `--short`.
@@ -86,6 +88,76 @@ fn read_part(path: &Path, from: u64, bytes: u64) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
+/// How a program reads a file: those of today's loaders.
+#[derive(Clone, Copy)]
+enum Way {
+    /// `read` of 1 MiB after the other, as `cp` and `torch.load`.
+    Read,
+    /// A map, of which every byte is used, as `safetensors` and `numpy.load(mmap_mode="r")`.
+    Map,
+    /// Eight threads, each with `pread` of 16 MiB, as loaders that prefetch.
+    Preads,
+    /// The same past the page cache.
+    Direct,
+}
+
+/// Bytes of one read of the last two ways.
+const PREAD_BYTES: usize = 16 * MIB;
+/// Their threads.
+const PREAD_THREADS: usize = 8;
+
+impl Way {
+    /// Opens a file and reads all of it; returns bytes and seconds.
+    fn read(self, path: &Path) -> Result<(u64, f64)> {
+        match self {
+            Self::Read => read_all(path, MIB, 0),
+            Self::Map => {
+                let start = Instant::now();
+                // SAFETY: nothing writes the file while the bench runs.
+                #[expect(unsafe_code, reason = "the way of the programs that this stands for")]
+                let map = unsafe { memmap2::Mmap::map(&File::open(path)?)? };
+                let mut buffer = vec![1u8; MIB];
+                for block in map.chunks(MIB) {
+                    buffer[..block.len()].copy_from_slice(block);
+                    std::hint::black_box(&mut buffer);
+                }
+                Ok((map.len() as u64, start.elapsed().as_secs_f64()))
+            }
+            Self::Preads => preads(path, 0),
+            Self::Direct => preads(path, libc::O_DIRECT),
+        }
+    }
+}
+
+fn preads(path: &Path, flags: i32) -> Result<(u64, f64)> {
+    let start = Instant::now();
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let len = file.metadata()?.len();
+    let next = AtomicU64::new(0);
+    let work = || -> std::io::Result<()> {
+        let mut buffer = vec![1u8; PREAD_BYTES + 4096];
+        let skip = buffer.as_ptr().align_offset(4096);
+        loop {
+            let mut at = next.fetch_add(PREAD_BYTES as u64, Ordering::Relaxed);
+            let end = len.min(at + PREAD_BYTES as u64);
+            if at >= len {
+                return Ok(());
+            }
+            while at < end {
+                match file.read_at(&mut buffer[skip..skip + PREAD_BYTES], at)? {
+                    0 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+                    read => at += read as u64,
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..PREAD_THREADS).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+    })?;
+    Ok((len, start.elapsed().as_secs_f64()))
+}
+
 /// One measured case.
 #[derive(Clone, Copy)]
 struct Case<'a> {
@@ -93,6 +165,7 @@ struct Case<'a> {
     /// Path in the mount.
     path: &'a str,
     mount: &'a [&'a str],
+    way: Way,
     /// Target ratios of the first and the second read.
     goals: (f64, f64),
 }
@@ -107,6 +180,7 @@ fn drop_pages(repo: &Path) -> Result<()> {
 fn sequential(report: &mut Report, repo: &Path, work: &Path, pace: Pace, case: &Case<'_>) -> Result<()> {
     let weights = repo.join("model.safetensors");
     let (mut native, mut first, mut second) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut first_cost, mut second_cost) = (Ledger::default(), Ledger::default());
     for _ in 0..pace.runs {
         let mount = Mount::new(repo, &work.join("mnt"), case.mount)?;
         let path = mount.path(case.path);
@@ -119,19 +193,73 @@ fn sequential(report: &mut Report, repo: &Path, work: &Path, pace: Pace, case: &
         let gb = |seconds: f64, bytes: u64| bytes as f64 / seconds / 1e9;
         native.push(gb(read_part(&weights, available - span, span)?, span));
         warm_memory(usize::try_from(bytes)?)?;
-        let (got, seconds) = read_all(&path, MIB, 0)?;
+        let daemon = mount.daemon()?;
+        let (got, seconds) = first_cost.add(&daemon, || case.way.read(&path))?;
         assert_eq!(got, bytes, "{}", case.path);
         first.push(gb(seconds, bytes));
         if case.mount.windows(2).any(|words| words[0] == "--materialize" && words[1].starts_with('/')) {
             mount.wait_for_a_file()?;
         }
         native.push(gb(read_part(&weights, available - span, span)?, span));
-        second.push(gb(read_all(&path, MIB, 0)?.1, bytes));
+        second.push(gb(second_cost.add(&daemon, || case.way.read(&path))?.1, bytes));
     }
     let native = median(native);
     report.row(&format!("{}, first", case.name), native, median(first), "GB/s", case.goals.0);
+    report.cost(first_cost);
     report.row(&format!("{}, second", case.name), native, median(second), "GB/s", case.goals.1);
+    report.cost(second_cost);
     Ok(())
+}
+
+/// Files whose bytes are those of the source, each by the ways to read it.
+fn contiguous(report: &mut Report, repo: &Path, work: &Path, pace: Pace, wants: &dyn Fn(&str) -> bool) -> Result<()> {
+    let untouched =
+        Case { name: "untouched file", path: "hf/model.safetensors", mount: &[], way: Way::Read, goals: (0.95, 0.95) };
+    let shard = Case {
+        name: "contiguous shard",
+        path: "safetensors/dev1.safetensors",
+        mount: &["--mesh", "fsdp=2"],
+        way: Way::Read,
+        goals: (0.38, 0.75),
+    };
+    let shard_map = Case { name: "contiguous shard, map", way: Way::Map, ..shard };
+    let shard_preads = Case { name: "contiguous shard, 8 preads of 16 MiB", way: Way::Preads, ..shard };
+    let shard_direct = Case { name: "contiguous shard, 8 O_DIRECT of 16 MiB", way: Way::Direct, ..shard };
+    let pages = Case {
+        name: "contiguous shard, --materialize none",
+        mount: &["--mesh", "fsdp=2", "--materialize", "none"],
+        ..shard
+    };
+    let one_tensor = Case { name: "contiguous shard of one tensor", path: "dev1/layers/scanned/w_down", ..shard };
+    let direct_io =
+        Case { name: "contiguous shard, --direct-io", mount: &["--mesh", "fsdp=2", "--direct-io"], ..shard };
+    let copies = work.display().to_string();
+    let materialize = ["--mesh", "fsdp=2", "--materialize", &copies];
+    let copied =
+        Case { name: "contiguous shard, --materialize DIR", mount: &materialize, goals: (0.38, 0.95), ..shard };
+    let cases = [untouched, shard, shard_map, shard_preads, shard_direct, pages, one_tensor, direct_io, copied];
+    for case in cases.iter().filter(|case| wants(case.name)) {
+        sequential(report, repo, work, pace, case)?;
+    }
+    Ok(())
+}
+
+/// The files of one tensor of 1 GB that is stored as it is shown, by each way to read them.
+fn one_tensor(report: &mut Report, work: &Path, pace: Pace) -> Result<()> {
+    let repo = work.join("one");
+    fs::create_dir_all(&repo)?;
+    let name = "model.embed_tokens.weight";
+    write_weights(&repo.join("model.safetensors"), "BF16", &[(name.to_owned(), vec![131_072, 4096])])?;
+    fs::write(repo.join("config.json"), r#"{"model_type": "other"}"#)?;
+    drop_pages(&repo)?;
+    for path in ["full/embed_tokens", "npy/dev0/embed_tokens.npy", "pt/dev0.pt", "dcp/__0_0.distcp"] {
+        for (by, way) in [("", Way::Read), (", map", Way::Map), (", 8 preads of 16 MiB", Way::Preads)] {
+            let case = format!("one tensor, {path}{by}");
+            let mount = &["--layout", "canonical"];
+            sequential(report, &repo, work, pace, &Case { name: &case, path, mount, way, goals: (0.4, 0.9) })?;
+        }
+    }
+    Ok(fs::remove_dir_all(&repo)?)
 }
 
 /// The transposed kernels of the layout `maxtext`, whole and as one of eight devices' shards.
@@ -151,7 +279,7 @@ fn maxtext(report: &mut Report, repo: &Path, work: &Path, pace: Pace, cast: &[&s
         for part in ["full", "dev3"] {
             let name = format!("maxtext {kernel} {part}, {from}");
             let path = format!("{part}/params/decoder/layers/{kernel}/kernel");
-            let case = Case { name: &name, path: &path, mount: &options, goals: (goal, 0.75) };
+            let case = Case { name: &name, path: &path, mount: &options, way: Way::Read, goals: (goal, 0.75) };
             sequential(report, repo, work, pace, &case)?;
         }
     }
@@ -205,7 +333,7 @@ fn decoded(report: &mut Report, work: &Path, pace: Pace) -> Result<()> {
         drop_pages(&repo)?;
         let name = format!("decoded, {scheme} to bf16");
         let mount = &["--layout", "hf", "--dequantize=bf16"];
-        sequential(report, &repo, work, pace, &Case { name: &name, path, mount, goals: (0.25, 0.75) })?;
+        sequential(report, &repo, work, pace, &Case { name: &name, path, mount, way: Way::Read, goals: (0.25, 0.75) })?;
         fs::remove_dir_all(&repo)?;
     }
     Ok(())
@@ -399,28 +527,7 @@ fn main() -> Result<()> {
     let bf16 = work.join("bf16");
     if ["untouched", "shard", "random", "direct"].iter().any(|name| wants(name)) {
         write(&bf16, "BF16", layers, hidden, inner)?;
-        let untouched = Case { name: "untouched file", path: "hf/model.safetensors", mount: &[], goals: (0.95, 0.95) };
-        let shard = Case {
-            name: "contiguous shard",
-            path: "safetensors/dev1.safetensors",
-            mount: &["--mesh", "fsdp=2"],
-            goals: (0.38, 0.75),
-        };
-        let pages = Case {
-            name: "contiguous shard, --materialize none",
-            mount: &["--mesh", "fsdp=2", "--materialize", "none"],
-            ..shard
-        };
-        let one_tensor = Case { name: "contiguous shard of one tensor", path: "dev1/layers/scanned/w_down", ..shard };
-        let direct_io =
-            Case { name: "contiguous shard, --direct-io", mount: &["--mesh", "fsdp=2", "--direct-io"], ..shard };
-        let copies = work.display().to_string();
-        let materialize = ["--mesh", "fsdp=2", "--materialize", &copies];
-        let copied =
-            Case { name: "contiguous shard, --materialize DIR", mount: &materialize, goals: (0.38, 0.95), ..shard };
-        for case in [untouched, shard, pages, one_tensor, direct_io, copied].iter().filter(|case| wants(case.name)) {
-            sequential(&mut report, &bf16, work, pace, case)?;
-        }
+        contiguous(&mut report, &bf16, work, pace, &wants)?;
         if wants("direct") {
             direct(&mut report, &bf16, work, runs, "safetensors/dev1.safetensors")?;
         }
@@ -429,6 +536,9 @@ fn main() -> Result<()> {
         }
         fs::remove_dir_all(&bf16)?;
     }
+    if wants("one tensor") {
+        one_tensor(&mut report, work, pace)?;
+    }
     if wants("f32 to bf16") {
         let f32s = work.join("f32");
         write(&f32s, "F32", layers / 2, hidden, inner)?;
@@ -436,6 +546,7 @@ fn main() -> Result<()> {
             name: "f32 to bf16 (output bytes)",
             path: "safetensors/dev0.safetensors",
             mount: &["--mesh", "fsdp=2", "--dtype", "bf16"],
+            way: Way::Read,
             goals: (0.27, 0.75),
         };
         let pages = Case {

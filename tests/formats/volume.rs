@@ -374,20 +374,24 @@ fn tensor_files_are_read_directly_where_asked() {
 }
 
 #[test]
-fn the_first_open_of_a_chunk_of_orbax_is_direct() {
+fn the_first_open_of_a_chunk_of_orbax_and_of_untransformed_bytes_is_direct() {
     let dir = tempfile::tempdir().unwrap();
     let rows = [repo::row("large", DType::F32, &[512, 1024]), repo::row("small", DType::F32, &[64])];
     repo::write_repo(dir.path(), &[&rows], &serde_json::json!({}));
     let checkpoint = repo::open(dir.path());
-    for direct_once in [true, false] {
-        let volume = repo::volume(&checkpoint, &options(""), VolumeOptions { direct_once, ..VolumeOptions::default() });
+    for (direct_once, dtype) in [(true, None), (false, None), (true, Some(DType::BF16))] {
+        let options = ViewOptions { dtype, ..options("") };
+        let volume = repo::volume(&checkpoint, &options, VolumeOptions { direct_once, ..VolumeOptions::default() });
         let opens = |path: &str| {
             let ino = volume.resolve(path).unwrap().ino;
             [(); 3].map(|()| matches!(volume.open(ino).unwrap().access, Access::Once))
         };
         assert_eq!(opens("orbax/0/items/large/0.0"), [direct_once, false, false]);
         assert_eq!(opens("orbax/0/items/small/0"), [false; 3], "the page cache of a small file costs little");
-        assert_eq!(opens("full/large"), [false; 3]);
+        let is_untransformed = dtype.is_none();
+        assert_eq!(opens("full/large"), [direct_once && is_untransformed, false, false]);
+        assert_eq!(opens("npy/dev0/large.npy"), [direct_once && is_untransformed, false, false]);
+        assert_eq!(opens("safetensors/dev0.safetensors"), [false; 3], "its tensors are read one by one, and again");
         assert_eq!(opens("orbax/0/items/large/.zarray"), [false; 3]);
     }
 }

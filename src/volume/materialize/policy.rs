@@ -13,7 +13,9 @@ pub(crate) const BYTES_MIN: u64 = 1 << 20;
 /// Contents of a file, as far as materialization needs to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FileClass {
-    /// One tensor, or a part of one.
+    /// One tensor, or a part of one, whose bytes are as in its source.
+    Untransformed,
+    /// One tensor, or a part of one, converted or gathered.
     Tensor,
     /// All tensors of a device.
     Bundle,
@@ -87,7 +89,7 @@ impl Policy {
     pub(crate) fn when(&self, class: FileClass, len_bytes: u64) -> Option<When> {
         let fits = (BYTES_MIN..=self.file_bytes_max).contains(&len_bytes);
         match (&self.wanted, class) {
-            (Materialize::None, _) | (Materialize::Auto, FileClass::Mixed) => None,
+            (Materialize::None, _) | (Materialize::Auto, FileClass::Untransformed | FileClass::Mixed) => None,
             (Materialize::Dir(_), _) => Some(When::Closed),
             (Materialize::Auto, FileClass::Bundle) => {
                 (self.bundles_fit() && len_bytes >= BYTES_MIN).then_some(When::Opened)
@@ -124,8 +126,8 @@ impl Policy {
                 };
                 writeln!(
                     text,
-                    "in memory   as root, when opened (chunks when opened again), files of one tensor from {least} to {most}, {bundles}; \
-                     {budget} at a time"
+                    "in memory   as root, when opened (chunks when opened again), files of one converted tensor from {least} to {most}, \
+                     {bundles}; {budget} at a time; the first open of an untransformed file goes past the page cache"
                 )
             }
         };
@@ -178,7 +180,7 @@ mod tests {
 
     #[test]
     fn class_size_and_budget_select_the_materialized_files() {
-        use FileClass::{Bundle, Mixed, Tensor};
+        use FileClass::{Bundle, Mixed, Tensor, Untransformed};
         let (few, many) = (vec![47 * MIB; 2], vec![48 * MIB; 2]);
         assert_eq!(policy(Materialize::Auto, &few).bundles, BundleSizes { files: 2, bytes: 96 * MIB });
         let rows = [
@@ -191,6 +193,8 @@ mod tests {
             (Materialize::Auto, &many, Bundle, 48 * MIB, None),
             (Materialize::Auto, &many, Tensor, MIB, Some(When::Opened)),
             (Materialize::Auto, &few, Mixed, 2 * MIB, None),
+            (Materialize::Auto, &few, Untransformed, 2 * MIB, None),
+            (Materialize::Memory, &few, Untransformed, 2 * MIB, Some(When::Opened)),
             (Materialize::Memory, &many, Bundle, 48 * MIB, Some(When::Opened)),
             (Materialize::Memory, &many, Mixed, 2 * MIB, Some(When::Opened)),
             (Materialize::Memory, &many, Mixed, 65 * MIB, None),
@@ -208,7 +212,10 @@ mod tests {
         let text = policy(Materialize::Auto, &[48 * MIB, 48 * MIB]).text();
         assert!(text.contains("no bundle, as 2 of 100 MiB do not fit (--cache-bytes 133 MiB)"), "{text}");
         let text = policy(Materialize::Auto, &[]).text();
-        assert!(text.contains("opened again), files of one tensor from 1.0 MiB to 64.0 MiB, and 0 bundles"), "{text}");
+        assert!(
+            text.contains("opened again), files of one converted tensor from 1.0 MiB to 64.0 MiB, and 0 bundles"),
+            "{text}"
+        );
         assert_eq!(policy(Materialize::None, &[]).to_json()["files_of_one_tensor"], Value::Null);
         assert_eq!(policy(Materialize::Dir("/d".into()), &[]).to_json()["place"], "disk");
     }

@@ -3,6 +3,7 @@
 
 #[cfg(feature = "remote")]
 pub(crate) mod download;
+pub(crate) mod ledger;
 pub(crate) mod prototype;
 
 use std::{
@@ -14,6 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use self::ledger::Ledger;
 use serde_json::{Value, json};
 
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -59,20 +61,25 @@ impl Mount {
         Err("no file was materialized".into())
     }
 
-    /// Memory that the daemon holds, in KiB.
-    pub(crate) fn resident_kib(&self) -> Result<u64> {
+    /// The daemon's directory under `/proc`.
+    pub(crate) fn daemon(&self) -> Result<PathBuf> {
         let at = self.at.to_str().unwrap_or_default();
         for entry in fs::read_dir("/proc")? {
             let path = entry?.path();
             let command = fs::read(path.join("cmdline")).unwrap_or_default();
             let words: Vec<&[u8]> = command.split(|byte| *byte == 0).collect();
             if words.contains(&at.as_bytes()) && words.contains(&b"mount".as_slice()) {
-                let status = fs::read_to_string(path.join("status"))?;
-                let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or_default();
-                return Ok(line.trim().trim_end_matches(" kB").parse()?);
+                return Ok(path);
             }
         }
         Err("no daemon found".into())
+    }
+
+    /// Memory that the daemon holds, in KiB.
+    pub(crate) fn resident_kib(&self) -> Result<u64> {
+        let status = fs::read_to_string(self.daemon()?.join("status"))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or_default();
+        Ok(line.trim().trim_end_matches(" kB").parse()?)
     }
 }
 
@@ -199,6 +206,14 @@ impl Report {
         println!("{case:<52} {native:>10.2} {mounted:>10.2} {unit:<8} {ratio:>6.2}  (goal {goal})");
         self.rows.push(json!({"bench": "read", "case": case, "native": native, "mounted": mounted, "unit": unit,
             "ratio": ratio, "goal": goal}));
+    }
+
+    /// What the case of the last row cost.
+    pub(crate) fn cost(&mut self, ledger: Ledger) {
+        println!("    {}", ledger.text());
+        if let Some(row) = self.rows.last_mut() {
+            row["cost"] = ledger.to_json();
+        }
     }
 
     pub(crate) fn value(&mut self, case: &str, value: f64, unit: &str, goal: f64) {
