@@ -343,6 +343,19 @@ fn request_size() -> Check {
     }
 }
 
+/// How the page cache takes the bytes of a mount, which newer kernels do in larger parts. Nothing needs to be set for that.
+fn page_cache(version: Option<(u32, u32)>) -> Check {
+    let page = human_bytes(page_bytes());
+    let found = match version {
+        Some(version) if version >= (7, 4) => "large folios, of one request each at most".to_owned(),
+        Some(version) if version >= (7, 3) => {
+            format!("whole requests, in pages of {page}; Linux 7.4 keeps larger ones and copies them faster")
+        }
+        _ => format!("pages of {page}, in requests of the read-ahead; Linux 7.3 makes larger requests, 7.4 larger pages"),
+    };
+    check("page cache", Verdict::Ok, found, "")
+}
+
 /// Whether the read-ahead of mounts can be set: their files under `/sys` belong to root.
 fn read_ahead() -> Check {
     let bdi = Path::new("/sys/class/bdi");
@@ -482,7 +495,7 @@ impl Doctor {
             Some(Tried::Done(by_kernel)) => Some(by_kernel),
             Some(Tried::Not(_) | Tried::Failed(_)) | None => None,
         };
-        checks.extend([passthrough(read_by_kernel), request_size(), read_ahead()]);
+        checks.extend([passthrough(read_by_kernel), request_size(), page_cache(kernel_version(&release())), read_ahead()]);
         checks.extend(machine());
         checks.push(hub_cache());
         checks.extend(mounts());
