@@ -351,7 +351,9 @@ fn page_cache(version: Option<(u32, u32)>) -> Check {
         Some(version) if version >= (7, 3) => {
             format!("whole requests, in pages of {page}; Linux 7.4 keeps larger ones and copies them faster")
         }
-        _ => format!("pages of {page}, in requests of the read-ahead; Linux 7.3 makes larger requests, 7.4 larger pages"),
+        _ => {
+            format!("pages of {page}, in requests of the read-ahead; Linux 7.3 makes larger requests, 7.4 larger pages")
+        }
     };
     check("page cache", Verdict::Ok, found, "")
 }
@@ -495,7 +497,12 @@ impl Doctor {
             Some(Tried::Done(by_kernel)) => Some(by_kernel),
             Some(Tried::Not(_) | Tried::Failed(_)) | None => None,
         };
-        checks.extend([passthrough(read_by_kernel), request_size(), page_cache(kernel_version(&release())), read_ahead()]);
+        checks.extend([
+            passthrough(read_by_kernel),
+            request_size(),
+            page_cache(kernel_version(&release())),
+            read_ahead(),
+        ]);
         checks.extend(machine());
         checks.push(hub_cache());
         checks.extend(mounts());
