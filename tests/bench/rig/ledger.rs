@@ -2,6 +2,8 @@
 //!
 //! Times of a virtual machine vary by a factor of two from run to run, processor time per byte by a tenth.
 
+#![allow(clippy::cast_precision_loss, reason = "figures for people")]
+
 use std::{
     fs,
     ops::{AddAssign, Sub},
