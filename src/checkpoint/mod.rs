@@ -45,7 +45,7 @@ pub use scheme::{Quantized, Summary, Unsupported};
 pub use table::{MosaicTensor, Storage, TensorInfo, TensorTable};
 
 use self::{
-    containers::{archive, container, copies, dcp, header, index, orbax, safetensors, torch},
+    containers::{archive, container, copies, dcp, header, index, orbax, ranks, safetensors, torch},
     dialects::{promised, tied},
     files::{choose, companion, file, folder, foreign, listing, locate, remote_tree, sets, tree, weight_name},
 };

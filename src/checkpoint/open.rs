@@ -28,6 +28,7 @@ use super::{
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     promised,
     quantization::Quantization,
+    ranks::{self, RankFiles},
     remote_tree::CachedTree,
     repository::{Adapter, Checkpoint},
     safetensors,
@@ -219,14 +220,19 @@ fn open_folder(
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
     find_unreadable(&folder.files, &mut folder.problems);
-    let found = Container::of(&folder);
+    let ranks = ranks::find(&folder);
+    let found = if ranks.is_some() { Some(Container::Ranks) } else { Container::of(&folder) };
     let text = match found {
         Some(Container::Safetensors) | None => safetensors::index_text(&mut folder)?,
         Some(Container::Torch) => torch::index_text(&mut folder)?,
-        Some(Container::Dcp | Container::Orbax) => None,
+        Some(Container::Dcp | Container::Orbax | Container::Ranks) => None,
     };
     let config_text = folder.read(CONFIG)?;
     let modelopt_text = folder.read(MODELOPT)?;
+    let mut companion = None;
+    if let (Some(ranks), None, None) = (&ranks, &config_text, &options.config_from) {
+        companion = ranks.companion(&mut folder)?;
+    }
     let index = match &text {
         Some((name, text)) => {
             let parsed = Index::parse(text);
@@ -236,13 +242,18 @@ fn open_folder(
         None => None,
     };
     let dialect = match found {
+        _ if ranks.is_some() => {
+            let ranks = ranks.expect("it was asked for");
+            ranks.choose(&mut folder);
+            Chosen::Ranks(ranks)
+        }
         // A directory without weights is refused there.
         Some(Container::Safetensors) | None => Chosen::Safetensors(safetensors::choose(&mut folder, index)?),
         Some(Container::Torch) => {
             torch::choose(&mut folder, index.as_ref())?;
             Chosen::Torch(index)
         }
-        Some(Container::Dcp | Container::Orbax) => {
+        Some(Container::Dcp | Container::Orbax | Container::Ranks) => {
             dcp::choose(&mut folder);
             Chosen::Dcp
         }
@@ -253,7 +264,11 @@ fn open_folder(
     let Folder { located, files, directories, warnings, problems, .. } = folder;
     let chosen =
         ChosenFiles { located, files, weights, dialect, config_text, modelopt_text, adapters, directories, warnings };
-    chosen.build(opened, options, problems)
+    let opened = chosen.build(opened, options, problems)?;
+    match companion {
+        Some((companion, config)) => opened.completed(companion, config),
+        None => Ok(opened),
+    }
 }
 
 /// Says of a snapshot in the Hub's cache that lacks weight files that its download is unfinished.
@@ -330,6 +345,7 @@ enum Chosen<'a> {
     Safetensors(Option<(&'a str, Index<'a>)>),
     Torch(Option<(&'a str, Index<'a>)>),
     Dcp,
+    Ranks(RankFiles),
     Orbax(OrbaxContents),
 }
 
@@ -354,6 +370,7 @@ impl Chosen<'_> {
                 counted(contents, index.is_some(), files, problems)
             }
             Self::Dcp => dcp::read(files, training_state, problems),
+            Self::Ranks(ranks) => ranks.read(files, problems),
             Self::Orbax(found) => found.contents(source, problems),
         }
     }
@@ -362,7 +379,7 @@ impl Chosen<'_> {
     fn index_metadata(self) -> Option<serde_json::Value> {
         match self {
             Self::Safetensors(index) | Self::Torch(index) => index.and_then(|(_, index)| index.metadata),
-            Self::Unknown | Self::Dcp | Self::Orbax(_) => None,
+            Self::Unknown | Self::Dcp | Self::Ranks(_) | Self::Orbax(_) => None,
         }
     }
 }
@@ -392,6 +409,10 @@ fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Probl
             return nothing();
         }
     };
+    if let Some(message) = ranks::given_alone(files.source, &name) {
+        problems.push(Problem::Container { file: name, message });
+        return nothing();
+    }
     match kind {
         FileKind::Torch => torch::read(files, None, (training_state, None), problems),
         FileKind::Safetensors => safetensors::read(files, None, (None, true), problems),

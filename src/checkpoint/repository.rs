@@ -319,9 +319,12 @@ impl Checkpoint {
     }
 
     /// Whether it is a repository of Hugging Face: safetensors of whole tensors, or any weights beside a `config.json` of
-    /// its own.
+    /// its own. Trainers put that of their files of ranks into a directory beside them.
     pub fn is_repository(&self) -> bool {
         let is_config = |file: &RepoFile| file.path == CONFIG && file.file.is_some();
+        if self.container == Container::Ranks {
+            return self.config.is_some();
+        }
         self.container == Container::Safetensors || self.files.iter().any(is_config)
     }
 

@@ -100,7 +100,7 @@ impl ViewOptions {
     /// a repository and the user gave no rename.
     pub(super) fn unwrapping(&self, checkpoint: &Checkpoint) -> Option<Rename> {
         let is_state = match checkpoint.container() {
-            Container::Torch | Container::Dcp => true,
+            Container::Torch | Container::Dcp | Container::Ranks => true,
             Container::Safetensors => checkpoint.companion().is_some(),
             // Its leaves are found under any prefix.
             Container::Orbax => false,

@@ -3,10 +3,13 @@
 //! An archive asks for a few spans at its ends and is then done, or asks for more. Archives that lie one after the other in a
 //! file ask for neighbouring spans, which are fetched as one. Groups of archives are read at the same time.
 
-use ckfs_format::torch::read::{SavedTensor, TorchArchive};
+use ckfs_format::torch::read::{Allowed, OpenedArchive, SavedTensor, TorchArchive};
 use ckfs_source::{FetchPart, FileId, Source};
 use ckfs_tensor::DType;
-use rayon::{iter::ParallelIterator, slice::ParallelSlice};
+use rayon::{
+    iter::{IndexedParallelIterator, IntoParallelRefIterator, ParallelIterator},
+    slice::ParallelSlice,
+};
 
 /// Archives that one thread reads together.
 const GROUP_ARCHIVES: usize = 64;
@@ -23,6 +26,13 @@ pub(crate) struct ArchiveSpan {
     pub(crate) start: u64,
     /// Number of bytes.
     pub(crate) len: u64,
+}
+
+impl ArchiveSpan {
+    /// All of a file.
+    pub(crate) fn whole(source: &dyn Source, file: FileId) -> Self {
+        Self { file, start: 0, len: source.len_bytes(file) }
+    }
 }
 
 /// A tensor of an archive, and where it is.
@@ -54,6 +64,28 @@ pub(crate) fn read_items(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Resu
     items.par_chunks(GROUP_ARCHIVES).flat_map_iter(|group| read_group(source, group)).collect()
 }
 
+/// What `interpret` makes of each archive, or why it cannot be read. It is given the number of the archive and its pickle, which may name
+/// what `allowed` says; pickles are dropped one by one, since those of thousands of ranks together are large.
+pub(crate) fn read_opened<T: Send>(
+    source: &dyn Source,
+    items: &[ArchiveSpan],
+    allowed: Allowed,
+    interpret: &(dyn Fn(usize, &OpenedArchive) -> Result<T, String> + Sync),
+) -> Vec<Result<T, String>> {
+    let read = |(number, item): (usize, &ArchiveSpan)| {
+        let mut group = [Reading::of(source, item, TorchArchive::keeping(item.len, allowed))];
+        while group[0].wants() {
+            supply(source, &mut group);
+        }
+        let [Reading { archive, failed, .. }] = group;
+        match failed {
+            Some(error) => Err(error),
+            None => interpret(number, &archive.into_opened().expect("an archive that wants nothing more is done")),
+        }
+    };
+    items.par_iter().enumerate().map(read).collect()
+}
+
 /// An archive that is being read.
 struct Reading {
     item: ArchiveSpan,
@@ -62,13 +94,7 @@ struct Reading {
 }
 
 fn read_group(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<ItemBytes, String>> {
-    let reading = |item: &ArchiveSpan| {
-        let len_bytes = source.len_bytes(item.file);
-        let inside = item.start.checked_add(item.len).is_some_and(|end| end <= len_bytes);
-        let (start, len) = (item.start, item.len);
-        let failed = (!inside).then(|| format!("expected {len} bytes at {start}, found a file of {len_bytes}"));
-        Reading { item: *item, archive: TorchArchive::new(item.len), failed }
-    };
+    let reading = |item: &ArchiveSpan| Reading::of(source, item, TorchArchive::new(item.len));
     let mut group: Vec<Reading> = items.iter().map(reading).collect();
     while group.iter().any(Reading::wants) {
         supply(source, &mut group);
@@ -77,6 +103,14 @@ fn read_group(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<ItemByte
 }
 
 impl Reading {
+    fn of(source: &dyn Source, item: &ArchiveSpan, archive: TorchArchive) -> Self {
+        let len_bytes = source.len_bytes(item.file);
+        let inside = item.start.checked_add(item.len).is_some_and(|end| end <= len_bytes);
+        let (start, len) = (item.start, item.len);
+        let failed = (!inside).then(|| format!("expected {len} bytes at {start}, found a file of {len_bytes}"));
+        Self { item: *item, archive, failed }
+    }
+
     fn wants(&self) -> bool {
         self.failed.is_none() && !self.archive.wanted().is_empty()
     }

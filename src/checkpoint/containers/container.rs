@@ -5,6 +5,7 @@
 //! | [`Container::Safetensors`] | a Hugging Face repository or a single `.safetensors` | `safetensors.rs` |
 //! | [`Container::Torch`] | `pytorch_model*.bin`, `.pt`, `.pth`: archives of `torch.save` | `torch.rs` |
 //! | [`Container::Orbax`] | `_METADATA`, `manifest.ocdbt`, `_CHECKPOINT_METADATA`; found by `orbax/item.rs` before files are listed | `orbax/` |
+//! | [`Container::Ranks`] | `model_world_size_*_rank_*.pt`: a file of each rank's own parts | `ranks/` |
 //! | [`Container::Dcp`] | `.metadata` and `*.distcp`, or safetensors that say where their tensors are in the whole | `dcp.rs` |
 //!
 //! A dialect for a container has two functions. `choose` looks at a [`Folder`] and says which files are weights. `read` takes the
@@ -49,6 +50,8 @@ pub enum Container {
     Torch,
     /// A directory of `torch.distributed.checkpoint`.
     Dcp,
+    /// Files of ranks: each rank has saved its own parts of the tensors.
+    Ranks,
     /// A checkpoint of Orbax: zarr arrays in an OCDBT database or in directories.
     Orbax,
 }
@@ -59,6 +62,7 @@ impl fmt::Display for Container {
             Self::Safetensors => "safetensors",
             Self::Torch => "torch.save",
             Self::Dcp => "torch.distributed.checkpoint",
+            Self::Ranks => "files of ranks",
             Self::Orbax => "Orbax",
         })
     }

@@ -7,5 +7,6 @@ pub(super) mod dcp;
 pub(super) mod header;
 pub(super) mod index;
 pub(super) mod orbax;
+pub(super) mod ranks;
 pub(super) mod safetensors;
 pub(super) mod torch;

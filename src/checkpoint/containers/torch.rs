@@ -99,8 +99,7 @@ pub(crate) fn read(
     (training_state, duplicates): (bool, Option<Duplicates>),
     problems: &mut Problems,
 ) -> Contents {
-    let items: Vec<ArchiveSpan> =
-        files.ids().map(|file| ArchiveSpan { file, start: 0, len: files.source.len_bytes(file) }).collect();
+    let items: Vec<ArchiveSpan> = files.ids().map(|file| ArchiveSpan::whole(files.source, file)).collect();
     let read = archive::read_items(files.source, &items);
     let path = |id: FileId| files.path(id);
     let rows = || -> Vec<Row<'_>> {

@@ -10,6 +10,8 @@ use ckfs_source::{FoundFile, Opened, SourceError, WaitRegistry};
 use super::super::{
     adapter::AdapterFiles,
     choose::CONFIG,
+    file::FileRole,
+    folder::Folder,
     foreign::lfs_pointer,
     json,
     problem::{CheckpointError, Problem},
@@ -79,6 +81,56 @@ pub(crate) fn read_companion(
     }
     let config = config.ok_or_else(|| failed(CONFIG, "expected this file, with an object".to_owned()))?;
     Ok((Companion { label, files }, config))
+}
+
+/// The companion in a directory of a folder, such as `huggingface/`, and its `config.json`; `None` if it has none.
+///
+/// # Errors
+/// A file cannot be read.
+pub(crate) fn of_folder(
+    folder: &mut Folder,
+    below: &str,
+) -> Result<Option<(Companion, serde_json::Value)>, CheckpointError> {
+    let label = folder.located.path.join(below.trim_end_matches('/')).display().to_string();
+    let is_inside = |path: &str| {
+        let name = path.strip_prefix(below)?;
+        let in_directory = name
+            .split_once('/')
+            .is_none_or(|(directory, name)| DIRECTORIES.contains(&directory) && !name.contains('/'));
+        (in_directory && is_needed(name)).then(|| name.to_owned())
+    };
+    let listed = folder.files.iter().filter(|file| file.role == FileRole::Other);
+    let listed: Vec<(String, String, u64)> =
+        listed.filter_map(|file| Some((file.path.clone(), is_inside(&file.path)?, file.size_bytes))).collect();
+    if !listed.iter().any(|(_, name, _)| name == CONFIG) {
+        return Ok(None);
+    }
+    let failed = |file: &str, message: String| CheckpointError::Problems {
+        label: label.clone(),
+        problems: vec![Problem::Json { file: file.to_owned(), message }],
+        more: 0,
+    };
+    let (mut files, mut config, mut total) = (Vec::new(), None, 0u64);
+    for (path, name, size_bytes) in listed {
+        total = total.saturating_add(size_bytes);
+        if size_bytes > FILE_BYTES_MAX || total > BYTES_MAX {
+            let message =
+                format!("expected at most {FILE_BYTES_MAX} bytes, and {BYTES_MAX} of all such files together");
+            return Err(failed(&path, message));
+        }
+        let Some(text) = folder.read(&path)? else { continue };
+        let text = text.map_err(|message| failed(&path, message))?;
+        if name == CONFIG {
+            let value = json::parse(&text).map_err(|error| failed(&path, json::fault(&error)))?;
+            if !value.is_object() {
+                return Err(failed(&path, "expected an object".to_owned()));
+            }
+            config = Some(value);
+        } else {
+            files.push((name, text.into()));
+        }
+    }
+    Ok(config.map(|config| (Companion { label, files }, config)))
 }
 
 /// The problem of a companion that is a file.

@@ -54,6 +54,8 @@ pub enum IgnoreReason {
     NotUtf8,
     /// A pointer of git LFS in place of the file.
     LfsPointer,
+    /// State of a training beside files of ranks: optimizer, scheduler, random numbers.
+    TrainingState,
 }
 
 impl IgnoreReason {
@@ -68,7 +70,8 @@ impl IgnoreReason {
             | Self::Mount
             | Self::Bookkeeping
             | Self::NotUtf8
-            | Self::LfsPointer => false,
+            | Self::LfsPointer
+            | Self::TrainingState => false,
         }
     }
 }
@@ -89,6 +92,7 @@ impl fmt::Display for IgnoreReason {
             Self::Bookkeeping => "bookkeeping, not contents",
             Self::NotUtf8 => "name that is not UTF-8",
             Self::LfsPointer => "pointer of git LFS",
+            Self::TrainingState => "state of the training, not of the model",
         })
     }
 }

@@ -135,11 +135,6 @@ pub(crate) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Opt
 /// What several files of `torch.save` are together, with what would work; `None` if nothing is known of them.
 pub(crate) fn of_torch_files(names: &[&str]) -> Option<&'static str> {
     let any = |test: &dyn Fn(&str) -> bool| names.iter().any(|name| test(name));
-    if any(&|name| name.starts_with("model_world_size_") && name.contains("_rank_")) {
-        return Some(
-            "a checkpoint of verl, one file of shards a rank: python -m verl.model_merger merge --backend fsdp makes a repository of it",
-        );
-    }
     if any(&|name| name.ends_with("_model_states.pt") || name.ends_with("_optim_states.pt")) {
         return Some(
             "a checkpoint of DeepSpeed ZeRO: zero_to_fp32.py, in the directory above, makes a repository of it with --safe_serialization",
@@ -205,7 +200,10 @@ pub(crate) fn of_files(files: &[Listed]) -> Option<String> {
 
 /// The directories below that hold the files of a checkpoint.
 fn checkpoints_inside(files: &[Listed]) -> BTreeSet<String> {
-    let is_sign = |name: &str| matches!(name, DCP_METADATA | "_METADATA" | "_CHECKPOINT_METADATA" | "manifest.ocdbt");
+    let is_sign = |name: &str| {
+        matches!(name, DCP_METADATA | "_METADATA" | "_CHECKPOINT_METADATA" | "manifest.ocdbt")
+            || (name.starts_with("model_world_size_") && name.contains("_rank_"))
+    };
     let readable = files.iter().filter(|file| file.role != FileRole::Weights);
     let found = readable.filter_map(|file| file.path.rsplit_once('/'));
     found.filter(|(_, name)| is_sign(name)).map(|(directory, _)| directory.to_owned()).collect()

@@ -21,7 +21,7 @@ use ckfs_tensor::to_usize;
 
 use super::{
     super::{
-        pickle::read::{self as unpickle, Limits, PickleError},
+        pickle::read::{self as unpickle, Id, Limits, PickleError, Unpickled},
         zip::{
             read::{self as unzip, LOCAL_BYTES, TAIL_BYTES, ZipDirectory, ZipEntry, ZipError},
             write::crc32,
@@ -171,7 +171,10 @@ enum Stage {
     Pickle(Listing),
     /// The tensors are known.
     Storages(Listing, TorchObject),
+    /// The pickle is kept, and which storages it refers to is known.
+    Kept(Listing, Unpickled),
     Done(SavedContents),
+    Opened(OpenedArchive),
 }
 
 /// The reading of one archive.
@@ -182,9 +185,44 @@ pub struct TorchArchive {
     known: Vec<(u64, Vec<u8>)>,
     wanted: Vec<Range<u64>>,
     stage: Stage,
+    /// The classes that its pickle may name, if the pickle is kept.
+    keeps: Option<Allowed>,
+}
+
+/// Whether a pickle may name this class or function, by module and name.
+pub type Allowed = fn(&str, &str) -> bool;
+
+/// An archive whose pickle is kept, for objects that are more than tensors by name.
+#[derive(Debug)]
+pub struct OpenedArchive {
+    /// The saved object.
+    pub pickle: Unpickled,
+    /// First byte and length of each storage, by key.
+    storages: HashMap<String, (u64, u64)>,
+}
+
+impl OpenedArchive {
+    /// The tensor that a value of the pickle is, called `name` in messages; `None` if it is none.
+    ///
+    /// # Errors
+    /// It is not described as torch describes tensors, or its storage is not as long as it says.
+    pub fn tensor(&self, id: Id, name: &str) -> Result<Option<SavedTensor>, ArchiveError> {
+        let Some(tensor) = torch_state::tensor(&self.pickle, id, name)? else { return Ok(None) };
+        let missing = || ArchiveError::Missing { entry: format!("data/{}", tensor.storage) };
+        let (storage_start, found) = *self.storages.get(&tensor.storage).ok_or_else(missing)?;
+        if found == tensor.storage_bytes {
+            return Ok(Some(SavedTensor { tensor, storage_start }));
+        }
+        Err(ArchiveError::Length { entry: format!("data/{}", tensor.storage), expected: tensor.storage_bytes, found })
+    }
 }
 
 impl TorchArchive {
+    /// Begins to read an archive of this length, whose pickle is kept. It may name what `allowed` says.
+    pub fn keeping(len_bytes: u64, allowed: Allowed) -> Self {
+        Self { keeps: Some(allowed), ..Self::new(len_bytes) }
+    }
+
     /// Begins to read an archive of this length.
     pub fn new(len_bytes: u64) -> Self {
         let wanted = if len_bytes <= 2 * PROBE_BYTES {
@@ -192,7 +230,7 @@ impl TorchArchive {
         } else {
             vec![0..PROBE_BYTES, len_bytes - PROBE_BYTES..len_bytes]
         };
-        Self { len_bytes, known: Vec::new(), wanted, stage: Stage::Ends }
+        Self { len_bytes, known: Vec::new(), wanted, stage: Stage::Ends, keeps: None }
     }
 
     /// The spans of the archive that are needed next; none when it is read.
@@ -217,7 +255,7 @@ impl TorchArchive {
             let stage = std::mem::replace(&mut self.stage, Stage::Ends);
             let (next, wanted) = self.advance(stage)?;
             self.stage = next;
-            if !wanted.is_empty() || matches!(self.stage, Stage::Done(_)) {
+            if !wanted.is_empty() || matches!(self.stage, Stage::Done(_) | Stage::Opened(_)) {
                 self.wanted = wanted;
                 return Ok(());
             }
@@ -232,6 +270,11 @@ impl TorchArchive {
     /// Everything that the archive holds; `None` if more bytes are wanted.
     pub fn into_contents(self) -> Option<SavedContents> {
         if let Stage::Done(contents) = self.stage { Some(contents) } else { None }
+    }
+
+    /// The archive with its pickle, if it was begun to be kept; `None` if more bytes are wanted.
+    pub fn into_opened(self) -> Option<OpenedArchive> {
+        if let Stage::Opened(opened) = self.stage { Some(opened) } else { None }
     }
 
     fn bytes(&self, span: &Range<u64>) -> Option<&[u8]> {
@@ -257,7 +300,8 @@ impl TorchArchive {
             }
             Stage::Pickle(listing) => self.read_pickle(listing),
             Stage::Storages(listing, object) => self.find_storages(listing, object),
-            Stage::Done(_) => Ok((stage, Vec::new())),
+            Stage::Kept(listing, pickle) => self.find_kept(listing, pickle),
+            Stage::Done(_) | Stage::Opened(_) => Ok((stage, Vec::new())),
         }
     }
 
@@ -308,7 +352,11 @@ impl TorchArchive {
             }
         }
         let bytes = self.content(&listing, pickle)?;
-        let pickle = unpickle::read(bytes, Limits::default(), &torch_state::is_allowed)?;
+        let allowed = self.keeps.unwrap_or(torch_state::is_allowed);
+        let pickle = unpickle::read(bytes, Limits::default(), &allowed)?;
+        if self.keeps.is_some() {
+            return Ok((Stage::Kept(listing, pickle), Vec::new()));
+        }
         let object = torch_state::object(&pickle)?;
         Ok((Stage::Storages(listing, object), Vec::new()))
     }
@@ -349,18 +397,45 @@ impl TorchArchive {
         region.start..region.end.min(first.end.max(region.start + len))
     }
 
-    fn find_storages(&self, listing: Listing, object: TorchObject) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
-        let root = listing.root()?.to_owned();
-        let keys: HashSet<&str> = object.tensors.iter().map(|tensor| tensor.storage.as_str()).collect();
+    /// The entries of these storages, and the local headers among theirs that were not given yet.
+    fn storage_entries<'a>(
+        &self,
+        listing: &Listing,
+        keys: HashSet<&'a str>,
+    ) -> Result<StorageEntries<'a>, ArchiveError> {
+        let root = listing.root()?;
         let mut numbers = HashMap::with_capacity(keys.len());
         for key in keys {
-            numbers.insert(key.to_owned(), listing.find(&format!("{root}data/{key}"))?);
+            numbers.insert(key, listing.find(&format!("{root}data/{key}"))?);
         }
-        let mut missing = self.missing(numbers.values().map(|number| self.local_header(&listing, *number)));
+        let mut missing = self.missing(numbers.values().map(|number| self.local_header(listing, *number)));
+        missing.sort_unstable_by_key(|span| span.start);
+        Ok((numbers, missing))
+    }
+
+    fn find_kept(&self, listing: Listing, pickle: Unpickled) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+        let (numbers, missing) = self.storage_entries(&listing, torch_state::storage_keys(&pickle))?;
         if !missing.is_empty() {
-            missing.sort_unstable_by_key(|span| span.start);
+            drop(numbers);
+            return Ok((Stage::Kept(listing, pickle), missing));
+        }
+        let mut storages = HashMap::with_capacity(numbers.len());
+        for (key, number) in numbers {
+            let len = listing.entries[number].len_bytes;
+            storages.insert(key.to_owned(), (self.data_start(&listing, number)?, len));
+        }
+        Ok((Stage::Opened(OpenedArchive { pickle, storages }), Vec::new()))
+    }
+
+    fn find_storages(&self, listing: Listing, object: TorchObject) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+        let keys = object.tensors.iter().map(|tensor| tensor.storage.as_str()).collect();
+        let (numbers, missing) = self.storage_entries(&listing, keys)?;
+        if !missing.is_empty() {
+            drop(numbers);
             return Ok((Stage::Storages(listing, object), missing));
         }
+        let numbers: HashMap<String, usize> =
+            numbers.into_iter().map(|(key, number)| (key.to_owned(), number)).collect();
         let saved = |tensor: TorchTensor| {
             let number = numbers[&tensor.storage];
             let ZipEntry { name, len_bytes: found, .. } = &listing.entries[number];
@@ -375,6 +450,9 @@ impl TorchArchive {
         Ok((Stage::Done(SavedContents { tensors, others }), Vec::new()))
     }
 }
+
+/// Numbers of the entries of storages, by key, and the spans that are needed to find their data.
+type StorageEntries<'a> = (HashMap<&'a str, usize>, Vec<Range<u64>>);
 
 impl Listing {
     fn new(entries: Vec<ZipEntry>, directory: ZipDirectory) -> Result<Self, ArchiveError> {

@@ -151,7 +151,7 @@ pub fn tensors(pickle: &Unpickled) -> Result<Vec<TorchTensor>, TorchError> {
 pub fn object(pickle: &Unpickled) -> Result<TorchObject, TorchError> {
     let mut found = TorchObject::default();
     let mut path = Vec::new();
-    Walk { pickle, found: &mut found, path: &mut path, path_bytes: 0, visits: 0, name_bytes: 0 }
+    Walk { pickle, found: &mut found, leaves: None, path: &mut path, path_bytes: 0, visits: 0, name_bytes: 0 }
         .visit(pickle.root())?;
     let mut names = HashSet::new();
     match found.tensors.iter().find(|tensor| !names.insert(tensor.name.as_str())) {
@@ -160,9 +160,68 @@ pub fn object(pickle: &Unpickled) -> Result<TorchObject, TorchError> {
     }
 }
 
+/// The tensor that a value is, called `name` in messages; `None` if it is none.
+///
+/// # Errors
+/// It is not described as torch describes tensors.
+pub fn tensor(pickle: &Unpickled, id: Id, name: &str) -> Result<Option<TorchTensor>, TorchError> {
+    let mut path = vec![name.to_owned()];
+    let mut found = TorchObject::default();
+    let walk =
+        Walk { pickle, found: &mut found, leaves: None, path: &mut path, path_bytes: 0, visits: 0, name_bytes: 0 };
+    walk.tensor(id)
+}
+
+/// The keys of all storages that a pickle refers to.
+pub fn storage_keys(pickle: &Unpickled) -> HashSet<&str> {
+    let key = |value: &PickleValue| {
+        let PickleValue::Persistent(id) = value else { return None };
+        let [kind, _, key, ..] = pickle.sequence(*id)? else { return None };
+        pickle.text(*key).filter(|_| pickle.text(*kind) == Some("storage"))
+    };
+    pickle.values().filter_map(key).collect()
+}
+
+/// Whether a value is what rebuilds a tensor of any kind.
+fn is_tensor(pickle: &Unpickled, id: Id) -> bool {
+    pickle.call(id).is_some_and(|(callee, ..)| match callee.module.as_str() {
+        "torch._utils" | "torch._tensor" => true,
+        "torch.nn.parameter" => callee.name == "Parameter",
+        _ => false,
+    })
+}
+
+/// What is below a value.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Leaves {
+    /// Names and places of tensors.
+    pub tensors: Vec<(String, Id)>,
+    /// What is no tensor, as in [`TorchObject::others`].
+    pub others: Vec<(String, String)>,
+}
+
+/// Names and places of the values below `root` that are tensors of any kind, and what else there is. A tensor of a class of its
+/// own, as a `DTensor`, is the call that rebuilds it.
+///
+/// # Errors
+/// [`TorchError`]: depth, repetition or names without end, or a name twice.
+pub fn leaves(pickle: &Unpickled, root: Id) -> Result<Leaves, TorchError> {
+    let (mut found, mut leaves, mut path) = (TorchObject::default(), Vec::new(), Vec::new());
+    let (found_here, leaves_here) = (&mut found, Some(&mut leaves));
+    Walk { pickle, found: found_here, leaves: leaves_here, path: &mut path, path_bytes: 0, visits: 0, name_bytes: 0 }
+        .visit(root)?;
+    let mut names = HashSet::new();
+    match leaves.iter().find(|(name, _)| !names.insert(name.as_str())) {
+        Some((name, _)) => Err(TorchError::Duplicate { name: name.clone() }),
+        None => Ok(Leaves { tensors: leaves, others: found.others }),
+    }
+}
+
 struct Walk<'a> {
     pickle: &'a Unpickled,
     found: &'a mut TorchObject,
+    /// Takes tensors by place, if they are not to be described.
+    leaves: Option<&'a mut Vec<(String, Id)>>,
     path: &'a mut Vec<String>,
     path_bytes: usize,
     visits: usize,
@@ -185,7 +244,13 @@ impl Walk<'_> {
             PickleValue::Tuple(elements) => self.elements(elements),
             PickleValue::Object(object) => {
                 self.count_name()?;
-                if let Some(tensor) = self.tensor(id)? {
+                let name = self.path.join(".");
+                if let Some(leaves) = self.leaves.as_mut() {
+                    if is_tensor(self.pickle, id) {
+                        leaves.push((name, id));
+                        return Ok(());
+                    }
+                } else if let Some(tensor) = self.tensor(id)? {
                     self.found.tensors.push(tensor);
                     return Ok(());
                 }

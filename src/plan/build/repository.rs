@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use ckfs_checkpoint::Checkpoint;
+use ckfs_checkpoint::{Checkpoint, Container};
 
 use super::{
     super::{
@@ -42,7 +42,13 @@ impl Builder<'_> {
             let part = wanted.part();
             let values = Values::new(part, asked(options), &options.casts, Some(model));
             let (renames, tie, text) = (&options.renames, options.tied == Tied::Alias, wanted.selected.text.as_ref());
-            let files = hf::plan(original, &values, hf::HfNames { renames, tie, text });
+            let names = hf::HfNames { renames, tie, text };
+            let files = match original.container() {
+                Container::Ranks => assembled(original, &values, names, options.shard_bytes_max),
+                Container::Safetensors | Container::Torch | Container::Dcp | Container::Orbax => {
+                    hf::plan(original, &values, names)
+                }
+            };
             (files, groups_of(part, values.kept()), values.raw())
         };
         let mut raw = BTreeSet::new();
@@ -126,4 +132,19 @@ impl Builder<'_> {
         }
         HfFiles { absent: Some(reason.to_owned()), ..HfFiles::default() }
     }
+}
+
+/// The files of `hf/` of a repository whose tensors are spread over files.
+fn assembled(
+    original: &Checkpoint,
+    values: &Values<'_>,
+    names: hf::HfNames<'_>,
+    shard_bytes_max: Option<u64>,
+) -> Result<Vec<HfFile>, Vec<Problem>> {
+    let checkpoint = values.checkpoint();
+    let tensors = hf::tensors(original, values, names)?;
+    let alone = names.text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
+    let config = alone.as_ref().or_else(|| checkpoint.config());
+    let shard_bytes_max = shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
+    generated::files(checkpoint, tensors, (config, names.text.is_some()), shard_bytes_max)
 }

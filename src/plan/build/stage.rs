@@ -129,7 +129,8 @@ impl<'a> Builder<'a> {
         // A file of hf/ is one of the repository. Boxes of tensors are in none.
         let has_files = match original.container() {
             Container::Safetensors => true,
-            Container::Torch => original.is_repository(),
+            // Its files are made, as many as are needed.
+            Container::Torch | Container::Ranks => original.is_repository(),
             Container::Dcp | Container::Orbax => false,
         };
         if selected.no_hf.is_none() && !has_files {

@@ -150,6 +150,19 @@ pub(crate) fn plan(
     Ok(files)
 }
 
+/// The tensors of `hf/` where none of the source's files holds one whole: names and values.
+///
+/// # Errors
+/// Every problem with a tensor's values or name.
+pub(crate) fn tensors(
+    original: &Checkpoint,
+    values: &Values<'_>,
+    names: HfNames<'_>,
+) -> Result<Vec<(String, View)>, Vec<Problem>> {
+    let head = names.tie.then(|| names::tied_head(values.checkpoint())).flatten();
+    Ok(shown(original, values, names, head)?.into_iter().map(|(_, name, view)| (name, view)).collect())
+}
+
 /// All tensors of `hf/`, in order, and then the tied head, of which the name and that of the embedding are given.
 fn shown(
     original: &Checkpoint,

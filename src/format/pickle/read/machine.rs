@@ -305,10 +305,28 @@ impl<'a> Machine<'a> {
                 if !matches!(found, PickleValue::Tuple(_)) {
                     return Err(PickleError::Operand { at, expected: "a tuple of arguments", found: found.kind() });
                 }
+                if let Some(nested) = self.nested_class(callee, args) {
+                    return self.global(nested.module, nested.name);
+                }
                 let object = Object { callee, args, state: None, elements: Vec::new(), items: Vec::new() };
                 self.push(PickleValue::Object(Box::new(object)))
             }
         }
+    }
+
+    /// The class that `getattr(class, "name")` names: protocols before 4 have no other way to name a class within a class. Where the
+    /// list has `getattr`, the nested class must be on it besides.
+    fn nested_class(&self, callee: Id, args: Id) -> Option<Name> {
+        let PickleValue::Global(function) = &self.values[callee.0 as usize] else { return None };
+        let is_getattr = function.name == "getattr" && matches!(function.module.as_str(), "__builtin__" | "builtins");
+        let PickleValue::Tuple(args) = &self.values[args.0 as usize] else { return None };
+        let [class, attribute] = args[..] else { return None };
+        let (PickleValue::Global(class), PickleValue::Text(attribute)) =
+            (&self.values[class.0 as usize], &self.values[attribute.0 as usize])
+        else {
+            return None;
+        };
+        is_getattr.then(|| Name { module: class.module.clone(), name: format!("{}.{attribute}", class.name) })
     }
 
     fn global(&mut self, module: String, name: String) -> Result<(), PickleError> {

@@ -111,6 +111,11 @@ impl Unpickled {
         self.values.len()
     }
 
+    /// All values, in the order in which the pickle made them.
+    pub fn values(&self) -> impl ExactSizeIterator<Item = &PickleValue> {
+        self.values.iter()
+    }
+
     /// A value.
     pub fn value(&self, id: Id) -> &PickleValue {
         // Ids are made by the machine that made the table, which never shrinks.

@@ -1,0 +1,420 @@
+//! `model_world_size_W_rank_R.pt`: the state of each rank of FSDP, as verl, `SkyRL` and lmms-engine save it.
+//!
+//! A `DTensor` says its mesh and its placements, a `ShardedTensor` the offsets of its shards. A tensor that says nothing of other
+//! ranks is a buffer or a parameter that is not sharded, the same on every rank, if others in the same files say how they are
+//! sharded; torch's own checkpoints take the first rank's too. What is cut without saying so is refused.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, hash_map::DefaultHasher},
+    hash::{Hash, Hasher},
+};
+
+use ckfs_format::torch::{
+    distributed::{self, MeshSharding, PlacedShard, RankReader, RankTensor, Run},
+    read::{OpenedArchive, SavedTensor},
+    state,
+};
+use ckfs_source::{FileId, Source};
+use ckfs_tensor::{DType, PerAxis};
+
+use super::super::super::{
+    archive::{self, ArchiveSpan},
+    container::{Container, Contents, LeftOut},
+    folder::PinnedFiles,
+    mosaic::{Missing, MosaicBuilder, StoredBox},
+    problem::{Problem, Problems},
+    table::TensorTable,
+};
+
+/// What a trainer notes of the files.
+const CONFIG: &str = "fsdp_config.json";
+
+/// Longest such note that is read, in bytes.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+
+/// Most boxes of one rank's part of a tensor. Those of real trainings have one, or a few where an axis is strided.
+const BOXES_MAX: usize = 1 << 16;
+
+/// Ranks that a message names.
+const NAMED: usize = 8;
+
+/// The parts of a file's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct FsdpName {
+    /// Number of ranks.
+    pub(crate) world: u64,
+    /// Number of the rank, from 0.
+    pub(crate) rank: u64,
+}
+
+impl FsdpName {
+    /// The parts of a path that begins with `below`.
+    pub(crate) fn of(path: &str, below: &str) -> Option<Self> {
+        let name = path.strip_prefix(below)?.strip_prefix("model_world_size_")?.strip_suffix(".pt")?;
+        let (world, rank) = name.split_once("_rank_")?;
+        Some(Self { world: number(world)?, rank: number(rank)? })
+    }
+}
+
+/// A number as programs write it.
+fn number(text: &str) -> Option<u64> {
+    text.parse().ok().filter(|number: &u64| number.to_string() == text)
+}
+
+/// What to do about a file of one rank that is given by itself.
+pub(crate) fn given_alone(source: &dyn Source, name: &str) -> Option<String> {
+    let FsdpName { world, .. } = FsdpName::of(name, "").filter(|name| name.world > 1)?;
+    let directory = source.path(FileId(0)).parent().map_or_else(String::new, |parent| parent.display().to_string());
+    Some(format!("the parts of one of {world} ranks: give the directory with the files of all of them, {directory}"))
+}
+
+/// A tensor's elements in a file: first byte, extents, strides in elements.
+#[derive(Clone, Debug)]
+struct Local {
+    start: u64,
+    shape: Vec<u64>,
+    strides: Vec<u64>,
+}
+
+/// What a rank has of a tensor.
+#[derive(Clone, Debug)]
+enum Part {
+    Plain(Local),
+    Meshed { shape: Vec<u64>, sharding: MeshSharding, local: Local },
+    Sharded { shape: Vec<u64>, all: u64, own: Vec<(PlacedShard, Local)> },
+}
+
+/// What one file says.
+struct RankState {
+    parts: Vec<(String, DType, Part)>,
+    others: Vec<(String, String)>,
+}
+
+/// The parts of a tensor: rank, file and part.
+type Parts<'a> = Vec<(u64, FileId, &'a Part)>;
+
+/// Reads the files of all ranks.
+pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems) -> Contents {
+    let mut contents = Contents::new(Container::Ranks, TensorTable::default());
+    contents.are_ranks = true;
+    let found: Vec<(FsdpName, FileId)> =
+        files.ids().filter_map(|id| Some((FsdpName::of(files.path(id), below)?, id))).collect();
+    if let Err(message) = count(files, below, &found) {
+        let file = format!("{below}model_world_size_*_rank_*.pt");
+        problems.push(Problem::Container { file, message });
+        return contents;
+    }
+    let items: Vec<_> = found.iter().map(|(_, file)| ArchiveSpan::whole(files.source, *file)).collect();
+    let interpret = |number: usize, opened: &OpenedArchive| rank_state(opened, found[number].0.rank);
+    let read = archive::read_opened(files.source, &items, distributed::is_allowed, &interpret);
+    let mut states = Vec::with_capacity(found.len());
+    for ((name, file), state) in found.iter().zip(read) {
+        match state {
+            Ok(state) => states.push((name.rank, *file, state)),
+            Err(message) => problems.push(Problem::Container { file: files.path(*file).to_owned(), message }),
+        }
+    }
+    if states.len() < found.len() {
+        return contents;
+    }
+    let mut tensors: BTreeMap<&str, (BTreeSet<DType>, Parts<'_>)> = BTreeMap::new();
+    for (rank, file, state) in &states {
+        for (name, dtype, part) in &state.parts {
+            let (dtypes, parts) = tensors.entry(name).or_default();
+            dtypes.insert(*dtype);
+            parts.push((*rank, *file, part));
+        }
+    }
+    let says_sharding =
+        states.iter().flat_map(|(_, _, state)| &state.parts).any(|(_, _, part)| !matches!(part, Part::Plain(_)));
+    let mut assembly = Assembly { files, world: found.len() as u64, says_sharding, plain: 0 };
+    let mut builder = MosaicBuilder::new(files.source, problems);
+    for (name, (dtypes, parts)) in tensors {
+        let assembled = match dtypes.into_iter().collect::<Vec<_>>()[..] {
+            [dtype] => assembly.assemble(dtype, &parts).map(|(shape, boxes)| (dtype, shape, boxes)),
+            ref several => Err(format!("expected one type on all ranks, found {several:?}")),
+        };
+        match assembled {
+            Ok((dtype, shape, boxes)) => builder.add(name, dtype, &shape, boxes, Missing::Refused),
+            Err(message) => {
+                let file = files.path(parts[0].1).to_owned();
+                builder.problems().push(Problem::Container { file, message: format!("tensor {name:?}: {message}") });
+            }
+        }
+    }
+    contents.table = builder.finish();
+    if assembly.plain > 0 && assembly.world > 1 {
+        contents.warnings.push(format!(
+            "{} tensors say nothing of other ranks: they are those of the first rank that has them, as buffers and what FSDP does not shard \
+             are the same on all",
+            assembly.plain
+        ));
+    }
+    let mut left_out: BTreeMap<String, String> = BTreeMap::new();
+    left_out.extend(states.into_iter().flat_map(|(_, _, state)| state.others));
+    contents.left_out = left_out.into_iter().map(|(name, kind)| LeftOut { name, kind }).collect();
+    contents
+}
+
+/// Whether the files are those of all ranks of one job.
+fn count(files: &PinnedFiles<'_>, below: &str, found: &[(FsdpName, FileId)]) -> Result<(), String> {
+    let worlds: BTreeSet<u64> = found.iter().map(|(name, _)| name.world).collect();
+    let [world] = worlds.iter().copied().collect::<Vec<_>>()[..] else {
+        let worlds: Vec<String> = worlds.iter().map(u64::to_string).collect();
+        return Err(format!("files of several jobs, of {} ranks: keep those of one", worlds.join(" and ")));
+    };
+    let ranks: BTreeSet<u64> = found.iter().map(|(name, _)| name.rank).collect();
+    if let Some(rank) = ranks.iter().find(|rank| **rank >= world) {
+        return Err(format!("a file of rank {rank}, of {world} ranks that count from 0"));
+    }
+    if (ranks.len() as u64) < world {
+        let missing: Vec<String> =
+            (0..world).filter(|rank| !ranks.contains(rank)).take(NAMED).map(|rank| rank.to_string()).collect();
+        let more = world - ranks.len() as u64 - missing.len() as u64;
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        return Err(format!(
+            "expected the files of {world} ranks, found {}; missing: rank {}{more}: the save did not finish, or not all files were copied",
+            ranks.len(),
+            missing.join(", ")
+        ));
+    }
+    let Some(note) = files.find(&format!("{below}{CONFIG}")) else { return Ok(()) };
+    let note = files.read(note, CONFIG_BYTES_MAX).map_err(|error| format!("{CONFIG}: {error}"))?;
+    let note: serde_json::Value = serde_json::from_slice(&note).map_err(|error| format!("{CONFIG}: {error}"))?;
+    match note.get("world_size").and_then(serde_json::Value::as_u64) {
+        Some(noted) if noted != world => {
+            Err(format!("files of {world} ranks, and {CONFIG} beside them says {noted}: they are of different saves"))
+        }
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// What the file of a rank says.
+fn rank_state(opened: &OpenedArchive, rank: u64) -> Result<RankState, String> {
+    let text = |error: state::TorchError| error.to_string();
+    let state::Leaves { tensors: leaves, others } =
+        state::leaves(&opened.pickle, opened.pickle.root()).map_err(text)?;
+    let mut reader = RankReader::new(&opened.pickle, rank);
+    let mut parts = Vec::with_capacity(leaves.len());
+    for (name, id) in leaves {
+        let local = |id| {
+            let found = opened.tensor(id, &name).map_err(|error| error.to_string())?;
+            found
+                .map(|saved| (saved.tensor.dtype, local_of(saved)))
+                .ok_or_else(|| format!("tensor {name:?}: expected a tensor"))
+        };
+        let (dtype, part) = match reader.describe(&name, id).map_err(text)? {
+            RankTensor::Plain(id) => {
+                let (dtype, local) = local(id)?;
+                (dtype, Part::Plain(local))
+            }
+            RankTensor::Meshed { shape, sharding, local: id } => {
+                let (dtype, local) = local(id)?;
+                (dtype, Part::Meshed { shape, sharding, local })
+            }
+            RankTensor::Sharded { shape, dtype, all, own } => {
+                let mut shards = Vec::with_capacity(own.len());
+                for (placed, id) in own {
+                    let (found, local) = local(id)?;
+                    if found != dtype || local.shape != placed.sizes {
+                        let (of, at) = (&local.shape, &placed.sizes);
+                        return Err(format!(
+                            "tensor {name:?}: expected a shard of {dtype} {at:?}, found {found} {of:?}"
+                        ));
+                    }
+                    shards.push((placed, local));
+                }
+                let mut hasher = DefaultHasher::new();
+                for PlacedShard { offsets, sizes } in all {
+                    (offsets, sizes).hash(&mut hasher);
+                }
+                (dtype, Part::Sharded { shape, all: hasher.finish(), own: shards })
+            }
+        };
+        parts.push((name, dtype, part));
+    }
+    Ok(RankState { parts, others })
+}
+
+fn local_of(saved: SavedTensor) -> Local {
+    let start = saved.span().start;
+    Local { start, shape: saved.tensor.shape, strides: saved.tensor.strides }
+}
+
+struct Assembly<'a> {
+    files: &'a PinnedFiles<'a>,
+    world: u64,
+    /// Whether some tensor says how it is sharded.
+    says_sharding: bool,
+    /// Tensors that say nothing of other ranks.
+    plain: u64,
+}
+
+type Assembled = Result<(Vec<u64>, Vec<StoredBox>), String>;
+
+impl Assembly<'_> {
+    /// Shape and boxes of a tensor.
+    fn assemble(&mut self, dtype: DType, parts: &Parts<'_>) -> Assembled {
+        match parts[0].2 {
+            Part::Plain(first) => self.plain(first, parts),
+            Part::Meshed { shape, sharding, .. } => self.meshed(dtype, (shape, sharding), parts),
+            Part::Sharded { shape, all, .. } => self.sharded((shape, *all), parts),
+        }
+    }
+
+    /// The file of a part, for messages.
+    fn file(&self, part: &(u64, FileId, &Part)) -> &str {
+        self.files.path(part.1)
+    }
+
+    fn plain(&mut self, first: &Local, parts: &Parts<'_>) -> Assembled {
+        for part in parts {
+            match part.2 {
+                Part::Plain(local) if local.shape == first.shape => {}
+                Part::Plain(local) => {
+                    return Err(format!(
+                        "{:?} in {}, {:?} in {}, and nothing says how it is cut",
+                        first.shape,
+                        self.file(&parts[0]),
+                        local.shape,
+                        self.file(part)
+                    ));
+                }
+                Part::Meshed { .. } | Part::Sharded { .. } => return Err(self.mixed(&parts[0], part)),
+            }
+        }
+        if self.world > 1 && !self.says_sharding {
+            return Err(format!(
+                "nothing in the files of {} ranks says how tensors are cut: each may be whole or a part; save DTensors, or by \
+                 torch.distributed.checkpoint",
+                self.world
+            ));
+        }
+        self.plain += 1;
+        let (_, file, _) = parts[0];
+        Ok((first.shape.clone(), vec![whole(file, first)]))
+    }
+
+    fn mixed(&self, first: &(u64, FileId, &Part), other: &(u64, FileId, &Part)) -> String {
+        format!(
+            "saved with the ranks' parts in one of {} and {}, and without in the other",
+            self.file(first),
+            self.file(other)
+        )
+    }
+
+    fn meshed(&self, dtype: DType, (shape, sharding): (&Vec<u64>, &MeshSharding), parts: &Parts<'_>) -> Assembled {
+        let Some(element_bytes) = dtype.element_bytes() else {
+            return Err(format!("{dtype} has no whole bytes, and cannot be cut"));
+        };
+        let mut by_rank: HashMap<u64, (FileId, &Local)> = HashMap::new();
+        for part in parts {
+            let Part::Meshed { shape: own_shape, sharding: own, local } = part.2 else {
+                return Err(self.mixed(&parts[0], part));
+            };
+            let (first, this) = (self.file(&parts[0]), self.file(part));
+            if own.mesh.ranks != sharding.mesh.ranks {
+                let ranks =
+                    |sharding: &MeshSharding| sharding.mesh.ranks.iter().take(NAMED).copied().collect::<Vec<u64>>();
+                return Err(format!(
+                    "{first} has it on a mesh of ranks {:?}, {this} on one of ranks {:?}: nothing says whether these are copies or parts \
+                     (experts split by hand, for example); save it on one mesh of all ranks",
+                    ranks(sharding),
+                    ranks(own)
+                ));
+            }
+            if (own_shape, own) != (shape, sharding) {
+                return Err(format!(
+                    "{first} says {shape:?}, {:?} over a mesh of {:?}, and {this} says {own_shape:?}, {:?} over {:?}",
+                    sharding.placements, sharding.mesh.shape, own.placements, own.mesh.shape
+                ));
+            }
+            by_rank.insert(part.0, (part.1, local));
+        }
+        let mut boxes = Vec::new();
+        for rank in &sharding.mesh.ranks {
+            let Some((file, local)) = by_rank.remove(rank) else {
+                return Err(format!("rank {rank} of its mesh has no part in its file"));
+            };
+            let coordinate = sharding.mesh.coordinate(*rank).expect("the rank is one of the mesh");
+            let runs = sharding.runs(shape, &coordinate);
+            let runs = runs.ok_or_else(|| "its placements cut it into more runs than are read".to_owned())?;
+            let expected: Vec<u64> = runs.iter().map(|runs| runs.iter().map(|(_, len)| len).sum()).collect();
+            let is_empty = |shape: &[u64]| shape.contains(&0);
+            if local.shape != expected && !(is_empty(&expected) && is_empty(&local.shape)) {
+                return Err(format!(
+                    "expected {expected:?} in {} by its placements {:?}, found {:?}",
+                    self.files.path(file),
+                    sharding.placements,
+                    local.shape
+                ));
+            }
+            if runs.iter().fold(1, |boxes: usize, runs| boxes.saturating_mul(runs.len().max(1))) > BOXES_MAX {
+                return Err(format!("its placements cut the part of rank {rank} into more than {BOXES_MAX} boxes"));
+            }
+            if !sharding.is_copy(&coordinate) && !is_empty(&expected) {
+                boxes.extend(boxes_of(file, local, &runs, element_bytes));
+            }
+        }
+        match by_rank.keys().min() {
+            Some(rank) => Err(format!("rank {rank} has a part of it, and is not in its mesh")),
+            None => Ok((shape.clone(), boxes)),
+        }
+    }
+
+    fn sharded(&self, (shape, all): (&Vec<u64>, u64), parts: &Parts<'_>) -> Assembled {
+        let mut placed: BTreeSet<&[u64]> = BTreeSet::new();
+        let mut boxes = Vec::new();
+        for part in parts {
+            let Part::Sharded { shape: own_shape, all: own_all, own } = part.2 else {
+                return Err(self.mixed(&parts[0], part));
+            };
+            if (own_shape, *own_all) != (shape, all) {
+                let (first, this) = (self.file(&parts[0]), self.file(part));
+                return Err(format!("{first} and {this} say different shards of it"));
+            }
+            // Copies of a shard have its place.
+            for (PlacedShard { offsets, .. }, local) in own.iter().filter(|(_, local)| !local.shape.contains(&0)) {
+                if placed.insert(offsets) {
+                    boxes.push(StoredBox { origin: PerAxis::from_slice(offsets), ..whole(part.1, local) });
+                }
+            }
+        }
+        Ok((shape.clone(), boxes))
+    }
+}
+
+fn whole(file: FileId, local: &Local) -> StoredBox {
+    let (extents, strides) = (PerAxis::from_slice(&local.shape), PerAxis::from_slice(&local.strides));
+    StoredBox { file, start: local.start, origin: PerAxis::from_elem(0, local.shape.len()), extents, strides }
+}
+
+/// The boxes of a part: one for each choice of a run along each axis.
+fn boxes_of(file: FileId, local: &Local, runs: &[Vec<Run>], element_bytes: u64) -> Vec<StoredBox> {
+    let empty = PerAxis::new();
+    let first = StoredBox {
+        file,
+        start: local.start,
+        origin: empty.clone(),
+        extents: empty,
+        strides: PerAxis::from_slice(&local.strides),
+    };
+    let mut boxes = vec![first];
+    for (runs, stride) in runs.iter().zip(&local.strides) {
+        let mut next = Vec::with_capacity(boxes.len() * runs.len());
+        for part in &boxes {
+            let mut at = 0;
+            for (origin, extent) in runs {
+                let mut one = part.clone();
+                // Inside the tensor, whose last byte fits 64 bits.
+                one.start += at * stride * element_bytes;
+                one.origin.push(*origin);
+                one.extents.push(*extent);
+                next.push(one);
+                at += extent;
+            }
+        }
+        boxes = next;
+    }
+    boxes
+}
