@@ -30,7 +30,7 @@ pub enum KeywordError {
 fn is_keyword(row: &Setting) -> bool {
     match row.group {
         Group::View | Group::Reading => true,
-        Group::Place | Group::Mount | Group::Logging => false,
+        Group::Place | Group::Mount | Group::Serve | Group::Logging => false,
     }
 }
 
