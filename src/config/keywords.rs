@@ -59,7 +59,11 @@ pub fn parse(keywords: impl IntoIterator<Item = (String, toml::Value)>) -> Resul
 
 fn unknown(name: &str) -> KeywordError {
     if let Some(row) = SETTINGS.iter().find(|row| row.option() == name) {
-        let what = if row.group == Group::Place { "an argument of its own" } else { "of mounts only" };
+        let what = match row.group {
+            Group::Place => "an argument of its own",
+            Group::Serve => "of servers only",
+            Group::View | Group::Reading | Group::Mount | Group::Logging => "of mounts only",
+        };
         return KeywordError::Unknown(format!("the setting `{name}` is {what}"));
     }
     if let Some(now) = former(name) {
