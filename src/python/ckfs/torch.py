@@ -1,0 +1,290 @@
+"""A checkpoint as tensors of torch: new ones, or those of a module or state dict, filled in place.
+
+No call here communicates: each process reads what it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from ._checkpoint import Checkpoint, Progress, selected
+from ._dtypes import PACKED_BITS, packed_bytes
+from ._errors import LoadError
+
+if TYPE_CHECKING:
+    from . import _ckfs as extension
+
+# Bytes that are read to memory of the host at a time, on their way to another device.
+STAGED_BYTES = 256 << 20
+# Words that wrappers of modules put into names.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+State: TypeAlias = torch.nn.Module | MutableMapping[str, Any] | Mapping[str, Any]
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `Module.load_state_dict` returns: names that one side lacks."""
+
+    missing_keys: list[str]
+    """Names of the state that the checkpoint lacks; these tensors are unchanged."""
+    unexpected_keys: list[str]
+    """Names of the checkpoint that the state lacks."""
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _memory(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of a contiguous tensor in memory of the host."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _new(shape: Iterable[int], name: str) -> torch.Tensor:
+    """New memory of numpy's, which asks for huge pages; types that torch lacks are packed bytes."""
+    shape = tuple(shape)
+    if name in PACKED_BITS:
+        size = packed_bytes(name, math.prod(shape))
+        rows = (*shape[:-1], -1) if shape and size else (size,)
+        packed = torch.from_numpy(np.empty(size, np.uint8)).reshape(rows)
+        dtype = getattr(torch, f"{name}_x2", None)
+        return packed if dtype is None else packed.view(dtype)
+    dtype = getattr(torch, name)
+    if math.prod(shape) == 0:
+        return torch.empty(shape, dtype=dtype)
+    memory = torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
+    return memory.view(dtype).reshape(shape)
+
+
+def load(
+    ck: Checkpoint,
+    device: int | None = None,
+    *,
+    to: torch.device | str | None = None,
+    only: str | Iterable[str] | None = None,
+    threads: int | None = None,
+    progress: Progress = False,
+) -> dict[str, torch.Tensor]:
+    """Loads the shards of a device of the mesh, or whole tensors without one, as new tensors by name.
+
+    `to` is the torch device that they are moved to, a part at a time. The other arguments are those of `Checkpoint.load`.
+    Elements narrower than a byte stay packed: `float4_e2m1fn_x2` where torch has it, else `uint8`, the last axis in bytes.
+    """
+    names = ck._chosen(only, device)
+    moved = None if to is None else torch.device(to)
+    tensors: dict[str, torch.Tensor] = {}
+    pending: list[tuple[str, extension.Row]] = []
+    for name in names:
+        source = ck[name]
+        region = () if device is None else source.region(device)
+        selection, shape = selected(source.shape, region)
+        tensors[name] = _new(shape, source._dtype_name)
+        pending.append((name, (source._index, selection, None, _memory(tensors[name]))))
+        if moved is not None and moved.type != "cpu" and sum(row[3].nbytes for _, row in pending) >= STAGED_BYTES:
+            _move(ck, tensors, pending, moved, threads, progress)
+            pending = []
+    if moved is not None and moved.type != "cpu":
+        _move(ck, tensors, pending, moved, threads, progress)
+    else:
+        ck._load([row for _, row in pending], threads, progress)
+    return tensors
+
+
+def _move(
+    ck: Checkpoint,
+    tensors: dict[str, torch.Tensor],
+    pending: list[tuple[str, extension.Row]],
+    device: torch.device,
+    threads: int | None,
+    progress: Progress,
+) -> None:
+    ck._load([row for _, row in pending], threads, progress)
+    for name, _ in pending:
+        tensors[name] = tensors[name].to(device)
+
+
+def _chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """The part of a range, as `torch.chunk` cuts it."""
+    size = -(-(stop - start) // parts)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
+
+
+def _region(name: str, tensor: Any) -> tuple[slice, ...] | None:
+    """The part of a DTensor that this process holds; `None` if it holds nothing.
+
+    A placement splits what those before it on the same axis leave. A strided one, as FSDP2 makes over tensor parallelism,
+    splits what those behind it leave: its `split_factor` says how many parts these make.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    order: dict[int, list[int]] = {}
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if placement.is_partial():
+            raise LoadError(f"{name}: placement {placement}: a partial sum cannot be loaded")
+        if placement.is_replicate():
+            continue
+        outer = order.setdefault(placement.dim % tensor.ndim, [])
+        parts, at = getattr(placement, "split_factor", 1), 0
+        while parts > 1 and at < len(outer) and parts % tensor.device_mesh.size(outer[at]) == 0:
+            parts //= tensor.device_mesh.size(outer[at])
+            at += 1
+        if parts != 1:
+            raise LoadError(f"{name}: placements {tensor.placements}: no nesting of the mesh axes has this split factor")
+        outer.insert(at, axis)
+    ranges = [(0, extent) for extent in tensor.shape]
+    for dim, axes in order.items():
+        for axis in axes:
+            ranges[dim] = _chunk(*ranges[dim], tensor.device_mesh.size(axis), coordinate[axis])
+    local = [stop - start for start, stop in ranges]
+    if math.prod(local) == tensor._local_tensor.numel() == 0:
+        return None
+    if list(tensor._local_tensor.shape) != local:
+        found = list(tensor._local_tensor.shape)
+        raise LoadError(f"{name}: placements {tensor.placements} on {list(tensor.shape)}: expected a shard {local}, found {found}")
+    return tuple(slice(*bounds) for bounds in ranges)
+
+
+class _Target(NamedTuple):
+    """A tensor of the state: the name in it, the memory of this process, and its part of the whole."""
+
+    key: str
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    region: tuple[slice, ...] | None
+
+
+def _plain_name(key: str) -> str:
+    for word in WRAPPERS:
+        key = key.replace(word, "")
+    return key
+
+
+def _targets(state: Mapping[str, Any]) -> Iterator[_Target]:
+    for key, value in state.items():
+        # What a module keeps besides tensors is not in a checkpoint of weights.
+        if not isinstance(value, torch.Tensor):
+            continue
+        shape = tuple(value.shape)
+        local, region = getattr(value, "_local_tensor", None), tuple(slice(None) for _ in shape)
+        if local is None:
+            yield _Target(key, value, shape, region)
+        else:
+            yield _Target(key, local, shape, _region(key, value))
+
+
+def _place(local: torch.Tensor) -> tuple[Any, ...]:
+    """What tells whether two tensors are one."""
+    return (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
+
+
+def load_into(
+    ck: Checkpoint,
+    state: State,
+    strict: bool = True,
+    *,
+    threads: int | None = None,
+    progress: Progress = False,
+) -> IncompatibleKeys:
+    """Fills a module or a state dict in place. A DTensor gets the part that its own mesh and placements give this process.
+
+    Names are those of the checkpoint's layout: open it with `layout="hf"`, `"transformers"` or `"torchtitan"`, as the module
+    is. FSDP2, HSDP, tensor parallelism and their combinations, plain tensors, buffers of the state dict and tied parameters
+    are filled, with no communication. A floating dtype other than the checkpoint's is cast to, as `copy_` does. Buffers that
+    are not persistent are not in a state dict: after `to_empty` they are the caller's to set.
+
+    As `Module.load_state_dict`: with `strict`, missing and unexpected names are an error, raised before anything is changed;
+    without, they are returned. Other shapes and tensors on the meta device are always an error.
+
+    Raises `LoadError`; `ReadError`, after which the state holds anything.
+    """
+    tensors = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
+    targets = list(_targets(tensors))
+    if isinstance(state, torch.nn.parallel.DistributedDataParallel):
+        names = {target.key: _plain_name(target.key.removeprefix("module.")) for target in targets}
+    else:
+        names = {target.key: _plain_name(target.key) for target in targets}
+    _check(ck, targets, names)
+    # Of names that are one tensor the last that the checkpoint has is loaded, as one after the other would leave it.
+    chosen: dict[tuple[Any, ...], _Target] = {}
+    for target in targets:
+        if names[target.key] in ck:
+            chosen[_place(target.local) if target.local.numel() else (target.key,)] = target
+    missing = [t.key for t in targets if names[t.key] not in ck and _place(t.local) not in chosen]
+    known = set(names.values())
+    unexpected = [name for name in ck.bundle() if name not in known]
+    if strict and (missing or unexpected):
+        raise LoadError(_difference(missing, unexpected), missing, unexpected)
+    _fill(ck, [(target, names[target.key]) for target in chosen.values() if target.region is not None], threads, progress)
+    return IncompatibleKeys(missing, unexpected)
+
+
+def _check(ck: Checkpoint, targets: list[_Target], names: dict[str, str]) -> None:
+    """Refuses shapes that differ, and memory that does not exist."""
+    found = [target for target in targets if names[target.key] in ck]
+    other = [
+        f"{target.key}: expected shape {list(target.shape)}, found {list(ck[names[target.key]].shape)} in the checkpoint"
+        for target in found
+        if target.shape != ck[names[target.key]].shape
+    ]
+    if other:
+        raise LoadError("the checkpoint has tensors of other shapes:\n  " + "\n  ".join(other), mismatched=other)
+    meta = [target.key for target in found if target.local.is_meta]
+    if meta:
+        text = f"{meta[0]} and {len(meta) - 1} more tensors are on the meta device" if len(meta) > 1 else f"{meta[0]} is on the meta device"
+        raise LoadError(f"{text}: give them memory first, as by module.to_empty(device=...)", meta)
+
+
+def _difference(missing: list[str], unexpected: list[str]) -> str:
+    lines = [
+        f"{len(names)} {what}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+        for what, names in (("missing in the checkpoint", missing), ("unexpected, not in the state", unexpected))
+        if names
+    ]
+    advice = "names are those of the layout: open with layout=\"hf\", \"transformers\" or \"torchtitan\", or give strict=False"
+    return "the checkpoint does not fit the state:\n  " + "\n  ".join(lines) + f"\n  {advice}"
+
+
+def _fill(ck: Checkpoint, chosen: list[tuple[_Target, str]], threads: int | None, progress: Progress) -> None:
+    rows: list[extension.Row] = []
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    staged_bytes = 0
+    for target, name in chosen:
+        source = ck[name]
+        selection, _ = selected(source.shape, target.region)
+        memory = local = target.local.detach()
+        # Memory of the host whose elements follow each other is filled directly.
+        if local.device.type != "cpu" or not local.is_contiguous():
+            memory = torch.empty(local.shape, dtype=local.dtype)
+            staged.append((local, memory))
+            staged_bytes += memory.nbytes
+        rows.append((source._index, selection, _name_of(local.dtype), _memory(memory)))
+        if staged_bytes >= STAGED_BYTES:
+            _finish(ck, rows, staged, threads, progress)
+            rows, staged, staged_bytes = [], [], 0
+    _finish(ck, rows, staged, threads, progress)
+
+
+def _finish(
+    ck: Checkpoint,
+    rows: list[extension.Row],
+    staged: list[tuple[torch.Tensor, torch.Tensor]],
+    threads: int | None,
+    progress: Progress,
+) -> None:
+    ck._load(rows, threads, progress)
+    with torch.no_grad():
+        for local, memory in staged:
+            local.copy_(memory)
+
+
+__all__ = ["IncompatibleKeys", "load", "load_into"]
