@@ -5,7 +5,8 @@
 //!
 //! * [`TensorTable`]: name, type, shape and storage of every tensor, as stored or as decoded;
 //! * [`RepoFile`]: every file of the repository, and its role;
-//! * [`Dialect`]: how the repository names, fuses and quantizes.
+//! * [`Dialect`]: how the repository names, fuses and quantizes;
+//! * [`runs`]: which checkpoints a trainer has left in a directory, and which of them are finished.
 //!
 //! What it deliberately does not do: rename, stack or convert anything (that is `plan`), or fetch from a network.
 
@@ -22,6 +23,7 @@ mod printable;
 mod problem;
 mod python_regex;
 mod repository;
+pub mod runs;
 pub mod scheme;
 mod table;
 mod text;

@@ -135,6 +135,16 @@ pub enum CheckpointError {
         /// The error of the system.
         error: io::Error,
     },
+    /// What is given as a run is no directory of steps.
+    #[error(
+        "{run}: expected the directory of a run, which holds a directory for each step (100, step-100, checkpoint-100, iter_0000100, global_step_100), found {found}"
+    )]
+    NoSteps {
+        /// The source.
+        run: String,
+        /// What it is.
+        found: String,
+    },
     /// A revision in the cache that is a symbolic link out of the cache.
     #[error(
         "{}: a symbolic link out of the repository's directory in the cache; give the directory that it leads to, or \
@@ -524,8 +534,8 @@ fn list_problems(label: &str, problems: &[Problem], more: usize) -> String {
     List(label, problems, more).to_string()
 }
 
-/// A text for each problem, in order of the first of each, and how many problems it tells. Many tensors with the same problem share
-/// one: their texts differ only in the tensor's name and in numbers, as files of a set do.
+/// A text for each problem, in order of the first of each, and how many problems it tells. Many tensors with the same problem
+/// share one: their texts differ only in the tensor's name and in numbers, as files of a set do.
 fn lines(problems: &[Problem]) -> Vec<(String, usize)> {
     /// Fewer are listed each by itself.
     const MANY: usize = 4;
@@ -694,8 +704,8 @@ impl Problems {
         self.more += other.more;
     }
 
-    /// The same problems of a repository in the cache of the Hub's client: what its files lack is one problem, with the commands that
-    /// bring them. `found` of its weight files are there, and `has` knows all files.
+    /// The same problems of a repository in the cache of the Hub's client: what its files lack is one problem, with the
+    /// commands that bring them. `found` of its weight files are there, and `has` knows all files.
     pub(super) fn of_download(mut self, label: &str, repo: &str, found: usize, has: impl Fn(&str) -> bool) -> Self {
         /// No set has more files.
         const FILES_MAX: u64 = 100_000;

@@ -14,15 +14,15 @@ use std::{
 use anyhow::{Context, bail};
 use ckfs_config::{Commands, Config, Settings, TimeLimit, options};
 use ckfs_fuse::{
-    DaemonError, MountError, Readiness, Started, block_signals, check_passed, interruptible, is_daemon, is_passed,
-    parse_mount_helper, serve_service, start_background,
+    DaemonError, Exit, MountError, Readiness, Started, block_signals, check_passed, interruptible, is_daemon,
+    is_passed, parse_mount_helper, serve_run, serve_service, start_background,
 };
 use ckfs_host::Log;
 use ckfs_plan::{
     Plan,
     report::{bytes_per_device, human_bytes},
 };
-use ckfs_service::{Service, wait_registry, watch};
+use ckfs_service::{Service, steps::RunService, wait_registry, watch};
 use ckfs_source::Wait;
 use clap::Args;
 
@@ -335,6 +335,14 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
         std::process::exit(1);
     });
     let wait_watch = wait_watch.context("start a thread")?;
+    if config.mount.steps.is_some() {
+        let opened = interruptible(|| RunService::open(&mut config, &waits))?.map_err(open::explained)?;
+        drop(wait_watch);
+        return mount_run(opened, mountpoint, log, readiness, made);
+    }
+    if config.mount.on_step.is_some() {
+        return Err(Usage("--on-step: only with --steps".to_owned()).into());
+    }
     let mut service = interruptible(|| Service::open(&mut config, &waits))?.map_err(open::explained)?;
     // From now on the service watches its requests by itself.
     drop(wait_watch);
@@ -348,12 +356,42 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     if served {
         made.keep();
     }
-    let exit = exit?;
     ready?;
+    ended(exit?, mountpoint)
+}
+
+/// The result of a mount that has ended.
+fn ended(exit: Exit, mountpoint: &Path) -> anyhow::Result<()> {
     if !exit.is_clean() {
         bail!("{}: open files were cut off; --drain TIME gives their readers longer", mountpoint.display());
     }
     Ok(())
+}
+
+/// Serves a run.
+fn mount_run(
+    mut service: RunService,
+    mountpoint: &Path,
+    log: &Log,
+    readiness: &mut Readiness,
+    made: MadeDirectories,
+) -> anyhow::Result<()> {
+    service.start().context("start a thread")?;
+    let steps = counted(service.run().steps().len(), "step");
+    let held = match service.run().latest() {
+        Some(latest) => format!("{steps}, the newest {latest}"),
+        None => format!("{steps} so far"),
+    };
+    let (mut ready, mut served) = (Ok(()), false);
+    let exit = serve_run(&service, mountpoint, log, || {
+        ready = readiness.ready(&format!("serving {} on {}", service.run().label(), mountpoint.display()), &held);
+        served = true;
+    });
+    if served {
+        made.keep();
+    }
+    ready?;
+    ended(exit?, mountpoint)
 }
 
 #[cfg(test)]

@@ -291,6 +291,7 @@ fn text(mount: &Value) -> String {
         let _ = writeln!(text, "  view    {name}{mesh}, layout {}{dtype}", word(&view["layout"]));
     }
     let stats = &mount["stats"];
+    text.push_str(&steps_text(stats));
     if stats.is_object() {
         let (served, fetched) = (sum(&stats["bytes_served"]), sum(&stats["bytes_fetched"]));
         let _ = writeln!(text, "  served  {}, from {} of the source", human_bytes(served), human_bytes(fetched));
@@ -309,6 +310,50 @@ fn text(mount: &Value) -> String {
         text.push_str(&remote_text(stats));
         text.push_str(&threads_text(stats));
         text.push_str(&memory_text(&stats["memory"]));
+    }
+    text
+}
+
+/// The steps of a run, and what its command for new steps did; nothing of one checkpoint.
+fn steps_text(stats: &Value) -> String {
+    let steps = &stats["steps"];
+    if !steps.is_object() {
+        return String::new();
+    }
+    let count = |name: &str| steps[name].as_u64().unwrap_or(0);
+    let newest = steps["latest"].as_u64().map_or_else(String::new, |step| format!(", newest {step}"));
+    let mut text = format!(
+        "  steps   {} shown{newest}; {} not finished, {} not planned; {} in use, {} deleted, {} written anew\n",
+        count("shown"),
+        count("unfinished"),
+        count("failed"),
+        count("in_use"),
+        count("deleted"),
+        count("rewritten"),
+    );
+    let hook = &stats["on_step"];
+    if hook.is_object() {
+        let count = |name: &str| hook[name].as_u64().unwrap_or(0);
+        let running =
+            hook["running"]["step"].as_u64().map_or_else(String::new, |step| format!(", running for step {step}"));
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            text,
+            "  on step {} succeeded, {} failed, {} waiting{running}: {}",
+            count("succeeded"),
+            count("failed"),
+            count("waiting"),
+            hook["command"].as_str().unwrap_or_default(),
+        );
+        let results = hook["results"].as_array().into_iter().flatten();
+        let failed = results.filter(|result| result["exit_code"].as_i64() != Some(0));
+        for result in failed {
+            let end = match (result["exit_code"].as_i64(), result["error"].as_str()) {
+                (Some(code), _) => format!("exit code {code}"),
+                (None, error) => error.unwrap_or("no exit code").to_owned(),
+            };
+            let _ = writeln!(text, "          step {}: {end}", result["step"].as_u64().unwrap_or(0));
+        }
     }
     text
 }

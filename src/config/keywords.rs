@@ -29,7 +29,8 @@ pub enum KeywordError {
 /// Whether a setting is about a checkpoint that is opened without a mount.
 fn is_keyword(row: &Setting) -> bool {
     match row.group {
-        Group::View | Group::Reading => true,
+        // A program opens one checkpoint.
+        Group::View | Group::Reading => !row.name.starts_with("steps"),
         Group::Place | Group::Mount | Group::Serve | Group::Logging => false,
     }
 }

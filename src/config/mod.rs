@@ -37,6 +37,7 @@ mod rules;
 mod serving;
 mod setting;
 mod settings;
+mod steps;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -58,6 +59,7 @@ pub use rules::{CastRule, LogicalRule, ShardRule};
 pub use serving::{ListenAddress, RepoName};
 pub use setting::{Arity, Commands, FieldAccess, Group, Setting, SettingScope};
 pub use settings::{MountSettings, ServeSettings, Settings, ViewSettings};
+pub use steps::Steps;
 pub use table::{FORMER, KEYS, SETTINGS, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use value_types::{

@@ -8,7 +8,7 @@ use ckfs_source::{Duplicates, SourceIo};
 use super::{
     Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice, ListenAddress,
     LogicalRule, Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, RepoName,
-    ShardChoice, ShardRule, ThreadCount, Tied, TimeLimit, WaitTime,
+    ShardChoice, ShardRule, Steps, ThreadCount, Tied, TimeLimit, WaitTime,
 };
 
 /// All settings.
@@ -126,6 +126,12 @@ pub struct MountSettings {
     pub training_state: Option<bool>,
     /// Whether a checkpoint may be read that its saver has not marked as finished.
     pub allow_unfinished: Option<bool>,
+    /// The steps of a run to show; without it the source is one checkpoint.
+    pub steps: Option<Steps>,
+    /// Time between two looks for new steps where nothing tells of them.
+    pub steps_poll: Option<TimeLimit>,
+    /// The command to run for each new step.
+    pub on_step: Option<String>,
     /// Bytes of transformed data kept in memory.
     pub cache_bytes: Option<ByteCount>,
     /// Threads that serve requests.

@@ -344,6 +344,26 @@ pub static SETTINGS: &[Setting] = &[
     ),
     Setting::new(
         Reading,
+        "steps",
+        Required("all|latest|latest=N"),
+        at!(mount.steps),
+        "SOURCE is the directory of a run, and each of its steps is shown by its number: all of them, the newest, or the N newest.",
+    )
+    .more(
+        "A step is shown when its trainer has finished it (Orbax, torch.distributed.checkpoint, transformers, Megatron, verl, SkyRL, \
+         prime-rl), never before. `ckfs plan` without this flag lists the steps of a run, and why one is not finished. A mount shows \
+         MNT/STEP/ with the tree of the step's checkpoint, and MNT/latest, a link to the newest; `export` and `verify` go through the steps.",
+    ).common(),
+    Setting::new(
+        Reading,
+        "steps-poll",
+        Required("TIME"),
+        at!(mount.steps_poll),
+        "How often a mount looks for new steps where nothing tells of them: on network file systems and at services; by default 60s.",
+    )
+    .more("On local file systems new steps are seen at once."),
+    Setting::new(
+        Reading,
         "follow-symlinks",
         Flag("true"),
         at!(mount.follow_symlinks),
@@ -466,6 +486,18 @@ pub static SETTINGS: &[Setting] = &[
         "Makes the mountpoint, and the directories above it, if it is missing.",
     )
     .more("`ckfs umount` leaves the directory. A mount that fails to start removes what it made.").common(),
+    Setting::new(
+        Mount,
+        "on-step",
+        Required("COMMAND"),
+        at!(mount.on_step),
+        "With --steps: runs this command of the shell for each new step, one after the other.",
+    )
+    .more(
+        "CKFS_STEP is the number of the step and CKFS_STEP_PATH its directory in the mount, as in `--on-step 'eval.sh \
+         \"$CKFS_STEP_PATH/hf\"'`. Steps that are there when the mount is made count as new if they are shown. `ckfs status` shows \
+         exit codes; what the command prints goes to the log.",
+    ),
     Setting::new(
         Mount,
         "allow-other",

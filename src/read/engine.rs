@@ -1,10 +1,18 @@
 //! The byte-range engine.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_image::Segment;
 use ckfs_source::{ByteSpan, FileId, ReadFailure, Replied, Served, Source};
+use ckfs_sync::Account;
 use ckfs_tensor::to_usize;
 
 use super::{
@@ -41,13 +49,110 @@ impl Default for EngineOptions {
 /// Reads spans of virtual files. Shared by all threads.
 pub struct Engine {
     pub(super) checkpoint: Arc<Checkpoint>,
-    pub(super) cache: TileCache,
-    pub(super) buffers: BufferPool,
-    pub(super) workers: Workers,
+    pub(super) cache: Arc<TileCache>,
+    pub(super) buffers: Arc<BufferPool>,
+    pub(super) workers: Arc<Workers>,
     /// The threads that request source pages from the kernel, and wait for them.
-    pub(super) requesters: Workers,
+    pub(super) requesters: Arc<Workers>,
     pub(super) counters: Counters,
+    /// Materialized files of this engine.
+    pub(super) materialized: Account,
+    /// Memory of dropped files of this engine that programs still map, in bytes.
+    dropped_bytes: AtomicUsize,
     options: EngineOptions,
+    /// Whether other engines use the same memory and threads.
+    is_shared: bool,
+}
+
+/// The memory and the threads of engines, for several that have one budget together.
+#[derive(Clone)]
+pub struct EngineRooms {
+    cache: Arc<TileCache>,
+    buffers: Arc<BufferPool>,
+    workers: Arc<Workers>,
+    requesters: Arc<Workers>,
+    options: EngineOptions,
+}
+
+impl fmt::Debug for EngineRooms {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineRooms").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl EngineRooms {
+    /// Room within these limits.
+    pub fn new(options: EngineOptions) -> Self {
+        // Pages that are being read cannot be taken back: where memory is short nothing is requested ahead.
+        let requesters = if options.tile_cache_bytes >= PAGES_CACHE_BYTES_MIN { REQUESTERS } else { 0 };
+        Self {
+            cache: Arc::new(TileCache::new(options.tile_cache_bytes)),
+            buffers: Arc::new(buffer_pool(options.spare_buffer_bytes)),
+            workers: Arc::new(Workers::new("ckfs-ahead", options.workers)),
+            requesters: Arc::new(Workers::new("ckfs-pages", requesters)),
+            options,
+        }
+    }
+
+    /// An engine over a checkpoint, which shares these rooms with others.
+    pub fn engine(&self, checkpoint: Arc<Checkpoint>) -> Engine {
+        let Self { cache, buffers, workers, requesters, options } = self.clone();
+        Engine {
+            checkpoint,
+            cache,
+            buffers,
+            workers,
+            requesters,
+            counters: Counters::default(),
+            materialized: Account::default(),
+            dropped_bytes: AtomicUsize::new(0),
+            options,
+            is_shared: true,
+        }
+    }
+
+    /// Starts substitutes for the threads of all engines that wait for storage: those that [`Engine::slow_threads`] names.
+    pub fn replace_waiting(&self, threads: &[i32]) {
+        self.workers.replace_waiting(threads);
+    }
+
+    /// Frees memory that only earlier readers used. To be called every few seconds.
+    pub fn trim(&self) {
+        self.cache.drop_idle();
+        self.buffers.trim();
+    }
+
+    /// Bytes in use now, by purpose.
+    pub fn held(&self) -> HeldBytes {
+        HeldBytes::of(&self.cache, &self.buffers)
+    }
+}
+
+/// Memory that engines use now, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeldBytes {
+    /// Tiles, including those being computed.
+    pub tiles: usize,
+    /// Materialized files in memory.
+    pub materialized: usize,
+    /// Dropped files that programs still map.
+    pub dropped: usize,
+    /// Unused buffers.
+    pub spare_buffers: usize,
+    /// Buffers in use, without those that hold tiles.
+    pub thread_buffers: usize,
+}
+
+impl HeldBytes {
+    fn of(cache: &TileCache, buffers: &BufferPool) -> Self {
+        Self {
+            tiles: cache.bytes(),
+            materialized: cache.reserved_bytes(),
+            dropped: cache.dropped_bytes(),
+            spare_buffers: buffers.spare_bytes(),
+            thread_buffers: buffers.taken_bytes().saturating_sub(cache.bytes()),
+        }
+    }
 }
 
 impl fmt::Debug for Engine {
@@ -65,17 +170,7 @@ const REQUESTERS: usize = 8;
 impl Engine {
     /// An engine over a checkpoint.
     pub fn new(checkpoint: Arc<Checkpoint>, options: EngineOptions) -> Self {
-        // Pages that are being read cannot be taken back: where memory is short nothing is requested ahead.
-        let requesters = if options.tile_cache_bytes >= PAGES_CACHE_BYTES_MIN { REQUESTERS } else { 0 };
-        Self {
-            checkpoint,
-            cache: TileCache::new(options.tile_cache_bytes),
-            buffers: buffer_pool(options.spare_buffer_bytes),
-            workers: Workers::new("ckfs-ahead", options.workers),
-            requesters: Workers::new("ckfs-pages", requesters),
-            counters: Counters::default(),
-            options,
-        }
+        Self { is_shared: false, ..EngineRooms::new(options).engine(checkpoint) }
     }
 
     /// The counters.
@@ -141,10 +236,18 @@ impl Engine {
     /// Updates which source files stall. Starts substitutes for threads that wait for storage, so that other files are made
     /// meanwhile. To be called several times a second while there are readers.
     pub fn note_stalls(&self) {
+        let threads = self.slow_threads();
+        if !self.is_shared {
+            self.workers.replace_waiting(&threads);
+        }
+    }
+
+    /// Updates which source files stall, and names the threads that wait for storage: [`EngineRooms::replace_waiting`] of engines that
+    /// share their threads takes those of all of them.
+    pub fn slow_threads(&self) -> Vec<i32> {
         let waiting = self.source().health().note_stalls();
         let slow = waiting.iter().filter(|waiting| waiting.quiet >= SLOW);
-        let threads: Vec<i32> = slow.map(|waiting| waiting.thread).collect();
-        self.workers.replace_waiting(&threads);
+        slow.map(|waiting| waiting.thread).collect()
     }
 
     /// Checks that a source file is unchanged.
@@ -162,7 +265,7 @@ impl Engine {
 
     /// Bytes of materialized files held now.
     pub fn materialized_bytes(&self) -> usize {
-        self.cache.reserved_bytes()
+        self.materialized.bytes()
     }
 
     /// Bytes of unused buffers held now.
@@ -182,7 +285,13 @@ impl Engine {
 
     /// Sets how many bytes of memory dropped files occupy. Tiles and materialized files get that much less.
     pub fn set_dropped_bytes(&self, bytes: usize) {
-        self.cache.set_dropped_bytes(bytes);
+        let before = self.dropped_bytes.swap(bytes, Ordering::Relaxed);
+        self.cache.change_dropped_bytes(before, bytes);
+    }
+
+    /// Whether other engines use the same memory and threads.
+    pub fn is_shared(&self) -> bool {
+        self.is_shared
     }
 
     /// Drops the tiles of a file that will not be read again through this [`PreparedFile`].

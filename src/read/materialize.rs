@@ -26,11 +26,12 @@ use std::{
 };
 
 use ckfs_source::{RemoteSource, Replied, SourceError};
+use ckfs_sync::Reservation;
 use ckfs_tensor::{WorkSlice, to_usize};
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::{Engine, PreparedFile, ReadError, Reservation, counters::add};
+use super::{Engine, PreparedFile, ReadError, counters::add};
 
 /// Least and most bytes of a piece that is written in order.
 const PIECE_BYTES_MIN: u64 = 1 << 20;
@@ -134,10 +135,19 @@ impl fmt::Debug for Materializing {
     }
 }
 
+/// Memory of the tile cache that a materialized file takes, until this is dropped.
+#[derive(Debug)]
+pub struct FileRoom {
+    _in_cache: Reservation,
+    /// The same bytes among those of the engine, which may share the cache.
+    _own: Reservation,
+}
+
 impl Engine {
     /// Reserves memory of the tile cache for another use, if tiles in use leave that much.
-    pub fn reserve(&self, bytes: usize) -> Option<Reservation> {
-        self.cache.reserve(bytes)
+    pub fn reserve(&self, bytes: usize) -> Option<FileRoom> {
+        let in_cache = self.cache.reserve(bytes)?;
+        Some(FileRoom { _in_cache: in_cache, _own: self.materialized.reserve(bytes) })
     }
 
     /// Most bytes that may be reserved at once.

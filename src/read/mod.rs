@@ -57,11 +57,10 @@ mod stream;
 mod tile;
 mod worker;
 
-pub use ckfs_sync::Reservation;
 pub use counters::{Counters, Path};
-pub use engine::{Engine, EngineOptions};
+pub use engine::{Engine, EngineOptions, EngineRooms, HeldBytes};
 pub use load::{LoadPart, LoadTarget, Loading};
-pub use materialize::{MaterializeError, MaterializeTarget, Materializing};
+pub use materialize::{FileRoom, MaterializeError, MaterializeTarget, Materializing};
 pub use prepared_file::PreparedFile;
 
 /// Why a read failed. Cheap to clone: several readers may wait for one failed computation.

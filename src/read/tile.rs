@@ -178,9 +178,10 @@ impl TileCache {
         Self { tiles: SingleFlight::new(rooms, Arc::default()), memory }
     }
 
-    /// Sets the memory, in bytes, of dropped files that programs still map.
-    pub(super) fn set_dropped_bytes(&self, bytes: usize) {
-        self.memory.dropped.store(bytes, Ordering::Relaxed);
+    /// Changes the memory, in bytes, of dropped files that programs still map, by what one engine had and has now.
+    pub(super) fn change_dropped_bytes(&self, before: usize, now: usize) {
+        self.memory.dropped.fetch_add(now, Ordering::Relaxed);
+        self.memory.dropped.fetch_sub(before, Ordering::Relaxed);
     }
 
     /// Memory, in bytes, of dropped files that programs still map.
@@ -425,13 +426,13 @@ mod tests {
     #[test]
     fn files_that_were_dropped_and_are_mapped_still_take_room() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
-        cache.set_dropped_bytes(60);
+        cache.change_dropped_bytes(0, 60);
         assert!(cache.reserve(16).is_none() && cache.reserve(15).is_some());
         assert!(
             request(&cache, &counters, 0, 41, Demand::Reader).is_none()
                 && request(&cache, &counters, 1, 40, Demand::Reader).is_some()
         );
-        cache.set_dropped_bytes(0);
+        cache.change_dropped_bytes(60, 0);
         assert!(cache.reserve(60).is_some());
     }
 

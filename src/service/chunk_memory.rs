@@ -47,6 +47,11 @@ pub(super) fn admit(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Bu
     )))
 }
 
+/// Memory that the largest chunk takes which these plans need, in bytes.
+pub(super) fn largest_bytes(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> u64 {
+    largest(checkpoint, plans).map_or(0, |largest| largest.bytes)
+}
+
 fn largest(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> Option<Largest> {
     let chunks = checkpoint.source().chunks()?;
     let (mut largest, mut seen) = (None::<Largest>, BTreeSet::new());

@@ -13,6 +13,11 @@ pub enum OpenError {
     /// The configuration names no source.
     #[error("no source")]
     NoSource,
+    /// A command that shows one checkpoint was given a run.
+    #[error(
+        "--steps: for mount, serve, plan, export and verify; give the directory of one step here, and leave it out"
+    )]
+    StepsElsewhere,
     /// A path cannot be made independent of the working directory.
     #[error("{path}: {source}")]
     Path {
@@ -66,6 +71,14 @@ pub enum OpenError {
         /// Why.
         source: io::Error,
     },
+    /// The mountpoint is inside the run that it would show.
+    #[error("mountpoint {}: inside the run {}, which is searched for steps; mount outside of it", mountpoint.display(), run.display())]
+    InRun {
+        /// The mountpoint.
+        mountpoint: PathBuf,
+        /// The run.
+        run: PathBuf,
+    },
     /// The mountpoint would cover a file of the source.
     #[error("mountpoint {}: would cover the source file {}", mountpoint.display(), file.display())]
     Covered {
@@ -86,6 +99,8 @@ impl OpenError {
             Self::NoSource
             | Self::Path { .. }
             | Self::Threads { .. }
+            | Self::StepsElsewhere
+            | Self::InRun { .. }
             | Self::Shards(_)
             | Self::ChunkMemory(_)
             | Self::Config(_)

@@ -12,6 +12,7 @@
 //! | `upkeep` | repeated work: memory of closed files is released, sources are checked |
 //! | `prefetch` | fetching what the listed devices will read |
 //! | `wait_watch` | waits for storage and services while nothing is served yet: reported, and given up after the time limit |
+//! | [`steps`] | a run: the checkpoints that a trainer leaves in a directory, each a volume of its own |
 //! | `requests` | requests that wait for bytes: each is answered once, in time |
 
 mod chunk_memory;
@@ -21,6 +22,7 @@ mod own_mount;
 mod prefetch;
 mod requests;
 mod service;
+pub mod steps;
 mod upkeep;
 mod wait_watch;
 

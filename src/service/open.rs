@@ -14,7 +14,7 @@ use ckfs_config::{
 };
 use ckfs_host::{budget::Budget, limits, memory, state_directory};
 use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
-use ckfs_read::EngineOptions;
+use ckfs_read::{EngineOptions, EngineRooms};
 use ckfs_source::{ComparedFiles, FileId, SourceError, WaitRegistry, digest::Compared, remote::RemoteOptions};
 use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeOptions};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
@@ -23,7 +23,7 @@ use super::{chunk_memory, error::OpenError, own_mount};
 
 /// Starts the threads that make plans, or only one if the limits allow fewer. By default they would start at their
 /// first use, and panic if the system refused them.
-fn start_pool() -> Result<(), OpenError> {
+pub(super) fn start_pool() -> Result<(), OpenError> {
     let startable = limits::startable_threads(cores(), 0);
     let mut pool = rayon::ThreadPoolBuilder::new().thread_name(|index| format!("ckfs-plan-{index}"));
     if let Some(refusal) = startable.refusal {
@@ -62,31 +62,21 @@ fn remote_options(settings: &MountSettings) -> RemoteOptions {
     }
 }
 
-/// Opens the checkpoint that a configuration names, with every wait noted in `waits`. `config` gets the source as a complete path or
-/// with its revision, and the default layout of a checkpoint without a model's configuration.
-///
-/// # Errors
-/// Everything wrong with the repository.
-pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Arc<Checkpoint>, OpenError> {
-    start_pool()?;
-    let mut source = config.source.clone().ok_or(OpenError::NoSource)?;
-    // A daemon changes its working directory, and later checks its files by path again.
-    let settle = |source: &mut String| -> Result<(), OpenError> {
-        let path = Path::new(&*source);
-        let looking = waits.begin_path(path, "look for the source");
-        // A complete path needs no look at its storage.
-        if path.is_absolute() || path.exists() {
-            let absolute = std::path::absolute(path);
-            let absolute = absolute.map_err(|error| OpenError::Path { path: source.clone(), source: error })?;
-            *source = absolute.display().to_string();
-        }
-        drop(looking);
-        Ok(())
-    };
-    settle(&mut source)?;
-    for other in [&mut config.config_from, &mut config.fill_from].into_iter().flatten() {
-        settle(other)?;
+/// Makes the path of a source complete: a daemon changes its working directory, and later checks its files by path again.
+pub(super) fn make_complete(source: &mut String, waits: &WaitRegistry) -> Result<(), OpenError> {
+    let path = Path::new(&*source);
+    let _looking = waits.begin_path(path, "look for the source");
+    // A complete path needs no look at its storage.
+    if path.is_absolute() || path.exists() {
+        let absolute = std::path::absolute(path);
+        let absolute = absolute.map_err(|error| OpenError::Path { path: source.clone(), source: error })?;
+        *source = absolute.display().to_string();
     }
+    Ok(())
+}
+
+/// How a configuration wants checkpoints to be opened, with every wait noted in `waits`.
+pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOptions {
     let io = config.mount.source_io.unwrap_or_default();
     let follow_symlinks = config.mount.follow_symlinks.unwrap_or(false);
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
@@ -105,7 +95,7 @@ pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result
     };
     let (allow_missing, allow_unmapped) =
         (allowed(|settings| &settings.allow_missing), allowed(|settings| &settings.allow_unmapped));
-    let options = OpenOptions {
+    OpenOptions {
         io,
         adapters,
         config_from,
@@ -122,7 +112,25 @@ pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result
         asks_hub,
         remote,
         ..OpenOptions::default()
-    };
+    }
+}
+
+/// Opens the checkpoint that a configuration names, with every wait noted in `waits`. `config` gets the source as a complete path or
+/// with its revision, and the default layout of a checkpoint without a model's configuration.
+///
+/// # Errors
+/// Everything wrong with the repository.
+pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Arc<Checkpoint>, OpenError> {
+    if config.mount.steps.is_some() {
+        return Err(OpenError::StepsElsewhere);
+    }
+    start_pool()?;
+    let mut source = config.source.clone().ok_or(OpenError::NoSource)?;
+    make_complete(&mut source, waits)?;
+    for other in [&mut config.config_from, &mut config.fill_from].into_iter().flatten() {
+        make_complete(other, waits)?;
+    }
+    let options = open_options(config, waits);
     let checkpoint = Checkpoint::open(&source, &options);
     let looking = waits.begin_path(Path::new(&source), "look for a mount");
     let checkpoint = checkpoint.map_err(|error| OpenError::Checkpoint { source_name: source.clone(), error })?;
@@ -212,7 +220,7 @@ pub fn budget(settings: &MountSettings) -> Budget {
 }
 
 /// Limits of the read engine.
-fn engine_options(budget: &Budget) -> EngineOptions {
+pub(super) fn engine_options(budget: &Budget) -> EngineOptions {
     let bytes = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
     EngineOptions {
         tile_cache_bytes: bytes(budget.cache_bytes),
@@ -223,7 +231,7 @@ fn engine_options(budget: &Budget) -> EngineOptions {
 }
 
 /// Warns of a cache size from the user that exceeds the memory.
-fn warn_of_large_cache(budget: &Budget) {
+pub(super) fn warn_of_large_cache(budget: &Budget) {
     if let Some(fits) = budget.cache_bytes_that_fit() {
         let (cache, all) = (human_bytes(budget.cache_bytes), human_bytes(budget.total_bytes()));
         let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
@@ -236,7 +244,7 @@ fn warn_of_large_cache(budget: &Budget) {
 }
 
 /// The command that mounts the present mount anew.
-fn remount_command(config: &Config) -> Option<String> {
+pub(super) fn remount_command(config: &Config) -> Option<String> {
     let mountpoint = quoted(&config.mountpoint.as_ref()?.display().to_string());
     config.source.as_ref()?;
     let point = quoted(&config.mountpoint.as_ref()?.join(".ckfs/config.toml").display().to_string());
@@ -290,15 +298,30 @@ pub fn open_volume(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Vol
 pub fn volume_of(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> Result<Volume, OpenError> {
     let mut budget = budget(&config.mount);
     chunk_memory::admit(checkpoint, plans, &mut budget)?;
+    bound_source(checkpoint, &budget, 1, 0);
+    warn_of_large_cache(&budget);
+    let options = volume_options(config, budget, None)?;
+    Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
+}
+
+/// Bounds the memory of a source to a part of the budget, but that its largest chunk has room, which takes `chunk_bytes`.
+pub(super) fn bound_source(checkpoint: &Checkpoint, budget: &Budget, parts: u64, chunk_bytes: u64) {
     if let Some(maps) = checkpoint.source().maps() {
-        maps.bound(budget.mapped_bytes, budget.revisit_window_bytes);
+        maps.bound(budget.mapped_bytes / parts, budget.revisit_window_bytes / parts);
     }
     if let Some(chunks) = checkpoint.source().chunks() {
-        chunks.bound_bytes(budget.decoded_bytes);
+        chunks.bound_bytes((budget.decoded_bytes / parts).max(chunk_bytes));
     }
-    warn_of_large_cache(&budget);
+}
+
+/// How a configuration wants its volume, with memory of its own or in these rooms.
+pub(super) fn volume_options(
+    config: &Config,
+    budget: Budget,
+    rooms: Option<EngineRooms>,
+) -> Result<VolumeOptions, OpenError> {
     let materialize = config.mount.materialize.clone().unwrap_or_default();
-    let options = VolumeOptions {
+    Ok(VolumeOptions {
         engine: engine_options(&budget),
         direct: config.mount.direct_io.clone().unwrap_or_default(),
         direct_once: config.mount.direct_io.is_none() && matches!(materialize, Materialize::Auto | Materialize::None),
@@ -307,8 +330,8 @@ pub fn volume_of(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Conf
         remount: remount_command(config).unwrap_or_default(),
         overrides: overrides(&config.mount),
         materialize,
-    };
-    Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
+        rooms,
+    })
 }
 
 /// Fails if a source file has changed since it was opened, or if one that was read does not have the digest that is known of it.

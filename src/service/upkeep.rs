@@ -36,6 +36,17 @@ pub(super) fn start(volume: &Arc<Volume>) -> io::Result<Upkeeping> {
     repeat(PERIOD, move || trimmed.trim(), move || checked.check_sources())
 }
 
+/// Calls `tend` and `check` after each period until the result is dropped.
+///
+/// # Errors
+/// The system starts no thread.
+pub(super) fn repeat_always(
+    tend: impl Fn() + Send + 'static,
+    check: impl Fn() + Send + Sync + 'static,
+) -> io::Result<Upkeeping> {
+    repeat(PERIOD, tend, check)
+}
+
 /// One that checks. Counts it until it is dropped.
 struct Checking(Arc<AtomicUsize>);
 

@@ -46,7 +46,7 @@ pub use error::{Aspect, Poison, SourceError};
 pub use health::{Health, HealthHandle};
 pub use interface::{Coded, DecodedChunks, FetchPart, FileFetch, Maps, Pin, RemoteSource, Source};
 pub use kernel_bytes::{KernelBytes, Served};
-pub use local::{LocalFiles, ResidentWindow, SourceIo};
+pub use local::{DirectoryWatch, LocalFiles, ResidentWindow, SourceIo, Woken, is_on_network};
 pub use memory::BufferMemory;
 pub use open_file_limit::check_open_file_limit;
 pub use pin::pin_files;

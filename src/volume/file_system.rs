@@ -24,7 +24,7 @@ pub enum NodeKind {
     Symlink,
 }
 
-/// Attributes of a node. Nothing here changes after mount.
+/// Attributes of a node. Nothing here changes after mount, unless [`FileSystem::is_fixed`] says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attr {
     /// The node.
@@ -50,6 +50,8 @@ pub struct DirEntry<'a> {
     pub ino: Ino,
     /// Its type.
     pub kind: NodeKind,
+    /// Number of the entry after it; `None` for the next number. A directory whose entries come and go leaves gaps.
+    pub next: Option<u64>,
 }
 
 /// An open file; later reads name it by this number.
@@ -139,7 +141,7 @@ pub struct StatFs {
     pub nodes: u64,
 }
 
-/// An immutable tree of files. Many threads call it at once.
+/// A tree of files, immutable but for what [`FileSystem::is_fixed`] names. Many threads call it at once.
 pub trait FileSystem: Send + Sync + 'static {
     /// The child of `parent` called `name`.
     ///
@@ -238,6 +240,12 @@ pub trait FileSystem: Send + Sync + 'static {
     /// # Errors
     /// [`FsError::NotFound`].
     fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError>;
+
+    /// Whether the attributes of a node, and of a directory also its names, never change. The kernel keeps nothing of others.
+    fn is_fixed(&self, ino: Ino) -> bool {
+        let _ = ino;
+        true
+    }
 
     /// Totals of the file system.
     fn stat_fs(&self) -> StatFs;

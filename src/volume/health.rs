@@ -173,6 +173,11 @@ impl VolumeHealth {
         (inner.problems.iter().filter(is_stalled).count() + inner.stalls_left_out.len()) as u64
     }
 
+    /// The problems as members of `stats.json`, given the command that mounts anew.
+    pub fn json(&self, remount: &str) -> Value {
+        self.report(std::iter::empty()).to_json(remount)
+    }
+
     /// All problems, including those of poisoned source files.
     pub(super) fn report<'a>(&self, poisoned: impl Iterator<Item = (&'a Path, Poison)>) -> HealthReport {
         let inner = self.lock();

@@ -2,6 +2,7 @@
 //!
 //! [`FileSystem`] is what readers call, [`Upkeep`] what a server calls beside it.
 
+mod as_part;
 mod exposition;
 mod file_system;
 pub mod health;
@@ -27,6 +28,6 @@ pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use materialize::{BundleSizes, Policy};
 pub use metric_text::{MetricText, label};
 pub use metrics::{Metrics, RequestKind};
-pub use permissions::{PermittedReaders, readers, readers_of, readers_text};
+pub use permissions::{PermittedReaders, directory_permission, readers, readers_of, readers_text};
 pub use upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized};
 pub use volume::{ViewPlan, Volume, VolumeError, VolumeOptions};

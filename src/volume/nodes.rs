@@ -230,12 +230,13 @@ impl Volume {
                 }
                 block.subtree.list(node, from, &mut |name, child| {
                     let (ino, kind) = (Ino(block.first + child), Self::subtree_kind(block, child));
-                    each(DirEntry { name: name.as_bytes(), ino, kind }).is_continue()
+                    each(DirEntry { name: name.as_bytes(), ino, kind, next: None }).is_continue()
                 });
             }
             TreeNode::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
                 for (name, ino) in entries.iter().skip(to_usize(from)) {
-                    if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino) }).is_break() {
+                    if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino), next: None }).is_break()
+                    {
                         break;
                     }
                 }

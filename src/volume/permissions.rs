@@ -125,6 +125,13 @@ fn repository_gates(checkpoint: &Checkpoint, classes: &GateClasses) -> Directory
     DirectoryRules { list: gates.clone(), pass: gates }
 }
 
+/// Owner, group and bits of a directory whose names are those of a directory behind these gates.
+pub fn directory_permission(gates: &DirectoryRules, mounter: &Mounter, overrides: &Overrides) -> Permission {
+    let grants = [Grant { gates: &gates.list, bits: READ }, Grant { gates: &gates.pass, bits: PASS }];
+    let found = permission::permission(&grants, mounter, overrides);
+    Permission { mode: overrides.dir_mode.unwrap_or(found.mode), ..found }
+}
+
 impl Permissions {
     /// The permissions of a tree of these views.
     pub(super) fn new(
@@ -187,9 +194,7 @@ impl Permissions {
     }
 
     fn directory(&self, gates: &DirectoryRules) -> Permission {
-        let grants = [Grant { gates: &gates.list, bits: READ }, Grant { gates: &gates.pass, bits: PASS }];
-        let found = permission::permission(&grants, &self.mounter, &self.overrides);
-        Permission { mode: self.overrides.dir_mode.unwrap_or(found.mode), ..found }
+        directory_permission(gates, &self.mounter, &self.overrides)
     }
 
     /// Owner, group and bits of a node.

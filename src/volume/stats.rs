@@ -237,6 +237,11 @@ impl Reported<'_> {
     }
 
     fn stats_text(&self, health: &HealthReport) -> String {
+        serde_json::to_string_pretty(&self.members(health)).unwrap_or_default()
+    }
+
+    /// The statistics by name.
+    pub(super) fn members(&self, health: &HealthReport) -> Map<String, Value> {
         let by_path = |bytes: &dyn Fn(Path) -> u64| -> Map<String, Value> {
             PATHS.iter().map(|(path, name)| ((*name).to_owned(), Value::from(bytes(*path)))).collect()
         };
@@ -266,7 +271,7 @@ impl Reported<'_> {
             );
         }
         all.extend(self.rows().into_iter().map(|row| (row.key.to_owned(), Value::from(row.value))));
-        serde_json::to_string_pretty(&all).unwrap_or_default()
+        all
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::{
     collections::BTreeMap,
+    hash::{Hash, Hasher},
     sync::{Arc, OnceLock},
 };
 
@@ -211,6 +212,22 @@ impl NodeTree {
     /// Directories that mirror one of the repository, with its path there.
     pub(super) fn mirrors(&self) -> &[(Ino, String)] {
         &self.mirrors
+    }
+
+    /// Adds to a digest what decides which node has which number, but for the names within subtrees.
+    pub(super) fn digest(&self, hasher: &mut impl Hasher) {
+        for node in &self.fixed {
+            (node.parent, node.is_own).hash(hasher);
+            match &node.kind {
+                FixedKind::Directory { entries, subdirectories } => (entries, subdirectories).hash(hasher),
+                FixedKind::File(file) => (file.view, file.file.len_bytes()).hash(hasher),
+                FixedKind::Live(live) => (*live == Live::Stats).hash(hasher),
+                FixedKind::Symlink(target) => target.hash(hasher),
+            }
+        }
+        for block in &self.blocks {
+            (block.first, block.len, block.parent, block.view).hash(hasher);
+        }
     }
 
     /// Number of nodes.

@@ -14,7 +14,7 @@ use ckfs_config::Materialize;
 use ckfs_host::budget::Budget;
 use ckfs_image::{DerivedFrom, Directory, FormatInput, OWN, TextFile, file_ids, unavailable_text};
 use ckfs_plan::{Allow, Plan, Problem, report};
-use ckfs_read::{Engine, EngineOptions, counters::add};
+use ckfs_read::{Engine, EngineOptions, EngineRooms, counters::add};
 use ckfs_source::{
     ReadFailure, Replied, Served,
     permission::{Mounter, Overrides},
@@ -67,6 +67,8 @@ pub struct VolumeOptions {
     pub overrides: Overrides,
     /// The tensor files that are materialized, once [`Volume::enable_materialization`] is called.
     pub materialize: Materialize,
+    /// Memory and threads that other volumes use too; in place of the engine's own.
+    pub rooms: Option<EngineRooms>,
 }
 
 /// Every problem that prevents the construction of a volume.
@@ -143,7 +145,10 @@ impl Volume {
                 Err(found) => problems.extend(found),
             }
         }
-        let engine = Arc::new(Engine::new(checkpoint, options.engine));
+        let engine = Arc::new(match &options.rooms {
+            Some(rooms) => rooms.engine(checkpoint),
+            None => Engine::new(checkpoint, options.engine),
+        });
         let checkpoint = engine.checkpoint();
         let policy = Policy::new(options.materialize, engine.reservable_bytes() as u64, bundles);
         plan_text.push_str(&policy.text());

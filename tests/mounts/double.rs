@@ -178,7 +178,7 @@ impl FileSystem for Double {
             _ => return Err(FsError::NotDirectory),
         }
         for (name, ino, kind) in names.iter().skip(usize::try_from(from).unwrap()) {
-            if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: *kind }).is_break() {
+            if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: *kind, next: None }).is_break() {
                 break;
             }
         }

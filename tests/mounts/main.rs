@@ -18,3 +18,4 @@ mod faults_process;
 mod faults_source;
 mod mount;
 mod permission;
+mod steps;

@@ -6,7 +6,7 @@
 //! long ([`ckfs_service::Watchdog`]), and further threads handle requests while all threads of fuser wait ([`super::requests`]).
 //!
 //! The tree never changes, so the kernel may cache names, attributes, listings and data without limit, including absent
-//! names. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
+//! names. Where it does ([`ckfs_volume::FileSystem::is_fixed`]) the kernel keeps no names and attributes. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
 //! Every other request is answered here too, since fuser logs a warning for each that it answers by default.
 
 mod replies;
@@ -171,6 +171,11 @@ impl KernelAdapter {
         dispatchers.park();
     }
 
+    /// How long the kernel may keep what it is told of a node, or of the names in a directory.
+    fn keeps(&self, node: Ino) -> Duration {
+        if self.fs.is_fixed(node) { FOREVER } else { Duration::ZERO }
+    }
+
     fn read_only<R>(&self, ino: INodeNo, reply: R)
     where
         Reply<R>: Refuse,
@@ -219,7 +224,7 @@ impl KernelAdapter {
         let mut next = offset.max(FIRST);
         let mut result = Ok(());
         self.fs.read_dir(dir, next - FIRST, &mut |entry| {
-            next += 1;
+            next = entry.next.map_or(next + 1, |after| after + FIRST);
             match add(entry.ino, entry.kind, entry.name, next) {
                 Ok(false) => ControlFlow::Continue(()),
                 Ok(true) => ControlFlow::Break(()),
@@ -294,10 +299,11 @@ impl fuser::Filesystem for KernelAdapter {
                 return Err(FsError::NameTooLong);
             }
             let found = self.fs.lookup(ino(parent), name.as_bytes());
+            let keeps = self.keeps(ino(parent));
             match &found {
                 Ok(attr) => {
                     if let Some(Reply(reply)) = reply.take() {
-                        reply.entry(&FOREVER, &Self::attr(attr), GENERATION);
+                        reply.entry(&keeps.min(self.keeps(attr.ino)), &Self::attr(attr), GENERATION);
                     }
                 }
                 // Inode 0 means an absent name; unlike ENOENT, it lets the kernel cache that.
@@ -311,7 +317,7 @@ impl fuser::Filesystem for KernelAdapter {
                             modified: SystemTime::UNIX_EPOCH,
                             permission: Permission { uid: 0, gid: 0, mode: 0 },
                         };
-                        reply.entry(&FOREVER, &Self::attr(&absent), GENERATION);
+                        reply.entry(&keeps, &Self::attr(&absent), GENERATION);
                     }
                 }
                 Err(_) => {}
@@ -326,7 +332,7 @@ impl fuser::Filesystem for KernelAdapter {
         self.handle(RequestKind::GetAttr, node, reply, |reply| {
             let attr = Self::attr(&self.fs.attr(ino(node))?);
             if let Some(Reply(reply)) = reply.take() {
-                reply.attr(&FOREVER, &attr);
+                reply.attr(&self.keeps(ino(node)), &attr);
             }
             Ok(())
         });
@@ -402,7 +408,7 @@ impl fuser::Filesystem for KernelAdapter {
 
     fn opendir(&self, _request: &Request, node: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         self.handle(RequestKind::OpenDir, node, reply, |reply| {
-            if self.opens_directories_itself {
+            if self.opens_directories_itself && self.fs.is_fixed(Ino::ROOT) {
                 // After this answer the kernel sends no such request again, and caches listings as below. Small directories (each
                 // expert of each layer is one) are then listed in two thirds of the time.
                 if let Some(Reply(reply)) = reply.take() {
@@ -415,7 +421,9 @@ impl fuser::Filesystem for KernelAdapter {
                 NodeKind::File | NodeKind::Symlink => return Err(FsError::NotDirectory),
             }
             if let Some(Reply(reply)) = reply.take() {
-                reply.opened(FileHandle(0), FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE);
+                let kept = FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE;
+                let flags = if self.fs.is_fixed(ino(node)) { kept } else { FopenFlags::empty() };
+                reply.opened(FileHandle(0), flags);
             }
             Ok(())
         });
@@ -444,9 +452,16 @@ impl fuser::Filesystem for KernelAdapter {
     ) {
         self.handle(RequestKind::ReadDirPlus, node, reply, |slot| {
             let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
+            let keeps = self.keeps(ino(node));
             self.list(ino(node), offset, |entry, _, name, next| {
-                let attr = Self::attr(&self.fs.attr(entry)?);
-                Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &FOREVER, &attr, GENERATION))
+                let attr = match self.fs.attr(entry) {
+                    Ok(attr) => Self::attr(&attr),
+                    // It went while it was listed.
+                    Err(_) if keeps.is_zero() => return Ok(false),
+                    Err(error) => return Err(error),
+                };
+                let keeps = keeps.min(self.keeps(entry));
+                Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &keeps, &attr, GENERATION))
             })?;
             if let Some(Reply(reply)) = slot.take() {
                 reply.ok();

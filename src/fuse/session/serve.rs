@@ -30,7 +30,7 @@ use ckfs_host::{
     Log, limits,
     signal::{self, ENDING},
 };
-use ckfs_service::Service;
+use ckfs_service::{Service, steps::RunService};
 use ckfs_volume::{Upkeep, Volume};
 use fuser::SessionACL;
 use nix::sys::{
@@ -131,6 +131,23 @@ pub fn serve_service(
     let options = MountOptions::of(&service.config().mount, service.label());
     let volume: Arc<dyn Upkeep> = Arc::<Volume>::clone(service.volume());
     serve(volume, mountpoint, &options, log, on_ready)
+}
+
+/// Mounts a run on `mountpoint`, as its configuration says, and serves it until it is unmounted. See [`serve`].
+///
+/// # Errors
+/// [`MountError`]; nothing is left mounted then.
+pub fn serve_run(
+    service: &RunService,
+    mountpoint: &Path,
+    log: &Log,
+    on_ready: impl FnOnce(),
+) -> Result<Exit, MountError> {
+    let options = MountOptions::of(&service.config().mount, service.run().label());
+    serve(service.file_system(), mountpoint, &options, log, || {
+        service.start_hook(mountpoint);
+        on_ready();
+    })
 }
 
 /// Mounts `fs` on `mountpoint` and serves it until it is unmounted. Calls `on_ready` once the mount answers. Signals that

@@ -19,6 +19,7 @@ pub mod guard;
 mod identity;
 mod map;
 mod pinned;
+mod watch;
 mod window;
 
 use std::{fs::File, io, os::unix::fs::FileExt, path::PathBuf, sync::Arc};
@@ -26,6 +27,7 @@ use std::{fs::File, io, os::unix::fs::FileExt, path::PathBuf, sync::Arc};
 use nix::sys::stat::{FileStat, fstat, stat};
 
 pub use pinned::SourceIo;
+pub use watch::{DirectoryWatch, Woken, is_on_network};
 pub use window::ResidentWindow;
 
 use super::{

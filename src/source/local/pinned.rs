@@ -36,7 +36,7 @@ pub enum SourceIo {
 
 /// File systems, by the magic number of `statfs`, on which a mapped page may fail for reasons other than truncation, or
 /// whose files change without the kernel knowing. The C libraries disagree on the number's type; this one holds them all.
-const REMOTE_MAGIC: [i128; 12] = [
+pub(super) const REMOTE_MAGIC: [i128; 12] = [
     0x6969,      // NFS
     0x6573_5546, // FUSE
     0x0BD0_0BD0, // Lustre

@@ -10,7 +10,7 @@ use std::{
     time::Instant,
 };
 
-use ckfs_read::{MaterializeError, Materializing, PreparedFile, ReadError, Reservation};
+use ckfs_read::{FileRoom, MaterializeError, Materializing, PreparedFile, ReadError};
 
 use super::policy::When;
 use crate::{Access, WhenMaterialized};
@@ -33,7 +33,7 @@ pub(super) enum MaterializedState {
 pub(super) struct Partial {
     pub(super) pieces: Arc<Materializing>,
     pub(super) target: Arc<File>,
-    pub(super) room: Option<Reservation>,
+    pub(super) room: Option<FileRoom>,
     /// Opens that wait for it.
     pub(super) waiting: Vec<WhenMaterialized>,
 }
@@ -42,7 +42,7 @@ pub(super) struct Partial {
 pub(super) struct Complete {
     pub(super) target: Arc<File>,
     pieces: Arc<Materializing>,
-    _room: Option<Reservation>,
+    _room: Option<FileRoom>,
 }
 
 /// A file that may be materialized. Its open handles own it, so it lives while one is open.

@@ -6,7 +6,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use ckfs_read::{Engine, Reservation};
+use ckfs_read::{Engine, FileRoom};
 use ckfs_source::page_size::allocation_page_bytes;
 
 use super::memory_files::MemoryFiles;
@@ -39,7 +39,7 @@ impl Memory {
         engine: &Engine,
         len_bytes: u64,
         drop_oldest: &mut dyn FnMut() -> bool,
-    ) -> io::Result<(File, Reservation)> {
+    ) -> io::Result<(File, FileRoom)> {
         let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
         let room_bytes = usize::try_from(len_bytes.next_multiple_of(allocation_page_bytes() as u64))
             .map_err(|_| io::ErrorKind::OutOfMemory)?;

@@ -1,0 +1,387 @@
+//! What a step's directory holds, and whether its writer has finished it.
+
+use ckfs_format::{
+    dcp::read::METADATA as DCP_METADATA,
+    ocdbt,
+    orbax::read::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, Items, METADATA},
+};
+use ckfs_source::SourceError;
+
+use super::{
+    super::container::is_torch,
+    found::{FoundStep, FoundSteps, StepKind, StepState},
+    names::{self, ORBAX_UNFINISHED, StepName},
+    ranks,
+    step_tree::{StepEntry, StepTree, below},
+    tracker::{self, Trackers},
+};
+/// Directories of a run in which trainers keep their steps.
+const INSIDE: [&str; 3] = ["checkpoints", "checkpoint", "weights"];
+
+/// What transformers writes last.
+const TRAINER_STATE: &str = "trainer_state.json";
+/// What prime-rl writes last.
+const STABLE: &str = "STABLE";
+/// What prime-rl calls the directories of its weights.
+const STABLE_DIRECTORIES: [&str; 2] = ["weights", "broadcasts"];
+/// The number of a step of Megatron follows this.
+const MEGATRON_PREFIX: &str = "iter_";
+/// What verl, `SkyRL` and `DeepSpeed` have before the number.
+const GLOBAL_PREFIX: &str = "global_step";
+const TRANSFORMERS_PREFIX: &str = "checkpoint-";
+
+/// What all steps of a run have in common.
+struct InCommon<'a> {
+    tree: &'a dyn StepTree,
+    trackers: Trackers,
+    /// Whether its writer is prime-rl.
+    is_stable: bool,
+}
+
+/// A step before it has its place in a run.
+struct Judged {
+    kind: StepKind,
+    /// The directory of the checkpoint.
+    path: String,
+    state: StepState,
+}
+
+type Verdict = Result<Option<Judged>, SourceError>;
+
+fn unfinished(reason: impl Into<String>) -> StepState {
+    StepState::Unfinished(reason.into())
+}
+
+fn has(entries: &[StepEntry], name: &str) -> bool {
+    entries.iter().any(|entry| entry.name == name && !entry.is_directory)
+}
+
+fn directories(entries: &[StepEntry]) -> impl Iterator<Item = &str> {
+    entries.iter().filter(|entry| entry.is_directory).map(|entry| entry.name.as_str())
+}
+
+/// The steps of a run: those in its directory, else those in a directory where trainers keep them.
+pub(super) fn steps_of(tree: &dyn StepTree) -> Result<FoundSteps, SourceError> {
+    let own = steps_in(tree, "")?;
+    if own.is_run() {
+        return Ok(own);
+    }
+    let entries = tree.list("")?;
+    for name in INSIDE.iter().filter(|name| directories(&entries).any(|inside| inside == **name)) {
+        let inside = steps_in(tree, name)?;
+        if inside.is_run() {
+            return Ok(inside);
+        }
+    }
+    Ok(own)
+}
+
+fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceError> {
+    let entries = tree.list(directory)?;
+    let named: Vec<(&str, StepName<'_>)> =
+        directories(&entries).filter_map(|name| Some((name, names::parse(name)?))).collect();
+    let all: Vec<StepName<'_>> = named.iter().map(|(_, name)| *name).collect();
+    let prefix = names::common_prefix(&all);
+    let of_run: Vec<&(&str, StepName<'_>)> = named.iter().filter(|(_, name)| Some(name.prefix) == prefix).collect();
+    let mut common = InCommon { tree, trackers: Trackers::read(tree, directory)?, is_stable: false };
+    let place = if directory.is_empty() { tree.own_name() } else { directory.to_owned() };
+    common.is_stable = STABLE_DIRECTORIES.contains(&place.as_str());
+    for (name, _) in &of_run {
+        common.is_stable = common.is_stable || tree.len_bytes(&below(&below(directory, name), STABLE))?.is_some();
+    }
+    let mut steps = Vec::new();
+    for (name, parsed) in of_run {
+        let name = below(directory, name);
+        // A finished directory beside one that is being written anew counts.
+        let Judged { kind, path, state } = common.step(&name, *parsed)?;
+        steps.push(FoundStep { number: parsed.number, name, path, kind, state });
+    }
+    let rank = |state: &StepState| match state {
+        StepState::Complete => 0,
+        StepState::Unmarked => 1,
+        StepState::Unfinished(_) => 2,
+    };
+    steps.sort_by(|left, right| {
+        let key = |step: &FoundStep| (step.number, rank(&step.state), step.name.clone());
+        key(left).cmp(&key(right))
+    });
+    steps.dedup_by_key(|step| step.number);
+    let is_step = |entry: &StepEntry| entry.is_directory && names::parse(&entry.name).is_some();
+    let others: Vec<StepEntry> = entries.iter().filter(|entry| !is_step(entry)).cloned().collect();
+    let is_checkpoint = common.judge(directory, &others, "", 0)?.is_some();
+    Ok(FoundSteps { directory: directory.to_owned(), steps, is_checkpoint })
+}
+
+impl InCommon<'_> {
+    fn step(&self, name: &str, parsed: StepName<'_>) -> Result<Judged, SourceError> {
+        let found = self.judge(name, &self.tree.list(name)?, parsed.prefix, parsed.number)?;
+        let unknown = || Judged {
+            kind: StepKind::Unknown,
+            path: name.to_owned(),
+            state: unfinished("there is no checkpoint in it yet"),
+        };
+        let mut found = found.unwrap_or_else(unknown);
+        if let Some(reason) = parsed.unfinished {
+            if reason.contains(ORBAX_UNFINISHED) {
+                found.kind = StepKind::Orbax;
+            }
+            found.state = unfinished(reason);
+        }
+        Ok(found)
+    }
+
+    /// What a directory holds; `None` if it is nothing that is known.
+    fn judge(&self, path: &str, entries: &[StepEntry], prefix: &str, number: u64) -> Verdict {
+        if let Some(found) = self.orbax(path, entries)? {
+            return Ok(Some(found));
+        }
+        let found = match self.distributed(path, entries, prefix, number)? {
+            Some(found) => Some(found),
+            None => match self.by_ranks(path, entries, prefix, number)? {
+                Some(found) => Some(found),
+                None => self.repository(path, entries, prefix),
+            },
+        };
+        // The trainer of transformers leaves any of these beside its own state.
+        let is_trainer = prefix == TRANSFORMERS_PREFIX && !path.is_empty();
+        Ok(found.map(|mut found| {
+            if is_trainer && matches!(found.state, StepState::Complete | StepState::Unmarked) {
+                let is_there = has(entries, TRAINER_STATE);
+                let is_missing = || unfinished(format!("{TRAINER_STATE} is missing, which transformers writes last"));
+                found.state = if is_there { StepState::Complete } else { is_missing() };
+            }
+            found
+        }))
+    }
+
+    fn orbax(&self, path: &str, entries: &[StepEntry]) -> Verdict {
+        let judged = |state| Ok(Some(Judged { kind: StepKind::Orbax, path: path.to_owned(), state }));
+        let is_sign = |name: &str| [CHECKPOINT_METADATA, METADATA, COMMIT_SUCCESS, ocdbt::MANIFEST].contains(&name);
+        let mut is_orbax = entries.iter().any(|entry| is_sign(&entry.name));
+        let mut arrays = Vec::new();
+        let mut at_work = None;
+        for name in directories(entries) {
+            if name.contains(ORBAX_UNFINISHED) {
+                at_work.get_or_insert_with(|| format!("{name}: an item that the saver has not finished"));
+            } else if !name.starts_with("ocdbt.process_") {
+                let inside = self.tree.list(&below(path, name))?;
+                if has(&inside, METADATA) || has(&inside, ocdbt::MANIFEST) {
+                    arrays.push((name, inside));
+                }
+            }
+        }
+        is_orbax |= at_work.is_some() || !arrays.is_empty();
+        if !is_orbax {
+            return Ok(None);
+        }
+        if let Some(reason) = at_work {
+            return judged(unfinished(reason));
+        }
+        let itself = has(entries, METADATA) || has(entries, ocdbt::MANIFEST);
+        if let Some(reason) = self.unfinished_orbax(path, entries, itself)? {
+            return judged(unfinished(reason));
+        }
+        if arrays.is_empty() && !itself {
+            return judged(unfinished("there are no arrays in it yet"));
+        }
+        let own = itself.then(|| ("", entries.to_vec()));
+        for (name, inside) in arrays.into_iter().chain(own) {
+            let lacks = |what: &str| {
+                let place = if name.is_empty() { String::new() } else { format!("{name}: ") };
+                unfinished(format!("{place}{what}"))
+            };
+            if !has(&inside, METADATA) {
+                return judged(lacks("_METADATA is missing"));
+            }
+            let of_database = |name: &str| name == "d" || name.starts_with("ocdbt.");
+            let is_database = directories(&inside).any(of_database);
+            if is_database && !has(&inside, ocdbt::MANIFEST) {
+                return judged(lacks("the databases of its processes are not merged yet, manifest.ocdbt is missing"));
+            }
+            if has(&inside, ocdbt::MANIFEST) && !directories(&inside).any(of_database) {
+                return judged(lacks("the directory of its arrays, d, is missing"));
+            }
+            // Without a database each array has a directory.
+            if !has(&inside, ocdbt::MANIFEST) && !directories(&inside).any(|name| name != "array_metadatas") {
+                return judged(lacks("there are no arrays yet"));
+            }
+        }
+        judged(StepState::Complete)
+    }
+
+    /// Why a step of Orbax is unfinished by its own word.
+    fn unfinished_orbax(
+        &self,
+        path: &str,
+        entries: &[StepEntry],
+        is_item: bool,
+    ) -> Result<Option<String>, SourceError> {
+        if self.tree.needs_commit_file() {
+            let missing = "commit_success.txt is missing, which Orbax writes last on an object store";
+            return Ok((!has(entries, COMMIT_SUCCESS)).then(|| missing.to_owned()));
+        }
+        let Some(bytes) = self.tree.small(&below(path, CHECKPOINT_METADATA))? else {
+            let missing = format!("{CHECKPOINT_METADATA} is missing");
+            return Ok((!has(entries, COMMIT_SUCCESS)).then_some(missing));
+        };
+        let Ok(found) = CheckpointMetadata::parse(&bytes) else {
+            return Ok(Some(format!("{CHECKPOINT_METADATA} is not written to its end")));
+        };
+        if found.commit_nanoseconds.is_none() {
+            return Ok(Some(format!("{CHECKPOINT_METADATA} has no time of commit: the saver is still at work")));
+        }
+        match found.items {
+            Items::Named(names) if !is_item => {
+                let missing = names.iter().find(|name| !directories(entries).any(|found| found == name.as_str()));
+                Ok(missing.map(|name| format!("the item {name} is missing")))
+            }
+            Items::Named(_) | Items::Itself | Items::Unknown => Ok(None),
+        }
+    }
+
+    /// A directory of torch.distributed.checkpoint: this one, or one in it.
+    fn distributed(&self, path: &str, entries: &[StepEntry], prefix: &str, number: u64) -> Verdict {
+        let is_one = |entries: &[StepEntry]| {
+            has(entries, DCP_METADATA)
+                || entries.iter().any(|entry| !entry.is_directory && entry.name.ends_with(".distcp"))
+        };
+        if is_one(entries) {
+            return Ok(Some(self.judged_distributed(path, entries, prefix, number)?));
+        }
+        let is_place = |name: &&str| {
+            ["trainer", "dist_ckpt", "model"].contains(name)
+                || ranks::MODEL_DIRECTORIES.contains(name)
+                || name.starts_with("pytorch_model_fsdp_")
+        };
+        for name in directories(entries).filter(is_place) {
+            let path = below(path, name);
+            let inside = self.tree.list(&path)?;
+            if is_one(&inside) {
+                return Ok(Some(self.judged_distributed(&path, &inside, prefix, number)?));
+            }
+            for deeper in directories(&inside).filter(|name| ["dist_ckpt", "model"].contains(name)) {
+                let path = below(&path, deeper);
+                let inside = self.tree.list(&path)?;
+                if is_one(&inside) {
+                    return Ok(Some(self.judged_distributed(&path, &inside, prefix, number)?));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn judged_distributed(
+        &self,
+        path: &str,
+        entries: &[StepEntry],
+        prefix: &str,
+        number: u64,
+    ) -> Result<Judged, SourceError> {
+        // What Megatron-Core writes besides.
+        let is_megatron = prefix == MEGATRON_PREFIX || has(entries, "common.pt");
+        let kind = if is_megatron { StepKind::Megatron } else { StepKind::TorchDcp };
+        let state = if self.tree.len_bytes(&below(path, DCP_METADATA))?.is_none_or(|len| len == 0) {
+            unfinished("`.metadata` is missing, which is written last")
+        } else if !entries.iter().any(|entry| entry.name.ends_with(".distcp")) {
+            unfinished("there is no *.distcp yet")
+        } else if let Some(reason) = self.by_tracker(prefix, number) {
+            unfinished(reason)
+        } else if let Some(name) = ["common.pt", "metadata.json"].iter().find(|name| is_megatron && !has(entries, name))
+        {
+            unfinished(format!("{name} is missing, which Megatron-Core writes"))
+        } else {
+            StepState::Complete
+        };
+        Ok(Judged { kind, path: path.to_owned(), state })
+    }
+
+    /// What the tracker of the run says against a step, where its writer keeps one.
+    fn by_tracker(&self, prefix: &str, number: u64) -> Option<String> {
+        if prefix == MEGATRON_PREFIX {
+            return self.trackers.unfinished(&[tracker::MEGATRON], number);
+        }
+        let of_rl = [tracker::MEGATRON, tracker::SKYRL];
+        if prefix == "global_step_" || self.trackers.has(&of_rl) && !prefix.is_empty() {
+            return self.trackers.unfinished(&of_rl, number);
+        }
+        None
+    }
+
+    /// Files that each rank writes for itself, here or in a directory.
+    fn by_ranks(&self, path: &str, entries: &[StepEntry], prefix: &str, number: u64) -> Verdict {
+        let judged = |kind, path: &str, all: Result<(), String>, tracker: Option<String>| {
+            let state = all.err().or(tracker).map_or(StepState::Complete, StepState::Unfinished);
+            Ok(Some(Judged { kind, path: path.to_owned(), state }))
+        };
+        let tracker = || self.by_tracker(prefix, number);
+        if let Some(all) = ranks::of_shards(entries) {
+            return judged(StepKind::RankFiles, path, all, tracker());
+        }
+        if let Some(all) = ranks::of_deepspeed(entries) {
+            let is_own = prefix == GLOBAL_PREFIX;
+            let tracker = is_own.then(|| self.trackers.unfinished(&[tracker::DEEPSPEED], number)).flatten();
+            return judged(StepKind::DeepSpeed, path, all, tracker);
+        }
+        let classic: Vec<&str> = directories(entries).filter(|name| ranks::of_megatron(name).is_some()).collect();
+        if !classic.is_empty() {
+            let numbers: Vec<Vec<u64>> = classic.iter().filter_map(|name| ranks::of_megatron(name)).collect();
+            let mut lacks = ranks::lacks_of_grid(&numbers);
+            for name in classic {
+                let file = below(&below(path, name), "model_optim_rng.pt");
+                if self.tree.len_bytes(&file)?.is_none_or(|len| len == 0) {
+                    lacks.get_or_insert_with(|| format!("{name}/model_optim_rng.pt is missing"));
+                }
+            }
+            return judged(StepKind::Megatron, path, lacks.map_or(Ok(()), Err), tracker());
+        }
+        let has_weights = entries.iter().any(|entry| !entry.is_directory && is_weights(&entry.name));
+        let is_place =
+            |name: &&str| ranks::MODEL_DIRECTORIES.contains(name) || name.starts_with(GLOBAL_PREFIX) && !has_weights;
+        for name in directories(entries).filter(is_place) {
+            let inside_path = below(path, name);
+            let inside = self.tree.list(&inside_path)?;
+            if let Some(all) = ranks::of_shards(&inside) {
+                return judged(StepKind::RankFiles, &inside_path, all, tracker());
+            }
+            if let Some(all) = ranks::of_deepspeed(&inside) {
+                return judged(StepKind::DeepSpeed, &inside_path, all, tracker());
+            }
+        }
+        Ok(None)
+    }
+
+    /// Weights as in a repository.
+    fn repository(&self, path: &str, entries: &[StepEntry], prefix: &str) -> Option<Judged> {
+        let is_trainer = prefix == TRANSFORMERS_PREFIX || has(entries, TRAINER_STATE);
+        let kind = if is_trainer { StepKind::Transformers } else { StepKind::Repository };
+        if prefix == MEGATRON_PREFIX || prefix.starts_with(GLOBAL_PREFIX) {
+            return None;
+        }
+        let weights = entries.iter().any(|entry| !entry.is_directory && is_weights(&entry.name));
+        let has_config = has(entries, "config.json") || has(entries, "adapter_config.json");
+        if !weights && !(is_trainer && (has_config || has(entries, TRAINER_STATE))) {
+            return None;
+        }
+        let state = if !weights {
+            unfinished("there are no weights yet")
+        } else if is_trainer && !has(entries, TRAINER_STATE) {
+            unfinished(format!("{TRAINER_STATE} is missing, which transformers writes last"))
+        } else if is_trainer && !has_config {
+            unfinished("config.json is missing, which transformers writes beside weights")
+        } else if is_trainer || has(entries, STABLE) {
+            StepState::Complete
+        } else if self.is_stable {
+            unfinished("STABLE is missing, which prime-rl writes last")
+        } else {
+            StepState::Unmarked
+        };
+        Some(Judged { kind, path: path.to_owned(), state })
+    }
+}
+
+/// Whether a file of this name holds weights, or lists the files that do. A trainer keeps more files of torch than that.
+fn is_weights(name: &str) -> bool {
+    const STATE: [&str; 6] = ["optimizer", "scheduler", "scaler", "rng_state", "training_args", "random_states"];
+    let of_torch = is_torch(name) && !STATE.iter().any(|state| name.starts_with(state));
+    name.ends_with(".safetensors") || name.ends_with(".index.json") || of_torch
+}

@@ -1,0 +1,87 @@
+//! A run in an object store: one listing of all its objects.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, SystemTime},
+};
+
+use ckfs_source::{
+    SourceError,
+    remote::{RemoteFile, RemoteRepository, RemoteTree},
+};
+
+use super::step_tree::{Measure, SMALL_BYTES_MAX, Stamp, StepEntry, StepTree, below};
+use crate::{OpenOptions, remote_tree::CachedTree, tree::FileTree};
+
+/// A listing.
+#[derive(Debug)]
+pub(super) struct RemoteSteps {
+    repository: RemoteRepository,
+    /// Places in the list, by path.
+    files: BTreeMap<String, usize>,
+    options: OpenOptions,
+}
+
+impl RemoteSteps {
+    pub(super) fn new(repository: RemoteRepository, options: &OpenOptions) -> Self {
+        let files = repository.files.iter().enumerate().map(|(place, file)| (file.path.clone(), place)).collect();
+        Self { repository, files, options: options.clone() }
+    }
+
+    fn inside(&self, directory: &str) -> impl Iterator<Item = (&str, &RemoteFile)> {
+        let prefix = below(directory, "");
+        let from = self.files.range(prefix.clone()..);
+        let files = &self.repository.files;
+        from.map_while(move |(path, place)| Some((path.strip_prefix(&prefix)?, *place)))
+            .map(|(rest, place)| (rest, &files[place]))
+    }
+}
+
+impl StepTree for RemoteSteps {
+    fn own_name(&self) -> String {
+        self.repository.url.trim_end_matches('/').rsplit('/').next().unwrap_or_default().to_owned()
+    }
+
+    fn list(&self, directory: &str) -> Result<Vec<StepEntry>, SourceError> {
+        let mut found: Vec<StepEntry> = Vec::new();
+        for (rest, _) in self.inside(directory) {
+            let (name, is_directory) = rest.split_once('/').map_or((rest, false), |(name, _)| (name, true));
+            if !name.is_empty() {
+                found.push(StepEntry { name: name.to_owned(), is_directory });
+            }
+        }
+        found.sort_by(|left, right| left.name.cmp(&right.name));
+        found.dedup_by(|left, right| left.name == right.name);
+        Ok(found)
+    }
+
+    fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError> {
+        Ok(self.files.get(path).map(|place| self.repository.files[*place].size_bytes))
+    }
+
+    fn small(&self, path: &str) -> Result<Option<Vec<u8>>, SourceError> {
+        let Some(file) = self.files.get(path).map(|place| &self.repository.files[*place]) else { return Ok(None) };
+        if file.size_bytes > SMALL_BYTES_MAX {
+            return Ok(None);
+        }
+        // Of this file alone: opening a tree fetches what is small in it.
+        let alone = RemoteRepository { files: vec![file.clone()], ..self.repository.clone() };
+        let tree = RemoteTree::open(alone, &self.options.cache(), &self.options.remote)?;
+        CachedTree::new(&tree).description(path)
+    }
+
+    fn measure(&self, directory: &str) -> Result<Measure, SourceError> {
+        let mut found = Measure::begin();
+        for (rest, file) in self.inside(directory) {
+            let changed = SystemTime::UNIX_EPOCH + Duration::from_secs(file.modified_seconds.unwrap_or(0));
+            let mut version = Stamp::new();
+            version.add(format!("{:?}", file.content).as_bytes());
+            found.add(rest, Some(file.size_bytes), changed, &[version.value()]);
+        }
+        Ok(found.end())
+    }
+
+    fn needs_commit_file(&self) -> bool {
+        true
+    }
+}

@@ -1,0 +1,135 @@
+//! What is asked of a run's directory, wherever it is.
+
+use std::{fmt, sync::Arc, time::SystemTime};
+
+use ckfs_source::SourceError;
+
+/// A name in a directory of a run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct StepEntry {
+    pub(super) name: String,
+    /// A directory, else a file. A symbolic link to a directory is neither.
+    pub(super) is_directory: bool,
+}
+
+/// What the files of a step come to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Measure {
+    /// Their bytes.
+    pub bytes: u64,
+    /// How many there are.
+    pub files: u64,
+    /// When one of them, or a directory of them, changed last, by the clock of the storage.
+    pub changed: SystemTime,
+    /// A digest of names, lengths, times and identities: two that are equal are of the same files in the same state.
+    pub stamp: u64,
+    /// The same of each file and directory: a digest of its path, and one of its state. Sorted.
+    parts: Arc<[(u64, u64)]>,
+}
+
+impl Measure {
+    /// Nothing yet.
+    pub(super) fn begin() -> Measuring {
+        Measuring { bytes: 0, files: 0, changed: SystemTime::UNIX_EPOCH, parts: Vec::new() }
+    }
+
+    /// Whether all files of an earlier measure are there as they were. There may be more.
+    pub fn contains(&self, earlier: &Self) -> bool {
+        earlier.parts.iter().all(|part| self.parts.binary_search(part).is_ok())
+    }
+
+    /// A measure of one file in this state, for tests.
+    pub fn of_state(state: u64) -> Self {
+        let mut measuring = Self::begin();
+        measuring.add("file", Some(1), SystemTime::UNIX_EPOCH, &[state]);
+        measuring.end()
+    }
+}
+
+/// A [`Measure`] that grows.
+#[derive(Debug)]
+pub(super) struct Measuring {
+    bytes: u64,
+    files: u64,
+    changed: SystemTime,
+    parts: Vec<(u64, u64)>,
+}
+
+impl Measuring {
+    /// Adds a file, or a directory, which has no length.
+    pub(super) fn add(&mut self, path: &str, len_bytes: Option<u64>, changed: SystemTime, state: &[u64]) {
+        self.changed = self.changed.max(changed);
+        self.bytes = self.bytes.saturating_add(len_bytes.unwrap_or(0));
+        self.files += u64::from(len_bytes.is_some());
+        let (mut of_path, mut of_state) = (Stamp::new(), Stamp::new());
+        of_path.add(path.as_bytes());
+        for number in len_bytes.iter().chain(state) {
+            of_state.add_number(*number);
+        }
+        self.parts.push((of_path.value(), of_state.value()));
+    }
+
+    pub(super) fn end(mut self) -> Measure {
+        self.parts.sort_unstable();
+        let mut stamp = Stamp::new();
+        for (path, state) in &self.parts {
+            stamp.add_number(*path);
+            stamp.add_number(*state);
+        }
+        let Self { bytes, files, changed, parts } = self;
+        Measure { bytes, files, changed, stamp: stamp.value(), parts: parts.into() }
+    }
+}
+
+/// A run's directory. Paths are relative to it; "" is the directory itself.
+pub(super) trait StepTree: fmt::Debug {
+    /// The name of the directory itself.
+    fn own_name(&self) -> String;
+
+    /// The entries of a directory, sorted by name; none if it is not there.
+    fn list(&self, directory: &str) -> Result<Vec<StepEntry>, SourceError>;
+
+    /// Length of a file in bytes; `None` if it is not there.
+    fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError>;
+
+    /// All bytes of a small file; `None` if it is not there, or longer than a few megabytes.
+    fn small(&self, path: &str) -> Result<Option<Vec<u8>>, SourceError>;
+
+    /// What the files below a directory come to.
+    fn measure(&self, directory: &str) -> Result<Measure, SourceError>;
+
+    /// Whether files appear one at a time in a directory that has its final name from the start.
+    fn needs_commit_file(&self) -> bool;
+}
+
+/// Longest small file, in bytes.
+pub(super) const SMALL_BYTES_MAX: u64 = 4 << 20;
+
+/// A path below another.
+pub(super) fn below(directory: &str, name: &str) -> String {
+    if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
+}
+
+/// A digest that grows by words.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stamp(u64);
+
+impl Stamp {
+    pub(super) const fn new() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+
+    pub(super) fn add(&mut self, bytes: &[u8]) {
+        for byte in bytes.iter().chain(&[0xff]) {
+            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+
+    pub(super) fn add_number(&mut self, number: u64) {
+        self.add(&number.to_le_bytes());
+    }
+
+    pub(super) const fn value(self) -> u64 {
+        self.0
+    }
+}

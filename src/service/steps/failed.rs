@@ -1,0 +1,113 @@
+//! The tree of a step that cannot be planned: its directory holds `.ckfs/error` alone.
+
+use std::{ops::ControlFlow, sync::Arc, time::SystemTime};
+
+use ckfs_volume::{Access, Attr, DirEntry, FsError, Handle, Ino, NodeKind, OpenedFile, Permission};
+
+/// Numbers of the nodes.
+const OWN: Ino = Ino(2);
+const ERROR: Ino = Ino(3);
+
+/// Names of the nodes.
+const OWN_NAME: &str = ".ckfs";
+const ERROR_NAME: &str = "error";
+
+/// Why a step cannot be planned, as a tree.
+#[derive(Debug)]
+pub(super) struct FailedStep {
+    pub(super) message: String,
+    text: Arc<[u8]>,
+    directory: Permission,
+    file: Permission,
+    modified: SystemTime,
+}
+
+impl FailedStep {
+    /// A tree that shows a message.
+    pub(super) fn new(message: String, directory: Permission, modified: SystemTime) -> Self {
+        let text = Arc::from(format!("{message}\n").into_bytes());
+        let file = Permission { mode: directory.mode & 0o444, ..directory };
+        Self { message, text, directory, file, modified }
+    }
+
+    pub(super) fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
+        let (kind, size_bytes, links, permission) = match ino {
+            Ino::ROOT => (NodeKind::Directory, 0, 3, self.directory),
+            OWN => (NodeKind::Directory, 0, 2, self.directory),
+            ERROR => (NodeKind::File, self.text.len() as u64, 1, self.file),
+            _ => return Err(FsError::NotFound),
+        };
+        Ok(Attr { ino, kind, size_bytes, links, modified: self.modified, permission })
+    }
+
+    pub(super) fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
+        match (parent, name) {
+            (Ino::ROOT, name) if name == OWN_NAME.as_bytes() => self.attr(OWN),
+            (OWN, name) if name == ERROR_NAME.as_bytes() => self.attr(ERROR),
+            (ERROR, _) => Err(FsError::NotDirectory),
+            _ => Err(FsError::NotFound),
+        }
+    }
+
+    pub(super) fn read_dir(
+        directory: Ino,
+        from: u64,
+        each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
+    ) -> Result<(), FsError> {
+        let (name, ino, kind) = match directory {
+            Ino::ROOT => (OWN_NAME, OWN, NodeKind::Directory),
+            OWN => (ERROR_NAME, ERROR, NodeKind::File),
+            _ => return Err(FsError::NotDirectory),
+        };
+        if from == 0 {
+            let _ = each(DirEntry { name: name.as_bytes(), ino, kind, next: None });
+        }
+        Ok(())
+    }
+
+    pub(super) fn parent(ino: Ino) -> Result<Ino, FsError> {
+        match ino {
+            Ino::ROOT | OWN => Ok(Ino::ROOT),
+            ERROR => Ok(OWN),
+            _ => Err(FsError::NotFound),
+        }
+    }
+
+    pub(super) fn open(ino: Ino) -> Result<OpenedFile, FsError> {
+        match ino {
+            ERROR => Ok(OpenedFile { handle: Handle(0), access: Access::Cached }),
+            Ino::ROOT | OWN => Err(FsError::IsDirectory),
+            _ => Err(FsError::NotFound),
+        }
+    }
+
+    /// The bytes of the message.
+    pub(super) fn text(&self) -> &[u8] {
+        &self.text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_message_is_found_by_its_path() {
+        let permission = Permission { uid: 1, gid: 2, mode: 0o550 };
+        let step = FailedStep::new("no config.json".to_owned(), permission, SystemTime::UNIX_EPOCH);
+        let own = step.lookup(Ino::ROOT, b".ckfs").unwrap();
+        let error = step.lookup(own.ino, b"error").unwrap();
+        assert_eq!((own.kind, error.kind, error.size_bytes), (NodeKind::Directory, NodeKind::File, 15));
+        assert_eq!((error.permission.mode, step.text()), (0o440, b"no config.json\n".as_slice()));
+        assert_eq!(FailedStep::parent(error.ino), Ok(own.ino));
+        assert_eq!(step.lookup(Ino::ROOT, b"hf").unwrap_err(), FsError::NotFound);
+        assert_eq!(FailedStep::open(own.ino).unwrap_err(), FsError::IsDirectory);
+        let mut names = Vec::new();
+        FailedStep::read_dir(own.ino, 0, &mut |entry| {
+            names.push(entry.name.to_vec());
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+        assert_eq!(names, [b"error".to_vec()]);
+    }
+}

@@ -1,0 +1,183 @@
+//! The thread that looks for new and deleted steps.
+//!
+//! On a local file system it sleeps until the kernel tells of a change. Elsewhere, and as a precaution, it looks from time to time.
+
+use std::{
+    collections::BTreeSet,
+    io::{self, Read},
+    os::fd::AsFd,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::PathBuf,
+    sync::{Arc, PoisonError, Weak, atomic::Ordering},
+    thread,
+    time::{Duration, Instant, SystemTime},
+};
+
+use ckfs_config::TimeLimit;
+use ckfs_source::{DirectoryWatch, Woken};
+
+use super::{
+    run::Run,
+    settle::{ListedStep, Look, watched},
+};
+
+/// Time between two looks where nothing tells of changes.
+const POLL: Duration = Duration::from_mins(1);
+/// Time after a change before a look, so that many changes are one look.
+const PAUSE: Duration = Duration::from_millis(60);
+/// Time until a directory that is newly watched is looked at again.
+const AGAIN: Duration = Duration::from_millis(100);
+/// The looks take at most one part in this of a processor.
+const PART_MAX: u32 = 10;
+
+/// The thread, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Following {
+    _bell: (),
+}
+
+/// Starts the thread.
+///
+/// # Errors
+/// The system starts no thread.
+pub(super) fn start(run: &Arc<Run>) -> io::Result<Following> {
+    let (heard, bell) = io::pipe()?;
+    *run.bell.lock().unwrap_or_else(PoisonError::into_inner) = Some(bell);
+    let watch = DirectoryWatch::new()?;
+    let followed = Arc::downgrade(run);
+    thread::Builder::new().name("ckfs-steps".to_owned()).spawn(move || follow(&followed, watch, heard))?;
+    Ok(Following { _bell: () })
+}
+
+fn follow(run: &Weak<Run>, mut watch: DirectoryWatch, mut bell: io::PipeReader) {
+    // What may have changed since the last look; `None` for anything.
+    let (mut changed, mut known) = (Some(BTreeSet::new()), BTreeSet::new());
+    loop {
+        let Some(alive) = run.upgrade().filter(|run| !run.has_ended.load(Ordering::Relaxed)) else { return };
+        let poll = alive.config.mount.steps_poll.map_or(POLL, TimeLimit::duration);
+        let begun = Instant::now();
+        let measures = |name: &str| {
+            let place = alive.directory.local().map(|run| run.join(name));
+            changed.as_ref().is_none_or(|changed: &BTreeSet<PathBuf>| {
+                place.is_none_or(|place| changed.iter().any(|path| path.starts_with(&place)))
+            })
+        };
+        let looked = catch_unwind(AssertUnwindSafe(|| alive.look(&measures)));
+        let took = begun.elapsed();
+        let next = match looked {
+            Ok(Ok(look)) => {
+                alive.note_looking(None);
+                let directories = watched(&alive.directory, &look);
+                let has_new = directories.iter().any(|directory| !known.contains(directory));
+                watch.set(&directories);
+                known = directories;
+                // What happened in a new directory before it was watched nobody tells of.
+                let again = if has_new { Some(look.again.map_or(AGAIN, |again| again.min(AGAIN))) } else { look.again };
+                again.map_or(poll, |again| again.min(poll))
+            }
+            Ok(Err(error)) => {
+                alive.note_looking(Some(error));
+                poll.min(Duration::from_secs(5))
+            }
+            // The panic has its line in the log.
+            Err(_) => poll,
+        };
+        drop(alive);
+        let pause = PAUSE.max(took.saturating_mul(PART_MAX));
+        let polls_at = Instant::now() + next;
+        let mut measures_all = false;
+        match watch.wait(next, bell.as_fd()) {
+            Ok(Woken::Changed) => {
+                thread::sleep(pause.min(Duration::from_secs(2)));
+                // What came meanwhile.
+                let _ = watch.wait(Duration::ZERO, bell.as_fd());
+            }
+            Ok(Woken::Timeout) => measures_all = next >= poll && Instant::now() >= polls_at,
+            Ok(Woken::Stopped) => {
+                let mut rung = [0; 64];
+                // The other end is gone with the run.
+                if !matches!(bell.read(&mut rung), Ok(1..)) {
+                    return;
+                }
+            }
+            Err(error) => {
+                tracing::error!("cannot wait for new steps: {error}");
+                thread::sleep(Duration::from_secs(5));
+            }
+        }
+        changed = watch.take_changed().filter(|_| !measures_all);
+    }
+}
+
+impl Run {
+    /// Looks at the directory, and shows what is there.
+    fn look(&self, measures: &dyn Fn(&str) -> bool) -> Result<Look, String> {
+        self.counts.looks.fetch_add(1, Ordering::Relaxed);
+        let rechecks = std::mem::take(&mut *self.rechecks.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
+        for name in &rechecks {
+            settling.recheck(name);
+        }
+        let look = settling.look(measures).map_err(|error| error.to_string())?;
+        drop(settling);
+        // What was found wrong and is there as it was before has another slot.
+        for name in &rechecks {
+            let listed = self.slots.listed();
+            let Some(slot) = listed.iter().find(|slot| slot.step.name == *name) else { continue };
+            let is_same = look.steps.iter().any(|step| step.unfinished.is_none() && step.is_same(&slot.step));
+            let is_poisoned = slot.volume().is_some_and(|volume| volume.is_poisoned());
+            if is_same && is_poisoned {
+                if let Some(volume) = slot.volume() {
+                    self.retire(&volume);
+                }
+                drop(self.slots.replace(slot, None));
+                self.counts.rewritten.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        self.take(&look);
+        Ok(look)
+    }
+
+    /// Shows the finished steps of a look.
+    pub(super) fn take(&self, look: &Look) {
+        let finished: Vec<&ListedStep> = look.steps.iter().filter(|step| step.unfinished.is_none()).collect();
+        let most = self.wanted.most().unwrap_or(finished.len()).min(finished.len());
+        let shown: Vec<ListedStep> = finished[finished.len() - most..].iter().map(|step| (*step).clone()).collect();
+        let are_there = |step: &ListedStep| finished.iter().any(|other| other.is_same(step));
+        let changes = self.slots.show(&shown, &are_there, &|step| self.permission_of_step(step));
+        for slot in &changes.ended {
+            let is_there = look.steps.iter().any(|step| step.number == slot.step.number);
+            let (count, what) = if is_there {
+                (&self.counts.rewritten, "is written anew")
+            } else {
+                (&self.counts.deleted, "was deleted")
+            };
+            count.fetch_add(1, Ordering::Relaxed);
+            tracing::info!("step {} {what}: {}", slot.step.number, slot.step.name);
+        }
+        for volume in &changes.volumes {
+            self.retire(volume);
+        }
+        for slot in &changes.new {
+            self.counts.appeared.fetch_add(1, Ordering::Relaxed);
+            tracing::info!("step {} is there: {}, {}", slot.step.number, slot.step.name, slot.step.kind);
+            if let Some(hook) = &*self.hook.lock().unwrap_or_else(PoisonError::into_inner) {
+                hook.add(slot.step.number);
+            }
+        }
+        if !changes.ended.is_empty() || !changes.new.is_empty() {
+            *self.modified.write().unwrap_or_else(PoisonError::into_inner) = SystemTime::now();
+            self.share_out();
+        }
+        self.looked.write().unwrap_or_else(PoisonError::into_inner).clone_from(&look.steps);
+    }
+
+    /// Notes whether the directory can be listed.
+    fn note_looking(&self, error: Option<String>) {
+        let mut failed = self.looking_failed.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(error) = error.as_ref().filter(|error| failed.as_ref() != Some(error)) {
+            tracing::error!("{}: cannot look for steps: {error}", self.source);
+        }
+        *failed = error;
+    }
+}

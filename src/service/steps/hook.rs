@@ -1,0 +1,311 @@
+//! The command that is run for each new step, one after the other.
+
+use std::{
+    collections::VecDeque,
+    io::{self, BufRead, BufReader, Read},
+    os::unix::process::{CommandExt, ExitStatusExt},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant, SystemTime},
+};
+
+use ckfs_source::calendar::utc;
+use rustix::process::{Pid, Signal, kill_process_group};
+use serde_json::{Value, json};
+
+/// Results that are kept.
+const RESULTS_MAX: usize = 32;
+/// Most steps that wait for the command: more of them are passed over, oldest first.
+const WAITING_MAX: usize = 10_000;
+/// Longest line of the command's output in the log, in bytes.
+const LINE_BYTES_MAX: u64 = 4096;
+/// Time between two looks whether the command has ended, or the mount.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// How a command ended.
+#[derive(Clone, Debug)]
+struct HookResult {
+    step: u64,
+    /// The exit code; that of a shell, 128 and more, if a signal ended it.
+    code: Option<i32>,
+    error: Option<String>,
+    began: SystemTime,
+    took: Duration,
+}
+
+#[derive(Debug, Default)]
+struct HookState {
+    waiting: VecDeque<u64>,
+    running: Option<(u64, SystemTime)>,
+    results: VecDeque<HookResult>,
+    succeeded: u64,
+    failed: u64,
+    has_ended: bool,
+}
+
+#[derive(Debug, Default)]
+struct HookShared {
+    state: Mutex<HookState>,
+    changed: Condvar,
+}
+
+impl HookShared {
+    fn lock(&self) -> MutexGuard<'_, HookState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The thread that runs the command, until this is dropped. A command that runs then is ended too: its files are gone.
+#[derive(Debug)]
+pub(super) struct Hook {
+    command: String,
+    shared: Arc<HookShared>,
+}
+
+/// What a hook has done.
+#[derive(Clone, Debug)]
+pub(super) struct HookReport {
+    command: String,
+    waiting: usize,
+    running: Option<(u64, SystemTime)>,
+    results: Vec<HookResult>,
+    succeeded: u64,
+    failed: u64,
+}
+
+impl HookReport {
+    pub(super) fn to_json(&self) -> Value {
+        let result = |result: &HookResult| {
+            json!({
+                "step": result.step,
+                "exit_code": result.code,
+                "error": result.error,
+                "began": utc(result.began),
+                "seconds": result.took.as_secs_f64(),
+            })
+        };
+        json!({
+            "command": self.command,
+            "waiting": self.waiting,
+            "running": self.running.map(|(step, since)| json!({"step": step, "since": utc(since)})),
+            "succeeded": self.succeeded,
+            "failed": self.failed,
+            "results": self.results.iter().map(result).collect::<Vec<_>>(),
+        })
+    }
+
+    /// How many commands ended how.
+    pub(super) fn counts(&self) -> [(&'static str, u64); 2] {
+        [("succeeded", self.succeeded), ("failed", self.failed)]
+    }
+}
+
+impl Hook {
+    /// Starts the thread. Steps are below `mountpoint`.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub(super) fn start(command: &str, mountpoint: &Path) -> io::Result<Self> {
+        let shared = Arc::<HookShared>::default();
+        let (working, run, at) = (Arc::clone(&shared), command.to_owned(), mountpoint.to_owned());
+        thread::Builder::new().name("ckfs-on-step".to_owned()).spawn(move || work(&working, &run, &at))?;
+        Ok(Self { command: command.to_owned(), shared })
+    }
+
+    /// Has the command run for a step.
+    pub(super) fn add(&self, step: u64) {
+        let mut state = self.shared.lock();
+        if state.waiting.len() >= WAITING_MAX {
+            state.waiting.pop_front();
+        }
+        state.waiting.push_back(step);
+        drop(state);
+        self.shared.changed.notify_all();
+    }
+
+    pub(super) fn report(&self) -> HookReport {
+        let state = self.shared.lock();
+        HookReport {
+            command: self.command.clone(),
+            waiting: state.waiting.len(),
+            running: state.running,
+            results: state.results.iter().cloned().collect(),
+            succeeded: state.succeeded,
+            failed: state.failed,
+        }
+    }
+}
+
+impl Drop for Hook {
+    fn drop(&mut self) {
+        self.shared.lock().has_ended = true;
+        self.shared.changed.notify_all();
+    }
+}
+
+fn work(shared: &HookShared, command: &str, mountpoint: &Path) {
+    loop {
+        let mut state = shared.lock();
+        let step = loop {
+            if state.has_ended {
+                return;
+            }
+            if let Some(step) = state.waiting.pop_front() {
+                break step;
+            }
+            state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        };
+        let (began, since) = (SystemTime::now(), Instant::now());
+        state.running = Some((step, began));
+        drop(state);
+        let result = run(shared, command, step, &mountpoint.join(step.to_string()));
+        let mut state = shared.lock();
+        state.running = None;
+        let (code, error) = match result {
+            Ok(code) => (Some(code), None),
+            Err(error) => (None, Some(error.to_string())),
+        };
+        if code == Some(0) {
+            state.succeeded += 1;
+        } else {
+            state.failed += 1;
+            tracing::warn!("--on-step: step {step}: {}", error.clone().unwrap_or_else(|| exit_text(code)));
+        }
+        if state.results.len() >= RESULTS_MAX {
+            state.results.pop_front();
+        }
+        state.results.push_back(HookResult { step, code, error, began, took: since.elapsed() });
+    }
+}
+
+fn exit_text(code: Option<i32>) -> String {
+    code.map_or_else(|| "no exit code".to_owned(), |code| format!("exit code {code}"))
+}
+
+/// Runs the command for one step, and waits for its end.
+fn run(shared: &HookShared, command: &str, step: u64, path: &PathBuf) -> io::Result<i32> {
+    tracing::info!("--on-step: step {step}: {command}");
+    let mut child = Command::new("/bin/sh")
+        .args(["-c", command])
+        .env("CKFS_STEP", step.to_string())
+        .env("CKFS_STEP_PATH", path)
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        // Signals for the daemon are none for it, and it can be ended with its children.
+        .process_group(0)
+        .spawn()?;
+    let (out, err) = (child.stdout.take(), child.stderr.take());
+    if let Some(out) = out {
+        log_lines(step, out);
+    }
+    if let Some(err) = err {
+        log_lines(step, err);
+    }
+    wait(shared, &mut child)
+}
+
+/// Writes what a command prints to the log, from a thread that ends with the command.
+fn log_lines(step: u64, output: impl Read + Send + 'static) {
+    let log = move || {
+        let mut output = BufReader::new(output);
+        loop {
+            let mut line = Vec::new();
+            match (&mut output).take(LINE_BYTES_MAX).read_until(b'\n', &mut line) {
+                Ok(1..) => tracing::info!("step {step}: {}", String::from_utf8_lossy(&line).trim_end()),
+                Ok(0) | Err(_) => return,
+            }
+        }
+    };
+    // Without a thread nobody reads, and the command gets SIGPIPE.
+    if let Err(error) = ckfs_sync::spawn("ckfs-on-step-log", log) {
+        tracing::warn!("--on-step: its output is not logged: {error}");
+    }
+}
+
+fn wait(shared: &HookShared, child: &mut Child) -> io::Result<i32> {
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(-1));
+        }
+        let state = shared.lock();
+        if state.has_ended {
+            drop(state);
+            if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+                let _ = kill_process_group(group, Signal::TERM);
+            }
+            thread::sleep(LOOK);
+            return Ok(child.try_wait()?.and_then(|status| status.code()).unwrap_or(-1));
+        }
+        let waited = shared.changed.wait_timeout(state, LOOK);
+        drop(waited);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn ended(hook: &Hook, count: usize) -> HookReport {
+        let until = Instant::now() + Duration::from_secs(30);
+        loop {
+            let report = hook.report();
+            if report.results.len() >= count {
+                return report;
+            }
+            assert!(Instant::now() < until, "{report:?}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[test]
+    fn commands_run_one_after_the_other_and_their_codes_are_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
+        let command = format!(
+            "echo begin $CKFS_STEP $CKFS_STEP_PATH >> {0}; sleep 0.1; echo end $CKFS_STEP >> {0}; exit $((CKFS_STEP - 4))",
+            log.display()
+        );
+        let hook = Hook::start(&command, Path::new("/mnt/run")).unwrap();
+        hook.add(4);
+        hook.add(7);
+        let report = ended(&hook, 2);
+        let codes: Vec<_> = report.results.iter().map(|result| (result.step, result.code)).collect();
+        assert_eq!(codes, [(4, Some(0)), (7, Some(3))]);
+        assert_eq!(report.counts(), [("succeeded", 1), ("failed", 1)]);
+        let lines = fs::read_to_string(&log).unwrap();
+        assert_eq!(lines, "begin 4 /mnt/run/4\nend 4\nbegin 7 /mnt/run/7\nend 7\n");
+    }
+
+    #[test]
+    fn a_command_ends_with_the_mount() {
+        let directory = tempfile::tempdir().unwrap();
+        let (pid, shared) = (directory.path().join("pid"), {
+            let hook = Hook::start(
+                &format!("echo $$ > {}; sleep 600", directory.path().join("pid").display()),
+                Path::new("/m"),
+            );
+            let hook = hook.unwrap();
+            hook.add(1);
+            let until = Instant::now() + Duration::from_secs(30);
+            while fs::read_to_string(directory.path().join("pid")).unwrap_or_default().is_empty() {
+                assert!(Instant::now() < until);
+                thread::sleep(Duration::from_millis(10));
+            }
+            Arc::clone(&hook.shared)
+        });
+        let until = Instant::now() + Duration::from_secs(30);
+        while shared.lock().running.is_some() {
+            assert!(Instant::now() < until);
+            thread::sleep(Duration::from_millis(10));
+        }
+        let pid = fs::read_to_string(pid).unwrap();
+        let state = fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
+        assert!(state.is_empty() || state.contains(") Z "), "{state}");
+    }
+}

@@ -1,0 +1,260 @@
+//! Planning a step when it is first looked at, and dropping the volume of one that nobody uses.
+
+use std::{
+    cmp::Reverse,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, PoisonError, atomic::Ordering},
+    time::Duration,
+};
+
+use ckfs_config::Config;
+use ckfs_source::WaitRegistry;
+use ckfs_volume::{FsError, NoPassthrough, OnChange, Upkeep, Volume, VolumeOptions};
+use serde_json::Value;
+
+use super::{
+    super::{chunk_memory, error::OpenError, open, requests::panic_text, wait_watch::wait_registry},
+    failed::FailedStep,
+    report::add_numbers,
+    run::Run,
+    slot::{Slot, SlotState, StepContent},
+};
+
+/// Most steps that are planned at a time.
+const OPENING_MAX: usize = 4;
+/// Time between two looks of a request that waits for a plan.
+const LOOK: Duration = Duration::from_millis(100);
+/// Volumes that nobody uses are kept while they have at most this many tensors together.
+const IDLE_WEIGHT_MAX: u64 = 200_000;
+/// Most such volumes.
+const IDLE_MAX: usize = 32;
+/// A volume is unused after this time without a request and without open files.
+const IDLE: Duration = Duration::from_mins(2);
+
+/// A planned step.
+struct PlannedStep {
+    volume: Volume,
+    weight: u64,
+    chunk_bytes: u64,
+}
+
+impl Run {
+    /// What a step shows; it is planned now if it is not.
+    ///
+    /// # Errors
+    /// [`FsError::Io`]: it has ended, its storage does not answer, or its files are others than before.
+    pub(super) fn content(self: &Arc<Self>, slot: &Arc<Slot>) -> Result<StepContent, FsError> {
+        slot.note_used(self.begun);
+        let mut state = slot.state();
+        loop {
+            match &*state {
+                SlotState::Ready(content) => return Ok(content.clone()),
+                SlotState::Ended => return Err(self.gone()),
+                SlotState::Absent => {
+                    if self.opening.fetch_add(1, Ordering::Relaxed) < OPENING_MAX {
+                        *state = SlotState::Opening;
+                        let (run, of) = (Arc::clone(self), Arc::clone(slot));
+                        let work = move || {
+                            run.plan(&of);
+                            run.opening.fetch_sub(1, Ordering::Relaxed);
+                        };
+                        if let Err(error) = ckfs_sync::spawn("ckfs-step-open", work) {
+                            tracing::error!("step {}: no thread plans it: {error}", slot.step.number);
+                            self.opening.fetch_sub(1, Ordering::Relaxed);
+                            *state = SlotState::Absent;
+                            return Err(FsError::Io);
+                        }
+                    } else {
+                        self.opening.fetch_sub(1, Ordering::Relaxed);
+                    }
+                }
+                SlotState::Opening => {}
+            }
+            state = slot.wait(state, LOOK);
+            if matches!(&*state, SlotState::Opening) && slot.is_stalled() {
+                tracing::warn!("step {}: its storage does not answer", slot.step.number);
+                return Err(FsError::Io);
+            }
+        }
+    }
+
+    /// An error for a request that concerns a step which is gone.
+    pub(super) fn gone(&self) -> FsError {
+        self.counts.gone_requests.fetch_add(1, Ordering::Relaxed);
+        FsError::Io
+    }
+
+    /// Plans a step, in a thread of its own.
+    fn plan(self: &Arc<Self>, slot: &Arc<Slot>) {
+        self.counts.plans.fetch_add(1, Ordering::Relaxed);
+        let planned = catch_unwind(AssertUnwindSafe(|| self.open_step(slot)));
+        let planned = planned.unwrap_or_else(|panic| {
+            let cause = panic_text(panic.as_ref()).to_owned();
+            self.metrics.note_panic(&format!("planning step {}", slot.step.number), &cause);
+            Err(format!("the planning panicked: {cause}"))
+        });
+        match planned {
+            Ok(planned) => self.ready(slot, planned),
+            Err(message) => self.failed(slot, message),
+        }
+        self.share_out();
+        self.drop_idle(Some(slot.index));
+    }
+
+    fn ready(self: &Arc<Self>, slot: &Arc<Slot>, planned: PlannedStep) {
+        let PlannedStep { volume, weight, chunk_bytes } = planned;
+        let fingerprint = volume.fingerprint();
+        let volume = Arc::new(volume);
+        let content = StepContent::Volume(Arc::clone(&volume));
+        self.begin(&volume);
+        slot.weight.store(weight, Ordering::Relaxed);
+        slot.chunk_bytes.store(chunk_bytes, Ordering::Relaxed);
+        if *slot.fingerprint.get_or_init(|| fingerprint) == fingerprint {
+            drop(slot.set(SlotState::Ready(content)));
+            return;
+        }
+        // The kernel knows other files under these numbers.
+        tracing::info!("step {}: its files are others than before", slot.step.number);
+        self.counts.rewritten.fetch_add(1, Ordering::Relaxed);
+        if let Some(new) = self.slots.replace(slot, Some(content)) {
+            let _ = new.fingerprint.set(fingerprint);
+            new.weight.store(weight, Ordering::Relaxed);
+            new.chunk_bytes.store(chunk_bytes, Ordering::Relaxed);
+        }
+    }
+
+    fn failed(&self, slot: &Arc<Slot>, message: String) {
+        let place = &slot.step.name;
+        let measured = self.directory.measure(place);
+        let is_same = match (&measured, &slot.step.measure) {
+            (Some(now), Some(before)) => now.contains(before),
+            (_, before) => before.is_none() && measured.is_some(),
+        };
+        if !is_same {
+            // It is being deleted or written: the next look says which.
+            tracing::debug!("step {}: it changes while it is planned: {message}", slot.step.number);
+            self.recheck(place);
+            drop(slot.set(SlotState::Absent));
+            // Those that wait for it need not wait for the look.
+            drop(self.slots.replace(slot, None));
+            return;
+        }
+        self.counts.failed_plans.fetch_add(1, Ordering::Relaxed);
+        tracing::error!("step {}: {message}", slot.step.number);
+        let modified = slot.plain_attr().modified;
+        let failed = FailedStep::new(message, slot.permission, modified);
+        let content = StepContent::Failed(Arc::new(failed));
+        if slot.fingerprint.get().is_some() {
+            // The kernel knows files under these numbers.
+            self.slots.replace(slot, Some(content));
+        } else {
+            drop(slot.set(SlotState::Ready(content)));
+        }
+    }
+
+    /// Has a step measured at the next look, which is now.
+    pub(super) fn recheck(&self, name: &str) {
+        self.rechecks.lock().unwrap_or_else(PoisonError::into_inner).push(name.to_owned());
+        self.ring();
+    }
+
+    /// The configuration of a step alone.
+    fn config_of(&self, slot: &Slot) -> Config {
+        let mut config = self.config.clone();
+        config.source = Some(slot.step.source.clone());
+        config.mountpoint = None;
+        (config.mount.steps, config.mount.steps_poll, config.mount.on_step) = (None, None, None);
+        config
+    }
+
+    fn open_step(&self, slot: &Slot) -> Result<PlannedStep, String> {
+        let waits = wait_registry(&self.config.mount);
+        slot.note_waits(Some(&waits));
+        let opened = self.open_volume(self.config_of(slot), &waits);
+        slot.note_waits(None);
+        opened.map_err(|error| error.to_string())
+    }
+
+    fn open_volume(&self, mut config: Config, waits: &Arc<WaitRegistry>) -> Result<PlannedStep, OpenError> {
+        let checkpoint = open::open_checkpoint(&mut config, waits)?;
+        let plans = open::plan_views(&checkpoint, &config)?;
+        let mut budget = self.budget.clone();
+        chunk_memory::admit(&checkpoint, &plans, &mut budget)?;
+        let chunk_bytes = chunk_memory::largest_bytes(&checkpoint, &plans);
+        open::bound_source(&checkpoint, &budget, OPENING_MAX as u64, chunk_bytes);
+        let weight = checkpoint.tensors().count() + plans.iter().map(|view| view.plan.tensors.len()).sum::<usize>();
+        let options = open::volume_options(&config, budget, Some(self.rooms.clone()))?;
+        // The command that mounts anew is that of the run.
+        let options = VolumeOptions { remount: self.remount(), ..options };
+        let mut volume = Volume::new(Arc::clone(&checkpoint), plans, options)?;
+        if let Err(error) = open::enable_materialization(&mut volume)? {
+            tracing::debug!("no file is materialized: no file system in memory: {error}");
+        }
+        Ok(PlannedStep { volume, weight: weight as u64, chunk_bytes })
+    }
+
+    /// Tells a new volume what the server of the run is told.
+    pub(super) fn begin(&self, volume: &Arc<Volume>) {
+        let passthrough = *self.passthrough.lock().unwrap_or_else(PoisonError::into_inner);
+        match passthrough {
+            Some(true) => volume.started(Ok(())),
+            Some(false) => volume.started(Err(NoPassthrough::Off)),
+            None => {}
+        }
+        let told = self.on_change.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        volume.on_change(told.map(|told| Box::new(move || told()) as OnChange));
+    }
+
+    /// Divides what belongs to sources among the volumes that there are now.
+    pub(super) fn share_out(&self) {
+        let slots = self.slots.all();
+        let volumes: Vec<_> = slots.iter().filter_map(|slot| Some((slot, slot.volume()?))).collect();
+        let parts = volumes.len().max(1) as u64;
+        for (slot, volume) in volumes {
+            let chunk_bytes = slot.chunk_bytes.load(Ordering::Relaxed);
+            open::bound_source(volume.engine().checkpoint(), &self.budget, parts, chunk_bytes);
+        }
+    }
+
+    /// Drops the volumes that nobody uses, but for a few. `kept` is the slot of a volume that was just planned.
+    pub(super) fn drop_idle(&self, kept: Option<u64>) {
+        let mut idle: Vec<(u64, Arc<Slot>)> = Vec::new();
+        for slot in self.slots.all() {
+            let Some(content) = slot.content() else {
+                // Those that the window has left.
+                if !slot.is_listed.load(Ordering::Relaxed) && matches!(&*slot.state(), SlotState::Absent) {
+                    self.slots.forget(&slot);
+                }
+                continue;
+            };
+            let StepContent::Volume(volume) = &content else { continue };
+            if !volume.has_open_files() && kept != Some(slot.index) {
+                idle.push((slot.idle_ms(self.begun), slot));
+            }
+        }
+        // Those used last come first.
+        idle.sort_by_key(|(idle_ms, slot)| (*idle_ms, Reverse(slot.index)));
+        let (mut weight, mut dropped) = (0_u64, false);
+        for (place, (idle_ms, slot)) in idle.iter().enumerate() {
+            weight = weight.saturating_add(slot.weight.load(Ordering::Relaxed));
+            let is_old = *idle_ms > u64::try_from(IDLE.as_millis()).unwrap_or(u64::MAX);
+            if is_old || weight > IDLE_WEIGHT_MAX || place >= IDLE_MAX {
+                let Some(volume) = slot.take_unused() else { continue };
+                self.retire(&volume);
+                self.counts.dropped.fetch_add(1, Ordering::Relaxed);
+                drop(volume);
+                dropped = true;
+            }
+        }
+        if dropped {
+            self.share_out();
+        }
+    }
+
+    /// Keeps the numbers of a volume that is about to go.
+    pub(super) fn retire(&self, volume: &Volume) {
+        volume.on_change(None);
+        let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        add_numbers(&mut retired, &Value::Object(volume.statistics()));
+    }
+}

@@ -1,0 +1,315 @@
+//! What a run tells of itself: `steps.json`, `stats.json` and `metrics`.
+
+use std::sync::{PoisonError, atomic::Ordering};
+
+use ckfs_host::memory;
+use ckfs_source::{DecodedChunks, calendar::utc};
+use ckfs_volume::{MetricText, RequestKind};
+use serde_json::{Map, Value, json};
+
+use super::{
+    run::Run,
+    slot::{Slot, StepContent},
+};
+
+/// Length of `stats.json`.
+const STATS_BYTES: usize = 128 << 10;
+/// Most problems that are listed.
+const PROBLEMS_MAX: usize = 16;
+
+/// Members of a volume's statistics that are sums over volumes.
+const SUMS: [&str; 22] = [
+    "bytes_served",
+    "bytes_fetched",
+    "zero_copy_reads",
+    "tile_hits",
+    "tile_misses",
+    "tile_waits",
+    "tile_evictions",
+    "tile_bypasses",
+    "decoded_chunks",
+    "prefetched_tiles",
+    "prefetch_hits",
+    "materialized_files",
+    "materialized_bytes",
+    "failed_reads",
+    "failed_opens",
+    "stalled_reads",
+    "remote_requests",
+    "remote_fetched_bytes",
+    "remote_retries",
+    "remote_failures",
+    "remote_hit_bytes",
+    "remote_miss_bytes",
+];
+
+/// Adds the sums of a volume to others.
+pub(super) fn add_numbers(sums: &mut Map<String, Value>, statistics: &Value) {
+    for name in SUMS {
+        match &statistics[name] {
+            Value::Number(number) => {
+                let before = sums.get(name).and_then(Value::as_u64).unwrap_or(0);
+                sums.insert(name.to_owned(), (before.saturating_add(number.as_u64().unwrap_or(0))).into());
+            }
+            Value::Object(members) => {
+                let of = sums.entry(name).or_insert_with(|| Value::Object(Map::new()));
+                for (member, value) in members {
+                    let before = of[member].as_u64().unwrap_or(0);
+                    of[member] = before.saturating_add(value.as_u64().unwrap_or(0)).into();
+                }
+            }
+            Value::Null | Value::Bool(_) | Value::String(_) | Value::Array(_) => {}
+        }
+    }
+}
+
+/// Whether a step's directory is still there.
+fn is_there(run: &Run, slot: &Slot) -> bool {
+    run.directory.local().is_none_or(|directory| directory.join(&slot.step.name).is_dir())
+}
+
+impl Run {
+    /// `steps.json`.
+    pub(super) fn steps_text(&self) -> Vec<u8> {
+        let listed = self.slots.listed();
+        let looked = self.looked.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let row = |step: &super::settle::ListedStep| {
+            let slot = listed.iter().find(|slot| slot.step.is_same(step));
+            let error = slot.and_then(|slot| match slot.content()? {
+                StepContent::Failed(failed) => Some(failed.message.clone()),
+                StepContent::Volume(_) => None,
+            });
+            json!({
+                "step": step.number,
+                "path": slot.map(|slot| slot.step.number.to_string()),
+                "name": step.name,
+                "source": step.source,
+                "kind": step.kind.to_string(),
+                "complete": step.unfinished.is_none(),
+                "unfinished": step.unfinished,
+                "error": error,
+                "bytes": step.measure.as_ref().map(|measure| measure.bytes),
+                "changed": step.measure.as_ref().map(|measure| utc(measure.changed)),
+            })
+        };
+        let all = json!({
+            "run": self.source,
+            "shown": self.wanted.most().map_or_else(|| "all".to_owned(), |most| format!("latest={most}")),
+            "latest": self.latest(),
+            "steps": looked.iter().map(row).collect::<Vec<_>>(),
+        });
+        let mut text = serde_json::to_vec_pretty(&all).unwrap_or_default();
+        text.push(b'\n');
+        text
+    }
+
+    /// Sums over all volumes, those that are gone among them.
+    fn sums(&self) -> Map<String, Value> {
+        let mut sums = self.retired.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        for (_, volume) in self.volumes() {
+            add_numbers(&mut sums, &Value::Object(volume.statistics()));
+        }
+        sums
+    }
+
+    /// The problems of the run and of its steps.
+    fn problems(&self) -> (Vec<Value>, u64) {
+        let own = self.metrics.health.json(&self.remount());
+        let mut problems = own["problems"].as_array().cloned().unwrap_or_default();
+        let mut left_out = own["problems_left_out"].as_u64().unwrap_or(0);
+        let now = utc(std::time::SystemTime::now());
+        if let Some(error) = self.looking_failed.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+            problems.push(json!({
+                "kind": "steps not found", "file": self.source, "cause": error, "count": 1, "first": now, "last": now,
+                "remedy": "check the directory of the run and its storage: steps are looked for again by themselves",
+            }));
+        }
+        if let Some(stalled) = self.waits.stalled().first() {
+            problems.push(json!({
+                "kind": "source stalled", "file": self.source, "cause": self.waits.describe(stalled), "count": 1,
+                "first": now, "last": now,
+                "remedy": "check that the storage of the run answers: new steps are looked for again once it does",
+            }));
+        }
+        for slot in self.slots.all() {
+            match slot.content() {
+                Some(StepContent::Failed(failed)) if is_there(self, &slot) => problems.push(json!({
+                    "kind": "step not planned", "file": slot.step.source, "step": slot.step.number,
+                    "cause": failed.message, "count": 1, "first": now, "last": now,
+                    "remedy": "other steps go on; it is planned again when its files change, or when it is mounted anew",
+                })),
+                Some(StepContent::Volume(volume)) => {
+                    let statistics = volume.statistics();
+                    if volume.is_poisoned() && !is_there(self, &slot) {
+                        // It is being deleted.
+                        continue;
+                    }
+                    left_out += statistics["problems_left_out"].as_u64().unwrap_or(0);
+                    for mut problem in statistics["problems"].as_array().cloned().unwrap_or_default() {
+                        problem["step"] = slot.step.number.into();
+                        problems.push(problem);
+                    }
+                }
+                Some(StepContent::Failed(_)) | None => {}
+            }
+        }
+        (problems, left_out)
+    }
+
+    /// The steps in numbers.
+    fn steps_in_numbers(&self) -> Map<String, Value> {
+        let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        let slots = self.slots.all();
+        let failed = slots.iter().filter(|slot| matches!(slot.content(), Some(StepContent::Failed(_)))).count();
+        let unfinished = self.looked.read().unwrap_or_else(PoisonError::into_inner);
+        let unfinished = unfinished.iter().filter(|step| step.unfinished.is_some()).count();
+        let counts = &self.counts;
+        let all = json!({
+            "shown": self.slots.listed().len(),
+            "latest": self.latest(),
+            "in_use": self.volumes().len(),
+            "failed": failed,
+            "unfinished": unfinished,
+            "appeared": get(&counts.appeared),
+            "deleted": get(&counts.deleted),
+            "rewritten": get(&counts.rewritten),
+            "plans": get(&counts.plans),
+            "failed_plans": get(&counts.failed_plans),
+            "dropped": get(&counts.dropped),
+            "gone_requests": get(&counts.gone_requests),
+            "looks": get(&counts.looks),
+        });
+        if let Value::Object(members) = all { members } else { Map::new() }
+    }
+
+    /// The memory of all steps together.
+    fn memory(&self) -> Value {
+        let (held, resident, budget) = (self.rooms.held(), memory::resident(), &self.budget);
+        let chunks = self
+            .volumes()
+            .into_iter()
+            .filter_map(|(_, volume)| volume.engine().checkpoint().source().chunks().map(DecodedChunks::held_bytes));
+        json!({
+            "held": {
+                "tiles_bytes": held.tiles,
+                "materialized_bytes": held.materialized,
+                "dropped_bytes": held.dropped,
+                "spare_buffers_bytes": held.spare_buffers,
+                "decoded_chunks_bytes": chunks.sum::<u64>(),
+                "thread_buffers_bytes": held.thread_buffers,
+                "mapped_bytes": resident.file_bytes,
+            },
+            "shared_bytes": null,
+            "process": {
+                "rss_anon_bytes": resident.anonymous_bytes,
+                "rss_file_bytes": resident.file_bytes,
+                "rss_shmem_bytes": resident.shared_bytes,
+            },
+            "limit_bytes": budget.limit.bytes,
+            "limit_origin": budget.limit.origin.to_string(),
+            "budget": {
+                "cache_bytes": budget.cache_bytes,
+                "spare_buffers_bytes": budget.spare_buffer_bytes,
+                "decoded_chunks_bytes": budget.decoded_bytes,
+                "thread_buffers_bytes": budget.thread_buffers_bytes(),
+                "mapped_bytes": budget.mapped_bytes.max(budget.revisit_window_bytes),
+                "total_bytes": budget.total_bytes(),
+            },
+        })
+    }
+
+    fn ops(&self) -> Map<String, Value> {
+        let row = |op: &RequestKind| {
+            let row = self.metrics.op(*op);
+            let value = json!({
+                "count": row.count.load(Ordering::Relaxed),
+                "errors": row.errors.load(Ordering::Relaxed),
+                "total_ns": row.total_ns.load(Ordering::Relaxed),
+            });
+            (op.name().to_owned(), value)
+        };
+        RequestKind::ALL.iter().map(row).collect()
+    }
+
+    /// `stats.json`.
+    pub(super) fn stats_text(&self) -> Vec<u8> {
+        let (mut problems, mut left_out) = self.problems();
+        let is_open = |problem: &Value| problem["ended"].is_null();
+        let is_degraded = left_out > 0 || problems.iter().any(is_open);
+        if problems.len() > PROBLEMS_MAX {
+            left_out += (problems.len() - PROBLEMS_MAX) as u64;
+            problems.truncate(PROBLEMS_MAX);
+        }
+        let mut all = Map::new();
+        all.insert("version".to_owned(), env!("CARGO_PKG_VERSION").into());
+        all.insert("pid".to_owned(), std::process::id().into());
+        all.insert("health".to_owned(), if is_degraded { "degraded" } else { "healthy" }.into());
+        all.insert("problems".to_owned(), problems.into());
+        all.insert("problems_left_out".to_owned(), left_out.into());
+        all.insert("steps".to_owned(), self.steps_in_numbers().into());
+        if let Some(report) = self.hook_report() {
+            all.insert("on_step".to_owned(), report.to_json());
+        }
+        all.extend(self.sums());
+        let poisoned = self.volumes().iter().map(|(_, volume)| u64::from(volume.is_poisoned())).sum::<u64>();
+        all.insert("poisoned_sources".to_owned(), poisoned.into());
+        all.insert("panics".to_owned(), self.metrics.panics.load(Ordering::Relaxed).into());
+        all.insert("passthrough_opens".to_owned(), self.metrics.passthrough_opens.load(Ordering::Relaxed).into());
+        all.insert("in_flight".to_owned(), self.metrics.in_flight.load(Ordering::Relaxed).into());
+        all.insert("threads".to_owned(), memory::threads().into());
+        all.insert("memory".to_owned(), self.memory());
+        all.insert("ops".to_owned(), self.ops().into());
+        let mut text = serde_json::to_vec_pretty(&all).unwrap_or_default();
+        text.resize(text.len().max(STATS_BYTES - 1), b' ');
+        text.push(b'\n');
+        text
+    }
+
+    /// `metrics`, in the text format of `OpenMetrics`.
+    pub(super) fn metrics_text(&self) -> Vec<u8> {
+        let mut text = MetricText::default();
+        let (problems, left_out) = self.problems();
+        let is_degraded = left_out > 0 || problems.iter().any(|problem| problem["ended"].is_null());
+        text.family("ckfs_degraded", "gauge", "1 while something is wrong with the mount, else 0", None);
+        text.sample("ckfs_degraded", &[], u64::from(is_degraded));
+        text.family("ckfs_steps", "gauge", "Steps of the run, by state", None);
+        let numbers = self.steps_in_numbers();
+        let number = |name: &str| numbers.get(name).and_then(Value::as_u64).unwrap_or(0);
+        for state in ["shown", "in_use", "failed", "unfinished"] {
+            text.sample("ckfs_steps", &[("state", state)], number(state));
+        }
+        text.family("ckfs_latest_step", "gauge", "The number of the newest step that is shown", None);
+        text.sample("ckfs_latest_step", &[], number("latest"));
+        for (name, help) in [
+            ("appeared", "Steps that were shown as new"),
+            ("deleted", "Steps that were deleted while they were shown"),
+            ("rewritten", "Steps that were written anew while they were shown"),
+            ("plans", "Times that a step was planned"),
+            ("failed_plans", "Times that a step could not be planned"),
+            ("dropped", "Volumes of steps that were dropped because nobody used them"),
+            ("gone_requests", "Requests for files of steps that are gone"),
+        ] {
+            text.family(&format!("ckfs_steps_{name}"), "counter", help, None);
+            text.sample(&format!("ckfs_steps_{name}_total"), &[], number(name));
+        }
+        if let Some(report) = self.hook_report() {
+            text.family("ckfs_on_step_runs", "counter", "Commands run for new steps, by result", None);
+            for (result, count) in report.counts() {
+                text.sample("ckfs_on_step_runs_total", &[("result", result)], count);
+            }
+        }
+        for (name, value) in self.sums() {
+            let family = format!("ckfs_{name}");
+            if let Value::Object(members) = value {
+                text.family(&family, "counter", "Bytes by path, all steps together", None);
+                for (path, value) in members {
+                    text.sample(&format!("{family}_total"), &[("path", &path)], value.as_u64().unwrap_or(0));
+                }
+            } else {
+                text.family(&family, "counter", "The same as of one checkpoint, all steps together", None);
+                text.sample(&format!("{family}_total"), &[], value.as_u64().unwrap_or(0));
+            }
+        }
+        text.finish().into_bytes()
+    }
+}

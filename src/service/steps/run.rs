@@ -1,0 +1,229 @@
+//! A run with what its steps share.
+
+use std::{
+    collections::HashMap,
+    fmt, fs,
+    io::{self, Write},
+    path::Path,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize},
+    },
+    time::{Instant, SystemTime},
+};
+
+use ckfs_checkpoint::runs::StepDirectory;
+use ckfs_config::{Config, Steps};
+use ckfs_host::budget::Budget;
+use ckfs_read::EngineRooms;
+use ckfs_source::{RootDir, WaitRegistry, permission::DirectoryRules, private_directory};
+use ckfs_volume::{Metrics, Mounter, OnChange, Overrides, Permission, Volume, directory_permission};
+use serde_json::{Map, Value};
+
+use super::{
+    super::{error::OpenError, open, wait_watch::wait_registry},
+    hook::{Hook, HookReport},
+    settle::{self, ListedStep, Settling},
+    slot::StepContent,
+    slots::Slots,
+};
+
+/// The directory of a run as one file system: see the module's documentation.
+pub struct Run {
+    pub(super) config: Config,
+    pub(super) config_text: String,
+    pub(super) source: String,
+    pub(super) wanted: Steps,
+    pub(super) slots: Slots,
+    pub(super) directory: StepDirectory,
+    /// Held while the directory is looked at.
+    pub(super) settling: Mutex<Settling>,
+    /// All steps of the last look, with those that are not finished.
+    pub(super) looked: RwLock<Vec<ListedStep>>,
+    pub(super) rooms: EngineRooms,
+    pub(super) budget: Budget,
+    pub(super) metrics: Metrics,
+    pub(super) on_change: Mutex<Option<Arc<OnChange>>>,
+    /// Whether the kernel reads files by itself; empty until it is known.
+    pub(super) passthrough: Mutex<Option<bool>>,
+    pub(super) waits: Arc<WaitRegistry>,
+    pub(super) begun: Instant,
+    pub(super) modified: RwLock<SystemTime>,
+    pub(super) permission: Permission,
+    pub(super) own_permission: [Permission; 2],
+    pub(super) counts: RunCounts,
+    /// Numbers of volumes that are gone.
+    pub(super) retired: Mutex<Map<String, Value>>,
+    pub(super) own_files: Mutex<HashMap<u64, Arc<[u8]>>>,
+    pub(super) next_own: AtomicU64,
+    pub(super) opening: AtomicUsize,
+    /// Steps to measure again, by name.
+    pub(super) rechecks: Mutex<Vec<String>>,
+    pub(super) bell: Mutex<Option<io::PipeWriter>>,
+    pub(super) has_ended: AtomicBool,
+    pub(super) hook: Mutex<Option<Hook>>,
+    pub(super) looking_failed: Mutex<Option<String>>,
+}
+
+/// What happened to the steps of a run.
+#[derive(Debug, Default)]
+pub(super) struct RunCounts {
+    pub(super) appeared: AtomicU64,
+    pub(super) deleted: AtomicU64,
+    pub(super) rewritten: AtomicU64,
+    pub(super) plans: AtomicU64,
+    pub(super) failed_plans: AtomicU64,
+    pub(super) dropped: AtomicU64,
+    pub(super) looks: AtomicU64,
+    /// Requests for files of steps that are gone.
+    pub(super) gone_requests: AtomicU64,
+}
+
+impl fmt::Debug for Run {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Run").field("source", &self.source).finish_non_exhaustive()
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Run {
+    /// Looks at the run that a configuration names. `config` gets the source as a complete path.
+    ///
+    /// # Errors
+    /// There is no such directory, or it holds a checkpoint and no steps.
+    pub fn open(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Arc<Self>, OpenError> {
+        open::start_pool()?;
+        let wanted = config.mount.steps.unwrap_or(Steps::All);
+        let mut source = config.source.clone().ok_or(OpenError::NoSource)?;
+        open::make_complete(&mut source, waits)?;
+        for other in [&mut config.config_from, &mut config.fill_from].into_iter().flatten() {
+            open::make_complete(other, waits)?;
+        }
+        config.source = Some(source.clone());
+        if let Some(mountpoint) = &config.mountpoint {
+            refuse_inside(&source, mountpoint)?;
+        }
+        let (directory, options) = settle::step_directory(config, waits)?;
+        let mut settling = Settling::new(directory, options);
+        let failed = |error| OpenError::Checkpoint { source_name: source.clone(), error };
+        let look = settling.settle().map_err(failed)?;
+        settle::refuse_checkpoint(&source, &look.found)?;
+        // From now on waits are those of a mount, which goes on when one has no end.
+        let (directory, options) = settle::step_directory(config, &wait_registry(&config.mount))?;
+        let later_waits = Arc::clone(&options.fetches);
+        settling.go_on(directory.clone(), options);
+        let budget = open::budget(&config.mount);
+        open::warn_of_large_cache(&budget);
+        let (mounter, overrides) = (Mounter::of_this_process(), open::overrides(&config.mount));
+        let (uid, gid) = (overrides.uid.unwrap_or(mounter.uid), overrides.gid.unwrap_or(mounter.gid));
+        let own = |mode| Permission { uid, gid, mode };
+        let run = Self {
+            config_text: config.to_toml()?,
+            config: config.clone(),
+            permission: permission_of(&source, &mounter, &overrides),
+            own_permission: [own(overrides.file_mode.unwrap_or(0o400)), own(overrides.dir_mode.unwrap_or(0o500))],
+            source,
+            wanted,
+            slots: Slots::default(),
+            directory,
+            settling: Mutex::new(settling),
+            looked: RwLock::default(),
+            rooms: EngineRooms::new(open::engine_options(&budget)),
+            budget,
+            metrics: Metrics::default(),
+            on_change: Mutex::default(),
+            passthrough: Mutex::default(),
+            waits: later_waits,
+            begun: Instant::now(),
+            modified: RwLock::new(SystemTime::now()),
+            counts: RunCounts::default(),
+            retired: Mutex::default(),
+            own_files: Mutex::default(),
+            next_own: AtomicU64::new(1),
+            opening: AtomicUsize::new(0),
+            rechecks: Mutex::default(),
+            bell: Mutex::default(),
+            has_ended: AtomicBool::new(false),
+            hook: Mutex::default(),
+            looking_failed: Mutex::default(),
+        };
+        run.take(&look);
+        Ok(Arc::new(run))
+    }
+
+    /// The steps that are shown, by number.
+    pub fn steps(&self) -> Vec<ListedStep> {
+        self.slots.listed().iter().map(|slot| slot.step.clone()).collect()
+    }
+
+    /// The number of the newest step that is shown.
+    pub fn latest(&self) -> Option<u64> {
+        self.slots.latest().map(|(number, _)| number)
+    }
+
+    /// The volume of a step that is shown. It is planned if it is not; it stays while the result is held.
+    ///
+    /// # Errors
+    /// The step is not shown, or cannot be planned: why, in words.
+    pub fn step(self: &Arc<Self>, number: u64) -> Result<Arc<Volume>, String> {
+        let slot = self.slots.of_step(number).ok_or_else(|| format!("step {number} is not there"))?;
+        match self.content(&slot) {
+            Ok(StepContent::Volume(volume)) => Ok(volume),
+            Ok(StepContent::Failed(failed)) => Err(failed.message.clone()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// The name of the run for users.
+    pub fn label(&self) -> &str {
+        &self.source
+    }
+
+    pub(super) fn permission_of_step(&self, step: &ListedStep) -> Permission {
+        permission_of(&step.source, &Mounter::of_this_process(), &open::overrides(&self.config.mount))
+    }
+
+    /// The command that mounts the run anew.
+    pub(super) fn remount(&self) -> String {
+        open::remount_command(&self.config).unwrap_or_default()
+    }
+
+    /// Wakes the thread that looks for steps.
+    pub(super) fn ring(&self) {
+        if let Some(bell) = &mut *lock(&self.bell) {
+            // Full: it is awake.
+            let _ = bell.write(&[1]);
+        }
+    }
+}
+
+/// Owner, group and bits of a directory that shows the names in another.
+fn permission_of(source: &str, mounter: &Mounter, overrides: &Overrides) -> Permission {
+    let rules = rules_of(source).unwrap_or_else(private_directory);
+    directory_permission(&rules, mounter, overrides)
+}
+
+fn rules_of(source: &str) -> Option<DirectoryRules> {
+    Some(RootDir::open(Path::new(source)).ok()?.directory_gates(""))
+}
+
+/// Refuses a mountpoint inside the run: the mount would be one of its steps, or hide them.
+fn refuse_inside(source: &str, mountpoint: &Path) -> Result<(), OpenError> {
+    let real = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let (run, mount, mountpoint) = (real(Path::new(source)), real(mountpoint), mountpoint.to_owned());
+    match () {
+        () if run.starts_with(&mount) => Err(OpenError::Covered { mountpoint, file: run }),
+        () if mount.starts_with(&run) => Err(OpenError::InRun { mountpoint, run }),
+        () => Ok(()),
+    }
+}
+
+impl Run {
+    /// What the hook has done so far.
+    pub(super) fn hook_report(&self) -> Option<HookReport> {
+        lock(&self.hook).as_ref().map(Hook::report)
+    }
+}

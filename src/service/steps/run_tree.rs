@@ -1,0 +1,370 @@
+//! A run as a file system: the root with its names, and below each step the tree of its volume.
+
+use std::{
+    ops::ControlFlow,
+    sync::{Arc, PoisonError, atomic::Ordering},
+};
+
+use ckfs_source::{ReadFailure, Replied, Served};
+use ckfs_tensor::to_usize;
+use ckfs_volume::{Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OpenedFile, Permission, StatFs};
+
+use super::{
+    failed::FailedStep,
+    run::Run,
+    slot::{INNER_BITS, Slot, StepContent, split},
+};
+
+/// The run's own directory, and its files.
+const OWN: Ino = Ino(2);
+const OWN_NAME: &str = ".ckfs";
+/// The link to the newest step, and its numbers: one for each target that it had.
+const LATEST_NAME: &str = "latest";
+const LATEST_FIRST: u64 = 1 << 32;
+
+/// A file of the run's own directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum OwnFile {
+    Config,
+    Metrics,
+    Stats,
+    Steps,
+}
+
+/// These files in the order of their names, the first with this number.
+const OWN_FIRST: u64 = 3;
+const OWN_FILES: [(&str, OwnFile); 4] = [
+    ("config.toml", OwnFile::Config),
+    ("metrics", OwnFile::Metrics),
+    ("stats.json", OwnFile::Stats),
+    ("steps.json", OwnFile::Steps),
+];
+
+/// Entry numbers of the root: its own directory, the link, and the slots by their index.
+const OWN_ENTRY: u64 = 0;
+const LATEST_ENTRY: u64 = 1;
+const SLOT_ENTRIES: u64 = 2;
+
+/// What a number of the run stands for.
+enum NodeOf {
+    Root,
+    Own,
+    OwnFile(OwnFile),
+    /// The link to the newest step, or to one that was.
+    Latest,
+    /// A node of a step.
+    InStep(Arc<Slot>, Ino),
+}
+
+impl Run {
+    fn node(&self, ino: Ino) -> Result<NodeOf, FsError> {
+        let (index, inner) = split(ino.0);
+        if index > 0 {
+            return match self.slots.get(index) {
+                Some(slot) => Ok(NodeOf::InStep(slot, Ino(inner))),
+                None => Err(self.gone()),
+            };
+        }
+        match ino {
+            Ino::ROOT => Ok(NodeOf::Root),
+            OWN => Ok(NodeOf::Own),
+            Ino(number) if number >= LATEST_FIRST => Ok(NodeOf::Latest),
+            Ino(number) => {
+                let file = number.checked_sub(OWN_FIRST).and_then(|place| OWN_FILES.get(to_usize(place)));
+                Ok(NodeOf::OwnFile(file.ok_or(FsError::NotFound)?.1))
+            }
+        }
+    }
+
+    fn own_attr(&self, ino: Ino, kind: NodeKind, size_bytes: u64, links: u32, permission: Permission) -> Attr {
+        let modified = *self.modified.read().unwrap_or_else(PoisonError::into_inner);
+        Attr { ino, kind, size_bytes, links, modified, permission }
+    }
+
+    fn root_attr(&self) -> Attr {
+        let steps = u32::try_from(self.slots.listed().len()).unwrap_or(u32::MAX - 3);
+        self.own_attr(Ino::ROOT, NodeKind::Directory, 0, 3 + steps, self.permission)
+    }
+
+    fn latest_attr(&self) -> Option<(u64, Attr)> {
+        let (number, changes) = self.slots.latest()?;
+        let permission = Permission { mode: 0o777, ..self.permission };
+        let size = number.to_string().len() as u64;
+        let ino = Ino(LATEST_FIRST + changes % (1 << 32));
+        Some((number, self.own_attr(ino, NodeKind::Symlink, size, 1, permission)))
+    }
+
+    fn file_attr(&self, file: OwnFile) -> Attr {
+        let place = OWN_FILES.iter().position(|(_, known)| *known == file).expect("every file is in the list");
+        let size = self.own_bytes(file).len() as u64;
+        self.own_attr(Ino(OWN_FIRST + place as u64), NodeKind::File, size, 1, self.own_permission[0])
+    }
+
+    fn slot_attr(self: &Arc<Self>, slot: &Arc<Slot>, inner: Ino) -> Result<Attr, FsError> {
+        let attr = match slot.content() {
+            Some(StepContent::Volume(volume)) => volume.attr(inner)?,
+            Some(StepContent::Failed(failed)) => failed.attr(inner)?,
+            // A listing of the root plans nothing.
+            None if inner == Ino::ROOT => return Ok(slot.plain_attr()),
+            None => match self.content(slot)? {
+                StepContent::Volume(volume) => volume.attr(inner)?,
+                StepContent::Failed(failed) => failed.attr(inner)?,
+            },
+        };
+        slot.note_used(self.begun);
+        Ok(Attr { ino: slot.outer(attr.ino), ..attr })
+    }
+
+    fn find_in_root(self: &Arc<Self>, name: &[u8]) -> Result<Attr, FsError> {
+        if name == OWN_NAME.as_bytes() {
+            return Ok(self.own_attr(OWN, NodeKind::Directory, 0, 2, self.own_permission[1]));
+        }
+        if name == LATEST_NAME.as_bytes() {
+            return self.latest_attr().map(|(_, attr)| attr).ok_or(FsError::NotFound);
+        }
+        let number = std::str::from_utf8(name).ok().and_then(|name| {
+            let number: u64 = name.parse().ok()?;
+            (number.to_string() == name).then_some(number)
+        });
+        let slot = number.and_then(|number| self.slots.of_step(number)).ok_or(FsError::NotFound)?;
+        self.slot_attr(&slot, Ino::ROOT)
+    }
+
+    /// The bytes of one of the run's own files, as they are now.
+    fn own_bytes(&self, file: OwnFile) -> Arc<[u8]> {
+        match file {
+            OwnFile::Config => Arc::from(self.config_text.as_bytes()),
+            OwnFile::Metrics => Arc::from(self.metrics_text()),
+            OwnFile::Stats => Arc::from(self.stats_text()),
+            OwnFile::Steps => Arc::from(self.steps_text()),
+        }
+    }
+
+    fn list_root(&self, from: u64, each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>) {
+        let mut each = |name: &str, ino: Ino, kind: NodeKind, number: u64| {
+            number < from || each(DirEntry { name: name.as_bytes(), ino, kind, next: Some(number + 1) }).is_continue()
+        };
+        if !each(OWN_NAME, OWN, NodeKind::Directory, OWN_ENTRY) {
+            return;
+        }
+        if let Some((_, attr)) = self.latest_attr()
+            && !each(LATEST_NAME, attr.ino, NodeKind::Symlink, LATEST_ENTRY)
+        {
+            return;
+        }
+        // By slots, whose numbers never change: a step that goes meanwhile hides no other.
+        let mut slots = self.slots.listed();
+        slots.sort_by_key(|slot| slot.index);
+        for slot in slots {
+            let name = slot.step.number.to_string();
+            if !each(&name, slot.outer(Ino::ROOT), NodeKind::Directory, SLOT_ENTRIES + slot.index) {
+                return;
+            }
+        }
+    }
+
+    fn open_own(&self, file: OwnFile) -> OpenedFile {
+        let bytes = self.own_bytes(file);
+        let handle = self.next_own.fetch_add(1, Ordering::Relaxed) % (1 << INNER_BITS);
+        self.own_files.lock().unwrap_or_else(PoisonError::into_inner).insert(handle, bytes);
+        OpenedFile { handle: Handle(handle), access: Access::Direct }
+    }
+
+    fn open_in_step(
+        self: &Arc<Self>,
+        slot: &Arc<Slot>,
+        inner: Ino,
+        open: impl FnOnce(&dyn FileSystem) -> Result<OpenedFile, FsError>,
+    ) -> Result<OpenedFile, FsError> {
+        let opened = match self.content(slot)? {
+            StepContent::Volume(volume) => open(&*volume)?,
+            StepContent::Failed(_) => FailedStep::open(inner)?,
+        };
+        Ok(OpenedFile { handle: Handle(slot.index << INNER_BITS | opened.handle.0), ..opened })
+    }
+
+    fn open_node(
+        self: &Arc<Self>,
+        ino: Ino,
+        open: impl FnOnce(&dyn FileSystem, Ino) -> Result<OpenedFile, FsError>,
+    ) -> Result<OpenedFile, FsError> {
+        match self.node(ino)? {
+            NodeOf::Root | NodeOf::Own => Err(FsError::IsDirectory),
+            NodeOf::Latest => Err(FsError::Invalid),
+            NodeOf::OwnFile(file) => Ok(self.open_own(file)),
+            NodeOf::InStep(slot, inner) => self.open_in_step(&slot, inner, |volume| open(volume, inner)),
+        }
+    }
+}
+
+/// A run that is served.
+#[derive(Debug)]
+pub(super) struct RunTree(pub(super) Arc<Run>);
+
+impl FileSystem for RunTree {
+    fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
+        match self.0.node(parent)? {
+            NodeOf::Root => self.0.find_in_root(name),
+            NodeOf::Own => {
+                let found = OWN_FILES.iter().find(|(known, _)| known.as_bytes() == name);
+                Ok(self.0.file_attr(found.ok_or(FsError::NotFound)?.1))
+            }
+            NodeOf::OwnFile(_) | NodeOf::Latest => Err(FsError::NotDirectory),
+            NodeOf::InStep(slot, inner) => {
+                let attr = match self.0.content(&slot)? {
+                    StepContent::Volume(volume) => volume.lookup(inner, name)?,
+                    StepContent::Failed(failed) => failed.lookup(inner, name)?,
+                };
+                Ok(Attr { ino: slot.outer(attr.ino), ..attr })
+            }
+        }
+    }
+
+    fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
+        match self.0.node(ino)? {
+            NodeOf::Root => Ok(self.0.root_attr()),
+            NodeOf::Own => Ok(self.0.own_attr(OWN, NodeKind::Directory, 0, 2, self.0.own_permission[1])),
+            NodeOf::OwnFile(file) => Ok(self.0.file_attr(file)),
+            NodeOf::Latest => {
+                let found = self.0.latest_attr().filter(|(_, attr)| attr.ino == ino);
+                found.map(|(_, attr)| attr).ok_or(FsError::NotFound)
+            }
+            NodeOf::InStep(slot, inner) => self.0.slot_attr(&slot, inner),
+        }
+    }
+
+    fn read_dir(
+        &self,
+        dir: Ino,
+        from: u64,
+        each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
+    ) -> Result<(), FsError> {
+        match self.0.node(dir)? {
+            NodeOf::Root => self.0.list_root(from, each),
+            NodeOf::Own => {
+                for (number, (name, _)) in (0..).zip(OWN_FILES).skip(to_usize(from)) {
+                    let ino = Ino(OWN_FIRST + number);
+                    if each(DirEntry { name: name.as_bytes(), ino, kind: NodeKind::File, next: None }).is_break() {
+                        break;
+                    }
+                }
+            }
+            NodeOf::OwnFile(_) | NodeOf::Latest => return Err(FsError::NotDirectory),
+            NodeOf::InStep(slot, inner) => {
+                let mut outer = |entry: DirEntry<'_>| each(DirEntry { ino: slot.outer(entry.ino), ..entry });
+                match self.0.content(&slot)? {
+                    StepContent::Volume(volume) => volume.read_dir(inner, from, &mut outer)?,
+                    StepContent::Failed(_) => FailedStep::read_dir(inner, from, &mut outer)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn parent(&self, ino: Ino) -> Result<Ino, FsError> {
+        match self.0.node(ino)? {
+            NodeOf::Root | NodeOf::Own | NodeOf::Latest | NodeOf::InStep(_, Ino::ROOT) => Ok(Ino::ROOT),
+            NodeOf::OwnFile(_) => Ok(OWN),
+            NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
+                StepContent::Volume(volume) => Ok(slot.outer(volume.parent(inner)?)),
+                StepContent::Failed(_) => Ok(slot.outer(FailedStep::parent(inner)?)),
+            },
+        }
+    }
+
+    fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
+        match self.0.node(ino)? {
+            NodeOf::Latest => {
+                let found = self.0.latest_attr().filter(|(_, attr)| attr.ino == ino);
+                found.map(|(number, _)| number.to_string().into_bytes()).ok_or(FsError::NotFound)
+            }
+            NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
+                StepContent::Volume(volume) => volume.read_link(inner),
+                StepContent::Failed(_) => Err(FsError::Invalid),
+            },
+            NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) => Err(FsError::Invalid),
+        }
+    }
+
+    fn open(&self, ino: Ino) -> Result<OpenedFile, FsError> {
+        self.0.open_node(ino, FileSystem::open)
+    }
+
+    fn open_uncached(&self, ino: Ino) -> Result<OpenedFile, FsError> {
+        self.0.open_node(ino, FileSystem::open_uncached)
+    }
+
+    fn read(
+        &self,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: usize,
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<FsError>> {
+        let mut part = |bytes: &[u8]| {
+            let start = to_usize(offset).min(bytes.len());
+            Ok(reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())])))
+        };
+        match self.0.node(ino)? {
+            NodeOf::OwnFile(_) => {
+                let bytes = self.0.own_files.lock().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
+                part(&bytes.ok_or(FsError::Invalid)?)
+            }
+            NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
+                StepContent::Volume(volume) => volume.read(inner, Handle(split(handle.0).1), offset, len, reply),
+                StepContent::Failed(failed) => part(failed.text()),
+            },
+            NodeOf::Root | NodeOf::Own | NodeOf::Latest => Err(FsError::Invalid.into()),
+        }
+    }
+
+    fn release(&self, ino: Ino, handle: Handle) {
+        let (index, inner) = split(ino.0);
+        if index == 0 {
+            self.0.own_files.lock().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
+        } else if let Some(volume) = self.0.slots.get(index).and_then(|slot| slot.volume()) {
+            volume.release(Ino(inner), Handle(split(handle.0).1));
+        }
+    }
+
+    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
+        if !name.starts_with(b"user.") {
+            return Err(FsError::Unsupported);
+        }
+        match self.0.node(ino)? {
+            NodeOf::InStep(slot, inner) if inner != Ino::ROOT => match self.0.content(&slot)? {
+                StepContent::Volume(volume) => volume.xattr(inner, name),
+                StepContent::Failed(_) => Err(FsError::NoAttribute),
+            },
+            NodeOf::InStep(..) | NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) | NodeOf::Latest => {
+                Err(FsError::NoAttribute)
+            }
+        }
+    }
+
+    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+        match self.0.node(ino)? {
+            NodeOf::InStep(slot, inner) if inner != Ino::ROOT => match self.0.content(&slot)? {
+                StepContent::Volume(volume) => volume.xattr_names(inner),
+                StepContent::Failed(_) => Ok(Vec::new()),
+            },
+            NodeOf::InStep(..) | NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) | NodeOf::Latest => Ok(Vec::new()),
+        }
+    }
+
+    fn is_fixed(&self, ino: Ino) -> bool {
+        let (index, inner) = split(ino.0);
+        // The directory of a step has other attributes once it is planned.
+        index > 0 && (Ino(inner) != Ino::ROOT || self.0.slots.get(index).is_some_and(|slot| slot.content().is_some()))
+    }
+
+    fn stat_fs(&self) -> StatFs {
+        let bytes = |slot: &Arc<Slot>| slot.step.measure.as_ref().map_or(0, |measure| measure.bytes);
+        let listed = self.0.slots.listed();
+        let total_bytes = listed.iter().map(bytes).fold(0, u64::saturating_add);
+        let volumes = listed.iter().filter_map(|slot| slot.volume());
+        let nodes = volumes.map(|volume| volume.stat_fs().nodes).fold(listed.len() as u64, u64::saturating_add);
+        StatFs { total_bytes, nodes }
+    }
+}

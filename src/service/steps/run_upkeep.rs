@@ -1,0 +1,135 @@
+//! What keeps a run alive while it is served: the same as for each of its volumes.
+
+use std::{
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, PoisonError},
+    time::Duration,
+};
+
+use ckfs_volume::{Handle, Ino, Metrics, NoPassthrough, OnChange, RequestKind, Upkeep, Volume, WhenMaterialized};
+
+use super::{
+    super::upkeep::{self, Upkeeping},
+    run::Run,
+    run_tree::RunTree,
+    slot::{Slot, split},
+};
+
+/// The repeated work, until this is dropped.
+pub(super) type RunUpkeeping = Upkeeping;
+
+/// Starts the repeated work: memory of closed files and of unused steps is released, sources in use are checked.
+///
+/// # Errors
+/// The system starts no thread.
+pub(super) fn start(run: &Arc<Run>) -> io::Result<RunUpkeeping> {
+    let (tended, checked) = (Arc::downgrade(run), Arc::downgrade(run));
+    let tend = move || {
+        let Some(run) = tended.upgrade() else { return };
+        for (_, volume) in run.volumes() {
+            volume.trim();
+        }
+        run.rooms.trim();
+        run.drop_idle(None);
+    };
+    let check = move || {
+        let Some(run) = checked.upgrade() else { return };
+        for (slot, volume) in run.volumes() {
+            volume.check_sources();
+            run.note_poisoned(&slot, &volume);
+        }
+    };
+    upkeep::repeat_always(tend, check)
+}
+
+impl Run {
+    /// The volumes that there are now.
+    pub(super) fn volumes(&self) -> Vec<(Arc<Slot>, Arc<Volume>)> {
+        let slots = self.slots.all().into_iter();
+        slots.filter_map(|slot| slot.volume().map(|volume| (slot, volume))).collect()
+    }
+
+    /// Has a step looked at again of which a file was found changed.
+    fn note_poisoned(&self, slot: &Slot, volume: &Volume) {
+        if volume.is_poisoned() {
+            self.recheck(&slot.step.name);
+        }
+    }
+
+    fn volume_of(&self, ino: Ino) -> Option<(Arc<Volume>, Ino)> {
+        let (index, inner) = split(ino.0);
+        Some((self.slots.get(index)?.volume()?, Ino(inner)))
+    }
+}
+
+impl Upkeep for RunTree {
+    fn metrics(&self) -> &Metrics {
+        &self.0.metrics
+    }
+
+    fn stall_limit(&self) -> Duration {
+        self.0.waits.limit()
+    }
+
+    fn note_stalls(&self) {
+        let mut threads = Vec::new();
+        for (_, volume) in self.0.volumes() {
+            volume.note_stalls();
+            threads.extend(volume.engine().slow_threads());
+        }
+        self.0.rooms.replace_waiting(&threads);
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.0.volumes().iter().any(|(_, volume)| volume.is_waiting())
+    }
+
+    fn is_stalled(&self, ino: Ino) -> bool {
+        match self.0.volume_of(ino) {
+            Some((volume, inner)) => volume.is_stalled(inner),
+            None => self.0.slots.get(split(ino.0).0).is_some_and(|slot| slot.is_stalled()),
+        }
+    }
+
+    fn note_given_up(&self, op: RequestKind, ino: Ino) {
+        if let Some((volume, inner)) = self.0.volume_of(ino) {
+            volume.note_given_up(op, inner);
+        }
+    }
+
+    fn on_change(&self, callback: Option<OnChange>) {
+        let callback = callback.map(Arc::new);
+        (*self.0.on_change.lock().unwrap_or_else(PoisonError::into_inner)).clone_from(&callback);
+        for (_, volume) in self.0.volumes() {
+            let told = callback.clone();
+            volume.on_change(told.map(|told| Box::new(move || told()) as OnChange));
+        }
+    }
+
+    fn changed_files(&self) -> Vec<Ino> {
+        let mut changed = Vec::new();
+        for (slot, volume) in self.0.volumes() {
+            let found = catch_unwind(AssertUnwindSafe(|| volume.changed_files())).unwrap_or_default();
+            if !found.is_empty() {
+                self.0.note_poisoned(&slot, &volume);
+            }
+            changed.extend(found.into_iter().map(|inner| slot.outer(inner)));
+        }
+        changed
+    }
+
+    fn started(&self, passthrough: Result<(), NoPassthrough>) {
+        *self.0.passthrough.lock().unwrap_or_else(PoisonError::into_inner) = Some(passthrough.is_ok());
+        for (_, volume) in self.0.volumes() {
+            self.0.begin(&volume);
+        }
+    }
+
+    fn materialize(&self, ino: Ino, handle: Handle, then: WhenMaterialized) {
+        match self.0.volume_of(ino) {
+            Some((volume, inner)) => volume.materialize(inner, Handle(split(handle.0).1), then),
+            None => then(None),
+        }
+    }
+}

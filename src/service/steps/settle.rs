@@ -1,0 +1,335 @@
+//! Which steps of a run are finished: their marks say so, their files are silent, and fresh ones can be opened.
+//!
+//! A mark alone is not enough where a directory has its final name from the start: files may come in any order when a run is
+//! copied, and some are written after the mark. So a step whose files changed lately is shown only after a moment of silence,
+//! and once its checkpoint opens. One that does not open, and does not change any more, is damaged: it is shown, with its
+//! error.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+    time::{Duration, Instant, SystemTime},
+};
+
+use ckfs_checkpoint::{
+    Checkpoint, CheckpointError, OpenOptions,
+    runs::{FoundStep, FoundSteps, Measure, StepDirectory, StepKind, StepState},
+};
+use ckfs_config::Config;
+use ckfs_source::{WaitRegistry, is_on_network};
+
+use super::super::{error::OpenError, open};
+
+/// How long the files of a marked step must be silent.
+const QUIET: Duration = Duration::from_millis(600);
+/// The same of a step that nothing marks as finished.
+const QUIET_UNMARKED: Duration = Duration::from_secs(10);
+/// A step whose files changed within this time is opened before it is shown.
+const FRESH: Duration = Duration::from_mins(2);
+/// A step that cannot be opened is shown after this time without a change.
+const DAMAGED: Duration = Duration::from_secs(5);
+/// Time between two attempts to open a step.
+const RETRY: Duration = Duration::from_millis(500);
+
+/// A step of a run as commands and mounts see it.
+#[derive(Clone, Debug)]
+pub struct ListedStep {
+    /// Its number.
+    pub number: u64,
+    /// Its directory, relative to the run.
+    pub name: String,
+    /// What it holds.
+    pub kind: StepKind,
+    /// The source of its checkpoint.
+    pub source: String,
+    /// What its files come to, if they were measured.
+    pub measure: Option<Measure>,
+    /// Why it is not finished; `None` if it is.
+    pub unfinished: Option<String>,
+}
+
+impl ListedStep {
+    /// Whether two are of one directory in one state.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        let stamp = |step: &Self| step.measure.as_ref().map(|measure| measure.stamp);
+        self.number == other.number && self.name == other.name && stamp(self) == stamp(other)
+    }
+
+    #[cfg(test)]
+    pub(super) fn for_tests(number: u64, stamp: u64) -> Self {
+        Self {
+            number,
+            name: number.to_string(),
+            kind: StepKind::Orbax,
+            source: format!("/run/{number}"),
+            measure: Some(Measure::of_state(stamp)),
+            unfinished: None,
+        }
+    }
+}
+
+/// What is known of a step that was seen earlier.
+#[derive(Debug)]
+struct Seen {
+    stamp: Option<u64>,
+    /// Since when the stamp is this.
+    since: Instant,
+    /// Found finished in this state.
+    is_finished: bool,
+    /// The last attempt to open it, and why it failed.
+    attempt: Option<(Instant, String)>,
+    measure: Option<Measure>,
+}
+
+/// The steps of a run over several looks.
+#[derive(Debug)]
+pub(super) struct Settling {
+    directory: StepDirectory,
+    options: OpenOptions,
+    /// Whether the clock of the storage is that of this machine.
+    has_own_clock: bool,
+    seen: HashMap<String, Seen>,
+}
+
+/// The result of a look.
+#[derive(Debug)]
+pub(super) struct Look {
+    /// All steps, by number.
+    pub(super) steps: Vec<ListedStep>,
+    pub(super) found: FoundSteps,
+    /// When to look again although nothing is told.
+    pub(super) again: Option<Duration>,
+}
+
+/// The directory of the run that a configuration names, with how its steps are opened.
+///
+/// # Errors
+/// There is none.
+pub fn step_directory(config: &Config, waits: &Arc<WaitRegistry>) -> Result<(StepDirectory, OpenOptions), OpenError> {
+    let source = config.source.clone().ok_or(OpenError::NoSource)?;
+    let options = open::open_options(config, waits);
+    match StepDirectory::new(&source, &options) {
+        Ok(directory) => Ok((directory, options)),
+        Err(error) => Err(OpenError::Checkpoint { source_name: source, error }),
+    }
+}
+
+impl Settling {
+    pub(super) fn new(directory: StepDirectory, options: OpenOptions) -> Self {
+        let has_own_clock = directory.local().is_some_and(|path| !is_on_network(path));
+        Self { directory, options, has_own_clock, seen: HashMap::new() }
+    }
+
+    /// Goes on with other options.
+    pub(super) fn go_on(&mut self, directory: StepDirectory, options: OpenOptions) {
+        (self.directory, self.options) = (directory, options);
+    }
+
+    /// Forgets what was found of a step, so that the next look measures it.
+    pub(super) fn recheck(&mut self, name: &str) {
+        self.seen.remove(name);
+    }
+
+    /// Looks at all steps. Of those that were found finished earlier, `measures` tells which may have changed, by name.
+    ///
+    /// # Errors
+    /// The directory cannot be listed.
+    pub(super) fn look(&mut self, measures: &dyn Fn(&str) -> bool) -> Result<Look, CheckpointError> {
+        let seen = &self.seen;
+        let is_known = |step: &FoundStep| seen.get(&step.name).is_some_and(|seen| seen.is_finished);
+        let wants = |step: &FoundStep| {
+            !matches!(step.state, StepState::Unfinished(_)) && (!is_known(step) || measures(&step.name))
+        };
+        let (found, measures) = self.directory.list_some(&wants)?;
+        let names: Vec<&str> = found.steps.iter().map(|step| step.name.as_str()).collect();
+        self.seen.retain(|name, _| names.contains(&name.as_str()));
+        let mut again: Option<Duration> = None;
+        let mut steps = Vec::with_capacity(found.steps.len());
+        for (step, measured) in found.steps.iter().zip(measures) {
+            let unfinished = self.judge(step, measured, wants_again(&mut again)).err();
+            let measure = self.seen.get(&step.name).and_then(|seen| seen.measure.clone());
+            steps.push(ListedStep {
+                number: step.number,
+                name: step.name.clone(),
+                kind: step.kind,
+                source: self.directory.source_of(step),
+                measure,
+                unfinished,
+            });
+        }
+        Ok(Look { steps, found, again })
+    }
+
+    /// Whether a step is finished, or why not. `again` learns when to look again.
+    fn judge(
+        &mut self,
+        step: &FoundStep,
+        measured: Option<Measure>,
+        mut again: impl FnMut(Duration),
+    ) -> Result<(), String> {
+        let quiet = match &step.state {
+            StepState::Unfinished(reason) => {
+                self.seen.remove(&step.name);
+                return Err(reason.clone());
+            }
+            StepState::Complete => QUIET,
+            StepState::Unmarked => QUIET_UNMARKED,
+        };
+        let now = Instant::now();
+        let Some(measure) = measured else {
+            // Not measured since it is finished, or it went while it was measured.
+            return match self.seen.get(&step.name) {
+                Some(seen) if seen.is_finished => Ok(()),
+                _ => {
+                    again(RETRY);
+                    Err("its files cannot be listed, or go away".to_owned())
+                }
+            };
+        };
+        let seen = self.seen.entry(step.name.clone()).or_insert_with(|| Seen {
+            stamp: None,
+            since: now,
+            is_finished: false,
+            attempt: None,
+            measure: None,
+        });
+        // Files that others add to a finished step are no part of it.
+        if seen.is_finished && seen.measure.as_ref().is_some_and(|earlier| measure.contains(earlier)) {
+            return Ok(());
+        }
+        if seen.stamp != Some(measure.stamp) {
+            *seen = Seen {
+                stamp: Some(measure.stamp),
+                since: now,
+                is_finished: false,
+                attempt: None,
+                measure: Some(measure.clone()),
+            };
+        }
+        let silent = silent(seen.since, &measure, now, self.has_own_clock);
+        if silent < quiet {
+            again(quiet.saturating_sub(silent));
+            return Err("its files have just changed".to_owned());
+        }
+        if silent >= FRESH {
+            seen.is_finished = true;
+            return Ok(());
+        }
+        if let Some((last, error)) = seen.attempt.as_ref().filter(|(last, _)| last.elapsed() < RETRY) {
+            again(RETRY.saturating_sub(last.elapsed()));
+            return Err(error.clone());
+        }
+        let error = match Checkpoint::open(&self.directory.source_of(step), &self.options) {
+            Ok(_) => {
+                seen.is_finished = true;
+                return Ok(());
+            }
+            Err(error) => format!("it cannot be opened yet: {error}"),
+        };
+        if silent >= DAMAGED.max(quiet) {
+            // It is shown, and its error with it.
+            seen.is_finished = true;
+            return Ok(());
+        }
+        seen.attempt = Some((now, error.clone()));
+        again(RETRY);
+        Err(error)
+    }
+}
+
+/// How long the files have not changed, at least: as this process has seen since a moment, and as the times of files tell.
+fn silent(since: Instant, measure: &Measure, now: Instant, has_own_clock: bool) -> Duration {
+    let by_clock = SystemTime::now().duration_since(measure.changed).unwrap_or_default();
+    // Another clock may be wrong by seconds, and object stores tell whole ones.
+    let trusted = if has_own_clock { by_clock } else { by_clock.saturating_sub(Duration::from_secs(5)) };
+    now.saturating_duration_since(since).max(trusted)
+}
+
+/// A function that keeps the least of the times it is given.
+fn wants_again(least: &mut Option<Duration>) -> impl FnMut(Duration) {
+    |time| *least = Some(least.map_or(time, |least| least.min(time)))
+}
+
+/// Longest time that a command waits for steps whose files have just changed.
+const SETTLE_LIMIT: Duration = Duration::from_secs(3);
+
+impl Settling {
+    /// Looks until no step is about to be finished, for some seconds at most.
+    pub(super) fn settle(&mut self) -> Result<Look, CheckpointError> {
+        let until = Instant::now() + SETTLE_LIMIT;
+        loop {
+            let look = self.look(&|_| false)?;
+            let left = until.saturating_duration_since(Instant::now());
+            match look.again.filter(|again| *again <= left) {
+                Some(again) => thread::sleep(again.max(Duration::from_millis(10))),
+                None => return Ok(look),
+            }
+        }
+    }
+}
+
+/// The steps of the run that a configuration names, all of them or those that it wants: finished ones, and others with the
+/// reason why they are not.
+///
+/// # Errors
+/// The directory cannot be listed, or it holds no step.
+pub fn finished_steps(config: &Config, waits: &Arc<WaitRegistry>) -> Result<Vec<ListedStep>, OpenError> {
+    let (directory, options) = step_directory(config, waits)?;
+    let source = config.source.clone().unwrap_or_default();
+    let failed = |error| OpenError::Checkpoint { source_name: source.clone(), error };
+    let look = Settling::new(directory, options).settle().map_err(failed)?;
+    refuse_checkpoint(&source, &look.found)?;
+    if look.steps.is_empty() {
+        return Err(failed(CheckpointError::NoSteps { run: source.clone(), found: "no step yet".to_owned() }));
+    }
+    Ok(look.steps)
+}
+
+/// Refuses a directory that is a checkpoint and no run.
+pub(super) fn refuse_checkpoint(source: &str, found: &FoundSteps) -> Result<(), OpenError> {
+    if found.is_checkpoint && !found.is_run() {
+        let found = "a checkpoint: leave --steps out, or give the directory above".to_owned();
+        let error = CheckpointError::NoSteps { run: source.to_owned(), found };
+        return Err(OpenError::Checkpoint { source_name: source.to_owned(), error });
+    }
+    Ok(())
+}
+
+/// The directories to watch for changes of a local run: its own, that of its steps, those of the steps, and what is in those
+/// that are not finished.
+pub(super) fn watched(directory: &StepDirectory, look: &Look) -> BTreeSet<PathBuf> {
+    let mut watched = BTreeSet::new();
+    let Some(run) = directory.local() else { return watched };
+    watched.insert(run.to_owned());
+    watched.insert(run.join(&look.found.directory));
+    for step in &look.steps {
+        let place = run.join(&step.name);
+        if step.unfinished.is_some() {
+            add_inside(&place, DEPTH_WATCHED, &mut watched);
+        }
+        let checkpoint = Path::new(&step.source);
+        if checkpoint.starts_with(&place) {
+            watched.insert(checkpoint.to_owned());
+        }
+        watched.insert(place);
+    }
+    watched
+}
+
+/// Depth to which the directories of an unfinished step are watched.
+const DEPTH_WATCHED: usize = 4;
+
+fn add_inside(place: &Path, depth: usize, watched: &mut BTreeSet<PathBuf>) {
+    if depth == 0 {
+        return;
+    }
+    for entry in fs::read_dir(place).into_iter().flatten().flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            add_inside(&entry.path(), depth - 1, watched);
+            watched.insert(entry.path());
+        }
+    }
+}

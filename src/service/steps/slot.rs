@@ -1,0 +1,172 @@
+//! A step of a run in one state of its directory, and its volume while there is one.
+
+use std::{
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant, SystemTime},
+};
+
+use ckfs_source::WaitRegistry;
+use ckfs_volume::{Attr, Ino, NodeKind, Permission, Volume};
+
+use super::{failed::FailedStep, settle::ListedStep};
+
+/// Bits of an inode number or a handle that belong to the step's volume.
+pub(super) const INNER_BITS: u32 = 40;
+
+/// The slot and the number within it.
+pub(super) const fn split(number: u64) -> (u64, u64) {
+    (number >> INNER_BITS, number & ((1 << INNER_BITS) - 1))
+}
+
+/// What a step shows.
+#[derive(Clone, Debug)]
+pub(super) enum StepContent {
+    Volume(Arc<Volume>),
+    Failed(Arc<FailedStep>),
+}
+
+/// How far a step has been planned.
+#[derive(Debug, Default)]
+pub(super) enum SlotState {
+    #[default]
+    Absent,
+    /// A thread plans it.
+    Opening,
+    Ready(StepContent),
+    /// Ended: its directory is gone or another.
+    Ended,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Slot {
+    /// Its number among all slots of the run, from 1.
+    pub(super) index: u64,
+    pub(super) step: ListedStep,
+    /// Of the step's directory, before it is planned.
+    pub(super) permission: Permission,
+    state: Mutex<SlotState>,
+    /// Signals that the state has changed.
+    changed: Condvar,
+    /// What the first volume was: a later one must be the same.
+    pub(super) fingerprint: OnceLock<u64>,
+    /// Tensors of the volume, by which its memory is judged.
+    pub(super) weight: AtomicU64,
+    /// The largest chunk that is decoded whole, in bytes.
+    pub(super) chunk_bytes: AtomicU64,
+    used_ms: AtomicU64,
+    /// Whether the root shows it.
+    pub(super) is_listed: AtomicBool,
+    /// The waits of the thread that plans it.
+    waits: Mutex<Option<Arc<WaitRegistry>>>,
+}
+
+impl Slot {
+    pub(super) fn new(index: u64, step: ListedStep, permission: Permission) -> Self {
+        Self {
+            index,
+            step,
+            permission,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            fingerprint: OnceLock::new(),
+            weight: AtomicU64::new(0),
+            chunk_bytes: AtomicU64::new(0),
+            used_ms: AtomicU64::new(0),
+            is_listed: AtomicBool::new(true),
+            waits: Mutex::default(),
+        }
+    }
+
+    /// The number of a node in the run.
+    pub(super) const fn outer(&self, inner: Ino) -> Ino {
+        Ino(self.index << INNER_BITS | inner.0)
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, SlotState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets the state, and wakes those that wait for it. An ended slot stays so. Returns the former content.
+    pub(super) fn set(&self, next: SlotState) -> Option<StepContent> {
+        let mut state = self.state();
+        if matches!(*state, SlotState::Ended) {
+            drop(state);
+            return if let SlotState::Ready(content) = next { Some(content) } else { None };
+        }
+        let former = std::mem::replace(&mut *state, next);
+        drop(state);
+        self.changed.notify_all();
+        if let SlotState::Ready(content) = former { Some(content) } else { None }
+    }
+
+    /// Waits until the state changes, or some time.
+    pub(super) fn wait<'a>(&self, state: MutexGuard<'a, SlotState>, limit: Duration) -> MutexGuard<'a, SlotState> {
+        self.changed.wait_timeout(state, limit).map_or_else(|poisoned| poisoned.into_inner().0, |(state, _)| state)
+    }
+
+    /// What it shows now, if it is planned.
+    pub(super) fn content(&self) -> Option<StepContent> {
+        if let SlotState::Ready(content) = &*self.state() { Some(content.clone()) } else { None }
+    }
+
+    /// Its volume, if it is planned and has one.
+    pub(super) fn volume(&self) -> Option<Arc<Volume>> {
+        match self.content()? {
+            StepContent::Volume(volume) => Some(volume),
+            StepContent::Failed(_) => None,
+        }
+    }
+
+    /// Notes a request, `begun` being the start of the run's clock.
+    pub(super) fn note_used(&self, begun: Instant) {
+        self.used_ms.store(elapsed_ms(begun), Ordering::Relaxed);
+    }
+
+    /// Time since the last request, in milliseconds.
+    pub(super) fn idle_ms(&self, begun: Instant) -> u64 {
+        elapsed_ms(begun).saturating_sub(self.used_ms.load(Ordering::Relaxed))
+    }
+
+    /// Takes the volume out, if no request and no reader uses it.
+    pub(super) fn take_unused(&self) -> Option<Arc<Volume>> {
+        let mut state = self.state();
+        let SlotState::Ready(StepContent::Volume(volume)) = &*state else { return None };
+        // Requests get their share under this lock.
+        if Arc::strong_count(volume) > 1 || volume.has_open_files() {
+            return None;
+        }
+        let former = std::mem::take(&mut *state);
+        if let SlotState::Ready(StepContent::Volume(volume)) = former { Some(volume) } else { None }
+    }
+
+    /// Notes in which registry the thread waits that plans it.
+    pub(super) fn note_waits(&self, waits: Option<&Arc<WaitRegistry>>) {
+        *self.waits.lock().unwrap_or_else(PoisonError::into_inner) = waits.cloned();
+    }
+
+    /// Whether the thread that plans it waits for storage that does not answer.
+    pub(super) fn is_stalled(&self) -> bool {
+        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        waits.is_some_and(|waits| !waits.stalled().is_empty())
+    }
+
+    /// Attributes of the step's directory before it is planned.
+    pub(super) fn plain_attr(&self) -> Attr {
+        Attr {
+            ino: self.outer(Ino::ROOT),
+            kind: NodeKind::Directory,
+            size_bytes: 0,
+            links: 2,
+            modified: self.step.measure.as_ref().map_or(SystemTime::UNIX_EPOCH, |measure| measure.changed),
+            permission: self.permission,
+        }
+    }
+}
+
+fn elapsed_ms(begun: Instant) -> u64 {
+    u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,214 @@
+//! All steps of a run, by number and by slot.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, PoisonError, RwLock, atomic::Ordering},
+};
+
+use ckfs_volume::{Permission, Volume};
+
+use super::{
+    settle::ListedStep,
+    slot::{Slot, SlotState, StepContent},
+};
+
+/// The steps at one moment.
+#[derive(Debug, Default)]
+struct Inside {
+    /// Slots that answer requests, by index.
+    slots: BTreeMap<u64, Arc<Slot>>,
+    /// Index of the slot that the root shows for a step, by the step's number.
+    listed: BTreeMap<u64, u64>,
+    last_index: u64,
+    /// Counts changes of the newest step.
+    latest_changes: u64,
+}
+
+/// All steps of a run.
+#[derive(Debug, Default)]
+pub(super) struct Slots {
+    inside: RwLock<Inside>,
+}
+
+/// What a comparison with the directory has changed.
+#[derive(Debug, Default)]
+pub(super) struct SlotChanges {
+    /// Slots that are new.
+    pub(super) new: Vec<Arc<Slot>>,
+    /// Slots that have ended.
+    pub(super) ended: Vec<Arc<Slot>>,
+    /// Volumes of these.
+    pub(super) volumes: Vec<Arc<Volume>>,
+}
+
+macro_rules! read {
+    ($slots:expr) => {
+        $slots.inside.read().unwrap_or_else(PoisonError::into_inner)
+    };
+}
+
+macro_rules! write {
+    ($slots:expr) => {
+        $slots.inside.write().unwrap_or_else(PoisonError::into_inner)
+    };
+}
+
+impl Slots {
+    /// The slot of an index, while it answers requests.
+    pub(super) fn get(&self, index: u64) -> Option<Arc<Slot>> {
+        read!(self).slots.get(&index).cloned()
+    }
+
+    /// All slots that answer requests.
+    pub(super) fn all(&self) -> Vec<Arc<Slot>> {
+        read!(self).slots.values().cloned().collect()
+    }
+
+    /// The slot of a step that the root shows.
+    pub(super) fn of_step(&self, number: u64) -> Option<Arc<Slot>> {
+        let inside = read!(self);
+        inside.slots.get(inside.listed.get(&number)?).cloned()
+    }
+
+    /// The slots that the root shows, by the number of their step.
+    pub(super) fn listed(&self) -> Vec<Arc<Slot>> {
+        let inside = read!(self);
+        inside.listed.values().filter_map(|index| inside.slots.get(index).cloned()).collect()
+    }
+
+    /// The newest step, and a number that is another for each newest one.
+    pub(super) fn latest(&self) -> Option<(u64, u64)> {
+        let inside = read!(self);
+        inside.listed.last_key_value().map(|(number, _)| (*number, inside.latest_changes))
+    }
+
+    /// Shows these steps and no others. Steps that `are_there` but are not shown any more go on for those that use them.
+    pub(super) fn show(
+        &self,
+        steps: &[ListedStep],
+        are_there: &dyn Fn(&ListedStep) -> bool,
+        permission: &dyn Fn(&ListedStep) -> Permission,
+    ) -> SlotChanges {
+        let mut changes = SlotChanges::default();
+        let mut inside = write!(self);
+        let before = inside.listed.last_key_value().map(|(number, _)| *number);
+        let known: Vec<Arc<Slot>> = inside.slots.values().cloned().collect();
+        for slot in known {
+            let is_wanted = steps.iter().any(|step| step.is_same(&slot.step));
+            let is_listed = inside.listed.get(&slot.step.number) == Some(&slot.index);
+            if is_wanted && is_listed {
+                continue;
+            }
+            if is_listed {
+                inside.listed.remove(&slot.step.number);
+                slot.is_listed.store(false, Ordering::Relaxed);
+            }
+            if !are_there(&slot.step) {
+                inside.slots.remove(&slot.index);
+                changes.ended.push(slot);
+            }
+        }
+        for step in steps {
+            if inside.listed.contains_key(&step.number) {
+                continue;
+            }
+            // A step that comes back into the window has its slot still.
+            let earlier = inside.slots.values().find(|slot| slot.step.is_same(step)).cloned();
+            let slot = earlier.unwrap_or_else(|| {
+                inside.last_index += 1;
+                let slot = Arc::new(Slot::new(inside.last_index, step.clone(), permission(step)));
+                inside.slots.insert(slot.index, Arc::clone(&slot));
+                changes.new.push(Arc::clone(&slot));
+                slot
+            });
+            slot.is_listed.store(true, Ordering::Relaxed);
+            inside.listed.insert(step.number, slot.index);
+        }
+        let after = inside.listed.last_key_value().map(|(number, _)| *number);
+        if before != after {
+            inside.latest_changes += 1;
+        }
+        drop(inside);
+        for slot in &changes.ended {
+            if let Some(StepContent::Volume(volume)) = slot.set(SlotState::Ended) {
+                changes.volumes.push(volume);
+            }
+        }
+        changes
+    }
+
+    /// Ends a slot, and gives its step a new one with this content; `None` if the slot had ended, or its step is not shown.
+    pub(super) fn replace(&self, old: &Slot, content: Option<StepContent>) -> Option<Arc<Slot>> {
+        let mut inside = write!(self);
+        let ended = inside.slots.remove(&old.index)?;
+        let mut replaced = None;
+        if inside.listed.get(&old.step.number) == Some(&old.index) {
+            inside.last_index += 1;
+            let slot = Arc::new(Slot::new(inside.last_index, old.step.clone(), old.permission));
+            if let Some(content) = content {
+                slot.set(SlotState::Ready(content));
+            }
+            inside.listed.insert(slot.step.number, slot.index);
+            inside.slots.insert(slot.index, Arc::clone(&slot));
+            replaced = Some(slot);
+        }
+        drop(inside);
+        drop(ended.set(SlotState::Ended));
+        replaced
+    }
+
+    /// Forgets a slot that the root does not show any more and that nobody uses.
+    pub(super) fn forget(&self, slot: &Slot) {
+        let mut inside = write!(self);
+        if inside.listed.get(&slot.step.number) != Some(&slot.index) {
+            inside.slots.remove(&slot.index);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(number: u64, stamp: u64) -> ListedStep {
+        ListedStep::for_tests(number, stamp)
+    }
+
+    fn show(slots: &Slots, steps: &[ListedStep], there: &[ListedStep]) -> (Vec<u64>, Vec<u64>) {
+        let is_there = |step: &ListedStep| there.iter().any(|other| other.is_same(step));
+        let permission = |_: &ListedStep| Permission { uid: 0, gid: 0, mode: 0o555 };
+        let changes = slots.show(steps, &is_there, &permission);
+        let numbers = |slots: &[Arc<Slot>]| slots.iter().map(|slot| slot.step.number).collect();
+        (numbers(&changes.new), numbers(&changes.ended))
+    }
+
+    #[test]
+    fn slots_come_and_go_with_their_steps() {
+        let slots = Slots::default();
+        let [one, two, three] = [step(1, 7), step(2, 7), step(3, 7)];
+        let all = [one.clone(), two.clone()];
+        assert_eq!(show(&slots, &all, &all), (vec![1, 2], vec![]));
+        let (latest, changes) = slots.latest().unwrap();
+        assert_eq!(latest, 2);
+        assert_eq!(show(&slots, &all, &all), (vec![], vec![]));
+        assert_eq!(slots.latest(), Some((2, changes)));
+        // The window moves: step 1 is hidden, and answers those that use it.
+        let first = slots.of_step(1).unwrap();
+        let there = [one.clone(), two.clone(), three.clone()];
+        assert_eq!(show(&slots, &there[1..], &there), (vec![3], vec![]));
+        assert!(slots.of_step(1).is_none() && slots.get(first.index).is_some());
+        assert!(slots.latest().unwrap().1 > changes);
+        // It comes back, as when a newer one is deleted.
+        assert_eq!(show(&slots, &all, &all), (vec![], vec![3]));
+        assert_eq!(slots.of_step(1).unwrap().index, first.index);
+        // Written anew, it is another one.
+        let anew = [step(1, 8), two];
+        assert_eq!(show(&slots, &anew, &anew), (vec![1], vec![1]));
+        assert!(slots.get(first.index).is_none() && matches!(*first.state(), SlotState::Ended));
+        let second = slots.of_step(1).unwrap();
+        assert!(slots.replace(&second, None).is_some() && slots.replace(&second, None).is_none());
+        assert_ne!(slots.of_step(1).unwrap().index, second.index);
+        assert_eq!(show(&slots, &[], &[]), (vec![], vec![2, 1]));
+        assert!(slots.latest().is_none() && slots.all().is_empty());
+    }
+}

@@ -1,0 +1,57 @@
+//! A volume as one of several that are served together: what their owner needs to know of it.
+
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::PoisonError,
+};
+
+use ckfs_image::file_ids;
+use serde_json::{Map, Value};
+
+use super::volume::Volume;
+
+impl Volume {
+    /// A digest of everything that decides which file has which inode number, and of the state of its sources: two volumes that
+    /// have the same show the same files under the same numbers.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.tree.digest(&mut hasher);
+        let checkpoint = self.engine.checkpoint();
+        for file in file_ids(checkpoint) {
+            let pin = checkpoint.source().pin(file);
+            (&pin.path, pin.len_bytes, pin.modified).hash(&mut hasher);
+        }
+        for tensor in self.views.iter().flat_map(|plan| &plan.tensors) {
+            (&tensor.name, tensor.view.shape().extents(), tensor.view.dtype().code()).hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
+    /// Whether a reader has a file open.
+    pub fn has_open_files(&self) -> bool {
+        !self.open.read().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
+    /// The statistics, as in `.ckfs/stats.json`.
+    pub fn statistics(&self) -> Map<String, Value> {
+        let reported = self.reported();
+        reported.members(&reported.health())
+    }
+
+    /// Whether a source of it was found changed.
+    pub fn is_poisoned(&self) -> bool {
+        self.engine.checkpoint().source().health().poisoned() > 0
+    }
+}
+
+impl Drop for Volume {
+    /// Tiles in a cache that others use would wait there for readers that never come.
+    fn drop(&mut self) {
+        if self.engine.is_shared() {
+            let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
+            while let Some((_, file)) = remembered.files.pop_lru() {
+                self.engine.forget(&file);
+            }
+        }
+    }
+}

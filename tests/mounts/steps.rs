@@ -1,0 +1,533 @@
+//! Real mounts of a run: steps that appear, are damaged and deleted while clients look and read.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    io::{Read, Write},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use crate::common::{faulty::can_mount, repo};
+use ckfs::tensor::DType;
+use nix::mount::{MntFlags, umount2};
+use serde_json::{Value, json};
+
+/// Time limit for anything that should happen soon.
+const SOON: Duration = Duration::from_secs(40);
+/// Time from the last file of a step to its first byte.
+const FRESH: Duration = Duration::from_secs(2);
+
+struct RunMount {
+    child: Child,
+    base: tempfile::TempDir,
+}
+
+impl RunMount {
+    /// A run without steps, mounted.
+    fn new(flags: &[&str]) -> Self {
+        let base = tempfile::tempdir().unwrap();
+        fs::create_dir(base.path().join("run")).unwrap();
+        fs::create_dir(base.path().join("mnt")).unwrap();
+        Self::over(base, flags)
+    }
+
+    fn over(base: tempfile::TempDir, flags: &[&str]) -> Self {
+        let log = File::create(base.path().join("log")).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
+        command.env_remove("CKFS_LOG").arg("mount").args([base.path().join("run"), base.path().join("mnt")]);
+        command.arg("--foreground").args(flags);
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap();
+        let mut mount = Self { child, base };
+        until("the mount answers", || {
+            assert_eq!(mount.child.try_wait().unwrap(), None, "{}", mount.log());
+            mount.path(".ckfs/steps.json").exists()
+        });
+        mount
+    }
+
+    fn run(&self, name: &str) -> PathBuf {
+        self.base.path().join("run").join(name)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.base.path().join("mnt").join(name)
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.base.path().join("log")).unwrap_or_default()
+    }
+
+    fn json(&self, name: &str) -> Value {
+        serde_json::from_slice(&fs::read(self.path(name)).unwrap()).unwrap()
+    }
+
+    fn steps(&self) -> BTreeSet<u64> {
+        let names = fs::read_dir(self.path("")).unwrap().map(|entry| entry.unwrap().file_name());
+        names.filter_map(|name| name.to_str().unwrap().parse().ok()).collect()
+    }
+
+    fn status(&self) -> (bool, String) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
+        let output = command.arg("status").arg(self.path("")).output().unwrap();
+        (output.status.success(), String::from_utf8(output.stdout).unwrap())
+    }
+}
+
+impl Drop for RunMount {
+    fn drop(&mut self) {
+        let _ = umount2(&self.path(""), MntFlags::MNT_DETACH);
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[track_caller]
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + SOON;
+    while !done() {
+        assert!(Instant::now() < end, "{what}: not within {SOON:?}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// The weights of a step, which are others for each number.
+fn weights(number: u64) -> Vec<u8> {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("model.safetensors");
+    repo::write_file(&file, &repo::llama_rows(1, DType::F32), u32::try_from(number % 100_000).unwrap() * 7);
+    fs::read(file).unwrap()
+}
+
+/// The files of a checkpoint of transformers, in the order of their writer.
+fn trainer_files(number: u64) -> Vec<(String, Vec<u8>)> {
+    let mut config = repo::llama_config(1);
+    config["step"] = number.into();
+    let state = json!({"global_step": number}).to_string();
+    [
+        ("config.json", config.to_string().into_bytes()),
+        ("model.safetensors", weights(number)),
+        ("optimizer.pt", vec![0; 4096]),
+        ("trainer_state.json", state.into_bytes()),
+    ]
+    .map(|(name, bytes)| (name.to_owned(), bytes))
+    .to_vec()
+}
+
+/// Writes a checkpoint of transformers, as its trainer does.
+fn save(run: &Path, number: u64) {
+    let directory = run.join(format!("checkpoint-{number}"));
+    fs::create_dir(&directory).unwrap();
+    for (name, bytes) in trainer_files(number) {
+        fs::write(directory.join(name), bytes).unwrap();
+    }
+}
+
+fn hf(mount: &RunMount, number: u64) -> PathBuf {
+    mount.path(&format!("{number}/hf/model.safetensors"))
+}
+
+#[test]
+fn steps_appear_and_latest_follows_them() {
+    if !can_mount() {
+        return;
+    }
+    let mount = RunMount::new(&["--steps", "all"]);
+    assert_eq!((mount.steps(), mount.path("latest").exists()), (BTreeSet::new(), false));
+    for number in [100, 200, 1000] {
+        save(&mount.run(""), number);
+        let written = Instant::now();
+        until("the step is there", || mount.steps().contains(&number));
+        let bytes = fs::read(hf(&mount, number)).unwrap();
+        let took = written.elapsed();
+        assert_eq!(bytes, weights(number));
+        assert!(took < FRESH, "{took:?} from the last file to all bytes");
+        assert_eq!(fs::read_link(mount.path("latest")).unwrap(), PathBuf::from(number.to_string()));
+        assert_eq!(fs::read(mount.path("latest/hf/model.safetensors")).unwrap(), bytes);
+    }
+    let listed = mount.json(".ckfs/steps.json");
+    assert_eq!((&listed["latest"], listed["steps"].as_array().unwrap().len()), (&json!(1000), 3));
+    assert!(mount.path("100/dev0/layers/0/wq").exists() && mount.path("100/.ckfs/manifest.json").exists());
+    let error = fs::write(mount.path("100/x"), "x").unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EROFS));
+    let (healthy, text) = mount.status();
+    assert!(healthy && text.contains("3 shown, newest 1000"), "{text}");
+}
+
+#[test]
+fn a_half_step_is_never_shown_in_any_order_of_files() {
+    if !can_mount() {
+        return;
+    }
+    let mount = Arc::new(RunMount::new(&["--steps", "all"]));
+    let mut orders: Vec<Vec<usize>> = vec![Vec::new()];
+    for next in 0..4 {
+        let longer = orders.iter().flat_map(|order: &Vec<usize>| {
+            (0..=order.len()).map(move |at| [&order[..at], &[next], &order[at..]].concat())
+        });
+        orders = longer.collect();
+    }
+    assert_eq!(orders.len(), 24);
+    // Set just before the last bytes of a step are written.
+    let whole: Arc<Vec<AtomicBool>> = Arc::new((0..orders.len()).map(|_| AtomicBool::new(false)).collect());
+    let done = Arc::new(AtomicBool::new(false));
+    let looker = {
+        let (mount, whole, done) = (Arc::clone(&mount), Arc::clone(&whole), Arc::clone(&done));
+        thread::spawn(move || {
+            let mut looks = 0_u64;
+            while !done.load(Ordering::Relaxed) {
+                for number in mount.steps() {
+                    let is_whole = whole[usize::try_from(number).unwrap()].load(Ordering::SeqCst);
+                    assert!(is_whole, "step {number} is shown too early");
+                }
+                looks += 1;
+            }
+            looks
+        })
+    };
+    thread::scope(|scope| {
+        for (number, order) in (0_u64..).zip(&orders) {
+            let (mount, whole) = (&mount, &whole);
+            scope.spawn(move || {
+                let directory = mount.run(&format!("checkpoint-{number}"));
+                fs::create_dir(&directory).unwrap();
+                let files = trainer_files(number);
+                for (place, file) in order.iter().enumerate() {
+                    let (name, bytes) = &files[*file];
+                    let mut target = File::create(directory.join(name)).unwrap();
+                    let half = bytes.len() / 2;
+                    target.write_all(&bytes[..half]).unwrap();
+                    thread::sleep(Duration::from_millis(60 + number * 3));
+                    if place + 1 == order.len() {
+                        whole[usize::try_from(number).unwrap()].store(true, Ordering::SeqCst);
+                    }
+                    target.write_all(&bytes[half..]).unwrap();
+                    drop(target);
+                    thread::sleep(Duration::from_millis(20));
+                }
+            });
+        }
+    });
+    until("all steps are there", || mount.steps().len() == orders.len());
+    done.store(true, Ordering::Relaxed);
+    assert!(looker.join().unwrap() > 10);
+    for number in 0..orders.len() as u64 {
+        assert_eq!(fs::read(hf(&mount, number)).unwrap(), weights(number), "{number}");
+    }
+}
+
+#[test]
+fn renamed_and_hard_linked_directories_are_steps_only_by_their_names() {
+    if !can_mount() {
+        return;
+    }
+    let mount = RunMount::new(&["--steps", "all"]);
+    save(&mount.run(""), 5);
+    until("the first step", || mount.steps() == BTreeSet::from([5]));
+    // A copy of the best step, of hard links, while the step is read.
+    let open = File::open(hf(&mount, 5)).unwrap();
+    fs::create_dir(mount.run("best-5")).unwrap();
+    for (name, _) in trainer_files(5) {
+        fs::hard_link(mount.run("checkpoint-5").join(&name), mount.run("best-5").join(&name)).unwrap();
+    }
+    let expected = weights(5);
+    let mut bytes = vec![0; expected.len()];
+    // Right bytes, or an error, and never others.
+    if open.read_exact_at(&mut bytes, 0).is_ok() {
+        assert_eq!(bytes, expected);
+    }
+    until("the step is read again", || fs::read(hf(&mount, 5)).is_ok_and(|bytes| bytes == expected));
+    fs::remove_dir_all(mount.run("best-5")).unwrap();
+    until("and after the copy is gone", || fs::read(hf(&mount, 5)).is_ok_and(|bytes| bytes == expected));
+    // Written under another name, and renamed.
+    let parts = mount.run("tmp-checkpoint-6");
+    fs::create_dir(&parts).unwrap();
+    for (name, bytes) in trainer_files(6) {
+        fs::write(parts.join(name), bytes).unwrap();
+    }
+    thread::sleep(Duration::from_millis(1500));
+    assert_eq!(mount.steps(), BTreeSet::from([5]));
+    fs::rename(&parts, mount.run("checkpoint-6")).unwrap();
+    let renamed = Instant::now();
+    until("the renamed step", || mount.steps() == BTreeSet::from([5, 6]));
+    assert!(renamed.elapsed() < FRESH);
+    assert_eq!(fs::read(hf(&mount, 6)).unwrap(), weights(6));
+    assert!(mount.status().0, "{}", mount.status().1);
+}
+
+#[test]
+fn a_deleted_step_disappears_and_its_readers_get_an_error() {
+    if !can_mount() {
+        return;
+    }
+    let mount = RunMount::new(&["--steps", "all"]);
+    for number in [1, 2, 3] {
+        save(&mount.run(""), number);
+    }
+    until("the steps", || mount.steps().len() == 3);
+    let read = File::open(mount.path("2/dev0/layers/scanned/wq")).unwrap();
+    let unread = File::open(mount.path("2/dev0/layers/scanned/wk")).unwrap();
+    let directory = File::open(mount.path("2/dev0")).unwrap();
+    let mut first = vec![0; 64];
+    read.read_exact_at(&mut first, 0).unwrap();
+    fs::remove_dir_all(mount.run("checkpoint-2")).unwrap();
+    until("it is gone", || mount.steps() == BTreeSet::from([1, 3]));
+    assert_eq!(fs::metadata(mount.path("2")).unwrap_err().raw_os_error(), Some(libc::ENOENT));
+    let error = unread.read_at(&mut [0; 64], 0).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EIO));
+    // What the kernel has is right.
+    let mut again = vec![0; 64];
+    if read.read_exact_at(&mut again, 0).is_ok() {
+        assert_eq!(again, first);
+    }
+    drop(directory);
+    let (healthy, text) = mount.status();
+    assert!(healthy && text.contains("healthy"), "{text}");
+    let stats = mount.json(".ckfs/stats.json");
+    assert_eq!((&stats["steps"]["deleted"], &stats["steps"]["shown"]), (&json!(1), &json!(2)));
+    let metrics = fs::read_to_string(mount.path(".ckfs/metrics")).unwrap();
+    assert!(metrics.contains("ckfs_steps_deleted_total 1\n") && metrics.ends_with("# EOF\n"), "{metrics}");
+    // The newest goes: the link leads to the one before.
+    fs::remove_dir_all(mount.run("checkpoint-3")).unwrap();
+    until("the link follows", || fs::read_link(mount.path("latest")).is_ok_and(|to| to == Path::new("1")));
+    // Written again under the same number, it is another step.
+    save(&mount.run(""), 2);
+    until("it is back", || mount.steps() == BTreeSet::from([1, 2]));
+    assert_eq!(fs::read(hf(&mount, 2)).unwrap(), weights(2));
+    assert_eq!(unread.read_at(&mut [0; 64], 0).unwrap_err().raw_os_error(), Some(libc::EIO));
+}
+
+#[test]
+fn a_damaged_step_tells_why_and_the_others_live() {
+    if !can_mount() {
+        return;
+    }
+    let mount = RunMount::new(&["--steps", "all"]);
+    save(&mount.run(""), 1);
+    save(&mount.run(""), 2);
+    let weights_of_two = mount.run("checkpoint-2/model.safetensors");
+    let whole = fs::read(&weights_of_two).unwrap();
+    fs::write(&weights_of_two, &whole[..whole.len() - 10]).unwrap();
+    until("both steps", || mount.steps() == BTreeSet::from([1, 2]));
+    let names: Vec<_> = fs::read_dir(mount.path("2")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, [".ckfs"]);
+    let error = fs::read_to_string(mount.path("2/.ckfs/error")).unwrap();
+    assert!(error.contains("model.safetensors"), "{error}");
+    assert_eq!(fs::read(hf(&mount, 1)).unwrap(), weights(1));
+    let (healthy, text) = mount.status();
+    assert!(!healthy && text.contains("step not planned") && text.contains("checkpoint-2"), "{text}");
+    let steps = mount.json(".ckfs/steps.json");
+    assert!(steps["steps"][1]["error"].as_str().unwrap().contains("model.safetensors"), "{steps}");
+    // Its trainer writes it anew.
+    fs::remove_dir_all(mount.run("checkpoint-2")).unwrap();
+    save(&mount.run(""), 2);
+    until("the step is whole", || fs::read(hf(&mount, 2)).is_ok_and(|bytes| bytes == weights(2)));
+    assert!(mount.status().0);
+}
+
+#[test]
+fn the_newest_steps_are_a_window_that_moves() {
+    if !can_mount() {
+        return;
+    }
+    let mount = RunMount::new(&["--steps", "latest=2"]);
+    for number in [1, 2] {
+        save(&mount.run(""), number);
+    }
+    until("the steps", || mount.steps() == BTreeSet::from([1, 2]));
+    let old = File::open(mount.path("1/dev0/layers/scanned/wq")).unwrap();
+    save(&mount.run(""), 3);
+    until("the window moves", || mount.steps() == BTreeSet::from([2, 3]));
+    // The step is there still, and so are the bytes of those that read it.
+    let mut bytes = Vec::new();
+    (&old).read_to_end(&mut bytes).unwrap();
+    fs::remove_dir_all(mount.run("checkpoint-3")).unwrap();
+    until("and back", || mount.steps() == BTreeSet::from([1, 2]));
+    assert_eq!(fs::read(mount.path("1/dev0/layers/scanned/wq")).unwrap(), bytes);
+}
+
+#[test]
+fn latest_is_one_step_at_any_moment() {
+    if !can_mount() {
+        return;
+    }
+    let mount = Arc::new(RunMount::new(&["--steps", "all"]));
+    save(&mount.run(""), 1);
+    until("the first step", || mount.steps().len() == 1);
+    let done = Arc::new(AtomicBool::new(false));
+    let readers: Vec<_> = (0..3)
+        .map(|_| {
+            let (mount, done) = (Arc::clone(&mount), Arc::clone(&done));
+            thread::spawn(move || {
+                let (mut last, mut reads) = (0, 0_u64);
+                while !done.load(Ordering::Relaxed) {
+                    // The config of a step names it: both files are of one step where they are found by one open directory.
+                    let text = fs::read_link(mount.path("latest")).unwrap();
+                    let number: u64 = text.to_str().unwrap().parse().unwrap();
+                    assert!(number >= last, "{number} after {last}");
+                    last = number;
+                    let config = fs::read(mount.path("latest/hf/config.json")).unwrap();
+                    let config: Value = serde_json::from_slice(&config).unwrap();
+                    assert!(config["step"].as_u64().unwrap() >= number);
+                    reads += 1;
+                }
+                reads
+            })
+        })
+        .collect();
+    for number in 2..6 {
+        save(&mount.run(""), number);
+        until("the next step", || mount.steps().contains(&number));
+    }
+    done.store(true, Ordering::Relaxed);
+    for reader in readers {
+        assert!(reader.join().unwrap() > 10);
+    }
+}
+
+#[test]
+fn commands_run_for_new_steps_one_after_the_other() {
+    if !can_mount() {
+        return;
+    }
+    let base = tempfile::tempdir().unwrap();
+    fs::create_dir(base.path().join("run")).unwrap();
+    fs::create_dir(base.path().join("mnt")).unwrap();
+    save(&base.path().join("run"), 1);
+    let ran = base.path().join("ran");
+    let command = format!(
+        "echo $CKFS_STEP >> {0}; cmp \"$CKFS_STEP_PATH/hf/model.safetensors\" {1}/checkpoint-$CKFS_STEP/model.safetensors && \
+         test $CKFS_STEP != 3",
+        ran.display(),
+        base.path().join("run").display()
+    );
+    let mount = RunMount::over(base, &["--steps", "all", "--on-step", &command]);
+    until("the old step", || mount.steps() == BTreeSet::from([1]));
+    for number in [2, 3] {
+        save(&mount.run(""), number);
+        until("the hook", || fs::read_to_string(&ran).unwrap_or_default().ends_with(&format!("{number}\n")));
+    }
+    // The step that was there before is not new.
+    assert_eq!(fs::read_to_string(&ran).unwrap(), "2\n3\n");
+    until("the results", || mount.json(".ckfs/stats.json")["on_step"]["results"].as_array().unwrap().len() == 2);
+    let results = &mount.json(".ckfs/stats.json")["on_step"]["results"];
+    assert_eq!((&results[0]["exit_code"], &results[1]["exit_code"]), (&json!(0), &json!(1)));
+    let (_, text) = mount.status();
+    assert!(text.contains("1 succeeded, 1 failed") && text.contains("step 3: exit code 1"), "{text}");
+}
+
+#[test]
+fn a_hundred_steps_cost_the_memory_of_those_in_use() {
+    if !can_mount() {
+        return;
+    }
+    let base = tempfile::tempdir().unwrap();
+    fs::create_dir(base.path().join("run")).unwrap();
+    fs::create_dir(base.path().join("mnt")).unwrap();
+    for number in 0..100 {
+        save(&base.path().join("run"), number);
+    }
+    let mount = RunMount::over(base, &["--steps", "all"]);
+    until("all steps", || mount.steps().len() == 100);
+    assert_eq!(mount.json(".ckfs/stats.json")["steps"]["plans"], json!(0), "a listing plans nothing");
+    for number in 0..100 {
+        assert_eq!(fs::read(hf(&mount, number)).unwrap(), weights(number));
+    }
+    let steps = &mount.json(".ckfs/stats.json")["steps"];
+    let in_use = steps["in_use"].as_u64().unwrap();
+    assert!(in_use <= 33 && steps["dropped"].as_u64().unwrap() >= 67, "{steps}");
+    // One that was dropped is the same when it is planned again.
+    let cached = fs::metadata(mount.path("0/dev0/layers/scanned/wq")).unwrap();
+    assert!(cached.is_file());
+    assert_eq!(fs::read(hf(&mount, 0)).unwrap(), weights(0));
+    assert!(mount.status().0);
+}
+
+/// A small generator of numbers that look random.
+fn next(state: &AtomicU64) -> u64 {
+    let before = state.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed);
+    let mixed = (before ^ (before >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    mixed ^ (mixed >> 31)
+}
+
+/// A writer makes, deletes, damages and replaces steps while readers compare. `CKFS_TEST_SECONDS` makes it longer.
+#[test]
+fn readers_see_right_bytes_or_errors_while_steps_come_and_go() {
+    if !can_mount() {
+        return;
+    }
+    let seconds = std::env::var("CKFS_TEST_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(8);
+    // A file that the kernel reads by itself may be cut short under it: see the guide.
+    let mount = Arc::new(RunMount::new(&["--steps", "all", "--mesh", "fsdp=2", "--no-passthrough"]));
+    let end = Instant::now() + Duration::from_secs(seconds);
+    let seed = Arc::new(AtomicU64::new(seconds));
+    let expected: Arc<Vec<Vec<u8>>> = Arc::new((0..12).map(weights).collect());
+    for number in 0..4 {
+        save(&mount.run(""), number);
+    }
+    until("the first steps", || mount.steps().len() == 4);
+    let readers: Vec<_> = (0..8)
+        .map(|_| {
+            let (mount, seed, expected) = (Arc::clone(&mount), Arc::clone(&seed), Arc::clone(&expected));
+            thread::spawn(move || {
+                let (mut right, mut failed) = (0_u64, 0_u64);
+                while Instant::now() < end {
+                    let steps: Vec<u64> = mount.steps().into_iter().collect();
+                    if steps.is_empty() {
+                        continue;
+                    }
+                    let number = steps[usize::try_from(next(&seed)).unwrap_or(0) % steps.len()];
+                    match fs::read(hf(&mount, number)) {
+                        Ok(bytes) => {
+                            assert_eq!(bytes, expected[usize::try_from(number).unwrap()], "step {number}");
+                            right += 1;
+                        }
+                        Err(error) => {
+                            let errno = error.raw_os_error().unwrap();
+                            assert!([libc::EIO, libc::ENOENT].contains(&errno), "step {number}: {error}");
+                            failed += 1;
+                        }
+                    }
+                }
+                (right, failed)
+            })
+        })
+        .collect();
+    let mut written = 0;
+    while Instant::now() < end {
+        let number = next(&seed) % 12;
+        let directory = mount.run(&format!("checkpoint-{number}"));
+        match (directory.exists(), next(&seed) % 4) {
+            (false, _) => {
+                save(&mount.run(""), number);
+                written += 1;
+            }
+            (true, 0) => {
+                // Damaged: cut short, as by a full disk.
+                let file = File::options().write(true).open(directory.join("model.safetensors")).unwrap();
+                file.set_len(100).unwrap();
+            }
+            (true, _) => fs::remove_dir_all(&directory).unwrap(),
+        }
+        thread::sleep(Duration::from_millis(120));
+    }
+    let results: Vec<(u64, u64)> = readers.into_iter().map(|reader| reader.join().unwrap()).collect();
+    let right: u64 = results.iter().map(|(right, _)| right).sum();
+    assert!(right > 50 && written > 3, "{results:?}, {written}");
+    // In the end all steps are made anew, and everything is well.
+    for number in 0..12 {
+        let _ = fs::remove_dir_all(mount.run(&format!("checkpoint-{number}")));
+    }
+    until("all are gone", || mount.steps().is_empty());
+    assert!(mount.status().0, "{}", mount.status().1);
+    save(&mount.run(""), 3);
+    until("a last step", || fs::read(hf(&mount, 3)).is_ok_and(|bytes| bytes == expected[3]));
+    assert_eq!(mount.json(".ckfs/stats.json")["panics"], json!(0));
+}
