@@ -11,7 +11,7 @@ use ckfs_image::Segment;
 use ckfs_plan::report::{human_bytes, reads_text};
 use ckfs_source::{ByteSpan, page_size::page_bytes};
 use ckfs_tensor::{
-    ByteRuns, Decode, Field, Load, Op, Operation, Origin, Piece, Reads, Step, TensorId, Term, Tiling,
+    ByteRuns, Decode, EncodedLeaf, Field, Load, Op, Operation, Origin, Piece, Reads, Step, TensorId, Term, Tiling,
     Value as DecodedValue, View, reads,
 };
 use ckfs_volume::{FileSystem, NodeKind, Volume};
@@ -140,6 +140,17 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
         Origin::Fill { bytes } => {
             let len = usize::try_from(unit).unwrap_or(bytes.len()).min(bytes.len());
             row["fill"] = json!(bytes[..len].iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat());
+        }
+        Origin::Encoded { leaf, offset, .. } => {
+            let EncodedLeaf { encoding, part } = &tiling.encoded()[*leaf as usize];
+            let bands = encoding.bands();
+            let band = |at: u64| bands.band_of(*part, at).number;
+            let read = ByteRuns::of(tiling, piece);
+            row["encoded"] = json!(encoding.name());
+            row["part"] = json!(part.word());
+            row["encoder"] = json!(bands.encoder().to_string());
+            row["bands"] = json!([band(*offset), band(offset + piece.source_bounding_units() - 1) + 1]);
+            row["read_bytes"] = json!(read.iter().map(|(_, runs)| runs.bytes()).sum::<u64>());
         }
         Origin::Tensor { tensor, offset, decoder } => {
             let info = checkpoint.tensor(*tensor);
@@ -284,6 +295,14 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
         Op::Product { of: operands, flush } => {
             json!({"op": "multiply", "flush": flush, "dtype": view.dtype().code(), "shape": shape, "of": list(operands)})
         }
+        Op::Encoded { of: encoding, part } => json!({
+            "op": "encode",
+            "part": part.word(),
+            "encoder": encoding.bands().encoder().to_string(),
+            "dtype": view.dtype().code(),
+            "shape": shape,
+            "of": of(encoding.input()),
+        }),
         Op::Quantized(value) => {
             let mut tensors = Vec::new();
             value.for_each_operand(&mut |operand| tensors.push(json!(checkpoint.tensor(operand.tensor.id).name)));
@@ -350,6 +369,14 @@ fn segment_text(text: &mut String, segment: &Value, shown: usize) {
         let loops = if loops.is_empty() { "one unit".to_owned() } else { loops.join(", ") };
         if let Some(fill) = piece["fill"].as_str() {
             let _ = writeln!(text, "    from byte {at}, {len} bytes: filled with 0x{fill}; loops {loops}");
+            continue;
+        }
+        if let Some(encoded) = piece["encoded"].as_str() {
+            let (part, encoder) = (word(&piece["part"]), word(&piece["encoder"]));
+            let read = human_bytes(number(&piece["read_bytes"]));
+            let _ = writeln!(text, "    from byte {at}, {len} bytes <- {part} of {encoded}, {encoder}; loops {loops}");
+            let bands = format!("{}..{}", piece["bands"][0], piece["bands"][1]);
+            let _ = writeln!(text, "      bands {bands}, for which {read} of weights are read");
             continue;
         }
         let (tensor, file) = (word(&piece["tensor"]), word(&piece["file"]));

@@ -64,5 +64,5 @@ pub use table::{FORMER, KEYS, SETTINGS, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use value_types::{
     ByteCount, Dequantize, Devices, DtypeChoice, HfCache, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue,
-    PermissionBits, Prefetch, ShardChoice, THREADS_MAX, ThreadCount, Tied, float_of,
+    PermissionBits, Prefetch, Quantize, ShardChoice, THREADS_MAX, ThreadCount, Tied, float_of,
 };

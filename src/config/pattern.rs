@@ -1,4 +1,4 @@
-//! Patterns over names: `*` stands for any text, `?` for one character. A pattern between slashes is a regular
+//! Patterns over names: `*` stands for any text, `?` for one character, `{0-3}` for any of these numbers. A pattern between slashes is a regular
 //! expression.
 
 use std::fmt;
@@ -24,7 +24,7 @@ pub struct PatternError {
 
 impl Pattern {
     /// Reads a pattern. `/…/` is a regular expression that must match somewhere in the name. Any other pattern must
-    /// match the whole name; `*` stands for any text and `?` for one character.
+    /// match the whole name; `*` stands for any text, `?` for one character and `{0-3}` for any of these numbers.
     ///
     /// # Errors
     /// [`PatternError`] if the regular expression is malformed.
@@ -32,7 +32,7 @@ impl Pattern {
         let inner = text.strip_prefix('/').and_then(|rest| rest.strip_suffix('/')).filter(|inner| !inner.is_empty());
         let source = inner.map_or_else(
             || {
-                let escaped = regex::escape(text).replace(r"\*", ".*").replace(r"\?", ".");
+                let escaped = numbers(&regex::escape(text).replace(r"\*", ".*").replace(r"\?", "."));
                 format!("^(?s:{escaped})$")
             },
             str::to_owned,
@@ -51,6 +51,29 @@ impl Pattern {
     pub fn text(&self) -> &str {
         &self.text
     }
+}
+
+/// Most numbers that a range in a pattern may have.
+const NUMBERS_MAX: u64 = 4096;
+
+/// An escaped pattern with each `{a-b}` replaced by the numbers from `a` to `b`.
+fn numbers(escaped: &str) -> String {
+    let mut parts = escaped.split(r"\{");
+    let mut text = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let range = part.split_once(r"\}").and_then(|(range, rest)| {
+            let (first, last) = range.split_once(r"\-")?;
+            let (first, last): (u64, u64) = (first.parse().ok()?, last.parse().ok()?);
+            (first <= last && last - first < NUMBERS_MAX).then_some((first..=last, rest))
+        });
+        if let Some((range, rest)) = range {
+            let all: Vec<String> = range.map(|number| number.to_string()).collect();
+            text.extend(["(?:", &all.join("|"), ")", rest]);
+        } else {
+            text.extend([r"\{", part]);
+        }
+    }
+    text
 }
 
 impl fmt::Debug for Pattern {
@@ -97,6 +120,9 @@ mod tests {
         assert!(!matches("layers.*.wq", "layers.scanned.wq.bias"));
         assert!(!matches("layers.0.wq", "layersx0.wq"), "a dot is a dot");
         assert!(matches("*norm?", "final_norm1"));
+        assert!(matches("layers.{0-1}.wq", "layers.1.wq") && !matches("layers.{0-1}.wq", "layers.10.wq"));
+        assert!(matches("layers.{9-11}.*", "layers.10.wq") && !matches("layers.{9-11}.*", "layers.1.wq"));
+        assert!(matches("a{b-c}", "a{b-c}") && matches("{3-1}", "{3-1}"), "only ranges of numbers");
         assert!(matches("/norm$/", "model.norm"));
         assert!(Pattern::parse("/(/").is_err());
     }

@@ -7,7 +7,7 @@ use ckfs_source::{Duplicates, SourceIo};
 
 use super::{
     Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice, ListenAddress,
-    LogicalRule, Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, RepoName,
+    LogicalRule, Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Quantize, Rename, RepoName,
     ShardChoice, ShardRule, Steps, ThreadCount, Tied, TimeLimit, WaitTime,
 };
 
@@ -49,6 +49,12 @@ pub struct ViewSettings {
     pub dtype: Option<DtypeChoice>,
     /// Dtype of decoded quantized tensors.
     pub dequantize: Option<Dequantize>,
+    /// How weights are quantized.
+    pub quantize: Option<Quantize>,
+    /// Tensors that are not quantized.
+    pub quantize_ignore: Vec<Pattern>,
+    /// The tensors that are quantized, of those that could be.
+    pub quantize_only: Vec<Pattern>,
     /// Dtypes by pattern.
     pub cast: Vec<CastRule>,
     /// Choice of specs.

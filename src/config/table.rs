@@ -98,6 +98,34 @@ pub static SETTINGS: &[Setting] = &[
         "Decodes quantized weights, to this type or to the model's own, and leaves all else as it is stored.",
     )
     .more("Layouts of MaxText and vLLM do so by themselves. Scales, zero points and other operands of the decoding are hidden.").common(),
+    Setting::new(
+        View,
+        "quantize",
+        Required("SCHEME"),
+        at!(view.quantize),
+        "Shows the weights of linear layers as codes and scales, computed on read: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, \
+         nvfp4, int8-channel or int4.",
+    )
+    .more(
+        "Variants: fp8-block:ue8m0 has scales that are powers of two; mxfp8:sglang and nvfp4:modelopt have the names of those programs; \
+         int4-g32 has a scale for 32 elements, int4 for 128. Codes and scales are bit for bit those of the converters; hf/ is then a quantized \
+         repository. With the layouts canonical, hf and stored. What is quantized already is decoded first.",
+    ).common(),
+    Setting::new(
+        View,
+        "quantize-ignore",
+        Required("PATTERN"),
+        at!(view.quantize_ignore),
+        "Leaves tensors as they are under --quantize, by their names or those of their modules. May be repeated.",
+    )
+    .more("In patterns `{0-3}` is any number of these: 'model.layers.{0-1}.*' leaves the first two layers."),
+    Setting::new(
+        View,
+        "quantize-only",
+        Required("PATTERN"),
+        at!(view.quantize_only),
+        "Quantizes only the linear layers that match a pattern, as '*.experts.*'. May be repeated.",
+    ),
     Setting::new(View, "cast", NO_FLAG, at!(view.cast), "").file_only(),
     Setting::new(
         View,

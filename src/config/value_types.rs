@@ -197,6 +197,106 @@ pub enum Dequantize {
     To(DType),
 }
 
+/// How weights are quantized on read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Quantize {
+    /// E4M3 in blocks of 128 x 128, as DeepSeek's.
+    Fp8Block,
+    /// The same with scales that are powers of two.
+    Fp8BlockUe8m0,
+    /// E4M3 with a scale for each row.
+    Fp8Channel,
+    /// E4M3 with a scale for the matrix.
+    Fp8Tensor,
+    /// E4M3 with an exponent for 32, as compressed-tensors makes and stores it.
+    Mxfp8,
+    /// The same as sglang makes and stores it.
+    Mxfp8Sglang,
+    /// E2M1 with an exponent for 32.
+    Mxfp4,
+    /// E2M1 with an E4M3 scale for 16 and a factor, as compressed-tensors stores it.
+    Nvfp4,
+    /// The same as `ModelOpt` stores it.
+    Nvfp4Modelopt,
+    /// Integers of 8 bits with a scale for each row.
+    Int8Channel,
+    /// Integers of 4 bits with a scale for this many neighbours in a row.
+    Int4(u64),
+}
+
+impl Quantize {
+    /// The words of all schemes but those with a number.
+    const WORDS: [(&'static str, Self); 11] = [
+        ("fp8-block", Self::Fp8Block),
+        ("fp8-block:ue8m0", Self::Fp8BlockUe8m0),
+        ("fp8-channel", Self::Fp8Channel),
+        ("fp8-tensor", Self::Fp8Tensor),
+        ("mxfp8", Self::Mxfp8),
+        ("mxfp8:sglang", Self::Mxfp8Sglang),
+        ("mxfp4", Self::Mxfp4),
+        ("nvfp4", Self::Nvfp4),
+        ("nvfp4:modelopt", Self::Nvfp4Modelopt),
+        ("int8-channel", Self::Int8Channel),
+        ("int4", Self::Int4(INT4_GROUP)),
+    ];
+
+    /// Its word.
+    pub fn word(self) -> String {
+        let known = Self::WORDS.iter().find(|(_, scheme)| *scheme == self).map(|(word, _)| (*word).to_owned());
+        match (known, self) {
+            (Some(word), _) => word,
+            (None, Self::Int4(group)) => format!("int4-g{group}"),
+            (None, other) => format!("{other:?}"),
+        }
+    }
+}
+
+/// Elements that share a scale where nothing else is said: those of compressed-tensors' preset W4A16.
+const INT4_GROUP: u64 = 128;
+
+/// Most elements that share a scale.
+const INT4_GROUP_MAX: u64 = 1 << 16;
+
+/// Schemes that need data to calibrate, and so are no function of the weights.
+const CALIBRATED: [&str; 5] = ["gptq", "awq", "smoothquant", "autoround", "spinquant"];
+
+impl SettingValue for Quantize {
+    fn from_word(text: &str) -> Result<Self, String> {
+        if let Some((_, scheme)) = Self::WORDS.iter().find(|(word, _)| *word == text) {
+            return Ok(*scheme);
+        }
+        if let Some(group) = text.strip_prefix("int4-g") {
+            let group = group.parse().ok().filter(|group: &u64| group.is_multiple_of(8));
+            let group = group.filter(|group| (8..=INT4_GROUP_MAX).contains(group));
+            return group.map(Self::Int4).ok_or_else(|| {
+                format!("quantize: {text:?}: expected a group of 8 to {INT4_GROUP_MAX} elements, a multiple of 8, as in int4-g32")
+            });
+        }
+        let calibrated = CALIBRATED.iter().find(|name| text.to_ascii_lowercase().starts_with(**name));
+        if let Some(name) = calibrated {
+            return Err(format!(
+                "quantize: {name} needs data to calibrate, so that its codes do not follow from the weights alone: expected {}, \
+                 which do",
+                Self::expected()
+            ));
+        }
+        let near = did_you_mean("scheme", text, Self::WORDS.iter().map(|(word, _)| *word));
+        Err(near.unwrap_or_else(|| format!("quantize: expected {}, found {text:?}", Self::expected())))
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(self.word().into())
+    }
+}
+
+impl Quantize {
+    /// The accepted words, for messages.
+    fn expected() -> String {
+        let words: Vec<&str> = Self::WORDS.iter().map(|(word, _)| *word).collect();
+        format!("{} or int4-gN", words.join(", "))
+    }
+}
+
 impl SettingValue for Dequantize {
     fn from_word(text: &str) -> Result<Self, String> {
         if text == "own" {

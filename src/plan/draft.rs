@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use ckfs_tensor::View;
+use ckfs_tensor::{PerAxis, Shape, View};
 
 /// A named view before it is sharded.
 #[derive(Clone, Debug)]
@@ -57,4 +57,19 @@ pub struct Roles {
     pub by_position: bool,
     /// Logical names of the axes, where the layout gives them.
     pub logical: Vec<String>,
+    /// The quantized weight that the tensor is a part of. The other members are those of the weight.
+    pub part: Option<Arc<PartOf>>,
+}
+
+/// How codes or scales lie over the weight that they are made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PartOf {
+    /// The weight's name.
+    pub name: String,
+    /// The weight's shape.
+    pub shape: Shape,
+    /// By axis of the weight: elements of it for each of the part. 0 where the part has no axis, or one that is never cut.
+    pub units: PerAxis,
+    /// By axis of the weight: the number of which each cut must be a multiple.
+    pub cuts: PerAxis,
 }

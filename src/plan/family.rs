@@ -34,6 +34,9 @@ pub struct Role {
     /// Axis of the inputs among the last two of fused experts. Of a tensor that is stored the other way round, the two axes are
     /// exchanged.
     pub inputs: Option<usize>,
+    /// Whether a matrix is no linear layer of attention, MLP or experts, as a router is none: it is never quantized.
+    #[serde(default)]
+    pub plain: bool,
 }
 
 /// Tensors that every complete model has.
@@ -92,6 +95,26 @@ struct FamilyFile {
     roles: BTreeMap<String, usize>,
     #[serde(default)]
     block: Vec<BlockForm>,
+    #[serde(default)]
+    quantize: QuantizeRules,
+}
+
+/// What the names of matrices tell of whether they are quantized, where no family knows them.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct QuantizeRules {
+    /// Parts of words of which a name that is never quantized has one.
+    pub(super) plain_words: Vec<String>,
+    /// Last words of modules that are never quantized.
+    pub(super) plain_modules: Vec<String>,
+    /// Parts of words of the prefixes of towers for images and sound.
+    pub(super) towers: Vec<String>,
+    /// Parts of words of attention.
+    pub(super) attention: Vec<String>,
+    /// Parts of words of MLPs.
+    pub(super) mlp: Vec<String>,
+    /// Last words of modules that engines fuse: those of one parent have one factor.
+    pub(super) together: Vec<Vec<String>>,
 }
 
 /// A block of a layer by the names of its modules, within the module that holds them all.
@@ -291,6 +314,8 @@ pub struct Generic {
     pub words: Words,
     /// Forms of blocks, the first of which counts.
     pub(super) blocks: Vec<BlockForm>,
+    /// What is quantized, by names.
+    pub(super) quantize: QuantizeRules,
     roles: BTreeMap<String, usize>,
 }
 
@@ -301,7 +326,7 @@ impl Generic {
     /// [`FamilyError`] if the embedded file is malformed.
     pub fn load() -> Result<Self, FamilyError> {
         let file = parse("generic")?;
-        Ok(Self { words: file.words, blocks: file.block, roles: file.roles })
+        Ok(Self { words: file.words, blocks: file.block, quantize: file.quantize, roles: file.roles })
     }
 
     /// Axis that tensor parallelism splits in a module that is split by itself, by the last word of its stem.

@@ -43,6 +43,7 @@ mod name;
 mod need;
 mod options;
 mod planned;
+pub mod quantize;
 pub mod report;
 mod repository;
 mod respelled;

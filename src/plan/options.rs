@@ -4,8 +4,8 @@ use std::{borrow::Cow, collections::BTreeMap, path::PathBuf, sync::Arc};
 
 use ckfs_checkpoint::{Checkpoint, Container};
 use ckfs_config::{
-    Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Rename, ShardChoice,
-    ShardRule, Tied, ViewSettings, value::SettingValue,
+    Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Pattern, Quantize, Rename,
+    ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
 };
 use ckfs_tensor::DType;
 
@@ -126,6 +126,12 @@ pub struct ViewOptions {
     pub dtype: Option<DType>,
     /// Dtype of decoded quantized tensors, if they are decoded whatever `dtype` says.
     pub dequantize: Option<Dequantize>,
+    /// How weights are quantized.
+    pub quantize: Option<Quantize>,
+    /// Tensors that are not quantized.
+    pub quantize_ignore: Vec<Pattern>,
+    /// The tensors that are quantized, of those that could be.
+    pub quantize_only: Vec<Pattern>,
     /// Whether floats keep their dtype even if the layout has a dtype for them.
     pub keep_dtype: bool,
     /// Dtypes by pattern. The first match has precedence over `dtype`.
@@ -211,6 +217,9 @@ impl ViewOptions {
             chooses_layout: settings.layout.is_some(),
             dtype: settings.dtype.and_then(DtypeChoice::dtype),
             dequantize: settings.dequantize,
+            quantize: settings.quantize,
+            quantize_ignore: settings.quantize_ignore.clone(),
+            quantize_only: settings.quantize_only.clone(),
             keep_dtype: settings.dtype == Some(DtypeChoice::Keep),
             casts: settings.cast.clone(),
             sharding: match settings.shard {

@@ -20,6 +20,7 @@ use super::{
     naming::component,
     options::{Layout, ViewOptions},
     problem::Problem,
+    quantize::Chosen,
     shard::{self, AxisUse, STAGE_AXIS, axis_use},
     spec::{self, Spec},
 };
@@ -87,6 +88,8 @@ pub struct Plan {
     pub dtype: Option<DType>,
     /// The decoded tensors, by scheme.
     pub decoded: Vec<DecodedScheme>,
+    /// The tensors that are quantized on read, if that is asked for.
+    pub quantized: Option<Chosen>,
     /// Number of quantized tensors that are shown as they are stored although others are decoded.
     pub kept_raw: u64,
     /// Tensors that stay as they are stored, though a dtype is asked for, because the model's own code keeps them in float32.
@@ -153,13 +156,14 @@ impl Plan {
         let first = problems.len();
         for draft in drafts {
             let rules = self.logical_rules.as_ref();
-            let spec = match shard::spec(&draft, &self.mesh, options.sharding, rules, &options.shard_rules) {
-                Ok(spec) => spec,
-                Err(problem) => {
-                    problems.push(problem);
-                    continue;
-                }
-            };
+            let spec =
+                match shard::spec(&draft, &self.mesh, options.sharding, rules, &options.shard_rules, options.even) {
+                    Ok(spec) => spec,
+                    Err(problem) => {
+                        problems.push(problem);
+                        continue;
+                    }
+                };
             let expert =
                 if shard::is_told(&draft, options.sharding, &options.shard_rules) { None } else { draft.roles.expert };
             let shape = draft.view.shape();

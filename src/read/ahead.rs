@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ckfs_image::Segment;
 use ckfs_source::{ByteSpan, DecodedChunks, FileId, RemoteSource};
 use ckfs_sync::Demand;
-use ckfs_tensor::{Origin, Tiling, needs};
+use ckfs_tensor::{Origin, Piece, Tiling, needs};
 
 use super::{
     Engine,
@@ -205,6 +205,24 @@ impl Engine {
         // A remote source decides by itself over which gaps it reads.
         let gap = self.source().remote().map_or(GAP_BYTES, |_| self.source().gap_bytes());
         tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
+            // A reader meets the failure of a view that is encoded.
+            let _ = tiling.for_each_stored_piece(&piece, &mut |tiling, piece| {
+                self.for_each_needed_of(tiling, piece, gap, &mut left, each);
+            });
+        });
+    }
+
+    /// The same for a piece of a stored tensor.
+    fn for_each_needed_of(
+        &self,
+        tiling: &Tiling,
+        piece: &Piece,
+        gap: u64,
+        left: &mut u64,
+        each: &mut dyn FnMut(FileId, &[ByteSpan]),
+    ) {
+        let unit = tiling.unit_bytes();
+        {
             let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
             let decode = &tiling.decoders()[decoder as usize];
             if let Some(value) = decode.value() {
@@ -213,9 +231,9 @@ impl Engine {
                     let mut spans: Vec<ByteSpan> = Vec::new();
                     for runs in &need.runs {
                         runs.for_each_span(gap, &mut |start, len| {
-                            let bounding = ByteSpan::of_len(start, left.min(len));
+                            let bounding = ByteSpan::of_len(start, (*left).min(len));
                             if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
-                                left -= span.len();
+                                *left -= span.len();
                                 spans.push(span);
                             }
                         });
@@ -228,13 +246,13 @@ impl Engine {
             let unit = decode.source_bytes(unit).expect("what decodes no value reads elements");
             let mut spans: Vec<ByteSpan> = Vec::new();
             piece.source_bounding_spans((gap / unit).max(1), &mut |start, units| {
-                let bounding = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
+                let bounding = ByteSpan::of_len((offset + start) * unit, (*left).min(units * unit));
                 if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
-                    left -= span.len();
+                    *left -= span.len();
                     spans.push(span);
                 }
             });
             each(info.file(), &spans);
-        });
+        }
     }
 }

@@ -17,6 +17,7 @@ use ckfs_tensor::to_usize;
 
 use super::{
     ReadError,
+    band_store::Encoded,
     buffer::{BufferPool, buffer_pool},
     counters::{Counters, Path, add},
     prepared_file::PreparedFile,
@@ -59,6 +60,7 @@ pub struct Engine {
     pub(super) materialized: Account,
     /// Memory of dropped files of this engine that programs still map, in bytes.
     dropped_bytes: AtomicUsize,
+    pub(super) encoded: Encoded,
     options: EngineOptions,
     /// Whether other engines use the same memory and threads.
     is_shared: bool,
@@ -104,6 +106,7 @@ impl EngineRooms {
             workers,
             requesters,
             counters: Counters::default(),
+            encoded: Encoded::default(),
             materialized: Account::default(),
             dropped_bytes: AtomicUsize::new(0),
             options,

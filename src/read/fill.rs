@@ -48,7 +48,7 @@ impl FillMode {
 /// Source files touched while bytes were made.
 pub(super) type TouchedFiles = SmallVec<[FileId; 2]>;
 
-fn touch(touched: &mut TouchedFiles, file: FileId) {
+pub(super) fn touch(touched: &mut TouchedFiles, file: FileId) {
     if !touched.contains(&file) {
         touched.push(file);
     }
@@ -75,6 +75,11 @@ impl Engine {
                 SpanPart::Constant(bytes, piece) => {
                     made += piece.units();
                     scatter_constant(bytes, &piece, tiling.unit_bytes(), target);
+                }
+                SpanPart::Encoded(leaf, job) => {
+                    made += job.piece.units();
+                    let job = (job.piece, job.decode, job.unit_bytes);
+                    result = self.fill_encoded(leaf, job, target, touched, mode);
                 }
                 SpanPart::Job(job) => {
                     made += job.piece.units();

@@ -39,8 +39,10 @@ use ckfs_source::{ByteSpan, SourceError};
 use ckfs_tensor::TilingError;
 
 mod ahead;
+mod band_store;
 mod buffer;
 pub mod counters;
+mod encode;
 mod engine;
 mod fetch;
 mod fill;
@@ -91,6 +93,18 @@ pub enum ReadError {
         #[source]
         error: TilingError,
     },
+    /// An element of a tensor has no code in the scheme that it is quantized by.
+    #[error(
+        "tensor {tensor}, element {index:?}: {value} has no code or scale: only finite numbers of moderate size are quantized; --quantize-ignore leaves the tensor as it is"
+    )]
+    Uncodable {
+        /// The tensor.
+        tensor: String,
+        /// Its place, one number for each axis.
+        index: Vec<u64>,
+        /// Its value.
+        value: f32,
+    },
     /// The computation panicked: an error in this program, logged where it happened.
     #[error("the computation of these bytes panicked")]
     Panicked,
@@ -107,7 +121,7 @@ impl ReadError {
     pub fn source_error(&self) -> Option<&SourceError> {
         match self {
             Self::Source { error, .. } | Self::Changed { error } => Some(error),
-            Self::Tiling { .. } | Self::Panicked | Self::Internal { .. } => None,
+            Self::Tiling { .. } | Self::Uncodable { .. } | Self::Panicked | Self::Internal { .. } => None,
         }
     }
 
@@ -119,7 +133,7 @@ impl ReadError {
     pub fn is_stall(&self) -> bool {
         match self {
             Self::Source { error, .. } | Self::Changed { error } => matches!(error, SourceError::Stalled { .. }),
-            Self::Tiling { .. } | Self::Panicked | Self::Internal { .. } => false,
+            Self::Tiling { .. } | Self::Uncodable { .. } | Self::Panicked | Self::Internal { .. } => false,
         }
     }
 }

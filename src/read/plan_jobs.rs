@@ -3,7 +3,7 @@
 //! A span of a tiling is cut into parts of its pieces. Each part is a constant or a [`Job`]: a strided set of target elements from
 //! one tensor, or from one quantized tensor with several operands. [`Job::wanted`] returns which bytes of which tensors it reads.
 
-use ckfs_tensor::{ByteRuns, Decode, Need, Origin, Piece, TensorId, Tiling, WorkSlice, needs};
+use ckfs_tensor::{ByteRuns, Decode, EncodedLeaf, Need, Origin, Piece, TensorId, Tiling, WorkSlice, needs};
 use smallvec::{SmallVec, smallvec};
 
 /// A part of a view that is made from source bytes.
@@ -23,6 +23,8 @@ pub(super) enum SpanPart<'a> {
     Constant([u8; 8], Piece),
     /// Made from source bytes.
     Job(Job<'a>),
+    /// Made by an encoder.
+    Encoded(&'a EncodedLeaf, Job<'a>),
 }
 
 /// The bytes of one tensor that a job needs.
@@ -51,12 +53,16 @@ pub(super) fn plan_jobs<'a>(
         piece.start -= first;
         emit(match piece.origin {
             Origin::Fill { bytes } => SpanPart::Constant(bytes, piece),
-            Origin::Tensor { decoder, .. } => {
-                let (decode, unit_bytes) = (&tiling.decoders()[decoder as usize], tiling.unit_bytes());
-                SpanPart::Job(Job { piece, decode, unit_bytes })
+            Origin::Tensor { decoder, .. } => SpanPart::Job(job(tiling, piece, decoder)),
+            Origin::Encoded { leaf, decoder, .. } => {
+                SpanPart::Encoded(&tiling.encoded()[leaf as usize], job(tiling, piece, decoder))
             }
         });
     });
+}
+
+fn job(tiling: &Tiling, piece: Piece, decoder: u32) -> Job<'_> {
+    Job { piece, decode: &tiling.decoders()[decoder as usize], unit_bytes: tiling.unit_bytes() }
 }
 
 impl Job<'_> {
@@ -64,7 +70,7 @@ impl Job<'_> {
     pub(super) fn origin(&self) -> (TensorId, u64) {
         match self.piece.origin {
             Origin::Tensor { tensor, offset, .. } => (tensor, offset),
-            Origin::Fill { .. } => unreachable!("a constant is no job"),
+            Origin::Fill { .. } | Origin::Encoded { .. } => unreachable!("only a stored tensor is read by a job"),
         }
     }
 
@@ -130,6 +136,7 @@ mod tests {
         plan_jobs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| match part {
             SpanPart::Constant(bytes, piece) => constants += piece.units() * u64::from(bytes == [0; 8]),
             SpanPart::Job(job) => jobs += job.piece.units(),
+            SpanPart::Encoded(..) => panic!("nothing is encoded here"),
         });
         assert_eq!((constants, jobs), (1, 4));
     }

@@ -77,9 +77,11 @@ impl Engine {
         // Other errors name it.
         let tensor = match error {
             ReadError::Changed { error } => self.tensor_of(file, start, end, error),
-            ReadError::Source { .. } | ReadError::Tiling { .. } | ReadError::Panicked | ReadError::Internal { .. } => {
-                None
-            }
+            ReadError::Source { .. }
+            | ReadError::Tiling { .. }
+            | ReadError::Uncodable { .. }
+            | ReadError::Panicked
+            | ReadError::Internal { .. } => None,
         };
         let tensor = tensor.map(|tensor| printable(&tensor).into_owned());
         let error = printable(&error.to_string()).into_owned();

@@ -291,7 +291,7 @@ impl TileCache {
         }));
     }
 
-    /// Drops a tile whose source has changed.
+    /// Drops a tile whose source has changed, or that readers have read.
     pub(super) fn forget(&self, key: &TileKey) {
         drop(self.tiles.with(|inside| inside.shelf.remove(key)));
     }

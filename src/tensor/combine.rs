@@ -136,7 +136,7 @@ impl Operands {
             Base::Tensor { offset, .. } => {
                 Self::of_loops(part, rank, &smallvec![offset], &|l| smallvec![l.step.source_stride])
             }
-            Base::Fill(_) => Self::of_loops(part, rank, &Each::new(), &|_| Each::new()),
+            Base::Fill(_) | Base::Encoded { .. } => Self::of_loops(part, rank, &Each::new(), &|_| Each::new()),
         }
     }
 
@@ -241,7 +241,7 @@ impl Operands {
     pub(super) fn plain(&self, rank: usize, base: Base) -> Part {
         let base = match base {
             Base::Tensor { tensor, .. } => Base::Tensor { tensor, offset: self.offsets()[0] },
-            Base::Fill(element) => Base::Fill(element),
+            Base::Fill(_) | Base::Encoded { .. } => base,
         };
         self.part(rank, base, self.lines().map(|(_, line)| line.strides.first().copied().unwrap_or(0)))
     }

@@ -13,11 +13,12 @@ use super::{
     Step, TensorId, Term, Value,
     combine::{Operands, pairs},
     convert::convert_scalar,
+    encode::EncodedPart,
     gather::Loop,
     kernel::row,
     part::{AxisLoop, Base, Part, gather, limit, linear, reshape, slice, transpose, whole},
     shape::{PerAxis, to_usize},
-    tiling::{Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, normalize},
+    tiling::{EncodedLeaf, Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, normalize},
     view::{Op, View},
 };
 
@@ -43,6 +44,8 @@ struct Lowering {
     chains: Vec<Chain>,
     /// The tensors of the parts, for decoders that read several.
     tensors: HashMap<TensorId, SourceTensor>,
+    /// What encoders make.
+    encoded: Vec<EncodedLeaf>,
 }
 
 impl View {
@@ -54,6 +57,47 @@ impl View {
         let mut lowering = Lowering::default();
         let parts = lowering.parts(self, &[])?;
         lowering.finish(self.shape(), self.dtype(), parts)
+    }
+}
+
+impl Tiling {
+    /// Calls `each` with the pieces of stored tensors that a piece is made from, each with its tiling: the piece itself, or those of
+    /// the bands and the reduction that what is encoded needs. None for a constant.
+    ///
+    /// # Errors
+    /// [`TilingError`] of matrices that are encoded.
+    pub fn for_each_stored_piece(&self, piece: &Piece, each: &mut dyn FnMut(&Self, &Piece)) -> Result<(), TilingError> {
+        let (leaf, offset) = match piece.origin {
+            Origin::Fill { .. } => return Ok(()),
+            Origin::Tensor { .. } => {
+                each(self, piece);
+                return Ok(());
+            }
+            Origin::Encoded { leaf, offset, .. } => (&self.encoded()[leaf as usize], offset),
+        };
+        let EncodedLeaf { encoding, part } = leaf;
+        let bands = encoding.bands();
+        let last = offset + piece.source_bounding_units() - 1;
+        let numbers = bands.band_of(*part, offset).number..=bands.band_of(*part, last).number;
+        if *part != EncodedPart::Factor {
+            let tiling = encoding.input().lower()?;
+            let (low, _) = bands.input_of(*numbers.start());
+            let (last, count) = bands.input_of(*numbers.end());
+            tiling.cut(low, last + count, &mut |piece| {
+                if !matches!(piece.origin, Origin::Fill { .. }) {
+                    each(&tiling, &piece);
+                }
+            });
+        }
+        if bands.encoder().has_factor() {
+            for (_, view) in encoding.together() {
+                let tiling = view.lower()?;
+                tiling.pieces().iter().filter(|piece| !matches!(piece.origin, Origin::Fill { .. })).for_each(|piece| {
+                    each(&tiling, piece);
+                });
+            }
+        }
+        Ok(())
     }
 }
 
@@ -115,7 +159,8 @@ impl Lowering {
             | Op::Pad { .. }
             | Op::Sum { .. }
             | Op::Product { .. }
-            | Op::Quantized(_) => {
+            | Op::Quantized(_)
+            | Op::Encoded { .. } => {
                 let parts = self.uncut(view)?;
                 cuts.iter().try_fold(parts, |parts, cut| slice(&parts, cut.axis, cut.start, cut.stop, cut.step))?
             }
@@ -141,6 +186,13 @@ impl Lowering {
                 let load = Load::Value(Arc::clone(value));
                 let chain = self.chain(Chain { load, steps: Vec::new(), dtype: view.dtype() });
                 Ok(whole(view.shape(), Base::Tensor { tensor: value.load.tensor.id, offset: 0 }, chain))
+            }
+            Op::Encoded { of, part } => {
+                let load = Load::Element(view.dtype());
+                let chain = self.chain(Chain { load, steps: Vec::new(), dtype: view.dtype() });
+                let leaf = u32::try_from(self.encoded.len()).expect("a view has fewer leaves than 2^32");
+                self.encoded.push(EncodedLeaf { encoding: Arc::clone(of), part: *part });
+                Ok(whole(view.shape(), Base::Encoded { leaf, offset: 0 }, chain))
             }
             Op::Fill(element) => {
                 let chain = self.chain(Chain {
@@ -213,7 +265,7 @@ impl Lowering {
         let chain = |side: &Operands| &self.chains[side.chain as usize];
         let constant = |side: &Operands| match side.base {
             Base::Fill(element) => Some(constant(chain(side), &element)),
-            Base::Tensor { .. } => None,
+            Base::Tensor { .. } | Base::Encoded { .. } => None,
         };
         let rounded = |chain: &Chain, constant: u32| {
             let mut steps = chain.steps.clone();
@@ -253,7 +305,9 @@ impl Lowering {
                 let load = Operand { tensor, field: Field::Float(*dtype), index: IndexMap::new(&[]) };
                 Value { load, steps: chain.steps.clone() }
             }
-            (Load::Element(_), Base::Fill(_)) => unreachable!("a constant is no operand"),
+            (Load::Element(_), Base::Fill(_) | Base::Encoded { .. }) => {
+                unreachable!("neither a constant nor what is encoded is an operand")
+            }
         }
     }
 
@@ -390,11 +444,12 @@ impl Lowering {
             let decoder = numbers[part.chain as usize];
             let origin = match base {
                 Base::Tensor { tensor, offset } => Origin::Tensor { tensor, offset, decoder },
+                Base::Encoded { leaf, offset } => Origin::Encoded { leaf, offset, decoder },
                 Base::Fill(element) => Origin::Fill { bytes: fill_bytes(&decoders[decoder as usize], &element) },
             };
             pieces.push(Piece { start, loops, origin });
         }
-        Ok(Tiling::new(shape.elements() / unit.elements, unit.bytes, pieces, decoders))
+        Ok(Tiling::new(shape.elements() / unit.elements, unit.bytes, pieces, decoders).with_encoded(self.encoded))
     }
 }
 
@@ -456,7 +511,8 @@ fn to_units(elements: u64, start: &mut u64, loops: &mut Loops, base: Base) -> Op
             whole &= divide(&mut offset);
             Base::Tensor { tensor, offset }
         }
-        Base::Fill(element) => Base::Fill(element),
+        // What encoders make has elements of whole bytes.
+        Base::Encoded { .. } | Base::Fill(_) => base,
     };
     normalize(loops);
     whole.then_some(base)

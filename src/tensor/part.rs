@@ -24,7 +24,15 @@ pub(super) struct AxisLoop {
 /// The origin of a part's elements.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Base {
-    Tensor { tensor: TensorId, offset: u64 },
+    Tensor {
+        tensor: TensorId,
+        offset: u64,
+    },
+    /// Elements of what an encoder makes, by its number among those of the tiling.
+    Encoded {
+        leaf: u32,
+        offset: u64,
+    },
     Fill(Element),
 }
 
@@ -32,6 +40,7 @@ impl Base {
     pub(super) fn moved(self, by: u64) -> Self {
         match self {
             Self::Tensor { tensor, offset } => Self::Tensor { tensor, offset: offset + by },
+            Self::Encoded { leaf, offset } => Self::Encoded { leaf, offset: offset + by },
             Self::Fill(element) => Self::Fill(element),
         }
     }

@@ -4,6 +4,17 @@ use smallvec::{SmallVec, smallvec};
 
 use super::{ByteRuns, Origin, Piece, TensorId, Tiling, span::operand_runs};
 
+/// The runs of a piece.
+type PieceRuns = SmallVec<[(TensorId, ByteRuns); 1]>;
+
+/// The runs of what an encoder makes: those of all pieces that it is made from.
+fn of_encoded(tiling: &Tiling, piece: &Piece, of: &dyn Fn(&Tiling, &Piece) -> PieceRuns) -> PieceRuns {
+    let mut found = PieceRuns::new();
+    // A view without a tiling was refused when the plan was made.
+    let _ = tiling.for_each_stored_piece(piece, &mut |tiling, piece| found.extend(of(tiling, piece)));
+    found
+}
+
 impl ByteRuns {
     /// As [`ByteRuns::of`], but of all operands of a decoder whose tensors are wanted.
     pub fn of_some(
@@ -11,6 +22,9 @@ impl ByteRuns {
         piece: &Piece,
         is_wanted: &dyn Fn(TensorId) -> bool,
     ) -> SmallVec<[(TensorId, Self); 1]> {
+        if let Origin::Encoded { .. } = piece.origin {
+            return of_encoded(tiling, piece, &|tiling, piece| Self::of_some(tiling, piece, is_wanted));
+        }
         let Origin::Tensor { offset, decoder, .. } = piece.origin else { return SmallVec::new() };
         let Some(value) = tiling.decoders()[decoder as usize].value() else { return Self::of(tiling, piece) };
         let mut found = SmallVec::new();
@@ -29,6 +43,9 @@ impl ByteRuns {
     /// # Panics
     /// Never: what decodes no value reads elements of whole bytes.
     pub fn of(tiling: &Tiling, piece: &Piece) -> SmallVec<[(TensorId, Self); 1]> {
+        if let Origin::Encoded { .. } = piece.origin {
+            return of_encoded(tiling, piece, &Self::of);
+        }
         let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return SmallVec::new() };
         let decode = &tiling.decoders()[decoder as usize];
         if let Some(value) = decode.value() {

@@ -13,11 +13,11 @@
 //!
 //! A *unit* is one element, or for types narrower than a byte the smallest group of elements that fills whole bytes.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use smallvec::SmallVec;
 
-use super::{DType, Decode, Load, Program, TensorId, gather::Loop};
+use super::{DType, Decode, EncodedPart, Load, Program, TensorId, gather::Loop, view::EncodedMatrices};
 
 /// Most pieces of one tiling. The largest real views (all experts of all layers of a trillion-parameter model, transposed) have
 /// about 25 000. A million would mean that the algebra failed to find the structure.
@@ -60,11 +60,41 @@ pub enum Origin {
         /// Index into [`Tiling::decoders`].
         decoder: u32,
     },
+    /// What an encoder makes.
+    Encoded {
+        /// Index into [`Tiling::encoded`].
+        leaf: u32,
+        /// Element of the part of the piece's first element.
+        offset: u64,
+        /// Index into [`Tiling::decoders`].
+        decoder: u32,
+    },
     /// A constant, in target bytes.
     Fill {
         /// The bytes of one target unit, padded with zeros.
         bytes: [u8; 8],
     },
+}
+
+impl Origin {
+    /// The same origin, so many source units on.
+    #[must_use]
+    pub fn moved(self, by: u64) -> Self {
+        match self {
+            Self::Tensor { tensor, offset, decoder } => Self::Tensor { tensor, offset: offset + by, decoder },
+            Self::Encoded { leaf, offset, decoder } => Self::Encoded { leaf, offset: offset + by, decoder },
+            Self::Fill { bytes } => Self::Fill { bytes },
+        }
+    }
+}
+
+/// A part of what an encoder makes, as a tiling refers to it.
+#[derive(Clone, Debug)]
+pub struct EncodedLeaf {
+    /// The encoder and its matrices.
+    pub encoding: Arc<EncodedMatrices>,
+    /// What is shown of them.
+    pub part: EncodedPart,
 }
 
 /// A strided copy into the target.
@@ -124,13 +154,7 @@ impl Piece {
     /// Calls `emit` with the parts of this piece whose target lies in `low..high`. At most two parts per loop, plus one.
     pub fn cut(&self, low: u64, high: u64, emit: &mut dyn FnMut(Self)) {
         cut(self.start, 0, &self.loops, low, high, &mut |start, moved, loops| {
-            let origin = match self.origin {
-                Origin::Tensor { tensor, offset, decoder } => {
-                    Origin::Tensor { tensor, offset: offset + moved, decoder }
-                }
-                Origin::Fill { bytes } => Origin::Fill { bytes },
-            };
-            emit(Self { start, loops, origin });
+            emit(Self { start, loops, origin: self.origin.moved(moved) });
         });
     }
 
@@ -157,16 +181,20 @@ impl Piece {
         if first >= end {
             return None;
         }
+        Some(self.steps(widest, first, end))
+    }
+
+    /// The steps `first..end` of a loop.
+    fn steps(&self, number: usize, first: u64, end: u64) -> Self {
+        let l = self.loops[number];
         let mut part = self.clone();
         part.start += first * l.target_stride;
-        if let Origin::Tensor { offset, .. } = &mut part.origin {
-            *offset += first * l.source_stride;
-        }
-        part.loops[widest].extent = end - first;
+        part.origin = part.origin.moved(first * l.source_stride);
+        part.loops[number].extent = end - first;
         if end - first == 1 {
-            part.loops.remove(widest);
+            part.loops.remove(number);
         }
-        Some(part)
+        part
     }
 
     /// Two parts of this piece, cut between steps of the loop with the largest source steps, so that each part needs a shorter
@@ -176,19 +204,40 @@ impl Piece {
         let l = self.loops[widest];
         let middle = l.extent.div_ceil(2);
         let middle = if l.extent >= 2 * LINES { middle.next_multiple_of(LINES) } else { middle };
-        let part = |first: u64, end: u64| {
-            let mut part = self.clone();
-            part.start += first * l.target_stride;
-            if let Origin::Tensor { offset, .. } = &mut part.origin {
-                *offset += first * l.source_stride;
-            }
-            part.loops[widest].extent = end - first;
-            if end - first == 1 {
-                part.loops.remove(widest);
-            }
-            part
-        };
-        Some((part(0, middle), part(middle, l.extent)))
+        Some((self.steps(widest, 0, middle), self.steps(widest, middle, l.extent)))
+    }
+
+    /// The units of this piece whose source lies within `units` units from its first, and the others, in parts. Loops are cut only as
+    /// far as the border asks for it.
+    pub fn cut_source(&self, units: u64) -> (Vec<Self>, Vec<Self>) {
+        let (mut inside, mut outside) = (Vec::new(), Vec::new());
+        self.cut_source_into(units, &mut inside, &mut outside);
+        (inside, outside)
+    }
+
+    fn cut_source_into(&self, units: u64, inside: &mut Vec<Self>, outside: &mut Vec<Self>) {
+        if units == 0 {
+            return outside.push(self.clone());
+        }
+        if self.source_bounding_units() <= units {
+            return inside.push(self.clone());
+        }
+        let widest = (0..self.loops.len()).max_by_key(|index| self.loops[*index].source_stride);
+        let widest = widest.expect("a piece of one unit lies within any number of units");
+        let l = self.loops[widest];
+        let rest = self.source_bounding_units() - (l.extent - 1) * l.source_stride;
+        // Steps before the border, those that it cuts, and those after it.
+        let whole = if units >= rest { ((units - rest) / l.source_stride.max(1) + 1).min(l.extent) } else { 0 };
+        let touched = units.div_ceil(l.source_stride.max(1)).clamp(whole, l.extent);
+        if whole > 0 {
+            inside.push(self.steps(widest, 0, whole));
+        }
+        for step in whole..touched {
+            self.steps(widest, step, step + 1).cut_source_into(units - step * l.source_stride, inside, outside);
+        }
+        if touched < l.extent {
+            outside.push(self.steps(widest, touched, l.extent));
+        }
     }
 
     /// Units, from the first, that lie consecutively both in the target and in the source.
@@ -303,6 +352,7 @@ pub struct Tiling {
     /// bisection.
     last_so_far: Vec<u64>,
     decoders: Vec<Decode>,
+    encoded: Vec<EncodedLeaf>,
 }
 
 impl Tiling {
@@ -316,9 +366,19 @@ impl Tiling {
                 greatest
             })
             .collect();
-        let tiling = Self { len_units, unit_bytes, pieces, last_so_far, decoders };
+        let tiling = Self { len_units, unit_bytes, pieces, last_so_far, decoders, encoded: Vec::new() };
         tiling.check_invariants();
         tiling
+    }
+
+    /// With what encoders make.
+    pub(super) fn with_encoded(self, encoded: Vec<EncodedLeaf>) -> Self {
+        Self { encoded, ..self }
+    }
+
+    /// What encoders make of it, as pieces refer to it.
+    pub fn encoded(&self) -> &[EncodedLeaf] {
+        &self.encoded
     }
 
     /// Asserts the guarantees of the constructor: loops are nested, pieces lie inside the target, and have as many units as it.
@@ -396,6 +456,7 @@ impl Tiling {
                 self.decoders[decoder as usize] == Decode::Copy
                     && (run * self.unit_bytes >= run_bytes_min || run == piece.units())
             }
+            Origin::Encoded { .. } => false,
             Origin::Fill { .. } => true,
         })
     }

@@ -8,11 +8,15 @@
 //! exp) change their values, two of them with the element of another view at the same place. A leaf is a constant, a stored tensor, or a tensor whose elements are decoded from stored codes,
 //! scales and the like ([`View::quantized`]). The two kinds of operators commute, which makes the normal form possible.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
 
 use super::{
     DType, Element, Mosaic, Region, Shape, ShapeError, SourceTensor, TensorId,
     decode::{Field, Operand, Operation, Value, block_index},
+    encode::{Bands, EncodedPart, Encoder},
     shape::PerAxis,
     strided_indices::StridedIndices,
     view_error::ViewError,
@@ -147,6 +151,69 @@ pub enum Op {
     },
     /// A tensor whose elements are computed from stored ones, in f32.
     Quantized(Arc<Value>),
+    /// Codes, scales or factors of matrices.
+    Encoded {
+        /// The matrices.
+        of: Arc<EncodedMatrices>,
+        /// What is shown of them.
+        part: EncodedPart,
+    },
+}
+
+/// Matrices that are quantized: a view, and how its blocks are encoded.
+#[derive(Debug)]
+pub struct EncodedMatrices {
+    id: u64,
+    name: String,
+    bands: Bands,
+    input: View,
+    together: Vec<(String, View)>,
+}
+
+impl EncodedMatrices {
+    /// The matrices on the last two axes of `input`, which users know as `name`. `together` are the views that have one factor with
+    /// it, itself among them; each has the same axes before those of its matrices.
+    ///
+    /// # Errors
+    /// [`ViewError::NotFloat`]; [`ViewError::Axis`] if it has no two axes.
+    pub fn new(name: String, encoder: Encoder, input: &View, together: &[(String, View)]) -> Result<Self, ViewError> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let loadable = |view: &View| {
+            let is_loadable = matches!(view.dtype(), DType::BF16 | DType::F16 | DType::F32);
+            if is_loadable { Ok(view.clone()) } else { view.cast(DType::F32) }
+        };
+        let input = loadable(input)?;
+        let bands = Bands::new(encoder, input.dtype(), input.shape());
+        let bands = bands.ok_or_else(|| ViewError::Axis { op: "encode", axis: 1, shape: input.shape().clone() })?;
+        let loaded = |(name, view): &(String, View)| Ok((name.clone(), loadable(view)?));
+        let together = together.iter().map(loaded).collect::<Result<_, ViewError>>()?;
+        Ok(Self { id: NEXT.fetch_add(1, Ordering::Relaxed), name, bands, input, together })
+    }
+
+    /// A number that no other encoding of this process has.
+    pub const fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The name for messages.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// How the matrices are encoded.
+    pub const fn bands(&self) -> &Bands {
+        &self.bands
+    }
+
+    /// The matrices, as BF16, F16 or F32.
+    pub const fn input(&self) -> &View {
+        &self.input
+    }
+
+    /// The views whose greatest magnitude gives the factor, with their names.
+    pub fn together(&self) -> &[(String, View)] {
+        &self.together
+    }
 }
 
 /// Type of the result of arithmetic.
@@ -183,6 +250,12 @@ impl View {
             value.check().map_err(|(tensor, error)| ViewError::Operand { tensor, shape: shape.clone(), error })?;
         }
         Ok(Self::new(shape, DType::F32, Op::Quantized(value)))
+    }
+
+    /// What an encoder makes of matrices.
+    pub fn encoded(of: &Arc<EncodedMatrices>, part: EncodedPart) -> Self {
+        let (shape, dtype) = (of.bands.shape(part), of.bands.encoder().dtype(part));
+        Self::new(shape, dtype, Op::Encoded { of: Arc::clone(of), part })
     }
 
     /// `shape` filled with one value.
@@ -508,6 +581,11 @@ impl View {
     fn coded(&self) -> Option<TensorId> {
         match self.op() {
             Op::Quantized(value) => Some(value.load.tensor.id),
+            Op::Encoded { of, .. } => {
+                let mut first = None;
+                of.input.for_each_stored(&mut |id| first = first.or(Some(id)));
+                Some(first.unwrap_or(TensorId(0)))
+            }
             Op::Source(_) | Op::Mosaic(_) | Op::Fill(_) => None,
             Op::Slice { of, .. }
             | Op::Gather { of, .. }
@@ -600,6 +678,12 @@ impl View {
             Op::Sum { of } | Op::Product { of, .. } => of.iter().for_each(|view| view.for_each_leaf(visit)),
             Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_leaf(visit)),
             Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(ViewLeaf::Tensor(&operand.tensor))),
+            Op::Encoded { of, .. } => {
+                of.input.for_each_leaf(visit);
+                if of.bands.encoder().has_factor() {
+                    of.together.iter().for_each(|(_, view)| view.for_each_leaf(visit));
+                }
+            }
         }
     }
 

@@ -55,6 +55,7 @@ impl fmt::Display for View {
             Op::Product { of: [left, right], flush } => {
                 write!(f, "multiply({left}, {right}{})", if *flush { ", flush" } else { "" })
             }
+            Op::Encoded { of, part } => write!(f, "encode({}, {part:?})", of.input()),
             Op::Quantized(value) => {
                 write!(f, "decode({}", self.shape())?;
                 let mut result = Ok(());

@@ -214,6 +214,7 @@ pub fn execute_from(view: &View, tiling: &Tiling, decode: DecodeUnit, bytes: Rea
                 Origin::Tensor { tensor, offset, decoder } => {
                     decode(&tiling.decoders()[decoder as usize], &read, tensor, offset + from, unit);
                 }
+                Origin::Encoded { .. } => panic!("what encoders make has a test of its own"),
                 Origin::Fill { bytes } => unit.copy_from_slice(&bytes[..width]),
             }
         });
@@ -268,6 +269,7 @@ pub fn gathered_from(tiling: &Tiling, stretch_units: u64, tensors: &HashMap<Tens
                 let window = Window { bytes: &tensors[&tensor][start as usize..end as usize], start };
                 gather(&job, &[window], stretch);
             }
+            Origin::Encoded { .. } => panic!("what encoders make has a test of its own"),
             Origin::Fill { bytes } => fill(&bytes[..width as usize], &piece.loops, piece.start - low, stretch),
         });
         low = high;

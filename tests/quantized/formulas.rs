@@ -629,7 +629,7 @@ fn needed_bytes(view: &View) -> u64 {
             let value = tiling.decoders()[decoder as usize].value().unwrap();
             needs(value, offset, &piece.loops).iter().map(ckfs::tensor::Need::bytes).sum()
         }
-        ckfs::tensor::Origin::Fill { .. } => 0,
+        ckfs::tensor::Origin::Fill { .. } | ckfs::tensor::Origin::Encoded { .. } => 0,
     };
     tiling.pieces().iter().map(of).sum()
 }

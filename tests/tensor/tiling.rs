@@ -24,7 +24,7 @@ fn units(pieces: &[Piece]) -> HashMap<u64, Origin> {
         for_each_unit(piece, &mut |at, from| {
             let origin = match piece.origin {
                 Origin::Tensor { tensor, offset, decoder } => Origin::Tensor { tensor, offset: offset + from, decoder },
-                Origin::Fill { bytes } => Origin::Fill { bytes },
+                other @ (Origin::Encoded { .. } | Origin::Fill { .. }) => other,
             };
             assert!(found.insert(at, origin).is_none(), "unit {at} twice");
         });

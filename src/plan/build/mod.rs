@@ -16,6 +16,7 @@
 //! The stages collect problems on the way, so that all are reported together. If a later stage needs the value of a
 //! failed stage, the plan ends at that stage.
 
+mod quantize;
 mod repository;
 mod request;
 mod stage;
@@ -116,6 +117,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         }
         let values = builder.values(&wanted, &chosen);
         let mut drafted = builder.draft(&wanted, &chosen, &values);
+        let quantizer = builder.quantizer(&wanted, &chosen)?;
         if !values.raw().is_empty() {
             raw.extend(values.raw());
             continue;
@@ -127,20 +129,27 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         drafted.dropped = decoded.as_ref().map_or_else(Vec::new, |decoded| dropped(original, decoded));
         drafted.decoded_config = hf::decoded_config(&values);
         let mut drafts = std::mem::take(&mut drafted.drafts);
+        if let Some(quantizer) = &quantizer {
+            builder.quantize(quantizer, &mut drafts, &wanted, &values);
+        }
         builder.report_own_head(&wanted, &mut drafts);
         let drafts = builder.name(drafts, &wanted, &chosen);
         let rules = builder.split(&drafts, &wanted, &chosen);
         let mut drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
         drafted.whole = builder.keep_whole(&mut drafts, rules.is_some(), &wanted, &chosen);
+        if let Some(quantizer) = &quantizer {
+            drafts = quantizer.expand(drafts, &mut builder.problems);
+            drafted.quantized = Some(quantizer.chosen());
+        }
         let is_alike = raw.is_empty() && decodes(options, asked(options)) == decoded.is_some();
-        if let Some(hf) = builder.generated(&drafts, &wanted, &chosen) {
+        if let Some(hf) = builder.generated(&drafts, &wanted, &chosen, quantizer.as_ref()) {
             let plan = builder.assemble(&wanted, &chosen, drafted, drafts, rules);
             return builder.finish(plan, hf, &wanted);
         }
         // The files of a repository do not depend on the drafts: both are made at the same time.
         let mut beside = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
         let (hf, plan) = rayon::join(
-            || beside.repository(&wanted, &chosen.model, is_alike),
+            || beside.repository(&wanted, &chosen, is_alike),
             || builder.assemble(&wanted, &chosen, drafted, drafts, rules),
         );
         builder.problems.append(&mut beside.problems);
@@ -429,6 +438,7 @@ impl<'a> Builder<'a> {
             whole: drafted.whole,
             kept_hf: Vec::new(),
             dropped: drafted.dropped,
+            quantized: drafted.quantized,
             kept_raw: if chosen.request.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
             family: drafted.family,
             params: drafted.params,

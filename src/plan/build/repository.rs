@@ -6,7 +6,7 @@ use ckfs_checkpoint::{Checkpoint, Container};
 
 use super::{
     super::{
-        Draft, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, library::Model, values::Values,
+        Draft, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, quantize::Quantizer, values::Values,
     },
     request::{asked, decoded, decodes},
     stage::{Builder, ChosenLayout, Selection, groups_of},
@@ -27,7 +27,7 @@ impl Builder<'_> {
     pub(super) fn repository(
         &mut self,
         wanted: &Selection<'_>,
-        model: &Model,
+        chosen: &ChosenLayout,
         is_alike: bool,
     ) -> Result<HfFiles, PlanError> {
         if self.options.layout == Layout::Stored {
@@ -37,16 +37,18 @@ impl Builder<'_> {
         if let Some(reason) = &wanted.selected.no_hf {
             return Ok(self.no_repository(reason, self.original.is_repository()));
         }
-        let (original, options) = (self.original, self.options);
+        let (original, options, model) = (self.original, self.options, &chosen.model);
+        // hf/ may have other names than the layout.
+        let quantizer = self.quantizer(wanted, chosen)?;
         let plan = |wanted: &Selection<'_>| {
             let part = wanted.part();
             let values = Values::new(part, asked(options), &options.casts, Some(model));
             let (renames, tie, text) = (&options.renames, options.tied == Tied::Alias, wanted.selected.text.as_ref());
             let names = hf::HfNames { renames, tie, text };
             let files = match original.container() {
-                Container::Ranks => assembled(original, &values, names, options.shard_bytes_max),
+                Container::Ranks => assembled(original, &values, names, options.shard_bytes_max, quantizer.as_ref()),
                 Container::Safetensors | Container::Torch | Container::Dcp | Container::Orbax => {
-                    hf::plan(original, &values, names)
+                    hf::plan(original, &values, names, quantizer.as_ref())
                 }
             };
             (files, groups_of(part, values.kept()), values.raw())
@@ -80,6 +82,7 @@ impl Builder<'_> {
         drafts: &[Draft],
         wanted: &Selection<'_>,
         chosen: &ChosenLayout,
+        quantizer: Option<&Quantizer<'_>>,
     ) -> Option<HfFiles> {
         let (checkpoint, options) = (wanted.seen(), self.options);
         let is_own = options.layout == Layout::Hf && checkpoint.companion().is_some();
@@ -94,10 +97,11 @@ impl Builder<'_> {
         let alone = text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
         let config = inverse.map(|inverted| &inverted.config).or(alone.as_ref()).or_else(|| checkpoint.config());
         let name = |name: &String| text.map_or_else(|| name.clone(), |text| text.name(name));
-        let tensors = drafts.iter().map(|draft| (name(&draft.name), draft.view.clone())).collect();
+        let tensor = |draft: &Draft| (name(&draft.name), draft.view.clone(), draft.roles.part.is_some());
+        let tensors = drafts.iter().map(tensor).collect();
         let is_text = text.is_some() || inverse.is_some_and(|inverted| inverted.is_text);
         let shard_bytes_max = options.shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
-        let files = generated::files(checkpoint, tensors, (config, is_text), shard_bytes_max);
+        let files = generated::files(checkpoint, tensors, (config, is_text), shard_bytes_max, quantizer);
         let kept = chosen.inverse.as_ref().map_or_else(Vec::new, |inverted| inverted.kept.clone());
         Some(HfFiles { files: self.or_default(files), kept, absent: None })
     }
@@ -140,11 +144,12 @@ fn assembled(
     values: &Values<'_>,
     names: hf::HfNames<'_>,
     shard_bytes_max: Option<u64>,
+    quantizer: Option<&Quantizer<'_>>,
 ) -> Result<Vec<HfFile>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
-    let tensors = hf::tensors(original, values, names)?;
+    let tensors = hf::tensors(original, values, names, quantizer)?;
     let alone = names.text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
     let config = alone.as_ref().or_else(|| checkpoint.config());
     let shard_bytes_max = shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
-    generated::files(checkpoint, tensors, (config, names.text.is_some()), shard_bytes_max)
+    generated::files(checkpoint, tensors, (config, names.text.is_some()), shard_bytes_max, quantizer)
 }

@@ -14,6 +14,8 @@ use super::super::{
 /// The dtype and dequantization that the user requests.
 pub(super) const fn asked(options: &ViewOptions) -> ValueRequest {
     let quantized = match (options.dequantize, options.dtype) {
+        // What is quantized anew is decoded first.
+        (None, None) if options.quantize.is_some() => Raw::Decoded(None),
         (Some(Dequantize::To(dtype)), _) | (Some(Dequantize::Own) | None, Some(dtype)) => Raw::Decoded(Some(dtype)),
         (Some(Dequantize::Own), None) => Raw::Decoded(None),
         (None, None) => Raw::Shown,

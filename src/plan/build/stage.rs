@@ -16,6 +16,7 @@ use super::super::{
     inverse::Inverted,
     library::Model,
     name_group::fold,
+    quantize::Chosen,
     select::{self, Selected},
     survey::family,
     values::ValueRequest,
@@ -104,6 +105,8 @@ pub(super) struct Drafted {
     /// What decoding leaves out.
     pub(super) dropped: Vec<NameGroup>,
     pub(super) decoded_config: Option<Vec<u8>>,
+    /// What is quantized.
+    pub(super) quantized: Option<Chosen>,
 }
 
 impl<'a> Builder<'a> {

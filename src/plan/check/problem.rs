@@ -162,6 +162,36 @@ pub enum Problem {
         /// The sizes that divide all.
         fits: Vec<String>,
     },
+    /// Some layers of a stack are quantized and others are not.
+    #[error(
+        "{name}: {quantized} of {all} layers or experts are quantized, so that they are no stack: --layout hf shows them one by one, or \
+         let --quantize-ignore and --quantize-only name all of them or none"
+    )]
+    Mixed {
+        /// The stack.
+        name: String,
+        /// Those that are quantized.
+        quantized: u64,
+        /// All of them.
+        all: u64,
+    },
+    /// A cut falls inside a block of a quantized tensor.
+    #[error(
+        "{name}: axis {axis} of {shape} is cut at {cut}, inside a block of {block} that shares a scale: expected cuts at multiples of {block}; \
+         take another mesh, leave the tensor whole by a rule of --shard or by --even, or leave it as it is by --quantize-ignore"
+    )]
+    CutBlock {
+        /// The tensor.
+        name: String,
+        /// The axis.
+        axis: usize,
+        /// Its shape.
+        shape: Shape,
+        /// Where it is cut.
+        cut: u64,
+        /// Elements of a block on that axis.
+        block: u64,
+    },
     /// An uneven split, if only even ones are accepted.
     #[error("{name}: axis {axis} of {shape} does not split evenly in {parts} parts")]
     Uneven {

@@ -154,7 +154,7 @@ fn undo(
         Op::Exp { .. } => return Err(NoInverse::Operator("computes exp of a tensor")),
         Op::Sum { .. } => return Err(NoInverse::Operator("adds two tensors")),
         Op::Product { .. } => return Err(NoInverse::Operator("multiplies two tensors")),
-        Op::Quantized(_) | Op::Mosaic(_) => return Err(NoInverse::Stored),
+        Op::Quantized(_) | Op::Mosaic(_) | Op::Encoded { .. } => return Err(NoInverse::Stored),
     }
     Ok(())
 }

@@ -208,7 +208,8 @@ impl Walk {
             | Op::Reshape { .. }
             | Op::Concat { .. }
             | Op::Pad { .. }
-            | Op::Quantized(_) => self.leaf(view, place, holding, group),
+            | Op::Quantized(_)
+            | Op::Encoded { .. } => self.leaf(view, place, holding, group),
         }
     }
 
@@ -410,6 +411,15 @@ impl Expression {
                 for digit in operand.index.digits() {
                     self.add_numbers(11, &[digit.divisor, digit.modulus, digit.group, digit.turn, digit.stride]);
                     self.add_numbers(12, digit.table.iter().flat_map(|table| table.iter()));
+                }
+            }
+            Op::Encoded { of, part } => {
+                let (encoder, (rows, columns)) = (of.bands().encoder(), of.bands().matrix());
+                let (block_rows, block_columns) = encoder.block(columns);
+                self.add_numbers(18, &[*part as u64, rows, columns, block_rows, block_columns, encoder.packed()]);
+                self.add(of.input());
+                if encoder.has_factor() {
+                    of.together().iter().for_each(|(_, view)| self.add(view));
                 }
             }
             Op::Fill(_) => self.add_numbers(1, view.shape().extents()),

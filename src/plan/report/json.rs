@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use smallvec::SmallVec;
 
 use super::{
-    super::{Hole, NameGroup, Plan, PlannedTensor, amplification::Amplification},
+    super::{Hole, NameGroup, Plan, PlannedTensor, amplification::Amplification, quantize::Chosen},
     advice::{AdviceReason, advice, reasons},
     effects::{axis_effects, bytes_per_device},
 };
@@ -86,6 +86,7 @@ fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "decoded": plan.decoded.iter().map(|row| {
             json!({"scheme": row.scheme, "tensors": row.tensors, "bytes": row.bytes})
         }).collect::<Vec<_>>(),
+        "quantized": plan.quantized.as_ref().map(quantized_json),
         "kept_raw": plan.kept_raw,
         "kept_f32": names(&plan.kept),
         "hf_kept_f32": names(&plan.kept_hf),
@@ -101,6 +102,17 @@ fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "holes": holes_json(&plan.holes),
         "left_out": names(&plan.left_out),
         "warnings": plan.warnings,
+    })
+}
+
+/// What is quantized on read, and what is not.
+fn quantized_json(chosen: &Chosen) -> Value {
+    let kinds = chosen.quantized.iter();
+    let left = chosen.left.iter();
+    json!({
+        "scheme": chosen.scheme,
+        "kinds": kinds.map(|(kind, count, groups)| json!({"kind": kind.word(), "tensors": count, "names": names(groups)})).collect::<Vec<_>>(),
+        "left": left.map(|(left, count, groups)| json!({"reason": left.to_string(), "tensors": count, "names": names(groups)})).collect::<Vec<_>>(),
     })
 }
 

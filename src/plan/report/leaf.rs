@@ -57,6 +57,7 @@ fn walk<'a>(mut leaf: ReadLeaf<'a>, emit: &mut dyn FnMut(ReadLeaf<'a>) -> bool) 
         | Op::Reshape { .. }
         | Op::Concat { .. }
         | Op::Pad { .. }
-        | Op::Quantized(_) => emit(leaf),
+        | Op::Quantized(_)
+        | Op::Encoded { .. } => emit(leaf),
     }
 }

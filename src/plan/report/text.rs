@@ -328,6 +328,7 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     if !plan.dropped.is_empty() {
         line("dropped", &named_text(&plan.dropped, "which no decoder reads"));
     }
+    quantized_text(plan, &mut line);
     mesh_text(plan, &mut line);
     if !plan.whole.names.is_empty() {
         line("whole", &whole_text(plan));
@@ -392,6 +393,18 @@ fn named_text(groups: &[NameGroup], what: &str) -> String {
     let more = if more == 0 { String::new() } else { format!(" and {more} more groups") };
     let tensors = if count == 1 { "tensor" } else { "tensors" };
     format!("{count} {tensors} {what}: {}{more}", listed.join(", "))
+}
+
+/// What is quantized on read, by kind, and what is not, by reason.
+fn quantized_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
+    let Some(chosen) = &plan.quantized else { return };
+    line("quantized", &chosen.scheme);
+    for (kind, _, groups) in &chosen.quantized {
+        line("", &named_text(groups, &format!("of {}", kind.word())));
+    }
+    for (left, _, groups) in &chosen.left {
+        line("", &named_text(groups, &format!("as they are ({left})")));
+    }
 }
 
 /// What is decoded, and how much of it there is.

@@ -10,6 +10,7 @@ use serde_json::{Map, Value as Json, json};
 use super::super::{
     hf::{HfContent, HfFile, with_dtype},
     problem::Problem,
+    quantize::{HF_QUANT_CONFIG, Quantizer},
     text_model::TextModel,
 };
 
@@ -17,23 +18,31 @@ use super::super::{
 pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 
 /// The files of a repository with these tensors. With `is_text` they are those of the text model of a larger model. A tensor
-/// of more than `shard_bytes_max` bytes is a file by itself.
+/// of more than `shard_bytes_max` bytes is a file by itself. Each tensor comes with whether it is a part of a quantized weight.
 ///
 /// # Errors
 /// There is no configuration.
 pub(crate) fn files(
     checkpoint: &Checkpoint,
-    mut tensors: Vec<(String, View)>,
+    mut tensors: Vec<(String, View, bool)>,
     (config, is_text): (Option<&Json>, bool),
     shard_bytes_max: u64,
+    quantizer: Option<&Quantizer<'_>>,
 ) -> Result<Vec<HfFile>, Vec<Problem>> {
     let Some(config) = config else {
         let reason = "expected one: give the model's directory or org/name by --config-from".to_owned();
         return Err(vec![Problem::Hf { path: "config.json".to_owned(), reason }]);
     };
-    tensors.sort_by(|(left, _), (right, _)| natural(left, right));
+    tensors.sort_by(|(left, ..), (right, ..)| natural(left, right));
     let nested = checkpoint.dialect().text_config.as_deref();
-    let config = with_dtype(config.clone(), nested, common_dtype(&tensors), true);
+    // What is quantized tells nothing of the dtype of the model.
+    let plain = tensors.iter().filter(|(_, _, is_part)| !is_part).map(|(_, view, _)| view);
+    let mut config = with_dtype(config.clone(), nested, common_dtype(plain), true);
+    let quantizer = quantizer.filter(|quantizer| quantizer.found_any());
+    if let Some(quantizer) = quantizer {
+        config["quantization_config"] = quantizer.config();
+    }
+    let tensors: Vec<(String, View)> = tensors.into_iter().map(|(name, view, _)| (name, view)).collect();
     let text =
         |path: &str, value: &Json| HfFile { path: path.to_owned(), content: HfContent::Text(json::pretty(value)) };
     let mut files = vec![text("config.json", &config)];
@@ -52,6 +61,7 @@ pub(crate) fn files(
     }
     // What is shown here is decoded, whatever was told of the weights that the configuration came with.
     files.retain(|file| (!is_text || TextModel::has_file(&file.path)) && !file.tells_quantization());
+    files.extend(quantizer.and_then(Quantizer::file).map(|value| text(HF_QUANT_CONFIG, &value)));
     let total: u64 = tensors.iter().map(|(_, view)| bytes_of(view)).sum();
     let shards = split(tensors, shard_bytes_max);
     let count = shards.len();
@@ -79,9 +89,9 @@ fn bytes_of(view: &View) -> u64 {
 }
 
 /// The float type of most bytes.
-fn common_dtype(tensors: &[(String, View)]) -> Option<DType> {
+fn common_dtype<'a>(views: impl Iterator<Item = &'a View>) -> Option<DType> {
     let mut bytes: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
-    for (_, view) in tensors.iter().filter(|(_, view)| view.dtype().is_float()) {
+    for view in views.filter(|view| view.dtype().is_float()) {
         bytes.entry(view.dtype().name()).or_insert((0, view.dtype())).0 += bytes_of(view);
     }
     bytes.into_values().max_by_key(|(bytes, _)| *bytes).map(|(_, dtype)| dtype)

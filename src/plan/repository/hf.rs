@@ -5,7 +5,7 @@
 
 use ckfs_checkpoint::{Checkpoint, Container, FileRole, json, rewritten_index};
 use ckfs_source::FileId;
-use ckfs_tensor::{DType, TensorId, View};
+use ckfs_tensor::{DType, Op, TensorId, View};
 use hashbrown::HashMap;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value, json};
@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use super::super::{
     names,
     problem::Problem,
+    quantize::{HF_QUANT_CONFIG, Quantizer},
     rename::{self, Rename},
     text_model::TextModel,
     values::Values,
@@ -94,6 +95,7 @@ pub(crate) fn plan(
     original: &Checkpoint,
     values: &Values<'_>,
     names: HfNames<'_>,
+    quantizer: Option<&Quantizer<'_>>,
 ) -> Result<Vec<HfFile>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
     let head = names.tie.then(|| names::tied_head(checkpoint)).flatten();
@@ -110,7 +112,7 @@ pub(crate) fn plan(
     if has_all && !values.converts() && names.keep_all() && std::ptr::eq(checkpoint, original) {
         return Ok(unchanged());
     }
-    let shown = shown(original, values, names, head)?;
+    let shown = shown(original, values, names, head, quantizer)?;
     let is_as_before = |(id, name, view): &Shown| view.as_source().is_some() && *name == original.tensor(*id).name;
     if has_all && shown.iter().all(is_as_before) {
         return Ok(unchanged());
@@ -121,7 +123,8 @@ pub(crate) fn plan(
         by_file[original.file_of(tensor.0).index()].push(tensor);
     }
     let is_undone = is_undone(checkpoint);
-    let rewriting = Rewriting { original, values, text: names.text, is_undone, is_converted, total_bytes };
+    let quantizer = quantizer.filter(|quantizer| quantizer.found_any());
+    let rewriting = Rewriting { original, values, text: names.text, is_undone, is_converted, total_bytes, quantizer };
     let mut problems = Vec::new();
     let mut texts = rewriting.texts(&by_file, &mut problems);
     if !problems.is_empty() {
@@ -147,6 +150,10 @@ pub(crate) fn plan(
         let is_weights = *role == FileRole::Weights || path.ends_with(".bin.index.json");
         files.push(HfFile { path: shown_path(path, is_converted && is_weights), content });
     }
+    if let Some(value) = quantizer.and_then(Quantizer::file) {
+        files.push(HfFile { path: HF_QUANT_CONFIG.to_owned(), content: HfContent::Text(json::pretty(&value)) });
+        files.sort_by(|left, right| left.path.cmp(&right.path));
+    }
     Ok(files)
 }
 
@@ -158,9 +165,15 @@ pub(crate) fn tensors(
     original: &Checkpoint,
     values: &Values<'_>,
     names: HfNames<'_>,
-) -> Result<Vec<(String, View)>, Vec<Problem>> {
+    quantizer: Option<&Quantizer<'_>>,
+) -> Result<Vec<(String, View, bool)>, Vec<Problem>> {
     let head = names.tie.then(|| names::tied_head(values.checkpoint())).flatten();
-    Ok(shown(original, values, names, head)?.into_iter().map(|(_, name, view)| (name, view)).collect())
+    let is_part = |view: &View| matches!(view.op(), Op::Encoded { .. });
+    let tensor = |(_, name, view): Shown| {
+        let is_part = is_part(&view);
+        (name, view, is_part)
+    };
+    Ok(shown(original, values, names, head, quantizer)?.into_iter().map(tensor).collect())
 }
 
 /// All tensors of `hf/`, in order, and then the tied head, of which the name and that of the embedding are given.
@@ -169,21 +182,30 @@ fn shown(
     values: &Values<'_>,
     names: HfNames<'_>,
     head: Option<(String, String)>,
+    quantizer: Option<&Quantizer<'_>>,
 ) -> Result<Vec<Shown>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
     let renamed = |name: &str| names.apply(name);
     let tensors: Vec<_> = checkpoint.tensors().collect();
-    let found: Vec<Result<Shown, Problem>> = tensors
+    let of_name = |name: &str| {
+        let id = checkpoint.find(name)?;
+        values.view(id, values.dtype_of(id, &[name])).ok()
+    };
+    let found: Vec<Result<Vec<Shown>, Problem>> = tensors
         .into_par_iter()
         .map(|(id, info)| {
             let view = values.view(id, values.dtype_of(id, &[info.name]))?;
-            Ok((id, renamed(info.name)?, view))
+            let name = renamed(info.name)?;
+            let Some(quantizer) = quantizer else { return Ok(vec![(id, name, view)]) };
+            let Some(codes) = quantizer.codes(info.name, &view, &of_name)? else { return Ok(vec![(id, name, view)]) };
+            let parts = quantizer.parts(info.name, &codes)?.unwrap_or_default();
+            Ok(parts.into_iter().map(|part| (id, format!("{name}{}", part.suffix), part.view)).collect())
         })
         .collect();
     let (mut shown, mut problems) = (Vec::with_capacity(found.len()), Vec::new());
     for found in found {
         match found {
-            Ok(tensor) => shown.push(tensor),
+            Ok(tensors) => shown.extend(tensors),
             Err(problem) => problems.push(problem),
         }
     }
@@ -213,14 +235,16 @@ struct Rewriting<'a> {
     is_converted: bool,
     /// Bytes of all tensors together.
     total_bytes: u64,
+    /// What quantizes weights, if any are.
+    quantizer: Option<&'a Quantizer<'a>>,
 }
 
 impl<'a> Rewriting<'a> {
     /// The repository's files that `hf/` may have.
     fn originals(&self) -> impl Iterator<Item = (&'a FileRole, &'a str, FileId)> {
-        let (is_undone, is_text) = (self.is_undone, self.text.is_some());
+        let (is_undone, is_text, is_anew) = (self.is_undone, self.text.is_some(), self.quantizer.is_some());
         originals(self.original).filter(move |(_, path, _)| {
-            !(is_undone && QUANTIZATION_FILES.contains(path)) && (!is_text || TextModel::has_file(path))
+            !((is_undone || is_anew) && QUANTIZATION_FILES.contains(path)) && (!is_text || TextModel::has_file(path))
         })
     }
 
@@ -258,6 +282,10 @@ impl<'a> Rewriting<'a> {
         let checkpoint = self.values.checkpoint();
         let truthful = truthful_config(checkpoint.config()?, checkpoint, self.values, self.is_undone);
         let truthful = self.text.map_or(truthful.clone(), |text| text.config(&truthful, checkpoint.dialect().tied));
+        let truthful = match self.quantizer {
+            Some(quantizer) => quantizer.of_config(truthful),
+            None => truthful,
+        };
         (Some(&truthful) != self.original.config()).then(|| json::pretty(&truthful))
     }
 
@@ -265,7 +293,8 @@ impl<'a> Rewriting<'a> {
     fn weights(&self, file: FileId, tensors: Vec<Shown>) -> HfContent {
         let tensors = tensors.into_iter().map(|(_, name, view)| (name, view)).collect();
         // That of stored codes may tell how to read them, as torchao's does.
-        let metadata = if self.is_undone { plain_metadata() } else { metadata(self.original, file) };
+        let metadata =
+            if self.is_undone || self.quantizer.is_some() { plain_metadata() } else { metadata(self.original, file) };
         HfContent::Weights { tensors, metadata }
     }
 }

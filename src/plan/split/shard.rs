@@ -3,7 +3,7 @@
 use ckfs_config::ShardRule;
 
 use super::super::{
-    draft::{Draft, Roles},
+    draft::{Draft, PartOf, Roles},
     logical::LogicalRules,
     mesh::Mesh,
     problem::Problem,
@@ -119,10 +119,38 @@ fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
 /// Whether the user fully determines a draft's shards: by a rule that matches, or by a request to split nothing. Then
 /// the tensor of a single expert is like any other, and not only on the devices that expert parallelism gives it to.
 pub(crate) fn is_told(draft: &Draft, sharding: Sharding, rules: &[ShardRule]) -> bool {
-    sharding == Sharding::Replicate || rules.iter().any(|rule| rule.pattern.matches(&draft.name))
+    sharding == Sharding::Replicate || rules.iter().any(|rule| rule.pattern.matches(ruled_name(draft)))
 }
 
-/// The spec of a draft.
+/// The name that rules are about: that of the weight, for its codes and scales.
+fn ruled_name(draft: &Draft) -> &str {
+    draft.roles.part.as_ref().map_or(&draft.name, |part| &part.name)
+}
+
+/// The spec of a part of a quantized weight: that of the weight, if no cut falls inside a block. With `even` a weight with such a cut is
+/// whole on every device.
+///
+/// # Errors
+/// [`Problem::CutBlock`].
+fn of_part(part: &PartOf, whole: &Spec, mesh: &Mesh, even: bool) -> Result<Spec, Problem> {
+    let mut spec = Spec::replicated();
+    for axis in 0..part.shape.rank() {
+        let block = part.cuts[axis];
+        if let Some(cut) = whole.cuts(axis, &part.shape, mesh).into_iter().find(|cut| !cut.is_multiple_of(block)) {
+            if even {
+                return Ok(Spec::replicated());
+            }
+            let (name, shape) = (part.name.clone(), part.shape.clone());
+            return Err(Problem::CutBlock { name, axis, shape, cut, block });
+        }
+        if part.units[axis] > 0 {
+            whole.mesh_axes(axis).for_each(|mesh_axis| spec.split(axis, mesh_axis));
+        }
+    }
+    Ok(spec)
+}
+
+/// The spec of a draft. With `even`, a quantized weight that would be cut inside a block is whole.
 ///
 /// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor, or uses a mesh axis twice.
 /// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor or uses a mesh axis twice.
@@ -132,9 +160,26 @@ pub(crate) fn spec(
     sharding: Sharding,
     logical: Option<&LogicalRules>,
     rules: &[ShardRule],
+    even: bool,
 ) -> Result<Spec, Problem> {
-    let rank = draft.view.shape().rank();
-    let Some(rule) = rules.iter().find(|rule| rule.pattern.matches(&draft.name)) else {
+    let spec = spec_of_whole(draft, mesh, sharding, logical, rules)?;
+    match &draft.roles.part {
+        Some(part) => of_part(part, &spec, mesh, even),
+        None => Ok(spec),
+    }
+}
+
+/// The spec of a draft, or of the weight that it is a part of.
+fn spec_of_whole(
+    draft: &Draft,
+    mesh: &Mesh,
+    sharding: Sharding,
+    logical: Option<&LogicalRules>,
+    rules: &[ShardRule],
+) -> Result<Spec, Problem> {
+    let shape = draft.roles.part.as_ref().map_or_else(|| draft.view.shape(), |part| &part.shape);
+    let rank = shape.rank();
+    let Some(rule) = rules.iter().find(|rule| rule.pattern.matches(ruled_name(draft))) else {
         return Ok(match (logical, sharding) {
             (Some(logical), _) if !draft.roles.by_position => logical.spec(&draft.roles.logical, mesh),
             (_, Sharding::Auto | Sharding::Logical) => auto(&draft.roles, rank, mesh),
@@ -144,7 +189,7 @@ pub(crate) fn spec(
     let problem =
         |reason: String| Problem::ShardRule { name: draft.name.clone(), rule: rule.pattern.text().to_owned(), reason };
     if rule.spec.len() > rank {
-        return Err(problem(format!("{} axes for a tensor of shape {}", rule.spec.len(), draft.view.shape())));
+        return Err(problem(format!("{} axes for a tensor of shape {}", rule.spec.len(), shape)));
     }
     let mut spec = Spec::replicated();
     for (axis, names) in rule.spec.iter().enumerate() {

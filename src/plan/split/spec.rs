@@ -76,6 +76,26 @@ impl Spec {
         Region::within(shape, &ranges).expect("a chunk of an extent lies within it, and there is one for each axis")
     }
 
+    /// The indices of an axis at which the parts of some device begin or end inside the tensor, ascending.
+    pub fn cuts(&self, axis: usize, shape: &Shape, mesh: &Mesh) -> Vec<u64> {
+        let extent = shape.extents()[axis];
+        let mut parts = vec![(0, extent)];
+        for mesh_axis in self.mesh_axes(axis) {
+            let size = mesh.axes()[mesh_axis].size;
+            let inner = |(start, stop): (u64, u64)| {
+                (0..size)
+                    .map(move |at| chunk(stop - start, size, at))
+                    .map(move |(low, high)| (start + low, start + high))
+            };
+            parts = parts.into_iter().flat_map(inner).filter(|(start, stop)| start < stop).collect();
+        }
+        let mut cuts: Vec<u64> = parts.into_iter().flat_map(|(start, stop)| [start, stop]).collect();
+        cuts.sort_unstable();
+        cuts.dedup();
+        cuts.retain(|cut| *cut > 0 && *cut < extent);
+        cuts
+    }
+
     /// The axes whose extents the mesh does not divide, as `(axis, parts)`.
     pub fn uneven(&self, shape: &Shape, mesh: &Mesh) -> impl Iterator<Item = (usize, u64)> {
         shape.extents().iter().enumerate().filter_map(|(axis, extent)| {

@@ -6,20 +6,23 @@
 //! two. Hundreds of nanoseconds per element are acceptable here; a shortcut is not.
 
 mod arithmetic;
+mod encode;
+mod error;
 mod exponential;
 
 use std::{error::Error, fmt, num::NonZeroUsize, ops::Range};
 
 use ckfs_tensor::{
-    BitOrder, DType, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId,
-    Term, Value, View, to_usize,
+    BitOrder, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId, Term,
+    Value, View, to_usize,
 };
 use lru::LruCache;
 use smallvec::SmallVec;
 
-use self::arithmetic::narrow;
 pub use self::arithmetic::{add, divide, multiply, round, subtract, widen};
+pub use self::error::ReferenceError;
 pub use self::exponential::exp;
+use self::{arithmetic::narrow, encode::ScalesByDefinition};
 
 /// Bytes fetched at once: the first size of which a read succeeds. A source that has only a part of a tensor, as a cache
 /// without a network does, can refuse a block although it has the bytes that are asked for.
@@ -27,54 +30,6 @@ const BLOCK_SIZES: [u64; 3] = [64 << 10, 512, 8];
 
 /// Blocks kept, 64 MiB in all: enough for a transposing view to visit the same rows again.
 const BLOCKS_KEPT: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
-
-/// Why the reference gives no bytes.
-#[derive(Debug, thiserror::Error)]
-pub enum ReferenceError {
-    /// The elements of a packed type end inside a byte.
-    #[error("{elements} elements of {dtype} do not fill whole bytes")]
-    PartialByte {
-        /// Element type.
-        dtype: DType,
-        /// Elements of the view.
-        elements: u64,
-    },
-    /// The span leaves the view.
-    #[error("bytes {start}..{end} of a view of {len_bytes} bytes")]
-    OutOfBounds {
-        /// First requested byte.
-        start: u64,
-        /// End of the requested bytes.
-        end: u64,
-        /// Bytes of the view.
-        len_bytes: u64,
-    },
-    /// Bytes of a tensor could not be read.
-    #[error("tensor #{}: bytes {start}..{end}", tensor.0)]
-    Read {
-        /// The tensor.
-        tensor: TensorId,
-        /// First requested byte.
-        start: u64,
-        /// End of the requested bytes.
-        end: u64,
-        /// The reader's error.
-        #[source]
-        cause: Box<dyn Error + Send + Sync>,
-    },
-    /// The reader returned another number of bytes than requested.
-    #[error("tensor #{}: asked for bytes {start}..{end}, got {found} bytes", tensor.0)]
-    Length {
-        /// The tensor.
-        tensor: TensorId,
-        /// First requested byte.
-        start: u64,
-        /// End of the requested bytes.
-        end: u64,
-        /// Bytes returned.
-        found: usize,
-    },
-}
 
 /// The result of a reader of tensor bytes.
 pub type TensorBytes = Result<Vec<u8>, Box<dyn Error + Send + Sync>>;
@@ -99,6 +54,8 @@ pub struct Evaluator<'a> {
     blocks: LruCache<(TensorId, Range<u64>), Vec<u8>>,
     /// The tensor stored as boxes that was read last, and which of its boxes.
     last_box: (Option<TensorId>, usize),
+    /// Scales of blocks that are encoded.
+    scales: ScalesByDefinition,
 }
 
 impl fmt::Debug for Evaluator<'_> {
@@ -129,7 +86,12 @@ fn ravel(index: &[u64], shape: &Shape) -> u64 {
 impl<'a> Evaluator<'a> {
     /// An evaluator that fetches through `read`, in aligned blocks of 64 KiB, and in smaller ones where such a read fails.
     pub fn new(read: impl FnMut(TensorId, Range<u64>) -> TensorBytes + 'a) -> Self {
-        Self { read: Box::new(read), blocks: LruCache::new(BLOCKS_KEPT), last_box: (None, 0) }
+        Self {
+            read: Box::new(read),
+            blocks: LruCache::new(BLOCKS_KEPT),
+            last_box: (None, 0),
+            scales: ScalesByDefinition::default(),
+        }
     }
 
     /// Bytes `span` of the row-major elements of `view`.
@@ -245,6 +207,12 @@ impl<'a> Evaluator<'a> {
             Op::Product { of: [left, right], flush } => {
                 let (left, right) = (self.value(left, index)?, self.value(right, index)?);
                 Ok(round(view.dtype(), multiply(left, right, *flush)))
+            }
+            Op::Encoded { of, part } => {
+                let mut scales = std::mem::take(&mut self.scales);
+                let bits = scales.element(of, *part, index, &mut |view, index| self.value(view, index));
+                self.scales = scales;
+                bits
             }
             Op::Quantized(value) => {
                 let bits = self.decoded(value, ravel(index, view.shape()))?;
@@ -405,7 +373,7 @@ fn low_bits(bits: u64, width: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ckfs_tensor::Element;
+    use ckfs_tensor::{DType, Element};
 
     fn tensor(id: u32, dtype: DType, extents: &[u64]) -> View {
         View::source(SourceTensor { id: TensorId(id), dtype, shape: Shape::try_new(extents).unwrap() })

@@ -1,0 +1,111 @@
+//! The stage that puts codes in the place of weights.
+
+use std::collections::HashMap;
+
+use ckfs_config::Dequantize;
+use ckfs_tensor::{TensorId, View};
+
+use super::{
+    super::{
+        Draft, Layout, PlanError, Problem,
+        family::Generic,
+        quantize::{Quantizer, WeightChoice, with_codes},
+        survey::family_problem,
+        values::Values,
+    },
+    stage::{Builder, ChosenLayout, Selection},
+};
+
+impl<'a> Builder<'a> {
+    /// What quantizes weights, if that is asked for.
+    ///
+    /// # Errors
+    /// The layout shows no quantized weights.
+    pub(super) fn quantizer(
+        &self,
+        wanted: &Selection<'_>,
+        chosen: &ChosenLayout,
+    ) -> Result<Option<Quantizer<'a>>, PlanError> {
+        let options = self.options;
+        let problem = |reason: String| PlanError::from(Problem::File { file: "quantize".to_owned(), reason });
+        let Some(scheme) = options.quantize else {
+            let unused = !options.quantize_ignore.is_empty() || !options.quantize_only.is_empty();
+            let reason = "--quantize-ignore and --quantize-only have no effect without --quantize SCHEME";
+            return if unused { Err(problem(reason.to_owned())) } else { Ok(None) };
+        };
+        match &options.layout {
+            Layout::Canonical | Layout::Hf | Layout::Stored => {}
+            Layout::Embedded(_) | Layout::File(_) => {
+                return Err(problem(format!(
+                    "{} with --layout {}: its rules make floats of the shapes that its program trains or fuses, and no codes and scales; \
+                     expected the layout canonical, hf or stored",
+                    scheme.word(),
+                    options.layout.name(),
+                )));
+            }
+        }
+        if options.lora.is_some() {
+            return Err(problem(
+                "--lora shows the names of a model in training, whose weights are floats: expected none".to_owned(),
+            ));
+        }
+        let family = match &chosen.family {
+            Some(family) => Some(family.clone()),
+            None => super::family(wanted.seen())?,
+        };
+        let generic = Generic::load().map_err(|error| family_problem(&error))?;
+        let has_dtype = options.dtype.is_some() || matches!(options.dequantize, Some(Dequantize::To(_)));
+        Ok(WeightChoice::of(options, family, generic).map(|choice| Quantizer::new(choice, has_dtype)))
+    }
+
+    /// Puts codes in the place of weights.
+    pub(super) fn quantize(
+        &mut self,
+        quantizer: &Quantizer<'_>,
+        drafts: &mut [Draft],
+        wanted: &Selection<'_>,
+        values: &Values<'_>,
+    ) {
+        let checkpoint = wanted.seen();
+        let by_name: HashMap<String, View> = match self.options.layout {
+            // Drafts have the names of the repository, and may be made of anything.
+            Layout::Hf | Layout::Stored => {
+                drafts.iter().map(|draft| (draft.name.clone(), draft.view.clone())).collect()
+            }
+            Layout::Canonical | Layout::Embedded(_) | Layout::File(_) => HashMap::new(),
+        };
+        let find = |name: &str| {
+            by_name.get(name).cloned().or_else(|| {
+                let id = checkpoint.find(name)?;
+                values.view(id, values.dtype_of(id, &[name])).ok()
+            })
+        };
+        let decoded: HashMap<TensorId, &str> =
+            checkpoint.tensors().filter_map(|(_, info)| Some((info.quantized()?.operands[0], info.name))).collect();
+        for draft in drafts {
+            let own_name = by_name.contains_key(&draft.name).then(|| draft.name.clone());
+            let codes = |leaf: &View| {
+                let name = own_name.clone().or_else(|| {
+                    let mut first = None;
+                    leaf.for_each_source(&mut |source| first = first.or(Some(source.id)));
+                    let id = first?;
+                    Some(decoded.get(&id).copied().unwrap_or_else(|| checkpoint.tensor(id).name).to_owned())
+                });
+                name.map_or(Ok(None), |name| quantizer.codes(&name, leaf, &find))
+            };
+            let found = match &own_name {
+                Some(_) => codes(&draft.view),
+                None => with_codes(&draft.name, &draft.view, &codes),
+            };
+            match found {
+                Ok(Some(view)) => draft.view = view,
+                Ok(None) => {}
+                Err(problem) => self.problems.push(problem),
+            }
+        }
+        if !quantizer.found_any() {
+            let reason = "no tensor is quantized: expected weights of linear layers with names as in repositories of Hugging Face";
+            self.problem("quantize", reason.to_owned());
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! Which tensors are quantized.
+
+use std::{collections::BTreeMap, fmt};
+
+use ckfs_config::{Pattern, Quantize};
+use ckfs_tensor::{DType, Encoder, ExponentRule, MatrixFactor};
+
+use super::super::{
+    ViewOptions,
+    family::{Family, Generic, QuantizeRules},
+    name_group::{NameGroup, fold},
+    naming::{Words, parse, split_suffix},
+};
+
+/// What a quantized tensor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// A linear layer of attention.
+    Attention,
+    /// A linear layer of an MLP that all tokens use.
+    Mlp,
+    /// One of several experts, or several of them in one tensor.
+    Experts,
+    /// Another linear layer.
+    Other,
+}
+
+impl Kind {
+    /// Its word.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Attention => "attention",
+            Self::Mlp => "mlp",
+            Self::Experts => "experts",
+            Self::Other => "other",
+        }
+    }
+}
+
+/// Why a matrix is not quantized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Left {
+    /// It is no linear layer of attention, MLP or experts.
+    Plain,
+    /// `--quantize-ignore` names it, or `--quantize-only` does not.
+    Asked,
+    /// Its columns are no multiple of this number.
+    Columns(u64),
+    /// Its experts are in one tensor, which the scheme has no form for.
+    Stacked,
+}
+
+impl fmt::Display for Left {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Plain => f.write_str("no linear layer of attention, MLP or experts"),
+            Self::Asked => f.write_str("left by --quantize-ignore or --quantize-only"),
+            Self::Columns(multiple) => write!(f, "expected columns that are a multiple of {multiple}"),
+            Self::Stacked => f.write_str("experts in one tensor: only fp8-block stores these"),
+        }
+    }
+}
+
+/// The tensors of a plan that are quantized, and those that could be and are not.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Chosen {
+    /// The scheme.
+    pub scheme: String,
+    /// By kind: number of tensors, and their names.
+    pub quantized: Vec<(Kind, u64, Vec<NameGroup>)>,
+    /// By reason, likewise.
+    pub left: Vec<(Left, u64, Vec<NameGroup>)>,
+}
+
+/// Decides which tensors are quantized.
+#[derive(Clone, Debug)]
+pub(crate) struct WeightChoice<'a> {
+    scheme: Quantize,
+    ignore: &'a [Pattern],
+    only: &'a [Pattern],
+    family: Option<Family>,
+    words: Words,
+    rules: QuantizeRules,
+}
+
+/// Ends of the names of what stands beside experts in one tensor.
+const FUSED_BESIDE: [&str; 4] = ["bias", "scale", "scales", "blocks"];
+
+/// The module of a weight. The weight of stacked experts is its own module.
+pub(super) fn module(name: &str) -> &str {
+    name.strip_suffix(".weight").unwrap_or(name)
+}
+
+impl<'a> WeightChoice<'a> {
+    /// The choice for a model of a family; `None` if nothing is to be quantized.
+    pub(crate) fn of(options: &'a ViewOptions, family: Option<Family>, generic: Generic) -> Option<Self> {
+        let (ignore, only) = (&options.quantize_ignore, &options.quantize_only);
+        let (words, rules) = (generic.words, generic.quantize);
+        Some(Self { scheme: options.quantize?, ignore, only, family, words, rules })
+    }
+
+    /// The scheme.
+    pub(crate) const fn scheme(&self) -> Quantize {
+        self.scheme
+    }
+
+    /// How matrices are encoded.
+    pub(crate) const fn encoder(&self) -> Encoder {
+        match self.scheme {
+            Quantize::Fp8Block => Encoder::Fp8Block { power_of_two: false },
+            Quantize::Fp8BlockUe8m0 => Encoder::Fp8Block { power_of_two: true },
+            Quantize::Fp8Channel => Encoder::Fp8Channel,
+            Quantize::Fp8Tensor => Encoder::Fp8Tensor,
+            Quantize::Mxfp8 => Encoder::Mxfp8(ExponentRule::Nearest),
+            Quantize::Mxfp8Sglang => Encoder::Mxfp8(ExponentRule::Up),
+            Quantize::Mxfp4 => Encoder::Mxfp4,
+            Quantize::Nvfp4 => Encoder::Nvfp4(MatrixFactor::Divides),
+            Quantize::Nvfp4Modelopt => Encoder::Nvfp4(MatrixFactor::Multiplies),
+            Quantize::Int8Channel => Encoder::Int8Channel,
+            Quantize::Int4(group) => Encoder::Int4 { group },
+        }
+    }
+
+    /// What a tensor is, if it is quantized; else the reason, if it is a matrix.
+    pub(crate) fn decide(&self, name: &str, shape: &[u64], dtype: DType) -> Result<Kind, Option<Left>> {
+        let parsed = parse(name, &self.words);
+        let is_stacked = shape.len() == 3;
+        let has_experts = || parsed.rest.split('.').any(|word| self.words.experts.iter().any(|known| known == word));
+        // Experts in one tensor, or those of a layout that takes them apart.
+        let is_fused =
+            || has_experts() && split_suffix(name).0 == name && !FUSED_BESIDE.iter().any(|end| name.ends_with(end));
+        let is_matrix = match shape.len() {
+            2 => name.ends_with(".weight") || is_fused(),
+            3 => is_fused() || (name.ends_with(".weight") && has_experts()),
+            _ => false,
+        };
+        if !is_matrix || !dtype.is_float() || shape.contains(&0) {
+            return Err(None);
+        }
+        let rest = split_suffix(&parsed.rest).0;
+        let role =
+            self.family.as_ref().filter(|_| parsed.layer.is_some()).and_then(|family| family.layer(rest, &|_| false));
+        let is_plain = match role {
+            Some(role) => role.plain,
+            None => parsed.layer.is_none() || self.is_plain_by_name(name),
+        };
+        if is_plain || self.is_of_tower(&parsed.prefix) {
+            return Err(Some(Left::Plain));
+        }
+        let matches = |patterns: &[Pattern]| {
+            patterns.iter().any(|pattern| pattern.matches(name) || pattern.matches(module(name)))
+        };
+        if matches(self.ignore) || !(self.only.is_empty() || matches(self.only)) {
+            return Err(Some(Left::Asked));
+        }
+        let multiple = self.encoder().columns_multiple();
+        if shape.last().is_some_and(|columns| !columns.is_multiple_of(multiple)) {
+            return Err(Some(Left::Columns(multiple)));
+        }
+        if is_stacked && !matches!(self.encoder(), Encoder::Fp8Block { .. }) {
+            return Err(Some(Left::Stacked));
+        }
+        Ok(self.kind(&parsed.rest, parsed.expert.is_some() || is_stacked))
+    }
+
+    /// Whether converters leave a matrix of this name as it is.
+    fn is_plain_by_name(&self, name: &str) -> bool {
+        let words = || module(name).split('.');
+        let has = |known: &String| words().any(|word| word.contains(known.as_str()));
+        self.rules.plain_words.iter().any(has)
+            || words().next_back().is_some_and(|last| self.rules.plain_modules.iter().any(|known| known == last))
+    }
+
+    /// Whether a prefix is that of a tower for images or sound.
+    fn is_of_tower(&self, prefix: &str) -> bool {
+        prefix.split('.').any(|word| self.rules.towers.iter().any(|tower| word.contains(tower.as_str())))
+    }
+
+    fn kind(&self, rest: &str, of_experts: bool) -> Kind {
+        let has =
+            |words: &[String]| rest.split('.').any(|word| words.iter().any(|known| word.contains(known.as_str())));
+        if of_experts {
+            Kind::Experts
+        } else if has(&self.rules.attention) {
+            Kind::Attention
+        } else if has(&self.rules.mlp) {
+            Kind::Mlp
+        } else {
+            Kind::Other
+        }
+    }
+
+    /// The names of the weights that engines fuse with this one, itself among them.
+    pub(crate) fn together(&self, name: &str) -> Vec<String> {
+        let (module, suffix) = (module(name), if name.ends_with(".weight") { ".weight" } else { "" });
+        let (parent, last) = module.rsplit_once('.').map_or(("", module), |(parent, last)| (parent, last));
+        let dot = if parent.is_empty() { "" } else { "." };
+        let group = self.rules.together.iter().find(|group| group.iter().any(|word| word == last));
+        let Some(group) = group else { return vec![name.to_owned()] };
+        group.iter().map(|word| format!("{parent}{dot}{word}{suffix}")).collect()
+    }
+}
+
+/// What was found of the tensors of a plan.
+#[derive(Debug, Default)]
+pub(super) struct ChosenSoFar {
+    pub(super) quantized: BTreeMap<String, Kind>,
+    pub(super) left: BTreeMap<String, Left>,
+}
+
+impl ChosenSoFar {
+    /// As a plan shows them.
+    pub(super) fn chosen(&self, scheme: Quantize) -> Chosen {
+        fn by<K: Copy + Ord>(found: &BTreeMap<String, K>) -> Vec<(K, u64, Vec<NameGroup>)> {
+            let mut keys: BTreeMap<K, Vec<&str>> = BTreeMap::new();
+            for (name, key) in found {
+                keys.entry(*key).or_default().push(name);
+            }
+            let row = |(key, names): (K, Vec<&str>)| (key, names.len() as u64, fold(names, &[]));
+            keys.into_iter().map(row).collect()
+        }
+        Chosen { scheme: scheme.word(), quantized: by(&self.quantized), left: by(&self.left) }
+    }
+}

@@ -1,0 +1,278 @@
+//! Views of codes and scales in the place of weights.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ckfs_config::Quantize;
+use ckfs_tensor::{DType, Element, EncodedMatrices, EncodedPart, Op, PerAxis, Shape, View, ViewError};
+use serde_json::Value;
+
+use super::{
+    super::{
+        draft::{Draft, PartOf},
+        problem::Problem,
+    },
+    choice::{Chosen, ChosenSoFar, WeightChoice, module},
+    config::{quantization_config, quantization_file},
+};
+
+/// The module of an output head.
+const HEAD: &str = "lm_head";
+
+/// The view of a weight of this name, as it is before it is quantized.
+type Find<'a> = dyn Fn(&str) -> Option<View> + 'a;
+
+/// Makes codes and scales of weights, and notes which.
+#[derive(Debug)]
+pub(crate) struct Quantizer<'a> {
+    choice: WeightChoice<'a>,
+    /// Whether the user asks for a dtype: then what was quantized is decoded to that before it is quantized again.
+    has_dtype: bool,
+    findings: Mutex<ChosenSoFar>,
+}
+
+/// A stored tensor of a quantized weight.
+#[derive(Clone, Debug)]
+pub(crate) struct EncodedView {
+    /// What follows the weight's name.
+    pub(crate) suffix: &'static str,
+    /// Its elements.
+    pub(crate) view: View,
+    /// How it lies over the weight.
+    pub(crate) part: Arc<PartOf>,
+}
+
+/// The stored tensors of a quantized weight, the codes first.
+pub(crate) type Encoded = Vec<EncodedView>;
+
+/// What a stored tensor has of the matrices of an encoding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stored {
+    Part(EncodedPart),
+    /// The factor without an axis.
+    Scalar,
+    /// Rows and columns.
+    Shape,
+}
+
+/// The stored tensors of a scheme: what follows the weight's name, and what they are.
+const fn stored(scheme: Quantize) -> &'static [(&'static str, Stored)] {
+    use Stored::{Part, Scalar, Shape};
+    const CODES: Stored = Part(EncodedPart::Codes);
+    const SCALES: Stored = Part(EncodedPart::Scales);
+    const FACTOR: Stored = Part(EncodedPart::Factor);
+    match scheme {
+        Quantize::Fp8Block | Quantize::Fp8BlockUe8m0 | Quantize::Mxfp8Sglang => &[("", CODES), ("_scale_inv", SCALES)],
+        Quantize::Fp8Channel | Quantize::Mxfp8 => &[("", CODES), ("_scale", SCALES)],
+        Quantize::Fp8Tensor => &[("", CODES), ("_scale", FACTOR)],
+        Quantize::Mxfp4 => &[("_packed", CODES), ("_scale", SCALES)],
+        Quantize::Nvfp4 => &[("_packed", CODES), ("_scale", SCALES), ("_global_scale", FACTOR)],
+        Quantize::Nvfp4Modelopt => &[("", CODES), ("_scale", SCALES), ("_scale_2", Scalar)],
+        Quantize::Int8Channel | Quantize::Int4(_) => &[("_packed", CODES), ("_scale", SCALES), ("_shape", Shape)],
+    }
+}
+
+impl<'a> Quantizer<'a> {
+    pub(crate) fn new(choice: WeightChoice<'a>, has_dtype: bool) -> Self {
+        Self { choice, has_dtype, findings: Mutex::default() }
+    }
+
+    /// What was chosen so far.
+    pub(crate) fn chosen(&self) -> Chosen {
+        self.findings().chosen(self.choice.scheme())
+    }
+
+    /// The modules of matrices that are not quantized, so far. An output head that is the embedding is one of them.
+    fn left_modules(&self) -> Vec<String> {
+        let mut left: Vec<String> = self.findings().left.keys().map(|name| module(name).to_owned()).collect();
+        if !left.iter().any(|name| name == HEAD || name.ends_with(".lm_head")) {
+            left.push(HEAD.to_owned());
+        }
+        left
+    }
+
+    /// The `quantization_config` of what was quantized.
+    pub(crate) fn config(&self) -> Value {
+        quantization_config(self.choice.scheme(), &self.left_modules())
+    }
+
+    /// `config.json` with it.
+    pub(crate) fn of_config(&self, mut config: Value) -> Value {
+        if let Some(members) = config.as_object_mut() {
+            members.insert("quantization_config".to_owned(), self.config());
+        }
+        config
+    }
+
+    /// The content of `hf_quant_config.json`, if the scheme has that file.
+    pub(crate) fn file(&self) -> Option<Value> {
+        quantization_file(self.choice.scheme(), &self.left_modules())
+    }
+
+    /// Whether anything was quantized so far.
+    pub(crate) fn found_any(&self) -> bool {
+        !self.findings().quantized.is_empty()
+    }
+
+    fn findings(&self) -> std::sync::MutexGuard<'_, ChosenSoFar> {
+        self.findings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The codes of a weight, or `None` if it is not quantized. `find` finds other weights, with which it may share a factor.
+    ///
+    /// # Errors
+    /// [`Problem::View`].
+    pub(crate) fn codes(&self, name: &str, view: &View, find: &Find<'_>) -> Result<Option<View>, Problem> {
+        let decided = self.choice.decide(name, view.shape().extents(), view.dtype());
+        match decided {
+            Ok(kind) => self.findings().quantized.insert(name.to_owned(), kind),
+            Err(Some(left)) => {
+                self.findings().left.insert(name.to_owned(), left);
+                return Ok(None);
+            }
+            Err(None) => return Ok(None),
+        };
+        let named = |error: ViewError| Problem::View { name: name.to_owned(), error };
+        let input = self.input(view);
+        let mut together = vec![(name.to_owned(), input.clone())];
+        if self.choice.encoder().has_factor() {
+            let others = self.choice.together(name).into_iter().filter(|other| other != name);
+            together.extend(others.filter_map(|other| {
+                let view = find(&other)?;
+                let is_quantized = self.choice.decide(&other, view.shape().extents(), view.dtype()).is_ok();
+                is_quantized.then(|| (other, self.input(&view)))
+            }));
+        }
+        let encoding =
+            EncodedMatrices::new(name.to_owned(), self.choice.encoder(), &input, &together).map_err(named)?;
+        Ok(Some(View::encoded(&Arc::new(encoding), EncodedPart::Codes)))
+    }
+
+    /// What is encoded of a view: what was quantized before is decoded to f32, unless the user asks for another dtype.
+    fn input(&self, view: &View) -> View {
+        if let Op::Cast { of } = view.op()
+            && !self.has_dtype
+            && matches!(of.op(), Op::Quantized(_))
+        {
+            return of.clone();
+        }
+        view.clone()
+    }
+
+    /// All stored tensors of a weight whose codes are these, possibly stacked.
+    ///
+    /// # Errors
+    /// [`Problem::View`].
+    pub(crate) fn parts(&self, name: &str, codes: &View) -> Result<Option<Encoded>, Problem> {
+        let named = |error: ViewError| Problem::View { name: name.to_owned(), error };
+        let Some(encoding) = encoding_of(codes) else { return Ok(None) };
+        let bands = encoding.bands();
+        let (_, columns) = bands.matrix();
+        let (block_rows, block_columns) = bands.encoder().block(columns);
+        let mut shape = PerAxis::from_slice(codes.shape().extents());
+        let rank = shape.len();
+        shape[rank - 1] = columns;
+        let shape = Shape::try_new(&shape).map_err(|error| named(error.into()))?;
+        let is_row = block_columns >= columns;
+        let mut cuts = PerAxis::from_elem(1, rank);
+        cuts[rank - 2] = block_rows;
+        cuts[rank - 1] = if is_row { bands.encoder().packed() } else { block_columns };
+        let mut found = Vec::new();
+        for (suffix, stored) in stored(self.choice.scheme()) {
+            let view = map(codes, &|encoding| part(encoding, *stored)).map_err(named)?;
+            let mut units = PerAxis::from_elem(1, rank);
+            let (of_rows, of_columns) = match stored {
+                Stored::Part(EncodedPart::Codes) => (1, bands.encoder().packed()),
+                Stored::Part(EncodedPart::Scales) => (block_rows, if is_row { 0 } else { block_columns }),
+                Stored::Part(EncodedPart::Factor) | Stored::Scalar | Stored::Shape => (0, 0),
+            };
+            (units[rank - 2], units[rank - 1]) = (of_rows, of_columns);
+            let part = PartOf { name: name.to_owned(), shape: shape.clone(), units, cuts: cuts.clone() };
+            found.push(EncodedView { suffix, view, part: Arc::new(part) });
+        }
+        Ok(Some(found))
+    }
+
+    /// Puts all stored tensors of quantized weights in the place of their codes.
+    pub(crate) fn expand(&self, drafts: Vec<Draft>, problems: &mut Vec<Problem>) -> Vec<Draft> {
+        let mut all = Vec::with_capacity(drafts.len());
+        for draft in drafts {
+            match self.parts(&draft.name, &draft.view) {
+                Ok(None) => all.push(draft),
+                Ok(Some(parts)) => all.extend(parts.into_iter().map(|EncodedView { suffix, view, part }| {
+                    let mut roles = draft.roles.clone();
+                    roles.part = Some(part);
+                    Draft { name: format!("{}{suffix}", draft.name), view, roles, ..draft.clone() }
+                })),
+                Err(problem) => problems.push(problem),
+            }
+        }
+        all
+    }
+}
+
+/// The first encoding of codes, possibly stacked. `None` for any other view.
+fn encoding_of(view: &View) -> Option<&Arc<EncodedMatrices>> {
+    if let Op::Stack { of, .. } = view.op() {
+        return encoding_of(of.first()?);
+    }
+    if let Op::Encoded { of, part: EncodedPart::Codes } = view.op() { Some(of) } else { None }
+}
+
+/// A view with another part in the place of the codes.
+fn map(view: &View, part: &dyn Fn(&Arc<EncodedMatrices>) -> Result<View, ViewError>) -> Result<View, ViewError> {
+    if let Op::Stack { of, axis } = view.op() {
+        let of: Vec<View> = of.iter().map(|view| map(view, part)).collect::<Result<_, _>>()?;
+        return View::stack(*axis, &of);
+    }
+    if let Op::Encoded { of, .. } = view.op() { part(of) } else { Ok(view.clone()) }
+}
+
+fn part(encoding: &Arc<EncodedMatrices>, stored: Stored) -> Result<View, ViewError> {
+    let factor = || View::encoded(encoding, EncodedPart::Factor);
+    match stored {
+        Stored::Part(part) => Ok(View::encoded(encoding, part)),
+        Stored::Scalar => {
+            let factor = factor();
+            let extents = factor.shape().extents();
+            factor.reshape(&Shape::try_new(&extents[..extents.len() - 1])?)
+        }
+        Stored::Shape => {
+            let shape = factor().shape().clone();
+            let number = |number: u64| {
+                let element = Element::from_bytes(DType::I64, &number.to_le_bytes());
+                View::fill(shape.clone(), element.expect("eight bytes are an I64"))
+            };
+            let (rows, columns) = encoding.bands().matrix();
+            View::concat(shape.rank() - 1, &[number(rows), number(columns)])
+        }
+    }
+}
+
+/// Puts codes in the place of the leaves of a view that `codes` has some of, below stacks of their outer axes.
+///
+/// # Errors
+/// Those of `codes`; [`Problem::Mixed`] if a stack has leaves that are quantized and others that are not.
+pub(crate) fn with_codes(
+    name: &str,
+    view: &View,
+    codes: &dyn Fn(&View) -> Result<Option<View>, Problem>,
+) -> Result<Option<View>, Problem> {
+    let Op::Stack { of, axis } = view.op() else { return codes(view) };
+    if axis + 2 >= view.shape().rank() {
+        // Of vectors.
+        return Ok(None);
+    }
+    let mut found = Vec::with_capacity(of.len());
+    for operand in of {
+        found.push(with_codes(name, operand, codes)?);
+    }
+    let quantized = found.iter().filter(|view| view.is_some()).count();
+    if quantized == 0 {
+        return Ok(None);
+    }
+    if quantized < found.len() {
+        return Err(Problem::Mixed { name: name.to_owned(), quantized: quantized as u64, all: found.len() as u64 });
+    }
+    let found: Vec<View> = found.into_iter().flatten().collect();
+    View::stack(*axis, &found).map(Some).map_err(|error| Problem::View { name: name.to_owned(), error })
+}

@@ -1,0 +1,460 @@
+//! Encoders: codes and scales of a matrix, the mirror of decoding.
+//!
+//! Blocks of elements share a scale, which follows from their greatest magnitude alone. So codes and scales of a *band*, whole blocks
+//! of some rows, are made together from the rows of the band. Two encoders also need the greatest magnitude of all of a matrix, or of
+//! several that engines fuse: a reduction that is found once, before any band.
+//!
+//! All arithmetic is f32, each step rounded once. A block with nothing but zeros has codes of zeros and a scale that is finite and
+//! not zero. A NaN or an infinity has no code: [`Bands::encode`] names the element.
+
+use std::fmt;
+
+use super::{
+    DType, Shape, float,
+    kernel::{
+        Level,
+        encode::{self, Coding},
+    },
+    shape::{PerAxis, to_usize},
+};
+
+/// How the exponent of an MX scale follows from the greatest magnitude of its group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ExponentRule {
+    /// As compressed-tensors does: the magnitude is rounded to a power of two, up from 1.75 times one on.
+    Nearest,
+    /// As sglang and `FlashInfer` do: the least power of two with which no code is above the greatest.
+    Up,
+}
+
+/// How the factor of all of an NVFP4 matrix is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MatrixFactor {
+    /// Scales are divided by it, as in compressed-tensors.
+    Divides,
+    /// Scales are multiplied by it, as in `ModelOpt`.
+    Multiplies,
+}
+
+/// How a matrix is quantized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Encoder {
+    /// E4M3 in blocks of 128 x 128, with an F32 scale.
+    Fp8Block {
+        /// Whether scales are powers of two.
+        power_of_two: bool,
+    },
+    /// E4M3 with an F32 scale for each row.
+    Fp8Channel,
+    /// E4M3 with an F32 scale for the matrix.
+    Fp8Tensor,
+    /// E4M3 with an exponent for 32 neighbours in a row.
+    Mxfp8(ExponentRule),
+    /// E2M1 with an exponent for 32 neighbours in a row.
+    Mxfp4,
+    /// E2M1 with an E4M3 scale for 16 neighbours in a row, and one factor.
+    Nvfp4(MatrixFactor),
+    /// Integers of 8 bits with a BF16 scale for each row.
+    Int8Channel,
+    /// Integers of 4 bits with a BF16 scale for a number of neighbours in a row.
+    Int4 {
+        /// That number.
+        group: u64,
+    },
+}
+
+/// A part of what an encoder makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum EncodedPart {
+    /// The codes.
+    Codes,
+    /// A scale for each block.
+    Scales,
+    /// What follows from the greatest magnitude of all elements: the one scale of a matrix, or the factor of its scales.
+    Factor,
+}
+
+impl EncodedPart {
+    /// The word for it.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Codes => "codes",
+            Self::Scales => "scales",
+            Self::Factor => "factor",
+        }
+    }
+}
+
+impl fmt::Display for Encoder {
+    /// What it makes of a matrix.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fp8Block { power_of_two: false } => f.write_str("E4M3 in blocks of 128x128"),
+            Self::Fp8Block { power_of_two: true } => f.write_str("E4M3 in blocks of 128x128 with powers of two"),
+            Self::Fp8Channel => f.write_str("E4M3 with a scale per row"),
+            Self::Fp8Tensor => f.write_str("E4M3 with one scale"),
+            Self::Mxfp8(ExponentRule::Nearest) => f.write_str("MXFP8, exponents rounded to nearest"),
+            Self::Mxfp8(ExponentRule::Up) => f.write_str("MXFP8, exponents rounded up"),
+            Self::Mxfp4 => f.write_str("MXFP4"),
+            Self::Nvfp4(MatrixFactor::Divides) => f.write_str("NVFP4, scales divided by a factor"),
+            Self::Nvfp4(MatrixFactor::Multiplies) => f.write_str("NVFP4, scales multiplied by a factor"),
+            Self::Int8Channel => f.write_str("INT8 with a scale per row"),
+            Self::Int4 { group } => write!(f, "INT4 with a scale for {group}"),
+        }
+    }
+}
+
+/// Rows and columns of a block of `Fp8Block`.
+const FP8_BLOCK: u64 = 128;
+
+/// Elements of a band, if a row does not have more.
+const BAND_ELEMENTS: u64 = 1 << 20;
+
+impl Encoder {
+    /// Rows and columns that share a scale, in a matrix of these columns.
+    pub const fn block(self, columns: u64) -> (u64, u64) {
+        match self {
+            Self::Fp8Block { .. } => (FP8_BLOCK, FP8_BLOCK),
+            Self::Fp8Channel | Self::Fp8Tensor | Self::Int8Channel => (1, if columns == 0 { 1 } else { columns }),
+            Self::Mxfp8(_) | Self::Mxfp4 => (1, 32),
+            Self::Nvfp4(_) => (1, 16),
+            Self::Int4 { group } => (1, group),
+        }
+    }
+
+    /// Codes in one stored element.
+    pub const fn packed(self) -> u64 {
+        match self {
+            Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Mxfp8(_) => 1,
+            Self::Mxfp4 | Self::Nvfp4(_) => 2,
+            Self::Int8Channel => 4,
+            Self::Int4 { .. } => 8,
+        }
+    }
+
+    /// Whether there is a factor, which needs the greatest magnitude of all elements.
+    pub const fn has_factor(self) -> bool {
+        matches!(self, Self::Fp8Tensor | Self::Nvfp4(_))
+    }
+
+    /// Whether blocks have scales.
+    pub const fn has_scales(self) -> bool {
+        !matches!(self, Self::Fp8Tensor)
+    }
+
+    /// The number that columns must be a multiple of.
+    pub const fn columns_multiple(self) -> u64 {
+        match self {
+            Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Int8Channel => 1,
+            Self::Mxfp8(_) | Self::Mxfp4 | Self::Nvfp4(_) | Self::Int4 { .. } => self.block(1).1,
+        }
+    }
+
+    /// The type of the stored elements of a part.
+    pub const fn dtype(self, part: EncodedPart) -> DType {
+        match (part, self) {
+            (EncodedPart::Factor, _)
+            | (EncodedPart::Scales, Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor) => DType::F32,
+            (EncodedPart::Codes, Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Mxfp8(_)) => {
+                DType::F8E4M3
+            }
+            (EncodedPart::Codes, Self::Mxfp4 | Self::Nvfp4(_))
+            | (EncodedPart::Scales, Self::Mxfp8(_) | Self::Mxfp4) => DType::U8,
+            (EncodedPart::Codes, Self::Int8Channel | Self::Int4 { .. }) => DType::I32,
+            (EncodedPart::Scales, Self::Nvfp4(_)) => DType::F8E4M3,
+            (EncodedPart::Scales, Self::Int8Channel | Self::Int4 { .. }) => DType::BF16,
+        }
+    }
+
+    const fn coding(self) -> Coding {
+        match self {
+            Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor => Coding::E4M3,
+            Self::Mxfp8(_) => Coding::E4M3Times,
+            Self::Mxfp4 => Coding::E2M1Times,
+            Self::Nvfp4(_) => Coding::E2M1,
+            Self::Int8Channel => Coding::Int8,
+            Self::Int4 { .. } => Coding::Int4,
+        }
+    }
+
+    /// The factor of a matrix whose greatest magnitude this is.
+    pub fn factor(self, greatest: f32) -> f32 {
+        match self {
+            Self::Nvfp4(MatrixFactor::Divides) => {
+                // torch divides a number by a tensor so.
+                let factor = (1.0 / greatest.max(f32::MIN_POSITIVE)) * (448.0 * 6.0);
+                if factor.is_finite() { factor } else { 1.0 }
+            }
+            Self::Nvfp4(MatrixFactor::Multiplies) => {
+                let factor = greatest / (6.0 * 448.0);
+                if factor == 0.0 { 1.0 } else { factor }
+            }
+            Self::Fp8Block { .. }
+            | Self::Fp8Channel
+            | Self::Fp8Tensor
+            | Self::Mxfp8(_)
+            | Self::Mxfp4
+            | Self::Int8Channel
+            | Self::Int4 { .. } => or(greatest / 448.0, f32::EPSILON),
+        }
+    }
+}
+
+/// `scale`, or `other` if it is zero.
+fn or(scale: f32, other: f32) -> f32 {
+    if scale == 0.0 { other } else { scale }
+}
+
+/// How matrices are cut into bands.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Bands {
+    encoder: Encoder,
+    /// Type of the elements that are encoded.
+    dtype: DType,
+    /// The axes before those of a matrix.
+    outer: PerAxis,
+    rows: u64,
+    columns: u64,
+    band_rows: u64,
+}
+
+/// Whole blocks of some rows of one matrix, and the stored elements of a part that are made of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Band {
+    /// Its number.
+    pub number: u64,
+    /// The first of its elements, in the row-major order of the part.
+    pub first: u64,
+    /// Number of its elements.
+    pub count: u64,
+}
+
+/// An element that has no code.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Uncodable {
+    /// Its number in the row-major order of what was encoded.
+    pub element: u64,
+    /// Its value. If it is finite, its block has no scale.
+    pub value: f32,
+}
+
+impl Bands {
+    /// Those of the matrices on the last two axes of this shape. `None` if there are no two axes, or if elements of this type are not
+    /// encoded.
+    pub fn new(encoder: Encoder, dtype: DType, shape: &Shape) -> Option<Self> {
+        let [outer @ .., rows, columns] = shape.extents() else { return None };
+        encode::loops(dtype, encoder.coding())?;
+        let (rows, columns) = (*rows, *columns);
+        let (block_rows, _) = encoder.block(columns);
+        let whole = (BAND_ELEMENTS / columns.max(1)).max(1);
+        let band_rows = (whole / block_rows).max(1) * block_rows;
+        Some(Self { encoder, dtype, outer: PerAxis::from_slice(outer), rows, columns, band_rows })
+    }
+
+    /// How the matrices are quantized.
+    pub const fn encoder(&self) -> Encoder {
+        self.encoder
+    }
+
+    /// Number of matrices.
+    pub fn matrices(&self) -> u64 {
+        self.outer.iter().product()
+    }
+
+    /// Rows and columns of a matrix.
+    pub const fn matrix(&self) -> (u64, u64) {
+        (self.rows, self.columns)
+    }
+
+    /// Rows and columns of the stored elements of a part of one matrix.
+    fn grid(&self, part: EncodedPart) -> (u64, u64) {
+        let (block_rows, block_columns) = self.encoder.block(self.columns);
+        match part {
+            EncodedPart::Codes => (self.rows, self.columns.div_ceil(self.encoder.packed())),
+            EncodedPart::Scales => (self.rows.div_ceil(block_rows), self.columns.div_ceil(block_columns)),
+            EncodedPart::Factor => (1, 1),
+        }
+    }
+
+    /// The shape of a part: the axes before the matrices', and those of the part. The factor has one axis of extent 1.
+    ///
+    /// # Panics
+    /// Never: a part has no more elements than the matrices.
+    pub fn shape(&self, part: EncodedPart) -> Shape {
+        let mut shape = self.outer.clone();
+        match (part, self.grid(part)) {
+            (EncodedPart::Factor, _) => shape.push(1),
+            (_, (rows, columns)) => shape.extend([rows, columns]),
+        }
+        Shape::try_new(&shape).expect("a part has no more elements than the matrices")
+    }
+
+    /// Bands of one matrix.
+    const fn bands(&self) -> u64 {
+        self.rows.div_ceil(self.band_rows)
+    }
+
+    /// The band of which element `at` of a part is made. That of the factor is a whole matrix.
+    pub fn band_of(&self, part: EncodedPart, at: u64) -> Band {
+        let (rows, columns) = self.grid(part);
+        let matrix = at / (rows * columns);
+        if part == EncodedPart::Factor {
+            return Band { number: matrix, first: matrix, count: 1 };
+        }
+        let block_rows = self.encoder.block(self.columns).0;
+        let band_rows = if part == EncodedPart::Codes { self.band_rows } else { self.band_rows / block_rows };
+        let band = at % (rows * columns) / columns / band_rows;
+        let first_row = band * band_rows;
+        Band {
+            number: matrix * self.bands() + band,
+            first: (matrix * rows + first_row) * columns,
+            count: band_rows.min(rows - first_row) * columns,
+        }
+    }
+
+    /// Elements of the input of a band: the first, and their number.
+    pub fn input_of(&self, band: u64) -> (u64, u64) {
+        let (matrix, band) = (band / self.bands(), band % self.bands());
+        let first_row = band * self.band_rows;
+        ((matrix * self.rows + first_row) * self.columns, self.band_rows.min(self.rows - first_row) * self.columns)
+    }
+
+    /// The matrix of a band.
+    pub const fn matrix_of(&self, band: u64) -> u64 {
+        band / self.bands()
+    }
+
+    /// Bytes of a part of a band whose input has `elements`.
+    pub fn bytes_of(&self, part: EncodedPart, elements: u64) -> usize {
+        let rows = elements.checked_div(self.columns).unwrap_or(0);
+        let (block_rows, _) = self.encoder.block(self.columns);
+        let rows = if part == EncodedPart::Codes { rows } else { rows.div_ceil(block_rows) };
+        let width = self.encoder.dtype(part).unit().bytes;
+        match part {
+            EncodedPart::Codes | EncodedPart::Scales => to_usize(rows * self.grid(part).1 * width),
+            EncodedPart::Factor => to_usize(width),
+        }
+    }
+
+    /// Encodes whole rows of a band, `input`, to `codes` and `scales`. Without `codes` only scales are made. `factor` is that of the
+    /// matrix, if the encoder has one.
+    ///
+    /// # Errors
+    /// [`Uncodable`], with the first such element of the input. The content of the targets is then unspecified.
+    ///
+    /// # Panics
+    /// If the lengths are not those of [`Bands::bytes_of`], or the factor is missing.
+    pub fn encode(
+        &self,
+        input: &[u8],
+        factor: Option<f32>,
+        codes: Option<&mut [u8]>,
+        scales: &mut [u8],
+    ) -> Result<(), Uncodable> {
+        self.encode_at(Level::detected(), input, factor, codes, scales)
+    }
+
+    fn encode_at(
+        &self,
+        level: Level,
+        input: &[u8],
+        factor: Option<f32>,
+        mut codes: Option<&mut [u8]>,
+        mut scales: &mut [u8],
+    ) -> Result<(), Uncodable> {
+        const ROWS: &str = "the targets have the lengths of a band";
+        let (block_rows, run) = self.encoder.block(self.columns);
+        let (block_rows, run, columns) = (to_usize(block_rows), to_usize(run), to_usize(self.columns));
+        let dtype = self.dtype;
+        let (maxima, coder) = encode::loops(dtype, self.encoder.coding()).expect("bands are of a type that has loops");
+        let (scaling, constant) = self.scaling(factor);
+        let row_bytes = columns * to_usize(dtype.unit().bytes);
+        let code_bytes = self.bytes_of(EncodedPart::Codes, self.columns);
+        let scale_bytes = if self.encoder.has_scales() { self.bytes_of(EncodedPart::Scales, self.columns) } else { 0 };
+        // Codes of a byte that do not fill the last word.
+        let used_bytes = if self.encoder.packed() == 4 { columns } else { code_bytes };
+        if row_bytes == 0 {
+            return Ok(());
+        }
+        let mut greatest = vec![0; columns.div_ceil(run)];
+        let mut divisors = vec![0.0; greatest.len()];
+        for (block, rows) in input.chunks(block_rows * row_bytes).enumerate() {
+            greatest.fill(0);
+            rows.chunks_exact(row_bytes).for_each(|row| maxima(level, row, run, &mut greatest));
+            if greatest.iter().any(|bits| *bits >= self.beyond()) {
+                return Err(first_beyond(dtype, rows, self.beyond(), block * block_rows * columns));
+            }
+            let stored = scales.split_off_mut(..scale_bytes).expect(ROWS);
+            scaling(level, &greatest, constant, stored, &mut divisors);
+            let Some(codes) = &mut codes else { continue };
+            for row in rows.chunks_exact(row_bytes) {
+                let (target, unused) = codes.split_off_mut(..code_bytes).expect(ROWS).split_at_mut(used_bytes);
+                unused.fill(0);
+                coder(level, row, run, &divisors, target);
+            }
+        }
+        Ok(())
+    }
+
+    /// The loop that makes the scales of this encoder, with its constant.
+    fn scaling(&self, factor: Option<f32>) -> (encode::Scaling, f32) {
+        match self.encoder {
+            Encoder::Fp8Block { power_of_two: false } => (encode::scales_f32, 1.0),
+            Encoder::Fp8Block { power_of_two: true } => (encode::scales_powers, 1.0),
+            Encoder::Fp8Channel => (encode::scales_f32, f32::EPSILON),
+            Encoder::Fp8Tensor => (encode::scales_given, needed(factor)),
+            Encoder::Mxfp8(ExponentRule::Nearest) => (encode::exponents_nearest, 8.0),
+            Encoder::Mxfp8(ExponentRule::Up) => (encode::exponents_up, 448.0),
+            Encoder::Mxfp4 => (encode::exponents_nearest, 2.0),
+            Encoder::Nvfp4(MatrixFactor::Divides) => (encode::scales_divided, needed(factor)),
+            Encoder::Nvfp4(MatrixFactor::Multiplies) => (encode::scales_multiplied, needed(factor)),
+            Encoder::Int8Channel => (encode::scales_bf16, 127.5),
+            Encoder::Int4 { .. } => (encode::scales_bf16, 7.5),
+        }
+    }
+
+    /// The least bits of a magnitude for which there is no scale.
+    const fn beyond(&self) -> u32 {
+        match self.encoder {
+            // Rounded to a power of two it is infinite.
+            Encoder::Mxfp8(ExponentRule::Nearest) | Encoder::Mxfp4 => encode::NEAREST_BEYOND,
+            Encoder::Fp8Block { .. }
+            | Encoder::Fp8Channel
+            | Encoder::Fp8Tensor
+            | Encoder::Mxfp8(ExponentRule::Up)
+            | Encoder::Nvfp4(_)
+            | Encoder::Int8Channel
+            | Encoder::Int4 { .. } => f32::INFINITY.to_bits(),
+        }
+    }
+}
+
+fn needed(factor: Option<f32>) -> f32 {
+    factor.expect("an encoder that has a factor is given it")
+}
+
+/// The greatest magnitude of elements of an input.
+///
+/// # Errors
+/// [`Uncodable`], with the first element that is a NaN or infinite.
+///
+/// # Panics
+/// If elements of this type are not encoded.
+pub fn greatest_magnitude(dtype: DType, input: &[u8]) -> Result<f32, Uncodable> {
+    let Some((maxima, _)) = encode::loops(dtype, Coding::E4M3) else { panic!("{dtype} is no type of an input") };
+    let mut found = [0];
+    maxima(Level::detected(), input, usize::MAX, &mut found);
+    if found[0] >= f32::INFINITY.to_bits() {
+        return Err(first_beyond(dtype, input, f32::INFINITY.to_bits(), 0));
+    }
+    Ok(f32::from_bits(found[0]))
+}
+
+/// The first element whose magnitude has at least these bits.
+fn first_beyond(dtype: DType, input: &[u8], bits: u32, first: usize) -> Uncodable {
+    let width = to_usize(dtype.unit().bytes);
+    let values = input.chunks_exact(width).map(|bytes| f32::from_bits(float::widen_one(dtype, bytes)));
+    let found = values.enumerate().find(|(_, value)| value.abs().to_bits() >= bits);
+    let (at, value) = found.expect("a greatest magnitude is that of an element");
+    Uncodable { element: (first + at) as u64, value }
+}
