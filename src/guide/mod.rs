@@ -23,6 +23,7 @@ pages! {
     formats "formats.md"
     sources "sources.md"
     reading "reading.md"
+    python "python.md"
     semantics "semantics.md"
     operations "operations.md"
     clusters "clusters.md"

@@ -15,9 +15,12 @@ import yaml
 
 import guide_blocks
 import mounting
+import package
 import repos
 from guide_blocks import GUIDE, NEEDS, PAGES, ROOT, Block
 from servers import NAMES as REMOTE, STUB_SETTINGS, Stub
+
+package.import_ckfs()
 
 # Plain blocks of the README: what a new user, and `.ci/run`, types first.
 SETUP = {"cargo run --release -- demo", "tests/run"}

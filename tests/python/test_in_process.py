@@ -251,9 +251,10 @@ def test_memory_of_the_caller(repo):
 
 def test_keywords_are_those_of_the_table():
     assert set(_settings.OpenSettings.__annotations__) == set(_ckfs.settings())
-    flags = mounting.run("mount", "--help").out
-    for name in set(_settings.MountSettings.__annotations__) - set(_settings.WITHOUT_FLAG):
-        assert f"--{name.replace('_', '-')}" in flags, name
+    for command, known in (("mount", _settings.MountSettings), ("serve", _settings.ServeSettings)):
+        flags = mounting.run(command, "--help").out
+        for name in set(known.__annotations__) - set(_settings.WITHOUT_FLAG):
+            assert f"--{name.replace('_', '-')}" in flags, name
 
 
 def test_settings_have_types_of_their_own(repo):

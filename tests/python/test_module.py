@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+import urllib.request
 
 import numpy as np
 import pytest
@@ -161,3 +163,33 @@ def test_a_command_has_a_mount_of_its_own(repo, fuse, capfd):
     assert done.returncode == 7 and "dev1" in out.out, out
     with pytest.raises(subprocess.CalledProcessError):
         ckfs.run(repo("llama").path, shown, check=True)
+
+
+def test_a_server_is_an_object_with_an_end(repo):
+    with ckfs.serve(repo("llama").path, mesh={"fsdp": 2}) as server:
+        with urllib.request.urlopen(f"{server.files}dev1/embed", timeout=30) as answer:
+            assert answer.read() == ckfs.open(repo("llama").path, mesh={"fsdp": 2})["embed"].shard(1).tobytes()
+    assert "ended" in repr(server)
+    with pytest.raises(OSError):
+        urllib.request.urlopen(server.files, timeout=5)
+    with pytest.raises(ckfs.PlanError, match="missing"):
+        ckfs.serve(repo("llama").path / "missing")
+    with pytest.raises(ckfs.UsageError, match="nowhere"):
+        ckfs.serve(repo("llama").path, listen="nowhere")
+    with pytest.raises(TypeError, match="mkdir"):
+        ckfs.serve(repo("llama").path, mkdir=True)
+
+
+def test_a_server_ends_with_its_program(repo):
+    code = "import ckfs, os, signal, sys; print(ckfs.serve(sys.argv[1]).address, flush=True)"
+    ends = ["s = ckfs.serve(sys.argv[1]); print(s.address, flush=True); os.kill(os.getpid(), signal.SIGKILL)", code.split("; ", 1)[1]]
+    for end in ends:
+        command = [sys.executable, "-c", f"import ckfs, os, signal, sys; {end}", str(repo("llama").path)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+        port = int(done.stdout.strip().rpartition(":")[2])
+
+        def is_closed() -> bool:
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", port)) != 0
+
+        mounting.wait_until(is_closed, what=end)

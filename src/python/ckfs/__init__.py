@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 from ._checkpoint import Checkpoint, Tensor, open
 from ._errors import Error, ForkError, LoadError, PlanError, PlanWarning, ReadError, UsageError
 from ._plan import Plan
-from ._program import Mount, mount, plan, program, run
-from ._settings import MountSettings, OpenSettings
+from ._program import Mount, Server, mount, plan, program, run, serve
+from ._settings import MountSettings, OpenSettings, ServeSettings
 
 if TYPE_CHECKING:
     from . import jax as jax
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint", "Error", "ForkError", "LoadError", "Mount", "MountSettings", "OpenSettings", "Plan", "PlanError",
-    "PlanWarning", "ReadError", "Tensor", "UsageError", "mount", "open", "plan", "program", "run",
+    "PlanWarning", "ReadError", "ServeSettings", "Server", "Tensor", "UsageError", "mount", "open", "plan", "program", "run",
+    "serve",
 ]  # fmt: skip
 
 

@@ -28,7 +28,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError as error:
         raise Error(f"numpy has no {name}: install ml_dtypes") from error
-    return np.dtype(getattr(ml_dtypes, name))
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return found
 
 
 def packed_bytes(name: str, elements: int) -> int:

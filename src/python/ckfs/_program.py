@@ -7,8 +7,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,7 @@ from typing import Any, Unpack
 from . import _settings
 from ._errors import Error, PlanError, PlanWarning, UsageError
 from ._plan import Plan
-from ._settings import MountSettings
+from ._settings import MountSettings, ServeSettings
 
 
 def program() -> str:
@@ -54,9 +56,16 @@ def _run(*words: str) -> str:
     if done.returncode != 0:
         raise _failed(done.stderr, done.returncode)
     for line in done.stderr.decode(errors="replace").splitlines():
-        if found := _WARNING.match(line):
-            warnings.warn(found[1], PlanWarning, stacklevel=3)
+        _warn(line)
     return done.stdout.decode()
+
+
+def _warn(line: str) -> bool:
+    """Whether a line of the log is a warning. It is then one of the caller of this package."""
+    found = _WARNING.match(line)
+    if found:
+        warnings.warn(found[1], PlanWarning, stacklevel=4)
+    return found is not None
 
 
 def _words(command: str, settings: Mapping[str, Any], *names: str | os.PathLike[str] | None) -> list[str]:
@@ -107,6 +116,40 @@ class Mount(os.PathLike[str]):
         return f"<ckfs.Mount {self.path}{'' if self._end.alive else ', ended'}>"
 
 
+class Server:
+    """A running `ckfs serve`. It ends with its `with` block, by `stop`, when the program ends, and when the program is killed."""
+
+    def __init__(self, address: str, process: subprocess.Popen[str], keeper: subprocess.Popen[bytes]) -> None:
+        self.address = address
+        """Where it answers, such as `http://127.0.0.1:8421`: what `HF_ENDPOINT` takes."""
+        self._end = weakref.finalize(self, _end_server, process, keeper, os.getpid())
+
+    @property
+    def files(self) -> str:
+        """Where the files are; paths follow."""
+        return f"{self.address}/files/"
+
+    def stop(self) -> None:
+        """Ends the server. Does nothing if it has ended."""
+        self._end()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<ckfs.Server {self.address}{'' if self._end.alive else ', ended'}>"
+
+
+def _end_server(process: subprocess.Popen[str], keeper: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() == owner:
+        process.terminate()
+        process.wait()
+        _let_go(keeper)
+
+
 # The keeper waits for its input to end, which the kernel sees to however this process ends. It then detaches the mount, and
 # removes the directory if that was made for it. Ctrl-C in a terminal is not for it.
 _KEEPER = """trap '' INT QUIT HUP TERM
@@ -116,11 +159,30 @@ read -r _
 """
 
 
-def _end_mount(keeper: subprocess.Popen[bytes], owner: int) -> None:
-    # A child of `fork` has the keeper's input too, but the mount is not its own.
-    if os.getpid() == owner and keeper.stdin is not None:
+# Likewise for a server, unless it has ended before.
+_SERVER_KEEPER = """trap '' INT QUIT HUP TERM
+read -r _
+kill "$0" 2>/dev/null
+"""
+
+
+def _keep(script: str, *words: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, *words],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+
+def _let_go(keeper: subprocess.Popen[bytes]) -> None:
+    if keeper.stdin is not None:
         keeper.stdin.close()
         keeper.wait()
+
+
+def _end_mount(keeper: subprocess.Popen[bytes], owner: int) -> None:
+    # A child of `fork` has the keeper's input too, but the mount is not its own.
+    if os.getpid() == owner:
+        _let_go(keeper)
 
 
 def mount(
@@ -144,11 +206,7 @@ def mount(
         if made:
             os.rmdir(made)
         raise
-    keeper = subprocess.Popen(
-        ["/bin/sh", "-c", _KEEPER, program(), str(point), made],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    return Mount(point, keeper)
+    return Mount(point, _keep(_KEEPER, program(), str(point), made))
 
 
 def run(
@@ -166,7 +224,42 @@ def run(
     """
     words = ["run", *_settings.flags(settings)]
     names = [] if source is None else [os.fspath(source)]
-    return subprocess.run([program(), *words, *names, "--", *map(os.fspath, command)], check=check)
+    return subprocess.run([program(), *words, *names, "--", *(os.fspath(word) for word in command)], check=check)
 
 
-__all__ = ["Mount", "mount", "plan", "program", "run"]
+# What `ckfs serve` says once it answers.
+_SERVING = re.compile(r"ckfs: serving .* at (http://[^/ ]+)")
+
+
+def serve(source: str | os.PathLike[str] | None = None, /, **settings: Unpack[ServeSettings]) -> Server:
+    """Serves the files of a view over HTTP by `ckfs serve`, and `hf/` as a repository of the Hub. Returns when it answers.
+
+    Keywords are flags of `ckfs serve`; by default it listens on a free port of this machine. Its log goes to standard error.
+
+    Raises `PlanError` with all problems of the source and of the view, `UsageError` for a refused setting.
+    """
+    given: dict[str, Any] = {"listen": "127.0.0.1:0", **settings}
+    names = [] if source is None else [os.fspath(source)]
+    words = [program(), "serve", *_settings.flags(given, ServeSettings), "--", *names]
+    # Ctrl-C in a terminal is for the program, which ends the server.
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+    log = process.stderr
+    assert log is not None, "a pipe was asked for"
+    said: list[str] = []
+    try:
+        for line in log:
+            if found := _SERVING.match(line):
+                threading.Thread(target=shutil.copyfileobj, args=(log, sys.stderr), daemon=True).start()
+                return Server(found[1], process, _keep(_SERVER_KEEPER, str(process.pid)))
+            if not _warn(line):
+                said.append(line)
+    except BaseException:
+        process.terminate()
+        raise
+    raise _failed("".join(said).encode(), process.wait())
+
+
+__all__ = ["Mount", "Server", "mount", "plan", "program", "run", "serve"]

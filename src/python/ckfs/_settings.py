@@ -72,8 +72,20 @@ class OpenSettings(TypedDict, total=False):
     threads: int
 
 
+class ServeSettings(OpenSettings, total=False):
+    """What `ckfs.serve` takes besides the source: `ckfs serve --help` explains each under the name of its flag."""
+
+    listen: str
+    name: str
+    token_file: Path
+    allow_anyone: bool
+    file_mode: str
+    dir_mode: str
+    log_file: Path
+
+
 class MountSettings(OpenSettings, total=False):
-    """What `ckfs.mount`, `ckfs.run`, `ckfs.serve` and `ckfs.plan` take: the settings of the program."""
+    """What `ckfs.mount`, `ckfs.run` and `ckfs.plan` take besides the source: flags of the program."""
 
     timeout: Time
     mkdir: bool
@@ -92,10 +104,6 @@ class MountSettings(OpenSettings, total=False):
 
 # Settings that files have and flags have not.
 WITHOUT_FLAG = ("cast", "shard_rules", "logical_rules")
-# Settings whose flags are given once for each value.
-REPEATED = (
-    "replicate", "set", "allow_missing", "allow_unmapped", "rename", "source_rename", "include", "exclude", "direct_io",
-)  # fmt: skip
 DTYPES = ("dtype", "dequantize")
 
 
@@ -139,10 +147,10 @@ def values(settings: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def flags(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as the program takes them. Raises `TypeError` for an unknown one."""
+def flags(settings: Mapping[str, Any], of: type = MountSettings) -> list[str]:
+    """Settings as the program takes them. Raises `TypeError` for one that is not of the command."""
     words: list[str] = []
-    known = [name for name in MountSettings.__annotations__ if name not in WITHOUT_FLAG]
+    known = [name for name in of.__annotations__ if name not in WITHOUT_FLAG]
     for name, value in values(settings).items():
         if name in WITHOUT_FLAG:
             raise TypeError(f"the setting `{name}` is one of files: give `config`")

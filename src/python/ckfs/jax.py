@@ -44,6 +44,7 @@ def _pieces(leaf: Any) -> Iterator[tuple[tuple[slice, ...], list[Any]]]:
     sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     held: dict[tuple[tuple[int, int], ...], tuple[tuple[slice, ...], list[Any]]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        assert index is not None, "a device of this process has an index"
         words = tuple(slice(*word.indices(extent)[:2]) for word, extent in zip(index, leaf.shape, strict=True))
         key = tuple((word.start, word.stop) for word in words)
         held.setdefault(key, (words, []))[1].append(device)
