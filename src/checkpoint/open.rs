@@ -220,7 +220,7 @@ fn open_folder(
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
     find_unreadable(&folder.files, &mut folder.problems);
-    let ranks = ranks::find(&folder);
+    let ranks = ranks::find(&mut folder)?;
     let found = if ranks.is_some() { Some(Container::Ranks) } else { Container::of(&folder) };
     let text = match found {
         Some(Container::Safetensors) | None => safetensors::index_text(&mut folder)?,

@@ -135,11 +135,6 @@ pub(crate) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Opt
 /// What several files of `torch.save` are together, with what would work; `None` if nothing is known of them.
 pub(crate) fn of_torch_files(names: &[&str]) -> Option<&'static str> {
     let any = |test: &dyn Fn(&str) -> bool| names.iter().any(|name| test(name));
-    if any(&|name| name.ends_with("_model_states.pt") || name.ends_with("_optim_states.pt")) {
-        return Some(
-            "a checkpoint of DeepSpeed ZeRO: zero_to_fp32.py, in the directory above, makes a repository of it with --safe_serialization",
-        );
-    }
     if any(&|name| name.starts_with("consolidated.") && has_extension(name, "pth")) {
         return Some(
             "a first release of Llama, cut for tensor parallelism: use the Hugging Face repository of the model",
@@ -187,7 +182,8 @@ pub(crate) fn of_files(files: &[Listed]) -> Option<String> {
     } else if any(&|name| has_extension(name, "onnx")) {
         "an ONNX model: use the repository that it was exported from"
     } else if any(&|name| name == "zero_to_fp32.py" || name.ends_with("_optim_states.pt")) {
-        "a checkpoint of DeepSpeed ZeRO: run its zero_to_fp32.py with --safe_serialization, and open what it writes"
+        "a checkpoint of DeepSpeed, and the directory that the file latest names has no files of ranks: the save did not finish, or not all \
+         of it was copied"
     } else if files.iter().any(|file| file.path.ends_with("model_optim_rng.pt")) {
         "a checkpoint of Megatron in its old format, one file a rank: save it with --ckpt-format torch_dist"
     } else if any(&|name| name == "tokenizer.json" || name == "config.json") {
@@ -203,6 +199,7 @@ fn checkpoints_inside(files: &[Listed]) -> BTreeSet<String> {
     let is_sign = |name: &str| {
         matches!(name, DCP_METADATA | "_METADATA" | "_CHECKPOINT_METADATA" | "manifest.ocdbt")
             || (name.starts_with("model_world_size_") && name.contains("_rank_"))
+            || name.ends_with("_optim_states.pt")
     };
     let readable = files.iter().filter(|file| file.role != FileRole::Weights);
     let found = readable.filter_map(|file| file.path.rsplit_once('/'));

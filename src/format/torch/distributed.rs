@@ -26,6 +26,7 @@ pub fn is_allowed(module: &str, name: &str) -> bool {
         return true;
     }
     match module {
+        "torch" => name == "Tensor",
         "torch._tensor" => name == "_rebuild_from_type_v2",
         "torch._utils" => name == "_rebuild_wrapper_subclass",
         "torch.distributed.tensor"
@@ -272,6 +273,10 @@ impl<'a> RankReader<'a> {
         }
         let [_, class, wrapper, state, ..] = args else { return Err(of.malformed("a class and its state")) };
         let PickleValue::Global(class) = self.pickle.value(*class) else { return Err(of.malformed("a class")) };
+        if matches!(class.name.as_str(), "Tensor" | "Parameter") {
+            // One with attributes.
+            return Ok(RankTensor::Plain(id));
+        }
         let shape = self.pickle.sequence(*wrapper).and_then(|members| members.get(2)).copied();
         let shape = of.sizes(shape.ok_or_else(|| of.malformed("the shape of the whole"))?)?;
         match class.name.as_str() {

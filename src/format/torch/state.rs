@@ -333,6 +333,21 @@ impl Walk<'_> {
                 let tensor = self.tensor(*inner)?;
                 Ok(Some(tensor.ok_or(malformed("a parameter of a tensor"))?))
             }
+            // A tensor that was given attributes: the call that would rebuild it, its class, and the arguments.
+            ("torch._tensor", "_rebuild_from_type_v2") => {
+                let [function, class, inner, ..] = args else { return Err(malformed("a class and its arguments")) };
+                let (PickleValue::Global(function), PickleValue::Global(class)) =
+                    (self.pickle.value(*function), self.pickle.value(*class))
+                else {
+                    return Err(malformed("a class"));
+                };
+                let is_plain =
+                    matches!(class.name.as_str(), "Tensor" | "Parameter") && function.module == "torch._utils";
+                let inner = self.pickle.sequence(*inner).filter(|_| is_plain);
+                let inner =
+                    inner.ok_or_else(|| TorchError::Unsupported { name: self.name(), found: class.to_string() })?;
+                self.rebuilt(&function.name, inner).map(Some)
+            }
             ("torch._utils", rebuild) => self.rebuilt(rebuild, args).map(Some),
             _ => Ok(None),
         }

@@ -137,7 +137,12 @@ impl<'a> Builder<'a> {
             Container::Dcp | Container::Orbax => false,
         };
         if selected.no_hf.is_none() && !has_files {
-            let reason = format!("the source is a checkpoint of {}, not a repository", original.container());
+            let container = original.container();
+            let reason = if container == Container::Ranks {
+                "files of ranks without a config.json, which --config-from gives".to_owned()
+            } else {
+                format!("the source is a checkpoint of {container}, not a repository")
+            };
             selected.no_hf = Some(reason);
         }
         let adapter = adapter(original, options)?;

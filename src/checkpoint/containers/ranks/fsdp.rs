@@ -1,4 +1,4 @@
-//! `model_world_size_W_rank_R.pt`: the state of each rank of FSDP, as verl, `SkyRL` and lmms-engine save it.
+//! `model_world_size_W_rank_R.pt`: the state of each rank of FSDP, as verl, SkyRL and lmms-engine save it.
 //!
 //! A `DTensor` says its mesh and its placements, a `ShardedTensor` the offsets of its shards. A tensor that says nothing of other
 //! ranks is a buffer or a parameter that is not sharded, the same on every rank, if others in the same files say how they are

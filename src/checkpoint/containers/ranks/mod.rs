@@ -2,11 +2,14 @@
 //!
 //! | kind | files | read by |
 //! | --- | --- | --- |
-//! | FSDP of verl, `SkyRL`, lmms-engine | `model_world_size_8_rank_0.pt` … | `fsdp.rs` |
+//! | FSDP of verl, SkyRL, lmms-engine | `model_world_size_8_rank_0.pt` … | `fsdp.rs` |
+//! | DeepSpeed ZeRO 1 to 3 | `zero_pp_rank_0_mp_rank_00_optim_states.pt` …, `mp_rank_00_model_states.pt` | `zero.rs` |
+//! | universal, of DeepSpeed | `zero/<name>/fp32.pt`, `mp_rank_00_model_states.pt` | `zero.rs` |
 //!
 //! A tensor is put together by what the files say of it: placements and meshes. No two values are ever compared.
 
 mod fsdp;
+mod zero;
 
 use super::super::{
     choose::{TORCH_INDEX_SUFFIX, at_top, is_safetensors},
@@ -17,7 +20,9 @@ use super::super::{
     problem::{CheckpointError, Problems},
     weight_name::variant_of_index,
 };
-pub(crate) use fsdp::{FsdpName, given_alone};
+use fsdp::FsdpName;
+pub(crate) use fsdp::given_alone;
+use zero::ZeroFile;
 
 /// Where trainers put the configuration and the tokenizer, beside files of ranks.
 const COMPANIONS: [&str; 1] = ["huggingface/"];
@@ -29,6 +34,7 @@ const FSDP_DIRECTORIES: [&str; 2] = ["", "pytorch_model_fsdp_0/"];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Fsdp,
+    Zero,
 }
 
 /// The files of ranks of a directory.
@@ -39,14 +45,38 @@ pub(crate) struct RankFiles {
     below: String,
 }
 
+/// Files that say which directory is the newest step.
+const LATEST: [&str; 2] = ["latest", "latest_universal"];
+
 /// The files of ranks in a folder; `None` if there are none, or other weights beside them.
-pub(crate) fn find(folder: &Folder) -> Option<RankFiles> {
+///
+/// # Errors
+/// A file that says where they are cannot be read, or says a directory without them.
+pub(crate) fn find(folder: &mut Folder) -> Result<Option<RankFiles>, CheckpointError> {
     if has_whole_weights(folder) {
-        return None;
+        return Ok(None);
     }
-    let has = |below: &str| paths(folder).any(|path| FsdpName::of(path, below).is_some());
-    let fsdp = FSDP_DIRECTORIES.into_iter().find(|below| has(below));
-    fsdp.map(|below| RankFiles { kind: Kind::Fsdp, below: below.to_owned() })
+    let found = |kind, below: &str| Ok(Some(RankFiles { kind, below: below.to_owned() }));
+    let has = |folder: &Folder, below: &str| paths(folder).any(|path| FsdpName::of(path, below).is_some());
+    if let Some(below) = FSDP_DIRECTORIES.into_iter().find(|below| has(folder, below)) {
+        return found(Kind::Fsdp, below);
+    }
+    if is_zero(folder, "") {
+        return found(Kind::Zero, "");
+    }
+    for name in LATEST {
+        let Some(tag) = folder.read(name)? else { continue };
+        let Some(tag) = tag.ok().and_then(|tag| String::from_utf8(tag).ok()) else { continue };
+        let below = format!("{}/", tag.trim());
+        if is_zero(folder, &below) {
+            return found(Kind::Zero, &below);
+        }
+    }
+    Ok(None)
+}
+
+fn is_zero(folder: &Folder, below: &str) -> bool {
+    paths(folder).any(|path| ZeroFile::parameter(path, below).is_some() || ZeroFile::of(path, below).is_some())
 }
 
 fn paths(folder: &Folder) -> impl Iterator<Item = &str> {
@@ -84,6 +114,18 @@ impl RankFiles {
         let below = self.below.clone();
         match self.kind {
             Kind::Fsdp => folder.choose(|path| FsdpName::of(path, &below).is_some()),
+            Kind::Zero => {
+                // Of a universal checkpoint each parameter is a file.
+                let is_universal = paths(folder).any(|path| ZeroFile::parameter(path, &below).is_some());
+                folder.choose(|path| {
+                    ZeroFile::parameter(path, &below).is_some()
+                        || match ZeroFile::of(path, &below) {
+                            Some(ZeroFile::Model(..)) => true,
+                            Some(ZeroFile::Optimizer(..)) => !is_universal,
+                            Some(ZeroFile::Other) | None => false,
+                        }
+                });
+            }
         }
         let is_state = |path: &str| [".pt", ".pth", ".bin", ".ckpt", ".distcp"].iter().any(|end| path.ends_with(end));
         for file in folder.files.iter_mut().filter(|file| file.role == FileRole::Other && is_state(&file.path)) {
@@ -95,6 +137,7 @@ impl RankFiles {
     pub(crate) fn read(&self, files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
         match self.kind {
             Kind::Fsdp => fsdp::read(files, &self.below, problems),
+            Kind::Zero => zero::read(files, &self.below, problems),
         }
     }
 }

@@ -1,0 +1,203 @@
+//! What the files of DeepSpeed ZeRO say: names and shapes of parameters, and the flat partitions that hold their master weights.
+//!
+//! ```text
+//! mp_rank_00_model_states.pt                     names, shapes, buffers; with ZeRO 3 one file for each rank, zero_pp_rank_R_…
+//! zero_pp_rank_R_mp_rank_00_optim_states.pt      the flat partitions of rank R, one for each group of parameters
+//! ```
+//!
+//! With ZeRO 1 and 2 the partitions of a group, one after the other over the ranks, are the parameters of the group one after the
+//! other. With ZeRO 3 each rank has a part of each parameter, padded to the same length on all ranks.
+
+use super::{
+    super::pickle::read::{Id, PickleValue, Unpickled},
+    distributed,
+    state::TorchError,
+};
+
+/// Whether the files of DeepSpeed may name a class or function. Beside tensors and numbers, clients save what their schedulers and
+/// data loaders keep.
+pub fn is_allowed(module: &str, name: &str) -> bool {
+    if distributed::is_allowed(module, name) {
+        return true;
+    }
+    match module {
+        "deepspeed.runtime.zero.config" => name == "ZeroStageEnum",
+        "deepspeed.runtime.fp16.loss_scaler" => {
+            matches!(name, "LossScaler" | "DynamicLossScaler" | "LossScaleConfig" | "LossScaleProfile")
+        }
+        "deepspeed.utils.tensor_fragment" => name == "fragment_address",
+        "argparse" => name == "Namespace",
+        "numpy" => matches!(name, "dtype" | "ndarray"),
+        "numpy.core.multiarray" | "numpy._core.multiarray" => matches!(name, "scalar" | "_reconstruct"),
+        "_codecs" => name == "encode",
+        "collections" => matches!(name, "deque" | "Counter"),
+        "pathlib" => matches!(name, "PosixPath" | "PurePosixPath"),
+        "datetime" => matches!(name, "datetime" | "timedelta"),
+        _ => false,
+    }
+}
+
+/// A parameter and its shape.
+pub type Shaped = (String, Vec<u64>);
+
+/// A tensor and its value in the pickle.
+pub type Named = (String, Id);
+
+/// What a file of model states says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ModelStates {
+    /// The module's state: buffers, and parameters that may be placeholders.
+    pub module: Vec<Named>,
+    /// Names of those that are buffers.
+    pub buffers: Vec<String>,
+    /// Parameters that the optimizer has, by group, in their order in the partitions.
+    pub groups: Vec<Vec<Shaped>>,
+    /// Parameters that the optimizer has not, with the part that this rank has.
+    pub frozen: Vec<(Shaped, Id)>,
+    /// Names of parameters that are others too: the name, and that of the other.
+    pub shared: Vec<(String, String)>,
+    /// Number of steps that were taken.
+    pub steps: Option<u64>,
+    /// Number of ranks that share one part of the model.
+    pub tensor_ranks: Option<u64>,
+}
+
+/// What a file of optimizer states says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OptimizerStates {
+    /// 1 to 3.
+    pub stage: u64,
+    /// Number of partitions of each group, or of all.
+    pub partitions: Vec<u64>,
+    /// This rank's partition of each group.
+    pub flat: Vec<Id>,
+    /// Elements behind each parameter that are none, by group, if the file says so.
+    pub paddings: Option<Vec<Vec<u64>>>,
+}
+
+struct Of<'a> {
+    pickle: &'a Unpickled,
+}
+
+fn malformed(name: &str, expected: &'static str) -> TorchError {
+    TorchError::Malformed { name: name.to_owned(), expected }
+}
+
+/// Reads a file of model states.
+///
+/// # Errors
+/// [`TorchError`]: it is not what DeepSpeed writes.
+pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, TorchError> {
+    let (of, root) = (Of { pickle }, pickle.root());
+    let names = of.member(root, "buffer_names")?;
+    let names = pickle.sequence(names).or_else(|| set(pickle, names)).unwrap_or_default();
+    let text = |id: &Id| pickle.text(*id).map(str::to_owned).ok_or_else(|| malformed("buffer_names", "a name"));
+    let buffers = names.iter().map(text).collect::<Result<_, _>>()?;
+    let groups = of.member(root, "param_shapes")?;
+    let groups = pickle.sequence(groups).map_or_else(|| vec![groups], <[Id]>::to_vec);
+    let groups = groups.iter().map(|group| of.shapes("param_shapes", *group)).collect::<Result<_, _>>()?;
+    let frozen = match (of.present(root, "frozen_param_shapes"), of.present(root, "frozen_param_fragments")) {
+        (Some(shapes), Some(fragments)) => {
+            let shapes = of.shapes("frozen_param_shapes", shapes)?;
+            let part = |shaped: Shaped| {
+                let found = pickle.item(fragments, &shaped.0);
+                found
+                    .map(|id| (shaped.clone(), id))
+                    .ok_or_else(|| malformed(&shaped.0, "its part among frozen parameters"))
+            };
+            shapes.into_iter().map(part).collect::<Result<_, _>>()?
+        }
+        (None, None) => Vec::new(),
+        (Some(_), None) | (None, Some(_)) => return Err(malformed("frozen_param_shapes", "shapes and parts")),
+    };
+    let shared = match of.present(root, "shared_params") {
+        Some(shared) => of.pairs("shared_params", shared)?,
+        None => Vec::new(),
+    };
+    let shared = shared.into_iter().map(|(name, id)| Ok((name, text(&id)?))).collect::<Result<_, TorchError>>()?;
+    let module = match of.present(root, "module") {
+        Some(module) => of.pairs("module", module)?,
+        None => Vec::new(),
+    };
+    let number = |key| pickle.item(root, key).and_then(|id| pickle.natural(id));
+    let (steps, tensor_ranks) = (number("global_steps"), number("mp_world_size"));
+    Ok(ModelStates { module, buffers, groups, frozen, shared, steps, tensor_ranks })
+}
+
+/// Reads a file of optimizer states.
+///
+/// # Errors
+/// [`TorchError`]: it is not what DeepSpeed writes with ZeRO.
+pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, TorchError> {
+    let of = Of { pickle };
+    let state = of.member(pickle.root(), "optimizer_state_dict")?;
+    let stage = of.member(state, "zero_stage")?;
+    let stage = match pickle.call(stage) {
+        Some((_, [number], _)) => *number,
+        Some(_) | None => stage,
+    };
+    let stage = pickle.natural(stage).filter(|stage| (1..=3).contains(stage));
+    let stage = stage.ok_or_else(|| malformed("zero_stage", "1, 2 or 3"))?;
+    let partitions = of.member(state, "partition_count")?;
+    let partitions = of.naturals(partitions).ok_or_else(|| malformed("partition_count", "numbers of partitions"))?;
+    if of.present(state, "ds_zero_partition_groups").is_some() {
+        let found = "a partition of experts over groups of ranks (AutoEP)".to_owned();
+        return Err(TorchError::Unsupported { name: "ds_zero_partition_groups".to_owned(), found });
+    }
+    let key = if stage == 3 { "fp32_flat_groups" } else { "single_partition_of_fp32_groups" };
+    let flat = of.member(state, key)?;
+    let flat = pickle.sequence(flat).ok_or_else(|| malformed(key, "a list of partitions"))?.to_vec();
+    let paddings = match of.present(state, "param_alignment_paddings") {
+        Some(groups) => {
+            let groups = pickle.sequence(groups).unwrap_or_default();
+            let groups: Option<Vec<Vec<u64>>> = groups.iter().map(|group| of.naturals(*group)).collect();
+            Some(groups.ok_or_else(|| malformed("param_alignment_paddings", "lists of numbers"))?)
+        }
+        None => None,
+    };
+    Ok(OptimizerStates { stage, partitions, flat, paddings })
+}
+
+fn set(pickle: &Unpickled, id: Id) -> Option<&[Id]> {
+    if let PickleValue::Set(elements) = pickle.value(id) { Some(elements) } else { None }
+}
+
+impl Of<'_> {
+    fn present(&self, state: Id, key: &str) -> Option<Id> {
+        self.pickle.item(state, key).filter(|id| *self.pickle.value(*id) != PickleValue::None)
+    }
+
+    fn member(&self, state: Id, key: &'static str) -> Result<Id, TorchError> {
+        self.present(state, key).ok_or_else(|| malformed("(file)", key))
+    }
+
+    fn naturals(&self, id: Id) -> Option<Vec<u64>> {
+        if let Some(number) = self.pickle.natural(id) {
+            return Some(vec![number]);
+        }
+        self.pickle.sequence(id)?.iter().map(|number| self.pickle.natural(*number)).collect()
+    }
+
+    /// The items of a dictionary with text keys. A key that was set twice counts once, as it was set last.
+    fn pairs(&self, what: &str, id: Id) -> Result<Vec<Named>, TorchError> {
+        let items = self.pickle.items(id).ok_or_else(|| malformed(what, "a dict"))?;
+        let mut pairs: Vec<Named> = Vec::with_capacity(items.len());
+        for (key, value) in items {
+            let key = self.pickle.text(*key).ok_or_else(|| malformed(what, "names"))?;
+            pairs.push((key.to_owned(), *value));
+        }
+        Ok(pairs)
+    }
+
+    fn shapes(&self, what: &str, id: Id) -> Result<Vec<Shaped>, TorchError> {
+        let shape = |(name, id): Named| {
+            let numbers = match self.pickle.call(id) {
+                Some((class, [numbers], _)) if class.module == "torch" && class.name == "Size" => *numbers,
+                Some(_) | None => id,
+            };
+            let numbers = self.pickle.sequence(numbers).and_then(|_| self.naturals(numbers));
+            Ok((name.clone(), numbers.ok_or_else(|| malformed(&name, "a shape"))?))
+        };
+        self.pairs(what, id)?.into_iter().map(shape).collect()
+    }
+}

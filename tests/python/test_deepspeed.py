@@ -1,0 +1,183 @@
+"""Checkpoints of DeepSpeed as sources: written by its own engine on the CPU, compared with its own `zero_to_fp32`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mounting
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("DeepSpeed is not installed", allow_module_level=True)
+
+HERE = Path(__file__).parent
+# Ranks, stage of ZeRO, type of the weights.
+CASES = [(1, 2, "bf16"), (2, 1, "fp32"), (2, 2, "bf16"), (2, 3, "bf16"), (3, 2, "bf16"), (3, 3, "fp32")]
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+def save(directory: Path, ranks: int, stage: int, dtype: str) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    address = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(HERE / "deepspeed_process.py"), str(directory), str(stage), dtype]
+    running = [
+        subprocess.Popen(
+            command, env=os.environ | ENVIRONMENT | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        out = [process.communicate(timeout=240)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * ranks, "\n".join(out)
+
+
+@pytest.fixture(scope="session")
+def saved(base: Path):
+    """The checkpoint of a case, saved once."""
+    done = {}
+
+    def of(case: tuple[int, int, str]) -> Path:
+        if case not in done:
+            done[case] = base / "deepspeed" / "-".join(map(str, case))
+            save(done[case], *case)
+        return done[case]
+
+    return of
+
+
+def script(program: str, *arguments: object) -> None:
+    """Runs one of DeepSpeed's own programs."""
+    done = subprocess.run([sys.executable, "-m", program, *map(str, arguments)], env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def fp32(checkpoint: Path, to: Path) -> dict[str, torch.Tensor]:
+    """What `zero_to_fp32` makes."""
+    script("deepspeed.utils.zero_to_fp32", checkpoint, to)
+    return torch.load(to / "pytorch_model.bin", weights_only=True)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def shown(point: Path) -> dict[str, bytes]:
+    paths = [path for path in (point / "full").rglob("*") if path.is_file()]
+    return {str(path.relative_to(point / "full")).replace("/", "."): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_master_weights_are_those_of_zero_to_fp32(saved, own, tmp_path, case):
+    checkpoint = saved(case)
+    expected = fp32(checkpoint, tmp_path)
+    found = shown(own(checkpoint, "--mesh", "fsdp=2", "--layout", "stored", "--dtype", "f32").point)
+    assert {name: found[name] for name in expected} == {name: raw(tensor) for name, tensor in expected.items()}
+    # With ZeRO 1 it drops parameters that are not trained.
+    surplus = {"frozen.weight", "frozen.bias"} if case[1] == 1 else set()
+    assert set(found) - set(expected) == surplus
+    # As they are stored: master weights in f32, what is not trained in the model's type.
+    tag = checkpoint / (checkpoint / "latest").read_text()
+    mounted = own(tag, "--layout", "stored")
+    dtypes = {name: os.getxattr(mounted / "full" / name.replace(".", "/"), "user.ckfs.dtype").decode() for name in found}
+    assert dtypes["up.weight"] == "F32" and dtypes["places"] == "I64"
+    assert dtypes["frozen.weight"] == ("BF16" if case[2] == "bf16" else "F32")
+    assert "no difference" in mounting.run("verify", mounted.point).out
+
+
+@pytest.mark.parametrize("case", [(2, 1, "fp32"), (3, 3, "fp32")])
+def test_universal_checkpoints_hold_the_same(saved, own, tmp_path, case):
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(saved(case), checkpoint)
+    tag = (checkpoint / "latest").read_text()
+    more = ["--inject_missing_state"] if case[1] < 3 else []
+    workers = ["--num_extract_workers", 1, "--num_merge_workers", 1]
+    universal = checkpoint / f"{tag}_universal"
+    script("deepspeed.checkpoint.ds_to_universal", "--input_folder", checkpoint / tag, "--output_folder", universal, *workers, *more)
+    expected = fp32(checkpoint, tmp_path / "fp32")
+    for source in (universal, checkpoint):
+        if source == checkpoint:
+            shutil.rmtree(checkpoint / tag)
+            (checkpoint / "latest").unlink()
+        found = shown(own(source, "--layout", "stored", "--dtype", "f32").point)
+        assert {name: found[name] for name in expected} == {name: raw(tensor) for name, tensor in expected.items()}
+
+
+def refused(source: Path) -> str:
+    return mounting.run("plan", source, expect=1).err
+
+
+def test_what_is_missing_or_of_another_save_is_named(saved, tmp_path):
+    case = (3, 3, "fp32")
+    copy = tmp_path / "copy"
+    shutil.copytree(saved(case), copy)
+    tag = copy / (copy / "latest").read_text()
+    partition = tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    kept = partition.read_bytes()
+    partition.unlink()
+    assert "expected the partitions of 3 ranks, found 2; missing: rank 1" in refused(copy)
+    for length in (0, 1000, len(kept) - 1):
+        partition.write_bytes(kept[:length])
+        assert partition.name in refused(copy)
+    partition.write_bytes(kept)
+    states = tag / "zero_pp_rank_2_mp_rank_00_model_states.pt"
+    model = torch.load(states, weights_only=False)
+    torch.save(model | {"global_steps": 9}, states)
+    assert "they are of different saves" in refused(copy)
+    states.unlink()
+    assert "expected the model states of 3 ranks" in refused(copy)
+    (tag / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    assert "expected the model states of rank 0" in refused(copy)
+    shutil.rmtree(tag)
+    assert "the file latest names" in refused(copy)
+
+
+def test_parameters_that_the_partitions_do_not_hold_are_refused(saved, tmp_path):
+    case = (2, 2, "bf16")
+    for name, edit, message in [
+        ("more", lambda shapes: shapes | {"other": torch.Size([500])}, "needs those from"),
+        ("fewer", lambda shapes: {"embed.weight": shapes["embed.weight"]}, "they are not of the same parameters"),
+    ]:
+        copy = tmp_path / name
+        shutil.copytree(saved(case), copy)
+        states = copy / (copy / "latest").read_text() / "mp_rank_00_model_states.pt"
+        model = torch.load(states, weights_only=False)
+        model["param_shapes"][0] = edit(dict(model["param_shapes"][0]))
+        model["param_alignment_paddings"] = None
+        torch.save(model, states)
+        for path in states.parent.glob("*_optim_states.pt"):
+            optimizer = torch.load(path, weights_only=False)
+            optimizer["optimizer_state_dict"].pop("param_alignment_paddings", None)
+            torch.save(optimizer, path)
+        assert message in refused(copy)
+
+
+def test_models_that_are_split_otherwise_are_refused(saved, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved((2, 2, "bf16")), copy)
+    tag = copy / (copy / "latest").read_text()
+    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_01_model_states.pt")
+    assert "split over ranks (mp_rank_01)" in refused(copy)
+    (tag / "mp_rank_01_model_states.pt").rename(tag / "layer_01-model_00-model_states.pt")
+    assert "stages of a pipeline or experts" in refused(copy)
+
+
+def test_classes_of_a_client_are_refused_by_name(saved, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved((2, 2, "bf16")), copy)
+    states = copy / (copy / "latest").read_text() / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(states, weights_only=False) | {"client": os.system}, states)
+    assert "posix.system" in refused(copy)
