@@ -1,5 +1,7 @@
 //! `ckfs serve`: the files of a mount over HTTP, without FUSE.
 
+use std::net::SocketAddr;
+
 use anyhow::{Context, bail};
 use ckfs_config::{Config, Materialize};
 use ckfs_fuse::{block_signals, interruptible};
@@ -24,6 +26,7 @@ use super::{
 Examples:
   ckfs serve /data/llama --dtype bf16
   ckfs serve org/name@main --listen 0.0.0.0:8421 --token-file /run/secrets/token
+  ckfs serve /data/llama --s3 8422                 the same files as objects of a bucket, too
   ckfs serve --config /etc/ckfs/llama.toml         several views, and a table [serve]
 
 What is served at http://ADDR:
@@ -78,7 +81,7 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
     // From now on the service watches its requests by itself.
     drop(wait_watch);
     service.start().context("start a thread")?;
-    let (label, address) = (service.label().to_owned(), door.address());
+    let (label, address, s3) = (service.label().to_owned(), door.address(), door.s3_address());
     let exit = door.serve(&service, log, |names| {
         tracing::info!(
             "serving {label} at http://{address}, {} files and directories",
@@ -86,7 +89,7 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
         );
         if !flags.quiet {
             log.flush(ckfs_host::log::FLUSH_LIMIT);
-            ckfs_host::tell(&ready_text(&label, &address.to_string(), names));
+            ckfs_host::tell(&ready_text(&label, address, s3, names));
         }
     })?;
     if !exit.is_clean() {
@@ -96,10 +99,11 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
 }
 
 /// What users need to know when requests are answered.
-fn ready_text(label: &str, address: &str, names: &[String]) -> String {
+fn ready_text(label: &str, address: SocketAddr, s3: Option<SocketAddr>, names: &[String]) -> String {
     let repositories = match names {
         [] => "no repository: hf/ is not available (see `ckfs plan`)".to_owned(),
         names => format!("HF_ENDPOINT=http://{address} has {}", names.join(", ")),
     };
-    format!("ckfs: serving {label} at http://{address}/files/; {repositories}\n")
+    let s3 = s3.map_or_else(String::new, |s3| format!("; S3 at http://{s3}, bucket ckfs"));
+    format!("ckfs: serving {label} at http://{address}/files/; {repositories}{s3}\n")
 }

@@ -620,6 +620,17 @@ pub static SETTINGS: &[Setting] = &[
     .common(),
     Setting::new(
         Serve,
+        "s3",
+        Required("ADDR"),
+        at!(serve.s3),
+        "Answers the read requests of S3 at this address too, as in 127.0.0.1:8422: path style, one bucket `ckfs`, keys as under /files/.",
+    )
+    .more(
+        "Signatures are not checked, unless --token-file is set: then the access key is `ckfs`, and its secret the token.",
+    )
+    .common(),
+    Setting::new(
+        Serve,
         "name",
         Required("ORG/NAME"),
         at!(serve.name),

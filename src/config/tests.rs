@@ -115,6 +115,7 @@ const EVERY_MOUNT_KEY: &[(&str, &str)] = &[
 
 const EVERY_SERVE_KEY: &[(&str, &str)] = &[
     ("listen", "listen = '0.0.0.0:80'"),
+    ("s3", "s3 = '127.0.0.1:81'"),
     ("name", "name = 'org/name'"),
     ("token_file", "token_file = 'token'"),
     ("allow_anyone", "allow_anyone = true"),

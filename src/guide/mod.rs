@@ -26,6 +26,7 @@ pages! {
     python "python.md"
     semantics "semantics.md"
     operations "operations.md"
+    serving "serving.md"
     clusters "clusters.md"
     performance "performance.md"
     troubleshooting "troubleshooting.md"

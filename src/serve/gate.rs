@@ -55,6 +55,19 @@ impl Gate {
         Self { token: options.token.clone(), allow_anyone: options.allow_anyone }
     }
 
+    /// The token, if there is one.
+    pub(super) const fn token(&self) -> Option<&AccessToken> {
+        self.token.as_ref()
+    }
+
+    /// Who a request without a token comes from, where there is one.
+    ///
+    /// # Errors
+    /// [`NoEntry`] unless all are let in.
+    pub(super) const fn admit_unsigned(&self) -> Result<Visitor, NoEntry> {
+        if self.allow_anyone { Ok(Visitor::Stranger) } else { Err(NoEntry::Missing) }
+    }
+
     /// Who a request comes from.
     ///
     /// # Errors
@@ -70,8 +83,7 @@ impl Gate {
                 Some(found) if token.matches(found) => Ok(Visitor::Trusted),
                 Some(_) | None => Err(NoEntry::Wrong),
             },
-            None if self.allow_anyone => Ok(Visitor::Stranger),
-            None => Err(NoEntry::Missing),
+            None => self.admit_unsigned(),
         }
     }
 }

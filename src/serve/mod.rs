@@ -15,6 +15,7 @@
 //! | `router`, `answer`, `path` | which request is answered by what; replies; paths of requests |
 //! | `files`, `listing` | `/files/`: files and directories |
 //! | `hub`, `repositories`, `identity` | repositories as clients of the Hub read them; their commits and entity tags |
+//! | `s3` | the bucket `ckfs`: lists of keys, objects, signatures |
 //! | `conditions`, `range` | preconditions and ranges of requests; pure |
 //! | `file_reply`, `body` | a file as a reply, in chunks that are made when the client has taken those before |
 //! | `reads`, `tree` | threads that open and read files of a volume |
@@ -39,6 +40,7 @@ mod range;
 mod reads;
 mod repositories;
 mod router;
+mod s3;
 mod server;
 mod socket;
 mod supervisor;

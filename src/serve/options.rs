@@ -66,6 +66,8 @@ pub enum OptionsError {
 pub struct ServeOptions {
     /// Where HTTP is answered.
     pub listen: SocketAddr,
+    /// Where the requests of S3 are answered.
+    pub s3: Option<SocketAddr>,
     /// The name of the repository, if the user says one.
     pub name: Option<RepoName>,
     /// The token that requests must have.
@@ -79,7 +81,7 @@ pub struct ServeOptions {
 impl Default for ServeOptions {
     fn default() -> Self {
         let listen = SocketAddr::from((Ipv4Addr::LOCALHOST, PORT));
-        Self { listen, name: None, token: None, allow_anyone: false, drain: DRAIN }
+        Self { listen, s3: None, name: None, token: None, allow_anyone: false, drain: DRAIN }
     }
 }
 
@@ -93,6 +95,7 @@ impl ServeOptions {
         let defaults = Self::default();
         let options = Self {
             listen: settings.listen.map_or(defaults.listen, |address| address.0),
+            s3: settings.s3.map(|address| address.0),
             name: settings.name.clone(),
             token: settings.token_file.as_deref().map(read_token).transpose()?,
             allow_anyone: settings.allow_anyone.unwrap_or(false),
@@ -101,8 +104,10 @@ impl ServeOptions {
         let is_guarded = |address: SocketAddr| {
             address.ip().to_canonical().is_loopback() || options.token.is_some() || options.allow_anyone
         };
-        if !is_guarded(options.listen) {
-            return Err(OptionsError::Open { setting: "listen", address: options.listen });
+        let addresses = [("listen", Some(options.listen)), ("s3", options.s3)];
+        let mut named = addresses.into_iter().filter_map(|(setting, address)| Some((setting, address?)));
+        if let Some((setting, address)) = named.find(|(_, address)| !is_guarded(*address)) {
+            return Err(OptionsError::Open { setting, address });
         }
         if let Some(name) = options.name.as_ref().filter(|_| config.views.len() > 1) {
             return Err(OptionsError::SeveralViews { name: name.as_str().to_owned(), views: config.views.len() });

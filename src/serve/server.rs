@@ -33,6 +33,7 @@ use super::{
     reads::ServedReads,
     repositories::Repositories,
     router::Router,
+    s3::BucketRouter,
     socket::PatientSocket,
     supervisor::{self, Phase, ServeExit},
     systemd,
@@ -94,8 +95,48 @@ pub enum ServeError {
 #[derive(Debug)]
 pub struct Door {
     options: ServeOptions,
+    http: Listening,
+    s3: Option<Listening>,
+}
+
+/// A bound address.
+#[derive(Debug)]
+struct Listening {
     listener: TcpListener,
     address: SocketAddr,
+}
+
+impl Listening {
+    fn bind(address: SocketAddr) -> Result<Self, ServeError> {
+        let refused = |source| ServeError::Listen { address, source };
+        let listener = TcpListener::bind(address).map_err(refused)?;
+        listener.set_nonblocking(true).map_err(refused)?;
+        let address = listener.local_addr().map_err(refused)?;
+        Ok(Self { listener, address })
+    }
+}
+
+/// What answers the requests of an address.
+#[derive(Debug)]
+enum RequestRouter {
+    Http(Router),
+    S3(BucketRouter),
+}
+
+impl RequestRouter {
+    async fn answer(&self, request: Request<Incoming>, peer: IpAddr) -> Reply {
+        match self {
+            Self::Http(router) => router.answer(request, peer).await,
+            Self::S3(router) => router.answer(request, peer).await,
+        }
+    }
+
+    fn volume(&self) -> &Volume {
+        match self {
+            Self::Http(router) => &router.tree.volume,
+            Self::S3(router) => &router.tree.volume,
+        }
+    }
 }
 
 impl Door {
@@ -104,17 +145,19 @@ impl Door {
     /// # Errors
     /// [`ServeError::Listen`].
     pub fn bind(options: ServeOptions) -> Result<Self, ServeError> {
-        let address = options.listen;
-        let refused = |source| ServeError::Listen { address, source };
-        let listener = TcpListener::bind(address).map_err(refused)?;
-        listener.set_nonblocking(true).map_err(refused)?;
-        let address = listener.local_addr().map_err(refused)?;
-        Ok(Self { options, listener, address })
+        let http = Listening::bind(options.listen)?;
+        let s3 = options.s3.map(Listening::bind).transpose()?;
+        Ok(Self { options, http, s3 })
     }
 
     /// Where HTTP is answered.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.http.address
+    }
+
+    /// Where the requests of S3 are answered, if they are.
+    pub fn s3_address(&self) -> Option<SocketAddr> {
+        self.s3.as_ref().map(|listening| listening.address)
     }
 
     /// Serves the volume of a service until a signal ends it. Calls `on_ready` with the names of the repositories once requests are
@@ -130,7 +173,8 @@ impl Door {
         log: &Log,
         on_ready: impl FnOnce(&[String]),
     ) -> Result<ServeExit, ServeError> {
-        let router = Arc::new(self.router(service)?);
+        let router = self.router(service)?;
+        let address = self.address();
         let system = |what| move |source| ServeError::System { what, source };
         let signals = supervisor::signals().map_err(system("signals"))?;
         let speakers = thread::available_parallelism().map_or(1, usize::from).min(SPEAKERS_MAX);
@@ -144,13 +188,18 @@ impl Door {
         let connections = Arc::new(Connections::new(connections_max()));
         let (phase, phases) = watch::channel(Phase::Serving);
         let names: Vec<String> = router.repositories.iter().map(|repository| repository.id.clone()).collect();
-        {
+        let buckets = self.s3.map(|listening| {
+            let router = BucketRouter::new(Gate::new(&self.options), Arc::clone(&router.tree));
+            (listening, RequestRouter::S3(router))
+        });
+        for (listening, router) in [(self.http, RequestRouter::Http(router))].into_iter().chain(buckets) {
             let _inside = runtime.enter();
-            let listener = tokio::net::TcpListener::from_std(self.listener);
-            let listener = listener.map_err(|source| ServeError::Listen { address: self.address, source })?;
-            runtime.spawn(accept(listener, router, Arc::clone(&connections), phases));
+            let Listening { listener, address } = listening;
+            let listener = tokio::net::TcpListener::from_std(listener);
+            let listener = listener.map_err(|source| ServeError::Listen { address, source })?;
+            runtime.spawn(accept(listener, Arc::new(router), Arc::clone(&connections), phases.clone()));
         }
-        systemd::ready(&format!("serving {} at http://{}", service.label(), self.address));
+        systemd::ready(&format!("serving {} at http://{address}", service.label()));
         on_ready(&names);
         let exit = supervisor::run(&signals, &phase, &connections, service.volume(), self.options.drain, log);
         // Threads that wait for storage end with the process.
@@ -186,7 +235,7 @@ fn connections_max() -> usize {
 /// Accepts connections until the server ends.
 async fn accept(
     listener: tokio::net::TcpListener,
-    router: Arc<Router>,
+    router: Arc<RequestRouter>,
     connections: Arc<Connections>,
     mut phases: watch::Receiver<Phase>,
 ) {
@@ -218,7 +267,7 @@ async fn accept(
 async fn speak(
     socket: TcpStream,
     peer: IpAddr,
-    router: Arc<Router>,
+    router: Arc<RequestRouter>,
     place: ConnectionPlace,
     mut phases: watch::Receiver<Phase>,
 ) {
@@ -261,7 +310,7 @@ async fn speak(
 }
 
 /// Answers a request; a panic is that request's error.
-async fn guarded(router: &Router, request: Request<Incoming>, peer: IpAddr) -> Reply {
+async fn guarded(router: &RequestRouter, request: Request<Incoming>, peer: IpAddr) -> Reply {
     let shown = format!("{} {}", request.method(), request.uri().path());
     let answered = timeout(ANSWER_LIMIT, AssertUnwindSafe(router.answer(request, peer)).catch_unwind()).await;
     match answered {
@@ -271,7 +320,7 @@ async fn guarded(router: &Router, request: Request<Incoming>, peer: IpAddr) -> R
         }
         Ok(Err(panic)) => {
             let cause = panic_text(panic.as_ref());
-            router.tree.volume.metrics().note_panic(&shown, cause);
+            router.volume().metrics().note_panic(&shown, cause);
             tracing::error!("{shown}: request handler panicked: {cause}");
             answer::failed(StatusCode::INTERNAL_SERVER_ERROR, "an error in ckfs; its log says more")
         }

@@ -20,6 +20,11 @@ impl AccessToken {
         Self(text.to_owned())
     }
 
+    /// The text, for signatures that it makes.
+    pub(super) fn secret(&self) -> &str {
+        &self.0
+    }
+
     /// Whether a text is the token. The time does not depend on where they differ.
     pub fn matches(&self, text: &str) -> bool {
         // Digests are compared, so that a difference early in the text shows nothing.

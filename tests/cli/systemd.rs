@@ -17,6 +17,10 @@ fn unit() -> String {
     fs::read_to_string(file("ckfs@.service")).unwrap()
 }
 
+fn unit_of_server() -> String {
+    fs::read_to_string(file("ckfs-serve@.service")).unwrap()
+}
+
 /// Values of a setting, in order.
 fn values<'a>(unit: &'a str, name: &str) -> Vec<&'a str> {
     unit.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix('=')).collect()
@@ -47,6 +51,30 @@ fn systemd_accepts_the_unit() {
     fs::write(&path, unit().replace("KillMode=mixed", "KillMode=gentle").replace("Type=notify", "Tipe=notify"))
         .unwrap();
     assert!(!verify(&path).1.is_empty());
+}
+
+/// The server needs no right of root: it mounts nothing.
+#[test]
+fn the_unit_of_the_server_has_no_privileges_and_drains() {
+    let unit = unit_of_server();
+    assert_eq!(values(&unit, "Type"), ["notify"]);
+    assert_eq!(values(&unit, "ExecStart"), ["/usr/bin/ckfs serve --config /etc/ckfs/%i.toml"]);
+    assert_eq!((values(&unit, "CapabilityBoundingSet"), values(&unit, "DynamicUser")), (vec![""], vec!["yes"]));
+    let stop_seconds: u64 = values(&unit, "TimeoutStopSec")[0].parse().unwrap();
+    assert!(stop_seconds > ckfs::serve::ServeOptions::default().drain.as_secs() + 5);
+    assert_eq!(values(&unit, "CacheDirectory"), ["ckfs-serve"]);
+    assert_eq!(values(&unit, "Environment"), ["CKFS_CACHE_DIR=%C/ckfs-serve"]);
+    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+        assert!(env::var_os("CI").is_none_or(|ci| ci != "true"), "systemd-analyze is missing");
+        eprintln!("skipped: no systemd-analyze");
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("ckfs-serve@example.service");
+    fs::write(&path, unit.replace("/usr/bin/ckfs", env!("CARGO_BIN_EXE_ckfs"))).unwrap();
+    let output = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && !said.contains("ckfs-serve@"), "{said}");
 }
 
 #[test]

@@ -27,19 +27,17 @@ def files_below(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def home(base: Path) -> Path:
-    path = base / "serve-home"
-    path.mkdir()
-    return path
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serve-home")
 
 
 FLAGS = ("--mesh", "fsdp=4,tensor=2", "--dtype", "bf16")
 
 
 @pytest.fixture(scope="module")
-def exported(base: Path, repo) -> Path:
+def exported(tmp_path_factory: pytest.TempPathFactory, repo) -> Path:
     """All files of a view, written by another command."""
-    path = base / "serve-exported"
+    path = tmp_path_factory.mktemp("serve") / "exported"
     mounting.run("export", repo("llama_f32").path, path, *FLAGS)
     return path
 

@@ -1,0 +1,263 @@
+//! The keys of a bucket in their order, from any place on: paths of a tree, of which only what is listed is looked at.
+//!
+//! Keys are ordered by their bytes. In a directory `a` the keys begin with `a/`, so `a.x` comes before them: entries are ordered by
+//! their name, with a slash for directories.
+
+use std::{
+    num::NonZeroUsize,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use ckfs_volume::{Attr, FileSystem, Ino, NodeKind};
+use lru::LruCache;
+
+use super::super::{gate::Visitor, tree::ServedTree};
+
+/// Entries of a directory that are read at once.
+const PART_ENTRIES: usize = 4096;
+
+/// Directories with more entries stay in order in memory, for the next page.
+const REMEMBERED_ENTRIES_MIN: usize = 1000;
+
+/// How many of them.
+const REMEMBERED: NonZeroUsize = NonZeroUsize::new(4).expect("not zero");
+
+/// An entry by its part of keys.
+#[derive(Debug)]
+struct KeyEntry {
+    /// Its name, with a slash for a directory.
+    part: String,
+    ino: Ino,
+    is_directory: bool,
+}
+
+/// A directory, and whether all of it is shown.
+type SortedPlace = (Ino, bool);
+
+/// Large directories that were listed lately, in order.
+#[derive(Debug)]
+pub(super) struct SortedDirectories(Mutex<LruCache<SortedPlace, Arc<[KeyEntry]>>>);
+
+impl Default for SortedDirectories {
+    fn default() -> Self {
+        Self(Mutex::new(LruCache::new(REMEMBERED)))
+    }
+}
+
+impl SortedDirectories {
+    fn of(&self, tree: &ServedTree, visitor: Visitor, directory: Ino) -> Arc<[KeyEntry]> {
+        let place = (directory, visitor == Visitor::Trusted);
+        let known = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(entries) = known().get(&place) {
+            return Arc::clone(entries);
+        }
+        let mut found = Vec::new();
+        let mut from = Some(0);
+        while let Some(start) = from {
+            let (entries, next) = tree.entries(visitor, directory, start, PART_ENTRIES);
+            from = next;
+            // A link leads to files that have keys of their own; an object is found by it all the same.
+            for entry in entries.into_iter().filter(|entry| entry.kind != NodeKind::Symlink) {
+                let is_directory = entry.kind == NodeKind::Directory;
+                let part = if is_directory { format!("{}/", entry.name) } else { entry.name };
+                found.push(KeyEntry { part, ino: entry.ino, is_directory });
+            }
+        }
+        found.sort_by(|left, right| left.part.cmp(&right.part));
+        let found: Arc<[KeyEntry]> = found.into();
+        if found.len() >= REMEMBERED_ENTRIES_MIN {
+            known().put(place, Arc::clone(&found));
+        }
+        found
+    }
+}
+
+/// Where a list begins.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum ListStart {
+    /// After this key.
+    After(String),
+    /// After all keys that begin with this prefix.
+    AfterPrefix(String),
+}
+
+impl ListStart {
+    /// The place that a token names.
+    pub(super) fn of_token(token: &str) -> Option<Self> {
+        let (kind, digits) = token.split_at_checked(1)?;
+        if !digits.is_ascii() || digits.len() % 2 != 0 {
+            return None;
+        }
+        let bytes: Option<Vec<u8>> =
+            (0..digits.len()).step_by(2).map(|at| u8::from_str_radix(&digits[at..at + 2], 16).ok()).collect();
+        let text = String::from_utf8(bytes?).ok()?;
+        match kind {
+            "k" => Some(Self::After(text)),
+            "p" => Some(Self::AfterPrefix(text)),
+            _ => None,
+        }
+    }
+
+    /// A token for this place.
+    pub(super) fn token(&self) -> String {
+        let (kind, text) = match self {
+            Self::After(text) => ("k", text),
+            Self::AfterPrefix(text) => ("p", text),
+        };
+        text.bytes().fold(kind.to_owned(), |token, byte| token + &format!("{byte:02x}"))
+    }
+}
+
+/// A row of a list.
+#[derive(Clone, Debug)]
+pub(super) enum KeyRow {
+    /// An object.
+    Object { key: String, attr: Attr },
+    /// What all keys of a directory begin with.
+    Prefix(String),
+}
+
+/// The rows of a list, and where the next one begins if there is more.
+#[derive(Debug, Default)]
+pub(super) struct ListedKeys {
+    pub(super) rows: Vec<KeyRow>,
+    pub(super) next: Option<ListStart>,
+}
+
+/// Makes one list.
+#[derive(Debug)]
+pub(super) struct KeyLister<'a> {
+    tree: &'a ServedTree,
+    sorted: &'a SortedDirectories,
+    visitor: Visitor,
+    prefix: &'a str,
+    delimited: bool,
+    max: usize,
+}
+
+impl<'a> KeyLister<'a> {
+    /// A list of at most `max` rows of keys that begin with `prefix`; `delimited`, directories below it are one row.
+    pub(super) const fn new(
+        tree: &'a ServedTree,
+        sorted: &'a SortedDirectories,
+        visitor: Visitor,
+        prefix: &'a str,
+        delimited: bool,
+        max: usize,
+    ) -> Self {
+        Self { tree, sorted, visitor, prefix, delimited, max }
+    }
+
+    /// The list from a place on.
+    pub(super) fn list(&self, start: &ListStart) -> ListedKeys {
+        let mut listed = ListedKeys::default();
+        if self.max > 0 {
+            self.walk(Ino::ROOT, "", start, &mut listed);
+        }
+        listed
+    }
+
+    /// Adds the keys below a directory. Whether there is room for more.
+    fn walk(&self, directory: Ino, above: &str, start: &ListStart, listed: &mut ListedKeys) -> bool {
+        let readable = self.tree.volume.attr(directory).is_ok_and(|attr| self.visitor.may_read(&attr));
+        if !readable {
+            return true;
+        }
+        for entry in self.sorted.of(self.tree, self.visitor, directory).iter() {
+            let key = format!("{above}{}", entry.part);
+            let goes_on = if !entry.is_directory {
+                if !key.starts_with(self.prefix) || !is_after(&key, start) {
+                    continue;
+                }
+                self.tree.volume.attr(entry.ino).is_ok_and(|attr| self.add(KeyRow::Object { key, attr }, listed))
+            } else if !has_more(&key, start) || !(key.starts_with(self.prefix) || self.prefix.starts_with(&key)) {
+                continue;
+            } else if self.delimited && key.len() > self.prefix.len() {
+                if !self.holds_keys(entry.ino) {
+                    continue;
+                }
+                self.add(KeyRow::Prefix(key), listed)
+            } else {
+                self.walk(entry.ino, &key, start, listed)
+            };
+            if !goes_on {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Whether there is a key below a directory: one of links only has none.
+    fn holds_keys(&self, directory: Ino) -> bool {
+        let readable = self.tree.volume.attr(directory).is_ok_and(|attr| self.visitor.may_read(&attr));
+        let entries = self.sorted.of(self.tree, self.visitor, directory);
+        readable && entries.iter().any(|entry| !entry.is_directory || self.holds_keys(entry.ino))
+    }
+
+    /// Adds a row, if there is room for it.
+    fn add(&self, row: KeyRow, listed: &mut ListedKeys) -> bool {
+        if listed.rows.len() < self.max {
+            listed.rows.push(row);
+            return true;
+        }
+        listed.next = listed.rows.last().map(|last| match last {
+            KeyRow::Object { key, .. } => ListStart::After(key.clone()),
+            KeyRow::Prefix(prefix) => ListStart::AfterPrefix(prefix.clone()),
+        });
+        false
+    }
+}
+
+/// Whether a key comes after the start of a list.
+fn is_after(key: &str, start: &ListStart) -> bool {
+    match start {
+        ListStart::After(after) => key > after.as_str(),
+        ListStart::AfterPrefix(prefix) => key > prefix.as_str() && !key.starts_with(prefix.as_str()),
+    }
+}
+
+/// Whether some keys that begin with `prefix` may come after the start of a list.
+fn has_more(prefix: &str, start: &ListStart) -> bool {
+    match start {
+        ListStart::After(after) => prefix > after.as_str() || after.starts_with(prefix),
+        ListStart::AfterPrefix(done) => {
+            !prefix.starts_with(done.as_str()) && (prefix > done.as_str() || done.starts_with(prefix))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_read_back_and_others_are_refused() {
+        for start in [ListStart::After("a/ü".to_owned()), ListStart::AfterPrefix("dev0/".to_owned())] {
+            assert_eq!(ListStart::of_token(&start.token()), Some(start));
+        }
+        for token in ["", "k1", "x61", "kzz", "kü", "kff", "k6"] {
+            assert_eq!(ListStart::of_token(token), None, "{token}");
+        }
+    }
+
+    #[test]
+    fn a_directory_is_passed_over_when_all_its_keys_come_before() {
+        let (after, done) =
+            (|key: &str| ListStart::After(key.to_owned()), |key: &str| ListStart::AfterPrefix(key.to_owned()));
+        for (start, prefix, expected) in [
+            (after(""), "a/", true),
+            (after("a/x"), "a/", true),
+            (after("a/"), "a/", true),
+            (after("b"), "a/", false),
+            (after("a.x"), "a/", true),
+            (after("a/x/y"), "a/w/", false),
+            (done("a/"), "a/", false),
+            (done("a/"), "a/b/", false),
+            (done("a/"), "b/", true),
+            (done("a/b/"), "a/", true),
+        ] {
+            assert_eq!(has_more(prefix, &start), expected, "{start:?} {prefix}");
+        }
+        assert!(is_after("b", &done("a/")) && !is_after("a/x", &done("a/")) && !is_after("a", &after("a")));
+    }
+}

@@ -1,0 +1,220 @@
+//! Read-only S3, path style: one bucket, whose keys are the paths of the volume.
+//!
+//! | request | is |
+//! | --- | --- |
+//! | `GET /` | `ListBuckets` |
+//! | `HEAD /ckfs`, `GET /ckfs?location` | `HeadBucket`, `GetBucketLocation` |
+//! | `GET /ckfs?list-type=2` | `ListObjectsV2` |
+//! | `HEAD /ckfs/KEY`, `GET /ckfs/KEY` | `HeadObject`, `GetObject`, with one range and preconditions |
+//!
+//! Signatures count only where there is a token: the key is then `ckfs`, and its secret the token.
+
+mod bucket;
+mod keys;
+mod signature;
+mod xml;
+
+use std::{net::IpAddr, sync::Arc, time::SystemTime};
+
+use ckfs_volume::NodeKind;
+use http::{HeaderName, Method, Request, StatusCode, header::LAST_MODIFIED};
+use hyper::body::Incoming;
+use percent_encoding::percent_decode_str;
+
+use super::{
+    answer::{self, Reply},
+    file_reply::{self, AskedFile},
+    gate::{Gate, NoEntry, Visitor},
+    path,
+    tree::{NoNode, ServedTree},
+};
+use bucket::BUCKET;
+use keys::{KeyLister, ListStart, SortedDirectories};
+use signature::{BadSignature, SignedRequest};
+
+/// The region that the bucket says it is in: the one of which S3 says nothing.
+const REGION: &str = "us-east-1";
+
+/// Most keys of a list.
+const KEYS_MAX: usize = 1000;
+
+const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region");
+
+/// Answers the requests of S3.
+#[derive(Debug)]
+pub(super) struct BucketRouter {
+    pub(super) gate: Gate,
+    pub(super) tree: Arc<ServedTree>,
+    sorted: SortedDirectories,
+}
+
+/// Parameters of a query, decoded once; `+` is itself, as clients of S3 write it.
+fn parameters(query: &str) -> Vec<(String, String)> {
+    let decoded = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
+    let pairs = query.split('&').filter(|pair| !pair.is_empty());
+    let pair = |pair: &str| {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        (decoded(name), decoded(value))
+    };
+    pairs.map(pair).collect()
+}
+
+impl BucketRouter {
+    pub(super) fn new(gate: Gate, tree: Arc<ServedTree>) -> Self {
+        Self { gate, tree, sorted: SortedDirectories::default() }
+    }
+
+    /// Answers a request.
+    pub(super) async fn answer(&self, request: Request<Incoming>, peer: IpAddr) -> Reply {
+        let (parts, _) = request.into_parts();
+        let (method, path) = (&parts.method, parts.uri.path());
+        let query = parameters(parts.uri.query().unwrap_or_default());
+        let visitor = match self.visitor(&parts, &query, peer) {
+            Ok(visitor) => visitor,
+            Err(reply) => return reply,
+        };
+        if method != Method::GET && method != Method::HEAD {
+            let text = "the bucket is read-only: GET and HEAD";
+            return xml::error(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", text, path);
+        }
+        let Ok(names) = path::names(path) else {
+            return xml::error(StatusCode::BAD_REQUEST, "InvalidURI", "expected a path without . and ..", path);
+        };
+        match names.split_first() {
+            None => xml::buckets(self.tree.root().attr.modified),
+            Some((bucket, _)) if bucket != BUCKET => {
+                let text = format!("there is one bucket: {BUCKET}");
+                xml::error(StatusCode::NOT_FOUND, "NoSuchBucket", &text, path)
+            }
+            Some((_, [])) => self.of_bucket(visitor, method, &query, path),
+            // A key that ends with a slash is another one, and there is none.
+            Some((_, key)) if path.ends_with('/') => no_key(&key.join("/")),
+            Some((_, key)) => self.of_object(visitor, key, method, &parts.headers).await,
+        }
+    }
+
+    /// Who asks.
+    fn visitor(
+        &self,
+        parts: &http::request::Parts,
+        query: &[(String, String)],
+        peer: IpAddr,
+    ) -> Result<Visitor, Reply> {
+        let denied = |code: &str, text: &str| xml::error(StatusCode::FORBIDDEN, code, text, parts.uri.path());
+        let Some(token) = self.gate.token() else {
+            return self.gate.admit(&parts.headers, peer).map_err(|_| denied("AccessDenied", "not admitted"));
+        };
+        let signed = SignedRequest { method: &parts.method, path: parts.uri.path(), query, headers: &parts.headers };
+        match signed.check(token.secret(), SystemTime::now()) {
+            Ok(()) => Ok(Visitor::Trusted),
+            Err(BadSignature::Absent) => match self.gate.admit_unsigned() {
+                Ok(visitor) => Ok(visitor),
+                Err(NoEntry::Missing | NoEntry::Wrong) => Err(denied(
+                    "AccessDenied",
+                    "expected a signature of version 4, with the key ckfs and the token as its secret",
+                )),
+            },
+            Err(BadSignature::Key) => Err(denied("InvalidAccessKeyId", "expected the access key ckfs")),
+            Err(BadSignature::Time) => Err(denied(
+                "RequestTimeTooSkewed",
+                "the signature is too old, or the clocks differ by more than 15 minutes",
+            )),
+            Err(BadSignature::Malformed) => Err(denied("AuthorizationHeaderMalformed", "expected AWS4-HMAC-SHA256")),
+            Err(BadSignature::Wrong) => {
+                Err(denied("SignatureDoesNotMatch", "the secret of the key ckfs is the token of this server"))
+            }
+        }
+    }
+
+    fn of_bucket(&self, visitor: Visitor, method: &Method, query: &[(String, String)], path: &str) -> Reply {
+        let value = |name: &str| query.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str());
+        if method == Method::HEAD {
+            return answer::with_header(xml::empty(StatusCode::OK), BUCKET_REGION, REGION);
+        }
+        if value("location").is_some() {
+            return xml::location();
+        }
+        if value("list-type") != Some("2") {
+            let text = "expected list-type=2 or location";
+            return xml::error(StatusCode::NOT_IMPLEMENTED, "NotImplemented", text, path);
+        }
+        let argument = |text: &str| xml::error(StatusCode::BAD_REQUEST, "InvalidArgument", text, path);
+        let delimited = match value("delimiter") {
+            None | Some("") => false,
+            Some("/") => true,
+            Some(_) => {
+                let text = "the delimiter of paths is /";
+                return xml::error(StatusCode::NOT_IMPLEMENTED, "NotImplemented", text, path);
+            }
+        };
+        let Ok(max) = value("max-keys").map_or(Ok(KEYS_MAX), str::parse::<usize>) else {
+            return argument("max-keys: expected a number");
+        };
+        let token = value("continuation-token");
+        let start = match token {
+            Some(token) => match ListStart::of_token(token) {
+                Some(start) => start,
+                None => return argument("continuation-token: expected that of a list"),
+            },
+            None => ListStart::After(value("start-after").unwrap_or_default().to_owned()),
+        };
+        let prefix = value("prefix").unwrap_or_default();
+        let lister = KeyLister::new(&self.tree, &self.sorted, visitor, prefix, delimited, max.min(KEYS_MAX));
+        let listed = lister.list(&start);
+        let shown = xml::ShownList {
+            prefix,
+            delimited,
+            max,
+            encoded: value("encoding-type") == Some("url"),
+            start_after: value("start-after").filter(|_| token.is_none()),
+            token,
+        };
+        xml::list(&self.tree, &listed, &shown)
+    }
+
+    async fn of_object(&self, visitor: Visitor, names: &[String], method: &Method, headers: &http::HeaderMap) -> Reply {
+        let key = names.join("/");
+        let node = match self.tree.find(visitor, &self.tree.root(), names) {
+            Ok(node) if node.attr.kind == NodeKind::File => node,
+            Ok(_) | Err(NoNode::Absent) => return no_key(&key),
+            Err(NoNode::Denied) => {
+                let text = "the sources are not readable for all users";
+                return xml::error(StatusCode::FORBIDDEN, "AccessDenied", text, &key);
+            }
+        };
+        let asked = AskedFile { reads: &self.tree.reads, node: &node, etag: self.tree.etag(&node) };
+        let reply = file_reply::of_file(asked, method, headers).await;
+        let code = match reply.status() {
+            StatusCode::RANGE_NOT_SATISFIABLE => "InvalidRange",
+            StatusCode::PRECONDITION_FAILED => "PreconditionFailed",
+            status if status.is_client_error() || status.is_server_error() => "InternalError",
+            _ => return answer::with_header(reply, LAST_MODIFIED, &xml::http_date(node.attr.modified)),
+        };
+        let text = match code {
+            "InvalidRange" => "no such bytes",
+            "PreconditionFailed" => "the object has another entity tag",
+            _ => "the object cannot be read; the log of the server says why",
+        };
+        let error = xml::error(reply.status(), code, text, &key);
+        match reply.headers().get(http::header::CONTENT_RANGE).and_then(|value| value.to_str().ok()) {
+            Some(range) => answer::with_header(error, http::header::CONTENT_RANGE, range),
+            None => error,
+        }
+    }
+}
+
+fn no_key(key: &str) -> Reply {
+    xml::error(StatusCode::NOT_FOUND, "NoSuchKey", "no such key", key)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_are_decoded_once() {
+        let found = parameters("list-type=2&prefix=a%2Fb+c%2520&location&=x&&y=");
+        let expected = [("list-type", "2"), ("prefix", "a/b+c%20"), ("location", ""), ("", "x"), ("y", "")];
+        assert_eq!(found, expected.map(|(name, value)| (name.to_owned(), value.to_owned())));
+    }
+}
