@@ -42,19 +42,10 @@ impl Refusal {
     fn raised(&self, py: Python<'_>) -> PyErr {
         match self {
             Self::Usage(text) => ExceptionKind::Usage.with(py, text),
-            Self::Open(error) => match &**error {
-                OpenError::Checkpoint { .. }
-                | OpenError::Plans { .. }
-                | OpenError::Volume(_)
-                | OpenError::Shards(_)
-                | OpenError::ChunkMemory(_) => ExceptionKind::Plan.listing(py, &error.to_string(), error.problems()),
-                OpenError::NoSource
-                | OpenError::Path { .. }
-                | OpenError::Threads { .. }
-                | OpenError::Config(_)
-                | OpenError::Materialize { .. }
-                | OpenError::Covered { .. } => ExceptionKind::General.with(py, &error.to_string()),
-            },
+            Self::Open(error) if error.concerns_view() => {
+                ExceptionKind::Plan.listing(py, &error.to_string(), error.problems())
+            }
+            Self::Open(error) => ExceptionKind::General.with(py, &error.to_string()),
             Self::Stalled(text) => ExceptionKind::Read.with(py, text),
             Self::Panicked => ExceptionKind::General.with(py, "the opening of the checkpoint panicked"),
         }

@@ -90,6 +90,23 @@ pub enum OpenError {
 }
 
 impl OpenError {
+    /// Whether the source or the plan of a view is wrong, and not what is around them.
+    pub fn concerns_view(&self) -> bool {
+        match self {
+            Self::Checkpoint { .. } | Self::Plans { .. } | Self::Volume(_) | Self::Shards(_) | Self::ChunkMemory(_) => {
+                true
+            }
+            Self::NoSource
+            | Self::Path { .. }
+            | Self::Threads { .. }
+            | Self::Config(_)
+            | Self::StepsElsewhere
+            | Self::InRun { .. }
+            | Self::Materialize { .. }
+            | Self::Covered { .. } => false,
+        }
+    }
+
     /// A text for each problem.
     pub fn problems(&self) -> Vec<String> {
         match self {

@@ -70,6 +70,9 @@ class OpenSettings(TypedDict, total=False):
     materialize: Path
     cache_bytes: Size
     threads: int
+    steps: str
+    """Of a run's directory, for `mount`, `serve` and `plan`; `open` takes the directory of one step."""
+    steps_poll: Time
 
 
 class ServeSettings(OpenSettings, total=False):
@@ -99,6 +102,7 @@ class MountSettings(OpenSettings, total=False):
     direct_io: Allow
     grace: Time
     drain: Time
+    on_step: str
     log_file: Path
 
 
