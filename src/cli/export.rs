@@ -10,16 +10,17 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use ckfs_config::Config;
 use ckfs_plan::report::human_bytes;
 use ckfs_volume::{FileSystem, NodeKind, Volume};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use self::files::{create_directories, create_file, create_target, finish, partial_path};
 use super::{
     flags::{LogFlags, SourceFlags, source_help},
-    open, output, tree,
+    open, output, steps, tree,
 };
 
 /// Bytes read at once.
@@ -29,6 +30,8 @@ const CHUNK_BYTES: usize = 8 << 20;
 ///
 /// Everything that the same flags would mount becomes real files: all of it, or the files that --only names. Every file
 /// is written under another name, synced, and renamed when complete, so that no file is there in part.
+///
+/// With `--steps` each selected step of a run is written to DIR/STEP, and DIR/latest leads to the newest.
 ///
 /// A file is readable by exactly the users that can read the source files it is made of, whatever the umask.
 #[derive(Debug, Args)]
@@ -83,43 +86,71 @@ impl Export {
         let directory = std::path::absolute(directory).context("DIR")?;
         check_target(&directory, self.force)?;
         let mut config = open::source_config(source, &self.flags)?;
-        let volume = open::volume(&mut config)?;
+        let Some(wanted) = config.mount.steps else {
+            let written = self.export(&mut config, &directory, log)?;
+            return if self.json { output::print_json(&written) } else { Ok(()) };
+        };
+        let mut all = Vec::new();
+        let steps = steps::selected(&config, wanted)?;
+        let latest = steps.last().map(|(step, _)| step.number.to_string());
+        fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
+        for (step, mut config) in steps {
+            let target = directory.join(step.number.to_string());
+            let mut written =
+                self.export(&mut config, &target, log).with_context(|| format!("step {}", step.number))?;
+            written["step"] = step.number.into();
+            all.push(written);
+        }
+        if let Some(latest) = latest {
+            replace_link(Path::new(&latest), &directory.join("latest"))?;
+        }
+        if self.json { output::print_json(&json!({ "directory": directory, "steps": all })) } else { Ok(()) }
+    }
+
+    /// Writes the files of one checkpoint to a directory.
+    fn export(&self, config: &mut Config, directory: &Path, log: &LogFlags) -> anyhow::Result<Value> {
+        let volume = open::volume(config)?;
         // The counters of this process describe no mount.
         let nodes = tree::select(&volume, &self.only, "export", &|node| {
             ![".ckfs/stats.json", ".ckfs/metrics"].contains(&node.path.as_str())
         })?;
         let root = volume.engine().checkpoint().root();
-        if real(&directory).starts_with(real(root)) {
+        if real(directory).starts_with(real(root)) {
             bail!("{}: lies inside the source {}", directory.display(), root.display());
         }
         let total = tree::total_bytes(&nodes);
-        create_target(&volume, &directory).with_context(|| directory.display().to_string())?;
-        check_room(&directory, total)?;
+        create_target(&volume, directory).with_context(|| directory.display().to_string())?;
+        check_room(directory, total)?;
         let bar = bar(total, log);
         let (chunked, others) = chunked::split(&volume, &nodes)?;
         for node in others {
             bar.set_message(node.path.clone());
-            write_node(&volume, node, &directory, &bar)?;
+            write_node(&volume, node, directory, &bar)?;
         }
-        chunked::write(&volume, &chunked, &directory, &bar)?;
-        ckfs_service::check_sources(&volume).inspect_err(|_| remove_wrong(&volume, &nodes, &directory))?;
+        chunked::write(&volume, &chunked, directory, &bar)?;
+        ckfs_service::check_sources(&volume).inspect_err(|_| remove_wrong(&volume, &nodes, directory))?;
         for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::Directory) {
             sync_directory(&directory.join(&node.path))?;
         }
-        sync_directory(&directory)?;
+        sync_directory(directory)?;
         bar.finish_and_clear();
         let count = |kind| nodes.iter().filter(|node| node.attr.kind == kind).count();
         let files = count(NodeKind::File);
         tracing::info!("{files} files, {} written to {}", human_bytes(total), directory.display());
-        if self.json {
-            let (directories, links) = (count(NodeKind::Directory), count(NodeKind::Symlink));
-            let directory = directory.display().to_string();
-            return output::print_json(
-                &json!({ "directory": directory, "files": files, "bytes": total, "directories": directories, "links": links }),
-            );
-        }
-        Ok(())
+        let (directories, links) = (count(NodeKind::Directory), count(NodeKind::Symlink));
+        let directory = directory.display().to_string();
+        Ok(json!({
+            "directory": directory, "files": files, "bytes": total, "directories": directories, "links": links
+        }))
     }
+}
+
+/// Makes a symbolic link, or lets the one of this name lead elsewhere in one step.
+fn replace_link(to: &Path, link: &Path) -> anyhow::Result<()> {
+    let context = || link.display().to_string();
+    let partial = link.with_extension(format!("{}.partial", std::process::id()));
+    symlink(to, &partial).with_context(context)?;
+    fs::rename(&partial, link).with_context(context)
 }
 
 /// Removes the files that were written from sources found wrong at the end.

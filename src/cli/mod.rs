@@ -30,6 +30,7 @@ mod run;
 mod serve;
 mod stall_exit;
 mod status;
+mod steps;
 mod sums;
 mod tree;
 mod umount;

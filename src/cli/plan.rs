@@ -3,12 +3,14 @@
 use std::{fmt::Write as _, path::PathBuf};
 
 use anyhow::Context;
-use ckfs_config::Config;
+use ckfs_checkpoint::{Checkpoint, printable, runs::StepKind};
+use ckfs_config::{Config, Steps};
 use ckfs_fuse::{MountError, check_mountpoint, is_passed};
 use ckfs_plan::{
     RemoteBytes,
     report::{Report, ViewReport, html, human_bytes},
 };
+use ckfs_service::steps::ListedStep;
 use ckfs_source::Served;
 use ckfs_volume::{Mounter, OmittedFormat, PermittedReaders, ViewPlan, Volume, readers, unavailable};
 use clap::Args;
@@ -19,7 +21,9 @@ use serde_json::{Map, Value, json};
 use super::{
     fetch,
     flags::{SourceFlags, source_help},
-    open, output, tree,
+    open,
+    output::{self, Usage},
+    steps, tree,
 };
 
 /// The plan's text in a mount.
@@ -39,6 +43,9 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// hold, for the devices and for all listed ones together. Everything wrong with the repository or the flags is an
 /// error here as it is for `mount`, all of it at once.
 ///
+/// Of a run, a directory in which a trainer leaves a checkpoint for each step, it lists the steps first: kind, size, and
+/// whether each is finished, or why not. With `--steps` it plans the selected ones.
+///
 /// `--html FILE` also writes the plan as a page for a browser: tensors by devices, the bytes of the source files that feed
 /// each device, bytes per device, over-read with its reason, and what is left out. The page is one file that loads nothing
 /// from elsewhere. It has at most 5 MB, and names what it leaves out. The command prints the same with it as without it.
@@ -49,6 +56,7 @@ Examples:
   ckfs plan org/name@main --layout hf --dtype bf16
   ckfs plan --config /etc/ckfs/llama.toml
   ckfs plan /data/llama --mesh fsdp=4,tensor=2 --html plan.html
+  ckfs plan /runs/llama/checkpoints                         lists the steps of a run
   ckfs plan /data/llama --mesh fsdp=8 --json | jq '.views[0].devices'")]
 pub(super) struct PlanCommand {
     #[arg(help = source_help())]
@@ -67,50 +75,121 @@ impl PlanCommand {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let page = self.html.as_deref().map(output::NewFile::at).transpose()?;
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
-        let checkpoint = open::checkpoint(&mut config)?;
+        if let Some(wanted) = config.mount.steps {
+            if page.is_some() {
+                return Err(Usage("--html: for one step: give its directory, and leave --steps out".to_owned()).into());
+            }
+            return self.plan_steps(&config, wanted);
+        }
+        let listed = steps::of_directory(&config)?.unwrap_or_default();
+        let checkpoint = match open::checkpoint(&mut config) {
+            Err(error) if !listed.is_empty() => return self.only_steps(&config, &listed, error),
+            opened => opened?,
+        };
+        // One step is the checkpoint of this plan.
+        let listed = if listed.len() > 1 { listed } else { Vec::new() };
         let plans = open::plans(&checkpoint, &config)?;
         // The layout of all files, made as for a mount, finds the plans that cannot be mounted.
         let mut volume = open::lay_out(&checkpoint, &plans, &config)?;
         check_places(&config, &mut volume)?;
         let needs = fetch::needs(&checkpoint, &plans)?;
+        if !self.json && !listed.is_empty() {
+            output::print(&format!("{}\n", steps::run_text(config.source.as_deref().unwrap_or_default(), &listed)))?;
+        }
         if let Some(page) = page {
             page.write(html(&checkpoint, &view_reports(&plans)).as_bytes())?;
         }
         if self.json {
-            let row = |readers: &PermittedReaders| {
-                let permission = readers.permission;
-                json!({
-                    "uid": permission.uid, "gid": permission.gid, "mode": format!("{:04o}", permission.mode),
-                    "files": readers.files, "example": readers.example,
-                })
-            };
-            let readers = readers(&checkpoint, &Mounter::of_this_process(), &ckfs_service::overrides(&config.mount));
-            let mut more = Map::from_iter([
-                ("materialized".to_owned(), volume.policy().to_json()),
-                ("readers".to_owned(), readers.iter().map(row).collect()),
-            ]);
-            more.extend(needs.map(|needs| ("remote".to_owned(), needs.to_json())));
+            let mut more = report_members(&checkpoint, &volume, &config, needs);
+            if !listed.is_empty() {
+                more.insert("steps".to_owned(), steps::to_json(&listed));
+            }
             output::print_json(&Report::new(&checkpoint, view_reports(&plans), more))?;
         } else {
-            // The mount shows the same text.
-            let node = tree::find(&volume, PLAN)?;
-            let file = tree::OpenNode::open(&volume, &node)?;
-            let mut text = Vec::new();
-            let mut add = |bytes: Served<'_>| {
-                text.extend(bytes.to_vec()?);
-                Ok(())
-            };
-            tree::stream(&file, PLAN, (0, node.attr.size_bytes), CHUNK_BYTES, &mut add)?;
-            let mut text = String::from_utf8_lossy(&text).into_owned();
-            if let Some(needs) = needs {
-                text.push_str(&remote_text(&needs));
-            }
-            output::print(&text)?;
+            output::print(&text(&volume, needs.as_ref())?)?;
         }
         // The process ends now. Giving back some million pieces of memory one by one takes a tenth of the whole time.
         std::mem::forget((volume, plans, checkpoint));
         Ok(())
     }
+
+    /// Lists the steps of a run that is no checkpoint.
+    ///
+    /// # Errors
+    /// `error`, if the source is a checkpoint with steps that cannot be opened.
+    fn only_steps(&self, config: &Config, listed: &[ListedStep], error: anyhow::Error) -> anyhow::Result<()> {
+        let source = config.source.as_deref().unwrap_or_default();
+        if self.json {
+            output::print_json(&json!({ "run": source, "steps": steps::to_json(listed) }))?;
+        } else {
+            output::print(&steps::run_text(source, listed))?;
+        }
+        let is_orbax = |step: &ListedStep| step.kind == StepKind::Orbax && step.unfinished.is_none();
+        if listed.iter().any(is_orbax) { Err(error) } else { Ok(()) }
+    }
+
+    /// Plans each of the selected steps.
+    fn plan_steps(&self, config: &Config, wanted: Steps) -> anyhow::Result<()> {
+        let mut all = Vec::new();
+        for (step, mut config) in steps::selected(config, wanted)? {
+            let of_step = || format!("step {}", step.number);
+            let checkpoint = open::checkpoint(&mut config).with_context(of_step)?;
+            let plans = open::plans(&checkpoint, &config).with_context(of_step)?;
+            let mut volume = open::lay_out(&checkpoint, &plans, &config).with_context(of_step)?;
+            check_places(&config, &mut volume)?;
+            let needs = fetch::needs(&checkpoint, &plans)?;
+            if self.json {
+                let more = report_members(&checkpoint, &volume, &config, needs);
+                let report = serde_json::to_value(Report::new(&checkpoint, view_reports(&plans), more))?;
+                all.push(json!({ "step": step.number, "source": step.source, "plan": report }));
+            } else {
+                let text = text(&volume, needs.as_ref())?;
+                output::print(&format!("step {}: {}\n{text}\n", step.number, printable(&step.source)))?;
+            }
+        }
+        if self.json {
+            output::print_json(&json!({ "run": config.source, "steps": all }))?;
+        }
+        Ok(())
+    }
+}
+
+/// Members of the report that a volume adds to its plans.
+fn report_members(
+    checkpoint: &Checkpoint,
+    volume: &Volume,
+    config: &Config,
+    needs: Option<RemoteBytes>,
+) -> Map<String, Value> {
+    let row = |readers: &PermittedReaders| {
+        let permission = readers.permission;
+        json!({
+            "uid": permission.uid, "gid": permission.gid, "mode": format!("{:04o}", permission.mode),
+            "files": readers.files, "example": readers.example,
+        })
+    };
+    let readers = readers(checkpoint, &Mounter::of_this_process(), &ckfs_service::overrides(&config.mount));
+    let mut more = Map::from_iter([
+        ("materialized".to_owned(), volume.policy().to_json()),
+        ("readers".to_owned(), readers.iter().map(row).collect()),
+    ]);
+    more.extend(needs.map(|needs| ("remote".to_owned(), needs.to_json())));
+    more
+}
+
+/// The text of a plan, which a mount shows too.
+fn text(volume: &Volume, needs: Option<&RemoteBytes>) -> anyhow::Result<String> {
+    let node = tree::find(volume, PLAN)?;
+    let file = tree::OpenNode::open(volume, &node)?;
+    let mut text = Vec::new();
+    let mut add = |bytes: Served<'_>| {
+        text.extend(bytes.to_vec()?);
+        Ok(())
+    };
+    tree::stream(&file, PLAN, (0, node.attr.size_bytes), CHUNK_BYTES, &mut add)?;
+    let mut text = String::from_utf8_lossy(&text).into_owned();
+    text.push_str(&needs.map(remote_text).unwrap_or_default());
+    Ok(text)
 }
 
 /// Checks the directories that a mount would use.

@@ -5,7 +5,7 @@
 
 use std::{
     collections::BTreeSet,
-    fmt,
+    fmt, fs,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
@@ -32,7 +32,7 @@ use serde_json::{Value, json};
 use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
-    open, output, sums, tree,
+    open, output, steps, sums, tree,
 };
 
 /// Bytes compared at once.
@@ -47,7 +47,7 @@ const DIFFERENCES_SHOWN: usize = 20;
 /// Given a SOURCE, bytes come from the engine as a mount would serve them. Given a mount, bytes come from its files,
 /// and source and flags from its own configuration. By default a sample of each file is compared: both ends, borders of
 /// tensors and pieces, and positions spread over the rest. The positions are the same every time. Prints counts and the
-/// first differences; fails if there are any.
+/// first differences; fails if there are any. Of a run, every selected step is compared, or every step that its mount shows.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -166,13 +166,70 @@ impl Verify {
         }
         let amount = if self.full { Amount::Full } else { Amount::Sample(self.sample.0) };
         let target = self.target.as_deref();
-        let findings = if let Some((mount, mut config)) = open::mount_config(target, &self.flags)? {
-            verify(&open::volume(&mut config)?, Some(mount), &self.only, amount, log)?
-        } else {
-            let mut config = open::source_config(target, &self.flags)?;
-            let volume = open::volume(&mut config)?;
-            verify(&volume, None, &self.only, amount, log)?
+        if let Some((mount, mut config)) = open::mount_config(target, &self.flags)? {
+            if config.mount.steps.is_some() {
+                return self.verify_mounted_steps(mount, amount, log);
+            }
+            return self.tell(&verify(&open::volume(&mut config)?, Some(mount), &self.only, amount, log)?);
+        }
+        let mut config = open::source_config(target, &self.flags)?;
+        let Some(wanted) = config.mount.steps else {
+            return self.tell(&verify(&open::volume(&mut config)?, None, &self.only, amount, log)?);
         };
+        let mut all = Vec::new();
+        for (step, mut config) in steps::selected(&config, wanted)? {
+            let of_step = || format!("step {}", step.number);
+            let volume = open::volume(&mut config).with_context(of_step)?;
+            all.push((step.number, verify(&volume, None, &self.only, amount, log).with_context(of_step)?));
+        }
+        self.tell_steps(&all)
+    }
+
+    /// Compares the steps that the mount of a run shows.
+    fn verify_mounted_steps(&self, mount: &Path, amount: Amount, log: &LogFlags) -> anyhow::Result<()> {
+        let mut numbers: Vec<u64> = Vec::new();
+        for entry in fs::read_dir(mount).with_context(|| mount.display().to_string())? {
+            let name = entry.with_context(|| mount.display().to_string())?.file_name();
+            numbers.extend(name.to_str().and_then(|name| name.parse::<u64>().ok()));
+        }
+        numbers.sort_unstable();
+        let mut all = Vec::new();
+        for number in numbers {
+            let step = mount.join(number.to_string());
+            let of_step = || format!("step {number}");
+            let mut config = open::shown_config(&step).with_context(of_step)?;
+            let volume = open::volume(&mut config).with_context(of_step)?;
+            all.push((number, verify(&volume, Some(&step), &self.only, amount, log).with_context(of_step)?));
+        }
+        self.tell_steps(&all)
+    }
+
+    /// Prints what was found in each step.
+    ///
+    /// # Errors
+    /// There are differences in one of them.
+    fn tell_steps(&self, all: &[(u64, Verification)]) -> anyhow::Result<()> {
+        let verdicts =
+            || all.iter().try_for_each(|(step, found)| found.verdict().with_context(|| format!("step {step}")));
+        if self.json {
+            let row = |(step, found): &(u64, Verification)| {
+                let mut row = found.json();
+                row["step"] = (*step).into();
+                row
+            };
+            output::print_json(&json!({ "steps": all.iter().map(row).collect::<Vec<_>>() }))?;
+            return verdicts();
+        }
+        verdicts()?;
+        let line = |(step, found): &(u64, Verification)| format!("step {step}: {}, no difference\n", found.summary());
+        output::print(&all.iter().map(line).collect::<String>())
+    }
+
+    /// Prints what was found.
+    ///
+    /// # Errors
+    /// There are differences.
+    fn tell(&self, findings: &Verification) -> anyhow::Result<()> {
         if self.json {
             output::print_json(&findings.json())?;
             return findings.verdict();

@@ -22,6 +22,7 @@ pages! {
     values "values.md"
     formats "formats.md"
     sources "sources.md"
+    runs "runs.md"
     reading "reading.md"
     python "python.md"
     semantics "semantics.md"

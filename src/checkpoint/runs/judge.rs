@@ -116,7 +116,8 @@ impl InCommon<'_> {
     fn step(&self, name: &str, parsed: StepName<'_>) -> Result<Judged, SourceError> {
         let found = self.judge(name, &self.tree.list(name)?, parsed.prefix, parsed.number)?;
         let unknown = || Judged {
-            kind: StepKind::Unknown,
+            // Nothing else has such names.
+            kind: if parsed.prefix == MEGATRON_PREFIX { StepKind::Megatron } else { StepKind::Unknown },
             path: name.to_owned(),
             state: unfinished("there is no checkpoint in it yet"),
         };

@@ -49,4 +49,4 @@ mod slots;
 
 pub use run::Run;
 pub use run_service::RunService;
-pub use settle::{ListedStep, finished_steps, step_directory};
+pub use settle::{ListedStep, finished_steps, listed_steps, step_directory};

@@ -288,6 +288,30 @@ pub fn finished_steps(config: &Config, waits: &Arc<WaitRegistry>) -> Result<Vec<
     Ok(look.steps)
 }
 
+/// The steps of a directory as they are now, each measured, without waiting for any: by their marks alone. None of a directory
+/// that holds none.
+///
+/// # Errors
+/// The directory cannot be listed.
+pub fn listed_steps(config: &Config, waits: &Arc<WaitRegistry>) -> Result<Vec<ListedStep>, OpenError> {
+    let (directory, _) = step_directory(config, waits)?;
+    let source = config.source.clone().unwrap_or_default();
+    let failed = |error| OpenError::Checkpoint { source_name: source, error };
+    let (found, measures) = directory.list_some(&|_| true).map_err(failed)?;
+    let listed = |(step, measure): (&FoundStep, Option<Measure>)| ListedStep {
+        number: step.number,
+        name: step.name.clone(),
+        kind: step.kind,
+        source: directory.source_of(step),
+        measure,
+        unfinished: match &step.state {
+            StepState::Complete | StepState::Unmarked => None,
+            StepState::Unfinished(reason) => Some(reason.clone()),
+        },
+    };
+    Ok(found.steps.iter().zip(measures).map(listed).collect())
+}
+
 /// Refuses a directory that is a checkpoint and no run.
 pub(super) fn refuse_checkpoint(source: &str, found: &FoundSteps) -> Result<(), OpenError> {
     if found.is_checkpoint && !found.is_run() {

@@ -1,0 +1,110 @@
+//! The steps of a run, for the commands that go through them.
+
+use std::{fmt::Write as _, path::Path};
+
+use anyhow::{Context, anyhow};
+use ckfs_checkpoint::{printable, runs::StepKind};
+use ckfs_config::{Config, Steps};
+use ckfs_plan::report::human_bytes;
+use ckfs_service::{
+    steps::{ListedStep, finished_steps, listed_steps},
+    wait_registry,
+};
+use serde_json::{Value, json};
+
+use super::{open, stall_exit};
+
+/// How a run is shown, for the end of a table.
+const HINT: &str = "--steps all|latest|latest=N shows finished steps: ";
+
+/// The steps of the run that a configuration's source is, without waiting for any; `None` if it is no directory of steps. Services
+/// are not asked.
+///
+/// # Errors
+/// The directory cannot be listed.
+pub(super) fn of_directory(config: &Config) -> anyhow::Result<Option<Vec<ListedStep>>> {
+    let Some(source) = config.source.as_deref().filter(|source| !source.contains("://")) else { return Ok(None) };
+    let waits = wait_registry(&config.mount);
+    stall_exit::end_on_stall(&waits).context("start a thread")?;
+    if !Path::new(source).is_dir() {
+        return Ok(None);
+    }
+    let found = listed_steps(config, &waits).map_err(open::explained)?;
+    Ok(Some(found).filter(|steps| steps.iter().any(|step| step.kind != StepKind::Unknown)))
+}
+
+/// The finished steps that `--steps` selects, by number, each with the configuration of its checkpoint.
+///
+/// # Errors
+/// There is no run, or no step of it is finished: why, of the newest ones.
+pub(super) fn selected(config: &Config, wanted: Steps) -> anyhow::Result<Vec<(ListedStep, Config)>> {
+    let waits = wait_registry(&config.mount);
+    stall_exit::end_on_stall(&waits).context("start a thread")?;
+    let all = finished_steps(config, &waits).map_err(open::explained)?;
+    let (finished, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|step| step.unfinished.is_none());
+    for step in &others {
+        let reason = step.unfinished.as_deref().unwrap_or_default();
+        tracing::warn!("step {} is passed over: {}", step.number, printable(reason));
+    }
+    if finished.is_empty() {
+        let run = config.source.as_deref().unwrap_or_default();
+        return Err(anyhow!("{run}: no step is finished\n{}", table(&others).trim_end()));
+    }
+    let first = finished.len() - wanted.most().unwrap_or(finished.len()).min(finished.len());
+    let alone = |step: ListedStep| {
+        let mut config = Config { source: Some(step.source.clone()), ..config.clone() };
+        (config.mount.steps, config.mount.steps_poll, config.mount.on_step) = (None, None, None);
+        (step, config)
+    };
+    Ok(finished.into_iter().skip(first).map(alone).collect())
+}
+
+fn state(step: &ListedStep) -> String {
+    let reason = step.unfinished.as_ref().map(|reason| format!("not finished: {}", printable(reason)));
+    reason.unwrap_or_else(|| "complete".to_owned())
+}
+
+/// The steps as lines: number, kind, size, and whether each is finished.
+pub(super) fn table(steps: &[ListedStep]) -> String {
+    let size =
+        |step: &ListedStep| step.measure.as_ref().map_or_else(|| "-".to_owned(), |found| human_bytes(found.bytes));
+    let rows: Vec<[String; 4]> =
+        steps.iter().map(|step| [step.number.to_string(), step.kind.to_string(), size(step), state(step)]).collect();
+    let width = |column: usize, name: &str| {
+        rows.iter().map(|row| row[column].chars().count()).chain([name.len()]).max().unwrap_or(0)
+    };
+    let (number, kind, bytes) = (width(0, "step"), width(1, "kind"), width(2, "size"));
+    let mut text = format!("  {:>number$}  {:<kind$}  {:>bytes$}  state\n", "step", "kind", "size");
+    for [step, of_kind, size, state] in &rows {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "  {step:>number$}  {of_kind:<kind$}  {size:>bytes$}  {state}");
+    }
+    text
+}
+
+/// The table of a run with the flag that shows it.
+pub(super) fn run_text(source: &str, steps: &[ListedStep]) -> String {
+    let complete = steps.iter().filter(|step| step.unfinished.is_none()).count();
+    let all = if steps.len() == 1 { "1 step".to_owned() } else { format!("{} steps", steps.len()) };
+    let source = printable(source);
+    format!(
+        "{source}: a run of {all}, {complete} complete\n{}{HINT}ckfs mount {source} MNT --steps all\n",
+        table(steps)
+    )
+}
+
+/// The same as JSON.
+pub(super) fn to_json(steps: &[ListedStep]) -> Value {
+    let row = |step: &ListedStep| {
+        json!({
+            "step": step.number,
+            "name": step.name,
+            "source": step.source,
+            "kind": step.kind.to_string(),
+            "bytes": step.measure.as_ref().map(|measure| measure.bytes),
+            "complete": step.unfinished.is_none(),
+            "unfinished": step.unfinished,
+        })
+    };
+    steps.iter().map(row).collect()
+}

@@ -1,0 +1,106 @@
+"""Steps of real trainers, read through a mount while the training goes on: each is what its trainer had at that step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import mounting
+
+HERE = Path(__file__).parent
+STEPS = 5
+
+
+def compare(mount: mounting.Mount, step: int, truth: Path) -> None:
+    """All tensors of a step, by the names of its trainer."""
+    expected = load_file(truth / f"{step}.safetensors")
+    rows = json.loads((mount / f"{step}/.ckfs/manifest.json").read_text())["tensors"]
+    found = {}
+    for row in rows:
+        array = np.fromfile(mount / f"{step}/full/{row['path']}", dtype=np.float32).reshape(row["shape"])
+        found[row["name"]] = array
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=f"step {step}, {name}")
+
+
+def compare_models(mount: mounting.Mount, step: int, truth: Path) -> None:
+    """A model of transformers: its tensors, and what it says."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(mount / f"{step}/hf")
+    expected = load_file(truth / f"{step}.safetensors")
+    assert model.state_dict().keys() == expected.keys()
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=f"step {step}, {name}")
+    own = AutoModelForCausalLM.from_config(model.config)
+    own.load_state_dict({name: torch.from_numpy(array) for name, array in expected.items()})
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model.eval()(tokens).logits, own.eval()(tokens).logits)
+
+
+def is_shown(mount: mounting.Mount, step: int) -> bool:
+    return str(step) in {path.name for path in mount.point.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["orbax", "torch_dcp", "megatron", "transformers"])
+def test_each_step_is_what_its_trainer_had(kind, own, tmp_path):
+    if kind == "megatron" and importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core has no package for this Python")
+    run, truth = tmp_path / "run", tmp_path / "truth"
+    run.mkdir()
+    truth.mkdir()
+    mount = own(run, "--steps", "all")
+    command = [sys.executable, HERE / "run_process.py", kind, run, truth, STEPS]
+    log = open(tmp_path / "trainer.log", "w+")
+    trainer = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)
+    check = compare_models if kind == "transformers" else compare
+    seen, compared = set(), set()
+    try:
+        deadline = time.monotonic() + 150
+        while STEPS not in compared:
+            assert time.monotonic() < deadline, f"{kind}: seen {seen}, compared {compared}\n{Path(log.name).read_text()[-3000:]}"
+            for path in sorted(mount.point.iterdir(), key=lambda path: path.name):
+                if not path.name.isdigit() or int(path.name) in compared:
+                    continue
+                step = int(path.name)
+                seen.add(step)
+                try:
+                    check(mount, step, truth)
+                    compared.add(step)
+                except OSError:
+                    # Its trainer has deleted it meanwhile.
+                    mounting.wait_until(lambda: not is_shown(mount, step), what=f"step {step} is gone")
+            time.sleep(0.05)
+        assert trainer.wait(60) == 0, Path(log.name).read_text()[-3000:]
+    finally:
+        trainer.kill()
+        trainer.wait()
+        log.close()
+    # Old ones may be deleted before they were read.
+    assert len(compared) >= 3, compared
+    assert (mount / "latest").readlink() == Path(str(STEPS))
+    stats = json.loads((mount / ".ckfs/stats.json").read_text())
+    assert stats["health"] == "healthy", stats["problems"]
+    assert stats["steps"]["failed_plans"] == 0
+    left = {int(path.name) for path in mount.point.iterdir() if path.name.isdigit()}
+    if kind in ("orbax", "transformers"):
+        assert left == set(range(STEPS - 2, STEPS + 1)) and stats["steps"]["deleted"] > 0
+    # Each step alone gives the same files.
+    listed = mounting.run("plan", run, "--json").json()["steps"]
+    assert [row["step"] for row in listed if row["complete"]] == sorted(left)
+    row = listed[-1]
+    mounting.run("export", row["source"], tmp_path / "alone", "--only", "full")
+    for path in (tmp_path / "alone/full").rglob("*"):
+        if path.is_file():
+            below = path.relative_to(tmp_path / "alone")
+            assert path.read_bytes() == (mount / f"{STEPS}/{below}").read_bytes(), below
