@@ -18,4 +18,5 @@ mod faults_process;
 mod faults_source;
 mod mount;
 mod permission;
+mod serve_faults;
 mod steps;
