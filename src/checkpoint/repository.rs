@@ -70,6 +70,9 @@ pub struct Checkpoint {
     pub(super) compared: ComparedHeads,
 }
 
+/// The tensor that every checkpoint of Megatron has, and no repository.
+const MEGATRON: &str = "embedding.word_embeddings.weight";
+
 impl Checkpoint {
     /// This checkpoint with some tensors hidden and others renamed, and possibly another configuration. `name` gives
     /// each tensor's name, or `None` to hide it. Of adapters, only the tensors of `adapter` are passed to `name`. Ids
@@ -323,7 +326,8 @@ impl Checkpoint {
     pub fn is_repository(&self) -> bool {
         let is_config = |file: &RepoFile| file.path == CONFIG && file.file.is_some();
         if self.container == Container::Ranks {
-            return self.config.is_some();
+            // Those of Megatron have its own names, which a layout takes back.
+            return self.config.is_some() && self.find(MEGATRON).is_none();
         }
         self.container == Container::Safetensors || self.files.iter().any(is_config)
     }

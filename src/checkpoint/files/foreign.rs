@@ -185,7 +185,7 @@ pub(crate) fn of_files(files: &[Listed]) -> Option<String> {
         "a checkpoint of DeepSpeed, and the directory that the file latest names has no files of ranks: the save did not finish, or not all \
          of it was copied"
     } else if files.iter().any(|file| file.path.ends_with("model_optim_rng.pt")) {
-        "a checkpoint of Megatron in its old format, one file a rank: save it with --ckpt-format torch_dist"
+        "checkpoints of Megatron, one file a rank: give the directory of a step (iter_…), or one with latest_checkpointed_iteration.txt"
     } else if any(&|name| name == "tokenizer.json" || name == "config.json") {
         "a repository without weights: the download may be incomplete (hf download fetches the rest)"
     } else {

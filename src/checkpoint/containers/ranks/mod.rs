@@ -5,10 +5,12 @@
 //! | FSDP of verl, SkyRL, lmms-engine | `model_world_size_8_rank_0.pt` … | `fsdp.rs` |
 //! | DeepSpeed ZeRO 1 to 3 | `zero_pp_rank_0_mp_rank_00_optim_states.pt` …, `mp_rank_00_model_states.pt` | `zero.rs` |
 //! | universal, of DeepSpeed | `zero/<name>/fp32.pt`, `mp_rank_00_model_states.pt` | `zero.rs` |
+//! | classic ones of Megatron | `mp_rank_00_001/model_optim_rng.pt` … | `megatron.rs` |
 //!
 //! A tensor is put together by what the files say of it: placements and meshes. No two values are ever compared.
 
 mod fsdp;
+mod megatron;
 mod zero;
 
 use super::super::{
@@ -35,6 +37,7 @@ const FSDP_DIRECTORIES: [&str; 2] = ["", "pytorch_model_fsdp_0/"];
 enum Kind {
     Fsdp,
     Zero,
+    Megatron,
 }
 
 /// The files of ranks of a directory.
@@ -47,6 +50,9 @@ pub(crate) struct RankFiles {
 
 /// Files that say which directory is the newest step.
 const LATEST: [&str; 2] = ["latest", "latest_universal"];
+
+/// The file in which Megatron notes its newest step.
+const TRACKER: &str = "latest_checkpointed_iteration.txt";
 
 /// The files of ranks in a folder; `None` if there are none, or other weights beside them.
 ///
@@ -64,6 +70,16 @@ pub(crate) fn find(folder: &mut Folder) -> Result<Option<RankFiles>, CheckpointE
     if is_zero(folder, "") {
         return found(Kind::Zero, "");
     }
+    if is_megatron(folder, "") {
+        return found(Kind::Megatron, "");
+    }
+    if let Some(Ok(step)) = folder.read(TRACKER)? {
+        let step = String::from_utf8_lossy(&step).trim().to_owned();
+        let below = step.parse().map_or_else(|_| format!("{step}/"), |step: u64| format!("iter_{step:07}/"));
+        if is_megatron(folder, &below) {
+            return found(Kind::Megatron, &below);
+        }
+    }
     for name in LATEST {
         let Some(tag) = folder.read(name)? else { continue };
         let Some(tag) = tag.ok().and_then(|tag| String::from_utf8(tag).ok()) else { continue };
@@ -73,6 +89,10 @@ pub(crate) fn find(folder: &mut Folder) -> Result<Option<RankFiles>, CheckpointE
         }
     }
     Ok(None)
+}
+
+fn is_megatron(folder: &Folder, below: &str) -> bool {
+    paths(folder).any(|path| megatron::is_file(path, below))
 }
 
 fn is_zero(folder: &Folder, below: &str) -> bool {
@@ -114,6 +134,7 @@ impl RankFiles {
         let below = self.below.clone();
         match self.kind {
             Kind::Fsdp => folder.choose(|path| FsdpName::of(path, &below).is_some()),
+            Kind::Megatron => folder.choose(|path| megatron::is_file(path, &below)),
             Kind::Zero => {
                 // Of a universal checkpoint each parameter is a file.
                 let is_universal = paths(folder).any(|path| ZeroFile::parameter(path, &below).is_some());
@@ -137,6 +158,7 @@ impl RankFiles {
     pub(crate) fn read(&self, files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
         match self.kind {
             Kind::Fsdp => fsdp::read(files, &self.below, problems),
+            Kind::Megatron => megatron::read(files, &self.below, problems),
             Kind::Zero => zero::read(files, &self.below, problems),
         }
     }

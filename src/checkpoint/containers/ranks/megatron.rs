@@ -1,0 +1,501 @@
+//! `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`: the classic checkpoints of Megatron, one file for each rank of tensor, pipeline and expert
+//! parallelism.
+//!
+//! The tensors get the names and shapes that Megatron's own distributed checkpoints give them, layer by layer, so that the layout of
+//! these leads back to a repository. How a module is cut over ranks is in no file: it is a property of Megatron's modules, of which
+//! the table here has those that are known. A module that it does not have is refused where it may be cut.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ckfs_format::torch::{
+    megatron::{self, MegatronArguments},
+    read::{OpenedArchive, SavedTensor},
+};
+use ckfs_source::FileId;
+use ckfs_tensor::{DType, PerAxis};
+
+use super::super::super::{
+    archive::{self, ArchiveSpan},
+    container::{Container, Contents, LeftOut},
+    folder::PinnedFiles,
+    mosaic::{Missing, MosaicBuilder, StoredBox},
+    problem::{Problem, Problems},
+    table::TensorTable,
+};
+
+/// The name of each file, below the directory of its rank.
+const FILE: &str = "/model_optim_rng.pt";
+
+/// Ranks that a message names.
+const NAMED: usize = 8;
+
+/// The numbers in the directory of a file.
+fn numbers(path: &str, below: &str) -> Option<Vec<u64>> {
+    let directory = path.strip_prefix(below)?.strip_suffix(FILE)?.strip_prefix("mp_rank_")?;
+    let numbers: Option<Vec<u64>> = directory
+        .split('_')
+        .map(|word| word.bytes().all(|byte| byte.is_ascii_digit()).then(|| word.parse().ok()).flatten())
+        .collect();
+    numbers.filter(|numbers| (1..=3).contains(&numbers.len()))
+}
+
+/// Whether a path is of such a file.
+pub(crate) fn is_file(path: &str, below: &str) -> bool {
+    numbers(path, below).is_some()
+}
+
+/// Rank of tensor, pipeline and expert parallelism.
+type Rank = (u64, u64, u64);
+
+/// A tensor of a rank.
+#[derive(Clone, Debug)]
+struct Part {
+    file: FileId,
+    saved: SavedTensor,
+}
+
+/// What one file says.
+struct Said {
+    arguments: MegatronArguments,
+    iteration: Option<u64>,
+    chunks: Vec<Vec<(String, SavedTensor)>>,
+    others: Vec<(String, String)>,
+}
+
+fn said(opened: &OpenedArchive) -> Result<Said, String> {
+    let file = megatron::file(&opened.pickle).map_err(|error| error.to_string())?;
+    let mut others = file.others;
+    let mut chunks = Vec::with_capacity(file.chunks.len());
+    for chunk in file.chunks {
+        let mut tensors = Vec::with_capacity(chunk.len());
+        for (name, id) in chunk {
+            if name.ends_with("_extra_state") {
+                others.push((name, "state of a kernel".to_owned()));
+                continue;
+            }
+            let found = opened.tensor(id, &name).map_err(|error| error.to_string())?;
+            let found = found.ok_or_else(|| format!("tensor {name:?}: expected a tensor"))?;
+            tensors.push((name, found));
+        }
+        chunks.push(tensors);
+    }
+    Ok(Said { arguments: file.arguments, iteration: file.iteration, chunks, others })
+}
+
+/// How a module's tensor is cut over the ranks of tensor parallelism.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cut {
+    Whole,
+    Axis(usize),
+    /// Each rank has its rows of the gate, and then those of the other half.
+    Gated,
+}
+
+/// The cut of a tensor of this name; `None` if it is not known.
+fn cut_of(name: &str, arguments: &MegatronArguments) -> Option<Cut> {
+    let words: Vec<&str> = name.rsplit('.').collect();
+    let [kind, module, ..] = words[..] else { return None };
+    // Experts that one module holds have their number behind the word.
+    let kind = kind.trim_end_matches(|digit: char| digit.is_ascii_digit());
+    let is_norm = |word: &str| word.contains("layernorm") || word.contains("layer_norm") || word.ends_with("_norm");
+    if is_norm(module) || is_norm(kind.trim_end_matches("_weight").trim_end_matches("_bias")) {
+        return Some(Cut::Whole);
+    }
+    match (module, kind) {
+        (
+            "word_embeddings" | "output_layer" | "linear_q_proj" | "linear_q_up_proj" | "linear_kv_up_proj"
+            | "linear_qkv",
+            "weight",
+        )
+        | ("linear_qkv", "bias") => Some(Cut::Axis(0)),
+        ("linear_fc1", "weight" | "bias") => match arguments.gated {
+            Some(true) => Some(Cut::Gated),
+            Some(false) => Some(Cut::Axis(0)),
+            None => None,
+        },
+        ("linear_proj" | "linear_fc2", "weight") => Some(Cut::Axis(1)),
+        ("linear_proj" | "linear_fc2", "bias")
+        | ("router", "weight" | "expert_bias" | "bias")
+        | ("linear_q_down_proj" | "linear_kv_down_proj" | "position_embeddings", "weight")
+        | ("shared_experts", "gate_weight") => Some(Cut::Whole),
+        _ => None,
+    }
+}
+
+/// The name of the tensor that holds all experts, the number of this one, if the name is of an expert.
+fn expert_of(name: &str) -> Option<(String, u64)> {
+    let (before, rest) = name.split_once(".mlp.experts.")?;
+    if let Some(rest) = rest.strip_prefix("local_experts.") {
+        let (number, rest) = rest.split_once('.')?;
+        return Some((format!("{before}.mlp.experts.experts.{rest}"), number.parse().ok()?));
+    }
+    let digits = rest.len() - rest.trim_end_matches(|digit: char| digit.is_ascii_digit()).len();
+    let (word, number) = rest.split_at(rest.len() - digits);
+    Some((format!("{before}.mlp.experts.experts.{word}"), number.parse().ok()?))
+}
+
+/// A file, and what is wrong with it.
+type Fault = (String, String);
+
+/// The parts of a tensor: by rank of tensor parallelism and number of the expert.
+type Parts = BTreeMap<(u64, Option<u64>), Part>;
+
+/// Reads the files of all ranks.
+pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems) -> Contents {
+    let mut contents = Contents::new(Container::Ranks, TensorTable::default());
+    contents.are_ranks = true;
+    let found: Vec<(FileId, Vec<u64>)> =
+        files.ids().filter_map(|id| Some((id, numbers(files.path(id), below)?))).collect();
+    let items: Vec<ArchiveSpan> = found.iter().map(|(file, _)| ArchiveSpan::whole(files.source, *file)).collect();
+    let read = archive::read_opened(files.source, &items, megatron::is_allowed, &|_, opened| said(opened));
+    let mut states = Vec::with_capacity(found.len());
+    for ((file, numbers), state) in found.iter().zip(read) {
+        match state {
+            Ok(state) => states.push((*file, numbers.clone(), state)),
+            Err(message) => problems.push(Problem::Container { file: files.path(*file).to_owned(), message }),
+        }
+    }
+    if states.len() < found.len() || states.is_empty() {
+        return contents;
+    }
+    let job = Job { files, below };
+    let assembled = job.ranks(states).and_then(|ranks| Ok((job.parts(&ranks)?, ranks)));
+    let (tensors, ranks) = match assembled {
+        Ok(assembled) => assembled,
+        Err((file, message)) => {
+            problems.push(Problem::Container { file, message });
+            return contents;
+        }
+    };
+    let arguments = &ranks[&(0, 0, 0)].1.arguments;
+    let mut builder = MosaicBuilder::new(files.source, problems);
+    let mut left_out: BTreeMap<String, String> = BTreeMap::new();
+    for (name, parts) in &tensors {
+        if name == "output_layer.weight" && arguments.untied == Some(false) {
+            left_out.insert(name.clone(), "the last stage's copy of the embedding".to_owned());
+            continue;
+        }
+        match assemble(name, parts, arguments) {
+            Ok((dtype, shape, boxes)) => builder.add(name, dtype, &shape, boxes, Missing::Refused),
+            Err(message) => {
+                let file = files.path(parts.values().next().map_or(FileId(0), |part| part.file)).to_owned();
+                builder.problems().push(Problem::Container { file, message: format!("tensor {name:?}: {message}") });
+            }
+        }
+    }
+    contents.table = builder.finish();
+    left_out.extend(ranks.into_values().flat_map(|(_, said)| said.others));
+    contents.left_out = left_out.into_iter().map(|(name, kind)| LeftOut { name, kind }).collect();
+    contents
+}
+
+/// Shape and boxes of a tensor.
+fn assemble(
+    name: &str,
+    parts: &Parts,
+    arguments: &MegatronArguments,
+) -> Result<(DType, Vec<u64>, Vec<StoredBox>), String> {
+    let ranks = arguments.tensor.unwrap_or(1);
+    let cut = cut_of(name, arguments);
+    let cut = if ranks == 1 {
+        Cut::Whole
+    } else {
+        cut.ok_or("no known module: nothing says how it is cut over the ranks of tensor parallelism")?
+    };
+    let experts = arguments.experts.filter(|_| parts.keys().any(|(_, expert)| expert.is_some()));
+    let first = &parts.values().next().ok_or("no part")?.saved.tensor;
+    let (dtype, local) = (first.dtype, first.shape.clone());
+    let element_bytes = dtype.element_bytes().ok_or_else(|| format!("{dtype} has no whole bytes"))?;
+    let axis = match cut {
+        Cut::Whole => None,
+        Cut::Axis(axis) => Some(axis),
+        Cut::Gated => Some(0),
+    };
+    if axis.is_some_and(|axis| axis >= local.len()) || (cut == Cut::Gated && local[0] % 2 != 0) {
+        return Err(format!("expected a shape that is cut by {cut:?}, found {local:?}"));
+    }
+    let mut whole = local.clone();
+    if let Some(axis) = axis {
+        whole[axis] = local[axis].saturating_mul(ranks);
+    }
+    let mut boxes = Vec::new();
+    let numbers: Vec<Option<u64>> = experts.map_or_else(|| vec![None], |experts| (0..experts).map(Some).collect());
+    for expert in &numbers {
+        for rank in 0..ranks {
+            let part = parts.get(&(rank, *expert));
+            let part = part.ok_or_else(|| match expert {
+                Some(expert) => format!("expert {expert} is not there on rank {rank}"),
+                None => format!("not there on rank {rank}"),
+            })?;
+            let tensor = &part.saved.tensor;
+            if (tensor.dtype, &tensor.shape) != (dtype, &local) {
+                return Err(format!(
+                    "{dtype} {local:?} on one rank, {} {:?} on rank {rank}",
+                    tensor.dtype, tensor.shape
+                ));
+            }
+            if cut == Cut::Whole && rank > 0 {
+                continue;
+            }
+            boxes.extend(boxes_of(part, cut, axis.map(|axis| (axis, rank)), *expert, &whole, element_bytes));
+        }
+    }
+    if let Some(experts) = experts {
+        whole.insert(0, experts);
+    }
+    Ok((dtype, whole, boxes))
+}
+
+/// The boxes of one rank's part.
+fn boxes_of(
+    part: &Part,
+    cut: Cut,
+    place: Option<(usize, u64)>,
+    expert: Option<u64>,
+    whole: &[u64],
+    element_bytes: u64,
+) -> Vec<StoredBox> {
+    let tensor = &part.saved.tensor;
+    let one = |first: u64, len: u64, origin: u64| {
+        let (mut origins, mut extents) = (vec![0; tensor.shape.len()], tensor.shape.clone());
+        let mut start = part.saved.span().start;
+        if let Some((axis, _)) = place {
+            (origins[axis], extents[axis]) = (origin, len);
+            start += first * tensor.strides[axis] * element_bytes;
+        }
+        let mut strides = tensor.strides.clone();
+        if let Some(expert) = expert {
+            origins.insert(0, expert);
+            extents.insert(0, 1);
+            strides.insert(0, 1);
+        }
+        let [origin, extents, strides] = [origins, extents, strides].map(|numbers| PerAxis::from_slice(&numbers));
+        StoredBox { file: part.file, start, origin, extents, strides }
+    };
+    let Some((axis, rank)) = place else { return vec![one(0, 0, 0)] };
+    let len = tensor.shape[axis];
+    if cut == Cut::Gated {
+        let half = len / 2;
+        return vec![one(0, half, rank * half), one(half, half, whole[axis] / 2 + rank * half)];
+    }
+    vec![one(0, len, rank * len)]
+}
+
+struct Job<'a> {
+    files: &'a PinnedFiles<'a>,
+    below: &'a str,
+}
+
+type Ranks = BTreeMap<Rank, (FileId, Said)>;
+
+impl Job<'_> {
+    fn path(&self, file: FileId) -> String {
+        self.files.path(file).to_owned()
+    }
+
+    /// The files by rank, which are those of one step and complete.
+    fn ranks(&self, states: Vec<(FileId, Vec<u64>, Said)>) -> Result<Ranks, Fault> {
+        let (first, said) = (states[0].0, &states[0].2);
+        let (arguments, iteration) = (said.arguments.clone(), said.iteration);
+        for (file, _, said) in &states {
+            if said.iteration != iteration {
+                let message = format!(
+                    "iteration {:?}, and {} has {iteration:?}: they are of different saves",
+                    said.iteration,
+                    self.path(first)
+                );
+                return Err((self.path(*file), message));
+            }
+            if said.arguments != arguments {
+                return Err((self.path(*file), format!("other arguments of the training than {}", self.path(first))));
+            }
+        }
+        let sizes = [arguments.tensor, arguments.pipeline, arguments.expert].map(|size| size.unwrap_or(1).max(1));
+        let [tensor, pipeline, expert] = sizes;
+        let refused = |message: String| (self.path(first), message);
+        if arguments.experts.is_some() && arguments.expert_tensor.is_some_and(|size| size != tensor) {
+            return Err(refused(
+                "experts on other ranks of tensor parallelism than the rest, which is not read".to_owned(),
+            ));
+        }
+        if arguments.query_groups.is_some_and(|groups| groups % tensor != 0) {
+            return Err(refused(format!(
+                "keys and values of {:?} groups over {tensor} ranks, which is not read",
+                arguments.query_groups
+            )));
+        }
+        let mut ranks = Ranks::new();
+        for (file, numbers, said) in states {
+            let rank = match (&numbers[..], pipeline > 1, expert > 1) {
+                ([tensor], false, false) => (*tensor, 0, 0),
+                ([tensor, pipeline], true, false) => (*tensor, *pipeline, 0),
+                ([tensor, expert], false, true) => (*tensor, 0, *expert),
+                ([tensor, pipeline, expert], true, true) => (*tensor, *pipeline, *expert),
+                _ => {
+                    return Err((
+                        self.path(file),
+                        format!("expected ranks of {sizes:?} (tensor, pipeline, expert) in its name"),
+                    ));
+                }
+            };
+            if rank.0 >= tensor || rank.1 >= pipeline || rank.2 >= expert {
+                return Err((
+                    self.path(file),
+                    format!("a rank beyond those of its arguments, {sizes:?} (tensor, pipeline, expert)"),
+                ));
+            }
+            if let Some((other, _)) = ranks.insert(rank, (file, said)) {
+                return Err((self.path(file), format!("of the same rank as {}", self.path(other))));
+            }
+        }
+        let expected = tensor.saturating_mul(pipeline).saturating_mul(expert);
+        if ranks.len() as u64 != expected {
+            let all = (0..tensor).flat_map(|t| (0..pipeline).flat_map(move |p| (0..expert).map(move |e| (t, p, e))));
+            let missing: Vec<String> = all
+                .filter(|rank| !ranks.contains_key(rank))
+                .take(NAMED)
+                .map(|(t, p, e)| format!("tensor {t}, pipeline {p}, expert {e}"))
+                .collect();
+            let message = format!(
+                "expected the files of {expected} ranks, found {}; missing: {}: the save did not finish, or not all files were copied",
+                ranks.len(),
+                missing.join("; ")
+            );
+            return Err((format!("{}mp_rank_*{FILE}", self.below), message));
+        }
+        Ok(ranks)
+    }
+
+    /// The parts of each tensor, by its name in the whole model.
+    fn parts(&self, ranks: &Ranks) -> Result<BTreeMap<String, Parts>, Fault> {
+        let offsets = self.layer_offsets(ranks)?;
+        let arguments = &ranks[&(0, 0, 0)].1.arguments;
+        let expert_ranks = arguments.expert.unwrap_or(1).max(1);
+        let mut tensors: BTreeMap<String, Parts> = BTreeMap::new();
+        for ((tensor, pipeline, expert_rank), (file, said)) in ranks {
+            for (chunk, saved) in
+                said.chunks.iter().enumerate().flat_map(|(chunk, all)| all.iter().map(move |one| (chunk, one)))
+            {
+                let (name, saved) = saved;
+                let name = global_name(name, offsets[&(chunk, *pipeline)]);
+                let part = Part { file: *file, saved: saved.clone() };
+                let (name, expert) = match expert_of(&name) {
+                    Some((name, number)) => {
+                        let each = arguments.experts.unwrap_or(0) / expert_ranks;
+                        if number >= each {
+                            let message = format!("expert {number} of {each} on each rank: {name}");
+                            return Err((self.path(*file), message));
+                        }
+                        (name, Some(expert_rank * each + number))
+                    }
+                    None if name.contains(".mlp.experts.") => {
+                        return Err((self.path(*file), format!("{name}: experts in one matrix, which is not read")));
+                    }
+                    None => (name, None),
+                };
+                // What is no expert is the same on all ranks of expert parallelism.
+                if expert.is_none() && *expert_rank > 0 {
+                    let shape = |part: Option<&Part>| part.map(|part| part.saved.tensor.shape.clone());
+                    let first = shape(tensors.get(&name).and_then(|parts| parts.get(&(*tensor, None))));
+                    if first != shape(Some(&part)) {
+                        return Err((
+                            self.path(*file),
+                            format!("{name}: another shape than on the first rank of expert parallelism"),
+                        ));
+                    }
+                    continue;
+                }
+                if tensors.entry(name.clone()).or_default().insert((*tensor, expert), part).is_some() {
+                    return Err((self.path(*file), format!("{name} is there again, on another stage of the pipeline")));
+                }
+            }
+        }
+        Ok(tensors)
+    }
+
+    /// The number of the first layer of each chunk of each stage: chunks go over all stages before the next ones.
+    fn layer_offsets(&self, ranks: &Ranks) -> Result<BTreeMap<(usize, u64), u64>, Fault> {
+        let mut counts: BTreeMap<(usize, u64), u64> = BTreeMap::new();
+        for ((_, pipeline, _), (file, said)) in ranks {
+            for (chunk, tensors) in said.chunks.iter().enumerate() {
+                let layers: BTreeSet<u64> = tensors.iter().filter_map(|(name, _)| layer_of(name)).collect();
+                let count = layers.len() as u64;
+                if layers.iter().copied().ne(0..count) {
+                    return Err((self.path(*file), format!("expected layers that count from 0, found {layers:?}")));
+                }
+                if *counts.entry((chunk, *pipeline)).or_insert(count) != count {
+                    return Err((
+                        self.path(*file),
+                        format!("{count} layers, others than on the other ranks of its stage"),
+                    ));
+                }
+            }
+        }
+        let mut offsets = BTreeMap::new();
+        let mut total = 0;
+        for (place, count) in counts {
+            offsets.insert(place, total);
+            total += count;
+        }
+        let (file, said) = &ranks[&(0, 0, 0)];
+        if said.arguments.layers.is_some_and(|layers| layers != total) {
+            let message = format!("{total} layers on all stages, and the arguments say {:?}", said.arguments.layers);
+            return Err((self.path(*file), message));
+        }
+        Ok(offsets)
+    }
+}
+
+/// What stands before the number of a layer.
+const LAYERS: &str = "decoder.layers.";
+
+fn layer_of(name: &str) -> Option<u64> {
+    name.strip_prefix(LAYERS)?.split('.').next()?.parse().ok()
+}
+
+fn global_name(name: &str, offset: u64) -> String {
+    let Some(layer) = layer_of(name) else { return name.to_owned() };
+    let rest = name[LAYERS.len()..].split_once('.').map_or("", |(_, rest)| rest);
+    format!("{LAYERS}{}.{rest}", layer + offset)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_lead_to_ranks_experts_and_layers() {
+        assert_eq!(numbers("iter_0000007/mp_rank_03_001/model_optim_rng.pt", "iter_0000007/"), Some(vec![3, 1]));
+        assert_eq!(numbers("mp_rank_00/model_optim_rng.pt", ""), Some(vec![0]));
+        for other in
+            ["mp_rank_00/distrib_optim.pt", "mp_rank_x/model_optim_rng.pt", "mp_rank_0_1_2_3/model_optim_rng.pt"]
+        {
+            assert_eq!(numbers(other, ""), None, "{other}");
+        }
+        let fused = Some(("decoder.layers.2.mlp.experts.experts.linear_fc1.weight".to_owned(), 3));
+        assert_eq!(expert_of("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"), fused);
+        assert_eq!(expert_of("decoder.layers.2.mlp.experts.linear_fc1.weight3"), fused);
+        assert_eq!(expert_of("decoder.layers.2.mlp.linear_fc1.weight"), None);
+        assert_eq!(global_name("decoder.layers.1.mlp.linear_fc2.weight", 4), "decoder.layers.5.mlp.linear_fc2.weight");
+        assert_eq!(global_name("decoder.final_layernorm.weight", 4), "decoder.final_layernorm.weight");
+    }
+
+    #[test]
+    fn a_module_is_cut_as_megatron_cuts_it_or_not_known() {
+        let gated = MegatronArguments { gated: Some(true), ..MegatronArguments::default() };
+        for (name, cut) in [
+            ("decoder.layers.0.self_attention.linear_qkv.weight", Some(Cut::Axis(0))),
+            ("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", Some(Cut::Whole)),
+            ("decoder.layers.0.self_attention.q_layernorm.weight", Some(Cut::Whole)),
+            ("decoder.layers.0.self_attention.linear_proj.weight", Some(Cut::Axis(1))),
+            ("decoder.layers.0.mlp.linear_fc1.weight", Some(Cut::Gated)),
+            ("decoder.layers.0.mlp.experts.experts.linear_fc2.weight", Some(Cut::Axis(1))),
+            ("decoder.layers.0.mlp.router.weight", Some(Cut::Whole)),
+            ("output_layer.weight", Some(Cut::Axis(0))),
+            ("decoder.layers.0.mixer.in_proj.weight", None),
+        ] {
+            assert_eq!(cut_of(name, &gated), cut, "{name}");
+        }
+        assert_eq!(cut_of("decoder.layers.0.mlp.linear_fc1.weight", &MegatronArguments::default()), None);
+    }
+}

@@ -1,0 +1,129 @@
+//! What a file `model_optim_rng.pt` of Megatron says: its arguments, and the names of its tensors.
+//!
+//! Each rank of tensor, pipeline and expert parallelism saves one: a dictionary with the arguments of the training, the iteration and
+//! the state of the model, which is several of them where a rank has several stages of a pipeline.
+
+use super::{
+    super::pickle::read::{Id, PickleValue, Unpickled},
+    state::{self as torch_state, TorchError},
+    zero,
+};
+
+/// Whether a file of Megatron may name a class or function: tensors, numbers, and the enumerations of its arguments.
+pub fn is_allowed(module: &str, name: &str) -> bool {
+    if zero::is_allowed(module, name) {
+        return true;
+    }
+    match module {
+        "megatron.core.enums"
+        | "megatron.core.transformer.enums"
+        | "megatron.legacy.model.enums"
+        | "megatron.model.enums" => {
+            matches!(
+                name,
+                "ModelType"
+                    | "Fp8Recipe"
+                    | "Fp4Recipe"
+                    | "LayerType"
+                    | "AttnType"
+                    | "AttnMaskType"
+                    | "AttnBackend"
+                    | "CudaGraphScope"
+                    | "PositionEmbeddingType"
+            )
+        }
+        "megatron.core.rerun_state_machine" => matches!(name, "RerunDiagnostic" | "RerunMode" | "RerunState"),
+        "signal" => name == "Signals",
+        "types" => name == "SimpleNamespace",
+        _ => false,
+    }
+}
+
+/// What the arguments of the training say of the model and its ranks. A number that they do not say is `None`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MegatronArguments {
+    /// Ranks of tensor parallelism.
+    pub tensor: Option<u64>,
+    /// Stages of the pipeline.
+    pub pipeline: Option<u64>,
+    /// Ranks of expert parallelism.
+    pub expert: Option<u64>,
+    /// Ranks of tensor parallelism of experts.
+    pub expert_tensor: Option<u64>,
+    /// Layers of the model.
+    pub layers: Option<u64>,
+    /// Experts of a layer.
+    pub experts: Option<u64>,
+    /// Groups of heads that share a key and a value.
+    pub query_groups: Option<u64>,
+    /// Whether `linear_fc1` holds a gate beside its other half.
+    pub gated: Option<bool>,
+    /// Whether embedding and output head are two.
+    pub untied: Option<bool>,
+}
+
+/// What a file says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MegatronFile {
+    /// Of the training.
+    pub arguments: MegatronArguments,
+    /// The step.
+    pub iteration: Option<u64>,
+    /// Tensors by name: one list for each stage of the pipeline that the rank has.
+    pub chunks: Vec<Vec<(String, Id)>>,
+    /// What is no tensor, by name.
+    pub others: Vec<(String, String)>,
+}
+
+/// Reads a file.
+///
+/// # Errors
+/// [`TorchError`]: it is not what Megatron writes.
+pub fn file(pickle: &Unpickled) -> Result<MegatronFile, TorchError> {
+    let root = pickle.root();
+    let malformed = |expected| TorchError::Malformed { name: "(file)".to_owned(), expected };
+    let arguments = pickle.item(root, "args").ok_or_else(|| malformed("args, the arguments of the training"))?;
+    let arguments = pickle.call(arguments).and_then(|(_, _, object)| object.state).unwrap_or(arguments);
+    let number = |key: &str| pickle.item(arguments, key).and_then(|id| pickle.natural(id));
+    let flag = |key: &str| match pickle.item(arguments, key).map(|id| pickle.value(id)) {
+        Some(PickleValue::Bool(flag)) => Some(*flag),
+        Some(_) | None => None,
+    };
+    // Files of before version 3 have queries, keys and values in another order.
+    if let Some(PickleValue::Float(version)) = pickle.item(root, "checkpoint_version").map(|id| pickle.value(id))
+        && *version < 3.0
+    {
+        let found = format!("a checkpoint of version {version}, with heads in another order,");
+        return Err(TorchError::Unsupported { name: "checkpoint_version".to_owned(), found });
+    }
+    let gated = match (flag("swiglu"), flag("quick_geglu")) {
+        (None, None) => None,
+        (swiglu, geglu) => Some(swiglu == Some(true) || geglu == Some(true)),
+    };
+    let arguments = MegatronArguments {
+        tensor: number("tensor_model_parallel_size"),
+        pipeline: number("pipeline_model_parallel_size"),
+        expert: number("expert_model_parallel_size"),
+        expert_tensor: number("expert_tensor_parallel_size"),
+        layers: number("num_layers"),
+        experts: number("num_experts"),
+        query_groups: flag("group_query_attention").filter(|is| *is).and_then(|_| number("num_query_groups")),
+        gated,
+        untied: flag("untie_embeddings_and_output_weights"),
+    };
+    let iteration = pickle.item(root, "iteration").and_then(|id| pickle.natural(id));
+    let mut said = MegatronFile { arguments, iteration, ..MegatronFile::default() };
+    let chunks: Vec<Id> = match pickle.item(root, "model") {
+        Some(model) => vec![model],
+        None => (0..).map_while(|number: u64| pickle.item(root, &format!("model{number}"))).collect(),
+    };
+    if chunks.is_empty() {
+        return Err(malformed("model, the state of the model"));
+    }
+    for chunk in chunks {
+        let leaves = torch_state::leaves(pickle, chunk)?;
+        said.chunks.push(leaves.tensors);
+        said.others.extend(leaves.others);
+    }
+    Ok(said)
+}
