@@ -2,8 +2,8 @@
 //!
 //! A file that each rank saves for itself, such as `model_world_size_8_rank_3.pt`, holds the rank's own parts of tensors as torch
 //! pickles them: a `DTensor` with the mesh of ranks and a placement for each mesh axis, or a `ShardedTensor` with the offsets of
-//! its shards. [`describe`] reads that from the pickle, and [`MeshSharding::runs`] computes which elements of the whole tensor a
-//! coordinate of the mesh holds, as torch cuts them. No element is looked at.
+//! its shards. [`RankReader::describe`] reads that from the pickle, and [`MeshSharding::runs`] computes which elements of the
+//! whole tensor a coordinate of the mesh holds, as torch cuts them. No element is looked at.
 
 use std::{collections::HashMap, sync::Arc};
 
