@@ -252,9 +252,9 @@ def test_damage_of_a_directory_is_refused_before_the_mount(saved, tmp_path):
 
 def test_what_is_no_checkpoint_is_named(saved, tmp_path):
     assert "the directory is empty" in mounting.run("plan", tmp_path, expect=1).err
-    for step in ("step-1", "step-2"):
+    for step in ("first", "second"):
         shutil.copytree(saved / "both", tmp_path / "run" / step)
-    assert "open one of them: step-2, step-1" in mounting.run("plan", tmp_path / "run", expect=1).err
+    assert "open one of them: second, first" in mounting.run("plan", tmp_path / "run", expect=1).err
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF" + bytes(60))
     assert "llama.cpp" in mounting.run("plan", tmp_path, expect=1).err
@@ -266,7 +266,8 @@ def test_what_is_no_checkpoint_is_named(saved, tmp_path):
         clone.mkdir()
         shutil.copy(tmp_path / "model.safetensors", clone / name)
         assert "git lfs pull" in mounting.run("plan", clone, expect=1).err
-    for name, advice in (("model_world_size_2_rank_{}.pt", "verl.model_merger"), ("zero_pp_rank_{}_optim_states.pt", "zero_to_fp32")):
+    advices = {"model_world_size_2_rank_{}.pt": "nothing in the files of 2 ranks", "zero_pp_rank_{}_optim_states.pt": "ds_to_universal.py"}
+    for name, advice in advices.items():
         ranks = tmp_path / f"ranks of {name}"
         ranks.mkdir()
         for rank in range(2):
