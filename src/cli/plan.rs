@@ -1,8 +1,8 @@
 //! `ckfs plan`: what would be mounted.
 
-use std::{fmt::Write as _, path::PathBuf};
+use std::{collections::BTreeMap, fmt::Write as _, path::PathBuf, sync::Arc};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use ckfs_checkpoint::{Checkpoint, printable, runs::StepKind};
 use ckfs_config::{Config, Steps};
 use ckfs_fuse::{MountError, check_mountpoint, is_passed};
@@ -12,6 +12,7 @@ use ckfs_plan::{
 };
 use ckfs_service::steps::ListedStep;
 use ckfs_source::Served;
+use ckfs_tensor::EncodedMatrices;
 use ckfs_volume::{Mounter, OmittedFormat, PermittedReaders, ViewPlan, Volume, readers, unavailable};
 use clap::Args;
 use tracing::warn;
@@ -53,6 +54,7 @@ const CHUNK_BYTES: usize = 1 << 20;
 #[command(after_long_help = "\
 Examples:
   ckfs plan /data/llama --mesh fsdp=4,tensor=2
+  ckfs plan /data/llama --layout hf --quantize fp8-block --check-values
   ckfs plan org/name@main --layout hf --dtype bf16
   ckfs plan --config /etc/ckfs/llama.toml
   ckfs plan /data/llama --mesh fsdp=4,tensor=2 --html plan.html
@@ -67,8 +69,34 @@ pub(super) struct PlanCommand {
     /// Writes a page for a browser as well. A file of that name is replaced.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
+    /// Reads all weights that --quantize names, and refuses those with a value that has no code: a NaN or an infinity.
+    #[arg(long)]
+    check_values: bool,
     #[command(flatten)]
     flags: SourceFlags,
+}
+
+/// Finds the values that are to be quantized and have no code.
+fn check_values(volume: &Volume, plans: &[ViewPlan]) -> anyhow::Result<()> {
+    let mut matrices: BTreeMap<u64, Arc<EncodedMatrices>> = BTreeMap::new();
+    for tensor in plans.iter().flat_map(|view| &view.plan.tensors) {
+        tensor.view.for_each_encoded(&mut |of| {
+            matrices.entry(of.id()).or_insert_with(|| Arc::clone(of));
+        });
+    }
+    if matrices.is_empty() {
+        bail!("--check-values: nothing is quantized: expected --quantize SCHEME");
+    }
+    let engine = volume.engine();
+    let found: Vec<String> = matrices
+        .values()
+        .filter_map(|of| Some(format!("  {}", printable(&engine.check_encoded(of).err()?.to_string()))))
+        .collect();
+    if !found.is_empty() {
+        bail!("{} of {} weights cannot be quantized:\n{}", found.len(), matrices.len(), found.join("\n"));
+    }
+    tracing::info!("all values of {} weights have codes", matrices.len());
+    Ok(())
 }
 
 impl PlanCommand {
@@ -95,6 +123,9 @@ impl PlanCommand {
         let needs = fetch::needs(&checkpoint, &plans)?;
         if !self.json && !listed.is_empty() {
             output::print(&format!("{}\n", steps::run_text(config.source.as_deref().unwrap_or_default(), &listed)))?;
+        }
+        if self.check_values {
+            check_values(&volume, &plans)?;
         }
         if let Some(page) = page {
             page.write(html(&checkpoint, &view_reports(&plans)).as_bytes())?;

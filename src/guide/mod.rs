@@ -20,6 +20,7 @@ pages! {
     layouts "layouts.md"
     meshes "meshes.md"
     values "values.md"
+    quantizing "quantizing.md"
     formats "formats.md"
     sources "sources.md"
     runs "runs.md"

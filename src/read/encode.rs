@@ -23,6 +23,7 @@ use super::{
     Engine, ReadError,
     band_store::{BandScales, Reduced, SCALE_BYTES_MAX, SCALE_PART},
     buffer::Buffer,
+    counters::Path,
     fill::{FillMode, TouchedFiles, touch},
     tile::{Tile, TileKey},
 };
@@ -216,6 +217,17 @@ impl Engine {
         {
             kept.bytes -= dropped.bytes.len();
         }
+    }
+
+    /// Reads all of some matrices, and makes their scales.
+    ///
+    /// # Errors
+    /// As of a read of their codes: the first element that has no code, or an error of a source.
+    pub fn check_encoded(&self, matrices: &Arc<EncodedMatrices>) -> Result<(), ReadError> {
+        let bands = matrices.bands();
+        let mode = FillMode::cached(Path::Tiles);
+        (0..bands.matrices() * bands.per_matrix())
+            .try_for_each(|number| self.make_band(matrices, number, None, mode).map(drop))
     }
 
     /// Elements of a view, from one on, and the files that they were made from. They are those of an encoding's input if the view is

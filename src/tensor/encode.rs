@@ -290,7 +290,7 @@ impl Bands {
     }
 
     /// Bands of one matrix.
-    const fn bands(&self) -> u64 {
+    pub const fn per_matrix(&self) -> u64 {
         self.rows.div_ceil(self.band_rows)
     }
 
@@ -306,7 +306,7 @@ impl Bands {
         let band = at % (rows * columns) / columns / band_rows;
         let first_row = band * band_rows;
         Band {
-            number: matrix * self.bands() + band,
+            number: matrix * self.per_matrix() + band,
             first: (matrix * rows + first_row) * columns,
             count: band_rows.min(rows - first_row) * columns,
         }
@@ -314,14 +314,14 @@ impl Bands {
 
     /// Elements of the input of a band: the first, and their number.
     pub fn input_of(&self, band: u64) -> (u64, u64) {
-        let (matrix, band) = (band / self.bands(), band % self.bands());
+        let (matrix, band) = (band / self.per_matrix(), band % self.per_matrix());
         let first_row = band * self.band_rows;
         ((matrix * self.rows + first_row) * self.columns, self.band_rows.min(self.rows - first_row) * self.columns)
     }
 
     /// The matrix of a band.
     pub const fn matrix_of(&self, band: u64) -> u64 {
-        band / self.bands()
+        band / self.per_matrix()
     }
 
     /// Bytes of a part of a band whose input has `elements`.

@@ -687,6 +687,25 @@ impl View {
         }
     }
 
+    /// Calls `visit` for all matrices that are encoded in this expression, in order, with repeats.
+    pub fn for_each_encoded(&self, visit: &mut dyn FnMut(&Arc<EncodedMatrices>)) {
+        match self.op() {
+            Op::Encoded { of, .. } => visit(of),
+            Op::Source(_) | Op::Mosaic(_) | Op::Fill(_) | Op::Quantized(_) => {}
+            Op::Slice { of, .. }
+            | Op::Gather { of, .. }
+            | Op::Transpose { of, .. }
+            | Op::Reshape { of }
+            | Op::Pad { of, .. }
+            | Op::Cast { of }
+            | Op::Multiply { of, .. }
+            | Op::Add { of, .. }
+            | Op::Exp { of } => of.for_each_encoded(visit),
+            Op::Sum { of } | Op::Product { of, .. } => of.iter().for_each(|view| view.for_each_encoded(visit)),
+            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_encoded(visit)),
+        }
+    }
+
     /// The tensor that this view is, if it is one unchanged and stored in one span.
     pub fn as_source(&self) -> Option<&SourceTensor> {
         if let Op::Source(tensor) = self.op() { Some(tensor) } else { None }

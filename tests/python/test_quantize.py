@@ -182,3 +182,135 @@ def test_what_is_no_number_is_an_error_that_names_its_place(tmp_path, scheme, va
     message = done.stderr.decode()
     assert "model.layers.0.self_attn.q_proj.weight" in message and "[129, 7]" in message, message
     assert run("verify", tmp_path, "--quantize", scheme, expect=None).code == 1
+
+
+# --- programs that load it ------------------------------------------------------------------------------------------------
+
+LOADED = [scheme for scheme in SCHEMES if scheme not in ("nvfp4:modelopt", "int4")]
+"""Schemes that transformers loads. Rows of the small models are no multiple of 128."""
+
+
+@pytest.fixture(scope="module")
+def models(base: Path):
+    """Small models of several families, saved by transformers in bf16."""
+    import transformers
+
+    def save(name: str, config: object) -> Path:
+        torch.manual_seed(0)
+        path = base / "quantize-models" / name
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+        return path
+
+    small = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"intermediate_size": 416, "head_dim": 32, **small}
+    return {
+        "llama": save("llama", transformers.LlamaConfig(**more)),
+        "qwen3": save("qwen3", transformers.Qwen3Config(**more)),
+        "gemma2": save("gemma2", transformers.Gemma2Config(**more)),
+        "olmo2": save("olmo2", transformers.Olmo2Config(**{k: v for k, v in more.items() if k != "head_dim"})),
+        "mistral": save("mistral", transformers.MistralConfig(**more)),
+    }
+
+
+def export_hf(source: Path, target: Path, *args: object) -> Path:
+    """`hf/` of a mount of one file of weights."""
+    target.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (target / name).write_bytes(cat(source, f"hf/{name}", *args))
+    return target
+
+
+def logits(path: Path, config: dict) -> torch.Tensor:
+    import transformers
+
+    more = {}
+    if config.get("quantization_config", {}).get("quant_method") == "compressed-tensors":
+        more["quantization_config"] = transformers.CompressedTensorsConfig(run_compressed=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **more)
+    with torch.no_grad():
+        return model(torch.arange(1, 17)[None]).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2", "mistral"])
+@pytest.mark.parametrize("scheme", LOADED)
+def test_transformers_loads_the_values_that_the_library_decodes(models, tmp_path, scheme, family):
+    """The logits are those of the same model with the weights that ckfs decodes from its own codes."""
+    source = models[family]
+    exported = export_hf(source, tmp_path / "quantized", "--layout", "hf", "--quantize", scheme)
+    config = json.loads((exported / "config.json").read_text())
+    assert config["quantization_config"]
+    found = logits(exported, config)
+    # transformers decodes fp8 to bf16, whatever dtype is asked for.
+    decoded = export_hf(exported, tmp_path / "decoded", "--layout", "hf", "--dequantize=f32")
+    expected = logits(decoded, {})
+    error = (found - expected).abs().max() / expected.abs().max()
+    most = 0.2 if config["quantization_config"]["quant_method"] in ("fp8", "mxfp8") else 0.03
+    assert error < most, f"{scheme} {family}: {error}"
+    plain = logits(source, {})
+    bound = {"mxfp4": 0.9, "nvfp4": 0.7, "int4-g32": 0.7}.get(scheme, 0.3)
+    assert (found - plain).abs().max() / plain.abs().max() < bound
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_quantized_is_decoded_again_within_half_a_step(models, tmp_path, scheme):
+    source = models["llama"]
+    exported = export_hf(source, tmp_path / "quantized", "--layout", "hf", "--quantize", scheme)
+    if scheme == "nvfp4:modelopt":
+        (exported / "hf_quant_config.json").write_bytes(
+            cat(source, "hf/hf_quant_config.json", "--layout", "hf", "--quantize", scheme)
+        )
+    plain = load_file(source / "model.safetensors")
+    found = load(cat(exported, "hf/model.safetensors", "--layout", "hf", "--dequantize=f32"))
+    assert found.keys() == plain.keys()
+    # Half a step of the greatest code: of E4M3 16 of 448, of E2M1 1 of 6, of integers half of 7.5 or 127.5.
+    step = {"mxfp4": 1 / 3, "nvfp4": 1 / 5, "nvfp4:modelopt": 1 / 5, "int8-channel": 1 / 250, "int4": 1 / 14, "int4-g32": 1 / 14}
+    for name, weight in plain.items():
+        error = (found[name].float() - weight.float()).abs().max() / weight.float().abs().max()
+        assert error <= step.get(scheme, 1 / 16), f"{scheme} {name}: {error}"
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "mxfp4", "nvfp4", "int4-g32", "fp8-tensor"])
+def test_shards_are_slices_of_the_whole(models, scheme):
+    source, name = models["llama"], "model.layers.1.mlp.down_proj.weight"
+    args = ("--layout", "hf", "--quantize", scheme)
+    suffixes = {"fp8-block": ["", "_scale_inv"], "fp8-tensor": ["", "_scale"], "nvfp4": ["_packed", "_scale", "_global_scale"]}
+    parts = [f"{name}{suffix}" for suffix in suffixes.get(scheme, ["_packed", "_scale"])]
+    for part in parts:
+        whole = cat(source, f"full/{part}", *args)
+        shards = [cat(source, f"dev{device}/{part}", *args, "--mesh", "fsdp=1,data=2", "--replicate", "data") for device in range(2)]
+        assert shards == [whole, whole]
+    gate = "model.layers.1.mlp.up_proj.weight"
+    mesh = ("--mesh", "fsdp=2")
+    if scheme == "fp8-block":
+        # 416 rows in two parts are 208: inside a block.
+        refused = run("plan", source, *args, *mesh, expect=1)
+        assert f"{gate}: axis 0" in refused.err and "inside a block of 128" in refused.err
+        assert run("plan", source, *args, *mesh, "--even").code == 0
+        return
+    codes = gate if scheme == "fp8-tensor" else f"{gate}_packed"
+    whole = cat(source, f"full/{codes}", *args)
+    assert b"".join(cat(source, f"dev{device}/{codes}", *args, *mesh) for device in range(2)) == whole
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "mxfp8", "nvfp4", "int4-g32"])
+def test_verify_and_explain(models, scheme):
+    args = (models["mistral"], "--layout", "hf", "--quantize", scheme)
+    assert "no difference" in run("verify", *args).out
+    scale = "model.layers.0.mlp.up_proj.weight_scale" + ("_inv" if "block" in scheme or "sglang" in scheme else "")
+    text = run("explain", models["mistral"], f"full/{scale}", *args[1:]).out
+    assert "of weights are read" in text, text
+
+
+def test_what_stays_is_said_and_chosen_by_patterns(models):
+    source = models["llama"]
+    args = ("--layout", "hf", "--quantize", "fp8-block", "--quantize-ignore", "model.layers.{0-0}.*", "--quantize-only", "*.mlp.*")
+    config = json.loads(cat(source, "hf/config.json", *args))["quantization_config"]
+    left = config["modules_to_not_convert"]
+    assert "lm_head" in left and "model.layers.0.mlp.up_proj" in left and "model.layers.1.self_attn.q_proj" in left
+    assert "model.layers.1.mlp.up_proj" not in left
+    found = load(cat(source, "hf/model.safetensors", *args))
+    coded = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert coded == {f"model.layers.1.mlp.{word}_proj.weight" for word in ("gate", "up", "down")}
+    assert "cannot" not in run("plan", source, "--quantize", "fp8-block", "--check-values").out
+    for layout in ("maxtext", "vllm"):
+        assert "expected the layout canonical, hf or stored" in run("plan", source, "--layout", layout, "--quantize", "fp8-block", expect=1).err

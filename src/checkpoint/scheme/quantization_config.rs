@@ -150,7 +150,8 @@ impl<'a> QuantizationConfig<'a> {
             }
             (Some("compressed-tensors"), _) => config.map_or(Method::Other, Groups::read),
             (None, None) => groups.map_or(Method::Other, Groups::read),
-            (Some("fp8"), _) => Method::Fp8(exceptions()),
+            // sglang names blocks of 1 x 32 so.
+            (Some("fp8" | "mxfp8"), _) => Method::Fp8(exceptions()),
             (Some("fbgemm_fp8"), _) => Method::Fbgemm(exceptions()),
             (Some(_), _) => Method::Other,
         };

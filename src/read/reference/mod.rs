@@ -55,7 +55,7 @@ pub struct Evaluator<'a> {
     /// The tensor stored as boxes that was read last, and which of its boxes.
     last_box: (Option<TensorId>, usize),
     /// Scales of blocks that are encoded.
-    scales: ScalesByDefinition,
+    scales: Option<Box<ScalesByDefinition>>,
 }
 
 impl fmt::Debug for Evaluator<'_> {
@@ -86,12 +86,7 @@ fn ravel(index: &[u64], shape: &Shape) -> u64 {
 impl<'a> Evaluator<'a> {
     /// An evaluator that fetches through `read`, in aligned blocks of 64 KiB, and in smaller ones where such a read fails.
     pub fn new(read: impl FnMut(TensorId, Range<u64>) -> TensorBytes + 'a) -> Self {
-        Self {
-            read: Box::new(read),
-            blocks: LruCache::new(BLOCKS_KEPT),
-            last_box: (None, 0),
-            scales: ScalesByDefinition::default(),
-        }
+        Self { read: Box::new(read), blocks: LruCache::new(BLOCKS_KEPT), last_box: (None, 0), scales: None }
     }
 
     /// Bytes `span` of the row-major elements of `view`.
@@ -209,9 +204,9 @@ impl<'a> Evaluator<'a> {
                 Ok(round(view.dtype(), multiply(left, right, *flush)))
             }
             Op::Encoded { of, part } => {
-                let mut scales = std::mem::take(&mut self.scales);
+                let mut scales = self.scales.take().unwrap_or_default();
                 let bits = scales.element(of, *part, index, &mut |view, index| self.value(view, index));
-                self.scales = scales;
+                self.scales = Some(scales);
                 bits
             }
             Op::Quantized(value) => {
