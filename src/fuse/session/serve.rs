@@ -67,9 +67,12 @@ pub fn interruptible<T>(work: impl FnOnce() -> T) -> Result<T, MountError> {
     thread::scope(|scope| {
         let (done, ended) = mpsc::channel::<()>();
         let waiting = thread::Builder::new().name("ckfs-signals".into()).spawn_scoped(scope, move || {
-            if ENDING.into_iter().collect::<SigSet>().thread_unblock().is_ok() {
+            let ending: SigSet = ENDING.into_iter().collect();
+            if ending.thread_unblock().is_ok() {
                 let _ = ended.recv();
             }
+            // The scope waits for this closure, not for the thread: a signal that comes before its end must find none that takes it.
+            let _ = ending.thread_block();
         });
         waiting.map_err(|source| MountError::System { what: "start a thread", source })?;
         let result = work();
