@@ -16,8 +16,9 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use ckfs::tensor::{
-    BitOrder, Bits, DType, Decode, Digit, Field, Gather, IndexMap, Load, Loop, Operand, Operation, Program, Shape,
-    SourceTensor, Step, TensorId, Value, Window, block_index, convert_row, gather,
+    Bands, BitOrder, Bits, DType, Decode, Digit, EncodedPart, Encoder, ExponentRule, Field, Gather, IndexMap, Load,
+    Loop, MatrixFactor, Operand, Operation, Program, Shape, SourceTensor, Step, TensorId, Value, Window, block_index,
+    convert_row, gather,
 };
 
 const TIME_PER_CASE: Duration = Duration::from_millis(120);
@@ -104,6 +105,35 @@ fn row_case(report: &Report, name: &str, program: &Program, dtype: DType, source
             black_box(&target);
         }
     });
+}
+
+/// Codes and scales of a band of a matrix in BF16.
+fn encoders(report: &Report) {
+    let shape = Shape::try_new(&[1024, 4096]).unwrap();
+    let bytes = weights(DType::BF16, 4 << 20);
+    let all = [
+        Encoder::Fp8Block { power_of_two: false },
+        Encoder::Fp8Channel,
+        Encoder::Fp8Tensor,
+        Encoder::Mxfp8(ExponentRule::Nearest),
+        Encoder::Mxfp4,
+        Encoder::Nvfp4(MatrixFactor::Divides),
+        Encoder::Int8Channel,
+        Encoder::Int4 { group: 128 },
+        Encoder::Int4 { group: 32 },
+    ];
+    for encoder in all {
+        let bands = Bands::new(encoder, DType::BF16, &shape).unwrap();
+        let (_, elements) = bands.input_of(0);
+        let input = &bytes[..2 * elements as usize];
+        let mut codes = vec![0; bands.bytes_of(EncodedPart::Codes, elements)];
+        let mut scales = vec![0; bands.bytes_of(EncodedPart::Scales, elements)];
+        let factor = Some(encoder.factor(0.1));
+        report.case(&format!("encode {encoder}"), input.len(), codes.len() + scales.len(), || {
+            bands.encode(input, factor, Some(&mut codes), &mut scales).unwrap();
+            black_box((&codes, &scales));
+        });
+    }
 }
 
 /// Rows and columns of the quantized matrices.
@@ -400,6 +430,7 @@ fn main() {
     let report = Report { filter };
     println!("{:<58} {:>8} {:>8}", "one core, GB/s", "read", "written");
     casts(&report);
+    encoders(&report);
     quantized(&report);
     transposes(&report);
     stacks(&report);
