@@ -13,6 +13,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKE
 import pytest
 
 import mounting
+import package
 import repos
 from mounting import Mount
 from servers import clean  # noqa: F401  a fixture
@@ -20,6 +21,11 @@ from servers import clean  # noqa: F401  a fixture
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: measures time, or uses all processors, and is not run beside other tests")
+    try:
+        # Also in the process that shows the warnings of others: it imports their classes.
+        package.import_ckfs()
+    except FileNotFoundError:
+        pass  # the tests that need the extension say so
 
 
 def pytest_report_header() -> str:
