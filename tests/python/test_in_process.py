@@ -119,6 +119,8 @@ CASES = [
     ("mixtral", {"unscanned": True, "mesh": "expert=2"}),
     ("mixtral", {"layout": "transformers", "mesh": "fsdp=2"}),
     ("gemma3", {"exclude": ["*norm*"], "layers": "1.."}),
+    ("llama", {"layout": "hf", "quantize": "fp8-channel", "quantize_ignore": "*lm_head*"}),
+    ("llama", {"layout": "hf", "quantize": "int8-channel", "mesh": "fsdp=2"}),
 ]
 
 

@@ -29,6 +29,9 @@ class OpenSettings(TypedDict, total=False):
     dequantize: Any
     """`True` for the model's own dtype, or a dtype."""
     cast: Sequence[Mapping[str, str]]
+    quantize: str
+    quantize_only: Patterns
+    quantize_ignore: Patterns
     shard: Path
     shard_rules: Sequence[Mapping[str, Any]]
     logical_rules: Sequence[Mapping[str, Any]]
@@ -70,9 +73,6 @@ class OpenSettings(TypedDict, total=False):
     materialize: Path
     cache_bytes: Size
     threads: int
-    steps: str
-    """Of a run's directory, for `mount`, `serve` and `plan`; `open` takes the directory of one step."""
-    steps_poll: Time
 
 
 class ServeSettings(OpenSettings, total=False):
@@ -82,6 +82,8 @@ class ServeSettings(OpenSettings, total=False):
     name: str
     token_file: Path
     allow_anyone: bool
+    steps: str
+    steps_poll: Time
     file_mode: str
     dir_mode: str
     log_file: Path
@@ -91,6 +93,8 @@ class MountSettings(OpenSettings, total=False):
     """What `ckfs.mount`, `ckfs.run` and `ckfs.plan` take besides the source: flags of the program."""
 
     timeout: Time
+    steps: str
+    steps_poll: Time
     mkdir: bool
     allow_other: bool
     file_mode: str
@@ -145,7 +149,7 @@ def _value(name: str, value: Any) -> Any:
 def values(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as the extension takes them. `None` stands for a setting that is not given."""
     given = {name: _value(name, value) for name, value in settings.items() if value is not None}
-    for name in ("replicate", "include", "exclude", "rename", "source_rename"):
+    for name in ("replicate", "include", "exclude", "rename", "source_rename", "quantize_only", "quantize_ignore"):
         if isinstance(given.get(name), str):
             given[name] = [given[name]]
     return given
