@@ -26,7 +26,8 @@ pub(super) fn of_directory(config: &Config) -> anyhow::Result<Option<Vec<ListedS
     let Some(source) = config.source.as_deref().filter(|source| !source.contains("://")) else { return Ok(None) };
     let waits = wait_registry(&config.mount);
     stall_exit::end_on_stall(&waits).context("start a thread")?;
-    if !Path::new(source).is_dir() {
+    let path = Path::new(source);
+    if !stall_exit::within(&config.mount, path, "look", || path.is_dir()) {
         return Ok(None);
     }
     let found = listed_steps(config, &waits).map_err(open::explained)?;
