@@ -99,6 +99,11 @@ fn check_values(volume: &Volume, plans: &[ViewPlan]) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Whether a source is opened as the checkpoint of the one step that is in it: an error is about that step.
+fn is_of_its_only_step(listed: &[ListedStep]) -> bool {
+    matches!(listed, [step] if matches!(step.kind, StepKind::Orbax | StepKind::DeepSpeed | StepKind::Megatron))
+}
+
 impl PlanCommand {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let page = self.html.as_deref().map(output::NewFile::at).transpose()?;
@@ -111,7 +116,9 @@ impl PlanCommand {
         }
         let listed = steps::of_directory(&config)?.unwrap_or_default();
         let checkpoint = match open::checkpoint(&mut config) {
-            Err(error) if !listed.is_empty() => return self.only_steps(&config, &listed, error),
+            Err(error) if !listed.is_empty() && !is_of_its_only_step(&listed) => {
+                return self.only_steps(&config, &listed, error);
+            }
             opened => opened?,
         };
         // One step is the checkpoint of this plan.
