@@ -1,4 +1,4 @@
-//! Who asks: whoever has the token, or stands on this machine where there is none, is trusted; all others are strangers.
+//! Who asks. A client that has the token is trusted, and so is one of this machine where there is no token; all others are strangers.
 
 use std::net::IpAddr;
 
