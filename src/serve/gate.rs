@@ -1,4 +1,4 @@
-//! Who asks. A client that has the token is trusted, and so is one of this machine where there is no token; all others are strangers.
+//! Who asks. A client with the token is trusted, and so is one of this machine where there is no token; all others are strangers.
 
 use std::net::IpAddr;
 
