@@ -395,10 +395,19 @@ fn by_layer(event: &str) -> String {
     }
 }
 
+/// Whether an event says only that the kernel had given up a request (ENOENT) before its reply came: its process was killed, or the
+/// mount aborted. Nobody lacks that reply, so it is no error, though the library of FUSE says it as one.
+fn is_reply_to_nobody(event: &str) -> bool {
+    event.contains("fuser::reply: Failed to send FUSE reply: ") && event.ends_with("(os error 2)")
+}
+
 impl Write for EventWriter<'_> {
     /// Takes a whole event. Never fails: `tracing` would panic over a failure if standard error failed as well.
     fn write(&mut self, event: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(event.trim_ascii_end());
+        if is_reply_to_nobody(&text) {
+            return Ok(event.len());
+        }
         self.log.shared.add(Line::new(self.level, by_layer(&text)));
         Ok(event.len())
     }
@@ -436,6 +445,14 @@ mod tests {
         ] {
             assert_eq!(by_layer(event), line);
         }
+    }
+
+    #[test]
+    fn replies_to_requests_that_were_given_up_are_no_errors() {
+        let reply = "ERROR fuser::reply: Failed to send FUSE reply:";
+        assert!(is_reply_to_nobody(&format!("{reply} No such file or directory (os error 2)")));
+        assert!(!is_reply_to_nobody(&format!("{reply} Invalid argument (os error 22)")));
+        assert!(!is_reply_to_nobody("ERROR ckfs::source: a: No such file or directory (os error 2)"));
     }
 
     fn log_at(directory: &tempfile::TempDir) -> (Log, std::path::PathBuf) {

@@ -32,7 +32,7 @@ use serde_json::{Value, json};
 /// The files of the source, one tensor each.
 const A: &str = "model-00001-of-00003.safetensors";
 const B: &str = "model-00002-of-00003.safetensors";
-/// Bytes of a tensor: more than the kernel reads along with the header.
+/// Bytes of a tensor: more than the kernel reads along with the header. Reads from 1 MiB on find nothing in memory.
 const BYTES: usize = 4 << 20;
 /// Time limit for anything that should happen soon.
 const SOON: Duration = Duration::from_mins(1);
@@ -200,7 +200,7 @@ fn stall_one(way: Way, flags: &[&str]) {
     let source = source();
     let mount = Mount::by(way, &source.path(), &[&["--source-timeout", "3s"], flags].concat());
     source.set(A, Manner::Stalled);
-    let readers: Vec<_> = (0..24).map(|at| mount.read("full/alpha", at << 17, 64 << 10)).collect();
+    let readers: Vec<_> = (0..24).map(|at| mount.read("full/alpha", (at + 4) << 17, 64 << 10)).collect();
     let also: Vec<_> = (0..4).map(|_| mount.read("safetensors/dev0.safetensors", 0, BYTES)).collect();
     until("the source is asked", || source.asked(A) > 0);
     // Neither all these threads nor all the daemon's may wait for the one file.
@@ -266,7 +266,7 @@ fn tiles_of_a_stalled_source_end_too() {
     let flags = ["--source-timeout", "2s", "--materialize", "none", "--dtype", "f32", "--threads", "1"];
     let mount = Mount::new(&source.path(), &flags);
     source.set(A, Manner::Stalled);
-    let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", at << 16, 1 << 16)).collect();
+    let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", (at + 16) << 16, 1 << 16)).collect();
     until("the source is asked", || source.asked(A) > 0);
     let other = mount.read("full/beta", 0, 2 * BYTES).recv_timeout(SOON).unwrap().unwrap();
     assert_eq!(other.len(), 2 * BYTES);
@@ -330,7 +330,7 @@ fn a_mount_ends_while_its_source_gives_no_answer() {
     let source = source();
     let mut mount = Mount::new(&source.path(), &["--source-timeout", "1h"]);
     source.set(A, Manner::Stalled);
-    let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", at << 20, 10)).collect();
+    let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", ((at % 3) + 1) << 20, 10)).collect();
     until("the source is asked", || source.asked(A) > 0);
     kill(Pid::from_raw(i32::try_from(mount.child.id()).unwrap()), Signal::SIGTERM).unwrap();
     until("the daemon ends", || mount.child.try_wait().unwrap().is_some());
@@ -388,7 +388,7 @@ fn an_abort_by_fusectl_is_a_clean_end() {
     let mut mount = Mount::new(&source.path(), &["--source-timeout", "1h", "-v"]);
     until("the daemon is ready", || mount.log().contains("mounted on"));
     source.set(A, Manner::Stalled);
-    let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", at << 20, 10)).collect();
+    let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", ((at % 3) + 1) << 20, 10)).collect();
     until("the source is asked", || source.asked(A) > 0);
     // So that the mount is in use when the readers are cut off.
     let held = File::open(mount.path("full/beta")).unwrap();
