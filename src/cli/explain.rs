@@ -7,6 +7,7 @@ use std::{
 
 use anyhow::{Context, anyhow, bail};
 use ckfs_checkpoint::{Checkpoint, printable_lines};
+use ckfs_config::Config;
 use ckfs_image::Segment;
 use ckfs_plan::report::{human_bytes, reads_text};
 use ckfs_source::{ByteSpan, page_size::page_bytes};
@@ -33,16 +34,19 @@ const TENSORS_MAX: usize = 100_000;
 /// Prints size, dtype, shape and place in the whole tensor, and the expression over source tensors. Then follows its
 /// normal form: disjoint pieces, each a strided copy from one source tensor through one decoder. The last item is the
 /// need of source data, in bytes and in whole pages. Only headers are read.
+///
+/// Of a file in a mount, its path says all: source and flags are those of the mount.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
   ckfs explain /data/llama dev3/layers/scanned/wq --mesh fsdp=4,tensor=2
   ckfs explain /data/llama hf/model-00001-of-00002.safetensors --dtype bf16 --all
+  ckfs explain /mnt/llama/dev3/layers/scanned/wq
   ckfs explain --config llama.toml train/full/embed --json | jq '.segments[0].pieces'")]
 pub(super) struct Explain {
     #[arg(value_name = "SOURCE", help = source_help())]
     first: String,
-    /// The file, relative to the mount.
+    /// The file, relative to the mount; left out if the first argument is a file in a mount.
     #[arg(value_name = "PATH")]
     second: Option<String>,
     /// Lists all pieces and operands, not the first few.
@@ -56,9 +60,27 @@ pub(super) struct Explain {
 }
 
 impl Explain {
-    pub(super) fn run(&self) -> anyhow::Result<()> {
+    /// The path of the file in its view, and the configuration of the view: that of a mount, if the file is named by its path there.
+    fn target(&self) -> anyhow::Result<(String, Config)> {
+        if self.second.is_none() && self.flags.settings.config.is_none() {
+            let whole = std::path::absolute(&self.first).context("SOURCE")?;
+            for mount in whole.ancestors() {
+                if let Some((mount, config)) = open::mount_config(mount.to_str(), &self.flags)? {
+                    let path = whole.strip_prefix(mount).context("SOURCE")?.display().to_string();
+                    return Ok((if path.is_empty() { ".".to_owned() } else { path }, config));
+                }
+            }
+        }
         let (source, path) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "PATH")?;
-        let mut config = open::source_config(source, &self.flags)?;
+        if let Some((_, config)) = open::mount_config(source, &self.flags)? {
+            return Ok((path.to_owned(), config));
+        }
+        Ok((path.to_owned(), open::source_config(source, &self.flags)?))
+    }
+
+    pub(super) fn run(&self) -> anyhow::Result<()> {
+        let (path, mut config) = self.target()?;
+        let path = path.as_str();
         let volume = open::volume(&mut config)?;
         let node = tree::find(&volume, path)?;
         if node.attr.kind == NodeKind::Directory {

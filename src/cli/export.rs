@@ -2,6 +2,7 @@
 
 mod chunked;
 mod files;
+mod journal;
 
 use std::{
     fs::{self, File},
@@ -12,12 +13,16 @@ use std::{
 use anyhow::{Context, bail};
 use ckfs_config::Config;
 use ckfs_plan::report::human_bytes;
+use ckfs_service::identity;
 use ckfs_volume::{FileSystem, NodeKind, Volume};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 
-use self::files::{create_directories, create_file, create_target, finish, partial_path};
+use self::{
+    files::{create_directories, create_file, create_target, finish, partial_path},
+    journal::{Journal, interrupted},
+};
 use super::{
     flags::{LogFlags, SourceFlags, source_help},
     open, output, steps, tree,
@@ -33,6 +38,9 @@ const CHUNK_BYTES: usize = 8 << 20;
 ///
 /// With `--steps` each selected step of a run is written to DIR/STEP, and DIR/latest leads to the newest.
 ///
+/// An export that was interrupted, by a signal, an error or the end of the host, goes on if the same command is given
+/// again: files that are complete, and unchanged since, are kept. Until the end, DIR has a file `.ckfs-export`.
+///
 /// A file is readable by exactly the users that can read the source files it is made of, whatever the umask.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
@@ -45,13 +53,13 @@ A pattern of --only matches a path or a directory above it; * stands for any tex
 pub(super) struct Export {
     #[arg(value_name = "SOURCE", help = source_help())]
     first: String,
-    /// Where to: a directory that is empty or not there yet.
+    /// Where to: a directory that is empty or not there yet, or that of an interrupted export of the same.
     #[arg(value_name = "DIR")]
     second: Option<String>,
     /// Only what matches this pattern; may be repeated.
     #[arg(long, value_name = "GLOB")]
     only: Vec<String>,
-    /// Writes into a directory that has something in it, replacing files.
+    /// Writes into a directory that has something in it, replacing files; begins an interrupted export anew.
     #[arg(long)]
     force: bool,
     /// Prints JSON when all is done.
@@ -84,31 +92,40 @@ impl Export {
         let (source, directory) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "DIR")?;
         tree::patterns(&self.only)?;
         let directory = std::path::absolute(directory).context("DIR")?;
-        check_target(&directory, self.force)?;
+        check_target(&directory, self.force || interrupted(&directory).is_some())?;
         let mut config = open::source_config(source, &self.flags)?;
         let Some(wanted) = config.mount.steps else {
-            let written = self.export(&mut config, &directory, log)?;
+            let written = self.export(&mut config, &directory, None, log)?;
             return if self.json { output::print_json(&written) } else { Ok(()) };
         };
         let mut all = Vec::new();
         let steps = steps::selected(&config, wanted)?;
         let latest = steps.last().map(|(step, _)| step.number.to_string());
         fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
+        let mut journal = Journal::open(&directory, &config.to_toml()?, self.force)?;
         for (step, mut config) in steps {
             let target = directory.join(step.number.to_string());
-            let mut written =
-                self.export(&mut config, &target, log).with_context(|| format!("step {}", step.number))?;
+            let mut written = self
+                .export(&mut config, &target, Some(&mut journal), log)
+                .with_context(|| format!("step {}", step.number))?;
             written["step"] = step.number.into();
             all.push(written);
         }
         if let Some(latest) = latest {
             replace_link(Path::new(&latest), &directory.join("latest"))?;
         }
+        journal.end()?;
         if self.json { output::print_json(&json!({ "directory": directory, "steps": all })) } else { Ok(()) }
     }
 
-    /// Writes the files of one checkpoint to a directory.
-    fn export(&self, config: &mut Config, directory: &Path, log: &LogFlags) -> anyhow::Result<Value> {
+    /// Writes the files of one checkpoint to a directory: all of an export, or of one that has a journal already.
+    fn export(
+        &self,
+        config: &mut Config,
+        directory: &Path,
+        journal: Option<&mut Journal>,
+        log: &LogFlags,
+    ) -> anyhow::Result<Value> {
         let volume = open::volume(config)?;
         // The counters of this process describe no mount.
         let nodes = tree::select(&volume, &self.only, "export", &|node| {
@@ -120,17 +137,34 @@ impl Export {
         }
         let total = tree::total_bytes(&nodes);
         create_target(&volume, directory).with_context(|| directory.display().to_string())?;
-        check_room(directory, total)?;
+        let digest = digest(&volume);
+        let (mut own, journal) = match journal {
+            Some(given) => (None, Some(given)),
+            None => (Some(Journal::open(directory, &digest, self.force)?), None),
+        };
+        let Some(journal) = journal.or(own.as_mut()) else { bail!("export without a journal") };
+        let (kept, missing) = kept_and_missing(&volume, &nodes, directory, &digest, journal)?;
+        let kept_bytes = tree::total_bytes(&kept);
+        if !kept.is_empty() && !log.quiet {
+            let (count, kept, all) = (kept.len(), human_bytes(kept_bytes), human_bytes(total));
+            ckfs_host::tell(&format!("ckfs: {count} files, {kept} of {all}, are complete already\n"));
+        }
+        check_room(directory, total - kept_bytes)?;
         let bar = bar(total, log);
-        let (chunked, others) = chunked::split(&volume, &nodes)?;
+        bar.inc(kept_bytes);
+        let (chunked, others) = chunked::split(&volume, &missing)?;
+        let mut written = |path: &Path| journal.note(path, &digest);
         for node in others {
             bar.set_message(node.path.clone());
-            write_node(&volume, node, directory, &bar)?;
+            write_node(&volume, node, directory, &bar, &mut written)?;
         }
-        chunked::write(&volume, &chunked, directory, &bar)?;
+        chunked::write(&volume, &chunked, directory, &bar, &mut written)?;
         ckfs_service::check_sources(&volume).inspect_err(|_| remove_wrong(&volume, &nodes, directory))?;
         for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::Directory) {
             sync_directory(&directory.join(&node.path))?;
+        }
+        if let Some(own) = own {
+            own.end()?;
         }
         sync_directory(directory)?;
         bar.finish_and_clear();
@@ -140,9 +174,37 @@ impl Export {
         let (directories, links) = (count(NodeKind::Directory), count(NodeKind::Symlink));
         let directory = directory.display().to_string();
         Ok(json!({
-            "directory": directory, "files": files, "bytes": total, "directories": directories, "links": links
+            "directory": directory, "files": files, "bytes": total, "directories": directories, "links": links,
+            "kept_files": kept.len(),
         }))
     }
+}
+
+/// The digest of what is exported, and by which program.
+fn digest(volume: &Volume) -> String {
+    let checkpoint = volume.engine().checkpoint();
+    let views: Vec<String> = volume.plans().iter().map(|plan| identity::commit(checkpoint, plan)).collect();
+    identity::of_views(views.iter().map(|commit| (env!("CKFS_COMMIT"), commit.as_str())))
+}
+
+/// The files that an interrupted export has left complete, and everything else.
+fn kept_and_missing(
+    volume: &Volume,
+    nodes: &[tree::PathNode],
+    directory: &Path,
+    digest: &str,
+    journal: &Journal,
+) -> anyhow::Result<(Vec<tree::PathNode>, Vec<tree::PathNode>)> {
+    let (mut kept, mut missing) = (Vec::new(), Vec::new());
+    for node in nodes {
+        let ino = node.attr.ino;
+        let is_kept = node.attr.kind == NodeKind::File
+            && journal.has(&directory.join(&node.path), digest)
+            // The digest says nothing of texts about the mount.
+            && (volume.original(ino).is_some() || volume.image(ino).with_context(|| node.path.clone())?.is_some());
+        if is_kept { &mut kept } else { &mut missing }.push(node.clone());
+    }
+    Ok((kept, missing))
 }
 
 /// Makes a symbolic link, or lets the one of this name lead elsewhere in one step.
@@ -190,7 +252,16 @@ fn sync_directory(path: &Path) -> anyhow::Result<()> {
     File::open(path).and_then(|directory| directory.sync_all()).with_context(|| path.display().to_string())
 }
 
-fn write_node(volume: &Volume, node: &tree::PathNode, directory: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
+/// Called with the path of each file once it is complete.
+type Written<'a> = dyn FnMut(&Path) -> anyhow::Result<()> + 'a;
+
+fn write_node(
+    volume: &Volume,
+    node: &tree::PathNode,
+    directory: &Path,
+    bar: &ProgressBar,
+    written: &mut Written<'_>,
+) -> anyhow::Result<()> {
     let target = directory.join(&node.path);
     let context = || target.display().to_string();
     if node.attr.kind == NodeKind::Directory {
@@ -211,7 +282,8 @@ fn write_node(volume: &Volume, node: &tree::PathNode, directory: &Path, bar: &Pr
         }
         result?;
     }
-    fs::rename(&partial, &target).with_context(context)
+    fs::rename(&partial, &target).with_context(context)?;
+    if node.attr.kind == NodeKind::File { written(&target) } else { Ok(()) }
 }
 
 fn write_file(volume: &Volume, node: &tree::PathNode, partial: &Path, bar: &ProgressBar) -> anyhow::Result<()> {

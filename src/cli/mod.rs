@@ -18,6 +18,7 @@ mod fetch;
 mod flags;
 mod hint;
 mod kernel_copy;
+mod last_mount;
 mod man;
 mod metrics;
 mod mount;

@@ -28,7 +28,7 @@ use clap::Args;
 
 use super::{
     flags::{LogFlags, ServingFlags, SourceFlags, source_help},
-    open,
+    last_mount, open,
     output::{AlreadyReported, Usage, error_text, message},
 };
 
@@ -294,7 +294,7 @@ pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, t
     if tie == DaemonTie::Attached {
         readiness = readiness.attached();
     }
-    let result = config.and_then(|(config, mountpoint)| mount(config, &mountpoint, log, &mut readiness));
+    let result = config.and_then(|(config, mountpoint)| mount(config, &mountpoint, log, (&mut readiness, tie)));
     if let Err(error) = &result {
         let starter_waits = readiness.in_background();
         log.flush(ckfs_host::log::FLUSH_LIMIT);
@@ -309,7 +309,12 @@ pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, t
 /// What a mount does before it serves, for systemd.
 const OPENING: &str = "reading headers";
 
-fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readiness) -> anyhow::Result<()> {
+fn mount(
+    mut config: Config,
+    mountpoint: &Path,
+    log: &Log,
+    (readiness, tie): (&mut Readiness, DaemonTie),
+) -> anyhow::Result<()> {
     readiness.status(OPENING);
     let mut made = MadeDirectories::default();
     if is_passed(mountpoint) {
@@ -338,7 +343,7 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     if config.mount.steps.is_some() {
         let opened = interruptible(|| RunService::open(&mut config, &waits))?.map_err(open::explained)?;
         drop(wait_watch);
-        return mount_run(opened, mountpoint, log, readiness, made);
+        return mount_run((opened, &config), mountpoint, log, (readiness, tie), made);
     }
     if config.mount.on_step.is_some() {
         return Err(Usage("--on-step: only with --steps".to_owned()).into());
@@ -352,12 +357,20 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     let exit = serve_service(&service, mountpoint, log, || {
         ready = readiness.ready(&format!("serving {} on {}", service.label(), mountpoint.display()), &held);
         served = true;
+        keep(&config, mountpoint, tie);
     });
     if served {
         made.keep();
     }
     ready?;
     ended(exit?, mountpoint)
+}
+
+/// Keeps the configuration of a mount for later, unless the mount is for one command only or has no path.
+fn keep(config: &Config, mountpoint: &Path, tie: DaemonTie) {
+    if tie == DaemonTie::None && config.mountpoint.is_some() {
+        last_mount::keep(config, mountpoint);
+    }
 }
 
 /// The result of a mount that has ended.
@@ -370,10 +383,10 @@ fn ended(exit: Exit, mountpoint: &Path) -> anyhow::Result<()> {
 
 /// Serves a run.
 fn mount_run(
-    mut service: RunService,
+    (mut service, config): (RunService, &Config),
     mountpoint: &Path,
     log: &Log,
-    readiness: &mut Readiness,
+    (readiness, tie): (&mut Readiness, DaemonTie),
     made: MadeDirectories,
 ) -> anyhow::Result<()> {
     service.start().context("start a thread")?;
@@ -386,6 +399,7 @@ fn mount_run(
     let exit = serve_run(&service, mountpoint, log, || {
         ready = readiness.ready(&format!("serving {} on {}", service.run().label(), mountpoint.display()), &held);
         served = true;
+        keep(config, mountpoint, tie);
     });
     if served {
         made.keep();

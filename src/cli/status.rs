@@ -17,7 +17,7 @@ use ckfs_plan::{Layout, report::human_bytes};
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::{hint, output};
+use super::{hint, last_mount, output};
 
 /// Longest time for the answer of a mount.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
@@ -38,11 +38,15 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 Examples:
   ckfs status
   ckfs status /mnt/llama
+  ckfs status --last /mnt/llama > llama.toml && ckfs mount --config llama.toml
   ckfs status --json | jq '.mounts[] | select(.health != \"healthy\")'")]
 pub(super) struct Status {
     /// Only the mount there.
     #[arg(value_name = "MNT")]
     mountpoint: Option<PathBuf>,
+    /// Prints the configuration of your last mount, or of the last one on MNT, live or gone: a file for --config.
+    #[arg(long, conflicts_with = "json")]
+    last: bool,
     /// Prints JSON.
     #[arg(long)]
     json: bool,
@@ -404,6 +408,9 @@ fn latency(stats: &Value, part: f64) -> Option<String> {
 
 impl Status {
     pub(super) fn run(&self) -> anyhow::Result<()> {
+        if self.last {
+            return output::print(&last_mount::find(self.mountpoint.as_deref())?);
+        }
         let mut entries = ckfs_mounts();
         if let Some(path) = &self.mountpoint {
             // The path of a stale mount cannot be resolved. It is compared as it is.

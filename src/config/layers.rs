@@ -1,39 +1,38 @@
-//! Numbers of layers, as `--layers` takes them.
+//! Ranges of numbers, as `--layers` and `--devices` take them.
 
 use std::ops::Range;
 
 use super::value::SettingValue;
+
+/// Reads one part of a list of numbers as a half-open range: `5`, `0..8`, `..8`, `24..` (to the greatest number), or `0-7`, which
+/// has its last number too. `None` for anything else, and for a range without a number.
+pub(crate) fn parse_range(part: &str) -> Option<Range<u64>> {
+    let number = |word: &str| word.trim().parse::<u64>().ok();
+    let after = |last: u64| last.checked_add(1);
+    let range = if let Some((start, stop)) = part.split_once("..") {
+        let start = if start.is_empty() { 0 } else { number(start)? };
+        start..if stop.is_empty() { u64::MAX } else { number(stop)? }
+    } else if let Some((first, last)) = part.split_once('-') {
+        number(first)?..after(number(last)?)?
+    } else {
+        number(part)?..after(number(part)?)?
+    };
+    Some(range).filter(|range| !range.is_empty())
+}
 
 /// Numbers of layers, as half-open ranges: `0..8,24..32`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerRanges(Vec<Range<u64>>);
 
 impl LayerRanges {
-    /// Reads `0..8`, `..8`, `24..`, `5`, or several of these with commas.
+    /// Reads `0..8`, `0-7`, `..8`, `24..`, `5`, or several of these with commas.
     ///
     /// # Errors
     /// The expected form.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let malformed = |part: &str| format!("layers: expected ranges such as 0..8 or 0..4,28.., found {part:?}");
-        let number = |word: &str, part: &str| word.trim().parse::<u64>().map_err(|_| malformed(part));
-        let mut ranges = Vec::new();
-        for part in text.split(',').map(str::trim) {
-            let range = match part.split_once("..") {
-                None => {
-                    let only = number(part, part)?;
-                    only..only.saturating_add(1)
-                }
-                Some((start, stop)) => {
-                    let start = if start.is_empty() { 0 } else { number(start, part)? };
-                    start..if stop.is_empty() { u64::MAX } else { number(stop, part)? }
-                }
-            };
-            if range.is_empty() {
-                return Err(malformed(part));
-            }
-            ranges.push(range);
-        }
-        Ok(Self(ranges))
+        let malformed = |part: &str| format!("layers: expected ranges such as 0..8, 0-7 or 0..4,28.., found {part:?}");
+        let range = |part: &str| parse_range(part).ok_or_else(|| malformed(part));
+        text.split(',').map(str::trim).map(range).collect::<Result<_, _>>().map(Self)
     }
 
     /// Whether the ranges contain a layer.
@@ -78,13 +77,15 @@ mod tests {
             ("..2,30..", [1, 99], [2, 29]),
             ("5", [5, 5], [4, 6]),
             ("1..3, 7", [2, 7], [3, 0]),
+            ("0-3", [0, 3], [4, 5]),
+            ("1-1,4..6", [1, 5], [0, 6]),
         ] {
             let ranges = LayerRanges::parse(text).unwrap();
             assert!(inside.iter().all(|layer| ranges.contains(*layer)), "{text}");
             assert!(!outside.iter().any(|layer| ranges.contains(*layer)), "{text}");
             assert_eq!(LayerRanges::parse(&ranges.text()), Ok(ranges));
         }
-        for text in ["", "a", "3..3", "4..2", "1-3", "0..8,"] {
+        for text in ["", "a", "3..3", "4..2", "3-1", "-3", "3-", "0-18446744073709551615", "0..8,"] {
             assert!(LayerRanges::parse(text).is_err(), "{text:?}");
         }
     }

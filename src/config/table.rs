@@ -147,7 +147,7 @@ pub static SETTINGS: &[Setting] = &[
         "devices",
         Required("LIST"),
         at!(view.devices),
-        "Lists only these devices, as in 0-3,8; at most 65536. dcp/ and orbax/ are whole all the same.",
+        "Lists only these devices, as in 0-3,8 or 0..4,8 (half open); at most 65536. dcp/ and orbax/ are whole all the same.",
     ).common(),
     Setting::new(
         View,
@@ -255,7 +255,7 @@ pub static SETTINGS: &[Setting] = &[
         "layers",
         Required("RANGES"),
         at!(view.layers),
-        "Shows only these layers of the text model, as in 0..8 or 0..4,28.. (half open). config.json in hf/ follows.",
+        "Shows only these layers of the text model, as in 0..8 or 0..4,28.. (half open), or 0-7. config.json in hf/ follows.",
     ),
     Setting::new(
         View,

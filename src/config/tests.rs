@@ -200,7 +200,7 @@ fn errors_name_file_and_line() {
         ("dtype = \"i32\"", "x.toml:1: dtype: expected keep or a float type such as bf16, found \"i32\""),
         ("layout = \"x\"", "x.toml:1: layout \"x\": expected canonical, hf, "),
         ("shard = \"x\"", "x.toml:1: shard: expected auto, none, maxtext or a file *.toml, found \"x\""),
-        ("devices = \"3-1\"", "x.toml:1: devices: expected numbers and ranges such as 0-3,8, found \"3-1\""),
+        ("devices = \"3-1\"", "x.toml:1: devices: expected numbers and ranges such as 0-3,8 or 0..4, found \"3-1\""),
         ("[[cast]]\nmatch = \"/(/\"\ndtype = \"f32\"", "x.toml:2: pattern \"/(/\": "),
         ("[[cast]]\nmatch = \"a\"", "x.toml:1: missing field `dtype`"),
         ("[[shard_rules]]\nmatch = \"a\"\nspec = [1]", "x.toml:3: expected for each axis"),
@@ -383,10 +383,17 @@ fn rows_are_consistent() {
 
 #[test]
 fn words_are_read_and_written() {
-    for (text, written) in [("0-3,8", "0-3,8"), ("5,4,4,3", "3-5"), ("7", "7"), ("1,3,5-6", "1,3,5-6")] {
+    for (text, written) in [
+        ("0-3,8", "0-3,8"),
+        ("0..4,8", "0-3,8"),
+        ("..2", "0-1"),
+        ("5,4,4,3", "3-5"),
+        ("7", "7"),
+        ("1,3,5-6", "1,3,5-6"),
+    ] {
         assert_eq!(Devices::from_word(text).unwrap().text(), written);
     }
-    for bad in ["", "a", "1-", "-1", "1,,2", "0-99999999999"] {
+    for bad in ["", "a", "1-", "-1", "1..", "2..2", "1,,2", "0-99999999999", "0..99999999999"] {
         assert!(Devices::from_word(bad).is_err(), "{bad}");
     }
     for (text, bytes) in [("0", 0), ("512", 512), ("64M", 64 << 20), ("1 GiB", 1 << 30), ("2kb", 2048)] {

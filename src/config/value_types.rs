@@ -14,6 +14,7 @@ use toml::de::DeValue;
 
 use super::{
     DEVICES_LISTED_MAX, Mesh,
+    layers::parse_range,
     near::did_you_mean,
     value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, rebased},
 };
@@ -554,19 +555,16 @@ impl Devices {
 
 impl SettingValue for Devices {
     fn from_word(text: &str) -> Result<Self, String> {
-        let malformed = |part: &str| format!("devices: expected numbers and ranges such as 0-3,8, found {part:?}");
+        let malformed =
+            |part: &str| format!("devices: expected numbers and ranges such as 0-3,8 or 0..4, found {part:?}");
         let mut devices = Vec::new();
         for part in text.split(',').map(str::trim) {
-            let (first, last) = part.split_once('-').unwrap_or((part, part));
-            let number = |text: &str| text.trim().parse::<u64>().map_err(|_| malformed(part));
-            let (first, last) = (number(first)?, number(last)?);
-            if first > last {
-                return Err(malformed(part));
-            }
-            if last - first >= DEVICES_LISTED_MAX - (devices.len() as u64).min(DEVICES_LISTED_MAX) {
+            // The number of the last device is not known here: a list has an end.
+            let range = parse_range(part).filter(|_| !part.ends_with("..")).ok_or_else(|| malformed(part))?;
+            if range.end - range.start > DEVICES_LISTED_MAX - (devices.len() as u64).min(DEVICES_LISTED_MAX) {
                 return Err(format!("devices: expected at most {DEVICES_LISTED_MAX}, found more in {text:?}"));
             }
-            devices.extend(first..=last);
+            devices.extend(range);
         }
         devices.sort_unstable();
         devices.dedup();

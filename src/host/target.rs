@@ -76,6 +76,16 @@ pub fn state_directory() -> Option<PathBuf> {
     Some(state?.join("ckfs"))
 }
 
+/// Where the configuration of the last mount of this user on `mountpoint` is kept: a file of [`last_mounts_directory`].
+pub fn last_mount_file(mountpoint: &Path) -> Option<PathBuf> {
+    Some(last_mounts_directory()?.join(file_name(mountpoint, "toml")))
+}
+
+/// Where configurations of this user's mounts are kept after their end.
+pub fn last_mounts_directory() -> Option<PathBuf> {
+    Some(state_directory()?.join("last"))
+}
+
 impl LogTarget {
     /// Standard error, with colours on a terminal that shows them.
     pub fn stderr() -> Self {
@@ -99,7 +109,7 @@ impl LogTarget {
         let Some(directory) = state_directory() else {
             return Self::Nowhere("there is no system log, and neither XDG_STATE_HOME nor HOME is set".to_owned());
         };
-        let path = directory.join(file_name(mountpoint));
+        let path = directory.join(file_name(mountpoint, "log"));
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory);
         match made.and_then(|()| LogFile::open(&path, Some(FILE_BYTES_MAX))) {
             Ok(file) => Self::File(file),
@@ -257,8 +267,8 @@ fn color(level: Level, time: &str, text: &str) -> String {
     format!("\x1b[2m{time}\x1b[0m \x1b[{code}m{head}\x1b[0m{rest}\n")
 }
 
-/// Name of the default log file of a mount: its path with dashes, and a mark where that is ambiguous.
-fn file_name(mountpoint: &Path) -> String {
+/// Name of a file about a mount: its path with dashes, and a mark where that is ambiguous.
+fn file_name(mountpoint: &Path, ending: &str) -> String {
     let path = mountpoint.as_os_str().as_bytes();
     let path = path.strip_prefix(b"/").unwrap_or(path);
     let mut name = String::new();
@@ -270,13 +280,13 @@ fn file_name(mountpoint: &Path) -> String {
         name.push(if plain { char::from(byte) } else { '-' });
     }
     if is_exact {
-        return format!("{name}.log");
+        return format!("{name}.{ending}");
     }
     // FNV-1a: the same in every version of this program.
     let mark = path
         .iter()
         .fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
-    format!("{name}-{mark:016x}.log")
+    format!("{name}-{mark:016x}.{ending}")
 }
 
 #[cfg(test)]
@@ -285,14 +295,14 @@ mod tests {
 
     #[test]
     fn mountpoints_have_files_of_their_own() {
-        assert_eq!(file_name(Path::new("/mnt/llama")), "mnt-llama.log");
+        assert_eq!(file_name(Path::new("/mnt/llama"), "log"), "mnt-llama.log");
         let names: std::collections::BTreeSet<_> =
             ["/mnt/llama", "/mnt-llama", "/mnt/ll\u{e4}ma", "/mnt/l\nama", "/", "/.a", "/..", "/mnt_llama"]
-                .map(|path| file_name(Path::new(path)))
+                .map(|path| file_name(Path::new(path), "log"))
                 .into();
         assert_eq!(names.len(), 8, "{names:?}");
         assert!(names.iter().all(|name| name.is_ascii() && !name.starts_with('.') && !name.contains(['/', '\n'])));
-        assert!(file_name(Path::new(&format!("/{}", "x".repeat(4000)))).len() < 200);
+        assert!(file_name(Path::new(&format!("/{}", "x".repeat(4000))), "log").len() < 200);
     }
 
     #[test]

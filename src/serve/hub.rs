@@ -9,7 +9,7 @@
 //! ```
 //!
 //! No `X-Xet-Hash` is sent, so clients use plain requests. The digest of a file's bytes is not known before they are made: its version
-//! ([`super::identity`]) stands where the Hub has one, in a form that no client takes for a digest.
+//! ([`ckfs_service::identity`]) stands where the Hub has one, in a form that no client takes for a digest.
 
 use ckfs_source::calendar::utc;
 use ckfs_volume::NodeKind;

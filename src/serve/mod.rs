@@ -14,7 +14,7 @@
 //! | `options`, `token`, `gate` | [`ServeOptions`]: addresses, name, token; who may see what |
 //! | `router`, `answer`, `path` | which request is answered by what; replies; paths of requests |
 //! | `files`, `listing` | `/files/`: files and directories |
-//! | `hub`, `repositories`, `identity` | repositories as clients of the Hub read them; their commits and entity tags |
+//! | `hub`, `repositories` | repositories as clients of the Hub read them; commits and entity tags are those of [`ckfs_service::identity`] |
 //! | `s3` | the bucket `ckfs`: lists of keys, objects, signatures |
 //! | `conditions`, `range` | preconditions and ranges of requests; pure |
 //! | `file_reply`, `body` | a file as a reply, in chunks that are made when the client has taken those before |
@@ -32,7 +32,6 @@ mod file_reply;
 mod files;
 mod gate;
 mod hub;
-mod identity;
 mod listing;
 mod options;
 mod path;

@@ -3,11 +3,11 @@
 use std::{path::Path, sync::Arc};
 
 use ckfs_config::{Config, RepoName};
+use ckfs_service::identity;
 use ckfs_volume::{FileSystem, Ino, NodeKind, Volume};
 
 use super::{
     gate::Visitor,
-    identity,
     tree::{FoundNode, ServedTree},
 };
 

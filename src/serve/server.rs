@@ -13,7 +13,7 @@ use std::{
 
 use ckfs_config::ThreadCount;
 use ckfs_host::{Log, limits};
-use ckfs_service::{Service, panic_text};
+use ckfs_service::{Service, identity, panic_text};
 use ckfs_volume::{Upkeep, Volume};
 use futures_util::{
     FutureExt,
@@ -28,7 +28,6 @@ use super::{
     answer::{self, Reply},
     connections::{ConnectionPlace, Connections},
     gate::Gate,
-    identity,
     options::ServeOptions,
     reads::ServedReads,
     repositories::Repositories,

@@ -3,9 +3,10 @@
 use std::{ops::ControlFlow, sync::Arc};
 
 use ckfs_image::OWN;
+use ckfs_service::identity;
 use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume};
 
-use super::{gate::Visitor, identity, reads::ServedReads};
+use super::{gate::Visitor, reads::ServedReads};
 
 /// Most symbolic links on the way to a node.
 const LINKS_MAX: usize = 40;

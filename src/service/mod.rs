@@ -13,10 +13,12 @@
 //! | `prefetch` | fetching what the listed devices will read |
 //! | `wait_watch` | waits for storage and services while nothing is served yet: reported, and given up after the time limit |
 //! | [`steps`] | a run: the checkpoints that a trainer leaves in a directory, each a volume of its own |
+//! | [`identity`] | digests that name what is served or exported |
 //! | `requests` | requests that wait for bytes: each is answered once, in time |
 
 mod chunk_memory;
 mod error;
+pub mod identity;
 mod open;
 mod own_mount;
 mod prefetch;

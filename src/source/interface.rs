@@ -31,6 +31,8 @@ pub struct Pin {
     pub len_bytes: u64,
     /// Modification time.
     pub modified: SystemTime,
+    /// What names the content of a remote object: a digest, an entity tag or a version.
+    pub version: Option<String>,
     /// The permissions of the file and of the directories above it when it was opened.
     pub gates: AccessRules,
 }

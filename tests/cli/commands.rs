@@ -386,6 +386,21 @@ fn explain_names_tensors_files_and_spans() {
     }
     let original = fixture.run(&["explain", "model", "hf/config.json"]).ok().text();
     assert!(original.contains("identical to") && original.contains("model/config.json"), "{original}");
+    // A file of a mount, or of an export, says by its path what the flags would say.
+    fixture.run(&["export", "model", "out", "--mesh", "fsdp=2", "--dtype", "f32"]).ok();
+    for path in [
+        &["out/dev1/layers/scanned/wq"][..],
+        &["out", "dev1/layers/scanned/wq"],
+        &["out/mesh/fsdp=1/layers/scanned/wq"],
+    ] {
+        assert_eq!(fixture.run(&[&["explain"][..], path].concat()).ok().text(), text);
+    }
+    fixture.run(&["explain", "out/dev1/embed", "--mesh", "fsdp=4"]).fails(1, "out: is a mount, which says by itself");
+    fixture.run(&["explain", "out/dev7/embed"]).fails(1, "2 devices, dev0 to dev1");
+    fixture.run(&["explain", "out"]).fails(1, ".: is a directory; it has: ");
+    fixture
+        .run(&["explain", "model/config.json"])
+        .fails(2, "expected SOURCE and PATH, found \"model/config.json\" only");
 }
 
 #[test]
@@ -581,6 +596,72 @@ fn export_writes_the_bytes_of_cat() {
     assert_eq!(left.stdout, b"");
 }
 
+/// The bytes of every file below a directory, by path.
+fn tree_of(root: &Path) -> std::collections::BTreeMap<PathBuf, Vec<u8>> {
+    let mut pending = vec![root.to_owned()];
+    let mut files = std::collections::BTreeMap::new();
+    while let Some(directory) = pending.pop() {
+        for entry in fs::read_dir(directory).unwrap() {
+            let entry = entry.unwrap();
+            match entry.file_type().unwrap() {
+                kind if kind.is_dir() => pending.push(entry.path()),
+                kind if kind.is_file() => {
+                    let path = entry.path().strip_prefix(root).unwrap().to_owned();
+                    files.insert(path, fs::read(entry.path()).unwrap());
+                }
+                _ => {}
+            }
+        }
+    }
+    files
+}
+
+#[test]
+fn an_interrupted_export_goes_on() {
+    let fixture = Fixture::new();
+    let flags = ["--mesh", "fsdp=2", "--dtype", "f32"];
+    let export = |target: &str, more: &[&str]| fixture.run(&[&["export", "model", target][..], &flags, more].concat());
+    export("whole", &[]).ok();
+    // A directory where the last file is to be: the export fails when the others are complete.
+    let last = "safetensors/dev1.safetensors";
+    fs::create_dir_all(fixture.path(&format!("out/{last}"))).unwrap();
+    export("out", &["--force"]).fails(1, last);
+    assert!(fixture.path("out/.ckfs-export").is_file());
+    let (kept, edited) = (fixture.path("out/dev0/embed"), fixture.path("out/dev1/embed"));
+    let before = fs::metadata(&kept).unwrap().modified().unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    let mut bytes = fs::read(&edited).unwrap();
+    bytes[3] ^= 1;
+    fs::write(&edited, bytes).unwrap();
+    fs::remove_dir(fixture.path(&format!("out/{last}"))).unwrap();
+    // Another view does not go on with it.
+    fixture.run(&["export", "model", "out", "--mesh", "fsdp=4"]).fails(1, "an interrupted export of another view");
+    let ran = export("out", &["--json"]).ok();
+    assert!(ran.json()["kept_files"].as_u64().unwrap() > 3, "{}", ran.text());
+    assert!(ran.err.starts_with("ckfs: ") && ran.err.ends_with("are complete already\n"), "{}", ran.err);
+    assert_eq!(fs::metadata(&kept).unwrap().modified().unwrap(), before);
+    let (mut found, mut expected) = (tree_of(&fixture.path("out")), tree_of(&fixture.path("whole")));
+    for tree in [&mut found, &mut expected] {
+        tree.retain(|path, _| !path.starts_with(".ckfs"));
+    }
+    assert!(found == expected, "{:?} {:?}", found.keys(), expected.keys());
+    // It is complete now.
+    export("out", &[]).fails(1, "not empty");
+
+    // A source that changed in the meantime.
+    fs::create_dir_all(fixture.path(&format!("other/{last}"))).unwrap();
+    export("other", &["--force"]).fails(1, last);
+    fs::remove_dir(fixture.path(&format!("other/{last}"))).unwrap();
+    let source = fixture.path("model/model.safetensors");
+    let mut bytes = fs::read(&source).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&source, bytes).unwrap();
+    export("other", &[]).fails(1, "of a source that has changed; --force begins anew");
+    let ran = export("other", &["--force", "--json"]).ok();
+    assert_eq!((&ran.json()["kept_files"], ran.err.as_str()), (&json!(0), ""));
+    fixture.run(&["verify", "other", "--full"]).ok();
+}
+
 #[test]
 fn verify_compares_with_the_evaluator() {
     let fixture = Fixture::new();
@@ -693,9 +774,26 @@ fn a_mount_lives_from_mount_to_umount() {
     }
     fixture.run(&["umount", "--stale", "mnt"]).ok();
     assert!(fixture.path("mnt/dev1").is_dir(), "a live mount is left alone");
+    let state = fixture.path("state");
+    let last = |args: &[&str]| {
+        let mut command = program();
+        command.args(args).current_dir(fixture.path("")).env("XDG_STATE_HOME", &state);
+        self::ran(&mut command)
+    };
+    let explained = fixture.run(&["explain", "mnt/dev1/layers/scanned/wq"]).ok().text();
+    assert!(explained.contains("model.layers.1.self_attn.q_proj.weight"), "{explained}");
+    last(&["status", "--last", "mnt"]).fails(1, "has no configuration of a mount of yours there");
+    let shown = fs::read_to_string(fixture.path("mnt/.ckfs/config.toml")).unwrap();
     fixture.run(&["umount", "mnt"]).ok();
     assert!(!fixture.path("mnt/dev1").exists());
     drop(mounted);
+    // What the mount showed is kept after its end, and mounts the same again.
+    fixture.write("c.toml", &shown);
+    last(&["mount", "--config", "c.toml", "-q"]).ok();
+    last(&["umount", "mnt"]).ok();
+    for args in [&["status", "--last", "mnt"][..], &["status", "--last"]] {
+        assert_eq!(last(args).ok().text(), shown);
+    }
 }
 
 #[test]

@@ -25,6 +25,7 @@ use indicatif::ProgressBar;
 
 use super::{
     super::tree,
+    Written,
     files::{create_file, finish, partial_path},
 };
 
@@ -115,6 +116,7 @@ pub(super) fn write(
     files: &[ChunkedFile<'_>],
     directory: &Path,
     bar: &ProgressBar,
+    written: &mut Written<'_>,
 ) -> anyhow::Result<()> {
     let together_bytes = files.iter().map(|file| file.together_bytes).max().unwrap_or(0);
     if let Some(chunks) = volume.engine().checkpoint().source().chunks() {
@@ -122,13 +124,13 @@ pub(super) fn write(
         chunks.bound_bytes(together_bytes.saturating_add(SLACK_BYTES).min(most_bytes));
     }
     let mut begun = Vec::with_capacity(files.len());
-    let written = write_parts(volume, files, directory, bar, &mut begun);
-    if written.is_err() {
+    let result = write_parts(volume, files, directory, bar, &mut begun, written);
+    if result.is_err() {
         for partial in &begun {
             let _ = fs::remove_file(&partial.path);
         }
     }
-    written
+    result
 }
 
 fn write_parts<'a>(
@@ -137,6 +139,7 @@ fn write_parts<'a>(
     directory: &Path,
     bar: &ProgressBar,
     begun: &mut Vec<PartialFile<'a>>,
+    written: &mut Written<'_>,
 ) -> anyhow::Result<()> {
     for ChunkedFile { node, .. } in files {
         let context = || directory.join(&node.path).display().to_string();
@@ -151,7 +154,9 @@ fn write_parts<'a>(
         let context = || partial.path.display().to_string();
         let file = File::options().write(true).open(&partial.path).with_context(context)?;
         finish(&file, partial.node, &partial.path)?;
-        fs::rename(&partial.path, directory.join(&partial.node.path)).with_context(context)?;
+        let complete = directory.join(&partial.node.path);
+        fs::rename(&partial.path, &complete).with_context(context)?;
+        written(&complete)?;
     }
     Ok(())
 }

@@ -75,9 +75,10 @@ impl Pinned {
                 fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0)))
             }
         };
-        let seconds = remote.and_then(|remote| remote.object.file.modified_seconds);
+        let seconds = remote.as_ref().and_then(|remote| remote.object.file.modified_seconds);
         let modified = seconds.map_or_else(|| identity.modified(), |seconds| UNIX_EPOCH + Duration::from_secs(seconds));
-        let pin = Pin { path, len_bytes: identity.size_bytes, modified, gates };
+        let version = remote.map(|remote| format!("{:?}", remote.object.file.content));
+        let pin = Pin { path, len_bytes: identity.size_bytes, modified, version, gates };
         Ok(Self { pin, file: Arc::new(file), identity, revalidate, mapped, digest })
     }
 

@@ -1,7 +1,7 @@
-//! Digests that name what is served: the same plan over the same sources has the same, on every machine.
+//! Digests that name what is served or exported: the same plan over the same sources has the same, on every machine.
 //!
 //! Hashed are the version of this program, the plan of a view with the expression of every tensor, and of every source file path, length
-//! and time of modification; of a commit of the Hub the commit in place of the times. Bytes are not read for it.
+//! and time of modification, and the version of a remote object; of a commit of the Hub the commit in place of these. Bytes are not read for it.
 
 use std::{
     collections::HashSet,
@@ -57,7 +57,14 @@ impl HashedText {
 /// The sources of a checkpoint.
 fn add_sources(text: &mut HashedText, checkpoint: &Checkpoint) {
     let source = checkpoint.source();
-    let modified = |file: FileId| source.pin(file).modified.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    let modified = |file: FileId| {
+        let pin = source.pin(file);
+        let nanoseconds = pin.modified.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+        match &pin.version {
+            Some(version) => format!("{nanoseconds} {version}"),
+            None => nanoseconds.to_string(),
+        }
+    };
     let mut named = HashSet::new();
     if let Some(commit) = checkpoint.revision() {
         text.add(format_args!("commit {commit}"));
@@ -80,7 +87,7 @@ fn add_sources(text: &mut HashedText, checkpoint: &Checkpoint) {
 }
 
 /// The commit of a view: a digest of its plan and the sources.
-pub(super) fn commit(checkpoint: &Checkpoint, plan: &Plan) -> String {
+pub fn commit(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let mut text = HashedText::new();
     add_sources(&mut text, checkpoint);
     text.add(format_args!("{:?} {:?} {:?}", plan.mesh, plan.devices, plan.specs));
@@ -97,7 +104,7 @@ pub(super) fn commit(checkpoint: &Checkpoint, plan: &Plan) -> String {
 }
 
 /// The digest of several views, each with its name and commit.
-pub(super) fn of_views<'a>(views: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
+pub fn of_views<'a>(views: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
     let mut text = HashedText::new();
     for (name, commit) in views {
         text.add(format_args!("{name:?} {commit}"));
@@ -106,7 +113,7 @@ pub(super) fn of_views<'a>(views: impl IntoIterator<Item = (&'a str, &'a str)>) 
 }
 
 /// The version of a file of what `digest` names.
-pub(super) fn file_digest(digest: &str, path: &str, size_bytes: u64) -> String {
+pub fn file_digest(digest: &str, path: &str, size_bytes: u64) -> String {
     let mut text = HashedText::new();
     text.add(format_args!("{digest} {path:?} {size_bytes}"));
     format!("{TAG_PREFIX}{}", text.digits())
