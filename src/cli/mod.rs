@@ -40,7 +40,7 @@ mod verify;
 use std::{ffi::OsString, path::Path, process::ExitCode, thread};
 
 use anyhow::Context;
-use ckfs_config::nearest;
+use ckfs_config::{ConfigError, nearest};
 use ckfs_host::{Log, LogTarget, limits, signal};
 use ckfs_source::remote::url_schemes;
 use clap::{
@@ -75,7 +75,7 @@ Environment:
   XDG_STATE_HOME where a daemon logs, below ckfs/, on a host without a system log; by default ~/.local/state
 
 Exit codes:
-  0  done    1  failed    2  used wrongly")]
+  0  done    1  failed    2  used wrongly: flags, or the text of a configuration file")]
 struct Cli {
     #[command(flatten)]
     log: LogFlags,
@@ -366,8 +366,13 @@ fn report_error(error: &anyhow::Error) -> ExitCode {
         ExitCode::from(2)
     } else {
         ckfs_host::tell(&format!("{}\n", output::error_text(&output::message(error))));
-        ExitCode::FAILURE
+        if is_malformed(error) { ExitCode::from(2) } else { ExitCode::FAILURE }
     }
+}
+
+/// Whether a text of configuration is malformed: it must be edited, and another try as it is cannot succeed.
+fn is_malformed(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| matches!(cause.downcast_ref(), Some(ConfigError::Text { .. })))
 }
 
 #[cfg(test)]

@@ -407,9 +407,9 @@ fn explain_names_tensors_files_and_spans() {
 fn config_errors_name_the_line() {
     let fixture = Fixture::new();
     fixture.write("a.toml", "source = \"model\"\n\nmehs = \"fsdp=2\"\n");
-    fixture.run(&["plan", "--config", "a.toml"]).fails(1, "a.toml:3: unknown field `mehs`");
+    fixture.run(&["plan", "--config", "a.toml"]).fails(2, "a.toml:3: unknown field `mehs`");
     fixture.write("b.toml", "source = \"model\"\n[view.x]\nmesh = \"fsdp\"\n");
-    fixture.run(&["plan", "--config", "b.toml"]).fails(1, "b.toml:3: mesh: expected name=size");
+    fixture.run(&["plan", "--config", "b.toml"]).fails(2, "b.toml:3: mesh: expected name=size");
 }
 
 #[test]

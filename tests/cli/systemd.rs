@@ -53,6 +53,69 @@ fn systemd_accepts_the_unit() {
     assert!(!verify(&path).1.is_empty());
 }
 
+/// What systemd says about a unit with its drop-ins; empty if nothing. `None` without systemd.
+fn verified(name: &str, unit: &str, drop_ins: &[PathBuf], user: bool) -> Option<String> {
+    if let Err(error) = Command::new("systemd-analyze").arg("--version").output() {
+        assert!(env::var_os("CI").is_none_or(|ci| ci != "true"), "systemd-analyze: {error}");
+        eprintln!("skipped: systemd-analyze: {error}");
+        return None;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join(name);
+    fs::write(&path, unit.replace("/usr/bin/ckfs", env!("CARGO_BIN_EXE_ckfs"))).unwrap();
+    let beside = directory.path().join(format!("{name}.d"));
+    fs::create_dir(&beside).unwrap();
+    for drop_in in drop_ins {
+        fs::copy(drop_in, beside.join(drop_in.file_name().unwrap())).unwrap();
+    }
+    let mut command = Command::new("systemd-analyze");
+    command.args(["verify", "--man=no"]).args(user.then_some("--user")).arg(&path);
+    command.env("XDG_RUNTIME_DIR", directory.path());
+    let said = String::from_utf8_lossy(&command.output().unwrap().stderr).into_owned();
+    // Other units of this host may have faults of their own; lines about ours contain its name, or the directory.
+    let place = directory.path().display().to_string();
+    let ours = said.lines().filter(|line| line.contains(name) || line.contains(&place));
+    Some(ours.map(|line| format!("{line}\n")).collect())
+}
+
+#[test]
+fn systemd_accepts_the_unit_of_users_and_the_drop_ins() {
+    let of_user = fs::read_to_string(file("user/ckfs@.service")).unwrap();
+    // What is another line in it than in the unit of the system, beside paths and rights.
+    for (name, of_system) in [("Type", unit()), ("Restart", unit()), ("KillMode", unit()), ("TimeoutStopSec", unit())] {
+        assert_eq!(values(&of_user, name), values(&of_system, name), "{name}");
+    }
+    let refused = "Restarts do not mend a wrong configuration";
+    for unit in [&of_user, &unit(), &unit_of_server()] {
+        assert_eq!(values(unit, "RestartPreventExitStatus"), ["2"], "{refused}");
+    }
+    let Some(said) = verified("ckfs@example.service", &of_user, &[], true) else { return };
+    assert_eq!(said, "");
+    let wrong = of_user.replace("KillMode=mixed", "KillMode=gentle");
+    assert_ne!(verified("ckfs@example.service", &wrong, &[], true).unwrap(), "", "the check finds a fault");
+    let directory = tempfile::tempdir().unwrap();
+    let faulty = directory.path().join("faulty.conf");
+    fs::write(&faulty, "[Service]\nMemoryMax=lots\n").unwrap();
+    let said = verified("ckfs@example.service", &unit(), &[faulty], false).unwrap();
+    assert!(said.contains("MemoryMax") || said.contains("lots"), "the check reads drop-ins: {said}");
+    let mut drop_ins: Vec<PathBuf> =
+        fs::read_dir(file("drop-in")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    drop_ins.sort();
+    assert!(drop_ins.len() >= 3, "{drop_ins:?}");
+    let reader = "[Service]\nExecStart=/usr/bin/ckfs status\n";
+    for drop_in in &drop_ins {
+        let is_of_reader = drop_in.ends_with("reader.conf");
+        let unit = if is_of_reader { reader.to_owned() } else { unit() };
+        let text = fs::read_to_string(drop_in).unwrap();
+        assert!(text.starts_with("# /etc/systemd/system/") && text.contains("\n["), "{text}");
+        let said = verified("ckfs@example.service", &unit, std::slice::from_ref(drop_in), false).unwrap();
+        // Settings of newer versions of systemd are passed over by older ones; a unit that is required is not here.
+        let said: Vec<&str> =
+            said.lines().filter(|line| !line.contains("Restart") && !line.contains("ckfs@llama")).collect();
+        assert!(said.is_empty(), "{}: {said:?}", drop_in.display());
+    }
+}
+
 /// The server needs no right of root: it mounts nothing.
 #[test]
 fn the_unit_of_the_server_has_no_privileges_and_drains() {

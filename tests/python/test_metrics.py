@@ -6,15 +6,18 @@ import contextlib
 import errno
 import http.client
 import os
+import json
+import re
 import socket
 import subprocess
 from collections.abc import Iterator
 
 import pytest
+import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
-from mounting import Mount, error_of, find_ckfs, read, run
+from mounting import ROOT, Mount, error_of, find_ckfs, read, run
 
 GAUGES = {"ckfs_degraded", "ckfs_poisoned_sources", "ckfs_stalled_sources", "ckfs_in_flight_requests", "ckfs_threads"}
 GAUGES |= {f"ckfs_memory_{what}_bytes" for what in ("held", "limit", "budget", "resident")}
@@ -199,3 +202,52 @@ def test_a_file_is_replaced(own, repo, tmp_path):
     assert by_mount(file.read_text())["ckfs_up", str(mounted.point), None] == 1
     assert [path.name for path in tmp_path.glob("*ckfs*")] == ["ckfs.prom"]
     assert "No such file" in run("metrics", "--textfile", tmp_path / "no/ckfs.prom", expect=1).err
+
+
+def expressions() -> dict[str, str]:
+    """The queries of the alert rules and of the dashboard, by what they are called."""
+    rules = yaml.safe_load((ROOT / "examples/monitoring/alerts.yaml").read_text())
+    found = {rule["alert"]: rule["expr"] for group in rules["groups"] for rule in group["rules"]}
+    for panel in json.loads((ROOT / "examples/monitoring/dashboard.json").read_text())["panels"]:
+        found |= {f"{panel['title']} {target['refId']}": target["expr"] for target in panel["targets"]}
+    return found
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_exist(own, repo, tmp_path):
+    mounted = own(repo("llama").path, "--mesh", "fsdp=2")
+    read(mounted / "full/embed")
+    steps = tmp_path / "run"
+    (steps / "checkpoint-5").mkdir(parents=True)
+    for path in repo("llama").path.iterdir():
+        (steps / "checkpoint-5" / path.name).symlink_to(path.resolve())
+    (steps / "checkpoint-5/trainer_state.json").write_text("{}")
+    grown = own(steps, "--steps", "all")
+    text = run("metrics", mounted.point).out + run("metrics", grown.point).out
+    known: dict[str, list[dict[str, str]]] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, labels = re.match(r"(\w+)\{(.*)\} ", line).groups()
+            known.setdefault(name, []).append(dict(re.findall(r'(\w+)="([^"]*)"', labels)))
+    asked = expressions()
+    assert len(asked) > 20
+    for title, expression in asked.items():
+        names = set(re.findall(r"\bckfs_\w+", expression))
+        assert names and names <= set(known), (title, names - set(known))
+        # Every label that is selected or grouped by, and every value that is asked for; Prometheus adds the instance.
+        plain = re.sub(r'"[^"]*"', "", expression)
+        groups = re.findall(r"by \(([^)]*)\)", plain)
+        labels = {label.strip() for group in groups for label in group.split(",")} - {"instance"}
+        labels |= set(re.findall(r"(\w+)=", plain)) - {"instance"}
+        for name in names:
+            have = {label for row in known[name] for label in row}
+            if len(names) == 1:
+                assert labels <= have, (title, name, labels - have)
+        for label, value in re.findall(r'(\w+)="([^"$]+)"', expression):
+            assert any(row.get(label) == value for name in names for row in known[name]), (title, label, value)
+
+
+def test_alerts_say_what_to_do():
+    rules = yaml.safe_load((ROOT / "examples/monitoring/alerts.yaml").read_text())
+    for rule in rules["groups"][0]["rules"]:
+        assert re.fullmatch(r"Ckfs[A-Z]\w+", rule["alert"]) and rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "action"}

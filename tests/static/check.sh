@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the files that other programs read, as far as that is possible without those programs: manifests by the schemas of
-# Kubernetes, workflows by the schema of GitHub, the Dockerfile and all shell scripts by linters.
+# Kubernetes, workflows and forms of issues by the schemas of GitHub, the Dockerfile and all shell scripts by linters.
 #
 # Not done here: no image is built, no cluster and no Slurm runs.
 set -euo pipefail
@@ -12,6 +12,13 @@ for manifest in examples/kubernetes/*.yaml; do
     [[ $manifest == */prometheus.yaml ]] || "$bin/kubernetes-validate" --strict "$manifest"
 done
 "$bin/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
+for form in .github/ISSUE_TEMPLATE/*.yml; do
+    case $form in
+        */config.yml) schema=vendor.github-issue-config ;;
+        *) schema=vendor.github-issue-forms ;;
+    esac
+    "$bin/check-jsonschema" --builtin-schema "$schema" "$form"
+done
 "$bin/hadolint" examples/container/Dockerfile
 
 mapfile -t scripts < <(grep -rlIx '#!/usr/bin/env bash' .ci examples tests)
@@ -26,4 +33,4 @@ if [[ $twice ]]; then
     echo "tests build these crates again, with more features:"$'\n'"$twice" >&2
     exit 1
 fi
-echo "checked: examples/kubernetes, .github/workflows, the Dockerfile, ${#scripts[@]} scripts, features of dependencies"
+echo "checked: examples/kubernetes, .github, the Dockerfile, ${#scripts[@]} scripts, features of dependencies"

@@ -21,7 +21,7 @@ fn near_names_are_proposed_wherever_a_name_is_typed() {
         (2, &["mount", "model", "mnt", "-o", "alow_other"], "unknown option `alow_other`; did you mean `allow_other`?"),
         (1, &["plan", "modle"], "did you mean `model`?"),
         (1, &["plan", "model", "--mesh", "fdsp=2"], "did you mean \"fsdp\"?"),
-        (1, &["plan", "--config", "key.toml"], "unknown field `mehs`; did you mean `mesh`?"),
+        (2, &["plan", "--config", "key.toml"], "unknown field `mehs`; did you mean `mesh`?"),
         (1, &["plan", "model", "--layout", "function.toml"], "unknown function `transpse`; did you mean `transpose`?"),
         (1, &["plan", "model", "--layout", "name.toml"], "unknown name `hed_dim`; did you mean `head_dim`?"),
         (1, &["plan", "model", "--layout", "field.toml"], "unknown field `form`; did you mean `from`?"),
@@ -103,10 +103,10 @@ fn what_is_nearly_right_is_answered_with_what_is_right() {
         (2, &["plan", "model", "--tp", "2"], "the mesh has it: --mesh tensor=2\n"),
         (2, &["plan", "model", "--tensor-parallel-size", "4"], "the mesh has it: --mesh tensor=4\n"),
         (2, &["plan", "model", "--format", "npy"], "a mount has every format, each as a directory"),
-        (1, &["plan", "--config", "other.toml"], "other.toml:2: `allow_other` belongs under [mount]\n"),
-        (1, &["plan", "--config", "under.toml"], "`layout` belongs before the first table, or under [view.NAME]\n"),
-        (1, &["plan", "--config", "mesh.toml"], "expected a text such as \"fsdp=4,tensor=2\", or a table of sizes"),
-        (1, &["plan", "--config", "name.toml"], "mesh: expected names of axes"),
+        (2, &["plan", "--config", "other.toml"], "other.toml:2: `allow_other` belongs under [mount]\n"),
+        (2, &["plan", "--config", "under.toml"], "`layout` belongs before the first table, or under [view.NAME]\n"),
+        (2, &["plan", "--config", "mesh.toml"], "expected a text such as \"fsdp=4,tensor=2\", or a table of sizes"),
+        (2, &["plan", "--config", "name.toml"], "mesh: expected names of axes"),
         (1, &["plan", "model", "--layout", "my_own_layout.toml"], "my_own_layout.toml: no such file\n"),
         (
             1,
@@ -147,7 +147,7 @@ fn what_is_nearly_right_is_answered_with_what_is_right() {
 fn errors_in_files_show_the_marked_line() {
     let fixture = Fixture::new();
     fixture.write("a.toml", "source = \"model\"\n\nmehs = \"fsdp=2\"\n");
-    let ran = fixture.run(&["plan", "--config", "a.toml"]).fails(1, "a.toml:3: unknown field `mehs`");
+    let ran = fixture.run(&["plan", "--config", "a.toml"]).fails(2, "a.toml:3: unknown field `mehs`");
     assert_eq!(
         ran.err,
         "ckfs: error: a.toml:3: unknown field `mehs`; did you mean `mesh`?\n --> a.toml:3:1\n  |\n3 | mehs = \"fsdp=2\"\n  | ^^^^\n"
