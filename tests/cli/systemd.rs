@@ -75,7 +75,7 @@ fn verified(name: &str, unit: &str, drop_ins: &[PathBuf], user: bool) -> Option<
     // Other units of this host may have faults of their own; lines about ours contain its name, or the directory.
     let place = directory.path().display().to_string();
     let ours = said.lines().filter(|line| line.contains(name) || line.contains(&place));
-    Some(ours.map(|line| format!("{line}\n")).collect())
+    Some(ours.collect::<Vec<_>>().join("\n"))
 }
 
 #[test]
