@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 
 use self::{
     files::{create_directories, create_file, create_target, finish, partial_path},
-    journal::{Journal, interrupted},
+    journal::{Journal, Written, interrupted},
 };
 use super::{
     flags::{LogFlags, SourceFlags, source_help},
@@ -251,9 +251,6 @@ fn check_room(directory: &Path, bytes: u64) -> anyhow::Result<()> {
 fn sync_directory(path: &Path) -> anyhow::Result<()> {
     File::open(path).and_then(|directory| directory.sync_all()).with_context(|| path.display().to_string())
 }
-
-/// Called with the path of each file once it is complete.
-type Written<'a> = dyn FnMut(&Path) -> anyhow::Result<()> + 'a;
 
 fn write_node(
     volume: &Volume,

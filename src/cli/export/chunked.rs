@@ -25,8 +25,8 @@ use indicatif::ProgressBar;
 
 use super::{
     super::tree,
-    Written,
     files::{create_file, finish, partial_path},
+    journal::Written,
 };
 
 /// Most bytes of a file that are made at once: rows of a transposed tensor that are made together visit the source once.

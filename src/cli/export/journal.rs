@@ -28,6 +28,9 @@ pub(super) struct Journal {
     done: HashMap<String, Value>,
 }
 
+/// Called with the path of each file once it is complete.
+pub(super) type Written<'a> = dyn FnMut(&Path) -> anyhow::Result<()> + 'a;
+
 /// The path of the journal in a directory, if an export to it was interrupted.
 pub(super) fn interrupted(directory: &Path) -> Option<PathBuf> {
     Some(directory.join(NAME)).filter(|path| path.is_file())
