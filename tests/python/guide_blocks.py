@@ -6,6 +6,7 @@ The first word after the fence says what a block is, and the second word what it
     ```console network      commands that need something of NEEDS; not run, but their flags must exist
     ```python, ```pycon     run in the same directory; the output of ```pycon is compared
     ```toml NAME.toml       parsed, and written to that file for the commands that follow
+    ```python NAME.py       written to that file for the commands that follow, one of which has to run it
     ```text, ```yaml        shown only; YAML and TOML are parsed
 
 In expected output "…" stands for any text of a line, and a line with nothing else for any lines. White space counts once.
@@ -74,7 +75,7 @@ def _block(page: Path, line: int, info: list[str], text: str) -> Block:
     where = f"{page}:{line}"
     assert kind in KINDS, f"{where}: a block of {kind}, expected one of {sorted(KINDS)}"
     for word in info[1:]:
-        if word.endswith(".toml"):
+        if word.endswith((".toml", ".py")):
             file = word
         else:
             assert word in NEEDS, f"{where}: {word}, expected one of {sorted(NEEDS)}"

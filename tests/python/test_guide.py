@@ -138,7 +138,7 @@ def network(monkeypatch):
 
 
 def runs(block: Block) -> bool:
-    return block.needs is None and block.kind in ("console", "python", "pycon")
+    return block.needs is None and block.file is None and block.kind in ("console", "python", "pycon")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(map(runs, guide_blocks.blocks(page)))], ids=lambda page: page.stem)
@@ -188,6 +188,13 @@ def test_commands_that_are_not_run_have_flags_that_exist(block):
             known = set(re.findall(r"--[a-z][a-z-]*", mounting.run(words[start], "--help").out))
             flags = {word.partition("=")[0] for word in own if word.startswith("--")}
             assert flags <= known, f"{block}: {flags - known} of `ckfs {words[start]}`"
+
+
+def test_every_script_of_a_page_is_run_by_a_command_below_it():
+    for block in BLOCKS:
+        if block.kind == "python" and block.file:
+            below = [other for other in BLOCKS if other.page == block.page and other.line > block.line and runs(other)]
+            assert any(re.search(rf"\$ .*\b{re.escape(block.file)}\b", other.text) for other in below), block
 
 
 def test_every_command_is_in_a_block_that_is_known_to_be_run_or_not():
