@@ -19,7 +19,7 @@ use ckfs_checkpoint::Checkpoint;
 use ckfs_config::ByteCount;
 use ckfs_image::{FileImage, Segment};
 use ckfs_plan::report::{human_bytes, percent};
-use ckfs_read::reference::Evaluator;
+use ckfs_read::reference::{Evaluator, KnownScales};
 use ckfs_source::{FileId, Source};
 use ckfs_tensor::TensorId;
 use ckfs_volume::{NodeKind, Volume};
@@ -267,9 +267,9 @@ fn verify(
         Amount::Sample(bytes) => bytes.min(size),
     };
     let bar = bar(nodes.iter().map(|node| sampled(node.attr.size_bytes)).fold(0, u64::saturating_add), log);
-    let findings = Verification::default();
+    let (findings, scales) = (Verification::default(), KnownScales::default());
     nodes.par_iter().try_for_each(|node| {
-        let result = verify_file(volume, mount, node, amount, &findings, &bar);
+        let result = verify_file(volume, mount, node, amount, (&findings, &scales), &bar);
         bar.inc(sampled(node.attr.size_bytes));
         result.with_context(|| node.path.clone())
     })?;
@@ -283,7 +283,7 @@ fn verify_file(
     mount: Option<&Path>,
     node: &tree::PathNode,
     amount: Amount,
-    findings: &Verification,
+    (findings, scales): (&Verification, &KnownScales),
     bar: &ProgressBar,
 ) -> anyhow::Result<()> {
     let checkpoint = volume.engine().checkpoint();
@@ -311,7 +311,7 @@ fn verify_file(
         return Ok(());
     }
     let files = SourceFiles { checkpoint };
-    let mut evaluator = Evaluator::new(|tensor, span| Ok(files.read(tensor, span)?));
+    let mut evaluator = Evaluator::with_scales(|tensor, span| Ok(files.read(tensor, span)?), scales);
     let mut bytes = Vec::new();
     for (start, end) in spans(&node.path, &expected, size, amount)? {
         let len = usize::try_from(end - start).context("span")?;

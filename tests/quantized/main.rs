@@ -12,6 +12,7 @@ mod block_fp8;
 #[path = "../common/mod.rs"]
 mod common;
 mod decoding;
+mod encoding;
 mod formulas;
 mod inference;
 mod reads;

@@ -30,7 +30,7 @@ fn repository() -> tempfile::TempDir {
     dir
 }
 
-fn tensor(checkpoint: &Checkpoint, name: &str) -> SourceTensor {
+pub(crate) fn tensor(checkpoint: &Checkpoint, name: &str) -> SourceTensor {
     let id = checkpoint.find(name).unwrap();
     let info = checkpoint.tensor(id);
     SourceTensor { id, dtype: info.dtype, shape: shape(info.shape) }
@@ -67,7 +67,12 @@ fn by_columns(checkpoint: &Checkpoint) -> View {
 }
 
 /// The bytes of a view by the engine, read in pieces, and the number of bytes fetched for them.
-fn served(checkpoint: &Arc<Checkpoint>, view: &View, options: EngineOptions, piece: usize) -> (Vec<u8>, u64) {
+pub(crate) fn served(
+    checkpoint: &Arc<Checkpoint>,
+    view: &View,
+    options: EngineOptions,
+    piece: usize,
+) -> (Vec<u8>, u64) {
     let engine = Arc::new(Engine::new(Arc::clone(checkpoint), options));
     let file = Arc::new(PreparedFile::new("view".to_owned(), raw("view", view.clone()).unwrap()));
     let (len, mut bytes) = (file.len_bytes(), Vec::new());
@@ -82,7 +87,7 @@ fn served(checkpoint: &Arc<Checkpoint>, view: &View, options: EngineOptions, pie
     (bytes, engine.counters().fetched_bytes(Path::Tiles))
 }
 
-fn expected(checkpoint: &Checkpoint, view: &View) -> Vec<u8> {
+pub(crate) fn expected(checkpoint: &Checkpoint, view: &View) -> Vec<u8> {
     let read = |id, span: std::ops::Range<u64>| {
         let info = checkpoint.tensor(id);
         let bytes = fs::read(checkpoint.source().path(info.file())).map_err(Box::new)?;

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use ckfs_config::Dequantize;
+use ckfs_config::{Dequantize, Quantize};
 use ckfs_tensor::{TensorId, View};
 
 use super::{
@@ -35,6 +35,13 @@ impl<'a> Builder<'a> {
         };
         match &options.layout {
             Layout::Canonical | Layout::Hf | Layout::Stored => {}
+            Layout::Embedded(embedded) if embedded.name == "vllm" => {
+                return Err(problem(format!(
+                    "{} with --layout vllm: its tensors are those of a loaded model, in which codes and scales have the order of the \
+                     kernel that vLLM chooses for the GPU; expected the layout hf, from which vLLM loads any scheme",
+                    scheme.word(),
+                )));
+            }
             Layout::Embedded(_) | Layout::File(_) => {
                 return Err(problem(format!(
                     "{} with --layout {}: its rules make floats of the shapes that its program trains or fuses, and no codes and scales; \
@@ -103,7 +110,20 @@ impl<'a> Builder<'a> {
                 Err(problem) => self.problems.push(problem),
             }
         }
-        if !quantizer.found_any() {
+        let stacked = quantizer.stacked_experts();
+        if !stacked.is_empty() {
+            let names: Vec<&str> = stacked.iter().map(|group| group.name.as_str()).collect();
+            let scheme = self.options.quantize.map(Quantize::word).unwrap_or_default();
+            self.problem(
+                "quantize",
+                format!(
+                    "{}: experts of a layer in one tensor, for which engines read no form of {scheme}, but one matrix per expert: expected \
+                     fp8-block, which stores experts in one tensor, a repository with single experts, or --quantize-ignore with these \
+                     names, which leaves them as they are",
+                    names.join(", ")
+                ),
+            );
+        } else if !quantizer.found_any() {
             let reason = "no tensor is quantized: expected weights of linear layers with names as in repositories of Hugging Face";
             self.problem("quantize", reason.to_owned());
         }

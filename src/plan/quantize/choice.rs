@@ -46,7 +46,8 @@ pub enum Left {
     Asked,
     /// Its columns are no multiple of this number.
     Columns(u64),
-    /// Its experts are in one tensor, which the scheme has no form for.
+    /// Its experts are in one tensor, which the scheme has no form for. A plan with such a tensor is refused: a repository in which most
+    /// weights stay as they are is not what was asked for.
     Stacked,
 }
 
@@ -56,7 +57,7 @@ impl fmt::Display for Left {
             Self::Plain => f.write_str("no linear layer of attention, MLP or experts"),
             Self::Asked => f.write_str("left by --quantize-ignore or --quantize-only"),
             Self::Columns(multiple) => write!(f, "expected columns that are a multiple of {multiple}"),
-            Self::Stacked => f.write_str("experts in one tensor: only fp8-block stores these"),
+            Self::Stacked => f.write_str("experts in one tensor, which only fp8-block stores"),
         }
     }
 }
@@ -153,12 +154,12 @@ impl<'a> WeightChoice<'a> {
         if matches(self.ignore) || !(self.only.is_empty() || matches(self.only)) {
             return Err(Some(Left::Asked));
         }
+        if is_stacked && !matches!(self.encoder(), Encoder::Fp8Block { .. }) {
+            return Err(Some(Left::Stacked));
+        }
         let multiple = self.encoder().columns_multiple();
         if shape.last().is_some_and(|columns| !columns.is_multiple_of(multiple)) {
             return Err(Some(Left::Columns(multiple)));
-        }
-        if is_stacked && !matches!(self.encoder(), Encoder::Fp8Block { .. }) {
-            return Err(Some(Left::Stacked));
         }
         Ok(self.kind(&parsed.rest, parsed.expert.is_some() || is_stacked))
     }
@@ -209,6 +210,11 @@ pub(super) struct ChosenSoFar {
 }
 
 impl ChosenSoFar {
+    /// The tensors that are left for a reason.
+    pub(super) fn left_for(&self, reason: Left) -> Vec<NameGroup> {
+        fold(self.left.iter().filter(|(_, left)| **left == reason).map(|(name, _)| name.as_str()), &[])
+    }
+
     /// As a plan shows them.
     pub(super) fn chosen(&self, scheme: Quantize) -> Chosen {
         fn by<K: Copy + Ord>(found: &BTreeMap<String, K>) -> Vec<(K, u64, Vec<NameGroup>)> {

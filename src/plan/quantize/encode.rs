@@ -9,9 +9,10 @@ use serde_json::Value;
 use super::{
     super::{
         draft::{Draft, PartOf},
+        name_group::NameGroup,
         problem::Problem,
     },
-    choice::{Chosen, ChosenSoFar, WeightChoice, module},
+    choice::{Chosen, ChosenSoFar, Left, WeightChoice, module},
     config::{quantization_config, quantization_file},
 };
 
@@ -79,6 +80,11 @@ impl<'a> Quantizer<'a> {
     /// What was chosen so far.
     pub(crate) fn chosen(&self) -> Chosen {
         self.findings().chosen(self.choice.scheme())
+    }
+
+    /// The tensors of several experts for which the scheme has no form, so far.
+    pub(crate) fn stacked_experts(&self) -> Vec<NameGroup> {
+        self.findings().left_for(Left::Stacked)
     }
 
     /// The modules of matrices that are not quantized, so far. An output head that is the embedding is one of them.

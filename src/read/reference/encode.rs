@@ -2,7 +2,10 @@
 //!
 //! Written from the definitions of the formats. Scales of blocks are kept, since neighbours have the same.
 
-use std::num::NonZeroUsize;
+use std::{
+    num::NonZeroUsize,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use ckfs_tensor::{DType, EncodedMatrices, EncodedPart, Encoder, ExponentRule, MatrixFactor, View};
 use lru::LruCache;
@@ -31,17 +34,46 @@ struct BlockScale {
     divisor: f32,
 }
 
+/// Elements of a block from which on its scale is for all evaluators: for less, they would wait for each other more than they save.
+const SHARED_BLOCK: u64 = 512;
+
+/// A matrix of an encoding.
+type Matrix = (u64, SmallVec<[u64; 4]>);
+
+/// Scales that one evaluator after the other needs: the same weights are in several files of a mount, and a scale of a large block or
+/// a factor takes as long as all the codes of it.
+#[derive(Clone, Debug)]
+pub struct KnownScales {
+    known: Arc<Mutex<Known>>,
+}
+
+#[derive(Debug)]
+struct Known {
+    scales: LruCache<Place, BlockScale>,
+    factors: LruCache<Matrix, f32>,
+}
+
+impl Default for KnownScales {
+    fn default() -> Self {
+        let known = Known { scales: LruCache::new(SCALES_KEPT), factors: LruCache::new(SCALES_KEPT) };
+        Self { known: Arc::new(Mutex::new(known)) }
+    }
+}
+
+impl KnownScales {
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// What is kept of blocks and matrices.
 #[derive(Debug)]
 pub(super) struct ScalesByDefinition {
+    /// The scale of the element before, which is mostly that of this one.
+    last: Option<(Place, BlockScale)>,
     scales: LruCache<Place, BlockScale>,
-    factors: LruCache<(u64, SmallVec<[u64; 4]>), f32>,
-}
-
-impl Default for ScalesByDefinition {
-    fn default() -> Self {
-        Self { scales: LruCache::new(SCALES_KEPT), factors: LruCache::new(SCALES_KEPT) }
-    }
+    factors: LruCache<Matrix, f32>,
+    known: KnownScales,
 }
 
 /// Rows and columns of a block.
@@ -138,6 +170,10 @@ fn code(encoder: Encoder, quotient: f32) -> u64 {
 }
 
 impl ScalesByDefinition {
+    pub(super) fn new(known: KnownScales) -> Self {
+        Self { last: None, scales: LruCache::new(SCALES_KEPT), factors: LruCache::new(SCALES_KEPT), known }
+    }
+
     /// The bits of an element of what an encoder makes.
     pub(super) fn element(
         &mut self,
@@ -207,6 +243,11 @@ impl ScalesByDefinition {
         if let Some(factor) = self.factors.get(&key) {
             return Ok(*factor);
         }
+        let known = self.known.lock().factors.get(&key).copied();
+        if let Some(factor) = known {
+            self.factors.put(key, factor);
+            return Ok(factor);
+        }
         let mut greatest = 0f32;
         for (name, view) in of.together() {
             let extents = view.shape().extents();
@@ -227,6 +268,7 @@ impl ScalesByDefinition {
             | Encoder::Int8Channel
             | Encoder::Int4 { .. } => if_zero(over(greatest, 448.0), f32::EPSILON),
         };
+        self.known.lock().factors.put(key.clone(), factor);
         self.factors.put(key, factor);
         Ok(factor)
     }
@@ -240,15 +282,40 @@ impl ScalesByDefinition {
         values: &mut Values<'_>,
     ) -> Result<BlockScale, ReferenceError> {
         let key: Place = (of.id(), outer.clone(), row, column);
-        if let Some(scale) = self.scales.get(&key) {
+        if let Some((last, scale)) = &self.last
+            && *last == key
+        {
             return Ok(*scale);
         }
+        let scale = self.found_scale(of, &key, values)?;
+        self.last = Some((key, scale));
+        Ok(scale)
+    }
+
+    /// The scale of a block that is not the last one.
+    fn found_scale(
+        &mut self,
+        of: &EncodedMatrices,
+        key: &Place,
+        values: &mut Values<'_>,
+    ) -> Result<BlockScale, ReferenceError> {
+        if let Some(scale) = self.scales.get(key) {
+            return Ok(*scale);
+        }
+        let (_, outer, row, column) = key;
+        let (row, column) = (*row, *column);
         let encoder = of.bands().encoder();
         let extents = of.input().shape().extents();
         let (rows, columns) = (extents[extents.len() - 2], extents[extents.len() - 1]);
         let (block_rows, block_columns) = block(encoder, (rows, columns));
         let range = |at: u64, size: u64, end: u64| at * size..((at + 1) * size).min(end);
         let (rows, columns) = (range(row, block_rows, rows), range(column, block_columns, columns));
+        let is_shared = (rows.end - rows.start) * (columns.end - columns.start) >= SHARED_BLOCK;
+        let known = if is_shared { self.known.lock().scales.get(key).copied() } else { None };
+        if let Some(scale) = known {
+            self.scales.put(key.clone(), scale);
+            return Ok(scale);
+        }
         let scale = if encoder == Encoder::Fp8Tensor {
             let divisor = self.factor(of, outer, values)?;
             BlockScale { stored: u64::from(divisor.to_bits()), divisor }
@@ -256,7 +323,10 @@ impl ScalesByDefinition {
             let greatest = Self::greatest((of.name(), of.input()), outer, rows, &columns, values)?;
             self.scale_of(of, outer, greatest, values)?
         };
-        self.scales.put(key, scale);
+        if is_shared {
+            self.known.lock().scales.put(key.clone(), scale);
+        }
+        self.scales.put(key.clone(), scale);
         Ok(scale)
     }
 

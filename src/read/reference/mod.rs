@@ -10,7 +10,7 @@ mod encode;
 mod error;
 mod exponential;
 
-use std::{error::Error, fmt, num::NonZeroUsize, ops::Range};
+use std::{error::Error, fmt, num::NonZeroUsize, ops::Range, rc::Rc};
 
 use ckfs_tensor::{
     BitOrder, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId, Term,
@@ -20,6 +20,7 @@ use lru::LruCache;
 use smallvec::SmallVec;
 
 pub use self::arithmetic::{add, divide, multiply, round, subtract, widen};
+pub use self::encode::KnownScales;
 pub use self::error::ReferenceError;
 pub use self::exponential::exp;
 use self::{arithmetic::narrow, encode::ScalesByDefinition};
@@ -51,9 +52,13 @@ pub fn evaluate(
 pub struct Evaluator<'a> {
     read: Box<dyn FnMut(TensorId, Range<u64>) -> TensorBytes + 'a>,
     /// By tensor and range of its bytes.
-    blocks: LruCache<(TensorId, Range<u64>), Vec<u8>>,
+    blocks: LruCache<(TensorId, Range<u64>), Rc<Vec<u8>>>,
+    /// The block of the byte before, which mostly has this one too.
+    last_block: Option<(TensorId, Range<u64>, Rc<Vec<u8>>)>,
     /// The tensor stored as boxes that was read last, and which of its boxes.
     last_box: (Option<TensorId>, usize),
+    /// Scales of large blocks that are encoded, which other evaluators know too.
+    known: Option<KnownScales>,
     /// Scales of blocks that are encoded.
     scales: Option<Box<ScalesByDefinition>>,
 }
@@ -86,7 +91,19 @@ fn ravel(index: &[u64], shape: &Shape) -> u64 {
 impl<'a> Evaluator<'a> {
     /// An evaluator that fetches through `read`, in aligned blocks of 64 KiB, and in smaller ones where such a read fails.
     pub fn new(read: impl FnMut(TensorId, Range<u64>) -> TensorBytes + 'a) -> Self {
-        Self { read: Box::new(read), blocks: LruCache::new(BLOCKS_KEPT), last_box: (None, 0), scales: None }
+        Self {
+            read: Box::new(read),
+            blocks: LruCache::new(BLOCKS_KEPT),
+            last_block: None,
+            last_box: (None, 0),
+            known: None,
+            scales: None,
+        }
+    }
+
+    /// The same, of several that compute each scale of a large block once.
+    pub fn with_scales(read: impl FnMut(TensorId, Range<u64>) -> TensorBytes + 'a, known: &KnownScales) -> Self {
+        Self { known: Some(known.clone()), ..Self::new(read) }
     }
 
     /// Bytes `span` of the row-major elements of `view`.
@@ -204,7 +221,8 @@ impl<'a> Evaluator<'a> {
                 Ok(round(view.dtype(), multiply(left, right, *flush)))
             }
             Op::Encoded { of, part } => {
-                let mut scales = self.scales.take().unwrap_or_default();
+                let known = || self.known.clone().unwrap_or_default();
+                let mut scales = self.scales.take().unwrap_or_else(|| Box::new(ScalesByDefinition::new(known())));
                 let bits = scales.element(of, *part, index, &mut |view, index| self.value(view, index));
                 self.scales = Some(scales);
                 bits
@@ -324,12 +342,20 @@ impl<'a> Evaluator<'a> {
     }
 
     fn tensor_byte(&mut self, tensor: TensorId, len_bytes: u64, at: u64) -> Result<u8, ReferenceError> {
+        if let Some((of, span, bytes)) = &self.last_block
+            && *of == tensor
+            && span.contains(&at)
+        {
+            return Ok(bytes[to_usize(at - span.start)]);
+        }
         let block = |size: u64| at / size * size..(at / size * size + size).min(len_bytes);
         let in_block = |span: &Range<u64>| usize::try_from(at - span.start).expect("less than a block");
         for size in BLOCK_SIZES {
             let span = block(size);
             if let Some(bytes) = self.blocks.get(&(tensor, span.clone())) {
-                return Ok(bytes[in_block(&span)]);
+                let byte = bytes[in_block(&span)];
+                self.last_block = Some((tensor, span, Rc::clone(bytes)));
+                return Ok(byte);
             }
         }
         let mut failure = None;
@@ -338,7 +364,8 @@ impl<'a> Evaluator<'a> {
             let Range { start, end } = span;
             match (self.read)(tensor, start..end) {
                 Ok(bytes) if u64::try_from(bytes.len()) == Ok(end - start) => {
-                    let byte = bytes[in_block(&span)];
+                    let (byte, bytes) = (bytes[in_block(&span)], Rc::new(bytes));
+                    self.last_block = Some((tensor, span.clone(), Rc::clone(&bytes)));
                     self.blocks.put((tensor, span), bytes);
                     return Ok(byte);
                 }
