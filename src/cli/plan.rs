@@ -78,11 +78,14 @@ pub(super) struct PlanCommand {
 
 /// Finds the values that are to be quantized and have no code.
 fn check_values(volume: &Volume, plans: &[ViewPlan]) -> anyhow::Result<()> {
-    let mut matrices: BTreeMap<u64, Arc<EncodedMatrices>> = BTreeMap::new();
-    for tensor in plans.iter().flat_map(|view| &view.plan.tensors) {
-        tensor.view.for_each_encoded(&mut |of| {
-            matrices.entry(of.id()).or_insert_with(|| Arc::clone(of));
-        });
+    // A weight that a view shows alone and in a stack is one.
+    let mut matrices: BTreeMap<(usize, String), Arc<EncodedMatrices>> = BTreeMap::new();
+    for (number, view) in plans.iter().enumerate() {
+        for tensor in &view.plan.tensors {
+            tensor.view.for_each_encoded(&mut |of| {
+                matrices.entry((number, of.name().to_owned())).or_insert_with(|| Arc::clone(of));
+            });
+        }
     }
     if matrices.is_empty() {
         bail!("--check-values: nothing is quantized: expected --quantize SCHEME");

@@ -316,7 +316,10 @@ fn verify_file(
     for (start, end) in spans(&node.path, &expected, size, amount)? {
         let len = usize::try_from(end - start).context("span")?;
         if let Err(error) = served.read(start, len, &mut bytes) {
-            findings.differ(&node.path, format!("bytes {start}..{end}: {}", output::chain(&error)));
+            // A mount tells only the number of an error. What the evaluator cannot compute either has the reason.
+            let expected = if mount.is_some() { expected.bytes(start, end, &mut evaluator).err() } else { None };
+            let reason = expected.map(|error| format!(": {}", output::chain(&error))).unwrap_or_default();
+            findings.differ(&node.path, format!("bytes {start}..{end}: {}{reason}", output::chain(&error)));
             continue;
         }
         let wanted = expected.bytes(start, end, &mut evaluator)?;

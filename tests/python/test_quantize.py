@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
 
 import quantize_oracles as oracles
-from mounting import find_ckfs, run
+from mounting import error_of, find_ckfs, mount, read, run
 
 SCHEMES = [
     "fp8-block",
@@ -182,6 +185,208 @@ def test_what_is_no_number_is_an_error_that_names_its_place(tmp_path, scheme, va
     message = done.stderr.decode()
     assert "model.layers.0.self_attn.q_proj.weight" in message and "[129, 7]" in message, message
     assert run("verify", tmp_path, "--quantize", scheme, expect=None).code == 1
+    planned = run("plan", tmp_path, "--quantize", scheme, "--check-values", expect=1).err
+    assert "1 of 1 weights cannot be quantized" in planned, planned
+    assert "model.layers.0.self_attn.q_proj.weight" in planned and "[129, 7]" in planned, planned
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "fp8-tensor", "mxfp8", "nvfp4", "int8-channel"])
+def test_what_is_no_number_is_eio_through_a_mount_and_the_rest_is_served(tmp_path, scheme):
+    bad, good = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.o_proj.weight"
+    weight = torch.ones(130, 256, dtype=torch.bfloat16)
+    save = {good: weight.clone(), bad: weight}
+    weight[129, 7] = float("nan")
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(save, source / "model.safetensors")
+    (source / "config.json").write_text('{"model_type": "made-up"}')
+    mounted = mount(source, tmp_path / "mnt", "--layout", "hf", "--quantize", scheme)
+    try:
+        codes = "_packed" if scheme in ("nvfp4", "int8-channel") else ""
+        scales = {"fp8-block": "_scale_inv", "nvfp4": "_global_scale"}.get(scheme, "_scale")
+        for path in (f"full/{bad}{codes}", f"dev0/{bad}{scales}", "hf/model.safetensors", "safetensors/dev0.safetensors"):
+            assert error_of(read, mounted / path) == errno.EIO, path
+        assert read(mounted / f"full/{good}{codes}") == cat(source, f"full/{good}{codes}", "--layout", "hf", "--quantize", scheme)
+        # Of spans that are no part of its block, a mount knows only that they are not there: the kernel reads ahead.
+        for target, args in ((mounted.point, ()), (source, ("--layout", "hf", "--quantize", scheme))):
+            found = run("verify", target, "--only", f"full/{bad}*", *args, expect=1).err
+            assert bad in found and "[129, 7]" in found, found
+    finally:
+        run("umount", mounted.point)
+
+
+# --- a factor that several matrices share, by numpy ------------------------------------------------------------------------
+
+
+def e2m1(values: np.ndarray) -> np.ndarray:
+    """Codes of the nearest E2M1, two in a byte. A zero has no sign."""
+    codes = np.clip(values, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    codes = np.where(values == 0, 0, codes)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "fp8-tensor"])
+def test_what_engines_fuse_shares_one_factor(repo, scheme):
+    source = repo(torch.bfloat16)
+    plain = load_file(source / "model.safetensors")
+    found = load(cat(source, "hf/model.safetensors", "--quantize", scheme))
+    f32 = np.float32
+    for group in (["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"], ["o_proj"]):
+        where = "mlp" if "up_proj" in group else "self_attn"
+        names = [f"model.layers.1.{where}.{word}.weight" for word in group]
+        arrays = [plain[name].float().numpy() for name in names]
+        greatest = f32(max(np.abs(array).max() for array in arrays))
+        # Otherwise a factor of each would pass, too.
+        assert len(group) == 1 or len({np.abs(array).max() for array in arrays}) > 1
+        for name, array in zip(names, arrays, strict=True):
+            if scheme == "fp8-tensor":
+                scale = greatest / f32(448)
+                assert found[f"{name}_scale"].numpy().tolist() == [scale]
+                codes = np.clip(array / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+                assert np.array_equal(found[name].view(torch.uint8).numpy(), codes), name
+                continue
+            # torch divides a number by a tensor so.
+            factor = (f32(1) / greatest) * f32(448 * 6)
+            assert found[f"{name}_global_scale"].numpy().tolist() == [factor]
+            blocks = array.reshape(array.shape[0], -1, 16)
+            scale = np.clip(factor * (np.abs(blocks).max(axis=2) / f32(6)), 0, 448).astype(ml_dtypes.float8_e4m3fn)
+            scale = np.where(scale.astype(f32) == 0, f32(0.125), scale.astype(f32))
+            assert np.array_equal(found[f"{name}_scale"].float().numpy(), scale), name
+            with np.errstate(over="ignore"):
+                codes = e2m1((blocks / (scale / factor)[..., None]).reshape(array.shape))
+            assert np.array_equal(found[f"{name}_packed"].numpy(), codes), name
+
+
+# --- experts --------------------------------------------------------------------------------------------------------------
+
+EXPERTS = 4
+
+
+def expert_weights(stacked: bool) -> dict[str, torch.Tensor]:
+    """A layer of a mixture of experts and one of a dense MLP."""
+    made = {
+        "model.embed_tokens.weight": matrix((64, 256), 1, torch.bfloat16),
+        "model.layers.0.mlp.gate.weight": matrix((EXPERTS, 256), 2, torch.bfloat16),
+        "model.layers.0.mlp.shared_expert_gate.weight": matrix((1, 256), 3, torch.bfloat16),
+        "model.layers.0.mlp.shared_expert.down_proj.weight": matrix((256, 384), 4, torch.bfloat16),
+        "model.layers.1.mlp.down_proj.weight": matrix((256, 384), 5, torch.bfloat16),
+    }
+    base = "model.layers.0.mlp.experts"
+    if stacked:
+        for name, shape in (("gate_up_proj", (2 * 160, 256)), ("down_proj", (256, 160))):
+            made[f"{base}.{name}"] = torch.stack([matrix(shape, 10 + n, torch.bfloat16) for n in range(EXPERTS)])
+        return made
+    for n in range(EXPERTS):
+        for number, (name, shape) in enumerate((("gate_proj", (160, 256)), ("up_proj", (160, 256)), ("down_proj", (256, 160)))):
+            # Each expert has a size of its own, so that a factor of all of them is another than that of one.
+            weight = matrix(shape, 100 * n + number, torch.bfloat16) * 2.0**n
+            made[f"{base}.{n}.{name}.weight"] = weight if name != "up_proj" else weight * 0.5
+    return made
+
+
+def expert_repo(path: Path, stacked: bool) -> dict[str, torch.Tensor]:
+    path.mkdir()
+    made = expert_weights(stacked)
+    save_file(made, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text('{"model_type": "made-up", "num_hidden_layers": 2}')
+    return made
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "int4"])
+def test_single_experts_are_those_of_the_library(tmp_path, scheme):
+    source = tmp_path / "source"
+    plain = expert_repo(source, stacked=False)
+    wanted, quantized = expected(scheme, plain)
+    assert len([module for module in quantized if ".experts." in module]) == 3 * EXPERTS
+    found = load(cat(source, "hf/model.safetensors", "--quantize", scheme))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        same(found[name], tensor, f"{scheme} {name}")
+    config = json.loads(cat(source, "hf/config.json", "--quantize", scheme))["quantization_config"]
+    left = config.get("modules_to_not_convert", config.get("ignore"))
+    assert {"model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"} <= set(left)
+    assert not quantized & set(left)
+    plan = run("plan", source, "--layout", "hf", "--quantize", scheme).out
+    assert f"{3 * EXPERTS} tensors of experts" in plan, plan
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "nvfp4", "int4-g32"])
+def test_stacks_of_experts_are_those_of_single_ones(tmp_path, scheme):
+    """The layout `canonical` stacks codes and scales of all experts, and decoding gives the weights within a step."""
+    source = tmp_path / "source"
+    plain = expert_repo(source, stacked=False)
+    wanted, _ = expected(scheme, plain)
+    suffixes = {"fp8-block": ["", "_scale_inv"], "nvfp4": ["_packed", "_scale", "_global_scale"], "int4-g32": ["_packed", "_scale"]}
+    shown = json.loads(cat(source, ".ckfs/manifest.json", "--quantize", scheme))["tensors"]
+    for suffix in suffixes[scheme]:
+        name = f"model.layers.0.mlp.experts.{{}}.up_proj.weight{suffix}"
+        whole = torch.stack([wanted[name.format(n)] for n in range(EXPERTS)])
+        rows = [row for row in shown if "scanned" in row["name"] and row["shape"] == [1, *whole.shape]]
+        rows = [row for row in rows if "experts" in row["name"] and "up" in row["name"] and row["name"].endswith(suffix)]
+        assert len(rows) == 1, (suffix, [row["name"] for row in shown])
+        found = cat(source, "full/" + rows[0]["name"].replace(".", "/"), "--quantize", scheme)
+        assert found == whole.contiguous().view(torch.uint8).numpy().tobytes(), suffix
+    export = export_hf(source, tmp_path / "export", "--layout", "hf", "--quantize", scheme)
+    decoded = load(cat(export, "hf/model.safetensors", "--layout", "hf", "--dequantize=f32"))
+    step = {"fp8-block": 1 / 16, "nvfp4": 1 / 5, "int4-g32": 1 / 14}[scheme]
+    for name, weight in plain.items():
+        error, greatest = (decoded[name].float() - weight.float()).abs().max(), weight.float().abs().max()
+        assert error <= step * greatest, f"{name}: {error}, greatest {greatest}"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_in_one_tensor_are_quantized_by_blocks_or_refused_by_name(tmp_path, scheme):
+    source = tmp_path / "source"
+    plain = expert_repo(source, stacked=True)
+    names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    args = ("--layout", "hf", "--quantize", scheme)
+    if not scheme.startswith("fp8-block"):
+        refused = run("plan", source, *args, expect=1).err
+        assert all(name in refused for name in names) and "expected fp8-block" in refused, refused
+        # Left as they are by the user's word.
+        args += ("--quantize-ignore", "*.experts.*")
+        found = load(cat(source, "hf/model.safetensors", *args))
+        assert all(torch.equal(found[name], plain[name]) for name in names)
+        config = json.loads(cat(source, "hf/config.json", *args))["quantization_config"]
+        assert set(names) <= set(config.get("modules_to_not_convert", config.get("ignore")))
+        return
+    found = load(cat(source, "hf/model.safetensors", *args))
+    for name in names:
+        single = [oracles.stored(scheme, weight.float(), []) for weight in plain[name]]
+        for suffix in ("", "_scale_inv"):
+            same(found[f"{name}{suffix}"], torch.stack([parts[suffix] for parts in single]), f"{name}{suffix}")
+    assert "no difference" in run("verify", source, *args).out
+
+
+# --- sources that are quantized -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["fp8-block", "fp8-block:ue8m0", "mxfp4", "int4-g32"])
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp8:sglang", "nvfp4", "fp8-channel"])
+def test_a_quantized_source_is_decoded_to_f32_and_quantized(repo, tmp_path, first, scheme):
+    once = export_hf(repo(torch.float32), tmp_path / "once", "--layout", "hf", "--quantize", first)
+    plain = load(cat(once, "hf/model.safetensors", "--layout", "hf", "--dequantize=f32"))
+    wanted, _ = expected(scheme, plain)
+    found = load(cat(once, "hf/model.safetensors", "--layout", "hf", "--quantize", scheme))
+    for name, tensor in wanted.items():
+        if "_proj" in name and not name.endswith("bias"):
+            same(found[name], tensor, f"{first} -> {scheme} {name}")
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp8:sglang"])
+def test_blocks_with_powers_of_two_become_mxfp8_without_any_loss(models, tmp_path, scheme):
+    """A group of 32 may have a lower exponent than its block had, and then its codes are that much higher: the numbers are the same."""
+    once = export_hf(models["llama"], tmp_path / "once", "--layout", "hf", "--quantize", "fp8-block:ue8m0")
+    twice = export_hf(once, tmp_path / "twice", "--layout", "hf", "--quantize", scheme)
+    quantized = [name for name in load_file(twice / "model.safetensors") if "weight_scale" in name]
+    assert len(quantized) == 14
+    before, after = (
+        load(cat(path, "hf/model.safetensors", "--layout", "hf", "--dequantize=f32")) for path in (once, twice)
+    )
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        # A zero may lose its sign.
+        assert torch.equal(tensor, after[name]), name
 
 
 # --- programs that load it ------------------------------------------------------------------------------------------------
@@ -312,5 +517,6 @@ def test_what_stays_is_said_and_chosen_by_patterns(models):
     coded = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
     assert coded == {f"model.layers.1.mlp.{word}_proj.weight" for word in ("gate", "up", "down")}
     assert "cannot" not in run("plan", source, "--quantize", "fp8-block", "--check-values").out
-    for layout in ("maxtext", "vllm"):
-        assert "expected the layout canonical, hf or stored" in run("plan", source, "--layout", layout, "--quantize", "fp8-block", expect=1).err
+    refused = {"maxtext": "expected the layout canonical, hf or stored", "vllm": "expected the layout hf, from which vLLM loads any scheme"}
+    for layout, reason in refused.items():
+        assert reason in run("plan", source, "--layout", layout, "--quantize", "fp8-block", expect=1).err

@@ -59,11 +59,11 @@ fn makes(encoder: Encoder, part: EncodedPart) -> bool {
 fn weights(dtype: DType, seed: u64, count: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
     for at in 0..count {
-        let mut state = (seed << 40 ^ at).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        state = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        state = (state ^ state >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        let mut state = ((seed << 40) ^ at).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        state = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        state = (state ^ (state >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         state ^= state >> 31;
-        let stretch = (seed ^ at / 700).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60;
+        let stretch = (seed ^ (at / 700)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60;
         let few = (state % 113) as f32 / 16.0 - 3.5;
         let usual = (state >> 20 & 0xff_ffff) as f32 / 16_777_216.0 - 0.5;
         let tiny = if dtype == DType::F16 { 2e-7 } else { 3e-39 };
