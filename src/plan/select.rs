@@ -46,7 +46,7 @@ impl Subset {
     /// Whether a missing tensor would be shown if it were present.
     pub(super) fn wants(&self, name: &str) -> bool {
         let words = Generic::load().expect("the file is in the program, and a test reads it").words;
-        let layer = naming::parse(name, &words).layer;
+        let layer = naming::layer_of(name, &words).map(|(_, layer)| layer);
         let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
         let layers = self.layers.as_ref().zip(layer);
         (self.include.is_empty() || any(&self.include))
@@ -195,8 +195,8 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     let mut names: BTreeMap<TensorId, String> =
         choice.kept.into_iter().map(|(id, layer)| (id, new_name(id, layer))).collect();
     keep_operands(base, &mut names, &|id| {
-        let parsed = naming::parse(base.tensor(id).name, &words);
-        new_name(id, parsed.layer.filter(|_| text.as_deref() == Some(parsed.prefix.as_str())))
+        let found = naming::layer_of(base.tensor(id).name, &words);
+        new_name(id, found.and_then(|(prefix, layer)| (text.as_deref() == Some(prefix)).then_some(layer)))
     });
     match text_part(base, subset, &names) {
         Ok(text) => selected.text = text,
@@ -277,8 +277,8 @@ impl Choice {
         let declared = base.dialect().declared_layers;
         let mut choice = Self { kept: Vec::new(), layers: BTreeSet::new(), dropped_mtp: false, cut_by_pattern: false };
         for (id, info) in base.tensors() {
-            let parsed = naming::parse(info.name, words);
-            let of_text = parsed.layer.filter(|_| text == Some(parsed.prefix.as_str()));
+            let found = naming::layer_of(info.name, words);
+            let of_text = found.and_then(|(prefix, layer)| (text == Some(prefix)).then_some(layer));
             let is_mtp = is_predictor(info.name)
                 || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
             let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
@@ -332,8 +332,7 @@ fn parts_names(checkpoint: &Checkpoint, renamed: &Checkpoint) -> bool {
 fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>, words: &Words) -> Option<String> {
     let (layers, prefix) = (subset.layers.as_ref()?, prefix?);
     let found = base.tensors().filter_map(|(_, info)| {
-        let parsed = naming::parse(info.name, words);
-        parsed.layer.filter(|_| parsed.prefix == prefix)
+        naming::layer_of(info.name, words).and_then(|(before, layer)| (before == prefix).then_some(layer))
     });
     let found = found.max().map_or(0, |last| last.saturating_add(1));
     let count = found.max(base.dialect().declared_layers.unwrap_or(0));
@@ -345,15 +344,15 @@ fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>, wor
 /// The prefix of the text model's layers.
 pub(super) fn text_prefix(checkpoint: &Checkpoint, family: Option<&Family>) -> Option<String> {
     let words = Generic::load().expect("the file is in the program, and a test reads it").words;
-    let mut counts: BTreeMap<String, u64> = BTreeMap::new();
+    let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     for (_, info) in checkpoint.tensors() {
-        let parsed = naming::parse(info.name, &words);
-        let known = family.is_none_or(|family| family.prefixes.contains(&parsed.prefix));
-        if parsed.layer.is_some() && known && !is_tower(info.name) {
-            *counts.entry(parsed.prefix).or_default() += 1;
+        let Some((prefix, _)) = naming::layer_of(info.name, &words) else { continue };
+        let known = family.is_none_or(|family| family.prefixes.iter().any(|known| known == prefix));
+        if known && !is_tower(info.name) {
+            *counts.entry(prefix).or_default() += 1;
         }
     }
-    counts.into_iter().max_by_key(|(_, count)| *count).map(|(prefix, _)| prefix)
+    counts.into_iter().max_by_key(|(_, count)| *count).map(|(prefix, _)| prefix.to_owned())
 }
 
 /// Words of the tensors of a layer that predicts further tokens.
@@ -371,10 +370,8 @@ pub(super) fn predicting(checkpoint: &Checkpoint, family: Option<&Family>) -> Op
         return None;
     }
     let is_known = family.is_some() || MTP_COUNTS.iter().any(|key| member::config_number(checkpoint, key) > Some(0));
-    let beyond = |name: &str| {
-        let parsed = naming::parse(name, &words);
-        parsed.prefix == prefix && parsed.layer.is_some_and(|layer| layer >= first)
-    };
+    let beyond =
+        |name: &str| naming::layer_of(name, &words).is_some_and(|(before, layer)| before == prefix && layer >= first);
     let predicts = |name: &str| is_known || name.split('.').any(|word| PREDICTOR_WORDS.contains(&word));
     checkpoint.tensors().any(|(_, info)| predicts(info.name) && beyond(info.name)).then_some((prefix, first))
 }

@@ -37,17 +37,16 @@ pub(crate) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole
     let quantized = !checkpoint.dialect().quantization.is_none();
     let mut stems: HashMap<(&str, bool), HashMap<String, Members>> = HashMap::new();
     for (id, info) in checkpoint.tensors() {
-        let parsed = naming::parse(info.name, &words);
-        let Some(layer) = parsed.layer else { continue };
-        if predicting.as_ref().is_some_and(|(prefix, first)| parsed.prefix == *prefix && layer >= *first) {
+        let Some((before, layer)) = naming::layer_of(info.name, &words) else { continue };
+        if predicting.as_ref().is_some_and(|(prefix, first)| before == prefix && layer >= *first) {
             continue;
         }
         let number = format!(".{layer}.");
-        let after = &info.name[parsed.prefix.len()..];
+        let after = &info.name[before.len()..];
         let Some(at) = after.find(&number) else { continue };
-        let (stem, rest) = (&info.name[..=parsed.prefix.len() + at], &after[at + number.len()..]);
+        let (stem, rest) = (&info.name[..=before.len() + at], &after[at + number.len()..]);
         let Some(rest) = kind(rest, quantized) else { continue };
-        let of_text = text.as_deref() == Some(parsed.prefix.as_str());
+        let of_text = text.as_deref() == Some(before);
         stems.entry((stem, of_text)).or_default().entry(rest).or_default().push((layer, id));
     }
     let lists = LayerLists::of(checkpoint);

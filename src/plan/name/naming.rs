@@ -78,28 +78,50 @@ fn number(word: &str) -> Option<u64> {
     canonical.then(|| word.parse().ok()).flatten().filter(|number| *number <= NUMBER_MAX)
 }
 
-/// Parses a name. The first layer word that a number follows counts. An expert is searched after it.
+/// The words of a name, and where each begins in it.
+type NameWords<'a> = SmallVec<[(usize, &'a str); 16]>;
+
+/// The place of a tensor in its layer.
+struct InLayer<'a> {
+    prefix: &'a str,
+    layer: u64,
+    /// The words of the name, and how many come before the rest.
+    parts: NameWords<'a>,
+    rest: usize,
+}
+
+impl<'a> InLayer<'a> {
+    /// The first layer word that a number follows counts. Something has to follow the number.
+    fn find(name: &'a str, words: &Words) -> Option<Self> {
+        let mut start = 0;
+        let parts: NameWords<'a> = words_of(name)
+            .map(|word| {
+                let at = start;
+                start += word.len() + 1;
+                (at, word)
+            })
+            .collect();
+        let layer_at =
+            |at: usize| words.layers.iter().any(|word| word == parts[at].1).then(|| number(parts[at + 1].1)).flatten();
+        let (at, layer) = (0..parts.len().saturating_sub(2)).find_map(|at| Some((at, layer_at(at)?)))?;
+        let joined = |from: usize| name[parts[from].0..parts[at + 1].0].strip_suffix('.');
+        let is_joined = at > 0 && joined(at - 1).is_some_and(|pair| words.joined.iter().any(|known| known == pair));
+        let prefix = &name[..parts[if is_joined { at - 1 } else { at }].0];
+        Some(Self { prefix, layer, parts, rest: at + 2 })
+    }
+}
+
+/// The prefix and the number of the layer in a name, as [`parse`] finds them.
+pub(crate) fn layer_of<'a>(name: &'a str, words: &Words) -> Option<(&'a str, u64)> {
+    InLayer::find(name, words).map(|found| (found.prefix, found.layer))
+}
+
+/// Parses a name. An expert is searched after the layer.
 pub(crate) fn parse(name: &str, words: &Words) -> Parsed {
-    // The words, and where each begins in the name.
-    let mut start = 0;
-    let parts: SmallVec<[(usize, &str); 16]> = words_of(name)
-        .map(|word| {
-            let at = start;
-            start += word.len() + 1;
-            (at, word)
-        })
-        .collect();
-    let is_layer = |at: usize| {
-        at + 2 < parts.len() && number(parts[at + 1].1).is_some() && words.layers.iter().any(|word| word == parts[at].1)
-    };
-    let Some(at) = (0..parts.len()).find(|at| is_layer(*at)) else {
+    let Some(InLayer { prefix, layer, parts, rest }) = InLayer::find(name, words) else {
         return Parsed { prefix: String::new(), layer: None, rest: name.to_owned(), expert: None };
     };
-    let joined = |from: usize| name[parts[from].0..parts[at + 1].0].strip_suffix('.');
-    let is_joined = at > 0 && joined(at - 1).is_some_and(|pair| words.joined.iter().any(|known| known == pair));
-    let prefix = name[..parts[if is_joined { at - 1 } else { at }].0].to_owned();
-    let layer = number(parts[at + 1].1);
-    let rest = &parts[at + 2..];
+    let (prefix, layer, rest) = (prefix.to_owned(), Some(layer), &parts[rest..]);
     let whole = &name[rest[0].0..];
     // A word that equals the placeholder for an expert leaves no placeholder to use.
     if rest.iter().any(|(_, word)| *word == "*") {
