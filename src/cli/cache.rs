@@ -17,6 +17,7 @@ use ckfs_source::remote::{
     digest::digest_of,
 };
 use clap::{Args, Subcommand};
+use serde_json::{Value, json};
 
 use super::output;
 
@@ -33,6 +34,9 @@ pub(super) struct CacheCommand {
     /// Directory of the cache.
     #[arg(long, value_name = "DIR", global = true)]
     cache_dir: Option<PathBuf>,
+    /// Prints JSON.
+    #[arg(long, global = true)]
+    json: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -56,14 +60,18 @@ impl CacheCommand {
         let dir = self.cache_dir.clone().or_else(ckfs_service::cache_of_environment).or_else(default_directory);
         let dir = dir.context("no cache: none of --cache-dir, CKFS_CACHE_DIR, XDG_CACHE_HOME and HOME is set")?;
         if !dir.join("objects").exists() {
+            if self.json {
+                let nothing = Vec::<Value>::new();
+                return output::print_json(&json!({ "directory": dir, "used_bytes": 0, "objects": nothing }));
+            }
             return output::print(&format!("{}: empty\n", dir.display()));
         }
         let counters = Arc::new(RemoteCounters::default());
         let cache = Cache::open(&dir, None, counters).with_context(|| dir.display().to_string())?;
         match self.action {
-            None | Some(Action::List) => list(&cache),
-            Some(Action::Verify) => verify(&cache),
-            Some(Action::Prune { older_than }) => prune(&cache, older_than),
+            None | Some(Action::List) => list(&cache, &dir, self.json),
+            Some(Action::Verify) => verify(&cache, self.json),
+            Some(Action::Prune { older_than }) => prune(&cache, older_than, self.json),
         }
     }
 }
@@ -79,9 +87,9 @@ fn by_use(cache: &Cache) -> anyhow::Result<Vec<(SystemTime, u64, PathBuf)>> {
     Ok(entries)
 }
 
-fn list(cache: &Cache) -> anyhow::Result<()> {
+fn list(cache: &Cache, place: &Path, as_json: bool) -> anyhow::Result<()> {
     let (used, limit) = cache.measure()?;
-    let mut text = String::new();
+    let (mut text, mut rows) = (String::new(), Vec::new());
     for (last, _, dir) in by_use(cache)? {
         let (object, present, size, state) = match cache.existing(&dir) {
             Ok(entry) => {
@@ -96,6 +104,9 @@ fn list(cache: &Cache) -> anyhow::Result<()> {
             Err(error) => (dir.display().to_string(), 0, 0, format!("damaged: {error}")),
         };
         let age = SystemTime::now().duration_since(last).unwrap_or_default();
+        rows.push(json!({
+            "object": object, "present_bytes": present, "size_bytes": size, "unused_seconds": age.as_secs(), "state": state,
+        }));
         // Writing to a string cannot fail.
         let _ = writeln!(
             text,
@@ -105,6 +116,10 @@ fn list(cache: &Cache) -> anyhow::Result<()> {
             human_age(age),
             printable(&object)
         );
+    }
+    if as_json {
+        let all = json!({ "directory": place, "used_bytes": used, "limit_bytes": limit, "objects": rows });
+        return output::print_json(&all);
     }
     let _ = writeln!(text, "{} used, at most {}", human_bytes(used), human_bytes(limit));
     output::print(&text)
@@ -120,8 +135,10 @@ fn human_age(age: Duration) -> String {
     }
 }
 
-fn verify(cache: &Cache) -> anyhow::Result<()> {
+fn verify(cache: &Cache, as_json: bool) -> anyhow::Result<()> {
     let (mut checked, mut damaged, mut parts, mut unnamed) = (0, 0, 0, 0);
+    let mut rows = Vec::new();
+    let tell = |line: String| if as_json { Ok(()) } else { output::print(&line) };
     for dir in cache.list()? {
         let (found, name) = match cache.existing(&dir) {
             Ok(entry) => (check(cache, &entry), entry.meta().object),
@@ -136,22 +153,31 @@ fn verify(cache: &Cache) -> anyhow::Result<()> {
         match comparable {
             Comparable::Part => {
                 parts += 1;
-                output::print(&format!("{}: not verifiable: part of a file\n", printable(&name)))?;
+                tell(format!("{}: not verifiable: part of a file\n", printable(&name)))?;
             }
             Comparable::NoDigest if damages.is_empty() => unnamed += 1,
             Comparable::Whole | Comparable::NoDigest => {}
         }
         for damage in damages {
             damaged += 1;
-            output::print(&format!("{}: {damage}\n", printable(&name)))?;
+            tell(format!("{}: {damage}\n", printable(&name)))?;
+            rows.push(json!({ "object": name, "what": damage }));
         }
+    }
+    let whole = checked - parts - unnamed;
+    if as_json {
+        output::print_json(&json!({
+            "objects": checked, "with_digest": whole, "parts": parts, "without_digest": unnamed, "damages": rows,
+        }))?;
     }
     if damaged > 0 {
         bail!(
             "{damaged} of {checked} objects are damaged; what is wrong was dropped and is fetched again when it is needed"
         );
     }
-    let whole = checked - parts - unnamed;
+    if as_json {
+        return Ok(());
+    }
     let mut text =
         format!("{checked} objects: all blocks are as they were written; {whole} have the digests of their services");
     for (count, what) in [(parts, "not verifiable: part of a file"), (unnamed, "not verifiable: no digest is known")] {
@@ -201,7 +227,7 @@ enum Comparable {
     NoDigest,
 }
 
-fn prune(cache: &Cache, older_than: Option<Duration>) -> anyhow::Result<()> {
+fn prune(cache: &Cache, older_than: Option<Duration>, as_json: bool) -> anyhow::Result<()> {
     let age_min = older_than.unwrap_or_default();
     let (mut removed, mut freed, mut in_use) = (0, 0, 0);
     for (last, _, dir) in by_use(cache)? {
@@ -212,6 +238,9 @@ fn prune(cache: &Cache, older_than: Option<Duration>) -> anyhow::Result<()> {
             Some(bytes) => (removed, freed) = (removed + 1, freed + bytes),
             None => in_use += 1,
         }
+    }
+    if as_json {
+        return output::print_json(&json!({ "removed": removed, "freed_bytes": freed, "in_use": in_use }));
     }
     output::print(&format!("{removed} objects removed, {} freed, {in_use} in use\n", human_bytes(freed)))
 }

@@ -10,6 +10,7 @@ use ckfs_source::{ByteSpan, FetchPart, FileId, RemoteSource, Source, remote::url
 use ckfs_volume::ViewPlan;
 use clap::Args;
 use indicatif::ProgressBar;
+use serde_json::json;
 
 use super::{
     export::bar,
@@ -36,6 +37,9 @@ Examples:
 pub(super) struct FetchCommand {
     #[arg(help = format!("org/name[@revision] on the Hub, hf://, {}", url_schemes()))]
     source: Option<String>,
+    /// Prints JSON when all is done.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     flags: SourceFlags,
 }
@@ -48,6 +52,11 @@ impl FetchCommand {
         let label = checkpoint.label();
         let needs = needs(&checkpoint, &plans)?;
         let (Some(before), Some(remote)) = (needs, checkpoint.source().remote()) else {
+            if self.json {
+                return output::print_json(
+                    &json!({ "source": label, "is_local": true, "needed_bytes": 0, "fetched_bytes": 0 }),
+                );
+            }
             return output::print(&format!("{label}: its files are on this machine; there is nothing to fetch\n"));
         };
         let bar = bar(before.absent_bytes, log);
@@ -78,6 +87,18 @@ impl FetchCommand {
         let parts = before.spans.iter().filter(|(file, _)| is_part(file)).count();
         let cached = before.spanned_bytes.saturating_sub(before.absent_bytes);
         let requests = remote.counters().requests.load(Ordering::Relaxed);
+        if self.json {
+            return output::print_json(&json!({
+                "source": label,
+                "is_local": false,
+                "needed_bytes": before.needed_bytes,
+                "fetched_bytes": before.absent_bytes,
+                "cached_bytes": cached,
+                "requests": requests,
+                "part_files": parts,
+                "shared": shared,
+            }));
+        }
         output::print(&format!(
             "{label}: {} needed; {} fetched in {requests} requests, {} were in the cache\n",
             human_bytes(before.needed_bytes),

@@ -4,7 +4,7 @@
 
 use std::ffi::{OsStr, OsString};
 
-use ckfs_config::{Arity, Commands, FORMER, KEYS, SETTINGS, Setting, Settings, former};
+use ckfs_config::{Arity, Commands, FORMER, Group, KEYS, SETTINGS, Setting, Settings, former};
 use ckfs_source::remote::url_schemes;
 use clap::{
     Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, builder::TypedValueParser, error::ErrorKind,
@@ -32,7 +32,11 @@ impl TypedValueParser for Checked {
 
 /// What a source may be, for the help of the commands that take one.
 pub(super) fn source_help() -> String {
-    format!("A directory, a file, org/name[@revision] in the local cache or on the Hub, {}", url_schemes())
+    format!(
+        "A directory (Hugging Face repository, Orbax, torch.distributed.checkpoint, files of the ranks of FSDP, DeepSpeed or \
+         Megatron), a file (.safetensors, .pt, .bin), org/name[@revision] in the local cache or on the Hub, hf://org/name, {}",
+        url_schemes()
+    )
 }
 
 /// A sentence as clap shows it in a list.
@@ -44,7 +48,7 @@ fn without_period(text: &str) -> &str {
 fn flag(setting: &'static Setting) -> Arg {
     let arg = Arg::new(setting.name).long(setting.name).help_heading(setting.group.heading());
     let arg = arg.help(without_period(setting.help)).global(setting.group.commands() == Commands::All);
-    let arg = arg.hide_short_help(!setting.is_common);
+    let arg = arg.hide_short_help(!setting.is_common).hide_long_help(!setting.is_common);
     let arg = match setting.more {
         "" => arg,
         more => arg.long_help(format!("{}\n\n{}", setting.help, more.replace("{keys}", &KEYS))),
@@ -59,6 +63,34 @@ fn flag(setting: &'static Setting) -> Arg {
     };
     let arg = arg.action(several).value_parser(Checked(setting));
     setting.default.map_or(arg.clone(), |word| arg.default_value(word))
+}
+
+/// Every option that is a setting, for `ckfs help options`. The help of a command has the common ones.
+pub(super) fn all_options() -> Command {
+    let heading = |group: Group| match group {
+        Group::Place => "Arguments",
+        Group::View => "View (commands that take SOURCE)",
+        Group::Reading => "Reading (commands that take SOURCE)",
+        Group::Mount => "Mount (ckfs mount)",
+        Group::Serve => "Serving (ckfs serve)",
+        Group::Logging => "Logging (all commands)",
+    };
+    let option = |setting: &'static Setting| {
+        let arg = flag(setting).hide_short_help(false).hide_long_help(false).global(false);
+        arg.help_heading(heading(setting.group))
+    };
+    let is_flag = |setting: &&'static Setting| {
+        [Commands::Readers, Commands::Mount, Commands::Serve, Commands::All]
+            .iter()
+            .any(|takers| setting.is_taken_by(*takers))
+    };
+    Command::new("options")
+        .about("Every option, and the commands that take it; `ckfs COMMAND --help` has the common ones.")
+        .disable_help_flag(true)
+        .disable_version_flag(true)
+        .max_term_width(100)
+        .help_template("{about-with-newline}\n{all-args}\n")
+        .args(SETTINGS.iter().filter(is_flag).map(option))
 }
 
 /// Refuses a flag of a former version. The message names the present equivalent.

@@ -37,14 +37,14 @@ mod tree;
 mod umount;
 mod verify;
 
-use std::{ffi::OsString, path::Path, process::ExitCode, thread};
+use std::{ffi::OsString, fmt::Write as _, path::Path, process::ExitCode, thread};
 
 use anyhow::Context;
 use ckfs_config::{ConfigError, nearest};
 use ckfs_host::{Log, LogTarget, limits, signal};
 use ckfs_source::remote::url_schemes;
 use clap::{
-    CommandFactory, Parser, Subcommand,
+    CommandFactory, FromArgMatches, Parser, Subcommand,
     error::{ContextKind, ContextValue, ErrorKind},
 };
 use tracing_subscriber::{EnvFilter, filter::ParseError};
@@ -115,8 +115,10 @@ fn long_about() -> String {
 ckfs shows a checkpoint as the files that a training job wants to read. Every tensor is stacked over layers, renamed, \
 cast and cut to one device's shard, on read and from the original bytes. There is no conversion step and no second copy.
 
-SOURCE is a directory with *.safetensors files, one such file, org/name[@revision] in the local Hugging Face cache or on \
-the Hub, hf://org/name, {}.",
+SOURCE is one of: a directory with a Hugging Face repository (*.safetensors, or *.bin of torch), an Orbax checkpoint, a \
+torch.distributed.checkpoint, or the files of the ranks of FSDP, DeepSpeed or Megatron; a file (.safetensors, .pt, .bin); \
+org/name[@revision] in the local Hugging Face cache or on the Hub; hf://org/name[@revision]; {}. With --steps it is a \
+directory in which a trainer leaves a checkpoint for each step.",
         url_schemes()
     )
 }
@@ -188,7 +190,11 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
         _ if args.is_empty() => vec!["ckfs".into()],
         _ => args,
     };
-    match Cli::try_parse_from(&args) {
+    if args.get(1).is_some_and(|word| word == "help") && args.get(2).is_some_and(|word| word == "options") {
+        output::print(&flags::all_options().render_long_help().to_string())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    match parse(&args) {
         Ok(cli) => run(cli, log, &args[1..]),
         Err(error) => {
             if let Some(hint) = mesh_in_pieces(&args).filter(|_| error.use_stderr()) {
@@ -200,6 +206,68 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
             Ok(finish_parsing(&near_only(error)))
         }
     }
+}
+
+/// The commands by what they are for, as `ckfs --help` lists them.
+const COMMAND_GROUPS: [(&str, &[&str]); 5] = [
+    ("Mount", &["mount", "run", "umount", "status", "serve"]),
+    ("Look", &["plan", "explain", "cat"]),
+    ("Move", &["export", "fetch", "cache"]),
+    ("Trust", &["verify", "sums"]),
+    ("Host", &["doctor", "metrics", "demo", "completions", "man", "help"]),
+];
+
+/// The command line as it is parsed, with the texts of its help.
+fn command() -> clap::Command {
+    let mut command = Cli::command();
+    let more = |text: Option<String>| {
+        let more = "Other options: ckfs help options";
+        text.map_or_else(|| more.to_owned(), |text| format!("{text}\n\n{more}"))
+    };
+    let has_more =
+        |command: &clap::Command| command.get_arguments().any(|arg| arg.is_hide_long_help_set() && !arg.is_hide_set());
+    let names: Vec<String> = command.get_subcommands().map(|command| command.get_name().to_owned()).collect();
+    for name in &names {
+        command = command.mut_subcommand(name, |command| {
+            if !has_more(&command) {
+                return command;
+            }
+            let long = command.get_after_long_help().map(ToString::to_string);
+            command.after_help(more(None)).after_long_help(more(long))
+        });
+    }
+    let template = help_template(&command);
+    command.help_template(template)
+}
+
+/// The help of the program, with its commands in groups.
+fn help_template(command: &clap::Command) -> clap::builder::StyledStr {
+    let (header, literal) = (*command.get_styles().get_header(), *command.get_styles().get_literal());
+    let about = |name: &str| match name {
+        "help" => Some("Prints the help of a command; `ckfs help options` prints every option".to_owned()),
+        _ => {
+            let about = command.find_subcommand(name)?.get_about()?.to_string();
+            Some(about.split_once(". ").map_or(about.clone(), |(first, _)| first.to_owned()))
+        }
+    };
+    let width = COMMAND_GROUPS.iter().flat_map(|(_, names)| *names).map(|name| name.len()).max().unwrap_or(0);
+    let mut text = "{before-help}{about-with-newline}\n{usage-heading} {usage}\n".to_owned();
+    for (group, names) in COMMAND_GROUPS {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "\n{header}{group}:{header:#}\n");
+        // A program that was built without a feature lacks its command.
+        for (name, about) in names.iter().filter_map(|name| Some((name, about(name)?))) {
+            let _ = writeln!(text, "  {literal}{name}{literal:#}{:1$}  {about}", "", width - name.len());
+        }
+    }
+    let _ = write!(text, "\n{header}Options:{header:#}\n{{options}}{{after-help}}");
+    text.into()
+}
+
+fn parse(args: &[OsString]) -> Result<Cli, clap::Error> {
+    let mut command = command();
+    let mut matches = command.try_get_matches_from_mut(args)?;
+    Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
 
 /// Flags of other programs, each with what is written here; `VALUE` stands for the word after it.
@@ -285,8 +353,10 @@ fn finish_parsing(error: &clap::Error) -> ExitCode {
         let _ = error.print();
     } else {
         let text = error.render();
-        let text = if ckfs_host::stderr_is_colored() { text.ansi().to_string() } else { text.to_string() };
+        let plain = text.to_string();
+        let text = if ckfs_host::stderr_is_colored() { text.ansi().to_string() } else { plain.clone() };
         ckfs_host::tell(&format!("ckfs: {text}"));
+        output::print_json_error(plain.strip_prefix("error: ").unwrap_or(&plain).trim_end(), 2);
     }
     if error.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS }
 }
@@ -359,14 +429,15 @@ fn report_error(error: &anyhow::Error) -> ExitCode {
     } else if error.is::<AlreadyReported>() {
         ExitCode::FAILURE
     } else if error.is::<Usage>() {
-        ckfs_host::tell(&format!(
-            "{}\n\nFor more information, try '--help'.\n",
-            output::error_text(&output::message(error))
-        ));
+        let message = output::message(error);
+        ckfs_host::tell(&format!("{}\n\nFor more information, try '--help'.\n", output::error_text(&message)));
+        output::print_json_error(&message, 2);
         ExitCode::from(2)
     } else {
-        ckfs_host::tell(&format!("{}\n", output::error_text(&output::message(error))));
-        if is_malformed(error) { ExitCode::from(2) } else { ExitCode::FAILURE }
+        let (message, code) = (output::message(error), if is_malformed(error) { 2 } else { 1 });
+        ckfs_host::tell(&format!("{}\n", output::error_text(&message)));
+        output::print_json_error(&message, code);
+        ExitCode::from(code)
     }
 }
 
@@ -393,6 +464,19 @@ mod tests {
     #[test]
     fn the_declaration_is_consistent() {
         Cli::command().debug_assert();
+        command().debug_assert();
+        flags::all_options().debug_assert();
+    }
+
+    #[test]
+    fn every_command_is_in_one_group() {
+        let mut grouped: Vec<&str> = COMMAND_GROUPS.iter().flat_map(|(_, names)| *names).copied().collect();
+        grouped.retain(|name| *name != "help" && (cfg!(feature = "serve") || *name != "serve"));
+        grouped.sort_unstable();
+        let command = Cli::command();
+        let mut all: Vec<&str> = command.get_subcommands().map(clap::Command::get_name).collect();
+        all.sort_unstable();
+        assert_eq!(grouped, all);
     }
 
     #[test]

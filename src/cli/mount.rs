@@ -5,7 +5,8 @@
 
 use std::{
     ffi::OsString,
-    fs, io,
+    fs,
+    io::{self, IsTerminal},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -168,7 +169,8 @@ impl Mount {
     pub(super) fn run(&self, log: &LogFlags, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         let config = self.config(log);
         if self.foreground || is_daemon() {
-            return serve_here(config, sink, DaemonTie::None);
+            let is_watched = self.foreground && !is_daemon() && !log.quiet && io::stderr().is_terminal();
+            return serve_here(config, sink, if is_watched { DaemonTie::Terminal } else { DaemonTie::None });
         }
         let (config, mountpoint) = config?;
         ckfs_fuse::check_host()?;
@@ -276,6 +278,8 @@ pub(super) fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
 pub(super) enum DaemonTie {
     /// Nothing.
     None,
+    /// There is no starter: a user at a terminal waits for the mount.
+    Terminal,
     /// Standard error and the end.
     Attached,
 }
@@ -358,6 +362,7 @@ fn mount(
         ready = readiness.ready(&format!("serving {} on {}", service.label(), mountpoint.display()), &held);
         served = true;
         keep(&config, mountpoint, tie);
+        tell_mounted(mountpoint, &held, tie);
     });
     if served {
         made.keep();
@@ -368,8 +373,15 @@ fn mount(
 
 /// Keeps the configuration of a mount for later, unless the mount is for one command only or has no path.
 fn keep(config: &Config, mountpoint: &Path, tie: DaemonTie) {
-    if tie == DaemonTie::None && config.mountpoint.is_some() {
+    if tie != DaemonTie::Attached && config.mountpoint.is_some() {
         last_mount::keep(config, mountpoint);
+    }
+}
+
+/// Tells a user at a terminal that the mount answers.
+fn tell_mounted(mountpoint: &Path, held: &str, tie: DaemonTie) {
+    if tie == DaemonTie::Terminal {
+        ckfs_host::tell(&format!("ckfs: mounted on {}; {held} (Ctrl-C unmounts)\n", mountpoint.display()));
     }
 }
 
@@ -400,6 +412,7 @@ fn mount_run(
         ready = readiness.ready(&format!("serving {} on {}", service.run().label(), mountpoint.display()), &held);
         served = true;
         keep(config, mountpoint, tie);
+        tell_mounted(mountpoint, &held, tie);
     });
     if served {
         made.keep();

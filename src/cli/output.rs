@@ -1,15 +1,19 @@
 //! How commands print.
 
 use std::{
+    env,
     fmt::{self, Write as _},
     fs::{self, File},
     io::{self, Write},
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use anyhow::Context;
 use ckfs_checkpoint::printable_lines;
 use ckfs_source::Served;
+use serde::Serialize;
+use serde_json::json;
 
 use super::hint::hint;
 
@@ -122,10 +126,36 @@ pub(super) fn print(text: &str) -> anyhow::Result<()> {
     written(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
 }
 
-/// Prints a JSON document, which is generated while it is written.
-pub(super) fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+/// The number of the form of JSON documents. It grows when a key is renamed, removed or means something else.
+const SCHEMA: u32 = 1;
+
+/// A JSON document: an object, with the number of its form first.
+#[derive(Serialize)]
+struct Document<'a, T: Serialize> {
+    schema: u32,
+    #[serde(flatten)]
+    value: &'a T,
+}
+
+/// Whether this process has printed a JSON document.
+static HAS_PRINTED: AtomicBool = AtomicBool::new(false);
+
+/// Prints the error of a command that was given --json as its document, if it has printed none.
+pub(super) fn print_json_error(message: &str, exit_code: u8) {
+    // What follows `--` is another command's.
+    let is_json = env::args_os().take_while(|word| word != "--").any(|word| word == "--json");
+    if is_json && !HAS_PRINTED.load(Ordering::Relaxed) {
+        // The message is on standard error too: a closed standard output loses nothing.
+        let _ = print_json(&json!({ "error": { "message": message, "exit_code": exit_code } }));
+    }
+}
+
+/// Prints a JSON document, an object, which is generated while it is written.
+pub(super) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    HAS_PRINTED.store(true, Ordering::Relaxed);
     let mut out = io::BufWriter::new(io::stdout().lock());
-    let written_all = serde_json::to_writer_pretty(&mut out, value).map_err(io::Error::from);
+    let document = Document { schema: SCHEMA, value };
+    let written_all = serde_json::to_writer_pretty(&mut out, &document).map_err(io::Error::from);
     written(written_all.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()))
 }
 

@@ -24,7 +24,8 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
 /// Shows the mounts and their state.
 ///
-/// For each ckfs mount: source, mountpoint, health, process, views, counters, and the memory that it holds and may hold.
+/// One line for each ckfs mount: mountpoint, health, views, bytes served, source; below it what is wrong. Of MNT: also the
+/// process, counters, and the memory that it holds and may hold.
 ///
 /// A mount is healthy, or in one of these states. Degraded: it answers, but a source file changed or does not answer, a
 /// read or an open failed because of a source, or a request panicked. Each problem is listed with file, cause, times
@@ -274,6 +275,52 @@ fn memory_text(memory: &Value) -> String {
     text
 }
 
+/// The views of a mount, or the steps that it shows.
+fn shown(mount: &Value) -> String {
+    let stats = &mount["stats"];
+    let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let views = mount["views"].as_array().into_iter().flatten().map(|view| {
+        let (name, mesh, layout) = (word(&view["name"]), word(&view["mesh"]), word(&view["layout"]));
+        let name = if name.is_empty() { name } else { format!("{name}: ") };
+        let mesh = if mesh.is_empty() { "no mesh".to_owned() } else { mesh };
+        format!("{name}{mesh} {layout}")
+    });
+    let mut all: Vec<String> = views.collect();
+    if let Some(count) = stats["steps"]["shown"].as_u64() {
+        all.insert(0, format!("{count} steps"));
+    }
+    all.join(", ")
+}
+
+/// One line for each mount, in columns.
+fn lines(mounts: &[Value]) -> String {
+    let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let rows: Vec<[String; 5]> = mounts
+        .iter()
+        .map(|mount| {
+            let stats = &mount["stats"];
+            let served = if stats.is_object() { human_bytes(sum(&stats["bytes_served"])) } else { String::new() };
+            let source = mount["source"].as_str().map_or_else(|| word(&mount["name"]), str::to_owned);
+            [word(&mount["mountpoint"]), word(&mount["health"]), shown(mount), served, source]
+        })
+        .collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; 4] = [0, 1, 2, 3].map(width);
+    let mut text = String::new();
+    for (mount, [mountpoint, health, shown, served, source]) in mounts.iter().zip(&rows) {
+        let [first, second, third, fourth] = widths;
+        let line = format!("{mountpoint:first$}  {health:second$}  {shown:third$}  {served:>fourth$} served  {source}");
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{line}");
+        // What is wrong, and what to do.
+        if let Some(remedy) = mount["remedy"].as_str() {
+            let _ = writeln!(text, "          {remedy}");
+        }
+        text.push_str(&problems_text(&mount["stats"]));
+    }
+    text
+}
+
 fn text(mount: &Value) -> String {
     let mut text = String::new();
     let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -427,8 +474,10 @@ impl Status {
             output::print_json(&json!({ "mounts": mounts }))?;
         } else if mounts.is_empty() {
             ckfs_host::tell("ckfs: nothing is mounted\n");
-        } else {
+        } else if self.mountpoint.is_some() {
             output::print(&printable_lines(&mounts.iter().map(text).collect::<Vec<_>>().join("\n")))?;
+        } else {
+            output::print(&printable_lines(&lines(&mounts)))?;
         }
         // A private mount is a failure only if the user asked for it.
         let count =

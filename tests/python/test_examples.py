@@ -76,7 +76,7 @@ def test_manifests_use_commands_and_flags_that_exist(manifest):
                 words = words[1:]
             if words[:1] not in (["mount"], ["status"]):
                 continue
-            known = re.findall(r"--[a-z][a-z-]*", mounting.run(words[0], "--help").out)
+            known = re.findall(r"--[a-z][a-z-]*", mounting.run(words[0], "--help").out + mounting.run("help", "options").out)
             assert [word for word in words[1:] if word.startswith("--") and word not in known] == [], manifest.name
 
 

@@ -185,7 +185,8 @@ def test_commands_that_are_not_run_have_flags_that_exist(block):
             # What follows `--` is a command of its own.
             own = words[start + 1 :]
             own = own[: own.index("--")] if "--" in own else own
-            known = set(re.findall(r"--[a-z][a-z-]*", mounting.run(words[start], "--help").out))
+            helps = mounting.run(words[start], "--help").out + mounting.run("help", "options").out
+            known = set(re.findall(r"--[a-z][a-z-]*", helps))
             flags = {word.partition("=")[0] for word in own if word.startswith("--")}
             assert flags <= known, f"{block}: {flags - known} of `ckfs {words[start]}`"
 

@@ -254,7 +254,7 @@ def test_memory_of_the_caller(repo):
 def test_keywords_are_those_of_the_table():
     assert set(_settings.OpenSettings.__annotations__) == set(_ckfs.settings())
     for command, known in (("mount", _settings.MountSettings), ("serve", _settings.ServeSettings)):
-        flags = mounting.run(command, "--help").out
+        flags = mounting.run(command, "--help").out + mounting.run("help", "options").out
         for name in set(known.__annotations__) - set(_settings.WITHOUT_FLAG):
             assert f"--{name.replace('_', '-')}" in flags, name
 

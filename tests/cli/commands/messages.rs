@@ -207,20 +207,99 @@ fn json_of_sums_verify_and_export() {
     assert!(verified.code == 1 && verified.err.contains("1 difference in "), "{}", verified.err);
     assert_eq!(verified.json()["differences"], json!(1));
     assert_eq!(verified.json()["first_differences"][0]["path"], "dev1/layers/scanned/wq");
-    fixture.run(&["sums", "model", "--json", "-o", "b.sums"]).fails(2, "cannot be used with");
+    let refused = fixture.run(&["sums", "model", "--json", "-o", "b.sums"]);
+    assert!(refused.code == 2 && refused.json()["error"]["exit_code"] == json!(2), "{}", refused.text());
+    assert!(refused.json()["error"]["message"].as_str().unwrap().contains("cannot be used with"), "{}", refused.text());
 }
 
 #[test]
-fn short_help_has_the_common_options_and_long_help_has_all() {
+fn json_has_the_number_of_its_schema_and_errors_are_json() {
+    let fixture = Fixture::new();
+    for args in [
+        &["plan", "model"][..],
+        &["explain", "model", "dev0/embed"],
+        &["doctor"],
+        &["fetch", "model"],
+        &["sums", "model"],
+    ] {
+        let found = fixture.run(&[args, &["--json"]].concat());
+        assert_eq!(
+            found.json().as_object().unwrap().iter().next().unwrap(),
+            (&"schema".to_owned(), &json!(1)),
+            "{args:?}"
+        );
+    }
+    assert_eq!(fixture.run(&["fetch", "model", "--json"]).ok().json()["is_local"], json!(true));
+    for action in [&[][..], &["list"], &["verify"], &["prune"]] {
+        let found = fixture.run(&[&["cache", "--cache-dir", "none", "--json"][..], action].concat()).ok().json();
+        assert_eq!((&found["schema"], &found["objects"]), (&json!(1), &json!([])), "{action:?}");
+    }
+    let status = fixture.run(&["status", "model", "--json"]);
+    let error = &status.json()["error"];
+    assert!(status.code == 1 && error["message"].as_str().unwrap().ends_with("no ckfs mount"), "{error}");
+    assert!(
+        status.err.starts_with("ckfs: error: ") && status.err.contains(error["message"].as_str().unwrap()),
+        "{}",
+        status.err
+    );
+    let usage = fixture.run(&["plan", "model", "--nonsense-flag", "--json"]);
+    assert_eq!((usage.code, &usage.json()["error"]["exit_code"]), (2, &json!(2)));
+    // A check that fails has one document, and no second one.
+    fixture.run(&["export", "model", "out"]).ok();
+    fs::write(fixture.path("out/dev0/embed"), [0; 48]).unwrap();
+    let verified = fixture.run(&["verify", "out", "--json"]);
+    assert_eq!((verified.code, &verified.json()["differences"], verified.json().get("error")), (1, &json!(1), None));
+    // Without the flag there is no JSON.
+    assert_eq!(fixture.run(&["plan", "nowhere"]).text(), "");
+}
+
+#[test]
+fn help_has_its_commands_in_groups_and_every_option_once() {
+    let text = |args: &[&str]| ran(program().args(args)).ok().text();
+    let help = text(&["--help"]);
+    let at = |part: &str| help.find(part).unwrap_or_else(|| panic!("{part:?} in {help}"));
+    let order = [
+        "\nMount:\n  mount  ",
+        "\nLook:\n  plan  ",
+        "\nMove:\n  export  ",
+        "\nTrust:\n  verify  ",
+        "\nHost:\n  doctor  ",
+    ];
+    assert!(order.windows(2).all(|pair| at(pair[0]) < at(pair[1])), "{help}");
+    for kind in [
+        "Hugging Face repository",
+        "Orbax",
+        "torch.distributed.checkpoint",
+        "DeepSpeed",
+        "Megatron",
+        ".pt",
+        "s3://",
+        "--steps",
+    ] {
+        at(kind);
+    }
+    let options = text(&["help", "options"]);
+    for flag in ["--mesh", "--strip-prefix", "--source-timeout", "--drain", "--listen", "--log-file"] {
+        let lines = options.lines().filter(|line| line.trim_start().split(['<', '[', '=', ' ']).next() == Some(flag));
+        assert_eq!(lines.count(), 1, "{flag}: {options}");
+    }
+    assert!(text(&["plan", "-h"]).contains("ckfs help options"));
+    assert!(!text(&["status", "-h"]).contains("ckfs help options"));
+}
+
+#[test]
+fn the_help_of_a_command_has_the_common_options() {
     let help = |flag| ran(program().args(["mount", flag])).ok().text();
     let (short, long) = (help("-h"), help("--help"));
     for flag in ["--mesh", "--layout", "--dtype", "--config", "--mkdir"] {
         assert!(short.contains(flag) && long.contains(flag), "{flag}: {short}");
     }
+    let all = ran(program().args(["help", "options"])).ok().text();
     for flag in ["--strip-prefix", "--source-timeout", "--drain", "--renumber"] {
-        assert!(!short.contains(flag) && long.contains(flag), "{flag}: {short}");
+        assert!(!short.contains(flag) && !long.contains(&format!("{flag} <")) && all.contains(flag), "{flag}: {short}");
     }
-    assert!(short.lines().count() < 60 && long.lines().count() > 200 && short.contains("'--help'"), "{short}");
+    assert!(long.trim_end().ends_with("Other options: ckfs help options"), "{long}");
+    assert!(short.lines().count() < 60 && long.lines().count() < 220 && short.contains("'--help'"), "{short}");
 }
 
 #[test]
