@@ -243,12 +243,12 @@ fn command() -> clap::Command {
 /// The help of the program, with its commands in groups.
 fn help_template(command: &clap::Command) -> clap::builder::StyledStr {
     let (header, literal) = (*command.get_styles().get_header(), *command.get_styles().get_literal());
-    let about = |name: &str| match name {
-        "help" => Some("Prints the help of a command; `ckfs help options` prints every option".to_owned()),
-        _ => {
-            let about = command.find_subcommand(name)?.get_about()?.to_string();
-            Some(about.split_once(". ").map_or(about.clone(), |(first, _)| first.to_owned()))
+    let about = |name: &str| {
+        if name == "help" {
+            return Some("Prints the help of a command; `ckfs help options` prints every option".to_owned());
         }
+        let about = command.find_subcommand(name)?.get_about()?.to_string();
+        Some(about.split_once(". ").map_or(about.clone(), |(first, _)| first.to_owned()))
     };
     let width = COMMAND_GROUPS.iter().flat_map(|(_, names)| *names).map(|name| name.len()).max().unwrap_or(0);
     let mut text = "{before-help}{about-with-newline}\n{usage-heading} {usage}\n".to_owned();

@@ -3,7 +3,10 @@
 import hashlib
 import json
 import os
+import pty
+import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -204,6 +207,29 @@ def test_doctor():
     assert said.code in (0, 1) and "/dev/fuse" in said.out
 
 
+def test_a_mount_in_the_foreground_tells_a_terminal_that_it_answers(fuse, repo, tmp_path):
+    point = tmp_path / "mnt"
+    point.mkdir()
+    terminal, end = pty.openpty()
+    daemon = subprocess.Popen(
+        [mounting.find_ckfs(), "mount", repo("llama").path, point, "--mesh", "fsdp=2", "--foreground"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=end,
+    )  # fmt: skip
+    os.close(end)
+    said = b""
+    try:
+        while b"\n" not in said:
+            said += os.read(terminal, 4096)
+        assert re.fullmatch(rf"ckfs: mounted on {re.escape(str(point))}; 2 devices, .* each \(Ctrl-C unmounts\)", said.decode().strip())
+        daemon.send_signal(signal.SIGINT)
+        assert daemon.wait(mounting.TIMEOUT_SECONDS) == 0
+    finally:
+        daemon.kill()
+        daemon.wait()
+        mounting.detach(point)
+        os.close(terminal)
+
+
 def test_status(own, repo):
     mounted = own(repo("llama").path, "--mesh", "fsdp=4", "--dtype", "f32")
     # Other mounts of this host do not matter: one of them may be dead, which is exit code 1.
@@ -212,7 +238,9 @@ def test_status(own, repo):
     assert (row["source"], row["health"]) == (str(repo("llama").path), "healthy")
     assert row["views"] == [{"name": "", "mesh": "fsdp=4", "layout": "canonical", "dtype": "F32"}]
     assert row["stats"]["panics"] == 0
-    assert str(mounted.point) in run("status", expect=None).out
+    # One line for each mount.
+    (line,) = [line for line in run("status", expect=None).out.splitlines() if line.startswith(f"{mounted.point} ")]
+    assert re.match(r"\S+ +healthy +fsdp=4 canonical +[\d.]+ \w+ served  ", line) and line.endswith(f"  {repo('llama').path}"), line
     one = run("status", mounted.point, "--json").json()["mounts"]
     assert [entry["mountpoint"] for entry in one] == [str(mounted.point)]
     os.kill(mounting.daemon_pid(mounted.point), mounting.signal.SIGKILL)
