@@ -30,7 +30,8 @@ use clap::Args;
 use super::{
     flags::{LogFlags, ServingFlags, SourceFlags, source_help},
     last_mount, open,
-    output::{AlreadyReported, Usage, error_text, message},
+    output::{AlreadyReported, Usage, counted, error_text, message},
+    steps,
 };
 
 /// Mounts a checkpoint.
@@ -221,11 +222,6 @@ fn per_device<'a>(plans: impl IntoIterator<Item = &'a Plan>) -> String {
     plans.into_iter().map(of_view).collect::<Vec<_>>().join("; ")
 }
 
-/// `1 device`, `2 devices`.
-fn counted(count: usize, what: &str) -> String {
-    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
-}
-
 /// Directories that this process made for a mount. They are removed again when dropped, unless the mount succeeded.
 #[derive(Debug, Default)]
 struct MadeDirectories(Vec<PathBuf>);
@@ -344,13 +340,9 @@ fn mount(
         std::process::exit(1);
     });
     let wait_watch = wait_watch.context("start a thread")?;
-    if config.mount.steps.is_some() {
-        let opened = interruptible(|| RunService::open(&mut config, &waits))?.map_err(open::explained)?;
+    if let Some(run) = steps::opened(&mut config, &waits)? {
         drop(wait_watch);
-        return mount_run((opened, &config), mountpoint, log, (readiness, tie), made);
-    }
-    if config.mount.on_step.is_some() {
-        return Err(Usage("--on-step: only with --steps".to_owned()).into());
+        return mount_run((run, &config), mountpoint, log, (readiness, tie), made);
     }
     let mut service = interruptible(|| Service::open(&mut config, &waits))?.map_err(open::explained)?;
     // From now on the service watches its requests by itself.
@@ -402,11 +394,7 @@ fn mount_run(
     made: MadeDirectories,
 ) -> anyhow::Result<()> {
     service.start().context("start a thread")?;
-    let steps = counted(service.run().steps().len(), "step");
-    let held = match service.run().latest() {
-        Some(latest) => format!("{steps}, the newest {latest}"),
-        None => format!("{steps} so far"),
-    };
+    let held = steps::shown(service.run());
     let (mut ready, mut served) = (Ok(()), false);
     let exit = serve_run(&service, mountpoint, log, || {
         ready = readiness.ready(&format!("serving {} on {}", service.run().label(), mountpoint.display()), &held);

@@ -6,7 +6,7 @@ use anyhow::{Context, bail};
 use ckfs_config::{Config, Materialize};
 use ckfs_fuse::{block_signals, interruptible};
 use ckfs_host::Log;
-use ckfs_serve::{Door, ServeOptions};
+use ckfs_serve::{Door, ServeExit, ServeOptions};
 use ckfs_service::{Service, wait_registry, watch};
 use ckfs_volume::FileSystem;
 use clap::Args;
@@ -15,6 +15,7 @@ use super::{
     flags::{LogFlags, NetworkFlags, SourceFlags, source_help},
     open,
     output::{Usage, error_text},
+    steps,
 };
 
 /// Serves the files that a mount would have over HTTP, and hf/ as a repository of the Hub. Needs no FUSE and no privileges.
@@ -27,6 +28,7 @@ Examples:
   ckfs serve /data/llama --dtype bf16
   ckfs serve org/name@main --listen 0.0.0.0:8421 --token-file /run/secrets/token
   ckfs serve /data/llama --s3 8422                 the same files as objects of a bucket, too
+  ckfs serve /runs/llama --steps all               every step of a run; a step is a revision of the repository
   ckfs serve --config /etc/ckfs/llama.toml         several views, and a table [serve]
 
 What is served at http://ADDR:
@@ -65,6 +67,7 @@ impl Serve {
 }
 
 fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow::Result<()> {
+    let (address, s3) = (door.address(), door.s3_address());
     let waits = wait_registry(&config.mount);
     let logged = log.clone();
     let wait_watch = watch(
@@ -77,21 +80,42 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
         },
     );
     let wait_watch = wait_watch.context("start a thread")?;
+    if let Some(mut service) = steps::opened(&mut config, &waits)? {
+        drop(wait_watch);
+        service.start().context("start a thread")?;
+        let label = service.run().label().to_owned();
+        let exit = door.serve_run(&service, log, |names| {
+            let shown = steps::shown(service.run());
+            tracing::info!("serving {label} at http://{address}, {shown}");
+            tell_ready(flags, log, &ready_text(&format!("{label} ({shown})"), address, s3, names));
+        })?;
+        return ended(exit);
+    }
     let mut service = interruptible(|| Service::open(&mut config, &waits))?.map_err(open::explained)?;
     // From now on the service watches its requests by itself.
     drop(wait_watch);
     service.start().context("start a thread")?;
-    let (label, address, s3) = (service.label().to_owned(), door.address(), door.s3_address());
+    let label = service.label().to_owned();
     let exit = door.serve(&service, log, |names| {
         tracing::info!(
             "serving {label} at http://{address}, {} files and directories",
             service.volume().stat_fs().nodes
         );
-        if !flags.quiet {
-            log.flush(ckfs_host::log::FLUSH_LIMIT);
-            ckfs_host::tell(&ready_text(&label, address, s3, names));
-        }
+        tell_ready(flags, log, &ready_text(&label, address, s3, names));
     })?;
+    ended(exit)
+}
+
+/// Tells the user that requests are answered.
+fn tell_ready(flags: &LogFlags, log: &Log, text: &str) {
+    if !flags.quiet {
+        log.flush(ckfs_host::log::FLUSH_LIMIT);
+        ckfs_host::tell(text);
+    }
+}
+
+/// The result of a server that has ended.
+fn ended(exit: ServeExit) -> anyhow::Result<()> {
     if !exit.is_clean() {
         bail!("answers were cut off; --drain TIME gives their readers longer");
     }

@@ -380,14 +380,15 @@ pub static SETTINGS: &[Setting] = &[
     .more(
         "A step is shown when its trainer has finished it (Orbax, torch.distributed.checkpoint, transformers, Megatron, verl, SkyRL, \
          prime-rl), never before. `ckfs plan` without this flag lists the steps of a run, and why one is not finished. A mount shows \
-         MNT/STEP/ with the tree of the step's checkpoint, and MNT/latest, a link to the newest; `export` and `verify` go through the steps.",
+         MNT/STEP/ with the tree of the step's checkpoint, and MNT/latest, a link to the newest; `serve` the same below /files/, and \
+         each step as a revision of the repository; `export` and `verify` go through the steps.",
     ).common(),
     Setting::new(
         Reading,
         "steps-poll",
         Required("TIME"),
         at!(mount.steps_poll),
-        "How often a mount looks for new steps where nothing tells of them: on network file systems and at services; by default 60s.",
+        "How often to look for new steps where nothing tells of them: on network file systems and at services; by default 60s.",
     )
     .more("On local file systems new steps are seen at once."),
     Setting::new(
@@ -523,9 +524,10 @@ pub static SETTINGS: &[Setting] = &[
     )
     .more(
         "CKFS_STEP is the number of the step and CKFS_STEP_PATH its directory in the mount, as in `--on-step 'eval.sh \
-         \"$CKFS_STEP_PATH/hf\"'`. Steps that are there when the mount is made count as new if they are shown. `ckfs status` shows \
-         exit codes; what the command prints goes to the log.",
-    ),
+         \"$CKFS_STEP_PATH/hf\"'`; `serve` sets CKFS_STEP_URL, its address below /files/. Steps that are there at the start are not \
+         new. `ckfs status` shows exit codes; what the command prints goes to the log.",
+    )
+    .served(),
     Setting::new(
         Mount,
         "allow-other",

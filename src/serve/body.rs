@@ -89,8 +89,8 @@ impl FilePart {
     }
 }
 
-/// Makes the parts of a text one after the other; none at its end.
-pub(super) type TextParts = Box<dyn FnMut() -> Option<Bytes> + Send>;
+/// Makes the parts of a text one after the other; none at its end. An error ends the connection.
+pub(super) type TextParts = Box<dyn FnMut() -> Option<io::Result<Bytes>> + Send>;
 
 enum Content {
     Memory(Option<Bytes>),
@@ -153,7 +153,7 @@ impl Body for ReplyBody {
         let chunk = match &mut self.content {
             Content::Memory(bytes) => bytes.take().map(Ok),
             Content::File(part) => ready!(part.poll(context)),
-            Content::Parts(parts) => parts().map(Ok),
+            Content::Parts(parts) => parts(),
         };
         Poll::Ready(chunk.map(|chunk| chunk.map(Frame::data)))
     }

@@ -35,6 +35,12 @@ fn content_type(path: &str) -> &'static str {
     }
 }
 
+/// Answers a request of a file that is made at each one.
+pub(super) fn of_text(names: &[String], text: &[u8]) -> Reply {
+    let name = names.last().map_or("", String::as_str);
+    answer::of_body(StatusCode::OK, content_type(name), ReplyBody::of(text.to_vec()))
+}
+
 /// Answers a GET or HEAD of a file.
 pub(super) async fn of_file(asked: AskedFile<'_>, method: &Method, headers: &HeaderMap) -> Reply {
     let AskedFile { reads, node, etag } = asked;

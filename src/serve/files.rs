@@ -1,6 +1,4 @@
-//! `/files/`: every file and directory of a volume.
-
-use std::sync::Arc;
+//! `/files/`: every file and directory that is served.
 
 use ckfs_volume::NodeKind;
 use http::{HeaderMap, Method, StatusCode};
@@ -10,12 +8,13 @@ use super::{
     file_reply::{self, AskedFile},
     gate::Visitor,
     listing, path,
-    tree::{NoNode, ServedTree},
+    served::{NoPlace, ServedPlace, ServedSource},
+    tree::{NoNode, TreeVersion},
 };
 
 /// Answers a GET or HEAD of a path below `/files/`.
 pub(super) async fn answer(
-    tree: &Arc<ServedTree>,
+    served: &ServedSource,
     visitor: Visitor,
     path: &str,
     method: &Method,
@@ -24,20 +23,43 @@ pub(super) async fn answer(
     let Ok(names) = path::names(path) else {
         return answer::failed(StatusCode::BAD_REQUEST, "expected a path of names, without . and ..");
     };
-    let node = match tree.find(visitor, &tree.root(), &names) {
-        Ok(node) => node,
-        Err(NoNode::Absent) => {
-            return answer::failed(StatusCode::NOT_FOUND, &format!("{}: no such file", names.join("/")));
+    let (tree, rest) = match served.place(visitor, &names).await {
+        Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
+        Ok(ServedPlace::Text(text)) => return file_reply::of_text(&names, &text),
+        Err(NoPlace::Node(reason)) => return no_node(reason, &names, visitor),
+        Err(NoPlace::Failed(cause)) => {
+            let text = format!("{}: {cause}", names.join("/"));
+            return answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &text);
         }
-        Err(NoNode::Denied) => return file_reply::denied(&names.join("/"), visitor),
+    };
+    let node = match tree.find(visitor, &tree.root, &rest) {
+        Ok(node) => node,
+        Err(reason) => return no_node(reason, &names, visitor),
     };
     match node.attr.kind {
-        NodeKind::Directory => listing::of_directory(tree, visitor, &node, headers),
+        NodeKind::Directory => match (served, &tree.version) {
+            // The run's own files are made to tell their size, which takes a while.
+            (ServedSource::Run(run), TreeVersion::Run(_)) => {
+                let headers = headers.clone();
+                let listed = run.aside(move |_| listing::whole(&tree, visitor, &node, &headers)).await;
+                listed.unwrap_or_else(|error| {
+                    answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &format!("{}: {error}", names.join("/")))
+                })
+            }
+            _ => listing::of_directory(&tree, visitor, &node, headers),
+        },
         NodeKind::File => {
             let asked = AskedFile { reads: &tree.reads, node: &node, etag: tree.etag(&node) };
             file_reply::of_file(asked, method, headers).await
         }
         // Links were followed.
         NodeKind::Symlink => answer::failed(StatusCode::NOT_FOUND, "a link that leads nowhere"),
+    }
+}
+
+fn no_node(reason: NoNode, names: &[String], visitor: Visitor) -> Reply {
+    match reason {
+        NoNode::Absent => answer::failed(StatusCode::NOT_FOUND, &format!("{}: no such file", names.join("/"))),
+        NoNode::Denied => file_reply::denied(&names.join("/"), visitor),
     }
 }

@@ -4,7 +4,7 @@
 //! GET  /api/models/{id}[/revision/{rev}]          files and commit
 //! GET  /api/models/{id}/tree/{rev}[/{path}]       entries, in pages
 //! POST /api/models/{id}/paths-info/{rev}          some entries
-//! GET  /api/models/{id}/refs                      the branch
+//! GET  /api/models/{id}/refs                      the branch, and the steps of a run
 //! GET  /{id}/resolve/{rev}/{file}                 bytes
 //! ```
 //!
@@ -27,7 +27,8 @@ use super::{
     file_reply::{self, AskedFile},
     gate::Visitor,
     path,
-    repositories::{BRANCH, NoRepository, Repositories, RepositoryEntry, ServedRepository},
+    repositories::{BRANCH, NoRepository, RepositoryEntry, ServedRepository},
+    repository_list::Repositories,
     tree::NoNode,
 };
 
@@ -117,28 +118,29 @@ pub(super) async fn answer(
 ) -> Reply {
     match request {
         HubRequest::Models => {
-            let all: Vec<Value> = repositories.iter().map(|repository| model(repository, &[])).collect();
+            let all = repositories.all(call.visitor).await;
+            let all: Vec<Value> = all.iter().map(|repository| model(repository, &[])).collect();
             json_reply(&Value::from(all))
         }
-        HubRequest::Model { id, revision } => match repositories.find(&id, &revision) {
-            Ok(repository) => of_model(repository, call),
-            Err(reason) => no_repository(reason, &id, &revision),
+        HubRequest::Model { id, revision } => match repositories.find(call.visitor, &id, &revision).await {
+            Ok(repository) => of_model(&repository, call),
+            Err(reason) => no_repository(reason, &id, &revision, call.visitor),
         },
-        HubRequest::Refs { id } => match repositories.find(&id, BRANCH) {
-            Ok(repository) => json_reply(&refs(repository)),
-            Err(reason) => no_repository(reason, &id, BRANCH),
+        HubRequest::Refs { id } => match repositories.branches(call.visitor, &id).await {
+            Ok(branches) => json_reply(&refs(&branches)),
+            Err(reason) => no_repository(reason, &id, BRANCH, call.visitor),
         },
-        HubRequest::Tree { id, revision, path } => match repositories.find(&id, &revision) {
-            Ok(repository) => of_tree(repository, &path, call),
-            Err(reason) => no_repository(reason, &id, &revision),
+        HubRequest::Tree { id, revision, path } => match repositories.find(call.visitor, &id, &revision).await {
+            Ok(repository) => of_tree(&repository, &path, call),
+            Err(reason) => no_repository(reason, &id, &revision, call.visitor),
         },
-        HubRequest::PathsInfo { id, revision } => match repositories.find(&id, &revision) {
-            Ok(repository) => of_paths(repository, call, body).await,
-            Err(reason) => no_repository(reason, &id, &revision),
+        HubRequest::PathsInfo { id, revision } => match repositories.find(call.visitor, &id, &revision).await {
+            Ok(repository) => of_paths(&repository, call, body).await,
+            Err(reason) => no_repository(reason, &id, &revision, call.visitor),
         },
-        HubRequest::Resolve { id, revision, path } => match repositories.find(&id, &revision) {
-            Ok(repository) => of_file(repository, &path, call).await,
-            Err(reason) => no_repository(reason, &id, &revision),
+        HubRequest::Resolve { id, revision, path } => match repositories.find(call.visitor, &id, &revision).await {
+            Ok(repository) => of_file(&repository, &path, call).await,
+            Err(reason) => no_repository(reason, &id, &revision, call.visitor),
         },
     }
 }
@@ -153,12 +155,22 @@ fn hub_error(status: StatusCode, code: &str, message: &str) -> Reply {
     answer::with_header(answer::with_header(reply, ERROR_CODE, code), ERROR_MESSAGE, message)
 }
 
-fn no_repository(reason: NoRepository, id: &str, revision: &str) -> Reply {
-    let (code, message) = match reason {
-        NoRepository::Name => ("RepoNotFound", format!("no repository {id:?} here")),
-        NoRepository::Revision => ("RevisionNotFound", format!("no revision {revision:?} of {id}: there is {BRANCH}")),
+fn no_repository(reason: NoRepository, id: &str, revision: &str, visitor: Visitor) -> Reply {
+    let (status, code, message) = match reason {
+        NoRepository::Name => (StatusCode::NOT_FOUND, "RepoNotFound", format!("no repository {id:?} here")),
+        NoRepository::Revision(known) => {
+            (StatusCode::NOT_FOUND, "RevisionNotFound", format!("no revision {revision:?} of {id}: {known}"))
+        }
+        NoRepository::Denied => return file_reply::denied(id, visitor),
+        NoRepository::Failed(cause) => {
+            let cause = match visitor {
+                Visitor::Trusted => cause,
+                Visitor::Stranger => "it cannot be read".to_owned(),
+            };
+            (StatusCode::INTERNAL_SERVER_ERROR, "ServerError", format!("revision {revision:?} of {id}: {cause}"))
+        }
     };
-    hub_error(StatusCode::NOT_FOUND, code, &message)
+    hub_error(status, code, &message)
 }
 
 fn no_entry(repository: &ServedRepository, path: &str, reason: NoNode) -> Reply {
@@ -167,6 +179,12 @@ fn no_entry(repository: &ServedRepository, path: &str, reason: NoNode) -> Reply 
         NoNode::Denied => file_reply::denied(path, Visitor::Stranger),
     };
     answer::with_header(reply, REPO_COMMIT, &repository.commit)
+}
+
+/// A step that was deleted while it was looked at.
+fn gone(repository: &ServedRepository) -> Reply {
+    let text = format!("commit {} of {} is not there any more", repository.commit, repository.id);
+    hub_error(StatusCode::NOT_FOUND, "RevisionNotFound", &text)
 }
 
 /// A value of the query.
@@ -217,14 +235,15 @@ fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Reply {
             json!({ "rfilename": entry.path })
         }
     };
-    let entries = repository.entries(call.visitor, &repository.root, true);
+    let Ok(entries) = repository.entries(call.visitor, &repository.root, true) else { return gone(repository) };
     let siblings: Vec<Value> = entries.iter().filter(|entry| entry.kind == NodeKind::File).map(sibling).collect();
     json_reply(&model(repository, &siblings))
 }
 
-fn refs(repository: &ServedRepository) -> Value {
+fn refs(branches: &[(String, String)]) -> Value {
+    let row = |(name, commit): &(String, String)| json!({ "name": name, "ref": format!("refs/heads/{name}"), "targetCommit": commit });
     json!({
-        "branches": [{ "name": BRANCH, "ref": format!("refs/heads/{BRANCH}"), "targetCommit": repository.commit }],
+        "branches": branches.iter().map(row).collect::<Vec<_>>(),
         "converts": [],
         "tags": [],
     })
@@ -257,7 +276,7 @@ fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) 
         Some(Err(_)) => return hub_error(StatusCode::BAD_REQUEST, "InvalidCursor", "cursor: expected that of a page"),
     };
     let expand = asks_for(call.query, "expand");
-    let entries = repository.entries(call.visitor, &below, recursive);
+    let Ok(entries) = repository.entries(call.visitor, &below, recursive) else { return gone(repository) };
     let page: Vec<Value> =
         entries.iter().skip(start).take(limit).map(|entry| entry_row(repository, entry, expand)).collect();
     let next = start.saturating_add(page.len());

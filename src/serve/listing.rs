@@ -1,11 +1,11 @@
 //! Directories as JSON and as pages. They are made in parts as the client takes them: a directory may have hundreds of thousands of
 //! entries.
 
-use std::{fmt::Write, sync::Arc};
+use std::{fmt::Write, io, sync::Arc};
 
 use bytes::Bytes;
 use ckfs_source::calendar::utc;
-use ckfs_volume::{FileSystem, NodeKind};
+use ckfs_volume::NodeKind;
 use http::{
     HeaderMap, StatusCode,
     header::{ACCEPT, CONTENT_SECURITY_POLICY, VARY},
@@ -40,14 +40,38 @@ impl ListingForm {
     }
 }
 
-/// Answers a GET or HEAD of a directory.
-pub(super) fn of_directory(tree: &Arc<ServedTree>, visitor: Visitor, node: &FoundNode, headers: &HeaderMap) -> Reply {
+/// The form that a request asks for, and the parts of the listing.
+fn listed(
+    tree: &Arc<ServedTree>,
+    visitor: Visitor,
+    node: &FoundNode,
+    headers: &HeaderMap,
+) -> (&'static str, TextParts) {
     let form = ListingForm::of(headers);
     let content_type = match form {
         ListingForm::Json => answer::JSON,
         ListingForm::Html => answer::HTML,
     };
-    let body = ReplyBody::of_parts(parts(Arc::clone(tree), visitor, node.clone(), form));
+    let parts = parts(Arc::clone(tree), visitor, node.clone(), form);
+    (content_type, parts)
+}
+
+/// A listing that is made as the client takes it.
+pub(super) fn of_directory(tree: &Arc<ServedTree>, visitor: Visitor, node: &FoundNode, headers: &HeaderMap) -> Reply {
+    let (content_type, parts) = listed(tree, visitor, node, headers);
+    of_body(content_type, ReplyBody::of_parts(parts))
+}
+
+/// A listing that is made at once, by a thread that may take a while.
+pub(super) fn whole(tree: &Arc<ServedTree>, visitor: Visitor, node: &FoundNode, headers: &HeaderMap) -> Reply {
+    let (content_type, parts) = listed(tree, visitor, node, headers);
+    match std::iter::from_fn(parts).collect::<io::Result<Vec<Bytes>>>() {
+        Ok(whole) => of_body(content_type, ReplyBody::of(whole.concat())),
+        Err(_) => answer::failed(StatusCode::INTERNAL_SERVER_ERROR, "the directory cannot be listed"),
+    }
+}
+
+fn of_body(content_type: &'static str, body: ReplyBody) -> Reply {
     let reply = answer::with_header(answer::of_body(StatusCode::OK, content_type, body), VARY, "Accept");
     answer::with_header(reply, CONTENT_SECURITY_POLICY, "default-src 'none'; style-src 'unsafe-inline'")
 }
@@ -59,7 +83,14 @@ fn parts(tree: Arc<ServedTree>, visitor: Visitor, node: FoundNode, form: Listing
     let mut has_rows = false;
     Box::new(move || {
         let from = next?;
-        let (entries, following) = tree.entries(visitor, node.attr.ino, from, PART_ENTRIES);
+        let listed = tree.entries(visitor, node.attr.ino, from, PART_ENTRIES);
+        let (entries, following) = match listed {
+            Ok(listed) => listed,
+            Err(error) => {
+                next = None;
+                return Some(Err(io::Error::from_raw_os_error(error.errno())));
+            }
+        };
         next = following;
         let mut text = String::new();
         if std::mem::take(&mut is_first) {
@@ -78,7 +109,7 @@ fn parts(tree: Arc<ServedTree>, visitor: Visitor, node: FoundNode, form: Listing
                 ListingForm::Html => "</table>\n",
             });
         }
-        Some(Bytes::from(text))
+        Some(Ok(Bytes::from(text)))
     })
 }
 
@@ -101,7 +132,7 @@ fn begin(text: &mut String, node: &FoundNode, form: ListingForm) {
 }
 
 fn row(text: &mut String, tree: &ServedTree, above: &str, entry: &ServedEntry, form: ListingForm) {
-    let attr = tree.volume.attr(entry.ino).ok();
+    let attr = tree.fs.attr(entry.ino).ok();
     let size_bytes = attr.filter(|_| entry.kind == NodeKind::File).map(|attr| attr.size_bytes);
     let modified = attr.map(|attr| utc(attr.modified));
     let kind = match entry.kind {

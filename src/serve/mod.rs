@@ -14,10 +14,11 @@
 //! | `options`, `token`, `gate` | [`ServeOptions`]: addresses, name, token; who may see what |
 //! | `router`, `answer`, `path` | which request is answered by what; replies; paths of requests |
 //! | `files`, `listing` | `/files/`: files and directories |
-//! | `hub`, `repositories` | repositories as clients of the Hub read them; commits and entity tags are those of [`ckfs_service::identity`] |
+//! | `hub`, `repositories`, `repository_list` | repositories as clients of the Hub read them; commits and entity tags are those of [`ckfs_service::identity`] |
 //! | `s3` | the bucket `ckfs`: lists of keys, objects, signatures |
 //! | `conditions`, `range` | preconditions and ranges of requests; pure |
 //! | `file_reply`, `body` | a file as a reply, in chunks that are made when the client has taken those before |
+//! | `served`, `steps` | what is served: one checkpoint, or the steps of a run, each a revision of its repositories |
 //! | `reads`, `tree` | threads that open and read files of a volume |
 //!
 //! A chunk leaves this process only after the read that made it has succeeded, its check of the sources included: a client never gets
@@ -38,10 +39,13 @@ mod path;
 mod range;
 mod reads;
 mod repositories;
+mod repository_list;
 mod router;
 mod s3;
+mod served;
 mod server;
 mod socket;
+mod steps;
 mod supervisor;
 mod systemd;
 mod token;

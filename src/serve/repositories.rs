@@ -4,7 +4,7 @@ use std::{path::Path, sync::Arc};
 
 use ckfs_config::{Config, RepoName};
 use ckfs_service::identity;
-use ckfs_volume::{FileSystem, Ino, NodeKind, Volume};
+use ckfs_volume::{FsError, Ino, NodeKind, Volume};
 
 use super::{
     gate::Visitor,
@@ -45,12 +45,16 @@ pub(super) struct ServedRepository {
 }
 
 /// Why there is no such repository.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum NoRepository {
     /// No such name.
     Name,
-    /// No such revision.
-    Revision,
+    /// No such revision; what there is.
+    Revision(String),
+    /// The sources' permissions do not let this visitor read the run.
+    Denied,
+    /// The step cannot be read: why.
+    Failed(String),
 }
 
 impl ServedRepository {
@@ -60,19 +64,26 @@ impl ServedRepository {
     }
 
     /// All entries below a directory of it, or only those in it; directories come before what is in them.
-    pub(super) fn entries(&self, visitor: Visitor, below: &FoundNode, recursive: bool) -> Vec<RepositoryEntry> {
-        let volume = &self.tree.volume;
+    ///
+    /// # Errors
+    /// As [`ServedTree::entries`].
+    pub(super) fn entries(
+        &self,
+        visitor: Visitor,
+        below: &FoundNode,
+        recursive: bool,
+    ) -> Result<Vec<RepositoryEntry>, FsError> {
         let mut found = Vec::new();
         let mut pending: Vec<(String, Ino)> = vec![(self.path_of(below), below.attr.ino)];
         while let Some((above, directory)) = pending.pop() {
             let mut directories = Vec::new();
             let mut from = Some(0);
             while let Some(start) = from {
-                let (entries, next) = self.tree.entries(visitor, directory, start, PART_ENTRIES);
+                let (entries, next) = self.tree.entries(visitor, directory, start, PART_ENTRIES)?;
                 from = next;
                 for entry in entries.into_iter().filter(|entry| entry.kind != NodeKind::Symlink) {
                     let path = if above.is_empty() { entry.name } else { format!("{above}/{}", entry.name) };
-                    let size_bytes = volume.attr(entry.ino).map_or(0, |attr| attr.size_bytes);
+                    let size_bytes = self.tree.fs.attr(entry.ino)?.size_bytes;
                     if entry.kind == NodeKind::Directory {
                         directories.push((path.clone(), entry.ino));
                     }
@@ -83,7 +94,7 @@ impl ServedRepository {
                 pending.extend(directories.into_iter().rev());
             }
         }
-        found
+        Ok(found)
     }
 
     /// The path of a node in the repository.
@@ -93,49 +104,15 @@ impl ServedRepository {
     }
 }
 
-/// All repositories.
-#[derive(Debug, Default)]
-pub(super) struct Repositories(Vec<ServedRepository>);
-
-impl Repositories {
-    /// A repository for each view of a tree that has one; `commits` are those of the views, in their order.
-    pub(super) fn new(tree: &Arc<ServedTree>, config: &Config, name: Option<&RepoName>, commits: &[String]) -> Self {
-        let of_view = |(view, commit): (&ckfs_config::ViewConfig, &String)| {
-            let path: Vec<String> = [&*view.name, DIRECTORY].map(str::to_owned).into_iter().collect();
-            let root = tree.find(Visitor::Trusted, &tree.root(), &path).ok()?;
-            let id = if view.name.is_empty() {
-                name.map_or_else(|| own_name(&tree.volume, config), |name| name.as_str().to_owned())
-            } else {
-                of_own_organization(&view.name)
-            };
-            Some(ServedRepository { id, commit: commit.clone(), tree: Arc::clone(tree), root })
-        };
-        Self(config.views.iter().zip(commits).filter_map(of_view).collect())
-    }
-
-    /// All of them.
-    pub(super) fn iter(&self) -> impl Iterator<Item = &ServedRepository> {
-        self.0.iter()
-    }
-
-    /// The repository of a name, at a revision: the branch, or its commit. Steps of a run would be revisions too.
-    ///
-    /// # Errors
-    /// [`NoRepository`].
-    pub(super) fn find(&self, id: &str, revision: &str) -> Result<&ServedRepository, NoRepository> {
-        let mut named = self.0.iter().filter(|repository| repository.id == id).peekable();
-        if named.peek().is_none() {
-            return Err(NoRepository::Name);
-        }
-        let of_revision = |repository: &&ServedRepository| {
-            revision == BRANCH || revision == format!("refs/heads/{BRANCH}") || repository.commit == revision
-        };
-        named.find(of_revision).ok_or(NoRepository::Revision)
-    }
+/// The repository of a view of a tree, if it has one.
+pub(super) fn of_view(tree: &Arc<ServedTree>, view: &str, id: &str, commit: String) -> Option<ServedRepository> {
+    let names: Vec<String> = [view, DIRECTORY].map(str::to_owned).into_iter().collect();
+    let root = tree.find(Visitor::Trusted, &tree.root, &names).ok()?;
+    Some(ServedRepository { id: id.to_owned(), commit, tree: Arc::clone(tree), root })
 }
 
 /// The name of the only view: the source's own on the Hub, else that of its directory or file.
-fn own_name(volume: &Volume, config: &Config) -> String {
+pub(super) fn own_name(volume: &Volume, config: &Config) -> String {
     let checkpoint = volume.engine().checkpoint();
     let label = checkpoint.label().split('@').next().unwrap_or_default();
     if checkpoint.revision().is_some()
@@ -143,6 +120,11 @@ fn own_name(volume: &Volume, config: &Config) -> String {
     {
         return name.as_str().to_owned();
     }
+    name_of_source(config)
+}
+
+/// The name of a source's directory or file.
+pub(super) fn name_of_source(config: &Config) -> String {
     let source = config.source.as_deref().unwrap_or_default();
     let last = source.split('@').next().unwrap_or_default().trim_end_matches('/').rsplit('/').next();
     let last = Path::new(last.unwrap_or_default());
@@ -153,7 +135,7 @@ fn own_name(volume: &Volume, config: &Config) -> String {
 }
 
 /// `ckfs/NAME`, where characters that names may not have are dashes.
-fn of_own_organization(name: &str) -> String {
+pub(super) fn of_own_organization(name: &str) -> String {
     let known = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '.' { c } else { '-' };
     let name: String = name.chars().map(known).collect();
     let mut name = name.trim_matches(['-', '.']).to_owned();

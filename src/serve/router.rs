@@ -1,8 +1,7 @@
 //! Which request is answered by what.
 
-use std::{net::IpAddr, sync::Arc};
+use std::net::IpAddr;
 
-use ckfs_volume::Volume;
 use http::{Method, Request, StatusCode};
 use hyper::body::Incoming;
 
@@ -13,8 +12,8 @@ use super::{
     hub::{self, HubCall, HubRequest},
     listing::escaped,
     path,
-    repositories::Repositories,
-    tree::ServedTree,
+    repository_list::Repositories,
+    served::{ServedProblem, ServedSource},
 };
 
 /// Content type of the metrics.
@@ -27,7 +26,7 @@ const FILES: &str = "/files";
 #[derive(Debug)]
 pub(super) struct Router {
     pub(super) gate: Gate,
-    pub(super) tree: Arc<ServedTree>,
+    pub(super) served: ServedSource,
     pub(super) repositories: Repositories,
     /// The source's name for users.
     pub(super) label: String,
@@ -43,7 +42,7 @@ impl Router {
         let is_read = method == Method::GET || method == Method::HEAD;
         match path {
             "/healthz" if is_read => return answer::of_text(StatusCode::OK, TEXT, "alive\n"),
-            "/readyz" if is_read => return readiness(&self.tree.volume, admitted.unwrap_or(Visitor::Stranger)),
+            "/readyz" if is_read => return readiness(&self.served, admitted.unwrap_or(Visitor::Stranger)).await,
             _ => {}
         }
         let visitor = match admitted {
@@ -60,7 +59,7 @@ impl Router {
             return answer::wrong_method("GET, HEAD");
         }
         if let Some(below) = below {
-            return files::answer(&self.tree, visitor, below, method, &parts.headers).await;
+            return files::answer(&self.served, visitor, below, method, &parts.headers).await;
         }
         if let Some(asked) = of_hub {
             let query = parts.uri.query().unwrap_or_default();
@@ -68,16 +67,19 @@ impl Router {
             return hub::answer(&self.repositories, asked, &call, body).await;
         }
         match path {
-            "/" => answer::of_text(StatusCode::OK, HTML, self.front_page()),
-            "/metrics" => answer::of_text(StatusCode::OK, METRICS, self.tree.volume.metrics_text()),
+            "/" => answer::of_text(StatusCode::OK, HTML, self.front_page(visitor).await),
+            "/metrics" => match self.served.metrics_text().await {
+                Ok(text) => answer::of_text(StatusCode::OK, METRICS, text),
+                Err(error) => answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+            },
             _ => answer::failed(StatusCode::NOT_FOUND, "no such path; files are below /files/"),
         }
     }
 
     /// The page at the root: what is here.
-    fn front_page(&self) -> String {
+    async fn front_page(&self, visitor: Visitor) -> String {
         let mut rows = String::new();
-        for repository in self.repositories.iter() {
+        for repository in self.repositories.all(visitor).await {
             let (id, place) = (escaped(&repository.id), path::encoded(&repository.root.path));
             let commit = &repository.commit;
             rows.extend(["<li>repository <a href=\"/files/", &place, "/\">", &id, "</a>, commit ", commit, "\n"]);
@@ -91,15 +93,15 @@ impl Router {
 }
 
 /// Whether files can be read; while something is wrong, what.
-fn readiness(volume: &Volume, visitor: Visitor) -> Reply {
-    let problems = volume.open_problems();
+async fn readiness(served: &ServedSource, visitor: Visitor) -> Reply {
+    let problems = served.problems().await;
     if problems.is_empty() {
         return answer::of_text(StatusCode::OK, TEXT, "ready\n");
     }
     // Paths and causes are for those who may see all.
-    let row = |problem: &ckfs_volume::HealthProblem| match visitor {
-        Visitor::Trusted => format!("{}: {}: {}\n", problem.kind.name(), problem.file, problem.cause),
-        Visitor::Stranger => format!("{}\n", problem.kind.name()),
+    let row = |problem: &ServedProblem| match visitor {
+        Visitor::Trusted => format!("{}: {}: {}\n", problem.kind, problem.file, problem.cause),
+        Visitor::Stranger => format!("{}\n", problem.kind),
     };
     let text: String = problems.iter().map(row).collect();
     answer::of_text(StatusCode::SERVICE_UNAVAILABLE, TEXT, format!("degraded\n{text}"))

@@ -3,7 +3,7 @@
 use std::{
     convert::Infallible,
     io,
-    net::{IpAddr, SocketAddr, TcpListener},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener},
     panic::AssertUnwindSafe,
     pin::pin,
     sync::Arc,
@@ -11,9 +11,12 @@ use std::{
     time::Duration,
 };
 
-use ckfs_config::ThreadCount;
+use ckfs_config::{Config, ThreadCount};
 use ckfs_host::{Log, limits};
-use ckfs_service::{Service, identity, panic_text};
+use ckfs_service::{
+    Service, identity, panic_text,
+    steps::{RunService, StepPlace},
+};
 use ckfs_volume::{Upkeep, Volume};
 use futures_util::{
     FutureExt,
@@ -30,13 +33,15 @@ use super::{
     gate::Gate,
     options::ServeOptions,
     reads::ServedReads,
-    repositories::Repositories,
+    repository_list::Repositories,
     router::Router,
     s3::BucketRouter,
+    served::ServedSource,
     socket::PatientSocket,
+    steps::ServedRun,
     supervisor::{self, Phase, ServeExit},
     systemd,
-    tree::ServedTree,
+    tree::{ServedTree, TreeVersion},
 };
 
 /// Most connections, as far as the limit of open files allows.
@@ -130,10 +135,10 @@ impl RequestRouter {
         }
     }
 
-    fn volume(&self) -> &Volume {
+    fn fs(&self) -> &dyn Upkeep {
         match self {
-            Self::Http(router) => &router.tree.volume,
-            Self::S3(router) => &router.tree.volume,
+            Self::Http(router) => &**router.served.fs(),
+            Self::S3(router) => &**router.served.fs(),
         }
     }
 }
@@ -172,7 +177,29 @@ impl Door {
         log: &Log,
         on_ready: impl FnOnce(&[String]),
     ) -> Result<ServeExit, ServeError> {
-        let router = self.router(service)?;
+        let router = self.router_of_checkpoint(service)?;
+        self.run(router, log, on_ready)
+    }
+
+    /// Serves the steps of a run, as [`Door::serve`] serves one checkpoint. Starts the command for new steps.
+    ///
+    /// # Errors
+    /// [`ServeError`].
+    pub fn serve_run(
+        self,
+        service: &RunService,
+        log: &Log,
+        on_ready: impl FnOnce(&[String]),
+    ) -> Result<ServeExit, ServeError> {
+        let router = self.router_of_run(service)?;
+        let files = format!("http://{}/files", reached(self.address()));
+        self.run(router, log, |names| {
+            service.start_hook(StepPlace::Address(files));
+            on_ready(names);
+        })
+    }
+
+    fn run(self, router: Router, log: &Log, on_ready: impl FnOnce(&[String])) -> Result<ServeExit, ServeError> {
         let address = self.address();
         let system = |what| move |source| ServeError::System { what, source };
         let signals = supervisor::signals().map_err(system("signals"))?;
@@ -186,9 +213,10 @@ impl Door {
             .map_err(system("start threads"))?;
         let connections = Arc::new(Connections::new(connections_max()));
         let (phase, phases) = watch::channel(Phase::Serving);
-        let names: Vec<String> = router.repositories.iter().map(|repository| repository.id.clone()).collect();
+        let names = router.repositories.ids();
+        let (label, served) = (router.label.clone(), router.served.clone());
         let buckets = self.s3.map(|listening| {
-            let router = BucketRouter::new(Gate::new(&self.options), Arc::clone(&router.tree));
+            let router = BucketRouter::new(Gate::new(&self.options), served.clone());
             (listening, RequestRouter::S3(router))
         });
         for (listening, router) in [(self.http, RequestRouter::Http(router))].into_iter().chain(buckets) {
@@ -198,28 +226,54 @@ impl Door {
             let listener = listener.map_err(|source| ServeError::Listen { address, source })?;
             runtime.spawn(accept(listener, Arc::new(router), Arc::clone(&connections), phases.clone()));
         }
-        systemd::ready(&format!("serving {} at http://{address}", service.label()));
+        systemd::ready(&format!("serving {label} at http://{address}"));
         on_ready(&names);
-        let exit = supervisor::run(&signals, &phase, &connections, service.volume(), self.options.drain, log);
+        let exit = supervisor::run(&signals, &phase, &connections, &**served.fs(), self.options.drain, log);
         // Threads that wait for storage end with the process.
         runtime.shutdown_background();
         exit.map_err(system("wait for signals"))
     }
 
-    fn router(&self, service: &Service) -> Result<Router, ServeError> {
+    fn router_of_checkpoint(&self, service: &Service) -> Result<Router, ServeError> {
         let volume = service.volume();
-        let upkeep: Arc<dyn Upkeep> = Arc::<Volume>::clone(volume);
-        let threads = service.config().mount.threads.map(ThreadCount::count);
-        let threads = threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
-        let reads = ServedReads::new(upkeep, threads);
-        let reads = reads.map_err(|source| ServeError::System { what: "start a thread", source })?;
+        let fs: Arc<dyn Upkeep> = Arc::<Volume>::clone(volume);
+        let reads = reads(&fs, service.config())?;
         let checkpoint = volume.engine().checkpoint();
         let commits: Vec<String> = volume.plans().iter().map(|plan| identity::commit(checkpoint, plan)).collect();
         let names = service.config().views.iter().map(|view| &*view.name);
         let digest = identity::of_views(names.zip(commits.iter().map(String::as_str)));
-        let tree = Arc::new(ServedTree { volume: Arc::clone(volume), reads: Arc::new(reads), digest });
-        let repositories = Repositories::new(&tree, service.config(), self.options.name.as_ref(), &commits);
-        Ok(Router { gate: Gate::new(&self.options), tree, repositories, label: service.label().to_owned() })
+        let version = TreeVersion::Volume { volume: Arc::clone(volume), digest };
+        let tree = Arc::new(ServedTree::new(&fs, &reads, version));
+        let name = self.options.name.as_ref();
+        let repositories = Repositories::new(&tree, volume, service.config(), name, &commits);
+        let served = ServedSource::Volume(Arc::clone(volume), tree);
+        Ok(Router { gate: Gate::new(&self.options), served, repositories, label: service.label().to_owned() })
+    }
+
+    fn router_of_run(&self, service: &RunService) -> Result<Router, ServeError> {
+        let fs = service.file_system();
+        let reads = reads(&fs, service.config())?;
+        let run = ServedRun::new(service.run(), &fs, &reads, service.config(), self.options.name.as_ref());
+        let run = Arc::new(run);
+        let (repositories, label) = (Repositories::Run(Arc::clone(&run)), service.run().label().to_owned());
+        Ok(Router { gate: Gate::new(&self.options), served: ServedSource::Run(run), repositories, label })
+    }
+}
+
+/// The threads that read files.
+fn reads(fs: &Arc<dyn Upkeep>, config: &Config) -> Result<Arc<ServedReads>, ServeError> {
+    let threads = config.mount.threads.map(ThreadCount::count);
+    let threads = threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
+    let reads = ServedReads::new(Arc::clone(fs), threads);
+    Ok(Arc::new(reads.map_err(|source| ServeError::System { what: "start a thread", source })?))
+}
+
+/// The address by which programs of this machine reach one that is bound.
+fn reached(address: SocketAddr) -> SocketAddr {
+    match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => (Ipv4Addr::LOCALHOST, address.port()).into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => (Ipv6Addr::LOCALHOST, address.port()).into(),
+        IpAddr::V4(_) | IpAddr::V6(_) => address,
     }
 }
 
@@ -319,7 +373,7 @@ async fn guarded(router: &RequestRouter, request: Request<Incoming>, peer: IpAdd
         }
         Ok(Err(panic)) => {
             let cause = panic_text(panic.as_ref());
-            router.volume().metrics().note_panic(&shown, cause);
+            router.fs().metrics().note_panic(&shown, cause);
             tracing::error!("{shown}: request handler panicked: {cause}");
             answer::failed(StatusCode::INTERNAL_SERVER_ERROR, "an error in ckfs; its log says more")
         }

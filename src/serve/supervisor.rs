@@ -13,7 +13,7 @@ use std::{
 };
 
 use ckfs_host::{Log, deadline, signal};
-use ckfs_volume::{RequestKind, Upkeep, Volume};
+use ckfs_volume::{RequestKind, Upkeep};
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -74,12 +74,12 @@ pub(super) fn run(
     signals: &SignalFd,
     phase: &watch::Sender<Phase>,
     connections: &Connections,
-    volume: &Volume,
+    fs: &dyn Upkeep,
     drain: Duration,
     log: &Log,
 ) -> io::Result<ServeExit> {
     let signal = loop {
-        if let Some(signal) = ending(signals, None, volume, log)? {
+        if let Some(signal) = ending(signals, None, fs, log)? {
             break signal;
         }
     };
@@ -89,7 +89,7 @@ pub(super) fn run(
     let until = deadline(drain);
     while connections.len() > 0 {
         let is_over = Instant::now() >= until;
-        if is_over || ending(signals, Some(LOOK_PERIOD), volume, log)?.is_some() {
+        if is_over || ending(signals, Some(LOOK_PERIOD), fs, log)?.is_some() {
             info!("{} connections are cut off", connections.len());
             phase.send_replace(Phase::Ended);
             return Ok(ServeExit::CutOff);
@@ -99,7 +99,7 @@ pub(super) fn run(
 }
 
 /// Waits for a signal to end, at most for `limit`; does what other signals ask for.
-fn ending(signals: &SignalFd, limit: Option<Duration>, volume: &Volume, log: &Log) -> io::Result<Option<Signal>> {
+fn ending(signals: &SignalFd, limit: Option<Duration>, fs: &dyn Upkeep, log: &Log) -> io::Result<Option<Signal>> {
     let timeout = limit.map_or(PollTimeout::NONE, |limit| PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX));
     match poll(&mut [PollFd::new(signals.as_fd(), PollFlags::POLLIN)], timeout) {
         Ok(_) | Err(Errno::EINTR) => {}
@@ -114,7 +114,7 @@ fn ending(signals: &SignalFd, limit: Option<Duration>, volume: &Volume, log: &Lo
             Ok(None)
         }
         Some(signal) if signal == signal::STATISTICS => {
-            log.write(Level::INFO, LOG_TARGET, statistics(volume));
+            log.write(Level::INFO, LOG_TARGET, statistics(fs));
             Ok(None)
         }
         signal => Ok(Some(signal.unwrap_or(Signal::SIGTERM))),
@@ -122,8 +122,8 @@ fn ending(signals: &SignalFd, limit: Option<Duration>, volume: &Volume, log: &Lo
 }
 
 /// One line of statistics.
-fn statistics(volume: &Volume) -> String {
-    let metrics = volume.metrics();
+fn statistics(fs: &dyn Upkeep) -> String {
+    let metrics = fs.metrics();
     let count = |op: RequestKind| metrics.op(op).count.load(std::sync::atomic::Ordering::Relaxed);
     let errors = |op: RequestKind| metrics.op(op).errors.load(std::sync::atomic::Ordering::Relaxed);
     format!(

@@ -1,10 +1,10 @@
 //! A volume as the door serves it: its nodes by path, and its reads.
 
-use std::{ops::ControlFlow, sync::Arc};
+use std::{fmt, ops::ControlFlow, sync::Arc, time::SystemTime};
 
 use ckfs_image::OWN;
-use ckfs_service::identity;
-use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume};
+use ckfs_service::{identity, steps::HeldStep};
+use ckfs_volume::{Attr, FsError, Ino, NodeKind, Permission, Upkeep, Volume};
 
 use super::{gate::Visitor, reads::ServedReads};
 
@@ -36,16 +36,54 @@ pub(super) struct ServedEntry {
     pub(super) kind: NodeKind,
 }
 
-/// A volume that is served. A step of a run would be another one.
+/// Tells the version of each step of a run.
+pub(super) trait StepDigests: fmt::Debug + Send + Sync {
+    /// The digest of the step that a node is in, and the step. May wait for storage.
+    fn digest_of_node(&self, ino: Ino) -> Option<(String, HeldStep)>;
+}
+
+/// Which version of its files a tree has.
 #[derive(Debug)]
+pub(super) enum TreeVersion {
+    /// That of a volume, by a digest of its plans and sources.
+    Volume { volume: Arc<Volume>, digest: String },
+    /// That of a step, which stays planned meanwhile; none of one that cannot be planned.
+    Step { held: HeldStep, digest: Option<String> },
+    /// Each step has its own.
+    Run(Arc<dyn StepDigests>),
+}
+
+/// Files that are served: those of a volume, of a step, or of all steps.
 pub(super) struct ServedTree {
-    pub(super) volume: Arc<Volume>,
+    pub(super) fs: Arc<dyn Upkeep>,
     pub(super) reads: Arc<ServedReads>,
-    /// A digest of plans and sources.
-    pub(super) digest: String,
+    /// Where paths begin.
+    pub(super) root: FoundNode,
+    pub(super) version: TreeVersion,
+}
+
+impl fmt::Debug for ServedTree {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServedTree").field("root", &self.root).field("version", &self.version).finish_non_exhaustive()
+    }
 }
 
 impl ServedTree {
+    /// A tree from the root of a file system on.
+    pub(super) fn new(fs: &Arc<dyn Upkeep>, reads: &Arc<ServedReads>, version: TreeVersion) -> Self {
+        // Every file system has a root; without one nobody could pass it.
+        let attr = fs.attr(Ino::ROOT).unwrap_or(Attr {
+            ino: Ino::ROOT,
+            kind: NodeKind::Directory,
+            size_bytes: 0,
+            links: 2,
+            modified: SystemTime::UNIX_EPOCH,
+            permission: Permission { uid: 0, gid: 0, mode: 0 },
+        });
+        let root = FoundNode { path: String::new(), attr };
+        Self { fs: Arc::clone(fs), reads: Arc::clone(reads), root, version }
+    }
+
     /// Finds a node below `from`. Links are followed, inside the volume. A path has no `.` and `..`, which the reader of paths
     /// refuses.
     ///
@@ -71,7 +109,7 @@ impl ServedTree {
             if !visitor.may_pass(&directory) {
                 return Err(NoNode::Denied);
             }
-            let attr = self.volume.lookup(directory.ino, name.as_bytes()).map_err(|error| match error {
+            let attr = self.fs.lookup(directory.ino, name.as_bytes()).map_err(|error| match error {
                 FsError::NotFound
                 | FsError::NotDirectory
                 | FsError::IsDirectory
@@ -90,7 +128,7 @@ impl ServedTree {
             if links > LINKS_MAX {
                 return Err(NoNode::Absent);
             }
-            let target = self.volume.read_link(attr.ino).map_err(|_| NoNode::Absent)?;
+            let target = self.fs.read_link(attr.ino).map_err(|_| NoNode::Absent)?;
             pending.extend(String::from_utf8_lossy(&target).split('/').rev().map(str::to_owned));
         }
         let attr = at.last().map_or(from.attr, |(_, attr)| *attr);
@@ -102,27 +140,20 @@ impl ServedTree {
         Ok(FoundNode { path: names.join("/"), attr })
     }
 
-    /// The root.
-    ///
-    /// # Panics
-    /// Never: every volume has a root.
-    pub(super) fn root(&self) -> FoundNode {
-        let attr = self.volume.attr(Ino::ROOT).expect("every volume has a root");
-        FoundNode { path: String::new(), attr }
-    }
-
     /// Up to `count` entries of a directory from entry number `from` on, and the number of the entry after them if there is one.
     /// Strangers do not see the mount's own directories, though these count.
+    ///
+    /// # Errors
+    /// The directory is of a step that was deleted, or whose storage does not answer.
     pub(super) fn entries(
         &self,
         visitor: Visitor,
         directory: Ino,
         from: u64,
         count: usize,
-    ) -> (Vec<ServedEntry>, Option<u64>) {
+    ) -> Result<(Vec<ServedEntry>, Option<u64>), FsError> {
         let (mut entries, mut next, mut has_more) = (Vec::new(), from, false);
-        // A directory that was found is one.
-        let _ = self.volume.read_dir(directory, from, &mut |entry| {
+        self.fs.read_dir(directory, from, &mut |entry| {
             if entries.len() == count {
                 has_more = true;
                 return ControlFlow::Break(());
@@ -133,13 +164,22 @@ impl ServedTree {
                 entries.push(ServedEntry { name, ino: entry.ino, kind: entry.kind });
             }
             ControlFlow::Continue(())
-        });
-        (entries, has_more.then_some(next))
+        })?;
+        Ok((entries, has_more.then_some(next)))
     }
 
-    /// The entity tag of a file, in quotes; none of a file whose content changes.
+    /// The entity tag of a file, in quotes; none of a file whose content changes. Waits for no storage, unless the tree is of all steps.
     pub(super) fn etag(&self, node: &FoundNode) -> Option<String> {
-        let tag = || format!("\"{}\"", identity::file_digest(&self.digest, &node.path, node.attr.size_bytes));
-        (!self.volume.is_live(node.attr.ino)).then(tag)
+        let of_run;
+        let (digest, is_live) = match &self.version {
+            TreeVersion::Volume { volume, digest } => (digest.as_str(), volume.is_live(node.attr.ino)),
+            TreeVersion::Step { held, digest } => (digest.as_deref()?, held.is_live(node.attr.ino)),
+            TreeVersion::Run(run) => {
+                of_run = run.digest_of_node(node.attr.ino)?;
+                (of_run.0.as_str(), of_run.1.is_live(node.attr.ino))
+            }
+        };
+        let tag = || format!("\"{}\"", identity::file_digest(digest, &node.path, node.attr.size_bytes));
+        (!is_live).then(tag)
     }
 }

@@ -103,6 +103,11 @@ pub fn commit(checkpoint: &Checkpoint, plan: &Plan) -> String {
     text.digits()
 }
 
+/// Whether a text has the form of a commit.
+pub fn is_commit(text: &str) -> bool {
+    text.len() == COMMIT_DIGITS && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
 /// The digest of several views, each with its name and commit.
 pub fn of_views<'a>(views: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
     let mut text = HashedText::new();

@@ -30,7 +30,10 @@ use ckfs_host::{
     Log, limits,
     signal::{self, ENDING},
 };
-use ckfs_service::{Service, steps::RunService};
+use ckfs_service::{
+    Service,
+    steps::{RunService, StepPlace},
+};
 use ckfs_volume::{Upkeep, Volume};
 use fuser::SessionACL;
 use nix::sys::{
@@ -148,7 +151,7 @@ pub fn serve_run(
 ) -> Result<Exit, MountError> {
     let options = MountOptions::of(&service.config().mount, service.run().label());
     serve(service.file_system(), mountpoint, &options, log, || {
-        service.start_hook(mountpoint);
+        service.start_hook(StepPlace::Mount(mountpoint.to_owned()));
         on_ready();
     })
 }

@@ -84,6 +84,7 @@ class ServeSettings(OpenSettings, total=False):
     allow_anyone: bool
     steps: str
     steps_poll: Time
+    on_step: str
     file_mode: str
     dir_mode: str
     log_file: Path

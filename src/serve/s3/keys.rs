@@ -8,7 +8,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use ckfs_volume::{Attr, FileSystem, Ino, NodeKind};
+use ckfs_volume::{Attr, FsError, Ino, NodeKind};
 use lru::LruCache;
 
 use super::super::{gate::Visitor, tree::ServedTree};
@@ -45,16 +45,16 @@ impl Default for SortedDirectories {
 }
 
 impl SortedDirectories {
-    fn of(&self, tree: &ServedTree, visitor: Visitor, directory: Ino) -> Arc<[KeyEntry]> {
+    fn of(&self, tree: &ServedTree, visitor: Visitor, directory: Ino) -> Result<Arc<[KeyEntry]>, FsError> {
         let place = (directory, visitor == Visitor::Trusted);
         let known = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(entries) = known().get(&place) {
-            return Arc::clone(entries);
+            return Ok(Arc::clone(entries));
         }
         let mut found = Vec::new();
         let mut from = Some(0);
         while let Some(start) = from {
-            let (entries, next) = tree.entries(visitor, directory, start, PART_ENTRIES);
+            let (entries, next) = tree.entries(visitor, directory, start, PART_ENTRIES)?;
             from = next;
             // A link leads to files that have keys of their own; an object is found by it all the same.
             for entry in entries.into_iter().filter(|entry| entry.kind != NodeKind::Symlink) {
@@ -65,10 +65,10 @@ impl SortedDirectories {
         }
         found.sort_by(|left, right| left.part.cmp(&right.part));
         let found: Arc<[KeyEntry]> = found.into();
-        if found.len() >= REMEMBERED_ENTRIES_MIN {
+        if found.len() >= REMEMBERED_ENTRIES_MIN && tree.fs.is_fixed(directory) {
             known().put(place, Arc::clone(&found));
         }
-        found
+        Ok(found)
     }
 }
 
@@ -149,49 +149,61 @@ impl<'a> KeyLister<'a> {
     }
 
     /// The list from a place on.
-    pub(super) fn list(&self, start: &ListStart) -> ListedKeys {
+    ///
+    /// # Errors
+    /// A directory is of a step that was deleted, or whose storage does not answer.
+    pub(super) fn list(&self, start: &ListStart) -> Result<ListedKeys, FsError> {
         let mut listed = ListedKeys::default();
         if self.max > 0 {
-            self.walk(Ino::ROOT, "", start, &mut listed);
+            self.walk(Ino::ROOT, "", start, &mut listed)?;
         }
-        listed
+        Ok(listed)
     }
 
     /// Adds the keys below a directory. Whether there is room for more.
-    fn walk(&self, directory: Ino, above: &str, start: &ListStart, listed: &mut ListedKeys) -> bool {
-        let readable = self.tree.volume.attr(directory).is_ok_and(|attr| self.visitor.may_read(&attr));
+    fn walk(&self, directory: Ino, above: &str, start: &ListStart, listed: &mut ListedKeys) -> Result<bool, FsError> {
+        let readable = self.tree.fs.attr(directory).is_ok_and(|attr| self.visitor.may_read(&attr));
         if !readable {
-            return true;
+            return Ok(true);
         }
-        for entry in self.sorted.of(self.tree, self.visitor, directory).iter() {
+        for entry in self.sorted.of(self.tree, self.visitor, directory)?.iter() {
             let key = format!("{above}{}", entry.part);
             let goes_on = if !entry.is_directory {
                 if !key.starts_with(self.prefix) || !is_after(&key, start) {
                     continue;
                 }
-                self.tree.volume.attr(entry.ino).is_ok_and(|attr| self.add(KeyRow::Object { key, attr }, listed))
+                self.tree.fs.attr(entry.ino).is_ok_and(|attr| self.add(KeyRow::Object { key, attr }, listed))
             } else if !has_more(&key, start) || !(key.starts_with(self.prefix) || self.prefix.starts_with(&key)) {
                 continue;
             } else if self.delimited && key.len() > self.prefix.len() {
-                if !self.holds_keys(entry.ino) {
+                if !self.holds_keys(entry.ino)? {
                     continue;
                 }
                 self.add(KeyRow::Prefix(key), listed)
             } else {
-                self.walk(entry.ino, &key, start, listed)
+                self.walk(entry.ino, &key, start, listed)?
             };
             if !goes_on {
-                return false;
+                return Ok(false);
             }
         }
-        true
+        Ok(true)
     }
 
     /// Whether there is a key below a directory: one of links only has none.
-    fn holds_keys(&self, directory: Ino) -> bool {
-        let readable = self.tree.volume.attr(directory).is_ok_and(|attr| self.visitor.may_read(&attr));
-        let entries = self.sorted.of(self.tree, self.visitor, directory);
-        readable && entries.iter().any(|entry| !entry.is_directory || self.holds_keys(entry.ino))
+    fn holds_keys(&self, directory: Ino) -> Result<bool, FsError> {
+        let readable = self.tree.fs.attr(directory).is_ok_and(|attr| self.visitor.may_read(&attr));
+        // A step that is not planned need not be for this: every step has files.
+        if !readable || !self.tree.fs.is_fixed(directory) {
+            return Ok(readable);
+        }
+        let entries = self.sorted.of(self.tree, self.visitor, directory)?;
+        for entry in entries.iter() {
+            if !entry.is_directory || self.holds_keys(entry.ino)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Adds a row, if there is room for it.

@@ -16,7 +16,7 @@ mod xml;
 
 use std::{net::IpAddr, sync::Arc, time::SystemTime};
 
-use ckfs_volume::NodeKind;
+use ckfs_volume::{FsError, Ino, NodeKind};
 use http::{HeaderName, Method, Request, StatusCode, header::LAST_MODIFIED};
 use hyper::body::Incoming;
 use percent_encoding::percent_decode_str;
@@ -26,6 +26,7 @@ use super::{
     file_reply::{self, AskedFile},
     gate::{Gate, NoEntry, Visitor},
     path,
+    served::{NoPlace, ServedPlace, ServedSource},
     tree::{NoNode, ServedTree},
 };
 use bucket::BUCKET;
@@ -44,8 +45,8 @@ const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region")
 #[derive(Debug)]
 pub(super) struct BucketRouter {
     pub(super) gate: Gate,
-    pub(super) tree: Arc<ServedTree>,
-    sorted: SortedDirectories,
+    pub(super) served: ServedSource,
+    sorted: Arc<SortedDirectories>,
 }
 
 /// Parameters of a query, decoded once; `+` is itself, as clients of S3 write it.
@@ -60,8 +61,8 @@ fn parameters(query: &str) -> Vec<(String, String)> {
 }
 
 impl BucketRouter {
-    pub(super) fn new(gate: Gate, tree: Arc<ServedTree>) -> Self {
-        Self { gate, tree, sorted: SortedDirectories::default() }
+    pub(super) fn new(gate: Gate, served: ServedSource) -> Self {
+        Self { gate, served, sorted: Arc::default() }
     }
 
     /// Answers a request.
@@ -81,12 +82,15 @@ impl BucketRouter {
             return xml::error(StatusCode::BAD_REQUEST, "InvalidURI", "expected a path without . and ..", path);
         };
         match names.split_first() {
-            None => xml::buckets(self.tree.root().attr.modified),
+            None => {
+                let root = self.served.fs().attr(Ino::ROOT);
+                xml::buckets(root.map_or(SystemTime::UNIX_EPOCH, |attr| attr.modified))
+            }
             Some((bucket, _)) if bucket != BUCKET => {
                 let text = format!("there is one bucket: {BUCKET}");
                 xml::error(StatusCode::NOT_FOUND, "NoSuchBucket", &text, path)
             }
-            Some((_, [])) => self.of_bucket(visitor, method, &query, path),
+            Some((_, [])) => self.of_bucket(visitor, method, &query, path).await,
             // A key that ends with a slash is another one, and there is none.
             Some((_, key)) if path.ends_with('/') => no_key(&key.join("/")),
             Some((_, key)) => self.of_object(visitor, key, method, &parts.headers).await,
@@ -126,7 +130,7 @@ impl BucketRouter {
         }
     }
 
-    fn of_bucket(&self, visitor: Visitor, method: &Method, query: &[(String, String)], path: &str) -> Reply {
+    async fn of_bucket(&self, visitor: Visitor, method: &Method, query: &[(String, String)], path: &str) -> Reply {
         let value = |name: &str| query.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str());
         if method == Method::HEAD {
             return answer::with_header(xml::empty(StatusCode::OK), BUCKET_REGION, REGION);
@@ -158,31 +162,54 @@ impl BucketRouter {
             },
             None => ListStart::After(value("start-after").unwrap_or_default().to_owned()),
         };
-        let prefix = value("prefix").unwrap_or_default();
-        let lister = KeyLister::new(&self.tree, &self.sorted, visitor, prefix, delimited, max.min(KEYS_MAX));
-        let listed = lister.list(&start);
+        let text = |name: &str| value(name).map(str::to_owned);
         let shown = xml::ShownList {
-            prefix,
+            prefix: text("prefix").unwrap_or_default(),
             delimited,
             max,
             encoded: value("encoding-type") == Some("url"),
-            start_after: value("start-after").filter(|_| token.is_none()),
-            token,
+            start_after: text("start-after").filter(|_| token.is_none()),
+            token: token.map(str::to_owned),
         };
-        xml::list(&self.tree, &listed, &shown)
+        let sorted = Arc::clone(&self.sorted);
+        let listed = match &self.served {
+            ServedSource::Volume(_, tree) => {
+                list(tree, &sorted, visitor, &start, &shown).map_err(|error| error.to_string())
+            }
+            // Steps are planned to tell their keys.
+            ServedSource::Run(run) => {
+                let tree = run.root();
+                let listed = run.elsewhere(move |_| list(&tree, &sorted, visitor, &start, &shown)).await;
+                listed.map_err(|error| error.to_string()).and_then(|listed| listed.map_err(|error| error.to_string()))
+            }
+        };
+        listed.unwrap_or_else(|cause| {
+            let text = format!("the keys cannot be listed: {cause}");
+            xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", &text, path)
+        })
     }
 
     async fn of_object(&self, visitor: Visitor, names: &[String], method: &Method, headers: &http::HeaderMap) -> Reply {
         let key = names.join("/");
-        let node = match self.tree.find(visitor, &self.tree.root(), names) {
-            Ok(node) if node.attr.kind == NodeKind::File => node,
-            Ok(_) | Err(NoNode::Absent) => return no_key(&key),
-            Err(NoNode::Denied) => {
-                let text = "the sources are not readable for all users";
-                return xml::error(StatusCode::FORBIDDEN, "AccessDenied", text, &key);
+        let denied = || {
+            let text = "the sources are not readable for all users";
+            xml::error(StatusCode::FORBIDDEN, "AccessDenied", text, &key)
+        };
+        let (tree, rest) = match self.served.place(visitor, names).await {
+            Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
+            Ok(ServedPlace::Text(text)) => return file_reply::of_text(names, &text),
+            Err(NoPlace::Node(NoNode::Absent)) => return no_key(&key),
+            Err(NoPlace::Node(NoNode::Denied)) => return denied(),
+            Err(NoPlace::Failed(cause)) => {
+                return xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", &cause, &key);
             }
         };
-        let asked = AskedFile { reads: &self.tree.reads, node: &node, etag: self.tree.etag(&node) };
+        let node = match tree.find(visitor, &tree.root, &rest) {
+            Ok(node) if node.attr.kind == NodeKind::File => node,
+            Ok(_) | Err(NoNode::Absent) => return no_key(&key),
+            Err(NoNode::Denied) => return denied(),
+        };
+        let asked = AskedFile { reads: &tree.reads, node: &node, etag: tree.etag(&node) };
         let reply = file_reply::of_file(asked, method, headers).await;
         let code = match reply.status() {
             StatusCode::RANGE_NOT_SATISFIABLE => "InvalidRange",
@@ -201,6 +228,18 @@ impl BucketRouter {
             None => error,
         }
     }
+}
+
+/// The reply with a list of keys.
+fn list(
+    tree: &ServedTree,
+    sorted: &SortedDirectories,
+    visitor: Visitor,
+    start: &ListStart,
+    shown: &xml::ShownList,
+) -> Result<Reply, FsError> {
+    let lister = KeyLister::new(tree, sorted, visitor, &shown.prefix, shown.delimited, shown.max.min(KEYS_MAX));
+    Ok(xml::list(tree, &lister.list(start)?, shown))
 }
 
 fn no_key(key: &str) -> Reply {

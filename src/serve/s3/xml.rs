@@ -25,14 +25,14 @@ const NAMESPACE: &str = "http://s3.amazonaws.com/doc/2006-03-01/";
 
 /// What a list repeats of its request.
 #[derive(Debug)]
-pub(super) struct ShownList<'a> {
-    pub(super) prefix: &'a str,
+pub(super) struct ShownList {
+    pub(super) prefix: String,
     pub(super) delimited: bool,
     pub(super) max: usize,
     /// Whether keys are encoded as in addresses.
     pub(super) encoded: bool,
-    pub(super) start_after: Option<&'a str>,
-    pub(super) token: Option<&'a str>,
+    pub(super) start_after: Option<String>,
+    pub(super) token: Option<String>,
 }
 
 fn document(text: &str) -> Reply {
@@ -71,12 +71,12 @@ pub(super) fn location() -> Reply {
 }
 
 /// A list of keys.
-pub(super) fn list(tree: &ServedTree, listed: &ListedKeys, shown: &ShownList<'_>) -> Reply {
+pub(super) fn list(tree: &ServedTree, listed: &ListedKeys, shown: &ShownList) -> Reply {
     let key = |text: &str| if shown.encoded { path::encoded(text) } else { escaped(text) };
     let mut text = format!("<ListBucketResult xmlns=\"{NAMESPACE}\">");
     let mut add = |name: &str, value: &str| text.extend(["<", name, ">", value, "</", name, ">"]);
     add("Name", BUCKET);
-    add("Prefix", &key(shown.prefix));
+    add("Prefix", &key(&shown.prefix));
     add("KeyCount", &listed.rows.len().to_string());
     add("MaxKeys", &shown.max.to_string());
     if shown.delimited {
@@ -85,10 +85,10 @@ pub(super) fn list(tree: &ServedTree, listed: &ListedKeys, shown: &ShownList<'_>
     if shown.encoded {
         add("EncodingType", "url");
     }
-    if let Some(start) = shown.start_after {
+    if let Some(start) = &shown.start_after {
         add("StartAfter", &key(start));
     }
-    if let Some(token) = shown.token {
+    if let Some(token) = &shown.token {
         add("ContinuationToken", &escaped(token));
     }
     add("IsTruncated", if listed.next.is_some() { "true" } else { "false" });

@@ -2,9 +2,10 @@
 
 use std::{
     collections::VecDeque,
+    ffi::OsString,
     io::{self, BufRead, BufReader, Read},
     os::unix::process::{CommandExt, ExitStatusExt},
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Child, Command, Stdio},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
@@ -57,6 +58,25 @@ impl HookShared {
     }
 }
 
+/// Where a command finds the steps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StepPlace {
+    /// Below a mountpoint.
+    Mount(PathBuf),
+    /// Below an address of HTTP, without a slash at its end.
+    Address(String),
+}
+
+impl StepPlace {
+    /// The variable that tells the command of a step, and its value.
+    fn variable(&self, step: u64) -> (&'static str, OsString) {
+        match self {
+            Self::Mount(mountpoint) => ("CKFS_STEP_PATH", mountpoint.join(step.to_string()).into()),
+            Self::Address(address) => ("CKFS_STEP_URL", format!("{address}/{step}").into()),
+        }
+    }
+}
+
 /// The thread that runs the command, until this is dropped. A command that runs then is ended too: its files are gone.
 #[derive(Debug)]
 pub(super) struct Hook {
@@ -103,14 +123,14 @@ impl HookReport {
 }
 
 impl Hook {
-    /// Starts the thread. Steps are below `mountpoint`.
+    /// Starts the thread. Steps are below `place`.
     ///
     /// # Errors
     /// The system starts no thread.
-    pub(super) fn start(command: &str, mountpoint: &Path) -> io::Result<Self> {
+    pub(super) fn start(command: &str, place: StepPlace) -> io::Result<Self> {
         let shared = Arc::<HookShared>::default();
-        let (working, run, at) = (Arc::clone(&shared), command.to_owned(), mountpoint.to_owned());
-        thread::Builder::new().name("ckfs-on-step".to_owned()).spawn(move || work(&working, &run, &at))?;
+        let (working, run) = (Arc::clone(&shared), command.to_owned());
+        thread::Builder::new().name("ckfs-on-step".to_owned()).spawn(move || work(&working, &run, &place))?;
         Ok(Self { command: command.to_owned(), shared })
     }
 
@@ -145,7 +165,7 @@ impl Drop for Hook {
     }
 }
 
-fn work(shared: &HookShared, command: &str, mountpoint: &Path) {
+fn work(shared: &HookShared, command: &str, place: &StepPlace) {
     loop {
         let mut state = shared.lock();
         let step = loop {
@@ -160,7 +180,7 @@ fn work(shared: &HookShared, command: &str, mountpoint: &Path) {
         let (began, since) = (SystemTime::now(), Instant::now());
         state.running = Some((step, began));
         drop(state);
-        let result = run(shared, command, step, &mountpoint.join(step.to_string()));
+        let result = run(shared, command, step, place);
         let mut state = shared.lock();
         state.running = None;
         let (code, error) = match result {
@@ -185,12 +205,13 @@ fn exit_text(code: Option<i32>) -> String {
 }
 
 /// Runs the command for one step, and waits for its end.
-fn run(shared: &HookShared, command: &str, step: u64, path: &PathBuf) -> io::Result<i32> {
+fn run(shared: &HookShared, command: &str, step: u64, place: &StepPlace) -> io::Result<i32> {
     tracing::info!("--on-step: step {step}: {command}");
+    let (variable, value) = place.variable(step);
     let mut child = Command::new("/bin/sh")
         .args(["-c", command])
         .env("CKFS_STEP", step.to_string())
-        .env("CKFS_STEP_PATH", path)
+        .env(variable, value)
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -271,7 +292,7 @@ mod tests {
             "echo begin $CKFS_STEP $CKFS_STEP_PATH >> {0}; sleep 0.1; echo end $CKFS_STEP >> {0}; exit $((CKFS_STEP - 4))",
             log.display()
         );
-        let hook = Hook::start(&command, Path::new("/mnt/run")).unwrap();
+        let hook = Hook::start(&command, StepPlace::Mount(PathBuf::from("/mnt/run"))).unwrap();
         hook.add(4);
         hook.add(7);
         let report = ended(&hook, 2);
@@ -283,12 +304,20 @@ mod tests {
     }
 
     #[test]
+    fn a_command_gets_a_path_or_an_address() {
+        let found = [StepPlace::Mount("/mnt/run".into()), StepPlace::Address("http://[::1]:1/files".into())]
+            .map(|place| place.variable(7));
+        let expected = [("CKFS_STEP_PATH", "/mnt/run/7"), ("CKFS_STEP_URL", "http://[::1]:1/files/7")];
+        assert_eq!(found, expected.map(|(name, value)| (name, value.into())));
+    }
+
+    #[test]
     fn a_command_ends_with_the_mount() {
         let directory = tempfile::tempdir().unwrap();
         let (pid, shared) = (directory.path().join("pid"), {
             let hook = Hook::start(
                 &format!("echo $$ > {}; sleep 600", directory.path().join("pid").display()),
-                Path::new("/m"),
+                StepPlace::Mount(PathBuf::from("/m")),
             );
             let hook = hook.unwrap();
             hook.add(1);

@@ -12,6 +12,7 @@
 //! | `follow` | the thread that looks for new and deleted steps |
 //! | `slot`, `slots` | a step and its volume; all steps by number |
 //! | `opening` | planning a step when it is first looked at, and dropping what nobody uses |
+//! | `held` | [`HeldStep`]: a step that somebody uses, for doors that look into one step |
 //! | `failed` | the tree of a step that cannot be planned: `.ckfs/error` |
 //! | `run_tree`, `run_upkeep` | the file system, and what keeps it alive |
 //! | `report` | `steps.json`, statistics, metrics |
@@ -36,6 +37,7 @@
 
 mod failed;
 mod follow;
+mod held;
 mod hook;
 mod opening;
 mod report;
@@ -47,6 +49,9 @@ mod settle;
 mod slot;
 mod slots;
 
+pub use held::{HeldStep, NoStep};
+pub use hook::StepPlace;
+pub use report::RunProblem;
 pub use run::Run;
 pub use run_service::RunService;
 pub use settle::{ListedStep, finished_steps, listed_steps, step_directory};

@@ -43,6 +43,17 @@ const SUMS: [&str; 22] = [
     "remote_miss_bytes",
 ];
 
+/// Something that is wrong with a run or one of its steps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunProblem {
+    /// Its type, in words.
+    pub kind: String,
+    /// The file or directory.
+    pub file: String,
+    /// The latest cause.
+    pub cause: String,
+}
+
 /// Adds the sums of a volume to others.
 pub(super) fn add_numbers(sums: &mut Map<String, Value>, statistics: &Value) {
     for name in SUMS {
@@ -156,6 +167,23 @@ impl Run {
         (problems, left_out)
     }
 
+    /// What is wrong now.
+    pub fn open_problems(&self) -> Vec<RunProblem> {
+        let text = |problem: &Value, name: &str| problem[name].as_str().unwrap_or_default().to_owned();
+        let open = |problem: &Value| RunProblem {
+            kind: text(problem, "kind"),
+            file: text(problem, "file"),
+            cause: text(problem, "cause"),
+        };
+        let (problems, left_out) = self.problems();
+        let mut found: Vec<_> = problems.iter().filter(|problem| problem["ended"].is_null()).map(open).collect();
+        if left_out > 0 {
+            let (kind, file) = ("others".to_owned(), self.source.clone());
+            found.push(RunProblem { kind, file, cause: format!("{left_out} more") });
+        }
+        found
+    }
+
     /// The steps in numbers.
     fn steps_in_numbers(&self) -> Map<String, Value> {
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
@@ -266,7 +294,7 @@ impl Run {
     }
 
     /// `metrics`, in the text format of `OpenMetrics`.
-    pub(super) fn metrics_text(&self) -> Vec<u8> {
+    pub fn metrics_text(&self) -> String {
         let mut text = MetricText::default();
         let (problems, left_out) = self.problems();
         let is_degraded = left_out > 0 || problems.iter().any(|problem| problem["ended"].is_null());
@@ -310,6 +338,6 @@ impl Run {
                 text.sample(&format!("{family}_total"), &[], value.as_u64().unwrap_or(0));
             }
         }
-        text.finish().into_bytes()
+        text.finish()
     }
 }

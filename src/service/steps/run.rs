@@ -17,14 +17,13 @@ use ckfs_config::{Config, Steps};
 use ckfs_host::budget::Budget;
 use ckfs_read::EngineRooms;
 use ckfs_source::{RootDir, WaitRegistry, permission::DirectoryRules, private_directory};
-use ckfs_volume::{Metrics, Mounter, OnChange, Overrides, Permission, Volume, directory_permission};
+use ckfs_volume::{Metrics, Mounter, OnChange, Overrides, Permission, directory_permission};
 use serde_json::{Map, Value};
 
 use super::{
     super::{error::OpenError, open, wait_watch::wait_registry},
     hook::{Hook, HookReport},
     settle::{self, ListedStep, Settling},
-    slot::StepContent,
     slots::Slots,
 };
 
@@ -162,19 +161,6 @@ impl Run {
     /// The number of the newest step that is shown.
     pub fn latest(&self) -> Option<u64> {
         self.slots.latest().map(|(number, _)| number)
-    }
-
-    /// The volume of a step that is shown. It is planned if it is not; it stays while the result is held.
-    ///
-    /// # Errors
-    /// The step is not shown, or cannot be planned: why, in words.
-    pub fn step(self: &Arc<Self>, number: u64) -> Result<Arc<Volume>, String> {
-        let slot = self.slots.of_step(number).ok_or_else(|| format!("step {number} is not there"))?;
-        match self.content(&slot) {
-            Ok(StepContent::Volume(volume)) => Ok(volume),
-            Ok(StepContent::Failed(failed)) => Err(failed.message.clone()),
-            Err(error) => Err(error.to_string()),
-        }
     }
 
     /// The name of the run for users.

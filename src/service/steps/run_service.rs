@@ -2,7 +2,6 @@
 
 use std::{
     io,
-    path::Path,
     sync::{Arc, atomic::Ordering},
 };
 
@@ -13,7 +12,7 @@ use ckfs_volume::Upkeep;
 use super::{
     super::error::OpenError,
     follow::{self, Following},
-    hook::Hook,
+    hook::{Hook, StepPlace},
     run::{Run, lock},
     run_tree::RunTree,
     run_upkeep::{self, RunUpkeeping},
@@ -47,10 +46,10 @@ impl RunService {
         Ok(())
     }
 
-    /// Starts the command for new steps, if the configuration has one. To be called when the steps can be read at `mountpoint`.
-    pub fn start_hook(&self, mountpoint: &Path) {
+    /// Starts the command for new steps, if the configuration has one. To be called when the steps can be read at this place.
+    pub fn start_hook(&self, place: StepPlace) {
         let Some(command) = &self.config.mount.on_step else { return };
-        match Hook::start(command, mountpoint) {
+        match Hook::start(command, place) {
             Ok(hook) => *lock(&self.run.hook) = Some(hook),
             Err(error) => tracing::error!("--on-step: no thread starts: {error}"),
         }

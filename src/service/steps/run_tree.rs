@@ -130,11 +130,17 @@ impl Run {
         self.slot_attr(&slot, Ino::ROOT)
     }
 
+    /// The bytes of a file of `.ckfs/`, by its name, as they are now.
+    pub fn own_file(&self, name: &str) -> Option<Arc<[u8]>> {
+        let (_, file) = OWN_FILES.iter().find(|(known, _)| *known == name)?;
+        Some(self.own_bytes(*file))
+    }
+
     /// The bytes of one of the run's own files, as they are now.
     fn own_bytes(&self, file: OwnFile) -> Arc<[u8]> {
         match file {
             OwnFile::Config => Arc::from(self.config_text.as_bytes()),
-            OwnFile::Metrics => Arc::from(self.metrics_text()),
+            OwnFile::Metrics => Arc::from(self.metrics_text().into_bytes()),
             OwnFile::Stats => Arc::from(self.stats_text()),
             OwnFile::Steps => Arc::from(self.steps_text()),
         }

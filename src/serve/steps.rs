@@ -1,0 +1,388 @@
+//! A run as the door serves it: each step is a tree of its own, and one revision of every repository.
+//!
+//! Looking into a step that is not planned yet waits for its storage, so another thread does it; a step that was planned is held while a
+//! request looks into it, and lookups in it never wait.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    num::NonZeroUsize,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+};
+
+use ckfs_config::{Config, RepoName};
+use ckfs_service::{
+    identity,
+    steps::{HeldStep, NoStep, Run},
+};
+use ckfs_volume::{Ino, Upkeep, Volume};
+use lru::LruCache;
+use tokio::sync::{Semaphore, watch};
+
+use super::{
+    gate::Visitor,
+    reads::ServedReads,
+    repositories::{self, BRANCH, NoRepository, ServedRepository},
+    tree::{FoundNode, ServedTree, StepDigests, TreeVersion},
+};
+
+/// The name of the newest step, as in a mount.
+const LATEST: &str = "latest";
+
+/// Most threads that plan steps or wait for their storage.
+const WAITING_MAX: usize = 32;
+
+/// Most threads that look at what the run tells of itself, which must be told also while storage does not answer.
+const LOOKING_MAX: usize = 4;
+
+/// Most times that a step is looked for again because it was written anew meanwhile.
+const TRIES: usize = 8;
+
+/// Steps of which the commits are remembered.
+const REMEMBERED: NonZeroUsize = NonZeroUsize::new(4096).expect("not zero");
+
+/// What is known of a step in one state.
+#[derive(Debug)]
+struct KnownStep {
+    /// The volume by which it is known: another one may have other plans.
+    volume: Weak<Volume>,
+    /// The commits of its views, in their order.
+    commits: Vec<String>,
+    digest: String,
+}
+
+/// A step that can be looked into.
+#[derive(Clone, Debug)]
+pub(super) struct OpenStep {
+    pub(super) held: HeldStep,
+    /// `None` of a step that could not be planned.
+    known: Option<Arc<KnownStep>>,
+}
+
+/// A view of the steps as a repository.
+#[derive(Debug)]
+struct RunView {
+    /// Its name in the configuration.
+    name: String,
+    id: String,
+}
+
+/// A run that is served.
+pub(super) struct ServedRun {
+    run: Arc<Run>,
+    pub(super) fs: Arc<dyn Upkeep>,
+    pub(super) reads: Arc<ServedReads>,
+    views: Vec<RunView>,
+    known: Mutex<LruCache<u64, Arc<KnownStep>>>,
+    waiting: Semaphore,
+    looking: Semaphore,
+    /// Steps that are being opened, by version: all that ask for one wait for one thread.
+    opening: Mutex<HashMap<u64, Opening>>,
+}
+
+/// The result of opening a step, once it is there.
+type Opening = watch::Receiver<Option<Result<OpenStep, NoStep>>>;
+
+impl fmt::Debug for ServedRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServedRun").field("run", &self.run).field("views", &self.views).finish_non_exhaustive()
+    }
+}
+
+impl ServedRun {
+    pub(super) fn new(
+        run: &Arc<Run>,
+        fs: &Arc<dyn Upkeep>,
+        reads: &Arc<ServedReads>,
+        config: &Config,
+        name: Option<&RepoName>,
+    ) -> Self {
+        let of_view = |view: &ckfs_config::ViewConfig| {
+            let id = match (&*view.name, name) {
+                ("", Some(name)) => name.as_str().to_owned(),
+                ("", None) => repositories::name_of_source(config),
+                (view, _) => repositories::of_own_organization(view),
+            };
+            RunView { name: view.name.clone(), id }
+        };
+        Self {
+            run: Arc::clone(run),
+            fs: Arc::clone(fs),
+            reads: Arc::clone(reads),
+            views: config.views.iter().map(of_view).collect(),
+            known: Mutex::new(LruCache::new(REMEMBERED)),
+            waiting: Semaphore::new(WAITING_MAX),
+            looking: Semaphore::new(LOOKING_MAX),
+            opening: Mutex::default(),
+        }
+    }
+
+    /// The run.
+    pub(super) const fn run(&self) -> &Arc<Run> {
+        &self.run
+    }
+
+    /// The names of the repositories.
+    pub(super) fn ids(&self) -> impl Iterator<Item = &str> {
+        self.views.iter().map(|view| view.id.as_str())
+    }
+
+    /// The number that a name of a directory stands for: that of a step, or of the newest one.
+    pub(super) fn number_of(&self, name: &str) -> Option<u64> {
+        if name == LATEST { self.run.latest() } else { step_number(name) }
+    }
+
+    fn remembered(&self) -> MutexGuard<'_, LruCache<u64, Arc<KnownStep>>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is remembered of a step.
+    fn recall(&self, held: &HeldStep) -> Option<OpenStep> {
+        let Ok(volume) = held.volume() else { return Some(OpenStep { held: held.clone(), known: None }) };
+        let known = self.remembered().get(&held.version()).map(Arc::clone)?;
+        let is_same = std::ptr::eq(known.volume.as_ptr(), Arc::as_ptr(volume));
+        is_same.then(|| OpenStep { held: held.clone(), known: Some(known) })
+    }
+
+    /// Makes the commits of a step. Takes a while for a plan of many tensors.
+    fn remember(&self, held: HeldStep) -> OpenStep {
+        if let Some(open) = self.recall(&held) {
+            return open;
+        }
+        let Ok(volume) = held.volume() else { return OpenStep { held, known: None } };
+        let checkpoint = volume.engine().checkpoint();
+        let commits: Vec<String> = volume.plans().iter().map(|plan| identity::commit(checkpoint, plan)).collect();
+        let names = self.views.iter().map(|view| &*view.name);
+        let digest = identity::of_views(names.zip(commits.iter().map(String::as_str)));
+        let known = Arc::new(KnownStep { volume: Arc::downgrade(volume), commits, digest });
+        self.remembered().put(held.version(), Arc::clone(&known));
+        OpenStep { held, known: Some(known) }
+    }
+
+    /// Has another thread do what may wait for the storage of steps.
+    ///
+    /// # Errors
+    /// The work panicked.
+    pub(super) async fn elsewhere<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> T + Send + 'static,
+    ) -> Result<T, NoStep> {
+        // The semaphores are never closed.
+        let _permit = self.waiting.acquire().await;
+        self.in_thread(work).await
+    }
+
+    /// Has another thread do what takes a while, and waits for the storage of no step.
+    ///
+    /// # Errors
+    /// The work panicked.
+    pub(super) async fn aside<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> T + Send + 'static,
+    ) -> Result<T, NoStep> {
+        let _permit = self.looking.acquire().await;
+        self.in_thread(work).await
+    }
+
+    async fn in_thread<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> T + Send + 'static,
+    ) -> Result<T, NoStep> {
+        let run = Arc::clone(self);
+        let done = tokio::task::spawn_blocking(move || work(&run)).await;
+        done.map_err(|error| NoStep::Failed(format!("a request failed: {error}")))
+    }
+
+    fn flights(&self) -> MutexGuard<'_, HashMap<u64, Opening>> {
+        self.opening.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A step in a state, planned if it is not.
+    async fn version(self: &Arc<Self>, version: u64) -> Result<OpenStep, NoStep> {
+        if let Some(open) = self.run.held(version)?.and_then(|held| self.recall(&held)) {
+            return Ok(open);
+        }
+        let mut opening = self.flights().entry(version).or_insert_with(|| self.open(version)).clone();
+        let opened = opening.wait_for(Option::is_some).await.map(|opened| opened.clone());
+        opened.ok().flatten().unwrap_or_else(|| Err(NoStep::Failed("the step was not opened".to_owned())))
+    }
+
+    /// Begins to open a step.
+    fn open(self: &Arc<Self>, version: u64) -> Opening {
+        let (opened, opening) = watch::channel(None);
+        let run = Arc::clone(self);
+        tokio::spawn(async move {
+            let open = move |run: &Self| Ok(run.remember(run.run.hold(version)?));
+            let result = run.elsewhere(open).await.and_then(|result| result);
+            // Who comes now begins anew, or finds it planned.
+            run.flights().remove(&version);
+            opened.send_replace(Some(result));
+        });
+        opening
+    }
+
+    /// A step that is shown, planned if it is not.
+    pub(super) async fn step(self: &Arc<Self>, number: u64) -> Result<OpenStep, NoStep> {
+        for _ in 0..TRIES {
+            let version = self.run.version(number).ok_or(NoStep::Absent)?;
+            match self.version(version).await {
+                // It is written anew, or deleted.
+                Err(NoStep::Absent) => {}
+                found => return found,
+            }
+        }
+        Err(NoStep::Failed(format!("step {number} is written anew again and again")))
+    }
+
+    /// The root with the steps. Its listing plans none of them.
+    pub(super) fn root(self: &Arc<Self>) -> ServedTree {
+        ServedTree::new(&self.fs, &self.reads, TreeVersion::Run(Arc::<Self>::clone(self)))
+    }
+
+    /// The tree of a step, whose paths begin with the step's number.
+    pub(super) fn tree(&self, open: &OpenStep) -> Result<ServedTree, NoStep> {
+        let attr = open.held.root().map_err(|error| NoStep::Failed(error.to_string()))?;
+        let root = FoundNode { path: open.held.number().to_string(), attr };
+        let digest = open.known.as_ref().map(|known| known.digest.clone());
+        let version = TreeVersion::Step { held: open.held.clone(), digest };
+        Ok(ServedTree { root, ..ServedTree::new(&self.fs, &self.reads, version) })
+    }
+
+    /// A repository of a step.
+    fn repository(&self, open: &OpenStep, place: usize) -> Result<ServedRepository, NoRepository> {
+        let number = open.held.number();
+        if let Err(message) = open.held.volume() {
+            return Err(NoRepository::Failed(format!("step {number}: {message}")));
+        }
+        let view = &self.views[place];
+        let commit = open.known.as_ref().and_then(|known| known.commits.get(place)).cloned();
+        let tree = self.tree(open).map_err(|error| NoRepository::Failed(error.to_string()))?;
+        let made = commit.and_then(|commit| repositories::of_view(&Arc::new(tree), &view.name, &view.id, commit));
+        made.ok_or_else(|| NoRepository::Revision(format!("step {number} has no hf/ (see `ckfs plan`)")))
+    }
+
+    /// Whether a visitor may go from the directory of the run to its steps.
+    pub(super) fn may_pass(&self, visitor: Visitor) -> bool {
+        self.fs.attr(Ino::ROOT).is_ok_and(|root| visitor.may_pass(&root))
+    }
+
+    /// A repository at a revision: a step, the branch, which is the newest step, or a commit.
+    ///
+    /// # Errors
+    /// [`NoRepository`].
+    pub(super) async fn find(
+        self: &Arc<Self>,
+        visitor: Visitor,
+        id: &str,
+        revision: &str,
+    ) -> Result<ServedRepository, NoRepository> {
+        if !self.may_pass(visitor) {
+            return Err(NoRepository::Denied);
+        }
+        let place = self.views.iter().position(|view| view.id == id).ok_or(NoRepository::Name)?;
+        let branch = revision.strip_prefix("refs/heads/").unwrap_or(revision);
+        let number = if branch == BRANCH { self.run.latest() } else { step_number(branch) };
+        let found = match number {
+            Some(number) => self.step(number).await,
+            None if identity::is_commit(revision) => self.step_of_commit(place, revision).await,
+            None => Err(NoStep::Absent),
+        };
+        match found {
+            Ok(open) => self.repository(&open, place),
+            Err(NoStep::Absent) => Err(NoRepository::Revision(self.revisions())),
+            Err(NoStep::Failed(message)) => Err(NoRepository::Failed(message)),
+        }
+    }
+
+    /// What there is in place of an unknown revision.
+    fn revisions(&self) -> String {
+        match (self.run.steps().first(), self.run.latest()) {
+            (Some(first), Some(latest)) if first.number != latest => {
+                format!("there is {BRANCH}, and the steps from {} to {latest}", first.number)
+            }
+            (_, Some(latest)) => format!("there is {BRANCH}, which is step {latest}"),
+            (_, None) => "no step is finished yet".to_owned(),
+        }
+    }
+
+    /// The step whose view has a commit. A commit of before the server's start may be of any step, so those that are not known are
+    /// planned, from the newest on; each once.
+    async fn step_of_commit(self: &Arc<Self>, place: usize, commit: &str) -> Result<OpenStep, NoStep> {
+        let has = |known: &KnownStep| known.commits.get(place).is_some_and(|known| known == commit);
+        let found = self.remembered().iter().find(|(_, known)| has(known)).map(|(version, _)| *version);
+        if let Some(version) = found {
+            let open = self.version(version).await?;
+            return if open.known.as_deref().is_some_and(has) { Ok(open) } else { Err(NoStep::Absent) };
+        }
+        for step in self.run.steps().iter().rev() {
+            let version = self.run.version(step.number);
+            if version.is_none_or(|version| self.remembered().contains(&version)) {
+                continue;
+            }
+            match self.step(step.number).await {
+                Ok(open) if open.known.as_deref().is_some_and(has) => return Ok(open),
+                Ok(_) | Err(NoStep::Absent) => {}
+                // It may be the one.
+                Err(failed @ NoStep::Failed(_)) => return Err(failed),
+            }
+        }
+        Err(NoStep::Absent)
+    }
+
+    /// A repository's revisions: the number of each step that has it, and its commit. Plans those that are not known.
+    pub(super) async fn branches(
+        self: &Arc<Self>,
+        visitor: Visitor,
+        id: &str,
+    ) -> Result<Vec<(u64, String)>, NoRepository> {
+        if !self.may_pass(visitor) {
+            return Err(NoRepository::Denied);
+        }
+        let place = self.views.iter().position(|view| view.id == id).ok_or(NoRepository::Name)?;
+        let mut branches = Vec::new();
+        for step in self.run.steps() {
+            match self.step(step.number).await {
+                Ok(open) => {
+                    branches.extend(self.repository(&open, place).ok().map(|found| (step.number, found.commit)));
+                }
+                Err(NoStep::Absent) => {}
+                Err(NoStep::Failed(message)) => return Err(NoRepository::Failed(message)),
+            }
+        }
+        Ok(branches)
+    }
+}
+
+impl StepDigests for ServedRun {
+    fn digest_of_node(&self, ino: Ino) -> Option<(String, HeldStep)> {
+        let held = self.run.hold(Run::version_of_node(ino)?).ok()?;
+        let open = self.remember(held);
+        Some((open.known?.digest.clone(), open.held))
+    }
+}
+
+/// The number of a step as it is written.
+fn step_number(text: &str) -> Option<u64> {
+    let number: u64 = text.parse().ok()?;
+    (number.to_string() == text).then_some(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_have_one_name_each() {
+        for (text, expected) in [
+            ("0", Some(0)),
+            ("200", Some(200)),
+            ("0200", None),
+            ("+2", None),
+            ("", None),
+            ("2a", None),
+            ("18446744073709551616", None),
+        ] {
+            assert_eq!(step_number(text), expected, "{text}");
+        }
+    }
+}
