@@ -229,6 +229,10 @@ fn step_word(checkpoint: &Checkpoint, step: &Step) -> String {
         Step::Compute(operation, term) => (operation, term),
         Step::Round(dtype) => return format!("round to {dtype}"),
         Step::Exp => return "exp".to_owned(),
+        Step::Dot(operand) => {
+            let (terms, name) = (operand.index.terms().count, checkpoint.tensor(operand.tensor.id).name);
+            return format!("sum of {terms} products with {name}");
+        }
     };
     let word = match operation {
         Operation::Multiply | Operation::MultiplyFlush => "times",

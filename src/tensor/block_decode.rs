@@ -12,6 +12,7 @@ use super::{
     DType, Digit, Operand, Operation, Program, Step, Term, Value, Window,
     convert::{constant_step, element_bytes},
     decode::{over, over_up, within},
+    dot::Dot,
     field::{BOUND_MAX, FieldReader, Fields},
     kernel::{Level, product, row, unpack},
     shape::to_usize,
@@ -42,6 +43,8 @@ enum NodeStep<'a> {
 #[derive(Clone, Debug)]
 struct ValueNode<'a> {
     fields: Fields<'a>,
+    /// The loaded value, if it is a sum of products of `fields` and others.
+    dot: Option<Box<Dot<'a>>>,
     steps: Vec<NodeStep<'a>>,
     /// Where it, or an operand of its steps, may change.
     changes: SmallVec<[Change; 4]>,
@@ -144,10 +147,17 @@ impl<'a> ValueNode<'a> {
         let Value { load: Operand { field, index, .. }, steps } = value;
         let window = next(windows);
         let digits = index.digits();
-        let (fields, folded) = Fields::new(field, digits, steps, window);
+        let (fields, mut folded) = Fields::new(field, digits, steps, window);
+        let mut others: &[Digit] = &[];
+        let dot = value.dot().map(|right| {
+            others = right.index.digits();
+            folded = 1;
+            Box::new(Dot::new(&value.load, window, right, next(windows)))
+        });
         let mut changes: SmallVec<[Change; 4]> = digits
             .iter()
-            .filter(|digit| digit.count() > 1)
+            .chain(others)
+            .filter(|digit| digit.count() > 1 && digit.stride > 0)
             .map(|digit| Change { block: digit.divisor * digit.group, around: digit.period() })
             .collect();
         let mut bound = fields.reader.bound();
@@ -166,7 +176,7 @@ impl<'a> ValueNode<'a> {
                     bound = bound_after(*operation, bound, constant.is_finite().then_some(constant.abs()));
                     NodeStep::Constant(step)
                 }
-                Step::Round(_) | Step::Exp => {
+                Step::Round(_) | Step::Exp | Step::Dot(_) => {
                     bound = None;
                     NodeStep::Constant(step)
                 }
@@ -174,7 +184,7 @@ impl<'a> ValueNode<'a> {
             .collect();
         changes.sort_unstable_by_key(|change| (change.block, change.around));
         changes.dedup();
-        Self { fields, steps, changes, bound, scratch: Vec::new(), last: None }
+        Self { fields, dot, steps, changes, bound, scratch: Vec::new(), last: None }
     }
 
     /// The values of some lines of equal length, each with elements `n`, `n + stride`, …
@@ -189,7 +199,10 @@ impl<'a> ValueNode<'a> {
     fn all_but_last(&mut self, level: Level, firsts: &[u64], stride: u64, values: &mut [[u8; 4]], rounded: &mut [u8]) {
         let count = values.len() / firsts.len();
         for (n, line) in firsts.iter().zip(values.chunks_exact_mut(count)) {
-            self.fields.load(level, *n, stride, line);
+            match &mut self.dot {
+                Some(dot) => dot.load(level, *n, stride, line),
+                None => self.fields.load(level, *n, stride, line),
+            }
         }
         if let Some((_, steps)) = self.steps.split_last_mut() {
             for step in steps {

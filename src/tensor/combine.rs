@@ -311,13 +311,18 @@ fn index_map(offset: u64, lines: impl Iterator<Item = (u64, u64, u64)>) -> Index
     IndexMap::new(&digits)
 }
 
+/// An operand with the next index. Its terms stay.
+fn with_map(operand: &Operand, maps: &mut dyn Iterator<Item = IndexMap>) -> Operand {
+    let index = maps.next().expect("there is a map for each operand").with_terms(operand.index.terms());
+    Operand { tensor: operand.tensor.clone(), field: operand.field.clone(), index }
+}
+
 /// The value with other indexes of its operands, in their order.
 fn with_maps(value: &Value, maps: &mut dyn Iterator<Item = IndexMap>) -> Value {
-    let Operand { tensor, field, .. } = &value.load;
-    let index = maps.next().expect("there is a map for each operand");
-    let load = Operand { tensor: tensor.clone(), field: field.clone(), index };
+    let load = with_map(&value.load, maps);
     let steps = value.steps.iter().map(|step| match step {
         Step::Compute(operation, Term::Value(value)) => Step::Compute(*operation, with_maps(value, maps).into()),
+        Step::Dot(operand) => Step::Dot(with_map(operand, maps).into()),
         Step::Compute(_, Term::Constant(_)) | Step::Round(_) | Step::Exp => step.clone(),
     });
     Value { load, steps: steps.collect() }

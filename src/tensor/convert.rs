@@ -46,6 +46,7 @@ pub(super) fn apply_constants(steps: &[Step], value: u32) -> u32 {
         Step::Compute(operation, Term::Constant(constant)) => row::one(*operation)(value, constant.to_bits()),
         Step::Exp => exp(value),
         Step::Compute(_, Term::Value(value)) => panic!("{value:?} is not constant"),
+        Step::Dot(operand) => panic!("{operand:?} is not constant"),
     })
 }
 
@@ -243,6 +244,7 @@ pub(super) fn constant_step(level: Level, step: &Step, values: &mut [[u8; 4]], r
         }
         Step::Exp => exp_all(values),
         Step::Compute(_, Term::Value(value)) => panic!("{value:?} is not constant"),
+        Step::Dot(operand) => panic!("{operand:?} is not constant"),
     }
 }
 

@@ -273,8 +273,28 @@ impl Digit {
 }
 
 /// From a logical element to the index of a stored one: a sum of digits. Without digits it is always 0.
+///
+/// A factor of a sum of products has several stored elements for each logical one, its *terms*: the first at that index, the others
+/// one after the other at a fixed distance.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct IndexMap(Arc<[Digit]>);
+pub struct IndexMap {
+    digits: Arc<[Digit]>,
+    terms: Terms,
+}
+
+/// The stored elements of one logical element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// Their number.
+    pub count: u64,
+    /// The distance of each from the one before.
+    pub stride: u64,
+}
+
+impl Terms {
+    /// A single stored element.
+    pub const ONE: Self = Self { count: 1, stride: 0 };
+}
 
 /// Why an operand cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -298,6 +318,9 @@ pub enum OperandError {
     /// Values of a type that has none in f32.
     #[error("{0} values are not converted")]
     NotFloat(DType),
+    /// The two sides of a sum of products have different numbers of terms, or none, or a value that is no such sum has several.
+    #[error("a sum of products with {0} terms on one side and {1} on the other")]
+    Terms(u64, u64),
     /// The index leaves the tensor.
     #[error("reads {needed_bits} bits of a tensor {dtype} {shape}, which has {found_bits}")]
     OutOfBounds {
@@ -315,26 +338,42 @@ pub enum OperandError {
 impl IndexMap {
     /// The sum of these digits.
     pub fn new(digits: &[Digit]) -> Self {
-        Self(digits.into())
+        Self { digits: digits.into(), terms: Terms::ONE }
+    }
+
+    /// These digits, with several stored elements for each logical one.
+    #[must_use]
+    pub fn with_terms(self, terms: Terms) -> Self {
+        Self { terms, ..self }
     }
 
     /// The digits.
     pub fn digits(&self) -> &[Digit] {
-        &self.0
+        &self.digits
     }
 
-    /// The index of element `n`.
+    /// The stored elements of each logical one.
+    pub const fn terms(&self) -> Terms {
+        self.terms
+    }
+
+    /// Whether the index is a sum of positions on axes, each times a number.
+    pub(super) fn is_affine(&self) -> bool {
+        self.digits.iter().all(|digit| digit.group == 1 && digit.turn >= digit.modulus && digit.table.is_none())
+    }
+
+    /// The index of element `n`, of its first term.
     ///
     /// # Panics
     /// If a table lacks a digit. Views exclude this.
     pub fn at(&self, n: u64) -> u64 {
-        self.0.iter().map(|digit| digit.summand(digit.of(n))).sum()
+        self.digits.iter().map(|digit| digit.summand(digit.of(n))).sum()
     }
 
     /// The strides, in elements, at which axes of the digits repeat and at which their positions change. Each divides the one before.
     pub(super) fn borders(&self) -> impl Iterator<Item = u64> {
         let mut borders: SmallVec<[u64; 8]> =
-            self.0.iter().flat_map(|digit| [digit.period(), digit.divisor]).filter(|border| *border > 1).collect();
+            self.digits.iter().flat_map(|digit| [digit.period(), digit.divisor]).filter(|border| *border > 1).collect();
         borders.sort_unstable_by(|a, b| b.cmp(a));
         borders.dedup();
         borders.into_iter()
@@ -342,8 +381,9 @@ impl IndexMap {
 
     /// The greatest index.
     fn last(&self) -> Result<u64, OperandError> {
-        let mut sum = 0u64;
-        for (at, digit) in self.0.iter().enumerate() {
+        let last_term = self.terms.count.saturating_sub(1).checked_mul(self.terms.stride);
+        let mut sum = last_term.ok_or(OperandError::Digit(0))?;
+        for (at, digit) in self.digits.iter().enumerate() {
             let positive = [digit.divisor, digit.modulus, digit.group, digit.turn].iter().all(|number| *number > 0);
             let last = if positive { digit.last() } else { None };
             sum = last.and_then(|last| sum.checked_add(last)).ok_or(OperandError::Digit(at))?;
@@ -365,6 +405,11 @@ impl Operand {
     pub fn elements(tensor: SourceTensor) -> Self {
         let index = IndexMap::new(&[Digit::axis(&[tensor.shape.elements()], 0, 1)]);
         Self { field: Field::Float(tensor.dtype), tensor, index }
+    }
+
+    /// This operand of another tensor: `tensor` returns the replacement.
+    fn of_tensor(&self, tensor: &mut dyn FnMut(&SourceTensor) -> SourceTensor) -> Self {
+        Self { tensor: tensor(&self.tensor), field: self.field.clone(), index: self.index.clone() }
     }
 
     /// Bits of the tensor.
@@ -421,12 +466,19 @@ impl Value {
         self
     }
 
+    /// The second factor, if this is a sum of products of two operands.
+    pub fn dot(&self) -> Option<&Operand> {
+        if let Some(Step::Dot(operand)) = self.steps.first() { Some(operand) } else { None }
+    }
+
     /// Calls `visit` with each operand, in the order of the kernels' windows: the loaded one comes first.
     pub fn for_each_operand<'a>(&'a self, visit: &mut dyn FnMut(&'a Operand)) {
         visit(&self.load);
         for step in &self.steps {
-            if let Step::Compute(_, Term::Value(value)) = step {
-                value.for_each_operand(visit);
+            match step {
+                Step::Compute(_, Term::Value(value)) => value.for_each_operand(visit),
+                Step::Dot(operand) => visit(operand),
+                Step::Compute(_, Term::Constant(_)) | Step::Round(_) | Step::Exp => {}
             }
         }
     }
@@ -434,10 +486,10 @@ impl Value {
     /// This value with other tensors: `tensor` returns the replacement of each tensor.
     #[must_use]
     pub fn of_tensors(&self, tensor: &mut dyn FnMut(&SourceTensor) -> SourceTensor) -> Self {
-        let Operand { tensor: of, field, index } = &self.load;
-        let load = Operand { tensor: tensor(of), field: field.clone(), index: index.clone() };
+        let load = self.load.of_tensor(tensor);
         let steps = self.steps.iter().map(|step| match step {
             Step::Compute(operation, Term::Value(value)) => Step::Compute(*operation, value.of_tensors(tensor).into()),
+            Step::Dot(operand) => Step::Dot(operand.of_tensor(tensor).into()),
             Step::Compute(_, Term::Constant(_)) | Step::Round(_) | Step::Exp => step.clone(),
         });
         Self { load, steps: steps.collect() }
@@ -450,8 +502,26 @@ impl Value {
     pub fn check(&self) -> Result<(), (TensorId, OperandError)> {
         let of_this = |error| (self.load.tensor.id, error);
         self.load.check().map_err(of_this)?;
+        if let (Some(_), Field::Integer(_) | Field::Table(..)) = (self.dot(), &self.load.field) {
+            return Err(of_this(OperandError::NotFloat(self.load.tensor.dtype)));
+        }
+        let terms = self.load.index.terms().count;
+        let others = self.dot().map_or(1, |operand| operand.index.terms().count);
+        if terms != others || terms == 0 {
+            return Err(of_this(OperandError::Terms(terms, others)));
+        }
+        let after_first = self.steps.iter().skip(1);
+        if let Some(Step::Dot(operand)) = after_first.into_iter().find(|step| matches!(step, Step::Dot(_))) {
+            return Err((operand.tensor.id, OperandError::Terms(1, operand.index.terms().count)));
+        }
         self.steps.iter().try_for_each(|step| match step {
             Step::Round(dtype) if !dtype.is_float() => Err(of_this(OperandError::NotFloat(*dtype))),
+            Step::Dot(operand) => match operand.field {
+                Field::Float(_) => operand.check().map_err(|error| (operand.tensor.id, error)),
+                Field::Integer(_) | Field::Table(..) => {
+                    Err((operand.tensor.id, OperandError::NotFloat(operand.tensor.dtype)))
+                }
+            },
             Step::Compute(_, Term::Value(value)) => value.check(),
             Step::Round(_) | Step::Exp | Step::Compute(_, Term::Constant(_)) => Ok(()),
         })
@@ -467,6 +537,9 @@ pub enum Step {
     Compute(Operation, Term),
     /// The f32 nearest to `e` to the power of the value.
     Exp,
+    /// The sum of products of the terms of the loaded operand and those of this one, which are as many: the first product, plus the
+    /// second, plus the third and so on. Each product and each sum is rounded to f32. Only the first step of a value can be this one.
+    Dot(Box<Operand>),
 }
 
 /// Arithmetic in f32.

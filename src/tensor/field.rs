@@ -53,7 +53,7 @@ impl FieldReader<'_> {
         }
     }
 
-    fn one(&self, window: Window<'_>, index: u64) -> u32 {
+    pub(super) fn one(&self, window: Window<'_>, index: u64) -> u32 {
         match self {
             Self::Float { bytes, dtype, .. } => float::widen_one(*dtype, &window.from(index * *bytes as u64)[..*bytes]),
             Self::Integer(bits) => integer(*bits, code(*bits, window, index)),
@@ -144,7 +144,7 @@ fn reader<'a>(field: &'a Field, steps: &[Step]) -> (FieldReader<'a>, usize) {
             (FieldReader::Float { bytes: element_bytes(*dtype), widen, dtype: *dtype }, 0)
         }
         Field::Integer(bits) | Field::Table(bits, _) if bits.width == TABLE_BITS => {
-            let constant = |step: &&Step| !matches!(step, Step::Compute(_, Term::Value(_)));
+            let constant = |step: &&Step| !matches!(step, Step::Compute(_, Term::Value(_)) | Step::Dot(_));
             let folded = steps.iter().take_while(constant).count();
             let table = std::array::from_fn(|code| {
                 let value = match field {
@@ -184,7 +184,7 @@ fn words(bits: Bits, digits: &[Digit]) -> Option<PackedWords> {
 }
 
 /// The index of element `n`, the step of the index over the next elements `stride` apart, and their number, at most `count`.
-fn uniform(digits: &[Digit], n: u64, stride: u64, count: usize) -> (u64, u64, usize) {
+pub(super) fn uniform(digits: &[Digit], n: u64, stride: u64, count: usize) -> (u64, u64, usize) {
     let (mut index, mut step, mut valid) = (0, 0, count as u64);
     for digit in digits {
         let from = within(n, digit.period());
@@ -192,7 +192,7 @@ fn uniform(digits: &[Digit], n: u64, stride: u64, count: usize) -> (u64, u64, us
         let block = digit.divisor * digit.group;
         let y = within(over(x, digit.group), digit.turn);
         index += digit.summand(y);
-        if digit.count() <= 1 {
+        if digit.count() <= 1 || digit.stride == 0 {
             continue;
         }
         valid = valid.min(over_up(digit.period() - from, stride));
@@ -209,7 +209,14 @@ fn uniform(digits: &[Digit], n: u64, stride: u64, count: usize) -> (u64, u64, us
 }
 
 /// Reads stored elements at `index`, `index + step`, …
-fn read(level: Level, reader: &FieldReader<'_>, window: Window<'_>, index: u64, step: u64, values: &mut [[u8; 4]]) {
+pub(super) fn read(
+    level: Level,
+    reader: &FieldReader<'_>,
+    window: Window<'_>,
+    index: u64,
+    step: u64,
+    values: &mut [[u8; 4]],
+) {
     if step == 0 || values.len() == 1 {
         values.fill(reader.one(window, index).to_le_bytes());
         return;

@@ -18,6 +18,7 @@ mod combine;
 pub mod convert;
 pub mod cover;
 pub mod decode;
+mod dot;
 pub mod dtype;
 pub mod element;
 pub mod encode;
@@ -45,7 +46,7 @@ pub use convert::{convert_row, convert_scalar};
 pub use cover::CoverFault;
 pub use decode::{
     BitOrder, Bits, Decode, Digit, Field, IndexMap, Load, Operand, OperandError, Operation, Program, SourceTensor,
-    Step, TensorId, Term, Value, block_index,
+    Step, TensorId, Term, Terms, Value, block_index,
 };
 pub use dtype::{DType, Unit};
 pub use element::Element;

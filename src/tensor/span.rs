@@ -6,7 +6,7 @@
 //! all needed bytes. It holds more only within a group whose digits share a word, and where a view takes every second
 //! element of such a group.
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use super::{
     Digit, Operand, Value,
@@ -102,7 +102,8 @@ fn index_runs(operand: &Operand, borders: &[u64], first: u64, loops: &[(usize, L
     let digits = operand.index.digits();
     let moves = |digit: &Digit, axis: usize| digit.divisor <= borders[axis] && borders[axis] < digit.period();
     // Loops that move the index evenly, and the others.
-    let mut even: SmallVec<[(u64, u64); 8]> = SmallVec::new();
+    let terms = operand.index.terms();
+    let mut even: SmallVec<[(u64, u64); 8]> = smallvec![(terms.count, terms.stride)];
     let mut uneven: SmallVec<[(usize, Loop); 4]> = SmallVec::new();
     for (axis, l) in loops {
         let delta = digits.iter().filter(|digit| moves(digit, *axis)).try_fold(0, |sum, digit| {

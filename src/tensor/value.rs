@@ -3,7 +3,7 @@
 //! [`decode_scalar`] is the reference for all code that decodes many elements at a time.
 
 use super::{
-    BitOrder, Bits, Decode, Field, Load, Step, Term, Value,
+    BitOrder, Bits, Decode, Field, Load, Operand, Operation, Step, Term, Value,
     convert::{apply_constants, convert_scalar, element_bytes},
     float,
     kernel::row,
@@ -57,13 +57,30 @@ pub fn decode_scalar(decode: &Decode, windows: &[Window<'_>], n: u64, target: &m
 
 fn scalar<'a>(value: &Value, windows: &mut impl Iterator<Item = &'a Window<'a>>, n: u64) -> u32 {
     let window = next(windows);
-    let loaded = stored(&value.load.field, window, value.load.index.at(n));
+    let loaded = match value.dot() {
+        Some(right) => dot((&value.load, window), (right, next(windows)), n),
+        None => stored(&value.load.field, window, value.load.index.at(n)),
+    };
     value.steps.iter().fold(loaded, |left, step| match step {
+        // It is the loaded value.
+        Step::Dot(_) => left,
         Step::Compute(operation, Term::Value(value)) => row::one(*operation)(left, scalar(value, windows, n)),
         Step::Round(_) | Step::Exp | Step::Compute(_, Term::Constant(_)) => {
             apply_constants(std::slice::from_ref(step), left)
         }
     })
+}
+
+/// The sum of products of two operands for element `n`, as f32 bits.
+fn dot((left, of_left): (&Operand, Window<'_>), (right, of_right): (&Operand, Window<'_>), n: u64) -> u32 {
+    let (first, second) = (left.index.at(n), right.index.at(n));
+    let strides = (left.index.terms().stride, right.index.terms().stride);
+    let product = |term: u64| {
+        let a = stored(&left.field, of_left, first + term * strides.0);
+        let b = stored(&right.field, of_right, second + term * strides.1);
+        row::one(Operation::Multiply)(a, b)
+    };
+    (1..left.index.terms().count).fold(product(0), |sum, term| row::one(Operation::Add)(sum, product(term)))
 }
 
 pub(super) fn next<'a>(windows: &mut impl Iterator<Item = &'a Window<'a>>) -> Window<'a> {

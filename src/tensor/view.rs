@@ -14,7 +14,7 @@ use std::sync::{
 };
 
 use super::{
-    DType, Element, Mosaic, Region, Shape, ShapeError, SourceTensor, TensorId,
+    DType, Digit, Element, IndexMap, Mosaic, Region, Shape, ShapeError, SourceTensor, Step, TensorId, Terms,
     decode::{Field, Operand, Operation, Value, block_index},
     encode::{Bands, EncodedPart, Encoder},
     shape::PerAxis,
@@ -250,6 +250,32 @@ impl View {
             value.check().map_err(|(tensor, error)| ViewError::Operand { tensor, shape: shape.clone(), error })?;
         }
         Ok(Self::new(shape, DType::F32, Op::Quantized(value)))
+    }
+
+    /// The product of two matrices, in f32: each element is the sum of products of a row of `left` and a column of `right`, added from
+    /// the first to the last.
+    ///
+    /// # Errors
+    /// [`ViewError::Matrices`] unless both are matrices, and `left` has as many columns as `right` has rows, at least one;
+    /// [`ViewError::Operand`] if one of them is not of floats.
+    pub fn matrix_product(left: SourceTensor, right: SourceTensor) -> Result<Self, ViewError> {
+        let ([rows, terms], [others, columns]) = (left.shape.extents(), right.shape.extents()) else {
+            return Err(ViewError::Matrices { left: left.shape, right: right.shape });
+        };
+        if terms != others || *terms == 0 {
+            return Err(ViewError::Matrices { left: left.shape, right: right.shape });
+        }
+        let shape = Shape::try_new(&[*rows, *columns])?;
+        let of_rows = Digit::axis(shape.extents(), 0, *terms);
+        let of_columns = Digit::axis(shape.extents(), 1, 1);
+        let of_terms = |stride: u64| Terms { count: *terms, stride };
+        let (by_row, by_column) = (
+            IndexMap::new(&[of_rows]).with_terms(of_terms(1)),
+            IndexMap::new(&[of_columns]).with_terms(of_terms(*columns)),
+        );
+        let load = Operand { field: Field::Float(left.dtype), index: by_row, tensor: left };
+        let factor = Operand { field: Field::Float(right.dtype), index: by_column, tensor: right };
+        Self::quantized(shape, Value { load, steps: vec![Step::Dot(factor.into())] })
     }
 
     /// What an encoder makes of matrices.
@@ -580,7 +606,16 @@ impl View {
     /// The codes of the first quantized tensor in this expression.
     fn coded(&self) -> Option<TensorId> {
         match self.op() {
-            Op::Quantized(value) => Some(value.load.tensor.id),
+            Op::Quantized(value) => {
+                let mut found = None;
+                value.for_each_operand(&mut |operand| {
+                    let is_plain = matches!(operand.field, Field::Float(_)) && operand.index.is_affine();
+                    if !is_plain {
+                        found = found.or(Some(operand.tensor.id));
+                    }
+                });
+                found
+            }
             Op::Encoded { of, .. } => {
                 let mut first = None;
                 of.input.for_each_stored(&mut |id| first = first.or(Some(id)));

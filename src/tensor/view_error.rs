@@ -131,6 +131,14 @@ pub enum ViewError {
         /// Shape they have.
         found: Shape,
     },
+    /// Two tensors that have no product of matrices.
+    #[error("product: expected a matrix and one with a row for each of its columns, found {left} and {right}")]
+    Matrices {
+        /// Shape of the left factor.
+        left: Shape,
+        /// Shape of the right factor.
+        right: Shape,
+    },
     /// A stored tensor does not hold the elements that a quantized one needs.
     #[error("decode: tensor #{} does not fit a value of shape {shape}: {error}", tensor.0)]
     Operand {

@@ -260,11 +260,12 @@ impl<'a> Evaluator<'a> {
     /// Element `number` of a quantized tensor, as f32 bits: the loaded value, then one operation after the other, each with its
     /// own rounding.
     fn decoded(&mut self, value: &Value, number: u64) -> Result<u32, ReferenceError> {
-        let mut result = self.stored(&value.load, number)?;
+        let mut result = self.stored(&value.load, number, 0)?;
         for step in &value.steps {
             result = match step {
                 Step::Round(dtype) => widen(*dtype, round(*dtype, result)),
                 Step::Exp => exp(result),
+                Step::Dot(operand) => self.sum_of_products(&value.load, operand, number)?,
                 Step::Compute(operation, term) => {
                     let right = match term {
                         Term::Constant(constant) => constant.to_bits(),
@@ -283,9 +284,20 @@ impl<'a> Evaluator<'a> {
         Ok(result)
     }
 
-    /// The stored value of an operand for element `number`, as f32 bits.
-    fn stored(&mut self, operand: &Operand, number: u64) -> Result<u32, ReferenceError> {
-        let mut index = 0;
+    /// The products of the terms of two operands for element `number`, added from the first to the last.
+    fn sum_of_products(&mut self, left: &Operand, right: &Operand, number: u64) -> Result<u32, ReferenceError> {
+        let mut sum = None;
+        for term in 0..left.index.terms().count {
+            let (a, b) = (self.stored(left, number, term)?, self.stored(right, number, term)?);
+            let product = multiply(a, b, false);
+            sum = Some(sum.map_or(product, |sum| add(sum, product)));
+        }
+        Ok(sum.expect("views check that there is a term"))
+    }
+
+    /// The stored value of a term of an operand for element `number`, as f32 bits.
+    fn stored(&mut self, operand: &Operand, number: u64, term: u64) -> Result<u32, ReferenceError> {
+        let mut index = term * operand.index.terms().stride;
         for digit in operand.index.digits() {
             let position = number / digit.divisor % digit.modulus;
             let mut place = position / digit.group % digit.turn;
