@@ -544,6 +544,7 @@ impl ChosenFiles<'_> {
             directories: self.directories,
             warnings: self.warnings,
             compared: ComparedHeads::default(),
+            merges: None,
         })
     }
 }

@@ -18,6 +18,7 @@ use super::{
     container::{Container, LeftOut, SavedTree},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
+    merges::{Merge, Merges},
     prefix,
     problem::{CheckpointError, Problems},
     promised,
@@ -68,6 +69,8 @@ pub struct Checkpoint {
     pub(super) warnings: Vec<String>,
     /// Output heads that were compared with the embedding.
     pub(super) compared: ComparedHeads,
+    /// An adapter that is merged into the tensors.
+    pub(super) merges: Option<Arc<Merges>>,
 }
 
 /// The tensor that every checkpoint of Megatron has, and no repository.
@@ -222,7 +225,36 @@ impl Checkpoint {
             directories: self.directories.clone(),
             warnings: self.warnings.clone(),
             compared: self.compared.clone(),
+            merges: self.merges.clone(),
         })
+    }
+
+    /// This checkpoint with an adapter merged into its tensors. The table stays that of the stored tensors: what is made of one is
+    /// for the views of it ([`Checkpoint::merge_of`]).
+    ///
+    /// # Errors
+    /// As of [`Checkpoint::derived`]; none for a checkpoint as it was opened.
+    pub fn merging(&self, merges: Arc<Merges>) -> Result<Self, Vec<String>> {
+        let rows = self.tensors().map(|(id, info)| (id, Cow::Borrowed(info.name)));
+        let same = self.showing(&self.table, rows, None)?;
+        Ok(Self { merges: Some(merges), ..same })
+    }
+
+    /// The adapter that is merged into the tensors, if one is.
+    pub fn merges(&self) -> Option<&Merges> {
+        self.merges.as_deref()
+    }
+
+    /// What a merged adapter makes of a tensor, if anything.
+    pub fn merge_of(&self, id: TensorId) -> Option<&Merge> {
+        self.merges.as_ref()?.of(id)
+    }
+
+    /// The tensors of an adapter, under its own names.
+    pub fn of_adapter(&self, adapter: &Adapter) -> impl Iterator<Item = (TensorId, TensorInfo<'_>)> {
+        let file = adapter.file;
+        let ids = self.table.stored_ids().filter(move |id| self.file_of(*id) == file);
+        ids.map(|id| (id, self.tensor(id)))
     }
 
     /// Output heads that were compared with the embedding, here or in what was derived from the same checkpoint.

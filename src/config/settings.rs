@@ -85,6 +85,8 @@ pub struct ViewSettings {
     pub tied: Option<Tied>,
     /// Directory of a LoRA adapter.
     pub lora: Option<PathBuf>,
+    /// Directory of a LoRA adapter that is merged into the tensors.
+    pub merge_lora: Option<PathBuf>,
     /// Tensors to show.
     pub include: Vec<Pattern>,
     /// Tensors not to show.

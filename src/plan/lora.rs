@@ -19,7 +19,7 @@ use super::{
 };
 
 /// The prefix of the base model's names.
-const PREFIX: &str = "base_model.model.";
+pub(super) const PREFIX: &str = "base_model.model.";
 
 /// The name that PEFT gives to an adapter.
 const NAME: &str = "default";
@@ -34,7 +34,7 @@ enum Targets {
     Stored,
 }
 
-struct Lora {
+pub(super) struct Lora {
     targets: Targets,
     exclude: Vec<String>,
     exclude_matching: Option<PythonRegex>,
@@ -51,7 +51,7 @@ struct Lora {
 }
 
 /// Shapes of an adapter's matrices, by module and by what follows the module's name.
-type Matrices = BTreeMap<String, BTreeMap<String, Shape>>;
+pub(super) type Matrices = BTreeMap<String, BTreeMap<String, Shape>>;
 
 /// Ranks of modules: one for all, and others for modules whose names end with what an expression matches.
 #[derive(Debug)]
@@ -92,7 +92,7 @@ fn not_usable(member: &str, pattern: &str) -> String {
 }
 
 /// The entries of a dictionary whose keys are expressions for the ends of modules' names, in order.
-fn by_pattern<'c>(config: &'c Value, member: &str) -> Result<Vec<(PythonRegex, &'c Value)>, String> {
+pub(super) fn by_pattern<'c>(config: &'c Value, member: &str) -> Result<Vec<(PythonRegex, &'c Value)>, String> {
     let entries = config[member].as_object().into_iter().flatten();
     let entry = |(pattern, value): (&String, &'c Value)| {
         let regex = PythonRegex::new(r"^(?:.*\.)?(?:", pattern, ")$").ok_or_else(|| not_usable(member, pattern))?;
@@ -107,7 +107,7 @@ fn ends_with(module: &str, name: &str) -> bool {
 }
 
 impl Lora {
-    fn read(config: &Value, stored: Matrices) -> Result<Self, String> {
+    pub(super) fn read(config: &Value, stored: Matrices) -> Result<Self, String> {
         if config["peft_type"].as_str() != Some("LORA") {
             return Err(format!("peft_type: expected LORA, found {}", config["peft_type"]));
         }
@@ -172,6 +172,16 @@ impl Lora {
         })
     }
 
+    /// The rank of a module's matrices.
+    pub(super) fn rank_of(&self, module: &str) -> Option<u64> {
+        self.ranks.of(module)
+    }
+
+    /// Whether the base's weights are `[in, out]`.
+    pub(super) const fn is_transposed(&self) -> bool {
+        self.is_transposed
+    }
+
     /// Splits a name after the saved module that it belongs to: the outermost whose name ends with an entry of `modules_to_save`,
     /// as letters, not as words.
     fn saved<'n>(&self, name: &'n str) -> Option<(&'n str, &'n str)> {
@@ -179,7 +189,8 @@ impl Lora {
         modules.find(|(module, _)| self.to_save.iter().any(|saved| module.ends_with(saved.as_str())))
     }
 
-    fn targets(&self, module: &str) -> bool {
+    /// Whether the adapter targets a module.
+    pub(super) fn targets(&self, module: &str) -> bool {
         let excluded = self.exclude.iter().any(|name| ends_with(module, name))
             || self.exclude_matching.as_ref().is_some_and(|regex| regex.matches(module) == Some(true));
         if excluded {
@@ -202,7 +213,7 @@ impl Lora {
 }
 
 /// The module of one of an adapter's matrices, without the prefix, and the matrix in it: `lora_A.weight`, `lora_embedding_B`.
-fn matrix(name: &str) -> Option<(&str, &str)> {
+pub(super) fn matrix(name: &str) -> Option<(&str, &str)> {
     let base = name.strip_prefix(PREFIX)?;
     let at = base.rfind(".lora_")?;
     Some((&base[..at], &base[at + 1..]))

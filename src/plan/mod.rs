@@ -8,7 +8,7 @@
 //! | place | holds |
 //! | --- | --- |
 //! | `build` | the stages of [`Plan::build`], in order |
-//! | `select`, `lora`, `respelled`, `values` | which tensors of the checkpoint are wanted, under which names and in which dtype |
+//! | `select`, `lora`, `merge`, `respelled`, `values` | which tensors of the checkpoint are wanted, under which names and in which dtype |
 //! | `experts` | one form of the experts of a layer, however they are named and fused |
 //! | `canonical`, `family`, `kind`, `modules`, `stored` | layouts by tables: names and roles of known families, of transformers' modules, or of a trainer |
 //! | `library` | what the models' own library says: buffers, and what stays in float32 |
@@ -38,6 +38,7 @@ pub mod layout_file;
 pub mod layouts;
 pub mod library;
 mod lora;
+mod merge;
 mod modules;
 mod name;
 mod need;

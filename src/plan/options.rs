@@ -166,6 +166,8 @@ pub struct ViewOptions {
     pub tied: Tied,
     /// Directory of a LoRA adapter, one of those with which the checkpoint was opened.
     pub lora: Option<PathBuf>,
+    /// Directory of a LoRA adapter that is merged into the tensors, one of those with which the checkpoint was opened.
+    pub merge_lora: Option<PathBuf>,
 }
 
 impl Layout {
@@ -249,6 +251,7 @@ impl ViewOptions {
                 .collect(),
             tied: settings.tied.unwrap_or(Tied::Auto),
             lora: settings.lora.clone(),
+            merge_lora: settings.merge_lora.clone(),
             set: settings.set.iter().map(|(name, value)| (name.clone(), value.text())).collect(),
             logical_rules: settings.logical_rules.clone(),
             chunk_bytes_max: settings.chunk_bytes.map(|bytes| bytes.0),

@@ -162,15 +162,19 @@ impl<'a> Values<'a> {
             Some(dtype) => view.cast(dtype).map_err(named),
             None => Ok(view),
         };
+        let shown = |view: View| match self.checkpoint.merge_of(id) {
+            Some(merge) => merge.view(view, dtype.unwrap_or(info.dtype)).map_err(named),
+            None => cast(view),
+        };
         match info.storage {
             Storage::Quantized(quantized) => {
                 quantized.view().and_then(|view| view.cast(dtype.unwrap_or(quantized.dtype))).map_err(named)
             }
             Storage::Plain { .. } => {
                 let shape = Shape::try_new(info.shape).map_err(|error| named(error.into()))?;
-                cast(View::source(SourceTensor { id, dtype: info.dtype, shape }))
+                shown(View::source(SourceTensor { id, dtype: info.dtype, shape }))
             }
-            Storage::Mosaic(mosaic) => cast(View::mosaic(mosaic.of_view())),
+            Storage::Mosaic(mosaic) => shown(View::mosaic(mosaic.of_view())),
             Storage::Composed(composed) => {
                 self.view(composed.of, dtype).and_then(|view| composed.part.of_view(view).map_err(named))
             }

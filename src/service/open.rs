@@ -79,7 +79,8 @@ pub(super) fn make_complete(source: &mut String, waits: &WaitRegistry) -> Result
 pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOptions {
     let io = config.mount.source_io.unwrap_or_default();
     let follow_symlinks = config.mount.follow_symlinks.unwrap_or(false);
-    let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
+    let of_view = |view: &ckfs_config::ViewConfig| [view.settings.lora.clone(), view.settings.merge_lora.clone()];
+    let mut adapters: Vec<_> = config.views.iter().flat_map(of_view).flatten().collect();
     adapters.sort();
     adapters.dedup();
     let (config_from, fill_from) = (config.config_from.clone(), config.fill_from.clone());

@@ -48,7 +48,7 @@ use super::{
     layout_file,
     layouts::FAMILY,
     library::Model,
-    lora, modules,
+    lora, merge, modules,
     name_group::fold,
     names, packed, shard, stored,
     survey::{devices, family, family_problem, missing_layers, no_layers},
@@ -63,7 +63,11 @@ impl Plan {
     /// # Errors
     /// Everything wrong with the plan, at once.
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
-        let mut plan = build(checkpoint, &options.for_checkpoint(checkpoint))?;
+        let chosen = options.for_checkpoint(checkpoint);
+        let mut warnings = Vec::new();
+        let merged = merge::merged(checkpoint, &chosen, &mut warnings)?;
+        let mut plan = build(merged.as_ref().unwrap_or(checkpoint), &chosen)?;
+        plan.warnings.append(&mut warnings);
         if let Some(rename) = options.unwrapping(checkpoint) {
             plan.warnings.push(format!(
                 "the names of the training state are shown without what matches '{}': --source-rename replaces this",

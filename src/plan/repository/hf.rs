@@ -109,11 +109,14 @@ pub(crate) fn plan(
         && originals(original).all(|(_, _, id)| original.is_whole(id))
         && checkpoint.tensors().len() == original.tensors().len();
     let unchanged = || originals(original).map(|(_, path, id)| original_file(path, id)).collect();
-    if has_all && !values.converts() && names.keep_all() && std::ptr::eq(checkpoint, original) {
+    let is_merged = original.merges().is_some();
+    if has_all && !is_merged && !values.converts() && names.keep_all() && std::ptr::eq(checkpoint, original) {
         return Ok(unchanged());
     }
     let shown = shown(original, values, names, head, quantizer)?;
-    let is_as_before = |(id, name, view): &Shown| view.as_source().is_some() && *name == original.tensor(*id).name;
+    let is_as_before = |(id, name, view): &Shown| {
+        view.as_source().is_some_and(|source| source.id == *id) && *name == original.tensor(*id).name
+    };
     if has_all && shown.iter().all(is_as_before) {
         return Ok(unchanged());
     }

@@ -46,6 +46,7 @@ class OpenSettings(TypedDict, total=False):
     source_rename: Sequence[str | Mapping[str, Any]] | str
     tied: Literal["auto", "alias", "absent"]
     lora: Path
+    merge_lora: Path
     include: Patterns
     exclude: Patterns
     layers: str

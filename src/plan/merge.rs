@@ -1,0 +1,404 @@
+//! A LoRA adapter merged into a checkpoint: which tensors it changes, by how much, and whether that can be done.
+//!
+//! The adapter is one of PEFT. Each pair of its matrices belongs to a module, whose weight becomes `W + factor * (B @ A)`, and each
+//! other tensor replaces one of the checkpoint. All layouts then see the merged tensors.
+//!
+//! What it deliberately does not do: guess. An adapter that PEFT would merge by another formula, or that was trained on a base whose
+//! weights PEFT had changed first, is refused, and so is a tensor that belongs to nothing.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use ckfs_checkpoint::{Adapter, Checkpoint, Merge, Merges, ScaledProduct, Storage, TensorInfo};
+use ckfs_tensor::{DType, Shape, SourceTensor, TensorId};
+use serde_json::Value;
+
+use super::{
+    ViewOptions,
+    lora::{Lora, PREFIX, by_pattern, matrix},
+    name_group::{NameGroup, fold},
+    names,
+    problem::{PlanError, Problem, RuleLocation},
+    select,
+    survey::family,
+};
+
+/// The matrices of a module whose weight is `[out, in]`, and those of an embedding, whose weight is `[entries, width]`.
+const OF_LINEAR: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
+const OF_EMBEDDING: [&str; 2] = ["lora_embedding_A", "lora_embedding_B"];
+
+/// Members of the configuration that are read, or say nothing of how the adapter is merged.
+const KNOWN: [&str; 28] = [
+    "alpha_pattern",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_config",
+    "megatron_core",
+    "modules_to_save",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "rank_pattern",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "target_parameters",
+    "task_type",
+    "trainable_token_indices",
+];
+
+/// Beginnings of adapters that leave the weights of the base as they are.
+const INITS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
+
+/// The checkpoint with the adapter that the user wants merged; `None` if there is none.
+///
+/// # Errors
+/// Everything that keeps the adapter from being merged.
+pub(super) fn merged(
+    checkpoint: &Checkpoint,
+    options: &ViewOptions,
+    warnings: &mut Vec<String>,
+) -> Result<Option<Checkpoint>, PlanError> {
+    let Some(dir) = &options.merge_lora else { return Ok(None) };
+    let problem = |reason: &str| {
+        PlanError::from(Problem::File { file: format!("merge-lora {}", dir.display()), reason: reason.to_owned() })
+    };
+    if options.lora.is_some() {
+        return Err(problem("--lora shows an adapter beside its base and --merge-lora in it: expected one of the two"));
+    }
+    let adapter = checkpoint.adapter(dir).ok_or_else(|| problem("the source was opened without this adapter"))?;
+    let selected = select::select(checkpoint, &options.subset, family(checkpoint)?.as_ref())?;
+    // An adapter has the names of the model, which a rename of the source gives.
+    let named = selected.whole.as_ref().unwrap_or(checkpoint);
+    let mut merging = Merging { adapter, named, options, problems: Vec::new(), warnings, of: BTreeMap::new() };
+    merging.all();
+    let Merging { problems, of, .. } = merging;
+    if !problems.is_empty() {
+        return Err(PlanError { problems });
+    }
+    let merging = checkpoint.merging(Arc::new(Merges::new(of)));
+    merging.map(Some).map_err(|reasons| problem(&reasons.join("; ")))
+}
+
+/// Numbers of the configuration.
+struct Factors {
+    alpha: f64,
+    alphas: BTreeMap<usize, f64>,
+    patterns: Vec<ckfs_checkpoint::PythonRegex>,
+    by_root: bool,
+}
+
+impl Factors {
+    fn read(config: &Value) -> Result<Self, String> {
+        let alpha = config["lora_alpha"].as_f64();
+        let alpha = alpha.ok_or_else(|| format!("lora_alpha: expected a number, found {}", config["lora_alpha"]))?;
+        let (mut alphas, mut patterns) = (BTreeMap::new(), Vec::new());
+        for (at, (pattern, value)) in by_pattern(config, "alpha_pattern")?.into_iter().enumerate() {
+            let alpha = value.as_f64().ok_or_else(|| format!("alpha_pattern: expected numbers, found {value}"))?;
+            alphas.insert(at, alpha);
+            patterns.push(pattern);
+        }
+        Ok(Self { alpha, alphas, patterns, by_root: config["use_rslora"].as_bool().unwrap_or(false) })
+    }
+
+    /// The number that the product of a module's matrices is multiplied by, rounded to f32 as torch does.
+    #[allow(clippy::cast_possible_truncation, reason = "the nearest f32 is wanted")]
+    #[allow(clippy::cast_precision_loss, reason = "no rank has more than 53 bits")]
+    fn of(&self, module: &str, rank: u64) -> f32 {
+        let found = self.patterns.iter().position(|pattern| pattern.matches(module) == Some(true));
+        let alpha = found.and_then(|at| self.alphas.get(&at)).copied().unwrap_or(self.alpha);
+        let rank = rank as f64;
+        (alpha / if self.by_root { rank.sqrt() } else { rank }) as f32
+    }
+}
+
+/// Whether a member of a configuration says nothing.
+fn is_unset(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Array(list) => list.is_empty(),
+        Value::Object(members) => members.is_empty(),
+        Value::Bool(true) | Value::Number(_) | Value::String(_) => false,
+    }
+}
+
+/// Checks that the adapter is merged as `W + factor * (B @ A)` into the base as it is.
+fn check_kind(config: &Value) -> Result<(), String> {
+    let advice = "merge it with PEFT's merge_and_unload and mount the result";
+    for (member, meaning) in [
+        ("use_dora", "weights of DoRA are scaled by the norms of their rows"),
+        ("lora_bias", "the adapter adds to the biases of the base"),
+        ("alora_invocation_tokens", "an activated LoRA works from a token on, which no merged weight does"),
+    ] {
+        if !is_unset(&config[member]) {
+            return Err(format!("{member}: expected none, found {}: {meaning}; {advice}", config[member]));
+        }
+    }
+    let init = &config["init_lora_weights"];
+    let leaves_base = match init {
+        Value::String(word) => INITS.contains(&word.as_str()),
+        Value::Null | Value::Bool(_) => true,
+        Value::Number(_) | Value::Array(_) | Value::Object(_) => false,
+    };
+    if !leaves_base {
+        return Err(format!(
+            "init_lora_weights: expected true, false or one of {INITS:?}, found {init}: this beginning changes the weights of the \
+             base, to which the adapter is relative; save it with path_initial_model_for_weight_conversion, which makes it an \
+             adapter of the base as it is, or {advice}"
+        ));
+    }
+    let members = config.as_object().into_iter().flatten();
+    let mut unknown = members.filter(|(member, value)| !KNOWN.contains(&member.as_str()) && !is_unset(value));
+    match unknown.find(|(member, _)| !matches!(member.as_str(), "use_rslora")) {
+        Some((member, value)) => {
+            Err(format!("{member}: expected none, found {value}: nobody knows here how that is merged; {advice}"))
+        }
+        None => Ok(()),
+    }
+}
+
+struct Merging<'a> {
+    adapter: &'a Adapter,
+    /// The checkpoint under the names that the model has.
+    named: &'a Checkpoint,
+    options: &'a ViewOptions,
+    problems: Vec<Problem>,
+    warnings: &'a mut Vec<String>,
+    of: BTreeMap<TensorId, Merge>,
+}
+
+fn source(id: TensorId, info: &TensorInfo<'_>) -> Option<SourceTensor> {
+    Some(SourceTensor { id, dtype: info.dtype, shape: Shape::try_new(info.shape).ok()? })
+}
+
+fn is_loadable(dtype: DType) -> bool {
+    matches!(dtype, DType::BF16 | DType::F16 | DType::F32)
+}
+
+impl<'a> Merging<'a> {
+    fn problem(&mut self, tensor: &str, reason: &str) {
+        let file = self.adapter.dir.join("adapter_model.safetensors").display().to_string();
+        self.problems.push(Problem::File { file, reason: format!("{tensor}: {reason}") });
+    }
+
+    /// Decides on all tensors of the adapter.
+    fn all(&mut self) {
+        let (adapter, named) = (self.adapter, self.named);
+        let config = &adapter.config;
+        let mut modules: BTreeMap<&str, BTreeMap<&str, TensorId>> = BTreeMap::new();
+        let mut others = Vec::new();
+        for (id, info) in named.of_adapter(adapter) {
+            match matrix(info.name) {
+                Some((module, matrix)) => {
+                    modules.entry(module).or_default().insert(matrix, id);
+                }
+                None => others.push(id),
+            }
+        }
+        let shapes = |matrices: &BTreeMap<&str, TensorId>| {
+            let shape = |id: &TensorId| Shape::try_new(named.tensor(*id).shape).unwrap_or_else(|_| Shape::scalar());
+            matrices.iter().map(|(matrix, id)| ((*matrix).to_owned(), shape(id))).collect()
+        };
+        let stored = modules.iter().map(|(module, matrices)| ((*module).to_owned(), shapes(matrices))).collect();
+        let read = || Ok((check_kind(config)?, Lora::read(config, stored)?, Factors::read(config)?));
+        let (lora, factors) = match read() {
+            Ok(((), lora, factors)) => (lora, factors),
+            Err(reason) => {
+                let file = adapter.dir.join("adapter_config.json").display().to_string();
+                self.problems.push(Problem::File { file, reason });
+                return;
+            }
+        };
+        let mut unmatched = BTreeSet::new();
+        for id in others {
+            if !self.replace(id) {
+                unmatched.insert(named.tensor(id).name);
+            }
+        }
+        for (module, matrices) in &modules {
+            if lora.targets(module) && named.find(&format!("{module}.weight")).is_some() {
+                self.add(module, matrices, &lora, &factors);
+            } else {
+                unmatched.extend(matrices.values().map(|id| named.tensor(*id).name));
+            }
+        }
+        self.refuse_unmatched(unmatched);
+        self.refuse_missing(&lora, &modules);
+        self.refuse_tied();
+        if self.of.is_empty() && self.problems.is_empty() {
+            self.problem("the adapter", "expected matrices or tensors for the checkpoint, found none");
+        }
+    }
+
+    /// Tensors of the adapter that belong to nothing.
+    fn refuse_unmatched(&mut self, mut names: BTreeSet<&str>) {
+        names.retain(|name| {
+            let is_allowed = self.options.allow_unmapped.accepts(name);
+            if is_allowed {
+                self.warnings.push(format!("merge-lora: {name} belongs to no tensor of the checkpoint, and is not merged"));
+            }
+            !is_allowed
+        });
+        let hint = if self.named.quantized().tensors.is_empty() {
+            "--source-rename gives the checkpoint the names of the model that was trained"
+        } else {
+            "the checkpoint is quantized: merge into the model that it was made of, or --source-rename if names differ"
+        };
+        for group in fold(names.into_iter(), &[]) {
+            let reason = format!(
+                "expected a module that adapter_config.json targets, with a weight in the checkpoint, found none; {hint}; \
+                 --allow-unmapped leaves it out"
+            );
+            self.problem(&group.to_string(), &reason);
+        }
+    }
+
+    /// Modules that the configuration targets and the adapter has not.
+    fn refuse_missing(&mut self, lora: &Lora, modules: &BTreeMap<&str, BTreeMap<&str, TensorId>>) {
+        let mut missing = Vec::new();
+        for (_, info) in self.named.tensors() {
+            let Some(module) = info.name.strip_suffix(".weight") else { continue };
+            if info.shape.len() == 2 && !modules.contains_key(module) && lora.targets(module) {
+                let name = format!("{PREFIX}{module}.{}", OF_LINEAR[0]);
+                if !self.options.allow_missing.accepts(&name) {
+                    missing.push(name);
+                }
+            }
+        }
+        for group in fold(missing.iter().map(String::as_str), &[]) {
+            let for_target = "the adapter's target_modules".to_owned();
+            self.problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
+        }
+    }
+
+    /// Embeddings that are output heads too.
+    fn refuse_tied(&mut self) {
+        let config = self.named.config();
+        let says = |config: &Value| config["tie_word_embeddings"].as_bool() == Some(true);
+        let is_said = config.is_some_and(|config| says(config) || says(&config["text_config"]));
+        let not_stored = names::tied_head(self.named);
+        let is_one = |name: &str| {
+            let ends = [".embed_tokens.weight", ".wte.weight", "lm_head.weight", ".embed_out.weight", ".embed_in.weight"];
+            let dotted = format!(".{name}");
+            (is_said && ends.iter().any(|end| dotted.ends_with(end)))
+                || not_stored.as_ref().is_some_and(|(head, embedding)| name == head || name == embedding)
+        };
+        let names: Vec<&str> =
+            self.of.keys().map(|id| self.named.tensor(*id).name).filter(|name| is_one(name)).collect();
+        for name in names {
+            self.problem(
+                name,
+                "the embedding is the output head too (tie_word_embeddings), and the adapter changes one of them: expected an \
+                 adapter of neither; merge it with PEFT, which unties them, and mount the result",
+            );
+        }
+    }
+
+    /// The tensor of the checkpoint of this name, if an adapter can change it; otherwise the problem is noted.
+    fn base(&mut self, name: &str) -> Option<(TensorId, SourceTensor)> {
+        let named = self.named;
+        let id = named.find(name)?;
+        let info = named.tensor(id);
+        let is_stored = matches!(info.storage, Storage::Plain { .. } | Storage::Mosaic(_));
+        if is_stored && is_loadable(info.dtype) {
+            return Some((id, source(id, &info)?));
+        }
+        self.problem(
+            name,
+            &format!(
+                "expected a weight of the checkpoint in BF16, F16 or F32, found {}: quantized weights are not merged; merge into the \
+                 model that it was made of, which --quantize then quantizes on read",
+                info.dtype
+            ),
+        );
+        None
+    }
+
+    /// Notes that a tensor of the adapter replaces one of the checkpoint. Returns false if there is none.
+    fn replace(&mut self, id: TensorId) -> bool {
+        let info = self.named.tensor(id);
+        let Some(name) = info.name.strip_prefix(PREFIX) else { return false };
+        let name = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".");
+        if self.named.find(&name).is_none() {
+            return false;
+        }
+        let Some(((of, base), new)) = self.base(&name).zip(source(id, &info)) else { return true };
+        if base.shape != new.shape || !is_loadable(new.dtype) {
+            let reason = format!(
+                "expected {} as {name} of the checkpoint has, in BF16, F16 or F32, found {} {}: a vocabulary of another size is not \
+                 merged; merge it with PEFT and mount the result",
+                base.shape, new.dtype, new.shape
+            );
+            self.problem(info.name, &reason);
+            return true;
+        }
+        self.of.entry(of).or_default().replaced_by = Some(new);
+        true
+    }
+
+    /// Notes that the product of a module's matrices is added to its weight.
+    fn add(&mut self, module: &str, matrices: &BTreeMap<&str, TensorId>, lora: &Lora, factors: &Factors) {
+        let named = self.named;
+        let is_embedding = matrices.keys().any(|matrix| OF_EMBEDDING.contains(matrix));
+        let wanted = if is_embedding { OF_EMBEDDING } else { OF_LINEAR };
+        for (matrix, id) in matrices.iter().filter(|(matrix, _)| !wanted.contains(*matrix)) {
+            let reason = format!("expected the matrices {} and {} alone, found {matrix}", wanted[0], wanted[1]);
+            self.problem(named.tensor(*id).name, &reason);
+        }
+        let [Some(right), Some(left)] = wanted.map(|matrix| matrices.get(matrix).copied()) else {
+            for matrix in wanted.iter().filter(|matrix| !matrices.contains_key(*matrix)) {
+                let group = NameGroup::one(format!("{PREFIX}{module}.{matrix}"));
+                let for_target = format!("the targeted module {module}");
+                self.problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
+            }
+            return;
+        };
+        let Some((id, base)) = self.base(&format!("{module}.weight")) else { return };
+        let Some(rank) = lora.rank_of(module) else {
+            return self.problem(module, "expected its rank in adapter_config.json (r, rank_pattern), found none");
+        };
+        let is_transposed = lora.is_transposed() != is_embedding;
+        let [rows, columns] = base.shape.extents() else {
+            let reason = format!("expected a matrix, found {module}.weight {}: only products of matrices are merged", base.shape);
+            return self.problem(named.tensor(left).name, &reason);
+        };
+        let (out, inner) = if is_transposed { (*columns, *rows) } else { (*rows, *columns) };
+        let mut factor = |id: TensorId, expected: [u64; 2]| {
+            let info = named.tensor(id);
+            if info.shape == expected && is_loadable(info.dtype) {
+                return source(id, &info);
+            }
+            let reason = format!(
+                "expected {expected:?} in BF16, F16 or F32 (rank {rank}, {module}.weight is {}, fan_in_fan_out {}), found {} {:?}: is it \
+                 an adapter of this checkpoint?",
+                base.shape,
+                lora.is_transposed(),
+                info.dtype,
+                info.shape
+            );
+            self.problem(info.name, &reason);
+            None
+        };
+        let (left, right) = (factor(left, [out, rank]), factor(right, [rank, inner]));
+        let Some((left, right)) = left.zip(right) else { return };
+        let factor = factors.of(module, rank);
+        if !factor.is_finite() || rank == 0 {
+            return self.problem(module, &format!("expected a finite scale, found {factor} at rank {rank}"));
+        }
+        self.of.entry(id).or_default().added = Some(ScaledProduct { left, right, factor, is_transposed });
+    }
+}
