@@ -241,7 +241,9 @@ pub static SETTINGS: &[Setting] = &[
         "merge-lora",
         Required("ADAPTER_DIR"),
         at!(view.merge_lora),
-        "Merges a LoRA adapter of PEFT (a directory, hf://org/name, s3:// ...) into the tensors on read, in every layout: W + scale *          (B @ A) in f32, the products of a row of B and a column of A added from the first to the last, then rounded once to the          dtype that is shown. What cannot be merged so, as DoRA or a quantized base, is refused.",
+        "Merges a LoRA adapter of PEFT (a directory, hf://org/name, s3:// ...) into the tensors on read, in every layout: W + scale * \
+         (B @ A) in f32, the products of a row of B and a column of A added from the first to the last, then rounded once to the \
+         dtype that is shown. What cannot be merged so, as DoRA or a quantized base, is refused.",
     ),
     Setting::new(
         View,

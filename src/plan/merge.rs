@@ -19,7 +19,6 @@ use super::{
     ViewOptions,
     lora::{Lora, PREFIX, by_pattern, matrix},
     name_group::{NameGroup, fold},
-    names,
     problem::{PlanError, Problem, RuleLocation},
     select,
     survey::family,
@@ -189,7 +188,7 @@ fn is_loadable(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F16 | DType::F32)
 }
 
-impl<'a> Merging<'a> {
+impl Merging<'_> {
     fn problem(&mut self, tensor: &str, reason: &str) {
         let file = self.adapter.dir.join("adapter_model.safetensors").display().to_string();
         self.problems.push(Problem::File { file, reason: format!("{tensor}: {reason}") });
@@ -249,7 +248,8 @@ impl<'a> Merging<'a> {
         names.retain(|name| {
             let is_allowed = self.options.allow_unmapped.accepts(name);
             if is_allowed {
-                self.warnings.push(format!("merge-lora: {name} belongs to no tensor of the checkpoint, and is not merged"));
+                self.warnings
+                    .push(format!("merge-lora: {name} belongs to no tensor of the checkpoint, and is not merged"));
             }
             !is_allowed
         });
@@ -258,7 +258,7 @@ impl<'a> Merging<'a> {
         } else {
             "the checkpoint is quantized: merge into the model that it was made of, or --source-rename if names differ"
         };
-        for group in fold(names.into_iter(), &[]) {
+        for group in fold(names, &[]) {
             let reason = format!(
                 "expected a module that adapter_config.json targets, with a weight in the checkpoint, found none; {hint}; \
                  --allow-unmapped leaves it out"
@@ -287,16 +287,12 @@ impl<'a> Merging<'a> {
 
     /// Embeddings that are output heads too.
     fn refuse_tied(&mut self) {
-        let config = self.named.config();
-        let says = |config: &Value| config["tie_word_embeddings"].as_bool() == Some(true);
-        let is_said = config.is_some_and(|config| says(config) || says(&config["text_config"]));
-        let not_stored = names::tied_head(self.named);
-        let is_one = |name: &str| {
-            let ends = [".embed_tokens.weight", ".wte.weight", "lm_head.weight", ".embed_out.weight", ".embed_in.weight"];
-            let dotted = format!(".{name}");
-            (is_said && ends.iter().any(|end| dotted.ends_with(end)))
-                || not_stored.as_ref().is_some_and(|(head, embedding)| name == head || name == embedding)
-        };
+        if !self.named.dialect().tied {
+            return;
+        }
+        let embedding = self.named.embedding(&select::is_tower);
+        let is_head = |name: &str| name == "lm_head.weight" || name.ends_with(".lm_head.weight");
+        let is_one = |name: &str| is_head(name) || Some(name) == embedding;
         let names: Vec<&str> =
             self.of.keys().map(|id| self.named.tensor(*id).name).filter(|name| is_one(name)).collect();
         for name in names {
@@ -373,7 +369,10 @@ impl<'a> Merging<'a> {
         };
         let is_transposed = lora.is_transposed() != is_embedding;
         let [rows, columns] = base.shape.extents() else {
-            let reason = format!("expected a matrix, found {module}.weight {}: only products of matrices are merged", base.shape);
+            let reason = format!(
+                "expected a matrix, found {module}.weight {}: only products of matrices are merged",
+                base.shape
+            );
             return self.problem(named.tensor(left).name, &reason);
         };
         let (out, inner) = if is_transposed { (*columns, *rows) } else { (*rows, *columns) };

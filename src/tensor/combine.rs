@@ -2,7 +2,7 @@
 //!
 //! A part of one side covers some elements of the view, a part of the other side some. The elements that both cover are parts of the
 //! result: on each axis the intersection of two sets of nested loops, and all combinations over the axes. In such a part
-//! each operand has a stride of its own for each loop. The part numbers its elements in their order, and the
+//! each operand has a stride of its own for each loop. The part numbers its elements in the order of its first operand, and the
 //! [`IndexMap`] of each operand maps this number to a place in the operand's tensor.
 
 use std::sync::Arc;
@@ -246,17 +246,19 @@ impl Operands {
         self.part(rank, base, self.lines().map(|(_, line)| line.strides.first().copied().unwrap_or(0)))
     }
 
-    /// The part whose elements are numbered in their order, and `value` with the indexes of its operands. The first
-    /// operand is the part's tensor.
+    /// The part with its elements numbered, and `value` with the indexes of its operands. The first operand is the part's tensor,
+    /// and numbers follow its order: a view that is transposed is then read in lines of that tensor, as one of the tensor alone is.
     pub(super) fn valued(&self, rank: usize, value: &Value) -> (Part, Arc<Value>) {
         let lines: SmallVec<[(usize, &Line); 8]> = self.lines().collect();
         let mut numbers: SmallVec<[u64; 8]> = smallvec![1; lines.len()];
-        for at in (1..lines.len()).rev() {
-            numbers[at - 1] = numbers[at] * lines[at].1.extent;
+        let mut order: SmallVec<[usize; 8]> = (0..lines.len()).collect();
+        order.sort_by_key(|at| std::cmp::Reverse(lines[*at].1.strides.first().copied()));
+        for at in (1..order.len()).rev() {
+            numbers[order[at - 1]] = numbers[order[at]] * lines[order[at]].1.extent;
         }
         let offsets = self.offsets();
         let mut maps = (0..offsets.len()).map(|operand| {
-            let finest_first = (0..lines.len()).rev();
+            let finest_first = order.iter().rev().copied();
             let line = |at: usize| (numbers[at], lines[at].1.extent, lines[at].1.strides[operand]);
             index_map(offsets[operand], finest_first.map(line))
         });

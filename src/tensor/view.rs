@@ -607,14 +607,12 @@ impl View {
     fn coded(&self) -> Option<TensorId> {
         match self.op() {
             Op::Quantized(value) => {
-                let mut found = None;
+                // Floats at places that their positions give are as good as tensors that are stored element by element.
+                let mut is_plain = true;
                 value.for_each_operand(&mut |operand| {
-                    let is_plain = matches!(operand.field, Field::Float(_)) && operand.index.is_affine();
-                    if !is_plain {
-                        found = found.or(Some(operand.tensor.id));
-                    }
+                    is_plain &= matches!(operand.field, Field::Float(_)) && operand.index.is_affine();
                 });
-                found
+                (!is_plain).then_some(value.load.tensor.id)
             }
             Op::Encoded { of, .. } => {
                 let mut first = None;

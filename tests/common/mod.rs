@@ -96,7 +96,16 @@ fn element(read: Read<'_>, tensor: TensorId, dtype: DType, number: u64) -> u32 {
 }
 
 fn value_by_reference(value: &Value, read: Read<'_>, number: u64) -> u32 {
-    after_steps(&value.steps, operand_by_reference(&value.load, read, number), read, number)
+    let Some(right) = value.dot() else {
+        return after_steps(&value.steps, operand_by_reference(&value.load, read, number, 0), read, number);
+    };
+    let product = |term| {
+        let left = operand_by_reference(&value.load, read, number, term);
+        reference::multiply(left, operand_by_reference(right, read, number, term), false)
+    };
+    let terms = value.load.index.terms().count;
+    let sum = (1..terms).fold(product(0), |sum, term| reference::add(sum, product(term)));
+    after_steps(&value.steps[1..], sum, read, number)
 }
 
 fn after_steps(steps: &[Step], loaded: u32, read: Read<'_>, number: u64) -> u32 {
@@ -105,6 +114,7 @@ fn after_steps(steps: &[Step], loaded: u32, read: Read<'_>, number: u64) -> u32 
             Step::Compute(operation, term) => (operation, term),
             Step::Round(dtype) => return reference::widen(*dtype, reference::round(*dtype, left)),
             Step::Exp => return reference::exp(left),
+            Step::Dot(operand) => panic!("{operand:?} is no first step"),
         };
         let right = match term {
             Term::Constant(constant) => constant.to_bits(),
@@ -120,8 +130,8 @@ fn after_steps(steps: &[Step], loaded: u32, read: Read<'_>, number: u64) -> u32 
     })
 }
 
-fn operand_by_reference(operand: &Operand, read: Read<'_>, number: u64) -> u32 {
-    let (id, index) = (operand.tensor.id, operand.index.at(number));
+fn operand_by_reference(operand: &Operand, read: Read<'_>, number: u64, term: u64) -> u32 {
+    let (id, index) = (operand.tensor.id, operand.index.at(number) + term * operand.index.terms().stride);
     let (bits, table) = match &operand.field {
         Field::Float(dtype) => return element(read, id, *dtype, index),
         Field::Integer(bits) => (bits, None),

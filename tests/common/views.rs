@@ -201,6 +201,7 @@ impl Choices {
             22 if dtype.is_float() => self.view(extents, dtype, deeper, kept).exp().unwrap(),
             23 | 24 if some_axis => self.gathered(extents, dtype, deeper, kept),
             16 if dtype.is_float() && extents.len() == 2 && !self.plain => self.dequantized(extents, dtype),
+            17 if dtype.is_float() && extents.len() == 2 => self.product(extents).cast(dtype).unwrap(),
             18 | 19 if dtype.is_float() && !self.plain => self.quantized(extents).cast(dtype).unwrap(),
             _ => {
                 let mut inner = self.regrouped(&extents[..free]);
@@ -280,6 +281,34 @@ impl Choices {
         inner[axis] = start + reach + tail;
         let stop = if reach == 0 { start } else { start + reach + tail.min(step - 1) };
         self.view(&inner, dtype, deeper, kept).slice(axis, start, stop, step).unwrap()
+    }
+
+    /// The product of two matrices.
+    pub fn product(&mut self, extents: &[u64]) -> View {
+        let terms = self.of(&[1, 2, 3, 8, 17]);
+        let dtypes = [DType::BF16, DType::F32, DType::F16, DType::F8E4M3];
+        let (left, right) = (self.of(&dtypes), self.of(&dtypes));
+        let (left, right) = (self.tensor(left, &[extents[0], terms]), self.tensor(right, &[terms, extents[1]]));
+        View::matrix_product(left, right).unwrap()
+    }
+
+    /// A matrix to which a product of two others is added, as an adapter is merged.
+    pub fn merged(&mut self, extents: &[u64; 2]) -> View {
+        let is_transposed = self.below(3) == 1;
+        let added =
+            if is_transposed { self.product(&[extents[1], extents[0]]).reverse_axes() } else { self.product(extents) };
+        let added = added.multiply(self.constant(), false, Keep::F32).unwrap();
+        let base = self.of(&[DType::BF16, DType::F32, DType::F16]);
+        let base = View::source(self.tensor(base, extents)).cast(DType::F32).unwrap();
+        let dtype = self.of(&[DType::BF16, DType::F32, DType::F16, DType::F8E4M3]);
+        base.add_view(&added, Keep::F32).unwrap().cast(dtype).unwrap()
+    }
+
+    /// A larger merged matrix under some layout operators.
+    pub fn merged_view(&mut self) -> View {
+        let extents = [self.of(&[3, 1, 8, 9, 20]), self.of(&[64, 96, 100, 37, 1040, 2048, 7])];
+        let view = self.merged(&extents);
+        self.laid_out(view)
     }
 
     fn dequantized(&mut self, extents: &[u64], dtype: DType) -> View {
@@ -405,7 +434,11 @@ impl Choices {
     pub fn quantized_view(&mut self) -> View {
         let extents = [self.of(&[3, 1, 8, 9, 20]), self.of(&[64, 96, 100, 37, 1040, 2048, 7])];
         let dtype = self.of(&[DType::BF16, DType::F32, DType::F16, DType::F8E4M3]);
-        let mut view = self.quantized(&extents).cast(dtype).unwrap();
+        let view = self.quantized(&extents).cast(dtype).unwrap();
+        self.laid_out(view)
+    }
+
+    fn laid_out(&mut self, mut view: View) -> View {
         for _ in 0..self.below(4) {
             let extents = view.shape().extents().to_vec();
             let axis = self.index(extents.len());

@@ -5,14 +5,15 @@
 #![allow(clippy::unwrap_used, reason = "tests panic")]
 
 use crate::common::{
-    decode_by_conversion, decode_by_reference, execute, gathered_bytes, reference_bytes, shape, source, tensor,
-    tiled_bytes,
+    decode_by_conversion, decode_by_reference, execute, gathered_bytes, gathered_from, reference_bytes, shape, source,
+    source_bytes, tensor, tiled_bytes,
     views::{Choices, any_float_view, any_view, choices},
 };
 use ckfs::tensor::{
     DType, Element, Keep, Op, PIECES_MAX, Region, ShapeError, SourceTensor, TensorId, TilingError, View, ViewError,
 };
 use proptest::prelude::*;
+use std::{collections::HashMap, ops::Range};
 
 /// Asserts that both views are the same tensor.
 #[track_caller]
@@ -634,4 +635,84 @@ fn too_many_pieces_are_refused() {
     let one = source(0, DType::U8, &[]);
     let many = View::stack(0, &vec![one; PIECES_MAX + 1]).unwrap();
     assert_eq!(many.lower().unwrap_err(), TilingError::TooManyPieces);
+}
+
+/// Bytes of a tensor; with `finite`, all of its floats are finite and less than two.
+fn finite_bytes(tensor: TensorId, span: Range<u64>, finite: bool) -> Vec<u8> {
+    let mask = if finite { 0xbf } else { 0xff };
+    source_bytes(tensor, span).into_iter().map(|byte| byte & mask).collect()
+}
+
+/// The bytes of a view through the kernels, in stretches, from the needed bytes alone; compared with the reference.
+#[track_caller]
+fn merged_bytes(view: &View, stretch: u64, finite: bool) -> Vec<u8> {
+    let mut tensors = HashMap::new();
+    view.for_each_source(&mut |tensor| {
+        let len = tensor.dtype.bytes_of(tensor.shape.elements()).unwrap();
+        tensors.entry(tensor.id).or_insert_with(|| finite_bytes(tensor.id, 0..len, finite));
+    });
+    let bytes = gathered_from(&view.lower().unwrap(), stretch, &tensors);
+    let read = |tensor, span| Ok(finite_bytes(tensor, span, finite));
+    let expected = ckfs::read::reference::evaluate(view, 0..view.bytes().unwrap(), read).unwrap();
+    let differs = bytes.iter().zip(&expected).position(|(a, b)| a != b);
+    assert_eq!((differs, bytes.len()), (None, expected.len()), "{view}");
+    bytes
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(1)))]
+
+    /// A product of matrices, added to another, under layout operators.
+    #[test]
+    fn merged_matrices_agree_with_the_reference(mut choices in choices(), stretch in 1u64..5000, finite in any::<bool>()) {
+        merged_bytes(&choices.merged_view(), stretch, finite);
+    }
+
+    /// A device's shard of a merged matrix is that part of the merged whole, whichever way it is computed.
+    #[test]
+    fn shards_of_a_merged_matrix_are_parts_of_the_whole(mut choices in choices(), finite in any::<bool>()) {
+        let extents = [choices.of(&[8, 3, 20, 70]), choices.of(&[64, 37, 200, 1040])];
+        let view = choices.merged(&extents);
+        let view = if choices.below(2) == 1 { view.reverse_axes() } else { view };
+        let whole = merged_bytes(&view, 777, finite);
+        let extents = view.shape().extents().to_vec();
+        let (rows, columns) = (some_range(&mut choices, extents[0]), some_range(&mut choices, extents[1]));
+        let shard = view.slice(0, rows.0, rows.1, 1).unwrap().slice(1, columns.0, columns.1, 1).unwrap();
+        let width = usize::try_from(view.dtype().element_bytes().unwrap()).unwrap();
+        let place = |row: u64, column: u64| usize::try_from(row * extents[1] + column).unwrap() * width;
+        let part: Vec<u8> = (rows.0..rows.1)
+            .flat_map(|row| whole[place(row, columns.0)..place(row, columns.1)].to_vec())
+            .collect();
+        prop_assert!(merged_bytes(&shard, 100, finite) == part, "{} of {}", shard, view);
+    }
+}
+
+#[test]
+fn a_shard_of_a_product_needs_its_rows_and_columns_alone() {
+    let (left, right) = (tensor(1, DType::BF16, &[6, 4]), tensor(2, DType::F32, &[4, 10]));
+    let view = View::matrix_product(left, right).unwrap();
+    let shard = view.slice(0, 2, 4, 1).unwrap().slice(1, 3, 8, 1).unwrap();
+    let tiling = shard.lower().unwrap();
+    let mut found = Vec::new();
+    for piece in tiling.pieces() {
+        for (id, runs) in ckfs::tensor::ByteRuns::of_some(&tiling, piece, &|_| true) {
+            runs.for_each_span(0, &mut |start, len| found.push((id.0, start, len)));
+        }
+    }
+    found.sort_unstable();
+    // Two rows of four terms, and five columns of each of four rows.
+    let columns = (0..4).map(|term| (2, (term * 10 + 3) * 4, 5 * 4));
+    assert_eq!(found, std::iter::once((1, 2 * 4 * 2, 2 * 4 * 2)).chain(columns).collect::<Vec<_>>());
+}
+
+#[test]
+fn tensors_without_a_product_are_refused() {
+    let of =
+        |left: &[u64], right: &[u64]| View::matrix_product(tensor(1, DType::BF16, left), tensor(2, DType::BF16, right));
+    for (left, right) in [(&[4, 3][..], &[4, 3][..]), (&[4], &[1, 4]), (&[4, 0], &[0, 4]), (&[2, 2, 2], &[2, 2])] {
+        assert!(matches!(of(left, right), Err(ViewError::Matrices { .. })), "{left:?} {right:?}");
+    }
+    assert!(of(&[4, 3], &[3, 5]).is_ok());
+    let codes = View::matrix_product(tensor(1, DType::BF16, &[4, 3]), tensor(2, DType::I8, &[3, 5]));
+    assert!(matches!(codes, Err(ViewError::Operand { tensor: TensorId(2), .. })));
 }

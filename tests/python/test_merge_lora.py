@@ -1,0 +1,308 @@
+"""A LoRA adapter merged on read: bit for bit the sum in numpy in the stated order, and PEFT's own merge to the last place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from mounting import run
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+def llama(tied: bool = False, **more: object) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=130, tie_word_embeddings=tied, **more,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> transformers.GPT2LMHeadModel:
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(n_embd=96, n_layer=2, n_head=4, vocab_size=130, n_positions=32)
+    return transformers.GPT2LMHeadModel(config)
+
+
+ADAPTERS = {
+    "list": dict(r=4, target_modules=["q_proj", "v_proj"]),
+    "all-linear": dict(r=8, lora_alpha=20, target_modules="all-linear"),
+    "one layer": dict(r=3, target_modules=["down_proj"], layers_to_transform=[1]),
+    "rslora": dict(r=16, use_rslora=True, target_modules=["gate_proj", "up_proj"]),
+    "patterns": dict(
+        r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "o_proj"],
+        rank_pattern={"k_proj": 2, r"layers\.1\.self_attn\.o_proj": 7}, alpha_pattern={"q_proj": 3, "o_proj": 1},
+    ),
+    "saved": dict(r=4, target_modules=["o_proj"], modules_to_save=["lm_head", "norm"]),
+    "embedding": dict(r=4, target_modules=["embed_tokens", "lm_head", "q_proj"]),
+    "gaussian": dict(r=4, target_modules=["q_proj"], init_lora_weights="gaussian"),
+}
+
+
+def adapter(base: Path, to: Path, dtype: str = "f32", kind: str = "CAUSAL_LM", **options: object) -> Path:
+    """An adapter with random matrices, saved by PEFT in some dtype."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **options))
+    torch.manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.normal_(std=0.1)
+    model.save_pretrained(to)
+    if dtype != "f32":
+        weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in load_file(to / "adapter_model.safetensors").items()}
+        save_file(weights, to / "adapter_model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def in_f32(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.to(torch.float32).numpy()
+
+
+def merged_by_numpy(weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float, turned: bool, to: torch.dtype):
+    """W + scale * (B @ A): products added one after the other, each operation rounded to f32."""
+    b, a = in_f32(b), in_f32(a)
+    total = b[:, 0, None] * a[None, 0, :]
+    for term in range(1, b.shape[1]):
+        total = total + b[:, term, None] * a[None, term, :]
+    total = total * np.float32(scale)
+    assert total.dtype == np.float32
+    return torch.from_numpy(in_f32(weight) + (total.T if turned else total)).to(to)
+
+
+def reference(base: Path, adapter: Path, to: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of the base with the adapter merged, from the two files alone."""
+    weights = load_file(base / "model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    shown = {name: tensor.to(to or tensor.dtype) for name, tensor in weights.items()}
+    matrices: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        name = name.removeprefix("base_model.model.")
+        if ".lora_" in name:
+            module, matrix = name.split(".lora_")
+            matrices.setdefault(module, {})[matrix.removesuffix(".weight")] = tensor
+        else:
+            stored = weights[name.replace(".base_layer", "")]
+            shown[name.replace(".base_layer", "")] = tensor.to(to or stored.dtype)
+
+    def of_pattern(patterns: dict, module: str, usual: float) -> float:
+        import re
+
+        found = [value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]
+        return found[0] if found else usual
+
+    for module, parts in matrices.items():
+        is_embedding = "embedding_A" in parts
+        a, b = (parts["embedding_A"], parts["embedding_B"]) if is_embedding else (parts["A"], parts["B"])
+        rank = of_pattern(config["rank_pattern"], module, config["r"])
+        alpha = of_pattern(config["alpha_pattern"], module, config["lora_alpha"])
+        assert a.shape[0] == rank
+        scale = alpha / (rank**0.5 if config["use_rslora"] else rank)
+        weight = weights[f"{module}.weight"]
+        turned = config["fan_in_fan_out"] != is_embedding
+        shown[f"{module}.weight"] = merged_by_numpy(weight, b, a, scale, turned, to or weight.dtype)
+    return shown
+
+
+def merged_by_peft(base: Path, adapter: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
+
+
+def ordered(tensor: torch.Tensor) -> np.ndarray:
+    """Integers in the order of the floats: neighbours differ by one."""
+    wide = torch.int32 if tensor.dtype == torch.float32 else torch.int16
+    bits = tensor.contiguous().view(wide).numpy().astype(np.int64)
+    return np.where(bits < 0, -(bits & (2 ** (8 * tensor.element_size() - 1) - 1)), bits)
+
+
+def assert_bits(found: dict, expected: dict) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert np.array_equal(ordered(found[name]), ordered(tensor)), name
+
+
+def exported(base: Path, adapter: Path, to: Path, *flags: object, only: str = "hf/*") -> Path:
+    run("export", base, to, "--merge-lora", adapter, "--only", only, *flags)
+    return to
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("dtype, of_adapter", [("bf16", "f32"), ("bf16", "bf16"), ("f16", "f16"), ("f32", "f32")])
+def test_merged_is_the_stated_sum_and_that_of_peft(kind, dtype, of_adapter, tmp_path):
+    base, dtype = tmp_path / "base", DTYPES[dtype]
+    llama().to(dtype).save_pretrained(base)
+    made = adapter(base, tmp_path / "adapter", of_adapter, **ADAPTERS[kind])
+    found = load_file(exported(base, made, tmp_path / "out") / "hf/model.safetensors")
+    expected = reference(base, made)
+    assert any(not torch.equal(expected[name], tensor) for name, tensor in load_file(base / "model.safetensors").items())
+    assert_bits(found, expected)
+    by_peft = merged_by_peft(base, made, dtype)
+    assert set(by_peft) == set(found)
+    differing = elements = most = 0
+    for name, tensor in by_peft.items():
+        assert tensor.dtype == dtype
+        distance = np.abs(ordered(found[name]) - ordered(tensor))
+        # PEFT holds the matrices of an embedding, and their product, in the dtype of the base: more are rounded otherwise.
+        if not (kind == "embedding" and name == "model.embed_tokens.weight"):
+            elements, differing = elements + distance.size, differing + np.count_nonzero(distance)
+            most = max(most, distance.max())
+        if dtype != torch.float32:
+            # Where W and the product cancel, the sum has fewer bits than either: there, the error is one of the operands'.
+            unit = torch.finfo(dtype).eps * in_f32(load_file(base / "model.safetensors")[name]).__abs__()
+            apart = np.abs(in_f32(found[name]) - in_f32(tensor))
+            assert np.all((distance <= 1) | (apart <= unit)), f"{name}: {distance.max()} units in the last place"
+        else:
+            assert np.allclose(in_f32(found[name]), in_f32(tensor), rtol=2e-6, atol=2e-7), name
+    print(f"{kind}: {differing} of {elements} elements differ from PEFT's, by at most {most} in the last place")
+    assert dtype == torch.float32 or differing <= elements / 200
+
+
+def test_a_module_whose_weight_is_in_out(tmp_path):
+    gpt2().save_pretrained(tmp_path / "base")
+    made = adapter(tmp_path / "base", tmp_path / "adapter", r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    found = load_file(exported(tmp_path / "base", made, tmp_path / "out", "--layout", "hf") / "hf/model.safetensors")
+    # The repository has the names of the inner model.
+    prefix = "transformer."
+    weights = load_file(made / "adapter_model.safetensors")
+    config = json.loads((made / "adapter_config.json").read_text())
+    base = load_file(tmp_path / "base/model.safetensors")
+    for name, tensor in base.items():
+        module = f"base_model.model.{name if name.startswith(prefix) else prefix + name}".removesuffix(".weight")
+        if f"{module}.lora_A.weight" in weights:
+            b, a = weights[f"{module}.lora_B.weight"], weights[f"{module}.lora_A.weight"]
+            tensor = merged_by_numpy(tensor, b, a, config["lora_alpha"] / config["r"], True, tensor.dtype)
+        assert np.array_equal(ordered(found[name]), ordered(tensor)), name
+
+
+@pytest.mark.parametrize("layout", ["canonical", "hf", "maxtext"])
+def test_every_layout_has_the_merged_tensors(layout, tmp_path):
+    """A layout of the base with the adapter is, file by file, that layout of a repository that was merged before."""
+    llama().to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    made = adapter(tmp_path / "base", tmp_path / "adapter", **ADAPTERS["all-linear"])
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "config.json").write_bytes((tmp_path / "base/config.json").read_bytes())
+    save_file(reference(tmp_path / "base", made), whole / "model.safetensors", metadata={"format": "pt"})
+    flags = ["--layout", layout, "--mesh", "fsdp=2,tensor=2", "--only", "full/**", "--only", "safetensors/*"]
+    run("export", tmp_path / "base", tmp_path / "found", "--merge-lora", made, "--only", "dev*/**", *flags)
+    run("export", whole, tmp_path / "expected", "--only", "dev*/**", *flags)
+    files = [file.relative_to(tmp_path / "expected") for file in (tmp_path / "expected").rglob("*") if file.is_file()]
+    assert len(files) > 20
+    for file in files:
+        assert (tmp_path / "found" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes(), file
+    checked = run("verify", tmp_path / "base", "--merge-lora", made, "--layout", layout, "--mesh", "fsdp=2,tensor=2")
+    assert "no difference" in checked.out
+
+
+def test_a_wider_dtype_is_not_rounded_to_that_of_the_base_first(tmp_path):
+    llama().to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    made = adapter(tmp_path / "base", tmp_path / "adapter", **ADAPTERS["list"])
+    found = load_file(exported(tmp_path / "base", made, tmp_path / "out", "--dtype", "f32") / "hf/model.safetensors")
+    assert_bits(found, reference(tmp_path / "base", made, torch.float32))
+
+
+def test_a_mount_has_the_merged_tensors_and_is_what_transformers_loads(own, tmp_path):
+    llama().to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    made = adapter(tmp_path / "base", tmp_path / "adapter", **ADAPTERS["saved"])
+    mounted = own(tmp_path / "base", "--merge-lora", made)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(mounted / "hf", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    assert_bits(loaded.state_dict(), reference(tmp_path / "base", made))
+    assert "no difference" in run("verify", mounted.point).out
+
+
+def edited(path: Path, **members: object) -> None:
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | members))
+
+
+REFUSED = {
+    "dora": (dict(use_dora=True), {}, "use_dora: expected none, found true"),
+    "bias": (dict(bias="all"), {}, "bias: expected none"),
+    "biases of the adapter": (dict(lora_bias=True), {}, "lora_bias: expected none, found true"),
+    "kind": ({}, dict(peft_type="LOHA"), "peft_type: expected LORA"),
+    "changed base": ({}, dict(init_lora_weights="pissa"), "init_lora_weights: expected true, false or one of"),
+    "replicated layers": ({}, dict(layer_replication=[[0, 2]]), "layer_replication: expected none"),
+    "something new": ({}, dict(use_new_thing=True), "use_new_thing: expected none, found true"),
+    "parameters": ({}, dict(target_parameters=["x.y"]), "target_parameters is not supported"),
+    "another rank": ({}, dict(r=5), "expected [5, 96] in BF16, F16 or F32 (rank 5"),
+    "more modules": ({}, dict(target_modules=["q_proj", "k_proj"]), "missing tensor"),
+    "other modules": ({}, dict(target_modules=["gate_proj"]), "expected a module that adapter_config.json targets"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_merged_is_refused(kind, tmp_path):
+    options, members, message = REFUSED[kind]
+    llama().save_pretrained(tmp_path / "base")
+    made = adapter(tmp_path / "base", tmp_path / "adapter", **(dict(r=4, target_modules=["q_proj"]) | options))
+    edited(made / "adapter_config.json", **members)
+    done = run("plan", tmp_path / "base", "--merge-lora", made, expect=1)
+    assert message in done.err, done.err
+
+
+def changed(made: Path, change) -> None:
+    weights = load_file(made / "adapter_model.safetensors")
+    change(weights)
+    save_file(weights, made / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj"
+
+DAMAGED = {
+    "nothing there": (lambda w: w.update({f"{Q}x.lora_A.weight": w.pop(f"{Q}.lora_A.weight")}), f"{Q}x.lora_A.weight"),
+    "half a pair": (lambda w: w.pop(f"{Q}.lora_B.weight"), f"{Q}.lora_B.weight"),
+    "other shape": (lambda w: w.update({f"{Q}.lora_B.weight": torch.zeros(95, 4)}), "expected [96, 4]"),
+    "numbers": (lambda w: w.update({f"{Q}.lora_B.weight": torch.zeros(96, 4, dtype=torch.int32)}), "found I32"),
+    "larger vocabulary": (
+        lambda w: w.update({"base_model.model.lm_head.weight": torch.zeros(131, 96)}), "a vocabulary of another size",
+    ),
+    "convolution": (lambda w: w.update({f"{Q}.lora_A.weight": torch.zeros(4, 96, 1)}), "found F32 [4, 96, 1]"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_adapter_is_refused(kind, tmp_path):
+    change, message = DAMAGED[kind]
+    llama().save_pretrained(tmp_path / "base")
+    made = adapter(tmp_path / "base", tmp_path / "adapter", r=4, target_modules=["q_proj"])
+    changed(made, change)
+    done = run("plan", tmp_path / "base", "--merge-lora", made, expect=1)
+    assert message in done.err, done.err
+
+
+def test_tied_and_quantized_weights_are_refused(tmp_path):
+    llama(tied=True).save_pretrained(tmp_path / "tied")
+    made = adapter(tmp_path / "tied", tmp_path / "adapter", r=4, target_modules=["embed_tokens"])
+    assert "tie_word_embeddings" in run("plan", tmp_path / "tied", "--merge-lora", made, expect=1).err
+    llama().save_pretrained(tmp_path / "base")
+    made = adapter(tmp_path / "base", tmp_path / "other", r=4, target_modules=["q_proj"])
+    weights = load_file(tmp_path / "base/model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    done = run("plan", tmp_path / "base", "--merge-lora", made, expect=1)
+    assert f"{name}: expected a weight of the checkpoint in BF16, F16 or F32, found F8_E4M3" in done.err, done.err
+    both = run("plan", tmp_path / "base", "--merge-lora", made, "--lora", made, "--layout", "hf", expect=1)
+    assert "expected one of the two" in both.err
+
+
+def test_quantized_on_read_is_that_of_the_merged_model(tmp_path):
+    llama().to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    made = adapter(tmp_path / "base", tmp_path / "adapter", **ADAPTERS["list"])
+    whole = exported(tmp_path / "base", made, tmp_path / "whole", only="hf/*")
+    exported(tmp_path / "base", made, tmp_path / "found", "--quantize", "fp8-channel")
+    run("export", whole / "hf", tmp_path / "expected", "--quantize", "fp8-channel", "--only", "hf/*")
+    found, expected = (load_file(tmp_path / side / "hf/model.safetensors") for side in ("found", "expected"))
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
