@@ -283,7 +283,7 @@ pub struct IndexMap {
 }
 
 /// The stored elements of one logical element.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Terms {
     /// Their number.
     pub count: u64,

@@ -161,7 +161,7 @@ def test_merged_is_the_stated_sum_and_that_of_peft(kind, dtype, of_adapter, tmp_
             apart = np.abs(in_f32(found[name]) - in_f32(tensor))
             assert np.all((distance <= 1) | (apart <= unit)), f"{name}: {distance.max()} units in the last place"
         else:
-            assert np.allclose(in_f32(found[name]), in_f32(tensor), rtol=2e-6, atol=2e-7), name
+            assert np.allclose(in_f32(found[name]), in_f32(tensor), rtol=2e-6, atol=4e-7), name
     print(f"{kind}: {differing} of {elements} elements differ from PEFT's, by at most {most} in the last place")
     assert dtype == torch.float32 or differing <= elements / 200
 

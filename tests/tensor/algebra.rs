@@ -671,7 +671,7 @@ proptest! {
     /// A device's shard of a merged matrix is that part of the merged whole, whichever way it is computed.
     #[test]
     fn shards_of_a_merged_matrix_are_parts_of_the_whole(mut choices in choices(), finite in any::<bool>()) {
-        let extents = [choices.of(&[8, 3, 20, 70]), choices.of(&[64, 37, 200, 1040])];
+        let extents = [choices.of(&[8, 3, 20]), choices.of(&[64, 37, 200])];
         let view = choices.merged(&extents);
         let view = if choices.below(2) == 1 { view.reverse_axes() } else { view };
         let whole = merged_bytes(&view, 777, finite);

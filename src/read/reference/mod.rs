@@ -14,7 +14,7 @@ use std::{error::Error, fmt, num::NonZeroUsize, ops::Range, rc::Rc};
 
 use ckfs_tensor::{
     BitOrder, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId, Term,
-    Value, View, to_usize,
+    Terms, Value, View, to_usize,
 };
 use lru::LruCache;
 use smallvec::SmallVec;
@@ -31,6 +31,9 @@ const BLOCK_SIZES: [u64; 3] = [64 << 10, 512, 8];
 
 /// Blocks kept, 64 MiB in all: enough for a transposing view to visit the same rows again.
 const BLOCKS_KEPT: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
+
+/// Rows or columns of factors kept: those of a matrix.
+const FACTORS_KEPT: NonZeroUsize = NonZeroUsize::new(16 << 10).unwrap();
 
 /// The result of a reader of tensor bytes.
 pub type TensorBytes = Result<Vec<u8>, Box<dyn Error + Send + Sync>>;
@@ -59,6 +62,8 @@ pub struct Evaluator<'a> {
     last_box: (Option<TensorId>, usize),
     /// Scales of large blocks that are encoded, which other evaluators know too.
     known: Option<KnownScales>,
+    /// By tensor, terms and index of the first.
+    factors: LruCache<(TensorId, Terms, u64), Rc<[u32]>>,
     /// Scales of blocks that are encoded.
     scales: Option<Box<ScalesByDefinition>>,
 }
@@ -97,6 +102,7 @@ impl<'a> Evaluator<'a> {
             last_block: None,
             last_box: (None, 0),
             known: None,
+            factors: LruCache::new(FACTORS_KEPT),
             scales: None,
         }
     }
@@ -286,26 +292,30 @@ impl<'a> Evaluator<'a> {
 
     /// The products of the terms of two operands for element `number`, added from the first to the last.
     fn sum_of_products(&mut self, left: &Operand, right: &Operand, number: u64) -> Result<u32, ReferenceError> {
+        let (left, right) = (self.factor(left, number)?, self.factor(right, number)?);
         let mut sum = None;
-        for term in 0..left.index.terms().count {
-            let (a, b) = (self.stored(left, number, term)?, self.stored(right, number, term)?);
-            let product = multiply(a, b, false);
+        for (a, b) in left.iter().zip(right.iter()) {
+            let product = multiply(*a, *b, false);
             sum = Some(sum.map_or(product, |sum| add(sum, product)));
         }
         Ok(sum.expect("views check that there is a term"))
     }
 
+    /// All terms of an operand for element `number`, as f32 bits. Elements of one row or column of a product have one side in common.
+    fn factor(&mut self, operand: &Operand, number: u64) -> Result<Rc<[u32]>, ReferenceError> {
+        let key = (operand.tensor.id, operand.index.terms(), place_of(operand, number));
+        if let Some(known) = self.factors.get(&key) {
+            return Ok(Rc::clone(known));
+        }
+        let terms = 0..operand.index.terms().count;
+        let found: Rc<[u32]> = terms.map(|term| self.stored(operand, number, term)).collect::<Result<_, _>>()?;
+        self.factors.put(key, Rc::clone(&found));
+        Ok(found)
+    }
+
     /// The stored value of a term of an operand for element `number`, as f32 bits.
     fn stored(&mut self, operand: &Operand, number: u64, term: u64) -> Result<u32, ReferenceError> {
-        let mut index = term * operand.index.terms().stride;
-        for digit in operand.index.digits() {
-            let position = number / digit.divisor % digit.modulus;
-            let mut place = position / digit.group % digit.turn;
-            if let Some(table) = &digit.table {
-                place = table[usize::try_from(place).expect("views check tables")];
-            }
-            index += place * digit.stride;
-        }
+        let index = place_of(operand, number) + term * operand.index.terms().stride;
         let bits = match &operand.field {
             Field::Float(dtype) => {
                 let stored = SourceTensor { dtype: *dtype, ..operand.tensor.clone() };
@@ -392,6 +402,20 @@ impl<'a> Evaluator<'a> {
 /// Bytes of a tensor.
 fn stored_bytes(tensor: &SourceTensor) -> u64 {
     (tensor.shape.elements() * tensor.dtype.bits()).div_ceil(8)
+}
+
+/// The index of an operand's first term for element `number`.
+fn place_of(operand: &Operand, number: u64) -> u64 {
+    let mut index = 0;
+    for digit in operand.index.digits() {
+        let position = number / digit.divisor % digit.modulus;
+        let mut place = position / digit.group % digit.turn;
+        if let Some(table) = &digit.table {
+            place = table[usize::try_from(place).expect("views check tables")];
+        }
+        index += place * digit.stride;
+    }
+    index
 }
 
 /// The bits of a constant.
