@@ -35,6 +35,7 @@ const UNSAFE_FILES: [&str; 19] = [
     "source/local/advice.rs",
     "source/local/guard.rs",
     "source/local/map.rs",
+    "tensor/kernel/dot.rs",
     "tensor/kernel/encode.rs",
     "tensor/kernel/product.rs",
     "tensor/kernel/row.rs",
