@@ -30,6 +30,7 @@ impl MemoryFiles {
             path: Arc::from(name),
             len_bytes,
             modified: UNIX_EPOCH,
+            version: None,
             gates: AccessRules::open(0, 0),
         };
         let file = |(name, bytes): (N, Vec<u8>)| (pin(name.as_ref(), bytes.len() as u64), bytes, AtomicU64::new(0));

@@ -101,7 +101,7 @@ impl MemoryTree {
         let file = |path: &String| {
             let bytes = self.files[path].clone();
             let (path, len_bytes, modified) = (self.shown(path), bytes.len() as u64, UNIX_EPOCH);
-            (Pin { path, len_bytes, modified, gates: AccessRules::open(0, 0) }, bytes)
+            (Pin { path, len_bytes, modified, version: None, gates: AccessRules::open(0, 0) }, bytes)
         };
         let files: Vec<_> = paths.iter().map(file).collect();
         let health = Health::new(files.iter().map(|(pin, _)| pin.path.clone()), Arc::default());
