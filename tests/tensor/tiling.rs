@@ -12,8 +12,8 @@ use crate::common::{
     views::{Choices, any_float_view, any_view, choices},
 };
 use ckfs::tensor::{
-    ByteRuns, DType, Decode, Element, Keep, Loop, Origin, Piece, Reads, Region, TensorId, Tiling, View, WorkSlice,
-    reads,
+    ByteRuns, DType, Decode, Element, IndexMap, Keep, Loop, Origin, Piece, Reads, Region, TensorId, Terms, Tiling,
+    View, WorkSlice, reads,
 };
 use proptest::prelude::*;
 
@@ -124,9 +124,13 @@ fn reads_one_by_one(tilings: &[Tiling], tensor: TensorId, place: &Range<u64>, pa
             let width = codes.or(decode.source_bytes(tiling.unit_bytes())).unwrap();
             if from == tensor {
                 for_each_unit(piece, &mut |_, unit| {
-                    // The elements of a value have their places by its index.
-                    let unit = decode.value().map_or(offset + unit, |value| value.load.index.at(offset + unit));
-                    needed.extend(unit * width..(unit + 1) * width);
+                    // The elements of a value have their places by its index, and a factor of products has one for each term.
+                    let index = decode.value().map(|value| &value.load.index);
+                    let first = index.map_or(offset + unit, |index| index.at(offset + unit));
+                    let terms = index.map_or(Terms::ONE, IndexMap::terms);
+                    for unit in (0..terms.count).map(|term| first + term * terms.stride) {
+                        needed.extend(unit * width..(unit + 1) * width);
+                    }
                 });
             }
         }
