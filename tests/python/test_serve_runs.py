@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import re
 import shutil
@@ -412,7 +413,11 @@ def test_a_step_in_a_bucket_that_is_written_anew(remote_run: RemoteRun, home: Pa
             remote_run.put(f"checkpoint-100/{name}", body)
 
         def is_new() -> bool:
-            reply, body = server.request("/files/100/hf/trainer_state.json")
+            # What has begun with the old object ends before its promised length.
+            try:
+                reply, body = server.request("/files/100/hf/trainer_state.json")
+            except http.client.IncompleteRead:
+                return False
             return reply.status == 200 and body == b'{"global_step": 7}'
 
         wait_until(is_new, seconds=90, what="the new files are there")
