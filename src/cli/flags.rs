@@ -184,6 +184,7 @@ flags! {
     ServingFlags, Commands::Mount
 }
 
+#[cfg(feature = "serve")]
 flags! {
     /// How to serve over the network.
     NetworkFlags, Commands::Serve
