@@ -96,8 +96,8 @@ pub(super) fn merged(
 /// Numbers of the configuration.
 struct Factors {
     alpha: f64,
-    alphas: BTreeMap<usize, f64>,
-    patterns: Vec<ckfs_checkpoint::PythonRegex>,
+    /// The alpha of modules of a pattern; the first pattern counts.
+    patterns: Vec<(ckfs_checkpoint::PythonRegex, f64)>,
     by_root: bool,
 }
 
@@ -105,23 +105,31 @@ impl Factors {
     fn read(config: &Value) -> Result<Self, String> {
         let alpha = config["lora_alpha"].as_f64();
         let alpha = alpha.ok_or_else(|| format!("lora_alpha: expected a number, found {}", config["lora_alpha"]))?;
-        let (mut alphas, mut patterns) = (BTreeMap::new(), Vec::new());
-        for (at, (pattern, value)) in by_pattern(config, "alpha_pattern")?.into_iter().enumerate() {
+        let entries = by_pattern(config, "alpha_pattern")?.into_iter().map(|(pattern, value)| {
             let alpha = value.as_f64().ok_or_else(|| format!("alpha_pattern: expected numbers, found {value}"))?;
-            alphas.insert(at, alpha);
-            patterns.push(pattern);
-        }
-        Ok(Self { alpha, alphas, patterns, by_root: config["use_rslora"].as_bool().unwrap_or(false) })
+            Ok((pattern, alpha))
+        });
+        let patterns = entries.collect::<Result<_, String>>()?;
+        let by_root = &config["use_rslora"];
+        let is_bool = || format!("use_rslora: expected true or false, found {by_root}");
+        let by_root = !by_root.is_null() && by_root.as_bool().ok_or_else(is_bool)?;
+        Ok(Self { alpha, patterns, by_root })
     }
 
-    /// The number that the product of a module's matrices is multiplied by, rounded to f32 as torch does.
+    /// The number that the product of a module's matrices is multiplied by, rounded to f32 as torch does. `None` if it takes too many
+    /// steps to decide whether a pattern is of the module.
     #[allow(clippy::cast_possible_truncation, reason = "the nearest f32 is wanted")]
     #[allow(clippy::cast_precision_loss, reason = "no rank has more than 53 bits")]
-    fn of(&self, module: &str, rank: u64) -> f32 {
-        let found = self.patterns.iter().position(|pattern| pattern.matches(module) == Some(true));
-        let alpha = found.and_then(|at| self.alphas.get(&at)).copied().unwrap_or(self.alpha);
+    fn of(&self, module: &str, rank: u64) -> Option<f32> {
+        let mut alpha = self.alpha;
+        for (pattern, of_pattern) in &self.patterns {
+            if pattern.matches(module)? {
+                alpha = *of_pattern;
+                break;
+            }
+        }
         let rank = rank as f64;
-        (alpha / if self.by_root { rank.sqrt() } else { rank }) as f32
+        Some((alpha / if self.by_root { rank.sqrt() } else { rank }) as f32)
     }
 }
 
@@ -394,7 +402,12 @@ impl Merging<'_> {
         };
         let (left, right) = (factor(left, [out, rank]), factor(right, [rank, inner]));
         let Some((left, right)) = left.zip(right) else { return };
-        let factor = factors.of(module, rank);
+        let Some(factor) = factors.of(module, rank) else {
+            return self.problem(
+                module,
+                "expected an alpha_pattern that a name can be compared with, found one of too many steps",
+            );
+        };
         if !factor.is_finite() || rank == 0 {
             return self.problem(module, &format!("expected a finite scale, found {factor} at rank {rank}"));
         }

@@ -214,7 +214,7 @@ impl ServedRun {
         tokio::spawn(async move {
             let open = move |run: &Self| Ok(run.remember(run.run.hold(version)?));
             let result = run.elsewhere(open).await.and_then(|result| result);
-            // Who comes now begins anew, or finds it planned.
+            // A request that arrives from here on opens the step anew, or finds it open.
             run.flights().remove(&version);
             opened.send_replace(Some(result));
         });

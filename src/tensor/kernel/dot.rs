@@ -9,30 +9,23 @@ const TOGETHER: usize = 64;
 
 /// Sums of products of some neighbours. Each row of `rows` has `width` values, of which these begin at `at`.
 #[inline(always)]
-fn sums<const N: usize>(
-    factors: &[[u8; 4]],
-    rows: &[[u8; 4]],
-    width: usize,
-    at: usize,
-    target: &mut [[u8; 4]; N],
-) -> Option<()> {
-    let (first, others) = factors.split_first()?;
-    let row = |term: usize| rows.get(term * width + at..)?.first_chunk::<N>();
+fn sums<const N: usize>(factors: &[[u8; 4]], rows: &[[u8; 4]], width: usize, at: usize, target: &mut [[u8; 4]; N]) {
+    let (first, others) = factors.split_first().expect("a sum of products has a term");
+    let row = |term: usize| rows[term * width + at..].first_chunk::<N>().expect("each factor has a whole row");
     let mut sums = [0_f32; N];
     let factor = f32::from_le_bytes(*first);
-    for (sum, value) in sums.iter_mut().zip(row(0)?) {
+    for (sum, value) in sums.iter_mut().zip(row(0)) {
         *sum = factor * f32::from_le_bytes(*value);
     }
     for (term, factor) in others.iter().enumerate() {
         let factor = f32::from_le_bytes(*factor);
-        for (sum, value) in sums.iter_mut().zip(row(term + 1)?) {
+        for (sum, value) in sums.iter_mut().zip(row(term + 1)) {
             *sum += factor * f32::from_le_bytes(*value);
         }
     }
     for (target, sum) in target.iter_mut().zip(sums) {
         *target = sum.to_le_bytes();
     }
-    Some(())
 }
 
 leveled! {
@@ -44,10 +37,10 @@ leveled! {
         let (together, rest) = target.as_chunks_mut::<TOGETHER>();
         let whole = together.len() * TOGETHER;
         for (at, target) in together.iter_mut().enumerate() {
-            let _ = sums(factors, rows, width, at * TOGETHER, target);
+            sums(factors, rows, width, at * TOGETHER, target);
         }
         for (at, target) in rest.iter_mut().enumerate() {
-            let _ = sums(factors, rows, width, whole + at, std::array::from_mut(target));
+            sums(factors, rows, width, whole + at, std::array::from_mut(target));
         }
     }
 }
