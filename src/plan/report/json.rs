@@ -13,6 +13,7 @@ use super::{
     super::{Hole, NameGroup, Plan, PlannedTensor, amplification::Amplification, quantize::Chosen},
     advice::{AdviceReason, advice, reasons},
     effects::{axis_effects, bytes_per_device},
+    text::rule_of_axis,
 };
 
 fn names(groups: &[NameGroup]) -> Vec<Value> {
@@ -24,6 +25,7 @@ fn holes_json(holes: &[Hole]) -> Value {
     let row = |hole: &Hole| {
         json!({
             "name": hole.group.name,
+            "text": hole.to_string(),
             "count": hole.group.count,
             "layers_with": hole.present,
             "layers_without": hole.absent,
@@ -46,6 +48,8 @@ fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
             "mesh_axes": reason.mesh_axes,
             "run_bytes": reason.run_bytes,
             "stride_bytes": reason.stride_bytes,
+            "needed_bytes": reason.reads.needed_bytes,
+            "paged_bytes": reason.reads.paged_bytes,
             "text": reason.text(),
         })
     };
@@ -66,10 +70,15 @@ fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
 }
 
 /// One view as JSON, without its tensors.
-fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
+pub(super) fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
     let axes: Vec<Value> = axis_effects(plan)
         .into_iter()
-        .map(|axis| json!({"name": axis.name, "size": axis.size, "tensors_split": axis.tensors, "bytes_split": axis.bytes}))
+        .map(|axis| {
+            json!({
+                "name": axis.name, "size": axis.size, "tensors_split": axis.tensors, "bytes_split": axis.bytes,
+                "rule": rule_of_axis(plan, &axis.name),
+            })
+        })
         .collect();
     let devices: Vec<Value> = plan
         .devices
@@ -263,7 +272,7 @@ fn quantization_json(quantization: &Quantization) -> Value {
 }
 
 /// The source, as JSON.
-fn source_json(checkpoint: &Checkpoint) -> Value {
+pub(super) fn source_json(checkpoint: &Checkpoint) -> Value {
     let dialect = checkpoint.dialect();
     let dtypes: BTreeMap<&str, Value> = dialect
         .dtypes
@@ -301,6 +310,7 @@ fn source_json(checkpoint: &Checkpoint) -> Value {
         "no_tensors": checkpoint.left_out().iter().map(|left| json!({"name": left.name, "kind": left.kind})).collect::<Vec<_>>(),
         "proposed_rename": checkpoint.proposed_rename(),
         "dialect": {
+            "text": dialect.to_string(),
             "model_type": dialect.model_type,
             "architectures": dialect.architectures,
             "dtypes": dtypes,

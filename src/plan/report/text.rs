@@ -98,8 +98,12 @@ fn coordinates_text(plan: &Plan) -> Vec<String> {
     lines
 }
 
-pub(super) const fn rule_of_axis(sharding_use: AxisUse) -> &'static str {
-    match sharding_use {
+/// By which rule tensors are split over a mesh axis.
+pub(super) fn rule_of_axis(plan: &Plan, name: &str) -> &'static str {
+    if plan.logical_rules.is_some() {
+        return "by the rules for logical axes";
+    }
+    match axis_use(name) {
         AxisUse::Expert => "by expert",
         AxisUse::Tensor => "by row or column, as the tensor's role says",
         AxisUse::FullyShard => "axis 0 of the unstacked tensor, inside the others",
@@ -232,9 +236,7 @@ fn mesh_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
     }
     for axis in axis_effects(plan) {
         let AxisEffect { name, size, tensors, bytes } = axis;
-        let logical = "by the rules for logical axes";
-        let rule = if plan.logical_rules.is_some() { logical } else { rule_of_axis(axis_use(&name)) };
-        let part = percent(bytes, total);
+        let (rule, part) = (rule_of_axis(plan, &name), percent(bytes, total));
         line("", &format!("{name}={size} splits {tensors} of {count} tensors, {part} of the bytes ({rule})"));
     }
 }

@@ -1,5 +1,6 @@
 //! The size of a page, kept below its bound.
 
+use ckfs_checkpoint::printable;
 use serde_json::Value;
 
 /// Bytes that are left for one kind of content.
@@ -15,7 +16,7 @@ impl PageBudget {
 
     /// Takes what a value occupies in the page. `false`, and nothing taken, if that is more than is left.
     pub(super) fn take(&mut self, value: &Value) -> bool {
-        let cost = embedded(value).len() + 1;
+        let cost = printable(&embedded(value)).len() + 1;
         match self.left_bytes.checked_sub(cost) {
             Some(left_bytes) => {
                 self.left_bytes = left_bytes;

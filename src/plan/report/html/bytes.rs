@@ -5,7 +5,7 @@ use std::{
     ops::Range,
 };
 
-use ckfs_checkpoint::{Checkpoint, printable};
+use ckfs_checkpoint::Checkpoint;
 use ckfs_tensor::{ByteRuns, Region, TensorId};
 use serde_json::{Value, json};
 
@@ -121,5 +121,5 @@ pub(super) fn source_json(checkpoint: &Checkpoint, files: &EmbeddedFiles, id: Te
     let info = checkpoint.tensor(id);
     let (file, span) = (info.file(), info.span());
     let codec = checkpoint.source().coded(file, span.start()).map(|coded| coded.codec);
-    json!([printable(info.name), files.number(file), span.start(), span.end(), codec])
+    json!([info.name, files.number(file), span.start(), span.end(), codec])
 }

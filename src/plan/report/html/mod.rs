@@ -1,9 +1,10 @@
 //! The report as a page for a browser: one file that loads nothing.
 //!
-//! The page holds the plan as data, and a script that draws it. Names come from checkpoints, which may be hostile. So the data
-//! is JSON in an element that is not a script, `<` is escaped in it, the script sets text and never markup, and a policy allows
-//! the page's own script and style only, each by its digest. The size of the page is bounded: what would exceed the room of its
-//! kind is left out and counted, and the page says so.
+//! The page holds the plan as data, and a script that draws it. The data is that of `ckfs plan --json`, with a member `page` in
+//! each view for what is drawn, in place of the tensors. Names come from checkpoints, which may be hostile. So the data is in an
+//! element that is not a script, `<` is escaped in it, the script sets text and never markup, and a policy allows the page's own
+//! script and style only, each by its digest. The size of the page is bounded: what would exceed the room of its kind is left out
+//! and counted, and the page says so.
 
 mod budget;
 mod bytes;
@@ -11,19 +12,16 @@ mod cuts;
 mod files;
 mod records;
 
-use std::fmt::Write as _;
+use std::{borrow::Cow, fmt::Write as _, mem};
 
-use ckfs_checkpoint::{Checkpoint, FileRole, printable};
-use ckfs_tensor::DType;
+use ckfs_checkpoint::{Checkpoint, printable};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{
-    super::{Hole, NameGroup, Plan, PlannedTensor, amplification::Amplification, axis_use},
-    advice::{advice, reasons},
-    effects::{axis_effects, bytes_per_device},
-    json::ViewReport,
-    text::{rule_of_axis, source_text, view_text},
+    super::amplification::Amplification,
+    json::{ViewReport, source_json, view_json},
+    text::{source_text, view_text},
 };
 
 use budget::{PageBudget, embedded, within};
@@ -41,11 +39,14 @@ const TEXT_BYTES_MAX: usize = 150_000;
 const VIEWS_MAX: usize = 32;
 /// Room of the kinds of content, in bytes. Together with the text, script and style, they are less than [`HTML_BYTES_MAX`].
 const FILES_BYTES: usize = 250_000;
-const NAMES_BYTES: usize = 250_000;
+const DEVICES_BYTES: usize = 250_000;
+/// The lists and objects of the source and of a view, each with an equal part of this.
+const MEMBERS_BYTES: usize = 250_000;
+const MEMBERS: usize = 20;
 const ROWS_BYTES: usize = 800_000;
-const SOURCES_BYTES: usize = 900_000;
-const CUTS_BYTES: usize = 800_000;
-const PATTERNS_BYTES: usize = 900_000;
+const SOURCES_BYTES: usize = 800_000;
+const CUTS_BYTES: usize = 750_000;
+const PATTERNS_BYTES: usize = 800_000;
 
 const STYLE: &str = include_str!("style.css");
 const SCRIPT: &str = include_str!("script.js");
@@ -56,23 +57,20 @@ pub fn html(checkpoint: &Checkpoint, views: &[ViewReport<'_>]) -> String {
     let files = EmbeddedFiles::new(checkpoint);
     let shown = &views[..views.len().min(VIEWS_MAX)];
     let shares = shown.len().max(1);
-    let views_json: Vec<Value> = shown.iter().map(|view| view_json(checkpoint, view, &files, shares)).collect();
-    let (listed, more_files) = within(&mut PageBudget::new(FILES_BYTES), checkpoint.files().iter().map(file_json));
+    let mut data = members(source_json(checkpoint));
+    let (listed, more_files) = within(&mut PageBudget::new(FILES_BYTES), array(data.remove("files")));
+    shorten(&mut data, MEMBERS_BYTES / MEMBERS);
     let describe = checkpoint.dialect().describe();
-    let data = json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "source": printable(checkpoint.label()),
-        "root": printable(&checkpoint.root().display().to_string()),
-        "revision": checkpoint.revision().map(printable),
-        "container": checkpoint.container().to_string(),
-        "dialect": printable(&checkpoint.dialect().to_string()),
-        "describe": describe.lines().map(printable).collect::<Vec<_>>(),
-        "warnings": cut_list(shares, checkpoint.warnings().iter().map(|warning| json!(printable(warning)))),
+    let view = |view| view_data(checkpoint, view, &files, shares);
+    data.extend(members(json!({
         "files": listed,
         "more_files": more_files,
-        "views": views_json,
+        "describe": describe.lines().collect::<Vec<_>>(),
+        "views": shown.iter().map(view).collect::<Vec<_>>(),
         "more_views": views.len() - shown.len(),
-    });
+    })));
+    let mut data = Value::Object(data);
+    make_printable(&mut data);
     page(checkpoint.label(), &data, &plain_text(checkpoint, views))
 }
 
@@ -131,114 +129,94 @@ fn digest(text: &str) -> String {
     encoded
 }
 
-fn file_json(file: &ckfs_checkpoint::RepoFile) -> Value {
-    let (role, reason) = match &file.role {
-        FileRole::Weights => ("weights", None),
-        FileRole::Other => ("other", None),
-        FileRole::Ignored(reason) => ("left out", Some(reason.to_string())),
-    };
-    json!([printable(&file.path), file.size_bytes, role, reason.as_deref().map(printable)])
+fn members(value: Value) -> Map<String, Value> {
+    let Value::Object(members) = value else { return Map::new() };
+    members
 }
 
-/// One of a view's lists, cut where it would take too much of the page: `{"listed": […], "more": number}`.
-fn cut_list(views: usize, values: impl IntoIterator<Item = Value>) -> Value {
-    let (listed, more) = within(&mut PageBudget::new(NAMES_BYTES / 10 / views), values);
-    json!({"listed": listed, "more": more})
+fn array(value: Option<Value>) -> Vec<Value> {
+    let Some(Value::Array(values)) = value else { return Vec::new() };
+    values
 }
 
-fn names(views: usize, groups: &[NameGroup]) -> Value {
-    cut_list(
-        views,
-        groups
-            .iter()
-            .map(|group| json!([printable(&group.name), group.count, group.nearest.as_deref().map(printable)])),
-    )
+/// Cuts lists where they would take too much of the page, and removes objects that do. A member `more` says by name how many
+/// elements are left out.
+fn shorten(of: &mut Map<String, Value>, room_bytes: usize) {
+    let mut more = Map::new();
+    for (name, value) in &mut *of {
+        let others = match value {
+            Value::Array(values) => {
+                let (kept, others) = within(&mut PageBudget::new(room_bytes), mem::take(values));
+                *values = kept;
+                others
+            }
+            Value::Object(members) if !PageBudget::new(room_bytes).take(&json!(members)) => mem::take(members).len(),
+            Value::Object(_) | Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => 0,
+        };
+        if others > 0 {
+            more.insert(name.clone(), others.into());
+        }
+    }
+    of.insert("more".to_owned(), more.into());
 }
 
-fn view_json(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFiles, shares: usize) -> Value {
+/// Escapes what a terminal or a browser would not show as it stands, in all texts.
+fn make_printable(value: &mut Value) {
+    match value {
+        Value::String(text) => {
+            if let Cow::Owned(shown) = printable(text) {
+                *text = shown;
+            }
+        }
+        Value::Array(values) => values.iter_mut().for_each(make_printable),
+        Value::Object(members) => members.values_mut().for_each(make_printable),
+        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
+}
+
+/// A view as `ckfs plan --json` has it, bounded, with what the page draws in place of the tensors.
+fn view_data(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFiles, shares: usize) -> Value {
     let ViewReport { name, plan, more } = view;
-    let found = Amplification::of(checkpoint, plan);
-    let devices = &plan.devices[..plan.devices.len().min(DEVICES_MAX / shares)];
     let room = |bytes: usize| PageBudget::new(bytes / shares);
+    let mut data = members(view_json(checkpoint, name, plan));
+    let listed = array(data.remove("devices")).into_iter().take(DEVICES_MAX / shares);
+    // Half of the room is for what the devices read.
+    let (listed, _) = within(&mut room(DEVICES_BYTES / 2), listed);
+    let devices = &plan.devices[..listed.len()];
+    let mut amplification = members(data.remove("amplification").unwrap_or_default());
+    amplification.remove("tensors");
+    if let Some(Value::Array(reads)) = amplification.get_mut("devices") {
+        reads.truncate(devices.len());
+    }
+    data.extend(more.get("unavailable").map(|formats| ("unavailable".to_owned(), formats.clone())));
+    shorten(&mut data, MEMBERS_BYTES / MEMBERS / shares);
     let budgets = Budgets {
         rows: room(ROWS_BYTES),
         sources: room(SOURCES_BYTES),
         cuts: room(CUTS_BYTES),
         patterns: room(PATTERNS_BYTES),
     };
-    let HtmlRecords { listed, cuts, device_maps, patterns, folded, without_cut, without_bytes } =
-        records(checkpoint, plan, devices, files, found, budgets);
-    let mut json = about(plan, shares);
-    let more_of = |key: &str| more.get(key).cloned().unwrap_or_else(|| json!([]));
-    let parts = [
-        ("name", json!(printable(name))),
-        ("devices", json!(devices)),
-        ("more_devices", json!(plan.devices.len() - devices.len())),
-        ("device_bytes", json!(bytes_per_device(plan)[..devices.len()])),
-        (
-            "device_reads",
-            found.devices[..devices.len()].iter().map(|reads| json!([reads.needed_bytes, reads.paged_bytes])).collect(),
-        ),
-        ("union", json!([found.union.needed_bytes, found.union.paged_bytes])),
-        ("rows", listed.into()),
-        ("cuts", cuts.into()),
-        ("device_maps", device_maps.into()),
-        ("patterns", patterns.into()),
-        (
-            "folded",
-            json!({"groups": folded.0, "tensors": folded.1, "bytes": folded.2, "without_cut": without_cut, "without_bytes": without_bytes}),
-        ),
-        ("over_read", over_read(checkpoint, plan, found)),
-        ("unavailable", more_of("unavailable")),
-    ];
-    for (key, value) in parts {
-        json.insert(key.to_owned(), value);
-    }
-    Value::Object(json)
-}
-
-fn over_read(checkpoint: &Checkpoint, plan: &Plan, found: &Amplification) -> Value {
-    let reasons = reasons(checkpoint, plan, found);
-    let rows: Vec<Value> = reasons
-        .iter()
-        .map(|reason| {
-            json!({"name": printable(&reason.name), "reads": [reason.reads.needed_bytes, reason.reads.paged_bytes], "why": printable(&reason.text())})
-        })
-        .collect();
-    let advice = advice(plan, found, &reasons);
-    json!({"reasons": rows, "advice": advice.iter().map(|line| printable(line)).collect::<Vec<_>>()})
-}
-
-/// The members of a view that do not depend on its tensors one by one.
-fn about(plan: &Plan, views: usize) -> Map<String, Value> {
-    let total: u64 = plan.bundle().map(PlannedTensor::bytes).sum();
-    let axis = |axis: super::effects::AxisEffect| {
-        let rule = if plan.logical_rules.is_some() {
-            "by the rules for logical axes"
-        } else {
-            rule_of_axis(axis_use(&axis.name))
-        };
-        json!({"name": printable(&axis.name), "size": axis.size, "tensors": axis.tensors, "bytes": axis.bytes, "rule": rule})
-    };
-    let holes = plan.holes.iter().map(|hole: &Hole| json!([printable(&hole.to_string()), 1, null]));
-    let members = [
-        ("layout", json!(printable(plan.layout.name()))),
-        ("family", json!(plan.family.as_deref().map(printable))),
-        ("dtype", json!(plan.dtype.map(DType::code))),
-        ("mesh", axis_effects(plan).into_iter().map(axis).collect()),
-        ("mesh_devices", json!(plan.mesh.devices())),
-        ("tensors", json!(plan.bundle().count())),
-        ("raw_files", json!(plan.tensors.len())),
-        ("bytes", json!(total)),
-        ("left_out", names(views, &plan.left_out)),
-        ("missing", names(views, &plan.missing)),
-        ("unexpected", names(views, &plan.unexpected)),
-        ("dropped", names(views, &plan.dropped)),
-        ("kept", names(views, &plan.kept)),
-        ("holes", cut_list(views, holes)),
-        ("warnings", cut_list(views, plan.warnings.iter().map(|warning| json!(printable(warning))))),
-    ];
-    members.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+    let HtmlRecords { listed: rows, cuts, device_maps, patterns, folded, without_cut, without_bytes } =
+        records(checkpoint, plan, devices, files, Amplification::of(checkpoint, plan), budgets);
+    let (groups, tensors, bytes) = folded;
+    let folded = json!({
+        "groups": groups, "tensors": tensors, "bytes": bytes, "without_cut": without_cut, "without_bytes": without_bytes,
+    });
+    data.extend(members(json!({
+        "devices": listed,
+        "amplification": amplification,
+        "page": {
+            "more_devices": plan.devices.len() - devices.len(),
+            "tensors": plan.bundle().count(),
+            "raw_files": plan.tensors.len(),
+            "rows": rows,
+            "cuts": cuts,
+            "device_maps": device_maps,
+            "patterns": patterns,
+            "folded": folded,
+        },
+    })));
+    Value::Object(data)
 }
 
 #[cfg(test)]
@@ -271,8 +249,16 @@ mod tests {
         }
         let page = page("", &json!({}), "");
         assert!(page.len() < 100_000, "{}", page.len());
-        let room =
-            [FILES_BYTES, NAMES_BYTES, ROWS_BYTES, SOURCES_BYTES, CUTS_BYTES, PATTERNS_BYTES, 5 * TEXT_BYTES_MAX];
+        let room = [
+            FILES_BYTES,
+            DEVICES_BYTES,
+            MEMBERS_BYTES,
+            ROWS_BYTES,
+            SOURCES_BYTES,
+            CUTS_BYTES,
+            PATTERNS_BYTES,
+            5 * TEXT_BYTES_MAX,
+        ];
         assert!(room.iter().sum::<usize>() < HTML_BYTES_MAX - 300_000, "{}", room.iter().sum::<usize>());
     }
 }

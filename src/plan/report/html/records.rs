@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use ckfs_checkpoint::{Checkpoint, printable};
+use ckfs_checkpoint::Checkpoint;
 use ckfs_tensor::{Reads, TensorId};
 use serde_json::{Value, json};
 
@@ -116,14 +116,14 @@ impl Maker<'_> {
         let folded = name_group::fold(names, &[]);
         let name = folded.first().map_or(group.name.as_str(), |folded| folded.name.as_str());
         let mut row = json!({
-            "name": printable(name),
+            "name": name,
             "count": group.members.len(),
             "dtype": first.view.dtype().code(),
             "bits": first.view.dtype().bits(),
             "shape": shape.extents(),
             "spec": self.plan.spec(first).to_json(shape.rank(), &self.plan.mesh),
             "bytes": group.bytes,
-            "path": printable(&self.plan.path(first).join("/")),
+            "path": self.plan.path(first).join("/"),
         });
         if let Some(layers) = &first.layers {
             row["layers"] = name_group::ranges(&layers.iter().copied().collect()).into();
@@ -175,7 +175,7 @@ impl Maker<'_> {
             };
             let listed = sources.iter().take(SOURCES_SHOWN);
             let listed: Value = listed.map(|id| source_json(self.checkpoint, self.files, *id)).collect();
-            let name = if group.members.len() > 1 { printable(&member.name) } else { "".into() };
+            let name = if group.members.len() > 1 { member.name.as_str() } else { "" };
             let expert = member.expert.map(|(number, _)| number);
             let row = json!([number, name, leaf.at.as_slice(), listed, expert]);
             if !self.sources.take(&row) {

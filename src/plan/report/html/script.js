@@ -28,6 +28,7 @@
   const times = (reads) => `${hundredths(factor(reads))} times`;
   const listed = (shape) => `[${shape.join(", ")}]`;
   const specText = (spec) => `[${spec.map((axis) => axis === null ? "-" : Array.isArray(axis) ? `[${axis.join(",")}]` : axis).join(",")}]`;
+  const pair = (reads) => [reads.needed_bytes, reads.paged_bytes];
   const expand = (pairs) => {
     const numbers = [];
     for (let at = 0; at < pairs.length; at += 2) for (let turn = 0; turn < pairs[at + 1]; turn += 1) numbers.push(pairs[at]);
@@ -52,16 +53,16 @@
     return pen;
   };
 
-  // Prepares a view once: parts by row and device, and coordinates.
+  // Prepares a view once: devices by column, parts by row and device.
   const prepare = (of) => {
     if (of.ready) return of;
     of.ready = true;
-    of.maps = of.device_maps.map(expand);
-    of.coordinates = of.devices.map((device) => {
-      const at = [];
-      for (const axis of [...of.mesh].reverse()) { at.unshift(device % axis.size); device = Math.floor(device / axis.size); }
-      return at;
+    Object.assign(of, of.page, {
+      coordinates: of.devices.map((device) => device.coordinates), device_bytes: of.devices.map((device) => device.bytes),
+      devices: of.devices.map((device) => device.device), device_reads: of.amplification.devices.map(pair),
+      mesh: of.mesh.axes, mesh_devices: of.mesh.devices, union: pair(of.amplification.union),
     });
+    of.maps = of.device_maps.map(expand);
     of.rows.forEach((row, index) => {
       row.index = index;
       row.reads_parts = (row.reads_of || []).map(expand);
@@ -263,7 +264,7 @@
     };
     return make("span", "step", step("previous device", "‹", -1), step("next device", "›", 1));
   };
-  const fileName = (number) => data.files[number] ? data.files[number][0] : "a file that this page does not list";
+  const fileName = (number) => data.files[number] ? data.files[number].path : "a file that this page does not list";
   const runText = ([start, run, loops]) => {
     const runs = loops.reduce((all, [extent]) => all * extent, 1);
     if (runs === 1) return null;
@@ -381,7 +382,7 @@
   const showCards = () => {
     const least = Math.min(...view.device_bytes), most = Math.max(...view.device_bytes);
     const worst = Math.max(1, ...view.device_reads.map(factor));
-    const lost = view.left_out.listed.reduce((all, [, number]) => all + number, 0);
+    const lost = view.left_out.reduce((all, names) => all + names.count, 0);
     const mesh = view.mesh.map((axis) => `${axis.name}=${axis.size}`).join(", ") || "no mesh";
     const devices = view.devices.length + view.more_devices;
     $("cards").replaceChildren(
@@ -390,7 +391,7 @@
       card(least === most ? "Per device" : "Per device, at most", bytes(most), `${percent(most, view.bytes)} of the tensors${least === most ? "" : `, at least ${bytes(least)}`}`),
       card("Over-read", worst > NOTABLE ? `${hundredths(worst)} times` : "none", view.devices.length > 1 ? `all together: ${hundredths(factor(view.union))} times` : "bytes in pages by bytes needed", worst > NOTABLE),
       card("Layout", view.layout, view.family ? `family ${view.family}` : "family not known"),
-      card("Left out", lost ? plural(lost, "tensor") : "nothing", view.missing.listed.length ? `${plural(view.missing.listed.length, "name")} missing` : `${plural(view.raw_files, "raw file")} per device`),
+      card("Left out", lost ? plural(lost, "tensor") : "nothing", view.missing.length ? `${plural(view.missing.length, "name")} missing` : `${plural(view.raw_files, "raw file")} per device`),
     );
   };
   const table = (heads, rows, numbers) => {
@@ -398,41 +399,41 @@
     return make("table", "", make("thead", "", line(heads, "th")), make("tbody", "", ...rows.map((row) => line(row, "td"))));
   };
   const showMesh = () => {
-    const rows = view.mesh.map((axis) => [make("code", "", `${axis.name}=${axis.size}`), axis.rule, count(axis.tensors), percent(axis.bytes, view.bytes)]);
+    const rows = view.mesh.map((axis) => [make("code", "", `${axis.name}=${axis.size}`), axis.rule, count(axis.tensors_split), percent(axis.bytes_split, view.bytes)]);
     const last = view.devices.length - 1;
     const example = view.mesh.length ? `Device numbers count the mesh axes in this order, the last one fastest: ${deviceName(last)} = ${coordinates(last)}.` : "One device holds everything.";
     $("mesh").replaceChildren(make("h2", "", "Mesh"), ...(rows.length ? [table(["axis", "splits", "tensors", "bytes"], rows, [2, 3])] : []), make("p", "note", example));
   };
   const showOverRead = () => {
-    const { reasons, advice } = view.over_read;
-    const rows = reasons.map((reason) => [make("div", "", make("code", "", reason.name), make("div", "muted", reason.why)), times(reason.reads)]);
+    const { reasons, advice } = view.amplification;
+    const rows = reasons.map((reason) => [make("div", "", make("code", "", reason.name), make("div", "muted", reason.text)), times(pair(reason))]);
     const none = "A device reads what it needs, and whole pages at the ends of its parts.";
     $("over-read").replaceChildren(make("h2", "", "Over-read"),
       ...(rows.length ? [table(["tensors, and why", "reads"], rows, [1])] : [make("p", "note", overReads() ? "Pages at the ends of short runs: see the tensors." : none)]),
       ...(advice.length ? [make("div", "advice", make("b", "", "What would change it"), make("ul", "", ...advice.map((text) => make("li", "", text))))] : []));
   };
-  const group = (title, list, open) => {
-    const total = list.listed.length + list.more;
-    if (!total) return null;
-    const items = list.listed.map((entry) => {
-      if (!Array.isArray(entry)) return make("li", "", entry);
-      const [name, number, near] = entry;
-      return make("li", "", make("code", "", name), number > 1 ? ` ${plural(number, "tensor")}` : "", near ? `; the nearest name is ${near}` : "");
-    });
-    if (list.more) items.push(make("li", "muted", `and ${count(list.more)} more`));
-    const element = make("details", "group", make("summary", "", title, make("span", "muted", count(total))), make("ul", "scroll", ...items));
+  const item = (entry) => {
+    if (typeof entry === "string" || entry.text) return make("li", "", entry.text || entry);
+    if (entry.reason) return make("li", "", `${entry.format || entry.path}: ${entry.reason}`);
+    const { name, count: number, nearest } = entry;
+    return make("li", "", make("code", "", name), number > 1 ? ` ${plural(number, "tensor")}` : "", nearest ? `; the nearest name is ${nearest}` : "");
+  };
+  // A list of the view, or another one.
+  const group = (title, name, open, entries = view[name] || [], more = view.more[name] || 0) => {
+    if (!entries.length && !more) return null;
+    const items = entries.map(item);
+    if (more) items.push(make("li", "muted", `and ${count(more)} more`));
+    const element = make("details", "group", make("summary", "", title, make("span", "muted", count(entries.length + more))), make("ul", "scroll", ...items));
     element.open = open;
     return element;
   };
-  const plainList = (items) => ({ listed: items, more: 0 });
   const showLeftOut = () => {
-    const ignored = data.files.filter(([, , role]) => role === "left out").map(([path, , , reason]) => `${path}: ${reason}`);
     const groups = [
-      group("Missing tensors", view.missing, true), group("Unexpected tensors", view.unexpected, true), group("Differences between layers", view.holes, true),
-      group("Warnings", { listed: [...data.warnings.listed, ...view.warnings.listed], more: data.warnings.more + view.warnings.more }, true),
-      group("Tensors that the layout or a flag leaves out", view.left_out, true), group("Companions that no decoder reads", view.dropped, false),
-      group("Tensors that keep their dtype", view.kept, false), group("Files that are left out", plainList(ignored), true),
-      group("Formats that this mount would not have", plainList(view.unavailable.map((row) => `${row.format}: ${row.reason}`)), true),
+      group("Missing tensors", "missing", true), group("Unexpected tensors", "unexpected", true), group("Differences between layers", "holes", true),
+      group("Warnings", "warnings", true, [...data.warnings, ...view.warnings], (data.more.warnings || 0) + (view.more.warnings || 0)),
+      group("Tensors that the layout or a flag leaves out", "left_out", true), group("Companions that no decoder reads", "dropped", false),
+      group("Tensors that keep their dtype", "kept_f32", false), group("Files that are left out", "files", true, data.files.filter((file) => file.reason), 0),
+      group("Formats that this mount would not have", "unavailable", true),
     ].filter(Boolean);
     $("left-out").replaceChildren(make("h2", "", "Left out, and remarks"), ...(groups.length ? groups : [make("p", "note", "Nothing: every tensor of the source is in the plan.")]));
   };
@@ -440,8 +441,8 @@
     const users = new Map();
     for (const row of view.rows) for (const [file, number] of row.files || []) users.set(file, (users.get(file) || 0) + number);
     const weights = data.files.map((file, number) => [number, file]).filter(([number]) => users.has(number));
-    const most = Math.max(1, ...weights.map(([, file]) => file[1]));
-    const lines = weights.map(([number, [path, size]]) => {
+    const most = Math.max(1, ...weights.map(([, file]) => file.bytes));
+    const lines = weights.map(([number, { path, bytes: size }]) => {
       const meter = make("i");
       meter.style.width = `${(size / most) * 100}%`;
       const button = make("button", "file", make("span", "line", make("code", "", path), make("span", "muted", `${plural(users.get(number), "tensor")}, ${bytes(size)}`)), make("div", "meter", meter));
@@ -485,7 +486,7 @@
 
   readColors();
   $("title").textContent = data.source;
-  $("subtitle").textContent = [data.dialect, data.container, data.revision ? `revision ${data.revision}` : null, `ckfs ${data.version}`].filter(Boolean).join(" · ");
+  $("subtitle").textContent = [data.dialect.text, data.container, data.revision ? `revision ${data.revision}` : null, `ckfs ${data.version}`].filter(Boolean).join(" · ");
   if (data.views.length > 1) data.views.forEach((of, index) => {
     const button = make("button", "", of.name || "view");
     button.type = "button";
