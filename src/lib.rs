@@ -64,7 +64,7 @@
 //! | to add | touch |
 //! | --- | --- |
 //! | a model family | `src/plan/families/<name>.toml` |
-//! | a layout | a file of the user's (`--layout FILE`), or a directory `src/plan/layouts/<name>` and its name in [`config::LAYOUTS`]; a family of a layout is a file there |
+//! | a layout | a file of the user's (`--layout FILE`), or a directory `src/plan/layouts/<name>`; a family of a layout is a file there |
 //! | an output format | `src/image/<name>.rs` with `impl` [`image::OutputFormat`], and its line in [`image::FORMATS`] |
 //! | a remote service | `src/source/remote/<name>.rs` with `impl` [`source::remote::Objects`], and its scheme in `remote/url_scheme.rs`; disk cache, retries and limits apply to it |
 //! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources/local.rs` runs over it |

@@ -4,9 +4,10 @@ use std::{
     ffi::OsStr,
     path::{Path, PathBuf},
     str::FromStr,
-    sync::Arc,
+    sync::{Arc, LazyLock},
 };
 
+use ckfs_layouts::embedded_layouts;
 use ckfs_source::{Duplicates, SourceIo};
 use ckfs_tensor::DType;
 use serde::Deserialize;
@@ -22,19 +23,13 @@ use super::{
 /// Most threads that serve requests.
 pub const THREADS_MAX: u16 = 512;
 
-/// Names of the layouts in the program.
-pub const LAYOUTS: [&str; 10] = [
-    "canonical",
-    "hf",
-    "maxtext",
-    "maxtext-unscanned",
-    "megatron",
-    "megatron-unscanned",
-    "stored",
-    "torchtitan",
-    "transformers",
-    "vllm",
-];
+/// Names of the layouts in the program: those that need no rules, and those that have files of them.
+pub static LAYOUTS: LazyLock<Vec<&'static str>> = LazyLock::new(|| {
+    let mut names = vec!["canonical", "hf", "stored"];
+    names.extend(embedded_layouts().iter().map(|layout| layout.name.as_str()));
+    names.sort_unstable();
+    names
+});
 
 fn is_toml(text: &str) -> bool {
     Path::new(text).extension().is_some_and(|extension| extension == "toml")
@@ -112,9 +107,9 @@ impl SettingValue for LayoutChoice {
         if is_toml(text) {
             return Ok(Self::File { path: text.into(), text: "".into() });
         }
-        let name = LAYOUTS.into_iter().find(|name| *name == text);
+        let name = LAYOUTS.iter().copied().find(|name| *name == text);
         name.map(Self::Named).ok_or_else(|| {
-            let near = did_you_mean("layout", text, LAYOUTS.into_iter());
+            let near = did_you_mean("layout", text, LAYOUTS.iter().copied());
             near.unwrap_or_else(|| format!("layout {text:?}: {}", Self::expected()))
         })
     }

@@ -7,10 +7,9 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 pub use super::naming::Words;
-use super::{
-    embedded::FAMILIES,
-    naming::{self, Parsed},
-};
+use super::naming::{self, Parsed};
+
+include!(concat!(env!("OUT_DIR"), "/families.rs"));
 
 /// The role of one tensor in a family.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]

@@ -12,7 +12,7 @@
 //! | `experts` | one form of the experts of a layer, however they are named and fused |
 //! | `canonical`, `family`, `kind`, `modules`, `stored` | layouts by tables: names and roles of known families, of transformers' modules, or of a trainer |
 //! | `library` | what the models' own library says: buffers, and what stays in float32 |
-//! | [`layout_file`], [`layouts`], [`expr`] | layouts by rules, and the language of the rules |
+//! | [`layout_file`], [`Embedded`], [`expr`] | layouts by rules, and the language of the rules |
 //! | `inverse` | the way back from a layout to a repository |
 //! | `name` | names of tensors, their groups, and renames |
 //! | `split` | specs, and the rules that split axes over the mesh |
@@ -35,7 +35,6 @@ mod inverse;
 pub mod kind;
 mod layer_lists;
 pub mod layout_file;
-pub mod layouts;
 pub mod library;
 mod lora;
 mod merge;
@@ -58,10 +57,10 @@ pub use check::{
     problem::{self, PlanError, Problem},
 };
 pub use draft::{Bundled, Draft, Roles};
+pub use embedded::Embedded;
 pub use family::Family;
 pub use kind::TensorKinds;
 pub use layout_file::LayoutFile;
-pub use layouts::Embedded;
 pub use name::{
     name_group::NameGroup,
     naming::{SELF_WORD, component},

@@ -10,8 +10,8 @@ use ckfs_config::{
 use ckfs_tensor::DType;
 
 use super::{
+    embedded::Embedded,
     layout_file::LayoutFile,
-    layouts::Embedded,
     problem::{PlanError, Problem},
     respelled,
     select::Subset,
@@ -30,7 +30,7 @@ pub enum Layout {
     /// The checkpoint's own names and shapes, split as the trainer splits them.
     Stored,
     /// A layout in the program, as data: rules for each model family, chosen by `config.json`.
-    Embedded(&'static Embedded),
+    Embedded(Embedded),
     /// A file from the user.
     File(Arc<LayoutFile>),
 }
@@ -47,10 +47,10 @@ impl Layout {
         }
     }
 
-    /// Whether `--dtype` spares what the model's own code keeps in float32. MaxText's converter casts that too.
+    /// Whether `--dtype` spares what the model's own code keeps in float32.
     pub fn keeps_f32(&self) -> bool {
         match self {
-            Self::Embedded(embedded) => !embedded.name.starts_with("maxtext"),
+            Self::Embedded(embedded) => embedded.traits.keeps_f32,
             Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => true,
         }
     }
@@ -58,17 +58,16 @@ impl Layout {
     /// Whether its tensors are those of a loaded model, in float32 where the model's own code keeps them so.
     pub fn is_loaded(&self) -> bool {
         match self {
-            Self::Embedded(embedded) => embedded.name == "transformers",
+            Self::Embedded(embedded) => embedded.traits.is_loaded,
             Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => false,
         }
     }
 
-    /// Key of the dictionary that holds all tensors in formats of trees. MaxText saves its variables, themselves a tree
-    /// below `params`, as the member `params` of its training state.
+    /// Key of the dictionary that holds all tensors in formats of trees.
     pub fn tree_root(&self) -> Option<&str> {
         match self {
-            Self::Embedded(embedded) if embedded.name.starts_with("maxtext") => Some("params"),
-            Self::Canonical | Self::Hf | Self::Stored | Self::Embedded(_) | Self::File(_) => None,
+            Self::Embedded(embedded) => embedded.traits.tree_root.as_deref(),
+            Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => None,
         }
     }
 }
@@ -271,11 +270,8 @@ mod tests {
 
     #[test]
     fn every_layout_that_settings_know_is_in_the_program() {
-        let named = LAYOUTS.map(|name| Layout::of(&LayoutChoice::Named(name)).unwrap().name().to_owned());
-        assert_eq!(named, LAYOUTS);
-        let embedded: Vec<&str> =
-            LAYOUTS.into_iter().filter(|name| !["canonical", "hf", "stored"].contains(name)).collect();
-        assert_eq!(embedded, Embedded::names().collect::<Vec<_>>());
+        let named = |name: &&'static str| Layout::of(&LayoutChoice::Named(name)).unwrap().name().to_owned();
+        assert_eq!(LAYOUTS.iter().map(named).collect::<Vec<_>>(), *LAYOUTS);
     }
 
     #[test]

@@ -37,7 +37,9 @@ use self::{
 };
 use super::{
     DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, Mesh, NameGroup, Plan, PlanError, Problem,
-    Sharding, Tied, ViewOptions, Whole, canonical, expect,
+    Sharding, Tied, ViewOptions, Whole, canonical,
+    embedded::FAMILY,
+    expect,
     experts::{
         self,
         orientation::{Order, PARAMETER},
@@ -46,7 +48,6 @@ use super::{
     hf,
     inverse::{self, Inverted},
     layout_file,
-    layouts::FAMILY,
     library::Model,
     lora, merge, modules,
     name_group::fold,
@@ -190,7 +191,7 @@ impl<'a> Builder<'a> {
                 if let Some(stored) = inverse::layout_of(wanted.seen()) {
                     return Err(already_laid_out(&embedded.name, stored).into());
                 }
-                let by_modules = embedded.by_modules && !set.contains_key(FAMILY);
+                let by_modules = embedded.traits.by_modules && !set.contains_key(FAMILY);
                 if by_modules && (modules::is_of_parts(wanted.seen()) || !embedded.has_file(wanted.seen())?) {
                     (None, Some(modules::names(wanted.seen())?))
                 } else {

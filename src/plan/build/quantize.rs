@@ -35,20 +35,16 @@ impl<'a> Builder<'a> {
         };
         match &options.layout {
             Layout::Canonical | Layout::Hf | Layout::Stored => {}
-            Layout::Embedded(embedded) if embedded.name == "vllm" => {
-                return Err(problem(format!(
-                    "{} with --layout vllm: its tensors are those of a loaded model, in which codes and scales have the order of the \
-                     kernel that vLLM chooses for the GPU; expected the layout hf, from which vLLM loads any scheme",
-                    scheme.word(),
-                )));
-            }
             Layout::Embedded(_) | Layout::File(_) => {
-                return Err(problem(format!(
-                    "{} with --layout {}: its rules make floats of the shapes that its program trains or fuses, and no codes and scales; \
+                let reason = match &options.layout {
+                    Layout::Embedded(embedded) => embedded.traits.not_quantized.as_deref(),
+                    Layout::Canonical | Layout::Hf | Layout::Stored | Layout::File(_) => None,
+                };
+                let reason = reason.unwrap_or(
+                    "its rules make floats of the shapes that its program trains or fuses, and no codes and scales; \
                      expected the layout canonical, hf or stored",
-                    scheme.word(),
-                    options.layout.name(),
-                )));
+                );
+                return Err(problem(format!("{} with --layout {}: {reason}", scheme.word(), options.layout.name())));
             }
         }
         if options.lora.is_some() {

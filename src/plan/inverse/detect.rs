@@ -2,7 +2,7 @@
 
 use ckfs_checkpoint::Checkpoint;
 
-use super::super::{layout_file::StoredNames, layouts::Embedded};
+use super::super::{embedded::Embedded, layout_file::StoredNames};
 
 /// Words of names of a training state that is not the model's weights.
 const STATE_WORDS: [&str; 18] = [
@@ -40,12 +40,12 @@ fn is_state(name: &str) -> bool {
 
 /// The layouts of which the checkpoint may be, and the names under which it stores their leaves. `None` if there is no
 /// such layout: the names are those of a repository, or unknown.
-pub(super) fn detect(checkpoint: &Checkpoint) -> Option<(Vec<&'static Embedded>, StoredNames)> {
-    let all = || Embedded::all().iter().filter(|embedded| embedded.anchor.is_some());
+pub(super) fn detect(checkpoint: &Checkpoint) -> Option<(Vec<Embedded>, StoredNames)> {
+    let all = || Embedded::all().filter(|embedded| embedded.traits.anchor.is_some());
     let stored = |anchor: &'static String| stored_names(checkpoint, anchor).map(|names| (anchor, names));
-    let found = all().filter_map(|embedded| embedded.anchor.as_ref()).find_map(stored);
+    let found = all().filter_map(|embedded| embedded.0.traits.anchor.as_ref()).find_map(stored);
     let (anchor, names) = found?;
-    Some((all().filter(|embedded| embedded.anchor.as_ref() == Some(anchor)).collect(), names))
+    Some((all().filter(|embedded| embedded.traits.anchor.as_ref() == Some(anchor)).collect(), names))
 }
 
 /// The names of a checkpoint that stores the leaf `anchor`: of several, the shortest.

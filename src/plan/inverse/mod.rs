@@ -173,7 +173,7 @@ pub(super) fn layout_of(checkpoint: &Checkpoint) -> Option<&'static str> {
     if checkpoint.is_repository() && checkpoint.companion().is_none() {
         return None;
     }
-    detect::detect(checkpoint).map(|(layouts, _)| layouts[0].name.as_str())
+    detect::detect(checkpoint).map(|(layouts, _)| layouts[0].0.name.as_str())
 }
 
 fn fits(draft: &super::Draft, found: &[u64]) -> bool {
