@@ -249,6 +249,44 @@ fn a_type_name_has_one_meaning() {
     assert_eq!(twice, KNOWN_TWICE, "types of the same name: {found:#?}");
 }
 
+/// What only its own layer uses is not public: then the compiler says when nothing uses it any more.
+#[test]
+fn what_is_public_is_used_by_another_layer() {
+    let sources = sources();
+    let layer = |file: &SourceFile| file.name.split('/').next().unwrap().to_owned();
+    let mut outside = Vec::new();
+    for dir in ["tests", "examples"] {
+        rust_files(&root().join(dir), &mut outside);
+    }
+    let outside = outside.iter().map(|path| (String::new(), code_only(&fs::read_to_string(path).unwrap())));
+    let all = sources.iter().map(|file| (layer(file), file.code.clone())).chain(outside);
+    let mut users: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (user, code) in all {
+        for word in tokens(&code) {
+            users.entry(word.to_owned()).or_default().insert(user.clone());
+        }
+    }
+    let mut unused = Vec::new();
+    // The root passes the layers on, and Python calls its module.
+    for file in sources.iter().filter(|file| file.name.contains('/') && !file.name.starts_with("python/")) {
+        let tokens = tokens(&file.code);
+        let tokens = without_tests(&tokens);
+        for at in 0..tokens.len() {
+            let Some(rest) = tokens[at..].strip_prefix(&["pub"]) else { continue };
+            let qualifiers = rest.iter().take_while(|token| ["const", "unsafe", "async"].contains(token)).count();
+            let named = match &rest[qualifiers..] {
+                ["fn", name, ..] => name,
+                [name, ":", ..] if qualifiers == 1 => name,
+                _ => continue,
+            };
+            if !users[*named].iter().any(|user| *user != layer(file)) {
+                unused.push(format!("{}: {named}", file.name));
+            }
+        }
+    }
+    assert!(unused.is_empty(), "public, and used by no other layer: write pub(crate)\n{}", unused.join("\n"));
+}
+
 /// One name that a `use` brings into a module: its local name, and the path as written.
 struct Alias<'a> {
     /// `*` for all names of a module.

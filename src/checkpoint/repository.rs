@@ -371,12 +371,6 @@ impl Checkpoint {
         prefix::proposed_rename(&names)
     }
 
-    /// The prefix that all names have and the names of repositories of Hugging Face have not, with its last dot.
-    pub fn common_prefix(&self) -> Option<String> {
-        let names: Vec<&str> = self.tensors().map(|(_, info)| info.name).collect();
-        prefix::common_prefix(&names)
-    }
-
     /// What the files of weights hold besides tensors. It is not shown.
     pub fn left_out(&self) -> &[LeftOut] {
         &self.left_out

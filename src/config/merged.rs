@@ -63,7 +63,7 @@ impl Config {
     }
 
     /// Applies other settings, which have precedence in every view.
-    pub fn overlay(&mut self, said: Settings) {
+    pub(crate) fn overlay(&mut self, said: Settings) {
         for view in &mut self.views {
             let mut settings = said.clone();
             settings.over(&Settings { view: std::mem::take(&mut view.settings), ..Settings::default() });

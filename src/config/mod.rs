@@ -10,7 +10,7 @@
 //! | options of `-o` and of `mount.ckfs` | [`options`] |
 //! | keyword arguments of Python | [`keywords`] |
 //! | precedence: flags, then `-o`, then the file's table of a view, then its top | [`Settings::over`], [`Config::gather`] |
-//! | relative paths, which begin where they were written | [`Settings::rebase`] |
+//! | relative paths, which begin where they were written | `Settings::rebase` |
 //!
 //! To add a setting, add a field to [`settings`](Settings) and a row to `table.rs`, then use the field. The type of the
 //! field determines how a word or a TOML value is read and written ([`value`]). A new kind of value is one `impl` there

@@ -30,7 +30,7 @@ impl Settings {
     }
 
     /// Lets relative paths begin at `base`.
-    pub fn rebase(&mut self, base: &Path) {
+    pub(crate) fn rebase(&mut self, base: &Path) {
         for row in SETTINGS {
             (row.field.rebase)(self, base);
         }

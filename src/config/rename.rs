@@ -139,7 +139,7 @@ impl Rename {
     ///
     /// # Errors
     /// That the text is no such dictionary, and the errors of [`Rename::new`].
-    pub fn mapping(text: &str) -> Result<Self, String> {
+    pub(crate) fn mapping(text: &str) -> Result<Self, String> {
         let pairs = python_dict::pairs(text).map_err(|error| format!("mapping: {error}"))?;
         if pairs.is_empty() {
             return Err("mapping: expected expressions and replacements, found none".to_owned());

@@ -219,7 +219,7 @@ impl Setting {
     }
 
     /// Whether mount(8) takes it as an option of `-o`.
-    pub fn is_option(&self) -> bool {
+    pub(crate) fn is_option(&self) -> bool {
         self.is_flag && self.group.commands() != Commands::Serve
     }
 
@@ -229,7 +229,7 @@ impl Setting {
     }
 
     /// Its key in a file.
-    pub fn toml_key(&self) -> String {
+    pub(crate) fn toml_key(&self) -> String {
         self.key.map_or_else(|| self.option(), str::to_owned)
     }
 

@@ -30,5 +30,5 @@ pub use mounts::{
     Device, FS_TYPE, Hold, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions, check_host,
     check_mountpoint, check_passed, ckfs_mounts, is_passed, unmount,
 };
-pub use private::{MOUNT_VARIABLE, PrivateMount, run_inside};
+pub use private::{PrivateMount, run_inside};
 pub use session::{Exit, block_signals, interruptible, serve, serve_run, serve_service};

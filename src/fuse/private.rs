@@ -50,7 +50,7 @@ use super::mounts::{
 };
 
 /// Environment variable of the command: where the mount is.
-pub const MOUNT_VARIABLE: &str = "CKFS_MOUNT";
+pub(crate) const MOUNT_VARIABLE: &str = "CKFS_MOUNT";
 
 /// Environment variable of the child: the number of its socket and of its starter's process.
 const INSIDE_VARIABLE: &str = "CKFS_RUN_INSIDE";

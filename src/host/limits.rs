@@ -21,7 +21,7 @@ const ROWS: [(Resource, &str, u64, &str, u64); 5] = [
 
 /// The limits of this process that are low enough to be the reason of a failed start, as in `address space 300000 KiB
 /// (ulimit -v)`; empty if there are none.
-pub fn suspects() -> String {
+pub(crate) fn suspects() -> String {
     let mut found = Vec::new();
     for (resource, name, unit, words, below) in ROWS {
         if let Ok((soft, _)) = getrlimit(resource)
@@ -66,7 +66,7 @@ pub fn tune_allocator() {
 #[cfg(target_env = "gnu")]
 const APART_BYTES: nix::libc::c_int = 4 << 20;
 
-/// [`suspects`] as the end of a message: empty, or with words before it.
+/// `suspects` as the end of a message: empty, or with words before it.
 pub fn hint() -> String {
     let suspects = suspects();
     if suspects.is_empty() { suspects } else { format!("; low limits of this process: {suspects}") }

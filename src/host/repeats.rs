@@ -82,7 +82,7 @@ impl Repeats {
     }
 
     /// When the next window ends.
-    pub fn next_end(&self) -> Option<Instant> {
+    pub(crate) fn next_end(&self) -> Option<Instant> {
         self.kinds.values().map(|kind| kind.since + WINDOW).min()
     }
 

@@ -16,9 +16,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tracing::Level;
 
 /// Where syslog listens.
-pub const SYSLOG: &str = "/dev/log";
+pub(crate) const SYSLOG: &str = "/dev/log";
 /// Where the journal listens.
-pub const JOURNAL: &str = "/run/systemd/journal/socket";
+pub(crate) const JOURNAL: &str = "/run/systemd/journal/socket";
 
 /// Name of this program in the log.
 const IDENTIFIER: &str = "ckfs";

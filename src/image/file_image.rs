@@ -71,7 +71,7 @@ pub struct FileImage {
 
 impl FileImage {
     /// A file with these bytes.
-    pub fn of_bytes(bytes: impl Into<Arc<[u8]>>) -> Self {
+    pub(crate) fn of_bytes(bytes: impl Into<Arc<[u8]>>) -> Self {
         let mut image = Self::default();
         image.push_bytes(bytes.into());
         image
@@ -85,13 +85,13 @@ impl FileImage {
     }
 
     /// Appends literal bytes.
-    pub fn push_bytes(&mut self, bytes: Arc<[u8]>) {
+    pub(crate) fn push_bytes(&mut self, bytes: Arc<[u8]>) {
         let len = bytes.len() as u64;
         self.push(Segment::Bytes(bytes), len);
     }
 
     /// Appends spaces.
-    pub fn push_spaces(&mut self, count: u64) {
+    pub(crate) fn push_spaces(&mut self, count: u64) {
         self.push(Segment::Spaces(count), count);
     }
 

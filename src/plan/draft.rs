@@ -31,7 +31,7 @@ pub struct Bundled {
 
 impl Bundled {
     /// In both kinds.
-    pub const ALWAYS: Self = Self { scanned: true, unscanned: true };
+    pub(crate) const ALWAYS: Self = Self { scanned: true, unscanned: true };
     /// In neither: an alias of another tensor.
     pub const NEVER: Self = Self { scanned: false, unscanned: false };
 }

@@ -248,7 +248,7 @@ impl Family {
     ///
     /// # Errors
     /// [`FamilyError`] if an embedded file is malformed.
-    pub fn of_model_type(model_type: &str) -> Result<Option<Self>, FamilyError> {
+    pub(crate) fn of_model_type(model_type: &str) -> Result<Option<Self>, FamilyError> {
         for (name, _) in FAMILIES {
             if parse(name)?.model_types.iter().any(|known| known == model_type) {
                 return load(name).map(Some);
@@ -329,7 +329,7 @@ impl Generic {
     }
 
     /// Axis that tensor parallelism splits in a module that is split by itself, by the last word of its stem.
-    pub fn tp(&self, stem: &str) -> Option<usize> {
+    pub(crate) fn tp(&self, stem: &str) -> Option<usize> {
         self.roles.get(stem.rsplit('.').next().unwrap_or(stem)).copied()
     }
 }

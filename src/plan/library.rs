@@ -143,7 +143,7 @@ impl Model {
     }
 
     /// Whether the model's own code keeps a tensor in float32 when all floats become `dtype`.
-    pub fn keeps_f32(&self, name: &str, dtype: DType) -> bool {
+    pub(crate) fn keeps_f32(&self, name: &str, dtype: DType) -> bool {
         // Only what overflows in float16 but not in bfloat16 stays for float16 alone.
         let kept = || self.keep.is_match(name) || (dtype == DType::F16 && self.keep_f16.is_match(name));
         dtype.bits() < F32_BITS && kept() && !self.cast.is_match(name)

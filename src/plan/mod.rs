@@ -72,14 +72,11 @@ pub use need::{
 };
 pub use options::{Layout, ViewOptions};
 pub use planned::{DecodedScheme, Plan, PlannedTensor, Rank, Whole};
-pub use repository::{
-    generated::SHARD_BYTES_MAX,
-    hf::{self, HfContent, HfFile},
-};
+pub use repository::hf::{self, HfContent, HfFile};
 pub use select::Subset;
 pub use split::{
     logical::{self, LogicalRules},
-    shard::{self, AxisUse, Sharding, axis_use},
+    shard::{self, AxisUse, Sharding},
     spec::{self, Spec},
 };
 
@@ -88,7 +85,7 @@ use self::{
     name::{member, name_group, names, naming},
     need::{needed, page_reads},
     repository::{generated, text_model},
-    split::{blocks, packed, styles, whole},
+    split::{blocks, packed, shard::axis_use, styles, whole},
 };
 pub use ckfs_config::{
     Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern,

@@ -48,7 +48,7 @@ impl Layout {
     }
 
     /// Whether `--dtype` spares what the model's own code keeps in float32.
-    pub fn keeps_f32(&self) -> bool {
+    pub(crate) fn keeps_f32(&self) -> bool {
         match self {
             Self::Embedded(embedded) => embedded.traits.keeps_f32,
             Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => true,
@@ -56,7 +56,7 @@ impl Layout {
     }
 
     /// Whether its tensors are those of a loaded model, in float32 where the model's own code keeps them so.
-    pub fn is_loaded(&self) -> bool {
+    pub(crate) fn is_loaded(&self) -> bool {
         match self {
             Self::Embedded(embedded) => embedded.traits.is_loaded,
             Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => false,
@@ -64,7 +64,7 @@ impl Layout {
     }
 
     /// Key of the dictionary that holds all tensors in formats of trees.
-    pub fn tree_root(&self) -> Option<&str> {
+    pub(crate) fn tree_root(&self) -> Option<&str> {
         match self {
             Self::Embedded(embedded) => embedded.traits.tree_root.as_deref(),
             Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => None,

@@ -73,7 +73,7 @@ impl<'a> Values<'a> {
 
     /// These, with the dtypes of a loaded model: float32 where its own code keeps it so, though stored narrower.
     #[must_use]
-    pub fn as_loaded(self) -> Self {
+    pub(crate) fn loaded(self) -> Self {
         Self { as_loaded: true, ..self }
     }
 
@@ -83,7 +83,7 @@ impl<'a> Values<'a> {
     }
 
     /// Whether the dtype depends on names.
-    pub fn depend_on_names(&self) -> bool {
+    pub(crate) fn depend_on_names(&self) -> bool {
         !self.rules.is_empty()
     }
 
@@ -138,7 +138,7 @@ impl<'a> Values<'a> {
     }
 
     /// The dtype that a quantized tensor of this own dtype is decoded to by the general request, if it is.
-    pub fn decoded_dtype(&self, own: DType) -> Option<DType> {
+    pub(crate) fn decoded_dtype(&self, own: DType) -> Option<DType> {
         match self.request.quantized {
             Raw::Shown => None,
             Raw::Decoded(dtype) => Some(dtype.unwrap_or(own)),
@@ -182,18 +182,18 @@ impl<'a> Values<'a> {
     }
 
     /// Whether the general request or a rule converts anything.
-    pub fn converts(&self) -> bool {
+    pub(crate) fn converts(&self) -> bool {
         converts(self.request, self.rules)
     }
 
     /// The generally requested dtype.
-    pub fn general_dtype(&self) -> Option<DType> {
+    pub(crate) fn general_dtype(&self) -> Option<DType> {
         self.request.dtype
     }
 }
 
 /// Whether a request or a rule converts anything.
-pub fn converts(request: ValueRequest, rules: &[CastRule]) -> bool {
+pub(crate) fn converts(request: ValueRequest, rules: &[CastRule]) -> bool {
     request != ValueRequest::default() || rules.iter().any(|rule| rule.dtype.is_some())
 }
 

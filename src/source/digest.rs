@@ -8,9 +8,9 @@ use sha1::Sha1;
 use sha2::{Digest as _, Sha256};
 
 /// Hexadecimal digits of a SHA-256.
-pub const SHA256_DIGITS: usize = 64;
+pub(crate) const SHA256_DIGITS: usize = 64;
 /// Hexadecimal digits of a SHA-1, such as the id of a git blob.
-pub const SHA1_DIGITS: usize = 40;
+pub(crate) const SHA1_DIGITS: usize = 40;
 
 /// Whether a text is a digest with this number of hexadecimal digits in lower case. It is then safe as a part of a path.
 pub fn is_hex(text: &str, digits: usize) -> bool {
@@ -43,7 +43,7 @@ impl KnownDigest {
     }
 
     /// The digest that the Hub's cache names a file by; `real` is its path without links.
-    pub fn of_blob(real: &Path) -> Option<Self> {
+    pub(crate) fn of_blob(real: &Path) -> Option<Self> {
         let in_blobs = real.parent()?.file_name()? == "blobs";
         Self::of_name(real.file_name()?.to_str()?).filter(|_| in_blobs)
     }

@@ -172,7 +172,7 @@ impl Health {
     }
 
     /// Most bytes to request in one call: see [`WaitRegistry::piece_bytes`].
-    pub fn piece_bytes(&self) -> usize {
+    pub(crate) fn piece_bytes(&self) -> usize {
         self.fetches.piece_bytes()
     }
 

@@ -18,7 +18,7 @@ pub const READ: u16 = 0o4;
 pub const PASS: u16 = 0o1;
 
 /// Represents users and groups without an id in this user namespace, as in a container that does not map them.
-pub const UNKNOWN: u32 = u32::MAX;
+pub(crate) const UNKNOWN: u32 = u32::MAX;
 
 /// A file or directory that a reader must pass, and the users that it admits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -49,7 +49,7 @@ impl AccessRule {
     /// The same gate with an access control list. The list may refuse members of the group and others, and the group's bits
     /// do not show what it grants. Only the owner's bits keep their meaning.
     #[must_use]
-    pub const fn with_access_list(self) -> Self {
+    pub(crate) const fn with_access_list(self) -> Self {
         Self { group: false, other: false, ..self }
     }
 

@@ -3,7 +3,7 @@
 //! Nothing can interrupt a thread that waits in `pread`, in `fstat` or in a page fault for storage that does not answer. So a
 //! thread notes every such wait here before it begins and removes the note after it, and another thread checks the notes. A
 //! fetch *stalls* if no bytes arrive for a time limit. A thread that reads says when bytes have come ([`WaitGuard::advance`]), and
-//! reads in pieces so that slow storage can be told from storage that gives no answer ([`WaitRegistry::piece_bytes`]). That the thread
+//! reads in pieces so that slow storage can be told from storage that gives no answer (`WaitRegistry::piece_bytes`). That the thread
 //! runs shows nothing: a client of NFS runs for each attempt to reach its server again. Only in a map does the thread itself use
 //! the bytes, so there its running counts: each page that comes wakes it, and a computation over mapped bytes runs.
 //!
@@ -31,7 +31,7 @@ const NOTES_MAX: usize = 1024;
 const PROBE_AGE: Duration = Duration::from_millis(20);
 
 /// Storage that is slower than this is called without an answer.
-pub const SLOWEST_BYTES_PER_SECOND: u64 = 64 << 10;
+pub(crate) const SLOWEST_BYTES_PER_SECOND: u64 = 64 << 10;
 
 /// Fewest and most bytes to request in one call. The kernel reads ahead by the fewest in any case.
 const PIECE_BYTES_MIN: usize = 128 << 10;
@@ -251,7 +251,7 @@ impl WaitRegistry {
     }
 
     /// Most bytes to request in one call. Storage that gives [`SLOWEST_BYTES_PER_SECOND`] answers each call in time.
-    pub fn piece_bytes(&self) -> usize {
+    pub(crate) fn piece_bytes(&self) -> usize {
         let bytes = self.limit.as_millis() * u128::from(SLOWEST_BYTES_PER_SECOND) / 1000;
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
         bytes - bytes % PIECE_BYTES_MIN
@@ -264,7 +264,7 @@ impl WaitRegistry {
 
 impl WaitGuard<'_> {
     /// Most bytes to request in one call: see [`WaitRegistry::piece_bytes`].
-    pub fn piece_bytes(&self) -> usize {
+    pub(crate) fn piece_bytes(&self) -> usize {
         self.fetches.piece_bytes()
     }
 

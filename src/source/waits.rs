@@ -63,7 +63,7 @@ pub struct Awaited<'a>(&'a Pulse);
 
 impl Waits {
     /// The pulse of a service that may bring nothing for `limit`.
-    pub fn pulse(&self, host: &str, limit: Duration) -> Arc<Pulse> {
+    pub(crate) fn pulse(&self, host: &str, limit: Duration) -> Arc<Pulse> {
         let pulse = Arc::new(Pulse::new(host, limit));
         let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|pulse| pulse.strong_count() > 0);
@@ -106,7 +106,7 @@ impl Pulse {
     }
 
     /// Something waits for it from now on.
-    pub fn wait_begins(&self) -> Awaited<'_> {
+    pub(crate) fn wait_begins(&self) -> Awaited<'_> {
         if self.waiting.fetch_add(1, Ordering::AcqRel) == 0 {
             let (now, ended) = (self.now_ms(), self.ended_ms.load(Ordering::Acquire));
             // After a while it is asked as if nothing were known: it may have come back.
@@ -119,12 +119,12 @@ impl Pulse {
     }
 
     /// Something came of a request.
-    pub fn note_progress(&self) {
+    pub(crate) fn note_progress(&self) {
         self.moved_ms.store(self.now_ms(), Ordering::Release);
     }
 
     /// It said something else than what was asked for, perhaps that it wants a pause.
-    pub fn note_answer(&self, answer: String, wants_pause: bool) {
+    pub(crate) fn note_answer(&self, answer: String, wants_pause: bool) {
         if wants_pause {
             self.paused_ms.store(self.now_ms().max(1), Ordering::Release);
         }

@@ -132,7 +132,7 @@ pub enum BitOrder {
 }
 
 /// Widest integer field. All of its values are f32 numbers.
-pub const FIELD_BITS_MAX: u32 = 16;
+pub(crate) const FIELD_BITS_MAX: u32 = 16;
 
 impl Bits {
     /// An unsigned field, low bits first.
@@ -256,7 +256,7 @@ impl Digit {
     ///
     /// # Panics
     /// If a table lacks the digit. Views exclude this.
-    pub fn summand(&self, y: u64) -> u64 {
+    pub(crate) fn summand(&self, y: u64) -> u64 {
         let y = self.table.as_ref().map_or(y, |table| table[to_usize(y)]);
         y * self.stride
     }
@@ -343,7 +343,7 @@ impl IndexMap {
 
     /// These digits, with several stored elements for each logical one.
     #[must_use]
-    pub fn with_terms(self, terms: Terms) -> Self {
+    pub(crate) fn with_terms(self, terms: Terms) -> Self {
         Self { terms, ..self }
     }
 

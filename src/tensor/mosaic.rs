@@ -183,7 +183,7 @@ impl Mosaics {
     }
 
     /// The regions of a tensor that are in no box, each with its first element and its extents.
-    pub fn gaps(&self, number: u32) -> Vec<(PerAxis, PerAxis)> {
+    pub(crate) fn gaps(&self, number: u32) -> Vec<(PerAxis, PerAxis)> {
         if self.fill(number).is_none() {
             return Vec::new();
         }
@@ -262,7 +262,7 @@ impl Mosaic {
     }
 
     /// The regions in no box, each with its first element and its extents.
-    pub fn gaps(&self) -> Vec<(PerAxis, PerAxis)> {
+    pub(crate) fn gaps(&self) -> Vec<(PerAxis, PerAxis)> {
         self.all.gaps(self.number)
     }
 }

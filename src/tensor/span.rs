@@ -58,7 +58,7 @@ pub fn needs<'a>(value: &'a Value, offset: u64, loops: &[Loop]) -> SmallVec<[Nee
 }
 
 /// The bytes of `operand` that the elements at `offset` and these loops (their source strides) need.
-pub fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Vec<ByteRuns> {
+pub(crate) fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Vec<ByteRuns> {
     let mut elements: Loops = loops.iter().map(|l| Loop { target_stride: l.source_stride, ..*l }).collect();
     elements.retain(|l| l.source_stride > 0);
     normalize(&mut elements);

@@ -33,7 +33,7 @@ impl StridedIndices {
 
     /// The runs of a list of indexes. Two indexes are a run only at the end of the list, so that `0, 5, 6, 7` is 0 and then a
     /// run of three.
-    pub fn of_list(indexes: &[u64]) -> Vec<Self> {
+    pub(crate) fn of_list(indexes: &[u64]) -> Vec<Self> {
         let step = |a: u64, b: u64| i64::try_from(i128::from(b) - i128::from(a)).ok();
         let mut runs = Vec::new();
         let mut rest = indexes;

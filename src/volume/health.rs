@@ -166,7 +166,7 @@ impl VolumeHealth {
     }
 
     /// Source files that do not answer now.
-    pub fn stalled_sources(&self) -> u64 {
+    pub(crate) fn stalled_sources(&self) -> u64 {
         let inner = self.lock();
         let is_stalled =
             |problem: &&HealthProblem| problem.kind == ProblemKind::SourceStalled && problem.ended.is_none();

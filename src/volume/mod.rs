@@ -28,6 +28,6 @@ pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use materialize::{BundleSizes, Policy};
 pub use metric_text::{MetricText, label};
 pub use metrics::{Metrics, RequestKind};
-pub use permissions::{PermittedReaders, directory_permission, readers, readers_of, readers_text};
+pub use permissions::{PermittedReaders, directory_permission, readers, readers_of};
 pub use upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized};
 pub use volume::{ViewPlan, Volume, VolumeError, VolumeOptions};

@@ -377,7 +377,7 @@ fn names(permission: Permission) -> String {
 /// First word of the lines of [`readers_text`].
 const KEY: &str = "readable by";
 
-/// The contents of the lines of [`readers_text`], extracted from a text that includes them.
+/// The contents of the lines of `readers_text`, extracted from a text that includes them.
 pub fn readers_of(text: &str) -> Vec<&str> {
     let lines = text.lines().skip_while(|line| !line.starts_with(KEY));
     let own = lines.enumerate().take_while(|(number, line)| *number == 0 || line.starts_with(&" ".repeat(KEY.len())));
@@ -388,7 +388,7 @@ pub fn readers_of(text: &str) -> Vec<&str> {
 const READERS_SHOWN: usize = 8;
 
 /// The same as text, in as few lines as there are cases.
-pub fn readers_text(found: &[PermittedReaders]) -> String {
+pub(crate) fn readers_text(found: &[PermittedReaders]) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail.
     match found {

@@ -32,7 +32,7 @@ const MODEL: &str = "model";
 const ROOTS: [&str; 4] = ["model", "lm_head", "gpt_neox", "bert"];
 
 /// The prefix that all these names have and the names of repositories have not, with its last dot. `None` if there is none.
-pub fn common_prefix(names: &[&str]) -> Option<String> {
+pub(crate) fn common_prefix(names: &[&str]) -> Option<String> {
     let mut start = 0;
     while let Some(word) = shared_word(names, start) {
         let rest = start + word.len() + 1;

@@ -31,8 +31,8 @@ pub use files::BlobLocation;
 pub use manifest::{
     MANIFEST, Manifest, StoreConfig, Version, VersionNode, VersionRange, numbered_generation, numbered_name,
 };
-pub use node::{KEY_BYTES_MAX, NodeRef, NodeValue};
-pub use walk::{KeyEntry, KeyRange, NODES_MAX, Walk};
+pub use node::{NodeRef, NodeValue};
+pub use walk::{KeyEntry, KeyRange, Walk};
 
 #[cfg(test)]
 mod tests;

@@ -13,7 +13,7 @@ use super::{
 };
 
 /// Longest key, in bytes.
-pub const KEY_BYTES_MAX: u16 = u16::MAX;
+pub(crate) const KEY_BYTES_MAX: u16 = u16::MAX;
 
 /// Most bytes of all keys of one node. A key takes a few bytes of the node and may be 64 KiB long.
 const KEYS_BYTES_MAX: usize = 256 << 20;

@@ -25,7 +25,7 @@ use super::{
 };
 
 /// Most nodes that one walk reads. A node may be referred to many times, so that few bytes could make a tree without end.
-pub const NODES_MAX: u64 = 1 << 20;
+pub(crate) const NODES_MAX: u64 = 1 << 20;
 
 /// Most keys that one walk finds.
 const KEYS_MAX: u64 = 1 << 28;

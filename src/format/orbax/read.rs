@@ -33,13 +33,10 @@ pub const CHECKPOINT_METADATA: &str = "_CHECKPOINT_METADATA";
 pub const COMMIT_SUCCESS: &str = "commit_success.txt";
 
 /// Name of the file with meshes.
-pub const SHARDING: &str = "_sharding";
+pub(crate) const SHARDING: &str = "_sharding";
 
 /// Name of the directory with the shapes of chunks, a file `process_<n>` for each process.
-pub const ARRAY_METADATAS: &str = "array_metadatas";
-
-/// Name of the file with leaves that are text.
-pub const STRINGS: &str = "_strings.json";
+pub(crate) const ARRAY_METADATAS: &str = "array_metadatas";
 
 /// What a directory's name has that is not finished.
 pub const UNFINISHED: &str = ".orbax-checkpoint-tmp";
@@ -138,7 +135,7 @@ impl std::fmt::Display for TreeKey {
 pub enum LeafKind {
     /// A zarr array: of jax, of numpy, or a number.
     Array,
-    /// Text, in [`STRINGS`].
+    /// Text, in a file `_strings.json`.
     Text,
     /// An empty container or nothing: not stored.
     Empty,
@@ -362,7 +359,7 @@ enum RawSplit {
     Several(Vec<String>),
 }
 
-/// Reads a [`SHARDING`]: how each array lay on devices, by the name under which it is stored, in the order of the file.
+/// Reads a `SHARDING`: how each array lay on devices, by the name under which it is stored, in the order of the file.
 ///
 /// # Errors
 /// [`OrbaxError`], the first fault that is met.
@@ -445,7 +442,7 @@ pub struct ArrayMetadata {
     pub extension: Option<Map<String, Value>>,
 }
 
-/// Reads a file of [`ARRAY_METADATAS`].
+/// Reads a file of `ARRAY_METADATAS`.
 ///
 /// # Errors
 /// [`OrbaxError::Json`].

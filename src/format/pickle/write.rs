@@ -4,7 +4,7 @@
 //! to [`Pickle::word`] are memoized, so that they are written once.
 //!
 //! A pickle of very many rows is written in parts that do not depend on their place: its words are memoized first of all
-//! ([`Pickle::remember`]), and rows are put together from parts with [`push_int`], [`push_wide_int`] and [`push_get`].
+//! ([`Pickle::remember`]), and rows are put together from parts with `push_int`, `push_wide_int` and `push_get`.
 //!
 //! Own code, because `serde-pickle` (1.2) writes plain values only: no global, no call and no persistent id, of which torch's
 //! files consist.
@@ -70,7 +70,7 @@ impl<'a> Pickle<'a> {
     }
 
     /// Goes on with a pickle whose memo holds these words already.
-    pub fn resume(out: &'a mut dyn Write, memo: Memo) -> Self {
+    pub(crate) fn resume(out: &'a mut dyn Write, memo: Memo) -> Self {
         Self { out, memo: memo.0 }
     }
 
@@ -151,7 +151,7 @@ impl<'a> Pickle<'a> {
     ///
     /// # Errors
     /// What the output fails with.
-    pub fn ints(&mut self, numbers: &[u64]) -> io::Result<()> {
+    pub(crate) fn ints(&mut self, numbers: &[u64]) -> io::Result<()> {
         self.mark()?;
         numbers.iter().try_for_each(|number| self.int(*number))?;
         self.tuple()
@@ -177,13 +177,13 @@ impl Memo {
     ///
     /// # Panics
     /// Never: a pickle has a few dozen words.
-    pub fn next_slot(&self) -> u32 {
+    pub(crate) fn next_slot(&self) -> u32 {
         u32::try_from(self.0.len()).expect("a pickle has a few dozen words")
     }
 }
 
 /// Appends the push of a number, in as few bytes as it takes.
-pub fn push_int(out: &mut Vec<u8>, number: u64) {
+pub(crate) fn push_int(out: &mut Vec<u8>, number: u64) {
     if let Ok(number) = u8::try_from(number) {
         out.extend([b'K', number]);
     } else if let Ok(number) = u16::try_from(number) {
@@ -198,7 +198,7 @@ pub fn push_int(out: &mut Vec<u8>, number: u64) {
 }
 
 /// Appends the push of a number in 11 bytes, whatever it is.
-pub fn push_wide_int(out: &mut Vec<u8>, number: u64) {
+pub(crate) fn push_wide_int(out: &mut Vec<u8>, number: u64) {
     // A signed number of 9 bytes, so that the topmost bit is never a sign.
     out.extend([0x8a, 9]);
     out.extend(number.to_le_bytes());
@@ -206,7 +206,7 @@ pub fn push_wide_int(out: &mut Vec<u8>, number: u64) {
 }
 
 /// Appends the push of a tuple of numbers.
-pub fn push_ints(out: &mut Vec<u8>, numbers: &[u64]) {
+pub(crate) fn push_ints(out: &mut Vec<u8>, numbers: &[u64]) {
     out.push(b'(');
     for number in numbers {
         push_int(out, *number);
@@ -218,26 +218,26 @@ pub fn push_ints(out: &mut Vec<u8>, numbers: &[u64]) {
 ///
 /// # Panics
 /// If it has 4 GiB.
-pub fn push_text(out: &mut Vec<u8>, text: &str) {
+pub(crate) fn push_text(out: &mut Vec<u8>, text: &str) {
     out.push(b'X');
     out.extend(u32::try_from(text.len()).expect("names have less than 4 GiB").to_le_bytes());
     out.extend(text.as_bytes());
 }
 
 /// Appends the memoization of the value on top, in 5 bytes whatever the slot.
-pub fn push_put(out: &mut Vec<u8>, slot: u32) {
+pub(crate) fn push_put(out: &mut Vec<u8>, slot: u32) {
     out.push(b'r');
     out.extend(slot.to_le_bytes());
 }
 
 /// Appends the push of a memoized value, in 5 bytes whatever the slot.
-pub fn push_get(out: &mut Vec<u8>, slot: u32) {
+pub(crate) fn push_get(out: &mut Vec<u8>, slot: u32) {
     out.push(b'j');
     out.extend(slot.to_le_bytes());
 }
 
 /// Appends the drop of the value on top.
-pub fn push_pop(out: &mut Vec<u8>) {
+pub(crate) fn push_pop(out: &mut Vec<u8>) {
     out.push(b'0');
 }
 

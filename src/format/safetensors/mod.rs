@@ -39,7 +39,7 @@ pub use read::{Header, HeaderTensor};
 pub use write::{WrittenHeader, digits, metadata_bytes, padded_bytes, tensor_row_bytes, unpadded_bytes, write_header};
 
 /// Longest JSON that readers of the format accept, in bytes.
-pub const JSON_BYTES_MAX: u64 = 100_000_000;
+pub(crate) const JSON_BYTES_MAX: u64 = 100_000_000;
 
 /// Length of the number before the JSON, in bytes.
 pub const PREFIX_BYTES: u64 = 8;

@@ -148,11 +148,6 @@ impl Header {
         self.names.len()
     }
 
-    /// Number of axes of all tensors together.
-    pub fn extents_len(&self) -> usize {
-        self.extents.len()
-    }
-
     /// All tensors, in order of their data.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = HeaderTensor<'_>> {
         self.rows.iter().map(|row| HeaderTensor {
@@ -167,10 +162,5 @@ impl Header {
     /// The `__metadata__` member, in order; empty if there is none.
     pub fn metadata(&self) -> &[(String, String)] {
         &self.metadata
-    }
-
-    /// Takes the `__metadata__` member out.
-    pub fn into_metadata(self) -> Vec<(String, String)> {
-        self.metadata
     }
 }

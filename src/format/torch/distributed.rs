@@ -15,7 +15,7 @@ use super::{
 };
 
 /// Most ranks of a mesh, and most ranks of the job that it is a part of.
-pub const RANKS_MAX: u64 = 1 << 20;
+pub(crate) const RANKS_MAX: u64 = 1 << 20;
 
 /// Most runs of elements that one axis of a rank's part has. Those of real trainings have a few.
 const RUNS_MAX: usize = 1 << 12;

@@ -149,7 +149,7 @@ impl SavedTensor {
 pub struct SavedContents {
     /// The tensors, in the order of the pickle.
     pub tensors: Vec<SavedTensor>,
-    /// What is no tensor: the name, and what it is. At most [`OTHERS_MAX`](super::state::OTHERS_MAX) of them.
+    /// What is no tensor: the name, and what it is. At most `OTHERS_MAX` of them.
     pub others: Vec<(String, String)>,
 }
 

@@ -12,7 +12,7 @@ use ckfs_tensor::DType;
 use super::super::pickle::read::{Id, PickleValue, Unpickled};
 
 /// The pickle of an archive, below its root directory.
-pub const PICKLE: &str = "data.pkl";
+pub(crate) const PICKLE: &str = "data.pkl";
 
 /// Most levels of containers around a tensor. Deeper ones are not made by any program, but can be made by hand.
 pub const DEPTH_MAX: usize = 64;
@@ -124,14 +124,14 @@ pub fn is_allowed(module: &str, name: &str) -> bool {
 }
 
 /// Most values that are no tensors and are listed. Optimizers have a few for each tensor.
-pub const OTHERS_MAX: usize = 10_000;
+pub(crate) const OTHERS_MAX: usize = 10_000;
 
 /// What a pickled object holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TorchObject {
     /// The tensors, in the order of the pickle.
     pub tensors: Vec<TorchTensor>,
-    /// What is no tensor: its name, the keys on the way to it joined by dots, and what it is. At most [`OTHERS_MAX`] of
+    /// What is no tensor: its name, the keys on the way to it joined by dots, and what it is. At most `OTHERS_MAX` of
     /// them. Empty containers and `None` are passed over.
     pub others: Vec<(String, String)>,
 }
@@ -173,7 +173,7 @@ pub fn tensor(pickle: &Unpickled, id: Id, name: &str) -> Result<Option<TorchTens
 }
 
 /// The keys of all storages that a pickle refers to.
-pub fn storage_keys(pickle: &Unpickled) -> HashSet<&str> {
+pub(crate) fn storage_keys(pickle: &Unpickled) -> HashSet<&str> {
     let key = |value: &PickleValue| {
         let PickleValue::Persistent(id) = value else { return None };
         let [kind, _, key, ..] = pickle.sequence(*id)? else { return None };
@@ -414,7 +414,7 @@ impl Walk<'_> {
 
 impl TorchTensor {
     /// One past the last byte of the storage that the tensor uses; `None` if that does not fit 64 bits.
-    pub fn end_bytes(&self) -> Option<u64> {
+    pub(crate) fn end_bytes(&self) -> Option<u64> {
         if self.shape.contains(&0) {
             return Some(0);
         }

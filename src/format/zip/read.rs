@@ -6,18 +6,18 @@
 //! end: where the directory is, how many entries it has      (preceded by 64-bit numbers where these do not fit)
 //! ```
 //!
-//! Reading goes from the end: [`find_directory`] looks for the end record in the last bytes of a file and says where the directory
-//! is, [`parse_directory`] lists it, and [`ZipEntry::data_start`] finds an entry's data from its local header, whose length only the header
+//! Reading goes from the end: `find_directory` looks for the end record in the last bytes of a file and says where the directory
+//! is, `parse_directory` lists it, and [`ZipEntry::data_start`] finds an entry's data from its local header, whose length only the header
 //! itself tells. Compressed and encrypted entries are listed and refused when their data is asked for.
 
 use ckfs_tensor::to_usize;
 
-/// Bytes at the end of a file in which [`find_directory`] looks: the end record with the longest comment that it may have, and
+/// Bytes at the end of a file in which `find_directory` looks: the end record with the longest comment that it may have, and
 /// the 64-bit records before it.
 pub const TAIL_BYTES: u64 = 22 + 0xffff + 20 + 56;
 
 /// Bytes of a local header before name and extra fields.
-pub const LOCAL_BYTES: u64 = 30;
+pub(crate) const LOCAL_BYTES: u64 = 30;
 
 /// Most entries of an archive.
 pub const ENTRIES_MAX: u64 = 4 << 20;
@@ -128,7 +128,7 @@ impl Record<'_> {
 ///
 /// # Errors
 /// [`ZipError`]: there is no end record, or it points outside the file.
-pub fn find_directory(tail: &[u8], file_bytes: u64) -> Result<ZipDirectory, ZipError> {
+pub(crate) fn find_directory(tail: &[u8], file_bytes: u64) -> Result<ZipDirectory, ZipError> {
     // The comment may hold anything, even the mark: the last place counts whose comment ends with the file.
     let ends_file = |at: &usize| {
         let record = Record(&tail[*at..]);
@@ -179,7 +179,7 @@ fn wide_end(tail: &[u8], at: usize, file_bytes: u64) -> Option<Result<(u64, u64,
 ///
 /// # Errors
 /// [`ZipError::Damaged`].
-pub fn parse_directory(bytes: &[u8], directory: ZipDirectory) -> Result<Vec<ZipEntry>, ZipError> {
+pub(crate) fn parse_directory(bytes: &[u8], directory: ZipDirectory) -> Result<Vec<ZipEntry>, ZipError> {
     let damaged = || ZipError::Damaged { what: "the directory" };
     let mut entries = Vec::new();
     let mut rest = bytes;
@@ -230,7 +230,7 @@ fn wide_fields(mut extra: &[u8]) -> Option<impl Iterator<Item = u64>> {
 
 /// Bytes of a local header with its name and extra fields, given at least the first [`LOCAL_BYTES`] of them; `None` if it is
 /// no local header.
-pub fn local_header_bytes(local: &[u8]) -> Option<u64> {
+pub(crate) fn local_header_bytes(local: &[u8]) -> Option<u64> {
     let record = Record(local);
     (record.u32(0)? == LOCAL_MARK).then_some(())?;
     Some(LOCAL_BYTES + u64::from(record.u16(26)?) + u64::from(record.u16(28)?))

@@ -73,7 +73,7 @@ pub struct MountEntry {
 
 impl MountEntry {
     /// Whether this is a mount of ckfs.
-    pub fn is_ckfs(&self) -> bool {
+    pub(crate) fn is_ckfs(&self) -> bool {
         self.fs_type == FS_TYPE
     }
 

@@ -239,7 +239,7 @@ impl<'a> Builder<'a> {
         let as_loaded = options.layout.is_loaded();
         let keep_f32 = (keeps_f32 || as_loaded).then_some(&chosen.model);
         let values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
-        if as_loaded { values.as_loaded() } else { values }
+        if as_loaded { values.loaded() } else { values }
     }
 
     /// Drafts by a layout of rules.

@@ -52,12 +52,12 @@ impl Expr {
     ///
     /// # Errors
     /// [`EvalError`].
-    pub fn eval(&self, names: &dyn NameScope) -> Result<ExprValue, EvalError> {
+    pub(crate) fn eval(&self, names: &dyn NameScope) -> Result<ExprValue, EvalError> {
         self.node.eval(names)
     }
 
     /// Calls `visit` for each name used.
-    pub fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
+    pub(crate) fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
         self.node.for_each_name(visit);
     }
 }
@@ -67,7 +67,7 @@ impl TextTemplate {
     ///
     /// # Errors
     /// [`EvalError`], also if a value is not a number, text, true or false.
-    pub fn eval(&self, names: &dyn NameScope) -> Result<String, EvalError> {
+    pub(crate) fn eval(&self, names: &dyn NameScope) -> Result<String, EvalError> {
         use fmt::Write as _;
         let mut text = String::new();
         for (literal, node) in &self.parts {
@@ -86,7 +86,7 @@ impl TextTemplate {
     }
 
     /// Calls `visit` for each name used.
-    pub fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
+    pub(crate) fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
         self.parts.iter().filter_map(|part| part.1.as_ref()).for_each(|node| node.for_each_name(visit));
     }
 }

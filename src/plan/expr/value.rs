@@ -149,7 +149,7 @@ impl fmt::Display for ExprValue {
 
 impl ExprValue {
     /// The value of a member of `config.json`; lists and objects count as absent.
-    pub fn of_json(value: &serde_json::Value) -> Option<Self> {
+    pub(crate) fn of_json(value: &serde_json::Value) -> Option<Self> {
         match value {
             serde_json::Value::Bool(value) => Some(Self::Bool(*value)),
             serde_json::Value::String(text) => Some(Self::Text(text.as_str().into())),

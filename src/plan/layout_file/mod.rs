@@ -281,7 +281,7 @@ impl LayoutFile {
     }
 
     /// Values of `model_type` in `config.json` to which it applies.
-    pub fn model_types(&self) -> &[String] {
+    pub(crate) fn model_types(&self) -> &[String] {
         &self.model_types
     }
 
@@ -296,7 +296,7 @@ impl LayoutFile {
     }
 
     /// Whether specs come from logical axes unless the user says otherwise.
-    pub fn shards_logically(&self) -> bool {
+    pub(crate) fn shards_logically(&self) -> bool {
         self.logical
     }
 

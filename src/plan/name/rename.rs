@@ -36,7 +36,7 @@ pub fn apply(rules: &[Rename], name: &str) -> Result<String, Problem> {
 /// # Errors
 /// As [`apply`]. Also [`Problem::Rename`] if a component ends up longer than the kernel accepts; it names the rule that
 /// made it so.
-pub fn apply_to_path(rules: &[Rename], name: &str, flat: bool) -> Result<String, Problem> {
+pub(crate) fn apply_to_path(rules: &[Rename], name: &str, flat: bool) -> Result<String, Problem> {
     let longest = |name: &str| {
         let words = name.split('.').map(|word| component(word).len());
         if flat { component(name).len() } else { words.max().unwrap_or(0) }

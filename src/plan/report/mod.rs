@@ -11,6 +11,6 @@ mod text;
 
 pub use amounts::{human_bytes, percent, reads_text};
 pub use effects::bytes_per_device;
-pub use html::{HTML_BYTES_MAX, html};
+pub use html::html;
 pub use json::{Report, ViewReport};
-pub use text::{source_text, text, view_text};
+pub use text::{text, view_text};

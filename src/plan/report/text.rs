@@ -113,7 +113,7 @@ pub(super) fn rule_of_axis(plan: &Plan, name: &str) -> &'static str {
 }
 
 /// The repository, as the first lines of a report.
-pub fn source_text(checkpoint: &Checkpoint) -> String {
+pub(crate) fn source_text(checkpoint: &Checkpoint) -> String {
     let mut text = String::new();
     let mut line = |key: &str, value: &str| {
         // Writing to a string cannot fail.

@@ -15,7 +15,7 @@ use super::super::{
 };
 
 /// Most bytes of the tensors of a weight file, unless the user says otherwise: as transformers saves them.
-pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
+pub(crate) const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 
 /// The files of a repository with these tensors. With `is_text` they are those of the text model of a larger model. A tensor
 /// of more than `shard_bytes_max` bytes is a file by itself. Each tensor comes with whether it is a part of a quantized weight.

@@ -59,7 +59,7 @@ impl LogicalRules {
 
     /// The first mesh axis that a rule names twice, after the rule's logical axis. A mesh axis cannot split one axis
     /// two times.
-    pub fn doubled(&self) -> Option<(&str, &str)> {
+    pub(crate) fn doubled(&self) -> Option<(&str, &str)> {
         self.rules.iter().find_map(|rule| {
             let mut names = rule.mesh.iter().enumerate();
             let twice = names.find_map(|(at, name)| rule.mesh[..at].contains(name).then_some(name));
@@ -68,7 +68,7 @@ impl LogicalRules {
     }
 
     /// Names of all mesh axes that rules use.
-    pub fn mesh_axes(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn mesh_axes(&self) -> impl Iterator<Item = &str> {
         self.rules.iter().flat_map(|rule| &rule.mesh).map(String::as_str)
     }
 

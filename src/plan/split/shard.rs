@@ -38,7 +38,7 @@ pub enum AxisUse {
 }
 
 /// The effect of a mesh axis of this name under [`Sharding::Auto`].
-pub fn axis_use(name: &str) -> AxisUse {
+pub(crate) fn axis_use(name: &str) -> AxisUse {
     KNOWN_AXES.iter().find(|(names, _)| names.contains(&name)).map_or(AxisUse::Unknown, |(_, axis_use)| *axis_use)
 }
 

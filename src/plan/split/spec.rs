@@ -41,7 +41,7 @@ impl Spec {
     }
 
     /// Numbers of the mesh axes that split `axis`, the first outermost.
-    pub fn mesh_axes(&self, axis: usize) -> impl ExactSizeIterator<Item = usize> + '_ {
+    pub(crate) fn mesh_axes(&self, axis: usize) -> impl ExactSizeIterator<Item = usize> + '_ {
         self.axes.get(axis).map_or(&[][..], SmallVec::as_slice).iter().map(|axis| usize::from(*axis))
     }
 

@@ -54,4 +54,4 @@ pub use hook::StepPlace;
 pub use report::RunProblem;
 pub use run::Run;
 pub use run_service::RunService;
-pub use settle::{ListedStep, finished_steps, listed_steps, step_directory};
+pub use settle::{ListedStep, finished_steps, listed_steps};

@@ -108,7 +108,10 @@ pub(super) struct Look {
 ///
 /// # Errors
 /// There is none.
-pub fn step_directory(config: &Config, waits: &Arc<WaitRegistry>) -> Result<(StepDirectory, OpenOptions), OpenError> {
+pub(crate) fn step_directory(
+    config: &Config,
+    waits: &Arc<WaitRegistry>,
+) -> Result<(StepDirectory, OpenOptions), OpenError> {
     let source = config.source.clone().ok_or(OpenError::NoSource)?;
     let options = open::open_options(config, waits);
     match StepDirectory::new(&source, &options) {

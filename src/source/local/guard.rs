@@ -108,7 +108,7 @@ impl GuardedMap {
     }
 
     /// Whether a page was missing at any time.
-    pub fn has_faulted(&self) -> bool {
+    pub(crate) fn has_faulted(&self) -> bool {
         self.slot.faulted.load(Ordering::SeqCst)
     }
 
@@ -138,7 +138,7 @@ impl GuardedMap {
     }
 
     /// Drops the mapping's resident pages; they come back from the page cache when touched again.
-    pub fn drop_resident(&self) {
+    pub(crate) fn drop_resident(&self) {
         drop_resident(self.map.as_ptr(), self.map.len());
     }
 }

@@ -54,7 +54,7 @@ impl RemoteCounters {
     }
 
     /// Counts a successful request.
-    pub fn note_latency(&self, time: Duration) {
+    pub(crate) fn note_latency(&self, time: Duration) {
         let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         let bucket = LATENCY_BOUNDS_MS.iter().position(|bound| ms <= *bound).unwrap_or(LATENCY_BOUNDS_MS.len());
         Self::add(&self.latency[bucket], 1);

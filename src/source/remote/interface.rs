@@ -35,7 +35,7 @@ impl Content {
     /// The name in the cache: short, and safe as the name of a directory. `size_bytes` is part of it, so that a service that
     /// confuses versions at least cannot confuse lengths. So is `origin`, the service: blocks are compared with a digest only when
     /// all are here, and a service that lies must not fill the entry of one that does not.
-    pub fn cache_name(&self, size_bytes: u64, origin: &str) -> String {
+    pub(crate) fn cache_name(&self, size_bytes: u64, origin: &str) -> String {
         let size = size_bytes.to_string();
         let (kind, name) = match self {
             Self::Sha256(hex) => ("sha256", hex),
@@ -87,7 +87,7 @@ pub struct RemoteFile {
 
 impl RemoteFile {
     /// Its name in the cache, where `origin` lists it.
-    pub fn cache_name(&self, origin: &str) -> String {
+    pub(crate) fn cache_name(&self, origin: &str) -> String {
         self.content.cache_name(self.size_bytes, origin)
     }
 

@@ -55,12 +55,12 @@ pub use interface::{Content, Objects, RemoteFile, RemoteRepository, Sink};
 pub use locality::is_loopback;
 pub use object::RemoteObject;
 pub use options::RemoteOptions;
-pub use retry::{Backoff, Deadline, Retrying, retry};
+pub use retry::{Backoff, Deadline, Retrying};
 pub use shared::SharedCache;
 #[cfg(feature = "stores")]
 pub use store::open_url;
 pub use tree::{RemoteTree, open_cache};
-pub use url_scheme::{StoreKind, service_of, url_schemes};
+pub use url_scheme::{StoreKind, url_schemes};
 
 /// A build without the feature `stores` reads no object stores and web servers.
 ///

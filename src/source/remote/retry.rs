@@ -151,13 +151,8 @@ impl Backoff {
         }
     }
 
-    /// Most requests at a time for now.
-    pub fn parallel(&self) -> usize {
-        self.traffic().most
-    }
-
     /// The time until it opens.
-    pub fn closed_for(&self) -> Option<Duration> {
+    pub(crate) fn closed_for(&self) -> Option<Duration> {
         let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
         let left = closed.as_ref()?.0.saturating_duration_since(Instant::now());
         (!left.is_zero()).then_some(left)
@@ -220,7 +215,7 @@ fn pause_after(attempts: u32) -> Duration {
 ///
 /// # Errors
 /// The last error. If the service asks for a longer pause than the deadline allows, the message says so.
-pub fn retry<T>(
+pub(crate) fn retry<T>(
     gate: &Backoff,
     counters: &RemoteCounters,
     deadline: Deadline,
@@ -352,7 +347,7 @@ impl Retrying {
     }
 
     /// Repeats the failed requests to `objects` behind a gate.
-    pub fn behind(gate: Backoff, objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
+    pub(crate) fn behind(gate: Backoff, objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
         let (first_byte_us, bytes_per_ms) = (AtomicU64::new(0), AtomicU64::new(0));
         let hedging = Hedging::new(Arc::clone(&counters));
         let planned_gap_bytes = OnceLock::new();
@@ -372,7 +367,7 @@ impl Retrying {
 
     /// As [`Self::gap_bytes`], for bytes that no reader waits for: rounded down to a power of two and frozen at the first use, so
     /// that fetch and plan agree.
-    pub fn planned_gap_bytes(&self) -> u64 {
+    pub(crate) fn planned_gap_bytes(&self) -> u64 {
         *self.planned_gap_bytes.get_or_init(|| 1 << self.gap_bytes().ilog2())
     }
 
@@ -397,12 +392,12 @@ impl Retrying {
     }
 
     /// As [`Objects::distrust`].
-    pub fn distrust(&self, file: &RemoteFile) {
+    pub(crate) fn distrust(&self, file: &RemoteFile) {
         self.objects.distrust(file);
     }
 
     /// Whether the service asks for a pause now.
-    pub fn is_paused(&self) -> bool {
+    pub(crate) fn is_paused(&self) -> bool {
         self.gate.closed_for().is_some()
     }
 

@@ -11,9 +11,9 @@ use tokio::runtime::{Builder, Runtime};
 const THREADS: usize = 2;
 
 /// Longest time to connect, TLS included.
-pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest time without a byte of a reply.
-pub const READ_TIMEOUT: Duration = Duration::from_secs(15);
+pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(15);
 
 fn runtime() -> io::Result<&'static Runtime> {
     static RUNTIME: OnceLock<Result<Runtime, io::ErrorKind>> = OnceLock::new();
@@ -46,7 +46,7 @@ pub fn install_tls() {
 }
 
 /// Why a client could not be made, with what helps.
-pub fn with_remedy(reason: String) -> String {
+pub(crate) fn with_remedy(reason: String) -> String {
     if reason.contains("CA certificates") {
         reason + "; install the package ca-certificates, or name a file of certificates by SSL_CERT_FILE"
     } else {

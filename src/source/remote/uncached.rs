@@ -94,7 +94,7 @@ impl Remote {
     ///
     /// # Errors
     /// The first error of the service, with the span of the request; the targets are then unspecified.
-    pub fn read_uncached(
+    pub(crate) fn read_uncached(
         &self,
         parts: &mut [FetchPart<'_>],
         deadline: Deadline,

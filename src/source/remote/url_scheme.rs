@@ -26,7 +26,7 @@ const URL_SCHEMES: [(&str, StoreKind, bool); 8] = [
 ];
 
 /// The service of a scheme, as it stands before `://`.
-pub fn service_of(scheme: &str) -> Option<StoreKind> {
+pub(crate) fn service_of(scheme: &str) -> Option<StoreKind> {
     URL_SCHEMES.iter().find(|(name, ..)| *name == scheme).map(|(_, service, _)| *service)
 }
 

@@ -1,7 +1,5 @@
 //! A strided copy as data: its loops, its decoder, and its kind of stores.
 
-use smallvec::SmallVec;
-
 use super::super::Decode;
 
 /// One loop of a strided copy. Strides are in elements. For elements narrower than a byte the caller converts everything to
@@ -31,28 +29,6 @@ pub struct Gather<'a> {
     pub source_offset: u64,
     /// Target element at loop position zero.
     pub target_offset: u64,
-}
-
-impl Gather<'_> {
-    /// Passes the job to `each` in turns of the loop with the largest source steps, until one fails. `None`, without any call,
-    /// if the job is one element.
-    ///
-    /// # Errors
-    /// The first error of `each`.
-    pub fn in_turns<E>(&self, each: &mut dyn FnMut(&Gather<'_>) -> Result<(), E>) -> Option<Result<(), E>> {
-        let loops = self.loops.iter().enumerate().filter(|(_, l)| l.extent > 1);
-        let (at, outer) = loops.max_by_key(|(_, l)| l.source_stride)?;
-        let others = self.loops.iter().enumerate().filter(|(index, _)| *index != at);
-        let inner: SmallVec<[Loop; 4]> = others.map(|(_, l)| *l).collect();
-        Some((0..outer.extent).try_for_each(|turn| {
-            each(&Gather {
-                loops: &inner,
-                source_offset: self.source_offset + turn * outer.source_stride,
-                target_offset: self.target_offset + turn * outer.target_stride,
-                ..*self
-            })
-        }))
-    }
 }
 
 /// How target bytes are written.

@@ -81,7 +81,7 @@ impl Policy {
     }
 
     /// Whether all bundles fit the budget together.
-    pub fn bundles_fit(&self) -> bool {
+    pub(crate) fn bundles_fit(&self) -> bool {
         self.bundles.bytes <= self.budget_bytes
     }
 

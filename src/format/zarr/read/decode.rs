@@ -240,7 +240,7 @@ impl ShardCodec {
     }
 
     /// Bytes of the index.
-    pub fn index_bytes(&self) -> u64 {
+    pub(crate) fn index_bytes(&self) -> u64 {
         let checksum = if self.index_has_checksum { CHECKSUM_BYTES as u64 } else { 0 };
         self.count().saturating_mul(INDEX_ENTRY_BYTES).saturating_add(checksum)
     }

@@ -28,16 +28,13 @@ use budget::{PageBudget, embedded, within};
 use files::EmbeddedFiles;
 use records::{Budgets, HtmlRecords, records};
 
-/// Most bytes of a page.
-pub const HTML_BYTES_MAX: usize = 5_000_000;
-
 /// Devices that a page shows.
 const DEVICES_MAX: usize = 1024;
 /// Characters of the text at the end of the page.
 const TEXT_BYTES_MAX: usize = 150_000;
 /// Views that a page shows.
 const VIEWS_MAX: usize = 32;
-/// Room of the kinds of content, in bytes. Together with the text, script and style, they are less than [`HTML_BYTES_MAX`].
+/// Room of the kinds of content, in bytes. Together with the text, script and style, they are less than 5 MB.
 const FILES_BYTES: usize = 250_000;
 const DEVICES_BYTES: usize = 250_000;
 /// The lists and objects of the source and of a view, each with an equal part of this.
@@ -222,6 +219,8 @@ fn view_data(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFil
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const HTML_BYTES_MAX: usize = 5_000_000;
 
     #[test]
     fn digests_are_those_of_the_policy() {

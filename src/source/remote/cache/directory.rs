@@ -121,7 +121,7 @@ impl Cache {
     }
 
     /// Notes that a write to an entry failed: nothing is written for some seconds.
-    pub fn note_full(&self, entry: &Entry) {
+    pub(crate) fn note_full(&self, entry: &Entry) {
         self.space_of(entry).note_full();
     }
 

@@ -210,7 +210,7 @@ impl Entry {
     }
 
     /// Whether this process has verified all of these blocks. Counts only under their guard.
-    pub fn is_verified(&self, blocks: &Range<u64>) -> bool {
+    pub(crate) fn is_verified(&self, blocks: &Range<u64>) -> bool {
         Self::parts_of(blocks)
             .all(|(place, part)| self.segments.used(place).is_some_and(|segment| segment.verified.has_all(part)))
     }
@@ -335,7 +335,7 @@ impl Entry {
     ///
     /// # Errors
     /// The map cannot be read.
-    pub fn absent_of(&self, ranges: &[Range<u64>]) -> io::Result<Vec<Range<u64>>> {
+    pub(crate) fn absent_of(&self, ranges: &[Range<u64>]) -> io::Result<Vec<Range<u64>>> {
         let mut absent = Vec::new();
         // The first blocks from the last place on that may be present.
         let mut written = Some(0..0);
@@ -482,7 +482,7 @@ impl Entry {
     }
 
     /// Gives up the locks of segments that were not used for `idle_ms`, so that other processes may evict them.
-    pub fn release_idle(&self, idle_ms: u64) {
+    pub(crate) fn release_idle(&self, idle_ms: u64) {
         let now = now_ms();
         for (used, place) in self.held_segments().collect::<Vec<_>>() {
             if now.saturating_sub(used) < idle_ms {
@@ -536,7 +536,7 @@ impl Entry {
     }
 
     /// Whether all blocks were compared with the digest, and none was brought since.
-    pub fn is_compared(&self) -> bool {
+    pub(crate) fn is_compared(&self) -> bool {
         let mut meta = self.lock_meta();
         if self.meta_is_old.load(Ordering::Acquire) {
             self.read_meta(&mut meta);
@@ -544,7 +544,7 @@ impl Entry {
         meta.verified
     }
 
-    /// Whether any process has dropped all blocks since this one opened the entry, or since [`Self::note_drops`]: what was read
+    /// Whether any process has dropped all blocks since this one opened the entry, or since `Self::note_drops`: what was read
     /// before that may be wrong.
     pub fn was_dropped(&self) -> bool {
         let mut meta = self.lock_meta();
@@ -553,7 +553,7 @@ impl Entry {
     }
 
     /// Takes note of the drops so far: nothing that was read before them is used.
-    pub fn note_drops(&self) {
+    pub(crate) fn note_drops(&self) {
         let dropped = self.lock_meta().dropped;
         self.drops_known.fetch_max(dropped, Ordering::AcqRel);
     }

@@ -9,7 +9,7 @@ use super::super::super::ByteSpan;
 pub const BLOCK_BYTES: u64 = 2 << 10;
 /// Longest object, in bytes: 64 TiB, more than any service holds. What is said to be longer is refused, before anything is made for
 /// it.
-pub const OBJECT_BYTES_MAX: u64 = 1 << 46;
+pub(crate) const OBJECT_BYTES_MAX: u64 = 1 << 46;
 /// A hole of a file takes whole ones of these.
 pub(super) const HOLE_BYTES: u64 = 4 << 10;
 /// Blocks of a segment, the unit of eviction.

@@ -20,7 +20,7 @@ mod tests;
 pub use super::cache_place::default_directory;
 pub use directory::{Cache, usage};
 pub use entry::{Entry, Guards};
-pub use geometry::{BLOCK_BYTES, OBJECT_BYTES_MAX};
+pub use geometry::BLOCK_BYTES;
 pub use meta::EntryMeta;
 #[cfg(feature = "hub")]
 pub(super) use own::claim;

@@ -14,7 +14,7 @@ use super::{
         interface::{Content, RemoteFile},
     },
     entry::Eviction,
-    geometry::{SEGMENT_BLOCKS, SEGMENT_BYTES},
+    geometry::{OBJECT_BYTES_MAX, SEGMENT_BLOCKS, SEGMENT_BYTES},
     *,
 };
 
