@@ -119,10 +119,14 @@ impl PlanCommand {
         }
         let listed = steps::of_directory(&config)?.unwrap_or_default();
         let checkpoint = match open::checkpoint(&mut config) {
-            Err(error) if !listed.is_empty() && !is_of_its_only_step(&listed) => {
+            Ok(opened) => opened,
+            Err(error) => {
+                let listed = if listed.is_empty() { steps::of_service(&config) } else { listed };
+                if listed.is_empty() || is_of_its_only_step(&listed) {
+                    return Err(error);
+                }
                 return self.only_steps(&config, &listed, error);
             }
-            opened => opened?,
         };
         // One step is the checkpoint of this plan.
         let listed = if listed.len() > 1 { listed } else { Vec::new() };

@@ -47,7 +47,7 @@ pub(super) fn shown(run: &Run) -> String {
 }
 
 /// The steps of the run that a configuration's source is, without waiting for any; `None` if it is no directory of steps. Services
-/// are not asked.
+/// are not asked, see [`of_service`].
 ///
 /// # Errors
 /// The directory cannot be listed.
@@ -61,6 +61,16 @@ pub(super) fn of_directory(config: &Config) -> anyhow::Result<Option<Vec<ListedS
     }
     let found = listed_steps(config, &waits).map_err(open::explained)?;
     Ok(Some(found).filter(|steps| steps.iter().any(|step| step.kind != StepKind::Unknown)))
+}
+
+/// The steps of the run at an address, which holds no checkpoint; none if it holds no run either.
+pub(super) fn of_service(config: &Config) -> Vec<ListedStep> {
+    if !config.source.as_deref().is_some_and(|source| source.contains("://")) {
+        return Vec::new();
+    }
+    // Whatever fails here has failed before: the caller has that error.
+    let found = listed_steps(config, &wait_registry(&config.mount)).unwrap_or_default();
+    if found.iter().any(|step| step.kind != StepKind::Unknown) { found } else { Vec::new() }
 }
 
 /// The finished steps that `--steps` selects, by number, each with the configuration of its checkpoint.

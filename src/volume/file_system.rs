@@ -193,6 +193,15 @@ pub trait FileSystem: Send + Sync + 'static {
         self.open(ino)
     }
 
+    /// Length in bytes of an open file: where its content is made at each open, of what was made for this one.
+    ///
+    /// # Errors
+    /// As [`FileSystem::attr`]; [`FsError::Invalid`] if it is not open.
+    fn open_len_bytes(&self, ino: Ino, handle: Handle) -> Result<u64, FsError> {
+        let _ = handle;
+        Ok(self.attr(ino)?.size_bytes)
+    }
+
     /// Reads `len` bytes at `offset`, fewer only at the end of the file, and passes them to `reply`, at most once.
     ///
     /// # Errors
@@ -245,6 +254,12 @@ pub trait FileSystem: Send + Sync + 'static {
     fn is_fixed(&self, ino: Ino) -> bool {
         let _ = ino;
         true
+    }
+
+    /// Whether any request of a node may wait for storage now, not only its opens and reads.
+    fn may_wait(&self, ino: Ino) -> bool {
+        let _ = ino;
+        false
     }
 
     /// Totals of the file system.

@@ -15,9 +15,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{faulty::can_mount, repo};
+use crate::common::{
+    faulty::{Faulty, Manner, Pages, can_mount},
+    repo,
+};
 use ckfs::tensor::DType;
-use nix::mount::{MntFlags, umount2};
+use nix::mount::{MntFlags, MsFlags, umount2};
 use serde_json::{Value, json};
 
 /// Time limit for anything that should happen soon.
@@ -448,6 +451,84 @@ fn a_hundred_steps_cost_the_memory_of_those_in_use() {
     assert!(cached.is_file());
     assert_eq!(fs::read(hf(&mount, 0)).unwrap(), weights(0));
     assert!(mount.status().0);
+}
+
+/// A file that lies over another, until this is dropped.
+struct Bound(PathBuf);
+
+impl Bound {
+    fn new(file: &Path, over: PathBuf) -> Self {
+        nix::mount::mount(Some(file), &over, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+        Self(over)
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        let _ = umount2(&self.0, MntFlags::MNT_DETACH);
+    }
+}
+
+#[test]
+fn others_are_answered_while_a_step_is_planned() {
+    if !can_mount() {
+        return;
+    }
+    let base = tempfile::tempdir().unwrap();
+    fs::create_dir(base.path().join("run")).unwrap();
+    fs::create_dir(base.path().join("mnt")).unwrap();
+    for number in [1, 2] {
+        save(&base.path().join("run"), number);
+    }
+    let slow = base.path().join("run/checkpoint-2");
+    let faulty = Faulty::new(&slow, Pages::Nobody);
+    let bound = Bound::new(&faulty.path().join("model.safetensors"), slow.join("model.safetensors"));
+    let mount = RunMount::over(base, &["--steps", "all", "--threads", "1"]);
+    // To be dropped before the mount, whose process ends once its storage answers.
+    let (_bound, faulty) = (bound, faulty);
+    until("both steps", || mount.steps() == BTreeSet::from([1, 2]));
+    let expected = weights(1);
+    assert_eq!(fs::read(hf(&mount, 1)).unwrap(), expected);
+    faulty.set("model.safetensors", Manner::Stalled);
+    // Each another name: the kernel asks for a name once.
+    let lookers = ["hf", "dev0", "full", "safetensors", ".ckfs", "absent"].map(|name| {
+        let path = mount.path(&format!("2/{name}"));
+        thread::spawn(move || fs::metadata(path).is_ok())
+    });
+    until("all of them wait", || mount.json(".ckfs/stats.json")["in_flight"].as_u64().is_some_and(|count| count >= 6));
+    for name in ["dev0/layers/scanned/wq", "full/layers/scanned/wk", "hf/config.json"] {
+        assert!(!fs::read(mount.path(&format!("1/{name}"))).unwrap().is_empty(), "{name}");
+    }
+    assert_eq!(fs::read(hf(&mount, 1)).unwrap(), expected);
+    assert_eq!(mount.steps(), BTreeSet::from([1, 2]));
+    assert!(lookers.iter().all(|looker| !looker.is_finished()), "nobody looks into the step before it is planned");
+    faulty.set("model.safetensors", Manner::Good);
+    let found = lookers.map(|looker| looker.join().unwrap());
+    assert_eq!(found, [true, true, true, true, true, false]);
+    assert_eq!(fs::read(hf(&mount, 2)).unwrap(), weights(2));
+}
+
+#[test]
+fn the_newest_step_is_planned_before_anybody_looks() {
+    if !can_mount() {
+        return;
+    }
+    let mount = RunMount::new(&["--steps", "all"]);
+    let plans = |mount: &RunMount| {
+        let stats = mount.json(".ckfs/stats.json");
+        (stats["steps"]["plans"].as_u64().unwrap(), stats["steps"]["in_use"].as_u64().unwrap())
+    };
+    save(&mount.run(""), 5);
+    until("the step is planned", || plans(&mount) == (1, 1));
+    // An older one that comes later is not.
+    save(&mount.run(""), 3);
+    until("the older step", || mount.steps() == BTreeSet::from([3, 5]));
+    save(&mount.run(""), 7);
+    until("the newest step is planned", || plans(&mount) == (2, 2));
+    assert_eq!(fs::read(hf(&mount, 7)).unwrap(), weights(7));
+    assert_eq!(plans(&mount), (2, 2), "it is planned once");
+    assert_eq!(fs::read(hf(&mount, 3)).unwrap(), weights(3));
+    assert_eq!(plans(&mount), (3, 3));
 }
 
 /// A small generator of numbers that look random.

@@ -6,6 +6,8 @@ Before it saves a step it writes what the step holds to `TRUTH/<step>.safetensor
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
 import time
 import warnings
@@ -14,6 +16,10 @@ from pathlib import Path
 import numpy as np
 
 PAUSE_SECONDS = 0.8
+# Of the models of transformers.
+CONFIG = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 def weights(step: int) -> dict[str, np.ndarray]:
@@ -78,13 +84,12 @@ def megatron(run: Path, truth: Path, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def transformers(run: Path, truth: Path, steps: int) -> None:
+def transformers(run: Path, truth: Path, steps: int, **more: object) -> None:
     import torch
+    from torch.distributed.tensor import DTensor
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
+    config = LlamaConfig(**CONFIG)
     torch.manual_seed(1)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (2 * steps, 8))]
 
@@ -92,15 +97,94 @@ def transformers(run: Path, truth: Path, steps: int) -> None:
         """Says what the model is, in the moment before it is saved."""
 
         def on_step_end(self, args, state, control, model=None, **more):
-            tensors = {name: tensor.detach().numpy().copy() for name, tensor in model.state_dict().items()}
-            tell(truth, state.global_step, tensors)
+            # All ranks put it together, and one tells.
+            whole = lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # noqa: E731
+            tensors = {name: whole(tensor.detach()).numpy().copy() for name, tensor in model.state_dict().items()}
+            if state.is_world_process_zero:
+                tell(truth, state.global_step, tensors)
             time.sleep(PAUSE_SECONDS)
 
     arguments = TrainingArguments(
         output_dir=str(run), max_steps=steps, per_device_train_batch_size=2, save_steps=1, save_total_limit=3, learning_rate=0.1,
-        report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
+        report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no", **more,
     )  # fmt: skip
-    Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=rows, callbacks=[Tell()]).train()
+    trainer = Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=rows, callbacks=[Tell()])
+    trainer.train()
+    assert trainer.is_fsdp_enabled == bool(more)
+
+
+def transformers_fsdp(run: Path, truth: Path, steps: int) -> None:
+    """Two processes with FSDP 2, each of which writes its own shards."""
+    if "RANK" not in os.environ:
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+        address |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_FSDP": "true"}
+        ranks = [
+            subprocess.Popen([sys.executable, *sys.argv], env=os.environ | address | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+        ]
+        codes = [rank.wait() for rank in ranks]
+        sys.exit(max(map(abs, codes)))
+    from accelerate import state
+
+    # accelerate has FSDP for accelerators alone; that of torch needs none.
+    begin = state.PartialState.__init__
+
+    def begin_with_fsdp(self, *args, **more):
+        begin(self, *args, **more)
+        if self.distributed_type == state.DistributedType.MULTI_CPU:
+            self.distributed_type = state.DistributedType.MULTI_GPU
+
+    state.PartialState.__init__ = begin_with_fsdp
+    sharded = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    transformers(run, truth, steps, fsdp="full_shard", fsdp_config=sharded)
+
+
+def torchtitan(run: Path, truth: Path, steps: int) -> None:
+    """torchtitan's own manager of checkpoints, which saves in a thread, and its own model. It needs the wheels that `torchtitan_process.py`
+    names; what a step is says its own adapter."""
+    import torch
+    import torch.distributed as dist
+
+    import torchtitan_process
+
+    sys.meta_path.insert(0, torchtitan_process.Finder())
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    class Nothing:
+        """In place of the optimizer, the schedule and the data."""
+
+        def state_dict(self) -> dict:
+            return {"count": torch.ones(3)}
+
+        def load_state_dict(self, state: dict) -> None:
+            raise NotImplementedError
+
+    dist.init_process_group("gloo", init_method=f"file://{truth}/rendezvous", rank=0, world_size=1)
+    config, adapter = torchtitan_process.config_of("llama3", CONFIG | {"model_type": "llama"})
+    torch.manual_seed(1)
+    model = config.build()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_()
+    exporter = adapter(config, None)
+    settings = CheckpointManager.Config(enable=True, folder="checkpoint", interval=1, keep_latest_k=3, async_mode="async")
+    manager = CheckpointManager(
+        settings, dataloader=Nothing(), model_parts=[model], optimizers=Nothing(), lr_schedulers=Nothing(),
+        states={"train_state": Nothing()}, sd_adapter=exporter, base_folder=str(run),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, steps + 1):
+        sum(value.float().pow(2).sum() for value in model.parameters()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        exported = exporter.to_hf({name: value.detach().clone() for name, value in model.state_dict().items()})
+        tell(truth, step, {name: value.float().contiguous().numpy() for name, value in exported.items()})
+        manager.save(step)
+        time.sleep(PAUSE_SECONDS)
+    manager.maybe_wait_for_saving()
+    manager.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

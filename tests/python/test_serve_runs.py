@@ -453,6 +453,11 @@ def test_plan_and_export_of_a_run_in_a_bucket(remote_run: RemoteRun, tmp_path: P
     remote_run.put("checkpoint-200/config.json", b"{}")
     rows = json.loads(mounting.run("plan", remote_run.address, "--steps", "all", "--json").out)["steps"]
     assert [row["step"] for row in rows] == [100]
+    # Without the flag the steps are listed.
+    listed = mounting.run("plan", remote_run.address, "--json").json()["steps"]
+    assert [(row["step"], row["complete"]) for row in listed] == [(100, True), (200, False)]
+    text = mounting.run("plan", remote_run.address).out
+    assert "a run of 2 steps, 1 complete" in text and f"ckfs mount {remote_run.address} MNT --steps all" in text, text
     done = mounting.run("export", remote_run.address, tmp_path / "out", "--steps", "all", "--only", "hf/*")
     assert "step 200 is passed over" in done.err
     for name, body in trained(100).items():

@@ -4,6 +4,8 @@
 //! fuser would lose the thread, or the whole mount. Read replies are sent straight from the slice that the file system
 //! passes, without a copy in user space. Opens and reads may wait for storage. Another thread answers those that wait too
 //! long ([`ckfs_service::Watchdog`]), and further threads handle requests while all threads of fuser wait ([`super::requests`]).
+//! Any request may wait where a tree is planned at its first use ([`ckfs_volume::FileSystem::may_wait`]): other threads handle
+//! those.
 //!
 //! The tree never changes, so the kernel may cache names, attributes, listings and data without limit, including absent
 //! names. Where it does ([`ckfs_volume::FileSystem::is_fixed`]) the kernel keeps no names and attributes. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
@@ -96,7 +98,9 @@ pub(super) struct KernelAdapter {
 /// The threads that take requests, and those that stand in for them.
 struct Threads {
     dispatchers: Arc<Dispatchers>,
-    overflow: Arc<Overflow>,
+    overflow: Overflow,
+    /// For requests into what is not planned yet. Apart, so that they never keep a thread from reads that wait for nothing.
+    planning: Overflow,
 }
 
 impl Handlers for Threads {
@@ -120,7 +124,8 @@ impl KernelAdapter {
     /// The system cannot start the thread that watches requests.
     pub(super) fn new(fs: Arc<dyn Upkeep>, passthrough: bool, threads: usize) -> io::Result<Self> {
         let (reads, opens) = (Arc::default(), Arc::default());
-        let threads = Arc::new(Threads { dispatchers: Arc::new(Dispatchers::new(threads)), overflow: Arc::default() });
+        let dispatchers = Arc::new(Dispatchers::new(threads));
+        let threads = Arc::new(Threads { dispatchers, overflow: Overflow::default(), planning: Overflow::default() });
         let handlers: Arc<dyn Handlers> = Arc::<Threads>::clone(&threads);
         let mut watchdog = Watchdog::new(&fs, handlers);
         watchdog.watch(RequestKind::Read, &reads);
@@ -136,34 +141,45 @@ impl KernelAdapter {
     }
 
     /// Handles one request: `body` takes the reply out of its slot to send it. If it does not, the request is answered here: with
-    /// its error, or with EIO after a panic or a missing answer.
+    /// its error, or with EIO after a panic or a missing answer. Another thread does this where the node is not planned yet.
     fn handle<R>(
         &self,
         op: RequestKind,
         node: INodeNo,
         reply: R,
-        body: impl FnOnce(&mut ReplySlot<Reply<R>>) -> Result<(), FsError>,
+        body: impl FnOnce(&Serving, &mut ReplySlot<Reply<R>>) -> Result<(), FsError> + Send + 'static,
     ) where
         Reply<R>: Refuse,
     {
-        Pending::new(&self.fs, op, ino(node), Reply(reply)).attempt(body);
+        let mut pending = Pending::new(&self.fs, op, ino(node), Reply(reply));
+        if self.fs.may_wait(ino(node)) {
+            let serving = Arc::clone(&self.serving);
+            self.threads.planning.submit(move || {
+                pending.attempt(|reply| body(&serving, reply));
+            });
+        } else {
+            pending.attempt(|reply| body(&self.serving, reply));
+        }
         self.threads.dispatchers.park();
     }
 
     /// Handles a request that may wait for storage: in this thread, or in one of the overflow if this is the last thread that
-    /// reads requests.
+    /// reads requests, and always where the node is not planned yet.
     fn handle_waiting<R: Refuse>(
         &self,
+        node: INodeNo,
         mut pending: Pending<R>,
         body: impl FnOnce(&Serving, Pending<R>) + Send + 'static,
     ) {
-        let Threads { dispatchers, overflow } = &*self.threads;
-        if let Some(inside) = dispatchers.enter() {
+        let Threads { dispatchers, overflow, planning } = &*self.threads;
+        let is_planned = !self.fs.may_wait(ino(node));
+        if let Some(inside) = is_planned.then(|| dispatchers.enter()).flatten() {
             body(&self.serving, pending);
             drop(inside);
         } else {
             let (serving, threads) = (Arc::clone(&self.serving), Arc::clone(&self.threads));
-            overflow.submit(move || {
+            let others = if is_planned { overflow } else { planning };
+            others.submit(move || {
                 pending.note_elsewhere(threads);
                 body(&serving, pending);
             });
@@ -171,36 +187,18 @@ impl KernelAdapter {
         dispatchers.park();
     }
 
-    /// How long the kernel may keep what it is told of a node, or of the names in a directory.
-    fn keeps(&self, node: Ino) -> Duration {
-        if self.fs.is_fixed(node) { FOREVER } else { Duration::ZERO }
-    }
-
     fn read_only<R>(&self, ino: INodeNo, reply: R)
     where
         Reply<R>: Refuse,
     {
-        self.handle(RequestKind::Refused, ino, reply, |_| Err(FsError::ReadOnly));
+        self.handle(RequestKind::Refused, ino, reply, |_, _| Err(FsError::ReadOnly));
     }
+}
 
-    fn attr(attr: &Attr) -> FileAttr {
-        FileAttr {
-            ino: INodeNo(attr.ino.0),
-            size: attr.size_bytes,
-            blocks: attr.size_bytes.div_ceil(512),
-            atime: attr.modified,
-            mtime: attr.modified,
-            ctime: attr.modified,
-            crtime: attr.modified,
-            kind: file_type(attr.kind),
-            perm: attr.permission.mode,
-            nlink: attr.links,
-            uid: attr.permission.uid,
-            gid: attr.permission.gid,
-            rdev: 0,
-            blksize: PREFERRED_READ_BYTES,
-            flags: 0,
-        }
+impl Serving {
+    /// How long the kernel may keep what it is told of a node, or of the names in a directory.
+    fn keeps(&self, node: Ino) -> Duration {
+        if self.fs.is_fixed(node) { FOREVER } else { Duration::ZERO }
     }
 
     /// Lists `dir` from `offset`, with `.` and `..` before the file system's own entries. `add` receives each entry
@@ -235,6 +233,26 @@ impl KernelAdapter {
             }
         })?;
         result
+    }
+}
+
+fn file_attr(attr: &Attr) -> FileAttr {
+    FileAttr {
+        ino: INodeNo(attr.ino.0),
+        size: attr.size_bytes,
+        blocks: attr.size_bytes.div_ceil(512),
+        atime: attr.modified,
+        mtime: attr.modified,
+        ctime: attr.modified,
+        crtime: attr.modified,
+        kind: file_type(attr.kind),
+        perm: attr.permission.mode,
+        nlink: attr.links,
+        uid: attr.permission.uid,
+        gid: attr.permission.gid,
+        rdev: 0,
+        blksize: PREFERRED_READ_BYTES,
+        flags: 0,
     }
 }
 
@@ -293,17 +311,18 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        self.handle(RequestKind::Lookup, parent, reply, |reply| {
+        let name = name.as_bytes().to_owned();
+        self.handle(RequestKind::Lookup, parent, reply, move |serving, reply| {
             // The kernel accepts names of up to 1024 bytes.
             if name.len() > NAME_BYTES_MAX {
                 return Err(FsError::NameTooLong);
             }
-            let found = self.fs.lookup(ino(parent), name.as_bytes());
-            let keeps = self.keeps(ino(parent));
+            let found = serving.fs.lookup(ino(parent), &name);
+            let keeps = serving.keeps(ino(parent));
             match &found {
                 Ok(attr) => {
                     if let Some(Reply(reply)) = reply.take() {
-                        reply.entry(&keeps.min(self.keeps(attr.ino)), &Self::attr(attr), GENERATION);
+                        reply.entry(&keeps.min(serving.keeps(attr.ino)), &file_attr(attr), GENERATION);
                     }
                 }
                 // Inode 0 means an absent name; unlike ENOENT, it lets the kernel cache that.
@@ -317,7 +336,7 @@ impl fuser::Filesystem for KernelAdapter {
                             modified: SystemTime::UNIX_EPOCH,
                             permission: Permission { uid: 0, gid: 0, mode: 0 },
                         };
-                        reply.entry(&keeps, &Self::attr(&absent), GENERATION);
+                        reply.entry(&keeps, &file_attr(&absent), GENERATION);
                     }
                 }
                 Err(_) => {}
@@ -329,18 +348,18 @@ impl fuser::Filesystem for KernelAdapter {
     fn forget(&self, _request: &Request, _ino: INodeNo, _lookups: u64) {}
 
     fn getattr(&self, _request: &Request, node: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
-        self.handle(RequestKind::GetAttr, node, reply, |reply| {
-            let attr = Self::attr(&self.fs.attr(ino(node))?);
+        self.handle(RequestKind::GetAttr, node, reply, move |serving, reply| {
+            let attr = file_attr(&serving.fs.attr(ino(node))?);
             if let Some(Reply(reply)) = reply.take() {
-                reply.attr(&self.keeps(ino(node)), &attr);
+                reply.attr(&serving.keeps(ino(node)), &attr);
             }
             Ok(())
         });
     }
 
     fn readlink(&self, _request: &Request, node: INodeNo, reply: ReplyData) {
-        self.handle(RequestKind::ReadLink, node, reply, |reply| {
-            let target = self.fs.read_link(ino(node))?;
+        self.handle(RequestKind::ReadLink, node, reply, move |serving, reply| {
+            let target = serving.fs.read_link(ino(node))?;
             if let Some(Reply(reply)) = reply.take() {
                 reply.data(&target);
             }
@@ -355,7 +374,7 @@ impl fuser::Filesystem for KernelAdapter {
         let is_direct = flags.0 & libc::O_DIRECT != 0;
         let pending =
             Pending::waiting(&self.fs, RequestKind::Open, ino(node), &self.opens, client(request), Reply(reply));
-        self.handle_waiting(pending, move |serving, pending| serving.open_file(node, is_direct, pending));
+        self.handle_waiting(node, pending, move |serving, pending| serving.open_file(node, is_direct, pending));
     }
 
     fn read(
@@ -371,7 +390,7 @@ impl fuser::Filesystem for KernelAdapter {
     ) {
         let pending =
             Pending::waiting(&self.fs, RequestKind::Read, ino(node), &self.reads, client(request), Reply(reply));
-        self.handle_waiting(pending, move |serving, mut pending| {
+        self.handle_waiting(node, pending, move |serving, mut pending| {
             pending.attempt(|reply| {
                 let len = usize::try_from(size).map_err(|_| FsError::Invalid)?;
                 let read = read_whole(serving.fs.as_ref(), ino(node), Handle(handle.0), offset, len, &mut |bytes| {
@@ -396,9 +415,9 @@ impl fuser::Filesystem for KernelAdapter {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
-        self.handle(RequestKind::Release, node, reply, |reply| {
-            self.serving.opens.modes.release(ino(node));
-            self.fs.release(ino(node), Handle(handle.0));
+        self.handle(RequestKind::Release, node, reply, move |serving, reply| {
+            serving.opens.modes.release(ino(node));
+            serving.fs.release(ino(node), Handle(handle.0));
             if let Some(Reply(reply)) = reply.take() {
                 reply.ok();
             }
@@ -407,8 +426,9 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn opendir(&self, _request: &Request, node: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        self.handle(RequestKind::OpenDir, node, reply, |reply| {
-            if self.opens_directories_itself && self.fs.is_fixed(Ino::ROOT) {
+        let opens_itself = self.opens_directories_itself;
+        self.handle(RequestKind::OpenDir, node, reply, move |serving, reply| {
+            if opens_itself && serving.fs.is_fixed(Ino::ROOT) {
                 // After this answer the kernel sends no such request again, and caches listings as below. Small directories (each
                 // expert of each layer is one) are then listed in two thirds of the time.
                 if let Some(Reply(reply)) = reply.take() {
@@ -416,13 +436,13 @@ impl fuser::Filesystem for KernelAdapter {
                 }
                 return Ok(());
             }
-            match self.fs.attr(ino(node))?.kind {
+            match serving.fs.attr(ino(node))?.kind {
                 NodeKind::Directory => {}
                 NodeKind::File | NodeKind::Symlink => return Err(FsError::NotDirectory),
             }
             if let Some(Reply(reply)) = reply.take() {
                 let kept = FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE;
-                let flags = if self.fs.is_fixed(ino(node)) { kept } else { FopenFlags::empty() };
+                let flags = if serving.fs.is_fixed(ino(node)) { kept } else { FopenFlags::empty() };
                 reply.opened(FileHandle(0), flags);
             }
             Ok(())
@@ -430,9 +450,9 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn readdir(&self, _request: &Request, node: INodeNo, _handle: FileHandle, offset: u64, reply: ReplyDirectory) {
-        self.handle(RequestKind::ReadDir, node, reply, |slot| {
+        self.handle(RequestKind::ReadDir, node, reply, move |serving, slot| {
             let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
-            self.list(ino(node), offset, |entry, kind, name, next| {
+            serving.list(ino(node), offset, |entry, kind, name, next| {
                 Ok(reply.add(INodeNo(entry.0), next, file_type(kind), OsStr::from_bytes(name)))
             })?;
             if let Some(Reply(reply)) = slot.take() {
@@ -450,17 +470,17 @@ impl fuser::Filesystem for KernelAdapter {
         offset: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        self.handle(RequestKind::ReadDirPlus, node, reply, |slot| {
+        self.handle(RequestKind::ReadDirPlus, node, reply, move |serving, slot| {
             let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
-            let keeps = self.keeps(ino(node));
-            self.list(ino(node), offset, |entry, _, name, next| {
-                let attr = match self.fs.attr(entry) {
-                    Ok(attr) => Self::attr(&attr),
+            let keeps = serving.keeps(ino(node));
+            serving.list(ino(node), offset, |entry, _, name, next| {
+                let attr = match serving.fs.attr(entry) {
+                    Ok(attr) => file_attr(&attr),
                     // It went while it was listed.
                     Err(_) if keeps.is_zero() => return Ok(false),
                     Err(error) => return Err(error),
                 };
-                let keeps = keeps.min(self.keeps(entry));
+                let keeps = keeps.min(serving.keeps(entry));
                 Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &keeps, &attr, GENERATION))
             })?;
             if let Some(Reply(reply)) = slot.take() {
@@ -471,8 +491,8 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn statfs(&self, _request: &Request, node: INodeNo, reply: ReplyStatfs) {
-        self.handle(RequestKind::StatFs, node, reply, |reply| {
-            let sizes = self.fs.stat_fs();
+        self.handle(RequestKind::StatFs, node, reply, move |serving, reply| {
+            let sizes = serving.fs.stat_fs();
             let blocks = sizes.total_bytes.div_ceil(u64::from(STATFS_BLOCK_BYTES));
             if let Some(Reply(reply)) = reply.take() {
                 reply.statfs(blocks, 0, 0, sizes.nodes, 0, STATFS_BLOCK_BYTES, NAME_MAX, STATFS_BLOCK_BYTES);
@@ -482,15 +502,16 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn getxattr(&self, _request: &Request, node: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        self.handle(RequestKind::GetXattr, node, reply, |reply| {
-            answer_xattr(reply, size, &self.fs.xattr(ino(node), name.as_bytes())?);
+        let name = name.as_bytes().to_owned();
+        self.handle(RequestKind::GetXattr, node, reply, move |serving, reply| {
+            answer_xattr(reply, size, &serving.fs.xattr(ino(node), &name)?);
             Ok(())
         });
     }
 
     fn listxattr(&self, _request: &Request, node: INodeNo, size: u32, reply: ReplyXattr) {
-        self.handle(RequestKind::ListXattr, node, reply, |reply| {
-            let mut names = self.fs.xattr_names(ino(node))?;
+        self.handle(RequestKind::ListXattr, node, reply, move |serving, reply| {
+            let mut names = serving.fs.xattr_names(ino(node))?;
             for name in &mut names {
                 name.push(0);
             }

@@ -19,7 +19,7 @@ pub fn read_whole(
 ) -> Result<Replied, ReadFailure<FsError>> {
     let mut verdict = Ok(());
     let replied = fs.read(ino, handle, offset, len, &mut |bytes| {
-        verdict = check_length(fs, ino, offset, len, bytes.len());
+        verdict = check_length(fs, (ino, handle), offset, len, bytes.len());
         if verdict.is_ok() { reply(bytes) } else { Replied::new() }
     })?;
     verdict?;
@@ -28,7 +28,7 @@ pub fn read_whole(
 
 fn check_length(
     fs: &(impl FileSystem + ?Sized),
-    ino: Ino,
+    (ino, handle): (Ino, Handle),
     offset: u64,
     asked: usize,
     answered: usize,
@@ -38,7 +38,7 @@ fn check_length(
     }
     if answered < asked {
         let end = offset.saturating_add(answered as u64);
-        if end >= fs.attr(ino)?.size_bytes {
+        if end >= fs.open_len_bytes(ino, handle)? {
             return Ok(());
         }
     }

@@ -67,6 +67,7 @@ fn follow(run: &Weak<Run>, mut watch: DirectoryWatch, mut bell: io::PipeReader) 
         let next = match looked {
             Ok(Ok(look)) => {
                 alive.note_looking(None);
+                alive.plan_ahead();
                 let directories = watched(&alive.directory, &look);
                 let has_new = directories.iter().any(|directory| !known.contains(directory));
                 watch.set(&directories);

@@ -11,7 +11,7 @@
 //! | `settle` | which steps of a listing are finished: their marks, silence, and a first look into fresh ones |
 //! | `follow` | the thread that looks for new and deleted steps |
 //! | `slot`, `slots` | a step and its volume; all steps by number |
-//! | `opening` | planning a step when it is first looked at, and dropping what nobody uses |
+//! | `opening` | planning a step when it is first looked at, or is new and the newest, and dropping what nobody uses |
 //! | `held` | [`HeldStep`]: a step that somebody uses, for doors that look into one step |
 //! | `failed` | the tree of a step that cannot be planned: `.ckfs/error` |
 //! | `run_tree`, `run_upkeep` | the file system, and what keeps it alive |
@@ -33,7 +33,7 @@
 //! # Budgets
 //! Tiles, buffers and threads are those of one [`EngineRooms`](ckfs_read::EngineRooms). Mapped pages and decoded chunks belong
 //! to a step's source: each gets an equal part of the budget, anew whenever a volume comes or goes. Volumes without open files
-//! are kept while their tables are small together, and for some minutes.
+//! are kept while their tables are small together, and for some minutes; that of the newest step is always kept.
 
 mod failed;
 mod follow;

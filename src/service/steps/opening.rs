@@ -1,4 +1,4 @@
-//! Planning a step when it is first looked at, and dropping the volume of one that nobody uses.
+//! Planning a step when it is first looked at, or is new and the newest, and dropping the volume of one that nobody uses.
 
 use std::{
     cmp::Reverse,
@@ -50,30 +50,45 @@ impl Run {
             match &*state {
                 SlotState::Ready(content) => return Ok(content.clone()),
                 SlotState::Ended => return Err(self.gone()),
-                SlotState::Absent => {
-                    if self.opening.fetch_add(1, Ordering::Relaxed) < OPENING_MAX {
-                        *state = SlotState::Opening;
-                        let (run, of) = (Arc::clone(self), Arc::clone(slot));
-                        let work = move || {
-                            run.plan(&of);
-                            run.opening.fetch_sub(1, Ordering::Relaxed);
-                        };
-                        if let Err(error) = ckfs_sync::spawn("ckfs-step-open", work) {
-                            tracing::error!("step {}: no thread plans it: {error}", slot.step.number);
-                            self.opening.fetch_sub(1, Ordering::Relaxed);
-                            *state = SlotState::Absent;
-                            return Err(FsError::Io);
-                        }
-                    } else {
-                        self.opening.fetch_sub(1, Ordering::Relaxed);
-                    }
-                }
+                SlotState::Absent => self.begin_plan(slot, &mut state)?,
                 SlotState::Opening => {}
             }
             state = slot.wait(state, LOOK);
             if matches!(&*state, SlotState::Opening) && slot.is_stalled() {
                 tracing::warn!("step {}: its storage does not answer", slot.step.number);
                 return Err(FsError::Io);
+            }
+        }
+    }
+
+    /// Starts a thread that plans a step, unless as many as may be are planned now. `state` is the step's own.
+    fn begin_plan(self: &Arc<Self>, slot: &Arc<Slot>, state: &mut SlotState) -> Result<(), FsError> {
+        if self.opening.fetch_add(1, Ordering::Relaxed) >= OPENING_MAX {
+            self.opening.fetch_sub(1, Ordering::Relaxed);
+            return Ok(());
+        }
+        *state = SlotState::Opening;
+        let (run, of) = (Arc::clone(self), Arc::clone(slot));
+        let work = move || {
+            run.plan(&of);
+            run.opening.fetch_sub(1, Ordering::Relaxed);
+        };
+        ckfs_sync::spawn("ckfs-step-open", work).map_err(|error| {
+            tracing::error!("step {}: no thread plans it: {error}", slot.step.number);
+            self.opening.fetch_sub(1, Ordering::Relaxed);
+            *state = SlotState::Absent;
+            FsError::Io
+        })
+    }
+
+    /// Plans the newest step if it came since this was last called, so that its first reader finds it planned.
+    pub(super) fn plan_ahead(self: &Arc<Self>) {
+        let Some(slot) = self.slots.newest() else { return };
+        if self.planned_ahead.fetch_max(slot.index, Ordering::Relaxed) < slot.index {
+            let mut state = slot.state();
+            if matches!(&*state, SlotState::Absent) {
+                // Without a thread its first reader plans it.
+                let _ = self.begin_plan(&slot, &mut state);
             }
         }
     }
@@ -216,8 +231,10 @@ impl Run {
         }
     }
 
-    /// Drops the volumes that nobody uses, but for a few. `kept` is the slot of a volume that was just planned.
+    /// Drops the volumes that nobody uses, but for a few. The newest step stays planned. `kept` is the slot of a volume that was
+    /// just planned.
     pub(super) fn drop_idle(&self, kept: Option<u64>) {
+        let newest = self.slots.newest().map(|slot| slot.index);
         let mut idle: Vec<(u64, Arc<Slot>)> = Vec::new();
         for slot in self.slots.all() {
             let Some(content) = slot.content() else {
@@ -228,7 +245,7 @@ impl Run {
                 continue;
             };
             let StepContent::Volume(volume) = &content else { continue };
-            if !volume.has_open_files() && kept != Some(slot.index) {
+            if !volume.has_open_files() && ![kept, newest].contains(&Some(slot.index)) {
                 idle.push((slot.idle_ms(self.begun), slot));
             }
         }

@@ -7,7 +7,7 @@ use std::{
     path::Path,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::{Instant, SystemTime},
 };
@@ -56,6 +56,8 @@ pub struct Run {
     pub(super) own_files: Mutex<HashMap<u64, Arc<[u8]>>>,
     pub(super) next_own: AtomicU64,
     pub(super) opening: AtomicUsize,
+    /// The slot that was the newest step's when steps were last planned ahead: those before it are not.
+    pub(super) planned_ahead: AtomicU64,
     /// Steps to measure again, by name.
     pub(super) rechecks: Mutex<Vec<String>>,
     pub(super) bell: Mutex<Option<io::PipeWriter>>,
@@ -143,6 +145,7 @@ impl Run {
             own_files: Mutex::default(),
             next_own: AtomicU64::new(1),
             opening: AtomicUsize::new(0),
+            planned_ahead: AtomicU64::new(0),
             rechecks: Mutex::default(),
             bell: Mutex::default(),
             has_ended: AtomicBool::new(false),
@@ -150,6 +153,9 @@ impl Run {
             looking_failed: Mutex::default(),
         };
         run.take(&look);
+        // Steps that are there already are planned when somebody looks at them.
+        let newest = run.slots.newest().map_or(0, |slot| slot.index);
+        run.planned_ahead.store(newest, Ordering::Relaxed);
         Ok(Arc::new(run))
     }
 

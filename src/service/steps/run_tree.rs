@@ -176,6 +176,12 @@ impl Run {
         OpenedFile { handle: Handle(handle), access: Access::Direct }
     }
 
+    /// The bytes of an open file of the run's own.
+    fn own_open(&self, handle: Handle) -> Result<Arc<[u8]>, FsError> {
+        let files = self.own_files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.get(&handle.0).cloned().ok_or(FsError::Invalid)
+    }
+
     fn open_in_step(
         self: &Arc<Self>,
         slot: &Arc<Slot>,
@@ -300,6 +306,17 @@ impl FileSystem for RunTree {
         self.0.open_node(ino, FileSystem::open_uncached)
     }
 
+    fn open_len_bytes(&self, ino: Ino, handle: Handle) -> Result<u64, FsError> {
+        match self.0.node(ino)? {
+            NodeOf::OwnFile(_) => Ok(self.0.own_open(handle)?.len() as u64),
+            NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
+                StepContent::Volume(volume) => volume.open_len_bytes(inner, Handle(split(handle.0).1)),
+                StepContent::Failed(failed) => Ok(failed.text().len() as u64),
+            },
+            NodeOf::Root | NodeOf::Own | NodeOf::Latest => Err(FsError::Invalid),
+        }
+    }
+
     fn read(
         &self,
         ino: Ino,
@@ -313,10 +330,7 @@ impl FileSystem for RunTree {
             Ok(reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())])))
         };
         match self.0.node(ino)? {
-            NodeOf::OwnFile(_) => {
-                let bytes = self.0.own_files.lock().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
-                part(&bytes.ok_or(FsError::Invalid)?)
-            }
+            NodeOf::OwnFile(_) => part(&self.0.own_open(handle)?),
             NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
                 StepContent::Volume(volume) => volume.read(inner, Handle(split(handle.0).1), offset, len, reply),
                 StepContent::Failed(failed) => part(failed.text()),
@@ -363,6 +377,11 @@ impl FileSystem for RunTree {
         let (index, inner) = split(ino.0);
         // The directory of a step has other attributes once it is planned.
         index > 0 && (Ino(inner) != Ino::ROOT || self.0.slots.get(index).is_some_and(|slot| slot.content().is_some()))
+    }
+
+    fn may_wait(&self, ino: Ino) -> bool {
+        let (index, _) = split(ino.0);
+        index > 0 && self.0.slots.get(index).is_some_and(|slot| slot.is_unplanned())
     }
 
     fn stat_fs(&self) -> StatFs {

@@ -325,8 +325,8 @@ pub(super) fn refuse_checkpoint(source: &str, found: &FoundSteps) -> Result<(), 
     Ok(())
 }
 
-/// The directories to watch for changes of a local run: its own, that of its steps, those of the steps, and what is in those
-/// that are not finished.
+/// The directories to watch for changes of a local run: its own, that of its steps, those of the steps, and what is in them, deeper
+/// in those that are not finished.
 pub(super) fn watched(directory: &StepDirectory, look: &Look) -> BTreeSet<PathBuf> {
     let mut watched = BTreeSet::new();
     let Some(run) = directory.local() else { return watched };
@@ -334,9 +334,8 @@ pub(super) fn watched(directory: &StepDirectory, look: &Look) -> BTreeSet<PathBu
     watched.insert(run.join(&look.found.directory));
     for step in &look.steps {
         let place = run.join(&step.name);
-        if step.unfinished.is_some() {
-            add_inside(&place, DEPTH_WATCHED, &mut watched);
-        }
+        let depth = if step.unfinished.is_some() { DEPTH_WATCHED } else { DEPTH_FINISHED };
+        add_inside(&place, depth, &mut watched);
         let checkpoint = Path::new(&step.source);
         if checkpoint.starts_with(&place) {
             watched.insert(checkpoint.to_owned());
@@ -348,6 +347,8 @@ pub(super) fn watched(directory: &StepDirectory, look: &Look) -> BTreeSet<PathBu
 
 /// Depth to which the directories of an unfinished step are watched.
 const DEPTH_WATCHED: usize = 4;
+/// The same of a finished step: items of Orbax, and the models beside others of reinforcement learning.
+const DEPTH_FINISHED: usize = 1;
 
 fn add_inside(place: &Path, depth: usize, watched: &mut BTreeSet<PathBuf>) {
     if depth == 0 {

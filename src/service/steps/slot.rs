@@ -113,6 +113,11 @@ impl Slot {
         if let SlotState::Ready(content) = &*self.state() { Some(content.clone()) } else { None }
     }
 
+    /// Whether a request would wait for its plan.
+    pub(super) fn is_unplanned(&self) -> bool {
+        matches!(&*self.state(), SlotState::Absent | SlotState::Opening)
+    }
+
     /// Its volume, if it is planned and has one.
     pub(super) fn volume(&self) -> Option<Arc<Volume>> {
         match self.content()? {

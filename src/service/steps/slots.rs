@@ -82,6 +82,12 @@ impl Slots {
         inside.listed.last_key_value().map(|(number, _)| (*number, inside.latest_changes))
     }
 
+    /// The slot of the newest step that the root shows.
+    pub(super) fn newest(&self) -> Option<Arc<Slot>> {
+        let inside = read!(self);
+        inside.slots.get(inside.listed.last_key_value()?.1).cloned()
+    }
+
     /// Shows these steps and no others. Steps that `are_there` but are not shown any more go on for those that use them.
     pub(super) fn show(
         &self,
