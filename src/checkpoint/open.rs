@@ -506,7 +506,7 @@ impl ChosenFiles<'_> {
             ));
         }
         problems.append(found);
-        dialect.quantization = Quantization::of(&quantized);
+        dialect.quantization = Quantization::of(&quantized, quantization_config(config.as_ref()));
         let table = with_adapters(table, &adapters, &*source, &mut problems).with_quantized(&quantized);
         let table = table.unwrap_or_else(|| {
             problems.push(Problem::TooLarge);

@@ -12,8 +12,8 @@ use ckfs_image::Segment;
 use ckfs_plan::report::{human_bytes, reads_text};
 use ckfs_source::{ByteSpan, page_size::page_bytes};
 use ckfs_tensor::{
-    ByteRuns, Decode, EncodedLeaf, Field, Load, Op, Operation, Origin, Piece, Reads, Step, TensorId, Term, Tiling,
-    Value as DecodedValue, View, reads,
+    ByteRuns, Decode, EncodedLeaf, EncodedMatrices, Field, Load, Op, Operation, Origin, Piece, Reads, Step, TensorId,
+    Term, Tiling, Value as DecodedValue, View, reads,
 };
 use ckfs_volume::{FileSystem, NodeKind, Volume};
 use clap::Args;
@@ -170,7 +170,7 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
             let read = ByteRuns::of(tiling, piece);
             row["encoded"] = json!(encoding.name());
             row["part"] = json!(part.word());
-            row["encoder"] = json!(bands.encoder().to_string());
+            row["encoder"] = json!(encoder_word(encoding));
             row["bands"] = json!([band(*offset), band(offset + piece.source_bounding_units() - 1) + 1]);
             row["read_bytes"] = json!(read.iter().map(|(_, runs)| runs.bytes()).sum::<u64>());
         }
@@ -271,6 +271,17 @@ fn value_word(checkpoint: &Checkpoint, value: &DecodedValue) -> String {
     }
 }
 
+/// How matrices are encoded.
+fn encoder_word(encoding: &EncodedMatrices) -> String {
+    let encoder = encoding.bands().encoder();
+    match encoding.given() {
+        Some(_) => {
+            format!("{encoder}, where the scale that is stored is no power of two; else stored codes and exponents")
+        }
+        None => encoder.to_string(),
+    }
+}
+
 /// The expression as nested JSON: an operator with its arguments, and its operands under `of`.
 fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
     let of = |view: &View| expression(checkpoint, view);
@@ -324,7 +335,7 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
         Op::Encoded { of: encoding, part } => json!({
             "op": "encode",
             "part": part.word(),
-            "encoder": encoding.bands().encoder().to_string(),
+            "encoder": encoder_word(encoding),
             "dtype": view.dtype().code(),
             "shape": shape,
             "of": of(encoding.input()),

@@ -71,10 +71,19 @@ pub(super) struct BandScales {
     pub(super) files: SmallVec<[FileId; 2]>,
 }
 
+/// What bands of an encoding are made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum BandInput {
+    /// The elements.
+    Values,
+    /// The scales with which they are stored, where these are kept.
+    Scales,
+}
+
 /// What the engine keeps of encoders.
 #[derive(Debug)]
 pub(super) struct Encoded {
-    pub(super) lowered: Mutex<LruCache<u64, Arc<Tiling>>>,
+    pub(super) lowered: Mutex<LruCache<(u64, BandInput), Arc<Tiling>>>,
     pub(super) reductions: SingleFlight<(u64, u64), Reduced, LastReductions>,
     pub(super) scales: Mutex<KeptScales>,
     /// Room for scales in the memory of tiles, once any were made.

@@ -21,7 +21,7 @@ use smallvec::SmallVec;
 
 use super::{
     Engine, ReadError,
-    band_store::{BandScales, Reduced, SCALE_BYTES_MAX, SCALE_PART},
+    band_store::{BandInput, BandScales, Reduced, SCALE_BYTES_MAX, SCALE_PART},
     buffer::Buffer,
     counters::Path,
     fill::{FillMode, TouchedFiles, touch},
@@ -182,7 +182,16 @@ impl Engine {
     ) -> Result<Arc<BandScales>, ReadError> {
         let bands = encoding.bands();
         let (first, elements) = bands.input_of(number);
-        let (input, mut files) = self.elements(encoding.id(), encoding.input(), (first, elements), mode)?;
+        let (input, mut files) =
+            self.elements((encoding.id(), BandInput::Values), encoding.input(), (first, elements), mode)?;
+        let mut given = None;
+        if let Some(view) = encoding.given() {
+            let run = bands.encoder().block(bands.matrix().1).1;
+            let place = (first / run, elements / run);
+            let (scales, of_scales) = self.elements((encoding.id(), BandInput::Scales), view, place, mode)?;
+            touch_all(&mut files, &of_scales);
+            given = Some(scales);
+        }
         let mut factor = None;
         if bands.encoder().has_factor() {
             let reduced = self.reduced(encoding, bands.matrix_of(number), mode)?;
@@ -192,7 +201,7 @@ impl Engine {
         let mut scales = vec![0; bands.bytes_of(EncodedPart::Scales, elements)];
         let codes = codes.map(|codes| &mut **codes);
         bands
-            .encode(&input, factor, codes, &mut scales)
+            .encode(&input, factor, given.as_deref(), codes, &mut scales)
             .map_err(|found| uncodable(encoding.name(), encoding.input().shape(), first, found))?;
         self.check_touched(&files)?;
         let made = Arc::new(BandScales { bytes: scales, files });
@@ -230,21 +239,20 @@ impl Engine {
             .try_for_each(|number| self.make_band(matrices, number, None, mode).map(drop))
     }
 
-    /// Elements of a view, from one on, and the files that they were made from. They are those of an encoding's input if the view is
-    /// that.
+    /// Elements of an input of an encoding, from one on, and the files that they were made from.
     fn elements(
         &self,
-        encoding: u64,
+        of: (u64, BandInput),
         view: &View,
         (first, count): (u64, u64),
         mode: FillMode,
     ) -> Result<(Buffer, TouchedFiles), ReadError> {
-        let kept = lock(&self.encoded.lowered).get(&encoding).map(Arc::clone);
+        let kept = lock(&self.encoded.lowered).get(&of).map(Arc::clone);
         let tiling = if let Some(tiling) = kept {
             tiling
         } else {
             let tiling = Arc::new(view.lower().map_err(|error| ReadError::Tiling { error })?);
-            lock(&self.encoded.lowered).put(encoding, Arc::clone(&tiling));
+            lock(&self.encoded.lowered).put(of, Arc::clone(&tiling));
             tiling
         };
         self.elements_of(&tiling, (first, count), mode)

@@ -471,6 +471,29 @@ impl Value {
         if let Some(Step::Dot(operand)) = self.steps.first() { Some(operand) } else { None }
     }
 
+    /// The scale, if this is a stored float of `codes` times a scale.
+    pub fn scale_of(&self, codes: DType) -> Option<&Self> {
+        match self.steps.as_slice() {
+            [Step::Compute(Operation::Multiply, Term::Value(scale))] => {
+                (self.load.field == Field::Float(codes)).then_some(scale)
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether each `run` neighbours, from a multiple of `run` on, have the same stored elements and so the same value.
+    pub(super) fn is_shared_by(&self, run: u64) -> bool {
+        let mut shared = true;
+        self.for_each_operand(&mut |operand| {
+            let digits = operand.index.digits();
+            let in_runs = |digit: &Digit| {
+                digit.divisor.saturating_mul(digit.group).is_multiple_of(run) && digit.period().is_multiple_of(run)
+            };
+            shared &= digits.iter().all(in_runs);
+        });
+        shared
+    }
+
     /// Calls `visit` with each operand, in the order of the kernels' windows: the loaded one comes first.
     pub fn for_each_operand<'a>(&'a self, visit: &mut dyn FnMut(&'a Operand)) {
         visit(&self.load);

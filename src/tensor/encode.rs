@@ -142,6 +142,11 @@ impl Encoder {
         !matches!(self, Self::Fp8Tensor)
     }
 
+    /// Whether the scales with which a matrix was quantized before may stay: exponents of codes of the same type.
+    pub(super) const fn keeps_scales(self) -> bool {
+        matches!(self, Self::Mxfp8(_))
+    }
+
     /// The number that columns must be a multiple of.
     pub const fn columns_multiple(self) -> u64 {
         match self {
@@ -337,7 +342,9 @@ impl Bands {
     }
 
     /// Encodes whole rows of a band, `input`, to `codes` and `scales`. Without `codes` only scales are made. `factor` is that of the
-    /// matrix, if the encoder has one.
+    /// matrix, if the encoder has one. `given` are the scales, as F32, with which the matrix was quantized before, one for each of
+    /// `scales`: where such a scale is a power of two that an MX exponent expresses, that exponent is taken, and codes are those of
+    /// before. Where it is none, the exponent follows from the greatest magnitude as ever. Only MXFP8 may be given scales.
     ///
     /// # Errors
     /// [`Uncodable`], with the first such element of the input. The content of the targets is then unspecified.
@@ -348,17 +355,18 @@ impl Bands {
         &self,
         input: &[u8],
         factor: Option<f32>,
+        given: Option<&[u8]>,
         codes: Option<&mut [u8]>,
         scales: &mut [u8],
     ) -> Result<(), Uncodable> {
-        self.encode_at(Level::detected(), input, factor, codes, scales)
+        self.encode_at(Level::detected(), input, (factor, given), codes, scales)
     }
 
     fn encode_at(
         &self,
         level: Level,
         input: &[u8],
-        factor: Option<f32>,
+        (factor, mut given): (Option<f32>, Option<&[u8]>),
         mut codes: Option<&mut [u8]>,
         mut scales: &mut [u8],
     ) -> Result<(), Uncodable> {
@@ -378,14 +386,20 @@ impl Bands {
         }
         let mut greatest = vec![0; columns.div_ceil(run)];
         let mut divisors = vec![0.0; greatest.len()];
+        // A given exponent is not rounded up.
+        let beyond = if given.is_some() { f32::INFINITY.to_bits() } else { self.beyond() };
         for (block, rows) in input.chunks(block_rows * row_bytes).enumerate() {
             greatest.fill(0);
             rows.chunks_exact(row_bytes).for_each(|row| maxima(level, row, run, &mut greatest));
-            if greatest.iter().any(|bits| *bits >= self.beyond()) {
-                return Err(first_beyond(dtype, rows, self.beyond(), block * block_rows * columns));
+            if greatest.iter().any(|bits| *bits >= beyond) {
+                return Err(first_beyond(dtype, rows, beyond, block * block_rows * columns));
             }
             let stored = scales.split_off_mut(..scale_bytes).expect(ROWS);
             scaling(level, &greatest, constant, stored, &mut divisors);
+            if let Some(given) = &mut given {
+                let given = given.split_off(..greatest.len() * to_usize(DType::F32.unit().bytes)).expect(ROWS);
+                encode::exponents_given(level, given, stored, &mut divisors);
+            }
             let Some(codes) = &mut codes else { continue };
             for row in rows.chunks_exact(row_bytes) {
                 let (target, unused) = codes.split_off_mut(..code_bytes).expect(ROWS).split_at_mut(used_bytes);

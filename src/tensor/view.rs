@@ -168,6 +168,7 @@ pub struct EncodedMatrices {
     bands: Bands,
     input: View,
     together: Vec<(String, View)>,
+    given: Option<View>,
 }
 
 impl EncodedMatrices {
@@ -187,7 +188,24 @@ impl EncodedMatrices {
         let bands = bands.ok_or_else(|| ViewError::Axis { op: "encode", axis: 1, shape: input.shape().clone() })?;
         let loaded = |(name, view): &(String, View)| Ok((name.clone(), loadable(view)?));
         let together = together.iter().map(loaded).collect::<Result<_, ViewError>>()?;
-        Ok(Self { id: NEXT.fetch_add(1, Ordering::Relaxed), name, bands, input, together })
+        Ok(Self { id: NEXT.fetch_add(1, Ordering::Relaxed), name, bands, input, together, given: None })
+    }
+
+    /// These matrices, with the exponents of the scales that they are stored with, so that their codes are those that are stored. The
+    /// same matrices where that cannot be: unless the encoder keeps scales, and the input is codes of its type times a scale that the
+    /// elements of each of its blocks share.
+    ///
+    /// # Errors
+    /// [`ViewError::Operand`] never, as the input has the same operands.
+    pub fn keeping_scales(self) -> Result<Self, ViewError> {
+        let (codes, (_, run)) = (self.bands.encoder().dtype(EncodedPart::Codes), self.bands.encoder().block(1));
+        let Op::Quantized(value) = self.input.op() else { return Ok(self) };
+        let scale = value.scale_of(codes).filter(|scale| scale.is_shared_by(run));
+        let (Some(scale), true) = (scale, self.bands.encoder().keeps_scales()) else { return Ok(self) };
+        let shape = self.input.shape();
+        let (last, columns) = (shape.rank() - 1, self.bands.matrix().1);
+        let given = View::quantized(shape.clone(), scale.clone())?.slice(last, 0, columns, run)?;
+        Ok(Self { given: Some(given), ..self })
     }
 
     /// A number that no other encoding of this process has.
@@ -208,6 +226,11 @@ impl EncodedMatrices {
     /// The matrices, as BF16, F16 or F32.
     pub const fn input(&self) -> &View {
         &self.input
+    }
+
+    /// The scales with which the matrices are stored, as F32, one for each block, if their exponents are kept.
+    pub const fn given(&self) -> Option<&View> {
+        self.given.as_ref()
     }
 
     /// The views whose greatest magnitude gives the factor, with their names.

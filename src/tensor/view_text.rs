@@ -55,7 +55,9 @@ impl fmt::Display for View {
             Op::Product { of: [left, right], flush } => {
                 write!(f, "multiply({left}, {right}{})", if *flush { ", flush" } else { "" })
             }
-            Op::Encoded { of, part } => write!(f, "encode({}, {part:?})", of.input()),
+            Op::Encoded { of, part } => {
+                write!(f, "encode({}, {part:?}{})", of.input(), if of.given().is_some() { ", scales kept" } else { "" })
+            }
             Op::Quantized(value) => {
                 write!(f, "decode({}", self.shape())?;
                 let mut result = Ok(());

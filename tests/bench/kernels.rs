@@ -130,7 +130,7 @@ fn encoders(report: &Report) {
         let mut scales = vec![0; bands.bytes_of(EncodedPart::Scales, elements)];
         let factor = Some(encoder.factor(0.1));
         report.case(&format!("encode {encoder}"), input.len(), codes.len() + scales.len(), || {
-            bands.encode(input, factor, Some(&mut codes), &mut scales).unwrap();
+            bands.encode(input, factor, None, Some(&mut codes), &mut scales).unwrap();
             black_box((&codes, &scales));
         });
     }

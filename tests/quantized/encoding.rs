@@ -18,7 +18,7 @@ use ckfs::{
     format::safetensors::write_header,
     plan::{Layout, Mesh, Plan, PlannedTensor, ViewOptions},
     read::EngineOptions,
-    tensor::{DType, EncodedMatrices, EncodedPart, Encoder, ExponentRule, MatrixFactor, View, to_usize},
+    tensor::{DType, EncodedMatrices, EncodedPart, Encoder, ExponentRule, MatrixFactor, Op, View, to_usize},
     volume::{Ino, VolumeOptions},
 };
 use half::{bf16, f16};
@@ -262,6 +262,169 @@ fn blocks_of_a_slice_are_blocks_of_the_whole() {
             Ok(())
         });
     }
+}
+
+/// E4M3 codes in blocks, of random bits that are numbers, with some blocks of zeros and some that are saturated; and scales: powers of
+/// two from one end of E8M0 to the other, and some that are none.
+struct Blocks {
+    codes: Vec<u8>,
+    /// F32 bits.
+    scales: Vec<u32>,
+    rows: u64,
+    columns: u64,
+    block: (u64, u64),
+}
+
+/// The bits of 2 to this power, as F32.
+fn power_bits(exponent: u64) -> u32 {
+    if exponent == 0 { 1 << 22 } else { u32::try_from(exponent << 23).unwrap() }
+}
+
+impl Blocks {
+    fn of(choices: &mut Choices) -> Self {
+        let rows = choices.of(&[1_u64, 3, 127, 128, 129, 300]);
+        let columns = choices.of(&[32_u64, 96, 128, 160, 288, 416]);
+        let block = choices.of(&[(128_u64, 128_u64), (128, 32), (1, 32), (64, 96), (128, 48), (1, 16)]);
+        let grid = rows.div_ceil(block.0) * columns.div_ceil(block.1);
+        let scales = (0..grid).map(|_| match choices.below(12) {
+            0 => power_bits(0),
+            // No value of these blocks may be infinite: see the codes below.
+            1 => power_bits(254),
+            2 => power_bits(1 + choices.below(3)),
+            3 => 0x3f80_0001,
+            4 => 0x3e4c_cccd,
+            // 2^-130, which E8M0 lacks.
+            5 => 1 << 19,
+            _ => power_bits(100 + choices.below(40)),
+        });
+        let scales: Vec<u32> = scales.collect();
+        let of_columns = columns.div_ceil(block.1);
+        let codes = (0..rows * columns).map(|at| {
+            let (row, column) = (at / columns, at % columns);
+            let place = row / block.0 * of_columns + column / block.1;
+            let most = if scales[to_usize(place)] == power_bits(254) { 0x3c } else { 0x7f };
+            let code = match (place * 7 + 3) % 11 {
+                0 => 0,
+                1 => 0x7e & most,
+                2 => choices.below(9),
+                _ => choices.below(most),
+            };
+            u8::try_from(code | choices.below(2) << 7).unwrap()
+        });
+        let codes = codes.collect();
+        Self { codes, scales, rows, columns, block }
+    }
+
+    /// A repository of this one weight.
+    fn write(&self, path: &Path, scale: DType, scale_fmt: Option<&str>) {
+        let name = "model.layers.0.self_attn.o_proj.weight";
+        let grid = [self.rows.div_ceil(self.block.0), self.columns.div_ceil(self.block.1)];
+        let rows = [self.rows, self.columns];
+        let scales = format!("{name}_scale_inv");
+        let tensors = [(name, DType::F8E4M3, &rows[..]), (scales.as_str(), scale, &grid[..])];
+        let mut bytes = write_header(tensors.into_iter(), &[("format", "pt")], 8).unwrap().bytes;
+        bytes.extend(&self.codes);
+        for bits in &self.scales {
+            if scale == DType::F32 {
+                bytes.extend(bits.to_le_bytes());
+            } else {
+                bytes.push(exponent_of(*bits).unwrap_or(127));
+            }
+        }
+        fs::write(path.join("model.safetensors"), bytes).unwrap();
+        let mut quantization = json!({
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [self.block.0, self.block.1],
+        });
+        if let Some(word) = scale_fmt {
+            quantization["scale_fmt"] = json!(word);
+        }
+        let config = json!({"model_type": "made-up", "quantization_config": quantization});
+        fs::write(path.join("config.json"), config.to_string()).unwrap();
+    }
+}
+
+/// The E8M0 byte of a power of two.
+fn exponent_of(bits: u32) -> Option<u8> {
+    (0..=254).find(|exponent| power_bits(u64::from(*exponent)) == bits)
+}
+
+/// MXFP8 of blocks whose scales are powers of two: codes are those that are stored, exponents are repeated. Where a scale is none, or
+/// groups cross blocks, or nothing says that scales are powers of two, groups are encoded anew.
+#[test]
+fn blocks_with_exponents_keep_their_codes_and_others_are_encoded_anew() {
+    let kept_and_new = std::cell::Cell::new((0_u64, 0_u64));
+    for encoder in [Encoder::Mxfp8(ExponentRule::Nearest), Encoder::Mxfp8(ExponentRule::Up)] {
+        for_choices(encoder, 60, |mut choices| {
+            let blocks = Blocks::of(&mut choices);
+            let (dtype, scale_fmt) = choices.of(&[
+                (DType::F32, Some("ue8m0")),
+                (DType::F8E8M0, None),
+                (DType::F32, None),
+                (DType::F32, Some("e4m3")),
+            ]);
+            let dir = tempfile::tempdir().unwrap();
+            blocks.write(dir.path(), dtype, scale_fmt);
+            let checkpoint = open(&dir);
+            let options = ViewOptions {
+                layout: Layout::Hf,
+                chooses_layout: true,
+                quantize: Some(scheme(encoder)),
+                allow_missing: ckfs::config::Allow::All,
+                allow_unmapped: ckfs::config::Allow::All,
+                ..ViewOptions::default()
+            };
+            let plan = Plan::build(&checkpoint, &options).map_err(|error| TestCaseError::fail(error.to_string()))?;
+            let bytes = |view: &View| served(&checkpoint, view, EngineOptions::default(), 5000).0;
+            let part = |wanted: EncodedPart| {
+                let is_part = |view: &View| matches!(view.op(), Op::Encoded { part, .. } if *part == wanted);
+                plan.tensors.iter().map(|tensor| &tensor.view).find(|view| is_part(view)).unwrap().clone()
+            };
+            let (of_codes, of_scales) = (part(EncodedPart::Codes), part(EncodedPart::Scales));
+            let (codes, scales) = (bytes(&of_codes), bytes(&of_scales));
+            // The slow reference agrees on all, kept or not.
+            prop_assert!(agrees(&checkpoint, &of_codes, &codes, &mut choices), "codes");
+            prop_assert!(agrees(&checkpoint, &of_scales, &scales, &mut choices), "scales");
+            let says = dtype == DType::F8E8M0 || scale_fmt == Some("ue8m0");
+            let fits = blocks.block.1.is_multiple_of(32) || blocks.columns <= blocks.block.1;
+            let Op::Encoded { of, .. } = of_codes.op() else { unreachable!() };
+            prop_assert_eq!(of.given().is_some(), says && fits, "{:?}", blocks.block);
+            // The decoder, which is tested elsewhere, gives the numbers before; a slow one those after.
+            let before = bytes(of.input());
+            let (mut kept, mut new) = kept_and_new.get();
+            for (group, scale) in scales.iter().copied().enumerate() {
+                let (row, column) = (group as u64 * 32 / blocks.columns, group as u64 * 32 % blocks.columns);
+                let place = row / blocks.block.0 * blocks.columns.div_ceil(blocks.block.1) + column / blocks.block.1;
+                let stored = exponent_of(blocks.scales[to_usize(place)]);
+                let stored = if dtype == DType::F8E8M0 { Some(stored.unwrap_or(127)) } else { stored };
+                let range = group * 32..(group + 1) * 32;
+                if let (Some(exponent), true) = (stored, says && fits) {
+                    prop_assert_eq!(scale, exponent);
+                    prop_assert_eq!(&codes[range], &blocks.codes[group * 32..(group + 1) * 32]);
+                    kept += 1;
+                    continue;
+                }
+                new += 1;
+                for at in range {
+                    let wide = |code: u8| {
+                        let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
+                        if exponent == 0 { mantissa / 512.0 } else { (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7) }
+                    };
+                    let after = wide(codes[at]) * 2f64.powi(i32::from(scale) - 127);
+                    let number = f32::from_le_bytes(before[at * 4..at * 4 + 4].try_into().unwrap());
+                    // Half a step of the greatest code, or of the least exponent.
+                    let step = (wide(0x7e) * 2f64.powi(i32::from(scale) - 127) / 28.0).max(1e-40);
+                    prop_assert!((after - f64::from(number.abs())).abs() <= step, "{} {}", after, number);
+                }
+            }
+            kept_and_new.set((kept, new));
+            Ok(())
+        });
+    }
+    let (kept, new) = kept_and_new.get();
+    assert!(kept > 1000 && new > 1000, "{kept} {new}");
 }
 
 /// The scheme of an encoder.

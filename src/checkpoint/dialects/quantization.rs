@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use serde_json::Value;
+
 use super::super::scheme::{Found, Summary, Unsupported};
 
 /// How a repository's weights are quantized.
@@ -11,11 +13,15 @@ pub struct Quantization {
     pub schemes: Vec<Summary>,
     /// What stays as it is stored, because no scheme decodes it.
     pub unsupported: Vec<Unsupported>,
+    /// Whether the configuration says that scales stored as floats are powers of two (`scale_fmt` `ue8m0`).
+    pub has_powers_of_two: bool,
 }
 
 impl Quantization {
-    pub(crate) fn of(found: &Found) -> Self {
-        Self { schemes: found.schemes.clone(), unsupported: found.unsupported.clone() }
+    /// What was found, under this `quantization_config`.
+    pub(crate) fn of(found: &Found, config: Option<&Value>) -> Self {
+        let has_powers_of_two = config.and_then(|config| config["scale_fmt"].as_str()) == Some("ue8m0");
+        Self { schemes: found.schemes.clone(), unsupported: found.unsupported.clone(), has_powers_of_two }
     }
 
     /// Whether nothing is quantized, as far as configuration and tensors tell.

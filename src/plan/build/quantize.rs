@@ -9,7 +9,7 @@ use super::{
     super::{
         Draft, Layout, PlanError, Problem,
         family::Generic,
-        quantize::{Quantizer, WeightChoice, with_codes},
+        quantize::{Quantizer, StoredBefore, WeightChoice, with_codes},
         survey::family_problem,
         values::Values,
     },
@@ -57,8 +57,11 @@ impl<'a> Builder<'a> {
             None => super::family(wanted.seen())?,
         };
         let generic = Generic::load().map_err(|error| family_problem(&error))?;
-        let has_dtype = options.dtype.is_some() || matches!(options.dequantize, Some(Dequantize::To(_)));
-        Ok(WeightChoice::of(options, family, generic).map(|choice| Quantizer::new(choice, has_dtype)))
+        let stored = StoredBefore {
+            has_dtype: options.dtype.is_some() || matches!(options.dequantize, Some(Dequantize::To(_))),
+            has_powers_of_two: wanted.seen().dialect().quantization.has_powers_of_two,
+        };
+        Ok(WeightChoice::of(options, family, generic).map(|choice| Quantizer::new(choice, stored)))
     }
 
     /// Puts codes in the place of weights.

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ckfs_config::Quantize;
-use ckfs_tensor::{DType, Element, EncodedMatrices, EncodedPart, Op, PerAxis, Shape, View, ViewError};
+use ckfs_tensor::{DType, Element, EncodedMatrices, EncodedPart, Field, Op, PerAxis, Shape, View, ViewError};
 use serde_json::Value;
 
 use super::{
@@ -26,9 +26,17 @@ type Find<'a> = dyn Fn(&str) -> Option<View> + 'a;
 #[derive(Debug)]
 pub(crate) struct Quantizer<'a> {
     choice: WeightChoice<'a>,
-    /// Whether the user asks for a dtype: then what was quantized is decoded to that before it is quantized again.
-    has_dtype: bool,
+    stored: StoredBefore,
     findings: Mutex<ChosenSoFar>,
+}
+
+/// What is known of weights that are quantized already.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StoredBefore {
+    /// Whether the user asks for a dtype: then what was quantized is decoded to that before it is quantized again.
+    pub(crate) has_dtype: bool,
+    /// Whether scales that are stored as floats are said to be powers of two.
+    pub(crate) has_powers_of_two: bool,
 }
 
 /// A stored tensor of a quantized weight.
@@ -73,8 +81,8 @@ const fn stored(scheme: Quantize) -> &'static [(&'static str, Stored)] {
 }
 
 impl<'a> Quantizer<'a> {
-    pub(crate) fn new(choice: WeightChoice<'a>, has_dtype: bool) -> Self {
-        Self { choice, has_dtype, findings: Mutex::default() }
+    pub(crate) fn new(choice: WeightChoice<'a>, stored: StoredBefore) -> Self {
+        Self { choice, stored, findings: Mutex::default() }
     }
 
     /// What was chosen so far.
@@ -148,20 +156,33 @@ impl<'a> Quantizer<'a> {
                 is_quantized.then(|| (other, self.input(&view)))
             }));
         }
-        let encoding =
+        let mut encoding =
             EncodedMatrices::new(name.to_owned(), self.choice.encoder(), &input, &together).map_err(named)?;
+        if self.has_exponents(&input) {
+            encoding = encoding.keeping_scales().map_err(named)?;
+        }
         Ok(Some(View::encoded(&Arc::new(encoding), EncodedPart::Codes)))
     }
 
     /// What is encoded of a view: what was quantized before is decoded to f32, unless the user asks for another dtype.
     fn input(&self, view: &View) -> View {
         if let Op::Cast { of } = view.op()
-            && !self.has_dtype
+            && !self.stored.has_dtype
             && matches!(of.op(), Op::Quantized(_))
         {
             return of.clone();
         }
         view.clone()
+    }
+
+    /// Whether a view is that of codes whose scales are powers of two, as their type or the configuration says.
+    fn has_exponents(&self, view: &View) -> bool {
+        let Op::Quantized(value) = view.op() else { return false };
+        value.scale_of(DType::F8E4M3).is_some_and(|scale| match scale.load.field {
+            Field::Float(DType::F8E8M0) => true,
+            Field::Float(_) => self.stored.has_powers_of_two,
+            Field::Integer(_) | Field::Table(..) => false,
+        })
     }
 
     /// All stored tensors of a weight whose codes are these, possibly stacked.

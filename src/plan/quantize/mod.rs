@@ -12,5 +12,5 @@ pub use self::choice::{Chosen, Kind, Left};
 pub(crate) use self::{
     choice::WeightChoice,
     config::HF_QUANT_CONFIG,
-    encode::{Quantizer, with_codes},
+    encode::{Quantizer, StoredBefore, with_codes},
 };

@@ -350,6 +350,7 @@ mod tests {
                 quantization_json(&Quantization {
                     schemes: Vec::new(),
                     unsupported: vec![Unsupported { method: "hqq".into(), codes: [0, 1, 2].map(TensorId).into() }],
+                    has_powers_of_two: false,
                 }),
                 json!({"scheme": "unsupported", "unsupported": [{"method": "hqq", "tensors": 3}], "converts": false,
                        "text": "hqq, not decoded: 3 tensors"}),

@@ -127,6 +127,11 @@ fn exponent_near(value: f32) -> i32 {
     if value >= 1.75 * 2f64.powi(below) { below + 1 } else { below }
 }
 
+/// The exponent of a scale that is a power of two which E8M0 has.
+fn power_of_two(scale: f32) -> Option<i32> {
+    (-127..=127).find(|exponent| (2f64.powi(*exponent) - f64::from(scale)).abs() == 0.0)
+}
+
 fn exponent_scale(exponent: i32) -> BlockScale {
     let stored = (exponent + 127).max(0);
     #[expect(clippy::cast_possible_truncation, reason = "a power of two that f32 has")]
@@ -316,12 +321,23 @@ impl ScalesByDefinition {
             self.scales.put(key.clone(), scale);
             return Ok(scale);
         }
+        let given = match of.given() {
+            Some(view) => {
+                let mut index: SmallVec<[u64; 8]> = SmallVec::from_slice(outer);
+                index.extend([row, column]);
+                power_of_two(f32::from_bits(values(view, &index)?))
+            }
+            None => None,
+        };
         let scale = if encoder == Encoder::Fp8Tensor {
             let divisor = self.factor(of, outer, values)?;
             BlockScale { stored: u64::from(divisor.to_bits()), divisor }
         } else {
             let greatest = Self::greatest((of.name(), of.input()), outer, rows, &columns, values)?;
-            self.scale_of(of, outer, greatest, values)?
+            match given {
+                Some(exponent) => exponent_scale(exponent),
+                None => self.scale_of(of, outer, greatest, values)?,
+            }
         };
         if is_shared {
             self.known.lock().scales.put(key.clone(), scale);

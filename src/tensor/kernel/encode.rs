@@ -241,6 +241,19 @@ leveled! {
             *factor = f32::from_bits((254 - exponent) << 23);
         }
     }
+    /// Exponents of F32 scales that are powers of two from 2^-127 to 2^127, and what codes are multiplied by. Others are left as they
+    /// are.
+    fn exponents_given(given: &[u8], stored: &mut [u8], factors: &mut [f32]) {
+        for ((given, stored), factor) in given.as_chunks::<4>().0.iter().zip(stored).zip(factors) {
+            let bits = u32::from_le_bytes(*given);
+            // 2^-127 is a subnormal F32, both as a scale and as a factor.
+            let exponent = if bits == HALF_LEAST_NORMAL { 0 } else { bits >> 23 };
+            let is_power = bits == HALF_LEAST_NORMAL || (bits & 0x7f_ffff == 0 && (1..=254).contains(&exponent));
+            let inverse = if exponent == 254 { HALF_LEAST_NORMAL } else { (254 - exponent.min(254)) << 23 };
+            *stored = if is_power { low_byte(exponent) } else { *stored };
+            *factor = if is_power { f32::from_bits(inverse) } else { *factor };
+        }
+    }
     /// BF16 scales, the greatest magnitude over a constant, or 2^-7 where that is 0.
     fn scales_bf16(found: &[u32], over: f32, stored: &mut [u8], divisors: &mut [f32]) {
         for ((found, stored), divisor) in found.iter().zip(stored.as_chunks_mut::<2>().0).zip(divisors) {
@@ -270,6 +283,9 @@ leveled! {
         }
     }
 }
+
+/// Bits of 2^-127.
+const HALF_LEAST_NORMAL: u32 = 0x40_0000;
 
 /// 2^-7, which compressed-tensors takes for a BF16 scale of 0.
 const BF16_EPSILON: f32 = 0.007_812_5;
