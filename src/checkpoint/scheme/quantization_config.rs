@@ -519,9 +519,10 @@ fn told_by_algorithm(algorithm: &str, size: Option<&Json>) -> ModuleQuantization
     let size = size.filter(|size| !size.is_null()).map(|size| size.as_u64().unwrap_or(0));
     match (algorithm, size) {
         ("FP8", _) => ModuleQuantization::Fp8(Sharing::Tensor),
-        ("NVFP4", None | Some(16)) => ModuleQuantization::Nvfp4(Factor::Multiplies),
+        // They differ in activations only.
+        ("NVFP4" | "W4A16_NVFP4", None | Some(16)) => ModuleQuantization::Nvfp4(Factor::Multiplies),
         ("MXFP8", None | Some(32)) => ModuleQuantization::Mxfp8,
-        ("NVFP4" | "MXFP8", Some(size)) => {
+        ("NVFP4" | "W4A16_NVFP4" | "MXFP8", Some(size)) => {
             ModuleQuantization::Unknown(format!("ModelOpt {algorithm} in groups of {size}"))
         }
         _ => ModuleQuantization::Unknown(format!("ModelOpt {algorithm}")),

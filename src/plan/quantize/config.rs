@@ -127,10 +127,11 @@ pub(crate) fn quantization_config(scheme: Quantize, left: &[String]) -> Value {
     })
 }
 
-/// What `ModelOpt` says of its NVFP4.
+/// What `ModelOpt` says of its NVFP4 for weights alone. With `NVFP4` engines quantize activations too, by an `input_scale` that no
+/// function of the weights gives.
 fn modelopt(left: &[String]) -> Value {
     json!({
-        "quant_algo": "NVFP4",
+        "quant_algo": "W4A16_NVFP4",
         "kv_cache_quant_algo": null,
         "group_size": 16,
         "exclude_modules": left,

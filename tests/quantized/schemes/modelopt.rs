@@ -20,7 +20,7 @@ fn matrix(repository: Repository, module: &str, algorithm: &str) -> Repository {
     let name = |word: &str| format!("{module}.{word}");
     let repository = repository.noise(&name("input_scale"), DType::F32, &[]);
     match algorithm {
-        "NVFP4" => repository
+        "NVFP4" | "W4A16_NVFP4" => repository
             .noise(&name("weight"), DType::U8, &[5, 32])
             .noise(&name("weight_scale"), DType::F8E4M3, &[5, 4])
             .bytes(&name("weight_scale_2"), DType::F32, &[], 0.000_728_1f32.to_le_bytes().to_vec()),
@@ -41,7 +41,7 @@ fn check(opened: &crate::repository::Opened, module: &str, algorithm: &str) {
     let part = |word: &str| opened.stored(&format!("{module}.{word}"));
     let (codes, scales, name) = (part("weight"), part("weight_scale"), format!("{module}.weight"));
     match algorithm {
-        "NVFP4" => {
+        "NVFP4" | "W4A16_NVFP4" => {
             let second = f32_at(&part("weight_scale_2"), 0);
             opened.check(&name, "nvfp4", &[5, 64], |n| e2m1(nibble_at(&codes, n)) * (e4m3(scales[n / 16]) * second));
         }
@@ -52,7 +52,7 @@ fn check(opened: &crate::repository::Opened, module: &str, algorithm: &str) {
 
 #[test]
 fn one_algorithm_for_all_from_either_file() {
-    for algorithm in ["NVFP4", "FP8", "MXFP8"] {
+    for algorithm in ["NVFP4", "W4A16_NVFP4", "FP8", "MXFP8"] {
         let places = [
             (in_config(algorithm), None),
             (in_config(algorithm), Some(in_file(algorithm))),
