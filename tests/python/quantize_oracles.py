@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
@@ -60,24 +60,41 @@ def factor(weights: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([generate_gparam(weight.min(), weight.max()) for weight in weights]).amin(dim=0)
 
 
+def preset(scheme: str) -> tuple[QuantizationScheme, str]:
+    """compressed-tensors' own description of a scheme, and its format."""
+    if not scheme.startswith("int"):
+        name, form = PRESETS[scheme]
+        return preset_name_to_scheme(name, ["Linear"]), form
+    group = int(scheme.split("-g")[1]) if "-g" in scheme else 128
+    bits, strategy = (8, "channel") if scheme == "int8-channel" else (4, "group")
+    args = QuantizationArgs(
+        num_bits=bits,
+        type="int",
+        strategy=strategy,
+        group_size=group if bits == 4 else None,
+        symmetric=True,
+        scale_dtype=torch.bfloat16,
+    )
+    return QuantizationScheme(targets=["Linear"], weights=args), "pack-quantized"
+
+
+def config(scheme: str, left: list[str]) -> dict | None:
+    """The `quantization_config` that the library writes, if it writes one."""
+    if scheme == "fp8-block":
+        from transformers import FineGrainedFP8Config
+
+        return FineGrainedFP8Config(weight_block_size=(128, 128), modules_to_not_convert=left).to_dict()
+    if scheme not in PRESETS and not scheme.startswith("int"):
+        return None
+    how, form = preset(scheme)
+    groups = {"config_groups": {"group_0": how}, "format": form, "quantization_status": "compressed", "ignore": left}
+    return QuantizationConfig(**groups).model_dump(mode="json")
+
+
 def compressed(scheme: str, weight: torch.Tensor, together: list[torch.Tensor]) -> Stored:
     """By compressed-tensors, on float32."""
-    if scheme.startswith("int"):
-        group = int(scheme.split("-g")[1]) if "-g" in scheme else 128
-        bits, strategy = (8, "channel") if scheme == "int8-channel" else (4, "group")
-        args = QuantizationArgs(
-            num_bits=bits,
-            type="int",
-            strategy=strategy,
-            group_size=group if bits == 4 else None,
-            symmetric=True,
-            scale_dtype=torch.bfloat16,
-        )
-        how, form = QuantizationScheme(targets=["Linear"], weights=args), "pack-quantized"
-    else:
-        preset, form = PRESETS[scheme]
-        how = preset_name_to_scheme(preset, ["Linear"])
-        args = how.weights
+    how, form = preset(scheme)
+    args = how.weights
     if args.group_size:
         grouped = weight.unflatten(-1, (-1, args.group_size))
         low, high = grouped.amin(dim=-1), grouped.amax(dim=-1)
