@@ -158,6 +158,26 @@ def test_codes_and_scales_are_those_of_the_library(repo, scheme, dtype):
         same(found[name], tensor, f"{scheme} {name}")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_exponents_rounded_up_are_those_of_torchao(dtype):
+    """A second opinion on `mxfp8:sglang`, of which the table above has the formula alone. torchao rounds scales of subnormal numbers otherwise."""
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+
+    compared = 0
+    for name, weight in weights(dtype).items():
+        if not name.endswith("_proj.weight") or weight.shape[1] % 32:
+            continue
+        weight = weight.float()
+        made = oracles.stored("mxfp8:sglang", weight, [])
+        scale, codes = to_mx(weight, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+        normal = weight.view(weight.shape[0], -1, 32).abs().amax(dim=2) / 448 >= 2.0**-126
+        same(scale.view(torch.uint8)[normal], made["_scale_inv"][normal], name)
+        by_groups = (found.view(torch.uint8).view(*normal.shape, 32)[normal] for found in (codes, made[""]))
+        same(*by_groups, name)
+        compared += 32 * int(normal.sum())
+    assert compared > 4_000_000
+
+
 def test_a_matrix_of_zeros_has_codes_of_zeros_and_scales_that_are_numbers(tmp_path):
     save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(130, 256)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "made-up"}')
