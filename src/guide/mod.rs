@@ -17,6 +17,10 @@ macro_rules! pages {
 }
 
 pages! {
+    training "training.md"
+    engines "engines.md"
+    costs "costs.md"
+    glossary "glossary.md"
     layouts "layouts.md"
     meshes "meshes.md"
     values "values.md"

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -54,6 +55,34 @@ def test_slurm_fails_where_a_mount_fails(fuse, tmp_path):
     (tmp_path / "configs/gone.toml").write_text('source = "/no/such/directory"\n')
     assert slurm("prolog.sh", tmp_path, "ckfs=gone").returncode != 0
     assert slurm("epilog.sh", tmp_path, "").returncode == 0
+
+
+def test_a_slurm_job_mounts_trains_compares_and_unmounts(fuse, repo, tmp_path):
+    """examples/slurm/train.sh, with an `srun` that runs its command once, as a job of one node does."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/ckfs").symlink_to(mounting.find_ckfs())
+    (tmp_path / "bin/srun").write_text('#!/bin/sh\nexec "$@"\n')
+    (tmp_path / "bin/srun").chmod(0o755)
+    job = f"test-{os.getpid()}"
+    settings = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": job, "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+    point = Path(f"/tmp/ckfs-{job}")
+    command = [ROOT / "examples/slurm/train.sh", repo("llama").path, "sh", "-c", 'ls "$mnt/hf" "$mnt/safetensors" > read']
+    try:
+        subprocess.run(
+            command, cwd=tmp_path, env=os.environ | settings, stdin=subprocess.DEVNULL, check=True, timeout=mounting.TIMEOUT_SECONDS
+        )
+        assert not mounting.mount_points(point)
+    finally:
+        for left in mounting.mount_points(point):
+            mounting.detach(left)
+        point.rmdir()
+    read = (tmp_path / "read").read_text().split()
+    assert "config.json" in read and "dev7.safetensors" in read
+    assert " hf/config.json" in (tmp_path / "sums.0").read_text()
+
+
+def test_the_guide_shows_the_slurm_job_as_it_is():
+    assert (ROOT / "examples/slurm/train.sh").read_text() in (ROOT / "src/guide/training.md").read_text()
 
 
 def words_of(value: object):
