@@ -116,3 +116,40 @@ def test_the_configuration_of_the_daemon_set_is_one_of_ckfs(repo, tmp_path):
     config = tmp_path / "llama.toml"
     config.write_text(text.replace("/models/llama", str(repo("llama").path)))
     assert "fsdp=8" in mounting.run("plan", "--config", config).out
+
+
+def test_the_formula_of_homebrew_has_the_digests_of_the_archives(tmp_path):
+    version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    digests = {"x86_64": "a" * 64, "aarch64": "b" * 64}
+    names = {machine: f"ckfs-{version}-{machine}-linux.tar.gz" for machine in digests}
+    (tmp_path / "SHA256SUMS").write_text("".join(f"{digests[machine]}  {names[machine]}\n" for machine in digests))
+    subprocess.run([ROOT / ".ci/formula", tmp_path], check=True, timeout=60)
+    text = (tmp_path / "ckfs.rb").read_text()
+    for machine, processor in (("x86_64", "intel"), ("aarch64", "arm")):
+        part = text[text.index(f"on_{processor} do") :]
+        url, digest = re.findall(r'(?:url|sha256) "(.*)"', part)[:2]
+        assert url.endswith(f"/releases/download/v{version}/{names[machine]}") and digest == digests[machine]
+
+
+def test_binstall_finds_the_archives_that_a_release_makes():
+    """Names and folders of `.ci/release`, as the templates of `[package.metadata.binstall]` say them."""
+    metadata = tomllib.loads((ROOT / "Cargo.toml").read_text())["package"]["metadata"]["binstall"]
+    script = (ROOT / ".ci/release").read_text()
+    words = {"version": "$version", "target-arch": "$machine", "repo": "", "bin": "ckfs", "binary-ext": ""}
+    said = {key: re.sub(r"{ ([a-z-]+) }", lambda found: words[found[1]], metadata[key]) for key in ("pkg-url", "bin-dir")}
+    folder = re.search(r"^\s+name=(\S+)$", script, flags=re.M)[1]
+    assert said["pkg-url"] == f"/releases/download/v$version/{folder}.tar.gz" and said["bin-dir"] == f"{folder}/ckfs"
+    assert metadata["pkg-fmt"] == "tgz"
+
+
+def test_the_chart_uses_commands_and_flags_that_exist():
+    for template, command in (("node", "mount"), ("serve", "serve")):
+        text = (ROOT / f"examples/helm/ckfs/templates/{template}.yaml").read_text()
+        known = re.findall(r"--[a-z][a-z-]*", mounting.run(command, "--help").out + mounting.run("help", "options").out)
+        used = re.findall(r"(?:^ *- |, )(--[a-z][a-z-]*)", text, flags=re.M)
+        assert len(used) > 4 and set(used) <= set(known), set(used) - set(known)
+    values = yaml.safe_load((ROOT / "examples/helm/ckfs/values.yaml").read_text())
+    assert tomllib.loads(values["config"])["source"] == "/models/llama"
+    version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    chart = yaml.safe_load((ROOT / "examples/helm/ckfs/Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == version

@@ -111,7 +111,7 @@ def test_the_plan_states_the_materialized_files_and_the_mount_agrees(own, wide, 
     assert found["place"] == "memory" and found["choice"] == "auto"
     assert found["bundles"]["files"] == 2 and found["bundles"]["fit"] == found["bundles"]["materialized"] == fits
     assert found["files_of_one_tensor"]["min_bytes"] == MIB and not found["mixed"]
-    text = run("plan", wide.path, *options).out
+    text = run("plan", "-v", wide.path, *options).out
     assert ("2 bundles of" in text) == fits and ("no bundle, as 2 of" in text) == (not fits)
     mounted = own(wide.path, *options)
     assert read(mounted / ".ckfs/plan.txt").decode() == text

@@ -328,7 +328,7 @@ def test_single_experts_are_those_of_the_library(tmp_path, scheme):
     left = config.get("modules_to_not_convert", config.get("ignore"))
     assert {"model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"} <= set(left)
     assert not quantized & set(left)
-    plan = run("plan", source, "--layout", "hf", "--quantize", scheme).out
+    plan = run("plan", "-v", source, "--layout", "hf", "--quantize", scheme).out
     assert f"{3 * EXPERTS} tensors of experts" in plan, plan
 
 
@@ -668,7 +668,7 @@ def test_what_stays_is_said_and_chosen_by_patterns(models):
     found = load(cat(source, "hf/model.safetensors", *args))
     coded = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
     assert coded == {f"model.layers.1.mlp.{word}_proj.weight" for word in ("gate", "up", "down")}
-    assert "cannot" not in run("plan", source, "--quantize", "fp8-block", "--check-values").out
+    assert "cannot" not in run("plan", "-v", source, "--quantize", "fp8-block", "--check-values").out
     refused = {"maxtext": "expected the layout canonical, hf or stored", "vllm": "expected the layout hf, from which vLLM loads any scheme"}
     for layout, reason in refused.items():
         assert reason in run("plan", source, "--layout", layout, "--quantize", "fp8-block", expect=1).err

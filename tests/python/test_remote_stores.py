@@ -223,7 +223,7 @@ def test_what_is_fetched_is_what_plan_says(bucket, tmp_path):
     assert bucket.stub.stats()["object_bytes"] - before == planned["absent_bytes"], told
     after = mounting.run("plan", bucket.address, *options, "--json").json()["remote"]
     assert (after["spanned_bytes"], after["absent_bytes"]) == (planned["spanned_bytes"], 0)
-    text = mounting.run("plan", bucket.address, *options).out
+    text = mounting.run("plan", "-v", bucket.address, *options).out
     assert f"{planned['spanned_bytes'] / planned['needed_bytes']:.2f} times of which is fetched" in text
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the files that other programs read, as far as that is possible without those programs: manifests by the schemas of
-# Kubernetes, workflows and forms of issues by the schemas of GitHub, the Dockerfile and all shell scripts by linters.
+# Kubernetes, a chart by Helm, workflows and forms of issues by the schemas of GitHub, the Dockerfile and all shell scripts by linters.
 #
 # Not done here: no image is built, no cluster and no Slurm runs.
 set -euo pipefail
@@ -10,6 +10,13 @@ bin=$(tests/static/setup.sh)/bin
 for manifest in examples/kubernetes/*.yaml; do
     # The one for Prometheus is no object of Kubernetes.
     [[ $manifest == */prometheus.yaml ]] || "$bin/kubernetes-validate" --strict "$manifest"
+done
+# The chart: linted, and what it makes of several values checked as the manifests are.
+made=$(mktemp -d)
+trap 'rm -rf "$made"' EXIT
+"$bin/python" tests/static/chart.py examples/helm/ckfs "$made"
+for manifest in "$made"/*.yaml; do
+    "$bin/kubernetes-validate" --strict "$manifest"
 done
 "$bin/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
 for form in .github/ISSUE_TEMPLATE/*.yml; do
@@ -33,4 +40,4 @@ if [[ $twice ]]; then
     echo "tests build these crates again, with more features:"$'\n'"$twice" >&2
     exit 1
 fi
-echo "checked: examples/kubernetes, .github, the Dockerfile, ${#scripts[@]} scripts, features of dependencies"
+echo "checked: examples/kubernetes, examples/helm, .github, the Dockerfile, ${#scripts[@]} scripts, features of dependencies"
