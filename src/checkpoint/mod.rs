@@ -11,6 +11,7 @@
 //! What it deliberately does not do: rename, stack or convert anything (that is `plan`), or fetch from a network.
 
 mod adapter;
+mod amount;
 mod composed;
 mod containers;
 mod dialects;
@@ -29,6 +30,7 @@ pub mod scheme;
 mod table;
 mod text;
 
+pub use amount::human_bytes;
 pub use choose::natural;
 pub use companion::Companion;
 pub use composed::{Composed, ExpertPart};

@@ -31,8 +31,6 @@ const VOCAB: u64 = 1024;
 /// The data of the generated files starts at a multiple of this.
 const ALIGNMENT: u64 = 8;
 const MESH: &str = "fsdp=2,tensor=2";
-/// Entries of a directory that the summary shows.
-const ENTRIES_SHOWN: usize = 6;
 
 /// Shows ckfs at work on a small generated checkpoint.
 ///
@@ -90,9 +88,7 @@ impl Demo {
         mount::start(&args.map(Into::into), &mountpoint, Duration::from_mins(1))?;
         cleanup.mounted = true;
         output::print(&format!("2. ckfs mount {} {} --mesh {MESH}\n", model.display(), mountpoint.display()))?;
-        let mut text = String::new();
-        digest(&mountpoint, 1, &mut text)?;
-        output::print(&format!("{text}\n"))?;
+        output::print(&format!("{}\n", directories(&mountpoint)?))?;
         output::print(&shard_text(&mountpoint)?)?;
         let log = LogFlags { verbose: 0, quiet: true, file: LoggingFlags::default() };
         let findings = verify_mount(&mountpoint, &[], Amount::Sample(16 << 10), &log)?;
@@ -119,49 +115,54 @@ fn next(kept: bool, mountpoint: &Path) -> String {
     }
 }
 
-/// The first entries of each directory, down to a few levels.
-fn digest(directory: &Path, depth: usize, text: &mut String) -> anyhow::Result<()> {
-    let mut names: Vec<_> = fs::read_dir(directory)
-        .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>, std::io::Error>>())
-        .with_context(|| directory.display().to_string())?;
-    names.sort();
-    let indent = "   ".repeat(depth);
-    let all = if depth == 1 { usize::MAX } else { ENTRIES_SHOWN };
-    for path in names.iter().take(all) {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let metadata = fs::symlink_metadata(path).with_context(|| path.display().to_string())?;
-        if metadata.is_dir() {
-            let _ = writeln!(text, "{indent}{name}/");
-            // One device represents all devices, and one layer all layers.
-            let another_device = depth == 1 && (name.starts_with("dev") && name != "dev0" || name == "full");
-            let another_layer = depth == 3 && name != "0" && name.bytes().all(|byte| byte.is_ascii_digit());
-            let opened = depth < 4 && !another_device && !another_layer;
-            if opened {
-                digest(path, depth + 1, text)?;
-            }
-        } else if metadata.is_symlink() {
-            let _ = writeln!(text, "{indent}{name} -> {}", fs::read_link(path)?.display());
-        } else {
-            let _ = writeln!(text, "{indent}{name}  {}", human_bytes(metadata.len()));
-        }
+/// What the directories of a mount hold. Directories of devices have one line together.
+const HOLDS: [(&str, &str); 11] = [
+    ("dev0", "each device's shards as raw bytes"),
+    ("full", "the same tensors, unsharded"),
+    ("mesh", "links to devices by mesh coordinates"),
+    ("safetensors", "all shards of a device in one file"),
+    ("npy", "the same for numpy, a file for each tensor"),
+    ("pt", "the same for torch.load"),
+    ("dcp", "a torch.distributed.checkpoint"),
+    ("orbax", "an Orbax checkpoint, for JAX and MaxText"),
+    ("hf", "the repository as it is"),
+    ("sharded_state", "files of vLLM's ranks"),
+    (".ckfs", "manifest, plan, configuration, statistics"),
+];
+
+/// The directories that a mount has, and what they hold.
+fn directories(mountpoint: &Path) -> anyhow::Result<String> {
+    let mut names: Vec<String> = fs::read_dir(mountpoint)
+        .and_then(|entries| {
+            let name = |entry: std::io::Result<fs::DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
+            entries.map(name).collect::<Result<Vec<String>, std::io::Error>>()
+        })
+        .with_context(|| mountpoint.display().to_string())?;
+    let devices = names.iter().filter(|name| name.starts_with("dev")).count();
+    names.retain(|name| !name.starts_with("dev") || name == "dev0");
+    let place = |name: &String| HOLDS.iter().position(|(known, _)| known == name).unwrap_or(HOLDS.len());
+    names.sort_by_key(place);
+    let mut text = String::new();
+    for name in &names {
+        let holds = HOLDS.get(place(name)).map_or("", |(_, holds)| *holds);
+        let shown =
+            if name == "dev0" { format!("dev0/ to dev{}/", devices.saturating_sub(1)) } else { format!("{name}/") };
+        let _ = writeln!(text, "   {shown:<16}{holds}");
     }
-    if names.len() > all {
-        let _ = writeln!(text, "{indent}and {} more", names.len() - all);
-    }
-    Ok(())
+    Ok(text)
 }
 
 fn shard_text(mountpoint: &Path) -> anyhow::Result<String> {
     let name = "layers/scanned/wq";
-    let whole = fs::read(mountpoint.join("full").join(name))?.len();
-    let mut text = format!("3. {name}: {} whole, of which each device has\n", human_bytes(whole as u64));
-    for device in 0..4 {
-        let bytes = fs::read(mountpoint.join(format!("dev{device}")).join(name))?;
-        let sum = bytes.iter().fold(0_u32, |sum, byte| sum.rotate_left(5) ^ u32::from(*byte));
-        let _ = writeln!(text, "   dev{device}: {} (checksum {sum:08x})", human_bytes(bytes.len() as u64));
-    }
-    text.push('\n');
-    Ok(text)
+    let bytes =
+        |directory: &str| Ok::<_, std::io::Error>(fs::read(mountpoint.join(directory).join(name))?.len() as u64);
+    let shards = (0..4).map(|device| bytes(&format!("dev{device}"))).collect::<Result<Vec<_>, _>>()?;
+    let shard = human_bytes(shards.first().copied().unwrap_or(0));
+    Ok(format!(
+        "3. {name}: four tensors of two files, stacked on read: {} in full/, {shard} in each of {} devices\n\n",
+        human_bytes(bytes("full")?),
+        shards.len(),
+    ))
 }
 
 /// Names and shapes of the generated model, by file.

@@ -24,8 +24,10 @@ mod metrics;
 mod mount;
 mod open;
 mod output;
+mod paragraph;
 mod permission_hint;
 mod plan;
+mod restart;
 mod run;
 #[cfg(feature = "serve")]
 mod serve;
@@ -42,6 +44,7 @@ use std::{ffi::OsString, fmt::Write as _, path::Path, process::ExitCode, thread}
 use anyhow::Context;
 use ckfs_config::{ConfigError, nearest};
 use ckfs_host::{Log, LogTarget, limits, signal};
+use ckfs_service::FINDINGS;
 use ckfs_source::remote::url_schemes;
 use clap::{
     CommandFactory, FromArgMatches, Parser, Subcommand,
@@ -92,6 +95,7 @@ enum Command {
     #[command(visible_alias = "unmount")]
     Umount(umount::Umount),
     Status(status::Status),
+    Restart(restart::Restart),
     Metrics(metrics::MetricsCommand),
     Plan(Box<plan::PlanCommand>),
     Explain(Box<explain::Explain>),
@@ -171,7 +175,7 @@ pub fn main() -> ExitCode {
 }
 
 fn run_program() -> ExitCode {
-    let finish = Finish(Log::start(LogTarget::stderr()));
+    let finish = Finish(Log::start(LogTarget::messages()));
     finish.0.take_panics();
     let code = run_args(&finish.0);
     // The log comes before the message of an error.
@@ -194,6 +198,7 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
         output::print(&flags::all_options().render_long_help().to_string())?;
         return Ok(ExitCode::SUCCESS);
     }
+    let args = plan::with_compared_meshes(args);
     match parse(&args) {
         Ok(cli) => run(cli, log, &args[1..]),
         Err(error) => {
@@ -210,7 +215,7 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
 
 /// The commands by what they are for, as `ckfs --help` lists them.
 const COMMAND_GROUPS: [(&str, &[&str]); 5] = [
-    ("Mount", &["mount", "run", "umount", "status", "serve"]),
+    ("Mount", &["mount", "run", "umount", "status", "restart", "serve"]),
     ("Look", &["plan", "explain", "cat"]),
     ("Move", &["export", "fetch", "cache"]),
     ("Trust", &["verify", "sums"]),
@@ -366,7 +371,9 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<ExitCode> {
     // The log file of a mount is opened by its daemon.
     let has_daemon = matches!(command, Command::Mount(_) | Command::Run(_));
     let log_file = log.file.settings.mount.log_file.as_deref().filter(|_| !has_daemon);
-    start_log(&log, sink, log_file)?;
+    // It shows what it finds by itself, after all else.
+    let shows_findings = matches!(command, Command::Plan(_));
+    start_log(&log, sink, log_file, shows_findings)?;
     let done = match command {
         // Its exit code is that of another command.
         Command::Run(command) => return command.run(&log, sink, args),
@@ -376,7 +383,8 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<ExitCode> {
         Command::Umount(command) => command.run(),
         Command::Status(command) => command.run(),
         Command::Metrics(command) => command.run(),
-        Command::Plan(command) => command.run(),
+        Command::Plan(command) => command.run(&log),
+        Command::Restart(command) => command.run(&log, sink),
         Command::Explain(command) => command.run(),
         Command::Cat(command) => command.run(),
         Command::Export(command) => command.run(&log),
@@ -392,7 +400,7 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<ExitCode> {
     done.map(|()| ExitCode::SUCCESS)
 }
 
-fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>) -> anyhow::Result<()> {
+fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>, shows_findings: bool) -> anyhow::Result<()> {
     let level = match (flags.quiet, flags.verbose) {
         (true, _) => "error",
         (false, 0) => "warn",
@@ -400,14 +408,19 @@ fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>) -> anyhow::Resul
         (false, 2) => "debug",
         (false, _) => "trace",
     };
-    let filter = match std::env::var("CKFS_LOG") {
-        Ok(text) if !text.is_empty() => {
-            log_filter(&text).map_err(|error| Usage(format!("CKFS_LOG={text}: {error}")))?
-        }
-        _ => EnvFilter::new(level),
+    let chosen = std::env::var("CKFS_LOG").ok().filter(|text| !text.is_empty());
+    let mut filter = match &chosen {
+        Some(text) => log_filter(text).map_err(|error| Usage(format!("CKFS_LOG={text}: {error}")))?,
+        None => EnvFilter::new(level),
     };
+    if shows_findings {
+        filter = filter.add_directive(format!("{FINDINGS}=off").parse().expect("a target and a level"));
+    }
     if let Some(path) = file {
         sink.switch(LogTarget::file(path).with_context(|| format!("log file {}", path.display()))?);
+    } else if flags.verbose > 0 || chosen.is_some() {
+        // A log was asked for, and not only what a user has to know.
+        sink.switch(LogTarget::stderr());
     }
     // The sink adds time and colours, because it knows where the lines go. It never fails, so that no failure needs a
     // message.

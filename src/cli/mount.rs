@@ -18,7 +18,7 @@ use ckfs_fuse::{
     DaemonError, Exit, MountError, Readiness, Started, block_signals, check_passed, interruptible, is_daemon,
     is_passed, parse_mount_helper, serve_run, serve_service, start_background,
 };
-use ckfs_host::Log;
+use ckfs_host::{Log, LogTarget, system_log};
 use ckfs_plan::{
     Plan,
     report::{bytes_per_device, human_bytes},
@@ -324,6 +324,8 @@ fn mount(
     } else if config.mount.mkdir == Some(true) {
         made.make(mountpoint)?;
     }
+    let (path, source) = (mountpoint.display().to_string(), config.source.clone().unwrap_or_default());
+    system_log::set_subject(&[("CKFS_MOUNT", &path), ("CKFS_SOURCE", &source)]);
     let waits = wait_registry(&config.mount);
     let (mut reporting, logged) = (readiness.try_clone()?, log.clone());
     let telling = readiness.try_clone()?;
@@ -353,6 +355,7 @@ fn mount(
     let exit = serve_service(&service, mountpoint, log, || {
         ready = readiness.ready(&format!("serving {} on {}", service.label(), mountpoint.display()), &held);
         served = true;
+        log_with_times(log, &config, tie);
         keep(&config, mountpoint, tie);
         tell_mounted(mountpoint, &held, tie);
     });
@@ -361,6 +364,14 @@ fn mount(
     }
     ready?;
     ended(exit?, mountpoint)
+}
+
+/// From now on, what goes to standard error is the log of a daemon in the foreground, whose lines have times, and no longer words of a
+/// command to its user.
+fn log_with_times(log: &Log, config: &Config, tie: DaemonTie) {
+    if config.mount.log_file.is_none() && (tie == DaemonTie::Attached || !is_daemon()) {
+        log.switch(LogTarget::stderr());
+    }
 }
 
 /// Keeps the configuration of a mount for later, unless the mount is for one command only or has no path.
@@ -399,6 +410,7 @@ fn mount_run(
     let exit = serve_run(&service, mountpoint, log, || {
         ready = readiness.ready(&format!("serving {} on {}", service.run().label(), mountpoint.display()), &held);
         served = true;
+        log_with_times(log, config, tie);
         keep(config, mountpoint, tie);
         tell_mounted(mountpoint, &held, tie);
     });

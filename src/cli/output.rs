@@ -79,11 +79,28 @@ pub(super) fn message(error: &anyhow::Error) -> String {
 const RESET: &str = "\x1b[0m";
 const BOLD: &str = "\x1b[1m";
 const RED: &str = "\x1b[1;31m";
+const YELLOW: &str = "\x1b[1;33m";
 const BLUE: &str = "\x1b[1;34m";
 
 /// The message of an error, as standard error shows it.
 pub(super) fn error_text(message: &str) -> String {
-    if ckfs_host::stderr_is_colored() { painted(message) } else { format!("ckfs: error: {message}") }
+    if ckfs_host::stderr_is_colored() {
+        painted(message)
+    } else if ckfs_host::stderr_is_journal() {
+        // Its priority, before each line: the journal takes it away.
+        format!("<3>ckfs: error: {}", message.replace('\n', "\n<3>"))
+    } else {
+        format!("ckfs: error: {message}")
+    }
+}
+
+/// A warning, as standard error shows it.
+pub(super) fn warning_text(message: &str) -> String {
+    if ckfs_host::stderr_is_colored() {
+        format!("ckfs: {YELLOW}warning:{RESET} {message}")
+    } else {
+        format!("ckfs: warning: {message}")
+    }
 }
 
 /// The message in colours: its first line, and the excerpts of files in it.

@@ -1,16 +1,16 @@
 //! `ckfs plan`: what would be mounted.
 
-use std::{collections::BTreeMap, fmt::Write as _, path::PathBuf, sync::Arc};
+use std::{collections::BTreeMap, ffi::OsString, fmt::Write as _, path::PathBuf, sync::Arc};
 
 use anyhow::{Context, bail};
 use ckfs_checkpoint::{Checkpoint, printable, runs::StepKind};
-use ckfs_config::{Config, Steps};
+use ckfs_config::{Config, SETTINGS, Settings, Steps};
 use ckfs_fuse::{MountError, check_mountpoint, is_passed};
 use ckfs_plan::{
     RemoteBytes,
-    report::{Report, ViewReport, html, human_bytes},
+    report::{Report, ViewReport, html, human_bytes, summary},
 };
-use ckfs_service::steps::ListedStep;
+use ckfs_service::{quoted, steps::ListedStep};
 use ckfs_source::Served;
 use ckfs_tensor::EncodedMatrices;
 use ckfs_volume::{Mounter, OmittedFormat, PermittedReaders, ViewPlan, Volume, readers, unavailable};
@@ -21,10 +21,10 @@ use serde_json::{Map, Value, json};
 
 use super::{
     fetch,
-    flags::{SourceFlags, source_help},
+    flags::{LogFlags, SourceFlags, source_help},
     open,
-    output::{self, Usage},
-    steps, tree,
+    output::{self, Usage, warning_text},
+    paragraph, steps, tree,
 };
 
 /// The plan's text in a mount.
@@ -35,14 +35,17 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 /// Shows what would be mounted, without mounting.
 ///
-/// Prints how the repository names, fuses and quantizes its tensors, the files that are left out, the tensors that each
-/// mesh axis splits, and bytes per device. It lists every group of tensors with shape, dtype and spec, the files to
-/// materialize, and the directories that a mount would not have, with the reasons. It also lists differences between
-/// layers that nothing in config.json explains, and the tensors that the layout leaves out. It names the trainers that
-/// read only their own chunks of orbax/ and dcp/. Shards cut on an inner axis use only a part of each page of the
-/// sources that they touch. Where that makes a difference, "over-read" says how many times the bytes needed those pages
-/// hold, for the devices and for all listed ones together. Everything wrong with the repository or the flags is an
-/// error here as it is for `mount`, all of it at once.
+/// Prints what to know before a mount, in about a dozen lines: how the repository names, fuses and quantizes its tensors,
+/// layout, mesh, bytes per device and to fetch, what is left out, and warnings. Everything wrong with the repository or the
+/// flags is an error here as it is for `mount`, all of it at once.
+///
+/// `-v` prints all: the tensors that each mesh axis splits, every group of tensors with shape, dtype and spec, the files to
+/// materialize, and the directories that a mount would not have, with the reasons. It also lists differences between layers
+/// that nothing in config.json explains, and the trainers that read only their own chunks of orbax/ and dcp/.
+///
+/// Shards cut on an inner axis use only a part of each page of the sources that they touch. Where that makes a difference,
+/// "over-read" says how many times the bytes needed those pages hold, for the devices and for all listed ones together;
+/// `-v` says why, and what would change it.
 ///
 /// Of a run, a directory in which a trainer leaves a checkpoint for each step, it lists the steps first: kind, size, and
 /// whether each is finished, or why not. With `--steps` it plans the selected ones.
@@ -54,10 +57,12 @@ const CHUNK_BYTES: usize = 1 << 20;
 #[command(after_long_help = "\
 Examples:
   ckfs plan /data/llama --mesh fsdp=4,tensor=2
+  ckfs plan /data/llama --mesh fsdp=4,tensor=2 -v           every tensor, over-read with its reason
   ckfs plan /data/llama --layout hf --quantize fp8-block --check-values
   ckfs plan org/name@main --layout hf --dtype bf16
   ckfs plan --config /etc/ckfs/llama.toml
   ckfs plan /data/llama --mesh fsdp=4,tensor=2 --html plan.html
+  ckfs plan /data/llama --mesh fsdp=8 --mesh fsdp=4,tensor=2 --html plan.html    compares two meshes
   ckfs plan /runs/llama/checkpoints                         lists the steps of a run
   ckfs plan /data/llama --mesh fsdp=8 --json | jq '.views[0].devices'")]
 pub(super) struct PlanCommand {
@@ -66,14 +71,35 @@ pub(super) struct PlanCommand {
     /// Prints JSON, with every tensor.
     #[arg(long)]
     json: bool,
-    /// Writes a page for a browser as well. A file of that name is replaced.
+    /// Writes a page for a browser as well, in place of a file of that name. With several --mesh it compares them.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
+    /// A further mesh of a page that compares some; typed as --mesh once more.
+    #[arg(long, hide = true, value_name = "MESH")]
+    and_mesh: Vec<OsString>,
     /// Reads all weights that --quantize names, and refuses those with a value that has no code: a NaN or an infinity.
     #[arg(long)]
     check_values: bool,
     #[command(flatten)]
     flags: SourceFlags,
+}
+
+/// The arguments of a plan as a page, where `--mesh` is there several times: each but the first says a mesh to compare with.
+pub(super) fn with_compared_meshes(args: Vec<OsString>) -> Vec<OsString> {
+    let is = |word: &OsString, flag: &str| word.to_str().is_some_and(|word| word.split('=').next() == Some(flag));
+    let is_page = args.iter().any(|word| word == "plan") && args.iter().any(|word| is(word, "--html"));
+    if !is_page {
+        return args;
+    }
+    let mut meshes = 0;
+    let compared = |word: OsString| {
+        meshes += usize::from(is(&word, "--mesh"));
+        match word.to_str().and_then(|word| word.strip_prefix("--mesh")).filter(|_| meshes > 1 && is(&word, "--mesh")) {
+            Some(value) => format!("--and-mesh{value}").into(),
+            None => word,
+        }
+    };
+    args.into_iter().map(compared).collect()
 }
 
 /// Finds the values that are to be quantized and have no code.
@@ -108,14 +134,15 @@ fn is_of_its_only_step(listed: &[ListedStep]) -> bool {
 }
 
 impl PlanCommand {
-    pub(super) fn run(&self) -> anyhow::Result<()> {
+    pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
         let page = self.html.as_deref().map(output::NewFile::at).transpose()?;
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
+        self.add_compared(&mut config)?;
         if let Some(wanted) = config.mount.steps {
             if page.is_some() {
                 return Err(Usage("--html: for one step: give its directory, and leave --steps out".to_owned()).into());
             }
-            return self.plan_steps(&config, wanted);
+            return self.plan_steps(&config, wanted, log);
         }
         let listed = steps::of_directory(&config)?.unwrap_or_default();
         let checkpoint = match open::checkpoint(&mut config) {
@@ -151,10 +178,41 @@ impl PlanCommand {
             }
             output::print_json(&Report::new(&checkpoint, view_reports(&plans), more))?;
         } else {
-            output::print(&text(&volume, needs.as_ref())?)?;
+            output::print(&Self::text(&checkpoint, (&volume, &plans), needs.as_ref(), log)?)?;
+            if log.verbose == 0 && self.and_mesh.is_empty() {
+                output::print(&self.next())?;
+            }
         }
+        self.warn(&checkpoint, &plans, log);
         // The process ends now. Giving back some million pieces of memory one by one takes a tenth of the whole time.
         std::mem::forget((volume, plans, checkpoint));
+        Ok(())
+    }
+
+    /// Makes a view of each mesh to compare, under the mesh's name.
+    fn add_compared(&self, config: &mut Config) -> anyhow::Result<()> {
+        if self.and_mesh.is_empty() {
+            return Ok(());
+        }
+        let [only] = config.views.as_mut_slice() else {
+            return Err(Usage(
+                "--mesh several times: expected one view, found several in the configuration".to_owned(),
+            )
+            .into());
+        };
+        let mesh = SETTINGS.iter().find(|setting| setting.name == "mesh").context("the setting of a mesh")?;
+        let mut views = vec![only.clone()];
+        for word in &self.and_mesh {
+            let mut typed = Settings::default();
+            (mesh.field.add)(&mut typed, word).map_err(Usage)?;
+            let mut view = only.clone();
+            view.settings.mesh = typed.view.mesh;
+            views.push(view);
+        }
+        for view in &mut views {
+            view.name = view.settings.mesh.clone().unwrap_or_default().to_string();
+        }
+        config.views = views;
         Ok(())
     }
 
@@ -174,7 +232,7 @@ impl PlanCommand {
     }
 
     /// Plans each of the selected steps.
-    fn plan_steps(&self, config: &Config, wanted: Steps) -> anyhow::Result<()> {
+    fn plan_steps(&self, config: &Config, wanted: Steps, log: &LogFlags) -> anyhow::Result<()> {
         let mut all = Vec::new();
         for (step, mut config) in steps::selected(config, wanted)? {
             let of_step = || format!("step {}", step.number);
@@ -188,15 +246,91 @@ impl PlanCommand {
                 let report = serde_json::to_value(Report::new(&checkpoint, view_reports(&plans), more))?;
                 all.push(json!({ "step": step.number, "source": step.source, "plan": report }));
             } else {
-                let text = text(&volume, needs.as_ref())?;
+                let text = Self::text(&checkpoint, (&volume, &plans), needs.as_ref(), log)?;
                 output::print(&format!("step {}: {}\n{text}\n", step.number, printable(&step.source)))?;
             }
+            self.warn(&checkpoint, &plans, log);
         }
         if self.json {
             output::print_json(&json!({ "run": config.source, "steps": all }))?;
         }
         Ok(())
     }
+}
+
+/// What a report in a few lines leaves to others.
+const MORE: &str = "-v shows every tensor with its spec, and why; --html FILE draws it";
+
+impl PlanCommand {
+    /// The plan in a dozen lines, or all of it.
+    fn text(
+        checkpoint: &Checkpoint,
+        (volume, plans): (&Volume, &[ViewPlan]),
+        needs: Option<&RemoteBytes>,
+        log: &LogFlags,
+    ) -> anyhow::Result<String> {
+        if log.verbose > 0 {
+            return text(volume, needs);
+        }
+        let mut rows = summary(checkpoint, plans.iter().map(|of| (of.name.as_str(), of.plan.as_ref())));
+        for view in plans {
+            let absent: Vec<&str> = unavailable(&view.plan).iter().map(|shown| shown.format).collect();
+            if !absent.is_empty() {
+                rows.push(("formats", format!("not there, or only in part: {} (-v says why)", absent.join(", "))));
+            }
+        }
+        rows.extend(needs.map(|needs| ("to fetch", to_fetch(needs))));
+        rows.push(("more", MORE.to_owned()));
+        let rows = rows.into_iter().map(|(key, value)| (key, printable(&value).into_owned()));
+        Ok(paragraph::rows(rows, paragraph::width()))
+    }
+
+    /// The command that mounts what was planned, as a row.
+    fn next(&self) -> String {
+        let mut words = std::env::args().skip_while(|word| word != "plan").skip(1);
+        let mut kept = Vec::new();
+        while let Some(word) = words.next() {
+            match word.as_str() {
+                "--html" => drop(words.next()),
+                "--json" | "--check-values" | "--verbose" | "--quiet" | "-q" | "--" => {}
+                word if word.starts_with("--html=") || word.starts_with("-v") => {}
+                word if Some(word) == self.source.as_deref() => {}
+                word => kept.push(quoted(word)),
+            }
+        }
+        let named = self.source.as_deref().map(|source| format!(" {} MNT", quoted(source)));
+        let mut command = format!("ckfs mount{}", named.unwrap_or_default());
+        for word in &kept {
+            command.push(' ');
+            command.push_str(word);
+        }
+        paragraph::rows([("next", command)], None)
+    }
+
+    /// Says on standard error, after the plan, what is not wrong and should be known. All of the plan has it in its lines.
+    fn warn(&self, checkpoint: &Checkpoint, plans: &[ViewPlan], log: &LogFlags) {
+        if log.quiet || (log.verbose > 0 && !self.json) {
+            return;
+        }
+        let of_views = plans.iter().flat_map(|view| {
+            let of_view = if view.name.is_empty() { String::new() } else { format!("view {}: ", view.name) };
+            view.plan.warnings.iter().map(move |warning| format!("{of_view}{warning}"))
+        });
+        for warning in checkpoint.warnings().iter().cloned().chain(of_views) {
+            ckfs_host::tell(&format!("{}\n", warning_text(&printable(&warning))));
+        }
+    }
+}
+
+/// The bytes to fetch, in a line.
+fn to_fetch(needs: &RemoteBytes) -> String {
+    let cached = needs.spanned_bytes.saturating_sub(needs.absent_bytes);
+    format!(
+        "{} of the {} that this host needs, {} are cached",
+        human_bytes(needs.absent_bytes),
+        human_bytes(needs.needed_bytes),
+        human_bytes(cached)
+    )
 }
 
 /// Members of the report that a volume adds to its plans.

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use anyhow::{Context, bail};
 use ckfs_config::{Config, Materialize};
 use ckfs_fuse::{block_signals, interruptible};
-use ckfs_host::Log;
+use ckfs_host::{Log, LogTarget, system_log};
 use ckfs_serve::{Door, ServeExit, ServeOptions};
 use ckfs_service::{Service, wait_registry, watch};
 use ckfs_volume::FileSystem;
@@ -68,6 +68,7 @@ impl Serve {
 
 fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow::Result<()> {
     let (address, s3) = (door.address(), door.s3_address());
+    system_log::set_subject(&[("CKFS_SOURCE", config.source.as_deref().unwrap_or_default())]);
     let waits = wait_registry(&config.mount);
     let logged = log.clone();
     let wait_watch = watch(
@@ -111,6 +112,10 @@ fn tell_ready(flags: &LogFlags, log: &Log, text: &str) {
     if !flags.quiet {
         log.flush(ckfs_host::log::FLUSH_LIMIT);
         ckfs_host::tell(text);
+    }
+    if flags.file.settings.mount.log_file.is_none() {
+        // The log of a server has times.
+        log.switch(LogTarget::stderr());
     }
 }
 

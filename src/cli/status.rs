@@ -111,6 +111,13 @@ pub(super) struct Probe {
     config: Option<Config>,
 }
 
+impl Probe {
+    /// The daemon's process.
+    pub(super) fn pid(&self) -> Option<u64> {
+        self.stats["pid"].as_u64()
+    }
+}
+
 /// Asks a mount from another thread, since the mount may never answer.
 pub(super) fn probe(mountpoint: &Path) -> Probe {
     let (answer, answered) = mpsc::channel();
@@ -169,6 +176,7 @@ fn describe(entry: &MountEntry, probe: &Probe) -> Value {
         "health": probe.health.name(),
         "remedy": probe.health.remedy(),
         "pid": probe.stats["pid"],
+        "version": probe.stats["version"],
         "views": views(probe.config.as_ref()),
         "problems": probe.stats["problems"],
         "last_error": probe.stats["last_error"],
@@ -295,30 +303,45 @@ fn shown(mount: &Value) -> String {
 /// One line for each mount, in columns.
 fn lines(mounts: &[Value]) -> String {
     let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let rows: Vec<[String; 5]> = mounts
+    let rows: Vec<[String; 6]> = mounts
         .iter()
         .map(|mount| {
             let stats = &mount["stats"];
             let served = if stats.is_object() { human_bytes(sum(&stats["bytes_served"])) } else { String::new() };
             let source = mount["source"].as_str().map_or_else(|| word(&mount["name"]), str::to_owned);
-            [word(&mount["mountpoint"]), word(&mount["health"]), shown(mount), served, source]
+            let version = word(&mount["version"]);
+            [word(&mount["mountpoint"]), word(&mount["health"]), shown(mount), served, version, source]
         })
         .collect();
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: [usize; 4] = [0, 1, 2, 3].map(width);
+    let widths: [usize; 5] = [0, 1, 2, 3, 4].map(width);
     let mut text = String::new();
-    for (mount, [mountpoint, health, shown, served, source]) in mounts.iter().zip(&rows) {
-        let [first, second, third, fourth] = widths;
-        let line = format!("{mountpoint:first$}  {health:second$}  {shown:third$}  {served:>fourth$} served  {source}");
+    for (mount, [mountpoint, health, shown, served, version, source]) in mounts.iter().zip(&rows) {
+        let [first, second, third, fourth, fifth] = widths;
+        let served = format!("{served:>fourth$} served");
+        let line =
+            format!("{mountpoint:first$}  {health:second$}  {shown:third$}  {served}  {version:fifth$}  {source}");
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{line}");
         // What is wrong, and what to do.
         if let Some(remedy) = mount["remedy"].as_str() {
             let _ = writeln!(text, "          {remedy}");
         }
+        text.push_str(&other_version(mount));
         text.push_str(&problems_text(&mount["stats"]));
     }
     text
+}
+
+/// What to do where a daemon is of another version than this program, as after an upgrade.
+fn other_version(mount: &Value) -> String {
+    match (mount["version"].as_str(), mount["mountpoint"].as_str()) {
+        (Some(version), Some(mountpoint)) if version != env!("CARGO_PKG_VERSION") => format!(
+            "          its daemon has version {version}, this program {}: `ckfs restart {mountpoint}`\n",
+            env!("CARGO_PKG_VERSION")
+        ),
+        _ => String::new(),
+    }
 }
 
 fn text(mount: &Value) -> String {
@@ -329,7 +352,9 @@ fn text(mount: &Value) -> String {
     let source = mount["source"].as_str().map_or_else(|| word(&mount["name"]), str::to_owned);
     let _ = writeln!(text, "  source  {source}");
     let process = mount["pid"].as_u64().map_or_else(String::new, |pid| format!(", process {pid}"));
-    let _ = writeln!(text, "  health  {}{process}", word(&mount["health"]));
+    let version = mount["version"].as_str().map_or_else(String::new, |version| format!(", version {version}"));
+    let _ = writeln!(text, "  health  {}{process}{version}", word(&mount["health"]));
+    text.push_str(&other_version(mount));
     if let Some(remedy) = mount["remedy"].as_str() {
         let _ = writeln!(text, "          {remedy}");
     }

@@ -10,6 +10,7 @@ use std::{
     os::{fd::AsFd, unix::net::UnixDatagram},
     path::{Path, PathBuf},
     process,
+    sync::OnceLock,
 };
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -38,6 +39,18 @@ pub enum Protocol {
     Journal,
 }
 
+/// What the lines of this process are about, as fields of the journal.
+static SUBJECT: OnceLock<Vec<u8>> = OnceLock::new();
+
+/// Gives all further lines in the journal these fields, such as `CKFS_MOUNT`. The first call counts.
+pub fn set_subject(fields: &[(&str, &str)]) {
+    let mut bytes = Vec::new();
+    for (name, value) in fields {
+        add_field(&mut bytes, name, value);
+    }
+    let _ = SUBJECT.set(bytes);
+}
+
 /// A connection to the system's log.
 #[derive(Debug)]
 pub struct SystemLog {
@@ -51,6 +64,11 @@ impl SystemLog {
     pub fn find() -> Option<Self> {
         let rows = [(SYSLOG, Protocol::Syslog), (JOURNAL, Protocol::Journal)];
         rows.into_iter().find_map(|(path, protocol)| Self::connect(Path::new(path), protocol).ok())
+    }
+
+    /// The journal, if there is one that listens.
+    pub(super) fn journal() -> Option<Self> {
+        Self::connect(Path::new(JOURNAL), Protocol::Journal).ok()
     }
 
     /// Connects to the socket at `path`.
@@ -76,7 +94,7 @@ impl SystemLog {
     pub fn write(&mut self, level: Level, text: &str) -> io::Result<()> {
         let datagram = match self.protocol {
             Protocol::Syslog => syslog_datagram(level, text),
-            Protocol::Journal => journal_datagram(level, text),
+            Protocol::Journal => journal_datagram(level, text, SUBJECT.get().map_or(&[], Vec::as_slice)),
         };
         if let Some(socket) = &self.socket {
             match send(socket, &datagram) {
@@ -129,19 +147,25 @@ fn syslog_datagram(level: Level, text: &str) -> Vec<u8> {
     format!("<{}>{IDENTIFIER}[{}]: {text}", DAEMON | severity(level), process::id()).into_bytes()
 }
 
-fn journal_datagram(level: Level, text: &str) -> Vec<u8> {
+fn journal_datagram(level: Level, text: &str, subject: &[u8]) -> Vec<u8> {
     let mut datagram =
         format!("PRIORITY={}\nSYSLOG_FACILITY=3\nSYSLOG_IDENTIFIER={IDENTIFIER}\n", severity(level)).into_bytes();
-    if text.contains('\n') {
-        datagram.extend_from_slice(b"MESSAGE\n");
-        datagram.extend_from_slice(&(text.len() as u64).to_le_bytes());
-        datagram.extend_from_slice(text.as_bytes());
-    } else {
-        datagram.extend_from_slice(b"MESSAGE=");
-        datagram.extend_from_slice(text.as_bytes());
-    }
-    datagram.push(b'\n');
+    datagram.extend_from_slice(subject);
+    add_field(&mut datagram, "MESSAGE", text);
     datagram
+}
+
+/// A field in the journal's own form: a value with line breaks has its length before it.
+fn add_field(datagram: &mut Vec<u8>, name: &str, value: &str) {
+    datagram.extend_from_slice(name.as_bytes());
+    if value.contains('\n') {
+        datagram.push(b'\n');
+        datagram.extend_from_slice(&(value.len() as u64).to_le_bytes());
+    } else {
+        datagram.push(b'=');
+    }
+    datagram.extend_from_slice(value.as_bytes());
+    datagram.push(b'\n');
 }
 
 #[cfg(test)]
@@ -154,9 +178,13 @@ mod tests {
         assert_eq!(syslog_datagram(Level::ERROR, "a\nb"), format!("<27>ckfs[{pid}]: a; b").into_bytes());
         assert_eq!(syslog_datagram(Level::TRACE, "a"), format!("<31>ckfs[{pid}]: a").into_bytes());
         let head = "PRIORITY=4\nSYSLOG_FACILITY=3\nSYSLOG_IDENTIFIER=ckfs\n";
-        assert_eq!(journal_datagram(Level::WARN, "a=b"), format!("{head}MESSAGE=a=b\n").into_bytes());
+        assert_eq!(journal_datagram(Level::WARN, "a=b", b""), format!("{head}MESSAGE=a=b\n").into_bytes());
         let two_lines = format!("{head}MESSAGE\n\x03\0\0\0\0\0\0\0a\nb\n");
-        assert_eq!(journal_datagram(Level::WARN, "a\nb"), two_lines.into_bytes());
+        assert_eq!(journal_datagram(Level::WARN, "a\nb", b""), two_lines.into_bytes());
+        let mut subject = Vec::new();
+        add_field(&mut subject, "CKFS_MOUNT", "/mnt/a");
+        let about = format!("{head}CKFS_MOUNT=/mnt/a\nMESSAGE=a\n");
+        assert_eq!(journal_datagram(Level::WARN, "a", &subject), about.into_bytes());
     }
 
     #[test]

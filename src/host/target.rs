@@ -17,6 +17,7 @@ use nix::{
     errno::Errno,
     libc,
     poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::stat::fstat,
     unistd::{dup2_stderr, write},
 };
 use tracing::Level;
@@ -42,6 +43,8 @@ pub enum LogTarget {
     Stderr {
         /// Whether it is a terminal, which shows colours.
         colored: bool,
+        /// What a line has.
+        form: LineForm,
     },
     /// A file that is appended to.
     File(LogFile),
@@ -49,6 +52,15 @@ pub enum LogTarget {
     System(SystemLog),
     /// Nowhere, for this reason.
     Nowhere(String),
+}
+
+/// What a line on standard error has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LineForm {
+    /// Time, level, module and text.
+    Log,
+    /// Errors and warnings are words of a command to its user, as in `ckfs: warning: text`.
+    Message,
 }
 
 /// A log file.
@@ -69,6 +81,12 @@ pub fn stderr_is_colored() -> bool {
     io::stderr().is_terminal() && !is_set("NO_COLOR") && !is_dumb
 }
 
+/// Whether standard error goes to the journal, as that of a service does: systemd names the stream in `JOURNAL_STREAM`.
+pub fn stderr_is_journal() -> bool {
+    let Some(stream) = env::var_os("JOURNAL_STREAM") else { return false };
+    fstat(io::stderr()).is_ok_and(|found| stream.to_str() == Some(&format!("{}:{}", found.st_dev, found.st_ino)))
+}
+
 /// Where ckfs keeps what its user may want to look at later: `$XDG_STATE_HOME/ckfs`. `None` if neither that nor `HOME` is set.
 pub fn state_directory() -> Option<PathBuf> {
     let absolute = |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
@@ -87,9 +105,20 @@ pub fn last_mounts_directory() -> Option<PathBuf> {
 }
 
 impl LogTarget {
-    /// Standard error, with colours on a terminal that shows them.
+    /// Standard error, as the log of a program that goes on: with times, and with colours on a terminal that shows them. Where
+    /// standard error goes to the journal, the journal itself, which keeps levels and fields.
     pub fn stderr() -> Self {
-        Self::Stderr { colored: stderr_is_colored() }
+        Self::of_stderr(LineForm::Log)
+    }
+
+    /// Standard error, as the messages of a command to its user. Otherwise as [`Self::stderr`].
+    pub fn messages() -> Self {
+        Self::of_stderr(LineForm::Message)
+    }
+
+    fn of_stderr(form: LineForm) -> Self {
+        let journal = stderr_is_journal().then(SystemLog::journal).flatten();
+        journal.map_or_else(|| Self::Stderr { colored: stderr_is_colored(), form }, Self::System)
     }
 
     /// The file at `path`, created if need be.
@@ -164,8 +193,12 @@ impl LogTarget {
     /// Writes one line. Where a pipe or terminal has no room, waits for it while `go_on` says so.
     pub(super) fn write(&mut self, level: Level, time: &str, text: &str, go_on: &dyn Fn() -> bool) -> Result<(), Lost> {
         match self {
-            Self::Stderr { colored } => {
-                let line = if *colored { color(level, time, text) } else { format!("{time} {text}\n") };
+            Self::Stderr { colored, form } => {
+                let line = match (*form == LineForm::Message).then(|| message(level, text, *colored)).flatten() {
+                    Some(message) => message,
+                    None if *colored => color(level, time, text),
+                    None => format!("{time} {text}\n"),
+                };
                 write_all(io::stderr().as_fd(), line.as_bytes(), go_on)
             }
             Self::File(log) => log.write(format!("{time} {text}\n").as_bytes(), go_on),
@@ -248,6 +281,21 @@ fn write_all(fd: BorrowedFd<'_>, line: &[u8], go_on: &dyn Fn() -> bool) -> Resul
         }
     }
     Ok(())
+}
+
+/// An error or a warning as the message of a command, without level and module; `None` for lines of other levels.
+fn message(level: Level, text: &str, colored: bool) -> Option<String> {
+    let (word, code) = match level {
+        Level::ERROR => ("error", 31),
+        Level::WARN => ("warning", 33),
+        _ => return None,
+    };
+    let text = text.trim_start().split_once(": ").map_or(text, |(_, text)| text);
+    Some(if colored {
+        format!("ckfs: \x1b[1;{code}m{word}:\x1b[0m {text}\n")
+    } else {
+        format!("ckfs: {word}: {text}\n")
+    })
 }
 
 /// A line for a terminal: the time faint, the level in its colour.
@@ -334,6 +382,15 @@ mod tests {
         written.write(Level::INFO, "now", "text", &|| true).unwrap();
         written.remove_if_empty();
         assert_eq!(fs::read_to_string(&path).unwrap(), "now text\n");
+    }
+
+    #[test]
+    fn errors_and_warnings_of_a_command_are_messages() {
+        let warning = " WARN ckfs::service: a.safetensors: left out";
+        assert_eq!(message(Level::WARN, warning, false).unwrap(), "ckfs: warning: a.safetensors: left out\n");
+        assert_eq!(message(Level::ERROR, "ERROR ckfs::read: x", false).unwrap(), "ckfs: error: x\n");
+        assert!(message(Level::WARN, warning, true).unwrap().contains("33mwarning:"));
+        assert_eq!(message(Level::INFO, " INFO ckfs::read: x", false), None);
     }
 
     #[test]

@@ -30,8 +30,8 @@ mod wait_watch;
 
 pub use error::OpenError;
 pub use open::{
-    budget, cache_of_environment, check_sources, cores, enable_materialization, open_checkpoint, open_volume,
-    overrides, plan_views, volume_of,
+    FINDINGS, budget, cache_of_environment, check_sources, cores, enable_materialization, open_checkpoint, open_volume,
+    overrides, plan_views, quoted, volume_of,
 };
 pub use own_mount::advice as own_mount_advice;
 pub use requests::{Client, Handlers, Pending, Refuse, ReplySlot, Requests, Watchdog, panic_text, read_whole};

@@ -8,7 +8,7 @@ use std::{
     thread,
 };
 
-use ckfs_checkpoint::{Accepted, Checkpoint, OpenOptions, Unfinished, printable};
+use ckfs_checkpoint::{Accepted, Checkpoint, Container, OpenOptions, Unfinished, printable};
 use ckfs_config::{
     Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, ThreadCount, TimeLimit, ViewSettings,
 };
@@ -116,6 +116,9 @@ pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOp
     }
 }
 
+/// Whose words warnings about a source and its plans are in the log. A command that shows them itself turns them off.
+pub const FINDINGS: &str = "ckfs_findings";
+
 /// Opens the checkpoint that a configuration names, with every wait noted in `waits`. `config` gets the source as a complete path or
 /// with its revision, and the default layout of a checkpoint without a model's configuration.
 ///
@@ -155,8 +158,11 @@ pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result
     if let Some(files) = counted(&suspicious) {
         tracing::warn!("{files}: left out: safetensors that the index does not name");
     }
+    if options.training_state && checkpoint.container() == Container::Safetensors {
+        tracing::warn!("--training-state changes nothing: files of safetensors have weights alone");
+    }
     for warning in checkpoint.warnings() {
-        tracing::warn!("{}", printable(warning));
+        tracing::warn!(target: FINDINGS, "{}", printable(warning));
     }
     Ok(Arc::new(checkpoint))
 }
@@ -253,8 +259,8 @@ pub(super) fn remount_command(config: &Config) -> Option<String> {
     Some(format!("cp {point} ckfs.toml && ckfs umount {mountpoint} && ckfs mount --config ckfs.toml"))
 }
 
-/// A word quoted for the shell.
-fn quoted(word: &str) -> String {
+/// A word quoted for the shell, if that is needed.
+pub fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "/._-+@%:,=".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
         word.to_owned()
@@ -284,9 +290,9 @@ pub fn open_volume(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Vol
     for (name, warning) in plans.iter().flat_map(|view| view.plan.warnings.iter().map(|text| (&view.name, text))) {
         let warning = printable(warning);
         if name.is_empty() {
-            tracing::warn!("{warning}");
+            tracing::warn!(target: FINDINGS, "{warning}");
         } else {
-            tracing::warn!("view {name}: {warning}");
+            tracing::warn!(target: FINDINGS, "view {name}: {warning}");
         }
     }
     volume_of(&checkpoint, &plans, config)

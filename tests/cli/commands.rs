@@ -141,6 +141,7 @@ fn every_command_explains_itself_with_examples() {
         "run",
         "umount",
         "status",
+        "restart",
         "metrics",
         "plan",
         "explain",
@@ -250,7 +251,7 @@ fn all_problems_are_reported_at_once() {
 #[test]
 fn plan_states_dialect_devices_and_tensors() {
     let fixture = Fixture::new();
-    let text = fixture.run(&["plan", "model", "--mesh", "fsdp=2,tensor=3"]).ok().text();
+    let text = fixture.run(&["plan", "-v", "model", "--mesh", "fsdp=2,tensor=3"]).ok().text();
     for part in
         ["stablelm, 4 tensors", "fsdp=2,tensor=3: 6 devices", "layers.scanned.wq", "[2, 6, 4]", "[-,[tensor,fsdp],-]"]
     {
@@ -290,7 +291,8 @@ fn plan_and_explain_report_the_over_read() {
     let fixture = Fixture::new();
     write_down_projections(&fixture.path("down"));
     // A device has 2 KiB of each row, half a page; two neighbours together have whole pages.
-    let plan = |devices: &str| fixture.run(&["plan", "down", "--mesh", "tensor=8", "--devices", devices]).ok().text();
+    let plan =
+        |devices: &str| fixture.run(&["plan", "-v", "down", "--mesh", "tensor=8", "--devices", devices]).ok().text();
     let half = "256 KiB of the sources, 512 KiB in whole pages: 2.00 times";
     let all = plan("0-7");
     for line in [
@@ -309,7 +311,7 @@ fn plan_and_explain_report_the_over_read() {
     let union = "all listed devices together: 768 KiB of the sources, 1.5 MiB in whole pages: 2.00 times\n";
     assert!(apart.contains(&format!("dev1-2,5: each {half}\n")) && apart.contains(union), "{apart}");
     assert!(apart.contains("advice: devices that differ only in tensor use the same pages"), "{apart}");
-    let rows = fixture.run(&["plan", "down", "--mesh", "fsdp=8"]).ok().text();
+    let rows = fixture.run(&["plan", "-v", "down", "--mesh", "fsdp=8"]).ok().text();
     assert!(!rows.contains("over-read"), "{rows}");
     let json = fixture.run(&["plan", "down", "--mesh", "tensor=8", "--devices", "0-1", "--json"]).ok().json();
     let reads = |paged: u64| json!({"needed_bytes": 256 << 10, "paged_bytes": paged});
@@ -340,6 +342,60 @@ fn a_page_of_the_plan_is_one_file_beside_what_is_printed() {
     assert!(page.matches("<script").count() == 2 && page.contains("model.layers.0.self_attn.q_proj.weight"), "{page}");
     fixture.run(&["plan", "model", "--html", "-"]).fails(2, "-: expected the name of a file, such as plan.html");
     fixture.run(&["plan", "model", "--html", "/dev/null"]).fails(2, "/dev/null: is not a regular file");
+}
+
+#[test]
+fn a_plan_says_in_a_dozen_lines_what_matters() {
+    let fixture = Fixture::new();
+    let flags = ["plan", "model", "--mesh", "fsdp=2,tensor=3", "--no-mtp", "--renumber"];
+    let ran = fixture.run(&flags).ok();
+    let text = ran.text();
+    let keys: Vec<&str> = text.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    for key in ["source", "dialect", "layout", "mesh", "tensors", "per", "more", "next"] {
+        assert!(keys.contains(&key), "{key}: {text}");
+    }
+    assert!(text.lines().count() <= 13 && !text.contains("layers.scanned.wq"), "{text}");
+    assert!(text.contains("ckfs mount model MNT --mesh fsdp=2,tensor=3 --no-mtp --renumber\n"), "{text}");
+    // Each warning is said once: after a short plan, and in the text of a whole one.
+    let idle = ["--no-mtp changes nothing", "--renumber changes nothing"];
+    let said = ran.err.lines().filter(|line| line.starts_with("ckfs: warning: ")).count();
+    assert!(idle.iter().all(|text| ran.err.matches(text).count() == 1) && said == 2, "{}", ran.err);
+    let all = fixture.run(&[&["-v"], &flags[..]].concat()).ok();
+    for text in idle {
+        assert_eq!((all.text().matches(text).count(), all.err.matches(text).count()), (1, 0), "{}", all.err);
+    }
+    assert_eq!(fixture.run(&[&["-q"], &flags[..]].concat()).ok().err, "");
+}
+
+#[test]
+fn a_page_compares_meshes() {
+    let fixture = Fixture::new();
+    let ran = fixture.run(&["plan", "model", "--mesh", "fsdp=2", "--mesh=tensor=3", "--html", "both.html"]).ok();
+    let text = ran.text();
+    for line in ["view        fsdp=2\n", "view        tensor=3\n", "mesh        tensor=3: 3 devices"] {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+    let page = fs::read_to_string(fixture.path("both.html")).unwrap();
+    assert!(page.contains("\"name\":\"fsdp=2\"") && page.contains("\"name\":\"tensor=3\""));
+    let wrong = ["plan", "model", "--mesh", "fsdp=2", "--mesh", "fsdp", "--html", "none.html"];
+    fixture.run(&wrong).fails(2, "mesh: expected name=size, found \"fsdp\"");
+    assert!(!fixture.path("none.html").exists());
+}
+
+#[test]
+fn flags_that_change_nothing_are_named() {
+    let fixture = Fixture::new();
+    for (flag, why) in [
+        ("--dequantize", "no tensor of this source is quantized"),
+        ("--text-only", "the model has text alone"),
+        ("--no-mtp", "there are no layers of multi-token prediction"),
+        ("--renumber", "--layers leaves none out"),
+    ] {
+        let ran = fixture.run(&["plan", "model", flag]).ok();
+        assert!(ran.err.contains(&format!("ckfs: warning: {flag} changes nothing: {why}\n")), "{}", ran.err);
+    }
+    let ran = fixture.run(&["plan", "model", "--renumber", "--layers", "0..1"]).ok();
+    assert!(!ran.err.contains("changes nothing"), "{}", ran.err);
 }
 
 #[test]
@@ -549,10 +605,10 @@ fn unexpected_names_come_with_advice() {
 fn plan_lists_the_directories_that_a_mount_would_not_have() {
     let fixture = Fixture::new();
     let flags = ["plan", "model", "--mesh", "fsdp=4", "--layers", "1"];
-    let text = fixture.run(&flags).ok().text();
+    let text = fixture.run(&[&["-v"], &flags[..]].concat()).ok().text();
     let line = "not there   hf/: config.json cannot say which layers there are";
     assert!(text.lines().any(|found| found.starts_with(line)), "{text}");
-    let text = fixture.run(&[&flags[..4], &["--devices", "0-1"]].concat()).ok().text();
+    let text = fixture.run(&[&flags[..4], &["--devices", "0-1", "-v"]].concat()).ok().text();
     let line = "partial     safetensors/: only 2 of 4 devices are listed, and they do not hold every tensor whole";
     assert!(text.lines().any(|found| found.starts_with(line)), "{text}");
     let json = fixture.run(&[&flags[..4], &["--devices", "0-1", "--json"]].concat()).ok().json();
@@ -900,5 +956,6 @@ fn demo_runs_by_itself() {
     }
     let text = ran.ok().text();
     assert!(text.contains("safetensors/") && text.contains("no difference") && text.contains("Next"), "{text}");
+    assert!(text.lines().count() <= 25, "{text}");
     assert!(!fixture.path("demo").exists(), "cleaned up");
 }

@@ -405,7 +405,7 @@ fn plan_and_doctor_report_the_readers() {
         return;
     }
     let fixture = Fixture::new();
-    let plan = || text(&fixture.run(&["plan", "model"]).stdout);
+    let plan = || text(&fixture.run(&["plan", "-v", "model"]).stdout);
     assert!(plan().contains("readable by  everybody (0444)\n"), "{}", plan());
     fixture.set_files(ALICE, ML, 0o640);
     assert!(plan().contains(&format!("readable by  user {ALICE}, group {ML} (0440)\n")), "{}", plan());

@@ -19,7 +19,7 @@ import repos
 from mounting import run, same_bytes
 from reference import Mesh
 
-COMMANDS = ["mount", "umount", "status", "plan", "explain", "cat", "export", "verify", "doctor", "demo"]
+COMMANDS = ["mount", "umount", "status", "restart", "plan", "explain", "cat", "export", "verify", "doctor", "demo"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -249,6 +249,37 @@ def test_status(own, repo):
     run("umount", mounted.point)
     assert str(mounted.point) not in run("status", expect=None).out
     run("status", mounted.point, expect=1)
+
+
+def test_restart_mounts_anew_what_nobody_uses(fuse, fresh, tmp_path):
+    source, point = fresh("llama").path, tmp_path / "mnt"
+    point.mkdir()
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    assert "failing" in run("restart", tmp_path, expect=1).err
+    try:
+        run("mount", source, point, "--mesh", "fsdp=2", "--dtype", "f32", env=environment)
+        first = run("status", point, "--json").json()["mounts"][0]
+        embed = (point / "dev1/embed").read_bytes()
+        with open(point / "dev1/embed", "rb"):
+            refused = run("restart", point, expect=1, env=environment).err
+            assert str(os.getpid()) in refused or "in use" in refused, refused
+            assert run("status", point, "--json").json()["mounts"][0]["pid"] == first["pid"]
+        said = run("restart", point, "--wait", "10", env=environment).err
+        assert f"ckfs: mounted anew on {point}; " in said
+        second = run("status", point, "--json").json()["mounts"][0]
+        assert second["pid"] != first["pid"] and second["views"] == first["views"] and second["version"] == first["version"]
+        assert (point / "dev1/embed").read_bytes() == embed
+        # What cannot be mounted any more leaves the mount as it is.
+        config = source / "config.json"
+        text = config.read_text()
+        config.write_text("{")
+        try:
+            assert "the mount is left as it is" in run("restart", point, expect=1, env=environment).err
+        finally:
+            config.write_text(text)
+        assert run("status", point, "--json", expect=None).json()["mounts"][0]["pid"] == second["pid"]
+    finally:
+        mounting.detach(point)
 
 
 def test_demo(fuse, tmp_path):

@@ -122,7 +122,7 @@ def test_the_page_says_what_the_text_says(repo, tmp_path):
     del report["tensors"], reads["tensors"]
     assert report == {key: value for key, value in view.items() if key not in ("page", "more")}
     assert view["more"] == {} and view["page"]["more_devices"] == 0 and reads["advice"]
-    text = run("plan", source, *flags).out
+    text = run("plan", "-v", source, *flags).out
     assert "dev3 = fsdp=1,tensor=1" in text
     for reason in reads["reasons"]:
         assert reason["text"] in text and "tensor=2" in reason["mesh_axes"] + ["tensor=2"]
@@ -132,7 +132,7 @@ def test_the_page_says_what_the_text_says(repo, tmp_path):
 
 def test_text_and_json_are_printed_with_and_without_a_page(repo, tmp_path):
     source = repo("llama").path
-    for flags in ([], ["--json"]):
+    for flags in ([], ["--json"], ["-v"]):
         page = tmp_path / f"plan{len(flags)}.html"
         assert run("plan", source, *flags, "--html", page).out == run("plan", source, *flags).out
         assert page.stat().st_size > 10_000

@@ -9,6 +9,7 @@ use ckfs_tensor::DType;
 use serde_json::Value;
 
 use super::super::{
+    amount::human_bytes,
     printable::printable,
     problem::{Problem, Problems},
     quantization::Quantization,
@@ -205,11 +206,12 @@ impl Dialect {
             lines.push(format!("text model: {} (in {member})", self.text_model_type.as_deref().unwrap_or("unnamed")));
         }
         for (dtype, tensors, bytes) in &self.dtypes {
-            lines.push(format!("dtype {dtype}: {tensors} tensors, {bytes} bytes"));
+            lines.push(format!("dtype {dtype}: {tensors} tensors, {}", human_bytes(*bytes)));
         }
         for family in &self.families {
             let LayerFamily { prefix, word, layers, last, tensors, bytes } = family;
-            lines.push(format!("layers {prefix}{word}.0-{last}: {layers} layers, {tensors} tensors, {bytes} bytes"));
+            let bytes = human_bytes(*bytes);
+            lines.push(format!("layers {prefix}{word}.0-{last}: {layers} layers, {tensors} tensors, {bytes}"));
         }
         if let Some(declared) = self.declared_layers {
             lines.push(format!("layers configured: {declared}"));
@@ -249,7 +251,7 @@ impl Dialect {
 impl fmt::Display for Dialect {
     /// One line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut line = format!("{}, {} tensors, {} bytes", self.model(), self.tensors(), self.bytes());
+        let mut line = format!("{}, {} tensors, {}", self.model(), self.tensors(), human_bytes(self.bytes()));
         for (place, (dtype, ..)) in self.dtypes.iter().take(4).enumerate() {
             line.push_str(if place == 0 { " of " } else { "/" });
             line.push_str(dtype.code());

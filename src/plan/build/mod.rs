@@ -51,7 +51,7 @@ use super::{
     library::Model,
     lora, merge, modules,
     name_group::fold,
-    names, packed, shard, stored,
+    names, packed, select, shard, stored,
     survey::{devices, family, family_problem, missing_layers, no_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
@@ -69,6 +69,7 @@ impl Plan {
         let merged = merge::merged(checkpoint, &chosen, &mut warnings)?;
         let mut plan = build(merged.as_ref().unwrap_or(checkpoint), &chosen)?;
         plan.warnings.append(&mut warnings);
+        plan.warnings.extend(idle_flags(checkpoint, options));
         if let Some(rename) = options.unwrapping(checkpoint) {
             plan.warnings.push(format!(
                 "the names of the training state are shown without what matches '{}': --source-rename replaces this",
@@ -89,6 +90,31 @@ impl Plan {
         }
         Ok(plan)
     }
+}
+
+/// What is asked for and changes nothing of this checkpoint: a mistake, or a flag of another model.
+fn idle_flags(checkpoint: &Checkpoint, options: &ViewOptions) -> Vec<String> {
+    let (subset, dialect) = (&options.subset, checkpoint.dialect());
+    let has_tower = || checkpoint.tensors().any(|(_, info)| select::is_tower(info.name));
+    let has_predictor = || {
+        dialect.mtp_named
+            || !dialect.mtp_layers.is_empty()
+            || checkpoint.tensors().any(|(_, info)| select::is_predictor(info.name))
+    };
+    let selects = subset.layers.is_some() || !subset.include.is_empty() || !subset.exclude.is_empty();
+    let rows = [
+        (
+            options.dequantize.is_some() && dialect.quantization.is_none(),
+            "--dequantize changes nothing: no tensor of this source is quantized",
+        ),
+        (subset.no_mtp && !has_predictor(), "--no-mtp changes nothing: there are no layers of multi-token prediction"),
+        (
+            subset.text_only && dialect.text_config.is_none() && !has_tower(),
+            "--text-only changes nothing: the model has text alone",
+        ),
+        (subset.renumber && !selects, "--renumber changes nothing: --layers leaves none out"),
+    ];
+    rows.into_iter().filter(|(is_idle, _)| *is_idle).map(|(_, text)| text.to_owned()).collect()
 }
 
 /// Whether any tensor is made from the repository that fills what the checkpoint lacks.

@@ -1,4 +1,4 @@
-//! The report of a plan: as text for `ckfs plan` and `.ckfs/plan.txt`, as JSON, and as a page.
+//! The report of a plan: as a summary for `ckfs plan`, as text for `ckfs plan -v` and `.ckfs/plan.txt`, as JSON, and as a page.
 
 mod advice;
 mod amounts;
@@ -7,10 +7,12 @@ mod groups;
 mod html;
 mod json;
 mod leaf;
+mod summary;
 mod text;
 
 pub use amounts::{human_bytes, percent, reads_text};
 pub use effects::bytes_per_device;
 pub use html::html;
 pub use json::{Report, ViewReport};
+pub use summary::{SummaryRow, summary};
 pub use text::{text, view_text};

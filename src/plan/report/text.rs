@@ -29,7 +29,7 @@ const TENSORS_SHOWN: usize = 5;
 const COORDINATES_IN_LINE: usize = 4;
 
 /// Numbers of devices, with runs as `0-7`.
-fn device_ranges(devices: &[u64]) -> String {
+pub(super) fn device_ranges(devices: &[u64]) -> String {
     let runs = devices.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
         [first, .., last] => format!("{first}-{last}"),
         [] | [_] => run.iter().map(u64::to_string).collect(),

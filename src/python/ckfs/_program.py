@@ -36,8 +36,8 @@ def program() -> str:
     raise FileNotFoundError("no program ckfs in this Python environment or in PATH; set CKFS_BIN")
 
 
-# A line of the program's log: time, level, module, message.
-_WARNING = re.compile(r"\S+Z +WARN [\w:]+: (.*)")
+# What the program tells its user on standard error.
+_WARNING = re.compile(r"ckfs: warning: (.*)")
 
 
 def _failed(stderr: bytes, code: int) -> Error:
@@ -61,7 +61,7 @@ def _run(*words: str) -> str:
 
 
 def _warn(line: str) -> bool:
-    """Whether a line of the log is a warning. It is then one of the caller of this package."""
+    """Whether a line is a warning. It is then one of the caller of this package."""
     found = _WARNING.match(line)
     if found:
         warnings.warn(found[1], PlanWarning, stacklevel=4)
@@ -78,11 +78,8 @@ def plan(source: str | os.PathLike[str] | None = None, /, **settings: Unpack[Mou
     Raises `PlanError` with all problems of the source and of the view, `UsageError` for a refused setting.
     """
     words = _words("plan", settings, source)
-    found = Plan(json.loads(_run(words[0], "--json", *words[1:])))
-    for view in found["views"]:
-        for text in view["warnings"]:
-            warnings.warn(text, PlanWarning, stacklevel=2)
-    return found
+    # The program says the warnings of the document on standard error, too.
+    return Plan(json.loads(_run(words[0], "--json", *words[1:])))
 
 
 class Mount(os.PathLike[str]):

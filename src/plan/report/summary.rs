@@ -1,0 +1,161 @@
+//! The report in a dozen rows: what to know before a mount. [`super::text`] has all of it.
+
+use ckfs_checkpoint::{Checkpoint, FileRole};
+use ckfs_tensor::Reads;
+
+use super::{
+    super::{Layout, NameGroup, Plan, PlannedTensor, amplification::Amplification, select},
+    advice::exceeds,
+    amounts::{factor, human_bytes, percent},
+    effects::{axis_effects, bytes_per_device},
+    text::device_ranges,
+};
+
+/// Names that a row lists.
+const NAMES_SHOWN: usize = 3;
+
+/// A row: what it is about, and what there is to say.
+pub type SummaryRow = (&'static str, String);
+
+/// The rows of a source and of its views, each under its name.
+pub fn summary<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a str, &'a Plan)>) -> Vec<SummaryRow> {
+    let mut rows = source_rows(checkpoint);
+    for (name, plan) in views {
+        if !name.is_empty() {
+            rows.push(("view", name.to_owned()));
+        }
+        view_rows(checkpoint, plan, &mut rows);
+    }
+    rows
+}
+
+fn source_rows(checkpoint: &Checkpoint) -> Vec<SummaryRow> {
+    let mut rows = vec![("source", checkpoint.label().to_owned()), ("dialect", checkpoint.dialect().to_string())];
+    let ignored = checkpoint.files().iter().filter(|file| matches!(file.role, FileRole::Ignored(_)));
+    let names: Vec<&str> = ignored.map(|file| file.path.as_str()).collect();
+    if !names.is_empty() {
+        let files = if names.len() == 1 { "file" } else { "files" };
+        rows.push(("left out", format!("{} {files}: {}", names.len(), listed(&names))));
+    }
+    rows
+}
+
+/// The first of some names, and how many more there are.
+fn listed(names: &[&str]) -> String {
+    let shown = names.iter().take(NAMES_SHOWN).copied().collect::<Vec<_>>().join(", ");
+    if names.len() > NAMES_SHOWN { format!("{shown} and {} more", names.len() - NAMES_SHOWN) } else { shown }
+}
+
+/// How many tensors have these names, and the first of them.
+fn named(groups: &[NameGroup]) -> String {
+    let count: u64 = groups.iter().map(|group| group.count).sum();
+    let names: Vec<&str> = groups.iter().map(|group| group.name.as_str()).collect();
+    format!("{count} {}: {}", if count == 1 { "tensor" } else { "tensors" }, listed(&names))
+}
+
+fn view_rows(checkpoint: &Checkpoint, plan: &Plan, rows: &mut Vec<SummaryRow>) {
+    let total: u64 = plan.bundle().map(PlannedTensor::bytes).sum();
+    let family = plan.family.as_deref().map_or_else(String::new, |name| format!(", family {name}"));
+    let layers = match (&plan.layout, plan.unscanned) {
+        (Layout::Canonical | Layout::Hf, true) => ", layers unscanned",
+        (Layout::Canonical | Layout::Hf, false) => ", layers scanned",
+        (Layout::Stored | Layout::Embedded(_) | Layout::File(_), _) => "",
+    };
+    let dtype = plan.dtype.map_or_else(|| "dtype as stored".to_owned(), |dtype| format!("{dtype} for all floats"));
+    rows.push(("layout", format!("{}{family}{layers}; {dtype}", plan.layout.name())));
+    value_rows(plan, rows);
+    rows.push(("mesh", mesh(plan, total)));
+    if !plan.whole.names.is_empty() {
+        rows.push(("whole", format!("on every device, {}", named(&plan.whole.names))));
+    }
+    rows.push(("tensors", format!("{}, {} unsharded", plan.bundle().count(), human_bytes(total))));
+    let held = bytes_per_device(plan);
+    let (least, most) = (held.iter().min().copied().unwrap_or(0), held.iter().max().copied().unwrap_or(0));
+    rows.push((
+        "per device",
+        if least == most {
+            format!("{} ({})", human_bytes(most), percent(most, total))
+        } else {
+            format!("{} to {} ({})", human_bytes(least), human_bytes(most), percent(most, total))
+        },
+    ));
+    rows.extend(over_read(checkpoint, plan).map(|text| ("over-read", text)));
+    finding_rows(plan, rows);
+}
+
+/// What is decoded, quantized, kept or dropped.
+fn value_rows(plan: &Plan, rows: &mut Vec<SummaryRow>) {
+    if !plan.kept.is_empty() {
+        rows.push(("kept", format!("as stored, float32 in the model's own code, {}", named(&plan.kept))));
+    }
+    let decoded: Vec<String> =
+        plan.decoded.iter().map(|row| format!("{} {} tensors", row.tensors, row.scheme)).collect();
+    if !decoded.is_empty() {
+        rows.push(("decoded", decoded.join(", ")));
+    }
+    if !plan.dropped.is_empty() {
+        rows.push(("dropped", format!("no decoder reads {}", named(&plan.dropped))));
+    }
+    if let Some(chosen) = &plan.quantized {
+        let count = |groups: &[NameGroup]| groups.iter().map(|group| group.count).sum::<u64>();
+        let quantized: u64 = chosen.quantized.iter().map(|(_, _, groups)| count(groups)).sum();
+        let left: u64 = chosen.left.iter().map(|(_, _, groups)| count(groups)).sum();
+        rows.push(("quantized", format!("{}: {quantized} tensors; {left} as they are", chosen.scheme)));
+    }
+}
+
+/// The mesh, and how much of the bytes each axis splits.
+fn mesh(plan: &Plan, total: u64) -> String {
+    if plan.mesh.axes().is_empty() {
+        return "none: 1 device".to_owned();
+    }
+    let (all, listed) = (plan.mesh.devices(), plan.devices.len() as u64);
+    let some = if listed == all { String::new() } else { format!(", {listed} listed") };
+    let splits: Vec<String> = axis_effects(plan)
+        .into_iter()
+        .map(|axis| format!("{} splits {} of the bytes", axis.name, percent(axis.bytes, total)))
+        .collect();
+    format!("{}: {all} devices{some}; {}", plan.mesh, splits.join(", "))
+}
+
+/// The devices with the most excess reads, and all listed ones together, if there are any.
+fn over_read(checkpoint: &Checkpoint, plan: &Plan) -> Option<String> {
+    let amplification = Amplification::of(checkpoint, plan);
+    let exceeding = amplification.devices.iter().filter(|reads| exceeds(**reads));
+    let worst = exceeding.max_by_key(|reads| super::amounts::hundredths(**reads)).copied()?;
+    let alike = |reads: Reads| factor(reads) == factor(worst);
+    let devices: Vec<u64> =
+        plan.devices.iter().zip(&amplification.devices).filter(|(_, reads)| alike(**reads)).map(|(d, _)| *d).collect();
+    let together = if plan.devices.len() > 1 {
+        format!("; all listed devices together {} times", factor(amplification.union))
+    } else {
+        String::new()
+    };
+    let devices = if devices.len() == plan.devices.len() && devices.len() > 1 {
+        "each device".to_owned()
+    } else {
+        format!("dev{}", device_ranges(&devices))
+    };
+    Some(format!("{devices} {} times in whole pages{together}", factor(worst)))
+}
+
+/// Names that are missing, unexpected or left out, and differences between layers.
+fn finding_rows(plan: &Plan, rows: &mut Vec<SummaryRow>) {
+    if !plan.missing.is_empty() {
+        rows.push(("missing", named(&plan.missing)));
+    }
+    if !plan.unexpected.is_empty() {
+        rows.push(("unexpected", named(&plan.unexpected)));
+    }
+    if let [first, rest @ ..] = plan.holes.as_slice() {
+        let more = if rest.is_empty() { String::new() } else { format!(", and {} more differences", rest.len()) };
+        rows.push(("layers", format!("{first}{more}")));
+    }
+    if !plan.left_out.is_empty() {
+        let count: u64 = plan.left_out.iter().map(|group| group.count).sum();
+        let mut roots: Vec<String> = plan.left_out.iter().map(|group| select::root(&group.name)).collect();
+        roots.dedup();
+        let roots: Vec<&str> = roots.iter().map(String::as_str).collect();
+        rows.push(("left out", format!("{count} tensors of the repository: {}", listed(&roots))));
+    }
+}
