@@ -1,5 +1,8 @@
 //! The `ckfs` program; everything is in the library's [`ckfs::cli`].
 
+#[cfg(target_env = "musl")]
+mod compare_bytes;
+
 /// The allocator of static programs: that of musl has one lock for all threads.
 #[cfg(target_env = "musl")]
 #[global_allocator]

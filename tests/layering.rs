@@ -22,7 +22,8 @@ const ONLY_IN: [(&str, &[&str]); 8] = [
 ];
 
 /// Every file that may hold `unsafe`, relative to `src`. A new one is a decision, not an accident.
-const UNSAFE_FILES: [&str; 20] = [
+const UNSAFE_FILES: [&str; 21] = [
+    "compare_bytes.rs",
     "fuse/mounts/mount_id.rs",
     "fuse/mounts/mounted.rs",
     "fuse/mounts/passed.rs",

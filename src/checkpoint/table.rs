@@ -287,9 +287,9 @@ impl TensorTable {
 
     /// Sorted by row as well, so that repeated names have a fixed order.
     fn sort(&mut self) {
-        let mut by_name = std::mem::take(&mut self.by_name);
-        by_name.par_sort_unstable_by(|left, right| self.name(*left).cmp(self.name(*right)).then(left.cmp(right)));
-        self.by_name = by_name;
+        let mut named: Vec<(&str, u32)> = self.by_name.iter().map(|row| (self.name(*row), *row)).collect();
+        named.par_sort_unstable();
+        self.by_name = named.into_iter().map(|(_, row)| row).collect();
     }
 
     /// This table, which must have no decoded tensors yet, with more stored tensors that are not shown. The ids of its boxes change.

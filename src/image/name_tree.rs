@@ -62,8 +62,9 @@ struct NodeBuilder<'a> {
 }
 
 impl<'a> NameTreeBuilder<'a> {
-    fn new() -> Self {
-        Self { nodes: vec![NodeBuilder::new(0, "".into())], by_name: HashMap::new() }
+    /// A tree of about this many tensors.
+    fn new(tensors: usize) -> Self {
+        Self { nodes: vec![NodeBuilder::new(0, "".into())], by_name: HashMap::with_capacity(tensors) }
     }
 
     fn node(&self, at: u32) -> &NodeBuilder<'a> {
@@ -99,7 +100,7 @@ impl NameTree {
     /// Every name that is too long, used twice, or both a file and a directory.
     pub(super) fn new(plan: &Plan, suffix: &str, shown: impl Fn(&PlannedTensor) -> bool) -> Result<Self, Vec<Problem>> {
         let mut problems = Vec::new();
-        let mut builder = NameTreeBuilder::new();
+        let mut builder = NameTreeBuilder::new(plan.tensors.len());
         // Tensors are sorted by name, so most are in the directory of the previous one.
         let mut before: Vec<(Cow<'_, str>, u32)> = Vec::new();
         let mut names_bytes = 0;

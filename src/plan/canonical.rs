@@ -7,11 +7,11 @@
 //! directory. A name that is nevertheless a directory, because another tensor's name continues it with a dot, ends in
 //! `_self`.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, fmt::Write as _, ops::Range, sync::Arc};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::Mesh;
-use ckfs_tensor::{DType, RANK_MAX, TensorId, View};
+use ckfs_tensor::{RANK_MAX, TensorId, View};
 use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
 
@@ -26,23 +26,21 @@ use super::{
     family::{Family, Generic, Role},
     member, names,
     naming::{self, Parsed, SELF_WORD},
+    parsed::{ParsedName, ParsedNames},
     problem::Problem,
     select,
     styles::{ModelPlans, Style},
     values::Values,
 };
 
-/// Tensors that one thread names at a time.
-const NAMED_TOGETHER: usize = 1024;
-
-/// A part of a source tensor, and its name in the layout.
+/// How parts of source tensors are named that differ only in their layers and experts, and what such a part is.
 #[derive(Clone, Debug)]
-struct NamedPart {
-    id: TensorId,
+struct PartKind {
     /// Output prefix, with its final dot.
     prefix: String,
-    layer: Option<u64>,
-    expert: Option<u64>,
+    /// Whether its tensors are in layers, and whether they are of single experts.
+    in_layer: bool,
+    single: bool,
     /// Name within the layer, or of the whole tensor; `*` stands for the expert's number.
     rest: String,
     /// Whether a final `weight` was dropped from `rest`.
@@ -55,27 +53,94 @@ struct NamedPart {
     experts: Option<usize>,
 }
 
+/// A part of a source tensor, and the numbers in its name.
+#[derive(Clone, Copy, Debug)]
+struct NamedPart {
+    id: TensorId,
+    /// Number of its kind.
+    kind: u32,
+    layer: Option<u64>,
+    expert: Option<u64>,
+}
+
+/// The parts that a layout shows.
+#[derive(Debug, Default)]
+struct NamedParts {
+    kinds: Vec<PartKind>,
+    parts: Vec<NamedPart>,
+}
+
 /// The common attributes of a tensor in all layers and experts: prefix, rest, and whether it has a layer and an expert.
-type NameKind<'a> = (&'a str, &'a str, bool, bool);
+type KindName<'a> = (&'a str, &'a str, bool, bool);
 
-impl NamedPart {
-    fn unscanned(&self) -> String {
-        let rest = naming::with_expert(&self.rest, self.expert);
-        self.layer
-            .map_or_else(|| format!("{}{rest}", self.prefix), |layer| format!("{}layers.{layer}.{rest}", self.prefix))
-    }
-
+impl PartKind {
     /// The name within the layer, for a stack over experts.
     fn collapsed(&self) -> String {
-        naming::without_expert(&self.rest, self.expert.is_some())
+        naming::without_expert(&self.rest, self.single)
     }
 
-    fn kind(&self) -> NameKind<'_> {
-        (&self.prefix, &self.rest, self.layer.is_some(), self.expert.is_some())
+    fn name(&self) -> KindName<'_> {
+        (&self.prefix, &self.rest, self.in_layer, self.single)
     }
 
     fn scanned(&self) -> Option<String> {
-        self.layer.map(|_| format!("{}layers.scanned.{}", self.prefix, self.collapsed()))
+        self.in_layer.then(|| format!("{}layers.scanned.{}", self.prefix, self.collapsed()))
+    }
+}
+
+impl NamedParts {
+    fn kind(&self, part: &NamedPart) -> &PartKind {
+        &self.kinds[part.kind as usize]
+    }
+
+    fn unscanned(&self, part: &NamedPart) -> String {
+        let kind = self.kind(part);
+        let mut name = String::with_capacity(kind.prefix.len() + kind.rest.len() + 16);
+        name.push_str(&kind.prefix);
+        if let Some(layer) = part.layer {
+            // Writing to a text cannot fail.
+            _ = write!(name, "layers.{layer}.");
+        }
+        naming::push_with_expert(&mut name, &kind.rest, part.expert);
+        name
+    }
+
+    /// The names of all parts.
+    fn all_unscanned(&self) -> Vec<String> {
+        self.parts.par_iter().map(|part| self.unscanned(part)).collect()
+    }
+
+    /// Adds the parts of all tensors. Those of one kind of names and of one shape are named once.
+    fn add(&mut self, namer: &Namer<'_>, names: &ParsedNames<'_>, problems: &mut Vec<Problem>) {
+        let mut known: HashMap<(u32, &[u64]), Range<u32>> = HashMap::new();
+        self.parts.reserve(names.names().len());
+        for ((id, info), name) in namer.checkpoint.tensors().zip(names.names()) {
+            let kinds = match known.get(&(name.kind, info.shape)) {
+                Some(kinds) => kinds.clone(),
+                None => match namer.name(info.name, &names.kind(name).parsed, info.shape) {
+                    Ok(kinds) => {
+                        let kinds = self.push_kinds(kinds);
+                        known.insert((name.kind, info.shape), kinds.clone());
+                        kinds
+                    }
+                    // Problems name the tensor.
+                    Err(problem) => {
+                        problems.push(problem);
+                        continue;
+                    }
+                },
+            };
+            let (layer, expert) = (names.layer(name), names.expert(name));
+            self.parts.extend(kinds.map(|kind| NamedPart { id, kind, layer, expert }));
+        }
+    }
+
+    /// Adds kinds. Returns their numbers.
+    fn push_kinds(&mut self, kinds: Vec<PartKind>) -> Range<u32> {
+        let number = |kinds: usize| u32::try_from(kinds).expect("there are fewer than 2^32 kinds of tensors");
+        let first = number(self.kinds.len());
+        self.kinds.extend(kinds);
+        first..number(self.kinds.len())
     }
 }
 
@@ -106,47 +171,27 @@ pub(super) struct Tabled {
 /// # Errors
 /// All problems found.
 pub(super) fn drafts(
-    checkpoint: &Checkpoint,
+    (checkpoint, names): (&Checkpoint, &ParsedNames<'_>),
     family: Option<Family>,
     generic: Generic,
     (values, order): (&Values<'_>, Option<Order>),
     (whole, mesh): (&Checkpoint, &Mesh),
 ) -> Result<Tabled, Vec<Problem>> {
     let mut problems = Vec::new();
-    let tensors: Vec<_> = checkpoint.tensors().collect();
-    let parsed: Vec<Parsed> = tensors.par_iter().map(|(_, info)| naming::parse(info.name, &generic.words)).collect();
-    let stems_of = |parsed: &[Parsed]| -> HashSet<String> {
-        let in_layers = parsed.iter().filter(|parsed| parsed.layer.is_some());
-        in_layers.map(|parsed| naming::split_suffix(&parsed.rest).0.to_owned()).collect()
-    };
-    let stems: Vec<_> = parsed.par_chunks(NAMED_TOGETHER).map(stems_of).collect();
-    let stems = stems.into_iter().flatten().collect();
+    let in_layers = names.kinds().iter().filter(|kind| kind.parsed.layer.is_some());
+    let stems = in_layers.map(|kind| naming::split_suffix(&kind.parsed.rest).0.to_owned()).collect();
     let mut namer = Namer::new((checkpoint, order), family, generic, stems);
     namer.find_blocks_of(whole, mesh, true);
-    let parts: Vec<_> = tensors
-        .par_chunks(NAMED_TOGETHER)
-        .zip(parsed.par_chunks(NAMED_TOGETHER))
-        .map(|(tensors, parsed)| {
-            let (mut named, mut problems) = (Vec::with_capacity(tensors.len()), Vec::new());
-            for ((id, info), parsed) in tensors.iter().zip(parsed) {
-                problems.extend(namer.name(*id, info.name, parsed, info.shape, &mut named).err());
-            }
-            (named, problems)
-        })
-        .collect();
-    let mut named = Vec::with_capacity(tensors.len());
-    for (part, found) in parts {
-        named.extend(part);
-        problems.extend(found);
+    let mut named = NamedParts::default();
+    named.add(&namer, names, &mut problems);
+    let mut predictors = HashSet::new();
+    if let Some((prefix, first)) = select::predicting(checkpoint, names, namer.family.as_ref()) {
+        let predicts = |name: &ParsedName| names.kind(name).parsed.prefix == prefix && names.layer(name) >= Some(first);
+        let all = checkpoint.tensors().zip(names.names());
+        predictors.extend(all.filter(|(_, name)| predicts(name)).map(|((id, _), _)| id));
     }
-    let predicting = select::predicting(checkpoint, namer.family.as_ref());
-    let is_predictor = |parsed: &Parsed| {
-        predicting.as_ref().is_some_and(|(prefix, first)| parsed.prefix == *prefix && parsed.layer >= Some(*first))
-    };
-    let all = tensors.iter().zip(&parsed);
-    let predictors = all.filter(|(_, parsed)| is_predictor(parsed)).map(|((id, _), _)| *id).collect();
-    let names = resolve_collisions(checkpoint, &mut named);
-    let mut drafts = build(&named, names, values, &predictors, &mut problems);
+    let unscanned = resolve_collisions(checkpoint, &mut named);
+    let mut drafts = build(&named, unscanned, values, &predictors, &mut problems);
     if let Some(alias) = tied_head(checkpoint, &named, &drafts) {
         drafts.push(alias);
     }
@@ -206,19 +251,19 @@ fn named_drafts(
     let mut experts: HashMap<(String, String), u64> = HashMap::new();
     let mut single = Vec::new();
     for (name, view) in tensors {
-        let mut named = Vec::new();
+        let mut kinds = Vec::new();
         let parsed = naming::parse(&name, &namer.generic.words);
-        // The parts of a fused tensor are not shown here: their ids have no meaning.
+        // The parts of a fused tensor are not shown here.
         let view = view.and_then(|view| {
-            let extents = view.shape().extents();
-            namer.name(TensorId(0), &name, &parsed, extents, &mut named).map(|()| view.clone())
+            kinds = namer.name(&name, &parsed, view.shape().extents())?;
+            Ok(view)
         });
-        match (view, named.first()) {
-            (Ok(view), Some(named)) => {
-                let block = named.block.clone();
-                let roles = Roles { tp: named.tp, block, experts: named.experts, ..Roles::default() };
-                if let Some(expert) = named.expert {
-                    let key = (named.prefix.clone(), named.rest.clone());
+        match (view, kinds.first()) {
+            (Ok(view), Some(kind)) => {
+                let block = kind.block.clone();
+                let roles = Roles { tp: kind.tp, block, experts: kind.experts, ..Roles::default() };
+                if let Some(expert) = parsed.expert {
+                    let key = (kind.prefix.clone(), kind.rest.clone());
                     let count = experts.entry(key.clone()).or_default();
                     *count = (*count).max(expert + 1);
                     single.push((drafts.len(), expert, key));
@@ -284,7 +329,7 @@ impl<'c> Namer<'c> {
             let base = naming::words_of(&starred).count() - words;
             let base = naming::words_of(&starred).take(base).collect::<Vec<_>>().join(".");
             let (prefix, stem) = (parsed.prefix.as_str(), naming::group_name(stem));
-            Module { base, prefix, layer: parsed.layer, stem, suffix, shape, is_tower: select::is_tower(name) }
+            Module { base, prefix, layer: parsed.layer, stem, suffix, shape, is_tower: naming::is_tower(name) }
         });
         self.plans = ModelPlans::of(self.checkpoint);
         let role = |prefix: &str, stem: &str, shape: &[u64]| {
@@ -367,19 +412,16 @@ impl<'c> Namer<'c> {
         Some(if order == own { role } else { role.turned() })
     }
 
-    fn name(
-        &self,
-        id: TensorId,
-        name: &str,
-        parsed: &Parsed,
-        shape: &[u64],
-        named: &mut Vec<NamedPart>,
-    ) -> Result<(), Problem> {
-        let mut out = NamedPart {
-            id,
+    /// The kinds of the parts that a tensor of this name and shape is shown as. Tensors of one kind of names and of one shape have the
+    /// same.
+    ///
+    /// # Errors
+    /// A problem that names the tensor.
+    fn name(&self, name: &str, parsed: &Parsed, shape: &[u64]) -> Result<Vec<PartKind>, Problem> {
+        let mut out = PartKind {
             prefix: String::new(),
-            layer: parsed.layer,
-            expert: parsed.expert,
+            in_layer: parsed.layer.is_some(),
+            single: parsed.expert.is_some(),
             rest: String::new(),
             weight_dropped: false,
             part: None,
@@ -396,7 +438,7 @@ impl<'c> Namer<'c> {
                 let stem = if suffix.is_empty() { &parsed.rest } else { naming::split_suffix(&parsed.rest).0 };
                 (out.tp, out.block) = self.cut(parsed, (stem, suffix), Some(&role), shape.len());
                 if splits {
-                    return self.split(&role, suffix, name, shape, &out, named);
+                    return self.split(&role, suffix, name, shape, &out);
                 }
                 let short = role.short.expect("a role that does not split has a short name here");
                 out.rest = match suffix {
@@ -404,8 +446,7 @@ impl<'c> Namer<'c> {
                     "bias" => role.bias.unwrap_or_else(|| format!("{short}_bias")),
                     _ => format!("{short}{}", suffix.strip_prefix("weight").unwrap_or(suffix)),
                 };
-                named.push(out);
-                return Ok(());
+                return Ok(vec![out]);
             }
         }
         let (stem, suffix) = naming::split_suffix(&parsed.rest);
@@ -418,8 +459,7 @@ impl<'c> Namer<'c> {
         } else {
             out.rest = self.out_prefix(rest);
         }
-        named.push(out);
-        Ok(())
+        Ok(vec![out])
     }
 
     fn split(
@@ -428,9 +468,8 @@ impl<'c> Namer<'c> {
         suffix: &str,
         name: &str,
         shape: &[u64],
-        whole: &NamedPart,
-        named: &mut Vec<NamedPart>,
-    ) -> Result<(), Problem> {
+        whole: &PartKind,
+    ) -> Result<Vec<PartKind>, Problem> {
         let shares = role.split.iter().map(|(_, share)| {
             let number = share.parse().ok().or_else(|| member::config_number(self.checkpoint, share));
             number.ok_or_else(|| Problem::Config { name: name.to_owned(), member: share.clone() })
@@ -452,47 +491,52 @@ impl<'c> Namer<'c> {
             return Err(Problem::Split { name: name.to_owned(), axis, shape, shares });
         };
         let mut start = 0;
-        for ((short, _), part) in role.split.iter().zip(parts) {
+        let kind = |((short, _), part): (&(String, String), u64)| {
             let stop = start + part;
             let rest = if suffix == "bias" { short.replacen('w', "b", 1) } else { short.clone() };
-            named.push(NamedPart { rest, part: Some((axis, start, stop)), ..whole.clone() });
+            let kind = PartKind { rest, part: Some((axis, start, stop)), ..whole.clone() };
             start = stop;
-        }
-        Ok(())
+            kind
+        };
+        Ok(role.split.iter().zip(parts).map(kind).collect())
     }
 }
 
 /// Restores the dropped parts of names where two names would otherwise collide. A final `weight` is restored where the
 /// name is also a directory, and everything where two tensors would have one name. A name that is a directory even then
 /// gets a word of its own. Returns the unscanned names.
-fn resolve_collisions(checkpoint: &Checkpoint, named: &mut [NamedPart]) -> Vec<String> {
-    let mut found = directories(named);
+fn resolve_collisions(checkpoint: &Checkpoint, named: &mut NamedParts) -> Vec<String> {
+    let found = directories(named);
     if !found.is_empty() {
-        for n in named.iter_mut().filter(|n| n.weight_dropped) {
-            if paths(n.kind()).iter().any(|path| found.contains(path)) {
-                n.rest.push_str(".weight");
+        for kind in named.kinds.iter_mut().filter(|kind| kind.weight_dropped) {
+            if paths(kind.name()).iter().any(|path| found.contains(path)) {
+                kind.rest.push_str(".weight");
             }
         }
     }
-    let unscanned: Vec<String> = named.par_iter().map(NamedPart::unscanned).collect();
+    let unscanned = named.all_unscanned();
     let several = repeated(&unscanned);
     if found.is_empty() && several.is_empty() {
         drop(several);
         return unscanned;
     }
-    for (n, name) in named.iter_mut().zip(&unscanned).filter(|(n, _)| n.part.is_none()) {
-        if several.contains(name.as_str()) {
-            (n.prefix, n.layer, n.expert) = (String::new(), None, None);
-            checkpoint.tensor(n.id).name.clone_into(&mut n.rest);
+    for (at, _) in unscanned.iter().enumerate().filter(|(_, name)| several.contains(name.as_str())) {
+        let part = named.parts[at];
+        let kind = named.kind(&part);
+        if kind.part.is_none() {
+            let (prefix, rest) = (String::new(), checkpoint.tensor(part.id).name.to_owned());
+            let own = PartKind { prefix, in_layer: false, single: false, rest, ..kind.clone() };
+            let kind = named.push_kinds(vec![own]).start;
+            named.parts[at] = NamedPart { id: part.id, kind, layer: None, expert: None };
         }
     }
-    found = directories(named);
-    for n in named.iter_mut().filter(|_| !found.is_empty()) {
-        if paths(n.kind()).iter().any(|path| found.contains(path)) {
-            n.rest = format!("{}.{SELF_WORD}", n.rest);
+    let found = directories(named);
+    for kind in named.kinds.iter_mut().filter(|_| !found.is_empty()) {
+        if paths(kind.name()).iter().any(|path| found.contains(path)) {
+            kind.rest = format!("{}.{SELF_WORD}", kind.rest);
         }
     }
-    named.par_iter().map(NamedPart::unscanned).collect()
+    named.all_unscanned()
 }
 
 /// The names that occur more than once.
@@ -503,10 +547,13 @@ fn repeated(names: &[String]) -> HashSet<&str> {
 
 /// The paths of names that other names continue. They are alike in all layers, so that these still stack. Layers and
 /// experts are many, but the kinds of their names are few.
-fn directories(named: &[NamedPart]) -> HashSet<String> {
-    let parts: Vec<HashSet<NameKind<'_>>> =
-        named.par_chunks(NAMED_TOGETHER).map(|part| part.iter().map(NamedPart::kind).collect()).collect();
-    let kinds: HashSet<NameKind<'_>> = parts.into_iter().flatten().collect();
+fn directories(named: &NamedParts) -> HashSet<String> {
+    let mut is_used = vec![false; named.kinds.len()];
+    for part in &named.parts {
+        is_used[part.kind as usize] = true;
+    }
+    let used = named.kinds.iter().zip(is_used).filter(|(_, is_used)| *is_used);
+    let kinds: HashSet<KindName<'_>> = used.map(|(kind, _)| kind.name()).collect();
     let all: BTreeSet<String> = kinds.into_iter().flat_map(paths).collect();
     let holds = |(path, next): &(&String, &String)| next.starts_with(path.as_str());
     all.iter().zip(all.iter().skip(1)).filter(holds).map(|(path, _)| path.clone()).collect()
@@ -514,13 +561,13 @@ fn directories(named: &[NamedPart]) -> HashSet<String> {
 
 /// The paths at which tensors of a kind would be directories, without layer numbers: one by one, and stacked over
 /// experts.
-fn paths((prefix, rest, in_layer, single): NameKind<'_>) -> [String; 2] {
+fn paths((prefix, rest, in_layer, single): KindName<'_>) -> [String; 2] {
     let stem = format!("{prefix}{}", if in_layer { "layers." } else { "" });
     [format!("{stem}{rest}."), format!("{stem}{}.", naming::without_expert(rest, single))]
 }
 
-/// The members of stacks, by prefix and name of the tensor.
-type StackGroups<'a> = HashMap<(&'a str, &'a str), Vec<StackMember>>;
+/// The members of stacks, with prefix and name of the tensor.
+type StackGroups<'a> = Vec<((&'a str, &'a str), Vec<StackMember>)>;
 
 struct StackMember {
     layer: u64,
@@ -532,42 +579,45 @@ struct StackMember {
 /// Drafts of the named tensors, of which `names` are the unscanned names, and of their stacks. The stacks leave out the
 /// tensors of `predictors`.
 fn build(
-    named: &[NamedPart],
+    named: &NamedParts,
     names: Vec<String>,
     values: &Values<'_>,
     predictors: &HashSet<TensorId>,
     problems: &mut Vec<Problem>,
 ) -> Vec<Draft> {
     let checkpoint = values.checkpoint();
-    let dtypes: Vec<Option<DType>> = named
-        .par_iter()
-        .zip(&names)
-        .map(|(n, unscanned)| {
-            let scanned = if values.depend_on_names() { n.scanned() } else { None };
-            let names = [checkpoint.tensor(n.id).name, unscanned, scanned.as_deref().unwrap_or(unscanned)];
-            values.dtype_of(n.id, &names)
-        })
-        .collect();
-    let mut drafts: Vec<Draft> = Vec::with_capacity(named.len());
-    let mut groups = StackGroups::new();
-    let mut experts: HashMap<(&str, &str), u64> = HashMap::new();
-    for n in named {
-        if let Some(expert) = n.expert {
-            let count = experts.entry((&n.prefix, &n.rest)).or_default();
-            *count = (*count).max(expert + 1);
+    // Kinds of several shapes or parts may have one name.
+    let mut groups: StackGroups<'_> = Vec::new();
+    let mut known: HashMap<(&str, &str), usize> = HashMap::new();
+    let mut of_kind = Vec::with_capacity(named.kinds.len());
+    for kind in &named.kinds {
+        let group = *known.entry((&kind.prefix, &kind.rest)).or_insert(groups.len());
+        if group == groups.len() {
+            groups.push(((&kind.prefix, &kind.rest), Vec::new()));
         }
+        of_kind.push(group);
     }
-    let view_of = |(n, dtype): (&NamedPart, &Option<DType>)| {
-        values.view(n.id, *dtype).and_then(|view| match n.part {
+    let mut experts = vec![0; groups.len()];
+    for part in &named.parts {
+        let count = &mut experts[of_kind[part.kind as usize]];
+        *count = part.expert.map_or(*count, |expert| (*count).max(expert + 1));
+    }
+    let scanned: Vec<Option<String>> = named.kinds.iter().map(PartKind::scanned).collect();
+    let view_of = |(part, unscanned): (&NamedPart, &String)| {
+        let stored = checkpoint.tensor(part.id).name;
+        let scanned = scanned[part.kind as usize].as_ref().unwrap_or(unscanned);
+        let dtype = values.dtype_of(part.id, &[stored, unscanned, scanned]);
+        let view = values.view(part.id, dtype)?;
+        match named.kind(part).part {
             None => Ok(view),
             Some((axis, start, stop)) => {
-                let name = || checkpoint.tensor(n.id).name.to_owned();
-                view.slice(axis, start, stop, 1).map_err(|error| Problem::View { name: name(), error })
+                view.slice(axis, start, stop, 1).map_err(|error| Problem::View { name: stored.to_owned(), error })
             }
-        })
+        }
     };
-    let views: Vec<_> = named.par_iter().zip(&dtypes).map(view_of).collect();
-    for ((n, view), name) in named.iter().zip(views).zip(names) {
+    let views: Vec<_> = named.parts.par_iter().zip(&names).map(view_of).collect();
+    let mut drafts: Vec<Draft> = Vec::with_capacity(named.parts.len());
+    for ((part, view), name) in named.parts.iter().zip(views).zip(names) {
         let view = match view {
             Ok(view) => view,
             Err(problem) => {
@@ -575,14 +625,16 @@ fn build(
                 continue;
             }
         };
-        if let Some(layer) = n.layer.filter(|_| !predictors.contains(&n.id)) {
-            let member = StackMember { layer, expert: n.expert, view: view.clone(), at: drafts.len() };
-            groups.entry((&n.prefix, &n.rest)).or_default().push(member);
+        let (kind, group) = (named.kind(part), of_kind[part.kind as usize]);
+        if let Some(layer) = part.layer.filter(|_| !predictors.contains(&part.id)) {
+            let member = StackMember { layer, expert: part.expert, view: view.clone(), at: drafts.len() };
+            groups[group].1.push(member);
         }
-        let expert = n.expert.map(|expert| (expert, experts[&(n.prefix.as_str(), n.rest.as_str())]));
-        let roles = Roles { tp: n.tp, block: n.block.clone(), experts: n.experts, expert, ..Roles::default() };
+        let expert = part.expert.map(|expert| (expert, experts[group]));
+        let roles = Roles { tp: kind.tp, block: kind.block.clone(), experts: kind.experts, expert, ..Roles::default() };
         drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
     }
+    groups.retain(|(_, members)| !members.is_empty());
     add_stacks(groups, &mut drafts, problems);
     drafts
 }
@@ -665,10 +717,10 @@ fn scan(name: &str, mut members: Vec<StackMember>, drafts: &mut [Draft]) -> Resu
 }
 
 /// The output head, if it is the embedding and the repository does not store it again.
-fn tied_head(checkpoint: &Checkpoint, named: &[NamedPart], drafts: &[Draft]) -> Option<Draft> {
+fn tied_head(checkpoint: &Checkpoint, named: &NamedParts, drafts: &[Draft]) -> Option<Draft> {
     let (head, embedding) = names::tied_head(checkpoint)?;
     let id = checkpoint.find(&embedding)?;
-    let embedding = named.iter().find(|n| n.id == id)?.unscanned();
+    let embedding = named.unscanned(named.parts.iter().find(|part| part.id == id)?);
     let draft = drafts.iter().find(|draft| draft.name == embedding)?;
     let head = head.strip_suffix(".weight").unwrap_or(&head);
     let prefix = embedding.strip_suffix("embed").or_else(|| embedding.strip_suffix("embed_tokens")).unwrap_or_default();

@@ -2,7 +2,7 @@
 //!
 //! A family is one TOML file under `families/`. The build finds it: adding one needs no code.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::OnceLock};
 
 use serde::Deserialize;
 
@@ -326,6 +326,12 @@ impl Generic {
     pub fn load() -> Result<Self, FamilyError> {
         let file = parse("generic")?;
         Ok(Self { words: file.words, blocks: file.block, quantize: file.quantize, roles: file.roles })
+    }
+
+    /// The words alone.
+    pub(super) fn words() -> &'static Words {
+        static WORDS: OnceLock<Words> = OnceLock::new();
+        WORDS.get_or_init(|| Self::load().expect("the file is in the program, and a test reads it").words)
     }
 
     /// Axis that tensor parallelism splits in a module that is split by itself, by the last word of its stem.

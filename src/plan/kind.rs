@@ -1,9 +1,8 @@
 //! Kinds of tensors: of all tensors of a kind, a device holds the same region. Work for each tensor and each device is
 //! then done once for each kind and device. A repository of 50 000 tensors has a few dozen kinds.
 
-use std::collections::HashMap;
-
 use ckfs_tensor::Shape;
+use hashbrown::HashMap;
 
 use super::{AxisUse, Plan, PlannedTensor, axis_use, spec};
 

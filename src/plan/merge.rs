@@ -19,6 +19,7 @@ use super::{
     ViewOptions,
     lora::{Lora, PREFIX, by_pattern, matrix},
     name_group::{NameGroup, fold},
+    naming,
     problem::{PlanError, Problem, RuleLocation},
     select,
     survey::family,
@@ -298,7 +299,7 @@ impl Merging<'_> {
         if !self.named.dialect().tied {
             return;
         }
-        let embedding = self.named.embedding(&select::is_tower);
+        let embedding = self.named.embedding(&naming::is_tower);
         let is_head = |name: &str| name == "lm_head.weight" || name.ends_with(".lm_head.weight");
         let is_one = |name: &str| is_head(name) || Some(name) == embedding;
         let names: Vec<&str> =

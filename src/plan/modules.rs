@@ -29,6 +29,7 @@ use super::{
     name_group::{NameGroup, fold},
     names,
     naming::words_of,
+    parsed::ParsedNames,
     problem::{PlanError, Problem},
     select,
     values::Values,
@@ -94,7 +95,7 @@ pub(super) fn drafts(
     values: &Values<'_>,
     mesh: &Mesh,
 ) -> Result<(Tabled, Vec<NameGroup>), Vec<Problem>> {
-    let predicting = select::predicting(checkpoint, family);
+    let predicting = select::predicting(checkpoint, &ParsedNames::of(checkpoint), family);
     let is_beyond = |name: &str| {
         let parsed = super::naming::parse(name, &generic.words);
         predicting.as_ref().is_some_and(|(prefix, first)| parsed.prefix == *prefix && parsed.layer >= Some(*first))

@@ -2,12 +2,13 @@
 
 use std::{
     borrow::Cow,
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, OnceLock},
 };
 
 use ckfs_config::Mesh;
 use ckfs_tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View};
+use hashbrown::{HashMap, HashSet};
 use rayon::slice::ParallelSliceMut;
 
 use super::{

@@ -16,10 +16,7 @@ pub(super) fn rename(checkpoint: &Checkpoint) -> Option<Rename> {
     let dialect = checkpoint.dialect();
     let mut types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
     let family = types.find_map(|of| Family::of_model_type(of).ok().flatten())?;
-    let has = |prefix: &str, word: &str| {
-        let begin = format!("{prefix}{word}.");
-        checkpoint.tensors().any(|(_, info)| info.name.starts_with(&begin))
-    };
+    let has = |prefix: &str, word: &str| checkpoint.table().with_prefix(&format!("{prefix}{word}.")).next().is_some();
     let [word, other] = WORDS;
     // Without a prefix nothing says that the layers are those of the text model.
     let mut prefixes = family.prefixes.iter().filter(|prefix| !prefix.is_empty());

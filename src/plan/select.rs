@@ -17,6 +17,7 @@ use super::{
     member,
     name_group::{NameGroup, fold},
     naming,
+    parsed::{NameKind, ParsedName, ParsedNames},
     pattern::Pattern,
     problem::{PlanError, Problem},
     rename::{self, Rename},
@@ -45,8 +46,7 @@ pub struct Subset {
 impl Subset {
     /// Whether a missing tensor would be shown if it were present.
     pub(super) fn wants(&self, name: &str) -> bool {
-        let words = Generic::load().expect("the file is in the program, and a test reads it").words;
-        let layer = naming::layer_of(name, &words).map(|(_, layer)| layer);
+        let layer = naming::layer_of(name, Generic::words()).map(|(_, layer)| layer);
         let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
         let layers = self.layers.as_ref().zip(layer);
         (self.include.is_empty() || any(&self.include))
@@ -84,35 +84,6 @@ impl Selected {
     }
 }
 
-/// Words in the names of towers for images, video and sound.
-const TOWERS: [&str; 20] = [
-    "vision_tower",
-    "vision_model",
-    "visual",
-    "vision_encoder",
-    "vision",
-    "audio_tower",
-    "audio_model",
-    "audio_encoder",
-    "multi_modal_projector",
-    "multimodal_projector",
-    "mm_projector",
-    "image_newline",
-    "embed_vision",
-    "embed_audio",
-    "vision_embed_tokens",
-    "img_projector",
-    "connector",
-    "talker",
-    "token2wav",
-    "qformer",
-];
-
-/// Whether a name belongs to a tower for images, video or sound.
-pub(super) fn is_tower(name: &str) -> bool {
-    name.split('.').take(3).any(|word| TOWERS.contains(&word))
-}
-
 /// Whether a name belongs to a predictor of further tokens beside the layers.
 pub(super) fn is_predictor(name: &str) -> bool {
     name.split('.').take(3).any(|word| PREDICTORS.contains(&word))
@@ -128,7 +99,7 @@ pub(super) fn root(name: &str) -> String {
     let mut end = 0;
     for (at, word) in name.split('.').enumerate() {
         end += word.len() + usize::from(at > 0);
-        let is_part = at < 3 && (TOWERS.contains(&word) || PREDICTORS.contains(&word));
+        let is_part = at < 3 && (naming::TOWERS.contains(&word) || PREDICTORS.contains(&word));
         if (is_part || is_number(word)) && end < name.len() {
             return format!("{}.*", &name[..end]);
         }
@@ -173,13 +144,13 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         return Ok(selected);
     }
     let patterns = SourcePatterns::new(base, subset, &mut selected)?;
-    let words = Generic::load().map_err(|error| refused(vec![error.to_string()], "include"))?.words;
-    let text = text_prefix(base, family);
-    let choice = Choice::new(base, subset, &patterns, text.as_deref(), &words);
+    let words = Generic::words();
+    let text = ParsedNames::of(base).text_prefix(family);
+    let choice = Choice::new(base, subset, &patterns, text.as_deref(), words);
     if subset.layers.is_some() && text.is_none() {
         return Err(refused(vec!["the repository has no layers of a text model".to_owned()], "layers"));
     }
-    if let Some(reason) = beyond_the_last(base, subset, text.as_deref(), &words) {
+    if let Some(reason) = beyond_the_last(base, subset, text.as_deref(), words) {
         return Err(refused(vec![reason], "layers"));
     }
     if choice.kept.is_empty() {
@@ -195,7 +166,7 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     let mut names: BTreeMap<TensorId, String> =
         choice.kept.into_iter().map(|(id, layer)| (id, new_name(id, layer))).collect();
     keep_operands(base, &mut names, &|id| {
-        let found = naming::layer_of(base.tensor(id).name, &words);
+        let found = naming::layer_of(base.tensor(id).name, words);
         new_name(id, found.and_then(|(prefix, layer)| (text.as_deref() == Some(prefix)).then_some(layer)))
     });
     match text_part(base, subset, &names) {
@@ -284,7 +255,7 @@ impl Choice {
             let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
             let matched = patterns.accept(info.name);
             choice.cut_by_pattern |= !matched;
-            let unwanted = (subset.no_mtp && is_mtp) || (subset.text_only && is_tower(info.name));
+            let unwanted = (subset.no_mtp && is_mtp) || (subset.text_only && naming::is_tower(info.name));
             if matched && !out && !unwanted {
                 choice.layers.extend(of_text);
                 choice.kept.push((id, of_text));
@@ -341,28 +312,17 @@ fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>, wor
     Some(format!("{range}: there are {count} layers, 0 to {last}: expected ranges in 0..{count}"))
 }
 
-/// The prefix of the text model's layers.
-pub(super) fn text_prefix(checkpoint: &Checkpoint, family: Option<&Family>) -> Option<String> {
-    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
-    let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
-    for (_, info) in checkpoint.tensors() {
-        let Some((prefix, _)) = naming::layer_of(info.name, &words) else { continue };
-        let known = family.is_none_or(|family| family.prefixes.iter().any(|known| known == prefix));
-        if known && !is_tower(info.name) {
-            *counts.entry(prefix).or_default() += 1;
-        }
-    }
-    counts.into_iter().max_by_key(|(_, count)| *count).map(|(prefix, _)| prefix.to_owned())
-}
-
 /// Words of the tensors of a layer that predicts further tokens.
 const PREDICTOR_WORDS: [&str; 6] = ["eh_proj", "enorm", "hnorm", "shared_head", "nextn", "mtp"];
 
 /// The prefix of the text model's layers, and the first layer after the last configured one. From there on layers
 /// predict further tokens (multi-token prediction) and are not part of the stack.
-pub(super) fn predicting(checkpoint: &Checkpoint, family: Option<&Family>) -> Option<(String, u64)> {
-    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
-    let prefix = text_prefix(checkpoint, family)?;
+pub(super) fn predicting(
+    checkpoint: &Checkpoint,
+    names: &ParsedNames<'_>,
+    family: Option<&Family>,
+) -> Option<(String, u64)> {
+    let prefix = names.text_prefix(family)?;
     let first = checkpoint.dialect().declared_layers?;
     let config = checkpoint.config()?;
     // Under another prefix the number may belong to another stack.
@@ -370,10 +330,11 @@ pub(super) fn predicting(checkpoint: &Checkpoint, family: Option<&Family>) -> Op
         return None;
     }
     let is_known = family.is_some() || MTP_COUNTS.iter().any(|key| member::config_number(checkpoint, key) > Some(0));
-    let beyond =
-        |name: &str| naming::layer_of(name, &words).is_some_and(|(before, layer)| before == prefix && layer >= first);
-    let predicts = |name: &str| is_known || name.split('.').any(|word| PREDICTOR_WORDS.contains(&word));
-    checkpoint.tensors().any(|(_, info)| predicts(info.name) && beyond(info.name)).then_some((prefix, first))
+    let has_word = |name: &str| name.split('.').any(|word| PREDICTOR_WORDS.contains(&word));
+    let predicts = |kind: &NameKind<'_>| kind.parsed.prefix == prefix && (is_known || has_word(kind.name));
+    let predicting: Vec<bool> = names.kinds().iter().map(predicts).collect();
+    let is_beyond = |name: &ParsedName| predicting[name.kind as usize] && names.layer(name) >= Some(first);
+    names.names().iter().any(is_beyond).then_some((prefix, first))
 }
 
 fn renumbered(name: &str, layer: u64, number: u64) -> String {
@@ -398,7 +359,7 @@ fn text_part(
     }
     let text = match TextModel::of(base) {
         Ok(text) => text,
-        Err(reason) if base.tensors().any(|(_, info)| is_tower(info.name)) => return Err(reason),
+        Err(reason) if base.tensors().any(|(_, info)| naming::is_tower(info.name)) => return Err(reason),
         Err(_) => return Ok(None),
     };
     if base.raw().any(|tensor| tensor.operands.first().is_some_and(|codes| names.contains_key(codes))) {

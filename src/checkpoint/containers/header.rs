@@ -2,7 +2,7 @@
 
 use std::{
     cmp::Ordering,
-    collections::{BTreeSet, HashSet},
+    collections::{BTreeSet, HashMap, HashSet},
 };
 
 use ckfs_format::safetensors::{Header, HeaderErrors};
@@ -82,6 +82,21 @@ impl<'a> WeightFiles<'a> {
     /// The file of a stored tensor.
     fn path_of(&self, tensor: &TensorInfo<'_>) -> &'a str {
         self.path(tensor.first_file().expect("headers have stored tensors only"))
+    }
+
+    /// Whether an index names the tensors of a table and no others, each once and in its file: it has nothing to compare then.
+    pub(crate) fn agree_with_index(&self, index: &Index<'_>, table: &TensorTable) -> bool {
+        if index.tensors.len() != table.len() {
+            return false;
+        }
+        let numbered = (0..).zip(self.weights).map(|(id, at)| (self.files[*at].path.as_str(), FileId(id)));
+        let ids: HashMap<&str, FileId> = numbered.collect();
+        let files: Vec<Option<FileId>> = index.files.iter().map(|file| ids.get(file.as_str()).copied()).collect();
+        let mut named: Vec<(&str, u32)> = index.tensors.iter().map(|(name, file)| (&**name, *file)).collect();
+        named.par_sort_unstable();
+        let mut tensors = named.iter().zip(table.by_name().map(|id| table.tensor(id)));
+        tensors.all(|((name, file), tensor)| *name == tensor.name && files[*file as usize] == tensor.first_file())
+            && named.windows(2).all(|pair| pair[0].0 != pair[1].0)
     }
 
     /// Compares index and headers in both directions: one walk over both, sorted by name. Of the `decided` names the user has

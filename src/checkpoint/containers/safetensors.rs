@@ -113,10 +113,16 @@ pub(crate) fn read(
         headers.retain(|(id, _)| !variants.contains(id));
         contents.leave_out(variants, IgnoreReason::OtherVariant);
     }
+    let weights = WeightFiles { files: files.files, weights: files.weights };
+    contents.table = table_of(&headers, &|_, _| true, problems);
+    if index.is_some_and(|(_, index)| weights.agree_with_index(index, &contents.table)) {
+        return contents;
+    }
     let copies = copies::choose(rows_of(&headers), &path, index.map(|(_, index)| index), duplicates, problems);
-    contents.table = table_of(&headers, &|id, name| copies.keeps(id, name), problems);
+    if !copies.files().is_empty() {
+        contents.table = table_of(&headers, &|id, name| copies.keeps(id, name), problems);
+    }
     if let Some((name, index)) = index {
-        let weights = WeightFiles { files: files.files, weights: files.weights };
         weights.compare_with_index(name, index, (&contents.table, &copies.decided), &broken, problems);
     }
     contents.take(copies);

@@ -1,11 +1,12 @@
 //! How a repository names, fuses and quantizes its tensors, read from `config.json` and from the names themselves.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::BTreeSet,
     fmt::{self, Write as _},
 };
 
 use ckfs_tensor::DType;
+use hashbrown::HashMap;
 use serde_json::Value;
 
 use super::super::{

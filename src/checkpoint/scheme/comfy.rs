@@ -9,9 +9,8 @@
 //! where that is bf16. Other formats of the second form (rotated int8, 4 bits with scales that are tiled for an accelerator) stay
 //! raw by their names, and so do members of the JSON that are not known here.
 
-use std::collections::{HashMap, HashSet};
-
 use ckfs_tensor::{DType, TensorId};
+use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
 use serde_json::{Value as Json, json};
 

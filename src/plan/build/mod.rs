@@ -36,14 +36,11 @@ use self::{
     stage::{Builder, ChosenLayout, Drafted, Selection, groups_of},
 };
 use super::{
-    DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, Mesh, NameGroup, Plan, PlanError, Problem,
-    Sharding, Tied, ViewOptions, Whole, canonical,
+    DecodedScheme, Draft, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding, Tied,
+    ViewOptions, Whole, canonical,
     embedded::FAMILY,
     expect,
-    experts::{
-        self,
-        orientation::{Order, PARAMETER},
-    },
+    experts::{self, orientation::PARAMETER},
     family::Generic,
     hf,
     inverse::{self, Inverted},
@@ -51,7 +48,9 @@ use super::{
     library::Model,
     lora, merge, modules,
     name_group::fold,
-    names, packed, select, shard, stored,
+    names, packed,
+    parsed::ParsedNames,
+    shard, stored,
     survey::{devices, family, family_problem, missing_layers, no_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
@@ -334,14 +333,25 @@ impl<'a> Builder<'a> {
         let is_canonical = options.layout == Layout::Canonical;
         self.warnings.extend(experts::doubts(wanted.seen(), wanted.order));
         // The comparison and the drafts each visit all tensors: they run at the same time.
+        let names = ParsedNames::of(whole);
         let compare = || match family {
-            Some(family) => expect::compare(whole, family, options),
-            None => (expect::survey(whole, options), Vec::new()),
+            Some(family) => expect::compare(whole, &names, family, options),
+            None => (expect::survey(whole, &names, options), Vec::new()),
         };
         // Blocks are those of all tensors, under the names that the drafts have.
         let split = (if is_canonical { wanted.compared() } else { wanted.whole() }, &options.mesh);
-        let by_names = if is_canonical { canonical_drafts } else { hf_drafts };
-        let drafts = || by_names(wanted.seen(), family.cloned(), (values, wanted.order), split);
+        let seen = wanted.seen();
+        let drafts = || {
+            let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
+            let (family, values) = (family.cloned(), (values, wanted.order));
+            if !is_canonical {
+                return canonical::hf_drafts(seen, family, generic, values, split);
+            }
+            if std::ptr::eq(seen, whole) {
+                return canonical::drafts((seen, &names), family, generic, values, split);
+            }
+            canonical::drafts((seen, &ParsedNames::of(seen)), family, generic, values, split)
+        };
         let ((mut findings, problems), drafts) = rayon::join(compare, drafts);
         self.problems.extend(problems);
         self.warnings.extend(findings.warning.take());
@@ -358,9 +368,10 @@ impl<'a> Builder<'a> {
         let (seen, family, options) = (wanted.seen(), chosen.family.as_ref(), self.options);
         missing_layers(wanted.compared(), family, options, &mut self.problems, &mut self.warnings);
         no_layers(wanted.compared(), options, &mut self.problems);
+        let names = ParsedNames::of(seen);
         let (findings, problems) = match family {
-            Some(family) => expect::compare(seen, family, options),
-            None => (expect::survey(seen, options), Vec::new()),
+            Some(family) => expect::compare(seen, &names, family, options),
+            None => (expect::survey(seen, &names, options), Vec::new()),
         };
         self.problems.extend(problems);
         let made = Generic::load().map_err(|error| family_problem(&error).problems);
@@ -524,28 +535,6 @@ fn decoded_by_scheme(checkpoint: &Checkpoint, request: ValueRequest, options: &V
         row.bytes += dtype.bytes_of(quantized.shape().elements()).unwrap_or(0);
     }
     found.into_values().collect()
-}
-
-/// Tensors under canonical names.
-fn canonical_drafts(
-    checkpoint: &Checkpoint,
-    family: Option<Family>,
-    values: (&Values<'_>, Option<Order>),
-    split: (&Checkpoint, &Mesh),
-) -> Result<canonical::Tabled, Vec<Problem>> {
-    let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
-    canonical::drafts(checkpoint, family, generic, values, split)
-}
-
-/// Tensors under the repository's own names, with the roles that canonical names would have.
-fn hf_drafts(
-    checkpoint: &Checkpoint,
-    family: Option<Family>,
-    values: (&Values<'_>, Option<Order>),
-    split: (&Checkpoint, &Mesh),
-) -> Result<canonical::Tabled, Vec<Problem>> {
-    let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
-    canonical::hf_drafts(checkpoint, family, generic, values, split)
 }
 
 /// The rules for logical axes, if specs come from those.

@@ -16,6 +16,7 @@ use super::super::{
     inverse::Inverted,
     library::Model,
     name_group::fold,
+    naming,
     quantize::Chosen,
     select::{self, Selected},
     survey::family,
@@ -193,7 +194,7 @@ impl Builder<'_> {
         if self.options.layout == Layout::Stored {
             return Ok(None);
         }
-        let is_outside = |name: &str| select::is_tower(name) || select::is_predictor(name);
+        let is_outside = |name: &str| naming::is_tower(name) || select::is_predictor(name);
         part.own_head(&is_outside).map_err(|error| refused("tied", vec![error.to_string()]))
     }
 

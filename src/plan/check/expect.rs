@@ -11,23 +11,22 @@
 use std::collections::BTreeSet;
 
 use ckfs_checkpoint::{Checkpoint, Experts, FileRole};
+use hashbrown::HashSet;
 use rayon::prelude::*;
 use serde_json::Value as Json;
 
 use super::super::{
     ViewOptions,
     expr::{EvalError, Expr, ExprValue, NameScope},
-    family::{Expectation, Family, Generic, Words},
+    family::{Expectation, Family, Generic},
     hole::Hole,
     holes,
     name_group::{NameGroup, fold, stars},
     naming::{self, Parsed},
+    parsed::{NameKind, ParsedNames},
     problem::Problem,
     select,
 };
-
-/// Tensors that one thread compares together.
-const SCANNED_TOGETHER: usize = 1024;
 
 /// `config.json` for conditions, and the number of the layer as `l`.
 struct Condition<'a> {
@@ -98,36 +97,27 @@ struct FamilyScan<'a> {
 }
 
 impl<'a> FamilyScan<'a> {
-    fn new(checkpoint: &'a Checkpoint, family: &'a Family) -> Option<Self> {
-        let prefix = select::text_prefix(checkpoint, Some(family))?;
-        let words = Generic::load().expect("the file is in the program, and a test reads it").words;
-        let (layers, stems, unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
-        let mut scan = Self { checkpoint, family, prefix, layers, stems, unknown };
-        let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
-        let parts: Vec<_> = names.par_chunks(SCANNED_TOGETHER).map(|names| scan.part(names, &words)).collect();
-        for (layers, stems, unknown) in parts {
-            scan.layers.extend(layers);
-            scan.stems.extend(stems);
-            scan.unknown.extend(unknown);
+    fn new(checkpoint: &'a Checkpoint, names: &ParsedNames<'_>, family: &'a Family) -> Option<Self> {
+        let prefix = names.text_prefix(Some(family))?;
+        let of_layers = |kind: &NameKind<'_>| kind.parsed.layer.is_some() && kind.parsed.prefix == prefix;
+        let is_unknown = |kind: &NameKind<'_>| {
+            let is_outside = || naming::is_tower(kind.name) || select::is_predictor(kind.name);
+            let of_text = if kind.parsed.layer.is_some() { of_layers(kind) } else { !is_outside() };
+            of_text && !family.knows(kind.name, &kind.parsed)
+        };
+        let stems = names.kinds().iter().map(|kind| stars(kind.name)).collect();
+        let of_text: Vec<bool> = names.kinds().iter().map(of_layers).collect();
+        let is_unknown: Vec<bool> = names.kinds().iter().map(is_unknown).collect();
+        let in_text = names.names().iter().filter(|name| of_text[name.kind as usize]);
+        let mut layers: Vec<u64> = in_text.filter_map(|name| names.layer(name)).collect();
+        layers.dedup();
+        let layers = layers.into_iter().collect();
+        let mut unknown = Vec::new();
+        if is_unknown.contains(&true) {
+            let all = checkpoint.tensors().zip(names.names());
+            unknown.extend(all.filter(|(_, name)| is_unknown[name.kind as usize]).map(|((_, info), _)| info.name));
         }
-        Some(scan)
-    }
-
-    /// Layers, stems and unknown names among `names`.
-    fn part(&self, names: &[&'a str], words: &Words) -> (BTreeSet<u64>, BTreeSet<String>, Vec<&'a str>) {
-        let (mut layers, mut stems, mut unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
-        for name in names.iter().copied() {
-            let parsed = naming::parse(name, words);
-            let of_layers = parsed.layer.filter(|_| parsed.prefix == self.prefix);
-            layers.extend(of_layers);
-            stems.insert(stars(name));
-            let outside = select::is_tower(name) || select::is_predictor(name);
-            let of_text = if parsed.layer.is_some() { of_layers.is_some() } else { !outside };
-            if of_text && !self.family.knows(name, &parsed) {
-                unknown.push(name);
-            }
-        }
-        (layers, stems, unknown)
+        Some(Self { checkpoint, family, prefix, layers, stems, unknown })
     }
 
     /// Whether weights keep their names under quantization, if there is any.
@@ -268,18 +258,27 @@ pub(crate) struct Findings {
 }
 
 /// Compares a repository with its family's tables. Returns the differences to report, and those to refuse.
-pub(crate) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOptions) -> (Findings, Vec<Problem>) {
+pub(crate) fn compare(
+    checkpoint: &Checkpoint,
+    names: &ParsedNames<'_>,
+    family: &Family,
+    options: &ViewOptions,
+) -> (Findings, Vec<Problem>) {
     let nothing = || (Findings::default(), Vec::new());
-    let Some(scan) = FamilyScan::new(checkpoint, family) else { return nothing() };
-    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
+    let Some(scan) = FamilyScan::new(checkpoint, names, family) else { return nothing() };
+    let words = Generic::words();
     let expected = scan.expected();
     // A layer without any tensor is reported elsewhere, as a missing layer.
     let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !scan.layers.contains(&layer));
+    let mut present = HashSet::new();
+    if !expected.is_empty() {
+        present.extend(checkpoint.tensors().map(|(_, info)| info.name));
+    }
     let mut lost: Vec<&str> = expected
         .par_iter()
         .map(String::as_str)
-        .filter(|name| checkpoint.find(name).is_none())
-        .filter(|name| !in_missing_layer(&naming::parse(name, &words)) && options.subset.wants(name))
+        .filter(|name| !present.contains(name))
+        .filter(|name| !in_missing_layer(&naming::parse(name, words)) && options.subset.wants(name))
         .collect();
     lost.sort_unstable();
     lost.dedup();
@@ -290,7 +289,7 @@ pub(crate) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
     let mut known: BTreeSet<String> = of_use.map(|name| stars(name)).collect();
     known.extend(family.stems().map(|stem| format!("{}{stem}", scan.prefix)));
     // The missing names are reported already.
-    let mut holes = holes(checkpoint, Some(family), options);
+    let mut holes = holes(checkpoint, names, Some(family), options);
     holes.retain(|hole| lost.binary_search(&hole.example.as_str()).is_err());
     let doubt = if lost.is_empty() && holes.is_empty() { None } else { scan.doubt() };
     let is_sure = doubt.is_none() && checkpoint.dialect().quantization.is_none();
@@ -324,13 +323,18 @@ fn is_buffer(name: &str) -> bool {
 }
 
 /// The findings for a repository of no known family.
-pub(crate) fn survey(checkpoint: &Checkpoint, options: &ViewOptions) -> Findings {
-    Findings { holes: holes(checkpoint, None, options), ..Findings::default() }
+pub(crate) fn survey(checkpoint: &Checkpoint, names: &ParsedNames<'_>, options: &ViewOptions) -> Findings {
+    Findings { holes: holes(checkpoint, names, None, options), ..Findings::default() }
 }
 
 /// The differences between layers that nothing explains, among the selected tensors.
-fn holes(checkpoint: &Checkpoint, family: Option<&Family>, options: &ViewOptions) -> Vec<Hole> {
-    let mut holes = holes::find(checkpoint, family);
+fn holes(
+    checkpoint: &Checkpoint,
+    names: &ParsedNames<'_>,
+    family: Option<&Family>,
+    options: &ViewOptions,
+) -> Vec<Hole> {
+    let mut holes = holes::find(checkpoint, names, family);
     holes.retain(|hole| options.subset.wants(&hole.example));
     holes
 }

@@ -5,18 +5,20 @@
 //! the layers have another tensor instead. Any other difference is a hole: a stack of the layers would be shorter than
 //! the model.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_tensor::{Shape, TensorId};
+use hashbrown::HashMap;
 use serde_json::Value;
 use strsim::levenshtein;
 
 use super::super::{
-    family::{Family, Generic},
+    family::Family,
     hole::Hole,
     name_group::{fold, stars},
-    naming, select,
+    parsed::{NameKind, ParsedNames},
+    select,
 };
 
 /// Tensors whose names differ only in the layer: layers and tensors, by layer.
@@ -30,24 +32,36 @@ const KINDS_MAX: usize = 8;
 const PACKED_WORDS: [&str; 3] = ["qweight", "weight_packed", "W_q"];
 
 /// All holes, by name.
-pub(crate) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole> {
-    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
-    let text = select::text_prefix(checkpoint, family);
-    let predicting = select::predicting(checkpoint, family);
+pub(crate) fn find(checkpoint: &Checkpoint, names: &ParsedNames<'_>, family: Option<&Family>) -> Vec<Hole> {
+    let text = names.text_prefix(family);
+    let predicting = select::predicting(checkpoint, names, family);
     let quantized = !checkpoint.dialect().quantization.is_none();
-    let mut stems: HashMap<(&str, bool), HashMap<String, Members>> = HashMap::new();
-    for (id, info) in checkpoint.tensors() {
-        let Some((before, layer)) = naming::layer_of(info.name, &words) else { continue };
-        if predicting.as_ref().is_some_and(|(prefix, first)| before == prefix && layer >= *first) {
-            continue;
+    // From this layer on, the names of a kind predict further tokens.
+    let end = |kind: &NameKind<'_>| {
+        let own = predicting.as_ref().filter(|(prefix, _)| *prefix == kind.parsed.prefix);
+        own.map_or(u64::MAX, |(_, first)| *first)
+    };
+    let ends: Vec<u64> = names.kinds().iter().map(end).collect();
+    // By kind and expert.
+    let mut members: Vec<HashMap<Option<u64>, Members>> = vec![HashMap::new(); ends.len()];
+    for ((id, _), name) in checkpoint.tensors().zip(names.names()) {
+        let kind = name.kind as usize;
+        if let Some(layer) = names.layer(name).filter(|layer| *layer < ends[kind]) {
+            members[kind].entry(names.expert(name)).or_default().push((layer, id));
         }
-        let number = format!(".{layer}.");
-        let after = &info.name[before.len()..];
-        let Some(at) = after.find(&number) else { continue };
-        let (stem, rest) = (&info.name[..=before.len() + at], &after[at + number.len()..]);
-        let Some(rest) = kind(rest, quantized) else { continue };
-        let of_text = text.as_deref() == Some(before);
-        stems.entry((stem, of_text)).or_default().entry(rest).or_default().push((layer, id));
+    }
+    let mut stems: HashMap<(&str, bool), HashMap<String, Members>> = HashMap::new();
+    for (kind, members) in names.kinds().iter().zip(members) {
+        let [before, between, after] = kind.around;
+        let of_text = text.as_ref() == Some(&kind.parsed.prefix);
+        for (expert, members) in members {
+            let expert = expert.map_or_else(String::new, |expert| expert.to_string());
+            // After the number of the layer is a dot.
+            let rest = self::kind(&format!("{between}{expert}{after}")[1..], quantized);
+            if let Some(rest) = rest {
+                stems.entry((before, of_text)).or_default().entry(rest).or_default().extend(members);
+            }
+        }
     }
     let lists = LayerLists::of(checkpoint);
     let mut found: Vec<Hole> = stems
@@ -118,16 +132,19 @@ struct Stem<'a> {
 
 impl Stem<'_> {
     fn holes(&self, kinds: &HashMap<String, Members>, compare_shapes: bool) -> Vec<Hole> {
-        let all: BTreeSet<u64> = kinds.values().flatten().map(|(layer, _)| *layer).collect();
-        let all: Vec<u64> = all.into_iter().collect();
+        let mut all: Vec<u64> = kinds.values().flatten().map(|(layer, _)| *layer).collect();
+        all.sort_unstable();
+        all.dedup();
         // With fewer than 3 layers, none lies between two others.
         if all.len() < 3 {
             return Vec::new();
         }
         let mut patterns: BTreeMap<Vec<bool>, Vec<&str>> = BTreeMap::new();
         for (rest, members) in kinds {
-            let layers: BTreeSet<u64> = members.iter().map(|(layer, _)| *layer).collect();
-            let pattern = all.iter().map(|layer| layers.contains(layer)).collect();
+            let mut pattern = vec![false; all.len()];
+            for (layer, _) in members {
+                pattern[all.binary_search(layer).expect("the layers are those of all members")] = true;
+            }
             patterns.entry(pattern).or_default().push(rest);
         }
         let mut holes = Vec::new();

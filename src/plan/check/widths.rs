@@ -70,10 +70,9 @@ type Shapes<'a> = BTreeMap<&'a [u64], BTreeMap<u64, &'a str>>;
 
 /// The tensors of layers that have several shapes of one rank, by name.
 fn find(checkpoint: &Checkpoint) -> Vec<Width> {
-    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
     let mut groups: BTreeMap<(String, String, Option<u64>), Shapes<'_>> = BTreeMap::new();
     for (_, info) in checkpoint.tensors() {
-        let parsed = naming::parse(info.name, &words);
+        let parsed = naming::parse(info.name, Generic::words());
         if let Some(layer) = parsed.layer {
             let shapes = groups.entry((parsed.prefix, parsed.rest, parsed.expert)).or_default();
             shapes.entry(info.shape).or_default().insert(layer, info.name);

@@ -19,6 +19,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use ckfs_checkpoint::{Checkpoint, Composed, ExpertPart, TensorInfo};
 use ckfs_tensor::TensorId;
+use rayon::prelude::*;
 
 use self::{
     models::ModelNames,
@@ -34,12 +35,35 @@ const PLAIN_BITS: u64 = 16;
 pub(super) fn orientation(checkpoint: &Checkpoint, told: Option<Order>) -> Orientation {
     let hidden = hidden(checkpoint);
     let mut orientation = Orientation::new(told);
-    for (_, info) in checkpoint.tensors() {
-        if let Some(name) = ExpertName::parse(info.name).filter(|name| name.expert.is_none() && name.is_matrix()) {
-            orientation.see(info.name, orientation::shown(name.projection, info.shape, hidden));
-        }
+    for (info, name) in fused(checkpoint) {
+        orientation.see(info.name, orientation::shown(name.projection, info.shape, hidden));
     }
     orientation
+}
+
+/// The tensors that hold the matrices of all experts of a layer, with their names, in order.
+fn fused(checkpoint: &Checkpoint) -> Vec<(TensorInfo<'_>, ExpertName<'_>)> {
+    of_experts(checkpoint, |name, _| name.expert.is_none() && name.is_matrix())
+        .map(|(_, info, name)| (info, name))
+        .collect()
+}
+
+/// Tensors that one thread looks at together.
+const PARSED_TOGETHER: usize = 4096;
+
+/// The tensors of experts of which this holds, with their names, in order.
+fn of_experts<'a>(
+    checkpoint: &'a Checkpoint,
+    holds: impl Fn(&ExpertName<'_>, &TensorInfo<'_>) -> bool + Sync,
+) -> impl Iterator<Item = (TensorId, TensorInfo<'a>, ExpertName<'a>)> {
+    let ids: Vec<TensorId> = checkpoint.tensors().map(|(id, _)| id).collect();
+    let found = |id: &TensorId| {
+        let info = checkpoint.tensor(*id);
+        let name = ExpertName::parse(info.name)?;
+        holds(&name, &info).then_some((*id, info, name))
+    };
+    let found: Vec<_> = ids.par_chunks(PARSED_TOGETHER).flat_map_iter(|ids| ids.iter().filter_map(found)).collect();
+    found.into_iter()
 }
 
 /// A tensor of one expert, by its name.
@@ -77,12 +101,11 @@ pub(super) fn is_fused(name: &str) -> bool {
 /// Why a square tensor may be another than transformers reads. Empty if the user has decided.
 pub(super) fn doubts(checkpoint: &Checkpoint, told: Option<Order>) -> Vec<String> {
     let (orientation, hidden) = (orientation(checkpoint, told), hidden(checkpoint));
-    let doubt = |info: &TensorInfo<'_>| {
-        let name = ExpertName::parse(info.name).filter(|name| name.expert.is_none() && name.is_matrix())?;
+    let doubt = |(info, name): &(TensorInfo<'_>, ExpertName<'_>)| {
         let shown = orientation::shown(name.projection, info.shape, hidden);
         orientation.order((info.name, info.shape), shown, true).err()
     };
-    checkpoint.tensors().find_map(|(_, info)| doubt(&info)).map(|doubt| doubt.reason).into_iter().collect()
+    fused(checkpoint).iter().find_map(doubt).map(|doubt| doubt.reason).into_iter().collect()
 }
 
 /// What a tensor of fused experts shows. None for another tensor.
@@ -106,6 +129,20 @@ pub(super) fn normal(
     keeps_fused: bool,
 ) -> Result<Option<Checkpoint>, Vec<Problem>> {
     let model = ModelNames::of(checkpoint);
+    // A single expert whose name is that already needs no other.
+    let is_other = |name: &ExpertName<'_>, info: &TensorInfo<'_>| {
+        let is_own = || {
+            model.as_ref().is_none_or(|model| model.keeps_names())
+                && word(model.as_deref(), name, name.projection) == name.word
+                && !(name.number_last || name.after.is_empty())
+                && info.name[name.before.len()..].starts_with("experts.")
+        };
+        name.expert.is_none() || name.projection == Projection::GateUp || !is_own()
+    };
+    let found: Vec<_> = of_experts(checkpoint, is_other).collect();
+    if found.is_empty() {
+        return Ok(None);
+    }
     let form = Form {
         checkpoint,
         model: model.clone(),
@@ -115,8 +152,7 @@ pub(super) fn normal(
     let mut composed = Vec::new();
     let mut problems = Vec::new();
     let mut names: BTreeMap<TensorId, String> = BTreeMap::new();
-    for (id, info) in checkpoint.tensors() {
-        let Some(name) = ExpertName::parse(info.name) else { continue };
+    for (id, info, name) in found {
         if name.expert.is_some() && name.projection != Projection::GateUp {
             let new = form.single(&name, name.expert.unwrap_or_default(), name.projection);
             if new != info.name {
@@ -148,6 +184,18 @@ pub(super) fn normal(
     checkpoint.composed(composed, new).map(Some).map_err(refused)
 }
 
+/// The model's word for a matrix of an expert, or else the one that the name has.
+fn word<'n>(model: Option<&'n ModelNames>, name: &ExpertName<'n>, projection: Projection) -> &'n str {
+    let words = model.and_then(|model| model.experts.as_ref());
+    let word = words.map_or(name.word, |[gate, up, down]| match projection {
+        Projection::Gate => gate,
+        Projection::Up => up,
+        Projection::Down => down,
+        Projection::GateUp => name.word,
+    });
+    if word.is_empty() { name.word } else { word }
+}
+
 /// The form that the experts of a checkpoint are to have.
 struct Form<'a> {
     checkpoint: &'a Checkpoint,
@@ -159,14 +207,7 @@ struct Form<'a> {
 impl Form<'_> {
     /// The name of one expert's matrix, or of what belongs to it.
     fn single(&self, name: &ExpertName<'_>, expert: u64, projection: Projection) -> String {
-        let words = self.model.as_ref().and_then(|model| model.experts.as_ref());
-        let word = words.map_or(name.word, |[gate, up, down]| match projection {
-            Projection::Gate => gate,
-            Projection::Up => up,
-            Projection::Down => down,
-            Projection::GateUp => name.word,
-        });
-        let word = if word.is_empty() { name.word } else { word };
+        let word = word(self.model.as_deref(), name, projection);
         let after = if name.after.is_empty() { ".weight" } else { name.after };
         let whole = format!("{}experts.{expert}.{word}{after}", name.before);
         self.model.as_ref().map_or_else(|| whole.clone(), |model| model.stored(&whole))

@@ -286,9 +286,14 @@ impl ModelNames {
         !self.state.is_empty() && !self.has(name)
     }
 
+    /// Whether every name of the modules is the repository's too.
+    pub(super) fn keeps_names(&self) -> bool {
+        self.back.is_empty()
+    }
+
     /// The name in the repository of a module's tensor. It stays as it is if transformers would not read it back.
     pub(super) fn stored(&self, name: &str) -> String {
-        if self.back.is_empty() {
+        if self.keeps_names() {
             return name.to_owned();
         }
         let back = self.back.iter().fold(name.to_owned(), |name, rule| rule.apply(name));

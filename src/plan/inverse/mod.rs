@@ -30,8 +30,8 @@ use super::{
     layout_file::{Resolved, StoredNames, Target},
     library::Model,
     name_group::{fold, stars},
+    naming::is_tower,
     problem::RuleLocation,
-    select::is_tower,
     values::{ValueRequest, Values},
 };
 

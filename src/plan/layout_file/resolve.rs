@@ -17,6 +17,7 @@ use super::{
         mesh::Mesh,
         name_group::{NameGroup, fold, stars},
         naming,
+        parsed::ParsedNames,
         pattern::Pattern,
         problem::{Problem, RuleLocation},
         select,
@@ -382,10 +383,12 @@ impl<'a> Resolver<'a> {
     /// These names without those of layers that predict further tokens and that the configuration does not count: they are no part of
     /// the model that it describes, and are left out with a warning.
     fn without_predictors(&mut self, unused: Vec<&'a str>) -> Vec<&'a str> {
-        let Some((prefix, first)) = select::predicting(self.scope.checkpoint, None) else { return unused };
-        let words = Generic::load().expect("the file is in the program, and a test reads it").words;
+        let checkpoint = self.scope.checkpoint;
+        let Some((prefix, first)) = select::predicting(checkpoint, &ParsedNames::of(checkpoint), None) else {
+            return unused;
+        };
         let is_beyond = |name: &&str| {
-            let parsed = naming::parse(name, &words);
+            let parsed = naming::parse(name, Generic::words());
             parsed.prefix == prefix && parsed.layer.is_some_and(|layer| layer >= first)
         };
         let (beyond, rest): (Vec<&str>, Vec<&str>) = unused.into_iter().partition(is_beyond);

@@ -4,4 +4,5 @@ pub(crate) mod member;
 pub(crate) mod name_group;
 pub(crate) mod names;
 pub(crate) mod naming;
+pub(crate) mod parsed;
 pub mod rename;

@@ -8,6 +8,7 @@ use super::super::{
     Layout, Tied, ViewOptions,
     draft::{Bundled, Draft},
     name_group::near_pattern,
+    naming,
     pattern::Pattern,
     problem::Problem,
     rename::{self, Rename},
@@ -20,7 +21,7 @@ pub(crate) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
     if dialect.has_lm_head || !dialect.tied {
         return None;
     }
-    let embedding = checkpoint.embedding(&|name| super::super::select::is_tower(name))?.to_owned();
+    let embedding = checkpoint.embedding(&|name| naming::is_tower(name))?.to_owned();
     Some(("lm_head.weight".to_owned(), embedding))
 }
 

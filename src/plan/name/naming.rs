@@ -1,6 +1,6 @@
 //! Reading structure from a tensor's name: prefix, layer, expert, and what remains.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, fmt::Write as _};
 
 use serde::Deserialize;
 use smallvec::SmallVec;
@@ -34,7 +34,36 @@ pub(crate) struct Parsed {
 pub const SELF_WORD: &str = "_self";
 
 /// Greatest number of a layer or expert. A greater number is a word like any other.
-const NUMBER_MAX: u64 = 1 << 32;
+const NUMBER_MAX: u64 = (1 << 32) - 1;
+
+/// Words in the names of towers for images, video and sound.
+pub(crate) const TOWERS: [&str; 20] = [
+    "vision_tower",
+    "vision_model",
+    "visual",
+    "vision_encoder",
+    "vision",
+    "audio_tower",
+    "audio_model",
+    "audio_encoder",
+    "multi_modal_projector",
+    "multimodal_projector",
+    "mm_projector",
+    "image_newline",
+    "embed_vision",
+    "embed_audio",
+    "vision_embed_tokens",
+    "img_projector",
+    "connector",
+    "talker",
+    "token2wav",
+    "qformer",
+];
+
+/// Whether a name belongs to a tower for images, video or sound.
+pub(crate) fn is_tower(name: &str) -> bool {
+    name.split('.').take(3).any(|word| TOWERS.contains(&word))
+}
 
 /// The words of a name. They are short: a loop over the bytes is faster than a search.
 #[expect(clippy::manual_pattern_char_comparison, reason = "a char is searched for")]
@@ -59,11 +88,20 @@ pub(crate) fn group_name(name: &str) -> String {
     map_words(name, |word| Some(if word.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { word }))
 }
 
-/// The rest of a name with the expert's number filled in. Without an expert it is unchanged.
-pub(crate) fn with_expert(rest: &str, expert: Option<u64>) -> String {
-    let Some(expert) = expert else { return rest.to_owned() };
-    let number = expert.to_string();
-    map_words(rest, |word| Some(if word == "*" { &number } else { word }))
+/// Appends the rest of a name with the expert's number filled in. Without an expert it is unchanged.
+pub(crate) fn push_with_expert(name: &mut String, rest: &str, expert: Option<u64>) {
+    let Some(expert) = expert else { return name.push_str(rest) };
+    for (index, word) in words_of(rest).enumerate() {
+        if index > 0 {
+            name.push('.');
+        }
+        if word == "*" {
+            // Writing to a text cannot fail.
+            _ = write!(name, "{expert}");
+        } else {
+            name.push_str(word);
+        }
+    }
 }
 
 /// The rest of a name without the place of the expert's number, for tensors stacked over experts.
@@ -109,6 +147,21 @@ impl<'a> InLayer<'a> {
         let prefix = &name[..parts[if is_joined { at - 1 } else { at }].0];
         Some(Self { prefix, layer, parts, rest: at + 2 })
     }
+
+    /// The word that is the expert's number, by its place among all words, and the number.
+    fn expert(&self, words: &Words) -> Option<(usize, u64)> {
+        let rest = &self.parts[self.rest..];
+        // A word that equals the placeholder for an expert leaves no placeholder to use.
+        if rest.iter().any(|(_, word)| *word == "*") {
+            return None;
+        }
+        let is_word = |at: usize| words.experts.iter().any(|word| word == rest[at].1);
+        let numbered = |at: usize| number(rest[at].1).map(|expert| (self.rest + at, expert));
+        let end = rest.len().saturating_sub(1);
+        let found = (1..end).find_map(|at| numbered(at).filter(|_| is_word(at - 1)));
+        // ModelOpt writes the expert's number after the projection: `experts.gate_proj.3.weight`.
+        found.or_else(|| (2..end).find_map(|at| numbered(at).filter(|_| is_word(at - 2))))
+    }
 }
 
 /// The prefix and the number of the layer in a name, as [`parse`] finds them.
@@ -116,35 +169,43 @@ pub(crate) fn layer_of<'a>(name: &'a str, words: &Words) -> Option<(&'a str, u64
     InLayer::find(name, words).map(|found| (found.prefix, found.layer))
 }
 
+/// The text of a name around the numbers of its layer and its expert: the same in all layers and experts. A name without layer is the
+/// first of these; one without expert has two.
+pub(crate) type Around<'a> = [&'a str; 3];
+
+/// The text around the numbers of layer and expert, and these numbers, as [`parse`] finds them.
+pub(crate) fn around<'a>(name: &'a str, words: &Words) -> (Around<'a>, Option<u64>, Option<u64>) {
+    let Some(found) = InLayer::find(name, words) else { return ([name, "", ""], None, None) };
+    let (start, digits) = found.parts[found.rest - 1];
+    let (before, after) = (&name[..start], start + digits.len());
+    match found.expert(words) {
+        None => ([before, &name[after..], ""], Some(found.layer), None),
+        Some((at, expert)) => {
+            let (start, digits) = found.parts[at];
+            ([before, &name[after..start], &name[start + digits.len()..]], Some(found.layer), Some(expert))
+        }
+    }
+}
+
 /// Parses a name. An expert is searched after the layer.
 pub(crate) fn parse(name: &str, words: &Words) -> Parsed {
-    let Some(InLayer { prefix, layer, parts, rest }) = InLayer::find(name, words) else {
+    let Some(found) = InLayer::find(name, words) else {
         return Parsed { prefix: String::new(), layer: None, rest: name.to_owned(), expert: None };
     };
-    let (prefix, layer, rest) = (prefix.to_owned(), Some(layer), &parts[rest..]);
-    let whole = &name[rest[0].0..];
-    // A word that equals the placeholder for an expert leaves no placeholder to use.
-    if rest.iter().any(|(_, word)| *word == "*") {
-        return Parsed { prefix, layer, rest: whole.to_owned(), expert: None };
-    }
-    let found = (1..rest.len().saturating_sub(1))
-        .find(|at| number(rest[*at].1).is_some() && words.experts.iter().any(|word| word == rest[at - 1].1));
-    // ModelOpt writes the expert's number after the projection: `experts.gate_proj.3.weight`. Both orders have one rest.
-    let found_last = (2..rest.len().saturating_sub(1))
-        .find(|at| number(rest[*at].1).is_some() && words.experts.iter().any(|word| word == rest[at - 2].1));
-    match (found, found_last) {
-        (None, None) => Parsed { prefix, layer, rest: whole.to_owned(), expert: None },
-        (None, Some(at)) => {
-            let ((of, word), (start, digits)) = (rest[at - 1], rest[at]);
-            let rest = format!("{}*.{word}{}", &name[rest[0].0..of], &name[start + digits.len()..]);
-            Parsed { prefix, layer, rest, expert: number(digits) }
+    let whole = &name[found.parts[found.rest].0..];
+    let (rest, expert) = match found.expert(words) {
+        None => (whole.to_owned(), None),
+        Some((at, expert)) => {
+            let ((start, digits), (before, word)) = (found.parts[at], found.parts[at - 1]);
+            let after = &name[start + digits.len()..];
+            let is_last = !words.experts.iter().any(|known| known == word);
+            let begin = &whole[..(if is_last { before } else { start }) - found.parts[found.rest].0];
+            // Both orders have one rest.
+            let rest = if is_last { format!("{begin}*.{word}{after}") } else { format!("{begin}*{after}") };
+            (rest, Some(expert))
         }
-        (Some(at), _) => {
-            let (start, word) = rest[at];
-            let rest = format!("{}*{}", &name[rest[0].0..start], &name[start + word.len()..]);
-            Parsed { prefix, layer, rest, expert: number(word) }
-        }
-    }
+    };
+    Parsed { prefix: found.prefix.to_owned(), layer: Some(found.layer), rest, expert }
 }
 
 /// Stem and final word of a name: `self_attn.q_proj` and `weight`. The final word is empty if it is not a usual one.
@@ -215,13 +276,22 @@ mod tests {
         for (name, prefix, layer, rest, expert) in rows {
             let expected = Parsed { prefix: prefix.into(), layer, rest: rest.into(), expert };
             assert_eq!(parse(name, &words), expected, "{name}");
+            let ([before, between, after], layer, expert) = around(name, &words);
+            let digits = |number: Option<u64>| number.map_or_else(String::new, |number| number.to_string());
+            let whole = format!("{before}{}{between}{}{after}", digits(layer), digits(expert));
+            assert_eq!((whole.as_str(), layer, expert), (name, expected.layer, expected.expert));
         }
     }
 
     #[test]
     fn only_an_experts_number_has_a_place() {
-        assert_eq!(with_expert("experts.*.a*b", Some(3)), "experts.3.a*b");
-        assert_eq!(with_expert("a*b", None), "a*b");
+        let with_expert = |rest, expert| {
+            let mut name = "h.0.".to_owned();
+            push_with_expert(&mut name, rest, expert);
+            name
+        };
+        assert_eq!(with_expert("experts.*.a*b", Some(3)), "h.0.experts.3.a*b");
+        assert_eq!(with_expert("a*b", None), "h.0.a*b");
         assert_eq!(without_expert("experts.*.a*b", true), "experts.a*b");
         assert_eq!(without_expert("x.*.y", false), "x.*.y");
     }

@@ -5,14 +5,12 @@
 //! over all views of it. Tensors that are alike are counted once. Views are split at their stacks into *leaves*, the
 //! views of one layer or one expert. Two leaves are alike if their expressions differ only in the source tensors.
 
-use std::{
-    collections::{BTreeMap, HashMap, HashSet},
-    ops::Range,
-};
+use std::{collections::BTreeMap, ops::Range};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_source::page_size::page_bytes;
 use ckfs_tensor::{ByteRuns, Mosaic, Op, Reads, Region, Shape, SourceTensor, TensorId, View, reads};
+use hashbrown::{HashMap, HashSet};
 use smallvec::SmallVec;
 
 use super::{
