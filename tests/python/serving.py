@@ -86,10 +86,14 @@ class Server:
 
 def run_client(script: str, home: Path, **env: str) -> str:
     """Runs Python in a process of its own: clients of the Hub read their environment once. Returns what it prints."""
+    return run_script("-c", textwrap.dedent(script), home=home, **env)
+
+
+def run_script(*args: object, home: Path, **env: str) -> str:
+    """The same, with arguments of Python."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "AWS_", "CKFS_CACHE"))}
     fixed = {"HOME": str(home), "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, env=clean | fixed | env
-    )
+    command = [sys.executable, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=clean | fixed | env)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates the Python environment of the client tests and prints its path.
 #
-# It is outside the tree, named by the hash of its requirements, so that a change of requirements creates a new one and an
+# It is outside the tree, named by the hash of its requirements and of the engines' modules in it, so that a change of requirements creates a new one and an
 # old one is reused at once. The file `complete` is written last, under a lock: an incomplete environment is created anew.
 set -euo pipefail
 
@@ -17,7 +17,7 @@ python=${PYTHON:-python3}
 as_root() { if [[ $(id -u) == 0 ]]; then "$@"; else sudo -n "$@"; fi; }
 
 tag=$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
-hash=$( (cat "$requirements"; echo "$tag"; "$python" -c 'import sys; print(sys.base_prefix)') | sha256sum | cut -c1-16)
+hash=$( (cat "$requirements" "$here/engines.py"; echo "$tag"; "$python" -c 'import sys; print(sys.base_prefix)') | sha256sum | cut -c1-16)
 cache=${CKFS_TEST_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/ckfs}
 venv=$cache/venv-$hash
 
@@ -40,6 +40,7 @@ if [[ ! -e $venv/complete ]]; then
         [[ $attempt == 3 ]] && { echo "setup.sh: pip failed three times" >&2; exit 1; }
         sleep $((attempt * 5))
     done
+    "$venv/bin/python" "$here/engines.py" "$venv/engines" >&2
     "$venv/bin/python" -c 'import jax, numpy, orbax.checkpoint, peft, pytest, safetensors, torch, transformers' >&2
     rm -rf "$venv/tmp"
     date >"$venv/complete"

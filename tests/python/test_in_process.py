@@ -416,24 +416,32 @@ def test_a_child_of_fork_is_refused_with_words(repo):
     assert len(set(sums)) == 1 and len(sums) == 2
 
 
-def test_a_child_may_open_what_its_parent_did_not_and_spawn_works(repo):
-    done = script(
-        """
-        import multiprocessing, os, sys
-        import ckfs
+CHILDREN = """
+    import multiprocessing, sys
+    import ckfs
 
-        def bytes_of(source):
-            return ckfs.open(source)["embed"][...].tobytes()
+    def bytes_of(source):
+        return ckfs.open(source)["embed"][...].tobytes()
 
-        if __name__ == "__main__":
-            source = sys.argv[1]
-            with multiprocessing.get_context("fork").Pool(2) as pool:
-                first, second = pool.map(bytes_of, [source, source])
-            assert first == second == bytes_of(source)
-            print("ok")
-        """,
-        repo("llama").path,
-    )
+    def main(source, method, opens_first):
+        mine = bytes_of(source) if opens_first else None
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            first, second = pool.map(bytes_of, [source, source])
+        assert first == second == (mine or bytes_of(source))
+        print("ok")
+
+    if __name__ == "__main__":
+        main(sys.argv[1], sys.argv[2], sys.argv[3] == "True")
+"""
+
+
+@pytest.mark.parametrize(("method", "opens_first"), [("fork", False), ("spawn", True), ("spawn", False), ("forkserver", True)])
+def test_a_child_opens_where_it_has_threads_of_its_own(repo, tmp_path, method, opens_first):
+    """By fork if the parent has opened nothing; by spawn and from a server of forks in any case."""
+    program = tmp_path / "children.py"
+    program.write_text(textwrap.dedent(CHILDREN))
+    command = [sys.executable, program, repo("llama").path, method, str(opens_first)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "ok", done.stderr
 
 

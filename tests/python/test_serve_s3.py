@@ -11,15 +11,15 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import boto3
 import pytest
+from botocore.config import Config
+from botocore.exceptions import ClientError
 
 import mounting
 from serving import Server, run_client
 from test_serve import FLAGS, exported, files_below, home  # noqa: F401  fixtures
 
-boto3 = pytest.importorskip("boto3")
-from botocore.config import Config  # noqa: E402
-from botocore.exceptions import ClientError  # noqa: E402
 
 TOKEN = "s3cret-token"
 
@@ -146,7 +146,6 @@ def test_signatures_are_checked_where_there_is_a_token(repo, home: Path, tmp_pat
 
 def test_tensorstore_reads_by_http_and_by_s3(server: Server, expected: dict[str, bytes], tmp_path: Path) -> None:
     """The Orbax checkpoint of the view, through each of its key-value stores."""
-    pytest.importorskip("tensorstore")
     keys = [key for key in expected if key.startswith(("orbax/", "dev0/"))][:40]
     out = run_client(
         f"""
@@ -182,7 +181,6 @@ def test_ckfs_reads_the_bucket_of_another_ckfs(server: Server, expected: dict[st
 
 
 def test_s3fs_and_fsspec(server: Server, expected: dict[str, bytes], tmp_path: Path) -> None:
-    pytest.importorskip("s3fs")
     out = run_client(
         f"""
         import hashlib, json, fsspec
@@ -202,8 +200,6 @@ def test_s3fs_and_fsspec(server: Server, expected: dict[str, bytes], tmp_path: P
 
 
 def test_the_streamer_of_runai(server: Server, expected: dict[str, bytes], tmp_path: Path) -> None:
-    pytest.importorskip("runai_model_streamer")
-    pytest.importorskip("runai_model_streamer_s3")
     names = sorted(key for key in expected if key.startswith("safetensors/"))
     out = run_client(
         f"""
