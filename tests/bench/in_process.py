@@ -10,7 +10,8 @@ case alternate, RUNS times; a row is the medians of two ways: wall time and proc
 * `contiguous`: `ck.load` against `preadv` of the same spans into new arrays by the same number of threads. For both also
   memory that exists and was touched, which no page fault slows down.
 * `cast`, `transposed`: against the kernels' own speed (`cargo bench --bench kernels`, a process for each thread, at once), which
-  reads from memory and writes to a buffer that stays in the cache.
+  reads from memory and writes to a buffer that stays in the cache: what memory takes of a load is not in it. So the cast is also
+  compared with torch's `copy_` from one memory to another, by as many threads.
 * `mount`: the same load by as many threads that read the raw files of a new mount with the same flags.
 * `numpy`: a script that maps the files, stacks the layers, casts, and cuts the shard.
 * `ranks`: four gloo processes at a time, from `ckfs.open` on, against each reading all and slicing, and rank 0 reading and
@@ -204,20 +205,25 @@ def contiguous(table: Table, repo: Path) -> None:
     same(memory, expected)
 
 
-def kernel_rate(case: str) -> float | None:
-    """GB/s of output of all threads at once; none if the bench is not built."""
+def find_kernels() -> Path | None:
+    """The newest build of the bench `kernels`."""
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release/deps"
     built = [path for path in target.glob("kernels-*") if not path.suffix]
-    if not built:
-        return None
-    program = max(built, key=lambda path: path.stat().st_mtime)
+    return max(built, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def kernel_rate(program: Path, case: str) -> float:
+    """GB/s of output of all threads at once."""
     started = [subprocess.Popen([program, case], stdout=subprocess.PIPE, text=True) for _ in range(THREADS)]
     rows = [[json.loads(line) for line in process.communicate()[0].splitlines() if line.startswith("{")] for process in started]
     return sum(row["output_gb_per_s"] for found in rows for row in found if row["case"] == case)
 
 
-def kernels(table: Table, repo: Path, case: str, kernel: str, **settings: object) -> None:
-    ck = ckfs.open(repo, mesh={"fsdp": RANKS}, **settings)
+def kernels(table: Table, run: argparse.Namespace, case: str, kernel: str, **settings: object) -> None:
+    if not run.kernels:
+        print(f"{case}: the bench `kernels` is not built", flush=True)
+        return
+    ck = ckfs.open(run.repo, mesh={"fsdp": RANKS}, **settings)
     names = [name for name in ck.bundle() if len(ck[name].shape) > 1]
     rates = []
     arrays = {name: np.zeros([s.stop - s.start for s in ck[name].region(DEVICE)], ck[name].dtype) for name in names}
@@ -228,18 +234,40 @@ def kernels(table: Table, repo: Path, case: str, kernel: str, **settings: object
         "touched memory": Way(lambda: ck._load(rows), lambda: touched(arrays)),
     }
     for _ in range(table.runs):
-        rates.append(kernel_rate(kernel))
+        rates.append(kernel_rate(run.kernels, kernel))
         for way in ways.values():
             way.run()
-    if None in rates:
-        print(f"{case}: the bench `kernels` is not built", flush=True)
-        return
     other = total / statistics.median(rates) / 1e9
     for name, way in ways.items():
         own = statistics.median(way.wall)
         cpu = round(statistics.median(way.processor), 3)
         more = {"ckfs_cpu_s": cpu, "other_cpu_s": round(other * THREADS, 3)}
         table.row(f"{case}, {name}, against the kernel", other, own, other / own, 0.8, total, **more)
+
+
+def by_torch(table: Table, repo: Path) -> None:
+    """The cast by torch's `copy_`, from memory."""
+    import torch
+
+    torch.set_num_threads(THREADS)
+    ck, spans = ckfs.open(repo, layout="hf", mesh={"fsdp": RANKS}, dtype="f32"), shard_spans(repo)
+    arrays = new_arrays(spans, np.dtype(np.float32))
+    sources = new_arrays(spans, np.dtype(np.int16))
+    read_spans(spans, sources)
+    pairs = [(torch.from_numpy(arrays[name]), torch.from_numpy(sources[name]).view(torch.bfloat16)) for name in spans]
+
+    def copy() -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    touch = lambda: touched(arrays)  # noqa: E731
+    touch()
+    copy()
+    expected = {name: array.tobytes() for name, array in arrays.items()}
+    rows = rows_into(ck, arrays)
+    other, total = {"torch's copy_ of memory, both into touched memory": Way(copy, touch)}, sum(map(len, expected.values()))
+    table.compare("cast to f32", Way(lambda: ck._load(rows), touch), other, 0.8, total)
+    assert all(array.tobytes() == expected[name] for name, array in arrays.items())
 
 
 def read_files(root: Path, paths: list[str]) -> dict[str, bytearray]:
@@ -466,6 +494,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="repetitions of each case")
     parser.add_argument("--only", default="", help="only cases whose name contains this word")
     parser.add_argument("--dir", default="/var/tmp", help="where the repository and the mount point are made, and deleted again")
+    parser.add_argument("--kernels", type=Path, default=find_kernels(), help="the program of the bench `kernels`")
     for name in ("--worker", "--repo", "--rank", "--port"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     run = parser.parse_args()
@@ -490,8 +519,9 @@ def main() -> None:
 def measure(table: Table, run: argparse.Namespace) -> None:
     cases: dict[str, Callable[[], None]] = {
         "contiguous": lambda: contiguous(table, run.repo),
-        "cast": lambda: kernels(table, run.repo, "cast to f32", "cast BF16 to F32", dtype="f32"),
-        "transposed": lambda: kernels(table, run.repo, "transposed", "transpose 2-byte 8192x8192, 1 MiB bands", layout="maxtext"),
+        "cast": lambda: kernels(table, run, "cast to f32", "cast BF16 to F32", dtype="f32"),
+        "cast, torch": lambda: by_torch(table, run.repo),
+        "transposed": lambda: kernels(table, run, "transposed", "transpose 2-byte 8192x8192, 1 MiB bands", layout="maxtext"),
         "mount": lambda: through_a_mount(table, run, "load"),
         "mount, cast": lambda: through_a_mount(table, run, "load, cast to f32", "--dtype", "f32", dtype="f32"),
         "mount, transposed": lambda: through_a_mount(table, run, "load, transposed", "--layout", "maxtext", layout="maxtext"),

@@ -32,37 +32,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/python"), str(ROOT / "tests/maxtext"), str(ROOT / "tests/bench")]
 
+import http_get
 import in_process
 import llama
 import mounting
 import torch_load
+from http_get import BUFFER_BYTES, get
 from in_process import DEVICE, RANKS, Table, Way
 from serving import Server
 
-BUFFER_BYTES = 1 << 20
 CLIENTS = 8
-
-
-def get(host: str, port: int, path: str, digest: bool = False) -> tuple[int, str]:
-    """Bytes of the body, and their digest if it is asked for."""
-    buffer = bytearray(BUFFER_BYTES)
-    view = memoryview(buffer)
-    sums = hashlib.sha256()
-    with socket.create_connection((host, port)) as client:
-        client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        count = client.recv_into(buffer)
-        head, _, first = bytes(view[:count]).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200"), head
-        length = int(next(line.split(b":")[1] for line in head.lower().splitlines() if line.startswith(b"content-length")))
-        done = len(first)
-        sums.update(first if digest else b"")
-        while done < length:
-            count = client.recv_into(buffer)
-            assert count, f"{path}: {done} of {length} bytes"
-            if digest:
-                sums.update(view[:count])
-            done += count
-    return done, sums.hexdigest()
 
 
 def processor_of(process: int) -> float:
@@ -108,7 +87,7 @@ class Fetch(Way):
         self.port, self.paths, self.clients, self.server = port, paths, clients, process
 
     def fetch(self) -> None:
-        command = [sys.executable, __file__, "--fetch", f"127.0.0.1:{self.port}", *self.paths]
+        command = [sys.executable, http_get.__file__, f"127.0.0.1:{self.port}", *self.paths]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         started = [subprocess.Popen(command, **pipes) for _ in range(self.clients)]
         for process in started:
@@ -177,15 +156,6 @@ def cast(table: Table, run: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--fetch"]:
-        host, port = sys.argv[2].rsplit(":", 1)
-        print("ready", flush=True)
-        sys.stdin.readline()
-        begin = time.monotonic()
-        for path in sys.argv[3:]:
-            get(host, int(port), path)
-        print(begin, time.monotonic())
-        return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", type=float, default=2.0, help="gigabytes of the generated repository")
     parser.add_argument("--runs", type=int, default=5, help="repetitions of each case")
