@@ -2,9 +2,10 @@
 distributions. What these files import of the rest of the engine, which needs a GPU's libraries, is a stand-in that does nothing.
 
     engine_process.py vllm|sglang MODEL [REVISION]
+    engine_process.py vllm|sglang --stream ADDRESS...
 
 Prints one JSON document: what the engine found of the repository, the directory that it downloaded to, and a digest of each
-tensor that its iterator gives.
+tensor that its iterator gives; with --stream the tensors of files in a bucket, by Run:ai's model streamer.
 """
 
 from __future__ import annotations
@@ -180,7 +181,18 @@ def sglang(model: str, revision: str | None) -> dict[str, object]:
     return found
 
 
+def streamed(engine: str, addresses: list[str]) -> dict[str, object]:
+    (weights,) = modules(engine, "model_executor.model_loader.weight_utils" if engine == "vllm" else "srt.model_loader.weight_utils")
+    if engine == "vllm":
+        return {"tensors": digests(weights.runai_safetensors_weights_iterator(addresses, False))}
+    weights.set_runai_streamer_env(stand_in("LoadConfig")())
+    return {"tensors": digests(weights.runai_safetensors_weights_iterator(addresses))}
+
+
 def main() -> None:
+    if sys.argv[2] == "--stream":
+        print(json.dumps(streamed(sys.argv[1], sys.argv[3:])))
+        return
     engine, model, revision = sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None
     print(json.dumps({"vllm": vllm, "sglang": sglang}[engine](model, revision)))
 

@@ -4,6 +4,7 @@ repository, download it and read it. Every tensor is compared with what `ckfs ex
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -114,6 +115,21 @@ def test_a_step_of_a_run_is_a_revision(name: str, model: Path, home: Path, tmp_p
             found = engine(name, server, tmp_path / f"home-{revision}", "some/run", revision)
             assert Path(found["folder"]).name == commit
             same_files(found, expected)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_the_streamer_reads_the_bucket(name: str, model: Path, home: Path, tmp_path: Path) -> None:  # noqa: F811
+    """`--load-format runai_streamer`: no download, the tensors come from the objects."""
+    expected = exported(model, tmp_path / "exported", "--dtype", "bf16")
+    with Server(model, "--dtype", "bf16", "--s3", "0", home=home) as server:
+        url = re.search(r"S3 at (http://[^,]+), bucket ckfs", server.told)[1]
+        addresses = [f"s3://ckfs/hf/{path.name}" for path in sorted(expected.glob("*.safetensors"))]
+        out = run_script(
+            PROCESS, name, "--stream", *addresses, home=tmp_path,
+            AWS_ENDPOINT_URL=url, AWS_ACCESS_KEY_ID="any", AWS_SECRET_ACCESS_KEY="any", AWS_REGION="us-east-1",
+            AWS_EC2_METADATA_DISABLED="true", RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING="0",
+        )  # fmt: skip
+    assert json.loads(out.splitlines()[-1])["tensors"] == tensors_of(expected)
 
 
 def test_the_modules_are_the_engines_own() -> None:
