@@ -9,7 +9,7 @@ use std::ffi::c_int;
 /// # Safety
 /// Both sides have 8 bytes from `at` on.
 unsafe fn order_at(left: *const u8, right: *const u8, at: usize) -> Option<c_int> {
-    // SAFETY: the caller says that these bytes are there; no alignment is asked for.
+    // SAFETY: the caller says that these bytes are there; no alignment is needed.
     let [left, right] = [left, right].map(|side| unsafe { side.add(at).cast::<u64>().read_unaligned() });
     if left == right {
         return None;
@@ -21,7 +21,7 @@ unsafe fn order_at(left: *const u8, right: *const u8, at: usize) -> Option<c_int
 ///
 /// # Safety
 /// Both sides have `len` bytes.
-#[unsafe(no_mangle)]
+#[cfg_attr(target_env = "musl", unsafe(no_mangle))]
 unsafe extern "C" fn memcmp(left: *const u8, right: *const u8, len: usize) -> c_int {
     if len < 8 {
         // SAFETY: `at` is less than the length.
@@ -39,4 +39,31 @@ unsafe extern "C" fn memcmp(left: *const u8, right: *const u8, len: usize) -> c_
     }
     // SAFETY: there are eight bytes or more. Those that are compared again are equal.
     unsafe { order_at(left, right, len - 8) }.unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_have_the_order_of_slices() {
+        let base: Vec<u8> = (0..40_u8).map(|at| at.wrapping_mul(89)).collect();
+        for len in 0..=40 {
+            for first in 0..=8.min(40 - len) {
+                let left = &base[first..first + len];
+                let mut right = left.to_vec();
+                // SAFETY: both have `len` bytes.
+                assert_eq!(unsafe { memcmp(left.as_ptr(), right.as_ptr(), len) }, 0);
+                for at in 0..len {
+                    for other in [0, 1, 0x7f, 0x80, 0xff] {
+                        right[at] = other;
+                        // SAFETY: likewise.
+                        let found = unsafe { memcmp(left.as_ptr(), right.as_ptr(), len) };
+                        assert_eq!(found.cmp(&0), left.cmp(right.as_slice()), "{left:?} {right:?}");
+                    }
+                    right[at] = left[at];
+                }
+            }
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! The `ckfs` program; everything is in the library's [`ckfs::cli`].
 
-#[cfg(target_env = "musl")]
+#[cfg(any(target_env = "musl", test))]
 mod compare_bytes;
 
 /// The allocator of static programs: that of musl has one lock for all threads.

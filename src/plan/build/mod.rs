@@ -48,9 +48,9 @@ use super::{
     library::Model,
     lora, merge, modules,
     name_group::fold,
-    names, packed,
+    names, naming, packed,
     parsed::ParsedNames,
-    shard, stored,
+    select, shard, stored,
     survey::{devices, family, family_problem, missing_layers, no_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
@@ -94,7 +94,7 @@ impl Plan {
 /// What is asked for and changes nothing of this checkpoint: a mistake, or a flag of another model.
 fn idle_flags(checkpoint: &Checkpoint, options: &ViewOptions) -> Vec<String> {
     let (subset, dialect) = (&options.subset, checkpoint.dialect());
-    let has_tower = || checkpoint.tensors().any(|(_, info)| select::is_tower(info.name));
+    let has_tower = || checkpoint.tensors().any(|(_, info)| naming::is_tower(info.name));
     let has_predictor = || {
         dialect.mtp_named
             || !dialect.mtp_layers.is_empty()
