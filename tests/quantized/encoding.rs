@@ -322,7 +322,7 @@ impl Blocks {
         let rows = [self.rows, self.columns];
         let scales = format!("{name}_scale_inv");
         let tensors = [(name, DType::F8E4M3, &rows[..]), (scales.as_str(), scale, &grid[..])];
-        let mut bytes = write_header(tensors.into_iter(), &[("format", "pt")], 8).unwrap().bytes;
+        let mut bytes = write_header(tensors, &[("format", "pt")], 8).unwrap().bytes;
         bytes.extend(&self.codes);
         for bits in &self.scales {
             if scale == DType::F32 {

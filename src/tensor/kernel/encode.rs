@@ -248,7 +248,7 @@ leveled! {
             let bits = u32::from_le_bytes(*given);
             // 2^-127 is a subnormal F32, both as a scale and as a factor.
             let exponent = if bits == HALF_LEAST_NORMAL { 0 } else { bits >> 23 };
-            let is_power = bits == HALF_LEAST_NORMAL || (bits & 0x7f_ffff == 0 && (1..=254).contains(&exponent));
+            let is_power = bits == HALF_LEAST_NORMAL || (bits << 9 == 0 && (1..=254).contains(&exponent));
             let inverse = if exponent == 254 { HALF_LEAST_NORMAL } else { (254 - exponent.min(254)) << 23 };
             *stored = if is_power { low_byte(exponent) } else { *stored };
             *factor = if is_power { f32::from_bits(inverse) } else { *factor };
