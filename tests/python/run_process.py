@@ -140,53 +140,6 @@ def transformers_fsdp(run: Path, truth: Path, steps: int) -> None:
     transformers(run, truth, steps, fsdp="full_shard", fsdp_config=sharded)
 
 
-def torchtitan(run: Path, truth: Path, steps: int) -> None:
-    """torchtitan's own manager of checkpoints, which saves in a thread, and its own model. It needs the wheels that `torchtitan_process.py`
-    names; what a step is says its own adapter."""
-    import torch
-    import torch.distributed as dist
-
-    import torchtitan_process
-
-    sys.meta_path.insert(0, torchtitan_process.Finder())
-    from torchtitan.components.checkpoint import CheckpointManager
-
-    class Nothing:
-        """In place of the optimizer, the schedule and the data."""
-
-        def state_dict(self) -> dict:
-            return {"count": torch.ones(3)}
-
-        def load_state_dict(self, state: dict) -> None:
-            raise NotImplementedError
-
-    dist.init_process_group("gloo", init_method=f"file://{truth}/rendezvous", rank=0, world_size=1)
-    config, adapter = torchtitan_process.config_of("llama3", CONFIG | {"model_type": "llama"})
-    torch.manual_seed(1)
-    model = config.build()
-    with torch.no_grad():
-        for value in model.parameters():
-            value.normal_()
-    exporter = adapter(config, None)
-    settings = CheckpointManager.Config(enable=True, folder="checkpoint", interval=1, keep_latest_k=3, async_mode="async")
-    manager = CheckpointManager(
-        settings, dataloader=Nothing(), model_parts=[model], optimizers=Nothing(), lr_schedulers=Nothing(),
-        states={"train_state": Nothing()}, sd_adapter=exporter, base_folder=str(run),
-    )  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(1, steps + 1):
-        sum(value.float().pow(2).sum() for value in model.parameters()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        exported = exporter.to_hf({name: value.detach().clone() for name, value in model.state_dict().items()})
-        tell(truth, step, {name: value.float().contiguous().numpy() for name, value in exported.items()})
-        manager.save(step)
-        time.sleep(PAUSE_SECONDS)
-    manager.maybe_wait_for_saving()
-    manager.close()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
     kind, run, truth, steps = sys.argv[1:]
     globals()[kind](Path(run), Path(truth), int(steps))

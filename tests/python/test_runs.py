@@ -53,18 +53,16 @@ def is_shown(mount: mounting.Mount, step: int) -> bool:
     return str(step) in {path.name for path in mount.point.iterdir()}
 
 
-@pytest.mark.parametrize("kind", ["orbax", "torch_dcp", "megatron", "transformers", "transformers_fsdp", "torchtitan"])
+@pytest.mark.parametrize("kind", ["orbax", "torch_dcp", "megatron", "transformers", "transformers_fsdp"])
 def test_each_step_is_what_its_trainer_had(kind, own, tmp_path):
     if kind == "megatron" and importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core has no package for this Python")
-    if kind == "torchtitan" and importlib.util.find_spec("torchtitan") is None:
-        pytest.skip("torchtitan is in no environment of the tests: see run_process.py")
     run, truth = tmp_path / "run", tmp_path / "truth"
     run.mkdir()
     truth.mkdir()
     flags = []
-    if kind in ("transformers_fsdp", "torchtitan"):
-        # Their steps have no configuration.
+    if kind == "transformers_fsdp":
+        # Its steps have no configuration.
         from transformers import LlamaConfig
 
         LlamaConfig(**run_process.CONFIG, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
@@ -73,7 +71,7 @@ def test_each_step_is_what_its_trainer_had(kind, own, tmp_path):
     command = [sys.executable, HERE / "run_process.py", kind, run, truth, STEPS]
     log = open(tmp_path / "trainer.log", "w+")
     trainer = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)
-    check = compare_models if kind.startswith(("transformers", "torchtitan")) else compare
+    check = compare_models if kind.startswith("transformers") else compare
     seen, compared = set(), set()
     try:
         deadline = time.monotonic() + 150
@@ -103,7 +101,7 @@ def test_each_step_is_what_its_trainer_had(kind, own, tmp_path):
     assert stats["health"] == "healthy", stats["problems"]
     assert stats["steps"]["failed_plans"] == 0
     left = {int(path.name) for path in mount.point.iterdir() if path.name.isdigit()}
-    if kind in ("orbax", "transformers", "transformers_fsdp", "torchtitan"):
+    if kind in ("orbax", "transformers", "transformers_fsdp"):
         assert left == set(range(STEPS - 2, STEPS + 1)) and stats["steps"]["deleted"] > 0
     # Each step alone gives the same files.
     listed = mounting.run("plan", run, "--json").json()["steps"]
