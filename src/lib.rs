@@ -40,7 +40,7 @@
 //! file's [`image::FileContent`]. For tensors that is an [`image::FileImage`]: segments of literal bytes and of views, with
 //! cumulative ends. The volume wraps it in a [`read::PreparedFile`]. The [`read::Engine`] lowers a view to a [`tensor::Tiling`] when
 //! it is first read. A file that the [`volume::Policy`] selects is materialized by the same stages
-//! ([`read::Materializing`]), and the kernel then reads it by itself.
+//! ([`read::Materializing`]), and the kernel then reads it directly.
 //!
 //! At read: [`Engine::read`](read::Engine::read) finds the segments under the request. Four stages follow, each a file of
 //! `src/read/`; `fill.rs` puts them together.

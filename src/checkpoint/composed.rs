@@ -74,7 +74,7 @@ impl ExpertPart {
 }
 
 impl Composed {
-    /// A part of a tensor, under a name of its own. `None` if the tensor has no such part.
+    /// A part of a tensor, with its own name. `None` if the tensor has no such part.
     pub fn part(name: String, (of, dtype, shape): (TensorId, DType, &[u64]), part: ExpertPart) -> Option<Self> {
         Some(Self { name, dtype, shape: part.shape(shape)?, of, part })
     }

@@ -102,7 +102,7 @@ pub enum CheckpointError {
         looked_in: PathBuf,
         /// The name in the cache that differs in the case of letters only.
         near: Option<String>,
-        /// What the Hub says or why it was not asked, and what brings it: lines that begin with two spaces, or nothing.
+        /// The Hub's reply or why no request was made, and what would fetch it: lines that begin with two spaces, or nothing.
         advice: String,
     },
     /// The directory of the hub's cache is unknown.
@@ -537,7 +537,7 @@ fn list_problems(label: &str, problems: &[Problem], more: usize) -> String {
 /// A text for each problem, in order of the first of each, and how many problems it tells. Many tensors with the same problem
 /// share one: their texts differ only in the tensor's name and in numbers, as files of a set do.
 fn lines(problems: &[Problem]) -> Vec<(String, usize)> {
-    /// Fewer are listed each by itself.
+    /// Fewer are listed one by one.
     const MANY: usize = 4;
     const NAMED: usize = 3;
     let key = |problem: &Problem, text: &str| {

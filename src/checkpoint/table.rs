@@ -354,7 +354,7 @@ impl TensorTable {
         Some(table)
     }
 
-    /// This table with more tensors that are made of those that it has. They are not shown until they are asked for.
+    /// This table with more tensors that are made of those that it has. They are not shown until they are requested.
     /// `None` if an id does not fit 32 bits.
     pub(super) fn with_composed(mut self, composed: Vec<Composed>) -> Option<Self> {
         debug_assert!(self.composed.is_empty(), "tensors are composed once");

@@ -33,7 +33,7 @@ const TRY_LIMIT: Duration = Duration::from_secs(20);
 
 /// Checks whether this host can mount, and gives a remedy for each obstacle.
 ///
-/// Examines the kernel, /dev/fuse, rights, limits and memory. If these allow it, mounts a small file of its own for a
+/// Examines the kernel, /dev/fuse, rights, limits and memory. If these allow it, mounts a small test file for a
 /// moment. Changes nothing. Fails if something keeps ckfs from mounting.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\

@@ -68,7 +68,7 @@ impl FetchCommand {
             request(&checkpoint, remote, view, &bar, before.absent_bytes)?;
         }
         finish(remote, &bar, before.absent_bytes);
-        // What no view's tensors need: the other files. Nothing is requested between these spans. After a failure they are asked for
+        // What no view's tensors need: the other files. Nothing is requested between these spans. After a failure they are requested
         // one by one below, so that a service that is gone is waited for once.
         let failed = remote.counters().failures.load(Ordering::Relaxed) > failures;
         for (file, spans) in before.spans.iter().filter(|_| !failed) {

@@ -419,7 +419,7 @@ fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>, shows_findings: 
     if let Some(path) = file {
         sink.switch(LogTarget::file(path).with_context(|| format!("log file {}", path.display()))?);
     } else if flags.verbose > 0 || chosen.is_some() {
-        // A log was asked for, and not only what a user has to know.
+        // A log was requested, and not only what a user has to know.
         sink.switch(LogTarget::stderr());
     }
     // The sink adds time and colours, because it knows where the lines go. It never fails, so that no failure needs a

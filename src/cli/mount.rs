@@ -347,7 +347,7 @@ fn mount(
         return mount_run((run, &config), mountpoint, log, (readiness, tie), made);
     }
     let mut service = interruptible(|| Service::open(&mut config, &waits))?.map_err(open::explained)?;
-    // From now on the service watches its requests by itself.
+    // From now on the service's own watchdog watches requests.
     drop(wait_watch);
     service.start().context("start a thread")?;
     let held = per_device(service.volume().plans().iter().map(Arc::as_ref));

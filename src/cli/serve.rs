@@ -93,7 +93,7 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
         return ended(exit);
     }
     let mut service = interruptible(|| Service::open(&mut config, &waits))?.map_err(open::explained)?;
-    // From now on the service watches its requests by itself.
+    // From now on the service's own watchdog watches requests.
     drop(wait_watch);
     service.start().context("start a thread")?;
     let label = service.label().to_owned();

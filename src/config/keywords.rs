@@ -35,7 +35,7 @@ fn is_keyword(row: &Setting) -> bool {
     }
 }
 
-/// The settings that a program gives when it opens a checkpoint by itself.
+/// The settings that a program gives when it opens a checkpoint in process.
 pub fn all() -> impl Iterator<Item = &'static Setting> + Clone {
     SETTINGS.iter().filter(|row| is_keyword(row))
 }

@@ -158,7 +158,7 @@ pub struct MountSettings {
     pub gid: Option<OwnerId>,
     /// The kernel's read-ahead in KiB.
     pub read_ahead_kb: Option<u32>,
-    /// Whether the kernel reads byte-identical files by itself.
+    /// Whether the kernel reads byte-identical files directly.
     pub passthrough: Option<bool>,
     /// Tensor files, by path in the mount, that bypass the page cache.
     pub direct_io: Option<Allow>,

@@ -247,7 +247,7 @@ impl Quantize {
     }
 }
 
-/// Elements that share a scale where nothing else is said: those of compressed-tensors' preset W4A16.
+/// Elements that share a scale by default: those of compressed-tensors' preset W4A16.
 const INT4_GROUP: u64 = 128;
 
 /// Most elements that share a scale.
@@ -429,7 +429,7 @@ pub enum Tied {
     /// As an alias in the raw tree of the layout canonical; bundles and `hf/` hold each weight once.
     #[default]
     Auto,
-    /// As a tensor of its own everywhere, also in bundles and `hf/`.
+    /// As a separate tensor everywhere, also in bundles and `hf/`.
     Alias,
     /// Not at all, unless the repository stores it and its configuration does not say that it is the embedding.
     Absent,

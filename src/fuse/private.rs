@@ -59,7 +59,7 @@ const INSIDE_VARIABLE: &str = "CKFS_RUN_INSIDE";
 const NOT_FOUND: u8 = 127;
 const NOT_EXECUTABLE: u8 = 126;
 
-/// A mount in namespaces of its own, and the child that will become the command.
+/// A mount in private namespaces, and the child that will become the command.
 #[derive(Debug)]
 pub struct PrivateMount {
     /// The child; the command has its process id.
@@ -188,7 +188,7 @@ fn enter(starter: i32) -> Result<(), String> {
         write("/proc/self/uid_map", format!("{user} {user} 1"))?;
         write("/proc/self/gid_map", format!("{group} {group} 1"))?;
     }
-    // Mounts made outside later are still seen inside, as those of an automounter. None goes the other way.
+    // Mounts made outside later are still visible inside, as those of an automounter. None goes the other way.
     let flags = MsFlags::MS_REC | MsFlags::MS_SLAVE;
     mount(None::<&str>, "/", None::<&str>, flags, None::<&str>)
         .map_err(|errno| format!("hide mounts from others: {errno}; {}", remedy(errno, is_in_chroot())))?;

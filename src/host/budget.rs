@@ -15,7 +15,7 @@
 //! once. The kernel can take these pages back at any time.
 //!
 //! What is not in the budget: the program itself and the table of tensors (some 0.5 kB a tensor), and page cache that is not
-//! mapped, which the kernel takes back by itself.
+//! mapped, which the kernel reclaims.
 
 use super::memory::Limit;
 

@@ -75,7 +75,7 @@ pub fn hint() -> String {
 /// Threads that could be started, and why no more.
 #[derive(Debug)]
 pub struct Startable {
-    /// How many of those asked for.
+    /// How many of those requested.
     pub threads: usize,
     /// What kept the next one from starting.
     pub refusal: Option<io::Error>,

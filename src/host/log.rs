@@ -101,7 +101,7 @@ struct State {
     has_thread: bool,
 }
 
-/// The part that writes. Held by the writer thread, or by a thread that writes a line by itself.
+/// The part that writes. Held by the writer thread, or by a thread that writes a line without it.
 #[derive(Debug)]
 struct Output {
     target: LogTarget,
@@ -116,7 +116,7 @@ struct Shared {
     state: Mutex<State>,
     /// Something is to be done.
     called: Condvar,
-    /// All that was asked for is done.
+    /// All that was requested is done.
     done: Condvar,
     output: Mutex<Output>,
 }
@@ -293,7 +293,7 @@ impl Shared {
         }
     }
 
-    /// Does all that is asked for.
+    /// Does all that is requested.
     fn turn(&self, output: &mut Output) {
         let mut state = lock(&self.state);
         let lines = std::mem::take(&mut state.queue);

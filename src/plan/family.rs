@@ -131,7 +131,7 @@ pub(super) struct BlockForm {
     /// Last words of the modules beside them that stay whole.
     #[serde(default)]
     pub(super) whole: Vec<String>,
-    /// Whether the words alone tell what a module is: if a checkpoint lacks the others, what it has is cut all the same.
+    /// Whether the words alone tell what a module is: if a checkpoint lacks the others, what it has is cut nevertheless.
     #[serde(default)]
     pub(super) partial: bool,
 }

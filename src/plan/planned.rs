@@ -89,11 +89,11 @@ pub struct Plan {
     pub dtype: Option<DType>,
     /// The decoded tensors, by scheme.
     pub decoded: Vec<DecodedScheme>,
-    /// The tensors that are quantized on read, if that is asked for.
+    /// The tensors that are quantized on read, if that is requested.
     pub quantized: Option<Chosen>,
     /// Number of quantized tensors that are shown as they are stored although others are decoded.
     pub kept_raw: u64,
-    /// Tensors that stay as they are stored, though a dtype is asked for, because the model's own code keeps them in float32.
+    /// Tensors that stay as they are stored, though a dtype is requested, because the model's own code keeps them in float32.
     pub kept: Vec<NameGroup>,
     /// The same of `hf/`.
     pub kept_hf: Vec<NameGroup>,

@@ -37,7 +37,7 @@ const MAXTEXT: [(&str, &[&str]); 22] = [
     ("norm.scale", &["norm"]),
 ];
 
-/// Whether a checkpoint of this kind is shown as it is stored unless another layout is asked for: one of a trainer, whose
+/// Whether a checkpoint of this kind is shown as it is stored unless another layout is requested: one of a trainer, whose
 /// tensors no table of families names.
 pub(super) fn is_default(checkpoint: &Checkpoint) -> bool {
     !checkpoint.is_repository()

@@ -82,11 +82,6 @@ impl<'a> Values<'a> {
         self.checkpoint
     }
 
-    /// Whether the dtype depends on names.
-    pub(crate) fn depend_on_names(&self) -> bool {
-        !self.rules.is_empty()
-    }
-
     /// The requested dtype of a tensor with these names. `None` leaves it as it is. If this keeps a decoded tensor as
     /// it is stored, the tensor is noted for [`Values::raw`].
     pub fn dtype_of(&self, id: TensorId, names: &[&str]) -> Option<DType> {

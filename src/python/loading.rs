@@ -17,7 +17,7 @@ use super::{
 const LOOK: Duration = Duration::from_millis(50);
 /// Longest time that an interrupted or failed load waits for its threads. They may be waiting for storage.
 const LEAVE: Duration = Duration::from_millis(500);
-/// The calling thread makes up to this many bytes of mapped files by itself: to start another takes as long.
+/// The calling thread alone makes up to this many bytes of mapped files: to start another takes as long.
 const ALONE_BYTES_MAX: u64 = 256 << 10;
 
 /// What is taken of an axis.

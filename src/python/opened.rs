@@ -138,7 +138,7 @@ pub(super) struct OpenedCheckpoint {
 
 impl Drop for OpenedCheckpoint {
     fn drop(&mut self) {
-        // In a child of `fork` its threads do not exist, and locks may be held for ever.
+        // In a child of `fork` its threads do not exist, and locks may be held forever.
         if !process::is_owner() {
             mem::forget(self.service.take());
         }

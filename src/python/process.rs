@@ -1,4 +1,4 @@
-//! Threads of this module do not exist in a child of `fork`: a call there would wait for them for ever.
+//! Threads of this module do not exist in a child of `fork`: a call there would wait for them forever.
 
 use std::{
     process,

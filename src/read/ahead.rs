@@ -202,7 +202,7 @@ impl Engine {
     ) {
         let unit = tiling.unit_bytes();
         let mut left = most;
-        // A remote source decides by itself over which gaps it reads.
+        // A remote source decides over which gaps it reads.
         let gap = self.source().remote().map_or(GAP_BYTES, |_| self.source().gap_bytes());
         tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
             // A reader meets the failure of a view that is encoded.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// How bytes are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
-    /// A source file, unchanged. Bytes that the kernel reads by itself are not counted.
+    /// A source file, unchanged. Bytes that the kernel reads directly are not counted.
     Identical,
     /// Runs of source bytes, unconverted.
     Contiguous,

@@ -35,7 +35,7 @@ pub struct EngineOptions {
     pub tile_cache_bytes: usize,
     /// Most bytes of unused buffers that the engine keeps.
     pub spare_buffer_bytes: usize,
-    /// Most bytes of source data that one thread may hold in memory of its own.
+    /// Most bytes of source data that one thread may hold in its own buffers.
     pub thread_buffer_bytes: usize,
     /// Threads that compute ahead of sequential readers.
     pub workers: usize,

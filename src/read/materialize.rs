@@ -1,4 +1,4 @@
-//! Materializes a file: makes all of its bytes once, in pieces, into another file that the kernel then reads by itself.
+//! Materializes a file: makes all of its bytes once, in pieces, into another file that the kernel then reads directly.
 //!
 //! The first thread that takes a piece makes it. A worker takes the next free piece. A reader takes the pieces that it needs, and
 //! waits only for them. So each byte is fetched and decoded once, and a reader never waits for the whole file.

@@ -19,7 +19,7 @@
 //! * **identical** files are read unchanged, by the kernel itself where possible.
 //! * **generated** bytes, such as headers, come from the file's image.
 //!
-//! A file may also be materialized: all threads make its bytes once, in pieces, in a file that the kernel reads by itself
+//! A file may also be materialized: all threads make its bytes once, in pieces, in a file that the kernel reads directly
 //! ([`Materializing`]). A program that wants arrays has them made in its own memory, by several threads ([`Loading`]).
 //!
 //! # What a source without maps costs

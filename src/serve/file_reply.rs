@@ -17,7 +17,7 @@ use super::{
     tree::FoundNode,
 };
 
-/// A file that is asked for.
+/// A file that is requested.
 #[derive(Debug)]
 pub(super) struct AskedFile<'a> {
     pub(super) reads: &'a Arc<ServedReads>,
@@ -92,7 +92,7 @@ pub(super) async fn of_file(asked: AskedFile<'_>, method: &Method, headers: &Hea
     with_tag(reply)
 }
 
-/// What a visitor is told who may not read a node.
+/// The reply to a visitor who may not read a node.
 pub(super) fn denied(path: &str, visitor: Visitor) -> Reply {
     debug_assert_eq!(visitor, Visitor::Stranger);
     let text = format!(

@@ -65,7 +65,7 @@ const HEAD_LIMIT: Duration = Duration::from_mins(1);
 /// Time without progress after which a client that takes no bytes is given up.
 const WRITE_LIMIT: Duration = Duration::from_mins(1);
 
-/// Time for what precedes the body of a reply, beyond the time limit of sources: none may wait for ever.
+/// Time for what precedes the body of a reply, beyond the time limit of sources: none may wait forever.
 const ANSWER_LIMIT: Duration = Duration::from_mins(10);
 
 /// Pause after a connection that was not accepted, as at a limit of open files.

@@ -32,7 +32,7 @@ const LATEST: &str = "latest";
 /// Most threads that plan steps or wait for their storage.
 const WAITING_MAX: usize = 32;
 
-/// Most threads that look at what the run tells of itself, which must be told also while storage does not answer.
+/// Most threads that read a run's status, which must be shown also while storage does not answer.
 const LOOKING_MAX: usize = 4;
 
 /// Most times that a step is looked for again because it was written anew meanwhile.

@@ -1,4 +1,4 @@
-//! What systemd is told, if it listens.
+//! Notifications to systemd, if it listens.
 
 use sd_notify::NotifyState;
 

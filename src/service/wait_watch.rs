@@ -21,7 +21,7 @@ use ckfs_source::{Wait, WaitRegistry};
 const LOOKS: u32 = 8;
 const PERIOD_MAX: Duration = Duration::from_millis(500);
 
-/// A wait for a service is told after this time, or after a quarter of the time limit.
+/// A wait for a service is logged after this time, or after a quarter of the time limit.
 const TOLD_AFTER: Duration = Duration::from_secs(1);
 /// Time between two lines about waits.
 const TOLD_PERIOD: Duration = Duration::from_secs(10);

@@ -97,7 +97,7 @@ pub enum SourceError {
         file: Arc<Path>,
         /// The pinned version.
         expected: String,
-        /// The version now, or what the service said.
+        /// The version now, or the service's reply.
         found: String,
     },
     /// The bytes have another digest than is known of them. Sticky.

@@ -163,7 +163,7 @@ pub trait Source: fmt::Debug + Send + Sync {
         let _ = file;
     }
 
-    /// The open file, from which the kernel can read by itself. `None` if there is none or it is poisoned.
+    /// The open file, from which the kernel can read directly. `None` if there is none or it is poisoned.
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
         let _ = file;
         None

@@ -3,7 +3,7 @@
 //! Nothing can interrupt a thread that waits in `pread`, in `fstat` or in a page fault for storage that does not answer. So a
 //! thread notes every such wait here before it begins and removes the note after it, and another thread checks the notes. A
 //! fetch *stalls* if no bytes arrive for a time limit. A thread that reads says when bytes have come ([`WaitGuard::advance`]), and
-//! reads in pieces so that slow storage can be told from storage that gives no answer (`WaitRegistry::piece_bytes`). That the thread
+//! reads in pieces, which distinguishes slow storage from storage that gives no answer (`WaitRegistry::piece_bytes`). That the thread
 //! runs shows nothing: a client of NFS runs for each attempt to reach its server again. Only in a map does the thread itself use
 //! the bytes, so there its running counts: each page that comes wakes it, and a computation over mapped bytes runs.
 //!
@@ -79,7 +79,7 @@ pub struct Waiting {
     pub thread: i32,
     /// When it began.
     pub since: Instant,
-    /// Time in which the thread has not run, as far as that was seen.
+    /// Time in which the thread has not run, as sampled.
     pub quiet: Duration,
     /// Time without bytes or an answer.
     pub silent: Duration,

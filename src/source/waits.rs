@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A service that asked for a pause within this time limits requests.
+/// A service that requested a pause within this time limits requests.
 const PAUSE_RECENT: Duration = Duration::from_secs(2);
 
 /// A request that begins this soon after the end of another continues its wait: else very many requests, one after the other, would
@@ -24,7 +24,7 @@ pub struct Waits {
     all: Mutex<Vec<Weak<Pulse>>>,
 }
 
-/// A service that has brought nothing for a while, though something was asked for.
+/// A service that has brought nothing for a while, though something was requested.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wait {
     /// Its host.
@@ -52,7 +52,7 @@ pub struct Pulse {
     moved_ms: AtomicU64,
     /// When nothing was waited for any more, likewise.
     ended_ms: AtomicU64,
-    /// When it asked for a pause last, likewise; 0 if never.
+    /// When it requested a pause last, likewise; 0 if never.
     paused_ms: AtomicU64,
     answer: Mutex<Option<String>>,
 }
@@ -123,7 +123,7 @@ impl Pulse {
         self.moved_ms.store(self.now_ms(), Ordering::Release);
     }
 
-    /// It said something else than what was asked for, perhaps that it wants a pause.
+    /// It said something else than what was requested, perhaps that it wants a pause.
     pub(crate) fn note_answer(&self, answer: String, wants_pause: bool) {
         if wants_pause {
             self.paused_ms.store(self.now_ms().max(1), Ordering::Release);

@@ -77,7 +77,7 @@ pub struct Buffer<M: RawMemory> {
 }
 
 impl<M: RawMemory> BufferPool<M> {
-    /// A pool that keeps at most `spare_bytes_max` bytes of unused buffers. `changes` are told of each that comes back.
+    /// A pool that keeps at most `spare_bytes_max` bytes of unused buffers. `changes` is notified of each that comes back.
     pub fn new(sizing: Sizing, spare_bytes_max: usize, changes: Arc<ChangeCount>) -> Self {
         let spare = Spare { memory: Vec::new(), bytes: 0, bytes_max: spare_bytes_max, taken_bytes: 0, in_use: false };
         Self(Arc::new(Shared { spare: Mutex::new(spare), sizing, changes }))

@@ -14,7 +14,7 @@
 //! Every thread is counted by its use ([`running`]).
 //!
 //! The tests of this crate run on the primitives of `shuttle` instead of those of the standard library. It runs a model many times,
-//! each time in another order of its threads, and finds a model that waits for ever.
+//! each time in another order of its threads, and finds a model that waits forever.
 
 mod account;
 mod buffers;

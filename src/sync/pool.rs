@@ -3,7 +3,7 @@
 //! A thread starts when a job waits that no thread is coming for, up to a bound, and ends after it had no job for a while. The
 //! thread that became idle last is woken first: its memory is in the processor's caches, and the others get to their end.
 //!
-//! Each pool has a queue of its own kind ([`Queue`]), which says what is next. It is changed under the pool's lock
+//! Each pool has its kind of queue ([`Queue`]), which decides what is next. It is changed under the pool's lock
 //! ([`Pool::update`]), and threads are woken or started as it then needs.
 //!
 //! A job must not wait for another job of its pool, unless it can run that one itself: all threads may be such jobs.
@@ -89,7 +89,7 @@ struct State<Q> {
     idle: Vec<Arc<IdleThread>>,
     /// Threads that were woken or started and have not looked at the queue since.
     coming: usize,
-    /// Why the system started no thread when it was last asked to.
+    /// Why the last attempt to start a thread failed.
     refusal: Option<io::Error>,
     ended: bool,
 }
@@ -135,7 +135,7 @@ impl<Q: Queue> Pool<Q> {
         Self { shared: Arc::new(Shared { name, idle, run: Box::new(run), state: Mutex::new(state) }) }
     }
 
-    /// Changes the queue, which is told the threads of now, and has threads come for what is ready then.
+    /// Changes the queue, which receives the present number of threads, and starts or wakes threads for what is ready then.
     pub fn update<R>(&self, change: impl FnOnce(&mut Q, PoolThreads) -> R) -> R {
         let mut state = self.shared.lock();
         let threads = state.threads();

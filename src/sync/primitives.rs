@@ -39,7 +39,7 @@ pub(crate) fn wait<'a, T>(
 
 #[cfg(test)]
 std::thread_local! {
-    /// Whether a wait of a model may end by its time. If not, a lost notification is a thread that waits for ever.
+    /// Whether a wait of a model may end by its time. If not, a lost notification is a thread that waits forever.
     pub(crate) static TIMES_END: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 

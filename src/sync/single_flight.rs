@@ -27,7 +27,7 @@ const CHECK_PERIOD: Duration = Duration::from_millis(200);
 /// Failures of others that a waiter does not take for its own. The next one is its own, or another reader's.
 const TRIES_MAX: u32 = 2;
 
-/// Why a value is asked for.
+/// Why a value is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Demand {
     /// A reader needs it.
@@ -50,7 +50,7 @@ pub struct Situation {
 pub enum Verdict<R, V> {
     /// It makes the value in this room. The values are dropped before, without the lock.
     Make(R, Vec<Arc<V>>),
-    /// This is dropped without the lock, and room is asked for again.
+    /// This is dropped without the lock, and room is requested again.
     Drop(Arc<V>),
     /// Others must first leave room.
     Wait,
@@ -171,7 +171,7 @@ impl<K: Hash + Eq, V, P: RoomPolicy<K, V>> fmt::Debug for SingleFlight<K, V, P> 
     }
 }
 
-/// Ends a flight even if its maker panics, so that no waiter waits for ever.
+/// Ends a flight even if its maker panics, so that no waiter waits forever.
 struct Maker<'a, K: Hash + Eq, V, P: RoomPolicy<K, V>> {
     cache: &'a SingleFlight<K, V, P>,
     key: K,

@@ -69,7 +69,7 @@ pub enum Access {
     Once,
     /// The file is byte-identical to this one. The kernel reads this one where it may; otherwise as `Cached`.
     Passthrough(Arc<File>),
-    /// Where the kernel may read files by itself, [`Upkeep::materialize`](super::Upkeep::materialize) may supply a file for it; otherwise as `Cached`.
+    /// Where the kernel may read files directly, [`Upkeep::materialize`](super::Upkeep::materialize) may supply a file for it; otherwise as `Cached`.
     Materialize,
 }
 

@@ -66,7 +66,7 @@ pub struct Metrics {
     ops: [OpMetrics; RequestKind::ALL.len()],
     /// Handlers that panicked; each such request is answered with EIO.
     pub panics: AtomicU64,
-    /// Opens whose file the kernel reads by itself from the backing file.
+    /// Opens whose file the kernel reads directly from the backing file.
     pub passthrough_opens: AtomicU64,
     /// Requests being handled now.
     pub in_flight: AtomicU64,

@@ -22,7 +22,7 @@ use super::{
 };
 
 impl Volume {
-    /// Enables materialization of the files that the policy selects, once the kernel may read files by itself.
+    /// Enables materialization of the files that the policy selects, once the kernel may read files directly.
     ///
     /// # Errors
     /// The system gives us no file system in memory, as it does only for root; or the directory cannot hold unnamed files.
@@ -281,7 +281,7 @@ impl Volume {
     pub(super) fn start(&self, passthrough: Result<(), NoPassthrough>) {
         match (&self.materializer, passthrough) {
             (Some(materializer), Ok(())) => materializer.start(),
-            // Files that the kernel would not read are not made. Those in memory are a default; a directory was asked for.
+            // Files that the kernel would not read are not made. Those in memory are a default; a directory was requested.
             (Some(_), Err(reason)) => {
                 if let Some(directory) = self.policy.directory() {
                     warn!("--materialize {}: nothing is written there: {reason}", directory.display());

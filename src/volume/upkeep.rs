@@ -1,5 +1,5 @@
 //! What keeps a file system alive while it is served: its counters, its sources that do not answer or have changed, and the files
-//! that the kernel reads by itself.
+//! that the kernel reads directly.
 
 use std::{fs::File, io, sync::Arc, time::Duration};
 
@@ -8,7 +8,7 @@ use super::{
     metrics::{Metrics, RequestKind},
 };
 
-/// Why the kernel reads no files by itself.
+/// Why the kernel reads no files directly.
 #[derive(Debug, thiserror::Error)]
 pub enum NoPassthrough {
     /// The mount does not want it.
@@ -24,7 +24,7 @@ pub enum NoPassthrough {
     Refused(io::Error),
 }
 
-/// What keeps the kernel from reading a file by itself, and what would help.
+/// What keeps the kernel from reading a file directly, and what would help.
 fn refusal_text(error: &io::Error) -> String {
     let text = match error.raw_os_error() {
         Some(libc::EPERM) => {
@@ -88,23 +88,23 @@ pub trait Upkeep: FileSystem {
     }
 
     /// The files of which the kernel is to drop its cached pages: those that were opened and need a source that has changed, and those
-    /// that the kernel reads by itself from now on.
+    /// that the kernel reads directly from now on.
     fn changed_files(&self) -> Vec<Ino> {
         Vec::new()
     }
 
-    /// A file like those on a disk that the kernel is to read by itself, for a trial before [`Upkeep::started`]; `None` if there
+    /// A file like those on a disk that the kernel is to read directly, for a trial before [`Upkeep::started`]; `None` if there
     /// are none.
     fn trial(&self) -> Option<File> {
         None
     }
 
-    /// Called once, before any request: whether the kernel may read files by itself, as the trial showed if there was one.
+    /// Called once, before any request: whether the kernel may read files directly, as the trial showed if there was one.
     fn started(&self, passthrough: Result<(), NoPassthrough>) {
         drop(passthrough);
     }
 
-    /// Materializes a file that was just opened; the kernel then reads it by itself until it is closed. Calls `then`, at once or
+    /// Materializes a file that was just opened; the kernel then reads it directly until it is closed. Calls `then`, at once or
     /// from another thread; drops it if the file system ends first.
     fn materialize(&self, ino: Ino, handle: Handle, then: WhenMaterialized) {
         let _ = (ino, handle);

@@ -24,7 +24,7 @@ pub(super) struct Watched {
     /// Poisoned sources that were reported already.
     pub(super) reported: AtomicU64,
     pub(super) on_change: Mutex<Option<OnChange>>,
-    /// Files that the kernel reads by itself from the next open on, and whose pages it still keeps.
+    /// Files that the kernel reads directly from the next open on, and whose pages it still keeps.
     superseded: Mutex<BTreeSet<Ino>>,
 }
 
@@ -61,7 +61,7 @@ impl Watched {
         *lock(&self.on_change) = callback;
     }
 
-    /// Notes that the kernel reads a file by itself from the next open on. That open would wait while the kernel drops the pages it
+    /// Notes that the kernel reads a file directly from the next open on. That open would wait while the kernel drops the pages it
     /// has read through ckfs, 0.1 s per GB, so they are dropped now.
     pub(super) fn note_superseded(&self, ino: Ino) {
         lock(&self.superseded).insert(ino);

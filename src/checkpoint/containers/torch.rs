@@ -25,7 +25,7 @@ use super::super::{
 /// Files that training programs write beside weights: no state of a model.
 const COMPANIONS: [&str; 5] = ["training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt"];
 
-/// Name of a tensor that is saved by itself.
+/// Name of a tensor that is saved alone.
 const UNNAMED: &str = "tensor";
 
 /// The name and the text of the index, if there is one.

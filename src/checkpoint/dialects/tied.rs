@@ -15,9 +15,9 @@ use super::super::table::TensorTable;
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Rules {
-    /// Tied if nothing is said.
+    /// Tied by default.
     by_default: Vec<String>,
-    /// Tied, or not, whatever is said.
+    /// Tied, or not, whatever config.json says.
     always: Vec<String>,
     never: Vec<String>,
     /// Tied if the whole model's configuration or the text model's says so.

@@ -289,7 +289,7 @@ fn other_set(index: &Index<'_>, files: &[Listed]) -> Option<(String, String)> {
     Some((stem.to_owned(), total.to_owned()))
 }
 
-/// Without an index: the files of a variant that is asked for, `model.safetensors` alone, or else `model-*`, or else all but second copies, or else these.
+/// Without an index: the files of a variant that is requested, `model.safetensors` alone, or else `model-*`, or else all but second copies, or else these.
 pub(crate) fn choose_unindexed(root: &Path, files: &mut [Listed]) -> Result<(), CheckpointError> {
     let usable = |file: &Listed| file.role == FileRole::Other && is_safetensors(&file.path);
     let top: Vec<String> =

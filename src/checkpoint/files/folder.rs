@@ -34,7 +34,7 @@ pub(crate) struct Folder {
     pub(crate) directories: Vec<(String, DirectoryRules)>,
     pub(crate) warnings: Vec<String>,
     pub(crate) problems: Problems,
-    /// The variant of the weights that is asked for.
+    /// The variant of the weights that is requested.
     pub(crate) variant: Option<String>,
     fetches: Arc<WaitRegistry>,
     follow_symlinks: bool,

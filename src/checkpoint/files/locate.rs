@@ -110,7 +110,7 @@ fn hub_page(address: &str) -> Option<String> {
     }
 }
 
-/// Whether a word without slash is rather a mistyped file: nothing on the Hub is asked for by it.
+/// Whether a word without slash is rather a mistyped file: nothing on the Hub is requested by it.
 fn looks_like_a_file(repo: &str) -> bool {
     const ENDINGS: [&str; 7] = ["safetensors", "pt", "pth", "bin", "gguf", "toml", "json"];
     let extension = Path::new(repo).extension().and_then(|extension| extension.to_str());

@@ -71,7 +71,7 @@ pub struct FoundSteps {
     pub directory: String,
     /// The steps, by number. No two have the same.
     pub steps: Vec<FoundStep>,
-    /// Whether the directory holds a checkpoint by itself.
+    /// Whether the directory is itself a checkpoint.
     pub is_checkpoint: bool,
 }
 

@@ -16,7 +16,7 @@
 //! 2. **Detection.** What the configuration says decides (`Stored::config`, `Stored::modelopt`, `Stored::metadata`); return `None`
 //!    where it names another method. Then configuration and tensors must agree. Each tensor that does not is reported to
 //!    `SchemeFindings::refuse` with tensor, expected, found: all of them, not the first; opening then fails. Never divide shapes to find a
-//!    group, never take a dtype for proof. Modules are told apart by the codes' names (`X.weight_packed`, `X.qweight`,
+//!    group, never take a dtype for proof. Modules are distinguished by the codes' names (`X.weight_packed`, `X.qweight`,
 //!    `X_blocks`): go through `Stored::iter`, and find companions by name with `Stored::find`, which knows all files. Skip codes
 //!    that `SchemeFindings::is_taken` reports, where a repository has several schemes.
 //! 3. **Templates.** What all tensors have in common that are stored alike is a [`Template`]: the shape of the value, a

@@ -172,7 +172,7 @@ impl<'a> QuantizationConfig<'a> {
     }
 
     /// Whether the configuration may say this of some module. Expressions are matched against many thousands of names: a
-    /// scheme of which nothing is said need not ask.
+    /// scheme that config.json does not mention need not ask.
     pub(super) fn may_say(&self, told: &ModuleQuantization) -> bool {
         match &self.method {
             Method::Other | Method::Unknown(_) => false,
@@ -354,7 +354,7 @@ impl<'a> Groups<'a> {
         let mut own: Vec<_> = self.own.iter().filter(|(_, group)| Some(&self.told[*group]) != usual).collect();
         let regexes: Vec<_> =
             own.iter().map(|(target, _)| target.strip_prefix("re:").and_then(PythonRegex::matching)).collect();
-        // Without a class for the others, modules under another name are codes of which nothing is said.
+        // Without a class for the others, modules under another name are codes that config.json does not mention.
         if own.is_empty() || usual.is_none() {
             return None;
         }

@@ -121,7 +121,7 @@ pub struct TemplateId(u32);
 pub struct Quantized<'a> {
     /// Its name when decoded.
     pub name: &'a str,
-    /// Its type when decoded, unless another is asked for.
+    /// Its type when decoded, unless another is requested.
     pub dtype: DType,
     /// How it is decoded.
     pub template: &'a Template,

@@ -155,7 +155,7 @@ fn told(
     format!("{method}, whose configuration says {expected}, and found is {}", neighbours.of(codes))
 }
 
-/// The last words and types of the tensors of each module. Made when the first is asked for.
+/// The last words and types of the tensors of each module. Made when the first is requested.
 struct Neighbours<'a> {
     stored: &'a Stored<'a>,
     by_module: OnceCell<HashMap<&'a str, Vec<(&'a str, DType)>>>,

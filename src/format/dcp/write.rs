@@ -1,7 +1,7 @@
 //! The `.metadata` file of a `torch.distributed.checkpoint` directory.
 //!
 //! A pickle of `Metadata`: per tensor its type, size and chunks, and per chunk the segment of a file that holds it. Each
-//! segment is an archive of its own, as `torch.save` writes it of the chunk's tensor.
+//! segment is a separate archive, as `torch.save` writes it of the chunk's tensor.
 //!
 //! ```text
 //! head, files, begin, { tensor, { chunk }, end_tensor }, begin_segments, { segment }, end

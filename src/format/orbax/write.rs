@@ -1,7 +1,7 @@
 //! The metadata files of Orbax checkpoints.
 //!
 //! `_METADATA` lists the leaves of the tree and how they are stored; `_CHECKPOINT_METADATA` says which handler wrote a
-//! directory and holds what the saver wanted to say. Arrays are said to be numpy's, since such leaves can be restored
+//! directory and holds the saver's own notes. Arrays are said to be numpy's, since such leaves can be restored
 //! both with and without a target: as sharded arrays where the target says so, as numpy arrays otherwise.
 
 use serde_json::json;

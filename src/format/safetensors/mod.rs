@@ -18,7 +18,7 @@
 //! * It parses the map. The crate's parser copies every value first (serde's `flatten`) and merges repeated names silently.
 //!   250 headers of 600 tensors on one thread, best of 25 turns: the crate's parser alone 192 ms; this module, which hands the
 //!   parsed tensors to the crate's `Metadata::new`, 86 ms; the same table without that check 60 ms. Of what `ckfs plan` takes
-//!   for those 150 000 tensors (1.1 s of processor time), the difference is not to be told from noise.
+//!   for those 150 000 tensors (1.1 s of processor time), the difference is within noise.
 //! * It lists all problems of a refused header by tensor (`diagnosis`); the crate names the first only.
 //! * It keeps [`Header`] in a few flat arrays, in order of data: about 40 bytes per tensor besides its name. While a header is
 //!   parsed, its tensors also take about twice the memory of its JSON.

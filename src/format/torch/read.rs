@@ -30,10 +30,10 @@ use super::{
     state::{self as torch_state, PICKLE, TorchError, TorchObject, TorchTensor},
 };
 
-/// Bytes at the start and at the end that are asked for first. An archive of one tensor has its pickle and its directory there.
+/// Bytes at the start and at the end that are requested first. An archive of one tensor has its pickle and its directory there.
 const PROBE_BYTES: u64 = 4 << 10;
 
-/// Bytes of a local header's extra fields that are asked for first: torch pads data to multiples of 64 bytes with them.
+/// Bytes of a local header's extra fields that are requested first: torch pads data to multiples of 64 bytes with them.
 const EXTRA_PROBE_BYTES: u64 = 128;
 
 /// Longest pickle, in bytes.
@@ -110,7 +110,7 @@ pub enum ArchiveError {
         /// As the directory says.
         found: u64,
     },
-    /// Bytes that were given are not those that were asked for.
+    /// Bytes that were given are not those that were requested.
     #[error("torch archive: expected {expected} bytes at {start}, found {found}")]
     Supplied {
         /// Where.

@@ -8,7 +8,7 @@
 //!
 //! Reading goes from the end: `find_directory` looks for the end record in the last bytes of a file and says where the directory
 //! is, `parse_directory` lists it, and [`ZipEntry::data_start`] finds an entry's data from its local header, whose length only the header
-//! itself tells. Compressed and encrypted entries are listed and refused when their data is asked for.
+//! itself gives. Compressed and encrypted entries are listed and refused when their data is requested.
 
 use ckfs_tensor::to_usize;
 

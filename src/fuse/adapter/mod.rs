@@ -196,7 +196,7 @@ impl KernelAdapter {
 }
 
 impl Serving {
-    /// How long the kernel may keep what it is told of a node, or of the names in a directory.
+    /// How long the kernel may cache attributes of a node, or of the names in a directory.
     fn keeps(&self, node: Ino) -> Duration {
         if self.fs.is_fixed(node) { FOREVER } else { Duration::ZERO }
     }
@@ -399,7 +399,7 @@ impl fuser::Filesystem for KernelAdapter {
                     }
                     Replied::new()
                 });
-                // After a reply nothing can be said to this reader any more; the volume has noted the failure.
+                // After a reply there is no way to send this reader an error; the volume has noted the failure.
                 read.map_err(|failure| failure.error)
             });
         });

@@ -38,7 +38,7 @@ pub(crate) struct Opens {
     pub(super) maps_direct: AtomicBool,
 }
 
-/// A file that the kernel reads by itself, and its number there.
+/// A file that the kernel reads directly, and its number there.
 pub(super) struct Backing {
     id: BackingId,
     file: Arc<File>,

@@ -6,7 +6,7 @@
 //!
 //! Options that concern mount(8), systemd or the kernel's flags are consumed here; what remains is ckfs's own, for the
 //! command line to map onto its flags. A comma inside a value is written `\,` or `\054`; fstab turns `\040` and its
-//! like back by itself, other callers may not, so these are read too. A lone backslash stays.
+//! like back itself, other callers may not, so these are read too. A lone backslash stays.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -184,7 +184,7 @@ fn unescape(tail: &str) -> Option<(char, usize)> {
 const CONSUMED: [&str; 29] = [
     "defaults",
     "ro",
-    // mount(8) passes `rw` when the user asked for neither; the mount is read-only all the same.
+    // mount(8) passes `rw` when the user asked for neither; the mount is read-only nevertheless.
     "rw",
     "nosuid",
     "nodev",

@@ -24,7 +24,7 @@ pub(super) struct Daemon {
 }
 
 impl Daemon {
-    /// The daemon of the mount on `path`, if the mount says so and the process is seen from here.
+    /// The daemon of the mount on `path`, if the mount names it and the process is visible from here.
     pub(super) fn of(path: &Path) -> Option<Self> {
         let stats = path.join(".ckfs/stats.json");
         let (answer, answered) = mpsc::channel();

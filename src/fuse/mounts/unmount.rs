@@ -97,7 +97,7 @@ pub enum UnmountError {
 /// How long to wait for the daemon's end after its mount was removed. It has the files of the source open until then.
 const END_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long a mount may be busy while no process is seen that uses it.
+/// How long a mount may be busy while no visible process uses it.
 const UNSEEN_LIMIT: Duration = Duration::from_secs(1);
 
 /// Unmounts the ckfs mount at `mountpoint`, live or stale. Anything else there is refused.
@@ -136,7 +136,7 @@ pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), Unmount
             Err(UnmountError::Busy { .. }) if Instant::now() < until => thread::sleep(Duration::from_millis(100)),
             Err(UnmountError::Busy { path, .. }) => {
                 let holders = mount_users(&entry);
-                // If no process is seen, a file that was closed a moment ago may still be on its way out.
+                // If no process is visible, a file that was closed a moment ago may still be on its way out.
                 if !holders.is_empty() || begun.elapsed() >= UNSEEN_LIMIT {
                     return Err(UnmountError::Busy { holders, path });
                 }

@@ -1,7 +1,7 @@
 //! Makes the kernel drop what it keeps of files whose source has changed, and of files that it reads by itself from now on.
 //!
 //! The kernel's call for this waits for each page that is being read, and the reader of that page waits for a thread that answers
-//! requests. So the call is made in a thread of its own, for which no other thread waits. It ends, since every request is
+//! requests. So the call is made in its own thread, for which no other thread waits. It ends, since every request is
 //! answered in bounded time or ended with the connection. When the session ends no further
 //! call is begun.
 
@@ -27,7 +27,7 @@ impl Changes {
     /// The system starts no thread.
     pub(super) fn start(fs: &Arc<dyn Upkeep>, notifier: Notifier) -> io::Result<Self> {
         let changes = Self { notifier: Arc::new(Mutex::new(Some(notifier))) };
-        // One that waits is enough: the files are asked for when it is received.
+        // One that waits is enough: the files are requested when it is received.
         let (tell, told) = mpsc::sync_channel::<()>(1);
         let (working, files) = (changes.clone(), Arc::downgrade(fs));
         thread::Builder::new().name("ckfs-changes".to_owned()).spawn(move || {

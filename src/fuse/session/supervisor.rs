@@ -47,7 +47,7 @@ pub enum Exit {
 }
 
 impl Exit {
-    /// Whether the mount ended as was asked for, and no read was cut off by this process.
+    /// Whether the mount ended as was requested, and no read was cut off by this process.
     pub const fn is_clean(self) -> bool {
         match self {
             Self::Unmounted | Self::Drained | Self::UnmountedOutside | Self::AbortedOutside | Self::Left => true,

@@ -91,7 +91,7 @@ impl Plan {
     }
 }
 
-/// What is asked for and changes nothing of this checkpoint: a mistake, or a flag of another model.
+/// What is requested and changes nothing of this checkpoint: a mistake, or a flag of another model.
 fn idle_flags(checkpoint: &Checkpoint, options: &ViewOptions) -> Vec<String> {
     let (subset, dialect) = (&options.subset, checkpoint.dialect());
     let has_tower = || checkpoint.tensors().any(|(_, info)| naming::is_tower(info.name));
@@ -195,7 +195,7 @@ fn dropped(original: &Checkpoint, decoded: &Checkpoint) -> Vec<NameGroup> {
     groups_of(original, original.quantized().left_out.iter().copied().filter(is_gone))
 }
 
-/// The problem of a layout for repositories that is asked for on a checkpoint of the layout `stored`.
+/// The problem of a layout for repositories that is requested on a checkpoint of the layout `stored`.
 fn already_laid_out(layout: &str, stored: &str) -> Problem {
     let reason = format!(
         "it is made from a repository, and the names of the checkpoint are those of the layout {stored}: without --layout it is shown \

@@ -17,7 +17,7 @@ use super::{
 };
 
 impl<'a> Builder<'a> {
-    /// What quantizes weights, if that is asked for.
+    /// What quantizes weights, if that is requested.
     ///
     /// # Errors
     /// The layout shows no quantized weights.

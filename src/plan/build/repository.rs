@@ -106,7 +106,7 @@ impl Builder<'_> {
         Some(HfFiles { files: self.or_default(files), kept, absent: None })
     }
 
-    /// The files of `hf/` of this part of the repository, and what is said of them.
+    /// The files of `hf/` of this part of the repository, and the remarks about them.
     fn planned(
         &mut self,
         files: Result<Vec<HfFile>, Vec<Problem>>,

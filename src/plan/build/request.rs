@@ -1,4 +1,4 @@
-//! Which dtype and which decoding are asked for: by the user, and by the layout.
+//! Which dtype and which decoding are requested: by the user, and by the layout.
 
 use std::collections::BTreeSet;
 

@@ -99,7 +99,7 @@ pub(super) struct Drafted {
     pub(super) params: Vec<(String, String)>,
     pub(super) findings: Findings,
     pub(super) left_out: Vec<NameGroup>,
-    /// What stays in float32 though a dtype is asked for.
+    /// What stays in float32 though a dtype is requested.
     pub(super) kept: Vec<NameGroup>,
     /// What every device holds whole.
     pub(super) whole: Whole,

@@ -82,7 +82,7 @@ fn holds(expectation: &Expectation, checkpoint: &Checkpoint, layer: Option<u64>)
     evaluate(when, checkpoint, layer).and_then(|value| value.bool("when").ok()).unwrap_or(false)
 }
 
-/// A repository's tensors, seen through its family's tables.
+/// A repository's tensors by its family's tables.
 struct FamilyScan<'a> {
     checkpoint: &'a Checkpoint,
     family: &'a Family,

@@ -225,7 +225,7 @@ pub enum Problem {
     /// A device that the mesh does not have.
     #[error("--devices {listed}: {}", devices_of(mesh, *devices))]
     Device {
-        /// The devices that were asked for.
+        /// The devices that were requested.
         listed: String,
         /// The mesh, as text.
         mesh: String,

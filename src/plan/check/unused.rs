@@ -63,7 +63,7 @@ pub(crate) fn mesh_axes(
     }
 }
 
-/// Whether only a part of the tensors was asked for.
+/// Whether only a part of the tensors was requested.
 fn is_part(options: &ViewOptions) -> bool {
     let subset = &options.subset;
     !subset.include.is_empty() || !subset.exclude.is_empty() || subset.layers.is_some()

@@ -1,7 +1,7 @@
 //! Layers of different widths in a layout whose program builds all layers alike.
 //!
 //! A pruned model may have layers that are narrower than the others. Layouts by tables show each layer as it is. A rule that
-//! takes the width from `config.json` fails at each tensor of such layers; what the user is told is one thing: which layers are of
+//! takes the width from `config.json` fails at each tensor of such layers; the message says one thing: which layers are of
 //! which width, and which layouts show them.
 
 use std::collections::{BTreeMap, BTreeSet};

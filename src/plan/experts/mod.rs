@@ -31,7 +31,7 @@ use super::{member, problem::Problem};
 /// Bits of the narrowest float that is a number by itself and no code.
 const PLAIN_BITS: u64 = 16;
 
-/// The orders of axes that a checkpoint's fused experts show. `told` is the user's own word.
+/// The orders of axes that a checkpoint's fused experts show. `told` is the user's setting.
 pub(super) fn orientation(checkpoint: &Checkpoint, told: Option<Order>) -> Orientation {
     let hidden = hidden(checkpoint);
     let mut orientation = Orientation::new(told);

@@ -313,7 +313,7 @@ impl ModelNames {
     }
 }
 
-/// The file. Only the rows that are asked for are compiled.
+/// The file. Only the rows that are requested are compiled.
 fn file() -> &'static ModelsFile {
     static MODELS: OnceLock<ModelsFile> = OnceLock::new();
     MODELS.get_or_init(|| toml::from_str(FILE).expect("the file is in the program, and a test reads it"))

@@ -77,7 +77,7 @@ pub(crate) struct Ambiguous {
 }
 
 impl Orientation {
-    /// No tensor yet; `told` is the user's own word.
+    /// No tensor yet; `told` is the user's setting.
     pub(super) fn new(told: Option<Order>) -> Self {
         Self { told, ..Self::default() }
     }

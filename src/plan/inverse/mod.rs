@@ -52,7 +52,7 @@ pub(super) struct Inverted {
     pub(super) warnings: Vec<String>,
     /// Stored tensors that are no weights.
     pub(super) left_out: Vec<NameGroup>,
-    /// What stays in float32 though a dtype is asked for.
+    /// What stays in float32 though a dtype is requested.
     pub(super) kept: Vec<NameGroup>,
 }
 

@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What is said of a directory of layouts as a whole.
+/// The file with what holds for a directory of layouts as a whole.
 const TABLE: &str = "layout.toml";
 
 /// What is in a directory, in the order of names.

@@ -47,7 +47,7 @@ pub enum Left {
     /// Its columns are no multiple of this number.
     Columns(u64),
     /// Its experts are in one tensor, which the scheme has no form for. A plan with such a tensor is refused: a repository in which most
-    /// weights stay as they are is not what was asked for.
+    /// weights stay as they are is not what was requested.
     Stacked,
 }
 

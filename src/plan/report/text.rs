@@ -387,7 +387,7 @@ fn whole_text(plan: &Plan) -> String {
     named_text(&plan.whole.names, why)
 }
 
-/// How many tensors there are of these names, what is said of them, and the names.
+/// How many tensors there are of these names, the remark about them, and the names.
 fn named_text(groups: &[NameGroup], what: &str) -> String {
     let count: u64 = groups.iter().map(|group| group.count).sum();
     let listed: Vec<&str> = groups.iter().take(NAMES_SHOWN).map(|group| group.name.as_str()).collect();

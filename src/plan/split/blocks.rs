@@ -1,7 +1,7 @@
 //! The blocks of a model's layers that tensor parallelism cuts: attention, an MLP, an expert.
 //!
 //! A device can use its part of a block only if the block is cut as a whole: the rows of the matrices that read its input,
-//! and the columns of the matrix that writes its output. So a block is cut so, or it stays whole. How it is cut is said by
+//! and the columns of the matrix that writes its output. So a block is cut so, or it stays whole. How it is cut follows from
 //! transformers' plan for the model type, or else by the names of its modules, which a form of `generic.toml` lists. Fused
 //! tensors of a family have the axes of the family's own table.
 //!
@@ -445,7 +445,7 @@ impl CutBlocks {
         let name = |stem: &str| join(&layer.base, stem);
         self.unknown.extend(unknown.iter().filter(|_| in_layer).map(|stem| name(stem)));
         for found in found {
-            // Blocks of one layer may be in one module: they are told apart by their first member.
+            // Blocks of one layer may be in one module: they are distinguished by their first member.
             let first = found.members.first().map_or("", |(stem, ..)| stem);
             let root = if found.root.is_empty() { first } else { &found.root };
             let block: Arc<str> = name(root).into();

@@ -91,7 +91,7 @@ pub(crate) fn bare_axis(name: &str) -> &str {
     ["_parallelism", "_axis", "_size", "_dim"].iter().find_map(|end| inner.strip_suffix(end)).unwrap_or(inner)
 }
 
-/// Name of the mesh axis along which devices are stages of a pipeline, each with layers of its own.
+/// Name of the mesh axis along which devices are stages of a pipeline, each with its own layers.
 pub(crate) const STAGE_AXIS: &str = "pp";
 
 fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {

@@ -26,7 +26,7 @@ pub use self::exponential::exp;
 use self::{arithmetic::narrow, encode::ScalesByDefinition};
 
 /// Bytes fetched at once: the first size of which a read succeeds. A source that has only a part of a tensor, as a cache
-/// without a network does, can refuse a block although it has the bytes that are asked for.
+/// without a network does, can refuse a block although it has the bytes that are requested.
 const BLOCK_SIZES: [u64; 3] = [64 << 10, 512, 8];
 
 /// Blocks kept, 64 MiB in all: enough for a transposing view to visit the same rows again.

@@ -56,7 +56,7 @@ impl SortedDirectories {
         while let Some(start) = from {
             let (entries, next) = tree.entries(visitor, directory, start, PART_ENTRIES)?;
             from = next;
-            // A link leads to files that have keys of their own; an object is found by it all the same.
+            // A link leads to files that have keys of their own; an object is found by it nevertheless.
             for entry in entries.into_iter().filter(|entry| entry.kind != NodeKind::Symlink) {
                 let is_directory = entry.kind == NodeKind::Directory;
                 let part = if is_directory { format!("{}/", entry.name) } else { entry.name };

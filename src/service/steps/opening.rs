@@ -99,7 +99,7 @@ impl Run {
         FsError::Io
     }
 
-    /// Plans a step, in a thread of its own.
+    /// Plans a step, in its own thread.
     fn plan(self: &Arc<Self>, slot: &Arc<Slot>) {
         self.counts.plans.fetch_add(1, Ordering::Relaxed);
         let planned = catch_unwind(AssertUnwindSafe(|| self.open_step(slot)));
@@ -208,7 +208,7 @@ impl Run {
         Ok(PlannedStep { volume, weight: weight as u64, chunk_bytes })
     }
 
-    /// Tells a new volume what the server of the run is told.
+    /// Passes to a new volume what the server of the run received.
     pub(super) fn begin(&self, volume: &Arc<Volume>) {
         let passthrough = *self.passthrough.lock().unwrap_or_else(PoisonError::into_inner);
         match passthrough {

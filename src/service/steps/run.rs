@@ -43,7 +43,7 @@ pub struct Run {
     pub(super) budget: Budget,
     pub(super) metrics: Metrics,
     pub(super) on_change: Mutex<Option<Arc<OnChange>>>,
-    /// Whether the kernel reads files by itself; empty until it is known.
+    /// Whether the kernel reads files directly; empty until it is known.
     pub(super) passthrough: Mutex<Option<bool>>,
     pub(super) waits: Arc<WaitRegistry>,
     pub(super) begun: Instant,

@@ -71,7 +71,7 @@ impl ListedStep {
     }
 }
 
-/// What is known of a step that was seen earlier.
+/// What is known of a step that was found earlier.
 #[derive(Debug)]
 struct Seen {
     stamp: Option<u64>,
@@ -100,7 +100,7 @@ pub(super) struct Look {
     /// All steps, by number.
     pub(super) steps: Vec<ListedStep>,
     pub(super) found: FoundSteps,
-    /// When to look again although nothing is told.
+    /// When to look again without a notification.
     pub(super) again: Option<Duration>,
 }
 

@@ -210,7 +210,7 @@ impl Comparisons {
         }
     }
 
-    /// Compares blobs that were read, in a thread of its own, once readers pause. To be called every few seconds.
+    /// Compares blobs that were read, in its own thread, once readers pause. To be called every few seconds.
     pub(super) fn step(&self) {
         let was_busy = self.is_busy.swap(false, Ordering::Relaxed);
         let can_compare = |blob: &Blob| blob.is_due() && !blob.pinned.is_remote();

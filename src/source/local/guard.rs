@@ -118,7 +118,7 @@ impl GuardedMap {
     ///
     /// # Errors
     /// [`Faulted`] if a page of this mapping, not only of the span, was missing now or earlier. `work` is not called if it
-    /// was earlier; otherwise it has seen zeros.
+    /// was earlier; otherwise it may have read zeros.
     ///
     /// # Panics
     /// If the span leaves the mapping.
@@ -183,7 +183,7 @@ fn register(start: usize, end: usize) -> &'static MapSlot {
         Box::leak(Box::new(MapSlot { start, end: AtomicUsize::new(end), faulted: AtomicBool::new(false), next: None }));
     let slot = NonNull::from(slot);
     loop {
-        // SAFETY: slots are leaked boxes, so `head`, if any, is valid for ever. Until the exchange below succeeds no other
+        // SAFETY: slots are leaked boxes, so `head`, if any, is valid forever. Until the exchange below succeeds no other
         // thread has a pointer to `slot`, so that writing to it is exclusive.
         unsafe { (*slot.as_ptr()).next = head.as_ref() };
         match SLOTS.compare_exchange_weak(head, slot.as_ptr(), Ordering::AcqRel, Ordering::Acquire) {
@@ -246,7 +246,7 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
 
 fn replace_lost_pages(address: usize) -> bool {
     let page = address & !(PAGE_BYTES.load(Ordering::Relaxed) - 1);
-    // SAFETY: slots are leaked, so every pointer in the list is valid for ever.
+    // SAFETY: slots are leaked, so every pointer in the list is valid forever.
     let mut next = unsafe { SLOTS.load(Ordering::Acquire).as_ref() };
     while let Some(slot) = next {
         let end = slot.end.load(Ordering::SeqCst);

@@ -1,7 +1,7 @@
 //! Notifications of changes in directories, where the kernel gives them.
 //!
-//! Only that something changed is told, and where, not how: whoever is told looks again. The kernel tells nothing of what other hosts change on
-//! a network file system, and drops notifications when too many wait, so that a look from time to time is needed all the same.
+//! Notifications say that something changed, and where, not how: the receiver looks again. The kernel reports nothing that other hosts change on
+//! a network file system, and drops notifications when too many wait, so that a look from time to time is needed nevertheless.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -115,7 +115,7 @@ impl DirectoryWatch {
         Ok(Woken::Changed)
     }
 
-    /// The files and directories that changed since the last call, as far as names were told; `None` if anything may have.
+    /// The files and directories that changed since the last call, as far as the kernel gave names; `None` if anything may have.
     pub fn take_changed(&mut self) -> Option<BTreeSet<PathBuf>> {
         self.changed.replace(BTreeSet::new())
     }
@@ -145,7 +145,7 @@ impl DirectoryWatch {
     }
 }
 
-/// What is told: names that come and go, and files that their writer closes. Not each write: a checkpoint has millions.
+/// The events: names that come and go, and files that their writer closes. Not each write: a checkpoint has millions.
 fn flags() -> WatchFlags {
     WatchFlags::CREATE
         | WatchFlags::MOVED_TO

@@ -17,7 +17,7 @@ pub struct RemoteCounters {
     pub fetched_bytes: AtomicU64,
     /// Requests that repeat a failed one.
     pub retries: AtomicU64,
-    /// Pauses that a service asked for.
+    /// Pauses that a service requested.
     pub pauses: AtomicU64,
     /// Milliseconds of those pauses.
     pub pause_ms: AtomicU64,

@@ -95,7 +95,7 @@ pub(super) fn is_due(object: &RemoteObject) -> bool {
     (is_open(object) || share::is_due(object)) && object.entry.is_whole()
 }
 
-/// Begins what [`settle`] does on a thread of its own, unless there are enough of them: then a later call does.
+/// Begins what [`settle`] does on its own thread, unless there are enough of them: then a later call does.
 pub(super) fn begin(remote: &Remote) {
     let state = &remote.object.digest;
     if !is_due(&remote.object) || state.beside.swap(true, Ordering::AcqRel) {

@@ -4,7 +4,7 @@ use http::{HeaderMap, header::CONTENT_ENCODING};
 
 use super::error::{Failure, RemoteError};
 
-/// The error of a reply that is compressed although nothing asked for that: its bytes would be taken for the object's. `aws-chunked`
+/// The error of a reply that is compressed although nothing requested that: its bytes would be taken for the object's. `aws-chunked`
 /// is how an object was uploaded, not how it is sent.
 pub(super) fn compressed(headers: &HeaderMap, host: &str, what: &str) -> Option<RemoteError> {
     let encodings = headers.get_all(CONTENT_ENCODING).iter().map(|value| value.to_str().unwrap_or("unknown"));

@@ -18,7 +18,7 @@ pub enum Failure {
     Changed {
         /// The pinned version.
         expected: String,
-        /// The version of the reply, or what the service said instead.
+        /// The version of the reply, or the service's error.
         found: String,
     },
     /// There is no such object.
@@ -36,7 +36,7 @@ pub struct RemoteError {
     pub failure: Failure,
     /// Host of the service.
     pub host: String,
-    /// The object, or what else was asked for.
+    /// The object, or what else was requested.
     pub what: String,
     /// The requested bytes, if it was an object.
     pub span: Option<ByteSpan>,
@@ -94,7 +94,7 @@ pub(super) fn of_connection(cause: &str) -> Option<&'static str> {
 }
 
 impl RemoteError {
-    /// What went wrong, with what the reply said.
+    /// What went wrong, with the reply's text.
     pub(super) fn reason(&self) -> String {
         let Self { message, status, request_id, .. } = self;
         match (status, request_id) {

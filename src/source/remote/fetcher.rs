@@ -214,7 +214,7 @@ impl Fetcher {
             let failures =
                 awaited.iter().filter_map(|job| Some((job.was_ahead, job.outcome()?.as_ref().err()?.clone())));
             let failures: Vec<(bool, FetchError)> = failures.collect();
-            // What was made ahead may have failed long ago, or for a reason of its own: this reader then asks once itself.
+            // What was made ahead may have failed long ago, or for a reason of that request: this reader then requests it once.
             let are_ahead = !failures.is_empty() && failures.iter().all(|(was_ahead, _)| *was_ahead);
             failed = failures.into_iter().next().map(|(_, failure)| failure);
             if let Some(failure) = &failed {
@@ -289,7 +289,7 @@ impl Fetcher {
             while start < range.end {
                 let mut owner = jobs.iter().find(|job| job.blocks.contains(&start)).cloned();
                 if let Some(stuck) = owner.take_if(|job| !ahead && job.is_stuck()) {
-                    // Its request may never be answered, while a new one is. It ends by itself.
+                    // Its request may never be answered, while a new one is. It ends without help.
                     jobs.retain(|job| !Arc::ptr_eq(job, &stuck));
                 }
                 if let Some(job) = owner {

@@ -309,7 +309,7 @@ impl Source for RemoteFiles {
                     object.is_some_and(|object| object.file.key == error.what && object.service.host() == error.host)
                 };
                 let mut named = files.iter().filter(of_object).map(|fetch| fetch.file);
-                // Repositories of one service have files of the same name. Then each is fetched by itself, which shows whose error
+                // Repositories of one service have files of the same name. Then each is fetched alone, which shows whose error
                 // it is: an error may condemn a file for good.
                 if let (Some(file), None) = (named.next(), named.next()) {
                     let span = error.span.unwrap_or(ByteSpan::EMPTY);

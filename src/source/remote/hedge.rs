@@ -2,7 +2,7 @@
 //!
 //! What counts is the wait for the first byte. Its moving average and deviation over all requests to a service say what is
 //! much longer. Second requests are few: one for each [`REPLIES_PER_HEDGE`] replies, some at a time, and none for a while after
-//! the service asked for a pause.
+//! the service requested a pause.
 
 #[cfg(feature = "hub")]
 use std::{future::Future, pin::pin};
@@ -86,7 +86,7 @@ impl Hedging {
         state.saved = (state.saved + 1).min(SAVED_MAX * REPLIES_PER_HEDGE);
     }
 
-    /// The service asked for a pause.
+    /// The service requested a pause.
     pub(super) fn note_pause(&self) {
         self.state().saved = 0;
     }

@@ -28,12 +28,12 @@ use super::{
 
 /// First pause after a failed request.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
-/// Longest pause that grows by itself.
+/// Longest pause of the exponential backoff.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 /// Most attempts in a row without progress, if nothing else bounds them.
 const ATTEMPTS_MAX: u32 = 8;
 /// Fewest bytes of an attempt that count as progress: what comes from a slow line before the next attempt begins. A server that
-/// sends a few bytes and then none would otherwise be asked for ever.
+/// sends a few bytes and then none would otherwise be asked forever.
 const PROGRESS_BYTES_MIN: u64 = 16 << 10;
 /// Longest time of one attempt. A slow reply is cut off, and the next attempt goes on where it ended.
 const ATTEMPT_MAX: Duration = Duration::from_mins(5);
@@ -72,7 +72,7 @@ impl Deadline {
     }
 }
 
-/// How a service is to be asked, shared by all threads: the pause that it asked for, and how many requests it gets at a time.
+/// The rate limit of a service, shared by all threads: the pause that it requested, and how many requests it gets at a time.
 #[derive(Debug)]
 pub struct Backoff {
     closed: Mutex<Option<(Instant, RemoteError)>>,
@@ -122,7 +122,7 @@ impl Backoff {
         self.traffic.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes the gate for `pause` from now on, since a reply asked for it. A longer pause stays.
+    /// Closes the gate for `pause` from now on, since a reply requested it. A longer pause stays.
     pub fn close(&self, pause: Duration, why: &RemoteError) {
         let until = Instant::now() + pause;
         let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -158,7 +158,7 @@ impl Backoff {
         (!left.is_zero()).then_some(left)
     }
 
-    /// The reply that asked for the last pause.
+    /// The reply that requested the last pause.
     fn reason(&self) -> Option<RemoteError> {
         self.closed.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(_, why)| why.clone())
     }
@@ -297,7 +297,7 @@ fn out_of_time(gate: &Backoff) -> RemoteError {
 }
 
 /// The error of a reader who cannot wait for the end of a pause. Where no request was sent for this reader, the reply to another one
-/// tells the status; what was asked for then is not its object.
+/// tells the status; what was requested then is not its object.
 fn longer_than_allowed(last: Option<RemoteError>, gate: &Backoff, pause: Duration) -> RemoteError {
     let seconds = pause.as_secs_f32().ceil();
     let told = format!("the service asks for a pause of {seconds} s, longer than --source-timeout allows");
@@ -412,7 +412,7 @@ impl Retrying {
     /// The last error of an attempt.
     ///
     /// # Panics
-    /// If an attempt passes more bytes than were asked for.
+    /// If an attempt passes more bytes than were requested.
     pub fn read(
         &self,
         file: &RemoteFile,

@@ -20,7 +20,7 @@ pub struct SharedCache {
     /// The directory `models--org--name`.
     dir: PathBuf,
     commit: String,
-    /// The branch, tag or commit that was asked for.
+    /// The branch, tag or commit that was requested.
     revision: String,
 }
 

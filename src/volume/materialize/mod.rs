@@ -1,4 +1,4 @@
-//! Materialization: a whole file is produced once, in another file that the kernel then reads by itself.
+//! Materialization: a whole file is produced once, in another file that the kernel then reads directly.
 //!
 //! Through the page cache, 1 GB costs its reader and ckfs almost a second of processor time, most of it for
 //! handling pages of 4 KiB one by one. A materialized file is read at the speed of memory, or of its disk, memory maps
@@ -10,7 +10,7 @@
 //! cache. That determines when a file is materialized:
 //!
 //! * A file in memory: when it is opened. The open waits, because all threads together produce the file faster than one reader
-//!   reads it, and the kernel then reads it by itself. An open waits [`OPEN_WAIT`] at most: where a source is slow, the reader
+//!   reads it, and the kernel then reads it directly. An open waits [`OPEN_WAIT`] at most: where a source is slow, the reader
 //!   continues with the finished pieces, and waits only for the pieces that it reads. A program that opens a file only for its
 //!   header causes all of it to be materialized: nothing at an open tells it from a program that reads the tensors.
 //!   A file of which the disk cache of a remote source lacks bytes is not materialized: its reader takes them as they come,
@@ -73,7 +73,7 @@ pub(super) struct Materializer {
     storage: FileStorage,
     entries: Arc<FileEntries>,
     engine: Weak<Engine>,
-    /// Whether the kernel reads files by itself.
+    /// Whether the kernel reads files directly.
     is_on: AtomicBool,
     /// Waiting opens, in the order in which their time ends.
     deadlines: mpsc::Sender<(Instant, Weak<FileEntry>)>,
@@ -130,7 +130,7 @@ impl Materializer {
         }
     }
 
-    /// Notes that the kernel reads files by itself.
+    /// Notes that the kernel reads files directly.
     pub(super) fn start(&self) {
         self.is_on.store(true, Ordering::Relaxed);
     }

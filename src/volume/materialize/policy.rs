@@ -26,7 +26,7 @@ pub(crate) enum FileClass {
 /// When a file is materialized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum When {
-    /// When it is opened. The open waits, so that the kernel reads the whole file by itself.
+    /// When it is opened. The open waits, so that the kernel reads the whole file directly.
     Opened,
     /// After it was closed.
     Closed,

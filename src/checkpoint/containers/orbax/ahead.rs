@@ -1,5 +1,5 @@
 //! Chunks that are to be decoded before a reader asks for them: which ones, in which order, by how many threads, and how many bytes
-//! of them no reader has asked for yet.
+//! of them no reader has requested yet.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -15,14 +15,14 @@ pub(super) type ChunkKey = (u32, u64);
 /// Most chunks that may wait to be decoded. More are refused: the reader that needs them decodes them itself.
 const QUEUE_MAX: usize = 256;
 
-/// Time after a reader asked for a chunk in which nobody is expected to want it again. Expectations come from other threads, perhaps
+/// Time after a reader requested a chunk in which nobody is expected to want it again. Expectations come from other threads, perhaps
 /// after the reader, and a chunk that was read to its end may be gone then.
 const ASKED_LATELY: Duration = Duration::from_millis(500);
 
-/// Most chunks of which it is known when a reader asked for them.
+/// Most chunks of which it is known when a reader requested them.
 const ASKED_MAX: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
 
-/// A chunk that was decoded ahead is no longer expected to be read after readers have asked for this many others.
+/// A chunk that was decoded ahead is no longer expected to be read after readers have requested this many others.
 const STALE_AFTER: u64 = 256;
 
 /// A chunk that a reader will want.
@@ -39,7 +39,7 @@ pub(super) struct ExpectedChunk {
 #[derive(Clone, Copy, Debug)]
 struct Unread {
     len: u64,
-    /// Number of chunks that readers had asked for.
+    /// Number of chunks that readers had requested.
     since: u64,
 }
 
@@ -51,9 +51,9 @@ pub(super) struct Ahead {
     unread_bytes: u64,
     /// Threads that decode ahead.
     threads: usize,
-    /// Chunks that readers have asked for so far.
+    /// Chunks that readers have requested so far.
     asked: u64,
-    /// When a reader asked for a chunk.
+    /// When a reader requested a chunk.
     asked_at: LruCache<ChunkKey, Instant>,
 }
 
@@ -83,14 +83,14 @@ impl Ahead {
         self.forget(key);
     }
 
-    /// A chunk is no longer in memory, or was asked for.
+    /// A chunk is no longer in memory, or was requested.
     pub(super) fn forget(&mut self, key: ChunkKey) {
         if let Some(unread) = self.unread.remove(&key) {
             self.unread_bytes -= unread.len;
         }
     }
 
-    /// The chunk to decode next, if chunks that no reader has asked for yet then take at most `bytes_max` bytes.
+    /// The chunk to decode next, if chunks that no reader has requested yet then take at most `bytes_max` bytes.
     pub(super) fn next(&self, bytes_max: u64) -> Option<ExpectedChunk> {
         self.queue.front().copied().filter(|next| self.unread_bytes.saturating_add(next.len) <= bytes_max)
     }

@@ -130,7 +130,7 @@ impl<E: Clone> RoomPolicy<ChunkKey, Decoded> for ChunkRooms<E> {
         self.ahead.ask(*key);
     }
 
-    /// Each reader decodes a damaged chunk by itself: another's time may have been over.
+    /// Each reader decodes a damaged chunk again: another's time may have been over.
     fn is_shared(&self, _: &E) -> bool {
         false
     }
@@ -475,7 +475,7 @@ mod tests {
         }
         decode_ahead(&pool, &calls);
         assert_eq!((calls.load(Ordering::Relaxed), pool.decoded()), (7, 5), "two fail, five are half of the bound");
-        // Its reader meets the failure by itself.
+        // Its reader will meet the failure.
         assert_eq!(get(&pool, 13, 1000, &calls).err().unwrap(), "unlucky");
         // Readers of more other chunks than the limit: those ahead are not expected to be read any more.
         (0..300).for_each(|number| drop(get(&pool, number % 2 + 1, 1000, &calls).unwrap()));

@@ -365,7 +365,7 @@ impl Drop for ChunkSource {
 }
 
 impl Maps for ChunkSource {
-    /// Boxes of a tensor never reach beyond a chunk, so that their spans are in memory when they are asked for: no copy is needed.
+    /// Boxes of a tensor never reach beyond a chunk, so that their spans are in memory when they are requested: no copy is needed.
     fn is_mapped(&self, file: FileId) -> bool {
         self.decoded(file).is_some() || self.own_maps(file).is_some_and(|maps| maps.is_mapped(file))
     }

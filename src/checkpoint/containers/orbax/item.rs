@@ -31,7 +31,7 @@ pub(super) struct Item {
     pub(super) scan_layers: Option<bool>,
     /// Steps that were passed over, each with the reason.
     pub(super) unfinished: Vec<String>,
-    /// Why it is taken for unfinished, if it is read all the same.
+    /// Why it is taken for unfinished, if it is read nevertheless.
     pub(super) is_unfinished: Option<&'static str>,
 }
 

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A tensor is called as its keys in the tree, joined by dots, as Orbax itself stores it. Only the model is read: what a training
-//! state has besides, above all the state of the optimizer, is listed, and costs nothing until it is asked for.
+//! state has besides, above all the state of the optimizer, is listed, and costs nothing until it is requested.
 
 mod ahead;
 mod array;

@@ -43,7 +43,7 @@ pub enum PickleError {
         /// What is there.
         found: &'static str,
     },
-    /// A number that was never stored is asked for.
+    /// A number that was never stored is requested.
     #[error("pickle: byte {at}: nothing was stored under number {number}")]
     Memo {
         /// Where.

@@ -4,7 +4,7 @@
 //! present. While a guard exists no thread of this process evicts the segment, and no other process does, since this one holds
 //! the segment's lock. Eviction takes that lock alone, marks the blocks as absent, and only then punches the hole.
 //!
-//! Two processes that use the same segments would keep each other from eviction for ever. So the one that needs room gives up its
+//! Two processes that use the same segments would keep each other from eviction forever. So the one that needs room gives up its
 //! lock of some old segments and leaves them alone for a moment: for its readers they are as good as evicted. The other process
 //! finds them free when it needs room itself.
 //!
@@ -73,7 +73,7 @@ pub struct Entry {
     size_bytes: u64,
     segments: SegmentMap,
     verified_blocks: AtomicU64,
-    /// The kernel reads the file by itself: its blocks stay while this process lives.
+    /// The kernel reads the file directly: its blocks stay while this process lives.
     kept: AtomicBool,
     meta: Mutex<EntryMeta>,
     /// Whether `meta` may be older than the file: blocks were given up, and other processes may have brought others.
@@ -313,7 +313,7 @@ impl Entry {
         }
         let mut start = blocks.start;
         while start < blocks.end {
-            // What was never written is not read: an object may be said to be of any length.
+            // What was never written is not read: a service may claim any length.
             let written = self.map.written(start)?.unwrap_or(blocks.end..blocks.end);
             let (first, end) = (written.start.min(blocks.end), written.end.min(blocks.end));
             add_absent(&mut absent, start..first);
@@ -364,7 +364,7 @@ impl Entry {
     }
 
     /// Writes blocks from `first` on and marks them as present. `bytes` are whole blocks, except for the last of the object.
-    /// `ahead` tells that no reader has asked for them yet.
+    /// `ahead` tells that no reader has requested them yet.
     ///
     /// # Errors
     /// The disk is full or fails. The blocks are then absent, or present with these bytes.

@@ -7,7 +7,7 @@ use super::super::super::ByteSpan;
 /// Bytes of a block, the unit of presence. A contiguous shard brings one block more than its bytes on average. A large mesh cuts
 /// slices of 0.1 MB: 2 KiB keep the excess below 2 % of them. Each block costs 8 bytes of the map.
 pub const BLOCK_BYTES: u64 = 2 << 10;
-/// Longest object, in bytes: 64 TiB, more than any service holds. What is said to be longer is refused, before anything is made for
+/// Longest object, in bytes: 64 TiB, more than any service holds. A longer one is refused, before anything is made for
 /// it.
 pub(crate) const OBJECT_BYTES_MAX: u64 = 1 << 46;
 /// A hole of a file takes whole ones of these.

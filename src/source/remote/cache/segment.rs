@@ -115,7 +115,7 @@ pub(super) struct CachedSegment {
     holding: Mutex<()>,
     /// Blocks whose bytes this process has verified or written itself. Valid while the lock is held.
     pub(super) verified: BlockBits,
-    /// Those of them that no reader has asked for yet.
+    /// Those of them that no reader has requested yet.
     pub(super) ahead: BlockBits,
     /// Time of the last use, in milliseconds of the process.
     used_ms: AtomicU64,

@@ -73,7 +73,7 @@ pub struct DiskSpace {
     pub kept_free_bytes: u64,
 }
 
-/// The bound on a cache. Each process keeps it by itself; all measure the same directory.
+/// The bound on a cache. Each process keeps to it; all measure the same directory.
 #[derive(Debug)]
 pub(super) struct Space {
     place: Place,

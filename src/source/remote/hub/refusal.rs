@@ -44,11 +44,11 @@ pub(super) struct Refusal {
     /// The page of the repository.
     page: String,
     pub(super) reason: Reason,
-    /// With which token it was asked for.
+    /// With which token it was requested.
     token: TokenState,
 }
 
-/// What a request asked for, to explain its refusal.
+/// What a request wanted, to explain its refusal.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Subject<'a> {
     Revision(&'a str),

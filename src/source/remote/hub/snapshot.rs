@@ -41,9 +41,9 @@ const BLOB_CHUNK: usize = 1 << 20;
 /// What is known of a file's address.
 #[derive(Debug, Default)]
 struct Known {
-    /// The present address. Held while it is asked for, so that one thread asks.
+    /// The present address. Held while it is requested, so that one thread asks.
     location: tokio::sync::Mutex<Option<Location>>,
-    /// Entity tags by address without query: the first one seen counts.
+    /// Entity tags by address without query: the first one counts.
     tags: Mutex<HashMap<String, String>>,
 }
 

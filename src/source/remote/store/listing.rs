@@ -69,7 +69,7 @@ impl Gathered {
     }
 }
 
-/// What is told of objects that are passed over.
+/// The warnings about skipped objects.
 pub(super) fn passed_text(passed: &[PassedOver]) -> Option<String> {
     let shown: Vec<String> = passed
         .iter()

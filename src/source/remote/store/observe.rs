@@ -1,4 +1,4 @@
-//! What a reply said besides its bytes.
+//! What a reply has besides its body.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -19,7 +19,7 @@ use super::{
     page::PageFilter,
 };
 
-/// What a reply said besides its bytes.
+/// What a reply has besides its body.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Seen {
     /// HTTP status of the last reply.
@@ -37,7 +37,7 @@ pub(super) struct Seen {
 pub(super) struct Observer(Arc<Mutex<Seen>>);
 
 impl Observer {
-    /// What the last reply said.
+    /// Status and headers of the last reply.
     pub(super) fn seen(&self) -> Seen {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

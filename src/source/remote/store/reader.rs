@@ -48,7 +48,7 @@ struct Begun {
     body: Body,
 }
 
-/// What was asked for.
+/// What was requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Asked {
     /// A listing, what the store says of an object, or all of it.
