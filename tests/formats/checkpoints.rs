@@ -617,7 +617,7 @@ fn fp8_config() -> Value {
 
 /// The only scheme by which a repository is quantized.
 fn known(checkpoint: &Checkpoint) -> &Summary {
-    let Quantization { schemes, unsupported } = &checkpoint.dialect().quantization;
+    let Quantization { schemes, unsupported, .. } = &checkpoint.dialect().quantization;
     assert_eq!((schemes.len(), unsupported.len()), (1, 0), "{}", checkpoint.dialect().quantization);
     &schemes[0]
 }
@@ -649,7 +649,7 @@ fn block_scales_are_paired_and_checked() {
 /// The schemes of a repository, and the methods that none of them decodes.
 fn quantization(repo: &Repo) -> (Vec<&'static str>, Vec<String>) {
     let checkpoint = repo.open();
-    let Quantization { schemes, unsupported } = &checkpoint.dialect().quantization;
+    let Quantization { schemes, unsupported, .. } = &checkpoint.dialect().quantization;
     let methods = unsupported.iter().map(|found| found.method.clone()).collect();
     (schemes.iter().map(|summary| summary.scheme).collect(), methods)
 }

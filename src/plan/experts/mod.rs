@@ -52,10 +52,10 @@ fn fused(checkpoint: &Checkpoint) -> Vec<(TensorInfo<'_>, ExpertName<'_>)> {
 const PARSED_TOGETHER: usize = 4096;
 
 /// The tensors of experts of which this holds, with their names, in order.
-fn of_experts<'a>(
-    checkpoint: &'a Checkpoint,
+fn of_experts(
+    checkpoint: &Checkpoint,
     holds: impl Fn(&ExpertName<'_>, &TensorInfo<'_>) -> bool + Sync,
-) -> impl Iterator<Item = (TensorId, TensorInfo<'a>, ExpertName<'a>)> {
+) -> impl Iterator<Item = (TensorId, TensorInfo<'_>, ExpertName<'_>)> {
     let ids: Vec<TensorId> = checkpoint.tensors().map(|(id, _)| id).collect();
     let found = |id: &TensorId| {
         let info = checkpoint.tensor(*id);
