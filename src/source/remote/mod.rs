@@ -68,7 +68,7 @@ pub use url_scheme::{StoreKind, url_schemes};
 /// Always, if the address is remote.
 #[cfg(not(feature = "stores"))]
 pub fn open_url(source: &str, _: &RemoteOptions) -> Option<Result<RemoteRepository, RemoteError>> {
-    service_of(source.split_once("://")?.0)?;
+    url_scheme::service_of(source.split_once("://")?.0)?;
     let message = "this build of ckfs reads no object stores and web servers (feature `stores`)";
     Some(Err(RemoteError::new(Failure::Unsupported, "", source.split('?').next().unwrap_or(source), message)))
 }
