@@ -3,7 +3,7 @@
 use std::{path::Path, sync::Arc};
 
 use anyhow::{Context, bail};
-use ckfs_checkpoint::Checkpoint;
+use ckfs_checkpoint::{Checkpoint, CheckpointError};
 use ckfs_config::{Config, MountSettings, Settings};
 use ckfs_plan::ViewOptions;
 use ckfs_service::{OpenError, open_checkpoint, open_volume, plan_views, volume_of, wait_registry};
@@ -118,6 +118,11 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
     let waits = wait_registry(&config.mount);
     stall_exit::end_on_stall(&waits).context("start a thread")?;
     open_checkpoint(config, &waits).map_err(explained)
+}
+
+/// Whether a service failed, or refused the request.
+pub(super) fn is_of_service(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(CheckpointError::Remote(_)))
 }
 
 /// The volume of a configuration, ready for reads. Storage that does not answer ends this process from now on.

@@ -147,6 +147,8 @@ impl PlanCommand {
         let listed = steps::of_directory(&config)?.unwrap_or_default();
         let checkpoint = match open::checkpoint(&mut config) {
             Ok(opened) => opened,
+            // A service that does not list the source would not list its steps either.
+            Err(error) if open::is_of_service(&error) => return Err(error),
             Err(error) => {
                 let listed = if listed.is_empty() { steps::of_service(&config) } else { listed };
                 if listed.is_empty() || is_of_its_only_step(&listed) {

@@ -732,8 +732,8 @@ fn maxtext_models_that_rotate_halves_are_refused_until_rope_is_set() {
 fn plans_state_which_trainers_read_only_their_own_chunks() {
     let (rows, config) = (repo::llama_rows(2, W), repo::llama_config(2));
     for (mesh, expected) in [
-        ("fsdp=2,tensor=2", "a trainer with mesh fsdp=2,tensor=2 or coarser"),
-        ("fsdp=4,data=2", "a trainer with mesh fsdp=4 or coarser"),
+        ("fsdp=2,tensor=2", "orbax/ and dcp/ are cut for fsdp=2,tensor=2:"),
+        ("fsdp=4,data=2", "orbax/ and dcp/ are cut for fsdp=4:"),
         ("fsdp=1", "a trainer that shards reads more than its own"),
         ("", "a trainer that shards reads more than its own"),
     ] {

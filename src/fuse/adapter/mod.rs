@@ -159,6 +159,8 @@ impl KernelAdapter {
             });
         } else {
             pending.attempt(|reply| body(&self.serving, reply));
+            // A thread that is parked handles no request.
+            drop(pending);
         }
         self.threads.dispatchers.park();
     }

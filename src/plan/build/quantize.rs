@@ -126,5 +126,14 @@ impl<'a> Builder<'a> {
             let reason = "no tensor is quantized: expected weights of linear layers with names as in repositories of Hugging Face";
             self.problem("quantize", reason.to_owned());
         }
+        let fused = quantizer.fused_experts();
+        if !fused.is_empty() {
+            let names: Vec<&str> = fused.iter().map(|group| group.name.as_str()).collect();
+            self.warnings.push(format!(
+                "{}: experts of a layer in one tensor are codes with a tensor of scales beside it: transformers 5.24 reports the scales as \
+                 unexpected and computes with wrong weights; load them with an engine, or leave them as they are with --quantize-ignore",
+                names.join(", ")
+            ));
+        }
     }
 }

@@ -215,6 +215,11 @@ impl ChosenSoFar {
         fold(self.left.iter().filter(|(_, left)| **left == reason).map(|(name, _)| name.as_str()), &[])
     }
 
+    /// The experts of a layer in one tensor that are quantized: these have no word for the weight.
+    pub(super) fn fused(&self) -> Vec<NameGroup> {
+        fold(self.quantized.keys().map(String::as_str).filter(|name| !name.ends_with(".weight")), &[])
+    }
+
     /// As a plan shows them.
     pub(super) fn chosen(&self, scheme: Quantize) -> Chosen {
         fn by<K: Copy + Ord>(found: &BTreeMap<String, K>) -> Vec<(K, u64, Vec<NameGroup>)> {

@@ -95,6 +95,11 @@ impl<'a> Quantizer<'a> {
         self.findings().left_for(Left::Stacked)
     }
 
+    /// The tensors of several experts that are quantized, so far.
+    pub(crate) fn fused_experts(&self) -> Vec<NameGroup> {
+        self.findings().fused()
+    }
+
     /// The modules of matrices that are not quantized, so far. An output head that is the embedding is one of them.
     fn left_modules(&self) -> Vec<String> {
         let mut left: Vec<String> = self.findings().left.keys().map(|name| module(name).to_owned()).collect();

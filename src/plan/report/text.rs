@@ -174,7 +174,8 @@ fn chunks_text(plan: &Plan) -> String {
             .to_owned();
     }
     format!(
-        "of orbax/ and dcp/: a trainer with mesh {} or coarser (sizes that divide these) reads only its own chunks, others more",
+        "orbax/ and dcp/ are cut for {}: a trainer with that mesh, or with sizes that divide it, reads only its own chunks; others \
+         read more",
         axes.join(",")
     )
 }

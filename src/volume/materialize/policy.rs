@@ -126,8 +126,9 @@ impl Policy {
                 };
                 writeln!(
                     text,
-                    "in memory   as root, when opened (chunks when opened again), files of one converted tensor from {least} to {most}, \
-                     {bundles}; {budget} at a time; the first open of an untransformed file goes past the page cache"
+                    "in memory   kept after the first open, as root: files of one converted tensor from {least} to {most}, \
+                     {bundles}; {budget} at a time (--materialize, --cache-bytes); chunks after the second open; the first open of \
+                     an untransformed file goes past the page cache"
                 )
             }
         };
