@@ -476,7 +476,7 @@ fn shards_of_a_plan_are_slices_of_the_whole_or_are_refused_by_name() {
     let mut counts = [0_u32; 3];
     for encoder in ENCODERS {
         let counts_of = std::cell::Cell::new(counts);
-        for_choices(encoder, 6, |mut choices| {
+        for_choices(encoder, 18, |mut choices| {
             let rows = [choices.of(&[256, 128, 383, 384, 60, 512]), choices.of(&[256, 130, 128, 640])];
             let multiple = encoder.columns_multiple();
             let columns = choices.of(&[256_u64, 128, 384, 320, 96]).next_multiple_of(multiple);
@@ -547,7 +547,7 @@ fn shards_of_a_plan_are_slices_of_the_whole_or_are_refused_by_name() {
         counts = counts_of.get();
     }
     // Each of the three is met: refused, whole by --even, and cut.
-    assert!(counts.iter().all(|count| *count > 3), "{counts:?}");
+    assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
 }
 
 /// Compares the files of devices with boxes of the whole tensors, which the plan's regions give.
