@@ -287,9 +287,12 @@ impl PlanCommand {
         Ok(paragraph::rows(rows, paragraph::width()))
     }
 
-    /// The command that mounts what was planned, as a row.
+    /// The command that mounts what was planned, as a row; nothing if that is no text.
     fn next(&self) -> String {
-        let mut words = std::env::args().skip_while(|word| word != "plan").skip(1);
+        // A path that is no text cannot be shown as it would have to be typed.
+        let words: Result<Vec<String>, _> = std::env::args_os().map(OsString::into_string).collect();
+        let Ok(words) = words else { return String::new() };
+        let mut words = words.into_iter().skip_while(|word| word != "plan").skip(1);
         let mut kept = Vec::new();
         while let Some(word) = words.next() {
             match word.as_str() {

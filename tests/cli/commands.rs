@@ -5,8 +5,10 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
 use std::{
+    ffi::OsStr,
     fs,
     io::Write,
+    os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     process::{Command, Output},
 };
@@ -342,6 +344,12 @@ fn a_page_of_the_plan_is_one_file_beside_what_is_printed() {
     assert!(page.matches("<script").count() == 2 && page.contains("model.layers.0.self_attn.q_proj.weight"), "{page}");
     fixture.run(&["plan", "model", "--html", "-"]).fails(2, "-: expected the name of a file, such as plan.html");
     fixture.run(&["plan", "model", "--html", "/dev/null"]).fails(2, "/dev/null: is not a regular file");
+    // A name that is no text.
+    let mut plan = Command::new(env!("CARGO_BIN_EXE_ckfs"));
+    let name = OsStr::from_bytes(b"a\xff.html");
+    let done = plan.args(["plan", "model", "--html"]).arg(name).current_dir(fixture.path("")).output().unwrap();
+    assert!(done.status.success() && fixture.path("").join(name).is_file(), "{done:?}");
+    assert!(!String::from_utf8_lossy(&done.stdout).contains("\nnext "), "{done:?}");
 }
 
 #[test]
