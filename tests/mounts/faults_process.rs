@@ -388,15 +388,20 @@ fn log_of_system(bench: &Bench, socket: &str, script: &str) -> String {
     let script = format!(
         "set -e; cd {base}; {script}; {ckfs} mount model mnt 2>reported; \
          pid=$(cat mnt/.ckfs/stats.json | tr -dc 'a-z0-9:,\"' | sed 's/.*\"pid\":\\([0-9]*\\).*/\\1/'); \
-         kill -USR1 $pid; {ckfs} umount mnt; while [ -d /proc/$pid ]; do sleep 0.02; done",
+         kill -USR1 $pid; read seen || true; {ckfs} umount mnt; while [ -d /proc/$pid ]; do sleep 0.02; done",
         base = bench.base.path().display(),
         ckfs = env!("CARGO_BIN_EXE_ckfs"),
     );
-    let output = Command::new("unshare").args(["-m", "sh", "-c", &script]).output().unwrap();
-    assert!(output.status.success(), "{}", text(&output));
+    let mut command = Command::new("unshare");
+    command.args(["-m", "sh", "-c", &script]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
     let mut buffer = [0; 8192];
-    let len = log.recv(&mut buffer).unwrap();
-    String::from_utf8_lossy(&buffer[..len]).into_owned()
+    // Before the daemon ends, which drops a request for statistics that it has not answered.
+    let received = log.recv(&mut buffer);
+    // Its input ends, and it goes on.
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    String::from_utf8_lossy(&buffer[..received.unwrap()]).into_owned()
 }
 
 #[test]

@@ -214,7 +214,7 @@ mod tests {
         assert!(text.contains("no bundle, as 2 of 100 MiB do not fit (--cache-bytes 133 MiB)"), "{text}");
         let text = policy(Materialize::Auto, &[]).text();
         assert!(
-            text.contains("opened again), files of one converted tensor from 1.0 MiB to 64.0 MiB, and 0 bundles"),
+            text.contains("as root: files of one converted tensor from 1.0 MiB to 64.0 MiB, and 0 bundles of 0 B together; 96.0 MiB"),
             "{text}"
         );
         assert_eq!(policy(Materialize::None, &[]).to_json()["files_of_one_tensor"], Value::Null);
