@@ -9,9 +9,9 @@ case alternate, RUNS times; a row is the medians of two ways: wall time and proc
 
 * `contiguous`: `ck.load` against `preadv` of the same spans into new arrays by the same number of threads. For both also
   memory that exists and was touched, which no page fault slows down.
-* `cast`, `transposed`: against the kernels' own speed (`cargo bench --bench kernels`, a process for each thread, at once), which
-  reads from memory and writes to a buffer that stays in the cache: what memory takes of a load is not in it. So the cast is also
-  compared with torch's `copy_` from one memory to another, by as many threads.
+* `cast`, `transposed`: against the kernels' own speed (`cargo bench --bench kernels`, a process for each thread, at once): casts
+  from memory to memory, transposes into a buffer of the size of a tile. The cast is also compared with torch's `copy_` by as many
+  threads.
 * `mount`: the same load by as many threads that read the raw files of a new mount with the same flags.
 * `numpy`: a script that maps the files, stacks the layers, casts, and cuts the shard.
 * `ranks`: four gloo processes at a time, from `ckfs.open` on, against each reading all and slicing, and rank 0 reading and
@@ -519,9 +519,9 @@ def main() -> None:
 def measure(table: Table, run: argparse.Namespace) -> None:
     cases: dict[str, Callable[[], None]] = {
         "contiguous": lambda: contiguous(table, run.repo),
-        "cast": lambda: kernels(table, run, "cast to f32", "cast BF16 to F32", dtype="f32"),
+        "cast": lambda: kernels(table, run, "cast to f32", "cast BF16 to F32, into memory", dtype="f32"),
         "cast, torch": lambda: by_torch(table, run.repo),
-        "transposed": lambda: kernels(table, run, "transposed", "transpose 2-byte 8192x8192, 1 MiB bands", layout="maxtext"),
+        "transposed": lambda: kernels(table, run, "transposed", "transpose 2-byte 8192x8192, 4 MiB bands", layout="maxtext"),
         "mount": lambda: through_a_mount(table, run, "load"),
         "mount, cast": lambda: through_a_mount(table, run, "load, cast to f32", "--dtype", "f32", dtype="f32"),
         "mount, transposed": lambda: through_a_mount(table, run, "load, transposed", "--layout", "maxtext", layout="maxtext"),

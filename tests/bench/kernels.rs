@@ -89,6 +89,16 @@ fn casts(report: &Report) {
         let program = Program { load: Load::Element(source), target, steps: Vec::new() };
         row_case(report, &format!("cast {source} to {target}"), &program, source, &bytes);
     }
+    // As a load into arrays: the results are too large for any cache.
+    let bytes = weights(DType::BF16, 64 << 20);
+    let program = Program { load: Load::Element(DType::BF16), target: DType::F32, steps: Vec::new() };
+    let mut target = vec![1; 2 * bytes.len()];
+    report.case("cast BF16 to F32, into memory", bytes.len(), target.len(), || {
+        for (part, made) in bytes.chunks(512 << 10).zip(target.chunks_mut(1 << 20)) {
+            convert_row(&program, part, made);
+        }
+        black_box(&target);
+    });
     let bytes = weights(DType::BF16, 16 << 20);
     let steps = vec![Step::multiply(0.088_388_35, true)];
     let program = Program { load: Load::Element(DType::BF16), target: DType::BF16, steps };
@@ -287,22 +297,24 @@ fn quantized(report: &Report) {
     }
 }
 
-/// Transposes of a square matrix in bands of 1 MiB.
+/// Transposes of a square matrix in bands of 1 MiB, and of 4 MiB: tiles take 256 elements of each row of the source.
 fn transposes(report: &Report) {
-    for dtype in [DType::U8, DType::BF16, DType::F32, DType::F64] {
+    for (dtype, mib) in
+        [DType::U8, DType::BF16, DType::F32, DType::F64].into_iter().flat_map(|dtype| [(dtype, 1), (dtype, 4)])
+    {
         let unit = width(dtype);
         let side: usize = if unit == 8 { 4096 } else { 8192 };
         let source: Vec<u8> = (0..side * side * unit).map(|byte| byte as u8).collect();
-        let rows = (1 << 20) / (side * unit);
+        let rows = (mib << 20) / (side * unit);
         let mut target = vec![0; rows * side * unit];
         let decode = Decode::Copy;
-        let name = format!("transpose {unit}-byte {side}x{side}, 1 MiB bands");
+        let name = format!("transpose {unit}-byte {side}x{side}, {mib} MiB bands");
         report.case(&name, source.len(), source.len(), || {
             for band in (0..side).step_by(rows) {
                 transpose(&decode, &source, unit, side, side, band, rows, &mut target);
             }
         });
-        if unit == 2 || unit == 4 {
+        if mib == 1 && (unit == 2 || unit == 4) {
             report.case(&format!("{name}, naive loop"), source.len() / 16, source.len() / 16, || {
                 for band in (0..side / 16).step_by(rows) {
                     for row in 0..rows {
