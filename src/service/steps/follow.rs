@@ -18,7 +18,7 @@ use ckfs_source::{DirectoryWatch, Woken};
 
 use super::{
     run::Run,
-    settle::{ListedStep, Look, watched},
+    settle::{ListedStep, Look, OPENING, watched},
 };
 
 /// Time between two looks where nothing tells of changes.
@@ -119,7 +119,7 @@ impl Run {
         for name in &rechecks {
             settling.recheck(name);
         }
-        let look = settling.look(measures).map_err(|error| error.to_string())?;
+        let look = settling.look(measures, OPENING).map_err(|error| error.to_string())?;
         drop(settling);
         // What was found wrong and is there as it was before has another slot.
         for name in &rechecks {

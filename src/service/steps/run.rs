@@ -110,7 +110,7 @@ impl Run {
         let (directory, options) = settle::step_directory(config, waits)?;
         let mut settling = Settling::new(directory, options);
         let failed = |error| OpenError::Checkpoint { source_name: source.clone(), error };
-        let look = settling.settle().map_err(failed)?;
+        let look = settling.settle(settle::OPENING_AT_START).map_err(failed)?;
         settle::refuse_checkpoint(&source, &look.found)?;
         // From now on waits are those of a mount, which goes on when one has no end.
         let (directory, options) = settle::step_directory(config, &wait_registry(&config.mount))?;

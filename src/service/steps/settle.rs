@@ -33,6 +33,11 @@ const FRESH: Duration = Duration::from_mins(2);
 const DAMAGED: Duration = Duration::from_secs(5);
 /// Time between two attempts to open a step.
 const RETRY: Duration = Duration::from_millis(500);
+/// Time for opening fresh steps in one look of a run that is followed. Those that are left come in the next look, so that a run that
+/// was just copied does not keep its newest step back until all others are open.
+pub(super) const OPENING: Duration = Duration::from_millis(500);
+/// The same at the start of a mount or a server.
+pub(super) const OPENING_AT_START: Duration = Duration::from_secs(10);
 
 /// A step of a run as commands and mounts see it.
 #[derive(Clone, Debug)]
@@ -136,11 +141,12 @@ impl Settling {
         self.seen.remove(name);
     }
 
-    /// Looks at all steps. Of those that were found finished earlier, `measures` tells which may have changed, by name.
+    /// Looks at all steps. Of those that were found finished earlier, `measures` tells which may have changed, by name. Fresh steps are
+    /// opened for the time `opening`, the newest first.
     ///
     /// # Errors
     /// The directory cannot be listed.
-    pub(super) fn look(&mut self, measures: &dyn Fn(&str) -> bool) -> Result<Look, CheckpointError> {
+    pub(super) fn look(&mut self, measures: &dyn Fn(&str) -> bool, opening: Duration) -> Result<Look, CheckpointError> {
         let seen = &self.seen;
         let is_known = |step: &FoundStep| seen.get(&step.name).is_some_and(|seen| seen.is_finished);
         let wants = |step: &FoundStep| {
@@ -151,8 +157,9 @@ impl Settling {
         self.seen.retain(|name, _| names.contains(&name.as_str()));
         let mut again: Option<Duration> = None;
         let mut steps = Vec::with_capacity(found.steps.len());
-        for (step, measured) in found.steps.iter().zip(measures) {
-            let unfinished = self.judge(step, measured, wants_again(&mut again)).err();
+        let mut left = opening;
+        for (step, measured) in found.steps.iter().zip(measures).rev() {
+            let unfinished = self.judge(step, measured, &mut left, wants_again(&mut again)).err();
             let measure = self.seen.get(&step.name).and_then(|seen| seen.measure.clone());
             steps.push(ListedStep {
                 number: step.number,
@@ -163,14 +170,16 @@ impl Settling {
                 unfinished,
             });
         }
+        steps.reverse();
         Ok(Look { steps, found, again })
     }
 
-    /// Whether a step is finished, or why not. `again` learns when to look again.
+    /// Whether a step is finished, or why not. To open it takes from the time `left`. `again` learns when to look again.
     fn judge(
         &mut self,
         step: &FoundStep,
         measured: Option<Measure>,
+        left: &mut Duration,
         mut again: impl FnMut(Duration),
     ) -> Result<(), String> {
         let quiet = match &step.state {
@@ -225,7 +234,14 @@ impl Settling {
             again(RETRY.saturating_sub(last.elapsed()));
             return Err(error.clone());
         }
-        let error = match Checkpoint::open(&self.directory.source_of(step), &self.options) {
+        if left.is_zero() {
+            again(Duration::ZERO);
+            return Err("it is not opened yet: newer ones come first".to_owned());
+        }
+        let begun = Instant::now();
+        let opened = Checkpoint::open(&self.directory.source_of(step), &self.options);
+        *left = left.saturating_sub(begun.elapsed());
+        let error = match opened {
             Ok(_) => {
                 seen.is_finished = true;
                 return Ok(());
@@ -260,11 +276,11 @@ fn wants_again(least: &mut Option<Duration>) -> impl FnMut(Duration) {
 const SETTLE_LIMIT: Duration = Duration::from_secs(3);
 
 impl Settling {
-    /// Looks until no step is about to be finished, for some seconds at most.
-    pub(super) fn settle(&mut self) -> Result<Look, CheckpointError> {
+    /// Looks until no step is about to be finished, for some seconds at most, beside the time `opening` for opening fresh steps.
+    pub(super) fn settle(&mut self, opening: Duration) -> Result<Look, CheckpointError> {
         let until = Instant::now() + SETTLE_LIMIT;
         loop {
-            let look = self.look(&|_| false)?;
+            let look = self.look(&|_| false, opening)?;
             let left = until.saturating_duration_since(Instant::now());
             match look.again.filter(|again| *again <= left) {
                 Some(again) => thread::sleep(again.max(Duration::from_millis(10))),
@@ -283,7 +299,7 @@ pub fn finished_steps(config: &Config, waits: &Arc<WaitRegistry>) -> Result<Vec<
     let (directory, options) = step_directory(config, waits)?;
     let source = config.source.clone().unwrap_or_default();
     let failed = |error| OpenError::Checkpoint { source_name: source.clone(), error };
-    let look = Settling::new(directory, options).settle().map_err(failed)?;
+    let look = Settling::new(directory, options).settle(Duration::MAX).map_err(failed)?;
     refuse_checkpoint(&source, &look.found)?;
     if look.steps.is_empty() {
         return Err(failed(CheckpointError::NoSteps { run: source.clone(), found: "no step yet".to_owned() }));
@@ -358,6 +374,36 @@ fn add_inside(place: &Path, depth: usize, watched: &mut BTreeSet<PathBuf>) {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             add_inside(&entry.path(), depth - 1, watched);
             watched.insert(entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fresh_steps_are_opened_one_look_after_the_other_the_newest_first() {
+        let run = tempfile::tempdir().unwrap();
+        let header = br#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+        let weights = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 4]].concat();
+        for number in [10, 20, 30] {
+            let step = run.path().join(format!("checkpoint-{number}"));
+            fs::create_dir(&step).unwrap();
+            fs::write(step.join("model.safetensors"), &weights).unwrap();
+            for name in ["config.json", "trainer_state.json"] {
+                fs::write(step.join(name), "{}").unwrap();
+            }
+        }
+        thread::sleep(QUIET);
+        let options = OpenOptions::default();
+        let directory = StepDirectory::new(&run.path().display().to_string(), &options).unwrap();
+        let mut settling = Settling::new(directory, options);
+        for expected in [&[30][..], &[20, 30], &[10, 20, 30]] {
+            let look = settling.look(&|_| true, Duration::from_nanos(1)).unwrap();
+            let finished = look.steps.iter().filter(|step| step.unfinished.is_none()).map(|step| step.number);
+            assert_eq!(finished.collect::<Vec<_>>(), expected);
+            assert_eq!(look.again, (expected.len() < 3).then_some(Duration::ZERO));
         }
     }
 }
