@@ -63,8 +63,8 @@ pub static SETTINGS: &[Setting] = &[
     )
     .more(
         "canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
-         keeps the repository's own names, and gives them back to a checkpoint of MaxText or Megatron-Core; stored keeps a \
-         trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
+         keeps the repository's own names, and gives them back to a checkpoint of MaxText, Megatron-Core or torchtitan; \
+         stored keeps a trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
          maxtext-unscanned give exactly what MaxText's converter makes; megatron and megatron-unscanned give the tensors of \
          Megatron-Core's distributed checkpoints; torchtitan and transformers give the names of the modules of torchtitan \
          0.3 and transformers 5, cut as FSDP2 does; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load \

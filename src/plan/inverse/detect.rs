@@ -5,7 +5,7 @@ use ckfs_checkpoint::Checkpoint;
 use super::super::{embedded::Embedded, layout_file::StoredNames};
 
 /// Words of names of a training state that is not the model's weights.
-const STATE_WORDS: [&str; 18] = [
+const STATE_WORDS: [&str; 20] = [
     "opt_state",
     "optimizer",
     "optim",
@@ -25,6 +25,9 @@ const STATE_WORDS: [&str; 18] = [
     "lr_scheduler",
     "scheduler",
     "ema",
+    // Of torchtitan.
+    "ntokens_seen",
+    "dataloader",
 ];
 
 /// The collection that holds most leaves of MaxText. Some programs leave its name out.
@@ -41,11 +44,9 @@ fn is_state(name: &str) -> bool {
 /// The layouts of which the checkpoint may be, and the names under which it stores their leaves. `None` if there is no
 /// such layout: the names are those of a repository, or unknown.
 pub(super) fn detect(checkpoint: &Checkpoint) -> Option<(Vec<Embedded>, StoredNames)> {
-    let all = || Embedded::all().filter(|embedded| embedded.traits.anchor.is_some());
     let stored = |anchor: &'static String| stored_names(checkpoint, anchor).map(|names| (anchor, names));
-    let found = all().filter_map(|embedded| embedded.0.traits.anchor.as_ref()).find_map(stored);
-    let (anchor, names) = found?;
-    Some((all().filter(|embedded| embedded.traits.anchor.as_ref() == Some(anchor)).collect(), names))
+    let (anchor, names) = Embedded::all().flat_map(|embedded| &embedded.0.traits.anchors).find_map(stored)?;
+    Some((Embedded::all().filter(|embedded| embedded.traits.anchors.contains(anchor)).collect(), names))
 }
 
 /// The names of a checkpoint that stores the leaf `anchor`: of several, the shortest.

@@ -250,7 +250,9 @@ impl Inversion<'_> {
             return Err(self.problems);
         }
         let stored = self.checkpoint.tensors().map(|(_, info)| info.name);
-        let left_out = fold(stored.filter(|name| !detect::is_weight(self.names, name)), &[]);
+        let copies: Vec<String> = resolved.copies.iter().map(|leaf| self.names.of(leaf)).collect();
+        let is_left_out = |name: &&str| !detect::is_weight(self.names, name) || copies.iter().any(|copy| copy == name);
+        let left_out = fold(stored.filter(is_left_out), &[]);
         let (layout, params) = (self.reading.file.name().to_owned(), self.reading.resolved.params);
         Ok(Inverted {
             tensors,
@@ -269,7 +271,8 @@ impl Inversion<'_> {
     fn leaves(&mut self) -> Vec<Option<TensorId>> {
         let (checkpoint, options) = (self.checkpoint, self.options);
         let mut found = Vec::with_capacity(self.reading.resolved.drafts.len());
-        let mut known = BTreeSet::new();
+        let copies = self.reading.resolved.copies.iter();
+        let mut known: BTreeSet<String> = copies.map(|leaf| self.names.of(leaf)).collect();
         let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
         for draft in &self.reading.resolved.drafts {
             let stored = self.names.of(&draft.name);
@@ -287,8 +290,10 @@ impl Inversion<'_> {
         }
         let weights =
             checkpoint.tensors().map(|(_, info)| info.name).filter(|name| detect::is_weight(self.names, name));
-        let strange: Vec<&str> =
-            weights.filter(|name| !known.contains(*name) && !options.allow_unmapped.accepts(name)).collect();
+        let strange = weights.filter(|name| !known.contains(*name));
+        let (allowed, strange): (Vec<&str>, Vec<&str>) = strange.partition(|name| options.allow_unmapped.accepts(name));
+        let allowed = fold(allowed, &[]).into_iter().map(|group| Problem::UnexpectedTensor { group });
+        self.reading.resolved.warnings.extend(allowed.map(|problem| format!("{problem}: left out")));
         let others: BTreeSet<String> = strange.iter().map(|name| stars(name)).collect();
         let known: BTreeSet<String> = known.iter().map(|name| stars(name)).collect();
         let layout = self.reading.file.name().to_owned();

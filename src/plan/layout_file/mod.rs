@@ -55,6 +55,7 @@
 //!   "…" }` on a place names expressions over those numbers for its leaves.
 //! * `when` is a condition. `optional = true` leaves a leaf out if the repository has none of its sources. `dtype =
 //!   "keep"` (or a type) overrides the layout's dtype for one leaf.
+//! * `copy = true` says that another leaf holds the same: the way back does not read this one, nor miss it.
 //! * `stage`, on rules and places, is the number of the pipeline stage that holds the leaves: the position of their
 //!   devices along the mesh axis `pp`. Without it all stages do.
 //! * `[inverse]` defines parameters and variables anew for the way back, from a checkpoint of this layout to the
@@ -150,6 +151,8 @@ pub(super) struct LeafRule {
     /// The pipeline stage that holds the leaf.
     pub stage: Option<AtLine<Expr>>,
     pub optional: bool,
+    /// Whether another leaf holds the same elements.
+    pub is_copy: bool,
     pub dtype: Option<LeafDtype>,
     pub tp: Option<usize>,
     pub experts: Option<usize>,
@@ -246,6 +249,8 @@ pub struct Resolved {
     pub left_out: Vec<NameGroup>,
     /// For the inverse of a layout: patterns of the names that rules leave out.
     pub ignored: Vec<super::Pattern>,
+    /// For the inverse of a layout: leaves that hold what others hold.
+    pub copies: Vec<String>,
     /// Remarks that are not errors.
     pub warnings: Vec<String>,
 }

@@ -153,6 +153,8 @@ struct RawLeaf {
     stage: Option<Text>,
     #[serde(default)]
     optional: bool,
+    #[serde(default)]
+    copy: bool,
     dtype: Option<Text>,
     tp: Option<usize>,
     experts: Option<usize>,
@@ -365,6 +367,7 @@ impl LayoutReader<'_> {
             when: leaf.when.as_ref().and_then(|when| self.expr(when)),
             stage: leaf.stage.as_ref().and_then(|stage| self.expr(stage)),
             optional: leaf.optional,
+            is_copy: leaf.copy,
             dtype: leaf.dtype.as_ref().and_then(|dtype| self.dtype(dtype)),
             tp: leaf.tp,
             experts: leaf.experts,

@@ -82,6 +82,7 @@ impl LayoutFile {
             problems,
             left_out: Vec::new(),
             ignored_patterns: Vec::new(),
+            copies: Vec::new(),
             warnings: Vec::new(),
             failed: BTreeSet::new(),
         };
@@ -108,9 +109,9 @@ impl LayoutFile {
                 resolver.eval(verified, &[], |expr, names| Ok(ExprValue::Bool(expr.eval(names)?.bool("verified")?)));
             matches!(value, Some(ExprValue::Bool(true)))
         });
-        let Resolver { drafts, problems, left_out, ignored_patterns: ignored, warnings, .. } = resolver;
+        let Resolver { drafts, problems, left_out, ignored_patterns: ignored, copies, warnings, .. } = resolver;
         if problems.is_empty() {
-            Ok(Resolved { drafts, params, verified, left_out, ignored, warnings })
+            Ok(Resolved { drafts, params, verified, left_out, ignored, copies, warnings })
         } else {
             Err(problems)
         }
@@ -140,6 +141,8 @@ struct Resolver<'a> {
     left_out: Vec<NameGroup>,
     /// The patterns of names that rules leave out, for the inverse.
     ignored_patterns: Vec<Pattern>,
+    /// Leaves that hold what others hold, for the inverse.
+    copies: Vec<String>,
     warnings: Vec<String>,
     /// Expressions of leaves without a value, and the reasons.
     failed: BTreeSet<(Span, String)>,
@@ -263,6 +266,10 @@ impl<'a> Resolver<'a> {
             let stacks = leaf.stack.iter().chain(place.map_or(&[][..], |place| &place.stack)).collect();
             let name = joined(&prefix, &name.to_string());
             if self.scope.inverse.is_some() && leaf.optional && self.scope.find(&name).is_none() {
+                continue;
+            }
+            if self.scope.inverse.is_some() && leaf.is_copy {
+                self.copies.push(name);
                 continue;
             }
             let Ok(stage) = self.stage(place, leaf, &bound, &name) else { return };

@@ -28,8 +28,8 @@ pub struct EmbeddedLayout {
 pub struct LayoutTraits {
     /// Whether a model without a file of its own has the names of transformers' modules, which need no rules.
     pub by_modules: bool,
-    /// A leaf that every checkpoint of this layout has, if such a checkpoint can be made back to a repository.
-    pub anchor: Option<String>,
+    /// Leaves of which every checkpoint of this layout has one, if such a checkpoint can be made back to a repository.
+    pub anchors: Vec<String>,
     /// Whether a requested dtype spares what the model's own code keeps in float32.
     pub keeps_f32: bool,
     /// Whether its tensors are those of a loaded model, in float32 where the model's own code keeps them so.
@@ -44,7 +44,7 @@ impl Default for LayoutTraits {
     fn default() -> Self {
         Self {
             by_modules: false,
-            anchor: None,
+            anchors: Vec::new(),
             keeps_f32: true,
             is_loaded: false,
             tree_root: None,

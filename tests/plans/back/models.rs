@@ -78,6 +78,9 @@ pub(crate) const FAMILIES: [&str; 12] = [
 /// Those that Megatron-Core's layouts know.
 pub(crate) const MEGATRON: [&str; 6] = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"];
 
+/// Those that torchtitan's layout knows.
+pub(crate) const TORCHTITAN: [&str; 4] = ["llama", "qwen3", "qwen3_moe", "deepseek_v3"];
+
 #[allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "constants are rounded to f32")]
 fn root(of: u64) -> (f64, f32) {
     let root = (of as f64).sqrt();

@@ -21,7 +21,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::{
-    models::{Arithmetic, Draw, FAMILIES, MEGATRON, Model},
+    models::{Arithmetic, Draw, FAMILIES, MEGATRON, Model, TORCHTITAN},
     open, read, volume,
 };
 
@@ -276,6 +276,24 @@ proptest! {
             mesh: draw.of(&MESHES),
             mesh_back: draw.of(&MESHES),
             format: draw.of(&["dcp", "orbax"]),
+        };
+        check(&model, &way, seed);
+    }
+
+    #[test]
+    fn torchtitans_layout_of_drawn_models_comes_back(choices in choices(), seed in any::<u64>()) {
+        let mut draw = Draw::new(choices);
+        let mut model = Model::draw(draw.of(&TORCHTITAN), &mut draw);
+        // Nothing is computed: any bits come back.
+        model.tensors.iter_mut().for_each(|tensor| tensor.arithmetic = Arithmetic::None);
+        let way = Way {
+            layout: "torchtitan",
+            set: Vec::new(),
+            set_back: Vec::new(),
+            dtype: draw.of(&[DType::BF16, DType::F32, DType::F16]),
+            mesh: draw.of(&MESHES),
+            mesh_back: draw.of(&MESHES),
+            format: draw.of(&["dcp", "safetensors"]),
         };
         check(&model, &way, seed);
     }
