@@ -5,7 +5,7 @@
 //! rounded once to the type in which it is shown. [`Merge::view`] is the only place that says so.
 
 use ckfs_tensor::{DType, Keep, SourceTensor, TensorId, View, ViewError};
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 
 /// A product of two matrices and a number.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,13 +58,12 @@ impl Merges {
         self.0.get(&id)
     }
 
-    /// Number of tensors that are not as they are stored.
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether all tensors are as they are stored.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    /// Number of tensors for which something of the adapter is in `used`.
+    pub fn count_of(&self, used: &HashSet<TensorId>) -> usize {
+        let sources = |merge: &Merge| {
+            let product = merge.added.as_ref().map(|product| product.left.id);
+            [product, merge.replaced_by.as_ref().map(|source| source.id)]
+        };
+        self.0.values().filter(|merge| sources(merge).into_iter().flatten().any(|id| used.contains(&id))).count()
     }
 }

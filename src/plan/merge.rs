@@ -16,7 +16,7 @@ use ckfs_tensor::{DType, Shape, SourceTensor, TensorId};
 use serde_json::Value;
 
 use super::{
-    ViewOptions,
+    ViewOptions, inverse,
     lora::{Lora, PREFIX, by_pattern, matrix},
     name_group::{NameGroup, fold},
     naming,
@@ -79,6 +79,12 @@ pub(super) fn merged(
     };
     if options.lora.is_some() {
         return Err(problem("--lora shows an adapter beside its base and --merge-lora in it: expected one of the two"));
+    }
+    if let Some(layout) = inverse::layout_of(checkpoint) {
+        return Err(problem(&format!(
+            "an adapter has the names of the model, and the checkpoint has those of the layout {layout}: mount or export it with \
+             --layout hf --config-from, and merge into that"
+        )));
     }
     let adapter = checkpoint.adapter(dir).ok_or_else(|| problem("the source was opened without this adapter"))?;
     let selected = select::select(checkpoint, &options.subset, family(checkpoint)?.as_ref())?;

@@ -71,7 +71,7 @@ pub use need::{
     remote_bytes::{FETCHED_BYTES, RemoteBytes},
 };
 pub use options::{Layout, ViewOptions};
-pub use planned::{DecodedScheme, Plan, PlannedTensor, Rank, Whole};
+pub use planned::{DecodedScheme, MergedAdapter, Plan, PlannedTensor, Rank, Whole};
 pub use repository::hf::{self, HfContent, HfFile};
 pub use select::Subset;
 pub use split::{

@@ -3,6 +3,8 @@
 use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet},
+    fmt,
+    path::PathBuf,
     sync::{Arc, OnceLock},
 };
 
@@ -69,6 +71,22 @@ pub struct DecodedScheme {
     pub bytes: u64,
 }
 
+/// An adapter that is merged on read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MergedAdapter {
+    /// Where it is.
+    pub adapter: PathBuf,
+    /// Number of shown tensors of the checkpoint that it changes.
+    pub tensors: u64,
+}
+
+impl fmt::Display for MergedAdapter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tensors = if self.tensors == 1 { "tensor" } else { "tensors" };
+        write!(f, "{} {tensors} with the adapter {}", self.tensors, self.adapter.display())
+    }
+}
+
 /// Tensors that every device holds whole: buffers, which FSDP does not split.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Whole {
@@ -89,6 +107,8 @@ pub struct Plan {
     pub dtype: Option<DType>,
     /// The decoded tensors, by scheme.
     pub decoded: Vec<DecodedScheme>,
+    /// The adapter that is merged on read, if that is requested.
+    pub merged: Option<MergedAdapter>,
     /// The tensors that are quantized on read, if that is requested.
     pub quantized: Option<Chosen>,
     /// Number of quantized tensors that are shown as they are stored although others are decoded.

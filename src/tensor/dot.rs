@@ -75,6 +75,9 @@ impl<'a> Dot<'a> {
         let mut done = 0;
         while done < values.len() {
             let (at, left) = (n + stride * done as u64, values.len() - done);
+            // A long sum has fewer elements on a line, so that its rows are no more than are kept.
+            let terms = usize::try_from(self.left.terms.count).unwrap_or(usize::MAX);
+            let left = left.min((KEPT_VALUES_MAX / terms).max(1));
             let (first, first_step, count) = uniform(self.left.fields.digits, at, stride, left);
             let (second, second_step, count) = uniform(self.right.fields.digits, at, stride, count);
             let part = &mut values[done..done + count];

@@ -36,7 +36,7 @@ use self::{
     stage::{Builder, ChosenLayout, Drafted, Selection, groups_of},
 };
 use super::{
-    DecodedScheme, Draft, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding, Tied,
+    DecodedScheme, Draft, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Plan, PlanError, Problem, Sharding, Tied,
     ViewOptions, Whole, canonical,
     embedded::FAMILY,
     expect,
@@ -68,6 +68,7 @@ impl Plan {
         let merged = merge::merged(checkpoint, &chosen, &mut warnings)?;
         let mut plan = build(merged.as_ref().unwrap_or(checkpoint), &chosen)?;
         plan.warnings.append(&mut warnings);
+        plan.merged = merged.as_ref().and_then(|merged| merged_adapter(merged, &chosen, &plan));
         plan.warnings.extend(idle_flags(checkpoint, options));
         if let Some(rename) = options.unwrapping(checkpoint) {
             plan.warnings.push(format!(
@@ -89,6 +90,18 @@ impl Plan {
         }
         Ok(plan)
     }
+}
+
+/// The merged adapter, and how many of the tensors that a plan shows it changes.
+fn merged_adapter(merged: &Checkpoint, options: &ViewOptions, plan: &Plan) -> Option<MergedAdapter> {
+    let mut used = HashSet::new();
+    for tensor in &plan.tensors {
+        tensor.view.for_each_stored(&mut |id| {
+            used.insert(id);
+        });
+    }
+    let tensors = merged.merges()?.count_of(&used) as u64;
+    Some(MergedAdapter { adapter: options.merge_lora.clone()?, tensors })
 }
 
 /// What is requested and changes nothing of this checkpoint: a mistake, or a flag of another model.
@@ -480,6 +493,7 @@ impl<'a> Builder<'a> {
             whole: drafted.whole,
             kept_hf: Vec::new(),
             dropped: drafted.dropped,
+            merged: None,
             quantized: drafted.quantized,
             kept_raw: if chosen.request.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
             family: drafted.family,

@@ -95,6 +95,7 @@ pub(super) fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Val
         "decoded": plan.decoded.iter().map(|row| {
             json!({"scheme": row.scheme, "tensors": row.tensors, "bytes": row.bytes})
         }).collect::<Vec<_>>(),
+        "merged": plan.merged.as_ref().map(|merged| json!({"adapter": merged.adapter.display().to_string(), "tensors": merged.tensors})),
         "quantized": plan.quantized.as_ref().map(quantized_json),
         "kept_raw": plan.kept_raw,
         "kept_f32": names(&plan.kept),

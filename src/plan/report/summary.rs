@@ -96,6 +96,9 @@ fn value_rows(plan: &Plan, rows: &mut Vec<SummaryRow>) {
     if !plan.dropped.is_empty() {
         rows.push(("dropped", format!("no decoder reads {}", named(&plan.dropped))));
     }
+    if let Some(merged) = &plan.merged {
+        rows.push(("merged", merged.to_string()));
+    }
     if let Some(chosen) = &plan.quantized {
         let count = |groups: &[NameGroup]| groups.iter().map(|group| group.count).sum::<u64>();
         let quantized: u64 = chosen.quantized.iter().map(|(_, _, groups)| count(groups)).sum();

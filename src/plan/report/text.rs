@@ -331,6 +331,9 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     if !plan.dropped.is_empty() {
         line("dropped", &named_text(&plan.dropped, "which no decoder reads"));
     }
+    if let Some(merged) = &plan.merged {
+        line("merged", &merged.to_string());
+    }
     quantized_text(plan, &mut line);
     mesh_text(plan, &mut line);
     if !plan.whole.names.is_empty() {
