@@ -11,7 +11,7 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_checkpoint::{Adapter, Checkpoint, Merge, Merges, ScaledProduct, Storage, TensorInfo};
+use ckfs_checkpoint::{Adapter, Checkpoint, Merge, Merges, ScaledProduct, Storage, TensorInfo, human_bytes};
 use ckfs_tensor::{DType, Shape, SourceTensor, TensorId};
 use serde_json::Value;
 
@@ -60,6 +60,10 @@ const KNOWN: [&str; 28] = [
     "task_type",
     "trainable_token_indices",
 ];
+
+/// Most bytes of the right matrix of a module, `A`. A part of a weight needs columns of it, which lie apart in all of its rows: on a
+/// source that is not mapped each thread has the whole matrix in memory.
+const RIGHT_BYTES_MAX: u64 = 256 << 20;
 
 /// Beginnings of adapters that leave the weights of the base as they are.
 const INITS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
@@ -409,6 +413,17 @@ impl Merging<'_> {
         };
         let (left, right) = (factor(left, [out, rank]), factor(right, [rank, inner]));
         let Some((left, right)) = left.zip(right) else { return };
+        let right_bytes = right.dtype.bytes_of(right.shape.elements()).unwrap_or(u64::MAX);
+        if right_bytes > RIGHT_BYTES_MAX {
+            let reason = format!(
+                "expected at most {}, which each thread may hold in memory, found {} ({} {}): merge it with PEFT and mount the result",
+                human_bytes(RIGHT_BYTES_MAX),
+                human_bytes(right_bytes),
+                right.dtype,
+                right.shape
+            );
+            return self.problem(named.tensor(right.id).name, &reason);
+        }
         let Some(factor) = factors.of(module, rank) else {
             return self.problem(
                 module,

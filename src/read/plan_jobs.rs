@@ -79,6 +79,21 @@ impl Job<'_> {
         self.decode.source_bytes(self.unit_bytes)
     }
 
+    /// What every part of this job needs, however small it is: the bytes from the first term of an element to the last, of all
+    /// operands, and the number of terms. Both are 0 unless it sums products.
+    pub(super) fn least(&self) -> (u64, u64) {
+        let (mut bytes, mut count) = (0_u64, 0_u64);
+        if let Some(value) = self.decode.value() {
+            value.for_each_operand(&mut |operand| {
+                let terms = operand.index.terms();
+                let apart = (terms.count - 1).saturating_mul(terms.stride);
+                bytes = bytes.saturating_add(apart.saturating_mul(operand.field.index_bits()) / 8);
+                count = count.saturating_add(terms.count - 1);
+            });
+        }
+        (bytes, count)
+    }
+
     /// The needed bytes, one entry for each operand, in the order of the kernel's windows.
     pub(super) fn wanted(&self) -> SmallVec<[Requirement; 1]> {
         let (tensor, offset) = self.origin();

@@ -20,7 +20,7 @@ use super::{
 /// Bounds of one batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BatchLimits {
-    /// Bytes of memory. A single element may take more.
+    /// Bytes of memory. A single element may take more, and the terms of a sum of products come on top.
     pub(super) bytes: u64,
     /// Spans to be fetched. Each costs some memory besides its data.
     pub(super) spans: u64,
@@ -84,7 +84,10 @@ pub(super) fn schedule<'a>(
         waiting.push(job);
         while let Some(job) = waiting.pop() {
             let found = lay_out(&job, limits, locate)?;
-            let is_too_much = found.len_bytes > limits.bytes || found.spans > limits.spans;
+            // Halves of a sum of products need the same terms: what is left of them is within the limit.
+            let (bytes, spans) = job.least();
+            let is_too_much = found.len_bytes > limits.bytes.saturating_add(bytes)
+                || found.spans > limits.spans.saturating_add(spans);
             if is_too_much && let Some((first, second)) = job.piece.halves() {
                 waiting.push(Job { piece: second, ..job.clone() });
                 waiting.push(Job { piece: first, ..job });
@@ -280,8 +283,11 @@ impl MemoryLayout {
 mod tests {
     use proptest::prelude::*;
 
-    use super::*;
-    use ckfs_tensor::{Decode, Piece};
+    use super::{
+        super::plan_jobs::{SpanPart, plan_jobs},
+        *,
+    };
+    use ckfs_tensor::{DType, Decode, Piece, Shape, SourceTensor, View, WorkSlice};
 
     const FILE: FileId = FileId(3);
     const TENSOR_AT: u64 = 1000;
@@ -338,6 +344,31 @@ mod tests {
         let few = BatchLimits { spans: 2, ..limits(1 << 20, 0) };
         let batches = schedule((0..5).map(|n| job(0, 50 * n, &[(10, 1, 1)])), few, &at).unwrap();
         assert_eq!(batches.iter().map(|batch| batch.fetches.len()).collect::<Vec<_>>(), [2, 2, 1]);
+    }
+
+    /// A matrix whose rows are longer than the limit, as the factor of a product, does not cut the product into single elements.
+    #[test]
+    fn a_product_is_cut_into_parts_that_share_the_terms_of_a_factor() {
+        let matrix = |id, extents: &[u64]| SourceTensor {
+            id: TensorId(id),
+            dtype: DType::BF16,
+            shape: Shape::try_new(extents).unwrap(),
+        };
+        let view = View::matrix_product(matrix(0, &[64, 32]), matrix(1, &[32, 4096])).unwrap();
+        let tiling = view.lower().unwrap();
+        let mut jobs = Vec::new();
+        plan_jobs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| {
+            let SpanPart::Job(job) = part else { panic!("no constants here") };
+            jobs.push(job);
+        });
+        let (limit, terms) = (64 << 10, 31 * 4096 * 2 + 31 * 2);
+        assert_eq!(jobs[0].least(), (terms, 2 * 31));
+        let batches = schedule(jobs, limits(limit, 0), &at).unwrap();
+        let sizes: Vec<u64> = batches.iter().map(|batch| batch.len_bytes).collect();
+        assert!(batches.len() <= 16, "{}: {sizes:?}", batches.len());
+        let elements: u64 = batches.iter().flat_map(|batch| &batch.steps).map(|step| step.job.piece.units()).sum();
+        assert_eq!(elements, 64 * 4096);
+        assert!(sizes.iter().all(|bytes| *bytes <= limit + terms), "{sizes:?}");
     }
 
     #[test]

@@ -9,10 +9,13 @@ import numpy as np
 import peft
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file, save_file
 
 from mounting import run
+from servers import Stub, bucket_of
+from serving import Server
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
@@ -294,6 +297,116 @@ def test_tied_and_quantized_weights_are_refused(tmp_path):
     assert f"{name}: expected a weight of the checkpoint in BF16, F16 or F32, found F8_E4M3" in done.err, done.err
     both = run("plan", tmp_path / "base", "--merge-lora", made, "--lora", made, "--layout", "hf", expect=1)
     assert "expected one of the two" in both.err
+
+
+def test_the_plan_counts_the_merged_tensors(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    made = adapter(tmp_path / "base", tmp_path / "adapter", **ADAPTERS["all-linear"])
+    for layers, count in (("0..3", 21), ("1", 7)):
+        flags = [tmp_path / "base", "--merge-lora", made, "--layers", layers]
+        for more in ([], ["-v"]):
+            lines = [" ".join(line.split()) for line in run("plan", *flags, *more).out.splitlines()]
+            assert f"merged {count} tensors with the adapter {made}" in lines, lines
+        [view] = run("plan", *flags, "--json").json()["views"]
+        assert view["merged"] == {"adapter": str(made), "tensors": count}
+    [view] = run("plan", tmp_path / "base", "--json").json()["views"]
+    assert view["merged"] is None
+
+
+@pytest.mark.parametrize("form", ["dcp", "orbax"])
+def test_a_trainers_checkpoint_with_the_names_of_the_model_is_a_base(form, tmp_path):
+    base = tmp_path / "base"
+    llama().to(torch.bfloat16).save_pretrained(base)
+    made = adapter(base, tmp_path / "adapter", **ADAPTERS["saved"])
+    saved = tmp_path / "saved" / form
+    if form == "dcp":
+        dcp.save(load_file(base / "model.safetensors"), checkpoint_id=saved, no_dist=True)
+    else:
+        # In four chunks for each matrix.
+        run("export", base, saved.parent, "--layout", "hf", "--mesh", "fsdp=4", "--only", "orbax/**")
+    exported(saved, made, tmp_path / "out", "--layout", "hf", "--config-from", base)
+    assert_bits(load_file(tmp_path / "out/hf/model.safetensors"), reference(base, made))
+    flags = ["--merge-lora", made, "--layout", "hf", "--config-from", base, "--mesh", "fsdp=2"]
+    assert "no difference" in run("verify", saved, *flags).out
+
+
+def test_a_checkpoint_with_other_names_is_refused_as_a_base(tmp_path):
+    base = tmp_path / "base"
+    llama().to(torch.bfloat16).save_pretrained(base)
+    made = adapter(base, tmp_path / "adapter", **ADAPTERS["list"])
+    for layout, form in (("maxtext", "orbax"), ("torchtitan", "dcp")):
+        saved = tmp_path / "saved" / layout
+        run("export", base, saved, "--layout", layout, "--only", f"{form}/**")
+        flags = ["--layout", "hf", "--config-from", base]
+        done = run("plan", saved / form, *flags, "--merge-lora", made, expect=1)
+        assert f"has those of the layout {layout}" in done.err and "merge into that" in done.err, done.err
+        # What the message advises.
+        run("export", saved / form, tmp_path / layout, *flags, "--only", "hf/*")
+        exported(tmp_path / layout / "hf", made, tmp_path / f"{layout}-out")
+        found = load_file(tmp_path / f"{layout}-out/hf/model.safetensors")
+        assert_bits(found, reference(tmp_path / layout / "hf", made))
+
+
+@pytest.mark.parametrize("kind", ["hub", "s3"])
+def test_an_adapter_and_its_base_may_be_remote(kind, clean, tmp_path):
+    base = tmp_path / "base"
+    llama().to(torch.bfloat16).save_pretrained(base)
+    made = adapter(base, tmp_path / "adapter", **ADAPTERS["all-linear"])
+    expected = reference(base, made)
+
+    def check(of_base: object, of_adapter: object, out: str) -> None:
+        exported(of_base, of_adapter, tmp_path / out)
+        assert_bits(load_file(tmp_path / out / "hf/model.safetensors"), expected)
+
+    if kind == "hub":
+        stub = Stub("hub", f"org/adapter={made}", f"org/base={base}")
+        try:
+            clean.setenv("HF_ENDPOINT", stub.url)
+            check(base, "hf://org/adapter", "one")
+            check("org/base", made, "other")
+            check("org/base", "hf://org/adapter", "both")
+            done = run("plan", base, "--merge-lora", "hf://org/none", expect=1)
+            assert "org/none" in done.err
+            done = run("plan", base, "--merge-lora", "hf://org/base", expect=1)
+            assert "adapter_config.json" in done.err
+        finally:
+            stub.close()
+        return
+    with bucket_of("s3", tmp_path / "server") as bucket:
+        for name, value in bucket.environment.items():
+            clean.setenv(name, value)
+        bucket.upload(made)
+        check(base, bucket.address, "one")
+        done = run("plan", base, "--merge-lora", "s3://weights/none", expect=1)
+        assert "s3://weights/none" in done.err, done.err
+
+
+def test_a_server_has_the_merged_tensors(tmp_path):
+    base = tmp_path / "base"
+    llama().to(torch.bfloat16).save_pretrained(base)
+    made = adapter(base, tmp_path / "adapter", **ADAPTERS["saved"])
+    with Server(base, "--merge-lora", made, home=tmp_path) as server:
+        (tmp_path / "found.safetensors").write_bytes(server.get("/files/hf/model.safetensors"))
+    assert_bits(load_file(tmp_path / "found.safetensors"), reference(base, made))
+
+
+def test_a_matrix_that_no_thread_can_hold_is_refused(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    made = adapter(tmp_path / "base", tmp_path / "adapter", r=4, target_modules=["q_proj"], layers_to_transform=[1])
+    # Files with holes: nothing of these gigabytes is on the disk.
+    for rank, is_refused in ((512 << 10, False), (1 << 20, True)):
+        edited(made / "adapter_config.json", r=rank)
+        sizes = [4 * rank * 96] * 2
+        header = json.dumps({
+            f"{Q}.lora_A.weight": {"dtype": "F32", "shape": [rank, 96], "data_offsets": [0, sizes[0]]},
+            f"{Q}.lora_B.weight": {"dtype": "F32", "shape": [96, rank], "data_offsets": [sizes[0], sum(sizes)]},
+        }).encode()  # fmt: skip
+        with open(made / "adapter_model.safetensors", "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + sum(sizes))
+        done = run("plan", tmp_path / "base", "--merge-lora", made, expect=int(is_refused))
+        message = f"{Q}.lora_A.weight: expected at most 256 MiB, which each thread may hold in memory, found 384 MiB"
+        assert (message in done.err) == is_refused, done.err
 
 
 def test_quantized_on_read_is_that_of_the_merged_model(tmp_path):

@@ -687,6 +687,16 @@ proptest! {
     }
 }
 
+/// Sums so long that a line of elements is computed in parts.
+#[test]
+fn long_sums_agree_with_the_reference() {
+    for (rows, terms, columns) in [(3, 2000, 700), (700, 2000, 3), (1, 600_000, 2)] {
+        let product =
+            View::matrix_product(tensor(1, DType::BF16, &[rows, terms]), tensor(2, DType::F32, &[terms, columns]));
+        merged_bytes(&product.unwrap(), 5000, true);
+    }
+}
+
 #[test]
 fn a_shard_of_a_product_needs_its_rows_and_columns_alone() {
     let (left, right) = (tensor(1, DType::BF16, &[6, 4]), tensor(2, DType::F32, &[4, 10]));

@@ -36,8 +36,8 @@ use self::{
     stage::{Builder, ChosenLayout, Drafted, Selection, groups_of},
 };
 use super::{
-    DecodedScheme, Draft, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Plan, PlanError, Problem, Sharding, Tied,
-    ViewOptions, Whole, canonical,
+    DecodedScheme, Draft, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Plan, PlanError, Problem,
+    Sharding, Tied, ViewOptions, Whole, canonical,
     embedded::FAMILY,
     expect,
     experts::{self, orientation::PARAMETER},
