@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
+import json
 import os
 import re
 import subprocess
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -129,6 +134,56 @@ def test_the_formula_of_homebrew_has_the_digests_of_the_archives(tmp_path):
         part = text[text.index(f"on_{processor} do") :]
         url, digest = re.findall(r'(?:url|sha256) "(.*)"', part)[:2]
         assert url.endswith(f"/releases/download/v{version}/{names[machine]}") and digest == digests[machine]
+
+
+def test_the_image_of_a_release_has_the_programs_of_both_archives(tmp_path):
+    package = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]
+    version = package["version"]
+    programs = {"x86_64": b"of x86-64", "aarch64": b"of aarch64"}
+    for machine, program in programs.items():
+        name = f"ckfs-{version}-{machine}-linux"
+        with tarfile.open(tmp_path / f"{name}.tar.gz", "w:gz") as archive:
+            for file, data in (("ckfs", program), ("LICENSE", b"L"), ("THIRD-PARTY.txt", b"T"), ("README.md", b"R")):
+                info = tarfile.TarInfo(f"{name}/{file}")
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    image = tmp_path / f"ckfs-{version}-oci.tar"
+    made = []
+    for _ in range(2):
+        subprocess.run([ROOT / ".ci/image", tmp_path], check=True, timeout=60)
+        made.append(image.read_bytes())
+    assert made[0] == made[1], "the same bytes each time"
+    with tarfile.open(image) as archive:
+        files = {member.name: archive.extractfile(member).read() for member in archive}
+    assert json.loads(files["oci-layout"]) == {"imageLayoutVersion": "1.0.0"}
+
+    def blob(descriptor):
+        algorithm, digest = descriptor["digest"].split(":")
+        data = files.pop(f"blobs/{algorithm}/{digest}")
+        assert hashlib.new(algorithm, data).hexdigest() == digest and len(data) == descriptor["size"]
+        return data
+
+    (top,) = json.loads(files.pop("index.json"))["manifests"]
+    assert top["annotations"]["org.opencontainers.image.ref.name"] == version
+    found = {}
+    for descriptor in json.loads(blob(top))["manifests"]:
+        manifest = json.loads(blob(descriptor))
+        config = json.loads(blob(manifest["config"]))
+        assert {key: config[key] for key in descriptor["platform"]} == descriptor["platform"]
+        (layer,) = manifest["layers"]
+        tar = gzip.decompress(blob(layer))
+        assert config["rootfs"]["diff_ids"] == [f"sha256:{hashlib.sha256(tar).hexdigest()}"]
+        with tarfile.open(fileobj=io.BytesIO(tar)) as tree:
+            entry = tree.getmember(config["config"]["Entrypoint"][0].lstrip("/"))
+            assert entry.mode == 0o755 and tree.getmember("tmp").mode == 0o1777
+            found[descriptor["platform"]["architecture"]] = tree.extractfile(entry).read()
+    assert found == {"amd64": programs["x86_64"], "arm64": programs["aarch64"]}
+    assert files.keys() == {"oci-layout"}, "each blob is named once"
+
+
+def test_one_place_is_named_as_that_of_the_project():
+    package = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]
+    assert package["homepage"] == package["repository"]
 
 
 def test_binstall_finds_the_archives_that_a_release_makes():
