@@ -171,7 +171,7 @@ impl PlanCommand {
             check_values(&volume, &plans)?;
         }
         if let Some(page) = page {
-            page.write(html(&checkpoint, &view_reports(&plans)).as_bytes())?;
+            page.write(html(&checkpoint, &view_reports(&plans), needs.as_ref()).as_bytes())?;
         }
         if self.json {
             let mut more = report_members(&checkpoint, &volume, &config, needs);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -130,6 +131,28 @@ def test_the_page_says_what_the_text_says(repo, tmp_path):
         assert f"advice: {line}" in text
 
 
+def test_the_estimate_to_train_counts_weights_gradients_and_adam(repo, tmp_path):
+    """Computed again from the shards that the manifest names."""
+    source = repo("llama").path
+    width = {"BF16": 2, "F16": 2, "F32": 4}
+    for flags in (["--dtype", "bf16"], ["--dtype", "f32"]):
+        flags += ["--mesh", "fsdp=3,tensor=2"]
+        report = run("plan", source, *flags, "--json").json()["views"][0]
+        manifest = json.loads(run("cat", source, ".ckfs/manifest.json", *flags).out)
+        bundled = {tensor["path"] for tensor in report["tensors"] if tensor["bundled"]}
+        for device in report["devices"]:
+            held = training = 0
+            for tensor in manifest["tensors"]:
+                if tensor["path"] not in bundled:
+                    continue
+                (region,) = [region for region in tensor["regions"] if region["device"] == device["device"]]
+                numbers, each = math.prod(region["shape"]), width[tensor["dtype"]]
+                held += numbers * each
+                # The weight, its gradient, two moments in f32, and a copy in f32 of what is narrower.
+                training += numbers * (2 * each + 8 + (4 if each < 4 else 0))
+            assert (device["bytes"], device["training_bytes"]) == (held, training)
+
+
 def test_text_and_json_are_printed_with_and_without_a_page(repo, tmp_path):
     source = repo("llama").path
     for flags in ([], ["--json"], ["-v"]):
@@ -225,6 +248,60 @@ def test_a_browser_shows_the_plan_and_a_click_the_bytes_of_a_tensor(browser, rep
     browser.value("document.getElementById('filter').value = 'w_up'; document.getElementById('filter').dispatchEvent(new Event('input'))")
     assert browser.value("[...document.querySelectorAll('[data-row]')].filter((row) => !row.hidden).length") == 1
     assert browser.complaints == [] and browser.requests == [page.as_uri()]
+
+
+def test_a_browser_shows_two_meshes_side_by_side(browser, repo, tmp_path):
+    source, page = repo("llama").path, tmp_path / "plan.html"
+    meshes = ["fsdp=8", "fsdp=2,tensor=4"]
+    data = write_page(page, source, *(word for mesh in meshes for word in ("--mesh", mesh)))
+    alone = [run("plan", source, "--mesh", mesh, "--json").json()["views"][0] for mesh in meshes]
+    for width in (1400, 1024, 480):
+        browser.window(width, 1100)
+        ready(browser, page)
+        browser.screenshot(SHOTS / f"compared-{width}.png")
+        assert browser.value("document.documentElement.scrollWidth <= window.innerWidth"), f"{width}: the page is too wide"
+    cells = "[...document.querySelectorAll('#compared tr')].map((row) => [...row.children].map((cell) => cell.innerText))"
+    (_, *names), *rows = browser.value(f"JSON.parse(JSON.stringify({cells}))")
+    assert names == meshes and [view["name"] for view in data["views"]] == meshes
+    table = {name: values for name, *values in rows}
+    assert table["Devices"] == ["8", "8"]
+
+    def shown(number):
+        for unit in ("B", "KiB", "MiB"):
+            if number < 1024:
+                break
+            number /= 1024
+        return f"{math.floor(number * 10) / 10:.1f} {unit}" if number < 100 else f"{math.floor(number)} {unit}"
+
+    for at, view in enumerate(alone):
+        held = [device["bytes"] for device in view["devices"]]
+        reads = view["amplification"]["devices"]
+        worst = max(read["paged_bytes"] / read["needed_bytes"] for read in reads)
+        assert shown(max(held)) in table["Held per device"][at]
+        assert table["To train, per device"][at] == shown(max(device["training_bytes"] for device in view["devices"]))
+        assert table["Read per device"][at] == shown(max(read["paged_bytes"] for read in reads))
+        assert table["Over-read, at worst"][at] == (f"{math.floor(worst * 100) / 100:.2f} times" if worst > 1.02 else "none")
+    assert "Fetched per device" not in table, "nothing of a local source is fetched"
+    # A click on a mesh draws it below.
+    pressed = "document.querySelector('#compared button[aria-pressed=\\'true\\']').innerText"
+    assert browser.value(pressed) == meshes[0] and "fsdp=8" in browser.value("document.getElementById('cards').innerText")
+    browser.click(*browser.point("#compared th:nth-child(3) button"))
+    assert browser.value(pressed) == meshes[1] and "fsdp=2, tensor=4" in browser.value("document.getElementById('cards').innerText")
+    assert browser.complaints == []
+
+
+def test_warnings_are_the_first_tile_and_red(browser, repo, tmp_path):
+    """Of a source that warns; one without warnings has no such tile."""
+    page = tmp_path / "plan.html"
+    for flags, warned in ([], False), (["--text-only"], True):
+        data = write_page(page, repo("llama").path, *flags)
+        browser.window(1400, 900)
+        ready(browser, page)
+        assert bool(data["views"][0]["warnings"] + data["warnings"]) == warned
+        first = "document.querySelector('.card')"
+        assert (browser.value(f"{first}.innerText").startswith("Warnings"), browser.value(f"{first}.classList.contains('bad')")) == (warned, warned)
+        if warned:
+            assert data["views"][0]["warnings"][0] in browser.value(f"{first}.innerText")
 
 
 def test_names_of_a_checkpoint_are_text_to_a_browser(browser, tmp_path):

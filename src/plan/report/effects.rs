@@ -7,10 +7,33 @@ use ckfs_tensor::{DType, Shape};
 use super::super::{Plan, PlannedTensor, Spec};
 
 /// Bytes of bundled tensors that each listed device holds.
-///
+pub fn bytes_per_device(plan: &Plan) -> Vec<u64> {
+    per_device(plan, part_bytes)
+}
+
+/// Bytes that each listed device needs at least to train: what it holds, and for each number of a float type of 16 bits or more a
+/// gradient of that type, the two moments of Adam, and where the type is narrower than f32 a copy in f32. Activations are not in it.
+pub(super) fn training_bytes_per_device(plan: &Plan) -> Vec<u64> {
+    per_device(plan, |dtype, elements| {
+        let held = part_bytes(dtype, elements);
+        let width = dtype.bits() / 8;
+        if !dtype.is_float() || width < 2 {
+            return held;
+        }
+        let optimizer = 2 * width.max(4) + if width < 4 { 4 } else { 0 };
+        held.saturating_mul(2).saturating_add(elements.saturating_mul(optimizer))
+    })
+}
+
 /// # Panics
 /// Never: a part has no more bytes than its tensor, whose size was checked.
-pub fn bytes_per_device(plan: &Plan) -> Vec<u64> {
+fn part_bytes(dtype: DType, elements: u64) -> u64 {
+    u64::try_from(u128::from(elements) * u128::from(dtype.bits()) / 8)
+        .expect("a part has no more bytes than the tensor, whose size was checked")
+}
+
+/// For each listed device the sum of `of_part` over the parts of bundled tensors that it holds.
+fn per_device(plan: &Plan, of_part: impl Fn(DType, u64) -> u64) -> Vec<u64> {
     // Most tensors share all of these with many others.
     type Kind<'a> = (&'a Spec, &'a Shape, DType, Option<(u64, u64)>, Option<u64>);
     let mut kinds: HashMap<Kind<'_>, (&PlannedTensor, u64)> = HashMap::new();
@@ -18,12 +41,12 @@ pub fn bytes_per_device(plan: &Plan) -> Vec<u64> {
         let key = (plan.spec(tensor), tensor.view.shape(), tensor.view.dtype(), tensor.expert, tensor.stage);
         kinds.entry(key).or_insert((tensor, 0)).1 += 1;
     }
-    let shard = |tensor: &PlannedTensor, device| {
-        let elements = plan.region(tensor, device).shape().elements();
-        u64::try_from(u128::from(elements) * u128::from(tensor.view.dtype().bits()) / 8)
-            .expect("a part has no more bytes than the tensor, whose size was checked")
+    let shard =
+        |tensor: &PlannedTensor, device| of_part(tensor.view.dtype(), plan.region(tensor, device).shape().elements());
+    let sum = |sum: u64, (tensor, count): &(&PlannedTensor, u64), device| {
+        sum.saturating_add(shard(tensor, device).saturating_mul(*count))
     };
-    let of_device = |device: &u64| kinds.values().map(|(tensor, count)| shard(tensor, *device) * count).sum();
+    let of_device = |device: &u64| kinds.values().fold(0, |all, kind| sum(all, kind, *device));
     plan.devices.iter().map(of_device).collect()
 }
 

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 use super::{
     super::{Hole, NameGroup, Plan, PlannedTensor, amplification::Amplification, quantize::Chosen},
     advice::{AdviceReason, advice, reasons},
-    effects::{axis_effects, bytes_per_device},
+    effects::{axis_effects, bytes_per_device, training_bytes_per_device},
     text::rule_of_axis,
 };
 
@@ -83,8 +83,11 @@ pub(super) fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Val
     let devices: Vec<Value> = plan
         .devices
         .iter()
-        .zip(bytes_per_device(plan))
-        .map(|(device, bytes)| json!({"device": device, "coordinates": plan.mesh.coordinates(*device), "bytes": bytes}))
+        .zip(bytes_per_device(plan).into_iter().zip(training_bytes_per_device(plan)))
+        .map(|(device, (bytes, training))| {
+            let coordinates = plan.mesh.coordinates(*device);
+            json!({"device": device, "coordinates": coordinates, "bytes": bytes, "training_bytes": training})
+        })
         .collect();
     json!({
         "name": name,

@@ -15,11 +15,12 @@ mod records;
 use std::{borrow::Cow, fmt::Write as _, mem};
 
 use ckfs_checkpoint::{Checkpoint, printable};
+use ckfs_tensor::Reads;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{
-    super::amplification::Amplification,
+    super::{RemoteBytes, amplification::Amplification},
     json::{ViewReport, source_json, view_json},
     text::{source_text, view_text},
 };
@@ -49,8 +50,8 @@ const STYLE: &str = include_str!("style.css");
 const SCRIPT: &str = include_str!("script.js");
 const BODY: &str = include_str!("body.html");
 
-/// The page of these views.
-pub fn html(checkpoint: &Checkpoint, views: &[ViewReport<'_>]) -> String {
+/// The page of these views. Where files are remote, `needs` are those of all views.
+pub fn html(checkpoint: &Checkpoint, views: &[ViewReport<'_>], needs: Option<&RemoteBytes>) -> String {
     let files = EmbeddedFiles::new(checkpoint);
     let shown = &views[..views.len().min(VIEWS_MAX)];
     let shares = shown.len().max(1);
@@ -59,11 +60,16 @@ pub fn html(checkpoint: &Checkpoint, views: &[ViewReport<'_>]) -> String {
     shorten(&mut data, MEMBERS_BYTES / MEMBERS);
     let describe = checkpoint.dialect().describe();
     let view = |view| view_data(checkpoint, view, &files, shares);
+    let fetched = |name: &str| {
+        let needs = needs?.devices.iter().filter(|(of, ..)| of == name);
+        needs.map(|(.., bytes)| *bytes).max()
+    };
     data.extend(members(json!({
         "files": listed,
         "more_files": more_files,
         "describe": describe.lines().collect::<Vec<_>>(),
         "views": shown.iter().map(view).collect::<Vec<_>>(),
+        "fetched_bytes": shown.iter().map(|view| fetched(view.name)).collect::<Vec<_>>(),
         "more_views": views.len() - shown.len(),
     })));
     let mut data = Value::Object(data);
@@ -176,7 +182,9 @@ fn view_data(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFil
     let ViewReport { name, plan, more } = view;
     let room = |bytes: usize| PageBudget::new(bytes / shares);
     let mut data = members(view_json(checkpoint, name, plan));
-    let listed = array(data.remove("devices")).into_iter().take(DEVICES_MAX / shares);
+    let all = array(data.remove("devices"));
+    let extremes = extremes(&all, Amplification::of(checkpoint, plan));
+    let listed = all.into_iter().take(DEVICES_MAX / shares);
     // Half of the room is for what the devices read.
     let (listed, _) = within(&mut room(DEVICES_BYTES / 2), listed);
     let devices = &plan.devices[..listed.len()];
@@ -204,6 +212,7 @@ fn view_data(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFil
         "amplification": amplification,
         "page": {
             "more_devices": plan.devices.len() - devices.len(),
+            "extremes": extremes,
             "tensors": plan.bundle().count(),
             "raw_files": plan.tensors.len(),
             "rows": rows,
@@ -214,6 +223,23 @@ fn view_data(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFil
         },
     })));
     Value::Object(data)
+}
+
+/// Of all devices of a view, those that a page does not list included: the least and most bytes held, the most to train with and to
+/// read, and the reads of the device that reads the most in comparison to its needs.
+fn extremes(devices: &[Value], amplification: &Amplification) -> Value {
+    let column = |key: &str| devices.iter().filter_map(|device| device[key].as_u64()).collect::<Vec<_>>();
+    let (held, training) = (column("bytes"), column("training_bytes"));
+    let reads = &amplification.devices;
+    let by_factor = |reads: &&Reads| u128::from(reads.paged_bytes) * 1_000_000 / u128::from(reads.needed_bytes.max(1));
+    let worst = reads.iter().max_by_key(by_factor).copied().unwrap_or_default();
+    json!({
+        "least_bytes": held.iter().min(),
+        "most_bytes": held.iter().max(),
+        "training_bytes": training.iter().max(),
+        "paged_bytes": reads.iter().map(|reads| reads.paged_bytes).max(),
+        "worst": {"needed_bytes": worst.needed_bytes, "paged_bytes": worst.paged_bytes},
+    })
 }
 
 #[cfg(test)]

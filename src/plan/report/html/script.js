@@ -5,6 +5,10 @@
   const ROW_HEIGHT = 34, CELL_MIN = 7, CELL_MAX = 96, BAND = 17, NUMBERS = 15, BARS = 24, OVER = 10, RUNS_DRAWN = 400;
   // Over-read up to this factor comes from pages at the ends of long runs.
   const NOTABLE = 1.02;
+  // From this factor on, a host that runs only some of the devices reads its bytes twice or more.
+  const SEVERE = 2;
+  // Characters at the end of a name that are always shown: names differ there.
+  const ENDING = 18;
 
   // Text only: names come from checkpoints.
   const make = (tag, name, ...children) => {
@@ -24,6 +28,7 @@
   };
   const percent = (part, whole) => whole ? `${(Math.floor((part / whole) * 1000) / 10).toFixed(1)} %` : "0.0 %";
   const factor = ([needed, paged]) => needed ? paged / needed : 1;
+  const severity = (number) => number >= SEVERE ? "bad" : number > NOTABLE ? "warm" : "";
   const hundredths = (number) => (Math.floor(number * 100 + 1e-9) / 100).toFixed(2);
   const times = (reads) => `${hundredths(factor(reads))} times`;
   const listed = (shape) => `[${shape.join(", ")}]`;
@@ -35,12 +40,13 @@
     return numbers;
   };
 
+  const TRAINING = "weights, gradients and Adam in f32, without activations";
   const state = { view: 0, row: null, device: 0, file: null, filter: "" };
   let view, drawn = new Map(), cell = 20, colors = {};
 
   const readColors = () => {
     const style = getComputedStyle(document.documentElement);
-    for (const name of ["track", "soft", "accent", "text", "muted", "warm", "band", "line", "panel"]) colors[name] = style.getPropertyValue(`--${name}`).trim();
+    for (const name of ["track", "soft", "accent", "text", "muted", "warm", "bad", "band", "line", "panel"]) colors[name] = style.getPropertyValue(`--${name}`).trim();
   };
   const canvasOf = (canvas, width, height) => {
     const ratio = window.devicePixelRatio || 1;
@@ -59,6 +65,8 @@
     of.ready = true;
     Object.assign(of, of.page, {
       coordinates: of.devices.map((device) => device.coordinates), device_bytes: of.devices.map((device) => device.bytes),
+      device_training: of.devices.map((device) => device.training_bytes), worst: pair(of.page.extremes.worst),
+      all_warnings: [...data.warnings, ...of.warnings], more_warnings: (data.more.warnings || 0) + (of.more.warnings || 0),
       devices: of.devices.map((device) => device.device), device_reads: of.amplification.devices.map(pair),
       mesh: of.mesh.axes, mesh_devices: of.mesh.devices, union: pair(of.amplification.union),
     });
@@ -156,7 +164,7 @@
       pen.fillRect(x, axes * BAND + NUMBERS + BARS - 4 - height, cell - gap, height);
       if (overReads()) {
         pen.globalAlpha = Math.min(1, Math.max(0.06, (factor(view.device_reads[at]) - 1) / 1.5));
-        pen.fillStyle = colors.warm;
+        pen.fillStyle = severity(factor(view.device_reads[at])) === "bad" ? colors.bad : colors.warm;
         pen.fillRect(x, axes * BAND + NUMBERS + BARS, cell - gap, OVER - 4);
         pen.globalAlpha = 1;
       }
@@ -195,7 +203,8 @@
 
   const rowElement = (row) => {
     const more = [row.count > 1 ? `${count(row.count)} ×` : "", row.dtype, listed(row.shape), specText(row.spec)].filter(Boolean).join(" ");
-    const name = make("button", "name", make("b", "", row.name), make("span", "", `${more} · ${bytes(row.bytes)}`));
+    const ends = row.name.length > 2 * ENDING ? [make("span", "begin", row.name.slice(0, -ENDING)), row.name.slice(-ENDING)] : [row.name];
+    const name = make("button", "name", make("b", "", ...ends), make("span", "", `${more} · ${bytes(row.bytes)}`));
     name.type = "button";
     name.addEventListener("click", () => select(row.index, state.device));
     const canvas = make("canvas");
@@ -359,6 +368,7 @@
     };
     $("detail").replaceChildren(make("div", "title", make("h2", "", deviceName(at)), stepper(null)), make("p", "muted", coordinates(at)), facts([
       ["holds", `${bytes(view.device_bytes[at])}, ${percent(view.device_bytes[at], view.bytes)} of the tensors`],
+      ["to train", `${bytes(view.device_training[at])}: ${TRAINING}`],
       ["needs", `${bytes(view.device_reads[at][0])} of the source files`],
       ["reads", `${bytes(view.device_reads[at][1])} in whole pages: ${times(view.device_reads[at])}`],
       ["from", plural(files.size, "file")],
@@ -378,18 +388,55 @@
     drawHead();
   };
 
-  const card = (label, value, more, warm) => make("div", `card${warm ? " warm" : ""}`, make("div", "label", label), make("div", "value", value), make("div", "more", more));
+  // What one view has to say of all its devices, in words.
+  const heldText = ({ extremes: { least_bytes: least, most_bytes: most } }) => least === most ? bytes(most) : `${bytes(least)} to ${bytes(most)}`;
+  const worstText = (of) => factor(of.worst) > NOTABLE ? `${hundredths(factor(of.worst))} times` : "none";
+  const showCompared = () => {
+    if (data.views.length < 2) return;
+    const fetched = data.fetched_bytes.some((number) => number !== null);
+    // Name, what is shown of a view, its number where less is better, its severity.
+    const lines = [
+      ["Devices", (of) => count(of.devices.length + of.more_devices)],
+      ["Held per device", (of) => `${heldText(of)}, ${percent(of.extremes.most_bytes, of.bytes)}`, (of) => of.extremes.most_bytes],
+      ["To train, per device", (of) => bytes(of.extremes.training_bytes), (of) => of.extremes.training_bytes],
+      ["Read per device", (of) => bytes(of.extremes.paged_bytes), (of) => of.extremes.paged_bytes],
+      ["Over-read, at worst", worstText, (of) => factor(of.worst), (of) => severity(factor(of.worst))],
+      ["Over-read, all together", (of) => `${hundredths(factor(of.union))} times`, (of) => factor(of.union), (of) => severity(factor(of.union))],
+      ...(fetched ? [["Fetched per device", (of, index) => bytes(data.fetched_bytes[index]), (_, index) => data.fetched_bytes[index]]] : []),
+      ["Warnings", (of) => count(of.all_warnings.length + of.more_warnings), undefined, (of) => of.all_warnings.length ? "bad" : ""],
+    ];
+    const views = data.views.map(prepare);
+    const heads = views.map((of, index) => {
+      const button = make("button", "", of.name || "view");
+      button.type = "button";
+      button.addEventListener("click", () => showView(index));
+      return make("th", "", button);
+    });
+    const rows = lines.map(([name, shown, number, level]) => {
+      const numbers = number ? views.map(number) : [];
+      const best = Math.min(...numbers), differ = numbers.some((other) => other !== best);
+      return make("tr", "", make("th", "", name), ...views.map((of, index) => make("td", [level ? level(of) : "", differ && numbers[index] === best ? "best" : ""].join(" "), shown(of, index))));
+    });
+    const note = ["Held and read: by the device with the most. To train: ", TRAINING, ". The least of a line is bold. A click on a mesh shows it below.",
+      data.more_views ? ` ${plural(data.more_views, "view")} more are left out of this page.` : ""].join("");
+    $("compared").replaceChildren(make("h2", "", "Meshes compared"),
+      make("div", "columns", make("table", "", make("thead", "", make("tr", "", make("th", "", ""), ...heads)), make("tbody", "", ...rows))), make("p", "note", note));
+    $("compared").hidden = false;
+  };
+  const card = (label, value, more, level) => make("div", `card ${level || ""}`, make("div", "label", label), make("div", "value", value), make("div", "more", more));
   const showCards = () => {
-    const least = Math.min(...view.device_bytes), most = Math.max(...view.device_bytes);
-    const worst = Math.max(1, ...view.device_reads.map(factor));
+    const { least_bytes: least, most_bytes: most } = view.extremes;
+    const worst = factor(view.worst), warned = view.all_warnings.length + view.more_warnings;
     const lost = view.left_out.reduce((all, names) => all + names.count, 0);
     const mesh = view.mesh.map((axis) => `${axis.name}=${axis.size}`).join(", ") || "no mesh";
     const devices = view.devices.length + view.more_devices;
     $("cards").replaceChildren(
+      ...(warned ? [card("Warnings", count(warned), `${view.all_warnings[0] || ""}${warned > 1 ? ` … and ${count(warned - 1)} more, below under remarks` : ""}`, "bad whole")] : []),
       card("Tensors", count(view.tensors), `${bytes(view.bytes)} in all, ${view.dtype ? `floats as ${view.dtype}` : "as stored"}`),
       card("Devices", count(devices), devices === view.mesh_devices ? mesh : `listed, of ${count(view.mesh_devices)}: ${mesh}`),
       card(least === most ? "Per device" : "Per device, at most", bytes(most), `${percent(most, view.bytes)} of the tensors${least === most ? "" : `, at least ${bytes(least)}`}`),
-      card("Over-read", worst > NOTABLE ? `${hundredths(worst)} times` : "none", view.devices.length > 1 ? `all together: ${hundredths(factor(view.union))} times` : "bytes in pages by bytes needed", worst > NOTABLE),
+      card("To train, per device", bytes(view.extremes.training_bytes), TRAINING),
+      card("Over-read", worstText(view), `${worst > NOTABLE ? `a device reads ${hundredths(worst)} times its bytes from disk` : "a device reads its own bytes only"}${view.devices.length > 1 ? `; all together ${hundredths(factor(view.union))} times` : ""}`, severity(worst)),
       card("Layout", view.layout, view.family ? `family ${view.family}` : "family not known"),
       card("Left out", lost ? plural(lost, "tensor") : "nothing", view.missing.length ? `${plural(view.missing.length, "name")} missing` : `${plural(view.raw_files, "raw file")} per device`),
     );
@@ -430,7 +477,7 @@
   const showLeftOut = () => {
     const groups = [
       group("Missing tensors", "missing", true), group("Unexpected tensors", "unexpected", true), group("Differences between layers", "holes", true),
-      group("Warnings", "warnings", true, [...data.warnings, ...view.warnings], (data.more.warnings || 0) + (view.more.warnings || 0)),
+      group("Warnings", "warnings", true, view.all_warnings, view.more_warnings),
       group("Tensors that the layout or a flag leaves out", "left_out", true), group("Companions that no decoder reads", "dropped", false),
       group("Tensors that keep their dtype", "kept_f32", false), group("Files that are left out", "files", true, data.files.filter((file) => file.reason), 0),
       group("Formats that this mount would not have", "unavailable", true),
@@ -471,7 +518,7 @@
     state.device = 0;
     state.file = null;
     view = prepare(data.views[index]);
-    $("views").querySelectorAll("button").forEach((button, at) => button.setAttribute("aria-pressed", String(at === index)));
+    $("compared").querySelectorAll("button").forEach((button, at) => button.setAttribute("aria-pressed", String(at === index)));
     showCards();
     showMatrix();
     showMesh();
@@ -487,13 +534,7 @@
   readColors();
   $("title").textContent = data.source;
   $("subtitle").textContent = [data.dialect.text, data.container, data.revision ? `revision ${data.revision}` : null, `ckfs ${data.version}`].filter(Boolean).join(" · ");
-  if (data.views.length > 1) data.views.forEach((of, index) => {
-    const button = make("button", "", of.name || "view");
-    button.type = "button";
-    button.addEventListener("click", () => showView(index));
-    $("views").append(button);
-  });
-  if (data.more_views) $("views").append(make("span", "muted", `and ${plural(data.more_views, "view")} more`));
+  showCompared();
   $("filter").addEventListener("input", (event) => { state.filter = event.target.value; applyFilter(); });
   document.addEventListener("keydown", (event) => {
     if (event.target === $("filter") || event.altKey || event.ctrlKey || event.metaKey || !view) return;
