@@ -161,6 +161,10 @@ pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result
     if options.training_state && checkpoint.container() == Container::Safetensors {
         tracing::warn!("--training-state changes nothing: files of safetensors have weights alone");
     }
+    let is_of_hub = checkpoint.source().remote().is_some() && checkpoint.revision().is_some();
+    if options.remote.shares && !is_of_hub {
+        tracing::warn!("--hf-cache share changes nothing: no file of this source comes from the Hub");
+    }
     for warning in checkpoint.warnings() {
         tracing::warn!(target: FINDINGS, "{}", printable(warning));
     }

@@ -398,10 +398,14 @@ fn flags_that_change_nothing_are_named() {
         ("--text-only", "the model has text alone"),
         ("--no-mtp", "there are no layers of multi-token prediction"),
         ("--renumber", "--layers leaves none out"),
+        ("--training-state", "files of safetensors have weights alone"),
     ] {
         let ran = fixture.run(&["plan", "model", flag]).ok();
         assert!(ran.err.contains(&format!("ckfs: warning: {flag} changes nothing: {why}\n")), "{}", ran.err);
     }
+    let ran = fixture.run(&["plan", "model", "--hf-cache", "share"]).ok();
+    let share = "ckfs: warning: --hf-cache share changes nothing: no file of this source comes from the Hub\n";
+    assert!(ran.err.contains(share), "{}", ran.err);
     let ran = fixture.run(&["plan", "model", "--renumber", "--layers", "0..1"]).ok();
     assert!(!ran.err.contains("changes nothing"), "{}", ran.err);
 }
