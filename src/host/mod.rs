@@ -10,6 +10,7 @@
 //! | [`repeats`] | counting of lines that repeat |
 //! | [`signal`] | what each signal does |
 //! | [`system_log`] | syslog and the journal, by their sockets |
+//! | [`systemd`] | notifications to systemd |
 //! | [`target`] | where lines are written: standard error, a file, the system's log |
 //!
 //! A failure here is never a reason to stop serving: what cannot be written is counted, and the count is said when writing
@@ -23,6 +24,7 @@ pub mod relative_path;
 pub mod repeats;
 pub mod signal;
 pub mod system_log;
+pub mod systemd;
 pub mod target;
 
 use std::time::{Duration, Instant};

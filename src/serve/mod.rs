@@ -10,7 +10,7 @@
 //! | module | holds |
 //! | --- | --- |
 //! | `server`, `connections`, `socket` | [`Door`]: listening, the life of connections, their bounds, draining |
-//! | `supervisor`, `systemd` | signals and the end; notifications to systemd |
+//! | `supervisor` | signals and the end |
 //! | `options`, `token`, `gate` | [`ServeOptions`]: addresses, name, token; who may see what |
 //! | `router`, `answer`, `path` | which request is answered by what; replies; paths of requests |
 //! | `files`, `listing` | `/files/`: files and directories |
@@ -47,7 +47,6 @@ mod server;
 mod socket;
 mod steps;
 mod supervisor;
-mod systemd;
 mod token;
 mod tree;
 

@@ -15,7 +15,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use ckfs_service::{Handlers, Pending, Refuse, Requests, Watchdog};
+use ckfs_service::{Handlers, Pending, Pulse, Refuse, Requests, Watchdog};
 use ckfs_sync::{BoxedJob, Buffer, BufferPool, Pool, PoolOptions, RawMemory, Sizing};
 use ckfs_volume::{FsError, Handle, Ino, RequestKind, Upkeep};
 use tokio::sync::oneshot;
@@ -230,7 +230,7 @@ pub(super) struct ServedReads {
     threads: Arc<ReadThreads>,
     opens: Arc<Requests<ResultSender<OpenedServed>>>,
     reads: Arc<Requests<ResultSender<Bytes>>>,
-    _watchdog: Arc<Watchdog>,
+    watchdog: Arc<Watchdog>,
 }
 
 impl fmt::Debug for ServedReads {
@@ -251,7 +251,12 @@ impl ServedReads {
         watchdog.watch(RequestKind::Open, &opens);
         watchdog.watch(RequestKind::Read, &reads);
         let watchdog = watchdog.start()?;
-        Ok(Self { fs, threads, opens, reads, _watchdog: watchdog })
+        Ok(Self { fs, threads, opens, reads, watchdog })
+    }
+
+    /// The signs of life that systemd expects, if it does.
+    pub(super) fn pulse(&self) -> Option<Pulse> {
+        Pulse::of(&self.watchdog)
     }
 
     /// Opens a file. Fails if a source of it has changed.

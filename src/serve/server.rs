@@ -12,9 +12,12 @@ use std::{
 };
 
 use ckfs_config::{Config, ThreadCount};
-use ckfs_host::{Log, limits};
+use ckfs_host::{
+    Log, limits,
+    systemd::{self, NotifyState},
+};
 use ckfs_service::{
-    Service, identity, panic_text,
+    Pulse, Service, identity, panic_text,
     steps::{RunService, StepPlace},
 };
 use ckfs_volume::{Upkeep, Volume};
@@ -40,7 +43,6 @@ use super::{
     socket::PatientSocket,
     steps::ServedRun,
     supervisor::{self, Phase, ServeExit},
-    systemd,
     tree::{ServedTree, TreeVersion},
 };
 
@@ -177,8 +179,8 @@ impl Door {
         log: &Log,
         on_ready: impl FnOnce(&[String]),
     ) -> Result<ServeExit, ServeError> {
-        let router = self.router_of_checkpoint(service)?;
-        self.run(router, log, on_ready)
+        let (router, pulse) = self.router_of_checkpoint(service)?;
+        self.run((router, pulse), log, on_ready)
     }
 
     /// Serves the steps of a run, as [`Door::serve`] serves one checkpoint. Starts the command for new steps.
@@ -191,15 +193,20 @@ impl Door {
         log: &Log,
         on_ready: impl FnOnce(&[String]),
     ) -> Result<ServeExit, ServeError> {
-        let router = self.router_of_run(service)?;
+        let (router, pulse) = self.router_of_run(service)?;
         let files = format!("http://{}/files", reached(self.address()));
-        self.run(router, log, |names| {
+        self.run((router, pulse), log, |names| {
             service.start_hook(StepPlace::Address(files));
             on_ready(names);
         })
     }
 
-    fn run(self, router: Router, log: &Log, on_ready: impl FnOnce(&[String])) -> Result<ServeExit, ServeError> {
+    fn run(
+        self,
+        (router, pulse): (Router, Option<Pulse>),
+        log: &Log,
+        on_ready: impl FnOnce(&[String]),
+    ) -> Result<ServeExit, ServeError> {
         let address = self.address();
         let system = |what| move |source| ServeError::System { what, source };
         let signals = supervisor::signals().map_err(system("signals"))?;
@@ -226,7 +233,11 @@ impl Door {
             let listener = listener.map_err(|source| ServeError::Listen { address, source })?;
             runtime.spawn(accept(listener, Arc::new(router), Arc::clone(&connections), phases.clone()));
         }
-        systemd::ready(&format!("serving {label} at http://{address}"));
+        if let Some(pulse) = pulse {
+            runtime.spawn(beat(pulse));
+        }
+        let status = format!("serving {label} at http://{address}");
+        systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
         on_ready(&names);
         let exit = supervisor::run(&signals, &phase, &connections, &**served.fs(), self.options.drain, log);
         // Threads that wait for storage end with the process.
@@ -234,7 +245,7 @@ impl Door {
         exit.map_err(system("wait for signals"))
     }
 
-    fn router_of_checkpoint(&self, service: &Service) -> Result<Router, ServeError> {
+    fn router_of_checkpoint(&self, service: &Service) -> Result<(Router, Option<Pulse>), ServeError> {
         let volume = service.volume();
         let fs: Arc<dyn Upkeep> = Arc::<Volume>::clone(volume);
         let reads = reads(&fs, service.config())?;
@@ -247,16 +258,18 @@ impl Door {
         let name = self.options.name.as_ref();
         let repositories = Repositories::new(&tree, volume, service.config(), name, &commits);
         let served = ServedSource::Volume(Arc::clone(volume), tree);
-        Ok(Router { gate: Gate::new(&self.options), served, repositories, label: service.label().to_owned() })
+        let router = Router { gate: Gate::new(&self.options), served, repositories, label: service.label().to_owned() };
+        Ok((router, reads.pulse()))
     }
 
-    fn router_of_run(&self, service: &RunService) -> Result<Router, ServeError> {
+    fn router_of_run(&self, service: &RunService) -> Result<(Router, Option<Pulse>), ServeError> {
         let fs = service.file_system();
         let reads = reads(&fs, service.config())?;
         let run = ServedRun::new(service.run(), &fs, &reads, service.config(), self.options.name.as_ref());
         let run = Arc::new(run);
         let (repositories, label) = (Repositories::Run(Arc::clone(&run)), service.run().label().to_owned());
-        Ok(Router { gate: Gate::new(&self.options), served: ServedSource::Run(run), repositories, label })
+        let router = Router { gate: Gate::new(&self.options), served: ServedSource::Run(run), repositories, label };
+        Ok((router, reads.pulse()))
     }
 }
 
@@ -266,6 +279,19 @@ fn reads(fs: &Arc<dyn Upkeep>, config: &Config) -> Result<Arc<ServedReads>, Serv
     let threads = threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
     let reads = ServedReads::new(Arc::clone(fs), threads);
     Ok(Arc::new(reads.map_err(|source| ServeError::System { what: "start a thread", source })?))
+}
+
+/// Gives signs of life: the threads that talk to clients run this. Systemd may take a message late, and none of them waits for that.
+async fn beat(mut pulse: Pulse) {
+    loop {
+        tokio::time::sleep(pulse.period() / 4).await;
+        let beating = tokio::task::spawn_blocking(move || {
+            pulse.beat();
+            pulse
+        });
+        let Ok(beaten) = beating.await else { return };
+        pulse = beaten;
+    }
 }
 
 /// The address by which programs of this machine reach one that is bound.

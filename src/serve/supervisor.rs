@@ -12,7 +12,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ckfs_host::{Log, deadline, signal};
+use ckfs_host::{
+    Log, deadline, signal,
+    systemd::{self, NotifyState},
+};
 use ckfs_volume::{RequestKind, Upkeep};
 use nix::{
     errno::Errno,
@@ -25,7 +28,7 @@ use nix::{
 use tokio::sync::watch;
 use tracing::{Level, info};
 
-use super::{connections::Connections, systemd};
+use super::connections::Connections;
 
 /// Log target of the statistics. Users search for it, so it does not follow the module's name.
 const LOG_TARGET: &str = "ckfs::serve";
@@ -84,7 +87,7 @@ pub(super) fn run(
         }
     };
     info!("{signal}: ending; {} connections are open", connections.len());
-    systemd::stopping();
+    systemd::notify(&[NotifyState::Stopping]);
     phase.send_replace(Phase::Draining);
     let until = deadline(drain);
     while connections.len() > 0 {

@@ -13,6 +13,9 @@ fn file(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("systemd").join(name)
 }
 
+/// The default of `--source-timeout`.
+const SOURCE_TIMEOUT_SECONDS: u64 = 60;
+
 fn unit() -> String {
     fs::read_to_string(file("ckfs@.service")).unwrap()
 }
@@ -88,6 +91,9 @@ fn systemd_accepts_the_unit_of_users_and_the_drop_ins() {
     let refused = "Restarts do not mend a wrong configuration";
     for unit in [&of_user, &unit(), &unit_of_server()] {
         assert_eq!(values(unit, "RestartPreventExitStatus"), ["2"], "{refused}");
+        // A busy machine is no hang, and a hang is none of the storage: its waits end sooner, by themselves.
+        let alive_seconds: u64 = values(unit, "WatchdogSec")[0].parse().unwrap();
+        assert!(alive_seconds >= 2 * SOURCE_TIMEOUT_SECONDS, "{alive_seconds}");
     }
     let Some(said) = verified("ckfs@example.service", &of_user, &[], true) else { return };
     assert_eq!(said, "");

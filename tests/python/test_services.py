@@ -355,6 +355,84 @@ def test_systemd_is_told_what_a_start_waits_for(tmp_path: Path, fuse: None) -> N
     assert limit - silence - 1 < min(seconds) and max(seconds) < limit and seconds == sorted(seconds, reverse=True), seconds
 
 
+@contextmanager
+def told(place: Path, command: list[str], environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen, Callable[[float], dict[str, str] | None]]]:
+    """A command that tells systemd what it does, and a function that gives its next message, or None after some seconds."""
+    # The path of a socket must be short.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as said, tempfile.TemporaryDirectory() as short:
+        said.bind(f"{short}/notify")
+        environment = os.environ | environment | {"NOTIFY_SOCKET": f"{short}/notify", "HOME": str(place), "XDG_CACHE_HOME": f"{place}/cache"}
+        run = subprocess.Popen([str(find_ckfs()), *command], env=environment, stderr=subprocess.PIPE, text=True)
+
+        def message(seconds: float) -> dict[str, str] | None:
+            said.settimeout(seconds)
+            try:
+                return dict(line.split("=", 1) for line in said.recv(4096).decode().splitlines())
+            except TimeoutError:
+                return None
+
+        try:
+            yield run, message
+        finally:
+            run.terminate()
+            run.communicate(timeout=30)
+    assert run.returncode == 0
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("command", ["mount", "serve"])
+def test_systemd_gets_signs_of_life_also_while_storage_hangs(tmp_path: Path, fuse: None, command: str) -> None:
+    """Each within the time of the watchdog, and none where no watchdog waits, or another process is watched."""
+    (tmp_path / "root/m").mkdir(parents=True)
+    save_file({"model.layers.0.w.weight": np.ones((1024, 1024), np.float32)}, tmp_path / "root/m/model.safetensors")
+    (tmp_path / "root/m/config.json").write_text('{"model_type": "x"}')
+    point = tmp_path / "mnt"
+    point.mkdir()
+    serve, hangs, asked = bucket(tmp_path / "root"), threading.Event(), threading.Event()
+    awake = threading.Event()
+
+    def answer(call: Call) -> None:
+        if hangs.is_set():
+            asked.set()
+            awake.wait(60)
+        serve(call)
+
+    limit = 2.0
+    with serving(answer) as url:
+        source, environment = settings("https", url, tmp_path)
+        flags = {"mount": ["--foreground", source, str(point), "--prefetch", "off"], "serve": [source, "--listen", "0", "--prefetch", "off"]}
+        for watched in ({}, {"WATCHDOG_USEC": f"{limit * 1e6:.0f}", "WATCHDOG_PID": "1"}):
+            with told(tmp_path, [command, *flags[command]], environment | watched) as (_, message):
+                while "READY" not in message(30):
+                    pass
+                assert message(1.5 * limit) is None, watched
+        with told(tmp_path, [command, *flags[command]], environment | {"WATCHDOG_USEC": f"{limit * 1e6:.0f}"}) as (run, message):
+            status = {}
+            while "READY" not in status:
+                status = message(30)
+            last, times = time.monotonic(), []
+            hangs.set()
+            address = re.search(r"at (http://\S+)", status["STATUS"])
+            name = "safetensors/dev0.safetensors"
+            read = ["curl", "-sf", f"{address[1]}/files/{name}"] if address else ["cat", f"{point}/{name}"]
+            with subprocess.Popen(read, stdout=subprocess.DEVNULL) as reader:
+                assert asked.wait(30)
+                for _ in range(4):
+                    assert message(limit) == {"WATCHDOG": "1"}
+                    times.append(time.monotonic() - last)
+                    last = time.monotonic()
+                assert reader.poll() is None, "the reader still waits"
+                awake.set()
+                hangs.clear()
+                assert reader.wait(30) == 0
+            assert all(limit / 2 - 0.1 < seconds < limit for seconds in times[1:]) and times[0] < limit, times
+            run.terminate()
+            found = message(30)
+            while found == {"WATCHDOG": "1"}:
+                found = message(30)
+            assert found == {"STOPPING": "1"}
+
+
 @pytest.mark.parametrize("kind", ["foreign", "closed", "no directory"])
 def test_a_plan_says_of_a_cache_directory_what_a_mount_says(tmp_path: Path, fuse: None, kind: str) -> None:
     write_model(tmp_path / "root/m")

@@ -25,7 +25,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use ckfs_service::{Client, Handlers, Pending, Refuse, ReplySlot, Requests, Watchdog, read_whole};
+use ckfs_service::{Client, Handlers, Pending, Pulse, Refuse, ReplySlot, Requests, Watchdog, read_whole};
 use ckfs_volume::{Attr, FsError, Handle, Ino, NodeKind, Permission, Replied, RequestKind, Upkeep};
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation,
@@ -90,7 +90,7 @@ pub(super) struct KernelAdapter {
     reads: Arc<Requests<Reply<ReplyData>>>,
     opens: Arc<Requests<Reply<ReplyOpen>>>,
     threads: Arc<Threads>,
-    _watchdog: Arc<Watchdog>,
+    watchdog: Arc<Watchdog>,
     /// Whether the kernel supports leaving out the opens of directories.
     opens_directories_itself: bool,
 }
@@ -132,7 +132,12 @@ impl KernelAdapter {
         watchdog.watch(RequestKind::Open, &opens);
         let watchdog = watchdog.start()?;
         let serving = Arc::new(Serving::new(&fs, passthrough));
-        Ok(Self { fs, serving, reads, opens, threads, _watchdog: watchdog, opens_directories_itself: false })
+        Ok(Self { fs, serving, reads, opens, threads, watchdog, opens_directories_itself: false })
+    }
+
+    /// The signs of life that systemd expects, if it does.
+    pub(super) fn pulse(&self) -> Option<Pulse> {
+        Pulse::of(&self.watchdog)
     }
 
     /// What begins passthrough once the kernel has agreed to it.

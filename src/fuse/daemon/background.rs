@@ -22,7 +22,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ckfs_host::{Log, LogTarget, limits, log::FLUSH_LIMIT};
+use ckfs_host::{
+    Log, LogTarget, limits,
+    log::FLUSH_LIMIT,
+    systemd::{self, NotifyState},
+};
 use nix::{
     errno::Errno,
     fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
@@ -34,8 +38,7 @@ use nix::{
     },
     unistd::{Pid, dup2_stderr, dup2_stdin, dup2_stdout, getppid, setsid},
 };
-use sd_notify::NotifyState;
-use tracing::{debug, warn};
+use tracing::debug;
 
 use crate::mounts::{UnmountOptions, unmount};
 
@@ -322,7 +325,7 @@ impl Readiness {
                 }
             }
         }
-        notify_systemd(&[NotifyState::Ready, NotifyState::Status(status)]);
+        systemd::notify(&[NotifyState::Ready, NotifyState::Status(status)]);
         Ok(())
     }
 
@@ -347,12 +350,12 @@ impl Readiness {
         if let Some(mut starter) = self.starter.take() {
             let _ = starter.write_all(if reason.is_empty() { b"unknown error" } else { reason.as_bytes() });
         }
-        notify_systemd(&[NotifyState::Status(reason)]);
+        systemd::notify(&[NotifyState::Status(reason)]);
     }
 
     /// Tells systemd what the mount is doing.
     pub fn status(&self, status: &str) {
-        notify_systemd(&[NotifyState::Status(status)]);
+        systemd::notify(&[NotifyState::Status(status)]);
     }
 
     /// Tells systemd that the start waits for something, for at most `left`, in words. The unit's time limit is extended by that.
@@ -360,7 +363,7 @@ impl Readiness {
         /// Other work of the start comes after the wait.
         const MORE: Duration = Duration::from_secs(30);
         let time = u32::try_from((left + MORE).as_micros()).unwrap_or(u32::MAX);
-        notify_systemd(&[NotifyState::Status(status), NotifyState::ExtendTimeoutUsec(time)]);
+        systemd::notify(&[NotifyState::Status(status), NotifyState::ExtendTimeoutUsec(time)]);
     }
 
     /// Leaves the terminal's signals to the starter, but its standard error and its end stay this process's own.
@@ -432,13 +435,6 @@ fn starter_pipe() -> Result<Option<File>, DaemonError> {
     let null = File::open("/dev/null").map_err(|_| failed(Errno::ENOENT))?;
     dup2_stdin(null).map_err(&failed)?;
     Ok(Some(pipe.into()))
-}
-
-/// Tells systemd, if it started this process as a service of `Type=notify`.
-pub(crate) fn notify_systemd(states: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(states) {
-        warn!("systemd was not notified: {error}");
-    }
 }
 
 #[cfg(test)]

@@ -3,6 +3,5 @@
 mod background;
 mod helper;
 
-pub(super) use background::notify_systemd;
 pub use background::{DEVICE_VARIABLE, DaemonError, Readiness, Started, is_daemon, start_attached, start_background};
 pub use helper::{HelperError, HelperRequest, parse_mount_helper};

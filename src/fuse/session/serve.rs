@@ -196,17 +196,18 @@ pub fn serve(
     let acl = SessionACL::All;
     let begin = || {
         let adapter = KernelAdapter::new(Arc::clone(&fs), options.passthrough, threads)?;
-        let (passthrough, device) = (adapter.passthrough(), fd.try_clone()?);
+        let (passthrough, pulse, device) = (adapter.passthrough(), adapter.pulse(), fd.try_clone()?);
         let session = fuser::Session::from_fd(adapter, fd, acl, config)?;
         passthrough.begin(fs.as_ref(), &device);
-        Ok(session)
+        Ok((session, pulse))
     };
-    let started =
-        begin().map_err(|source| MountError::Session { source }).and_then(|session| Running::start(session, &fs));
+    let started = begin()
+        .map_err(|source| MountError::Session { source })
+        .and_then(|(session, pulse)| Ok((Running::start(session, &fs)?, pulse)));
     let mut supervisor = match started {
-        Ok(running) => {
+        Ok((running, pulse)) => {
             let (grace, drain, since) = (options.grace, options.drain, Instant::now());
-            Supervisor { mounted, running, signals, spare, grace, drain, fs, log: log.clone(), since }
+            Supervisor { mounted, running, signals, spare, grace, drain, fs, log: log.clone(), since, pulse }
         }
         Err(error) => {
             mounted.detach();

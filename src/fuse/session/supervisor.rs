@@ -13,7 +13,9 @@ use std::{
 use ckfs_host::{
     Log, deadline,
     signal::{REOPEN, STATISTICS},
+    systemd::{self, NotifyState},
 };
+use ckfs_service::Pulse;
 use ckfs_volume::{RequestKind, Upkeep};
 use nix::{
     errno::Errno,
@@ -25,7 +27,6 @@ use tracing::{Level, error, info, warn};
 use super::changes::Changes;
 use crate::{
     adapter::KernelAdapter,
-    daemon::notify_systemd,
     mounts::{Device, MountError, MountState, MountUser, Mounted, Passed, UnmountError, abort, describe, is_stale},
 };
 
@@ -198,6 +199,8 @@ pub(super) struct Supervisor {
     pub(super) log: Log,
     /// When it began to serve.
     pub(super) since: Instant,
+    /// The signs of life that systemd expects.
+    pub(super) pulse: Option<Pulse>,
 }
 
 impl Drop for Supervisor {
@@ -217,7 +220,7 @@ impl Supervisor {
             Event::Timeout => {}
         }
         self.running.changes.end();
-        notify_systemd(&[sd_notify::NotifyState::Stopping]);
+        systemd::notify(&[NotifyState::Stopping]);
         if matches!(self.mounted, Attached::Passed(_)) {
             return self.leave();
         }
@@ -300,7 +303,7 @@ impl Supervisor {
                 told = true;
                 let users = describe(&self.users());
                 warn!("{} is busy, {users}; waiting {:?}", self.mounted.path().display(), self.grace);
-                notify_systemd(&[sd_notify::NotifyState::Status(&format!("busy, {users}"))]);
+                systemd::notify(&[NotifyState::Status(&format!("busy, {users}"))]);
             }
             let now = Instant::now();
             if now >= until {
@@ -404,9 +407,12 @@ impl Supervisor {
     }
 
     /// Waits for a signal to end or the end of the threads, until `deadline`; does what other signals ask for.
-    fn wait(&self, deadline: Option<Instant>) -> Result<Event, MountError> {
+    fn wait(&mut self, deadline: Option<Instant>) -> Result<Event, MountError> {
         let failed = |errno: Errno| MountError::System { what: "wait for signals", source: errno.into() };
         loop {
+            if let Some(pulse) = &mut self.pulse {
+                pulse.beat();
+            }
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             // Rounded up, so that the last turn does not spin.
             let left = left.map_or(LOOK_PERIOD, |left| LOOK_PERIOD.min(left));

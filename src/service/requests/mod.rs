@@ -3,6 +3,7 @@
 mod client;
 mod handlers;
 mod pending;
+mod pulse;
 mod read_whole;
 mod table;
 mod watchdog;
@@ -10,6 +11,7 @@ mod watchdog;
 pub use client::Client;
 pub use handlers::Handlers;
 pub use pending::{Pending, Refuse, ReplySlot, panic_text};
+pub use pulse::Pulse;
 pub use read_whole::read_whole;
 pub use table::Requests;
 pub use watchdog::Watchdog;

@@ -3,7 +3,10 @@
 
 use std::{
     fmt, io,
-    sync::{Arc, Weak, atomic::Ordering},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::Duration,
 };
@@ -30,6 +33,8 @@ pub struct Watchdog {
     fs: Arc<dyn Upkeep>,
     tables: Vec<Box<dyn WatchedTable>>,
     handlers: Arc<dyn Handlers>,
+    /// Turns of the thread that have ended.
+    turns: Arc<AtomicU64>,
 }
 
 impl fmt::Debug for Watchdog {
@@ -91,7 +96,7 @@ impl<R: Refuse> WatchedTable for Table<R> {
 impl Watchdog {
     /// A watchdog over no requests yet, those of `fs`, which `handlers` handle.
     pub fn new(fs: &Arc<dyn Upkeep>, handlers: Arc<dyn Handlers>) -> Self {
-        Self { fs: Arc::clone(fs), tables: Vec::new(), handlers }
+        Self { fs: Arc::clone(fs), tables: Vec::new(), handlers, turns: Arc::default() }
     }
 
     /// Watches also these requests, which are of one kind.
@@ -108,6 +113,11 @@ impl Watchdog {
         let watched = Arc::downgrade(&watchdog);
         thread::Builder::new().name("ckfs-watchdog".to_owned()).spawn(move || run(&watched))?;
         Ok(watchdog)
+    }
+
+    /// The number of turns of the thread that have ended.
+    pub(super) fn turns(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.turns)
     }
 
     /// One turn. Returns the time until the next.
@@ -141,6 +151,7 @@ impl Watchdog {
 fn run(watchdog: &Weak<Watchdog>) {
     while let Some(watchdog) = watchdog.upgrade() {
         let period = watchdog.look();
+        watchdog.turns.fetch_add(1, Ordering::Relaxed);
         drop(watchdog);
         thread::sleep(period);
     }
