@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,16 @@ def test_every_page_is_in_the_documentation_and_in_the_contents():
 def test_the_readme_stays_short():
     words = len(re.sub(r"^```.*?^```", "", PAGES[0].read_text(), flags=re.S | re.M).split())
     assert words <= 1000, words
+
+
+def test_the_recording_is_what_the_commands_print(place):
+    """`examples/recording.py` runs a session; the recording in the repository is what it records today, and a browser can read it."""
+    drawn = place / "recording.svg"
+    command = [sys.executable, ROOT / "examples/recording.py", drawn]
+    subprocess.run(command, check=True, timeout=3 * mounting.TIMEOUT_SECONDS, env=environment(place.parent))
+    assert drawn.read_text() == (ROOT / "examples/recording.svg").read_text()
+    lines = ["".join(element.itertext()) for element in xml.etree.ElementTree.parse(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert "$ ckfs verify mnt" in lines and any("compared, no difference" in line for line in lines)
 
 
 def test_the_picture_is_that_of_the_demo(place):
