@@ -15,7 +15,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use ckfs_service::{Handlers, Pending, Pulse, Refuse, Requests, Watchdog};
+use ckfs_service::{Handlers, Heartbeat, Pending, Refuse, Requests, Watchdog};
 use ckfs_sync::{BoxedJob, Buffer, BufferPool, Pool, PoolOptions, RawMemory, Sizing};
 use ckfs_volume::{FsError, Handle, Ino, RequestKind, Upkeep};
 use tokio::sync::oneshot;
@@ -255,8 +255,8 @@ impl ServedReads {
     }
 
     /// The signs of life that systemd expects, if it does.
-    pub(super) fn pulse(&self) -> Option<Pulse> {
-        Pulse::of(&self.watchdog)
+    pub(super) fn heartbeat(&self) -> Option<Heartbeat> {
+        Heartbeat::of(&self.watchdog)
     }
 
     /// Opens a file. Fails if a source of it has changed.

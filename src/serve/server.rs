@@ -17,7 +17,7 @@ use ckfs_host::{
     systemd::{self, NotifyState},
 };
 use ckfs_service::{
-    Pulse, Service, identity, panic_text,
+    Heartbeat, Service, identity, panic_text,
     steps::{RunService, StepPlace},
 };
 use ckfs_volume::{Upkeep, Volume};
@@ -179,8 +179,8 @@ impl Door {
         log: &Log,
         on_ready: impl FnOnce(&[String]),
     ) -> Result<ServeExit, ServeError> {
-        let (router, pulse) = self.router_of_checkpoint(service)?;
-        self.run((router, pulse), log, on_ready)
+        let (router, heartbeat) = self.router_of_checkpoint(service)?;
+        self.run((router, heartbeat), log, on_ready)
     }
 
     /// Serves the steps of a run, as [`Door::serve`] serves one checkpoint. Starts the command for new steps.
@@ -193,9 +193,9 @@ impl Door {
         log: &Log,
         on_ready: impl FnOnce(&[String]),
     ) -> Result<ServeExit, ServeError> {
-        let (router, pulse) = self.router_of_run(service)?;
+        let (router, heartbeat) = self.router_of_run(service)?;
         let files = format!("http://{}/files", reached(self.address()));
-        self.run((router, pulse), log, |names| {
+        self.run((router, heartbeat), log, |names| {
             service.start_hook(StepPlace::Address(files));
             on_ready(names);
         })
@@ -203,7 +203,7 @@ impl Door {
 
     fn run(
         self,
-        (router, pulse): (Router, Option<Pulse>),
+        (router, heartbeat): (Router, Option<Heartbeat>),
         log: &Log,
         on_ready: impl FnOnce(&[String]),
     ) -> Result<ServeExit, ServeError> {
@@ -233,8 +233,8 @@ impl Door {
             let listener = listener.map_err(|source| ServeError::Listen { address, source })?;
             runtime.spawn(accept(listener, Arc::new(router), Arc::clone(&connections), phases.clone()));
         }
-        if let Some(pulse) = pulse {
-            runtime.spawn(beat(pulse));
+        if let Some(heartbeat) = heartbeat {
+            runtime.spawn(beat(heartbeat));
         }
         let status = format!("serving {label} at http://{address}");
         systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
@@ -245,7 +245,7 @@ impl Door {
         exit.map_err(system("wait for signals"))
     }
 
-    fn router_of_checkpoint(&self, service: &Service) -> Result<(Router, Option<Pulse>), ServeError> {
+    fn router_of_checkpoint(&self, service: &Service) -> Result<(Router, Option<Heartbeat>), ServeError> {
         let volume = service.volume();
         let fs: Arc<dyn Upkeep> = Arc::<Volume>::clone(volume);
         let reads = reads(&fs, service.config())?;
@@ -259,17 +259,17 @@ impl Door {
         let repositories = Repositories::new(&tree, volume, service.config(), name, &commits);
         let served = ServedSource::Volume(Arc::clone(volume), tree);
         let router = Router { gate: Gate::new(&self.options), served, repositories, label: service.label().to_owned() };
-        Ok((router, reads.pulse()))
+        Ok((router, reads.heartbeat()))
     }
 
-    fn router_of_run(&self, service: &RunService) -> Result<(Router, Option<Pulse>), ServeError> {
+    fn router_of_run(&self, service: &RunService) -> Result<(Router, Option<Heartbeat>), ServeError> {
         let fs = service.file_system();
         let reads = reads(&fs, service.config())?;
         let run = ServedRun::new(service.run(), &fs, &reads, service.config(), self.options.name.as_ref());
         let run = Arc::new(run);
         let (repositories, label) = (Repositories::Run(Arc::clone(&run)), service.run().label().to_owned());
         let router = Router { gate: Gate::new(&self.options), served: ServedSource::Run(run), repositories, label };
-        Ok((router, reads.pulse()))
+        Ok((router, reads.heartbeat()))
     }
 }
 
@@ -282,15 +282,15 @@ fn reads(fs: &Arc<dyn Upkeep>, config: &Config) -> Result<Arc<ServedReads>, Serv
 }
 
 /// Gives signs of life: the threads that talk to clients run this. Systemd may take a message late, and none of them waits for that.
-async fn beat(mut pulse: Pulse) {
+async fn beat(mut heartbeat: Heartbeat) {
     loop {
-        tokio::time::sleep(pulse.period() / 4).await;
+        tokio::time::sleep(heartbeat.period() / 4).await;
         let beating = tokio::task::spawn_blocking(move || {
-            pulse.beat();
-            pulse
+            heartbeat.beat();
+            heartbeat
         });
         let Ok(beaten) = beating.await else { return };
-        pulse = beaten;
+        heartbeat = beaten;
     }
 }
 

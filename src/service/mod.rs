@@ -34,6 +34,8 @@ pub use open::{
     overrides, plan_views, quoted, volume_of,
 };
 pub use own_mount::advice as own_mount_advice;
-pub use requests::{Client, Handlers, Pending, Pulse, Refuse, ReplySlot, Requests, Watchdog, panic_text, read_whole};
+pub use requests::{
+    Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, Watchdog, panic_text, read_whole,
+};
 pub use service::Service;
 pub use wait_watch::{WaitWatch, wait_registry, watch};

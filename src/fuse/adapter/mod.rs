@@ -25,7 +25,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use ckfs_service::{Client, Handlers, Pending, Pulse, Refuse, ReplySlot, Requests, Watchdog, read_whole};
+use ckfs_service::{Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, Watchdog, read_whole};
 use ckfs_volume::{Attr, FsError, Handle, Ino, NodeKind, Permission, Replied, RequestKind, Upkeep};
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation,
@@ -136,8 +136,8 @@ impl KernelAdapter {
     }
 
     /// The signs of life that systemd expects, if it does.
-    pub(super) fn pulse(&self) -> Option<Pulse> {
-        Pulse::of(&self.watchdog)
+    pub(super) fn heartbeat(&self) -> Option<Heartbeat> {
+        Heartbeat::of(&self.watchdog)
     }
 
     /// What begins passthrough once the kernel has agreed to it.

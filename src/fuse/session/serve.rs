@@ -196,18 +196,18 @@ pub fn serve(
     let acl = SessionACL::All;
     let begin = || {
         let adapter = KernelAdapter::new(Arc::clone(&fs), options.passthrough, threads)?;
-        let (passthrough, pulse, device) = (adapter.passthrough(), adapter.pulse(), fd.try_clone()?);
+        let (passthrough, heartbeat, device) = (adapter.passthrough(), adapter.heartbeat(), fd.try_clone()?);
         let session = fuser::Session::from_fd(adapter, fd, acl, config)?;
         passthrough.begin(fs.as_ref(), &device);
-        Ok((session, pulse))
+        Ok((session, heartbeat))
     };
     let started = begin()
         .map_err(|source| MountError::Session { source })
-        .and_then(|(session, pulse)| Ok((Running::start(session, &fs)?, pulse)));
+        .and_then(|(session, heartbeat)| Ok((Running::start(session, &fs)?, heartbeat)));
     let mut supervisor = match started {
-        Ok((running, pulse)) => {
+        Ok((running, heartbeat)) => {
             let (grace, drain, since) = (options.grace, options.drain, Instant::now());
-            Supervisor { mounted, running, signals, spare, grace, drain, fs, log: log.clone(), since, pulse }
+            Supervisor { mounted, running, signals, spare, grace, drain, fs, log: log.clone(), since, heartbeat }
         }
         Err(error) => {
             mounted.detach();

@@ -15,7 +15,7 @@ use ckfs_host::{
     signal::{REOPEN, STATISTICS},
     systemd::{self, NotifyState},
 };
-use ckfs_service::Pulse;
+use ckfs_service::Heartbeat;
 use ckfs_volume::{RequestKind, Upkeep};
 use nix::{
     errno::Errno,
@@ -200,7 +200,7 @@ pub(super) struct Supervisor {
     /// When it began to serve.
     pub(super) since: Instant,
     /// The signs of life that systemd expects.
-    pub(super) pulse: Option<Pulse>,
+    pub(super) heartbeat: Option<Heartbeat>,
 }
 
 impl Drop for Supervisor {
@@ -410,8 +410,8 @@ impl Supervisor {
     fn wait(&mut self, deadline: Option<Instant>) -> Result<Event, MountError> {
         let failed = |errno: Errno| MountError::System { what: "wait for signals", source: errno.into() };
         loop {
-            if let Some(pulse) = &mut self.pulse {
-                pulse.beat();
+            if let Some(heartbeat) = &mut self.heartbeat {
+                heartbeat.beat();
             }
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             // Rounded up, so that the last turn does not spin.

@@ -17,7 +17,7 @@ use super::Watchdog;
 ///
 /// The state of the sources does not matter. A restart mends no storage, and it would cut off the readers of all other files.
 #[derive(Debug)]
-pub struct Pulse {
+pub struct Heartbeat {
     period: Duration,
     /// Turns of the watchdog thread.
     turns: Arc<AtomicU64>,
@@ -25,7 +25,7 @@ pub struct Pulse {
     told: Instant,
 }
 
-impl Pulse {
+impl Heartbeat {
     /// None unless systemd expects signs of life of this process.
     pub fn of(watchdog: &Watchdog) -> Option<Self> {
         systemd::watchdog_period().map(|period| Self::new(period, watchdog.turns()))
@@ -66,15 +66,15 @@ mod tests {
     #[test]
     fn a_watchdog_thread_that_has_no_turns_is_not_alive() {
         let turns = Arc::new(AtomicU64::new(7));
-        let mut pulse = Pulse::new(Duration::ZERO, Arc::clone(&turns));
-        assert!(!pulse.is_due(), "no turn since the beginning");
+        let mut heartbeat = Heartbeat::new(Duration::ZERO, Arc::clone(&turns));
+        assert!(!heartbeat.is_due(), "no turn since the beginning");
         turns.store(8, Ordering::Relaxed);
-        assert!(pulse.is_due());
-        assert!(!pulse.is_due(), "no turn since the last sign");
+        assert!(heartbeat.is_due());
+        assert!(!heartbeat.is_due(), "no turn since the last sign");
         turns.store(9, Ordering::Relaxed);
-        assert!(pulse.is_due());
-        let mut pulse = Pulse::new(Duration::from_hours(1), Arc::clone(&turns));
+        assert!(heartbeat.is_due());
+        let mut heartbeat = Heartbeat::new(Duration::from_hours(1), Arc::clone(&turns));
         turns.store(10, Ordering::Relaxed);
-        assert!(!pulse.is_due(), "it is not yet time");
+        assert!(!heartbeat.is_due(), "it is not yet time");
     }
 }
