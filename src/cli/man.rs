@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::Args;
 use clap_mangen::Man;
 
-use super::output;
+use super::{COMMAND_GROUPS, output};
 
 /// The page of the program's other name. It is in section 8, where mount(8) and its helpers are.
 const HELPER: (&str, &str) = ("mount.ckfs.8", ".so man1/ckfs-mount.1\n");
@@ -53,15 +53,39 @@ fn pages(command: clap::Command) -> anyhow::Result<Vec<(String, String)>> {
     // Pages are the same for every build of a version.
     let mut command = command.disable_help_subcommand(true).long_version(None);
     command.build();
-    let mut pages = vec![page(&command, "ckfs")?];
-    for command in command.get_subcommands().filter(|command| !command.is_hide_set()) {
-        pages.push(page(command, &format!("ckfs-{}", command.get_name()))?);
+    let mut pages = vec![page(&command, "ckfs", &["ckfs-mount.1", "ckfs-plan.1", "mount.8", "fusermount3.1"])?];
+    let commands: Vec<_> = command.get_subcommands().filter(|command| !command.is_hide_set()).collect();
+    for command in &commands {
+        let name = format!("ckfs-{}", command.get_name());
+        let parts: Vec<_> = command.get_subcommands().filter(|part| !part.is_hide_set()).collect();
+        let mut others = vec!["ckfs.1".to_owned()];
+        others.extend(parts.iter().map(|part| format!("{name}-{}.1", part.get_name())));
+        others.extend(of_same_group(&commands, command.get_name()));
+        if command.get_name() == "mount" {
+            others.push("mount.8".to_owned());
+        }
+        pages.push(page(command, &name, &others)?);
+        for part in parts {
+            pages.push(page(
+                part,
+                &format!("{name}-{}", part.get_name()),
+                &["ckfs.1".to_owned(), format!("{name}.1")],
+            )?);
+        }
     }
     pages.push((HELPER.0.to_owned(), HELPER.1.to_owned()));
     Ok(pages)
 }
 
-fn page(command: &clap::Command, name: &str) -> anyhow::Result<(String, String)> {
+/// The pages of the commands beside one in the help.
+fn of_same_group<'a>(commands: &'a [&clap::Command], command: &'a str) -> impl Iterator<Item = String> + 'a {
+    let group = COMMAND_GROUPS.iter().find(|(_, names)| names.contains(&command)).map_or(&[][..], |(_, names)| *names);
+    let others = commands.iter().map(|other| other.get_name());
+    others.filter(move |name| *name != command && group.contains(name)).map(|name| format!("ckfs-{name}.1"))
+}
+
+/// The page of a command, which refers to `others`, such as `mount.8`.
+fn page(command: &clap::Command, name: &str, others: &[impl AsRef<str>]) -> anyhow::Result<(String, String)> {
     let source = format!("ckfs {}", env!("CARGO_PKG_VERSION"));
     let mut text = Vec::new();
     let man = Man::new(command.clone().display_name(name.to_owned())).title(name.to_uppercase()).section("1");
@@ -78,7 +102,17 @@ fn page(command: &clap::Command, name: &str) -> anyhow::Result<(String, String)>
     if let Some(more) = command.get_after_long_help() {
         text.push_str(&notes(&more.to_string()));
     }
+    text.push_str(&see_also(others));
     Ok((format!("{name}.1"), text))
+}
+
+fn see_also(pages: &[impl AsRef<str>]) -> String {
+    let reference = |page: &str| {
+        let (name, section) = page.rsplit_once('.').unwrap_or((page, "1"));
+        format!(".BR {} ({section})", name.replace('-', "\\-"))
+    };
+    let references: Vec<_> = pages.iter().map(|page| reference(page.as_ref())).collect();
+    format!(".SH SEE ALSO\n{}\n", references.join(" ,\n"))
 }
 
 /// The text after the help, line by line: its columns would not survive filled lines.
@@ -100,14 +134,34 @@ mod tests {
         let mount =
             clap::Command::new("mount").about("Mounts a checkpoint").after_long_help("Examples:\n  ckfs mount a b");
         let hidden = clap::Command::new("secret").hide(true);
-        clap::Command::new("ckfs").version("1.2.3").long_version("1.2.3\ncommit x").subcommands([mount, hidden])
+        let umount = clap::Command::new("umount").about("Unmounts it");
+        let cache = clap::Command::new("cache")
+            .about("Looks at it")
+            .subcommands([clap::Command::new("list").about("Lists it")]);
+        clap::Command::new("ckfs")
+            .version("1.2.3")
+            .long_version("1.2.3\ncommit x")
+            .subcommands([mount, hidden, cache, umount])
     }
 
     #[test]
     fn every_command_has_a_page() {
         let pages = pages(command()).unwrap();
         let names: Vec<_> = pages.iter().map(|(name, _)| name.as_str()).collect();
-        assert_eq!(names, ["ckfs.1", "ckfs-mount.1", "mount.ckfs.8"]);
+        assert_eq!(
+            names,
+            ["ckfs.1", "ckfs-mount.1", "ckfs-cache.1", "ckfs-cache-list.1", "ckfs-umount.1", "mount.ckfs.8"]
+        );
+        for (page, other) in [
+            (0, "ckfs\\-plan (1)"),
+            (1, "ckfs\\-umount (1)"),
+            (1, "mount (8)"),
+            (2, "ckfs\\-cache\\-list (1)"),
+            (3, "ckfs\\-cache (1)"),
+        ] {
+            let (_, also) = pages[page].1.split_once(".SH SEE ALSO\n").unwrap();
+            assert!(also.contains(&format!(".BR {other}")), "{also}");
+        }
         assert!(pages[0].1.contains(".TH CKFS 1") && pages[0].1.contains("mount"), "{}", pages[0].1);
         assert!(!pages[0].1.contains("commit"), "the same for all builds of a version");
         for part in [".TH CKFS\\-MOUNT 1", "Mounts a checkpoint", "ckfs mount a b"] {
@@ -131,7 +185,7 @@ mod tests {
         for _ in 0..2 {
             Manual { dir: Some(to.clone()) }.run(command()).unwrap();
         }
-        assert_eq!(fs::read_dir(&to).unwrap().count(), 3);
+        assert_eq!(fs::read_dir(&to).unwrap().count(), 6);
         assert!(fs::read_to_string(to.join("mount.ckfs.8")).unwrap().starts_with(".so "));
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
