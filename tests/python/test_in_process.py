@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 
 import mounting
+import notebook
 import package
 import reference
 import repos
+from mounting import ROOT
 from reference import Mesh
 from repos import PACKED_BITS
 
@@ -347,6 +350,14 @@ def test_plan_and_tensor_show_themselves(repo):
     page = ck["layers.scanned.wq"]._repr_html_()
     assert "<table>" in page and "bfloat16" in page and "q_proj" in page
     assert "embed" in repr(ck["embed"]) and "llama" in repr(ck)
+
+
+def test_the_notebook_shows_what_its_cells_give(tmp_path, monkeypatch):
+    cells = json.loads((ROOT / "examples/tensors.ipynb").read_text())["cells"]
+    monkeypatch.chdir(tmp_path)
+    mounting.run("demo", "--keep", "--dir", "demo")
+    mounting.run("umount", "demo/mnt")
+    assert notebook.run(cells) == [cell.get("outputs", []) for cell in cells]
 
 
 def test_a_closed_checkpoint_says_so(repo):

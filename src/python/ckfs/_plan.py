@@ -42,7 +42,8 @@ class Plan(dict[str, Any]):
                 ("bytes", amount(view["bytes"])),
             ]
             if held:
-                rows.append(("bytes of a device", f"{amount(min(held))} to {amount(max(held))}"))
+                least, most = amount(min(held)), amount(max(held))
+                rows.append(("bytes of a device", least if least == most else f"{least} to {most}"))
             rows += [("warning", warning) for warning in view["warnings"]]
             parts.append(table(rows, view["name"] or "plan"))
         return "".join(parts)
