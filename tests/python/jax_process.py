@@ -98,6 +98,15 @@ def main() -> None:
             assert error.missing == ["embd"] and len(error.mismatched) == 1 and "found" in str(error), error
         else:
             raise AssertionError("a tree that does not fit is loaded")
+        # An optimizer's moments have the names of the weights, and must not get their values.
+        moments = {"0": {"mu": state.params, "nu": state.params}}
+        for tree in ({"params": state.params, "opt_state": moments}, {"opt_state": moments}, {"a": state.params, "b": state.params}):
+            try:
+                ckfs.jax.load(maxtext, tree)
+            except ckfs.LoadError as error:
+                assert "give the tree of the weights alone" in str(error), error
+            else:
+                raise AssertionError(f"{list(tree)} is loaded")
     print(json.dumps({"checked": checked}), flush=True)
 
 

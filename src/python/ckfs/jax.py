@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Bytes that are read to memory of the host at a time, before they are moved to devices.
 STAGED_BYTES = 256 << 20
+# Words of a training state beside the weights: below them are moments and averages that have the names of the weights.
+STATE_WORDS = frozenset({"opt_state", "optimizer", "optim", "inner_state", "mu", "nu", "trace", "ema", "grads", "gradients"})
 
 
 def _words(path: tuple[Any, ...]) -> list[str]:
@@ -34,7 +36,7 @@ def _name(ck: Checkpoint, path: tuple[Any, ...]) -> str | None:
         at = next((n for n, word in enumerate(found) if word == "params"), None)
         if at is None:
             candidates.append(["params", *found])
-        else:
+        elif not STATE_WORDS.intersection(found[:at]):
             candidates += [found[at:], found[at + 1 :]]
     return next((".".join(found) for found in candidates if ".".join(found) in ck), None)
 
@@ -55,13 +57,15 @@ def load(ck: Checkpoint, abstract_tree: Any, *, threads: int | None = None, prog
     """Loads arrays for a tree of `jax.ShapeDtypeStruct`, or of arrays, each with the sharding that its leaf says.
 
     A leaf's name is its place in the tree, joined by dots: `{"layers": {"scanned": {"wq": ...}}}` for `layers.scanned.wq`.
-    The abstract state of MaxText fits `layout="maxtext"`. A floating dtype other than the checkpoint's is cast to. Each process
+    The weights of MaxText's abstract state (`state.params`) fit `layout="maxtext"`; an optimizer's state is in no checkpoint of
+    weights, and a tree with one does not fit. A floating dtype other than the checkpoint's is cast to. Each process
     reads what its own devices hold, once; the sharding may be any, on any mesh. Leaves without one go to the default device.
 
     Returns the same tree with arrays. Raises `LoadError` with all names and shapes that do not fit, `ReadError`.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_tree)
     missing, mismatched, sources = [], [], []
+    places: dict[str, str] = {}
     for path, leaf in leaves:
         name = _name(ck, path)
         place = ".".join(_words(path))
@@ -70,12 +74,16 @@ def load(ck: Checkpoint, abstract_tree: Any, *, threads: int | None = None, prog
             continue
         source = ck[name]
         sources.append(source)
+        if (other := places.setdefault(name, place)) != place:
+            mismatched.append(f"{place}: is {name} of the checkpoint, and so is {other}; give the tree of the weights alone")
         if tuple(leaf.shape) != source.shape:
             mismatched.append(f"{place}: expected shape {list(leaf.shape)}, found {list(source.shape)} in the checkpoint")
         elif source._dtype_name in PACKED_BITS:
             mismatched.append(f"{place}: elements of {source._dtype_name} are packed, which jax does not read")
     if missing or mismatched:
         lines = [f"{len(missing)} missing in the checkpoint: {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"]
+        if any(STATE_WORDS.intersection(place.split(".")) for place in missing):
+            lines.append("an optimizer's state is among them: give the tree of the weights alone, such as state.params")
         text = "\n  ".join((lines if missing else []) + mismatched)
         raise LoadError(f"the checkpoint does not fit the tree:\n  {text}", missing, mismatched=mismatched)
     results: list[Any] = []
