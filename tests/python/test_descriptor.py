@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def parent(tmp_path, fuse):
             pytest.fail("not root, and CI=true")
         pytest.skip("not root")
     for directory in (tmp_path, *tmp_path.parents):
-        if directory.stat().st_mode & 0o5 != 0o5 and directory.is_relative_to("/tmp"):
+        if directory.stat().st_mode & 0o5 != 0o5 and directory.is_relative_to(tempfile.gettempdir()):
             directory.chmod(directory.stat().st_mode | 0o55)
     parent = Parent(tmp_path)
     yield parent

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def bench(request, tmp_path, fuse):
             pytest.skip("needs root")
         return Bench(tmp_path, os.getuid())
     for directory in (tmp_path, *tmp_path.parents):
-        if directory.stat().st_mode & 0o5 != 0o5 and directory.is_relative_to("/tmp"):
+        if directory.stat().st_mode & 0o5 != 0o5 and directory.is_relative_to(tempfile.gettempdir()):
             directory.chmod(directory.stat().st_mode | 0o55)
     return Bench(tmp_path, 0 if request.param == "root" else NOBODY)
 
