@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::Args;
 use clap_mangen::Man;
 
-use super::{COMMAND_GROUPS, output};
+use super::{command_groups::COMMAND_GROUPS, output};
 
 /// The page of the program's other name. It is in section 8, where mount(8) and its helpers are.
 const HELPER: (&str, &str) = ("mount.ckfs.8", ".so man1/ckfs-mount.1\n");

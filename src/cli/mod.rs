@@ -9,6 +9,7 @@
 mod cache;
 mod cat;
 mod cleanup;
+mod command_groups;
 mod completions;
 mod demo;
 mod doctor;
@@ -52,6 +53,7 @@ use clap::{
 };
 use tracing_subscriber::{EnvFilter, filter::ParseError};
 
+use command_groups::COMMAND_GROUPS;
 use flags::LogFlags;
 use output::{AlreadyReported, Closed, Usage};
 
@@ -212,15 +214,6 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
         }
     }
 }
-
-/// The commands by what they are for, as `ckfs --help` lists them.
-const COMMAND_GROUPS: [(&str, &[&str]); 5] = [
-    ("Mount", &["mount", "run", "umount", "status", "restart", "serve"]),
-    ("Look", &["plan", "explain", "cat"]),
-    ("Move", &["export", "fetch", "cache"]),
-    ("Trust", &["verify", "sums"]),
-    ("Host", &["doctor", "metrics", "demo", "completions", "man", "help"]),
-];
 
 /// The command line as it is parsed, with the texts of its help.
 fn command() -> clap::Command {
