@@ -304,15 +304,14 @@ def through_a_mount(table: Table, run: argparse.Namespace, case: str, *flags: st
         mounting.detach(point)
 
 
-def numpy_script(table: Table, repo: Path, case: str, dtype: str | None) -> None:
-    ck = ckfs.open(repo, mesh={"fsdp": RANKS}, **({"dtype": dtype} if dtype else {}))
+def stacking_script(repo: Path, wide: np.dtype) -> Callable[[], Arrays]:
+    """What a user writes by hand: maps the files, stacks the layers, casts, and cuts the device's shard."""
     found = headers(repo)
     stacked = {
         "wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj",
         "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj", "w_down": "mlp.down_proj", "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
     }  # fmt: skip
     single = {"embed": "model.embed_tokens", "lm_head": "lm_head", "final_norm": "model.norm"}
-    wide = np.dtype(np.float32) if dtype else BF16
 
     def array(name: str) -> np.ndarray:
         path, start, shape = found[f"{name}.weight"]
@@ -330,6 +329,12 @@ def numpy_script(table: Table, repo: Path, case: str, dtype: str | None) -> None
             made[f"layers.scanned.{own}"] = cut(whole, 1)
         return made | {own: cut(array(name).astype(wide, copy=False), 0) for own, name in single.items()}
 
+    return script
+
+
+def numpy_script(table: Table, repo: Path, case: str, dtype: str | None) -> None:
+    ck = ckfs.open(repo, mesh={"fsdp": RANKS}, **({"dtype": dtype} if dtype else {}))
+    script = stacking_script(repo, np.dtype(np.float32) if dtype else BF16)
     loaded = ck.load(DEVICE)
     same(loaded, script())
     total = sum(one.nbytes for one in loaded.values())
