@@ -4,13 +4,13 @@
     cargo build --release --locked -p ckfs -p ckfs-python && cargo bench --locked --bench kernels --no-run
     "$(tests/python/setup.sh)/bin/python" tests/bench/in_process.py [--size 2] [--runs 5] [--only WORD]
 
-A generated bf16 Llama repository of SIZE gigabytes, in the page cache; the arrays are those of device 1 of `fsdp=4`. Ways of one
+A generated bf16 Llama repository of SIZE gigabytes, in the page cache as a read from disk leaves it there; the arrays are those of device 1 of `fsdp=4`. Ways of one
 case alternate, RUNS times; a row is the medians of two ways: wall time and processor time of both, and the ratio of wall times.
 
 * `contiguous`: `ck.load` against `preadv` of the same spans into new arrays by the same number of threads. For both also
   memory that exists and was touched, which no page fault slows down.
-* `cast`, `transposed`: against the kernels' own speed (`cargo bench --bench kernels`, a process for each thread, at once): casts
-  from memory to memory, transposes into a buffer of the size of a tile. The cast is also compared with torch's `copy_` by as many
+* `cast`, `transposed`: against the kernels' own speed from memory to memory (`cargo bench --bench kernels`, a process for each
+  thread, at once). The cast is also compared with torch's `copy_` by as many
   threads.
 * `mount`: the same load by as many threads that read the raw files of a new mount with the same flags.
 * `numpy`: a script that maps the files, stacks the layers, casts, and cuts the shard.
@@ -526,7 +526,7 @@ def measure(table: Table, run: argparse.Namespace) -> None:
         "contiguous": lambda: contiguous(table, run.repo),
         "cast": lambda: kernels(table, run, "cast to f32", "cast BF16 to F32, into memory", dtype="f32"),
         "cast, torch": lambda: by_torch(table, run.repo),
-        "transposed": lambda: kernels(table, run, "transposed", "transpose 2-byte 8192x8192, 4 MiB bands", layout="maxtext"),
+        "transposed": lambda: kernels(table, run, "transposed", "transpose 2-byte 8192x8192, 4 MiB bands, into memory", layout="maxtext"),
         "mount": lambda: through_a_mount(table, run, "load"),
         "mount, cast": lambda: through_a_mount(table, run, "load, cast to f32", "--dtype", "f32", dtype="f32"),
         "mount, transposed": lambda: through_a_mount(table, run, "load, transposed", "--layout", "maxtext", layout="maxtext"),

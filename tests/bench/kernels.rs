@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use ckfs::tensor::{
     Bands, BitOrder, Bits, DType, Decode, Digit, EncodedPart, Encoder, ExponentRule, Field, Gather, IndexMap, Load,
-    Loop, MatrixFactor, Operand, Operation, Program, Shape, SourceTensor, Step, TensorId, Value, Window, block_index,
-    convert_row, gather,
+    Loop, MatrixFactor, Operand, Operation, Program, Shape, SourceTensor, Step, Stores, TensorId, Value, Window,
+    block_index, convert_row, gather, gather_with,
 };
 
 const TIME_PER_CASE: Duration = Duration::from_millis(120);
@@ -311,9 +311,18 @@ fn transposes(report: &Report) {
         let name = format!("transpose {unit}-byte {side}x{side}, {mib} MiB bands");
         report.case(&name, source.len(), source.len(), || {
             for band in (0..side).step_by(rows) {
-                transpose(&decode, &source, unit, side, side, band, rows, &mut target);
+                transpose(Stores::Cached, &decode, &source, unit, side, side, band, rows, &mut target);
             }
         });
+        if mib == 4 && unit == 2 {
+            // As a load into arrays.
+            let mut whole = vec![1; source.len()];
+            report.case(&format!("{name}, into memory"), source.len(), source.len(), || {
+                for (band, made) in (0..side).step_by(rows).zip(whole.chunks_mut(target.len())) {
+                    transpose(Stores::Streamed, &decode, &source, unit, side, side, band, rows, made);
+                }
+            });
+        }
         if mib == 1 && (unit == 2 || unit == 4) {
             report.case(&format!("{name}, naive loop"), source.len() / 16, source.len() / 16, || {
                 for band in (0..side / 16).step_by(rows) {
@@ -372,6 +381,7 @@ fn transposes(report: &Report) {
 /// Fills rows `band..band + rows` of the transpose of `[height, columns]` elements.
 #[allow(clippy::too_many_arguments, reason = "a bench")]
 fn transpose(
+    stores: Stores,
     decode: &Decode,
     source: &[u8],
     to: usize,
@@ -391,7 +401,7 @@ fn transpose(
         source_offset: band as u64,
         target_offset: 0,
     };
-    gather(&job, &[Window::whole(source)], target);
+    gather_with(stores, &job, &[Window::whole(source)], target);
     black_box(&*target);
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whole loads by ckfs and by the loaders that users have, one table for each job, every row of a table measured in one run. By hand:
+"""Whole loads by ckfs and by the loaders that users have: a table for each job, all rows of it measured in one run. By hand:
 
     cargo build --release --locked -p ckfs -p ckfs-python
     "$(tests/python/setup.sh)/bin/python" tests/bench/peers.py [--size 2] [--runs 5] [--only JOB] [--cold]
@@ -12,10 +12,10 @@ A generated bf16 Llama repository of SIZE gigabytes. The jobs:
 * `stack`: layers stacked and cast to f32, rank 1's part of four, as arrays of numpy.
 * `maxtext`: MaxText's arrays on eight devices of jax's CPU backend (`fsdp=4,tensor=2`).
 
-The ways of a job alternate, RUNS times; a row has the medians of wall and processor seconds (of this process, its children and the
-daemon) and how many times as fast as the way it is the fastest of ckfs is. Each way begins where a user begins: plain files, a fresh
-mount that nobody has read, or `ckfs.open`, whose time counts. Sources are in the page cache; with `--cold`, pages of the files are
-dropped before each load. The ways' values are compared bit for bit in the first repetition. Below the tables each row is a JSON line.
+The ways of a job alternate, RUNS times. A row has the medians of wall and processor seconds (of this process, its children and the
+daemon), and how many times as fast the fastest way of ckfs is. Each way begins where a user begins: plain files, a new mount that
+nobody has read, or `ckfs.open`, whose time counts. Sources are in the page cache; with `--cold`, their pages are dropped before each
+load. Values are compared bit for bit in the first repetition. Below the tables each row is a JSON line.
 """
 
 from __future__ import annotations
@@ -155,8 +155,9 @@ class Bench:
         print(f"\n{name}: {what}\n{'way':<64} {'s':>8} {'cpu s':>8} {'ckfs':>8}", flush=True)
         for way in sorted(ways, key=lambda way: (not way.peer, statistics.median(way.wall))):
             wall, processor = statistics.median(way.wall), statistics.median(way.processor)
-            row = {"bench": "peers", "job": name, "way": way.name, "peer": way.peer, "s": round(wall, 4), "cpu_s": round(processor, 3)}
-            self.rows.append(row | {"ckfs_times_as_fast": round(wall / best, 3), "runs_s": [round(one, 4) for one in way.wall]})
+            row = {"bench": "peers", "job": name, "way": way.name, "peer": way.peer, "cold": self.run.cold, "s": round(wall, 4)}
+            row |= {"cpu_s": round(processor, 3), "ckfs_times_as_fast": round(wall / best, 3)}
+            self.rows.append(row | {"runs_s": [round(one, 4) for one in way.wall]})
             print(f"{way.name:<64} {wall:>8.3f} {processor:>8.2f} {wall / best:>7.2f}x", flush=True)
 
 
@@ -245,12 +246,19 @@ def shard(bench: Bench, repo: Path) -> None:
             local[name].copy_(tensor)
         return local
 
+    def by_preadv(directory: Path) -> Values:
+        spans = in_process.shard_spans(directory)
+        arrays = in_process.new_arrays(spans)
+        in_process.read_spans(spans, arrays)
+        return arrays
+
     layout = ("--layout", "hf", "--mesh", MESH)
     in_own = lambda source: ckfs.torch.load(ckfs.open(source, layout="hf", mesh={"fsdp": RANKS}), RANK)  # noqa: E731
     ways = [
         Way("safetensors' load_file by reads, then cut", all_then_cut),
         Way("safetensors' get_slice, copied", slices),
         Way("torch's dcp.load, HuggingFaceStorageReader", dcp_shards),
+        Way("by hand: headers, then preadv of the rank's rows by all threads", by_preadv),
         own("mount, hf/: dcp.load", below("hf", dcp_shards), *layout),
         own("mount, dcp/: dcp.load", below("dcp", dcp_shards), *layout),
         own("mount, safetensors/: load_file of the rank's file, copied", device_file, *layout),
@@ -325,9 +333,10 @@ def maxtext(bench: Bench, repo: Path, size: llama.Size) -> None:
         saver.save(saved, compare.nested({f"params.params.{name}": array for name, array in arrays.items()}))
     del arrays
     restore = lambda items: ready(compare.restore_orbax(str(items), size))  # noqa: E731
+    by_reader = lambda path: ready(compare.restore_safetensors(str(path), size))  # noqa: E731
     ways = [
         Way("Orbax restore of a checkpoint converted before", lambda _: restore(saved)),
-        Way("Orbax's reader of safetensors, the transforms in jax", lambda path: ready(compare.restore_safetensors(str(path), size))),
+        Way("Orbax's reader of safetensors, the transforms in jax", by_reader),
         own("mount, orbax/: Orbax restore", below("orbax/0/items", restore), "--layout", "maxtext", "--mesh", compare.MESH),
         own("ckfs.open, ckfs.jax.load", in_own),
     ]
@@ -337,7 +346,7 @@ def maxtext(bench: Bench, repo: Path, size: llama.Size) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", type=float, default=2.0, help="gigabytes of the generated repository")
+    parser.add_argument("--size", choices=llama.SIZES, default="2", help="gigabytes of the generated repository, about")
     parser.add_argument("--runs", type=int, default=5, help="repetitions of each job")
     parser.add_argument("--only", default="", help="only jobs whose name contains this word")
     parser.add_argument("--cold", action="store_true", help="drop the page cache's copy of the files before each load")
@@ -348,7 +357,7 @@ def main() -> None:
     run.work = Path(tempfile.mkdtemp(prefix="ckfs-peers-", dir=run.dir))
     bench = Bench(run)
     try:
-        size, repo = torch_load.size_of(run.size), run.work / "repo"
+        size, repo = llama.SIZES[run.size], run.work / "repo"
         total = llama.write(repo, size)
         torch_load.read_through(repo)
         versions = f"torch {torch.__version__}, {THREADS} processors, {run.runs} repetitions"
