@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+import torchtitan_train_process
+
 PAUSE_SECONDS = 0.8
 # Of the models of transformers.
 CONFIG = {
@@ -113,18 +115,24 @@ def transformers(run: Path, truth: Path, steps: int, **more: object) -> None:
     assert trainer.is_fsdp_enabled == bool(more)
 
 
+def in_two_processes() -> None:
+    """In the process that was started: starts two, and ends with them. In each of the two: nothing."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+    address |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_FSDP": "true"}
+    ranks = [
+        subprocess.Popen([sys.executable, *sys.argv], env=os.environ | address | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+    ]
+    codes = [rank.wait() for rank in ranks]
+    sys.exit(max(map(abs, codes)))
+
+
 def transformers_fsdp(run: Path, truth: Path, steps: int) -> None:
     """Two processes with FSDP 2, each of which writes its own shards."""
-    if "RANK" not in os.environ:
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
-        address |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_FSDP": "true"}
-        ranks = [
-            subprocess.Popen([sys.executable, *sys.argv], env=os.environ | address | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
-        ]
-        codes = [rank.wait() for rank in ranks]
-        sys.exit(max(map(abs, codes)))
+    in_two_processes()
     from accelerate import state
 
     # accelerate has FSDP for accelerators alone; that of torch needs none.
@@ -138,6 +146,18 @@ def transformers_fsdp(run: Path, truth: Path, steps: int) -> None:
     state.PartialState.__init__ = begin_with_fsdp
     sharded = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     transformers(run, truth, steps, fsdp="full_shard", fsdp_config=sharded)
+
+
+def torchtitan_fsdp(run: Path, truth: Path, steps: int) -> None:
+    in_two_processes()
+    torchtitan_train_process.main("llama3_debugmodel", run, truth, steps, {})
+
+
+def torchtitan_tensor(run: Path, truth: Path, steps: int) -> None:
+    """With tensor parallelism in place of FSDP, and a head that is the embedding; steps are written in the background."""
+    in_two_processes()
+    settings = {"parallelism.tensor_parallel_degree": "2", "checkpoint.async_mode": "async"}
+    torchtitan_train_process.main("qwen3_debugmodel", run, truth, steps, settings)
 
 
 if __name__ == "__main__":

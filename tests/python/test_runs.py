@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 import mounting
 import run_process
+import torchtitan_train_process
 
 HERE = Path(__file__).parent
 STEPS = 5
@@ -40,6 +41,8 @@ def compare_models(mount: mounting.Mount, step: int, truth: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(mount / f"{step}/hf")
     expected = load_file(truth / f"{step}.safetensors")
+    if model.config.tie_word_embeddings:
+        expected.setdefault("lm_head.weight", expected["model.embed_tokens.weight"])
     assert model.state_dict().keys() == expected.keys()
     for name, tensor in model.state_dict().items():
         np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=f"step {step}, {name}")
@@ -53,7 +56,35 @@ def is_shown(mount: mounting.Mount, step: int) -> bool:
     return str(step) in {path.name for path in mount.point.iterdir()}
 
 
-@pytest.mark.parametrize("kind", ["orbax", "torch_dcp", "megatron", "transformers", "transformers_fsdp"])
+def model_without_weights(path: Path, kind: str) -> None:
+    """The configuration of the model that a trainer has, whose steps have none, and a tokenizer."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+
+    torchtitan = {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": torchtitan_train_process.LAYERS, "num_attention_heads": 16}
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    made = {
+        "transformers_fsdp": lambda: LlamaConfig(**run_process.CONFIG, architectures=["LlamaForCausalLM"]),
+        "torchtitan_fsdp": lambda: LlamaConfig(
+            **torchtitan, intermediate_size=768, num_key_value_heads=16, rms_norm_eps=1e-5, max_position_embeddings=131072,
+            rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **scaling}, architectures=["LlamaForCausalLM"],
+        ),
+        "torchtitan_tensor": lambda: Qwen3Config(
+            **torchtitan, intermediate_size=3072, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, architectures=["Qwen3ForCausalLM"],
+        ),
+    }[kind]()  # fmt: skip
+    made.save_pretrained(path)
+    words = models.WordLevel({f"w{number}": number for number in range(32)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(path)
+
+
+KINDS = ["orbax", "torch_dcp", "megatron", "transformers", "transformers_fsdp", "torchtitan_fsdp", "torchtitan_tensor"]
+# Of models that transformers has.
+MODELS = ("transformers", "torchtitan")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_step_is_what_its_trainer_had(kind, own, tmp_path):
     if kind == "megatron" and importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core has no package for this Python")
@@ -61,17 +92,14 @@ def test_each_step_is_what_its_trainer_had(kind, own, tmp_path):
     run.mkdir()
     truth.mkdir()
     flags = []
-    if kind == "transformers_fsdp":
-        # Its steps have no configuration.
-        from transformers import LlamaConfig
-
-        LlamaConfig(**run_process.CONFIG, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
+    if kind.startswith(MODELS) and kind != "transformers":
+        model_without_weights(tmp_path / "model", kind)
         flags = ["--config-from", tmp_path / "model", "--layout", "hf"]
     mount = own(run, "--steps", "all", *flags)
     command = [sys.executable, HERE / "run_process.py", kind, run, truth, STEPS]
     log = open(tmp_path / "trainer.log", "w+")
     trainer = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)
-    check = compare_models if kind.startswith("transformers") else compare
+    check = compare_models if kind.startswith(MODELS) else compare
     seen, compared = set(), set()
     try:
         deadline = time.monotonic() + 150
@@ -101,7 +129,7 @@ def test_each_step_is_what_its_trainer_had(kind, own, tmp_path):
     assert stats["health"] == "healthy", stats["problems"]
     assert stats["steps"]["failed_plans"] == 0
     left = {int(path.name) for path in mount.point.iterdir() if path.name.isdigit()}
-    if kind in ("orbax", "transformers", "transformers_fsdp"):
+    if kind == "orbax" or kind.startswith(MODELS):
         assert left == set(range(STEPS - 2, STEPS + 1)) and stats["steps"]["deleted"] > 0
     # Each step alone gives the same files.
     listed = mounting.run("plan", run, "--json").json()["steps"]
