@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-import torchtitan_train_process
+import torchtitan_trainer
 
 PAUSE_SECONDS = 0.8
 # Of the models of transformers.
@@ -150,14 +150,17 @@ def transformers_fsdp(run: Path, truth: Path, steps: int) -> None:
 
 def torchtitan_fsdp(run: Path, truth: Path, steps: int) -> None:
     in_two_processes()
-    torchtitan_train_process.main("llama3_debugmodel", run, truth, steps, {})
+    torchtitan_trainer.main("llama3_debugmodel", run, truth, steps, {})
 
 
 def torchtitan_tensor(run: Path, truth: Path, steps: int) -> None:
-    """With tensor parallelism in place of FSDP, and a head that is the embedding; steps are written in the background."""
+    """Tensor parallelism in place of FSDP, a head that is the embedding, steps written in the background, and the last one a repository."""
     in_two_processes()
-    settings = {"parallelism.tensor_parallel_degree": "2", "checkpoint.async_mode": "async"}
-    torchtitan_train_process.main("qwen3_debugmodel", run, truth, steps, settings)
+    settings = {
+        "parallelism.tensor_parallel_degree": 2, "checkpoint.async_mode": "async", "checkpoint.last_save_model_only": True,
+        "checkpoint.last_save_in_hf": True,
+    }  # fmt: skip
+    torchtitan_trainer.main("qwen3_debugmodel", run, truth, steps, settings)
 
 
 if __name__ == "__main__":

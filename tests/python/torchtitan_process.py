@@ -1,10 +1,9 @@
 """Digests of the states of torchtitan's models, as its own adapters and classes make them of the repositories of `torchtitan_repos.py`.
 
-    PYTHONPATH=WHEELS python tests/python/torchtitan_process.py tests/python/torchtitan_states.json
+    $(tests/python/setup.sh)/bin/python tests/python/torchtitan_process.py tests/python/torchtitan_states.json
 
-WHEELS is a directory with the unpacked wheels `torchtitan-0.3.0`, `spmd_types-0.2.3`, `tyro`, `typeguard` and `docstring_parser`. The
-adapter's `from_hf`, the model's class and its `load_state_dict` are torchtitan's, unchanged, on the CPU. Packages that are not
-installed and have no part in names and values are replaced by empty ones.
+The adapter's `from_hf`, the model's class and its `load_state_dict` are those of torchtitan 0.3.0, unchanged, on the CPU. Packages that
+are not installed and have no part in names and values are replaced by empty ones.
 """
 
 from __future__ import annotations

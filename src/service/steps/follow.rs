@@ -19,6 +19,7 @@ use ckfs_source::{DirectoryWatch, Woken};
 use super::{
     run::Run,
     settle::{ListedStep, Look, OPENING, watched},
+    slot::Slot,
 };
 
 /// Time between two looks where nothing tells of changes.
@@ -146,16 +147,7 @@ impl Run {
         let shown: Vec<ListedStep> = finished[finished.len() - most..].iter().map(|step| (*step).clone()).collect();
         let are_there = |step: &ListedStep| finished.iter().any(|other| other.is_same(step));
         let changes = self.slots.show(&shown, &are_there, &|step| self.permission_of_step(step));
-        for slot in &changes.ended {
-            let is_there = look.steps.iter().any(|step| step.number == slot.step.number);
-            let (count, what) = if is_there {
-                (&self.counts.rewritten, "is written anew")
-            } else {
-                (&self.counts.deleted, "was deleted")
-            };
-            count.fetch_add(1, Ordering::Relaxed);
-            tracing::info!("step {} {what}: {}", slot.step.number, slot.step.name);
-        }
+        self.count_ended(&changes.ended, look);
         for volume in &changes.volumes {
             self.retire(volume);
         }
@@ -171,6 +163,24 @@ impl Run {
             self.share_out();
         }
         self.looked.write().unwrap_or_else(PoisonError::into_inner).clone_from(&look.steps);
+    }
+
+    /// Counts the steps that were shown and are no more: at once, or when a later look says what becomes of them. A directory
+    /// that loses its files one by one is there for a while.
+    fn count_ended(&self, ended: &[Arc<Slot>], look: &Look) {
+        let mut changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        changing.extend(ended.iter().map(|slot| (slot.step.number, slot.step.name.clone())));
+        changing.retain(|number, name| {
+            let found = look.steps.iter().find(|step| step.number == *number);
+            let (count, what) = match found {
+                Some(step) if step.unfinished.is_some() => return true,
+                Some(_) => (&self.counts.rewritten, "is written anew"),
+                None => (&self.counts.deleted, "was deleted"),
+            };
+            count.fetch_add(1, Ordering::Relaxed);
+            tracing::info!("step {number} {what}: {name}");
+            false
+        });
     }
 
     /// Notes whether the directory can be listed.

@@ -1,7 +1,7 @@
 //! A run with what its steps share.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     fmt, fs,
     io::{self, Write},
     path::Path,
@@ -60,6 +60,8 @@ pub struct Run {
     pub(super) planned_ahead: AtomicU64,
     /// Steps to measure again, by name.
     pub(super) rechecks: Mutex<Vec<String>>,
+    /// Steps that were shown and whose files are being changed or deleted: names by number.
+    pub(super) changing: Mutex<BTreeMap<u64, String>>,
     pub(super) bell: Mutex<Option<io::PipeWriter>>,
     pub(super) has_ended: AtomicBool,
     pub(super) hook: Mutex<Option<Hook>>,
@@ -147,6 +149,7 @@ impl Run {
             opening: AtomicUsize::new(0),
             planned_ahead: AtomicU64::new(0),
             rechecks: Mutex::default(),
+            changing: Mutex::default(),
             bell: Mutex::default(),
             has_ended: AtomicBool::new(false),
             hook: Mutex::default(),

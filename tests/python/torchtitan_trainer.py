@@ -1,9 +1,10 @@
-"""torchtitan's own trainer on processors: `torchtitan_train_process.py FLAVOR RUN TRUTH STEPS [SETTING=VALUE...]`, in each of its processes.
+"""torchtitan's own trainer on processors, for `run_process.py`: called in each of its processes.
 
 The trainer, its parallelisms, its checkpointer and its adapter are torchtitan's, unchanged. What differs from a run on accelerators: the
-type of the device, attention (torchtitan's other module, without a kernel for accelerators), batches of random tokens, and packages
-without a part in this (TensorBoard, datasets) are replaced by empty ones. Before each step is saved, the trainer's own export to
-Hugging Face's format of that moment is written to `TRUTH/<step>.safetensors`.
+type of the device and what is asked of it (name, memory), attention (torchtitan's other module, without a kernel for accelerators),
+sums of gradients without a factor, which gloo has not, batches of random tokens, and fewer layers. Packages that are not installed, of
+data sets and of logging, are replaced by empty ones. Before each step is saved, the trainer's own export of the model of that moment to
+the format of Hugging Face is written to `TRUTH/<step>.safetensors`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def made_small(model) -> None:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
 
 
-def main(flavor: str, run: Path, truth: Path, steps: int, settings: dict[str, str]) -> None:
+def main(flavor: str, run: Path, truth: Path, steps: int, settings: dict[str, object]) -> None:
     on_processors()
     import importlib
 
@@ -103,12 +104,12 @@ def main(flavor: str, run: Path, truth: Path, steps: int, settings: dict[str, st
         of = config
         for part in at.split("."):
             of = getattr(of, part)
-        setattr(of, last, type(getattr(of, last))(eval(value) if value in ("True", "False") else value))
+        setattr(of, last, value)
 
     trainer = config.build()
     for module in (module for part in trainer.model_parts for module in part.modules()):
         if isinstance(module, FSDPModule):
-            # gloo has no sum with a factor.
+            # Divides by itself.
             module.set_force_sum_reduction_for_comms(True)
     checkpointer, save = trainer.checkpointer, trainer.checkpointer.save
 
@@ -130,8 +131,3 @@ def main(flavor: str, run: Path, truth: Path, steps: int, settings: dict[str, st
     checkpointer.maybe_wait_for_saving()
     trainer.close()
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    flavor, run, truth, steps = sys.argv[1:5]
-    main(flavor, Path(run), Path(truth), int(steps), dict(setting.split("=", 1) for setting in sys.argv[5:]))
