@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -130,6 +131,21 @@ def note_delays(run: Path, mnt: Path, delays: dict[int, float], ending: threadin
                     delays[step] = time.time() - (run / str(step)).stat().st_ctime
 
 
+def read_apart(folder: Path, result: Path) -> bool:
+    """Reads a step in a process of its own: a program that maps a file of a step which its trainer deletes is ended by the kernel."""
+
+    def read_and_save() -> None:
+        torch.set_num_threads(1)
+        torch.save((files(folder), *read(folder)), result)
+
+    import torch
+
+    reader = multiprocessing.get_context("fork").Process(target=read_and_save)
+    reader.start()
+    reader.join()
+    return reader.exitcode == 0
+
+
 def follow(maxtext: MaxText, work: Path, name: str, steps: int) -> None:
     import torch
     from back import write_tokenizer
@@ -161,15 +177,17 @@ def follow(maxtext: MaxText, work: Path, name: str, steps: int) -> None:
             for step in shown:
                 if step in seen:
                     continue
+                is_read = read_apart(mnt / f"{step}/hf", work / f"{step}.pt")
                 try:
-                    found = files(mnt / f"{step}/hf"), *read(mnt / f"{step}/hf")
                     shutil.copytree(run / str(step), kept / str(step))
-                except (OSError, shutil.Error) as error:
+                except (OSError, shutil.Error):
+                    is_read = False
+                if not is_read:
                     shutil.rmtree(kept / str(step), ignore_errors=True)
-                    check(not (run / str(step)).exists(), f"step {step}: {error}")
+                    check(step not in steps_in(run), f"step {step} cannot be read")
                     print(f"step {step}: its trainer deleted it meanwhile")
                     continue
-                seen[step] = found
+                seen[step] = torch.load(work / f"{step}.pt")
                 live += not ended and trainer.poll() is None
             on_disk = steps_in(run)
             if ended and shown == on_disk and set(shown) <= seen.keys():

@@ -18,6 +18,8 @@ import numpy as np
 import torchtitan_trainer
 
 PAUSE_SECONDS = 0.8
+# Steps that a trainer keeps.
+KEPT = 3
 # Of the models of transformers.
 CONFIG = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -39,10 +41,17 @@ def tell(truth: Path, step: int, tensors: dict[str, np.ndarray]) -> None:
     os.rename(part, truth / f"{step}.safetensors")
 
 
+def wait_for_reader(truth: Path, step: int) -> None:
+    """Waits until the step that this one displaces has been read: who maps a file that is deleted is ended by the kernel."""
+    read, deadline = truth / f"{step - KEPT}.read", time.monotonic() + 120
+    while step > KEPT and not read.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def orbax(run: Path, truth: Path, steps: int) -> None:
     import orbax.checkpoint as ocp
 
-    manager = ocp.CheckpointManager(run, options=ocp.CheckpointManagerOptions(max_to_keep=3, create=True))
+    manager = ocp.CheckpointManager(run, options=ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True))
     for step in range(1, steps + 1):
         tell(truth, step, {f"params.{name}": array for name, array in weights(step).items()})
         manager.save(step, args=ocp.args.StandardSave({"params": weights(step), "step": np.int32(step)}))
@@ -99,6 +108,7 @@ def transformers(run: Path, truth: Path, steps: int, **more: object) -> None:
         """Says what the model is, in the moment before it is saved."""
 
         def on_step_end(self, args, state, control, model=None, **more):
+            wait_for_reader(truth, state.global_step)
             # All ranks put it together, and one tells.
             whole = lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # noqa: E731
             tensors = {name: whole(tensor.detach()).numpy().copy() for name, tensor in model.state_dict().items()}
@@ -107,7 +117,7 @@ def transformers(run: Path, truth: Path, steps: int, **more: object) -> None:
             time.sleep(PAUSE_SECONDS)
 
     arguments = TrainingArguments(
-        output_dir=str(run), max_steps=steps, per_device_train_batch_size=2, save_steps=1, save_total_limit=3, learning_rate=0.1,
+        output_dir=str(run), max_steps=steps, per_device_train_batch_size=2, save_steps=1, save_total_limit=KEPT, learning_rate=0.1,
         report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no", **more,
     )  # fmt: skip
     trainer = Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=rows, callbacks=[Tell()])
@@ -150,7 +160,7 @@ def transformers_fsdp(run: Path, truth: Path, steps: int) -> None:
 
 def torchtitan_fsdp(run: Path, truth: Path, steps: int) -> None:
     in_two_processes()
-    torchtitan_trainer.main("llama3_debugmodel", run, truth, steps, {})
+    torchtitan_trainer.main("llama3_debugmodel", run, truth, steps, KEPT, wait_for_reader, {})
 
 
 def torchtitan_tensor(run: Path, truth: Path, steps: int) -> None:
@@ -160,7 +170,7 @@ def torchtitan_tensor(run: Path, truth: Path, steps: int) -> None:
         "parallelism.tensor_parallel_degree": 2, "checkpoint.async_mode": "async", "checkpoint.last_save_model_only": True,
         "checkpoint.last_save_in_hf": True,
     }  # fmt: skip
-    torchtitan_trainer.main("qwen3_debugmodel", run, truth, steps, settings)
+    torchtitan_trainer.main("qwen3_debugmodel", run, truth, steps, KEPT, wait_for_reader, settings)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torchtitan_process
@@ -77,7 +78,9 @@ def made_small(model) -> None:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
 
 
-def main(flavor: str, run: Path, truth: Path, steps: int, settings: dict[str, object]) -> None:
+def main(
+    flavor: str, run: Path, truth: Path, steps: int, kept: int, before_save: Callable[[Path, int], None], settings: dict[str, object]
+) -> None:
     on_processors()
     import importlib
 
@@ -94,7 +97,7 @@ def main(flavor: str, run: Path, truth: Path, steps: int, settings: dict[str, ob
     config.dataloader = random_tokens()
     config.dump_folder, config.checkpoint.folder = str(run.parent), run.name
     config.hf_assets_path = str(truth.parent / "model")
-    config.checkpoint.enable, config.checkpoint.interval, config.checkpoint.keep_latest_k = True, 1, 3
+    config.checkpoint.enable, config.checkpoint.interval, config.checkpoint.keep_latest_k = True, 1, kept
     config.training.steps, config.training.seq_len, config.training.local_batch_size = steps, 32, 2
     config.training.disable_cuda_graphs = True
     config.validator.enable = False
@@ -115,6 +118,7 @@ def main(flavor: str, run: Path, truth: Path, steps: int, settings: dict[str, ob
 
     def save_and_tell(step: int, last_step: bool = False) -> bool:
         """Its own export of the model first, by all ranks."""
+        before_save(truth, step)
         exported = truth / f"export-{step}"
         checkpointer.dcp_save(checkpointer.states[MODEL].state_dict(), str(exported), AsyncMode.DISABLED, to_hf=True)
         if torch.distributed.get_rank() == 0:
