@@ -4,10 +4,11 @@
     $(tests/python/setup.sh)/bin/python tests/maxtext/follow.py --maxtext $(tests/maxtext/setup.sh)/bin/python
     $(tests/python/setup.sh)/bin/python tests/maxtext/follow.py --root ROOT   # ROOT made by tests/maxtext/root.sh
 
-Tiny models train on CPU devices, with the settings of `RUNS`: parameters split over devices, saved at every second step, three steps kept. `ckfs mount
---steps all --layout hf` follows. Each step that appears is loaded by transformers while the training goes on, and its logits are computed. At the end
-MaxText's `to_huggingface` exports a copy of each step, made when it appeared. Names, all bits of all tensors, and all bits of the
-logits must be equal; steps differ from one another; and the mount must show what the trainer kept, and be healthy.
+Tiny models train on CPU devices, with the settings of `RUNS`: parameters split over devices, saved at every second step, three
+steps kept. `ckfs mount --steps all --layout hf` follows. Each step that appears is loaded by transformers while the training goes
+on, and its logits are computed. At the end MaxText's `to_huggingface` exports a copy of each step, made when it appeared. Names,
+all bits of all tensors, and all bits of the logits must be equal; steps differ from one another; and the mount must show what the
+trainer kept, count what it deleted, and be healthy.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ FLAGS = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
 DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 KEPT, PERIOD, LIMIT_SECONDS = 3, 2, 600
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
+}  # fmt: skip
 MODEL = [
-    "override_model_config=true", "base_emb_dim=32", "base_mlp_dim=48", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
-    "vocab_size=64", "use_multimodal=false", "hardware=cpu", "skip_jax_distributed_system=true", "log_config=false",
+    "override_model_config=true", "base_emb_dim=32", "base_mlp_dim=48", "base_num_query_heads=4", "base_num_kv_heads=2",
+    "head_dim=8", "vocab_size=64", "use_multimodal=false", "hardware=cpu", "skip_jax_distributed_system=true", "log_config=false",
 ]  # fmt: skip
 TRAINING = [
     "dataset_type=synthetic", "attention=dot_product", "dtype=float32", "matmul_precision=highest", "learning_rate=0.01",
@@ -131,8 +134,16 @@ def note_delays(run: Path, mnt: Path, delays: dict[int, float], ending: threadin
                     delays[step] = time.time() - (run / str(step)).stat().st_ctime
 
 
+def same(left, right) -> bool:
+    """Bit for bit."""
+    import torch
+
+    raw = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (left, right)]
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*raw)
+
+
 def read_apart(folder: Path, result: Path) -> bool:
-    """Reads a step in a process of its own: a program that maps a file of a step which its trainer deletes is ended by the kernel."""
+    """Reads a step in a process of its own: the kernel ends a program that maps a file of a step which its trainer deletes."""
 
     def read_and_save() -> None:
         torch.set_num_threads(1)
@@ -217,10 +228,9 @@ def follow(maxtext: MaxText, work: Path, name: str, steps: int) -> None:
         for left, right in ((stored, expected), (tensors, own)):
             check(left.keys() == right.keys(), f"step {step}: {left.keys() ^ right.keys()}")
             for key, tensor in left.items():
-                check(tensor.dtype == right[key].dtype and tensor.shape == right[key].shape, f"step {step}: {key}: {right[key].dtype}")
-                check(torch.equal(tensor, right[key]), f"step {step}: {key}")
-        check(torch.equal(logits, own_logits), f"step {step}: the logits")
-        check(before is None or not torch.equal(logits, before), f"step {step} has the logits of the step before it")
+                check(same(tensor, right[key]), f"step {step}: {key}: {tensor.dtype}, {right[key].dtype}")
+        check(same(logits, own_logits), f"step {step}: the logits")
+        check(before is None or not same(logits, before), f"step {step} has the logits of the step before it")
         before = logits
     # Of those that were shown, the trainer deleted all but the kept ones.
     gone = stats["steps"]["appeared"] - KEPT
@@ -229,7 +239,8 @@ def follow(maxtext: MaxText, work: Path, name: str, steps: int) -> None:
     print(
         f"{name}: {len(seen)} of {len(delays)} steps that appeared were read, {live} of them during the training; "
         f"{len(expected)} tensors and the logits of each are equal to MaxText's export; a step appeared "
-        f"{min(delays.values()):.2f}-{max(delays.values()):.2f} s (median {statistics.median(delays.values()):.2f}) after its last file",
+        f"{min(delays.values()):.2f}-{max(delays.values()):.2f} s (median {statistics.median(delays.values()):.2f}) after its "
+        "last file",
         flush=True,
     )
 
@@ -244,8 +255,8 @@ def export(steps: list[str], work: str, settings: list[str]) -> None:
 
     for step in steps:
         words = [
-            "to_huggingface", *settings, f"load_parameters_path={work}/kept/{step}/items", f"base_output_directory={work}/exported/{step}",
-            f"--hf_model_path={work}/model", "--override_model_architecture",
+            "to_huggingface", *settings, f"load_parameters_path={work}/kept/{step}/items",
+            f"base_output_directory={work}/exported/{step}", f"--hf_model_path={work}/model", "--override_model_architecture",
         ]  # fmt: skip
         to_huggingface.main(flags.FLAGS(words))
 

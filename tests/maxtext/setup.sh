@@ -6,6 +6,9 @@
 #   $venv/bin/python tests/maxtext/compare.py --size 2
 #   $venv/bin/python tests/maxtext/logits.py
 #   $venv/bin/python tests/maxtext/train.py
+#   $(tests/python/setup.sh)/bin/python tests/maxtext/follow.py --maxtext $venv/bin/python
+#
+# Where there is no such Python, root.sh makes one in a root of Debian 13.
 set -euo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)

@@ -164,7 +164,8 @@ def torchtitan_fsdp(run: Path, truth: Path, steps: int) -> None:
 
 
 def torchtitan_tensor(run: Path, truth: Path, steps: int) -> None:
-    """Tensor parallelism in place of FSDP, a head that is the embedding, steps written in the background, and the last one a repository."""
+    """Tensor parallelism in place of FSDP, a head that is the embedding, and steps that are written in the background. The last
+    one is a repository."""
     in_two_processes()
     settings = {
         "parallelism.tensor_parallel_degree": 2, "checkpoint.async_mode": "async", "checkpoint.last_save_model_only": True,

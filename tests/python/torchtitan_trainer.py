@@ -1,10 +1,10 @@
 """torchtitan's own trainer on processors, for `run_process.py`: called in each of its processes.
 
-The trainer, its parallelisms, its checkpointer and its adapter are torchtitan's, unchanged. What differs from a run on accelerators: the
-type of the device and what is asked of it (name, memory), attention (torchtitan's other module, without a kernel for accelerators),
-sums of gradients without a factor, which gloo has not, batches of random tokens, and fewer layers. Packages that are not installed, of
-data sets and of logging, are replaced by empty ones. Before each step is saved, the trainer's own export of the model of that moment to
-the format of Hugging Face is written to `TRUTH/<step>.safetensors`.
+The trainer, its parallelisms, its checkpointer and its adapter are torchtitan's, unchanged. What differs from a run on
+accelerators: the type of the device and what is asked of it (name, memory), attention (torchtitan's other module, without a
+kernel for accelerators), sums of gradients without a factor, which gloo has not, batches of random tokens, and fewer layers.
+Packages that are not installed, of data sets and of logging, are replaced by empty ones. Before each step is saved, the trainer's
+own export of the model of that moment to the format of Hugging Face is written to `TRUTH/<step>.safetensors`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def random_tokens():
         class Config(ParallelAwareDataloader.Config):
             pass
 
-        def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_more: object) -> None:
+        def __init__(
+            self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_more: object
+        ) -> None:
             super().__init__(Rows(seq_len, dp_rank), dp_rank, dp_world_size, batch_size=local_batch_size)
 
     return Loader.Config()
@@ -79,7 +81,13 @@ def made_small(model) -> None:
 
 
 def main(
-    flavor: str, run: Path, truth: Path, steps: int, kept: int, before_save: Callable[[Path, int], None], settings: dict[str, object]
+    flavor: str,
+    run: Path,
+    truth: Path,
+    steps: int,
+    kept: int,
+    before_save: Callable[[Path, int], None],
+    settings: dict[str, object],
 ) -> None:
     on_processors()
     import importlib
