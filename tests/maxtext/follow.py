@@ -161,6 +161,9 @@ def follow(maxtext: MaxText, work: Path, name: str, steps: int) -> None:
     import torch
     from back import write_tokenizer
 
+    # Before the readers begin, which have it then.
+    from transformers import LlamaForCausalLM, Qwen3ForCausalLM  # noqa: F401
+
     called, config, layers, dtype, settings = RUNS[name]
     model, kept, mnt, run = work / "model", work / "kept", work / "mnt", work / "out/run/checkpoints"
     for folder in (model, kept, mnt, run):
