@@ -230,7 +230,7 @@ def test_steps_come_and_go_and_the_server_is_healthy(run: Path, home: Path, tmp_
         for address in (path, "/files/100/", "/ckfs/run/resolve/100/config.json", "/api/models/ckfs/run/revision/100"):
             assert server.request(address)[0].status == 404, address
         assert server.get("/readyz") == b"ready\n"
-        assert server.json("/files/.ckfs/stats.json")["steps"]["deleted"] == 1
+        wait_until(lambda: server.json("/files/.ckfs/stats.json")["steps"]["deleted"] == 1, what="the deleted step is counted")
         # Under its number, another one.
         save(run / "checkpoint-100", trained(7))
         wait_until(lambda: steps(server) == ["100", "200", "300"], what="it is back")
