@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs a release where people do, and uses it there: on bare Debian 12 and 13 for x86-64, and for aarch64 by qemu-user; under
-# systemd as the first process; by dnf and zypper; as a container. Nothing of it is on the machine afterwards.
+# systemd as the first process; by dnf; as a container. Nothing of it is on the machine afterwards.
 #
 #   tests/hosts/hosts.sh RELEASE                     all of them; RELEASE is the directory that `.ci/release` made
 #   tests/hosts/hosts.sh RELEASE trixie-arm64 image  only these
@@ -47,6 +47,9 @@ apart() {
     fi
 }
 
+# Nothing of this shell's environment is meant for other systems.
+bare=(env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8)
+
 # Runs a command inside a root, which sees the devices of the machine, the release and these scripts.
 inside() {
     local root=$1
@@ -57,7 +60,7 @@ inside() {
         mount --rbind /dev "$root/dev"
         mount --bind "$release" "$root/release"
         mount --bind "$here" "$root/hosts"
-        exec chroot "$root" "$@"' inside "$root" "$release" "$here" "$@"
+        exec "$@"' inside "$root" "$release" "$here" "${bare[@]}" chroot "$root" "$@"
 }
 
 # A bare root of a release of Debian in $work/NAME, with what is named; it is made once, and kept as an archive.
@@ -113,7 +116,7 @@ systemd() {
     # As udev does where it runs.
     nsenter --target "$booted" --all sh -c '[ -e /dev/fuse ] || mknod -m 666 /dev/fuse c 10 229; systemctl is-system-running --wait >/dev/null || true'
     local code=0
-    nsenter --target "$booted" --all /hosts/services.sh || code=$?
+    nsenter --target "$booted" --all "${bare[@]}" /hosts/services.sh || code=$?
     nsenter --target "$booted" --all systemctl --no-block poweroff || true
     wait "$container" || true
     booted=
@@ -121,11 +124,11 @@ systemd() {
     return "$code"
 }
 
-# The .rpm by the two installers that resolve what it needs. No distribution of RPM's is to be had from Debian's packages: a stub
+# The .rpm by an installer that resolves what it needs. No distribution of RPM's is to be had from Debian's packages: a stub
 # stands for the packages of one, in an empty database.
 dnf() {
     local architecture=amd64 root
-    root=$(make_root bookworm -rpm dnf,zypper,rpm)
+    root=$(make_root bookworm -rpm dnf,rpm)
     inside "$root" /hosts/rpm.sh /release
     rm -rf --one-file-system "$root"
 }
