@@ -141,7 +141,7 @@ image() {
     version=$(basename "${file[0]}" -oci.tar)
     version=${version#ckfs-}
     for platform in amd64 arm64; do
-        [[ $(skopeo inspect --config --override-arch $platform "oci-archive:${file[0]}") == *"\"architecture\":\"$platform\""* ]] ||
+        [[ $(skopeo inspect --config --override-arch $platform "oci-archive:${file[0]}") == *"\"architecture\": \"$platform\""* ]] ||
             { say "image: no platform $platform"; return 1; }
     done
     # In mounts of its own: its storage is in $work, and its cgroups are version 2 where the machine has both.

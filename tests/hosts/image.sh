@@ -31,7 +31,7 @@ run --network=none --user 65532 --read-only --cap-drop ALL --volume "$data:/data
 say "plan and export: user 65532, no capability, nothing writable"
 
 # The Hub is out of reach, but would be trusted.
-! run --network=none "$name" plan org/name >"$storage/log" 2>&1 || fail "a name of the Hub is planned without a network"
+! run --network=none "$name" plan org/name --source-timeout 2s >"$storage/log" 2>&1 || fail "a name of the Hub is planned without a network"
 ! grep -i certificate "$storage/log" || fail "no certificates"
 say "Hub: $(tail -n 1 "$storage/log")"
 
@@ -60,4 +60,7 @@ for _ in $(seq 100); do served /readyz >/dev/null 2>&1 && break; sleep 0.1; done
 served /files/full/embed | cmp - "$data/out/e/full/embed" || fail "serve"
 podman stop --time 40 served >/dev/null
 say "serve: user 65532, no capability; a file as exported"
+# Its own removal of ended containers may still go on.
+podman rm --all --force >/dev/null
+podman rmi --all --force >/dev/null
 say "PASSED"
