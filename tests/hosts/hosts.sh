@@ -100,7 +100,7 @@ walk() {
 
 # The units, in a container that systemd has booted. It shares nothing with the machine but the kernel; its cgroups are version 2.
 systemd() {
-    local architecture=amd64 root process
+    local architecture=amd64 root
     need systemd-nspawn systemd-container
     root=$(make_root "$1" -systemd systemd,systemd-sysv,dbus,dbus-user-session,libpam-systemd,procps)
     inside "$root" sh -c 'DEBIAN_FRONTEND=noninteractive apt-get -qq install -y /release/ckfs_*_amd64.deb >/dev/null 2>&1'

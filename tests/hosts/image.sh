@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # With podman: the image of a release is loaded, and does as the guide says. Run by `hosts.sh`, in mounts of its own.
 #
 #   image.sh ARCHIVE NAME STORAGE

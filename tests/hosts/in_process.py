@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 import sys
-import sysconfig
 from pathlib import Path
 
 import ckfs
@@ -28,7 +27,8 @@ def main() -> None:
         assert whole.dtype == np.float32 and whole.tobytes() == (exported / "full" / name).read_bytes(), name
         compared += whole.nbytes
     assert compared > 1000, compared
-    print(f"{compared} bytes on {platform.machine()}, Python {platform.python_version()}, {sysconfig.get_platform()}, numpy {np.__version__}")
+    where = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
+    print(f"{compared} bytes on {where}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # Inside a root with dnf: the .rpm is installed, used, installed again, and removed. Run by `hosts.sh`.
 #
 #   rpm.sh RELEASE        the directory of the release's files, as the root sees it

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # Inside a system that systemd has booted, with the package installed: the units as an administrator uses them. Run by `hosts.sh`.
 #
 #   services.sh        as root of the system; prints one line for what was shown, and ends at the first that is not so

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # Inside the root of a bare Debian, of this processor or another: the package is installed, used and removed; then the wheel. Run by
 # `hosts.sh`.
 #
@@ -13,7 +13,6 @@ say() { printf 'walk: %s: %s\n' "$about" "$*"; }
 fail() { say "FAILED: $*"; exit 1; }
 . /etc/os-release
 about="$ID $VERSION_ID $(uname -m)"
-machine=$(uname -m)
 
 # --- the package, by apt, with what it recommends
 deb=$(echo "$release"/ckfs_*_"$(dpkg --print-architecture)".deb)
