@@ -18,13 +18,14 @@ def main() -> None:
     checkpoint = ckfs.open(source, mesh={"fsdp": 2}, dtype="f32")
     compared = 0
     for name, tensor in checkpoint.items():
+        path = name.replace(".", "/")
         for device in (0, 1):
-            expected = (exported / f"dev{device}" / name).read_bytes()
+            expected = (exported / f"dev{device}" / path).read_bytes()
             found = bytearray(len(expected))
             tensor.read_into(found, tensor.region(device))
             assert found == expected, f"{name} of device {device}"
         whole = tensor[...]
-        assert whole.dtype == np.float32 and whole.tobytes() == (exported / "full" / name).read_bytes(), name
+        assert whole.dtype == np.float32 and whole.tobytes() == (exported / "full" / path).read_bytes(), name
         compared += whole.nbytes
     assert compared > 1000, compared
     where = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
