@@ -404,15 +404,17 @@ fn check_gather(job: &Job, decode: &Decode, from: usize, to: usize, scale: Optio
     let Job { loops, source_offset, target_offset, shift, .. } = job;
     let gathered =
         Gather { decode, target_bytes: to as u64, loops, source_offset: *source_offset, target_offset: *target_offset };
-    // Past the caches too, from the start of a cache line on, where the code may write whole lines.
-    let mut streamed = vec![0; 64 + expected.len()];
-    let line = streamed.as_ptr().align_offset(64);
-    let streamed = &mut streamed[line..line + expected.len()];
-    streamed.copy_from_slice(&target[*shift..]);
-    gather_with(Stores::Streamed, &gathered, &windows, streamed);
+    // Past the caches too: from the start of a cache line on, where the code may write whole lines, and from within one.
+    let mut memory = vec![0; 128 + expected.len()];
+    let line = memory.as_ptr().align_offset(64);
+    for start in [line, line + shift, line + to * shift % 64] {
+        let streamed = &mut memory[start..start + expected.len()];
+        streamed.copy_from_slice(&target[*shift..]);
+        gather_with(Stores::Streamed, &gathered, &windows, streamed);
+        prop_assert!(streamed == expected, "{job:?} {decode:?}, elements of {from} and {to} bytes, past the caches");
+    }
     gather(&gathered, &windows, &mut target[*shift..]);
     prop_assert!(target[*shift..] == expected, "{job:?} {decode:?}, elements of {from} and {to} bytes");
-    prop_assert!(streamed == expected, "{job:?} {decode:?}, elements of {from} and {to} bytes, past the caches");
     Ok(())
 }
 

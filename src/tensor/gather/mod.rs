@@ -27,7 +27,11 @@ use self::{
     convert::{Convert, DecodedGather},
 };
 use super::{
-    Decode, Load, Program, Window, block_decode::ValueDecoder, convert::element_bytes, kernel::Level, transpose::fence,
+    Decode, Load, Program, Window,
+    block_decode::ValueDecoder,
+    convert::element_bytes,
+    kernel::Level,
+    transpose::{fence, stream_run},
 };
 
 /// Bytes of the widest run that is transposed as if it were one element.
@@ -179,7 +183,11 @@ fn copy(
             copy_elements(unit, &source[place.source..], inner.source, target, inner.target, inner.extent);
         }),
         Some(_) | None => each(&axes, place, &mut |place| {
-            target[place.target..place.target + unit].copy_from_slice(&source[place.source..place.source + unit]);
+            let (from, to) = (&source[place.source..][..unit], &mut target[place.target..][..unit]);
+            match stores {
+                Stores::Streamed => stream_run(from, to),
+                Stores::Cached => to.copy_from_slice(from),
+            }
         }),
     }
 }

@@ -3,7 +3,7 @@
 #![allow(clippy::inline_always, reason = "registers must stay registers")]
 
 /// Bytes of a line of the processor's caches.
-pub(super) const CACHE_LINE_BYTES: usize = 64;
+pub(crate) const CACHE_LINE_BYTES: usize = 64;
 /// Lines that are transposed together, a cache line of each at a time: this number of 2-byte elements fills a cache line.
 pub(crate) const BAND_LINES: usize = 32;
 

@@ -10,9 +10,7 @@ mod lines;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-#[cfg(target_arch = "x86_64")]
-use self::lines::CACHE_LINE_BYTES;
-pub(super) use self::lines::{BAND_LINES, Fused, FusedKind, Lines, prefetch};
+pub(super) use self::lines::{BAND_LINES, CACHE_LINE_BYTES, Fused, FusedKind, Lines, prefetch};
 use super::kernel::Level;
 
 /// Bytes from one target line to the next in nearly all blocks. With this constant pitch stores need no address arithmetic.
@@ -40,6 +38,20 @@ pub(super) fn stream(source: &[u8], target: &mut [u8]) {
         return;
     }
     target.copy_from_slice(source);
+}
+
+/// Copies `source` to `target` as [`stream`] does, wherever `target` begins and ends: the parts of cache lines at its ends by usual
+/// stores.
+pub(super) fn stream_run(source: &[u8], target: &mut [u8]) {
+    let head = target.as_ptr().align_offset(CACHE_LINE_BYTES).min(target.len());
+    let lines = (target.len() - head) / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
+    let (head, rest) = target.split_at_mut(head);
+    let (lines, tail) = rest.split_at_mut(lines);
+    let (from_head, rest) = source.split_at(head.len());
+    let (from_lines, from_tail) = rest.split_at(lines.len());
+    head.copy_from_slice(from_head);
+    stream(from_lines, lines);
+    tail.copy_from_slice(from_tail);
 }
 
 /// Makes the bytes copied by [`stream`] visible to other threads before any later write of this thread.
