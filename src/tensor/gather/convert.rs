@@ -8,7 +8,7 @@ use super::{
         block_decode::{self, ValueDecoder},
         convert::{BLOCK_ELEMENTS, Converter, Direct, element_bytes},
         kernel::Level,
-        transpose::{CACHE_LINE_BYTES, Fused, FusedKind, stream},
+        transpose::{CACHE_LINE_BYTES, Fused, FusedKind, STREAMS, stream},
     },
     axes::{Axis, Position, copy_elements, copy_line, each},
     blocks::{Blocks, GROUP_ROWS_MAX, LineMethod, ROWS_AT_ONCE},
@@ -69,7 +69,7 @@ impl<'a> Convert<'a> {
         match axes.split_first() {
             Some((inner, outer)) if inner.target == unit => each(outer, place, &mut |place| {
                 let target = &mut target[place.target..place.target + inner.extent * unit];
-                if stores == Stores::Streamed && inner.source == self.source_bytes {
+                if STREAMS && stores == Stores::Streamed && inner.source == self.source_bytes {
                     self.streamed_row(&source[place.source..][..inner.extent * inner.source], target);
                 } else {
                     self.line(source, place, inner.source, inner.extent, target);

@@ -18,6 +18,9 @@ pub(super) const USUAL_PITCH: usize = 320;
 /// Elements at the edge of a block that are converted together.
 const EDGE_ELEMENTS: usize = 64;
 
+/// Whether this processor has streaming stores that are used here. Elsewhere [`stream`] copies as usual.
+pub(super) const STREAMS: bool = cfg!(target_arch = "x86_64");
+
 /// Copies `source` to `target` with streaming stores, past the processor's caches; only whole cache lines are copied like this.
 /// Other threads see the bytes in order only after [`fence`].
 #[inline(always)]
