@@ -213,6 +213,12 @@ fn terminal() -> (OwnedFd, OwnedFd) {
     unsafe { (OwnedFd::from_raw_fd(user), OwnedFd::from_raw_fd(program)) }
 }
 
+/// Copies the program by another process: a child of a parallel test would inherit a descriptor that writes it, and until the
+/// child has become its own program, this one could not be started ("Text file busy").
+pub(crate) fn copy_program(to: &Path) {
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_ckfs")).arg(to).status().unwrap().success());
+}
+
 /// Runs a command with a limit of its own.
 fn limited(command: &mut Command, resource: Resource, limit: u64) -> Output {
     // SAFETY: setrlimit is one system call, which may be made between fork and exec.
@@ -400,8 +406,11 @@ fn log_of_system(bench: &Bench, socket: &str, script: &str) -> String {
     let received = log.recv(&mut buffer);
     // Its input ends, and it goes on.
     let output = child.wait_with_output().unwrap();
-    assert!(output.status.success(), "{}", text(&output));
-    String::from_utf8_lossy(&buffer[..received.unwrap()]).into_owned()
+    let reported = fs::read_to_string(bench.path("reported")).unwrap_or_default();
+    let all = || format!("{}; {}; {reported}", output.status, text(&output));
+    assert!(output.status.success(), "{received:?}; {}", all());
+    let bytes = received.unwrap_or_else(|error| panic!("{error}; {}", all()));
+    String::from_utf8_lossy(&buffer[..bytes]).into_owned()
 }
 
 #[test]
@@ -506,7 +515,7 @@ fn a_limit_of_threads_is_an_error_or_a_fallback_but_no_panic() {
     // This limit does not apply to root; for a user without other processes it is exact.
     let nobody = Uid::from_raw(61_537);
     let program = bench.path("ckfs");
-    fs::copy(env!("CARGO_BIN_EXE_ckfs"), &program).unwrap();
+    copy_program(&program);
     std::os::unix::fs::chown(bench.mnt(), Some(nobody.as_raw()), Some(nobody.as_raw())).unwrap();
     let mut planned = 0;
     for limit in 1..12 {

@@ -438,7 +438,7 @@ fn a_user_without_privileges_reads_its_own_mount() {
     let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap().uid.as_raw();
     fixture.set("mnt", nobody, nobody, 0o755);
     fs::create_dir(fixture.path("dev")).unwrap();
-    fs::copy(env!("CARGO_BIN_EXE_ckfs"), fixture.path("ckfs")).unwrap();
+    crate::faults_process::copy_program(&fixture.path("ckfs"));
     fixture.set("ckfs", 0, 0, 0o755);
     // A device that all users may open, as on most hosts, visible to these processes only.
     let outer = "mount -t tmpfs none dev; mknod dev/fuse c 10 229; chmod 666 dev/fuse; mount --bind dev/fuse /dev/fuse; \

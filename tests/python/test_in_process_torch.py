@@ -58,6 +58,32 @@ def test_shards_of_a_device(repo):
         ckfs.torch.load(ck, 0, only="embed", to="nowhere")
 
 
+@pytest.mark.parametrize("most", [1, 100, 5000, 1 << 20])
+@pytest.mark.parametrize("kind", ["every_dtype", "llama"])
+def test_values_that_pass_by_stages_are_those_that_are_read_directly(repo, monkeypatch, kind, most):
+    """As to a GPU, by stages of any size, but to memory of the host."""
+    monkeypatch.setattr(ckfs.torch, "STAGE_BYTES", (most, most))
+    sizes, stage = [], ckfs.torch._Stage
+    monkeypatch.setattr(ckfs.torch, "_Stage", lambda size, pinned: sizes.append(size) or stage(size, pinned))
+    ck = ckfs.open(repo(kind).path, **({"mesh": {"fsdp": 3}} if kind == "llama" else {"layout": "hf"}))
+    for device in (0, 2) if kind == "llama" else (None,):
+        expected, parts, seen = ckfs.torch.load(ck, device), [], []
+        for at, (name, tensor) in enumerate(expected.items()):
+            # Elements that follow each other, and such that do not.
+            target = torch.empty_like(tensor) if at % 2 or tensor.ndim < 2 else torch.empty_like(tensor.mT).mT
+            selection, _ = ckfs._checkpoint.selected(ck[name].shape, () if device is None else ck[name].region(device))
+            parts.append(ckfs.torch._Part(ck[name]._index, selection, None, target))
+        total = sum(part.target.nbytes for part in parts)
+        reported = ckfs._checkpoint.Reported(lambda done, total: seen.append((done, total)), total)
+        ckfs.torch._load_by_stages(ck, parts, 2, reported)
+        for (name, tensor), part in zip(expected.items(), parts):
+            assert bits(part.target) == bits(tensor), name
+        assert seen == sorted(seen) and seen.count((total, total)) == 1 and {other for _, other in seen} == {total}
+        # A packed last axis, or one element, is the least that is read at a time.
+        least = 1000 if kind == "every_dtype" else 0
+        assert all(size <= max(-(-most // 64) * 64, least) for size in sizes) and len(sizes) <= 4
+
+
 def run_ranks(world: int, source: Path, cases: list[str]) -> list[list[dict]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

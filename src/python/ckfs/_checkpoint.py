@@ -191,6 +191,20 @@ def _write_progress(done: int, total: int) -> None:
     sys.stderr.flush()
 
 
+class Reported:
+    """Progress of several loads as that of one, of `total` bytes."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.report = _write_progress if progress is True else progress or None
+        self.total, self.begun = total, 0
+
+    def of(self, size: int) -> Progress:
+        """The progress of the next load, of `size` bytes."""
+        report, begun = self.report, self.begun
+        self.begun += size
+        return False if report is None else lambda done, _: report(begun + done, self.total)
+
+
 def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """The bytes of a contiguous array, in its own memory."""
     import numpy as np

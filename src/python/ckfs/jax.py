@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from ._checkpoint import Checkpoint, Progress, _bytes_of, selected
+from ._checkpoint import Checkpoint, Progress, Reported, _bytes_of, selected
 from ._dtypes import PACKED_BITS
 from ._errors import LoadError
 
@@ -86,25 +87,27 @@ def load(ck: Checkpoint, abstract_tree: Any, *, threads: int | None = None, prog
             lines.append("an optimizer's state is among them: give the tree of the weights alone, such as state.params")
         text = "\n  ".join((lines if missing else []) + mismatched)
         raise LoadError(f"the checkpoint does not fit the tree:\n  {text}", missing, mismatched=mismatched)
+    found = list(zip(leaves, sources, strict=True))
     results: list[Any] = []
     waiting: list[tuple[Any, list[tuple[np.ndarray[Any, Any], list[Any]]]]] = []
     rows: list[extension.Row] = []
     staged = 0
-    for (_, leaf), source in zip(leaves, sources, strict=True):
+    wanted = [(leaf, [(*selected(source.shape, region), devices) for region, devices in _pieces(leaf)]) for (_, leaf), source in found]
+    reported = Reported(progress, sum(math.prod(shape) * np.dtype(leaf.dtype).itemsize for leaf, parts in wanted for _, shape, _ in parts))
+    for (leaf, parts), (_, source) in zip(wanted, found, strict=True):
         dtype = np.dtype(leaf.dtype)
         pieces = []
-        for region, devices in _pieces(leaf):
-            selection, shape = selected(source.shape, region)
+        for selection, shape, devices in parts:
             array = np.empty(shape, dtype)
             rows.append((source._index, selection, dtype.name, _bytes_of(array)))
             pieces.append((array, devices))
             staged += array.nbytes
         waiting.append((leaf, pieces))
         if staged >= STAGED_BYTES:
-            ck._load(rows, threads, progress)
+            ck._load(rows, threads, reported.of(staged))
             results += [_made(*one) for one in waiting]
             rows, waiting, staged = [], [], 0
-    ck._load(rows, threads, progress)
+    ck._load(rows, threads, reported.of(staged))
     results += [_made(*one) for one in waiting]
     return jax.tree_util.tree_unflatten(tree, results)
 

@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from ._checkpoint import Checkpoint, Progress, selected
+from ._checkpoint import Checkpoint, Progress, Reported, Selection, selected
 from ._dtypes import PACKED_BITS, packed_bytes
 from ._errors import LoadError
 
 if TYPE_CHECKING:
     from . import _ckfs as extension
 
-# Bytes that are read to memory of the host at a time, on their way to another device.
-STAGED_BYTES = 256 << 20
+# Least and most bytes of each of the two stages in memory of the host, through which values go to a device. To pin memory takes
+# longer than to fill it, so a small load has small ones.
+STAGE_BYTES = (32 << 20, 256 << 20)
+# Parts of this many are made of a load, if the bounds allow it.
+STAGED_PARTS = 16
+# Each tensor of a stage begins at a multiple of this.
+STAGE_ALIGNMENT = 64
 # Words that wrappers of modules put into names.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -40,29 +45,39 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _memory(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of a contiguous tensor in memory of the host."""
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, in its own memory."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _memory(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of a contiguous tensor in memory of the host."""
+    flat: np.ndarray[Any, np.dtype[np.uint8]] = _bytes(tensor).numpy()
     return flat
 
 
-def _new(shape: Iterable[int], name: str) -> torch.Tensor:
-    """New memory of numpy's, which asks for huge pages; types that torch lacks are packed bytes."""
+def _new(shape: Iterable[int], name: str, device: torch.device | None) -> torch.Tensor:
+    """New memory: of the host's it is numpy's, which asks for huge pages. Types that torch lacks are packed bytes."""
     shape = tuple(shape)
+
+    def memory(size: int) -> torch.Tensor:
+        if device is not None:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        return torch.from_numpy(np.empty(size, np.uint8))
+
     if name in PACKED_BITS:
         size = packed_bytes(name, math.prod(shape))
         rows = (*shape[:-1], -1) if shape and size else (size,)
-        packed = torch.from_numpy(np.empty(size, np.uint8)).reshape(rows)
+        packed = memory(size).reshape(rows)
         dtype = getattr(torch, f"{name}_x2", None)
         return packed if dtype is None else packed.view(dtype)
     dtype = getattr(torch, name)
     if math.prod(shape) == 0:
-        return torch.empty(shape, dtype=dtype)
-    memory = torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
-    return memory.view(dtype).reshape(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+    return memory(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def load(
@@ -80,36 +95,115 @@ def load(
     Elements narrower than a byte stay packed: `float4_e2m1fn_x2` where torch has it, else `uint8`, the last axis in bytes.
     """
     names = ck._chosen(only, device)
-    moved = None if to is None else torch.device(to)
+    other = None if to is None else torch.device(to)
+    if other is not None and other.type == "cpu":
+        other = None
     tensors: dict[str, torch.Tensor] = {}
-    pending: list[tuple[str, extension.Row]] = []
+    parts: list[_Part] = []
     for name in names:
         source = ck[name]
         region = () if device is None else source.region(device)
         selection, shape = selected(source.shape, region)
-        tensors[name] = _new(shape, source._dtype_name)
-        pending.append((name, (source._index, selection, None, _memory(tensors[name]))))
-        if moved is not None and moved.type != "cpu" and sum(row[3].nbytes for _, row in pending) >= STAGED_BYTES:
-            _move(ck, tensors, pending, moved, threads, progress)
-            pending = []
-    if moved is not None and moved.type != "cpu":
-        _move(ck, tensors, pending, moved, threads, progress)
+        tensors[name] = _new(shape, source._dtype_name, other)
+        parts.append(_Part(source._index, selection, None, tensors[name]))
+    if other is None:
+        ck._load([part.row(part.target) for part in parts], threads, progress)
     else:
-        ck._load([row for _, row in pending], threads, progress)
+        _load_by_stages(ck, parts, threads, Reported(progress, sum(part.target.nbytes for part in parts)))
     return tensors
 
 
-def _move(
-    ck: Checkpoint,
-    tensors: dict[str, torch.Tensor],
-    pending: list[tuple[str, extension.Row]],
-    device: torch.device,
-    threads: int | None,
-    progress: Progress,
-) -> None:
-    ck._load([row for _, row in pending], threads, progress)
-    for name, _ in pending:
-        tensors[name] = tensors[name].to(device)
+class _Part(NamedTuple):
+    """A part of a tensor, and the memory that it is for, which has its shape."""
+
+    index: int
+    selection: list[Selection]
+    # What to cast to: the name of a dtype.
+    dtype: str | None
+    target: torch.Tensor
+
+    def row(self, memory: torch.Tensor) -> extension.Row:
+        return (self.index, self.selection, self.dtype, _memory(memory))
+
+    def cut(self, most: int) -> Iterator[_Part]:
+        """Parts of at most so many bytes, as far as whole elements of the axes allow."""
+        shape = [stop - start for start, stop, _ in self.selection]
+        # The last axis of packed elements has other extents, and is not cut.
+        axes = range(len(shape) if list(self.target.shape) == shape else len(shape) - 1)
+        axis = next((axis for axis in axes if shape[axis] > 1), None)
+        if self.target.nbytes <= most or axis is None or self.target.shape[axis] != shape[axis]:
+            yield self
+            return
+        count = max(1, most // (self.target.nbytes // shape[axis]))
+        for at in range(0, shape[axis], count):
+            start, size = self.selection[axis][0] + at, min(count, shape[axis] - at)
+            selection = [*self.selection[:axis], (start, start + size, 1), *self.selection[axis + 1 :]]
+            yield from self._replace(selection=selection, target=self.target.narrow(axis, at, size)).cut(most)
+
+
+class _Stage:
+    """Memory of the host that is filled, and then copied to devices while another stage is filled."""
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.memory, self.pinned = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), pinned
+        self.copied: list[torch.cuda.Event] = []
+
+    def wait(self) -> None:
+        """Until its memory is copied."""
+        for event in self.copied:
+            event.synchronize()
+        self.copied = []
+
+    def send(self, ck: Checkpoint, parts: list[_Part], threads: int | None, progress: Progress) -> None:
+        """Reads the parts, and begins to copy them to where they belong."""
+        self.wait()
+        places, end = [], 0
+        for part in parts:
+            raw = self.memory[end : end + part.target.nbytes]
+            places.append(raw.view(part.target.dtype).reshape(part.target.shape))
+            end += _staged_bytes(part)
+        ck._load([part.row(place) for part, place in zip(parts, places)], threads, progress)
+        for part, place in zip(parts, places):
+            if part.target.is_contiguous():
+                _bytes(part.target).copy_(_bytes(place), non_blocking=self.pinned)
+            else:
+                part.target.copy_(place, non_blocking=self.pinned)
+        if self.pinned:
+            for device in {part.target.device for part in parts if part.target.is_cuda}:
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                self.copied.append(event)
+
+
+def _staged_bytes(part: _Part) -> int:
+    return -(-part.target.nbytes // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
+
+
+def _load_by_stages(ck: Checkpoint, parts: list[_Part], threads: int | None, reported: Reported) -> None:
+    """Loads parts whose memory cannot be read into: of other devices, or elements that do not follow each other.
+
+    Copies to a GPU begin from pinned memory, so that they need no processor and run while the next parts are read.
+    """
+    least, most = STAGE_BYTES
+    limit = min(max(sum(map(_staged_bytes, parts)) // STAGED_PARTS, least), most)
+    groups: list[list[_Part]] = [[]]
+    filled = largest = 0
+    for part in (piece for part in parts for piece in part.cut(limit)):
+        size = _staged_bytes(part)
+        if groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(part)
+        filled += size
+        largest = max(largest, filled)
+    pinned = any(part.target.is_cuda for part in parts)
+    stages = [_Stage(largest, pinned) for _ in groups[:2]]
+    with torch.no_grad():
+        for turn, group in enumerate(groups):
+            size = sum(part.target.nbytes for part in group)
+            stages[turn % 2].send(ck, group, threads, reported.of(size))
+    for stage in stages:
+        stage.wait()
 
 
 def _chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
@@ -255,36 +349,21 @@ def _difference(missing: list[str], unexpected: list[str]) -> str:
 
 
 def _fill(ck: Checkpoint, chosen: list[tuple[_Target, str]], threads: int | None, progress: Progress) -> None:
-    rows: list[extension.Row] = []
-    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-    staged_bytes = 0
+    direct: list[_Part] = []
+    staged: list[_Part] = []
     for target, name in chosen:
         source = ck[name]
         selection, _ = selected(source.shape, target.region)
-        memory = local = target.local.detach()
+        local = target.local.detach()
         # Memory of the host whose elements follow each other is filled directly.
-        if local.device.type != "cpu" or not local.is_contiguous():
-            memory = torch.empty(local.shape, dtype=local.dtype)
-            staged.append((local, memory))
-            staged_bytes += memory.nbytes
-        rows.append((source._index, selection, _name_of(local.dtype), _memory(memory)))
-        if staged_bytes >= STAGED_BYTES:
-            _finish(ck, rows, staged, threads, progress)
-            rows, staged, staged_bytes = [], [], 0
-    _finish(ck, rows, staged, threads, progress)
-
-
-def _finish(
-    ck: Checkpoint,
-    rows: list[extension.Row],
-    staged: list[tuple[torch.Tensor, torch.Tensor]],
-    threads: int | None,
-    progress: Progress,
-) -> None:
-    ck._load(rows, threads, progress)
-    with torch.no_grad():
-        for local, memory in staged:
-            local.copy_(memory)
+        parts = direct if local.device.type == "cpu" and local.is_contiguous() else staged
+        parts.append(_Part(source._index, selection, _name_of(local.dtype), local))
+    sizes = [sum(part.target.nbytes for part in parts) for parts in (direct, staged)]
+    reported = Reported(progress, sum(sizes))
+    if direct or not staged:
+        ck._load([part.row(part.target) for part in direct], threads, reported.of(sizes[0]))
+    if staged:
+        _load_by_stages(ck, staged, threads, reported)
 
 
 __all__ = ["IncompatibleKeys", "load", "load_into"]
