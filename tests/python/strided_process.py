@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which FSDP needs: each of the forked ranks would take two seconds to import it
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

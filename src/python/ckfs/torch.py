@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # longer than to fill it, so a small load has small ones.
 STAGE_BYTES = (32 << 20, 256 << 20)
 # Parts of this many are made of a load, if the bounds allow it.
-STAGED_PARTS = 16
+STAGED_PARTS = 128
 # Each tensor of a stage begins at a multiple of this.
 STAGE_ALIGNMENT = 64
 # Words that wrappers of modules put into names.
