@@ -1,15 +1,16 @@
 """The download step of vLLM and of SGLang, by the engines' own module files, unmodified: `setup.sh` unpacks them from the published
 distributions. What these files import of the rest of the engine, which needs a GPU's libraries, is a stand-in that does nothing.
 
-    engine_process.py vllm|sglang MODEL [REVISION]
+    engine_process.py vllm|sglang MODEL [REVISION...]
     engine_process.py vllm|sglang --stream ADDRESS...
 
-Prints one JSON document: what the engine found of the repository, the directory that it downloaded to, and a digest of each
+Prints a JSON document for each revision: what the engine found of the repository, the directory that it downloaded to, and a digest of each
 tensor that its iterator gives; with --stream the tensors of files in a bucket, by Run:ai's model streamer.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.abc
@@ -100,6 +101,7 @@ class _Engine(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+@functools.cache
 def modules(engine: str, *names: str, absent: tuple[str, ...] = ()) -> list[types.ModuleType]:
     """The engine's own modules of these names."""
     names = tuple(f"{engine}.{name}" for name in names)
@@ -193,8 +195,8 @@ def main() -> None:
     if sys.argv[2] == "--stream":
         print(json.dumps(streamed(sys.argv[1], sys.argv[3:])))
         return
-    engine, model, revision = sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None
-    print(json.dumps({"vllm": vllm, "sglang": sglang}[engine](model, revision)))
+    for revision in sys.argv[3:] or [None]:
+        print(json.dumps({"vllm": vllm, "sglang": sglang}[sys.argv[1]](sys.argv[2], revision)))
 
 
 if __name__ == "__main__":

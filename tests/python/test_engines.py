@@ -57,9 +57,10 @@ def headers_of(directory: Path) -> dict[str, dict[str, object]]:
     return found
 
 
-def engine(name: str, server: Server, home: Path, model: str, *revision: str) -> dict:  # noqa: F811
-    out = run_script(PROCESS, name, model, *revision, home=home, HF_ENDPOINT=server.url, HF_XET_HIGH_PERFORMANCE="1")
-    return json.loads(out.splitlines()[-1])
+def engine(name: str, server: Server, home: Path, model: str, *revisions: str) -> list[dict]:  # noqa: F811
+    """What the engine finds of each revision, one after the other in one process; without any of the default one."""
+    out = run_script(PROCESS, name, model, *revisions, home=home, HF_ENDPOINT=server.url, HF_XET_HIGH_PERFORMANCE="1")
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
 def same_files(found: dict, expected: Path) -> None:
@@ -73,7 +74,7 @@ def same_files(found: dict, expected: Path) -> None:
 def test_vllm_downloads_and_reads(view: str, model: Path, home: Path, tmp_path: Path) -> None:  # noqa: F811
     expected = exported(model, tmp_path / "exported", *VIEWS[view])
     with Server(model, "--name", "some/llama", *VIEWS[view], home=home) as server:
-        found = engine("vllm", server, tmp_path, "some/llama")
+        (found,) = engine("vllm", server, tmp_path, "some/llama")
         assert found["commit"] == server.json("/api/models/some/llama")["sha"]
     same_files(found, expected)
     assert found["files"] == sorted(path.name for path in expected.iterdir())
@@ -92,7 +93,7 @@ def test_vllm_downloads_and_reads(view: str, model: Path, home: Path, tmp_path: 
 def test_sglang_downloads_and_reads(view: str, model: Path, home: Path, tmp_path: Path) -> None:  # noqa: F811
     expected = exported(model, tmp_path / "exported", *VIEWS[view])
     with Server(model, "--name", "some/llama", *VIEWS[view], home=home) as server:
-        found = engine("sglang", server, tmp_path, "some/llama")
+        (found,) = engine("sglang", server, tmp_path, "some/llama")
     same_files(found, expected)
     assert (found["config"], found["absent"], found["gguf"], found["fp8_experts"]) == (True, False, None, False)
     assert found["small"] == sorted(path.name for path in expected.glob("*.json"))
@@ -109,12 +110,12 @@ def test_a_step_of_a_run_is_a_revision(name: str, model: Path, home: Path, tmp_p
     with Server(run, "--steps", "all", "--dtype", "bf16", "--name", "some/run", home=home) as server:
         wait_until(lambda: server.request("/api/models/some/run/revision/200")[0].status == 200, what="the steps are there")
         commits = [server.json(f"/api/models/some/run/revision/{step}")["sha"] for step in (100, 200)]
-        for revision, commit in (("100", commits[0]), ("main", commits[1]), (commits[0], commits[0])):
-            step = 100 if commit == commits[0] else 200
-            expected = exported(run / f"checkpoint-{step}", tmp_path / f"exported-{revision}", "--dtype", "bf16")
-            found = engine(name, server, tmp_path / f"home-{revision}", "some/run", revision)
-            assert Path(found["folder"]).name == commit
-            same_files(found, expected)
+        expected = {step: exported(run / f"checkpoint-{step}", tmp_path / f"exported-{step}", "--dtype", "bf16") for step in (100, 200)}
+        steps = {commits[0]: 100, "main": 200, "100": 100}
+        found = engine(name, server, tmp_path, "some/run", *steps)
+    for step, row in zip(steps.values(), found, strict=True):
+        assert Path(row["folder"]).name == commits[step // 100 - 1]
+        same_files(row, expected[step])
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
