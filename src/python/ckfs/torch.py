@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -116,14 +116,15 @@ def load(
 class _Part(NamedTuple):
     """A part of a tensor, and the memory that it is for, which has its shape."""
 
-    index: int
+    # Its number in the view.
+    tensor: int
     selection: list[Selection]
     # What to cast to: the name of a dtype.
     dtype: str | None
     target: torch.Tensor
 
     def row(self, memory: torch.Tensor) -> extension.Row:
-        return (self.index, self.selection, self.dtype, _memory(memory))
+        return (self.tensor, self.selection, self.dtype, _memory(memory))
 
     def cut(self, most: int) -> Iterator[_Part]:
         """Parts of at most so many bytes, as far as whole elements of the axes allow."""
@@ -146,7 +147,7 @@ class _Stage:
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.memory, self.pinned = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), pinned
-        self.copied: list[torch.cuda.Event] = []
+        self.copied: list[Any] = []
 
     def wait(self) -> None:
         """Until its memory is copied."""
@@ -170,7 +171,7 @@ class _Stage:
                 part.target.copy_(place, non_blocking=self.pinned)
         if self.pinned:
             for device in {part.target.device for part in parts if part.target.is_cuda}:
-                event = torch.cuda.Event()
+                event = cast("Any", torch.cuda).Event()  # which torch has no types for
                 event.record(torch.cuda.current_stream(device))
                 self.copied.append(event)
 
