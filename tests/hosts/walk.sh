@@ -6,7 +6,7 @@
 set -euo pipefail
 release=$1
 work=$(mktemp -d /var/tmp/walk.XXXXXX)
-trap 'umount "$work/m" 2>/dev/null; rm -rf "$work"' EXIT
+trap 'umount "$work/m" 2>/dev/null || true; rm -rf "$work"' EXIT
 export HOME=$work TMPDIR=$work LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive
 cd "$work"
 say() { printf 'walk: %s: %s\n' "$about" "$*"; }
