@@ -84,6 +84,19 @@ def test_values_that_pass_by_stages_are_those_that_are_read_directly(repo, monke
         assert all(size <= max(-(-most // 64) * 64, least) for size in sizes) and len(sizes) <= 4
 
 
+@pytest.mark.parametrize(
+    ("extents", "target", "most", "expected"),
+    [
+        ((0, 5), torch.empty(0, 5), 1, 1), ((), torch.empty(()), 1, 1), ((1, 7), torch.empty(1, 7), 4, 7), ((5, 4), torch.empty(5, 4), 32, 3),
+        # Packed: two elements a byte; and rows of five elements of six bits, which share a byte.
+        ((4, 4), torch.empty(4, 2, dtype=torch.uint8), 2, 4), ((2, 5), torch.empty(2, 4, dtype=torch.uint8), 1, 1),
+    ],
+)  # fmt: skip
+def test_a_tensor_is_cut_between_whole_bytes(extents, target, most, expected):
+    parts = list(ckfs.torch._Part(0, [(0, extent, 1) for extent in extents], None, target).cut(most))
+    assert len(parts) == expected and sum(part.target.nbytes for part in parts) == target.nbytes
+
+
 def run_ranks(world: int, source: Path, cases: list[str]) -> list[list[dict]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

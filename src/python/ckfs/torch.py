@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Least and most bytes of each of the two stages in memory of the host, through which values go to a device. To pin memory takes
 # longer than to fill it, so a small load has small ones.
 STAGE_BYTES = (32 << 20, 256 << 20)
-# Parts of this many are made of a load, if the bounds allow it.
+# A load is cut into this many parts, as far as the bounds allow it.
 STAGED_PARTS = 128
 # Each tensor of a stage begins at a multiple of this.
 STAGE_ALIGNMENT = 64
@@ -132,7 +132,8 @@ class _Part(NamedTuple):
         # The last axis of packed elements has other extents, and is not cut.
         axes = range(len(shape) if list(self.target.shape) == shape else len(shape) - 1)
         axis = next((axis for axis in axes if shape[axis] > 1), None)
-        if self.target.nbytes <= most or axis is None or self.target.shape[axis] != shape[axis]:
+        # Packed rows that share a byte are read together. An empty tensor is at most anything.
+        if self.target.nbytes <= most or axis is None or self.target.nbytes * 8 % math.prod(shape) != 0:
             yield self
             return
         count = max(1, most // (self.target.nbytes // shape[axis]))
