@@ -696,6 +696,19 @@ fn each_ending_signal_unmounts() {
     }
 }
 
+/// Nobody was cut off, so that it is no failure for whoever waits for the process.
+#[test]
+fn a_second_signal_after_the_unmount_changes_nothing() {
+    let Some(mut bench) = bench() else { return };
+    for _ in 0..20 {
+        let pid = bench.start();
+        kill(pid, Signal::SIGTERM).unwrap();
+        until("it is unmounted", || bench.mounts().is_empty());
+        kill(pid, Signal::SIGTERM).unwrap();
+        bench.stop(pid);
+    }
+}
+
 #[test]
 fn failures_that_repeat_are_one_line_and_a_count() {
     let Some(mut bench) = bench() else { return };

@@ -375,8 +375,8 @@ def told(place: Path, command: list[str], environment: dict[str, str]) -> Iterat
             yield run, message
         finally:
             run.terminate()
-            run.communicate(timeout=30)
-    assert run.returncode == 0
+            errors = run.communicate(timeout=30)[1]
+    assert run.returncode == 0, errors
 
 
 @pytest.mark.alone

@@ -230,6 +230,11 @@ impl Supervisor {
                 self.log_result();
                 Ok(if calm { Exit::Unmounted } else { Exit::Drained })
             }
+            // The threads were about to end: another signal to do so changes nothing for anybody.
+            Event::Signal(_) if calm && self.open_files() == 0 => {
+                self.abort();
+                Ok(Exit::Unmounted)
+            }
             Event::Signal(_) => Ok(self.cut_off()),
             Event::Timeout => {
                 warn!("files are still open after {:?}; aborting", self.drain);
