@@ -21,6 +21,7 @@ from servers import clean  # noqa: F401  a fixture
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: measures time, or uses all processors, and is not run beside other tests")
+    config.addinivalue_line("markers", "weekly: uses all processors for minutes, and is about what seldom changes")
     try:
         # Also in the process that shows the warnings of others: it imports their classes.
         package.import_ckfs()

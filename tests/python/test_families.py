@@ -60,21 +60,21 @@ def plan(source: Path, *flags: str) -> list[dict]:
     return json.loads(done.stdout)["views"][0]["tensors"]
 
 
-@pytest.mark.alone
+@pytest.mark.weekly
 def test_the_table_of_families_is_what_the_classes_say():
     script = ROOT / "tests/families/buffers_and_float32.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.alone
+@pytest.mark.weekly
 def test_the_tied_heads_are_those_of_the_classes():
     script = ROOT / "tests/families/ties.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.alone
+@pytest.mark.weekly
 def test_lists_of_layers_in_configurations_are_cut_or_named():
     script = ROOT / "tests/families/layer_lists.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600)
