@@ -75,6 +75,11 @@ make_root() {
         echo force-unsafe-io >"$root/etc/dpkg/dpkg.cfg.d/unsafe-io"
         debootstrap --foreign --arch="$architecture" --variant=minbase --include="$packages" "$suite" "$root" "$mirror" >"$work/log" ||
             { tail "$work/log" >&2; return 1; }
+        # Byte code of Python's packages takes most of the time under emulation, and is made anyway for what is imported.
+        if [[ $architecture == arm64 ]]; then
+            printf '%s\n' /usr/bin/py3compile /usr/bin/py3compile.real : >>"$root/var/lib/dpkg/diversions"
+            ln -s true "$root/usr/bin/py3compile"
+        fi
         # In the namespace of another processor's programs no devices can be made; debootstrap knows such places by this word.
         apart env container=lxc chroot "$root" /debootstrap/debootstrap --second-stage >"$work/log" ||
             { tail "$work/log" >&2; return 1; }
