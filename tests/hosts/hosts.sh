@@ -6,8 +6,8 @@
 #   tests/hosts/hosts.sh RELEASE trixie-arm64 image  only these
 #
 # Names: bookworm-amd64 trixie-amd64 bookworm-arm64 trixie-arm64, systemd-bookworm systemd-trixie, dnf, image. It needs root, and
-# installs Debian's packages where they are missing. Run it by hand and before releases: a root for aarch64 takes ten minutes to make,
-# which are kept as archives in the cache of the tests; the rest is minutes.
+# installs Debian's packages where they are missing. Run it by hand and before releases: a root for aarch64 takes half an hour of
+# a processor to make; roots are kept as archives in the cache of the tests, and the rest is minutes.
 set -euo pipefail
 release=$(realpath -- "${1:?the directory of a release}")
 here=$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")
