@@ -230,9 +230,10 @@ impl Supervisor {
                 self.log_result();
                 Ok(if calm { Exit::Unmounted } else { Exit::Drained })
             }
-            // The threads were about to end: another signal to do so changes nothing for anybody.
-            Event::Signal(_) if calm && self.open_files() == 0 => {
-                self.abort();
+            // Without readers the threads are about to end, and another signal changes nothing. Nothing is aborted: the device's number
+            // may be that of another mount by now.
+            Event::Signal(_) if calm && self.wait(Some(deadline(ABORT_LIMIT)))? == Event::Ended => {
+                self.log_result();
                 Ok(Exit::Unmounted)
             }
             Event::Signal(_) => Ok(self.cut_off()),
