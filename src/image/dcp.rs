@@ -94,4 +94,8 @@ impl VirtualFile for DistcpFile {
         });
         distcp(chunks).map(FileContent::Image)
     }
+
+    fn is_read_by_items(&self) -> bool {
+        true
+    }
 }

@@ -136,6 +136,11 @@ pub trait VirtualFile: fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether readers read the file item by item, each once: small parts of an item's directory, then its bytes.
+    fn is_read_by_items(&self) -> bool {
+        false
+    }
+
     /// The contents of the file, with the expected length.
     ///
     /// # Errors
@@ -223,6 +228,11 @@ pub trait Subtree: fmt::Debug + Send + Sync {
     /// Whether programs read each file of this format from end to end and close it, so that its first reader needs no copy of it in
     /// memory.
     fn is_read_once(&self) -> bool {
+        false
+    }
+
+    /// Whether programs read a header of each file before the rest.
+    fn has_headers(&self) -> bool {
         false
     }
 

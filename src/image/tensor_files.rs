@@ -110,6 +110,10 @@ impl Subtree for TensorFiles {
         self.tensor(at).map_or(DerivedFrom::Tensors, DerivedFrom::Tensor)
     }
 
+    fn has_headers(&self) -> bool {
+        !self.encoding.is_plain
+    }
+
     fn content(&self, at: u64) -> Result<FileContent, ImageError> {
         let tensor = self.tensor(at).expect("only files have contents");
         let tensor = &self.input.plan.tensors[tensor as usize];

@@ -4,7 +4,7 @@ use std::{fmt, ops::ControlFlow, sync::Arc, time::SystemTime};
 
 use ckfs_image::OWN;
 use ckfs_service::{identity, steps::HeldStep};
-use ckfs_volume::{Attr, FsError, Ino, NodeKind, Permission, Upkeep, Volume};
+use ckfs_volume::{Attr, BUFFER_BYTES, FsError, Ino, NodeKind, Permission, Upkeep, Volume};
 
 use super::{gate::Visitor, reads::ServedReads};
 
@@ -79,6 +79,7 @@ impl ServedTree {
             links: 2,
             modified: SystemTime::UNIX_EPOCH,
             permission: Permission { uid: 0, gid: 0, mode: 0 },
+            buffer_bytes: BUFFER_BYTES,
         });
         let root = FoundNode { path: String::new(), attr };
         Self { fs: Arc::clone(fs), reads: Arc::clone(reads), root, version }

@@ -39,7 +39,16 @@ pub struct Attr {
     pub modified: SystemTime,
     /// Owner, group and permission bits.
     pub permission: Permission,
+    /// Buffer that programs should read with, in bytes: `st_blksize`.
+    pub buffer_bytes: u32,
 }
+
+/// The usual buffer: programs that buffer by it (Python does) then read in the largest single request.
+pub const BUFFER_BYTES: u32 = 1 << 20;
+
+/// The buffer for files of which programs read small parts first, as on most file systems: of a larger one they would read the rest
+/// twice.
+pub(crate) const SMALL_BUFFER_BYTES: u32 = 4096;
 
 /// One entry of a directory listing.
 #[derive(Clone, Copy, Debug)]

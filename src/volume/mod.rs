@@ -23,7 +23,9 @@ mod watching;
 pub use ckfs_image::{OmittedFormat, unavailable, unavailable_text};
 pub use ckfs_source::permission::{Mounter, Overrides, Permission};
 pub use ckfs_source::{ReadFailure, Replied, Served};
-pub use file_system::{Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OpenedFile, StatFs};
+pub use file_system::{
+    Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OpenedFile, StatFs,
+};
 pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use materialize::{BundleSizes, Policy};
 pub use metric_text::{MetricText, label};

@@ -8,7 +8,7 @@ use ckfs_tensor::{View, to_usize};
 
 use super::{
     exposition::{self, METRICS_BYTES},
-    file_system::{Attr, DirEntry, FileSystem, FsError, Ino, NodeKind},
+    file_system::{Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Ino, NodeKind, SMALL_BUFFER_BYTES},
     health::ProblemKind,
     permissions::ReadSubject,
     tree::{FixedKind, FixedNode, Live, SubtreeBlock, TreeNode},
@@ -85,8 +85,12 @@ impl Volume {
             FixedKind::Live(Live::Stats) => (NodeKind::File, self.stats_bytes as u64, 1),
             FixedKind::Live(Live::Metrics) => (NodeKind::File, METRICS_BYTES as u64, 1),
         };
+        let buffer_bytes = match &fixed.kind {
+            FixedKind::File(node) if node.file.is_read_by_items() => SMALL_BUFFER_BYTES,
+            _ => BUFFER_BYTES,
+        };
         let permission = self.fixed_permission(ino, fixed);
-        Attr { ino, kind, size_bytes, links, modified: self.modified, permission }
+        Attr { ino, kind, size_bytes, links, modified: self.modified, permission, buffer_bytes }
     }
 
     fn fixed_permission(&self, ino: Ino, fixed: &FixedNode) -> Permission {
@@ -142,7 +146,9 @@ impl Volume {
             }
         };
         let permission = self.permissions.of(&Self::subtree_subject(block, node));
-        Ok(Attr { ino, kind, size_bytes, links, modified: self.modified, permission })
+        let modified = self.modified;
+        let buffer_bytes = if block.subtree.has_headers() { SMALL_BUFFER_BYTES } else { BUFFER_BYTES };
+        Ok(Attr { ino, kind, size_bytes, links, modified, permission, buffer_bytes })
     }
 
     fn subtree_kind(block: &SubtreeBlock, node: u64) -> NodeKind {

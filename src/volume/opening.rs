@@ -47,8 +47,8 @@ impl Volume {
         self.policy.when(class, file.len_bytes())
     }
 
-    /// Whether the first open of a file bypasses the page cache: a format whose files are read once, or bytes that need no work, of
-    /// which the kernel would make a second copy at twice the cost.
+    /// Whether the first open of a file bypasses the page cache: a format whose files are read once, as a whole or item by item; or
+    /// bytes that need no work, of which the kernel would make a second copy at twice the cost.
     fn is_read_once(&self, ino: Ino, file: &PreparedFile) -> bool {
         self.direct_once
             && file.len_bytes() >= BYTES_MIN
@@ -56,6 +56,7 @@ impl Volume {
                 Some(TreeNode::InSubtree(block, _)) => {
                     block.subtree.is_read_once() || self.engine.is_untransformed(file)
                 }
+                Some(TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. })) => node.file.is_read_by_items(),
                 Some(TreeNode::Fixed(_)) | None => false,
             }
     }

@@ -374,7 +374,7 @@ fn tensor_files_are_read_directly_where_asked() {
 }
 
 #[test]
-fn the_first_open_of_a_chunk_of_orbax_and_of_untransformed_bytes_is_direct() {
+fn the_first_open_of_a_chunk_of_orbax_of_dcp_and_of_untransformed_bytes_is_direct() {
     let dir = tempfile::tempdir().unwrap();
     let rows = [repo::row("large", DType::F32, &[512, 1024]), repo::row("small", DType::F32, &[64])];
     repo::write_repo(dir.path(), &[&rows], &serde_json::json!({}));
@@ -393,6 +393,15 @@ fn the_first_open_of_a_chunk_of_orbax_and_of_untransformed_bytes_is_direct() {
         assert_eq!(opens("npy/dev0/large.npy"), [direct_once && is_untransformed, false, false]);
         assert_eq!(opens("safetensors/dev0.safetensors"), [false; 3], "its tensors are read one by one, and again");
         assert_eq!(opens("orbax/0/items/large/.zarray"), [false; 3]);
+        assert_eq!(opens("dcp/__0_0.distcp"), [direct_once, false, false], "each item is read once");
+        assert_eq!(opens("dcp/.metadata"), [false; 3]);
+        let buffer = |path: &str| volume.resolve(path).unwrap().buffer_bytes;
+        assert_eq!(
+            ["dcp/__0_0.distcp", "npy/dev0/large.npy"].map(buffer),
+            [4096; 2],
+            "the parts before the data are small"
+        );
+        assert_eq!(["full/large", "safetensors/dev0.safetensors"].map(buffer), [1 << 20; 2]);
     }
 }
 

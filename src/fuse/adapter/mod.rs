@@ -26,7 +26,7 @@ use std::{
 };
 
 use ckfs_service::{Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, Watchdog, read_whole};
-use ckfs_volume::{Attr, FsError, Handle, Ino, NodeKind, Permission, Replied, RequestKind, Upkeep};
+use ckfs_volume::{Attr, BUFFER_BYTES, FsError, Handle, Ino, NodeKind, Permission, Replied, RequestKind, Upkeep};
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation,
     INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents, PollFlags,
@@ -49,9 +49,6 @@ const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
 
 /// Inode numbers are never reused, so there is one generation.
 const GENERATION: Generation = Generation(0);
-
-/// `st_blksize`: programs that buffer by it (Python does) then read in the largest single request.
-const PREFERRED_READ_BYTES: u32 = 1 << 20;
 
 /// Longest file name in bytes, as on nearly all file systems, and as `statfs` reports it.
 const NAME_BYTES_MAX: usize = 255;
@@ -258,7 +255,7 @@ fn file_attr(attr: &Attr) -> FileAttr {
         uid: attr.permission.uid,
         gid: attr.permission.gid,
         rdev: 0,
-        blksize: PREFERRED_READ_BYTES,
+        blksize: attr.buffer_bytes,
         flags: 0,
     }
 }
@@ -342,6 +339,7 @@ impl fuser::Filesystem for KernelAdapter {
                             links: 0,
                             modified: SystemTime::UNIX_EPOCH,
                             permission: Permission { uid: 0, gid: 0, mode: 0 },
+                            buffer_bytes: BUFFER_BYTES,
                         };
                         reply.entry(&keeps, &file_attr(&absent), GENERATION);
                     }

@@ -2,7 +2,7 @@
 
 use std::{ops::ControlFlow, sync::Arc, time::SystemTime};
 
-use ckfs_volume::{Access, Attr, DirEntry, FsError, Handle, Ino, NodeKind, OpenedFile, Permission};
+use ckfs_volume::{Access, Attr, BUFFER_BYTES, DirEntry, FsError, Handle, Ino, NodeKind, OpenedFile, Permission};
 
 /// Numbers of the nodes.
 const OWN: Ino = Ino(2);
@@ -37,7 +37,8 @@ impl FailedStep {
             ERROR => (NodeKind::File, self.text.len() as u64, 1, self.file),
             _ => return Err(FsError::NotFound),
         };
-        Ok(Attr { ino, kind, size_bytes, links, modified: self.modified, permission })
+        let modified = self.modified;
+        Ok(Attr { ino, kind, size_bytes, links, modified, permission, buffer_bytes: BUFFER_BYTES })
     }
 
     pub(super) fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {

@@ -7,7 +7,9 @@ use std::{
 
 use ckfs_source::{ReadFailure, Replied, Served};
 use ckfs_tensor::to_usize;
-use ckfs_volume::{Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OpenedFile, Permission, StatFs};
+use ckfs_volume::{
+    Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OpenedFile, Permission, StatFs,
+};
 
 use super::{
     failed::FailedStep,
@@ -78,7 +80,7 @@ impl Run {
 
     fn own_attr(&self, ino: Ino, kind: NodeKind, size_bytes: u64, links: u32, permission: Permission) -> Attr {
         let modified = *self.modified.read().unwrap_or_else(PoisonError::into_inner);
-        Attr { ino, kind, size_bytes, links, modified, permission }
+        Attr { ino, kind, size_bytes, links, modified, permission, buffer_bytes: BUFFER_BYTES }
     }
 
     fn root_attr(&self) -> Attr {

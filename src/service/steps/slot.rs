@@ -9,7 +9,7 @@ use std::{
 };
 
 use ckfs_source::WaitRegistry;
-use ckfs_volume::{Attr, Ino, NodeKind, Permission, Volume};
+use ckfs_volume::{Attr, BUFFER_BYTES, Ino, NodeKind, Permission, Volume};
 
 use super::{failed::FailedStep, settle::ListedStep};
 
@@ -168,6 +168,7 @@ impl Slot {
             links: 2,
             modified: self.step.measure.as_ref().map_or(SystemTime::UNIX_EPOCH, |measure| measure.changed),
             permission: self.permission,
+            buffer_bytes: BUFFER_BYTES,
         }
     }
 }
