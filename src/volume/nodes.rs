@@ -85,10 +85,8 @@ impl Volume {
             FixedKind::Live(Live::Stats) => (NodeKind::File, self.stats_bytes as u64, 1),
             FixedKind::Live(Live::Metrics) => (NodeKind::File, METRICS_BYTES as u64, 1),
         };
-        let buffer_bytes = match &fixed.kind {
-            FixedKind::File(node) if node.file.is_read_by_items() => SMALL_BUFFER_BYTES,
-            _ => BUFFER_BYTES,
-        };
+        let by_items = matches!(&fixed.kind, FixedKind::File(node) if node.file.is_read_by_items());
+        let buffer_bytes = if by_items { SMALL_BUFFER_BYTES } else { BUFFER_BYTES };
         let permission = self.fixed_permission(ino, fixed);
         Attr { ino, kind, size_bytes, links, modified: self.modified, permission, buffer_bytes }
     }

@@ -9,8 +9,8 @@ use std::{
 };
 
 use ckfs::volume::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, OpenedFile, Permission, ReadFailure,
-    Replied, RequestKind, Served, StatFs, Upkeep, WhenMaterialized,
+    Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, OpenedFile, Permission,
+    ReadFailure, Replied, RequestKind, Served, StatFs, Upkeep, WhenMaterialized,
 };
 use nix::unistd::{getegid, geteuid};
 
@@ -155,7 +155,7 @@ impl FileSystem for Double {
         let modified = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
         let mode = if kind == NodeKind::Directory { 0o555 } else { 0o444 };
         let permission = Permission { uid: geteuid().as_raw(), gid: getegid().as_raw(), mode };
-        Ok(Attr { ino, kind, size_bytes, links, modified, permission })
+        Ok(Attr { ino, kind, size_bytes, links, modified, permission, buffer_bytes: BUFFER_BYTES })
     }
 
     fn read_dir(
