@@ -46,9 +46,11 @@ impl OutputFormat for Dcp {
         if let Some(found) = Self::lacking(&input.plan, || Arc::clone(input.kinds())) {
             return Ok(FormatFiles { directory: Directory::default(), unavailable: Some(found) });
         }
-        let files = Arc::new(DcpFiles { input: Arc::clone(input), metadata: OnceLock::new() });
+        let holders = input.plan.first_holders();
+        let one_reader = holders.len() as u64 == input.plan.mesh.devices();
+        let files = Arc::new(DcpFiles { input: Arc::clone(input), one_reader, metadata: OnceLock::new() });
         let directory = Directory::with(self.name(), |directory| {
-            for device in input.plan.first_holders() {
+            for device in holders {
                 directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
             }
             directory.file(".metadata", LazyRecords::new(move || Arc::clone(files.metadata())));
@@ -63,6 +65,8 @@ impl OutputFormat for Dcp {
 #[derive(Debug)]
 struct DcpFiles {
     input: Arc<FormatInput>,
+    /// Whether each device has a file. Where some have none, their ranks read the same items as those that have.
+    one_reader: bool,
     metadata: OnceLock<Arc<DcpMetadata>>,
 }
 
@@ -97,5 +101,9 @@ impl VirtualFile for DistcpFile {
 
     fn is_read_by_items(&self) -> bool {
         true
+    }
+
+    fn is_read_once(&self) -> bool {
+        self.files.one_reader
     }
 }

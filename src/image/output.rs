@@ -141,6 +141,11 @@ pub trait VirtualFile: fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether one program reads the file, or each of its items: its first reader needs no copy of it in memory.
+    fn is_read_once(&self) -> bool {
+        false
+    }
+
     /// The contents of the file, with the expected length.
     ///
     /// # Errors

@@ -56,7 +56,7 @@ impl Volume {
                 Some(TreeNode::InSubtree(block, _)) => {
                     block.subtree.is_read_once() || self.engine.is_untransformed(file)
                 }
-                Some(TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. })) => node.file.is_read_by_items(),
+                Some(TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. })) => node.file.is_read_once(),
                 Some(TreeNode::Fixed(_)) | None => false,
             }
     }

@@ -403,6 +403,10 @@ fn the_first_open_of_a_chunk_of_orbax_of_dcp_and_of_untransformed_bytes_is_direc
         );
         assert_eq!(["full/large", "safetensors/dev0.safetensors"].map(buffer), [1 << 20; 2]);
     }
+    let with_copies = VolumeOptions { direct_once: true, ..VolumeOptions::default() };
+    let volume = repo::volume(&checkpoint, &options("dp_replicate=2"), with_copies);
+    let ino = volume.resolve("dcp/__0_0.distcp").unwrap().ino;
+    assert!(matches!(volume.open(ino).unwrap().access, Access::Cached), "two ranks read each item");
 }
 
 #[test]
