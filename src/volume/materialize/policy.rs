@@ -128,7 +128,7 @@ impl Policy {
                     text,
                     "in memory   kept after the first open, as root: files of one converted tensor from {least} to {most}, \
                      {bundles}; {budget} at a time (--materialize, --cache-bytes); chunks after the second open; the first open of \
-                     dcp/ and of an untransformed file goes past the page cache"
+                     a file that is read once or untransformed goes past the page cache"
                 )
             }
         };
