@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use ckfs_plan::{Plan, Problem, TensorKinds};
+use ckfs_plan::{Plan, PlannedTensor, Problem, TensorKinds};
 
 use super::{
     dcp_records::{self, DcpMetadata},
@@ -20,6 +20,9 @@ use super::{
 /// The file by which Megatron-Core selects its reader for the directory.
 const MEGATRON_METADATA: &str = "{\"sharded_backend\": \"torch_dist\", \"sharded_backend_version\": 1, \
                                      \"common_backend\": \"torch\", \"common_backend_version\": 1}";
+
+/// Most of the bytes that several devices may hold while a file still counts as read once: norms are whole on all of them.
+const SHARED_PER_CENT: u128 = 2;
 
 /// See the module's documentation.
 #[derive(Debug)]
@@ -46,11 +49,10 @@ impl OutputFormat for Dcp {
         if let Some(found) = Self::lacking(&input.plan, || Arc::clone(input.kinds())) {
             return Ok(FormatFiles { directory: Directory::default(), unavailable: Some(found) });
         }
-        let holders = input.plan.first_holders();
-        let one_reader = holders.len() as u64 == input.plan.mesh.devices();
-        let files = Arc::new(DcpFiles { input: Arc::clone(input), one_reader, metadata: OnceLock::new() });
+        let input = Arc::clone(input);
+        let files = Arc::new(DcpFiles { input, metadata: OnceLock::new(), one_reader: OnceLock::new() });
         let directory = Directory::with(self.name(), |directory| {
-            for device in holders {
+            for device in files.input.plan.first_holders() {
                 directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
             }
             directory.file(".metadata", LazyRecords::new(move || Arc::clone(files.metadata())));
@@ -65,8 +67,7 @@ impl OutputFormat for Dcp {
 #[derive(Debug)]
 struct DcpFiles {
     input: Arc<FormatInput>,
-    /// Whether each device has a file. Where some have none, their ranks read the same items as those that have.
-    one_reader: bool,
+    one_reader: OnceLock<bool>,
     metadata: OnceLock<Arc<DcpMetadata>>,
 }
 
@@ -74,6 +75,18 @@ impl DcpFiles {
     fn metadata(&self) -> &Arc<DcpMetadata> {
         let new = || DcpMetadata::new(Arc::clone(&self.input.plan), Arc::clone(self.input.kinds()));
         self.metadata.get_or_init(|| Arc::new(new()))
+    }
+
+    /// Whether each item has one reader, except for [`SHARED_PER_CENT`]: devices that hold copies read the same items.
+    fn have_one_reader(&self) -> bool {
+        *self.one_reader.get_or_init(|| {
+            let plan = &self.input.plan;
+            let devices = plan.mesh.devices();
+            let is_shared = |tensor: &&PlannedTensor| plan.holder_count(tensor) < devices;
+            let bytes = |tensor: &PlannedTensor| u128::from(tensor.bytes());
+            let shared: u128 = plan.bundle().filter(is_shared).map(bytes).sum();
+            shared * 100 <= plan.bundle().map(bytes).sum::<u128>() * SHARED_PER_CENT
+        })
     }
 }
 
@@ -104,6 +117,6 @@ impl VirtualFile for DistcpFile {
     }
 
     fn is_read_once(&self) -> bool {
-        self.files.one_reader
+        self.files.have_one_reader()
     }
 }
