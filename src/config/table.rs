@@ -601,7 +601,8 @@ pub static SETTINGS: &[Setting] = &[
         "The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
          anew, small reads cost a request each, and each mmap of a file drops the pages that other processes have mapped. For \
          loaders that read each file once from end to end. Without this option, and unless `--materialize` is `memory` or a \
-         directory, that is so for the first open of each file of orbax/ and dcp/ from 1 MiB on.",
+         directory, that is so for the first open of files from 1 MiB on that are read once: those of orbax/, those of dcp/ \
+         if each device of the mesh has its own, and those of unchanged bytes.",
     ),
     Setting::new(
         Mount,

@@ -77,7 +77,9 @@ impl DcpFiles {
         self.metadata.get_or_init(|| Arc::new(new()))
     }
 
-    /// Whether each item has one reader, except for [`SHARED_PER_CENT`]: devices that hold copies read the same items.
+    /// Whether each item has one reader, except for [`SHARED_PER_CENT`]: devices that hold copies read the same items, and nothing
+    /// says how many programs read those of a mesh of one device. Several readers past the page cache would each have ckfs make
+    /// what is converted.
     fn have_one_reader(&self) -> bool {
         *self.one_reader.get_or_init(|| {
             let plan = &self.input.plan;
@@ -85,7 +87,7 @@ impl DcpFiles {
             let is_shared = |tensor: &&PlannedTensor| plan.holder_count(tensor) < devices;
             let bytes = |tensor: &PlannedTensor| u128::from(tensor.bytes());
             let shared: u128 = plan.bundle().filter(is_shared).map(bytes).sum();
-            shared * 100 <= plan.bundle().map(bytes).sum::<u128>() * SHARED_PER_CENT
+            devices > 1 && shared * 100 <= plan.bundle().map(bytes).sum::<u128>() * SHARED_PER_CENT
         })
     }
 }

@@ -393,7 +393,7 @@ fn the_first_open_of_a_chunk_of_orbax_of_dcp_and_of_untransformed_bytes_is_direc
         assert_eq!(opens("npy/dev0/large.npy"), [direct_once && is_untransformed, false, false]);
         assert_eq!(opens("safetensors/dev0.safetensors"), [false; 3], "its tensors are read one by one, and again");
         assert_eq!(opens("orbax/0/items/large/.zarray"), [false; 3]);
-        assert_eq!(opens("dcp/__0_0.distcp"), [direct_once, false, false], "each item is read once");
+        assert_eq!(opens("dcp/__0_0.distcp"), [false; 3], "any number of ranks may read an item");
         assert_eq!(opens("dcp/.metadata"), [false; 3]);
         let buffer = |path: &str| volume.resolve(path).unwrap().buffer_bytes;
         assert_eq!(
@@ -403,10 +403,15 @@ fn the_first_open_of_a_chunk_of_orbax_of_dcp_and_of_untransformed_bytes_is_direc
         );
         assert_eq!(["full/large", "safetensors/dev0.safetensors"].map(buffer), [1 << 20; 2]);
     }
-    let with_copies = VolumeOptions { direct_once: true, ..VolumeOptions::default() };
-    let volume = repo::volume(&checkpoint, &options("dp_replicate=2"), with_copies);
-    let ino = volume.resolve("dcp/__0_0.distcp").unwrap().ino;
-    assert!(matches!(volume.open(ino).unwrap().access, Access::Cached), "two ranks read each item");
+    for (mesh, direct_once, is_once) in
+        [("fsdp=2", true, true), ("fsdp=2", false, false), ("dp_replicate=2", true, false)]
+    {
+        let volume_options = VolumeOptions { direct_once, ..VolumeOptions::default() };
+        let volume = repo::volume(&checkpoint, &options(mesh), volume_options);
+        let ino = volume.resolve("dcp/__0_0.distcp").unwrap().ino;
+        let opens = [(); 2].map(|()| matches!(volume.open(ino).unwrap().access, Access::Once));
+        assert_eq!(opens, [is_once, false], "{mesh}: one rank of fsdp reads an item, and both replicas");
+    }
 }
 
 #[test]
