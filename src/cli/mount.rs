@@ -18,7 +18,7 @@ use ckfs_fuse::{
     DaemonError, Exit, MountError, Readiness, Started, block_signals, check_passed, interruptible, is_daemon,
     is_passed, parse_mount_helper, serve_run, serve_service, start_background,
 };
-use ckfs_host::{Log, LogTarget, system_log};
+use ckfs_host::{Log, system_log};
 use ckfs_plan::{
     Plan,
     report::{bytes_per_device, human_bytes},
@@ -355,7 +355,6 @@ fn mount(
     let exit = serve_service(&service, mountpoint, log, || {
         ready = readiness.ready(&format!("serving {} on {}", service.label(), mountpoint.display()), &held);
         served = true;
-        log_with_times(log, &config, tie);
         keep(&config, mountpoint, tie);
         tell_mounted(mountpoint, &held, tie);
     });
@@ -364,14 +363,6 @@ fn mount(
     }
     ready?;
     ended(exit?, mountpoint)
-}
-
-/// From now on, what goes to standard error is the log of a daemon in the foreground, whose lines have times, and no longer words of a
-/// command to its user.
-fn log_with_times(log: &Log, config: &Config, tie: DaemonTie) {
-    if config.mount.log_file.is_none() && (tie == DaemonTie::Attached || !is_daemon()) {
-        log.switch(LogTarget::stderr());
-    }
 }
 
 /// Keeps the configuration of a mount for later, unless the mount is for one command only or has no path.
@@ -410,7 +401,6 @@ fn mount_run(
     let exit = serve_run(&service, mountpoint, log, || {
         ready = readiness.ready(&format!("serving {} on {}", service.run().label(), mountpoint.display()), &held);
         served = true;
-        log_with_times(log, config, tie);
         keep(config, mountpoint, tie);
         tell_mounted(mountpoint, &held, tie);
     });

@@ -255,6 +255,8 @@ pub struct Readiness {
     log: Log,
     /// The log file that the user named, until it is in use.
     file: Option<LogTarget>,
+    /// Whether the user named one.
+    has_file: bool,
     mountpoint: PathBuf,
     /// Whether this process ends with its starter, and logs to its standard error.
     attached: bool,
@@ -265,14 +267,21 @@ impl Readiness {
     ///
     /// With a `log_file`, `log` and standard error are written there: at once in the foreground, when ready in the background.
     /// The file is created, or appended to. Without one, a daemon in the background logs to [`LogTarget::of_daemon`] when it is
-    /// ready.
+    /// ready, and another to [`LogTarget::stderr`]: from then on standard error is a log, whose lines have times, and no longer
+    /// words of a command to its user.
     ///
     /// # Errors
     /// [`DaemonError::LogFile`], [`DaemonError::System`], or [`DaemonError::Abandoned`].
     pub fn new(log: &Log, log_file: Option<&Path>, mountpoint: &Path) -> Result<Self, DaemonError> {
         let starter = starter_pipe()?;
-        let mut readiness =
-            Self { starter, log: log.clone(), file: None, mountpoint: mountpoint.to_owned(), attached: false };
+        let mut readiness = Self {
+            starter,
+            log: log.clone(),
+            file: None,
+            has_file: log_file.is_some(),
+            mountpoint: mountpoint.to_owned(),
+            attached: false,
+        };
         let opened = log_file
             .map(|path| LogTarget::file(path).map_err(|source| DaemonError::LogFile { path: path.to_owned(), source }));
         match opened.transpose() {
@@ -324,6 +333,8 @@ impl Readiness {
                     let _ = kill(Pid::this(), Signal::SIGTERM);
                 }
             }
+        } else if !self.has_file {
+            self.log.switch(LogTarget::stderr());
         }
         systemd::notify(&[NotifyState::Ready, NotifyState::Status(status)]);
         Ok(())
@@ -340,6 +351,7 @@ impl Readiness {
             starter,
             log: self.log.clone(),
             file: None,
+            has_file: self.has_file,
             mountpoint: self.mountpoint.clone(),
             attached: self.attached,
         })
@@ -372,6 +384,8 @@ impl Readiness {
         if let Some(mut file) = self.file.take() {
             file.take_stderr().map_err(system("redirect to the log file"))?;
             self.log.switch(file);
+        } else {
+            self.log.switch(LogTarget::stderr());
         }
         Ok("to standard error".to_owned())
     }
