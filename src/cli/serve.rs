@@ -61,6 +61,10 @@ impl Serve {
         // A mountpoint in the file is of `ckfs mount`. Only the kernel reads materialized files.
         (config.mountpoint, config.mount.materialize) = (None, Some(Materialize::None));
         let options = ServeOptions::of(&config).map_err(|error| Usage(error.to_string()))?;
+        if let (Some(path), None) = (&config.mount.log_file, &log.file.settings.mount.log_file) {
+            // A flag's file is open already.
+            sink.switch(LogTarget::file(path).with_context(|| format!("log file {}", path.display()))?);
+        }
         let door = Door::bind(options)?;
         serve(config, door, log, sink)
     }
@@ -68,6 +72,17 @@ impl Serve {
 
 fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow::Result<()> {
     let (address, s3) = (door.address(), door.s3_address());
+    let has_log_file = config.mount.log_file.is_some();
+    let tell_ready = |text: &str| {
+        if !flags.quiet {
+            log.flush(ckfs_host::log::FLUSH_LIMIT);
+            ckfs_host::tell(text);
+        }
+        if !has_log_file {
+            // The log of a server has times.
+            log.switch(LogTarget::stderr());
+        }
+    };
     system_log::set_subject(&[("CKFS_SOURCE", config.source.as_deref().unwrap_or_default())]);
     let waits = wait_registry(&config.mount);
     let logged = log.clone();
@@ -88,7 +103,7 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
         let exit = door.serve_run(&service, log, |names| {
             let shown = steps::shown(service.run());
             tracing::info!("serving {label} at http://{address}, {shown}");
-            tell_ready(flags, log, &ready_text(&format!("{label} ({shown})"), address, s3, names));
+            tell_ready(&ready_text(&format!("{label} ({shown})"), address, s3, names));
         })?;
         return ended(exit);
     }
@@ -102,21 +117,9 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
             "serving {label} at http://{address}, {} files and directories",
             service.volume().stat_fs().nodes
         );
-        tell_ready(flags, log, &ready_text(&label, address, s3, names));
+        tell_ready(&ready_text(&label, address, s3, names));
     })?;
     ended(exit)
-}
-
-/// Tells the user that requests are answered.
-fn tell_ready(flags: &LogFlags, log: &Log, text: &str) {
-    if !flags.quiet {
-        log.flush(ckfs_host::log::FLUSH_LIMIT);
-        ckfs_host::tell(text);
-    }
-    if flags.file.settings.mount.log_file.is_none() {
-        // The log of a server has times.
-        log.switch(LogTarget::stderr());
-    }
 }
 
 /// The result of a server that has ended.

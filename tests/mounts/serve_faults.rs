@@ -20,6 +20,10 @@ use crate::common::{
     source_bytes,
 };
 use ckfs::tensor::{DType, TensorId};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::json;
 
 const A: &str = "model-00001-of-00003.safetensors";
@@ -184,6 +188,23 @@ fn a_source_without_an_answer_ends_its_answers_in_time() {
     }
     let again = server.get("/files/full/alpha");
     assert!(again.is_whole() && again.body == expected(0));
+}
+
+#[test]
+fn a_log_file_of_the_configuration_is_used() {
+    let dir = tempfile::tempdir().unwrap();
+    write_source(dir.path());
+    let (config, log) = (dir.path().join("config.toml"), dir.path().join("log"));
+    fs::write(&config, "[mount]\nlog_file = 'log'\n").unwrap();
+    let server = Server::new(dir.path(), &["--config", config.to_str().unwrap()]);
+    let process = i32::try_from(server.child.id()).unwrap();
+    kill(Pid::from_raw(process), Signal::SIGUSR1).unwrap();
+    let until = Instant::now() + SOON;
+    while !fs::read_to_string(&log).unwrap().contains("statistics") {
+        assert!(Instant::now() < until, "{}", server.log());
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert!(!server.log().contains("statistics"), "{}", server.log());
 }
 
 #[cfg(feature = "remote")]
