@@ -32,7 +32,8 @@ const UNAVAILABLE: &str = "UNAVAILABLE.txt";
 /// # Errors
 /// All problems of all formats.
 pub fn layout(input: &Arc<FormatInput>) -> Result<(Directory, Vec<OmittedFormat>), Vec<Problem>> {
-    let shown: Vec<_> = FORMATS.par_iter().map(|format| format.layout(input)).collect();
+    // Each by itself: the first two visit the names of all tensors, and the rest hardly any.
+    let shown: Vec<_> = FORMATS.par_iter().with_max_len(1).map(|format| format.layout(input)).collect();
     let (mut all, mut lacking, mut problems) = (Directory::default(), Vec::new(), Vec::new());
     let mut is_refused = false;
     for result in shown {
@@ -70,7 +71,7 @@ fn explain(directory: &mut Directory, OmittedFormat { format, omission, reason }
 
 /// The parts of a plan's view that formats cannot show.
 pub fn unavailable(plan: &Plan) -> Vec<OmittedFormat> {
-    FORMATS.iter().filter_map(|format| format.unavailable(plan)).collect()
+    FORMATS.par_iter().with_max_len(1).filter_map(|format| format.unavailable(plan)).collect()
 }
 
 /// The same as text, one line each.

@@ -7,7 +7,6 @@
 use std::borrow::Cow;
 
 use ckfs_plan::{Plan, PlannedTensor, Problem};
-use hashbrown::HashMap;
 
 /// Longest file name that the kernel passes, in bytes.
 pub(super) const NAME_BYTES_MAX: usize = 255;
@@ -46,46 +45,95 @@ pub(super) struct NameTree {
     names: String,
 }
 
-/// A tree under construction: nodes in the order of their creation, node 0 the root.
+/// A tree under construction: nodes in the order of their creation, node 0 the root. Two nodes may have one place: those are
+/// collisions.
 #[derive(Debug)]
 struct NameTreeBuilder<'a> {
     nodes: Vec<NodeBuilder<'a>>,
-    by_name: HashMap<(u32, Cow<'a, str>), u32>,
 }
 
 #[derive(Debug)]
 struct NodeBuilder<'a> {
     parent: u32,
     name: Cow<'a, str>,
+    /// The tensor, of a file.
     tensor: Option<u32>,
-    is_parent: bool,
+}
+
+/// The nodes of a builder by directory, sorted by name.
+struct Siblings {
+    nodes: Vec<u32>,
+    /// Where the children of each node start in `nodes`; they end where those of the next start.
+    starts: Vec<usize>,
 }
 
 impl<'a> NameTreeBuilder<'a> {
-    /// A tree of about this many tensors.
-    fn new(tensors: usize) -> Self {
-        Self { nodes: vec![NodeBuilder::new(0, "".into())], by_name: HashMap::with_capacity(tensors) }
-    }
-
     fn node(&self, at: u32) -> &NodeBuilder<'a> {
         &self.nodes[at as usize]
     }
 
-    /// The child with that name, created if it is missing.
-    fn child(&mut self, parent: u32, name: Cow<'a, str>) -> u32 {
-        let next = number(self.nodes.len());
-        let at = *self.by_name.entry((parent, name.clone())).or_insert(next);
-        if at == next {
-            self.nodes.push(NodeBuilder::new(parent, name));
-            self.nodes[parent as usize].is_parent = true;
-        }
+    fn add(&mut self, parent: u32, name: Cow<'a, str>, tensor: Option<u32>) -> u32 {
+        let at = number(self.nodes.len());
+        self.nodes.push(NodeBuilder { parent, name, tensor });
         at
+    }
+
+    fn siblings(&self) -> Siblings {
+        let mut starts = vec![0; self.nodes.len() + 1];
+        for node in &self.nodes[1..] {
+            starts[node.parent as usize + 1] += 1;
+        }
+        for at in 1..starts.len() {
+            starts[at] += starts[at - 1];
+        }
+        let mut next = starts.clone();
+        let mut nodes = vec![0; self.nodes.len() - 1];
+        for (at, node) in (1..).zip(&self.nodes[1..]) {
+            let place = &mut next[node.parent as usize];
+            nodes[*place] = at;
+            *place += 1;
+        }
+        for children in starts.windows(2) {
+            nodes[children[0]..children[1]].sort_by_key(|at| &self.node(*at).name);
+        }
+        Siblings { nodes, starts }
+    }
+
+    /// The number of a file's tensor, or of the first one below a directory.
+    fn first_tensor(&self, siblings: &Siblings, mut at: u32) -> u32 {
+        loop {
+            match self.node(at).tensor {
+                Some(tensor) => return tensor,
+                None => at = siblings.of(at)[0],
+            }
+        }
+    }
+
+    fn path(&self, at: u32) -> String {
+        let node = self.node(at);
+        if node.parent == 0 { node.name.to_string() } else { format!("{}/{}", self.path(node.parent), node.name) }
+    }
+
+    /// Each pair of nodes that have one place.
+    fn collisions(&self, siblings: &Siblings, plan: &Plan) -> Vec<Problem> {
+        let same = |pair: &&[u32]| {
+            let [first, second] = [self.node(pair[0]), self.node(pair[1])];
+            first.parent == second.parent && first.name == second.name
+        };
+        let tensor = |at: u32| plan.tensors[self.first_tensor(siblings, at) as usize].name.clone();
+        let collision = |pair: &[u32]| Problem::Collision {
+            path: self.path(pair[0]),
+            first: tensor(pair[0]),
+            second: tensor(pair[1]),
+        };
+        siblings.nodes.windows(2).filter(same).map(collision).collect()
     }
 }
 
-impl<'a> NodeBuilder<'a> {
-    fn new(parent: u32, name: Cow<'a, str>) -> Self {
-        Self { parent, name, tensor: None, is_parent: false }
+impl Siblings {
+    /// The children of a node.
+    fn of(&self, at: u32) -> &[u32] {
+        &self.nodes[self.starts[at as usize]..self.starts[at as usize + 1]]
     }
 }
 
@@ -100,16 +148,14 @@ impl NameTree {
     /// Every name that is too long, used twice, or both a file and a directory.
     pub(super) fn new(plan: &Plan, suffix: &str, shown: impl Fn(&PlannedTensor) -> bool) -> Result<Self, Vec<Problem>> {
         let mut problems = Vec::new();
-        let mut builder = NameTreeBuilder::new(plan.tensors.len());
-        // Tensors are sorted by name, so most are in the directory of the previous one.
+        let root = NodeBuilder { parent: 0, name: "".into(), tensor: None };
+        let mut builder = NameTreeBuilder { nodes: vec![root] };
+        // Tensors are sorted by name, so those of a directory follow each other.
         let mut before: Vec<(Cow<'_, str>, u32)> = Vec::new();
         let mut names_bytes = 0;
         for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| shown(tensor)) {
             let mut path = plan.path(tensor);
-            if let Some(last) = path.last_mut().filter(|_| !suffix.is_empty()) {
-                last.to_mut().push_str(suffix);
-            }
-            let path_bytes = path.iter().map(|component| component.len() + 1).sum::<usize>() - 1;
+            let path_bytes = path.iter().map(|component| component.len() + 1).sum::<usize>() - 1 + suffix.len();
             if path_bytes > PATH_BYTES_MAX {
                 let start: String = tensor.name.chars().take(40).collect();
                 let reason = format!("the path has {path_bytes} bytes, at most {PATH_BYTES_MAX} are possible");
@@ -122,79 +168,53 @@ impl NameTree {
                 problems.push(Problem::File { file: "names".to_owned(), reason });
                 break;
             }
-            let reported = problems.len();
+            let Some(mut file) = path.pop() else { continue };
+            if !suffix.is_empty() {
+                file.to_mut().push_str(suffix);
+            }
             let shared = before.iter().zip(&path).take_while(|((name, _), component)| name == *component).count();
             before.truncate(shared);
+            for component in path.iter().skip(shared).chain([&file]).filter(|name| name.len() > NAME_BYTES_MAX) {
+                problems.push(Problem::LongName { name: tensor.name.clone(), component: component.to_string() });
+            }
             let mut at = before.last().map_or(0, |(_, at)| *at);
-            for component in &path[shared..] {
-                if component.len() > NAME_BYTES_MAX {
-                    problems.push(Problem::LongName { name: tensor.name.clone(), component: component.to_string() });
-                }
-                if let Some(other) = builder.node(at).tensor {
-                    let first = plan.tensors[other as usize].name.clone();
-                    problems.push(Problem::Collision { path: path.join("/"), first, second: tensor.name.clone() });
-                }
-                at = builder.child(at, component.clone());
-                before.push((component.clone(), at));
+            for component in path.drain(shared..) {
+                at = builder.add(at, component.clone(), None);
+                before.push((component, at));
             }
-            let node = &mut builder.nodes[at as usize];
-            let taken = node.tensor.map(|other| plan.tensors[other as usize].name.clone());
-            let inside = node.is_parent.then(|| format!("the directory {}", path.join("/")));
-            if let Some(first) = taken.or(inside) {
-                problems.push(Problem::Collision { path: path.join("/"), first, second: tensor.name.clone() });
-            }
-            node.tensor = Some(number(index));
-            if problems.len() > reported {
-                // A problem of a directory affects every tensor in it.
-                before.clear();
-            }
+            builder.add(at, file, Some(number(index)));
         }
-        if problems.is_empty() { Ok(Self::of(&builder)) } else { Err(problems) }
+        let siblings = builder.siblings();
+        problems.extend(builder.collisions(&siblings, plan));
+        if problems.is_empty() { Ok(Self::of(&builder, &siblings)) } else { Err(problems) }
     }
 
-    fn of(builder: &NameTreeBuilder<'_>) -> Self {
-        // Where each node's children start in sorted order; they end where the next node's start.
-        let mut starts = vec![0; builder.nodes.len() + 1];
-        for node in &builder.nodes[1..] {
-            starts[node.parent as usize + 1] += 1;
-        }
-        for at in 1..starts.len() {
-            starts[at] += starts[at - 1];
-        }
-        let mut next = starts.clone();
-        let mut sorted = vec![0; builder.nodes.len() - 1];
-        for (at, node) in (1..).zip(&builder.nodes[1..]) {
-            let place = &mut next[node.parent as usize];
-            sorted[*place] = at;
-            *place += 1;
-        }
-        for children in starts.windows(2) {
-            sorted[children[0]..children[1]].sort_by_key(|at| &builder.node(*at).name);
-        }
+    fn of(builder: &NameTreeBuilder<'_>, siblings: &Siblings) -> Self {
         let mut tree = Self { nodes: vec![NameRow::directory(0)], names: String::new() };
-        tree.lay(0, 0, builder, &sorted, &starts);
+        tree.lay(0, 0, builder, siblings);
         tree
     }
 
     /// Lays out the children of node `from` of `builder`, which is node `to` here.
-    fn lay(&mut self, to: u32, from: u32, builder: &NameTreeBuilder<'_>, sorted: &[u32], starts: &[usize]) {
-        let children = &sorted[starts[from as usize]..starts[from as usize + 1]];
+    fn lay(&mut self, to: u32, from: u32, builder: &NameTreeBuilder<'_>, siblings: &Siblings) {
+        let children = siblings.of(from);
         let first = number(self.nodes.len());
+        let mut subdirectories = 0;
         for child in children.iter().map(|at| builder.node(*at)) {
             let mut node = NameRow::directory(to);
             (node.name_start, node.name_len) = (number(self.names.len()), number(child.name.len()));
-            if let Some(tensor) = child.tensor {
-                (node.first, node.children) = (tensor, IS_FILE);
+            match child.tensor {
+                Some(tensor) => (node.first, node.children) = (tensor, IS_FILE),
+                None => subdirectories += 1,
             }
             self.names.push_str(&child.name);
             self.nodes.push(node);
         }
-        let subdirectories = children.iter().filter(|at| builder.node(**at).is_parent).count();
         let node = &mut self.nodes[to as usize];
-        (node.first, node.children, node.subdirectories) = (first, number(children.len()), number(subdirectories));
+        (node.first, node.children, node.subdirectories) = (first, number(children.len()), subdirectories);
         for (child, index) in children.iter().zip(first..) {
-            if builder.node(*child).is_parent {
-                self.lay(index, *child, builder, sorted, starts);
+            if builder.node(*child).tensor.is_none() {
+                self.lay(index, *child, builder, siblings);
             }
         }
     }

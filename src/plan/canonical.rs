@@ -572,8 +572,15 @@ type StackGroups<'a> = Vec<((&'a str, &'a str), Vec<StackMember>)>;
 struct StackMember {
     layer: u64,
     expert: Option<u64>,
-    view: View,
+    /// Number of its draft.
     at: usize,
+}
+
+/// A stack.
+struct Stack {
+    draft: Draft,
+    /// Numbers of the drafts that it has in it.
+    members: Vec<usize>,
 }
 
 /// Drafts of the named tensors, of which `names` are the unscanned names, and of their stacks. The stacks leave out the
@@ -615,25 +622,22 @@ fn build(
             }
         }
     };
-    let views: Vec<_> = named.parts.par_iter().zip(&names).map(view_of).collect();
-    let mut drafts: Vec<Draft> = Vec::with_capacity(named.parts.len());
-    for ((part, view), name) in named.parts.iter().zip(views).zip(names) {
-        let view = match view {
-            Ok(view) => view,
-            Err(problem) => {
-                problems.push(problem);
-                continue;
-            }
-        };
+    let draft_of = |(part, name): (&NamedPart, String)| {
+        let view = view_of((part, &name)).map_err(Box::new)?;
         let (kind, group) = (named.kind(part), of_kind[part.kind as usize]);
-        if let Some(layer) = part.layer.filter(|_| !predictors.contains(&part.id)) {
-            let member = StackMember { layer, expert: part.expert, view: view.clone(), at: drafts.len() };
-            groups[group].1.push(member);
-        }
         let expert = part.expert.map(|expert| (expert, experts[group]));
         let roles = Roles { tp: kind.tp, block: kind.block.clone(), experts: kind.experts, expert, ..Roles::default() };
-        drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
+        Ok(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None })
+    };
+    let made: Vec<Result<Draft, Box<Problem>>> = named.parts.par_iter().zip(names).map(draft_of).collect();
+    let whole = named.parts.iter().zip(&made).filter(|(_, made)| made.is_ok()).map(|(part, _)| part);
+    for (at, part) in whole.enumerate().filter(|(_, part)| !predictors.contains(&part.id)) {
+        if let Some(layer) = part.layer {
+            groups[of_kind[part.kind as usize]].1.push(StackMember { layer, expert: part.expert, at });
+        }
     }
+    let made = made.into_iter().filter_map(|made| made.map_err(|problem| problems.push(*problem)).ok());
+    let mut drafts: Vec<Draft> = made.collect();
     groups.retain(|(_, members)| !members.is_empty());
     add_stacks(groups, &mut drafts, problems);
     drafts
@@ -642,42 +646,51 @@ fn build(
 /// Adds the stacks of all groups.
 fn add_stacks(groups: StackGroups<'_>, drafts: &mut Vec<Draft>, problems: &mut Vec<Problem>) {
     // A stack is left out if its name is taken: by a tensor of that name, or by a stack of experts that is one tensor.
-    let mut taken: HashSet<String> =
-        drafts.iter().filter(|draft| draft.name.contains("layers.scanned.")).map(|draft| draft.name.clone()).collect();
+    let is_like_a_stack = |draft: &&Draft| draft.name.contains("layers.scanned.");
+    let mut taken: HashSet<String> = drafts
+        .par_iter()
+        .filter(is_like_a_stack)
+        .map(|draft| draft.name.clone())
+        .collect::<Vec<_>>()
+        .into_iter()
+        .collect();
     let mut groups: Vec<_> = groups
         .into_iter()
         .map(|(name, members)| (members.iter().any(|member| member.expert.is_some()), name, members))
         .collect();
     groups.sort_by_key(|(has_expert, name, _)| (*has_expert, *name));
-    for (has_expert, (prefix, rest), members) in groups {
+    let named = groups.into_iter().filter_map(|(has_expert, (prefix, rest), members)| {
         let name = format!("{prefix}layers.scanned.{}", naming::without_expert(rest, has_expert));
-        if !taken.insert(name.clone()) {
-            continue;
-        }
-        match scan(&name, members, drafts) {
-            Ok(Some(draft)) => drafts.push(draft),
+        taken.insert(name.clone()).then_some((name, members))
+    });
+    let named: Vec<_> = named.collect();
+    let stacks: Vec<_> = named.into_par_iter().map(|(name, members)| scan(name, members, drafts)).collect();
+    for stack in stacks {
+        match stack {
+            Ok(Some(Stack { draft, members })) => {
+                members.into_iter().for_each(|at| drafts[at].bundled.scanned = false);
+                drafts.push(draft);
+            }
             Ok(None) => {}
             Err(problem) => problems.push(problem),
         }
     }
 }
 
-/// Stacks the largest group of layers whose members are alike, and removes their tensors from the scanned bundles.
-fn scan(name: &str, mut members: Vec<StackMember>, drafts: &mut [Draft]) -> Result<Option<Draft>, Problem> {
-    members.sort_by_key(|member| (member.layer, member.expert));
+/// Stacks the largest group of layers whose members are alike. In scanned bundles the stack is in the place of its members.
+fn scan(name: String, mut members: Vec<StackMember>, drafts: &[Draft]) -> Result<Option<Stack>, Problem> {
+    members.par_sort_by_key(|member| (member.layer, member.expert));
     let layers: Vec<&[StackMember]> = members.chunk_by(|a, b| a.layer == b.layer).collect();
-    let alike = |a: &[StackMember], b: &[StackMember]| {
-        a.len() == b.len() && a[0].view.dtype() == b[0].view.dtype() && a[0].view.shape() == b[0].view.shape()
-    };
+    let view = |member: &StackMember| &drafts[member.at].view;
+    let same = |a: &View, b: &View| a.dtype() == b.dtype() && a.shape() == b.shape();
+    let alike = |a: &[StackMember], b: &[StackMember]| a.len() == b.len() && same(view(&a[0]), view(&b[0]));
     // Within a layer: experts 0, 1, … without a gap, all of one shape and dtype.
     let regular = |layer: &[StackMember]| {
         layer.iter().zip(0u64..).all(|(member, index)| {
-            member.expert.is_none_or(|expert| expert == index)
-                && member.view.dtype() == layer[0].view.dtype()
-                && member.view.shape() == layer[0].view.shape()
+            member.expert.is_none_or(|expert| expert == index) && same(view(member), view(&layer[0]))
         }) && (layer[0].expert.is_some() || layer.len() == 1)
     };
-    let layers: Vec<&[StackMember]> = layers.into_iter().filter(|layer| regular(layer)).collect();
+    let layers: Vec<&[StackMember]> = layers.into_par_iter().filter(|layer| regular(layer)).collect();
     let mut kinds: Vec<Vec<&[StackMember]>> = Vec::new();
     for layer in layers {
         match kinds.iter_mut().find(|kind| alike(kind[0], layer)) {
@@ -688,14 +701,14 @@ fn scan(name: &str, mut members: Vec<StackMember>, drafts: &mut [Draft]) -> Resu
     let Some(largest) = kinds.into_iter().reduce(|best, kind| if kind.len() > best.len() { kind } else { best }) else {
         return Ok(None);
     };
-    let named = |error| Problem::View { name: name.to_owned(), error };
+    let named = |error| Problem::View { name: name.clone(), error };
     let stacked = 1 + usize::from(largest[0][0].expert.is_some());
-    if largest[0][0].view.shape().rank() + stacked > RANK_MAX {
+    if view(&largest[0][0]).shape().rank() + stacked > RANK_MAX {
         return Ok(None);
     }
-    let views = largest.iter().map(|layer| match layer {
-        [StackMember { expert: None, view, .. }] => Ok(view.clone()),
-        experts => View::stack(0, &experts.iter().map(|member| member.view.clone()).collect::<Vec<_>>()),
+    let views = largest.par_iter().map(|layer| match layer {
+        [member @ StackMember { expert: None, .. }] => Ok(view(member).clone()),
+        experts => View::stack(0, &experts.iter().map(|member| view(member).clone()).collect::<Vec<_>>()),
     });
     let views = views.collect::<Result<Vec<_>, _>>().map_err(named)?;
     let view = View::stack(0, &views).map_err(named)?;
@@ -708,12 +721,11 @@ fn scan(name: &str, mut members: Vec<StackMember>, drafts: &mut [Draft]) -> Resu
         experts: if single { Some(1) } else { first.experts.map(|axis| axis + 1) },
         ..Roles::default()
     };
-    for member in largest.iter().copied().flatten() {
-        drafts[member.at].bundled.scanned = false;
-    }
+    let members = largest.iter().copied().flatten().map(|member| member.at).collect();
     let layers: Arc<[u64]> = largest.iter().map(|layer| layer[0].layer).collect();
     let bundled = Bundled { scanned: true, unscanned: false };
-    Ok(Some(Draft { name: name.to_owned(), view, roles, bundled, layers: Some(layers) }))
+    let draft = Draft { name, view, roles, bundled, layers: Some(layers) };
+    Ok(Some(Stack { draft, members }))
 }
 
 /// The output head, if it is the embedding and the repository does not store it again.

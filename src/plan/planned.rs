@@ -11,7 +11,7 @@ use std::{
 use ckfs_config::Mesh;
 use ckfs_tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View};
 use hashbrown::{HashMap, HashSet};
-use rayon::slice::ParallelSliceMut;
+use rayon::prelude::*;
 
 use super::{
     amplification::Amplification,
@@ -175,29 +175,12 @@ impl Plan {
     pub(super) fn add(&mut self, drafts: Vec<Draft>, options: &ViewOptions, problems: &mut Vec<Problem>) {
         let mut known: HashMap<Spec, u32> = HashMap::new();
         let first = problems.len();
-        for draft in drafts {
-            let rules = self.logical_rules.as_ref();
-            let spec =
-                match shard::spec(&draft, &self.mesh, options.sharding, rules, &options.shard_rules, options.even) {
-                    Ok(spec) => spec,
-                    Err(problem) => {
-                        problems.push(problem);
-                        continue;
-                    }
-                };
-            let expert =
-                if shard::is_told(&draft, options.sharding, &options.shard_rules) { None } else { draft.roles.expert };
-            let shape = draft.view.shape();
-            // JAX, for which the rules of logical axes are made, refuses uneven splits. What is shown as it is stored may have been
-            // saved by anything.
-            let even = options.even || (rules.is_some() && options.layout != Layout::Stored);
-            for (axis, parts) in spec.uneven(shape, &self.mesh).filter(|_| even) {
-                problems.push(Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts });
-            }
-            let tiled = check_tiling(&draft.view, self.built_in());
-            if let Err(error) = tiled.and_then(|()| self.check_shards(&draft.view, &spec)) {
-                problems.push(Problem::Tiling { name: draft.name.clone(), error });
-            }
+        let specs: Vec<_> = drafts.par_iter().map(|draft| self.spec_of(draft, options)).collect();
+        for (draft, (spec, found)) in drafts.into_iter().zip(specs) {
+            problems.extend(found);
+            let Some(spec) = spec else { continue };
+            let is_told = shard::is_told(&draft, options.sharding, &options.shard_rules);
+            let expert = if is_told { None } else { draft.roles.expert };
             let index = *known.entry(spec.clone()).or_insert_with(|| {
                 self.specs.push(spec);
                 u32::try_from(self.specs.len() - 1).expect("there are no more specs than tensors")
@@ -223,11 +206,33 @@ impl Plan {
             let reason = format!("all tensors together have more than {BYTES_MAX} bytes");
             problems.push(Problem::File { file: format!("layout {}", self.layout.name()), reason });
         }
-        self.tensors.par_sort_by(|a, b| a.name.cmp(&b.name));
+        // Equal names are refused, so that their order does not matter.
+        self.tensors.par_sort_unstable_by(|a, b| a.name.cmp(&b.name));
         for pair in self.tensors.windows(2).filter(|pair| pair[0].name == pair[1].name) {
             let path = pair[0].name.clone();
             problems.push(Problem::Collision { first: path.clone(), second: path.clone(), path });
         }
+    }
+
+    /// How a draft is split, if the rules give a split, and all problems of that.
+    fn spec_of(&self, draft: &Draft, options: &ViewOptions) -> (Option<Spec>, Vec<Problem>) {
+        let rules = self.logical_rules.as_ref();
+        let spec = match shard::spec(draft, &self.mesh, options.sharding, rules, &options.shard_rules, options.even) {
+            Ok(spec) => spec,
+            Err(problem) => return (None, vec![problem]),
+        };
+        let shape = draft.view.shape();
+        // JAX, for which the rules of logical axes are made, refuses uneven splits. What is shown as it is stored may have been
+        // saved by anything.
+        let even = options.even || (rules.is_some() && options.layout != Layout::Stored);
+        let uneven = spec.uneven(shape, &self.mesh).filter(|_| even);
+        let problem = |(axis, parts)| Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts };
+        let mut problems: Vec<Problem> = uneven.map(problem).collect();
+        let tiled = check_tiling(&draft.view, self.built_in());
+        if let Err(error) = tiled.and_then(|()| self.check_shards(&draft.view, &spec)) {
+            problems.push(Problem::Tiling { name: draft.name.clone(), error });
+        }
+        (Some(spec), problems)
     }
 
     /// Checks that no shard of a type narrower than a byte cuts through a byte.

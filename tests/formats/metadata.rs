@@ -329,6 +329,19 @@ fn a_large_model_on_many_devices_takes_little_memory() {
 }
 
 #[test]
+fn a_name_that_is_a_file_and_a_directory_is_refused() {
+    let dir = repo::llama(1, DType::BF16);
+    // One name is sorted between those of the file and of the directory.
+    let rules = [("wk", "a"), ("wq", "a-b"), ("wv", "a.b"), ("wo", "a.c")];
+    let rules = rules.map(|(from, to)| format!("^layers\\.0\\.{from}$=>{to}"));
+    let flags = rules.iter().flat_map(|rule| ["--rename", rule]);
+    let output = ckfs(&["plan", "."].into_iter().chain(flags).collect::<Vec<_>>(), dir.path());
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.ends_with("error: a and a.b would both be at a\n"), "{error}");
+}
+
+#[test]
 fn renames_without_end_are_refused_by_the_rule() {
     let dir = repo::llama(1, DType::BF16);
     let rename = ["--rename", "(.*)=>$1$1"].repeat(40);

@@ -213,8 +213,8 @@ pub(crate) fn compare(table: &TensorTable, config: &Value, are_ranks: bool, prob
     };
     let is_embedding = |name: &str| EMBEDDINGS.iter().any(|end| name.ends_with(end));
     let refuses = are_ranks && has_parts(table);
-    let mut found = table.iter().filter_map(|(_, info)| Some((info, short(&info)?)));
     if refuses {
+        let found = table.iter().filter_map(|(_, info)| Some((info, short(&info)?)));
         for (info, (promised, what, rows)) in found.take(FIRST) {
             problems.push(Problem::Boxes {
                 tensor: info.name.to_owned(),
@@ -229,8 +229,9 @@ pub(crate) fn compare(table: &TensorTable, config: &Value, are_ranks: bool, prob
         return None;
     }
     // Heads and hidden units of layers differ in pruned models, and their stacks say so.
-    let (info, (promised, what, rows)) =
-        found.find(|(info, _)| info.quantized().is_none() && is_embedding(info.name))?;
+    let mut embeddings =
+        table.iter().map(|(_, info)| info).filter(|info| is_embedding(info.name) && info.quantized().is_none());
+    let (info, (promised, what, rows)) = embeddings.find_map(|info| Some((info, short(&info)?)))?;
     Some(format!("{}: {rows} rows, and config.json promises {promised} ({what})", info.name))
 }
 

@@ -1,10 +1,10 @@
 //! What schemes look at: the stored tensors, what the configuration says of quantization, and bytes of small tensors.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, hash::BuildHasher, sync::OnceLock};
 
 use ckfs_source::{FileId, Source};
 use ckfs_tensor::{DType, Shape, SourceTensor, TensorId};
-use hashbrown::{HashMap, HashSet};
+use hashbrown::{DefaultHashBuilder, HashSet, HashTable, hash_table::Entry};
 use rayon::prelude::*;
 use serde_json::Value;
 
@@ -16,6 +16,9 @@ use crate::{
 /// Longest tensor that is read while a repository is opened, in bytes: indices of groups, tables of codes, shapes.
 const READ_BYTES_MAX: u64 = 4 << 20;
 
+/// Names that one task looks at.
+const IDS_A_TASK: usize = 4096;
+
 /// A repository, as schemes see it.
 #[derive(Debug)]
 #[allow(dead_code, reason = "not every scheme reads tensors and metadata, and some are still to come")]
@@ -26,7 +29,9 @@ pub(crate) struct Stored<'a> {
     /// Tensors that are stored as several boxes, which no scheme decodes.
     in_boxes: Vec<TensorId>,
     names_in_boxes: HashSet<&'a str>,
-    by_name: HashMap<&'a str, TensorId>,
+    /// By name. Made when it is first needed: where no name has a word of a scheme, it never is.
+    by_name: OnceLock<HashTable<TensorId>>,
+    hasher: DefaultHashBuilder,
     /// Last words of all names.
     words: HashSet<&'a str>,
     source: &'a dyn Source,
@@ -48,12 +53,43 @@ impl<'a> Stored<'a> {
     ) -> Self {
         let (in_boxes, plain): (Vec<_>, Vec<_>) =
             table.iter().map(|(id, _)| id).partition(|id| table.tensor(*id).mosaic().is_some());
-        let (by_name, words) = rayon::join(
-            || plain.iter().map(|id| (table.tensor(*id).name, *id)).collect(),
-            || table.iter().map(|(_, info)| last_word(info.name)).collect(),
-        );
+        let word = |id: &TensorId| last_word(table.tensor(*id).name);
+        let words_of = |ids: &[TensorId]| ids.iter().map(word).collect::<HashSet<_>>();
+        let all = plain.par_chunks(IDS_A_TASK).chain(in_boxes.par_chunks(IDS_A_TASK));
+        let words = all.map(words_of).reduce(HashSet::new, |mut some, more| {
+            some.extend(more);
+            some
+        });
         let names_in_boxes = in_boxes.iter().map(|id| table.tensor(*id).name).collect();
-        Self { table, plain, in_boxes, names_in_boxes, by_name, words, source, config, modelopt, metadata, dtype }
+        let (by_name, hasher) = (OnceLock::new(), DefaultHashBuilder::default());
+        Self {
+            table,
+            plain,
+            in_boxes,
+            names_in_boxes,
+            by_name,
+            hasher,
+            words,
+            source,
+            config,
+            modelopt,
+            metadata,
+            dtype,
+        }
+    }
+
+    fn by_name(&self) -> &HashTable<TensorId> {
+        self.by_name.get_or_init(|| {
+            let mut ids = HashTable::with_capacity(self.plain.len());
+            let hash = |id: &TensorId| self.hasher.hash_one(self.tensor(*id).name);
+            for (id, info) in self.iter() {
+                match ids.entry(hash(&id), |other| self.tensor(*other).name == info.name, hash) {
+                    Entry::Occupied(mut last) => *last.get_mut() = id,
+                    Entry::Vacant(place) => drop(place.insert(id)),
+                }
+            }
+            ids
+        })
     }
 
     /// All stored tensors, in order of id: by file, and within a file by place.
@@ -76,7 +112,7 @@ impl<'a> Stored<'a> {
 
     /// Whether there is a tensor of that name, in boxes or not.
     pub(crate) fn has(&self, name: &str) -> bool {
-        self.by_name.contains_key(name) || self.names_in_boxes.contains(name)
+        self.find(name).is_some() || self.names_in_boxes.contains(name)
     }
 
     /// One stored tensor.
@@ -116,7 +152,7 @@ impl<'a> Stored<'a> {
 
     /// The stored tensor of that name, in whatever file.
     pub(crate) fn find(&self, name: &str) -> Option<TensorId> {
-        self.by_name.get(name).copied()
+        self.by_name().find(self.hasher.hash_one(name), |id| self.tensor(*id).name == name).copied()
     }
 
     /// The stored tensor of that name, as a template's operand `number` where its shape has at most eight axes.

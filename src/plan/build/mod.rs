@@ -538,7 +538,8 @@ fn decoded_by_scheme(checkpoint: &Checkpoint, request: ValueRequest, options: &V
         Storage::Composed(composed) => composed.of,
         Storage::Plain { .. } | Storage::Quantized(_) | Storage::Mosaic(_) => id,
     };
-    let ids: BTreeSet<TensorId> = checkpoint.tensors().map(whole).collect();
+    let is_quantized = |id: &TensorId| checkpoint.tensor(*id).quantized().is_some();
+    let ids: BTreeSet<TensorId> = checkpoint.tensors().map(whole).filter(is_quantized).collect();
     for id in ids {
         let info = checkpoint.tensor(id);
         let Some(quantized) = info.quantized() else { continue };

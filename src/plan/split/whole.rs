@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 
 use ckfs_checkpoint::Checkpoint;
+use rayon::prelude::*;
 
 use super::super::{
     draft::Draft,
@@ -21,13 +22,15 @@ pub(crate) fn keep(
     model: &Model,
     mesh: &Mesh,
     is_back: bool,
-    is_told: &dyn Fn(&Draft) -> bool,
+    is_told: &(dyn Fn(&Draft) -> bool + Sync),
 ) -> Vec<NameGroup> {
     if mesh.devices() < 2 {
         return Vec::new();
     }
-    let mut names: BTreeSet<String> = BTreeSet::new();
-    for draft in drafts.iter_mut().filter(|draft| !is_told(draft)) {
+    let whole = |draft: &mut Draft| {
+        if is_told(draft) {
+            return Vec::new();
+        }
         let mut stored = Vec::new();
         if is_back {
             stored.push(draft.name.as_str());
@@ -37,10 +40,13 @@ pub(crate) fn keep(
         let is_buffer = !stored.is_empty() && stored.iter().all(|name| model.is_buffer(name));
         let unstacked = draft.view.shape().extents().get(draft.roles.stacked..).unwrap_or_default();
         let is_single = !model.is_known && unstacked.iter().all(|extent| *extent == 1);
-        if is_buffer || is_single {
-            names.extend(stored.into_iter().map(str::to_owned));
-            draft.roles.whole = true;
+        if !is_buffer && !is_single {
+            return Vec::new();
         }
-    }
+        let stored = stored.into_iter().map(str::to_owned).collect();
+        draft.roles.whole = true;
+        stored
+    };
+    let names: BTreeSet<String> = drafts.par_iter_mut().flat_map_iter(whole).collect::<Vec<_>>().into_iter().collect();
     fold(names.iter().map(String::as_str), &[])
 }

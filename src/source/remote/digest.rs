@@ -162,9 +162,11 @@ fn compare(object: &RemoteObject, is_second: bool) -> Result<Comparison, Mismatc
     if entry.is_compared() {
         return Ok(Comparison::Done(Compared::Right));
     }
-    let found = match digest_of(entry, &expected) {
-        Ok(Some(found)) => found,
-        Ok(None) => return Ok(Comparison::Done(partial(entry))),
+    // Kept until the result is noted: a block that comes again has not been compared.
+    let kept = entry.guard(&(0..entry.block_count()));
+    let (_kept, found) = match kept.and_then(|kept| Ok((kept, digest_of(entry, &expected)?))) {
+        Ok((kept, Some(found))) => (kept, found),
+        Ok((_, None)) => return Ok(Comparison::Done(partial(entry))),
         Err(error) => {
             // Without room now, the next look begins anew.
             if error.kind() != io::ErrorKind::WouldBlock {

@@ -571,12 +571,17 @@ impl Entry {
         self.dir.as_deref().map_or(Ok(()), |dir| meta.write(dir))
     }
 
-    /// Notes that the complete entry has the digest that its service names.
+    /// Notes that the complete entry has the digest that its service names, unless its blocks have been dropped meanwhile. All of
+    /// them are to be guarded from before the comparison: one that was evicted and brought again is not the one that was compared.
     ///
     /// # Errors
     /// The file cannot be written.
     pub fn note_digest(&self) -> io::Result<()> {
         let mut meta = self.lock_meta();
+        self.read_meta(&mut meta);
+        if meta.dropped > self.drops_known.load(Ordering::Acquire) {
+            return Ok(());
+        }
         meta.verified = true;
         self.dir.as_deref().map_or(Ok(()), |dir| meta.write(dir))
     }
