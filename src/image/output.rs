@@ -1,6 +1,11 @@
 //! The interface between output formats and the file system: directories, files, and subtrees computed by arithmetic.
 
-use std::{borrow::Cow, collections::BTreeMap, fmt, sync::Arc};
+use std::{
+    borrow::Cow,
+    collections::BTreeMap,
+    fmt,
+    sync::{Arc, OnceLock},
+};
 
 use ckfs_plan::{Plan, Problem};
 use ckfs_source::FileId;
@@ -180,6 +185,44 @@ impl VirtualFile for TextFile {
 
     fn content(&self) -> Result<FileContent, ImageError> {
         Ok(FileContent::Bytes(Arc::clone(&self.bytes)))
+    }
+
+    fn derived_from(&self) -> DerivedFrom {
+        self.derived_from.clone()
+    }
+}
+
+/// A file of text that is made when its length is first requested.
+pub struct LazyText<F> {
+    bytes: OnceLock<Arc<[u8]>>,
+    make: F,
+    derived_from: DerivedFrom,
+}
+
+impl<F> fmt::Debug for LazyText<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LazyText").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+impl<F: Fn() -> String> LazyText<F> {
+    /// A file of the text that `make` returns.
+    pub fn new(make: F, derived_from: DerivedFrom) -> Self {
+        Self { bytes: OnceLock::new(), make, derived_from }
+    }
+
+    fn bytes(&self) -> &Arc<[u8]> {
+        self.bytes.get_or_init(|| (self.make)().into_bytes().into())
+    }
+}
+
+impl<F: Fn() -> String + Send + Sync> VirtualFile for LazyText<F> {
+    fn len_bytes(&self) -> u64 {
+        self.bytes().len() as u64
+    }
+
+    fn content(&self) -> Result<FileContent, ImageError> {
+        Ok(FileContent::Bytes(Arc::clone(self.bytes())))
     }
 
     fn derived_from(&self) -> DerivedFrom {

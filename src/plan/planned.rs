@@ -172,30 +172,34 @@ impl PlannedTensor {
 }
 
 impl Plan {
+    /// Makes the tensors of these drafts, each with its spec.
     pub(super) fn add(&mut self, drafts: Vec<Draft>, options: &ViewOptions, problems: &mut Vec<Problem>) {
-        let mut known: HashMap<Spec, u32> = HashMap::new();
         let first = problems.len();
         let specs: Vec<_> = drafts.par_iter().map(|draft| self.spec_of(draft, options)).collect();
-        for (draft, (spec, found)) in drafts.into_iter().zip(specs) {
+        let mut known: HashMap<Spec, u32> = HashMap::new();
+        let numbered = specs.into_iter().map(|(spec, found)| {
             problems.extend(found);
-            let Some(spec) = spec else { continue };
+            let next = u32::try_from(known.len()).expect("there are no more specs than tensors");
+            *known.entry(spec).or_insert(next)
+        });
+        let numbered: Vec<u32> = numbered.collect();
+        let mut specs: Vec<(Spec, u32)> = known.into_iter().collect();
+        specs.sort_unstable_by_key(|(_, number)| *number);
+        self.specs = specs.into_iter().map(|(spec, _)| spec).collect();
+        let planned = |(draft, spec): (Draft, u32)| {
             let is_told = shard::is_told(&draft, options.sharding, &options.shard_rules);
-            let expert = if is_told { None } else { draft.roles.expert };
-            let index = *known.entry(spec.clone()).or_insert_with(|| {
-                self.specs.push(spec);
-                u32::try_from(self.specs.len() - 1).expect("there are no more specs than tensors")
-            });
-            self.tensors.push(PlannedTensor {
+            PlannedTensor {
                 name: draft.name,
                 view: draft.view,
-                spec: index,
-                expert,
+                spec,
+                expert: if is_told { None } else { draft.roles.expert },
                 stage: draft.roles.stage,
                 bundled: draft.bundled,
                 layers: draft.layers,
                 logical: draft.roles.logical,
-            });
-        }
+            }
+        };
+        self.tensors = drafts.into_par_iter().zip(numbered).map(planned).collect();
         let uneven = problems[first..].iter().filter(|problem| matches!(problem, Problem::Uneven { .. })).count();
         if uneven > 1 && self.logical_rules.is_some() {
             problems.splice(first..first, uneven_axes(self));
@@ -214,12 +218,12 @@ impl Plan {
         }
     }
 
-    /// How a draft is split, if the rules give a split, and all problems of that.
-    fn spec_of(&self, draft: &Draft, options: &ViewOptions) -> (Option<Spec>, Vec<Problem>) {
+    /// How a draft is split, and all problems of that. Without a split it is whole.
+    fn spec_of(&self, draft: &Draft, options: &ViewOptions) -> (Spec, Vec<Problem>) {
         let rules = self.logical_rules.as_ref();
         let spec = match shard::spec(draft, &self.mesh, options.sharding, rules, &options.shard_rules, options.even) {
             Ok(spec) => spec,
-            Err(problem) => return (None, vec![problem]),
+            Err(problem) => return (Spec::replicated(), vec![problem]),
         };
         let shape = draft.view.shape();
         // JAX, for which the rules of logical axes are made, refuses uneven splits. What is shown as it is stored may have been
@@ -232,7 +236,7 @@ impl Plan {
         if let Err(error) = tiled.and_then(|()| self.check_shards(&draft.view, &spec)) {
             problems.push(Problem::Tiling { name: draft.name.clone(), error });
         }
-        (Some(spec), problems)
+        (spec, problems)
     }
 
     /// Checks that no shard of a type narrower than a byte cuts through a byte.

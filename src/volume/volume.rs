@@ -12,7 +12,7 @@ use std::{
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::Materialize;
 use ckfs_host::budget::Budget;
-use ckfs_image::{DerivedFrom, Directory, FormatInput, OWN, TextFile, file_ids, unavailable_text};
+use ckfs_image::{DerivedFrom, Directory, FormatInput, LazyText, OWN, TextFile, file_ids, unavailable_text};
 use ckfs_plan::{Allow, Plan, Problem, report};
 use ckfs_read::{Engine, EngineOptions, EngineRooms, counters::add};
 use ckfs_source::{
@@ -20,6 +20,7 @@ use ckfs_source::{
     permission::{Mounter, Overrides},
 };
 use lru::LruCache;
+use rayon::prelude::*;
 
 use super::{
     exposition,
@@ -109,6 +110,15 @@ pub struct Volume {
     pub(super) permissions: Permissions,
 }
 
+/// Makes the text of `ckfs plan` for these views, with `remarks` at its end.
+fn plan_text(checkpoint: &Arc<Checkpoint>, views: &[ViewPlan], remarks: String) -> impl Fn() -> String + use<> {
+    let (checkpoint, views) = (Arc::clone(checkpoint), views.to_vec());
+    move || {
+        let plans = views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
+        format!("{}{remarks}", report::text(&checkpoint, plans))
+    }
+}
+
 impl Volume {
     /// A volume of these views.
     ///
@@ -121,21 +131,17 @@ impl Volume {
         let source = checkpoint.source();
         let modified = file_ids(&checkpoint).map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH);
         let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).fold(0, u64::saturating_add);
-        // The text of `ckfs plan`, shown as `.ckfs/plan.txt`, goes through all tensors too.
-        let (mut plan_text, shown) = rayon::join(
-            || report::text(&checkpoint, views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
-            || {
-                let input = |view: &ViewPlan| FormatInput::new(Arc::clone(&checkpoint), Arc::clone(&view.plan));
-                views.iter().map(|view| ckfs_image::layout(&Arc::new(input(view)))).collect::<Vec<_>>()
-            },
-        );
+        let input = |view: &ViewPlan| FormatInput::new(Arc::clone(&checkpoint), Arc::clone(&view.plan));
+        let shown: Vec<_> = views.par_iter().map(|view| ckfs_image::layout(&Arc::new(input(view)))).collect();
+        // What the plan's text ends with.
+        let mut remarks = String::new();
         let mut problems = Vec::new();
         let mut root = TreeBuilder::default();
         let mut bundles = BundleSizes::default();
         for (number, (view, shown)) in (0..).zip(views.iter().zip(shown)) {
             match shown {
                 Ok((shown, lacking)) => {
-                    plan_text.push_str(&unavailable_text(&view.name, &lacking));
+                    remarks.push_str(&unavailable_text(&view.name, &lacking));
                     add_bundles(&mut bundles, &view.plan, &shown);
                     let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
                     let added = directory.map_or_else(|| Err(view.name.clone()), |at| at.add(number, shown));
@@ -151,15 +157,16 @@ impl Volume {
         });
         let checkpoint = engine.checkpoint();
         let policy = Policy::new(options.materialize, engine.reservable_bytes() as u64, bundles);
-        plan_text.push_str(&policy.text());
+        remarks.push_str(&policy.text());
         let mounter = Mounter::of_this_process();
-        plan_text.push_str(&readers_text(&readers(checkpoint, &mounter, &options.overrides)));
+        remarks.push_str(&readers_text(&readers(checkpoint, &mounter, &options.overrides)));
         if let Some(directory) = root.directory(OWN) {
             let text = |text: String| TextFile::new(text.into_bytes(), DerivedFrom::Everything);
             directory.live("stats.json", Live::Stats);
             directory.live("metrics", Live::Metrics);
             directory.file("config.toml", text(options.config_text));
-            directory.file("plan.txt", text(plan_text));
+            // The text goes through all tensors, and few mounts are asked for it.
+            directory.file("plan.txt", LazyText::new(plan_text(checkpoint, &views, remarks), DerivedFrom::Everything));
         }
         if !problems.is_empty() {
             return Err(VolumeError { problems });

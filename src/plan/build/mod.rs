@@ -504,7 +504,7 @@ impl<'a> Builder<'a> {
             decoded_config: drafted.decoded_config,
             devices: devices(options, &mut self.problems),
             specs: Vec::new(),
-            tensors: Vec::with_capacity(drafts.len()),
+            tensors: Vec::new(),
             hf: Vec::new(),
             unscanned: options.unscanned,
             chunk_bytes_max: options.chunk_bytes_max,
