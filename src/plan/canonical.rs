@@ -668,7 +668,9 @@ fn add_stacks(groups: StackGroups<'_>, drafts: &mut Vec<Draft>, problems: &mut V
     for stack in stacks {
         match stack {
             Ok(Some(Stack { draft, members })) => {
-                members.into_iter().for_each(|at| drafts[at].bundled.scanned = false);
+                for at in members {
+                    drafts[at].bundled.scanned = false;
+                }
                 drafts.push(draft);
             }
             Ok(None) => {}
