@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from servers import clean  # noqa: F401  a fixture
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts a job in the background with these ignored, and programs pass that on; tests send Ctrl-C to theirs.
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     config.addinivalue_line("markers", "alone: measures time, or uses all processors, and is not run beside other tests")
     config.addinivalue_line("markers", "weekly: uses all processors for minutes, and is about what seldom changes")
     try:
