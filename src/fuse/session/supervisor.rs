@@ -230,9 +230,9 @@ impl Supervisor {
                 self.log_result();
                 Ok(if calm { Exit::Unmounted } else { Exit::Drained })
             }
-            // Without readers the threads are about to end, and another signal changes nothing. Nothing is aborted: the device's number
+            // Without readers the threads are about to end, and further signals change nothing. Nothing is aborted: the device's number
             // may be that of another mount by now.
-            Event::Signal(_) if calm && self.wait(Some(deadline(ABORT_LIMIT)))? == Event::Ended => {
+            Event::Signal(_) if calm && self.ends_within(ABORT_LIMIT)? => {
                 self.log_result();
                 Ok(Exit::Unmounted)
             }
@@ -375,13 +375,20 @@ impl Supervisor {
         // Without the number of the device, the end of this process ends the connection.
         let Some(device) = self.mounted.device() else { return };
         abort(device);
-        let until = Instant::now() + ABORT_LIMIT;
+        // Otherwise the threads end with the process.
+        if matches!(self.ends_within(ABORT_LIMIT), Ok(true)) {
+            self.log_result();
+        }
+    }
+
+    /// Waits for the end of the threads, whatever signals come; whether they have ended.
+    fn ends_within(&mut self, limit: Duration) -> Result<bool, MountError> {
+        let until = deadline(limit);
         loop {
-            match self.wait(Some(until)) {
-                Ok(Event::Signal(_)) => {}
-                Ok(Event::Ended) => return self.log_result(),
-                // The threads end with the process.
-                Ok(Event::Timeout) | Err(_) => return,
+            match self.wait(Some(until))? {
+                Event::Ended => return Ok(true),
+                Event::Timeout => return Ok(false),
+                Event::Signal(_) => {}
             }
         }
     }
