@@ -342,6 +342,21 @@ fn a_name_that_is_a_file_and_a_directory_is_refused() {
 }
 
 #[test]
+fn names_and_paths_that_the_kernel_refuses_are_refused_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let (word, path) = ("x".repeat(256), vec!["y".repeat(250); 15].join("."));
+    let names = [format!("{word}.a"), format!("{word}.b"), format!("c.{word}"), path];
+    let rows: Vec<_> = names.iter().map(|name| row(name, DType::BF16, &[4])).collect();
+    repo::write_repo(dir.path(), &[&rows], &json!({}));
+    let output = ckfs(&["plan", "."], dir.path());
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    // A directory's name is one problem, however many tensors are in it.
+    assert_eq!(error.matches("has 256 bytes, at most 255 are possible").count(), 2, "{error}");
+    assert_eq!(error.matches("the path has 3764 bytes, at most 3584 are possible").count(), 1, "{error}");
+}
+
+#[test]
 fn renames_without_end_are_refused_by_the_rule() {
     let dir = repo::llama(1, DType::BF16);
     let rename = ["--rename", "(.*)=>$1$1"].repeat(40);

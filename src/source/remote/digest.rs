@@ -162,6 +162,11 @@ fn compare(object: &RemoteObject, is_second: bool) -> Result<Comparison, Mismatc
     if entry.is_compared() {
         return Ok(Comparison::Done(Compared::Right));
     }
+    // First without a guard: those of an object that is not here would be many.
+    let here = partial(entry);
+    if !matches!(here, Compared::Partial { absent_bytes: 0 }) {
+        return Ok(Comparison::Done(here));
+    }
     // Kept until the result is noted: a block that comes again has not been compared.
     let kept = entry.guard(&(0..entry.block_count()));
     let (_kept, found) = match kept.and_then(|kept| Ok((kept, digest_of(entry, &expected)?))) {
@@ -176,10 +181,16 @@ fn compare(object: &RemoteObject, is_second: bool) -> Result<Comparison, Mismatc
         }
     };
     if found == expected.hex() {
-        if let Err(error) = entry.note_digest() {
-            tracing::debug!("cache {}: {error}", entry.name());
-        }
-        return Ok(Comparison::Done(Compared::Right));
+        let compared = match entry.note_digest() {
+            Ok(true) => Compared::Right,
+            // Another process has found other bytes meanwhile.
+            Ok(false) => partial(entry),
+            Err(error) => {
+                tracing::debug!("cache {}: {error}", entry.name());
+                Compared::Right
+            }
+        };
+        return Ok(Comparison::Done(compared));
     }
     let (name, kind) = (object.name.display(), expected.kind());
     let is_lost = is_second || state.is_served();

@@ -571,19 +571,20 @@ impl Entry {
         self.dir.as_deref().map_or(Ok(()), |dir| meta.write(dir))
     }
 
-    /// Notes that the complete entry has the digest that its service names, unless its blocks have been dropped meanwhile. All of
-    /// them are to be guarded from before the comparison: one that was evicted and brought again is not the one that was compared.
+    /// Notes that the complete entry has the digest that its service names, unless its blocks have been dropped meanwhile: whether
+    /// they have not. All of them are to be guarded from before the comparison: one that was evicted and brought again is not the one that was compared.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn note_digest(&self) -> io::Result<()> {
+    pub fn note_digest(&self) -> io::Result<bool> {
         let mut meta = self.lock_meta();
         self.read_meta(&mut meta);
         if meta.dropped > self.drops_known.load(Ordering::Acquire) {
-            return Ok(());
+            return Ok(false);
         }
         meta.verified = true;
-        self.dir.as_deref().map_or(Ok(()), |dir| meta.write(dir))
+        self.dir.as_deref().map_or(Ok(()), |dir| meta.write(dir))?;
+        Ok(true)
     }
 
     /// Notes its use, for the order of eviction.

@@ -234,6 +234,23 @@ fn no_memory_follows_the_length_that_a_service_says() {
 }
 
 #[test]
+fn a_comparison_that_ends_after_a_drop_is_not_noted() {
+    let dir = tempfile::tempdir().unwrap();
+    let open_entry = || open(dir.path(), None).entry(&file("k", BLOCK_BYTES), "", "k").unwrap();
+    let (mine, others) = (open_entry(), open_entry());
+    mine.store(0, &bytes(1, 0), false).unwrap();
+    assert!(mine.note_digest().unwrap() && !others.was_dropped() && others.is_compared());
+    others.drop_all().unwrap();
+    assert!(!mine.note_digest().unwrap());
+    assert!(!open_entry().is_compared());
+    // Once it knows of the drop, what it compares is new.
+    assert!(mine.was_dropped());
+    mine.note_drops();
+    mine.store(0, &bytes(1, 0), false).unwrap();
+    assert!(mine.note_digest().unwrap() && open_entry().is_compared());
+}
+
+#[test]
 fn nothing_but_entries_is_evicted_or_listed() {
     let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let cache = open(dir.path(), Some(0));
