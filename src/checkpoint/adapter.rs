@@ -28,7 +28,6 @@ const ADAPTER_PICKLE: &str = "adapter_model.bin";
 const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 /// An adapter's directory, its configuration and its weights.
-#[derive(Debug)]
 pub(super) struct AdapterFiles {
     pub(super) dir: PathBuf,
     pub(super) config: serde_json::Value,

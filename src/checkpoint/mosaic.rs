@@ -92,7 +92,6 @@ struct Entry {
 }
 
 /// See the module's documentation.
-#[derive(Debug)]
 pub(super) struct MosaicBuilder<'a> {
     source: &'a dyn Source,
     entries: Vec<Entry>,

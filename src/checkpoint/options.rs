@@ -46,7 +46,7 @@ pub enum Unfinished {
 }
 
 /// How to open a repository.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct OpenOptions {
     /// How local files are read.
     pub io: SourceIo,

@@ -41,7 +41,6 @@ pub struct Adapter {
 }
 
 /// An opened repository.
-#[derive(Debug)]
 pub struct Checkpoint {
     pub(super) source: Arc<dyn Source>,
     pub(super) root: PathBuf,

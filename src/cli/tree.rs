@@ -224,7 +224,6 @@ fn no_match(volume: &Volume, only: &[String]) -> String {
 }
 
 /// An open file of a volume.
-#[derive(Debug)]
 pub(super) struct OpenNode<'a> {
     volume: &'a Volume,
     ino: Ino,

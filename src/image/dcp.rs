@@ -64,7 +64,6 @@ impl OutputFormat for Dcp {
 }
 
 /// The state that all files share: where each segment is.
-#[derive(Debug)]
 struct DcpFiles {
     input: Arc<FormatInput>,
     one_reader: OnceLock<bool>,
@@ -93,7 +92,6 @@ impl DcpFiles {
 }
 
 /// The chunks of which a device is the first holder.
-#[derive(Debug)]
 struct DistcpFile {
     files: Arc<DcpFiles>,
     device: u64,

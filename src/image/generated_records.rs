@@ -9,12 +9,11 @@
 
 use std::{
     collections::VecDeque,
-    fmt,
     sync::{Arc, Mutex, PoisonError},
 };
 
 /// The contents of a file of rows.
-pub trait GeneratedRecords: fmt::Debug + Send + Sync {
+pub trait GeneratedRecords: Send + Sync {
     /// First byte of each group, ascending, and after them the length of the file.
     fn starts(&self) -> &[u64];
 
@@ -57,7 +56,6 @@ pub(super) fn starts(lengths: impl Iterator<Item = u64>) -> Vec<u64> {
 }
 
 /// A file of rows.
-#[derive(Debug)]
 pub struct GeneratedFile {
     rows: Box<dyn GeneratedRecords>,
     /// Blocks that were partly read, the most recent first.

@@ -131,7 +131,6 @@ impl VirtualFile for OriginalFile {
 }
 
 /// A weight file with other tensors than the repository's.
-#[derive(Debug)]
 struct WeightsFile {
     input: Arc<FormatInput>,
     number: usize,

@@ -12,7 +12,6 @@ use ckfs_source::FileId;
 use super::bundle::Bundle;
 
 /// A view of a checkpoint. Values that several formats need are computed at the first request.
-#[derive(Debug)]
 pub struct FormatInput {
     /// The repository.
     pub checkpoint: Arc<Checkpoint>,

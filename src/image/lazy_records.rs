@@ -1,9 +1,6 @@
 //! A file of rows that is generated when its length is first requested.
 
-use std::{
-    fmt,
-    sync::{Arc, OnceLock},
-};
+use std::sync::{Arc, OnceLock};
 
 use super::{
     file_image::ImageError,
@@ -15,12 +12,6 @@ use super::{
 pub(super) struct LazyRecords<F> {
     rows: OnceLock<Arc<GeneratedFile>>,
     make: F,
-}
-
-impl<F> fmt::Debug for LazyRecords<F> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LazyRecords").field("rows", &self.rows).finish_non_exhaustive()
-    }
 }
 
 impl<R: GeneratedRecords + 'static, F: Fn() -> R> LazyRecords<F> {

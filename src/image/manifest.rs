@@ -54,7 +54,6 @@ impl OutputFormat for ManifestFormat {
 }
 
 /// The manifest of a plan.
-#[derive(Debug)]
 struct ManifestRecords {
     checkpoint: Arc<Checkpoint>,
     plan: Arc<Plan>,

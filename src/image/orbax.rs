@@ -79,7 +79,6 @@ fn checkpoint_metadata(input: &FormatInput, place: MetadataPlace) -> String {
 }
 
 /// The arrays of a step.
-#[derive(Debug)]
 struct Arrays {
     input: Arc<FormatInput>,
     table: Arc<ArrayTable>,

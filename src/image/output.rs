@@ -3,7 +3,6 @@
 use std::{
     borrow::Cow,
     collections::BTreeMap,
-    fmt,
     sync::{Arc, OnceLock},
 };
 
@@ -21,7 +20,7 @@ use super::{
 pub const OWN: &str = ".ckfs";
 
 /// An output format: the names and the wrapping of a view's tensors.
-pub trait OutputFormat: fmt::Debug + Send + Sync {
+pub trait OutputFormat: Send + Sync {
     /// Its name in messages, which is that of its directory where it has one.
     fn name(&self) -> &'static str;
 
@@ -39,7 +38,7 @@ pub trait OutputFormat: fmt::Debug + Send + Sync {
 }
 
 /// A format's files for a view.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct FormatFiles {
     /// Its directories and files.
     pub directory: Directory,
@@ -76,7 +75,6 @@ pub struct OmittedFormat {
 }
 
 /// Contents of a file.
-#[derive(Debug)]
 pub enum FileContent {
     /// A source file, unchanged.
     Original(FileId),
@@ -121,7 +119,7 @@ pub enum DerivedFrom {
 }
 
 /// A file that a format shows. It does not change after mount.
-pub trait VirtualFile: fmt::Debug + Send + Sync {
+pub trait VirtualFile: Send + Sync {
     /// Length in bytes.
     fn len_bytes(&self) -> u64;
 
@@ -199,12 +197,6 @@ pub struct LazyText<F> {
     derived_from: DerivedFrom,
 }
 
-impl<F> fmt::Debug for LazyText<F> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LazyText").field("bytes", &self.bytes).finish_non_exhaustive()
-    }
-}
-
 impl<F: Fn() -> String> LazyText<F> {
     /// A file of the text that `make` returns.
     pub fn new(make: F, derived_from: DerivedFrom) -> Self {
@@ -241,7 +233,7 @@ pub enum SubtreeNode {
 
 /// A directory whose nodes are computed by arithmetic: no table has a row for them. Nodes are numbered from 0, the
 /// directory itself; callers pass only numbers below [`Subtree::nodes`].
-pub trait Subtree: fmt::Debug + Send + Sync {
+pub trait Subtree: Send + Sync {
     /// Number of nodes.
     fn nodes(&self) -> u64;
 
@@ -315,7 +307,6 @@ pub trait Subtree: fmt::Debug + Send + Sync {
 }
 
 /// An entry of a directory.
-#[derive(Debug)]
 pub enum DirectoryEntry {
     /// A directory.
     Directory(Directory),
@@ -328,7 +319,7 @@ pub enum DirectoryEntry {
 }
 
 /// A directory.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Directory {
     /// By name.
     pub entries: BTreeMap<String, DirectoryEntry>,
@@ -418,7 +409,7 @@ mod tests {
     #[test]
     fn a_layout_of_another_length_than_expected_is_refused() {
         for expected in [0, 4, 6] {
-            assert_eq!(Declared(expected).open().unwrap_err(), ImageError::Length { expected, found: 5 });
+            assert_eq!(Declared(expected).open().err().unwrap(), ImageError::Length { expected, found: 5 });
         }
         assert_eq!(Declared(5).open().unwrap().len_bytes(), Some(5));
     }

@@ -48,7 +48,6 @@ impl OutputFormat for Pt {
 type PtLengths = Mutex<HashMap<u64, Arc<OnceLock<u64>>>>;
 
 /// The shards of a device.
-#[derive(Debug)]
 struct PtFile {
     input: Arc<FormatInput>,
     lengths: Arc<PtLengths>,

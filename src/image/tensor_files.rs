@@ -41,7 +41,6 @@ pub(super) struct Encoding {
 }
 
 /// A directory of tensors: the whole ones, or the shards of a device.
-#[derive(Debug)]
 pub(super) struct TensorFiles {
     pub(super) input: Arc<FormatInput>,
     pub(super) names: Arc<NameTree>,

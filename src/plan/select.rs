@@ -56,7 +56,7 @@ impl Subset {
 }
 
 /// The result of a selection.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Selected {
     /// The whole checkpoint under the names that source renames give. `None` without renames.
     pub(super) whole: Option<Checkpoint>,

@@ -32,7 +32,6 @@ pub enum Raw {
 }
 
 /// Decides on the values of tensors and builds their views.
-#[derive(Debug)]
 pub struct Values<'a> {
     checkpoint: &'a Checkpoint,
     request: ValueRequest,

@@ -130,7 +130,6 @@ type TensorRow = (String, Vec<u64>, &'static str, String, u64, Option<Vec<u64>>,
 type LoadRow<'py> = (usize, Option<Vec<AxisSelection>>, Option<String>, Bound<'py, PyAny>);
 
 /// A checkpoint, opened. Its views and tensors are known by number.
-#[derive(Debug)]
 #[pyclass(module = "ckfs._ckfs", name = "OpenedCheckpoint", frozen)]
 pub(super) struct OpenedCheckpoint {
     service: Option<Arc<Service>>,

@@ -81,7 +81,6 @@ pub(super) enum BandInput {
 }
 
 /// What the engine keeps of encoders.
-#[derive(Debug)]
 pub(super) struct Encoded {
     pub(super) lowered: Mutex<LruCache<(u64, BandInput), Arc<Tiling>>>,
     pub(super) reductions: SingleFlight<(u64, u64), Reduced, LastReductions>,

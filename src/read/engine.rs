@@ -1,7 +1,6 @@
 //! The byte-range engine.
 
 use std::{
-    fmt,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -74,12 +73,6 @@ pub struct EngineRooms {
     workers: Arc<Workers>,
     requesters: Arc<Workers>,
     options: EngineOptions,
-}
-
-impl fmt::Debug for EngineRooms {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EngineRooms").field("options", &self.options).finish_non_exhaustive()
-    }
 }
 
 impl EngineRooms {
@@ -155,12 +148,6 @@ impl HeldBytes {
             spare_buffers: buffers.spare_bytes(),
             thread_buffers: buffers.taken_bytes().saturating_sub(cache.bytes()),
         }
-    }
-}
-
-impl fmt::Debug for Engine {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Engine").field("options", &self.options).finish_non_exhaustive()
     }
 }
 

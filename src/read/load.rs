@@ -10,7 +10,6 @@
 use std::{
     any::Any,
     collections::{BTreeSet, VecDeque},
-    fmt,
     ops::Range,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
@@ -65,12 +64,6 @@ pub struct LoadPart {
     pub target: Box<dyn LoadTarget>,
 }
 
-impl fmt::Debug for LoadPart {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} from {}", self.file.name(), self.start)
-    }
-}
-
 /// The state of a load.
 #[derive(Default)]
 struct LoadProgress {
@@ -92,12 +85,6 @@ pub struct Loading {
     changed: Condvar,
     made_bytes: AtomicU64,
     sources: Box<[FileId]>,
-}
-
-impl fmt::Debug for Loading {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Loading").field("made_bytes", &self.made_bytes).finish_non_exhaustive()
-    }
 }
 
 impl Engine {

@@ -12,7 +12,6 @@
 #![allow(unsafe_code)]
 
 use std::{
-    fmt,
     fs::File,
     io,
     ops::Range,
@@ -127,12 +126,6 @@ pub struct Materializing {
     failed: AtomicBool,
     progress: Mutex<Progress>,
     changed: Condvar,
-}
-
-impl fmt::Debug for Materializing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} in {:?}", self.file.name(), self.target)
-    }
 }
 
 /// Memory of the tile cache that a materialized file takes, until this is dropped.

@@ -51,7 +51,6 @@ pub(super) struct TileKey {
 }
 
 /// Computed bytes.
-#[derive(Debug)]
 pub(super) struct Tile {
     pub(super) bytes: Buffer,
     /// Its memory, which counts against the limit.
@@ -162,7 +161,6 @@ impl RoomPolicy<TileKey, Tile> for TileRooms {
 }
 
 /// Tiles; the least recently used is dropped first.
-#[derive(Debug)]
 pub(super) struct TileCache {
     tiles: SingleFlight<TileKey, Tile, TileRooms>,
     memory: TileMemory,

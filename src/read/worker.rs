@@ -3,7 +3,6 @@
 
 use std::{
     collections::VecDeque,
-    fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -116,12 +115,6 @@ impl Workers {
         while let Some(job) = self.pool.take_refused(|queue, _| queue.awaited.pop_front()) {
             job();
         }
-    }
-}
-
-impl fmt::Debug for Workers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} workers", self.count)
     }
 }
 

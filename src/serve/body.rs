@@ -1,7 +1,7 @@
 //! Bodies of replies. The chunks of a file are read when the client has taken those before, so a slow client holds little memory.
 
 use std::{
-    fmt, io,
+    io,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
@@ -23,7 +23,6 @@ const FAST: Duration = Duration::from_millis(50);
 const SLOW: Duration = Duration::from_millis(500);
 
 /// A part of a file.
-#[derive(Debug)]
 pub(super) struct FilePart {
     reads: Arc<ServedReads>,
     file: Arc<OpenedServed>,
@@ -103,16 +102,6 @@ pub(super) struct ReplyBody {
     content: Content,
     /// The connection is in use as long as there is one.
     _busy: Option<BusyMark>,
-}
-
-impl fmt::Debug for ReplyBody {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.content {
-            Content::Memory(bytes) => f.debug_tuple("Memory").field(&bytes.as_ref().map(Bytes::len)).finish(),
-            Content::File(part) => f.debug_tuple("File").field(part).finish(),
-            Content::Parts(_) => f.write_str("Parts"),
-        }
-    }
 }
 
 impl ReplyBody {

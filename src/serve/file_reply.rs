@@ -18,7 +18,6 @@ use super::{
 };
 
 /// A file that is requested.
-#[derive(Debug)]
 pub(super) struct AskedFile<'a> {
     pub(super) reads: &'a Arc<ServedReads>,
     pub(super) node: &'a FoundNode,

@@ -5,7 +5,7 @@
 
 use std::{
     collections::VecDeque,
-    fmt, io,
+    io,
     ops::{Deref, DerefMut},
     sync::{
         Arc, Mutex, PoisonError,
@@ -117,12 +117,6 @@ pub(super) struct OpenedServed {
     handle: Handle,
 }
 
-impl fmt::Debug for OpenedServed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OpenedServed").field("ino", &self.ino).finish_non_exhaustive()
-    }
-}
-
 impl Drop for OpenedServed {
     fn drop(&mut self) {
         let start = Instant::now();
@@ -231,12 +225,6 @@ pub(super) struct ServedReads {
     opens: Arc<Requests<ResultSender<OpenedServed>>>,
     reads: Arc<Requests<ResultSender<Bytes>>>,
     watchdog: Arc<Watchdog>,
-}
-
-impl fmt::Debug for ServedReads {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ServedReads").field("threads", &self.threads.pool.threads()).finish_non_exhaustive()
-    }
 }
 
 impl ServedReads {

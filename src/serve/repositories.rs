@@ -33,7 +33,7 @@ pub(super) struct RepositoryEntry {
 }
 
 /// One revision of a repository.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct ServedRepository {
     /// `org/name`.
     pub(super) id: String,

@@ -13,7 +13,6 @@ use super::{
 };
 
 /// All repositories.
-#[derive(Debug)]
 pub(super) enum Repositories {
     /// Those of one checkpoint.
     Fixed(Vec<ServedRepository>),

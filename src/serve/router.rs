@@ -23,7 +23,6 @@ const METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-
 const FILES: &str = "/files";
 
 /// What is served.
-#[derive(Debug)]
 pub(super) struct Router {
     pub(super) gate: Gate,
     pub(super) served: ServedSource,

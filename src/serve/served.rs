@@ -13,7 +13,7 @@ use super::{
 };
 
 /// What is served.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) enum ServedSource {
     /// One checkpoint.
     Volume(Arc<Volume>, Arc<ServedTree>),
@@ -22,7 +22,6 @@ pub(super) enum ServedSource {
 }
 
 /// Where a path leads.
-#[derive(Debug)]
 pub(super) enum ServedPlace {
     /// The rest of it from the root of a tree, in which lookups never wait.
     Tree(Arc<ServedTree>, Vec<String>),

@@ -123,7 +123,6 @@ impl Listening {
 }
 
 /// What answers the requests of an address.
-#[derive(Debug)]
 enum RequestRouter {
     Http(Router),
     S3(BucketRouter),

@@ -5,7 +5,6 @@
 
 use std::{
     collections::HashMap,
-    fmt,
     num::NonZeroUsize,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
@@ -52,7 +51,7 @@ struct KnownStep {
 }
 
 /// A step that can be looked into.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) struct OpenStep {
     pub(super) held: HeldStep,
     /// `None` of a step that could not be planned.
@@ -82,12 +81,6 @@ pub(super) struct ServedRun {
 
 /// The result of opening a step, once it is there.
 type Opening = watch::Receiver<Option<Result<OpenStep, NoStep>>>;
-
-impl fmt::Debug for ServedRun {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ServedRun").field("run", &self.run).field("views", &self.views).finish_non_exhaustive()
-    }
-}
 
 impl ServedRun {
     pub(super) fn new(

@@ -1,6 +1,6 @@
 //! A volume as the door serves it: its nodes by path, and its reads.
 
-use std::{fmt, ops::ControlFlow, sync::Arc, time::SystemTime};
+use std::{ops::ControlFlow, sync::Arc, time::SystemTime};
 
 use ckfs_image::OWN;
 use ckfs_service::{identity, steps::HeldStep};
@@ -37,13 +37,12 @@ pub(super) struct ServedEntry {
 }
 
 /// Tells the version of each step of a run.
-pub(super) trait StepDigests: fmt::Debug + Send + Sync {
+pub(super) trait StepDigests: Send + Sync {
     /// The digest of the step that a node is in, and the step. May wait for storage.
     fn digest_of_node(&self, ino: Ino) -> Option<(String, HeldStep)>;
 }
 
 /// Which version of its files a tree has.
-#[derive(Debug)]
 pub(super) enum TreeVersion {
     /// That of a volume, by a digest of its plans and sources.
     Volume { volume: Arc<Volume>, digest: String },
@@ -60,12 +59,6 @@ pub(super) struct ServedTree {
     /// Where paths begin.
     pub(super) root: FoundNode,
     pub(super) version: TreeVersion,
-}
-
-impl fmt::Debug for ServedTree {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ServedTree").field("root", &self.root).field("version", &self.version).finish_non_exhaustive()
-    }
 }
 
 impl ServedTree {

@@ -27,7 +27,6 @@ use super::{
 /// println!("{} devices", service.volume().plans()[0].devices.len());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug)]
 pub struct Service {
     volume: Arc<Volume>,
     config: Config,

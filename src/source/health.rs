@@ -4,7 +4,6 @@
 //! until the requested bytes come. A source notes both here, and the layers above check only here.
 
 use std::{
-    fmt,
     path::Path,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
@@ -19,7 +18,6 @@ use super::{
 };
 
 /// The state of each file of a source.
-#[derive(Debug)]
 pub struct Health {
     shared: Arc<SharedHealth>,
     fetches: Arc<WaitRegistry>,
@@ -39,12 +37,6 @@ struct SharedHealth {
 /// Called after a file was poisoned.
 type OnPoisoned = Box<dyn Fn() + Send + Sync>;
 
-impl fmt::Debug for SharedHealth {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedHealth").field("files", &self.files).finish_non_exhaustive()
-    }
-}
-
 impl SharedHealth {
     fn condemn(&self, place: usize, error: SourceError) -> SourceError {
         let mut first = false;
@@ -62,7 +54,7 @@ impl SharedHealth {
 }
 
 /// Marks one file as lost, from a thread without the source.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct HealthHandle {
     shared: Arc<SharedHealth>,
     place: usize,

@@ -1,7 +1,6 @@
 //! The interface of a source: what each kind of source decides for itself.
 
 use std::{
-    fmt,
     fs::File,
     path::{Path, PathBuf},
     sync::Arc,
@@ -80,7 +79,7 @@ pub struct Coded {
 ///
 /// Bytes read from a file count only if [`Source::check`] succeeds after the read. A file may change at any moment,
 /// and a truncation within a page gives zeros, not a fault.
-pub trait Source: fmt::Debug + Send + Sync {
+pub trait Source: Send + Sync {
     /// Number of files; their ids count from 0.
     fn file_count(&self) -> usize;
 

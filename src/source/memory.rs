@@ -1,9 +1,6 @@
 //! Memory for the bytes of sources and of what is made from them.
 
-use std::{
-    fmt,
-    ops::{Deref, DerefMut},
-};
+use std::ops::{Deref, DerefMut};
 
 use memmap2::{Advice, MmapMut};
 
@@ -75,12 +72,6 @@ impl DerefMut for BufferMemory {
             Place::Mapped(map) => &mut map[..self.len],
             Place::Allocated(bytes) => bytes,
         }
-    }
-}
-
-impl fmt::Debug for BufferMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "memory of {} bytes", self.len)
     }
 }
 

@@ -68,7 +68,6 @@ pub struct RootDir {
 }
 
 /// A file, directory or other thing that was found.
-#[derive(Debug)]
 pub struct FoundFile {
     /// The path by which it was found.
     path: PathBuf,
@@ -83,7 +82,6 @@ pub struct FoundFile {
 }
 
 /// An open regular file, the gates before it, and how to find it again.
-#[derive(Debug)]
 pub struct Opened {
     pub(super) path: Arc<Path>,
     pub(super) file: File,

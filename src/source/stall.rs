@@ -118,12 +118,6 @@ pub struct WaitRegistry {
     services: Arc<Waits>,
 }
 
-impl fmt::Debug for WaitRegistry {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WaitRegistry").field("limit", &self.limit).finish_non_exhaustive()
-    }
-}
-
 impl Default for WaitRegistry {
     fn default() -> Self {
         Self::new(Self::LIMIT)
@@ -131,7 +125,6 @@ impl Default for WaitRegistry {
 }
 
 /// A fetch in flight, until this is dropped.
-#[derive(Debug)]
 pub struct WaitGuard<'a> {
     fetches: &'a WaitRegistry,
     place: Option<usize>,

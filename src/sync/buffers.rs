@@ -1,7 +1,6 @@
 //! Recycled buffers. A fresh megabyte costs 256 page faults, which take longer than a cast into it.
 
 use std::{
-    fmt,
     ops::{Deref, DerefMut},
     sync::Arc,
 };
@@ -232,18 +231,6 @@ impl<M: RawMemory> Deref for Buffer<M> {
 impl<M: RawMemory> DerefMut for Buffer<M> {
     fn deref_mut(&mut self) -> &mut [u8] {
         &mut self.memory[..self.len]
-    }
-}
-
-impl<M: RawMemory> fmt::Debug for Buffer<M> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "buffer of {} bytes", self.len)
-    }
-}
-
-impl<M> fmt::Debug for BufferPool<M> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("pool of buffers")
     }
 }
 

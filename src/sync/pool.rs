@@ -10,7 +10,7 @@
 
 use std::{
     collections::VecDeque,
-    fmt, io,
+    io,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::Duration,
@@ -104,15 +104,6 @@ struct Shared<Q: Queue> {
 /// The pool. Dropping it lets its threads finish the queue, and end; they are not waited for, since this may run on one of them.
 pub struct Pool<Q: Queue> {
     shared: Arc<Shared<Q>>,
-}
-
-impl<Q: Queue> fmt::Debug for Pool<Q> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool")
-            .field("name", &self.shared.name)
-            .field("threads", &self.threads())
-            .finish_non_exhaustive()
-    }
 }
 
 impl Pool<VecDeque<BoxedJob>> {

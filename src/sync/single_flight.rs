@@ -8,7 +8,6 @@
 
 use std::{
     collections::HashMap,
-    fmt,
     hash::Hash,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
@@ -114,12 +113,6 @@ pub struct Request<'a, V, E> {
     pub event: &'a dyn Fn(Event<'_, V>),
 }
 
-impl<V, E> fmt::Debug for Request<'_, V, E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Request").field("demand", &self.demand).finish_non_exhaustive()
-    }
-}
-
 /// What came of a flight.
 enum Landing<V, E> {
     Made(Arc<V>),
@@ -145,12 +138,6 @@ pub struct CacheInside<K: Hash + Eq, V, P: RoomPolicy<K, V>> {
     flights: Flights<K, V, P::Error>,
 }
 
-impl<K: Hash + Eq, V, P: RoomPolicy<K, V>> fmt::Debug for CacheInside<K, V, P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CacheInside").field("flights", &self.flights.len()).finish_non_exhaustive()
-    }
-}
-
 impl<K: Hash + Eq + Copy, V: Weight, P: RoomPolicy<K, V>> CacheInside<K, V, P> {
     /// Whether a value is there or being made.
     pub fn has(&self, key: &K) -> bool {
@@ -163,12 +150,6 @@ pub struct SingleFlight<K: Hash + Eq, V, P: RoomPolicy<K, V>> {
     inside: Mutex<CacheInside<K, V, P>>,
     /// Room that is left without the lock, and flights that end.
     changes: Arc<ChangeCount>,
-}
-
-impl<K: Hash + Eq, V, P: RoomPolicy<K, V>> fmt::Debug for SingleFlight<K, V, P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SingleFlight").finish_non_exhaustive()
-    }
 }
 
 /// Ends a flight even if its maker panics, so that no waiter waits forever.

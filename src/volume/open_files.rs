@@ -15,7 +15,7 @@ const REMEMBERED_SEGMENTS_MAX: usize = 200_000;
 const REMEMBERED_FILES_MAX: usize = 64;
 
 /// An open file.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) enum Open {
     Original(FileId),
     Bytes(Arc<[u8]>),

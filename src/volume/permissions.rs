@@ -92,7 +92,6 @@ struct OfView {
 }
 
 /// Owners and permission bits of all nodes.
-#[derive(Debug)]
 pub(super) struct Permissions {
     checkpoint: Arc<Checkpoint>,
     mounter: Mounter,

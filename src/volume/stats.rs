@@ -28,7 +28,6 @@ pub(super) const PATHS: [(Path, &str); 4] = [
 ];
 
 /// The inputs of both files.
-#[derive(Debug)]
 pub(super) struct Reported<'a> {
     pub(super) metrics: &'a Metrics,
     pub(super) engine: &'a Engine,

@@ -15,7 +15,6 @@ use ckfs_source::permission::Permission;
 use super::file_system::Ino;
 
 /// A fixed node.
-#[derive(Debug)]
 pub(super) struct FixedNode {
     pub(super) parent: Ino,
     /// Whether it is the mount's own directory, or inside it.
@@ -24,7 +23,6 @@ pub(super) struct FixedNode {
 }
 
 /// Type of a fixed node.
-#[derive(Debug)]
 pub(super) enum FixedKind {
     /// A directory; its entries sorted by name.
     Directory {
@@ -42,7 +40,6 @@ pub(super) enum FixedKind {
 }
 
 /// A file.
-#[derive(Debug)]
 pub(super) struct FileNode {
     /// Number of its view; 0 for the mount's own files.
     pub(super) view: u32,
@@ -61,7 +58,6 @@ pub(super) enum Live {
 }
 
 /// A directory whose nodes are found by arithmetic.
-#[derive(Debug)]
 pub(super) struct SubtreeBlock {
     pub(super) first: u64,
     pub(super) len: u64,
@@ -72,7 +68,6 @@ pub(super) struct SubtreeBlock {
 }
 
 /// The node behind an inode number.
-#[derive(Debug)]
 pub(super) enum TreeNode<'a> {
     Fixed(&'a FixedNode),
     /// A node of a subtree, by its number there.
@@ -80,7 +75,6 @@ pub(super) enum TreeNode<'a> {
 }
 
 /// The tree.
-#[derive(Debug)]
 pub(super) struct NodeTree {
     fixed: Vec<FixedNode>,
     blocks: Vec<SubtreeBlock>,
@@ -89,13 +83,12 @@ pub(super) struct NodeTree {
 }
 
 /// A tree under construction: directories by path, before nodes have numbers.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct TreeBuilder {
     entries: BTreeMap<String, BuilderChild>,
     mirrors: Option<String>,
 }
 
-#[derive(Debug)]
 enum BuilderChild {
     Directory(TreeBuilder),
     File(FixedKind),

@@ -50,7 +50,7 @@ pub struct ViewPlan {
 }
 
 /// Settings of a volume.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct VolumeOptions {
     /// Limits of the engine.
     pub engine: EngineOptions,
@@ -88,7 +88,6 @@ impl fmt::Display for VolumeError {
 }
 
 /// A checkpoint's views as a file system. Immutable except for caches and counters.
-#[derive(Debug)]
 pub struct Volume {
     pub(super) engine: Arc<Engine>,
     pub(super) views: Vec<Arc<Plan>>,

@@ -17,7 +17,6 @@ use ckfs::source::{
 };
 
 /// Files in memory, without maps.
-#[derive(Debug)]
 pub struct MemoryFiles {
     files: Vec<(Pin, Vec<u8>, AtomicU64)>,
     health: Health,
@@ -116,7 +115,6 @@ pub struct Fetched {
 }
 
 /// A wrapper that counts fetches; it lets a number of calls pass and then misbehaves permanently.
-#[derive(Debug)]
 pub struct Watched {
     inner: Arc<dyn Source>,
     fault: Fault,

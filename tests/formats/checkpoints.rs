@@ -78,7 +78,7 @@ impl Repo {
     }
 
     fn problems(&self) -> Vec<String> {
-        let error = self.try_open().unwrap_err();
+        let error = self.try_open().err().unwrap();
         let CheckpointError::Problems { problems, more: 0, .. } = &error else { panic!("{error}") };
         problems.iter().map(ToString::to_string).collect()
     }
@@ -293,7 +293,7 @@ fn an_unfinished_download_names_the_files_and_what_brings_them() {
             let text = format!(r#"{{"weight_map": {{{}}}}}"#, map.join(", "));
             fs::write(snapshot.join("model.safetensors.index.json"), text).unwrap();
         }
-        let error = Checkpoint::open(&format!("org/name@{commit}"), &options).unwrap_err();
+        let error = Checkpoint::open(&format!("org/name@{commit}"), &options).err().unwrap();
         let CheckpointError::Problems { problems, .. } = &error else { panic!("{error}") };
         assert!(error.to_string().contains(expected), "{error}");
         assert!(problems.iter().all(|problem| !problem.is_of_index()), "no --allow-missing is proposed: {error}");
@@ -329,7 +329,7 @@ fn all_disagreements_between_index_and_headers_are_reported_at_once() {
         assert!(problems.iter().any(|problem| problem.contains(expected)), "{expected}\n{problems:#?}");
     }
     assert_eq!(problems.len(), expected.len(), "{problems:#?}");
-    let text = repo.try_open().unwrap_err().to_string();
+    let text = repo.try_open().err().unwrap().to_string();
     assert!(text.contains("10 problems\n"), "{text}");
 }
 
@@ -375,7 +375,7 @@ fn refused_repositories() {
         "model.safetensors.index.json: names model-00001-TP-002.safetensors, and not model-00001-TP-000.safetensors, \
          model-00001-TP-001.safetensors: by their names each holds the part of one rank"
     ));
-    let CheckpointError::Problems { problems, .. } = parts().try_open().unwrap_err() else { panic!("no problems") };
+    let CheckpointError::Problems { problems, .. } = parts().try_open().err().unwrap() else { panic!("no problems") };
     assert!(problems.iter().all(|problem| problem.is_of_copies() && problem.is_of_ranks()), "{problems:?}");
     let repo = good();
     let path = repo.path("model.safetensors");
@@ -407,7 +407,7 @@ fn refused_repositories() {
     symlink("nowhere", repo.path("l.safetensors")).unwrap();
     assert!(repo.problems()[0].contains("which is a symbolic link to nothing"));
     let empty = Repo::new().text("unet/readme", "").weights("unet/model.safetensors", &[]);
-    let error = empty.try_open().unwrap_err().to_string();
+    let error = empty.try_open().err().unwrap().to_string();
     assert!(error.contains("no *.safetensors here; open one of the subdirectories that have some: unet"), "{error}");
 }
 
@@ -500,7 +500,7 @@ fn links_of_adapters() {
     assert!(open(true).unwrap().warnings().is_empty());
     fs::remove_file(adapter.path("adapter_config.json")).unwrap();
     symlink(outside.path("config"), adapter.path("adapter_config.json")).unwrap();
-    let error = open(false).unwrap_err().to_string();
+    let error = open(false).err().unwrap().to_string();
     assert!(error.contains("adapter_config.json: symbolic link to") && error.contains("--follow-symlinks"), "{error}");
     assert!(open(true).is_ok());
 }
@@ -547,7 +547,7 @@ fn links_of_the_hub_cache_may_only_lead_to_its_own_blobs() {
     let elsewhere = cache.path().join("elsewhere");
     fs::rename(&snapshot, &elsewhere).unwrap();
     symlink(&elsewhere, &snapshot).unwrap();
-    let error = Checkpoint::open("org/name", &options).unwrap_err().to_string();
+    let error = Checkpoint::open("org/name", &options).err().unwrap().to_string();
     assert!(error.contains("a symbolic link out of the repository's directory in the cache"), "{error}");
 }
 
@@ -555,7 +555,7 @@ fn links_of_the_hub_cache_may_only_lead_to_its_own_blobs() {
 fn missing_sources() {
     let dir = tempfile::tempdir().unwrap();
     let options = OpenOptions { hub_cache: Some(dir.path().to_path_buf()), ..OpenOptions::default() };
-    let refused = |source: &str| Checkpoint::open(source, &options).unwrap_err().to_string();
+    let refused = |source: &str| Checkpoint::open(source, &options).err().unwrap().to_string();
     assert!(refused("ftp://bucket/key").contains("ftp:// is not known"));
     assert!(refused("hf://org/name").contains("not found\n  directory "));
     assert!(refused("./nothing/here").contains("no such file or directory, and not an org/name"));
@@ -593,7 +593,7 @@ fn the_hub_cache() {
         assert_eq!(checkpoint.label(), format!("org/na.me@{}", &commits[number][..12]));
     }
     for source in ["org/na.me@aaaa", "org/na.me@v1", "org/na.me@evil", "org/na.me@aaa"] {
-        let error = open(source).unwrap_err();
+        let error = open(source).err().unwrap();
         assert!(matches!(&error, CheckpointError::NoRevision { revisions, .. } if revisions == &commits), "{error}");
         assert!(error.to_string().contains(commits[1]), "{error}");
     }
@@ -839,7 +839,7 @@ fn an_index_may_disagree_with_the_files_where_that_is_allowed() {
         (&["lost"], &["unnamed"], "gone"),
         (&["gone", "lost"], &[], "unnamed"),
     ] {
-        let error = open(missing, unmapped).unwrap_err();
+        let error = open(missing, unmapped).err().unwrap();
         let CheckpointError::Problems { problems, .. } = &error else { panic!("{error}") };
         assert!(problems.len() == 1 && problems[0].is_of_index() && error.to_string().contains(left), "{error}");
     }
@@ -890,7 +890,7 @@ fn variants_are_chosen_by_name() {
     let shape = |checkpoint: Checkpoint| checkpoint.tensor(checkpoint.find("a").unwrap()).shape.to_vec();
     assert_eq!(shape(open(&repo, None).unwrap()), [1]);
     assert_eq!(shape(open(&repo, Some("fp16")).unwrap()), [2]);
-    let error = open(&repo, Some("bf16")).unwrap_err().to_string();
+    let error = open(&repo, Some("bf16")).err().unwrap().to_string();
     assert!(error.ends_with("no weights of the variant \"bf16\"; there are: fp16"), "{error}");
     // Other names than those of transformers, and one of two files of the variant.
     let part = "x-00001-of-00002.fp16.safetensors";
@@ -898,7 +898,7 @@ fn variants_are_chosen_by_name() {
     let checkpoint = open(&repo, None).unwrap();
     assert_eq!(role(&checkpoint, part), FileRole::Ignored(IgnoreReason::OtherVariant));
     assert_eq!(shape(checkpoint), [1]);
-    let error = open(&repo, Some("fp16")).unwrap_err().to_string();
+    let error = open(&repo, Some("fp16")).err().unwrap().to_string();
     assert!(error.contains("x.fp16*.safetensors: expected 2 files"), "{error}");
     // Variants without the plain set.
     let two =
@@ -924,6 +924,6 @@ fn a_name_that_is_not_utf8_is_passed_over_unless_it_may_be_weights() {
     let file = checkpoint.files().iter().find(|file| file.role == FileRole::Ignored(IgnoreReason::NotUtf8)).unwrap();
     assert_eq!(file.path, "notes-\u{fffd}.txt");
     fs::write(repo.0.path().join(name(".safetensors")), "x").unwrap();
-    let error = repo.try_open().unwrap_err().to_string();
+    let error = repo.try_open().err().unwrap().to_string();
     assert!(error.contains("is not UTF-8") && error.contains("notes-"), "{error}");
 }

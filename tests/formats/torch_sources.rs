@@ -101,10 +101,10 @@ fn a_missing_file_and_a_cut_one_are_named() {
     write(dir.path(), &files("dcp"));
     let second = files("dcp").into_keys().next_back().unwrap();
     fs::remove_file(dir.path().join(&second)).unwrap();
-    let error = open(dir.path()).unwrap_err();
+    let error = open(dir.path()).err().unwrap();
     assert!(error.contains(&format!("names {second:?} for")) && error.contains("not there"), "{error}");
     fs::write(dir.path().join(&second), &files("dcp")[&second][..100]).unwrap();
-    let error = open(dir.path()).unwrap_err();
+    let error = open(dir.path()).err().unwrap();
     assert!(error.contains(&second) && error.contains("tensor \"model.w\""), "{error}");
 }
 
@@ -127,7 +127,7 @@ fn archives_of_all_protocols_are_sources_and_old_ones_are_refused_with_advice() 
     }
     assert!(seen.windows(2).all(|pair| pair[0] == pair[1]));
     fs::write(&path, bytes_of(&fixture()["legacy"])).unwrap();
-    let error = open(&path).unwrap_err();
+    let error = open(&path).err().unwrap();
     assert!(error.contains("load it with torch.load and save it with torch.save"), "{error}");
 }
 
@@ -233,7 +233,7 @@ fn parts_that_do_not_fit_each_other_are_named() {
     assert_eq!(found["w"], [counting(9), counting(6)].concat());
     for (offsets, fault) in [("[2, 0]", "b.safetensors overlap"), ("[4, 0]", "elements [3..4, 0..3] are in no box")] {
         second(offsets);
-        let error = open(dir.path()).unwrap_err();
+        let error = open(dir.path()).err().unwrap();
         assert!(error.contains("tensor \"w\"") && error.contains(fault), "{error}");
     }
 }
@@ -308,16 +308,16 @@ fn codes_in_several_boxes_are_not_decoded_and_named() {
 #[test]
 fn what_is_no_checkpoint_is_named() {
     let dir = tempfile::tempdir().unwrap();
-    let error = open(dir.path()).unwrap_err();
+    let error = open(dir.path()).err().unwrap();
     assert!(error.contains("the directory is empty"), "{error}");
     let file = dir.path().join("model-q4.gguf");
     fs::write(&file, b"GGUF\x03\0\0\0").unwrap();
     for path in [dir.path(), &file] {
-        let error = open(path).unwrap_err();
+        let error = open(path).err().unwrap();
         assert!(error.contains("GGUF"), "{error}");
     }
     fs::write(dir.path().join("a.pt"), b"x").unwrap();
     fs::write(dir.path().join("b.pt"), b"x").unwrap();
-    let error = open(dir.path()).unwrap_err();
+    let error = open(dir.path()).err().unwrap();
     assert!(error.contains("give one of them: a.pt, b.pt"), "{error}");
 }

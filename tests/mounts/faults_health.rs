@@ -282,7 +282,6 @@ fn a_daemon_has_no_more_threads_than_the_guide_says_however_many_read() {
 }
 
 /// A source of which the check of one file panics, once it is told to.
-#[derive(Debug)]
 struct Panicking(Arc<dyn Source>, FileId, Arc<AtomicBool>);
 
 impl Source for Panicking {

@@ -202,7 +202,7 @@ fn gated_and_private_repositories_are_explained() {
     let error = read(&repository, "config.json", 0, 1).unwrap_err().to_string();
     assert!(error.contains("the token of HF_TOKEN has no access") && !error.contains("hf_other"), "{error}");
     rig.switch(|switches| *switches = Switches { hidden: true, ..Switches::default() });
-    let error = rig.open(None).unwrap_err();
+    let error = rig.open(None).err().unwrap();
     assert_eq!(error.failure, Failure::NotFound);
     assert!(error.to_string().contains("or it is private"), "{error}");
     rig.switch(|switches| *switches = Switches::default());

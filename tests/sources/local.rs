@@ -178,7 +178,7 @@ fn a_short_read_is_an_error_even_without_a_check() {
 #[test]
 fn only_regular_files_are_opened() {
     let dir = tempfile::tempdir().unwrap();
-    let open = |path: &Path| LocalFiles::open(&[path.to_path_buf()], SourceIo::Auto).unwrap_err();
+    let open = |path: &Path| LocalFiles::open(&[path.to_path_buf()], SourceIo::Auto).err().unwrap();
     assert!(matches!(open(dir.path()), SourceError::NotRegular { .. }));
     assert!(matches!(open(&dir.path().join("missing")), SourceError::Io { .. }));
     let fifo = dir.path().join("fifo");

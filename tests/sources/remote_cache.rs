@@ -526,7 +526,7 @@ fn small_files_are_compared_before_anything_is_made_of_them() {
     let mut repository = objects.repository("1");
     repository.files[0].content = Content::GitBlob(id);
     let dir = tempfile::tempdir().unwrap();
-    let refused = RemoteTree::open(repository, &cache(dir.path(), None), &RemoteOptions::default()).unwrap_err();
+    let refused = RemoteTree::open(repository, &cache(dir.path(), None), &RemoteOptions::default()).err().unwrap();
     assert!(matches!(&refused, SourceError::Corrupt { kind: "git blob id", .. }), "{refused}");
     assert_eq!(objects.requests.load(Ordering::Relaxed), 2, "it was fetched once more");
 }

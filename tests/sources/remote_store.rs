@@ -134,7 +134,7 @@ fn a_server_that_sends_few_bytes_each_time_is_given_up() {
     let repository = rig.open(&format!("{}/model-0.safetensors", rig.url()), false).unwrap();
     let before = rig.requests();
     rig.stub.switch(|switches| (switches.short, switches.short_after) = (1000, 100));
-    let error = rig.tree(repository).unwrap_err().to_string();
+    let error = rig.tree(repository).err().unwrap().to_string();
     assert!(error.contains("model-0.safetensors") && error.contains("the reply broke off"), "{error}");
     assert!((8..20).contains(&(rig.requests() - before)), "{}", rig.requests() - before);
 }
@@ -163,7 +163,7 @@ fn compressed_replies_are_refused() {
     let (rig, _) = Rig::new(1000);
     let repository = rig.open(&rig.url(), false).unwrap();
     rig.stub.switch(|switches| switches.encoded = 1000);
-    let error = rig.tree(repository).unwrap_err().to_string();
+    let error = rig.tree(repository).err().unwrap().to_string();
     assert!(error.contains("Content-Encoding: gzip") && error.contains("own bytes"), "{error}");
 }
 
@@ -186,7 +186,7 @@ fn a_header_that_claims_too_much_is_left_to_the_parser() {
 fn what_was_pinned_and_fetched_is_there_without_a_network() {
     let (rig, _) = Rig::new(1000);
     let url = rig.url();
-    let error = rig.open(&url, true).unwrap_err().to_string();
+    let error = rig.open(&url, true).err().unwrap().to_string();
     assert!(error.contains("--offline") && error.contains("ckfs fetch"), "{error}");
     let online = rig.open(&url, false).unwrap();
     let files = online.files.clone();
@@ -210,7 +210,7 @@ fn what_was_pinned_and_fetched_is_there_without_a_network() {
     read(&tree, present).unwrap();
     let error = read(&tree, absent).unwrap_err().to_string();
     assert!(error.contains(weights) && error.contains("--offline"), "{error}");
-    let error = rig.open(&format!("{url}r"), true).unwrap_err().to_string();
+    let error = rig.open(&format!("{url}r"), true).err().unwrap().to_string();
     assert!(error.contains("namer") && error.contains("--offline"), "{error}");
     assert_eq!(rig.requests(), asked, "no request in all of this");
 }

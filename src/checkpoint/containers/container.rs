@@ -78,7 +78,6 @@ pub struct LeftOut {
 }
 
 /// What a dialect has read.
-#[derive(Debug)]
 pub(crate) struct Contents {
     /// The container, as the files turned out to be.
     pub(crate) container: Container,

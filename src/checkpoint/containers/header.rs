@@ -67,7 +67,7 @@ impl TensorTable {
 }
 
 /// The weight files of a repository, for messages.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub(crate) struct WeightFiles<'a> {
     pub(crate) files: &'a [Listed],
     /// Indices in `files`, in the order of their ids.

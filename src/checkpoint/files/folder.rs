@@ -24,7 +24,6 @@ use super::super::{
 };
 
 /// A directory whose files are listed and not yet pinned.
-#[derive(Debug)]
 pub(crate) struct Folder {
     pub(crate) located: Located,
     /// `None` of a remote repository: its files belong to the cache.
@@ -158,7 +157,7 @@ impl Folder {
 }
 
 /// The files of a checkpoint, pinned in a source.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub(crate) struct PinnedFiles<'a> {
     /// All files, sorted by path.
     pub(crate) files: &'a [Listed],

@@ -22,7 +22,6 @@ const ENTRIES_MAX: usize = 100_000;
 const DEPTH_MAX: usize = 32;
 
 /// A file in the listing.
-#[derive(Debug)]
 pub(crate) struct Listed {
     pub(crate) path: String,
     pub(crate) role: FileRole,
@@ -31,7 +30,6 @@ pub(crate) struct Listed {
 }
 
 /// How far a file was opened.
-#[derive(Debug)]
 pub(crate) enum Opening {
     /// There is nothing to open.
     Nothing,
@@ -83,7 +81,7 @@ impl Listed {
 }
 
 /// The content of a repository's directory.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Listing {
     /// All files, sorted by path.
     pub(crate) files: Vec<Listed>,

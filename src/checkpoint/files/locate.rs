@@ -36,7 +36,7 @@ use ckfs_source::remote::{
 };
 
 /// A located repository or file.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Located {
     pub(crate) path: PathBuf,
     pub(crate) label: String,

@@ -18,7 +18,6 @@ use ckfs_tensor::to_usize;
 use super::super::tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry};
 
 /// A remote checkpoint as a tree.
-#[derive(Debug)]
 pub(crate) struct CachedTree<'a> {
     tree: &'a RemoteTree,
     /// Places in the repository's list, by path.

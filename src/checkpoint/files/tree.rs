@@ -8,7 +8,7 @@
 
 use std::{
     collections::HashMap,
-    fmt, fs,
+    fs,
     io::{self, ErrorKind},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
@@ -32,7 +32,7 @@ pub(crate) struct TreeEntry {
 }
 
 /// The files of a checkpoint. Paths are relative to its directory, with `/` between names; "" is the directory.
-pub(crate) trait FileTree: fmt::Debug + Sync {
+pub(crate) trait FileTree: Sync {
     /// The place of a path, for messages.
     fn shown(&self, path: &str) -> Arc<Path>;
 
@@ -81,12 +81,6 @@ pub(crate) struct LocalTree {
     fetches: Arc<WaitRegistry>,
     /// Files that are open, by path.
     opened: Mutex<HashMap<String, Arc<Opened>>>,
-}
-
-impl fmt::Debug for LocalTree {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LocalTree").field("root", &self.root.path()).finish_non_exhaustive()
-    }
 }
 
 impl LocalTree {

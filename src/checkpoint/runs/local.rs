@@ -18,7 +18,6 @@ use crate::OpenOptions;
 const DEPTH_MAX: usize = 16;
 
 /// A directory of this machine.
-#[derive(Debug)]
 pub(super) struct LocalSteps {
     root: PathBuf,
     fetches: Arc<WaitRegistry>,

@@ -37,7 +37,7 @@ use self::{local::LocalSteps, remote::RemoteSteps, step_tree::StepTree};
 use crate::{CheckpointError, OpenOptions};
 
 /// The directory of a run, local or remote.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct StepDirectory {
     source: String,
     options: OpenOptions,

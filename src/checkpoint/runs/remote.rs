@@ -14,7 +14,6 @@ use super::step_tree::{Measure, SMALL_BYTES_MAX, Stamp, StepEntry, StepTree, bel
 use crate::{OpenOptions, remote_tree::CachedTree, tree::FileTree};
 
 /// A listing.
-#[derive(Debug)]
 pub(super) struct RemoteSteps {
     repository: RemoteRepository,
     /// Places in the list, by path.

@@ -1,6 +1,6 @@
 //! What is asked of a run's directory, wherever it is.
 
-use std::{fmt, sync::Arc, time::SystemTime};
+use std::{sync::Arc, time::SystemTime};
 
 use ckfs_source::SourceError;
 
@@ -82,7 +82,7 @@ impl Measuring {
 }
 
 /// A run's directory. Paths are relative to it; "" is the directory itself.
-pub(super) trait StepTree: fmt::Debug {
+pub(super) trait StepTree {
     /// The name of the directory itself.
     fn own_name(&self) -> String;
 

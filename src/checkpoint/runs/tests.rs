@@ -254,7 +254,7 @@ fn what_is_no_run_is_refused() {
     let run = tempfile::tempdir().unwrap();
     write(run.path(), "file", "x");
     let open = |source: String| StepDirectory::new(&source, &OpenOptions::default());
-    let error = open(run.path().join("file").display().to_string()).unwrap_err().to_string();
+    let error = open(run.path().join("file").display().to_string()).err().unwrap().to_string();
     assert!(error.contains("expected the directory of a run") && error.ends_with("found a file"), "{error}");
     assert!(open(run.path().join("absent").display().to_string()).is_err());
     assert!(!listed(run.path()).is_run());

@@ -1,7 +1,5 @@
 //! What schemes have found: decoded tensors, checked against what is stored, companions that decoding leaves out, problems.
 
-use std::fmt;
-
 use ckfs_tensor::{DType, Shape, TensorId};
 use hashbrown::HashMap;
 
@@ -13,7 +11,7 @@ use super::{
 use crate::problem::{Problem, Problems};
 
 /// A quantization scheme.
-pub(crate) trait Scheme: fmt::Debug + Sync {
+pub(crate) trait Scheme: Sync {
     /// What `plan --json` calls it.
     fn name(&self) -> &'static str;
 
@@ -22,7 +20,6 @@ pub(crate) trait Scheme: fmt::Debug + Sync {
 }
 
 /// Where a scheme puts what it finds.
-#[derive(Debug)]
 pub(crate) struct SchemeFindings<'a> {
     stored: &'a Stored<'a>,
     problems: &'a mut Problems,

@@ -20,7 +20,6 @@ const READ_BYTES_MAX: u64 = 4 << 20;
 const IDS_A_TASK: usize = 4096;
 
 /// A repository, as schemes see it.
-#[derive(Debug)]
 #[allow(dead_code, reason = "not every scheme reads tensors and metadata, and some are still to come")]
 pub(crate) struct Stored<'a> {
     table: &'a TensorTable,

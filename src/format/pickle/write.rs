@@ -20,12 +20,6 @@ pub struct Pickle<'a> {
     memo: HashMap<String, u32>,
 }
 
-impl std::fmt::Debug for Pickle<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pickle").field("memoized", &self.memo.len()).finish_non_exhaustive()
-    }
-}
-
 macro_rules! opcodes {
     ($($name:ident $byte:literal $doc:literal;)*) => {
         $(

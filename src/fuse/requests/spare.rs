@@ -162,7 +162,6 @@ const OVERFLOW_IDLE: Duration = Duration::from_secs(10);
 
 /// Handles requests that no thread of fuser should wait for, each in a thread, which are started when needed. More requests
 /// than threads wait in a queue.
-#[derive(Debug)]
 pub(crate) struct Overflow {
     pool: Pool<VecDeque<BoxedJob>>,
     /// Threads that wait for storage although their request was answered.

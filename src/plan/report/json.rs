@@ -183,7 +183,6 @@ pub struct ViewReport<'a> {
 }
 
 /// A whole report, to be written as JSON.
-#[derive(Debug)]
 pub struct Report<'a> {
     checkpoint: &'a Checkpoint,
     views: Vec<ViewReport<'a>>,

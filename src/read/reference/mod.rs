@@ -10,7 +10,7 @@ mod encode;
 mod error;
 mod exponential;
 
-use std::{error::Error, fmt, num::NonZeroUsize, ops::Range, rc::Rc};
+use std::{error::Error, num::NonZeroUsize, ops::Range, rc::Rc};
 
 use ckfs_tensor::{
     BitOrder, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId, Term,
@@ -66,12 +66,6 @@ pub struct Evaluator<'a> {
     factors: LruCache<(TensorId, Terms, u64), Rc<[u32]>>,
     /// Scales of blocks that are encoded.
     scales: Option<Box<ScalesByDefinition>>,
-}
-
-impl fmt::Debug for Evaluator<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Evaluator").field("blocks", &self.blocks.len()).finish_non_exhaustive()
-    }
 }
 
 /// Position of an element, one number per axis.

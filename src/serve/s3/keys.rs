@@ -125,7 +125,6 @@ pub(super) struct ListedKeys {
 }
 
 /// Makes one list.
-#[derive(Debug)]
 pub(super) struct KeyLister<'a> {
     tree: &'a ServedTree,
     sorted: &'a SortedDirectories,

@@ -42,7 +42,6 @@ const KEYS_MAX: usize = 1000;
 const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region");
 
 /// Answers the requests of S3.
-#[derive(Debug)]
 pub(super) struct BucketRouter {
     pub(super) gate: Gate,
     pub(super) served: ServedSource,

@@ -1,7 +1,6 @@
 //! Requests until they are answered: an answer is sent once, by the handler or by the thread that ends long waits.
 
 use std::{
-    fmt,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, atomic::Ordering},
     time::Instant,
@@ -36,16 +35,6 @@ enum Place<R> {
     Own(Option<R>),
     /// Another thread sends it if the handler takes too long.
     Waiting(Ticket<R>),
-}
-
-impl<R> fmt::Debug for ReplySlot<R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let place = match &self.0 {
-            Place::Own(_) => "own",
-            Place::Waiting(_) => "waiting",
-        };
-        f.debug_tuple("ReplySlot").field(&place).finish()
-    }
 }
 
 impl<R> ReplySlot<R> {
@@ -89,12 +78,6 @@ pub struct Pending<R: Refuse> {
     failed: bool,
     /// The threads that handle requests, if one of them stands in for those that take requests.
     elsewhere: Option<Arc<dyn Handlers>>,
-}
-
-impl<R: Refuse> fmt::Debug for Pending<R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pending").field("op", &self.op).field("ino", &self.ino).finish_non_exhaustive()
-    }
 }
 
 impl<R: Refuse> Pending<R> {

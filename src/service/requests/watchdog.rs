@@ -2,7 +2,7 @@
 //! killed, and it makes sure that a thread takes requests meanwhile.
 
 use std::{
-    fmt, io,
+    io,
     sync::{
         Arc, Weak,
         atomic::{AtomicU64, Ordering},
@@ -35,12 +35,6 @@ pub struct Watchdog {
     handlers: Arc<dyn Handlers>,
     /// Turns of the thread that have ended.
     turns: Arc<AtomicU64>,
-}
-
-impl fmt::Debug for Watchdog {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Watchdog").field("tables", &self.tables.len()).finish_non_exhaustive()
-    }
 }
 
 /// Requests of one kind, whatever their replies are.

@@ -22,7 +22,7 @@ pub enum NoStep {
 }
 
 /// A step that was planned, as one directory in one state had it.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct HeldStep {
     slot: Arc<Slot>,
     content: StepContent,

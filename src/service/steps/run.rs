@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    fmt, fs,
+    fs,
     io::{self, Write},
     path::Path,
     sync::{
@@ -80,12 +80,6 @@ pub(super) struct RunCounts {
     pub(super) looks: AtomicU64,
     /// Requests for files of steps that are gone.
     pub(super) gone_requests: AtomicU64,
-}
-
-impl fmt::Debug for Run {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Run").field("source", &self.source).finish_non_exhaustive()
-    }
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

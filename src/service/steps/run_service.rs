@@ -19,7 +19,6 @@ use super::{
 };
 
 /// A run that is served, with the threads that keep it alive.
-#[derive(Debug)]
 pub struct RunService {
     run: Arc<Run>,
     config: Config,

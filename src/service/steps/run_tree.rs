@@ -212,7 +212,6 @@ impl Run {
 }
 
 /// A run that is served.
-#[derive(Debug)]
 pub(super) struct RunTree(pub(super) Arc<Run>);
 
 impl FileSystem for RunTree {

@@ -90,7 +90,6 @@ struct Seen {
 }
 
 /// The steps of a run over several looks.
-#[derive(Debug)]
 pub(super) struct Settling {
     directory: StepDirectory,
     options: OpenOptions,

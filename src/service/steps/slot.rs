@@ -22,14 +22,14 @@ pub(super) const fn split(number: u64) -> (u64, u64) {
 }
 
 /// What a step shows.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(super) enum StepContent {
     Volume(Arc<Volume>),
     Failed(Arc<FailedStep>),
 }
 
 /// How far a step has been planned.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) enum SlotState {
     #[default]
     Absent,
@@ -41,7 +41,6 @@ pub(super) enum SlotState {
 }
 
 /// See the module's documentation.
-#[derive(Debug)]
 pub(super) struct Slot {
     /// Its number among all slots of the run, from 1.
     pub(super) index: u64,

@@ -13,7 +13,7 @@ use super::{
 };
 
 /// The steps at one moment.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Inside {
     /// Slots that answer requests, by index.
     slots: BTreeMap<u64, Arc<Slot>>,
@@ -25,13 +25,13 @@ struct Inside {
 }
 
 /// All steps of a run.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Slots {
     inside: RwLock<Inside>,
 }
 
 /// What a comparison with the directory has changed.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct SlotChanges {
     /// Slots that are new.
     pub(super) new: Vec<Arc<Slot>>,

@@ -40,7 +40,6 @@ const ADVICE: &str = "the cache names the file by its digest, so that it is dama
                       (`hf download`), or copy the snapshot to a directory of your own to keep what was edited";
 
 /// A blob that is named by its digest.
-#[derive(Debug)]
 struct Blob {
     pinned: Arc<Pinned>,
     digest: KnownDigest,
@@ -52,7 +51,6 @@ struct Blob {
 }
 
 /// The blobs among files.
-#[derive(Debug)]
 pub(super) struct Comparisons {
     /// For each file; `None` where no digest is known.
     blobs: Arc<[Option<Blob>]>,
@@ -281,7 +279,7 @@ mod tests {
         let modified = fs::metadata(&path).unwrap().modified().unwrap();
         fs::write(&path, "hellO").unwrap();
         File::options().write(true).open(&path).unwrap().set_modified(modified).unwrap();
-        let error = pin(&path, &record()).unwrap_err().to_string();
+        let error = pin(&path, &record()).err().unwrap().to_string();
         assert!(error.contains(NAME) && error.contains("damaged"), "{error}");
     }
 

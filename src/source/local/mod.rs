@@ -46,7 +46,6 @@ use pinned::Pinned;
 const ADVISED_BYTES_MIN: u64 = 2 << 20;
 
 /// Local files as a source.
-#[derive(Debug)]
 pub struct LocalFiles {
     files: Vec<Arc<Pinned>>,
     comparisons: Comparisons,

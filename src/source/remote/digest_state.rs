@@ -1,11 +1,8 @@
 //! What is known in this process of the comparison of an object with its digest.
 
-use std::{
-    fmt,
-    sync::{
-        Arc, Mutex, OnceLock,
-        atomic::{AtomicBool, Ordering},
-    },
+use std::sync::{
+    Arc, Mutex, OnceLock,
+    atomic::{AtomicBool, Ordering},
 };
 
 use super::{
@@ -52,12 +49,6 @@ pub(super) struct DigestState {
     pub(super) wrong: OnceLock<Mismatch>,
     on_wrong: OnceLock<OnWrong>,
     pub(super) on_whole: OnceLock<OnWhole>,
-}
-
-impl fmt::Debug for DigestState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DigestState").field("wrong", &self.wrong).finish_non_exhaustive()
-    }
 }
 
 impl DigestState {

@@ -62,7 +62,6 @@ const ROUNDS_MAX: usize = 6;
 pub(super) type Demand = (Arc<RemoteObject>, Vec<Range<u64>>);
 
 /// Fetches blocks into the cache.
-#[derive(Debug)]
 pub struct Fetcher {
     shared: Arc<Shared>,
     pool: Pool<JobQueue>,
@@ -76,7 +75,7 @@ struct Shared {
     closed: AtomicBool,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct JobQueue {
     urgent: VecDeque<Arc<Job>>,
     ahead: VecDeque<Arc<Job>>,

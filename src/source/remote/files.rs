@@ -55,7 +55,6 @@ const REST_BYTES_MAX: u64 = 16 << 20;
 const TOUCH_PERIOD: Duration = Duration::from_secs(30);
 
 /// Remote objects and local files as one source.
-#[derive(Debug)]
 pub struct RemoteFiles {
     local: LocalFiles,
     /// For each file, the remote object; `None` of a local file.

@@ -11,7 +11,7 @@ use super::{
 };
 
 /// A remote object together with what fetches it. Cheap to clone.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Remote {
     /// The object.
     pub object: Arc<RemoteObject>,

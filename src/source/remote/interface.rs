@@ -1,6 +1,6 @@
 //! The interface between the cache and the services that hold objects.
 
-use std::{fmt, ops::ControlFlow, sync::Arc, time::Instant};
+use std::{ops::ControlFlow, sync::Arc, time::Instant};
 
 use sha2::{Digest, Sha256};
 
@@ -101,7 +101,7 @@ impl RemoteFile {
 }
 
 /// A repository in an object store, on the Hub or on a web server. Its listing is pinned: it does not change.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct RemoteRepository {
     /// The name for messages and for the mount table, for example `s3://bucket/prefix` or `org/name@0123456789ab`.
     pub label: String,
@@ -133,7 +133,7 @@ pub type Sink<'a> = dyn FnMut(&[u8]) -> ControlFlow<()> + 'a;
 ///
 /// An implementation makes one attempt per call. [`super::Retrying`] repeats what may succeed later, with pauses that all threads
 /// share, and goes on at the byte where an attempt ended.
-pub trait Objects: fmt::Debug + Send + Sync {
+pub trait Objects: Send + Sync {
     /// The host, for messages: never with a token or a signature.
     fn host(&self) -> &str;
 

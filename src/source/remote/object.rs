@@ -38,7 +38,6 @@ struct Late {
 }
 
 /// A remote object with its entry in the cache.
-#[derive(Debug)]
 pub struct RemoteObject {
     /// The object.
     pub file: RemoteFile,
@@ -135,7 +134,6 @@ pub(super) enum JobState {
 }
 
 /// Blocks of an object to be fetched with one request.
-#[derive(Debug)]
 pub(super) struct Job {
     pub(super) object: Arc<RemoteObject>,
     pub(super) blocks: Range<u64>,

@@ -309,7 +309,6 @@ fn longer_than_allowed(last: Option<RemoteError>, gate: &Backoff, pause: Duratio
 }
 
 /// A service with repetitions.
-#[derive(Debug)]
 pub struct Retrying {
     objects: Arc<dyn Objects>,
     gate: Backoff,

@@ -51,7 +51,6 @@ const NEEDED: [&str; 12] = [
 const NEEDED_BYTES_MAX: u64 = 64 << 20;
 
 /// A remote repository, open: its files can be found.
-#[derive(Debug)]
 pub struct RemoteTree {
     repository: RemoteRepository,
     cache: Arc<Cache>,

@@ -21,7 +21,6 @@ use super::{
 const KEPT_FREE: u64 = 20;
 
 /// A file to materialize.
-#[derive(Debug)]
 pub(super) struct ClosedFile {
     pub(super) ino: Ino,
     pub(super) entry: Arc<FileEntry>,

@@ -55,12 +55,6 @@ pub(crate) struct FileEntry {
     was_closed: AtomicBool,
 }
 
-impl std::fmt::Debug for FileEntry {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("FileEntry").field("when", &self.when).finish_non_exhaustive()
-    }
-}
-
 impl FileEntry {
     pub(super) fn new(when: When) -> Self {
         Self { when, state: Mutex::default(), used: Mutex::new(Instant::now()), was_closed: AtomicBool::new(false) }

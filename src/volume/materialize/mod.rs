@@ -79,12 +79,6 @@ pub(super) struct Materializer {
     deadlines: mpsc::Sender<(Instant, Weak<FileEntry>)>,
 }
 
-impl std::fmt::Debug for Materializer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Materializer").finish_non_exhaustive()
-    }
-}
-
 impl Drop for Materializer {
     fn drop(&mut self) {
         let entries = std::mem::take(&mut *lock(&self.entries));

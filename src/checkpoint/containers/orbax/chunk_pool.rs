@@ -12,7 +12,6 @@
 //! free or that chunks leave which were read.
 
 use std::{
-    fmt,
     marker::PhantomData,
     ops::Deref,
     sync::{
@@ -141,12 +140,6 @@ pub(super) struct ChunkPool<E: Clone = SourceError> {
     chunks: SingleFlight<ChunkKey, Decoded, ChunkRooms<E>>,
     buffers: BufferPool<BufferMemory>,
     decoded: AtomicU64,
-}
-
-impl<E: Clone> fmt::Debug for ChunkPool<E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ChunkPool").field("bytes", &self.bytes()).finish_non_exhaustive()
-    }
 }
 
 impl<E: Clone> ChunkPool<E> {

@@ -33,7 +33,6 @@ const BY_DEFINITION_BYTES_MAX: usize = 64 << 20;
 static DECODING: Helpers = Helpers::new("ckfs-decode", || 2 * processors());
 
 /// A source whose files with coded chunks are also shown decoded. The decoded files come after its own.
-#[derive(Debug)]
 pub(super) struct ChunkSource {
     inner: Arc<dyn Source>,
     decoder: Arc<Decoder>,

@@ -33,7 +33,6 @@ const STREAMED_STEP_BYTES: usize = 1 << 20;
 const IDLE: Duration = Duration::from_secs(10);
 
 /// The decoded files of a source, and what is decoded of them.
-#[derive(Debug)]
 pub(super) struct Decoder {
     inner: Arc<dyn Source>,
     pub(super) files: Vec<DecodedFile>,

@@ -65,7 +65,6 @@ impl FileTree for MemoryTree {
     }
 }
 
-#[derive(Debug)]
 struct MemorySource {
     files: Vec<(Pin, Vec<u8>)>,
     health: Health,

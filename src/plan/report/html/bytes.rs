@@ -21,7 +21,6 @@ const SOURCES_SHOWN: usize = 12;
 type Kind = (Vec<u64>, Vec<u64>);
 
 /// What regions of leaves read. Equal reads are stored once.
-#[derive(Debug)]
 pub(super) struct Patterns<'a> {
     checkpoint: &'a Checkpoint,
     kinds: HashMap<Kind, usize>,

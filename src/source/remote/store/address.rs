@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn addresses_with_a_password_are_refused_without_showing_it() {
         for source in ["http://user:sekrit@127.0.0.1:1/a/", "https://sekrit@h/a", "s3://user:sekrit@b/k"] {
-            let error = open_url(source, &RemoteOptions::default()).unwrap().unwrap_err().to_string();
+            let error = open_url(source, &RemoteOptions::default()).unwrap().err().unwrap().to_string();
             assert!(error.contains("no user and password") && !error.contains("sekrit"), "{error}");
         }
     }

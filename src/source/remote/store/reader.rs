@@ -1,7 +1,6 @@
 //! Reads and lists objects of a store.
 
 use std::{
-    fmt,
     ops::ControlFlow,
     sync::{
         Arc, Mutex, PoisonError,
@@ -72,12 +71,6 @@ pub(super) struct Store {
     pub(super) advice: &'static str,
     /// Where credentials were looked for.
     pub(super) looked_for: &'static str,
-}
-
-impl fmt::Debug for Store {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Store").field("address", &self.address).finish_non_exhaustive()
-    }
 }
 
 /// How the requests of a listing are repeated.
