@@ -19,12 +19,12 @@
 mod account;
 mod buffers;
 mod changes;
-#[cfg(test)]
-mod models;
 mod pool;
 mod primitives;
 mod shelf;
 mod single_flight;
+#[cfg(test)]
+mod tests;
 mod threads;
 
 pub use account::{Account, Reservation};
