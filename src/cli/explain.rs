@@ -15,7 +15,7 @@ use ckfs_tensor::{
     ByteRuns, Decode, EncodedLeaf, EncodedMatrices, Field, Load, Op, Operation, Origin, Piece, Reads, Step, TensorId,
     Term, Tiling, Value as DecodedValue, View, reads,
 };
-use ckfs_volume::{FileSystem, NodeKind, Volume};
+use ckfs_volume::{NodeKind, Volume};
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -99,8 +99,8 @@ fn explain(volume: &Volume, node: &tree::PathNode) -> anyhow::Result<Value> {
     let checkpoint = volume.engine().checkpoint();
     let mut file = json!({ "path": node.path, "bytes": node.attr.size_bytes });
     let mut attributes = BTreeMap::new();
-    for name in volume.xattr_names(node.attr.ino)? {
-        let value = volume.xattr(node.attr.ino, &name)?;
+    for name in ckfs_volume::Nodes::xattr_names(volume, node.attr.ino)? {
+        let value = ckfs_volume::Nodes::xattr(volume, node.attr.ino, &name)?;
         attributes.insert(String::from_utf8_lossy(&name).into_owned(), String::from_utf8_lossy(&value).into_owned());
     }
     if !attributes.is_empty() {

@@ -8,7 +8,6 @@ use ckfs_fuse::{block_signals, interruptible};
 use ckfs_host::{Log, LogTarget, system_log};
 use ckfs_serve::{Door, ServeExit, ServeOptions};
 use ckfs_service::{Service, wait_registry, watch};
-use ckfs_volume::FileSystem;
 use clap::Args;
 
 use super::{
@@ -115,7 +114,7 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
     let exit = door.serve(&service, log, |names| {
         tracing::info!(
             "serving {label} at http://{address}, {} files and directories",
-            service.volume().stat_fs().nodes
+            ckfs_volume::Nodes::stat_fs(&**service.volume()).nodes
         );
         tell_ready(&ready_text(&label, address, s3, names));
     })?;

@@ -1,6 +1,12 @@
 //! The calls that a file system answers, whoever asks, and their types.
 
-use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
+use std::{
+    fmt,
+    fs::File,
+    ops::{ControlFlow, Deref},
+    sync::Arc,
+    time::SystemTime,
+};
 
 use ckfs_source::{ReadFailure, Replied, Served, permission::Permission};
 
@@ -24,7 +30,7 @@ pub enum NodeKind {
     Symlink,
 }
 
-/// Attributes of a node. Nothing here changes after mount, unless [`FileSystem::is_fixed`] says so.
+/// Attributes of a node. Nothing here changes after mount, unless [`Nodes::is_fixed`] says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attr {
     /// The node.
@@ -150,8 +156,9 @@ pub struct StatFs {
     pub nodes: u64,
 }
 
-/// A tree of files, immutable but for what [`FileSystem::is_fixed`] names. Many threads call it at once.
-pub trait FileSystem: Send + Sync + 'static {
+/// Nodes that are in memory, immutable but for what [`Nodes::is_fixed`] names: no call waits for storage. A thread that must not
+/// wait gets these, and no way to the file system.
+pub trait Nodes {
     /// The child of `parent` called `name`.
     ///
     /// # Errors
@@ -187,6 +194,117 @@ pub trait FileSystem: Send + Sync + 'static {
     /// # Errors
     /// [`FsError::NotFound`], or [`FsError::Invalid`] if the node is no symlink.
     fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError>;
+
+    /// Value of an extended attribute.
+    ///
+    /// # Errors
+    /// [`FsError::NoAttribute`], or [`FsError::Unsupported`] outside the namespace `user.`.
+    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError>;
+
+    /// Names of a node's extended attributes.
+    ///
+    /// # Errors
+    /// [`FsError::NotFound`].
+    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError>;
+
+    /// Whether the attributes of a node, and of a directory also its names, never change. The kernel keeps nothing of others.
+    fn is_fixed(&self, ino: Ino) -> bool {
+        let _ = ino;
+        true
+    }
+
+    /// Totals of the file system.
+    fn stat_fs(&self) -> StatFs;
+}
+
+/// Nodes that a file system has in memory, for one request.
+pub enum NodesRef<'a> {
+    /// All of its nodes.
+    All(&'a dyn Nodes),
+    /// Those that the request concerns.
+    Some(Box<dyn Nodes + 'a>),
+}
+
+impl<'a> Deref for NodesRef<'a> {
+    type Target = dyn Nodes + 'a;
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            Self::All(nodes) => *nodes,
+            Self::Some(nodes) => &**nodes,
+        }
+    }
+}
+
+impl fmt::Debug for NodesRef<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NodesRef").finish_non_exhaustive()
+    }
+}
+
+/// What a request asks of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asked {
+    /// What its own directory knows of it: its attributes.
+    Itself,
+    /// What is in it.
+    Inside,
+}
+
+/// A tree of files. Many threads call it at once. Its calls may wait for storage, but for [`FileSystem::nodes`] and those that say so.
+pub trait FileSystem: Send + Sync + 'static {
+    /// The nodes that answer what is asked of a node, if they are in memory. Never waits.
+    fn nodes(&self, ino: Ino, asked: Asked) -> Option<NodesRef<'_>>;
+
+    /// The same, brought into memory where they are not.
+    ///
+    /// # Errors
+    /// [`FsError::Io`]: they cannot be.
+    fn reach(&self, ino: Ino, asked: Asked) -> Result<NodesRef<'_>, FsError> {
+        self.nodes(ino, asked).ok_or(FsError::Io)
+    }
+
+    /// As [`Nodes::lookup`].
+    ///
+    /// # Errors
+    /// The same, and those of [`FileSystem::reach`].
+    fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
+        self.reach(parent, Asked::Inside)?.lookup(parent, name)
+    }
+
+    /// As [`Nodes::attr`].
+    ///
+    /// # Errors
+    /// The same, and those of [`FileSystem::reach`].
+    fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
+        self.reach(ino, Asked::Itself)?.attr(ino)
+    }
+
+    /// As [`Nodes::read_dir`].
+    ///
+    /// # Errors
+    /// The same, and those of [`FileSystem::reach`].
+    fn read_dir(
+        &self,
+        dir: Ino,
+        from: u64,
+        each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
+    ) -> Result<(), FsError> {
+        self.reach(dir, Asked::Inside)?.read_dir(dir, from, each)
+    }
+
+    /// As [`Nodes::read_link`].
+    ///
+    /// # Errors
+    /// The same, and those of [`FileSystem::reach`].
+    fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
+        self.reach(ino, Asked::Itself)?.read_link(ino)
+    }
+
+    /// As [`Nodes::is_fixed`]. Never waits.
+    fn is_fixed(&self, ino: Ino) -> bool {
+        self.nodes(ino, Asked::Itself).is_none_or(|nodes| nodes.is_fixed(ino))
+    }
 
     /// Opens a file for reading.
     ///
@@ -244,33 +362,6 @@ pub trait FileSystem: Send + Sync + 'static {
         if copied { Ok(()) } else { Err(FsError::Io) }
     }
 
-    /// Closes a file.
+    /// Closes a file. Never waits.
     fn release(&self, ino: Ino, handle: Handle);
-
-    /// Value of an extended attribute.
-    ///
-    /// # Errors
-    /// [`FsError::NoAttribute`], or [`FsError::Unsupported`] outside the namespace `user.`.
-    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError>;
-
-    /// Names of a node's extended attributes.
-    ///
-    /// # Errors
-    /// [`FsError::NotFound`].
-    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError>;
-
-    /// Whether the attributes of a node, and of a directory also its names, never change. The kernel keeps nothing of others.
-    fn is_fixed(&self, ino: Ino) -> bool {
-        let _ = ino;
-        true
-    }
-
-    /// Whether any request of a node may wait for storage now, not only its opens and reads.
-    fn may_wait(&self, ino: Ino) -> bool {
-        let _ = ino;
-        false
-    }
-
-    /// Totals of the file system.
-    fn stat_fs(&self) -> StatFs;
 }

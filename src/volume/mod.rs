@@ -1,6 +1,6 @@
 //! The file system without FUSE: a tree of immutable nodes, their attributes and their bytes.
 //!
-//! [`FileSystem`] is what readers call, [`Upkeep`] what a server calls beside it.
+//! [`FileSystem`] is what readers call, [`Nodes`] the part of it that waits for no storage, [`Upkeep`] what a server calls beside it.
 
 mod as_part;
 mod exposition;
@@ -24,7 +24,8 @@ pub use ckfs_image::{OmittedFormat, unavailable, unavailable_text};
 pub use ckfs_source::permission::{Mounter, Overrides, Permission};
 pub use ckfs_source::{ReadFailure, Replied, Served};
 pub use file_system::{
-    Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OpenedFile, StatFs,
+    Access, Asked, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, Nodes, NodesRef,
+    OpenedFile, StatFs,
 };
 pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use materialize::{BundleSizes, Policy};

@@ -8,7 +8,7 @@ use ckfs_tensor::{View, to_usize};
 
 use super::{
     exposition::{self, METRICS_BYTES},
-    file_system::{Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Ino, NodeKind, SMALL_BUFFER_BYTES},
+    file_system::{Attr, BUFFER_BYTES, DirEntry, FsError, Ino, NodeKind, Nodes, SMALL_BUFFER_BYTES},
     health::ProblemKind,
     permissions::ReadSubject,
     tree::{FixedKind, FixedNode, Live, SubtreeBlock, TreeNode},

@@ -24,7 +24,7 @@ use rayon::prelude::*;
 
 use super::{
     exposition,
-    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, OpenedFile, StatFs},
+    file_system::{Asked, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Nodes, NodesRef, OpenedFile, StatFs},
     health::{HealthProblem, VolumeHealth},
     materialize::{BundleSizes, Materializer, Policy},
     metrics::{Metrics, RequestKind},
@@ -259,7 +259,7 @@ fn add_bundles(bundles: &mut BundleSizes, plan: &Plan, shown: &Directory) {
     }
 }
 
-impl FileSystem for Volume {
+impl Nodes for Volume {
     fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
         self.find(parent, name)
     }
@@ -283,6 +283,24 @@ impl FileSystem for Volume {
 
     fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
         self.link_target(ino)
+    }
+
+    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
+        self.node_xattr(ino, name)
+    }
+
+    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+        self.node_xattr_names(ino)
+    }
+
+    fn stat_fs(&self) -> StatFs {
+        StatFs { total_bytes: self.total_bytes, nodes: self.tree.len() }
+    }
+}
+
+impl FileSystem for Volume {
+    fn nodes(&self, _ino: Ino, _asked: Asked) -> Option<NodesRef<'_>> {
+        Some(NodesRef::All(self))
     }
 
     fn open(&self, ino: Ino) -> Result<OpenedFile, FsError> {
@@ -314,18 +332,6 @@ impl FileSystem for Volume {
 
     fn release(&self, ino: Ino, handle: Handle) {
         self.close(ino, handle);
-    }
-
-    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
-        self.node_xattr(ino, name)
-    }
-
-    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
-        self.node_xattr_names(ino)
-    }
-
-    fn stat_fs(&self) -> StatFs {
-        StatFs { total_bytes: self.total_bytes, nodes: self.tree.len() }
     }
 }
 

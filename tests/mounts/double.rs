@@ -9,8 +9,8 @@ use std::{
 };
 
 use ckfs::volume::{
-    Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, OpenedFile, Permission,
-    ReadFailure, Replied, RequestKind, Served, StatFs, Upkeep, WhenMaterialized,
+    Access, Asked, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Nodes, NodesRef,
+    OpenedFile, Permission, ReadFailure, Replied, RequestKind, Served, StatFs, Upkeep, WhenMaterialized,
 };
 use nix::unistd::{getegid, geteuid};
 
@@ -119,23 +119,23 @@ impl Double {
     }
 }
 
-impl FileSystem for Double {
+impl Nodes for Double {
     fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
         assert!(name != b"panicking-lookup", "lookup panics");
         let name = std::str::from_utf8(name).map_err(|_| FsError::NotFound)?;
         if parent == MANY_DIRECTORY {
             let index: u64 = name.strip_prefix('f').and_then(|n| n.parse().ok()).ok_or(FsError::NotFound)?;
-            return if index < MANY { self.attr(Ino(MANY_FIRST + index)) } else { Err(FsError::NotFound) };
+            return if index < MANY { Nodes::attr(self, Ino(MANY_FIRST + index)) } else { Err(FsError::NotFound) };
         }
         if parent != Ino::ROOT {
             return Err(FsError::NotDirectory);
         }
         match name {
-            "link" => self.attr(LINK),
-            "many" => self.attr(MANY_DIRECTORY),
+            "link" => Nodes::attr(self, LINK),
+            "many" => Nodes::attr(self, MANY_DIRECTORY),
             _ => {
                 let index = FILES.iter().position(|(file, _)| *file == name).ok_or(FsError::NotFound)?;
-                self.attr(Ino(index as u64 + 2))
+                Nodes::attr(self, Ino(index as u64 + 2))
             }
         }
     }
@@ -193,6 +193,24 @@ impl FileSystem for Double {
         if ino == LINK { Ok(b"data".to_vec()) } else { Err(FsError::Invalid) }
     }
 
+    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
+        if ino == Ino(2) && name == b"user.ckfs.dtype" { Ok(b"BF16".to_vec()) } else { Err(FsError::NoAttribute) }
+    }
+
+    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+        Ok(if ino == Ino(2) { vec![b"user.ckfs.dtype".to_vec(), b"user.ckfs.shape".to_vec()] } else { Vec::new() })
+    }
+
+    fn stat_fs(&self) -> StatFs {
+        StatFs { total_bytes: 3 * DATA_BYTES as u64 + 1, nodes: MANY + 18 }
+    }
+}
+
+impl FileSystem for Double {
+    fn nodes(&self, _ino: Ino, _asked: Asked) -> Option<NodesRef<'_>> {
+        Some(NodesRef::All(self))
+    }
+
     fn open(&self, ino: Ino) -> Result<OpenedFile, FsError> {
         let access = match (Self::manner(ino), &self.backing) {
             (Some(Manner::Direct | Manner::Stats), _) => Access::Direct,
@@ -221,7 +239,7 @@ impl FileSystem for Double {
     ) -> Result<Replied, ReadFailure<FsError>> {
         let manner = Self::manner(ino).ok_or(FsError::NotFound)?;
         let mut stats;
-        let size = usize::try_from(self.attr(ino)?.size_bytes).unwrap();
+        let size = usize::try_from(Nodes::attr(self, ino)?.size_bytes).unwrap();
         let bytes = if manner == Manner::Stats {
             stats = self.stats();
             stats.resize(size, b'\n');
@@ -257,18 +275,6 @@ impl FileSystem for Double {
     }
 
     fn release(&self, _ino: Ino, _handle: Handle) {}
-
-    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
-        if ino == Ino(2) && name == b"user.ckfs.dtype" { Ok(b"BF16".to_vec()) } else { Err(FsError::NoAttribute) }
-    }
-
-    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
-        Ok(if ino == Ino(2) { vec![b"user.ckfs.dtype".to_vec(), b"user.ckfs.shape".to_vec()] } else { Vec::new() })
-    }
-
-    fn stat_fs(&self) -> StatFs {
-        StatFs { total_bytes: 3 * DATA_BYTES as u64 + 1, nodes: MANY + 18 }
-    }
 }
 
 impl Upkeep for Double {

@@ -323,6 +323,10 @@ fn a_damaged_step_tells_why_and_the_others_live() {
     assert_eq!(names, [".ckfs"]);
     let error = fs::read_to_string(mount.path("2/.ckfs/error")).unwrap();
     assert!(error.contains("model.safetensors"), "{error}");
+    // The newest step stays the newest: a program must not take what it lacks for files that no checkpoint has.
+    for path in ["latest/hf/config.json", "2/dev0"] {
+        assert_eq!(fs::metadata(mount.path(path)).unwrap_err().raw_os_error(), Some(libc::EIO), "{path}");
+    }
     assert_eq!(fs::read(hf(&mount, 1)).unwrap(), weights(1));
     let (healthy, text) = mount.status();
     assert!(!healthy && text.contains("step not planned") && text.contains("checkpoint-2"), "{text}");
@@ -502,10 +506,82 @@ fn others_are_answered_while_a_step_is_planned() {
     assert_eq!(fs::read(hf(&mount, 1)).unwrap(), expected);
     assert_eq!(mount.steps(), BTreeSet::from([1, 2]));
     assert!(lookers.iter().all(|looker| !looker.is_finished()), "nobody looks into the step before it is planned");
+    // A program that waits there can be ended.
+    let mut killed = Command::new("stat").arg(mount.path("2/killed")).stderr(Stdio::null()).spawn().unwrap();
+    // With the open of this file.
+    until("it waits too", || mount.json(".ckfs/stats.json")["in_flight"].as_u64().is_some_and(|count| count >= 8));
+    killed.kill().unwrap();
+    until("it has ended", || killed.try_wait().unwrap().is_some());
+    assert!(lookers.iter().all(|looker| !looker.is_finished()));
     faulty.set("model.safetensors", Manner::Good);
     let found = lookers.map(|looker| looker.join().unwrap());
     assert_eq!(found, [true, true, true, true, true, false]);
     assert_eq!(fs::read(hf(&mount, 2)).unwrap(), weights(2));
+}
+
+#[test]
+fn more_steps_may_stall_than_are_planned_at_a_time() {
+    if !can_mount() {
+        return;
+    }
+    let base = tempfile::tempdir().unwrap();
+    fs::create_dir(base.path().join("run")).unwrap();
+    fs::create_dir(base.path().join("mnt")).unwrap();
+    (1..=7).for_each(|number| save(&base.path().join("run"), number));
+    let stored = tempfile::tempdir().unwrap();
+    fs::write(stored.path().join("weights"), weights(1)).unwrap();
+    let faulty = Faulty::new(stored.path(), Pages::Nobody);
+    let over = |number: u64| base.path().join(format!("run/checkpoint-{number}/model.safetensors"));
+    let bound: Vec<_> = (1..=6).map(|number| Bound::new(&faulty.path().join("weights"), over(number))).collect();
+    let mount = RunMount::over(base, &["--steps", "all", "--source-timeout", "1s"]);
+    // To be dropped before the mount, whose process ends once its storage answers.
+    let (_bound, faulty) = (bound, faulty);
+    until("all steps", || mount.steps().len() == 7);
+    faulty.set("weights", Manner::Stalled);
+    // One after the other: the fifth finds four that wait already.
+    for number in 1..=6 {
+        let path = hf(&mount, number);
+        let looker = thread::spawn(move || fs::metadata(path).map(drop).unwrap_err().raw_os_error());
+        until("it is answered", || looker.is_finished());
+        assert_eq!(looker.join().unwrap(), Some(libc::EIO), "{number}");
+    }
+    let (healthy, text) = mount.status();
+    assert!(!healthy && text.contains("source stalled") && text.contains("checkpoint-6"), "{text}");
+    assert_eq!(fs::read(hf(&mount, 7)).unwrap(), weights(7), "another step is planned meanwhile");
+    faulty.set("weights", Manner::Good);
+    for number in 1..=6 {
+        until("it is planned", || fs::read(hf(&mount, number)).is_ok_and(|bytes| bytes == weights(1)));
+    }
+    until("the mount is healthy", || mount.status().0);
+}
+
+#[test]
+fn a_run_tells_its_state_while_the_storage_of_a_damaged_step_does_not_answer() {
+    if !can_mount() {
+        return;
+    }
+    let base = tempfile::tempdir().unwrap();
+    fs::create_dir(base.path().join("run")).unwrap();
+    fs::create_dir(base.path().join("mnt")).unwrap();
+    (1..=2).for_each(|number| save(&base.path().join("run"), number));
+    let damaged = base.path().join("run/checkpoint-2");
+    fs::write(damaged.join("model.safetensors"), "no weights").unwrap();
+    let faulty = Faulty::new(&damaged, Pages::Nobody);
+    let bound = Bound::new(&faulty.path(), damaged);
+    let mount = RunMount::over(base, &["--steps", "all", "--source-timeout", "1s"]);
+    // To be dropped before the mount, whose process ends once its storage answers.
+    let (_bound, faulty) = (bound, faulty);
+    until("both steps", || mount.steps() == BTreeSet::from([1, 2]));
+    assert!(fs::read_to_string(mount.path("2/.ckfs/error")).unwrap().contains("model.safetensors"));
+    faulty.set_root_dead(true);
+    let paths = [".ckfs/stats.json", ".ckfs/steps.json", ".ckfs/metrics", "2/.ckfs/error"].map(|name| mount.path(name));
+    let reader = thread::spawn(move || paths.map(|path| fs::read(path).unwrap().len()));
+    until("they are read", || reader.is_finished());
+    assert!(reader.join().unwrap().iter().all(|len| *len > 0));
+    let (healthy, text) = mount.status();
+    assert!(!healthy && text.contains("step not planned"), "{text}");
+    assert_eq!(fs::read(hf(&mount, 1)).unwrap(), weights(1));
+    faulty.set_root_dead(false);
 }
 
 #[test]

@@ -4,11 +4,11 @@
 //! fuser would lose the thread, or the whole mount. Read replies are sent straight from the slice that the file system
 //! passes, without a copy in user space. Opens and reads may wait for storage. Another thread answers those that wait too
 //! long ([`ckfs_service::Watchdog`]), and further threads handle requests while all threads of fuser wait ([`super::requests`]).
-//! Any request may wait where a tree is planned at its first use ([`ckfs_volume::FileSystem::may_wait`]): other threads handle
-//! those.
+//! All other requests get the nodes that are in memory ([`ckfs_volume::Nodes`]), by which they cannot wait. Where those are not there,
+//! as a tree is planned at its first use, another thread brings them; such a request waits as opens and reads do.
 //!
 //! The tree never changes, so the kernel may cache names, attributes, listings and data without limit, including absent
-//! names. Where it does ([`ckfs_volume::FileSystem::is_fixed`]) the kernel keeps no names and attributes. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
+//! names. Where it does ([`ckfs_volume::Nodes::is_fixed`]) the kernel keeps no names and attributes. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
 //! Every other request is answered here too, since fuser logs a warning for each that it answers by default.
 
 mod replies;
@@ -26,7 +26,9 @@ use std::{
 };
 
 use ckfs_service::{Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, Watchdog, read_whole};
-use ckfs_volume::{Attr, BUFFER_BYTES, FsError, Handle, Ino, NodeKind, Permission, Replied, RequestKind, Upkeep};
+use ckfs_volume::{
+    Asked, Attr, BUFFER_BYTES, FsError, Handle, Ino, NodeKind, Nodes, Permission, Replied, RequestKind, Upkeep,
+};
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation,
     INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents, PollFlags,
@@ -86,10 +88,23 @@ pub(super) struct KernelAdapter {
     serving: Arc<Serving>,
     reads: Arc<Requests<Reply<ReplyData>>>,
     opens: Arc<Requests<Reply<ReplyOpen>>>,
+    unplanned: Unplanned,
     threads: Arc<Threads>,
     watchdog: Arc<Watchdog>,
     /// Whether the kernel supports leaving out the opens of directories.
     opens_directories_itself: bool,
+}
+
+/// Requests that wait until nodes are in memory, by their replies.
+#[derive(Default)]
+struct Unplanned {
+    lookups: Arc<Requests<Reply<ReplyEntry>>>,
+    attrs: Arc<Requests<Reply<ReplyAttr>>>,
+    links: Arc<Requests<Reply<ReplyData>>>,
+    directories: Arc<Requests<Reply<ReplyOpen>>>,
+    listings: Arc<Requests<Reply<ReplyDirectory>>>,
+    listings_plus: Arc<Requests<Reply<ReplyDirectoryPlus>>>,
+    xattrs: Arc<Requests<Reply<ReplyXattr>>>,
 }
 
 /// The threads that take requests, and those that stand in for them.
@@ -107,10 +122,12 @@ impl Handlers for Threads {
 
     fn mark_stuck(&self) {
         self.overflow.mark_stuck();
+        self.planning.mark_stuck();
     }
 
     fn unmark_stuck(&self) {
         self.overflow.unmark_stuck();
+        self.planning.unmark_stuck();
     }
 }
 
@@ -127,9 +144,17 @@ impl KernelAdapter {
         let mut watchdog = Watchdog::new(&fs, handlers);
         watchdog.watch(RequestKind::Read, &reads);
         watchdog.watch(RequestKind::Open, &opens);
+        let unplanned = Unplanned::default();
+        watchdog.watch(RequestKind::Lookup, &unplanned.lookups);
+        watchdog.watch(RequestKind::GetAttr, &unplanned.attrs);
+        watchdog.watch(RequestKind::ReadLink, &unplanned.links);
+        watchdog.watch(RequestKind::OpenDir, &unplanned.directories);
+        watchdog.watch(RequestKind::ReadDir, &unplanned.listings);
+        watchdog.watch(RequestKind::ReadDirPlus, &unplanned.listings_plus);
+        watchdog.watch(RequestKind::GetXattr, &unplanned.xattrs);
         let watchdog = watchdog.start()?;
         let serving = Arc::new(Serving::new(&fs, passthrough));
-        Ok(Self { fs, serving, reads, opens, threads, watchdog, opens_directories_itself: false })
+        Ok(Self { fs, serving, reads, opens, unplanned, threads, watchdog, opens_directories_itself: false })
     }
 
     /// The signs of life that systemd expects, if it does.
@@ -142,28 +167,51 @@ impl KernelAdapter {
         Arc::clone(&self.serving.opens)
     }
 
-    /// Handles one request: `body` takes the reply out of its slot to send it. If it does not, the request is answered here: with
-    /// its error, or with EIO after a panic or a missing answer. Another thread does this where the node is not planned yet.
+    /// Handles one request by the nodes that are in memory: `body` takes the reply out of its slot to send it. If it does not, the
+    /// request is answered here: with its error, or with EIO after a panic or a missing answer. Where the nodes are not in memory
+    /// another thread does this once they are, and the request waits among `unplanned`.
     fn handle<R>(
+        &self,
+        op: RequestKind,
+        (request, node): (&Request, INodeNo),
+        unplanned: &Arc<Requests<Reply<R>>>,
+        reply: R,
+        body: impl FnOnce(&dyn Nodes, &mut ReplySlot<Reply<R>>) -> Result<(), FsError> + Send + 'static,
+    ) where
+        Reply<R>: Refuse,
+    {
+        let looks_inside = matches!(op, RequestKind::Lookup | RequestKind::ReadDir | RequestKind::ReadDirPlus);
+        let (node, asked) = (ino(node), if looks_inside { Asked::Inside } else { Asked::Itself });
+        if let Some(nodes) = self.fs.nodes(node, asked) {
+            Pending::new(&self.fs, op, node, Reply(reply)).attempt(|reply| body(&*nodes, reply));
+        } else {
+            let (fs, threads) = (Arc::clone(&self.fs), Arc::clone(&self.threads));
+            let mut pending = Pending::waiting(&self.fs, op, node, unplanned, client(request), Reply(reply));
+            self.threads.planning.submit(move || {
+                pending.note_elsewhere(threads);
+                pending.attempt(|reply| {
+                    let nodes = fs.reach(node, asked)?;
+                    // From here on nothing waits, and a listing fills the reply itself.
+                    reply.keep();
+                    body(&*nodes, reply)
+                });
+            });
+        }
+        // A thread that is parked handles no request.
+        self.threads.dispatchers.park();
+    }
+
+    /// Answers one request that concerns no nodes.
+    fn answer<R>(
         &self,
         op: RequestKind,
         node: INodeNo,
         reply: R,
-        body: impl FnOnce(&Serving, &mut ReplySlot<Reply<R>>) -> Result<(), FsError> + Send + 'static,
+        body: impl FnOnce(&Serving, &mut ReplySlot<Reply<R>>) -> Result<(), FsError>,
     ) where
         Reply<R>: Refuse,
     {
-        let mut pending = Pending::new(&self.fs, op, ino(node), Reply(reply));
-        if self.fs.may_wait(ino(node)) {
-            let serving = Arc::clone(&self.serving);
-            self.threads.planning.submit(move || {
-                pending.attempt(|reply| body(&serving, reply));
-            });
-        } else {
-            pending.attempt(|reply| body(&self.serving, reply));
-            // A thread that is parked handles no request.
-            drop(pending);
-        }
+        Pending::new(&self.fs, op, ino(node), Reply(reply)).attempt(|reply| body(&self.serving, reply));
         self.threads.dispatchers.park();
     }
 
@@ -176,7 +224,7 @@ impl KernelAdapter {
         body: impl FnOnce(&Serving, Pending<R>) + Send + 'static,
     ) {
         let Threads { dispatchers, overflow, planning } = &*self.threads;
-        let is_planned = !self.fs.may_wait(ino(node));
+        let is_planned = self.fs.nodes(ino(node), Asked::Inside).is_some();
         if let Some(inside) = is_planned.then(|| dispatchers.enter()).flatten() {
             body(&self.serving, pending);
             drop(inside);
@@ -195,49 +243,47 @@ impl KernelAdapter {
     where
         Reply<R>: Refuse,
     {
-        self.handle(RequestKind::Refused, ino, reply, |_, _| Err(FsError::ReadOnly));
+        self.answer(RequestKind::Refused, ino, reply, |_, _| Err(FsError::ReadOnly));
     }
 }
 
-impl Serving {
-    /// How long the kernel may cache attributes of a node, or of the names in a directory.
-    fn keeps(&self, node: Ino) -> Duration {
-        if self.fs.is_fixed(node) { FOREVER } else { Duration::ZERO }
-    }
+/// How long the kernel may cache attributes of a node, or of the names in a directory.
+fn keeps(nodes: &dyn Nodes, node: Ino) -> Duration {
+    if nodes.is_fixed(node) { FOREVER } else { Duration::ZERO }
+}
 
-    /// Lists `dir` from `offset`, with `.` and `..` before the file system's own entries. `add` receives each entry
-    /// with the offset of its successor and returns whether the buffer is full.
-    fn list(
-        &self,
-        dir: Ino,
-        offset: u64,
-        mut add: impl FnMut(Ino, NodeKind, &[u8], u64) -> Result<bool, FsError>,
-    ) -> Result<(), FsError> {
-        // Entry numbers of the two names that the file system does not list.
-        const DOT: u64 = 0;
-        const DOT_DOT: u64 = 1;
-        const FIRST: u64 = 2;
-        if offset == DOT && add(dir, NodeKind::Directory, b".", DOT + 1)? {
-            return Ok(());
-        }
-        if offset <= DOT_DOT && add(self.fs.parent(dir)?, NodeKind::Directory, b"..", DOT_DOT + 1)? {
-            return Ok(());
-        }
-        let mut next = offset.max(FIRST);
-        let mut result = Ok(());
-        self.fs.read_dir(dir, next - FIRST, &mut |entry| {
-            next = entry.next.map_or(next + 1, |after| after + FIRST);
-            match add(entry.ino, entry.kind, entry.name, next) {
-                Ok(false) => ControlFlow::Continue(()),
-                Ok(true) => ControlFlow::Break(()),
-                Err(failure) => {
-                    result = Err(failure);
-                    ControlFlow::Break(())
-                }
-            }
-        })?;
-        result
+/// Lists `dir` from `offset`, with `.` and `..` before the file system's own entries. `add` receives each entry
+/// with the offset of its successor and returns whether the buffer is full.
+fn list(
+    nodes: &dyn Nodes,
+    dir: Ino,
+    offset: u64,
+    mut add: impl FnMut(Ino, NodeKind, &[u8], u64) -> Result<bool, FsError>,
+) -> Result<(), FsError> {
+    // Entry numbers of the two names that the file system does not list.
+    const DOT: u64 = 0;
+    const DOT_DOT: u64 = 1;
+    const FIRST: u64 = 2;
+    if offset == DOT && add(dir, NodeKind::Directory, b".", DOT + 1)? {
+        return Ok(());
     }
+    if offset <= DOT_DOT && add(nodes.parent(dir)?, NodeKind::Directory, b"..", DOT_DOT + 1)? {
+        return Ok(());
+    }
+    let mut next = offset.max(FIRST);
+    let mut result = Ok(());
+    nodes.read_dir(dir, next - FIRST, &mut |entry| {
+        next = entry.next.map_or(next + 1, |after| after + FIRST);
+        match add(entry.ino, entry.kind, entry.name, next) {
+            Ok(false) => ControlFlow::Continue(()),
+            Ok(true) => ControlFlow::Break(()),
+            Err(failure) => {
+                result = Err(failure);
+                ControlFlow::Break(())
+            }
+        }
+    })?;
+    result
 }
 
 fn file_attr(attr: &Attr) -> FileAttr {
@@ -314,19 +360,19 @@ impl fuser::Filesystem for KernelAdapter {
         Ok(())
     }
 
-    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+    fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let name = name.as_bytes().to_owned();
-        self.handle(RequestKind::Lookup, parent, reply, move |serving, reply| {
+        self.handle(RequestKind::Lookup, (request, parent), &self.unplanned.lookups, reply, move |nodes, reply| {
             // The kernel accepts names of up to 1024 bytes.
             if name.len() > NAME_BYTES_MAX {
                 return Err(FsError::NameTooLong);
             }
-            let found = serving.fs.lookup(ino(parent), &name);
-            let keeps = serving.keeps(ino(parent));
+            let found = nodes.lookup(ino(parent), &name);
+            let kept = keeps(nodes, ino(parent));
             match &found {
                 Ok(attr) => {
                     if let Some(Reply(reply)) = reply.take() {
-                        reply.entry(&keeps.min(serving.keeps(attr.ino)), &file_attr(attr), GENERATION);
+                        reply.entry(&kept.min(keeps(nodes, attr.ino)), &file_attr(attr), GENERATION);
                     }
                 }
                 // Inode 0 means an absent name; unlike ENOENT, it lets the kernel cache that.
@@ -341,7 +387,7 @@ impl fuser::Filesystem for KernelAdapter {
                             permission: Permission { uid: 0, gid: 0, mode: 0 },
                             buffer_bytes: BUFFER_BYTES,
                         };
-                        reply.entry(&keeps, &file_attr(&absent), GENERATION);
+                        reply.entry(&kept, &file_attr(&absent), GENERATION);
                     }
                 }
                 Err(_) => {}
@@ -352,19 +398,19 @@ impl fuser::Filesystem for KernelAdapter {
 
     fn forget(&self, _request: &Request, _ino: INodeNo, _lookups: u64) {}
 
-    fn getattr(&self, _request: &Request, node: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
-        self.handle(RequestKind::GetAttr, node, reply, move |serving, reply| {
-            let attr = file_attr(&serving.fs.attr(ino(node))?);
+    fn getattr(&self, request: &Request, node: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
+        self.handle(RequestKind::GetAttr, (request, node), &self.unplanned.attrs, reply, move |nodes, reply| {
+            let attr = file_attr(&nodes.attr(ino(node))?);
             if let Some(Reply(reply)) = reply.take() {
-                reply.attr(&serving.keeps(ino(node)), &attr);
+                reply.attr(&keeps(nodes, ino(node)), &attr);
             }
             Ok(())
         });
     }
 
-    fn readlink(&self, _request: &Request, node: INodeNo, reply: ReplyData) {
-        self.handle(RequestKind::ReadLink, node, reply, move |serving, reply| {
-            let target = serving.fs.read_link(ino(node))?;
+    fn readlink(&self, request: &Request, node: INodeNo, reply: ReplyData) {
+        self.handle(RequestKind::ReadLink, (request, node), &self.unplanned.links, reply, move |nodes, reply| {
+            let target = nodes.read_link(ino(node))?;
             if let Some(Reply(reply)) = reply.take() {
                 reply.data(&target);
             }
@@ -420,7 +466,7 @@ impl fuser::Filesystem for KernelAdapter {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
-        self.handle(RequestKind::Release, node, reply, move |serving, reply| {
+        self.answer(RequestKind::Release, node, reply, move |serving, reply| {
             serving.opens.modes.release(ino(node));
             serving.fs.release(ino(node), Handle(handle.0));
             if let Some(Reply(reply)) = reply.take() {
@@ -430,10 +476,10 @@ impl fuser::Filesystem for KernelAdapter {
         });
     }
 
-    fn opendir(&self, _request: &Request, node: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+    fn opendir(&self, request: &Request, node: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         let opens_itself = self.opens_directories_itself;
-        self.handle(RequestKind::OpenDir, node, reply, move |serving, reply| {
-            if opens_itself && serving.fs.is_fixed(Ino::ROOT) {
+        self.handle(RequestKind::OpenDir, (request, node), &self.unplanned.directories, reply, move |nodes, reply| {
+            if opens_itself && nodes.is_fixed(Ino::ROOT) {
                 // After this answer the kernel sends no such request again, and caches listings as below. Small directories (each
                 // expert of each layer is one) are then listed in two thirds of the time.
                 if let Some(Reply(reply)) = reply.take() {
@@ -441,23 +487,23 @@ impl fuser::Filesystem for KernelAdapter {
                 }
                 return Ok(());
             }
-            match serving.fs.attr(ino(node))?.kind {
+            match nodes.attr(ino(node))?.kind {
                 NodeKind::Directory => {}
                 NodeKind::File | NodeKind::Symlink => return Err(FsError::NotDirectory),
             }
             if let Some(Reply(reply)) = reply.take() {
                 let kept = FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE;
-                let flags = if serving.fs.is_fixed(ino(node)) { kept } else { FopenFlags::empty() };
+                let flags = if nodes.is_fixed(ino(node)) { kept } else { FopenFlags::empty() };
                 reply.opened(FileHandle(0), flags);
             }
             Ok(())
         });
     }
 
-    fn readdir(&self, _request: &Request, node: INodeNo, _handle: FileHandle, offset: u64, reply: ReplyDirectory) {
-        self.handle(RequestKind::ReadDir, node, reply, move |serving, slot| {
+    fn readdir(&self, request: &Request, node: INodeNo, _handle: FileHandle, offset: u64, reply: ReplyDirectory) {
+        self.handle(RequestKind::ReadDir, (request, node), &self.unplanned.listings, reply, move |nodes, slot| {
             let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
-            serving.list(ino(node), offset, |entry, kind, name, next| {
+            list(nodes, ino(node), offset, |entry, kind, name, next| {
                 Ok(reply.add(INodeNo(entry.0), next, file_type(kind), OsStr::from_bytes(name)))
             })?;
             if let Some(Reply(reply)) = slot.take() {
@@ -469,35 +515,42 @@ impl fuser::Filesystem for KernelAdapter {
 
     fn readdirplus(
         &self,
-        _request: &Request,
+        request: &Request,
         node: INodeNo,
         _handle: FileHandle,
         offset: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        self.handle(RequestKind::ReadDirPlus, node, reply, move |serving, slot| {
-            let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
-            let keeps = serving.keeps(ino(node));
-            serving.list(ino(node), offset, |entry, _, name, next| {
-                let attr = match serving.fs.attr(entry) {
-                    Ok(attr) => file_attr(&attr),
-                    // It went while it was listed.
-                    Err(_) if keeps.is_zero() => return Ok(false),
-                    Err(error) => return Err(error),
-                };
-                let keeps = keeps.min(serving.keeps(entry));
-                Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &keeps, &attr, GENERATION))
-            })?;
-            if let Some(Reply(reply)) = slot.take() {
-                reply.ok();
-            }
-            Ok(())
-        });
+        self.handle(
+            RequestKind::ReadDirPlus,
+            (request, node),
+            &self.unplanned.listings_plus,
+            reply,
+            move |nodes, slot| {
+                let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
+                let kept = keeps(nodes, ino(node));
+                list(nodes, ino(node), offset, |entry, _, name, next| {
+                    let attr = match nodes.attr(entry) {
+                        Ok(attr) => file_attr(&attr),
+                        // It went while it was listed.
+                        Err(_) if kept.is_zero() => return Ok(false),
+                        Err(error) => return Err(error),
+                    };
+                    let kept = kept.min(keeps(nodes, entry));
+                    Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &kept, &attr, GENERATION))
+                })?;
+                if let Some(Reply(reply)) = slot.take() {
+                    reply.ok();
+                }
+                Ok(())
+            },
+        );
     }
 
     fn statfs(&self, _request: &Request, node: INodeNo, reply: ReplyStatfs) {
-        self.handle(RequestKind::StatFs, node, reply, move |serving, reply| {
-            let sizes = serving.fs.stat_fs();
+        // Of any node the same.
+        self.answer(RequestKind::StatFs, node, reply, move |serving, reply| {
+            let sizes = serving.fs.nodes(Ino::ROOT, Asked::Itself).ok_or(FsError::Io)?.stat_fs();
             let blocks = sizes.total_bytes.div_ceil(u64::from(STATFS_BLOCK_BYTES));
             if let Some(Reply(reply)) = reply.take() {
                 reply.statfs(blocks, 0, 0, sizes.nodes, 0, STATFS_BLOCK_BYTES, NAME_MAX, STATFS_BLOCK_BYTES);
@@ -506,17 +559,17 @@ impl fuser::Filesystem for KernelAdapter {
         });
     }
 
-    fn getxattr(&self, _request: &Request, node: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+    fn getxattr(&self, request: &Request, node: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let name = name.as_bytes().to_owned();
-        self.handle(RequestKind::GetXattr, node, reply, move |serving, reply| {
-            answer_xattr(reply, size, &serving.fs.xattr(ino(node), &name)?);
+        self.handle(RequestKind::GetXattr, (request, node), &self.unplanned.xattrs, reply, move |nodes, reply| {
+            answer_xattr(reply, size, &nodes.xattr(ino(node), &name)?);
             Ok(())
         });
     }
 
-    fn listxattr(&self, _request: &Request, node: INodeNo, size: u32, reply: ReplyXattr) {
-        self.handle(RequestKind::ListXattr, node, reply, move |serving, reply| {
-            let mut names = serving.fs.xattr_names(ino(node))?;
+    fn listxattr(&self, request: &Request, node: INodeNo, size: u32, reply: ReplyXattr) {
+        self.handle(RequestKind::ListXattr, (request, node), &self.unplanned.xattrs, reply, move |nodes, reply| {
+            let mut names = nodes.xattr_names(ino(node))?;
             for name in &mut names {
                 name.push(0);
             }

@@ -51,6 +51,13 @@ impl<R> ReplySlot<R> {
         self.0 = Place::Own(Some(reply));
     }
 
+    /// From now on only the handler can send the reply, unless it was sent before.
+    pub fn keep(&mut self) {
+        if let Some(reply) = self.take() {
+            self.put_back(reply);
+        }
+    }
+
     /// The reply, if only the handler can send it.
     pub fn as_mut(&mut self) -> Option<&mut R> {
         match &mut self.0 {

@@ -1,8 +1,11 @@
-//! The tree of a step that cannot be planned: its directory holds `.ckfs/error` alone.
+//! The tree of a step that cannot be planned: its directory holds `.ckfs/error` alone, and every other name in
+//! it is EIO.
 
 use std::{ops::ControlFlow, sync::Arc, time::SystemTime};
 
-use ckfs_volume::{Access, Attr, BUFFER_BYTES, DirEntry, FsError, Handle, Ino, NodeKind, OpenedFile, Permission};
+use ckfs_volume::{
+    Access, Attr, BUFFER_BYTES, DirEntry, FsError, Handle, Ino, NodeKind, Nodes, OpenedFile, Permission, StatFs,
+};
 
 /// Numbers of the nodes.
 const OWN: Ino = Ino(2);
@@ -30,7 +33,22 @@ impl FailedStep {
         Self { message, text, directory, file, modified }
     }
 
-    pub(super) fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
+    pub(super) fn open(ino: Ino) -> Result<OpenedFile, FsError> {
+        match ino {
+            ERROR => Ok(OpenedFile { handle: Handle(0), access: Access::Cached }),
+            Ino::ROOT | OWN => Err(FsError::IsDirectory),
+            _ => Err(FsError::NotFound),
+        }
+    }
+
+    /// The bytes of the message.
+    pub(super) fn text(&self) -> &[u8] {
+        &self.text
+    }
+}
+
+impl Nodes for FailedStep {
+    fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
         let (kind, size_bytes, links, permission) = match ino {
             Ino::ROOT => (NodeKind::Directory, 0, 3, self.directory),
             OWN => (NodeKind::Directory, 0, 2, self.directory),
@@ -41,16 +59,19 @@ impl FailedStep {
         Ok(Attr { ino, kind, size_bytes, links, modified, permission, buffer_bytes: BUFFER_BYTES })
     }
 
-    pub(super) fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
+    fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
         match (parent, name) {
             (Ino::ROOT, name) if name == OWN_NAME.as_bytes() => self.attr(OWN),
             (OWN, name) if name == ERROR_NAME.as_bytes() => self.attr(ERROR),
+            // A program that gets ENOENT takes the file for one that no checkpoint has, and may go on without.
+            (Ino::ROOT, _) => Err(FsError::Io),
             (ERROR, _) => Err(FsError::NotDirectory),
             _ => Err(FsError::NotFound),
         }
     }
 
-    pub(super) fn read_dir(
+    fn read_dir(
+        &self,
         directory: Ino,
         from: u64,
         each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
@@ -66,7 +87,7 @@ impl FailedStep {
         Ok(())
     }
 
-    pub(super) fn parent(ino: Ino) -> Result<Ino, FsError> {
+    fn parent(&self, ino: Ino) -> Result<Ino, FsError> {
         match ino {
             Ino::ROOT | OWN => Ok(Ino::ROOT),
             ERROR => Ok(OWN),
@@ -74,17 +95,20 @@ impl FailedStep {
         }
     }
 
-    pub(super) fn open(ino: Ino) -> Result<OpenedFile, FsError> {
-        match ino {
-            ERROR => Ok(OpenedFile { handle: Handle(0), access: Access::Cached }),
-            Ino::ROOT | OWN => Err(FsError::IsDirectory),
-            _ => Err(FsError::NotFound),
-        }
+    fn read_link(&self, _ino: Ino) -> Result<Vec<u8>, FsError> {
+        Err(FsError::Invalid)
     }
 
-    /// The bytes of the message.
-    pub(super) fn text(&self) -> &[u8] {
-        &self.text
+    fn xattr(&self, _ino: Ino, _name: &[u8]) -> Result<Vec<u8>, FsError> {
+        Err(FsError::NoAttribute)
+    }
+
+    fn xattr_names(&self, _ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+        Ok(Vec::new())
+    }
+
+    fn stat_fs(&self) -> StatFs {
+        StatFs { total_bytes: 0, nodes: 3 }
     }
 }
 
@@ -100,11 +124,11 @@ mod tests {
         let error = step.lookup(own.ino, b"error").unwrap();
         assert_eq!((own.kind, error.kind, error.size_bytes), (NodeKind::Directory, NodeKind::File, 15));
         assert_eq!((error.permission.mode, step.text()), (0o440, b"no config.json\n".as_slice()));
-        assert_eq!(FailedStep::parent(error.ino), Ok(own.ino));
-        assert_eq!(step.lookup(Ino::ROOT, b"hf").unwrap_err(), FsError::NotFound);
+        assert_eq!(step.parent(error.ino), Ok(own.ino));
+        assert_eq!(step.lookup(Ino::ROOT, b"hf").unwrap_err(), FsError::Io);
         assert_eq!(FailedStep::open(own.ino).unwrap_err(), FsError::IsDirectory);
         let mut names = Vec::new();
-        FailedStep::read_dir(own.ino, 0, &mut |entry| {
+        step.read_dir(own.ino, 0, &mut |entry| {
             names.push(entry.name.to_vec());
             ControlFlow::Continue(())
         })

@@ -7,7 +7,7 @@ use std::{
     io::{self, Read},
     os::fd::AsFd,
     panic::{AssertUnwindSafe, catch_unwind},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, PoisonError, Weak, atomic::Ordering},
     thread,
     time::{Duration, Instant, SystemTime},
@@ -17,8 +17,8 @@ use ckfs_config::TimeLimit;
 use ckfs_source::{DirectoryWatch, Woken};
 
 use super::{
-    run::Run,
-    settle::{ListedStep, Look, OPENING, watched},
+    run::{Run, lock},
+    settle::{ListedStep, Look, OPENING, Settling, watched},
     slot::Slot,
 };
 
@@ -43,14 +43,15 @@ pub(super) struct Following {
 /// The system starts no thread.
 pub(super) fn start(run: &Arc<Run>) -> io::Result<Following> {
     let (heard, bell) = io::pipe()?;
-    *run.bell.lock().unwrap_or_else(PoisonError::into_inner) = Some(bell);
+    *lock(&run.bell) = Some(bell);
     let watch = DirectoryWatch::new()?;
+    let settling = lock(&run.settling).take().ok_or_else(|| io::Error::other("its steps are followed already"))?;
     let followed = Arc::downgrade(run);
-    thread::Builder::new().name("ckfs-steps".to_owned()).spawn(move || follow(&followed, watch, heard))?;
+    thread::Builder::new().name("ckfs-steps".to_owned()).spawn(move || follow(&followed, settling, watch, heard))?;
     Ok(Following { _bell: () })
 }
 
-fn follow(run: &Weak<Run>, mut watch: DirectoryWatch, mut bell: io::PipeReader) {
+fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mut bell: io::PipeReader) {
     // What may have changed since the last look; `None` for anything.
     let (mut changed, mut known) = (Some(BTreeSet::new()), BTreeSet::new());
     loop {
@@ -63,15 +64,17 @@ fn follow(run: &Weak<Run>, mut watch: DirectoryWatch, mut bell: io::PipeReader) 
                 place.is_none_or(|place| changed.iter().any(|path| path.starts_with(&place)))
             })
         };
-        let looked = catch_unwind(AssertUnwindSafe(|| alive.look(&measures)));
+        let looked = catch_unwind(AssertUnwindSafe(|| alive.look(&mut settling, &measures)));
         let took = begun.elapsed();
         let next = match looked {
             Ok(Ok(look)) => {
                 alive.note_looking(None);
                 alive.plan_ahead();
+                let watching = alive.waits.begin_path(Path::new(&alive.source), "watch");
                 let directories = watched(&alive.directory, &look);
                 let has_new = directories.iter().any(|directory| !known.contains(directory));
                 watch.set(&directories);
+                drop(watching);
                 known = directories;
                 // What happened in a new directory before it was watched nobody tells of.
                 let again = if has_new { Some(look.again.map_or(AGAIN, |again| again.min(AGAIN))) } else { look.again };
@@ -113,30 +116,27 @@ fn follow(run: &Weak<Run>, mut watch: DirectoryWatch, mut bell: io::PipeReader) 
 
 impl Run {
     /// Looks at the directory, and shows what is there.
-    fn look(&self, measures: &dyn Fn(&str) -> bool) -> Result<Look, String> {
+    fn look(&self, settling: &mut Settling, measures: &dyn Fn(&str) -> bool) -> Result<Look, String> {
         self.counts.looks.fetch_add(1, Ordering::Relaxed);
-        let rechecks = std::mem::take(&mut *self.rechecks.lock().unwrap_or_else(PoisonError::into_inner));
-        let mut settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
+        let rechecks = lock(&self.rechecks).clone();
         for name in &rechecks {
             settling.recheck(name);
         }
         let look = settling.look(measures, OPENING).map_err(|error| error.to_string())?;
-        drop(settling);
         // What was found wrong and is there as it was before has another slot.
         for name in &rechecks {
             let listed = self.slots.listed();
             let Some(slot) = listed.iter().find(|slot| slot.step.name == *name) else { continue };
             let is_same = look.steps.iter().any(|step| step.unfinished.is_none() && step.is_same(&slot.step));
-            let is_poisoned = slot.volume().is_some_and(|volume| volume.is_poisoned());
-            if is_same && is_poisoned {
-                if let Some(volume) = slot.volume() {
-                    self.retire(&volume);
-                }
+            if let Some(volume) = slot.volume().filter(|volume| is_same && volume.is_poisoned()) {
                 drop(self.slots.replace(slot, None));
+                self.part_with(volume);
                 self.counts.rewritten.fetch_add(1, Ordering::Relaxed);
             }
         }
         self.take(&look);
+        // Those that came meanwhile are for the next look.
+        lock(&self.rechecks).drain(..rechecks.len());
         Ok(look)
     }
 
@@ -144,17 +144,18 @@ impl Run {
     pub(super) fn take(&self, look: &Look) {
         let finished: Vec<&ListedStep> = look.steps.iter().filter(|step| step.unfinished.is_none()).collect();
         let most = self.wanted.most().unwrap_or(finished.len()).min(finished.len());
-        let shown: Vec<ListedStep> = finished[finished.len() - most..].iter().map(|step| (*step).clone()).collect();
+        let permission = |step| self.slots.permission(step).unwrap_or_else(|| self.permission_of_step(step));
+        let shown = finished[finished.len() - most..].iter().map(|step| ((*step).clone(), permission(step)));
         let are_there = |step: &ListedStep| finished.iter().any(|other| other.is_same(step));
-        let changes = self.slots.show(&shown, &are_there, &|step| self.permission_of_step(step));
+        let changes = self.slots.show(&shown.collect::<Vec<_>>(), &are_there);
         self.count_ended(&changes.ended, look);
-        for volume in &changes.volumes {
-            self.retire(volume);
+        for volume in changes.volumes {
+            self.part_with(volume);
         }
         for slot in &changes.new {
             self.counts.appeared.fetch_add(1, Ordering::Relaxed);
             tracing::info!("step {} is there: {}, {}", slot.step.number, slot.step.name, slot.step.kind);
-            if let Some(hook) = &*self.hook.lock().unwrap_or_else(PoisonError::into_inner) {
+            if let Some(hook) = &*lock(&self.hook) {
                 hook.add(slot.step.number);
             }
         }
@@ -168,7 +169,7 @@ impl Run {
     /// Counts the steps that were shown and are no more: at once, or when a later look says what becomes of them. A directory
     /// that loses its files one by one is there for a while.
     fn count_ended(&self, ended: &[Arc<Slot>], look: &Look) {
-        let mut changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut changing = lock(&self.changing);
         changing.extend(ended.iter().map(|slot| (slot.step.number, slot.step.name.clone())));
         changing.retain(|number, name| {
             let found = look.steps.iter().find(|step| step.number == *number);
@@ -185,7 +186,7 @@ impl Run {
 
     /// Notes whether the directory can be listed.
     fn note_looking(&self, error: Option<String>) {
-        let mut failed = self.looking_failed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut failed = lock(&self.looking_failed);
         if let Some(error) = error.as_ref().filter(|error| failed.as_ref() != Some(error)) {
             tracing::error!("{}: cannot look for steps: {error}", self.source);
         }

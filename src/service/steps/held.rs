@@ -5,7 +5,6 @@ use std::sync::Arc;
 use ckfs_volume::{Attr, FsError, Ino, Volume};
 
 use super::{
-    failed::FailedStep,
     run::Run,
     slot::{Slot, SlotState, StepContent, split},
 };
@@ -55,10 +54,7 @@ impl HeldStep {
     /// # Errors
     /// None: every volume has a root.
     pub fn root(&self) -> Result<Attr, FsError> {
-        let attr = match &self.content {
-            StepContent::Volume(volume) => ckfs_volume::FileSystem::attr(&**volume, Ino::ROOT)?,
-            StepContent::Failed(failed) => FailedStep::attr(failed, Ino::ROOT)?,
-        };
+        let attr = self.content.nodes().attr(Ino::ROOT)?;
         Ok(Attr { ino: self.slot.outer(attr.ino), ..attr })
     }
 

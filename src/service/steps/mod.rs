@@ -6,7 +6,7 @@
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | `run` | [`Run`]: what is shared by all steps: settings, memory, threads, counters |
+//! | `run` | [`Run`]: what is shared by all steps: settings, memory, threads, counters; [`RunState`]: what of it never waits |
 //! | `run_service` | [`RunService`]: a run with its threads |
 //! | `settle` | which steps of a listing are finished: their marks, silence, and a first look into fresh ones |
 //! | `follow` | the thread that looks for new and deleted steps |
@@ -52,6 +52,6 @@ mod slots;
 pub use held::{HeldStep, NoStep};
 pub use hook::StepPlace;
 pub use report::RunProblem;
-pub use run::Run;
+pub use run::{Run, RunState};
 pub use run_service::RunService;
 pub use settle::{ListedStep, finished_steps, listed_steps};

@@ -3,7 +3,7 @@
 use std::{
     cmp::Reverse,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
@@ -16,12 +16,15 @@ use super::{
     super::{chunk_memory, error::OpenError, open, requests::panic_text, wait_watch::wait_registry},
     failed::FailedStep,
     report::add_numbers,
-    run::Run,
+    run::{Run, lock},
+    settle,
     slot::{Slot, SlotState, StepContent},
 };
 
-/// Most steps that are planned at a time.
+/// Most steps that are planned at a time, those aside whose storage does not answer.
 const OPENING_MAX: usize = 4;
+/// Most steps whose storage does not answer while others are planned; with more, requests that need yet another plan fail.
+const STALLED_MAX: usize = 16;
 /// Time between two looks of a request that waits for a plan.
 const LOOK: Duration = Duration::from_millis(100);
 /// Volumes that nobody uses are kept while they have at most this many tensors together.
@@ -63,19 +66,21 @@ impl Run {
 
     /// Starts a thread that plans a step, unless as many as may be are planned now. `state` is the step's own.
     fn begin_plan(self: &Arc<Self>, slot: &Arc<Slot>, state: &mut SlotState) -> Result<(), FsError> {
-        if self.opening.fetch_add(1, Ordering::Relaxed) >= OPENING_MAX {
-            self.opening.fetch_sub(1, Ordering::Relaxed);
+        let mut opening = lock(&self.opening);
+        let stalled = opening.iter().filter(|slot| slot.is_stalled()).count();
+        if opening.len() - stalled >= OPENING_MAX {
             return Ok(());
         }
+        if stalled >= STALLED_MAX {
+            tracing::warn!("step {}: not planned: the storage of {stalled} steps does not answer", slot.step.number);
+            return Err(FsError::Io);
+        }
+        opening.push(Arc::clone(slot));
         *state = SlotState::Opening;
         let (run, of) = (Arc::clone(self), Arc::clone(slot));
-        let work = move || {
-            run.plan(&of);
-            run.opening.fetch_sub(1, Ordering::Relaxed);
-        };
-        ckfs_sync::spawn("ckfs-step-open", work).map_err(|error| {
+        ckfs_sync::spawn("ckfs-step-open", move || run.plan(&of)).map_err(|error| {
             tracing::error!("step {}: no thread plans it: {error}", slot.step.number);
-            self.opening.fetch_sub(1, Ordering::Relaxed);
+            opening.retain(|other| other.index != slot.index);
             *state = SlotState::Absent;
             FsError::Io
         })
@@ -93,25 +98,22 @@ impl Run {
         }
     }
 
-    /// An error for a request that concerns a step which is gone.
-    pub(super) fn gone(&self) -> FsError {
-        self.counts.gone_requests.fetch_add(1, Ordering::Relaxed);
-        FsError::Io
-    }
-
     /// Plans a step, in its own thread.
     fn plan(self: &Arc<Self>, slot: &Arc<Slot>) {
+        let waits = wait_registry(&self.config.mount);
+        slot.note_waits(Some(&waits));
         self.counts.plans.fetch_add(1, Ordering::Relaxed);
-        let planned = catch_unwind(AssertUnwindSafe(|| self.open_step(slot)));
-        let planned = planned.unwrap_or_else(|panic| {
+        let opened = catch_unwind(AssertUnwindSafe(|| match self.open_volume(self.config_of(slot), &waits) {
+            Ok(planned) => self.ready(slot, planned),
+            Err(error) => self.failed(slot, error.to_string(), &waits),
+        }));
+        if let Err(panic) = opened {
             let cause = panic_text(panic.as_ref()).to_owned();
             self.metrics.note_panic(&format!("planning step {}", slot.step.number), &cause);
-            Err(format!("the planning panicked: {cause}"))
-        });
-        match planned {
-            Ok(planned) => self.ready(slot, planned),
-            Err(message) => self.failed(slot, message),
+            self.show_failure(slot, format!("the planning panicked: {cause}"));
         }
+        slot.note_waits(None);
+        lock(&self.opening).retain(|other| other.index != slot.index);
         self.share_out();
         self.drop_idle(Some(slot.index));
     }
@@ -125,7 +127,10 @@ impl Run {
         slot.weight.store(weight, Ordering::Relaxed);
         slot.chunk_bytes.store(chunk_bytes, Ordering::Relaxed);
         if *slot.fingerprint.get_or_init(|| fingerprint) == fingerprint {
-            drop(slot.set(SlotState::Ready(content)));
+            if slot.set(SlotState::Ready(content)).is_some() {
+                // It has ended meanwhile.
+                self.part_with(volume);
+            }
             return;
         }
         // The kernel knows other files under these numbers.
@@ -138,9 +143,10 @@ impl Run {
         }
     }
 
-    fn failed(&self, slot: &Arc<Slot>, message: String) {
+    fn failed(&self, slot: &Arc<Slot>, message: String, waits: &Arc<WaitRegistry>) {
         let place = &slot.step.name;
-        let measured = self.directory.measure(place);
+        let directory = settle::step_directory(&self.config, waits).ok();
+        let measured = directory.and_then(|(directory, _)| directory.measure(place));
         let is_same = match (&measured, &slot.step.measure) {
             (Some(now), Some(before)) => now.contains(before),
             (_, before) => before.is_none() && measured.is_some(),
@@ -154,6 +160,11 @@ impl Run {
             drop(self.slots.replace(slot, None));
             return;
         }
+        self.show_failure(slot, message);
+    }
+
+    /// Shows why a step cannot be planned.
+    fn show_failure(&self, slot: &Arc<Slot>, message: String) {
         self.counts.failed_plans.fetch_add(1, Ordering::Relaxed);
         tracing::error!("step {}: {message}", slot.step.number);
         let modified = slot.plain_attr().modified;
@@ -169,7 +180,12 @@ impl Run {
 
     /// Has a step measured at the next look, which is now.
     pub(super) fn recheck(&self, name: &str) {
-        self.rechecks.lock().unwrap_or_else(PoisonError::into_inner).push(name.to_owned());
+        let mut rechecks = lock(&self.rechecks);
+        // One of two may be at work.
+        if rechecks.iter().filter(|waiting| *waiting == name).count() < 2 {
+            rechecks.push(name.to_owned());
+        }
+        drop(rechecks);
         self.ring();
     }
 
@@ -182,14 +198,6 @@ impl Run {
         config
     }
 
-    fn open_step(&self, slot: &Slot) -> Result<PlannedStep, String> {
-        let waits = wait_registry(&self.config.mount);
-        slot.note_waits(Some(&waits));
-        let opened = self.open_volume(self.config_of(slot), &waits);
-        slot.note_waits(None);
-        opened.map_err(|error| error.to_string())
-    }
-
     fn open_volume(&self, mut config: Config, waits: &Arc<WaitRegistry>) -> Result<PlannedStep, OpenError> {
         let checkpoint = open::open_checkpoint(&mut config, waits)?;
         let plans = open::plan_views(&checkpoint, &config)?;
@@ -200,7 +208,7 @@ impl Run {
         let weight = checkpoint.tensors().count() + plans.iter().map(|view| view.plan.tensors.len()).sum::<usize>();
         let options = open::volume_options(&config, budget, Some(self.rooms.clone()))?;
         // The command that mounts anew is that of the run.
-        let options = VolumeOptions { remount: self.remount(), ..options };
+        let options = VolumeOptions { remount: self.remount.clone(), ..options };
         let mut volume = Volume::new(Arc::clone(&checkpoint), plans, options)?;
         if let Err(error) = open::enable_materialization(&mut volume)? {
             tracing::debug!("no file is materialized: no file system in memory: {error}");
@@ -210,13 +218,13 @@ impl Run {
 
     /// Passes to a new volume what the server of the run received.
     pub(super) fn begin(&self, volume: &Arc<Volume>) {
-        let passthrough = *self.passthrough.lock().unwrap_or_else(PoisonError::into_inner);
+        let passthrough = *lock(&self.passthrough);
         match passthrough {
             Some(true) => volume.started(Ok(())),
             Some(false) => volume.started(Err(NoPassthrough::Off)),
             None => {}
         }
-        let told = self.on_change.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let told = lock(&self.on_change).clone();
         volume.on_change(told.map(|told| Box::new(move || told()) as OnChange));
     }
 
@@ -257,9 +265,8 @@ impl Run {
             let is_old = *idle_ms > u64::try_from(IDLE.as_millis()).unwrap_or(u64::MAX);
             if is_old || weight > IDLE_WEIGHT_MAX || place >= IDLE_MAX {
                 let Some(volume) = slot.take_unused() else { continue };
-                self.retire(&volume);
+                self.part_with(volume);
                 self.counts.dropped.fetch_add(1, Ordering::Relaxed);
-                drop(volume);
                 dropped = true;
             }
         }
@@ -268,10 +275,25 @@ impl Run {
         }
     }
 
-    /// Keeps the numbers of a volume that is about to go.
-    pub(super) fn retire(&self, volume: &Volume) {
+    /// Keeps the numbers of a volume of which no slot knows any more, and has it dropped by a thread that may wait: its files are
+    /// closed then, and their storage may not answer.
+    pub(super) fn part_with(&self, volume: Arc<Volume>) {
         volume.on_change(None);
-        let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
-        add_numbers(&mut retired, &Value::Object(volume.statistics()));
+        add_numbers(&mut lock(&self.retired), &Value::Object(volume.statistics()));
+        lock(&self.parted).push(volume);
+        self.drop_parted();
+    }
+
+    /// Drops the volumes of steps that have gone and that no request uses any more.
+    pub(super) fn drop_parted(&self) {
+        let mut parted = lock(&self.parted);
+        let (unused, used): (Vec<_>, Vec<_>) = parted.drain(..).partition(|volume| Arc::strong_count(volume) == 1);
+        *parted = used;
+        drop(parted);
+        if !unused.is_empty()
+            && let Err(error) = ckfs_sync::spawn("ckfs-step-close", move || drop(unused))
+        {
+            tracing::debug!("a step is closed without a thread of its own: {error}");
+        }
     }
 }

@@ -8,8 +8,8 @@ use ckfs_volume::{MetricText, RequestKind};
 use serde_json::{Map, Value, json};
 
 use super::{
-    run::Run,
-    slot::{Slot, StepContent},
+    run::{RunState, lock},
+    slot::StepContent,
 };
 
 /// Length of `stats.json`.
@@ -74,12 +74,7 @@ pub(super) fn add_numbers(sums: &mut Map<String, Value>, statistics: &Value) {
     }
 }
 
-/// Whether a step's directory is still there.
-fn is_there(run: &Run, slot: &Slot) -> bool {
-    run.directory.local().is_none_or(|directory| directory.join(&slot.step.name).is_dir())
-}
-
-impl Run {
+impl RunState {
     /// `steps.json`.
     pub(super) fn steps_text(&self) -> Vec<u8> {
         let listed = self.slots.listed();
@@ -116,7 +111,7 @@ impl Run {
 
     /// Sums over all volumes, those that are gone among them.
     fn sums(&self) -> Map<String, Value> {
-        let mut sums = self.retired.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut sums = lock(&self.retired).clone();
         for (_, volume) in self.volumes() {
             add_numbers(&mut sums, &Value::Object(volume.statistics()));
         }
@@ -125,43 +120,43 @@ impl Run {
 
     /// The problems of the run and of its steps.
     fn problems(&self) -> (Vec<Value>, u64) {
-        let own = self.metrics.health.json(&self.remount());
+        let own = self.metrics.health.json(&self.remount);
         let mut problems = own["problems"].as_array().cloned().unwrap_or_default();
         let mut left_out = own["problems_left_out"].as_u64().unwrap_or(0);
         let now = utc(std::time::SystemTime::now());
-        if let Some(error) = self.looking_failed.lock().unwrap_or_else(PoisonError::into_inner).clone() {
-            problems.push(json!({
-                "kind": "steps not found", "file": self.source, "cause": error, "count": 1, "first": now, "last": now,
-                "remedy": "check the directory of the run and its storage: steps are looked for again by themselves",
-            }));
+        let row = |kind: &str, file: &str, step: Option<u64>, cause: &str, remedy: &str| {
+            json!({
+                "kind": kind, "file": file, "step": step, "cause": cause, "count": 1, "first": now, "last": now,
+                "remedy": remedy,
+            })
+        };
+        let again = "check that the storage of the run answers: steps are looked for and planned again once it does";
+        if let Some(error) = &*lock(&self.looking_failed) {
+            problems.push(row("steps not found", &self.source, None, error, again));
         }
         if let Some(stalled) = self.waits.stalled().first() {
-            problems.push(json!({
-                "kind": "source stalled", "file": self.source, "cause": self.waits.describe(stalled), "count": 1,
-                "first": now, "last": now,
-                "remedy": "check that the storage of the run answers: new steps are looked for again once it does",
-            }));
+            problems.push(row("source stalled", &self.source, None, &self.waits.describe(stalled), again));
         }
         for slot in self.slots.all() {
+            let (step, file) = (Some(slot.step.number), &slot.step.source);
             match slot.content() {
-                Some(StepContent::Failed(failed)) if is_there(self, &slot) => problems.push(json!({
-                    "kind": "step not planned", "file": slot.step.source, "step": slot.step.number,
-                    "cause": failed.message, "count": 1, "first": now, "last": now,
-                    "remedy": "other steps go on; it is planned again when its files change, or when it is mounted anew",
-                })),
+                Some(StepContent::Failed(failed)) => {
+                    let remedy =
+                        "other steps go on; it is planned again when its files change, or when it is mounted anew";
+                    problems.push(row("step not planned", file, step, &failed.message, remedy));
+                }
+                // The next look, which is now, ends it if it was changed or deleted.
+                Some(StepContent::Volume(volume))
+                    if volume.is_poisoned() && lock(&self.rechecks).contains(&slot.step.name) => {}
                 Some(StepContent::Volume(volume)) => {
                     let statistics = volume.statistics();
-                    if volume.is_poisoned() && !is_there(self, &slot) {
-                        // It is being deleted.
-                        continue;
-                    }
                     left_out += statistics["problems_left_out"].as_u64().unwrap_or(0);
                     for mut problem in statistics["problems"].as_array().cloned().unwrap_or_default() {
                         problem["step"] = slot.step.number.into();
                         problems.push(problem);
                     }
                 }
-                Some(StepContent::Failed(_)) | None => {}
+                None => problems.extend(slot.stall().map(|cause| row("source stalled", file, step, &cause, again))),
             }
         }
         (problems, left_out)

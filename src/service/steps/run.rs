@@ -4,10 +4,11 @@ use std::{
     collections::{BTreeMap, HashMap},
     fs,
     io::{self, Write},
+    ops::Deref,
     path::Path,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Instant, SystemTime},
 };
@@ -17,34 +18,54 @@ use ckfs_config::{Config, Steps};
 use ckfs_host::budget::Budget;
 use ckfs_read::EngineRooms;
 use ckfs_source::{RootDir, WaitRegistry, permission::DirectoryRules, private_directory};
-use ckfs_volume::{Metrics, Mounter, OnChange, Overrides, Permission, directory_permission};
+use ckfs_volume::{FsError, Metrics, Mounter, OnChange, Overrides, Permission, Volume, directory_permission};
 use serde_json::{Map, Value};
 
 use super::{
     super::{error::OpenError, open, wait_watch::wait_registry},
     hook::{Hook, HookReport},
     settle::{self, ListedStep, Settling},
+    slot::Slot,
     slots::Slots,
 };
 
-/// The directory of a run as one file system: see the module's documentation.
+/// The directory of a run as one file system: see the module's documentation. Its storage, and what is known of it in memory.
 pub struct Run {
+    state: RunState,
     pub(super) config: Config,
-    pub(super) config_text: String,
-    pub(super) source: String,
-    pub(super) wanted: Steps,
-    pub(super) slots: Slots,
     pub(super) directory: StepDirectory,
-    /// Held while the directory is looked at.
-    pub(super) settling: Mutex<Settling>,
-    /// All steps of the last look, with those that are not finished.
-    pub(super) looked: RwLock<Vec<ListedStep>>,
-    pub(super) rooms: EngineRooms,
-    pub(super) budget: Budget,
-    pub(super) metrics: Metrics,
+    /// Until the thread takes it that looks at the directory.
+    pub(super) settling: Mutex<Option<Settling>>,
     pub(super) on_change: Mutex<Option<Arc<OnChange>>>,
     /// Whether the kernel reads files directly; empty until it is known.
     pub(super) passthrough: Mutex<Option<bool>>,
+    /// Steps that are being planned.
+    pub(super) opening: Mutex<Vec<Arc<Slot>>>,
+    /// The slot that was the newest step's when steps were last planned ahead: those before it are not.
+    pub(super) planned_ahead: AtomicU64,
+    /// Volumes of steps that have gone and that a request still uses.
+    pub(super) parted: Mutex<Vec<Arc<Volume>>>,
+    /// Steps that were shown and whose files are being changed or deleted: names by number.
+    pub(super) changing: Mutex<BTreeMap<u64, String>>,
+    pub(super) bell: Mutex<Option<io::PipeWriter>>,
+    pub(super) has_ended: AtomicBool,
+}
+
+/// What is known of a run, in memory: nothing here leads to its storage, so whatever has only this never waits for that.
+pub struct RunState {
+    pub(super) config_text: String,
+    /// The command that mounts the run anew.
+    pub(super) remount: String,
+    pub(super) source: String,
+    pub(super) wanted: Steps,
+    pub(super) slots: Slots,
+    /// All steps of the last look, with those that are not finished.
+    pub(super) looked: RwLock<Vec<ListedStep>>,
+    /// Steps to measure again, by name, until a look has done it.
+    pub(super) rechecks: Mutex<Vec<String>>,
+    pub(super) rooms: EngineRooms,
+    pub(super) budget: Budget,
+    pub(super) metrics: Metrics,
     pub(super) waits: Arc<WaitRegistry>,
     pub(super) begun: Instant,
     pub(super) modified: RwLock<SystemTime>,
@@ -55,17 +76,16 @@ pub struct Run {
     pub(super) retired: Mutex<Map<String, Value>>,
     pub(super) own_files: Mutex<HashMap<u64, Arc<[u8]>>>,
     pub(super) next_own: AtomicU64,
-    pub(super) opening: AtomicUsize,
-    /// The slot that was the newest step's when steps were last planned ahead: those before it are not.
-    pub(super) planned_ahead: AtomicU64,
-    /// Steps to measure again, by name.
-    pub(super) rechecks: Mutex<Vec<String>>,
-    /// Steps that were shown and whose files are being changed or deleted: names by number.
-    pub(super) changing: Mutex<BTreeMap<u64, String>>,
-    pub(super) bell: Mutex<Option<io::PipeWriter>>,
-    pub(super) has_ended: AtomicBool,
     pub(super) hook: Mutex<Option<Hook>>,
     pub(super) looking_failed: Mutex<Option<String>>,
+}
+
+impl Deref for Run {
+    type Target = RunState;
+
+    fn deref(&self) -> &RunState {
+        &self.state
+    }
 }
 
 /// What happened to the steps of a run.
@@ -117,22 +137,19 @@ impl Run {
         let (mounter, overrides) = (Mounter::of_this_process(), open::overrides(&config.mount));
         let (uid, gid) = (overrides.uid.unwrap_or(mounter.uid), overrides.gid.unwrap_or(mounter.gid));
         let own = |mode| Permission { uid, gid, mode };
-        let run = Self {
+        let state = RunState {
             config_text: config.to_toml()?,
-            config: config.clone(),
+            remount: open::remount_command(config).unwrap_or_default(),
             permission: permission_of(&source, &mounter, &overrides),
             own_permission: [own(overrides.file_mode.unwrap_or(0o400)), own(overrides.dir_mode.unwrap_or(0o500))],
             source,
             wanted,
             slots: Slots::default(),
-            directory,
-            settling: Mutex::new(settling),
             looked: RwLock::default(),
+            rechecks: Mutex::default(),
             rooms: EngineRooms::new(open::engine_options(&budget)),
             budget,
             metrics: Metrics::default(),
-            on_change: Mutex::default(),
-            passthrough: Mutex::default(),
             waits: later_waits,
             begun: Instant::now(),
             modified: RwLock::new(SystemTime::now()),
@@ -140,14 +157,22 @@ impl Run {
             retired: Mutex::default(),
             own_files: Mutex::default(),
             next_own: AtomicU64::new(1),
-            opening: AtomicUsize::new(0),
+            hook: Mutex::default(),
+            looking_failed: Mutex::default(),
+        };
+        let run = Self {
+            state,
+            config: config.clone(),
+            directory,
+            settling: Mutex::new(Some(settling)),
+            on_change: Mutex::default(),
+            passthrough: Mutex::default(),
+            opening: Mutex::default(),
             planned_ahead: AtomicU64::new(0),
-            rechecks: Mutex::default(),
+            parted: Mutex::default(),
             changing: Mutex::default(),
             bell: Mutex::default(),
             has_ended: AtomicBool::new(false),
-            hook: Mutex::default(),
-            looking_failed: Mutex::default(),
         };
         run.take(&look);
         // Steps that are there already are planned when somebody looks at them.
@@ -156,28 +181,9 @@ impl Run {
         Ok(Arc::new(run))
     }
 
-    /// The steps that are shown, by number.
-    pub fn steps(&self) -> Vec<ListedStep> {
-        self.slots.listed().iter().map(|slot| slot.step.clone()).collect()
-    }
-
-    /// The number of the newest step that is shown.
-    pub fn latest(&self) -> Option<u64> {
-        self.slots.latest().map(|(number, _)| number)
-    }
-
-    /// The name of the run for users.
-    pub fn label(&self) -> &str {
-        &self.source
-    }
-
     pub(super) fn permission_of_step(&self, step: &ListedStep) -> Permission {
+        let _looking = self.waits.begin_path(Path::new(&step.source), "stat");
         permission_of(&step.source, &Mounter::of_this_process(), &open::overrides(&self.config.mount))
-    }
-
-    /// The command that mounts the run anew.
-    pub(super) fn remount(&self) -> String {
-        open::remount_command(&self.config).unwrap_or_default()
     }
 
     /// Wakes the thread that looks for steps.
@@ -210,9 +216,36 @@ fn refuse_inside(source: &str, mountpoint: &Path) -> Result<(), OpenError> {
     }
 }
 
-impl Run {
+impl RunState {
+    /// The steps that are shown, by number.
+    pub fn steps(&self) -> Vec<ListedStep> {
+        self.slots.listed().iter().map(|slot| slot.step.clone()).collect()
+    }
+
+    /// The number of the newest step that is shown.
+    pub fn latest(&self) -> Option<u64> {
+        self.slots.latest().map(|(number, _)| number)
+    }
+
+    /// The name of the run for users.
+    pub fn label(&self) -> &str {
+        &self.source
+    }
+
     /// What the hook has done so far.
     pub(super) fn hook_report(&self) -> Option<HookReport> {
         lock(&self.hook).as_ref().map(Hook::report)
+    }
+
+    /// The volumes that there are now.
+    pub(super) fn volumes(&self) -> Vec<(Arc<Slot>, Arc<Volume>)> {
+        let slots = self.slots.all().into_iter();
+        slots.filter_map(|slot| slot.volume().map(|volume| (slot, volume))).collect()
+    }
+
+    /// An error for a request that concerns a step which is gone.
+    pub(super) fn gone(&self) -> FsError {
+        self.counts.gone_requests.fetch_add(1, Ordering::Relaxed);
+        FsError::Io
     }
 }

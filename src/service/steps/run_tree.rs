@@ -8,12 +8,13 @@ use std::{
 use ckfs_source::{ReadFailure, Replied, Served};
 use ckfs_tensor::to_usize;
 use ckfs_volume::{
-    Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OpenedFile, Permission, StatFs,
+    Access, Asked, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, Nodes, NodesRef,
+    OpenedFile, Permission, StatFs,
 };
 
 use super::{
     failed::FailedStep,
-    run::Run,
+    run::{Run, RunState, lock},
     slot::{INNER_BITS, Slot, StepContent, split},
 };
 
@@ -58,7 +59,7 @@ enum NodeOf {
     InStep(Arc<Slot>, Ino),
 }
 
-impl Run {
+impl RunState {
     fn node(&self, ino: Ino) -> Result<NodeOf, FsError> {
         let (index, inner) = split(ino.0);
         if index > 0 {
@@ -102,36 +103,6 @@ impl Run {
         self.own_attr(Ino(OWN_FIRST + place as u64), NodeKind::File, size, 1, self.own_permission[0])
     }
 
-    fn slot_attr(self: &Arc<Self>, slot: &Arc<Slot>, inner: Ino) -> Result<Attr, FsError> {
-        let attr = match slot.content() {
-            Some(StepContent::Volume(volume)) => volume.attr(inner)?,
-            Some(StepContent::Failed(failed)) => failed.attr(inner)?,
-            // A listing of the root plans nothing.
-            None if inner == Ino::ROOT => return Ok(slot.plain_attr()),
-            None => match self.content(slot)? {
-                StepContent::Volume(volume) => volume.attr(inner)?,
-                StepContent::Failed(failed) => failed.attr(inner)?,
-            },
-        };
-        slot.note_used(self.begun);
-        Ok(Attr { ino: slot.outer(attr.ino), ..attr })
-    }
-
-    fn find_in_root(self: &Arc<Self>, name: &[u8]) -> Result<Attr, FsError> {
-        if name == OWN_NAME.as_bytes() {
-            return Ok(self.own_attr(OWN, NodeKind::Directory, 0, 2, self.own_permission[1]));
-        }
-        if name == LATEST_NAME.as_bytes() {
-            return self.latest_attr().map(|(_, attr)| attr).ok_or(FsError::NotFound);
-        }
-        let number = std::str::from_utf8(name).ok().and_then(|name| {
-            let number: u64 = name.parse().ok()?;
-            (number.to_string() == name).then_some(number)
-        });
-        let slot = number.and_then(|number| self.slots.of_step(number)).ok_or(FsError::NotFound)?;
-        self.slot_attr(&slot, Ino::ROOT)
-    }
-
     /// The bytes of a file of `.ckfs/`, by its name, as they are now.
     pub fn own_file(&self, name: &str) -> Option<Arc<[u8]>> {
         let (_, file) = OWN_FILES.iter().find(|(known, _)| *known == name)?;
@@ -148,42 +119,21 @@ impl Run {
         }
     }
 
-    fn list_root(&self, from: u64, each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>) {
-        let mut each = |name: &str, ino: Ino, kind: NodeKind, number: u64| {
-            number < from || each(DirEntry { name: name.as_bytes(), ino, kind, next: Some(number + 1) }).is_continue()
-        };
-        if !each(OWN_NAME, OWN, NodeKind::Directory, OWN_ENTRY) {
-            return;
-        }
-        if let Some((_, attr)) = self.latest_attr()
-            && !each(LATEST_NAME, attr.ino, NodeKind::Symlink, LATEST_ENTRY)
-        {
-            return;
-        }
-        // By slots, whose numbers never change: a step that goes meanwhile hides no other.
-        let mut slots = self.slots.listed();
-        slots.sort_by_key(|slot| slot.index);
-        for slot in slots {
-            let name = slot.step.number.to_string();
-            if !each(&name, slot.outer(Ino::ROOT), NodeKind::Directory, SLOT_ENTRIES + slot.index) {
-                return;
-            }
-        }
-    }
-
     fn open_own(&self, file: OwnFile) -> OpenedFile {
         let bytes = self.own_bytes(file);
         let handle = self.next_own.fetch_add(1, Ordering::Relaxed) % (1 << INNER_BITS);
-        self.own_files.lock().unwrap_or_else(PoisonError::into_inner).insert(handle, bytes);
+        lock(&self.own_files).insert(handle, bytes);
         OpenedFile { handle: Handle(handle), access: Access::Direct }
     }
 
     /// The bytes of an open file of the run's own.
     fn own_open(&self, handle: Handle) -> Result<Arc<[u8]>, FsError> {
-        let files = self.own_files.lock().unwrap_or_else(PoisonError::into_inner);
+        let files = lock(&self.own_files);
         files.get(&handle.0).cloned().ok_or(FsError::Invalid)
     }
+}
 
+impl Run {
     fn open_in_step(
         self: &Arc<Self>,
         slot: &Arc<Slot>,
@@ -211,38 +161,99 @@ impl Run {
     }
 }
 
-/// A run that is served.
-pub(super) struct RunTree(pub(super) Arc<Run>);
+/// The nodes of a run that are in memory: its own, and those of a step that a request has found there.
+struct RunNodes<'a> {
+    run: &'a RunState,
+    held: Option<(Arc<Slot>, StepContent)>,
+}
 
-impl FileSystem for RunTree {
+impl RunNodes<'_> {
+    /// What a step shows, if it is in memory.
+    fn content(&self, slot: &Slot) -> Option<StepContent> {
+        let held = self.held.as_ref().filter(|(held, _)| held.index == slot.index);
+        held.map(|(_, content)| content.clone()).or_else(|| slot.content())
+    }
+
+    /// What a step that must be in memory shows.
+    fn planned(&self, slot: &Slot) -> Result<StepContent, FsError> {
+        self.content(slot).ok_or(FsError::Io)
+    }
+
+    fn slot_attr(&self, slot: &Slot, inner: Ino) -> Result<Attr, FsError> {
+        let Some(content) = self.content(slot) else {
+            // A listing of the root plans nothing.
+            return if inner == Ino::ROOT { Ok(slot.plain_attr()) } else { Err(FsError::Io) };
+        };
+        let attr = content.nodes().attr(inner)?;
+        slot.note_used(self.run.begun);
+        Ok(Attr { ino: slot.outer(attr.ino), ..attr })
+    }
+
+    fn find_in_root(&self, name: &[u8]) -> Result<Attr, FsError> {
+        if name == OWN_NAME.as_bytes() {
+            return Ok(self.run.own_attr(OWN, NodeKind::Directory, 0, 2, self.run.own_permission[1]));
+        }
+        if name == LATEST_NAME.as_bytes() {
+            return self.run.latest_attr().map(|(_, attr)| attr).ok_or(FsError::NotFound);
+        }
+        let number = std::str::from_utf8(name).ok().and_then(|name| {
+            let number: u64 = name.parse().ok()?;
+            (number.to_string() == name).then_some(number)
+        });
+        let slot = number.and_then(|number| self.run.slots.of_step(number)).ok_or(FsError::NotFound)?;
+        self.slot_attr(&slot, Ino::ROOT)
+    }
+
+    fn list_root(&self, from: u64, each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>) {
+        let mut each = |name: &str, ino: Ino, kind: NodeKind, number: u64| {
+            number < from || each(DirEntry { name: name.as_bytes(), ino, kind, next: Some(number + 1) }).is_continue()
+        };
+        if !each(OWN_NAME, OWN, NodeKind::Directory, OWN_ENTRY) {
+            return;
+        }
+        if let Some((_, attr)) = self.run.latest_attr()
+            && !each(LATEST_NAME, attr.ino, NodeKind::Symlink, LATEST_ENTRY)
+        {
+            return;
+        }
+        // By slots, whose numbers never change: a step that goes meanwhile hides no other.
+        let mut slots = self.run.slots.listed();
+        slots.sort_by_key(|slot| slot.index);
+        for slot in slots {
+            let name = slot.step.number.to_string();
+            if !each(&name, slot.outer(Ino::ROOT), NodeKind::Directory, SLOT_ENTRIES + slot.index) {
+                return;
+            }
+        }
+    }
+}
+
+impl Nodes for RunNodes<'_> {
     fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
-        match self.0.node(parent)? {
-            NodeOf::Root => self.0.find_in_root(name),
+        match self.run.node(parent)? {
+            NodeOf::Root => self.find_in_root(name),
             NodeOf::Own => {
                 let found = OWN_FILES.iter().find(|(known, _)| known.as_bytes() == name);
-                Ok(self.0.file_attr(found.ok_or(FsError::NotFound)?.1))
+                Ok(self.run.file_attr(found.ok_or(FsError::NotFound)?.1))
             }
             NodeOf::OwnFile(_) | NodeOf::Latest => Err(FsError::NotDirectory),
             NodeOf::InStep(slot, inner) => {
-                let attr = match self.0.content(&slot)? {
-                    StepContent::Volume(volume) => volume.lookup(inner, name)?,
-                    StepContent::Failed(failed) => failed.lookup(inner, name)?,
-                };
+                let attr = self.planned(&slot)?.nodes().lookup(inner, name)?;
                 Ok(Attr { ino: slot.outer(attr.ino), ..attr })
             }
         }
     }
 
     fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
-        match self.0.node(ino)? {
-            NodeOf::Root => Ok(self.0.root_attr()),
-            NodeOf::Own => Ok(self.0.own_attr(OWN, NodeKind::Directory, 0, 2, self.0.own_permission[1])),
-            NodeOf::OwnFile(file) => Ok(self.0.file_attr(file)),
+        match self.run.node(ino)? {
+            NodeOf::Root => Ok(self.run.root_attr()),
+            NodeOf::Own => Ok(self.run.own_attr(OWN, NodeKind::Directory, 0, 2, self.run.own_permission[1])),
+            NodeOf::OwnFile(file) => Ok(self.run.file_attr(file)),
             NodeOf::Latest => {
-                let found = self.0.latest_attr().filter(|(_, attr)| attr.ino == ino);
+                let found = self.run.latest_attr().filter(|(_, attr)| attr.ino == ino);
                 found.map(|(_, attr)| attr).ok_or(FsError::NotFound)
             }
-            NodeOf::InStep(slot, inner) => self.0.slot_attr(&slot, inner),
+            NodeOf::InStep(slot, inner) => self.slot_attr(&slot, inner),
         }
     }
 
@@ -252,8 +263,8 @@ impl FileSystem for RunTree {
         from: u64,
         each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), FsError> {
-        match self.0.node(dir)? {
-            NodeOf::Root => self.0.list_root(from, each),
+        match self.run.node(dir)? {
+            NodeOf::Root => self.list_root(from, each),
             NodeOf::Own => {
                 for (number, (name, _)) in (0..).zip(OWN_FILES).skip(to_usize(from)) {
                     let ino = Ino(OWN_FIRST + number);
@@ -265,38 +276,96 @@ impl FileSystem for RunTree {
             NodeOf::OwnFile(_) | NodeOf::Latest => return Err(FsError::NotDirectory),
             NodeOf::InStep(slot, inner) => {
                 let mut outer = |entry: DirEntry<'_>| each(DirEntry { ino: slot.outer(entry.ino), ..entry });
-                match self.0.content(&slot)? {
-                    StepContent::Volume(volume) => volume.read_dir(inner, from, &mut outer)?,
-                    StepContent::Failed(_) => FailedStep::read_dir(inner, from, &mut outer)?,
-                }
+                self.planned(&slot)?.nodes().read_dir(inner, from, &mut outer)?;
             }
         }
         Ok(())
     }
 
     fn parent(&self, ino: Ino) -> Result<Ino, FsError> {
-        match self.0.node(ino)? {
+        match self.run.node(ino)? {
             NodeOf::Root | NodeOf::Own | NodeOf::Latest | NodeOf::InStep(_, Ino::ROOT) => Ok(Ino::ROOT),
             NodeOf::OwnFile(_) => Ok(OWN),
-            NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
-                StepContent::Volume(volume) => Ok(slot.outer(volume.parent(inner)?)),
-                StepContent::Failed(_) => Ok(slot.outer(FailedStep::parent(inner)?)),
-            },
+            NodeOf::InStep(slot, inner) => Ok(slot.outer(self.planned(&slot)?.nodes().parent(inner)?)),
         }
     }
 
     fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
-        match self.0.node(ino)? {
+        match self.run.node(ino)? {
             NodeOf::Latest => {
-                let found = self.0.latest_attr().filter(|(_, attr)| attr.ino == ino);
+                let found = self.run.latest_attr().filter(|(_, attr)| attr.ino == ino);
                 found.map(|(number, _)| number.to_string().into_bytes()).ok_or(FsError::NotFound)
             }
-            NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
-                StepContent::Volume(volume) => volume.read_link(inner),
-                StepContent::Failed(_) => Err(FsError::Invalid),
-            },
-            NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) => Err(FsError::Invalid),
+            NodeOf::InStep(slot, inner) if inner != Ino::ROOT => self.planned(&slot)?.nodes().read_link(inner),
+            NodeOf::InStep(..) | NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) => Err(FsError::Invalid),
         }
+    }
+
+    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
+        if !name.starts_with(b"user.") {
+            return Err(FsError::Unsupported);
+        }
+        match self.run.node(ino)? {
+            NodeOf::InStep(slot, inner) if inner != Ino::ROOT => self.planned(&slot)?.nodes().xattr(inner, name),
+            NodeOf::InStep(..) | NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) | NodeOf::Latest => {
+                Err(FsError::NoAttribute)
+            }
+        }
+    }
+
+    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+        match self.run.node(ino)? {
+            NodeOf::InStep(slot, inner) if inner != Ino::ROOT => self.planned(&slot)?.nodes().xattr_names(inner),
+            NodeOf::InStep(..) | NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) | NodeOf::Latest => Ok(Vec::new()),
+        }
+    }
+
+    fn is_fixed(&self, ino: Ino) -> bool {
+        let (index, inner) = split(ino.0);
+        // The directory of a step has other attributes once it is planned.
+        index > 0
+            && (Ino(inner) != Ino::ROOT || self.run.slots.get(index).is_some_and(|slot| self.content(&slot).is_some()))
+    }
+
+    fn stat_fs(&self) -> StatFs {
+        let bytes = |slot: &Arc<Slot>| slot.step.measure.as_ref().map_or(0, |measure| measure.bytes);
+        let listed = self.run.slots.listed();
+        let total_bytes = listed.iter().map(bytes).fold(0, u64::saturating_add);
+        let contents = listed.iter().filter_map(|slot| slot.content());
+        let nodes = contents.map(|content| content.nodes().stat_fs().nodes);
+        StatFs { total_bytes, nodes: nodes.fold(listed.len() as u64, u64::saturating_add) }
+    }
+}
+
+/// A run that is served.
+#[derive(Debug)]
+pub(super) struct RunTree(pub(super) Arc<Run>);
+
+impl FileSystem for RunTree {
+    fn nodes(&self, ino: Ino, asked: Asked) -> Option<NodesRef<'_>> {
+        let (index, inner) = split(ino.0);
+        let held = match self.0.slots.get(index) {
+            Some(slot) => match slot.content() {
+                Some(content) => {
+                    slot.note_used(self.0.begun);
+                    Some((slot, content))
+                }
+                None if Ino(inner) == Ino::ROOT && asked == Asked::Itself => None,
+                None => return None,
+            },
+            // The run's own, or of a step that is gone.
+            None => None,
+        };
+        Some(NodesRef::Some(Box::new(RunNodes { run: &self.0, held })))
+    }
+
+    fn reach(&self, ino: Ino, asked: Asked) -> Result<NodesRef<'_>, FsError> {
+        if let Some(nodes) = self.nodes(ino, asked) {
+            return Ok(nodes);
+        }
+        let slot = self.0.slots.get(split(ino.0).0).ok_or_else(|| self.0.gone())?;
+        let content = self.0.content(&slot)?;
+        Ok(NodesRef::Some(Box::new(RunNodes { run: &self.0, held: Some((slot, content)) })))
     }
 
     fn open(&self, ino: Ino) -> Result<OpenedFile, FsError> {
@@ -343,54 +412,9 @@ impl FileSystem for RunTree {
     fn release(&self, ino: Ino, handle: Handle) {
         let (index, inner) = split(ino.0);
         if index == 0 {
-            self.0.own_files.lock().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
+            lock(&self.0.own_files).remove(&handle.0);
         } else if let Some(volume) = self.0.slots.get(index).and_then(|slot| slot.volume()) {
             volume.release(Ino(inner), Handle(split(handle.0).1));
         }
-    }
-
-    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
-        if !name.starts_with(b"user.") {
-            return Err(FsError::Unsupported);
-        }
-        match self.0.node(ino)? {
-            NodeOf::InStep(slot, inner) if inner != Ino::ROOT => match self.0.content(&slot)? {
-                StepContent::Volume(volume) => volume.xattr(inner, name),
-                StepContent::Failed(_) => Err(FsError::NoAttribute),
-            },
-            NodeOf::InStep(..) | NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) | NodeOf::Latest => {
-                Err(FsError::NoAttribute)
-            }
-        }
-    }
-
-    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
-        match self.0.node(ino)? {
-            NodeOf::InStep(slot, inner) if inner != Ino::ROOT => match self.0.content(&slot)? {
-                StepContent::Volume(volume) => volume.xattr_names(inner),
-                StepContent::Failed(_) => Ok(Vec::new()),
-            },
-            NodeOf::InStep(..) | NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) | NodeOf::Latest => Ok(Vec::new()),
-        }
-    }
-
-    fn is_fixed(&self, ino: Ino) -> bool {
-        let (index, inner) = split(ino.0);
-        // The directory of a step has other attributes once it is planned.
-        index > 0 && (Ino(inner) != Ino::ROOT || self.0.slots.get(index).is_some_and(|slot| slot.content().is_some()))
-    }
-
-    fn may_wait(&self, ino: Ino) -> bool {
-        let (index, _) = split(ino.0);
-        index > 0 && self.0.slots.get(index).is_some_and(|slot| slot.is_unplanned())
-    }
-
-    fn stat_fs(&self) -> StatFs {
-        let bytes = |slot: &Arc<Slot>| slot.step.measure.as_ref().map_or(0, |measure| measure.bytes);
-        let listed = self.0.slots.listed();
-        let total_bytes = listed.iter().map(bytes).fold(0, u64::saturating_add);
-        let volumes = listed.iter().filter_map(|slot| slot.volume());
-        let nodes = volumes.map(|volume| volume.stat_fs().nodes).fold(listed.len() as u64, u64::saturating_add);
-        StatFs { total_bytes, nodes }
     }
 }

@@ -3,7 +3,7 @@
 use std::{
     io,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
@@ -11,7 +11,7 @@ use ckfs_volume::{Handle, Ino, Metrics, NoPassthrough, OnChange, RequestKind, Up
 
 use super::{
     super::upkeep::{self, Upkeeping},
-    run::Run,
+    run::{Run, lock},
     run_tree::RunTree,
     slot::{Slot, split},
 };
@@ -39,17 +39,12 @@ pub(super) fn start(run: &Arc<Run>) -> io::Result<RunUpkeeping> {
             volume.check_sources();
             run.note_poisoned(&slot, &volume);
         }
+        run.drop_parted();
     };
     upkeep::repeat_always(tend, check)
 }
 
 impl Run {
-    /// The volumes that there are now.
-    pub(super) fn volumes(&self) -> Vec<(Arc<Slot>, Arc<Volume>)> {
-        let slots = self.slots.all().into_iter();
-        slots.filter_map(|slot| slot.volume().map(|volume| (slot, volume))).collect()
-    }
-
     /// Has a step looked at again of which a file was found changed.
     fn note_poisoned(&self, slot: &Slot, volume: &Volume) {
         if volume.is_poisoned() {
@@ -82,7 +77,7 @@ impl Upkeep for RunTree {
     }
 
     fn is_waiting(&self) -> bool {
-        self.0.volumes().iter().any(|(_, volume)| volume.is_waiting())
+        !lock(&self.0.opening).is_empty() || self.0.volumes().iter().any(|(_, volume)| volume.is_waiting())
     }
 
     fn is_stalled(&self, ino: Ino) -> bool {
@@ -100,7 +95,7 @@ impl Upkeep for RunTree {
 
     fn on_change(&self, callback: Option<OnChange>) {
         let callback = callback.map(Arc::new);
-        (*self.0.on_change.lock().unwrap_or_else(PoisonError::into_inner)).clone_from(&callback);
+        (*lock(&self.0.on_change)).clone_from(&callback);
         for (_, volume) in self.0.volumes() {
             let told = callback.clone();
             volume.on_change(told.map(|told| Box::new(move || told()) as OnChange));
@@ -120,7 +115,7 @@ impl Upkeep for RunTree {
     }
 
     fn started(&self, passthrough: Result<(), NoPassthrough>) {
-        *self.0.passthrough.lock().unwrap_or_else(PoisonError::into_inner) = Some(passthrough.is_ok());
+        *lock(&self.0.passthrough) = Some(passthrough.is_ok());
         for (_, volume) in self.0.volumes() {
             self.0.begin(&volume);
         }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ckfs_source::WaitRegistry;
-use ckfs_volume::{Attr, BUFFER_BYTES, Ino, NodeKind, Permission, Volume};
+use ckfs_volume::{Attr, BUFFER_BYTES, Ino, NodeKind, Nodes, Permission, Volume};
 
 use super::{failed::FailedStep, settle::ListedStep};
 
@@ -26,6 +26,16 @@ pub(super) const fn split(number: u64) -> (u64, u64) {
 pub(super) enum StepContent {
     Volume(Arc<Volume>),
     Failed(Arc<FailedStep>),
+}
+
+impl StepContent {
+    /// Its nodes, by their numbers within the step.
+    pub(super) fn nodes(&self) -> &dyn Nodes {
+        match self {
+            Self::Volume(volume) => &**volume,
+            Self::Failed(failed) => &**failed,
+        }
+    }
 }
 
 /// How far a step has been planned.
@@ -112,11 +122,6 @@ impl Slot {
         if let SlotState::Ready(content) = &*self.state() { Some(content.clone()) } else { None }
     }
 
-    /// Whether a request would wait for its plan.
-    pub(super) fn is_unplanned(&self) -> bool {
-        matches!(&*self.state(), SlotState::Absent | SlotState::Opening)
-    }
-
     /// Its volume, if it is planned and has one.
     pub(super) fn volume(&self) -> Option<Arc<Volume>> {
         match self.content()? {
@@ -152,10 +157,15 @@ impl Slot {
         *self.waits.lock().unwrap_or_else(PoisonError::into_inner) = waits.cloned();
     }
 
+    /// What the thread that plans it waits for, if that is storage that does not answer.
+    pub(super) fn stall(&self) -> Option<String> {
+        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
+        waits.stalled().first().map(|stalled| waits.describe(stalled))
+    }
+
     /// Whether the thread that plans it waits for storage that does not answer.
     pub(super) fn is_stalled(&self) -> bool {
-        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        waits.is_some_and(|waits| !waits.stalled().is_empty())
+        self.stall().is_some()
     }
 
     /// Attributes of the step's directory before it is planned.

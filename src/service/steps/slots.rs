@@ -88,19 +88,24 @@ impl Slots {
         inside.slots.get(inside.listed.last_key_value()?.1).cloned()
     }
 
-    /// Shows these steps and no others. Steps that `are_there` but are not shown any more go on for those that use them.
+    /// The permission of a step's directory, if a slot has it.
+    pub(super) fn permission(&self, step: &ListedStep) -> Option<Permission> {
+        read!(self).slots.values().find(|slot| slot.step.is_same(step)).map(|slot| slot.permission)
+    }
+
+    /// Shows these steps and no others, each with the permission of its directory: the caller has looked that up, since all requests
+    /// wait for this. Steps that `are_there` but are not shown any more go on for those that use them.
     pub(super) fn show(
         &self,
-        steps: &[ListedStep],
+        steps: &[(ListedStep, Permission)],
         are_there: &dyn Fn(&ListedStep) -> bool,
-        permission: &dyn Fn(&ListedStep) -> Permission,
     ) -> SlotChanges {
         let mut changes = SlotChanges::default();
         let mut inside = write!(self);
         let before = inside.listed.last_key_value().map(|(number, _)| *number);
         let known: Vec<Arc<Slot>> = inside.slots.values().cloned().collect();
         for slot in known {
-            let is_wanted = steps.iter().any(|step| step.is_same(&slot.step));
+            let is_wanted = steps.iter().any(|(step, _)| step.is_same(&slot.step));
             let is_listed = inside.listed.get(&slot.step.number) == Some(&slot.index);
             if is_wanted && is_listed {
                 continue;
@@ -114,7 +119,7 @@ impl Slots {
                 changes.ended.push(slot);
             }
         }
-        for step in steps {
+        for (step, permission) in steps {
             if inside.listed.contains_key(&step.number) {
                 continue;
             }
@@ -122,7 +127,7 @@ impl Slots {
             let earlier = inside.slots.values().find(|slot| slot.step.is_same(step)).cloned();
             let slot = earlier.unwrap_or_else(|| {
                 inside.last_index += 1;
-                let slot = Arc::new(Slot::new(inside.last_index, step.clone(), permission(step)));
+                let slot = Arc::new(Slot::new(inside.last_index, step.clone(), *permission));
                 inside.slots.insert(slot.index, Arc::clone(&slot));
                 changes.new.push(Arc::clone(&slot));
                 slot
@@ -182,8 +187,9 @@ mod tests {
 
     fn show(slots: &Slots, steps: &[ListedStep], there: &[ListedStep]) -> (Vec<u64>, Vec<u64>) {
         let is_there = |step: &ListedStep| there.iter().any(|other| other.is_same(step));
-        let permission = |_: &ListedStep| Permission { uid: 0, gid: 0, mode: 0o555 };
-        let changes = slots.show(steps, &is_there, &permission);
+        let permission = Permission { uid: 0, gid: 0, mode: 0o555 };
+        let steps: Vec<_> = steps.iter().map(|step| (step.clone(), permission)).collect();
+        let changes = slots.show(&steps, &is_there);
         let numbers = |slots: &[Arc<Slot>]| slots.iter().map(|slot| slot.step.number).collect();
         (numbers(&changes.new), numbers(&changes.ended))
     }
