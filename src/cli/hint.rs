@@ -7,13 +7,16 @@ use std::{
 };
 
 use anyhow::anyhow;
-use ckfs_checkpoint::{CheckpointError, Problem};
+use ckfs_checkpoint::{
+    CheckpointError, OpenOptions, Problem,
+    runs::{StepDirectory, StepKind},
+};
 use ckfs_config::{ConfigError, nearest};
 use ckfs_fuse::{DaemonError, MountError, UnmountError, ckfs_mounts};
 
 use ckfs_service::own_mount_advice;
 
-use super::{permission_hint::denied, tree::shown};
+use super::{output::counted, permission_hint::denied, tree::shown};
 
 /// Entries of a directory among which a mistyped one is sought.
 const ENTRIES_MAX: usize = 10_000;
@@ -145,11 +148,24 @@ fn after_open(error: &CheckpointError) -> Option<String> {
              the index does not name"
                 .to_owned(),
         ),
+        CheckpointError::NoWeights { root, .. } => of_run(root),
         error => {
             let (file, _) = error.unreadable().filter(|(_, error)| error.kind() == io::ErrorKind::PermissionDenied)?;
             denied(file)
         }
     }
+}
+
+/// How to take a directory whose checkpoints are in directories of it, one for each step.
+fn of_run(root: &Path) -> Option<String> {
+    let run = StepDirectory::new(root.to_str()?, &OpenOptions::default()).ok()?;
+    let steps = run.list().ok()?.steps;
+    let newest = steps.iter().rfind(|step| step.kind != StepKind::Unknown)?;
+    Some(format!(
+        "it is a run of {}: --steps all|latest|latest=N of mount, serve, export and verify takes the finished ones; or give one, as {}",
+        counted(steps.len(), "step"),
+        run.place_of(newest)
+    ))
 }
 
 /// The path beside a mistyped one that it most resembles.
@@ -193,6 +209,25 @@ mod tests {
         assert_eq!(near("/home/me/mnt/hf", &["/home/me/mnt", "/home/me", other]).as_deref(), Some("/home/me/mnt"));
         assert_eq!(near("/home/me", &["/home/me/mnt", other]).as_deref(), Some("/home/me/mnt"));
         assert_eq!(near("/home/me", &["/home/me/a", "/home/me/b"]), None, "either may be meant");
+    }
+
+    #[test]
+    fn a_run_in_place_of_a_step_is_told_how_to_be_taken() {
+        let run = tempfile::tempdir().unwrap();
+        for number in [1, 20] {
+            let step = run.path().join(format!("checkpoint-{number}"));
+            fs::create_dir(&step).unwrap();
+            for name in ["config.json", "model.safetensors", "trainer_state.json"] {
+                fs::write(step.join(name), "{}").unwrap();
+            }
+        }
+        let of = |root: &Path| {
+            hint(&CheckpointError::NoWeights { root: root.to_owned(), subdirectories: Vec::new(), found: None }.into())
+        };
+        let text = of(run.path()).unwrap();
+        let newest = run.path().join("checkpoint-20").display().to_string();
+        assert!(text.starts_with("it is a run of 2 steps: --steps all|") && text.ends_with(&newest), "{text}");
+        assert_eq!(of(&run.path().join("checkpoint-1")), None);
     }
 
     #[test]
