@@ -10,7 +10,11 @@ use std::{
 };
 
 /// Longest time for the mount's answer who its daemon is: one that does not answer is not waited for.
-const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+const ANSWER_LIMIT: Duration = Duration::from_secs(3);
+
+/// How long the parent of a process that has ended may take to notice it. Its number is there until then; in a container the first
+/// process may never look.
+const REAP_LIMIT: Duration = Duration::from_millis(500);
 
 /// Time between looks.
 const LOOK_PERIOD: Duration = Duration::from_millis(5);
@@ -23,22 +27,37 @@ pub(super) struct Daemon {
     started: u64,
 }
 
+/// The daemon of a mount, as far as it can be seen from here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FoundDaemon {
+    By(Daemon),
+    /// It has ended: the mount is stale.
+    Ended,
+    /// The mount does not say, or the process is not visible.
+    Unknown,
+}
+
 impl Daemon {
-    /// The daemon of the mount on `path`, if the mount names it and the process is visible from here.
-    pub(super) fn of(path: &Path) -> Option<Self> {
+    /// The daemon of the mount on `path`.
+    pub(super) fn of(path: &Path) -> FoundDaemon {
         let stats = path.join(".ckfs/stats.json");
         let (answer, answered) = mpsc::channel();
         // The mount may never answer.
         let asking = thread::Builder::new().name("ckfs-daemon".into()).spawn(move || {
             let _ = answer.send(fs::read(stats));
         });
-        let stats = asking.ok().and_then(|_| answered.recv_timeout(ANSWER_LIMIT).ok())?.ok()?;
-        let stats: serde_json::Value = serde_json::from_slice(&stats).ok()?;
-        Self::running(u32::try_from(stats["pid"].as_u64()?).ok()?)
+        let stats = match asking.ok().and_then(|_| answered.recv_timeout(ANSWER_LIMIT).ok()) {
+            Some(Ok(stats)) => stats,
+            Some(Err(error)) if error.raw_os_error() == Some(libc::ENOTCONN) => return FoundDaemon::Ended,
+            Some(Err(_)) | None => return FoundDaemon::Unknown,
+        };
+        let stats: Option<serde_json::Value> = serde_json::from_slice(&stats).ok();
+        let pid = stats.and_then(|stats| u32::try_from(stats["pid"].as_u64()?).ok());
+        pid.and_then(Self::running).map_or(FoundDaemon::Unknown, FoundDaemon::By)
     }
 
     fn running(pid: u32) -> Option<Self> {
-        let started = started(pid)?;
+        let (started, _) = started(pid)?;
         // A daemon in another namespace has another number there.
         let serves = || {
             let mut descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
@@ -51,26 +70,29 @@ impl Daemon {
 
     /// Waits for its end; whether it has ended.
     pub(super) fn ends_within(self, limit: Duration) -> bool {
-        let begun = Instant::now();
+        let (begun, mut ended) = (Instant::now(), None);
         loop {
-            if started(self.pid) != Some(self.started) {
-                return true;
-            }
-            if begun.elapsed() >= limit {
-                return false;
+            match started(self.pid) {
+                Some((started, has_ended)) if started == self.started => {
+                    let since = has_ended.then(|| *ended.get_or_insert_with(Instant::now));
+                    if since.map_or(begun.elapsed() >= limit, |since| since.elapsed() >= REAP_LIMIT) {
+                        return has_ended;
+                    }
+                }
+                Some(_) | None => return true,
             }
             thread::sleep(LOOK_PERIOD);
         }
     }
 }
 
-/// When a process was started; none if it has ended, also if its parent has not noticed that yet.
-fn started(pid: u32) -> Option<u64> {
+/// When a process was started, and whether it has ended, which its parent has not noticed yet; none once it has.
+fn started(pid: u32) -> Option<(u64, bool)> {
     of_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
 /// The same by the text of `proc_pid_stat(5)`.
-fn of_stat(text: &str) -> Option<u64> {
+fn of_stat(text: &str) -> Option<(u64, bool)> {
     // Numbers of the fields there, less the three up to the state.
     const THREADS: usize = 20 - 3;
     const STARTED: usize = 22 - 3;
@@ -80,7 +102,7 @@ fn of_stat(text: &str) -> Option<u64> {
     // The first thread may have ended before others, which have the files open.
     let ended = matches!(fields.first(), Some(&("Z" | "X")))
         && fields.get(THREADS).is_none_or(|count| matches!(*count, "0" | "1"));
-    if ended { None } else { fields.get(STARTED)?.parse().ok() }
+    Some((fields.get(STARTED)?.parse().ok()?, ended))
 }
 
 #[cfg(test)]
@@ -93,13 +115,19 @@ mod tests {
             format!("7 (a) b) {state} 1 7 7 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 {threads} 0 5128 0 0")
         };
         for (state, threads, expected) in
-            [("S", "3", Some(5128)), ("Z", "1", None), ("Z", "2", Some(5128)), ("X", "0", None)]
+            [("S", "3", (5128, false)), ("Z", "1", (5128, true)), ("Z", "2", (5128, false)), ("X", "0", (5128, true))]
         {
-            assert_eq!(of_stat(&text(state, threads)), expected, "{state} {threads}");
+            assert_eq!(of_stat(&text(state, threads)), Some(expected), "{state} {threads}");
         }
         assert_eq!((of_stat(""), of_stat("7 (a) S"), Daemon::running(process::id())), (None, None, None));
-        let this = Daemon { pid: process::id(), started: started(process::id()).unwrap() };
+        let this = Daemon { pid: process::id(), started: started(process::id()).unwrap().0 };
         assert!(!this.ends_within(Duration::ZERO));
         assert!(Daemon { started: 1, ..this }.ends_within(Duration::ZERO));
+        // A child that has ended, and that nobody waits for.
+        let mut child = process::Command::new("true").spawn().unwrap();
+        let ended = Daemon { pid: child.id(), started: started(child.id()).unwrap().0 };
+        assert!(ended.ends_within(Duration::from_secs(30)) && started(child.id()).unwrap().1);
+        child.wait().unwrap();
+        assert!(ended.ends_within(Duration::ZERO));
     }
 }

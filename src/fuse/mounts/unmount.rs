@@ -20,7 +20,7 @@ use nix::{
 
 use super::{
     FS_TYPE,
-    daemon::Daemon,
+    daemon::{Daemon, FoundDaemon},
     mount_user::{MountUser, describe, mount_users},
     mountinfo::{is_stale, locate, mount_at},
 };
@@ -95,7 +95,7 @@ pub enum UnmountError {
 }
 
 /// How long to wait for the daemon's end after its mount was removed. It has the files of the source open until then.
-const END_LIMIT: Duration = Duration::from_secs(5);
+const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long a mount may be busy while no visible process uses it.
 const UNSEEN_LIMIT: Duration = Duration::from_secs(1);
@@ -118,18 +118,25 @@ pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), Unmount
         return Err(UnmountError::NotCkfs { path, fs_type: entry.fs_type });
     }
     // With --lazy it goes on until the last file is closed.
-    let daemon = if options.lazy { None } else { Daemon::of(&path) };
+    let daemon = if options.lazy { FoundDaemon::Ended } else { Daemon::of(&path) };
     let begun = Instant::now();
     let until = deadline(options.wait);
     loop {
         match unmount_once(&path, options.lazy) {
             Ok(()) => {
-                if let Some(daemon) = daemon.filter(|daemon| !daemon.ends_within(END_LIMIT)) {
-                    warn!(
-                        "{}: unmounted, but its daemon (process {}) still runs and has the source's files open",
-                        path.display(),
-                        daemon.pid
-                    );
+                let path = path.display();
+                match daemon {
+                    FoundDaemon::By(daemon) if !daemon.ends_within(END_LIMIT) => {
+                        let pid = daemon.pid;
+                        warn!(
+                            "{path}: unmounted, but its daemon (process {pid}) still runs and has the source's files open"
+                        );
+                    }
+                    FoundDaemon::Unknown => warn!(
+                        "{path}: unmounted; its daemon is not visible from here and may run, with the source's files open, for \
+                         a while yet"
+                    ),
+                    FoundDaemon::By(_) | FoundDaemon::Ended => {}
                 }
                 return Ok(());
             }
