@@ -244,7 +244,7 @@ impl fmt::Debug for NodesRef<'_> {
 
 /// What a request asks of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Asked {
+pub enum NodeScope {
     /// What its own directory knows of it: its attributes.
     Itself,
     /// What is in it.
@@ -254,14 +254,14 @@ pub enum Asked {
 /// A tree of files. Many threads call it at once. Its calls may wait for storage, but for [`FileSystem::nodes`] and those that say so.
 pub trait FileSystem: Send + Sync + 'static {
     /// The nodes that answer what is asked of a node, if they are in memory. Never waits.
-    fn nodes(&self, ino: Ino, asked: Asked) -> Option<NodesRef<'_>>;
+    fn nodes(&self, ino: Ino, scope: NodeScope) -> Option<NodesRef<'_>>;
 
     /// The same, brought into memory where they are not.
     ///
     /// # Errors
     /// [`FsError::Io`]: they cannot be.
-    fn reach(&self, ino: Ino, asked: Asked) -> Result<NodesRef<'_>, FsError> {
-        self.nodes(ino, asked).ok_or(FsError::Io)
+    fn reach(&self, ino: Ino, scope: NodeScope) -> Result<NodesRef<'_>, FsError> {
+        self.nodes(ino, scope).ok_or(FsError::Io)
     }
 
     /// As [`Nodes::lookup`].
@@ -269,7 +269,7 @@ pub trait FileSystem: Send + Sync + 'static {
     /// # Errors
     /// The same, and those of [`FileSystem::reach`].
     fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
-        self.reach(parent, Asked::Inside)?.lookup(parent, name)
+        self.reach(parent, NodeScope::Inside)?.lookup(parent, name)
     }
 
     /// As [`Nodes::attr`].
@@ -277,7 +277,7 @@ pub trait FileSystem: Send + Sync + 'static {
     /// # Errors
     /// The same, and those of [`FileSystem::reach`].
     fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
-        self.reach(ino, Asked::Itself)?.attr(ino)
+        self.reach(ino, NodeScope::Itself)?.attr(ino)
     }
 
     /// As [`Nodes::read_dir`].
@@ -290,7 +290,7 @@ pub trait FileSystem: Send + Sync + 'static {
         from: u64,
         each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), FsError> {
-        self.reach(dir, Asked::Inside)?.read_dir(dir, from, each)
+        self.reach(dir, NodeScope::Inside)?.read_dir(dir, from, each)
     }
 
     /// As [`Nodes::read_link`].
@@ -298,12 +298,12 @@ pub trait FileSystem: Send + Sync + 'static {
     /// # Errors
     /// The same, and those of [`FileSystem::reach`].
     fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
-        self.reach(ino, Asked::Itself)?.read_link(ino)
+        self.reach(ino, NodeScope::Itself)?.read_link(ino)
     }
 
     /// As [`Nodes::is_fixed`]. Never waits.
     fn is_fixed(&self, ino: Ino) -> bool {
-        self.nodes(ino, Asked::Itself).is_none_or(|nodes| nodes.is_fixed(ino))
+        self.nodes(ino, NodeScope::Itself).is_none_or(|nodes| nodes.is_fixed(ino))
     }
 
     /// Opens a file for reading.

@@ -24,7 +24,7 @@ pub use ckfs_image::{OmittedFormat, unavailable, unavailable_text};
 pub use ckfs_source::permission::{Mounter, Overrides, Permission};
 pub use ckfs_source::{ReadFailure, Replied, Served};
 pub use file_system::{
-    Access, Asked, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, Nodes, NodesRef,
+    Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, NodeScope, Nodes, NodesRef,
     OpenedFile, StatFs,
 };
 pub use health::{HealthProblem, ProblemKind, VolumeHealth};

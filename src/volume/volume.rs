@@ -24,7 +24,7 @@ use rayon::prelude::*;
 
 use super::{
     exposition,
-    file_system::{Asked, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Nodes, NodesRef, OpenedFile, StatFs},
+    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeScope, Nodes, NodesRef, OpenedFile, StatFs},
     health::{HealthProblem, VolumeHealth},
     materialize::{BundleSizes, Materializer, Policy},
     metrics::{Metrics, RequestKind},
@@ -299,7 +299,7 @@ impl Nodes for Volume {
 }
 
 impl FileSystem for Volume {
-    fn nodes(&self, _ino: Ino, _asked: Asked) -> Option<NodesRef<'_>> {
+    fn nodes(&self, _ino: Ino, _scope: NodeScope) -> Option<NodesRef<'_>> {
         Some(NodesRef::All(self))
     }
 

@@ -9,8 +9,8 @@ use std::{
 };
 
 use ckfs::volume::{
-    Access, Asked, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Nodes, NodesRef,
-    OpenedFile, Permission, ReadFailure, Replied, RequestKind, Served, StatFs, Upkeep, WhenMaterialized,
+    Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, NodeScope, Nodes,
+    NodesRef, OpenedFile, Permission, ReadFailure, Replied, RequestKind, Served, StatFs, Upkeep, WhenMaterialized,
 };
 use nix::unistd::{getegid, geteuid};
 
@@ -207,7 +207,7 @@ impl Nodes for Double {
 }
 
 impl FileSystem for Double {
-    fn nodes(&self, _ino: Ino, _asked: Asked) -> Option<NodesRef<'_>> {
+    fn nodes(&self, _ino: Ino, _scope: NodeScope) -> Option<NodesRef<'_>> {
         Some(NodesRef::All(self))
     }
 

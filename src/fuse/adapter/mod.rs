@@ -27,7 +27,7 @@ use std::{
 
 use ckfs_service::{Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, Watchdog, read_whole};
 use ckfs_volume::{
-    Asked, Attr, BUFFER_BYTES, FsError, Handle, Ino, NodeKind, Nodes, Permission, Replied, RequestKind, Upkeep,
+    Attr, BUFFER_BYTES, FsError, Handle, Ino, NodeKind, NodeScope, Nodes, Permission, Replied, RequestKind, Upkeep,
 };
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation,
@@ -181,8 +181,8 @@ impl KernelAdapter {
         Reply<R>: Refuse,
     {
         let looks_inside = matches!(op, RequestKind::Lookup | RequestKind::ReadDir | RequestKind::ReadDirPlus);
-        let (node, asked) = (ino(node), if looks_inside { Asked::Inside } else { Asked::Itself });
-        if let Some(nodes) = self.fs.nodes(node, asked) {
+        let (node, scope) = (ino(node), if looks_inside { NodeScope::Inside } else { NodeScope::Itself });
+        if let Some(nodes) = self.fs.nodes(node, scope) {
             Pending::new(&self.fs, op, node, Reply(reply)).attempt(|reply| body(&*nodes, reply));
         } else {
             let (fs, threads) = (Arc::clone(&self.fs), Arc::clone(&self.threads));
@@ -190,7 +190,7 @@ impl KernelAdapter {
             self.threads.planning.submit(move || {
                 pending.note_elsewhere(threads);
                 pending.attempt(|reply| {
-                    let nodes = fs.reach(node, asked)?;
+                    let nodes = fs.reach(node, scope)?;
                     // From here on nothing waits, and a listing fills the reply itself.
                     reply.keep();
                     body(&*nodes, reply)
@@ -224,7 +224,7 @@ impl KernelAdapter {
         body: impl FnOnce(&Serving, Pending<R>) + Send + 'static,
     ) {
         let Threads { dispatchers, overflow, planning } = &*self.threads;
-        let is_planned = self.fs.nodes(ino(node), Asked::Inside).is_some();
+        let is_planned = self.fs.nodes(ino(node), NodeScope::Inside).is_some();
         if let Some(inside) = is_planned.then(|| dispatchers.enter()).flatten() {
             body(&self.serving, pending);
             drop(inside);
@@ -550,7 +550,7 @@ impl fuser::Filesystem for KernelAdapter {
     fn statfs(&self, _request: &Request, node: INodeNo, reply: ReplyStatfs) {
         // Of any node the same.
         self.answer(RequestKind::StatFs, node, reply, move |serving, reply| {
-            let sizes = serving.fs.nodes(Ino::ROOT, Asked::Itself).ok_or(FsError::Io)?.stat_fs();
+            let sizes = serving.fs.nodes(Ino::ROOT, NodeScope::Itself).ok_or(FsError::Io)?.stat_fs();
             let blocks = sizes.total_bytes.div_ceil(u64::from(STATFS_BLOCK_BYTES));
             if let Some(Reply(reply)) = reply.take() {
                 reply.statfs(blocks, 0, 0, sizes.nodes, 0, STATFS_BLOCK_BYTES, NAME_MAX, STATFS_BLOCK_BYTES);

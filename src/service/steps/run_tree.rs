@@ -8,7 +8,7 @@ use std::{
 use ckfs_source::{ReadFailure, Replied, Served};
 use ckfs_tensor::to_usize;
 use ckfs_volume::{
-    Access, Asked, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, Nodes, NodesRef,
+    Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, NodeScope, Nodes, NodesRef,
     OpenedFile, Permission, StatFs,
 };
 
@@ -342,7 +342,7 @@ impl Nodes for RunNodes<'_> {
 pub(super) struct RunTree(pub(super) Arc<Run>);
 
 impl FileSystem for RunTree {
-    fn nodes(&self, ino: Ino, asked: Asked) -> Option<NodesRef<'_>> {
+    fn nodes(&self, ino: Ino, scope: NodeScope) -> Option<NodesRef<'_>> {
         let (index, inner) = split(ino.0);
         let held = match self.0.slots.get(index) {
             Some(slot) => match slot.content() {
@@ -350,7 +350,7 @@ impl FileSystem for RunTree {
                     slot.note_used(self.0.begun);
                     Some((slot, content))
                 }
-                None if Ino(inner) == Ino::ROOT && asked == Asked::Itself => None,
+                None if Ino(inner) == Ino::ROOT && scope == NodeScope::Itself => None,
                 None => return None,
             },
             // The run's own, or of a step that is gone.
@@ -359,8 +359,8 @@ impl FileSystem for RunTree {
         Some(NodesRef::Some(Box::new(RunNodes { run: &self.0, held })))
     }
 
-    fn reach(&self, ino: Ino, asked: Asked) -> Result<NodesRef<'_>, FsError> {
-        if let Some(nodes) = self.nodes(ino, asked) {
+    fn reach(&self, ino: Ino, scope: NodeScope) -> Result<NodesRef<'_>, FsError> {
+        if let Some(nodes) = self.nodes(ino, scope) {
             return Ok(nodes);
         }
         let slot = self.0.slots.get(split(ino.0).0).ok_or_else(|| self.0.gone())?;
