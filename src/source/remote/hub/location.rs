@@ -45,7 +45,7 @@ pub(super) async fn locate(
     let mut after = vec!["resolve", commit];
     after.extend(file.key.split('/'));
     let url = hub.url(&[], repo, &after);
-    let found = hub.follow(Method::HEAD, repo, Subject::File(&file.path), url, until).await?;
+    let found = hub.follow(Method::HEAD, repo, Subject::File(&file.path, commit), url, until).await?;
     let changed = |what: &str, expected: &str, found: &str| {
         let failure = Failure::Changed { expected: expected.to_owned(), found: found.to_owned() };
         RemoteError::new(

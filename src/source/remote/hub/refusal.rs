@@ -52,7 +52,8 @@ pub(super) struct Refusal {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Subject<'a> {
     Revision(&'a str),
-    File(&'a str),
+    /// A file of a commit.
+    File(&'a str, &'a str),
 }
 
 /// Longest text of the Hub that a message repeats.
@@ -69,28 +70,26 @@ impl Refusal {
         let text: String = header("x-error-message").unwrap_or_default().chars().take(TEXT_CHARS_MAX).collect();
         let reason = match (header("x-error-code"), status) {
             (Some("GatedRepo"), _) => Reason::Gated,
-            (Some("RevisionNotFound"), _) => Reason::RevisionNotFound(subject.text()),
-            (Some("EntryNotFound"), _) => Reason::FileNotFound(subject.text()),
+            (Some("RevisionNotFound"), _) => {
+                let (Subject::Revision(revision) | Subject::File(_, revision)) = subject;
+                Reason::RevisionNotFound(revision.to_owned())
+            }
+            (Some("EntryNotFound"), _) => {
+                let (Subject::Revision(path) | Subject::File(path, _)) = subject;
+                Reason::FileNotFound(path.to_owned())
+            }
             // The Hub answers 401 for what does not exist, too, so as not to tell what is private.
             (Some("RepoNotFound"), _) => Reason::RepositoryNotFound,
             (None, StatusCode::UNAUTHORIZED) if text.to_ascii_lowercase().contains("credentials") => Reason::BadToken,
             (None, StatusCode::UNAUTHORIZED | StatusCode::NOT_FOUND) => match subject {
-                Subject::File(path) if status == StatusCode::NOT_FOUND => Reason::FileNotFound(path.to_owned()),
-                Subject::Revision(_) | Subject::File(_) => Reason::RepositoryNotFound,
+                Subject::File(path, _) if status == StatusCode::NOT_FOUND => Reason::FileNotFound(path.to_owned()),
+                Subject::Revision(_) | Subject::File(..) => Reason::RepositoryNotFound,
             },
             _ => Reason::Other(text),
         };
         let page = format!("{}/{repo}", settings.endpoint.as_str().trim_end_matches('/'));
         let token = TokenState::of(settings.token.as_ref());
         Some(Self { page, reason, token })
-    }
-}
-
-impl Subject<'_> {
-    fn text(self) -> String {
-        match self {
-            Self::Revision(text) | Self::File(text) => text.to_owned(),
-        }
     }
 }
 
@@ -117,7 +116,12 @@ impl fmt::Display for Refusal {
                  set HF_TOKEN to another token"
             ),
             (Reason::RevisionNotFound(revision), _) => {
-                write!(f, "no branch, tag or commit {revision:?}; {page}/commits/main lists commits")
+                let gone = if super::client::is_commit(revision) {
+                    " (it is gone if its history was written anew)"
+                } else {
+                    ""
+                };
+                write!(f, "no branch, tag or commit {revision:?}{gone}; {page}/commits/main lists commits")
             }
             (Reason::FileNotFound(path), _) => write!(f, "no file {path:?} in this revision"),
             (Reason::BadToken, TokenState::From(origin)) => {
