@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Context, bail};
 use ckfs_config::Config;
 use ckfs_plan::report::human_bytes;
-use ckfs_service::identity;
+use ckfs_service::identity::{self, IdentityScope};
 use ckfs_volume::{FileSystem, NodeKind, Volume};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -183,7 +183,8 @@ impl Export {
 /// The digest of what is exported, and by which program.
 fn digest(volume: &Volume) -> String {
     let checkpoint = volume.engine().checkpoint();
-    let views: Vec<String> = volume.plans().iter().map(|plan| identity::commit(checkpoint, plan)).collect();
+    let commit = |plan| identity::commit(checkpoint, plan, IdentityScope::FileSystem);
+    let views: Vec<String> = volume.plans().iter().map(|plan| commit(plan)).collect();
     identity::of_views(views.iter().map(|commit| (env!("CKFS_COMMIT"), commit.as_str())))
 }
 

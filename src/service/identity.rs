@@ -1,17 +1,18 @@
-//! Digests that name what is served or exported: the same plan over the same sources has the same, on every machine.
+//! Digests that name what is served or exported: the same plan over the same sources has the same.
 //!
 //! Hashed are the version of this program, the plan of a view with the expression of every tensor, and of every source file path, length
-//! and time of modification, and the version of a remote object; of a commit of the Hub the commit in place of these. Bytes are not read for it.
+//! and what names its content ([`ContentName`]). Bytes are not read for it. So they are the same on every machine if all source files
+//! have a digest or are remote; else only where those files are.
 
 use std::{
     collections::HashSet,
     fmt::{self, Write},
-    time::UNIX_EPOCH,
 };
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_plan::Plan;
-use ckfs_source::FileId;
+use ckfs_source::{ContentName, FileId, this_start};
+use ckfs_volume::Volume;
 use sha2::{Digest, Sha256};
 
 /// Hexadecimal digits of a commit, as of git's.
@@ -54,16 +55,22 @@ impl HashedText {
     }
 }
 
+/// Where a file without a digest is known by its identity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IdentityScope {
+    /// On this machine until it starts again: for names that are given away.
+    Machine,
+    /// On its file system: for what goes on there after a restart, or on another host.
+    FileSystem,
+}
+
 /// The sources of a checkpoint.
-fn add_sources(text: &mut HashedText, checkpoint: &Checkpoint) {
+fn add_sources(text: &mut HashedText, checkpoint: &Checkpoint, scope: IdentityScope) {
     let source = checkpoint.source();
-    let modified = |file: FileId| {
-        let pin = source.pin(file);
-        let nanoseconds = pin.modified.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-        match &pin.version {
-            Some(version) => format!("{nanoseconds} {version}"),
-            None => nanoseconds.to_string(),
-        }
+    let content = |file: FileId| match (&source.pin(file).content, scope) {
+        (ContentName::Anywhere(name), _) => name.clone(),
+        (ContentName::Here { state, device }, IdentityScope::Machine) => format!("{state} {device} {}", this_start()),
+        (ContentName::Here { state, device: _ }, IdentityScope::FileSystem) => state.clone(),
     };
     let mut named = HashSet::new();
     if let Some(commit) = checkpoint.revision() {
@@ -73,23 +80,20 @@ fn add_sources(text: &mut HashedText, checkpoint: &Checkpoint) {
         let Some(id) = file.file else { continue };
         named.insert(id);
         let (path, bytes) = (&file.path, source.len_bytes(id));
-        match checkpoint.revision() {
-            Some(_) => text.add(format_args!("{path:?} {bytes}")),
-            None => text.add(format_args!("{path:?} {bytes} {}", modified(id))),
-        }
+        text.add(format_args!("{path:?} {bytes} {}", content(id)));
     }
     // Of adapters and of other repositories.
     for id in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId) {
         if !named.contains(&id) {
-            text.add(format_args!("{} {}", source.len_bytes(id), modified(id)));
+            text.add(format_args!("{} {}", source.len_bytes(id), content(id)));
         }
     }
 }
 
 /// The commit of a view: a digest of its plan and the sources.
-pub fn commit(checkpoint: &Checkpoint, plan: &Plan) -> String {
+pub fn commit(checkpoint: &Checkpoint, plan: &Plan, scope: IdentityScope) -> String {
     let mut text = HashedText::new();
-    add_sources(&mut text, checkpoint);
+    add_sources(&mut text, checkpoint, scope);
     text.add(format_args!("{:?} {:?} {:?}", plan.mesh, plan.devices, plan.specs));
     text.add(format_args!("{:?} {:?} {:?}", plan.layout, plan.params, plan.dtype));
     text.add(format_args!("{} {:?} {}", plan.unscanned, plan.chunk_bytes_max, plan.sharded_state));
@@ -109,12 +113,21 @@ pub fn is_commit(text: &str) -> bool {
 }
 
 /// The digest of several views, each with its name and commit.
-pub fn of_views<'a>(views: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
+pub fn of_views<'n, 'c>(views: impl IntoIterator<Item = (&'n str, &'c str)>) -> String {
     let mut text = HashedText::new();
     for (name, commit) in views {
         text.add(format_args!("{name:?} {commit}"));
     }
     text.digits()
+}
+
+/// The commits of all views of a volume, by their names, and the digest of all together.
+pub fn of_volume<'a>(volume: &Volume, names: impl IntoIterator<Item = &'a str>) -> (Vec<String>, String) {
+    let checkpoint = volume.engine().checkpoint();
+    let commit = |plan| commit(checkpoint, plan, IdentityScope::Machine);
+    let commits: Vec<String> = volume.plans().iter().map(|plan| commit(plan)).collect();
+    let digest = of_views(names.into_iter().zip(commits.iter().map(String::as_str)));
+    (commits, digest)
 }
 
 /// The version of a file of what `digest` names.

@@ -108,7 +108,7 @@ pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOp
         allow_unmapped,
         duplicates: config.mount.duplicates,
         variant: config.mount.variant.clone(),
-        compared: state_directory().and_then(|directory| ComparedFiles::open(&directory)).map(Arc::new),
+        compared: state_directory().map(|directory| Arc::new(ComparedFiles::open(&directory))),
         fetches: Arc::clone(waits),
         asks_hub,
         remote,

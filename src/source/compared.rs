@@ -10,7 +10,7 @@
 //! no link to it is followed. It is only a saving: what cannot be read or written is as if there were no record.
 
 use std::{
-    fs::{self, DirBuilder, File},
+    fs::{DirBuilder, File},
     io::{self, Read, Write},
     os::{
         fd::OwnedFd,
@@ -24,7 +24,7 @@ use std::{
 use nix::unistd::geteuid;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, openat, renameat, unlinkat};
 
-use super::unique::unique;
+use super::{content_name::this_start, unique::unique};
 
 /// Name of the record in its directory.
 const NAME: &str = "compared";
@@ -52,13 +52,11 @@ struct Lines {
 }
 
 impl ComparedFiles {
-    /// The record in a directory of this user's, which is made when there is something to write. `None` if the system does not say
-    /// when it was started.
-    pub fn open(directory: &Path) -> Option<Self> {
-        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-        let head = format!("ckfs compared 1, start {}", boot.trim());
+    /// The record in a directory of this user's, which is made when there is something to write.
+    pub fn open(directory: &Path) -> Self {
+        let head = format!("ckfs compared 1, start {}", this_start());
         let all = own_directory(directory).and_then(|opened| read(&opened, &head)).unwrap_or_default();
-        Some(Self { directory: directory.to_owned(), head, lines: Mutex::new(Lines { all, new: 0 }) })
+        Self { directory: directory.to_owned(), head, lines: Mutex::new(Lines { all, new: 0 }) }
     }
 
     fn lines(&self) -> MutexGuard<'_, Lines> {
@@ -149,12 +147,15 @@ fn replace(directory: &OwnedFd, text: &str) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::{
+        fs,
+        os::unix::fs::{PermissionsExt, symlink},
+    };
 
     use super::*;
 
     fn open(directory: &Path) -> ComparedFiles {
-        ComparedFiles::open(directory).unwrap()
+        ComparedFiles::open(directory)
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::{
 };
 
 use super::{
+    content_name::ContentName,
     digest::Compared,
     error::SourceError,
     health::Health,
@@ -30,8 +31,8 @@ pub struct Pin {
     pub len_bytes: u64,
     /// Modification time.
     pub modified: SystemTime,
-    /// What names the content of a remote object: a digest, an entity tag or a version.
-    pub version: Option<String>,
+    /// What names its content.
+    pub content: ContentName,
     /// The permissions of the file and of the directories above it when it was opened.
     pub gates: AccessRules,
 }

@@ -19,6 +19,7 @@
 
 pub mod calendar;
 mod compared;
+mod content_name;
 pub mod digest;
 mod duplicates;
 mod error;
@@ -41,6 +42,7 @@ mod unique;
 pub mod waits;
 
 pub use compared::ComparedFiles;
+pub use content_name::{ContentName, this_process, this_start};
 pub use duplicates::Duplicates;
 pub use error::{Aspect, Poison, SourceError};
 pub use health::{Health, HealthHandle};

@@ -19,7 +19,7 @@ impl Volume {
         let checkpoint = self.engine.checkpoint();
         for file in file_ids(checkpoint) {
             let pin = checkpoint.source().pin(file);
-            (&pin.path, pin.len_bytes, pin.modified).hash(&mut hasher);
+            (&pin.path, pin.len_bytes, pin.modified, &pin.content).hash(&mut hasher);
         }
         for tensor in self.views.iter().flat_map(|plan| &plan.tensors) {
             (&tensor.name, tensor.view.shape().extents(), tensor.view.dtype().code()).hash(&mut hasher);

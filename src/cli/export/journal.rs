@@ -73,8 +73,8 @@ impl Journal {
         }
         if !is_same && !done.is_empty() && !force {
             bail!(
-                "{}: has an interrupted export of another view, or of a source that has changed; --force begins anew, and leaves \
-                 files of other names there",
+                "{}: has an interrupted export of another view, or of a source that has changed or is on a file system that does not \
+                 tell of changes; --force begins anew, and leaves files of other names there",
                 directory.display()
             );
         }

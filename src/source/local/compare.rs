@@ -268,7 +268,7 @@ mod tests {
     fn a_blob_is_noted_once_its_times_tell_of_every_change() {
         let directory = tempfile::tempdir().unwrap();
         let (state, path) = (directory.path().join("state"), blob(directory.path(), RIGHT));
-        let record = || Arc::new(ComparedFiles::open(&state).unwrap());
+        let record = || Arc::new(ComparedFiles::open(&state));
         let line = |files: &LocalFiles| format!("{NAME} {}", files.files[0].identity.line());
         let files = pin(&path, &record()).unwrap();
         assert!(!record().holds(&line(&files)), "it has only just changed");
@@ -287,7 +287,7 @@ mod tests {
     fn what_the_record_knows_is_not_read_again() {
         let directory = tempfile::tempdir().unwrap();
         let (state, path) = (directory.path().join("state"), blob(directory.path(), b"other"));
-        let record = Arc::new(ComparedFiles::open(&state).unwrap());
+        let record = Arc::new(ComparedFiles::open(&state));
         assert!(matches!(pin(&path, &record), Err(SourceError::Corrupt { .. })));
         let pinned = Pinned::new(FoundFile::named(&path).unwrap().open(None).unwrap(), SourceIo::Auto).unwrap();
         record.note(format!("{NAME} {}", pinned.identity.line()));

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use nix::sys::stat::FileStat;
 
-use super::super::Aspect;
+use super::super::{Aspect, ContentName, this_process};
 
 /// The identity of a file, compared with the pinned one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +34,17 @@ impl Identity {
     pub(super) fn line(&self) -> String {
         let Self { device, inode, is_named: _, size_bytes, modified_ns, status_changed_ns } = self;
         format!("{device} {inode} {size_bytes} {modified_ns} {status_changed_ns}")
+    }
+
+    /// What names its content. The time of the last change of state counts only where it is the clock's: not if it has whole seconds,
+    /// as images of disks and objects of services have, or if the file system `may_copy` the modification time and has done so. What
+    /// names the content of such a file is of this process alone. A file system that `is_shared` says the same on all its machines.
+    pub(super) fn content_name(&self, may_copy: bool, is_shared: bool) -> ContentName {
+        let Self { device, inode, is_named: _, size_bytes, modified_ns, status_changed_ns } = self;
+        let is_settable = status_changed_ns % 1_000_000_000 == 0 || (may_copy && modified_ns == status_changed_ns);
+        let seen_by = if is_settable { this_process() } else { "" };
+        let state = format!("{inode} {size_bytes} {modified_ns} {status_changed_ns} {seen_by}");
+        if is_shared { ContentName::Anywhere(state) } else { ContentName::Here { state, device: *device } }
     }
 
     /// Whether it had this state already at `time`, and for some time before.

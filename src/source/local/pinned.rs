@@ -17,7 +17,7 @@ use nix::{
 };
 
 use super::{
-    super::{ByteSpan, Opened, Pin, SourceError, digest::KnownDigest, root_dir::Revalidate},
+    super::{ByteSpan, ContentName, Opened, Pin, SourceError, digest::KnownDigest, root_dir::Revalidate},
     identity::Identity,
     map::FileMaps,
 };
@@ -51,6 +51,14 @@ pub(super) const REMOTE_MAGIC: [i128; 12] = [
     0x6163_6673, // ACFS
 ];
 
+/// File systems that may give a file its modification time as the time of its last change of state.
+const SETS_TIMES_MAGIC: [i128; 4] = [
+    0x6573_5546, // FUSE
+    0xE0F5_E1E2, // EROFS
+    0x4D44,      // FAT
+    0x2011_BAB0, // exFAT
+];
+
 /// A file, opened once.
 #[derive(Debug)]
 pub(super) struct Pinned {
@@ -68,17 +76,24 @@ impl Pinned {
         let Opened { path, file, gates, revalidate, remote, digest } = opened;
         let failed = |error| SourceError::Io { file: path.clone(), action: "stat".into(), error: Arc::new(error) };
         let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
+        let file_system = fstatfs(&file).ok().map(|fs| i128::from(fs.filesystem_type().0));
         let mapped = match io {
             SourceIo::Mmap => true,
             SourceIo::Pread => false,
-            SourceIo::Auto => {
-                fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0)))
-            }
+            SourceIo::Auto => file_system.is_some_and(|magic| !REMOTE_MAGIC.contains(&magic)),
         };
         let seconds = remote.as_ref().and_then(|remote| remote.object.file.modified_seconds);
         let modified = seconds.map_or_else(|| identity.modified(), |seconds| UNIX_EPOCH + Duration::from_secs(seconds));
-        let version = remote.map(|remote| format!("{:?}", remote.object.file.content));
-        let pin = Pin { path, len_bytes: identity.size_bytes, modified, version, gates };
+        let content = match (&remote, &digest) {
+            (Some(remote), _) => ContentName::of_object(&remote.object.file.content),
+            (None, Some(digest)) => ContentName::of_digest(digest),
+            (None, None) => {
+                let may_copy = file_system.is_none_or(|magic| SETS_TIMES_MAGIC.contains(&magic));
+                let is_shared = !may_copy && file_system.is_some_and(|magic| REMOTE_MAGIC.contains(&magic));
+                identity.content_name(may_copy, is_shared)
+            }
+        };
+        let pin = Pin { path, len_bytes: identity.size_bytes, modified, content, gates };
         Ok(Self { pin, file: Arc::new(file), identity, revalidate, mapped, digest })
     }
 

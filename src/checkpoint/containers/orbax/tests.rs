@@ -6,7 +6,7 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
-use ckfs_source::{ByteSpan, FetchPart, Health, Pin, SourceError, permission::AccessRules};
+use ckfs_source::{ByteSpan, ContentName, FetchPart, Health, Pin, SourceError, permission::AccessRules};
 use ckfs_tensor::to_usize;
 use serde_json::Value as Json;
 
@@ -100,7 +100,8 @@ impl MemoryTree {
         let file = |path: &String| {
             let bytes = self.files[path].clone();
             let (path, len_bytes, modified) = (self.shown(path), bytes.len() as u64, UNIX_EPOCH);
-            (Pin { path, len_bytes, modified, version: None, gates: AccessRules::open(0, 0) }, bytes)
+            let content = ContentName::Anywhere(path.display().to_string());
+            (Pin { path, len_bytes, modified, content, gates: AccessRules::open(0, 0) }, bytes)
         };
         let files: Vec<_> = paths.iter().map(file).collect();
         let health = Health::new(files.iter().map(|(pin, _)| pin.path.clone()), Arc::default());
