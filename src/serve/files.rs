@@ -1,7 +1,7 @@
 //! `/files/`: every file and directory that is served.
 
 use ckfs_volume::NodeKind;
-use http::{HeaderMap, Method, StatusCode};
+use http::{HeaderMap, Method, StatusCode, header::LOCATION};
 
 use super::{
     answer::{self, Reply},
@@ -9,6 +9,7 @@ use super::{
     gate::Visitor,
     listing, path,
     served::{NoPlace, ServedPlace, ServedSource},
+    steps::{LATEST, ServedRun},
     tree::{NoNode, TreeVersion},
 };
 
@@ -36,15 +37,22 @@ pub(super) async fn answer(
         Ok(node) => node,
         Err(reason) => return no_node(reason, &names, visitor),
     };
+    // A name that leads elsewhere tomorrow is answered by the address of what it leads to now.
+    if let (Some((first, below)), TreeVersion::Step { held, .. }) = (names.split_first(), &tree.version)
+        && first == LATEST
+    {
+        let slash = if path.ends_with('/') && !below.is_empty() { "/" } else { "" };
+        let address = format!("/files/{}/{}{slash}", held.number(), path::encoded(&below.join("/")));
+        return answer::with_header(answer::failed(StatusCode::TEMPORARY_REDIRECT, &address), LOCATION, &address);
+    }
     match node.attr.kind {
         NodeKind::Directory => match (served, &tree.version) {
             // The run's own files are made to tell their size, which takes a while.
             (ServedSource::Run(run), TreeVersion::Run(_)) => {
                 let headers = headers.clone();
-                let listed = run.aside(move |_| listing::whole(&tree, visitor, &node, &headers)).await;
-                listed.unwrap_or_else(|error| {
-                    answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &format!("{}: {error}", names.join("/")))
-                })
+                let work = move |run: &ServedRun| run.unchanged(|| listing::whole(&tree, visitor, &node, &headers));
+                let listed = run.aside(work).await.unwrap_or(Err(NoNode::Failed));
+                listed.unwrap_or_else(|reason| no_node(reason, &names, visitor))
             }
             _ => listing::of_directory(&tree, visitor, &node, headers),
         },
@@ -61,5 +69,12 @@ fn no_node(reason: NoNode, names: &[String], visitor: Visitor) -> Reply {
     match reason {
         NoNode::Absent => answer::failed(StatusCode::NOT_FOUND, &format!("{}: no such file", names.join("/"))),
         NoNode::Denied => file_reply::denied(&names.join("/"), visitor),
+        NoNode::Failed => {
+            let text = format!(
+                "{}: cannot be read now: its step was deleted, or its storage gives no answer",
+                names.join("/")
+            );
+            answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &text)
+        }
     }
 }

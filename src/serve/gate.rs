@@ -28,6 +28,11 @@ impl Visitor {
         self == Self::Trusted || attr.permission.mode & OTHERS_READ != 0
     }
 
+    /// Whether this visitor may see the entries of a directory with their attributes.
+    pub(super) fn may_list(self, attr: &Attr) -> bool {
+        self.may_read(attr) && self.may_pass(attr)
+    }
+
     /// Whether this visitor may go through a directory.
     pub(super) fn may_pass(self, attr: &Attr) -> bool {
         self == Self::Trusted || attr.permission.mode & OTHERS_PASS != 0

@@ -15,7 +15,7 @@ use ckfs_source::calendar::utc;
 use ckfs_volume::NodeKind;
 use http::{
     HeaderMap, HeaderName, Method, StatusCode,
-    header::{HOST, LINK},
+    header::{CONTENT_LENGTH, HOST, LINK, LOCATION},
 };
 use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
@@ -105,8 +105,6 @@ pub(super) struct HubCall<'a> {
     pub(super) method: &'a Method,
     pub(super) headers: &'a HeaderMap,
     pub(super) query: &'a str,
-    /// The path as it was sent.
-    pub(super) path: &'a str,
 }
 
 /// Answers a request.
@@ -139,7 +137,11 @@ pub(super) async fn answer(
             Err(reason) => no_repository(reason, &id, &revision, call.visitor),
         },
         HubRequest::Resolve { id, revision, path } => match repositories.find(call.visitor, &id, &revision).await {
-            Ok(repository) => of_file(&repository, &path, call).await,
+            Ok(repository) if revision == repository.commit => of_file(&repository, &path, call.method, call).await,
+            Ok(repository) => {
+                let leads_on = repositories.is_moving(&revision);
+                of_moving(&repository, &path, leads_on, call).await
+            }
             Err(reason) => no_repository(reason, &id, &revision, call.visitor),
         },
     }
@@ -177,6 +179,12 @@ fn no_entry(repository: &ServedRepository, path: &str, reason: NoNode) -> Reply 
     let reply = match reason {
         NoNode::Absent => hub_error(StatusCode::NOT_FOUND, "EntryNotFound", &format!("no file {path:?}")),
         NoNode::Denied => file_reply::denied(path, Visitor::Stranger),
+        // No client may take a file for absent because its step was deleted.
+        NoNode::Failed if repository.tree.is_gone() => return gone(repository),
+        NoNode::Failed => {
+            let text = format!("{path}: cannot be read now: its storage gives no answer");
+            return hub_error(StatusCode::INTERNAL_SERVER_ERROR, "ServerError", &text);
+        }
     };
     answer::with_header(reply, REPO_COMMIT, &repository.commit)
 }
@@ -224,9 +232,6 @@ fn model(repository: &ServedRepository, siblings: &[Value]) -> Value {
 
 fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Reply {
     let has_sizes = asks_for(call.query, "blobs");
-    if !call.visitor.may_read(&repository.root.attr) {
-        return file_reply::denied(&repository.id, call.visitor);
-    }
     let sibling = |entry: &RepositoryEntry| {
         if has_sizes {
             let tag = repository.tag(&entry.path, entry.size_bytes);
@@ -235,7 +240,10 @@ fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Reply {
             json!({ "rfilename": entry.path })
         }
     };
-    let Ok(entries) = repository.entries(call.visitor, &repository.root, true) else { return gone(repository) };
+    let entries = match repository.entries(call.visitor, &repository.root, true) {
+        Ok(entries) => entries,
+        Err(reason) => return no_entry(repository, &repository.id, reason),
+    };
     let siblings: Vec<Value> = entries.iter().filter(|entry| entry.kind == NodeKind::File).map(sibling).collect();
     json_reply(&model(repository, &siblings))
 }
@@ -276,7 +284,10 @@ fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) 
         Some(Err(_)) => return hub_error(StatusCode::BAD_REQUEST, "InvalidCursor", "cursor: expected that of a page"),
     };
     let expand = asks_for(call.query, "expand");
-    let Ok(entries) = repository.entries(call.visitor, &below, recursive) else { return gone(repository) };
+    let entries = match repository.entries(call.visitor, &below, recursive) {
+        Ok(entries) => entries,
+        Err(reason) => return no_entry(repository, &names.join("/"), reason),
+    };
     let page: Vec<Value> =
         entries.iter().skip(start).take(limit).map(|entry| entry_row(repository, entry, expand)).collect();
     let next = start.saturating_add(page.len());
@@ -287,7 +298,10 @@ fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) 
     let mut query = form_urlencoded::Serializer::new(String::new());
     query.extend_pairs(form_urlencoded::parse(call.query.as_bytes()).filter(|(key, _)| key != "cursor"));
     let query = query.append_pair("cursor", &next.to_string()).finish();
-    let link = format!("<{}{}?{query}>; rel=\"next\"", origin(call.headers), call.path);
+    // By the commit: the pages of a branch that moves would be of several.
+    let ServedRepository { id, commit, .. } = repository;
+    let path: String = names.iter().map(|name| format!("/{}", path::encoded(name))).collect();
+    let link = format!("<{}/api/models/{id}/tree/{commit}{path}?{query}>; rel=\"next\"", origin(call.headers));
     answer::with_header(reply, LINK, &link)
 }
 
@@ -308,15 +322,19 @@ async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incom
     if paths.len() > PATHS_MAX {
         return malformed(&format!("paths: expected at most {PATHS_MAX}, found {}", paths.len()));
     }
-    let row = |asked: &String| {
-        let names = path::names(&path::encoded(asked)).ok()?;
-        let node = repository.tree.find(call.visitor, &repository.root, &names).ok()?;
+    let mut rows = Vec::new();
+    for asked in &paths {
+        let Ok(names) = path::names(&path::encoded(asked)) else { continue };
+        let node = match repository.tree.find(call.visitor, &repository.root, &names) {
+            Ok(node) => node,
+            Err(NoNode::Absent | NoNode::Denied) => continue,
+            Err(NoNode::Failed) => return no_entry(repository, asked, NoNode::Failed),
+        };
         let entry =
             RepositoryEntry { path: repository.path_of(&node), kind: node.attr.kind, size_bytes: node.attr.size_bytes };
         // The root is none.
-        (!entry.path.is_empty()).then(|| entry_row(repository, &entry, expand))
-    };
-    let rows: Vec<Value> = paths.iter().filter_map(row).collect();
+        rows.extend((!entry.path.is_empty()).then(|| entry_row(repository, &entry, expand)));
+    }
     answer::with_header(json_reply(&Value::from(rows)), REPO_COMMIT, &repository.commit)
 }
 
@@ -344,7 +362,28 @@ fn asked_paths(body: &[u8]) -> Option<(Vec<String>, bool)> {
     (!paths.is_empty()).then_some((paths, expand))
 }
 
-async fn of_file(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) -> Reply {
+/// Answers a request of a file by a name that may have another commit at the next request: that of a step, or the branch. So that a
+/// client which asks twice gets one commit, the answer tells the address that has it: the branch of a run `leads_on` to it, and otherwise
+/// clients of the Hub take it from the header.
+async fn of_moving(repository: &ServedRepository, names: &[String], leads_on: bool, call: &HubCall<'_>) -> Reply {
+    let method = if leads_on { &Method::HEAD } else { call.method };
+    let reply = of_file(repository, names, method, call).await;
+    if !reply.status().is_success() {
+        return reply;
+    }
+    let ServedRepository { id, commit, .. } = repository;
+    let query = if call.query.is_empty() { String::new() } else { format!("?{}", call.query) };
+    let path = path::encoded(&names.join("/"));
+    let address = format!("{}/{id}/resolve/{commit}/{path}{query}", origin(call.headers));
+    let mut reply = answer::with_header(reply, LOCATION, &address);
+    if leads_on {
+        *reply.status_mut() = StatusCode::TEMPORARY_REDIRECT;
+        reply.headers_mut().insert(CONTENT_LENGTH, 0.into());
+    }
+    reply
+}
+
+async fn of_file(repository: &ServedRepository, names: &[String], method: &Method, call: &HubCall<'_>) -> Reply {
     let path = names.join("/");
     let node = match repository.tree.find(call.visitor, &repository.root, names) {
         Ok(node) if node.attr.kind == NodeKind::File => node,
@@ -353,7 +392,7 @@ async fn of_file(repository: &ServedRepository, names: &[String], call: &HubCall
     };
     let tag = format!("\"{}\"", repository.tag(&repository.path_of(&node), node.attr.size_bytes));
     let asked = AskedFile { reads: &repository.tree.reads, node: &node, etag: Some(tag.clone()) };
-    let reply = file_reply::of_file(asked, call.method, call.headers).await;
+    let reply = file_reply::of_file(asked, method, call.headers).await;
     let reply = answer::with_header(reply, REPO_COMMIT, &repository.commit);
     let reply = answer::with_header(reply, LINKED_SIZE, &node.attr.size_bytes.to_string());
     answer::with_header(reply, LINKED_ETAG, &tag)

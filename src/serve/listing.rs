@@ -5,7 +5,7 @@ use std::{fmt::Write, io, sync::Arc};
 
 use bytes::Bytes;
 use ckfs_source::calendar::utc;
-use ckfs_volume::NodeKind;
+use ckfs_volume::{Attr, NodeKind};
 use http::{
     HeaderMap, StatusCode,
     header::{ACCEPT, CONTENT_SECURITY_POLICY, VARY},
@@ -17,7 +17,7 @@ use super::{
     body::{ReplyBody, TextParts},
     gate::Visitor,
     path,
-    tree::{FoundNode, ServedEntry, ServedTree},
+    tree::{FoundNode, NoNode, ServedEntry, ServedTree},
 };
 
 /// Entries of one part.
@@ -63,12 +63,18 @@ pub(super) fn of_directory(tree: &Arc<ServedTree>, visitor: Visitor, node: &Foun
 }
 
 /// A listing that is made at once, by a thread that may take a while.
-pub(super) fn whole(tree: &Arc<ServedTree>, visitor: Visitor, node: &FoundNode, headers: &HeaderMap) -> Reply {
+///
+/// # Errors
+/// [`NoNode::Failed`].
+pub(super) fn whole(
+    tree: &Arc<ServedTree>,
+    visitor: Visitor,
+    node: &FoundNode,
+    headers: &HeaderMap,
+) -> Result<Reply, NoNode> {
     let (content_type, parts) = listed(tree, visitor, node, headers);
-    match std::iter::from_fn(parts).collect::<io::Result<Vec<Bytes>>>() {
-        Ok(whole) => of_body(content_type, ReplyBody::of(whole.concat())),
-        Err(_) => answer::failed(StatusCode::INTERNAL_SERVER_ERROR, "the directory cannot be listed"),
-    }
+    let whole = std::iter::from_fn(parts).collect::<io::Result<Vec<Bytes>>>().map_err(|_| NoNode::Failed)?;
+    Ok(of_body(content_type, ReplyBody::of(whole.concat())))
 }
 
 fn of_body(content_type: &'static str, body: ReplyBody) -> Reply {
@@ -86,9 +92,9 @@ fn parts(tree: Arc<ServedTree>, visitor: Visitor, node: FoundNode, form: Listing
         let listed = tree.entries(visitor, node.attr.ino, from, PART_ENTRIES);
         let (entries, following) = match listed {
             Ok(listed) => listed,
-            Err(error) => {
+            Err(_) => {
                 next = None;
-                return Some(Err(io::Error::from_raw_os_error(error.errno())));
+                return Some(Err(cut_off()));
             }
         };
         next = following;
@@ -101,7 +107,13 @@ fn parts(tree: Arc<ServedTree>, visitor: Visitor, node: FoundNode, form: Listing
                 text.push_str(if has_rows { ",\n" } else { "\n" });
             }
             has_rows = true;
-            row(&mut text, &tree, &node.path, &entry, form);
+            // Who may not pass a directory may see its names, and no more.
+            let attr = if visitor.may_pass(&node.attr) { tree.fs.attr(entry.ino).map(Some) } else { Ok(None) };
+            let Ok(attr) = attr else {
+                next = None;
+                return Some(Err(cut_off()));
+            };
+            row(&mut text, attr, &node.path, &entry, form);
         }
         if next.is_none() {
             text.push_str(match form {
@@ -131,8 +143,12 @@ fn begin(text: &mut String, node: &FoundNode, form: ListingForm) {
     }
 }
 
-fn row(text: &mut String, tree: &ServedTree, above: &str, entry: &ServedEntry, form: ListingForm) {
-    let attr = tree.fs.attr(entry.ino).ok();
+/// The end of a listing that lacks entries: the connection ends with it.
+fn cut_off() -> io::Error {
+    io::Error::other("a step was deleted, or its storage gives no answer")
+}
+
+fn row(text: &mut String, attr: Option<Attr>, above: &str, entry: &ServedEntry, form: ListingForm) {
     let size_bytes = attr.filter(|_| entry.kind == NodeKind::File).map(|attr| attr.size_bytes);
     let modified = attr.map(|attr| utc(attr.modified));
     let kind = match entry.kind {

@@ -4,11 +4,11 @@ use std::{path::Path, sync::Arc};
 
 use ckfs_config::{Config, RepoName};
 use ckfs_service::identity;
-use ckfs_volume::{FsError, Ino, NodeKind, Volume};
+use ckfs_volume::{Ino, NodeKind, Volume};
 
 use super::{
     gate::Visitor,
-    tree::{FoundNode, ServedTree},
+    tree::{FoundNode, NoNode, ServedTree},
 };
 
 /// The directory of a view that is a repository.
@@ -63,7 +63,15 @@ impl ServedRepository {
         identity::file_digest(&self.commit, path, size_bytes)
     }
 
-    /// All entries below a directory of it, or only those in it; directories come before what is in them.
+    /// Whether a visitor may go to its directory, which need not be one whose names this visitor may see.
+    pub(super) fn is_open_to(&self, visitor: Visitor) -> bool {
+        let below = self.root.path.strip_prefix(&self.tree.root.path).unwrap_or(&self.root.path);
+        let names: Vec<String> = below.split('/').filter(|name| !name.is_empty()).map(str::to_owned).collect();
+        self.tree.reach(visitor, &self.tree.root, &names).is_ok()
+    }
+
+    /// All entries below a directory of it, or only those in it; directories come before what is in them. Of a directory whose entries
+    /// the visitor may not see, only itself.
     ///
     /// # Errors
     /// As [`ServedTree::entries`].
@@ -72,7 +80,10 @@ impl ServedRepository {
         visitor: Visitor,
         below: &FoundNode,
         recursive: bool,
-    ) -> Result<Vec<RepositoryEntry>, FsError> {
+    ) -> Result<Vec<RepositoryEntry>, NoNode> {
+        if !visitor.may_list(&below.attr) {
+            return Err(NoNode::Denied);
+        }
         let mut found = Vec::new();
         let mut pending: Vec<(String, Ino)> = vec![(self.path_of(below), below.attr.ino)];
         while let Some((above, directory)) = pending.pop() {
@@ -83,11 +94,11 @@ impl ServedRepository {
                 from = next;
                 for entry in entries.into_iter().filter(|entry| entry.kind != NodeKind::Symlink) {
                     let path = if above.is_empty() { entry.name } else { format!("{above}/{}", entry.name) };
-                    let size_bytes = self.tree.fs.attr(entry.ino)?.size_bytes;
-                    if entry.kind == NodeKind::Directory {
+                    let attr = self.tree.fs.attr(entry.ino)?;
+                    if entry.kind == NodeKind::Directory && visitor.may_list(&attr) {
                         directories.push((path.clone(), entry.ino));
                     }
-                    found.push(RepositoryEntry { path, kind: entry.kind, size_bytes });
+                    found.push(RepositoryEntry { path, kind: entry.kind, size_bytes: attr.size_bytes });
                 }
             }
             if recursive {

@@ -12,6 +12,11 @@ use super::{
     tree::ServedTree,
 };
 
+/// Whether a revision is the branch.
+fn is_branch(revision: &str) -> bool {
+    revision.strip_prefix("refs/heads/").unwrap_or(revision) == BRANCH
+}
+
 /// All repositories.
 pub(super) enum Repositories {
     /// Those of one checkpoint.
@@ -51,11 +56,11 @@ impl Repositories {
     /// All of them at the branch; of a run that has no step yet, none.
     pub(super) async fn all(&self, visitor: Visitor) -> Vec<ServedRepository> {
         match self {
-            Self::Fixed(all) => all.clone(),
+            Self::Fixed(all) => all.iter().filter(|repository| repository.is_open_to(visitor)).cloned().collect(),
             Self::Run(run) => {
                 let mut all = Vec::new();
                 for id in run.ids() {
-                    all.extend(run.find(visitor, id, BRANCH).await.ok());
+                    all.extend(self.find(visitor, id, BRANCH).await.ok());
                 }
                 all
             }
@@ -72,17 +77,24 @@ impl Repositories {
         id: &str,
         revision: &str,
     ) -> Result<ServedRepository, NoRepository> {
-        let all = match self {
-            Self::Fixed(all) => all,
-            Self::Run(run) => return run.find(visitor, id, revision).await,
+        let found = match self {
+            Self::Fixed(all) => Self::find_fixed(all, id, revision)?,
+            Self::Run(run) => run.find(visitor, id, revision).await?,
         };
+        if found.is_open_to(visitor) { Ok(found) } else { Err(NoRepository::Denied) }
+    }
+
+    /// Whether a revision has another commit as soon as a step comes.
+    pub(super) fn is_moving(&self, revision: &str) -> bool {
+        matches!(self, Self::Run(_)) && is_branch(revision)
+    }
+
+    fn find_fixed(all: &[ServedRepository], id: &str, revision: &str) -> Result<ServedRepository, NoRepository> {
         let mut named = all.iter().filter(|repository| repository.id == id).peekable();
         if named.peek().is_none() {
             return Err(NoRepository::Name);
         }
-        let of_revision = |repository: &&ServedRepository| {
-            revision == BRANCH || revision == format!("refs/heads/{BRANCH}") || repository.commit == revision
-        };
+        let of_revision = |repository: &&ServedRepository| is_branch(revision) || repository.commit == revision;
         named.find(of_revision).cloned().ok_or_else(|| NoRepository::Revision(format!("there is {BRANCH}")))
     }
 

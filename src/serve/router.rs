@@ -62,7 +62,7 @@ impl Router {
         }
         if let Some(asked) = of_hub {
             let query = parts.uri.query().unwrap_or_default();
-            let call = HubCall { visitor, method, headers: &parts.headers, query, path };
+            let call = HubCall { visitor, method, headers: &parts.headers, query };
             return hub::answer(&self.repositories, asked, &call, body).await;
         }
         match path {
@@ -83,7 +83,11 @@ impl Router {
             let commit = &repository.commit;
             rows.extend(["<li>repository <a href=\"/files/", &place, "/\">", &id, "</a>, commit ", commit, "\n"]);
         }
-        let label = escaped(&self.label);
+        // The path of the source is for those who may see all.
+        let label = match visitor {
+            Visitor::Trusted => escaped(&self.label),
+            Visitor::Stranger => "ckfs".to_owned(),
+        };
         format!(
             "<!doctype html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n<title>{label}</title>\n<h1>{label}</h1>\n<ul>\n<li><a \
              href=\"/files/\">files</a>\n{rows}<li><a href=\"/metrics\">metrics</a>, <a href=\"/readyz\">health</a>\n</ul>\n"

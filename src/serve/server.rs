@@ -248,10 +248,7 @@ impl Door {
         let volume = service.volume();
         let fs: Arc<dyn Upkeep> = Arc::<Volume>::clone(volume);
         let reads = reads(&fs, service.config())?;
-        let checkpoint = volume.engine().checkpoint();
-        let commits: Vec<String> = volume.plans().iter().map(|plan| identity::commit(checkpoint, plan)).collect();
-        let names = service.config().views.iter().map(|view| &*view.name);
-        let digest = identity::of_views(names.zip(commits.iter().map(String::as_str)));
+        let (commits, digest) = identity::of_volume(volume, service.config().views.iter().map(|view| &*view.name));
         let version = TreeVersion::Volume { volume: Arc::clone(volume), digest };
         let tree = Arc::new(ServedTree::new(&fs, &reads, version));
         let name = self.options.name.as_ref();

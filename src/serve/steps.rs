@@ -22,11 +22,11 @@ use super::{
     gate::Visitor,
     reads::ServedReads,
     repositories::{self, BRANCH, NoRepository, ServedRepository},
-    tree::{FoundNode, ServedTree, StepDigests, TreeVersion},
+    tree::{FoundNode, NoNode, ServedTree, StepDigests, TreeVersion},
 };
 
 /// The name of the newest step, as in a mount.
-const LATEST: &str = "latest";
+pub(super) const LATEST: &str = "latest";
 
 /// Most threads that plan steps or wait for their storage.
 const WAITING_MAX: usize = 32;
@@ -143,10 +143,7 @@ impl ServedRun {
             return open;
         }
         let Ok(volume) = held.volume() else { return OpenStep { held, known: None } };
-        let checkpoint = volume.engine().checkpoint();
-        let commits: Vec<String> = volume.plans().iter().map(|plan| identity::commit(checkpoint, plan)).collect();
-        let names = self.views.iter().map(|view| &*view.name);
-        let digest = identity::of_views(names.zip(commits.iter().map(String::as_str)));
+        let (commits, digest) = identity::of_volume(volume, self.views.iter().map(|view| &*view.name));
         let known = Arc::new(KnownStep { volume: Arc::downgrade(volume), commits, digest });
         self.remembered().put(held.version(), Arc::clone(&known));
         OpenStep { held, known: Some(known) }
@@ -214,6 +211,25 @@ impl ServedRun {
         opening
     }
 
+    /// Does what looks at several steps, anew if it fails while steps come or go.
+    ///
+    /// # Errors
+    /// The last one.
+    pub(super) fn unchanged<T>(&self, work: impl Fn() -> Result<T, NoNode>) -> Result<T, NoNode> {
+        let steps =
+            || -> Vec<Option<u64>> { self.run.steps().iter().map(|step| self.run.version(step.number)).collect() };
+        let mut before = steps();
+        for _ in 1..TRIES {
+            let done = work();
+            let after = steps();
+            if !matches!(done, Err(NoNode::Failed)) || before == after {
+                return done;
+            }
+            before = after;
+        }
+        work()
+    }
+
     /// A step that is shown, planned if it is not.
     pub(super) async fn step(self: &Arc<Self>, number: u64) -> Result<OpenStep, NoStep> {
         for _ in 0..TRIES {
@@ -259,6 +275,11 @@ impl ServedRun {
         self.fs.attr(Ino::ROOT).is_ok_and(|root| visitor.may_pass(&root))
     }
 
+    /// Whether a visitor may see which steps there are.
+    fn may_list(&self, visitor: Visitor) -> bool {
+        self.fs.attr(Ino::ROOT).is_ok_and(|root| visitor.may_list(&root))
+    }
+
     /// A repository at a revision: a step, the branch, which is the newest step, or a commit.
     ///
     /// # Errors
@@ -277,18 +298,21 @@ impl ServedRun {
         let number = if branch == BRANCH { self.run.latest() } else { step_number(branch) };
         let found = match number {
             Some(number) => self.step(number).await,
-            None if identity::is_commit(revision) => self.step_of_commit(place, revision).await,
+            None if identity::is_commit(revision) => self.step_of_commit(visitor, place, revision).await,
             None => Err(NoStep::Absent),
         };
         match found {
             Ok(open) => self.repository(&open, place),
-            Err(NoStep::Absent) => Err(NoRepository::Revision(self.revisions())),
+            Err(NoStep::Absent) => Err(NoRepository::Revision(self.revisions(visitor))),
             Err(NoStep::Failed(message)) => Err(NoRepository::Failed(message)),
         }
     }
 
     /// What there is in place of an unknown revision.
-    fn revisions(&self) -> String {
+    fn revisions(&self, visitor: Visitor) -> String {
+        if !self.may_list(visitor) {
+            return format!("there is {BRANCH}");
+        }
         match (self.run.steps().first(), self.run.latest()) {
             (Some(first), Some(latest)) if first.number != latest => {
                 format!("there is {BRANCH}, and the steps from {} to {latest}", first.number)
@@ -299,15 +323,21 @@ impl ServedRun {
     }
 
     /// The step whose view has a commit. A commit of before the server's start may be of any step, so those that are not known are
-    /// planned, from the newest on; each once.
-    async fn step_of_commit(self: &Arc<Self>, place: usize, commit: &str) -> Result<OpenStep, NoStep> {
+    /// planned, from the newest on; each once. For strangers only the newest is: a commit that nobody told them costs nothing.
+    async fn step_of_commit(
+        self: &Arc<Self>,
+        visitor: Visitor,
+        place: usize,
+        commit: &str,
+    ) -> Result<OpenStep, NoStep> {
         let has = |known: &KnownStep| known.commits.get(place).is_some_and(|known| known == commit);
         let found = self.remembered().iter().find(|(_, known)| has(known)).map(|(version, _)| *version);
         if let Some(version) = found {
             let open = self.version(version).await?;
             return if open.known.as_deref().is_some_and(has) { Ok(open) } else { Err(NoStep::Absent) };
         }
-        for step in self.run.steps().iter().rev() {
+        let most = if visitor == Visitor::Trusted { usize::MAX } else { 1 };
+        for step in self.run.steps().iter().rev().take(most) {
             let version = self.run.version(step.number);
             if version.is_none_or(|version| self.remembered().contains(&version)) {
                 continue;
@@ -328,7 +358,7 @@ impl ServedRun {
         visitor: Visitor,
         id: &str,
     ) -> Result<Vec<(u64, String)>, NoRepository> {
-        if !self.may_pass(visitor) {
+        if !self.may_list(visitor) {
             return Err(NoRepository::Denied);
         }
         let place = self.views.iter().position(|view| view.id == id).ok_or(NoRepository::Name)?;
@@ -336,7 +366,8 @@ impl ServedRun {
         for step in self.run.steps() {
             match self.step(step.number).await {
                 Ok(open) => {
-                    branches.extend(self.repository(&open, place).ok().map(|found| (step.number, found.commit)));
+                    let found = self.repository(&open, place).ok().filter(|found| found.is_open_to(visitor));
+                    branches.extend(found.map(|found| (step.number, found.commit)));
                 }
                 Err(NoStep::Absent) => {}
                 Err(NoStep::Failed(message)) => return Err(NoRepository::Failed(message)),

@@ -4,6 +4,7 @@ use std::{ops::ControlFlow, sync::Arc, time::SystemTime};
 
 use ckfs_image::OWN;
 use ckfs_service::{identity, steps::HeldStep};
+use ckfs_source::this_process;
 use ckfs_volume::{Attr, BUFFER_BYTES, FsError, Ino, NodeKind, Permission, Upkeep, Volume};
 
 use super::{gate::Visitor, reads::ServedReads};
@@ -18,6 +19,24 @@ pub(super) enum NoNode {
     Absent,
     /// The sources' permissions do not let this visitor read it.
     Denied,
+    /// Its step was deleted meanwhile, or its storage does not answer.
+    Failed,
+}
+
+impl From<FsError> for NoNode {
+    fn from(error: FsError) -> Self {
+        match error {
+            FsError::NotFound
+            | FsError::NotDirectory
+            | FsError::IsDirectory
+            | FsError::ReadOnly
+            | FsError::NoAttribute
+            | FsError::Unsupported
+            | FsError::Invalid
+            | FsError::NameTooLong => Self::Absent,
+            FsError::Io => Self::Failed,
+        }
+    }
 }
 
 /// A node that a path leads to.
@@ -78,12 +97,21 @@ impl ServedTree {
         Self { fs: Arc::clone(fs), reads: Arc::clone(reads), root, version }
     }
 
-    /// Finds a node below `from`. Links are followed, inside the volume. A path has no `.` and `..`, which the reader of paths
-    /// refuses.
+    /// Finds a node below `from` that the visitor may read. Links are followed, inside the volume. A path has no `.` and `..`, which
+    /// the reader of paths refuses.
     ///
     /// # Errors
     /// [`NoNode`].
     pub(super) fn find(&self, visitor: Visitor, from: &FoundNode, path: &[String]) -> Result<FoundNode, NoNode> {
+        self.reach(visitor, from, path)
+            .and_then(|node| if visitor.may_read(&node.attr) { Ok(node) } else { Err(NoNode::Denied) })
+    }
+
+    /// As [`ServedTree::find`], also of a node that the visitor may only reach.
+    ///
+    /// # Errors
+    /// [`NoNode`].
+    pub(super) fn reach(&self, visitor: Visitor, from: &FoundNode, path: &[String]) -> Result<FoundNode, NoNode> {
         let mut pending: Vec<String> = path.iter().rev().cloned().collect();
         let mut at: Vec<(String, Attr)> = Vec::new();
         let mut links = 0;
@@ -103,17 +131,7 @@ impl ServedTree {
             if !visitor.may_pass(&directory) {
                 return Err(NoNode::Denied);
             }
-            let attr = self.fs.lookup(directory.ino, name.as_bytes()).map_err(|error| match error {
-                FsError::NotFound
-                | FsError::NotDirectory
-                | FsError::IsDirectory
-                | FsError::ReadOnly
-                | FsError::NoAttribute
-                | FsError::Unsupported
-                | FsError::Invalid
-                | FsError::NameTooLong
-                | FsError::Io => NoNode::Absent,
-            })?;
+            let attr = self.fs.lookup(directory.ino, name.as_bytes())?;
             if attr.kind != NodeKind::Symlink {
                 at.push((name, attr));
                 continue;
@@ -122,30 +140,35 @@ impl ServedTree {
             if links > LINKS_MAX {
                 return Err(NoNode::Absent);
             }
-            let target = self.fs.read_link(attr.ino).map_err(|_| NoNode::Absent)?;
+            let target = self.fs.read_link(attr.ino)?;
             pending.extend(String::from_utf8_lossy(&target).split('/').rev().map(str::to_owned));
         }
         let attr = at.last().map_or(from.attr, |(_, attr)| *attr);
-        if !visitor.may_read(&attr) {
-            return Err(NoNode::Denied);
-        }
         let names = (!from.path.is_empty()).then_some(from.path.as_str()).into_iter();
         let names: Vec<&str> = names.chain(at.iter().map(|(name, _)| name.as_str())).collect();
         Ok(FoundNode { path: names.join("/"), attr })
+    }
+
+    /// Whether the step that the tree is of was deleted or written anew.
+    pub(super) fn is_gone(&self) -> bool {
+        self.fs.attr(self.root.attr.ino).is_err()
     }
 
     /// Up to `count` entries of a directory from entry number `from` on, and the number of the entry after them if there is one.
     /// Strangers do not see the mount's own directories, though these count.
     ///
     /// # Errors
-    /// The directory is of a step that was deleted, or whose storage does not answer.
+    /// [`NoNode`].
     pub(super) fn entries(
         &self,
         visitor: Visitor,
         directory: Ino,
         from: u64,
         count: usize,
-    ) -> Result<(Vec<ServedEntry>, Option<u64>), FsError> {
+    ) -> Result<(Vec<ServedEntry>, Option<u64>), NoNode> {
+        if visitor != Visitor::Trusted && !visitor.may_read(&self.fs.attr(directory)?) {
+            return Err(NoNode::Denied);
+        }
         let (mut entries, mut next, mut has_more) = (Vec::new(), from, false);
         self.fs.read_dir(directory, from, &mut |entry| {
             if entries.len() == count {
@@ -173,7 +196,10 @@ impl ServedTree {
                 (of_run.0.as_str(), of_run.1.is_live(node.attr.ino))
             }
         };
-        let tag = || format!("\"{}\"", identity::file_digest(digest, &node.path, node.attr.size_bytes));
+        // What is said of the mount depends on settings that the digest does not have.
+        let of_settings = if node.path.split('/').any(|name| name == OWN) { this_process() } else { "" };
+        let digest = format!("{digest}{of_settings}");
+        let tag = || format!("\"{}\"", identity::file_digest(&digest, &node.path, node.attr.size_bytes));
         (!is_live).then(tag)
     }
 }

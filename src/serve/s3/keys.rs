@@ -8,10 +8,13 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use ckfs_volume::{Attr, FsError, Ino, NodeKind};
+use ckfs_volume::{Attr, Ino, NodeKind};
 use lru::LruCache;
 
-use super::super::{gate::Visitor, tree::ServedTree};
+use super::super::{
+    gate::Visitor,
+    tree::{NoNode, ServedTree},
+};
 
 /// Entries of a directory that are read at once.
 const PART_ENTRIES: usize = 4096;
@@ -45,7 +48,7 @@ impl Default for SortedDirectories {
 }
 
 impl SortedDirectories {
-    fn of(&self, tree: &ServedTree, visitor: Visitor, directory: Ino) -> Result<Arc<[KeyEntry]>, FsError> {
+    fn of(&self, tree: &ServedTree, visitor: Visitor, directory: Ino) -> Result<Arc<[KeyEntry]>, NoNode> {
         let place = (directory, visitor == Visitor::Trusted);
         let known = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(entries) = known().get(&place) {
@@ -150,8 +153,8 @@ impl<'a> KeyLister<'a> {
     /// The list from a place on.
     ///
     /// # Errors
-    /// A directory is of a step that was deleted, or whose storage does not answer.
-    pub(super) fn list(&self, start: &ListStart) -> Result<ListedKeys, FsError> {
+    /// [`NoNode::Failed`]: a list without some of the keys would say that these are not there.
+    pub(super) fn list(&self, start: &ListStart) -> Result<ListedKeys, NoNode> {
         let mut listed = ListedKeys::default();
         if self.max > 0 {
             self.walk(Ino::ROOT, "", start, &mut listed)?;
@@ -160,9 +163,8 @@ impl<'a> KeyLister<'a> {
     }
 
     /// Adds the keys below a directory. Whether there is room for more.
-    fn walk(&self, directory: Ino, above: &str, start: &ListStart, listed: &mut ListedKeys) -> Result<bool, FsError> {
-        let readable = self.tree.fs.attr(directory).is_ok_and(|attr| self.visitor.may_read(&attr));
-        if !readable {
+    fn walk(&self, directory: Ino, above: &str, start: &ListStart, listed: &mut ListedKeys) -> Result<bool, NoNode> {
+        if !self.visitor.may_list(&self.tree.fs.attr(directory)?) {
             return Ok(true);
         }
         for entry in self.sorted.of(self.tree, self.visitor, directory)?.iter() {
@@ -171,7 +173,8 @@ impl<'a> KeyLister<'a> {
                 if !key.starts_with(self.prefix) || !is_after(&key, start) {
                     continue;
                 }
-                self.tree.fs.attr(entry.ino).is_ok_and(|attr| self.add(KeyRow::Object { key, attr }, listed))
+                let attr = self.tree.fs.attr(entry.ino)?;
+                self.add(KeyRow::Object { key, attr }, listed)
             } else if !has_more(&key, start) || !(key.starts_with(self.prefix) || self.prefix.starts_with(&key)) {
                 continue;
             } else if self.delimited && key.len() > self.prefix.len() {
@@ -190,8 +193,8 @@ impl<'a> KeyLister<'a> {
     }
 
     /// Whether there is a key below a directory: one of links only has none.
-    fn holds_keys(&self, directory: Ino) -> Result<bool, FsError> {
-        let readable = self.tree.fs.attr(directory).is_ok_and(|attr| self.visitor.may_read(&attr));
+    fn holds_keys(&self, directory: Ino) -> Result<bool, NoNode> {
+        let readable = self.visitor.may_list(&self.tree.fs.attr(directory)?);
         // A step that is not planned need not be for this: every step has files.
         if !readable || !self.tree.fs.is_fixed(directory) {
             return Ok(readable);

@@ -16,8 +16,11 @@ mod xml;
 
 use std::{net::IpAddr, sync::Arc, time::SystemTime};
 
-use ckfs_volume::{FsError, Ino, NodeKind};
-use http::{HeaderName, Method, Request, StatusCode, header::LAST_MODIFIED};
+use ckfs_volume::{Ino, NodeKind};
+use http::{
+    HeaderName, Method, Request, StatusCode,
+    header::{IF_MATCH, IF_RANGE, LAST_MODIFIED, RANGE},
+};
 use hyper::body::Incoming;
 use percent_encoding::percent_decode_str;
 
@@ -27,7 +30,8 @@ use super::{
     gate::{Gate, NoEntry, Visitor},
     path,
     served::{NoPlace, ServedPlace, ServedSource},
-    tree::{NoNode, ServedTree},
+    steps::{LATEST, ServedRun},
+    tree::{NoNode, ServedTree, TreeVersion},
 };
 use bucket::BUCKET;
 use keys::{KeyLister, ListStart, SortedDirectories};
@@ -172,19 +176,17 @@ impl BucketRouter {
         };
         let sorted = Arc::clone(&self.sorted);
         let listed = match &self.served {
-            ServedSource::Volume(_, tree) => {
-                list(tree, &sorted, visitor, &start, &shown).map_err(|error| error.to_string())
-            }
+            ServedSource::Volume(_, tree) => list(tree, &sorted, visitor, &start, &shown),
             // Steps are planned to tell their keys.
             ServedSource::Run(run) => {
                 let tree = run.root();
-                let listed = run.elsewhere(move |_| list(&tree, &sorted, visitor, &start, &shown)).await;
-                listed.map_err(|error| error.to_string()).and_then(|listed| listed.map_err(|error| error.to_string()))
+                let work = move |run: &ServedRun| run.unchanged(|| list(&tree, &sorted, visitor, &start, &shown));
+                run.elsewhere(work).await.unwrap_or(Err(NoNode::Failed))
             }
         };
-        listed.unwrap_or_else(|cause| {
-            let text = format!("the keys cannot be listed: {cause}");
-            xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", &text, path)
+        listed.unwrap_or_else(|_| {
+            let text = "the keys cannot be listed now: steps come and go, or storage gives no answer; the log of the server says more";
+            xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, path)
         })
     }
 
@@ -194,11 +196,16 @@ impl BucketRouter {
             let text = "the sources are not readable for all users";
             xml::error(StatusCode::FORBIDDEN, "AccessDenied", text, &key)
         };
+        let failed = || {
+            let text = "the object cannot be read now: its step was deleted, or its storage gives no answer";
+            xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, &key)
+        };
         let (tree, rest) = match self.served.place(visitor, names).await {
             Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
             Ok(ServedPlace::Text(text)) => return file_reply::of_text(names, &text),
             Err(NoPlace::Node(NoNode::Absent)) => return no_key(&key),
             Err(NoPlace::Node(NoNode::Denied)) => return denied(),
+            Err(NoPlace::Node(NoNode::Failed)) => return failed(),
             Err(NoPlace::Failed(cause)) => {
                 return xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", &cause, &key);
             }
@@ -207,7 +214,19 @@ impl BucketRouter {
             Ok(node) if node.attr.kind == NodeKind::File => node,
             Ok(_) | Err(NoNode::Absent) => return no_key(&key),
             Err(NoNode::Denied) => return denied(),
+            Err(NoNode::Failed) => return failed(),
         };
+        if let (TreeVersion::Step { held, .. }, Some((LATEST, below))) = (&tree.version, key.split_once('/'))
+            && headers.contains_key(RANGE)
+            && !headers.contains_key(IF_MATCH)
+            && !headers.contains_key(IF_RANGE)
+        {
+            let (number, etag) = (held.number(), tree.etag(&node).unwrap_or_default());
+            let text = format!(
+                "{key} leads to another step when one comes, and parts of two would not fit: ask for {number}/{below}, or send If-Match: {etag}"
+            );
+            return xml::error(StatusCode::BAD_REQUEST, "InvalidRequest", &text, &key);
+        }
         let asked = AskedFile { reads: &tree.reads, node: &node, etag: tree.etag(&node) };
         let reply = file_reply::of_file(asked, method, headers).await;
         let code = match reply.status() {
@@ -236,7 +255,7 @@ fn list(
     visitor: Visitor,
     start: &ListStart,
     shown: &xml::ShownList,
-) -> Result<Reply, FsError> {
+) -> Result<Reply, NoNode> {
     let lister = KeyLister::new(tree, sorted, visitor, &shown.prefix, shown.delimited, shown.max.min(KEYS_MAX));
     Ok(xml::list(tree, &lister.list(start)?, shown))
 }
