@@ -320,7 +320,7 @@ pub trait FileSystem: Send + Sync + 'static {
         self.open(ino)
     }
 
-    /// Length in bytes of an open file: where its content is made at each open, of what was made for this one.
+    /// Length in bytes of an open file: where its content is generated for each reader, of what this one was read from.
     ///
     /// # Errors
     /// As [`FileSystem::attr`]; [`FsError::Invalid`] if it is not open.

@@ -6,6 +6,7 @@ mod as_part;
 mod exposition;
 mod file_system;
 pub mod health;
+mod live_reads;
 mod materialize;
 mod metric_text;
 pub mod metrics;
@@ -28,6 +29,7 @@ pub use file_system::{
     OpenedFile, StatFs,
 };
 pub use health::{HealthProblem, ProblemKind, VolumeHealth};
+pub use live_reads::LiveReads;
 pub use materialize::{BundleSizes, Policy};
 pub use metric_text::{MetricText, label};
 pub use metrics::{Metrics, RequestKind};

@@ -1,6 +1,6 @@
 //! The nodes of a volume: names, attributes and contents.
 
-use std::ops::ControlFlow;
+use std::{ops::ControlFlow, sync::Arc};
 
 use ckfs_image::{FileContent, FileImage, SubtreeNode};
 use ckfs_source::{FileId, permission::Permission};
@@ -63,11 +63,7 @@ impl Volume {
                 FixedKind::Directory { .. } => return Err(FsError::IsDirectory),
                 FixedKind::Symlink(_) => return Err(FsError::Invalid),
                 FixedKind::File(node) => node.file.open(),
-                FixedKind::Live(Live::Stats) => Ok(FileContent::Bytes(self.reported().stats(self.stats_bytes).into())),
-                FixedKind::Live(Live::Metrics) => {
-                    let text = exposition::metrics(&self.reported());
-                    Ok(FileContent::Bytes(text.into()))
-                }
+                FixedKind::Live(live) => Ok(FileContent::Bytes(self.live_content(*live))),
             },
         };
         content.map_err(|error| {
@@ -75,6 +71,14 @@ impl Volume {
             self.health().note(ProblemKind::FailedOpen, &self.path_of(ino), &error.to_string());
             FsError::Io
         })
+    }
+
+    /// The present content of a file that is generated for its readers.
+    pub(super) fn live_content(&self, live: Live) -> Arc<[u8]> {
+        match live {
+            Live::Stats => self.reported().stats(self.stats_bytes).into(),
+            Live::Metrics => exposition::metrics(&self.reported()).into(),
+        }
     }
 
     fn fixed_attr(&self, ino: Ino, fixed: &FixedNode) -> Attr {

@@ -7,7 +7,7 @@ use ckfs_read::PreparedFile;
 use ckfs_source::FileId;
 use lru::LruCache;
 
-use super::{Ino, materialize::FileEntry};
+use super::{Ino, materialize::FileEntry, tree::Live};
 
 /// Most segments of closed files that stay cached with their tilings and tiles.
 const REMEMBERED_SEGMENTS_MAX: usize = 200_000;
@@ -20,6 +20,7 @@ pub(super) enum Open {
     Original(FileId),
     Bytes(Arc<[u8]>),
     Generated(Arc<GeneratedFile>),
+    Live(Live),
     /// A file of tensors, and its entry if it may be materialized.
     Image(Arc<PreparedFile>, Option<Arc<FileEntry>>),
 }

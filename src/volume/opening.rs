@@ -16,7 +16,7 @@ use super::{
     health::ProblemKind,
     materialize::{BYTES_MIN, FileClass, FileEntry, Materializer, When},
     open_files::Open,
-    tree::{FixedKind, FixedNode, TreeNode},
+    tree::{FixedKind, FixedNode, Live, TreeNode},
     upkeep::{NoPassthrough, WhenMaterialized},
     volume::Volume,
 };
@@ -160,7 +160,9 @@ impl Volume {
             let entry = self.hold(ino, &file, may_begin && !once);
             Open::Image(file, entry)
         };
-        let open = if let Some(file) = self.remembered(ino) {
+        let open = if let Some(live) = self.live(ino) {
+            Open::Live(live)
+        } else if let Some(file) = self.remembered(ino) {
             image(file)
         } else {
             match self.content(ino)? {
@@ -180,7 +182,7 @@ impl Volume {
                 self.watched.note_in_use(&[*file]);
                 backing.map_or(Access::Cached, Access::Passthrough)
             }
-            Open::Bytes(_) if self.is_live(ino) => Access::Direct,
+            Open::Live(_) => Access::Direct,
             Open::Image(file, _) if self.direct.accepts(file.name()) => Access::Direct,
             Open::Image(_, Some(entry)) => entry.access(),
             Open::Image(_, None) if once => Access::Once,
@@ -191,16 +193,23 @@ impl Volume {
         Ok(OpenedFile { handle: Handle(handle), access })
     }
 
-    /// Whether a file's content is generated at each open: it has no version.
+    fn live(&self, ino: Ino) -> Option<Live> {
+        match self.tree.node(ino)? {
+            TreeNode::Fixed(FixedNode { kind: FixedKind::Live(live), .. }) => Some(*live),
+            TreeNode::Fixed(_) | TreeNode::InSubtree(..) => None,
+        }
+    }
+
+    /// Whether a file's content is generated for each reader: it has no version.
     pub fn is_live(&self, ino: Ino) -> bool {
-        matches!(self.tree.node(ino), Some(TreeNode::Fixed(FixedNode { kind: FixedKind::Live(_), .. })))
+        self.live(ino).is_some()
     }
 
     fn check(&self, ino: Ino, open: &Open) -> Result<(), FsError> {
         let checked = match open {
             Open::Original(file) => self.engine.check_original(*file),
             Open::Image(file, _) => self.engine.check(file),
-            Open::Bytes(_) | Open::Generated(_) => Ok(()),
+            Open::Bytes(_) | Open::Generated(_) | Open::Live(_) => Ok(()),
         };
         // The source has logged the change.
         checked.map_err(|error| {
@@ -221,10 +230,14 @@ impl Volume {
         reply: &mut dyn FnMut(Served<'_>) -> Replied,
     ) -> Result<Replied, ReadFailure<FsError>> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
+        let mut part = |bytes: &[u8]| {
+            let start = to_usize(offset).min(bytes.len());
+            Ok(reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())])))
+        };
         let read = match open.ok_or(FsError::Invalid)? {
-            Open::Bytes(bytes) => {
-                let start = to_usize(offset).min(bytes.len());
-                return Ok(reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())])));
+            Open::Bytes(bytes) => return part(&bytes),
+            Open::Live(live) => {
+                return part(&self.live_reads.content(handle, offset, || self.live_content(live))?);
             }
             Open::Generated(rows) => return Ok(reply(Served::Memory(&rows.read(offset, len)))),
             Open::Original(file) => self.engine.read_original(file, offset, len, reply),
@@ -246,12 +259,16 @@ impl Volume {
         target: &mut [u8],
     ) -> Result<(), FsError> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
+        let mut part = |bytes: &[u8]| {
+            let start = to_usize(offset);
+            let found = bytes.get(start..start.saturating_add(target.len())).ok_or(FsError::Invalid)?;
+            target.copy_from_slice(found);
+            Ok(())
+        };
         let read = match open.ok_or(FsError::Invalid)? {
-            Open::Bytes(bytes) => {
-                let start = to_usize(offset);
-                let found = bytes.get(start..start.saturating_add(target.len())).ok_or(FsError::Invalid)?;
-                target.copy_from_slice(found);
-                return Ok(());
+            Open::Bytes(bytes) => return part(&bytes),
+            Open::Live(live) => {
+                return part(&self.live_reads.content(handle, offset, || self.live_content(live))?);
             }
             Open::Generated(rows) => {
                 let found = rows.read(offset, target.len());
@@ -302,8 +319,10 @@ impl Volume {
 
     pub(super) fn close(&self, ino: Ino, handle: Handle) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
-        if let (Some(materializer), Some(Open::Image(file, Some(entry)))) = (&self.materializer, open) {
-            materializer.close(ino, &entry, &file);
+        match (&self.materializer, open) {
+            (Some(materializer), Some(Open::Image(file, Some(entry)))) => materializer.close(ino, &entry, &file),
+            (_, Some(Open::Live(_))) => self.live_reads.close(handle),
+            (_, _) => {}
         }
     }
 }

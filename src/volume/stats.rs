@@ -1,6 +1,6 @@
 //! `.ckfs/stats.json` and `.ckfs/metrics`.
 //!
-//! Both are generated at each open and padded to a length that is fixed at mount. Their size is thus exact although their
+//! Both are generated for each reader and padded to a length that is fixed at mount. Their size is thus exact although their
 //! content changes: JSON has white space at its end, the metrics have spaces within a help line (see
 //! [`super::exposition`]).
 

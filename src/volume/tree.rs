@@ -33,7 +33,7 @@ pub(super) enum FixedKind {
     },
     /// A file of a view, or of the mount.
     File(FileNode),
-    /// A file whose content is generated at each open.
+    /// A file whose content is generated for each reader.
     Live(Live),
     /// A symbolic link.
     Symlink(Box<str>),
@@ -110,7 +110,7 @@ impl TreeBuilder {
         self.entries.insert(name.to_owned(), BuilderChild::File(FixedKind::File(file)));
     }
 
-    /// Adds a file whose content is generated at each open.
+    /// Adds a file whose content is generated for each reader.
     pub(super) fn live(&mut self, name: &str, live: Live) {
         self.entries.insert(name.to_owned(), BuilderChild::File(FixedKind::Live(live)));
     }

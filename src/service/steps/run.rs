@@ -1,7 +1,7 @@
 //! A run with what its steps share.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     fs,
     io::{self, Write},
     ops::Deref,
@@ -18,7 +18,9 @@ use ckfs_config::{Config, Steps};
 use ckfs_host::budget::Budget;
 use ckfs_read::EngineRooms;
 use ckfs_source::{RootDir, WaitRegistry, permission::DirectoryRules, private_directory};
-use ckfs_volume::{FsError, Metrics, Mounter, OnChange, Overrides, Permission, Volume, directory_permission};
+use ckfs_volume::{
+    FsError, LiveReads, Metrics, Mounter, OnChange, Overrides, Permission, Volume, directory_permission,
+};
 use serde_json::{Map, Value};
 
 use super::{
@@ -74,7 +76,7 @@ pub struct RunState {
     pub(super) counts: RunCounts,
     /// Numbers of volumes that are gone.
     pub(super) retired: Mutex<Map<String, Value>>,
-    pub(super) own_files: Mutex<HashMap<u64, Arc<[u8]>>>,
+    pub(super) own_reads: LiveReads,
     pub(super) next_own: AtomicU64,
     pub(super) hook: Mutex<Option<Hook>>,
     pub(super) looking_failed: Mutex<Option<String>>,
@@ -155,7 +157,7 @@ impl Run {
             modified: RwLock::new(SystemTime::now()),
             counts: RunCounts::default(),
             retired: Mutex::default(),
-            own_files: Mutex::default(),
+            own_reads: LiveReads::default(),
             next_own: AtomicU64::new(1),
             hook: Mutex::default(),
             looking_failed: Mutex::default(),

@@ -14,7 +14,7 @@ use ckfs_volume::{
 
 use super::{
     failed::FailedStep,
-    run::{Run, RunState, lock},
+    run::{Run, RunState},
     slot::{INNER_BITS, Slot, StepContent, split},
 };
 
@@ -119,17 +119,9 @@ impl RunState {
         }
     }
 
-    fn open_own(&self, file: OwnFile) -> OpenedFile {
-        let bytes = self.own_bytes(file);
+    fn open_own(&self) -> OpenedFile {
         let handle = self.next_own.fetch_add(1, Ordering::Relaxed) % (1 << INNER_BITS);
-        lock(&self.own_files).insert(handle, bytes);
         OpenedFile { handle: Handle(handle), access: Access::Direct }
-    }
-
-    /// The bytes of an open file of the run's own.
-    fn own_open(&self, handle: Handle) -> Result<Arc<[u8]>, FsError> {
-        let files = lock(&self.own_files);
-        files.get(&handle.0).cloned().ok_or(FsError::Invalid)
     }
 }
 
@@ -155,7 +147,7 @@ impl Run {
         match self.node(ino)? {
             NodeOf::Root | NodeOf::Own => Err(FsError::IsDirectory),
             NodeOf::Latest => Err(FsError::Invalid),
-            NodeOf::OwnFile(file) => Ok(self.open_own(file)),
+            NodeOf::OwnFile(_) => Ok(self.open_own()),
             NodeOf::InStep(slot, inner) => self.open_in_step(&slot, inner, |volume| open(volume, inner)),
         }
     }
@@ -338,7 +330,6 @@ impl Nodes for RunNodes<'_> {
 }
 
 /// A run that is served.
-#[derive(Debug)]
 pub(super) struct RunTree(pub(super) Arc<Run>);
 
 impl FileSystem for RunTree {
@@ -378,7 +369,7 @@ impl FileSystem for RunTree {
 
     fn open_len_bytes(&self, ino: Ino, handle: Handle) -> Result<u64, FsError> {
         match self.0.node(ino)? {
-            NodeOf::OwnFile(_) => Ok(self.0.own_open(handle)?.len() as u64),
+            NodeOf::OwnFile(_) => self.0.own_reads.len_bytes(handle).ok_or(FsError::Invalid),
             NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
                 StepContent::Volume(volume) => volume.open_len_bytes(inner, Handle(split(handle.0).1)),
                 StepContent::Failed(failed) => Ok(failed.text().len() as u64),
@@ -400,7 +391,7 @@ impl FileSystem for RunTree {
             Ok(reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())])))
         };
         match self.0.node(ino)? {
-            NodeOf::OwnFile(_) => part(&self.0.own_open(handle)?),
+            NodeOf::OwnFile(file) => part(&self.0.own_reads.content(handle, offset, || self.0.own_bytes(file))?),
             NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
                 StepContent::Volume(volume) => volume.read(inner, Handle(split(handle.0).1), offset, len, reply),
                 StepContent::Failed(failed) => part(failed.text()),
@@ -412,7 +403,7 @@ impl FileSystem for RunTree {
     fn release(&self, ino: Ino, handle: Handle) {
         let (index, inner) = split(ino.0);
         if index == 0 {
-            lock(&self.0.own_files).remove(&handle.0);
+            self.0.own_reads.close(handle);
         } else if let Some(volume) = self.0.slots.get(index).and_then(|slot| slot.volume()) {
             volume.release(Ino(inner), Handle(split(handle.0).1));
         }
