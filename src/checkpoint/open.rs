@@ -237,6 +237,9 @@ fn open_folder(
         Some((name, text)) => {
             let parsed = Index::parse(text);
             let index = parsed.map_err(|error| safetensors::unusable(&folder, name.clone(), json::fault(&error)))?;
+            if let Some(message) = index.metadata.as_ref().and_then(safetensors::delta) {
+                return Err(safetensors::unusable(&folder, name.clone(), message));
+            }
             Some((name.as_str(), index))
         }
         None => None,

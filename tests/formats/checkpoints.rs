@@ -209,6 +209,30 @@ fn a_single_file_goes_before_an_index() {
 }
 
 #[test]
+fn a_published_weight_delta_is_no_model() {
+    let file = "model-00000-of-00001.safetensors";
+    let rows: [Tensor<'_>; 1] = [("model.norm.weight", DType::U8, &[8])];
+    let mut bytes = write_header(rows, &[("model.norm.weight", "9d3f")], DATA_ALIGNMENT).unwrap().bytes;
+    bytes.extend([0; 8]);
+    let repo = Repo::new();
+    fs::write(repo.path(file), &bytes).unwrap();
+    let said = repo.problems().join(" ");
+    assert!(said.starts_with(&format!("{file}: compressed differences from another version's weights")), "{said}");
+    let alone = Checkpoint::open(repo.path(file).to_str().unwrap(), &OpenOptions::default()).unwrap_err();
+    assert!(alone.to_string().contains("a published weight delta"), "{alone}");
+    let metadata = json!({"version": "000002", "base_version": "000001", "delta_encoding": "xor"});
+    let index = json!({"metadata": metadata, "weight_map": {"model.norm.weight": file}});
+    let said = repo.text("model.safetensors.index.json", &index.to_string()).problems().join(" ");
+    let expected = "a published weight delta (delta_encoding \"xor\"): version \"000002\" as compressed differences from version \"000001\"";
+    assert!(said.contains(expected), "{said}");
+    // A tensor of bytes whose file has metadata is one.
+    let bytes = write_header(rows, &[("format", "pt")], DATA_ALIGNMENT).unwrap().bytes;
+    let plain = Repo::new();
+    fs::write(plain.path("model.safetensors"), [bytes, vec![0; 8]].concat()).unwrap();
+    assert_eq!(names(&plain.open()), ["model.norm.weight"]);
+}
+
+#[test]
 fn other_indexes() {
     let index = json!({"weight_map": {"a": "m.safetensors"}}).to_string();
     let repo = Repo::new().weights("m.safetensors", &[("a", W, &[1])]).text("m.safetensors.index.json", &index);

@@ -6,7 +6,9 @@ of every scheme, whose values the reference knows; the mounts of them.
 
 import dataclasses
 import json
+import inspect
 import shutil
+import tomllib
 from pathlib import Path
 
 import ml_dtypes
@@ -486,3 +488,16 @@ def test_a_shard_fetches_its_codes_and_scales(base, own, scheme, mesh, materiali
         for device in range(4):
             (mounted / f"dev{device}/{decoded}").read_bytes()
     assert least <= sum(mounted.stats()["bytes_fetched"].values()) <= 1.02 * most
+
+
+def test_every_member_of_the_libraries_is_followed_or_stops_what_would_lose_it():
+    import compressed_tensors.quantization
+    import transformers.utils.quantization_config as theirs
+
+    lists = tomllib.loads((mounting.ROOT / "src/checkpoint/scheme/members.toml").read_text())
+    members = set(compressed_tensors.quantization.QuantizationConfig.model_fields)
+    for name, kind in vars(theirs).items():
+        if inspect.isclass(kind) and name.endswith("Config"):
+            members |= set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
+    assert len(members) > 100
+    assert members - {*lists["known"], *lists["not_followed"], *lists["assumed"]} == set()

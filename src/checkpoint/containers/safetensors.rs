@@ -1,11 +1,13 @@
 //! Safetensors files: a Hugging Face repository, a single file, or the files of a directory of
 //! `torch.distributed.checkpoint`, whose headers say where their tensors are in the whole ones.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use ckfs_format::safetensors::Header;
+use ckfs_format::safetensors::{Header, HeaderTensor};
 use ckfs_source::{Duplicates, FileId};
+use ckfs_tensor::DType;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use serde_json::Value;
 
 use super::super::{
     choose::{
@@ -40,6 +42,26 @@ pub(crate) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)
 pub(crate) fn unusable(folder: &Folder, file: String, message: String) -> CheckpointError {
     let problems = vec![Problem::Json { file, message }];
     CheckpointError::Problems { label: folder.located.label.clone(), problems, more: 0 }
+}
+
+/// What an index says whose files hold differences from another version's weights, each tensor a compressed text of bytes.
+pub(crate) fn delta(metadata: &Value) -> Option<String> {
+    let encoding = metadata.get("delta_encoding").filter(|encoding| !encoding.is_null())?;
+    let version = |key: &str| metadata.get(key).map_or_else(|| "(not named)".to_owned(), Value::to_string);
+    let (version, base) = (version("version"), version("base_version"));
+    Some(format!(
+        "a published weight delta (delta_encoding {encoding}): version {version} as compressed differences from version {base}, and no \
+         weights; expected a whole repository: give one that was published whole, or let the program that wrote this one apply it to its base"
+    ))
+}
+
+/// Whether a file holds differences: bytes, each tensor with the digest of what it becomes.
+fn is_delta(header: &Header) -> bool {
+    let digests: HashSet<&str> = header.metadata().iter().map(|(name, _)| name.as_str()).collect();
+    let is_difference = |tensor: HeaderTensor<'_>| {
+        (tensor.dtype, tensor.shape.len()) == (DType::U8, 1) && digests.contains(tensor.name)
+    };
+    header.tensors().len() > 0 && header.tensors().all(is_difference)
 }
 
 /// Chooses the weight files. Returns the index if it decides them.
@@ -100,6 +122,11 @@ pub(crate) fn read(
                 });
             }
         }
+    }
+    for (id, _) in headers.iter().filter(|(_, header)| is_delta(header)) {
+        let message = "compressed differences from another version's weights, with the digests of what they become: a published weight \
+                       delta, and no weights; expected a whole repository";
+        problems.push(Problem::Container { file: files.path(*id).to_owned(), message: message.to_owned() });
     }
     let file_metadata = headers.iter().map(|(id, header)| (*id, header.metadata().to_vec()));
     let file_metadata: BTreeMap<_, _> = file_metadata.filter(|(_, metadata)| !metadata.is_empty()).collect();

@@ -58,6 +58,7 @@ mod comfy;
 mod findings;
 mod gptq;
 mod listed;
+mod members;
 mod mlx;
 mod mx;
 mod mxfp4;
@@ -111,6 +112,9 @@ pub(super) fn find(stored: &Stored<'_>, problems: &mut Problems) -> Found {
             let method = format!("modules that {entry:?} leaves out, an expression that cannot be used here");
             found.unsupported(&method, None);
         }
+    }
+    if let Some(method) = members::not_followed(stored).filter(|_| found.has_tensors() || found.is_empty()) {
+        found.unsupported(&method, None);
     }
     found.set_stale(stale(stored).filter(|_| found.is_empty()));
     found.finish()

@@ -317,11 +317,6 @@ impl<'a> Groups<'a> {
         {
             return Method::Unknown(format!("compressed-tensors {sparse}"));
         }
-        // Weights that were rotated are not those of a model without the rotations of its activations.
-        let rotations = config.get("transform_config").and_then(|of| of.get("config_groups"));
-        if rotations.and_then(Json::as_object).is_some_and(|groups| !groups.is_empty()) {
-            return Method::Unknown("compressed-tensors with transform_config".to_owned());
-        }
         let global = text(config, "format").unwrap_or("without a format");
         let (ignored, broken) = Ignored::of(texts(config, "ignore"));
         let (told, targets) = (Vec::new(), Names::new());

@@ -152,8 +152,12 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let decoded = decoded(original, decodes(options, layout_request(options)), &raw)?;
         let wanted = builder.select(decoded.as_ref().unwrap_or(original))?;
         let chosen = builder.choose(&wanted)?;
-        if values::converts(chosen.request, &options.casts) {
-            let problems = values::unsupported(original, wanted.part());
+        // A layout of the user's file has no configuration: what that says of all weights would be lost.
+        let (converts, loses) =
+            (values::converts(chosen.request, &options.casts), matches!(options.layout, Layout::File(_)));
+        if converts || loses {
+            let mut problems = values::unsupported(original, wanted.part());
+            problems.retain(|problem| converts || matches!(problem, Problem::Quantization { tensors: 0, .. }));
             if !problems.is_empty() {
                 return Err(PlanError { problems });
             }

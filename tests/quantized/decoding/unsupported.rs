@@ -1,9 +1,11 @@
 //! What no scheme decodes is refused by name wherever floats are needed, also where it is only a part of the repository.
 
 use ckfs::{
-    plan::{CastRule, Dequantize, Pattern, Plan, ViewOptions},
+    config::Quantize,
+    plan::{CastRule, Dequantize, HfContent, Pattern, Plan, ViewOptions},
     tensor::DType,
 };
+use serde_json::json;
 
 use super::{
     models::{self, Dress},
@@ -61,5 +63,46 @@ fn every_way_is_named_at_once() {
         "down_proj.weight and 1 more: quantized as ModelOpt W4A8_MXFP4_FP8",
     ] {
         assert!(error.to_string().contains(expected), "expected {expected:?} in {error}");
+    }
+}
+
+/// Weights may need something at run time, plain ones too: what says so is not left behind.
+#[test]
+fn a_member_that_nothing_acts_upon_stops_what_would_lose_it() {
+    let with = |key: &str, value: &serde_json::Value, is_plain: bool| {
+        let mut llama = models::llama("", Dress::Int4);
+        llama.quantization[key] = value.clone();
+        if is_plain {
+            llama.config["quantization_config"] = llama.quantization.clone();
+            return llama.open_decoded();
+        }
+        llama.open_stored()
+    };
+    let apply = json!([{"targets": ["re:.*down_proj$"], "location": "input"}]);
+    let rotated = json!({"config_groups": {"R4": {"type": "hadamard", "apply": apply}}});
+    let pruned = json!({"method": "prune"});
+    let lost = [("transform_config", &rotated), ("moe_sparsity_config", &pruned), ("newer", &json!(1))];
+    for (key, value, is_plain) in lost.into_iter().flat_map(|(key, value)| [(key, value, true), (key, value, false)]) {
+        let opened = with(key, value, is_plain);
+        let wishes = [
+            ViewOptions { dtype: Some(DType::F32), ..options("hf", "") },
+            ViewOptions { dequantize: Some(Dequantize::Own), ..options("canonical", "") },
+            ViewOptions { quantize: Some(Quantize::Fp8Channel), ..options("hf", "") },
+            options("vllm", ""),
+            options("maxtext", ""),
+        ];
+        for options in wishes {
+            let error = Plan::build(&opened.checkpoint, &options).unwrap_err().to_string();
+            let expected =
+                format!("config.json: quantized as compressed-tensors with {key}, which ckfs does not decode");
+            assert!(error.contains(&expected), "expected {expected:?} in {error}");
+        }
+        let plan = opened.plan(&options("hf", ""));
+        assert!(plan.hf.iter().all(|file| matches!(file.content, HfContent::Original(_))), "{key} {is_plain}");
+    }
+    let nothing = json!({"config_groups": {}});
+    for (key, value) in [("transform_config", &nothing), ("newer", &json!(null)), ("version", &json!("1"))] {
+        assert!(with(key, value, false).checkpoint.quantized().unsupported.is_empty(), "{key}");
+        assert!(with(key, value, true).checkpoint.quantized().stale.is_some(), "{key}");
     }
 }
