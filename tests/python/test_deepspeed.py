@@ -173,6 +173,32 @@ def test_models_that_are_split_otherwise_are_refused(saved, tmp_path):
     assert "split over ranks (mp_rank_01)" in refused(copy)
     (tag / "mp_rank_01_model_states.pt").rename(tag / "layer_01-model_00-model_states.pt")
     assert "stages of a pipeline or experts" in refused(copy)
+    # The files of the other rank are not there at all: the model states count them.
+    model = torch.load(tag / "layer_01-model_00-model_states.pt", weights_only=False)
+    (tag / "layer_01-model_00-model_states.pt").unlink()
+    torch.save(model | {"mp_world_size": 2}, tag / "mp_rank_00_model_states.pt")
+    assert "split over ranks (mp_world_size)" in refused(copy)
+
+
+def test_files_of_two_saves_in_one_directory_are_refused(saved, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved((2, 2, "bf16")), copy)
+    tag = copy / (copy / "latest").read_text()
+    own, other = tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copy(own, other)
+    said = refused(copy)
+    assert f"{other.name}: of the same rank as" in said and own.name in said
+    other.unlink()
+    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    assert "of the same rank as" in refused(copy)
+    (tag / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    # An end of parameters beyond all numbers.
+    for path in tag.glob("*_optim_states.pt"):
+        optimizer = torch.load(path, weights_only=False)
+        state = optimizer["optimizer_state_dict"]
+        state["param_alignment_paddings"] = [[2**64 - 1 for _ in group] for group in state["param_alignment_paddings"]]
+        torch.save(optimizer, path)
+    assert "elements on all ranks, and parameter" in refused(copy)
 
 
 def test_classes_of_a_client_are_refused_by_name(saved, tmp_path):

@@ -271,6 +271,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
     };
     let mut zero = Zero { files, models: BTreeMap::new(), optimizers: BTreeMap::new(), parameters: BTreeMap::new() };
     let mut failed = false;
+    let mut again: Vec<(FileId, FileId)> = Vec::new();
     for ((id, kind, parameter), said) in
         kinds.iter().zip(archive::read_opened(files.source, &items, zero::is_allowed, &interpret))
     {
@@ -278,11 +279,14 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
             (Ok(Said::Parameter(saved)), _, Some(name)) => {
                 zero.parameters.insert((*name).to_owned(), Whole { file: *id, saved });
             }
-            (Ok(Said::Model(file)), Some(ZeroFile::Model(rank, _)), _) => {
-                zero.models.insert(rank.unwrap_or(0), (*id, file));
+            // Beside the whole parameters of a universal checkpoint, other ranks of tensor parallelism say nothing more.
+            (Ok(Said::Model(file)), Some(ZeroFile::Model(rank, 0)), _) => {
+                let of = zero.models.insert(rank.unwrap_or(0), (*id, file));
+                again.extend(of.map(|(other, _)| (other, *id)));
             }
-            (Ok(Said::Optimizer(states, flat)), Some(ZeroFile::Optimizer(rank, _)), _) => {
-                zero.optimizers.insert(*rank, (*id, states, flat));
+            (Ok(Said::Optimizer(states, flat)), Some(ZeroFile::Optimizer(rank, 0)), _) => {
+                let of = zero.optimizers.insert(*rank, (*id, states, flat));
+                again.extend(of.map(|(other, ..)| (other, *id)));
             }
             (Ok(_), ..) => {}
             (Err(message), ..) => {
@@ -290,6 +294,14 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
                 problems.push(Problem::Container { file: files.path(*id).to_owned(), message });
             }
         }
+    }
+    for (other, id) in again {
+        failed = true;
+        let message = format!(
+            "of the same rank as {}: files of two saves, or of two stages of ZeRO, in one directory; leave those of one save in it",
+            files.path(other)
+        );
+        problems.push(Problem::Container { file: files.path(id).to_owned(), message });
     }
     let listed = files.files.iter().filter_map(|listed| ZeroFile::of(&listed.path, below));
     let checked = if failed { return contents } else { zero.check(listed) };
@@ -353,6 +365,10 @@ impl Zero<'_> {
             let message = "expected the model states of rank 0, which name the parameters: the save did not finish, or not all files were copied";
             return Err(("*_model_states.pt".to_owned(), message.to_owned()));
         };
+        if self.parameters.is_empty() && model.states.tensor_ranks.is_some_and(|ranks| ranks > 1) {
+            let message = "a model that is split over ranks (mp_world_size), by what is in no file: ds_to_universal.py puts it together";
+            return Err((self.path(*first), message.to_owned()));
+        }
         for (file, other) in self.models.values() {
             if other.states.steps != model.states.steps {
                 let (left, right) = (model.states.steps, other.states.steps);
@@ -507,12 +523,13 @@ impl Zero<'_> {
                     let (name, has) = (&shaped.0, flat.len);
                     let message = format!(
                         "group {number} has {has} elements on all ranks, and parameter {name:?} needs those from {at} to {}",
-                        at + count
+                        at.saturating_add(count)
                     );
                     return Err((self.path(*first), message));
                 }
                 self.add(shaped, dtype, &flat.parts(at, count, dtype.element_bytes().unwrap_or(1)), tensors)?;
-                at += count + paddings.map_or(0, |paddings| paddings[place]);
+                // Paddings of any size are in the file: an end beyond all numbers is beyond the partitions, too.
+                at = at.saturating_add(count).saturating_add(paddings.map_or(0, |paddings| paddings[place]));
             }
             if at.div_ceil(align) != flat.len.div_ceil(align) {
                 let message = format!(
