@@ -4,16 +4,16 @@
 //! sum is multiplied by the factor; the product is added to the weight. Each of these operations rounds to f32, and the result is
 //! rounded once to the type in which it is shown. [`Merge::view`] is the only place that says so.
 
-use ckfs_tensor::{DType, Keep, SourceTensor, TensorId, View, ViewError};
+use ckfs_tensor::{DType, Keep, TensorId, View, ViewError};
 use hashbrown::{HashMap, HashSet};
 
 /// A product of two matrices and a number.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct ScaledProduct {
-    /// The left factor, `B`: `[out, rank]`.
-    pub left: SourceTensor,
-    /// The right factor, `A`: `[rank, in]`.
-    pub right: SourceTensor,
+    /// The left factor, `B`: `[out, rank]`, as it is stored.
+    pub left: View,
+    /// The right factor, `A`: `[rank, in]`, as it is stored.
+    pub right: View,
     /// The number.
     pub factor: f32,
     /// Whether the weight is `[in, out]`.
@@ -21,10 +21,10 @@ pub struct ScaledProduct {
 }
 
 /// What an adapter makes of one tensor.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct Merge {
-    /// The adapter's tensor that replaces it.
-    pub replaced_by: Option<SourceTensor>,
+    /// The adapter's tensor that replaces it, as it is stored.
+    pub replaced_by: Option<View>,
     /// What is added to it.
     pub added: Option<ScaledProduct>,
 }
@@ -35,9 +35,9 @@ impl Merge {
     /// # Errors
     /// [`ViewError`] if the shapes do not fit, or something is not stored as floats.
     pub fn view(&self, base: View, dtype: DType) -> Result<View, ViewError> {
-        let base = self.replaced_by.clone().map_or(base, View::source);
+        let base = self.replaced_by.clone().unwrap_or(base);
         let Some(ScaledProduct { left, right, factor, is_transposed }) = &self.added else { return base.cast(dtype) };
-        let added = View::matrix_product(left.clone(), right.clone())?.multiply(*factor, false, Keep::F32)?;
+        let added = View::matrix_product(left, right)?.multiply(*factor, false, Keep::F32)?;
         let added = if *is_transposed { added.reverse_axes() } else { added };
         base.cast(DType::F32)?.add_view(&added, Keep::F32)?.cast(dtype)
     }
@@ -60,10 +60,14 @@ impl Merges {
 
     /// Number of tensors for which something of the adapter is in `used`.
     pub fn count_of(&self, used: &HashSet<TensorId>) -> usize {
-        let sources = |merge: &Merge| {
-            let product = merge.added.as_ref().map(|product| product.left.id);
-            [product, merge.replaced_by.as_ref().map(|source| source.id)]
+        let is_used = |merge: &&Merge| {
+            let product = merge.added.as_ref().map(|product| &product.left);
+            let mut found = false;
+            for view in [product, merge.replaced_by.as_ref()].into_iter().flatten() {
+                view.for_each_stored(&mut |id| found |= used.contains(&id));
+            }
+            found
         };
-        self.0.values().filter(|merge| sources(merge).into_iter().flatten().any(|id| used.contains(&id))).count()
+        self.0.values().filter(is_used).count()
     }
 }

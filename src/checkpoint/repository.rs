@@ -239,6 +239,26 @@ impl Checkpoint {
         Ok(Self { merges: Some(merges), ..same })
     }
 
+    /// The base of a training checkpoint that holds an adapter too: `name` gives each tensor of the base its name, and `None` to what
+    /// is the adapter's. No file of weights is given out as it is, and none for which `is_of_adapter` is true.
+    ///
+    /// # Errors
+    /// As of [`Checkpoint::derived`].
+    pub fn without_adapter(
+        &self,
+        is_of_adapter: &dyn Fn(&str) -> bool,
+        name: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, Vec<String>> {
+        let mut base = self.derived(None, None, |_, info| name(info.name))?;
+        let weights = base.files.iter().filter(|file| file.role == FileRole::Weights);
+        base.partial.extend(weights.filter_map(|file| file.file));
+        base.files.retain(|file| file.role == FileRole::Weights || !is_of_adapter(&file.path));
+        if let Some(companion) = base.companion.as_mut().map(Arc::make_mut) {
+            companion.files.retain(|(path, _)| !is_of_adapter(path));
+        }
+        Ok(base)
+    }
+
     /// The adapter that is merged into the tensors, if one is.
     pub fn merges(&self) -> Option<&Merges> {
         self.merges.as_deref()
@@ -364,8 +384,8 @@ impl Checkpoint {
     }
 
     /// The rename that takes the wrappers of training programs from all names, as `--source-rename` takes it; `None` if there
-    /// are none.
-    pub fn proposed_rename(&self) -> Option<String> {
+    /// are none. Also whether it is certain that they are wrappers.
+    pub fn proposed_rename(&self) -> Option<(String, bool)> {
         let names: Vec<&str> = self.tensors().map(|(_, info)| info.name).collect();
         prefix::proposed_rename(&names)
     }

@@ -7,8 +7,8 @@ use ckfs_source::{Duplicates, SourceIo};
 
 use super::{
     Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice, ListenAddress,
-    LogicalRule, Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Quantize, Rename, RepoName,
-    ShardChoice, ShardRule, Steps, ThreadCount, Tied, TimeLimit, WaitTime,
+    LogicalRule, Materialize, MergedLora, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Quantize,
+    Rename, RepoName, ShardChoice, ShardRule, Steps, ThreadCount, Tied, TimeLimit, WaitTime,
 };
 
 /// All settings.
@@ -86,7 +86,7 @@ pub struct ViewSettings {
     /// Directory of a LoRA adapter.
     pub lora: Option<PathBuf>,
     /// Directory of a LoRA adapter that is merged into the tensors.
-    pub merge_lora: Option<PathBuf>,
+    pub merge_lora: Option<MergedLora>,
     /// Tensors to show.
     pub include: Vec<Pattern>,
     /// Tensors not to show.

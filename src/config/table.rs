@@ -239,11 +239,13 @@ pub static SETTINGS: &[Setting] = &[
     Setting::new(
         View,
         "merge-lora",
-        Required("ADAPTER_DIR"),
+        Required("ADAPTER_DIR|self"),
         at!(view.merge_lora),
         "Merges a LoRA adapter of PEFT (a directory, hf://org/name, s3:// ...) into the tensors on read, in every layout: W + scale * \
          (B @ A) in f32, the products of a row of B and a column of A added from the first to the last, then rounded once to the \
-         dtype that is shown. What cannot be merged so, as DoRA or a quantized base, is refused.",
+         dtype that is shown. What cannot be merged so, as DoRA or a quantized base, is refused. self is the adapter that a \
+         training checkpoint holds beside its base under PEFT's names (base_layer, lora_A.default); its adapter_config.json is \
+         beside the weights, in lora_adapter/, or in --config-from.",
     ),
     Setting::new(
         View,

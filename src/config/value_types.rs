@@ -423,6 +423,38 @@ impl SettingValue for Materialize {
     }
 }
 
+/// The adapter that is merged into the tensors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MergedLora {
+    /// The one that a training checkpoint holds beside its base.
+    Own,
+    /// The one in this directory, or at this address.
+    Dir(PathBuf),
+}
+
+impl SettingValue for MergedLora {
+    fn from_word(text: &str) -> Result<Self, String> {
+        Self::from_os(OsStr::new(text))
+    }
+
+    fn from_os(text: &OsStr) -> Result<Self, String> {
+        if text == "self" { Ok(Self::Own) } else { PathBuf::from_os(text).map(Self::Dir) }
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        match self {
+            Self::Own => Ok("self".into()),
+            Self::Dir(dir) => dir.to_toml(),
+        }
+    }
+
+    fn rebase(&mut self, base: &Path) {
+        if let Self::Dir(dir) = self {
+            dir.rebase(base);
+        }
+    }
+}
+
 /// Treatment of an output head that is the embedding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tied {

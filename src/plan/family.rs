@@ -291,6 +291,13 @@ impl Family {
             .any(|prefix| stem.strip_prefix(prefix.as_str()).is_some_and(|stem| self.top.contains_key(stem)))
     }
 
+    /// Whether the tables have a tensor of a layer, under a prefix that the text model may have.
+    pub(super) fn has_layer(&self, name: &str) -> bool {
+        let parsed = naming::parse(name, Generic::words());
+        let is_layer = parsed.layer.is_some() && self.prefixes.contains(&parsed.prefix) && !naming::is_tower(name);
+        is_layer && self.knows(name, &parsed)
+    }
+
     /// Names of all tensors in the tables, after the prefix and with `*` for numbers.
     pub(super) fn stems(&self) -> impl Iterator<Item = String> {
         let layers = std::iter::once(&self.layer).chain(self.layer_if.values());

@@ -11,8 +11,9 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_checkpoint::{Adapter, Checkpoint, Merge, Merges, ScaledProduct, Storage, TensorInfo, human_bytes};
-use ckfs_tensor::{DType, Shape, SourceTensor, TensorId};
+use ckfs_checkpoint::{Checkpoint, Merge, Merges, ScaledProduct, Storage, TensorInfo, human_bytes};
+use ckfs_config::MergedLora;
+use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
 use serde_json::Value;
 
 use super::{
@@ -20,8 +21,9 @@ use super::{
     lora::{Lora, PREFIX, by_pattern, matrix},
     name_group::{NameGroup, fold},
     naming,
+    peft::OwnAdapter,
     problem::{PlanError, Problem, RuleLocation},
-    select,
+    select::{self, Subset},
     survey::family,
 };
 
@@ -77,9 +79,13 @@ pub(super) fn merged(
     options: &ViewOptions,
     warnings: &mut Vec<String>,
 ) -> Result<Option<Checkpoint>, PlanError> {
-    let Some(dir) = &options.merge_lora else { return Ok(None) };
+    let Some(asked) = &options.merge_lora else { return Ok(None) };
+    let label = match asked {
+        MergedLora::Own => "self".to_owned(),
+        MergedLora::Dir(dir) => dir.display().to_string(),
+    };
     let problem = |reason: &str| {
-        PlanError::from(Problem::File { file: format!("merge-lora {}", dir.display()), reason: reason.to_owned() })
+        PlanError::from(Problem::File { file: format!("merge-lora {label}"), reason: reason.to_owned() })
     };
     if options.lora.is_some() {
         return Err(problem("--lora shows an adapter beside its base and --merge-lora in it: expected one of the two"));
@@ -90,18 +96,47 @@ pub(super) fn merged(
              --layout hf --config-from, and merge into that"
         )));
     }
-    let adapter = checkpoint.adapter(dir).ok_or_else(|| problem("the source was opened without this adapter"))?;
-    let selected = select::select(checkpoint, &options.subset, family(checkpoint)?.as_ref())?;
     // An adapter has the names of the model, which a rename of the source gives.
-    let named = selected.whole.as_ref().unwrap_or(checkpoint);
-    let mut merging = Merging { adapter, named, options, problems: Vec::new(), warnings, of: BTreeMap::new() };
+    let renames = Subset { source_renames: options.subset.source_renames.clone(), ..Subset::default() };
+    let renamed = select::select(checkpoint, &renames, family(checkpoint)?.as_ref())?.whole;
+    let renamed = renamed.as_ref().unwrap_or(checkpoint);
+    let own;
+    let (named, adapter) = match asked {
+        MergedLora::Own => {
+            own = OwnAdapter::of(renamed, warnings).map_err(|reason| problem(&reason))?;
+            let OwnAdapter { base, tensors, config, config_file } = &own;
+            let (file, config_file) = (checkpoint.label().to_owned(), config_file.clone());
+            (base, AdapterTensors { tensors: tensors.clone(), config, file, config_file })
+        }
+        MergedLora::Dir(dir) => {
+            let adapter =
+                checkpoint.adapter(dir).ok_or_else(|| problem("the source was opened without this adapter"))?;
+            let tensors = renamed.of_adapter(adapter).map(|(id, info)| (id, info.name.to_owned())).collect();
+            let path = |name: &str| dir.join(name).display().to_string();
+            let (file, config_file) = (path("adapter_model.safetensors"), path("adapter_config.json"));
+            (renamed, AdapterTensors { tensors, config: &adapter.config, file, config_file })
+        }
+    };
+    let mut merging =
+        Merging { adapter: &adapter, named, options, problems: Vec::new(), warnings, of: BTreeMap::new() };
     merging.all();
     let Merging { problems, of, .. } = merging;
     if !problems.is_empty() {
         return Err(PlanError { problems });
     }
-    let merging = checkpoint.merging(Arc::new(Merges::new(of)));
+    // The base of an adapter of its own has its names already.
+    let base = if *asked == MergedLora::Own { named } else { checkpoint };
+    let merging = base.merging(Arc::new(Merges::new(of)));
     merging.map(Some).map_err(|reasons| problem(&reasons.join("; ")))
+}
+
+/// The tensors of an adapter, under the names of a saved one, and its configuration.
+struct AdapterTensors<'a> {
+    tensors: Vec<(TensorId, String)>,
+    config: &'a Value,
+    /// Where the tensors are, and the configuration.
+    file: String,
+    config_file: String,
 }
 
 /// Numbers of the configuration.
@@ -190,7 +225,7 @@ fn check_kind(config: &Value) -> Result<(), String> {
 }
 
 struct Merging<'a> {
-    adapter: &'a Adapter,
+    adapter: &'a AdapterTensors<'a>,
     /// The checkpoint under the names that the model has.
     named: &'a Checkpoint,
     options: &'a ViewOptions,
@@ -199,8 +234,16 @@ struct Merging<'a> {
     of: BTreeMap<TensorId, Merge>,
 }
 
-fn source(id: TensorId, info: &TensorInfo<'_>) -> Option<SourceTensor> {
-    Some(SourceTensor { id, dtype: info.dtype, shape: Shape::try_new(info.shape).ok()? })
+/// A tensor as it is stored. `None` if it is stored quantized.
+fn stored(id: TensorId, info: &TensorInfo<'_>) -> Option<View> {
+    match info.storage {
+        Storage::Plain { .. } => {
+            let shape = Shape::try_new(info.shape).ok()?;
+            Some(View::source(SourceTensor { id, dtype: info.dtype, shape }))
+        }
+        Storage::Mosaic(mosaic) => Some(View::mosaic(mosaic.of_view())),
+        Storage::Quantized(_) | Storage::Composed(_) => None,
+    }
 }
 
 fn is_loadable(dtype: DType) -> bool {
@@ -209,22 +252,22 @@ fn is_loadable(dtype: DType) -> bool {
 
 impl Merging<'_> {
     fn problem(&mut self, tensor: &str, reason: &str) {
-        let file = self.adapter.dir.join("adapter_model.safetensors").display().to_string();
+        let file = self.adapter.file.clone();
         self.problems.push(Problem::File { file, reason: format!("{tensor}: {reason}") });
     }
 
     /// Decides on all tensors of the adapter.
     fn all(&mut self) {
         let (adapter, named) = (self.adapter, self.named);
-        let config = &adapter.config;
+        let config = adapter.config;
         let mut modules: BTreeMap<&str, BTreeMap<&str, TensorId>> = BTreeMap::new();
         let mut others = Vec::new();
-        for (id, info) in named.of_adapter(adapter) {
-            match matrix(info.name) {
+        for (id, name) in &adapter.tensors {
+            match matrix(name) {
                 Some((module, matrix)) => {
-                    modules.entry(module).or_default().insert(matrix, id);
+                    modules.entry(module).or_default().insert(matrix, *id);
                 }
-                None => others.push(id),
+                None => others.push((*id, name.as_str())),
             }
         }
         let shapes = |matrices: &BTreeMap<&str, TensorId>| {
@@ -236,14 +279,14 @@ impl Merging<'_> {
         let (lora, factors) = match read() {
             Ok(((), lora, factors)) => (lora, factors),
             Err(reason) => {
-                let file = adapter.dir.join("adapter_config.json").display().to_string();
+                let file = adapter.config_file.clone();
                 self.problems.push(Problem::File { file, reason });
                 return;
             }
         };
         let mut unmatched = BTreeSet::new();
-        for id in others {
-            if !self.replace(id) {
+        for (id, name) in others {
+            if !self.replace(id, name) {
                 unmatched.insert(named.tensor(id).name);
             }
         }
@@ -324,13 +367,12 @@ impl Merging<'_> {
     }
 
     /// The tensor of the checkpoint of this name, if an adapter can change it; otherwise the problem is noted.
-    fn base(&mut self, name: &str) -> Option<(TensorId, SourceTensor)> {
+    fn base(&mut self, name: &str) -> Option<(TensorId, View)> {
         let named = self.named;
         let id = named.find(name)?;
         let info = named.tensor(id);
-        let is_stored = matches!(info.storage, Storage::Plain { .. } | Storage::Mosaic(_));
-        if is_stored && is_loadable(info.dtype) {
-            return Some((id, source(id, &info)?));
+        if let Some(view) = stored(id, &info).filter(|_| is_loadable(info.dtype)) {
+            return Some((id, view));
         }
         self.problem(
             name,
@@ -344,19 +386,21 @@ impl Merging<'_> {
     }
 
     /// Notes that a tensor of the adapter replaces one of the checkpoint. Returns false if there is none.
-    fn replace(&mut self, id: TensorId) -> bool {
+    fn replace(&mut self, id: TensorId, name: &str) -> bool {
         let info = self.named.tensor(id);
-        let Some(name) = info.name.strip_prefix(PREFIX) else { return false };
+        let Some(name) = name.strip_prefix(PREFIX) else { return false };
         let name = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".");
         if self.named.find(&name).is_none() {
             return false;
         }
-        let Some(((of, base), new)) = self.base(&name).zip(source(id, &info)) else { return true };
-        if base.shape != new.shape || !is_loadable(new.dtype) {
+        let Some(((of, base), new)) = self.base(&name).zip(stored(id, &info)) else { return true };
+        if base.shape() != new.shape() || !is_loadable(new.dtype()) {
             let reason = format!(
                 "expected {} as {name} of the checkpoint has, in BF16, F16 or F32, found {} {}: a vocabulary of another size is not \
                  merged; merge it with PEFT and mount the result",
-                base.shape, new.dtype, new.shape
+                base.shape(),
+                new.dtype(),
+                new.shape()
             );
             self.problem(info.name, &reason);
             return true;
@@ -387,10 +431,10 @@ impl Merging<'_> {
             return self.problem(module, "expected its rank in adapter_config.json (r, rank_pattern), found none");
         };
         let is_transposed = lora.is_transposed() != is_embedding;
-        let [rows, columns] = base.shape.extents() else {
+        let [rows, columns] = base.shape().extents() else {
             let reason = format!(
                 "expected a matrix, found {module}.weight {}: only products of matrices are merged",
-                base.shape
+                base.shape()
             );
             return self.problem(named.tensor(left).name, &reason);
         };
@@ -398,12 +442,12 @@ impl Merging<'_> {
         let mut factor = |id: TensorId, expected: [u64; 2]| {
             let info = named.tensor(id);
             if info.shape == expected && is_loadable(info.dtype) {
-                return source(id, &info);
+                return stored(id, &info);
             }
             let reason = format!(
                 "expected {expected:?} in BF16, F16 or F32 (rank {rank}, {module}.weight is {}, fan_in_fan_out {}), found {} {:?}: is it \
                  an adapter of this checkpoint?",
-                base.shape,
+                base.shape(),
                 lora.is_transposed(),
                 info.dtype,
                 info.shape
@@ -411,18 +455,19 @@ impl Merging<'_> {
             self.problem(info.name, &reason);
             None
         };
+        let of_right = named.tensor(right).name;
         let (left, right) = (factor(left, [out, rank]), factor(right, [rank, inner]));
         let Some((left, right)) = left.zip(right) else { return };
-        let right_bytes = right.dtype.bytes_of(right.shape.elements()).unwrap_or(u64::MAX);
+        let right_bytes = right.dtype().bytes_of(right.shape().elements()).unwrap_or(u64::MAX);
         if right_bytes > RIGHT_BYTES_MAX {
             let reason = format!(
                 "expected at most {}, which each thread may hold in memory, found {} ({} {}): merge it with PEFT and mount the result",
                 human_bytes(RIGHT_BYTES_MAX),
                 human_bytes(right_bytes),
-                right.dtype,
-                right.shape
+                right.dtype(),
+                right.shape()
             );
-            return self.problem(named.tensor(right.id).name, &reason);
+            return self.problem(of_right, &reason);
         }
         let Some(factor) = factors.of(module, rank) else {
             return self.problem(

@@ -42,6 +42,7 @@ mod modules;
 mod name;
 mod need;
 mod options;
+mod peft;
 mod planned;
 pub mod quantize;
 pub mod report;

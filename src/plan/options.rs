@@ -4,8 +4,8 @@ use std::{borrow::Cow, collections::BTreeMap, path::PathBuf, sync::Arc};
 
 use ckfs_checkpoint::{Checkpoint, Container};
 use ckfs_config::{
-    Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Pattern, Quantize, Rename,
-    ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
+    Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, MergedLora, Mesh, Pattern,
+    Quantize, Rename, ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
 };
 use ckfs_tensor::DType;
 
@@ -17,6 +17,7 @@ use super::{
     select::Subset,
     shard::Sharding,
     stored,
+    survey::family,
 };
 
 /// How tensors are named and shaped.
@@ -95,17 +96,27 @@ impl ViewOptions {
         if asks { respelled::rename(checkpoint) } else { None }
     }
 
-    /// The rename that takes from the names of a training state what wraps the model, where the layout asks for the names of
-    /// a repository and the user gave no rename.
+    /// The rename that takes away what wraps the model in the names, where the layout goes by names of repositories and the user gave
+    /// no rename. The words of a repository with a configuration of its own must be certain to be wrappers, or hide the names that
+    /// its model has.
     pub(super) fn unwrapping(&self, checkpoint: &Checkpoint) -> Option<Rename> {
-        let is_state = match checkpoint.container() {
-            Container::Torch | Container::Dcp | Container::Ranks => true,
-            Container::Safetensors => checkpoint.companion().is_some(),
-            // Its leaves are found under any prefix.
-            Container::Orbax => false,
-        };
-        let asks = self.layout == Layout::Hf && self.subset.source_renames.is_empty();
-        if !is_state || !asks { None } else { Rename::parse(&checkpoint.proposed_rename()?).ok() }
+        let by_names = matches!(self.layout, Layout::Canonical | Layout::Hf | Layout::Embedded(_));
+        // The leaves of Orbax are found under any prefix.
+        let is_asked = by_names && self.subset.source_renames.is_empty() && checkpoint.container() != Container::Orbax;
+        let (rule, is_certain) = checkpoint.proposed_rename().filter(|_| is_asked)?;
+        let rename = Rename::parse(&rule).ok()?;
+        let is_state = checkpoint.container() != Container::Safetensors || checkpoint.companion().is_some();
+        if is_state {
+            return Some(rename);
+        }
+        let family = family(checkpoint).ok().flatten();
+        let is_own = |name: &str| family.as_ref().is_some_and(|family| family.has_layer(name));
+        let mut names = checkpoint.tensors().map(|(_, info)| info.name);
+        // The code of a repository may wrap its layers by itself.
+        let has_code = checkpoint.config().is_some_and(|config| config.get("auto_map").is_some());
+        let reveals = names.any(|name| rename.apply(name).ok().flatten().is_some_and(|name| is_own(&name)));
+        let hides = || !checkpoint.tensors().any(|(_, info)| is_own(info.name));
+        ((is_certain && !has_code) || (reveals && hides())).then_some(rename)
     }
 }
 
@@ -165,8 +176,8 @@ pub struct ViewOptions {
     pub tied: Tied,
     /// Directory of a LoRA adapter, one of those with which the checkpoint was opened.
     pub lora: Option<PathBuf>,
-    /// Directory of a LoRA adapter that is merged into the tensors, one of those with which the checkpoint was opened.
-    pub merge_lora: Option<PathBuf>,
+    /// The LoRA adapter that is merged into the tensors: that of the checkpoint itself, or one with which it was opened.
+    pub merge_lora: Option<MergedLora>,
 }
 
 impl Layout {

@@ -349,12 +349,11 @@ mod tests {
     /// A matrix whose rows are longer than the limit, as the factor of a product, does not cut the product into single elements.
     #[test]
     fn a_product_is_cut_into_parts_that_share_the_terms_of_a_factor() {
-        let matrix = |id, extents: &[u64]| SourceTensor {
-            id: TensorId(id),
-            dtype: DType::BF16,
-            shape: Shape::try_new(extents).unwrap(),
+        let matrix = |id, extents: &[u64]| {
+            let shape = Shape::try_new(extents).unwrap();
+            View::source(SourceTensor { id: TensorId(id), dtype: DType::BF16, shape })
         };
-        let view = View::matrix_product(matrix(0, &[64, 32]), matrix(1, &[32, 4096])).unwrap();
+        let view = View::matrix_product(&matrix(0, &[64, 32]), &matrix(1, &[32, 4096])).unwrap();
         let tiling = view.lower().unwrap();
         let mut jobs = Vec::new();
         plan_jobs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| {

@@ -10,7 +10,8 @@ use std::{
 
 use ckfs_checkpoint::{Accepted, Checkpoint, Container, OpenOptions, Unfinished, printable};
 use ckfs_config::{
-    Allow, Config, HfCache, LayoutChoice, Materialize, MountSettings, OwnerId, ThreadCount, TimeLimit, ViewSettings,
+    Allow, Config, HfCache, LayoutChoice, Materialize, MergedLora, MountSettings, OwnerId, ThreadCount, TimeLimit,
+    ViewSettings,
 };
 use ckfs_host::{budget::Budget, limits, memory, state_directory};
 use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
@@ -79,7 +80,13 @@ pub(super) fn make_complete(source: &mut String, waits: &WaitRegistry) -> Result
 pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOptions {
     let io = config.mount.source_io.unwrap_or_default();
     let follow_symlinks = config.mount.follow_symlinks.unwrap_or(false);
-    let of_view = |view: &ckfs_config::ViewConfig| [view.settings.lora.clone(), view.settings.merge_lora.clone()];
+    let of_view = |view: &ckfs_config::ViewConfig| {
+        let merged = match &view.settings.merge_lora {
+            Some(MergedLora::Dir(dir)) => Some(dir.clone()),
+            Some(MergedLora::Own) | None => None,
+        };
+        [view.settings.lora.clone(), merged]
+    };
     let mut adapters: Vec<_> = config.views.iter().flat_map(of_view).flatten().collect();
     adapters.sort();
     adapters.dedup();

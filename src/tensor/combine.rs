@@ -306,9 +306,7 @@ fn index_map(offset: u64, lines: impl Iterator<Item = (u64, u64, u64)>) -> Index
     }
     digits.reverse();
     if offset > 0 {
-        // A digit with the one value 0, whose entry in the table is 1.
-        let table = Some(Arc::from([1]));
-        digits.push(Digit { divisor: 1, modulus: 1, group: 1, turn: u64::MAX, stride: offset, table });
+        digits.push(Digit::constant(offset));
     }
     IndexMap::new(&digits)
 }

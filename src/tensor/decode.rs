@@ -219,6 +219,11 @@ impl Digit {
         Self { divisor, modulus, group: 1, turn: u64::MAX, stride, table: None }
     }
 
+    /// A summand that is always `offset`: a digit with the one value 0, whose entry in the table is 1.
+    pub(super) fn constant(offset: u64) -> Self {
+        Self { divisor: 1, modulus: 1, group: 1, turn: u64::MAX, stride: offset, table: Some(Arc::from([1])) }
+    }
+
     /// This digit, equal for every `group` neighbours on the axis.
     #[must_use]
     pub fn grouped(self, group: u64) -> Self {

@@ -32,6 +32,7 @@ pub mod mosaic;
 pub mod pages;
 mod part;
 mod piece_runs;
+mod product;
 pub mod shape;
 pub mod span;
 pub mod strided_indices;

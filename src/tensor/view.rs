@@ -14,7 +14,7 @@ use std::sync::{
 };
 
 use super::{
-    DType, Digit, Element, IndexMap, Mosaic, Region, Shape, ShapeError, SourceTensor, Step, TensorId, Terms,
+    DType, Element, Mosaic, Region, Shape, ShapeError, SourceTensor, TensorId,
     decode::{Field, Operand, Operation, Value, block_index},
     encode::{Bands, EncodedPart, Encoder},
     shape::PerAxis,
@@ -273,32 +273,6 @@ impl View {
             value.check().map_err(|(tensor, error)| ViewError::Operand { tensor, shape: shape.clone(), error })?;
         }
         Ok(Self::new(shape, DType::F32, Op::Quantized(value)))
-    }
-
-    /// The product of two matrices, in f32: each element is the sum of products of a row of `left` and a column of `right`, added from
-    /// the first to the last.
-    ///
-    /// # Errors
-    /// [`ViewError::Matrices`] unless both are matrices, and `left` has as many columns as `right` has rows, at least one;
-    /// [`ViewError::Operand`] if one of them is not of floats.
-    pub fn matrix_product(left: SourceTensor, right: SourceTensor) -> Result<Self, ViewError> {
-        let ([rows, terms], [others, columns]) = (left.shape.extents(), right.shape.extents()) else {
-            return Err(ViewError::Matrices { left: left.shape, right: right.shape });
-        };
-        if terms != others || *terms == 0 {
-            return Err(ViewError::Matrices { left: left.shape, right: right.shape });
-        }
-        let shape = Shape::try_new(&[*rows, *columns])?;
-        let of_rows = Digit::axis(shape.extents(), 0, *terms);
-        let of_columns = Digit::axis(shape.extents(), 1, 1);
-        let of_terms = |stride: u64| Terms { count: *terms, stride };
-        let (by_row, by_column) = (
-            IndexMap::new(&[of_rows]).with_terms(of_terms(1)),
-            IndexMap::new(&[of_columns]).with_terms(of_terms(*columns)),
-        );
-        let load = Operand { field: Field::Float(left.dtype), index: by_row, tensor: left };
-        let factor = Operand { field: Field::Float(right.dtype), index: by_column, tensor: right };
-        Self::quantized(shape, Value { load, steps: vec![Step::Dot(factor.into())] })
     }
 
     /// What an encoder makes of matrices.

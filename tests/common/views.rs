@@ -289,7 +289,7 @@ impl Choices {
         let dtypes = [DType::BF16, DType::F32, DType::F16, DType::F8E4M3];
         let (left, right) = (self.of(&dtypes), self.of(&dtypes));
         let (left, right) = (self.tensor(left, &[extents[0], terms]), self.tensor(right, &[terms, extents[1]]));
-        View::matrix_product(left, right).unwrap()
+        View::matrix_product(&View::source(left), &View::source(right)).unwrap()
     }
 
     /// A matrix to which a product of two others is added, as an adapter is merged.

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use crate::common::repo::{self, Row, row};
 use ckfs::{
+    config::MergedLora,
     plan::{Allow, Layout, NameGroup, Pattern, Plan, PlanError, ViewOptions},
     tensor::DType,
 };
@@ -196,6 +197,76 @@ fn other_models_of_the_same_type_are_not_refused() {
     assert_eq!(headless.warnings, ["there is no output head, though config.json says that it is not the embedding"]);
     let unknown = json!({"model_type": "unheard_of", "num_hidden_layers": 3});
     build(&without(&rows, "*.1.*q_proj*"), &unknown, &ViewOptions::default()).unwrap();
+}
+
+/// What wraps the model is taken away and said. The names of no known model are refused, with the number of tensors that are not here.
+#[test]
+fn names_that_hide_the_whole_model_are_unwrapped_or_refused() {
+    let (rows, config) = llama(&json!({}));
+    let prefixed = |prefix: &str| -> Vec<Row> {
+        rows.iter().map(|(name, dtype, extents)| (format!("{prefix}{name}"), *dtype, extents.clone())).collect()
+    };
+    for layout in [Layout::Canonical, Layout::Hf] {
+        let options = ViewOptions { layout, ..ViewOptions::default() };
+        let plain: Vec<String> =
+            build(&rows, &config, &options).unwrap().tensors.iter().map(|tensor| tensor.name.clone()).collect();
+        for prefix in ["_orig_mod.", "module._orig_mod.", "base_model.model.", "_fsdp_wrapped_module.", "net.", "model."] {
+            let plan = build(&prefixed(prefix), &config, &options).unwrap_or_else(|error| panic!("{prefix}: {error}"));
+            let names: Vec<String> = plan.tensors.iter().map(|tensor| tensor.name.clone()).collect();
+            assert_eq!(names, plain, "{prefix}");
+            assert!(plan.warnings.iter().any(|text| text.contains("--source-rename")), "{prefix}: {:?}", plan.warnings);
+        }
+        let inner = renamed(&rows, ".mlp.", "._checkpoint_wrapped_module.mlp.");
+        assert_eq!(build(&inner, &config, &options).unwrap().tensors.len(), plain.len());
+        let error = build(&prefixed("student."), &config, &options).unwrap_err().to_string();
+        // Three layers of nine tensors, the embedding, the last norm, and the head, which is tied.
+        assert!(error.contains("0 of 29 tensors that LlamaForCausalLM has are here, such as model.layers."), "{error}");
+        assert!(error.contains("student.model.") && error.contains("--source-rename"), "{error}");
+        let accepted = ViewOptions { allow_missing: Allow::All, ..options.clone() };
+        let plan = build(&prefixed("student."), &config, &accepted).unwrap();
+        assert!(plan.warnings.iter().any(|text| text.contains("0 of 29 tensors")), "{:?}", plan.warnings);
+        // The layers of a text model may be in a place of its own.
+        let part = prefixed("student.").iter().map(|(name, dtype, extents)| {
+            (name.replace("student.model.", "model.text_model."), *dtype, extents.clone())
+        });
+        let whole = json!({"model_type": "idefics9", "text_config": config, "architectures": ["Idefics9"]});
+        build(&part.collect::<Vec<_>>(), &whole, &options).unwrap();
+    }
+    // A word of a model that nobody knows is no wrapper.
+    let unknown = json!({"model_type": "unheard_of", "num_hidden_layers": 3});
+    let options = ViewOptions { layout: Layout::Hf, ..ViewOptions::default() };
+    let names = |prefix: &str| -> Vec<String> {
+        let plan = build(&prefixed(prefix), &unknown, &options).unwrap();
+        plan.tensors.iter().map(|tensor| tensor.name.clone()).collect()
+    };
+    assert!(names("net.").iter().all(|name| name.starts_with("net.")));
+    assert!(names("module.").iter().all(|name| !name.starts_with("module.")));
+}
+
+#[test]
+fn base_and_adapter_of_a_training_are_refused_unmerged() {
+    let (rows, config) = llama(&json!({}));
+    let mut wrapped: Vec<Row> = renamed(&rows, "q_proj.weight", "q_proj.base_layer.weight");
+    for layer in 0..3 {
+        for (matrix, extents) in [("A", [2, 16]), ("B", [16, 2])] {
+            let name = format!("model.layers.{layer}.self_attn.q_proj.lora_{matrix}.default.weight");
+            wrapped.push(row(&name, DType::BF16, &extents));
+        }
+    }
+    for prefix in ["", "base_model.model.", "_orig_mod.base_model.model."] {
+        let rows: Vec<Row> =
+            wrapped.iter().map(|(name, dtype, extents)| (format!("{prefix}{name}"), *dtype, extents.clone())).collect();
+        for layout in [Layout::Canonical, Layout::Hf] {
+            let options = ViewOptions { layout, ..ViewOptions::default() };
+            let error = build(&rows, &config, &options).unwrap_err().to_string();
+            assert!(error.contains("9 of 35 tensors have the names of a model in PEFT's training"), "{error}");
+            assert!(error.contains("--merge-lora self") && error.contains("--layout stored"), "{error}");
+            let merged = ViewOptions { merge_lora: Some(MergedLora::Own), ..options };
+            let error = build(&rows, &config, &merged).unwrap_err().to_string();
+            assert!(error.contains("merge-lora self: expected adapter_config.json, which says lora_alpha"), "{error}");
+        }
+        build(&rows, &config, &ViewOptions { layout: Layout::Stored, ..ViewOptions::default() }).unwrap();
+    }
 }
 
 #[test]

@@ -692,15 +692,15 @@ proptest! {
 fn long_sums_agree_with_the_reference() {
     for (rows, terms, columns) in [(3, 2000, 700), (700, 2000, 3), (1, 600_000, 2)] {
         let product =
-            View::matrix_product(tensor(1, DType::BF16, &[rows, terms]), tensor(2, DType::F32, &[terms, columns]));
+            View::matrix_product(&source(1, DType::BF16, &[rows, terms]), &source(2, DType::F32, &[terms, columns]));
         merged_bytes(&product.unwrap(), 5000, true);
     }
 }
 
 #[test]
 fn a_shard_of_a_product_needs_its_rows_and_columns_alone() {
-    let (left, right) = (tensor(1, DType::BF16, &[6, 4]), tensor(2, DType::F32, &[4, 10]));
-    let view = View::matrix_product(left, right).unwrap();
+    let (left, right) = (stored(1, DType::BF16, &[6, 4]), stored(2, DType::F32, &[4, 10]));
+    let view = View::matrix_product(&left, &right).unwrap();
     let shard = view.slice(0, 2, 4, 1).unwrap().slice(1, 3, 8, 1).unwrap();
     let tiling = shard.lower().unwrap();
     let mut found = Vec::new();
@@ -717,12 +717,13 @@ fn a_shard_of_a_product_needs_its_rows_and_columns_alone() {
 
 #[test]
 fn tensors_without_a_product_are_refused() {
-    let of =
-        |left: &[u64], right: &[u64]| View::matrix_product(tensor(1, DType::BF16, left), tensor(2, DType::BF16, right));
+    let of = |left: &[u64], right: &[u64]| {
+        View::matrix_product(&source(1, DType::BF16, left), &source(2, DType::BF16, right))
+    };
     for (left, right) in [(&[4, 3][..], &[4, 3][..]), (&[4], &[1, 4]), (&[4, 0], &[0, 4]), (&[2, 2, 2], &[2, 2])] {
         assert!(matches!(of(left, right), Err(ViewError::Matrices { .. })), "{left:?} {right:?}");
     }
     assert!(of(&[4, 3], &[3, 5]).is_ok());
-    let codes = View::matrix_product(tensor(1, DType::BF16, &[4, 3]), tensor(2, DType::I8, &[3, 5]));
+    let codes = View::matrix_product(&source(1, DType::BF16, &[4, 3]), &source(2, DType::I8, &[3, 5]));
     assert!(matches!(codes, Err(ViewError::Operand { tensor: TensorId(2), .. })));
 }

@@ -9,7 +9,7 @@ use crate::common;
 use ckfs::{
     read::reference::evaluate,
     tensor::{
-        CoverFault, DType, Element, Mosaic, Mosaics, NewBox, PerAxis, Shape, TensorId, View, mosaic::stored_elements,
+        CoverFault, DType, Element, Mosaic, Mosaics, NewBox, PerAxis, Shape, SourceTensor, TensorId, View, mosaic::stored_elements,
     },
 };
 use proptest::prelude::*;
@@ -182,5 +182,47 @@ proptest! {
         last.origin[0] += shape[0];
         let last = listed.len() - 1;
         prop_assert_eq!(push(&listed), vec![CoverFault::Outside(last)]);
+    }
+
+    /// The product of matrices that are stored as boxes is that of the whole matrices, to the last bit: ranks do not change it.
+    #[test]
+    fn products_of_boxes_are_products_of_the_whole(choices in proptest::collection::vec(any::<u32>(), 1..80)) {
+        let mut draw = Draw(choices, 0);
+        let [rows, terms, columns] = [(); 3].map(|()| 1 + draw.below(7));
+        let mut stored = HashMap::new();
+        let mut matrix = |shape: [u64; 2]| {
+            let values: Vec<f32> = (0..shape[0] * shape[1]).map(|_| draw.below(1 << 20) as f32 / 7.0 - 70_000.0).collect();
+            let first = stored.len() as u32;
+            let extents = Shape::try_new(&shape).unwrap();
+            let whole = View::source(SourceTensor { id: TensorId(first), dtype: DType::F32, shape: extents.clone() });
+            stored.insert(TensorId(first), values.iter().flat_map(|value| value.to_le_bytes()).collect());
+            let (mut boxes, mut listed) = (Vec::new(), Vec::new());
+            cut(&mut draw, &[0, 0], &shape, &mut boxes);
+            for (origin, extents) in &boxes {
+                let strides = strides(&mut draw, extents);
+                let mut bytes = vec![[0xff_u8; 4]; stored_elements(extents, &strides) as usize];
+                for at in positions(extents) {
+                    let in_whole: Vec<u64> = at.iter().zip(origin).map(|(at, start)| at + start).collect();
+                    let place: u64 = at.iter().zip(&strides).map(|(at, stride)| at * stride).sum();
+                    bytes[place as usize] = values[number(&in_whole, &shape) as usize].to_le_bytes();
+                }
+                // After the whole matrix comes the tensor of the boxes, and then each of these.
+                stored.insert(TensorId(first + 2 + listed.len() as u32), bytes.concat());
+                let (origin, extents) = (PerAxis::from_slice(origin), PerAxis::from_slice(extents));
+                listed.push(NewBox { origin, extents, strides });
+            }
+            let mut mosaics = Mosaics::default();
+            let pushed = mosaics.push(extents, DType::F32, None, &listed).unwrap();
+            stored.insert(TensorId(first + 1), Vec::new());
+            let mosaics = Arc::new(mosaics.numbered_from(TensorId(first + 2)));
+            (whole, View::mosaic(Mosaic::new(mosaics, pushed, TensorId(first + 1))))
+        };
+        let (left, right) = (matrix([rows, terms]), matrix([terms, columns]));
+        let [expected, _] = both(&View::matrix_product(&left.0, &right.0).unwrap(), &stored);
+        for (left, right) in [(&left.1, &right.1), (&left.0, &right.1), (&left.1, &right.0)] {
+            for found in both(&View::matrix_product(left, right).unwrap(), &stored) {
+                prop_assert_eq!(&found, &expected);
+            }
+        }
     }
 }

@@ -21,6 +21,13 @@ const WRAPPERS: [&str; 14] = [
     "_forward_module",
 ];
 
+/// PEFT's wrapper of a model that is trained with an adapter.
+const PEFT: &str = "base_model.model.";
+
+/// Wrappers that no model's own names have, whatever the model is.
+const CERTAIN: [&str; 5] =
+    ["module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"];
+
 /// Wrappers that stand within names as well: those of single layers.
 const INNER: [&str; 3] = ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"];
 
@@ -35,6 +42,10 @@ const ROOTS: [&str; 4] = ["model", "lm_head", "gpt_neox", "bert"];
 pub(crate) fn common_prefix(names: &[&str]) -> Option<String> {
     let mut start = 0;
     while let Some(word) = shared_word(names, start) {
+        if is_in_peft(names, start) {
+            start += PEFT.len();
+            continue;
+        }
         let rest = start + word.len() + 1;
         let wraps_model = word == MODEL
             && names.iter().any(|name| {
@@ -49,6 +60,13 @@ pub(crate) fn common_prefix(names: &[&str]) -> Option<String> {
     (start > 0).then(|| names[0][..start].to_owned())
 }
 
+/// Whether all names go on with PEFT's wrapper here. It is a part of the names of an adapter that was saved by itself.
+fn is_in_peft(names: &[&str], start: usize) -> bool {
+    const SAVED: [&str; 4] = [".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B"];
+    let is_inside = |name: &&str| name[start..].strip_prefix(PEFT).is_some_and(|rest| !rest.is_empty());
+    names.iter().all(is_inside) && !names.iter().any(|name| SAVED.iter().any(|end| name.ends_with(end)))
+}
+
 /// The word at this byte of all names, if it is the same in all and more follows it.
 fn shared_word<'a>(names: &[&'a str], start: usize) -> Option<&'a str> {
     let first = names.first()?.get(start..)?;
@@ -57,16 +75,20 @@ fn shared_word<'a>(names: &[&'a str], start: usize) -> Option<&'a str> {
     names.iter().all(|name| name.get(start..).is_some_and(|rest| rest.starts_with(with_dot))).then_some(word)
 }
 
-/// A rename that takes the prefix and the wrappers within names away, as `--source-rename` takes it: `REGEX=>TO`.
-pub fn proposed_rename(names: &[&str]) -> Option<String> {
+/// A rename that takes the prefix and the wrappers within names away, as `--source-rename` takes it: `REGEX=>TO`. Also whether it
+/// is certain that these words are wrappers: others are words of some models, too.
+pub fn proposed_rename(names: &[&str]) -> Option<(String, bool)> {
     let prefix = common_prefix(names);
+    let outer = prefix.as_deref().unwrap_or_default().replace(PEFT, "module.");
+    let mut outer = outer.split_terminator('.').filter(|word| *word != MODEL).peekable();
+    let is_certain = (prefix.is_none() || outer.peek().is_some()) && outer.all(|word| CERTAIN.contains(&word));
     let is_inner = |name: &&str| name.split('.').any(|word| INNER.contains(&word));
     let rest = prefix.as_deref().map_or(0, str::len);
     let inner = names.iter().any(|name| is_inner(&&name[rest..]));
     let escaped = prefix.map(|prefix| format!("^{}", regex::escape(&prefix)));
     let inner = inner.then(|| format!(r"\b({})\.", INNER.join("|")));
     let parts: Vec<String> = escaped.into_iter().chain(inner).collect();
-    (!parts.is_empty()).then(|| format!("{}=>", parts.join("|")))
+    (!parts.is_empty()).then(|| (format!("{}=>", parts.join("|")), is_certain))
 }
 
 /// First words of the names of optimizer state, as trainers save it beside the model.
@@ -93,7 +115,7 @@ mod tests {
 
     #[test]
     fn wrappers_are_found_and_names_of_repositories_are_left_alone() {
-        let cases: [(&[&str], Option<&str>); 14] = [
+        let cases: [(&[&str], Option<&str>); 18] = [
             (&["model.layers.0.mlp.weight", "model.norm.weight"], None),
             (&["model.layers.0.mlp.weight", "lm_head.weight"], None),
             (&["model.model.layers.0.mlp.weight", "model.lm_head.weight"], Some("model.")),
@@ -107,6 +129,11 @@ mod tests {
             (&["model.encoder.layers.0.w", "model.decoder.layers.0.w"], None),
             (&["model.transformer.wte.weight", "model.transformer.ln_f.weight"], None),
             (&["model.transformer.wte.weight", "model.lm_head.weight"], Some("model.")),
+            (&["base_model.model.model.norm.weight", "base_model.model.lm_head.weight"], Some("base_model.model.")),
+            (&["module.base_model.model.layers.0.q.lora_A.default.weight"], Some("module.base_model.model.")),
+            // An adapter that was saved by itself has the prefix in its names.
+            (&["base_model.model.lm_head.weight", "base_model.model.q.lora_A.weight"], None),
+            (&["base_model.model"], None),
             (&["module"], None),
             (&[], None),
         ];
@@ -118,11 +145,21 @@ mod tests {
     #[test]
     fn the_proposed_rename_takes_away_what_wraps() {
         let names = ["model.model.layers.0._fsdp_wrapped_module.w", "model.lm_head.weight"];
-        let rule = proposed_rename(&names).unwrap();
+        let (rule, is_certain) = proposed_rename(&names).unwrap();
+        assert!(!is_certain, "a model may have its layers under the word model");
         let (pattern, to) = rule.split_once("=>").unwrap();
         let pattern = regex::Regex::new(pattern).unwrap();
         let renamed = names.map(|name| pattern.replace_all(name, to).into_owned());
         assert_eq!(renamed, ["model.layers.0.w", "lm_head.weight"]);
         assert_eq!(proposed_rename(&["model.layers.0.w"]), None);
+        for (name, expected) in [
+            ("base_model.model.model.norm.w", true),
+            ("model._orig_mod.layers.0.w", true),
+            ("model.layers.0._orig_mod.w", true),
+            ("net.blocks.0.w", false),
+            ("net._orig_mod.blocks.0.w", false),
+        ] {
+            assert_eq!(proposed_rename(&[name]).map(|(_, is_certain)| is_certain), Some(expected), "{name}");
+        }
     }
 }

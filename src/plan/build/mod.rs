@@ -27,6 +27,7 @@ use std::{
 };
 
 use ckfs_checkpoint::{Checkpoint, Container, Storage, TensorInfo};
+use ckfs_config::MergedLora;
 use ckfs_tensor::TensorId;
 use hashbrown::HashSet;
 
@@ -50,7 +51,7 @@ use super::{
     name_group::fold,
     names, naming, packed,
     parsed::ParsedNames,
-    select, shard, stored,
+    peft, select, shard, stored,
     survey::{devices, family, family_problem, missing_layers, no_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
@@ -63,16 +64,20 @@ impl Plan {
     /// # Errors
     /// Everything wrong with the plan, at once.
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
-        let chosen = options.for_checkpoint(checkpoint);
+        let mut chosen = options.for_checkpoint(checkpoint);
         let mut warnings = Vec::new();
         let merged = merge::merged(checkpoint, &chosen, &mut warnings)?;
+        if merged.is_some() && chosen.merge_lora == Some(MergedLora::Own) {
+            // The base has the names of its model already.
+            chosen.to_mut().subset.source_renames.clear();
+        }
         let mut plan = build(merged.as_ref().unwrap_or(checkpoint), &chosen)?;
         plan.warnings.append(&mut warnings);
         plan.merged = merged.as_ref().and_then(|merged| merged_adapter(merged, &chosen, &plan));
         plan.warnings.extend(idle_flags(checkpoint, options));
         if let Some(rename) = options.unwrapping(checkpoint) {
             plan.warnings.push(format!(
-                "the names of the training state are shown without what matches '{}': --source-rename replaces this",
+                "names are shown without what wraps the model, which matches '{}': --source-rename replaces this",
                 rename.pattern()
             ));
         }
@@ -101,7 +106,11 @@ fn merged_adapter(merged: &Checkpoint, options: &ViewOptions, plan: &Plan) -> Op
         });
     }
     let tensors = merged.merges()?.count_of(&used) as u64;
-    Some(MergedAdapter { adapter: options.merge_lora.clone()?, tensors })
+    let adapter = match options.merge_lora.clone()? {
+        MergedLora::Own => "self".into(),
+        MergedLora::Dir(dir) => dir,
+    };
+    Some(MergedAdapter { adapter, tensors })
 }
 
 /// What is requested and changes nothing of this checkpoint: a mistake, or a flag of another model.
@@ -151,6 +160,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let mut builder = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
         let decoded = decoded(original, decodes(options, layout_request(options)), &raw)?;
         let wanted = builder.select(decoded.as_ref().unwrap_or(original))?;
+        peft::check_unmerged(original, wanted.part(), options)?;
         let chosen = builder.choose(&wanted)?;
         // A layout of the user's file has no configuration: what that says of all weights would be lost.
         let (converts, loses) =

@@ -26,6 +26,7 @@ use super::super::{
     parsed::{NameKind, ParsedNames},
     problem::Problem,
     select,
+    survey::unlike,
 };
 
 /// `config.json` for conditions, and the number of the layer as `l`.
@@ -86,8 +87,10 @@ fn holds(expectation: &Expectation, checkpoint: &Checkpoint, layer: Option<u64>)
 struct FamilyScan<'a> {
     checkpoint: &'a Checkpoint,
     family: &'a Family,
-    /// The prefix of the text model's names.
+    /// The prefix of the text model's names, or that of its releases if no layer has one of them.
     prefix: String,
+    /// Whether layers have a prefix of the text model.
+    is_recognized: bool,
     /// Layers of which the repository has at least one tensor.
     layers: BTreeSet<u64>,
     /// Names of all tensors, numbers as `*`.
@@ -98,7 +101,9 @@ struct FamilyScan<'a> {
 
 impl<'a> FamilyScan<'a> {
     fn new(checkpoint: &'a Checkpoint, names: &ParsedNames<'_>, family: &'a Family) -> Option<Self> {
-        let prefix = names.text_prefix(Some(family))?;
+        let found = names.text_prefix(Some(family));
+        let is_recognized = found.is_some();
+        let prefix = found.or_else(|| Self::usual_prefix(checkpoint, names, family))?;
         let of_layers = |kind: &NameKind<'_>| kind.parsed.layer.is_some() && kind.parsed.prefix == prefix;
         let is_unknown = |kind: &NameKind<'_>| {
             let is_outside = || naming::is_tower(kind.name) || select::is_predictor(kind.name);
@@ -117,7 +122,19 @@ impl<'a> FamilyScan<'a> {
             let all = checkpoint.tensors().zip(names.names());
             unknown.extend(all.filter(|(_, name)| is_unknown[name.kind as usize]).map(|((_, info), _)| info.name));
         }
-        Some(Self { checkpoint, family, prefix, layers, stems, unknown })
+        Some(Self { checkpoint, family, prefix, is_recognized, layers, stems, unknown })
+    }
+
+    /// The prefix that the text model's names should have where no layer has one of them. `None` if there are no layers, here or
+    /// in `config.json`, or a model of several parts has those of the text model in a place of its own.
+    fn usual_prefix(checkpoint: &Checkpoint, names: &ParsedNames<'_>, family: &Family) -> Option<String> {
+        checkpoint.dialect().declared_layers?;
+        let is_text_alone = checkpoint.dialect().text_config.is_none();
+        let mut layered = names.kinds().iter().filter(|kind| kind.parsed.layer.is_some());
+        let is_layer = |kind: &NameKind<'_>| !naming::is_tower(kind.name) && family.knows(kind.name, &kind.parsed);
+        let is_elsewhere = !is_text_alone && layered.clone().any(is_layer);
+        layered.next().filter(|_| !is_elsewhere)?;
+        family.prefixes.iter().find(|prefix| !prefix.is_empty()).cloned()
     }
 
     /// Whether weights keep their names under quantization, if there is any.
@@ -128,7 +145,21 @@ impl<'a> FamilyScan<'a> {
         quantization.unsupported.is_empty() && (has_codes || self.checkpoint.keeps_names())
     }
 
-    /// The reason why the repository may differ from its `model_type`.
+    /// What is missing if no tensor has a name of the model; `expected` are all that it has for certain.
+    fn nothing_of(&self, expected: &[String]) -> String {
+        let (dialect, head) = (self.checkpoint.dialect(), "lm_head.weight");
+        let class = dialect.architectures.first().or(dialect.model_type.as_ref()).map_or("the model", String::as_str);
+        let mut names: BTreeSet<&str> = expected.iter().map(String::as_str).collect();
+        let Some(example) =
+            expected.iter().find(|name| name.starts_with(&format!("{}{}", self.prefix, self.family.layers)))
+        else {
+            return format!("none of the tensors that {class} has is here");
+        };
+        names.extend((self.is_causal() && !dialect.tied).then_some(head));
+        format!("0 of {} tensors that {class} has are here, such as {example}", names.len())
+    }
+
+    /// The reason why the repository may differ from its `model_type`, whatever it has.
     fn doubt(&self) -> Option<String> {
         let (checkpoint, family) = (self.checkpoint, self.family);
         let dialect = checkpoint.dialect();
@@ -151,9 +182,17 @@ impl<'a> FamilyScan<'a> {
         if !family.own_code && checkpoint.config().is_some_and(|config| config.get("auto_map").is_some()) {
             return Some("the repository brings code of its own".to_owned());
         }
-        let unlike = family.unlike.iter().map(|name| format!("{}{name}", self.prefix));
-        if let Some(name) = unlike.into_iter().find(|name| self.stems.contains(name)) {
-            return Some(format!("{name} is there, which only draft models have"));
+        let prefixes = || family.prefixes.iter().chain([&self.prefix]);
+        let mut unlike = family.unlike.iter().flat_map(|name| prefixes().map(move |prefix| format!("{prefix}{name}")));
+        let draft = unlike.find(|name| self.stems.contains(name));
+        draft.map(|name| format!("{name} is there, which only draft models have"))
+    }
+
+    /// The same, if a part of the model is there.
+    fn doubt_of_part(&self) -> Option<String> {
+        let (checkpoint, family) = (self.checkpoint, self.family);
+        if let Some(doubt) = self.doubt() {
+            return Some(doubt);
         }
         // The user says that the configuration is the model's.
         if checkpoint.companion().is_some() {
@@ -274,6 +313,15 @@ pub(crate) fn compare(
     if !expected.is_empty() {
         present.extend(checkpoint.tensors().map(|(_, info)| info.name));
     }
+    if !scan.is_recognized || (!expected.is_empty() && !expected.iter().any(|name| present.contains(name.as_str()))) {
+        let accepts = options.allow_missing.accepts(expected.first().map_or("layers.0.", String::as_str));
+        let nothing = scan.nothing_of(&expected);
+        let doubt = scan.doubt().or_else(|| accepts.then(|| "--allow-missing accepts it".to_owned()));
+        let unexpected = fold(scan.unknown.iter().copied(), &[]);
+        let problems = if doubt.is_none() { vec![unlike(checkpoint, &nothing)] } else { Vec::new() };
+        let warning = doubt.map(|doubt| format!("{nothing}; not refused, as {doubt}"));
+        return (Findings { unexpected, warning, ..Findings::default() }, problems);
+    }
     let mut lost: Vec<&str> = expected
         .par_iter()
         .map(String::as_str)
@@ -291,7 +339,7 @@ pub(crate) fn compare(
     // The missing names are reported already.
     let mut holes = holes(checkpoint, names, Some(family), options);
     holes.retain(|hole| lost.binary_search(&hole.example.as_str()).is_err());
-    let doubt = if lost.is_empty() && holes.is_empty() { None } else { scan.doubt() };
+    let doubt = if lost.is_empty() && holes.is_empty() { None } else { scan.doubt_of_part() };
     let is_sure = doubt.is_none() && checkpoint.dialect().quantization.is_none();
     let (holes, differing): (Vec<Hole>, Vec<Hole>) = holes.into_iter().partition(|hole| {
         !is_sure

@@ -50,24 +50,29 @@ pub(crate) const MISSING_MAX: usize = 1000;
 /// Refuses a repository whose configuration counts layers and of whose tensors none has the number of one: the names are of another
 /// program, or the layers are not there.
 pub(crate) fn no_layers(checkpoint: &Checkpoint, options: &ViewOptions, problems: &mut Vec<Problem>) {
-    const SHOWN: usize = 3;
     let Some(declared) = checkpoint.dialect().declared_layers.filter(|layers| *layers > 0) else { return };
     let is_number = |word: &str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
     let names = || checkpoint.tensors().map(|(_, info)| info.name);
     if names().any(|name| name.split('.').any(is_number)) || options.allow_missing.accepts("layers.0.") {
         return;
     }
-    let shown: Vec<&str> = names().take(SHOWN).collect();
+    problems.push(unlike(checkpoint, &format!("promises {declared} layers, and no tensor has the name of one")));
+}
+
+/// The problem of a repository whose tensors have not the names of the model in its configuration. `lacks` says what is not there.
+pub(crate) fn unlike(checkpoint: &Checkpoint, lacks: &str) -> Problem {
+    const SHOWN: usize = 3;
+    let shown: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).take(SHOWN).collect();
     let more = checkpoint.tensors().len().saturating_sub(SHOWN);
     let more = if more == 0 { String::new() } else { format!(" and {more} more") };
     let of = checkpoint.companion().map_or_else(String::new, |companion| format!(" of {}", companion.label));
     let reason = format!(
-        "promises {declared} layers, and no tensor has the name of one: found {}{more}. The file{of} is that of another model, or the \
-         names are those of another program: --source-rename 'REGEX=>TO' mends names, --layout stored shows the tensors as they are, \
-         --allow-missing accepts a part of a model",
+        "{lacks}: found {}{more}. The file{of} is that of another model, or the names are those of another program: \
+         --source-rename 'REGEX=>TO' mends names, --layout stored shows the tensors as they are, --allow-missing accepts a part of \
+         a model",
         shown.join(", ")
     );
-    problems.push(Problem::File { file: "config.json".to_owned(), reason });
+    Problem::File { file: "config.json".to_owned(), reason }
 }
 
 /// Finds missing layers. If the configuration of a known model counts its layers, a missing one is a problem. Any other

@@ -311,7 +311,7 @@ pub(super) fn source_json(checkpoint: &Checkpoint) -> Value {
         "revision": checkpoint.revision(),
         "container": checkpoint.container().to_string(),
         "no_tensors": checkpoint.left_out().iter().map(|left| json!({"name": left.name, "kind": left.kind})).collect::<Vec<_>>(),
-        "proposed_rename": checkpoint.proposed_rename(),
+        "proposed_rename": checkpoint.proposed_rename().map(|(rule, _)| rule),
         "dialect": {
             "text": dialect.to_string(),
             "model_type": dialect.model_type,

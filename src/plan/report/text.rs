@@ -198,7 +198,7 @@ fn container_text(checkpoint: &Checkpoint, line: &mut dyn FnMut(&str, &str)) {
             line("", &format!("and {} more", left_out.len() - NAMES_SHOWN));
         }
     }
-    if let Some(rule) = checkpoint.proposed_rename() {
+    if let Some((rule, _)) = checkpoint.proposed_rename() {
         line("prefix", &format!("--source-rename '{rule}' would give the names of a repository of Hugging Face"));
     }
 }
