@@ -362,9 +362,10 @@ impl IndexMap {
         self.terms
     }
 
-    /// Whether the index is a sum of positions on axes, each times a number.
+    /// Whether the index is a sum of positions on axes, each times a number, and of constants.
     pub(super) fn is_affine(&self) -> bool {
-        self.digits.iter().all(|digit| digit.group == 1 && digit.turn >= digit.modulus && digit.table.is_none())
+        let is_plain = |digit: &Digit| digit.group == 1 && digit.turn >= digit.modulus && digit.table.is_none();
+        self.digits.iter().all(|digit| is_plain(digit) || digit.modulus == 1)
     }
 
     /// The index of element `n`, of its first term.

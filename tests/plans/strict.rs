@@ -210,7 +210,9 @@ fn names_that_hide_the_whole_model_are_unwrapped_or_refused() {
         let options = ViewOptions { layout, ..ViewOptions::default() };
         let plain: Vec<String> =
             build(&rows, &config, &options).unwrap().tensors.iter().map(|tensor| tensor.name.clone()).collect();
-        for prefix in ["_orig_mod.", "module._orig_mod.", "base_model.model.", "_fsdp_wrapped_module.", "net.", "model."] {
+        for prefix in
+            ["_orig_mod.", "module._orig_mod.", "base_model.model.", "_fsdp_wrapped_module.", "net.", "model."]
+        {
             let plan = build(&prefixed(prefix), &config, &options).unwrap_or_else(|error| panic!("{prefix}: {error}"));
             let names: Vec<String> = plan.tensors.iter().map(|tensor| tensor.name.clone()).collect();
             assert_eq!(names, plain, "{prefix}");

@@ -330,6 +330,53 @@ def test_a_trainers_checkpoint_with_the_names_of_the_model_is_a_base(form, tmp_p
     assert "no difference" in run("verify", saved, *flags).out
 
 
+@pytest.mark.parametrize("kind", ["list", "patterns", "saved", "embedding"])
+@pytest.mark.parametrize("form", ["dcp", "safetensors"])
+def test_base_and_adapter_of_one_training_are_merged(form, kind, tmp_path):
+    base = tmp_path / "base"
+    llama().to(torch.bfloat16).save_pretrained(base)
+    made = adapter(base, tmp_path / "adapter", **ADAPTERS[kind])
+    # The names that PEFT gives to a model in training, in DCP with a part of each factor on each of three ranks.
+    mesh = ["--mesh", "fsdp=3"] if form == "dcp" else []
+    run("export", base, tmp_path / "saved", "--layout", "hf", "--lora", made, *mesh, "--only", f"{form}/**")
+    saved = tmp_path / "saved" / form
+    if form == "safetensors":
+        saved = next(saved.rglob("*.safetensors"))
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    for file in (base / "config.json", made / "adapter_config.json"):
+        (beside / file.name).write_bytes(file.read_bytes())
+    flags = ["--layout", "hf", "--config-from", beside]
+    for refused in ([], ["--source-rename", "^base_model\\.model\\.=>"]):
+        assert "--merge-lora self" in run("plan", saved, *flags, *refused, expect=1).err
+    assert "adapter_config.json" in run("plan", saved, "--layout", "hf", "--config-from", base, "--merge-lora", "self", expect=1).err
+    exported(saved, "self", tmp_path / "out", *flags)
+    found = load_file(tmp_path / "out/hf/model.safetensors")
+    assert_bits(found, reference(base, made))
+    assert not (tmp_path / "out/hf/adapter_config.json").exists()
+    assert "no difference" in run("verify", saved, *flags, "--merge-lora", "self", "--mesh", "fsdp=2").out
+
+
+def test_one_adapter_of_several_is_merged_and_said(tmp_path):
+    base = tmp_path / "base"
+    llama().to(torch.bfloat16).save_pretrained(base)
+    made = adapter(base, tmp_path / "adapter", **ADAPTERS["list"])
+    run("export", base, tmp_path / "saved", "--layout", "hf", "--lora", made, "--only", "safetensors/**")
+    state = load_file(next((tmp_path / "saved").rglob("*.safetensors")))
+    second = {name.replace(".default.", ".reference."): tensor + 1 for name, tensor in state.items() if ".lora_" in name}
+    for name, tensors, expect in (("two", state | second, 0), ("none", {k.replace("default", "a"): v for k, v in (state | second).items()}, 1)):
+        saved = tmp_path / name
+        saved.mkdir()
+        save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+        for file in (base / "config.json", made / "adapter_config.json"):
+            (saved / file.name).write_bytes(file.read_bytes())
+        done = run("plan", saved, "--layout", "hf", "--merge-lora", "self", expect=expect)
+        assert ("the adapter reference is not" if expect == 0 else "found a, reference") in done.err + done.out
+    exported(tmp_path / "two", "self", tmp_path / "out", "--layout", "hf")
+    assert_bits(load_file(tmp_path / "out/hf/model.safetensors"), reference(base, made))
+    assert not (tmp_path / "out/hf/adapter_config.json").exists()
+
+
 def test_a_checkpoint_with_other_names_is_refused_as_a_base(tmp_path):
     base = tmp_path / "base"
     llama().to(torch.bfloat16).save_pretrained(base)

@@ -699,7 +699,7 @@ fn long_sums_agree_with_the_reference() {
 
 #[test]
 fn a_shard_of_a_product_needs_its_rows_and_columns_alone() {
-    let (left, right) = (stored(1, DType::BF16, &[6, 4]), stored(2, DType::F32, &[4, 10]));
+    let (left, right) = (source(1, DType::BF16, &[6, 4]), source(2, DType::F32, &[4, 10]));
     let view = View::matrix_product(&left, &right).unwrap();
     let shard = view.slice(0, 2, 4, 1).unwrap().slice(1, 3, 8, 1).unwrap();
     let tiling = shard.lower().unwrap();

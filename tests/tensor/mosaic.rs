@@ -9,7 +9,8 @@ use crate::common;
 use ckfs::{
     read::reference::evaluate,
     tensor::{
-        CoverFault, DType, Element, Mosaic, Mosaics, NewBox, PerAxis, Shape, SourceTensor, TensorId, View, mosaic::stored_elements,
+        CoverFault, DType, Element, Keep, Mosaic, Mosaics, NewBox, PerAxis, Shape, SourceTensor, TensorId, View,
+        mosaic::stored_elements,
     },
 };
 use proptest::prelude::*;
@@ -218,11 +219,14 @@ proptest! {
             (whole, View::mosaic(Mosaic::new(mosaics, pushed, TensorId(first + 1))))
         };
         let (left, right) = (matrix([rows, terms]), matrix([terms, columns]));
-        let [expected, _] = both(&View::matrix_product(&left.0, &right.0).unwrap(), &stored);
+        let (whole, base) = (View::matrix_product(&left.0, &right.0).unwrap(), matrix([rows, columns]).1);
+        let shown = |product: &View| {
+            let sum = base.add_view(&product.multiply(0.3, false, Keep::F32).unwrap(), Keep::F32).unwrap();
+            [both(product, &stored), both(&sum.reverse_axes(), &stored)].concat()
+        };
+        let expected = shown(&whole);
         for (left, right) in [(&left.1, &right.1), (&left.0, &right.1), (&left.1, &right.0)] {
-            for found in both(&View::matrix_product(left, right).unwrap(), &stored) {
-                prop_assert_eq!(&found, &expected);
-            }
+            prop_assert_eq!(shown(&View::matrix_product(left, right).unwrap()), expected.clone());
         }
     }
 }
