@@ -14,6 +14,7 @@ use super::{
     json,
     locate::locate,
     options::OpenOptions,
+    printable::printable,
     problem::{CheckpointError, Problem},
     text::read_json,
 };
@@ -25,7 +26,29 @@ pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 const ADAPTER_PICKLE: &str = "adapter_model.bin";
 
 /// Name of an adapter's configuration.
-const ADAPTER_CONFIG: &str = "adapter_config.json";
+pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
+
+/// Name of an adapter's weights as MLX saves them.
+const MLX: &str = "adapters.safetensors";
+
+/// Whether a file has the name of an adapter's weights: of PEFT, also in parts, or of MLX.
+pub(super) fn is_adapter_file(path: &str) -> bool {
+    path.starts_with("adapter_model") || path.starts_with(MLX)
+}
+
+/// What to do with the adapter in `dir` that is given as if it were a model. `base` is that of its configuration.
+pub(super) fn not_a_model(path: &str, base: Option<&str>, dir: &str) -> String {
+    if path.starts_with(MLX) {
+        return "an adapter of MLX, not a model: merge it with mlx_lm.fuse and give the result".to_owned();
+    }
+    let base = base.filter(|base| !base.is_empty());
+    let of = base.map_or_else(String::new, |base| format!(" of {}", printable(base)));
+    let base = base.map_or_else(|| "its base".into(), printable);
+    format!(
+        "an adapter{of}, not a model: give {base} as the source; --merge-lora {dir} merges the adapter into it, and --lora {dir} shows it \
+         beside it"
+    )
+}
 
 /// An adapter's directory, its configuration and its weights.
 pub(super) struct AdapterFiles {

@@ -53,6 +53,6 @@ pub use table::{MosaicTensor, Storage, TensorInfo, TensorTable};
 use self::{
     containers::{archive, container, copies, dcp, header, index, orbax, ranks, safetensors, torch},
     dialects::{promised, tied},
-    files::{choose, companion, file, folder, foreign, listing, locate, remote_tree, sets, tree, weight_name},
+    files::{alone, choose, companion, file, folder, foreign, listing, locate, remote_tree, sets, tree, weight_name},
 };
 pub use dialects::{dialect, own_head, prefix, quantization};

@@ -1,7 +1,7 @@
 //! Opening a checkpoint: it finds out what the source holds, has the dialect choose the weight files and read them, and puts
 //! the parts together.
 
-use std::{collections::HashMap, io, sync::Arc};
+use std::{collections::HashMap, io, path::Path, sync::Arc};
 
 use ckfs_format::safetensors::Header;
 use ckfs_source::{
@@ -9,7 +9,8 @@ use ckfs_source::{
 };
 
 use super::{
-    adapter::{ADAPTER_WEIGHTS, AdapterFiles, read_adapters},
+    adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles, is_adapter_file, not_a_model, read_adapters},
+    alone::part_of,
     choose::{CONFIG, find_unreadable},
     companion::{Companion, fill_files, not_a_directory, read_companion},
     container::{self, Container, Contents},
@@ -65,6 +66,13 @@ fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointErr
         adapters.extend(filling(fill, options)?);
     }
     let companion = options.config_from.as_ref().map(|source| companion(source, options)).transpose()?;
+    let is_file = match &located.remote {
+        Some(remote) => remote.files.iter().any(|file| file.path.is_empty()),
+        None => !is_directory,
+    };
+    if let Some(part) = is_file.then(|| part_of(&located.path, located.remote.is_none(), &options.fetches)).flatten() {
+        return Err(refused(&located.label, located.path.display().to_string(), part));
+    }
     let opened = open_located(located, is_directory, options, adapters)?;
     match companion {
         Some((companion, config)) => opened.completed(companion, config),
@@ -80,7 +88,8 @@ fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, Che
     let alone =
         OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, variant: None, ..options.clone() };
     let Some(tree) = tree else {
-        let fill = open(source, &alone)?;
+        // A part of a checkpoint may be just what is missing.
+        let fill = open_located(located, Path::new(source).is_dir(), &alone, Vec::new())?;
         let path = |file: &RepoFile| Some(fill.source().path(file.file?).to_owned());
         let paths = fill.files().iter().filter(|file| file.role == FileRole::Weights).filter_map(path);
         return fill_files(paths.map(|path| (FoundFile::named(&path), path)), &options.fetches);
@@ -261,6 +270,7 @@ fn open_folder(
             Chosen::Dcp
         }
     };
+    refuse_adapter(&mut folder)?;
     folder.leave_out_pointers()?;
     name_unfinished_download(&mut folder);
     let (weights, opened) = folder.open_files(adapters.len())?;
@@ -272,6 +282,27 @@ fn open_folder(
         Some((companion, config)) => opened.completed(companion, config),
         None => Ok(opened),
     }
+}
+
+/// Refuses a directory whose weights are those of an adapter.
+fn refuse_adapter(folder: &mut Folder) -> Result<(), CheckpointError> {
+    let mut weights = folder.files.iter().filter(|file| file.role == FileRole::Weights).map(|file| &file.path);
+    let Some(path) = weights.next().filter(|_| folder.has(ADAPTER_CONFIG)).cloned() else { return Ok(()) };
+    if !is_adapter_file(&path) || !weights.all(|path| is_adapter_file(path)) {
+        return Ok(());
+    }
+    let text = folder.read(ADAPTER_CONFIG)?.and_then(Result::ok).unwrap_or_default();
+    let config = json::parse(&text).unwrap_or_default();
+    let base = config["base_model_name_or_path"].as_str();
+    let label = folder.located.label.clone();
+    let message = not_a_model(&path, base, &label);
+    Err(refused(&label, ADAPTER_CONFIG.to_owned(), message))
+}
+
+/// The error of a source of which one file tells that it is no checkpoint.
+fn refused(label: &str, file: String, message: String) -> CheckpointError {
+    let problems = vec![Problem::Container { file, message }];
+    CheckpointError::Problems { label: label.to_owned(), problems, more: 0 }
 }
 
 /// Says of a snapshot in the Hub's cache that lacks weight files that its download is unfinished.
@@ -412,10 +443,6 @@ fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Probl
             return nothing();
         }
     };
-    if let Some(message) = ranks::given_alone(files.source, &name) {
-        problems.push(Problem::Container { file: name, message });
-        return nothing();
-    }
     match kind {
         FileKind::Torch => torch::read(files, None, (training_state, None), problems),
         FileKind::Safetensors => safetensors::read(files, None, (None, true), problems),
@@ -500,7 +527,8 @@ impl ChosenFiles<'_> {
             || Dialect::of(&table, config.as_ref(), Quantization::default(), &mut found),
         );
         drop(stored);
-        let compared = config.as_ref().and_then(|config| promised::compare(&table, config, are_ranks, &mut found));
+        let ranks = (are_ranks, are_ranks);
+        let compared = config.as_ref().and_then(|config| promised::compare(&table, config, ranks, &mut found));
         self.warnings.extend(compared);
         if let (Some(files), None) = (uncounted, &config) {
             self.warnings.push(format!(
@@ -516,6 +544,7 @@ impl ChosenFiles<'_> {
             TensorTable::default()
         });
         self.warnings.extend(problems.warnings());
+        let lacks_named = problems.accepted_missing();
         if let Located { label, revision: Some(_), remote: None, .. } = &self.located {
             // Without an index, what is missing shows when the files that are there are read.
             let repo = label.split('@').next().unwrap_or(label);
@@ -544,6 +573,7 @@ impl ChosenFiles<'_> {
             companion: None,
             partial,
             are_ranks,
+            lacks_named,
             directories: self.directories,
             warnings: self.warnings,
             compared: ComparedHeads::default(),

@@ -690,6 +690,11 @@ impl Problems {
         all
     }
 
+    /// Whether some tensor is accepted that no file has.
+    pub(super) fn accepted_missing(&self) -> bool {
+        self.missing.count > 0
+    }
+
     /// Warnings of what was accepted.
     pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
         let missing = (self.missing.count > 0)

@@ -63,6 +63,8 @@ pub struct Checkpoint {
     pub(super) partial: BTreeSet<FileId>,
     /// Whether the weight files are those of ranks.
     pub(super) are_ranks: bool,
+    /// Whether the index names tensors that no file has, which the user accepts.
+    pub(super) lacks_named: bool,
     /// Directories of the repository with the gates before them. Its own directory, called "", is the first.
     pub(super) directories: Vec<(String, DirectoryRules)>,
     pub(super) warnings: Vec<String>,
@@ -221,6 +223,7 @@ impl Checkpoint {
             companion: self.companion.clone(),
             partial: self.partial.clone(),
             are_ranks: self.are_ranks,
+            lacks_named: self.lacks_named,
             directories: self.directories.clone(),
             warnings: self.warnings.clone(),
             compared: self.compared.clone(),
@@ -318,7 +321,7 @@ impl Checkpoint {
         let mut problems = Problems::default();
         let quantization = self.dialect.quantization.clone();
         self.dialect = Dialect::of(&self.table, Some(&config), quantization, &mut problems);
-        self.warnings.extend(promised::compare(&self.table, &config, self.are_ranks, &mut problems));
+        self.warnings.extend(promised::compare(&self.table, &config, (self.are_ranks, true), &mut problems));
         problems.refuse(&format!("--config-from {}", companion.label))?;
         (self.config, self.companion) = (Some(config), Some(Arc::new(companion)));
         Ok(self)
@@ -426,6 +429,11 @@ impl Checkpoint {
     /// The repository's `config.json`, if it has one.
     pub fn config(&self) -> Option<&serde_json::Value> {
         self.config.as_ref()
+    }
+
+    /// Whether the index names tensors that no file has, which the user accepts.
+    pub const fn lacks_named(&self) -> bool {
+        self.lacks_named
     }
 
     /// The `metadata` member of the index, if there is one.

@@ -21,6 +21,9 @@ use super::{
 /// The prefix of the base model's names.
 pub(super) const PREFIX: &str = "base_model.model.";
 
+/// The word that PEFT gives to a module of the base of which the adapter has a trained copy.
+const ORIGINAL: &str = ".original_module.";
+
 /// The name that PEFT gives to an adapter.
 const NAME: &str = "default";
 
@@ -184,7 +187,7 @@ impl Lora {
 
     /// Splits a name after the saved module that it belongs to: the outermost whose name ends with an entry of `modules_to_save`,
     /// as letters, not as words.
-    fn saved<'n>(&self, name: &'n str) -> Option<(&'n str, &'n str)> {
+    pub(super) fn saved<'n>(&self, name: &'n str) -> Option<(&'n str, &'n str)> {
         let mut modules = name.match_indices('.').map(|(end, _)| (&name[..end], &name[end + 1..]));
         modules.find(|(module, _)| self.to_save.iter().any(|saved| module.ends_with(saved.as_str())))
     }
@@ -246,7 +249,7 @@ impl Base {
             let name = &draft.name;
             let (module, parameter) = name.rsplit_once('.').unwrap_or(("", name));
             draft.name = if let Some((module, rest)) = lora.saved(name) {
-                format!("{PREFIX}{module}.original_module.{rest}")
+                format!("{PREFIX}{module}{ORIGINAL}{rest}")
             } else if lora.targets(module) {
                 let weight = base.targeted.entry(module.to_owned()).or_default();
                 if parameter == "weight" && draft.view.dtype().is_float() {
@@ -287,7 +290,7 @@ pub(super) fn rename(
         }
     };
     let Base { targeted, tensors: base } = Base::rename(drafts.iter_mut().filter(|draft| !from_adapter(draft)), &lora);
-    let (mut replaced, mut shapes) = (BTreeSet::new(), Vec::new());
+    let (mut replaced, mut saved, mut shapes) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
     for draft in drafts.iter_mut().filter(|draft| from_adapter(draft)) {
         if let Some((expected, roles)) = base.get(&draft.name) {
             let found = draft.view.shape();
@@ -301,11 +304,15 @@ pub(super) fn rename(
         }
         let new = match matrix(&draft.name) {
             Some((module, matrix)) => targeted.contains_key(module).then(|| model_name(module, matrix)),
-            None => draft
-                .name
-                .strip_prefix(PREFIX)
-                .and_then(|name| lora.saved(name))
-                .map(|(module, rest)| format!("{PREFIX}{module}.modules_to_save.{NAME}.{rest}")),
+            None => draft.name.strip_prefix(PREFIX).and_then(|name| lora.saved(name)).map(|(module, rest)| {
+                let original = format!("{PREFIX}{module}{ORIGINAL}{rest}");
+                let differing =
+                    base.get(&original).map(|(shape, _)| shape).filter(|shape| **shape != *draft.view.shape());
+                shapes
+                    .extend(differing.map(|shape| OtherShape::new(&draft.name, shape.to_string(), draft.view.shape())));
+                saved.insert(original);
+                format!("{PREFIX}{module}.modules_to_save.{NAME}.{rest}")
+            }),
         };
         match new {
             Some(name) => draft.name = name,
@@ -321,10 +328,22 @@ pub(super) fn rename(
         }
     }
     drafts.retain(|draft| from_adapter(draft) || !replaced.contains(&draft.name));
+    let unsaved = base.keys().filter(|name| name.contains(ORIGINAL) && !saved.contains(*name));
+    let unsaved = unsaved.map(|name| name.replace(ORIGINAL, ".")).filter(|name| !missing.accepts(name));
+    problems.extend(unsaved_modules(&unsaved.collect()));
     for (module, weight) in &targeted {
         lora.check(module, weight.as_ref(), missing, problems, &mut shapes);
     }
     problems.extend(OtherShape::problems(shapes, adapter));
+}
+
+/// The problems of an adapter without these trained copies of modules, by the names that it would have for them.
+pub(super) fn unsaved_modules(names: &BTreeSet<String>) -> impl Iterator<Item = Problem> {
+    fold(names.iter().map(String::as_str), &[]).into_iter().map(|group| Problem::MissingTensor {
+        group,
+        for_target: "modules_to_save in adapter_config.json".to_owned(),
+        rule: RuleLocation::default(),
+    })
 }
 
 /// A tensor of the adapter that has another shape.
@@ -391,12 +410,13 @@ impl Lora {
         let rank = self.ranks.of(module);
         let sides = [(a, rank, weight.map(|(_, inner)| inner)), (b, weight.map(|(out, _)| out), rank)];
         for (matrix, rows, columns) in sides {
-            // Convolutions have further axes.
-            let Some(stored) = found.get(matrix).filter(|stored| stored.extents().len() == 2) else { continue };
+            // Convolutions have further axes. What ZeRO-3 saved without gathering it has no element.
+            let is_compared = |stored: &&Shape| stored.extents().len() <= 2 || stored.is_empty();
+            let Some(stored) = found.get(matrix).filter(is_compared) else { continue };
             let wanted = [rows, columns];
             let differs =
                 wanted.iter().zip(stored.extents()).any(|(wanted, found)| wanted.is_some_and(|it| it != *found));
-            if differs {
+            if differs || stored.is_empty() || stored.extents().len() != 2 {
                 let [rows, columns] =
                     wanted.map(|extent| extent.map_or_else(|| "_".to_owned(), |extent| extent.to_string()));
                 let expected = format!("[{rows}, {columns}]");

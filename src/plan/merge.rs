@@ -18,7 +18,7 @@ use serde_json::Value;
 
 use super::{
     ViewOptions, inverse,
-    lora::{Lora, PREFIX, by_pattern, matrix},
+    lora::{Lora, PREFIX, by_pattern, matrix, unsaved_modules},
     name_group::{NameGroup, fold},
     naming,
     peft::OwnAdapter,
@@ -246,6 +246,11 @@ fn stored(id: TensorId, info: &TensorInfo<'_>) -> Option<View> {
     }
 }
 
+/// The name in the checkpoint of what a tensor of an adapter replaces.
+fn replaced_name(name: &str) -> Option<String> {
+    Some(name.strip_prefix(PREFIX)?.replace(".base_layer.", ".").replace(".modules_to_save.", "."))
+}
+
 fn is_loadable(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F16 | DType::F32)
 }
@@ -329,9 +334,16 @@ impl Merging<'_> {
         }
     }
 
-    /// Modules that the configuration targets and the adapter has not.
+    /// Modules that the configuration targets or saves, and the adapter has not.
     fn refuse_missing(&mut self, lora: &Lora, modules: &BTreeMap<&str, BTreeMap<&str, TensorId>>) {
         let mut missing = Vec::new();
+        let stored: BTreeSet<String> =
+            self.named.of_adapter(self.adapter).filter_map(|(_, info)| replaced_name(info.name)).collect();
+        let is_unsaved = |name: &&str| lora.saved(name).is_some() && !stored.contains(*name);
+        let unsaved = self.named.tensors().map(|(_, info)| info.name).filter(is_unsaved);
+        let unsaved = unsaved.map(|name| format!("{PREFIX}{name}"));
+        let unsaved = unsaved.filter(|name| !self.options.allow_missing.accepts(name)).collect();
+        self.problems.extend(unsaved_modules(&unsaved));
         for (_, info) in self.named.tensors() {
             let Some(module) = info.name.strip_suffix(".weight") else { continue };
             if info.shape.len() == 2 && !modules.contains_key(module) && lora.targets(module) {
@@ -388,8 +400,7 @@ impl Merging<'_> {
     /// Notes that a tensor of the adapter replaces one of the checkpoint. Returns false if there is none.
     fn replace(&mut self, id: TensorId, name: &str) -> bool {
         let info = self.named.tensor(id);
-        let Some(name) = name.strip_prefix(PREFIX) else { return false };
-        let name = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".");
+        let Some(name) = replaced_name(name) else { return false };
         if self.named.find(&name).is_none() {
             return false;
         }

@@ -82,7 +82,7 @@ pub use split::{
 };
 
 use self::{
-    check::{expect, hole, holes, survey, unused, widths},
+    check::{expect, hole, holes, narrow, survey, unused, widths},
     name::{member, name_group, names, naming, parsed},
     need::{needed, page_reads},
     repository::{generated, text_model},

@@ -41,6 +41,10 @@ EITHER = ("either_whole", "either_text")
 OTHER_EMBEDDINGS = ("tok_embeddings.weight",)
 
 
+# Words in the names of classes that may have a head.
+MAY_HAVE = (*HEADED, "ForMaskedLM", "ForPreTraining", "DoubleHeads", "ForSpeechToText")
+
+
 def is_head(name: str) -> bool:
     return ("." + name).endswith("." + HEAD)
 
@@ -54,6 +58,31 @@ def headed(model_type: str, config: type) -> Built | None:
         if isinstance(built, Built) and any(map(is_head, built.model.state_dict())):
             return built
     return None
+
+
+def other_head(built: Built) -> tuple[str, str] | None:
+    """The head of another name than lm_head and the embedding that it is, unless the configuration says that it is not."""
+    head = built.model.get_output_embeddings()
+    names = [name for name, module in built.model.named_modules() if head is not None and module is head]
+    if not names or is_head(f"{names[0]}.weight"):
+        return None
+    pairs = built.model.get_expanded_tied_weights_keys(all_submodels=True)
+    return (f"{names[0]}.weight", pairs[f"{names[0]}.weight"]) if f"{names[0]}.weight" in pairs else None
+
+
+def other_heads(model_types: list[str]) -> dict[str, tuple[str, str]]:
+    """By class with a tied head of another name: head and embedding, as a repository has them."""
+    found = {}
+    for model_type in model_types:
+        config = configurations()[model_type]
+        classes = [cls for cls in model_classes(model_type, config) if any(word in cls.__name__ for word in MAY_HAVE)]
+        for cls in classes:
+            built = build_class(model_type, cls, config, torch.float32)
+            pair = other_head(built) if isinstance(built, Built) else None
+            if pair:
+                marked = [{name: built.model.get_parameter(name)} for name in pair]
+                found[cls.__name__] = tuple(next(iter(revert_weight_conversion(built.model, one)), *one) for one in marked)
+    return found
 
 
 def text_of(config) -> str | None:

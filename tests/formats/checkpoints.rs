@@ -128,13 +128,14 @@ fn an_indexed_repository() {
     assert_eq!(checkpoint.file_metadata(FileId(0)), [("format".to_owned(), "pt".to_owned())]);
     let ignored = |path, reason| assert_eq!(role(&checkpoint, path), FileRole::Ignored(reason), "{path}");
     ignored("consolidated.safetensors", IgnoreReason::SecondCopy);
-    ignored("original/model.safetensors", IgnoreReason::Subdirectory);
     ignored("mtp.safetensors", IgnoreReason::NotInIndex);
     ignored("dangling.json", IgnoreReason::DanglingLink);
     ignored("linked", IgnoreReason::LinkedDirectory);
     ignored(".git", IgnoreReason::Bookkeeping);
     ignored("mnt", IgnoreReason::Mount);
     assert_eq!(role(&checkpoint, "docs/README.md"), FileRole::Other);
+    // Another model's, which stays with the repository.
+    assert_eq!(role(&checkpoint, "original/model.safetensors"), FileRole::Other);
     assert_eq!(role(&checkpoint, "sub/x.safetensors"), FileRole::Weights);
     let suspicious: Vec<_> = checkpoint.suspicious_files().map(|file| file.path.as_str()).collect();
     assert_eq!(suspicious, ["mtp.safetensors"]);
@@ -950,4 +951,78 @@ fn a_name_that_is_not_utf8_is_passed_over_unless_it_may_be_weights() {
     fs::write(repo.0.path().join(name(".safetensors")), "x").unwrap();
     let error = repo.try_open().err().unwrap().to_string();
     assert!(error.contains("is not UTF-8") && error.contains("notes-"), "{error}");
+}
+
+#[test]
+fn a_part_that_is_given_as_the_whole_is_refused_with_the_way() {
+    // A shard of a set, by its name, and one that an index beside it names.
+    let repo = Repo::new()
+        .weights("model00001-of-00002.safetensors", &[("a", W, &[1])])
+        .weights("x.safetensors", &[("a", W, &[1])])
+        .weights("model.safetensors", &[("a", W, &[1])]);
+    let open = |name: &str| Checkpoint::open(repo.path(name).to_str().unwrap(), &OpenOptions::default());
+    let error = open("model00001-of-00002.safetensors").unwrap_err().to_string();
+    let way = format!(
+        "file 00001 of 00002 by its name, not the whole checkpoint: give the directory with the files of all of them, {}",
+        repo.0.path().display()
+    );
+    assert!(error.contains(&way), "{error}");
+    open("x.safetensors").unwrap();
+    let repo = repo.index(&[("a", "x.safetensors"), ("b", "y.safetensors")]);
+    let open = |name: &str| Checkpoint::open(repo.path(name).to_str().unwrap(), &OpenOptions::default());
+    let error = open("x.safetensors").unwrap_err().to_string();
+    assert!(error.contains("one of several files that model.safetensors.index.json beside it names"), "{error}");
+    open("model.safetensors").unwrap();
+    // Such a file may be what another checkpoint lacks.
+    let part = repo.path("model00001-of-00002.safetensors").to_str().map(str::to_owned);
+    let filled = Repo::new().weights("model.safetensors", &[("b", W, &[1])]);
+    let options = OpenOptions { fill_from: part, ..OpenOptions::default() };
+    assert_eq!(Checkpoint::open(filled.0.path().to_str().unwrap(), &options).unwrap().fill().count(), 1);
+    // In a directory, too.
+    let half = Repo::new().weights("model00001-of-00002.safetensors", &[("a", W, &[1])]);
+    assert!(half.problems()[0].contains("expected 2 files by their names"), "{:?}", half.problems());
+
+    // An adapter beside other weights is none of the model's.
+    let adapter = |repo: Repo, base: &str| {
+        repo.weights("adapter_model.safetensors", &[("base_model.model.q.lora_A.weight", W, &[2, 4])])
+            .text("adapter_config.json", &json!({"base_model_name_or_path": base, "peft_type": "LORA"}).to_string())
+    };
+    let alone = adapter(Repo::new().config(&json!({"model_type": "llama"})), "org/base");
+    let dir = alone.0.path().display();
+    let expected = format!(
+        "adapter_config.json: an adapter of org/base, not a model: give org/base as the source; --merge-lora {dir} merges the \
+         adapter into it, and --lora {dir} shows it beside it"
+    );
+    assert_eq!(alone.problems(), [expected]);
+    let both = adapter(Repo::new().weights("model.safetensors", &[("q.weight", W, &[4, 4])]), "org/base");
+    assert_eq!(names(&both.open()), ["q.weight"]);
+    let mlx =
+        Repo::new().weights("adapters.safetensors", &[("q.lora_a", W, &[4, 2])]).text("adapter_config.json", "{}");
+    assert!(mlx.problems()[0].contains("mlx_lm.fuse"), "{:?}", mlx.problems());
+
+    // The part of one rank of tensor parallelism.
+    let config = json!({"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 1});
+    let model = |heads: u64, inner: u64, expert: u64| {
+        let shapes: [(&str, [u64; 2]); 5] = [
+            ("self_attn.q_proj", [heads, 32]),
+            ("self_attn.o_proj", [32, heads]),
+            ("mlp.gate_proj", [inner, 32]),
+            ("mlp.down_proj", [32, inner]),
+            ("mlp.experts.0.down_proj", [32, expert]),
+        ];
+        let named = shapes.map(|(name, shape)| (format!("model.layers.0.{name}.weight"), shape));
+        let rows: Vec<Tensor<'_>> = named.iter().map(|(name, shape)| (name.as_str(), W, &shape[..])).collect();
+        Repo::new().weights("model.safetensors", &rows).config(&config)
+    };
+    model(32, 64, 24).open();
+    let error = model(16, 32, 12).problems().join("\n");
+    let expected = "self_attn.o_proj.weight\" of BF16 [32, 16]: expected 32 columns by config.json, found 16, and all matrices that \
+                    end attention or an MLP have 1/2 of theirs: these are the parts of one of 2 ranks";
+    assert!(error.contains(expected), "{error}");
+    assert!(model(8, 16, 6).problems()[0].contains("1/4 of theirs"));
+    // A model that was pruned keeps some of its widths.
+    for pruned in [model(16, 64, 24), model(32, 32, 12), model(16, 48, 12)] {
+        pruned.open();
+    }
 }

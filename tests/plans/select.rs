@@ -529,3 +529,46 @@ fn adapters_stand_beside_base_layers() {
         assert!(error.contains(expected), "{error}");
     }
 }
+
+#[test]
+fn an_adapter_that_was_saved_empty_or_in_part_is_refused() {
+    let dir = repo::llama(1, DType::BF16);
+    let q = "model.layers.0.self_attn.q_proj";
+    let refusal = |changed: &[(&str, &[u64])], to_save: &[&str]| {
+        let config = json!({"peft_type": "LORA", "target_modules": ["q_proj"], "r": 2, "lora_alpha": 4, "modules_to_save": to_save});
+        let adapter = adapter(&config, &[q]);
+        let mut rows = vec![
+            repo::row(&format!("base_model.model.{q}.lora_A.weight"), DType::F32, &[2, 16]),
+            repo::row(&format!("base_model.model.{q}.lora_B.weight"), DType::F32, &[24, 2]),
+        ];
+        for (name, shape) in changed {
+            let name = format!("base_model.model.{name}");
+            rows.retain(|(known, ..)| *known != name);
+            rows.push(repo::row(&name, DType::F32, shape));
+        }
+        repo::write_file(&adapter.path().join("adapter_model.safetensors"), &rows, 100);
+        let open = OpenOptions { adapters: vec![adapter.path().to_owned()], ..OpenOptions::default() };
+        let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &open).unwrap();
+        [true, false].map(|shown| {
+            let adapter = Some(adapter.path().to_owned());
+            let (lora, merge_lora) = if shown { (adapter, None) } else { (None, adapter) };
+            let options = ViewOptions { layout: Layout::Hf, lora, merge_lora, ..ViewOptions::default() };
+            Plan::build(&checkpoint, &options).err().map(|error| error.to_string()).unwrap_or_default()
+        })
+    };
+    assert_eq!(refusal(&[("model.norm.weight", &[16])], &["norm"]), ["", ""]);
+    let (a, b) = (format!("{q}.lora_A.weight"), format!("{q}.lora_B.weight"));
+    let cases: [(&[(&str, &[u64])], &[&str], &str); 5] = [
+        (&[(&a, &[0]), (&b, &[0])], &[], "lora_A.weight"),
+        (&[(&b, &[0, 0])], &[], "lora_B.weight"),
+        (&[("model.norm.weight", &[0])], &["norm"], "model.norm.weight"),
+        (&[("model.norm.weight", &[8])], &["norm"], "model.norm.weight"),
+        (&[], &["norm"], "model.norm.weight"),
+    ];
+    for (changed, to_save, expected) in cases {
+        for error in refusal(changed, to_save) {
+            assert!(error.contains(expected), "{changed:?} {to_save:?}: {error}");
+        }
+    }
+    assert!(refusal(&[], &["norm"])[0].contains("modules_to_save in adapter_config.json"));
+}

@@ -8,13 +8,14 @@ use std::sync::PoisonError;
 use ckfs_source::{ByteSpan, FileId, Source, SourceError};
 use ckfs_tensor::{MosaicBox, TensorId};
 use rayon::prelude::*;
+use serde_json::Value;
 
 use super::{
     super::{
         repository::Checkpoint,
         table::{Storage, TensorInfo},
     },
-    tied::untied,
+    tied::{untied, word},
 };
 
 /// An output head that is not the embedding, although the configuration says so.
@@ -49,7 +50,7 @@ impl Checkpoint {
     /// Their bytes do not come.
     pub fn own_head(&self, is_outside: &dyn Fn(&str) -> bool) -> Result<Option<OwnHead>, SourceError> {
         let dialect = self.dialect();
-        if !dialect.tied || !dialect.has_lm_head {
+        if !dialect.tied || !dialect.has_lm_head || self.config().is_some_and(|config| self.says_untied(config)) {
             return Ok(None);
         }
         let names = self.tensors().map(|(_, info)| info.name).filter(|name| is_head(name) && !is_outside(name));
@@ -65,6 +66,13 @@ impl Checkpoint {
         };
         compared.lock().unwrap_or_else(PoisonError::into_inner).insert((id, other), are_equal);
         Ok((!are_equal).then(|| OwnHead { id, head: head.to_owned(), embedding: embedding.to_owned() }))
+    }
+
+    /// Whether the configuration says that the head is a tensor of its own, of a type that transformers ties whatever it says: then it
+    /// is tied only where it is not stored, as in T5 1.1.
+    fn says_untied(&self, config: &Value) -> bool {
+        let dialect = self.dialect();
+        word(config) == Some(false) && untied(config, dialect.text_config.as_deref(), &dialect.architectures).is_none()
     }
 
     /// This checkpoint with a configuration that says that the output head is a tensor of its own. `None` where there is no

@@ -8,6 +8,8 @@
 //! number of bits that is wrong, give twice or half the columns, and scales fit where the group is wrong by the same factor.
 //! Here too only the sizes of the model tell.
 
+use std::collections::BTreeSet;
+
 use ckfs_tensor::DType;
 use serde_json::Value;
 
@@ -196,14 +198,68 @@ pub(crate) fn misread(decoded: &QuantizedTable, config: &Value) -> Option<Unsupp
     Some(Unsupported { method, codes: Vec::new() })
 }
 
+/// Finds the parts of one of several ranks of tensor parallelism under the configuration of the whole model: the inputs of all matrices
+/// that end attention and MLP are the same part of what it promises, and their outputs are whole. Ranks are not told by one kind alone,
+/// which may be pruned.
+fn part_of_ranks(table: &TensorTable, config: &Value) -> Option<Problem> {
+    const ENDS: [(&str, bool); 7] = [
+        ("o_proj", true),
+        ("out_proj", true),
+        ("wo", true),
+        ("down_proj", false),
+        ("w2", false),
+        ("fc2", false),
+        ("dense_4h_to_h", false),
+    ];
+    let Widths { hidden, inner, heads } = Widths::of(config);
+    let mut ranks: Option<BTreeSet<u64>> = None;
+    let mut cut: [Option<(TensorInfo<'_>, u64)>; 2] = [None, None];
+    for (_, info) in table.iter().filter(|(_, info)| info.dtype.is_float() && info.dtype.bits() >= 8) {
+        let module = info.name.strip_suffix(".weight").unwrap_or(info.name);
+        let last = module.rsplit('.').next().unwrap_or(module);
+        let Some((_, is_attention)) = ENDS.iter().find(|(end, _)| *end == last) else { continue };
+        let [.., rows, columns] = info.shape[..] else { continue };
+        let found = match (hidden.contains(&rows), hidden.contains(&columns)) {
+            (true, _) => columns,
+            (false, true) => rows,
+            // Of a tower, or of no rank.
+            (false, false) => continue,
+        };
+        let promised = if *is_attention { &heads } else { &inner };
+        let of = |promised: &u64| promised.checked_div(found).filter(|times| times * found == *promised);
+        let times: BTreeSet<u64> = promised.iter().filter_map(of).collect();
+        if !times.contains(&1) {
+            cut[usize::from(*is_attention)].get_or_insert((info, found));
+        }
+        ranks = Some(ranks.map_or_else(|| times.clone(), |before| before.intersection(&times).copied().collect()));
+    }
+    let count = ranks?.first().copied().filter(|count| *count > 1)?;
+    let [Some(_), Some((info, found))] = cut else { return None };
+    Some(Problem::Boxes {
+        tensor: info.name.to_owned(),
+        dtype: info.dtype,
+        shape: info.shape.to_vec(),
+        fault: format!(
+            "expected {} columns by config.json, found {found}, and all matrices that end attention or an MLP have 1/{count} of theirs: these \
+             are the parts of one of {count} ranks of tensor parallelism; give the checkpoint of all ranks, or the model that they loaded",
+            found * count
+        ),
+    })
+}
+
 /// Whether some tensor is stored in parts.
 fn has_parts(table: &TensorTable) -> bool {
     table.iter().any(|(_, info)| matches!(info.storage, Storage::Mosaic(_)))
 }
 
 /// Compares tensors with the configuration. Too short ones are refused if `are_ranks`, where the files are those of ranks. Returns a
-/// warning otherwise.
-pub(crate) fn compare(table: &TensorTable, config: &Value, are_ranks: bool, problems: &mut Problems) -> Option<String> {
+/// warning otherwise, also of too long ones if the configuration is `of_another` repository: a vocabulary may have grown since.
+pub(crate) fn compare(
+    table: &TensorTable,
+    config: &Value,
+    (are_ranks, of_another): (bool, bool),
+    problems: &mut Problems,
+) -> Option<String> {
     const FIRST: usize = 4;
     let sizes = Sizes::of(config);
     let short = |info: &TensorInfo<'_>| {
@@ -228,10 +284,20 @@ pub(crate) fn compare(table: &TensorTable, config: &Value, are_ranks: bool, prob
         }
         return None;
     }
+    if let Some(problem) = part_of_ranks(table, config) {
+        problems.push(problem);
+        return None;
+    }
     // Heads and hidden units of layers differ in pruned models, and their stacks say so.
     let mut embeddings =
         table.iter().map(|(_, info)| info).filter(|info| is_embedding(info.name) && info.quantized().is_none());
-    let (info, (promised, what, rows)) = embeddings.find_map(|info| Some((info, short(&info)?)))?;
+    let other = |info: &TensorInfo<'_>| {
+        let (promised, what) = sizes.promised(info.name).filter(|_| of_another)?;
+        let found = *info.shape.first()?;
+        (found > promised).then_some((promised, what, found))
+    };
+    let (info, (promised, what, rows)) =
+        embeddings.find_map(|info| Some((info, short(&info).or_else(|| other(&info))?)))?;
     Some(format!("{}: {rows} rows, and config.json promises {promised} ({what})", info.name))
 }
 

@@ -57,7 +57,7 @@ const HEADED: [&str; 3] = ["LMHead", "ForCausalLM", "ForConditionalGeneration"];
 /// Members that say whether the head is the embedding. The second is LFM2's.
 const TIES: [&str; 2] = ["tie_word_embeddings", "tie_embedding"];
 
-fn word(config: &Value) -> Option<bool> {
+pub(crate) fn word(config: &Value) -> Option<bool> {
     TIES.iter().find_map(|key| config.get(key)?.as_bool())
 }
 

@@ -190,7 +190,7 @@ pub(crate) fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed])
         if file.path == SINGLE {
             file.role = FileRole::Weights;
         } else if !named.contains(file.path.as_str()) {
-            file.role = FileRole::Ignored(beside(&file.path, IgnoreReason::OtherSet));
+            file.role = beside(&file.path, IgnoreReason::OtherSet);
         }
     }
     let count = named.len();
@@ -200,14 +200,15 @@ pub(crate) fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed])
     ))
 }
 
-/// The reason why unused safetensors are ignored. `otherwise` is the reason if their path does not give one.
-pub(crate) fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
+/// The role of unused safetensors. Those of a subdirectory are another model's, such as a layer behind a text encoder, and belong to
+/// the repository as any other file does. The others are ignored, and `otherwise` is the reason if their path does not give one.
+fn beside(path: &str, otherwise: IgnoreReason) -> FileRole {
     if !at_top(path) {
-        IgnoreReason::Subdirectory
+        FileRole::Other
     } else if is_second_copy(path) {
-        IgnoreReason::SecondCopy
+        FileRole::Ignored(IgnoreReason::SecondCopy)
     } else {
-        otherwise
+        FileRole::Ignored(otherwise)
     }
 }
 
@@ -269,7 +270,7 @@ pub(crate) fn choose_indexed(
             parts.entry(named).or_default().push(file.path.clone());
         }
         let reason = if is_variant(&file.path) { IgnoreReason::OtherVariant } else { IgnoreReason::NotInIndex };
-        file.role = FileRole::Ignored(beside(&file.path, reason));
+        file.role = beside(&file.path, reason);
     }
     for (named, others) in parts {
         problems.push(Problem::PartsOfRanks { index: name.to_owned(), named: named.to_owned(), others });
@@ -307,16 +308,11 @@ pub(crate) fn choose_unindexed(root: &Path, files: &mut [Listed]) -> Result<(), 
         });
     };
     for file in files.iter_mut().filter(|file| usable(file)) {
-        file.role = if !at_top(&file.path) {
-            FileRole::Ignored(IgnoreReason::Subdirectory)
-        } else if chosen(&file.path) {
+        let is_variant = WeightName::of(&file.path).is_some_and(|name| name.variant.is_some());
+        file.role = if at_top(&file.path) && chosen(&file.path) {
             FileRole::Weights
-        } else if is_second_copy(&file.path) {
-            FileRole::Ignored(IgnoreReason::SecondCopy)
-        } else if WeightName::of(&file.path).is_some_and(|name| name.variant.is_some()) {
-            FileRole::Ignored(IgnoreReason::OtherVariant)
         } else {
-            FileRole::Ignored(IgnoreReason::OtherSet)
+            beside(&file.path, if is_variant { IgnoreReason::OtherVariant } else { IgnoreReason::OtherSet })
         };
     }
     Ok(())

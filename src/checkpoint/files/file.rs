@@ -36,8 +36,6 @@ pub enum IgnoreReason {
     OtherSet,
     /// Another variant of the weights, as `model.fp16.safetensors` beside `model.safetensors`.
     OtherVariant,
-    /// Safetensors in a subdirectory, which the index does not name.
-    Subdirectory,
     /// A symbolic link that leads nowhere.
     DanglingLink,
     /// A symbolic link out of the repository.
@@ -62,7 +60,7 @@ impl IgnoreReason {
     /// Whether the file is nevertheless a regular file.
     pub(crate) const fn is_readable(self) -> bool {
         match self {
-            Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::OtherVariant | Self::Subdirectory => true,
+            Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::OtherVariant => true,
             Self::DanglingLink
             | Self::LeavesRepository
             | Self::LinkedDirectory
@@ -83,7 +81,6 @@ impl fmt::Display for IgnoreReason {
             Self::SecondCopy => "second copy of the weights",
             Self::OtherSet => "not of the set of weights that is used",
             Self::OtherVariant => "another variant of the weights, which --variant chooses",
-            Self::Subdirectory => "weights in a subdirectory that the index does not name",
             Self::DanglingLink => "symbolic link to nothing",
             Self::LeavesRepository => "symbolic link that leaves the repository",
             Self::LinkedDirectory => "symbolic link to a directory",

@@ -1,5 +1,6 @@
 //! The files of a repository: where they are, which of them hold weights, and which file is which.
 
+pub(super) mod alone;
 pub(super) mod choose;
 pub(super) mod companion;
 pub(super) mod file;

@@ -78,8 +78,9 @@ fn numbered(name: &str) -> Option<Numbered<'_>> {
         let before = left.trim_end_matches(|digit: char| digit.is_ascii_digit());
         let after = right.trim_start_matches(|digit: char| digit.is_ascii_digit());
         let (number, total) = (&left[before.len()..], &right[..right.len() - after.len()]);
-        // A letter beside the number makes it a part of another word: `v1-of-2`.
-        let stands_alone = before.is_empty() || before.ends_with(SEPARATORS);
+        // A letter beside the number makes it a part of another word, `v1-of-2`, unless it has zeros as the total: `model00001-of-00002`.
+        let is_padded = number.starts_with('0') && number.len() > 1 && number.len() == total.len();
+        let stands_alone = is_padded || before.is_empty() || before.ends_with(SEPARATORS);
         let ends = after.is_empty() || after.starts_with(SEPARATORS);
         (!number.is_empty() && !total.is_empty() && stands_alone && ends).then_some(Numbered {
             before,
@@ -110,7 +111,8 @@ fn is_variant(word: &str) -> bool {
 /// A path with `*` for the number of the rank whose part of each tensor the file holds, as in `model-00001-TP-*.safetensors`. `None` if
 /// its words say no rank.
 pub(crate) fn of_any_rank(path: &str) -> Option<String> {
-    const RANKS: [&str; 2] = ["tp", "rank"];
+    // The files of Meta's releases are numbered by the rank alone.
+    const RANKS: [&str; 3] = ["tp", "rank", "consolidated"];
     let is_number = |word: &str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
     let words: Vec<&str> = path.split_inclusive(|letter: char| !letter.is_ascii_alphanumeric()).collect();
     let trimmed = |at: usize| words.get(at).map_or("", |word| word.trim_end_matches(|c: char| !c.is_alphanumeric()));
@@ -137,6 +139,7 @@ mod tests {
         let cases = [
             ("pytorch_model-00001-TP-007.safetensors", Some("pytorch_model-00001-TP-*.safetensors")),
             ("a/model-tp3.safetensors", Some("a/model-tp*.safetensors")),
+            ("consolidated.03.pth", Some("consolidated.*.pth")),
             ("mp_rank_00_model.pt", Some("mp_rank_*_model.pt")),
             ("rank12.safetensors", Some("rank*.safetensors")),
             ("pytorch_model-00000-TP-common.safetensors", None),
@@ -152,7 +155,8 @@ mod tests {
     #[test]
     fn names_of_weight_files_in_their_parts() {
         type Parts = (&'static str, Option<&'static str>, Option<(&'static str, &'static str)>);
-        let cases: [(&str, Parts); 18] = [
+        let cases: [(&str, Parts); 19] = [
+            ("model00001-of-00003.safetensors", ("model", None, Some(("00001", "00003")))),
             ("model.safetensors", ("model", None, None)),
             ("model-00001-of-00003.safetensors", ("model", None, Some(("00001", "00003")))),
             ("a-b-1-of-2.safetensors", ("a-b", None, Some(("1", "2")))),

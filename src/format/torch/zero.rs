@@ -54,6 +54,10 @@ pub struct ModelStates {
     pub groups: Vec<Vec<Shaped>>,
     /// Parameters that the optimizer has not, with the part that this rank has.
     pub frozen: Vec<(Shaped, Id)>,
+    /// Whether the file says nothing of such parameters where it has a place for them: then there are none, or they were not saved.
+    pub says_no_frozen: bool,
+    /// The stage of ZeRO in the configuration that is saved beside.
+    pub stage: Option<u64>,
     /// Names of parameters that are others too: the name, and that of the other.
     pub shared: Vec<(String, String)>,
     /// Number of steps that were taken.
@@ -121,7 +125,10 @@ pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, TorchError> {
     };
     let number = |key| pickle.item(root, key).and_then(|id| pickle.natural(id));
     let (steps, tensor_ranks) = (number("global_steps"), number("mp_world_size"));
-    Ok(ModelStates { module, buffers, groups, frozen, shared, steps, tensor_ranks })
+    let says_no_frozen = pickle.item(root, "frozen_param_shapes").is_some_and(|id| *pickle.value(id) == PickleValue::None);
+    let stage = ["ds_config", "zero_optimization", "stage"].iter().try_fold(root, |at, key| of.present(at, key));
+    let stage = stage.and_then(|stage| pickle.natural(stage));
+    Ok(ModelStates { module, buffers, groups, frozen, says_no_frozen, stage, shared, steps, tensor_ranks })
 }
 
 /// Reads a file of optimizer states.

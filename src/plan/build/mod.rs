@@ -49,6 +49,7 @@ use super::{
     library::Model,
     lora, merge, modules,
     name_group::fold,
+    narrow,
     names, naming, packed,
     parsed::ParsedNames,
     peft, select, shard, stored,
@@ -75,6 +76,9 @@ impl Plan {
         plan.warnings.append(&mut warnings);
         plan.merged = merged.as_ref().and_then(|merged| merged_adapter(merged, &chosen, &plan));
         plan.warnings.extend(idle_flags(checkpoint, options));
+        if plan.quantized.is_none() {
+            plan.warnings.extend(narrow::warning(checkpoint, &plan.tensors));
+        }
         if let Some(rename) = options.unwrapping(checkpoint) {
             plan.warnings.push(format!(
                 "names are shown without what wraps the model, which matches '{}': --source-rename replaces this",

@@ -16,6 +16,7 @@ use super::super::{
     inverse::Inverted,
     library::Model,
     name_group::fold,
+    narrow,
     naming,
     quantize::Chosen,
     select::{self, Selected},
@@ -137,6 +138,16 @@ impl<'a> Builder<'a> {
             Container::Torch | Container::Ranks => original.is_repository(),
             Container::Dcp | Container::Orbax => false,
         };
+        if let Some(dtype) = options.dtype.filter(|dtype| narrow::needs_scales(*dtype)) {
+            let reason = format!(
+                "weights in {dtype} without scales are no model that a program loads: --quantize fp8-block gives them scales, and names \
+                 them in config.json"
+            );
+            if options.layout == Layout::Hf {
+                return Err(refused("dtype", vec![reason]));
+            }
+            selected.no_hf = Some(reason);
+        }
         if selected.no_hf.is_none() && !has_files {
             let container = original.container();
             let reason = if container == Container::Ranks {

@@ -3,6 +3,7 @@
 pub(crate) mod expect;
 pub(crate) mod hole;
 pub(crate) mod holes;
+pub(crate) mod narrow;
 pub mod problem;
 pub(crate) mod survey;
 pub(crate) mod unused;

@@ -77,6 +77,30 @@ pub(super) fn invert(leaf: &View, stored: View) -> Result<Vec<LeafPart>, NoInver
     Ok(parts)
 }
 
+/// The extent of the axis of a leaf that its rule pads, and how much of it is the target's.
+pub(super) fn padded(leaf: &View) -> Option<(u64, u64)> {
+    match leaf.op() {
+        Op::Pad { of, axis, .. } => Some((leaf.shape().extents()[*axis], of.shape().extents()[*axis])),
+        Op::Slice { of, .. }
+        | Op::Transpose { of, .. }
+        | Op::Reshape { of }
+        | Op::Cast { of }
+        | Op::Multiply { of, .. }
+        | Op::Add { of, .. }
+        | Op::Exp { of, .. } => padded(of),
+        Op::Source(_)
+        | Op::Fill(_)
+        | Op::Gather { .. }
+        | Op::Stack { .. }
+        | Op::Concat { .. }
+        | Op::Sum { .. }
+        | Op::Product { .. }
+        | Op::Quantized(_)
+        | Op::Mosaic(_)
+        | Op::Encoded { .. } => None,
+    }
+}
+
 /// `value` has the elements of `of` at `places`.
 fn undo(
     of: &View,

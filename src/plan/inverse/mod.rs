@@ -147,6 +147,9 @@ fn other_model(checkpoint: &Checkpoint, reading: &Reading, options: &ViewOptions
     Some(Problem::File { file: "config.json".to_owned(), reason })
 }
 
+/// Fewest rows that are said where they are cut: a vocabulary of one rank is padded by fewer.
+const PADDING: u64 = 128;
+
 /// Most parameters by the user that are tried, each without the others.
 const CONTRADICTIONS_MAX: usize = 4;
 
@@ -337,6 +340,14 @@ impl Inversion<'_> {
                     continue;
                 }
             };
+            if let Some((found, kept)) = invert::padded(&draft.view).filter(|(found, kept)| found - kept >= PADDING) {
+                self.reading.resolved.warnings.push(format!(
+                    "{}: {found} rows, of which the first {kept} are shown, as config.json says: the other {} are left out as padding; if \
+                     they were trained, give the configuration with {found} by --config-from",
+                    info.name,
+                    found - kept
+                ));
+            }
             match invert::invert(&draft.view, stored) {
                 Ok(found) => {
                     for part in found {

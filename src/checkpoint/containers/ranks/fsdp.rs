@@ -14,7 +14,7 @@ use ckfs_format::torch::{
     read::{OpenedArchive, SavedTensor},
     state,
 };
-use ckfs_source::{FileId, Source};
+use ckfs_source::FileId;
 use ckfs_tensor::{DType, PerAxis};
 
 use super::super::super::{
@@ -61,11 +61,9 @@ fn number(text: &str) -> Option<u64> {
     text.parse().ok().filter(|number: &u64| number.to_string() == text)
 }
 
-/// What to do about a file of one rank that is given by itself.
-pub(crate) fn given_alone(source: &dyn Source, name: &str) -> Option<String> {
-    let FsdpName { world, .. } = FsdpName::of(name, "").filter(|name| name.world > 1)?;
-    let directory = source.path(FileId(0)).parent().map_or_else(String::new, |parent| parent.display().to_string());
-    Some(format!("the parts of one of {world} ranks: give the directory with the files of all of them, {directory}"))
+/// The number of ranks that a file by its name has the parts of one of; `None` if it has all.
+pub(crate) fn world_of(name: &str) -> Option<u64> {
+    FsdpName::of(name, "").map(|name| name.world).filter(|world| *world > 1)
 }
 
 /// A tensor's elements in a file: first byte, extents, strides in elements.

@@ -23,7 +23,7 @@ use super::super::{
     weight_name::variant_of_index,
 };
 use fsdp::FsdpName;
-pub(crate) use fsdp::given_alone;
+pub(crate) use fsdp::world_of;
 use zero::ZeroFile;
 
 /// Where trainers put the configuration and the tokenizer, beside files of ranks.

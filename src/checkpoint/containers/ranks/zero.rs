@@ -319,6 +319,9 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
     }
     contents.table = builder.finish();
     contents.left_out = zero.left_out();
+    contents.warnings.extend(zero.lacks_frozen().then(|| {
+        "saved with exclude_frozen_parameters: tensors that were not trained are not here, and a model needs them from its base".to_owned()
+    }));
     contents
 }
 
@@ -337,6 +340,14 @@ struct Zero<'a> {
 }
 
 impl Zero<'_> {
+    /// Whether parameters that were not trained may have been left out. ZeRO 2 and 3 save the shapes of these, of none as well; ZeRO 1
+    /// never does.
+    fn lacks_frozen(&self) -> bool {
+        let stages = self.models.values().map(|(_, model)| model.states.stage);
+        let stage = stages.chain(self.optimizers.values().map(|(_, states, _)| Some(states.stage))).flatten().max();
+        stage >= Some(2) && self.models.values().any(|(_, model)| model.states.says_no_frozen)
+    }
+
     fn path(&self, file: FileId) -> String {
         self.files.path(file).to_owned()
     }
