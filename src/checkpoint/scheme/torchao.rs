@@ -1,7 +1,8 @@
 //! Types of torchao whose scales belong to rows, blocks or groups, as transformers saves them.
 //!
-//! A parameter `X.weight` is stored as `X._weight_qdata`, `X._weight_scale` and perhaps `X._weight_zero_point`. The headers of
-//! the weight files say what they are, under `X.weight`: `_type`, `_data` and `_tensor_data_names`. Files of other programs lack this.
+//! A parameter `X.weight` is stored as `X._weight_qdata`, `X._weight_scale` and perhaps `X._weight_zero_point`; one of another
+//! name likewise, as a layer's experts in one tensor, whose axis comes first everywhere. The headers of the weight files say
+//! what they are, under `X.weight`: `_type`, `_data` and `_tensor_data_names`. Files of other programs lack this.
 //!
 //! | type | codes | value |
 //! |---|---|---|
@@ -21,7 +22,7 @@ use super::{
     Scheme,
     findings::{SchemeFindings, Summary},
     listed::{Exceptions, config_of, text},
-    parts::{Kinds, blocks, floats, grid, is_wide_float, packed, slot},
+    parts::{Kinds, floats, is_wide_float, packed, slot},
     quantized::{Template, TemplateError},
     stored::Stored,
 };
@@ -42,8 +43,9 @@ enum Type {
 #[derive(PartialEq, Eq, Hash)]
 struct Kind {
     of: Type,
-    extents: [u64; 2],
-    block: (u64, u64),
+    extents: Vec<u64>,
+    /// Elements of a block on each axis.
+    block: Vec<u64>,
     scale: DType,
     has_zeros: bool,
 }
@@ -185,26 +187,28 @@ fn kind_of(
 ) -> Option<Kind> {
     let (codes, scale) = (stored.tensor(codes), stored.tensor(scale));
     let told = |key: &str| row.get("_data").and_then(|data| data.get(key)).unwrap_or(&Json::Null);
-    let [rows, columns] = *codes.shape else {
-        found.refuse(codes.name, "two axes", format!("{:?}", codes.shape));
-        return None;
-    };
-    let extents = if of == Type::Int4 { [rows, columns.saturating_mul(2)] } else { [rows, columns] };
+    let mut extents = codes.shape.to_vec();
+    if of == Type::Int4 {
+        let [.., _, columns] = extents.as_mut_slice() else {
+            found.refuse(codes.name, "two axes or more", format!("{:?}", codes.shape));
+            return None;
+        };
+        *columns = columns.saturating_mul(2);
+    }
     let shape = told("shape");
     if !shape.is_null() && *shape != json!(extents) {
         found.refuse(name, format!("shape {extents:?} in __metadata__, as its codes have"), shape.to_string());
         return None;
     }
-    let sizes: Option<Vec<u64>> =
-        told("block_size").as_array().map(|sizes| sizes.iter().filter_map(Json::as_u64).collect());
-    let block = match sizes.as_deref() {
-        Some([rows, columns]) if *rows > 0 && *columns > 0 => Some((*rows, *columns)),
-        _ => None,
+    let sizes = told("block_size").as_array();
+    let sizes: Option<Vec<u64>> = sizes.and_then(|sizes| sizes.iter().map(Json::as_u64).collect());
+    let divides = |block: &Vec<u64>| {
+        let mut pairs = extents.iter().zip(block);
+        block.len() == extents.len() && pairs.all(|(extent, size)| *size > 0 && extent.is_multiple_of(*size))
     };
-    let divides =
-        |(rows, columns): &(u64, u64)| extents[0].is_multiple_of(*rows) && extents[1].is_multiple_of(*columns);
     // Groups of 4-bit integers are those of one row.
-    let Some(block) = block.filter(divides).filter(|block| of != Type::Int4 || block.0 == 1) else {
+    let is_of_row = |block: &Vec<u64>| block.iter().rev().skip(1).all(|size| *size == 1);
+    let Some(block) = sizes.filter(divides).filter(|block| of != Type::Int4 || is_of_row(block)) else {
         let expected = format!("a block_size in __metadata__ that divides {extents:?}");
         found.refuse(name, expected, told("block_size").to_string());
         return None;
@@ -220,34 +224,33 @@ fn template(kind: &Kind) -> Result<Template, TemplateError> {
     let Kind { of, extents, block, .. } = kind;
     let shape = slot(0, DType::F32, extents)?.shape;
     let signed = |width| Field::Integer(Bits { signed: true, ..Bits::unsigned(width) });
-    let by_block = grid(extents, *block);
-    let value = match of {
-        Type::Float8 | Type::Int8 => {
-            let codes = if *of == Type::Float8 {
-                Operand::elements(slot(0, DType::F8E4M3, extents)?)
-            } else {
-                packed(slot(0, DType::I8, extents)?, extents, signed(8))
-            };
-            let mut value = Value::of(codes);
-            if kind.has_zeros {
-                let tensor = slot(2, DType::I8, &by_block)?;
-                let index = IndexMap::new(&[
-                    Digit::axis(extents, 0, by_block[1] * 8).grouped(block.0),
-                    Digit::axis(extents, 1, 8).grouped(block.1),
-                ]);
-                value = value.then(Operation::Subtract, Operand { tensor, field: signed(8), index });
-            }
-            value.then(Operation::Multiply, floats(slot(1, kind.scale, &by_block)?, blocks(extents, *block)))
-        }
-        Type::Int4 => {
-            // Groups are the outer axis.
-            let turned = [by_block[1], by_block[0]];
-            let index =
-                || IndexMap::new(&[Digit::axis(extents, 0, 1), Digit::axis(extents, 1, turned[1]).grouped(block.1)]);
-            let codes = packed(slot(0, DType::I8, &[extents[0], extents[1] / 2])?, extents, signed(4));
-            let value = Value::of(codes).then(Operation::Multiply, floats(slot(1, kind.scale, &turned)?, index()));
-            value.then(Operation::Add, floats(slot(2, kind.scale, &turned)?, index()))
-        }
+    let mut grid: Vec<u64> = extents.iter().zip(block).map(|(extent, size)| extent / size).collect();
+    let mut strides: Vec<u64> = (0..grid.len()).map(|axis| grid[axis + 1..].iter().product()).collect();
+    let mut halves = extents.clone();
+    if let (Type::Int4, [.., row_stride, group_stride], [.., rows, groups], [.., columns]) =
+        (of, strides.as_mut_slice(), grid.as_mut_slice(), halves.as_mut_slice())
+    {
+        // Its groups are before its rows.
+        (*row_stride, *group_stride) = (1, *rows);
+        std::mem::swap(rows, groups);
+        *columns /= 2;
+    }
+    let index = |bits: u64| {
+        let digit = |axis: usize| Digit::axis(extents, axis, strides[axis] * bits).grouped(block[axis]);
+        IndexMap::new(&(0..strides.len()).map(digit).collect::<Vec<_>>())
     };
+    let mut value = Value::of(match of {
+        Type::Float8 => Operand::elements(slot(0, DType::F8E4M3, extents)?),
+        Type::Int8 => packed(slot(0, DType::I8, extents)?, extents, signed(8)),
+        Type::Int4 => packed(slot(0, DType::I8, &halves)?, extents, signed(4)),
+    });
+    if *of == Type::Int8 && kind.has_zeros {
+        let zeros = Operand { tensor: slot(2, DType::I8, &grid)?, field: signed(8), index: index(8) };
+        value = value.then(Operation::Subtract, zeros);
+    }
+    value = value.then(Operation::Multiply, floats(slot(1, kind.scale, &grid)?, index(1)));
+    if *of == Type::Int4 {
+        value = value.then(Operation::Add, floats(slot(2, kind.scale, &grid)?, index(1)));
+    }
     Template::try_new(shape, value)
 }

@@ -104,6 +104,68 @@ fn rows_blocks_and_groups_have_their_scales() {
 }
 
 #[test]
+fn experts_in_one_tensor_have_their_scales() {
+    const EXTENTS: [u64; 3] = [3, 4, 64];
+    let name = |parameter: &str, word: &str| format!("x.experts._{parameter}_{word}");
+    let mut repository = repository();
+    let rows = [
+        ("row", "Float8Tensor", [1, 1, 64], false),
+        ("whole", "Float8Tensor", [3, 4, 64], false),
+        ("block", "Float8Tensor", [1, 2, 32], false),
+        ("plain", "Int8Tensor", [1, 1, 64], false),
+        ("zeros", "Int8Tensor", [1, 1, 64], true),
+        ("four", "Int4Tensor", [1, 1, 32], true),
+    ];
+    for (parameter, of, block, has_zeros) in rows {
+        let mut codes = EXTENTS;
+        let mut scales: Vec<u64> = EXTENTS.iter().zip(block).map(|(extent, size)| extent / size).collect();
+        let (dtype, scale, zero) = match of {
+            "Float8Tensor" => (DType::F8E4M3, DType::F32, DType::F32),
+            "Int8Tensor" => (DType::I8, DType::F32, DType::I8),
+            _ => (DType::I8, DType::BF16, DType::BF16),
+        };
+        if of == "Int4Tensor" {
+            codes[2] /= 2;
+            scales.swap(1, 2);
+        }
+        repository = repository.noise(&name(parameter, "qdata"), dtype, &codes);
+        repository = repository.noise(&name(parameter, "scale"), scale, &scales);
+        let mut words = vec!["qdata", "scale"];
+        if has_zeros {
+            repository = repository.noise(&name(parameter, "zero_point"), zero, &scales);
+            words.push("zero_point");
+        }
+        repository = described(repository, &format!("x.experts.{parameter}"), &row(of, &EXTENTS, &block, &words));
+    }
+    let opened = repository.noise("lm_head.weight", DType::BF16, &[4, 4]).open();
+    for (parameter, of, block, has_zeros) in rows {
+        let part = |word: &str| opened.stored(&name(parameter, word));
+        let (codes, scales) = (part("qdata"), part("scale"));
+        let zeros = if has_zeros { part("zero_point") } else { vec![0; 12] };
+        let [by_expert, by_row, by_column] = block.map(|size| usize::try_from(size).unwrap());
+        opened.check(&format!("x.experts.{parameter}"), "torchao", &EXTENTS, |n| {
+            let (expert, row, column) = (n / 256, n / 64 % 4, n % 64);
+            let at = (expert / by_expert * (4 / by_row) + row / by_row) * (64 / by_column) + column / by_column;
+            match of {
+                "Float8Tensor" => e4m3(codes[n]) * f32_at(&scales, at),
+                "Int8Tensor" => {
+                    let (q, z) = (codes[n].cast_signed(), zeros[at].cast_signed());
+                    f32::from(i16::from(q) - i16::from(z)) * f32_at(&scales, at)
+                }
+                _ => {
+                    let nibble = i16::from(nibble_at(&codes, n));
+                    let q = f32::from(if nibble > 7 { nibble - 16 } else { nibble });
+                    let at = (expert * 2 + column / 32) * 4 + row;
+                    let product = q * bf16_at(&scales, at);
+                    product + bf16_at(&zeros, at)
+                }
+            }
+        });
+    }
+    assert_eq!(opened.decoded().len(), rows.len());
+}
+
+#[test]
 fn all_that_does_not_agree_is_refused_at_once() {
     let mut repository = repository();
     for module in ["a", "b", "c", "d", "e", "f"] {
