@@ -29,6 +29,11 @@ const MEGATRON_PREFIX: &str = "iter_";
 /// What verl, `SkyRL` and `DeepSpeed` have before the number.
 const GLOBAL_PREFIX: &str = "global_step";
 const TRANSFORMERS_PREFIX: &str = "checkpoint-";
+/// Directories of a step in which trainers keep a repository of its model: lerobot, and `NeMo` `AutoModel` both of shards and
+/// as a whole.
+const REPOSITORIES: [&str; 3] = ["pretrained_model", "model/consolidated", "model"];
+/// A file with this at the end of its name is beside a step that `NeMo` 2 has not finished.
+const UNFINISHED_BESIDE: &str = "-unfinished";
 
 /// What all steps of a run have in common.
 struct InCommon<'a> {
@@ -82,7 +87,10 @@ fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceEr
         directories(&entries).filter_map(|name| Some((name, names::parse(name)?))).collect();
     let all: Vec<StepName<'_>> = named.iter().map(|(_, name)| *name).collect();
     let prefix = names::common_prefix(&all);
-    let of_run: Vec<&(&str, StepName<'_>)> = named.iter().filter(|(_, name)| Some(name.prefix) == prefix).collect();
+    // NeMo 2 saves the last step of a run a second time.
+    let is_copy = |name: &str| name.strip_suffix("-last").is_some_and(|own| named.iter().any(|(name, _)| *name == own));
+    let of_run: Vec<&(&str, StepName<'_>)> =
+        named.iter().filter(|(name, parsed)| Some(parsed.prefix) == prefix && !is_copy(name)).collect();
     let mut common = InCommon { tree, trackers: Trackers::read(tree, directory)?, is_stable: false };
     let place = if directory.is_empty() { tree.own_name() } else { directory.to_owned() };
     common.is_stable = STABLE_DIRECTORIES.contains(&place.as_str());
@@ -90,22 +98,32 @@ fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceEr
         common.is_stable = common.is_stable || tree.len_bytes(&below(&below(directory, name), STABLE))?.is_some();
     }
     let mut steps = Vec::new();
-    for (name, parsed) in of_run {
-        let name = below(directory, name);
-        // A finished directory beside one that is being written anew counts.
-        let Judged { kind, path, state } = common.step(&name, *parsed)?;
-        steps.push(FoundStep { number: parsed.number, name, path, kind, state });
+    for (own_name, parsed) in of_run {
+        let name = below(directory, own_name);
+        let Judged { kind, path, mut state } = common.step(&name, *parsed)?;
+        let beside = format!("{own_name}{UNFINISHED_BESIDE}");
+        if has(&entries, &beside) {
+            state = unfinished(format!("{beside} is beside it: its writer is still at work, or was stopped"));
+        }
+        let is_at_work = parsed.unfinished.is_some();
+        steps.push((FoundStep { number: parsed.number, name, path, kind, state }, is_at_work));
     }
     let rank = |state: &StepState| match state {
         StepState::Complete => 0,
         StepState::Unmarked => 1,
         StepState::Unfinished(_) => 2,
     };
-    steps.sort_by(|left, right| {
-        let key = |step: &FoundStep| (step.number, rank(&step.state), step.name.clone());
-        key(left).cmp(&key(right))
+    steps.sort_by_cached_key(|(step, is_at_work)| (step.number, *is_at_work, rank(&step.state), step.name.clone()));
+    // A directory beside one that is being written anew counts. Of two others none is better.
+    steps.dedup_by(|(other, is_at_work), (step, _)| {
+        let is_same = other.number == step.number;
+        if is_same && !*is_at_work {
+            let (one, two) = (&step.name, &other.name);
+            step.state = unfinished(format!("{one} and {two} both have this number: rename or move one of them"));
+        }
+        is_same
     });
-    steps.dedup_by_key(|step| step.number);
+    let steps = steps.into_iter().map(|(step, _)| step).collect();
     let is_step = |entry: &StepEntry| entry.is_directory && names::parse(&entry.name).is_some();
     let others: Vec<StepEntry> = entries.iter().filter(|entry| !is_step(entry)).cloned().collect();
     let is_checkpoint = common.judge(directory, &others, "", 0)?.is_some();
@@ -114,14 +132,17 @@ fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceEr
 
 impl InCommon<'_> {
     fn step(&self, name: &str, parsed: StepName<'_>) -> Result<Judged, SourceError> {
-        let found = self.judge(name, &self.tree.list(name)?, parsed.prefix, parsed.number)?;
-        let unknown = || Judged {
-            // Nothing else has such names.
-            kind: if parsed.prefix == MEGATRON_PREFIX { StepKind::Megatron } else { StepKind::Unknown },
-            path: name.to_owned(),
-            state: unfinished("there is no checkpoint in it yet"),
+        let entries = self.tree.list(name)?;
+        let found = self.judge(name, &entries, parsed.prefix, parsed.number)?;
+        let mut found = match found.map_or_else(|| self.inside(name, &entries), |found| Ok(Some(found)))? {
+            Some(found) => found,
+            None => Judged {
+                // Nothing else has such names.
+                kind: if parsed.prefix == MEGATRON_PREFIX { StepKind::Megatron } else { StepKind::Unknown },
+                path: name.to_owned(),
+                state: unfinished(self.unknown(name, &entries)?),
+            },
         };
-        let mut found = found.unwrap_or_else(unknown);
         if let Some(reason) = parsed.unfinished {
             if reason.contains(ORBAX_UNFINISHED) {
                 found.kind = StepKind::Orbax;
@@ -129,6 +150,24 @@ impl InCommon<'_> {
             found.state = unfinished(reason);
         }
         Ok(found)
+    }
+
+    /// Why a step is none whose directory holds nothing that is known.
+    fn unknown(&self, path: &str, entries: &[StepEntry]) -> Result<String, SourceError> {
+        let mut places = Vec::new();
+        for name in directories(entries) {
+            let inside = self.tree.list(&below(path, name))?;
+            if inside.iter().any(|entry| !entry.is_directory && is_weights(&entry.name)) {
+                places.push(name);
+            }
+        }
+        if places.is_empty() {
+            return Ok("there is no checkpoint in it yet".to_owned());
+        }
+        let places = places.join(", ");
+        Ok(format!(
+            "of its directories with weights, {places}, none is known as that of the model: give one as the source"
+        ))
     }
 
     /// What a directory holds; `None` if it is nothing that is known.
@@ -250,7 +289,8 @@ impl InCommon<'_> {
             return Ok(Some(self.judged_distributed(path, entries, prefix, number)?));
         }
         let is_place = |name: &&str| {
-            ["trainer", "dist_ckpt", "model"].contains(name)
+            // OLMo-core has `model_and_optim`, NeMo 2 `weights`.
+            ["trainer", "dist_ckpt", "model", "model_and_optim", "weights"].contains(name)
                 || ranks::MODEL_DIRECTORIES.contains(name)
                 || name.starts_with("pytorch_model_fsdp_")
         };
@@ -279,7 +319,8 @@ impl InCommon<'_> {
         number: u64,
     ) -> Result<Judged, SourceError> {
         // What Megatron-Core writes besides.
-        let is_megatron = prefix == MEGATRON_PREFIX || has(entries, "common.pt");
+        let is_nemo = prefix == names::IN_TEXT && path.ends_with("/weights");
+        let is_megatron = prefix == MEGATRON_PREFIX || is_nemo || has(entries, "common.pt");
         let kind = if is_megatron { StepKind::Megatron } else { StepKind::TorchDcp };
         let state = if self.tree.len_bytes(&below(path, DCP_METADATA))?.is_none_or(|len| len == 0) {
             unfinished("`.metadata` is missing, which is written last")
@@ -338,14 +379,37 @@ impl InCommon<'_> {
         let has_weights = entries.iter().any(|entry| !entry.is_directory && is_weights(&entry.name));
         let is_place =
             |name: &&str| ranks::MODEL_DIRECTORIES.contains(name) || name.starts_with(GLOBAL_PREFIX) && !has_weights;
-        for name in directories(entries).filter(is_place) {
+        // `DeepSpeed` names the one that counts beside them. Read from there it has the configuration that is there too.
+        let tag = if has(entries, tracker::DEEPSPEED) && !has_weights {
+            self.tree.small(&below(path, tracker::DEEPSPEED))?.unwrap_or_default()
+        } else {
+            Vec::new()
+        };
+        let latest = directories(entries).find(|name| tag.trim_ascii() == name.as_bytes());
+        let counts = |name: &&str| latest.map_or_else(|| is_place(name), |latest| latest == *name);
+        for name in directories(entries).filter(counts) {
             let inside_path = below(path, name);
             let inside = self.tree.list(&inside_path)?;
             if let Some(all) = ranks::of_shards(&inside) {
                 return judged(StepKind::RankFiles, &inside_path, all, tracker());
             }
             if let Some(all) = ranks::of_deepspeed(&inside) {
-                return judged(StepKind::DeepSpeed, &inside_path, all, tracker());
+                let place = if latest.is_some() { path } else { &inside_path };
+                return judged(StepKind::DeepSpeed, place, all, tracker());
+            }
+        }
+        Ok(None)
+    }
+
+    /// A repository in a directory of a step.
+    fn inside(&self, path: &str, entries: &[StepEntry]) -> Verdict {
+        for place in REPOSITORIES {
+            let above = place.split('/').next().unwrap_or(place);
+            if directories(entries).any(|name| name == above) {
+                let place = below(path, place);
+                if let Some(found) = self.repository(&place, &self.tree.list(&place)?, "") {
+                    return Ok(Some(found));
+                }
             }
         }
         Ok(None)

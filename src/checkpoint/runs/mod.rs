@@ -1,17 +1,17 @@
 //! A run: a directory in which a trainer leaves a checkpoint for each of its steps.
 //!
-//! A step is a directory whose name ends with its number. What kind of checkpoint it holds, and whether its writer has finished
+//! A step is a directory whose name ends with its number, or has it after `step=`. What kind of checkpoint it holds, and whether its writer has finished
 //! it, follows from the names in it and from small files that writers leave for this purpose. No weight file is read here.
 //!
 //! | kind | written as | finished when |
 //! | --- | --- | --- |
 //! | Orbax | `7`, `prefix_7` | no name has `.orbax-checkpoint-tmp`; `_CHECKPOINT_METADATA` has a time of commit, and all items that it names are there; on an object store `commit_success.txt` is there |
-//! | torch.distributed.checkpoint | `step-7`, `step_7/trainer`, `checkpoint-7/pytorch_model_fsdp_0` | `.metadata` is there, which rank 0 renames to this name at the end |
+//! | torch.distributed.checkpoint | `step-7`, `step_7/trainer`, `checkpoint-7/pytorch_model_fsdp_0`, `step7/model_and_optim`, `…-step=7-…/weights` | `.metadata` is there, which rank 0 renames to this name at the end |
 //! | transformers | `checkpoint-7` | `trainer_state.json` is beside the weights |
 //! | Megatron-Core | `iter_0000007` | `latest_checkpointed_iteration.txt` in the run names this iteration or a later one |
 //! | files of ranks | `global_step_7/actor`, `global_step_7/policy` | all ranks are there, and the run's tracker names this step or a later one |
-//! | `DeepSpeed` | `global_step7` | all ranks are there, and `latest` in the run names this step or a later one |
-//! | repository | `step_7`, any prefix | `STABLE` is there, which prime-rl writes last; without it, when nothing changes any more |
+//! | `DeepSpeed` | `global_step7`, `checkpoint-7/global_step7` | all ranks are there, and `latest` in the run names this step or a later one |
+//! | repository | `step_7`, any prefix, `000007/pretrained_model`, `epoch_0_step_7/model` | `STABLE` is there, which prime-rl writes last; without it, when nothing changes any more |
 //!
 //! [`StepDirectory`] lists a run. Whether bytes still change in a step that is finished by its marks tells
 //! [`StepDirectory::measure`].
@@ -106,11 +106,6 @@ impl StepDirectory {
     /// The source of a step's checkpoint, as [`Checkpoint::open`](crate::Checkpoint::open) takes it.
     pub fn source_of(&self, step: &FoundStep) -> String {
         format!("{}/{}", self.source.trim_end_matches('/'), step.path)
-    }
-
-    /// The directory that a step's writer made, with what is beside the checkpoint: a local path or an address.
-    pub fn place_of(&self, step: &FoundStep) -> String {
-        format!("{}/{}", self.source.trim_end_matches('/'), step.name)
     }
 
     fn tree(&self) -> Result<Box<dyn StepTree>, CheckpointError> {

@@ -11,8 +11,25 @@ const UNFINISHED_ENDS: [&str; 3] = [".tmp", "-tmp", "-unfinished"];
 const AT_WORK: Option<&str> = Some("its name says that its writer is still at work, or was stopped");
 
 /// What trainers write before the number.
-const KNOWN: [&str; 9] =
-    ["", "step-", "step_", "checkpoint-", "checkpoint_", "iter_", "global_step_", "global_step", "ckpt-"];
+const KNOWN: [&str; 12] = [
+    "",
+    "step-",
+    "step_",
+    "step",
+    "checkpoint-",
+    "checkpoint_",
+    "iter_",
+    "global_step_",
+    "global_step",
+    "ckpt-",
+    OF_EPOCH,
+    IN_TEXT,
+];
+
+/// For `epoch_0_step_9` of every epoch, as `NeMo` `AutoModel` writes them.
+const OF_EPOCH: &str = "epoch_*_step_";
+/// For names that tell more than the step: `model--val_loss=1.25-step=100-last` of `NeMo` 2, `epoch=0-step=100.ckpt` of Lightning.
+pub(super) const IN_TEXT: &str = "step=";
 
 /// Most digits of a number.
 const DIGITS_MAX: usize = 18;
@@ -28,8 +45,15 @@ pub(super) struct StepName<'a> {
 
 /// The prefix and number of a finished step's name.
 fn numbered(name: &str) -> Option<(&str, u64)> {
+    if let Some((_, rest)) = name.rsplit_once(IN_TEXT) {
+        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        return (digits <= DIGITS_MAX).then(|| Some((IN_TEXT, rest[..digits].parse().ok()?))).flatten();
+    }
     let digits = name.bytes().rev().take_while(u8::is_ascii_digit).count();
     let (prefix, digits) = name.split_at(name.len() - digits);
+    let epoch = prefix.strip_prefix("epoch_").and_then(|rest| rest.strip_suffix("_step_"));
+    let is_epoch = epoch.is_some_and(|epoch| !epoch.is_empty() && epoch.bytes().all(|byte| byte.is_ascii_digit()));
+    let prefix = if is_epoch { OF_EPOCH } else { prefix };
     let is_prefix = prefix.ends_with(['-', '_']) || KNOWN.contains(&prefix);
     let fits = !digits.is_empty() && digits.len() <= DIGITS_MAX;
     (is_prefix && fits && !prefix.starts_with('.')).then(|| Some((prefix, digits.parse().ok()?))).flatten()

@@ -38,7 +38,7 @@ fn orders(count: usize, each: &mut dyn FnMut(&[usize])) {
 
 #[test]
 fn a_step_is_complete_with_its_last_file_in_every_order() {
-    let rows: [(Files, StepKind, &str); 9] = [
+    let rows: [(Files, StepKind, &str); 11] = [
         (
             &[
                 ("7/_CHECKPOINT_METADATA", COMMITTED),
@@ -50,6 +50,21 @@ fn a_step_is_complete_with_its_last_file_in_every_order() {
             "7",
         ),
         (&[("step-7/.metadata", "m"), ("step-7/__0_0.distcp", "x")], StepKind::TorchDcp, "step-7"),
+        (
+            &[("step7/model_and_optim/.metadata", "m"), ("step7/model_and_optim/__0_0.distcp", "x")],
+            StepKind::TorchDcp,
+            "step7/model_and_optim",
+        ),
+        (
+            &[
+                ("m--val_loss=1.25-step=7-consumed_samples=56.0/weights/.metadata", "m"),
+                ("m--val_loss=1.25-step=7-consumed_samples=56.0/weights/__0_0.distcp", "x"),
+                ("m--val_loss=1.25-step=7-consumed_samples=56.0/weights/common.pt", "x"),
+                ("m--val_loss=1.25-step=7-consumed_samples=56.0/weights/metadata.json", "{}"),
+            ],
+            StepKind::Megatron,
+            "m--val_loss=1.25-step=7-consumed_samples=56.0/weights",
+        ),
         (
             &[
                 ("checkpoint-7/config.json", "{}"),
@@ -143,7 +158,7 @@ fn a_step_is_complete_with_its_last_file_in_every_order() {
 
 #[test]
 fn what_is_missing_is_said() {
-    let rows: [(Files, &str); 12] = [
+    let rows: [(Files, &str); 14] = [
         (&[("8.orbax-checkpoint-tmp-17/default/_METADATA", "{}")], ".orbax-checkpoint-tmp"),
         (&[("8/_CHECKPOINT_METADATA", r#"{"commit_timestamp_nsecs": null}"#)], "no time of commit"),
         (&[("8/_CHECKPOINT_METADATA", COMMITTED), ("8/params/_METADATA", "{}")], "the item default is missing"),
@@ -172,6 +187,11 @@ fn what_is_missing_is_said() {
             "zero_pp_rank_0_*_optim_states.pt is missing",
         ),
         (&[("weights/step_8/model.safetensors", "x")], "STABLE is missing"),
+        (
+            &[("m--loss=1-step=8/model.safetensors", "x"), ("m--loss=1-step=8-unfinished", "")],
+            "m--loss=1-step=8-unfinished is beside it",
+        ),
+        (&[("8/critic/model.safetensors", "x"), ("8/other/a.bin", "x")], "with weights, critic, other, none is known"),
     ];
     for (files, expected) in rows {
         let run = tempfile::tempdir().unwrap();
@@ -210,6 +230,74 @@ fn steps_of_a_run_have_one_prefix() {
     let found = listed(prefixed.path());
     assert_eq!(found.steps.iter().map(|step| step.number).collect::<Vec<_>>(), [3, 20]);
     assert!(found.steps.iter().all(|step| step.state == StepState::Unmarked && step.kind == StepKind::Repository));
+}
+
+#[test]
+fn a_repository_may_be_below_a_step() {
+    let rows: [(Files, &[(u64, &str)]); 4] = [
+        (
+            &[
+                ("000100/pretrained_model/model.safetensors", "x"),
+                ("000100/training_state/optimizer_state.safetensors", "x"),
+            ],
+            &[(100, "000100/pretrained_model")],
+        ),
+        (
+            &[
+                ("epoch_0_step_9/model/shard-00001-model-00001-of-00001.safetensors", "x"),
+                ("epoch_1_step_19/model/shard-00001-model-00001-of-00001.safetensors", "x"),
+                ("epoch_1_step_19/model/consolidated/model.safetensors", "x"),
+                ("epoch_1_step_19/optim/.metadata", "m"),
+            ],
+            &[(9, "epoch_0_step_9/model"), (19, "epoch_1_step_19/model/consolidated")],
+        ),
+        // The last one is saved a second time.
+        (
+            &[("m--loss=1-step=7/model.safetensors", "x"), ("m--loss=1-step=7-last/model.safetensors", "x")],
+            &[(7, "m--loss=1-step=7")],
+        ),
+        (&[("epoch=0-step=30.ckpt/model.safetensors", "x")], &[(30, "epoch=0-step=30.ckpt")]),
+    ];
+    for (files, expected) in rows {
+        let run = tempfile::tempdir().unwrap();
+        for (file, text) in files {
+            write(run.path(), file, text);
+        }
+        let found = listed(run.path());
+        let steps: Vec<_> = found.steps.iter().map(|step| (step.number, step.path.as_str())).collect();
+        assert_eq!(steps, expected);
+        assert!(found.steps.iter().all(|step| step.state == StepState::Unmarked), "{found:?}");
+    }
+}
+
+#[test]
+fn of_two_directories_with_one_number_none_is_chosen() {
+    let run = tempfile::tempdir().unwrap();
+    for name in ["100000", "00100000", "0200000", "200000.tmp"] {
+        write(run.path(), &format!("{name}/model.safetensors"), "x");
+    }
+    let found = listed(run.path());
+    let said = "00100000 and 100000 both have this number: rename or move one of them";
+    assert_eq!(found.steps[0].state, StepState::Unfinished(said.to_owned()));
+    assert_eq!((found.steps.len(), &found.steps[1].state), (2, &StepState::Unmarked));
+}
+
+/// From the directory above, where its file `latest` names the files of ranks, their configuration is read too.
+#[test]
+fn deepspeed_in_a_step_is_read_by_its_latest() {
+    let run = tempfile::tempdir().unwrap();
+    for tag in ["global_step10", "global_step9", "other"] {
+        write(run.path(), &format!("checkpoint-10/{tag}/mp_rank_00_model_states.pt"), "x");
+        write(run.path(), &format!("checkpoint-10/{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt"), "x");
+    }
+    write(run.path(), "checkpoint-10/trainer_state.json", "{}");
+    let path = || listed(run.path()).steps[0].path.clone();
+    assert_eq!(path(), "checkpoint-10/global_step10");
+    write(run.path(), "checkpoint-10/latest", "other\n");
+    assert_eq!(path(), "checkpoint-10");
+    fs::remove_file(run.path().join("checkpoint-10/other/mp_rank_00_model_states.pt")).unwrap();
+    let found = listed(run.path());
+    assert!(matches!(&found.steps[0].state, StepState::Unfinished(reason) if reason.contains("_model_states.pt")));
 }
 
 #[test]
