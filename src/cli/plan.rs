@@ -130,7 +130,8 @@ fn check_values(volume: &Volume, plans: &[ViewPlan]) -> anyhow::Result<()> {
 
 /// Whether a source is opened as the checkpoint of the one step that is in it: an error is about that step.
 fn is_of_its_only_step(listed: &[ListedStep]) -> bool {
-    matches!(listed, [step] if matches!(step.kind, StepKind::Orbax | StepKind::DeepSpeed | StepKind::Megatron))
+    // What names a step in the source itself, a tracker or `latest`, is of trainers that name it so.
+    matches!(listed, [step] if step.kind == StepKind::Orbax || ["iter_", "global_step"].iter().any(|start| step.name.starts_with(start)))
 }
 
 impl PlanCommand {
