@@ -1,7 +1,9 @@
 """One of several processes that fill modules by `ckfs.torch.load_into`: each fills its own shards, and compares them with what
 `torch.distributed.checkpoint` loads from the same repository into the same modules.
 
-    python load_into_process.py RANK WORLD PORT REPOSITORY CASE...
+    python load_into_process.py REPOSITORY CASE...
+
+Rank and address are in the environment.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ def bytes_of(model: torch.nn.Module) -> dict[str, bytes]:
 
 
 def main() -> None:
-    rank, world, port, source, *cases = sys.argv[1:]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(world))
+    source, *cases = sys.argv[1:]
+    dist.init_process_group("gloo")
     ck = ckfs.open(source, layout="hf")
     for word in cases:
         case, *numbers = word.split(":")

@@ -1,7 +1,8 @@
-"""One of two processes of Megatron-Core: `megatron_process.py PORT RANK RESULT MOUNT…`.
+"""One of two processes of Megatron-Core: `megatron_process.py DIRECTORY MOUNT…`, rank and address from the environment.
 
 Loads each mount's `dcp/` by `dist_checkpointing.load`: once as a whole, and once as a tensor-parallel rank, whose layers are slices of
-the stacked tensors. Writes, as JSON, the other contents of the checkpoint and a digest of each tensor of both loads.
+the stacked tensors. Writes, as JSON, the other contents of the checkpoint and a digest of each tensor of both loads, into the file of
+its rank in DIRECTORY.
 """
 
 from __future__ import annotations
@@ -57,21 +58,22 @@ def of_rank(rows: list[dict], rank: int) -> dict[str, ShardedTensor]:
     return state
 
 
-def main(port: str, rank: int, result: str, *points: str) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+def main(directory: str, *points: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     out = []
     for point in points:
-        directory = f"{point}/dcp"
-        assert dist_checkpointing.check_is_distributed_checkpoint(directory)
+        dcp = f"{point}/dcp"
+        assert dist_checkpointing.check_is_distributed_checkpoint(dcp)
         rows = [row for row in json.loads(Path(point, ".ckfs/manifest.json").read_text())["tensors"] if row["bundled"]]
-        rest = dist_checkpointing.load(whole(rows, rank), directory)
+        rest = dist_checkpointing.load(whole(rows, rank), dcp)
         tensors = {row["name"]: digest(rest.pop(row["name"])) for row in rows}
         wanted = of_rank(rows, rank)
-        found = dist_checkpointing.load(wanted, directory)
+        found = dist_checkpointing.load(wanted, dcp)
         out.append({"rest": rest, "whole": tensors, "rank": {name: digest(found[name]) for name in wanted}})
-    Path(result).write_text(json.dumps(out))
+    Path(directory, f"{rank}.json").write_text(json.dumps(out))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A trainer that goes on while its steps are read: `run_process.py KIND RUN TRUTH STEPS`.
+"""A trainer that goes on while its steps are read: `run_process.py KIND RUN TRUTH STEPS`, and rank and address in the environment of those that are two.
 
 Before it saves a step it writes what the step holds to `TRUTH/<step>.safetensors`. It deletes old steps as its framework does.
 """
@@ -6,8 +6,6 @@ Before it saves a step it writes what the step holds to `TRUTH/<step>.safetensor
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 import time
 import warnings
@@ -125,24 +123,8 @@ def transformers(run: Path, truth: Path, steps: int, **more: object) -> None:
     assert trainer.is_fsdp_enabled == bool(more)
 
 
-def in_two_processes() -> None:
-    """In the process that was started: starts two, and ends with them. In each of the two: nothing."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
-    address |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_FSDP": "true"}
-    ranks = [
-        subprocess.Popen([sys.executable, *sys.argv], env=os.environ | address | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
-    ]
-    codes = [rank.wait() for rank in ranks]
-    sys.exit(max(map(abs, codes)))
-
-
 def transformers_fsdp(run: Path, truth: Path, steps: int) -> None:
     """Two processes with FSDP 2, each of which writes its own shards."""
-    in_two_processes()
     from accelerate import state
 
     # accelerate has FSDP for accelerators alone; that of torch needs none.
@@ -159,14 +141,12 @@ def transformers_fsdp(run: Path, truth: Path, steps: int) -> None:
 
 
 def torchtitan_fsdp(run: Path, truth: Path, steps: int) -> None:
-    in_two_processes()
     torchtitan_trainer.main("llama3_debugmodel", run, truth, steps, KEPT, wait_for_reader, {})
 
 
 def torchtitan_tensor(run: Path, truth: Path, steps: int) -> None:
     """Tensor parallelism in place of FSDP, a head that is the embedding, and steps that are written in the background. The last
     one is a repository."""
-    in_two_processes()
     settings = {
         "parallelism.tensor_parallel_degree": 2, "checkpoint.async_mode": "async", "checkpoint.last_save_model_only": True,
         "checkpoint.last_save_in_hf": True,

@@ -10,8 +10,10 @@ import datetime
 import email.utils
 import hashlib
 import hmac
+import itertools
 import json
 import os
+import random
 import socket
 import ssl
 import subprocess
@@ -59,7 +61,7 @@ class Stub:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(mounting.TIMEOUT_SECONDS)
 
 
 @pytest.fixture
@@ -73,9 +75,16 @@ def clean(monkeypatch, tmp_path):
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that a server may take later. The kernel gives those from 32768 on to whoever connects meanwhile, so it is below; and
+    each process of the tests has its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    for port in _ports:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port + 1000 * (worker % 20)))
+            return free.getsockname()[1]
+
+
+_ports = itertools.cycle(random.sample(range(12000, 13000), 1000))
 
 
 @contextmanager
@@ -92,11 +101,11 @@ def running(command: list[object], log: Path, answers: Callable[[], bool], what:
             return False
 
     try:
-        mounting.wait_until(ready, seconds=60, what=what)
+        mounting.wait_until(ready, what=what)
         yield
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(mounting.TIMEOUT_SECONDS)
 
 
 @dataclasses.dataclass

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import forked
 import mounting
 import repos
 
@@ -113,9 +112,7 @@ def test_a_mount_of_the_way_back_is_verified(own, tmp_path):
 @pytest.mark.parametrize("family", ["llama3.1", "qwen2.5", "qwen3", "qwen3-moe", "mixtral"])
 def test_megatron_cores_own_checkpoint_comes_back(tmp_path, family):
     directory = tmp_path / "megatron"
-    command = [sys.executable, HERE / "megatron_model.py", FIXTURES / family / "hf/config.json", directory]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    forked.run(forked.MEGATRON, HERE / "megatron_model.py", FIXTURES / family / "hf/config.json", directory)
     exported = back(directory, family, tmp_path / "back")
     tensors = {}
     for file in exported.glob("*.safetensors"):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 import mounting
 
 torch = pytest.importorskip("torch")
@@ -21,28 +19,8 @@ if importlib.util.find_spec("deepspeed") is None:
 HERE = Path(__file__).parent
 # Ranks, stage of ZeRO, type of the weights.
 CASES = [(1, 2, "bf16"), (2, 1, "fp32"), (2, 2, "bf16"), (2, 3, "bf16"), (3, 2, "bf16"), (3, 3, "fp32")]
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-
-
-def save(directory: Path, ranks: int, stage: int, dtype: str) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    address = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(HERE / "deepspeed_process.py"), str(directory), str(stage), dtype]
-    running = [
-        subprocess.Popen(
-            command, env=os.environ | ENVIRONMENT | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        out = [process.communicate(timeout=240)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * ranks, "\n".join(out)
+PROGRAMS = ("deepspeed.utils.zero_to_fp32", "deepspeed.checkpoint.ds_to_universal")
+MODULES = ("deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer", *PROGRAMS, *forked.COMPILER)
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +31,8 @@ def saved(base: Path):
     def of(case: tuple[int, int, str]) -> Path:
         if case not in done:
             done[case] = base / "deepspeed" / "-".join(map(str, case))
-            save(done[case], *case)
+            ranks, *how = case
+            forked.run_ranks(ranks, MODULES, HERE / "deepspeed_process.py", done[case], *how, DS_ACCELERATOR="cpu")
         return done[case]
 
     return of
@@ -61,8 +40,7 @@ def saved(base: Path):
 
 def script(program: str, *arguments: object) -> None:
     """Runs one of DeepSpeed's own programs."""
-    done = subprocess.run([sys.executable, "-m", program, *map(str, arguments)], env=os.environ | ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    forked.run(MODULES, "-m", program, *arguments, DS_ACCELERATOR="cpu")
 
 
 def fp32(checkpoint: Path, to: Path) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+import forked
 from guide_blocks import ROOT
 from mounting import find_ckfs
 
@@ -83,8 +84,7 @@ def test_lists_of_layers_in_configurations_are_cut_or_named():
 
 def test_the_shapes_of_a_device_are_those_of_its_rank_under_fsdp2(sources, tmp_path):
     models = [f"{sources[name]}:{name}" for name in WITH_BUFFERS]
-    command = [sys.executable, ROOT / "tests/python/fsdp_process.py", "2", *models]
-    ranks = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=300).stdout)
+    ranks = json.loads(forked.run(forked.TORCH, ROOT / "tests/python/fsdp_process.py", "2", *models).splitlines()[-1])
     for name in WITH_BUFFERS:
         command = [find_ckfs(), "export", sources[name], tmp_path / name, "--layout", "hf", "--mesh", "fsdp=2", "--only", "safetensors"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)

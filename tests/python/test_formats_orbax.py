@@ -6,7 +6,6 @@ import gc
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -23,6 +22,7 @@ import mounting
 import reference
 import repos
 from reference import Mesh
+from servers import free_port
 
 jax = pytest.importorskip("jax")
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -289,12 +289,9 @@ def fetched(mounted: mounting.Mount) -> int:
 def test_two_processes_of_four_devices(own, repo, tmp_path):
     """Each process opens its own chunks of split arrays, and together they fetch each byte once."""
     mounted, tensors = own(repo("llama").path, "--mesh", MESH), bundle(repo("llama"))
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
     before = fetched(mounted)
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(HERE)}
-    command = [sys.executable, str(HERE / "orbax_process.py"), str(mounted.point), MESH, f"127.0.0.1:{port}"]
+    command = [sys.executable, str(HERE / "orbax_process.py"), str(mounted.point), MESH, f"127.0.0.1:{free_port()}"]
     results = [tmp_path / f"rank{rank}.json" for rank in range(2)]
     running = [
         subprocess.Popen([*command, str(rank), str(result)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 
@@ -11,16 +10,15 @@ import pytest
 
 import package
 from guide_blocks import ROOT
+from servers import free_port
 
 package.import_ckfs()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_arrays_of_every_sharding(repo, processes):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     script = ROOT / "tests/python/jax_process.py"
-    words = [str(processes), str(port), str(repo("llama").path)]
+    words = [str(processes), str(free_port()), str(repo("llama").path)]
     running = [
         subprocess.Popen([sys.executable, script, str(number), *words], stdout=-1, stderr=-1, text=True) for number in range(processes)
     ]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
+import forked
 import package
 import repos
 from guide_blocks import ROOT
@@ -98,17 +96,8 @@ def test_a_tensor_is_cut_between_whole_bytes(extents, target, most, expected):
 
 
 def run_ranks(world: int, source: Path, cases: list[str]) -> list[list[dict]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    script = ROOT / "tests/python/load_into_process.py"
-    words = [str(world), str(port), str(source), *cases]
-    ranks = [subprocess.Popen([sys.executable, script, str(r), *words], stdout=-1, stderr=-1, text=True) for r in range(world)]
-    rows = []
-    for rank in ranks:
-        out, err = rank.communicate(timeout=240)
-        assert rank.returncode == 0, err[-4000:]
-        rows.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
-    return rows
+    said = forked.run_ranks(world, forked.TORCH, ROOT / "tests/python/load_into_process.py", source, *cases)
+    return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in said]
 
 
 def test_modules_of_four_ranks_are_as_torch_loads_them(repo):
@@ -134,10 +123,8 @@ def fake_world(rank: int, world: int):
 
 def test_strided_shards_of_any_size():
     """Parameters split by tensor parallelism first and then by FSDP2, evenly or not: each rank's part is of its own number."""
-    script = ROOT / "tests/python/strided_process.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split()[-2:] == ["96", "ranks"], done.stdout
+    said = forked.run(forked.TORCH, ROOT / "tests/python/strided_process.py")
+    assert said.split()[-2:] == ["96", "ranks"], said
 
 
 class Small(nn.Module):

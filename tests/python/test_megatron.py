@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import forked
 import reference
 
 HERE = Path(__file__).parent
@@ -35,20 +33,8 @@ def expected_of_rank(shown: reference.Shown, rank: int) -> list[np.ndarray]:
 def test_dist_checkpointing_load(shared, repo, tmp_path):
     cases = [("llama", "fsdp=4"), ("qwen3_moe", "fsdp=2,tensor=2")]
     mounts = [shared(name, "--mesh", mesh) for name, mesh in cases]
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    running = []
-    for rank in range(RANKS):
-        command = [sys.executable, HERE / "megatron_process.py", port, rank, tmp_path / f"{rank}.json"]
-        command += [mounted.point for mounted in mounts]
-        running.append(subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    try:
-        out = [process.communicate(timeout=240)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * RANKS, "\n".join(out)
+    points = [mounted.point for mounted in mounts]
+    forked.run_ranks(RANKS, forked.MEGATRON, HERE / "megatron_process.py", tmp_path, *points)
     for rank in range(RANKS):
         for (name, _), found in zip(cases, json.loads((tmp_path / f"{rank}.json").read_text()), strict=True):
             tensors = {shown.name: shown for shown in reference.canonical(repo(name)).values() if shown.bundled}

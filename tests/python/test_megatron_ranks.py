@@ -6,13 +6,11 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 import mounting
 
 torch = pytest.importorskip("torch")
@@ -94,22 +92,9 @@ def saved(base: Path):
         torch.save(of_megatron(config, repository(config, directory / "hf")), directory / "whole.pt")
         (directory / "config.json").write_text(json.dumps(config))
         world = sizes[0] * sizes[1] * sizes[3]
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            port = held.getsockname()[1]
-        address = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, HERE / "megatron_ranks_process.py", directory / "run", directory / "config.json", directory / "whole.pt", *sizes]
-        command += ["tied"] if config["tie_word_embeddings"] else []
-        running = [
-            subprocess.Popen(list(map(str, command)), env=os.environ | address | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for rank in range(world)
-        ]
-        try:
-            out = [process.communicate(timeout=240)[0] for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        assert [process.returncode for process in running] == [0] * world, "\n".join(out)
+        words = [directory / "run", directory / "config.json", directory / "whole.pt", *sizes]
+        words += ["tied"] if config["tie_word_embeddings"] else []
+        forked.run_ranks(world, forked.MEGATRON, HERE / "megatron_ranks_process.py", *words)
         done[case] = directory
         return directory
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mounting
+from servers import free_port
 
 pytest.importorskip("jax")
 pytest.importorskip("orbax.checkpoint")
@@ -29,14 +29,11 @@ def test_each_byte_is_fetched_once_by_both_together(own, repo, tmp_path):
     source = repo("llama")
     mounted = own(source.path, "--mesh", MESH, "--layout", "maxtext")
     rows = [row for row in mounted.manifest()["tensors"] if row["bundled"]]
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
     before = fetched(mounted)
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE),
     }  # fmt: skip
-    command = [sys.executable, str(HERE / "orbax_process.py"), str(mounted.point), MESH, f"127.0.0.1:{port}"]
+    command = [sys.executable, str(HERE / "orbax_process.py"), str(mounted.point), MESH, f"127.0.0.1:{free_port()}"]
     results = [tmp_path / f"rank{rank}.json" for rank in range(2)]
     running = [
         subprocess.Popen([*command, str(rank), str(result), "params"], env=environment)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 
 import mounting
-from servers import stub_bucket
+from servers import free_port, stub_bucket
 
 jax = pytest.importorskip("jax")
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -300,11 +299,8 @@ jax.distributed.shutdown()
 def test_several_processes_write_one_checkpoint(own, base, store):
     """Two processes of four devices: an OCDBT database each, which one of them merges; a replicated array is there once."""
     root = base / "orbax/processes" / store
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}"
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", WRITER, address]
+    command = [sys.executable, "-c", WRITER, f"127.0.0.1:{free_port()}"]
     running = [subprocess.Popen([*command, str(rank), str(root), store], env=environment) for rank in range(2)]
     try:
         for process in running:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import forked
 import mounting
 
 torch = pytest.importorskip("torch")
@@ -30,21 +28,7 @@ def saved(base: Path) -> Path:
     """What four processes saved, each case with its whole tensors beside it."""
     directory = base / "ranks_saved"
     directory.mkdir()
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    address = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "ranks_process.py"), str(directory)]
-    running = [
-        subprocess.Popen(command, env=os.environ | address | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(RANKS)
-    ]
-    try:
-        out = [process.communicate(timeout=240)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * RANKS, "\n".join(out)
+    forked.run_ranks(RANKS, forked.TORCH, HERE / "ranks_process.py", directory)
     return directory
 
 

@@ -6,14 +6,12 @@ import json
 import os
 import pickle
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import forked
 import mounting
 import repos
 from servers import stub_bucket
@@ -32,21 +30,7 @@ def saved(base: Path) -> Path:
     """What four processes saved, each case with its whole tensors beside it."""
     directory = base / "torch_saved"
     directory.mkdir()
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    address = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "torch_save_process.py"), str(directory)]
-    running = [
-        subprocess.Popen(command, env=os.environ | address | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(RANKS)
-    ]
-    try:
-        out = [process.communicate(timeout=240)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * RANKS, "\n".join(out)
+    forked.run_ranks(RANKS, forked.TORCH, HERE / "torch_save_process.py", directory)
     return directory
 
 

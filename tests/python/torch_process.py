@@ -1,5 +1,5 @@
-"""Processes that train with FSDP2, one for each MOUNT: `torch_process.py DIRECTORY MESH WAYS MOUNT…`. What a rank prints is in the file
-of its number in DIRECTORY.
+"""One of several processes that train with FSDP2, one for each MOUNT: `torch_process.py MESH WAYS MOUNT…`, rank and address from the
+environment.
 
 The model is built from the tensors of the manifest, under the repository's own names. Torch shards its parameters and
 loads them in three ways, or in the named ones. After each, every local shard is compared with the raw file of the same device. Prints, for
@@ -9,13 +9,8 @@ each way, the bytes of the rank's own shards and the bytes that the mount fetche
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -27,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import forked
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 COLUMN, ROW = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
@@ -126,47 +123,14 @@ def load_all(rank: int, mesh_text: str, ways: list[str], mount: Path) -> None:
     dist.destroy_process_group()
 
 
-def fork_rank(directory: Path, rank: int, mesh: str, ways: list[str], points: list[str]) -> int:
-    """Starts a rank, and returns its process. It has what this process has imported, which takes longer than the rest."""
-    if process := os.fork():
-        return process
-    code = 1
-    try:
-        output = os.open(directory / str(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(output, 1), os.dup2(output, 2)
-        meeting = f"file://{directory}/meeting"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=len(points))
-        load_all(rank, mesh, ways, Path(points[rank]))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
-
-
-def main(place: str, mesh: str, ways: str, *points: str) -> None:
-    ranks = [fork_rank(Path(place), rank, mesh, ways.split(), list(points)) for rank in range(len(points))]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
-    sys.exit(any(codes))
+def main(mesh: str, ways: str, *points: str) -> None:
+    dist.init_process_group("gloo")
+    load_all(dist.get_rank(), mesh, ways.split(), Path(points[dist.get_rank()]))
 
 
 def run(points: list[Path], mesh: str, *ways: str) -> list[list[dict]]:
     """Starts one process per mount point, one mount per rank or one for all, and returns their output."""
-    with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, __file__, place, mesh, " ".join(ways), *map(str, points)]
-        first = subprocess.Popen(
-            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, stderr=subprocess.PIPE, text=True
-        )
-        try:
-            said = first.communicate(timeout=180)[1]
-        finally:
-            # The ranks too, if they are still there.
-            if first.poll() is None:
-                os.killpg(first.pid, signal.SIGKILL)
-        files = [Path(place) / str(rank) for rank in range(len(points))]
-        out = [file.read_text() if file.exists() else "" for file in files]
-    assert first.returncode == 0, "\n".join([said, *out])
+    out = forked.run_ranks(len(points), forked.TORCH, __file__, mesh, " ".join(ways), *points)
     assert all("checked" in text for text in out), out
     return [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in out]
 
