@@ -13,7 +13,7 @@ from pathlib import Path
 
 # Of Debian, of Ubuntu's runners, and of other distributions.
 PROGRAMS = ["chromium-headless-shell", "chromium", "google-chrome-stable", "google-chrome", "chromium-browser"]
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 300
 
 
 def find() -> str | None:

@@ -194,6 +194,6 @@ def test_mapped_reader_gets_sigbus_not_zeros(own, two_files):
     )
     assert client.stdout.readline() == b"mapped\n"
     _truncate_to_nothing(two_files.path / "model-00001-of-00002.safetensors")
-    client.communicate(b"\n", timeout=30)
+    client.communicate(b"\n", timeout=mounting.TIMEOUT_SECONDS)
     assert client.returncode == -signal.SIGBUS
     assert read(mounted / "full/layers/3/b")

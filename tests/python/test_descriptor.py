@@ -77,7 +77,7 @@ def test_a_daemon_without_privileges_serves_until_the_parent_unmounts(parent):
     assert (row["health"], row["pid"], row["source"]) == ("healthy", daemon.pid, str(parent.model))
     assert "mountpoint" not in read(parent.point / ".ckfs/config.toml").decode()
     run("umount", parent.point)
-    _, log = daemon.communicate(timeout=30)
+    _, log = daemon.communicate(timeout=mounting.TIMEOUT_SECONDS)
     assert daemon.returncode == 0 and "UnmountedOutside" in log, log
     assert mounting.mount_type(parent.point) is None
 
@@ -102,7 +102,7 @@ def test_a_signal_ends_the_daemon_and_leaves_the_mount_to_the_parent(parent):
         with pytest.raises(subprocess.TimeoutExpired):
             daemon.wait(timeout=0.5)
         assert kept.read(len(DATA)) == DATA, "open files are served on"
-    _, log = daemon.communicate(timeout=30)
+    _, log = daemon.communicate(timeout=mounting.TIMEOUT_SECONDS)
     assert daemon.returncode == 0 and "the process that made the mount has to unmount it" in log, log
     assert error_of(read, parent.point / "full/w") == errno.ENOTCONN
     assert run("status", parent.point, "--json", expect=1).json()["mounts"][0]["health"] == "stale"
@@ -113,7 +113,7 @@ def test_open_files_are_cut_off_when_the_time_is_over(parent):
     daemon = parent.serve("--grace", "0", "--drain", "0")
     with (parent.point / "full/w").open("rb", buffering=0):
         daemon.send_signal(signal.SIGTERM)
-        _, log = daemon.communicate(timeout=30)
+        _, log = daemon.communicate(timeout=mounting.TIMEOUT_SECONDS)
     assert daemon.returncode == 1 and "1 open files are cut off" in log, log
 
 
@@ -121,7 +121,7 @@ def test_a_killed_daemon_leaves_a_stale_mount(parent):
     daemon = parent.serve()
     assert read(parent.point / "full/w") == DATA
     daemon.kill()
-    daemon.communicate(timeout=30)
+    daemon.communicate(timeout=mounting.TIMEOUT_SECONDS)
     assert error_of(read, parent.point / "full/w") == errno.ENOTCONN
     run("umount", "--stale", parent.point)
     assert mounting.mount_type(parent.point) is None
@@ -162,5 +162,5 @@ def test_a_mount_that_is_served_already_is_refused(parent):
     assert read(parent.point / "full/w") == DATA, "the first daemon goes on"
     os.close(descriptor)
     run("umount", parent.point)
-    daemon.communicate(timeout=30)
+    daemon.communicate(timeout=mounting.TIMEOUT_SECONDS)
     assert daemon.returncode == 0

@@ -96,7 +96,7 @@ def test_a_mount_is_an_object_with_an_end(repo, fuse, tmp_path):
 ENDS = {
     "the program ends": "pass",
     "an exception": "raise LookupError",
-    "the object is dropped": "del mount; print('dropped', flush=True); time.sleep(30)",
+    "the object is dropped": "del mount; print('dropped', flush=True); time.sleep(3600)",
     "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     "os._exit": "os._exit(0)",
@@ -137,9 +137,9 @@ def test_ctrl_c_of_a_terminal_reaches_the_program_first(repo, fuse):
         import os, sys, time
         import ckfs
         mount = ckfs.mount(sys.argv[1])
-        print(mount.path, flush=True)
         try:
-            time.sleep(30)
+            print(mount.path, flush=True)
+            time.sleep(3600)
         except KeyboardInterrupt:
             time.sleep(0.5)
             print(sorted(os.listdir(mount)), flush=True)
@@ -148,7 +148,6 @@ def test_ctrl_c_of_a_terminal_reaches_the_program_first(repo, fuse):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         point = mounting.Path(process.stdout.readline().strip())
-        time.sleep(0.2)
         os.killpg(process.pid, signal.SIGINT)
         assert "dev0" in process.stdout.readline()
     mounting.wait_until(lambda: not point.exists(), what="the mount")

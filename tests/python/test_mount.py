@@ -93,11 +93,11 @@ def test_signals_end_a_start_that_is_not_ready(fresh, tmp_path, fuse, options, n
         started = subprocess.Popen(
             [mounting.find_ckfs(), "mount", repo.path, point, *options], start_new_session=True, stderr=subprocess.PIPE
         )
-        assert opening.wait(15), "nobody opened the source"
+        assert opening.wait(mounting.TIMEOUT_SECONDS), "nobody opened the source"
         # As by Ctrl-C for SIGINT: to the starter and the daemon.
         (os.killpg if number == signal.SIGINT else os.kill)(started.pid, number)
-        assert started.wait(20) == -number
-        wait_until(lambda: not _alive(started.pid), seconds=20, what="end of the daemon")
+        assert started.wait(mounting.TIMEOUT_SECONDS) == -number
+        wait_until(lambda: not _alive(started.pid), what="end of the daemon")
         assert mounting.mount_type(point) is None
     finally:
         os.close(file)
@@ -142,7 +142,7 @@ def test_foreground(repo, tmp_path, fuse):
         assert read(point / "full/embed")
         assert daemon.poll() is None
         daemon.terminate()
-        assert daemon.wait(15) == 0
+        assert daemon.wait(mounting.TIMEOUT_SECONDS) == 0
         assert mounting.mount_type(point) is None
     finally:
         daemon.kill()

@@ -179,7 +179,7 @@ def test_wrong_bytes_that_a_mount_has_served_are_dropped_everywhere(own, wide, c
                 path.read_bytes()
             except OSError:
                 pass
-        mounting.wait_until(lambda: mounted.stats()["poisoned_sources"] == 1, seconds=60, what="the comparison")
+        mounting.wait_until(lambda: mounted.stats()["poisoned_sources"] == 1, what="the comparison")
         told = mounting.run("status", mounted.point, expect=1).out
         assert weights.name in told and "expected SHA-256" in told
 

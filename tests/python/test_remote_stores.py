@@ -9,7 +9,6 @@ import base64
 import errno
 import json
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -232,9 +231,8 @@ def test_an_own_authority_signs_the_certificate_of_a_server(repo, clean, tmp_pat
         bucket.upload(repo("llama").path)
         with encrypted(bucket.stub.url, tmp_path / "server.pem") as url:
             address = bucket.address.replace(bucket.stub.url, url)
-            begun = time.monotonic()
-            error = mounting.run("plan", address, expect=1).err
+            # Repetitions would not help: they would go on until the run of this test is ended.
+            error = mounting.run("plan", address, "--source-timeout", "1h", expect=1).err
             assert "invalid peer certificate" in error and "SSL_CERT_FILE" in error
-            assert time.monotonic() - begun < 5, "repetitions would not help"
             clean.setenv("SSL_CERT_FILE", str(tmp_path / "server.pem"))
             assert "no difference" in mounting.run("verify", address, "--mesh", "fsdp=2").out

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -116,7 +115,7 @@ def test_the_command_has_no_rights_and_others_see_no_mount(bench):
         point = Path(child.stdout.readline().strip())
         assert point.is_dir() and not list(point.iterdir()), "outside it is an empty directory"
         assert mounting.mount_type(point) is None
-        told, _ = child.communicate("go\n", timeout=30)
+        told, _ = child.communicate("go\n", timeout=mounting.TIMEOUT_SECONDS)
     *names, rights, owner = told.split("\n")[:-1]
     assert child.returncode == 0 and "full" in names and int(owner) == bench.uid
     if bench.uid:
@@ -146,7 +145,7 @@ def test_signals_reach_the_command(bench):
     child.send_signal(signal.SIGUSR1)
     assert child.stdout.readline() == "usr\n"
     child.send_signal(signal.SIGTERM)
-    assert child.communicate(timeout=30)[0] == "caught\n" and child.returncode == 9
+    assert child.communicate(timeout=mounting.TIMEOUT_SECONDS)[0] == "caught\n" and child.returncode == 9
     bench.nothing_left()
 
 
@@ -154,7 +153,7 @@ def test_killing_the_program_ends_all(bench):
     child = bench.start("sh", "-c", "echo $$; exec sleep 600")
     command = int(child.stdout.readline())
     child.kill()
-    child.wait(timeout=30)
+    child.wait(timeout=mounting.TIMEOUT_SECONDS)
     wait_until(lambda: not bench.processes(), what="the daemon ends")
     wait_until(lambda: not Path(f"/proc/{command}/exe").exists(), what="the command ends")
     assert not mounting.mount_points(bench.tmp)
@@ -166,11 +165,10 @@ def test_children_that_are_left_behind_lose_the_mount(bench):
         (exec <"$CKFS_MOUNT/full/w" >/dev/null 2>&1; exec sleep 600) & echo $!
         (cd "$CKFS_MOUNT"; exec sleep 600) >/dev/null 2>&1 & echo $!
         sleep 0.2; exit 3"""
-    begun = time.monotonic()
     done = bench.run("sh", "-c", script)
     children = [int(word) for word in done.stdout.split()]
     try:
-        assert done.returncode == 3 and time.monotonic() - begun < 30
+        assert done.returncode == 3
         assert all(Path(f"/proc/{child}").exists() for child in children), "they live on"
         bench.nothing_left()
     finally:
@@ -206,7 +204,7 @@ def test_a_daemon_that_dies_is_reported_and_the_command_goes_on(bench):
         daemon = max(bench.processes(), key=lambda pid: pid != child.pid)
         os.kill(daemon, signal.SIGKILL)
         assert child.stderr.readline().startswith("ckfs: error: the daemon has ended")
-        told, _ = child.communicate("go\n", timeout=30)
+        told, _ = child.communicate("go\n", timeout=mounting.TIMEOUT_SECONDS)
     assert told == "failed\n" and child.returncode == 0
     bench.nothing_left()
 

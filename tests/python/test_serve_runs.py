@@ -395,7 +395,7 @@ def test_a_new_step_in_a_bucket_is_noticed_by_polling(remote_run: RemoteRun, hom
                 listed = server.json("/files/.ckfs/steps.json")["steps"]
                 assert (listed[1]["complete"], listed[1]["unfinished"].split()[0]) == (False, name)
             remote_run.put(f"checkpoint-200/{name}", body)
-        wait_until(lambda: steps(server) == ["100", "200"], seconds=30, what="the new step is there")
+        wait_until(lambda: steps(server) == ["100", "200"], what="the new step is there")
         same_step(get, 200, trained)
         assert server.get("/my/run/resolve/main/trainer_state.json") == b'{"global_step": 200}'
         assert server.request("/readyz")[0].status == 200
@@ -414,7 +414,7 @@ def test_a_mount_notices_a_new_step_in_a_bucket(remote_run: RemoteRun, own, trai
     same_step(get, 100, trained)
     for number in (200, 300):
         remote_run.save(number)
-        wait_until(lambda: str(number) in names(), seconds=30, what="the new step is there")
+        wait_until(lambda: str(number) in names(), what="the new step is there")
         same_step(get, number, trained)
     assert names() == {"200", "300"} and (mount / "latest").readlink() == Path("300")
     remote_run.remove(300)
@@ -438,7 +438,7 @@ def test_a_step_in_a_bucket_that_is_written_anew(remote_run: RemoteRun, home: Pa
                 return False
             return reply.status == 200 and body == b'{"global_step": 7}'
 
-        wait_until(is_new, seconds=90, what="the new files are there")
+        wait_until(is_new, what="the new files are there")
         for name, body in trained(7).items():
             assert server.get(f"/files/100/hf/{name}") == body, name
         assert server.json("/api/models")[0]["sha"] != commit
@@ -456,13 +456,13 @@ def test_a_bucket_that_does_not_answer_for_a_while(clean, home: Path, tmp_path: 
             wait_until(lambda: steps(server) == ["100"], what="the first step is there")
             same_step(get, 100, trained)
             stub.set(refuse=403)
-            wait_until(lambda: server.request("/readyz")[0].status == 503, seconds=30, what="the server tells")
+            wait_until(lambda: server.request("/readyz")[0].status == 503, what="the server tells")
             assert b"steps not found: s3://weights/runs/one" in server.request("/readyz")[1]
             save(place / "checkpoint-200", trained(200))
             assert steps(server) == ["100"], "a step is not deleted because its service does not answer"
             same_step(get, 100, trained)
             stub.set(refuse="")
-            wait_until(lambda: steps(server) == ["100", "200"], seconds=30, what="the new step is there")
+            wait_until(lambda: steps(server) == ["100", "200"], what="the new step is there")
             wait_until(lambda: server.request("/readyz")[0].status == 200, what="the server is healthy again")
             same_step(get, 200, trained)
 

@@ -28,7 +28,7 @@ from safetensors import safe_open  # noqa: E402
 PROCESSES = 4
 TURNS = 6
 # A turn takes a second or two; a stall would last forever.
-STALL_SECONDS = 90
+STALL_SECONDS = 600
 
 VIEWS = {
     "contiguous": ("--mesh", "fsdp=4"),
