@@ -164,7 +164,7 @@ fn of_run(root: &Path) -> Option<String> {
     Some(format!(
         "it is a run of {}: --steps all|latest|latest=N of mount, serve, export and verify takes the finished ones; or give one, as {}",
         counted(steps.len(), "step"),
-        run.place_of(newest)
+        run.source_of(newest)
     ))
 }
 

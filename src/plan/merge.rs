@@ -338,7 +338,7 @@ impl Merging<'_> {
     fn refuse_missing(&mut self, lora: &Lora, modules: &BTreeMap<&str, BTreeMap<&str, TensorId>>) {
         let mut missing = Vec::new();
         let stored: BTreeSet<String> =
-            self.named.of_adapter(self.adapter).filter_map(|(_, info)| replaced_name(info.name)).collect();
+            self.adapter.tensors.iter().filter_map(|(_, name)| replaced_name(name)).collect();
         let is_unsaved = |name: &&str| lora.saved(name).is_some() && !stored.contains(*name);
         let unsaved = self.named.tensors().map(|(_, info)| info.name).filter(is_unsaved);
         let unsaved = unsaved.map(|name| format!("{PREFIX}{name}"));

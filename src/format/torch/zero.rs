@@ -125,7 +125,8 @@ pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, TorchError> {
     };
     let number = |key| pickle.item(root, key).and_then(|id| pickle.natural(id));
     let (steps, tensor_ranks) = (number("global_steps"), number("mp_world_size"));
-    let says_no_frozen = pickle.item(root, "frozen_param_shapes").is_some_and(|id| *pickle.value(id) == PickleValue::None);
+    let says_no_frozen =
+        pickle.item(root, "frozen_param_shapes").is_some_and(|id| *pickle.value(id) == PickleValue::None);
     let stage = ["ds_config", "zero_optimization", "stage"].iter().try_fold(root, |at, key| of.present(at, key));
     let stage = stage.and_then(|stage| pickle.natural(stage));
     Ok(ModelStates { module, buffers, groups, frozen, says_no_frozen, stage, shared, steps, tensor_ranks })
