@@ -12,8 +12,8 @@ use std::{
 };
 
 use ckfs::source::{
-    Aspect, ByteSpan, FetchPart, FileId, Health, KernelBytes, Maps, Pin, ReadFailure, Replied, Source, SourceError,
-    permission::AccessRules,
+    Aspect, ByteSpan, ContentName, FetchPart, FileId, Health, KernelBytes, Maps, Pin, ReadFailure, Replied, Source,
+    SourceError, permission::AccessRules,
 };
 
 /// Files in memory, without maps.
@@ -29,7 +29,7 @@ impl MemoryFiles {
             path: Arc::from(name),
             len_bytes,
             modified: UNIX_EPOCH,
-            version: None,
+            content: ContentName::Anywhere(name.display().to_string()),
             gates: AccessRules::open(0, 0),
         };
         let file = |(name, bytes): (N, Vec<u8>)| (pin(name.as_ref(), bytes.len() as u64), bytes, AtomicU64::new(0));

@@ -7,6 +7,7 @@ use std::{collections::BTreeSet, fs, path::Path};
 use crate::common::repo;
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
+    config::MergedLora,
     plan::{Allow, HfContent, LayerRanges, Layout, Pattern, Plan, Rename, Subset, Tied, ViewOptions},
     tensor::DType,
 };
@@ -551,7 +552,7 @@ fn an_adapter_that_was_saved_empty_or_in_part_is_refused() {
         let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &open).unwrap();
         [true, false].map(|shown| {
             let adapter = Some(adapter.path().to_owned());
-            let (lora, merge_lora) = if shown { (adapter, None) } else { (None, adapter) };
+            let (lora, merge_lora) = if shown { (adapter, None) } else { (None, adapter.map(MergedLora::Dir)) };
             let options = ViewOptions { layout: Layout::Hf, lora, merge_lora, ..ViewOptions::default() };
             Plan::build(&checkpoint, &options).err().map(|error| error.to_string()).unwrap_or_default()
         })
