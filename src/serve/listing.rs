@@ -90,12 +90,9 @@ fn parts(tree: Arc<ServedTree>, visitor: Visitor, node: FoundNode, form: Listing
     Box::new(move || {
         let from = next?;
         let listed = tree.entries(visitor, node.attr.ino, from, PART_ENTRIES);
-        let (entries, following) = match listed {
-            Ok(listed) => listed,
-            Err(_) => {
-                next = None;
-                return Some(Err(cut_off()));
-            }
+        let Ok((entries, following)) = listed else {
+            next = None;
+            return Some(Err(cut_off()));
         };
         next = following;
         let mut text = String::new();

@@ -559,7 +559,8 @@ fn an_adapter_that_was_saved_empty_or_in_part_is_refused() {
     };
     assert_eq!(refusal(&[("model.norm.weight", &[16])], &["norm"]), ["", ""]);
     let (a, b) = (format!("{q}.lora_A.weight"), format!("{q}.lora_B.weight"));
-    let cases: [(&[(&str, &[u64])], &[&str], &str); 5] = [
+    type Tensors<'a> = &'a [(&'a str, &'a [u64])];
+    let cases: [(Tensors<'_>, &[&str], &str); 5] = [
         (&[(&a, &[0]), (&b, &[0])], &[], "lora_A.weight"),
         (&[(&b, &[0, 0])], &[], "lora_B.weight"),
         (&[("model.norm.weight", &[0])], &["norm"], "model.norm.weight"),
