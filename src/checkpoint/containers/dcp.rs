@@ -7,11 +7,13 @@ use std::{
 };
 
 use ckfs_format::{
-    dcp::read::{DcpChunk, DcpState, DcpTensor, FILES_OF_SHARDS, SHARDING_INFO},
+    dcp::read::{DcpChunk, DcpObject, DcpState, DcpTensor, FILES_OF_SHARDS, SHARDING_INFO},
     safetensors::Header,
+    torch::{megatron, read::OpenedArchive},
 };
 use ckfs_source::FileId;
 use ckfs_tensor::{PerAxis, mosaic::row_major};
+use serde_json::{Map, Value as Json};
 
 use super::super::{
     archive::{self, ArchiveSpan},
@@ -29,7 +31,14 @@ use super::super::{
 const METADATA_BYTES_MAX: u64 = 16 * JSON_FILE_BYTES_MAX;
 
 /// Files of a directory that hold no tensors, as Megatron-Core and others write them.
-const COMPANIONS: [&str; 3] = ["common.pt", "metadata.json", DCP_METADATA];
+const COMPANIONS: [&str; 3] = [COMMON, "metadata.json", DCP_METADATA];
+
+/// Where Megatron-Core puts the arguments of the training.
+const COMMON: &str = "common.pt";
+/// Their name there, and in `.metadata`.
+const ARGUMENTS: &str = "args";
+/// Where Megatron-Bridge puts the configuration of its run, and its member with the model's.
+const RUN_CONFIG: (&str, &str) = ("run_config.yaml", "model:");
 
 /// Chooses the weight files of a classic directory: all that `.metadata` may name.
 pub(crate) fn choose(folder: &mut Folder) {
@@ -146,6 +155,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
     };
     let training = if training_state { Vec::new() } else { take_training_state(&mut state) };
     let ids = file_ids(files, &state, problems);
+    let arguments = arguments(files, &state, &ids);
     let items = items(&state, &ids);
     let read = archive::read_items(files.source, &items);
     let mut builder = MosaicBuilder::new(files.source, problems);
@@ -171,7 +181,62 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
     let mut contents = Contents::new(Container::Dcp, builder.finish());
     let left_out = state.objects.into_iter().map(|object| LeftOut { name: object.name, kind: "object".to_owned() });
     contents.left_out = left_out.chain(training).collect();
+    match arguments {
+        Ok(arguments) => contents.tree.arguments = arguments,
+        Err(message) => contents.warnings.push(message),
+    }
     contents
+}
+
+/// The arguments of a training that Megatron-Core or Megatron-Bridge has saved, and the file that has them.
+fn arguments(
+    files: &PinnedFiles<'_>,
+    state: &DcpState,
+    ids: &[Option<FileId>],
+) -> Result<Option<(String, Map<String, Json>)>, String> {
+    let common = files.find(COMMON).map(|file| (ArchiveSpan::whole(files.source, file), COMMON.to_owned(), true));
+    // Megatron-FSDP has no file of its own for them.
+    let object = || {
+        let DcpObject { segment, .. } = state.objects.iter().find(|object| object.name == ARGUMENTS)?;
+        let (file, number) = (ids[segment.file as usize]?, segment.file as usize);
+        let span = ArchiveSpan { file, start: segment.offset, len: segment.len };
+        Some((span, format!("{}, {ARGUMENTS}", state.files[number]), false))
+    };
+    if let Some((span, name, has_members)) = common.or_else(object) {
+        let of = |opened: &OpenedArchive| {
+            let root = opened.pickle.root();
+            let found = if has_members { opened.pickle.item(root, ARGUMENTS) } else { Some(root) };
+            found.map(|id| megatron::saved_arguments(&opened.pickle, id))
+        };
+        // Whatever else is saved beside them is not looked at, and nothing is ever run.
+        let read = archive::read_opened(files.source, &[span], |_, _| true, &|_, opened| Ok(of(opened)));
+        let unread =
+            |message| format!("{name}: what the arguments of the training say of the tensors is not known: {message}");
+        let found = read.into_iter().next().expect("one archive was read").map_err(unread)?;
+        if let Some(found) = found.filter(|found| !found.is_empty()) {
+            return Ok(Some((name, found)));
+        }
+    }
+    let (name, member) = RUN_CONFIG;
+    let Some(id) = files.find(name) else { return Ok(None) };
+    let text = files.read(id, JSON_FILE_BYTES_MAX)?;
+    Ok(Some((name.to_owned(), members_of(&String::from_utf8_lossy(&text), member))))
+}
+
+/// The members of a member of a document, where they are on lines of their own. Lists and mappings that fill further lines are
+/// no values that are compared.
+fn members_of(document: &str, member: &str) -> Map<String, Json> {
+    let lines = document.lines().skip_while(|line| line.trim_end() != member).skip(1);
+    let inside = lines.take_while(|line| line.starts_with([' ', '-', '#']) || line.trim().is_empty());
+    let own = inside.filter_map(|line| line.strip_prefix("  ").filter(|rest| !rest.starts_with([' ', '-', '#'])));
+    let members = own.filter_map(|line| line.split_once(':')).map(|(key, value)| {
+        let value = match value.trim() {
+            "" => Json::from("several lines"),
+            word => serde_json::from_str(word).unwrap_or_else(|_| Json::from(word.trim_matches(['\'', '"']))),
+        };
+        (key.to_owned(), value)
+    });
+    members.collect()
 }
 
 fn metadata(files: &PinnedFiles<'_>) -> Result<DcpState, String> {

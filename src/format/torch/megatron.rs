@@ -3,6 +3,8 @@
 //! Each rank of tensor, pipeline and expert parallelism saves one: a dictionary with the arguments of the training, the iteration and
 //! the state of the model, which is several of them where a rank has several stages of a pipeline.
 
+use serde_json::{Map, Value as Json};
+
 use super::{
     super::pickle::read::{Id, PickleValue, Unpickled},
     state::{self as torch_state, TorchError},
@@ -67,12 +69,49 @@ pub struct MegatronArguments {
 pub struct MegatronFile {
     /// Of the training.
     pub arguments: MegatronArguments,
+    /// All of them, as they are saved.
+    pub saved: Map<String, Json>,
     /// The step.
     pub iteration: Option<u64>,
     /// Tensors by name: one list for each stage of the pipeline that the rank has.
     pub chunks: Vec<Vec<(String, Id)>>,
     /// What is no tensor, by name.
     pub others: Vec<(String, String)>,
+}
+
+/// The members of a namespace.
+fn members(pickle: &Unpickled, namespace: Id) -> Id {
+    pickle.call(namespace).and_then(|(_, _, object)| object.state).unwrap_or(namespace)
+}
+
+/// The arguments of a training that are numbers, words or lists of such, by name.
+pub fn saved_arguments(pickle: &Unpickled, namespace: Id) -> Map<String, Json> {
+    let items = pickle.items(members(pickle, namespace)).unwrap_or_default();
+    items.iter().filter_map(|(key, id)| Some((pickle.text(*key)?.to_owned(), plain(pickle, *id, 0)?))).collect()
+}
+
+/// A value that JSON has, too.
+fn plain(pickle: &Unpickled, id: Id, depth: usize) -> Option<Json> {
+    const DEPTH_MAX: usize = 4;
+    let list = |ids: &[Id]| -> Option<Json> {
+        let values = ids.iter().filter(|_| depth < DEPTH_MAX).map(|id| plain(pickle, *id, depth + 1));
+        values.collect::<Option<Vec<Json>>>().map(Json::Array)
+    };
+    match pickle.value(id) {
+        PickleValue::None => Some(Json::Null),
+        PickleValue::Bool(flag) => Some(Json::Bool(*flag)),
+        PickleValue::Int(number) => i64::try_from(*number).ok().map(Json::from),
+        PickleValue::Float(number) => Some(Json::from(*number)),
+        PickleValue::Text(text) => Some(Json::from(&**text)),
+        PickleValue::Tuple(ids) => list(ids),
+        PickleValue::List(ids) => list(ids),
+        PickleValue::Bytes(_)
+        | PickleValue::Dict(_)
+        | PickleValue::Set(_)
+        | PickleValue::Global(_)
+        | PickleValue::Object(_)
+        | PickleValue::Persistent(_) => None,
+    }
 }
 
 /// Reads a file.
@@ -83,7 +122,8 @@ pub fn file(pickle: &Unpickled) -> Result<MegatronFile, TorchError> {
     let root = pickle.root();
     let malformed = |expected| TorchError::Malformed { name: "(file)".to_owned(), expected };
     let arguments = pickle.item(root, "args").ok_or_else(|| malformed("args, the arguments of the training"))?;
-    let arguments = pickle.call(arguments).and_then(|(_, _, object)| object.state).unwrap_or(arguments);
+    let saved = saved_arguments(pickle, arguments);
+    let arguments = members(pickle, arguments);
     let number = |key: &str| pickle.item(arguments, key).and_then(|id| pickle.natural(id));
     let flag = |key: &str| match pickle.item(arguments, key).map(|id| pickle.value(id)) {
         Some(PickleValue::Bool(flag)) => Some(*flag),
@@ -112,7 +152,7 @@ pub fn file(pickle: &Unpickled) -> Result<MegatronFile, TorchError> {
         untied: flag("untie_embeddings_and_output_weights"),
     };
     let iteration = pickle.item(root, "iteration").and_then(|id| pickle.natural(id));
-    let mut said = MegatronFile { arguments, iteration, ..MegatronFile::default() };
+    let mut said = MegatronFile { arguments, saved, iteration, ..MegatronFile::default() };
     let chunks: Vec<Id> = match pickle.item(root, "model") {
         Some(model) => vec![model],
         None => (0..).map_while(|number: u64| pickle.item(root, &format!("model{number}"))).collect(),

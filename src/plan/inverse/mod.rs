@@ -7,6 +7,7 @@
 //!
 //! [`LayoutFile::resolve_inverse`]: super::LayoutFile
 
+mod arguments;
 mod assemble;
 mod detect;
 mod invert;
@@ -82,6 +83,10 @@ pub(super) fn invert(
             layouts[0].name
         );
         return Err(Problem::File { file: "config.json".to_owned(), reason }.into());
+    }
+    let problems = arguments::problems(checkpoint, &layouts[0].name);
+    if !problems.is_empty() {
+        return Err(refused(problems));
     }
     let mut readings = Vec::new();
     let mut failure = None;

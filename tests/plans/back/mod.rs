@@ -251,6 +251,50 @@ fn megatrons_checkpoints_come_back_bit_for_bit() {
 }
 
 /// Rows of a matrix of `width` bytes a row.
+/// Rows may lie, and numbers may mean, otherwise than names and shapes tell.
+#[test]
+fn what_megatron_says_of_its_weights_is_refused_where_it_is_not_assumed() {
+    let directory = TempDir::new().unwrap();
+    let checkpoint = open(&fixture("qwen3-moe").join("hf"), &OpenOptions::default());
+    let options = ViewOptions { layout: Layout::find("megatron").unwrap(), ..ViewOptions::default() };
+    let saved = directory.path().join("saved");
+    random::export(&volume(&checkpoint, Plan::build(&checkpoint, &options).unwrap()), "dcp", &saved);
+    let said = |members: &str| {
+        let text = format!(
+            "dist:\n  rotary_interleaved: true\nmodel:\n  _target_: a.Provider\n{members}\nsignal:\n  use_mup: true\n"
+        );
+        fs::write(saved.join("run_config.yaml"), text).unwrap();
+        with_config(&saved, "qwen3-moe", false)
+    };
+    let config = checkpoint.config().unwrap();
+    let (heads, groups) = (&config["num_attention_heads"], &config["num_key_value_heads"]);
+    let same = format!(
+        "  rotary_interleaved: false\n  normalization: 'RMSNorm'\n  rotary_percent: 1\n  no_rope_freq: []\n  softmax_scale: null\n  \
+         num_attention_heads: {heads}\n  num_query_groups: {groups}\n  window_size:\n  - 1\n  inner:\n    use_mup: true"
+    );
+    let (_, stored) = repository("qwen3-moe");
+    let checkpoint = said(&same);
+    let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap();
+    assert!(tensors(&checkpoint, &plan) == stored);
+    for (member, expected) in [
+        ("rotary_interleaved: true", "rotary_interleaved=true, and the layout megatron assumes false"),
+        (
+            "moe_mlp_glu_interleave_size: 32",
+            "moe_mlp_glu_interleave_size=32, and the layout megatron assumes none",
+        ),
+        ("normalization: LayerNorm", "normalization=\"LayerNorm\", and the layout megatron assumes \"RMSNorm\""),
+        ("no_rope_freq:\n  - 1", "no_rope_freq=\"several lines\", and the layout megatron assumes none"),
+        ("rotary_percent: 0.5", "rotary_percent=0.5, and the layout megatron assumes 1.0"),
+        ("num_query_groups: 1", "num_query_groups=1, and config.json says num_key_value_heads="),
+    ] {
+        let checkpoint = said(&format!("  {member}"));
+        let error = refusal(&checkpoint, ViewOptions::default());
+        assert!(error.contains(&format!("run_config.yaml: the arguments of the training say {expected}")), "{error}");
+        // As it is stored it may be had.
+        Plan::build(&checkpoint, &ViewOptions { layout: Layout::Stored, ..ViewOptions::default() }).unwrap();
+    }
+}
+
 fn rows(bytes: &[u8], width: usize, range: std::ops::Range<usize>) -> &[u8] {
     &bytes[range.start * width..range.end * width]
 }

@@ -97,7 +97,7 @@ fn write_repository(directory: &Path, model: &Model, dtype: DType, contents: &Ha
 }
 
 /// Writes what a volume has under `path` as files.
-fn export(volume: &Volume, path: &str, to: &Path) {
+pub(crate) fn export(volume: &Volume, path: &str, to: &Path) {
     fn below(volume: &Volume, at: Ino, path: &str, to: &Path) {
         fs::create_dir_all(to).unwrap();
         let mut entries = Vec::new();

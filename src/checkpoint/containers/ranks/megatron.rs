@@ -13,6 +13,7 @@ use ckfs_format::torch::{
 };
 use ckfs_source::FileId;
 use ckfs_tensor::{DType, PerAxis};
+use serde_json::{Map, Value as Json};
 
 use super::super::super::{
     archive::{self, ArchiveSpan},
@@ -57,6 +58,7 @@ struct Part {
 /// What one file says.
 struct Said {
     arguments: MegatronArguments,
+    saved: Map<String, Json>,
     iteration: Option<u64>,
     chunks: Vec<Vec<(String, SavedTensor)>>,
     others: Vec<(String, String)>,
@@ -79,7 +81,7 @@ fn said(opened: &OpenedArchive) -> Result<Said, String> {
         }
         chunks.push(tensors);
     }
-    Ok(Said { arguments: file.arguments, iteration: file.iteration, chunks, others })
+    Ok(Said { arguments: file.arguments, saved: file.saved, iteration: file.iteration, chunks, others })
 }
 
 /// How a module's tensor is cut over the ranks of tensor parallelism.
@@ -167,7 +169,8 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
             return contents;
         }
     };
-    let arguments = &ranks[&(0, 0, 0)].1.arguments;
+    let (file, Said { arguments, saved, .. }) = &ranks[&(0, 0, 0)];
+    contents.tree.arguments = Some((files.path(*file).to_owned(), saved.clone()));
     let mut builder = MosaicBuilder::new(files.source, problems);
     let mut left_out: BTreeMap<String, String> = BTreeMap::new();
     for (name, parts) in &tensors {
@@ -318,11 +321,8 @@ impl Job<'_> {
                 "experts on other ranks of tensor parallelism than the rest, which is not read".to_owned(),
             ));
         }
-        if arguments.query_groups.is_some_and(|groups| groups % tensor != 0) {
-            return Err(refused(format!(
-                "keys and values of {:?} groups over {tensor} ranks, which is not read",
-                arguments.query_groups
-            )));
+        if let Some(groups) = arguments.query_groups.filter(|groups| groups % tensor != 0) {
+            return Err(refused(format!("keys and values of {groups} groups over {tensor} ranks, which is not read")));
         }
         let mut ranks = Ranks::new();
         for (file, numbers, said) in states {
