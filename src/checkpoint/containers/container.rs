@@ -39,8 +39,17 @@ pub struct SavedTree {
     pub scalars: HashSet<String>,
     /// Empty containers, and places with nothing: the keys on the way, and what is there as Orbax calls it.
     pub empty: Vec<(Vec<TreeKey>, String)>,
-    /// The arguments of the training, and the file that has them.
-    pub arguments: Option<(String, serde_json::Map<String, serde_json::Value>)>,
+    /// The arguments of the training.
+    pub arguments: Option<Box<SavedArguments>>,
+}
+
+/// The arguments of a training, beside its weights.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SavedArguments {
+    /// The file that has them.
+    pub file: String,
+    /// By name.
+    pub values: serde_json::Map<String, serde_json::Value>,
 }
 
 /// The container of a checkpoint's tensors.

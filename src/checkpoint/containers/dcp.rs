@@ -17,7 +17,7 @@ use serde_json::{Map, Value as Json};
 
 use super::super::{
     archive::{self, ArchiveSpan},
-    container::{Container, Contents, DCP_METADATA, LeftOut},
+    container::{Container, Contents, DCP_METADATA, LeftOut, SavedArguments},
     folder::{Folder, PinnedFiles},
     foreign,
     mosaic::{Missing, MosaicBuilder, StoredBox},
@@ -182,18 +182,18 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
     let left_out = state.objects.into_iter().map(|object| LeftOut { name: object.name, kind: "object".to_owned() });
     contents.left_out = left_out.chain(training).collect();
     match arguments {
-        Ok(arguments) => contents.tree.arguments = arguments,
+        Ok(arguments) => contents.tree.arguments = arguments.map(Box::new),
         Err(message) => contents.warnings.push(message),
     }
     contents
 }
 
-/// The arguments of a training that Megatron-Core or Megatron-Bridge has saved, and the file that has them.
+/// The arguments of a training that Megatron-Core or Megatron-Bridge has saved.
 fn arguments(
     files: &PinnedFiles<'_>,
     state: &DcpState,
     ids: &[Option<FileId>],
-) -> Result<Option<(String, Map<String, Json>)>, String> {
+) -> Result<Option<SavedArguments>, String> {
     let common = files.find(COMMON).map(|file| (ArchiveSpan::whole(files.source, file), COMMON.to_owned(), true));
     // Megatron-FSDP has no file of its own for them.
     let object = || {
@@ -213,14 +213,15 @@ fn arguments(
         let unread =
             |message| format!("{name}: what the arguments of the training say of the tensors is not known: {message}");
         let found = read.into_iter().next().expect("one archive was read").map_err(unread)?;
-        if let Some(found) = found.filter(|found| !found.is_empty()) {
-            return Ok(Some((name, found)));
+        if let Some(values) = found.filter(|found| !found.is_empty()) {
+            return Ok(Some(SavedArguments { file: name, values }));
         }
     }
     let (name, member) = RUN_CONFIG;
     let Some(id) = files.find(name) else { return Ok(None) };
     let text = files.read(id, JSON_FILE_BYTES_MAX)?;
-    Ok(Some((name.to_owned(), members_of(&String::from_utf8_lossy(&text), member))))
+    let values = members_of(&String::from_utf8_lossy(&text), member);
+    Ok(Some(SavedArguments { file: name.to_owned(), values }))
 }
 
 /// The members of a member of a document, where they are on lines of their own. Lists and mappings that fill further lines are

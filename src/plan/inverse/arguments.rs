@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, sync::LazyLock};
 
-use ckfs_checkpoint::Checkpoint;
+use ckfs_checkpoint::{Checkpoint, SavedArguments};
 use serde::Deserialize;
 use serde_json::Value as Json;
 
@@ -24,7 +24,9 @@ static TABLE: LazyLock<Table> = LazyLock::new(|| {
 
 /// The problems of arguments that say something else than `layout` assumes, or than `config.json` says.
 pub(super) fn problems(checkpoint: &Checkpoint, layout: &str) -> Vec<Problem> {
-    let Some((file, saved)) = &checkpoint.saved_tree().arguments else { return Vec::new() };
+    let Some(SavedArguments { file, values: saved }) = checkpoint.saved_tree().arguments.as_deref() else {
+        return Vec::new();
+    };
     let said = |name: &str| saved.get(name).filter(|value| !says_nothing(value));
     let problem = |name: &str, found: &Json, expected: String| Problem::File {
         file: file.clone(),

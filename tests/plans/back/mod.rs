@@ -278,10 +278,7 @@ fn what_megatron_says_of_its_weights_is_refused_where_it_is_not_assumed() {
     assert!(tensors(&checkpoint, &plan) == stored);
     for (member, expected) in [
         ("rotary_interleaved: true", "rotary_interleaved=true, and the layout megatron assumes false"),
-        (
-            "moe_mlp_glu_interleave_size: 32",
-            "moe_mlp_glu_interleave_size=32, and the layout megatron assumes none",
-        ),
+        ("moe_mlp_glu_interleave_size: 32", "moe_mlp_glu_interleave_size=32, and the layout megatron assumes none"),
         ("normalization: LayerNorm", "normalization=\"LayerNorm\", and the layout megatron assumes \"RMSNorm\""),
         ("no_rope_freq:\n  - 1", "no_rope_freq=\"several lines\", and the layout megatron assumes none"),
         ("rotary_percent: 0.5", "rotary_percent=0.5, and the layout megatron assumes 1.0"),

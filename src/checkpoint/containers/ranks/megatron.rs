@@ -17,7 +17,7 @@ use serde_json::{Map, Value as Json};
 
 use super::super::super::{
     archive::{self, ArchiveSpan},
-    container::{Container, Contents, LeftOut},
+    container::{Container, Contents, LeftOut, SavedArguments},
     folder::PinnedFiles,
     mosaic::{Missing, MosaicBuilder, StoredBox},
     problem::{Problem, Problems},
@@ -170,7 +170,8 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
         }
     };
     let (file, Said { arguments, saved, .. }) = &ranks[&(0, 0, 0)];
-    contents.tree.arguments = Some((files.path(*file).to_owned(), saved.clone()));
+    let saved = SavedArguments { file: files.path(*file).to_owned(), values: saved.clone() };
+    contents.tree.arguments = Some(Box::new(saved));
     let mut builder = MosaicBuilder::new(files.source, problems);
     let mut left_out: BTreeMap<String, String> = BTreeMap::new();
     for (name, parts) in &tensors {
