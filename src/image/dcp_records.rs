@@ -10,7 +10,10 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use ckfs_format::dcp::write::{DcpSegment, Writer as DcpWriter};
+use ckfs_format::{
+    dcp::write::{DcpSegment, Writer as DcpWriter},
+    torch::write as torch,
+};
 use ckfs_plan::{Plan, PlannedTensor, TensorKinds};
 use ckfs_tensor::{Region, Shape};
 
@@ -193,7 +196,10 @@ impl DcpMetadata {
     fn chunks(&self, tensor: &PlannedTensor, block: u64) -> impl Iterator<Item = (u64, Region)> {
         let numbers = block * BLOCK..((block + 1) * BLOCK).min(self.plan.holder_count(tensor));
         let device = |number| self.plan.holder(tensor, number);
-        let chunk = |device| Some((device, self.plan.own_region(tensor, device)?));
+        let chunk = |device| {
+            let region = torch::region(tensor.view.dtype(), &self.plan.own_region(tensor, device)?);
+            Some((device, region.expect("shards that split an element of torch were refused")))
+        };
         numbers.map(device).filter_map(chunk).collect::<Vec<_>>().into_iter()
     }
 
@@ -309,7 +315,10 @@ impl DcpMetadata {
 
     fn description(&self, number: usize, out: &mut Vec<u8>) {
         let tensor = self.tensor(number);
-        self.writer.tensor(narrow(number as u64), &tensor.name, tensor.view.dtype(), tensor.view.shape(), out);
+        let dtype = tensor.view.dtype();
+        let shape =
+            torch::shape(dtype, tensor.view.shape()).expect("shards that split an element of torch were refused");
+        self.writer.tensor(narrow(number as u64), &tensor.name, dtype, &shape, out);
     }
 
     fn chunk_block(&self, number: usize, block: usize, out: &mut Vec<u8>) {

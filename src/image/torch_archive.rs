@@ -8,7 +8,7 @@ use ckfs_format::{
     torch::write as torch,
     zip::write::{ZipWriter, crc32},
 };
-use ckfs_plan::Plan;
+use ckfs_plan::{Plan, PlannedTensor};
 use ckfs_tensor::{DType, Shape};
 
 use super::{
@@ -123,7 +123,7 @@ pub(super) fn push_archive(
     entries: &[NamedView<'_>],
 ) -> Result<(), ImageError> {
     for NamedView { name, view } in entries {
-        if torch::dtype_name(view.dtype()).is_none() {
+        if !torch_holds(view.dtype()) || torch::shape(view.dtype(), view.shape()).is_none() {
             return Err(ImageError::Unsupported { name: (*name).to_owned(), dtype: view.dtype(), format: "torch" });
         }
     }
@@ -174,8 +174,24 @@ pub(super) fn common_pt() -> Vec<u8> {
 /// Checks that torch has the types of all tensors.
 ///
 /// # Errors
-/// The first tensor of a type that torch lacks.
+/// The first tensor of a type that torch lacks, or whose shards split an element of torch.
 pub(super) fn fits(plan: &Plan) -> Result<(), String> {
-    let foreign = plan.bundle().find(|tensor| !torch_holds(tensor.view.dtype()));
-    foreign.map_or(Ok(()), |tensor| Err(format!("{}: torch has no type {}", tensor.name, tensor.view.dtype())))
+    if let Some(tensor) = plan.bundle().find(|tensor| !torch_holds(tensor.view.dtype())) {
+        return Err(format!("{}: torch has no type {}", tensor.name, tensor.view.dtype()));
+    }
+    let is_odd = |tensor: &&PlannedTensor| {
+        let dtype = tensor.view.dtype();
+        let holders = (0..plan.holder_count(tensor)).map(|number| plan.holder(tensor, number));
+        dtype == DType::F4
+            && holders
+                .filter_map(|device| plan.own_region(tensor, device))
+                .any(|region| torch::region(dtype, &region).is_none())
+    };
+    plan.bundle().find(is_odd).map_or(Ok(()), |tensor| {
+        Err(format!(
+            "{}: torch has two {} in one element, and a row has an odd number",
+            tensor.name,
+            tensor.view.dtype()
+        ))
+    })
 }

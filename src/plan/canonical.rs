@@ -738,6 +738,8 @@ fn tied_head(checkpoint: &Checkpoint, named: &NamedParts, drafts: &[Draft]) -> O
     let draft = drafts.iter().find(|draft| draft.name == embedding)?;
     let head = head.strip_suffix(".weight").unwrap_or(&head);
     let prefix = embedding.strip_suffix("embed").or_else(|| embedding.strip_suffix("embed_tokens")).unwrap_or_default();
+    // A head of another name has its whole name.
+    let prefix = if checkpoint.dialect().other_head.is_some() { "" } else { prefix };
     let taken = drafts.iter().any(|draft| draft.name.strip_prefix(prefix).is_some_and(|rest| rest == head));
     (!taken).then(|| Draft { name: format!("{prefix}{head}"), bundled: Bundled::NEVER, ..draft.clone() })
 }

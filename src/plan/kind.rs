@@ -1,13 +1,13 @@
 //! Kinds of tensors: of all tensors of a kind, a device holds the same region. Work for each tensor and each device is
 //! then done once for each kind and device. A repository of 50 000 tensors has a few dozen kinds.
 
-use ckfs_tensor::Shape;
+use ckfs_tensor::{DType, Shape};
 use hashbrown::HashMap;
 
 use super::{AxisUse, Plan, PlannedTensor, axis_use, spec};
 
-/// Spec, first of the experts that the same devices hold, stage, shape.
-type Key<'a> = (u32, Option<u64>, Option<u64>, &'a Shape);
+/// Spec, first of the experts that the same devices hold, stage, shape, and whether torch counts two elements as one.
+type Key<'a> = (u32, Option<u64>, Option<u64>, &'a Shape, bool);
 
 /// The kinds of a plan's tensors.
 #[derive(Clone, Debug, Default)]
@@ -28,7 +28,8 @@ impl TensorKinds {
         let mut known: HashMap<Key<'_>, u32> = HashMap::new();
         let mut kinds = Self { of_tensor: Vec::with_capacity(plan.tensors.len()), first: Vec::new() };
         for (index, tensor) in plan.tensors.iter().enumerate() {
-            let key = (tensor.spec, plan.expert_group(tensor), tensor.stage, tensor.view.shape());
+            let is_paired = tensor.view.dtype() == DType::F4;
+            let key = (tensor.spec, plan.expert_group(tensor), tensor.stage, tensor.view.shape(), is_paired);
             let kind = *known.entry(key).or_insert_with(|| {
                 kinds.first.push(narrow(index));
                 narrow(kinds.first.len() - 1)

@@ -53,6 +53,9 @@ const PER_LAYER: [&str; 31] = [
     "moe_topk",
 ];
 
+/// A part of the names of further members with one entry per layer, where they have as many.
+const SAYS_SO: &str = "per_layer";
+
 /// Members that list numbers of layers, from 0.
 const NUMBERS: [&str; 16] = [
     "mlp_only_layers",
@@ -164,8 +167,9 @@ impl KeptLayers<'_> {
             Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => return Ok(()),
         };
         let is_text = value.is_string();
-        if PER_LAYER.contains(&key) && !(is_text && key == "layer_types") {
-            if entries != self.declared && entries != self.total {
+        let is_as_many = entries == self.declared || entries == self.total;
+        if (PER_LAYER.contains(&key) && !(is_text && key == "layer_types")) || (is_as_many && key.contains(SAYS_SO)) {
+            if !is_as_many {
                 // A model of one value for all layers may have it in a list.
                 let is_told = entries > 1 && !self.has_all_own();
                 let what = format!("config.json has {key:?} with {entries} entries for {} layers", self.declared);
@@ -234,7 +238,11 @@ impl KeptLayers<'_> {
 
     /// What the numbers in a member count from, if they tell it.
     fn base_of(&self, key: &str, value: &Value) -> Option<CountedFrom> {
-        if PER_LAYER.contains(&key) { None } else { own_base(&self.numbers(key, value)?, self.declared) }
+        if PER_LAYER.contains(&key) || key.contains(SAYS_SO) {
+            None
+        } else {
+            own_base(&self.numbers(key, value)?, self.declared)
+        }
     }
 }
 
@@ -302,6 +310,13 @@ mod tests {
             (&[2, 3], (5, 5), json!({"ple_layer_ids": [2, 4]}), json!({"ple_layer_ids": [2]})),
             (&[1, 2], (5, 7), json!({"mtp_local_layer_ids": [0, 1]}), json!({"mtp_local_layer_ids": [0, 1]})),
             (&[1, 4], (5, 5), json!({"num_experts": [8, 4, 8, 8, 2]}), json!({"num_experts": [4, 2]})),
+            (&[1, 3], (5, 5), json!({"window_per_layer": [0, 1, 2, 3, 4]}), json!({"window_per_layer": [1, 3]})),
+            (
+                &[1, 3],
+                (5, 5),
+                json!({"per_layer_config": {"1": {"a": 1}, "2": {}}, "hidden_size_per_layer_input": 5}),
+                json!({"per_layer_config": {"0": {"a": 1}}, "hidden_size_per_layer_input": 5}),
+            ),
             (&[1, 3], (5, 5), json!({"layer_settings": {"0": 7, "3": 8}}), json!({"layer_settings": {"1": 8}})),
             (&[0, 1], (5, 5), same.clone(), same),
         ];

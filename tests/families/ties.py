@@ -161,13 +161,13 @@ def answers(model_types: list[str]) -> dict[str, tuple[bool, dict, str | None]]:
     return found
 
 
-def gather() -> dict[str, tuple[bool, dict, str | None]]:
-    """What all classes with a head say."""
+def gather(ask) -> dict[str, tuple]:
+    """What all model types answer."""
     count = os.cpu_count() or 1
     model_types = sorted(configurations())
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-        parts = pool.map(answers, [model_types[at :: 8 * count] for at in range(8 * count)])
-        return dict(sorted({model_type: found for part in parts for model_type, found in part.items()}.items()))
+        parts = pool.map(ask, [model_types[at :: 8 * count] for at in range(8 * count)])
+        return dict(sorted({key: found for part in parts for key, found in part.items()}.items()))
 
 
 def defaults_of(by_word: dict) -> tuple[bool, bool]:
@@ -199,10 +199,28 @@ def quoted(names) -> list[str]:
     return [f'"{name}"' for name in sorted(names)]
 
 
-def table(found: dict[str, tuple[bool, dict, str | None]]) -> str:
+def short(embedding: str) -> str:
+    """An embedding's name without a prefix. A word that says little goes with the one before it."""
+    words = 2 + (embedding.split(".")[-2] in ("w", "embeddings"))
+    return ".".join(embedding.split(".")[-words:])
+
+
+def table_of_others(others: dict[str, tuple[str, str]]) -> list[str]:
+    """The lines of heads of other names."""
+    lines = [
+        "",
+        "# Heads of other names, each with the classes that have it: they are the embedding unless the configuration says no.",
+        "[heads]",
+    ]
+    for head in sorted({head for head, _ in others.values()}):
+        lines += [f'"{head}" = [', *lines_of(quoted(cls for cls, (own, _) in others.items() if own == head)), "]"]
+    return lines
+
+
+def table(found: dict[str, tuple[bool, dict, str | None]], others: dict[str, tuple[str, str]]) -> str:
     """The file."""
     lists = {name: [] for name in ("by_default", "always", "never", "by_either", *EITHER, "by_text", "by_whole")}
-    embeddings = set(OTHER_EMBEDDINGS)
+    embeddings = {*OTHER_EMBEDDINGS, *(short(embedding) for _, embedding in others.values())}
     for model_type, (has_text, by_word, source) in found.items():
         kind = rule(has_text, by_word)
         if kind:
@@ -215,9 +233,7 @@ def table(found: dict[str, tuple[bool, dict, str | None]]) -> str:
         if by_word[None, None] and kind not in ("always", "never"):
             lists["by_default"].append(model_type)
         if source:
-            # A word that says little goes with the one before it.
-            words = 2 + (source.split(".")[-2] in ("w", "embeddings"))
-            embeddings.add(".".join(source.split(".")[-words:]))
+            embeddings.add(short(source))
     for name, more in UNBUILT.items():
         lists[name] += [model_type for model_type in more if model_type not in found]
     texts = {
@@ -232,17 +248,17 @@ def table(found: dict[str, tuple[bool, dict, str | None]]) -> str:
     }
     lines = [
         f"# The output heads that are the embedding: how transformers {transformers.__version__} reads `tie_word_embeddings`, by",
-        "# model_type. Only models whose head is called lm_head. Made by tests/families/ties.py. Not to be edited by hand.",
+        "# model_type. The lists are of models whose head is called lm_head. Made by tests/families/ties.py. Not to be edited by hand.",
     ]
     for name, text in texts.items():
         lines += ["", f"# {text}", f"{name} = [", *lines_of(quoted(lists[name])), "]"]
     lines += ["", "# Names of embeddings that a head may be, without a prefix.", "embeddings = ["]
-    lines += [*lines_of(quoted(embeddings)), "]"]
+    lines += [*lines_of(quoted(embeddings)), "]", *table_of_others(others)]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    text = table(gather())
+    text = table(gather(answers), gather(other_heads))
     if "--check" not in sys.argv:
         sys.stdout.write(text)
         return

@@ -15,7 +15,7 @@ use super::super::{
     problem::{Problem, Problems},
     quantization::Quantization,
     table::{TensorInfo, TensorTable},
-    tied::Tie,
+    tied::{Tie, other_head},
 };
 
 /// How the weights of experts are stored.
@@ -94,6 +94,8 @@ pub struct Dialect {
     /// Whether the repository has a tensor for the output head (`…lm_head.weight`, `head.weight`, `output.weight`,
     /// ...).
     pub has_lm_head: bool,
+    /// The name of the output head, if the model's class calls it otherwise than `lm_head.weight`.
+    pub other_head: Option<&'static str>,
     /// The quantization of weights.
     pub quantization: Quantization,
 }
@@ -162,6 +164,7 @@ impl Dialect {
         }
         let architectures: Vec<String> = architectures.filter_map(|name| name.as_str().map(str::to_owned)).collect();
         let tie = Tie::of(config, text, &architectures);
+        let other_head = other_head(&architectures);
         let families = scan.families();
         let mtp_layers = families.first().zip(declared_layers).map_or_else(Vec::new, |((_, layers), declared)| {
             layers.iter().copied().filter(|layer| *layer >= declared).collect()
@@ -180,7 +183,8 @@ impl Dialect {
             qkv: scan.qkv(),
             tied_declared: tie.declared,
             tied: tie.tied,
-            has_lm_head: scan.has_lm_head,
+            has_lm_head: other_head.map_or(scan.has_lm_head, |head| table.find(head).is_some()),
+            other_head,
             quantization,
         }
     }

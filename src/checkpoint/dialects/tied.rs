@@ -2,7 +2,7 @@
 //! type. The types are data, in `tied.toml`, which a script makes from the classes of transformers.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     sync::{Arc, LazyLock, Mutex},
 };
 
@@ -32,6 +32,8 @@ struct Rules {
     by_whole: Vec<String>,
     /// Names of embeddings that a head may be, without a prefix.
     embeddings: Vec<String>,
+    /// Classes whose tied head is not called `lm_head`, by its name.
+    heads: BTreeMap<String, Vec<String>>,
 }
 
 static RULES: LazyLock<Rules> = LazyLock::new(|| {
@@ -52,7 +54,13 @@ pub(crate) struct Tie {
 pub(crate) struct ComparedHeads(pub(crate) Arc<Mutex<HashMap<(TensorId, TensorId), bool>>>);
 
 /// Words in the names of classes with an output head.
-const HEADED: [&str; 3] = ["LMHead", "ForCausalLM", "ForConditionalGeneration"];
+const HEADED: [&str; 4] = ["LMHead", "ForCausalLM", "ForConditionalGeneration", "DoubleHeads"];
+
+/// The name of the output head of a class that does not call it `lm_head`.
+pub(crate) fn other_head(architectures: &[String]) -> Option<&'static str> {
+    let has = |classes: &[String]| architectures.iter().any(|class| classes.contains(class));
+    RULES.heads.iter().find(|(_, classes)| has(classes)).map(|(head, _)| head.as_str())
+}
 
 /// Members that say whether the head is the embedding. The second is LFM2's.
 const TIES: [&str; 2] = ["tie_word_embeddings", "tie_embedding"];
@@ -68,9 +76,16 @@ impl Tie {
         let model_type = |config: &Value| config.get("model_type").and_then(Value::as_str).unwrap_or("").to_owned();
         let outer = model_type(config);
         let is_in = |list: &[String], name: &str| list.iter().any(|known| known == name);
+        let has_other = other_head(architectures).is_some();
         let has_head = architectures.is_empty()
+            || has_other
             || architectures.iter().any(|class| HEADED.iter().any(|word| class.contains(word)));
-        let by_default = |name: &str| has_head && is_in(&RULES.by_default, name);
+        // Of a class with parts, or of another program, the name tells less.
+        let is_headless = |class: &String| class.ends_with("Model") || class.contains("For");
+        if !has_head && text.is_none() && architectures.iter().all(is_headless) {
+            return Self { declared: word(config).filter(|tied| !tied), tied: false };
+        }
+        let by_default = |name: &str| has_head && (has_other || is_in(&RULES.by_default, name));
         if is_in(&RULES.always, &outer) {
             let tied = has_head;
             return Self { declared: word(config).filter(|_| !tied), tied };
@@ -139,6 +154,15 @@ mod tests {
             (json!({"model_type": "gpt2"}), None, true),
             (json!({"model_type": "gpt2", "architectures": ["GPT2Model"]}), None, false),
             (json!({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}), None, true),
+            // Classes without a head, and with one of another name.
+            (json!({"model_type": "qwen2", "architectures": ["Qwen2Model"], "tie_word_embeddings": true}), None, false),
+            (json!({"model_type": "bert", "architectures": ["BertModel"], "tie_word_embeddings": true}), None, false),
+            (json!({"model_type": "bert", "architectures": ["BertForMaskedLM"]}), None, true),
+            (
+                json!({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "tie_word_embeddings": false}),
+                Some(false),
+                false,
+            ),
             (json!({"model_type": "falcon", "tie_word_embeddings": false}), Some(false), false),
             (json!({"model_type": "t5", "tie_word_embeddings": false}), None, true),
             (json!({"model_type": "t5", "architectures": ["T5EncoderModel"]}), None, false),

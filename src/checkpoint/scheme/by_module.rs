@@ -4,7 +4,7 @@ use serde_json::{Value as Json, json};
 
 use super::{
     findings::SchemeFindings,
-    quantization_config::{QuantizationConfig, Sharing},
+    quantization_config::{ModuleQuantization, QuantizationConfig, Sharing},
     row::{CodesCandidate, FirstTensor, ModuleAnswer, ModuleConfig, SchemeRow},
     stored::Stored,
 };
@@ -32,10 +32,13 @@ impl ModuleConfig for ByModule<'_> {
         row.is_of(self.config.library()) && row.says.is_some_and(|says| self.config.may_say(says))
     }
 
-    fn of(&self, _: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
+    fn of(&self, stored: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
         let row = &self.rows[at.row];
+        let told = self.config.of(at.stem);
+        // A head that was quantized although the configuration takes it out is what its codes and scales say.
+        let is_stored_so = || told == ModuleQuantization::Plain && row.is_complete(stored, at.stem);
         match row.codes.group {
-            Some(group) if row.says == Some(&self.config.of(at.stem)) => {
+            Some(group) if row.says == Some(&told) || is_stored_so() => {
                 ModuleAnswer::Stored(at.row, Sharing::Group(group))
             }
             _ => ModuleAnswer::Nothing,

@@ -271,6 +271,20 @@ impl SchemeRow {
         self.parts[number].suffixes.iter().find_map(|suffix| stored.beside(stem, suffix))
     }
 
+    /// Whether codes of this stem are stored with all that decodes them, each of its type.
+    pub(super) fn is_complete(&self, stored: &Stored<'_>, stem: &str) -> bool {
+        let dtype = |id: TensorId| stored.tensor(id).dtype;
+        let has_type =
+            |(number, part): (usize, &PartSpec)| match (self.part(stored, stem, number).map(dtype), part.dtype) {
+                (None, _) => false,
+                (Some(found), PartType::One(dtype)) => found == dtype,
+                (Some(found), PartType::Float(is_possible)) => is_possible(found),
+                (Some(_), PartType::Like(_)) => true,
+            };
+        stored.beside(stem, self.codes.suffix).map(dtype).is_some_and(|codes| self.codes.dtypes.contains(&codes))
+            && self.parts.iter().enumerate().all(has_type)
+    }
+
     /// Whether a tensor of such a name holds codes.
     fn is_shown(&self, stored: &Stored<'_>, stem: &str, codes: &TensorInfo<'_>) -> bool {
         let is_type = self.codes.dtypes.contains(&codes.dtype);

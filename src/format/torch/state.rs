@@ -102,7 +102,7 @@ const STORAGES: [(&str, DType); 11] = [
 
 /// The type that torch calls so.
 pub fn dtype_of(name: &str) -> Option<DType> {
-    DType::ALL.iter().copied().find(|dtype| super::write::dtype_name(*dtype) == Some(name))
+    DType::ALL.iter().copied().find(|dtype| super::write::dtype_name(*dtype) == Some(name) && *dtype != DType::F4)
 }
 
 /// Whether a saved object may name a class or function: what torch writes for tensors, and the containers around them.

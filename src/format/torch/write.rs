@@ -5,17 +5,19 @@
 
 use std::io;
 
-use ckfs_tensor::{DType, Shape};
+use ckfs_tensor::{DType, Region, Shape};
 
 use super::super::pickle::write::Pickle;
 
 /// Directory inside the archive.
 pub const ROOT: &str = "archive";
 
-/// Name in torch of a type, or `None` for those that torch has not or packs.
+/// Name in torch of a type, or `None` for those that torch has not.
 pub const fn dtype_name(dtype: DType) -> Option<&'static str> {
     Some(match dtype {
-        DType::F4 | DType::F6E2M3 | DType::F6E3M2 => return None,
+        DType::F6E2M3 | DType::F6E3M2 => return None,
+        // Since 2.8. Two of them are one element.
+        DType::F4 => "float4_e2m1fn_x2",
         DType::Bool
         | DType::U8
         | DType::I8
@@ -36,6 +38,27 @@ pub const fn dtype_name(dtype: DType) -> Option<&'static str> {
         | DType::I64
         | DType::U64 => dtype.name(),
     })
+}
+
+/// The region in elements of torch, or `None` where that splits one: two 4-bit floats of a row are one element.
+pub fn region(dtype: DType, region: &Region) -> Option<Region> {
+    if dtype != DType::F4 {
+        return Some(region.clone());
+    }
+    let mut ranges: Vec<_> = region.ranges().collect();
+    let last = ranges.last_mut().filter(|last| last.start.is_multiple_of(2) && last.end.is_multiple_of(2))?;
+    *last = last.start / 2..last.end / 2;
+    let ends: Vec<u64> = ranges.iter().map(|range| range.end).collect();
+    Region::within(&Shape::try_new(&ends).ok()?, &ranges)
+}
+
+/// As [`region`], for a whole tensor.
+pub fn shape(dtype: DType, shape: &Shape) -> Option<Shape> {
+    if dtype != DType::F4 {
+        return Some(shape.clone());
+    }
+    let ranges: Vec<_> = shape.extents().iter().map(|extent| 0..*extent).collect();
+    Some(region(dtype, &Region::within(shape, &ranges)?)?.shape().clone())
 }
 
 /// Storage class of a type, where it has one.
@@ -93,6 +116,7 @@ pub fn tensor(pickle: &mut Pickle<'_>, number: usize, dtype: DType, shape: &Shap
     pickle.persistent()?;
     // Offset in the storage, sizes, strides, no gradient, no hooks.
     pickle.int(0)?;
+    let shape = self::shape(dtype, shape).ok_or_else(unsupported)?;
     pickle.ints(shape.extents())?;
     pickle.ints(&shape.strides())?;
     pickle.no()?;

@@ -22,7 +22,7 @@ pub(crate) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
         return None;
     }
     let embedding = checkpoint.embedding(&|name| naming::is_tower(name))?.to_owned();
-    Some(("lm_head.weight".to_owned(), embedding))
+    Some((dialect.other_head.unwrap_or("lm_head.weight").to_owned(), embedding))
 }
 
 /// Shows a tied output head as the user requests.
