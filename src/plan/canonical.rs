@@ -451,6 +451,7 @@ impl<'c> Namer<'c> {
         }
         let (stem, suffix) = naming::split_suffix(&parsed.rest);
         (out.tp, out.block) = self.cut(parsed, (stem, suffix), None, shape.len());
+        out.experts = self.counts_experts(parsed, shape).then_some(0);
         out.weight_dropped = suffix == "weight";
         let rest = if out.weight_dropped { stem } else { &parsed.rest };
         if parsed.layer.is_some() {
@@ -460,6 +461,18 @@ impl<'c> Namer<'c> {
             out.rest = self.out_prefix(rest);
         }
         Ok(vec![out])
+    }
+
+    /// Whether the first axis of a tensor counts experts, of a layer whose family says nothing of such a tensor.
+    fn counts_experts(&self, parsed: &Parsed, shape: &[u64]) -> bool {
+        const COUNTS: [&str; 4] = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
+        let is_of_experts = |word: &str| self.generic.words.experts.iter().any(|known| known == word);
+        let count = || COUNTS.iter().filter_map(|count| member::config_number(self.checkpoint, count));
+        parsed.layer.is_some()
+            && parsed.expert.is_none()
+            && naming::words_of(&parsed.rest).any(is_of_experts)
+            && shape.len() > 1
+            && count().any(|count| count == shape[0])
     }
 
     fn split(

@@ -296,13 +296,26 @@ fn a_name_that_begins_another_is_a_leaf_of_its_own() {
 #[test]
 fn types_that_a_format_lacks_are_refused_with_the_reason() {
     let dir = tempfile::tempdir().unwrap();
+    let lacking = |shown: &Shown, formats: &[&str], reason: &str| {
+        for format in formats {
+            assert_eq!(shown.under(&format!("{format}/")), ["UNAVAILABLE.txt"]);
+            let text = String::from_utf8(shown.read(&format!("{format}/UNAVAILABLE.txt"))).unwrap();
+            assert!(text.contains("packed") && text.contains(reason), "{text}");
+        }
+    };
+    for (dtype, shape, reason) in [(DType::F6E2M3, [4, 8], "F6_E2M3"), (DType::F4, [4, 3], "F4")] {
+        let dir = tempfile::tempdir().unwrap();
+        repo::write_repo(dir.path(), &[&[row("packed", dtype, &shape)]], &serde_json::json!({}));
+        lacking(&Shown::new(dir, &options("fsdp=2")), &["orbax", "pt", "dcp"], reason);
+    }
     let rows = [row("packed", DType::F4, &[4, 6]), row("plain", DType::F32, &[4])];
     repo::write_repo(dir.path(), &[&rows], &serde_json::json!({}));
     let shown = Shown::new(dir, &options("fsdp=2"));
-    for format in ["orbax", "pt", "dcp"] {
-        assert_eq!(shown.under(&format!("{format}/")), ["UNAVAILABLE.txt"]);
-        let text = String::from_utf8(shown.read(&format!("{format}/UNAVAILABLE.txt"))).unwrap();
-        assert!(text.contains("packed") && text.contains("F4"), "{text}");
+    lacking(&shown, &["orbax"], "F4");
+    // torch has them as pairs.
+    for path in ["pt/dev1.pt", "dcp/.metadata"] {
+        let bytes = shown.read(path);
+        assert!(bytes.windows(22).any(|name| name == b"torch\nfloat4_e2m1fn_x2"), "{path}");
     }
     // Bytes of packed elements are available as arrays of bytes.
     let file = shown.read("npy/dev1/packed.npy");

@@ -574,3 +574,25 @@ fn an_adapter_that_was_saved_empty_or_in_part_is_refused() {
     }
     assert!(refusal(&[], &["norm"])[0].contains("modules_to_save in adapter_config.json"));
 }
+
+#[test]
+fn fused_experts_that_no_family_knows_are_split_by_expert() {
+    let dir = tempfile::tempdir().unwrap();
+    let fused = "model.layers.0.block.experts.both";
+    let scales = format!("{fused}_scale_inv");
+    let rows = [
+        repo::row(fused, DType::BF16, &[4, 6, 8]),
+        repo::row(&scales, DType::F32, &[4, 3, 4]),
+        repo::row("model.layers.0.block.gate.weight", DType::BF16, &[4, 8]),
+    ];
+    let config = json!({"model_type": "unheard_of", "num_experts": 4, "num_hidden_layers": 1});
+    repo::write_repo(dir.path(), &[&rows], &config);
+    let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &OpenOptions::default()).unwrap();
+    let mesh: Mesh = "ep=2".parse().unwrap();
+    let plan = Plan::build(&checkpoint, &ViewOptions { layout: Layout::Hf, mesh, ..ViewOptions::default() }).unwrap();
+    for (name, split) in [(fused, true), (&scales, true), ("model.layers.0.block.gate.weight", false)] {
+        let tensor = plan.tensors.iter().find(|tensor| tensor.name == *name).unwrap();
+        let first = plan.region(tensor, 1).ranges().next().unwrap();
+        assert_eq!(first, if split { 2..4 } else { 0..4 }, "{name}");
+    }
+}

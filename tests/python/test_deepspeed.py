@@ -185,3 +185,16 @@ def test_classes_of_a_client_are_refused_by_name(saved, tmp_path):
     states = copy / (copy / "latest").read_text() / "mp_rank_00_model_states.pt"
     torch.save(torch.load(states, weights_only=False) | {"client": os.system}, states)
     assert "posix.system" in refused(copy)
+
+
+def test_parameters_that_were_not_saved_are_said(saved, tmp_path):
+    """As `save_checkpoint(exclude_frozen_parameters=True)` leaves a checkpoint."""
+    copy = tmp_path / "copy"
+    shutil.copytree(saved((1, 2, "bf16")), copy)
+    said = lambda: "exclude_frozen_parameters" in "".join([(done := mounting.run("plan", copy)).out, done.err])  # noqa: E731
+    assert not said()
+    path = copy / (copy / "latest").read_text() / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    trained = {name: tensor for name, tensor in state["module"].items() if not name.startswith("frozen.")}
+    torch.save(state | {"module": trained, "frozen_param_shapes": None, "frozen_param_fragments": None}, path)
+    assert said()

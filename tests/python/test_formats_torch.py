@@ -110,6 +110,19 @@ def test_copies_and_experts_reassemble(shared, repo, mesh, args):
         check_state(state, tensors)
 
 
+def test_pairs_of_4_bit_floats(own, tmp_path):
+    """Two 4-bit floats of a row are one element of torch."""
+    tensors = {"w": repos.Tensor("F4", (4, 8), bytes(range(16))), "v": repos.Draw("pairs")("v", "BF16", 4, 8)}
+    source = repos.write(tmp_path / "pairs", {"model.safetensors": tensors}, {"model_type": "unheard_of"})
+    mounted = own(source.path, "--mesh", "fsdp=2")
+    for device in range(2):
+        found = torch.load(mounted / f"pt/dev{device}.pt", weights_only=True)["w"]
+        assert (found.dtype, tuple(found.shape)) == (torch.float4_e2m1fn_x2, (2, 4))
+        assert raw_bytes(found) == bytes(range(8 * device, 8 * device + 8))
+    dcp_to_torch_save(mounted / "dcp", tmp_path / "whole.pt")
+    assert raw_bytes(torch.load(tmp_path / "whole.pt", weights_only=True)["w"]) == bytes(range(16))
+
+
 def test_dcp_to_torch_save(case, tmp_path):
     """Torch's own converter to a file for `torch.load`."""
     mounted, tensors, _ = case

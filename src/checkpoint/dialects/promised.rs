@@ -8,7 +8,7 @@
 //! number of bits that is wrong, give twice or half the columns, and scales fit where the group is wrong by the same factor.
 //! Here too only the sizes of the model tell.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ckfs_tensor::DType;
 use serde_json::Value;
@@ -212,8 +212,8 @@ fn part_of_ranks(table: &TensorTable, config: &Value) -> Option<Problem> {
         ("dense_4h_to_h", false),
     ];
     let Widths { hidden, inner, heads } = Widths::of(config);
-    let mut ranks: Option<BTreeSet<u64>> = None;
-    let mut cut: [Option<(TensorInfo<'_>, u64)>; 2] = [None, None];
+    // The first matrix of each size.
+    let mut sizes: BTreeMap<(bool, u64), TensorInfo<'_>> = BTreeMap::new();
     for (_, info) in table.iter().filter(|(_, info)| info.dtype.is_float() && info.dtype.bits() >= 8) {
         let module = info.name.strip_suffix(".weight").unwrap_or(info.name);
         let last = module.rsplit('.').next().unwrap_or(module);
@@ -225,16 +225,18 @@ fn part_of_ranks(table: &TensorTable, config: &Value) -> Option<Problem> {
             // Of a tower, or of no rank.
             (false, false) => continue,
         };
-        let promised = if *is_attention { &heads } else { &inner };
-        let of = |promised: &u64| promised.checked_div(found).filter(|times| times * found == *promised);
-        let times: BTreeSet<u64> = promised.iter().filter_map(of).collect();
-        if !times.contains(&1) {
-            cut[usize::from(*is_attention)].get_or_insert((info, found));
-        }
-        ranks = Some(ranks.map_or_else(|| times.clone(), |before| before.intersection(&times).copied().collect()));
+        sizes.entry((*is_attention, found)).or_insert(info);
     }
-    let count = ranks?.first().copied().filter(|count| *count > 1)?;
-    let [Some(_), Some((info, found))] = cut else { return None };
+    // How many times as much each may be.
+    let times = |is_attention: bool, found: u64| -> BTreeSet<u64> {
+        let promised = if is_attention { &heads } else { &inner };
+        promised.iter().filter_map(|all| all.checked_div(found).filter(|times| times * found == *all)).collect()
+    };
+    let all = sizes.keys().map(|(is_attention, found)| times(*is_attention, *found));
+    let ranks = all.reduce(|one, other| one.intersection(&other).copied().collect())?;
+    let count = ranks.first().copied().filter(|count| *count > 1)?;
+    let cut = |kind: bool| sizes.iter().find(|((of, found), _)| *of == kind && !times(kind, *found).contains(&1));
+    let (Some(((_, found), info)), Some(_)) = (cut(true), cut(false)) else { return None };
     Some(Problem::Boxes {
         tensor: info.name.to_owned(),
         dtype: info.dtype,

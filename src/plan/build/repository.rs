@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use ckfs_checkpoint::{Checkpoint, Container};
+use ckfs_checkpoint::{Checkpoint, Container, FileRole};
 
 use super::{
     super::{
-        Draft, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, quantize::Quantizer, values::Values,
+        Draft, HfContent, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, quantize::Quantizer, values::Values,
     },
     request::{asked, decoded, decodes},
     stage::{Builder, ChosenLayout, Selection, groups_of},
@@ -126,7 +126,25 @@ impl Builder<'_> {
                 "hf/ says nothing of the quantization {method} that the repository's configuration tells of: its weights are stored plain"
             ));
         }
-        HfFiles { files: self.or_default(files), kept, absent: None }
+        let files = self.or_default(files);
+        self.warnings.extend(self.others_kept(&files));
+        HfFiles { files, kept, absent: None }
+    }
+
+    /// Says of models in subdirectories that they stay as they are, where `hf/` has others weights than the repository.
+    fn others_kept(&self, files: &[HfFile]) -> Option<String> {
+        let role = |file: &HfFile| {
+            let HfContent::Original(id) = file.content else { return None };
+            self.original.files().iter().find(|known| known.file == Some(id)).map(|known| &known.role)
+        };
+        let is_model = |file: &&HfFile| {
+            file.path.contains('/') && file.path.ends_with(".safetensors") && role(file) == Some(&FileRole::Other)
+        };
+        let mut models = files.iter().filter(is_model);
+        let first = models.next().filter(|_| files.iter().any(|file| matches!(file.content, HfContent::Weights { .. })))?;
+        let more = models.count();
+        let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+        Some(format!("hf/ has {}{more} as stored: weights in subdirectories are other models, which nothing here changes", first.path))
     }
 
     /// No `hf/`, for this reason. Nobody expects a repository of what is none.
