@@ -12,6 +12,7 @@ use std::{
 
 use anyhow::{Context, anyhow, bail};
 use ckfs_checkpoint::{Checkpoint, FileRole, printable_lines};
+use ckfs_image::OF_THE_HOST;
 use ckfs_plan::ViewOptions;
 use ckfs_source::FileId;
 use ckfs_volume::{NodeKind, Volume};
@@ -33,9 +34,6 @@ const CHUNK_BYTES: usize = 4 << 20;
 
 /// Hexadecimal digits of a digest.
 const DIGEST_DIGITS: usize = 64;
-
-/// Files about a host and not about the checkpoint: ckfs's own reports, and Orbax's record of when it was made.
-const OF_THE_HOST: [&str; 2] = [".ckfs", "_CHECKPOINT_METADATA"];
 
 /// Writes or checks SHA-256 digests of the source and of every virtual file.
 ///

@@ -44,7 +44,7 @@ pub use formats::{FORMATS, layout, unavailable, unavailable_text};
 pub use generated_records::GeneratedFile;
 pub use input::{FormatInput, file_ids};
 pub use output::{
-    DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, LazyText, OWN, Omission, OmittedFormat,
-    OutputFormat, Subtree, SubtreeNode, TextFile, VirtualFile,
+    DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, LazyText, OF_THE_HOST, OWN, Omission,
+    OmittedFormat, OutputFormat, Subtree, SubtreeNode, TextFile, VirtualFile,
 };
 pub use raw::raw;

@@ -19,6 +19,9 @@ use super::{
 /// Name of the directory about the mount itself.
 pub const OWN: &str = ".ckfs";
 
+/// Files about this host and its settings, not about the checkpoint: those of [`OWN`], and Orbax's record of when it was made.
+pub const OF_THE_HOST: [&str; 2] = [OWN, "_CHECKPOINT_METADATA"];
+
 /// An output format: the names and the wrapping of a view's tensors.
 pub trait OutputFormat: Send + Sync {
     /// Its name in messages, which is that of its directory where it has one.

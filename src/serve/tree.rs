@@ -2,7 +2,7 @@
 
 use std::{ops::ControlFlow, sync::Arc, time::SystemTime};
 
-use ckfs_image::OWN;
+use ckfs_image::{OF_THE_HOST, OWN};
 use ckfs_service::{identity, steps::HeldStep};
 use ckfs_source::this_process;
 use ckfs_volume::{Attr, BUFFER_BYTES, FsError, Ino, NodeKind, Permission, Upkeep, Volume};
@@ -196,9 +196,9 @@ impl ServedTree {
                 (of_run.0.as_str(), of_run.1.is_live(node.attr.ino))
             }
         };
-        // What is said of the mount depends on settings that the digest does not have.
-        let of_settings = if node.path.split('/').any(|name| name == OWN) { this_process() } else { "" };
-        let digest = format!("{digest}{of_settings}");
+        // What depends on settings and times that the digest does not have.
+        let of_host = if node.path.split('/').any(|name| OF_THE_HOST.contains(&name)) { this_process() } else { "" };
+        let digest = format!("{digest}{of_host}");
         let tag = || format!("\"{}\"", identity::file_digest(&digest, &node.path, node.attr.size_bytes));
         (!is_live).then(tag)
     }

@@ -58,6 +58,8 @@ class Server:
 
     def get(self, path: str, **headers: str) -> bytes:
         reply, body = self.request(path, **headers)
+        if reply.status == 307:
+            reply, body = self.request(reply.headers["Location"].removeprefix(self.url), **headers)
         assert reply.status in (200, 206), (path, reply.status, body)
         return body
 

@@ -8,9 +8,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
+import tempfile
 import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -186,7 +189,15 @@ def test_the_commit_is_that_of_plan_and_sources(repo, fresh, home: Path, server:
     first = commit(other.path)
     file = next(other.path.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
-    assert commit(other.path) != first
+    second, times = commit(other.path), file.stat()
+    assert second != first
+    # A program may give a file its old time again: rsync, touch, tar.
+    file.write_bytes(file.read_bytes()[:-1] + b"\2")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert commit(other.path) != second
+    # Clients of the Hub take the address of the commit from here, so that it is theirs until they have the file.
+    reply, _ = server.request("/ckfs/llama_f32/resolve/main/config.json", "HEAD")
+    assert (reply.status, reply.headers["Location"]) == (200, f"{server.url}/ckfs/llama_f32/resolve/{own}/config.json")
 
 
 # Clients of the Hub.
@@ -468,6 +479,48 @@ def test_strangers_see_what_all_users_may_read(fresh, home: Path, tmp_path: Path
 def is_closed(server: Server) -> bool:
     with socket.socket() as client:
         return client.connect_ex((server.host, server.port)) != 0
+
+
+def test_every_door_shows_strangers_the_same(fresh, home: Path) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        source, token = root / "model", root / "token"
+        shutil.copytree(fresh("llama_f32").path, source)
+        for below in ("listed", "passed", "closed"):
+            (source / below).mkdir()
+            (source / below / "x.json").write_text("{}")
+        for path in (root, source, *source.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        (source / "passed").chmod(0o711)
+        (source / "closed").chmod(0o700)
+        token.write_text("secret\n")
+        token.chmod(0o600)
+        flags = ("--layout", "hf", "--s3", "0", "--token-file", token, "--allow-anyone")
+        with Server(source, *flags, home=home) as server:
+            model, known = "/api/models/ckfs/model", {"Authorization": "Bearer secret"}
+            s3 = re.search(r"S3 at (http://[^,]+)", server.told)[1]
+            keys = urllib.request.urlopen(f"{s3}/ckfs?list-type=2&prefix=hf/", timeout=60).read().decode()
+            of_keys = set(re.findall("<Key>hf/([^<]*)</Key>", keys))
+            rows = server.json(f"{model}/tree/main?recursive=true")
+            of_tree = {row["path"] for row in rows if row["type"] == "file"}
+            siblings = {row["rfilename"] for row in server.json(model)["siblings"]}
+            assert of_keys == of_tree == siblings and {path for path in siblings if "/" in path} == {"listed/x.json"}
+            assert {"listed/x.json", "passed/x.json", "closed/x.json"} <= {
+                row["rfilename"] for row in json.loads(server.get(model, **known))["siblings"]
+            }
+            for below, status in (("listed", 200), ("passed", 200), ("closed", 403)):
+                for path in (f"/files/hf/{below}/x.json", f"/ckfs/model/resolve/main/{below}/x.json"):
+                    assert server.request(path)[0].status == status, path
+                listed = 200 if below == "listed" else 403
+                for path in (f"/files/hf/{below}/", f"{model}/tree/main/{below}"):
+                    assert server.request(path)[0].status == listed, path
+            assert place.encode() not in server.get("/") and place.encode() in server.get("/", **known)
+        source.chmod(0o700)
+        with Server(source, *flags, home=home) as server:
+            assert server.json("/api/models") == []
+            for path in (model, "/ckfs/model/resolve/main/config.json", "/files/hf/config.json"):
+                assert server.request(path)[0].status == 403, path
+                assert server.request(path, **known)[0].status == 200, path
 
 
 def test_the_end_waits_for_answers_that_have_begun(wide: repos.Repo, home: Path) -> None:

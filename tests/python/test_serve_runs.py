@@ -96,11 +96,10 @@ def test_every_file_of_every_step_is_that_of_an_export(run: Path, home: Path, tm
             for path, body in expected.items():
                 assert found[path] == body, path
             assert server.get(f"/files/{number}/mesh/fsdp=1/embed") == expected["dev1/embed"]
-        # The newest has two names, and is one file.
-        tags = [server.request(f"/files/{name}/hf/config.json", "HEAD")[0].headers["ETag"] for name in ("latest", "200", "100")]
-        assert tags[0] == tags[1] != tags[2] and tags[0].startswith('"ckfs-')
+        tags = [server.request(f"/files/{name}/hf/config.json", "HEAD")[0].headers["ETag"] for name in ("200", "100")]
+        assert tags[0] != tags[1] and tags[0].startswith('"ckfs-')
         url = f"{server.url}/files/latest/dev1/embed"
-        curl = ["curl", "-sS", "--fail", "-r", "10-99", url]
+        curl = ["curl", "-sSL", "--fail", "-r", "10-99", url]
         assert subprocess.run(curl, capture_output=True, check=True).stdout == expected["dev1/embed"][10:100]
         # What there is, for programs and people.
         listed = server.json("/files/.ckfs/steps.json")
@@ -163,6 +162,65 @@ def test_a_step_is_a_revision(run: Path, home: Path, tmp_path: Path) -> None:
     # And those of a server of one step alone.
     with Server(run / "checkpoint-100", "--name", "my/run", *FLAGS, home=home) as server:
         assert server.json("/api/models/my/run")["sha"] == shas["100"]
+
+
+def test_a_name_that_moves_is_answered_by_the_address_of_its_commit(run: Path, home: Path, tmp_path: Path, trained) -> None:
+    save(tmp_path / "next", trained(300))
+    with Server(run, "--steps", "all", "--s3", "0", *FLAGS, home=home) as server:
+        shas = {number: server.json(f"/api/models/ckfs/run/revision/{number}")["sha"] for number in ("100", "200")}
+        resolve = "/ckfs/run/resolve"
+        for path, address in [
+            ("/files/latest/hf/config.json", "/files/200/hf/config.json"), ("/files/latest", "/files/200/"),
+            ("/files/latest/hf/", "/files/200/hf/"),
+            (f"{resolve}/main/config.json?download=true", f"{server.url}{resolve}/{shas['200']}/config.json?download=true"),
+        ]:  # fmt: skip
+            for method in ("GET", "HEAD"):
+                reply, _ = server.request(path, method)
+                assert (reply.status, reply.headers["Location"]) == (307, address), (path, method)
+        reply, _ = server.request(f"{resolve}/100/config.json", "HEAD")
+        assert (reply.status, reply.headers["Location"]) == (200, f"{server.url}{resolve}/{shas['100']}/config.json")
+        assert server.request("/files/latest/absent")[0].status == 404
+        # Clients of S3 follow no address; parts of two steps are refused.
+        s3 = re.search(r"S3 at http://[^:]+:(\d+)", server.told)[1]
+        key = f"http://127.0.0.1:{s3}/ckfs/latest/dev0/embed"
+        code = ["curl", "-sS", "-o", "/dev/null", "-w", "%{http_code} %header{etag}", key]
+        status, etag = subprocess.run(code, capture_output=True, text=True, check=True).stdout.split()
+        assert status == "200"
+        told = subprocess.run(["curl", "-sS", "-r", "0-9", key], capture_output=True, text=True, check=True).stdout
+        assert "<Code>InvalidRequest</Code>" in told and "ask for 200/dev0/embed" in told
+        part = ["curl", "-sS", "--fail", "-r", "0-9", "-H", f"If-Match: {etag}", key]
+        assert subprocess.run(part, capture_output=True, check=True).stdout == server.get("/files/200/dev0/embed")[:10]
+        # The branch moves between the two requests of a client.
+        path = run_client(
+            f"""
+            import os, time
+            import huggingface_hub.file_download as download
+            from huggingface_hub import HfApi, hf_hub_download
+            get = download.http_get
+            def late(*args, **kwargs):
+                os.rename({str(tmp_path / "next")!r}, {str(run / "checkpoint-300")!r})
+                while HfApi().model_info("ckfs/run").sha == {shas["200"]!r}:
+                    time.sleep(0.05)
+                return get(*args, **kwargs)
+            download.http_get = late
+            print(hf_hub_download("ckfs/run", "trainer_state.json"))
+            """,
+            tmp_path,
+            HF_ENDPOINT=server.url,
+        )
+        path = Path(path.strip())
+        assert (path.parent.name, path.read_bytes()) == (shas["200"], b'{"global_step": 200}')
+
+
+def test_a_commit_that_a_stranger_guesses_plans_no_step(run: Path, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o600)
+    modes = ("--file-mode", "0444", "--dir-mode", "0555")
+    with Server(run, "--steps", "all", "--token-file", tmp_path / "token", "--allow-anyone", *modes, *FLAGS, home=home) as server:
+        address = f"/ckfs/run/resolve/{'0' * 40}/config.json"
+        plans = lambda: json.loads(server.get("/files/.ckfs/stats.json", Authorization="Bearer secret"))["steps"]["plans"]  # noqa: E731
+        assert server.request(address)[0].status == 404 and plans() <= 1, "the newest"
+        assert server.request(address, Authorization="Bearer secret")[0].status == 404 and plans() == 2
 
 
 def test_transformers_loads_the_newest_step(run: Path, home: Path, tmp_path: Path) -> None:

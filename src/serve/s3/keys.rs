@@ -242,7 +242,130 @@ fn has_more(prefix: &str, start: &ListStart) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::{ops::ControlFlow, time::SystemTime};
+
+    use ckfs_source::{ReadFailure, Replied, Served};
+    use ckfs_volume::{
+        BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Metrics, OpenedFile, Permission, StatFs, Upkeep,
+    };
+
+    use super::{
+        super::super::{reads::ServedReads, tree::TreeVersion},
+        *,
+    };
+
+    /// Two directories, 2 and 3, with one file each, 12 and 13; of one node the attributes cannot be told.
+    struct Steps {
+        gone: Ino,
+        metrics: Metrics,
+    }
+
+    impl FileSystem for Steps {
+        fn lookup(&self, _: Ino, _: &[u8]) -> Result<Attr, FsError> {
+            Err(FsError::NotFound)
+        }
+
+        fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
+            let kind = if ino.0 > 10 { NodeKind::File } else { NodeKind::Directory };
+            let permission = Permission { uid: 0, gid: 0, mode: 0o555 };
+            let (modified, buffer_bytes) = (SystemTime::UNIX_EPOCH, BUFFER_BYTES);
+            let attr = Attr { ino, kind, size_bytes: 1, links: 1, modified, permission, buffer_bytes };
+            if ino == self.gone { Err(FsError::Io) } else { Ok(attr) }
+        }
+
+        fn read_dir(
+            &self,
+            dir: Ino,
+            _: u64,
+            each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
+        ) -> Result<(), FsError> {
+            let steps = [("1", Ino(2), NodeKind::Directory), ("9", Ino(3), NodeKind::Directory)];
+            let file = [("file", Ino(dir.0 + 10), NodeKind::File)];
+            let entries: &[_] = if dir == Ino::ROOT { &steps } else { &file };
+            for (name, ino, kind) in entries {
+                let _ = each(DirEntry { name: name.as_bytes(), ino: *ino, kind: *kind, next: None });
+            }
+            Ok(())
+        }
+
+        fn parent(&self, _: Ino) -> Result<Ino, FsError> {
+            Ok(Ino::ROOT)
+        }
+
+        fn read_link(&self, _: Ino) -> Result<Vec<u8>, FsError> {
+            Err(FsError::Invalid)
+        }
+
+        fn open(&self, _: Ino) -> Result<OpenedFile, FsError> {
+            Err(FsError::Invalid)
+        }
+
+        fn read(
+            &self,
+            _: Ino,
+            _: Handle,
+            _: u64,
+            _: usize,
+            _: &mut dyn FnMut(Served<'_>) -> Replied,
+        ) -> Result<Replied, ReadFailure<FsError>> {
+            Err(FsError::Invalid.into())
+        }
+
+        fn release(&self, _: Ino, _: Handle) {}
+
+        fn xattr(&self, _: Ino, _: &[u8]) -> Result<Vec<u8>, FsError> {
+            Err(FsError::NoAttribute)
+        }
+
+        fn xattr_names(&self, _: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+            Ok(Vec::new())
+        }
+
+        fn stat_fs(&self) -> StatFs {
+            StatFs { total_bytes: 0, nodes: 0 }
+        }
+    }
+
+    impl Upkeep for Steps {
+        fn metrics(&self) -> &Metrics {
+            &self.metrics
+        }
+    }
+
+    #[derive(Debug)]
+    struct NoDigests;
+
+    impl super::super::super::tree::StepDigests for NoDigests {
+        fn digest_of_node(&self, _: Ino) -> Option<(String, ckfs_service::steps::HeldStep)> {
+            None
+        }
+    }
+
+    #[test]
+    fn a_list_that_loses_a_step_fails_and_does_not_end_early() {
+        let listed = |gone: Ino, delimited: bool| {
+            let fs: Arc<dyn Upkeep> = Arc::new(Steps { gone, metrics: Metrics::default() });
+            let reads = Arc::new(ServedReads::new(Arc::clone(&fs), 1).unwrap());
+            let tree = ServedTree::new(&fs, &reads, TreeVersion::Run(Arc::new(NoDigests)));
+            let sorted = SortedDirectories::default();
+            let lister = KeyLister::new(&tree, &sorted, Visitor::Trusted, "", delimited, 10);
+            let listed = lister.list(&ListStart::After(String::new()))?;
+            Ok(listed
+                .rows
+                .into_iter()
+                .map(|row| match row {
+                    KeyRow::Object { key, .. } => key,
+                    KeyRow::Prefix(prefix) => prefix,
+                })
+                .collect::<Vec<_>>())
+        };
+        assert_eq!(listed(Ino(99), false), Ok(vec!["1/file".to_owned(), "9/file".to_owned()]));
+        assert_eq!(listed(Ino(99), true), Ok(vec!["1/".to_owned(), "9/".to_owned()]));
+        // A directory, and a file of one.
+        for (gone, delimited) in [(Ino(2), false), (Ino(12), false), (Ino(2), true)] {
+            assert_eq!(listed(gone, delimited), Err(NoNode::Failed), "{gone:?} {delimited}");
+        }
+    }
 
     #[test]
     fn tokens_read_back_and_others_are_refused() {

@@ -79,3 +79,44 @@ impl Identity {
         if self.modified_ns >= 0 { SystemTime::UNIX_EPOCH + distance } else { SystemTime::UNIX_EPOCH - distance }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_names_a_content_is_another_after_each_change_that_a_file_system_tells() {
+        let written = Identity {
+            device: 1,
+            inode: 2,
+            is_named: true,
+            size_bytes: 3,
+            modified_ns: 1_000_000_001,
+            status_changed_ns: 1_000_000_001,
+        };
+        let name = |identity: Identity, may_copy| match identity.content_name(may_copy, false) {
+            ContentName::Here { state, device } => (state, device),
+            ContentName::Anywhere(name) => panic!("{name}"),
+        };
+        let own = name(written, false);
+        assert_eq!(own, name(written, false));
+        // Its modification time set back, another file of the same times, another length, another device.
+        for other in [
+            Identity { status_changed_ns: 2_000_000_001, ..written },
+            Identity { inode: 9, ..written },
+            Identity { size_bytes: 4, ..written },
+            Identity { device: 9, ..written },
+        ] {
+            assert_ne!(own, name(other, false));
+        }
+        // Times that an image or a service gave say nothing to another process.
+        let is_of_process = |(state, _): (String, u64)| state.ends_with(this_process());
+        assert!(!is_of_process(own) && is_of_process(name(written, true)));
+        assert!(is_of_process(name(Identity { status_changed_ns: 2_000_000_000, ..written }, false)));
+        assert!(!is_of_process(name(Identity { status_changed_ns: 2_000_000_001, ..written }, true)));
+        // All machines see the same of a network file system, though not its device number.
+        let shared = |identity: Identity| identity.content_name(false, true);
+        assert_eq!(shared(written), shared(Identity { device: 9, ..written }));
+        assert_ne!(shared(written), shared(Identity { status_changed_ns: 2_000_000_001, ..written }));
+    }
+}

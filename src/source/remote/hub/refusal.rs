@@ -141,3 +141,24 @@ impl fmt::Display for Refusal {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_commit_that_is_gone_is_named_and_not_its_file() {
+        let commit = "0123456789abcdef0123456789abcdef01234567";
+        let answer = |code: &str| {
+            let answer = http::Response::builder().status(404).header("x-error-code", code).body("").unwrap();
+            let endpoint = "https://hub.test".parse().unwrap();
+            let settings = HubSettings { endpoint, token: None, offline: false, allow_http: false };
+            Refusal::of(&settings, "org/name", Subject::File("config.json", commit), &answer.into())
+                .unwrap()
+                .to_string()
+        };
+        let gone = answer("RevisionNotFound");
+        assert!(gone.contains(&format!("commit \"{commit}\" (it is gone")) && !gone.contains("config.json"), "{gone}");
+        assert!(answer("EntryNotFound").contains("no file \"config.json\""));
+    }
+}

@@ -3,9 +3,9 @@
 use std::{
     collections::HashMap,
     env, fs,
+    os::unix::fs::MetadataExt,
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
-    time::SystemTime,
 };
 
 use async_trait::async_trait;
@@ -77,21 +77,28 @@ pub(super) struct ProfileProvider {
     known: Mutex<Known>,
 }
 
+/// What tells one content of a file from another: its length and times, and which file it is.
+type FileState = (u64, u64, [i64; 4]);
+
 #[derive(Debug)]
 struct Known {
-    modified: [Option<SystemTime>; 2],
+    states: [Option<FileState>; 2],
     credential: Arc<AwsCredential>,
 }
 
-fn modified() -> [Option<SystemTime>; 2] {
-    files().map(|path| fs::metadata(path?).ok()?.modified().ok())
+fn states() -> [Option<FileState>; 2] {
+    files().map(|path| {
+        let found = fs::metadata(path?).ok()?;
+        let times = [found.mtime(), found.mtime_nsec(), found.ctime(), found.ctime_nsec()];
+        Some((found.ino(), found.len(), times))
+    })
 }
 
 impl ProfileProvider {
     /// A provider, if the profile has keys.
     pub(super) fn of(profile: &Profile) -> Option<Self> {
         let credential = Arc::new(profile.credential()?);
-        Some(Self { known: Mutex::new(Known { modified: modified(), credential }) })
+        Some(Self { known: Mutex::new(Known { states: states(), credential }) })
     }
 }
 
@@ -101,11 +108,11 @@ impl CredentialProvider for ProfileProvider {
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = modified();
-        if now != known.modified
+        let now = states();
+        if now != known.states
             && let Some(credential) = load().credential()
         {
-            *known = Known { modified: now, credential: Arc::new(credential) };
+            *known = Known { states: now, credential: Arc::new(credential) };
         }
         Ok(Arc::clone(&known.credential))
     }
