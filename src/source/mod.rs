@@ -55,5 +55,5 @@ pub use pin::pin_files;
 pub use replied::{ReadFailure, Replied};
 pub use root_dir::{FoundFile, Opened, RootDir, private_directory};
 pub use span::{ByteSpan, FileId};
-pub use stall::{Stall, WaitRegistry, Waiting};
+pub use stall::{Stall, WaitGuard, WaitRegistry, Waiting};
 pub use waits::{Wait, Waits};

@@ -80,6 +80,7 @@ fn is_absent(error: &io::Error) -> bool {
 
 impl StepTree for LocalSteps {
     fn own_name(&self) -> String {
+        let _looking = self.fetches.begin_path(&self.root, "look");
         let real = fs::canonicalize(&self.root).unwrap_or_else(|_| self.root.clone());
         real.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
     }

@@ -12,9 +12,9 @@ use std::{
 /// Longest time for the mount's answer who its daemon is: one that does not answer is not waited for.
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 
-/// How long the parent of a process that has ended may take to notice it. Its number is there until then; in a container the first
-/// process may never look.
-const REAP_LIMIT: Duration = Duration::from_millis(500);
+/// How long the first process may take to notice the end of one that it has adopted: what looks at the daemon finds it until then. In
+/// a container it may never look.
+const REAP_LIMIT: Duration = Duration::from_secs(2);
 
 /// Time between looks.
 const LOOK_PERIOD: Duration = Duration::from_millis(5);
@@ -57,7 +57,7 @@ impl Daemon {
     }
 
     fn running(pid: u32) -> Option<Self> {
-        let (started, _) = started(pid)?;
+        let started = ProcessState::of(pid)?.started;
         // A daemon in another namespace has another number there.
         let serves = || {
             let mut descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
@@ -72,37 +72,52 @@ impl Daemon {
     pub(super) fn ends_within(self, limit: Duration) -> bool {
         let (begun, mut ended) = (Instant::now(), None);
         loop {
-            match started(self.pid) {
-                Some((started, has_ended)) if started == self.started => {
-                    let since = has_ended.then(|| *ended.get_or_insert_with(Instant::now));
-                    if since.map_or(begun.elapsed() >= limit, |since| since.elapsed() >= REAP_LIMIT) {
-                        return has_ended;
+            match ProcessState::of(self.pid).filter(|found| found.started == self.started) {
+                None => return true,
+                Some(found) if found.has_ended => {
+                    let since = *ended.get_or_insert_with(Instant::now);
+                    if !found.is_adopted || since.elapsed() >= REAP_LIMIT {
+                        return true;
                     }
                 }
-                Some(_) | None => return true,
+                Some(_) if begun.elapsed() >= limit => return false,
+                Some(_) => {}
             }
             thread::sleep(LOOK_PERIOD);
         }
     }
 }
 
-/// When a process was started, and whether it has ended, which its parent has not noticed yet; none once it has.
-fn started(pid: u32) -> Option<(u64, bool)> {
-    of_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+/// What the system tells of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ProcessState {
+    started: u64,
+    /// It has ended, and its parent has not noticed that yet.
+    has_ended: bool,
+    /// Its parent is the first process.
+    is_adopted: bool,
 }
 
-/// The same by the text of `proc_pid_stat(5)`.
-fn of_stat(text: &str) -> Option<(u64, bool)> {
-    // Numbers of the fields there, less the three up to the state.
-    const THREADS: usize = 20 - 3;
-    const STARTED: usize = 22 - 3;
-    // The name, in parentheses, may hold anything.
-    let (_, rest) = text.rsplit_once(')')?;
-    let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
-    // The first thread may have ended before others, which have the files open.
-    let ended = matches!(fields.first(), Some(&("Z" | "X")))
-        && fields.get(THREADS).is_none_or(|count| matches!(*count, "0" | "1"));
-    Some((fields.get(STARTED)?.parse().ok()?, ended))
+impl ProcessState {
+    fn of(pid: u32) -> Option<Self> {
+        Self::parse(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+    }
+
+    /// By the text of `proc_pid_stat(5)`.
+    fn parse(text: &str) -> Option<Self> {
+        // Numbers of the fields there, less the three up to the state.
+        const PARENT: usize = 4 - 3;
+        const THREADS: usize = 20 - 3;
+        const STARTED: usize = 22 - 3;
+        // The name, in parentheses, may hold anything.
+        let (_, rest) = text.rsplit_once(')')?;
+        let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
+        // The first thread may have ended before others, which have the files open.
+        let has_ended = matches!(fields.first(), Some(&("Z" | "X")))
+            && fields.get(THREADS).is_none_or(|count| matches!(*count, "0" | "1"));
+        let is_adopted = fields.get(PARENT) == Some(&"1");
+        Some(Self { started: fields.get(STARTED)?.parse().ok()?, has_ended, is_adopted })
+    }
 }
 
 #[cfg(test)]
@@ -114,19 +129,20 @@ mod tests {
         let text = |state: &str, threads: &str| {
             format!("7 (a) b) {state} 1 7 7 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 {threads} 0 5128 0 0")
         };
-        for (state, threads, expected) in
-            [("S", "3", (5128, false)), ("Z", "1", (5128, true)), ("Z", "2", (5128, false)), ("X", "0", (5128, true))]
-        {
-            assert_eq!(of_stat(&text(state, threads)), Some(expected), "{state} {threads}");
+        for (state, threads, has_ended) in [("S", "3", false), ("Z", "1", true), ("Z", "2", false), ("X", "0", true)] {
+            let expected = ProcessState { started: 5128, has_ended, is_adopted: true };
+            assert_eq!(ProcessState::parse(&text(state, threads)), Some(expected), "{state} {threads}");
         }
-        assert_eq!((of_stat(""), of_stat("7 (a) S"), Daemon::running(process::id())), (None, None, None));
-        let this = Daemon { pid: process::id(), started: started(process::id()).unwrap().0 };
+        let refused = (ProcessState::parse(""), ProcessState::parse("7 (a) S"), Daemon::running(process::id()));
+        assert_eq!(refused, (None, None, None));
+        let of = |pid: u32| Daemon { pid, started: ProcessState::of(pid).unwrap().started };
+        let this = of(process::id());
         assert!(!this.ends_within(Duration::ZERO));
         assert!(Daemon { started: 1, ..this }.ends_within(Duration::ZERO));
-        // A child that has ended, and that nobody waits for.
+        // A child that has ended, and that its parent has not waited for yet.
         let mut child = process::Command::new("true").spawn().unwrap();
-        let ended = Daemon { pid: child.id(), started: started(child.id()).unwrap().0 };
-        assert!(ended.ends_within(Duration::from_secs(30)) && started(child.id()).unwrap().1);
+        let ended = of(child.id());
+        assert!(ended.ends_within(Duration::from_secs(30)) && ProcessState::of(child.id()).unwrap().has_ended);
         child.wait().unwrap();
         assert!(ended.ends_within(Duration::ZERO));
     }

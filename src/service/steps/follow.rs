@@ -71,7 +71,7 @@ fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mu
                 alive.note_looking(None);
                 alive.plan_ahead();
                 let watching = alive.waits.begin_path(Path::new(&alive.source), "watch");
-                let directories = watched(&alive.directory, &look);
+                let directories = watched(&alive.directory, &look, &watching);
                 let has_new = directories.iter().any(|directory| !known.contains(directory));
                 watch.set(&directories);
                 drop(watching);

@@ -78,7 +78,8 @@ impl Run {
         opening.push(Arc::clone(slot));
         *state = SlotState::Opening;
         let (run, of) = (Arc::clone(self), Arc::clone(slot));
-        ckfs_sync::spawn("ckfs-step-open", move || run.plan(&of)).map_err(|error| {
+        let work = move || run.plan(&of, |config, waits| run.open_volume(config, waits));
+        ckfs_sync::spawn("ckfs-step-open", work).map_err(|error| {
             tracing::error!("step {}: no thread plans it: {error}", slot.step.number);
             opening.retain(|other| other.index != slot.index);
             *state = SlotState::Absent;
@@ -99,11 +100,15 @@ impl Run {
     }
 
     /// Plans a step, in its own thread.
-    fn plan(self: &Arc<Self>, slot: &Arc<Slot>) {
+    fn plan(
+        self: &Arc<Self>,
+        slot: &Arc<Slot>,
+        open: impl FnOnce(Config, &Arc<WaitRegistry>) -> Result<PlannedStep, OpenError>,
+    ) {
         let waits = wait_registry(&self.config.mount);
         slot.note_waits(Some(&waits));
         self.counts.plans.fetch_add(1, Ordering::Relaxed);
-        let opened = catch_unwind(AssertUnwindSafe(|| match self.open_volume(self.config_of(slot), &waits) {
+        let opened = catch_unwind(AssertUnwindSafe(|| match open(self.config_of(slot), &waits) {
             Ok(planned) => self.ready(slot, planned),
             Err(error) => self.failed(slot, error.to_string(), &waits),
         }));
@@ -295,5 +300,38 @@ impl Run {
         {
             tracing::debug!("a step is closed without a thread of its own: {error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use ckfs_config::Steps;
+
+    use super::*;
+
+    #[test]
+    fn a_step_whose_planning_panics_is_shown_with_that() {
+        let directory = tempfile::tempdir().unwrap();
+        let step = directory.path().join("checkpoint-1");
+        fs::create_dir(&step).unwrap();
+        let header = br#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+        let weights = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 4]].concat();
+        fs::write(step.join("model.safetensors"), weights).unwrap();
+        for name in ["config.json", "trainer_state.json"] {
+            fs::write(step.join(name), "{}").unwrap();
+        }
+        let mut config = Config { source: Some(directory.path().display().to_string()), ..Config::default() };
+        config.mount.steps = Some(Steps::All);
+        let waits = wait_registry(&config.mount);
+        let run = Run::open(&mut config, &waits).unwrap();
+        let slot = run.slots.newest().unwrap();
+        *slot.state() = SlotState::Opening;
+        lock(&run.opening).push(Arc::clone(&slot));
+        run.plan(&slot, |_, _| panic!("on purpose"));
+        let Some(StepContent::Failed(failed)) = slot.content() else { panic!("{:?}", slot.state()) };
+        assert_eq!(failed.message, "the planning panicked: on purpose");
+        assert!(lock(&run.opening).is_empty() && matches!(run.content(&slot), Ok(StepContent::Failed(_))));
     }
 }

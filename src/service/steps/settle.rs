@@ -19,7 +19,7 @@ use ckfs_checkpoint::{
     runs::{FoundStep, FoundSteps, Measure, StepDirectory, StepKind, StepState},
 };
 use ckfs_config::Config;
-use ckfs_source::{WaitRegistry, is_on_network};
+use ckfs_source::{WaitGuard, WaitRegistry, is_on_network};
 
 use super::super::{error::OpenError, open};
 
@@ -341,8 +341,8 @@ pub(super) fn refuse_checkpoint(source: &str, found: &FoundSteps) -> Result<(), 
 }
 
 /// The directories to watch for changes of a local run: its own, that of its steps, those of the steps, and what is in them, deeper
-/// in those that are not finished.
-pub(super) fn watched(directory: &StepDirectory, look: &Look) -> BTreeSet<PathBuf> {
+/// in those that are not finished. `looking` is the wait for all of them.
+pub(super) fn watched(directory: &StepDirectory, look: &Look, looking: &WaitGuard<'_>) -> BTreeSet<PathBuf> {
     let mut watched = BTreeSet::new();
     let Some(run) = directory.local() else { return watched };
     watched.insert(run.to_owned());
@@ -356,6 +356,7 @@ pub(super) fn watched(directory: &StepDirectory, look: &Look) -> BTreeSet<PathBu
             watched.insert(checkpoint.to_owned());
         }
         watched.insert(place);
+        looking.advance();
     }
     watched
 }
