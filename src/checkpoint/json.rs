@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 
+use ckfs_format::json::{self, JsonForm};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -14,13 +15,17 @@ const SIGN: char = '\u{10ffff}';
 
 const WORDS: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
 
+fn kept(text: &[u8]) -> Result<Value, serde_json::Error> {
+    json::parse(text, JsonForm::Kept)
+}
+
 /// Reads a text.
 ///
 /// # Errors
-/// The first violation of JSON's syntax.
+/// The first violation of JSON's syntax; too many values.
 pub fn parse(text: &[u8]) -> Result<Value, serde_json::Error> {
-    serde_json::from_slice(text).or_else(|error| match std::str::from_utf8(text).ok().and_then(signed) {
-        Some(signed) => serde_json::from_str(&signed),
+    kept(text).or_else(|error| match std::str::from_utf8(text).ok().and_then(signed) {
+        Some(signed) => kept(signed.as_bytes()),
         None => Err(error),
     })
 }

@@ -8,6 +8,7 @@
 pub mod dcp;
 #[cfg(test)]
 mod hexadecimal;
+pub mod json;
 pub mod npy;
 pub mod ocdbt;
 pub mod orbax;

@@ -14,8 +14,9 @@
 //! Mapped pages may reach twice their part for a moment: the process counts what it touches and drops the pages of a whole part at
 //! once. The kernel can take these pages back at any time.
 //!
-//! What is not in the budget: the program itself and the table of tensors (some 0.5 kB a tensor), and page cache that is not
-//! mapped, which the kernel reclaims.
+//! What is not in the budget: the program itself and the table of tensors (some 0.5 kB a tensor), what parsers make of descriptions
+//! while they are read ([`super::parse_room`]), generated files that are being read (4 MiB), and page cache that is not mapped,
+//! which the kernel reclaims.
 
 use super::memory::Limit;
 

@@ -6,6 +6,7 @@
 //! | [`limits`] | the limits of this process, in words, and how many threads can be started |
 //! | [`log`] | one sink for all log lines: never blocks a request, never fails |
 //! | [`memory`] | the memory limit: the machine's, or that of a control group |
+//! | [`parse_room`] | the memory for what parsers make of descriptions |
 //! | [`relative_path`] | paths that come from input and stay inside a directory |
 //! | [`repeats`] | counting of lines that repeat |
 //! | [`signal`] | what each signal does |
@@ -20,6 +21,7 @@ pub mod budget;
 pub mod limits;
 pub mod log;
 pub mod memory;
+pub mod parse_room;
 pub mod relative_path;
 pub mod repeats;
 pub mod signal;

@@ -24,7 +24,7 @@ pub(crate) struct Index<'a> {
 impl<'a> Index<'a> {
     /// Parses the text of an index.
     pub(crate) fn parse(text: &'a [u8]) -> Result<Self, serde_json::Error> {
-        let raw: RawIndex<'a> = serde_json::from_slice(text)?;
+        let raw: RawIndex<'a> = ckfs_format::json::parse(text, ckfs_format::json::JsonForm::Tree)?;
         Ok(Self { metadata: raw.metadata, ..raw.weight_map })
     }
 }

@@ -281,7 +281,7 @@ fn lacks_weights(snapshot: &Path) -> bool {
     for name in INDEXES {
         let Ok(text) = fs::read(snapshot.join(name)) else { continue };
         // A malformed index is refused when the snapshot is opened.
-        let Ok(index) = serde_json::from_slice::<serde_json::Value>(&text) else { return false };
+        let Ok(index) = ckfs_format::json::tree(&text) else { return false };
         let Some(map) = index.get("weight_map").and_then(serde_json::Value::as_object) else { return false };
         let files: BTreeSet<&str> = map.values().filter_map(serde_json::Value::as_str).collect();
         return files.into_iter().any(|file| !snapshot.join(file).is_file());

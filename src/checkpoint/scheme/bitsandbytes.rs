@@ -223,7 +223,7 @@ fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(K
         let tensor = tensor.to_owned();
         Problem::Quantized { tensor, expected, found }
     };
-    let read: Option<Json> = serde_json::from_slice(&stored.read(tensor.state)?).ok();
+    let read: Option<Json> = ckfs_format::json::tree(&stored.read(tensor.state)?).ok();
     let state = read.ok_or_else(|| refused(info.name, "JSON".to_owned(), "other bytes".to_owned()))?;
     let told = |key: &str| state.get(key).unwrap_or(&Json::Null);
     let wrong = |key: &str, expected: &str| refused(info.name, format!("{key}: {expected}"), told(key).to_string());

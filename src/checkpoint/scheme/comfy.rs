@@ -109,7 +109,7 @@ fn headers<'a>(stored: &Stored<'a>) -> Vec<&'a str> {
 fn told(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> HashMap<String, Json> {
     let mut told = HashMap::new();
     for header in headers(stored) {
-        let layers = serde_json::from_str::<Json>(header).ok();
+        let layers = ckfs_format::json::tree(header.as_bytes()).ok();
         match layers.and_then(|mut header| header.get_mut("layers").map(Json::take)) {
             Some(Json::Object(layers)) => told.extend(layers),
             Some(_) | None => found.refuse(METADATA, "a JSON object with layers in the header's __metadata__", header),
@@ -120,7 +120,7 @@ fn told(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> HashMap<String, 
     // Small reads from wherever the repository is: many at a time.
     let texts: Vec<_> = of_modules.par_iter().map(|(id, _)| stored.read(*id)).collect();
     for ((_, module), text) in of_modules.into_iter().zip(texts) {
-        match text.map(|text| serde_json::from_slice::<Json>(&text)) {
+        match text.map(|text| ckfs_format::json::tree(&text)) {
             Ok(Ok(format)) => {
                 told.insert(module.to_owned(), format);
             }

@@ -135,7 +135,7 @@ fn described(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> BTreeMap<St
             continue;
         }
         for (name, text) in stored.metadata(id) {
-            let Ok(row @ Json::Object(_)) = serde_json::from_str::<Json>(text) else { continue };
+            let Ok(row @ Json::Object(_)) = ckfs_format::json::tree(text.as_bytes()) else { continue };
             if row.get("_type").is_none_or(|of| of == "Tensor") {
                 continue;
             }

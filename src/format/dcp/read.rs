@@ -15,6 +15,7 @@ use serde::Deserialize;
 
 use super::{
     super::{
+        json::{self, JsonForm},
         pickle::read::{self as unpickle, Id, Limits, PickleError, PickleValue, Unpickled},
         safetensors::Header,
         torch::state::dtype_of,
@@ -329,7 +330,9 @@ struct Saved {
 /// Where each tensor of a file is in the whole, if the file says so.
 fn saved_offsets(header: &Header) -> Result<Option<BTreeMap<String, Saved>>, DcpError> {
     let Some((_, text)) = header.metadata().iter().find(|(key, _)| key == SHARDING_INFO) else { return Ok(None) };
-    serde_json::from_str(text).map(Some).map_err(|error| malformed(SHARDING_INFO, "offsets by name", error))
+    json::parse(text.as_bytes(), JsonForm::Rows)
+        .map(Some)
+        .map_err(|error| malformed(SHARDING_INFO, "offsets by name", error))
 }
 
 impl<'a> Reader<'a> {

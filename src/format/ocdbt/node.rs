@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use ckfs_host::parse_room::{HeldRoom, ParseRoom, ParseRoomFull};
+
 use super::{
     cursor::Cursor,
     envelope,
@@ -20,6 +22,8 @@ const KEYS_BYTES_MAX: usize = 256 << 20;
 
 /// Most entries of one node, as the format has it.
 const ENTRIES_MAX: u64 = 1 << 20;
+/// Bytes that an entry takes in memory besides its key.
+const ROW_BYTES: usize = 128;
 
 /// Longest value inside a node, in bytes, as the format has it.
 const INLINE_BYTES_MAX: u64 = 1 << 20;
@@ -82,6 +86,7 @@ pub(super) struct Node<'a> {
     ends: Vec<usize>,
     inline: Vec<u8>,
     entries: Entries,
+    held: HeldRoom,
 }
 
 impl<'a> Node<'a> {
@@ -108,7 +113,9 @@ impl<'a> Node<'a> {
             ends: Vec::with_capacity(rows),
             inline: Vec::new(),
             entries: Entries::Children(Vec::new()),
+            held: ParseRoom::of_process().hold(),
         };
+        node.hold(body.len() + rows * ROW_BYTES)?;
         let prefix_lens = node.read_keys(&mut cursor, rows, height > 0)?;
         node.entries = if height > 0 {
             read_children(&mut cursor, &files, prefix_lens)?
@@ -117,6 +124,13 @@ impl<'a> Node<'a> {
         };
         cursor.end()?;
         Ok(node)
+    }
+
+    /// Counts bytes that the node takes in memory.
+    fn hold(&mut self, bytes: usize) -> Result<(), OcdbtError> {
+        let what = "bytes of memory of all nodes that are read now";
+        let full = |ParseRoomFull { found, limit }| OcdbtError::Limit { block: Block::Node, what, limit, found };
+        self.held.grow(bytes as u64).map_err(full)
     }
 
     /// Reads the keys. Gives, for an interior node, how much of each key its child does not repeat.
@@ -146,6 +160,7 @@ impl<'a> Node<'a> {
                 let (limit, found) = (KEYS_BYTES_MAX as u64, (start + len) as u64);
                 return Err(OcdbtError::Limit { block: Block::Node, what: "bytes of keys", limit, found });
             }
+            self.hold(len)?;
             match row {
                 0 => self.keys.extend_from_slice(prefix),
                 _ => self.keys.extend_from_within(before.start..before.start + kept),

@@ -23,6 +23,8 @@ use serde::{
 };
 use serde_json::{Map, Value};
 
+use super::super::json::{self, JsonForm};
+
 /// Name of the file with the leaves.
 pub const METADATA: &str = "_METADATA";
 
@@ -79,8 +81,8 @@ pub enum OrbaxError {
     },
 }
 
-fn json<'a, T: Deserialize<'a>>(bytes: &'a [u8], file: &'static str) -> Result<T, OrbaxError> {
-    serde_json::from_slice(bytes).map_err(|error| OrbaxError::Json { file, message: error.to_string() })
+fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8], file: &'static str) -> Result<T, OrbaxError> {
+    json::parse(bytes, JsonForm::Rows).map_err(|error| OrbaxError::Json { file, message: error.to_string() })
 }
 
 /// A map in the order of the file, in which each key may be once only.
@@ -217,7 +219,7 @@ impl Tree {
     /// # Errors
     /// [`OrbaxError`], the first fault that is met.
     pub fn parse(bytes: &[u8]) -> Result<Self, OrbaxError> {
-        let raw: RawTree = json(bytes, METADATA)?;
+        let raw: RawTree = parse(bytes, METADATA)?;
         let leaves: Vec<Leaf> = raw.tree_metadata.0.into_iter().map(leaf).collect::<Result<_, _>>()?;
         let mut stored: HashMap<String, &Leaf> = HashMap::with_capacity(leaves.len());
         for leaf in leaves.iter().filter(|leaf| leaf.kind != LeafKind::Empty) {
@@ -292,7 +294,7 @@ impl CheckpointMetadata {
     /// # Errors
     /// [`OrbaxError`], the first fault that is met.
     pub fn parse(bytes: &[u8]) -> Result<Self, OrbaxError> {
-        let raw: RawCheckpoint = json(bytes, CHECKPOINT_METADATA)?;
+        let raw: RawCheckpoint = parse(bytes, CHECKPOINT_METADATA)?;
         let items = match raw.item_handlers {
             None | Some(Value::Null) => Items::Unknown,
             Some(Value::String(_)) => Items::Itself,
@@ -364,7 +366,7 @@ enum RawSplit {
 /// # Errors
 /// [`OrbaxError`], the first fault that is met.
 pub fn parse_sharding(bytes: &[u8]) -> Result<Vec<(String, SavedSharding)>, OrbaxError> {
-    let raw: Ordered<String> = json(bytes, SHARDING)?;
+    let raw: Ordered<String> = parse(bytes, SHARDING)?;
     let sharding = |(encoded, text): (String, String)| {
         let wrong = |expected, found: String| {
             let member = encoded.clone();
@@ -372,7 +374,7 @@ pub fn parse_sharding(bytes: &[u8]) -> Result<Vec<(String, SavedSharding)>, Orba
         };
         let name = base64(&encoded).and_then(|bytes| String::from_utf8(bytes).ok());
         let name = name.ok_or_else(|| wrong("a name in base64", format!("{encoded:?}")))?;
-        let raw: RawSharding = json(text.as_bytes(), SHARDING)?;
+        let raw: RawSharding = parse(text.as_bytes(), SHARDING)?;
         let sharding = match raw.sharding_type.as_str() {
             "NamedSharding" => {
                 if raw.axis_names.len() != raw.shape.len() {
@@ -455,7 +457,7 @@ pub fn parse_array_metadatas(bytes: &[u8]) -> Result<Vec<ArrayMetadata>, OrbaxEr
     struct File {
         array_metadatas: Vec<Entry>,
     }
-    let file: File = json(bytes, ARRAY_METADATAS)?;
+    let file: File = parse(bytes, ARRAY_METADATAS)?;
     Ok(file.array_metadatas.into_iter().map(|entry| entry.array_metadata).collect())
 }
 

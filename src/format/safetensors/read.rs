@@ -1,5 +1,6 @@
 //! Headers as a flat table.
 
+use ckfs_host::parse_room::{JsonForm, ParseRoom};
 use ckfs_tensor::DType;
 use safetensors::tensor::{Metadata, TensorInfo};
 
@@ -73,6 +74,10 @@ impl Header {
         let data_bytes = file_bytes
             .checked_sub(data_start)
             .ok_or(HeaderError::Truncated { expected: data_start, found: file_bytes })?;
+        // Held while all rows are made of them.
+        let _held = ParseRoom::of_process()
+            .hold_json(json, JsonForm::Rows)
+            .map_err(|error| HeaderError::Json { message: error.to_string() })?;
         let known = serde_json::from_str::<Members<Known>>(text).ok();
         if let Some(Ok(header)) = known.map(|members| Self::of(members, data_start, data_bytes)) {
             return Ok(header);

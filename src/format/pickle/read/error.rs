@@ -1,5 +1,7 @@
 //! Why a pickle is refused.
 
+use ckfs_host::parse_room::ParseRoomFull;
+
 use super::value::Name;
 
 /// Why a pickle is refused. Offsets are those of the instruction.
@@ -64,6 +66,14 @@ pub enum PickleError {
         at: usize,
         /// Its length.
         bytes: usize,
+    },
+    /// The values take too much memory.
+    #[error("pickle: byte {at}: {full}")]
+    Memory {
+        /// Where.
+        at: usize,
+        /// How much.
+        full: ParseRoomFull,
     },
     /// A limit was reached.
     #[error("pickle: byte {at}: more than {limit} {what}")]

@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use ckfs_host::parse_room::{HeldRoom, ParseRoom};
+
 use super::{
     error::PickleError,
     op,
@@ -9,17 +11,19 @@ use super::{
 };
 
 /// Bounds on what one pickle may ask for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Most values. A value takes some 40 bytes besides its text.
+    /// Most values.
     pub values_max: u32,
     /// Most bytes of text and byte strings together.
     pub text_bytes_max: u64,
+    /// What values and all that refers to them count against, while the pickle is there.
+    pub room: &'static ParseRoom,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { values_max: 64 << 20, text_bytes_max: 1 << 30 }
+        Self { values_max: 64 << 20, text_bytes_max: 1 << 30, room: ParseRoom::of_process() }
     }
 }
 
@@ -40,6 +44,9 @@ pub fn read(bytes: &[u8], limits: Limits, allowed: &dyn Fn(&str, &str) -> bool) 
         stack: Vec::new(),
         marks: Vec::new(),
         memo: HashMap::new(),
+        held: limits.room.hold(),
+        uncounted_bytes: 0,
+        stack_max: 0,
     }
     .run()
 }
@@ -57,7 +64,17 @@ struct Machine<'a> {
     /// Lengths of the stack where marks were set.
     marks: Vec<usize>,
     memo: HashMap<u32, Id>,
+    held: HeldRoom,
+    /// Bytes to be counted next.
+    uncounted_bytes: usize,
+    /// The longest that the stack and the marks were.
+    stack_max: usize,
 }
+
+/// Bytes that are counted at a time.
+const COUNTED_BYTES: usize = 256 << 10;
+/// Bytes of an entry of the memo, which is at least half full.
+const MEMO_ENTRY_BYTES: usize = 24;
 
 /// Newest protocol that is read.
 const PROTOCOL_MAX: u8 = 5;
@@ -69,7 +86,7 @@ impl<'a> Machine<'a> {
             let opcode = self.byte()?;
             if opcode == op::STOP {
                 let root = self.pop()?;
-                return Ok(Unpickled::new(self.values, root, self.at));
+                return Ok(Unpickled::new(self.values, root, self.at, self.held));
             }
             self.step(opcode)?;
         }
@@ -86,6 +103,7 @@ impl<'a> Machine<'a> {
             op::FRAME => self.take(8).map(drop),
             op::MARK => {
                 self.marks.push(self.stack.len());
+                self.count_stack()?;
                 self.bounded(self.marks.len() as u64, u64::from(self.limits.values_max), "marks")
             }
             op::POP => match self.marks.last() {
@@ -150,6 +168,7 @@ impl<'a> Machine<'a> {
         }
         let top = self.top()?;
         self.memo.insert(number, top);
+        self.count(MEMO_ENTRY_BYTES)?;
         self.bounded(self.memo.len() as u64, u64::from(self.limits.values_max), "stored values")
     }
 
@@ -242,6 +261,7 @@ impl<'a> Machine<'a> {
             _ => self.above_mark()?,
         };
         let at = self.opcode_at;
+        self.count(added.len() * size_of::<Id>() * 2)?;
         let target = self.top()?;
         let in_pairs = matches!(opcode, op::SETITEM | op::SETITEMS);
         let pairs = if in_pairs { self.pairs(&added)? } else { Vec::new() };
@@ -352,6 +372,7 @@ impl<'a> Machine<'a> {
     fn push(&mut self, value: PickleValue) -> Result<(), PickleError> {
         let limit = || self.limit("values", u64::from(self.limits.values_max));
         let id = u32::try_from(self.values.len()).ok().filter(|id| *id < self.limits.values_max).ok_or_else(limit)?;
+        self.count(size_of::<PickleValue>() + value.owned_bytes())?;
         self.values.push(value);
         self.push_id(Id(id))
     }
@@ -359,7 +380,27 @@ impl<'a> Machine<'a> {
     /// The stack holds references, of which one value may have many.
     fn push_id(&mut self, id: Id) -> Result<(), PickleError> {
         self.stack.push(id);
+        self.count_stack()?;
         self.bounded(self.stack.len() as u64, u64::from(self.limits.values_max), "values on the stack")
+    }
+
+    /// Counts bytes that the pickle takes in memory.
+    fn count(&mut self, bytes: usize) -> Result<(), PickleError> {
+        self.uncounted_bytes += bytes;
+        if self.uncounted_bytes < COUNTED_BYTES {
+            return Ok(());
+        }
+        let counted = self.held.grow(std::mem::take(&mut self.uncounted_bytes) as u64);
+        counted.map_err(|full| PickleError::Memory { at: self.opcode_at, full })
+    }
+
+    fn count_stack(&mut self) -> Result<(), PickleError> {
+        let len = self.stack.len() + self.marks.len();
+        if len <= self.stack_max {
+            return Ok(());
+        }
+        self.stack_max = len;
+        self.count(size_of::<usize>())
     }
 
     /// The topmost value above the last mark.

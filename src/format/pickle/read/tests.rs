@@ -1,5 +1,7 @@
 //! Pickles as Python and torch write them, and damaged ones.
 
+use ckfs_host::parse_room::ParseRoom;
+
 use super::{machine, *};
 
 fn read(bytes: &[u8]) -> Result<Unpickled, PickleError> {
@@ -132,7 +134,7 @@ fn what_is_wrong_is_an_error() {
 
 #[test]
 fn limits_hold() {
-    let few = |values_max, text_bytes_max| Limits { values_max, text_bytes_max };
+    let few = |values_max, text_bytes_max| Limits { values_max, text_bytes_max, ..Limits::default() };
     let read = |bytes: &[u8], limits| machine::read(bytes, limits, &|_, _| true);
     assert!(read(b"\x80\x02(NNNt.", few(4, 0)).is_ok());
     assert!(matches!(read(b"\x80\x02(NNNt.", few(3, 0)), Err(PickleError::Limit { what: "values", .. })));
@@ -141,6 +143,40 @@ fn limits_hold() {
     assert!(matches!(read(&many, few(50, 0)), Err(PickleError::Limit { what: "values on the stack", .. })));
     assert!(matches!(read(&[b'('; 100], few(50, 0)), Err(PickleError::Limit { what: "marks", .. })));
     assert!(matches!(read(b"\x80\x02X\x02\x00\x00\x00ab.", few(9, 1)), Err(PickleError::Limit { .. })));
+}
+
+#[test]
+fn values_count_against_the_memory_of_all_pickles() {
+    static ROOM: ParseRoom = ParseRoom::new(8 << 20);
+    let limits = Limits { room: &ROOM, ..Limits::default() };
+    let read = |bytes: &[u8]| machine::read(bytes, limits, &|_, _| true);
+    let pickle = |start: &[u8], many: &[u8], count| [b"\x80\x02", start, &many.repeat(count)[..], b"."].concat();
+    // Empty values, numbers, one value stored under many numbers, many references, marks, texts, calls, items of a dict.
+    let rows: [(&[u8], &[u8]); 12] = [
+        (b"", b"}"),
+        (b"", b"]"),
+        (b"", b")"),
+        (b"", b"N"),
+        (b"", b"K\x01"),
+        (b"N", b"\x94"),
+        (b"N", b"2"),
+        (b"", b"("),
+        (b"N", b"\x85"),
+        (b"", b"U\x01a"),
+        (b"ca\nb\nq\x00)q\x01", b"h\x00h\x01R"),
+        (b"]Nq\x000", b"h\x00a"),
+    ];
+    for (start, many) in rows {
+        let error = read(&pickle(start, many, 3 << 20)).unwrap_err();
+        assert!(matches!(error, PickleError::Memory { .. }), "{many:?}: {error}");
+        assert!(error.to_string().contains("expected at most 8388608"), "{error}");
+    }
+    // Each fits alone: what the first holds, the second lacks.
+    let half = pickle(b"", b"}", 100 << 10);
+    let first = read(&half).unwrap();
+    assert!(matches!(read(&half), Err(PickleError::Memory { .. })));
+    drop(first);
+    assert!(read(&half).is_ok());
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! The values of a pickle.
 
+use ckfs_host::parse_room::HeldRoom;
+
 /// A value's place in the table of its pickle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Id(pub(super) u32);
@@ -66,6 +68,22 @@ pub enum PickleValue {
 }
 
 impl PickleValue {
+    /// About what it takes in memory besides its place in the table: its own allocations.
+    pub(super) fn owned_bytes(&self) -> usize {
+        /// What the allocator itself takes.
+        const ALLOCATION: usize = 24;
+        match self {
+            Self::None | Self::Bool(_) | Self::Int(_) | Self::Float(_) | Self::Persistent(_) => 0,
+            Self::Text(text) => ALLOCATION + text.len(),
+            Self::Bytes(bytes) => ALLOCATION + bytes.len(),
+            Self::Tuple(elements) => ALLOCATION + size_of_val(&elements[..]),
+            Self::List(elements) | Self::Set(elements) => ALLOCATION + size_of_val(&elements[..]),
+            Self::Dict(items) => ALLOCATION + size_of_val(&items[..]),
+            Self::Global(name) => 2 * ALLOCATION + name.module.len() + name.name.len(),
+            Self::Object(_) => ALLOCATION + size_of::<Object>(),
+        }
+    }
+
     /// What the value is, for messages.
     pub const fn kind(&self) -> &'static str {
         match self {
@@ -87,18 +105,20 @@ impl PickleValue {
 }
 
 /// A pickle that was read.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 pub struct Unpickled {
     values: Vec<PickleValue>,
     root: Id,
     /// Bytes of the input up to the end of the last instruction.
     len: usize,
+    /// What its values count for.
+    _held: HeldRoom,
 }
 
 impl Unpickled {
     /// What a machine has made.
-    pub(super) fn new(values: Vec<PickleValue>, root: Id, len: usize) -> Self {
-        Self { values, root, len }
+    pub(super) fn new(values: Vec<PickleValue>, root: Id, len: usize, held: HeldRoom) -> Self {
+        Self { values, root, len, _held: held }
     }
 
     /// The value that the pickle is of.

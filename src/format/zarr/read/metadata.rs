@@ -5,6 +5,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::{
+    super::super::json::{self, JsonForm},
     codec::{
         ArrayBytes, Codecs, Packing, ShardCodec, check_known, extents, named, shortened, unsupported_codec, wrong,
     },
@@ -74,12 +75,12 @@ struct Version3 {
     others: Map<String, Value>,
 }
 
-fn json<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, MetadataError> {
+fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, MetadataError> {
     let (limit, found) = (METADATA_BYTES_MAX, bytes.len());
     if found > limit {
         return Err(MetadataError::TooLong { limit, found });
     }
-    serde_json::from_slice(bytes).map_err(|error| MetadataError::Json { message: error.to_string() })
+    json::parse(bytes, JsonForm::Rows).map_err(|error| MetadataError::Json { message: error.to_string() })
 }
 
 impl Array {
@@ -89,7 +90,7 @@ impl Array {
     /// [`MetadataError`], the first fault that is met.
     pub fn parse_v2(bytes: &[u8]) -> Result<Self, MetadataError> {
         let Version2 { zarr_format, shape, chunks, dtype, compressor, fill_value, order, filters, dimension_separator } =
-            json(bytes)?;
+            parse(bytes)?;
         if zarr_format != 2 {
             return Err(wrong("zarr_format", 2, zarr_format));
         }
@@ -118,7 +119,7 @@ impl Array {
     /// # Errors
     /// [`MetadataError`], the first fault that is met.
     pub fn parse_v3(bytes: &[u8]) -> Result<Self, MetadataError> {
-        let found: Version3 = json(bytes)?;
+        let found: Version3 = parse(bytes)?;
         if found.zarr_format != 3 {
             return Err(wrong("zarr_format", 3, found.zarr_format));
         }

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use ckfs_host::RelativePath;
+use ckfs_host::{
+    RelativePath,
+    parse_room::{JsonForm, ParseRoom},
+};
 use object_store::path::Path;
 
 use super::{
@@ -84,6 +87,7 @@ pub(super) fn list(store: &Store, dir: &Path, asking: Asking<'_>) -> Result<Vec<
 
 /// The weight files that an index names.
 fn weights_of(text: &[u8]) -> Result<BTreeSet<String>, String> {
+    let _held = ParseRoom::of_process().hold_json(text, JsonForm::Tree).map_err(|error| error.to_string())?;
     let index: serde_json::Value = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     let map = index.get("weight_map").and_then(|map| map.as_object()).ok_or("expected an object weight_map")?;
     let mut names = BTreeSet::new();
