@@ -18,7 +18,14 @@ pub(super) fn settings() -> Vec<String> {
     keywords::all().map(Setting::option).collect()
 }
 
-fn value(given: &Bound<'_, PyAny>) -> PyResult<toml::Value> {
+/// Most lists and dicts inside each other. No setting has as many; one that holds itself has no end.
+const DEPTH_MAX: u8 = 16;
+
+fn value(given: &Bound<'_, PyAny>, depth: u8) -> PyResult<toml::Value> {
+    if depth > DEPTH_MAX {
+        return Err(PyTypeError::new_err(format!("expected at most {DEPTH_MAX} lists or dicts inside each other")));
+    }
+    let value = |item: &Bound<'_, PyAny>| value(item, depth + 1);
     if given.is_instance_of::<PyBool>() {
         return Ok(given.extract::<bool>()?.into());
     }
@@ -51,7 +58,7 @@ pub(super) fn parsed(given: &Bound<'_, PyDict>) -> PyResult<Settings> {
     let mut pairs = Vec::new();
     for (name, item) in given.iter() {
         let name: String = name.extract()?;
-        let value = value(&item).map_err(|error| PyTypeError::new_err(format!("{name}: {}", error.value(py))))?;
+        let value = value(&item, 0).map_err(|error| PyTypeError::new_err(format!("{name}: {}", error.value(py))))?;
         pairs.push((name, value));
     }
     keywords::parse(pairs).map_err(|errors| {

@@ -90,6 +90,25 @@ impl LoadJob {
     }
 }
 
+/// Refuses memory that is given for two tensors.
+///
+/// # Errors
+/// `ValueError` if buffers overlap: which of the tensors they then hold would be chance.
+pub(super) fn refuse_overlaps(jobs: &[LoadJob]) -> PyResult<()> {
+    let filled = jobs.iter().map(|job| (job.buffer.addresses(), job.file.name()));
+    let mut filled: Vec<_> = filled.filter(|(addresses, _)| !addresses.is_empty()).collect();
+    filled.sort_unstable_by_key(|(addresses, _)| addresses.start);
+    // In this order one that overlaps any other overlaps the next.
+    let shared = |pair: &&[(Range<usize>, &str)]| pair[1].0.start < pair[0].0.end;
+    filled.windows(2).find(shared).map_or(Ok(()), |pair| {
+        let bytes = pair[0].0.end.min(pair[1].0.end) - pair[1].0.start;
+        let (one, other) = (pair[0].1, pair[1].1);
+        Err(PyValueError::new_err(format!(
+            "{one} and {other}: {bytes} bytes of memory are given for both: give each memory of its own"
+        )))
+    })
+}
+
 /// Makes all jobs. Calls `progress` with the bytes made so far and all bytes, from this thread.
 ///
 /// # Errors

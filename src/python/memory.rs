@@ -27,6 +27,12 @@ impl LentBuffer {
         Ok(Arc::new(Self(buffer)))
     }
 
+    /// Where its memory is.
+    pub(super) fn addresses(&self) -> Range<usize> {
+        let start = self.0.buf_ptr().addr();
+        start..start + self.0.len_bytes()
+    }
+
     /// Its memory in parts, which do not overlap. They must follow each other.
     ///
     /// # Panics

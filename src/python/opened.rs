@@ -4,14 +4,15 @@ use std::{
     any::Any,
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
+    str::FromStr,
     sync::{Arc, Mutex, PoisonError, mpsc},
     thread,
     time::Duration,
 };
 
-use ckfs_config::{Config, Settings, nearest};
+use ckfs_config::{Config, Settings, THREADS_MAX, nearest};
 use ckfs_plan::{Plan, PlannedTensor, ViewOptions, report};
-use ckfs_read::Engine;
+use ckfs_read::{Engine, ReadError};
 use ckfs_service::{OpenError, Service, cores, wait_registry, watch};
 use ckfs_tensor::DType;
 use pyo3::{
@@ -115,12 +116,25 @@ pub(super) fn open(
     }
 }
 
-fn check_device(plan: &Plan, device: u64) -> PyResult<()> {
+/// A number of Python's, where numbers have any size, if this program's type has it.
+fn number<N: FromStr>(given: &Bound<'_, PyAny>) -> Option<N> {
+    given.str().ok()?.to_str().ok()?.parse().ok()
+}
+
+/// The number of a device of the mesh.
+fn device_of(plan: &Plan, given: &Bound<'_, PyAny>) -> PyResult<u64> {
     let devices = plan.mesh.devices();
-    if device < devices {
-        return Ok(());
-    }
-    Err(PyValueError::new_err(format!("device {device}: expected one of the mesh's {devices}, 0 to {}", devices - 1)))
+    number(given).filter(|device| *device < devices).ok_or_else(|| {
+        PyValueError::new_err(format!("device {given}: expected one of the mesh's {devices}, 0 to {}", devices - 1))
+    })
+}
+
+/// The threads of a load: as many as there are processors, unless a number is given.
+fn threads_of(given: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
+    let Some(given) = given else { return Ok(cores()) };
+    let count: Option<u16> = number(given).filter(|count| (1..=THREADS_MAX).contains(count));
+    let refused = || PyValueError::new_err(format!("threads: expected 1 to {THREADS_MAX}, found {given}"));
+    count.map(usize::from).ok_or_else(refused)
 }
 
 /// A tensor: name, shape, numpy's dtype, spec as JSON, bytes, layers, logical axes, source tensors.
@@ -185,9 +199,9 @@ impl OpenedCheckpoint {
     }
 
     /// Names of the tensors that the bundle of a device holds: each weight once, of the device's pipeline stage.
-    fn stage_names(&self, py: Python<'_>, view: usize, device: u64) -> PyResult<Vec<String>> {
+    fn stage_names(&self, py: Python<'_>, view: usize, device: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
         let plan = self.plan(py, view)?;
-        check_device(plan, device)?;
+        let device = device_of(plan, device)?;
         Ok(plan.bundle_of_stage(device).map(|tensor| tensor.name.clone()).collect())
     }
 
@@ -231,9 +245,15 @@ impl OpenedCheckpoint {
     }
 
     /// The region of a tensor that a device holds: start and stop along each axis.
-    fn region(&self, py: Python<'_>, view: usize, index: usize, device: u64) -> PyResult<Vec<(u64, u64)>> {
+    fn region(
+        &self,
+        py: Python<'_>,
+        view: usize,
+        index: usize,
+        device: &Bound<'_, PyAny>,
+    ) -> PyResult<Vec<(u64, u64)>> {
         let (plan, tensor) = self.tensor(py, view, index)?;
-        check_device(plan, device)?;
+        let device = device_of(plan, device)?;
         Ok(plan.region(tensor, device).ranges().map(|range| (range.start, range.end)).collect())
     }
 
@@ -260,10 +280,10 @@ impl OpenedCheckpoint {
         py: Python<'_>,
         view: usize,
         rows: Vec<LoadRow<'_>>,
-        threads: Option<usize>,
+        threads: Option<&Bound<'_, PyAny>>,
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let engine = self.engine(py)?;
+        let (engine, threads) = (self.engine(py)?, threads_of(threads)?);
         let job = |(index, selection, dtype, target): &LoadRow<'_>| {
             let (_, tensor) = self.tensor(py, view, *index)?;
             let word = dtype.as_deref();
@@ -272,6 +292,9 @@ impl OpenedCheckpoint {
             LoadJob::new(engine, (&tensor.name, &tensor.view), selection.as_deref(), dtype, target)
         };
         let jobs = rows.iter().map(job).collect::<PyResult<Vec<LoadJob>>>()?;
-        loading::run(py, engine, jobs, threads.unwrap_or_else(cores), progress)
+        loading::refuse_overlaps(&jobs)?;
+        // A panic would be no `Exception` of Python's.
+        catch_unwind(AssertUnwindSafe(|| loading::run(py, engine, jobs, threads, progress)))
+            .unwrap_or_else(|_| Err(ExceptionKind::Read.with(py, &ReadError::Panicked.to_string())))
     }
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -392,6 +394,55 @@ def test_a_source_that_changes_raises(tmp_path, change):
         ck.load()
     with pytest.raises(ckfs.ReadError, match="safetensors"):
         np.asarray(ck["layers.scanned.w_up"])
+    # As of a file that cannot be read.
+    with pytest.raises(OSError, match="safetensors") as failed:
+        ck["layers.scanned.w_up"].read_into(np.empty(ck["layers.scanned.w_up"].shape, before.dtype))
+    assert failed.value.errno == errno.EIO and failed.value.code == 1
+    again = pickle.loads(pickle.dumps(failed.value))
+    assert type(again) is ckfs.ReadError and str(again) == str(failed.value)
+
+
+@pytest.mark.parametrize("number", [0, -1, 513, 2**16, 2**62, 2**64, 2**200, -(2**200), 1.5, True, "many"])
+def test_numbers_of_any_size_are_refused_and_nothing_panics(wide, number):
+    ck = ckfs.open(wide.path, mesh="fsdp=2")
+    tensor = ck["embed"]
+    for call in (
+        lambda: ck.load(threads=number),
+        lambda: tensor.read_into(np.empty(tensor.shape, tensor.dtype), threads=number),
+    ):
+        with pytest.raises(ValueError, match="threads: expected 1 to 512, found "):
+            call()
+    if number != 0:
+        for call in (ck.load, tensor.region, tensor.shard):
+            with pytest.raises(ValueError, match="expected one of the mesh's 2, 0 to 1"):
+                call(number)
+    if isinstance(number, int) and not isinstance(number, bool) and number:
+        for key in (slice(None, None, number), slice(number, None, abs(number)), slice(None, number, -abs(number))):
+            assert tensor[key].tobytes() == np.asarray(tensor)[key].tobytes(), key
+
+
+def test_settings_that_hold_themselves_are_refused(repo):
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(TypeError, match="include: expected at most 16 lists or dicts inside each other"):
+        ckfs.open(repo("llama").path, include=endless)
+
+
+def test_buffers_that_share_bytes_are_refused(wide):
+    ck = ckfs.open(wide.path)
+    tensor = ck["embed"]
+    memory = np.zeros(tensor.nbytes + 2, np.uint8)
+    rows = [(tensor._index, None, None, memory[start : start + tensor.nbytes]) for start in (2, 0)]
+    with pytest.raises(ValueError, match=f"embed and embed: {tensor.nbytes - 2} bytes of memory are given for both"):
+        ck._load(rows)
+    assert not memory.any(), "nothing was written"
+    # Side by side they share nothing.
+    memory = np.zeros(2 * tensor.nbytes, np.uint8)
+    ck._load([(tensor._index, None, None, part) for part in np.split(memory, 2)])
+    assert memory.tobytes() == np.asarray(tensor).tobytes() * 2
+    folded = np.lib.stride_tricks.as_strided(np.zeros(tensor.size, tensor.dtype), tensor.shape, [tensor.dtype.itemsize] * 2)
+    with pytest.raises(ValueError, match="rows follow each other"):
+        tensor.read_into(folded)
 
 
 def script(text: str, *args: object, **more: object) -> subprocess.CompletedProcess[str]:

@@ -211,6 +211,28 @@ def test_memory_of_any_kind(small):
         ckfs.torch.load_into(ck, nn.ParameterDict({"weight": nn.Parameter(torch.zeros(5, 3, device="meta"))}))
 
 
+def test_tensors_that_share_memory_are_refused(small):
+    ck = small(a=torch.ones(4, 3), b=torch.full((4, 3), 2.0))
+
+    def refused(state: dict[str, torch.Tensor], text: str) -> None:
+        with pytest.raises(ckfs.LoadError, match=text):
+            ckfs.torch.load_into(ck, state)
+        assert not any(tensor.any() for tensor in state.values()), "nothing is changed"
+
+    rows, columns, line = torch.zeros(7, 3), torch.zeros(4, 5), torch.zeros(100)
+    refused({"a": rows[:4], "b": rows[3:]}, "a and b share memory")
+    refused({"b": columns[:, 2:], "a": columns[:, :3]}, "share memory")
+    refused({"a": rows[:4], "b": rows[:4].reshape(3, 4).T}, "share memory")
+    refused({"a": line.as_strided((4, 3), (2, 1)), "b": torch.zeros(4, 3)}, "a: elements of it share memory")
+    refused({"a": torch.zeros(1, 3).expand(4, 3), "b": torch.zeros(4, 3)}, "a: elements of it share memory")
+    # Parts of one memory that share no element: rows, columns, every other element.
+    for a, b in ((rows.new_zeros(8, 3)[:4], None), (torch.zeros(4, 6)[:, :3], None), (torch.zeros(4, 6)[:, ::2], None)):
+        base = a._base
+        b = base[4:] if base.shape == (8, 3) else base[:, 3:] if a.stride(1) == 1 else base[:, 1::2]
+        ckfs.torch.load_into(ck, {"a": a, "b": b})
+        assert bool((a == 1).all()) and bool((b == 2).all())
+
+
 def test_names_of_wrapped_modules(small):
     weight = torch.randn(5, 3)
     ck = small(first__weight=weight, second__weight=weight, count=torch.tensor(1))

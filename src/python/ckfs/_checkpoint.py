@@ -267,7 +267,8 @@ def selected(shape: tuple[int, ...], key: Index) -> tuple[list[Selection], tuple
         if isinstance(word, slice):
             start, stop, step = word.indices(extent)
             count = len(range(start, stop, step))
-            selection.append((start, stop, step) if count else (0, 0, 1))
+            # A step that is never taken may have any size.
+            selection.append((start, stop, step) if count > 1 else (start, start + count, 1) if count else (0, 0, 1))
             result.append(count)
             continue
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 
@@ -29,8 +30,12 @@ class PlanError(Error):
         self.problems = list(problems or [message])
 
 
-class ReadError(Error):
+class ReadError(Error, OSError):
     """Bytes do not come: the source has changed since it was opened, or gives no answer. What was to be filled holds anything."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message, code)
+        self.errno = errno.EIO
 
 
 class ForkError(Error):

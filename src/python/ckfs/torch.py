@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -283,6 +284,48 @@ def _place(local: torch.Tensor) -> tuple[Any, ...]:
     return (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
 
 
+def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first and the last address of the elements."""
+    start, size = tensor.data_ptr(), tensor.element_size()
+    return start, start + size * (1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride())))
+
+
+def _addresses(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """An array with its elements where those of the tensor are: to be compared, not to be read."""
+    size = tensor.element_size()
+    strides = tuple(stride * size for stride in tensor.stride())
+    interface = {"version": 3, "typestr": f"|V{size}", "data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def _is_folded(tensor: torch.Tensor) -> bool:
+    """Whether elements of one tensor may share memory: along some axis it goes less far than the axes inside are long."""
+    reach = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape)):
+        if extent > 1 and stride <= reach:
+            return True
+        reach += (extent - 1) * stride
+    return False
+
+
+def _check_memory(targets: list[_Target]) -> None:
+    """Refuses tensors of the state that share memory and are not one: which of two values it then has would be chance."""
+    filled = [target for target in targets if target.region is not None and target.local.numel()]
+    shared = [f"{target.key}: elements of it share memory" for target in filled if _is_folded(target.local)]
+    filled.sort(key=lambda target: (str(target.local.device), target.local.data_ptr()))
+    for at, target in enumerate(filled):
+        end = _bounds(target.local)[1]
+        for other in filled[at + 1 :]:
+            if other.local.device != target.local.device or other.local.data_ptr() >= end:
+                break
+            if np.shares_memory(_addresses(target.local), _addresses(other.local)):
+                shared.append(f"{target.key} and {other.key} share memory")
+    if shared:
+        text = "the state has memory for several values:\n  " + "\n  ".join(shared[:8])
+        more = f"\n  and {len(shared) - 8} more" if len(shared) > 8 else ""
+        raise LoadError(f"{text}{more}\n  give each tensor memory of its own, as by .contiguous() or .clone()", mismatched=shared)
+
+
 def load_into(
     ck: Checkpoint,
     state: State,
@@ -299,7 +342,8 @@ def load_into(
     are not persistent are not in a state dict: after `to_empty` they are the caller's to set.
 
     As `Module.load_state_dict`: with `strict`, missing and unexpected names are an error, raised before anything is changed;
-    without, they are returned. Other shapes and tensors on the meta device are always an error.
+    without, they are returned. Other shapes, tensors on the meta device and tensors that share a part of their memory are
+    always an error.
 
     Raises `LoadError`; `ReadError`, after which the state holds anything.
     """
@@ -320,6 +364,7 @@ def load_into(
     unexpected = [name for name in ck.bundle() if name not in known]
     if strict and (missing or unexpected):
         raise LoadError(_difference(missing, unexpected), missing, unexpected)
+    _check_memory(list(chosen.values()))
     _fill(ck, [(target, names[target.key]) for target in chosen.values() if target.region is not None], threads, progress)
     return IncompatibleKeys(missing, unexpected)
 
