@@ -123,6 +123,51 @@ def test_the_configuration_of_the_daemon_set_is_one_of_ckfs(repo, tmp_path):
     assert "fsdp=8" in mounting.run("plan", "--config", config).out
 
 
+POD = r"""
+node=$PWD/node pod=$PWD/pod
+mkdir node pod && mkfifo hold
+mount -t tmpfs none "$node" && mount --make-shared "$node" && mkdir "$node/llama" "$pod/above" "$pod/itself"
+"$CKFS" mount "$1" "$node/llama"
+unshare --mount --propagation slave sh -ec 'mount --rbind "$0" "$1/above"; exec cat hold' "$node" "$pod" &
+exec 3>hold  # The pod has its volume when it opens the other end.
+in_pod() { nsenter --target $! --mount "$@"; }
+bytes_of() { in_pod sh -c 'wc -c <"$0"' "$pod/$1"; }
+bytes_of above/llama/full/embed
+"$CKFS" umount "$node/llama" && "$CKFS" mount "$1" "$node/llama"
+bytes_of above/llama/full/embed
+
+in_pod mount --bind "$node/llama" "$pod/itself"
+kill -9 "$(sed -n 's/^ *"pid": \([0-9]*\),*$/\1/p' "$node/llama/.ckfs/stats.json")"
+while cat "$node/llama/.ckfs/stats.json"; do :; done >cat.out 2>&1
+"$CKFS" mount "$1" "$node/llama"
+bytes_of above/llama/full/embed
+bytes_of itself/full/embed || true
+"$CKFS" umount "$node/llama"
+exec 3>&-
+"""
+
+
+def test_pods_take_the_directory_above_the_mount(repo, fuse, tmp_path):
+    """In mount namespaces, as the kubelet makes them: the volume follows a restart of the daemon, and that of the mount itself is dead."""
+    text = (ROOT / "examples/kubernetes/node.yaml").read_text()
+    daemon_set = next(document for document in yaml.safe_load_all(text) if document["kind"] == "DaemonSet")
+    volumes = daemon_set["spec"]["template"]["spec"]["volumes"]
+    (above,) = (volume["hostPath"]["path"] for volume in volumes if volume["name"] == "mounts")
+    assert f"hostPath volume of {above}, the directory above" in text
+    assert "`" + above + "`, as a `hostPath`" in (ROOT / "src/guide/training.md").read_text()
+    notes = (ROOT / "examples/helm/ckfs/templates/NOTES.txt").read_text()
+    assert "hostPath volume of {{ .Values.node.hostPath }}, the directory" in notes
+    if os.geteuid() != 0:
+        pytest.skip("only root makes such namespaces")
+    source = repo("llama")
+    inside = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", POD, "sh", source.path]
+    environment = os.environ | {"CKFS": str(mounting.find_ckfs())}
+    done = subprocess.run(inside, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    size = str(len(source.tensors["model.embed_tokens.weight"].data))
+    assert done.returncode == 0 and done.stdout.splitlines() == [size] * 3, done
+    assert "Transport endpoint is not connected" in done.stderr, done
+
+
 def test_the_formula_of_homebrew_has_the_digests_of_the_archives(tmp_path):
     version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
     digests = {"x86_64": "a" * 64, "aarch64": "b" * 64}
