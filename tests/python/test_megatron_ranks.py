@@ -240,4 +240,7 @@ def test_what_is_missing_or_of_another_save_is_named(saved, tmp_path):
     path.write_bytes(kept)
     assert "other arguments of the training" in refused(run)
     edited(path, lambda state: setattr(state["args"], "num_layers", 5))
-    assert "4 layers on all stages, and the arguments say Some(5)" in refused(run) or "num_layers" in refused(run)
+    assert "4 layers on all stages, and the arguments say 5" in refused(run) or "num_layers" in refused(run)
+    for file in step.rglob("*.pt"):
+        edited(file, lambda state: setattr(state["args"], "num_query_groups", 3))
+    assert "keys and values of 3 groups over 2 ranks" in refused(run)

@@ -43,6 +43,19 @@ pub(crate) fn lfs_pointer(head: &[u8], is_remote: bool) -> Option<&'static str> 
 /// How the text of a file ends that is a part of a repository.
 pub(crate) const ITS_DIRECTORY: &str = "give its directory";
 
+/// What `flax_model.msgpack` is, and files of flax's own checkpoints.
+const FLAX: &str = "parameters of Flax in msgpack: flax.serialization.msgpack_restore reads them; save them flat \
+                    (flax.traverse_util.flatten_dict, sep=\".\") as safetensors (safetensors.flax.save_file)";
+/// What a directory is with a file as [`is_msgpack_tree`] says.
+pub(crate) const OLD_ORBAX: &str = "a checkpoint of Orbax or flax as until 2023, whose tree is in msgpack in the file checkpoint: \
+                                    orbax.checkpoint.PyTreeCheckpointer() restores it and saves it as it is read here";
+
+/// Whether Orbax and flax called the file of a tree so, where no file of `TensorFlow` is beside it.
+pub(crate) fn is_msgpack_tree(name: &str) -> bool {
+    let number = name.strip_prefix("checkpoint_");
+    name == "checkpoint" || number.is_some_and(|number| number.parse::<u64>().is_ok())
+}
+
 /// The start of a zip archive.
 const ZIP: &[u8] = b"PK\x03\x04";
 
@@ -89,8 +102,15 @@ pub(crate) fn of_head(name: &str, head: &[u8]) -> FileKind {
             () => "a text in JSON, not weights: the download did not give the file",
         });
     }
-    if ends(&[".msgpack"]) {
-        return FileKind::Foreign("parameters of Flax in msgpack: load them with transformers and save safetensors");
+    // A map of less than 16 members, or one whose number of them follows, and a text as the first key.
+    let map_bytes = match head.first() {
+        Some(0x81..=0x8f) => 1,
+        Some(0xde) => 3,
+        _ => 0,
+    };
+    let is_msgpack = map_bytes > 0 && matches!(head.get(map_bytes), Some(0xa1..=0xbf | 0xd9));
+    if ends(&[".msgpack"]) || is_msgpack {
+        return FileKind::Foreign(FLAX);
     }
     if ends(&[".onnx"]) {
         return FileKind::Foreign("an ONNX model: use the repository that it was exported from");
@@ -174,9 +194,11 @@ pub(crate) fn of_files(files: &[Listed]) -> Option<String> {
     } else if any(&|name| has_extension(name, "gguf")) {
         "files of llama.cpp (GGUF): use the Hugging Face repository that they were converted from"
     } else if any(&|name| has_extension(name, "msgpack")) {
-        "parameters of Flax in msgpack: load them with transformers and save safetensors"
-    } else if any(&|name| name == "saved_model.pb" || has_extension(name, "index") || name == "checkpoint") {
-        "a checkpoint of TensorFlow: load it with transformers (from_tf=True) and save safetensors"
+        FLAX
+    } else if any(&|name| name == "saved_model.pb" || has_extension(name, "index")) {
+        "a checkpoint of TensorFlow: load it with transformers 4 (from_tf=True) and save safetensors"
+    } else if any(&is_msgpack_tree) {
+        OLD_ORBAX
     } else if any(&|name| has_extension(name, "h5") || has_extension(name, "keras")) {
         "weights of Keras: load them there and save safetensors"
     } else if any(&|name| has_extension(name, "onnx")) {
@@ -200,6 +222,7 @@ fn checkpoints_inside(files: &[Listed]) -> BTreeSet<String> {
         matches!(name, DCP_METADATA | "_METADATA" | "_CHECKPOINT_METADATA" | "manifest.ocdbt")
             || (name.starts_with("model_world_size_") && name.contains("_rank_"))
             || name.ends_with("_optim_states.pt")
+            || is_msgpack_tree(name)
     };
     let readable = files.iter().filter(|file| file.role != FileRole::Weights);
     let found = readable.filter_map(|file| file.path.rsplit_once('/'));
@@ -227,6 +250,8 @@ mod tests {
         assert_eq!(foreign("model.safetensors", b"version https://hawser.github.com/spec/v1"), "a pointer of git LFS");
         assert_eq!(foreign("a.npz", b"PK\x03\x04"), "arrays of numpy");
         assert_eq!(foreign("flax_model.msgpack", b"\x84"), "parameters of Flax in msgpack");
+        assert_eq!(foreign("checkpoint", b"\x82\xa6params\x81"), "parameters of Flax in msgpack");
+        assert_eq!(foreign("checkpoint_100", b"\xde\x00\x10\xd9\x20"), "parameters of Flax in msgpack");
         assert_eq!(foreign("model.safetensors.index.json", b"{\"weight_map\""), "the index of a repository");
         assert_eq!(foreign("config.json", b"{\n  "), "the configuration of a repository");
         assert_eq!(foreign("x", b" {\"a\": 1}"), "a text in JSON");
@@ -262,7 +287,12 @@ mod tests {
         assert_eq!(text(&[]), "the directory is empty");
         assert!(text(&["a-q4.gguf"]).contains("GGUF"));
         assert!(text(&["model.ckpt.index", "model.ckpt.data-00000-of-00001"]).contains("TensorFlow"));
+        assert!(text(&["checkpoint", "model.ckpt-7.index"]).contains("TensorFlow"));
         assert!(text(&["flax_model.msgpack", "config.json"]).contains("Flax"));
+        for old in [&["checkpoint"][..], &["checkpoint", "params.w/.zarray"], &["checkpoint_100"]] {
+            assert!(text(old).starts_with("a checkpoint of Orbax or flax as until 2023"), "{old:?}");
+        }
+        assert!(text(&["100/default/checkpoint"]).ends_with("open one of them: 100/default"));
         assert!(text(&["__0_0.distcp"]).contains("did not finish"));
         assert!(text(&["step-10/.metadata", "step-20/.metadata"]).ends_with("step-20, step-10"));
         assert!(text(&["config.json"]).contains("without weights"));

@@ -8,7 +8,7 @@ use ckfs_format::{
 use ckfs_source::SourceError;
 
 use super::{
-    super::container::is_torch,
+    super::{container::is_torch, foreign},
     found::{FoundStep, FoundSteps, StepKind, StepState},
     names::{self, ORBAX_UNFINISHED, StepName},
     ranks,
@@ -155,8 +155,17 @@ impl InCommon<'_> {
     /// Why a step is none whose directory holds nothing that is known.
     fn unknown(&self, path: &str, entries: &[StepEntry]) -> Result<String, SourceError> {
         let mut places = Vec::new();
+        let is_old = |entries: &[StepEntry]| {
+            entries.iter().any(|entry| !entry.is_directory && foreign::is_msgpack_tree(&entry.name))
+        };
+        if is_old(entries) {
+            return Ok(foreign::OLD_ORBAX.to_owned());
+        }
         for name in directories(entries) {
             let inside = self.tree.list(&below(path, name))?;
+            if is_old(&inside) {
+                return Ok(format!("{name}: {}", foreign::OLD_ORBAX));
+            }
             if inside.iter().any(|entry| !entry.is_directory && is_weights(&entry.name)) {
                 places.push(name);
             }

@@ -158,7 +158,7 @@ fn a_step_is_complete_with_its_last_file_in_every_order() {
 
 #[test]
 fn what_is_missing_is_said() {
-    let rows: [(Files, &str); 14] = [
+    let rows: [(Files, &str); 15] = [
         (&[("8.orbax-checkpoint-tmp-17/default/_METADATA", "{}")], ".orbax-checkpoint-tmp"),
         (&[("8/_CHECKPOINT_METADATA", r#"{"commit_timestamp_nsecs": null}"#)], "no time of commit"),
         (&[("8/_CHECKPOINT_METADATA", COMMITTED), ("8/params/_METADATA", "{}")], "the item default is missing"),
@@ -191,6 +191,7 @@ fn what_is_missing_is_said() {
             &[("m--loss=1-step=8/model.safetensors", "x"), ("m--loss=1-step=8-unfinished", "")],
             "m--loss=1-step=8-unfinished is beside it",
         ),
+        (&[("8/default/checkpoint", "x")], "default: a checkpoint of Orbax or flax as until 2023"),
         (&[("8/critic/model.safetensors", "x"), ("8/other/a.bin", "x")], "with weights, critic, other, none is known"),
     ];
     for (files, expected) in rows {

@@ -23,6 +23,7 @@ use super::super::super::{
     problem::{Problem, Problems},
     table::TensorTable,
 };
+use super::shown;
 
 /// The name of each file, below the directory of its rank.
 const FILE: &str = "/model_optim_rng.pt";
@@ -216,7 +217,8 @@ fn assemble(
         Cut::Gated => Some(0),
     };
     if axis.is_some_and(|axis| axis >= local.len()) || (cut == Cut::Gated && local[0] % 2 != 0) {
-        return Err(format!("expected a shape that is cut by {cut:?}, found {local:?}"));
+        let how = axis.map_or_else(String::new, |axis| format!(" along axis {axis}"));
+        return Err(format!("expected a shape that is cut{how}, found {local:?}"));
     }
     let mut whole = local.clone();
     if let Some(axis) = axis {
@@ -304,9 +306,10 @@ impl Job<'_> {
         for (file, _, said) in &states {
             if said.iteration != iteration {
                 let message = format!(
-                    "iteration {:?}, and {} has {iteration:?}: they are of different saves",
-                    said.iteration,
-                    self.path(first)
+                    "iteration {}, and {} has {}: they are of different saves",
+                    shown(said.iteration),
+                    self.path(first),
+                    shown(iteration)
                 );
                 return Err((self.path(*file), message));
             }
@@ -439,8 +442,8 @@ impl Job<'_> {
             total += count;
         }
         let (file, said) = &ranks[&(0, 0, 0)];
-        if said.arguments.layers.is_some_and(|layers| layers != total) {
-            let message = format!("{total} layers on all stages, and the arguments say {:?}", said.arguments.layers);
+        if let Some(layers) = said.arguments.layers.filter(|layers| *layers != total) {
+            let message = format!("{total} layers on all stages, and the arguments say {layers}");
             return Err((self.path(*file), message));
         }
         Ok(offsets)

@@ -20,6 +20,7 @@ use super::super::super::{
     problem::{Problem, Problems},
     table::TensorTable,
 };
+use super::shown;
 
 /// What a file of a checkpoint of DeepSpeed is, by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -382,9 +383,9 @@ impl Zero<'_> {
         }
         for (file, other) in self.models.values() {
             if other.states.steps != model.states.steps {
-                let (left, right) = (model.states.steps, other.states.steps);
+                let (left, right) = (shown(model.states.steps), shown(other.states.steps));
                 let message =
-                    format!("step {right:?}, and {} has step {left:?}: they are of different saves", self.path(*first));
+                    format!("step {right}, and {} has step {left}: they are of different saves", self.path(*first));
                 return Err((self.path(*file), message));
             }
             // Which of them are others too is in the file of rank 0 only.
@@ -427,7 +428,10 @@ impl Zero<'_> {
             let (own, of_first) =
                 ((states.stage, &states.partitions, flat.len()), (first.stage, &first.partitions, first.flat.len()));
             if own != of_first || states.paddings != first.paddings {
-                let message = format!("says ZeRO {own:?}, and {} says {of_first:?}", self.path(*file));
+                let text = |(stage, partitions, vectors): (u64, &Vec<u64>, usize)| {
+                    format!("ZeRO {stage} of {partitions:?} partitions in {vectors} vectors")
+                };
+                let message = format!("says {}, and {} says {}", text(own), self.path(*file), text(of_first));
                 return Err((self.path(*other), message));
             }
         }
