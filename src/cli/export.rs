@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use ckfs_config::Config;
 use ckfs_plan::report::human_bytes;
 use ckfs_service::identity::{self, IdentityScope};
@@ -92,7 +92,7 @@ impl Export {
         let (source, directory) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "DIR")?;
         tree::patterns(&self.only)?;
         let directory = std::path::absolute(directory).context("DIR")?;
-        check_target(&directory, self.force || interrupted(&directory).is_some())?;
+        check_target(&directory, source, self.force || interrupted(&directory).is_some())?;
         let mut config = open::source_config(source, &self.flags)?;
         let Some(wanted) = config.mount.steps else {
             let written = self.export(&mut config, &directory, None, log)?;
@@ -133,7 +133,7 @@ impl Export {
         })?;
         let root = volume.engine().checkpoint().root();
         if real(directory).starts_with(real(root)) {
-            bail!("{}: lies inside the source {}", directory.display(), root.display());
+            return Err(inside_source(directory, root));
         }
         let total = tree::total_bytes(&nodes);
         create_target(&volume, directory).with_context(|| directory.display().to_string())?;
@@ -227,10 +227,18 @@ fn remove_wrong(volume: &Volume, nodes: &[tree::PathNode], directory: &Path) {
     }
 }
 
-fn check_target(directory: &Path, force: bool) -> anyhow::Result<()> {
+fn inside_source(directory: &Path, source: &Path) -> anyhow::Error {
+    anyhow!("{}: lies inside the source {}: give a directory outside of it", directory.display(), source.display())
+}
+
+fn check_target(directory: &Path, source: Option<&str>, force: bool) -> anyhow::Result<()> {
     match fs::read_dir(directory) {
         Ok(mut entries) => {
             if !force && entries.next().is_some() {
+                // What is refused with --force too proposes no --force.
+                if let Some(source) = source.map(Path::new).filter(|source| real(directory).starts_with(real(source))) {
+                    return Err(inside_source(directory, source));
+                }
                 bail!("{}: not empty; --force writes into it all the same", directory.display());
             }
             Ok(())

@@ -4,13 +4,14 @@ use std::{fs, path::PathBuf};
 
 use anyhow::{Context, anyhow, bail};
 use ckfs_config::{Config, TimeLimit, WaitTime};
-use ckfs_fuse::{UnmountOptions, unmount};
-use ckfs_host::{Log, last_mount_file};
+use ckfs_fuse::{UnmountError, UnmountOptions, ckfs_mounts, unmount};
+use ckfs_host::{Log, last_mount_file, systemd};
+use ckfs_service::quoted;
 use clap::Args;
 
 use super::{
     flags::LogFlags,
-    last_mount, mount, open,
+    hint, last_mount, mount, open,
     status::{MountHealth, probe},
 };
 
@@ -33,27 +34,32 @@ pub(super) struct Restart {
     wait: WaitTime,
 }
 
-/// The unit of systemd that a process belongs to, if that is a service of ckfs.
-fn unit_of(pid: u64) -> Option<String> {
-    let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-    let unit = |line: &str| Some(line.rsplit('/').next()?.trim_end().to_owned());
-    groups.lines().filter_map(unit).find(|unit| unit.starts_with("ckfs") && unit.ends_with(".service"))
-}
-
 impl Restart {
     pub(super) fn run(&self, log: &LogFlags, sink: &Log) -> anyhow::Result<()> {
         let mountpoint = std::path::absolute(&self.mountpoint).context("mountpoint")?;
         let path = mountpoint.display();
-        let found = probe(&mountpoint);
-        match found.health {
-            MountHealth::Healthy | MountHealth::Degraded => {}
-            health @ (MountHealth::Stale | MountHealth::Stuck | MountHealth::Failing | MountHealth::Private) => bail!(
-                "{path}: {}: `ckfs umount` removes it, and `ckfs status --last {path} > FILE` has its configuration",
-                health.name()
-            ),
+        let last = || match last_mount::find(Some(&mountpoint)) {
+            Ok(_) => {
+                let word = quoted(&path.to_string());
+                format!(
+                    "; the last mount there comes back by: ckfs status --last {word} > ckfs.toml && ckfs mount --config ckfs.toml"
+                )
+            }
+            Err(_) => String::new(),
+        };
+        // The path of a stale mount cannot be resolved. It is compared as it is.
+        let resolved = fs::canonicalize(&mountpoint).unwrap_or_else(|_| mountpoint.clone());
+        if ckfs_mounts().iter().all(|mount| mount.mountpoint != resolved) {
+            let near = hint::near_mount(&mountpoint).map_or_else(String::new, |near| format!("; {near}"));
+            bail!("{path}: no ckfs mount{near}{}", last());
         }
-        if let Some(unit) = found.pid().and_then(unit_of) {
-            bail!("{path}: is the mount of a service: systemctl restart {unit}");
+        let found = probe(&mountpoint);
+        if let Some(remedy) = found.health.remedy() {
+            let last = if found.health == MountHealth::Stale { last() } else { String::new() };
+            bail!("{path}: {}: {remedy}{last}", found.health.name());
+        }
+        if let Some(command) = found.pid().and_then(systemd::restart_command) {
+            bail!("{path}: is the mount of a service: {command}");
         }
         let mut config = open::shown_config(&mountpoint)?;
         config.mountpoint = Some(mountpoint.clone());
@@ -65,7 +71,15 @@ impl Restart {
         let file = last_mount_file(&mountpoint).filter(|file| file.is_file());
         let file = file
             .ok_or_else(|| anyhow!("{path}: no place for its configuration: neither XDG_STATE_HOME nor HOME is set"))?;
-        unmount(&mountpoint, UnmountOptions { lazy: false, stale_only: false, wait: self.wait.duration() })?;
+        let unmounted =
+            unmount(&mountpoint, UnmountOptions { lazy: false, stale_only: false, wait: self.wait.duration() });
+        match unmounted {
+            // To take it away now is no way here: the new mount would have other readers than the old one.
+            Err(error @ UnmountError::Busy { .. }) => {
+                bail!("{error}\n  it is left as it is; --wait TIME goes on trying")
+            }
+            other => other?,
+        }
         let timeout = config.start_limit.map(TimeLimit::duration).unwrap_or_default();
         let words = ["mount".into(), "--config".into(), file.clone().into_os_string()];
         let started = mount::start(&words, &mountpoint, timeout)

@@ -86,7 +86,7 @@ impl MountHealth {
 
 impl MountHealth {
     /// What a mount that says nothing of itself suffers from, and what to do.
-    const fn remedy(self) -> Option<&'static str> {
+    pub(super) const fn remedy(self) -> Option<&'static str> {
         match self {
             Self::Healthy | Self::Degraded => None,
             Self::Stale => {

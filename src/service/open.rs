@@ -13,7 +13,7 @@ use ckfs_config::{
     Allow, Config, HfCache, LayoutChoice, Materialize, MergedLora, MountSettings, OwnerId, ThreadCount, TimeLimit,
     ViewSettings,
 };
-use ckfs_host::{budget::Budget, limits, memory, state_directory};
+use ckfs_host::{budget::Budget, limits, memory, state_directory, systemd};
 use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
 use ckfs_read::{EngineOptions, EngineRooms};
 use ckfs_source::{ComparedFiles, FileId, SourceError, WaitRegistry, digest::Compared, remote::RemoteOptions};
@@ -261,13 +261,10 @@ pub(super) fn warn_of_large_cache(budget: &Budget) {
     }
 }
 
-/// The command that mounts the present mount anew.
+/// The command that mounts the present mount anew. A service of systemd would be started again by its unit, beside another mount.
 pub(super) fn remount_command(config: &Config) -> Option<String> {
-    let mountpoint = quoted(&config.mountpoint.as_ref()?.display().to_string());
-    config.source.as_ref()?;
-    let point = quoted(&config.mountpoint.as_ref()?.join(".ckfs/config.toml").display().to_string());
-    // The options are in the mount, and gone with it.
-    Some(format!("cp {point} ckfs.toml && ckfs umount {mountpoint} && ckfs mount --config ckfs.toml"))
+    let mountpoint = config.mountpoint.as_ref().map(|point| quoted(&point.display().to_string()));
+    systemd::restart_command("self").or(Some(format!("ckfs restart {}", mountpoint?)))
 }
 
 /// A word quoted for the shell, if that is needed.

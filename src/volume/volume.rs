@@ -38,8 +38,7 @@ use super::{
 };
 
 /// How to mount anew, where the command is not known.
-const REMOUNT: &str =
-    "cp MNT/.ckfs/config.toml ckfs.toml && ckfs umount MNT && ckfs mount --config ckfs.toml SOURCE MNT";
+const REMOUNT: &str = "open the source again, in a new process";
 
 /// A plan and its directory in the mount.
 #[derive(Clone, Debug)]

@@ -222,6 +222,7 @@ fn failures_exit_with_1_and_state_the_expected_value() {
         (&["cat", "model", "dev0/embed", "--length", "49"], "bytes 0..49 are beyond the end: the file has 48 bytes"),
         (&["export", "model", "full"], "full: not empty; --force"),
         (&["export", "model", "new", "--only", "nonsense"], "no file matches nonsense"),
+        (&["export", "model", "model"], "lies inside the source"),
         (&["export", "model", "model/sub"], "lies inside the source"),
         (&["export", "model", "full/../model/sub"], "lies inside the source"),
         (&["export", "model", "link/sub/deep"], "lies inside the source"),

@@ -208,7 +208,7 @@ fn a_mount_whose_sources_changed_is_degraded() {
         (1..3).map(|number| weights(mounted.dir.path(), number).display().to_string()).collect();
     assert_eq!(files, expected);
     let at = mounted.at();
-    let again = format!("cp {at}/.ckfs/config.toml ckfs.toml && ckfs umount {at} && ckfs mount --config ckfs.toml");
+    let again = format!("ckfs restart {at}");
     for problem in problems {
         let remedy = problem["remedy"].as_str().unwrap();
         assert!(remedy.ends_with(&again), "{remedy}");
@@ -222,13 +222,19 @@ fn a_mount_whose_sources_changed_is_degraded() {
     assert_eq!(ran.code, 1);
     assert!(ran.err.contains("1 mount degraded"), "{}", ran.err);
     let times = after["last_error"]["time"].as_str().unwrap();
-    for part in ["health  degraded", &expected[0], &expected[1], "modification time", "ckfs umount", times] {
+    for part in ["health  degraded", &expected[0], &expected[1], "modification time", &again, times] {
         assert!(ran.out.contains(part), "{part}: {}", ran.out);
     }
     let doctor = ckfs(&["doctor"]);
     assert!(doctor.out.contains(&format!("{at} is degraded")), "{}", doctor.out);
     let text = fs::read_to_string(mounted.mountpoint.join(".ckfs/metrics")).unwrap();
     assert_eq!((metric(&text, "ckfs_degraded"), metric(&text, "ckfs_failed_opens_total")), (1, 2));
+
+    // The remedy is one.
+    let mended = ckfs(&again.split(' ').skip(1).collect::<Vec<_>>());
+    assert_eq!(mended.code, 0, "{}", mended.err);
+    assert_eq!(mounted.status(0)["health"], "healthy");
+    read("full/layers/0/wq").unwrap();
 }
 
 /// All files below a directory.

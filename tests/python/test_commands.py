@@ -255,14 +255,23 @@ def test_restart_mounts_anew_what_nobody_uses(fuse, fresh, tmp_path):
     source, point = fresh("llama").path, tmp_path / "mnt"
     point.mkdir()
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
-    assert "failing" in run("restart", tmp_path, expect=1).err
+    assert run("restart", tmp_path, expect=1, env=environment).err.endswith(f"{tmp_path}: no ckfs mount\n")
+
+    def mended() -> None:
+        """By the commands that restart proposes, in a shell."""
+        commands = run("restart", point, expect=1, env=environment).err.split("comes back by: ")[1]
+        program = environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        subprocess.run(["sh", "-ec", commands], cwd=tmp_path, env=program, check=True, timeout=mounting.TIMEOUT_SECONDS)
+        assert run("status", point, "--json").json()["mounts"][0]["health"] == "healthy"
+
+    (tmp_path / "ckfs").symlink_to(mounting.find_ckfs())
     try:
         run("mount", source, point, "--mesh", "fsdp=2", "--dtype", "f32", env=environment)
         first = run("status", point, "--json").json()["mounts"][0]
         embed = (point / "dev1/embed").read_bytes()
         with open(point / "dev1/embed", "rb"):
             refused = run("restart", point, expect=1, env=environment).err
-            assert str(os.getpid()) in refused or "in use" in refused, refused
+            assert (str(os.getpid()) in refused or "in use" in refused) and "--lazy" not in refused and "--wait TIME" in refused, refused
             assert run("status", point, "--json").json()["mounts"][0]["pid"] == first["pid"]
         said = run("restart", point, "--wait", "10", env=environment).err
         assert f"ckfs: mounted anew on {point}; " in said
@@ -278,6 +287,12 @@ def test_restart_mounts_anew_what_nobody_uses(fuse, fresh, tmp_path):
         finally:
             config.write_text(text)
         assert run("status", point, "--json", expect=None).json()["mounts"][0]["pid"] == second["pid"]
+        os.kill(second["pid"], mounting.signal.SIGKILL)
+        mounting.wait_until(lambda: mounting.error_of(os.listdir, point) is not None, what="a stale mount")
+        mended()
+        run("umount", point)
+        mended()
+        assert run("status", point, "--json").json()["mounts"][0]["views"] == second["views"]
     finally:
         mounting.detach(point)
 
