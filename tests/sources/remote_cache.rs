@@ -26,7 +26,7 @@ use ckfs::source::{
 use sha2::{Digest, Sha256};
 
 const FILE: FileId = FileId(0);
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_mins(3);
 
 fn content(len: usize, seed: u64) -> Vec<u8> {
     // Never zero: a hole must show.
@@ -361,6 +361,20 @@ fn a_service_without_answer_is_an_error_after_the_stated_time_and_cached_bytes_g
     assert!(read(&*source, 0, 1000).is_ok(), "it works again");
 }
 
+/// The error of a second attempt of a read, which the service is not asked for. On a busy machine it may come so late that it is a read
+/// of its own: then both are made again.
+fn second_attempt<S: Fn() -> Result<Vec<u8>, SourceError>>(objects: &MemoryObjects, first: impl Fn() -> S) -> SourceError {
+    for _ in 0..20 {
+        let second = first();
+        let asked = objects.requests.load(Ordering::Relaxed);
+        let error = second().unwrap_err();
+        if objects.requests.load(Ordering::Relaxed) == asked {
+            return error;
+        }
+    }
+    panic!("the service is asked for a second attempt")
+}
+
 #[test]
 fn a_service_that_keeps_failing_takes_no_more_than_the_time_limit() {
     let limit = Duration::from_millis(800);
@@ -370,11 +384,12 @@ fn a_service_that_keeps_failing_takes_no_more_than_the_time_limit() {
         for cache in [cache(dir.path(), None), cache(&dir.path().join("full"), Some(0))] {
             let source = objects.source(&cache, limit);
             objects.mishaps.lock().unwrap().extend(vec![Mishap::Fails(failure.clone()); 1000]);
-            let begun = Instant::now();
-            let error = read(&*source, 0, 4096).unwrap_err();
-            assert!(matches!(error, SourceError::Remote { .. }), "{error}");
-            assert!(read(&*source, 0, 4096).is_err(), "the kernel's second attempt");
-            assert!(begun.elapsed() < limit * 3 / 2, "{failure:?}: {:?}", begun.elapsed());
+            // Without a limit it would go on until the failures are used up.
+            second_attempt(&objects, || {
+                let error = read(&*source, 0, 4096).unwrap_err();
+                assert!(matches!(error, SourceError::Remote { .. }), "{error}");
+                || read(&*source, 0, 4096)
+            });
             objects.mishaps.lock().unwrap().clear();
         }
     }
@@ -384,14 +399,15 @@ fn a_service_that_keeps_failing_takes_no_more_than_the_time_limit() {
 fn a_reader_does_not_wait_for_a_request_that_is_stuck() {
     let objects = MemoryObjects::new([("a.bin", content(4 << 20, 7))]);
     let dir = tempfile::tempdir().unwrap();
-    let source = objects.source(&cache(dir.path(), None), Duration::from_secs(5));
+    let limit = Duration::from_secs(30);
+    let source = objects.source(&cache(dir.path(), None), limit);
     objects.mishaps.lock().unwrap().extend(vec![Mishap::Hangs; 8]);
+    let begun = Instant::now();
     assert!(source.remote().unwrap().prefetch(FILE, &[span(0, 4 << 20)]));
     thread::sleep(Duration::from_millis(2300));
     objects.mishaps.lock().unwrap().clear();
-    let begun = Instant::now();
     assert!(read(&*source, 1 << 20, 100_000).unwrap() == content(4 << 20, 7)[1 << 20..][..100_000]);
-    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < limit, "not after the request has ended");
 }
 
 #[test]
@@ -400,13 +416,13 @@ fn a_reader_waits_once_although_the_kernel_asks_twice() {
     let dir = tempfile::tempdir().unwrap();
     for cache in [cache(dir.path(), None), cache(&dir.path().join("full"), Some(0))] {
         let source = objects.source(&cache, Duration::from_millis(400));
-        objects.mishaps.lock().unwrap().extend(vec![Mishap::Hangs; 50]);
+        objects.mishaps.lock().unwrap().extend(vec![Mishap::Hangs; 1000]);
         for first_bytes in [100_000, 4096] {
-            read(&*source, 500_000, first_bytes).unwrap_err();
-            // For the page that its reader wants, alone.
-            let begun = Instant::now();
-            let error = read(&*source, 500_000, 4096).unwrap_err();
-            assert!(begun.elapsed() < Duration::from_millis(200), "{:?}", begun.elapsed());
+            let error = second_attempt(&objects, || {
+                read(&*source, 500_000, first_bytes).unwrap_err();
+                // For the page that its reader wants, alone.
+                || read(&*source, 500_000, 4096)
+            });
             assert!(error.to_string().contains("a.bin: bytes 500000..504096: "), "{error}");
         }
         objects.mishaps.lock().unwrap().clear();
