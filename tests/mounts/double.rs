@@ -259,7 +259,7 @@ impl FileSystem for Double {
             | Manner::MaterializePanics
             | Manner::MaterializeForgets => Ok(reply(Served::Memory(bytes))),
             Manner::Slow => {
-                thread::sleep(Duration::from_millis(300));
+                thread::sleep(Duration::from_secs(3));
                 Ok(reply(Served::Memory(bytes)))
             }
             Manner::Failing => Err(FsError::Io.into()),

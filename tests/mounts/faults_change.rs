@@ -33,7 +33,7 @@ const BYTES: usize = 16 << 20;
 const READ_BYTES: usize = 1 << 20;
 const OLD: u8 = 0x11;
 const NEW: u8 = 0x22;
-const SOON: Duration = Duration::from_mins(1);
+const SOON: Duration = Duration::from_mins(3);
 const FILE: &str = "model.safetensors";
 
 fn write_repo(dir: &Path) {

@@ -360,7 +360,7 @@ fn a_change_without_any_read_is_noticed() {
     touch(&weights(mounted.dir.path(), 1));
     let begin = Instant::now();
     while ckfs(&["status", mounted.at()]).code == 0 {
-        assert!(begin.elapsed() < Duration::from_secs(30), "not noticed");
+        assert!(begin.elapsed() < Duration::from_mins(3), "not noticed");
         std::thread::sleep(Duration::from_millis(200));
     }
     let found = mounted.status(1);
@@ -423,7 +423,7 @@ fn a_mount_compares_large_blobs_and_gives_no_byte_of_a_damaged_one_afterwards() 
             if status.status.code() == Some(1) {
                 break String::from_utf8(status.stdout).unwrap();
             }
-            assert!(begin.elapsed() < Duration::from_mins(1), "not noticed");
+            assert!(begin.elapsed() < Duration::from_mins(3), "not noticed");
             std::thread::sleep(Duration::from_millis(200));
         };
         for part in ["degraded", &digest, "SHA-256", "hf download", snapshot.to_str().unwrap()] {

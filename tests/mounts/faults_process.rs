@@ -34,7 +34,7 @@ use nix::{
 };
 
 /// Time limit for anything that should happen soon.
-const SOON: Duration = Duration::from_secs(30);
+const SOON: Duration = Duration::from_mins(3);
 
 /// Bytes of the one tensor: large enough to be materialized in memory.
 const DATA_BYTES: usize = 2 << 20;

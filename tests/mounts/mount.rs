@@ -46,7 +46,7 @@ use nix::{
 use rustix::fs::{AtFlags, CWD, FallocateFlags, RenameFlags, XattrFlags};
 
 /// Time limit for anything that should happen soon.
-const SOON: Duration = Duration::from_secs(15);
+const SOON: Duration = Duration::from_mins(3);
 
 // --- the serving process ---
 
@@ -674,11 +674,10 @@ fn a_slow_read_does_not_hold_up_others() {
     let pid = bench.start();
     let slow = File::open(bench.file("slow")).unwrap();
     thread::scope(|scope| {
-        scope.spawn(|| slow.read_exact_at(&mut [0; 4096], 0).unwrap());
+        let reader = scope.spawn(|| slow.read_exact_at(&mut [0; 4096], 0).unwrap());
         thread::sleep(Duration::from_millis(50));
-        let begin = Instant::now();
         bench.stat("read");
-        assert!(begin.elapsed() < Duration::from_millis(200), "{:?}", begin.elapsed());
+        assert!(!reader.is_finished(), "only after the slow read");
     });
     drop(slow);
     bench.stop(pid);
