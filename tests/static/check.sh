@@ -29,7 +29,7 @@ done
 "$bin/hadolint" examples/container/Dockerfile
 
 mapfile -t scripts < <(grep -rlIx '#!/usr/bin/env bash' .ci examples tests)
-"$bin/shellcheck" --severity=warning "${scripts[@]}"
+"$bin/shellcheck" --external-sources --severity=warning "${scripts[@]}"
 
 # One build of the dependencies serves the program, its tests and its benches: none of them asks for features that the others lack.
 features() {
