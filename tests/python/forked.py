@@ -1,7 +1,7 @@
 """Scripts in processes that begin with their modules imported: to import torch takes longer than most of what they do.
 
 `forked.py MODULE…` imports the modules once. For each line of JSON on its standard input it forks one process for each rank, which
-runs the script as `python SCRIPT …` or `python -m MODULE …` would, waits for them, and prints their exit codes.
+runs the script as `python SCRIPT …`, `python -m MODULE …` or `python -c CODE …` would, waits for them, and prints their exit codes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ TORCH = (
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 MEGATRON = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.dist_checkpointing", *COMPILER)
+# Variables, and None for those that are not to be there.
+Environment = dict[str, str | None]
 # Only ends a hang.
 HANG_SECONDS = 900
 
@@ -34,26 +36,32 @@ HANG_SECONDS = 900
 class Job:
     """The ranks of one script, which have been started."""
 
-    def __init__(self, forks: Forks, command: tuple[object, ...], ranks: list[dict[str, str]]) -> None:
+    def __init__(self, forks: Forks, command: tuple[object, ...], ranks: list[Environment]) -> None:
         self.forks, self.command = forks, command
-        self.logs = [tempfile.NamedTemporaryFile(prefix="rank-") for _ in ranks]  # noqa: SIM115
-        rows = [{"environment": ranks[number], "log": log.name} for number, log in enumerate(self.logs)]
+        self._place = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._files = [Path(self._place.name) / str(number) for number in range(len(ranks))]
+        rows = [{"environment": rank, "file": str(file)} for rank, file in zip(ranks, self._files, strict=True)]
         print(json.dumps({"command": [str(word) for word in command], "ranks": rows}), file=forks.process.stdin, flush=True)
 
     def output(self) -> list[str]:
-        """What each rank has printed so far."""
-        return [Path(log.name).read_text(errors="replace") for log in self.logs]
+        """What each rank has printed so far, without errors."""
+        return [file.read_text(errors="replace") if file.exists() else "" for file in self._files]
+
+    def said(self) -> str:
+        """All that the ranks have said, to be shown with a failure."""
+        files = sorted(Path(self._place.name).iterdir())
+        return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-20_000:]}" for file in files)
 
     def wait(self) -> list[str]:
-        """The output of each rank. All have succeeded."""
+        """What each rank has printed. All have succeeded."""
         try:
             ready, _, _ = select.select([self.forks.process.stdout], [], [], HANG_SECONDS)
-            assert ready, f"{self.command}: not done within {HANG_SECONDS} s\n" + "\n".join(self.output())
+            assert ready, f"{self.command}: not done within {HANG_SECONDS} s\n{self.said()}"
             codes = json.loads(self.forks.process.stdout.readline())
         except BaseException:
             self.kill()
             raise
-        assert not any(codes), f"{self.command}: exit codes {codes}\n" + "\n".join(self.output())
+        assert not any(codes), f"{self.command}: exit codes {codes}\n{self.said()}"
         return self.output()
 
     def kill(self) -> None:
@@ -80,8 +88,8 @@ class Forks:
 _held: dict[tuple, Forks] = {}
 
 
-def start(modules: tuple[str, ...], *command: object, ranks: list[dict[str, str]] | None = None, **environment: str) -> Job:
-    """Starts a script, or `-m` and a module, once for each rank's own environment. `environment` is that of the imports, too."""
+def start(modules: tuple[str, ...], *command: object, ranks: list[Environment] | None = None, **environment: str) -> Job:
+    """Starts a script once for each rank's own environment. `environment` is that of the imports, too."""
     key = (modules, *sorted(environment.items()))
     if key not in _held or _held[key].process.poll() is not None:
         _held[key] = Forks(modules, **environment)
@@ -89,11 +97,11 @@ def start(modules: tuple[str, ...], *command: object, ranks: list[dict[str, str]
 
 
 def run(modules: tuple[str, ...], *command: object, **environment: str) -> str:
-    """Runs a script alone; what it prints, errors too."""
+    """Runs a script alone; what it prints."""
     return start(modules, *command, **environment).wait()[0]
 
 
-def ranks_of(world: int, **more: str) -> list[dict[str, str]]:
+def ranks_of(world: int, **more: str) -> list[Environment]:
     """The environments of ranks, by which they find each other, as torchrun sets them."""
     from servers import free_port
 
@@ -106,19 +114,24 @@ def run_ranks(world: int, modules: tuple[str, ...], *command: object, **environm
     return start(modules, *command, ranks=ranks_of(world), **environment).wait()
 
 
-def _become(command: list[str], environment: dict[str, str], log: str) -> None:
+def _become(command: list[str], environment: Environment, file: str) -> None:
     """In the new process: runs the script, and ends."""
     code = 1
     try:
-        for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), (to := os.open(log, os.O_WRONLY | os.O_APPEND)), to)):
-            os.dup2(file, number)
-        os.environ.update(environment)
-        name, *sys.argv[1:] = command[1:] if command[0] == "-m" else command
-        if command[0] == "-m":
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        for number, (name, how) in enumerate([(os.devnull, os.O_RDONLY), *((name, os.O_WRONLY | os.O_CREAT) for name in (file, f"{file}.err"))]):
+            os.dup2(os.open(name, how), number)
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        how = command.pop(0) if command[0] in ("-m", "-c") else ""
+        sys.argv = command
+        if how == "-m":
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        elif how == "-c":
+            exec(compile(command[0], "<string>", "exec"), {"__name__": "__main__"})
         else:
-            sys.argv[0] = name
-            runpy.run_path(name, run_name="__main__")
+            runpy.run_path(command[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -141,7 +154,7 @@ def main(*modules: str) -> None:
             if process := os.fork():
                 processes.append(process)
             else:
-                _become(request["command"], rank["environment"], rank["log"])
+                _become(request["command"], rank["environment"], rank["file"])
         codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
         print(json.dumps(codes), file=answers, flush=True)
 

@@ -13,6 +13,7 @@ import textwrap
 import threading
 from pathlib import Path
 
+import forked
 import mounting
 
 READY = re.compile(r"ckfs: serving (.*) at http://(\S+)/files/; (.*)")
@@ -88,14 +89,27 @@ class Server:
 
 def run_client(script: str, home: Path, **env: str) -> str:
     """Runs Python in a process of its own: clients of the Hub read their environment once. Returns what it prints."""
-    return run_script("-c", textwrap.dedent(script), home=home, **env)
+    clean, script = clean_environment(home, env), textwrap.dedent(script)
+    if "transformers" not in script:
+        return _run("-c", script, clean=clean)
+    # Nothing that is imported before it knows of the Hub.
+    gone = {name: None for name in os.environ if name not in clean}
+    return forked.start(("torch", *forked.COMPILER, "scipy.optimize"), "-c", script, ranks=[gone | clean]).wait()[0]
 
 
 def run_script(*args: object, home: Path, **env: str) -> str:
     """The same, with arguments of Python."""
+    return _run(*args, clean=clean_environment(home, env))
+
+
+def clean_environment(home: Path, env: dict[str, str]) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "AWS_", "CKFS_CACHE"))}
     fixed = {"HOME": str(home), "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return clean | fixed | env
+
+
+def _run(*args: object, clean: dict[str, str]) -> str:
     command = [sys.executable, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=clean | fixed | env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=mounting.TIMEOUT_SECONDS, env=clean)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -105,7 +105,7 @@ def test_each_step_is_what_its_trainer_had(kind, own, tmp_path):
     try:
         deadline = time.monotonic() + forked.HANG_SECONDS
         while STEPS not in compared:
-            assert time.monotonic() < deadline, f"{kind}: seen {seen}, compared {compared}\n" + "\n".join(trainer.output())
+            assert time.monotonic() < deadline, f"{kind}: seen {seen}, compared {compared}\n{trainer.said()}"
             for path in sorted(mount.point.iterdir(), key=lambda path: path.name):
                 if not path.name.isdigit() or int(path.name) in compared:
                     continue

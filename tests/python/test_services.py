@@ -268,7 +268,7 @@ def test_a_service_with_a_limit_is_asked_less_and_no_reply_is_asked_for_twice(tm
 
     with serving(limited) as url:
         source, environment = settings(kind, url, tmp_path)
-        run = Run(tmp_path, source, environment, "--source-timeout", "20s")
+        run = Run(tmp_path, source, environment, "--source-timeout", "5m")
     assert run.code == 0, run.err
     heads = [what for _, what in good if what.startswith("HEAD")]
     assert len(heads) == len(set(heads)), "a HEAD was repeated"
@@ -288,7 +288,7 @@ def test_a_listing_without_end_is_refused(tmp_path: Path, mode: str) -> None:
 
     with serving(endless) as url:
         source, environment = settings("s3", url, tmp_path)
-        run = Run(tmp_path, source, environment, "--source-timeout", "5s")
+        run = Run(tmp_path, source, environment, "--source-timeout", "5m")
     assert run.code == 1 and count[0] < 300, (count, run.err)
     assert re.search("without end|twice|again and again", run.err), run.err
 
@@ -298,7 +298,7 @@ def test_without_credentials_it_is_said_where_they_were_looked_for(tmp_path: Pat
     with serving(lambda call: call.reply(404)) as url:
         host = url.removeprefix("http://")
         environment = {"AWS_METADATA_ENDPOINT": url, "GCE_METADATA_HOST": host, "GCE_METADATA_IP": host}
-        run = Run(tmp_path, f"{scheme}://b/m", environment, "--source-timeout", "20s")
+        run = Run(tmp_path, f"{scheme}://b/m", environment, "--source-timeout", "5m")
     assert run.code == 1 and "no credentials: looked for" in run.err and variable in run.err, run.err
 
 
