@@ -363,7 +363,10 @@ fn a_service_without_answer_is_an_error_after_the_stated_time_and_cached_bytes_g
 
 /// The error of a second attempt of a read, which the service is not asked for. On a busy machine it may come so late that it is a read
 /// of its own: then both are made again.
-fn second_attempt<S: Fn() -> Result<Vec<u8>, SourceError>>(objects: &MemoryObjects, first: impl Fn() -> S) -> SourceError {
+fn second_attempt<S: Fn() -> Result<Vec<u8>, SourceError>>(
+    objects: &MemoryObjects,
+    first: impl Fn() -> S,
+) -> SourceError {
     for _ in 0..20 {
         let second = first();
         let asked = objects.requests.load(Ordering::Relaxed);

@@ -6,7 +6,8 @@ use ckfs_checkpoint::{Checkpoint, Container, FileRole};
 
 use super::{
     super::{
-        Draft, HfContent, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, quantize::Quantizer, values::Values,
+        Draft, HfContent, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, quantize::Quantizer,
+        values::Values,
     },
     request::{asked, decoded, decodes},
     stage::{Builder, ChosenLayout, Selection, groups_of},
@@ -141,10 +142,14 @@ impl Builder<'_> {
             file.path.contains('/') && file.path.ends_with(".safetensors") && role(file) == Some(&FileRole::Other)
         };
         let mut models = files.iter().filter(is_model);
-        let first = models.next().filter(|_| files.iter().any(|file| matches!(file.content, HfContent::Weights { .. })))?;
+        let first =
+            models.next().filter(|_| files.iter().any(|file| matches!(file.content, HfContent::Weights { .. })))?;
         let more = models.count();
         let more = if more == 0 { String::new() } else { format!(" and {more} more") };
-        Some(format!("hf/ has {}{more} as stored: weights in subdirectories are other models, which nothing here changes", first.path))
+        Some(format!(
+            "hf/ has {}{more} as stored: weights in subdirectories are other models, which nothing here changes",
+            first.path
+        ))
     }
 
     /// No `hf/`, for this reason. Nobody expects a repository of what is none.

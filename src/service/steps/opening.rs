@@ -330,7 +330,7 @@ mod tests {
         *slot.state() = SlotState::Opening;
         lock(&run.opening).push(Arc::clone(&slot));
         run.plan(&slot, |_, _| panic!("on purpose"));
-        let Some(StepContent::Failed(failed)) = slot.content() else { panic!("{:?}", slot.state()) };
+        let Some(StepContent::Failed(failed)) = slot.content() else { panic!("the step is shown") };
         assert_eq!(failed.message, "the planning panicked: on purpose");
         assert!(lock(&run.opening).is_empty() && matches!(run.content(&slot), Ok(StepContent::Failed(_))));
     }

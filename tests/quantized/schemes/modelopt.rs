@@ -146,7 +146,9 @@ fn algorithms_that_are_not_decoded_stay_raw_by_name() {
     // A head that is quantized although it is excluded is what its codes and scales say; alone, codes stay raw.
     let head = || matrix(Repository::new(in_config("NVFP4")), "lm_head", "NVFP4");
     check(&head().open(), "lm_head", "NVFP4");
-    head().without("lm_head.weight_scale_2").stays_raw("modelopt, but its configuration leaves this tensor unquantized", 1);
+    head()
+        .without("lm_head.weight_scale_2")
+        .stays_raw("modelopt, but its configuration leaves this tensor unquantized", 1);
     let excluded = matrix(Repository::new(in_config("FP8")), "layers.0.gate", "FP8");
     excluded.stays_raw("modelopt, but its configuration leaves this tensor unquantized", 1);
 }
