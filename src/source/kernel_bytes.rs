@@ -8,7 +8,6 @@
 #![allow(unsafe_code)]
 
 use std::{
-    fmt,
     fs::File,
     io,
     marker::PhantomData,
@@ -100,14 +99,8 @@ impl<'a> KernelBytes<'a> {
     }
 }
 
-impl fmt::Debug for KernelBytes<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes for the kernel", self.len)
-    }
-}
-
 /// The result of a read.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub enum Served<'a> {
     /// Bytes in memory of this process.
     Memory(&'a [u8]),

@@ -1,7 +1,6 @@
 //! The calls that a file system answers, whoever asks, and their types.
 
 use std::{
-    fmt,
     fs::File,
     ops::{ControlFlow, Deref},
     sync::Arc,
@@ -233,12 +232,6 @@ impl<'a> Deref for NodesRef<'a> {
             Self::All(nodes) => *nodes,
             Self::Some(nodes) => &**nodes,
         }
-    }
-}
-
-impl fmt::Debug for NodesRef<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NodesRef").finish_non_exhaustive()
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    fmt,
     sync::{Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
 };
 
@@ -26,15 +25,6 @@ pub(super) struct Watched {
     pub(super) on_change: Mutex<Option<OnChange>>,
     /// Files that the kernel reads directly from the next open on, and whose pages it still keeps.
     superseded: Mutex<BTreeSet<Ino>>,
-}
-
-impl fmt::Debug for Watched {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Watched")
-            .field("in_use", &self.in_use)
-            .field("reported", &self.reported)
-            .finish_non_exhaustive()
-    }
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -219,7 +219,7 @@ fn a_published_weight_delta_is_no_model() {
     fs::write(repo.path(file), &bytes).unwrap();
     let said = repo.problems().join(" ");
     assert!(said.starts_with(&format!("{file}: compressed differences from another version's weights")), "{said}");
-    let alone = Checkpoint::open(repo.path(file).to_str().unwrap(), &OpenOptions::default()).unwrap_err();
+    let alone = Checkpoint::open(repo.path(file).to_str().unwrap(), &OpenOptions::default()).err().unwrap();
     assert!(alone.to_string().contains("a published weight delta"), "{alone}");
     let metadata = json!({"version": "000002", "base_version": "000001", "delta_encoding": "xor"});
     let index = json!({"metadata": metadata, "weight_map": {"model.norm.weight": file}});
@@ -961,7 +961,7 @@ fn a_part_that_is_given_as_the_whole_is_refused_with_the_way() {
         .weights("x.safetensors", &[("a", W, &[1])])
         .weights("model.safetensors", &[("a", W, &[1])]);
     let open = |name: &str| Checkpoint::open(repo.path(name).to_str().unwrap(), &OpenOptions::default());
-    let error = open("model00001-of-00002.safetensors").unwrap_err().to_string();
+    let error = open("model00001-of-00002.safetensors").err().unwrap().to_string();
     let way = format!(
         "file 00001 of 00002 by its name, not the whole checkpoint: give the directory with the files of all of them, {}",
         repo.0.path().display()
@@ -970,7 +970,7 @@ fn a_part_that_is_given_as_the_whole_is_refused_with_the_way() {
     open("x.safetensors").unwrap();
     let repo = repo.index(&[("a", "x.safetensors"), ("b", "y.safetensors")]);
     let open = |name: &str| Checkpoint::open(repo.path(name).to_str().unwrap(), &OpenOptions::default());
-    let error = open("x.safetensors").unwrap_err().to_string();
+    let error = open("x.safetensors").err().unwrap().to_string();
     assert!(error.contains("one of several files that model.safetensors.index.json beside it names"), "{error}");
     open("model.safetensors").unwrap();
     // Such a file may be what another checkpoint lacks.

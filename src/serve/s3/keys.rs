@@ -246,7 +246,8 @@ mod tests {
 
     use ckfs_source::{ReadFailure, Replied, Served};
     use ckfs_volume::{
-        BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Metrics, OpenedFile, Permission, StatFs, Upkeep,
+        BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Metrics, NodeScope, Nodes, NodesRef, OpenedFile,
+        Permission, StatFs, Upkeep,
     };
 
     use super::{
@@ -260,7 +261,7 @@ mod tests {
         metrics: Metrics,
     }
 
-    impl FileSystem for Steps {
+    impl Nodes for Steps {
         fn lookup(&self, _: Ino, _: &[u8]) -> Result<Attr, FsError> {
             Err(FsError::NotFound)
         }
@@ -296,6 +297,24 @@ mod tests {
             Err(FsError::Invalid)
         }
 
+        fn xattr(&self, _: Ino, _: &[u8]) -> Result<Vec<u8>, FsError> {
+            Err(FsError::NoAttribute)
+        }
+
+        fn xattr_names(&self, _: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+            Ok(Vec::new())
+        }
+
+        fn stat_fs(&self) -> StatFs {
+            StatFs { total_bytes: 0, nodes: 0 }
+        }
+    }
+
+    impl FileSystem for Steps {
+        fn nodes(&self, _: Ino, _: NodeScope) -> Option<NodesRef<'_>> {
+            Some(NodesRef::All(self))
+        }
+
         fn open(&self, _: Ino) -> Result<OpenedFile, FsError> {
             Err(FsError::Invalid)
         }
@@ -312,18 +331,6 @@ mod tests {
         }
 
         fn release(&self, _: Ino, _: Handle) {}
-
-        fn xattr(&self, _: Ino, _: &[u8]) -> Result<Vec<u8>, FsError> {
-            Err(FsError::NoAttribute)
-        }
-
-        fn xattr_names(&self, _: Ino) -> Result<Vec<Vec<u8>>, FsError> {
-            Ok(Vec::new())
-        }
-
-        fn stat_fs(&self) -> StatFs {
-            StatFs { total_bytes: 0, nodes: 0 }
-        }
     }
 
     impl Upkeep for Steps {
@@ -332,7 +339,6 @@ mod tests {
         }
     }
 
-    #[derive(Debug)]
     struct NoDigests;
 
     impl super::super::super::tree::StepDigests for NoDigests {

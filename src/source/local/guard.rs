@@ -51,20 +51,9 @@ static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 static INSTALLED: AtomicI32 = AtomicI32::new(0);
 
 /// A read-only mapping of a whole file that survives the loss of its pages.
-#[derive(Debug)]
 pub struct GuardedMap {
     map: MmapRaw,
     slot: &'static MapSlot,
-}
-
-impl std::fmt::Debug for MapSlot {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MapSlot")
-            .field("start", &self.start)
-            .field("end", &self.end)
-            .field("faulted", &self.faulted)
-            .finish_non_exhaustive()
-    }
 }
 
 /// A page of a guarded mapping was missing.

@@ -21,7 +21,6 @@ use super::{
 };
 
 /// The maps of one file, made when first needed.
-#[derive(Debug)]
 pub(super) struct FileMaps {
     /// Length to map in bytes; 0 where the file is read instead.
     len: usize,

@@ -8,7 +8,7 @@ pub(crate) const CACHE_LINE_BYTES: usize = 64;
 pub(crate) const BAND_LINES: usize = 32;
 
 /// Lines of a source that are transposed together.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub(crate) struct Lines<'a> {
     pub(crate) source: &'a [u8],
     /// Source offset of each line, in bytes.
@@ -30,12 +30,6 @@ pub(crate) struct Fused<'a> {
     pub(crate) kind: FusedKind,
     /// The same conversion of any number of elements, for values that are not ordinary and for the edges of a block.
     pub(crate) exact: &'a dyn Fn(&[u8], &mut [u8]),
-}
-
-impl std::fmt::Debug for Fused<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.kind.fmt(f)
-    }
 }
 
 /// The kinds of fused conversions. Factors are normal numbers of at most 1, so that the product of a subnormal is subnormal or zero.
