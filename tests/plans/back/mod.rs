@@ -237,9 +237,13 @@ fn refusal(checkpoint: &Checkpoint, options: ViewOptions) -> String {
 fn megatrons_checkpoints_come_back_bit_for_bit() {
     for family in ["llama3.1", "qwen2.5", "qwen3", "qwen3-moe", "mixtral"] {
         let (_, stored) = repository(family);
-        for (layout, padded) in
-            [("megatron", None), ("megatron-unscanned", None), ("megatron", Some(("vocab_size", "256")))]
-        {
+        for (layout, padded) in [
+            ("megatron", None),
+            ("megatron-unscanned", None),
+            ("megatron", Some(("vocab_size", "256"))),
+            // Each expert by itself, gate and up apart.
+            ("megatron-unscanned", Some(("gate_up", "apart"))),
+        ] {
             let directory = TempDir::new().unwrap();
             let file = save(directory.path(), family, layout, padded.as_slice());
             let checkpoint = with_config(&file, family, false);
@@ -251,6 +255,43 @@ fn megatrons_checkpoints_come_back_bit_for_bit() {
 }
 
 /// Rows of a matrix of `width` bytes a row.
+/// Megatron saves layers of two kinds one by one.
+#[test]
+fn megatrons_layers_with_and_without_experts_come_back() {
+    let (checkpoint, mut tensors_of) = repository("qwen3-moe");
+    let mut config = checkpoint.config().unwrap().clone();
+    let [inner, hidden] = ["intermediate_size", "hidden_size"].map(|key| config[key].as_u64().unwrap());
+    for only in [0, 1] {
+        config["mlp_only_layers"] = serde_json::json!([only]);
+        let mut wanted = std::mem::take(&mut tensors_of);
+        wanted.retain(|name, _| !name.starts_with(&format!("model.layers.{only}.mlp.")));
+        for (part, shape) in [("gate", [inner, hidden]), ("up", [inner, hidden]), ("down", [hidden, inner])] {
+            let values: Vec<f32> =
+                (0..inner * hidden).map(|number| (number % 251) as f32 + part.len() as f32).collect();
+            let row = (shape.to_vec(), DType::BF16, bytes(&values, DType::BF16));
+            wanted.insert(format!("model.layers.{only}.mlp.{part}_proj.weight"), row);
+        }
+        let directory = TempDir::new().unwrap();
+        let hf = directory.path().join("hf");
+        fs::create_dir(&hf).unwrap();
+        fs::write(hf.join("config.json"), config.to_string()).unwrap();
+        let rows = wanted.iter().map(|(name, (shape, dtype, _))| (name.as_str(), *dtype, shape.as_slice()));
+        let mut text = ckfs::format::safetensors::write_header(rows, &[("format", "pt")], 8).unwrap().bytes;
+        text.extend(wanted.values().flat_map(|(_, _, bytes)| bytes));
+        fs::write(hf.join("model.safetensors"), text).unwrap();
+        let repository = open(&hf, &OpenOptions::default());
+        let options = ViewOptions { layout: Layout::find("megatron-unscanned").unwrap(), ..ViewOptions::default() };
+        let plan = Plan::build(&repository, &options).unwrap_or_else(|error| panic!("{error}"));
+        let file = directory.path().join("leaves.safetensors");
+        fs::write(&file, read(&volume(&repository, plan), "safetensors/dev0.safetensors")).unwrap();
+        let config_from = Some(hf.display().to_string());
+        let checkpoint = open(&file, &OpenOptions { config_from, ..OpenOptions::default() });
+        let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap_or_else(|error| panic!("{error}"));
+        assert!(tensors(&checkpoint, &plan) == wanted, "layer {only} has none");
+        (_, tensors_of) = self::repository("qwen3-moe");
+    }
+}
+
 /// Rows may lie, and numbers may mean, otherwise than names and shapes tell.
 #[test]
 fn what_megatron_says_of_its_weights_is_refused_where_it_is_not_assumed() {
