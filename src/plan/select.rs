@@ -367,6 +367,12 @@ fn text_part(
             "quantization_config in config.json names modules of the whole model: --dequantize decodes its tensors";
         return Err(reason.to_owned());
     }
+    // The configuration of the text model alone has none of that of the whole.
+    let is_whole = |config: &Value| QUANTIZATION.iter().any(|key| config.get(*key).is_some());
+    let lost = base.dialect().quantization.unsupported.iter().find(|unsupported| unsupported.codes.is_empty());
+    if let Some(lost) = lost.filter(|_| base.config().is_some_and(is_whole)) {
+        return Err(format!("config.json says of the whole model's weights what would be lost: {}", lost.method));
+    }
     let outside: Vec<&str> =
         names.values().map(String::as_str).filter(|name| text.is_outside(name) && !is_predictor(name)).collect();
     match outside.len() {
@@ -464,6 +470,9 @@ fn configuration(
     (Some(config), no_hf)
 }
 
+/// Members that may hold the settings of quantization.
+const QUANTIZATION: [&str; 3] = ["quantization_config", "compression_config", "quantization"];
+
 /// Whether the settings of quantization tell single layers apart.
 fn names_layers(members: &Map<String, Value>) -> bool {
     fn has_number(value: &Value) -> bool {
@@ -477,9 +486,7 @@ fn names_layers(members: &Map<String, Value>) -> bool {
             Value::Null | Value::Bool(_) | Value::Number(_) => false,
         }
     }
-    ["quantization_config", "compression_config", "quantization"]
-        .iter()
-        .any(|key| members.get(*key).is_some_and(has_number))
+    QUANTIZATION.iter().any(|key| members.get(*key).is_some_and(has_number))
 }
 
 /// `kept` are the layers that are there, of which those from `declared` on predict further tokens. There were `total` of both.

@@ -2,7 +2,7 @@
 
 use ckfs::{
     config::Quantize,
-    plan::{CastRule, Dequantize, HfContent, Pattern, Plan, ViewOptions},
+    plan::{CastRule, Dequantize, HfContent, Pattern, Plan, Subset, ViewOptions},
     tensor::DType,
 };
 use serde_json::json;
@@ -100,6 +100,18 @@ fn a_member_that_nothing_acts_upon_stops_what_would_lose_it() {
         let plan = opened.plan(&options("hf", ""));
         assert!(plan.hf.iter().all(|file| matches!(file.content, HfContent::Original(_))), "{key} {is_plain}");
     }
+    // That of a larger model is not the text model's.
+    let mut larger = models::llama("language_model.", Dress::Int4);
+    larger.config["quantization_config"] = json!({"quant_method": "compressed-tensors", "transform_config": rotated});
+    let subset = Subset { text_only: true, ..Subset::default() };
+    let plan =
+        Plan::build(&larger.open_decoded().checkpoint, &ViewOptions { subset, ..options("canonical", "") }).unwrap();
+    let expected = "would be lost: compressed-tensors with transform_config";
+    assert!(
+        plan.hf.is_empty() && plan.warnings.iter().any(|warning| warning.contains(expected)),
+        "{:?}",
+        plan.warnings
+    );
     let nothing = json!({"config_groups": {}});
     for (key, value) in [("transform_config", &nothing), ("newer", &json!(null)), ("version", &json!("1"))] {
         assert!(with(key, value, false).checkpoint.quantized().unsupported.is_empty(), "{key}");
