@@ -15,6 +15,7 @@ use super::{
     Allow,
     draft::{Draft, Roles},
     name_group::{NameGroup, fold, stars},
+    naming::TOWERS,
     problem::{Problem, RuleLocation},
 };
 
@@ -222,6 +223,56 @@ pub(super) fn matrix(name: &str) -> Option<(&str, &str)> {
     Some((&base[..at], &base[at + 1..]))
 }
 
+/// Prefixes of a text model, the longer ones first. transformers 4.52 moved the text models of models with several parts.
+const TEXT: [&str; 4] = ["model.language_model.", "language_model.model.", "model.text_model.", "model."];
+
+/// Beginnings of the names of a checkpoint, each with the one that the adapter's names have for the same modules. Both are of one
+/// model, saved by different versions of a library.
+pub(super) fn moves<'n>(
+    base: impl Iterator<Item = &'n str> + Clone,
+    adapter: impl Iterator<Item = &'n str> + Clone,
+) -> Vec<(String, String)> {
+    let is_text = |name: &str, prefix: &str| {
+        let rest = name.strip_prefix(prefix).unwrap_or_default();
+        ["layers.", "embed_tokens.", "norm."].iter().any(|word| rest.starts_with(word))
+    };
+    let text_of = |mut names: Box<dyn Iterator<Item = &'n str> + '_>| {
+        names.find_map(|name| TEXT.into_iter().find(|prefix| is_text(name, prefix)))
+    };
+    let adapter = adapter.filter_map(|name| name.strip_prefix(PREFIX));
+    let mut found = Vec::new();
+    let mut moved = |own: &str, other: &str| found.push((own.to_owned(), other.to_owned()));
+    let (own, other) = (text_of(Box::new(base.clone())), text_of(Box::new(adapter.clone())));
+    if let Some((own, other)) = own.zip(other)
+        && !base.clone().any(|name| is_text(name, other))
+    {
+        moved(own, other);
+    }
+    let heads = [("lm_head.".to_owned(), "language_model.lm_head.".to_owned())];
+    let towers = TOWERS.iter().map(|tower| (format!("{tower}."), format!("model.{tower}.")));
+    for (short, long) in heads.into_iter().chain(towers) {
+        for (own, other) in [(&short, &long), (&long, &short)] {
+            let has = |prefix: &String| base.clone().any(|name| name.starts_with(prefix.as_str()));
+            if adapter.clone().any(|name| name.starts_with(other.as_str())) && has(own) && !has(other) {
+                moved(own, other);
+            }
+        }
+    }
+    found
+}
+
+/// A name of the checkpoint as the adapter has it.
+pub(super) fn moved(name: &str, moves: &[(String, String)]) -> String {
+    let new = moves.iter().find_map(|(own, other)| Some(format!("{other}{}", name.strip_prefix(own.as_str())?)));
+    new.unwrap_or_else(|| name.to_owned())
+}
+
+/// What is said of them.
+pub(super) fn moves_text(moves: &[(String, String)]) -> String {
+    let pairs: Vec<String> = moves.iter().map(|(own, other)| format!("{other} for {own}")).collect();
+    format!("the adapter's names are those of another version of the model: {} of the checkpoint", pairs.join(", "))
+}
+
 /// The name of a matrix of a module in the model.
 fn model_name(module: &str, matrix: &str) -> String {
     let (kind, rest) = matrix.split_once('.').unwrap_or((matrix, ""));
@@ -270,11 +321,21 @@ impl Base {
 pub(super) fn rename(
     drafts: &mut Vec<Draft>,
     adapter: &Adapter,
-    from_adapter: impl Fn(&Draft) -> bool,
+    from_adapter: impl Fn(&Draft) -> bool + Copy,
     (missing, unmapped): (&Allow, &Allow),
     problems: &mut Vec<Problem>,
     warnings: &mut Vec<String>,
 ) {
+    let names = |of_adapter: bool| {
+        drafts.iter().filter(move |draft| from_adapter(draft) == of_adapter).map(|draft| draft.name.as_str())
+    };
+    let moves = moves(names(false), names(true));
+    if !moves.is_empty() {
+        warnings.push(format!("lora: {}", moves_text(&moves)));
+        for draft in drafts.iter_mut().filter(|draft| !from_adapter(draft)) {
+            draft.name = moved(&draft.name, &moves);
+        }
+    }
     let mut stored = Matrices::new();
     for draft in drafts.iter().filter(|draft| from_adapter(draft)) {
         if let Some((module, matrix)) = matrix(&draft.name) {
@@ -484,6 +545,27 @@ mod tests {
             let found = matrix(name).map(|(module, matrix)| model_name(module, matrix));
             assert_eq!(found.as_deref(), expected, "{name}");
         }
+    }
+
+    #[test]
+    fn modules_that_moved_are_found_in_both_directions() {
+        let new = ["model.language_model.layers.0.q.weight", "model.visual.blocks.0.qkv.weight", "lm_head.weight"];
+        let old = ["model.layers.0.q.weight", "visual.blocks.0.qkv.weight", "lm_head.weight"];
+        let older = [
+            "language_model.model.layers.0.q.weight",
+            "vision_tower.layers.0.q.weight",
+            "language_model.lm_head.weight",
+        ];
+        let llava =
+            ["model.language_model.layers.0.q.weight", "model.vision_tower.layers.0.q.weight", "lm_head.weight"];
+        for (base, adapter) in [(new, old), (old, new), (older, llava), (llava, older), (new, new), (old, old)] {
+            let names: Vec<String> = adapter.iter().map(|name| format!("{PREFIX}{name}")).collect();
+            let found = moves(base.into_iter(), names.iter().map(String::as_str));
+            assert_eq!(base.map(|name| moved(name, &found)), adapter, "{found:?}");
+            assert_eq!(found.is_empty(), base == adapter);
+        }
+        // A text model alone, and an adapter of other modules.
+        assert!(moves(["model.layers.0.q.weight"].into_iter(), ["base_model.model.x.y.weight"].into_iter()).is_empty());
     }
 
     #[test]

@@ -18,10 +18,10 @@ use serde_json::Value;
 
 use super::{
     ViewOptions, inverse,
-    lora::{Lora, PREFIX, by_pattern, matrix, unsaved_modules},
+    lora::{self, Lora, PREFIX, by_pattern, matrix, unsaved_modules},
     name_group::{NameGroup, fold},
     naming,
-    peft::OwnAdapter,
+    peft::{self, OwnAdapter},
     problem::{PlanError, Problem, RuleLocation},
     select::{self, Subset},
     survey::family,
@@ -100,7 +100,7 @@ pub(super) fn merged(
     let renames = Subset { source_renames: options.subset.source_renames.clone(), ..Subset::default() };
     let renamed = select::select(checkpoint, &renames, family(checkpoint)?.as_ref())?.whole;
     let renamed = renamed.as_ref().unwrap_or(checkpoint);
-    let own;
+    let (own, mut moved);
     let (named, adapter) = match asked {
         MergedLora::Own => {
             own = OwnAdapter::of(renamed, warnings).map_err(|reason| problem(&reason))?;
@@ -109,12 +109,28 @@ pub(super) fn merged(
             (base, AdapterTensors { tensors: tensors.clone(), config, file, config_file })
         }
         MergedLora::Dir(dir) => {
+            moved = None;
             let adapter =
                 checkpoint.adapter(dir).ok_or_else(|| problem("the source was opened without this adapter"))?;
-            let tensors = renamed.of_adapter(adapter).map(|(id, info)| (id, info.name.to_owned())).collect();
+            if let Some(name) = peft::base_layer(renamed) {
+                return Err(problem(&format!(
+                    "the checkpoint is that of a training, which holds an adapter under PEFT's own names ({name}): --merge-lora self \
+                     merges it"
+                )));
+            }
+            let tensors: Vec<(TensorId, String)> =
+                renamed.of_adapter(adapter).map(|(id, info)| (id, info.name.to_owned())).collect();
+            let names = (renamed.tensors().map(|(_, info)| info.name), tensors.iter().map(|(_, name)| name.as_str()));
+            let moves = lora::moves(names.0.collect::<Vec<_>>().into_iter(), names.1);
+            let mut base = renamed;
+            if !moves.is_empty() {
+                warnings.push(format!("merge-lora: {}", lora::moves_text(&moves)));
+                let derived = renamed.derived(None, None, |_, info| Some(lora::moved(info.name, &moves)));
+                base = moved.insert(derived.map_err(|reasons| problem(&reasons.join("; ")))?);
+            }
             let path = |name: &str| dir.join(name).display().to_string();
             let (file, config_file) = (path("adapter_model.safetensors"), path("adapter_config.json"));
-            (renamed, AdapterTensors { tensors, config: &adapter.config, file, config_file })
+            (base, AdapterTensors { tensors, config: &adapter.config, file, config_file })
         }
     };
     let mut merging =

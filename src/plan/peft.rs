@@ -99,6 +99,12 @@ pub(super) fn check_unmerged(original: &Checkpoint, part: &Checkpoint, options: 
     Err(Problem::File { file: "names".to_owned(), reason }.into())
 }
 
+/// A tensor of a base under the name that PEFT gives it in training, if there is one.
+pub(super) fn base_layer(checkpoint: &Checkpoint) -> Option<&str> {
+    let mut names = checkpoint.tensors().map(|(_, info)| info.name);
+    names.find(|name| matches!(wrapped(name), Some(Wrapped::Base(_))))
+}
+
 /// The adapter that a training checkpoint holds beside its base.
 pub(super) struct OwnAdapter {
     /// The base alone, under the names of its model.

@@ -200,20 +200,29 @@ const ADVICE: &str = "  --allow-missing[=PATTERN] accepts what is missing, --all
 pub fn plan_views(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<ViewPlan>, OpenError> {
     let (mut failures, mut problems) = (Vec::new(), Vec::new());
     let mut plans = Vec::new();
-    let (mut of_names, mut other_shape) = (false, None);
+    let (mut of_names, mut other_shape, mut head) = (false, None, None);
     for view in &config.views {
+        // What no rule of a layout names is left out if it is accepted. Other layouts show it.
+        let is_of_rules =
+            !matches!(view.settings.layout, None | Some(LayoutChoice::Named("canonical" | "hf" | "stored")));
         match ViewOptions::new(&view.settings).and_then(|options| Plan::build(checkpoint, &options)) {
             Ok(plan) => plans.push(ViewPlan { name: view.name.clone(), plan: Arc::new(plan) }),
             Err(error) => {
                 of_names |= error.concerns_names();
                 other_shape = other_shape.or_else(|| error.of_other_shape().map(str::to_owned));
+                head = head.or_else(|| error.trained_head().filter(|_| is_of_rules).map(str::to_owned));
                 let of_view = if view.name.is_empty() { String::new() } else { format!("view {}: ", view.name) };
                 problems.extend(error.texts().into_iter().map(|problem| format!("{of_view}{problem}")));
                 failures.push(format!("{of_view}{error}"));
             }
         }
     }
-    if of_names {
+    if let Some(head) = head {
+        failures.push(format!(
+            "  {} is a trained head, for which the layout has no place: --allow-unmapped would leave it out, --layout hf has it",
+            printable(&head)
+        ));
+    } else if of_names {
         failures.push(ADVICE.to_owned());
     }
     if let Some(tensor) = other_shape {

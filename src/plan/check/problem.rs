@@ -380,6 +380,15 @@ impl PlanError {
         self.problems.iter().any(of_names)
     }
 
+    /// A tensor of a trained head among those that are unexpected. A layout that leaves it out is of another model.
+    pub fn trained_head(&self) -> Option<&str> {
+        const HEADS: [&str; 7] = ["lm_head", "score", "classifier", "v_head", "value_head", "qa_outputs", "embed_out"];
+        self.problems.iter().find_map(|problem| {
+            let Problem::UnexpectedTensor { group } = problem else { return None };
+            group.name.split('.').take(2).any(|word| HEADS.contains(&word)).then_some(group.name.as_str())
+        })
+    }
+
     /// A text for each problem.
     pub fn texts(&self) -> Vec<String> {
         let text =

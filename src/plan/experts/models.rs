@@ -79,6 +79,10 @@ struct NameRule {
     number: Option<NumberChange>,
 }
 
+/// What transformers renames in the repositories of every model, after the model's own renames. Old ones have these names.
+const LEGACY: [[&str; 2]; 2] =
+    [[r"LayerNorm.gamma(?!\w)", "LayerNorm.weight"], [r"LayerNorm.beta(?!\w)", "LayerNorm.bias"]];
+
 /// Names that begin so, the longer beginning first. All names if there is none.
 #[derive(Debug)]
 struct NameScope(Option<[String; 2]>);
@@ -188,6 +192,9 @@ impl ModelNames {
             if guard.as_ref().is_none_or(is_there) {
                 renames.push(rule);
             }
+        }
+        for row in LEGACY {
+            renames.push(NameRule::new(&row.map(str::to_owned))?);
         }
         let beside = |[pattern, words]: &[String; 2]| Ok((regex(pattern)?, words.clone()));
         Ok(Self {
@@ -346,6 +353,11 @@ mod tests {
             ("phimoe", "model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.router.weight"),
             ("qwen3_moe", "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.gate.weight"),
         ];
+        let bert = ModelNames::new(&ModelRow::default(), &[]).unwrap();
+        for (stored, loaded) in [("gamma", "weight"), ("beta", "bias"), ("gammas", "gammas")] {
+            let name = |word: &str| format!("bert.encoder.layer.0.output.LayerNorm.{word}");
+            assert_eq!(bert.loaded(&name(stored)).name, name(loaded));
+        }
         for (of, stored, loaded) in rows {
             assert_eq!(model(of).loaded(stored).name, loaded, "{of} {stored}");
             assert_eq!(model(of).stored(loaded), stored, "{of} {loaded}");
