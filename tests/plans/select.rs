@@ -6,9 +6,10 @@ use std::{collections::BTreeSet, fs, path::Path};
 
 use crate::common::repo;
 use ckfs::{
-    checkpoint::{Checkpoint, OpenOptions},
+    checkpoint::{Accepted, Checkpoint, OpenOptions},
     config::MergedLora,
-    plan::{Allow, HfContent, LayerRanges, Layout, Pattern, Plan, Rename, Subset, Tied, ViewOptions},
+    format::safetensors::write_header,
+    plan::{Allow, HfContent, LayerRanges, Layout, Mesh, Pattern, Plan, Rename, Subset, Tied, ViewOptions},
     tensor::DType,
 };
 use serde_json::{Value, json};
@@ -588,11 +589,58 @@ fn fused_experts_that_no_family_knows_are_split_by_expert() {
     let config = json!({"model_type": "unheard_of", "num_experts": 4, "num_hidden_layers": 1});
     repo::write_repo(dir.path(), &[&rows], &config);
     let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &OpenOptions::default()).unwrap();
-    let mesh: Mesh = "ep=2".parse().unwrap();
+    let mesh = Mesh::parse("ep=2").unwrap();
     let plan = Plan::build(&checkpoint, &ViewOptions { layout: Layout::Hf, mesh, ..ViewOptions::default() }).unwrap();
-    for (name, split) in [(fused, true), (&scales, true), ("model.layers.0.block.gate.weight", false)] {
-        let tensor = plan.tensors.iter().find(|tensor| tensor.name == *name).unwrap();
+    for (name, split) in [(fused, true), (scales.as_str(), true), ("model.layers.0.block.gate.weight", false)] {
+        let tensor = plan.tensors.iter().find(|tensor| tensor.name == name).unwrap();
         let first = plan.region(tensor, 1).ranges().next().unwrap();
         assert_eq!(first, if split { 2..4 } else { 0..4 }, "{name}");
     }
+}
+
+#[test]
+fn the_index_of_hf_names_what_is_there() {
+    let dir = repo::llama(1, DType::BF16);
+    let path = dir.path().join("model.safetensors.index.json");
+    let mut index: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    index["weight_map"]["gone.weight"] = json!("model-00001-of-00002.safetensors");
+    fs::write(&path, index.to_string()).unwrap();
+    let open = OpenOptions { allow_missing: Accepted::new(|_| true), ..OpenOptions::default() };
+    let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &open).unwrap();
+    let plan = Plan::build(&checkpoint, &ViewOptions { allow_missing: Allow::All, ..hf() }).unwrap();
+    let shown = hf_text(&plan, "model.safetensors.index.json").expect("it is rewritten");
+    let named: BTreeSet<String> = shown["weight_map"].as_object().unwrap().keys().cloned().collect();
+    assert_eq!(named, names(&plan));
+}
+
+#[test]
+fn a_head_that_the_configuration_calls_its_own_stays_with_tied_absent() {
+    let dir = tempfile::tempdir().unwrap();
+    let rows = [repo::row("shared.weight", DType::F32, &[8, 4]), repo::row("lm_head.weight", DType::F32, &[8, 4])];
+    for (says, stays) in [(Some(false), true), (None, false)] {
+        let mut config = json!({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]});
+        config.as_object_mut().unwrap().extend(says.map(|says| ("tie_word_embeddings".to_owned(), json!(says))));
+        repo::write_repo(dir.path(), &[&rows], &config);
+        let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &OpenOptions::default()).unwrap();
+        let plan = Plan::build(&checkpoint, &ViewOptions { tied: Tied::Absent, ..hf() }).unwrap();
+        assert_eq!(names(&plan).contains("lm_head.weight"), stays, "{says:?}");
+    }
+}
+
+#[test]
+fn casts_to_8_bits_say_what_they_lose() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, values) = (dir.path().join("model.safetensors"), [1.0, 500.0, -1e-4, -4e4, 0.0, 3e-5_f32]);
+    let header = write_header([("w", DType::F32, &[6_u64][..])].into_iter(), &[("format", "pt")], 8).unwrap();
+    fs::write(&path, [header.bytes, values.iter().flat_map(|value| value.to_le_bytes()).collect()].concat()).unwrap();
+    let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &OpenOptions::default()).unwrap();
+    let options = |layout| ViewOptions { layout, dtype: Some(DType::F8E4M3), ..ViewOptions::default() };
+    let refused = Plan::build(&checkpoint, &options(Layout::Hf)).unwrap_err().to_string();
+    assert!(refused.contains("F8_E4M3 without scales") && refused.contains("--quantize fp8-block"), "{refused}");
+    let plan = Plan::build(&checkpoint, &options(Layout::Canonical)).unwrap();
+    let warnings = plan.warnings.join("\n");
+    assert!(warnings.contains("-40000 in w becomes NaN or infinite, and -0.0001 in w becomes 0"), "{warnings}");
+    assert!(warnings.contains("hf/ is left out") && plan.hf.is_empty(), "{warnings}");
+    let wide = Plan::build(&checkpoint, &ViewOptions { dtype: Some(DType::BF16), ..hf() }).unwrap();
+    assert!(wide.warnings.is_empty() && !wide.hf.is_empty(), "{:?}", wide.warnings);
 }

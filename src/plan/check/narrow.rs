@@ -17,7 +17,7 @@ pub(crate) fn needs_scales(dtype: DType) -> bool {
 
 /// The warning of tensors that are cast to floats of 8 bits; `None` if none is.
 pub(crate) fn warning(checkpoint: &Checkpoint, tensors: &[PlannedTensor]) -> Option<String> {
-    let mut found = Found::default();
+    let mut found = LostValues::default();
     let (mut target, mut count, mut left) = (None, 0_u64, BYTES_ALL);
     for tensor in tensors.iter().filter(|tensor| needs_scales(tensor.view.dtype())) {
         let mut wide = Vec::new();
@@ -42,12 +42,12 @@ pub(crate) fn warning(checkpoint: &Checkpoint, tensors: &[PlannedTensor]) -> Opt
 
 /// The worst values: the largest that is beyond the type, and the largest that becomes 0, each with its tensor.
 #[derive(Default)]
-struct Found {
+struct LostValues {
     large: Option<(f32, String)>,
     small: Option<(f32, String)>,
 }
 
-impl Found {
+impl LostValues {
     /// Looks at the first bytes of a tensor, at most `left`, and returns how many are left for others.
     fn look(&mut self, checkpoint: &Checkpoint, tensor: &SourceTensor, target: DType, left: u64) -> u64 {
         let info = checkpoint.tensor(tensor.id);
