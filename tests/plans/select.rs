@@ -558,22 +558,22 @@ fn an_adapter_that_was_saved_empty_or_in_part_is_refused() {
             Plan::build(&checkpoint, &options).err().map(|error| error.to_string()).unwrap_or_default()
         })
     };
-    assert_eq!(refusal(&[("model.norm.weight", &[16])], &["norm"]), ["", ""]);
+    assert_eq!(refusal(&[("model.norm.weight", &[16])], &["model.norm"]), ["", ""]);
     let (a, b) = (format!("{q}.lora_A.weight"), format!("{q}.lora_B.weight"));
     type Tensors<'a> = &'a [(&'a str, &'a [u64])];
     let cases: [(Tensors<'_>, &[&str], &str); 5] = [
         (&[(&a, &[0]), (&b, &[0])], &[], "lora_A.weight"),
         (&[(&b, &[0, 0])], &[], "lora_B.weight"),
-        (&[("model.norm.weight", &[0])], &["norm"], "model.norm.weight"),
-        (&[("model.norm.weight", &[8])], &["norm"], "model.norm.weight"),
-        (&[], &["norm"], "model.norm.weight"),
+        (&[("model.norm.weight", &[0])], &["model.norm"], "model.norm.weight"),
+        (&[("model.norm.weight", &[8])], &["model.norm"], "model.norm.weight"),
+        (&[], &["model.norm"], "model.norm.weight"),
     ];
     for (changed, to_save, expected) in cases {
         for error in refusal(changed, to_save) {
             assert!(error.contains(expected), "{changed:?} {to_save:?}: {error}");
         }
     }
-    assert!(refusal(&[], &["norm"])[0].contains("modules_to_save in adapter_config.json"));
+    assert!(refusal(&[], &["model.norm"])[0].contains("modules_to_save in adapter_config.json"));
 }
 
 #[test]
