@@ -4,7 +4,7 @@ use serde_json::{Value as Json, json};
 
 use super::{
     findings::SchemeFindings,
-    quantization_config::{ModuleQuantization, QuantizationConfig, Sharing},
+    quantization_config::{QuantizationConfig, Sharing},
     row::{CodesCandidate, FirstTensor, ModuleAnswer, ModuleConfig, SchemeRow},
     stored::Stored,
 };
@@ -36,7 +36,7 @@ impl ModuleConfig for ByModule<'_> {
         let row = &self.rows[at.row];
         let told = self.config.of(at.stem);
         // A head that was quantized although the configuration takes it out is what its codes and scales say.
-        let is_stored_so = || told == ModuleQuantization::Plain && row.is_complete(stored, at.stem);
+        let is_stored_so = || self.config.takes_out(at.stem) && row.is_complete(stored, at.stem);
         match row.codes.group {
             Some(group) if row.says == Some(&told) || is_stored_so() => {
                 ModuleAnswer::Stored(at.row, Sharing::Group(group))

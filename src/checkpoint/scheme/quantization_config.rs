@@ -171,6 +171,16 @@ impl<'a> QuantizationConfig<'a> {
         }
     }
 
+    /// Whether the configuration names this module among those that are not quantized.
+    pub(super) fn takes_out(&self, module: &str) -> bool {
+        match &self.method {
+            Method::CompressedTensors(groups) => groups.broken.is_none() && groups.ignored.has(module),
+            Method::Fp8(exceptions) | Method::Fbgemm(exceptions) => exceptions.has(module),
+            Method::ModelOpt(modelopt) => modelopt.is_excluded(module),
+            Method::Other | Method::Unknown(_) => false,
+        }
+    }
+
     /// Whether the configuration may say this of some module. Expressions are matched against many thousands of names: a
     /// scheme that config.json does not mention need not ask.
     pub(super) fn may_say(&self, told: &ModuleQuantization) -> bool {
@@ -501,8 +511,12 @@ impl<'a> ModelOpt<'a> {
         Method::ModelOpt(Self { all, layers: Some(layers.collect()), excluded })
     }
 
+    fn is_excluded(&self, module: &str) -> bool {
+        self.excluded.iter().any(|pattern| pattern.is_match(module))
+    }
+
     fn of(&self, module: &str) -> ModuleQuantization {
-        if self.excluded.iter().any(|pattern| pattern.is_match(module)) {
+        if self.is_excluded(module) {
             return ModuleQuantization::Plain;
         }
         let of_layer = self.layers.as_ref().and_then(|layers| layers.get(module));
