@@ -300,8 +300,8 @@ fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) 
     let query = query.append_pair("cursor", &next.to_string()).finish();
     // By the commit: the pages of a branch that moves would be of several.
     let ServedRepository { id, commit, .. } = repository;
-    let path: String = names.iter().flat_map(|name| ["/".to_owned(), path::encoded(name)]).collect();
-    let link = format!("<{}/api/models/{id}/tree/{commit}{path}?{query}>; rel=\"next\"", origin(call.headers));
+    let path = path::encoded(&names.join("/"));
+    let link = format!("<{}/api/models/{id}/tree/{commit}/{path}?{query}>; rel=\"next\"", origin(call.headers));
     answer::with_header(reply, LINK, &link)
 }
 

@@ -89,27 +89,27 @@ fn parts(tree: Arc<ServedTree>, visitor: Visitor, node: FoundNode, form: Listing
     let mut has_rows = false;
     Box::new(move || {
         let from = next?;
-        let listed = tree.entries(visitor, node.attr.ino, from, PART_ENTRIES);
+        // Who may not pass a directory may see its names, and no more.
+        let may_pass = visitor.may_pass(&node.attr);
+        let attr = |entry: &ServedEntry| may_pass.then(|| tree.fs.attr(entry.ino)).transpose();
+        let listed = tree.entries(visitor, node.attr.ino, from, PART_ENTRIES).and_then(|(entries, following)| {
+            let attrs = entries.iter().map(attr).collect::<Result<Vec<_>, _>>()?;
+            Ok((entries.into_iter().zip(attrs), following))
+        });
         let Ok((entries, following)) = listed else {
             next = None;
-            return Some(Err(cut_off()));
+            return Some(Err(io::Error::other("a step was deleted, or its storage gives no answer")));
         };
         next = following;
         let mut text = String::new();
         if std::mem::take(&mut is_first) {
             begin(&mut text, &node, form);
         }
-        for entry in entries {
+        for (entry, attr) in entries {
             if form == ListingForm::Json {
                 text.push_str(if has_rows { ",\n" } else { "\n" });
             }
             has_rows = true;
-            // Who may not pass a directory may see its names, and no more.
-            let attr = if visitor.may_pass(&node.attr) { tree.fs.attr(entry.ino).map(Some) } else { Ok(None) };
-            let Ok(attr) = attr else {
-                next = None;
-                return Some(Err(cut_off()));
-            };
             row(&mut text, attr, &node.path, &entry, form);
         }
         if next.is_none() {
@@ -138,11 +138,6 @@ fn begin(text: &mut String, node: &FoundNode, form: ListingForm) {
     if let Some((above, _)) = node.path.rsplit_once('/').or((!node.path.is_empty()).then_some(("", ""))) {
         let _ = writeln!(text, "<tr><td><a href=\"/files/{}\">../</a><td><td>", path::encoded(above));
     }
-}
-
-/// The end of a listing that lacks entries: the connection ends with it.
-fn cut_off() -> io::Error {
-    io::Error::other("a step was deleted, or its storage gives no answer")
 }
 
 fn row(text: &mut String, attr: Option<Attr>, above: &str, entry: &ServedEntry, form: ListingForm) {

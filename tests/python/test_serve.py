@@ -514,6 +514,8 @@ def test_every_door_shows_strangers_the_same(fresh, home: Path) -> None:
                 listed = 200 if below == "listed" else 403
                 for path in (f"/files/hf/{below}/", f"{model}/tree/main/{below}"):
                     assert server.request(path)[0].status == listed, path
+                code = ["curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", f"{s3}/ckfs?list-type=2&prefix=hf/{below}/"]
+                assert subprocess.run(code, capture_output=True, text=True, check=True).stdout == str(listed), below
             assert place.encode() not in server.get("/") and place.encode() in server.get("/", **known)
         source.chmod(0o700)
         with Server(source, *flags, home=home) as server:

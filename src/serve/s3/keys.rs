@@ -153,7 +153,7 @@ impl<'a> KeyLister<'a> {
     /// The list from a place on.
     ///
     /// # Errors
-    /// [`NoNode::Failed`]: a list without some of the keys would say that these are not there.
+    /// [`NoNode::Failed`]: a list without some of the keys would say that these are not there. [`NoNode::Denied`].
     pub(super) fn list(&self, start: &ListStart) -> Result<ListedKeys, NoNode> {
         let mut listed = ListedKeys::default();
         if self.max > 0 {
@@ -165,7 +165,8 @@ impl<'a> KeyLister<'a> {
     /// Adds the keys below a directory. Whether there is room for more.
     fn walk(&self, directory: Ino, above: &str, start: &ListStart, listed: &mut ListedKeys) -> Result<bool, NoNode> {
         if !self.visitor.may_list(&self.tree.fs.attr(directory)?) {
-            return Ok(true);
+            // What was asked for is in it; else it is left out, as in every other list.
+            return if self.prefix.starts_with(above) { Err(NoNode::Denied) } else { Ok(true) };
         }
         for entry in self.sorted.of(self.tree, self.visitor, directory)?.iter() {
             let key = format!("{above}{}", entry.part);

@@ -43,6 +43,8 @@ const REGION: &str = "us-east-1";
 /// Most keys of a list.
 const KEYS_MAX: usize = 1000;
 
+const DENIED: &str = "the sources are not readable for all users";
+
 const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region");
 
 /// Answers the requests of S3.
@@ -184,7 +186,10 @@ impl BucketRouter {
                 run.elsewhere(work).await.unwrap_or(Err(NoNode::Failed))
             }
         };
-        listed.unwrap_or_else(|_| {
+        listed.unwrap_or_else(|reason| {
+            if reason == NoNode::Denied {
+                return xml::error(StatusCode::FORBIDDEN, "AccessDenied", DENIED, path);
+            }
             let text = "the keys cannot be listed now: steps come and go, or storage gives no answer; the log of the server says more";
             xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, path)
         })
@@ -192,10 +197,7 @@ impl BucketRouter {
 
     async fn of_object(&self, visitor: Visitor, names: &[String], method: &Method, headers: &http::HeaderMap) -> Reply {
         let key = names.join("/");
-        let denied = || {
-            let text = "the sources are not readable for all users";
-            xml::error(StatusCode::FORBIDDEN, "AccessDenied", text, &key)
-        };
+        let denied = || xml::error(StatusCode::FORBIDDEN, "AccessDenied", DENIED, &key);
         let failed = || {
             let text = "the object cannot be read now: its step was deleted, or its storage gives no answer";
             xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, &key)
