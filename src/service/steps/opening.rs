@@ -21,10 +21,10 @@ use super::{
     slot::{Slot, SlotState, StepContent},
 };
 
-/// Most steps that are planned at a time, those aside whose storage does not answer.
+/// Most steps that are planned at a time, those aside that wait for storage.
 const OPENING_MAX: usize = 4;
-/// Most steps whose storage does not answer while others are planned; with more, requests that need yet another plan fail.
-const STALLED_MAX: usize = 16;
+/// Most of these. Once the storage of all does not answer, requests that need yet another plan fail.
+const QUIET_MAX: usize = 16;
 /// Time between two looks of a request that waits for a plan.
 const LOOK: Duration = Duration::from_millis(100);
 /// Volumes that nobody uses are kept while they have at most this many tensors together.
@@ -67,12 +67,13 @@ impl Run {
     /// Starts a thread that plans a step, unless as many as may be are planned now. `state` is the step's own.
     fn begin_plan(self: &Arc<Self>, slot: &Arc<Slot>, state: &mut SlotState) -> Result<(), FsError> {
         let mut opening = lock(&self.opening);
-        let stalled = opening.iter().filter(|slot| slot.is_stalled()).count();
-        if opening.len() - stalled >= OPENING_MAX {
-            return Ok(());
-        }
-        if stalled >= STALLED_MAX {
-            tracing::warn!("step {}: not planned: the storage of {stalled} steps does not answer", slot.step.number);
+        let quiet = opening.iter().filter(|slot| slot.is_quiet()).count().min(QUIET_MAX);
+        if opening.len() - quiet >= OPENING_MAX {
+            if opening.iter().any(|slot| !slot.is_stalled()) {
+                return Ok(());
+            }
+            let count = opening.len();
+            tracing::warn!("step {}: not planned: the storage of {count} steps does not answer", slot.step.number);
             return Err(FsError::Io);
         }
         opening.push(Arc::clone(slot));

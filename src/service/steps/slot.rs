@@ -16,6 +16,9 @@ use super::{failed::FailedStep, settle::ListedStep};
 /// Bits of an inode number or a handle that belong to the step's volume.
 pub(super) const INNER_BITS: u32 = 40;
 
+/// How long a thread that plans a step waits for storage until another may begin in its place.
+const QUIET: Duration = Duration::from_secs(1);
+
 /// The slot and the number within it.
 pub(super) const fn split(number: u64) -> (u64, u64) {
     (number >> INNER_BITS, number & ((1 << INNER_BITS) - 1))
@@ -157,15 +160,24 @@ impl Slot {
         *self.waits.lock().unwrap_or_else(PoisonError::into_inner) = waits.cloned();
     }
 
+    fn waits(&self) -> Option<Arc<WaitRegistry>> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// What the thread that plans it waits for, if that is storage that does not answer.
     pub(super) fn stall(&self) -> Option<String> {
-        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
+        let waits = self.waits()?;
         waits.stalled().first().map(|stalled| waits.describe(stalled))
     }
 
     /// Whether the thread that plans it waits for storage that does not answer.
     pub(super) fn is_stalled(&self) -> bool {
         self.stall().is_some()
+    }
+
+    /// Whether it has waited for storage for a while, which may be slow or not answer at all. To be asked several times within that.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.waits().is_some_and(|waits| !waits.waiting(QUIET).is_empty())
     }
 
     /// Attributes of the step's directory before it is planned.
