@@ -93,9 +93,15 @@ fn the_tree_has_the_promised_names() {
     let link = volume.resolve("mesh/fsdp=1,tensor=0").unwrap();
     assert_eq!(link.kind, NodeKind::Symlink);
     assert_eq!(volume.read_link(link.ino).unwrap(), b"../dev2");
-    assert_eq!(volume.xattr(files["dev3/layers/scanned/wq"], b"user.ckfs.shape").unwrap(), b"[2,6,16]");
-    assert_eq!(volume.xattr(files["dev3/layers/scanned/wq"], b"user.ckfs.offset").unwrap(), b"[0,18,0]");
-    let spec = volume.xattr(files["dev3/layers/scanned/wq"], b"user.ckfs.spec").unwrap();
+    assert_eq!(
+        ckfs::volume::Nodes::xattr(&volume, files["dev3/layers/scanned/wq"], b"user.ckfs.shape").unwrap(),
+        b"[2,6,16]"
+    );
+    assert_eq!(
+        ckfs::volume::Nodes::xattr(&volume, files["dev3/layers/scanned/wq"], b"user.ckfs.offset").unwrap(),
+        b"[0,18,0]"
+    );
+    let spec = ckfs::volume::Nodes::xattr(&volume, files["dev3/layers/scanned/wq"], b"user.ckfs.spec").unwrap();
     assert_eq!(String::from_utf8(spec).unwrap(), r#"[null,["tensor","fsdp"],null]"#);
 }
 
@@ -108,7 +114,7 @@ fn parents_and_names_agree() {
         let mut depth = 0;
         let mut at = ino;
         while at != Ino::ROOT {
-            at = volume.parent(at).unwrap();
+            at = ckfs::volume::Nodes::parent(&volume, at).unwrap();
             depth += 1;
         }
         assert_eq!(depth, path.split('/').count(), "{path}");
