@@ -14,6 +14,7 @@ use std::{
 use anyhow::{Context, anyhow, ensure};
 use ckfs_format::safetensors::write_header;
 use ckfs_fuse::{MountEntry, MountError, ckfs_mounts};
+use ckfs_host::limits::may_administer;
 use ckfs_plan::report::human_bytes;
 use ckfs_source::page_size::page_bytes;
 use ckfs_tensor::DType;
@@ -149,27 +150,22 @@ fn in_path(program: &str) -> Option<PathBuf> {
     env::split_paths(&path).map(|directory| directory.join(program)).find(|path| path.is_file())
 }
 
-/// Whether a capability is in this process's effective set; `None` without `/proc`.
-fn has_capability(number: u32) -> Option<bool> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    let set = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
-    set.map(|set| set >> number & 1 == 1)
-}
-
-/// Number of the capability to administer the system.
-const CAP_SYS_ADMIN: u32 = 21;
-
 fn rights() -> Vec<Check> {
-    let (root, admin) = (geteuid().is_root(), has_capability(CAP_SYS_ADMIN));
+    let (root, admin) = (geteuid().is_root(), may_administer());
     let capability = match admin {
         Some(true) => ", CAP_SYS_ADMIN",
+        Some(false) if root => " without CAP_SYS_ADMIN, which mounts need",
         Some(false) => "",
         None => ", its capabilities not known without /proc",
     };
     let (who, admin) = (format!("user {}{capability}", geteuid()), admin.unwrap_or(root));
     let helper = in_path("fusermount3");
     let can = root && admin || helper.is_some();
-    let advice = "install fuse3 (for fusermount3), or run as root with CAP_SYS_ADMIN";
+    let advice = if root {
+        "start the container with --cap-add SYS_ADMIN --device /dev/fuse; `ckfs serve` and `ckfs export` need no mount"
+    } else {
+        "install fuse3 (for fusermount3), or run as root with CAP_SYS_ADMIN"
+    };
     let mut checks = vec![check("rights", if can { Verdict::Ok } else { Verdict::Fail }, who, advice)];
     let found = helper.map_or_else(|| "not found".to_owned(), |path| path.display().to_string());
     let needed = !(root && admin);
@@ -308,7 +304,7 @@ fn passthrough(tried: Option<bool>) -> Check {
     let new_enough = kernel_version(&release()).is_some_and(|version| version >= (6, 9));
     let config = fs::read_to_string(format!("/boot/config-{}", release())).unwrap_or_default();
     let off = config.contains("# CONFIG_FUSE_PASSTHROUGH is not set");
-    let (state, found) = match (new_enough && !off, has_capability(CAP_SYS_ADMIN).unwrap_or(geteuid().is_root())) {
+    let (state, found) = match (new_enough && !off, may_administer().unwrap_or(geteuid().is_root())) {
         (true, true) if tried == Some(true) => (Verdict::Ok, "tried: the kernel reads byte-identical files by itself"),
         (true, true) if tried.is_some() => {
             (Verdict::Warn, "tried: the kernel leaves byte-identical files to the daemon")

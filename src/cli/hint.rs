@@ -89,6 +89,7 @@ fn after_mount(error: &MountError) -> Option<&'static str> {
         | MountError::NoNull
         | MountError::Device { .. }
         | MountError::NoFusermount
+        | MountError::Powerless { .. }
         | MountError::Fusermount { .. }
         | MountError::Mount { .. }
         | MountError::Private { .. }

@@ -2,7 +2,7 @@
 //! The limits that the system sets to this process.
 
 use std::{
-    io,
+    fs, io,
     sync::mpsc,
     thread::{self, JoinHandle},
 };
@@ -31,6 +31,14 @@ pub(crate) fn suspects() -> String {
         }
     }
     found.join(", ")
+}
+
+/// Whether this process has the capability to administer the system, `CAP_SYS_ADMIN`; `None` without `/proc`.
+pub fn may_administer() -> Option<bool> {
+    const CAP_SYS_ADMIN: u32 = 21;
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let set = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
+    set.map(|set| set >> CAP_SYS_ADMIN & 1 == 1)
 }
 
 /// Bytes that the stack of the main thread may take; `None` if there is no limit or it is not known.

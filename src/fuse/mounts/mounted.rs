@@ -16,6 +16,7 @@ use std::{
     process::{Command, Stdio},
 };
 
+use ckfs_host::limits::may_administer;
 use nix::{
     errno::Errno,
     mount::{MntFlags, MsFlags},
@@ -111,6 +112,19 @@ pub enum MountError {
         path: PathBuf,
         /// Why.
         source: UnmountError,
+    },
+    /// Root may mount only with a capability, and without it `fusermount3` fails too, unless it has it from elsewhere.
+    #[error(
+        "mount on {}: this process is root, and lacks CAP_SYS_ADMIN, which a mount needs; a container gets it with /dev/fuse by \
+         `--cap-add SYS_ADMIN --device /dev/fuse --security-opt apparmor=unconfined`; without it, `ckfs serve` and \
+         `ckfs export` need no mount ({error})",
+        path.display()
+    )]
+    Powerless {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// How the other way failed.
+        error: Box<MountError>,
     },
     /// Users other than root need the program `fusermount3`.
     #[error("only root can mount without fusermount3, and that was not found; install fuse3")]
@@ -212,7 +226,12 @@ pub(crate) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<(OwnedF
     let fd = if geteuid().is_root() {
         match mount_as_root(&path, &source, options) {
             // Root without CAP_SYS_ADMIN, as in many containers.
-            Err(MountError::Mount { errno: Errno::EPERM, .. }) => mount_by_helper(&path, &source, options)?,
+            Err(MountError::Mount { errno: Errno::EPERM, .. }) => {
+                mount_by_helper(&path, &source, options).map_err(|error| match may_administer() {
+                    Some(false) => MountError::Powerless { path: path.clone(), error: Box::new(error) },
+                    Some(true) | None => error,
+                })?
+            }
             result => result?,
         }
     } else {
