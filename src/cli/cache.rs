@@ -61,8 +61,11 @@ impl CacheCommand {
         let dir = dir.context("no cache: none of --cache-dir, CKFS_CACHE_DIR, XDG_CACHE_HOME and HOME is set")?;
         if !dir.join("objects").exists() {
             if self.json {
-                let nothing = Vec::<Value>::new();
-                return output::print_json(&json!({ "directory": dir, "used_bytes": 0, "objects": nothing }));
+                return match self.action {
+                    None | Some(Action::List) => print_listed(&dir, (0, Cache::limit_bytes_at(&dir)?), &[]),
+                    Some(Action::Verify) => print_verified([0; 4], &[]),
+                    Some(Action::Prune { .. }) => print_pruned(0, 0, 0),
+                };
             }
             return output::print(&format!("{}: empty\n", dir.display()));
         }
@@ -118,11 +121,25 @@ fn list(cache: &Cache, place: &Path, as_json: bool) -> anyhow::Result<()> {
         );
     }
     if as_json {
-        let all = json!({ "directory": place, "used_bytes": used, "limit_bytes": limit, "objects": rows });
-        return output::print_json(&all);
+        return print_listed(place, (used, limit), &rows);
     }
     let _ = writeln!(text, "{} used, at most {}", human_bytes(used), human_bytes(limit));
     output::print(&text)
+}
+
+fn print_listed(place: &Path, (used, limit): (u64, u64), rows: &[Value]) -> anyhow::Result<()> {
+    output::print_json(&json!({ "directory": place, "used_bytes": used, "limit_bytes": limit, "objects": rows }))
+}
+
+/// Prints how many objects there are, how many have a digest, are parts and have none, and the damages.
+fn print_verified([objects, with_digest, parts, without_digest]: [u64; 4], damages: &[Value]) -> anyhow::Result<()> {
+    output::print_json(&json!({
+        "objects": objects, "with_digest": with_digest, "parts": parts, "without_digest": without_digest, "damages": damages,
+    }))
+}
+
+fn print_pruned(removed: u64, freed: u64, in_use: u64) -> anyhow::Result<()> {
+    output::print_json(&json!({ "removed": removed, "freed_bytes": freed, "in_use": in_use }))
 }
 
 fn human_age(age: Duration) -> String {
@@ -166,9 +183,7 @@ fn verify(cache: &Cache, as_json: bool) -> anyhow::Result<()> {
     }
     let whole = checked - parts - unnamed;
     if as_json {
-        output::print_json(&json!({
-            "objects": checked, "with_digest": whole, "parts": parts, "without_digest": unnamed, "damages": rows,
-        }))?;
+        print_verified([checked, whole, parts, unnamed], &rows)?;
     }
     if damaged > 0 {
         bail!(
@@ -240,7 +255,7 @@ fn prune(cache: &Cache, older_than: Option<Duration>, as_json: bool) -> anyhow::
         }
     }
     if as_json {
-        return output::print_json(&json!({ "removed": removed, "freed_bytes": freed, "in_use": in_use }));
+        return print_pruned(removed, freed, in_use);
     }
     output::print(&format!("{removed} objects removed, {} freed, {in_use} in use\n", human_bytes(freed)))
 }

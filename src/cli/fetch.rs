@@ -53,9 +53,16 @@ impl FetchCommand {
         let needs = needs(&checkpoint, &plans)?;
         let (Some(before), Some(remote)) = (needs, checkpoint.source().remote()) else {
             if self.json {
-                return output::print_json(
-                    &json!({ "source": label, "is_local": true, "needed_bytes": 0, "fetched_bytes": 0 }),
-                );
+                return output::print_json(&json!({
+                    "source": label,
+                    "is_local": true,
+                    "needed_bytes": 0,
+                    "fetched_bytes": 0,
+                    "cached_bytes": 0,
+                    "requests": 0,
+                    "part_files": 0,
+                    "shared": [],
+                }));
             }
             return output::print(&format!("{label}: its files are on this machine; there is nothing to fetch\n"));
         };

@@ -65,6 +65,16 @@ impl Cache {
         Ok(Arc::new(Self::new(Some(objects), space, counters)))
     }
 
+    /// The most bytes that a cache in a directory would hold which is not there yet.
+    ///
+    /// # Errors
+    /// No directory above it can be examined.
+    pub fn limit_bytes_at(dir: &Path) -> io::Result<u64> {
+        let dir = std::path::absolute(dir)?;
+        let above = dir.ancestors().find(|above| above.is_dir()).unwrap_or(&dir);
+        Space::new(Place::Disk(above.to_owned()), None).bound_bytes(above, 0)
+    }
+
     /// A cache in memory, for headers and small files where there is no directory.
     pub fn in_memory(counters: Arc<RemoteCounters>) -> Arc<Self> {
         Arc::new(Self::new(None, Space::new(Place::Memory, Some(MEMORY_BYTES)), counters))

@@ -256,16 +256,21 @@ impl Space {
         match &self.place {
             Place::Disk(dir) => {
                 let used: u64 = entry_dirs(dir)?.iter().map(|dir| disk_bytes(dir)).sum();
-                let found = statvfs(dir)?;
-                let (total, free) = (found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize);
-                let reachable = (used + free).saturating_sub(self.kept_free_bytes(total));
-                Ok((used, self.cap_bytes.unwrap_or(total / DEFAULT_DIVISOR).min(reachable)))
+                Ok((used, self.bound_bytes(dir, used)?))
             }
             Place::Memory => {
                 let used = self.open_entries().iter().map(|entry| allocated(entry.data().metadata())).sum();
                 Ok((used, self.cap_bytes.unwrap_or(0)))
             }
         }
+    }
+
+    /// The most bytes of a cache in `dir` that uses `used` of them.
+    pub(super) fn bound_bytes(&self, dir: &Path, used: u64) -> io::Result<u64> {
+        let found = statvfs(dir)?;
+        let (total, free) = (found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize);
+        let reachable = (used + free).saturating_sub(self.kept_free_bytes(total));
+        Ok(self.cap_bytes.unwrap_or(total / DEFAULT_DIVISOR).min(reachable))
     }
 
     /// Bytes that stay free in a file system of `total` bytes.
