@@ -33,18 +33,25 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// gone. Stuck: it does not answer in time. Failing: it answers with an error. Private: it is another user's mount, not
 /// shared.
 ///
-/// Exit code 1 if a shown mount is neither healthy nor private, or if MNT is given and is private or not a ckfs mount.
+/// Exit code 1 if a shown mount is neither healthy nor private, or if MNT is given and is private or not a ckfs mount. With --live
+/// it is 1 only for mounts that a restart of their daemon may help.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
   ckfs status
   ckfs status /mnt/llama
+  ckfs status --live /mnt/llama
   ckfs status --last /mnt/llama > llama.toml && ckfs mount --config llama.toml
   ckfs status --json | jq '.mounts[] | select(.health != \"healthy\")'")]
 pub(super) struct Status {
     /// Only the mount there.
     #[arg(value_name = "MNT")]
     mountpoint: Option<PathBuf>,
+    /// Fails for stale and stuck mounts only, and for a MNT where none is: a liveness probe.
+    ///
+    /// A degraded mount serves all but the files that it names. To restart its daemon would take away the others too.
+    #[arg(long, conflicts_with = "last")]
+    live: bool,
     /// Prints the configuration of your last mount, or of the last one on MNT, live or gone: a file for --config.
     #[arg(long, conflicts_with = "json")]
     last: bool,
@@ -507,11 +514,13 @@ impl Status {
         // A private mount is a failure only if the user asked for it.
         let count =
             |wanted: &dyn Fn(MountHealth) -> bool| probes.iter().filter(|(probe, _)| wanted(probe.health)).count();
-        let private = |health| health == MountHealth::Private && self.mountpoint.is_some();
-        let dead = count(&|health| {
-            matches!(health, MountHealth::Stale | MountHealth::Stuck | MountHealth::Failing) || private(health)
+        let dead = count(&|health| match health {
+            MountHealth::Stale | MountHealth::Stuck => true,
+            MountHealth::Failing => !self.live,
+            MountHealth::Private => !self.live && self.mountpoint.is_some(),
+            MountHealth::Healthy | MountHealth::Degraded => false,
         });
-        let degraded = count(&|health| health == MountHealth::Degraded);
+        let degraded = count(&|health| health == MountHealth::Degraded && !self.live);
         let mounts = |count: usize| if count == 1 { "1 mount".to_owned() } else { format!("{count} mounts") };
         match (dead, degraded) {
             (0, 0) => Ok(()),
