@@ -15,6 +15,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use ckfs_config::Config;
 use ckfs_fuse::ckfs_mounts;
 use ckfs_host::signal;
 use clap::Args;
@@ -30,18 +31,25 @@ const LISTEN: &str = "127.0.0.1:9464";
 /// Gives the metrics of all mounts, or of one, to Prometheus.
 ///
 /// Each sample has the label `mount`, the path of its mount. `ckfs_up` is 1 for a mount that answers and 0 for one that does
-/// not. Without --listen and --textfile the text goes to standard output. Only mounts that this user may read are asked.
+/// not, and for one of --expect that is not mounted. Without --listen and --textfile the text goes to standard output. Only mounts that this user may read are asked.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
   ckfs metrics
   ckfs metrics --listen 9464                   serves http://127.0.0.1:9464/metrics
   ckfs metrics /mnt/llama --listen 0.0.0.0:9464
+  ckfs metrics --listen --expect /etc/ckfs
   ckfs metrics --textfile /var/lib/node_exporter/ckfs.prom")]
 pub(super) struct MetricsCommand {
     /// Only the mount there.
     #[arg(value_name = "MNT")]
     mountpoint: Option<PathBuf>,
+    /// A mount that should be there: its mountpoint, a configuration file, or a directory of such files.
+    ///
+    /// While it is not mounted, its `ckfs_up` is 0; without this a mount that is gone has no sample. Files are those that name a
+    /// `mountpoint`, as /etc/ckfs has them for systemd; they are read again for each request.
+    #[arg(long, value_name = "PATH")]
+    expect: Vec<PathBuf>,
     /// Serves them under /metrics at this address. A port alone is one of 127.0.0.1.
     ///
     /// Every program that reaches the address reads the metrics: paths of mounts and counters. An address that other hosts
@@ -57,11 +65,14 @@ pub(super) struct MetricsCommand {
 
 impl MetricsCommand {
     pub(super) fn run(&self) -> anyhow::Result<()> {
-        let mounts =
-            Arc::new(Mounts { only: self.mountpoint.as_deref().map(resolved).transpose()?, ..Mounts::default() });
+        let only = self.mountpoint.as_deref().map(resolved).transpose()?;
+        // A path that is wrong is said now, not by a mount that is never missed.
+        self.expect.iter().try_for_each(|path| expected(path).map(drop))?;
+        let mounts = Arc::new(Mounts { only, expect: self.expect.clone(), ..Mounts::default() });
         if let Some(only) = &mounts.only
             && !ckfs_mounts().iter().any(|entry| &entry.mountpoint == only)
             && self.listen.is_none()
+            && self.textfile.is_none()
         {
             bail!("{}: no ckfs mount", only.display());
         }
@@ -78,6 +89,28 @@ impl MetricsCommand {
 /// The path as the table of mounts has it. That of a stale mount cannot be resolved.
 fn resolved(path: &Path) -> anyhow::Result<PathBuf> {
     fs::canonicalize(path).or_else(|_| std::path::absolute(path)).with_context(|| path.display().to_string())
+}
+
+/// The mountpoints that a path of `--expect` stands for.
+///
+/// # Errors
+/// A configuration that cannot be read.
+fn expected(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let is_config = |path: &Path| path.extension().is_some_and(|ending| ending == "toml") && !path.is_dir();
+    let files = match fs::read_dir(path) {
+        _ if is_config(path) => vec![path.to_owned()],
+        // A mounted directory is a mountpoint, whatever it shows.
+        Ok(entries) if !ckfs_mounts().iter().any(|entry| entry.mountpoint == path) => {
+            entries.flatten().map(|entry| entry.path()).filter(|path| is_config(path)).collect()
+        }
+        Ok(_) | Err(_) => Vec::new(),
+    };
+    if files.is_empty() {
+        return Ok(vec![resolved(path)?]);
+    }
+    let mountpoint = |file: PathBuf| Ok(Config::load_alone(&file)?.mountpoint);
+    let points = files.into_iter().map(mountpoint).collect::<anyhow::Result<Vec<_>>>()?;
+    points.into_iter().flatten().map(|point| resolved(&point)).collect()
 }
 
 /// The address to listen on: `PORT`, `HOST:PORT` or `IP:PORT`.
@@ -122,6 +155,8 @@ fn replace(path: &Path, text: &str) -> anyhow::Result<()> {
 #[derive(Debug, Default)]
 struct Mounts {
     only: Option<PathBuf>,
+    /// Where mounts should be: paths of `--expect`.
+    expect: Vec<PathBuf>,
     /// Those that have not answered yet, each with the requests that wait for its answer. They are not asked again, so that threads
     /// do not pile up.
     asked: Arc<Mutex<BTreeMap<PathBuf, Vec<Weak<Answers>>>>>,
@@ -148,6 +183,8 @@ impl Mounts {
             points.retain(|point| point == only);
             points.insert(only.clone());
         }
+        // A configuration that is being written is read at the next request.
+        points.extend(self.expect.iter().filter_map(|path| expected(path).ok()).flatten());
         let (answer, answered) = mpsc::channel();
         // The only strong reference: those of requests that are over are dropped from the lists.
         let answer: Arc<Answers> = Arc::new(answer);
@@ -229,7 +266,7 @@ mod tests {
         fs::create_dir(directory.path().join(".ckfs")).unwrap();
         // A mount that takes its time: nothing comes until a writer does.
         nix::unistd::mkfifo(&metrics, nix::sys::stat::Mode::S_IRWXU).unwrap();
-        let mounts = Arc::new(Mounts { only: Some(mount.clone()), asked: Arc::default() });
+        let mounts = Arc::new(Mounts { only: Some(mount.clone()), ..Mounts::default() });
         let waiting = || mounts.asked.lock().unwrap().get(&mount).map_or(0, Vec::len);
         let scrapes: Vec<_> = (1..=3)
             .map(|count| {
@@ -249,6 +286,35 @@ mod tests {
             assert!(text.contains(&format!("ckfs_up{labels} 1\n")), "{text}");
             assert!(text.contains(&format!("ckfs_x_total{labels} 7\n")), "{text}");
         }
+    }
+
+    #[test]
+    fn a_mount_that_should_be_there_is_down() {
+        let directory = tempfile::tempdir().unwrap();
+        let of = |name: &str| directory.path().join(name);
+        for (name, text) in [
+            ("a.toml", format!("source = \"/models/a\"\nmountpoint = {:?}\n", of("mounts/a"))),
+            ("server.toml", "source = \"/models/b\"\n".to_owned()),
+            ("notes.txt", "no configuration".to_owned()),
+        ] {
+            fs::write(of(name), text).unwrap();
+        }
+        fs::create_dir_all(of("mounts/empty")).unwrap();
+        for (path, points) in [
+            (directory.path().to_owned(), vec![of("mounts/a")]),
+            (of("a.toml"), vec![of("mounts/a")]),
+            (of("server.toml"), vec![]),
+            (of("mounts/empty"), vec![of("mounts/empty")]),
+            (of("mounts/gone"), vec![of("mounts/gone")]),
+        ] {
+            assert_eq!(expected(&path).unwrap(), points, "{}", path.display());
+            let text = Mounts { expect: vec![path], ..Mounts::default() }.text();
+            for point in points {
+                assert!(text.contains(&format!("ckfs_up{{mount=\"{}\"}} 0\n", point.display())), "{text}");
+            }
+        }
+        fs::write(of("b.toml"), "mountpoint = 7\n").unwrap();
+        assert!(expected(directory.path()).unwrap_err().to_string().contains("b.toml"));
     }
 
     #[test]
