@@ -230,6 +230,7 @@ fn failures_exit_with_1_and_state_the_expected_value() {
         (&["mount", "model", "model/config.json"], "not a directory"),
         (&["umount", "model"], "not mounted"),
         (&["status", "model"], "no ckfs mount"),
+        (&["restart", "model"], "model: no ckfs mount"),
         (&["verify", "model", "--only", "nonsense"], "no file matches nonsense"),
     ];
     for (args, message) in rows {
