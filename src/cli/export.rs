@@ -12,6 +12,7 @@ use std::{
 
 use anyhow::{Context, anyhow, bail};
 use ckfs_config::Config;
+use ckfs_fuse::ckfs_mounts;
 use ckfs_plan::report::human_bytes;
 use ckfs_service::identity::{self, IdentityScope};
 use ckfs_volume::{FileSystem, NodeKind, Volume};
@@ -236,6 +237,13 @@ fn check_target(directory: &Path, source: Option<&str>, force: bool) -> anyhow::
         Ok(mut entries) => {
             if !force && entries.next().is_some() {
                 // What is refused with --force too proposes no --force.
+                if let Some(mount) = ckfs_mounts().iter().find(|mount| real(directory).starts_with(&mount.mountpoint)) {
+                    let at = mount.mountpoint.display();
+                    bail!(
+                        "{}: lies in the ckfs mount {at}, which is read-only: give another directory",
+                        directory.display()
+                    );
+                }
                 if let Some(source) = source.map(Path::new).filter(|source| real(directory).starts_with(real(source))) {
                     return Err(inside_source(directory, source));
                 }

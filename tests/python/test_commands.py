@@ -278,6 +278,7 @@ def test_restart_mounts_anew_what_nobody_uses(fuse, fresh, tmp_path):
         second = run("status", point, "--json").json()["mounts"][0]
         assert second["pid"] != first["pid"] and second["views"] == first["views"] and second["version"] == first["version"]
         assert (point / "dev1/embed").read_bytes() == embed
+        assert "which is read-only: give another directory" in run("export", source, point, expect=1).err
         # What cannot be mounted any more leaves the mount as it is.
         config = source / "config.json"
         text = config.read_text()

@@ -65,6 +65,11 @@ fn directories(entries: &[StepEntry]) -> impl Iterator<Item = &str> {
     entries.iter().filter(|entry| entry.is_directory).map(|entry| entry.name.as_str())
 }
 
+/// A name without the ending that Lightning gives directories too.
+fn stem(name: &str) -> &str {
+    name.strip_suffix(".ckpt").unwrap_or(name)
+}
+
 /// The steps of a run: those in its directory, else those in a directory where trainers keep them.
 pub(super) fn steps_of(tree: &dyn StepTree) -> Result<FoundSteps, SourceError> {
     let own = steps_in(tree, "")?;
@@ -87,8 +92,10 @@ fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceEr
         directories(&entries).filter_map(|name| Some((name, names::parse(name)?))).collect();
     let all: Vec<StepName<'_>> = named.iter().map(|(_, name)| *name).collect();
     let prefix = names::common_prefix(&all);
-    // NeMo 2 saves the last step of a run a second time.
-    let is_copy = |name: &str| name.strip_suffix("-last").is_some_and(|own| named.iter().any(|(name, _)| *name == own));
+    // NeMo saves the last step of a run a second time.
+    let is_copy = |name: &str| {
+        stem(name).strip_suffix("-last").is_some_and(|own| named.iter().any(|(other, _)| stem(other) == own))
+    };
     let of_run: Vec<&(&str, StepName<'_>)> =
         named.iter().filter(|(name, parsed)| Some(parsed.prefix) == prefix && !is_copy(name)).collect();
     let mut common = InCommon { tree, trackers: Trackers::read(tree, directory)?, is_stable: false };
@@ -101,7 +108,7 @@ fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceEr
     for (own_name, parsed) in of_run {
         let name = below(directory, own_name);
         let Judged { kind, path, mut state } = common.step(&name, *parsed)?;
-        let beside = format!("{own_name}{UNFINISHED_BESIDE}");
+        let beside = format!("{}{UNFINISHED_BESIDE}", stem(own_name));
         if has(&entries, &beside) {
             state = unfinished(format!("{beside} is beside it: its writer is still at work, or was stopped"));
         }

@@ -188,7 +188,7 @@ fn what_is_missing_is_said() {
         ),
         (&[("weights/step_8/model.safetensors", "x")], "STABLE is missing"),
         (
-            &[("m--loss=1-step=8/model.safetensors", "x"), ("m--loss=1-step=8-unfinished", "")],
+            &[("m--loss=1-step=8.ckpt/model.safetensors", "x"), ("m--loss=1-step=8-unfinished", "")],
             "m--loss=1-step=8-unfinished is beside it",
         ),
         (&[("8/default/checkpoint", "x")], "default: a checkpoint of Orbax or flax as until 2023"),
@@ -257,7 +257,10 @@ fn a_repository_may_be_below_a_step() {
             &[("m--loss=1-step=7/model.safetensors", "x"), ("m--loss=1-step=7-last/model.safetensors", "x")],
             &[(7, "m--loss=1-step=7")],
         ),
-        (&[("epoch=0-step=30.ckpt/model.safetensors", "x")], &[(30, "epoch=0-step=30.ckpt")]),
+        (
+            &[("epoch=0-step=30.ckpt/model.safetensors", "x"), ("epoch=0-step=30-last.ckpt/model.safetensors", "x")],
+            &[(30, "epoch=0-step=30.ckpt")],
+        ),
     ];
     for (files, expected) in rows {
         let run = tempfile::tempdir().unwrap();
