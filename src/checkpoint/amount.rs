@@ -17,6 +17,11 @@ pub fn human_bytes(bytes: u64) -> String {
     }
 }
 
+/// A number of a file as messages show it.
+pub(crate) fn shown(number: Option<u64>) -> String {
+    number.map_or_else(|| "none".to_owned(), |number| number.to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

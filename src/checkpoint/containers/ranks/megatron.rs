@@ -16,6 +16,7 @@ use ckfs_tensor::{DType, PerAxis};
 use serde_json::{Map, Value as Json};
 
 use super::super::super::{
+    amount::shown,
     archive::{self, ArchiveSpan},
     container::{Container, Contents, LeftOut, SavedArguments},
     folder::PinnedFiles,
@@ -23,7 +24,6 @@ use super::super::super::{
     problem::{Problem, Problems},
     table::TensorTable,
 };
-use super::shown;
 
 /// The name of each file, below the directory of its rank.
 const FILE: &str = "/model_optim_rng.pt";

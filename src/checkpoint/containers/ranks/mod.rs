@@ -91,11 +91,6 @@ pub(crate) fn find(folder: &mut Folder) -> Result<Option<RankFiles>, CheckpointE
     Ok(None)
 }
 
-/// A number of a file as messages show it.
-fn shown(number: Option<u64>) -> String {
-    number.map_or_else(|| "none".to_owned(), |number| number.to_string())
-}
-
 fn is_megatron(folder: &Folder, below: &str) -> bool {
     paths(folder).any(|path| megatron::is_file(path, below))
 }

@@ -13,6 +13,7 @@ use ckfs_source::FileId;
 use ckfs_tensor::{DType, PerAxis};
 
 use super::super::super::{
+    amount::shown,
     archive::{self, ArchiveSpan},
     container::{Container, Contents, LeftOut},
     folder::PinnedFiles,
@@ -20,7 +21,6 @@ use super::super::super::{
     problem::{Problem, Problems},
     table::TensorTable,
 };
-use super::shown;
 
 /// What a file of a checkpoint of DeepSpeed is, by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
