@@ -118,8 +118,8 @@ def _become(command: list[str], environment: Environment, file: str) -> None:
     """In the new process: runs the script, and ends."""
     code = 1
     try:
-        for number, (name, how) in enumerate([(os.devnull, os.O_RDONLY), *((name, os.O_WRONLY | os.O_CREAT) for name in (file, f"{file}.err"))]):
-            os.dup2(os.open(name, how), number)
+        for number, name in enumerate((os.devnull, file, f"{file}.err")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY), number)
         for name, value in environment.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -164,7 +164,7 @@ def test_slow_and_cut_replies_of_google_are_continued(own, repo, bucket):
 @on_google
 def test_a_reply_of_google_that_stalls_is_an_error_in_time(own, wide, bucket):
     bucket.upload(wide.path)
-    mounted = own(bucket.address, "--source-timeout", "1s")
+    mounted = own(bucket.address, "--source-timeout", "5s")
     name = max(wide.path.glob("*.safetensors"), key=lambda path: path.stat().st_size).name
     size = (wide.path / name).stat().st_size
     bucket.stub.set(stall_after=0)
