@@ -284,11 +284,11 @@ impl Graph {
         }
         // A name that this file does not define comes from a glob; the words of the file identify it well enough.
         let globs = names.aliases.iter().filter(|alias| alias.0 == "*" && !names.words.contains(name));
-        let elsewhere = globs.filter_map(|(_, target, _)| {
+        let mut elsewhere = globs.filter_map(|(_, target, _)| {
             let target = self.absolute(module, &target[..target.len() - 1])?;
             self.home(&[target, path[depth..].to_vec()].concat())
         });
-        elsewhere.filter(|home| self.0[*home].1.words.contains(name)).next().or(Some(module))
+        elsewhere.find(|home| self.0[*home].1.words.contains(name)).or(Some(module))
     }
 
     /// The files of its layer that a module needs, each with the paths that lead there.

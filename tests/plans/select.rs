@@ -532,6 +532,9 @@ fn adapters_stand_beside_base_layers() {
     }
 }
 
+/// Tensors of an adapter, with their shapes.
+type Tensors<'a> = &'a [(&'a str, &'a [u64])];
+
 #[test]
 fn an_adapter_that_was_saved_empty_or_in_part_is_refused() {
     let dir = repo::llama(1, DType::BF16);
@@ -560,7 +563,6 @@ fn an_adapter_that_was_saved_empty_or_in_part_is_refused() {
     };
     assert_eq!(refusal(&[("model.norm.weight", &[16])], &["model.norm"]), ["", ""]);
     let (a, b) = (format!("{q}.lora_A.weight"), format!("{q}.lora_B.weight"));
-    type Tensors<'a> = &'a [(&'a str, &'a [u64])];
     let cases: [(Tensors<'_>, &[&str], &str); 5] = [
         (&[(&a, &[0]), (&b, &[0])], &[], "lora_A.weight"),
         (&[(&b, &[0, 0])], &[], "lora_B.weight"),
@@ -631,7 +633,7 @@ fn a_head_that_the_configuration_calls_its_own_stays_with_tied_absent() {
 fn casts_to_8_bits_say_what_they_lose() {
     let dir = tempfile::tempdir().unwrap();
     let (path, values) = (dir.path().join("model.safetensors"), [1.0, 500.0, -1e-4, -4e4, 0.0, 3e-5_f32]);
-    let header = write_header([("w", DType::F32, &[6_u64][..])].into_iter(), &[("format", "pt")], 8).unwrap();
+    let header = write_header([("w", DType::F32, &[6_u64][..])], &[("format", "pt")], 8).unwrap();
     fs::write(&path, [header.bytes, values.iter().flat_map(|value| value.to_le_bytes()).collect()].concat()).unwrap();
     let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &OpenOptions::default()).unwrap();
     let options = |layout| ViewOptions { layout, dtype: Some(DType::F8E4M3), ..ViewOptions::default() };
