@@ -229,7 +229,7 @@ const TEXT: [&str; 4] = ["model.language_model.", "language_model.model.", "mode
 /// Beginnings of the names of a checkpoint, each with the one that the adapter's names have for the same modules. Both are of one
 /// model, saved by different versions of a library.
 pub(super) fn moves<'n>(
-    base: &(impl Iterator<Item = &'n str> + Clone),
+    base: impl Iterator<Item = &'n str> + Clone,
     adapter: impl Iterator<Item = &'n str> + Clone,
 ) -> Vec<(String, String)> {
     let is_text = |name: &str, prefix: &str| {
@@ -329,7 +329,7 @@ pub(super) fn rename(
     let names = |of_adapter: bool| {
         drafts.iter().filter(move |draft| from_adapter(draft) == of_adapter).map(|draft| draft.name.as_str())
     };
-    let moves = moves(&names(false), names(true));
+    let moves = moves(names(false), names(true));
     if !moves.is_empty() {
         warnings.push(format!("lora: {}", moves_text(&moves)));
         for draft in drafts.iter_mut().filter(|draft| !from_adapter(draft)) {
@@ -560,14 +560,12 @@ mod tests {
             ["model.language_model.layers.0.q.weight", "model.vision_tower.layers.0.q.weight", "lm_head.weight"];
         for (base, adapter) in [(new, old), (old, new), (older, llava), (llava, older), (new, new), (old, old)] {
             let names: Vec<String> = adapter.iter().map(|name| format!("{PREFIX}{name}")).collect();
-            let found = moves(&base.into_iter(), names.iter().map(String::as_str));
+            let found = moves(base.into_iter(), names.iter().map(String::as_str));
             assert_eq!(base.map(|name| moved(name, &found)), adapter, "{found:?}");
             assert_eq!(found.is_empty(), base == adapter);
         }
         // A text model alone, and an adapter of other modules.
-        assert!(
-            moves(&["model.layers.0.q.weight"].into_iter(), ["base_model.model.x.y.weight"].into_iter()).is_empty()
-        );
+        assert!(moves(["model.layers.0.q.weight"].into_iter(), ["base_model.model.x.y.weight"].into_iter()).is_empty());
     }
 
     #[test]
