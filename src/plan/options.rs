@@ -17,7 +17,6 @@ use super::{
     select::Subset,
     shard::Sharding,
     stored,
-    survey::family,
 };
 
 /// How tensors are named and shaped.
@@ -109,7 +108,7 @@ impl ViewOptions {
         if is_state {
             return Some(rename);
         }
-        let family = family(checkpoint).ok().flatten();
+        let family = respelled::family(checkpoint);
         let is_own = |name: &str| family.as_ref().is_some_and(|family| family.has_layer(name));
         let mut names = checkpoint.tensors().map(|(_, info)| info.name);
         // The code of a repository may wrap its layers by itself.

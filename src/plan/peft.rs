@@ -86,16 +86,17 @@ pub(super) fn check_unmerged(original: &Checkpoint, part: &Checkpoint, options: 
     let is_alone =
         matches!(first, Wrapped::Adapter(None, _)) && !found.any(|(_, it)| !matches!(it, Wrapped::Adapter(None, _)));
     let reason = if !is_alone {
-        "--merge-lora self merges the adapter into the base, --layout stored shows both as they are stored"
+        "have the names of a model in PEFT's training: --merge-lora self merges the adapter into the base, --layout stored shows both \
+         as they are stored"
     } else if part.config().is_some() {
-        "an adapter by itself is not the model: mount the base that it was trained on with --merge-lora and this directory, or with \
-         --lora; --layout stored shows the adapter as it is stored"
+        "are those of an adapter, which is not the model: mount the base that it was trained on, with --merge-lora and this directory, \
+         or with --lora; --layout stored shows the adapter as it is stored"
     } else {
         return Ok(());
     };
     let count = part.tensors().filter(|(_, info)| wrapped(info.name).is_some()).count();
     let all = part.tensors().len();
-    let reason = format!("{name}: {count} of {all} tensors have the names of a model in PEFT's training: {reason}");
+    let reason = format!("{name}: {count} of {all} tensors {reason}");
     Err(Problem::File { file: "names".to_owned(), reason }.into())
 }
 
