@@ -228,23 +228,17 @@ const TEXT: [&str; 4] = ["model.language_model.", "language_model.model.", "mode
 
 /// Beginnings of the names of a checkpoint, each with the one that the adapter's names have for the same modules. Both are of one
 /// model, saved by different versions of a library.
-pub(super) fn moves<'n>(
-    base: impl Iterator<Item = &'n str> + Clone,
-    adapter: impl Iterator<Item = &'n str> + Clone,
-) -> Vec<(String, String)> {
+pub(super) fn moves(base: &[&str], adapter: &[&str]) -> Vec<(String, String)> {
     let is_text = |name: &str, prefix: &str| {
         let rest = name.strip_prefix(prefix).unwrap_or_default();
         ["layers.", "embed_tokens.", "norm."].iter().any(|word| rest.starts_with(word))
     };
-    let text_of = |mut names: Box<dyn Iterator<Item = &'n str> + '_>| {
-        names.find_map(|name| TEXT.into_iter().find(|prefix| is_text(name, prefix)))
-    };
-    let adapter = adapter.filter_map(|name| name.strip_prefix(PREFIX));
+    let text_of = |names: &[&str]| names.iter().find_map(|name| TEXT.into_iter().find(|prefix| is_text(name, prefix)));
+    let adapter: Vec<&str> = adapter.iter().filter_map(|name| name.strip_prefix(PREFIX)).collect();
     let mut found = Vec::new();
     let mut moved = |own: &str, other: &str| found.push((own.to_owned(), other.to_owned()));
-    let (own, other) = (text_of(Box::new(base.clone())), text_of(Box::new(adapter.clone())));
-    if let Some((own, other)) = own.zip(other)
-        && !base.clone().any(|name| is_text(name, other))
+    if let Some((own, other)) = text_of(base).zip(text_of(&adapter))
+        && !base.iter().any(|name| is_text(name, other))
     {
         moved(own, other);
     }
@@ -252,8 +246,8 @@ pub(super) fn moves<'n>(
     let towers = TOWERS.iter().map(|tower| (format!("{tower}."), format!("model.{tower}.")));
     for (short, long) in heads.into_iter().chain(towers) {
         for (own, other) in [(&short, &long), (&long, &short)] {
-            let has = |prefix: &String| base.clone().any(|name| name.starts_with(prefix.as_str()));
-            if adapter.clone().any(|name| name.starts_with(other.as_str())) && has(own) && !has(other) {
+            let has = |prefix: &String| base.iter().any(|name| name.starts_with(prefix.as_str()));
+            if adapter.iter().any(|name| name.starts_with(other.as_str())) && has(own) && !has(other) {
                 moved(own, other);
             }
         }
@@ -326,10 +320,10 @@ pub(super) fn rename(
     problems: &mut Vec<Problem>,
     warnings: &mut Vec<String>,
 ) {
-    let names = |of_adapter: bool| {
-        drafts.iter().filter(move |draft| from_adapter(draft) == of_adapter).map(|draft| draft.name.as_str())
+    let names = |of_adapter: bool| -> Vec<&str> {
+        drafts.iter().filter(|draft| from_adapter(draft) == of_adapter).map(|draft| draft.name.as_str()).collect()
     };
-    let moves = moves(names(false), names(true));
+    let moves = moves(&names(false), &names(true));
     if !moves.is_empty() {
         warnings.push(format!("lora: {}", moves_text(&moves)));
         for draft in drafts.iter_mut().filter(|draft| !from_adapter(draft)) {
@@ -560,12 +554,12 @@ mod tests {
             ["model.language_model.layers.0.q.weight", "model.vision_tower.layers.0.q.weight", "lm_head.weight"];
         for (base, adapter) in [(new, old), (old, new), (older, llava), (llava, older), (new, new), (old, old)] {
             let names: Vec<String> = adapter.iter().map(|name| format!("{PREFIX}{name}")).collect();
-            let found = moves(base.into_iter(), names.iter().map(String::as_str));
+            let found = moves(&base, &names.iter().map(String::as_str).collect::<Vec<_>>());
             assert_eq!(base.map(|name| moved(name, &found)), adapter, "{found:?}");
             assert_eq!(found.is_empty(), base == adapter);
         }
         // A text model alone, and an adapter of other modules.
-        assert!(moves(["model.layers.0.q.weight"].into_iter(), ["base_model.model.x.y.weight"].into_iter()).is_empty());
+        assert!(moves(&["model.layers.0.q.weight"], &["base_model.model.x.y.weight"]).is_empty());
     }
 
     #[test]

@@ -120,8 +120,8 @@ pub(super) fn merged(
             }
             let tensors: Vec<(TensorId, String)> =
                 renamed.of_adapter(adapter).map(|(id, info)| (id, info.name.to_owned())).collect();
-            let names = (renamed.tensors().map(|(_, info)| info.name), tensors.iter().map(|(_, name)| name.as_str()));
-            let moves = lora::moves(names.0.collect::<Vec<_>>().into_iter(), names.1);
+            let names: Vec<&str> = renamed.tensors().map(|(_, info)| info.name).collect();
+            let moves = lora::moves(&names, &tensors.iter().map(|(_, name)| name.as_str()).collect::<Vec<_>>());
             let mut base = renamed;
             if !moves.is_empty() {
                 warnings.push(format!("merge-lora: {}", lora::moves_text(&moves)));
