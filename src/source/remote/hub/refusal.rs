@@ -4,7 +4,10 @@ use std::fmt;
 
 use reqwest::{Response, StatusCode};
 
-use super::settings::{HubSettings, Token};
+use super::{
+    super::super::digest::{SHA1_DIGITS, is_hex},
+    settings::{HubSettings, Token},
+};
 
 /// Which token went with a refused request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -116,11 +119,8 @@ impl fmt::Display for Refusal {
                  set HF_TOKEN to another token"
             ),
             (Reason::RevisionNotFound(revision), _) => {
-                let gone = if super::client::is_commit(revision) {
-                    " (it is gone if its history was written anew)"
-                } else {
-                    ""
-                };
+                let gone =
+                    if is_hex(revision, SHA1_DIGITS) { " (it is gone if its history was written anew)" } else { "" };
                 write!(f, "no branch, tag or commit {revision:?}{gone}; {page}/commits/main lists commits")
             }
             (Reason::FileNotFound(path), _) => write!(f, "no file {path:?} in this revision"),
