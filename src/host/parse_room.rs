@@ -182,9 +182,8 @@ mod tests {
             assert!(!fits(&format!("[{}0]", many.repeat(1 << 18)), JsonForm::Tree), "{many}");
         }
         // One long string is one value, whatever it holds.
-        assert!(fits(&format!("\"{}\"", "[{,\\\"".repeat(MIB as usize)), JsonForm::Tree));
-        let index: String =
-            (0..20_000).map(|n| format!("\"model.layers.{n}.mlp\":\"model-00001.safetensors\",")).collect();
+        assert!(fits(&format!("\"{}\"", "[{,\\\"".repeat(1 << 20)), JsonForm::Tree));
+        let index = "\"model.layers.10000.mlp\":\"model-00001.safetensors\",".repeat(20_000);
         assert!(fits(&index, JsonForm::Tree) && fits(&index, JsonForm::Rows));
     }
 }

@@ -11,7 +11,7 @@ use ckfs::{
     plan::{Allow, Layout, Mesh, Pattern, ViewOptions},
     read::{EngineOptions, MaterializeError, MaterializeTarget, Materializing, Path, PreparedFile, reference},
     tensor::DType,
-    volume::{Access, FileSystem, Ino, NodeKind, Nodes, Served, Upkeep, Volume, VolumeOptions},
+    volume::{Access, FileSystem, Ino, NodeKind, Served, Upkeep, Volume, VolumeOptions},
 };
 use proptest::prelude::*;
 
