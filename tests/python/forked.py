@@ -6,6 +6,7 @@ runs the script as `python SCRIPT …`, `python -m MODULE …` or `python -c COD
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -140,6 +141,8 @@ def _become(command: list[str], environment: Environment, file: str) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
+        # Processes that the script has started end with it.
+        atexit._run_exitfuncs()
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
 
