@@ -20,9 +20,9 @@ use super::{
     file::{FileRole, IgnoreReason, RepoFile},
     merges::{Merge, Merges},
     prefix,
-    problem::{CheckpointError, Problems},
+    problem::{CheckpointError, Problem, Problems},
     promised,
-    scheme::{FILE_MARK, Found, Quantized},
+    scheme::{FILE_MARK, Found, Quantized, members},
     table::{Storage, TensorInfo, TensorTable},
     tied::{self, ComparedHeads},
 };
@@ -320,6 +320,13 @@ impl Checkpoint {
     ) -> Result<Self, CheckpointError> {
         let mut problems = Problems::default();
         let quantization = self.dialect.quantization.clone();
+        if let Some(lost) = members::lost(config.get("quantization_config")) {
+            let message = format!(
+                "quantization_config has {lost}, which says what the weights mean, and no file that is made of them would say so; \
+                 name the model that it was quantized from"
+            );
+            problems.push(Problem::Json { file: CONFIG.to_owned(), message });
+        }
         self.dialect = Dialect::of(&self.table, Some(&config), quantization, &mut problems);
         self.warnings.extend(promised::compare(&self.table, &config, (self.are_ranks, true), &mut problems));
         problems.refuse(&format!("--config-from {}", companion.label))?;

@@ -1026,3 +1026,20 @@ fn a_part_that_is_given_as_the_whole_is_refused_with_the_way() {
         pruned.open();
     }
 }
+
+#[test]
+fn a_configuration_that_says_what_weights_mean_is_not_lost() {
+    let (dir, other) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    write_weights(&dir.path().join("model.safetensors"), &[("model.layers.0.mlp.up_proj.weight", W, &[8, 4])]);
+    let open = |members: &str| {
+        let quantization = format!(r#""quantization_config": {{"quant_method": "compressed-tensors", {members}}}"#);
+        let config = format!(r#"{{"model_type": "llama", "num_hidden_layers": 1, {quantization}}}"#);
+        fs::write(other.path().join("config.json"), config).unwrap();
+        let config_from = Some(other.path().display().to_string());
+        let options = OpenOptions { config_from, ..OpenOptions::default() };
+        Checkpoint::open(dir.path().to_str().unwrap(), &options).err().map(|error| error.to_string())
+    };
+    let error = open(r#""transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}"#).unwrap();
+    assert!(error.contains("config.json: quantization_config has transform_config"), "{error}");
+    assert_eq!(open(r#""transform_config": {}, "version": "0.14""#), None);
+}

@@ -2,7 +2,7 @@
 //! configuration is: whoever decodes, converts or lays out the weights would take them for those of the model.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeSet, HashMap, HashSet},
     sync::LazyLock,
 };
 
@@ -27,18 +27,22 @@ static MEMBERS: LazyLock<Members> = LazyLock::new(|| {
 
 /// The method, and its members with a value that nothing acts upon; `None` if there are none.
 pub(super) fn not_followed(stored: &Stored<'_>) -> Option<String> {
-    // Where no method is named, members are names of modules, as MLX has them.
-    let config = stored.config().filter(|of| of.get("quant_method").is_some() || of.get("config_groups").is_some());
     let file = stored.modelopt().and_then(|file| file.get("quantization"));
-    let members = config.into_iter().chain(file).filter_map(Json::as_object).flatten();
+    let lost = lost(stored.config().into_iter().chain(file))?;
+    Some(format!("{} with {lost}", unrecognized::method(stored)?))
+}
+
+/// The members of configurations of quantization that have a value that nothing acts upon.
+pub(crate) fn lost<'v>(configs: impl IntoIterator<Item = &'v Json>) -> Option<String> {
+    // Where no method is named, members are names of modules, as MLX has them.
+    let is_named = |of: &&Json| ["quant_method", "config_groups", "quant_algo"].iter().any(|key| of.get(key).is_some());
+    let members = configs.into_iter().filter(is_named).filter_map(Json::as_object).flatten();
     let is_lost = |key: &str, value: &Json| {
         !MEMBERS.known.contains(key) && !says_nothing(value) && MEMBERS.assumed.get(key) != Some(value)
     };
-    let mut lost: Vec<&str> = members.filter(|(key, value)| is_lost(key, value)).map(|(key, _)| key.as_str()).collect();
-    lost.sort_unstable();
-    lost.dedup();
-    let method = unrecognized::method(stored).filter(|_| !lost.is_empty())?;
-    Some(format!("{method} with {}", lost.join(", ")))
+    let lost: BTreeSet<&str> =
+        members.filter(|(key, value)| is_lost(key, value)).map(|(key, _)| key.as_str()).collect();
+    (!lost.is_empty()).then(|| lost.into_iter().collect::<Vec<_>>().join(", "))
 }
 
 /// Whether a value is none, or holds nothing but such.

@@ -58,7 +58,7 @@ mod comfy;
 mod findings;
 mod gptq;
 mod listed;
-mod members;
+pub(crate) mod members;
 mod mlx;
 mod mx;
 mod mxfp4;
