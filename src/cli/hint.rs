@@ -16,7 +16,7 @@ use ckfs_fuse::{DaemonError, MountError, UnmountError, ckfs_mounts};
 
 use ckfs_service::own_mount_advice;
 
-use super::{output::counted, permission_hint::denied, tree::shown};
+use super::{paragraph::counted, permission_hint::denied, tree::shown};
 
 /// Entries of a directory among which a mistyped one is sought.
 const ENTRIES_MAX: usize = 10_000;

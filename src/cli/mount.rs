@@ -30,7 +30,8 @@ use clap::Args;
 use super::{
     flags::{LogFlags, ServingFlags, SourceFlags, source_help},
     last_mount, open,
-    output::{AlreadyReported, Usage, counted, error_text, message},
+    output::{AlreadyReported, Usage, error_text, message},
+    paragraph::counted,
     steps,
 };
 

@@ -221,11 +221,6 @@ impl NewFile {
     }
 }
 
-/// `1 device`, `2 devices`.
-pub(super) fn counted(count: usize, what: &str) -> String {
-    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,4 +1,4 @@
-//! Rows of a key and a text, as wide as the terminal.
+//! Words of messages: rows of a key and a text, as wide as the terminal, and numbers of things.
 
 use std::{fmt::Write as _, io};
 
@@ -43,6 +43,11 @@ fn broken(text: &str, width: usize) -> Vec<String> {
         }
     }
     lines
+}
+
+/// `1 device`, `2 devices`.
+pub(super) fn counted(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 #[cfg(test)]

@@ -14,11 +14,7 @@ use ckfs_service::{
 use ckfs_source::WaitRegistry;
 use serde_json::{Value, json};
 
-use super::{
-    open,
-    output::{Usage, counted},
-    stall_exit,
-};
+use super::{open, output::Usage, paragraph::counted, stall_exit};
 
 /// How a run is shown, for the end of a table.
 const HINT: &str = "--steps all|latest|latest=N shows finished steps: ";

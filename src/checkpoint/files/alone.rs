@@ -34,6 +34,7 @@ pub(crate) fn part_of(path: &Path, is_here: bool, fetches: &WaitRegistry) -> Opt
     if let (Some(WeightName { number: Some((number, total)), .. }), (problems, warnings)) =
         (WeightName::of(name), incomplete_sets([name].into_iter()))
         && problems.len() + warnings.len() > 0
+        && total.parse() != Ok(1)
     {
         return whole(format!("file {number} of {total} by its name, not the whole checkpoint"));
     }
@@ -94,6 +95,7 @@ mod tests {
             "model.safetensors",
             "diffusion_pytorch_model.fp16.safetensors",
             "model-00001-of-00001.safetensors",
+            "model-00000-of-00001.safetensors",
             "my.pt",
             "model_pp0.safetensors",
             "rank0.safetensors",
