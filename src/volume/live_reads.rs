@@ -121,7 +121,8 @@ mod tests {
         // A first read may be one of the end.
         assert_eq!(read(many, 100, 7).unwrap()[0], 7);
         (0..=many).for_each(|handle| reads.close(Handle(handle)));
-        assert_eq!((reads.lock().bytes, reads.lock().dropped.len()), (0, 0));
+        let kept = reads.lock();
+        assert_eq!((kept.bytes, kept.dropped.len()), (0, 0));
     }
 
     #[test]
