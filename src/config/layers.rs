@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::value::SettingValue;
+use super::value::{Fault, SettingValue, Toml, joined};
 
 /// Reads one part of a list of numbers as a half-open range: `5`, `0..8`, `..8`, `24..` (to the greatest number), or `0-7`, which
 /// has its last number too. `None` for anything else, and for a range without a number.
@@ -59,6 +59,11 @@ impl LayerRanges {
 impl SettingValue for LayerRanges {
     fn from_word(text: &str) -> Result<Self, String> {
         Self::parse(text)
+    }
+
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        let at = value.span();
+        Self::parse(&joined(value)?).map_err(|reason| Fault { at, reason })
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {

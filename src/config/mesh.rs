@@ -32,8 +32,11 @@ pub struct Mesh {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MeshError {
     /// An axis is not written `name=size`.
-    #[error("mesh: expected name=size, found {0:?}")]
-    Syntax(String),
+    #[error("mesh: expected name=size, found {found:?}: for example {}", example(found))]
+    Syntax {
+        /// The text in its place.
+        found: String,
+    },
     /// A size is not a positive number.
     #[error("mesh axis {axis:?}: expected a size of at least 1, found {found:?}")]
     Size {
@@ -53,6 +56,19 @@ pub enum MeshError {
     Long(usize),
 }
 
+/// A mesh that may be meant by a text without a size, or without a name.
+fn example(found: &str) -> String {
+    let (name, size) = found.split_once([':', ' ']).unwrap_or((found, ""));
+    let is_size = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let name_of = |text: &str| text.bytes().all(|byte| byte.is_ascii_alphabetic()) && !text.is_empty();
+    match (name_of(name), is_size(name), is_size(size)) {
+        (true, _, true) => format!("{name}={size}"),
+        (true, _, false) => format!("{name}=8"),
+        (false, true, _) => format!("fsdp={name}"),
+        (false, false, _) => "fsdp=4,tensor=2".to_owned(),
+    }
+}
+
 impl Mesh {
     /// Reads `fsdp=4,tensor=2`. An empty text is the mesh of one device.
     ///
@@ -63,11 +79,15 @@ impl Mesh {
         let mut devices = 1u64;
         let parts = (!text.trim().is_empty()).then(|| text.split([',', ':']));
         for part in parts.into_iter().flatten().map(str::trim) {
-            let (name, size) = part.split_once('=').ok_or_else(|| MeshError::Syntax(part.to_owned()))?;
+            let (name, size) = part.split_once('=').ok_or_else(|| {
+                // The mesh `fsdp:4` has one part that is wrong, not two.
+                let found = if text.contains('=') { part } else { text };
+                MeshError::Syntax { found: found.to_owned() }
+            })?;
             let name = name.trim();
             let valid = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
             if name.is_empty() || !name.chars().all(valid) {
-                return Err(MeshError::Syntax(part.to_owned()));
+                return Err(MeshError::Syntax { found: part.to_owned() });
             }
             let size = size.trim();
             let size: u64 = match size.parse() {
@@ -159,14 +179,22 @@ mod tests {
 
     #[test]
     fn malformed_meshes_are_refused() {
-        assert_eq!(Mesh::parse("fsdp"), Err(MeshError::Syntax("fsdp".into())));
-        assert_eq!(Mesh::parse("fsdp=2,,tensor=2"), Err(MeshError::Syntax(String::new())));
+        for (text, found, example) in [
+            ("fsdp", "fsdp", "fsdp=8"),
+            ("8", "8", "fsdp=8"),
+            ("fsdp:4", "fsdp:4", "fsdp=4"),
+            ("fsdp=2,,tensor=2", "", "fsdp=4,tensor=2"),
+        ] {
+            let error = Mesh::parse(text).unwrap_err();
+            assert_eq!(error, MeshError::Syntax { found: found.into() });
+            assert!(error.to_string().ends_with(&format!("example {example}")), "{error}");
+        }
         assert!(matches!(Mesh::parse("fsdp=0"), Err(MeshError::Size { .. })));
         assert_eq!(Mesh::parse("fsdp= x"), Err(MeshError::Size { axis: "fsdp".into(), found: "x".into() }));
         assert!(matches!(Mesh::parse("fsdp=99999999999999999999"), Err(MeshError::TooLarge(_))));
         assert_eq!(Mesh::parse("a=2,a=3"), Err(MeshError::Repeated("a".into())));
         assert!(matches!(Mesh::parse("a=1048576,b=2"), Err(MeshError::TooLarge(_))));
-        assert!(matches!(Mesh::parse("../x=2"), Err(MeshError::Syntax(_))));
+        assert!(matches!(Mesh::parse("../x=2"), Err(MeshError::Syntax { .. })));
         let many: Vec<String> = (0..300).map(|axis| format!("a{axis}=1")).collect();
         assert!(matches!(Mesh::parse(&many.join(",")), Err(MeshError::Long(_))));
     }

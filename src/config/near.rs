@@ -20,9 +20,26 @@ pub fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str> + Clone) ->
     if distance == 0 { Some(name) } else { begun.or_else(|| (distance * 2 < name.chars().count()).then_some(name)) }
 }
 
-/// That there is no `what` of this name, with the nearest one, if one is near.
+/// What other programs call a thing, by the word for it here: kind of name, their words, ours. A word ends where the text has a
+/// digit, a dash or a dot.
+const MEANT: [(&str, &[&str], &str); 6] = [
+    ("layout", &["huggingface", "llama", "qwen", "mistral", "mixtral", "gemma", "deepseek", "safetensors"], "hf"),
+    ("layout", &["jax", "flax"], "maxtext"),
+    ("layout", &["mcore"], "megatron"),
+    ("scheme", &["w4a16"], "int4"),
+    ("scheme", &["w8a8", "w8a16"], "int8-channel"),
+    ("scheme", &["fp4"], "nvfp4"),
+];
+
+/// That there is no `what` of this name, with the one that other programs call so, or else the nearest one, if one is near.
 pub fn did_you_mean<'a>(what: &str, found: &str, names: impl Iterator<Item = &'a str> + Clone) -> Option<String> {
-    nearest(found, names).map(|near| format!("unknown {what} `{found}`; did you mean `{near}`?"))
+    let wanted = folded(found);
+    let begins = |word: &&str| {
+        wanted.strip_prefix(*word).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_alphabetic()))
+    };
+    let foreign = MEANT.iter().find(|(kind, words, _)| *kind == what && words.iter().any(begins));
+    let meant = foreign.and_then(|(_, _, here)| names.clone().find(|name| name == here));
+    meant.or_else(|| nearest(found, names)).map(|near| format!("unknown {what} `{found}`; did you mean `{near}`?"))
 }
 
 #[cfg(test)]
@@ -56,5 +73,15 @@ mod tests {
         }
         let text = did_you_mean("layout", "maxtxt", layouts.into_iter());
         assert_eq!(text.as_deref(), Some("unknown layout `maxtxt`; did you mean `maxtext`?"));
+        for (found, meant) in
+            [("huggingface", Some("hf")), ("Llama-3.1", Some("hf")), ("llamas", None), ("jax", Some("maxtext"))]
+        {
+            let text = did_you_mean("layout", found, layouts.into_iter());
+            assert_eq!(
+                text.is_some_and(|text| text.ends_with(&format!("`{}`?", meant.unwrap_or("-")))),
+                meant.is_some(),
+                "{found}"
+            );
+        }
     }
 }

@@ -49,13 +49,28 @@ enum AxisWord {
     Several(Vec<String>),
 }
 
+/// The mesh axes for the axes of a tensor, as written.
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    expecting = "expected a list with \"-\", a mesh axis or a list of mesh axes for each axis, as in [\"fsdp\", \"-\"]"
+)]
+enum AxisWords {
+    First(String),
+    All(Vec<AxisWord>),
+}
+
 fn spec<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Vec<String>>, D::Error> {
     let names = |word| match word {
         AxisWord::One(name) if name.is_empty() || name == "-" => Vec::new(),
         AxisWord::One(name) => vec![name],
         AxisWord::Several(names) => names,
     };
-    Ok(Vec::<AxisWord>::deserialize(deserializer)?.into_iter().map(names).collect())
+    // One word is that of the first axis.
+    Ok(match AxisWords::deserialize(deserializer)? {
+        AxisWords::First(word) => vec![names(AxisWord::One(word))],
+        AxisWords::All(words) => words.into_iter().map(names).collect(),
+    })
 }
 
 /// Which mesh axes split a logical axis, the first outermost.

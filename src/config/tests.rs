@@ -203,7 +203,7 @@ fn errors_name_file_and_line() {
         ("devices = \"3-1\"", "x.toml:1: devices: expected numbers and ranges such as 0-3,8 or 0..4, found \"3-1\""),
         ("[[cast]]\nmatch = \"/(/\"\ndtype = \"f32\"", "x.toml:2: pattern \"/(/\": "),
         ("[[cast]]\nmatch = \"a\"", "x.toml:1: missing field `dtype`"),
-        ("[[shard_rules]]\nmatch = \"a\"\nspec = [1]", "x.toml:3: expected for each axis"),
+        ("[[shard_rules]]\nmatch = \"a\"\nspec = [1]", "x.toml:3: expected a list with \"-\", a mesh axis"),
         ("[mount]\ncache_bytes = \"1X\"", "x.toml:2: expected a number of bytes such as"),
         ("[mount]\nfile_mode = '0448'", "x.toml:2: mode: expected octal digits from 0 to 0777 such as 0440"),
         ("[mount]\ndir_mode = '7777'", "x.toml:2: mode: expected octal digits"),
@@ -279,12 +279,32 @@ fn a_flag_that_may_stand_alone_is_true_in_a_file() {
 }
 
 #[test]
+fn numbers_and_lists_in_files_are_as_good_as_their_texts() {
+    let parse = |text: &str| FileSettings::parse(text, Path::new("x.toml")).unwrap().top.view;
+    for (list, text) in [
+        ("devices = [0, 1, \"4-5\"]", "devices = \"0,1,4-5\""),
+        ("devices = 3", "devices = \"3\""),
+        ("layers = [0, \"2..4\"]", "layers = \"0,2..4\""),
+        ("[[shard_rules]]\nmatch = \"*\"\nspec = \"fsdp\"", "[[shard_rules]]\nmatch = \"*\"\nspec = [\"fsdp\"]"),
+    ] {
+        assert_eq!(parse(list), parse(text), "{list}");
+    }
+    // In a file it is written on purpose: a view without the mesh of the others.
+    assert_eq!(parse("mesh = \"\"").mesh.unwrap().devices(), 1);
+    let error = FileSettings::parse("devices = true", Path::new("x.toml")).unwrap_err().to_string();
+    assert!(error.contains("expected a text such as \"0-3,8\", a number, or a list of these"), "{error}");
+}
+
+#[test]
 fn near_values_are_proposed() {
     let rows = [
         ("layout", "maxtxt", "unknown layout `maxtxt`; did you mean `maxtext`?"),
         ("dtype", "bf61", "unknown dtype `bf61`; did you mean `bf16`?"),
         ("dtype", "kep", "unknown dtype `kep`; did you mean `keep`?"),
-        ("dequantize", "fp16", "unknown dtype `fp16`; did you mean `f16`?"),
+        ("dequantize", "bf61", "unknown dtype `bf61`; did you mean `bf16`?"),
+        ("quantize", "w4a16", "unknown scheme `w4a16`; did you mean `int4`?"),
+        ("mesh", "", "expected a value, found nothing: is a variable of a script not set?"),
+        ("include", " ", "expected a value, found nothing: is a variable of a script not set?"),
         ("shard", "atuo", "unknown sharding `atuo`; did you mean `auto`?"),
         ("prefetch", "atuo", "unknown prefetch `atuo`; did you mean `auto`?"),
         ("source_io", "mmpa", "unknown source I/O `mmpa`; did you mean `mmap`?"),

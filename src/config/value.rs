@@ -97,6 +97,36 @@ fn utf8(text: &OsStr) -> Result<&str, String> {
     text.to_str().ok_or_else(|| format!("expected UTF-8, found {}", text.display()))
 }
 
+/// The word of a flag or option. An empty one is a variable of a script that is not set.
+fn word(text: &OsStr) -> Result<&OsStr, String> {
+    if text.as_encoded_bytes().trim_ascii().is_empty() {
+        return Err("expected a value, found nothing: is a variable of a script not set?".to_owned());
+    }
+    Ok(text)
+}
+
+/// The text of a value that is a text, a number, or a list of these: they are joined by commas.
+///
+/// # Errors
+/// The type that was found.
+pub(super) fn joined(value: Toml<'_>) -> Result<String, Fault> {
+    #[derive(serde::Deserialize)]
+    #[serde(untagged, expecting = "expected a text such as \"0-3,8\", a number, or a list of these")]
+    enum Key {
+        Number(u64),
+        Text(String),
+        List(Vec<Key>),
+    }
+    fn text(key: Key) -> String {
+        match key {
+            Key::Number(number) => number.to_string(),
+            Key::Text(text) => text,
+            Key::List(keys) => keys.into_iter().map(text).collect::<Vec<_>>().join(","),
+        }
+    }
+    deserialize(value).map(text)
+}
+
 /// Reads a value by serde, with the position of a problem.
 ///
 /// # Errors
@@ -142,7 +172,7 @@ impl<T: SettingValue> SettingField for Option<T> {
     const FORM: KeyForm = T::ONE;
 
     fn add(&mut self, text: &OsStr) -> Result<(), String> {
-        let value = T::from_os(text)?;
+        let value = T::from_os(word(text)?)?;
         match self {
             Some(earlier) => earlier.join(value),
             None => *self = Some(value),
@@ -176,7 +206,7 @@ impl<T: SettingValue> SettingField for Vec<T> {
     const FORM: KeyForm = T::SEVERAL;
 
     fn add(&mut self, text: &OsStr) -> Result<(), String> {
-        self.push(T::from_os(text)?);
+        self.push(T::from_os(word(text)?)?);
         Ok(())
     }
 

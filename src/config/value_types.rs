@@ -17,7 +17,7 @@ use super::{
     DEVICES_LISTED_MAX, Mesh,
     layers::parse_range,
     near::did_you_mean,
-    value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, rebased},
+    value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, joined, rebased},
 };
 
 /// Most threads that serve requests.
@@ -235,6 +235,11 @@ impl Quantize {
         ("int8-channel", Self::Int8Channel),
         ("int4", Self::Int4(INT4_GROUP)),
     ];
+
+    /// The words of all schemes but those with a number.
+    pub fn words() -> impl Iterator<Item = &'static str> {
+        Self::WORDS.iter().map(|(word, _)| *word)
+    }
 
     /// Its word.
     pub fn word(self) -> String {
@@ -596,6 +601,11 @@ impl SettingValue for Devices {
         devices.sort_unstable();
         devices.dedup();
         Ok(Self(devices))
+    }
+
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        let at = value.span();
+        Self::from_word(&joined(value)?).map_err(|reason| Fault { at, reason })
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {

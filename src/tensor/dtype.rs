@@ -126,9 +126,9 @@ impl DType {
         let lower = lower.strip_prefix("torch.").unwrap_or(&lower);
         Self::ALL.iter().copied().find(|dtype| dtype.code().to_ascii_lowercase() == lower || dtype.name() == lower).or(
             match lower {
-                "float" => Some(Self::F32),
-                "half" => Some(Self::F16),
-                "double" => Some(Self::F64),
+                "float" | "fp32" => Some(Self::F32),
+                "half" | "fp16" => Some(Self::F16),
+                "double" | "fp64" => Some(Self::F64),
                 "f8_e4m3fn" | "f8e4m3" | "fp8" => Some(Self::F8E4M3),
                 "f8e5m2" => Some(Self::F8E5M2),
                 _ => None,
@@ -154,6 +154,15 @@ mod tests {
             assert_eq!(DType::from_user(dtype.name()), Some(*dtype));
             assert_eq!(DType::from_user(&dtype.code().to_lowercase()), Some(*dtype));
             assert!(DType::ALL[..row].iter().all(|other| other.code() != dtype.code() && other.name() != dtype.name()));
+        }
+    }
+
+    #[test]
+    fn floats_have_the_names_of_other_programs() {
+        for (word, dtype) in
+            [("fp16", DType::F16), ("FP32", DType::F32), ("fp64", DType::F64), ("torch.half", DType::F16)]
+        {
+            assert_eq!(DType::from_user(word), Some(dtype), "{word}");
         }
     }
 
