@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, fs::File, ops::ControlFlow, os::unix::fs::FileExt, path::Path};
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, anyhow, bail, ensure};
 use ckfs_config::{Devices, nearest};
 use ckfs_plan::{Pattern, PatternError};
 use ckfs_source::{Replied, Served};
@@ -144,7 +144,7 @@ fn absent(volume: &Volume, path: &str, at: &[(String, Ino)], directory: Ino, com
         let count = devices.len();
         return anyhow!("{path}: {place} has no {component}: {count} devices, dev{least} to dev{most}");
     }
-    if let Some(near) = nearest_path(volume, path) {
+    if let Some(near) = nearest_path(volume, path).or_else(|| below(volume, path)) {
         return anyhow!("{path}: {place} has no {component:?}; did you mean `{near}`?");
     }
     anyhow!("{path}: {place} has no {component:?}; it has: {}", shown(&names))
@@ -216,11 +216,31 @@ fn nearest_path(volume: &Volume, path: &str) -> Option<String> {
     Some(parts.join("/")).filter(|near| near != path)
 }
 
+/// The path of the volume that ends in this one: a tensor's name is given without the directory of its device or format. Of
+/// several it is the one under `full` with the layers stacked, or else the first.
+fn below(volume: &Volume, path: &str) -> Option<String> {
+    const WORDS: [&str; 2] = ["full", "scanned"];
+    let end = format!("/{}", path.trim_matches('/'));
+    let mut found: Option<(usize, String)> = None;
+    // It ends with an error where enough is known.
+    let _ = walk(volume, &mut |node| {
+        let rank = node.path.split('/').filter(|word| WORDS.contains(word)).count();
+        if node.path.ends_with(&end) && found.as_ref().is_none_or(|(best, _)| rank > *best) {
+            found = Some((rank, node.path));
+            ensure!(rank < WORDS.len());
+        }
+        Ok(())
+    });
+    found.map(|(_, path)| path)
+}
+
 /// That no file matches the patterns of `--only`, with the path that the first mistyped one most resembles.
 fn no_match(volume: &Volume, only: &[String]) -> String {
     let near = only.iter().find_map(|path| nearest_path(volume, path));
     let near = near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"));
-    format!("no file matches {}{near}", only.join(", "))
+    let advice = patterns(only).unwrap_or_default().iter().find_map(Pattern::advice);
+    let advice = advice.map_or_else(String::new, |advice| format!("; {advice}"));
+    format!("no file matches {}{near}{advice}", only.join(", "))
 }
 
 /// An open file of a volume.

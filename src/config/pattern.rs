@@ -22,7 +22,17 @@ pub struct PatternError {
     pub reason: String,
 }
 
+/// The forms of patterns, for messages.
+const FORMS: &str =
+    "in patterns * is any text, ? one character, {0-3} any of these numbers, and /.../ a regular expression";
+
 impl Pattern {
+    /// The forms that exist, if the text has signs that other programs know and this one takes as they are.
+    pub fn advice(&self) -> Option<&'static str> {
+        let is_foreign = self.text.contains(['[', '{']) && !self.text.starts_with('/');
+        is_foreign.then_some(FORMS)
+    }
+
     /// Reads a pattern. `/…/` is a regular expression that must match somewhere in the name. Any other pattern must
     /// match the whole name; `*` stands for any text, `?` for one character and `{0-3}` for any of these numbers.
     ///
@@ -125,5 +135,7 @@ mod tests {
         assert!(matches("a{b-c}", "a{b-c}") && matches("{3-1}", "{3-1}"), "only ranges of numbers");
         assert!(matches("/norm$/", "model.norm"));
         assert!(Pattern::parse("/(/").is_err());
+        let has_advice = |pattern: &str| Pattern::parse(pattern).unwrap().advice().is_some();
+        assert!(has_advice("a[0-1]") && has_advice("{a,b}") && !has_advice("*a?") && !has_advice("/[0-1]/"));
     }
 }

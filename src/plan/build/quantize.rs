@@ -123,8 +123,8 @@ impl<'a> Builder<'a> {
                 ),
             );
         } else if !quantizer.found_any() {
-            let reason = "no tensor is quantized: expected weights of linear layers with names as in repositories of Hugging Face";
-            self.problem("quantize", reason.to_owned());
+            let reason = quantizer.why_none(&self.options.quantize.map(Quantize::word).unwrap_or_default());
+            self.problem("quantize", format!("no tensor is quantized: {reason}"));
         }
         let fused = quantizer.fused_experts();
         if !fused.is_empty() {

@@ -417,6 +417,10 @@ impl Problem {
         | Self::Tiling { name, .. }
         | Self::Split { name, .. }
         | Self::ShardRule { name, .. }
+        | Self::CutBlock { name, .. }
+        | Self::Mixed { name, .. }
+        | Self::RenameSteps { name, .. }
+        | Self::Rename { name, .. }
         | Self::Uneven { name, .. }) = self
         else {
             return None;

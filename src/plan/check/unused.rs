@@ -52,7 +52,15 @@ pub(crate) fn mesh_axes(
             }
             _ => {
                 let meant = meant(&axis.name, options, rules);
-                let meant = meant.map_or_else(String::new, |meant| format!("; did you mean {meant:?}?"));
+                let of_roles =
+                    shard::KNOWN_AXES.iter().filter(|(_, axis_use)| is_auto && self::splits(*axis_use, drafts));
+                let axes: BTreeSet<&str> = match rules {
+                    Some(rules) => rules.mesh_axes().collect(),
+                    None => of_roles.filter_map(|(names, _)| names.first().copied()).collect(),
+                };
+                let axes: Vec<&str> = axes.into_iter().filter(|name| options.mesh.find(name).is_none()).collect();
+                let other = || (!axes.is_empty()).then(|| format!("; the layout splits by {}", axes.join(", ")));
+                let meant = meant.map(|meant| format!("; did you mean {meant:?}?")).or_else(other).unwrap_or_default();
                 format!("no rule splits by it{meant}")
             }
         };

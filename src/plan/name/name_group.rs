@@ -123,7 +123,8 @@ pub(crate) fn near_pattern<'a>(pattern: &Pattern, names: impl Iterator<Item = &'
     let names: BTreeSet<String> = names.map(shown).collect();
     // The same name with other numbers is the nearest.
     let nearest = names.get(&text).cloned().or_else(|| nearest(&text, &names));
-    nearest.map_or_else(String::new, |nearest| format!("; the nearest name is {nearest}"))
+    let nearest = nearest.map_or_else(String::new, |nearest| format!("; the nearest name is {nearest}"));
+    pattern.advice().map_or(nearest.clone(), |advice| format!("{nearest}; {advice}"))
 }
 
 /// Whether two words differ by case or dashes only, by one letter changed, missing or added, or by two neighbours exchanged.

@@ -1,6 +1,9 @@
 //! Which tensors are quantized.
 
-use std::{collections::BTreeMap, fmt};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
 
 use ckfs_config::{Pattern, Quantize};
 use ckfs_tensor::{DType, Encoder, ExponentRule, MatrixFactor};
@@ -207,6 +210,8 @@ impl<'a> WeightChoice<'a> {
 pub(super) struct ChosenSoFar {
     pub(super) quantized: BTreeMap<String, Kind>,
     pub(super) left: BTreeMap<String, Left>,
+    /// The columns of tensors that are left for theirs.
+    pub(super) columns: BTreeSet<u64>,
 }
 
 impl ChosenSoFar {

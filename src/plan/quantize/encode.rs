@@ -1,6 +1,9 @@
 //! Views of codes and scales in the place of weights.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use ckfs_config::Quantize;
 use ckfs_tensor::{DType, Element, EncodedMatrices, EncodedPart, Field, Op, PerAxis, Shape, View, ViewError};
@@ -132,6 +135,18 @@ impl<'a> Quantizer<'a> {
         !self.findings().quantized.is_empty()
     }
 
+    /// Why nothing was quantized.
+    pub(crate) fn why_none(&self, scheme: &str) -> String {
+        let findings = self.findings();
+        let mut left: Vec<Left> = findings.left.values().copied().collect();
+        left.sort_unstable();
+        match left.into_iter().rfind(|left| *left != Left::Plain) {
+            Some(Left::Columns(multiple)) => of_columns(&findings.columns, multiple, scheme),
+            Some(left) => left.to_string(),
+            None => "expected weights of linear layers with names as in repositories of Hugging Face".to_owned(),
+        }
+    }
+
     fn findings(&self) -> std::sync::MutexGuard<'_, ChosenSoFar> {
         self.findings.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -145,7 +160,11 @@ impl<'a> Quantizer<'a> {
         match decided {
             Ok(kind) => self.findings().quantized.insert(name.to_owned(), kind),
             Err(Some(left)) => {
-                self.findings().left.insert(name.to_owned(), left);
+                let mut findings = self.findings();
+                findings.left.insert(name.to_owned(), left);
+                if let (Left::Columns(_), Some(columns)) = (left, view.shape().extents().last()) {
+                    findings.columns.insert(*columns);
+                }
                 return Ok(None);
             }
             Err(None) => return Ok(None),
@@ -242,6 +261,18 @@ impl<'a> Quantizer<'a> {
     }
 }
 
+/// That columns are no multiple of what a scheme needs, and what they are a multiple of.
+fn of_columns(columns: &BTreeSet<u64>, multiple: u64, scheme: &str) -> String {
+    let words = |numbers: &mut dyn Iterator<Item = &u64>| numbers.map(u64::to_string).collect::<Vec<_>>().join(", ");
+    let fit = |group: &&u64| columns.iter().all(|columns| columns.is_multiple_of(**group));
+    let fits = match words(&mut [16, 32, 64, 128, 256].iter().filter(fit)) {
+        groups if scheme.starts_with("int4") && !groups.is_empty() => format!("int4-gN fits with N of {groups}"),
+        _ => "int8-channel and fp8-channel take any".to_owned(),
+    };
+    let columns = words(&mut columns.iter());
+    format!("the weights have {columns} columns, for {scheme} expected a multiple of {multiple}; {fits}")
+}
+
 /// The first encoding of codes, possibly stacked. `None` for any other view.
 fn encoding_of(view: &View) -> Option<&Arc<EncodedMatrices>> {
     if let Op::Stack { of, .. } = view.op() {
@@ -307,4 +338,26 @@ pub(crate) fn with_codes(
     }
     let found: Vec<View> = found.into_iter().flatten().collect();
     View::stack(*axis, &found).map(Some).map_err(|error| Problem::View { name: name.to_owned(), error })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_that_do_not_fit_are_told_what_fits() {
+        let rows: [(&[u64], &str, &str); 3] = [
+            (
+                &[256, 512],
+                "int4-g48",
+                "have 256, 512 columns, for int4-g48 expected a multiple of 48; int4-gN fits with N of 16, 32, 64, 128, 256",
+            ),
+            (&[24], "int4-g48", "int8-channel and fp8-channel take any"),
+            (&[256], "nvfp4", "int8-channel and fp8-channel take any"),
+        ];
+        for (columns, scheme, end) in rows {
+            let text = of_columns(&columns.iter().copied().collect(), 48, scheme);
+            assert!(text.ends_with(end), "{text}");
+        }
+    }
 }

@@ -73,7 +73,8 @@ fn view_rows(checkpoint: &Checkpoint, plan: &Plan, rows: &mut Vec<SummaryRow>) {
     let (least, most) = (held.iter().min().copied().unwrap_or(0), held.iter().max().copied().unwrap_or(0));
     rows.push((
         "per device",
-        if least == most {
+        // Those that differ by some bytes read as one number.
+        if human_bytes(least) == human_bytes(most) {
             format!("{} ({})", human_bytes(most), percent(most, total))
         } else {
             format!("{} to {} ({})", human_bytes(least), human_bytes(most), percent(most, total))
@@ -134,12 +135,24 @@ fn over_read(checkpoint: &Checkpoint, plan: &Plan) -> Option<String> {
     } else {
         String::new()
     };
-    let devices = if devices.len() == plan.devices.len() && devices.len() > 1 {
-        "each device".to_owned()
-    } else {
-        format!("dev{}", device_ranges(&devices))
+    let least = amplification.devices.iter().min_by_key(|reads| super::amounts::hundredths(**reads)).copied()?;
+    let times = match (factor(least), factor(worst)) {
+        (least, worst) if least == worst && devices.len() > 1 => format!("each device {worst} times in whole pages"),
+        (least, worst) if least == worst => format!("dev{} {worst} times in whole pages", device_ranges(&devices)),
+        (least, worst) => {
+            format!("{least} to {worst} times in whole pages, most dev{}", first_ranges(&device_ranges(&devices)))
+        }
     };
-    Some(format!("{devices} {} times in whole pages{together}", factor(worst)))
+    Some(format!("{times}{together}"))
+}
+
+/// The first ranges of a list, and how many more there are.
+fn first_ranges(ranges: &str) -> String {
+    const SHOWN: usize = 6;
+    let all: Vec<&str> = ranges.split(',').collect();
+    let more = all.len().saturating_sub(SHOWN);
+    let shown = all[..all.len() - more].join(",");
+    if more == 0 { shown } else { format!("{shown} and {more} more") }
 }
 
 /// Names that are missing, unexpected or left out, and differences between layers.

@@ -246,7 +246,7 @@ fn mesh_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
 fn devices_text(plan: &Plan, total_bytes: u64, line: &mut dyn FnMut(&str, &str)) {
     let per_device = bytes_per_device(plan);
     let (least, most) = (per_device.iter().min().copied().unwrap_or(0), per_device.iter().max().copied().unwrap_or(0));
-    if least == most {
+    if human_bytes(least) == human_bytes(most) {
         line("per device", &format!("{} ({})", human_bytes(most), percent(most, total_bytes)));
     } else {
         line("per device", &format!("{} to {}", human_bytes(least), human_bytes(most)));
