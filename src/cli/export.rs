@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 
 use self::{
     files::{create_directories, create_file, create_target, finish, partial_path},
-    journal::{Journal, Written, interrupted},
+    journal::{Journal, Written, complete, completed, interrupted, state},
 };
 use super::{
     flags::{LogFlags, SourceFlags, source_help},
@@ -40,7 +40,8 @@ const CHUNK_BYTES: usize = 8 << 20;
 /// With `--steps` each selected step of a run is written to DIR/STEP, and DIR/latest leads to the newest.
 ///
 /// An export that was interrupted, by a signal, an error or the end of the host, goes on if the same command is given
-/// again: files that are complete, and unchanged since, are kept. Until the end, DIR has a file `.ckfs-export`.
+/// again: files that are complete, and unchanged since, are kept. Until the end, DIR has a file `.ckfs-export`. The same
+/// command after that finds the files complete, and changes nothing.
 ///
 /// A file is readable by exactly the users that can read the source files it is made of, whatever the umask.
 #[derive(Debug, Args)]
@@ -93,7 +94,8 @@ impl Export {
         let (source, directory) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "DIR")?;
         tree::patterns(&self.only)?;
         let directory = std::path::absolute(directory).context("DIR")?;
-        check_target(&directory, source, self.force || interrupted(&directory).is_some())?;
+        let is_known = interrupted(&directory).is_some() || completed(&directory).is_some();
+        check_target(&directory, source, self.force || is_known)?;
         let mut config = open::source_config(source, &self.flags)?;
         let Some(wanted) = config.mount.steps else {
             let written = self.export(&mut config, &directory, None, log)?;
@@ -137,8 +139,27 @@ impl Export {
             return Err(inside_source(directory, root));
         }
         let total = tree::total_bytes(&nodes);
-        create_target(&volume, directory).with_context(|| directory.display().to_string())?;
+        let count = |kind| nodes.iter().filter(|node| node.attr.kind == kind).count();
+        let (files, directories, links) = (count(NodeKind::File), count(NodeKind::Directory), count(NodeKind::Symlink));
+        let done = |kept: usize, what: &str| {
+            if !self.json && !log.quiet {
+                let (bytes, place) = (human_bytes(total), directory.display());
+                ckfs_host::tell(&format!("ckfs: {}, {bytes} in {place}{what}\n", output::counted(files, "file")));
+            }
+            json!({
+                "directory": directory.display().to_string(), "files": files, "bytes": total, "directories": directories,
+                "links": links, "kept_files": kept,
+            })
+        };
         let digest = digest(&volume);
+        let now = || state_of(&volume, &nodes, directory, &digest);
+        if let (Some(left), None, None, false) = (completed(directory), &journal, interrupted(directory), self.force) {
+            if now()? != Some(left) {
+                return Err(not_empty(directory));
+            }
+            return Ok(done(files, ": complete already"));
+        }
+        create_target(&volume, directory).with_context(|| directory.display().to_string())?;
         let (mut own, journal) = match journal {
             Some(given) => (None, Some(given)),
             None => (Some(Journal::open(directory, &digest, self.force)?), None),
@@ -166,18 +187,13 @@ impl Export {
         }
         if let Some(own) = own {
             own.end()?;
+            if let Some(state) = now()? {
+                complete(directory, &state);
+            }
         }
         sync_directory(directory)?;
         bar.finish_and_clear();
-        let count = |kind| nodes.iter().filter(|node| node.attr.kind == kind).count();
-        let files = count(NodeKind::File);
-        tracing::info!("{files} files, {} written to {}", human_bytes(total), directory.display());
-        let (directories, links) = (count(NodeKind::Directory), count(NodeKind::Symlink));
-        let directory = directory.display().to_string();
-        Ok(json!({
-            "directory": directory, "files": files, "bytes": total, "directories": directories, "links": links,
-            "kept_files": kept.len(),
-        }))
+        Ok(done(kept.len(), ""))
     }
 }
 
@@ -187,6 +203,25 @@ fn digest(volume: &Volume) -> String {
     let commit = |plan| identity::commit(checkpoint, plan, IdentityScope::FileSystem);
     let views: Vec<String> = volume.plans().iter().map(|plan| commit(plan)).collect();
     identity::of_views(views.iter().map(|commit| (env!("CKFS_COMMIT"), commit.as_str())))
+}
+
+/// Whether a node is a file of which the digest tells. It says nothing of texts about the mount.
+fn has_stamp(volume: &Volume, node: &tree::PathNode) -> anyhow::Result<bool> {
+    let ino = node.attr.ino;
+    let has_image = || Ok::<_, anyhow::Error>(volume.image(ino).with_context(|| node.path.clone())?.is_some());
+    Ok(node.attr.kind == NodeKind::File && (volume.original(ino).is_some() || has_image()?))
+}
+
+/// The state of the files of an export, if all are there.
+fn state_of(
+    volume: &Volume,
+    nodes: &[tree::PathNode],
+    directory: &Path,
+    digest: &str,
+) -> anyhow::Result<Option<String>> {
+    let path = |node: &tree::PathNode| Ok((directory.join(&node.path), has_stamp(volume, node)?));
+    let paths: Vec<_> = nodes.iter().map(path).collect::<anyhow::Result<_>>()?;
+    Ok(state(digest, paths.into_iter()))
 }
 
 /// The files that an interrupted export has left complete, and everything else.
@@ -199,11 +234,7 @@ fn kept_and_missing(
 ) -> anyhow::Result<(Vec<tree::PathNode>, Vec<tree::PathNode>)> {
     let (mut kept, mut missing) = (Vec::new(), Vec::new());
     for node in nodes {
-        let ino = node.attr.ino;
-        let is_kept = node.attr.kind == NodeKind::File
-            && journal.has(&directory.join(&node.path), digest)
-            // The digest says nothing of texts about the mount.
-            && (volume.original(ino).is_some() || volume.image(ino).with_context(|| node.path.clone())?.is_some());
+        let is_kept = journal.has(&directory.join(&node.path), digest) && has_stamp(volume, node)?;
         if is_kept { &mut kept } else { &mut missing }.push(node.clone());
     }
     Ok((kept, missing))
@@ -232,6 +263,10 @@ fn inside_source(directory: &Path, source: &Path) -> anyhow::Error {
     anyhow!("{}: lies inside the source {}: give a directory outside of it", directory.display(), source.display())
 }
 
+fn not_empty(directory: &Path) -> anyhow::Error {
+    anyhow!("{}: not empty; --force writes into it all the same", directory.display())
+}
+
 fn check_target(directory: &Path, source: Option<&str>, force: bool) -> anyhow::Result<()> {
     match fs::read_dir(directory) {
         Ok(mut entries) => {
@@ -247,7 +282,7 @@ fn check_target(directory: &Path, source: Option<&str>, force: bool) -> anyhow::
                 if let Some(source) = source.map(Path::new).filter(|source| real(directory).starts_with(real(source))) {
                     return Err(inside_source(directory, source));
                 }
-                bail!("{}: not empty; --force writes into it all the same", directory.display());
+                return Err(not_empty(directory));
             }
             Ok(())
         }

@@ -14,6 +14,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use ckfs_service::identity;
 use serde_json::{Value, json};
 
 /// The name of a journal.
@@ -41,6 +42,36 @@ fn stamp(path: &Path, digest: &str) -> Option<Value> {
     let found = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file)?;
     let times = [found.mtime(), found.mtime_nsec(), found.ctime(), found.ctime_nsec()];
     Some(json!([digest, found.size(), found.ino(), times]))
+}
+
+/// The attribute of the directory of a complete export.
+const ATTRIBUTE: &str = "user.ckfs.export";
+
+/// The digest that tells whether the files at `paths` are as an export of `digest` left them; `None` if one is not there. A path
+/// without a stamp holds a text about the mount.
+pub(super) fn state(digest: &str, paths: impl Iterator<Item = (PathBuf, bool)>) -> Option<String> {
+    let row = |(path, has_stamp): (PathBuf, bool)| {
+        let is_there = || fs::symlink_metadata(&path).map(|_| Value::Null).ok();
+        let stamp = if has_stamp { stamp(&path, digest) } else { is_there() }?;
+        Some((path.display().to_string(), stamp.to_string()))
+    };
+    let rows: Vec<_> = paths.map(row).collect::<Option<_>>()?;
+    Some(identity::of_views(rows.iter().map(|(path, stamp)| (path.as_str(), stamp.as_str()))))
+}
+
+/// The state that a complete export left in a directory.
+pub(super) fn completed(directory: &Path) -> Option<String> {
+    let mut value = [0_u8; 64];
+    let len = rustix::fs::getxattr(directory, ATTRIBUTE, &mut value[..]).ok()?;
+    String::from_utf8(value.get(..len)?.to_vec()).ok()
+}
+
+/// Notes the state of a complete export. A file system without attributes has none: a repeated export is then refused.
+pub(super) fn complete(directory: &Path, state: &str) {
+    let flags = rustix::fs::XattrFlags::empty();
+    if let Err(error) = rustix::fs::setxattr(directory, ATTRIBUTE, state.as_bytes(), flags) {
+        tracing::debug!("{}: {ATTRIBUTE}: {error}", directory.display());
+    }
 }
 
 impl Journal {
