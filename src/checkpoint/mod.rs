@@ -38,6 +38,7 @@ pub use container::{Container, LeftOut, SavedArguments, SavedTree};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
 pub use index::rewritten_index;
+pub use locate::hub_cache_directory;
 pub use merges::{Merge, Merges, ScaledProduct};
 pub use options::{Accepted, OpenOptions, Unfinished};
 pub use orbax::OrbaxProblem;

@@ -12,6 +12,7 @@ use std::{
 };
 
 use anyhow::{Context, anyhow, ensure};
+use ckfs_checkpoint::hub_cache_directory;
 use ckfs_format::safetensors::write_header;
 use ckfs_fuse::{MountEntry, MountError, ckfs_mounts};
 use ckfs_host::limits::may_administer;
@@ -413,16 +414,7 @@ fn simd_level() -> &'static str {
 }
 
 fn hub_cache() -> Check {
-    let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let home = || {
-        variable("HF_HOME").or_else(|| {
-            let cache = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
-            Some(cache?.join("huggingface"))
-        })
-    };
-    let cache =
-        variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).or_else(|| Some(home()?.join("hub")));
-    let Some(cache) = cache else {
+    let Some(cache) = hub_cache_directory() else {
         return check("hub cache", Verdict::Warn, "no home directory", "set HF_HUB_CACHE to use org/name sources");
     };
     let models = fs::read_dir(&cache).map(|entries| {

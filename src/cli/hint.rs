@@ -8,13 +8,14 @@ use std::{
 
 use anyhow::anyhow;
 use ckfs_checkpoint::{
-    CheckpointError, OpenOptions, Problem,
+    CheckpointError, OpenOptions, Problem, hub_cache_directory,
     runs::{StepDirectory, StepKind},
 };
 use ckfs_config::{ConfigError, nearest};
 use ckfs_fuse::{DaemonError, MountError, UnmountError, ckfs_mounts};
 
 use ckfs_service::own_mount_advice;
+use ckfs_source::remote::url_schemes;
 
 use super::{paragraph::counted, permission_hint::denied, tree::shown};
 
@@ -123,9 +124,14 @@ fn after_start(error: &DaemonError) -> Option<&'static str> {
 #[expect(clippy::wildcard_enum_match_arm, reason = "most errors of a checkpoint say by themselves what would help")]
 fn after_open(error: &CheckpointError) -> Option<String> {
     match error {
-        CheckpointError::NotFound { source_name } | CheckpointError::NotInCache { source_name, .. } => {
+        CheckpointError::NotFound { source_name } => {
             let path = Path::new(source_name);
-            denied(path).or_else(|| proposed(near_path(path)))
+            denied(path).or_else(|| proposed(address(source_name).or_else(|| near_path(path))))
+        }
+        CheckpointError::NotInCache { source_name, looked_in, near, .. } => {
+            let path = Path::new(source_name);
+            let cached = || near_cached(source_name, looked_in).filter(|_| near.is_none());
+            denied(path).or_else(|| proposed(near_path(path).or_else(cached)))
         }
         CheckpointError::NoHome { .. } => {
             Some("set HF_HOME or HOME to where the hub cache is, or give --cache-dir DIR".to_owned())
@@ -169,14 +175,55 @@ fn of_run(root: &Path) -> Option<String> {
     ))
 }
 
-/// The path beside a mistyped one that it most resembles.
+/// The path of an entry that a mistyped one most resembles, component by component.
 fn near_path(path: &Path) -> Option<String> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !parent.exists() {
+        let parent = near_path(parent)?;
+        let path = Path::new(&parent).join(path.file_name()?);
+        // Two words that are both mistyped are rather a name of something else.
+        return path.to_str().filter(|_| path.exists()).map(str::to_owned);
+    }
     let name = path.file_name()?.to_str()?;
     let entries = fs::read_dir(parent).ok()?.take(ENTRIES_MAX);
     let names: Vec<String> = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
     let near = nearest(name, names.iter().map(String::as_str))?;
     Some(path.with_file_name(near).display().to_string())
+}
+
+/// The address that lacks a slash or two: `s3:/x`.
+fn address(source: &str) -> Option<String> {
+    let (scheme, rest) = source.split_once(':')?;
+    let is_known = scheme == "hf" || url_schemes().contains(&format!("{scheme}://"));
+    is_known.then(|| format!("{scheme}://{}", rest.trim_start_matches('/')))
+}
+
+/// Whether the Hub's own cache has a repository of this name.
+fn is_in_cache(source: &str) -> bool {
+    let repo = source.split('@').next().unwrap_or(source).replace('/', "--");
+    hub_cache_directory().is_some_and(|cache| cache.join(format!("models--{repo}")).is_dir())
+}
+
+/// The name in the Hub's cache that a mistyped one most resembles.
+fn near_cached(source: &str, looked_in: &Path) -> Option<String> {
+    let entries = fs::read_dir(looked_in.parent()?).ok()?.take(ENTRIES_MAX);
+    let name = |entry: fs::DirEntry| Some(entry.file_name().to_str()?.strip_prefix("models--")?.replace("--", "/"));
+    let names: Vec<String> = entries.filter_map(|entry| name(entry.ok()?)).collect();
+    nearest(source.split('@').next()?, names.iter().map(String::as_str)).map(str::to_owned)
+}
+
+/// Says at once which path a name resembles that is none: the Hub, which is asked next, may take seconds to answer.
+pub(super) fn tell_near(source: &str) {
+    let path = Path::new(source);
+    let is_offline = std::env::var("HF_HUB_OFFLINE").is_ok_and(|word| !["", "0"].contains(&word.as_str()));
+    let may_be_of_hub = !is_offline && !source.contains(':') && path.is_relative() && !path.exists();
+    // Of the names of the Hub's own cache many resemble a directory.
+    if may_be_of_hub
+        && !is_in_cache(source)
+        && let Some(near) = near_path(path)
+    {
+        ckfs_host::tell(&format!("ckfs: {source}: no such file or directory; did you mean `{near}`?\n"));
+    }
 }
 
 /// The error of opening a source, for a part of a ckfs mount with the part that can be opened, and for a name that the Hub

@@ -42,6 +42,9 @@ pub(super) fn source_config(source: Option<&str>, flags: &SourceFlags) -> anyhow
     let mut config = config(&[&flags.settings])?;
     if let Some(source) = source {
         config.source = Some(source.to_owned());
+        if config.mount.offline != Some(true) {
+            stall_exit::within(&config.mount, Path::new(source), "look for the source", || hint::tell_near(source));
+        }
     }
     if config.source.is_none() {
         return Err(Usage("expected SOURCE, or a --config file that names it".to_owned()).into());

@@ -83,6 +83,11 @@ fn variable(name: &str) -> Option<PathBuf> {
     env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
+/// The directory of the hub's cache, as its own client has it.
+pub fn hub_cache_directory() -> Option<PathBuf> {
+    cache_directory(variable)
+}
+
 /// The directory of the hub's cache, from the same variables in the same order as in the hub's client.
 fn cache_directory(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     if let Some(cache) = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")) {
@@ -325,18 +330,18 @@ fn resolve(repo: &Path, revision: &str) -> Result<String, Vec<String>> {
     if has(revision) {
         return Ok(revision.to_owned());
     }
-    let mut commits: Vec<String> = fs::read_dir(&snapshots)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .filter(|commit| has(commit))
-        .collect();
-    commits.sort();
+    let names = |directory: &Path| -> Vec<String> {
+        let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+        let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort();
+        names
+    };
+    let commits: Vec<String> = names(&snapshots).into_iter().filter(|commit| has(commit)).collect();
     let mut matching = commits.iter().filter(|commit| commit.starts_with(revision));
     match (matching.next(), matching.next()) {
         (Some(only), None) if revision.len() >= PREFIX_CHARS_MIN => Ok(only.clone()),
-        _ => Err(commits),
+        // Branches first, which people type.
+        _ => Err([names(&repo.join("refs")), commits].concat()),
     }
 }
 
