@@ -4,10 +4,12 @@
 
 use std::ffi::{OsStr, OsString};
 
-use ckfs_config::{Arity, Commands, FORMER, Group, KEYS, SETTINGS, Setting, Settings, former};
+use ckfs_config::{Arity, Commands, FORMER, Group, KEYS, LAYOUTS, Quantize, SETTINGS, Setting, Settings, former};
 use ckfs_source::remote::url_schemes;
 use clap::{
-    Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, builder::TypedValueParser, error::ErrorKind,
+    Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches,
+    builder::{PossibleValue, TypedValueParser},
+    error::ErrorKind,
     parser::ValueSource,
 };
 
@@ -15,8 +17,26 @@ use clap::{
 #[derive(Clone, Debug)]
 struct Checked(&'static Setting);
 
+/// The words that a setting takes: those of its placeholder in small letters, or those of its own list.
+fn words(setting: &Setting) -> Vec<&'static str> {
+    let (Arity::Required(form) | Arity::Optional(form, _)) = setting.arity else { return Vec::new() };
+    match setting.name {
+        "layout" => LAYOUTS.clone(),
+        "quantize" => Quantize::words().collect(),
+        "dtype" | "dequantize" => vec!["bf16", "f16", "f32"],
+        // A directory is completed by the shell.
+        _ if form.contains("DIR") => Vec::new(),
+        _ => form.split('|').filter(|word| word.bytes().all(|b| b.is_ascii_lowercase())).collect(),
+    }
+}
+
 impl TypedValueParser for Checked {
     type Value = OsString;
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let words = words(self.0);
+        (!words.is_empty()).then(|| Box::new(words.into_iter().map(PossibleValue::new)) as Box<_>)
+    }
 
     fn parse_ref(&self, command: &Command, arg: Option<&Arg>, word: &OsStr) -> Result<OsString, clap::Error> {
         match (self.0.field.add)(&mut Settings::default(), word) {
@@ -61,7 +81,8 @@ fn flag(setting: &'static Setting) -> Arg {
             arg.value_name(name).num_args(0..=1).require_equals(true).default_missing_value(word)
         }
     };
-    let arg = arg.action(several).value_parser(Checked(setting));
+    // The help of a setting has its words already.
+    let arg = arg.action(several).value_parser(Checked(setting)).hide_possible_values(true);
     setting.default.map_or(arg.clone(), |word| arg.default_value(word))
 }
 

@@ -16,16 +16,17 @@ const HELPER: (&str, &str) = ("mount.ckfs.8", ".so man1/ckfs-mount.1\n");
 
 /// Prints the manual page, or writes the pages of all commands.
 ///
-/// Without DIR, the page ckfs(1) goes to standard output. With DIR, there is one file per command, such as
-/// ckfs-mount.1, and mount.ckfs.8; files of these names are replaced.
+/// Without DIR, the page ckfs(1) goes to standard output; with the name of a command, its page. With DIR, there is one
+/// file per command, such as ckfs-mount.1, and mount.ckfs.8; files of these names are replaced.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
   ckfs man | man -l -
+  ckfs man plan | man -l -
   ckfs man ~/.local/share/man/man1")]
 pub(super) struct Manual {
-    /// Where the pages are written; it is made if it does not exist.
-    #[arg(value_name = "DIR")]
+    /// Where the pages are written, made if it does not exist; or a command, whose page is printed.
+    #[arg(value_name = "DIR|COMMAND")]
     dir: Option<PathBuf>,
 }
 
@@ -36,6 +37,11 @@ impl Manual {
         let Some(dir) = &self.dir else {
             return output::print(&pages[0].1);
         };
+        // The name of a command is no directory, which is ./plan.
+        let of_command = format!("ckfs-{}.1", dir.display());
+        if let Some((_, text)) = pages.iter().find(|(name, _)| *name == of_command) {
+            return output::print(text);
+        }
         fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
         for (name, text) in &pages {
             write(&dir.join(name), text)?;

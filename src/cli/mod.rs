@@ -21,6 +21,7 @@ mod hint;
 mod kernel_copy;
 mod last_mount;
 mod man;
+mod meant;
 mod metrics;
 mod mount;
 mod open;
@@ -43,14 +44,11 @@ mod verify;
 use std::{ffi::OsString, fmt::Write as _, path::Path, process::ExitCode, thread};
 
 use anyhow::Context;
-use ckfs_config::{ConfigError, nearest};
+use ckfs_config::ConfigError;
 use ckfs_host::{Log, LogTarget, limits, signal};
 use ckfs_service::FINDINGS;
 use ckfs_source::remote::url_schemes;
-use clap::{
-    CommandFactory, FromArgMatches, Parser, Subcommand,
-    error::{ContextKind, ContextValue, ErrorKind},
-};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, error::ErrorKind};
 use tracing_subscriber::{EnvFilter, filter::ParseError};
 
 use command_groups::COMMAND_GROUPS;
@@ -204,13 +202,11 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
     match parse(&args) {
         Ok(cli) => run(cli, log, &args[1..]),
         Err(error) => {
-            if let Some(hint) = mesh_in_pieces(&args).filter(|_| error.use_stderr()) {
-                return Err(Usage(hint).into());
+            let hint = || mesh_in_pieces(&args).or_else(|| meant::instead(&error, &args, &command()));
+            match error.use_stderr().then(hint).flatten() {
+                Some(hint) => Err(Usage(hint).into()),
+                None => Ok(finish_parsing(&meant::without_far(error))),
             }
-            if let Some(hint) = foreign_flag(&error, &args).filter(|_| error.use_stderr()) {
-                return Err(Usage(hint).into());
-            }
-            Ok(finish_parsing(&near_only(error)))
         }
     }
 }
@@ -266,58 +262,6 @@ fn parse(args: &[OsString]) -> Result<Cli, clap::Error> {
     let mut command = command();
     let mut matches = command.try_get_matches_from_mut(args)?;
     Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
-}
-
-/// Flags of other programs, each with what is written here; `VALUE` stands for the word after it.
-const FOREIGN: [(&[&str], &str); 5] = [
-    (&["--revision", "--rev", "--branch"], "the revision is part of the name: org/name@VALUE"),
-    (
-        &["--tp", "--tp-size", "--tensor", "--tensor-parallel-size", "--tensor-parallel"],
-        "the mesh has it: --mesh tensor=VALUE",
-    ),
-    (&["--fsdp", "--dp", "--fsdp-size"], "the mesh has it: --mesh fsdp=VALUE"),
-    (&["--ep", "--expert", "--expert-parallel-size"], "the mesh has it: --mesh expert=VALUE"),
-    (
-        &["--format", "--output-format"],
-        "a mount has every format, each as a directory: safetensors/, npy/, orbax/, dcp/, pt/, hf/; `ckfs export` takes some by \
-         --only 'npy/*'",
-    ),
-];
-
-/// What to type instead of a flag of other programs.
-fn foreign_flag(error: &clap::Error, args: &[OsString]) -> Option<String> {
-    let flag = unknown_flag(error)?;
-    let (_, text) = FOREIGN.iter().find(|(flags, _)| flags.contains(&flag))?;
-    let mut words =
-        args.iter().filter_map(|word| word.to_str()).skip_while(|word| word.split('=').next() != Some(flag));
-    let value = match words.next()?.split_once('=') {
-        Some((_, value)) => Some(value),
-        None => words.next().filter(|word| !word.starts_with('-')),
-    };
-    Some(format!("unexpected argument '{flag}': {}", text.replace("VALUE", value.unwrap_or("VALUE"))))
-}
-
-fn unknown_flag(error: &clap::Error) -> Option<&str> {
-    match error.get(ContextKind::InvalidArg) {
-        Some(ContextValue::String(flag)) if error.kind() == ErrorKind::UnknownArgument => flag.split('=').next(),
-        _ => None,
-    }
-}
-
-/// The error without a flag that clap proposes although another word was meant. The line of usage is that of the proposal.
-fn near_only(mut error: clap::Error) -> clap::Error {
-    let is_far = match (unknown_flag(&error), error.get(ContextKind::SuggestedArg)) {
-        (Some(flag), Some(ContextValue::String(proposed))) => {
-            let names = [flag, proposed].map(|name| name.trim_start_matches('-'));
-            nearest(names[0], std::iter::once(names[1])).is_none()
-        }
-        _ => false,
-    };
-    if is_far {
-        error.remove(ContextKind::SuggestedArg);
-        error.remove(ContextKind::Usage);
-    }
-    error
 }
 
 /// What to type if the axes of a mesh are several words or several flags.

@@ -180,7 +180,7 @@ fn wrong_use_exits_with_2() {
         (&["mount", "model"], "expected MNT after SOURCE"),
         (&["umount"], "expected MNT"),
         (&["cat", "model"], "expected SOURCE and PATH, found \"model\" only"),
-        (&["nonsense"], "unrecognized subcommand 'nonsense'"),
+        (&["nonsense"], "there is no command \"nonsense\"; there are: mount, run, "),
         (&["plan", "model", "--nonsense"], "unexpected argument '--nonsense'"),
         (&["plan", "model", "--mesh", "fsdp"], "mesh: expected name=size, found \"fsdp\""),
         (&["plan", "model", "--mesh", "fsdp=0"], "expected a size of at least 1"),
@@ -503,7 +503,8 @@ fn views_of_a_config_file_and_flags_over_it() {
     assert_eq!(embed, (12..24).flat_map(|n| element(0, n)).collect::<Vec<_>>(), "kept as it is");
     let wq = fixture.run(&["cat", "--config", "etc/c.toml", "train/dev1/layers/scanned/wq", "--dtype", "keep"]).ok();
     assert_eq!(wq.out, stacked(3, 6), "a flag wins over the file");
-    fixture.run(&["cat", "--config", "etc/c.toml", "dev1/embed"]).fails(1, "it has: .ckfs, rollout, train");
+    fixture.run(&["cat", "--config", "etc/c.toml", "dev1/embed"]).fails(1, "did you mean `train/dev1/embed`?");
+    fixture.run(&["cat", "--config", "etc/c.toml", "nothing"]).fails(1, "it has: .ckfs, rollout, train");
 }
 
 #[test]
@@ -654,14 +655,18 @@ fn export_writes_the_bytes_of_cat() {
     let fixture = Fixture::new();
     let only = ["--mesh", "fsdp=2", "--only", "dev1", "--only", "mesh", "--only", "safetensors/*"];
     let ran = fixture.run(&[&["export", "model", "out"][..], &only].concat()).ok();
-    assert_eq!((ran.text().as_str(), ran.err.as_str()), ("", ""), "quiet where nobody looks on");
+    assert!(
+        ran.text().is_empty() && ran.err.starts_with("ckfs: 7 files, ") && ran.err.ends_with("/out\n"),
+        "{}",
+        ran.err
+    );
     assert_eq!(fs::read(fixture.path("out/dev1/layers/scanned/wq")).unwrap(), stacked(3, 6));
     assert_eq!(fs::read_link(fixture.path("out/mesh/fsdp=1")).unwrap(), Path::new("../dev1"));
     assert!(!fixture.path("out/dev0").exists() && !fixture.path("out/hf").exists());
     let file = fixture.run(&["cat", "model", "safetensors/dev0.safetensors", "--mesh", "fsdp=2"]).ok().out;
     assert_eq!(fs::read(fixture.path("out/safetensors/dev0.safetensors")).unwrap(), file);
     // A second export, over the first.
-    fixture.run(&[&["export", "model", "out", "--force"][..], &only].concat()).ok();
+    fixture.run(&[&["export", "model", "out", "--force", "-q"][..], &only].concat()).ok();
     let left = Command::new("find").arg(fixture.path("out")).args(["-name", "*.part"]).output().unwrap();
     assert_eq!(left.stdout, b"");
 }
@@ -715,8 +720,15 @@ fn an_interrupted_export_goes_on() {
         tree.retain(|path, _| !path.starts_with(".ckfs"));
     }
     assert!(found == expected, "{:?} {:?}", found.keys(), expected.keys());
-    // It is complete now.
+    // It is complete now, and the same command changes nothing.
+    let again = export("out", &[]).ok();
+    assert!(again.err.ends_with("out: complete already\n"), "{}", again.err);
+    assert!(tree_of(&fixture.path("out/dev0")) == tree_of(&fixture.path("whole/dev0")));
+    assert_eq!(fs::metadata(&kept).unwrap().modified().unwrap(), before);
+    fixture.run(&["export", "model", "out", "--mesh", "fsdp=4"]).fails(1, "not empty");
+    fs::write(&edited, "edited").unwrap();
     export("out", &[]).fails(1, "not empty");
+    assert_eq!(fs::read(&edited).unwrap(), b"edited");
 
     // A source that changed in the meantime.
     fs::create_dir_all(fixture.path(&format!("other/{last}"))).unwrap();
@@ -778,12 +790,16 @@ fn a_rewritten_configuration_keeps_its_other_contents() {
 fn a_rule_for_an_axis_that_the_mesh_lacks_is_reported() {
     let fixture = Fixture::new();
     fixture.write("rules.toml", "[[shard_rules]]\nmatch = \"embed\"\nspec = [\"fdsp\", \"-\"]\n");
-    let warnings = |mesh| {
-        let json = fixture.run(&["plan", "model", "--mesh", mesh, "--shard", "rules.toml", "--json"]).ok().json();
+    let warnings = |mesh: &[&str]| {
+        let plan = ["plan", "model", "--shard", "rules.toml", "--json"];
+        let json = fixture.run(&[&plan, mesh].concat()).ok().json();
         json["views"][0]["warnings"].clone()
     };
-    assert_eq!(warnings("fsdp=2"), json!(["sharding rules name the mesh axis \"fdsp\", which the mesh does not have"]));
-    assert_eq!(warnings(""), json!([]));
+    assert_eq!(
+        warnings(&["--mesh", "fsdp=2"]),
+        json!(["sharding rules name the mesh axis \"fdsp\", which the mesh does not have"])
+    );
+    assert_eq!(warnings(&[]), json!([]));
 }
 
 #[test]

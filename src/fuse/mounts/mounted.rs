@@ -289,7 +289,7 @@ fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
         return Err(MountError::Inside { path, mount: entry.mountpoint });
     }
     if fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_some()) {
-        info!("{} is not empty; what it holds is hidden while mounted", path.display());
+        warn!("{} is not empty; what it holds is hidden while mounted", path.display());
     }
     Ok(path)
 }

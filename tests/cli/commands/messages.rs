@@ -107,6 +107,52 @@ fn what_is_nearly_right_is_answered_with_what_is_right() {
         (2, &["plan", "--config", "under.toml"], "`layout` belongs before the first table, or under [view.NAME]\n"),
         (2, &["plan", "--config", "mesh.toml"], "expected a text such as \"fsdp=4,tensor=2\", or a table of sizes"),
         (2, &["plan", "--config", "name.toml"], "mesh: expected names of axes"),
+        (
+            2,
+            &["mount", "-mesh", "fsdp=4", "model", "mnt"],
+            "unexpected argument '-mesh': it is --mesh, with two dashes\n",
+        ),
+        (2, &["plan", "model", "--rank", "3"], "it is --devices 3\n"),
+        (2, &["plan", "model", "--cast=bf16"], "it is --dtype bf16\n"),
+        (2, &["plan", "model", "-l", "hf"], "it is --layout hf\n"),
+        (2, &["plan", "model", "-chf.toml"], "it is --config hf.toml\n"),
+        (2, &["export", "model", "--output", "d"], "a word of its own: ckfs export SOURCE d\n"),
+        (2, &["plan", "model", "--token", "x"], "--token-file FILE"),
+        (2, &["mount", "model", "mnt", "--read-only"], "every mount is read-only: leave it out\n"),
+        (2, &["serve", "model", "--port", "80"], "it is --listen ADDRESS:PORT: --listen 127.0.0.1:80\n"),
+        (
+            2,
+            &["plan", "--dequantize", "bf16", "model"],
+            "the value of --dequantize stands after =: --dequantize=bf16\n",
+        ),
+        (2, &["version"], "it is `ckfs --version`\n"),
+        (2, &["help", "mont"], "it is `ckfs help mount`\n"),
+        (2, &["cache", "clean"], "it is `ckfs cache prune`\n"),
+        (2, &["plan", "model", "--mesh", "4"], "expected name=size, found \"4\": for example fsdp=4\n"),
+        (2, &["plan", "model", "--mesh", ""], "expected a value, found nothing: is a variable of a script not set?\n"),
+        (2, &["mount", "model", "mnt", "-o", "mesh="], "expected a value, found nothing"),
+        (2, &["plan", "model", "--layout", "huggingface"], "unknown layout `huggingface`; did you mean `hf`?\n"),
+        (
+            1,
+            &["plan", "model", "--layout", "vllm", "--set", "family=vllm/llama", "--mesh", "fsdp=2"],
+            "no rule splits by it; the layout splits by tensor",
+        ),
+        (
+            1,
+            &["plan", "model", "--layout", "hf", "--quantize", "int4-g40"],
+            "the weights have 4 columns, for int4-g40 expected a multiple of 40; int8-channel",
+        ),
+        (
+            1,
+            &["plan", "model", "--include", "{a,b}"],
+            "matches no tensor; in patterns * is any text, ? one character, {0-3} any",
+        ),
+        (1, &["export", "model", "out", "--only", "[a]*"], "no file matches [a]*; in patterns * is any text"),
+        (1, &["cat", "model", "layers/scanned/wq"], "did you mean `full/layers/scanned/wq`?\n"),
+        (1, &["explain", "model", "wq"], "did you mean `full/layers/scanned/wq`?\n"),
+        (1, &["plan", "s3:/x"], "did you mean `s3://x`?\n"),
+        (1, &["plan", "early/config.jsn"], "did you mean `early/config.json`?\n"),
+        (1, &["plan", "pikled/adapter_model.bin"], "did you mean `pickled/adapter_model.bin`?\n"),
         (1, &["plan", "model", "--layout", "my_own_layout.toml"], "my_own_layout.toml: no such file\n"),
         (
             1,
@@ -133,6 +179,14 @@ fn what_is_nearly_right_is_answered_with_what_is_right() {
     }
     let in_cache = ran(program().args(["plan", "meta-llama/llama-3.1-8b"]).env("HF_HUB_CACHE", &hub));
     in_cache.fails(1, "models--meta-llama--llama-3.1-8b: no; it has `Meta-Llama/Llama-3.1-8B`\n");
+    let near = ran(program().args(["plan", "meta-llama/Llama-31-8B"]).env("HF_HUB_CACHE", &hub));
+    near.fails(1, "did you mean `Meta-Llama/Llama-3.1-8B`?\n");
+    // The nearest path is told before the Hub is asked.
+    let mut asks = program();
+    asks.args(["plan", "modle", "--source-timeout", "1s", "--allow-http"]).current_dir(fixture.directory.path());
+    let asked = ran(asks.env("HF_ENDPOINT", "http://127.0.0.1:1").env("HF_HUB_OFFLINE", "0"));
+    let first = "ckfs: modle: no such file or directory; did you mean `model`?\n";
+    assert!(asked.code == 1 && asked.err.starts_with(first), "{}", asked.err);
     // No other flag is proposed for one that is far from all.
     for flag in ["--format", "--tp", "--revision", "--nonsense"] {
         let ran = fixture.run(&["plan", "model", flag, "x"]);
