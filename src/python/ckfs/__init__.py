@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ._checkpoint import Checkpoint, Tensor, open
+from ._ckfs import __version__
 from ._errors import Error, ForkError, LoadError, PlanError, PlanWarning, ReadError, UsageError
 from ._plan import Plan
 from ._program import Mount, Server, mount, plan, program, run, serve
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint", "Error", "ForkError", "LoadError", "Mount", "MountSettings", "OpenSettings", "Plan", "PlanError",
-    "PlanWarning", "ReadError", "ServeSettings", "Server", "Tensor", "UsageError", "mount", "open", "plan", "program", "run",
-    "serve",
+    "PlanWarning", "ReadError", "ServeSettings", "Server", "Tensor", "UsageError", "__version__", "mount", "open", "plan",
+    "program", "run", "serve",
 ]  # fmt: skip
 
 

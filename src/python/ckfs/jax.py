@@ -85,6 +85,9 @@ def load(ck: Checkpoint, abstract_tree: Any, *, threads: int | None = None, prog
         lines = [f"{len(missing)} missing in the checkpoint: {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"]
         if any(STATE_WORDS.intersection(place.split(".")) for place in missing):
             lines.append("an optimizer's state is among them: give the tree of the weights alone, such as state.params")
+        near = ck._open.nearest(ck._view, missing[0]) if missing else None
+        if near:
+            lines.append(f"did you mean {near!r} by {missing[0]!r}?")
         text = "\n  ".join((lines if missing else []) + mismatched)
         raise LoadError(f"the checkpoint does not fit the tree:\n  {text}", missing, mismatched=mismatched)
     found = list(zip(leaves, sources, strict=True))
