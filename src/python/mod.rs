@@ -28,7 +28,6 @@ mod warning;
 #[pyo3::pymodule(name = "_ckfs")]
 mod module {
     #[pymodule_export]
-    #[pyo3(name = "__version__")]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
     #[pymodule_export]
     use super::keyword::settings;

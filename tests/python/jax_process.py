@@ -96,6 +96,7 @@ def main() -> None:
             ckfs.jax.load(ck, {"embd": local, "final_norm": jax.ShapeDtypeStruct((3,), local.dtype)})
         except ckfs.LoadError as error:
             assert error.missing == ["embd"] and len(error.mismatched) == 1 and "found" in str(error), error
+            assert "did you mean 'embed' by 'embd'?" in str(error), error
         else:
             raise AssertionError("a tree that does not fit is loaded")
         # An optimizer's moments have the names of the weights, and must not get their values.

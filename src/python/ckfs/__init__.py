@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ._checkpoint import Checkpoint, Tensor, open
-from ._ckfs import __version__
+from ._ckfs import VERSION as __version__
 from ._errors import Error, ForkError, LoadError, PlanError, PlanWarning, ReadError, UsageError
 from ._plan import Plan
 from ._program import Mount, Server, mount, plan, program, run, serve

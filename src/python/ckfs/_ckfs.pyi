@@ -6,6 +6,8 @@ from typing import Any
 Selection = tuple[int, int, int] | list[int]
 Row = tuple[int, Sequence[Selection] | None, str | None, Any]
 
+VERSION: str
+
 def settings() -> list[str]: ...
 def open(source: str | None, settings: Mapping[str, Any]) -> tuple[OpenedCheckpoint, list[str]]: ...
 
