@@ -22,6 +22,7 @@ pages! {
     costs "costs.md"
     glossary "glossary.md"
     layouts "layouts.md"
+    layout_files "layout-files.md"
     meshes "meshes.md"
     values "values.md"
     quantizing "quantizing.md"
@@ -38,7 +39,6 @@ pages! {
     troubleshooting "troubleshooting.md"
     questions "questions.md"
     comparison "comparison.md"
-    contributing "contributing.md"
     changelog "changelog.md"
     security "security.md"
 }
