@@ -215,14 +215,46 @@ def test_the_readme_has_the_commands_of_the_first_setup():
     assert SETUP <= plain
 
 
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    names: list[str] = []
+    for heading in re.findall(r"^#+ (.*)$", prose(page), flags=re.M):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
+        same = sum(re.fullmatch(rf"{re.escape(name)}(-\d+)?", other) is not None for other in names)
+        names.append(f"{name}-{same}" if same else name)
+    return set(names)
+
+
+def links(page: Path) -> list[str]:
+    """What the links of a page lead to: in the text, by labels, and of pictures."""
+    text = re.sub(r"`[^`]*`", "", prose(page))
+    labels = dict(re.findall(r"^\[([^\]]+)\]:\s*(\S+)", text, flags=re.M))
+    used = re.findall(r"\]\[([^\]]+)\]", text) + re.findall(r"(?<!\])\[([a-z][a-z-]*)\](?![(\[:])", text)
+    assert set(used) == set(labels), f"{page.name}: labels {set(used) ^ set(labels)} are used or defined only"
+    return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text) + list(labels.values())
+
+
 def test_links_lead_somewhere():
+    for page in [*PAGES, *(ROOT / ".github").glob("*.md")]:
+        for target in links(page):
+            if not target.startswith("https://"):
+                name, _, anchor = target.partition("#")
+                file = page.parent / name if name else page
+                assert file.exists(), f"{page.name}: {target}"
+                assert not anchor or anchor in anchors(file), f"{page.name}: {target}, expected one of {anchors(file)}"
+
+
+def test_lines_fit_a_terminal():
+    """`less` shows the pages, as a package installs them, without a broken line."""
     for page in PAGES:
-        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
-        targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, flags=re.M)
-        targets += re.findall(r'(?:src|href)="([^"]+)"', text)
-        for target in targets:
-            if not target.startswith(("https://", "#", "crate::")):
-                assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            shown = re.sub(r"https://\S+", "", line)
+            assert len(shown) <= 120, f"{page.name}:{number}: {len(shown)} characters"
 
 
 def test_every_page_is_in_the_documentation_and_in_the_contents():
