@@ -269,7 +269,7 @@ def test_every_page_is_in_the_documentation_and_in_the_contents():
 
 
 def test_the_readme_stays_short():
-    words = len(re.sub(r"^```.*?^```", "", PAGES[0].read_text(), flags=re.S | re.M).split())
+    words = len(PAGES[0].read_text().split())
     assert words <= 1000, words
 
 
