@@ -26,7 +26,7 @@ use self::{
 };
 use super::{
     flags::{LogFlags, SourceFlags, source_help},
-    open, output, steps, tree,
+    open, output, paragraph, steps, tree,
 };
 
 /// Bytes read at once.
@@ -144,7 +144,7 @@ impl Export {
         let done = |kept: usize, what: &str| {
             if !self.json && !log.quiet {
                 let (bytes, place) = (human_bytes(total), directory.display());
-                ckfs_host::tell(&format!("ckfs: {}, {bytes} in {place}{what}\n", output::counted(files, "file")));
+                ckfs_host::tell(&format!("ckfs: {}, {bytes} in {place}{what}\n", paragraph::counted(files, "file")));
             }
             json!({
                 "directory": directory.display().to_string(), "files": files, "bytes": total, "directories": directories,

@@ -80,6 +80,7 @@ fn a_mesh_in_pieces_and_devices_that_it_lacks_are_told_once() {
 
 /// What is typed out of habit from other programs, or one word off, is answered with what to type here.
 #[test]
+#[expect(clippy::too_many_lines, reason = "a row for each mistake")]
 fn what_is_nearly_right_is_answered_with_what_is_right() {
     let fixture = Fixture::new();
     fixture.write("other.toml", "source = \"model\"\nallow_other = true\n");
