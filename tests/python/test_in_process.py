@@ -34,6 +34,10 @@ import ckfs
 from ckfs import _ckfs, _settings
 
 
+def test_the_package_has_the_version_of_the_program():
+    assert mounting.run("--version").out.split()[1] == ckfs.__version__
+
+
 def same(found: np.ndarray, expected: np.ndarray, what: object) -> None:
     assert found.shape == expected.shape and found.dtype == expected.dtype, (what, found.dtype, found.shape)
     assert found.tobytes() == np.ascontiguousarray(expected).tobytes(), what
