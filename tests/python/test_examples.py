@@ -253,7 +253,8 @@ def test_binstall_finds_the_archives_that_a_release_makes():
 def test_the_chart_uses_commands_and_flags_that_exist():
     for template, command in (("node", "mount"), ("serve", "serve")):
         text = (ROOT / f"examples/helm/ckfs/templates/{template}.yaml").read_text()
-        known = re.findall(r"--[a-z][a-z-]*", mounting.run(command, "--help").out + mounting.run("help", "options").out)
+        help_texts = [mounting.run(*words).out for words in ((command, "--help"), ("status", "--help"), ("help", "options"))]
+        known = re.findall(r"--[a-z][a-z-]*", "".join(help_texts))
         used = re.findall(r"(?:^ *- |, )(--[a-z][a-z-]*)", text, flags=re.M)
         assert len(used) > 4 and set(used) <= set(known), set(used) - set(known)
     values = yaml.safe_load((ROOT / "examples/helm/ckfs/values.yaml").read_text())
