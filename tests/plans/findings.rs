@@ -290,10 +290,15 @@ fn misspelt_mesh_axes_are_refused() {
     ] {
         assert_eq!(with(mesh, options).unwrap().warnings, [""; 0], "{mesh}");
     }
-    for (mesh, axis) in
-        [("stage=2", "stage"), ("pp=2", "pp"), ("cp=2", "cp"), ("fsdp=2,fsdp2=2", "fsdp2"), ("x=2", "x")]
-    {
-        let expected = format!("mesh axis {axis:?}: no rule splits by it {}", way_out(axis));
+    for (mesh, axis, known) in [
+        ("stage=2", "stage", "fsdp, tensor"),
+        ("pp=2", "pp", "fsdp, tensor"),
+        ("cp=2", "cp", "fsdp, tensor"),
+        ("fsdp=2,fsdp2=2", "fsdp2", "tensor"),
+        ("x=2", "x", "fsdp, tensor"),
+    ] {
+        let expected =
+            format!("mesh axis {axis:?}: no rule splits by it; the layout splits by {known} {}", way_out(axis));
         assert_eq!(refused(mesh, ViewOptions::default()), expected);
         let replicate = vec![axis.to_owned()];
         let plan = with(mesh, ViewOptions { replicate, ..ViewOptions::default() }).unwrap();

@@ -341,7 +341,12 @@ fn resolve(repo: &Path, revision: &str) -> Result<String, Vec<String>> {
     match (matching.next(), matching.next()) {
         (Some(only), None) if revision.len() >= PREFIX_CHARS_MIN => Ok(only.clone()),
         // Branches first, which people type.
-        _ => Err([names(&repo.join("refs")), commits].concat()),
+        _ => {
+            let commit_of = |name: &String| fs::read_to_string(repo.join("refs").join(name)).ok();
+            let leads = |name: &String| commit_of(name).is_some_and(|commit| has(commit.trim()));
+            let branches = names(&repo.join("refs")).into_iter().filter(leads);
+            Err(branches.chain(commits.iter().cloned()).collect())
+        }
     }
 }
 
