@@ -21,17 +21,18 @@ Keywords are the program's flags with underscores for dashes; `ckfs mount --help
 from __future__ import annotations
 
 import importlib
+import subprocess
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ._checkpoint import Checkpoint, Tensor, open
-from ._ckfs import VERSION as __version__
 from ._errors import Error, ForkError, LoadError, PlanError, PlanWarning, ReadError, UsageError
 from ._plan import Plan
 from ._program import Mount, Server, mount, plan, program, run, serve
 from ._settings import MountSettings, OpenSettings, ServeSettings
 
 if TYPE_CHECKING:
+    __version__: str
     from . import jax as jax
     from . import torch as torch
 
@@ -42,7 +43,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> ModuleType | str:
+    if name == "__version__":
+        # A package without the extension calls a program, whose version is its own.
+        try:
+            version: str = importlib.import_module(f"{__name__}._ckfs").VERSION
+        except ImportError:
+            return subprocess.run([program(), "--version"], capture_output=True, check=True, text=True).stdout.split()[1]
+        return version
     # Both import their framework, which takes seconds.
     if name in ("torch", "jax"):
         return importlib.import_module(f"{__name__}.{name}")
