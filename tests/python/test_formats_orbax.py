@@ -189,7 +189,7 @@ def types_repo(base):
 @pytest.mark.parametrize("mesh", ["", "fsdp=2", "fsdp=4"])
 def test_every_type(own, types_repo, mesh):
     tensors = bundle(types_repo)
-    mounted = own(types_repo.path, "--mesh", mesh)
+    mounted = own(types_repo.path, *(["--mesh", mesh] if mesh else []))
     same_tree(ocp.PyTreeCheckpointer().restore(mounted / "orbax/0/items"), tensors)
     # jax lacks arrays of some types; the others are restored with shardings. It would not accept an uneven split.
     named = {name: shown for name, shown in tensors.items() if name not in ("f8_e8m0",)}
