@@ -1,8 +1,9 @@
-//! What the library that has a model's code says of its tensors: which are buffers, and which stay in float32.
+//! What the library that has a model's code says of its tensors: which are buffers, which stay in float32, and how names begin.
 //!
-//! The table `library/transformers.toml` is made from the library's own classes by a script under `tests/families`. It has a row
-//! for each model type; `config.json` names one at its top and further ones in the configurations of towers and text models.
-//! Names are matched by their last words, since a module stands under other prefixes in other classes.
+//! The tables `library/transformers.toml` and `library/names.toml` are made from the library's own classes by scripts under
+//! `tests/families`. They have a row for each model type; `config.json` names one at its top and further ones in the
+//! configurations of towers and text models. Buffers are matched by their last words, since a module stands under other prefixes
+//! in other classes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -65,6 +66,37 @@ fn others() -> &'static Others {
     static OTHERS: OnceLock<Others> = OnceLock::new();
     let text = include_str!("library/others.toml");
     OTHERS.get_or_init(|| toml::from_str(text).expect("the embedded table is well-formed, which a test shows"))
+}
+
+/// How the names of a model type begin in the library's classes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Beginnings(&'static str);
+
+impl Beginnings {
+    /// Those of a model type, if the library has it.
+    pub(crate) fn of(model_type: &str) -> Option<Self> {
+        static TABLE: OnceLock<BTreeMap<String, String>> = OnceLock::new();
+        let text = include_str!("library/names.toml");
+        let table =
+            TABLE.get_or_init(|| toml::from_str(text).expect("the embedded table is well-formed, which a test shows"));
+        table.get(model_type).map(|row| Self(row))
+    }
+
+    /// Whether a class has a name like those of the library for this model type.
+    pub(crate) fn has_class(self, class: &str) -> bool {
+        self.0.split(' ').next().is_some_and(|begin| class.starts_with(begin))
+    }
+
+    /// Whether a tensor's name begins as one of the model's.
+    pub(crate) fn has_tensor(self, name: &str) -> bool {
+        let mut words =
+            name.split('.').map(|word| if word.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { word });
+        let (first, second) = (words.next().unwrap_or_default(), words.next());
+        self.0.split(' ').skip(1).any(|begin| match begin.split_once('.') {
+            Some((root, next)) => root == first && second == Some(next),
+            None => begin == first,
+        })
+    }
 }
 
 /// What is known of the tensors of one model.

@@ -243,6 +243,49 @@ fn names_that_hide_the_whole_model_are_unwrapped_or_refused() {
     assert!(names("module.").iter().all(|name| !name.starts_with("module.")));
 }
 
+/// Models without a table of their own: the library's classes say how names begin.
+#[test]
+fn names_that_do_not_begin_as_those_of_the_model_type_are_refused() {
+    let gpt2 = ["h.0.attn.c_attn.weight", "h.1.attn.c_attn.weight", "ln_f.weight", "wte.weight"];
+    let t5 = ["encoder.block.0.layer.0.SelfAttention.q.weight", "shared.weight"];
+    let opt = ["decoder.layers.0.fc1.weight", "decoder.embed_tokens.weight"];
+    let plan = |names: &[&str], prefix: &str, config: &Value, options: &ViewOptions| {
+        let rows: Vec<Row> = names.iter().map(|name| row(&format!("{prefix}{name}"), DType::F32, &[8, 8])).collect();
+        build(&rows, config, options).map_err(|error| error.to_string())
+    };
+    for layout in [Layout::Canonical, Layout::Hf] {
+        let options = ViewOptions { layout, ..ViewOptions::default() };
+        let accepts = ViewOptions { allow_missing: Allow::All, ..options.clone() };
+        for (class, model_type, names, known) in [
+            ("GPT2LMHeadModel", "gpt2", &gpt2[..], &["", "transformer.", "_orig_mod.transformer."][..]),
+            ("T5ForConditionalGeneration", "t5", &t5, &["", "module."]),
+            ("OPTForCausalLM", "opt", &opt, &["", "model.", "module.model."]),
+        ] {
+            let config = json!({"model_type": model_type, "architectures": [class]});
+            for prefix in known {
+                let made = plan(names, prefix, &config, &options).unwrap_or_else(|error| panic!("{prefix}: {error}"));
+                assert!(made.warnings.iter().all(|text| !text.contains("none of")), "{:?}", made.warnings);
+            }
+            for prefix in ["student.", "student.transformer.", "model.model.", "ema.module."] {
+                let error = plan(names, prefix, &config, &options).unwrap_err();
+                assert!(error.contains(&format!("none of the tensors that {class} has is here")), "{error}");
+                assert!(error.contains("--source-rename"), "{error}");
+                let made = plan(names, prefix, &config, &accepts).unwrap();
+                assert!(made.warnings.iter().any(|text| text.contains("none of the tensors")), "{:?}", made.warnings);
+                // A class or code of its own has names of its own.
+                for more in [json!({"architectures": ["Own"]}), json!({"auto_map": {"AutoModel": "own.Own"}})] {
+                    let mut own = config.clone();
+                    own.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+                    plan(names, prefix, &own, &options).unwrap();
+                }
+            }
+        }
+        // A wrapper before the body alone.
+        let body = ["student.h.0.attn.c_attn.weight", "student.wte.weight", "lm_head.weight"];
+        plan(&body, "", &json!({"model_type": "gpt2"}), &options).unwrap_err();
+    }
+}
+
 #[test]
 fn base_and_adapter_of_a_training_are_refused_unmerged() {
     let (rows, config) = llama(&json!({}));

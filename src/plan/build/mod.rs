@@ -42,7 +42,7 @@ use super::{
     embedded::FAMILY,
     expect,
     experts::{self, orientation::PARAMETER},
-    family::Generic,
+    family::{Family, Generic},
     hf,
     inverse::{self, Inverted},
     layout_file,
@@ -386,10 +386,18 @@ impl<'a> Builder<'a> {
         self.problems.extend(problems);
         self.warnings.extend(findings.warning.take());
         missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
-        no_layers(whole, options, &mut self.problems);
+        self.no_names(wanted, whole, family);
         let drafts = self.tabled(drafts);
         let family = family.map(|family| family.name.clone());
         Drafted { drafts, family, findings, ..Drafted::default() }
+    }
+
+    /// Refuses a repository that has nothing under the names of its model.
+    fn no_names(&mut self, wanted: &Selection<'_>, compared: &Checkpoint, family: Option<&Family>) {
+        no_layers(compared, self.options, &mut self.problems);
+        if family.is_none() {
+            expect::no_beginnings(wanted.whole(), self.options, &mut self.problems, &mut self.warnings);
+        }
     }
 
     /// Drafts under the names of transformers' modules.
@@ -397,7 +405,7 @@ impl<'a> Builder<'a> {
         let Some(model) = &chosen.modules else { return Drafted::default() };
         let (seen, family, options) = (wanted.seen(), chosen.family.as_ref(), self.options);
         missing_layers(wanted.compared(), family, options, &mut self.problems, &mut self.warnings);
-        no_layers(wanted.compared(), options, &mut self.problems);
+        self.no_names(wanted, wanted.compared(), family);
         let names = ParsedNames::of(seen);
         let (findings, problems) = match family {
             Some(family) => expect::compare(seen, &names, family, options),

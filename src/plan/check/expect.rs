@@ -21,6 +21,7 @@ use super::super::{
     family::{Expectation, Family, Generic},
     hole::Hole,
     holes,
+    library::Beginnings,
     name_group::{NameGroup, fold, stars},
     naming::{self, Parsed},
     parsed::{NameKind, ParsedNames},
@@ -162,25 +163,10 @@ impl<'a> FamilyScan<'a> {
     /// The reason why the repository may differ from its `model_type`, whatever it has.
     fn doubt(&self) -> Option<String> {
         let (checkpoint, family) = (self.checkpoint, self.family);
-        let dialect = checkpoint.dialect();
-        let mut metadata = checkpoint
-            .files()
-            .iter()
-            .filter(|file| file.role == FileRole::Weights)
-            .filter_map(|file| file.file)
-            .flat_map(|file| checkpoint.file_metadata(file));
-        if metadata.any(|(key, value)| key == "format" && value == "mlx") {
-            return Some("the files are MLX's, which has names of its own".to_owned());
-        }
         // A class for a whole model with a text model in it does not describe the text model.
-        if dialect.text_config.is_none()
-            && !dialect.architectures.is_empty()
-            && !dialect.architectures.iter().any(|class| family.has_class(class))
-        {
-            return Some(format!("config.json names a class of its own, {}", dialect.architectures[0]));
-        }
-        if !family.own_code && checkpoint.config().is_some_and(|config| config.get("auto_map").is_some()) {
-            return Some("the repository brings code of its own".to_owned());
+        let has_class = |class: &str| checkpoint.dialect().text_config.is_some() || family.has_class(class);
+        if let Some(doubt) = doubt_of_source(checkpoint, has_class, family.own_code) {
+            return Some(doubt);
         }
         let prefixes = || family.prefixes.iter().chain([&self.prefix]);
         let mut unlike = family.unlike.iter().flat_map(|name| prefixes().map(move |prefix| format!("{prefix}{name}")));
@@ -285,6 +271,22 @@ impl<'a> FamilyScan<'a> {
     }
 }
 
+/// The reason why a repository may differ from its `model_type`, by what it says of itself. `own_code` says that all repositories
+/// of its kind bring code.
+fn doubt_of_source(checkpoint: &Checkpoint, has_class: impl Fn(&str) -> bool, own_code: bool) -> Option<String> {
+    let weights = checkpoint.files().iter().filter(|file| file.role == FileRole::Weights);
+    let mut metadata = weights.filter_map(|file| file.file).flat_map(|file| checkpoint.file_metadata(file));
+    if metadata.any(|(key, value)| key == "format" && value == "mlx") {
+        return Some("the files are MLX's, which has names of its own".to_owned());
+    }
+    let classes = &checkpoint.dialect().architectures;
+    if !classes.is_empty() && !classes.iter().any(|class| has_class(class)) {
+        return Some(format!("config.json names a class of its own, {}", classes[0]));
+    }
+    let brings_code = !own_code && checkpoint.config().is_some_and(|config| config.get("auto_map").is_some());
+    brings_code.then(|| "the repository brings code of its own".to_owned())
+}
+
 /// The differences from a family's tables that are not refused.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
@@ -373,6 +375,29 @@ fn is_buffer(name: &str) -> bool {
 /// The findings for a repository of no known family.
 pub(crate) fn survey(checkpoint: &Checkpoint, names: &ParsedNames<'_>, options: &ViewOptions) -> Findings {
     Findings { holes: holes(checkpoint, names, None, options), ..Findings::default() }
+}
+
+/// Refuses a repository of no known family where no name begins as those of its model type in the library.
+pub(crate) fn no_beginnings(
+    checkpoint: &Checkpoint,
+    options: &ViewOptions,
+    problems: &mut Vec<Problem>,
+    warnings: &mut Vec<String>,
+) {
+    let dialect = checkpoint.dialect();
+    let Some(known) = dialect.model_type.as_deref().and_then(Beginnings::of) else { return };
+    // Those of layers, if there are any: a wrapper may stand before the body alone.
+    let all = || checkpoint.tensors().map(|(_, info)| info.name);
+    let has_layers = all().any(naming::has_number);
+    let mut told = all().filter(|name| !has_layers || naming::has_number(name)).peekable();
+    let Some(first) = told.peek().copied().filter(|_| !told.any(|name| known.has_tensor(name))) else { return };
+    let accepts = || options.allow_missing.accepts(first).then(|| "--allow-missing accepts it".to_owned());
+    let class = dialect.architectures.first().or(dialect.model_type.as_ref()).map_or("the model", String::as_str);
+    let nothing = format!("none of the tensors that {class} has is here");
+    match doubt_of_source(checkpoint, |class| known.has_class(class), false).or_else(accepts) {
+        Some(doubt) => warnings.push(format!("{nothing}; not refused, as {doubt}")),
+        None => problems.push(unlike(checkpoint, &nothing)),
+    }
 }
 
 /// The differences between layers that nothing explains, among the selected tensors.

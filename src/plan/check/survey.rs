@@ -8,6 +8,7 @@ use ckfs_config::DEVICES_LISTED_MAX;
 use super::super::{
     family::{self, Family},
     name_group::ranges,
+    naming,
     options::ViewOptions,
     problem::{PlanError, Problem},
 };
@@ -51,9 +52,8 @@ pub(crate) const MISSING_MAX: usize = 1000;
 /// program, or the layers are not there.
 pub(crate) fn no_layers(checkpoint: &Checkpoint, options: &ViewOptions, problems: &mut Vec<Problem>) {
     let Some(declared) = checkpoint.dialect().declared_layers.filter(|layers| *layers > 0) else { return };
-    let is_number = |word: &str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
-    let names = || checkpoint.tensors().map(|(_, info)| info.name);
-    if names().any(|name| name.split('.').any(is_number)) || options.allow_missing.accepts("layers.0.") {
+    let mut names = checkpoint.tensors().map(|(_, info)| info.name);
+    if names.any(naming::has_number) || options.allow_missing.accepts("layers.0.") {
         return;
     }
     problems.push(unlike(checkpoint, &format!("promises {declared} layers, and no tensor has the name of one")));

@@ -65,6 +65,11 @@ pub(crate) fn is_tower(name: &str) -> bool {
     name.split('.').take(3).any(|word| TOWERS.contains(&word))
 }
 
+/// Whether a word of a name is a number, as that of a layer.
+pub(crate) fn has_number(name: &str) -> bool {
+    name.split('.').any(|word| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 /// The words of a name. They are short: a loop over the bytes is faster than a search.
 #[expect(clippy::manual_pattern_char_comparison, reason = "a char is searched for")]
 pub(crate) fn words_of(name: &str) -> impl Iterator<Item = &str> {
