@@ -37,7 +37,8 @@ const CHUNK_BYTES: usize = 8 << 20;
 /// Everything that the same flags would mount becomes real files: all of it, or the files that --only names. Every file
 /// is written under another name, synced, and renamed when complete, so that no file is there in part.
 ///
-/// With `--steps` each selected step of a run is written to DIR/STEP, and DIR/latest leads to the newest.
+/// With `--steps` each selected step of a run is written to DIR/STEP, and DIR/latest leads to the newest. The same command
+/// later adds the steps that have come since.
 ///
 /// An export that was interrupted, by a signal, an error or the end of the host, goes on if the same command is given
 /// again: files that are complete, and unchanged since, are kept. Until the end, DIR has a file `.ckfs-export`. The same
@@ -118,6 +119,7 @@ impl Export {
             replace_link(Path::new(&latest), &directory.join("latest"))?;
         }
         journal.end()?;
+        complete(&directory, "steps");
         if self.json { output::print_json(&json!({ "directory": directory, "steps": all })) } else { Ok(()) }
     }
 
@@ -153,15 +155,22 @@ impl Export {
         };
         let digest = digest(&volume);
         let now = || state_of(&volume, &nodes, directory, &digest);
-        if let (Some(left), None, None, false) = (completed(directory), &journal, interrupted(directory), self.force) {
-            if now()? != Some(left) {
+        if !self.force && interrupted(directory).is_none() {
+            let left = completed(directory);
+            if left.is_some() && now()? == left {
+                return Ok(done(files, ": complete already"));
+            }
+            let is_ours = journal.as_ref().is_some_and(|journal| journal.has_begun(directory));
+            if !is_ours && fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some()) {
                 return Err(not_empty(directory));
             }
-            return Ok(done(files, ": complete already"));
         }
         create_target(&volume, directory).with_context(|| directory.display().to_string())?;
         let (mut own, journal) = match journal {
-            Some(given) => (None, Some(given)),
+            Some(given) => {
+                given.begin(directory)?;
+                (None, Some(given))
+            }
             None => (Some(Journal::open(directory, &digest, self.force)?), None),
         };
         let Some(journal) = journal.or(own.as_mut()) else { bail!("export without a journal") };
@@ -187,9 +196,9 @@ impl Export {
         }
         if let Some(own) = own {
             own.end()?;
-            if let Some(state) = now()? {
-                complete(directory, &state);
-            }
+        }
+        if let Some(state) = now()? {
+            complete(directory, &state);
         }
         sync_directory(directory)?;
         bar.finish_and_clear();

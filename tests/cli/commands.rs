@@ -747,6 +747,42 @@ fn an_interrupted_export_goes_on() {
 }
 
 #[test]
+fn the_same_export_of_a_run_adds_the_steps_that_have_come_since() {
+    let fixture = Fixture::new();
+    let add = |step: u64| {
+        let at = fixture.path(&format!("run/checkpoint-{step}"));
+        fs::create_dir_all(&at).unwrap();
+        for entry in fs::read_dir(fixture.path("model")).unwrap().map(Result::unwrap) {
+            fs::copy(entry.path(), at.join(entry.file_name())).unwrap();
+        }
+        fs::write(at.join("trainer_state.json"), "{}").unwrap();
+    };
+    let export = || fixture.run(&["export", "run", "out", "--steps", "all", "--layout", "hf"]);
+    add(100);
+    export().ok();
+    let first = fixture.path("out/100/hf/model.safetensors");
+    let stamp = || fs::metadata(&first).unwrap().modified().unwrap();
+    let before = stamp();
+    assert!(export().ok().err.ends_with("out/100: complete already\n"));
+    add(200);
+    let ran = export().ok();
+    assert!(ran.err.contains("out/100: complete already\n") && ran.err.ends_with("out/200\n"), "{}", ran.err);
+    assert_eq!(stamp(), before);
+    assert_eq!(fs::read(&first).unwrap(), fs::read(fixture.path("out/latest/hf/model.safetensors")).unwrap());
+    // What another has written stays.
+    fs::write(&first, "edited").unwrap();
+    export().fails(1, "out/100: not empty");
+    assert_eq!(fs::read(&first).unwrap(), b"edited");
+    let mine = fixture.path("out/300/mine");
+    fs::create_dir_all(mine.parent().unwrap()).unwrap();
+    fs::write(&mine, "mine").unwrap();
+    fs::remove_dir_all(fixture.path("out/100")).unwrap();
+    add(300);
+    export().fails(1, "out/300: not empty");
+    assert_eq!(fs::read(&mine).unwrap(), b"mine");
+}
+
+#[test]
 fn verify_compares_with_the_evaluator() {
     let fixture = Fixture::new();
     for flags in [&["--full"][..], &["--sample", "64"], &["--dtype", "f16", "--mesh", "fsdp=4"], &["--layout", "hf"]] {

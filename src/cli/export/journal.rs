@@ -128,12 +128,29 @@ impl Journal {
         noted.is_some_and(|noted| stamp(path, digest).as_ref() == Some(noted))
     }
 
+    /// Whether the interrupted export has begun to write to the directory at `path`.
+    pub(super) fn has_begun(&self, path: &Path) -> bool {
+        self.name(path).is_some_and(|name| self.done.contains_key(&name))
+    }
+
+    /// Notes that the directory at `path` is written to from now on.
+    ///
+    /// # Errors
+    /// The journal cannot be written.
+    pub(super) fn begin(&mut self, path: &Path) -> anyhow::Result<()> {
+        self.add(path, &Value::Null)
+    }
+
     /// Notes that the file at `path` is complete. It was synced before.
     ///
     /// # Errors
     /// The journal cannot be written.
     pub(super) fn note(&mut self, path: &Path, digest: &str) -> anyhow::Result<()> {
-        let (Some(name), Some(stamp)) = (self.name(path), stamp(path, digest)) else { return Ok(()) };
+        stamp(path, digest).map_or(Ok(()), |stamp| self.add(path, &stamp))
+    }
+
+    fn add(&mut self, path: &Path, stamp: &Value) -> anyhow::Result<()> {
+        let Some(name) = self.name(path) else { return Ok(()) };
         let line = format!("{}\n", json!([name, stamp]));
         self.file.write_all(line.as_bytes()).with_context(|| self.path.display().to_string())
     }

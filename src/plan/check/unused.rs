@@ -59,7 +59,10 @@ pub(crate) fn mesh_axes(
                     None => of_roles.filter_map(|(names, _)| names.first().copied()).collect(),
                 };
                 let axes: Vec<&str> = axes.into_iter().filter(|name| options.mesh.find(name).is_none()).collect();
-                let other = || (!axes.is_empty()).then(|| format!("; the layout splits by {}", axes.join(", ")));
+                let other = || {
+                    (!axes.is_empty())
+                        .then(|| format!("; the layout splits by {}, as in {}={}", axes.join(", "), axes[0], axis.size))
+                };
                 let meant = meant.map(|meant| format!("; did you mean {meant:?}?")).or_else(other).unwrap_or_default();
                 format!("no rule splits by it{meant}")
             }

@@ -136,7 +136,7 @@ fn what_is_nearly_right_is_answered_with_what_is_right() {
         (
             1,
             &["plan", "model", "--layout", "vllm", "--set", "family=vllm/llama", "--mesh", "fsdp=2"],
-            "no rule splits by it; the layout splits by tensor",
+            "no rule splits by it; the layout splits by tensor, tp, as in tensor=2",
         ),
         (
             1,
