@@ -8,6 +8,7 @@
 //! | --- | --- |
 //! | `opened` | the class of an opened checkpoint |
 //! | `loading` | regions of tensors into memory: cut into parts, made by threads, while signals are handled |
+//! | `files` | the files of a mount, for `ckfs/filesystem.py` |
 //! | `memory` | buffers of Python that threads write to |
 //! | `keyword` | settings from Python's values |
 //! | `warning` | what the opening of a checkpoint warns of |
@@ -17,6 +18,7 @@
 //! It does not decide: which tensors, which region of a device, which dtype is the plan's or the caller's.
 
 mod failure;
+mod files;
 mod keyword;
 mod loading;
 mod memory;
@@ -29,6 +31,8 @@ mod warning;
 mod module {
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
+    #[pymodule_export]
+    use super::files::{entries, entry, read};
     #[pymodule_export]
     use super::keyword::settings;
     #[pymodule_export]

@@ -159,7 +159,7 @@ impl Drop for OpenedCheckpoint {
 }
 
 impl OpenedCheckpoint {
-    fn service(&self, py: Python<'_>) -> PyResult<&Arc<Service>> {
+    pub(super) fn service(&self, py: Python<'_>) -> PyResult<&Arc<Service>> {
         process::check(py)?;
         self.service.as_ref().ok_or_else(|| ExceptionKind::General.with(py, "the checkpoint is closed"))
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from mounting import ROOT
@@ -34,6 +35,17 @@ def place(directory: Path, extension: bool = True) -> Path:
         made = Path(tempfile.mkdtemp(dir=directory)) / name
         made.symlink_to(path)
         made.rename(package / name)
+        made.parent.rmdir()
+    # As an installer leaves it, for programs that ask which protocols are installed.
+    info = directory / "ckfs-0.dist-info"
+    info.mkdir(exist_ok=True)
+    project = tomllib.loads((FILES.parent / "pyproject.toml").read_text())["project"]
+    groups = {f"[{group}]": [f"{name} = {at}" for name, at in found.items()] for group, found in project["entry-points"].items()}
+    lines = [line for group, found in groups.items() for line in (group, *found)]
+    for name, text in (("METADATA", "Metadata-Version: 2.1\nName: ckfs\nVersion: 0\n"), ("entry_points.txt", "\n".join(lines))):
+        made = Path(tempfile.mkdtemp(dir=directory)) / name
+        made.write_text(text)
+        made.rename(info / name)
         made.parent.rmdir()
     return directory
 

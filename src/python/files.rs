@@ -1,0 +1,131 @@
+//! The files of an opened checkpoint: those that a mount of it would have.
+
+use std::{
+    ops::ControlFlow,
+    sync::{Arc, Mutex, PoisonError, mpsc},
+    thread,
+    time::{Duration, UNIX_EPOCH},
+};
+
+use ckfs_service::Service;
+use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind};
+use pyo3::{exceptions::PyOSError, prelude::*, types::PyBytes};
+
+use super::{failure::ExceptionKind, opened::OpenedCheckpoint};
+
+/// Time between two looks at signals while bytes are read.
+const LOOK: Duration = Duration::from_millis(50);
+/// As the kernel's limit.
+const LINKS_MAX: usize = 40;
+
+/// A file or directory: its name, whether it is a directory, bytes, and its time in seconds since 1970.
+type FileRow = (String, bool, u64, f64);
+
+fn raised(error: FsError, path: &str) -> PyErr {
+    PyOSError::new_err((error.errno(), error.to_string(), path.to_owned()))
+}
+
+fn row(name: &str, attr: &Attr) -> FileRow {
+    let modified = attr.modified.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+    (name.to_owned(), attr.kind == NodeKind::Directory, attr.size_bytes, modified)
+}
+
+/// The node at a path from a directory. Links are followed; above the root is the root.
+fn found(files: &dyn FileSystem, from: Ino, path: &[u8], links: usize) -> Result<Attr, FsError> {
+    let mut at = files.attr(from)?;
+    for name in path.split(|byte| *byte == b'/').filter(|name| !name.is_empty() && *name != b".") {
+        at = match name {
+            b".." => files.attr(files.reach(at.ino, ckfs_volume::NodeScope::Inside)?.parent(at.ino)?)?,
+            name => {
+                let child = files.lookup(at.ino, name)?;
+                match child.kind {
+                    NodeKind::Symlink if links == 0 => return Err(FsError::Invalid),
+                    NodeKind::Symlink => found(files, at.ino, &files.read_link(child.ino)?, links - 1)?,
+                    NodeKind::Directory | NodeKind::File => child,
+                }
+            }
+        };
+    }
+    Ok(at)
+}
+
+/// What is at a path, whose name is the path.
+#[pyfunction]
+pub(super) fn entry(py: Python<'_>, opened: &OpenedCheckpoint, path: &str) -> PyResult<FileRow> {
+    let files = opened.service(py)?.volume();
+    let attr = found(&**files, Ino::ROOT, path.as_bytes(), LINKS_MAX).map_err(|error| raised(error, path))?;
+    Ok(row(path, &attr))
+}
+
+/// What is in the directory at a path.
+#[pyfunction]
+pub(super) fn entries(py: Python<'_>, opened: &OpenedCheckpoint, path: &str) -> PyResult<Vec<FileRow>> {
+    let files = opened.service(py)?.volume();
+    let listed = || {
+        let directory = found(&**files, Ino::ROOT, path.as_bytes(), LINKS_MAX)?.ino;
+        let mut names = Vec::new();
+        files.read_dir(directory, 0, &mut |entry| {
+            names.push(entry.name.to_owned());
+            ControlFlow::Continue(())
+        })?;
+        let attr = |name: Vec<u8>| {
+            let attr = found(&**files, directory, &name, LINKS_MAX)?;
+            Ok(row(&String::from_utf8_lossy(&name), &attr))
+        };
+        names.into_iter().map(attr).collect::<Result<Vec<FileRow>, FsError>>()
+    };
+    listed().map_err(|error| raised(error, path))
+}
+
+/// Reads `len` bytes of the file at a path, all of them within it.
+fn bytes_of(service: &Service, path: &str, offset: u64, len: usize) -> Result<Vec<u8>, FsError> {
+    let files = service.volume();
+    let ino = found(&**files, Ino::ROOT, path.as_bytes(), LINKS_MAX)?.ino;
+    let handle = files.open_uncached(ino)?.handle;
+    let mut bytes = vec![0; len];
+    let read = files.read_into(ino, handle, offset, &mut bytes);
+    files.release(ino, handle);
+    read.map(|()| bytes)
+}
+
+/// Reads bytes of the file at a path, fewer only at its end. Storage that does not answer is left to a thread of its own, so that
+/// Ctrl-C is heard.
+#[pyfunction]
+pub(super) fn read<'py>(
+    py: Python<'py>,
+    opened: &OpenedCheckpoint,
+    path: String,
+    offset: u64,
+    len: u64,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let service = Arc::clone(opened.service(py)?);
+    let (_, is_directory, size, _) = entry(py, opened, &path)?;
+    if is_directory {
+        return Err(raised(FsError::IsDirectory, &path));
+    }
+    let len = usize::try_from(len.min(size.saturating_sub(offset))).map_err(|_| raised(FsError::Invalid, &path))?;
+    let (tell, told) = mpsc::channel();
+    let wanted = path.clone();
+    let reading = move || drop(tell.send(bytes_of(&service, &wanted, offset, len)));
+    thread::Builder::new()
+        .name("ckfs-file".into())
+        .spawn(reading)
+        .map_err(|error| ExceptionKind::General.with(py, &format!("start a thread: {error}")))?;
+    let told = Mutex::new(told);
+    loop {
+        let answer = py.detach(|| told.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
+        py.check_signals()?;
+        match answer {
+            Ok(Ok(bytes)) => return Ok(PyBytes::new(py, &bytes)),
+            Ok(Err(FsError::Io)) => {
+                let text = format!("{path}: bytes could not be read, or their source has changed");
+                return Err(ExceptionKind::Read.with(py, &text));
+            }
+            Ok(Err(error)) => return Err(raised(error, &path)),
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(ExceptionKind::Read.with(py, &format!("{path}: the read panicked")));
+            }
+        }
+    }
+}
