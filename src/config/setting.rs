@@ -46,6 +46,30 @@ impl Group {
             Self::Logging => Commands::All,
         }
     }
+
+    /// A setting with a flag and a key.
+    pub(super) const fn row(self, name: &'static str, arity: Arity, field: FieldAccess) -> Setting {
+        let scope = match self {
+            Self::Place => SettingScope::Top,
+            Self::View => SettingScope::View,
+            Self::Reading | Self::Mount | Self::Logging => SettingScope::Mount,
+            Self::Serve => SettingScope::Serve,
+        };
+        Setting {
+            name,
+            group: self,
+            arity,
+            field,
+            help: "",
+            more: "",
+            default: None,
+            key: None,
+            is_flag: true,
+            is_common: false,
+            is_served: false,
+            scope,
+        }
+    }
 }
 
 /// The commands that take a setting.
@@ -134,34 +158,10 @@ pub struct Setting {
 }
 
 impl Setting {
-    /// A setting with a flag and a key.
-    pub(super) const fn new(
-        group: Group,
-        name: &'static str,
-        arity: Arity,
-        field: FieldAccess,
-        help: &'static str,
-    ) -> Self {
-        let scope = match group {
-            Group::Place => SettingScope::Top,
-            Group::View => SettingScope::View,
-            Group::Reading | Group::Mount | Group::Logging => SettingScope::Mount,
-            Group::Serve => SettingScope::Serve,
-        };
-        Self {
-            name,
-            group,
-            arity,
-            field,
-            help,
-            more: "",
-            default: None,
-            key: None,
-            is_flag: true,
-            is_common: false,
-            is_served: false,
-            scope,
-        }
+    /// With its help, a sentence or two.
+    pub(super) const fn help(mut self, help: &'static str) -> Self {
+        self.help = help;
+        self
     }
 
     /// With more help.

@@ -38,648 +38,285 @@ const NO_FLAG: super::setting::Arity = Required("");
 /// Every setting.
 pub static SETTINGS: &[Setting] = &[
     // Positional arguments on the command line.
-    Setting::new(Place, "source", NO_FLAG, at!(source), "").file_only(),
-    Setting::new(Place, "mountpoint", NO_FLAG, at!(mountpoint), "").file_only(),
-    Setting::new(View, "mesh", Required("AXIS=N,..."), at!(view.mesh), "The devices: named axes with sizes.").more(
-        "Device d is the row-major number of its coordinates, the last axis fastest. Under `--shard auto` the name of an \
-         axis says what it does: fsdp and dp_shard split axis 0 of the unstacked tensor, as torch.chunk does; tensor and \
-         tp split by row or column, by the tensor's role; expert and ep split the experts; data, dp, replica and \
-         dp_replicate replicate. An axis that splits nothing is refused, unless `--replicate` names it.",
-    ).common(),
-    Setting::new(
-        View,
-        "replicate",
-        Required("AXIS"),
-        at!(view.replicate),
-        "A mesh axis that is to split nothing: every device along it holds the same. May be repeated.",
-    ),
-    Setting::new(
-        View,
-        "layout",
-        Required("NAME|FILE.toml"),
-        at!(view.layout),
-        "How tensors are named and shaped: canonical (default), hf, stored, maxtext, maxtext-unscanned, megatron, \
-         megatron-unscanned, torchtitan, transformers, vllm, or a file.",
-    )
-    .more(
-        "canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
-         keeps the repository's own names, and gives them back to a checkpoint of MaxText, Megatron-Core or torchtitan; \
-         stored keeps a trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
-         maxtext-unscanned give exactly what MaxText's converter makes; megatron and megatron-unscanned give the tensors of \
-         Megatron-Core's distributed checkpoints; torchtitan and transformers give the names of the modules of torchtitan \
-         0.3 and transformers 5, cut as FSDP2 does; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load \
-         them from. A file describes a layout of your own. Without this setting a repository of Hugging Face has canonical, \
-         and every other checkpoint stored.",
-    ).common(),
-    Setting::new(
-        View,
-        "set",
-        Required("NAME=VALUE"),
-        at!(view.set),
-        "Sets a parameter of the layout, such as `vocab_size=152064`. May be repeated.",
-    ),
-    Setting::new(
-        View,
-        "dtype",
-        Required("TYPE"),
-        at!(view.dtype),
-        "Casts all floats to this type, such as bf16, f16 or f32; `keep` leaves them as they are. Where neither is said \
-         the layout decides: those of MaxText cast to bf16, others keep.",
-    )
-    .more(
-        "Rounding is to nearest, ties to even, bit for bit as numpy with ml_dtypes does through f32. Quantized weights are decoded. What the \
-         model's own code keeps in float32 stays as it is stored, but for the layouts of MaxText.",
-    ).common(),
-    Setting::new(
-        View,
-        "dequantize",
-        Optional("TYPE", "own"),
-        at!(view.dequantize),
-        "Decodes quantized weights, to this type or to the model's own, and leaves all else as it is stored.",
-    )
-    .more("Layouts of MaxText and vLLM do so by themselves. Scales, zero points and other operands of the decoding are hidden.").common(),
-    Setting::new(
-        View,
-        "quantize",
-        Required("SCHEME"),
-        at!(view.quantize),
-        "Shows the weights of linear layers as codes and scales, computed on read: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, \
-         nvfp4, int8-channel or int4.",
-    )
-    .more(
-        "Variants: fp8-block:ue8m0 has scales that are powers of two; mxfp8:sglang and nvfp4:modelopt have the names of those programs; \
-         int4-g32 has a scale for 32 elements, int4 for 128. Codes and scales are bit for bit those of the converters; hf/ is then a quantized \
-         repository. With the layouts canonical, hf and stored. What is quantized already is decoded first.",
-    ).common(),
-    Setting::new(
-        View,
-        "quantize-ignore",
-        Required("PATTERN"),
-        at!(view.quantize_ignore),
-        "Leaves tensors as they are under --quantize, by their names or those of their modules. May be repeated.",
-    )
-    .more("In patterns `{0-3}` is any number of these: 'model.layers.{0-1}.*' leaves the first two layers."),
-    Setting::new(
-        View,
-        "quantize-only",
-        Required("PATTERN"),
-        at!(view.quantize_only),
-        "Quantizes only the linear layers that match a pattern, as '*.experts.*'. May be repeated.",
-    ),
-    Setting::new(View, "cast", NO_FLAG, at!(view.cast), "").file_only(),
-    Setting::new(
-        View,
-        "shard",
-        Required("auto|none|maxtext|FILE.toml"),
-        at!(view.shard),
-        "How tensors are split over the mesh: auto (default), none, maxtext, or a file of rules.",
-    )
-    .more(
-        "auto goes by the name of the mesh axis and the role of the tensor, and in the layouts of MaxText by its logical \
-         axes, which `maxtext` asks for explicitly.\n\n\
-         The file holds tables `[[shard_rules]]` with `match`, a pattern over names in the mount, and `spec`, per axis \
-         \"-\", a mesh axis, or a list of mesh axes; and `shard = \"auto\"` or `\"none\"` for names that no rule matches.",
-    ).common(),
-    Setting::new(View, "shard-rules", NO_FLAG, at!(view.shard_rules), "").file_only(),
-    Setting::new(View, "logical-rules", NO_FLAG, at!(view.logical_rules), "").file_only(),
-    Setting::new(
-        View,
-        "devices",
-        Required("LIST"),
-        at!(view.devices),
-        "Lists only these devices, as in 0-3,8 or 0..4,8 (half open); at most 65536. dcp/ and orbax/ are whole all the same.",
-    ).common(),
-    Setting::new(
-        View,
-        "unscanned",
-        Flag("true"),
-        at!(view.unscanned),
-        "Puts layers one by one, not stacked, into files that bundle tensors.",
-    ),
-    Setting::new(View, "even", Flag("true"), at!(view.even), "Refuses splits that are not even."),
-    Setting::new(
-        View,
-        "allow-missing",
-        Optional("PATTERN", "*"),
-        at!(view.allow_missing),
-        "Accepts a checkpoint that lacks layers or tensors: any, or those that match the pattern. May be repeated.",
-    )
-    .more(
-        "Layouts of rules leave out the tensors that need them. The index may name tensors that no file has.\n\n\
-         In patterns `*` is any text and `?` one character; between slashes is a regular expression: '/rotary/'.",
-    ),
-    Setting::new(
-        View,
-        "allow-unmapped",
-        Optional("PATTERN", "*"),
-        at!(view.allow_unmapped),
-        "Accepts tensors that no rule of the layout names, any or those that match the pattern; they are left out.",
-    )
-    .more(
-        "canonical and hf show tensors of any name, but report those that their family does not know together with what \
-         is missing, because one is probably the other, misspelt. This takes them out of that report.",
-    ),
-    Setting::new(
-        View,
-        "rename",
-        Required("REGEX=>REPLACEMENT"),
-        at!(view.rename),
-        "Renames the shown tensors, in any layout and in hf/: all matches of a regular expression, `$1` being its first group.",
-    )
-    .more(
-        "May be repeated; each rule takes the names that those before it made. Two tensors of one name are refused.",
-    ),
-    Setting::new(
-        View,
-        "strip-prefix",
-        Required("PREFIX"),
-        at!(view.strip_prefix),
-        "Drops a prefix from names, before other renames.",
-    ),
-    Setting::new(
-        View,
-        "add-prefix",
-        Required("PREFIX"),
-        at!(view.add_prefix),
-        "Puts a prefix before names, after other renames.",
-    ),
-    Setting::new(
-        View,
-        "source-rename",
-        Required("REGEX=>REPLACEMENT"),
-        at!(view.source_rename),
-        "Renames the repository's tensors before the layout sees them, as for a fine-tune with other prefixes.",
-    )
-    .more(
-        "Expressions may look ahead and behind. The _checkpoint_conversion_mapping of a model of transformers, with its braces, \
-         is one rule: the first expression that matches a name counts.",
-    ),
-    Setting::new(
-        View,
-        "tied",
-        Required("auto|alias|absent"),
-        at!(view.tied),
-        "An output head that is the embedding: auto (default), alias or absent.",
-    )
-    .more(
-        "auto shows it among the raw files of the layout canonical and holds each weight once in files that bundle \
-         tensors; alias has it everywhere, in hf/ too; absent has it nowhere that the repository does not store it. \
-         Layouts of rules (maxtext, vllm, files) say themselves whether they show it, and refuse the flag. A head that is stored and \
-         differs from the embedding, though config.json ties them, is a tensor of its own in every layout and hf/ says so; absent \
-         leaves it out of every layout but hf/.",
-    ),
-    Setting::new(
-        View,
-        "lora",
-        Required("ADAPTER_DIR"),
-        at!(view.lora),
-        "Shows the names that a PEFT model has with this LoRA adapter (a directory, hf://org/name, s3:// ...), and the adapter's own \
-         tensors; with `--layout hf`.",
-    ),
-    Setting::new(
-        View,
-        "merge-lora",
-        Required("ADAPTER_DIR|self"),
-        at!(view.merge_lora),
-        "Merges a LoRA adapter of PEFT (a directory, hf://org/name, s3:// ...) into the tensors on read, in every layout: W + scale * \
-         (B @ A) in f32, the products of a row of B and a column of A added from the first to the last, then rounded once to the \
-         dtype that is shown. What cannot be merged so, as DoRA or a quantized base, is refused. self is the adapter that a \
-         training checkpoint holds beside its base under PEFT's names (base_layer, lora_A.default); its adapter_config.json is \
-         beside the weights, in lora_adapter/, or in --config-from.",
-    ),
-    Setting::new(
-        View,
-        "include",
-        Required("PATTERN"),
-        at!(view.include),
-        "Shows only tensors that match a pattern, by their names in the repository or else in the mount. May be repeated.",
-    ),
-    Setting::new(
-        View,
-        "exclude",
-        Required("PATTERN"),
-        at!(view.exclude),
-        "Leaves out tensors that match a pattern. May be repeated.",
-    ),
-    Setting::new(
-        View,
-        "layers",
-        Required("RANGES"),
-        at!(view.layers),
-        "Shows only these layers of the text model, as in 0..8 or 0..4,28.. (half open), or 0-7. config.json in hf/ follows.",
-    ),
-    Setting::new(
-        View,
-        "renumber",
-        Flag("true"),
-        at!(view.renumber),
-        "Numbers the layers that `--layers` leaves from 0.",
-    ),
-    Setting::new(View, "no-mtp", Flag("true"), at!(view.no_mtp), "Leaves out layers of multi-token prediction."),
-    Setting::new(View, "text-only", Flag("true"), at!(view.text_only), "Leaves out towers for images and sound."),
-    Setting::new(
-        View,
-        "chunk-bytes",
-        Required("SIZE"),
-        at!(view.chunk_bytes),
-        "Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks.",
-    ),
-    Setting::new(
-        View,
-        "max-shard-bytes",
-        Required("SIZE"),
-        at!(view.max_shard_bytes),
-        "Largest weight file under a generated hf/, as in 2G; by default 5 GB. A larger tensor is a file by itself.",
-    )
-    .more("hf/ is generated where the source is no repository, as with --config-from. The files of a repository stay as they are."),
-    Setting::new(
-        Reading,
-        "config-from",
-        Required("SOURCE"),
-        at!(config_from),
-        "The repository whose config.json and tokenizer the source takes over: a directory or org/name[@revision].",
-    )
-    .more(
-        "For a checkpoint that holds weights only. With --layout hf the weights of MaxText and Megatron get the names and \
-         shapes of this model, and hf/ is a complete repository.",
-    )
-    .top(),
-    Setting::new(
-        Reading,
-        "fill-from",
-        Required("SOURCE"),
-        at!(fill_from),
-        "The repository that gives what a checkpoint of another layout lacks, such as a vision tower; with --layout hf.",
-    )
-    .top(),
-    Setting::new(
-        View,
-        "config",
-        Required("FILE"),
-        at!(config),
-        "Reads flags from a TOML file; flags given as well win.",
-    )
-    .more(
-        "Keys are the flags' names with underscores, some with their unit: {keys}; and tables `[view.NAME]` for several views of the source, \
-         each under MNT/NAME/. Paths are relative to the file.",
-    )
-    .flag_only().common(),
-    Setting::new(
-        Reading,
-        "source-io",
-        Required("auto|mmap|pread"),
-        at!(mount.source_io),
-        "How source files are read: auto (mapped, but pread on network file systems and FUSE), mmap or pread.",
-    ),
-    Setting::new(
-        Reading,
-        "source-timeout",
-        Required("TIME"),
-        at!(mount.source_timeout),
-        "How long a source may give no answer, as in 5s, 500ms or 2min; by default 60s.",
-    )
-    .more(
-        "After that time every request that waits for bytes of that file ends with an error (EIO in a mount), and so do later \
-         requests, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on. For \
-         remote sources it is the longest wait of one read for all its bytes, repetitions included.",
-    ),
-    Setting::new(
-        Reading,
-        "training-state",
-        Flag("true"),
-        at!(mount.training_state),
-        "Shows the whole training state of a checkpoint of Orbax or torch: optimizer state and counters too.",
-    )
-    .more("By default the model alone is read (of Orbax the tensors under `params`, of torch those that are not under `optimizer`); `plan` lists what is left out."),
-    Setting::new(
-        Reading,
-        "duplicates",
-        Required("index|last|refuse"),
-        at!(mount.duplicates),
-        "Which copy of a tensor counts if several files hold one: the index's, that of the last file, or none.",
-    )
-    .more(
-        "transformers and vLLM read every tensor of the files that the index names, in the order of the files' names: the last copy \
-         stays. Without this setting the index's copy is taken if it is the last one too; else copies are refused. With `index`, \
-         tensors that the index does not name are left out.",
-    ),
-    Setting::new(
-        Reading,
-        "variant",
-        Required("NAME"),
-        at!(mount.variant),
-        "The variant of the weights, such as fp16 for model.fp16.safetensors and its index; by default that without a name.",
-    ),
-    Setting::new(
-        Reading,
-        "allow-unfinished",
-        Flag("true"),
-        at!(mount.allow_unfinished),
-        "Reads a checkpoint of Orbax that nothing marks as finished, such as a copy without commit_success.txt.",
-    )
-    .more(
-        "A finished step still comes first. All chunks must be there: those that Orbax may leave out, since they hold one value, are \
-         not told from those that are lost. Without it such a checkpoint is refused.",
-    ),
-    Setting::new(
-        Reading,
-        "steps",
-        Required("all|latest|latest=N"),
-        at!(mount.steps),
-        "SOURCE is the directory of a run, and each of its steps is shown by its number: all of them, the newest, or the N newest.",
-    )
-    .more(
-        "A step is shown when its trainer has finished it (Orbax, torch.distributed.checkpoint, transformers, Megatron, verl, SkyRL, \
-         prime-rl), never before. `ckfs plan` without this flag lists the steps of a run, and why one is not finished. A mount shows \
-         MNT/STEP/ with the tree of the step's checkpoint, and MNT/latest, a link to the newest; `serve` the same below /files/, and \
-         each step as a revision of the repository; `export` and `verify` go through the steps.",
-    ).common(),
-    Setting::new(
-        Reading,
-        "steps-poll",
-        Required("TIME"),
-        at!(mount.steps_poll),
-        "How often to look for new steps where nothing tells of them: on network file systems and at services; by default 60s.",
-    )
-    .more("On local file systems new steps are seen at once."),
-    Setting::new(
-        Reading,
-        "follow-symlinks",
-        Flag("true"),
-        at!(mount.follow_symlinks),
-        "Reads files to which symbolic links lead out of the repository.",
-    )
-    .more(
-        "Without it weights are read all the same, with a warning, but config.json, the tokenizer and all other files are \
-         left out. In the Hugging Face cache the repository's own blobs/ belong to it.",
-    ),
-    Setting::new(
-        Reading,
-        "offline",
-        Flag("true"),
-        at!(mount.offline),
-        "Uses no network: a remote source is what the caches of this machine have.",
-    )
-    .more("HF_HUB_OFFLINE does the same for names of the Hub.").common(),
-    Setting::new(
-        Reading,
-        "cache-dir",
-        Required("DIR"),
-        at!(mount.cache_dir),
-        "Where bytes of remote sources are kept; by default CKFS_CACHE_DIR, else ~/.cache/ckfs.",
-    )
-    .more(
-        "Views, mounts and later runs share it, also at the same time. XDG_CACHE_HOME moves the default. `ckfs cache` shows \
-         and checks it.",
-    ).common(),
-    Setting::new(
-        Reading,
-        "cache-disk-bytes",
-        Required("SIZE"),
-        at!(mount.cache_disk_bytes),
-        "Most disk space of the cache of remote sources, as in 200G; by default half of its file system.",
-    )
-    .more(
-        "By default a 20th of the file system stays free, with a SIZE a 100th and at most 1 GiB. What was not used for the longest time is removed first, never what \
-         a reader needs now. Where there is no room, bytes pass to readers without being kept.",
-    ),
-    Setting::new(
-        Reading,
-        "prefetch",
-        Required("auto|on|off"),
-        at!(mount.prefetch),
-        "Whether a mount fetches what the listed devices will read before it is read: auto (if --devices lists a part), on, \
-         off.",
-    )
-    .more("Readers always go first. It concerns remote sources only; `ckfs fetch` does the same without a mount."),
-    Setting::new(
-        Reading,
-        "hf-cache",
-        Required("read|share"),
-        at!(mount.hf_cache),
-        "Whether complete files of the Hub are placed into the Hugging Face cache, for other programs: read (they are not), share.",
-    )
-    .more(
-        "Each is placed whole, after its bytes were compared with the Hub's digest. When all files of the revision that ckfs \
-         reads are there, the snapshot appears, and transformers finds it offline. A 20th of the file system stays free.",
-    ),
-    Setting::new(
-        Reading,
-        "allow-http",
-        Flag("true"),
-        at!(mount.allow_http),
-        "Accepts http:// of other machines for remote sources: unencrypted, and without proof of who answers.",
-    ),
-    Setting::new(
-        Reading,
-        "materialize",
-        Required("auto|memory|none|DIR"),
-        at!(mount.materialize),
-        "Which tensor files a mount materializes: makes once, completely, for the kernel to read by itself.",
-    )
-    .more(
-        "`auto`, the default: in memory, files of one tensor that is converted or gathered, from 1 MiB to half of the cache, when \
-         they are opened (those of orbax/ when they are opened again, see --direct-io); and \
-         bundles (safetensors/, pt/) if all that the mount lists fit three quarters of the cache together, in pieces as \
-         their tensors are read, so that a program that reads only headers causes next to nothing. Never dcp/, of which \
-         each rank reads its parts. `memory`: every file from 1 MiB to half of the cache. `none`: no file. A directory: \
-         every tensor file, to an unnamed file there, after it was closed; a 20th of the file system stays free. `ckfs \
-         plan` shows what that comes to. Needs root and Linux 6.9, as passthrough does, and a directory on no file system \
-         that is stacked on others (overlay); else the mount warns and writes nothing there. Where there is no room, and for an open with \
-         O_DIRECT, files are made as they are read. Files in memory are given up a minute after they were closed.",
-    ),
-    Setting::new(
-        Reading,
-        "cache-bytes",
-        Required("SIZE"),
-        at!(mount.cache_bytes),
-        "Memory for transformed data, as in 512M; by default 1/8 of the memory, at least 256 MiB or 1/4 of it, at most \
-         16 GiB.",
-    )
-    .more(
-        "The memory is that of the machine, or the least limit of the control groups that ckfs runs in (containers, \
-         systemd's MemoryMax=). Materialized files count too. A size for which the memory is too small is obeyed, with a \
-         warning.",
-    ),
-    Setting::new(
-        Reading,
-        "threads",
-        Required("N"),
-        at!(mount.threads),
-        "Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16, at most \
-         one per 32 MiB of memory.",
-    ),
-    Setting::new(
-        Mount,
-        "timeout",
-        Required("TIME"),
-        at!(start_limit),
-        "How long the daemon may take to be ready, as in 90 (seconds) or 10min.",
-    )
-    .default("300")
-    .flag_only(),
-    Setting::new(
-        Mount,
-        "mkdir",
-        Flag("true"),
-        at!(mount.mkdir),
-        "Makes the mountpoint, and the directories above it, if it is missing.",
-    )
-    .more("`ckfs umount` leaves the directory. A mount that fails to start removes what it made.").common(),
-    Setting::new(
-        Mount,
-        "on-step",
-        Required("COMMAND"),
-        at!(mount.on_step),
-        "With --steps: runs this command of the shell for each new step, one after the other.",
-    )
-    .more(
-        "CKFS_STEP is the number of the step and CKFS_STEP_PATH its directory in the mount, as in `--on-step 'eval.sh \
-         \"$CKFS_STEP_PATH/hf\"'`; `serve` sets CKFS_STEP_URL, its address below /files/. Steps that are there at the start are not \
-         new. `ckfs status` shows exit codes; what the command prints goes to the log.",
-    )
-    .served(),
-    Setting::new(
-        Mount,
-        "allow-other",
-        Flag("true"),
-        at!(mount.allow_other),
-        "Lets all users read; users other than root need `user_allow_other` in /etc/fuse.conf.",
-    )
-    .more(
-        "A user can then read a file exactly if that user can read the source files that it is made of: \
-         permission bits, owner and group of the sources and of the directories above them carry over. `ckfs plan` lists \
-         those users.",
-    ).common(),
-    Setting::new(
-        Mount,
-        "file-mode",
-        Required("MODE"),
-        at!(mount.file_mode),
-        "Permission bits of all files, in octal as in 0440, in place of what the sources allow.",
-    )
-    .more("Only the bits to read count: the mount cannot be written to, and no file is a program.")
-    .served(),
-    Setting::new(
-        Mount,
-        "dir-mode",
-        Required("MODE"),
-        at!(mount.dir_mode),
-        "Permission bits of all directories, as in 0550, in place of what the sources allow; bits to write do not count.",
-    )
-    .served(),
-    Setting::new(
-        Mount,
-        "uid",
-        Required("UID"),
-        at!(mount.uid),
-        "Owner of all files, with the right to read them; .ckfs/ stays with the user that mounts.",
-    ),
-    Setting::new(
-        Mount,
-        "gid",
-        Required("GID"),
-        at!(mount.gid),
-        "Group of all files, with the right to read them; .ckfs/ stays with the user that mounts.",
-    ),
-    Setting::new(Mount, "read-ahead", Required("KIB"), at!(mount.read_ahead_kb), "The kernel's read-ahead in KiB.")
+    Place.row("source", NO_FLAG, at!(source)).file_only(),
+    Place.row("mountpoint", NO_FLAG, at!(mountpoint)).file_only(),
+    View.row("mesh", Required("AXIS=N,..."), at!(view.mesh))
+        .help("The devices: named axes with sizes.")
+        .more("Device d is the row-major number of its coordinates, the last axis fastest. Under `--shard auto` the name of an \
+               axis says what it does: fsdp and dp_shard split axis 0 of the unstacked tensor, as torch.chunk does; tensor and \
+               tp split by row or column, by the tensor's role; expert and ep split the experts; data, dp, replica and \
+               dp_replicate replicate. An axis that splits nothing is refused, unless `--replicate` names it.")
+        .common(),
+    View.row("replicate", Required("AXIS"), at!(view.replicate))
+        .help("A mesh axis that is to split nothing: every device along it holds the same. May be repeated."),
+    View.row("layout", Required("NAME|FILE.toml"), at!(view.layout))
+        .help("How tensors are named and shaped: canonical (default), hf, stored, maxtext, maxtext-unscanned, megatron, \
+               megatron-unscanned, torchtitan, transformers, vllm, or a file.")
+        .more("canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
+               keeps the repository's own names, and gives them back to a checkpoint of MaxText, Megatron-Core or torchtitan; \
+               stored keeps a trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
+               maxtext-unscanned give exactly what MaxText's converter makes; megatron and megatron-unscanned give the tensors of \
+               Megatron-Core's distributed checkpoints; torchtitan and transformers give the names of the modules of torchtitan \
+               0.3 and transformers 5, cut as FSDP2 does; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load \
+               them from. A file describes a layout of your own. Without this setting a repository of Hugging Face has canonical, \
+               and every other checkpoint stored.")
+        .common(),
+    View.row("set", Required("NAME=VALUE"), at!(view.set))
+        .help("Sets a parameter of the layout, such as `vocab_size=152064`. May be repeated."),
+    View.row("dtype", Required("TYPE"), at!(view.dtype))
+        .help("Casts all floats to this type, such as bf16, f16 or f32; `keep` leaves them as they are. Where neither is said \
+               the layout decides: those of MaxText cast to bf16, others keep.")
+        .more("Rounding is to nearest, ties to even, bit for bit as numpy with ml_dtypes does through f32. Quantized weights are decoded. What the \
+               model's own code keeps in float32 stays as it is stored, but for the layouts of MaxText.")
+        .common(),
+    View.row("dequantize", Optional("TYPE", "own"), at!(view.dequantize))
+        .help("Decodes quantized weights, to this type or to the model's own, and leaves all else as it is stored.")
+        .more("Layouts of MaxText and vLLM do so by themselves. Scales, zero points and other operands of the decoding are hidden.")
+        .common(),
+    View.row("quantize", Required("SCHEME"), at!(view.quantize))
+        .help("Shows the weights of linear layers as codes and scales, computed on read: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, \
+               nvfp4, int8-channel or int4.")
+        .more("Variants: fp8-block:ue8m0 has scales that are powers of two; mxfp8:sglang and nvfp4:modelopt have the names of those programs; \
+               int4-g32 has a scale for 32 elements, int4 for 128. Codes and scales are bit for bit those of the converters; hf/ is then a quantized \
+               repository. With the layouts canonical, hf and stored. What is quantized already is decoded first.")
+        .common(),
+    View.row("quantize-ignore", Required("PATTERN"), at!(view.quantize_ignore))
+        .help("Leaves tensors as they are under --quantize, by their names or those of their modules. May be repeated.")
+        .more("In patterns `{0-3}` is any number of these: 'model.layers.{0-1}.*' leaves the first two layers."),
+    View.row("quantize-only", Required("PATTERN"), at!(view.quantize_only))
+        .help("Quantizes only the linear layers that match a pattern, as '*.experts.*'. May be repeated."),
+    View.row("cast", NO_FLAG, at!(view.cast)).file_only(),
+    View.row("shard", Required("auto|none|maxtext|FILE.toml"), at!(view.shard))
+        .help("How tensors are split over the mesh: auto (default), none, maxtext, or a file of rules.")
+        .more("auto goes by the name of the mesh axis and the role of the tensor, and in the layouts of MaxText by its logical \
+               axes, which `maxtext` asks for explicitly.\n\n\
+               The file holds tables `[[shard_rules]]` with `match`, a pattern over names in the mount, and `spec`, per axis \
+               \"-\", a mesh axis, or a list of mesh axes; and `shard = \"auto\"` or `\"none\"` for names that no rule matches.")
+        .common(),
+    View.row("shard-rules", NO_FLAG, at!(view.shard_rules)).file_only(),
+    View.row("logical-rules", NO_FLAG, at!(view.logical_rules)).file_only(),
+    View.row("devices", Required("LIST"), at!(view.devices))
+        .help("Lists only these devices, as in 0-3,8 or 0..4,8 (half open); at most 65536. dcp/ and orbax/ are whole all the same.")
+        .common(),
+    View.row("unscanned", Flag("true"), at!(view.unscanned))
+        .help("Puts layers one by one, not stacked, into files that bundle tensors."),
+    View.row("even", Flag("true"), at!(view.even))
+        .help("Refuses splits that are not even."),
+    View.row("allow-missing", Optional("PATTERN", "*"), at!(view.allow_missing))
+        .help("Accepts a checkpoint that lacks layers or tensors: any, or those that match the pattern. May be repeated.")
+        .more("Layouts of rules leave out the tensors that need them. The index may name tensors that no file has.\n\n\
+               In patterns `*` is any text and `?` one character; between slashes is a regular expression: '/rotary/'."),
+    View.row("allow-unmapped", Optional("PATTERN", "*"), at!(view.allow_unmapped))
+        .help("Accepts tensors that no rule of the layout names, any or those that match the pattern; they are left out.")
+        .more("canonical and hf show tensors of any name, but report those that their family does not know together with what \
+               is missing, because one is probably the other, misspelt. This takes them out of that report."),
+    View.row("rename", Required("REGEX=>REPLACEMENT"), at!(view.rename))
+        .help("Renames the shown tensors, in any layout and in hf/: all matches of a regular expression, `$1` being its first group.")
+        .more("May be repeated; each rule takes the names that those before it made. Two tensors of one name are refused."),
+    View.row("strip-prefix", Required("PREFIX"), at!(view.strip_prefix))
+        .help("Drops a prefix from names, before other renames."),
+    View.row("add-prefix", Required("PREFIX"), at!(view.add_prefix))
+        .help("Puts a prefix before names, after other renames."),
+    View.row("source-rename", Required("REGEX=>REPLACEMENT"), at!(view.source_rename))
+        .help("Renames the repository's tensors before the layout sees them, as for a fine-tune with other prefixes.")
+        .more("Expressions may look ahead and behind. The _checkpoint_conversion_mapping of a model of transformers, with its braces, \
+               is one rule: the first expression that matches a name counts."),
+    View.row("tied", Required("auto|alias|absent"), at!(view.tied))
+        .help("An output head that is the embedding: auto (default), alias or absent.")
+        .more("auto shows it among the raw files of the layout canonical and holds each weight once in files that bundle \
+               tensors; alias has it everywhere, in hf/ too; absent has it nowhere that the repository does not store it. \
+               Layouts of rules (maxtext, vllm, files) say themselves whether they show it, and refuse the flag. A head that is stored and \
+               differs from the embedding, though config.json ties them, is a tensor of its own in every layout and hf/ says so; absent \
+               leaves it out of every layout but hf/."),
+    View.row("lora", Required("ADAPTER_DIR"), at!(view.lora))
+        .help("Shows the names that a PEFT model has with this LoRA adapter (a directory, hf://org/name, s3:// ...), and the adapter's own \
+               tensors; with `--layout hf`."),
+    View.row("merge-lora", Required("ADAPTER_DIR|self"), at!(view.merge_lora))
+        .help("Merges a LoRA adapter of PEFT (a directory, hf://org/name, s3:// ...) into the tensors on read, in every layout: W + scale * \
+               (B @ A) in f32, the products of a row of B and a column of A added from the first to the last, then rounded once to the \
+               dtype that is shown. What cannot be merged so, as DoRA or a quantized base, is refused. self is the adapter that a \
+               training checkpoint holds beside its base under PEFT's names (base_layer, lora_A.default); its adapter_config.json is \
+               beside the weights, in lora_adapter/, or in --config-from."),
+    View.row("include", Required("PATTERN"), at!(view.include))
+        .help("Shows only tensors that match a pattern, by their names in the repository or else in the mount. May be repeated."),
+    View.row("exclude", Required("PATTERN"), at!(view.exclude))
+        .help("Leaves out tensors that match a pattern. May be repeated."),
+    View.row("layers", Required("RANGES"), at!(view.layers))
+        .help("Shows only these layers of the text model, as in 0..8 or 0..4,28.. (half open), or 0-7. config.json in hf/ follows."),
+    View.row("renumber", Flag("true"), at!(view.renumber))
+        .help("Numbers the layers that `--layers` leaves from 0."),
+    View.row("no-mtp", Flag("true"), at!(view.no_mtp))
+        .help("Leaves out layers of multi-token prediction."),
+    View.row("text-only", Flag("true"), at!(view.text_only))
+        .help("Leaves out towers for images and sound."),
+    View.row("chunk-bytes", Required("SIZE"), at!(view.chunk_bytes))
+        .help("Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks."),
+    View.row("max-shard-bytes", Required("SIZE"), at!(view.max_shard_bytes))
+        .help("Largest weight file under a generated hf/, as in 2G; by default 5 GB. A larger tensor is a file by itself.")
+        .more("hf/ is generated where the source is no repository, as with --config-from. The files of a repository stay as they are."),
+    Reading.row("config-from", Required("SOURCE"), at!(config_from))
+        .help("The repository whose config.json and tokenizer the source takes over: a directory or org/name[@revision].")
+        .more("For a checkpoint that holds weights only. With --layout hf the weights of MaxText and Megatron get the names and \
+               shapes of this model, and hf/ is a complete repository.")
+        .top(),
+    Reading.row("fill-from", Required("SOURCE"), at!(fill_from))
+        .help("The repository that gives what a checkpoint of another layout lacks, such as a vision tower; with --layout hf.")
+        .top(),
+    View.row("config", Required("FILE"), at!(config))
+        .help("Reads flags from a TOML file; flags given as well win.")
+        .more("Keys are the flags' names with underscores, some with their unit: {keys}; and tables `[view.NAME]` for several views of the source, \
+               each under MNT/NAME/. Paths are relative to the file.")
+        .flag_only().common(),
+    Reading.row("source-io", Required("auto|mmap|pread"), at!(mount.source_io))
+        .help("How source files are read: auto (mapped, but pread on network file systems and FUSE), mmap or pread."),
+    Reading.row("source-timeout", Required("TIME"), at!(mount.source_timeout))
+        .help("How long a source may give no answer, as in 5s, 500ms or 2min; by default 60s.")
+        .more("After that time every request that waits for bytes of that file ends with an error (EIO in a mount), and so do later \
+               requests, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on. For \
+               remote sources it is the longest wait of one read for all its bytes, repetitions included."),
+    Reading.row("training-state", Flag("true"), at!(mount.training_state))
+        .help("Shows the whole training state of a checkpoint of Orbax or torch: optimizer state and counters too.")
+        .more("By default the model alone is read (of Orbax the tensors under `params`, of torch those that are not under `optimizer`); `plan` lists what is left out."),
+    Reading.row("duplicates", Required("index|last|refuse"), at!(mount.duplicates))
+        .help("Which copy of a tensor counts if several files hold one: the index's, that of the last file, or none.")
+        .more("transformers and vLLM read every tensor of the files that the index names, in the order of the files' names: the last copy \
+               stays. Without this setting the index's copy is taken if it is the last one too; else copies are refused. With `index`, \
+               tensors that the index does not name are left out."),
+    Reading.row("variant", Required("NAME"), at!(mount.variant))
+        .help("The variant of the weights, such as fp16 for model.fp16.safetensors and its index; by default that without a name."),
+    Reading.row("allow-unfinished", Flag("true"), at!(mount.allow_unfinished))
+        .help("Reads a checkpoint of Orbax that nothing marks as finished, such as a copy without commit_success.txt.")
+        .more("A finished step still comes first. All chunks must be there: those that Orbax may leave out, since they hold one value, are \
+               not told from those that are lost. Without it such a checkpoint is refused."),
+    Reading.row("steps", Required("all|latest|latest=N"), at!(mount.steps))
+        .help("SOURCE is the directory of a run, and each of its steps is shown by its number: all of them, the newest, or the N newest.")
+        .more("A step is shown when its trainer has finished it (Orbax, torch.distributed.checkpoint, transformers, Megatron, verl, SkyRL, \
+               prime-rl), never before. `ckfs plan` without this flag lists the steps of a run, and why one is not finished. A mount shows \
+               MNT/STEP/ with the tree of the step's checkpoint, and MNT/latest, a link to the newest; `serve` the same below /files/, and \
+               each step as a revision of the repository; `export` and `verify` go through the steps.")
+        .common(),
+    Reading.row("steps-poll", Required("TIME"), at!(mount.steps_poll))
+        .help("How often to look for new steps where nothing tells of them: on network file systems and at services; by default 60s.")
+        .more("On local file systems new steps are seen at once."),
+    Reading.row("follow-symlinks", Flag("true"), at!(mount.follow_symlinks))
+        .help("Reads files to which symbolic links lead out of the repository.")
+        .more("Without it weights are read all the same, with a warning, but config.json, the tokenizer and all other files are \
+               left out. In the Hugging Face cache the repository's own blobs/ belong to it."),
+    Reading.row("offline", Flag("true"), at!(mount.offline))
+        .help("Uses no network: a remote source is what the caches of this machine have.")
+        .more("HF_HUB_OFFLINE does the same for names of the Hub.")
+        .common(),
+    Reading.row("cache-dir", Required("DIR"), at!(mount.cache_dir))
+        .help("Where bytes of remote sources are kept; by default CKFS_CACHE_DIR, else ~/.cache/ckfs.")
+        .more("Views, mounts and later runs share it, also at the same time. XDG_CACHE_HOME moves the default. `ckfs cache` shows \
+               and checks it.")
+        .common(),
+    Reading.row("cache-disk-bytes", Required("SIZE"), at!(mount.cache_disk_bytes))
+        .help("Most disk space of the cache of remote sources, as in 200G; by default half of its file system.")
+        .more("By default a 20th of the file system stays free, with a SIZE a 100th and at most 1 GiB. What was not used for the longest time is removed first, never what \
+               a reader needs now. Where there is no room, bytes pass to readers without being kept."),
+    Reading.row("prefetch", Required("auto|on|off"), at!(mount.prefetch))
+        .help("Whether a mount fetches what the listed devices will read before it is read: auto (if --devices lists a part), on, \
+               off.")
+        .more("Readers always go first. It concerns remote sources only; `ckfs fetch` does the same without a mount."),
+    Reading.row("hf-cache", Required("read|share"), at!(mount.hf_cache))
+        .help("Whether complete files of the Hub are placed into the Hugging Face cache, for other programs: read (they are not), share.")
+        .more("Each is placed whole, after its bytes were compared with the Hub's digest. When all files of the revision that ckfs \
+               reads are there, the snapshot appears, and transformers finds it offline. A 20th of the file system stays free."),
+    Reading.row("allow-http", Flag("true"), at!(mount.allow_http))
+        .help("Accepts http:// of other machines for remote sources: unencrypted, and without proof of who answers."),
+    Reading.row("materialize", Required("auto|memory|none|DIR"), at!(mount.materialize))
+        .help("Which tensor files a mount materializes: makes once, completely, for the kernel to read by itself.")
+        .more("`auto`, the default: in memory, files of one tensor that is converted or gathered, from 1 MiB to half of the cache, when \
+               they are opened (those of orbax/ when they are opened again, see --direct-io); and \
+               bundles (safetensors/, pt/) if all that the mount lists fit three quarters of the cache together, in pieces as \
+               their tensors are read, so that a program that reads only headers causes next to nothing. Never dcp/, of which \
+               each rank reads its parts. `memory`: every file from 1 MiB to half of the cache. `none`: no file. A directory: \
+               every tensor file, to an unnamed file there, after it was closed; a 20th of the file system stays free. `ckfs \
+               plan` shows what that comes to. Needs root and Linux 6.9, as passthrough does, and a directory on no file system \
+               that is stacked on others (overlay); else the mount warns and writes nothing there. Where there is no room, and for an open with \
+               O_DIRECT, files are made as they are read. Files in memory are given up a minute after they were closed."),
+    Reading.row("cache-bytes", Required("SIZE"), at!(mount.cache_bytes))
+        .help("Memory for transformed data, as in 512M; by default 1/8 of the memory, at least 256 MiB or 1/4 of it, at most \
+               16 GiB.")
+        .more("The memory is that of the machine, or the least limit of the control groups that ckfs runs in (containers, \
+               systemd's MemoryMax=). Materialized files count too. A size for which the memory is too small is obeyed, with a \
+               warning."),
+    Reading.row("threads", Required("N"), at!(mount.threads))
+        .help("Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16, at most \
+               one per 32 MiB of memory."),
+    Mount.row("timeout", Required("TIME"), at!(start_limit))
+        .help("How long the daemon may take to be ready, as in 90 (seconds) or 10min.")
+        .default("300").flag_only(),
+    Mount.row("mkdir", Flag("true"), at!(mount.mkdir))
+        .help("Makes the mountpoint, and the directories above it, if it is missing.")
+        .more("`ckfs umount` leaves the directory. A mount that fails to start removes what it made.")
+        .common(),
+    Mount.row("on-step", Required("COMMAND"), at!(mount.on_step))
+        .help("With --steps: runs this command of the shell for each new step, one after the other.")
+        .more("CKFS_STEP is the number of the step and CKFS_STEP_PATH its directory in the mount, as in `--on-step 'eval.sh \
+               \"$CKFS_STEP_PATH/hf\"'`; `serve` sets CKFS_STEP_URL, its address below /files/. Steps that are there at the start are not \
+               new. `ckfs status` shows exit codes; what the command prints goes to the log.")
+        .served(),
+    Mount.row("allow-other", Flag("true"), at!(mount.allow_other))
+        .help("Lets all users read; users other than root need `user_allow_other` in /etc/fuse.conf.")
+        .more("A user can then read a file exactly if that user can read the source files that it is made of: \
+               permission bits, owner and group of the sources and of the directories above them carry over. `ckfs plan` lists \
+               those users.")
+        .common(),
+    Mount.row("file-mode", Required("MODE"), at!(mount.file_mode))
+        .help("Permission bits of all files, in octal as in 0440, in place of what the sources allow.")
+        .more("Only the bits to read count: the mount cannot be written to, and no file is a program.")
+        .served(),
+    Mount.row("dir-mode", Required("MODE"), at!(mount.dir_mode))
+        .help("Permission bits of all directories, as in 0550, in place of what the sources allow; bits to write do not count.")
+        .served(),
+    Mount.row("uid", Required("UID"), at!(mount.uid))
+        .help("Owner of all files, with the right to read them; .ckfs/ stays with the user that mounts."),
+    Mount.row("gid", Required("GID"), at!(mount.gid))
+        .help("Group of all files, with the right to read them; .ckfs/ stays with the user that mounts."),
+    Mount.row("read-ahead", Required("KIB"), at!(mount.read_ahead_kb))
+        .help("The kernel's read-ahead in KiB.")
         .key("read_ahead_kb"),
-    Setting::new(
-        Mount,
-        "no-passthrough",
-        Flag("false"),
-        at!(mount.passthrough),
-        "Never lets the kernel read byte-identical files by itself.",
-    )
-    .key("passthrough"),
-    Setting::new(
-        Mount,
-        "direct-io",
-        Optional("PATTERN", "*"),
-        at!(mount.direct_io),
-        "Reads of tensor files bypass the kernel's page cache: of all, or of those whose path matches, as in `orbax/*`.",
-    )
-    .more(
-        "The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
-         anew, small reads cost a request each, and each mmap of a file drops the pages that other processes have mapped. For \
-         loaders that read each file once from end to end. Without this option, and unless `--materialize` is `memory` or a \
-         directory, that is so for the first open of files from 1 MiB on that are read once: those of orbax/, those of dcp/ \
-         if each device of the mesh has its own, and those of unchanged bytes.",
-    ),
-    Setting::new(
-        Mount,
-        "grace",
-        Required("TIME"),
-        at!(mount.grace),
-        "How long to try to unmount while files are open, before detaching, as in 5 (seconds) or 2min.",
-    )
-    .key("grace_seconds"),
-    Setting::new(
-        Mount,
-        "drain",
-        Required("TIME"),
-        at!(mount.drain),
-        "How long to serve open files after detaching, as in 20 (seconds) or 10min; `serve`: answers that have begun, after a signal to end.",
-    )
-    .key("drain_seconds")
-    .served(),
-    Setting::new(
-        Serve,
-        "listen",
-        Required("ADDR"),
-        at!(serve.listen),
-        "Answers HTTP at this address, as in 127.0.0.1:8421, which is the default. A port alone is one of 127.0.0.1; port 0 is any free one.",
-    )
-    .more("An address that other machines reach needs --token-file or --allow-anyone.")
-    .common(),
-    Setting::new(
-        Serve,
-        "s3",
-        Required("ADDR"),
-        at!(serve.s3),
-        "Answers the read requests of S3 at this address too, as in 127.0.0.1:8422: path style, one bucket `ckfs`, keys as under /files/.",
-    )
-    .more(
-        "Signatures are not checked, unless --token-file is set: then the access key is `ckfs`, and its secret the token.",
-    )
-    .common(),
-    Setting::new(
-        Serve,
-        "name",
-        Required("ORG/NAME"),
-        at!(serve.name),
-        "The name of hf/ as a repository; by default the source's own org/name, else ckfs/DIRECTORY.",
-    )
-    .more("The views of a file are ckfs/VIEW.")
-    .common(),
-    Setting::new(
-        Serve,
-        "token-file",
-        Required("FILE"),
-        at!(serve.token_file),
-        "Answers only requests that have the token in the first line of this file, as `Authorization: Bearer TOKEN`.",
-    )
-    .more("Clients of the Hub send it as HF_TOKEN. /healthz and /readyz need none.")
-    .common(),
-    Setting::new(
-        Serve,
-        "allow-anyone",
-        Flag("true"),
-        at!(serve.allow_anyone),
-        "Lets every machine that reaches the address read, without a token, what all users of this machine may read.",
-    )
-    .more(
-        "Files whose sources are not readable for all users, and .ckfs/, are answered for requests with the token, or from this machine \
-         where no token is set. --file-mode and --dir-mode replace the permissions of the sources.",
-    ),
-    Setting::new(
-        Logging,
-        "log-file",
-        Required("FILE"),
-        at!(mount.log_file),
-        "Appends the log to this file instead of standard error. A daemon in the background logs by default to the \
-         system's log, else to a file of its own: see `ckfs mount --help`.",
-    ),
+    Mount.row("no-passthrough", Flag("false"), at!(mount.passthrough))
+        .help("Never lets the kernel read byte-identical files by itself.")
+        .key("passthrough"),
+    Mount.row("direct-io", Optional("PATTERN", "*"), at!(mount.direct_io))
+        .help("Reads of tensor files bypass the kernel's page cache: of all, or of those whose path matches, as in `orbax/*`.")
+        .more("The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
+               anew, small reads cost a request each, and each mmap of a file drops the pages that other processes have mapped. For \
+               loaders that read each file once from end to end. Without this option, and unless `--materialize` is `memory` or a \
+               directory, that is so for the first open of files from 1 MiB on that are read once: those of orbax/, those of dcp/ \
+               if each device of the mesh has its own, and those of unchanged bytes."),
+    Mount.row("grace", Required("TIME"), at!(mount.grace))
+        .help("How long to try to unmount while files are open, before detaching, as in 5 (seconds) or 2min.")
+        .key("grace_seconds"),
+    Mount.row("drain", Required("TIME"), at!(mount.drain))
+        .help("How long to serve open files after detaching, as in 20 (seconds) or 10min; `serve`: answers that have begun, after a signal to end.")
+        .key("drain_seconds").served(),
+    Serve.row("listen", Required("ADDR"), at!(serve.listen))
+        .help("Answers HTTP at this address, as in 127.0.0.1:8421, which is the default. A port alone is one of 127.0.0.1; port 0 is any free one.")
+        .more("An address that other machines reach needs --token-file or --allow-anyone.")
+        .common(),
+    Serve.row("s3", Required("ADDR"), at!(serve.s3))
+        .help("Answers the read requests of S3 at this address too, as in 127.0.0.1:8422: path style, one bucket `ckfs`, keys as under /files/.")
+        .more("Signatures are not checked, unless --token-file is set: then the access key is `ckfs`, and its secret the token.")
+        .common(),
+    Serve.row("name", Required("ORG/NAME"), at!(serve.name))
+        .help("The name of hf/ as a repository; by default the source's own org/name, else ckfs/DIRECTORY.")
+        .more("The views of a file are ckfs/VIEW.")
+        .common(),
+    Serve.row("token-file", Required("FILE"), at!(serve.token_file))
+        .help("Answers only requests that have the token in the first line of this file, as `Authorization: Bearer TOKEN`.")
+        .more("Clients of the Hub send it as HF_TOKEN. /healthz and /readyz need none.")
+        .common(),
+    Serve.row("allow-anyone", Flag("true"), at!(serve.allow_anyone))
+        .help("Lets every machine that reaches the address read, without a token, what all users of this machine may read.")
+        .more("Files whose sources are not readable for all users, and .ckfs/, are answered for requests with the token, or from this machine \
+               where no token is set. --file-mode and --dir-mode replace the permissions of the sources."),
+    Logging.row("log-file", Required("FILE"), at!(mount.log_file))
+        .help("Appends the log to this file instead of standard error. A daemon in the background logs by default to the \
+               system's log, else to a file of its own: see `ckfs mount --help`."),
 ];
 
 /// Settings of former versions: name, and the present equivalent. Such a flag, option or key is refused with this text.
