@@ -303,41 +303,24 @@ impl Terms {
 
 /// Why an operand cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum OperandError {
-    /// A digit divides by zero, or its table is too short.
-    #[error("digit {0} of its index divides by zero, overflows or has a table that is too short")]
-    Digit(usize),
-    /// Axes of an index do not nest.
-    #[error("the axes of its index do not nest: one begins every {0} elements, another every {1}")]
-    Axes(u64, u64),
-    /// A field is too wide or too narrow, or crosses bytes, or has a table that is too short.
-    #[error(
-        "fields of {width} bits with a table of {table:?} entries: at most 16 bits are read, high first only of 1, 2, 4 or 8, tables have an entry for each code"
-    )]
-    Field {
-        /// Bits of a field.
-        width: u64,
-        /// Entries of its table.
-        table: Option<usize>,
-    },
-    /// Values of a type that has none in f32.
-    #[error("{0} values are not converted")]
-    NotFloat(DType),
-    /// The two sides of a sum of products have different numbers of terms, or none, or a value that is no such sum has several.
-    #[error("a sum of products with {0} terms on one side and {1} on the other")]
-    Terms(u64, u64),
-    /// The index leaves the tensor.
-    #[error("reads {needed_bits} bits of a tensor {dtype} {shape}, which has {found_bits}")]
-    OutOfBounds {
-        /// Bits from the tensor's first to the last that may be read.
-        needed_bits: u64,
-        /// Bits of the tensor.
-        found_bits: u64,
-        /// Type of the tensor.
-        dtype: DType,
-        /// Its shape.
-        shape: Shape,
-    },
+#[error("{0}")]
+pub struct OperandError(String);
+
+impl OperandError {
+    /// That a digit divides by zero, or its table is too short.
+    fn digit(number: usize) -> Self {
+        Self(format!("digit {number} of its index divides by zero, overflows or has a table that is too short"))
+    }
+
+    /// That values of a type have none in f32.
+    fn not_float(dtype: DType) -> Self {
+        Self(format!("{dtype} values are not converted"))
+    }
+
+    /// That the two sides of a sum of products have different numbers of terms, or none, or a value that is no such sum has several.
+    fn terms(one: u64, other: u64) -> Self {
+        Self(format!("a sum of products with {one} terms on one side and {other} on the other"))
+    }
 }
 
 impl IndexMap {
@@ -388,17 +371,18 @@ impl IndexMap {
     /// The greatest index.
     fn last(&self) -> Result<u64, OperandError> {
         let last_term = self.terms.count.saturating_sub(1).checked_mul(self.terms.stride);
-        let mut sum = last_term.ok_or(OperandError::Digit(0))?;
+        let mut sum = last_term.ok_or_else(|| OperandError::digit(0))?;
         for (at, digit) in self.digits.iter().enumerate() {
             let positive = [digit.divisor, digit.modulus, digit.group, digit.turn].iter().all(|number| *number > 0);
             let last = if positive { digit.last() } else { None };
-            sum = last.and_then(|last| sum.checked_add(last)).ok_or(OperandError::Digit(at))?;
+            sum = last.and_then(|last| sum.checked_add(last)).ok_or_else(|| OperandError::digit(at))?;
         }
         let mut borders = self.borders();
         let mut outer = borders.next();
         while let (Some(coarse), Some(fine)) = (outer, borders.next()) {
             if !coarse.is_multiple_of(fine) {
-                return Err(OperandError::Axes(coarse, fine));
+                let axes = format!("one begins every {coarse} elements, another every {fine}");
+                return Err(OperandError(format!("the axes of its index do not nest: {axes}")));
             }
             outer = Some(fine);
         }
@@ -427,33 +411,31 @@ impl Operand {
     fn check(&self) -> Result<(), OperandError> {
         let (bits, table) = match &self.field {
             Field::Float(dtype) if dtype.is_float() || *dtype == DType::F8E8M0 => (None, None),
-            Field::Float(dtype) => return Err(OperandError::NotFloat(*dtype)),
+            Field::Float(dtype) => return Err(OperandError::not_float(*dtype)),
             Field::Integer(bits) => (Some(bits), None),
             Field::Table(bits, table) => (Some(bits), Some(table.len())),
         };
         if let Some(bits) = bits {
             let whole = bits.order == BitOrder::LowFirst || matches!(bits.width, 1 | 2 | 4 | 8);
             let known = (1..=FIELD_BITS_MAX).contains(&bits.width) && whole;
-            if !known || table.is_some_and(|entries| entries < 1 << bits.width) {
-                return Err(OperandError::Field { width: u64::from(bits.width), table });
-            }
+            let is_short = table.is_some_and(|entries| entries < 1 << bits.width);
             // A high-first field must not cross bytes: all summands of its index are multiples of its width.
             let crosses = bits.order == BitOrder::HighFirst
                 && self.index.digits().iter().any(|digit| !digit.stride.is_multiple_of(u64::from(bits.width)));
-            if crosses {
-                return Err(OperandError::Field { width: u64::from(bits.width), table });
+            if !known || is_short || crosses {
+                let read =
+                    "at most 16 bits are read, high first only of 1, 2, 4 or 8, tables have an entry for each code";
+                let width = bits.width;
+                return Err(OperandError(format!("fields of {width} bits with a table of {table:?} entries: {read}")));
             }
         }
         let last = self.index.last()?;
         let needed = last.checked_mul(self.field.index_bits()).and_then(|bits| bits.checked_add(self.field.bits()));
         let needed_bits = needed.unwrap_or(u64::MAX);
         if needed_bits > self.tensor_bits() {
-            return Err(OperandError::OutOfBounds {
-                needed_bits,
-                found_bits: self.tensor_bits(),
-                dtype: self.tensor.dtype,
-                shape: self.tensor.shape.clone(),
-            });
+            let (found_bits, SourceTensor { dtype, shape, .. }) = (self.tensor_bits(), &self.tensor);
+            let text = format!("reads {needed_bits} bits of a tensor {dtype} {shape}, which has {found_bits}");
+            return Err(OperandError(text));
         }
         Ok(())
     }
@@ -532,23 +514,23 @@ impl Value {
         let of_this = |error| (self.load.tensor.id, error);
         self.load.check().map_err(of_this)?;
         if let (Some(_), Field::Integer(_) | Field::Table(..)) = (self.dot(), &self.load.field) {
-            return Err(of_this(OperandError::NotFloat(self.load.tensor.dtype)));
+            return Err(of_this(OperandError::not_float(self.load.tensor.dtype)));
         }
         let terms = self.load.index.terms().count;
         let others = self.dot().map_or(1, |operand| operand.index.terms().count);
         if terms != others || terms == 0 {
-            return Err(of_this(OperandError::Terms(terms, others)));
+            return Err(of_this(OperandError::terms(terms, others)));
         }
         let after_first = self.steps.iter().skip(1);
         if let Some(Step::Dot(operand)) = after_first.into_iter().find(|step| matches!(step, Step::Dot(_))) {
-            return Err((operand.tensor.id, OperandError::Terms(1, operand.index.terms().count)));
+            return Err((operand.tensor.id, OperandError::terms(1, operand.index.terms().count)));
         }
         self.steps.iter().try_for_each(|step| match step {
-            Step::Round(dtype) if !dtype.is_float() => Err(of_this(OperandError::NotFloat(*dtype))),
+            Step::Round(dtype) if !dtype.is_float() => Err(of_this(OperandError::not_float(*dtype))),
             Step::Dot(operand) => match operand.field {
                 Field::Float(_) => operand.check().map_err(|error| (operand.tensor.id, error)),
                 Field::Integer(_) | Field::Table(..) => {
-                    Err((operand.tensor.id, OperandError::NotFloat(operand.tensor.dtype)))
+                    Err((operand.tensor.id, OperandError::not_float(operand.tensor.dtype)))
                 }
             },
             Step::Compute(_, Term::Value(value)) => value.check(),

@@ -40,7 +40,6 @@ pub mod tiling;
 mod transpose;
 pub mod value;
 pub mod view;
-pub mod view_error;
 mod view_text;
 
 pub use convert::{convert_row, convert_scalar};
@@ -60,5 +59,4 @@ pub use span::{Need, needs};
 pub use strided_indices::StridedIndices;
 pub use tiling::{EncodedLeaf, Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};
 pub use value::{Window, decode_scalar};
-pub use view::{EncodedMatrices, Keep, Op, View};
-pub use view_error::ViewError;
+pub use view::{EncodedMatrices, Keep, Op, View, ViewError};

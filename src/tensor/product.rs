@@ -14,10 +14,13 @@ impl View {
     /// the first to the last. Both are tensors of the checkpoint as they are stored, in one span or as boxes.
     ///
     /// # Errors
-    /// [`ViewError::Matrices`] unless both are such matrices, and `left` has as many columns as `right` has rows, at least one;
-    /// [`ViewError::Operand`] if one of them is not of floats.
+    /// [`ViewError`] unless both are such matrices of floats, and `left` has as many columns as `right` has rows, at least one.
     pub fn matrix_product(left: &Self, right: &Self) -> Result<Self, ViewError> {
-        let refused = || ViewError::Matrices { left: left.shape().clone(), right: right.shape().clone() };
+        let refused = || {
+            let (left, right) = (left.shape(), right.shape());
+            let expected = "expected a matrix and one with a row for each of its columns";
+            ViewError(format!("product: {expected}, found {left} and {right}"))
+        };
         let ([rows, terms], [others, columns]) = (left.shape().extents(), right.shape().extents()) else {
             return Err(refused());
         };
@@ -46,38 +49,19 @@ impl View {
 
     /// The boxes of a matrix of the checkpoint; one if it is stored in one span. `None` if it is no such matrix.
     fn stored_boxes(&self) -> Option<Vec<StoredBox>> {
-        match self.op() {
-            Op::Source(tensor) => {
-                let extents = PerAxis::from_slice(tensor.shape.extents());
-                let (origin, strides) = (PerAxis::from_elem(0, extents.len()), row_major(&extents));
-                Some(vec![StoredBox { tensor: tensor.clone(), origin, extents, strides }])
-            }
-            Op::Mosaic(mosaic) => {
-                let stored = |part: MosaicBox<'_>| {
-                    let shape = Shape::try_new(&[part.stored_elements()]).ok()?;
-                    let tensor = SourceTensor { id: part.tensor, dtype: mosaic.dtype(), shape };
-                    let (origin, extents) = (PerAxis::from_slice(part.origin), PerAxis::from_slice(part.extents));
-                    Some(StoredBox { tensor, origin, extents, strides: part.strides() })
-                };
-                mosaic.boxes().map(stored).collect()
-            }
-            Op::Fill(_)
-            | Op::Slice { .. }
-            | Op::Gather { .. }
-            | Op::Transpose { .. }
-            | Op::Reshape { .. }
-            | Op::Stack { .. }
-            | Op::Concat { .. }
-            | Op::Pad { .. }
-            | Op::Cast { .. }
-            | Op::Multiply { .. }
-            | Op::Add { .. }
-            | Op::Exp { .. }
-            | Op::Sum { .. }
-            | Op::Product { .. }
-            | Op::Quantized(_)
-            | Op::Encoded { .. } => None,
+        if let Op::Source(tensor) = self.op() {
+            let extents = PerAxis::from_slice(tensor.shape.extents());
+            let (origin, strides) = (PerAxis::from_elem(0, extents.len()), row_major(&extents));
+            return Some(vec![StoredBox { tensor: tensor.clone(), origin, extents, strides }]);
         }
+        let Op::Mosaic(mosaic) = self.op() else { return None };
+        let stored = |part: MosaicBox<'_>| {
+            let shape = Shape::try_new(&[part.stored_elements()]).ok()?;
+            let tensor = SourceTensor { id: part.tensor, dtype: mosaic.dtype(), shape };
+            let (origin, extents) = (PerAxis::from_slice(part.origin), PerAxis::from_slice(part.extents));
+            Some(StoredBox { tensor, origin, extents, strides: part.strides() })
+        };
+        mosaic.boxes().map(stored).collect()
     }
 }
 

@@ -19,8 +19,30 @@ use super::{
     encode::{Bands, EncodedPart, Encoder},
     shape::PerAxis,
     strided_indices::StridedIndices,
-    view_error::ViewError,
 };
+
+/// Why operands do not form a view.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct ViewError(pub(super) String);
+
+impl ViewError {
+    /// That an axis number is not below the rank.
+    pub fn axis(op: &str, axis: usize, shape: &Shape) -> Self {
+        Self(format!("{op}: axis {axis}, but the shape {shape} has {} axes", shape.rank()))
+    }
+
+    /// That a list of axes is not a permutation.
+    pub fn permutation(axes: &[usize], shape: &Shape) -> Self {
+        Self(format!("transpose: {axes:?} is not a permutation of the axes of {shape}"))
+    }
+}
+
+impl From<ShapeError> for ViewError {
+    fn from(error: ShapeError) -> Self {
+        Self(error.to_string())
+    }
+}
 
 /// An expression over tensors, with a shape and a dtype.
 #[derive(Clone, Debug)]
@@ -160,6 +182,26 @@ pub enum Op {
     },
 }
 
+impl Op {
+    /// The views that it moves or changes elements of; what is stored, constant or made by an encoder has none.
+    fn operands(&self) -> &[View] {
+        match self {
+            Self::Source(_) | Self::Mosaic(_) | Self::Fill(_) | Self::Quantized(_) | Self::Encoded { .. } => &[],
+            Self::Slice { of, .. }
+            | Self::Gather { of, .. }
+            | Self::Transpose { of, .. }
+            | Self::Reshape { of }
+            | Self::Pad { of, .. }
+            | Self::Cast { of }
+            | Self::Multiply { of, .. }
+            | Self::Add { of, .. }
+            | Self::Exp { of } => std::slice::from_ref(of),
+            Self::Sum { of } | Self::Product { of, .. } => of,
+            Self::Stack { of, .. } | Self::Concat { of, .. } => of,
+        }
+    }
+}
+
 /// Matrices that are quantized: a view, and how its blocks are encoded.
 #[derive(Debug)]
 pub struct EncodedMatrices {
@@ -176,7 +218,7 @@ impl EncodedMatrices {
     /// it, itself among them; each has the same axes before those of its matrices.
     ///
     /// # Errors
-    /// [`ViewError::NotFloat`]; [`ViewError::Axis`] if it has no two axes.
+    /// It is not of floats, or has no two axes.
     pub fn new(name: String, encoder: Encoder, input: &View, together: &[(String, View)]) -> Result<Self, ViewError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let loadable = |view: &View| {
@@ -185,7 +227,7 @@ impl EncodedMatrices {
         };
         let input = loadable(input)?;
         let bands = Bands::new(encoder, input.dtype(), input.shape());
-        let bands = bands.ok_or_else(|| ViewError::Axis { op: "encode", axis: 1, shape: input.shape().clone() })?;
+        let bands = bands.ok_or_else(|| ViewError::axis("encode", 1, input.shape()))?;
         let loaded = |(name, view): &(String, View)| Ok((name.clone(), loadable(view)?));
         let together = together.iter().map(loaded).collect::<Result<_, ViewError>>()?;
         Ok(Self { id: NEXT.fetch_add(1, Ordering::Relaxed), name, bands, input, together, given: None })
@@ -196,7 +238,7 @@ impl EncodedMatrices {
     /// elements of each of its blocks share.
     ///
     /// # Errors
-    /// [`ViewError::Operand`] never, as the input has the same operands.
+    /// Never, as the input has the same operands.
     pub fn keeping_scales(self) -> Result<Self, ViewError> {
         let (codes, (_, run)) = (self.bands.encoder().dtype(EncodedPart::Codes), self.bands.encoder().block(1));
         let Op::Quantized(value) = self.input.op() else { return Ok(self) };
@@ -266,11 +308,13 @@ impl View {
     /// A tensor of `shape` that is stored quantized: element `n` of its row-major order is `value` at `n`, in f32.
     ///
     /// # Errors
-    /// [`ViewError::Operand`] if a stored tensor is too small for its index, or cannot be read as its field says.
+    /// [`ViewError`] if a stored tensor is too small for its index, or cannot be read as its field says.
     pub fn quantized(shape: Shape, value: impl Into<Arc<Value>>) -> Result<Self, ViewError> {
         let value = value.into();
         if !shape.is_empty() {
-            value.check().map_err(|(tensor, error)| ViewError::Operand { tensor, shape: shape.clone(), error })?;
+            value.check().map_err(|(TensorId(tensor), error)| {
+                ViewError(format!("decode: tensor #{tensor} does not fit a value of shape {shape}: {error}"))
+            })?;
         }
         Ok(Self::new(shape, DType::F32, Op::Quantized(value)))
     }
@@ -309,7 +353,7 @@ impl View {
 
     fn check_axis(&self, op: &'static str, axis: usize) -> Result<u64, ViewError> {
         let extents = self.shape().extents();
-        extents.get(axis).copied().ok_or_else(|| ViewError::Axis { op, axis, shape: self.shape().clone() })
+        extents.get(axis).copied().ok_or_else(|| ViewError::axis(op, axis, self.shape()))
     }
 
     fn with_extent(&self, axis: usize, extent: u64) -> Result<Shape, ShapeError> {
@@ -323,12 +367,12 @@ impl View {
     /// The axis shrinks to `ceil((stop - start) / step)`. Returns the view itself if that is all of it.
     ///
     /// # Errors
-    /// [`ViewError::Axis`], or [`ViewError::OutOfBounds`] if the range leaves the axis or runs backwards, or the step
-    /// is 0.
+    /// There is no such axis, the range leaves it or runs backwards, or the step is 0.
     pub fn slice(&self, axis: usize, start: u64, stop: u64, step: u64) -> Result<Self, ViewError> {
         let extent = self.check_axis("slice", axis)?;
         if start > stop || stop > extent || step == 0 {
-            return Err(ViewError::OutOfBounds { axis, extent, start, stop, step });
+            let asked = format!("asked for {start}..{stop} in steps of {step}");
+            return Err(ViewError(format!("slice: axis {axis} has extent {extent}, {asked}")));
         }
         if (start, stop, step) == (0, extent, 1) {
             return Ok(self.clone());
@@ -343,9 +387,13 @@ impl View {
     /// The axis shrinks to `ceil((start - stop) / step)`.
     ///
     /// # Errors
-    /// [`ViewError::Axis`], or [`ViewError::Downwards`] if the range leaves the axis or runs upwards, or the step is 0.
+    /// There is no such axis, the range leaves it or runs upwards, or the step is 0.
     pub fn slice_down(&self, axis: usize, start: i64, stop: i64, step: u64) -> Result<Self, ViewError> {
         let extent = self.check_axis("slice", axis)?;
+        let refused = || {
+            let asked = format!("asked for elements from {start} down to before {stop} in steps of -{step}");
+            ViewError(format!("slice: axis {axis} has extent {extent}, {asked}"))
+        };
         let first = u64::try_from(start).ok().filter(|first| *first < extent);
         if start < stop
             || stop < -1
@@ -353,31 +401,26 @@ impl View {
             || (first.is_none() && start > stop)
             || i128::from(start) >= i128::from(extent)
         {
-            return Err(ViewError::Downwards { axis, extent, start, stop, step });
+            return Err(refused());
         }
         let count = start.abs_diff(stop).div_ceil(step);
         let Some(first) = first.filter(|_| count > 1) else {
             let first = u64::try_from(start).unwrap_or(0);
             return self.slice(axis, first, first + count, 1);
         };
-        let step = i64::try_from(step).map(|step| -step).map_err(|_| ViewError::Downwards {
-            axis,
-            extent,
-            start,
-            stop,
-            step,
-        })?;
+        let step = i64::try_from(step).map(|step| -step).map_err(|_| refused())?;
         self.gather_runs(axis, vec![StridedIndices { first, step, count }])
     }
 
     /// The elements of `axis` at these indexes, in this order; all of the other axes. An index may occur several times.
     ///
     /// # Errors
-    /// [`ViewError::Axis`], or [`ViewError::Index`] with the first index that leaves the axis.
+    /// There is no such axis, or an index leaves it.
     pub fn gather(&self, axis: usize, indexes: &[u64]) -> Result<Self, ViewError> {
         let extent = self.check_axis("gather", axis)?;
         if let Some(index) = indexes.iter().find(|index| **index >= extent) {
-            return Err(ViewError::Index { axis, extent, index: *index });
+            let text = format!("gather: axis {axis} has extent {extent}, asked for element {index}");
+            return Err(ViewError(text));
         }
         match StridedIndices::of_list(indexes)[..] {
             [] => self.slice(axis, 0, 0, 1),
@@ -396,11 +439,10 @@ impl View {
     /// The part of this view inside `region`, whose shape becomes the result's.
     ///
     /// # Errors
-    /// [`ViewError::OutOfBounds`] with the first axis on which `region` leaves the shape, [`ViewError::Axis`] if it has
-    /// another rank.
+    /// `region` leaves the shape, or has another rank.
     pub fn region(&self, region: &Region) -> Result<Self, ViewError> {
         if region.shape().rank() != self.shape().rank() {
-            return Err(ViewError::Axis { op: "region", axis: region.shape().rank(), shape: self.shape().clone() });
+            return Err(ViewError::axis("region", region.shape().rank(), self.shape()));
         }
         region
             .ranges()
@@ -411,11 +453,11 @@ impl View {
     /// Axes reordered: axis `i` of the result is axis `axes[i]` of this view.
     ///
     /// # Errors
-    /// [`ViewError::Permutation`] unless `axes` names every axis once.
+    /// [`ViewError`] unless `axes` names every axis once.
     pub fn transpose(&self, axes: &[usize]) -> Result<Self, ViewError> {
         let rank = self.shape().rank();
         if axes.len() != rank || (0..rank).any(|axis| !axes.contains(&axis)) {
-            return Err(ViewError::Permutation { axes: axes.to_vec(), shape: self.shape().clone() });
+            return Err(ViewError::permutation(axes, self.shape()));
         }
         if axes.iter().copied().eq(0..rank) {
             return Ok(self.clone());
@@ -438,10 +480,11 @@ impl View {
     /// The same elements in row-major order under another shape.
     ///
     /// # Errors
-    /// [`ViewError::Reshape`] if the number of elements differs.
+    /// [`ViewError`] if the number of elements differs.
     pub fn reshape(&self, shape: &Shape) -> Result<Self, ViewError> {
         if shape.elements() != self.shape().elements() {
-            return Err(ViewError::Reshape { from: self.shape().clone(), to: shape.clone() });
+            let (from, has, wants) = (self.shape(), self.shape().elements(), shape.elements());
+            return Err(ViewError(format!("reshape: {from} has {has} elements, {shape} has {wants}")));
         }
         if shape == self.shape() {
             return Ok(self.clone());
@@ -454,21 +497,16 @@ impl View {
         of: &'a [Self],
         same: impl Fn(usize, u64, u64) -> bool,
     ) -> Result<&'a Self, ViewError> {
-        let first = of.first().ok_or(ViewError::NoOperands { op })?;
+        let first = of.first().ok_or_else(|| ViewError(format!("{op}: no operands")))?;
         for (index, view) in of.iter().enumerate() {
             let (a, b) = (view.shape().extents(), first.shape().extents());
             let matches = view.dtype() == first.dtype()
                 && a.len() == b.len()
                 && a.iter().zip(b).enumerate().all(|(axis, (a, b))| same(axis, *a, *b));
             if !matches {
-                return Err(ViewError::Mismatch {
-                    op,
-                    index,
-                    dtype: view.dtype(),
-                    shape: view.shape().clone(),
-                    first_dtype: first.dtype(),
-                    first_shape: first.shape().clone(),
-                });
+                let shown = |view: &Self| format!("{} {}", view.dtype(), view.shape());
+                let (found, expected) = (shown(view), shown(first));
+                return Err(ViewError(format!("{op}: operand {index} is {found}, operand 0 is {expected}")));
             }
         }
         Ok(first)
@@ -477,12 +515,11 @@ impl View {
     /// Views of one shape and dtype side by side along a new axis, numbered `axis` in the result.
     ///
     /// # Errors
-    /// [`ViewError::NoOperands`], [`ViewError::Mismatch`] naming the first operand that differs, [`ViewError::Axis`] if
-    /// `axis` is beyond the operands' rank.
+    /// There are no operands, one differs from the first, or `axis` is beyond their rank.
     pub fn stack(axis: usize, of: &[Self]) -> Result<Self, ViewError> {
         let first = Self::check_same("stack", of, |_, a, b| a == b)?;
         if axis > first.shape().rank() {
-            return Err(ViewError::Axis { op: "stack", axis, shape: first.shape().clone() });
+            return Err(ViewError::axis("stack", axis, first.shape()));
         }
         let mut extents = PerAxis::from_slice(first.shape().extents());
         extents.insert(axis, of.len() as u64);
@@ -492,7 +529,7 @@ impl View {
     /// Views end to end along `axis`; their other axes and their dtypes are equal.
     ///
     /// # Errors
-    /// [`ViewError::NoOperands`], [`ViewError::Axis`], or [`ViewError::Mismatch`] naming the first operand that differs.
+    /// There are no operands, one differs from the first, or there is no such axis.
     pub fn concat(axis: usize, of: &[Self]) -> Result<Self, ViewError> {
         let first = Self::check_same("concat", of, |at, a, b| at == axis || a == b)?;
         first.check_axis("concat", axis)?;
@@ -502,33 +539,35 @@ impl View {
         let extent = of
             .iter()
             .try_fold(0u64, |sum, view| sum.checked_add(view.shape().extents()[axis]))
-            .ok_or_else(|| ShapeError::Overflow(first.shape().extents().to_vec()))?;
+            .ok_or_else(|| ShapeError::overflow(first.shape().extents()))?;
         Ok(Self::new(first.with_extent(axis, extent)?, first.dtype(), Op::Concat { of: of.to_vec(), axis }))
     }
 
     /// Zeros before and after along `axis`.
     ///
     /// # Errors
-    /// [`ViewError::Axis`], or [`ViewError::Shape`] if the result is too large.
+    /// There is no such axis, or the result is too large.
     pub fn pad(&self, axis: usize, before: u64, after: u64) -> Result<Self, ViewError> {
         let extent = self.check_axis("pad", axis)?;
         if before == 0 && after == 0 {
             return Ok(self.clone());
         }
         let padded = extent.checked_add(before).and_then(|sum| sum.checked_add(after));
-        let padded = padded.ok_or_else(|| ShapeError::Overflow(self.shape().extents().to_vec()))?;
+        let padded = padded.ok_or_else(|| ShapeError::overflow(self.shape().extents()))?;
         let op = Op::Pad { of: self.clone(), axis, before, after };
         Ok(Self::new(self.with_extent(axis, padded)?, self.dtype(), op))
     }
 
     fn check_float(op: &'static str, dtype: DType) -> Result<(), ViewError> {
-        if dtype.is_float() { Ok(()) } else { Err(ViewError::NotFloat { op, dtype }) }
+        let refused =
+            || ViewError(format!("{op}: {dtype} values are not converted, only floats of 8 bits or more are"));
+        if dtype.is_float() { Ok(()) } else { Err(refused()) }
     }
 
     /// Values rounded to `dtype`, to nearest with ties to even. The same dtype leaves every bit unchanged.
     ///
     /// # Errors
-    /// [`ViewError::NotFloat`] unless both types are floats of 8 bits or more.
+    /// [`ViewError`] unless both types are floats of 8 bits or more.
     pub fn cast(&self, dtype: DType) -> Result<Self, ViewError> {
         if dtype == self.dtype() {
             return Ok(self.clone());
@@ -542,7 +581,7 @@ impl View {
     /// sign.
     ///
     /// # Errors
-    /// [`ViewError::NotFloat`].
+    /// The values are no floats of 8 bits or more.
     pub fn multiply(&self, factor: f32, flush: bool, keep: Keep) -> Result<Self, ViewError> {
         Self::check_float("multiply", self.dtype())?;
         let dtype = if keep == Keep::F32 { DType::F32 } else { self.dtype() };
@@ -552,7 +591,7 @@ impl View {
     /// Values plus `addend`, the sum in f32.
     ///
     /// # Errors
-    /// [`ViewError::NotFloat`].
+    /// The values are no floats of 8 bits or more.
     pub fn add(&self, addend: f32, keep: Keep) -> Result<Self, ViewError> {
         Self::check_float("add", self.dtype())?;
         let dtype = if keep == Keep::F32 { DType::F32 } else { self.dtype() };
@@ -562,7 +601,7 @@ impl View {
     /// `e` to the power of each value, correctly rounded in f32, then rounded to this view's type.
     ///
     /// # Errors
-    /// [`ViewError::NotFloat`].
+    /// The values are no floats of 8 bits or more.
     pub fn exp(&self) -> Result<Self, ViewError> {
         Self::check_float("exp", self.dtype())?;
         Ok(Self::new(self.shape().clone(), self.dtype(), Op::Exp { of: self.clone() }))
@@ -571,7 +610,7 @@ impl View {
     /// The values of two views added, each sum in f32.
     ///
     /// # Errors
-    /// [`ViewError::NotFloat`]; [`ViewError::Mismatch`] unless both have one shape and dtype; [`ViewError::Coded`].
+    /// [`ViewError`] unless both are floats of one shape and dtype that are stored element by element.
     pub fn add_view(&self, other: &Self, keep: Keep) -> Result<Self, ViewError> {
         let dtype = self.check_pair("add", other, keep)?;
         Ok(Self::new(self.shape().clone(), dtype, Op::Sum { of: [self.clone(), other.clone()] }))
@@ -593,8 +632,10 @@ impl View {
         Self::check_float(op, other.dtype())?;
         Self::check_same(op, &[self.clone(), other.clone()], |_, a, b| a == b)?;
         for (index, operand) in [self, other].into_iter().enumerate() {
-            if let Some(tensor) = operand.coded() {
-                return Err(ViewError::Coded { op, index, tensor });
+            if let Some(TensorId(tensor)) = operand.coded() {
+                let only = "only tensors stored element by element are combined";
+                let text = format!("{op}: operand {index} is decoded from codes (tensor #{tensor}), {only}");
+                return Err(ViewError(text));
             }
         }
         Ok(if keep == Keep::F32 { DType::F32 } else { self.dtype() })
@@ -602,40 +643,26 @@ impl View {
 
     /// The codes of the first quantized tensor in this expression.
     fn coded(&self) -> Option<TensorId> {
-        match self.op() {
-            Op::Quantized(value) => {
-                // Floats at places that their positions give are as good as tensors that are stored element by element.
-                let mut is_plain = true;
-                value.for_each_operand(&mut |operand| {
-                    is_plain &= matches!(operand.field, Field::Float(_)) && operand.index.is_affine();
-                });
-                (!is_plain).then_some(value.load.tensor.id)
-            }
-            Op::Encoded { of, .. } => {
-                let mut first = None;
-                of.input.for_each_stored(&mut |id| first = first.or(Some(id)));
-                Some(first.unwrap_or(TensorId(0)))
-            }
-            Op::Source(_) | Op::Mosaic(_) | Op::Fill(_) => None,
-            Op::Slice { of, .. }
-            | Op::Gather { of, .. }
-            | Op::Transpose { of, .. }
-            | Op::Reshape { of }
-            | Op::Pad { of, .. }
-            | Op::Cast { of }
-            | Op::Multiply { of, .. }
-            | Op::Add { of, .. }
-            | Op::Exp { of } => of.coded(),
-            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().find_map(Self::coded),
-            Op::Sum { of } | Op::Product { of, .. } => of.iter().find_map(Self::coded),
+        if let Op::Quantized(value) = self.op() {
+            // Floats at places that their positions give are as good as tensors that are stored element by element.
+            let mut is_plain = true;
+            value.for_each_operand(&mut |operand| {
+                is_plain &= matches!(operand.field, Field::Float(_)) && operand.index.is_affine();
+            });
+            return (!is_plain).then_some(value.load.tensor.id);
         }
+        if let Op::Encoded { of, .. } = self.op() {
+            let mut first = None;
+            of.input.for_each_stored(&mut |id| first = first.or(Some(id)));
+            return Some(first.unwrap_or(TensorId(0)));
+        }
+        self.op().operands().iter().find_map(Self::coded)
     }
 
     /// A quantized matrix times its block scales (see [`block_index`]), the product in f32, rounded once to `dtype`.
     ///
     /// # Errors
-    /// [`ViewError::Scales`] unless `weights` is a matrix and `scales` has one element per block;
-    /// [`ViewError::NotFloat`].
+    /// [`ViewError`] unless `weights` is a matrix, `scales` has one element per block, and all are floats.
     pub fn dequantize(
         weights: SourceTensor,
         scales: SourceTensor,
@@ -655,13 +682,9 @@ impl View {
             _ => None,
         };
         if grid.is_none_or(|grid| grid != scales.shape.extents()) {
-            return Err(ViewError::Scales {
-                weights: weights.shape,
-                block_rows,
-                block_columns,
-                expected: grid.map_or("of a matrix".to_owned(), |grid| format!("{grid:?}")),
-                found: scales.shape,
-            });
+            let blocks = format!("weights {} in blocks of {block_rows} by {block_columns}", weights.shape);
+            let (expected, found) = (grid.map_or("of a matrix".to_owned(), |grid| format!("{grid:?}")), scales.shape);
+            return Err(ViewError(format!("dequantize: {blocks} need scales of shape {expected}, found {found}")));
         }
         let shape = weights.shape.clone();
         let index = block_index(shape.extents()[0], shape.extents()[1], block);
@@ -692,48 +715,27 @@ impl View {
 
     /// Calls `visit` for the leaves of this expression that read a source, in order, with repeats.
     fn for_each_leaf(&self, visit: &mut dyn FnMut(ViewLeaf<'_>)) {
-        match self.op() {
-            Op::Source(tensor) => visit(ViewLeaf::Tensor(tensor)),
-            Op::Mosaic(mosaic) => visit(ViewLeaf::Mosaic(mosaic)),
-            Op::Fill(_) => {}
-            Op::Slice { of, .. }
-            | Op::Gather { of, .. }
-            | Op::Transpose { of, .. }
-            | Op::Reshape { of }
-            | Op::Pad { of, .. }
-            | Op::Cast { of }
-            | Op::Multiply { of, .. }
-            | Op::Add { of, .. }
-            | Op::Exp { of } => of.for_each_leaf(visit),
-            Op::Sum { of } | Op::Product { of, .. } => of.iter().for_each(|view| view.for_each_leaf(visit)),
-            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_leaf(visit)),
-            Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(ViewLeaf::Tensor(&operand.tensor))),
-            Op::Encoded { of, .. } => {
-                of.input.for_each_leaf(visit);
-                if of.bands.encoder().has_factor() {
-                    of.together.iter().for_each(|(_, view)| view.for_each_leaf(visit));
-                }
+        if let Op::Source(tensor) = self.op() {
+            visit(ViewLeaf::Tensor(tensor));
+        } else if let Op::Mosaic(mosaic) = self.op() {
+            visit(ViewLeaf::Mosaic(mosaic));
+        } else if let Op::Quantized(value) = self.op() {
+            value.for_each_operand(&mut |operand| visit(ViewLeaf::Tensor(&operand.tensor)));
+        } else if let Op::Encoded { of, .. } = self.op() {
+            of.input.for_each_leaf(visit);
+            if of.bands.encoder().has_factor() {
+                of.together.iter().for_each(|(_, view)| view.for_each_leaf(visit));
             }
         }
+        self.op().operands().iter().for_each(|view| view.for_each_leaf(visit));
     }
 
     /// Calls `visit` for all matrices that are encoded in this expression, in order, with repeats.
     pub fn for_each_encoded(&self, visit: &mut dyn FnMut(&Arc<EncodedMatrices>)) {
-        match self.op() {
-            Op::Encoded { of, .. } => visit(of),
-            Op::Source(_) | Op::Mosaic(_) | Op::Fill(_) | Op::Quantized(_) => {}
-            Op::Slice { of, .. }
-            | Op::Gather { of, .. }
-            | Op::Transpose { of, .. }
-            | Op::Reshape { of }
-            | Op::Pad { of, .. }
-            | Op::Cast { of }
-            | Op::Multiply { of, .. }
-            | Op::Add { of, .. }
-            | Op::Exp { of } => of.for_each_encoded(visit),
-            Op::Sum { of } | Op::Product { of, .. } => of.iter().for_each(|view| view.for_each_encoded(visit)),
-            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_encoded(visit)),
+        if let Op::Encoded { of, .. } = self.op() {
+            visit(of);
         }
+        self.op().operands().iter().for_each(|view| view.for_each_encoded(visit));
     }
 
     /// The tensor that this view is, if it is one unchanged and stored in one span.

@@ -68,7 +68,7 @@ impl Template {
     pub fn transposed(mut self, axes: &[usize]) -> Result<Self, TemplateError> {
         let rank = self.value_shape.rank();
         if axes.len() != rank || (0..rank).any(|axis| !axes.contains(&axis)) {
-            return Err(ViewError::Permutation { axes: axes.to_vec(), shape: self.value_shape }.into());
+            return Err(ViewError::permutation(axes, &self.value_shape).into());
         }
         let extents: PerAxis = axes.iter().map(|axis| self.value_shape.extents()[*axis]).collect();
         self.shape = Shape::try_new(&extents).map_err(ViewError::from)?;

@@ -111,7 +111,7 @@ fn whole(name: &'static str, value: f64) -> Result<ExprValue, EvalError> {
 fn repeat(view: &View, axis: usize, times: u64) -> Result<View, EvalError> {
     let extents = view.shape().extents();
     if axis >= extents.len() {
-        return Err(ViewError::Axis { op: "repeat", axis, shape: view.shape().clone() }.into());
+        return Err(ViewError::axis("repeat", axis, view.shape()).into());
     }
     if times == 1 {
         return Ok(view.clone());
@@ -205,7 +205,7 @@ impl ViewFunction {
                 let mut axes: Vec<usize> = (0..rank).collect();
                 let (a, b) = (axis(1)?, axis(2)?);
                 if a >= rank || b >= rank {
-                    return Err(ViewError::Axis { op: "swap", axis: a.max(b), shape: view.shape().clone() }.into());
+                    return Err(ViewError::axis("swap", a.max(b), view.shape()).into());
                 }
                 axes.swap(a, b);
                 view.transpose(&axes)?
