@@ -10,13 +10,14 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use ckfs_format::safetensors::check_name;
 use ckfs_plan::{Plan, PlannedTensor, TensorKinds};
 use ckfs_tensor::{DType, View};
 
 use super::{
     file_image::{FileImage, ImageError},
     safetensors_layout::{
-        NamedView, SafetensorsLength, check_name, digits, fills_lines, metadata_bytes, safetensors, saved_offsets,
+        NamedView, SafetensorsLength, digits, fills_lines, metadata_bytes, safetensors, saved_offsets,
         sharding_metadata, sort_for_file, tensor_row_bytes,
     },
     shard_class::ShardClasses,

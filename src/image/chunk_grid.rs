@@ -89,21 +89,21 @@ impl ChunkGrid {
     /// Contents of the array's `.zarray`.
     ///
     /// # Errors
-    /// [`ImageError::Unsupported`].
+    /// The format cannot hold the type.
     pub(super) fn zarray(&self, name: &str) -> Result<String, ImageError> {
         let text = zarr::zarray(self.dtype, self.shape.extents(), &self.chunk);
-        text.ok_or_else(|| ImageError::Unsupported { name: name.to_owned(), dtype: self.dtype, format: "orbax" })
+        text.ok_or_else(|| ImageError::unsupported(name, "orbax", self.dtype))
     }
 
     /// A chunk's file: the elements of `view`, the whole array, with zeros beyond its edge.
     ///
     /// # Errors
-    /// [`ImageError::PartialByte`].
+    /// The elements do not fill whole bytes.
     ///
     /// # Panics
     /// If this is not the view's grid or the chunk is not in it.
     pub(super) fn chunk_image(&self, name: &str, view: &View, index: u64) -> Result<FileImage, ImageError> {
-        let failed = |error| ImageError::View { name: name.to_owned(), error };
+        let failed = |error| ImageError(format!("{name}: {error}"));
         let numbers = self.numbers(index);
         let ranges: Vec<_> = numbers
             .iter()

@@ -9,9 +9,9 @@ use super::{
     dcp_segments::{distcp, distcp_name},
     file_image::ImageError,
     input::FormatInput,
-    lazy_records::LazyRecords,
     output::{
-        DerivedFrom, Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, TextFile, VirtualFile,
+        DerivedFrom, Directory, FileContent, FormatFiles, LazyFile, Omission, OmittedFormat, OutputFormat, TextFile,
+        VirtualFile,
     },
     safetensors_layout::NamedView,
     torch_archive::{self, common_pt},
@@ -47,7 +47,7 @@ impl OutputFormat for Dcp {
 
     fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         if let Some(found) = Self::lacking(&input.plan, || Arc::clone(input.kinds())) {
-            return Ok(FormatFiles { directory: Directory::default(), unavailable: Some(found) });
+            return Ok(found.into());
         }
         let input = Arc::clone(input);
         let files = Arc::new(DcpFiles { input, metadata: OnceLock::new(), one_reader: OnceLock::new() });
@@ -55,7 +55,8 @@ impl OutputFormat for Dcp {
             for device in files.input.plan.first_holders() {
                 directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
             }
-            directory.file(".metadata", LazyRecords::new(move || Arc::clone(files.metadata())));
+            let metadata = move || FileContent::generated(Arc::clone(files.metadata()));
+            directory.file(".metadata", LazyFile::new(metadata, DerivedFrom::Tensors));
             directory.file("metadata.json", TextFile::new(MEGATRON_METADATA.as_bytes(), DerivedFrom::Tensors));
             directory.file("common.pt", TextFile::new(common_pt(), DerivedFrom::Tensors));
         });

@@ -48,7 +48,7 @@ impl Segments {
 /// A file of chunks, one segment each.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`].
+/// Torch cannot hold a type.
 ///
 /// # Panics
 /// If an element type has no whole bytes: see [`super::torch_archive::torch_holds`].

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use ckfs_format::safetensors::HeaderErrors;
-use ckfs_tensor::{DType, View, ViewError};
+use ckfs_format::safetensors::{HeaderError, HeaderErrors};
+use ckfs_tensor::{DType, View};
 
 /// A part of a file.
 #[derive(Clone, Debug)]
@@ -18,47 +18,26 @@ pub enum Segment {
 
 /// Why a file cannot be laid out.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ImageError {
-    /// A view's elements do not fill whole bytes.
-    #[error("{name}: {elements} elements of {bits} bits do not fill whole bytes")]
-    PartialByte {
-        /// The tensor.
-        name: String,
-        /// Its elements.
-        elements: u64,
-        /// Bits of one element.
-        bits: u64,
-    },
-    /// The format has no such element type.
-    #[error("{name}: {format} cannot hold {dtype}")]
-    Unsupported {
-        /// The tensor.
-        name: String,
-        /// Its element type.
-        dtype: DType,
-        /// The format.
-        format: &'static str,
-    },
-    /// A part of a view cannot be selected.
-    #[error("{name}: {error}")]
-    View {
-        /// The tensor.
-        name: String,
-        /// The reason.
-        #[source]
-        error: ViewError,
-    },
-    /// A file's layout has another length than expected.
-    #[error("the file was laid out with {found} bytes, expected {expected}")]
-    Length {
-        /// The expected length.
-        expected: u64,
-        /// The length of the layout.
-        found: u64,
-    },
-    /// The format's header cannot describe the tensors.
-    #[error(transparent)]
-    Header(#[from] HeaderErrors),
+#[error("{0}")]
+pub struct ImageError(pub(super) String);
+
+impl ImageError {
+    /// That a format has no such element type.
+    pub(super) fn unsupported(name: &str, format: &str, dtype: DType) -> Self {
+        Self(format!("{name}: {format} cannot hold {dtype}"))
+    }
+}
+
+impl From<HeaderErrors> for ImageError {
+    fn from(errors: HeaderErrors) -> Self {
+        Self(errors.to_string())
+    }
+}
+
+impl From<HeaderError> for ImageError {
+    fn from(error: HeaderError) -> Self {
+        Self(error.to_string())
+    }
 }
 
 /// The layout of one virtual file.
@@ -104,12 +83,11 @@ impl FileImage {
     /// Appends the bytes of a view.
     ///
     /// # Errors
-    /// [`ImageError::PartialByte`] if they are no whole number of bytes.
+    /// [`ImageError`] if they are no whole number of bytes.
     pub fn push_view(&mut self, name: &str, view: View) -> Result<(), ImageError> {
-        let len = view.bytes().ok_or_else(|| ImageError::PartialByte {
-            name: name.to_owned(),
-            elements: view.shape().elements(),
-            bits: view.dtype().bits(),
+        let len = view.bytes().ok_or_else(|| {
+            let (elements, bits) = (view.shape().elements(), view.dtype().bits());
+            ImageError(format!("{name}: {elements} elements of {bits} bits do not fill whole bytes"))
         })?;
         self.push(Segment::View(view), len);
         Ok(())

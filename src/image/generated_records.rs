@@ -18,7 +18,10 @@ pub trait GeneratedRecords: Send + Sync {
     fn starts(&self) -> &[u64];
 
     /// Ends of a group's blocks, counted from the group's first byte; ascending. The last is the length of the group.
-    fn block_ends(&self, group: usize) -> Vec<u64>;
+    /// By default a group is one block.
+    fn block_ends(&self, group: usize) -> Vec<u64> {
+        vec![self.starts()[group + 1] - self.starts()[group]]
+    }
 
     /// Appends the bytes of a block.
     fn write(&self, group: usize, block: usize, out: &mut Vec<u8>);
@@ -53,6 +56,16 @@ pub(super) fn starts(lengths: impl Iterator<Item = u64>) -> Vec<u64> {
         Some(*end)
     });
     std::iter::once(0).chain(ends).collect()
+}
+
+/// Starts of so many groups of one block each, which are written to learn their lengths.
+pub(super) fn written_starts(rows: &dyn GeneratedRecords, groups: usize) -> Vec<u64> {
+    let mut bytes = Vec::new();
+    starts((0..groups).map(|group| {
+        bytes.clear();
+        rows.write(group, 0, &mut bytes);
+        bytes.len() as u64
+    }))
 }
 
 /// A file of rows.

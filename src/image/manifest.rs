@@ -13,8 +13,7 @@ use serde_json::json;
 use super::{
     generated_records::{GeneratedRecords, starts},
     input::FormatInput,
-    lazy_records::LazyRecords,
-    output::{Directory, FormatFiles, OWN, OutputFormat},
+    output::{DerivedFrom, Directory, FileContent, FormatFiles, LazyFile, OWN, OutputFormat},
 };
 
 /// Devices in one block of rows.
@@ -44,10 +43,10 @@ impl OutputFormat for ManifestFormat {
         let input = Arc::clone(input);
         let manifest = move || {
             let (checkpoint, plan) = (Arc::clone(&input.checkpoint), Arc::clone(&input.plan));
-            ManifestRecords::new(checkpoint, plan, Arc::clone(input.kinds()))
+            FileContent::generated(ManifestRecords::new(checkpoint, plan, Arc::clone(input.kinds())))
         };
         let directory = Directory::with(OWN, |own| {
-            own.file("manifest.json", LazyRecords::new(manifest));
+            own.file("manifest.json", LazyFile::new(manifest, DerivedFrom::Tensors));
         });
         Ok(directory.into())
     }

@@ -24,7 +24,6 @@ mod formats;
 mod generated_records;
 mod hf;
 mod input;
-mod lazy_records;
 mod manifest;
 mod name_tree;
 mod npy;
@@ -44,7 +43,7 @@ pub use formats::{FORMATS, layout, unavailable, unavailable_text};
 pub use generated_records::GeneratedFile;
 pub use input::{FormatInput, file_ids};
 pub use output::{
-    DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, LazyText, OF_THE_HOST, OWN, Omission,
+    DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, LazyFile, OF_THE_HOST, OWN, Omission,
     OmittedFormat, OutputFormat, Subtree, SubtreeNode, TextFile, VirtualFile,
 };
 pub use raw::raw;

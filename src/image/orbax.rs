@@ -19,7 +19,7 @@ use ckfs_plan::{Layout, Plan, PlannedTensor, Problem};
 use super::{
     array_table::{ArrayNode, ArrayTable, grid},
     file_image::ImageError,
-    generated_records::{GeneratedFile, GeneratedRecords, starts},
+    generated_records::{GeneratedFile, GeneratedRecords, written_starts},
     input::FormatInput,
     output::{
         DerivedFrom, Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, Subtree, SubtreeNode,
@@ -52,9 +52,7 @@ impl OutputFormat for Orbax {
     fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         let table = match ArrayTable::new(&input.plan) {
             Ok(table) => Arc::new(table),
-            Err(reason) => {
-                return Ok(FormatFiles { directory: Directory::default(), unavailable: Some(Self::lacking(reason)) });
-            }
+            Err(reason) => return Ok(Self::lacking(reason).into()),
         };
         let metadata = |place| Arc::from(checkpoint_metadata(input, place).into_bytes());
         let arrays =
@@ -222,13 +220,7 @@ struct TreeMetadata {
 impl TreeMetadata {
     fn new(table: Arc<ArrayTable>, saved: Saved) -> Self {
         let mut tree = Self { table, saved, starts: Vec::new() };
-        let mut bytes = Vec::new();
-        let lengths = (0..tree.leaves() + 2).map(|group| {
-            bytes.clear();
-            tree.write(group, 0, &mut bytes);
-            bytes.len() as u64
-        });
-        tree.starts = starts(lengths);
+        tree.starts = written_starts(&tree, tree.leaves() + 2);
         tree
     }
 
@@ -240,10 +232,6 @@ impl TreeMetadata {
 impl GeneratedRecords for TreeMetadata {
     fn starts(&self) -> &[u64] {
         &self.starts
-    }
-
-    fn block_ends(&self, group: usize) -> Vec<u64> {
-        vec![self.starts[group + 1] - self.starts[group]]
     }
 
     fn write(&self, group: usize, _block: usize, out: &mut Vec<u8>) {

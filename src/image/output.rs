@@ -12,7 +12,7 @@ use ckfs_tensor::View;
 
 use super::{
     file_image::{FileImage, ImageError},
-    generated_records::GeneratedFile,
+    generated_records::{GeneratedFile, GeneratedRecords},
     input::FormatInput,
 };
 
@@ -55,6 +55,12 @@ impl From<Directory> for FormatFiles {
     }
 }
 
+impl From<OmittedFormat> for FormatFiles {
+    fn from(omitted: OmittedFormat) -> Self {
+        Self { directory: Directory::default(), unavailable: Some(omitted) }
+    }
+}
+
 /// The part of a view that a format omits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Omission {
@@ -78,6 +84,7 @@ pub struct OmittedFormat {
 }
 
 /// Contents of a file.
+#[derive(Clone)]
 pub enum FileContent {
     /// A source file, unchanged.
     Original(FileId),
@@ -90,6 +97,11 @@ pub enum FileContent {
 }
 
 impl FileContent {
+    /// These records.
+    pub(super) fn generated(rows: impl GeneratedRecords + 'static) -> Self {
+        Self::Generated(Arc::new(GeneratedFile::new(rows)))
+    }
+
     /// Length in bytes; `None` for a source file, whose length its source knows.
     pub fn len_bytes(&self) -> Option<u64> {
         match self {
@@ -155,11 +167,13 @@ pub trait VirtualFile: Send + Sync {
     /// The contents of the file, with the expected length.
     ///
     /// # Errors
-    /// As [`VirtualFile::content`], and [`ImageError::Length`] if the layout has another length.
+    /// As [`VirtualFile::content`], and if the layout has another length.
     fn open(&self) -> Result<FileContent, ImageError> {
         let (content, expected) = (self.content()?, self.len_bytes());
         match content.len_bytes() {
-            Some(found) if found != expected => Err(ImageError::Length { expected, found }),
+            Some(found) if found != expected => {
+                Err(ImageError(format!("the file was laid out with {found} bytes, expected {expected}")))
+            }
             Some(_) | None => Ok(content),
         }
     }
@@ -193,31 +207,31 @@ impl VirtualFile for TextFile {
     }
 }
 
-/// A file of text that is made when its length is first requested.
-pub struct LazyText<F> {
-    bytes: OnceLock<Arc<[u8]>>,
+/// A file that is made when its length is first requested.
+pub struct LazyFile<F> {
+    content: OnceLock<FileContent>,
     make: F,
     derived_from: DerivedFrom,
 }
 
-impl<F: Fn() -> String> LazyText<F> {
-    /// A file of the text that `make` returns.
+impl<F: Fn() -> FileContent> LazyFile<F> {
+    /// A file of what `make` returns, which is no source file.
     pub fn new(make: F, derived_from: DerivedFrom) -> Self {
-        Self { bytes: OnceLock::new(), make, derived_from }
+        Self { content: OnceLock::new(), make, derived_from }
     }
 
-    fn bytes(&self) -> &Arc<[u8]> {
-        self.bytes.get_or_init(|| (self.make)().into_bytes().into())
+    fn made(&self) -> &FileContent {
+        self.content.get_or_init(&self.make)
     }
 }
 
-impl<F: Fn() -> String + Send + Sync> VirtualFile for LazyText<F> {
+impl<F: Fn() -> FileContent + Send + Sync> VirtualFile for LazyFile<F> {
     fn len_bytes(&self) -> u64 {
-        self.bytes().len() as u64
+        self.made().len_bytes().expect("source files are not made")
     }
 
     fn content(&self) -> Result<FileContent, ImageError> {
-        Ok(FileContent::Bytes(Arc::clone(self.bytes())))
+        Ok(self.made().clone())
     }
 
     fn derived_from(&self) -> DerivedFrom {
@@ -412,7 +426,8 @@ mod tests {
     #[test]
     fn a_layout_of_another_length_than_expected_is_refused() {
         for expected in [0, 4, 6] {
-            assert_eq!(Declared(expected).open().err().unwrap(), ImageError::Length { expected, found: 5 });
+            let error = Declared(expected).open().err().unwrap().to_string();
+            assert_eq!(error, format!("the file was laid out with 5 bytes, expected {expected}"));
         }
         assert_eq!(Declared(5).open().unwrap().len_bytes(), Some(5));
     }

@@ -31,7 +31,7 @@ impl OutputFormat for Pt {
 
     fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         if let Some(found) = self.unavailable(&input.plan) {
-            return Ok(FormatFiles { directory: Directory::default(), unavailable: Some(found) });
+            return Ok(found.into());
         }
         let lengths = Arc::new(PtLengths::default());
         let directory = Directory::with(self.name(), |directory| {

@@ -21,7 +21,7 @@ pub(super) struct RawFormat;
 /// A file of a view's elements in row-major order, little-endian.
 ///
 /// # Errors
-/// [`ImageError::PartialByte`].
+/// The elements do not fill whole bytes.
 pub fn raw(name: &str, view: View) -> Result<FileImage, ImageError> {
     let mut image = FileImage::default();
     image.push_view(name, view)?;

@@ -7,10 +7,11 @@ use ckfs_plan::{Plan, PlannedTensor, Problem, TensorKinds};
 use super::{
     bundle::Bundle,
     file_image::ImageError,
-    generated_records::{GeneratedRecords, starts},
+    generated_records::{GeneratedRecords, written_starts},
     input::FormatInput,
-    lazy_records::LazyRecords,
-    output::{Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, VirtualFile},
+    output::{
+        DerivedFrom, Directory, FileContent, FormatFiles, LazyFile, Omission, OmittedFormat, OutputFormat, VirtualFile,
+    },
 };
 
 /// See the module's documentation.
@@ -48,8 +49,11 @@ impl OutputFormat for Safetensors {
             // An index cannot describe parts of tensors: a reader would take a shard that it names for the tensor.
             if let Some(whole_on) = bundle.whole_on() {
                 let input = Arc::clone(input);
-                let index = move || SafetensorsIndex::new(Arc::clone(&input.plan), input.kinds(), &whole_on);
-                directory.file("model.safetensors.index.json", LazyRecords::new(index));
+                let index = move || {
+                    let plan = Arc::clone(&input.plan);
+                    FileContent::generated(SafetensorsIndex::new(plan, input.kinds(), &whole_on))
+                };
+                directory.file("model.safetensors.index.json", LazyFile::new(index, DerivedFrom::Tensors));
             }
         });
         Ok(FormatFiles { directory, unavailable: self.unavailable(&input.plan) })
@@ -96,12 +100,7 @@ impl SafetensorsIndex {
         };
         let tensors = bundled.map(row).collect();
         let mut index = Self { plan, tensors, starts: Vec::new() };
-        let lengths = (0..index.tensors.len() + 2).map(|group| {
-            let mut bytes = Vec::new();
-            index.write(group, 0, &mut bytes);
-            bytes.len() as u64
-        });
-        index.starts = starts(lengths);
+        index.starts = written_starts(&index, index.tensors.len() + 2);
         index
     }
 }
@@ -109,10 +108,6 @@ impl SafetensorsIndex {
 impl GeneratedRecords for SafetensorsIndex {
     fn starts(&self) -> &[u64] {
         &self.starts
-    }
-
-    fn block_ends(&self, group: usize) -> Vec<u64> {
-        vec![self.starts[group + 1] - self.starts[group]]
     }
 
     fn write(&self, group: usize, _block: usize, out: &mut Vec<u8>) {

@@ -9,10 +9,7 @@ use std::cmp::Reverse;
 
 use ckfs_format::{
     dcp::read::{FILES_OF_SHARDS, SHARDING_INFO},
-    safetensors::{
-        DATA_ALIGNMENT, HeaderError, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, is_reserved, padded_bytes,
-        unpadded_bytes, write_header,
-    },
+    safetensors::{DATA_ALIGNMENT, LARGE_DATA_BYTES, LARGE_DATA_START, padded_bytes, unpadded_bytes, write_header},
 };
 use ckfs_tensor::{PerAxis, Region, View};
 
@@ -49,7 +46,7 @@ pub(super) fn sort_for_file(entries: &mut [NamedView<'_>]) {
 /// A safetensors file of these tensors.
 ///
 /// # Errors
-/// [`ImageError::PartialByte`], or [`ImageError::Header`] if names repeat or the header exceeds the format's limit.
+/// Elements do not fill whole bytes, names repeat, or the header exceeds the format's limit.
 pub(super) fn safetensors(mut entries: Vec<NamedView<'_>>, metadata: &[(&str, &str)]) -> Result<FileImage, ImageError> {
     sort_for_file(&mut entries);
     let tensors = entries.iter().map(|entry| (entry.name, entry.view.dtype(), entry.view.shape().extents()));
@@ -83,21 +80,12 @@ impl SafetensorsLength {
     /// Length of the file.
     ///
     /// # Errors
-    /// [`ImageError::Header`] if the header exceeds the format's limit.
+    /// The header exceeds the format's limit.
     pub(super) fn file_bytes(self) -> Result<u64, ImageError> {
-        let header = padded_bytes(self.unpadded_bytes, DATA_ALIGNMENT).map_err(HeaderErrors::from)?;
+        let header = padded_bytes(self.unpadded_bytes, DATA_ALIGNMENT)?;
         let reached = if self.data_bytes >= LARGE_DATA_BYTES { header.max(LARGE_DATA_START) } else { header };
         Ok(reached + self.data_bytes)
     }
-}
-
-/// Checks that a file can have a tensor of this name.
-///
-/// # Errors
-/// [`ImageError::Header`].
-pub(super) fn check_name(name: &str) -> Result<(), ImageError> {
-    let reserved = || HeaderError::ReservedName { tensor: name.to_owned() };
-    if is_reserved(name) { Err(HeaderErrors::from(reserved()).into()) } else { Ok(()) }
 }
 
 /// The offsets in a file's metadata of a shard of a tensor of these extents.

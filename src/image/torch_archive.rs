@@ -67,13 +67,11 @@ fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> 
 /// Lays out an archive and passes its parts to `each` in order. `checksum` computes those of literal bytes.
 fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u32, each: &mut dyn FnMut(ArchivePart)) {
     let mut zip = ZipWriter::default();
+    let small = |zip: &mut ZipWriter, name: &str, bytes: &[u8]| {
+        zip.entry(&format!("{}/{name}", torch::ROOT), bytes.len() as u64, checksum(bytes), ALIGNMENT)
+    };
     for (name, bytes) in [("data.pkl", pickle), ("byteorder", b"little".as_slice())] {
-        each(ArchivePart::Bytes(zip.entry(
-            &format!("{}/{name}", torch::ROOT),
-            bytes.len() as u64,
-            checksum(bytes),
-            ALIGNMENT,
-        )));
+        each(ArchivePart::Bytes(small(&mut zip, name, bytes)));
         each(ArchivePart::Bytes(bytes.to_vec()));
     }
     for (number, (dtype, shape)) in tensors.iter().enumerate() {
@@ -82,12 +80,7 @@ fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u3
         each(ArchivePart::Data(number));
     }
     let version = b"3\n".as_slice();
-    each(ArchivePart::Bytes(zip.entry(
-        &format!("{}/version", torch::ROOT),
-        version.len() as u64,
-        checksum(version),
-        ALIGNMENT,
-    )));
+    each(ArchivePart::Bytes(small(&mut zip, "version", version)));
     each(ArchivePart::Bytes([version, &zip.finish()].concat()));
 }
 
@@ -116,7 +109,7 @@ pub(super) fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
 /// Appends an archive of these tensors.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`].
+/// Torch cannot hold a type.
 pub(super) fn push_archive(
     image: &mut FileImage,
     root: &Root<'_>,
@@ -124,7 +117,7 @@ pub(super) fn push_archive(
 ) -> Result<(), ImageError> {
     for NamedView { name, view } in entries {
         if !torch_holds(view.dtype()) || torch::shape(view.dtype(), view.shape()).is_none() {
-            return Err(ImageError::Unsupported { name: (*name).to_owned(), dtype: view.dtype(), format: "torch" });
+            return Err(ImageError::unsupported(name, "torch", view.dtype()));
         }
     }
     let tensors: Vec<_> = entries.iter().map(|entry| (entry.view.dtype(), entry.view.shape())).collect();

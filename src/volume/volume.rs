@@ -12,7 +12,9 @@ use std::{
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::Materialize;
 use ckfs_host::budget::Budget;
-use ckfs_image::{DerivedFrom, Directory, FormatInput, LazyText, OWN, TextFile, file_ids, unavailable_text};
+use ckfs_image::{
+    DerivedFrom, Directory, FileContent, FormatInput, LazyFile, OWN, TextFile, file_ids, unavailable_text,
+};
 use ckfs_plan::{Allow, Plan, Problem, report};
 use ckfs_read::{Engine, EngineOptions, EngineRooms, counters::add};
 use ckfs_source::{
@@ -111,11 +113,12 @@ pub struct Volume {
 }
 
 /// Makes the text of `ckfs plan` for these views, with `remarks` at its end.
-fn plan_text(checkpoint: &Arc<Checkpoint>, views: &[ViewPlan], remarks: String) -> impl Fn() -> String + use<> {
+fn plan_text(checkpoint: &Arc<Checkpoint>, views: &[ViewPlan], remarks: String) -> impl Fn() -> FileContent + use<> {
     let (checkpoint, views) = (Arc::clone(checkpoint), views.to_vec());
     move || {
         let plans = views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
-        format!("{}{remarks}", report::text(&checkpoint, plans))
+        let text = format!("{}{remarks}", report::text(&checkpoint, plans));
+        FileContent::Bytes(text.into_bytes().into())
     }
 }
 
@@ -166,7 +169,7 @@ impl Volume {
             directory.live("metrics", Live::Metrics);
             directory.file("config.toml", text(options.config_text));
             // The text goes through all tensors, and few mounts are asked for it.
-            directory.file("plan.txt", LazyText::new(plan_text(checkpoint, &views, remarks), DerivedFrom::Everything));
+            directory.file("plan.txt", LazyFile::new(plan_text(checkpoint, &views, remarks), DerivedFrom::Everything));
         }
         if !problems.is_empty() {
             return Err(VolumeError { problems });

@@ -109,16 +109,20 @@ fn refused_headers() {
 
 #[test]
 fn refused_lengths() {
-    assert_eq!(Header::json_bytes([0; 8], 7), Err(HeaderError::TooShort { found: 7 }));
-    assert_eq!(Header::json_bytes([0xff; 8], 100), Err(HeaderError::TooLong { found: u64::MAX }));
-    assert_eq!(
-        Header::json_bytes(100_000_001_u64.to_le_bytes(), 1 << 40),
-        Err(HeaderError::TooLong { found: 100_000_001 })
-    );
-    assert_eq!(
-        Header::json_bytes(93_u64.to_le_bytes(), 100),
-        Err(HeaderError::Truncated { expected: 101, found: 100 })
-    );
+    let too_long = |found: u64| {
+        format!(
+            "header length: expected at most 100000000 bytes, found {found}: the file is damaged or not safetensors"
+        )
+    };
+    let truncated = "header of 101 bytes in a file of 100 bytes: the file is truncated or not safetensors".to_owned();
+    for (len, file_bytes, expected) in [
+        (0, 7, "file of 7 bytes: expected at least 8".to_owned()),
+        (u64::MAX, 100, too_long(u64::MAX)),
+        (100_000_001, 1 << 40, too_long(100_000_001)),
+        (93, 100, truncated),
+    ] {
+        assert_eq!(Header::json_bytes(len.to_le_bytes(), file_bytes).unwrap_err().to_string(), expected);
+    }
     assert_eq!(Header::json_bytes(92_u64.to_le_bytes(), 100), Ok(92));
     for len in 0..8 {
         assert!(Header::parse_file(&vec![0; len], len as u64).is_err());
@@ -198,9 +202,8 @@ fn agree(bytes: &[u8], ours: &Result<Header, HeaderErrors>) -> Result<(), TestCa
         (Ok(header), Err(error)) => prop_assert!(false, "{} tensors accepted, there: {error}", header.len()),
         (Err(errors), Ok(theirs)) => {
             let is_stricter = |problem: &HeaderError| {
-                matches!(problem, HeaderError::DuplicateTensor { .. } | HeaderError::Rank { .. })
-                    || matches!(problem, HeaderError::Json { message }
-                        if message.contains("twice") || message.contains("duplicate"))
+                let problem = problem.to_string();
+                ["twice", "duplicate", "axes"].iter().any(|word| problem.contains(word))
             };
             let is_stricter = errors.problems.iter().any(is_stricter);
             prop_assert!(is_stricter, "{} tensors accepted there, here: {errors}", theirs.len());
@@ -330,15 +333,16 @@ fn files_of_the_official_crate_are_read() {
 #[test]
 fn unwritable_headers_are_refused() {
     let refused = |entries: &[(&str, DType, &[u64])]| {
-        write_header(entries.iter().copied(), &[], 4096).unwrap_err().problems.remove(0)
+        write_header(entries.iter().copied(), &[], 4096).unwrap_err().problems.remove(0).to_string()
     };
-    assert!(matches!(refused(&[("a", DType::U8, &[]), ("a", DType::U8, &[])]), HeaderError::DuplicateTensor { .. }));
-    assert!(matches!(refused(&[("__metadata__", DType::U8, &[])]), HeaderError::ReservedName { .. }));
-    assert!(matches!(refused(&[("a", DType::F4, &[1])]), HeaderError::Size { .. }));
+    let twice: [(&str, DType, &[u64]); 2] = [("a", DType::U8, &[]), ("a", DType::U8, &[])];
+    assert_eq!(refused(&twice), "tensor \"a\": described twice");
+    assert_eq!(refused(&[("__metadata__", DType::U8, &[])]), "tensor \"__metadata__\": the name is reserved");
+    assert!(refused(&[("a", DType::F4, &[1])]).contains("is not a number of whole bytes"));
     let long = "x".repeat(1 << 20);
     let names: Vec<String> = (0..100).map(|i| format!("{i}{long}")).collect();
     let error = write_header(names.iter().map(|name| (name.as_str(), DType::U8, &[][..])), &[], 1).unwrap_err();
-    assert!(matches!(error.problems[..], [HeaderError::TooLong { .. }]), "{error}");
+    assert!(error.problems.len() == 1 && error.to_string().starts_with("header length: "), "{error}");
 }
 
 #[test]

@@ -9,14 +9,14 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use ckfs_host::{PathFlaw, RelativePath};
+use ckfs_host::RelativePath;
 use ckfs_tensor::{DType, RANK_MAX};
 use serde::Deserialize;
 
 use super::{
     super::{
         json::{self, JsonForm},
-        pickle::read::{self as unpickle, Id, Limits, PickleError, PickleValue, Unpickled},
+        pickle::read::{self as unpickle, Id, Limits, PickleValue, Unpickled},
         safetensors::Header,
         torch::state::dtype_of,
     },
@@ -39,81 +39,8 @@ const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
 
 /// Why a directory is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum DcpError {
-    /// The metadata is damaged, or holds what is not on the list.
-    #[error(transparent)]
-    Pickle(#[from] PickleError),
-    /// The metadata is not what torch writes.
-    #[error("{what}: expected {expected}, found {found}")]
-    Malformed {
-        /// Where in the metadata.
-        what: String,
-        /// What should be there.
-        expected: &'static str,
-        /// What is there.
-        found: String,
-    },
-    /// A tensor that is described twice.
-    #[error("tensor {name:?} is described twice")]
-    Duplicate {
-        /// Its name.
-        name: String,
-    },
-    /// A type or layout that has no place here.
-    #[error("tensor {name:?}: {found} is not supported")]
-    Unsupported {
-        /// Its name.
-        name: String,
-        /// The type, layout or transformation.
-        found: String,
-    },
-    /// A chunk that is not inside its tensor.
-    #[error("tensor {name:?}: a chunk of shape {sizes:?} at {offsets:?} is outside shape {shape:?}")]
-    Outside {
-        /// Its name.
-        name: String,
-        /// Its shape.
-        shape: Vec<u64>,
-        /// The chunk's first element.
-        offsets: Vec<u64>,
-        /// The chunk's shape.
-        sizes: Vec<u64>,
-    },
-    /// A chunk that is in no file.
-    #[error("tensor {name:?}: the chunk at {offsets:?} is in no file")]
-    NoData {
-        /// Its name.
-        name: String,
-        /// The chunk's first element.
-        offsets: Vec<u64>,
-    },
-    /// A segment of a file that belongs to nothing.
-    #[error("{name:?}: {surplus} stored segments belong to no chunk")]
-    Surplus {
-        /// Name of the first.
-        name: String,
-        /// How many there are.
-        surplus: usize,
-    },
-    /// A file outside the directory.
-    #[error("file {path:?}: expected a path inside the checkpoint, but {flaw}")]
-    Path {
-        /// As stored.
-        path: String,
-        /// What is wrong with it.
-        flaw: PathFlaw,
-    },
-    /// Two files say different things of a tensor.
-    #[error("tensor {name:?}: {first} in one file, {second} in another")]
-    Conflict {
-        /// Its name.
-        name: String,
-        /// Type and rank in the first.
-        first: String,
-        /// Type and rank in the other.
-        second: String,
-    },
-}
+#[error("{0}")]
+pub struct DcpError(String);
 
 /// A box of a tensor and where it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -213,7 +140,8 @@ impl DcpState {
     /// # Errors
     /// [`DcpError`], the first fault that is met.
     pub fn parse(bytes: &[u8]) -> Result<Self, DcpError> {
-        let pickle = unpickle::read(bytes, Limits::default(), &is_allowed)?;
+        let read = unpickle::read(bytes, Limits::default(), &is_allowed);
+        let pickle = read.map_err(|error| DcpError(error.to_string()))?;
         let mut reader =
             Reader { pickle: &pickle, files: Vec::new(), file_numbers: HashMap::new(), segments: HashMap::new() };
         let root = reader.state(pickle.root(), CLASSES, "Metadata", "metadata")?;
@@ -224,18 +152,19 @@ impl DcpState {
         for (name, description) in described {
             let name = reader.text(*name, "name of a tensor")?;
             if !names.insert(name) {
-                return Err(DcpError::Duplicate { name: name.to_owned() });
+                return Err(twice(name));
             }
             if reader.is_class(*description, "BytesStorageMetadata") {
                 let segment = reader.segments.remove(&(name, None));
-                let segment = segment.ok_or_else(|| DcpError::NoData { name: name.to_owned(), offsets: Vec::new() })?;
+                let segment = segment.ok_or_else(|| no_data(name, &[]))?;
                 state.objects.push(DcpObject { name: name.to_owned(), segment });
             } else {
                 state.tensors.push(reader.tensor(name, *description)?);
             }
         }
         if let Some((name, _)) = reader.segments.keys().min() {
-            return Err(DcpError::Surplus { name: (*name).to_owned(), surplus: reader.segments.len() });
+            let surplus = reader.segments.len();
+            return Err(DcpError(format!("{name:?}: {surplus} stored segments belong to no chunk")));
         }
         state.paths = reader.paths(pickle.item(root, "planner_data"));
         state.files = reader.files;
@@ -301,8 +230,8 @@ impl DcpTensor {
     fn extend(&mut self, dtype: DType, ends: &[u64], chunk: DcpChunk) -> Result<(), DcpError> {
         if (dtype, ends.len()) != (self.dtype, self.shape.len()) {
             let show = |dtype: DType, rank: usize| format!("{dtype} of {rank} axes");
-            let (first, second) = (show(self.dtype, self.shape.len()), show(dtype, ends.len()));
-            return Err(DcpError::Conflict { name: self.name.clone(), first, second });
+            let (name, first, second) = (&self.name, show(self.dtype, self.shape.len()), show(dtype, ends.len()));
+            return Err(DcpError(format!("tensor {name:?}: {first} in one file, {second} in another")));
         }
         self.shape.iter_mut().zip(ends).for_each(|(extent, end)| *extent = (*extent).max(*end));
         self.chunks.push(chunk);
@@ -310,13 +239,26 @@ impl DcpTensor {
     }
 }
 
-fn malformed(what: &str, expected: &'static str, found: impl std::fmt::Display) -> DcpError {
-    DcpError::Malformed { what: what.to_owned(), expected, found: found.to_string() }
+fn malformed(what: &str, expected: &str, found: impl std::fmt::Display) -> DcpError {
+    DcpError(format!("{what}: expected {expected}, found {found}"))
+}
+
+/// A type or layout that has no place here.
+fn unsupported(name: &str, found: impl std::fmt::Display) -> DcpError {
+    DcpError(format!("tensor {name:?}: {found} is not supported"))
+}
+
+fn twice(name: &str) -> DcpError {
+    DcpError(format!("tensor {name:?} is described twice"))
+}
+
+fn no_data(name: &str, offsets: &[u64]) -> DcpError {
+    DcpError(format!("tensor {name:?}: the chunk at {offsets:?} is in no file"))
 }
 
 fn check_path(path: &str) -> Result<&str, DcpError> {
-    let checked = RelativePath::parse(path).map_err(|flaw| DcpError::Path { path: path.to_owned(), flaw })?;
-    Ok(checked.as_str())
+    let outside = |flaw| DcpError(format!("file {path:?}: expected a path inside the checkpoint, but {flaw}"));
+    RelativePath::parse(path).map(RelativePath::as_str).map_err(outside)
 }
 
 /// Where a tensor of a file is in the whole.
@@ -368,10 +310,7 @@ impl<'a> Reader<'a> {
 
     /// The numbers of a `torch.Size`, or of a list that stands for one.
     fn size(&self, id: Id, what: &str) -> Result<Vec<u64>, DcpError> {
-        let numbers = match self.pickle.call(id) {
-            Some((name, [numbers], _)) if name.module == "torch" && name.name == "Size" => *numbers,
-            Some(_) | None => id,
-        };
+        let numbers = self.pickle.size(id);
         let numbers = self.pickle.sequence(numbers).ok_or_else(|| self.wrong(id, what, "a torch.Size"))?;
         if numbers.len() > RANK_MAX {
             return Err(malformed(what, "at most 8 axes", numbers.len()));
@@ -392,8 +331,7 @@ impl<'a> Reader<'a> {
                 *self.pickle.value(id) == PickleValue::None || self.pickle.sequence(id).is_some_and(<[_]>::is_empty)
             };
             if !self.pickle.item(info, "transform_descriptors").is_none_or(is_none) {
-                let found = "a transformed segment (compressed or encrypted by an extension)".to_owned();
-                return Err(DcpError::Unsupported { name: name.to_owned(), found });
+                return Err(unsupported(name, "a transformed segment (compressed or encrypted by an extension)"));
             }
             let path = self.text(self.member(info, "relative_path", &what)?, &what)?;
             let file = self.file(path)?;
@@ -403,7 +341,7 @@ impl<'a> Reader<'a> {
                 return Err(malformed(&what, "an end that fits 64 bits", format!("{len} bytes at {offset}")));
             }
             if self.segments.insert((name, offsets), DcpSegment { file, offset, len }).is_some() {
-                return Err(DcpError::Duplicate { name: name.to_owned() });
+                return Err(twice(name));
             }
         }
         Ok(())
@@ -435,13 +373,14 @@ impl<'a> Reader<'a> {
             let ends = offsets.iter().zip(&sizes).map(|(offset, size)| offset.checked_add(*size));
             let fits = ends.zip(&shape).all(|(end, extent)| end.is_some_and(|end| end <= *extent));
             if !fits || offsets.len() != shape.len() || sizes.len() != shape.len() {
-                return Err(DcpError::Outside { name: name.to_owned(), shape, offsets, sizes });
+                let what = format!("a chunk of shape {sizes:?} at {offsets:?} is outside shape {shape:?}");
+                return Err(DcpError(format!("tensor {name:?}: {what}")));
             }
             match self.segments.remove(&(name, Some(offsets.clone()))) {
                 Some(segment) => chunks.push(DcpChunk { offsets, sizes, segment }),
                 // A rank without a part of the tensor may have nothing to save.
                 None if sizes.contains(&0) => {}
-                None => return Err(DcpError::NoData { name: name.to_owned(), offsets }),
+                None => return Err(no_data(name, &offsets)),
             }
         }
         Ok(DcpTensor { name: name.to_owned(), dtype, shape, chunks })
@@ -454,18 +393,17 @@ impl<'a> Reader<'a> {
         let state = older.or_else(|_| self.state(properties, CLASSES, "TensorProperties", &what))?;
         let members = self.pickle.sequence(state).ok_or_else(|| self.wrong(state, &what, "a tuple"))?;
         let [dtype, layout, ..] = members else { return Err(malformed(&what, "type and layout", members.len())) };
-        let unsupported = |found: String| DcpError::Unsupported { name: name.to_owned(), found };
         let layout = match self.pickle.call(*layout) {
             Some((_, [word], _)) => self.text(*word, &what)?,
             Some(_) | None => return Err(self.wrong(*layout, &what, "a layout")),
         };
         if layout != "torch.strided" {
-            return Err(unsupported(format!("layout {layout:?}")));
+            return Err(unsupported(name, format_args!("layout {layout:?}")));
         }
         let PickleValue::Global(global) = self.pickle.value(*dtype) else {
             return Err(self.wrong(*dtype, &what, "a dtype"));
         };
-        dtype_of(&global.name).filter(|_| global.module == "torch").ok_or_else(|| unsupported(global.to_string()))
+        dtype_of(&global.name).filter(|_| global.module == "torch").ok_or_else(|| unsupported(name, global))
     }
 
     /// The keys on the way to each name, if the planner has written them. What else a planner may have written is passed over.

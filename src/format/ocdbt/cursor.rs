@@ -20,13 +20,13 @@ impl<'a> Cursor<'a> {
     }
 
     pub(super) fn take(&mut self, len: usize, what: &'static str) -> Result<&'a [u8], OcdbtError> {
-        let (taken, rest) = self.rest.split_at_checked(len).ok_or(OcdbtError::Truncated { block: self.block, what })?;
+        let (taken, rest) = self.rest.split_at_checked(len).ok_or_else(|| self.truncated(what))?;
         self.rest = rest;
         Ok(taken)
     }
 
     pub(super) fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], OcdbtError> {
-        let (taken, rest) = self.rest.split_first_chunk().ok_or(OcdbtError::Truncated { block: self.block, what })?;
+        let (taken, rest) = self.rest.split_first_chunk().ok_or_else(|| self.truncated(what))?;
         self.rest = rest;
         Ok(*taken)
     }
@@ -50,13 +50,13 @@ impl<'a> Cursor<'a> {
                 return Ok(number);
             }
         }
-        Err(OcdbtError::Varint { block: self.block, what })
+        Err(OcdbtError(format!("{}: {what}: expected a number of at most 64 bits", self.block)))
     }
 
     /// A number of at most `limit`.
     pub(super) fn bounded(&mut self, what: &'static str, limit: u64) -> Result<u64, OcdbtError> {
         let found = self.varint(what)?;
-        if found <= limit { Ok(found) } else { Err(OcdbtError::Limit { block: self.block, what, limit, found }) }
+        if found <= limit { Ok(found) } else { Err(self.block.beyond(what, limit, found)) }
     }
 
     /// The number of rows that follow, each of which takes a byte at least: no more than `limit`, and no more than there are
@@ -64,7 +64,7 @@ impl<'a> Cursor<'a> {
     pub(super) fn count(&mut self, what: &'static str, limit: u64) -> Result<usize, OcdbtError> {
         let found = self.bounded(what, limit)?;
         let rows = usize::try_from(found).ok().filter(|rows| *rows <= self.left());
-        rows.ok_or(OcdbtError::Truncated { block: self.block, what })
+        rows.ok_or_else(|| self.truncated(what))
     }
 
     /// A column of `rows` numbers of at most `limit`.
@@ -80,7 +80,8 @@ impl<'a> Cursor<'a> {
 
     pub(super) fn end(&self) -> Result<(), OcdbtError> {
         let found = self.rest.len();
-        if found == 0 { Ok(()) } else { Err(OcdbtError::Trailing { block: self.block, found }) }
+        let trailing = || OcdbtError(format!("{}: expected to end, found {found} more bytes", self.block));
+        if found == 0 { Ok(()) } else { Err(trailing()) }
     }
 
     pub(super) fn wrong(
@@ -89,7 +90,12 @@ impl<'a> Cursor<'a> {
         expected: impl std::fmt::Display,
         found: impl std::fmt::Display,
     ) -> OcdbtError {
-        OcdbtError::Value { block: self.block, what, expected: expected.to_string(), found: found.to_string() }
+        self.block.wrong(what, expected, found)
+    }
+
+    /// That the body ends too early.
+    pub(super) fn truncated(&self, what: &str) -> OcdbtError {
+        OcdbtError(format!("{}: ends within its {what}", self.block))
     }
 }
 
@@ -115,11 +121,12 @@ mod tests {
         for (bytes, number) in rows {
             assert_eq!(read(bytes), Ok(number));
         }
-        let varint = Err(OcdbtError::Varint { block: Block::Node, what: "number" });
+        let error = |text: &str| Err(OcdbtError(format!("ocdbt B+tree node: {text}")));
+        let varint = error("number: expected a number of at most 64 bits");
         assert_eq!(read(&[0x80, 0]), varint);
         assert_eq!(read(&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 2]), varint);
         assert_eq!(read(&[0xff; 11]), varint);
-        assert_eq!(read(&[0x80]), Err(OcdbtError::Truncated { block: Block::Node, what: "number" }));
-        assert_eq!(read(&[1, 1]), Err(OcdbtError::Trailing { block: Block::Node, found: 1 }));
+        assert_eq!(read(&[0x80]), error("ends within its number"));
+        assert_eq!(read(&[1, 1]), error("expected to end, found 1 more bytes"));
     }
 }

@@ -69,7 +69,7 @@ impl FileTable {
             total_bytes += len + parent_base.len() + base;
             if total_bytes > PATHS_BYTES_MAX {
                 let (limit, found) = (PATHS_BYTES_MAX as u64, total_bytes as u64);
-                return Err(OcdbtError::Limit { block: cursor.block, what: "bytes of paths", limit, found });
+                return Err(cursor.block.beyond("bytes of paths", limit, found));
             }
             files.push(file(parent_base, &path, base));
         }
@@ -101,7 +101,10 @@ impl FileTable {
         }
         match &self.0[id] {
             Ok((path, base)) => Ok(BlobLocation { path: Arc::clone(path), base: Arc::clone(base), offset, len_bytes }),
-            Err(path) => Err(OcdbtError::Path { block: cursor.block, path: path.clone() }),
+            Err(path) => {
+                let block = cursor.block;
+                Err(OcdbtError(format!("{block}: expected a path of a file inside the database, found {path:?}")))
+            }
         }
     }
 }

@@ -129,7 +129,7 @@ impl Manifest {
     /// [`OcdbtError`]: also if it is of another database or another generation.
     pub fn parse_numbered(&self, bytes: &[u8], generation: u64) -> Result<Self, OcdbtError> {
         let numbered = Self::parse(bytes)?;
-        let wrong = |what, expected, found| Err(OcdbtError::Value { block: Block::Manifest, what, expected, found });
+        let wrong = |what, expected: String, found: String| Err(Block::Manifest.wrong(what, expected, found));
         if numbered.config.is_numbered {
             return wrong("kind", "versions".to_owned(), "a numbered manifest without".to_owned());
         }
@@ -242,7 +242,7 @@ fn read_ranges(
     height: Option<u8>,
 ) -> Result<Vec<VersionRange>, OcdbtError> {
     if rows > cursor.left() {
-        return Err(OcdbtError::Truncated { block: cursor.block, what: "number of version nodes" });
+        return Err(cursor.truncated("number of version nodes"));
     }
     let generations = cursor.column(rows, "generation", u64::MAX)?;
     check_generations(cursor, &generations)?;

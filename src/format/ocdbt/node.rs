@@ -94,7 +94,8 @@ impl<'a> Node<'a> {
     pub(super) fn parse(bytes: &[u8], reference: &'a NodeRef) -> Result<Self, OcdbtError> {
         let expected = reference.location.len_bytes;
         if expected != bytes.len() as u64 {
-            return Err(OcdbtError::Length { block: Block::Node, expected, found: bytes.len() as u64 });
+            let (block, found) = (Block::Node, bytes.len());
+            return Err(OcdbtError(format!("{block}: expected {expected} bytes by its header, found {found}")));
         }
         let body = envelope::open(bytes, Block::Node)?;
         let mut cursor = Cursor::new(&body, Block::Node);
@@ -129,7 +130,7 @@ impl<'a> Node<'a> {
     /// Counts bytes that the node takes in memory.
     fn hold(&mut self, bytes: usize) -> Result<(), OcdbtError> {
         let what = "bytes of memory of all nodes that are read now";
-        let full = |ParseRoomFull { found, limit }| OcdbtError::Limit { block: Block::Node, what, limit, found };
+        let full = |ParseRoomFull { found, limit }| Block::Node.beyond(what, limit, found);
         self.held.grow(bytes as u64).map_err(full)
     }
 
@@ -158,7 +159,7 @@ impl<'a> Node<'a> {
             let start = self.keys.len();
             if start + len > KEYS_BYTES_MAX {
                 let (limit, found) = (KEYS_BYTES_MAX as u64, (start + len) as u64);
-                return Err(OcdbtError::Limit { block: Block::Node, what: "bytes of keys", limit, found });
+                return Err(cursor.block.beyond("bytes of keys", limit, found));
             }
             self.hold(len)?;
             match row {
@@ -224,8 +225,7 @@ impl<'a> Node<'a> {
                 continue;
             }
             if len > INLINE_BYTES_MAX {
-                let what = "inline value length";
-                return Err(OcdbtError::Limit { block: Block::Node, what, limit: INLINE_BYTES_MAX, found: len });
+                return Err(cursor.block.beyond("inline value length", INLINE_BYTES_MAX, len));
             }
             let start = self.inline.len();
             self.inline.extend_from_slice(cursor.take(ckfs_tensor::to_usize(len), "inline values")?);

@@ -159,8 +159,10 @@ fn a_numbered_manifest_must_be_the_one_that_is_named() {
     assert_eq!(error, format!("ocdbt manifest: generation: expected {}, found {generation}", generation + 1));
     let mut other = named.clone();
     other.config.uuid[0] ^= 1;
-    assert!(matches!(other.parse_numbered(bytes, generation), Err(OcdbtError::Value { what: "database", .. })));
-    assert!(matches!(named.parse_numbered(&files[MANIFEST], 1), Err(OcdbtError::Value { what: "kind", .. })));
+    let error =
+        |manifest: &Manifest, bytes, generation| manifest.parse_numbered(bytes, generation).unwrap_err().to_string();
+    assert!(error(&other, bytes, generation).contains("database: expected"));
+    assert!(error(&named, &files[MANIFEST], 1).contains("kind: expected versions"));
     for name in [
         "manifest.ocdbt",
         "manifest.0000000000000000",
@@ -215,7 +217,7 @@ fn every_cut_is_noticed() {
     let bytes = at(files, &root.location).unwrap();
     for len in 0..bytes.len() {
         let error = Walk::new(version, vec![KeyRange::all()]).read(root, &bytes[..len], &mut |_| {});
-        assert!(matches!(error, Err(OcdbtError::Length { .. })), "node cut to {len}");
+        assert!(error.unwrap_err().to_string().contains("bytes by its header"), "node cut to {len}");
     }
 }
 
@@ -305,7 +307,7 @@ fn small_nodes_of_long_keys_do_not_fill_memory() {
     body.extend(vec![b'b'; rows - 1]);
     let error = read_node(&body, 0).unwrap_err();
     // Either limit ends it: equal keys are refused at the third.
-    assert!(matches!(error, OcdbtError::Value { what: "order of keys", .. }), "{error}");
+    assert!(error.to_string().contains("order of keys: expected increasing"), "{error}");
     let mut body = vec![0, 0];
     body.extend(varint(rows));
     (1..rows).for_each(|row| body.extend(varint(50_000 + row.min(15_000))));
@@ -314,5 +316,5 @@ fn small_nodes_of_long_keys_do_not_fill_memory() {
     body.extend(vec![b'a'; 50_001]);
     body.extend(vec![b'b'; rows - 1]);
     let error = read_node(&body, 0).unwrap_err();
-    assert!(matches!(error, OcdbtError::Limit { what: "bytes of keys", .. }), "{error}");
+    assert!(error.to_string().contains("bytes of keys: expected at most"), "{error}");
 }

@@ -124,7 +124,7 @@ impl Walk {
         self.wanted.extend(children);
         for (what, found, limit) in [("nodes", self.nodes, NODES_MAX), ("keys", self.keys, KEYS_MAX)] {
             if found > limit {
-                return Err(OcdbtError::Limit { block: Block::Node, what, limit, found });
+                return Err(Block::Node.beyond(what, limit, found));
             }
         }
         Ok(())

@@ -14,7 +14,7 @@
 //!
 //! Unknown members are passed over, as Orbax does: they come with each of its versions.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, fmt::Display};
 
 use ckfs_host::RelativePath;
 use serde::{
@@ -48,41 +48,16 @@ const DEPTH_MAX: usize = 256;
 
 /// Why a file is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum OrbaxError {
-    /// Not the JSON that it must be.
-    #[error("{file}: {message}")]
-    Json {
-        /// Which file.
-        file: &'static str,
-        /// What the parser says, with line and column.
-        message: String,
-    },
-    /// A member has a value that it cannot have.
-    #[error("{file}: {member}: expected {expected}, found {found}")]
-    Value {
-        /// Which file.
-        file: &'static str,
-        /// The member.
-        member: String,
-        /// What it may be.
-        expected: &'static str,
-        /// What it is.
-        found: String,
-    },
-    /// Two leaves are stored under one name.
-    #[error("_METADATA: leaves {first} and {second} are both stored as {name:?}")]
-    Ambiguous {
-        /// The name.
-        name: String,
-        /// The keys of one leaf.
-        first: String,
-        /// The keys of the other.
-        second: String,
-    },
+#[error("{0}")]
+pub struct OrbaxError(String);
+
+/// That a member has a value that it cannot have.
+fn wrong(file: &str, member: &str, expected: &str, found: impl Display) -> OrbaxError {
+    OrbaxError(format!("{file}: {member}: expected {expected}, found {found}"))
 }
 
 fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8], file: &'static str) -> Result<T, OrbaxError> {
-    json::parse(bytes, JsonForm::Rows).map_err(|error| OrbaxError::Json { file, message: error.to_string() })
+    json::parse(bytes, JsonForm::Rows).map_err(|error| OrbaxError(format!("{file}: {error}")))
 }
 
 /// A map in the order of the file, in which each key may be once only.
@@ -123,7 +98,7 @@ pub enum TreeKey {
     Place(u64),
 }
 
-impl std::fmt::Display for TreeKey {
+impl Display for TreeKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Name(name) => f.write_str(name),
@@ -225,7 +200,8 @@ impl Tree {
         for leaf in leaves.iter().filter(|leaf| leaf.kind != LeafKind::Empty) {
             let name = leaf.name();
             if let Some(first) = stored.insert(name.clone(), leaf) {
-                return Err(OrbaxError::Ambiguous { name, first: first.shown(), second: leaf.shown() });
+                let (first, second) = (first.shown(), leaf.shown());
+                return Err(OrbaxError(format!("{METADATA}: leaves {first} and {second} are both stored as {name:?}")));
             }
         }
         Ok(Self {
@@ -239,7 +215,7 @@ impl Tree {
 }
 
 fn leaf((shown, raw): (String, RawLeaf)) -> Result<Leaf, OrbaxError> {
-    let wrong = |expected, found: String| OrbaxError::Value { file: METADATA, member: shown.clone(), expected, found };
+    let wrong = |expected, found: String| wrong(METADATA, &shown, expected, found);
     if raw.key_metadata.is_empty() || raw.key_metadata.len() > DEPTH_MAX {
         return Err(wrong("1 to 256 keys", raw.key_metadata.len().to_string()));
     }
@@ -301,16 +277,13 @@ impl CheckpointMetadata {
             Some(Value::Object(handlers)) => {
                 let names: Vec<String> = handlers.keys().cloned().collect();
                 if let Some(found) = names.iter().find(|name| RelativePath::parse_name(name).is_err()) {
-                    let (member, expected) = ("item_handlers".to_owned(), "names of directories");
-                    let found = format!("{found:?}");
-                    return Err(OrbaxError::Value { file: CHECKPOINT_METADATA, member, expected, found });
+                    let found = format_args!("{found:?}");
+                    return Err(wrong(CHECKPOINT_METADATA, "item_handlers", "names of directories", found));
                 }
                 Items::Named(names)
             }
             Some(found) => {
-                let (member, expected) = ("item_handlers".to_owned(), "a handler, or handlers by item");
-                let found = found.to_string();
-                return Err(OrbaxError::Value { file: CHECKPOINT_METADATA, member, expected, found });
+                return Err(wrong(CHECKPOINT_METADATA, "item_handlers", "a handler, or handlers by item", found));
             }
         };
         let custom = raw.custom_metadata.unwrap_or_default();
@@ -368,10 +341,7 @@ enum RawSplit {
 pub fn parse_sharding(bytes: &[u8]) -> Result<Vec<(String, SavedSharding)>, OrbaxError> {
     let raw: Ordered<String> = parse(bytes, SHARDING)?;
     let sharding = |(encoded, text): (String, String)| {
-        let wrong = |expected, found: String| {
-            let member = encoded.clone();
-            OrbaxError::Value { file: SHARDING, member, expected, found }
-        };
+        let wrong = |expected, found: String| wrong(SHARDING, &encoded, expected, found);
         let name = base64(&encoded).and_then(|bytes| String::from_utf8(bytes).ok());
         let name = name.ok_or_else(|| wrong("a name in base64", format!("{encoded:?}")))?;
         let raw: RawSharding = parse(text.as_bytes(), SHARDING)?;
@@ -447,7 +417,7 @@ pub struct ArrayMetadata {
 /// Reads a file of `ARRAY_METADATAS`.
 ///
 /// # Errors
-/// [`OrbaxError::Json`].
+/// [`OrbaxError`]: it is not the JSON that it must be.
 pub fn parse_array_metadatas(bytes: &[u8]) -> Result<Vec<ArrayMetadata>, OrbaxError> {
     #[derive(Deserialize)]
     struct Entry {

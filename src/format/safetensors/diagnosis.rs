@@ -41,11 +41,11 @@ enum Code<'a> {
 /// # Errors
 /// All problems. Where the text is not JSON of the right form, that is the only one.
 pub(super) fn examine(text: &str, data_bytes: u64) -> Result<Members<TensorInfo>, HeaderErrors> {
-    let failed = |error: serde_json::Error| HeaderError::Json { message: error.to_string() };
-    let Members { metadata, tensors } = serde_json::from_str::<Members<Loose<'_>>>(text).map_err(failed)?;
+    let read = serde_json::from_str::<Members<Loose<'_>>>(text);
+    let Members { metadata, tensors } = read.map_err(HeaderError::json)?;
     let mut problems = Problems::default();
     for name in repeated(&tensors) {
-        problems.push(HeaderError::DuplicateTensor { tensor: name.to_owned() });
+        problems.push(HeaderError::duplicate(name));
     }
     for (name, tensor) in &tensors {
         check_tensor(name, tensor, &mut problems);
@@ -53,7 +53,7 @@ pub(super) fn examine(text: &str, data_bytes: u64) -> Result<Members<TensorInfo>
     check_order(&tensors, data_bytes, &mut problems);
     problems.finish(())?;
     // Own code finds nothing wrong. What it skipped, the crate has not: only its verdict counts.
-    serde_json::from_str::<Metadata>(text).map_err(failed)?;
+    serde_json::from_str::<Metadata>(text).map_err(HeaderError::json)?;
     let info = |tensor: Loose<'_>| {
         let Code::Known(dtype) = tensor.dtype else { return None };
         let narrow = |value: u64| usize::try_from(value).ok();
@@ -65,16 +65,15 @@ pub(super) fn examine(text: &str, data_bytes: u64) -> Result<Members<TensorInfo>
         })
     };
     let tensors = tensors.into_iter().map(|(name, tensor)| Some((name, info(tensor)?))).collect::<Option<_>>();
-    let tensors = tensors.ok_or(HeaderError::Overflow { what: "a number" })?;
+    let tensors = tensors.ok_or_else(|| HeaderError::overflow("a number"))?;
     Ok(Members { metadata, tensors })
 }
 
 /// The dtype, the rank and the size of one tensor.
 fn check_tensor(name: &str, tensor: &Loose<'_>, problems: &mut Problems) {
-    let name = || name.to_owned();
     let rank = tensor.shape.len();
     if rank > RANK_MAX {
-        problems.push(HeaderError::Rank { tensor: name(), found: rank });
+        problems.push(HeaderError::rank(name, rank));
     }
     let dtype = match &tensor.dtype {
         Code::Known(dtype) => dtype_of(*dtype).ok_or_else(|| dtype.to_string()),
@@ -82,17 +81,17 @@ fn check_tensor(name: &str, tensor: &Loose<'_>, problems: &mut Problems) {
     };
     let dtype = match dtype {
         Ok(dtype) => dtype,
-        Err(found) => return problems.push(HeaderError::UnknownDType { tensor: name(), found }),
+        Err(found) => return problems.push(HeaderError::dtype(name, &found)),
     };
     if rank > RANK_MAX {
         return;
     }
     let [start, end] = tensor.data_offsets;
     match tensor_bytes(dtype, &tensor.shape) {
-        None => problems.push(HeaderError::Size { tensor: name(), dtype, shape: tensor.shape.to_vec() }),
+        None => problems.push(HeaderError::size(name, dtype, &tensor.shape)),
         Some(expected) if end.checked_sub(start) != Some(expected) => {
-            let (tensor, shape) = (name(), tensor.shape.to_vec());
-            problems.push(HeaderError::Bytes { tensor, dtype, shape, expected, start, end });
+            let (shape, found) = (&tensor.shape, format!("expected {expected} bytes, found offsets {start}..{end}"));
+            problems.push(HeaderError::of(name, format_args!("{dtype} of shape {shape:?}: {found}")));
         }
         Some(_) => {}
     }
@@ -107,11 +106,12 @@ fn check_order(tensors: &[(String, Loose<'_>)], data_bytes: u64, problems: &mut 
     let mut end = 0;
     for ([start, stop], name) in spans {
         if start != end {
-            problems.push(HeaderError::NotContiguous { tensor: name.to_owned(), expected: end, found: start });
+            let problem = format_args!("expected its data to start at offset {end}, found {start}");
+            problems.push(HeaderError::of(name, problem));
         }
         end = stop;
     }
     if end != data_bytes {
-        problems.push(HeaderError::End { expected: end, found: data_bytes });
+        problems.push(HeaderError::end(end, data_bytes));
     }
 }

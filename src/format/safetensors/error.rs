@@ -11,113 +11,61 @@ const PROBLEMS_MAX: usize = 20;
 
 /// What is wrong with a header.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum HeaderError {
-    /// Not even room for the length.
-    #[error("file of {found} bytes: expected at least {PREFIX_BYTES}")]
-    TooShort {
-        /// Length of the file.
-        found: u64,
-    },
-    /// The header is longer than the format allows.
-    #[error(
-        "header length: expected at most {JSON_BYTES_MAX} bytes, found {found}: the file is damaged or not safetensors"
-    )]
-    TooLong {
-        /// Length as given.
-        found: u64,
-    },
-    /// The header reaches beyond the end of the file.
-    #[error("header of {expected} bytes in a file of {found} bytes: the file is truncated or not safetensors")]
-    Truncated {
-        /// Length of number and JSON together.
-        expected: u64,
-        /// Length of the file.
-        found: u64,
-    },
-    /// Not the JSON that a header must be.
-    #[error("header: {message}")]
-    Json {
-        /// What the parser says, with line and column.
-        message: String,
-    },
-    /// A tensor is described twice.
-    #[error("tensor {tensor:?}: described twice")]
-    DuplicateTensor {
-        /// Its name.
-        tensor: String,
-    },
-    /// No such element type.
-    #[error("tensor {tensor:?}: unknown dtype {found:?}")]
-    UnknownDType {
-        /// Its name.
-        tensor: String,
-        /// Code as given.
-        found: String,
-    },
-    /// More axes than supported.
-    #[error("tensor {tensor:?}: expected at most {RANK_MAX} axes, found {found}")]
-    Rank {
-        /// Its name.
-        tensor: String,
-        /// Number of axes.
-        found: usize,
-    },
-    /// The number of bytes overflows, or elements below a byte do not fill whole bytes.
-    #[error("tensor {tensor:?}: {dtype} of shape {shape:?} is not a number of whole bytes that fits 64 bits")]
-    Size {
-        /// Its name.
-        tensor: String,
-        /// Its element type.
-        dtype: DType,
-        /// Its shape.
-        shape: Vec<u64>,
-    },
-    /// Offsets and shape disagree.
-    #[error("tensor {tensor:?}: {dtype} of shape {shape:?}: expected {expected} bytes, found offsets {start}..{end}")]
-    Bytes {
-        /// Its name.
-        tensor: String,
-        /// Its element type.
-        dtype: DType,
-        /// Its shape.
-        shape: Vec<u64>,
-        /// Bytes that shape and dtype need.
-        expected: u64,
-        /// First offset.
-        start: u64,
-        /// Second offset.
-        end: u64,
-    },
-    /// A hole or an overlap before a tensor.
-    #[error("tensor {tensor:?}: expected its data to start at offset {expected}, found {found}")]
-    NotContiguous {
-        /// Its name.
-        tensor: String,
-        /// Where the previous tensor ends.
-        expected: u64,
-        /// Where this one starts.
-        found: u64,
-    },
-    /// The tensors do not end where the file ends.
-    #[error("data: expected {expected} bytes by the header, found {found} bytes in the file")]
-    End {
-        /// End of the last tensor.
-        expected: u64,
-        /// Bytes after the header.
-        found: u64,
-    },
-    /// A name that the format reserves.
-    #[error("tensor {tensor:?}: the name is reserved")]
-    ReservedName {
-        /// Its name.
-        tensor: String,
-    },
-    /// A limit of 32 or 64 bits.
-    #[error("header: {what} overflows")]
-    Overflow {
-        /// What is too large.
-        what: &'static str,
-    },
+#[error("{0}")]
+pub struct HeaderError(pub(super) String);
+
+impl HeaderError {
+    /// What is wrong with one tensor.
+    pub(super) fn of(tensor: &str, problem: impl fmt::Display) -> Self {
+        Self(format!("tensor {tensor:?}: {problem}"))
+    }
+
+    pub(super) fn duplicate(tensor: &str) -> Self {
+        Self::of(tensor, "described twice")
+    }
+
+    pub(super) fn rank(tensor: &str, found: usize) -> Self {
+        Self::of(tensor, format_args!("expected at most {RANK_MAX} axes, found {found}"))
+    }
+
+    pub(super) fn dtype(tensor: &str, code: &str) -> Self {
+        Self::of(tensor, format_args!("unknown dtype {code:?}"))
+    }
+
+    /// That the number of bytes overflows, or elements below a byte do not fill whole bytes.
+    pub(super) fn size(tensor: &str, dtype: DType, shape: &[u64]) -> Self {
+        let problem = format!("{dtype} of shape {shape:?} is not a number of whole bytes that fits 64 bits");
+        Self::of(tensor, problem)
+    }
+
+    /// That the text is not the JSON that a header must be.
+    pub(super) fn json(error: impl fmt::Display) -> Self {
+        Self(format!("header: {error}"))
+    }
+
+    pub(super) fn overflow(what: &str) -> Self {
+        Self(format!("header: {what} overflows"))
+    }
+
+    /// That the data does not end where the file ends.
+    pub(super) fn end(expected: u64, found: u64) -> Self {
+        Self(format!("data: expected {expected} bytes by the header, found {found} bytes in the file"))
+    }
+
+    pub(super) fn too_long(found: u64) -> Self {
+        let problem = "the file is damaged or not safetensors";
+        Self(format!("header length: expected at most {JSON_BYTES_MAX} bytes, found {found}: {problem}"))
+    }
+
+    pub(super) fn truncated(expected: u64, found: u64) -> Self {
+        let problem = "the file is truncated or not safetensors";
+        Self(format!("header of {expected} bytes in a file of {found} bytes: {problem}"))
+    }
+
+    /// That there is not even room for the length.
+    pub(super) fn too_short(found: u64) -> Self {
+        Self(format!("file of {found} bytes: expected at least {PREFIX_BYTES}"))
+    }
 }
 
 /// Everything found wrong with one header, at least one thing.

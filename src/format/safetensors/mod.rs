@@ -66,7 +66,10 @@ pub fn tensor_bytes(dtype: DType, shape: &[u64]) -> Option<u64> {
     dtype.bytes_of(elements)
 }
 
-/// Whether a tensor cannot have this name.
-pub fn is_reserved(name: &str) -> bool {
-    name == METADATA
+/// Refuses the name that no tensor can have.
+///
+/// # Errors
+/// The name is reserved.
+pub fn check_name(name: &str) -> Result<(), HeaderError> {
+    if name == METADATA { Err(HeaderError::of(name, "the name is reserved")) } else { Ok(()) }
 }

@@ -49,17 +49,17 @@ impl Header {
     /// Length of a file's JSON in bytes, from its first 8 bytes and its length. The JSON lies inside the file.
     ///
     /// # Errors
-    /// [`HeaderError::TooShort`] (decided by `file_bytes`), [`HeaderError::TooLong`] or [`HeaderError::Truncated`].
+    /// The file is too short by `file_bytes`, or the JSON is too long or reaches beyond the end of the file.
     pub fn json_bytes(prefix: [u8; 8], file_bytes: u64) -> Result<u64, HeaderError> {
         if file_bytes < PREFIX_BYTES {
-            return Err(HeaderError::TooShort { found: file_bytes });
+            return Err(HeaderError::too_short(file_bytes));
         }
         let len = u64::from_le_bytes(prefix);
         if len > JSON_BYTES_MAX {
-            return Err(HeaderError::TooLong { found: len });
+            return Err(HeaderError::too_long(len));
         }
         if len > file_bytes - PREFIX_BYTES {
-            return Err(HeaderError::Truncated { expected: PREFIX_BYTES + len, found: file_bytes });
+            return Err(HeaderError::truncated(PREFIX_BYTES + len, file_bytes));
         }
         Ok(len)
     }
@@ -69,15 +69,12 @@ impl Header {
     /// # Errors
     /// Everything wrong with it. Where the text is not JSON of the right form, that is the only error.
     pub fn parse(json: &[u8], file_bytes: u64) -> Result<Self, HeaderErrors> {
-        let text = std::str::from_utf8(json).map_err(|error| HeaderError::Json { message: error.to_string() })?;
+        let text = std::str::from_utf8(json).map_err(HeaderError::json)?;
         let data_start = PREFIX_BYTES + json.len() as u64;
-        let data_bytes = file_bytes
-            .checked_sub(data_start)
-            .ok_or(HeaderError::Truncated { expected: data_start, found: file_bytes })?;
+        let data_bytes =
+            file_bytes.checked_sub(data_start).ok_or_else(|| HeaderError::truncated(data_start, file_bytes))?;
         // Held while all rows are made of them.
-        let _held = ParseRoom::of_process()
-            .hold_json(json, JsonForm::Rows)
-            .map_err(|error| HeaderError::Json { message: error.to_string() })?;
+        let _held = ParseRoom::of_process().hold_json(json, JsonForm::Rows).map_err(HeaderError::json)?;
         let known = serde_json::from_str::<Members<Known>>(text).ok();
         if let Some(Ok(header)) = known.map(|members| Self::of(members, data_start, data_bytes)) {
             return Ok(header);
@@ -94,33 +91,32 @@ impl Header {
         // Stable, and by both ends, so that tensors without elements stand before the tensor that starts at the same place.
         tensors.sort_by_key(|(_, info)| info.data_offsets);
         if let Some(name) = repeated(&tensors).first() {
-            return Err(HeaderError::DuplicateTensor { tensor: (*name).to_owned() });
+            return Err(HeaderError::duplicate(name));
         }
         let mut header = Self { metadata, ..Self::default() };
         header.rows.reserve_exact(tensors.len());
         for (name, info) in &tensors {
             header.push(name, info, data_start)?;
         }
-        let checked = Metadata::new(None, tensors).map_err(|error| HeaderError::Json { message: error.to_string() })?;
+        let checked = Metadata::new(None, tensors).map_err(HeaderError::json)?;
         let expected = checked.data_len() as u64;
-        if expected == data_bytes { Ok(header) } else { Err(HeaderError::End { expected, found: data_bytes }) }
+        if expected == data_bytes { Ok(header) } else { Err(HeaderError::end(expected, data_bytes)) }
     }
 
     fn push(&mut self, name: &str, info: &TensorInfo, data_start: u64) -> Result<(), HeaderError> {
-        let narrow = |value: usize, what| u32::try_from(value).map_err(|_| HeaderError::Overflow { what });
+        let narrow = |value: usize, what| u32::try_from(value).map_err(|_| HeaderError::overflow(what));
         let name_start = narrow(self.names.len(), "length of all names")?;
         self.names.push_str(name);
         let name_end = narrow(self.names.len(), "length of all names")?;
         let extents = narrow(self.extents.len(), "number of all extents")?;
         let rank = info.shape.len();
         let rank = u8::try_from(rank).ok().filter(|rank| usize::from(*rank) <= RANK_MAX);
-        let rank = rank.ok_or_else(|| HeaderError::Rank { tensor: name.to_owned(), found: info.shape.len() })?;
+        let rank = rank.ok_or_else(|| HeaderError::rank(name, info.shape.len()))?;
         self.extents.extend(info.shape.iter().map(|extent| *extent as u64));
-        let dtype = dtype_of(info.dtype)
-            .ok_or_else(|| HeaderError::UnknownDType { tensor: name.to_owned(), found: info.dtype.to_string() })?;
+        let dtype = dtype_of(info.dtype).ok_or_else(|| HeaderError::dtype(name, &info.dtype.to_string()))?;
         let place = |offset: usize| data_start.checked_add(offset as u64);
         let (Some(start), Some(end)) = (place(info.data_offsets.0), place(info.data_offsets.1)) else {
-            return Err(HeaderError::Overflow { what: "an offset" });
+            return Err(HeaderError::overflow("an offset"));
         };
         self.rows.push(HeaderRow { start, end, name: (name_start, name_end), extents, rank, dtype });
         Ok(())
@@ -132,10 +128,10 @@ impl Header {
     /// As [`Header::json_bytes`] and [`Header::parse`].
     pub fn parse_file(bytes: &[u8], file_bytes: u64) -> Result<Self, HeaderErrors> {
         let found = (bytes.len() as u64).min(file_bytes);
-        let prefix = *bytes.first_chunk::<8>().ok_or(HeaderError::TooShort { found })?;
+        let prefix = *bytes.first_chunk::<8>().ok_or_else(|| HeaderError::too_short(found))?;
         let len = Self::json_bytes(prefix, file_bytes)?;
         let rest = usize::try_from(len).ok().and_then(|len| bytes[prefix.len()..].get(..len));
-        Self::parse(rest.ok_or(HeaderError::Truncated { expected: PREFIX_BYTES + len, found })?, file_bytes)
+        Self::parse(rest.ok_or_else(|| HeaderError::truncated(PREFIX_BYTES + len, found))?, file_bytes)
     }
 
     /// Number of tensors.

@@ -3,9 +3,9 @@
 use ckfs_tensor::DType;
 
 use super::{
-    JSON_BYTES_MAX, METADATA, PREFIX_BYTES, RANK_MAX,
+    JSON_BYTES_MAX, METADATA, PREFIX_BYTES, RANK_MAX, check_name,
     error::{HeaderError, HeaderErrors, Problems},
-    is_reserved, tensor_bytes,
+    tensor_bytes,
 };
 
 /// A header to be put before data.
@@ -24,11 +24,11 @@ pub struct WrittenHeader {
 /// Length of a header with its padding to a multiple of `alignment`.
 ///
 /// # Errors
-/// [`HeaderError::TooLong`].
+/// The header is longer than the format allows.
 pub fn padded_bytes(unpadded_bytes: u64, alignment: u64) -> Result<u64, HeaderError> {
     let padded = unpadded_bytes.next_multiple_of(alignment);
     let found = padded - PREFIX_BYTES;
-    if found > JSON_BYTES_MAX { Err(HeaderError::TooLong { found }) } else { Ok(padded) }
+    if found > JSON_BYTES_MAX { Err(HeaderError::too_long(found)) } else { Ok(padded) }
 }
 
 impl WrittenHeader {
@@ -76,16 +76,16 @@ pub fn write_header<'a>(
     let mut names = Vec::new();
     let mut end = 0_u64;
     for (name, dtype, shape) in tensors {
-        if is_reserved(name) {
-            problems.push(HeaderError::ReservedName { tensor: name.to_owned() });
+        if let Err(problem) = check_name(name) {
+            problems.push(problem);
         }
         if shape.len() > RANK_MAX {
-            problems.push(HeaderError::Rank { tensor: name.to_owned(), found: shape.len() });
+            problems.push(HeaderError::rank(name, shape.len()));
         }
         let start = end;
         match tensor_bytes(dtype, shape).and_then(|bytes| start.checked_add(bytes)) {
             Some(next) => end = next,
-            None => problems.push(HeaderError::Size { tensor: name.to_owned(), dtype, shape: shape.to_vec() }),
+            None => problems.push(HeaderError::size(name, dtype, shape)),
         }
         names.push(name);
         push_string(&mut bytes, name);
@@ -103,7 +103,7 @@ pub fn write_header<'a>(
     bytes.push(b'}');
     names.sort_unstable();
     for pair in names.windows(2).filter(|pair| pair[0] == pair[1]) {
-        problems.push(HeaderError::DuplicateTensor { tensor: pair[0].to_owned() });
+        problems.push(HeaderError::duplicate(pair[0]));
     }
     let unpadded_bytes = bytes.len() as u64;
     match padded_bytes(unpadded_bytes, alignment) {

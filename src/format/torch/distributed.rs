@@ -106,9 +106,7 @@ impl RankMesh {
         }
         Some(coordinate)
     }
-}
 
-impl RankMesh {
     /// Whether ranks ascend along each axis.
     fn ascends(&self) -> bool {
         let mut stride = 1;
@@ -285,10 +283,10 @@ impl<'a> RankReader<'a> {
                 let dtype =
                     self.pickle.sequence(*wrapper).and_then(|members| members.get(1)).map(|id| self.pickle.value(*id));
                 let Some(PickleValue::Global(dtype)) = dtype else { return Err(of.malformed("a dtype")) };
-                let dtype = dtype_of(&dtype.name).ok_or_else(|| of.unsupported(dtype.to_string()))?;
+                let dtype = dtype_of(&dtype.name).ok_or_else(|| of.unsupported(dtype))?;
                 self.sharded(of, (shape, dtype), *state)
             }
-            _ => Err(of.unsupported(class.to_string())),
+            _ => Err(of.unsupported(class)),
         }
     }
 
@@ -330,7 +328,7 @@ impl<'a> RankReader<'a> {
         }
         let coordinate = mesh.coordinate(self.rank);
         // Torch notes where the rank is that has saved the file.
-        let noted = self.pickle.item(state, "_coordinate_on_dim").and_then(|id| of.naturals(id));
+        let noted = self.pickle.item(state, "_coordinate_on_dim").and_then(|id| self.pickle.naturals(id));
         if noted.is_some() && noted != coordinate {
             let found = format!(
                 "a mesh in which the rank that saved it is at {noted:?}, and rank {} at {coordinate:?}",
@@ -400,12 +398,12 @@ struct Of<'a, 'b> {
 }
 
 impl Of<'_, '_> {
-    fn malformed(self, expected: &'static str) -> TorchError {
-        TorchError::Malformed { name: self.name.to_owned(), expected }
+    fn malformed(self, expected: &str) -> TorchError {
+        TorchError::malformed(self.name, expected)
     }
 
-    fn unsupported(self, found: String) -> TorchError {
-        TorchError::Unsupported { name: self.name.to_owned(), found }
+    fn unsupported(self, found: impl std::fmt::Display) -> TorchError {
+        TorchError::unsupported(self.name, found)
     }
 
     /// The dictionary of a state. Objects with slots have it as the second of two.
@@ -432,21 +430,10 @@ impl Of<'_, '_> {
         self.pickle.natural(id).ok_or_else(|| self.malformed("a whole number"))
     }
 
-    /// Numbers of a tuple or list, or one number.
-    fn naturals(self, id: Id) -> Option<Vec<u64>> {
-        if let Some(number) = self.pickle.natural(id) {
-            return Some(vec![number]);
-        }
-        self.pickle.sequence(id)?.iter().map(|number| self.pickle.natural(*number)).collect()
-    }
-
     /// The numbers of a `torch.Size` or of a tuple or list.
     fn sizes(self, id: Id) -> Result<Vec<u64>, TorchError> {
-        let numbers = match self.pickle.call(id) {
-            Some((name, [numbers], _)) if name.module == "torch" && name.name == "Size" => *numbers,
-            Some(_) | None => id,
-        };
-        let numbers = self.naturals(numbers).ok_or_else(|| self.malformed("sizes of whole numbers"))?;
+        let numbers =
+            self.pickle.naturals(self.pickle.size(id)).ok_or_else(|| self.malformed("sizes of whole numbers"))?;
         if numbers.len() <= RANK_MAX { Ok(numbers) } else { Err(self.malformed("at most 8 axes")) }
     }
 
@@ -468,10 +455,8 @@ impl Of<'_, '_> {
                 _ => Err(self.malformed("a split factor")),
             },
             // The sum over ranks is the tensor, and stands nowhere.
-            "Partial" | "_Partial" => {
-                Err(self.unsupported("the placement Partial, sums that were not added yet,".to_owned()))
-            }
-            _ => Err(self.unsupported(class.to_string())),
+            "Partial" | "_Partial" => Err(self.unsupported("the placement Partial, sums that were not added yet,")),
+            _ => Err(self.unsupported(class)),
         }
     }
 
@@ -485,7 +470,7 @@ impl Of<'_, '_> {
         for entry in entries {
             let args = self.pickle.call(*entry).map(|(_, args, _)| args).or_else(|| self.pickle.sequence(*entry));
             let Some([_, axes]) = args else { return Err(self.malformed("an order of shards")) };
-            let axes = self.naturals(*axes).ok_or_else(|| self.malformed("mesh axes in an order"))?;
+            let axes = self.pickle.naturals(*axes).ok_or_else(|| self.malformed("mesh axes in an order"))?;
             if axes.iter().any(|axis| *axis >= placements.len() as u64 || order.contains(&to_usize(*axis))) {
                 return Err(self.malformed("each mesh axis once in the order of shards"));
             }
@@ -496,7 +481,7 @@ impl Of<'_, '_> {
             return Ok(usual);
         }
         if placements.iter().any(|placement| matches!(placement, MeshPlacement::Strided { .. })) {
-            return Err(self.unsupported("an order of shards besides strided ones".to_owned()));
+            return Err(self.unsupported("an order of shards besides strided ones"));
         }
         order.extend(usual.into_iter().filter(|axis| !order.contains(axis)).collect::<Vec<_>>());
         Ok(order)
@@ -506,7 +491,7 @@ impl Of<'_, '_> {
     fn mesh_of_tensor(self, state: Id) -> Result<RankMesh, TorchError> {
         let tensor = torch_state::tensor(self.pickle, self.member(state, "mesh")?, self.name)?;
         let shape = tensor.ok_or_else(|| self.malformed("a mesh that is a tensor"))?.shape;
-        let ranks = self.naturals(self.member(state, "_flatten_mesh_list")?);
+        let ranks = self.pickle.naturals(self.member(state, "_flatten_mesh_list")?);
         self.checked(shape, ranks.ok_or_else(|| self.malformed("the ranks of the mesh"))?)
     }
 
@@ -514,7 +499,7 @@ impl Of<'_, '_> {
     fn mesh_of_layout(self, state: Id, layout: Id, rank: u64) -> Result<RankMesh, TorchError> {
         let map =
             self.pickle.item(state, "_flatten_rank_map").or_else(|| self.pickle.item(state, "_flatten_mesh_list"));
-        let map = map.and_then(|id| self.naturals(id)).ok_or_else(|| self.malformed("the ranks of the mesh"))?;
+        let map = map.and_then(|id| self.pickle.naturals(id)).ok_or_else(|| self.malformed("the ranks of the mesh"))?;
         if map.len() as u64 > RANKS_MAX {
             return Err(self.malformed("a mesh of at most 2^20 ranks"));
         }
@@ -558,14 +543,14 @@ impl Of<'_, '_> {
             return Err(malformed());
         };
         let digits = |(shape, stride): (&Id, &Id)| {
-            Some((self.naturals(*shape)?, self.naturals(*stride)?)).filter(|(s, t)| s.len() == t.len())
+            Some((self.pickle.naturals(*shape)?, self.pickle.naturals(*stride)?)).filter(|(s, t)| s.len() == t.len())
         };
         let axes: Option<Vec<Digits>> = shape.iter().zip(stride).map(digits).collect();
         axes.filter(|_| shape.len() == stride.len()).ok_or_else(malformed)
     }
 
     fn flat_layout(self, axis: Id) -> Result<Digits, TorchError> {
-        let numbers = |key| self.naturals(self.member(axis, key)?).ok_or_else(|| self.malformed(key));
+        let numbers = |key| self.pickle.naturals(self.member(axis, key)?).ok_or_else(|| self.malformed(key));
         let (shape, stride) = (numbers("shape")?, numbers("stride")?);
         if shape.len() == stride.len() {
             Ok((shape, stride))

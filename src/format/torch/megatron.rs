@@ -120,7 +120,7 @@ fn plain(pickle: &Unpickled, id: Id, depth: usize) -> Option<Json> {
 /// [`TorchError`]: it is not what Megatron writes.
 pub fn file(pickle: &Unpickled) -> Result<MegatronFile, TorchError> {
     let root = pickle.root();
-    let malformed = |expected| TorchError::Malformed { name: "(file)".to_owned(), expected };
+    let malformed = |expected| TorchError::malformed("(file)", expected);
     let arguments = pickle.item(root, "args").ok_or_else(|| malformed("args, the arguments of the training"))?;
     let saved = saved_arguments(pickle, arguments);
     let arguments = members(pickle, arguments);
@@ -134,7 +134,7 @@ pub fn file(pickle: &Unpickled) -> Result<MegatronFile, TorchError> {
         && *version < 3.0
     {
         let found = format!("a checkpoint of version {version}, with heads in another order,");
-        return Err(TorchError::Unsupported { name: "checkpoint_version".to_owned(), found });
+        return Err(TorchError::unsupported("checkpoint_version", found));
     }
     let gated = match (flag("swiglu"), flag("quick_geglu")) {
         (None, None) => None,

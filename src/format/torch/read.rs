@@ -57,69 +57,33 @@ pub enum ArchiveError {
     /// Its object is not what torch writes.
     #[error(transparent)]
     Torch(#[from] TorchError),
-    /// A file of the old kind.
-    #[error(
-        "written by torch before 1.6, or without its zip format: load it with torch.load and save it with torch.save"
-    )]
-    Legacy,
-    /// A pickle alone.
-    #[error(
-        "a pickle that is no archive, as pickle.dump writes: load it in Python and save its tensors with torch.save"
-    )]
-    Pickled,
-    /// No bytes at all.
-    #[error("an empty file: the save or the download did not finish")]
-    Empty,
-    /// An entry is not there.
-    #[error("torch archive: expected an entry {entry:?}")]
-    Missing {
-        /// Its name.
-        entry: String,
-    },
-    /// Two entries have one name.
-    #[error("torch archive: entry {entry:?} is there twice")]
-    Duplicate {
-        /// The name.
-        entry: String,
-    },
-    /// A checksum is wrong.
-    #[error(
-        "torch archive: entry {entry:?}: expected CRC-32 {expected:08x}, found {found:08x}: the archive is damaged"
-    )]
-    Checksum {
-        /// Its name.
-        entry: String,
-        /// As stored.
-        expected: u32,
-        /// As computed.
-        found: u32,
-    },
-    /// Numbers have their highest byte first.
-    #[error("torch archive: expected byte order \"little\", found {found:?}")]
-    ByteOrder {
-        /// As stored.
-        found: String,
-    },
-    /// An entry has another length than it must have.
-    #[error("torch archive: entry {entry:?}: expected {expected} bytes, found {found}")]
-    Length {
-        /// Its name.
-        entry: String,
-        /// The least number for a storage; the greatest for a pickle, and the room for other files.
-        expected: u64,
-        /// As the directory says.
-        found: u64,
-    },
-    /// Bytes that were given are not those that were requested.
-    #[error("torch archive: expected {expected} bytes at {start}, found {found}")]
-    Supplied {
-        /// Where.
-        start: u64,
-        /// Length of the span.
-        expected: u64,
-        /// Bytes that were given.
-        found: u64,
-    },
+    /// It is not an archive as torch writes them.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// What a file is refused with that torch wrote before it had archives.
+const LEGACY: &str =
+    "written by torch before 1.6, or without its zip format: load it with torch.load and save it with torch.save";
+/// What a pickle alone is refused with.
+const PICKLED: &str =
+    "a pickle that is no archive, as pickle.dump writes: load it in Python and save its tensors with torch.save";
+/// What a file without bytes is refused with.
+const EMPTY: &str = "an empty file: the save or the download did not finish";
+
+impl ArchiveError {
+    fn of(problem: impl std::fmt::Display) -> Self {
+        Self::Refused(format!("torch archive: {problem}"))
+    }
+
+    fn missing(entry: &str) -> Self {
+        Self::of(format_args!("expected an entry {entry:?}"))
+    }
+
+    /// That an entry has another length than it must have.
+    fn length(entry: &str, expected: u64, found: u64) -> Self {
+        Self::of(format_args!("entry {entry:?}: expected {expected} bytes, found {found}"))
+    }
 }
 
 /// A tensor of an archive and where its storage is.
@@ -208,12 +172,13 @@ impl OpenedArchive {
     /// It is not described as torch describes tensors, or its storage is not as long as it says.
     pub fn tensor(&self, id: Id, name: &str) -> Result<Option<SavedTensor>, ArchiveError> {
         let Some(tensor) = torch_state::tensor(&self.pickle, id, name)? else { return Ok(None) };
-        let missing = || ArchiveError::Missing { entry: format!("data/{}", tensor.storage) };
-        let (storage_start, found) = *self.storages.get(&tensor.storage).ok_or_else(missing)?;
+        let entry = format!("data/{}", tensor.storage);
+        let storage = self.storages.get(&tensor.storage).ok_or_else(|| ArchiveError::missing(&entry))?;
+        let (storage_start, found) = *storage;
         if found == tensor.storage_bytes {
             return Ok(Some(SavedTensor { tensor, storage_start }));
         }
-        Err(ArchiveError::Length { entry: format!("data/{}", tensor.storage), expected: tensor.storage_bytes, found })
+        Err(ArchiveError::length(&entry, tensor.storage_bytes, found))
     }
 }
 
@@ -247,7 +212,8 @@ impl TorchArchive {
         for (at, span) in wanted.iter().enumerate() {
             let (expected, found) = (span.end - span.start, bytes.get(at).map_or(0, |bytes| bytes.len() as u64));
             if expected != found {
-                return Err(ArchiveError::Supplied { start: span.start, expected, found });
+                let start = span.start;
+                return Err(ArchiveError::of(format_args!("expected {expected} bytes at {start}, found {found}")));
             }
         }
         self.known.extend(wanted.into_iter().map(|span| span.start).zip(bytes));
@@ -313,14 +279,14 @@ impl TorchArchive {
             Err(error) => {
                 let head = self.known.first().map_or(&[][..], |(_, bytes)| bytes);
                 if self.len_bytes == 0 {
-                    return Err(ArchiveError::Empty);
+                    return Err(ArchiveError::Refused(EMPTY.to_owned()));
                 }
                 let first = &head[..head.len().min(LEGACY_BYTES)];
                 if first.windows(LEGACY_NUMBER.len()).any(|part| part == LEGACY_NUMBER) {
-                    return Err(ArchiveError::Legacy);
+                    return Err(ArchiveError::Refused(LEGACY.to_owned()));
                 }
                 if let [0x80, 0..=5, ..] = first {
-                    return Err(ArchiveError::Pickled);
+                    return Err(ArchiveError::Refused(PICKLED.to_owned()));
                 }
                 // A comment may be longer than what was looked at.
                 let longest = TAIL_BYTES.min(self.len_bytes);
@@ -337,7 +303,7 @@ impl TorchArchive {
         let pickle = listing.find(&format!("{root}{PICKLE}"))?;
         if listing.entries[pickle].len_bytes > PICKLE_BYTES_MAX {
             let ZipEntry { name, len_bytes, .. } = &listing.entries[pickle];
-            return Err(ArchiveError::Length { entry: name.clone(), expected: PICKLE_BYTES_MAX, found: *len_bytes });
+            return Err(ArchiveError::length(name, PICKLE_BYTES_MAX, *len_bytes));
         }
         // Archives from before 2023 do not say the order of bytes.
         let order = listing.by_name.get(&format!("{root}byteorder")).copied();
@@ -348,7 +314,8 @@ impl TorchArchive {
         if let Some(order) = order {
             let found = self.content(&listing, order)?;
             if found != b"little" {
-                return Err(ArchiveError::ByteOrder { found: String::from_utf8_lossy(found).into_owned() });
+                let found = String::from_utf8_lossy(found);
+                return Err(ArchiveError::of(format_args!("expected byte order \"little\", found {found:?}")));
             }
         }
         let bytes = self.content(&listing, pickle)?;
@@ -367,12 +334,12 @@ impl TorchArchive {
         let start = self.data_start(listing, number)?;
         let span = start..start + entry.len_bytes;
         let bytes = self.bytes(&span).expect("the region of the entry was given, and the data is inside it");
-        let (expected, found) = (entry.crc32, crc32(bytes));
+        let (name, expected, found) = (&entry.name, entry.crc32, crc32(bytes));
         if expected == found {
-            Ok(bytes)
-        } else {
-            Err(ArchiveError::Checksum { entry: entry.name.clone(), expected, found })
+            return Ok(bytes);
         }
+        let sums = format!("expected CRC-32 {expected:08x}, found {found:08x}: the archive is damaged");
+        Err(ArchiveError::of(format_args!("entry {name:?}: {sums}")))
     }
 
     /// Where the data of an entry begins, whose local header was given. All of the data is before the next entry.
@@ -384,7 +351,7 @@ impl TorchArchive {
         if start <= region.end && entry.len_bytes <= room {
             Ok(start)
         } else {
-            Err(ArchiveError::Length { entry: entry.name.clone(), expected: room, found: entry.len_bytes })
+            Err(ArchiveError::length(&entry.name, room, entry.len_bytes))
         }
     }
 
@@ -441,7 +408,7 @@ impl TorchArchive {
             let ZipEntry { name, len_bytes: found, .. } = &listing.entries[number];
             let (expected, found) = (tensor.storage_bytes, *found);
             if found != expected {
-                return Err(ArchiveError::Length { entry: name.clone(), expected, found });
+                return Err(ArchiveError::length(name, expected, found));
             }
             Ok(SavedTensor { storage_start: self.data_start(&listing, number)?, tensor })
         };
@@ -459,13 +426,11 @@ impl Listing {
         let mut by_name = HashMap::with_capacity(entries.len());
         for (number, entry) in entries.iter().enumerate() {
             if by_name.insert(entry.name.clone(), number).is_some() {
-                return Err(ArchiveError::Duplicate { entry: entry.name.clone() });
+                return Err(ArchiveError::of(format_args!("entry {:?} is there twice", entry.name)));
             }
             if entry.header_start >= directory.start {
                 let (start, end) = (entry.header_start, directory.start);
-                return Err(
-                    ZipError::Outside { start, end: start.saturating_add(entry.len_bytes), len_bytes: end }.into()
-                );
+                return Err(ZipError::outside(start, start.saturating_add(entry.len_bytes), end).into());
             }
         }
         let mut starts: Vec<u64> = entries.iter().map(|entry| entry.header_start).chain([directory.start]).collect();
@@ -477,11 +442,11 @@ impl Listing {
     fn root(&self) -> Result<&str, ArchiveError> {
         let root = |entry: &ZipEntry| entry.name.strip_suffix(PICKLE).filter(|root| root.ends_with('/')).map(str::len);
         let found = self.entries.iter().find_map(|entry| root(entry).map(|len| &entry.name[..len]));
-        found.ok_or_else(|| ArchiveError::Missing { entry: PICKLE.to_owned() })
+        found.ok_or_else(|| ArchiveError::missing(PICKLE))
     }
 
     fn find(&self, name: &str) -> Result<usize, ArchiveError> {
-        self.by_name.get(name).copied().ok_or_else(|| ArchiveError::Missing { entry: name.to_owned() })
+        self.by_name.get(name).copied().ok_or_else(|| ArchiveError::missing(name))
     }
 
     /// From the local header of an entry to what follows it.
@@ -575,21 +540,23 @@ mod tests {
 
     #[test]
     fn old_files_are_refused_with_advice() {
-        assert_eq!(read(&fixture("legacy")).unwrap_err(), ArchiveError::Legacy);
-        assert!(matches!(read(b"nothing"), Err(ArchiveError::Zip(ZipError::NoEnd { .. }))));
-        assert!(matches!(read(&vec![1; 80_000]), Err(ArchiveError::Zip(ZipError::NoEnd { .. }))));
-        assert_eq!(read(b"").unwrap_err(), ArchiveError::Empty);
+        let error = |bytes: &[u8]| read(bytes).unwrap_err().to_string();
+        assert_eq!(error(&fixture("legacy")), LEGACY);
+        assert!(error(b"nothing").starts_with("not a zip archive: no end record"));
+        assert!(error(&vec![1; 80_000]).starts_with("not a zip archive: no end record"));
+        assert_eq!(error(b""), EMPTY);
         // The number in a frame, as protocol 4 has it, and another pickle.
         let framed = [b"\x80\x04\x95\x0d\0\0\0\0\0\0\0", LEGACY_NUMBER, b"."].concat();
-        assert_eq!(read(&framed).unwrap_err(), ArchiveError::Legacy);
-        assert_eq!(read(b"\x80\x04}.").unwrap_err(), ArchiveError::Pickled);
+        assert_eq!(error(&framed), LEGACY);
+        assert_eq!(error(b"\x80\x04}."), PICKLED);
     }
 
     #[test]
     fn bytes_that_were_not_asked_for_are_refused() {
         let bytes = fixture("archive 2");
         let mut archive = TorchArchive::new(bytes.len() as u64);
-        assert!(matches!(archive.supply(vec![bytes[1..].to_vec()]), Err(ArchiveError::Supplied { .. })));
+        let error = archive.supply(vec![bytes[1..].to_vec()]).unwrap_err().to_string();
+        assert!(error.starts_with("torch archive: expected ") && error.contains(" bytes at 0, found "), "{error}");
     }
 
     #[test]
@@ -606,7 +573,8 @@ mod tests {
                 bytes[at] ^= 1 << bit;
                 let found = read(&bytes);
                 if (pickle..pickle + 100).contains(&at) {
-                    assert!(matches!(found, Err(ArchiveError::Checksum { .. })), "byte {at}: {found:?}");
+                    let error = found.as_ref().unwrap_err().to_string();
+                    assert!(error.contains("expected CRC-32 "), "byte {at}: {error}");
                 }
                 // Bits of names, times and versions may change; places may not.
                 if let Ok((tensors, _)) = found {

@@ -9,7 +9,10 @@ use std::collections::HashSet;
 
 use ckfs_tensor::DType;
 
-use super::super::pickle::read::{Id, PickleValue, Unpickled};
+use super::{
+    super::pickle::read::{Id, PickleValue, Unpickled},
+    write::{STORAGES, dtype_name},
+};
 
 /// The pickle of an archive, below its root directory.
 pub(crate) const PICKLE: &str = "data.pkl";
@@ -45,64 +48,24 @@ pub struct TorchTensor {
 
 /// Why a saved object is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TorchError {
-    /// A tensor that is not described as torch describes it.
-    #[error("tensor {name:?}: expected {expected}")]
-    Malformed {
-        /// Its name.
-        name: String,
-        /// What is missing or of another kind.
-        expected: &'static str,
-    },
-    /// A type that has no place here.
-    #[error("tensor {name:?}: {found} is not supported")]
-    Unsupported {
-        /// Its name.
-        name: String,
-        /// The type or function.
-        found: String,
-    },
-    /// Two tensors of one name.
-    #[error("tensor {name:?} is there twice")]
-    Duplicate {
-        /// The name.
-        name: String,
-    },
-    /// Containers that are referred to again and again.
-    #[error("{name:?}: values are referred to more than {REPEATS_MAX} times again, as no program writes them")]
-    Repeats {
-        /// Where.
-        name: String,
-    },
-    /// Names that are too long together.
-    #[error("more than {NAME_BYTES_MAX} bytes of names of tensors")]
-    Names,
-    /// Containers within containers without end.
-    #[error("{name:?}: more than {DEPTH_MAX} containers within each other")]
-    Depth {
-        /// Where.
-        name: String,
-    },
-}
+#[error("{0}")]
+pub struct TorchError(String);
 
-/// Storage classes with the type of their elements.
-const STORAGES: [(&str, DType); 11] = [
-    ("BoolStorage", DType::Bool),
-    ("ByteStorage", DType::U8),
-    ("CharStorage", DType::I8),
-    ("ShortStorage", DType::I16),
-    ("HalfStorage", DType::F16),
-    ("BFloat16Storage", DType::BF16),
-    ("IntStorage", DType::I32),
-    ("FloatStorage", DType::F32),
-    ("ComplexFloatStorage", DType::C64),
-    ("DoubleStorage", DType::F64),
-    ("LongStorage", DType::I64),
-];
+impl TorchError {
+    /// A tensor that is not described as torch describes it.
+    pub(super) fn malformed(name: &str, expected: &str) -> Self {
+        Self(format!("tensor {name:?}: expected {expected}"))
+    }
+
+    /// A type or function that has no place here.
+    pub(super) fn unsupported(name: &str, found: impl std::fmt::Display) -> Self {
+        Self(format!("tensor {name:?}: {found} is not supported"))
+    }
+}
 
 /// The type that torch calls so.
 pub fn dtype_of(name: &str) -> Option<DType> {
-    DType::ALL.iter().copied().find(|dtype| super::write::dtype_name(*dtype) == Some(name) && *dtype != DType::F4)
+    DType::ALL.iter().copied().find(|dtype| dtype_name(*dtype) == Some(name) && *dtype != DType::F4)
 }
 
 /// Whether a saved object may name a class or function: what torch writes for tensors, and the containers around them.
@@ -149,14 +112,18 @@ pub fn tensors(pickle: &Unpickled) -> Result<Vec<TorchTensor>, TorchError> {
 /// # Errors
 /// [`TorchError`], the first that is met.
 pub fn object(pickle: &Unpickled) -> Result<TorchObject, TorchError> {
-    let mut found = TorchObject::default();
-    let mut path = Vec::new();
-    Walk { pickle, found: &mut found, leaves: None, path: &mut path, path_bytes: 0, visits: 0, name_bytes: 0 }
-        .visit(pickle.root())?;
+    let mut walk = Walk::new(pickle);
+    walk.visit(pickle.root())?;
+    check_names(walk.found.tensors.iter().map(|tensor| &tensor.name))?;
+    Ok(walk.found)
+}
+
+/// Refuses two tensors of one name.
+fn check_names<'a>(mut tensors: impl Iterator<Item = &'a String>) -> Result<(), TorchError> {
     let mut names = HashSet::new();
-    match found.tensors.iter().find(|tensor| !names.insert(tensor.name.as_str())) {
-        Some(tensor) => Err(TorchError::Duplicate { name: tensor.name.clone() }),
-        None => Ok(found),
+    match tensors.find(|name| !names.insert(*name)) {
+        Some(name) => Err(TorchError(format!("tensor {name:?} is there twice"))),
+        None => Ok(()),
     }
 }
 
@@ -165,11 +132,7 @@ pub fn object(pickle: &Unpickled) -> Result<TorchObject, TorchError> {
 /// # Errors
 /// It is not described as torch describes tensors.
 pub fn tensor(pickle: &Unpickled, id: Id, name: &str) -> Result<Option<TorchTensor>, TorchError> {
-    let mut path = vec![name.to_owned()];
-    let mut found = TorchObject::default();
-    let walk =
-        Walk { pickle, found: &mut found, leaves: None, path: &mut path, path_bytes: 0, visits: 0, name_bytes: 0 };
-    walk.tensor(id)
+    Walk { path: vec![name.to_owned()], ..Walk::new(pickle) }.tensor(id)
 }
 
 /// The keys of all storages that a pickle refers to.
@@ -206,37 +169,41 @@ pub struct Leaves {
 /// # Errors
 /// [`TorchError`]: depth, repetition or names without end, or a name twice.
 pub fn leaves(pickle: &Unpickled, root: Id) -> Result<Leaves, TorchError> {
-    let (mut found, mut leaves, mut path) = (TorchObject::default(), Vec::new(), Vec::new());
-    let (found_here, leaves_here) = (&mut found, Some(&mut leaves));
-    Walk { pickle, found: found_here, leaves: leaves_here, path: &mut path, path_bytes: 0, visits: 0, name_bytes: 0 }
-        .visit(root)?;
-    let mut names = HashSet::new();
-    match leaves.iter().find(|(name, _)| !names.insert(name.as_str())) {
-        Some((name, _)) => Err(TorchError::Duplicate { name: name.clone() }),
-        None => Ok(Leaves { tensors: leaves, others: found.others }),
-    }
+    let mut walk = Walk { leaves: Some(Vec::new()), ..Walk::new(pickle) };
+    walk.visit(root)?;
+    let tensors = walk.leaves.unwrap_or_default();
+    check_names(tensors.iter().map(|(name, _)| name))?;
+    Ok(Leaves { tensors, others: walk.found.others })
 }
 
 struct Walk<'a> {
     pickle: &'a Unpickled,
-    found: &'a mut TorchObject,
+    found: TorchObject,
     /// Takes tensors by place, if they are not to be described.
-    leaves: Option<&'a mut Vec<(String, Id)>>,
-    path: &'a mut Vec<String>,
+    leaves: Option<Vec<(String, Id)>>,
+    path: Vec<String>,
     path_bytes: usize,
     visits: usize,
     /// Bytes of all names so far.
     name_bytes: usize,
 }
 
-impl Walk<'_> {
+impl<'a> Walk<'a> {
+    fn new(pickle: &'a Unpickled) -> Self {
+        let (found, path) = (TorchObject::default(), Vec::new());
+        Self { pickle, found, leaves: None, path, path_bytes: 0, visits: 0, name_bytes: 0 }
+    }
+
     fn visit(&mut self, id: Id) -> Result<(), TorchError> {
         if self.path.len() > DEPTH_MAX {
-            return Err(TorchError::Depth { name: self.name() });
+            let name = self.name();
+            return Err(TorchError(format!("{name:?}: more than {DEPTH_MAX} containers within each other")));
         }
         self.visits += 1;
         if self.visits > self.pickle.count() + REPEATS_MAX {
-            return Err(TorchError::Repeats { name: self.name() });
+            let found =
+                format!("values are referred to more than {REPEATS_MAX} times again, as no program writes them");
+            return Err(TorchError(format!("{:?}: {found}", self.name())));
         }
         match self.pickle.value(id) {
             PickleValue::Dict(items) => self.items(items),
@@ -285,7 +252,8 @@ impl Walk<'_> {
     /// Counts the name of a value that is noted.
     fn count_name(&mut self) -> Result<(), TorchError> {
         self.name_bytes = self.name_bytes.saturating_add(self.path_bytes);
-        if self.name_bytes > NAME_BYTES_MAX { Err(TorchError::Names) } else { Ok(()) }
+        let too_long = || TorchError(format!("more than {NAME_BYTES_MAX} bytes of names of tensors"));
+        if self.name_bytes > NAME_BYTES_MAX { Err(too_long()) } else { Ok(()) }
     }
 
     /// Notes what is no tensor. An empty dictionary, such as the metadata of a state, is nothing.
@@ -325,13 +293,12 @@ impl Walk<'_> {
     /// The tensor that a value is, if it is one.
     fn tensor(&self, id: Id) -> Result<Option<TorchTensor>, TorchError> {
         let Some((callee, args, _)) = self.pickle.call(id) else { return Ok(None) };
-        let malformed = |expected| TorchError::Malformed { name: self.name(), expected };
+        let malformed = |expected| TorchError::malformed(&self.name(), expected);
         match (callee.module.as_str(), callee.name.as_str()) {
             // A parameter holds its tensor.
             ("torch._utils", "_rebuild_parameter") | ("torch.nn.parameter", "Parameter") => {
-                let inner = args.first().ok_or(malformed("a parameter of a tensor"))?;
-                let tensor = self.tensor(*inner)?;
-                Ok(Some(tensor.ok_or(malformed("a parameter of a tensor"))?))
+                let tensor = args.first().map_or(Ok(None), |inner| self.tensor(*inner))?;
+                Ok(Some(tensor.ok_or_else(|| malformed("a parameter of a tensor"))?))
             }
             // A tensor that was given attributes: the call that would rebuild it, its class, and the arguments.
             ("torch._tensor", "_rebuild_from_type_v2") => {
@@ -344,8 +311,7 @@ impl Walk<'_> {
                 let is_plain =
                     matches!(class.name.as_str(), "Tensor" | "Parameter") && function.module == "torch._utils";
                 let inner = self.pickle.sequence(*inner).filter(|_| is_plain);
-                let inner =
-                    inner.ok_or_else(|| TorchError::Unsupported { name: self.name(), found: class.to_string() })?;
+                let inner = inner.ok_or_else(|| TorchError::unsupported(&self.name(), class))?;
                 self.rebuilt(&function.name, inner).map(Some)
             }
             ("torch._utils", rebuild) => self.rebuilt(rebuild, args).map(Some),
@@ -354,19 +320,19 @@ impl Walk<'_> {
     }
 
     fn rebuilt(&self, rebuild: &str, args: &[Id]) -> Result<TorchTensor, TorchError> {
-        let malformed = |expected| TorchError::Malformed { name: self.name(), expected };
+        let malformed = |expected| TorchError::malformed(&self.name(), expected);
         let [storage, offset, sizes, strides, ..] = args else {
             return Err(malformed("storage, offset, sizes and strides"));
         };
-        let (class, storage, count) = self.storage(*storage).ok_or(malformed("a storage"))?;
+        let (class, storage, count) = self.storage(*storage).ok_or_else(|| malformed("a storage"))?;
         let typed = STORAGES.iter().find(|(known, _)| *known == class);
         let (dtype, element_of_count, metadata) = match (rebuild, typed) {
             ("_rebuild_tensor_v2", Some((_, dtype))) => (*dtype, dtype.element_bytes().unwrap_or(1), args.get(6)),
             // Without a class of its own, the type is an argument and the storage counts bytes.
             ("_rebuild_tensor_v3", None) => {
-                let named = args.get(6).ok_or(malformed("a dtype"))?;
+                let named = args.get(6).ok_or_else(|| malformed("a dtype"))?;
                 let PickleValue::Global(name) = self.pickle.value(*named) else { return Err(malformed("a dtype")) };
-                let unsupported = || TorchError::Unsupported { name: self.name(), found: name.to_string() };
+                let unsupported = || TorchError::unsupported(&self.name(), name);
                 (dtype_of(&name.name).ok_or_else(unsupported)?, 1, args.get(7))
             }
             _ => return Err(malformed("a typed storage, or bytes and a dtype")),
@@ -376,15 +342,16 @@ impl Walk<'_> {
             *self.pickle.value(*id) == PickleValue::None || self.pickle.items(*id).is_some_and(<[_]>::is_empty)
         };
         if !metadata.is_none_or(is_plain) {
-            return Err(TorchError::Unsupported { name: self.name(), found: "a tensor with metadata".to_owned() });
+            return Err(TorchError::unsupported(&self.name(), "a tensor with metadata"));
         }
-        let numbers = |id: Id| self.numbers(id).ok_or(malformed("sizes and strides of whole numbers"));
+        let numbers = |id: Id| self.numbers(id).ok_or_else(|| malformed("sizes and strides of whole numbers"));
         let (shape, strides) = (numbers(*sizes)?, numbers(*strides)?);
         if shape.len() != strides.len() {
             return Err(malformed("as many strides as sizes"));
         }
-        let offset = self.pickle.natural(*offset).ok_or(malformed("an offset"))?;
-        let storage_bytes = count.checked_mul(element_of_count).ok_or(malformed("a storage that fits 64 bits"))?;
+        let offset = self.pickle.natural(*offset).ok_or_else(|| malformed("an offset"))?;
+        let storage_bytes =
+            count.checked_mul(element_of_count).ok_or_else(|| malformed("a storage that fits 64 bits"))?;
         let tensor = TorchTensor { name: self.name(), dtype, shape, strides, storage, offset, storage_bytes };
         let fits = tensor.end_bytes().is_some_and(|end| end <= storage_bytes);
         if fits { Ok(tensor) } else { Err(malformed("a tensor inside its storage")) }
@@ -400,14 +367,7 @@ impl Walk<'_> {
     }
 
     fn numbers(&self, id: Id) -> Option<Vec<u64>> {
-        let elements = match self.pickle.call(id) {
-            // `torch.Size` of a tuple.
-            Some((name, args, _)) if name.module == "torch" && name.name == "Size" => {
-                self.pickle.sequence(*args.first()?)?
-            }
-            Some(_) => return None,
-            None => self.pickle.sequence(id)?,
-        };
+        let elements = self.pickle.sequence(self.pickle.size(id))?;
         elements.iter().map(|element| self.pickle.natural(*element)).collect()
     }
 }

@@ -61,32 +61,24 @@ pub fn shape(dtype: DType, shape: &Shape) -> Option<Shape> {
     Some(region(dtype, &Region::within(shape, &ranges)?)?.shape().clone())
 }
 
+/// Storage classes with the type of their elements.
+pub(super) const STORAGES: [(&str, DType); 11] = [
+    ("BoolStorage", DType::Bool),
+    ("ByteStorage", DType::U8),
+    ("CharStorage", DType::I8),
+    ("ShortStorage", DType::I16),
+    ("HalfStorage", DType::F16),
+    ("BFloat16Storage", DType::BF16),
+    ("IntStorage", DType::I32),
+    ("FloatStorage", DType::F32),
+    ("ComplexFloatStorage", DType::C64),
+    ("DoubleStorage", DType::F64),
+    ("LongStorage", DType::I64),
+];
+
 /// Storage class of a type, where it has one.
-const fn storage(dtype: DType) -> Option<&'static str> {
-    Some(match dtype {
-        DType::Bool => "BoolStorage",
-        DType::U8 => "ByteStorage",
-        DType::I8 => "CharStorage",
-        DType::I16 => "ShortStorage",
-        DType::F16 => "HalfStorage",
-        DType::BF16 => "BFloat16Storage",
-        DType::I32 => "IntStorage",
-        DType::F32 => "FloatStorage",
-        DType::C64 => "ComplexFloatStorage",
-        DType::F64 => "DoubleStorage",
-        DType::I64 => "LongStorage",
-        DType::F4
-        | DType::F6E2M3
-        | DType::F6E3M2
-        | DType::F8E5M2
-        | DType::F8E4M3
-        | DType::F8E8M0
-        | DType::F8E4M3Fnuz
-        | DType::F8E5M2Fnuz
-        | DType::U16
-        | DType::U32
-        | DType::U64 => return None,
-    })
+fn storage(dtype: DType) -> Option<&'static str> {
+    STORAGES.iter().find(|(_, of)| *of == dtype).map(|(class, _)| *class)
 }
 
 /// Pushes a contiguous tensor whose elements are storage number `number`.

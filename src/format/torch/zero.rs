@@ -83,8 +83,8 @@ struct Of<'a> {
     pickle: &'a Unpickled,
 }
 
-fn malformed(name: &str, expected: &'static str) -> TorchError {
-    TorchError::Malformed { name: name.to_owned(), expected }
+fn malformed(name: &str, expected: &str) -> TorchError {
+    TorchError::malformed(name, expected)
 }
 
 /// Reads a file of model states.
@@ -147,10 +147,11 @@ pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, TorchErro
     let stage = pickle.natural(stage).filter(|stage| (1..=3).contains(stage));
     let stage = stage.ok_or_else(|| malformed("zero_stage", "1, 2 or 3"))?;
     let partitions = of.member(state, "partition_count")?;
-    let partitions = of.naturals(partitions).ok_or_else(|| malformed("partition_count", "numbers of partitions"))?;
+    let partitions =
+        pickle.naturals(partitions).ok_or_else(|| malformed("partition_count", "numbers of partitions"))?;
     if of.present(state, "ds_zero_partition_groups").is_some() {
-        let found = "a partition of experts over groups of ranks (AutoEP)".to_owned();
-        return Err(TorchError::Unsupported { name: "ds_zero_partition_groups".to_owned(), found });
+        let found = "a partition of experts over groups of ranks (AutoEP)";
+        return Err(TorchError::unsupported("ds_zero_partition_groups", found));
     }
     let key = if stage == 3 { "fp32_flat_groups" } else { "single_partition_of_fp32_groups" };
     let flat = of.member(state, key)?;
@@ -158,7 +159,7 @@ pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, TorchErro
     let paddings = match of.present(state, "param_alignment_paddings") {
         Some(groups) => {
             let groups = pickle.sequence(groups).unwrap_or_default();
-            let groups: Option<Vec<Vec<u64>>> = groups.iter().map(|group| of.naturals(*group)).collect();
+            let groups: Option<Vec<Vec<u64>>> = groups.iter().map(|group| pickle.naturals(*group)).collect();
             Some(groups.ok_or_else(|| malformed("param_alignment_paddings", "lists of numbers"))?)
         }
         None => None,
@@ -179,13 +180,6 @@ impl Of<'_> {
         self.present(state, key).ok_or_else(|| malformed("(file)", key))
     }
 
-    fn naturals(&self, id: Id) -> Option<Vec<u64>> {
-        if let Some(number) = self.pickle.natural(id) {
-            return Some(vec![number]);
-        }
-        self.pickle.sequence(id)?.iter().map(|number| self.pickle.natural(*number)).collect()
-    }
-
     /// The items of a dictionary with text keys. A key that was set twice counts once, as it was set last.
     fn pairs(&self, what: &str, id: Id) -> Result<Vec<Named>, TorchError> {
         let items = self.pickle.items(id).ok_or_else(|| malformed(what, "a dict"))?;
@@ -199,11 +193,8 @@ impl Of<'_> {
 
     fn shapes(&self, what: &str, id: Id) -> Result<Vec<Shaped>, TorchError> {
         let shape = |(name, id): Named| {
-            let numbers = match self.pickle.call(id) {
-                Some((class, [numbers], _)) if class.module == "torch" && class.name == "Size" => *numbers,
-                Some(_) | None => id,
-            };
-            let numbers = self.pickle.sequence(numbers).and_then(|_| self.naturals(numbers));
+            let numbers = self.pickle.size(id);
+            let numbers = self.pickle.sequence(numbers).and_then(|_| self.pickle.naturals(numbers));
             Ok((name.clone(), numbers.ok_or_else(|| malformed(&name, "a shape"))?))
         };
         self.pairs(what, id)?.into_iter().map(shape).collect()

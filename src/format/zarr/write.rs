@@ -65,14 +65,16 @@ pub fn chunk_numbers(name: &[u8], rank: usize) -> Option<PerAxis> {
     if rank == 0 {
         return (text == "0").then(PerAxis::new);
     }
-    let numbers: PerAxis = text
-        .split('.')
-        .map(|word| {
-            let canonical = word.bytes().all(|b| b.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
-            canonical.then(|| word.parse().ok()).flatten()
-        })
-        .collect::<Option<_>>()?;
-    (numbers.len() == rank).then_some(numbers)
+    parse_numbers(text, '.').filter(|numbers| numbers.len() == rank)
+}
+
+/// Numbers with a character between them; `None` for any spelling but the shortest.
+pub(super) fn parse_numbers(text: &str, separator: char) -> Option<PerAxis> {
+    let number = |word: &str| {
+        let is_canonical = word.bytes().all(|byte| byte.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
+        word.parse().ok().filter(|_| is_canonical)
+    };
+    text.split(separator).map(number).collect()
 }
 
 #[cfg(test)]

@@ -24,43 +24,19 @@ pub const ENTRIES_MAX: u64 = 4 << 20;
 
 /// Why an archive is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ZipError {
-    /// There is no end record.
-    #[error("not a zip archive: no end record in the last {searched} bytes")]
-    NoEnd {
-        /// Bytes that were looked at.
-        searched: usize,
-    },
-    /// A record is cut off, or does not begin with its mark.
-    #[error("zip: {what} is damaged")]
-    Damaged {
-        /// Which.
-        what: &'static str,
-    },
-    /// The directory lies beyond the file.
-    #[error("zip: the directory at bytes {start}..{end} is outside a file of {len_bytes} bytes")]
-    Outside {
-        /// First byte.
-        start: u64,
-        /// One past the last byte.
-        end: u64,
-        /// Length of the file.
-        len_bytes: u64,
-    },
-    /// More entries than are read.
-    #[error("zip: {found} entries: expected at most {ENTRIES_MAX}")]
-    TooMany {
-        /// As given.
-        found: u64,
-    },
-    /// An entry whose bytes cannot be taken as they are.
-    #[error("zip: entry {name:?} is {how}; only stored entries are read")]
-    NotStored {
-        /// Its name.
-        name: String,
-        /// `compressed by method 8`, `encrypted`.
-        how: String,
-    },
+#[error("{0}")]
+pub struct ZipError(String);
+
+impl ZipError {
+    /// That a record is cut off, or does not begin with its mark.
+    fn damaged(what: &str) -> Self {
+        Self(format!("zip: {what} is damaged"))
+    }
+
+    /// That the directory, or an entry, lies beyond the file.
+    pub(crate) fn outside(start: u64, end: u64, len_bytes: u64) -> Self {
+        Self(format!("zip: the directory at bytes {start}..{end} is outside a file of {len_bytes} bytes"))
+    }
 }
 
 /// Where the directory is.
@@ -135,12 +111,12 @@ pub(crate) fn find_directory(tail: &[u8], file_bytes: u64) -> Result<ZipDirector
         let comment = record.u16(END_BYTES - 2).map(usize::from);
         record.u32(0) == Some(END_MARK) && comment.is_some_and(|comment| at + END_BYTES + comment == tail.len())
     };
-    let last = tail.len().checked_sub(END_BYTES).ok_or(ZipError::NoEnd { searched: tail.len() })?;
-    let at = (0..=last).rev().find(ends_file).ok_or(ZipError::NoEnd { searched: tail.len() })?;
+    let at = tail.len().checked_sub(END_BYTES).and_then(|last| (0..=last).rev().find(ends_file));
+    let searched = tail.len();
+    let at = at.ok_or_else(|| ZipError(format!("not a zip archive: no end record in the last {searched} bytes")))?;
     let record = Record(&tail[at..]);
-    let damaged = ZipError::Damaged { what: "the end record" };
     let (Some(entries), Some(len), Some(start)) = (record.u16(10), record.u32(12), record.u32(16)) else {
-        return Err(damaged);
+        return Err(ZipError::damaged("the end record"));
     };
     let (mut entries, mut len, mut start) = (u64::from(entries), u64::from(len), u64::from(start));
     let is_wide = entries == u64::from(u16::MAX) || len == u64::from(ELSEWHERE) || start == u64::from(ELSEWHERE);
@@ -149,11 +125,11 @@ pub(crate) fn find_directory(tail: &[u8], file_bytes: u64) -> Result<ZipDirector
     }
     let end = start.saturating_add(len);
     if end > file_bytes - (tail.len() - at) as u64 {
-        return Err(ZipError::Outside { start, end, len_bytes: file_bytes });
+        return Err(ZipError::outside(start, end, file_bytes));
     }
     // No more than there can be.
     if entries > ENTRIES_MAX || entries > len / ENTRY_BYTES as u64 {
-        return Err(ZipError::TooMany { found: entries });
+        return Err(ZipError(format!("zip: {entries} entries: expected at most {ENTRIES_MAX}")));
     }
     Ok(ZipDirectory { start, end, entries })
 }
@@ -172,15 +148,15 @@ fn wide_end(tail: &[u8], at: usize, file_bytes: u64) -> Option<Result<(u64, u64,
         (record.u32(0)? == WIDE_END_MARK).then_some(())?;
         Some((record.u64(32)?, record.u64(40)?, record.u64(48)?))
     };
-    Some(read().ok_or(ZipError::Damaged { what: "the 64-bit end record" }))
+    Some(read().ok_or_else(|| ZipError::damaged("the 64-bit end record")))
 }
 
 /// The entries of a directory, of which `bytes` are all.
 ///
 /// # Errors
-/// [`ZipError::Damaged`].
+/// [`ZipError`].
 pub(crate) fn parse_directory(bytes: &[u8], directory: ZipDirectory) -> Result<Vec<ZipEntry>, ZipError> {
-    let damaged = || ZipError::Damaged { what: "the directory" };
+    let damaged = || ZipError::damaged("the directory");
     let mut entries = Vec::new();
     let mut rest = bytes;
     for _ in 0..directory.entries {
@@ -244,25 +220,26 @@ impl ZipEntry {
     /// extra fields must fill their room: a damaged length is noticed.
     ///
     /// # Errors
-    /// [`ZipError::NotStored`], [`ZipError::Damaged`] or [`ZipError::Outside`].
+    /// [`ZipError`]: it is compressed, encrypted, damaged or outside the file.
     pub fn data_start(&self, local: &[u8], file_bytes: u64) -> Result<u64, ZipError> {
-        let refused = |how| Err(ZipError::NotStored { name: self.name.clone(), how });
+        let refused =
+            |how: String| Err(ZipError(format!("zip: entry {:?} is {how}; only stored entries are read", self.name)));
         if self.flags & ENCRYPTED != 0 {
             return refused("encrypted".to_owned());
         }
         if self.method != STORED {
             return refused(format!("compressed by method {}", self.method));
         }
-        let damaged = ZipError::Damaged { what: "a local header" };
+        let damaged = || ZipError::damaged("a local header");
         let names = local.get(to_usize(LOCAL_BYTES)..).and_then(|rest| {
             let (name, rest) = rest.split_at_checked(usize::from(Record(local).u16(26)?))?;
             Some((name, rest.get(..usize::from(Record(local).u16(28)?))?))
         });
-        let (Some(len), Some((name, extra))) = (local_header_bytes(local), names) else { return Err(damaged) };
+        let (Some(len), Some((name, extra))) = (local_header_bytes(local), names) else { return Err(damaged()) };
         let start = self.header_start.checked_add(len).filter(|_| name == self.name.as_bytes());
-        let start = start.filter(|_| wide_fields(extra).is_some()).ok_or(damaged)?;
+        let start = start.filter(|_| wide_fields(extra).is_some()).ok_or_else(damaged)?;
         let end = start.saturating_add(self.len_bytes);
-        if end <= file_bytes { Ok(start) } else { Err(ZipError::Outside { start, end, len_bytes: file_bytes }) }
+        if end <= file_bytes { Ok(start) } else { Err(ZipError::outside(start, end, file_bytes)) }
     }
 }
 
@@ -336,8 +313,10 @@ mod tests {
 
     #[test]
     fn what_is_no_archive_is_refused() {
-        assert_eq!(list(b""), Err(ZipError::NoEnd { searched: 0 }));
-        assert_eq!(list(&[7; 100]), Err(ZipError::NoEnd { searched: 100 }));
+        for bytes in [&b""[..], &[7; 100]] {
+            let expected = format!("not a zip archive: no end record in the last {} bytes", bytes.len());
+            assert_eq!(list(bytes).unwrap_err().to_string(), expected);
+        }
     }
 
     #[test]
@@ -348,7 +327,8 @@ mod tests {
             for bit in 0..8 {
                 let mut bytes = whole.clone();
                 bytes[entry + place] ^= 1 << bit;
-                assert_eq!(list(&bytes), Err(ZipError::Damaged { what: "a local header" }), "byte {place} bit {bit}");
+                let error = list(&bytes).unwrap_err().to_string();
+                assert_eq!(error, "zip: a local header is damaged", "byte {place} bit {bit}");
             }
         }
     }

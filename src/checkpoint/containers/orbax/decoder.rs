@@ -93,7 +93,7 @@ impl Decoder {
         if len < PROBED_BYTES_MIN || std::hint::black_box(&mut probe).try_reserve_exact(to_usize(len)).is_ok() {
             return Ok(());
         }
-        Err(self.undecodable(decoded, chunk, ChunkError::Memory { bytes: len }))
+        Err(self.undecodable(decoded, chunk, ChunkError::memory(len)))
     }
 
     /// Decodes a chunk into `target`. `stored` has room for its stored bytes, unless they are streamed.

@@ -8,7 +8,7 @@
 
 use ckfs_format::{
     ocdbt,
-    orbax::read::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, METADATA, OrbaxError, UNFINISHED},
+    orbax::read::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, METADATA, UNFINISHED},
 };
 
 use super::problem::OrbaxProblem;
@@ -170,7 +170,7 @@ fn metadata(tree: &dyn FileTree, directory: &str) -> Result<Option<CheckpointMet
     match CheckpointMetadata::parse(&bytes) {
         Ok(found) => Ok(Some(found)),
         // The file is written at the start of a save, and again at its end.
-        Err(OrbaxError::Json { .. }) if bytes.is_empty() => Ok(None),
+        Err(_) if bytes.is_empty() => Ok(None),
         Err(error) => Err(OrbaxProblem::Description { directory: tree.shown(directory), error }),
     }
 }

@@ -68,13 +68,15 @@ fn a_checkpoint_of_safetensors_files_is_read() {
     let other = Header::parse_file(&other.bytes, other.bytes.len() as u64 + 30).unwrap();
     let error = DcpState::of_safetensors([("a", &plain), ("b", &other)]).unwrap_err().to_string();
     assert_eq!(error, "tensor \"w\": F32 of 2 axes in one file, F16 of 2 axes in another");
-    assert!(matches!(DcpState::of_safetensors([("../a", &plain)]), Err(DcpError::Path { .. })));
+    let error = DcpState::of_safetensors([("../a", &plain)]).unwrap_err().to_string();
+    assert!(error.starts_with("file \"../a\": expected a path inside the checkpoint"), "{error}");
     for info in ["{}", "[]", "{\"w\":{\"saved_offsets\":[0]}}", "{\"w\":{\"saved_offsets\":[18446744073709551615,0]}}"]
     {
         let entries = [("w", DType::F32, &[5, 3][..])];
         let file = crate::safetensors::write_header(entries, &[(SHARDING_INFO, info)], 8).unwrap();
         let header = Header::parse_file(&file.bytes, file.bytes.len() as u64 + 60).unwrap();
-        assert!(matches!(DcpState::of_safetensors([("a", &header)]), Err(DcpError::Malformed { .. })), "{info}");
+        let error = DcpState::of_safetensors([("a", &header)]).unwrap_err().to_string();
+        assert!(error.contains(": expected "), "{info}: {error}");
     }
 }
 

@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use ckfs_host::parse_room::{HeldRoom, ParseRoom};
 
 use super::{
-    error::PickleError,
     op,
     value::{Id, Name, Object, PickleValue, Unpickled},
 };
@@ -26,6 +25,11 @@ impl Default for Limits {
         Self { values_max: 64 << 20, text_bytes_max: 1 << 30, room: ParseRoom::of_process() }
     }
 }
+
+/// Why a pickle is refused. Offsets are those of the instruction.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("pickle: {0}")]
+pub struct PickleError(String);
 
 /// Reads the pickle that `bytes` begin with. `allowed` is the closed list: it is asked for each class and function that the
 /// pickle names, with module and name.
@@ -96,7 +100,9 @@ impl<'a> Machine<'a> {
     fn step(&mut self, opcode: u8) -> Result<(), PickleError> {
         match opcode {
             op::PROTO => match self.byte()? {
-                found if found > PROTOCOL_MAX => Err(PickleError::Protocol { found }),
+                found if found > PROTOCOL_MAX => {
+                    Err(PickleError(format!("protocol {found}: expected at most {PROTOCOL_MAX}")))
+                }
                 _ => Ok(()),
             },
             // The length of what follows, of use to readers of streams only.
@@ -151,7 +157,7 @@ impl<'a> Machine<'a> {
             | op::FROZENSET => self.container(opcode),
             op::APPEND | op::APPENDS | op::ADDITEMS | op::SETITEM | op::SETITEMS => self.fill(opcode),
             op::GLOBAL | op::STACK_GLOBAL | op::REDUCE | op::NEWOBJ | op::BUILD | op::BINPERSID => self.object(opcode),
-            _ => Err(PickleError::Opcode { at: self.opcode_at, opcode }),
+            _ => Err(self.refused(format_args!("instruction {opcode:#04x} is not supported"))),
         }
     }
 
@@ -163,8 +169,8 @@ impl<'a> Machine<'a> {
             _ => u32::try_from(self.memo.len()).map_err(|_| self.limit("stored values", u64::from(u32::MAX)))?,
         };
         if matches!(opcode, op::BINGET | op::LONG_BINGET) {
-            let found = self.memo.get(&number).copied();
-            return self.push_id(found.ok_or(PickleError::Memo { at: self.opcode_at, number })?);
+            let missing = || self.refused(format_args!("nothing was stored under number {number}"));
+            return self.push_id(self.memo.get(&number).copied().ok_or_else(missing)?);
         }
         let top = self.top()?;
         self.memo.insert(number, top);
@@ -188,11 +194,11 @@ impl<'a> Machine<'a> {
             }
             _ => {
                 let len = if opcode == op::LONG1 { usize::from(self.byte()?) } else { self.len32()? };
-                let at = self.opcode_at;
                 let bytes = self.take(len)?;
                 let negative = bytes.last().is_some_and(|top| top & 0x80 != 0);
                 let mut wide = [if negative { 0xff } else { 0 }; 16];
-                wide.get_mut(..len).ok_or(PickleError::Integer { at, bytes: len })?.copy_from_slice(bytes);
+                let long = || self.refused(format_args!("an integer of {len} bytes: expected at most 16"));
+                wide.get_mut(..len).ok_or_else(long)?.copy_from_slice(bytes);
                 PickleValue::Int(i128::from_le_bytes(wide))
             }
         };
@@ -206,10 +212,9 @@ impl<'a> Machine<'a> {
             _ => {
                 let len = u64::from_le_bytes(self.array()?);
                 // More than memory can hold is more than the input has.
-                usize::try_from(len).map_err(|_| PickleError::Truncated { at: self.bytes.len() })?
+                usize::try_from(len).map_err(|_| self.truncated())?
             }
         };
-        let at = self.opcode_at;
         let bytes = self.take(len)?;
         self.text_bytes += len as u64;
         self.bounded(self.text_bytes, self.limits.text_bytes_max, "bytes of text")?;
@@ -218,7 +223,7 @@ impl<'a> Machine<'a> {
             op::BINSTRING | op::SHORT_BINSTRING | op::BINUNICODE | op::SHORT_BINUNICODE | op::BINUNICODE8
         );
         self.push(if is_text {
-            PickleValue::Text(std::str::from_utf8(bytes).map_err(|_| PickleError::Utf8 { at })?.into())
+            PickleValue::Text(std::str::from_utf8(bytes).map_err(|_| self.not_utf8())?.into())
         } else {
             PickleValue::Bytes(bytes.into())
         })
@@ -260,7 +265,6 @@ impl<'a> Machine<'a> {
             }
             _ => self.above_mark()?,
         };
-        let at = self.opcode_at;
         self.count(added.len() * size_of::<Id>() * 2)?;
         let target = self.top()?;
         let in_pairs = matches!(opcode, op::SETITEM | op::SETITEMS);
@@ -275,7 +279,8 @@ impl<'a> Machine<'a> {
             (PickleValue::Object(object), _) => object.elements.extend(added),
             (other, _) => {
                 let expected = if in_pairs { "a dict below the items" } else { "a list or set below the elements" };
-                return Err(PickleError::Operand { at, expected, found: other.kind() });
+                let found = other.kind();
+                return Err(self.operand(expected, found));
             }
         }
         Ok(())
@@ -297,33 +302,28 @@ impl<'a> Machine<'a> {
             }
             op::BUILD => {
                 let state = self.pop()?;
-                let (at, target) = (self.opcode_at, self.top()?);
-                let target = &mut self.values[target.0 as usize];
-                let PickleValue::Object(object) = target else {
-                    return Err(PickleError::Operand {
-                        at,
-                        expected: "an object below its state",
-                        found: target.kind(),
-                    });
-                };
-                object.state = Some(state);
-                Ok(())
+                let target = self.top()?;
+                match &mut self.values[target.0 as usize] {
+                    PickleValue::Object(object) => {
+                        object.state = Some(state);
+                        Ok(())
+                    }
+                    other => {
+                        let found = other.kind();
+                        Err(self.operand("an object below its state", found))
+                    }
+                }
             }
             _ => {
                 let (args, callee) = (self.pop()?, self.pop()?);
-                let at = self.opcode_at;
                 // One value may stand in both places, by DUP or by its number.
                 let found = &self.values[callee.0 as usize];
                 if !matches!(found, PickleValue::Global(_)) {
-                    return Err(PickleError::Operand {
-                        at,
-                        expected: "a class or function to call",
-                        found: found.kind(),
-                    });
+                    return Err(self.operand("a class or function to call", found.kind()));
                 }
                 let found = &self.values[args.0 as usize];
                 if !matches!(found, PickleValue::Tuple(_)) {
-                    return Err(PickleError::Operand { at, expected: "a tuple of arguments", found: found.kind() });
+                    return Err(self.operand("a tuple of arguments", found.kind()));
                 }
                 if let Some(nested) = self.nested_class(callee, args) {
                     return self.global(nested.module, nested.name);
@@ -352,7 +352,8 @@ impl<'a> Machine<'a> {
     fn global(&mut self, module: String, name: String) -> Result<(), PickleError> {
         let name = Name { module, name };
         if !(self.allowed)(&name.module, &name.name) {
-            return Err(PickleError::Forbidden { at: self.opcode_at, name });
+            let problem = format_args!("{name} is not on the list of what a checkpoint may hold; nothing was run");
+            return Err(self.refused(problem));
         }
         self.text_bytes += (name.module.len() + name.name.len()) as u64;
         self.bounded(self.text_bytes, self.limits.text_bytes_max, "bytes of text")?;
@@ -364,8 +365,7 @@ impl<'a> Machine<'a> {
         if rest.is_empty() {
             Ok(pairs.iter().map(|[key, value]| (*key, *value)).collect())
         } else {
-            let (expected, found) = ("as many values as keys", "an odd number of both");
-            Err(PickleError::Operand { at: self.opcode_at, expected, found })
+            Err(self.operand("as many values as keys", "an odd number of both"))
         }
     }
 
@@ -391,7 +391,7 @@ impl<'a> Machine<'a> {
             return Ok(());
         }
         let counted = self.held.grow(std::mem::take(&mut self.uncounted_bytes) as u64);
-        counted.map_err(|full| PickleError::Memory { at: self.opcode_at, full })
+        counted.map_err(|full| self.refused(full))
     }
 
     fn count_stack(&mut self) -> Result<(), PickleError> {
@@ -407,8 +407,8 @@ impl<'a> Machine<'a> {
     fn top(&self) -> Result<Id, PickleError> {
         let floor = self.marks.last().copied().unwrap_or(0);
         let found = if self.marks.is_empty() { "an empty stack" } else { "a mark" };
-        let missing = PickleError::Operand { at: self.opcode_at, expected: "a value on the stack", found };
-        self.stack.get(floor..).and_then(|above| above.last().copied()).ok_or(missing)
+        let missing = || self.operand("a value on the stack", found);
+        self.stack.get(floor..).and_then(|above| above.last().copied()).ok_or_else(missing)
     }
 
     fn pop(&mut self) -> Result<Id, PickleError> {
@@ -421,15 +421,14 @@ impl<'a> Machine<'a> {
         let id = self.pop()?;
         let value = &self.values[id.0 as usize];
         let PickleValue::Text(text) = value else {
-            return Err(PickleError::Operand { at: self.opcode_at, expected: "a str", found: value.kind() });
+            return Err(self.operand("a str", value.kind()));
         };
         Ok(text.to_string())
     }
 
     /// Takes what lies above the last mark, and the mark.
     fn above_mark(&mut self) -> Result<Vec<Id>, PickleError> {
-        let found = "none";
-        let mark = self.marks.pop().ok_or(PickleError::Operand { at: self.opcode_at, expected: "a mark", found })?;
+        let mark = self.marks.pop().ok_or_else(|| self.operand("a mark", "none"))?;
         Ok(self.stack.split_off(mark))
     }
 
@@ -443,12 +442,12 @@ impl<'a> Machine<'a> {
 
     fn len32(&mut self) -> Result<usize, PickleError> {
         // Of 32 bits, so that it fits memory.
-        usize::try_from(self.u32()?).map_err(|_| PickleError::Truncated { at: self.bytes.len() })
+        usize::try_from(self.u32()?).map_err(|_| self.truncated())
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N], PickleError> {
         let rest = self.bytes.get(self.at..).and_then(<[u8]>::first_chunk::<N>);
-        let bytes = *rest.ok_or(PickleError::Truncated { at: self.bytes.len() })?;
+        let bytes = *rest.ok_or_else(|| self.truncated())?;
         self.at += N;
         Ok(bytes)
     }
@@ -456,7 +455,7 @@ impl<'a> Machine<'a> {
     fn take(&mut self, len: usize) -> Result<&'a [u8], PickleError> {
         let end = self.at.checked_add(len);
         let taken = end.and_then(|end| self.bytes.get(self.at..end));
-        let taken = taken.ok_or(PickleError::Truncated { at: self.bytes.len() })?;
+        let taken = taken.ok_or_else(|| self.truncated())?;
         self.at += len;
         Ok(taken)
     }
@@ -464,14 +463,33 @@ impl<'a> Machine<'a> {
     /// Text up to the end of its line.
     fn line(&mut self) -> Result<&'a str, PickleError> {
         let rest = self.bytes.get(self.at..).unwrap_or_default();
-        let len = rest.iter().position(|byte| *byte == b'\n').ok_or(PickleError::Truncated { at: self.bytes.len() })?;
+        let len = rest.iter().position(|byte| *byte == b'\n').ok_or_else(|| self.truncated())?;
         let line = self.take(len)?;
         self.at += 1;
-        std::str::from_utf8(line).map_err(|_| PickleError::Utf8 { at: self.opcode_at })
+        std::str::from_utf8(line).map_err(|_| self.not_utf8())
     }
 
     fn limit(&self, what: &'static str, limit: u64) -> PickleError {
-        PickleError::Limit { at: self.opcode_at, what, limit }
+        self.refused(format_args!("more than {limit} {what}"))
+    }
+
+    /// That the present instruction cannot be carried out.
+    fn refused(&self, problem: impl std::fmt::Display) -> PickleError {
+        PickleError(format!("byte {}: {problem}", self.opcode_at))
+    }
+
+    /// That it needs other operands than those on the stack.
+    fn operand(&self, expected: &str, found: &str) -> PickleError {
+        self.refused(format_args!("expected {expected}, found {found}"))
+    }
+
+    fn not_utf8(&self) -> PickleError {
+        self.refused("text is not UTF-8")
+    }
+
+    /// That the input ends within an instruction, or before the last one.
+    fn truncated(&self) -> PickleError {
+        PickleError(format!("ends at byte {} before it is complete", self.bytes.len()))
     }
 
     fn bounded(&self, found: u64, limit: u64, what: &'static str) -> Result<(), PickleError> {

@@ -12,13 +12,11 @@
 //! Not read, since neither torch nor its checkpoints use them: the text instructions of protocols 0 and 1, extension codes,
 //! out-of-band buffers. They are errors with the instruction's number.
 
-mod error;
 mod machine;
 mod op;
 mod value;
 
-pub use error::PickleError;
-pub use machine::{Limits, read};
+pub use machine::{Limits, PickleError, read};
 pub use value::{Id, Name, Object, PickleValue, Unpickled};
 
 #[cfg(test)]

@@ -81,7 +81,7 @@ fn containers_are_filled_after_they_were_stored() {
 fn calls_are_described_and_not_made() {
     let ordered = b"\x80\x02ccollections\nOrderedDict\nq\x00)Rq\x01K\x01K\x02sN}b.";
     // An instruction `b` needs its state on top: `N` is popped as the state of `{}`, which is no object.
-    assert!(matches!(read(ordered), Err(PickleError::Operand { found: "None", .. })));
+    assert!(read(ordered).unwrap_err().to_string().ends_with("found None"));
     let ordered = b"\x80\x02ccollections\nOrderedDict\nq\x00)Rq\x01(X\x01\x00\x00\x00aK\x02u}b.";
     assert_eq!(shown(ordered), "collections.OrderedDict(){\"a\": 2}[] state {}");
     let pickle = read(ordered).unwrap();
@@ -99,7 +99,7 @@ fn names_that_are_not_listed_are_refused_by_name() {
         [&b"\x80\x02cposix\nsystem\nX\x02\x00\x00\x00ls\x85R."[..], b"\x80\x04\x8c\x05posix\x8c\x06system\x93."]
     {
         let error = read(bytes).unwrap_err();
-        assert!(matches!(&error, PickleError::Forbidden { name, .. } if name.to_string() == "posix.system"), "{error}");
+        assert!(error.to_string().contains(": posix.system is not on the list"), "{error}");
     }
     let error = read(b"\x80\x02ca\x1b[1m\nb\n.").unwrap_err().to_string();
     assert!(!error.contains('\x1b'), "{error}");
@@ -137,12 +137,13 @@ fn limits_hold() {
     let few = |values_max, text_bytes_max| Limits { values_max, text_bytes_max, ..Limits::default() };
     let read = |bytes: &[u8], limits| machine::read(bytes, limits, &|_, _| true);
     assert!(read(b"\x80\x02(NNNt.", few(4, 0)).is_ok());
-    assert!(matches!(read(b"\x80\x02(NNNt.", few(3, 0)), Err(PickleError::Limit { what: "values", .. })));
+    let error = |bytes: &[u8], limits| read(bytes, limits).unwrap_err().to_string();
+    assert!(error(b"\x80\x02(NNNt.", few(3, 0)).ends_with("more than 3 values"));
     // One value, many references to it, or marks without end.
     let many = [b"\x80\x02N".as_slice(), &[b'2'; 100]].concat();
-    assert!(matches!(read(&many, few(50, 0)), Err(PickleError::Limit { what: "values on the stack", .. })));
-    assert!(matches!(read(&[b'('; 100], few(50, 0)), Err(PickleError::Limit { what: "marks", .. })));
-    assert!(matches!(read(b"\x80\x02X\x02\x00\x00\x00ab.", few(9, 1)), Err(PickleError::Limit { .. })));
+    assert!(error(&many, few(50, 0)).ends_with("more than 50 values on the stack"));
+    assert!(error(&[b'('; 100], few(50, 0)).ends_with("more than 50 marks"));
+    assert!(error(b"\x80\x02X\x02\x00\x00\x00ab.", few(9, 1)).ends_with("more than 1 bytes of text"));
 }
 
 #[test]
@@ -167,14 +168,13 @@ fn values_count_against_the_memory_of_all_pickles() {
         (b"]Nq\x000", b"h\x00a"),
     ];
     for (start, many) in rows {
-        let error = read(&pickle(start, many, 3 << 20)).unwrap_err();
-        assert!(matches!(error, PickleError::Memory { .. }), "{many:?}: {error}");
-        assert!(error.to_string().contains("expected at most 8388608"), "{error}");
+        let error = read(&pickle(start, many, 3 << 20)).unwrap_err().to_string();
+        assert!(error.contains("expected at most 8388608"), "{many:?}: {error}");
     }
     // Each fits alone: what the first holds, the second lacks.
     let half = pickle(b"", b"}", 100 << 10);
     let first = read(&half).unwrap();
-    assert!(matches!(read(&half), Err(PickleError::Memory { .. })));
+    assert!(read(&half).unwrap_err().to_string().contains("expected at most 8388608"));
     drop(first);
     assert!(read(&half).is_ok());
 }

@@ -157,28 +157,36 @@ impl Unpickled {
         if let PickleValue::Int(number) = self.value(id) { u64::try_from(*number).ok() } else { None }
     }
 
+    /// What a `torch.Size` is made of; any other value itself.
+    pub(crate) fn size(&self, id: Id) -> Id {
+        match self.call(id) {
+            Some((name, [numbers], _)) if name.module == "torch" && name.name == "Size" => *numbers,
+            Some(_) | None => id,
+        }
+    }
+
+    /// The numbers of a tuple or list, or one number.
+    pub(crate) fn naturals(&self, id: Id) -> Option<Vec<u64>> {
+        let one = self.natural(id).map(|number| vec![number]);
+        one.or_else(|| self.sequence(id)?.iter().map(|number| self.natural(*number)).collect())
+    }
+
     /// The elements of a tuple or a list.
     pub fn sequence(&self, id: Id) -> Option<&[Id]> {
         let value = self.value(id);
         if let PickleValue::Tuple(elements) = value {
-            Some(elements)
-        } else if let PickleValue::List(elements) = value {
-            Some(elements)
-        } else {
-            None
+            return Some(elements);
         }
+        if let PickleValue::List(elements) = value { Some(elements) } else { None }
     }
 
     /// The items of a dictionary, or of an object that items were set on, as on an `OrderedDict`.
     pub fn items(&self, id: Id) -> Option<&[(Id, Id)]> {
         let value = self.value(id);
         if let PickleValue::Dict(items) = value {
-            Some(items)
-        } else if let PickleValue::Object(object) = value {
-            Some(&object.items)
-        } else {
-            None
+            return Some(items);
         }
+        if let PickleValue::Object(object) = value { Some(&object.items) } else { None }
     }
 
     /// The value under a text key; the last that was set counts.

@@ -106,7 +106,7 @@ pub(super) fn wrong(
     expected: impl std::fmt::Display,
     found: impl std::fmt::Display,
 ) -> MetadataError {
-    MetadataError::Value { member, expected: expected.to_string(), found: shortened(&found.to_string()) }
+    MetadataError(format!("{member}: expected {expected}, found {}", shortened(&found.to_string())))
 }
 
 /// A value as a message shows it: its first hundred characters.
@@ -188,11 +188,7 @@ impl Codecs {
                 None => return Err(wrong(MEMBER, "\"bytes\" before a codec of bytes", name)),
                 // An index at the end of a shard could not be found, and no range of it read.
                 Some(ArrayBytes::Shard(_)) => {
-                    return Err(MetadataError::Unsupported {
-                        what: "a codec after sharding_indexed,",
-                        found: name,
-                        advice: "",
-                    });
+                    return Err(MetadataError::unsupported("a codec after sharding_indexed,", name, ""));
                 }
                 Some(ArrayBytes::Elements { .. }) => packings.push(packing),
             }
@@ -231,7 +227,7 @@ pub(super) fn unsupported_codec(name: &str) -> MetadataError {
         "blosc" => ": Orbax never writes it; write the checkpoint with zstd, or without compression",
         _ => ": expected one of transpose, bytes, sharding_indexed, zstd, gzip, crc32c",
     };
-    MetadataError::Unsupported { what: "codec", found: format!("{:?}", shortened(name)), advice }
+    MetadataError::unsupported("codec", format_args!("{:?}", shortened(name)), advice)
 }
 
 fn stored_shape(order: Option<&[u64]>, chunk: &[u64]) -> PerAxis {
@@ -303,7 +299,7 @@ impl ShardCodec {
             // The index must have a length that is known before it is read.
             let found = shortened(&configuration["index_codecs"].to_string());
             let advice = ": expected bytes, or bytes and crc32c";
-            return Err(MetadataError::Unsupported { what: "index of shards with codecs", found, advice });
+            return Err(MetadataError::unsupported("index of shards with codecs", found, advice));
         };
         let index_is_first = match configuration.get("index_location") {
             None => false,

@@ -72,7 +72,7 @@ fn fill(target: &mut [u8], element: &[u8]) {
 
 fn check_length(stage: &'static str, expected: usize, found: usize) -> Result<(), ChunkError> {
     let (expected, found) = (expected as u64, found as u64);
-    if expected == found { Ok(()) } else { Err(ChunkError::Length { stage, expected, found }) }
+    if expected == found { Ok(()) } else { Err(ChunkError::length(stage, expected, found)) }
 }
 
 impl Codecs {
@@ -90,7 +90,8 @@ impl Codecs {
     /// If [`Codecs::can_stream`] is false.
     pub fn decode_stream(&self, dtype: DType, stored: impl BufRead, target: &mut [u8]) -> Result<(), ChunkError> {
         assert!(self.can_stream(), "one packing, which is zstd");
-        let decoder = zstd::stream::read::Decoder::with_buffer(stored).map_err(|error| failed("zstd", &error))?;
+        let decoder =
+            zstd::stream::read::Decoder::with_buffer(stored).map_err(|error| ChunkError::codec("zstd", error))?;
         read_exactly("zstd", decoder, target)?;
         if self.bytes == (ArrayBytes::Elements { is_big_endian: true }) {
             swap(dtype, target);
@@ -166,8 +167,8 @@ fn unpack(packings: &[Packing], stored: &[u8], target: &mut [u8]) -> Result<(), 
             (Packing::Crc32c, Cow::Borrowed(bytes)) => Cow::Borrowed(check_crc(bytes, "chunk")?),
             (Packing::Crc32c, Cow::Owned(bytes)) => Cow::Owned(check_crc(&bytes, "chunk")?.to_vec()),
             (Packing::Zstd, bytes) => {
-                let decoder =
-                    zstd::stream::read::Decoder::with_buffer(&*bytes).map_err(|error| failed("zstd", &error))?;
+                let decoder = zstd::stream::read::Decoder::with_buffer(&*bytes)
+                    .map_err(|error| ChunkError::codec("zstd", error))?;
                 Cow::Owned(read_to_end("zstd", decoder, limit)?)
             }
             (Packing::Gzip, bytes) => {
@@ -183,23 +184,21 @@ fn unpack(packings: &[Packing], stored: &[u8], target: &mut [u8]) -> Result<(), 
             Ok(())
         }
         Packing::Zstd => {
-            let decoded = zstd::bulk::decompress_to_buffer(&bytes, target).map_err(|error| failed("zstd", &error))?;
+            let decoded =
+                zstd::bulk::decompress_to_buffer(&bytes, target).map_err(|error| ChunkError::codec("zstd", error))?;
             check_length("elements after zstd", target.len(), decoded)
         }
         Packing::Gzip => read_exactly("gzip", flate2::read::MultiGzDecoder::new(&*bytes), target),
     }
 }
 
-fn failed(codec: &'static str, error: &std::io::Error) -> ChunkError {
-    ChunkError::Codec { codec, message: error.to_string() }
-}
-
 fn read_to_end(codec: &'static str, decoder: impl Read, limit: usize) -> Result<Vec<u8>, ChunkError> {
     let mut bytes = Vec::new();
-    let len = decoder.take(limit as u64 + 1).read_to_end(&mut bytes).map_err(|error| failed(codec, &error))?;
+    let len =
+        decoder.take(limit as u64 + 1).read_to_end(&mut bytes).map_err(|error| ChunkError::codec(codec, error))?;
     if len > limit {
-        let message = format!("more than {limit} bytes: expected less for this chunk");
-        return Err(ChunkError::Codec { codec, message });
+        let message = format_args!("more than {limit} bytes: expected less for this chunk");
+        return Err(ChunkError::codec(codec, message));
     }
     Ok(bytes)
 }
@@ -208,28 +207,25 @@ fn read_exactly(codec: &'static str, mut decoder: impl Read, target: &mut [u8]) 
     let expected = target.len() as u64;
     let mut rest = &mut *target;
     while !rest.is_empty() {
-        let read = decoder.read(rest).map_err(|error| failed(codec, &error))?;
+        let read = decoder.read(rest).map_err(|error| ChunkError::codec(codec, error))?;
         if read == 0 {
             let found = expected - rest.len() as u64;
-            return Err(ChunkError::Length { stage: codec, expected, found });
+            return Err(ChunkError::length(codec, expected, found));
         }
         rest = &mut rest[read..];
     }
     // Reading to the end checks the checksum there, and that there is no more.
-    let more = decoder.read(&mut [0]).map_err(|error| failed(codec, &error))? as u64;
-    if more == 0 { Ok(()) } else { Err(ChunkError::Length { stage: codec, expected, found: expected + more }) }
+    let more = decoder.read(&mut [0]).map_err(|error| ChunkError::codec(codec, error))? as u64;
+    if more == 0 { Ok(()) } else { Err(ChunkError::length(codec, expected, expected + more)) }
 }
 
 /// The bytes before a CRC-32C that is right.
 fn check_crc<'a>(bytes: &'a [u8], what: &'static str) -> Result<&'a [u8], ChunkError> {
     let split = bytes.split_last_chunk::<CHECKSUM_BYTES>();
-    let (covered, checksum) = split.ok_or(ChunkError::Length {
-        stage: "crc32c",
-        expected: CHECKSUM_BYTES as u64,
-        found: bytes.len() as u64,
-    })?;
+    let short = || ChunkError::length("crc32c", CHECKSUM_BYTES as u64, bytes.len() as u64);
+    let (covered, checksum) = split.ok_or_else(short)?;
     let (expected, found) = (u32::from_le_bytes(*checksum), crc32c::crc32c(covered));
-    if expected == found { Ok(covered) } else { Err(ChunkError::Checksum { what, expected, found }) }
+    if expected == found { Ok(covered) } else { Err(ChunkError::checksum(what, expected, found)) }
 }
 
 impl ShardCodec {
@@ -248,11 +244,11 @@ impl ShardCodec {
     /// Where the index is in a shard of `shard_bytes` bytes.
     ///
     /// # Errors
-    /// [`ChunkError::Length`]: the shard has no room for it.
+    /// [`ChunkError`]: the shard has no room for it.
     pub fn index_span(&self, shard_bytes: u64) -> Result<Range<u64>, ChunkError> {
         let len = self.index_bytes();
         let rest = shard_bytes.checked_sub(len);
-        let rest = rest.ok_or(ChunkError::Length { stage: "index of a shard", expected: len, found: shard_bytes })?;
+        let rest = rest.ok_or_else(|| ChunkError::length("index of a shard", len, shard_bytes))?;
         Ok(if self.index_is_first { 0..len } else { rest..shard_bytes })
     }
 
@@ -277,8 +273,12 @@ impl ShardCodec {
                 return Ok(None);
             }
             let end = offset.checked_add(len_bytes).filter(|end| offset >= data_start && *end <= data_end);
-            let outside = ChunkError::Outside { chunk, offset, len_bytes, data_start, data_end };
-            end.map(|end| Some(offset..end)).ok_or(outside)
+            let outside = || {
+                let place = format!("{len_bytes} bytes at {offset}");
+                let data = format!("the data of the shard, bytes {data_start}..{data_end}");
+                ChunkError(format!("shard: inner chunk {chunk}: {place} are not in {data}"))
+            };
+            end.map(|end| Some(offset..end)).ok_or_else(outside)
         };
         entries.iter().enumerate().map(span).collect()
     }

@@ -1,95 +1,41 @@
 //! Why a description or a chunk is refused.
 
+use std::fmt::Display;
+
 /// What is wrong with the description of an array.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum MetadataError {
-    /// Longer than any description.
-    #[error("zarr: a description of {found} bytes: expected at most {limit}")]
-    TooLong {
-        /// The limit.
-        limit: usize,
-        /// Its length.
-        found: usize,
-    },
-    /// Not the JSON that it must be.
-    #[error("zarr: {message}")]
-    Json {
-        /// What the parser says, with line and column.
-        message: String,
-    },
-    /// A member has a value that it cannot have.
-    #[error("zarr: {member}: expected {expected}, found {found}")]
-    Value {
-        /// The member.
-        member: &'static str,
-        /// What it may be.
-        expected: String,
-        /// What it is.
-        found: String,
-    },
-    /// Valid, but not read here.
-    #[error("zarr: {what} {found} is not supported{advice}")]
-    Unsupported {
-        /// What kind of thing.
-        what: &'static str,
-        /// Its name.
-        found: String,
-        /// Why, or what to do; empty or beginning with a colon.
-        advice: &'static str,
-    },
-}
+#[error("zarr: {0}")]
+pub struct MetadataError(pub(super) String);
 
 /// What is wrong with a chunk.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ChunkError {
-    /// The decoded chunk has another length than its shape needs.
-    #[error("zarr chunk: {stage}: expected {expected} bytes, found {found}")]
-    Length {
-        /// Before or after which codec.
-        stage: &'static str,
-        /// Bytes that the shape needs.
-        expected: u64,
-        /// Bytes that are there.
-        found: u64,
-    },
-    /// The system has not as much memory.
-    #[error("zarr chunk: its shape needs {bytes} bytes of memory, which the system does not have")]
-    Memory {
-        /// Bytes of the decoded chunk.
-        bytes: u64,
-    },
-    /// A checksum is wrong.
-    #[error("zarr chunk: {what}: expected CRC-32C {expected:08x}, found {found:08x}: the chunk is damaged")]
-    Checksum {
-        /// Of what.
-        what: &'static str,
-        /// As stored.
-        expected: u32,
-        /// As computed.
-        found: u32,
-    },
-    /// A codec cannot decode it.
-    #[error("zarr chunk: {codec}: {message}")]
-    Codec {
-        /// The codec.
-        codec: &'static str,
-        /// What its library says.
-        message: String,
-    },
-    /// The index of a shard points outside the shard.
-    #[error(
-        "zarr shard: inner chunk {chunk}: {len_bytes} bytes at {offset} are not in the data of the shard, bytes {data_start}..{data_end}"
-    )]
-    Outside {
-        /// Number of the inner chunk, in row-major order.
-        chunk: usize,
-        /// As the index says.
-        offset: u64,
-        /// As the index says.
-        len_bytes: u64,
-        /// First byte of the data.
-        data_start: u64,
-        /// One past the last byte of the data.
-        data_end: u64,
-    },
+#[error("zarr {0}")]
+pub struct ChunkError(pub(super) String);
+
+impl MetadataError {
+    /// Valid, but not read here. The advice is empty or begins with a colon.
+    pub(super) fn unsupported(what: &str, found: impl Display, advice: &str) -> Self {
+        Self(format!("{what} {found} is not supported{advice}"))
+    }
+}
+
+impl ChunkError {
+    /// That the decoded chunk has another length than its shape needs, before or after a codec.
+    pub(super) fn length(stage: &str, expected: u64, found: u64) -> Self {
+        Self(format!("chunk: {stage}: expected {expected} bytes, found {found}"))
+    }
+
+    /// That the system has not as much memory as the decoded chunk takes.
+    pub fn memory(bytes: u64) -> Self {
+        Self(format!("chunk: its shape needs {bytes} bytes of memory, which the system does not have"))
+    }
+
+    pub(super) fn checksum(what: &str, expected: u32, found: u32) -> Self {
+        Self(format!("chunk: {what}: expected CRC-32C {expected:08x}, found {found:08x}: the chunk is damaged"))
+    }
+
+    /// That a codec cannot decode it.
+    pub(super) fn codec(codec: &str, message: impl Display) -> Self {
+        Self(format!("chunk: {codec}: {message}"))
+    }
 }

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use ckfs_tensor::PerAxis;
 
-use super::{keys::Keys, metadata::Array};
+use super::{super::write::parse_numbers, keys::Keys, metadata::Array};
 
 impl Array {
     /// Number of chunks along each axis.
@@ -34,12 +34,7 @@ impl Array {
         }
         let Keys { separator, has_head } = self.keys;
         let words = if has_head { key.strip_prefix('c')?.strip_prefix(separator)? } else { key };
-        let number = |word: &str| {
-            let is_canonical =
-                word.bytes().all(|byte| byte.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
-            is_canonical.then(|| word.parse().ok()).flatten()
-        };
-        let numbers: PerAxis = words.split(separator).map(number).collect::<Option<_>>()?;
+        let numbers = parse_numbers(words, separator)?;
         let is_inside = numbers.len() == rank && numbers.iter().zip(&self.grid()).all(|(number, count)| number < count);
         is_inside.then_some(numbers)
     }

@@ -32,9 +32,8 @@ impl Keys {
             "default" => Ok(Self { separator: separator("/")?, has_head: true }),
             "v2" => Ok(Self { separator: separator(".")?, has_head: false }),
             _ => {
-                let found = format!("{:?}", shortened(encoding));
-                let advice = ": expected \"default\" or \"v2\"";
-                Err(MetadataError::Unsupported { what: "chunk key encoding", found, advice })
+                let found = format_args!("{:?}", shortened(encoding));
+                Err(MetadataError::unsupported("chunk key encoding", found, ": expected \"default\" or \"v2\""))
             }
         }
     }

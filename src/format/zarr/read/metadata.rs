@@ -78,9 +78,9 @@ struct Version3 {
 fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, MetadataError> {
     let (limit, found) = (METADATA_BYTES_MAX, bytes.len());
     if found > limit {
-        return Err(MetadataError::TooLong { limit, found });
+        return Err(MetadataError(format!("a description of {found} bytes: expected at most {limit}")));
     }
-    json::parse(bytes, JsonForm::Rows).map_err(|error| MetadataError::Json { message: error.to_string() })
+    json::parse(bytes, JsonForm::Rows).map_err(|error| MetadataError(error.to_string()))
 }
 
 impl Array {
@@ -95,11 +95,7 @@ impl Array {
             return Err(wrong("zarr_format", 2, zarr_format));
         }
         if filters.as_array().map_or(!filters.is_null(), |all| !all.is_empty()) {
-            return Err(MetadataError::Unsupported {
-                what: "filters",
-                found: shortened(&filters.to_string()),
-                advice: "",
-            });
+            return Err(MetadataError::unsupported("filters", shortened(&filters.to_string()), ""));
         }
         let (dtype, is_big_endian) = value::dtype_v2(&dtype)?;
         let (shape, chunk) = shapes(&shape, &chunks, dtype, "chunks")?;
@@ -128,21 +124,17 @@ impl Array {
         }
         let may_be_passed_over = |value: &Value| value.get("must_understand") == Some(&Value::Bool(false));
         if let Some((name, _)) = found.others.iter().find(|(_, value)| !may_be_passed_over(value)) {
-            return Err(MetadataError::Unsupported {
-                what: "member",
-                found: format!("{:?}", shortened(name)),
-                advice: "",
-            });
+            return Err(MetadataError::unsupported("member", format_args!("{:?}", shortened(name)), ""));
         }
         if let Some(transformer) = found.storage_transformers.first() {
             let found = shortened(&transformer.to_string());
-            return Err(MetadataError::Unsupported { what: "storage transformer", found, advice: "" });
+            return Err(MetadataError::unsupported("storage transformer", found, ""));
         }
         let dtype = value::dtype_v3(&found.data_type)?;
         let (grid, configuration) = named(&found.chunk_grid, "chunk_grid")?;
         if grid != "regular" {
-            let found = format!("{:?}", shortened(&grid));
-            return Err(MetadataError::Unsupported { what: "chunk grid", found, advice: ": expected \"regular\"" });
+            let found = format_args!("{:?}", shortened(&grid));
+            return Err(MetadataError::unsupported("chunk grid", found, ": expected \"regular\""));
         }
         check_known(&configuration, "chunk_grid", &["chunk_shape"])?;
         let chunk = extents(configuration.get("chunk_shape"), "chunk_shape")?;

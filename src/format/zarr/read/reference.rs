@@ -93,10 +93,6 @@ fn element(
     }
 }
 
-fn length(stage: &'static str, expected: u64, found: u64) -> ChunkError {
-    ChunkError::Length { stage, expected, found }
-}
-
 fn unpack<'a>(codecs: &'a Codecs, shape: &[u64], unit: usize, stored: &[u8]) -> Result<Unpacked<'a>, ChunkError> {
     let mut bytes = stored.to_vec();
     for packing in codecs.packings.iter().rev() {
@@ -106,7 +102,7 @@ fn unpack<'a>(codecs: &'a Codecs, shape: &[u64], unit: usize, stored: &[u8]) -> 
         ArrayBytes::Elements { is_big_endian } => {
             let expected = shape.iter().product::<u64>() * unit as u64;
             if bytes.len() as u64 != expected {
-                return Err(length("elements", expected, bytes.len() as u64));
+                return Err(ChunkError::length("elements", expected, bytes.len() as u64));
             }
             Ok(Unpacked::Elements(bytes, *is_big_endian))
         }
@@ -114,7 +110,7 @@ fn unpack<'a>(codecs: &'a Codecs, shape: &[u64], unit: usize, stored: &[u8]) -> 
             let count = to_usize(sharding.grid.iter().product());
             let index_bytes = 16 * count + if sharding.index_has_checksum { 4 } else { 0 };
             let Some(data) = bytes.len().checked_sub(index_bytes) else {
-                return Err(length("index of a shard", index_bytes as u64, bytes.len() as u64));
+                return Err(ChunkError::length("index of a shard", index_bytes as u64, bytes.len() as u64));
             };
             let index = if sharding.index_is_first { &bytes[..index_bytes] } else { &bytes[data..] };
             let index = if sharding.index_has_checksum { checked(index)? } else { index };
@@ -134,7 +130,7 @@ fn unpack<'a>(codecs: &'a Codecs, shape: &[u64], unit: usize, stored: &[u8]) -> 
                 }
                 let part = usize::try_from(offset).ok().zip(usize::try_from(len).ok());
                 let part = part.and_then(|(offset, len)| bytes.get(offset..offset.checked_add(len)?));
-                let part = part.ok_or_else(|| length("inner chunk", len, bytes.len() as u64))?;
+                let part = part.ok_or_else(|| ChunkError::length("inner chunk", len, bytes.len() as u64))?;
                 inner.push(Some((unpack(&sharding.codecs, &sharding.chunk, unit, part)?, &sharding.codecs)));
             }
             Ok(Unpacked::Inner(inner, sharding))
@@ -146,15 +142,14 @@ fn undo(packing: Packing, bytes: &[u8]) -> Result<Vec<u8>, ChunkError> {
     let mut found = Vec::new();
     let read = |codec: &'static str, decoder: &mut dyn Read, found: &mut Vec<u8>| {
         let read = decoder.read_to_end(found);
-        read.map(drop).map_err(|error| ChunkError::Codec { codec, message: error.to_string() })
+        read.map(drop).map_err(|error| ChunkError::codec(codec, error))
     };
     match packing {
         Packing::Crc32c => return Ok(checked(bytes)?.to_vec()),
         Packing::Gzip => read("gzip", &mut flate2::read::MultiGzDecoder::new(bytes), &mut found)?,
         Packing::Zstd => {
             let decoder = zstd::stream::read::Decoder::new(bytes);
-            let mut decoder =
-                decoder.map_err(|error| ChunkError::Codec { codec: "zstd", message: error.to_string() })?;
+            let mut decoder = decoder.map_err(|error| ChunkError::codec("zstd", error))?;
             read("zstd", &mut decoder, &mut found)?;
         }
     }
@@ -163,7 +158,7 @@ fn undo(packing: Packing, bytes: &[u8]) -> Result<Vec<u8>, ChunkError> {
 
 /// The bytes before a CRC-32C that is right, computed bit by bit.
 fn checked(bytes: &[u8]) -> Result<&[u8], ChunkError> {
-    let Some(end) = bytes.len().checked_sub(4) else { return Err(length("crc32c", 4, bytes.len() as u64)) };
+    let Some(end) = bytes.len().checked_sub(4) else { return Err(ChunkError::length("crc32c", 4, bytes.len() as u64)) };
     let mut sum = u32::MAX;
     for byte in &bytes[..end] {
         sum ^= u32::from(*byte);
@@ -172,9 +167,5 @@ fn checked(bytes: &[u8]) -> Result<&[u8], ChunkError> {
         }
     }
     let expected = bytes[end..].iter().rev().fold(0_u32, |number, digit| number << 8 | u32::from(*digit));
-    if expected == !sum {
-        Ok(&bytes[..end])
-    } else {
-        Err(ChunkError::Checksum { what: "chunk", expected, found: !sum })
-    }
+    if expected == !sum { Ok(&bytes[..end]) } else { Err(ChunkError::checksum("chunk", expected, !sum)) }
 }

@@ -216,7 +216,8 @@ fn an_index_is_checked_before_it_is_believed() {
     for place in 0..index.len() {
         let mut damaged = index.to_vec();
         damaged[place] ^= 0x10;
-        assert!(matches!(sharding.inner_spans(&damaged, len), Err(ChunkError::Checksum { .. })), "byte {place}");
+        let error = sharding.inner_spans(&damaged, len).unwrap_err().to_string();
+        assert!(error.contains("expected CRC-32C"), "byte {place}: {error}");
     }
     let pointing = |offset: u64, bytes: u64| {
         let mut index = [offset.to_le_bytes(), bytes.to_le_bytes()].concat();
@@ -226,7 +227,8 @@ fn an_index_is_checked_before_it_is_believed() {
     assert_eq!(pointing(0, len - 20), Ok(vec![Some(0..len - 20)]));
     assert_eq!(pointing(u64::MAX, u64::MAX), Ok(vec![None]));
     for (offset, bytes) in [(0, len - 19), (len, 0), (u64::MAX, 1), (1, u64::MAX)] {
-        assert!(matches!(pointing(offset, bytes), Err(ChunkError::Outside { chunk: 0, .. })), "{offset} {bytes}");
+        let error = pointing(offset, bytes).unwrap_err().to_string();
+        assert!(error.starts_with("zarr shard: inner chunk 0: "), "{offset} {bytes}: {error}");
     }
     assert!(sharding.index_span(19).is_err());
 }
@@ -235,13 +237,13 @@ fn an_index_is_checked_before_it_is_believed() {
 fn a_chunk_that_grows_beyond_its_shape_is_refused() {
     let array = parse(3, &case("3 zstd").metadata).unwrap();
     let packed = zstd::encode_all(&vec![0; 100 << 20][..], 1).unwrap();
-    assert!(matches!(decoded(&array, Some(&packed)), Err(ChunkError::Codec { codec: "zstd", .. })));
+    assert!(decoded(&array, Some(&packed)).unwrap_err().to_string().starts_with("zarr chunk: zstd: "));
     let short = zstd::encode_all(&[0; 11][..], 1).unwrap();
     let error = decoded(&array, Some(&short)).unwrap_err().to_string();
     assert_eq!(error, "zarr chunk: elements after zstd: expected 12 bytes, found 11");
     // The codec in the middle may not grow without end either.
     let array = parse(3, &case("3 zstd of gzip and crc32c").metadata).unwrap();
-    assert!(matches!(decoded(&array, Some(&packed)), Err(ChunkError::Codec { codec: "zstd", .. })));
+    assert!(decoded(&array, Some(&packed)).unwrap_err().to_string().starts_with("zarr chunk: zstd: "));
 }
 
 /// A valid description of version 3 with one member replaced.
@@ -312,7 +314,8 @@ fn descriptions_are_refused_by_what_is_wrong() {
         nested = json!([{"name": "sharding_indexed", "configuration": {"chunk_shape": [2, 3], "codecs": nested, "index_codecs": [little]}}]);
     }
     assert!(with("codecs", nested).unwrap_err().to_string().contains("4 shards within each other"));
-    assert!(matches!(Array::parse_v2(&vec![b' '; METADATA_BYTES_MAX + 1]), Err(MetadataError::TooLong { .. })));
+    let error = Array::parse_v2(&vec![b' '; METADATA_BYTES_MAX + 1]).unwrap_err().to_string();
+    assert!(error.contains("expected at most"), "{error}");
 }
 
 #[test]

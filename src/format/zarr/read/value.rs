@@ -21,7 +21,7 @@ fn unsupported(found: &str) -> MetadataError {
         }
         _ => ": no safetensors type is like it",
     };
-    MetadataError::Unsupported { what: "element type", found: format!("{:?}", shortened(found)), advice }
+    MetadataError::unsupported("element type", format_args!("{:?}", shortened(found)), advice)
 }
 
 /// The type that version 3 calls so.
