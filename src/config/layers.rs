@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::value::{Fault, SettingValue, Toml, joined};
+use super::value::{Fault, Numbers, SettingValue, Toml, read_as};
 
 /// Reads one part of a list of numbers as a half-open range: `5`, `0..8`, `..8`, `24..` (to the greatest number), or `0-7`, which
 /// has its last number too. `None` for anything else, and for a range without a number.
@@ -62,8 +62,7 @@ impl SettingValue for LayerRanges {
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        let at = value.span();
-        Self::parse(&joined(value)?).map_err(|reason| Fault { at, reason })
+        read_as(value, |numbers: Numbers| Self::parse(&numbers.text()))
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {

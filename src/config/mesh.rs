@@ -28,32 +28,14 @@ pub struct Mesh {
     axes: Vec<MeshAxis>,
 }
 
-/// Why a text is not a mesh.
+/// Why a text is not a mesh, as users read it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum MeshError {
-    /// An axis is not written `name=size`.
-    #[error("mesh: expected name=size, found {found:?}: for example {}", example(found))]
-    Syntax {
-        /// The text in its place.
-        found: String,
-    },
-    /// A size is not a positive number.
-    #[error("mesh axis {axis:?}: expected a size of at least 1, found {found:?}")]
-    Size {
-        /// The axis.
-        axis: String,
-        /// The text in the place of its size.
-        found: String,
-    },
-    /// An axis is named twice.
-    #[error("mesh axis {0:?} is named twice")]
-    Repeated(String),
-    /// Too many devices.
-    #[error("mesh {0:?} has more than {DEVICES_MAX} devices")]
-    TooLarge(String),
-    /// A device's coordinates, written out, are too long for a file name.
-    #[error("the mesh's coordinates take {0} bytes when written out, at most {LINK_BYTES_MAX} are possible")]
-    Long(usize),
+#[error("{0}")]
+pub struct MeshError(String);
+
+/// The part of a text that is no axis.
+fn malformed(found: &str) -> MeshError {
+    MeshError(format!("mesh: expected name=size, found {found:?}: for example {}", example(found)))
 }
 
 /// A mesh that may be meant by a text without a size, or without a name.
@@ -75,41 +57,39 @@ impl Mesh {
     /// # Errors
     /// [`MeshError`].
     pub fn parse(text: &str) -> Result<Self, MeshError> {
+        let too_large = || MeshError(format!("mesh {text:?} has more than {DEVICES_MAX} devices"));
         let mut axes: Vec<MeshAxis> = Vec::new();
         let mut devices = 1u64;
         let parts = (!text.trim().is_empty()).then(|| text.split([',', ':']));
         for part in parts.into_iter().flatten().map(str::trim) {
-            let (name, size) = part.split_once('=').ok_or_else(|| {
-                // The mesh `fsdp:4` has one part that is wrong, not two.
-                let found = if text.contains('=') { part } else { text };
-                MeshError::Syntax { found: found.to_owned() }
-            })?;
-            let name = name.trim();
+            // The mesh `fsdp:4` has one part that is wrong, not two.
+            let whole = if text.contains('=') { part } else { text };
+            let (name, size) = part.split_once('=').ok_or_else(|| malformed(whole))?;
+            let (name, size) = (name.trim(), size.trim());
             let valid = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
             if name.is_empty() || !name.chars().all(valid) {
-                return Err(MeshError::Syntax { found: part.to_owned() });
+                return Err(malformed(part));
             }
-            let size = size.trim();
             let size: u64 = match size.parse() {
                 Ok(size) if size > 0 => size,
-                Err(error) if *error.kind() == IntErrorKind::PosOverflow => {
-                    return Err(MeshError::TooLarge(text.to_owned()));
+                Err(error) if *error.kind() == IntErrorKind::PosOverflow => return Err(too_large()),
+                Ok(_) | Err(_) => {
+                    let reason = format!("mesh axis {name:?}: expected a size of at least 1, found {size:?}");
+                    return Err(MeshError(reason));
                 }
-                Ok(_) | Err(_) => return Err(MeshError::Size { axis: name.to_owned(), found: size.to_owned() }),
             };
             if axes.iter().any(|axis| axis.name == name) {
-                return Err(MeshError::Repeated(name.to_owned()));
+                return Err(MeshError(format!("mesh axis {name:?} is named twice")));
             }
-            devices = devices
-                .checked_mul(size)
-                .filter(|devices| *devices <= DEVICES_MAX)
-                .ok_or_else(|| MeshError::TooLarge(text.to_owned()))?;
+            devices = devices.checked_mul(size).filter(|devices| *devices <= DEVICES_MAX).ok_or_else(too_large)?;
             axes.push(MeshAxis { name: name.to_owned(), size });
         }
         let mesh = Self { axes };
         let longest = mesh.path(devices - 1).join(",").len();
         if longest > LINK_BYTES_MAX {
-            return Err(MeshError::Long(longest));
+            return Err(MeshError(format!(
+                "the mesh's coordinates take {longest} bytes when written out, at most {LINK_BYTES_MAX} are possible"
+            )));
         }
         Ok(mesh)
     }
@@ -185,17 +165,20 @@ mod tests {
             ("fsdp:4", "fsdp:4", "fsdp=4"),
             ("fsdp=2,,tensor=2", "", "fsdp=4,tensor=2"),
         ] {
-            let error = Mesh::parse(text).unwrap_err();
-            assert_eq!(error, MeshError::Syntax { found: found.into() });
-            assert!(error.to_string().ends_with(&format!("example {example}")), "{error}");
+            let error = Mesh::parse(text).unwrap_err().to_string();
+            assert_eq!(error, format!("mesh: expected name=size, found {found:?}: for example {example}"));
         }
-        assert!(matches!(Mesh::parse("fsdp=0"), Err(MeshError::Size { .. })));
-        assert_eq!(Mesh::parse("fsdp= x"), Err(MeshError::Size { axis: "fsdp".into(), found: "x".into() }));
-        assert!(matches!(Mesh::parse("fsdp=99999999999999999999"), Err(MeshError::TooLarge(_))));
-        assert_eq!(Mesh::parse("a=2,a=3"), Err(MeshError::Repeated("a".into())));
-        assert!(matches!(Mesh::parse("a=1048576,b=2"), Err(MeshError::TooLarge(_))));
-        assert!(matches!(Mesh::parse("../x=2"), Err(MeshError::Syntax { .. })));
         let many: Vec<String> = (0..300).map(|axis| format!("a{axis}=1")).collect();
-        assert!(matches!(Mesh::parse(&many.join(",")), Err(MeshError::Long(_))));
+        for (text, expected) in [
+            ("fsdp=0", "mesh axis \"fsdp\": expected a size of at least 1, found \"0\""),
+            ("fsdp= x", "mesh axis \"fsdp\": expected a size of at least 1, found \"x\""),
+            ("fsdp=99999999999999999999", "mesh \"fsdp=99999999999999999999\" has more than 1048576 devices"),
+            ("a=2,a=3", "mesh axis \"a\" is named twice"),
+            ("a=1048576,b=2", "mesh \"a=1048576,b=2\" has more than 1048576 devices"),
+            ("../x=2", "mesh: expected name=size, found \"../x=2\": for example fsdp=4,tensor=2"),
+            (&many.join(","), "the mesh's coordinates take 1989 bytes when written out, at most 255 are possible"),
+        ] {
+            assert_eq!(Mesh::parse(text).unwrap_err().to_string(), expected);
+        }
     }
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize, de::Error};
 use super::{
     pattern::Pattern,
     rename::{Rename, Text},
-    value::{Fault, KeyForm, SettingValue, Toml, array, deserialize},
+    value::{Fault, KeyForm, SettingValue, Toml, array, deserialize, read_as},
     value_types::DtypeChoice,
 };
 
@@ -87,17 +87,8 @@ fn table<const N: usize>(rows: [(&str, toml::Value); N]) -> toml::Value {
     toml::Value::Table(rows.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
 }
 
-/// Rules have no form on the command line, apart from renames.
-fn no_word<T>() -> Result<T, String> {
-    Err("expected a table in a file".to_owned())
-}
-
 impl SettingValue for CastRule {
     const SEVERAL: KeyForm = KeyForm::Rules;
-
-    fn from_word(_: &str) -> Result<Self, String> {
-        no_word()
-    }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
         Ok(table([("match", self.pattern.text().into()), ("dtype", DtypeChoice::of(self.dtype).to_toml()?)]))
@@ -110,10 +101,6 @@ impl SettingValue for CastRule {
 
 impl SettingValue for ShardRule {
     const SEVERAL: KeyForm = KeyForm::Rules;
-
-    fn from_word(_: &str) -> Result<Self, String> {
-        no_word()
-    }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
         let axis = |names: &Vec<String>| match &names[..] {
@@ -132,10 +119,6 @@ impl SettingValue for ShardRule {
 
 impl SettingValue for LogicalRule {
     const SEVERAL: KeyForm = KeyForm::Rules;
-
-    fn from_word(_: &str) -> Result<Self, String> {
-        no_word()
-    }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
         Ok(table([("logical", self.logical.as_str().into()), ("mesh", array(&self.mesh)?)]))
@@ -169,13 +152,10 @@ impl SettingValue for Rename {
             to: Option<String>,
             mapping: Option<String>,
         }
-        let at = value.span();
-        let keys: Keys = deserialize(value)?;
-        let rename = match (keys.pattern, keys.to, keys.mapping) {
+        read_as(value, |keys: Keys| match (keys.pattern, keys.to, keys.mapping) {
             (Some(pattern), Some(to), None) => Self::new(&pattern, &to),
             (None, None, Some(text)) => Self::mapping(&text),
             _ => Err("expected `match` and `to`, or `mapping`".to_owned()),
-        };
-        rename.map_err(|reason| Fault { at, reason })
+        })
     }
 }

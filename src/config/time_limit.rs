@@ -5,7 +5,7 @@ use std::{fmt, ops::RangeInclusive, str::FromStr, time::Duration};
 
 use serde::Deserialize;
 
-use super::value::{Fault, SettingValue, Toml, deserialize};
+use super::value::{Fault, SettingValue, Toml, read_as};
 
 /// Longest limit: a year. A longer one is a typing error.
 const LONGEST: Duration = Duration::from_hours(365 * 24);
@@ -109,12 +109,10 @@ impl<const LEAST_MS: u64> SettingValue for BoundedTime<LEAST_MS> {
             Seconds(u64),
             Text(String),
         }
-        let at = value.span();
-        let text = match deserialize(value)? {
-            Either::Seconds(seconds) => seconds.to_string(),
-            Either::Text(text) => text,
-        };
-        text.parse().map_err(|reason| Fault { at, reason })
+        read_as(value, |either| match either {
+            Either::Seconds(seconds) => seconds.to_string().parse(),
+            Either::Text(text) => text.parse(),
+        })
     }
 }
 

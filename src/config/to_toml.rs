@@ -4,16 +4,6 @@ use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use super::{file::ConfigError, merged::Config, setting::SettingScope, settings::Settings, table::SETTINGS};
 
-impl Config {
-    /// The configuration as a text that reads back as the same. A mountpoint that is not UTF-8 is left out.
-    ///
-    /// # Errors
-    /// [`ConfigError::Unwritable`] if a path is not UTF-8, or a number exceeds those of TOML.
-    pub fn to_toml(&self) -> Result<String, ConfigError> {
-        write(self)
-    }
-}
-
 /// Keys and values, in the order of the table.
 struct TomlRows(Vec<(String, toml::Value)>);
 
@@ -67,26 +57,30 @@ impl Serialize for Document {
     }
 }
 
-/// A configuration as a text that reads back as the same, with every view in full. A mountpoint that is not UTF-8 is
-/// left out.
-///
-/// # Errors
-/// [`ConfigError::Unwritable`].
-fn write(config: &Config) -> Result<String, ConfigError> {
-    let mut top = config.top();
-    top.mountpoint = top.mountpoint.filter(|path| path.to_str().is_some());
-    let mut views = Vec::new();
-    for view in &config.views {
-        if view.name.is_empty() {
-            top.view = view.settings.clone();
-        } else {
-            let settings = Settings { view: view.settings.clone(), ..Settings::default() };
-            views.push((view.name.clone(), TomlRows::new(&settings, &[SettingScope::View])?));
+impl Config {
+    /// The configuration as a text that reads back as the same, with every view in full. A mountpoint that is not UTF-8 is
+    /// left out.
+    ///
+    /// # Errors
+    /// [`ConfigError::Unwritable`] if a path is not UTF-8, or a number exceeds those of TOML.
+    pub fn to_toml(&self) -> Result<String, ConfigError> {
+        let mut top = self.top();
+        top.mountpoint = top.mountpoint.filter(|path| path.to_str().is_some());
+        let mut views = Vec::new();
+        for view in &self.views {
+            if view.name.is_empty() {
+                top.view = view.settings.clone();
+            } else {
+                let settings = Settings { view: view.settings.clone(), ..Settings::default() };
+                views.push((view.name.clone(), TomlRows::new(&settings, &[SettingScope::View])?));
+            }
         }
+        let document = Document {
+            views,
+            mount: TomlRows::new(&top, &[SettingScope::Mount])?,
+            serve: TomlRows::new(&top, &[SettingScope::Serve])?,
+            top: TomlRows::new(&top, &[SettingScope::Top, SettingScope::View])?,
+        };
+        toml::to_string(&document).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
     }
-    let mount = TomlRows::new(&top, &[SettingScope::Mount])?;
-    let serve = TomlRows::new(&top, &[SettingScope::Serve])?;
-    let document =
-        Document { top: TomlRows::new(&top, &[SettingScope::Top, SettingScope::View])?, views, mount, serve };
-    toml::to_string(&document).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
 }

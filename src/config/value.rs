@@ -53,11 +53,14 @@ pub trait SettingValue: Clone {
     /// The form of the key for several values.
     const SEVERAL: KeyForm = KeyForm::List;
 
-    /// Reads it from a word.
+    /// Reads it from a word. By default only a file can hold the value.
     ///
     /// # Errors
     /// The expected and the found value.
-    fn from_word(text: &str) -> Result<Self, String>;
+    fn from_word(text: &str) -> Result<Self, String> {
+        let _ = text;
+        Err("expected a table in a file".to_owned())
+    }
 
     /// Writes the value in the form that reading accepts.
     ///
@@ -78,8 +81,7 @@ pub trait SettingValue: Clone {
     /// # Errors
     /// The expected and the found value, and its position.
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        let at = value.span();
-        Self::from_word(&deserialize::<String>(value)?).map_err(|reason| Fault { at, reason })
+        read_as(value, |text: String| Self::from_word(&text))
     }
 
     /// Adds the value of a second flag of the same name.
@@ -105,26 +107,24 @@ fn word(text: &OsStr) -> Result<&OsStr, String> {
     Ok(text)
 }
 
-/// The text of a value that is a text, a number, or a list of these: they are joined by commas.
-///
-/// # Errors
-/// The type that was found.
-pub(super) fn joined(value: Toml<'_>) -> Result<String, Fault> {
-    #[derive(serde::Deserialize)]
-    #[serde(untagged, expecting = "expected a text such as \"0-3,8\", a number, or a list of these")]
-    enum Key {
-        Number(u64),
-        Text(String),
-        List(Vec<Key>),
-    }
-    fn text(key: Key) -> String {
-        match key {
-            Key::Number(number) => number.to_string(),
-            Key::Text(text) => text,
-            Key::List(keys) => keys.into_iter().map(text).collect::<Vec<_>>().join(","),
+/// A value that is a text, a number, or a list of these.
+#[derive(serde::Deserialize)]
+#[serde(untagged, expecting = "expected a text such as \"0-3,8\", a number, or a list of these")]
+pub(super) enum Numbers {
+    Number(u64),
+    Text(String),
+    List(Vec<Numbers>),
+}
+
+impl Numbers {
+    /// The value as a text; commas join the parts of a list.
+    pub(super) fn text(self) -> String {
+        match self {
+            Self::Number(number) => number.to_string(),
+            Self::Text(text) => text,
+            Self::List(keys) => keys.into_iter().map(Self::text).collect::<Vec<_>>().join(","),
         }
     }
-    deserialize(value).map(text)
 }
 
 /// Reads a value by serde, with the position of a problem.
@@ -135,6 +135,15 @@ pub fn deserialize<T: DeserializeOwned>(value: Toml<'_>) -> Result<T, Fault> {
     let at = value.span();
     T::deserialize(ValueDeserializer::from(value))
         .map_err(|error| Fault { at: error.span().unwrap_or(at), reason: error.message().to_owned() })
+}
+
+/// Reads a value that serde gives as a `K`; a problem that `read` finds has the position of the value.
+pub(super) fn read_as<K: DeserializeOwned, T>(
+    value: Toml<'_>,
+    read: impl FnOnce(K) -> Result<T, String>,
+) -> Result<T, Fault> {
+    let at = value.span();
+    read(deserialize(value)?).map_err(|reason| Fault { at, reason })
 }
 
 /// The field of a setting.

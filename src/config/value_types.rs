@@ -2,6 +2,7 @@
 
 use std::{
     ffi::OsStr,
+    fmt::Display,
     path::{Path, PathBuf},
     str::FromStr,
     sync::{Arc, LazyLock},
@@ -17,7 +18,7 @@ use super::{
     DEVICES_LISTED_MAX, Mesh,
     layers::parse_range,
     near::did_you_mean,
-    value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, joined, rebased},
+    value::{Choice, Fault, KeyForm, Numbers, SettingValue, Toml, deserialize, integer, read_as, rebased},
 };
 
 /// Most threads that serve requests.
@@ -316,13 +317,11 @@ impl SettingValue for Dequantize {
             Flag(bool),
             Word(String),
         }
-        let at = value.span();
-        let read = match deserialize(value)? {
+        read_as(value, |key| match key {
             Key::Flag(true) => Ok(Self::Own),
             Key::Flag(false) => Err("dequantize: expected true or a float type such as bf16, found false".to_owned()),
             Key::Word(word) => Self::from_word(&word),
-        };
-        read.map_err(|reason| Fault { at, reason })
+        })
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
@@ -561,8 +560,7 @@ impl SettingValue for OwnerId {
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        let at = value.span();
-        Self::try_new(deserialize(value)?).map_err(|reason| Fault { at, reason })
+        read_as(value, Self::try_new)
     }
 }
 
@@ -604,8 +602,7 @@ impl SettingValue for Devices {
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        let at = value.span();
-        Self::from_word(&joined(value)?).map_err(|reason| Fault { at, reason })
+        read_as(value, |numbers: Numbers| Self::from_word(&numbers.text()))
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
@@ -653,11 +650,10 @@ impl SettingValue for ByteCount {
             Number(u64),
             Text(String),
         }
-        let at = value.span();
-        match deserialize(value)? {
+        read_as(value, |either| match either {
             Either::Number(number) => Ok(Self(number)),
-            Either::Text(text) => text.parse().map_err(|reason| Fault { at, reason }),
-        }
+            Either::Text(text) => text.parse(),
+        })
     }
 }
 
@@ -671,15 +667,20 @@ impl ThreadCount {
         usize::from(self.0)
     }
 
-    fn try_new(count: u64) -> Option<Self> {
-        u16::try_from(count).ok().filter(|count| (1..=THREADS_MAX).contains(count)).map(Self)
+    fn try_new(found: u64) -> Result<Self, String> {
+        let count = u16::try_from(found).ok().filter(|count| (1..=THREADS_MAX).contains(count)).map(Self);
+        count.ok_or_else(|| Self::expected(&found))
+    }
+
+    fn expected(found: &dyn Display) -> String {
+        format!("threads: expected 1 to {THREADS_MAX}, found {found}")
     }
 }
 
 impl SettingValue for ThreadCount {
     fn from_word(text: &str) -> Result<Self, String> {
-        let count = text.parse().ok().and_then(Self::try_new);
-        count.ok_or_else(|| format!("threads: expected 1 to {THREADS_MAX}, found {text}"))
+        // Other spellings of a number are shown as they were given.
+        text.parse().ok().and_then(|count| Self::try_new(count).ok()).ok_or_else(|| Self::expected(&text))
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
@@ -687,10 +688,7 @@ impl SettingValue for ThreadCount {
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        let at = value.span();
-        let found: u64 = deserialize(value)?;
-        Self::try_new(found)
-            .ok_or_else(|| Fault { at, reason: format!("threads: expected 1 to {THREADS_MAX}, found {found}") })
+        read_as(value, Self::try_new)
     }
 }
 
