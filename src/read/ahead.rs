@@ -9,7 +9,7 @@ use ckfs_tensor::{Origin, Piece, Tiling, needs};
 
 use super::{
     Engine,
-    prepared_file::{PreparedFile, TILE_BYTES_MIN},
+    prepared_file::{LoweredSegment, PreparedFile, TILE_BYTES_MIN},
 };
 
 /// Least and most bytes ahead of a sequential reader for which source pages are requested: enough for a fast disk to be busy all
@@ -47,8 +47,7 @@ impl Engine {
         let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most, 2);
         let Some((from, to)) = noted else { return };
         for (segment, low, high) in file.image.spans(from, to.min(file.len_bytes()).max(from)) {
-            let Segment::View(_) = &file.image.segments()[segment] else { continue };
-            let Ok(prepared) = self.prepare(file, segment) else { continue };
+            let Some(prepared) = self.view_of(file, segment) else { continue };
             let Some(grid) = prepared.grid else { continue };
             let unit = prepared.tiling.unit_bytes();
             let tile_bytes = grid.units * unit;
@@ -139,11 +138,16 @@ impl Engine {
         }
     }
 
+    /// A segment's view, lowered. A read will meet a failure again.
+    fn view_of(&self, file: &PreparedFile, segment: usize) -> Option<Arc<LoweredSegment>> {
+        let Segment::View(_) = &file.image.segments()[segment] else { return None };
+        self.prepare(file, segment).ok()
+    }
+
     /// Bytes of the tile that holds a byte of a file; 0 where none does.
     fn tile_bytes_at(&self, file: &PreparedFile, at: u64) -> u64 {
         let Some((segment, ..)) = file.image.spans(at, at + 1).next() else { return 0 };
-        let Segment::View(_) = &file.image.segments()[segment] else { return 0 };
-        let Ok(prepared) = self.prepare(file, segment) else { return 0 };
+        let Some(prepared) = self.view_of(file, segment) else { return 0 };
         prepared.grid.map_or(0, |grid| grid.units * prepared.tiling.unit_bytes())
     }
 
@@ -152,9 +156,7 @@ impl Engine {
     fn pages_of(&self, file: &PreparedFile, start: u64, end: u64) -> Vec<(FileId, ByteSpan)> {
         let mut pages = Vec::new();
         for (segment, low, high) in file.image.spans(start, end) {
-            let Segment::View(_) = &file.image.segments()[segment] else { continue };
-            // The thread that makes these bytes will meet a failure again.
-            let Ok(prepared) = self.prepare(file, segment) else { continue };
+            let Some(prepared) = self.view_of(file, segment) else { continue };
             let tiling = &prepared.tiling;
             let span = match tiling.transposed_stride_units() {
                 None => (low, high),
@@ -178,9 +180,7 @@ impl Engine {
         let Some(remote) = self.source().remote() else { return false };
         let mut lacks = false;
         for segment in 0..file.image.segments().len() {
-            let Segment::View(_) = &file.image.segments()[segment] else { continue };
-            // A read will meet a failure again.
-            let Ok(prepared) = self.prepare(file, segment) else { continue };
+            let Some(prepared) = self.view_of(file, segment) else { continue };
             let tiling = &prepared.tiling;
             self.for_each_needed(tiling, (0, tiling.len_bytes()), u64::MAX, &mut |file, spans| {
                 lacks = lacks || !remote.absent_spans(file, spans).is_empty();
@@ -221,38 +221,34 @@ impl Engine {
         left: &mut u64,
         each: &mut dyn FnMut(FileId, &[ByteSpan]),
     ) {
-        let unit = tiling.unit_bytes();
-        {
-            let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
-            let decode = &tiling.decoders()[decoder as usize];
-            if let Some(value) = decode.value() {
-                for need in needs(value, offset, &piece.loops) {
-                    let info = self.checkpoint.tensor(need.operand.tensor.id);
-                    let mut spans: Vec<ByteSpan> = Vec::new();
-                    for runs in &need.runs {
-                        runs.for_each_span(gap, &mut |start, len| {
-                            let bounding = ByteSpan::of_len(start, (*left).min(len));
-                            if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
-                                *left -= span.len();
-                                spans.push(span);
-                            }
-                        });
-                    }
-                    each(info.file(), &spans);
-                }
-                return;
-            }
+        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
+        let decode = &tiling.decoders()[decoder as usize];
+        // Of a tensor, the spans that `visit` names, in bytes of it.
+        let mut of_tensor = |tensor, visit: &mut dyn FnMut(&mut dyn FnMut(u64, u64))| {
             let info = self.checkpoint.tensor(tensor);
-            let unit = decode.source_bytes(unit).expect("what decodes no value reads elements");
             let mut spans: Vec<ByteSpan> = Vec::new();
-            piece.source_bounding_spans((gap / unit).max(1), &mut |start, units| {
-                let bounding = ByteSpan::of_len((offset + start) * unit, (*left).min(units * unit));
+            visit(&mut |start, len| {
+                let bounding = ByteSpan::of_len(start, (*left).min(len));
                 if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
                     *left -= span.len();
                     spans.push(span);
                 }
             });
             each(info.file(), &spans);
+        };
+        if let Some(value) = decode.value() {
+            for need in needs(value, offset, &piece.loops) {
+                of_tensor(need.operand.tensor.id, &mut |each| {
+                    need.runs.iter().for_each(|runs| runs.for_each_span(gap, each));
+                });
+            }
+            return;
         }
+        let unit = decode.source_bytes(tiling.unit_bytes()).expect("what decodes no value reads elements");
+        of_tensor(tensor, &mut |each| {
+            piece.source_bounding_spans((gap / unit).max(1), &mut |start, units| {
+                each((offset + start) * unit, units * unit);
+            });
+        });
     }
 }

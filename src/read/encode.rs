@@ -251,7 +251,7 @@ impl Engine {
         let tiling = if let Some(tiling) = kept {
             tiling
         } else {
-            let tiling = Arc::new(view.lower().map_err(|error| ReadError::Tiling { error })?);
+            let tiling = Arc::new(view.lower()?);
             lock(&self.encoded.lowered).put(of, Arc::clone(&tiling));
             tiling
         };
@@ -283,7 +283,7 @@ impl Engine {
     fn reduce(&self, encoding: &EncodedMatrices, matrix: u64, mode: FillMode) -> Result<Reduced, ReadError> {
         let mut reduced = Reduced { greatest: 0.0, files: TouchedFiles::new() };
         for (name, view) in encoding.together() {
-            let tiling = view.lower().map_err(|error| ReadError::Tiling { error })?;
+            let tiling = view.lower()?;
             let count = view.shape().elements() / encoding.bands().matrices();
             for first in (0..count).step_by(to_usize(REDUCED_ELEMENTS)) {
                 let len = REDUCED_ELEMENTS.min(count - first);

@@ -215,7 +215,7 @@ impl Engine {
     /// The error of a file if one of its sources stalls.
     pub(super) fn stall(&self, file: &PreparedFile) -> Option<ReadError> {
         let stalled = self.sources_of(file).iter().find(|id| self.source().health().is_stalled(**id))?;
-        self.source().check(*stalled).err().map(|error| ReadError::Changed { error })
+        self.source().check(*stalled).err().map(ReadError::from)
     }
 
     /// Whether any thread has been waiting for storage for a while.
@@ -245,32 +245,12 @@ impl Engine {
     /// # Errors
     /// [`ReadError::Changed`].
     pub fn check_original(&self, file: FileId) -> Result<(), ReadError> {
-        self.source().check_path(file).map_err(|error| ReadError::Changed { error })
+        Ok(self.source().check_path(file)?)
     }
 
-    /// Bytes of tiles held now, including those being computed.
-    pub fn cached_bytes(&self) -> usize {
-        self.cache.bytes()
-    }
-
-    /// Bytes of materialized files held now.
-    pub fn materialized_bytes(&self) -> usize {
-        self.materialized.bytes()
-    }
-
-    /// Bytes of unused buffers held now.
-    pub fn spare_buffer_bytes(&self) -> usize {
-        self.buffers.spare_bytes()
-    }
-
-    /// Bytes of buffers in use now, without those that hold tiles.
-    pub fn thread_buffer_bytes(&self) -> usize {
-        self.buffers.taken_bytes().saturating_sub(self.cache.bytes())
-    }
-
-    /// Bytes of memory that dropped files occupy now because programs still map them.
-    pub fn dropped_bytes(&self) -> usize {
-        self.cache.dropped_bytes()
+    /// Bytes in use now, by purpose. Only the materialized files are this engine's own where others share its memory.
+    pub fn held(&self) -> HeldBytes {
+        HeldBytes { materialized: self.materialized.bytes(), ..HeldBytes::of(&self.cache, &self.buffers) }
     }
 
     /// Sets how many bytes of memory dropped files occupy. Tiles and materialized files get that much less.
@@ -327,10 +307,8 @@ impl Engine {
 
     /// Copies a span of a source file. The kernel finds the pages of a file faster by `pread` than through a map.
     pub(super) fn copy_source(&self, file: FileId, start: u64, target: &mut [u8], path: Path) -> Result<(), ReadError> {
-        let source = self.source();
-        let changed = |error| ReadError::Changed { error };
-        source.read_into(file, start, target).map_err(changed)?;
-        source.check(file).map_err(changed)?;
+        self.source().read_into(file, start, target)?;
+        self.source().check(file)?;
         self.counters.fetch(path, target.len() as u64);
         self.counters.serve(path, target.len() as u64);
         Ok(())
@@ -350,7 +328,6 @@ impl Engine {
         reply: &mut dyn FnMut(Served<'_>) -> Replied,
     ) -> Result<Replied, ReadFailure<ReadError>> {
         let source = self.source();
-        let changed = |error| ReadError::Changed { error };
         let len = end - start;
         let count = || {
             self.counters.fetch(path, len);
@@ -365,11 +342,11 @@ impl Engine {
             })
         });
         if let Some(result) = served {
-            return result.map_err(|failure| failure.map(changed));
+            return result.map_err(|failure| failure.map(ReadError::from));
         }
         let mut buffer = self.buffers.take(to_usize(len));
-        source.read_into(file, start, &mut buffer).map_err(changed)?;
-        source.check(file).map_err(changed)?;
+        source.read_into(file, start, &mut buffer).map_err(ReadError::from)?;
+        source.check(file).map_err(ReadError::from)?;
         count();
         Ok(reply(Served::Memory(&buffer)))
     }

@@ -199,7 +199,7 @@ impl Loading {
         self.engine.note_stalls();
         let source = self.engine.source();
         let stalled = self.sources.iter().find(|id| source.health().is_stalled(**id));
-        stalled.map_or(Ok(()), |id| source.check(*id).map_err(|error| ReadError::Changed { error }))
+        stalled.map_or(Ok(()), |id| Ok(source.check(*id)?))
     }
 
     fn work(&self) {

@@ -30,7 +30,7 @@ use ckfs_tensor::{WorkSlice, to_usize};
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::{Engine, PreparedFile, ReadError, counters::add};
+use super::{Engine, PreparedFile, ReadError, counters::add, reader::SegmentReader};
 
 /// Least and most bytes of a piece that is written in order.
 const PIECE_BYTES_MIN: u64 = 1 << 20;
@@ -203,7 +203,8 @@ impl Engine {
     fn make_piece(&self, file: &PreparedFile, piece: FilePiece, target: &mut [u8]) -> Result<(), ReadError> {
         if let Some((segment, slice)) = piece.sliced {
             let start = file.image().start_of(segment);
-            return self.make_work_slice(file, segment, piece.start - start, piece.end - start, target, slice);
+            let reader = SegmentReader::new(self, file, segment)?;
+            return reader.make_work_slice(piece.start - start, piece.end - start, target, slice);
         }
         self.make_span(file, piece.start, target)
     }
@@ -213,16 +214,8 @@ impl Engine {
     ///
     /// # Errors
     /// [`ReadError`]; the content of the target is then unspecified. The file ends within the target.
-    pub fn make_span(&self, file: &PreparedFile, start: u64, mut target: &mut [u8]) -> Result<(), ReadError> {
-        for (segment, low, high) in file.image().spans(start, start + target.len() as u64) {
-            let Some(place) = target.split_off_mut(..to_usize(high - low)) else { break };
-            self.make_within(file, segment, low, high, place)?;
-        }
-        if target.is_empty() {
-            Ok(())
-        } else {
-            Err(ReadError::Internal { what: "the segments of a span do not fill it" })
-        }
+    pub fn make_span(&self, file: &PreparedFile, start: u64, target: &mut [u8]) -> Result<(), ReadError> {
+        self.fill_by_segments(file, start, target, SegmentReader::make)
     }
 }
 

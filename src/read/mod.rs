@@ -83,14 +83,14 @@ pub enum ReadError {
     #[error("{error}")]
     Changed {
         /// The cause.
-        #[source]
+        #[from]
         error: SourceError,
     },
     /// A view has no tiling. The plan should have refused it.
     #[error("{error}")]
     Tiling {
         /// The cause.
-        #[source]
+        #[from]
         error: TilingError,
     },
     /// An element of a tensor has no code in the scheme that it is quantized by.

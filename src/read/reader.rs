@@ -1,8 +1,11 @@
 //! Reads one segment of a virtual file.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, AtomicU64, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
 };
 
 use ckfs_image::Segment;
@@ -96,10 +99,7 @@ impl<'a> SegmentReader<'a> {
                 return engine.copy_source(source, start, target, Path::Contiguous);
             }
             if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
-                let mut touched = TouchedFiles::new();
-                let mode = FillMode::cached(Path::Contiguous);
-                engine.fill_span(tiling, low / unit, high / unit, target, &mut touched, mode)?;
-                engine.check_touched(&touched)?;
+                engine.fill_checked(tiling, low / unit..high / unit, target, FillMode::cached(Path::Contiguous))?;
                 engine.counters.serve(Path::Contiguous, high - low);
                 return Ok(());
             }
@@ -118,14 +118,12 @@ impl<'a> SegmentReader<'a> {
             && let Some((source, start, _)) = self.single_run(tiling, low, high)
         {
             // The kernel finds the pages of a file faster by `pread` than through a map.
-            engine.source().read_into(source, start, target).map_err(|error| ReadError::Changed { error })?;
+            engine.source().read_into(source, start, target)?;
             engine.check_touched(&[source])?;
             engine.counters.fetch(path, high - low);
         } else if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
-            let mut touched = TouchedFiles::new();
             let mode = FillMode { path, stores: Stores::Streamed, slice: WorkSlice::WHOLE };
-            engine.fill_span(tiling, low / unit, high / unit, target, &mut touched, mode)?;
-            engine.check_touched(&touched)?;
+            engine.fill_checked(tiling, low / unit..high / unit, target, mode)?;
         } else {
             return self.read_alone(prepared, low, high, &mut |bytes| target.copy_from_slice(bytes));
         }
@@ -135,15 +133,19 @@ impl<'a> SegmentReader<'a> {
 
     /// Makes a work slice of a span that transposes its source. The span begins and ends between rows. The rest of the target
     /// stays unchanged.
-    fn make_work_slice(&self, low: u64, high: u64, target: &mut [u8], slice: WorkSlice) -> Result<(), ReadError> {
+    pub(super) fn make_work_slice(
+        &self,
+        low: u64,
+        high: u64,
+        target: &mut [u8],
+        slice: WorkSlice,
+    ) -> Result<(), ReadError> {
         let SegmentContent::View(prepared) = &self.content else {
             return Err(ReadError::Internal { what: "only a view has work slices" });
         };
         let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
-        let mut touched = TouchedFiles::new();
         let mode = FillMode { path: Path::Tiles, stores: Stores::Streamed, slice };
-        let made = engine.fill_span(tiling, low / unit, high / unit, target, &mut touched, mode)?;
-        engine.check_touched(&touched)?;
+        let (made, _) = engine.fill_checked(tiling, low / unit..high / unit, target, mode)?;
         engine.counters.serve(Path::Tiles, made * unit);
         Ok(())
     }
@@ -180,10 +182,8 @@ impl<'a> SegmentReader<'a> {
         let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
         let (first, last) = (low / unit, high.div_ceil(unit));
         let mut buffer = engine.buffers.take(to_usize((last - first) * unit));
-        let mut touched = TouchedFiles::new();
         let path = path(prepared);
-        engine.fill_span(tiling, first, last, &mut buffer, &mut touched, FillMode::cached(path))?;
-        engine.check_touched(&touched)?;
+        engine.fill_checked(tiling, first..last, &mut buffer, FillMode::cached(path))?;
         let skip = to_usize(low - first * unit);
         let len = to_usize(high - low);
         engine.counters.serve(path, high - low);
@@ -267,7 +267,7 @@ impl Engine {
             let Segment::View(view) = &file.image.segments()[segment] else {
                 return Err(ReadError::Internal { what: "only a view is lowered" });
             };
-            let tiling = view.lower().map_err(|error| ReadError::Tiling { error })?;
+            let tiling = view.lower()?;
             let start = file.image.start_of(segment);
             let mut mapped = true;
             view.for_each_stored(&mut |tensor| {
@@ -291,39 +291,27 @@ impl Engine {
     ) -> Result<Tile, ReadError> {
         let mut bytes = self.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
         room.resize(bytes.memory_bytes());
-        let mut files = TouchedFiles::new();
-        self.fill_span(tiling, first, last, &mut bytes, &mut files, FillMode::cached(Path::Tiles))?;
-        self.check_touched(&files)?;
+        let (_, files) = self.fill_checked(tiling, first..last, &mut bytes, FillMode::cached(Path::Tiles))?;
         Ok(Tile { bytes, room, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
     }
 
+    /// Fills `target` with units of a tiling, and checks then that the source files are unchanged. Returns the number of units made,
+    /// and the files.
+    fn fill_checked(
+        &self,
+        tiling: &Tiling,
+        units: Range<u64>,
+        target: &mut [u8],
+        mode: FillMode,
+    ) -> Result<(u64, TouchedFiles), ReadError> {
+        let mut touched = TouchedFiles::new();
+        let made = self.fill_span(tiling, units.start, units.end, target, &mut touched, mode)?;
+        self.check_touched(&touched)?;
+        Ok((made, touched))
+    }
+
     pub(super) fn check_touched(&self, touched: &[FileId]) -> Result<(), ReadError> {
-        touched.iter().try_for_each(|file| self.source().check(*file).map_err(|error| ReadError::Changed { error }))
-    }
-
-    /// Makes a span of one segment: see [`SegmentReader::make`].
-    pub(super) fn make_within(
-        &self,
-        file: &PreparedFile,
-        segment: usize,
-        low: u64,
-        high: u64,
-        target: &mut [u8],
-    ) -> Result<(), ReadError> {
-        SegmentReader::new(self, file, segment)?.make(low, high, target)
-    }
-
-    /// Makes a work slice of a span of one segment: see [`SegmentReader::make_work_slice`].
-    pub(super) fn make_work_slice(
-        &self,
-        file: &PreparedFile,
-        segment: usize,
-        low: u64,
-        high: u64,
-        target: &mut [u8],
-        slice: WorkSlice,
-    ) -> Result<(), ReadError> {
-        SegmentReader::new(self, file, segment)?.make_work_slice(low, high, target, slice)
+        touched.iter().try_for_each(|file| Ok(self.source().check(*file)?))
     }
 
     /// Bytes of one row of a segment that transposes its source: one element of each source row. `None` where slices of the

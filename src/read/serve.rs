@@ -45,20 +45,28 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let end = start.saturating_add(target.len() as u64);
         self.read_ahead(file, start.min(file.len_bytes()), end.min(file.len_bytes()));
-        let result = self.copy_span(file, start, end, target);
+        let result = if end > file.len_bytes() {
+            Err(ReadError::Internal { what: "a read beyond the end" })
+        } else {
+            self.fill_by_segments(file, start, target, SegmentReader::copy_into)
+        };
         if let Err(error) = &result {
             self.note_failed_read(file, start, end, error);
         }
         result
     }
 
-    fn copy_span(&self, file: &PreparedFile, start: u64, end: u64, mut target: &mut [u8]) -> Result<(), ReadError> {
-        if end > file.len_bytes() {
-            return Err(ReadError::Internal { what: "a read beyond the end" });
-        }
-        for (segment, low, high) in file.image.spans(start, end) {
+    /// Fills a target with a file's bytes from `start` on; `fill` makes the part of a segment.
+    pub(super) fn fill_by_segments<'a>(
+        &'a self,
+        file: &'a PreparedFile,
+        start: u64,
+        mut target: &mut [u8],
+        fill: impl Fn(&SegmentReader<'a>, u64, u64, &mut [u8]) -> Result<(), ReadError>,
+    ) -> Result<(), ReadError> {
+        for (segment, low, high) in file.image.spans(start, start.saturating_add(target.len() as u64)) {
             let Some(place) = target.split_off_mut(..to_usize(high - low)) else { break };
-            SegmentReader::new(self, file, segment)?.copy_into(low, high, place)?;
+            fill(&SegmentReader::new(self, file, segment)?, low, high, place)?;
         }
         if target.is_empty() {
             Ok(())

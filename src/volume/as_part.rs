@@ -8,7 +8,7 @@ use std::{
 use ckfs_image::file_ids;
 use serde_json::{Map, Value};
 
-use super::volume::Volume;
+use super::{volume::Volume, watched::lock};
 
 impl Volume {
     /// A digest of everything that decides which file has which inode number, and of the state of its sources: two volumes that
@@ -48,7 +48,7 @@ impl Drop for Volume {
     /// Tiles in a cache that others use would wait there for readers that never come.
     fn drop(&mut self) {
         if self.engine.is_shared() {
-            let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut remembered = lock(&self.remembered);
             while let Some((_, file)) = remembered.files.pop_lru() {
                 self.engine.forget(&file);
             }

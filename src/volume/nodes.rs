@@ -8,7 +8,7 @@ use ckfs_tensor::{View, to_usize};
 
 use super::{
     exposition::{self, METRICS_BYTES},
-    file_system::{Attr, BUFFER_BYTES, DirEntry, FsError, Ino, NodeKind, Nodes, SMALL_BUFFER_BYTES},
+    file_system::{Attr, BUFFER_BYTES, DirEntry, FsError, Ino, NodeKind, Nodes, SMALL_BUFFER_BYTES, StatFs},
     health::ProblemKind,
     permissions::ReadSubject,
     tree::{FixedKind, FixedNode, Live, SubtreeBlock, TreeNode},
@@ -201,8 +201,10 @@ impl Volume {
         };
         entries.iter().find(|(_, ino)| *ino == child).map(|(name, _)| &**name)
     }
+}
 
-    pub(super) fn find(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
+impl Nodes for Volume {
+    fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
         match self.tree.node(parent).ok_or(FsError::NotFound)? {
             TreeNode::InSubtree(block, node) => {
                 if Self::subtree_kind(block, node) != NodeKind::Directory {
@@ -218,14 +220,14 @@ impl Volume {
         }
     }
 
-    pub(super) fn node_attr(&self, ino: Ino) -> Result<Attr, FsError> {
+    fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
         match self.tree.node(ino).ok_or(FsError::NotFound)? {
             TreeNode::Fixed(fixed) => Ok(self.fixed_attr(ino, fixed)),
             TreeNode::InSubtree(block, node) => self.subtree_attr(block, node),
         }
     }
 
-    pub(super) fn list(
+    fn read_dir(
         &self,
         dir: Ino,
         from: u64,
@@ -254,7 +256,7 @@ impl Volume {
         Ok(())
     }
 
-    pub(super) fn parent_of(&self, ino: Ino) -> Result<Ino, FsError> {
+    fn parent(&self, ino: Ino) -> Result<Ino, FsError> {
         match self.tree.node(ino).ok_or(FsError::NotFound)? {
             TreeNode::InSubtree(block, 0) => Ok(block.parent),
             TreeNode::InSubtree(block, node) => Ok(Ino(block.first + block.subtree.parent(node))),
@@ -262,14 +264,14 @@ impl Volume {
         }
     }
 
-    pub(super) fn link_target(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
+    fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
         match self.tree.node(ino).ok_or(FsError::NotFound)? {
             TreeNode::Fixed(FixedNode { kind: FixedKind::Symlink(target), .. }) => Ok(target.as_bytes().to_vec()),
             TreeNode::Fixed(_) | TreeNode::InSubtree(..) => Err(FsError::Invalid),
         }
     }
 
-    pub(super) fn node_xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
+    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
         if !name.starts_with(b"user.") {
             return Err(FsError::Unsupported);
         }
@@ -280,11 +282,15 @@ impl Volume {
         value.ok_or(FsError::NoAttribute)
     }
 
-    pub(super) fn node_xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
         let shown = match self.tree.node(ino).ok_or(FsError::NotFound)? {
             TreeNode::InSubtree(block, node) => block.subtree.xattr_names(node),
             TreeNode::Fixed(_) => &[],
         };
         Ok(shown.iter().map(|name| name.as_bytes().to_vec()).collect())
+    }
+
+    fn stat_fs(&self) -> StatFs {
+        StatFs { total_bytes: self.total_bytes, nodes: self.tree.len() }
     }
 }

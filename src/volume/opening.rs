@@ -12,13 +12,14 @@ use ckfs_tensor::to_usize;
 use tracing::warn;
 
 use super::{
-    file_system::{Access, FsError, Handle, Ino, OpenedFile},
+    file_system::{Access, FileSystem, FsError, Handle, Ino, NodeScope, NodesRef, OpenedFile},
     health::ProblemKind,
     materialize::{BYTES_MIN, FileClass, FileEntry, Materializer, When},
     open_files::Open,
     tree::{FixedKind, FixedNode, Live, TreeNode},
     upkeep::{NoPassthrough, WhenMaterialized},
     volume::Volume,
+    watched::lock,
 };
 
 impl Volume {
@@ -90,7 +91,7 @@ impl Volume {
 
     /// The prepared file: the cached one if it is open or was recently, else a new one.
     fn ready(&self, ino: Ino, image: FileImage) -> Arc<PreparedFile> {
-        let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut remembered = lock(&self.remembered);
         if let Some(file) = remembered.files.get(&ino) {
             return Arc::clone(file);
         }
@@ -107,8 +108,7 @@ impl Volume {
     }
 
     fn remembered(&self, ino: Ino) -> Option<Arc<PreparedFile>> {
-        let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
-        remembered.files.get(&ino).map(Arc::clone)
+        lock(&self.remembered).files.get(&ino).map(Arc::clone)
     }
 
     /// Releases the memory of readers that have closed their files, and checks sources. The caller repeats it every few seconds.
@@ -152,8 +152,14 @@ impl Volume {
         failure.map(|_| self.failure())
     }
 
+    fn open_counted(&self, ino: Ino, may_begin: bool) -> Result<OpenedFile, FsError> {
+        self.open_checked(ino, may_begin).inspect_err(|error| {
+            add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
+        })
+    }
+
     /// Opens a file after checking that its sources are unchanged. With `may_begin` false it starts no materialization.
-    pub(super) fn open_checked(&self, ino: Ino, may_begin: bool) -> Result<OpenedFile, FsError> {
+    fn open_checked(&self, ino: Ino, may_begin: bool) -> Result<OpenedFile, FsError> {
         let mut once = false;
         let mut image = |file: Arc<PreparedFile>| {
             once = self.is_read_once(ino, &file) && !self.watched.note_opened(ino);
@@ -193,6 +199,10 @@ impl Volume {
         Ok(OpenedFile { handle: Handle(handle), access })
     }
 
+    fn opened(&self, handle: Handle) -> Option<Open> {
+        self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned()
+    }
+
     fn live(&self, ino: Ino) -> Option<Live> {
         match self.tree.node(ino)? {
             TreeNode::Fixed(FixedNode { kind: FixedKind::Live(live), .. }) => Some(*live),
@@ -221,77 +231,13 @@ impl Volume {
         })
     }
 
-    pub(super) fn read_open(
-        &self,
-        ino: Ino,
-        handle: Handle,
-        offset: u64,
-        len: usize,
-        reply: &mut dyn FnMut(Served<'_>) -> Replied,
-    ) -> Result<Replied, ReadFailure<FsError>> {
-        let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
-        let mut part = |bytes: &[u8]| {
-            let start = to_usize(offset).min(bytes.len());
-            Ok(reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())])))
-        };
-        let read = match open.ok_or(FsError::Invalid)? {
-            Open::Bytes(bytes) => return part(&bytes),
-            Open::Live(live) => {
-                return part(&self.live_reads.content(handle, offset, || self.live_content(live))?);
-            }
-            Open::Generated(rows) => return Ok(reply(Served::Memory(&rows.read(offset, len)))),
-            Open::Original(file) => self.engine.read_original(file, offset, len, reply),
-            Open::Image(file, entry) => {
-                let made = entry.and_then(|entry| {
-                    Materializer::read(&entry, &file, offset, len, &mut |bytes| reply(Served::Memory(bytes)))
-                });
-                made.map_or_else(|| self.engine.read(&file, offset, len, reply), Ok)
-            }
-        };
-        read.map_err(|failure| self.read_failed(ino, failure))
-    }
-
-    pub(super) fn read_open_into(
-        &self,
-        ino: Ino,
-        handle: Handle,
-        offset: u64,
-        target: &mut [u8],
-    ) -> Result<(), FsError> {
-        let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
-        let mut part = |bytes: &[u8]| {
-            let start = to_usize(offset);
-            let found = bytes.get(start..start.saturating_add(target.len())).ok_or(FsError::Invalid)?;
-            target.copy_from_slice(found);
-            Ok(())
-        };
-        let read = match open.ok_or(FsError::Invalid)? {
-            Open::Bytes(bytes) => return part(&bytes),
-            Open::Live(live) => {
-                return part(&self.live_reads.content(handle, offset, || self.live_content(live))?);
-            }
-            Open::Generated(rows) => {
-                let found = rows.read(offset, target.len());
-                if found.len() != target.len() {
-                    return Err(FsError::Invalid);
-                }
-                target.copy_from_slice(&found);
-                return Ok(());
-            }
-            Open::Original(file) => self.engine.read_original_into(file, offset, target),
-            Open::Image(file, _) => self.engine.read_into(&file, offset, target),
-        };
-        read.map_err(|error| self.read_failed(ino, error.into()).error)
-    }
-
     /// Makes the bytes of an open file of tensors from `start` on in `target`, without caches and without read-ahead: for a program
     /// that reads each byte once, in an order of its own.
     ///
     /// # Errors
     /// [`FsError::Invalid`] if the file is none of tensors; else as [`FileSystem::read`](super::FileSystem::read).
     pub fn make(&self, ino: Ino, handle: Handle, start: u64, target: &mut [u8]) -> Result<(), FsError> {
-        let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
-        let Some(Open::Image(file, _)) = open else { return Err(FsError::Invalid) };
+        let Some(Open::Image(file, _)) = self.opened(handle) else { return Err(FsError::Invalid) };
         let made = self.engine.make_span(&file, start, target);
         made.map_err(|error| self.read_failed(ino, error.into()).error)
     }
@@ -310,14 +256,82 @@ impl Volume {
     }
 
     pub(super) fn materialize_open(&self, handle: Handle, then: WhenMaterialized) {
-        let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
-        match (&self.materializer, open) {
+        match (&self.materializer, self.opened(handle)) {
             (Some(materializer), Some(Open::Image(file, Some(entry)))) => materializer.materialize(&entry, &file, then),
             (_, _) => then(None),
         }
     }
+}
 
-    pub(super) fn close(&self, ino: Ino, handle: Handle) {
+impl FileSystem for Volume {
+    fn nodes(&self, _ino: Ino, _scope: NodeScope) -> Option<NodesRef<'_>> {
+        Some(NodesRef::All(self))
+    }
+
+    fn open(&self, ino: Ino) -> Result<OpenedFile, FsError> {
+        self.open_counted(ino, true)
+    }
+
+    fn open_uncached(&self, ino: Ino) -> Result<OpenedFile, FsError> {
+        self.open_counted(ino, false)
+    }
+
+    fn read(
+        &self,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: usize,
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<FsError>> {
+        let mut part = |bytes: &[u8]| {
+            let start = to_usize(offset).min(bytes.len());
+            Ok(reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())])))
+        };
+        let read = match self.opened(handle).ok_or(FsError::Invalid)? {
+            Open::Bytes(bytes) => return part(&bytes),
+            Open::Live(live) => {
+                return part(&self.live_reads.content(handle, offset, || self.live_content(live))?);
+            }
+            Open::Generated(rows) => return Ok(reply(Served::Memory(&rows.read(offset, len)))),
+            Open::Original(file) => self.engine.read_original(file, offset, len, reply),
+            Open::Image(file, entry) => {
+                let made = entry.and_then(|entry| {
+                    Materializer::read(&entry, &file, offset, len, &mut |bytes| reply(Served::Memory(bytes)))
+                });
+                made.map_or_else(|| self.engine.read(&file, offset, len, reply), Ok)
+            }
+        };
+        read.map_err(|failure| self.read_failed(ino, failure))
+    }
+
+    fn read_into(&self, ino: Ino, handle: Handle, offset: u64, target: &mut [u8]) -> Result<(), FsError> {
+        let mut part = |bytes: &[u8]| {
+            let start = to_usize(offset);
+            let found = bytes.get(start..start.saturating_add(target.len())).ok_or(FsError::Invalid)?;
+            target.copy_from_slice(found);
+            Ok(())
+        };
+        let read = match self.opened(handle).ok_or(FsError::Invalid)? {
+            Open::Bytes(bytes) => return part(&bytes),
+            Open::Live(live) => {
+                return part(&self.live_reads.content(handle, offset, || self.live_content(live))?);
+            }
+            Open::Generated(rows) => {
+                let found = rows.read(offset, target.len());
+                if found.len() != target.len() {
+                    return Err(FsError::Invalid);
+                }
+                target.copy_from_slice(&found);
+                return Ok(());
+            }
+            Open::Original(file) => self.engine.read_original_into(file, offset, target),
+            Open::Image(file, _) => self.engine.read_into(&file, offset, target),
+        };
+        read.map_err(|error| self.read_failed(ino, error.into()).error)
+    }
+
+    fn release(&self, ino: Ino, handle: Handle) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
         match (&self.materializer, open) {
             (Some(materializer), Some(Open::Image(file, Some(entry)))) => materializer.close(ino, &entry, &file),

@@ -13,13 +13,14 @@
 //! tensors then have the same attributes. With several classes, a tensor's are computed at the first request.
 
 use std::{
+    borrow::Cow,
     collections::{HashMap, HashSet},
     fmt::Write,
     sync::{Arc, OnceLock},
 };
 
 use ckfs_checkpoint::Checkpoint;
-use ckfs_image::DerivedFrom;
+use ckfs_image::{DerivedFrom, file_ids};
 use ckfs_plan::Plan;
 use ckfs_source::{
     FileId,
@@ -57,8 +58,8 @@ impl GateClasses {
         let source = checkpoint.source();
         let mut numbers: HashMap<AccessRules, u32> = HashMap::new();
         let mut classes = Self { gates: Vec::new(), of_file: Vec::new() };
-        for file in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()) {
-            let gates = source.pin(FileId(file)).gates.clone();
+        for file in file_ids(checkpoint) {
+            let gates = source.pin(file).gates.clone();
             let next = u32::try_from(classes.gates.len()).expect("no more classes than files");
             let number = *numbers.entry(gates.clone()).or_insert(next);
             if number == next {
@@ -213,18 +214,25 @@ impl Permissions {
     }
 
     fn of_file(&self, view: &OfView, derived_from: &DerivedFrom) -> Permission {
+        let find = || self.file(&self.file_gates(view, derived_from));
         match derived_from {
-            DerivedFrom::Tensor(tensor) => self.uniform.unwrap_or_else(|| {
-                let find = || self.file(&self.tensor_gates(view, *tensor as usize));
-                *view.tensors[*tensor as usize].get_or_init(find)
-            }),
-            DerivedFrom::Tensors => {
-                self.uniform.unwrap_or_else(|| *view.file.get_or_init(|| self.file(self.view_gates(view))))
+            DerivedFrom::Tensor(tensor) => {
+                self.uniform.unwrap_or_else(|| *view.tensors[*tensor as usize].get_or_init(find))
             }
+            DerivedFrom::Tensors => self.uniform.unwrap_or_else(|| *view.file.get_or_init(find)),
+            DerivedFrom::Repository { .. } | DerivedFrom::Everything => find(),
+        }
+    }
+
+    /// The gates of a file of a view.
+    fn file_gates<'a>(&'a self, view: &'a OfView, derived_from: &DerivedFrom) -> Cow<'a, AccessRules> {
+        match derived_from {
+            DerivedFrom::Tensor(tensor) => Cow::Owned(self.tensor_gates(view, *tensor as usize)),
+            DerivedFrom::Tensors => Cow::Borrowed(self.view_gates(view)),
             DerivedFrom::Repository { file, views, all_tensors } => {
-                self.file(&self.repository_file_gates(*file, views, *all_tensors))
+                Cow::Owned(self.repository_file_gates(*file, views, *all_tensors))
             }
-            DerivedFrom::Everything => self.file(&self.everything),
+            DerivedFrom::Everything => Cow::Borrowed(&self.everything),
         }
     }
 
@@ -238,15 +246,7 @@ impl Permissions {
         };
         match subject {
             ReadSubject::File { view, derived_from } => {
-                let view = &self.views[*view as usize];
-                match derived_from {
-                    DerivedFrom::Tensor(tensor) => file(&self.tensor_gates(view, *tensor as usize)),
-                    DerivedFrom::Tensors => file(self.view_gates(view)),
-                    DerivedFrom::Repository { file: original, views, all_tensors } => {
-                        file(&self.repository_file_gates(*original, views, *all_tensors))
-                    }
-                    DerivedFrom::Everything => file(&self.everything),
-                }
+                file(&self.file_gates(&self.views[*view as usize], derived_from))
             }
             ReadSubject::Own { is_directory: false } => file(&self.everything),
             ReadSubject::Own { is_directory: true } => directory(&self.everything, &self.everything),
@@ -331,7 +331,7 @@ pub fn readers(checkpoint: &Checkpoint, mounter: &Mounter, overrides: &Overrides
     let source = checkpoint.source();
     let mut found: Vec<PermittedReaders> = Vec::new();
     let mut known: HashMap<AccessRules, usize> = HashMap::new();
-    for file in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId) {
+    for file in file_ids(checkpoint) {
         let gates = source.pin(file).gates.clone();
         let place = *known.entry(gates).or_insert_with_key(|gates| {
             let permission = gates.permission(mounter, overrides);

@@ -6,9 +6,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use ckfs_checkpoint::Checkpoint;
 use ckfs_host::{budget::Budget, memory};
+use ckfs_image::file_ids;
 use ckfs_read::{Counters, Engine, Path};
-use ckfs_source::{DecodedChunks, FileId, Source, remote::LATENCY_BOUNDS_MS};
+use ckfs_source::{DecodedChunks, Source, remote::LATENCY_BOUNDS_MS};
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -63,17 +65,18 @@ pub(super) struct MetricRow {
 /// Memory in use now, by purpose: the label in the metrics, the key in `stats.json`, bytes. Mapped pages are those
 /// of all files, including the program's own.
 pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
+    let held = engine.held();
     [
-        ("tiles", "tiles_bytes", engine.cached_bytes() as u64),
-        ("materialized", "materialized_bytes", engine.materialized_bytes() as u64),
-        ("dropped", "dropped_bytes", engine.dropped_bytes() as u64),
-        ("spare_buffers", "spare_buffers_bytes", engine.spare_buffer_bytes() as u64),
+        ("tiles", "tiles_bytes", held.tiles as u64),
+        ("materialized", "materialized_bytes", held.materialized as u64),
+        ("dropped", "dropped_bytes", held.dropped as u64),
+        ("spare_buffers", "spare_buffers_bytes", held.spare_buffers as u64),
         (
             "decoded_chunks",
             "decoded_chunks_bytes",
             engine.checkpoint().source().chunks().map_or(0, DecodedChunks::held_bytes),
         ),
-        ("thread_buffers", "thread_buffers_bytes", engine.thread_buffer_bytes() as u64),
+        ("thread_buffers", "thread_buffers_bytes", held.thread_buffers as u64),
         ("mapped", "mapped_bytes", memory::resident().file_bytes),
     ]
 }
@@ -111,7 +114,7 @@ impl Reported<'_> {
     /// The mount's problems.
     pub(super) fn health(&self) -> HealthReport {
         let source = self.source();
-        let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
+        let files = file_ids(self.engine.checkpoint());
         self.metrics.health.report(files.filter_map(|file| Some((source.path(file), source.health().poison(file)?))))
     }
 
@@ -137,7 +140,7 @@ impl Reported<'_> {
                 "Reads computed without the cache because tiles in use left no room",
                 &counters.tile_bypasses,
             ),
-            held("tile_bytes", "Bytes of tiles held now", engine.cached_bytes()),
+            held("tile_bytes", "Bytes of tiles held now", engine.held().tiles),
             row(
                 "decoded_chunks",
                 Some("decoded_chunks"),
@@ -153,7 +156,7 @@ impl Reported<'_> {
             held(
                 "materialized_bytes_held",
                 "Bytes of materialized files in memory held now",
-                engine.materialized_bytes(),
+                engine.held().materialized,
             ),
             count("failed_reads", "Reads that failed", &counters.failed_reads),
             count("failed_opens", "Opens that failed because of a source", &counters.failed_opens),
@@ -275,11 +278,10 @@ impl Reported<'_> {
 }
 
 /// Length of `stats.json` of a volume: with room for the names of all its sources.
-pub(super) fn stats_bytes(source: &dyn Source) -> usize {
-    let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
-    let name = |file| Value::from(source.path(file).display().to_string()).to_string();
+pub(super) fn stats_bytes(checkpoint: &Checkpoint) -> usize {
+    let name = |file| Value::from(checkpoint.source().path(file).display().to_string()).to_string();
     // Each is a line with spaces before it and a comma after it.
-    STATS_BYTES + files.map(|file| name(file).len() + 8).sum::<usize>()
+    STATS_BYTES + file_ids(checkpoint).map(|file| name(file).len() + 8).sum::<usize>()
 }
 
 fn padded(mut text: String, len: usize) -> Vec<u8> {

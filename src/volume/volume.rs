@@ -3,10 +3,8 @@
 use std::{
     collections::HashMap,
     fmt,
-    fs::File,
-    ops::ControlFlow,
     sync::{Arc, Mutex, RwLock, atomic::AtomicU64},
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 use ckfs_checkpoint::Checkpoint;
@@ -16,26 +14,21 @@ use ckfs_image::{
     DerivedFrom, Directory, FileContent, FormatInput, LazyFile, OWN, TextFile, file_ids, unavailable_text,
 };
 use ckfs_plan::{Allow, Plan, Problem, report};
-use ckfs_read::{Engine, EngineOptions, EngineRooms, counters::add};
-use ckfs_source::{
-    ReadFailure, Replied, Served,
-    permission::{Mounter, Overrides},
-};
+use ckfs_read::{Engine, EngineOptions, EngineRooms};
+use ckfs_source::permission::{Mounter, Overrides};
 use lru::LruCache;
 use rayon::prelude::*;
 
 use super::{
     exposition,
-    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeScope, Nodes, NodesRef, OpenedFile, StatFs},
     health::{HealthProblem, VolumeHealth},
     live_reads::LiveReads,
     materialize::{BundleSizes, Materializer, Policy},
-    metrics::{Metrics, RequestKind},
+    metrics::Metrics,
     open_files::{Open, PreparedFileCache},
     permissions::{Permissions, readers, readers_text},
     stats,
     tree::{Live, NodeTree, TreeBuilder},
-    upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized},
     watched::Watched,
 };
 
@@ -187,7 +180,7 @@ impl Volume {
             }
         }));
         Ok(Self {
-            stats_bytes: stats::stats_bytes(checkpoint.source().as_ref()),
+            stats_bytes: stats::stats_bytes(checkpoint),
             budget: options.budget,
             remount: remount.unwrap_or_else(|| REMOUNT.to_owned()),
             engine,
@@ -261,131 +254,5 @@ fn add_bundles(bundles: &mut BundleSizes, plan: &Plan, shown: &Directory) {
     let formats = shown.bundles() / plan.devices.len().max(1);
     for bytes in report::bytes_per_device(plan) {
         (0..formats).for_each(|_| bundles.add(bytes));
-    }
-}
-
-impl Nodes for Volume {
-    fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
-        self.find(parent, name)
-    }
-
-    fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
-        self.node_attr(ino)
-    }
-
-    fn read_dir(
-        &self,
-        dir: Ino,
-        from: u64,
-        each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
-    ) -> Result<(), FsError> {
-        self.list(dir, from, each)
-    }
-
-    fn parent(&self, ino: Ino) -> Result<Ino, FsError> {
-        self.parent_of(ino)
-    }
-
-    fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
-        self.link_target(ino)
-    }
-
-    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
-        self.node_xattr(ino, name)
-    }
-
-    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
-        self.node_xattr_names(ino)
-    }
-
-    fn stat_fs(&self) -> StatFs {
-        StatFs { total_bytes: self.total_bytes, nodes: self.tree.len() }
-    }
-}
-
-impl FileSystem for Volume {
-    fn nodes(&self, _ino: Ino, _scope: NodeScope) -> Option<NodesRef<'_>> {
-        Some(NodesRef::All(self))
-    }
-
-    fn open(&self, ino: Ino) -> Result<OpenedFile, FsError> {
-        self.open_checked(ino, true).inspect_err(|error| {
-            add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
-        })
-    }
-
-    fn open_uncached(&self, ino: Ino) -> Result<OpenedFile, FsError> {
-        self.open_checked(ino, false).inspect_err(|error| {
-            add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
-        })
-    }
-
-    fn read(
-        &self,
-        ino: Ino,
-        handle: Handle,
-        offset: u64,
-        len: usize,
-        reply: &mut dyn FnMut(Served<'_>) -> Replied,
-    ) -> Result<Replied, ReadFailure<FsError>> {
-        self.read_open(ino, handle, offset, len, reply)
-    }
-
-    fn read_into(&self, ino: Ino, handle: Handle, offset: u64, target: &mut [u8]) -> Result<(), FsError> {
-        self.read_open_into(ino, handle, offset, target)
-    }
-
-    fn release(&self, ino: Ino, handle: Handle) {
-        self.close(ino, handle);
-    }
-}
-
-impl Upkeep for Volume {
-    fn metrics(&self) -> &Metrics {
-        &self.metrics
-    }
-
-    fn stall_limit(&self) -> Duration {
-        self.engine.checkpoint().source().health().stall_limit()
-    }
-
-    fn note_stalls(&self) {
-        self.engine.note_stalls();
-        self.report_stalls();
-        self.report_changes();
-    }
-
-    fn is_waiting(&self) -> bool {
-        self.engine.is_waiting()
-    }
-
-    fn is_stalled(&self, ino: Ino) -> bool {
-        self.waits_for_stalled(ino)
-    }
-
-    fn note_given_up(&self, op: RequestKind, _ino: Ino) {
-        self.count_given_up(op);
-    }
-
-    fn on_change(&self, callback: Option<OnChange>) {
-        self.watched.set_on_change(callback);
-    }
-
-    fn changed_files(&self) -> Vec<Ino> {
-        let mut files = self.files_of_poisoned();
-        files.extend(self.watched.take_superseded());
-        files
-    }
-
-    fn trial(&self) -> Option<File> {
-        self.materializer.as_ref()?.trial()
-    }
-
-    fn started(&self, passthrough: Result<(), NoPassthrough>) {
-        self.start(passthrough);
-    }
-
-    fn materialize(&self, _ino: Ino, handle: Handle, then: WhenMaterialized) {
-        self.materialize_open(handle, then);
     }
 }

@@ -1,19 +1,28 @@
 //! The volume watches which sources are in use, which files were opened, which sources changed and which stall.
 //!
 //! A changed source makes the files derived from it invalid. The kernel may keep pages of them, read before or during the
-//! change. So the volume calls its server ([`Upkeep::on_change`](super::Upkeep::on_change)), and the server then
-//! asks which files to drop ([`Upkeep::changed_files`](super::Upkeep::changed_files)). Only files that were opened
+//! change. So the volume calls its server ([`Upkeep::on_change`]), and the server then
+//! asks which files to drop ([`Upkeep::changed_files`]). Only files that were opened
 //! can have pages in the kernel.
 
 use std::{
+    fs::File,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::atomic::Ordering,
+    time::Duration,
 };
 
 use ckfs_read::counters::add;
 use ckfs_source::Stall;
 
-use super::{file_system::Ino, health::ProblemKind, metrics::RequestKind, volume::Volume, watched::lock};
+use super::{
+    file_system::{Handle, Ino},
+    health::ProblemKind,
+    metrics::{Metrics, RequestKind},
+    upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized},
+    volume::Volume,
+    watched::lock,
+};
 
 impl Volume {
     /// The sources that do not answer now, with the time since when.
@@ -54,26 +63,14 @@ impl Volume {
         self.watched.report();
     }
 
-    /// Files that were opened and need a poisoned source.
-    pub(super) fn files_of_poisoned(&self) -> Vec<Ino> {
-        self.watched.opened().into_iter().filter(|ino| self.needs_poisoned(*ino)).collect()
-    }
-
     /// Whether a file is made of a source that was found poisoned.
     pub fn needs_poisoned(&self, ino: Ino) -> bool {
         let source = self.engine.checkpoint().source();
         self.sources_of(ino).iter().any(|file| source.health().is_poisoned(*file))
     }
 
-    /// Whether a source of a file does not answer.
-    pub(super) fn waits_for_stalled(&self, ino: Ino) -> bool {
-        let source = self.engine.checkpoint().source();
-        !source.health().stalls().is_empty()
-            && self.sources_of(ino).iter().any(|file| source.health().is_stalled(*file))
-    }
-
     /// Reports stalls that began or ended since the last call.
-    pub(super) fn report_stalls(&self) {
+    fn report_stalls(&self) {
         let found = self.stalled();
         let mut known = lock(&self.watched.stalls);
         let is_among = |stalls: &[Stall], stall: &Stall| stalls.iter().any(|other| other.file == stall.file);
@@ -86,11 +83,58 @@ impl Volume {
         }
         *known = found;
     }
+}
 
-    /// Counts an open or a read that was answered with an error because of a stall.
-    pub(super) fn count_given_up(&self, op: RequestKind) {
+impl Upkeep for Volume {
+    fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    fn stall_limit(&self) -> Duration {
+        self.engine.checkpoint().source().health().stall_limit()
+    }
+
+    fn note_stalls(&self) {
+        self.engine.note_stalls();
+        self.report_stalls();
+        self.report_changes();
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.engine.is_waiting()
+    }
+
+    fn is_stalled(&self, ino: Ino) -> bool {
+        let source = self.engine.checkpoint().source();
+        !source.health().stalls().is_empty()
+            && self.sources_of(ino).iter().any(|file| source.health().is_stalled(*file))
+    }
+
+    fn note_given_up(&self, op: RequestKind, _ino: Ino) {
         let counters = self.engine.counters();
         add(if op == RequestKind::Open { &counters.failed_opens } else { &counters.failed_reads }, 1);
         add(&counters.stalled_reads, 1);
+    }
+
+    fn on_change(&self, callback: Option<OnChange>) {
+        self.watched.set_on_change(callback);
+    }
+
+    fn changed_files(&self) -> Vec<Ino> {
+        let mut files: Vec<Ino> = self.watched.opened().into_iter().filter(|ino| self.needs_poisoned(*ino)).collect();
+        files.extend(self.watched.take_superseded());
+        files
+    }
+
+    fn trial(&self) -> Option<File> {
+        self.materializer.as_ref()?.trial()
+    }
+
+    fn started(&self, passthrough: Result<(), NoPassthrough>) {
+        self.start(passthrough);
+    }
+
+    fn materialize(&self, _ino: Ino, handle: Handle, then: WhenMaterialized) {
+        self.materialize_open(handle, then);
     }
 }

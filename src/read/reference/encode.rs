@@ -229,7 +229,7 @@ impl ScalesByDefinition {
                 index.extend([row, column]);
                 let value = f32::from_bits(values(view, &index)?);
                 if !value.is_finite() {
-                    return Err(ReferenceError::Uncodable { tensor: name.to_owned(), index: index.to_vec(), value });
+                    return Err(ReferenceError::new(format!("tensor {name}, element {index:?}: {value} has no code")));
                 }
                 greatest = greatest.max(value.abs());
             }

@@ -115,10 +115,11 @@ impl<'a> Evaluator<'a> {
         let width = dtype.bits();
         let bits = elements * width;
         if !bits.is_multiple_of(8) {
-            return Err(ReferenceError::PartialByte { dtype, elements });
+            return Err(ReferenceError::new(format!("{elements} elements of {dtype} do not fill whole bytes")));
         }
         if span.start > span.end || span.end > bits / 8 {
-            return Err(ReferenceError::OutOfBounds { start: span.start, end: span.end, len_bytes: bits / 8 });
+            let Range { start, end } = span;
+            return Err(ReferenceError::new(format!("bytes {start}..{end} of a view of {} bytes", bits / 8)));
         }
         // Elements as one stream of bits, from the start of the one that holds the span's first bit.
         let first = span.start * 8 / width;
@@ -385,8 +386,17 @@ impl<'a> Evaluator<'a> {
                     self.blocks.put((tensor, span), bytes);
                     return Ok(byte);
                 }
-                Ok(bytes) => return Err(ReferenceError::Length { tensor, start, end, found: bytes.len() }),
-                Err(cause) => failure = Some(ReferenceError::Read { tensor, start, end, cause }),
+                Ok(bytes) => {
+                    let found = bytes.len();
+                    return Err(ReferenceError::new(format!(
+                        "tensor #{}: asked for bytes {start}..{end}, got {found} bytes",
+                        tensor.0
+                    )));
+                }
+                Err(cause) => {
+                    failure =
+                        Some(ReferenceError::of_read(format!("tensor #{}: bytes {start}..{end}", tensor.0), cause));
+                }
             }
         }
         Err(failure.expect("there are sizes"))

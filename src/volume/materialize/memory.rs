@@ -70,6 +70,6 @@ impl Memory {
 
     fn note_dropped(&self, engine: &Engine) {
         let used = usize::try_from(self.files.used_bytes()).unwrap_or(usize::MAX);
-        engine.set_dropped_bytes(used.saturating_sub(engine.materialized_bytes()));
+        engine.set_dropped_bytes(used.saturating_sub(engine.held().materialized));
     }
 }
