@@ -38,16 +38,15 @@ pub fn described(dtype: DType, shape: &[u64]) -> (&'static str, Vec<u64>) {
     (descr(dtype), shape)
 }
 
-const fn descr(dtype: DType) -> &'static str {
-    match dtype {
+/// The code of a type that numpy has itself.
+pub(super) const fn code(dtype: DType) -> Option<&'static str> {
+    Some(match dtype {
         DType::Bool => "|b1",
-        DType::F4 | DType::F6E2M3 | DType::F6E3M2 | DType::U8 => "|u1",
+        DType::U8 => "|u1",
         DType::I8 => "|i1",
-        DType::F8E5M2 | DType::F8E4M3 | DType::F8E8M0 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz => "|V1",
         DType::I16 => "<i2",
         DType::U16 => "<u2",
         DType::F16 => "<f2",
-        DType::BF16 => "<V2",
         DType::I32 => "<i4",
         DType::U32 => "<u4",
         DType::F32 => "<f4",
@@ -55,7 +54,19 @@ const fn descr(dtype: DType) -> &'static str {
         DType::F64 => "<f8",
         DType::I64 => "<i8",
         DType::U64 => "<u8",
-    }
+        DType::F4 | DType::F6E2M3 | DType::F6E3M2 => return None,
+        DType::F8E5M2 | DType::F8E4M3 | DType::F8E8M0 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz | DType::BF16 => {
+            return None;
+        }
+    })
+}
+
+fn descr(dtype: DType) -> &'static str {
+    code(dtype).unwrap_or(match dtype.element_bytes() {
+        None => "|u1",
+        Some(1) => "|V1",
+        Some(_) => "<V2",
+    })
 }
 
 /// The header of an array, padded with spaces so that the elements start at a multiple of `alignment`.

@@ -113,6 +113,11 @@ impl Lowering {
         u32::try_from(index).expect("a tiling has fewer pieces, and so chains, than 2^32")
     }
 
+    /// The decoder of elements that stay as they are.
+    fn plain(&mut self, dtype: DType) -> u32 {
+        self.chain(Chain { load: Load::Element(dtype), steps: Vec::new(), dtype })
+    }
+
     /// Appends steps to the decoder of each part.
     fn extend_chains(&mut self, parts: &mut [Part], dtype: DType, steps: &[Step]) {
         let mut known: Vec<(u32, u32)> = Vec::new();
@@ -177,8 +182,7 @@ impl Lowering {
         match view.op() {
             Op::Source(tensor) => {
                 self.tensors.entry(tensor.id).or_insert_with(|| tensor.clone());
-                let chain =
-                    self.chain(Chain { load: Load::Element(tensor.dtype), steps: Vec::new(), dtype: tensor.dtype });
+                let chain = self.plain(tensor.dtype);
                 Ok(whole(&tensor.shape, Base::Tensor { tensor: tensor.id, offset: 0 }, chain))
             }
             Op::Mosaic(mosaic) => self.mosaic(mosaic),
@@ -188,18 +192,13 @@ impl Lowering {
                 Ok(whole(view.shape(), Base::Tensor { tensor: value.load.tensor.id, offset: 0 }, chain))
             }
             Op::Encoded { of, part } => {
-                let load = Load::Element(view.dtype());
-                let chain = self.chain(Chain { load, steps: Vec::new(), dtype: view.dtype() });
+                let chain = self.plain(view.dtype());
                 let leaf = u32::try_from(self.encoded.len()).expect("a view has fewer leaves than 2^32");
                 self.encoded.push(EncodedLeaf { encoding: Arc::clone(of), part: *part });
                 Ok(whole(view.shape(), Base::Encoded { leaf, offset: 0 }, chain))
             }
             Op::Fill(element) => {
-                let chain = self.chain(Chain {
-                    load: Load::Element(element.dtype()),
-                    steps: Vec::new(),
-                    dtype: element.dtype(),
-                });
+                let chain = self.plain(element.dtype());
                 Ok(whole(view.shape(), Base::Fill(*element), chain))
             }
             Op::Gather { of, axis, runs } => gather(&self.parts(of, &[])?, *axis, runs),
@@ -331,7 +330,7 @@ impl Lowering {
             return Err(TilingError::TooManyPieces);
         }
         let dtype = mosaic.dtype();
-        let chain = self.chain(Chain { load: Load::Element(dtype), steps: Vec::new(), dtype });
+        let chain = self.plain(dtype);
         let along = |(axis, extent, source_stride): (usize, u64, u64)| AxisLoop {
             axis,
             step: Loop { extent, target_stride: 1, source_stride },
@@ -386,10 +385,7 @@ impl Lowering {
         let mut all = Vec::new();
         let mut at = 0;
         for view in of {
-            all.extend(self.parts(view, &[])?.into_iter().map(|mut part| {
-                part.origin[axis] += at;
-                part
-            }));
+            all.extend(self.parts(view, &[])?.into_iter().map(|part| part.shifted(axis, at)));
             limit(&all)?;
             at += view.shape().extents()[axis];
         }
@@ -397,21 +393,15 @@ impl Lowering {
     }
 
     fn pad(&mut self, view: &View, of: &View, axis: usize, before: u64, after: u64) -> Result<Vec<Part>, TilingError> {
-        let mut all = self.parts(of, &[])?;
-        for part in &mut all {
-            part.origin[axis] += before;
-        }
+        let mut all: Vec<Part> = self.parts(of, &[])?.into_iter().map(|part| part.shifted(axis, before)).collect();
         let zero = Element::zero(view.dtype());
-        let chain = self.chain(Chain { load: Load::Element(view.dtype()), steps: Vec::new(), dtype: view.dtype() });
+        let chain = self.plain(view.dtype());
         let inner = of.shape().extents()[axis];
         for (at, extent) in [(0, before), (before + inner, after)] {
             let mut extents = PerAxis::from_slice(view.shape().extents());
             extents[axis] = extent;
             let Ok(shape) = Shape::try_new(&extents) else { continue };
-            all.extend(whole(&shape, Base::Fill(zero), chain).into_iter().map(|mut part| {
-                part.origin[axis] = at;
-                part
-            }));
+            all.extend(whole(&shape, Base::Fill(zero), chain).into_iter().map(|part| part.shifted(axis, at)));
         }
         Ok(all)
     }

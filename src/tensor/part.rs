@@ -56,6 +56,14 @@ pub(super) struct Part {
     pub(super) chain: u32,
 }
 
+impl Part {
+    /// The same elements further on along an axis.
+    pub(super) fn shifted(mut self, axis: usize, by: u64) -> Self {
+        self.origin[axis] += by;
+        self
+    }
+}
+
 /// Refuses more parts than a tiling may have.
 pub(super) fn limit(parts: &[Part]) -> Result<(), TilingError> {
     if parts.len() > PIECES_MAX { Err(TilingError::TooManyPieces) } else { Ok(()) }
@@ -133,23 +141,15 @@ pub(super) fn gather(parts: &[Part], axis: usize, runs: &[StridedIndices]) -> Re
     for run in runs {
         let step = run.step.unsigned_abs().max(1);
         let end = if run.step == 0 { run.first + 1 } else { run.low() + step * (run.count - 1) + 1 };
-        let mut found = slice(parts, axis, run.low(), end, step)?;
+        let found = slice(parts, axis, run.low(), end, step)?;
         match run.step {
             0 => {
                 for copy in 0..run.count {
-                    chosen.extend(found.iter().cloned().map(|mut part| {
-                        part.origin[axis] += at + copy;
-                        part
-                    }));
+                    chosen.extend(found.iter().cloned().map(|part| part.shifted(axis, at + copy)));
                     limit(&chosen)?;
                 }
             }
-            1.. => {
-                for part in &mut found {
-                    part.origin[axis] += at;
-                }
-                chosen.append(&mut found);
-            }
+            1.. => chosen.extend(found.into_iter().map(|part| part.shifted(axis, at))),
             _ => {
                 for part in &found {
                     reverse(part, axis, at + run.count - 1, &mut chosen)?;

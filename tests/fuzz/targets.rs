@@ -69,7 +69,7 @@ pub const TARGETS: &[Target] = &[
     Target {
         name: "orbax",
         check: orbax,
-        seeds: &[("orbax.json", &["_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas/process_0"])],
+        seeds: &[("orbax.json", &["_METADATA", "_CHECKPOINT_METADATA"])],
         texts: &[],
     },
     Target { name: "config_json", check: config_json, seeds: &[], texts: CONFIGS },
@@ -400,12 +400,7 @@ pub fn orbax(bytes: &[u8]) -> bool {
         let names: Vec<String> = stored.map(orbax_state::Leaf::name).collect();
         assert_eq!(names.iter().collect::<std::collections::BTreeSet<_>>().len(), names.len());
     }
-    let others = [
-        orbax_state::CheckpointMetadata::parse(bytes).is_ok(),
-        orbax_state::parse_sharding(bytes).is_ok(),
-        orbax_state::parse_array_metadatas(bytes).is_ok(),
-    ];
-    tree.is_ok() || others.contains(&true)
+    orbax_state::CheckpointMetadata::parse(bytes).is_ok() || tree.is_ok()
 }
 
 /// A repository of one file, for the files beside it.

@@ -4,8 +4,8 @@
 //! 7/_CHECKPOINT_METADATA       which items a step has, when it was finished, what the saver wanted to say
 //! 7/commit_success.txt         there when it is finished
 //! 7/items/_METADATA            the leaves of the tree, and how arrays are stored
-//! 7/items/_sharding            on which mesh each array was
-//! 7/items/array_metadatas/process_0    shapes of chunks as written
+//! 7/items/_sharding            on which mesh each array was; not read
+//! 7/items/array_metadatas/process_0    shapes of chunks as written; not read
 //! 7/items/manifest.ocdbt       arrays, as one OCDBT database; or a directory for each array
 //! ```
 //!
@@ -19,7 +19,7 @@ use std::{collections::HashMap, fmt::Display};
 use ckfs_host::RelativePath;
 use serde::{
     Deserialize, Deserializer,
-    de::{IgnoredAny, MapAccess, Visitor},
+    de::{MapAccess, Visitor},
 };
 use serde_json::{Map, Value};
 
@@ -33,12 +33,6 @@ pub const CHECKPOINT_METADATA: &str = "_CHECKPOINT_METADATA";
 
 /// Name of the file that is written last. Where it is missing in an object store, the checkpoint is unfinished.
 pub const COMMIT_SUCCESS: &str = "commit_success.txt";
-
-/// Name of the file with meshes.
-pub(crate) const SHARDING: &str = "_sharding";
-
-/// Name of the directory with the shapes of chunks, a file `process_<n>` for each process.
-pub(crate) const ARRAY_METADATAS: &str = "array_metadatas";
 
 /// What a directory's name has that is not finished.
 pub const UNFINISHED: &str = ".orbax-checkpoint-tmp";
@@ -60,32 +54,32 @@ fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8], file: &'static str) -> Result<
     json::parse(bytes, JsonForm::Rows).map_err(|error| OrbaxError(format!("{file}: {error}")))
 }
 
-/// A map in the order of the file, in which each key may be once only.
-struct Ordered<T>(Vec<(String, T)>);
+/// The leaves in the order of the file, in which each may be once only.
+struct OrderedLeaves(Vec<(String, RawLeaf)>);
 
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Ordered<T> {
+impl<'de> Deserialize<'de> for OrderedLeaves {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Items<T>(std::marker::PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for Items<T> {
-            type Value = Ordered<T>;
+        struct Leaves;
+        impl<'de> Visitor<'de> for Leaves {
+            type Value = OrderedLeaves;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("a map")
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut items = Vec::new();
+                let mut leaves = Vec::new();
                 let mut names = std::collections::HashSet::new();
-                while let Some((name, item)) = map.next_entry::<String, T>()? {
+                while let Some((name, leaf)) = map.next_entry::<String, RawLeaf>()? {
                     if !names.insert(name.clone()) {
                         return Err(serde::de::Error::custom(format!("{name:?} is there twice")));
                     }
-                    items.push((name, item));
+                    leaves.push((name, leaf));
                 }
-                Ok(Ordered(items))
+                Ok(OrderedLeaves(leaves))
             }
         }
-        deserializer.deserialize_map(Items(std::marker::PhantomData))
+        deserializer.deserialize_map(Leaves)
     }
 }
 
@@ -161,7 +155,7 @@ pub struct Tree {
 
 #[derive(Deserialize)]
 struct RawTree {
-    tree_metadata: Ordered<RawLeaf>,
+    tree_metadata: OrderedLeaves,
     use_ocdbt: Option<bool>,
     #[serde(default)]
     use_zarr3: bool,
@@ -294,141 +288,6 @@ impl CheckpointMetadata {
     pub fn scan_layers(&self) -> Option<bool> {
         self.custom.get("scan_layers").and_then(Value::as_bool)
     }
-}
-
-/// How an array lay on devices when it was saved.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum SavedSharding {
-    /// On a mesh.
-    Mesh {
-        /// The axes of the mesh with their sizes, in order.
-        axes: Vec<(String, u64)>,
-        /// For each axis of the array, the mesh axes that split it. May have fewer than the array has axes.
-        spec: Vec<Vec<String>>,
-    },
-    /// On one device.
-    Single,
-    /// In another way, by Orbax's name.
-    Other(String),
-}
-
-#[derive(Deserialize)]
-struct RawSharding {
-    sharding_type: String,
-    #[serde(default)]
-    shape: Vec<u64>,
-    #[serde(default)]
-    axis_names: Vec<String>,
-    #[serde(default)]
-    partition_spec: Vec<RawSplit>,
-    #[serde(default, rename = "device_mesh")]
-    _device_mesh: IgnoredAny,
-}
-
-/// The mesh axes of one axis: none, one, or several.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum RawSplit {
-    None(()),
-    One(String),
-    Several(Vec<String>),
-}
-
-/// Reads a `SHARDING`: how each array lay on devices, by the name under which it is stored, in the order of the file.
-///
-/// # Errors
-/// [`OrbaxError`], the first fault that is met.
-pub fn parse_sharding(bytes: &[u8]) -> Result<Vec<(String, SavedSharding)>, OrbaxError> {
-    let raw: Ordered<String> = parse(bytes, SHARDING)?;
-    let sharding = |(encoded, text): (String, String)| {
-        let wrong = |expected, found: String| wrong(SHARDING, &encoded, expected, found);
-        let name = base64(&encoded).and_then(|bytes| String::from_utf8(bytes).ok());
-        let name = name.ok_or_else(|| wrong("a name in base64", format!("{encoded:?}")))?;
-        let raw: RawSharding = parse(text.as_bytes(), SHARDING)?;
-        let sharding = match raw.sharding_type.as_str() {
-            "NamedSharding" => {
-                if raw.axis_names.len() != raw.shape.len() {
-                    let found = format!("{} and {}", raw.axis_names.len(), raw.shape.len());
-                    return Err(wrong("as many axis_names as extents of the mesh", found));
-                }
-                let split = |split: RawSplit| match split {
-                    RawSplit::None(()) => Vec::new(),
-                    RawSplit::One(axis) => vec![axis],
-                    RawSplit::Several(axes) => axes,
-                };
-                let spec: Vec<Vec<String>> = raw.partition_spec.into_iter().map(split).collect();
-                if let Some(found) = spec.iter().flatten().find(|axis| !raw.axis_names.contains(axis)) {
-                    return Err(wrong("axes of the mesh in partition_spec", format!("{found:?}")));
-                }
-                SavedSharding::Mesh { axes: raw.axis_names.into_iter().zip(raw.shape).collect(), spec }
-            }
-            "SingleDeviceSharding" => SavedSharding::Single,
-            _ => SavedSharding::Other(raw.sharding_type),
-        };
-        Ok((name, sharding))
-    };
-    raw.0.into_iter().map(sharding).collect()
-}
-
-/// Bytes that base64 with padding stands for.
-fn base64(text: &str) -> Option<Vec<u8>> {
-    let (groups, rest) = text.as_bytes().as_chunks::<4>();
-    if !rest.is_empty() {
-        return None;
-    }
-    let mut bytes = Vec::with_capacity(groups.len() * 3);
-    for (at, group) in groups.iter().enumerate() {
-        let padding = group.iter().rev().take_while(|digit| **digit == b'=').count();
-        if padding > 2 || (padding > 0 && at + 1 < groups.len()) {
-            return None;
-        }
-        let number = group[..4 - padding].iter().try_fold(0_u32, |number, digit| {
-            let value = match digit {
-                b'A'..=b'Z' => digit - b'A',
-                b'a'..=b'z' => digit - b'a' + 26,
-                b'0'..=b'9' => digit - b'0' + 52,
-                b'+' | b'-' => 62,
-                b'/' | b'_' => 63,
-                _ => return None,
-            };
-            Some(number << 6 | u32::from(value))
-        })?;
-        let [third, second, first, _] = (number << (6 * padding)).to_le_bytes();
-        bytes.extend(&[first, second, third][..3 - padding]);
-    }
-    Some(bytes)
-}
-
-/// The shapes in which an array was written.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-pub struct ArrayMetadata {
-    /// The name under which the array is stored.
-    #[serde(rename = "param_name")]
-    pub name: String,
-    /// Shape of the box that the process wrote at once.
-    pub write_shape: Vec<u64>,
-    /// Shape of the chunks in that box.
-    pub chunk_shape: Vec<u64>,
-    /// What makes it more than an array, such as a random key.
-    #[serde(rename = "ext_metadata")]
-    pub extension: Option<Map<String, Value>>,
-}
-
-/// Reads a file of `ARRAY_METADATAS`.
-///
-/// # Errors
-/// [`OrbaxError`]: it is not the JSON that it must be.
-pub fn parse_array_metadatas(bytes: &[u8]) -> Result<Vec<ArrayMetadata>, OrbaxError> {
-    #[derive(Deserialize)]
-    struct Entry {
-        array_metadata: ArrayMetadata,
-    }
-    #[derive(Deserialize)]
-    struct File {
-        array_metadatas: Vec<Entry>,
-    }
-    let file: File = parse(bytes, ARRAY_METADATAS)?;
-    Ok(file.array_metadatas.into_iter().map(|entry| entry.array_metadata).collect())
 }
 
 #[cfg(test)]

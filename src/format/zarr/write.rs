@@ -14,30 +14,14 @@ use std::fmt::Write as _;
 
 use ckfs_tensor::{DType, PerAxis};
 
+use crate::npy;
+
 /// Name of the description.
 pub const ZARRAY: &str = ".zarray";
 
 /// The code of a type, or `None` for those that the format can hold only one element to a byte.
-pub const fn code(dtype: DType) -> Option<&'static str> {
-    Some(match dtype {
-        DType::F4 | DType::F6E2M3 | DType::F6E3M2 => return None,
-        DType::Bool => "|b1",
-        DType::U8 => "|u1",
-        DType::I8 => "|i1",
-        DType::F8E5M2 | DType::F8E4M3 | DType::F8E8M0 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz | DType::BF16 => {
-            dtype.name()
-        }
-        DType::I16 => "<i2",
-        DType::U16 => "<u2",
-        DType::F16 => "<f2",
-        DType::I32 => "<i4",
-        DType::U32 => "<u4",
-        DType::F32 => "<f4",
-        DType::C64 => "<c8",
-        DType::F64 => "<f8",
-        DType::I64 => "<i8",
-        DType::U64 => "<u8",
-    })
+pub fn code(dtype: DType) -> Option<&'static str> {
+    npy::code(dtype).or_else(|| dtype.element_bytes().map(|_| dtype.name()))
 }
 
 /// The `.zarray` of an uncompressed array, or `None` as [`code`].

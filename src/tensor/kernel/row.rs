@@ -380,43 +380,25 @@ pub(crate) fn copy(_: Level, source: &[u8], target: &mut [u8]) {
 
 /// The loop from `dtype` to f32, or `None` if it is not a float that converts.
 pub(crate) fn widen(dtype: DType) -> Option<Row> {
-    match dtype {
-        DType::F64 => Some(widen_f64),
-        DType::F32 => Some(copy),
-        DType::BF16 => Some(widen_bf16),
-        DType::F16 => Some(widen_f16),
-        DType::F8E5M2 => Some(widen_f8e5m2),
-        DType::F8E4M3 => Some(widen_f8e4m3),
-        DType::F8E5M2Fnuz => Some(widen_f8e5m2_fnuz),
-        DType::F8E4M3Fnuz => Some(widen_f8e4m3_fnuz),
-        DType::Bool
-        | DType::F4
-        | DType::F6E2M3
-        | DType::F6E3M2
-        | DType::U8
-        | DType::I8
-        | DType::F8E8M0
-        | DType::I16
-        | DType::U16
-        | DType::I32
-        | DType::U32
-        | DType::C64
-        | DType::I64
-        | DType::U64 => None,
-    }
+    conversions(dtype).map(|(widen, _)| widen)
 }
 
 /// The loop from f32 to `dtype`, or `None` if it is not a float that converts.
 pub(crate) fn narrow(dtype: DType) -> Option<Row> {
-    match dtype {
-        DType::F64 => Some(narrow_f64),
-        DType::F32 => Some(copy),
-        DType::BF16 => Some(narrow_bf16),
-        DType::F16 => Some(narrow_f16),
-        DType::F8E5M2 => Some(narrow_f8e5m2),
-        DType::F8E4M3 => Some(narrow_f8e4m3),
-        DType::F8E5M2Fnuz => Some(narrow_f8e5m2_fnuz),
-        DType::F8E4M3Fnuz => Some(narrow_f8e4m3_fnuz),
+    conversions(dtype).map(|(_, narrow)| narrow)
+}
+
+/// The loops from a type to f32 and back.
+fn conversions(dtype: DType) -> Option<(Row, Row)> {
+    Some(match dtype {
+        DType::F64 => (widen_f64, narrow_f64),
+        DType::F32 => (copy, copy),
+        DType::BF16 => (widen_bf16, narrow_bf16),
+        DType::F16 => (widen_f16, narrow_f16),
+        DType::F8E5M2 => (widen_f8e5m2, narrow_f8e5m2),
+        DType::F8E4M3 => (widen_f8e4m3, narrow_f8e4m3),
+        DType::F8E5M2Fnuz => (widen_f8e5m2_fnuz, narrow_f8e5m2_fnuz),
+        DType::F8E4M3Fnuz => (widen_f8e4m3_fnuz, narrow_f8e4m3_fnuz),
         DType::Bool
         | DType::F4
         | DType::F6E2M3
@@ -430,8 +412,8 @@ pub(crate) fn narrow(dtype: DType) -> Option<Row> {
         | DType::U32
         | DType::C64
         | DType::I64
-        | DType::U64 => None,
-    }
+        | DType::U64 => return None,
+    })
 }
 
 #[cfg(test)]
