@@ -1,7 +1,7 @@
 //! The division of an array into chunks, computed on the grid; a chunk's file is laid out when it is opened.
 
 use ckfs_format::zarr::write as zarr;
-use ckfs_tensor::{DType, PerAxis, Region, Shape, View};
+use ckfs_tensor::{DType, PerAxis, Region, Shape, View, unravel};
 
 use super::file_image::{FileImage, ImageError};
 
@@ -62,20 +62,9 @@ impl ChunkGrid {
         &self.chunk
     }
 
-    /// The chunk's number along each axis.
-    fn numbers(&self, index: u64) -> PerAxis {
-        let mut rest = index;
-        let mut numbers = PerAxis::from_elem(0, self.grid.len());
-        for (number, extent) in numbers.iter_mut().zip(&self.grid).rev() {
-            *number = rest % extent;
-            rest /= extent;
-        }
-        numbers
-    }
-
     /// File name of a chunk.
     pub(super) fn name(&self, index: u64) -> String {
-        zarr::chunk_name(&self.numbers(index))
+        zarr::chunk_name(&unravel(index, &self.grid))
     }
 
     /// The chunk with this file name.
@@ -104,7 +93,7 @@ impl ChunkGrid {
     /// If this is not the view's grid or the chunk is not in it.
     pub(super) fn chunk_image(&self, name: &str, view: &View, index: u64) -> Result<FileImage, ImageError> {
         let failed = |error| ImageError(format!("{name}: {error}"));
-        let numbers = self.numbers(index);
+        let numbers = unravel(index, &self.grid);
         let ranges: Vec<_> = numbers
             .iter()
             .zip(&self.chunk)

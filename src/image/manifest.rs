@@ -67,17 +67,8 @@ struct ManifestRecords {
 }
 
 /// Appends a JSON value.
-fn put(out: &mut Vec<u8>, value: &impl serde::Serialize) {
+fn put(out: &mut Vec<u8>, value: &(impl serde::Serialize + ?Sized)) {
     serde_json::to_writer(out, value).expect("text and numbers can be written to memory");
-}
-
-/// Appends a list of numbers.
-fn put_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
-    for (place, number) in numbers.iter().enumerate() {
-        let before = if place == 0 { "[" } else { "," };
-        write!(out, "{before}{number}").expect("memory takes all bytes");
-    }
-    out.extend(if numbers.is_empty() { b"[]".as_slice() } else { b"]" });
 }
 
 impl ManifestRecords {
@@ -192,9 +183,9 @@ impl ManifestRecords {
             let region = self.plan.region(tensor, device);
             let comma = if place == 0 { "" } else { "," };
             write!(out, "{comma}{{\"device\":{device},\"offset\":").expect("memory takes all bytes");
-            put_numbers(out, region.origin());
+            put(out, region.origin());
             out.extend(b",\"shape\":");
-            put_numbers(out, region.shape().extents());
+            put(out, region.shape().extents());
             out.push(b'}');
         }
     }
@@ -204,7 +195,7 @@ impl ManifestRecords {
         out.push(b']');
         if let Some(layers) = &self.plan.tensors[tensor].layers {
             out.extend(b",\"layers\":");
-            put_numbers(out, layers);
+            put(out, &**layers);
         }
         out.push(b'}');
     }

@@ -264,9 +264,7 @@ impl OpenedCheckpoint {
         let view = |(name, plan): (&'_ ckfs_config::ViewConfig, &'_ Arc<Plan>)| (name.name.clone(), Arc::clone(plan));
         let views: Vec<(String, Arc<Plan>)> = names.zip(service.volume().plans()).map(view).collect();
         py.detach(|| {
-            let view = |(name, plan): &'_ (String, Arc<Plan>)| (name.clone(), Arc::clone(plan));
-            let held: Vec<(String, Arc<Plan>)> = views.iter().map(view).collect();
-            let rows = held.iter().map(|(name, plan)| report::ViewReport { name, plan, more: serde_json::Map::new() });
+            let rows = views.iter().map(|(name, plan)| report::ViewReport { name, plan, more: serde_json::Map::new() });
             serde_json::to_string(&report::Report::new(checkpoint, rows.collect(), serde_json::Map::new()))
         })
         .map_err(|error| ExceptionKind::General.with(py, &error.to_string()))

@@ -52,7 +52,7 @@ impl Engine {
             let unit = prepared.tiling.unit_bytes();
             let tile_bytes = grid.units * unit;
             for index in grid.index(low / unit)..=grid.index((high - 1) / unit) {
-                if tile_bytes > budget || self.cache.has(&file.tile_key(segment, index)) {
+                if tile_bytes > budget || self.rooms.cache.has(&file.tile_key(segment, index)) {
                     continue;
                 }
                 budget -= tile_bytes;
@@ -61,11 +61,11 @@ impl Engine {
                 let start = file.image.start_of(segment);
                 let (low, high) = (start + first * unit, start + last * unit);
                 let is_next = low <= end + tile_bytes;
-                self.workers.offer(move || {
+                self.rooms.workers.offer(move || {
                     let Some(engine) = engine.upgrade() else { return };
                     // The reader may have passed these bytes while this job waited. A tile in use is worth more than one ahead.
                     let awaited = file.streams.lock().unwrap_or_else(PoisonError::into_inner).awaits(low, high);
-                    let cache = &engine.cache;
+                    let cache = &engine.rooms.cache;
                     let fits = if is_next { cache.has_room(high - low) } else { cache.has_much_room(high - low) };
                     if !awaited || !fits {
                         return;
@@ -74,7 +74,7 @@ impl Engine {
                     let (key, bytes) = (file.tile_key(segment, index), usize::try_from(high - low));
                     // A failure here is not reported: the reader that needs the tile will meet it again.
                     let bytes = bytes.unwrap_or(usize::MAX);
-                    drop(engine.cache.get(key, Demand::Prefetch, bytes, &engine.counters, &|| None, compute));
+                    drop(engine.rooms.cache.get(key, Demand::Prefetch, bytes, &engine.counters, &|| None, compute));
                 });
             }
         }
@@ -112,7 +112,7 @@ impl Engine {
     /// them while all pages are cached, then in all of them.
     pub(super) fn request_pages_beside(self: &Arc<Self>, file: &Arc<PreparedFile>, start: u64, end: u64) {
         let (engine, file) = (Arc::downgrade(self), Arc::clone(file));
-        self.requesters.offer(move || {
+        self.rooms.requesters.offer(move || {
             if let Some(engine) = engine.upgrade() {
                 let requests = engine.pages_of(&file, start, end);
                 engine.request_pages(&Arc::new(Mutex::new(requests.into_iter())), true);
@@ -127,9 +127,9 @@ impl Engine {
             if maps.is_partial(file, span) || !maps.will_need(file, span) || !std::mem::take(&mut alone) {
                 continue;
             }
-            for _ in 1..self.requesters.count() {
+            for _ in 1..self.rooms.requesters.count() {
                 let (engine, requests) = (Arc::downgrade(self), Arc::clone(requests));
-                self.requesters.offer(move || {
+                self.rooms.requesters.offer(move || {
                     if let Some(engine) = engine.upgrade() {
                         engine.request_pages(&requests, false);
                     }

@@ -15,9 +15,8 @@ use ckfs_source::FileId;
 use ckfs_sync::{Demand, Request, Reservation};
 use ckfs_tensor::{
     Band, Decode, EncodedLeaf, EncodedMatrices, EncodedPart, Gather, Origin, Piece, Shape, Tiling, Uncodable, View,
-    Window, gather_with, greatest_magnitude, to_usize,
+    Window, gather_with, greatest_magnitude, to_usize, unravel,
 };
-use smallvec::SmallVec;
 
 use super::{
     Engine, ReadError,
@@ -66,13 +65,7 @@ fn touch_all(touched: &mut TouchedFiles, files: &[FileId]) {
 
 /// The error of an element without a code.
 fn uncodable(name: &str, shape: &Shape, first: u64, found: Uncodable) -> ReadError {
-    let mut number = first + found.element;
-    let mut index: SmallVec<[u64; 4]> = shape.extents().iter().copied().collect();
-    for place in index.iter_mut().rev() {
-        let extent = (*place).max(1);
-        *place = number % extent;
-        number /= extent;
-    }
+    let index = unravel(first + found.element, shape.extents());
     ReadError::Uncodable { tensor: name.to_owned(), index: index.to_vec(), value: found.value }
 }
 
@@ -114,7 +107,7 @@ impl Engine {
             if let BandBytes::Tile(key, tile) = &made {
                 let before = tile.served.fetch_add(units * width, Ordering::Relaxed);
                 if before + units * width >= tile.bytes.len() as u64 {
-                    self.cache.forget(key);
+                    self.rooms.cache.forget(key);
                 }
             }
         }
@@ -151,18 +144,18 @@ impl Engine {
                 let (_, elements) = encoding.bands().input_of(band.number);
                 let len = encoding.bands().bytes_of(EncodedPart::Codes, elements);
                 let compute = |mut room: Reservation| {
-                    let mut bytes = self.buffers.take(len);
+                    let mut bytes = self.rooms.buffers.take(len);
                     room.resize(bytes.memory_bytes());
                     let scales = self.make_band(encoding, band.number, Some(&mut bytes), mode)?;
                     let (ahead, served) = (AtomicBool::new(false), AtomicU64::new(0));
                     Ok(Tile { bytes, room, files: scales.files.clone(), ahead, served })
                 };
-                if let Some(tile) = self.cache.get(key, Demand::Reader, len, &self.counters, &|| None, compute) {
+                if let Some(tile) = self.rooms.cache.get(key, Demand::Reader, len, &self.counters, &|| None, compute) {
                     let tile = tile?;
                     touch_all(touched, &tile.files);
                     BandBytes::Tile(key, tile)
                 } else {
-                    let mut bytes = self.buffers.take(len);
+                    let mut bytes = self.rooms.buffers.take(len);
                     let scales = self.make_band(encoding, band.number, Some(&mut bytes), mode)?;
                     touch_all(touched, &scales.files);
                     BandBytes::Alone(bytes)
@@ -213,7 +206,7 @@ impl Engine {
 
     fn keep_scales(&self, key: (u64, u64), made: &Arc<BandScales>) {
         let most = SCALE_BYTES_MAX.min(self.options().tile_cache_bytes / SCALE_PART);
-        if self.encoded.room.get_or_init(|| self.cache.reserve(most)).is_none() {
+        if self.encoded.room.get_or_init(|| self.rooms.cache.reserve(most)).is_none() {
             return;
         }
         let mut kept = lock(&self.encoded.scales);
@@ -264,7 +257,7 @@ impl Engine {
         (first, count): (u64, u64),
         mode: FillMode,
     ) -> Result<(Buffer, TouchedFiles), ReadError> {
-        let mut bytes = self.buffers.take(to_usize(count * tiling.unit_bytes()));
+        let mut bytes = self.rooms.buffers.take(to_usize(count * tiling.unit_bytes()));
         let mut files = TouchedFiles::new();
         self.fill_span(tiling, first, first + count, &mut bytes, &mut files, FillMode::cached(mode.path))?;
         Ok((bytes, files))

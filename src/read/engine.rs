@@ -49,18 +49,13 @@ impl Default for EngineOptions {
 /// Reads spans of virtual files. Shared by all threads.
 pub struct Engine {
     pub(super) checkpoint: Arc<Checkpoint>,
-    pub(super) cache: Arc<TileCache>,
-    pub(super) buffers: Arc<BufferPool>,
-    pub(super) workers: Arc<Workers>,
-    /// The threads that request source pages from the kernel, and wait for them.
-    pub(super) requesters: Arc<Workers>,
+    pub(super) rooms: EngineRooms,
     pub(super) counters: Counters,
     /// Materialized files of this engine.
     pub(super) materialized: Account,
     /// Memory of dropped files of this engine that programs still map, in bytes.
     dropped_bytes: AtomicUsize,
     pub(super) encoded: Encoded,
-    options: EngineOptions,
     /// Whether other engines use the same memory and threads.
     is_shared: bool,
 }
@@ -68,10 +63,11 @@ pub struct Engine {
 /// The memory and the threads of engines, for several that have one budget together.
 #[derive(Clone)]
 pub struct EngineRooms {
-    cache: Arc<TileCache>,
-    buffers: Arc<BufferPool>,
-    workers: Arc<Workers>,
-    requesters: Arc<Workers>,
+    pub(super) cache: Arc<TileCache>,
+    pub(super) buffers: Arc<BufferPool>,
+    pub(super) workers: Arc<Workers>,
+    /// The threads that request source pages from the kernel, and wait for them.
+    pub(super) requesters: Arc<Workers>,
     options: EngineOptions,
 }
 
@@ -91,18 +87,13 @@ impl EngineRooms {
 
     /// An engine over a checkpoint, which shares these rooms with others.
     pub fn engine(&self, checkpoint: Arc<Checkpoint>) -> Engine {
-        let Self { cache, buffers, workers, requesters, options } = self.clone();
         Engine {
             checkpoint,
-            cache,
-            buffers,
-            workers,
-            requesters,
+            rooms: self.clone(),
             counters: Counters::default(),
             encoded: Encoded::default(),
             materialized: Account::default(),
             dropped_bytes: AtomicUsize::new(0),
-            options,
             is_shared: true,
         }
     }
@@ -120,7 +111,14 @@ impl EngineRooms {
 
     /// Bytes in use now, by purpose.
     pub fn held(&self) -> HeldBytes {
-        HeldBytes::of(&self.cache, &self.buffers)
+        let Self { cache, buffers, .. } = self;
+        HeldBytes {
+            tiles: cache.bytes(),
+            materialized: cache.reserved_bytes(),
+            dropped: cache.dropped_bytes(),
+            spare_buffers: buffers.spare_bytes(),
+            thread_buffers: buffers.taken_bytes().saturating_sub(cache.bytes()),
+        }
     }
 }
 
@@ -137,18 +135,6 @@ pub struct HeldBytes {
     pub spare_buffers: usize,
     /// Buffers in use, without those that hold tiles.
     pub thread_buffers: usize,
-}
-
-impl HeldBytes {
-    fn of(cache: &TileCache, buffers: &BufferPool) -> Self {
-        Self {
-            tiles: cache.bytes(),
-            materialized: cache.reserved_bytes(),
-            dropped: cache.dropped_bytes(),
-            spare_buffers: buffers.spare_bytes(),
-            thread_buffers: buffers.taken_bytes().saturating_sub(cache.bytes()),
-        }
-    }
 }
 
 /// Least bytes of the cache with which source pages are requested ahead of readers.
@@ -174,7 +160,7 @@ impl Engine {
     }
 
     pub(super) fn options(&self) -> &EngineOptions {
-        &self.options
+        &self.rooms.options
     }
 
     pub(super) fn source(&self) -> &dyn Source {
@@ -228,7 +214,7 @@ impl Engine {
     pub fn note_stalls(&self) {
         let threads = self.slow_threads();
         if !self.is_shared {
-            self.workers.replace_waiting(&threads);
+            self.rooms.replace_waiting(&threads);
         }
     }
 
@@ -250,13 +236,13 @@ impl Engine {
 
     /// Bytes in use now, by purpose. Only the materialized files are this engine's own where others share its memory.
     pub fn held(&self) -> HeldBytes {
-        HeldBytes { materialized: self.materialized.bytes(), ..HeldBytes::of(&self.cache, &self.buffers) }
+        HeldBytes { materialized: self.materialized.bytes(), ..self.rooms.held() }
     }
 
     /// Sets how many bytes of memory dropped files occupy. Tiles and materialized files get that much less.
     pub fn set_dropped_bytes(&self, bytes: usize) {
         let before = self.dropped_bytes.swap(bytes, Ordering::Relaxed);
-        self.cache.change_dropped_bytes(before, bytes);
+        self.rooms.cache.change_dropped_bytes(before, bytes);
     }
 
     /// Whether other engines use the same memory and threads.
@@ -266,13 +252,12 @@ impl Engine {
 
     /// Drops the tiles of a file that will not be read again through this [`PreparedFile`].
     pub fn forget(&self, file: &PreparedFile) {
-        self.cache.forget_file(file.key);
+        self.rooms.cache.forget_file(file.key);
     }
 
     /// Frees memory that only earlier readers used. To be called every few seconds.
     pub fn trim(&self) {
-        self.cache.drop_idle();
-        self.buffers.trim();
+        self.rooms.trim();
         if let Some(maps) = self.source().maps() {
             maps.trim();
         }
@@ -344,7 +329,7 @@ impl Engine {
         if let Some(result) = served {
             return result.map_err(|failure| failure.map(ReadError::from));
         }
-        let mut buffer = self.buffers.take(to_usize(len));
+        let mut buffer = self.rooms.buffers.take(to_usize(len));
         source.read_into(file, start, &mut buffer).map_err(ReadError::from)?;
         source.check(file).map_err(ReadError::from)?;
         count();

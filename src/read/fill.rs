@@ -122,12 +122,12 @@ impl Engine {
             (info.file(), info.span())
         };
         let batches = schedule(jobs, limits, &place)?;
-        let threads = processors().min(self.workers.count() + 1);
+        let threads = processors().min(self.rooms.workers.count() + 1);
         // Several threads materialize a file already.
         let alone = threads == 1 || mode.stores == Stores::Streamed;
         if batches.len() == 1 || alone || target.len() < PARALLEL_BYTES_MIN {
             for batch in &batches {
-                let memory = fetch::fetch(&self.checkpoint, &self.buffers, batch)?;
+                let memory = fetch::fetch(&self.checkpoint, &self.rooms.buffers, batch)?;
                 scatter_batch(batch, &memory, 0, target, mode.stores);
             }
             return Ok(());
@@ -151,7 +151,7 @@ impl Engine {
         target: &mut [u8],
         stores: Stores,
     ) -> Result<Option<super::buffer::Buffer>, ReadError> {
-        let fetch_next = || next.map(|batch| fetch::fetch(&self.checkpoint, &self.buffers, batch)).transpose();
+        let fetch_next = || next.map(|batch| fetch::fetch(&self.checkpoint, &self.rooms.buffers, batch)).transpose();
         let Some((batch, memory)) = ready else { return fetch_next() };
         let parts: Vec<(u64, &mut [u8])> = (0..)
             .step_by(to_usize(part_units))

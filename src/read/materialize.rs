@@ -139,13 +139,13 @@ pub struct FileRoom {
 impl Engine {
     /// Reserves memory of the tile cache for another use, if tiles in use leave that much.
     pub fn reserve(&self, bytes: usize) -> Option<FileRoom> {
-        let in_cache = self.cache.reserve(bytes)?;
+        let in_cache = self.rooms.cache.reserve(bytes)?;
         Some(FileRoom { _in_cache: in_cache, _own: self.materialized.reserve(bytes) })
     }
 
     /// Most bytes that may be reserved at once.
     pub fn reservable_bytes(&self) -> usize {
-        self.cache.reservable_bytes()
+        self.rooms.cache.reservable_bytes()
     }
 
     /// The pieces of a file, by their start; together they cover it. The work slices of one transposed span have the same start
@@ -250,11 +250,11 @@ impl Materializing {
         self.lock().done = Some(Box::new(done));
         let first = Arc::clone(self);
         // Lowering the views of a file with many of them may take a while. The caller need not wait for it.
-        self.engine.workers.submit(move || {
+        self.engine.rooms.workers.submit(move || {
             let helpers = first.pieces().map_or(0, <[FilePiece]>::len).min(first.threads()).saturating_sub(1);
             for _ in 0..helpers {
                 let helping = Arc::clone(&first);
-                first.engine.workers.submit(move || helping.work());
+                first.engine.rooms.workers.submit(move || helping.work());
             }
             first.work();
         });
@@ -344,7 +344,7 @@ impl Materializing {
     }
 
     fn threads(&self) -> usize {
-        self.engine.workers.count().max(1)
+        self.engine.rooms.workers.count().max(1)
     }
 
     fn lock(&self) -> MutexGuard<'_, Progress> {
@@ -419,7 +419,7 @@ impl Materializing {
                 Ok(self.engine.make_piece(&self.file, piece, target)?)
             }
             MaterializeTarget::Disk(disk) => {
-                let mut buffer = self.engine.buffers.take(to_usize(piece.end - piece.start));
+                let mut buffer = self.engine.rooms.buffers.take(to_usize(piece.end - piece.start));
                 self.engine.make_piece(&self.file, piece, &mut buffer)?;
                 Ok(disk.write_all_at(&buffer, piece.start)?)
             }

@@ -131,9 +131,6 @@ impl ReadError {
 
     /// Whether storage did not answer in time, so that a later read may succeed.
     pub fn is_stall(&self) -> bool {
-        match self {
-            Self::Source { error, .. } | Self::Changed { error } => matches!(error, SourceError::Stalled { .. }),
-            Self::Tiling { .. } | Self::Uncodable { .. } | Self::Panicked | Self::Internal { .. } => false,
-        }
+        matches!(self.source_error(), Some(SourceError::Stalled { .. }))
     }
 }

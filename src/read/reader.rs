@@ -75,7 +75,7 @@ impl<'a> SegmentReader<'a> {
         match &self.content {
             SegmentContent::Bytes(bytes) => serve(&bytes[to_usize(low)..to_usize(high)], reply),
             SegmentContent::Spaces => {
-                let mut buffer = self.engine.buffers.take(to_usize(high - low));
+                let mut buffer = self.engine.rooms.buffers.take(to_usize(high - low));
                 buffer.fill(b' ');
                 serve(&buffer, reply);
             }
@@ -181,7 +181,7 @@ impl<'a> SegmentReader<'a> {
     ) -> Result<(), ReadError> {
         let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
         let (first, last) = (low / unit, high.div_ceil(unit));
-        let mut buffer = engine.buffers.take(to_usize((last - first) * unit));
+        let mut buffer = engine.rooms.buffers.take(to_usize((last - first) * unit));
         let path = path(prepared);
         engine.fill_checked(tiling, first..last, &mut buffer, FillMode::cached(path))?;
         let skip = to_usize(low - first * unit);
@@ -204,7 +204,7 @@ impl<'a> SegmentReader<'a> {
         if first == last {
             return self.read_tile(prepared, grid, low, high, reply);
         }
-        let mut buffer = self.engine.buffers.take(to_usize(high - low));
+        let mut buffer = self.engine.rooms.buffers.take(to_usize(high - low));
         let mut at = 0;
         for index in first..=last {
             let (start, end) = grid.span(index, prepared.tiling.len_units());
@@ -234,13 +234,14 @@ impl<'a> SegmentReader<'a> {
         let bytes = usize::try_from((end - start) * unit).unwrap_or(usize::MAX);
         let compute = |room| engine.compute(&prepared.tiling, (start, end), room);
         let give_up = || engine.stall(self.file);
-        let Some(outcome) = engine.cache.get(key, Demand::Reader, bytes, &engine.counters, &give_up, compute) else {
+        let Some(outcome) = engine.rooms.cache.get(key, Demand::Reader, bytes, &engine.counters, &give_up, compute)
+        else {
             add(&engine.counters.tile_bypasses, 1);
             return self.read_alone(prepared, low, high, reply);
         };
         let tile = outcome?;
         // The tile may have been made long ago.
-        engine.check_touched(&tile.files).inspect_err(|_| engine.cache.forget(&key))?;
+        engine.check_touched(&tile.files).inspect_err(|_| engine.rooms.cache.forget(&key))?;
         let place = |byte: u64| to_usize(byte - start * unit);
         let (from, to) = (place(low), place(high));
         engine.counters.serve(Path::Tiles, high - low);
@@ -249,7 +250,7 @@ impl<'a> SegmentReader<'a> {
         // serves better for the next tile.
         let before = tile.served.fetch_add((to - from) as u64, Ordering::Relaxed);
         if before + (to - from) as u64 >= tile.bytes.len() as u64 {
-            engine.cache.note_consumed(&key);
+            engine.rooms.cache.note_consumed(&key);
         }
         Ok(())
     }
@@ -274,7 +275,7 @@ impl Engine {
                 mapped = mapped && self.source().maps_of(self.checkpoint.tensor(tensor).file()).is_some();
             });
             let cache_bytes = self.options().tile_cache_bytes;
-            let free_bytes = cache_bytes.saturating_sub(self.cache.bytes_in_use());
+            let free_bytes = cache_bytes.saturating_sub(self.rooms.cache.bytes_in_use());
             let room = CacheRoom { cache_bytes: cache_bytes as u64, free_bytes: free_bytes as u64 };
             let grid = is_made(&tiling).then(|| Grid::new(&tiling, start, room, mapped));
             Ok(Arc::new(LoweredSegment { tiling, grid, mapped }))
@@ -289,7 +290,7 @@ impl Engine {
         (first, last): (u64, u64),
         mut room: Reservation,
     ) -> Result<Tile, ReadError> {
-        let mut bytes = self.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
+        let mut bytes = self.rooms.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
         room.resize(bytes.memory_bytes());
         let (_, files) = self.fill_checked(tiling, first..last, &mut bytes, FillMode::cached(Path::Tiles))?;
         Ok(Tile { bytes, room, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })

@@ -83,14 +83,8 @@ impl Engine {
             return;
         }
         // Other errors name it.
-        let tensor = match error {
-            ReadError::Changed { error } => self.tensor_of(file, start, end, error),
-            ReadError::Source { .. }
-            | ReadError::Tiling { .. }
-            | ReadError::Uncodable { .. }
-            | ReadError::Panicked
-            | ReadError::Internal { .. } => None,
-        };
+        let tensor =
+            if let ReadError::Changed { error } = error { self.tensor_of(file, start, end, error) } else { None };
         let tensor = tensor.map(|tensor| printable(&tensor).into_owned());
         let error = printable(&error.to_string()).into_owned();
         tracing::error!(file = file.name, tensor, start, end, "read failed: {error}");
@@ -126,7 +120,7 @@ impl Engine {
         if spans.next().is_none() {
             return SegmentReader::new(self, file, segment)?.read(low, high, reply);
         }
-        let mut buffer = self.buffers.take(to_usize(end - start));
+        let mut buffer = self.rooms.buffers.take(to_usize(end - start));
         let mut at = 0;
         for (segment, low, high) in file.image.spans(start, end) {
             let mut part = |bytes: &[u8]| {

@@ -54,7 +54,7 @@ pub use encode::{Band, Bands, EncodedPart, Encoder, ExponentRule, MatrixFactor, 
 pub use gather::{Gather, Loop, Stores, fill, gather, gather_with};
 pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
 pub use pages::{ByteRuns, Reads, reads};
-pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
+pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize, unravel};
 pub use span::{Need, needs};
 pub use strided_indices::StridedIndices;
 pub use tiling::{EncodedLeaf, Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};

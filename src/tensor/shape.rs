@@ -100,6 +100,16 @@ impl fmt::Display for Shape {
     }
 }
 
+/// The position along each axis of item `number` of a grid, in row-major order.
+pub fn unravel(mut number: u64, grid: &[u64]) -> PerAxis {
+    let mut position = PerAxis::from_elem(0, grid.len());
+    for (place, extent) in position.iter_mut().zip(grid).rev() {
+        *place = number % (*extent).max(1);
+        number /= (*extent).max(1);
+    }
+    position
+}
+
 /// A number of bytes or elements as `usize`.
 ///
 /// # Panics

@@ -2,10 +2,7 @@
 
 use std::{borrow::Cow, io::Read as _};
 
-use super::{
-    cursor::Cursor,
-    error::{Block, OcdbtError},
-};
+use super::cursor::{Block, Cursor, OcdbtError};
 
 /// Most bytes of a block's body after decompression. Orbax asks its writer for at most 100 MB.
 pub const DECODED_BYTES_MAX: u64 = 256 << 20;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ckfs_host::RelativePath;
 
-use super::{cursor::Cursor, error::OcdbtError};
+use super::cursor::{Cursor, OcdbtError};
 
 /// Longest path, in bytes.
 const PATH_BYTES_MAX: u16 = u16::MAX;

@@ -3,9 +3,8 @@
 use std::ops::RangeInclusive;
 
 use super::{
-    cursor::Cursor,
+    cursor::{Block, Cursor, OcdbtError},
     envelope,
-    error::{Block, OcdbtError},
     files::{BlobLocation, FileTable},
     node::NodeRef,
 };

@@ -19,14 +19,13 @@
 
 mod cursor;
 mod envelope;
-mod error;
 mod files;
 mod manifest;
 mod node;
 mod walk;
 
+pub use cursor::{Block, OcdbtError};
 pub use envelope::DECODED_BYTES_MAX;
-pub use error::{Block, OcdbtError};
 pub use files::BlobLocation;
 pub use manifest::{
     MANIFEST, Manifest, StoreConfig, Version, VersionNode, VersionRange, numbered_generation, numbered_name,

@@ -8,9 +8,8 @@ use std::ops::Range;
 use ckfs_host::parse_room::{HeldRoom, ParseRoom, ParseRoomFull};
 
 use super::{
-    cursor::Cursor,
+    cursor::{Block, Cursor, OcdbtError},
     envelope,
-    error::{Block, OcdbtError},
     files::{BlobLocation, FileTable},
 };
 

@@ -19,7 +19,7 @@
 //! ```
 
 use super::{
-    error::{Block, OcdbtError},
+    cursor::{Block, OcdbtError},
     manifest::Version,
     node::{Node, NodeRef, NodeValue},
 };

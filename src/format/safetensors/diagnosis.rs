@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 
 use super::{
     RANK_MAX,
-    error::{HeaderError, HeaderErrors, Problems},
+    error::{HeaderError, HeaderErrors},
     members::{Members, dtype_of, repeated},
     tensor_bytes,
 };
@@ -43,8 +43,8 @@ enum Code<'a> {
 pub(super) fn examine(text: &str, data_bytes: u64) -> Result<Members<TensorInfo>, HeaderErrors> {
     let read = serde_json::from_str::<Members<Loose<'_>>>(text);
     let Members { metadata, tensors } = read.map_err(HeaderError::json)?;
-    let mut problems = Problems::default();
-    for name in repeated(&tensors) {
+    let mut problems = HeaderErrors::default();
+    for name in repeated(tensors.iter().map(|(name, _)| name)) {
         problems.push(HeaderError::duplicate(name));
     }
     for (name, tensor) in &tensors {
@@ -70,7 +70,7 @@ pub(super) fn examine(text: &str, data_bytes: u64) -> Result<Members<TensorInfo>
 }
 
 /// The dtype, the rank and the size of one tensor.
-fn check_tensor(name: &str, tensor: &Loose<'_>, problems: &mut Problems) {
+fn check_tensor(name: &str, tensor: &Loose<'_>, problems: &mut HeaderErrors) {
     let rank = tensor.shape.len();
     if rank > RANK_MAX {
         problems.push(HeaderError::rank(name, rank));
@@ -98,7 +98,7 @@ fn check_tensor(name: &str, tensor: &Loose<'_>, problems: &mut Problems) {
 }
 
 /// Whether tensors follow each other without hole or overlap, to the end of the file.
-fn check_order(tensors: &[(String, Loose<'_>)], data_bytes: u64, problems: &mut Problems) {
+fn check_order(tensors: &[(String, Loose<'_>)], data_bytes: u64, problems: &mut HeaderErrors) {
     let mut spans: Vec<([u64; 2], &str)> =
         tensors.iter().map(|(name, tensor)| (tensor.data_offsets, name.as_str())).collect();
     // By both ends, so that tensors without elements stand before the tensor that starts at the same place.

@@ -69,7 +69,7 @@ impl HeaderError {
 }
 
 /// Everything found wrong with one header, at least one thing.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HeaderErrors {
     /// The problems, in order of the file; at most 20.
     pub problems: Vec<HeaderError>,
@@ -97,16 +97,13 @@ impl From<HeaderError> for HeaderErrors {
     }
 }
 
-/// Collects problems.
-#[derive(Default)]
-pub(super) struct Problems(Vec<HeaderError>, usize);
-
-impl Problems {
+impl HeaderErrors {
     pub(super) fn push(&mut self, problem: HeaderError) {
-        if self.0.len() < PROBLEMS_MAX { self.0.push(problem) } else { self.1 += 1 }
+        if self.problems.len() < PROBLEMS_MAX { self.problems.push(problem) } else { self.more += 1 }
     }
 
-    pub(super) fn finish<T>(self, value: T) -> Result<T, HeaderErrors> {
-        if self.0.is_empty() { Ok(value) } else { Err(HeaderErrors { problems: self.0, more: self.1 }) }
+    /// These problems, or else the value.
+    pub(super) fn finish<T>(self, value: T) -> Result<T, Self> {
+        if self.problems.is_empty() { Ok(value) } else { Err(self) }
     }
 }

@@ -57,10 +57,8 @@ impl<'de> Deserialize<'de> for Strings {
                 while let Some(pair) = map.next_entry::<String, String>()? {
                     pairs.push(pair);
                 }
-                let mut keys: Vec<&str> = pairs.iter().map(|pair| pair.0.as_str()).collect();
-                keys.sort_unstable();
-                match keys.windows(2).find(|pair| pair[0] == pair[1]) {
-                    Some(pair) => Err(A::Error::custom(format_args!("{METADATA}: {:?} given twice", pair[0]))),
+                match repeated(pairs.iter().map(|(key, _)| key)).first() {
+                    Some(key) => Err(A::Error::custom(format_args!("{METADATA}: {key:?} given twice"))),
                     None => Ok(Strings(pairs)),
                 }
             }
@@ -102,8 +100,8 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Members<T> {
 }
 
 /// The names that come more than once, each as often as it repeats.
-pub(super) fn repeated<T>(tensors: &[(String, T)]) -> Vec<&str> {
-    let mut names: Vec<&str> = tensors.iter().map(|tensor| tensor.0.as_str()).collect();
+pub(super) fn repeated<N: Copy + Ord>(names: impl IntoIterator<Item = N>) -> Vec<N> {
+    let mut names: Vec<N> = names.into_iter().collect();
     names.sort_unstable();
     names.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect()
 }

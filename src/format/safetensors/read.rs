@@ -90,7 +90,7 @@ impl Header {
             tensors.into_iter().map(|(name, tensor)| (name, tensor.into())).collect();
         // Stable, and by both ends, so that tensors without elements stand before the tensor that starts at the same place.
         tensors.sort_by_key(|(_, info)| info.data_offsets);
-        if let Some(name) = repeated(&tensors).first() {
+        if let Some(name) = repeated(tensors.iter().map(|(name, _)| name)).first() {
             return Err(HeaderError::duplicate(name));
         }
         let mut header = Self { metadata, ..Self::default() };

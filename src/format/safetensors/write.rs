@@ -4,7 +4,8 @@ use ckfs_tensor::DType;
 
 use super::{
     JSON_BYTES_MAX, METADATA, PREFIX_BYTES, RANK_MAX, check_name,
-    error::{HeaderError, HeaderErrors, Problems},
+    error::{HeaderError, HeaderErrors},
+    members::repeated,
     tensor_bytes,
 };
 
@@ -58,7 +59,7 @@ pub fn write_header<'a>(
     alignment: u64,
 ) -> Result<WrittenHeader, HeaderErrors> {
     assert!(alignment > 0, "alignment is a number of bytes");
-    let mut problems = Problems::default();
+    let mut problems = HeaderErrors::default();
     let mut bytes = vec![0; 8];
     bytes.push(b'{');
     if !metadata.is_empty() {
@@ -101,9 +102,8 @@ pub fn write_header<'a>(
         bytes.pop();
     }
     bytes.push(b'}');
-    names.sort_unstable();
-    for pair in names.windows(2).filter(|pair| pair[0] == pair[1]) {
-        problems.push(HeaderError::duplicate(pair[0]));
+    for name in repeated(names) {
+        problems.push(HeaderError::duplicate(name));
     }
     let unpadded_bytes = bytes.len() as u64;
     match padded_bytes(unpadded_bytes, alignment) {

@@ -7,7 +7,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use ckfs_tensor::{DType, RANK_MAX, to_usize};
+use ckfs_tensor::{DType, RANK_MAX, to_usize, unravel};
 
 use super::{
     super::pickle::read::{Id, PickleValue, Unpickled},
@@ -98,13 +98,8 @@ pub struct RankMesh {
 impl RankMesh {
     /// The coordinate of a rank; `None` if it is not in the mesh.
     pub fn coordinate(&self, rank: u64) -> Option<Vec<u64>> {
-        let mut place = self.ranks.iter().position(|found| *found == rank)? as u64;
-        let mut coordinate = vec![0; self.shape.len()];
-        for (axis, extent) in self.shape.iter().enumerate().rev() {
-            coordinate[axis] = place % extent;
-            place /= extent;
-        }
-        Some(coordinate)
+        let place = self.ranks.iter().position(|found| *found == rank)?;
+        Some(unravel(place as u64, &self.shape).to_vec())
     }
 
     /// Whether ranks ascend along each axis.
