@@ -36,7 +36,9 @@ mod write;
 
 pub use error::{HeaderError, HeaderErrors};
 pub use read::{Header, HeaderTensor};
-pub use write::{WrittenHeader, digits, metadata_bytes, padded_bytes, tensor_row_bytes, unpadded_bytes, write_header};
+pub use write::{
+    WrittenHeader, check_name, digits, metadata_bytes, padded_bytes, tensor_row_bytes, unpadded_bytes, write_header,
+};
 
 /// Longest JSON that readers of the format accept, in bytes.
 pub(crate) const JSON_BYTES_MAX: u64 = 100_000_000;
@@ -64,12 +66,4 @@ const METADATA: &str = "__metadata__";
 pub fn tensor_bytes(dtype: DType, shape: &[u64]) -> Option<u64> {
     let elements = shape.iter().try_fold(1_u64, |product, extent| product.checked_mul(*extent))?;
     dtype.bytes_of(elements)
-}
-
-/// Refuses the name that no tensor can have.
-///
-/// # Errors
-/// The name is reserved.
-pub fn check_name(name: &str) -> Result<(), HeaderError> {
-    if name == METADATA { Err(HeaderError::of(name, "the name is reserved")) } else { Ok(()) }
 }

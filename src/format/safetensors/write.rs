@@ -3,7 +3,7 @@
 use ckfs_tensor::DType;
 
 use super::{
-    JSON_BYTES_MAX, METADATA, PREFIX_BYTES, RANK_MAX, check_name,
+    JSON_BYTES_MAX, METADATA, PREFIX_BYTES, RANK_MAX,
     error::{HeaderError, HeaderErrors},
     members::repeated,
     tensor_bytes,
@@ -20,6 +20,14 @@ pub struct WrittenHeader {
     pub unpadded_bytes: u64,
     /// Bytes of all tensors together.
     pub data_bytes: u64,
+}
+
+/// Refuses the name that no tensor can have.
+///
+/// # Errors
+/// The name is reserved.
+pub fn check_name(name: &str) -> Result<(), HeaderError> {
+    if name == METADATA { Err(HeaderError::of(name, "the name is reserved")) } else { Ok(()) }
 }
 
 /// Length of a header with its padding to a multiple of `alignment`.
