@@ -239,6 +239,10 @@ impl KernelAdapter {
         dispatchers.park();
     }
 
+    fn succeed(&self, _: INodeNo, reply: ReplyEmpty) {
+        reply.ok();
+    }
+
     fn read_only<R>(&self, ino: INodeNo, reply: R)
     where
         Reply<R>: Refuse,
@@ -324,15 +328,32 @@ fn wants_to_write(flags: OpenFlags) -> bool {
     flags.acc_mode() != OpenAccMode::O_RDONLY || flags.0 & libc::O_TRUNC != 0
 }
 
+/// Sends a reply, unless another thread did.
+fn answer<R>(slot: &mut ReplySlot<Reply<R>>, send: impl FnOnce(R)) -> Result<(), FsError> {
+    if let Some(Reply(reply)) = slot.take() {
+        send(reply);
+    }
+    Ok(())
+}
+
 /// Answers a request for extended attributes: with their length if the caller's buffer is empty, else with the bytes.
-fn answer_xattr(reply: &mut ReplySlot<Reply<ReplyXattr>>, room: u32, bytes: &[u8]) {
-    let Some(Reply(reply)) = reply.take() else { return };
-    match u32::try_from(bytes.len()) {
+fn answer_xattr(reply: &mut ReplySlot<Reply<ReplyXattr>>, room: u32, bytes: &[u8]) -> Result<(), FsError> {
+    answer(reply, |reply| match u32::try_from(bytes.len()) {
         Ok(len) if room == 0 => reply.size(len),
         Ok(len) if len <= room => reply.data(bytes),
         Ok(_) => reply.error(Errno::ERANGE),
         Err(_) => reply.error(Errno::E2BIG),
-    }
+    })
+}
+
+/// Methods of fuser that are answered by the node and the reply alone, whatever their other arguments.
+macro_rules! always {
+    ($($name:ident($($argument:ty),*) $reply:ty: $answer:expr;)*) => {
+        $(fn $name(&self, _: &Request, node: INodeNo, $(_: $argument,)* reply: $reply) {
+            let answer: fn(&Self, INodeNo, $reply) = $answer;
+            answer(self, node, reply);
+        })*
+    };
 }
 
 impl fuser::Filesystem for KernelAdapter {
@@ -367,32 +388,28 @@ impl fuser::Filesystem for KernelAdapter {
             if name.len() > NAME_BYTES_MAX {
                 return Err(FsError::NameTooLong);
             }
-            let found = nodes.lookup(ino(parent), &name);
             let kept = keeps(nodes, ino(parent));
-            match &found {
+            match nodes.lookup(ino(parent), &name) {
                 Ok(attr) => {
-                    if let Some(Reply(reply)) = reply.take() {
-                        reply.entry(&kept.min(keeps(nodes, attr.ino)), &file_attr(attr), GENERATION);
-                    }
+                    let kept = kept.min(keeps(nodes, attr.ino));
+                    answer(reply, |reply| reply.entry(&kept, &file_attr(&attr), GENERATION))
                 }
                 // Inode 0 means an absent name; unlike ENOENT, it lets the kernel cache that.
                 Err(FsError::NotFound) => {
-                    if let Some(Reply(reply)) = reply.take() {
-                        let absent = Attr {
-                            ino: Ino(0),
-                            kind: NodeKind::File,
-                            size_bytes: 0,
-                            links: 0,
-                            modified: SystemTime::UNIX_EPOCH,
-                            permission: Permission { uid: 0, gid: 0, mode: 0 },
-                            buffer_bytes: BUFFER_BYTES,
-                        };
-                        reply.entry(&kept, &file_attr(&absent), GENERATION);
-                    }
+                    let absent = Attr {
+                        ino: Ino(0),
+                        kind: NodeKind::File,
+                        size_bytes: 0,
+                        links: 0,
+                        modified: SystemTime::UNIX_EPOCH,
+                        permission: Permission { uid: 0, gid: 0, mode: 0 },
+                        buffer_bytes: BUFFER_BYTES,
+                    };
+                    answer(reply, |reply| reply.entry(&kept, &file_attr(&absent), GENERATION))?;
+                    Err(FsError::NotFound)
                 }
-                Err(_) => {}
+                Err(error) => Err(error),
             }
-            found.map(drop)
         });
     }
 
@@ -401,20 +418,14 @@ impl fuser::Filesystem for KernelAdapter {
     fn getattr(&self, request: &Request, node: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
         self.handle(RequestKind::GetAttr, (request, node), &self.unplanned.attrs, reply, move |nodes, reply| {
             let attr = file_attr(&nodes.attr(ino(node))?);
-            if let Some(Reply(reply)) = reply.take() {
-                reply.attr(&keeps(nodes, ino(node)), &attr);
-            }
-            Ok(())
+            answer(reply, |reply| reply.attr(&keeps(nodes, ino(node)), &attr))
         });
     }
 
     fn readlink(&self, request: &Request, node: INodeNo, reply: ReplyData) {
         self.handle(RequestKind::ReadLink, (request, node), &self.unplanned.links, reply, move |nodes, reply| {
             let target = nodes.read_link(ino(node))?;
-            if let Some(Reply(reply)) = reply.take() {
-                reply.data(&target);
-            }
-            Ok(())
+            answer(reply, |reply| reply.data(&target))
         });
     }
 
@@ -445,9 +456,7 @@ impl fuser::Filesystem for KernelAdapter {
             pending.attempt(|reply| {
                 let len = usize::try_from(size).map_err(|_| FsError::Invalid)?;
                 let read = read_whole(serving.fs.as_ref(), ino(node), Handle(handle.0), offset, len, &mut |bytes| {
-                    if let Some(Reply(reply)) = reply.take() {
-                        reply_data::send(reply, bytes);
-                    }
+                    let _ = answer(reply, |reply| reply_data::send(reply, bytes));
                     Replied::new()
                 });
                 // After a reply there is no way to send this reader an error; the volume has noted the failure.
@@ -469,10 +478,7 @@ impl fuser::Filesystem for KernelAdapter {
         self.answer(RequestKind::Release, node, reply, move |serving, reply| {
             serving.opens.modes.release(ino(node));
             serving.fs.release(ino(node), Handle(handle.0));
-            if let Some(Reply(reply)) = reply.take() {
-                reply.ok();
-            }
-            Ok(())
+            answer(reply, ReplyEmpty::ok)
         });
     }
 
@@ -482,21 +488,15 @@ impl fuser::Filesystem for KernelAdapter {
             if opens_itself && nodes.is_fixed(Ino::ROOT) {
                 // After this answer the kernel sends no such request again, and caches listings as below. Small directories (each
                 // expert of each layer is one) are then listed in two thirds of the time.
-                if let Some(Reply(reply)) = reply.take() {
-                    reply.error(Errno::ENOSYS);
-                }
-                return Ok(());
+                return answer(reply, |reply| reply.error(Errno::ENOSYS));
             }
             match nodes.attr(ino(node))?.kind {
                 NodeKind::Directory => {}
                 NodeKind::File | NodeKind::Symlink => return Err(FsError::NotDirectory),
             }
-            if let Some(Reply(reply)) = reply.take() {
-                let kept = FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE;
-                let flags = if nodes.is_fixed(ino(node)) { kept } else { FopenFlags::empty() };
-                reply.opened(FileHandle(0), flags);
-            }
-            Ok(())
+            let kept = FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE;
+            let flags = if nodes.is_fixed(ino(node)) { kept } else { FopenFlags::empty() };
+            answer(reply, |reply| reply.opened(FileHandle(0), flags))
         });
     }
 
@@ -506,10 +506,7 @@ impl fuser::Filesystem for KernelAdapter {
             list(nodes, ino(node), offset, |entry, kind, name, next| {
                 Ok(reply.add(INodeNo(entry.0), next, file_type(kind), OsStr::from_bytes(name)))
             })?;
-            if let Some(Reply(reply)) = slot.take() {
-                reply.ok();
-            }
-            Ok(())
+            answer(slot, ReplyDirectory::ok)
         });
     }
 
@@ -539,10 +536,7 @@ impl fuser::Filesystem for KernelAdapter {
                     let kept = kept.min(keeps(nodes, entry));
                     Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &kept, &attr, GENERATION))
                 })?;
-                if let Some(Reply(reply)) = slot.take() {
-                    reply.ok();
-                }
-                Ok(())
+                answer(slot, ReplyDirectoryPlus::ok)
             },
         );
     }
@@ -552,18 +546,16 @@ impl fuser::Filesystem for KernelAdapter {
         self.answer(RequestKind::StatFs, node, reply, move |serving, reply| {
             let sizes = serving.fs.nodes(Ino::ROOT, NodeScope::Itself).ok_or(FsError::Io)?.stat_fs();
             let blocks = sizes.total_bytes.div_ceil(u64::from(STATFS_BLOCK_BYTES));
-            if let Some(Reply(reply)) = reply.take() {
+            answer(reply, |reply| {
                 reply.statfs(blocks, 0, 0, sizes.nodes, 0, STATFS_BLOCK_BYTES, NAME_MAX, STATFS_BLOCK_BYTES);
-            }
-            Ok(())
+            })
         });
     }
 
     fn getxattr(&self, request: &Request, node: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let name = name.as_bytes().to_owned();
         self.handle(RequestKind::GetXattr, (request, node), &self.unplanned.xattrs, reply, move |nodes, reply| {
-            answer_xattr(reply, size, &nodes.xattr(ino(node), &name)?);
-            Ok(())
+            answer_xattr(reply, size, &nodes.xattr(ino(node), &name)?)
         });
     }
 
@@ -573,208 +565,44 @@ impl fuser::Filesystem for KernelAdapter {
             for name in &mut names {
                 name.push(0);
             }
-            answer_xattr(reply, size, &names.concat());
-            Ok(())
+            answer_xattr(reply, size, &names.concat())
         });
     }
 
     // The answers below do not depend on the file system.
-
-    fn releasedir(&self, _: &Request, _: INodeNo, _: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
-        reply.ok();
-    }
-
-    fn access(&self, _: &Request, _: INodeNo, _: AccessFlags, reply: ReplyEmpty) {
+    always! {
+        releasedir(FileHandle, OpenFlags) ReplyEmpty: Self::succeed;
         // The kernel checks permissions by itself.
-        reply.ok();
-    }
-
-    fn flush(&self, _: &Request, _: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
-        reply.ok();
-    }
-
-    fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
-        reply.ok();
-    }
-
-    fn fsyncdir(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
-        reply.ok();
-    }
-
-    fn lseek(&self, _: &Request, _: INodeNo, _: FileHandle, _: i64, _: i32, reply: ReplyLseek) {
-        // The kernel does not ask again: it then treats files as having no holes.
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn poll(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        _: PollNotifier,
-        _: PollEvents,
-        _: PollFlags,
-        reply: ReplyPoll,
-    ) {
-        // The kernel does not ask again: always readable.
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn ioctl(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        _: IoctlFlags,
-        _: u32,
-        _: &[u8],
-        _: u32,
-        reply: ReplyIoctl,
-    ) {
-        reply.error(Errno::ENOTTY);
-    }
-
-    fn bmap(&self, _: &Request, _: INodeNo, _: u32, _: u64, reply: ReplyBmap) {
-        reply.error(Errno::EINVAL);
-    }
-
-    fn getlk(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        _: LockOwner,
-        _: u64,
-        _: u64,
-        _: i32,
-        _: u32,
-        reply: ReplyLock,
-    ) {
+        access(AccessFlags) ReplyEmpty: Self::succeed;
+        flush(FileHandle, LockOwner) ReplyEmpty: Self::succeed;
+        fsync(FileHandle, bool) ReplyEmpty: Self::succeed;
+        fsyncdir(FileHandle, bool) ReplyEmpty: Self::succeed;
+        // The kernel does not ask again: it then treats files as having no holes, and as always readable.
+        lseek(FileHandle, i64, i32) ReplyLseek: |_, _, reply| reply.error(Errno::ENOSYS);
+        poll(FileHandle, PollNotifier, PollEvents, PollFlags) ReplyPoll: |_, _, reply| reply.error(Errno::ENOSYS);
+        ioctl(FileHandle, IoctlFlags, u32, &[u8], u32) ReplyIoctl: |_, _, reply| reply.error(Errno::ENOTTY);
+        bmap(u32, u64) ReplyBmap: |_, _, reply| reply.error(Errno::EINVAL);
         // The kernel keeps locks itself and sends no request.
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn setlk(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        _: LockOwner,
-        _: u64,
-        _: u64,
-        _: i32,
-        _: u32,
-        _: bool,
-        reply: ReplyEmpty,
-    ) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    // All requests that would change something.
-
-    fn setattr(
-        &self,
-        _: &Request,
-        node: INodeNo,
-        _: Option<u32>,
-        _: Option<u32>,
-        _: Option<u32>,
-        _: Option<u64>,
-        _: Option<TimeOrNow>,
-        _: Option<TimeOrNow>,
-        _: Option<SystemTime>,
-        _: Option<FileHandle>,
-        _: Option<SystemTime>,
-        _: Option<SystemTime>,
-        _: Option<SystemTime>,
-        _: Option<BsdFileFlags>,
-        reply: ReplyAttr,
-    ) {
-        self.read_only(node, reply);
-    }
-
-    fn mknod(&self, _: &Request, parent: INodeNo, _: &OsStr, _: u32, _: u32, _: u32, reply: ReplyEntry) {
-        self.read_only(parent, reply);
-    }
-
-    fn mkdir(&self, _: &Request, parent: INodeNo, _: &OsStr, _: u32, _: u32, reply: ReplyEntry) {
-        self.read_only(parent, reply);
-    }
-
-    fn unlink(&self, _: &Request, parent: INodeNo, _: &OsStr, reply: ReplyEmpty) {
-        self.read_only(parent, reply);
-    }
-
-    fn rmdir(&self, _: &Request, parent: INodeNo, _: &OsStr, reply: ReplyEmpty) {
-        self.read_only(parent, reply);
-    }
-
-    fn symlink(&self, _: &Request, parent: INodeNo, _: &OsStr, _: &Path, reply: ReplyEntry) {
-        self.read_only(parent, reply);
-    }
-
-    fn rename(
-        &self,
-        _: &Request,
-        parent: INodeNo,
-        _: &OsStr,
-        _: INodeNo,
-        _: &OsStr,
-        _: RenameFlags,
-        reply: ReplyEmpty,
-    ) {
-        self.read_only(parent, reply);
-    }
-
-    fn link(&self, _: &Request, node: INodeNo, _: INodeNo, _: &OsStr, reply: ReplyEntry) {
-        self.read_only(node, reply);
-    }
-
-    fn write(
-        &self,
-        _: &Request,
-        node: INodeNo,
-        _: FileHandle,
-        _: u64,
-        _: &[u8],
-        _: WriteFlags,
-        _: OpenFlags,
-        _: Option<LockOwner>,
-        reply: ReplyWrite,
-    ) {
-        self.read_only(node, reply);
-    }
-
-    fn setxattr(&self, _: &Request, node: INodeNo, _: &OsStr, _: &[u8], _: i32, _: u32, reply: ReplyEmpty) {
-        self.read_only(node, reply);
-    }
-
-    fn removexattr(&self, _: &Request, node: INodeNo, _: &OsStr, reply: ReplyEmpty) {
-        self.read_only(node, reply);
-    }
-
-    fn create(&self, _: &Request, parent: INodeNo, _: &OsStr, _: u32, _: u32, _: i32, reply: ReplyCreate) {
-        self.read_only(parent, reply);
-    }
-
-    fn fallocate(&self, _: &Request, node: INodeNo, _: FileHandle, _: u64, _: u64, _: i32, reply: ReplyEmpty) {
-        self.read_only(node, reply);
-    }
-
-    fn copy_file_range(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        _: u64,
-        target: INodeNo,
-        _: FileHandle,
-        _: u64,
-        _: u64,
-        _: CopyFileRangeFlags,
-        reply: ReplyWrite,
-    ) {
-        self.read_only(target, reply);
+        getlk(FileHandle, LockOwner, u64, u64, i32, u32) ReplyLock: |_, _, reply| reply.error(Errno::ENOSYS);
+        setlk(FileHandle, LockOwner, u64, u64, i32, u32, bool) ReplyEmpty: |_, _, reply| reply.error(Errno::ENOSYS);
+        // All requests that would change something.
+        setattr(
+            Option<u32>, Option<u32>, Option<u32>, Option<u64>, Option<TimeOrNow>, Option<TimeOrNow>, Option<SystemTime>,
+            Option<FileHandle>, Option<SystemTime>, Option<SystemTime>, Option<SystemTime>, Option<BsdFileFlags>
+        ) ReplyAttr: Self::read_only;
+        mknod(&OsStr, u32, u32, u32) ReplyEntry: Self::read_only;
+        mkdir(&OsStr, u32, u32) ReplyEntry: Self::read_only;
+        unlink(&OsStr) ReplyEmpty: Self::read_only;
+        rmdir(&OsStr) ReplyEmpty: Self::read_only;
+        symlink(&OsStr, &Path) ReplyEntry: Self::read_only;
+        rename(&OsStr, INodeNo, &OsStr, RenameFlags) ReplyEmpty: Self::read_only;
+        link(INodeNo, &OsStr) ReplyEntry: Self::read_only;
+        write(FileHandle, u64, &[u8], WriteFlags, OpenFlags, Option<LockOwner>) ReplyWrite: Self::read_only;
+        setxattr(&OsStr, &[u8], i32, u32) ReplyEmpty: Self::read_only;
+        removexattr(&OsStr) ReplyEmpty: Self::read_only;
+        create(&OsStr, u32, u32, i32) ReplyCreate: Self::read_only;
+        fallocate(FileHandle, u64, u64, i32) ReplyEmpty: Self::read_only;
+        copy_file_range(FileHandle, u64, INodeNo, FileHandle, u64, u64, CopyFileRangeFlags) ReplyWrite: Self::read_only;
     }
 }
 
