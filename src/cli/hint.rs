@@ -89,22 +89,10 @@ fn after_mount(error: &MountError) -> Option<&'static str> {
         | MountError::NoProc
         | MountError::NoNull
         | MountError::Device { .. }
-        | MountError::NoFusermount
-        | MountError::Powerless { .. }
-        | MountError::Fusermount { .. }
         | MountError::Mount { .. }
-        | MountError::Private { .. }
-        | MountError::Session { .. }
-        | MountError::Unresponsive { .. } => Some(HOST),
+        | MountError::Host(_) => Some(HOST),
         MountError::Missing { .. } => Some("--mkdir makes it"),
-        MountError::Path { .. }
-        | MountError::Descriptor { .. }
-        | MountError::NotDirectory { .. }
-        | MountError::InProc { .. }
-        | MountError::Occupied { .. }
-        | MountError::Inside { .. }
-        | MountError::Stale { .. }
-        | MountError::System { .. } => None,
+        MountError::Refused(_) => None,
     }
 }
 
@@ -113,11 +101,7 @@ fn after_start(error: &DaemonError) -> Option<&'static str> {
         DaemonError::Died { .. } => Some(HOST),
         DaemonError::TimedOut { .. } => Some("--timeout TIME gives it more time; `ckfs plan` shows what takes long"),
         // The daemon's own message has its hint.
-        DaemonError::Failed { .. }
-        | DaemonError::Spawn { .. }
-        | DaemonError::LogFile { .. }
-        | DaemonError::Abandoned
-        | DaemonError::System { .. } => None,
+        DaemonError::Failed(_) | DaemonError::LogFile { .. } => None,
     }
 }
 
@@ -286,7 +270,7 @@ mod tests {
 
     #[test]
     fn a_failure_to_mount_names_what_examines_the_host_and_what_works_without_a_mount() {
-        let error = anyhow::Error::from(MountError::NoFusermount).context("mnt");
+        let error = anyhow::Error::from(MountError::NoDevice).context("mnt");
         let hint = hint(&error).unwrap();
         assert!(hint.contains("`ckfs doctor`") && hint.contains("`ckfs export`"), "{hint}");
         assert_eq!(super::hint(&anyhow!("other")), None);

@@ -73,7 +73,7 @@ impl PrivateMount {
     /// The child is killed when the calling thread ends.
     ///
     /// # Errors
-    /// [`MountError::Private`] with the remedy. The child has ended then.
+    /// [`MountError::Host`] with the remedy. The child has ended then.
     pub fn start(
         program: &Path,
         mountpoint: &Path,
@@ -81,17 +81,16 @@ impl PrivateMount {
         command: &[OsString],
     ) -> Result<(Self, OwnedFd), MountError> {
         check_host()?;
-        let failed = |what: &'static str| move |source: io::Error| MountError::System { what, source };
-        let (socket, theirs) = UnixStream::pair().map_err(failed("make a socket"))?;
+        let (socket, theirs) = UnixStream::pair().map_err(MountError::system("make a socket"))?;
         let inherit = fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()));
-        inherit.map_err(|errno| failed("pass a socket")(errno.into()))?;
+        inherit.map_err(MountError::system("pass a socket"))?;
         let allow_other = if options.allow_other { "allow_other" } else { "" };
         let child = Command::new(program)
             .args([mountpoint.as_os_str(), OsStr::new(&sanitize(&options.name)), OsStr::new(allow_other)])
             .args(command)
             .env(INSIDE_VARIABLE, format!("{}:{}", theirs.as_raw_fd(), std::process::id()))
             .spawn();
-        let child = child.map_err(failed("start this program again"))?;
+        let child = child.map_err(MountError::system("start this program again"))?;
         drop(theirs);
         let mut private = Self { child, socket };
         if let Ok(Some(device)) = receive_descriptor(&private.socket) {
@@ -100,8 +99,8 @@ impl PrivateMount {
         let mut message = String::new();
         let _ = private.socket.read_to_string(&mut message);
         private.end();
-        let is_said = !message.is_empty();
-        Err(MountError::Private { message: if is_said { message } else { "the child ended".to_owned() } })
+        let message = if message.is_empty() { "the child ended" } else { &message };
+        Err(MountError::Host(format!("cannot mount for one command: {message}")))
     }
 
     /// Lets the child check that the mount answers, and become the command.

@@ -168,28 +168,27 @@ fn group_mount(line: &str) -> Option<GroupMount> {
         _ => return None,
     };
     let mut fields = mount.split(' ').skip(3);
-    let (root, mountpoint) = (unescape(fields.next()?), unescape(fields.next()?));
+    let mut path = || Some(String::from_utf8_lossy(&unescape(fields.next()?.as_bytes())).into_owned());
+    let (root, mountpoint) = (path()?, path()?);
     Some(GroupMount { version, root, mountpoint: PathBuf::from(mountpoint) })
 }
 
-/// Undoes the kernel's `\040` for a blank, and the like.
-fn unescape(text: &str) -> String {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let [first, after @ ..] = rest {
-        let digits = after.get(..3).and_then(|digits| std::str::from_utf8(digits).ok());
-        match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(byte) if *first == b'\\' => {
-                bytes.push(byte);
-                rest = &after[3..];
-            }
-            _ => {
-                bytes.push(*first);
-                rest = after;
-            }
+/// A field of the kernel's table of mounts, with `\040` and its like turned back into bytes.
+pub fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let [first, tail @ ..] = rest {
+        let octal = tail.get(..3).filter(|digits| *first == b'\\' && digits.iter().all(|d| (b'0'..=b'7').contains(d)));
+        let code = octal.map(|digits| digits.iter().fold(0_u32, |sum, digit| sum * 8 + u32::from(digit - b'0')));
+        if let Some(byte) = code.and_then(|code| u8::try_from(code).ok()) {
+            bytes.push(byte);
+            rest = &tail[3..];
+        } else {
+            bytes.push(*first);
+            rest = tail;
         }
     }
-    String::from_utf8_lossy(&bytes).into_owned()
+    bytes
 }
 
 /// The steps from a mount's root down to a group, both as the process's namespace names them: `/` is the namespace's own

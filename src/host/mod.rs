@@ -29,7 +29,12 @@ pub mod system_log;
 pub mod systemd;
 pub mod target;
 
-use std::time::{Duration, Instant};
+use std::{
+    io,
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
 
 pub use log::Log;
 pub use relative_path::{PathFlaw, RelativePath};
@@ -42,6 +47,22 @@ pub fn deadline(after: Duration) -> Instant {
     const FAR: Duration = Duration::from_hours(365 * 24);
     let now = Instant::now();
     now.checked_add(after).or_else(|| now.checked_add(FAR)).unwrap_or(now)
+}
+
+/// The answer to `ask`, which may never come: another thread asks. `None` after `limit`.
+///
+/// # Errors
+/// The system starts no thread.
+pub fn ask_within<T: Send + 'static>(
+    limit: Duration,
+    thread: &str,
+    ask: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<Option<T>> {
+    let (answer, answered) = mpsc::channel();
+    thread::Builder::new().name(thread.to_owned()).spawn(move || {
+        let _ = answer.send(ask());
+    })?;
+    Ok(answered.recv_timeout(limit).ok())
 }
 
 /// Writes to standard error; a failure is ignored, since there is nowhere to report it.

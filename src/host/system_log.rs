@@ -130,14 +130,11 @@ fn send(socket: &UnixDatagram, datagram: &[u8]) -> io::Result<()> {
 
 /// The severity of syslog.
 fn severity(level: Level) -> u8 {
-    if level == Level::ERROR {
-        3
-    } else if level == Level::WARN {
-        4
-    } else if level == Level::INFO {
-        6
-    } else {
-        7
+    match level {
+        Level::ERROR => 3,
+        Level::WARN => 4,
+        Level::INFO => 6,
+        _ => 7,
     }
 }
 

@@ -300,16 +300,12 @@ fn message(level: Level, text: &str, colored: bool) -> Option<String> {
 
 /// A line for a terminal: the time faint, the level in its colour.
 fn color(level: Level, time: &str, text: &str) -> String {
-    let code = if level == Level::ERROR {
-        31
-    } else if level == Level::WARN {
-        33
-    } else if level == Level::INFO {
-        32
-    } else if level == Level::DEBUG {
-        34
-    } else {
-        35
+    let code = match level {
+        Level::ERROR => 31,
+        Level::WARN => 33,
+        Level::INFO => 32,
+        Level::DEBUG => 34,
+        _ => 35,
     };
     let (head, rest) = text.split_at_checked(5).unwrap_or((text, ""));
     format!("\x1b[2m{time}\x1b[0m \x1b[{code}m{head}\x1b[0m{rest}\n")

@@ -239,10 +239,6 @@ impl KernelAdapter {
         dispatchers.park();
     }
 
-    fn succeed(&self, _: INodeNo, reply: ReplyEmpty) {
-        reply.ok();
-    }
-
     fn read_only<R>(&self, ino: INodeNo, reply: R)
     where
         Reply<R>: Refuse,
@@ -328,7 +324,12 @@ fn wants_to_write(flags: OpenFlags) -> bool {
     flags.acc_mode() != OpenAccMode::O_RDONLY || flags.0 & libc::O_TRUNC != 0
 }
 
+fn succeed(_: &KernelAdapter, _: INodeNo, reply: ReplyEmpty) {
+    reply.ok();
+}
+
 /// Sends a reply, unless another thread did.
+#[expect(clippy::unnecessary_wraps, reason = "it is the last step of a handler")]
 fn answer<R>(slot: &mut ReplySlot<Reply<R>>, send: impl FnOnce(R)) -> Result<(), FsError> {
     if let Some(Reply(reply)) = slot.take() {
         send(reply);
@@ -571,12 +572,12 @@ impl fuser::Filesystem for KernelAdapter {
 
     // The answers below do not depend on the file system.
     always! {
-        releasedir(FileHandle, OpenFlags) ReplyEmpty: Self::succeed;
+        releasedir(FileHandle, OpenFlags) ReplyEmpty: succeed;
         // The kernel checks permissions by itself.
-        access(AccessFlags) ReplyEmpty: Self::succeed;
-        flush(FileHandle, LockOwner) ReplyEmpty: Self::succeed;
-        fsync(FileHandle, bool) ReplyEmpty: Self::succeed;
-        fsyncdir(FileHandle, bool) ReplyEmpty: Self::succeed;
+        access(AccessFlags) ReplyEmpty: succeed;
+        flush(FileHandle, LockOwner) ReplyEmpty: succeed;
+        fsync(FileHandle, bool) ReplyEmpty: succeed;
+        fsyncdir(FileHandle, bool) ReplyEmpty: succeed;
         // The kernel does not ask again: it then treats files as having no holes, and as always readable.
         lseek(FileHandle, i64, i32) ReplyLseek: |_, _, reply| reply.error(Errno::ENOSYS);
         poll(FileHandle, PollNotifier, PollEvents, PollFlags) ReplyPoll: |_, _, reply| reply.error(Errno::ENOSYS);

@@ -58,20 +58,6 @@ const CLEANUP_LIMIT: Duration = Duration::from_secs(5);
 /// Why the daemon is not running.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
-    /// The program cannot be run.
-    #[error("{}: {source}", program.display())]
-    Spawn {
-        /// The program.
-        program: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// The child reported a failure.
-    #[error("{reason}")]
-    Failed {
-        /// As the child reported it.
-        reason: String,
-    },
     /// The child ended without a report.
     #[error("the daemon ended before it was ready: {status}{limits}")]
     Died {
@@ -94,21 +80,18 @@ pub enum DaemonError {
         /// Why.
         source: io::Error,
     },
-    /// The starter has ended, so that nobody knows of this process.
-    #[error("the command that started this daemon has ended")]
-    Abandoned,
-    /// A system call failed while the child cut its ties to the starter, or standard input is no pipe.
-    #[error("{what}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// Why.
-        source: io::Error,
-    },
+    /// The program cannot be run, the child reported a failure, or a system call failed.
+    #[error("{0}")]
+    Failed(String),
 }
 
-fn system(what: &'static str) -> impl Fn(Errno) -> DaemonError {
-    move |errno| DaemonError::System { what, source: errno.into() }
+fn system<E: Into<io::Error>>(what: &'static str) -> impl Fn(E) -> DaemonError {
+    move |error| DaemonError::Failed(format!("{what}: {}", error.into()))
+}
+
+/// The starter has ended, so that nobody knows of this process.
+fn abandoned() -> DaemonError {
+    DaemonError::Failed("the command that started this daemon has ended".to_owned())
 }
 
 /// A daemon that is ready.
@@ -125,7 +108,7 @@ pub struct Started {
 /// Runs `program` in the background and waits until it is ready.
 ///
 /// # Errors
-/// [`DaemonError`]. The child has ended then; a reason that it gave is in [`DaemonError::Failed`]. A dead ckfs mount that it left
+/// [`DaemonError`]. The child has ended then; a reason that it gave is the message. A dead ckfs mount that it left
 /// on `mountpoint` is removed.
 pub fn start_background(
     program: &Path,
@@ -170,7 +153,7 @@ fn start_child(
     env: Option<(&str, OsString)>,
     timeout: Duration,
 ) -> Result<Started, DaemonError> {
-    let spawn = |source| DaemonError::Spawn { program: program.to_owned(), source };
+    let spawn = |error: io::Error| DaemonError::Failed(format!("{}: {error}", program.display()));
     let (reader, writer) = io::pipe().map_err(spawn)?;
     let child = Command::new(program)
         .args(args)
@@ -195,7 +178,7 @@ fn start_child(
     Err(if reason.is_empty() {
         DaemonError::Died { status, limits: limits::hint() }
     } else {
-        DaemonError::Failed { reason }
+        DaemonError::Failed(reason)
     })
 }
 
@@ -271,7 +254,7 @@ impl Readiness {
     /// words of a command to its user.
     ///
     /// # Errors
-    /// [`DaemonError::LogFile`], [`DaemonError::System`], or [`DaemonError::Abandoned`].
+    /// [`DaemonError::LogFile`], or [`DaemonError::Failed`], also if the starter has ended.
     pub fn new(log: &Log, log_file: Option<&Path>, mountpoint: &Path) -> Result<Self, DaemonError> {
         let starter = starter_pipe()?;
         let mut readiness = Self {
@@ -295,7 +278,7 @@ impl Readiness {
             set_pdeathsig(Signal::SIGTERM).map_err(system("prctl"))?;
             // A starter that ended before that call causes no signal.
             if starter_id() != Some(getppid()) {
-                return Err(DaemonError::Abandoned);
+                return Err(abandoned());
             }
         } else if let Some(mut file) = readiness.file.take() {
             file.take_stderr().map_err(system("redirect to the log file"))?;
@@ -319,7 +302,7 @@ impl Readiness {
     /// Reports that the mount answers, and what it serves, in words of one line; in the background cuts the ties to the starter.
     ///
     /// # Errors
-    /// [`DaemonError::System`]; the starter then sees this process end without a report.
+    /// [`DaemonError::Failed`]; the starter then sees this process end without a report.
     pub fn ready(&mut self, status: &str, served: &str) -> Result<(), DaemonError> {
         if let Some(mut starter) = self.starter.take() {
             // Lines so far are for the starter's user.
@@ -343,10 +326,10 @@ impl Readiness {
     /// A copy for another thread, which may only report a failure with it. Must be dropped before the mount is ready.
     ///
     /// # Errors
-    /// [`DaemonError::System`].
+    /// [`DaemonError::Failed`].
     pub fn try_clone(&self) -> Result<Self, DaemonError> {
         let starter = self.starter.as_ref().map(File::try_clone).transpose();
-        let starter = starter.map_err(|source| DaemonError::System { what: "copy a descriptor", source })?;
+        let starter = starter.map_err(system("copy a descriptor"))?;
         Ok(Self {
             starter,
             log: self.log.clone(),
@@ -401,7 +384,7 @@ impl Readiness {
         }
         nix::unistd::chdir("/").map_err(system("chdir"))?;
         let null = File::options().read(true).write(true).open("/dev/null");
-        let null = null.map_err(|source| DaemonError::System { what: "/dev/null", source })?;
+        let null = null.map_err(system("/dev/null"))?;
         let redirect = system("redirect standard streams");
         dup2_stdin(&null).map_err(&redirect)?;
         dup2_stdout(&null).map_err(&redirect)?;
@@ -442,7 +425,7 @@ fn starter_pipe() -> Result<Option<File>, DaemonError> {
         return Ok(None);
     }
     if starter != getppid() {
-        return Err(DaemonError::Abandoned);
+        return Err(abandoned());
     }
     let pipe = io::stdin().as_fd().try_clone_to_owned().map_err(|_| failed(Errno::EMFILE))?;
     // So that the pipe closes with the one descriptor that is left.
@@ -476,7 +459,7 @@ mod tests {
     fn a_failed_start_gives_the_childs_reason() {
         let script = "echo 'mountpoint /x: no such directory' >&0; exit 1";
         let error = start(script, LONG).unwrap_err();
-        assert!(matches!(error, DaemonError::Failed { .. }));
+        assert!(matches!(error, DaemonError::Failed(_)));
         assert_eq!(error.to_string(), "mountpoint /x: no such directory");
     }
 

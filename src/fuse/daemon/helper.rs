@@ -32,57 +32,14 @@ pub struct HelperRequest {
 
 /// What is wrong with the arguments.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum HelperError {
-    /// Source or mountpoint is missing.
-    #[error("expected SOURCE and MOUNTPOINT, found {found} arguments")]
-    Missing {
-        /// How many were given.
-        found: usize,
-    },
-    /// Too many.
-    #[error("unexpected argument {argument:?} after SOURCE and MOUNTPOINT")]
-    Unexpected {
-        /// The first that is too many.
-        argument: OsString,
-    },
-    /// A flag that mount(8) does not pass.
-    #[error("unknown flag -{flag}")]
-    Flag {
-        /// The flag.
-        flag: char,
-    },
-    /// A flag without its value.
-    #[error("flag -{flag} needs a value")]
-    NoValue {
-        /// The flag.
-        flag: char,
-    },
-    /// Options in another encoding.
-    #[error("options {options:?} are not UTF-8")]
-    Encoding {
-        /// As given.
-        options: OsString,
-    },
-    /// Another file system's type.
-    #[error("expected type ckfs or fuse.ckfs, found {found}")]
-    Type {
-        /// As given.
-        found: String,
-    },
-    /// An option that cannot be honoured.
-    #[error("option {option}: {reason}")]
-    Refused {
-        /// The option.
-        option: String,
-        /// Why.
-        reason: &'static str,
-    },
-}
+#[error("{0}")]
+pub struct HelperError(String);
 
 /// Parses the arguments, without the program's name.
 ///
 /// # Errors
 /// [`HelperError`].
+#[expect(clippy::unnecessary_debug_formatting, reason = "arguments are shown with escapes")]
 pub fn parse_mount_helper(args: &[OsString]) -> Result<HelperRequest, HelperError> {
     let mut request = HelperRequest::default();
     let mut plain: Vec<&OsStr> = Vec::new();
@@ -111,8 +68,9 @@ pub fn parse_mount_helper(args: &[OsString]) -> Result<HelperRequest, HelperErro
                 'o' | 't' | 'N' => {
                     let tail = rest.as_str();
                     let tail = if tail.is_empty() { args.next().cloned() } else { Some(tail.into()) };
-                    let value = tail.ok_or(HelperError::NoValue { flag })?;
-                    let value = value.into_string().map_err(|options| HelperError::Encoding { options })?;
+                    let value = tail.ok_or_else(|| HelperError(format!("flag -{flag} needs a value")))?;
+                    let value = value.into_string();
+                    let value = value.map_err(|value| HelperError(format!("options {value:?} are not UTF-8")))?;
                     match flag {
                         'o' => options.extend(split_options(&value)),
                         't' => check_type(&value)?,
@@ -121,14 +79,18 @@ pub fn parse_mount_helper(args: &[OsString]) -> Result<HelperRequest, HelperErro
                     }
                     break;
                 }
-                _ => return Err(HelperError::Flag { flag }),
+                _ => return Err(HelperError(format!("unknown flag -{flag}"))),
             }
         }
     }
     let (source, mountpoint) = match plain[..] {
         [source, mountpoint] => (source, mountpoint),
-        [_, _, argument, ..] => return Err(HelperError::Unexpected { argument: argument.to_owned() }),
-        _ => return Err(HelperError::Missing { found: plain.len() }),
+        [_, _, argument, ..] => {
+            return Err(HelperError(format!("unexpected argument {argument:?} after SOURCE and MOUNTPOINT")));
+        }
+        _ => {
+            return Err(HelperError(format!("expected SOURCE and MOUNTPOINT, found {} arguments", plain.len())));
+        }
     };
     source.clone_into(&mut request.source);
     request.mountpoint = mountpoint.into();
@@ -143,7 +105,7 @@ pub fn parse_mount_helper(args: &[OsString]) -> Result<HelperRequest, HelperErro
 fn check_type(found: &str) -> Result<(), HelperError> {
     match found {
         "ckfs" | crate::FS_TYPE => Ok(()),
-        _ => Err(HelperError::Type { found: found.to_owned() }),
+        _ => Err(HelperError(format!("expected type ckfs or fuse.ckfs, found {found}"))),
     }
 }
 
@@ -230,7 +192,7 @@ fn own_option(option: &str, sloppy: bool) -> Result<Option<(String, Option<Strin
         return Ok(None);
     }
     if let Some((_, reason)) = REFUSED.iter().find(|(name, _)| *name == option) {
-        return if sloppy { Ok(None) } else { Err(HelperError::Refused { option: option.to_owned(), reason }) };
+        return if sloppy { Ok(None) } else { Err(HelperError(format!("option {option}: {reason}"))) };
     }
     Ok(Some(match option.split_once('=') {
         Some((name, value)) => (name.to_owned(), Some(value.to_owned())),
@@ -274,24 +236,22 @@ mod tests {
 
     #[test]
     fn refuses_wrong_arguments() {
-        use HelperError as E;
-        let refused = |option: &str| {
-            let (_, reason) = REFUSED.into_iter().find(|(name, _)| *name == option).unwrap();
-            E::Refused { option: option.into(), reason }
-        };
         for (args, expected) in [
-            (&[][..], E::Missing { found: 0 }),
-            (&["a"], E::Missing { found: 1 }),
-            (&["a", "b", "c"], E::Unexpected { argument: "c".into() }),
-            (&["a", "b", "-x"], E::Flag { flag: 'x' }),
-            (&["a", "b", "--sloppy"], E::Flag { flag: '-' }),
-            (&["a", "b", "-o"], E::NoValue { flag: 'o' }),
-            (&["a", "b", "-vt"], E::NoValue { flag: 't' }),
-            (&["a", "b", "-t", "ext4"], E::Type { found: "ext4".into() }),
-            (&["a", "b", "-o", "sync"], refused("sync")),
-            (&["a", "b", "-o", "ro,remount"], refused("remount")),
+            (&[][..], "expected SOURCE and MOUNTPOINT, found 0 arguments"),
+            (&["a"], "expected SOURCE and MOUNTPOINT, found 1 arguments"),
+            (&["a", "b", "c"], "unexpected argument \"c\" after SOURCE and MOUNTPOINT"),
+            (&["a", "b", "-x"], "unknown flag -x"),
+            (&["a", "b", "--sloppy"], "unknown flag --"),
+            (&["a", "b", "-o"], "flag -o needs a value"),
+            (&["a", "b", "-vt"], "flag -t needs a value"),
+            (&["a", "b", "-t", "ext4"], "expected type ckfs or fuse.ckfs, found ext4"),
+            (&["a", "b", "-o", "sync"], "option sync: ckfs mounts are read-only"),
+            (
+                &["a", "b", "-o", "ro,remount"],
+                "option remount: a ckfs mount does not change; unmount it and mount again",
+            ),
         ] {
-            assert_eq!(parse(args), Err(expected), "{args:?}");
+            assert_eq!(parse(args).unwrap_err().to_string(), expected, "{args:?}");
         }
         assert_eq!(parse(&["a", "b", "-s", "-o", "sync"]).unwrap().options, []);
         assert_eq!(parse(&["a", "b", "-o", "rw"]).unwrap().options, []);

@@ -3,11 +3,11 @@
 use std::{
     fs,
     path::Path,
-    process,
-    sync::mpsc,
-    thread,
+    process, thread,
     time::{Duration, Instant},
 };
+
+use ckfs_host::ask_within;
 
 /// Longest time for the mount's answer who its daemon is: one that does not answer is not waited for.
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
@@ -41,15 +41,10 @@ impl Daemon {
     /// The daemon of the mount on `path`.
     pub(super) fn of(path: &Path) -> FoundDaemon {
         let stats = path.join(".ckfs/stats.json");
-        let (answer, answered) = mpsc::channel();
-        // The mount may never answer.
-        let asking = thread::Builder::new().name("ckfs-daemon".into()).spawn(move || {
-            let _ = answer.send(fs::read(stats));
-        });
-        let stats = match asking.ok().and_then(|_| answered.recv_timeout(ANSWER_LIMIT).ok()) {
-            Some(Ok(stats)) => stats,
-            Some(Err(error)) if error.raw_os_error() == Some(libc::ENOTCONN) => return FoundDaemon::Ended,
-            Some(Err(_)) | None => return FoundDaemon::Unknown,
+        let stats = match ask_within(ANSWER_LIMIT, "ckfs-daemon", move || fs::read(stats)) {
+            Ok(Some(Ok(stats))) => stats,
+            Ok(Some(Err(error))) if error.raw_os_error() == Some(libc::ENOTCONN) => return FoundDaemon::Ended,
+            Ok(_) | Err(_) => return FoundDaemon::Unknown,
         };
         let stats: Option<serde_json::Value> = serde_json::from_slice(&stats).ok();
         let pid = stats.and_then(|stats| u32::try_from(stats["pid"].as_u64()?).ok());

@@ -6,6 +6,7 @@
 //! unmounted only if the path still leads to that id.
 
 use std::{
+    fmt::Display,
     fs::{self, File},
     io::{self, IoSliceMut, Read},
     os::{
@@ -54,86 +55,11 @@ pub enum MountError {
     /// A daemon has it in the place of its standard streams.
     #[error("/dev/null: not found; mknod -m 666 /dev/null c 1 3, or bind the host's /dev into this root")]
     NoNull,
-    /// The directory to mount on cannot be examined.
-    #[error("mountpoint {}: {source}", path.display())]
-    Path {
-        /// The path as given.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
     /// The directory to mount on does not exist; it is not created.
     #[error("mountpoint {}: no such directory; create it first", path.display())]
     Missing {
         /// The path as given.
         path: PathBuf,
-    },
-    /// The mountpoint is not a directory.
-    #[error("mountpoint {}: not a directory", path.display())]
-    NotDirectory {
-        /// The path as given.
-        path: PathBuf,
-    },
-    /// A directory that shows processes and descriptors, and changes with them.
-    #[error(
-        "mountpoint {}: {}is in /proc, which shows processes and their descriptors; give a directory of a file system with files, \
-         or /dev/fd/N for a descriptor that was passed",
-        path.display(),
-        if path == real { String::new() } else { format!("leads to {}, which ", real.display()) }
-    )]
-    InProc {
-        /// The path as given.
-        path: PathBuf,
-        /// The path without symlinks.
-        real: PathBuf,
-    },
-    /// A live mount is there already.
-    #[error("mountpoint {}: already mounted: {source_name} (type {fs_type}); unmount it first", path.display())]
-    Occupied {
-        /// The path without symlinks.
-        path: PathBuf,
-        /// File system type of that mount.
-        fs_type: String,
-        /// Its source.
-        source_name: String,
-    },
-    /// A directory of a live mount of ckfs, part of which would be hidden.
-    #[error("mountpoint {}: is a directory of the mount on {}; choose another one", path.display(), mount.display())]
-    Inside {
-        /// The path without symlinks.
-        path: PathBuf,
-        /// Where that mount is.
-        mount: PathBuf,
-    },
-    /// A mount without its daemon is there and cannot be removed.
-    #[error("mountpoint {}: cannot remove the stale mount: {source}", path.display())]
-    Stale {
-        /// The path without symlinks.
-        path: PathBuf,
-        /// Why.
-        source: UnmountError,
-    },
-    /// Root may mount only with a capability, and without it `fusermount3` fails too, unless it has it from elsewhere.
-    #[error(
-        "mount on {}: this process is root, and lacks CAP_SYS_ADMIN, which a mount needs; a container gets it with /dev/fuse by \
-         `--cap-add SYS_ADMIN --device /dev/fuse --security-opt apparmor=unconfined`; without it, `ckfs serve` and \
-         `ckfs export` need no mount ({error})",
-        path.display()
-    )]
-    Powerless {
-        /// The path without symlinks.
-        path: PathBuf,
-        /// How the other way failed.
-        error: Box<MountError>,
-    },
-    /// Users other than root need the program `fusermount3`.
-    #[error("only root can mount without fusermount3, and that was not found; install fuse3")]
-    NoFusermount,
-    /// `fusermount3` refused.
-    #[error("fusermount3: {message}")]
-    Fusermount {
-        /// Its message.
-        message: String,
     },
     /// The kernel refused.
     #[error("mount on {}: {errno}", path.display())]
@@ -143,45 +69,30 @@ pub enum MountError {
         /// Why.
         errno: Errno,
     },
-    /// The mountpoint `/dev/fd/N` is no descriptor that can be served.
-    #[error(
-        "{}: expected a descriptor of /dev/fuse, open for reading and writing and mounted by the process that passed it; found {found}",
-        path.display()
-    )]
-    Descriptor {
-        /// The mountpoint as given.
-        path: PathBuf,
-        /// What it is.
-        found: String,
-    },
-    /// Nothing can be mounted in namespaces of this process's own.
-    #[error("cannot mount for one command: {message}")]
-    Private {
-        /// What was tried, why it failed, and the remedy.
-        message: String,
-    },
+    /// This host lacks something else that a mount needs, or does not permit it.
+    #[error("{0}")]
+    Host(String),
+    /// The mountpoint is none that can be mounted on, or a call of the system failed that any program needs.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl MountError {
+    /// A call of the system failed.
+    pub(crate) fn system<E: Into<io::Error>>(what: &'static str) -> impl Fn(E) -> Self {
+        move |error| Self::Refused(format!("{what}: {}", error.into()))
+    }
+
     /// The first exchange with the kernel failed, or the connection broke.
-    #[error("session with the kernel: {source}")]
-    Session {
-        /// Why.
-        source: io::Error,
-    },
-    /// The mount was made but does not answer.
-    #[error("mount on {} does not answer: {message}", path.display())]
-    Unresponsive {
-        /// The path without symlinks.
-        path: PathBuf,
-        /// What was tried and how it ended.
-        message: String,
-    },
-    /// Signals or threads cannot be set up.
-    #[error("{what}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// Why.
-        source: io::Error,
-    },
+    #[allow(clippy::needless_pass_by_value, reason = "maps errors")]
+    pub(crate) fn session(error: io::Error) -> Self {
+        Self::Host(format!("session with the kernel: {error}"))
+    }
+}
+
+/// The error of a mountpoint.
+fn refused(path: &Path, why: impl Display) -> MountError {
+    MountError::Refused(format!("mountpoint {}: {why}", path.display()))
 }
 
 /// A mount that this process made.
@@ -228,7 +139,12 @@ pub(crate) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<(OwnedF
             // Root without CAP_SYS_ADMIN, as in many containers.
             Err(MountError::Mount { errno: Errno::EPERM, .. }) => {
                 mount_by_helper(&path, &source, options).map_err(|error| match may_administer() {
-                    Some(false) => MountError::Powerless { path: path.clone(), error: Box::new(error) },
+                    Some(false) => MountError::Host(format!(
+                        "mount on {}: this process is root, and lacks CAP_SYS_ADMIN, which a mount needs; a container gets it with \
+                         /dev/fuse by `--cap-add SYS_ADMIN --device /dev/fuse --security-opt apparmor=unconfined`; without it, \
+                         `ckfs serve` and `ckfs export` need no mount ({error})",
+                        path.display()
+                    )),
                     Some(true) | None => error,
                 })?
             }
@@ -244,8 +160,8 @@ pub(crate) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<(OwnedF
             Ok((fd, Mounted { entry, unique_id }))
         }
         // Closing the descriptor leaves a stale mount beneath, which the next start removes.
-        Ok(_) => Err(MountError::Path { path, source: io::Error::other("covered by another mount while mounting") }),
-        Err(source) => Err(MountError::Path { path, source }),
+        Ok(_) => Err(refused(&path, "covered by another mount while mounting")),
+        Err(error) => Err(refused(&path, error)),
     }
 }
 
@@ -254,13 +170,9 @@ const STALE_MAX: usize = 16;
 
 /// Checks that `mountpoint` can be mounted on, and removes stale mounts of ours from it. The path without symlinks.
 fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
-    let in_path = |source: io::Error| {
-        let path = mountpoint.to_owned();
-        if source.kind() == io::ErrorKind::NotFound {
-            MountError::Missing { path }
-        } else {
-            MountError::Path { path, source }
-        }
+    let missing = || MountError::Missing { path: mountpoint.to_owned() };
+    let in_path = |error: io::Error| {
+        if error.kind() == io::ErrorKind::NotFound { missing() } else { refused(mountpoint, error) }
     };
     for _ in 0..STALE_MAX {
         let location = locate(mountpoint).map_err(in_path)?;
@@ -270,23 +182,26 @@ fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
             return Ok(location.path);
         }
         if !entry.is_ckfs() || !is_stale(&location.path) {
-            let source_name = entry.source.to_string_lossy().into_owned();
-            return Err(MountError::Occupied { path: location.path, fs_type: entry.fs_type, source_name });
+            let (source, fs_type) = (entry.source.to_string_lossy(), entry.fs_type);
+            let why = format!("already mounted: {source} (type {fs_type}); unmount it first");
+            return Err(refused(&location.path, why));
         }
         warn!("removing the stale mount on {}", location.path.display());
         let path = location.path;
-        unmount_once(&path, true).map_err(|source| MountError::Stale { path, source })?;
+        let failed = |error| refused(&path, format!("cannot remove the stale mount: {error}"));
+        unmount_once(&path, true).map_err(failed)?;
     }
     let path = locate(mountpoint).map_err(in_path)?.path;
     check_place(mountpoint, &path)?;
     if !fs::metadata(&path).map_err(in_path)?.is_dir() {
-        return Err(MountError::NotDirectory { path: mountpoint.to_owned() });
+        return Err(refused(mountpoint, "not a directory"));
     }
     // The device tells a directory of ours from one of a mount that covers ours.
     let device = fs::metadata(&path).map_err(in_path)?.dev();
     let around = |entry: &MountEntry| path.starts_with(&entry.mountpoint) && entry.device.number() == device;
     if let Some(entry) = ckfs_mounts().into_iter().find(around) {
-        return Err(MountError::Inside { path, mount: entry.mountpoint });
+        let mount = entry.mountpoint.display();
+        return Err(refused(&path, format!("is a directory of the mount on {mount}; choose another one")));
     }
     if fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_some()) {
         warn!("{} is not empty; what it holds is hidden while mounted", path.display());
@@ -298,7 +213,12 @@ fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
 fn check_place(mountpoint: &Path, real: &Path) -> Result<(), MountError> {
     let found = nix::sys::statfs::statfs(real);
     if found.is_ok_and(|found| found.filesystem_type() == nix::sys::statfs::PROC_SUPER_MAGIC) {
-        return Err(MountError::InProc { path: mountpoint.to_owned(), real: real.to_owned() });
+        let leads = if mountpoint == real { String::new() } else { format!("leads to {}, which ", real.display()) };
+        let why = format!(
+            "{leads}is in /proc, which shows processes and their descriptors; give a directory of a file system with files, or \
+             /dev/fd/N for a descriptor that was passed"
+        );
+        return Err(refused(mountpoint, why));
     }
     Ok(())
 }
@@ -306,10 +226,10 @@ fn check_place(mountpoint: &Path, real: &Path) -> Result<(), MountError> {
 /// Checks a mountpoint as mounting does, and changes nothing. A stale mount is none of its concerns: mounting removes it.
 ///
 /// # Errors
-/// [`MountError::Missing`], [`MountError::NotDirectory`], [`MountError::InProc`].
+/// [`MountError::Missing`], [`MountError::Refused`].
 pub fn check_mountpoint(mountpoint: &Path) -> Result<(), MountError> {
     match fs::metadata(mountpoint) {
-        Ok(found) if !found.is_dir() => Err(MountError::NotDirectory { path: mountpoint.to_owned() }),
+        Ok(found) if !found.is_dir() => Err(refused(mountpoint, "not a directory")),
         Ok(_) => match fs::canonicalize(mountpoint) {
             Ok(real) => check_place(mountpoint, &real),
             Err(_) => Ok(()),
@@ -357,7 +277,7 @@ fn mount_by_helper(path: &Path, source: &str, options: &MountOptions) -> Result<
     if options.allow_other {
         arguments.push_str(",allow_other");
     }
-    let failed = |error: io::Error| MountError::Fusermount { message: error.to_string() };
+    let failed = |error: io::Error| MountError::Host(format!("fusermount3: {error}"));
     let (ours, theirs) = UnixStream::pair().map_err(failed)?;
     let child = Command::new("fusermount3")
         .args(["-o", &arguments, "--"])
@@ -369,7 +289,11 @@ fn mount_by_helper(path: &Path, source: &str, options: &MountOptions) -> Result<
         .stderr(Stdio::piped())
         .spawn();
     let mut child = child.map_err(|error| {
-        if error.kind() == io::ErrorKind::NotFound { MountError::NoFusermount } else { failed(error) }
+        if error.kind() == io::ErrorKind::NotFound {
+            let message = "only root can mount without fusermount3, and that was not found; install fuse3";
+            return MountError::Host(message.to_owned());
+        }
+        failed(error)
     })?;
     let received = receive_descriptor(&ours);
     let mut message = String::new();
@@ -381,8 +305,9 @@ fn mount_by_helper(path: &Path, source: &str, options: &MountOptions) -> Result<
         Ok(Some(fd)) if status.success() => Ok(fd),
         Err(errno) => Err(failed(errno.into())),
         Ok(_) => {
-            let message = message.trim().trim_start_matches("fusermount3: ").to_owned();
-            Err(MountError::Fusermount { message: if message.is_empty() { status.to_string() } else { message } })
+            let message = message.trim().trim_start_matches("fusermount3: ");
+            let message = if message.is_empty() { status.to_string() } else { message.to_owned() };
+            Err(MountError::Host(format!("fusermount3: {message}")))
         }
     }
 }
@@ -507,10 +432,14 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("file");
         fs::write(&file, "").unwrap();
-        assert!(matches!(prepare(&file), Err(MountError::NotDirectory { .. })));
+        let text = |path: &Path| prepare(path).unwrap_err().to_string();
+        assert_eq!(text(&file), format!("mountpoint {}: not a directory", file.display()));
         assert!(matches!(prepare(&directory.path().join("missing")), Err(MountError::Missing { .. })));
-        assert!(matches!(prepare(&file.join("below")), Err(MountError::Path { .. })));
-        assert!(matches!(prepare(Path::new("/proc")), Err(MountError::Occupied { fs_type, .. }) if fs_type == "proc"));
+        let below = file.join("below");
+        assert_eq!(text(&below), format!("mountpoint {}: Not a directory (os error 20)", below.display()));
+        let occupied = text(Path::new("/proc"));
+        assert!(occupied.starts_with("mountpoint /proc: already mounted: "), "{occupied}");
+        assert!(occupied.ends_with(" (type proc); unmount it first"), "{occupied}");
         assert_eq!(prepare(directory.path()).unwrap(), directory.path().canonicalize().unwrap());
     }
 

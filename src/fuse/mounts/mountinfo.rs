@@ -15,11 +15,10 @@ use std::{
         unix::ffi::{OsStrExt, OsStringExt},
     },
     path::{Path, PathBuf},
-    sync::mpsc,
-    thread,
     time::Duration,
 };
 
+use ckfs_host::{ask_within, memory::unescape};
 use nix::{
     errno::Errno,
     fcntl::{OFlag, open},
@@ -125,24 +124,6 @@ fn parse_line(line: &[u8]) -> Option<MountEntry> {
     Some(MountEntry { id, parent, device, mountpoint, options, fs_type, source, fs_options })
 }
 
-/// Turns `\040` and its like back into bytes.
-fn unescape(field: &[u8]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let [first, tail @ ..] = rest {
-        let octal = tail.get(..3).filter(|digits| *first == b'\\' && digits.iter().all(|d| (b'0'..=b'7').contains(d)));
-        let code = octal.map(|digits| digits.iter().fold(0_u32, |sum, digit| sum * 8 + u32::from(digit - b'0')));
-        if let Some(byte) = code.and_then(|code| u8::try_from(code).ok()) {
-            bytes.push(byte);
-            rest = &tail[3..];
-        } else {
-            bytes.push(*first);
-            rest = tail;
-        }
-    }
-    bytes
-}
-
 /// What a path leads to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MountLocation {
@@ -181,16 +162,11 @@ const STALE_CHECK_LIMIT: Duration = Duration::from_secs(5);
 
 /// Whether the mount at `path` has lost its daemon. A mount that does not answer in time is not stale but stuck.
 pub(crate) fn is_stale(path: &Path) -> bool {
-    let (answer, answered) = mpsc::channel();
     let path = path.to_owned();
-    let asking = thread::Builder::new().name("ckfs-stale".into()).spawn(move || {
-        let _ = answer.send(nix::sys::statfs::statfs(&path).err());
-    });
-    asking.is_ok()
-        && matches!(
-            answered.recv_timeout(STALE_CHECK_LIMIT),
-            Ok(Some(Errno::ENOTCONN | Errno::ECONNABORTED | Errno::ECONNREFUSED))
-        )
+    matches!(
+        ask_within(STALE_CHECK_LIMIT, "ckfs-stale", move || nix::sys::statfs::statfs(&path)),
+        Ok(Some(Err(Errno::ENOTCONN | Errno::ECONNABORTED | Errno::ECONNREFUSED)))
+    )
 }
 
 /// `path` without its "deleted" mark, in bytes, for comparing with mount points.

@@ -51,13 +51,17 @@ pub fn is_passed(mountpoint: &Path) -> bool {
 }
 
 fn refused(path: &Path, found: impl Into<String>) -> MountError {
-    MountError::Descriptor { path: path.to_owned(), found: found.into() }
+    let (path, found) = (path.display(), found.into());
+    MountError::Refused(format!(
+        "{path}: expected a descriptor of /dev/fuse, open for reading and writing and mounted by the process that passed it; found \
+         {found}"
+    ))
 }
 
 /// Checks that `/dev/fd/N` is a descriptor of `/dev/fuse`, open for reading and writing. Takes nothing.
 ///
 /// # Errors
-/// [`MountError::Descriptor`].
+/// [`MountError::Refused`].
 pub fn check_passed(mountpoint: &Path) -> Result<(), MountError> {
     let number = passed_number(mountpoint).ok_or_else(|| refused(mountpoint, "no number of a descriptor"))?;
     if number <= 2 {

@@ -54,14 +54,6 @@ pub enum UnmountError {
         /// The path without symlinks.
         path: PathBuf,
     },
-    /// Another file system is mounted there.
-    #[error("{}: expected a mount of type {FS_TYPE}, found {fs_type}", path.display())]
-    NotCkfs {
-        /// The path without symlinks.
-        path: PathBuf,
-        /// Type of the mount.
-        fs_type: String,
-    },
     /// Files are open, or a process has its working directory there.
     #[error("{}: busy: {}", path.display(), describe(holders))]
     Busy {
@@ -70,28 +62,9 @@ pub enum UnmountError {
         /// The processes that use it, as far as this process can see.
         holders: Vec<MountUser>,
     },
-    /// The program `fusermount3`, which users other than root need, was not found.
-    #[error("{}: only root can unmount without fusermount3, and that was not found; install fuse3", path.display())]
-    NoFusermount {
-        /// The path without symlinks.
-        path: PathBuf,
-    },
-    /// `fusermount3` refused.
-    #[error("{}: fusermount3: {message}", path.display())]
-    Fusermount {
-        /// The path without symlinks.
-        path: PathBuf,
-        /// Its message.
-        message: String,
-    },
-    /// The kernel refused.
-    #[error("{}: unmount: {errno}", path.display())]
-    Kernel {
-        /// The path without symlinks.
-        path: PathBuf,
-        /// Why.
-        errno: Errno,
-    },
+    /// Another file system is mounted there, or the kernel or `fusermount3` refuses.
+    #[error("{0}")]
+    Refused(String),
 }
 
 /// How long to wait for the daemon's end after its mount was removed. It has the files of the source open until then.
@@ -115,7 +88,8 @@ pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), Unmount
         return Ok(());
     }
     if !entry.is_ckfs() {
-        return Err(UnmountError::NotCkfs { path, fs_type: entry.fs_type });
+        let (path, fs_type) = (path.display(), entry.fs_type);
+        return Err(UnmountError::Refused(format!("{path}: expected a mount of type {FS_TYPE}, found {fs_type}")));
     }
     // With --lazy it goes on until the last file is closed.
     let daemon = if options.lazy { FoundDaemon::Ended } else { Daemon::of(&path) };
@@ -164,19 +138,19 @@ pub(super) fn unmount_once(path: &Path, lazy: bool) -> Result<(), UnmountError> 
         Err(Errno::EBUSY) => Err(UnmountError::Busy { path: path.to_owned(), holders: Vec::new() }),
         // Only the setuid program may unmount for users.
         Err(Errno::EPERM) if !geteuid().is_root() => unmount_by_helper(path, lazy),
-        Err(errno) => Err(UnmountError::Kernel { path: path.to_owned(), errno }),
+        Err(errno) => Err(UnmountError::Refused(format!("{}: unmount: {errno}", path.display()))),
     }
 }
 
 fn unmount_by_helper(path: &Path, lazy: bool) -> Result<(), UnmountError> {
     let mut command = Command::new("fusermount3");
     command.arg("-u").args(lazy.then_some("-z")).arg("--").arg(path);
+    let refused = |why: String| UnmountError::Refused(format!("{}: {why}", path.display()));
     let output = command.stdin(Stdio::null()).output().map_err(|error| {
-        let path = path.to_owned();
         if error.kind() == io::ErrorKind::NotFound {
-            UnmountError::NoFusermount { path }
+            refused("only root can unmount without fusermount3, and that was not found; install fuse3".to_owned())
         } else {
-            UnmountError::Fusermount { path, message: error.to_string() }
+            refused(format!("fusermount3: {error}"))
         }
     })?;
     if output.status.success() {
@@ -191,7 +165,7 @@ fn unmount_by_helper(path: &Path, lazy: bool) -> Result<(), UnmountError> {
     if message.to_ascii_lowercase().contains("busy") {
         return Err(UnmountError::Busy { path: path.to_owned(), holders: Vec::new() });
     }
-    Err(UnmountError::Fusermount { path: path.to_owned(), message })
+    Err(refused(format!("fusermount3: {message}")))
 }
 
 #[cfg(test)]
@@ -204,7 +178,8 @@ mod tests {
         let options = UnmountOptions::default();
         assert!(matches!(unmount(directory.path(), options), Err(UnmountError::NotMounted { .. })));
         assert!(matches!(unmount(&directory.path().join("no"), options), Err(UnmountError::Path { .. })));
-        assert!(matches!(unmount(Path::new("/proc"), options), Err(UnmountError::NotCkfs { .. })));
+        let foreign = unmount(Path::new("/proc"), options).unwrap_err().to_string();
+        assert_eq!(foreign, "/proc: expected a mount of type fuse.ckfs, found proc");
         let stale_only = UnmountOptions { stale_only: true, ..options };
         assert!(unmount(Path::new("/proc"), stale_only).is_ok());
         assert!(unmount(directory.path(), stale_only).is_ok());

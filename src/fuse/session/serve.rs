@@ -27,7 +27,7 @@ use std::{
 };
 
 use ckfs_host::{
-    Log, limits,
+    Log, ask_within, limits,
     signal::{self, ENDING},
 };
 use ckfs_service::{
@@ -55,17 +55,17 @@ use crate::{
 /// that would end the process.
 ///
 /// # Errors
-/// [`MountError::System`].
+/// [`MountError::Refused`].
 pub fn block_signals() -> Result<(), MountError> {
     signal::ignore_harmless();
-    signal::block().map_err(|errno| MountError::System { what: "block signals", source: errno.into() })
+    signal::block().map_err(MountError::system("block signals"))
 }
 
 /// Does `work` while one extra thread lets the blocked signals through, so that they end the process. For long work
 /// before the mount is made. Threads that `work` starts still block the signals.
 ///
 /// # Errors
-/// [`MountError::System`] if that thread cannot be started; `work` is not done then.
+/// [`MountError::Refused`] if that thread cannot be started; `work` is not done then.
 pub fn interruptible<T>(work: impl FnOnce() -> T) -> Result<T, MountError> {
     thread::scope(|scope| {
         let (done, ended) = mpsc::channel::<()>();
@@ -77,7 +77,7 @@ pub fn interruptible<T>(work: impl FnOnce() -> T) -> Result<T, MountError> {
             // The scope waits for this closure, not for the thread: a signal that comes before its end must find none that takes it.
             let _ = ending.thread_block();
         });
-        waiting.map_err(|source| MountError::System { what: "start a thread", source })?;
+        waiting.map_err(MountError::system("start a thread"))?;
         let result = work();
         // The scope waits for the thread: signals stay pending again after it.
         drop(done);
@@ -104,11 +104,8 @@ const SPARE_DESCRIPTORS: usize = 8;
 /// Number of threads that handle requests: `wanted`, or fewer if the limits of this process allow no more. Decided before
 /// the mount is made, since a thread that fails to start later would leave the mount half alive.
 fn startable(wanted: usize) -> Result<usize, MountError> {
-    let what = "start the threads of the mount";
-    let refused = |source: io::Error| {
-        let source = io::Error::new(source.kind(), format!("{source}{}", limits::hint()));
-        MountError::System { what, source }
-    };
+    let refused =
+        |error: io::Error| MountError::Refused(format!("start the threads of the mount: {error}{}", limits::hint()));
     let mut spare: Vec<u8> = Vec::new();
     spare.try_reserve_exact(SPARE_BYTES).map_err(|_| refused(io::ErrorKind::OutOfMemory.into()))?;
     let found = limits::startable_threads(wanted + OTHER_THREADS, REQUEST_BUFFER_BYTES);
@@ -173,12 +170,9 @@ pub fn serve(
     check_host()?;
     block_signals()?;
     let signals = SignalFd::with_flags(&signal::handled(), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
-        .map_err(|errno| MountError::System { what: "signalfd", source: errno.into() })?;
+        .map_err(MountError::system("signalfd"))?;
     let spare = (0..SPARE_DESCRIPTORS).map(|_| File::open("/dev/null")).collect::<io::Result<Vec<_>>>();
-    let spare = spare.map_err(|source| {
-        let source = io::Error::new(source.kind(), format!("{source}{}", limits::hint()));
-        MountError::System { what: "open files", source }
-    })?;
+    let spare = spare.map_err(|error| MountError::Refused(format!("open files: {error}{}", limits::hint())))?;
     let wanted = options.threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
     let threads = startable(wanted.max(1))?;
     let (fd, mounted) = if is_passed(mountpoint) {
@@ -202,7 +196,7 @@ pub fn serve(
         Ok((session, heartbeat))
     };
     let started = begin()
-        .map_err(|source| MountError::Session { source })
+        .map_err(MountError::session)
         .and_then(|(session, heartbeat)| Ok((Running::start(session, &fs)?, heartbeat)));
     let mut supervisor = match started {
         Ok((running, heartbeat)) => {
@@ -237,16 +231,15 @@ pub fn serve(
 /// Asks the mount for its sizes and its root. In another thread, since the mount may never answer.
 fn answers(mountpoint: &Path) -> Result<(), MountError> {
     let path = mountpoint.to_owned();
-    let (answer, answered) = mpsc::channel();
-    let asking = thread::Builder::new().name("ckfs-check".into()).spawn(move || {
+    let ask = move || {
         let statfs = nix::sys::statfs::statfs(&path).map_err(|errno| format!("statfs: {errno}"));
         let stat = statfs.and_then(|_| std::fs::metadata(&path).map_err(|error| format!("stat: {error}")));
-        let _ = answer.send(stat.and_then(|root| root.is_dir().then_some(()).ok_or("root is no directory".to_owned())));
-    });
-    asking.map_err(|source| MountError::System { what: "start a thread", source })?;
-    let late = || Err(format!("no answer within {} s", SELF_CHECK_LIMIT.as_secs()));
-    let result = answered.recv_timeout(SELF_CHECK_LIMIT).unwrap_or_else(|_| late());
-    result.map_err(|message| MountError::Unresponsive { path: mountpoint.to_owned(), message })
+        stat.and_then(|root| root.is_dir().then_some(()).ok_or("root is no directory".to_owned()))
+    };
+    let answer = ask_within(SELF_CHECK_LIMIT, "ckfs-check", ask).map_err(MountError::system("start a thread"))?;
+    answer
+        .unwrap_or_else(|| Err(format!("no answer within {} s", SELF_CHECK_LIMIT.as_secs())))
+        .map_err(|message| MountError::Host(format!("mount on {} does not answer: {message}", mountpoint.display())))
 }
 
 #[cfg(test)]

@@ -5,13 +5,13 @@ use std::{
     io,
     os::fd::{AsFd, OwnedFd},
     path::Path,
-    sync::{Arc, atomic::Ordering, mpsc},
+    sync::{Arc, atomic::Ordering},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
 use ckfs_host::{
-    Log, deadline,
+    Log, ask_within, deadline,
     signal::{REOPEN, STATISTICS},
     systemd::{self, NotifyState},
 };
@@ -122,10 +122,10 @@ pub(super) struct Running {
 
 impl Running {
     pub(super) fn start(session: fuser::Session<KernelAdapter>, fs: &Arc<dyn Upkeep>) -> Result<Self, MountError> {
-        let failed = |source| MountError::System { what: "start a thread", source };
-        let connection = session.as_fd().try_clone_to_owned().map_err(failed)?;
-        let (ended, alive) = io::pipe().map_err(failed)?;
-        let changes = Changes::start(fs, session.notifier()).map_err(failed)?;
+        let failed = MountError::system::<io::Error>("start a thread");
+        let connection = session.as_fd().try_clone_to_owned().map_err(&failed)?;
+        let (ended, alive) = io::pipe().map_err(&failed)?;
+        let changes = Changes::start(fs, session.notifier()).map_err(&failed)?;
         let ending = changes.clone();
         let thread = thread::Builder::new().name("ckfs-session".into()).spawn(move || {
             let result = session.run();
@@ -143,7 +143,7 @@ impl Running {
             return Ok(());
         }
         let ended = || io::Error::other("its threads ended");
-        Err(MountError::Session { source: self.result().err().unwrap_or_else(ended) })
+        Err(MountError::session(self.result().err().unwrap_or_else(ended)))
     }
 
     /// Whether all threads have ended, or do so within `limit`.
@@ -329,19 +329,14 @@ impl Supervisor {
     /// faults, and so for this mount.
     fn users(&self) -> Vec<MountUser> {
         let Attached::Own(mounted) = &self.mounted else { return Vec::new() };
-        let (answer, answered) = mpsc::channel();
-        let search = mounted.users();
-        let searching = thread::Builder::new().name("ckfs-users".into()).spawn(move || {
-            let _ = answer.send(search());
-        });
-        searching.ok().and_then(|_| answered.recv_timeout(USERS_LIMIT).ok()).unwrap_or_default()
+        ask_within(USERS_LIMIT, "ckfs-users", mounted.users()).ok().flatten().unwrap_or_default()
     }
 
     /// The connection ended without a signal.
     fn ended_by_itself(&mut self) -> Result<Exit, MountError> {
         let result = self.running.result();
         let Attached::Own(mounted) = &self.mounted else {
-            return result.map(|()| Exit::UnmountedOutside).map_err(|source| MountError::Session { source });
+            return result.map(|()| Exit::UnmountedOutside).map_err(MountError::session);
         };
         // After an abort from outside the mount is still there, but dead.
         // One that is alive is a successor's, whatever the numbers say.
@@ -355,7 +350,7 @@ impl Supervisor {
             detach(mounted);
         }
         match result {
-            Err(source) => Err(MountError::Session { source }),
+            Err(error) => Err(MountError::session(error)),
             Ok(()) if dead => {
                 warn!("{}: aborted by another process; open files are cut off", mounted.path().display());
                 Ok(Exit::AbortedOutside)
@@ -421,7 +416,7 @@ impl Supervisor {
 
     /// Waits for a signal to end or the end of the threads, until `deadline`; does what other signals ask for.
     fn wait(&mut self, deadline: Option<Instant>) -> Result<Event, MountError> {
-        let failed = |errno: Errno| MountError::System { what: "wait for signals", source: errno.into() };
+        let failed = MountError::system::<Errno>("wait for signals");
         loop {
             if let Some(heartbeat) = &mut self.heartbeat {
                 heartbeat.beat();
@@ -441,7 +436,7 @@ impl Supervisor {
             if fds[0].any() == Some(true) {
                 return Ok(Event::Ended);
             }
-            if let Some(info) = self.signals.read_signal().map_err(failed)? {
+            if let Some(info) = self.signals.read_signal().map_err(&failed)? {
                 let signal = i32::try_from(info.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok());
                 match signal {
                     Some(signal) if signal == REOPEN => {
