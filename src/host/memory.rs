@@ -221,7 +221,7 @@ fn least(machine_bytes: Option<u64>, files: &[LimitFile], read: impl Fn(&Path) -
 }
 
 /// Memory of the machine, in bytes. A container of LXC sees its own share in `/proc/meminfo`.
-pub(crate) fn machine_bytes() -> Option<u64> {
+pub fn machine_bytes() -> Option<u64> {
     let number = |variable| sysconf(variable).ok().flatten().and_then(|number| u64::try_from(number).ok());
     let pages = number(SysconfVar::_PHYS_PAGES).zip(number(SysconfVar::PAGE_SIZE));
     let physical = pages.and_then(|(pages, page_bytes)| pages.checked_mul(page_bytes));

@@ -1,7 +1,5 @@
 //! The token of a reply: that bytes were passed on.
 
-use std::fmt;
-
 /// Proof that a reply was called with the bytes of a read. A reply returns it, so that a read cannot succeed without one.
 #[derive(Debug)]
 #[must_use = "a read returns it to its caller"]
@@ -16,7 +14,8 @@ impl Replied {
 }
 
 /// Why a read failed, and whether its reply was called before.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
 pub struct ReadFailure<E> {
     /// Why it failed.
     pub error: E,
@@ -35,17 +34,5 @@ impl<E> ReadFailure<E> {
 impl<E> From<E> for ReadFailure<E> {
     fn from(error: E) -> Self {
         Self { error, replied: None }
-    }
-}
-
-impl<E: fmt::Display> fmt::Display for ReadFailure<E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
-}
-
-impl<E: std::error::Error> std::error::Error for ReadFailure<E> {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.error.source()
     }
 }

@@ -179,7 +179,7 @@ impl Reported<'_> {
         let remote = self.source().remote().map(|remote| remote.counters().rows()).into_iter().flatten();
         rows.extend(remote.map(|count| MetricRow {
             key: count.key,
-            family: Some(count.family),
+            family: Some(count.key.trim_end_matches("_bytes")),
             is_bytes: count.is_bytes(),
             kind: MetricKind::Counter,
             help: count.help,

@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use nix::unistd::{SysconfVar, sysconf};
+use ckfs_host::memory::machine_bytes;
 
 use super::{super::ByteSpan, guard, map::FileMaps};
 
@@ -55,7 +55,7 @@ impl ResidentWindow {
 
     /// The default window on this machine.
     pub(super) fn usual() -> Self {
-        Self::new(Self::BYTES, physical_memory_bytes().unwrap_or(0) / Self::WIDE_DIVISOR)
+        Self::new(Self::BYTES, machine_bytes().unwrap_or(0) / Self::WIDE_DIVISOR)
     }
 
     /// Sets both sizes.
@@ -126,10 +126,4 @@ fn resident_shared_bytes() -> Option<u64> {
     let len = file.read_at(&mut buffer, 0).ok()?;
     let text = std::str::from_utf8(&buffer[..len]).ok()?;
     text.split_ascii_whitespace().nth(2)?.parse::<u64>().ok()?.checked_mul(guard::page_bytes() as u64)
-}
-
-/// Memory of the machine.
-fn physical_memory_bytes() -> Option<u64> {
-    let (pages, page_bytes) = (sysconf(SysconfVar::_PHYS_PAGES).ok()??, sysconf(SysconfVar::PAGE_SIZE).ok()??);
-    u64::try_from(pages).ok()?.checked_mul(u64::try_from(page_bytes).ok()?)
 }

@@ -63,63 +63,35 @@ impl RemoteCounters {
 
     /// All counts, except for the latencies.
     pub fn rows(&self) -> [CountRow; 15] {
-        let row = |key, family, help, counter: &AtomicU64| CountRow {
-            key,
-            family,
-            help,
-            value: counter.load(Ordering::Relaxed),
-        };
+        let row = |key, help, counter: &AtomicU64| CountRow { key, help, value: counter.load(Ordering::Relaxed) };
         [
-            row("remote_requests", "remote_requests", "Requests sent to remote services", &self.requests),
-            row("remote_fetched_bytes", "remote_fetched", "Bytes of replies of remote services", &self.fetched_bytes),
-            row("remote_retries", "remote_retries", "Requests that repeat a failed one", &self.retries),
-            row("remote_pauses", "remote_pauses", "Pauses that a remote service asked for", &self.pauses),
-            row(
-                "remote_hedges",
-                "remote_hedges",
-                "Second requests beside those whose first byte took long",
-                &self.hedges,
-            ),
-            row("remote_hedge_wins", "remote_hedge_wins", "Second requests that were answered first", &self.hedge_wins),
-            row("remote_pause_ms", "remote_pause_ms", "Milliseconds of these pauses", &self.pause_ms),
-            row(
-                "remote_failures",
-                "remote_failures",
-                "Requests to remote services that failed for good",
-                &self.failures,
-            ),
-            row("remote_failed_reads", "remote_failed_reads", "Reads of remote files that failed", &self.failed_reads),
+            row("remote_requests", "Requests sent to remote services", &self.requests),
+            row("remote_fetched_bytes", "Bytes of replies of remote services", &self.fetched_bytes),
+            row("remote_retries", "Requests that repeat a failed one", &self.retries),
+            row("remote_pauses", "Pauses that a remote service asked for", &self.pauses),
+            row("remote_hedges", "Second requests beside those whose first byte took long", &self.hedges),
+            row("remote_hedge_wins", "Second requests that were answered first", &self.hedge_wins),
+            row("remote_pause_ms", "Milliseconds of these pauses", &self.pause_ms),
+            row("remote_failures", "Requests to remote services that failed for good", &self.failures),
+            row("remote_failed_reads", "Reads of remote files that failed", &self.failed_reads),
             row(
                 "remote_hit_bytes",
-                "remote_hit",
                 "Bytes found in the disk cache, of earlier runs or other processes",
                 &self.hit_bytes,
             ),
             row(
                 "remote_prefetch_hit_bytes",
-                "remote_prefetch_hit",
                 "Bytes found in the disk cache since they were fetched ahead",
                 &self.prefetch_hit_bytes,
             ),
-            row("remote_miss_bytes", "remote_miss", "Bytes that readers waited for", &self.miss_bytes),
+            row("remote_miss_bytes", "Bytes that readers waited for", &self.miss_bytes),
             row(
                 "remote_uncached_bytes",
-                "remote_uncached",
                 "Bytes passed to readers without the disk cache, which has no room",
                 &self.uncached_bytes,
             ),
-            row(
-                "remote_evicted_bytes",
-                "remote_evicted",
-                "Bytes removed from the disk cache to make room",
-                &self.evicted_bytes,
-            ),
-            row(
-                "remote_bad_blocks",
-                "remote_bad_blocks",
-                "Blocks of the disk cache with a wrong checksum",
-                &self.bad_blocks,
-            ),
+            row("remote_evicted_bytes", "Bytes removed from the disk cache to make room", &self.evicted_bytes),
+            row("remote_bad_blocks", "Blocks of the disk cache with a wrong checksum", &self.bad_blocks),
         ]
     }
 }
@@ -127,10 +99,8 @@ impl RemoteCounters {
 /// A count with its names.
 #[derive(Clone, Copy, Debug)]
 pub struct CountRow {
-    /// Name in statistics.
+    /// Name in statistics; in metrics it is without the unit `_bytes`.
     pub key: &'static str,
-    /// Name in metrics, without unit.
-    pub family: &'static str,
     /// What it counts.
     pub help: &'static str,
     /// The count.

@@ -64,16 +64,13 @@ pub(super) fn is_open(object: &RemoteObject) -> bool {
 /// # Errors
 /// Its digest is wrong, and readers had bytes of it, or it was fetched again in vain.
 pub(super) fn settle(remote: &Remote) -> Result<Compared, Mismatch> {
-    let compared = match compare(&remote.object, false)? {
-        Comparison::Done(compared) => compared,
-        Comparison::Dropped => {
-            fetch_again(remote);
-            match compare(&remote.object, true)? {
-                Comparison::Done(compared) => compared,
-                // Not reached: what is wrong for the second time is an error.
-                Comparison::Dropped => Compared::Partial { absent_bytes: remote.object.file.size_bytes },
-            }
-        }
+    let compared = if let Some(compared) = compare(&remote.object, false)? {
+        compared
+    } else {
+        fetch_again(remote);
+        // What is wrong for the second time is an error.
+        let absent = Compared::Partial { absent_bytes: remote.object.file.size_bytes };
+        compare(&remote.object, true)?.unwrap_or(absent)
     };
     if matches!(compared, Compared::Right) {
         share::place(&remote.object);
@@ -134,19 +131,10 @@ fn dropped_elsewhere(object: &RemoteObject) -> Option<Mismatch> {
     Some(object.digest.lost(Mismatch { expected, found: DROPPED.to_owned() }))
 }
 
-/// Result of a digest comparison.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Comparison {
-    /// The digest was wrong, and no reader had any byte: the blocks are absent now.
-    Dropped,
-    /// The digest was right, or could not be compared.
-    Done(Compared),
-}
-
-/// Compares an object, if all of it is here.
-fn compare(object: &RemoteObject, is_second: bool) -> Result<Comparison, Mismatch> {
+/// Compares an object, if all of it is here. `None` if the digest was wrong, and no reader had any byte: the blocks are absent now.
+fn compare(object: &RemoteObject, is_second: bool) -> Result<Option<Compared>, Mismatch> {
     let (state, entry) = (&object.digest, &object.entry);
-    let Some(expected) = object.file.content.known_digest() else { return Ok(Comparison::Done(Compared::Unknown)) };
+    let Some(expected) = object.file.content.known_digest() else { return Ok(Some(Compared::Unknown)) };
     let _comparing = state.comparing.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(mismatch) = state.wrong.get() {
         return Err(mismatch.clone());
@@ -160,24 +148,24 @@ fn compare(object: &RemoteObject, is_second: bool) -> Result<Comparison, Mismatc
         entry.note_drops();
     }
     if entry.is_compared() {
-        return Ok(Comparison::Done(Compared::Right));
+        return Ok(Some(Compared::Right));
     }
     // First without a guard: those of an object that is not here would be many.
     let here = partial(entry);
     if !matches!(here, Compared::Partial { absent_bytes: 0 }) {
-        return Ok(Comparison::Done(here));
+        return Ok(Some(here));
     }
     // Kept until the result is noted: a block that comes again has not been compared.
     let kept = entry.guard(&(0..entry.block_count()));
     let (_kept, found) = match kept.and_then(|kept| Ok((kept, digest_of(entry, &expected)?))) {
         Ok((kept, Some(found))) => (kept, found),
-        Ok((_, None)) => return Ok(Comparison::Done(partial(entry))),
+        Ok((_, None)) => return Ok(Some(partial(entry))),
         Err(error) => {
             // Without room now, the next look begins anew.
             if error.kind() != io::ErrorKind::WouldBlock {
                 tracing::warn!("{}: its copy in the cache cannot be read: {error}", object.name.display());
             }
-            return Ok(Comparison::Done(partial(entry)));
+            return Ok(Some(partial(entry)));
         }
     };
     if found == expected.hex() {
@@ -190,7 +178,7 @@ fn compare(object: &RemoteObject, is_second: bool) -> Result<Comparison, Mismatc
                 Compared::Right
             }
         };
-        return Ok(Comparison::Done(compared));
+        return Ok(Some(compared));
     }
     let (name, kind) = (object.name.display(), expected.kind());
     let is_lost = is_second || state.is_served();
@@ -207,7 +195,7 @@ fn compare(object: &RemoteObject, is_second: bool) -> Result<Comparison, Mismatc
         return Err(state.lost(Mismatch { expected, found }));
     }
     entry.note_drops();
-    Ok(Comparison::Dropped)
+    Ok(None)
 }
 
 /// What is known of an entry that cannot be compared.

@@ -1,12 +1,12 @@
 //! A remote object with its entry in the cache, and the jobs that fetch its blocks.
 
 use std::{
-    fmt, io,
+    io,
     ops::Range,
     path::Path,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU8, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -96,24 +96,17 @@ impl RemoteObject {
 }
 
 /// Why blocks did not come.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub enum FetchError {
     /// The service.
+    #[error("{0}")]
     Remote(Arc<RemoteError>),
     /// The cache has no room: the bytes are to be read without it.
+    #[error("the disk cache has no room")]
     NoRoom,
     /// The cache's files failed.
+    #[error("{0}")]
     Cache(Arc<io::Error>),
-}
-
-impl fmt::Display for FetchError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Remote(error) => error.fmt(f),
-            Self::NoRoom => f.write_str("the disk cache has no room"),
-            Self::Cache(error) => error.fmt(f),
-        }
-    }
 }
 
 impl FetchError {
@@ -122,15 +115,6 @@ impl FetchError {
         // A segment is left to another process for a moment, which needs its room.
         if error.kind() == io::ErrorKind::WouldBlock { Self::NoRoom } else { Self::Cache(Arc::new(error)) }
     }
-}
-
-/// State of a job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub(super) enum JobState {
-    Queued,
-    Running,
-    Done,
 }
 
 /// Blocks of an object to be fetched with one request.
@@ -144,7 +128,8 @@ pub(super) struct Job {
     deadline: Mutex<Deadline>,
     /// When it began, or brought bytes last.
     moved: Mutex<Option<Instant>>,
-    state: AtomicU8,
+    /// Whether a thread runs it, or it is done.
+    begun: AtomicBool,
     outcome: OnceLock<Result<(), FetchError>>,
 }
 
@@ -157,15 +142,14 @@ impl Job {
             ahead: AtomicBool::new(ahead),
             deadline: Mutex::new(deadline),
             moved: Mutex::default(),
-            state: AtomicU8::new(JobState::Queued as u8),
+            begun: AtomicBool::new(false),
             outcome: OnceLock::new(),
         }
     }
 
     /// Begins it, unless another thread has. Returns whether this thread runs it.
     pub(super) fn begin(&self) -> bool {
-        let (queued, running) = (JobState::Queued as u8, JobState::Running as u8);
-        let begins = self.state.compare_exchange(queued, running, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        let begins = !self.begun.swap(true, Ordering::AcqRel);
         if begins {
             self.note_bytes();
         }
@@ -186,11 +170,11 @@ impl Job {
 
     /// Puts it back: another thread may begin it again.
     pub(super) fn put_back(&self) {
-        self.state.store(JobState::Queued as u8, Ordering::Release);
+        self.begun.store(false, Ordering::Release);
     }
 
     pub(super) fn is_queued(&self) -> bool {
-        self.state.load(Ordering::Acquire) == JobState::Queued as u8
+        !self.begun.load(Ordering::Acquire)
     }
 
     /// A reader waits for it from now on. Returns whether none did before.
@@ -213,7 +197,7 @@ impl Job {
     /// Ends it: its object knows it no longer.
     pub(super) fn end(self: &Arc<Self>, outcome: Result<(), FetchError>) {
         let _ = self.outcome.set(outcome);
-        self.state.store(JobState::Done as u8, Ordering::Release);
+        self.begun.store(true, Ordering::Release);
         self.object.lock_jobs().retain(|job| !Arc::ptr_eq(job, self));
     }
 

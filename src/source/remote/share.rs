@@ -44,7 +44,7 @@ pub(super) fn place(object: &RemoteObject) {
     let Some(shared) = object.service.shared().filter(|_| is_due(object)) else { return };
     let Some(digest) = name_of(&object.file.content) else { return };
     let blob = shared.blob(digest);
-    match blob_is_there(&blob, object.file.size_bytes).map_or_else(|| copy(object, &blob), Ok) {
+    match if blob_is_there(&blob, object.file.size_bytes) { Ok(true) } else { copy(object, &blob) } {
         Ok(true) => object.digest.shared.store(true, Ordering::Release),
         Ok(false) => {}
         Err(error) => {
@@ -54,9 +54,8 @@ pub(super) fn place(object: &RemoteObject) {
     }
 }
 
-/// `Some(true)` if the blob is there.
-fn blob_is_there(blob: &Path, size_bytes: u64) -> Option<bool> {
-    fs::metadata(blob).ok().filter(|found| found.is_file() && found.len() == size_bytes).map(|_| true)
+fn blob_is_there(blob: &Path, size_bytes: u64) -> bool {
+    fs::metadata(blob).is_ok_and(|found| found.is_file() && found.len() == size_bytes)
 }
 
 /// Copies an object to its blob. Returns false if a part of it is not present.
@@ -107,7 +106,7 @@ pub(super) fn publish<'a>(objects: impl Iterator<Item = &'a RemoteObject>, done:
     for (dir, (shared, objects)) in snapshots {
         let is_placed = |object: &&RemoteObject| {
             let blob = name_of(&object.file.content).map(|digest| shared.blob(digest));
-            blob.is_some_and(|blob| blob_is_there(&blob, object.file.size_bytes) == Some(true))
+            blob.is_some_and(|blob| blob_is_there(&blob, object.file.size_bytes))
         };
         if done.contains(&dir) || objects.iter().any(|object| is_due(object)) || !objects.iter().all(is_placed) {
             continue;

@@ -172,19 +172,17 @@ impl Cache {
             verified: false,
             dropped: 0,
         };
-        let on_disk = self.objects.as_ref().map(|objects| self.on_disk(objects, &name, &meta));
-        let entry = match on_disk {
-            Some(Ok(entry)) => entry,
-            Some(Err(error)) => {
+        let on_disk = self.objects.as_ref().and_then(|objects| {
+            let entry = self.on_disk(objects, &name, &meta).inspect_err(|error| {
                 if !self.told.swap(true, Ordering::Relaxed) {
                     tracing::warn!(
                         "the disk cache has no place for {object}: {error}; what has none is read without it"
                     );
                 }
-                self.in_memory_entry(&name, meta)?
-            }
-            None => self.in_memory_entry(&name, meta)?,
-        };
+            });
+            entry.ok()
+        });
+        let entry = on_disk.map_or_else(|| self.in_memory_entry(&name, meta), Ok)?;
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         // Another thread may have opened it meanwhile.
         if let Some(entry) = of_name(&open) {

@@ -32,7 +32,7 @@ use super::{
     },
     kept::KeptTree,
     limits::asked,
-    refusal::{Reason, Refusal, Subject},
+    refusal::{Subject, refusal_of},
     settings::{HubSettings, may_connect},
     tree::{HubEntry, Revision, next_page},
 };
@@ -263,8 +263,8 @@ impl Hub {
                     described.insert(name.clone(), value.clone());
                 }
             }
-            if let Some(refusal) = Refusal::of(&self.settings, repo, subject, &answer) {
-                return Err(explained(&refusal, &answer, self.host(), repo));
+            if let Some((failure, message)) = refusal_of(&self.settings, repo, subject, &answer) {
+                return Err(of_status(&answer, failure, self.host(), repo, &message));
             }
             if answer.status().is_success() {
                 return Ok(Followed { answer, described, url, leads_out: false });
@@ -405,14 +405,6 @@ pub(super) fn of_status(answer: &Response, failure: Failure, host: &str, what: &
     error.status = Some(answer.status().as_u16());
     error.request_id = request_id(answer.headers());
     error
-}
-
-fn explained(refusal: &Refusal, answer: &Response, host: &str, repo: &str) -> RemoteError {
-    let failure = match &refusal.reason {
-        Reason::RepositoryNotFound | Reason::RevisionNotFound(_) | Reason::FileNotFound(_) => Failure::NotFound,
-        Reason::Gated | Reason::BadToken | Reason::Other(_) => Failure::Refused,
-    };
-    of_status(answer, failure, host, repo, &refusal.to_string())
 }
 
 /// An error without an answer, or in the middle of one. The message never has the address, which may be signed.

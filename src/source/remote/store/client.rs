@@ -5,7 +5,6 @@
 
 use std::{
     error::Error,
-    fmt,
     net::SocketAddr,
     sync::atomic::{AtomicUsize, Ordering},
     time::Duration,
@@ -130,16 +129,9 @@ struct Following {
 }
 
 /// A redirect that is not followed, in words.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub(super) struct RefusedRedirect(String);
-
-impl fmt::Display for RefusedRedirect {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl Error for RefusedRedirect {}
 
 impl RefusedRedirect {
     /// The one among the causes of an error.

@@ -13,7 +13,7 @@ use super::{
         error::{Failure, RemoteError},
         interface::RemoteFile,
     },
-    reader::{Asking, FromKey as _, Store},
+    reader::{Asking, Store, path_of},
 };
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -50,7 +50,7 @@ pub(super) fn list(store: &Store, dir: &Path, asking: Asking<'_>) -> Result<Vec<
     // Not by `join`, which encodes characters: the client encodes them once more.
     let at = |name: &str| -> Path {
         let parts = dir.parts().map(|part| part.as_ref().to_owned()).chain(name.split('/').map(str::to_owned));
-        Path::from_absolute_path_or(&parts.collect::<Vec<_>>().join("/"))
+        path_of(&parts.collect::<Vec<_>>().join("/"))
     };
     let what = |name: &str| format!("{}/{}", store.address, at(name));
     let index = match store.head(&at(INDEX), INDEX, asking) {

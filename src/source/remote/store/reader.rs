@@ -326,7 +326,7 @@ impl Store {
         let strong = file.etag.as_deref().filter(|etag| !etag.starts_with("W/"));
         options.if_match = strong.map(|etag| format!("\"{etag}\""));
         options.extensions.insert(observer.clone());
-        let got = self.inner.get_opts(&Path::from_absolute_path_or(&file.key), options).await;
+        let got = self.inner.get_opts(&path_of(&file.key), options).await;
         let got = got.map_err(|error| match failed(&error) {
             RemoteError { failure: Failure::Changed { found, .. }, .. } => self.changed(file, found, &observer),
             other => other,
@@ -429,16 +429,9 @@ fn etag_of(text: &str) -> String {
     }
 }
 
-/// Keys of a listing as paths.
-pub(super) trait FromKey {
-    fn from_absolute_path_or(key: &str) -> Self;
-}
-
-impl FromKey for Path {
-    /// A key is written as the listing has it.
-    fn from_absolute_path_or(key: &str) -> Self {
-        Self::parse(key).unwrap_or_else(|_| Self::from(key))
-    }
+/// A key as a path: as the listing has it.
+pub(super) fn path_of(key: &str) -> Path {
+    Path::parse(key).unwrap_or_else(|_| Path::from(key))
 }
 
 #[cfg(test)]
