@@ -15,7 +15,6 @@ use super::{
     kernel_bytes::KernelBytes,
     permission::AccessRules,
     remote::{RemoteCounters, cache::CacheLimit},
-    replied::{ReadFailure, Replied},
     span::{ByteSpan, FileId},
 };
 
@@ -71,6 +70,54 @@ pub struct Coded {
     pub codec: String,
     /// Its coded bytes in the file of the same path; `None` if they are no span of it.
     pub stored: Option<ByteSpan>,
+}
+
+/// Proof that a reply was called with the bytes of a read. A reply returns it, so that a read cannot succeed without one.
+#[derive(Debug)]
+#[must_use = "a read returns it to its caller"]
+pub struct Replied(());
+
+impl Replied {
+    /// What a reply returns when it has taken the bytes, whatever it did with them.
+    #[expect(clippy::new_without_default, reason = "only a reply makes one, and says so")]
+    pub const fn new() -> Self {
+        Self(())
+    }
+}
+
+/// Why a read failed, and whether its reply was called before.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct ReadFailure<E> {
+    /// Why it failed.
+    pub error: E,
+    /// The token, if the reply was called: a source changed during the read, and the bytes must not be trusted.
+    pub replied: Option<Replied>,
+}
+
+impl<E> ReadFailure<E> {
+    /// The same with another error.
+    pub fn map<F>(self, to: impl FnOnce(E) -> F) -> ReadFailure<F> {
+        ReadFailure { error: to(self.error), replied: self.replied }
+    }
+}
+
+/// An error before the reply was called.
+impl<E> From<E> for ReadFailure<E> {
+    fn from(error: E) -> Self {
+        Self { error, replied: None }
+    }
+}
+
+/// Which of several copies of a tensor counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Duplicates {
+    /// That of the file which the index names. What the index does not name is left out.
+    Index,
+    /// That of the last file, as engines do.
+    Last,
+    /// None: copies are refused.
+    Refuse,
 }
 
 /// Where the bytes of a checkpoint come from: a fixed list of pinned files. Blocking; called from many threads.

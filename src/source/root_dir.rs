@@ -21,7 +21,10 @@ use std::{
 };
 
 use nix::{
-    sys::stat::FileStat,
+    sys::{
+        resource::{Resource, getrlimit, setrlimit},
+        stat::FileStat,
+    },
     unistd::{getegid, geteuid},
 };
 use rustix::{
@@ -32,7 +35,6 @@ use rustix::{
 use super::{
     ByteSpan, SourceError,
     digest::KnownDigest,
-    open_file_limit::raise_open_file_limit,
     permission::{AccessRule, AccessRules, DirectoryRules, PASS, READ},
     remote::handle::Remote,
     stall::WaitGuard,
@@ -50,6 +52,9 @@ const TRIES_MAX: usize = 8;
 
 /// Prefix of a directory of the Hub's cache that holds a repository: its revisions and the blobs that they link to.
 const HUB_PREFIX: &str = "models--";
+
+/// Descriptors that a mount needs besides those of its source files, with some to spare.
+const OTHER_DESCRIPTORS: u64 = 48;
 
 /// The directory that must contain a repository's files.
 #[derive(Debug)]
@@ -302,6 +307,32 @@ impl Opened {
         }
         Ok(bytes)
     }
+}
+
+/// Raises the soft limit of open files to the hard one: every source file stays open, and a repository may have hundreds. Returns
+/// the new limit.
+fn raise_open_file_limit() -> Option<u64> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
+    if soft >= hard {
+        return Some(soft);
+    }
+    match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
+        Ok(()) => Some(hard),
+        Err(errno) => {
+            tracing::debug!("cannot raise the limit of open files from {soft} to {hard}: {errno}");
+            Some(soft)
+        }
+    }
+}
+
+/// Refuses more source files than the limit of open files allows. To be called before they are opened.
+///
+/// # Errors
+/// [`SourceError::FileLimit`].
+pub fn check_open_file_limit(files: usize) -> Result<(), SourceError> {
+    let Some(limit) = raise_open_file_limit() else { return Ok(()) };
+    let needed = files as u64 + OTHER_DESCRIPTORS;
+    if limit < needed { Err(SourceError::FileLimit { files, needed, limit }) } else { Ok(()) }
 }
 
 /// The permission checks of a copy in the cache: only the user whose credentials fetched the object may read it.

@@ -1,7 +1,6 @@
 //! The kernel's mounts: how one is made, known and removed. Nothing here answers a request.
 
 mod daemon;
-mod mount_id;
 mod mount_user;
 mod mounted;
 mod mountinfo;

@@ -6,12 +6,14 @@
 //! unmounted only if the path still leads to that id.
 
 use std::{
+    ffi::CString,
     fmt::Display,
     fs::{self, File},
     io::{self, IoSliceMut, Read},
+    mem::MaybeUninit,
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
-        unix::{fs::MetadataExt as _, net::UnixStream},
+        unix::{ffi::OsStrExt, fs::MetadataExt as _, net::UnixStream},
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -28,7 +30,6 @@ use tracing::{info, warn};
 
 use super::{
     FS_TYPE,
-    mount_id::unique_mount_id,
     mount_user::{MountUser, mount_users},
     mountinfo::{Device, MountEntry, ckfs_mounts, is_stale, locate, mount_at, mounts},
     options::MountOptions,
@@ -387,6 +388,27 @@ impl Mounted {
     }
 }
 
+/// The unique id of the topmost mount at `path` (`STATX_MNT_ID_UNIQUE`, Linux 6.8), which is never used again while the system is up.
+/// Mount ids and device numbers of the table of mounts are used again at once: a mount made right after another was removed often has
+/// both. `None` if the kernel has none or the path cannot be examined.
+///
+/// The file system is not asked: attributes that the kernel has are good enough, as none are used.
+fn unique_mount_id(path: &Path) -> Option<u64> {
+    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+    let flags = libc::AT_NO_AUTOMOUNT | libc::AT_SYMLINK_NOFOLLOW | libc::AT_STATX_DONT_SYNC;
+    let mut answer = MaybeUninit::<libc::statx>::zeroed();
+    // SAFETY: `path` is a C string and `answer` has room for the structure that the call fills; both outlive the call,
+    // which keeps neither.
+    let result =
+        unsafe { libc::statx(libc::AT_FDCWD, path.as_ptr(), flags, libc::STATX_MNT_ID_UNIQUE, answer.as_mut_ptr()) };
+    if result != 0 {
+        return None;
+    }
+    // SAFETY: the structure consists of integers, for which all zeros are valid, and was zeroed before the call.
+    let answer = unsafe { answer.assume_init() };
+    (answer.stx_mask & libc::STATX_MNT_ID_UNIQUE != 0).then_some(answer.stx_mnt_id)
+}
+
 /// Raises the kernel's read-ahead for a mount, which only root may.
 pub(crate) fn set_read_ahead(device: Device, kib: u32) {
     let file = format!("/sys/class/bdi/{device}/read_ahead_kb");
@@ -448,5 +470,13 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         drop(theirs);
         assert!(receive_descriptor(&ours).unwrap().is_none());
+    }
+
+    #[test]
+    fn tells_mounts_apart() {
+        let proc = unique_mount_id(Path::new("/proc"));
+        assert_eq!(proc, unique_mount_id(Path::new("/proc/self/status")));
+        assert!(proc.is_none() || proc != unique_mount_id(Path::new("/")));
+        assert_eq!(unique_mount_id(Path::new("/no/such/path")), None);
     }
 }

@@ -34,8 +34,7 @@ use super::{
     ByteSpan, ComparedFiles, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, ReadFailure,
     Replied, Source, SourceError,
     digest::Compared,
-    open_file_limit::check_open_file_limit,
-    root_dir::Revalidate,
+    root_dir::{Revalidate, check_open_file_limit},
     stall::{WaitRegistry, WaitTarget},
 };
 use compare::Comparisons;

@@ -15,7 +15,6 @@ use super::{
     super::digest::{Compared, Digester, KnownDigest},
     cache::Entry,
     digest_state::{DigestState, Mismatch},
-    entry_reader::for_each_part,
     handle::Remote,
     object::RemoteObject,
     retry::Deadline,
@@ -34,7 +33,7 @@ const DROPPED: &str = "other bytes, which another process has dropped";
 /// The files cannot be read.
 pub fn digest_of(entry: &Entry, known: &KnownDigest) -> io::Result<Option<String>> {
     let mut digester = Digester::new(known, entry.size_bytes());
-    let whole = for_each_part(entry, |bytes| {
+    let whole = entry.for_each_part(|bytes| {
         digester.update(bytes);
         Ok(())
     })?;

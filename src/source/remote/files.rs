@@ -22,8 +22,8 @@ use smallvec::SmallVec;
 
 use super::{
     super::{
-        ByteSpan, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, ReadFailure, RemoteSource, Replied,
-        Source, SourceError, digest::Compared, local::LocalFiles,
+        ByteSpan, ComparedFiles, FetchPart, FileFetch, FileId, Health, KernelBytes, LocalFiles, Maps, Opened, Pin,
+        ReadFailure, RemoteSource, Replied, Source, SourceError, SourceIo, WaitRegistry, digest::Compared,
     },
     cache::{
         BLOCK_BYTES, CacheLimit, Guards,
@@ -66,6 +66,29 @@ pub struct RemoteFiles {
     published: Mutex<Vec<PathBuf>>,
     /// What is left of [`REST_BYTES_MAX`].
     rest_bytes: AtomicU64,
+}
+
+/// Pins open files; a file's id is its position in `files`. Copies of remote objects are read through what fetches them.
+/// `compared` is where blobs are noted that have the digest of their name.
+///
+/// # Errors
+/// The first file whose attributes cannot be read.
+///
+/// # Panics
+/// If there are more than `u32::MAX` files.
+pub fn pin_files(
+    files: Vec<Opened>,
+    io: SourceIo,
+    fetches: Arc<WaitRegistry>,
+    compared: Option<&Arc<ComparedFiles>>,
+) -> Result<Arc<dyn Source>, SourceError> {
+    let remote: Vec<Option<Remote>> = files.iter().map(|file| file.remote.clone()).collect();
+    let local = LocalFiles::pin(files, io, fetches, compared)?;
+    let counters = remote.iter().flatten().next().map(|first| Arc::clone(first.fetcher.cache().counters()));
+    Ok(match counters {
+        Some(counters) => Arc::new(RemoteFiles::new(local, remote, counters)),
+        None => Arc::new(local),
+    })
 }
 
 impl RemoteFiles {

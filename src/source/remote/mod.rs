@@ -10,13 +10,9 @@
 //! requested span, and a complete object is checked against the digest that its service names.
 
 pub mod cache;
-mod cache_place;
 mod counters;
 pub mod digest;
 mod digest_state;
-#[cfg(feature = "hub")]
-mod encoding;
-mod entry_reader;
 mod error;
 mod fetcher;
 mod files;
@@ -28,14 +24,11 @@ pub mod hub;
 mod interface;
 #[cfg(feature = "hub")]
 mod kept_file;
-mod locality;
 mod object;
 mod options;
 #[cfg(feature = "hub")]
-mod redirect;
+mod reply;
 mod retry;
-#[cfg(feature = "hub")]
-mod retry_after;
 #[cfg(feature = "hub")]
 pub mod runtime;
 mod share;
@@ -48,11 +41,10 @@ mod url_scheme;
 
 pub use counters::{CountRow, LATENCY_BOUNDS_MS, RemoteCounters};
 pub use error::{Failure, RemoteError};
-pub use files::RemoteFiles;
+pub use files::{RemoteFiles, pin_files};
 pub use handle::Remote;
 pub use hedge::Hedging;
 pub use interface::{Content, Objects, RemoteFile, RemoteRepository, Sink};
-pub use locality::is_loopback;
 pub use object::RemoteObject;
 pub use options::RemoteOptions;
 pub use retry::{Backoff, Deadline, Retrying};
@@ -60,7 +52,7 @@ pub use shared::SharedCache;
 #[cfg(feature = "stores")]
 pub use store::open_url;
 pub use tree::{RemoteTree, open_cache};
-pub use url_scheme::{StoreKind, url_schemes};
+pub use url_scheme::{StoreKind, is_loopback, url_schemes};
 
 /// A build without the feature `stores` reads no object stores and web servers.
 ///

@@ -1,6 +1,6 @@
 //! Settings of remote sources.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{env, path::PathBuf, sync::Arc, time::Duration};
 
 use super::super::waits::Waits;
 
@@ -41,4 +41,12 @@ impl Default for RemoteOptions {
             waits: Arc::default(),
         }
     }
+}
+
+/// The default directory: `$XDG_CACHE_HOME/ckfs`, else `~/.cache/ckfs`. `None` without these variables.
+pub fn default_directory() -> Option<PathBuf> {
+    let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let absolute = |path: &PathBuf| path.is_absolute();
+    let of_cache = variable("XDG_CACHE_HOME").filter(absolute).map(|dir| dir.join("ckfs"));
+    of_cache.or_else(|| Some(variable("HOME").filter(absolute)?.join(".cache/ckfs")))
 }

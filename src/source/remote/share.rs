@@ -15,7 +15,6 @@ use rustix::fs::statvfs;
 
 use super::{
     super::digest::Digester,
-    entry_reader::for_each_part,
     interface::Content,
     object::RemoteObject,
     shared::{SharedCache, replace},
@@ -73,7 +72,7 @@ fn copy(object: &RemoteObject, blob: &Path) -> io::Result<bool> {
     let copied = replace(blob, |new| {
         let mut file = File::create_new(new)?;
         let mut digest = Digester::new(&known, size_bytes);
-        let whole = for_each_part(&object.entry, |bytes| {
+        let whole = object.entry.for_each_part(|bytes| {
             digest.update(bytes);
             file.write_all(bytes)
         });

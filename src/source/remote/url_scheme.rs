@@ -1,4 +1,6 @@
-//! The schemes of addresses: the one list that help, messages and the program use.
+//! The schemes of addresses, the one list that help, messages and the program use; and hosts that are this machine.
+
+use std::net::IpAddr;
 
 /// A kind of service that holds files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +40,13 @@ pub fn url_schemes() -> String {
     format!("{} or {last}", shown.join(", "))
 }
 
+/// Whether a host name of an address is this machine: `http://` to it leaves no trace on a network.
+pub fn is_loopback(host: &str) -> bool {
+    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    let host = host.strip_suffix('.').unwrap_or(host);
+    host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -50,5 +59,15 @@ mod tests {
             assert_eq!(shown.count(), 1, "{service:?}");
         }
         assert_eq!((service_of("abfss"), service_of("ftp"), service_of("S3")), (Some(StoreKind::Azure), None, None));
+    }
+
+    #[test]
+    fn only_this_machine_is_loopback() {
+        for host in ["localhost", "LOCALHOST.", "127.0.0.1", "127.8.9.1", "::1", "[::1]"] {
+            assert!(is_loopback(host), "{host}");
+        }
+        for host in ["localhost.example.com", "127.0.0.1.example.com", "10.0.0.1", "::2", "example.com", ""] {
+            assert!(!is_loopback(host), "{host}");
+        }
     }
 }

@@ -45,6 +45,8 @@ use super::{
 const MAP_STEP_BLOCKS: u64 = 1 << 17;
 /// Bytes read at a time to compare checksums.
 const VERIFIED_BYTES: u64 = 1 << 20;
+/// Blocks that are read at a time where all bytes are wanted.
+const STEP_BLOCKS: u64 = 64;
 /// A segment that was given up is left alone for this time: twice the pause after which a process tries again to find room.
 const GIVEN_UP_MS: u64 = 500;
 
@@ -361,6 +363,26 @@ impl Entry {
         let absent = self.absent(&self.blocks())?;
         let absent: u64 = absent.iter().map(|blocks| span_of(blocks, self.size_bytes).len()).sum();
         Ok(self.size_bytes - absent)
+    }
+
+    /// Passes all bytes on, in order, with their checksums compared. Returns false at a block that is not present.
+    ///
+    /// # Errors
+    /// The files cannot be read, or `work` fails.
+    pub(in super::super) fn for_each_part(&self, mut work: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<bool> {
+        let mut buffer = vec![0; place(STEP_BLOCKS * BLOCK_BYTES)];
+        for start in self.blocks().step_by(place(STEP_BLOCKS)) {
+            let blocks = start..(start + STEP_BLOCKS).min(self.block_count());
+            let _guards = self.guard(&blocks)?;
+            if !self.missing(&blocks)?.is_empty() {
+                return Ok(false);
+            }
+            let span = self.span_of(&blocks);
+            let bytes = &mut buffer[..place(span.len())];
+            self.data.read_exact_at(bytes, span.start())?;
+            work(bytes)?;
+        }
+        Ok(true)
     }
 
     /// Writes blocks from `first` on and marks them as present. `bytes` are whole blocks, except for the last of the object.

@@ -17,7 +17,7 @@ mod space;
 #[cfg(test)]
 mod tests;
 
-pub use super::cache_place::default_directory;
+pub use super::options::default_directory;
 pub use directory::{Cache, usage};
 pub use entry::{Entry, Guards};
 pub use geometry::BLOCK_BYTES;

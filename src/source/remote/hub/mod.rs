@@ -14,7 +14,6 @@
 
 mod client;
 mod kept;
-mod limits;
 mod location;
 mod refusal;
 mod settings;

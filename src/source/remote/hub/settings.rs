@@ -6,7 +6,7 @@ use reqwest::Url;
 
 use super::super::{
     error::{Failure, RemoteError},
-    locality::is_loopback,
+    url_scheme::is_loopback,
 };
 
 /// The Hub, unless `HF_ENDPOINT` names another.

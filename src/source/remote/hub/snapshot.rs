@@ -20,10 +20,10 @@ use super::{
     super::{
         super::ByteSpan,
         counters::RemoteCounters,
-        encoding::compressed,
         error::{Failure, RemoteError},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, RemoteRepository, Sink},
+        reply::compressed,
         retry::Deadline,
         runtime,
         shared::SharedCache,

@@ -14,10 +14,9 @@ use url::Url;
 
 use super::{
     super::{
-        locality::is_loopback,
         options::RemoteOptions,
         runtime::{CONNECT_TIMEOUT, READ_TIMEOUT, install_tls},
-        url_scheme::StoreKind,
+        url_scheme::{StoreKind, is_loopback},
     },
     aws_profile::{self, ProfileProvider},
     observe::{Credentials, ObservedConnector},

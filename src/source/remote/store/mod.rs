@@ -6,7 +6,6 @@
 
 mod address;
 mod aws_profile;
-mod cause;
 mod client;
 mod connect;
 mod http_listing;

@@ -13,9 +13,11 @@ use object_store::{
 };
 
 use super::{
-    super::{encoding::compressed, error::RemoteError, retry_after::wait_of},
-    cause::cause,
-    client::client,
+    super::{
+        error::RemoteError,
+        reply::{compressed, wait_of},
+    },
+    client::{cause, client},
     page::PageFilter,
 };
 

@@ -17,12 +17,11 @@ use sha2::{Digest, Sha256};
 
 use super::super::{
     super::{ByteSpan, digest::hexadecimal},
-    cache_place::default_directory,
     error::{Failure, RemoteError},
     hedge::Hedging,
     interface::{Content, Objects, RemoteFile, Sink},
     kept_file::replace,
-    options::RemoteOptions,
+    options::{RemoteOptions, default_directory},
 };
 
 #[derive(Debug, Serialize, Deserialize)]
