@@ -10,7 +10,7 @@ use ckfs_checkpoint::{Checkpoint, printable_lines};
 use ckfs_config::Config;
 use ckfs_image::Segment;
 use ckfs_plan::report::{human_bytes, reads_text};
-use ckfs_source::{ByteSpan, page_size::page_bytes};
+use ckfs_source::{ByteSpan, digest::hexadecimal, page_size::page_bytes};
 use ckfs_tensor::{
     ByteRuns, Decode, EncodedLeaf, EncodedMatrices, Field, Load, Op, Operation, Origin, Piece, Reads, Step, TensorId,
     Term, Tiling, Value as DecodedValue, View, reads,
@@ -161,7 +161,7 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
     match &piece.origin {
         Origin::Fill { bytes } => {
             let len = usize::try_from(unit).unwrap_or(bytes.len()).min(bytes.len());
-            row["fill"] = json!(bytes[..len].iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat());
+            row["fill"] = json!(hexadecimal(&bytes[..len]));
         }
         Origin::Encoded { leaf, offset, .. } => {
             let EncodedLeaf { encoding, part } = &tiling.encoded()[*leaf as usize];

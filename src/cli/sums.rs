@@ -14,7 +14,10 @@ use anyhow::{Context, anyhow, bail};
 use ckfs_checkpoint::{Checkpoint, FileRole, printable_lines};
 use ckfs_image::OF_THE_HOST;
 use ckfs_plan::ViewOptions;
-use ckfs_source::FileId;
+use ckfs_source::{
+    FileId,
+    digest::{hexadecimal, is_hex},
+};
 use ckfs_volume::{NodeKind, Volume};
 use clap::Args;
 use indicatif::ProgressBar;
@@ -228,14 +231,6 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
     })
 }
 
-fn hex(digest: impl IntoIterator<Item = u8>) -> String {
-    digest.into_iter().fold(String::with_capacity(DIGEST_DIGITS), |mut text, byte| {
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
-}
-
 fn source_digest(checkpoint: &Checkpoint, file: FileId, bar: &ProgressBar) -> anyhow::Result<String> {
     let source = checkpoint.source();
     let len = source.len_bytes(file);
@@ -249,7 +244,7 @@ fn source_digest(checkpoint: &Checkpoint, file: FileId, bar: &ProgressBar) -> an
         bar.inc(part as u64);
         at += part as u64;
     }
-    Ok(hex(digest.finalize()))
+    Ok(hexadecimal(&digest.finalize()))
 }
 
 fn served_digest(
@@ -271,7 +266,7 @@ fn served_digest(
         bar.inc(part as u64);
         at += part as u64;
     }
-    Ok(hex(digest.finalize()))
+    Ok(hexadecimal(&digest.finalize()))
 }
 
 /// The digest that the Hugging Face cache uses as the file's name: files in its `blobs/` that are stored in LFS.
@@ -283,7 +278,7 @@ fn digest_in_name(path: &Path) -> Option<String> {
 }
 
 fn is_digest(text: &str) -> bool {
-    text.len() == DIGEST_DIGITS && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+    is_hex(text, DIGEST_DIGITS)
 }
 
 fn check_names(
@@ -422,7 +417,7 @@ mod tests {
 
     #[test]
     fn a_list_is_read_as_it_was_written() {
-        let digest = |byte: u8| hex(std::iter::repeat_n(byte, 32));
+        let digest = |byte: u8| hexadecimal(&[byte; 32]);
         let list = DigestList {
             revision: Some("0123abcd".into()),
             only: vec!["dev0".into(), "hf/*".into()],

@@ -7,7 +7,6 @@ use std::{
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_plan::{Plan, TensorKinds};
-use ckfs_source::FileId;
 
 use super::bundle::Bundle;
 
@@ -40,15 +39,6 @@ impl FormatInput {
     /// When the newest source file was modified.
     pub(super) fn modified(&self) -> SystemTime {
         let source = self.checkpoint.source();
-        file_ids(&self.checkpoint).map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH)
+        source.files().map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH)
     }
-}
-
-/// All files of the source.
-///
-/// # Panics
-/// If there are 2^32 files, which opening a checkpoint excludes.
-pub fn file_ids(checkpoint: &Checkpoint) -> impl Iterator<Item = FileId> {
-    (0..checkpoint.source().file_count())
-        .map(|file| FileId(u32::try_from(file).expect("a checkpoint has fewer than 2^32 files")))
 }

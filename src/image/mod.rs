@@ -41,7 +41,7 @@ mod torch_archive;
 pub use file_image::{FileImage, ImageError, Segment};
 pub use formats::{FORMATS, layout, unavailable, unavailable_text};
 pub use generated_records::GeneratedFile;
-pub use input::{FormatInput, file_ids};
+pub use input::FormatInput;
 pub use output::{
     DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, LazyFile, OF_THE_HOST, OWN, Omission,
     OmittedFormat, OutputFormat, Subtree, SubtreeNode, TextFile, VirtualFile,

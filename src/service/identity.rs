@@ -11,7 +11,7 @@ use std::{
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_plan::Plan;
-use ckfs_source::{ContentName, FileId, this_start};
+use ckfs_source::{ContentName, FileId, digest::hexadecimal, this_start};
 use ckfs_volume::Volume;
 use sha2::{Digest, Sha256};
 
@@ -46,10 +46,7 @@ impl HashedText {
     }
 
     fn digits(self) -> String {
-        let mut digits = String::with_capacity(2 * COMMIT_DIGITS);
-        for byte in self.0.finalize() {
-            let _ = write!(digits, "{byte:02x}");
-        }
+        let mut digits = hexadecimal(&self.0.finalize());
         digits.truncate(COMMIT_DIGITS);
         digits
     }
@@ -83,7 +80,7 @@ fn add_sources(text: &mut HashedText, checkpoint: &Checkpoint, scope: IdentitySc
         text.add(format_args!("{path:?} {bytes} {}", content(id)));
     }
     // Of adapters and of other repositories.
-    for id in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId) {
+    for id in source.files() {
         if !named.contains(&id) {
             text.add(format_args!("{} {}", source.len_bytes(id), content(id)));
         }

@@ -368,8 +368,7 @@ pub(super) fn volume_options(
 /// Never: there are fewer than 2^32 files.
 pub fn check_sources(volume: &Volume) -> Result<(), SourceError> {
     let source = volume.engine().checkpoint().source();
-    let number = |file: usize| u32::try_from(file).expect("files were numbered by 32 bits when they were opened");
-    let files: Vec<FileId> = (0..source.file_count()).map(|file| FileId(number(file))).collect();
+    let files: Vec<FileId> = source.files().collect();
     files.iter().try_for_each(|file| source.check(*file))?;
     let compare = |file: &FileId| match source.compare(*file)? {
         Compared::Unknown | Compared::Right => Ok(None),

@@ -3,7 +3,7 @@
 use std::{fs, io, path::Path, sync::Arc};
 
 use ckfs_config::Config;
-use ckfs_source::{FileId, WaitRegistry};
+use ckfs_source::WaitRegistry;
 use ckfs_volume::Volume;
 
 use super::{
@@ -56,9 +56,7 @@ impl Service {
     fn refuse_covered(&self, mountpoint: &Path, waits: &WaitRegistry) -> Result<(), OpenError> {
         let Ok(covered) = fs::canonicalize(mountpoint) else { return Ok(()) };
         let source = self.volume.engine().checkpoint().source();
-        let number =
-            |file: usize| FileId(u32::try_from(file).expect("files were numbered by 32 bits when they were opened"));
-        for id in (0..source.file_count()).map(number) {
+        for id in source.files() {
             let path = source.path(id);
             let _looking = waits.begin_path(path, "stat");
             let real = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());

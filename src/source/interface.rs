@@ -355,6 +355,11 @@ impl dyn RemoteSource + '_ {
 
 /// Derived methods, the same for every source.
 impl dyn Source + '_ {
+    /// All files.
+    pub fn files(&self) -> impl Iterator<Item = FileId> + use<> {
+        (0..self.file_count()).map(FileId::at)
+    }
+
     /// Pinned length of a file in bytes.
     pub fn len_bytes(&self, file: FileId) -> u64 {
         self.pin(file).len_bytes

@@ -7,6 +7,14 @@ use std::fmt;
 pub struct FileId(pub u32);
 
 impl FileId {
+    /// The file at a position.
+    ///
+    /// # Panics
+    /// If it is 2^32 or more: files are counted when they are opened.
+    pub fn at(index: usize) -> Self {
+        Self(u32::try_from(index).expect("files were numbered by 32 bits when they were opened"))
+    }
+
     /// Position in the list of files.
     pub const fn index(self) -> usize {
         self.0 as usize

@@ -5,7 +5,6 @@ use std::{
     sync::PoisonError,
 };
 
-use ckfs_image::file_ids;
 use serde_json::{Map, Value};
 
 use super::{volume::Volume, watched::lock};
@@ -17,7 +16,7 @@ impl Volume {
         let mut hasher = DefaultHasher::new();
         self.tree.digest(&mut hasher);
         let checkpoint = self.engine.checkpoint();
-        for file in file_ids(checkpoint) {
+        for file in checkpoint.source().files() {
             let pin = checkpoint.source().pin(file);
             (&pin.path, pin.len_bytes, pin.modified, &pin.content).hash(&mut hasher);
         }

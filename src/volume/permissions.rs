@@ -20,7 +20,7 @@ use std::{
 };
 
 use ckfs_checkpoint::Checkpoint;
-use ckfs_image::{DerivedFrom, file_ids};
+use ckfs_image::DerivedFrom;
 use ckfs_plan::Plan;
 use ckfs_source::{
     FileId,
@@ -58,7 +58,7 @@ impl GateClasses {
         let source = checkpoint.source();
         let mut numbers: HashMap<AccessRules, u32> = HashMap::new();
         let mut classes = Self { gates: Vec::new(), of_file: Vec::new() };
-        for file in file_ids(checkpoint) {
+        for file in source.files() {
             let gates = source.pin(file).gates.clone();
             let next = u32::try_from(classes.gates.len()).expect("no more classes than files");
             let number = *numbers.entry(gates.clone()).or_insert(next);
@@ -331,7 +331,7 @@ pub fn readers(checkpoint: &Checkpoint, mounter: &Mounter, overrides: &Overrides
     let source = checkpoint.source();
     let mut found: Vec<PermittedReaders> = Vec::new();
     let mut known: HashMap<AccessRules, usize> = HashMap::new();
-    for file in file_ids(checkpoint) {
+    for file in source.files() {
         let gates = source.pin(file).gates.clone();
         let place = *known.entry(gates).or_insert_with_key(|gates| {
             let permission = gates.permission(mounter, overrides);

@@ -6,9 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ckfs_checkpoint::Checkpoint;
 use ckfs_host::{budget::Budget, memory};
-use ckfs_image::file_ids;
 use ckfs_read::{Counters, Engine, Path};
 use ckfs_source::{DecodedChunks, Source, remote::LATENCY_BOUNDS_MS};
 use serde_json::{Map, Value, json};
@@ -114,8 +112,9 @@ impl Reported<'_> {
     /// The mount's problems.
     pub(super) fn health(&self) -> HealthReport {
         let source = self.source();
-        let files = file_ids(self.engine.checkpoint());
-        self.metrics.health.report(files.filter_map(|file| Some((source.path(file), source.health().poison(file)?))))
+        self.metrics
+            .health
+            .report(source.files().filter_map(|file| Some((source.path(file), source.health().poison(file)?))))
     }
 
     /// The numbers by name, with one line of explanation each.
@@ -278,10 +277,10 @@ impl Reported<'_> {
 }
 
 /// Length of `stats.json` of a volume: with room for the names of all its sources.
-pub(super) fn stats_bytes(checkpoint: &Checkpoint) -> usize {
-    let name = |file| Value::from(checkpoint.source().path(file).display().to_string()).to_string();
+pub(super) fn stats_bytes(source: &dyn Source) -> usize {
+    let name = |file| Value::from(source.path(file).display().to_string()).to_string();
     // Each is a line with spaces before it and a comma after it.
-    STATS_BYTES + file_ids(checkpoint).map(|file| name(file).len() + 8).sum::<usize>()
+    STATS_BYTES + source.files().map(|file| name(file).len() + 8).sum::<usize>()
 }
 
 fn padded(mut text: String, len: usize) -> Vec<u8> {

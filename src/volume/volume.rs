@@ -10,9 +10,7 @@ use std::{
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::Materialize;
 use ckfs_host::budget::Budget;
-use ckfs_image::{
-    DerivedFrom, Directory, FileContent, FormatInput, LazyFile, OWN, TextFile, file_ids, unavailable_text,
-};
+use ckfs_image::{DerivedFrom, Directory, FileContent, FormatInput, LazyFile, OWN, TextFile, unavailable_text};
 use ckfs_plan::{Allow, Plan, Problem, report};
 use ckfs_read::{Engine, EngineOptions, EngineRooms};
 use ckfs_source::permission::{Mounter, Overrides};
@@ -125,8 +123,8 @@ impl Volume {
     /// Never: there are fewer than 2^32 views.
     pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, VolumeError> {
         let source = checkpoint.source();
-        let modified = file_ids(&checkpoint).map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH);
-        let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).fold(0, u64::saturating_add);
+        let modified = source.files().map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH);
+        let total_bytes = source.files().map(|file| source.len_bytes(file)).fold(0, u64::saturating_add);
         let input = |view: &ViewPlan| FormatInput::new(Arc::clone(&checkpoint), Arc::clone(&view.plan));
         let shown: Vec<_> = views.par_iter().map(|view| ckfs_image::layout(&Arc::new(input(view)))).collect();
         // What the plan's text ends with.
@@ -180,7 +178,7 @@ impl Volume {
             }
         }));
         Ok(Self {
-            stats_bytes: stats::stats_bytes(checkpoint),
+            stats_bytes: stats::stats_bytes(&**checkpoint.source()),
             budget: options.budget,
             remount: remount.unwrap_or_else(|| REMOUNT.to_owned()),
             engine,

@@ -8,6 +8,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use ckfs_source::digest::hexadecimal;
 use ckfs_volume::{Attr, Ino, NodeKind};
 use lru::LruCache;
 
@@ -107,7 +108,7 @@ impl ListStart {
             Self::After(text) => ("k", text),
             Self::AfterPrefix(text) => ("p", text),
         };
-        text.bytes().fold(kind.to_owned(), |token, byte| token + &format!("{byte:02x}"))
+        kind.to_owned() + &hexadecimal(text.as_bytes())
     }
 }
 

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use ckfs_source::calendar::utc;
+use ckfs_source::{calendar::utc, digest::hexadecimal};
 use hmac::{Hmac, KeyInit, Mac};
 use http::{HeaderMap, Method, header::AUTHORIZATION};
 use percent_encoding::percent_decode_str;
@@ -83,13 +83,13 @@ impl SignedRequest<'_> {
             return Err(BadSignature::Time);
         }
         let scope = format!("{day}/{region}/{service}/{end}");
-        let canonical = hex(&Sha256::digest(self.canonical(&parts)?.as_bytes()));
+        let canonical = hexadecimal(&Sha256::digest(self.canonical(&parts)?.as_bytes()));
         let text = format!("{ALGORITHM}\n{}\n{scope}\n{canonical}", parts.date);
         let mut signing = keyed(format!("AWS4{secret}").as_bytes(), day);
         for part in [region, service, end] {
             signing = keyed(&signing, part);
         }
-        let expected = hex(&keyed(&signing, &text));
+        let expected = hexadecimal(&keyed(&signing, &text));
         // Digests are compared, so that the time shows nothing of where they differ.
         let is_same = Sha256::digest(expected.as_bytes()) == Sha256::digest(parts.signature.as_bytes());
         if is_same { Ok(()) } else { Err(BadSignature::Wrong) }
@@ -185,13 +185,6 @@ fn keyed(key: &[u8], text: &str) -> Vec<u8> {
     mac.finalize().into_bytes().to_vec()
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
-}
-
 /// A time as signatures have it, `20260102T030405Z`: texts are in the order of the times.
 fn compact(time: SystemTime) -> String {
     utc(time).replace(['-', ':'], "")
@@ -225,7 +218,7 @@ mod tests {
         };
         let canonical = request.canonical(&parts).unwrap();
         assert_eq!(
-            hex(&Sha256::digest(canonical.as_bytes())),
+            hexadecimal(&Sha256::digest(canonical.as_bytes())),
             "7344ae5b7ee6c3e7e6b0fe0640412a37625d1fbfff95c48bbb2dc43964946972"
         );
     }
@@ -240,12 +233,12 @@ mod tests {
         let names = "host;x-amz-content-sha256;x-amz-date";
         let request = SignedRequest { method: &Method::GET, path, query: &[], headers: &headers };
         let parts = SignatureParts { credential: "", signed_headers: names, signature: "", date, expires: None };
-        let canonical = hex(&Sha256::digest(request.canonical(&parts).unwrap().as_bytes()));
+        let canonical = hexadecimal(&Sha256::digest(request.canonical(&parts).unwrap().as_bytes()));
         let text = format!("{ALGORITHM}\n{date}\n{day}/r/s3/aws4_request\n{canonical}");
         let signing = ["r", "s3", "aws4_request"]
             .iter()
             .fold(keyed(format!("AWS4{secret}").as_bytes(), day), |key, part| keyed(&key, part));
-        let signature = hex(&keyed(&signing, &text));
+        let signature = hexadecimal(&keyed(&signing, &text));
         let value = format!(
             "{ALGORITHM} Credential={key}/{day}/r/s3/aws4_request, SignedHeaders={names}, Signature={signature}"
         );

@@ -119,8 +119,7 @@ impl LocalFiles {
         let files: Vec<Arc<Pinned>> = files.into_iter().map(pin).collect::<Result<_, _>>()?;
         let health = Health::new(files.iter().map(|file| file.pin.path.clone()), Arc::clone(&fetches));
         let maps = files.iter().map(|file| file.maps()).collect();
-        let id = |place: usize| FileId(u32::try_from(place).expect("the number of files was checked"));
-        let comparisons = Comparisons::new(&files, |place| health.handle(id(place)), compared);
+        let comparisons = Comparisons::new(&files, |place| health.handle(FileId::at(place)), compared);
         comparisons.compare_small(&fetches)?;
         Ok(Self { files, comparisons, maps, window, health })
     }

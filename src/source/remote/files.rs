@@ -102,7 +102,7 @@ impl RemoteFiles {
         for (place, remote) in remote.iter().enumerate() {
             let Some(remote) = remote else { continue };
             digest::compare_when_whole(remote);
-            let file = file_id(place);
+            let file = FileId::at(place);
             let (health, path) = (local.health().handle(file), Arc::clone(&local.pin(file).path));
             remote.object.digest.set_on_wrong(Box::new(move |mismatch| {
                 health.condemn(mismatch.error(Arc::clone(&path)));
@@ -220,7 +220,7 @@ impl RemoteFiles {
     }
 
     fn remote_files(&self) -> impl Iterator<Item = (FileId, &Remote)> {
-        self.remote.iter().enumerate().filter_map(|(place, remote)| Some((file_id(place), remote.as_ref()?)))
+        self.remote.iter().enumerate().filter_map(|(place, remote)| Some((FileId::at(place), remote.as_ref()?)))
     }
 
     /// Notes that a reader gets bytes of an object.
@@ -263,10 +263,6 @@ impl RemoteFiles {
     fn counted<T>(&self, result: Result<T, SourceError>) -> Result<T, SourceError> {
         result.inspect_err(|_| RemoteCounters::add(&self.counters.failed_reads, 1))
     }
-}
-
-fn file_id(place: usize) -> FileId {
-    FileId(u32::try_from(place).expect("files have numbers of 32 bits"))
 }
 
 /// Whether a read failed since its time is over, or would be before another attempt.

@@ -89,7 +89,7 @@ impl OrbaxContents {
     /// The tensors as a table. `files` begins with the files of [`OrbaxContents::paths`].
     pub(crate) fn contents(&mut self, files: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
         let source = self.source(Arc::clone(files));
-        let decoded = (files.file_count()..source.file_count()).map(file_id);
+        let decoded = (files.file_count()..source.file_count()).map(FileId::at);
         if decoded.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
         }
@@ -125,15 +125,11 @@ impl OrbaxContents {
     }
 }
 
-fn file_id(number: usize) -> FileId {
-    FileId(u32::try_from(number).expect("files are numbered by 32 bits"))
-}
-
 /// The id of the file of a box; `others` files come before the decoded ones.
 fn id_of(file: BoxFile, others: usize) -> FileId {
     match file {
         BoxFile::Own(number) => FileId(number),
-        BoxFile::Decoded(number) => file_id(others + number as usize),
+        BoxFile::Decoded(number) => FileId::at(others + number as usize),
     }
 }
 

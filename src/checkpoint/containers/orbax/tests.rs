@@ -447,7 +447,7 @@ fn chunks_that_will_be_read_are_decoded_before_and_once() {
     let own = found.paths.len();
     let source = found.source(tree.source(&found.paths));
     let maps = source.maps().unwrap();
-    let decoded = || (own..source.file_count()).map(file_id);
+    let decoded = || (own..source.file_count()).map(FileId::at);
     for file in decoded() {
         maps.will_need(file, ByteSpan::new(3, 7).unwrap());
         maps.will_need(file, ByteSpan::new(0, 1 << 40).unwrap());
@@ -473,8 +473,8 @@ fn chunks_that_will_be_read_are_decoded_before_and_once() {
     // A file that is lost is not decoded, and its reader is told.
     let error = SourceError::NotRegular { file: source.pin(FileId(0)).path.clone() };
     source.health().condemn(FileId(0), error);
-    maps.will_need(file_id(own), ByteSpan::new(0, 12).unwrap());
-    assert!(source.read_into(file_id(own), 0, &mut [0]).is_err());
+    maps.will_need(FileId::at(own), ByteSpan::new(0, 12).unwrap());
+    assert!(source.read_into(FileId::at(own), 0, &mut [0]).is_err());
 }
 
 /// What a changed checkpoint gives is right, or an error that names the array or the file.
