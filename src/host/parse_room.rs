@@ -4,12 +4,9 @@
 //! Each parser that builds a tree therefore counts what it makes, and all parsers of the process have one limit together: files
 //! are read at the same time. What a description says of tensors is kept in tables, which are compact and are not counted.
 
-use std::{
-    fmt,
-    sync::{
-        LazyLock,
-        atomic::{AtomicU64, Ordering},
-    },
+use std::sync::{
+    LazyLock,
+    atomic::{AtomicU64, Ordering},
 };
 
 use super::memory;
@@ -36,26 +33,17 @@ pub struct HeldRoom {
 }
 
 /// What is read would take too much memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "its values take at least {found} bytes of memory, together with those of other files that are read now: expected at most \
+     {limit}, the part of this process's memory that is for descriptions; if the file is what it should be, run ckfs with more \
+     memory"
+)]
 pub struct ParseRoomFull {
     /// Bytes that are counted.
     pub found: u64,
     /// The limit.
     pub limit: u64,
-}
-
-impl std::error::Error for ParseRoomFull {}
-
-impl fmt::Display for ParseRoomFull {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { found, limit } = self;
-        write!(
-            f,
-            "its values take at least {found} bytes of memory, together with those of other files that are read now: expected \
-             at most {limit}, the part of this process's memory that is for descriptions; if the file is what it should be, run \
-             ckfs with more memory"
-        )
-    }
 }
 
 /// What a text of JSON becomes.

@@ -1,6 +1,6 @@
 //! Paths that come from input: of a repository's index, of a listing, of a checkpoint's metadata.
 
-use std::{fmt, ops::Deref};
+use std::ops::Deref;
 
 /// Greatest number of components, as of a directory that is listed on this machine.
 const LEVELS_MAX: usize = 32;
@@ -20,7 +20,8 @@ const NAME_BYTES_MAX: usize = 255;
 pub struct RelativePath<'a>(&'a str);
 
 /// Why a text is no [`RelativePath`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", self.text())]
 pub enum PathFlaw {
     /// It has no text.
     Empty,
@@ -103,14 +104,6 @@ impl PathFlaw {
         }
     }
 }
-
-impl fmt::Display for PathFlaw {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.text())
-    }
-}
-
-impl std::error::Error for PathFlaw {}
 
 #[cfg(test)]
 mod tests {

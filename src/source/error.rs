@@ -177,6 +177,11 @@ pub enum SourceError {
 }
 
 impl SourceError {
+    /// The operating system failed.
+    pub fn io(file: impl Into<Arc<Path>>, action: impl Into<String>, error: impl Into<io::Error>) -> Self {
+        Self::Io { file: file.into(), action: action.into(), error: Arc::new(error.into()) }
+    }
+
     /// The file that it is about, if it is about one.
     pub fn file(&self) -> Option<&Path> {
         match self {

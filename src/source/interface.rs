@@ -191,8 +191,7 @@ pub trait Source: Send + Sync {
     }
 
     /// Whether bytes of a file were read from this source.
-    fn is_used(&self, file: FileId) -> bool {
-        let _ = file;
+    fn is_used(&self, _: FileId) -> bool {
         true
     }
 
@@ -200,19 +199,15 @@ pub trait Source: Send + Sync {
     ///
     /// # Errors
     /// [`SourceError::Corrupt`] if the bytes have another digest, or the error that poisoned the file before.
-    fn compare(&self, file: FileId) -> Result<Compared, SourceError> {
-        let _ = file;
+    fn compare(&self, _: FileId) -> Result<Compared, SourceError> {
         Ok(Compared::Unknown)
     }
 
     /// Notes that a caller has compared a file with the digest that is known of it, and found it right.
-    fn note_right(&self, file: FileId) {
-        let _ = file;
-    }
+    fn note_right(&self, _: FileId) {}
 
     /// The open file, from which the kernel can read directly. `None` if there is none or it is poisoned.
-    fn backing(&self, file: FileId) -> Option<Arc<File>> {
-        let _ = file;
+    fn backing(&self, _: FileId) -> Option<Arc<File>> {
         None
     }
 }
@@ -294,13 +289,10 @@ pub trait Maps {
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
 
     /// Tells that `bytes` of a span that was passed to `work` were of use; the others lay in between.
-    fn used(&self, file: FileId, span: ByteSpan, bytes: u64) {
-        let _ = (file, span, bytes);
-    }
+    fn used(&self, _file: FileId, _span: ByteSpan, _bytes: u64) {}
 
     /// Whether bytes of a span may have to be brought from a remote service first. If so, [`Maps::with_parts`] brings fewer.
-    fn is_partial(&self, file: FileId, span: ByteSpan) -> bool {
-        let _ = (file, span);
+    fn is_partial(&self, _file: FileId, _span: ByteSpan) -> bool {
         false
     }
 
@@ -313,10 +305,9 @@ pub trait Maps {
         &self,
         file: FileId,
         span: ByteSpan,
-        parts: &[ByteSpan],
+        _parts: &[ByteSpan],
         work: &mut dyn FnMut(&[u8]),
     ) -> Option<Result<(), SourceError>> {
-        let _ = parts;
         self.with(file, span, work)
     }
 

@@ -40,7 +40,8 @@ impl AccessRule {
     pub const CLOSED: Self = Self { uid: UNKNOWN, gid: UNKNOWN, user: false, group: false, other: false };
 
     /// A gate of this mode that must grant `wanted`, bits of one class.
-    pub const fn new(uid: u32, gid: u32, mode: u32, wanted: u32) -> Self {
+    pub const fn new(uid: u32, gid: u32, mode: u32, wanted: u16) -> Self {
+        let wanted = wanted as u32;
         let [user, group, other] =
             [mode >> 6 & wanted == wanted, mode >> 3 & wanted == wanted, mode & wanted == wanted];
         Self { uid, gid, user, group, other }

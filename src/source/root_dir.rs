@@ -238,11 +238,8 @@ impl FoundFile {
         if !self.meta.is_file() {
             return Err(SourceError::NotRegular { file: path });
         }
-        let file = reopen(&self.fd, &self.real, &self.meta).map_err(|error| SourceError::Io {
-            file: path.clone(),
-            action: "open".into(),
-            error: Arc::new(error),
-        })?;
+        let file = reopen(&self.fd, &self.real, &self.meta)
+            .map_err(|error| SourceError::io(Arc::clone(&path), "open", error))?;
         let survey = |survey: &Survey| survey.file(&file, &self.real);
         let (gates, revalidate) = match (self.remote.is_some(), root, self.below) {
             (true, ..) => (private_gates(), Revalidate::Cached),
@@ -338,13 +335,13 @@ pub fn check_open_file_limit(files: usize) -> Result<(), SourceError> {
 /// The permission checks of a copy in the cache: only the user whose credentials fetched the object may read it.
 fn private_gates() -> AccessRules {
     let (uid, gid) = (geteuid().as_raw(), getegid().as_raw());
-    AccessRules::new(uid, gid, [AccessRule::new(uid, gid, 0o400, u32::from(READ))])
+    AccessRules::new(uid, gid, [AccessRule::new(uid, gid, 0o400, READ)])
 }
 
 /// The gates before a directory of a remote repository.
 pub fn private_directory() -> DirectoryRules {
     let (uid, gid) = (geteuid().as_raw(), getegid().as_raw());
-    let gates = |wanted: u16| AccessRules::new(uid, gid, [AccessRule::new(uid, gid, 0o500, u32::from(wanted))]);
+    let gates = |wanted: u16| AccessRules::new(uid, gid, [AccessRule::new(uid, gid, 0o500, wanted)]);
     DirectoryRules { list: gates(READ), pass: gates(PASS) }
 }
 

@@ -11,15 +11,10 @@ use std::{
 
 use nix::unistd::{getegid, geteuid, getgroups};
 
-use super::permission::{AccessRule, AccessRules, DirectoryRules, Mounter, UNKNOWN};
+use super::permission::{AccessRule, AccessRules, DirectoryRules, Mounter, PASS, READ, UNKNOWN};
 
 /// Extended attribute that holds the access control list of a file.
 const ACCESS_LIST: &str = "system.posix_acl_access";
-
-/// To read a file.
-const READ: u32 = 4;
-/// To pass a directory.
-const PASS: u32 = 1;
 
 /// Gates found so far: the files of a repository have the same directories above them.
 #[derive(Debug, Default)]
@@ -89,12 +84,12 @@ impl Survey {
     }
 
     /// The gate of a directory. If the attributes of a directory cannot be read, no user may enter it.
-    fn directory_gate(&self, directory: &Path, wanted: u32) -> AccessRule {
+    fn directory_gate(&self, directory: &Path, wanted: u16) -> AccessRule {
         let listed = has_access_list(rustix::fs::lgetxattr(directory, ACCESS_LIST, &mut [0_u8; 0]));
         fs::symlink_metadata(directory).map_or(AccessRule::CLOSED, |meta| self.gate(&meta, wanted, listed))
     }
 
-    fn gate(&self, meta: &fs::Metadata, wanted: u32, has_access_list: bool) -> AccessRule {
+    fn gate(&self, meta: &fs::Metadata, wanted: u16, has_access_list: bool) -> AccessRule {
         let uid = if self.unmapped.uid == Some(meta.uid()) { UNKNOWN } else { meta.uid() };
         let gid = if self.unmapped.gid == Some(meta.gid()) { UNKNOWN } else { meta.gid() };
         let gate = AccessRule::new(uid, gid, meta.mode(), wanted);

@@ -75,12 +75,7 @@ impl LocalFiles {
     pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: ResidentWindow) -> Result<Self, SourceError> {
         check_open_file_limit(paths.len())?;
         let open = |path: &PathBuf| {
-            let failed = |error| SourceError::Io {
-                file: Arc::from(path.as_path()),
-                action: "open".into(),
-                error: Arc::new(error),
-            };
-            FoundFile::named(path).map_err(failed)?.open(None)
+            FoundFile::named(path).map_err(|error| SourceError::io(path.as_path(), "open", error))?.open(None)
         };
         let files = paths.iter().map(open).collect::<Result<_, _>>()?;
         Self::pin_with_window(files, io, window, Arc::default(), None)

@@ -74,8 +74,7 @@ pub(super) struct Pinned {
 impl Pinned {
     pub(super) fn new(opened: Opened, io: SourceIo) -> Result<Self, SourceError> {
         let Opened { path, file, gates, revalidate, remote, digest } = opened;
-        let failed = |error| SourceError::Io { file: path.clone(), action: "stat".into(), error: Arc::new(error) };
-        let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
+        let identity = Identity::of(&fstat(&file).map_err(|errno| SourceError::io(Arc::clone(&path), "stat", errno))?);
         let file_system = fstatfs(&file).ok().map(|fs| i128::from(fs.filesystem_type().0));
         let mapped = match io {
             SourceIo::Mmap => true,
@@ -110,7 +109,7 @@ impl Pinned {
     }
 
     pub(super) fn difference(&self, found: nix::Result<FileStat>) -> Result<Option<SourceError>, SourceError> {
-        let stat = found.map_err(|errno| self.io("stat", errno.into()))?;
+        let stat = found.map_err(|errno| self.io("stat", errno))?;
         let mut found = Identity::of(&stat);
         if matches!(self.revalidate, Revalidate::Cached) {
             // The times of a file of the cache change as blocks come.
@@ -125,8 +124,8 @@ impl Pinned {
         }))
     }
 
-    pub(super) fn io(&self, action: impl Into<String>, error: io::Error) -> SourceError {
-        SourceError::Io { file: self.pin.path.clone(), action: action.into(), error: Arc::new(error) }
+    pub(super) fn io(&self, action: impl Into<String>, error: impl Into<io::Error>) -> SourceError {
+        SourceError::io(Arc::clone(&self.pin.path), action, error)
     }
 
     /// The span, if it is inside the file.

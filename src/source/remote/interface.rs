@@ -143,9 +143,7 @@ pub trait Objects: Send + Sync {
     }
 
     /// Notes that the bytes of a file do not have its digest: a copy on this machine from which they came is not used again.
-    fn distrust(&self, file: &RemoteFile) {
-        let _ = file;
-    }
+    fn distrust(&self, _: &RemoteFile) {}
 
     /// The cache of the service's own client on this machine, if complete objects are to be placed there.
     fn shared(&self) -> Option<&SharedCache> {

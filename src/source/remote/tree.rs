@@ -104,11 +104,8 @@ impl RemoteTree {
         let file = &self.repository.files[place];
         let name: Arc<Path> = Arc::from(Path::new(&self.repository.name_of(file)));
         let origin = self.repository.objects.origin();
-        let entry = self.cache.entry(file, origin, &name.display().to_string()).map_err(|error| SourceError::Io {
-            file: Arc::clone(&name),
-            action: "make its entry in the cache".into(),
-            error: Arc::new(error),
-        })?;
+        let entry = self.cache.entry(file, origin, &name.display().to_string());
+        let entry = entry.map_err(|error| SourceError::io(Arc::clone(&name), "make its entry in the cache", error))?;
         let object = Arc::new(RemoteObject::new(file.clone(), name, entry, Arc::clone(&self.service)));
         let made = Remote { object, fetcher: Arc::clone(&self.fetcher), timeout: self.timeout };
         Ok(self.remotes[place].get_or_init(|| made))

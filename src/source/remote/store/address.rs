@@ -16,9 +16,8 @@ use super::{
         url_scheme::{StoreKind, is_loopback, service_of},
     },
     client::with_cause,
-    connect::{Connection, connect},
+    connect::connect,
     http_listing,
-    observe::Credentials,
     offline::{KeptObjects, Offline},
     reader::{Asking, Store},
 };
@@ -48,18 +47,15 @@ fn open(source: &str, service: StoreKind, options: &RemoteOptions) -> Result<Rem
         return Err(bad("http:// is unencrypted: use https://, or --allow-http".into()));
     }
     let path = Path::from_url_path(url.path()).map_err(|error| bad(error.to_string()))?;
-    let credentials = Credentials::default();
-    let Connection { inner, pages, address, host, advice, looked_for } =
-        connect(&url, service, options, &credentials).map_err(|error| bad(with_remedy(with_cause(&error))))?;
+    let store = connect(&url, service, options).map_err(|error| bad(with_remedy(with_cause(&error))))?;
     let label = without_secrets(source).trim_end_matches('/').to_owned();
     let is_file = !url.path().ends_with('/') && path.extension().is_some_and(|end| FILES.contains(&end));
-    let kept = KeptObjects::new(format!("{address}/{path}"), options);
+    let kept = KeptObjects::new(format!("{}/{path}", store.address), options);
     if options.offline {
-        let objects = Offline::new(host);
+        let objects = Offline::new(store.host);
         let files = kept.files().ok_or_else(|| objects.error(&label))?;
         return Ok(RemoteRepository { url: label.clone(), label, revision: None, files, objects: Arc::new(objects) });
     }
-    let store = Arc::new(Store { inner, host, address, pages, credentials, advice, looked_for });
     let (gate, counters) = (Backoff::new(&store.host, options.timeout, &options.waits), RemoteCounters::default());
     let asking = Asking { gate: &gate, counters: &counters, deadline: Deadline::Quiet };
     let files = list(&store, service, &path, is_file, asking)?;
@@ -68,7 +64,7 @@ fn open(source: &str, service: StoreKind, options: &RemoteOptions) -> Result<Rem
         return Err(RemoteError::new(Failure::NotFound, &store.host, &label, message));
     }
     kept.keep(&files);
-    Ok(RemoteRepository { url: label.clone(), label, revision: None, files, objects: store })
+    Ok(RemoteRepository { url: label.clone(), label, revision: None, files, objects: Arc::new(store) })
 }
 
 /// Endings of addresses of one file.

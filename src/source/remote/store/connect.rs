@@ -3,12 +3,11 @@
 use std::{env, fs, sync::Arc, time::Duration};
 
 use object_store::{
-    ClientConfigKey, ObjectStore, RetryConfig,
+    ClientConfigKey, RetryConfig,
     aws::{AmazonS3Builder, AmazonS3ConfigKey},
     azure::{AzureConfigKey, MicrosoftAzureBuilder},
     gcp::{GoogleCloudStorageBuilder, GoogleConfigKey},
     http::HttpBuilder,
-    list::PaginatedListStore,
 };
 use url::Url;
 
@@ -20,6 +19,7 @@ use super::{
     },
     aws_profile::{self, ProfileProvider},
     observe::{Credentials, ObservedConnector},
+    reader::Store,
 };
 
 /// Longest time of one attempt. A slow reply goes on in the next.
@@ -31,21 +31,6 @@ const AZURITE_VARIABLE: &str = "AZURITE_BLOB_STORAGE_URL";
 /// Google's own tools read their store from this emulator.
 const GOOGLE_EMULATOR_VARIABLE: &str = "STORAGE_EMULATOR_HOST";
 
-/// A store.
-pub(super) struct Connection {
-    pub(super) inner: Arc<dyn ObjectStore>,
-    /// Lists it, where the service lists.
-    pub(super) pages: Option<Arc<dyn PaginatedListStore>>,
-    /// Names the store. Another endpoint is another store, with other objects of the same names.
-    pub(super) address: String,
-    /// Host, for messages.
-    pub(super) host: String,
-    /// What to do if the store refuses.
-    pub(super) advice: &'static str,
-    /// Where credentials are looked for.
-    pub(super) looked_for: &'static str,
-}
-
 /// What all kinds have in common.
 struct Common<'a> {
     options: &'a RemoteOptions,
@@ -53,18 +38,13 @@ struct Common<'a> {
     retries: RetryConfig,
 }
 
-/// A client of the store at an address. It sends nothing yet. What becomes of requests for credentials is noted.
+/// The store at an address. It sends nothing yet.
 ///
 /// # Errors
 /// The environment's settings do not fit each other, or the client cannot start.
-pub(super) fn connect(
-    url: &Url,
-    service: StoreKind,
-    options: &RemoteOptions,
-    credentials: &Credentials,
-) -> object_store::Result<Connection> {
+pub(super) fn connect(url: &Url, service: StoreKind, options: &RemoteOptions) -> object_store::Result<Store> {
     install_tls();
-    let connector = ObservedConnector { credentials: credentials.clone() };
+    let connector = ObservedConnector { credentials: Credentials::default() };
     // Repetitions are made above, for all services alike.
     let retries = RetryConfig { max_retries: 0, ..RetryConfig::default() };
     let common = Common { options, connector, retries };
@@ -80,7 +60,7 @@ fn bucket_of(url: &Url) -> &str {
     url.host_str().unwrap_or_default()
 }
 
-fn s3(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
+fn s3(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
     let bucket = bucket_of(url);
     let mut builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
     let profile = aws_profile::load();
@@ -100,11 +80,13 @@ fn s3(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
     for (key, value) in client(endpoint.as_deref(), common.options) {
         builder = builder.with_config(AmazonS3ConfigKey::Client(key), value);
     }
+    let credentials = common.connector.credentials.clone();
     let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
     let named = endpoint.as_deref().and_then(host_of);
-    Ok(Connection {
+    Ok(Store {
         inner: made.clone(),
         pages: Some(made),
+        credentials,
         address: named.as_ref().map_or_else(|| format!("s3://{bucket}"), |host| format!("s3://{bucket} at {host}")),
         host: named.unwrap_or_else(|| format!("{bucket}.s3.amazonaws.com")),
         advice: "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for a public \
@@ -115,7 +97,7 @@ fn s3(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
     })
 }
 
-fn google(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
+fn google(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
     let bucket = bucket_of(url);
     let mut builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
     let mut base = builder.get_config_value(&GoogleConfigKey::BaseUrl).or_else(|| base_of_account(&builder));
@@ -129,11 +111,13 @@ fn google(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
     for (key, value) in client(base.as_deref(), common.options) {
         builder = builder.with_config(GoogleConfigKey::Client(key), value);
     }
+    let credentials = common.connector.credentials.clone();
     let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
     let host = base.as_deref().and_then(host_of).unwrap_or_else(|| "storage.googleapis.com".to_owned());
-    Ok(Connection {
+    Ok(Store {
         inner: made.clone(),
         pages: Some(made),
+        credentials,
         address: format!("gs://{bucket} at {host}"),
         host,
         advice: "set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
@@ -155,7 +139,7 @@ fn emulator(text: Option<&str>) -> Option<String> {
     Some(if text.contains("://") { text.to_owned() } else { format!("http://{text}") })
 }
 
-fn azure(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
+fn azure(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
     let mut builder = MicrosoftAzureBuilder::from_env().with_url(url.as_str());
     let value = |key| builder.get_config_value(&key).filter(|value| !value.is_empty());
     let is_emulator = value(AzureConfigKey::UseEmulator).is_some_and(|value| is_true(&value));
@@ -171,10 +155,12 @@ fn azure(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
     for (key, value) in client(endpoint.as_deref(), common.options) {
         builder = builder.with_config(AzureConfigKey::Client(key), value);
     }
+    let credentials = common.connector.credentials.clone();
     let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
-    Ok(Connection {
+    Ok(Store {
         inner: made.clone(),
         pages: Some(made),
+        credentials,
         address: format!("az://{container} at {host}"),
         host,
         advice: "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or a SAS token, or AZURE_SKIP_SIGNATURE=true \
@@ -190,17 +176,19 @@ fn is_true(value: &str) -> bool {
     ["1", "true", "on", "yes", "y"].contains(&value.trim().to_ascii_lowercase().as_str())
 }
 
-fn http(url: &Url, common: Common<'_>) -> object_store::Result<Connection> {
+fn http(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
     let base = &url[..url::Position::BeforePath];
     let mut builder = HttpBuilder::new().with_url(base);
     for (key, value) in client(Some(base), common.options) {
         builder = builder.with_config(key, value);
     }
+    let credentials = common.connector.credentials.clone();
     let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
     let host = host_of(base).unwrap_or_default();
-    Ok(Connection {
+    Ok(Store {
         inner: made,
         pages: None,
+        credentials,
         address: format!("{}://{host}", url.scheme()),
         host,
         advice: "the server wants credentials, which ckfs has not",
@@ -239,7 +227,7 @@ mod tests {
     fn an_address_is_named_by_its_store_and_container() {
         let named = |text: &str, kind| {
             let url = Url::parse(text).unwrap();
-            let made = connect(&url, kind, &RemoteOptions::default(), &Credentials::default()).unwrap();
+            let made = connect(&url, kind, &RemoteOptions::default()).unwrap();
             (made.address, made.host)
         };
         let of = |address: &str, host: &str| (address.to_owned(), host.to_owned());

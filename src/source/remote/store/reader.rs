@@ -131,24 +131,6 @@ impl Store {
     }
 
     /// One page of a listing.
-    async fn page_of(
-        &self,
-        below: &str,
-        filter: &PageFilter,
-        token: Option<String>,
-        observer: &Observer,
-    ) -> Result<PaginatedListResult, RemoteError> {
-        let what = format!("{}/{below}", self.address);
-        let Some(pages) = &self.pages else {
-            return Err(RemoteError::new(Failure::Unsupported, &self.host, &what, "this service does not list"));
-        };
-        let mut options = PaginatedListOptions { page_token: token, ..PaginatedListOptions::default() };
-        options.extensions.insert(observer.clone());
-        options.extensions.insert(filter.clone());
-        let listed = pages.list_paginated(Some(below).filter(|below| !below.is_empty()), options).await;
-        listed.map_err(|error| self.error(&error, observer, &what, Asked::Whole))
-    }
-
     fn page(
         &self,
         below: &str,
@@ -157,7 +139,17 @@ impl Store {
         until: Instant,
     ) -> Result<PaginatedListResult, RemoteError> {
         let observer = Observer::default();
-        self.until(until, below, self.page_of(below, filter, token, &observer))
+        let what = format!("{}/{below}", self.address);
+        let Some(pages) = &self.pages else {
+            return Err(RemoteError::new(Failure::Unsupported, &self.host, &what, "this service does not list"));
+        };
+        let mut options = PaginatedListOptions { page_token: token, ..PaginatedListOptions::default() };
+        options.extensions.insert(observer.clone());
+        options.extensions.insert(filter.clone());
+        let listed = pages.list_paginated(Some(below).filter(|below| !below.is_empty()), options);
+        self.until(until, below, async {
+            listed.await.map_err(|error| self.error(&error, &observer, &what, Asked::Whole))
+        })
     }
 
     /// One object.
