@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_source::{FoundFile, Opened, RootDir, SourceError, remote::RemoteTree};
+use ckfs_source::{FoundFile, Opened, RootDir, remote::RemoteTree};
 
 use super::{
     choose::{quoted, warn_of_weights},
@@ -15,8 +15,8 @@ use super::{
     locate::locate,
     options::OpenOptions,
     printable::printable,
-    problem::{CheckpointError, Problem},
-    text::read_json,
+    problem::CheckpointError,
+    text::{io_error, read_json},
 };
 
 /// Name of an adapter's weights.
@@ -70,8 +70,7 @@ fn unsaved(dir: &Path) -> CheckpointError {
     } else {
         format!("expected {ADAPTER_WEIGHTS} beside it, found none: is the adapter complete?")
     };
-    let problems = vec![Problem::Json { file: ADAPTER_CONFIG.to_owned(), message }];
-    CheckpointError::Problems { label: dir.display().to_string(), problems, more: 0 }
+    CheckpointError::of_file(dir.display(), ADAPTER_CONFIG, message)
 }
 
 pub(super) fn read_adapters(options: &OpenOptions) -> Result<Vec<AdapterFiles>, CheckpointError> {
@@ -88,24 +87,12 @@ fn read_remote(dir: &Path, source: &str, options: &OpenOptions) -> Result<Adapte
     };
     let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
     let find = |name: &str| {
-        let missing = || CheckpointError::Problems {
-            label: located.label.clone(),
-            problems: vec![Problem::Json { file: name.to_owned(), message: "expected this file of an adapter".into() }],
-            more: 0,
-        };
+        let missing = || CheckpointError::of_file(&located.label, name, "expected this file of an adapter");
         let place = tree.repository().files.iter().position(|file| file.path == name).ok_or_else(missing)?;
-        let failed = |error| SourceError::Io {
-            file: Arc::from(dir.join(name).as_path()),
-            action: "open".into(),
-            error: Arc::new(error),
-        };
+        let failed = |error| io_error(dir.join(name), "open", error);
         Ok::<_, CheckpointError>(FoundFile::cached(tree.remote(place)?).map_err(failed)?.open(None)?)
     };
-    let problem = |message: String| CheckpointError::Problems {
-        label: located.label.clone(),
-        problems: vec![Problem::Json { file: ADAPTER_CONFIG.to_owned(), message }],
-        more: 0,
-    };
+    let problem = |message: String| CheckpointError::of_file(&located.label, ADAPTER_CONFIG, message);
     let text = read_json(&find(ADAPTER_CONFIG)?, &options.fetches).map_err(problem)?;
     if let Some(found) = lfs_pointer(&text, false) {
         return Err(problem(found.to_owned()));
@@ -116,11 +103,7 @@ fn read_remote(dir: &Path, source: &str, options: &OpenOptions) -> Result<Adapte
 }
 
 pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterFiles, CheckpointError> {
-    let problem = |message: String| CheckpointError::Problems {
-        label: dir.display().to_string(),
-        problems: vec![Problem::Json { file: ADAPTER_CONFIG.to_owned(), message }],
-        more: 0,
-    };
+    let problem = |message: String| CheckpointError::of_file(dir.display(), ADAPTER_CONFIG, message);
     if let Some(source) = dir.to_str().filter(|source| source.contains("://")) {
         return read_remote(dir, source, options);
     }
@@ -152,7 +135,7 @@ pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterF
         if error.kind() == io::ErrorKind::NotFound {
             return unsaved(dir);
         }
-        SourceError::Io { file: Arc::from(weights.as_path()), action: "open".into(), error: Arc::new(error) }.into()
+        io_error(&weights, "open", error).into()
     })?;
     let outside = (!found.is_inside() && !follow).then(|| found.real().to_owned());
     let warning = outside.map(|target| warn_of_weights(&weights.display().to_string(), &target));

@@ -41,7 +41,6 @@ pub use index::rewritten_index;
 pub use locate::hub_cache_directory;
 pub use merges::{Merge, Merges, ScaledProduct};
 pub use options::{Accepted, OpenOptions, Unfinished};
-pub use orbax::OrbaxProblem;
 pub use own_head::OwnHead;
 pub use printable::{printable, printable_lines};
 pub use problem::{CheckpointError, Expected, Problem};

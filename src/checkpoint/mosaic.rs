@@ -123,8 +123,7 @@ impl<'a> MosaicBuilder<'a> {
     ) {
         if let Err(faults) = self.try_add(name, dtype, shape, boxes, missing) {
             for fault in faults {
-                let (tensor, shape) = (name.to_owned(), shape.to_vec());
-                self.problems.push(Problem::Boxes { tensor, dtype, shape, fault });
+                self.problems.push(Problem::of_shape(name, dtype, shape, fault));
             }
         }
     }

@@ -1,11 +1,11 @@
 //! Opening a checkpoint: it finds out what the source holds, has the dialect choose the weight files and read them, and puts
 //! the parts together.
 
-use std::{collections::HashMap, io, path::Path, sync::Arc};
+use std::{collections::HashMap, io, sync::Arc};
 
 use ckfs_format::safetensors::Header;
 use ckfs_source::{
-    FileId, FoundFile, Opened, RootDir, Source, SourceError, permission::DirectoryRules, pin_files, remote::RemoteTree,
+    FileId, FoundFile, Opened, Source, SourceError, permission::DirectoryRules, pin_files, remote::RemoteTree,
 };
 
 use super::{
@@ -17,15 +17,15 @@ use super::{
     dcp,
     dialect::{Dialect, own_dtype, quantization_config},
     file::{FileRole, IgnoreReason, RepoFile},
-    folder::{Folder, PinnedFiles, Text},
+    folder::{Folder, PinnedFiles, Text, open_root},
     foreign::{self, FileKind},
-    header::{ReadHeader, read_header},
+    header::read_header,
     index::Index,
     json,
     listing::{Listed, Opening},
     locate::{Located, locate},
     options::{OpenOptions, Unfinished},
-    orbax::{self, OrbaxContents, OrbaxProblem},
+    orbax::{self, OrbaxContents},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     promised,
     quantization::Quantization,
@@ -36,7 +36,7 @@ use super::{
     scheme::{self, Stored},
     sets::incomplete_sets,
     table::TensorTable,
-    text::parsed,
+    text::{io_error, parsed},
     tied::ComparedHeads,
     torch,
     tree::{LocalTree, OpenTree},
@@ -58,9 +58,6 @@ impl Checkpoint {
 
 fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
     let located = locate(source, options)?;
-    let looking = options.fetches.begin_path(&located.path, "list");
-    let is_directory = located.path.is_dir();
-    drop(looking);
     let mut adapters = read_adapters(options)?;
     if let Some(fill) = &options.fill_from {
         adapters.extend(filling(fill, options)?);
@@ -68,36 +65,46 @@ fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointErr
     let companion = options.config_from.as_ref().map(|source| companion(source, options)).transpose()?;
     let is_file = match &located.remote {
         Some(remote) => remote.files.iter().any(|file| file.path.is_empty()),
-        None => !is_directory,
+        None => !is_directory(&located, options),
     };
     if let Some(part) = is_file.then(|| part_of(&located.path, located.remote.is_none(), &options.fetches)).flatten() {
-        return Err(refused(&located.label, located.path.display().to_string(), part));
+        return Err(CheckpointError::of_file(&located.label, located.path.display(), part));
     }
-    let opened = open_located(located, is_directory, options, adapters)?;
+    let tree = remote_tree(&located, options)?;
+    let opened = open_located(located, tree.as_ref(), options, adapters)?;
     match companion {
         Some((companion, config)) => opened.completed(companion, config),
         None => Ok(opened),
     }
 }
 
+fn is_directory(located: &Located, options: &OpenOptions) -> bool {
+    let _looking = options.fetches.begin_path(&located.path, "list");
+    located.path.is_dir()
+}
+
+/// The files of a remote source.
+fn remote_tree(located: &Located, options: &OpenOptions) -> Result<Option<RemoteTree>, SourceError> {
+    let repository = located.remote.clone();
+    repository.map(|repository| RemoteTree::open(repository, &options.cache(), &options.remote)).transpose()
+}
+
 /// The weight files of a repository that fills what the checkpoint lacks.
 fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, CheckpointError> {
     let located = locate(source, options)?;
-    let remote = located.remote.clone();
-    let tree = remote.map(|repository| RemoteTree::open(repository, &options.cache(), &options.remote)).transpose()?;
+    let tree = remote_tree(&located, options)?;
     let alone =
         OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, variant: None, ..options.clone() };
-    let Some(tree) = tree else {
-        // A part of a checkpoint may be just what is missing.
-        let fill = open_located(located, Path::new(source).is_dir(), &alone, Vec::new())?;
-        let path = |file: &RepoFile| Some(fill.source().path(file.file?).to_owned());
-        let paths = fill.files().iter().filter(|file| file.role == FileRole::Weights).filter_map(path);
-        return fill_files(paths.map(|path| (FoundFile::named(&path), path)), &options.fetches);
-    };
-    let fill = open_tree(located, &tree, &alone, Vec::new())?;
-    let is_weights = |file: &&RepoFile| file.role == FileRole::Weights && file.file.is_some();
+    // A part of a checkpoint may be just what is missing.
+    let fill = open_located(located, tree.as_ref(), &alone, Vec::new())?;
     let mut found = Vec::new();
-    for file in fill.files().iter().filter(is_weights) {
+    for file in fill.files().iter().filter(|file| file.role == FileRole::Weights) {
+        let Some(id) = file.file else { continue };
+        let Some(tree) = &tree else {
+            let path = fill.source().path(id).to_owned();
+            found.push((FoundFile::named(&path), path));
+            continue;
+        };
         // A single file has no path within its repository.
         let place =
             tree.repository().files.iter().position(|listed| listed.path == file.path || listed.path.is_empty());
@@ -110,71 +117,59 @@ fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, Che
 /// Configuration and tokenizer of another repository.
 fn companion(source: &str, options: &OpenOptions) -> Result<(Companion, serde_json::Value), CheckpointError> {
     let located = locate(source, options)?;
-    if let Some(repository) = located.remote.clone() {
-        let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
+    if let Some(tree) = remote_tree(&located, options)? {
         return read_companion(located.label, &CachedTree::new(&tree));
     }
-    let looking = options.fetches.begin_path(&located.path, "list");
-    if !located.path.is_dir() {
+    if !is_directory(&located, options) {
         return Err(not_a_directory(&located.label));
     }
-    drop(looking);
     let tree = local_tree(&located, options)?;
     read_companion(located.label, &tree)
 }
 
-/// The checkpoint at a place.
+/// The checkpoint at a place: a directory, or a single file. `remote` has the files of a service.
 fn open_located(
     located: Located,
-    is_directory: bool,
-    options: &OpenOptions,
-    adapters: Vec<AdapterFiles>,
-) -> Result<Checkpoint, CheckpointError> {
-    if let Some(repository) = located.remote.clone() {
-        let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
-        return open_tree(located, &tree, options, adapters);
-    }
-    if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) }
-}
-
-/// The remote checkpoint of a tree: a directory, or a single file.
-fn open_tree(
-    located: Located,
-    tree: &RemoteTree,
-    options: &OpenOptions,
-    adapters: Vec<AdapterFiles>,
-) -> Result<Checkpoint, CheckpointError> {
-    match tree.repository().files.iter().position(|file| file.path.is_empty()) {
-        Some(alone) => open_alone(located, FoundFile::cached(tree.remote(alone)?), options, adapters),
-        None => open_remote(located, tree, options, adapters),
-    }
-}
-
-/// A single file is a repository of one file, without configuration.
-fn open_file(
-    located: Located,
+    remote: Option<&RemoteTree>,
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
     let opening = options.fetches.begin_path(&located.path, "open");
-    let found = FoundFile::named(&located.path);
+    let alone = match remote {
+        Some(tree) => match tree.repository().files.iter().position(|file| file.path.is_empty()) {
+            Some(alone) => Some(FoundFile::cached(tree.remote(alone)?)),
+            None => None,
+        },
+        None => (!located.path.is_dir()).then(|| FoundFile::named(&located.path)),
+    };
     drop(opening);
-    open_alone(located, found, options, adapters)
+    if let Some(found) = alone {
+        return open_alone(located, found, options, adapters);
+    }
+    let tree: Box<dyn OpenTree + '_> = match remote {
+        Some(tree) => Box::new(CachedTree::new(tree)),
+        None => Box::new(local_tree(&located, options)?),
+    };
+    if orbax::is_orbax(&*tree).map_err(|problem| refusal(&located.label, vec![problem]))? {
+        return open_orbax(located, &*tree, options, adapters);
+    }
+    drop(tree);
+    let folder = match remote {
+        Some(tree) => Folder::of_remote(located, tree, options)?,
+        None => Folder::open(located, options, container::is_weights)?,
+    };
+    open_folder(folder, options, adapters)
 }
 
+/// A single file is a repository of one file, without configuration.
 fn open_alone(
     located: Located,
     found: io::Result<FoundFile>,
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
-    let failed = |error| SourceError::Io {
-        file: Arc::from(located.path.as_path()),
-        action: "open".into(),
-        error: Arc::new(error),
-    };
     let opening = options.fetches.begin_path(&located.path, "open");
-    let opened = found.map_err(failed)?.open(None)?;
+    let opened = found.map_err(|error| io_error(&located.path, "open", error))?.open(None)?;
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
     let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);
@@ -191,36 +186,6 @@ fn open_alone(
         warnings: Vec::new(),
     };
     chosen.build(vec![opened], options, Problems::default())
-}
-
-fn open_directory(
-    located: Located,
-    options: &OpenOptions,
-    adapters: Vec<AdapterFiles>,
-) -> Result<Checkpoint, CheckpointError> {
-    let tree = local_tree(&located, options)?;
-    match orbax::is_orbax(&tree) {
-        Ok(true) => return open_orbax(located, &tree, options, adapters),
-        Ok(false) => {}
-        Err(error) => return Err(refusal(&located.label, vec![error])),
-    }
-    drop(tree);
-    let folder = Folder::open(located, options, container::is_weights)?;
-    open_folder(folder, options, adapters)
-}
-
-fn open_remote(
-    located: Located,
-    tree: &RemoteTree,
-    options: &OpenOptions,
-    adapters: Vec<AdapterFiles>,
-) -> Result<Checkpoint, CheckpointError> {
-    let cached = CachedTree::new(tree);
-    match orbax::is_orbax(&cached) {
-        Ok(true) => open_orbax(located, &cached, options, adapters),
-        Ok(false) => open_folder(Folder::of_remote(located, tree, options)?, options, adapters),
-        Err(error) => Err(refusal(&located.label, vec![error])),
-    }
 }
 
 fn open_folder(
@@ -296,13 +261,7 @@ fn refuse_adapter(folder: &mut Folder) -> Result<(), CheckpointError> {
     let base = config["base_model_name_or_path"].as_str();
     let label = folder.located.label.clone();
     let message = not_a_model(&path, base, &label);
-    Err(refused(&label, ADAPTER_CONFIG.to_owned(), message))
-}
-
-/// The error of a source of which one file tells that it is no checkpoint.
-fn refused(label: &str, file: String, message: String) -> CheckpointError {
-    let problems = vec![Problem::Container { file, message }];
-    CheckpointError::Problems { label: label.to_owned(), problems, more: 0 }
+    Err(CheckpointError::of_file(&label, ADAPTER_CONFIG, message))
 }
 
 /// Says of a snapshot in the Hub's cache that lacks weight files that its download is unfinished.
@@ -317,21 +276,14 @@ fn name_unfinished_download(folder: &mut Folder) {
 
 /// The files below a directory, none of them listed or opened yet.
 fn local_tree(located: &Located, options: &OpenOptions) -> Result<LocalTree, CheckpointError> {
-    let _opening = options.fetches.begin_path(&located.path, "open");
-    let root = RootDir::open(&located.path);
-    let root = root.map_err(|error| CheckpointError::Listing { root: located.path.clone(), error })?;
-    if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
-        return Err(CheckpointError::LeavesCache { snapshot: located.path.clone() });
-    }
-    Ok(LocalTree::new(Arc::new(root), options.follow_symlinks, Arc::clone(&options.fetches)))
+    let root = open_root(located, options)?;
+    Ok(LocalTree::new(root, options.follow_symlinks, Arc::clone(&options.fetches)))
 }
 
 /// The error of these problems.
-fn refusal(label: &str, found: Vec<OrbaxProblem>) -> CheckpointError {
+fn refusal(label: &str, found: Vec<Problem>) -> CheckpointError {
     let mut problems = Problems::default();
-    for problem in found {
-        problems.push(problem.into());
-    }
+    found.into_iter().for_each(|problem| problems.push(problem));
     problems.refuse(label).expect_err("there is at least one problem")
 }
 
@@ -439,7 +391,7 @@ fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Probl
     let kind = match foreign::of_file(files.source, FileId(0), &name) {
         Ok(kind) => kind,
         Err(error) => {
-            problems.push(Problem::Unreadable { file: name, error });
+            problems.push(error.into());
             return nothing();
         }
     };
@@ -449,7 +401,7 @@ fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Probl
         FileKind::Foreign(text) => {
             let directory = files.source.path(FileId(0)).parent().filter(|_| text.ends_with(foreign::ITS_DIRECTORY));
             let directory = directory.map_or_else(String::new, |directory| format!(", {}", directory.display()));
-            problems.push(Problem::Container { file: name, message: format!("{text}{directory}") });
+            problems.of_file(name, format_args!("{text}{directory}"));
             nothing()
         }
     }
@@ -605,11 +557,9 @@ fn with_adapters(own: TensorTable, adapters: &[Adapter], source: &dyn Source, pr
     }
     let mut headers: Vec<(FileId, Header)> = Vec::with_capacity(adapters.len());
     for Adapter { dir, file, .. } in adapters {
-        let name = || dir.join(ADAPTER_WEIGHTS).display().to_string();
         match read_header(source, *file) {
             Ok(header) => headers.push((*file, header)),
-            Err(ReadHeader::Header(errors)) => problems.push(Problem::Header { file: name(), errors }),
-            Err(ReadHeader::Source(error)) => problems.push(Problem::Unreadable { file: name(), error }),
+            Err(error) => problems.push(error.problem(dir.join(ADAPTER_WEIGHTS).display())),
         }
     }
     own.with_hidden(&headers).unwrap_or_else(|| {

@@ -5,10 +5,9 @@ use std::{
     collections::HashMap,
     fmt, io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
-use ckfs_format::safetensors::HeaderErrors;
-use ckfs_host::PathFlaw;
 use ckfs_source::{
     SourceError,
     remote::{RemoteError, url_schemes},
@@ -16,9 +15,7 @@ use ckfs_source::{
 use ckfs_tensor::DType;
 
 use super::{
-    file::IgnoreReason,
     options::{Accepted, OpenOptions},
-    orbax::problem::OrbaxProblem,
     printable::printable,
     weight_name::{WeightName, of_any_rank},
 };
@@ -61,25 +58,6 @@ impl fmt::Display for Expected {
 /// Why a repository could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// A remote address.
-    #[error(
-        "{source_name}: {scheme}:// is not known; give a path, org/name, hf://, {} (or http:// of this machine)",
-        url_schemes()
-    )]
-    NotSupported {
-        /// The requested source.
-        source_name: String,
-        /// Its scheme.
-        scheme: String,
-    },
-    /// The page of a repository on the Hub.
-    #[error("{source_name}: a page of the Hub: give {name}")]
-    HubPage {
-        /// The requested source.
-        source_name: String,
-        /// The name of the repository.
-        name: String,
-    },
     /// A remote service does not list the source.
     #[error("{0}")]
     Remote(RemoteError),
@@ -145,16 +123,6 @@ pub enum CheckpointError {
         /// What it is.
         found: String,
     },
-    /// A revision in the cache that is a symbolic link out of the cache.
-    #[error(
-        "{}: a symbolic link out of the repository's directory in the cache; give the directory that it leads to, or \
-         --follow-symlinks",
-        snapshot.display()
-    )]
-    LeavesCache {
-        /// The revision's directory.
-        snapshot: PathBuf,
-    },
     /// No safetensors in the directory.
     #[error("{}: no *.safetensors here{}{}", root.display(), elsewhere(subdirectories), advice(found.as_deref()))]
     NoWeights {
@@ -165,38 +133,12 @@ pub enum CheckpointError {
         /// What the directory is, where that is known.
         found: Option<String>,
     },
-    /// More than one index, none of them the usual one.
-    #[error("{}: several indexes and no {usual}: {}{advice}", root.display(), indexes.join(", "))]
-    SeveralIndexes {
-        /// The directory.
-        root: PathBuf,
-        /// The index that would be taken.
-        usual: &'static str,
-        /// How one of them is chosen. Begins with `; `, or is empty.
-        advice: String,
-        /// The indexes.
-        indexes: Vec<String>,
-    },
-    /// No weights of the variant.
-    #[error("{}: no weights of the variant {variant:?}; there are: {}", root.display(), list_or_none(found))]
-    NoVariant {
-        /// The directory.
-        root: PathBuf,
-        /// The requested variant.
-        variant: String,
-        /// The variants of its weights.
-        found: Vec<String>,
-    },
     /// Several files of `torch.save`, none of them the usual one.
-    #[error("{}: {}: {}", root.display(), found.as_deref().unwrap_or("several files of torch.save and no pytorch_model.bin; give one of them"), files.join(", "))]
-    SeveralFiles {
-        /// The directory.
-        root: PathBuf,
-        /// The files.
-        files: Vec<String>,
-        /// What they are together, where that is known.
-        found: Option<String>,
-    },
+    #[error("{0}")]
+    SeveralFiles(String),
+    /// A source that is not clear, or not read.
+    #[error("{0}")]
+    Refused(String),
     /// A file cannot be opened.
     #[error(transparent)]
     Source(#[from] SourceError),
@@ -213,6 +155,19 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    /// The error of a repository of which one file tells that it cannot be opened.
+    pub(super) fn of_file(label: impl fmt::Display, file: impl fmt::Display, what: impl fmt::Display) -> Self {
+        Self::Problems { label: label.to_string(), problems: vec![Problem::of_file(file, what)], more: 0 }
+    }
+
+    /// The error of an address of this scheme.
+    pub(super) fn of_scheme(source: &str, scheme: &str) -> Self {
+        let known = url_schemes();
+        Self::Refused(format!(
+            "{source}: {scheme}:// is not known; give a path, org/name, hf://, {known} (or http:// of this machine)"
+        ))
+    }
+
     /// A text for each problem.
     pub fn texts(&self) -> Vec<String> {
         let Self::Problems { label, problems, .. } = self else { return vec![self.to_string()] };
@@ -229,7 +184,7 @@ impl CheckpointError {
             Self::Listing { root, error } => Some((root, error)),
             Self::Source(error) => of_source(error),
             Self::Problems { problems, .. } => problems.iter().find_map(|problem| match problem {
-                Problem::Unreadable { error, .. } | Problem::Orbax(OrbaxProblem::Unreadable(error)) => of_source(error),
+                Problem::Unreadable(error) => of_source(error),
                 _ => None,
             }),
             _ => None,
@@ -251,45 +206,9 @@ impl CheckpointError {
 /// One problem with a repository's contents.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Problem {
-    /// A header that cannot be read as safetensors.
-    #[error("{file}: {errors}")]
-    Header {
-        /// The weight file.
-        file: String,
-        /// The reason.
-        errors: HeaderErrors,
-    },
-    /// An Orbax checkpoint that is unfinished, damaged, or more than is read.
+    /// Bytes could not be read.
     #[error(transparent)]
-    Orbax(#[from] OrbaxProblem),
-    /// Bytes of a header could not be read.
-    #[error("{error}")]
-    Unreadable {
-        /// The weight file.
-        file: String,
-        /// Why.
-        error: SourceError,
-    },
-    /// `config.json` or the index is malformed.
-    #[error("{file}: {message}")]
-    Json {
-        /// The file.
-        file: String,
-        /// The error of the parser.
-        message: String,
-    },
-    /// The index names a path that leaves the repository.
-    #[error("{index}: names {path:?} for {tensors}, which is not a path inside the repository: {flaw}")]
-    OutsideRepository {
-        /// The index.
-        index: String,
-        /// The path.
-        path: String,
-        /// Tensors that it should hold.
-        tensors: Expected,
-        /// What is wrong with it.
-        flaw: PathFlaw,
-    },
+    Unreadable(#[from] SourceError),
     /// The index names a file that is not there.
     #[error("{index}: names {file:?} for {tensors}, which is {found}")]
     MissingFile {
@@ -302,14 +221,6 @@ pub enum Problem {
         /// What is found at its path.
         found: String,
     },
-    /// The index names a tensor twice.
-    #[error("{index}: names tensor {tensor:?} twice")]
-    RepeatedInIndex {
-        /// The index.
-        index: String,
-        /// The tensor.
-        tensor: String,
-    },
     /// The index names a tensor that no file has.
     #[error("tensor {tensor:?}: expected in {file} by the index, found in no file")]
     NotInFile {
@@ -317,16 +228,6 @@ pub enum Problem {
         tensor: String,
         /// The file in the index.
         file: String,
-    },
-    /// The index and the headers place a tensor differently.
-    #[error("tensor {tensor:?}: expected in {expected} by the index, found in {found}")]
-    InOtherFile {
-        /// The tensor.
-        tensor: String,
-        /// The file in the index.
-        expected: String,
-        /// The file that has it.
-        found: String,
     },
     /// A weight file has a tensor that the index does not name.
     #[error("tensor {tensor:?}: found in {file}, not named by the index")]
@@ -345,20 +246,6 @@ pub enum Problem {
         first: String,
         /// The other.
         second: String,
-    },
-    /// A file that decides the content of the repository is not readable as a file.
-    #[error("{file}: cannot be read as a file: {found}")]
-    NoFile {
-        /// The file.
-        file: String,
-        /// What is found at its path.
-        found: IgnoreReason,
-    },
-    /// The index names no tensor.
-    #[error("{index}: names no tensor")]
-    EmptyIndex {
-        /// The index.
-        index: String,
     },
     /// Numbered files are incomplete, and no index lists them.
     #[error(
@@ -379,94 +266,27 @@ pub enum Problem {
         /// What else may be meant. Begins with `; `, or is empty.
         hint: &'static str,
     },
-    /// A snapshot in the cache of the Hub's client that lacks weight files.
+    /// A checkpoint of Orbax that its saver has not finished.
     #[error(
-        "the Hugging Face cache has {found} of the {} weight files of {label} (missing: {}): the download is not finished; run \
-         `hf download {repo}`, or `ckfs fetch {repo}`, or leave out --offline",
-        found + missing.len(),
-        shortened(missing)
+        "{}: an unfinished Orbax checkpoint: {reason}; --allow-unfinished reads what is there, if all chunks are",
+        directory.display()
     )]
-    UnfinishedDownload {
-        /// The repository and its revision.
-        label: String,
-        /// The repository.
-        repo: String,
-        /// Number of weight files that are there.
-        found: usize,
-        /// The others.
-        missing: Vec<String>,
+    Unfinished {
+        /// The directory.
+        directory: Arc<Path>,
+        /// How it is known, and what to do.
+        reason: &'static str,
     },
-    /// The index names files of another copy, and a whole set of others is there.
-    #[error(
-        "{index}: names {} files that are not there (the first is {first:?}), and the whole set {stem}-*-of-{total}.safetensors is: the \
-         index is that of another copy; remove it, or put its files in place of these",
-        missing
-    )]
-    IndexOfOtherSet {
-        /// The index.
-        index: String,
-        /// Number of files that it names and that are not there.
-        missing: usize,
-        /// The first of them.
-        first: String,
-        /// The part before the numbers of the files that are there.
-        stem: String,
-        /// Their total as written in their names.
-        total: String,
-    },
-    /// The index names the file of one rank, and those of others are there.
-    #[error(
-        "{index}: names {named}, and not {}: by their names each holds the part of one rank, and the part would be shown as the whole \
-         tensor; join the parts with a program that knows how they were cut, or put these files elsewhere if the named one is whole",
-        shortened(others)
-    )]
-    PartsOfRanks {
-        /// The index.
-        index: String,
-        /// The file that it names.
-        named: String,
-        /// Those of other ranks.
-        others: Vec<String>,
-    },
-    /// A stored tensor contradicts the configuration or its companions.
-    #[error("tensor {tensor:?}: expected {expected}, found {found}")]
-    Quantized {
-        /// The stored tensor.
-        tensor: String,
-        /// The required property.
-        expected: String,
-        /// The property found.
-        found: String,
-    },
-    /// The boxes of a tensor do not cover it, or one is not where its file has it.
-    #[error("tensor {tensor:?} of {dtype} {shape:?}: {fault}")]
-    Boxes {
+    /// A step of Orbax without arrays, in words.
+    #[error("{0}")]
+    NoArrays(String),
+    /// A tensor is not what it must be.
+    #[error("tensor {tensor:?}{what}")]
+    Tensor {
         /// The tensor.
         tensor: String,
-        /// Type of its elements.
-        dtype: DType,
-        /// Its shape.
-        shape: Vec<u64>,
-        /// What is wrong.
-        fault: String,
-    },
-    /// A file of a checkpoint that is not safetensors, or what it says of the others, is malformed or not supported.
-    #[error("{file}: {message}")]
-    Container {
-        /// The file.
-        file: String,
-        /// The reader's error.
-        message: String,
-    },
-    /// A member of `config.json` has a value that it cannot have.
-    #[error("config.json: {member}: expected {expected}, found {found}")]
-    Configuration {
-        /// The member.
-        member: &'static str,
-        /// What it may be.
-        expected: &'static str,
-        /// The value found.
-        found: String,
+        /// What is wrong, after its name.
+        what: String,
     },
     /// More bytes than computations of sizes can handle.
     #[error("all files or tensors together have more than {} bytes", BYTES_MAX)]
@@ -474,6 +294,9 @@ pub enum Problem {
     /// More tensors or names than 32 bits can number.
     #[error("the names of all tensors together are longer than 4 GiB")]
     TooLarge,
+    /// Anything else, in words.
+    #[error("{0}")]
+    Other(String),
 }
 
 /// Numbers of files, of which there are `count` in all.
@@ -484,14 +307,14 @@ fn list_numbers(numbers: &[u64], count: u64) -> String {
 }
 
 /// Names, of which some are enough.
-fn shortened(names: &[String]) -> String {
+pub(super) fn shortened(names: &[String]) -> String {
     const SHOWN: usize = 6;
     let more = names.len().saturating_sub(SHOWN);
     let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
     if more > 0 { format!("{shown} and {more} more") } else { shown }
 }
 
-fn list_or_none(names: &[String]) -> String {
+pub(super) fn list_or_none(names: &[String]) -> String {
     if names.is_empty() { "none".to_owned() } else { names.join(", ") }
 }
 
@@ -580,32 +403,36 @@ fn lines(problems: &[Problem]) -> Vec<(String, usize)> {
 }
 
 impl Problem {
+    /// What is wrong with a file.
+    pub(super) fn of_file(file: impl fmt::Display, what: impl fmt::Display) -> Self {
+        Self::Other(format!("{file}: {what}"))
+    }
+
+    /// A stored tensor contradicts the configuration, the index or its companions.
+    pub(super) fn of_tensor(tensor: &str, expected: impl fmt::Display, found: impl fmt::Display) -> Self {
+        Self::Tensor { tensor: tensor.to_owned(), what: format!(": expected {expected}, found {found}") }
+    }
+
+    /// What is wrong with the shape of a tensor or its boxes.
+    pub(super) fn of_shape(tensor: &str, dtype: DType, shape: &[u64], fault: impl fmt::Display) -> Self {
+        Self::Tensor { tensor: tensor.to_owned(), what: format!(" of {dtype} {shape:?}: {fault}") }
+    }
+
     /// The tensor with whose name the message begins.
     fn tensor(&self) -> Option<&str> {
         match self {
-            Self::RepeatedInIndex { .. }
-            | Self::Header { .. }
-            | Self::Orbax(_)
-            | Self::Unreadable { .. }
-            | Self::Json { .. }
-            | Self::OutsideRepository { .. }
-            | Self::MissingFile { .. }
-            | Self::NoFile { .. }
-            | Self::EmptyIndex { .. }
-            | Self::IncompleteSet { .. }
-            | Self::UnfinishedDownload { .. }
-            | Self::IndexOfOtherSet { .. }
-            | Self::PartsOfRanks { .. }
-            | Self::Container { .. }
-            | Self::Configuration { .. }
-            | Self::TooManyBytes
-            | Self::TooLarge => None,
             Self::NotInFile { tensor, .. }
-            | Self::InOtherFile { tensor, .. }
             | Self::NotInIndex { tensor, .. }
             | Self::Duplicate { tensor, .. }
-            | Self::Quantized { tensor, .. }
-            | Self::Boxes { tensor, .. } => Some(tensor),
+            | Self::Tensor { tensor, .. } => Some(tensor),
+            Self::Unreadable(_)
+            | Self::MissingFile { .. }
+            | Self::IncompleteSet { .. }
+            | Self::Unfinished { .. }
+            | Self::NoArrays(_)
+            | Self::TooManyBytes
+            | Self::TooLarge
+            | Self::Other(_) => None,
         }
     }
 
@@ -676,6 +503,11 @@ impl Problems {
         }
     }
 
+    /// Adds what is wrong with a file.
+    pub(super) fn of_file(&mut self, file: impl fmt::Display, what: impl fmt::Display) {
+        self.push(Problem::of_file(file, what));
+    }
+
     /// Whether a tensor is accepted although the index does not name it.
     pub(super) fn accepts_unmapped(&self, name: &str) -> bool {
         self.allow_unmapped.accepts(name)
@@ -730,8 +562,12 @@ impl Problems {
         let missing: Vec<String> = self.list.iter().filter_map(lacking).flatten().collect();
         if !missing.is_empty() {
             self.list.retain(|problem| lacking(problem).is_none());
-            let (label, repo) = (label.to_owned(), repo.to_owned());
-            self.list.insert(0, Problem::UnfinishedDownload { label, repo, found, missing });
+            let (all, missing) = (found + missing.len(), shortened(&missing));
+            let message = format!(
+                "the Hugging Face cache has {found} of the {all} weight files of {label} (missing: {missing}): the download is not finished; \
+                 run `hf download {repo}`, or `ckfs fetch {repo}`, or leave out --offline"
+            );
+            self.list.insert(0, Problem::Other(message));
         }
         self
     }

@@ -20,7 +20,7 @@ use super::{
     file::{FileRole, IgnoreReason, RepoFile},
     merges::{Merge, Merges},
     prefix,
-    problem::{CheckpointError, Problem, Problems},
+    problem::{CheckpointError, Problems},
     promised,
     scheme::{FILE_MARK, Found, Quantized, members},
     table::{Storage, TensorInfo, TensorTable},
@@ -325,7 +325,7 @@ impl Checkpoint {
                 "quantization_config has {lost}, which says what the weights mean, and no file that is made of them would say so; \
                  name the model that it was quantized from"
             );
-            problems.push(Problem::Json { file: CONFIG.to_owned(), message });
+            problems.of_file(CONFIG, message);
         }
         self.dialect = Dialect::of(&self.table, Some(&config), quantization, &mut problems);
         self.warnings.extend(promised::compare(&self.table, &config, (self.are_ranks, true), &mut problems));

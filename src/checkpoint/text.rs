@@ -1,14 +1,18 @@
 //! Texts that are read when a repository is opened: configurations and indexes.
 
-use ckfs_source::{Opened, WaitRegistry};
+use std::{io, path::Path, sync::Arc};
 
-use super::{
-    json,
-    problem::{Problem, Problems},
-};
+use ckfs_source::{Opened, SourceError, WaitRegistry};
+
+use super::{json, problem::Problems};
 
 /// Longest `config.json` or index that is read, in bytes.
 pub(super) const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
+
+/// The error of a file with which the system has not done this.
+pub(super) fn io_error(file: impl AsRef<Path>, action: impl Into<String>, error: io::Error) -> SourceError {
+    SourceError::Io { file: Arc::from(file.as_ref()), action: action.into(), error: Arc::new(error) }
+}
 
 /// The text of a JSON file, or the reason why it is not available.
 pub(super) fn read_json(opened: &Opened, fetches: &WaitRegistry) -> Result<Vec<u8>, String> {
@@ -28,5 +32,5 @@ pub(super) fn parsed(file: &str, text: &Result<Vec<u8>, String>, problems: &mut 
         let value = json::parse(text).map_err(|error| json::fault(&error))?;
         if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
     });
-    value.map_err(|message| problems.push(Problem::Json { file: file.into(), message })).ok()
+    value.map_err(|message| problems.of_file(file, message)).ok()
 }

@@ -61,7 +61,7 @@ pub(crate) fn read_safetensors(
     let state = match DcpState::of_safetensors(named) {
         Ok(state) => state,
         Err(error) => {
-            problems.push(Problem::Container { file: SHARDING_INFO.to_owned(), message: error.to_string() });
+            problems.of_file(SHARDING_INFO, error);
             DcpState::default()
         }
     };
@@ -71,13 +71,13 @@ pub(crate) fn read_safetensors(
             "one of several files that hold parts of the same tensors (DCP_SHARDING_INFO); give the directory {}",
             directory.display()
         );
-        problems.push(Problem::Container { file: files.path(FileId(0)).to_owned(), message });
+        problems.of_file(files.path(FileId(0)), message);
         return Contents::new(Container::Dcp, TensorTable::default());
     }
     // Files that all hold every tensor whole are of use one by one.
     let counts = !alone && (state.has_parts || state.lacks_shapes);
     if counts && let Err(message) = count_files(files, headers) {
-        problems.push(Problem::Container { file: SHARDING_INFO.to_owned(), message });
+        problems.of_file(SHARDING_INFO, message);
     }
     let mut builder = MosaicBuilder::new(files.source, problems);
     for tensor in &state.tensors {
@@ -149,7 +149,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
     let mut state = match metadata(files) {
         Ok(state) => state,
         Err(message) => {
-            problems.push(Problem::Container { file: DCP_METADATA.to_owned(), message });
+            problems.of_file(DCP_METADATA, message);
             DcpState::default()
         }
     };
@@ -167,9 +167,9 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
             match found.and_then(|found| box_of(tensor, chunk, item, &found.tensors)) {
                 Ok(part) => boxes.push(part),
                 Err(message) => {
-                    let file = files.source.path(item.file).display().to_string();
+                    let file = files.source.path(item.file).display();
                     let message = format!("tensor {:?}, chunk at {:?}: {message}", tensor.name, chunk.offsets);
-                    builder.problems().push(Problem::Container { file, message });
+                    builder.problems().of_file(file, message);
                 }
             }
         }

@@ -3,6 +3,7 @@
 use std::{
     cmp::Ordering,
     collections::{BTreeSet, HashMap, HashSet},
+    fmt,
 };
 
 use ckfs_format::safetensors::{Header, HeaderErrors};
@@ -21,6 +22,16 @@ use super::super::{
 pub(crate) enum ReadHeader {
     Source(SourceError),
     Header(HeaderErrors),
+}
+
+impl ReadHeader {
+    /// The problem of a file whose header it is.
+    pub(crate) fn problem(self, file: impl fmt::Display) -> Problem {
+        match self {
+            Self::Source(error) => error.into(),
+            Self::Header(errors) => Problem::of_file(file, errors),
+        }
+    }
 }
 
 pub(crate) fn read_header(source: &dyn Source, file: FileId) -> Result<Header, ReadHeader> {
@@ -136,11 +147,8 @@ impl<'a> WeightFiles<'a> {
                 (Some((name, expected)), Some(tensor))
                     if expected != self.path_of(&tensor) && !decided.contains(name) =>
                 {
-                    problems.push(Problem::InOtherFile {
-                        tensor: name.to_owned(),
-                        expected: expected.to_owned(),
-                        found: self.path_of(&tensor).to_owned(),
-                    });
+                    let expected = format_args!("in {expected} by the index");
+                    problems.push(Problem::of_tensor(name, expected, format_args!("in {}", self.path_of(&tensor))));
                 }
                 (Some(_), Some(_)) | (None, None) => {}
             }
@@ -148,8 +156,7 @@ impl<'a> WeightFiles<'a> {
             let name = entry.map(|entry| entry.0).or(tensor.map(|tensor| tensor.name));
             let name = name.expect("the walk has ended where neither side has a name");
             while named.next_if(|next| next.0 == name && entry.is_some()).is_some() {
-                let (index, tensor) = (index_name.to_owned(), name.to_owned());
-                problems.push(Problem::RepeatedInIndex { index, tensor });
+                problems.of_file(index_name, format_args!("names tensor {name:?} twice"));
             }
             while tensors.next_if(|next| next.name == name && tensor.is_some()).is_some() {}
         }

@@ -40,8 +40,7 @@ pub(crate) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)
 
 /// The error of a directory whose index cannot be read.
 pub(crate) fn unusable(folder: &Folder, file: String, message: String) -> CheckpointError {
-    let problems = vec![Problem::Json { file, message }];
-    CheckpointError::Problems { label: folder.located.label.clone(), problems, more: 0 }
+    CheckpointError::of_file(&folder.located.label, file, message)
 }
 
 /// What an index says whose files hold differences from another version's weights, each tensor a compressed text of bytes.
@@ -116,9 +115,8 @@ pub(crate) fn read(
                 broken.insert(file.clone());
                 let foreign = foreign::refused_file(files.source, id, &file);
                 problems.push(match (error, foreign) {
-                    (ReadHeader::Header(_), Some(message)) => Problem::Container { file, message },
-                    (ReadHeader::Header(errors), None) => Problem::Header { file, errors },
-                    (ReadHeader::Source(error), _) => Problem::Unreadable { file, error },
+                    (ReadHeader::Header(_), Some(message)) => Problem::of_file(file, message),
+                    (error, _) => error.problem(file),
                 });
             }
         }
@@ -126,7 +124,7 @@ pub(crate) fn read(
     for (id, _) in headers.iter().filter(|(_, header)| is_delta(header)) {
         let message = "compressed differences from another version's weights, with the digests of what they become: a published weight \
                        delta, and no weights; expected a whole repository";
-        problems.push(Problem::Container { file: files.path(*id).to_owned(), message: message.to_owned() });
+        problems.of_file(files.path(*id), message);
     }
     let file_metadata = headers.iter().map(|(id, header)| (*id, header.metadata().to_vec()));
     let file_metadata: BTreeMap<_, _> = file_metadata.filter(|(_, metadata)| !metadata.is_empty()).collect();

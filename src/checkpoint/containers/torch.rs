@@ -17,7 +17,7 @@ use super::super::{
     index::Index,
     mosaic::{Missing, MosaicBuilder, StoredBox},
     prefix::is_optimizer_state,
-    problem::{CheckpointError, Problem, Problems},
+    problem::{CheckpointError, Problems},
     safetensors::unusable,
     weight_name::WeightName,
 };
@@ -60,10 +60,11 @@ pub(crate) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> 
         ([only], _) | (_, [only]) => vec![(*only).to_owned()],
         (_, [_, ..]) => set.iter().map(|path| (*path).to_owned()).collect(),
         _ => {
-            let root = folder.located.path.clone();
+            let (root, files) = (folder.located.path.display(), candidates.join(", "));
             let found = foreign::of_torch_files(&candidates).map(str::to_owned).or_else(|| variants_of(&candidates));
-            let files = candidates.iter().map(|path| (*path).to_owned()).collect();
-            return Err(CheckpointError::SeveralFiles { root, files, found });
+            let found = found
+                .unwrap_or_else(|| "several files of torch.save and no pytorch_model.bin; give one of them".to_owned());
+            return Err(CheckpointError::SeveralFiles(format!("{root}: {found}: {files}")));
         }
     };
     folder.choose(|path| chosen.iter().any(|chosen| chosen == path));
@@ -123,7 +124,7 @@ pub(crate) fn read(
                 let file = files.path(item.file).to_owned();
                 let message = foreign::refused_file(files.source, item.file, &file).unwrap_or(message);
                 broken.insert(file.clone());
-                builder.problems().push(Problem::Container { file, message });
+                builder.problems().of_file(file, message);
                 continue;
             }
         };

@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::super::{
     amount::human_bytes,
     printable::printable,
-    problem::{Problem, Problems},
+    problem::Problems,
     quantization::Quantization,
     table::{TensorInfo, TensorTable},
     tied::{Tie, other_head},
@@ -160,7 +160,7 @@ impl Dialect {
         let declared_layers = declared.map(|(_, layers)| layers).filter(|layers| *layers <= LAYERS_MAX);
         if let (Some((key, found)), None) = (declared, declared_layers) {
             let message = format!("{key}: expected at most {LAYERS_MAX}, found {found}");
-            problems.push(Problem::Json { file: "config.json".to_owned(), message });
+            problems.of_file("config.json", message);
         }
         let architectures: Vec<String> = architectures.filter_map(|name| name.as_str().map(str::to_owned)).collect();
         let tie = Tie::of(config, text, &architectures);

@@ -237,16 +237,12 @@ fn part_of_ranks(table: &TensorTable, config: &Value) -> Option<Problem> {
     let count = ranks.first().copied().filter(|count| *count > 1)?;
     let cut = |kind: bool| sizes.iter().find(|((of, found), _)| *of == kind && !times(kind, *found).contains(&1));
     let (Some(((_, found), info)), Some(_)) = (cut(true), cut(false)) else { return None };
-    Some(Problem::Boxes {
-        tensor: info.name.to_owned(),
-        dtype: info.dtype,
-        shape: info.shape.to_vec(),
-        fault: format!(
-            "expected {} columns by config.json, found {found}, and all matrices that end attention or an MLP have 1/{count} of theirs: these \
-             are the parts of one of {count} ranks of tensor parallelism; give the checkpoint of all ranks, or the model that they loaded",
-            found * count
-        ),
-    })
+    let fault = format!(
+        "expected {} columns by config.json, found {found}, and all matrices that end attention or an MLP have 1/{count} of theirs: these \
+         are the parts of one of {count} ranks of tensor parallelism; give the checkpoint of all ranks, or the model that they loaded",
+        found * count
+    );
+    Some(Problem::of_shape(info.name, info.dtype, info.shape, fault))
 }
 
 /// Whether some tensor is stored in parts.
@@ -274,15 +270,11 @@ pub(crate) fn compare(
     if refuses {
         let found = table.iter().filter_map(|(_, info)| Some((info, short(&info)?)));
         for (info, (promised, what, rows)) in found.take(FIRST) {
-            problems.push(Problem::Boxes {
-                tensor: info.name.to_owned(),
-                dtype: info.dtype,
-                shape: info.shape.to_vec(),
-                fault: format!(
-                    "expected {promised} rows by {what} in config.json, found {rows}: files of ranks are missing, or the configuration \
-                     is that of another model"
-                ),
-            });
+            let fault = format!(
+                "expected {promised} rows by {what} in config.json, found {rows}: files of ranks are missing, or the configuration is that \
+                 of another model"
+            );
+            problems.push(Problem::of_shape(info.name, info.dtype, info.shape, fault));
         }
         return None;
     }

@@ -13,7 +13,7 @@ use super::super::{
     foreign,
     index::Index,
     listing::{Listed, Opening},
-    problem::{CheckpointError, Expected, Problem, Problems},
+    problem::{CheckpointError, Expected, Problem, Problems, list_or_none, shortened},
     weight_name::{WeightName, is_any_index, of_any_rank, variant_of_index},
 };
 pub(crate) use super::weight_name::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX};
@@ -112,12 +112,9 @@ pub(crate) fn choose_index(
         [(only, _)] => Ok(Some(only.to_owned())),
         _ => {
             let variants: BTreeSet<&str> = indexes.iter().filter_map(|(_, variant)| *variant).collect();
-            Err(CheckpointError::SeveralIndexes {
-                root: root.to_path_buf(),
-                usual: of.usual,
-                advice: variant_advice(variants),
-                indexes: indexes.into_iter().map(|(path, _)| path.to_owned()).collect(),
-            })
+            let (root, usual, advice) = (root.display(), of.usual, variant_advice(variants));
+            let indexes = indexes.into_iter().map(|(path, _)| path).collect::<Vec<_>>().join(", ");
+            Err(CheckpointError::Refused(format!("{root}: several indexes and no {usual}: {indexes}{advice}")))
         }
     }
 }
@@ -142,8 +139,9 @@ pub(crate) fn choose_variant(
     let variant_of = |file: &Listed| WeightName::of(&file.path)?.variant.map(str::to_owned);
     let found: BTreeSet<String> = files.iter().filter(|file| usable(file)).filter_map(variant_of).collect();
     if !found.contains(variant) {
-        let (root, variant) = (root.to_path_buf(), variant.to_owned());
-        return Err(CheckpointError::NoVariant { root, variant, found: found.into_iter().collect() });
+        let (root, found) = (root.display(), list_or_none(&found.into_iter().collect::<Vec<_>>()));
+        let message = format!("{root}: no weights of the variant {variant:?}; there are: {found}");
+        return Err(CheckpointError::Refused(message));
     }
     for file in files.iter_mut().filter(|file| usable(file)) {
         if variant_of(file).as_deref() != Some(variant) {
@@ -166,7 +164,7 @@ pub(crate) fn find_unreadable(files: &[Listed], problems: &mut Problems) {
         // An index names the weights that it needs.
         let weights = is_safetensors(name) && !is_second_copy(name) && !indexed;
         if weights || name == CONFIG || (name.ends_with(INDEX_SUFFIX) && !is_second_copy(name)) {
-            problems.push(Problem::NoFile { file: name.to_owned(), found: reason });
+            problems.of_file(name, format_args!("cannot be read as a file: {reason}"));
         }
     }
 }
@@ -230,14 +228,14 @@ pub(crate) fn choose_indexed(
         expected[*file as usize].add(tensor);
     }
     if expected.is_empty() {
-        problems.push(Problem::EmptyIndex { index: name.to_owned() });
+        problems.of_file(name, "names no tensor");
     }
     let other = other_set(index, files);
     let mut missing_files: Vec<String> = Vec::new();
     for (number, (path, tensors)) in index.files.iter().zip(expected).enumerate() {
         if let Err(flaw) = RelativePath::parse(path) {
-            let (index, path) = (name.to_owned(), path.clone());
-            problems.push(Problem::OutsideRepository { index, path, tensors, flaw });
+            let what = format!("names {path:?} for {tensors}, which is not a path inside the repository: {flaw}");
+            problems.of_file(name, what);
             continue;
         }
         let missing = |found: String| {
@@ -254,8 +252,12 @@ pub(crate) fn choose_indexed(
         }
     }
     if let (Some((stem, total)), [first, ..]) = (other, &missing_files[..]) {
-        let (index, missing, first) = (name.to_owned(), missing_files.len(), first.clone());
-        problems.push(Problem::IndexOfOtherSet { index, missing, first, stem, total });
+        let missing = missing_files.len();
+        let what = format!(
+            "names {missing} files that are not there (the first is {first:?}), and the whole set {stem}-*-of-{total}.safetensors is: the \
+             index is that of another copy; remove it, or put its files in place of these"
+        );
+        problems.of_file(name, what);
     }
     let variants: BTreeSet<_> = index.files.iter().filter_map(|path| variant_key(path)).collect();
     let stems: BTreeSet<&str> = variants.iter().map(|(stem, _)| *stem).collect();
@@ -273,7 +275,12 @@ pub(crate) fn choose_indexed(
         file.role = beside(&file.path, reason);
     }
     for (named, others) in parts {
-        problems.push(Problem::PartsOfRanks { index: name.to_owned(), named: named.to_owned(), others });
+        let others = shortened(&others);
+        let what = format!(
+            "names {named}, and not {others}: by their names each holds the part of one rank, and the part would be shown as the whole \
+             tensor; join the parts with a program that knows how they were cut, or put these files elsewhere if the named one is whole"
+        );
+        problems.of_file(name, what);
     }
 }
 

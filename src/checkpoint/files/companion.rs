@@ -5,18 +5,11 @@
 
 use std::{io, path::PathBuf, sync::Arc};
 
-use ckfs_source::{FoundFile, Opened, SourceError, WaitRegistry};
+use ckfs_source::{FoundFile, SourceError, WaitRegistry};
 
 use super::super::{
-    adapter::AdapterFiles,
-    choose::CONFIG,
-    file::FileRole,
-    folder::Folder,
-    foreign::lfs_pointer,
-    json,
-    problem::{CheckpointError, Problem},
-    tree::FileTree,
-    weight_name::is_any_index,
+    adapter::AdapterFiles, choose::CONFIG, file::FileRole, folder::Folder, foreign::lfs_pointer, json,
+    problem::CheckpointError, text::io_error, tree::FileTree, weight_name::is_any_index,
 };
 
 /// Most bytes of all files of a companion.
@@ -52,11 +45,8 @@ pub(crate) fn read_companion(
     label: String,
     tree: &dyn FileTree,
 ) -> Result<(Companion, serde_json::Value), CheckpointError> {
-    let failed = |file: &str, message: String| CheckpointError::Problems {
-        label: format!("--config-from {label}"),
-        problems: vec![Problem::Json { file: file.to_owned(), message }],
-        more: 0,
-    };
+    let failed =
+        |file: &str, message: String| CheckpointError::of_file(format_args!("--config-from {label}"), file, message);
     let (mut files, mut config, mut total) = (Vec::new(), None, 0u64);
     for path in needed(tree)? {
         let len = tree.len_bytes(&path)?.unwrap_or(0);
@@ -105,11 +95,7 @@ pub(crate) fn of_folder(
     if !listed.iter().any(|(_, name, _)| name == CONFIG) {
         return Ok(None);
     }
-    let failed = |file: &str, message: String| CheckpointError::Problems {
-        label: label.clone(),
-        problems: vec![Problem::Json { file: file.to_owned(), message }],
-        more: 0,
-    };
+    let failed = |file: &str, message: String| CheckpointError::of_file(&label, file, message);
     let (mut files, mut config, mut total) = (Vec::new(), None, 0u64);
     for (path, name, size_bytes) in listed {
         total = total.saturating_add(size_bytes);
@@ -135,12 +121,8 @@ pub(crate) fn of_folder(
 
 /// The problem of a companion that is a file.
 pub(crate) fn not_a_directory(label: &str) -> CheckpointError {
-    let message = "expected a directory with this file, or org/name".to_owned();
-    CheckpointError::Problems {
-        label: format!("--config-from {label}"),
-        problems: vec![Problem::Json { file: CONFIG.to_owned(), message }],
-        more: 0,
-    }
+    let label = format_args!("--config-from {label}");
+    CheckpointError::of_file(label, CONFIG, "expected a directory with this file, or org/name")
 }
 
 /// Paths of the files that a repository made from a checkpoint needs.
@@ -168,10 +150,8 @@ pub(crate) fn fill_files(
     fetches: &WaitRegistry,
 ) -> Result<Vec<AdapterFiles>, CheckpointError> {
     let open = |(found, path): (io::Result<FoundFile>, PathBuf)| {
-        let failed =
-            |error| SourceError::Io { file: Arc::from(path.as_path()), action: "open".into(), error: Arc::new(error) };
         let _opening = fetches.begin_path(&path, "open");
-        let weights: Opened = found.map_err(failed)?.open(None)?;
+        let weights = found.map_err(|error| io_error(&path, "open", error))?.open(None)?;
         let config = serde_json::Value::Null;
         Ok(AdapterFiles { dir: path, config, weights, warning: None, fills: true })
     };

@@ -39,6 +39,21 @@ pub(crate) struct Folder {
     follow_symlinks: bool,
 }
 
+/// The directory of a local source.
+pub(crate) fn open_root(located: &Located, options: &OpenOptions) -> Result<Arc<RootDir>, CheckpointError> {
+    let path = &located.path;
+    let _opening = options.fetches.begin_path(path, "open");
+    let root = RootDir::open(path).map_err(|error| CheckpointError::Listing { root: path.clone(), error })?;
+    if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
+        return Err(CheckpointError::Refused(format!(
+            "{}: a symbolic link out of the repository's directory in the cache; give the directory that it leads to, or \
+             --follow-symlinks",
+            path.display()
+        )));
+    }
+    Ok(Arc::new(root))
+}
+
 /// The text of a small file, or the reason why it is not available.
 pub(crate) type Text = Result<Vec<u8>, String>;
 
@@ -49,15 +64,9 @@ impl Folder {
         options: &OpenOptions,
         is_weights: impl Fn(&str) -> bool,
     ) -> Result<Self, CheckpointError> {
-        let path = located.path.clone();
-        let listing = |error| CheckpointError::Listing { root: path.clone(), error };
-        let opening = options.fetches.begin_path(&located.path, "open");
-        let root = Arc::new(RootDir::open(&located.path).map_err(listing)?);
-        drop(opening);
-        if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
-            return Err(CheckpointError::LeavesCache { snapshot: located.path });
-        }
-        let Listing { mut files, directories } = listing::list(&root, &options.fetches).map_err(listing)?;
+        let root = open_root(&located, options)?;
+        let Listing { mut files, directories } = listing::list(&root, &options.fetches)
+            .map_err(|error| CheckpointError::Listing { root: located.path.clone(), error })?;
         let mut warnings = Vec::new();
         if !options.follow_symlinks {
             leave_out_links(&mut files, &mut warnings, |file| !is_weights(&file.path));

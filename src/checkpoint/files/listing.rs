@@ -13,7 +13,10 @@ use ckfs_source::{
     remote::RemoteTree, stall::WaitGuard,
 };
 
-use super::super::file::{FileRole, IgnoreReason};
+use super::super::{
+    file::{FileRole, IgnoreReason},
+    text::io_error,
+};
 
 /// Most entries of a repository. Each one becomes an open file.
 const ENTRIES_MAX: usize = 100_000;
@@ -106,11 +109,8 @@ pub(crate) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
     let mut directories = BTreeSet::from([""]);
     for (place, file) in tree.repository().files.iter().enumerate() {
         directories.extend(file.path.match_indices('/').map(|(end, _)| &file.path[..end]));
-        let found = FoundFile::cached(tree.remote(place)?).map_err(|error| SourceError::Io {
-            file: Arc::from(Path::new(&tree.repository().name_of(file))),
-            action: "open its entry in the cache".into(),
-            error: Arc::new(error),
-        })?;
+        let found = FoundFile::cached(tree.remote(place)?)
+            .map_err(|error| io_error(tree.repository().name_of(file), "open its entry in the cache", error))?;
         let (path, size_bytes, state) = (file.path.clone(), file.size_bytes, Opening::Found(found));
         listing.files.push(Listed { path, role: FileRole::Other, size_bytes, state });
     }

@@ -60,7 +60,7 @@ pub(crate) fn locate(source: &str, options: &OpenOptions) -> Result<Located, Che
         Some(("hf", name)) => name,
         Some((scheme, rest)) => {
             if let Some(name) = hub_page(rest).filter(|_| scheme == "https") {
-                return Err(CheckpointError::HubPage { source_name: source.to_owned(), name });
+                return Err(CheckpointError::Refused(format!("{source}: a page of the Hub: give {name}")));
             }
             return store(source, scheme, options);
         }
@@ -125,7 +125,7 @@ fn looks_like_a_file(repo: &str) -> bool {
 fn store(source: &str, scheme: &str, options: &OpenOptions) -> Result<Located, CheckpointError> {
     match open_url(source, &options.remote) {
         Some(found) => found.map(remote).map_err(CheckpointError::Remote),
-        None => Err(CheckpointError::NotSupported { source_name: source.to_owned(), scheme: scheme.to_owned() }),
+        None => Err(CheckpointError::of_scheme(source, scheme)),
     }
 }
 

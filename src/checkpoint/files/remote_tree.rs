@@ -15,7 +15,10 @@ use ckfs_source::{
 };
 use ckfs_tensor::to_usize;
 
-use super::super::tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry};
+use super::super::{
+    text::io_error,
+    tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry},
+};
 
 /// A remote checkpoint as a tree.
 pub(crate) struct CachedTree<'a> {
@@ -31,7 +34,7 @@ impl<'a> CachedTree<'a> {
     }
 
     fn failed(&self, path: &str, action: String, error: io::Error) -> SourceError {
-        SourceError::Io { file: self.shown(path), action, error: Arc::new(error) }
+        io_error(self.shown(path), action, error)
     }
 
     fn find(&self, path: &str) -> Result<&'a Remote, SourceError> {

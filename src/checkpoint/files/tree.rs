@@ -20,6 +20,8 @@ use ckfs_source::{
 use ckfs_tensor::to_usize;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
+use super::super::text::io_error;
+
 /// Longest description that is read at once, in bytes.
 pub(crate) const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
 
@@ -90,7 +92,7 @@ impl LocalTree {
     }
 
     fn failed(&self, path: &str, action: &str, error: io::Error) -> SourceError {
-        SourceError::Io { file: self.shown(path), action: action.to_owned(), error: Arc::new(error) }
+        io_error(self.shown(path), action, error)
     }
 
     /// Opens a file, wherever it is read next; `None` if there is none.

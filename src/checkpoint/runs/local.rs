@@ -4,7 +4,7 @@ use std::{
     fs,
     io::{self, ErrorKind, Read as _},
     os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::Arc,
     time::{Duration, SystemTime},
 };
@@ -12,7 +12,7 @@ use std::{
 use ckfs_source::{SourceError, WaitRegistry};
 
 use super::step_tree::{Measure, Measuring, SMALL_BYTES_MAX, StepEntry, StepTree, below};
-use crate::OpenOptions;
+use crate::{OpenOptions, text::io_error};
 
 /// Greatest depth of a step's directories.
 const DEPTH_MAX: usize = 16;
@@ -35,7 +35,7 @@ impl LocalSteps {
     fn walk(&self, directory: &str, depth: usize, found: &mut Measuring) -> Result<(), SourceError> {
         let place = self.at(directory);
         let looking = self.fetches.begin_path(&place, "list");
-        let own = fs::symlink_metadata(&place).map_err(|error| failed(&place, "stat", error))?;
+        let own = fs::symlink_metadata(&place).map_err(|error| io_error(&place, "stat", error))?;
         add(found, directory, &own, false);
         for entry in self.list(directory)? {
             looking.advance();
@@ -47,7 +47,7 @@ impl LocalSteps {
                     Ok(meta) => add(found, &path, &meta, true),
                     // It is being deleted.
                     Err(error) if is_absent(&error) => found.add(&path, None, SystemTime::UNIX_EPOCH, &[]),
-                    Err(error) => return Err(failed(&self.at(&path), "stat", error)),
+                    Err(error) => return Err(io_error(&self.at(&path), "stat", error)),
                 }
             }
         }
@@ -69,10 +69,6 @@ fn add(found: &mut Measuring, path: &str, meta: &fs::Metadata, is_file: bool) {
     }
 }
 
-fn failed(path: &Path, action: &str, error: io::Error) -> SourceError {
-    SourceError::Io { file: Arc::from(path), action: action.to_owned(), error: Arc::new(error) }
-}
-
 /// A trainer may delete what was just listed.
 fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
@@ -91,12 +87,12 @@ impl StepTree for LocalSteps {
         let entries = match fs::read_dir(&place) {
             Ok(entries) => entries,
             Err(error) if !directory.is_empty() && is_absent(&error) => return Ok(Vec::new()),
-            Err(error) => return Err(failed(&place, "list", error)),
+            Err(error) => return Err(io_error(&place, "list", error)),
         };
         let mut found = Vec::new();
         for entry in entries {
             looking.advance();
-            let entry = entry.map_err(|error| failed(&place, "list", error))?;
+            let entry = entry.map_err(|error| io_error(&place, "list", error))?;
             let Ok(kind) = entry.file_type() else { continue };
             // No writer uses a name that is not UTF-8.
             let Ok(name) = entry.file_name().into_string() else { continue };
@@ -112,7 +108,7 @@ impl StepTree for LocalSteps {
         match fs::metadata(&place) {
             Ok(found) => Ok(found.is_file().then_some(found.len())),
             Err(error) if is_absent(&error) => Ok(None),
-            Err(error) => Err(failed(&place, "stat", error)),
+            Err(error) => Err(io_error(&place, "stat", error)),
         }
     }
 
@@ -127,7 +123,7 @@ impl StepTree for LocalSteps {
         match read {
             Ok(_) => Ok(Some(bytes)),
             Err(error) if is_absent(&error) => Ok(None),
-            Err(error) => Err(failed(&place, "read", error)),
+            Err(error) => Err(io_error(&place, "read", error)),
         }
     }
 

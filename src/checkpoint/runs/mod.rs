@@ -116,7 +116,7 @@ impl StepDirectory {
             let found = found.map_err(CheckpointError::Remote)?;
             return Ok(Box::new(RemoteSteps::new(found, &self.options)));
         }
-        let scheme = self.source.split_once("://").map_or("", |(scheme, _)| scheme).to_owned();
-        Err(CheckpointError::NotSupported { source_name: self.source.clone(), scheme })
+        let scheme = self.source.split_once("://").map_or("", |(scheme, _)| scheme);
+        Err(CheckpointError::of_scheme(&self.source, scheme))
     }
 }

@@ -219,25 +219,22 @@ fn four_bits<'a>(stored: &Stored<'a>, found: &mut SchemeFindings<'_>, config: &J
 /// Reads what describes a tensor: its kind, and its dtype when decoded.
 fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(Kind, DType), Problem> {
     let info = stored.tensor(tensor.state);
-    let refused = |tensor: &str, expected: String, found: String| {
-        let tensor = tensor.to_owned();
-        Problem::Quantized { tensor, expected, found }
-    };
     let read: Option<Json> = ckfs_format::json::tree(&stored.read(tensor.state)?).ok();
-    let state = read.ok_or_else(|| refused(info.name, "JSON".to_owned(), "other bytes".to_owned()))?;
+    let state = read.ok_or_else(|| Problem::of_tensor(info.name, "JSON".to_owned(), "other bytes".to_owned()))?;
     let told = |key: &str| state.get(key).unwrap_or(&Json::Null);
-    let wrong = |key: &str, expected: &str| refused(info.name, format!("{key}: {expected}"), told(key).to_string());
+    let wrong =
+        |key: &str, expected: &str| Problem::of_tensor(info.name, format!("{key}: {expected}"), told(key).to_string());
     let is_nf4 = match tensor.kind {
         "nf4" => true,
         "fp4" => false,
-        other => return Err(refused(info.name, "a quant_state of nf4 or fp4".to_owned(), other.to_owned())),
+        other => return Err(Problem::of_tensor(info.name, "a quant_state of nf4 or fp4".to_owned(), other.to_owned())),
     };
     if *told("quant_type") != tensor.kind {
         return Err(wrong("quant_type", tensor.kind));
     }
     if let Some(configured) = text(config, "bnb_4bit_quant_type").filter(|configured| *configured != tensor.kind) {
         let expected = format!("{configured}, which is bnb_4bit_quant_type");
-        return Err(refused(info.name, expected, tensor.kind.to_owned()));
+        return Err(Problem::of_tensor(info.name, expected, tensor.kind.to_owned()));
     }
     let dtype = told("dtype").as_str().and_then(|name| DType::ALL.iter().copied().find(|dtype| dtype.name() == name));
     let dtype = dtype.filter(|dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16));
@@ -255,12 +252,12 @@ fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(K
     // As numbers: of two zeros with other signs the library has its own.
     if map.iter().zip(expected).any(|(stored, own)| f32::from_bits(*stored).partial_cmp(own) != Some(Ordering::Equal)) {
         let found = "other numbers".to_owned();
-        return Err(refused(stored.tensor(tensor.map).name, format!("the table of {}", tensor.kind), found));
+        return Err(Problem::of_tensor(stored.tensor(tensor.map).name, format!("the table of {}", tensor.kind), found));
     }
     let is_nested = state.get("nested_offset").is_some();
     if is_nested != tensor.nested.is_some() {
         let companion = if is_nested { "nested_absmax beside it" } else { "nested_offset, for nested_absmax is there" };
-        return Err(refused(info.name, companion.to_owned(), "none".to_owned()));
+        return Err(Problem::of_tensor(info.name, companion.to_owned(), "none".to_owned()));
     }
     let nested = match tensor.nested {
         None => None,
@@ -276,7 +273,11 @@ fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(K
     };
     let storage = stored.tensor(tensor.codes).dtype;
     if !matches!(storage, DType::U8 | DType::BF16 | DType::F16 | DType::F32) {
-        return Err(refused(tensor.name, "bytes of codes, as U8, BF16, F16 or F32".to_owned(), storage.to_string()));
+        return Err(Problem::of_tensor(
+            tensor.name,
+            "bytes of codes, as U8, BF16, F16 or F32".to_owned(),
+            storage.to_string(),
+        ));
     }
     Ok((Kind { extents, storage, block, is_nf4, nested }, dtype))
 }
@@ -286,7 +287,7 @@ fn table(stored: &Stored<'_>, id: TensorId, codes: usize) -> Result<Vec<u32>, Pr
     let info = stored.tensor(id);
     if info.dtype != DType::F32 || info.shape != [codes as u64] {
         let (expected, found) = (format!("F32 [{codes}]"), format!("{} {:?}", info.dtype, info.shape));
-        return Err(Problem::Quantized { tensor: info.name.to_owned(), expected, found });
+        return Err(Problem::of_tensor(info.name, expected, found));
     }
     Ok(stored.read(id)?.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect())
 }

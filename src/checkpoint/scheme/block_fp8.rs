@@ -18,7 +18,7 @@ use super::{
     },
     stored::Stored,
 };
-use crate::problem::Problem;
+use crate::{choose::CONFIG, problem::Problem};
 
 /// The scheme.
 pub(super) static BLOCK_FP8: RowScheme = RowScheme { name: "block_fp8", rows: &ROWS, read };
@@ -61,11 +61,8 @@ fn read<'a>(
     let json = stored.config().filter(|_| config.library() == Some(Library::Transformers))?;
     let configured = json.get("weight_block_size").filter(|block| !block.is_null())?;
     let Some((rows, columns)) = block(configured) else {
-        found.problem(Problem::Configuration {
-            member: "quantization_config.weight_block_size",
-            expected: "two positive numbers",
-            found: configured.to_string(),
-        });
+        let what = format!("quantization_config.weight_block_size: expected two positive numbers, found {configured}");
+        found.problem(Problem::of_file(CONFIG, what));
         return None;
     };
     Some(Box::new(Blocks { config, rows, columns }))

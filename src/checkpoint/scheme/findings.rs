@@ -1,5 +1,7 @@
 //! What schemes have found: decoded tensors, checked against what is stored, companions that decoding leaves out, problems.
 
+use std::fmt::Display;
+
 use ckfs_tensor::{DType, Shape, TensorId};
 use hashbrown::HashMap;
 
@@ -61,12 +63,7 @@ impl<'a> SchemeFindings<'a> {
                 id
             }
             Err(error) => {
-                let expected = format!("tensors that {} decodes", self.scheme);
-                self.problems.push(Problem::Quantized {
-                    tensor: tensor.to_owned(),
-                    expected,
-                    found: error.to_string(),
-                });
+                self.refuse(tensor, format!("tensors that {} decodes", self.scheme), error.to_string());
                 None
             }
         }
@@ -84,7 +81,7 @@ impl<'a> SchemeFindings<'a> {
             if info.dtype != slot.dtype || info.shape != slot.shape.extents() {
                 let expected = format!("{} {} to decode {name:?}", slot.dtype, slot.shape);
                 let found = format!("{} {}", info.dtype, shape_text(info.shape));
-                self.problems.push(Problem::Quantized { tensor: info.name.to_owned(), expected, found });
+                self.problems.push(Problem::of_tensor(info.name, expected, found));
             }
         }
         let Ok(number) = u32::try_from(self.found.tensors.len()) else {
@@ -100,8 +97,7 @@ impl<'a> SchemeFindings<'a> {
                 Use::LeftOut | Use::Open => "a tensor that is left out",
             };
             let found = format!("codes of {other:?} too");
-            let tensor = self.stored.tensor(*codes).name.to_owned();
-            self.problems.push(Problem::Quantized { tensor, expected: format!("codes of {name:?} only"), found });
+            self.refuse(self.stored.tensor(*codes).name, format!("codes of {name:?} only"), found);
         }
         if self.problems.count() > before {
             return;
@@ -144,9 +140,8 @@ impl<'a> SchemeFindings<'a> {
     }
 
     /// Notes that tensor `tensor` is not what configuration and names say.
-    pub(crate) fn refuse(&mut self, tensor: &str, expected: impl Into<String>, found: impl Into<String>) {
-        let (expected, found) = (expected.into(), found.into());
-        self.problems.push(Problem::Quantized { tensor: tensor.to_owned(), expected, found });
+    pub(crate) fn refuse(&mut self, tensor: &str, expected: impl Display, found: impl Display) {
+        self.problems.push(Problem::of_tensor(tensor, expected, found));
     }
 
     /// Notes any other problem.
@@ -194,11 +189,8 @@ impl<'a> SchemeFindings<'a> {
             let codes = tensor.operands[0];
             if let Some(other) = names.insert(tensor.name, codes).or(stored) {
                 let (expected, found) = (self.stored.tensor(codes).name, self.stored.tensor(other).name);
-                self.problems.push(Problem::Quantized {
-                    tensor: tensor.name.to_owned(),
-                    expected: format!("decoded from {expected:?} only"),
-                    found: format!("{found:?} too"),
-                });
+                let (expected, found) = (format_args!("decoded from {expected:?} only"), format_args!("{found:?} too"));
+                self.problems.push(Problem::of_tensor(tensor.name, expected, found));
             }
         }
         drop(names);

@@ -250,8 +250,7 @@ impl Matrix<'_> {
 fn order(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<Option<Arc<[u64]>>, Problem> {
     let Some(id) = matrix.index else { return Ok(None) };
     let info = stored.tensor(id);
-    let refused =
-        |expected: String, found: String| Problem::Quantized { tensor: info.name.to_owned(), expected, found };
+    let refused = |expected: String, found: String| Problem::of_tensor(info.name, expected, found);
     if info.dtype != DType::I32 || info.shape != [matrix.inner] {
         let expected = format!("I32 [{}], a group for each row of {}.{CODES}", matrix.inner, matrix.module);
         return Err(refused(expected, format!("{} {:?}", info.dtype, info.shape)));

@@ -164,18 +164,13 @@ fn matrices<'a>(
 /// Rows and columns of a decoded matrix: what its words and its companions agree on.
 fn width_and_height(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<(u64, u64), Problem> {
     let (codes, scale) = (stored.tensor(matrix.codes), stored.tensor(matrix.scale));
-    let refused = |tensor: &str, expected: String, found: String| Problem::Quantized {
-        tensor: tensor.to_owned(),
-        expected,
-        found,
-    };
     let [out, words] = *codes.shape else {
-        return Err(refused(codes.name, "shape [out, words]".to_owned(), format!("{:?}", codes.shape)));
+        return Err(Problem::of_tensor(codes.name, "shape [out, words]".to_owned(), format!("{:?}", codes.shape)));
     };
     let shape = stored.tensor(matrix.shape);
     if !matches!((shape.dtype, shape.shape), (DType::I64 | DType::I32, [2])) {
         let found = format!("{} {:?}", shape.dtype, shape.shape);
-        return Err(refused(shape.name, "I64 or I32 [2]".to_owned(), found));
+        return Err(Problem::of_tensor(shape.name, "I64 or I32 [2]".to_owned(), found));
     }
     let inner = if let Sharing::Group(size) = matrix.sharing {
         let groups = scale.shape.last().copied().unwrap_or(0);
@@ -185,14 +180,14 @@ fn width_and_height(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<(u64, u6
         let inner = u64::try_from(numbers[1]);
         match (u64::try_from(numbers[0]), inner) {
             (Ok(rows), Ok(inner)) if rows == out => inner,
-            _ => return Err(refused(shape.name, format!("[{out}, in]"), format!("{numbers:?}"))),
+            _ => return Err(Problem::of_tensor(shape.name, format!("[{out}, in]"), format!("{numbers:?}"))),
         }
     };
     let needed = inner.checked_mul(matrix.bits).map(|bits| bits.div_ceil(32));
     if needed != Some(words) {
         let expected = needed.map_or_else(|| "fewer columns".to_owned(), |words| format!("I32 [{out}, {words}]"));
         let (bits, found) = (matrix.bits, format!("{} {:?}", codes.dtype, codes.shape));
-        return Err(refused(codes.name, format!("{expected} for {inner} columns of {bits} bits"), found));
+        return Err(Problem::of_tensor(codes.name, format!("{expected} for {inner} columns of {bits} bits"), found));
     }
     Ok((out, inner))
 }
@@ -210,10 +205,10 @@ fn compare_with_shape(stored: &Stored<'_>, matrix: &Matrix<'_>, (out, inner): (u
     if numbers.map(u64::try_from) == [Ok(out), Ok(inner)] {
         return Ok(());
     }
-    let (tensor, codes) = (stored.tensor(matrix.shape).name.to_owned(), stored.tensor(matrix.codes).name);
+    let (shape, codes) = (stored.tensor(matrix.shape).name, stored.tensor(matrix.codes).name);
     let (bits, sharing) = (matrix.bits, matrix.sharing);
     let expected = format!("[{out}, {inner}], the shape of {codes:?} in {bits}-bit integers, {sharing}");
-    Err(Problem::Quantized { tensor, expected, found: format!("{numbers:?}") })
+    Err(Problem::of_tensor(shape, expected, format_args!("{numbers:?}")))
 }
 
 /// The signed number of four or eight bytes.

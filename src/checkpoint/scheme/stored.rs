@@ -188,12 +188,11 @@ impl<'a> Stored<'a> {
         let info = self.tensor(id);
         let len = info.bytes();
         if len > READ_BYTES_MAX {
-            let (tensor, found) = (info.name.to_owned(), format!("{len} bytes"));
-            return Err(Problem::Quantized { tensor, expected: format!("at most {READ_BYTES_MAX} bytes"), found });
+            let (expected, found) = (format_args!("at most {READ_BYTES_MAX} bytes"), format_args!("{len} bytes"));
+            return Err(Problem::of_tensor(info.name, expected, found));
         }
         let mut bytes = vec![0; usize::try_from(len).expect("at most a few megabytes")];
-        let read = self.source.read_into(info.file(), info.span().start(), &mut bytes);
-        read.map_err(|error| Problem::Unreadable { file: info.name.to_owned(), error })?;
+        self.source.read_into(info.file(), info.span().start(), &mut bytes)?;
         Ok(bytes)
     }
 }

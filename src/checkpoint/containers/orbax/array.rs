@@ -5,21 +5,21 @@
 
 use std::{
     collections::{BTreeMap, HashSet},
+    fmt::Display,
     ops::Range,
     sync::Arc,
 };
 
-use ckfs_format::zarr::read::{Array, ShardCodec, ZARR_JSON, ZARRAY};
+use ckfs_format::zarr::read::{Array, ChunkError, ShardCodec, ZARR_JSON, ZARRAY};
 use ckfs_source::ByteSpan;
 use ckfs_tensor::{PerAxis, to_usize};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::{
     coded::{CodedArray, CodedBytes, CodedChunk, DecodedFile, unravel},
-    problem::OrbaxProblem,
     store::{Bytes, FileNumber, Files, StoreValue},
 };
-use crate::tree::FileTree;
+use crate::{problem::Problem, tree::FileTree};
 
 /// Keys that are no chunks: descriptions and attributes.
 const DESCRIPTIONS: [&str; 4] = [ZARR_JSON, ZARRAY, ".zattrs", ".zmetadata"];
@@ -139,7 +139,7 @@ impl ToLayOut<'_> {
         self,
         files: &mut Files,
         decoded: &mut Vec<DecodedFile>,
-    ) -> Result<ArrayLayout, Vec<OrbaxProblem>> {
+    ) -> Result<ArrayLayout, Vec<Problem>> {
         let form = Form::of(&self.array);
         let found: Vec<_> = self.values.par_iter().map(|value| self.chunk(&form, value)).collect();
         let (mut chunks, mut problems) = (Vec::with_capacity(found.len()), Vec::new());
@@ -174,17 +174,19 @@ impl ToLayOut<'_> {
     }
 
     /// The place of a value in the grid. `None` if it is no chunk and need not be one.
-    fn chunk<'v>(&self, form: &Form, value: &'v StoreValue) -> Result<Option<Chunk<'v>>, OrbaxProblem> {
+    fn chunk<'v>(&self, form: &Form, value: &'v StoreValue) -> Result<Option<Chunk<'v>>, Problem> {
         let Some(numbers) = self.array.numbers(&value.key) else {
             if DESCRIPTIONS.contains(&value.key.as_str()) || value.key.ends_with(LOCK) {
                 return Ok(None);
             }
-            let (array, key, grid) = (self.name.to_owned(), value.key.clone(), self.array.grid().to_vec());
-            return Err(OrbaxProblem::Surplus { array, key, grid });
+            let grid = self.array.grid();
+            return Err(
+                self.problem(format_args!(": {:?} is stored, which is no chunk of its grid {grid:?}", value.key))
+            );
         };
         let (span, stored_bytes) = self.place(value)?;
         if let Form::Affine(_) = form {
-            self.check_length(value, value.key.clone(), self.array.chunk_bytes(), stored_bytes)?;
+            self.check_length(value, &value.key, self.array.chunk_bytes(), stored_bytes)?;
         }
         let inner = match (form, self.array.sharding()) {
             (Form::Inner { is_plain, .. }, Some(sharding)) => {
@@ -196,15 +198,7 @@ impl ToLayOut<'_> {
     }
 
     /// The span of a value in its file, if it is in one, and its length.
-    fn place(&self, value: &StoreValue) -> Result<(Option<ByteSpan>, u64), OrbaxProblem> {
-        let outside = |span: ByteSpan, len_bytes| OrbaxProblem::Outside {
-            array: self.name.to_owned(),
-            chunk: value.key.clone(),
-            file: self.tree.shown(&value.path),
-            start: span.start(),
-            end: span.end(),
-            len_bytes,
-        };
+    fn place(&self, value: &StoreValue) -> Result<(Option<ByteSpan>, u64), Problem> {
         if let Bytes::Inline(bytes) = &value.bytes {
             return Ok((None, bytes.len() as u64));
         }
@@ -214,12 +208,28 @@ impl ToLayOut<'_> {
             Bytes::Span(span) => *span,
             Bytes::File | Bytes::Inline(_) => whole,
         };
-        if whole.contains(span) { Ok((Some(span), span.len())) } else { Err(outside(span, len_bytes)) }
+        if !whole.contains(span) {
+            let (start, end) = (span.start(), span.end());
+            let what = format!("bytes {start}..{end} are outside the file of {len_bytes} bytes");
+            return Err(self.in_chunk(value, &value.key, what));
+        }
+        Ok((Some(span), span.len()))
     }
 
-    fn check_length(&self, value: &StoreValue, chunk: String, expected: u64, found: u64) -> Result<(), OrbaxProblem> {
-        let (array, file) = (self.name.to_owned(), self.tree.shown(&value.path));
-        if expected == found { Ok(()) } else { Err(OrbaxProblem::Length { array, chunk, file, expected, found }) }
+    fn check_length(&self, value: &StoreValue, chunk: &str, expected: u64, found: u64) -> Result<(), Problem> {
+        let what = || format!("expected {expected} bytes, found {found}");
+        if expected == found { Ok(()) } else { Err(self.in_chunk(value, chunk, what())) }
+    }
+
+    /// What is wrong with the array, after its name.
+    fn problem(&self, what: impl Display) -> Problem {
+        Problem::Other(format!("array {}{what}", self.name))
+    }
+
+    /// What is wrong with a chunk of a value.
+    fn in_chunk(&self, value: &StoreValue, chunk: &str, what: impl Display) -> Problem {
+        let file = self.tree.shown(&value.path);
+        self.problem(format_args!(", chunk {chunk}, {}: {what}", file.display()))
     }
 
     fn inner_spans(
@@ -229,13 +239,8 @@ impl ToLayOut<'_> {
         is_plain: bool,
         span: Option<ByteSpan>,
         stored_bytes: u64,
-    ) -> Result<Vec<Option<Range<u64>>>, OrbaxProblem> {
-        let damaged = |error| OrbaxProblem::Index {
-            array: self.name.to_owned(),
-            chunk: value.key.clone(),
-            file: self.tree.shown(&value.path),
-            error,
-        };
+    ) -> Result<Vec<Option<Range<u64>>>, Problem> {
+        let damaged = |error: ChunkError| self.in_chunk(value, &value.key, error);
         let at = sharding.index_span(stored_bytes).map_err(damaged)?;
         let index = match (&value.bytes, span) {
             (Bytes::Inline(bytes), _) => bytes[to_usize(at.start)..to_usize(at.end)].to_vec(),
@@ -252,29 +257,36 @@ impl ToLayOut<'_> {
             for (number, span) in spans.iter().enumerate() {
                 let Some(span) = span else { continue };
                 let chunk = || format!("{}, inner chunk {number}", value.key);
-                self.check_length(value, chunk(), expected, span.end - span.start)?;
+                self.check_length(value, &chunk(), expected, span.end - span.start)?;
             }
         }
         Ok(spans)
     }
 
     /// The problem of chunks that are not stored, if there are any.
-    fn missing(&self, chunks: &[Chunk<'_>]) -> Option<OrbaxProblem> {
+    fn missing(&self, chunks: &[Chunk<'_>]) -> Option<Problem> {
         let grid = self.array.grid();
         let of: u64 = grid.iter().product();
         let missing = of.checked_sub(chunks.len() as u64).filter(|missing| *missing > 0)?;
         let stored: HashSet<&PerAxis> = chunks.iter().map(|chunk| &chunk.numbers).collect();
         let first = (0..of).map(|number| unravel(number, &grid)).find(|numbers| !stored.contains(numbers));
         let first = first.map_or_else(String::new, |numbers| self.array.key(&numbers));
-        Some(OrbaxProblem::Missing { array: self.name.to_owned(), missing, of, first })
+        Some(self.lost(missing, of, &first))
+    }
+
+    fn lost(&self, missing: u64, of: u64, first: &str) -> Problem {
+        self.problem(format_args!(
+            ": {missing} of {of} chunks are missing, the first is {first}: the writer stores chunks of the fill value too, so that they are \
+             lost"
+        ))
     }
 
     /// The problem of a shard that lacks inner chunks.
-    fn missing_inner(&self, chunk: &Chunk<'_>) -> OrbaxProblem {
+    fn missing_inner(&self, chunk: &Chunk<'_>) -> Problem {
         let missing = chunk.inner.iter().filter(|span| span.is_none()).count() as u64;
         let number = chunk.inner.iter().position(Option::is_none).unwrap_or(0);
         let first = format!("{}, inner chunk {number}", chunk.value.key);
-        OrbaxProblem::Missing { array: self.name.to_owned(), missing, of: chunk.inner.len() as u64, first }
+        self.lost(missing, chunk.inner.len() as u64, &first)
     }
 }
 
@@ -369,7 +381,7 @@ impl Boxes {
     }
 
     /// Puts the coded chunks of each file in order, and gives their boxes places.
-    fn finish(mut self, decoded: &mut Vec<DecodedFile>) -> Result<Vec<ArrayBox>, OrbaxProblem> {
+    fn finish(mut self, decoded: &mut Vec<DecodedFile>) -> Result<Vec<ArrayBox>, Problem> {
         let chunk_bytes = self.coded.chunk_bytes();
         for (stored_in, mut chunks) in self.by_file {
             chunks.sort_by_key(|(chunk, _)| match &chunk.bytes {
@@ -378,9 +390,13 @@ impl Boxes {
             });
             let number = u32::try_from(decoded.len()).expect("arrays and files are fewer than 32 bits count");
             let (chunks, boxes): (Vec<_>, Vec<usize>) = chunks.into_iter().unzip();
-            let too_large =
-                OrbaxProblem::TooLarge { array: self.coded.name.clone(), chunks: chunks.len() as u64, chunk_bytes };
-            let file = DecodedFile::new(Arc::clone(&self.coded), stored_in, chunks).ok_or(too_large)?;
+            let count = chunks.len();
+            let file = DecodedFile::new(Arc::clone(&self.coded), stored_in, chunks).ok_or_else(|| {
+                let (array, most) = (&self.coded.name, u64::MAX);
+                Problem::Other(format!(
+                    "array {array}: {count} chunks of {chunk_bytes} bytes in one file: expected at most {most} bytes decoded"
+                ))
+            })?;
             for (at, place) in boxes.into_iter().zip(0..) {
                 let placed = &mut self.list[at];
                 // Within the length of the file, which 64 bits count.

@@ -11,8 +11,10 @@ use ckfs_format::{
     orbax::read::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, METADATA, UNFINISHED},
 };
 
-use super::problem::OrbaxProblem;
-use crate::tree::{FileTree, TreeEntry};
+use crate::{
+    problem::Problem,
+    tree::{FileTree, TreeEntry},
+};
 
 /// What a Hugging Face repository has.
 const CONFIG: &str = "config.json";
@@ -74,7 +76,7 @@ fn own_name(tree: &dyn FileTree) -> String {
 ///
 /// # Errors
 /// Directories that cannot be listed.
-pub(crate) fn is_orbax(tree: &dyn FileTree) -> Result<bool, OrbaxProblem> {
+pub(crate) fn is_orbax(tree: &dyn FileTree) -> Result<bool, Problem> {
     let entries = tree.list("")?;
     let is_unfinished = own_name(tree).contains(UNFINISHED);
     if is_unfinished || is_item(&entries) || has(&entries, CHECKPOINT_METADATA) {
@@ -106,10 +108,10 @@ pub(crate) fn is_orbax(tree: &dyn FileTree) -> Result<bool, OrbaxProblem> {
 ///
 /// # Errors
 /// None are there, or which is not clear, or they are unfinished.
-pub(super) fn find(tree: &dyn FileTree, allow_unfinished: bool) -> Result<Item, OrbaxProblem> {
+pub(super) fn find(tree: &dyn FileTree, allow_unfinished: bool) -> Result<Item, Problem> {
     let reason = unfinished_name(&own_name(tree));
     if let Some(reason) = reason.filter(|_| !allow_unfinished) {
-        return Err(OrbaxProblem::Unfinished { directory: tree.shown(""), reason });
+        return Err(Problem::Unfinished { directory: tree.shown(""), reason });
     }
     let entries = tree.list("")?;
     if is_item(&entries) || has(&entries, CHECKPOINT_METADATA) || !items_in(tree, "", &entries)?.is_empty() {
@@ -120,7 +122,7 @@ pub(super) fn find(tree: &dyn FileTree, allow_unfinished: bool) -> Result<Item, 
 }
 
 /// The item of the latest finished step; else, if that is allowed, of the latest unfinished one.
-fn in_steps(tree: &dyn FileTree, entries: &[TreeEntry], allow_unfinished: bool) -> Result<Item, OrbaxProblem> {
+fn in_steps(tree: &dyn FileTree, entries: &[TreeEntry], allow_unfinished: bool) -> Result<Item, Problem> {
     let mut steps: Vec<(u64, &str)> =
         directories(entries).filter_map(|name| Some((step_number(name)?, name))).collect();
     steps.sort_unstable();
@@ -131,12 +133,12 @@ fn in_steps(tree: &dyn FileTree, entries: &[TreeEntry], allow_unfinished: bool) 
     for (number, name) in steps.into_iter().rev() {
         match in_step(tree, name, false) {
             Ok(item) => return Ok(Item { step: Some(number), unfinished, ..item }),
-            Err(OrbaxProblem::Unfinished { reason, .. }) => {
+            Err(Problem::Unfinished { reason, .. }) => {
                 last.get_or_insert((number, name));
                 unfinished.push(format!("{name} ({reason})"));
             }
             // A directory with a number for a name need not be a step.
-            Err(OrbaxProblem::NoItem { .. }) => without_arrays.push(format!("{name} (no arrays in it)")),
+            Err(Problem::NoArrays(_)) => without_arrays.push(format!("{name} (no arrays in it)")),
             Err(error) => return Err(error),
         }
     }
@@ -147,14 +149,17 @@ fn in_steps(tree: &dyn FileTree, entries: &[TreeEntry], allow_unfinished: bool) 
     let processes = directories(entries).filter(|name| name.starts_with("ocdbt.process_")).count();
     if processes > 0 {
         let reason = "the databases of its processes are not merged yet, manifest.ocdbt is missing";
-        return Err(OrbaxProblem::Unfinished { directory: tree.shown(""), reason });
+        return Err(Problem::Unfinished { directory: tree.shown(""), reason });
     }
     unfinished.extend(without_arrays);
-    Err(OrbaxProblem::NoFinishedStep { directory: tree.shown(""), found: unfinished })
+    let found = if unfinished.is_empty() { "no steps".to_owned() } else { unfinished.join(", ") };
+    let what =
+        format!("no finished step: {found}; --allow-unfinished reads the latest one, if all of its chunks are there");
+    Err(Problem::of_file(tree.shown("").display(), what))
 }
 
 /// The directories of a step that hold arrays.
-fn items_in(tree: &dyn FileTree, step: &str, entries: &[TreeEntry]) -> Result<Vec<String>, OrbaxProblem> {
+fn items_in(tree: &dyn FileTree, step: &str, entries: &[TreeEntry]) -> Result<Vec<String>, Problem> {
     let mut found = Vec::new();
     for name in directories(entries) {
         if unfinished_name(name).is_none() && step_number(name).is_none() && is_item(&tree.list(&below(step, name))?) {
@@ -165,13 +170,13 @@ fn items_in(tree: &dyn FileTree, step: &str, entries: &[TreeEntry]) -> Result<Ve
 }
 
 /// What a step or an item says about itself; `None` if it says nothing.
-fn metadata(tree: &dyn FileTree, directory: &str) -> Result<Option<CheckpointMetadata>, OrbaxProblem> {
+fn metadata(tree: &dyn FileTree, directory: &str) -> Result<Option<CheckpointMetadata>, Problem> {
     let Some(bytes) = tree.description(&below(directory, CHECKPOINT_METADATA))? else { return Ok(None) };
     match CheckpointMetadata::parse(&bytes) {
         Ok(found) => Ok(Some(found)),
         // The file is written at the start of a save, and again at its end.
         Err(_) if bytes.is_empty() => Ok(None),
-        Err(error) => Err(OrbaxProblem::Description { directory: tree.shown(directory), error }),
+        Err(error) => Err(Problem::of_file(tree.shown(directory).display(), error)),
     }
 }
 
@@ -189,10 +194,18 @@ fn unfinished_step(
         .then_some("_CHECKPOINT_METADATA has no commit_timestamp_nsecs: the saver is still at work, or was stopped")
 }
 
+/// The problem of a step or an item where Orbax would have arrays and this is found.
+pub(super) fn no_arrays(tree: &dyn FileTree, directory: &str, found: &str) -> Problem {
+    Problem::NoArrays(format!(
+        "{}: an Orbax checkpoint without arrays: expected _METADATA or manifest.ocdbt in an item, found {found}",
+        tree.shown(directory).display()
+    ))
+}
+
 /// The item of a finished step, or the directory itself if it is an item.
-fn in_step(tree: &dyn FileTree, step: &str, allow_unfinished: bool) -> Result<Item, OrbaxProblem> {
+fn in_step(tree: &dyn FileTree, step: &str, allow_unfinished: bool) -> Result<Item, Problem> {
     let entries = tree.list(step)?;
-    let unfinished = |reason| OrbaxProblem::Unfinished { directory: tree.shown(step), reason };
+    let unfinished = |reason| Problem::Unfinished { directory: tree.shown(step), reason };
     let of_step = metadata(tree, step)?;
     let is_unfinished = unfinished_step(tree, &entries, of_step.as_ref());
     if let Some(reason) = is_unfinished.filter(|_| !allow_unfinished) {
@@ -213,9 +226,16 @@ fn in_step(tree: &dyn FileTree, step: &str, allow_unfinished: bool) -> Result<It
             }
             let names: Vec<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
             let found = if names.is_empty() { "an empty directory".to_owned() } else { names.join(", ") };
-            return Err(OrbaxProblem::NoItem { directory: tree.shown(step), found });
+            return Err(no_arrays(tree, step, &found));
         }
-        (None, _) => return Err(OrbaxProblem::SeveralItems { directory: tree.shown(step), found }),
+        (None, _) => {
+            let what = format!(
+                "several items with arrays: expected items, default, state, pytree, params or model, or only one, found {}; give the \
+                 directory of one",
+                found.join(", ")
+            );
+            return Err(Problem::of_file(tree.shown(step).display(), what));
+        }
     };
     let directory = below(step, &name);
     let of_item = metadata(tree, &directory)?;

@@ -18,7 +18,6 @@ mod chunk_source;
 mod coded;
 mod decoder;
 mod item;
-pub(crate) mod problem;
 mod store;
 
 use std::sync::Arc;
@@ -36,7 +35,6 @@ use ckfs_source::{FileId, Source};
 use ckfs_tensor::{DType, Element, Shape};
 use coded::DecodedFile;
 pub(crate) use item::is_orbax;
-pub use problem::OrbaxProblem;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use store::{Files, StoreValue};
 
@@ -153,8 +151,8 @@ pub(crate) fn read(
     tree: &dyn FileTree,
     whole_state: bool,
     allow_unfinished: bool,
-) -> Result<OrbaxContents, Vec<OrbaxProblem>> {
-    let one = |problem: OrbaxProblem| vec![problem];
+) -> Result<OrbaxContents, Vec<Problem>> {
+    let one = |problem: Problem| vec![problem];
     let item = item::find(tree, allow_unfinished).map_err(one)?;
     let directory = item.directory.as_str();
     let is_database = store::is_database(tree, directory).map_err(one)?;
@@ -237,13 +235,8 @@ fn not_of_the_model(first: &str, has_model: bool) -> Option<&'static str> {
 }
 
 /// The leaves that the tree has, or, without a description of the tree, the arrays that are stored.
-fn leaves(
-    tree: &dyn FileTree,
-    directory: &str,
-    is_database: bool,
-    whole_state: bool,
-) -> Result<Leaves, Vec<OrbaxProblem>> {
-    let one = |problem: OrbaxProblem| vec![problem];
+fn leaves(tree: &dyn FileTree, directory: &str, is_database: bool, whole_state: bool) -> Result<Leaves, Vec<Problem>> {
+    let one = |problem: Problem| vec![problem];
     let path = item::below(directory, METADATA);
     let Some(bytes) = tree.description(&path).map_err(|error| one(error.into()))? else {
         let names = if is_database {
@@ -263,8 +256,7 @@ fn leaves(
         return Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers: None, saved });
     };
     let described = Tree::parse(&bytes);
-    let described =
-        described.map_err(|error| one(OrbaxProblem::Description { directory: tree.shown(directory), error }))?;
+    let described = described.map_err(|error| one(Problem::of_file(tree.shown(directory).display(), error)))?;
     let firsts: Vec<String> = described.leaves.iter().map(|leaf| leaf.keys[0].to_string()).collect();
     let has_model = firsts.iter().any(|first| first == MODEL);
     let (mut names, mut wanted, mut left_out, mut problems) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -282,7 +274,8 @@ fn leaves(
             }
             LeafKind::Array if leaf.value_type == SCALAR => saved.scalars.extend([leaf.name()]),
             LeafKind::Other(kind) if reason.is_none() => {
-                problems.push(OrbaxProblem::Leaf { leaf: leaf.name(), kind: kind.clone() });
+                let what = format!("leaf {}: stored as {kind:?}, expected an array", leaf.name());
+                problems.push(Problem::Other(what));
             }
             LeafKind::Array | LeafKind::Text | LeafKind::Other(_) => {}
         }
@@ -301,17 +294,16 @@ fn leaves(
 }
 
 /// The description of an array.
-fn describe(tree: &dyn FileTree, leaves: &Leaves, name: &str, values: &[StoreValue]) -> Result<Array, OrbaxProblem> {
+fn describe(tree: &dyn FileTree, leaves: &Leaves, name: &str, values: &[StoreValue]) -> Result<Array, Problem> {
     let of = |key: &str| values.iter().find(|value| value.key == key);
     let expected = if leaves.uses_zarr3 { ZARR_JSON } else { ZARRAY };
     let found = of(expected).or_else(|| of(ZARR_JSON)).or_else(|| of(ZARRAY));
-    let found = found.ok_or_else(|| OrbaxProblem::NoArray { array: name.to_owned(), expected })?;
+    let found = found.ok_or_else(|| {
+        Problem::Other(format!("array {name}: in _METADATA, but its description ({expected}) is missing"))
+    })?;
     let bytes = found.read(tree)?;
     let parsed = if found.key == ZARR_JSON { Array::parse_v3(&bytes) } else { Array::parse_v2(&bytes) };
-    parsed.map_err(|error| {
-        let file = tree.shown(&found.path);
-        OrbaxProblem::Array { array: name.to_owned(), file, error }
-    })
+    parsed.map_err(|error| Problem::Other(format!("array {name}, {}: {error}", tree.shown(&found.path).display())))
 }
 
 #[cfg(test)]

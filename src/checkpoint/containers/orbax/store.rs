@@ -5,13 +5,13 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use ckfs_format::ocdbt::{self, KeyRange, Manifest, NodeRef, OcdbtError, Walk};
+use ckfs_format::ocdbt::{self, KeyRange, Manifest, NodeRef, Walk};
 use ckfs_source::ByteSpan;
 use ckfs_tensor::to_usize;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::{item::below, problem::OrbaxProblem};
-use crate::tree::FileTree;
+use super::item::{below, no_arrays};
+use crate::{problem::Problem, tree::FileTree};
 
 /// Longest manifest or node, in bytes.
 const BLOCK_BYTES_MAX: u64 = 256 << 20;
@@ -71,7 +71,7 @@ pub(super) struct StoreValue {
 
 impl StoreValue {
     /// Reads the whole value.
-    pub(super) fn read(&self, tree: &dyn FileTree) -> Result<Vec<u8>, OrbaxProblem> {
+    pub(super) fn read(&self, tree: &dyn FileTree) -> Result<Vec<u8>, Problem> {
         match &self.bytes {
             Bytes::File => Ok(tree.description(&self.path)?.unwrap_or_default()),
             Bytes::Inline(bytes) => Ok(bytes.to_vec()),
@@ -80,16 +80,22 @@ impl StoreValue {
     }
 }
 
+/// The problem of more than a checkpoint may have.
+fn too_many(what: &str, limit: u64, found: u64) -> Problem {
+    Problem::of_file(what, format_args!("expected at most {limit}, found {found}"))
+}
+
 /// Reads a span whose length a file states, after it was compared with the length of the file.
-fn read_block(tree: &dyn FileTree, path: &str, start: u64, len: u64) -> Result<Vec<u8>, OrbaxProblem> {
+fn read_block(tree: &dyn FileTree, path: &str, start: u64, len: u64) -> Result<Vec<u8>, Problem> {
     if len > BLOCK_BYTES_MAX {
-        return Err(OrbaxProblem::TooMany { what: "bytes of a block", limit: BLOCK_BYTES_MAX, found: len });
+        return Err(too_many("bytes of a block", BLOCK_BYTES_MAX, len));
     }
     if let Some(file_bytes) = tree.len_bytes(path)?
         && start.checked_add(len).is_none_or(|end| end > file_bytes)
     {
         let (file, end) = (tree.shown(path), start.saturating_add(len));
-        return Err(OrbaxProblem::Block { file, start, end, len_bytes: file_bytes });
+        let what = format!("bytes {start}..{end} are outside the file of {file_bytes} bytes");
+        return Err(Problem::of_file(file.display(), what));
     }
     let mut bytes = vec![0; to_usize(len)];
     tree.read(path, start, &mut bytes)?;
@@ -116,18 +122,18 @@ impl<'a> Names<'a> {
 }
 
 /// Whether an item is an OCDBT database.
-pub(super) fn is_database(tree: &dyn FileTree, item: &str) -> Result<bool, OrbaxProblem> {
+pub(super) fn is_database(tree: &dyn FileTree, item: &str) -> Result<bool, Problem> {
     Ok(tree.len_bytes(&below(item, ocdbt::MANIFEST))?.is_some())
 }
 
 /// The manifest that lists the versions.
-fn manifest(tree: &dyn FileTree, item: &str) -> Result<Manifest, OrbaxProblem> {
+fn manifest(tree: &dyn FileTree, item: &str) -> Result<Manifest, Problem> {
     let read = |name: &str| {
         let path = below(item, name);
         let len = tree.len_bytes(&path)?.unwrap_or(0);
-        Ok::<_, OrbaxProblem>((read_block(tree, &path, 0, len)?, path))
+        Ok::<_, Problem>((read_block(tree, &path, 0, len)?, path))
     };
-    let damaged = |path: &str, error| OrbaxProblem::Database { file: tree.shown(path), error };
+    let damaged = |path: &str, error| Problem::of_file(tree.shown(path).display(), error);
     let (bytes, path) = read(ocdbt::MANIFEST)?;
     let manifest = Manifest::parse(&bytes).map_err(|error| damaged(&path, error))?;
     if !manifest.config.is_numbered {
@@ -136,21 +142,17 @@ fn manifest(tree: &dyn FileTree, item: &str) -> Result<Manifest, OrbaxProblem> {
     let entries = tree.list(item)?;
     let newest = entries.iter().filter_map(|entry| ocdbt::numbered_generation(&entry.name)).max();
     let Some(generation) = newest else {
-        let directory = tree.shown(item);
-        return Err(OrbaxProblem::NoItem {
-            directory,
-            found: "manifest.ocdbt without any numbered manifest".to_owned(),
-        });
+        return Err(no_arrays(tree, item, "manifest.ocdbt without any numbered manifest"));
     };
     let (bytes, path) = read(&ocdbt::numbered_name(generation))?;
     manifest.parse_numbered(&bytes, generation).map_err(|error| damaged(&path, error))
 }
 
 /// Receives a key, the file of the node that has it, and its value.
-type Found<'f> = dyn FnMut(&[u8], &Arc<str>, ocdbt::NodeValue<'_>) -> Result<(), OrbaxProblem> + 'f;
+type Found<'f> = dyn FnMut(&[u8], &Arc<str>, ocdbt::NodeValue<'_>) -> Result<(), Problem> + 'f;
 
 /// Calls `found` for each key of the ranges in the newest version of a database, with the file of the node that has it.
-fn walk(tree: &dyn FileTree, item: &str, ranges: Vec<KeyRange>, found: &mut Found<'_>) -> Result<(), OrbaxProblem> {
+fn walk(tree: &dyn FileTree, item: &str, ranges: Vec<KeyRange>, found: &mut Found<'_>) -> Result<(), Problem> {
     let manifest = manifest(tree, item)?;
     let Some(version) = manifest.latest() else { return Ok(()) };
     let mut walk = Walk::new(version, ranges);
@@ -172,7 +174,7 @@ fn walk(tree: &dyn FileTree, item: &str, ranges: Vec<KeyRange>, found: &mut Foun
                         result = found(entry.key, &file, entry.value);
                     }
                 });
-                walked.map_err(|error: OcdbtError| OrbaxProblem::Database { file: tree.shown(&file), error })?;
+                walked.map_err(|error| Problem::of_file(tree.shown(&file).display(), error))?;
                 result?;
             }
         }
@@ -180,7 +182,7 @@ fn walk(tree: &dyn FileTree, item: &str, ranges: Vec<KeyRange>, found: &mut Foun
 }
 
 /// The names of all arrays of a database, from the keys of their descriptions.
-pub(super) fn names_in_database(tree: &dyn FileTree, item: &str) -> Result<Vec<String>, OrbaxProblem> {
+pub(super) fn names_in_database(tree: &dyn FileTree, item: &str) -> Result<Vec<String>, Problem> {
     let mut names = Vec::new();
     walk(tree, item, vec![KeyRange::all()], &mut |key, _, _| {
         let name = std::str::from_utf8(key).ok().and_then(described);
@@ -202,7 +204,7 @@ pub(super) fn values_in_database(
     item: &str,
     names: &[String],
     wanted: &[bool],
-) -> Result<Vec<Vec<StoreValue>>, OrbaxProblem> {
+) -> Result<Vec<Vec<StoreValue>>, Problem> {
     let mut values = vec![Vec::new(); names.len()];
     let finder = Names::new(names, wanted);
     let of_wanted = names.iter().zip(wanted).filter(|(_, wanted)| **wanted);
@@ -231,7 +233,7 @@ pub(super) fn values_in_database(
             [("bytes of values inside nodes", INLINE_BYTES_MAX, inline_bytes), ("stored values", VALUES_MAX, count)]
         {
             if found > limit {
-                return Err(OrbaxProblem::TooMany { what, limit, found });
+                return Err(too_many(what, limit, found));
             }
         }
         values[number].push(StoreValue { key: rest.to_owned(), path, bytes });
@@ -241,7 +243,7 @@ pub(super) fn values_in_database(
 }
 
 /// The names of all arrays that have directories of their own in the item.
-pub(super) fn names_in_directories(tree: &dyn FileTree, item: &str) -> Result<Vec<String>, OrbaxProblem> {
+pub(super) fn names_in_directories(tree: &dyn FileTree, item: &str) -> Result<Vec<String>, Problem> {
     let mut names = Vec::new();
     for entry in tree.list(item)?.into_iter().filter(|entry| entry.is_directory) {
         let inside = tree.list(&below(item, &entry.name))?;
@@ -258,7 +260,7 @@ pub(super) fn values_in_directories(
     item: &str,
     names: &[String],
     wanted: &[bool],
-) -> Result<Vec<Vec<StoreValue>>, OrbaxProblem> {
+) -> Result<Vec<Vec<StoreValue>>, Problem> {
     let finder = Names::new(names, wanted);
     let list = |(number, name): (usize, &String)| {
         let mut values = Vec::new();
@@ -281,10 +283,10 @@ fn list_values(
     number: usize,
     depth: usize,
     values: &mut Vec<StoreValue>,
-) -> Result<(), OrbaxProblem> {
+) -> Result<(), Problem> {
     if depth > DEPTH_MAX {
         let (limit, found) = (DEPTH_MAX as u64, depth as u64);
-        return Err(OrbaxProblem::TooMany { what: "levels of directories in an array", limit, found });
+        return Err(too_many("levels of directories in an array", limit, found));
     }
     let directory = below(name, inside);
     let directory = directory.trim_end_matches('/');
@@ -296,8 +298,7 @@ fn list_values(
         } else if finder.find(&path).is_some_and(|(of, _)| of == number) {
             let key = below(inside, &entry.name);
             if values.len() as u64 >= VALUES_MAX {
-                let found = values.len() as u64 + 1;
-                return Err(OrbaxProblem::TooMany { what: "stored values", limit: VALUES_MAX, found });
+                return Err(too_many("stored values", VALUES_MAX, values.len() as u64 + 1));
             }
             values.push(StoreValue { key, path: below(item, &path).into(), bytes: Bytes::File });
         }

@@ -137,7 +137,7 @@ fn assemble(tensor: &OrbaxTensor, found_paths: usize, source: &dyn Source) -> Re
 }
 
 fn contents(tree: &MemoryTree, whole_state: bool) -> Result<BTreeMap<String, Vec<u8>>, String> {
-    let shown = |problems: Vec<OrbaxProblem>| problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
+    let shown = |problems: Vec<Problem>| problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
     let mut found = read(tree, whole_state, false).map_err(shown)?;
     let source = found.source(tree.source(&found.paths));
     let assembled =
@@ -243,7 +243,7 @@ fn databases_of_several_processes_are_one() {
 }
 
 fn refused(tree: &MemoryTree) -> String {
-    let shown = |problems: Vec<OrbaxProblem>| problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
+    let shown = |problems: Vec<Problem>| problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
     read(tree, false, false).map(|_| ()).map_err(shown).unwrap_err()
 }
 

@@ -22,7 +22,7 @@ use super::super::super::{
     container::{Container, Contents, LeftOut},
     folder::PinnedFiles,
     mosaic::{Missing, MosaicBuilder, StoredBox},
-    problem::{Problem, Problems},
+    problem::Problems,
     table::TensorTable,
 };
 
@@ -99,7 +99,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
         files.ids().filter_map(|id| Some((FsdpName::of(files.path(id), below)?, id))).collect();
     if let Err(message) = count(files, below, &found) {
         let file = format!("{below}model_world_size_*_rank_*.pt");
-        problems.push(Problem::Container { file, message });
+        problems.of_file(file, message);
         return contents;
     }
     let items: Vec<_> = found.iter().map(|(_, file)| ArchiveSpan::whole(files.source, *file)).collect();
@@ -109,7 +109,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
     for ((name, file), state) in found.iter().zip(read) {
         match state {
             Ok(state) => states.push((name.rank, *file, state)),
-            Err(message) => problems.push(Problem::Container { file: files.path(*file).to_owned(), message }),
+            Err(message) => problems.of_file(files.path(*file), message),
         }
     }
     if states.len() < found.len() {
@@ -136,7 +136,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
             Ok((dtype, shape, boxes)) => builder.add(name, dtype, &shape, boxes, Missing::Refused),
             Err(message) => {
                 let file = files.path(parts[0].1).to_owned();
-                builder.problems().push(Problem::Container { file, message: format!("tensor {name:?}: {message}") });
+                builder.problems().of_file(file, format_args!("tensor {name:?}: {message}"));
             }
         }
     }

@@ -21,7 +21,7 @@ use super::super::super::{
     container::{Container, Contents, LeftOut, SavedArguments},
     folder::PinnedFiles,
     mosaic::{Missing, MosaicBuilder, StoredBox},
-    problem::{Problem, Problems},
+    problem::Problems,
     table::TensorTable,
 };
 
@@ -155,7 +155,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
     for ((file, numbers), state) in found.iter().zip(read) {
         match state {
             Ok(state) => states.push((*file, numbers.clone(), state)),
-            Err(message) => problems.push(Problem::Container { file: files.path(*file).to_owned(), message }),
+            Err(message) => problems.of_file(files.path(*file), message),
         }
     }
     if states.len() < found.len() || states.is_empty() {
@@ -166,7 +166,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
     let (tensors, ranks) = match assembled {
         Ok(assembled) => assembled,
         Err((file, message)) => {
-            problems.push(Problem::Container { file, message });
+            problems.of_file(file, message);
             return contents;
         }
     };
@@ -184,7 +184,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
             Ok((dtype, shape, boxes)) => builder.add(name, dtype, &shape, boxes, Missing::Refused),
             Err(message) => {
                 let file = files.path(parts.values().next().map_or(FileId(0), |part| part.file)).to_owned();
-                builder.problems().push(Problem::Container { file, message: format!("tensor {name:?}: {message}") });
+                builder.problems().of_file(file, format_args!("tensor {name:?}: {message}"));
             }
         }
     }

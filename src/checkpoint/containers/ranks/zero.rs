@@ -18,7 +18,7 @@ use super::super::super::{
     container::{Container, Contents, LeftOut},
     folder::PinnedFiles,
     mosaic::{Missing, MosaicBuilder, StoredBox},
-    problem::{Problem, Problems},
+    problem::Problems,
     table::TensorTable,
 };
 
@@ -292,7 +292,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
             (Ok(_), ..) => {}
             (Err(message), ..) => {
                 failed = true;
-                problems.push(Problem::Container { file: files.path(*id).to_owned(), message });
+                problems.of_file(files.path(*id), message);
             }
         }
     }
@@ -302,7 +302,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
             "of the same rank as {}: files of two saves, or of two stages of ZeRO, in one directory; leave those of one save in it",
             files.path(other)
         );
-        problems.push(Problem::Container { file: files.path(id).to_owned(), message });
+        problems.of_file(files.path(id), message);
     }
     let listed = files.files.iter().filter_map(|listed| ZeroFile::of(&listed.path, below));
     let checked = if failed { return contents } else { zero.check(listed) };
@@ -310,7 +310,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
     let tensors = match assembled {
         Ok(tensors) => tensors,
         Err((file, message)) => {
-            problems.push(Problem::Container { file, message });
+            problems.of_file(file, message);
             return contents;
         }
     };
