@@ -31,8 +31,13 @@ pub(super) struct StoredBox {
 }
 
 impl StoredBox {
+    /// The box of a whole tensor with these strides.
+    pub(super) fn whole(file: FileId, start: u64, shape: &[u64], strides: &[u64]) -> Self {
+        let origin = PerAxis::from_elem(0, shape.len());
+        Self { file, start, origin, extents: PerAxis::from_slice(shape), strides: PerAxis::from_slice(strides) }
+    }
+
     /// A box whose elements are stored in row-major order.
-    #[allow(dead_code, reason = "dialects that have whole chunks use it")]
     pub(super) fn row_major(file: FileId, start: u64, origin: &[u64], extents: &[u64]) -> Self {
         let (origin, strides) = (PerAxis::from_slice(origin), mosaic::row_major(extents));
         Self { file, start, origin, extents: PerAxis::from_slice(extents), strides }
@@ -71,16 +76,6 @@ impl StoredBox {
     }
 }
 
-/// What elements are that are in no box.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(dead_code, reason = "dialects with fill values use it")]
-pub(super) enum Missing {
-    /// There must be none.
-    Refused,
-    /// This value.
-    Fill(Element),
-}
-
 #[derive(Debug)]
 struct Entry {
     name: String,
@@ -112,16 +107,16 @@ impl<'a> MosaicBuilder<'a> {
         self.problems
     }
 
-    /// Adds a tensor. Its faults become problems.
+    /// Adds a tensor. Its faults become problems, also elements that are in no box where there is no `fill` for them.
     pub(super) fn add(
         &mut self,
         name: &str,
         dtype: DType,
         shape: &[u64],
         boxes: impl IntoIterator<Item = StoredBox>,
-        missing: Missing,
+        fill: Option<Element>,
     ) {
-        if let Err(faults) = self.try_add(name, dtype, shape, boxes, missing) {
+        if let Err(faults) = self.try_add(name, dtype, shape, boxes, fill) {
             for fault in faults {
                 self.problems.push(Problem::of_shape(name, dtype, shape, fault));
             }
@@ -134,7 +129,7 @@ impl<'a> MosaicBuilder<'a> {
         dtype: DType,
         extents: &[u64],
         boxes: impl IntoIterator<Item = StoredBox>,
-        missing: Missing,
+        fill: Option<Element>,
     ) -> Result<(), Vec<String>> {
         let shape = Shape::try_new(extents).map_err(|error| vec![error.to_string()])?;
         let mut stored = Vec::new();
@@ -154,7 +149,7 @@ impl<'a> MosaicBuilder<'a> {
         if !faults.is_empty() {
             return Err(faults);
         }
-        let (place, start) = self.place(&shape, dtype, &stored, missing)?;
+        let (place, start) = self.place(&shape, dtype, &stored, fill)?;
         self.entries.push(Entry { name: name.to_owned(), dtype, shape, place, start });
         Ok(())
     }
@@ -179,7 +174,7 @@ impl<'a> MosaicBuilder<'a> {
         shape: &Shape,
         dtype: DType,
         stored: &[StoredBox],
-        missing: Missing,
+        fill: Option<Element>,
     ) -> Result<(NewPlace, u64), Vec<String>> {
         let first = stored.first();
         let (file, start) = first.map_or((FileId(0), 0), |part| (part.file, part.start));
@@ -194,10 +189,6 @@ impl<'a> MosaicBuilder<'a> {
             let len = (shape.elements() * dtype.bits()).div_ceil(8);
             return Ok((NewPlace::Span(file, start, start + len), start));
         }
-        let fill = match missing {
-            Missing::Refused => None,
-            Missing::Fill(element) => Some(element),
-        };
         let boxes: Vec<NewBox> = stored.iter().map(new_box).collect();
         let number = self.mosaics.push(shape.clone(), dtype, fill, &boxes);
         let number =

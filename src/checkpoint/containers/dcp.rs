@@ -20,7 +20,7 @@ use super::super::{
     container::{Container, Contents, DCP_METADATA, LeftOut, SavedArguments},
     folder::{Folder, PinnedFiles},
     foreign,
-    mosaic::{Missing, MosaicBuilder, StoredBox},
+    mosaic::{MosaicBuilder, StoredBox},
     prefix::is_optimizer_state,
     problem::{Expected, Problem, Problems},
     table::TensorTable,
@@ -90,7 +90,7 @@ pub(crate) fn read_safetensors(
                 stored(file, chunk.segment.offset, chunk, row_major(&chunk.sizes))
             })
             .collect();
-        builder.add(&tensor.name, tensor.dtype, &tensor.shape, boxes, Missing::Refused);
+        builder.add(&tensor.name, tensor.dtype, &tensor.shape, boxes, None);
     }
     let mut contents = Contents::new(Container::Dcp, builder.finish());
     contents.are_ranks = true;
@@ -175,7 +175,7 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
         }
         // Chunks that are reported already are not missing besides.
         if boxes.len() == tensor.chunks.len() {
-            builder.add(&tensor.name, tensor.dtype, &tensor.shape, boxes, Missing::Refused);
+            builder.add(&tensor.name, tensor.dtype, &tensor.shape, boxes, None);
         }
     }
     let mut contents = Contents::new(Container::Dcp, builder.finish());

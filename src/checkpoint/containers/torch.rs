@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 
 use ckfs_source::{Duplicates, FileId};
-use ckfs_tensor::PerAxis;
 
 use super::super::{
     archive::{self, ArchiveSpan},
@@ -15,7 +14,7 @@ use super::super::{
     foreign,
     header::WeightFiles,
     index::Index,
-    mosaic::{Missing, MosaicBuilder, StoredBox},
+    mosaic::{MosaicBuilder, StoredBox},
     prefix::is_optimizer_state,
     problem::{CheckpointError, Problems},
     safetensors::unusable,
@@ -140,7 +139,8 @@ pub(crate) fn read(
                 continue;
             }
             let name = if saved.name.is_empty() { UNNAMED } else { &saved.name };
-            builder.add(name, saved.dtype, &saved.shape, [whole(item.file, &saved)], Missing::Refused);
+            let whole = StoredBox::whole(item.file, saved.start, &saved.shape, &saved.strides);
+            builder.add(name, saved.dtype, &saved.shape, [whole], None);
         }
         left_out.extend(found.others.into_iter().map(|(name, kind)| LeftOut { name, kind }));
     }
@@ -153,11 +153,4 @@ pub(crate) fn read(
     contents.leave_out(variants, IgnoreReason::OtherVariant);
     contents.take(copies);
     contents
-}
-
-/// The box that a saved tensor is.
-fn whole(file: FileId, saved: &archive::Saved) -> StoredBox {
-    let per_axis = |numbers: &[u64]| PerAxis::from_slice(numbers);
-    let origin = PerAxis::from_elem(0, saved.shape.len());
-    StoredBox { file, start: saved.start, origin, extents: per_axis(&saved.shape), strides: per_axis(&saved.strides) }
 }

@@ -6,7 +6,11 @@ use ckfs_format::dcp::read::METADATA as DCP_METADATA;
 use ckfs_source::{FileId, Source, SourceError};
 use ckfs_tensor::to_usize;
 
-use super::super::{file::FileRole, listing::Listed};
+use super::super::{
+    file::FileRole,
+    listing::Listed,
+    ranks::{Kind, MEGATRON_FILE, RankFile},
+};
 
 /// Bytes at the start of a file that tell what it is.
 const HEAD_BYTES: u64 = 512;
@@ -206,7 +210,7 @@ pub(crate) fn of_files(files: &[Listed]) -> Option<String> {
     } else if any(&|name| name == "zero_to_fp32.py" || name.ends_with("_optim_states.pt")) {
         "a checkpoint of DeepSpeed, and the directory that the file latest names has no files of ranks: the save did not finish, or not all \
          of it was copied"
-    } else if files.iter().any(|file| file.path.ends_with("model_optim_rng.pt")) {
+    } else if files.iter().any(|file| file.path.ends_with(MEGATRON_FILE)) {
         "checkpoints of Megatron, one file a rank: give the directory of a step (iter_…), or one with latest_checkpointed_iteration.txt"
     } else if any(&|name| name == "tokenizer.json" || name == "config.json") {
         "a repository without weights: the download may be incomplete (hf download fetches the rest)"
@@ -220,7 +224,7 @@ pub(crate) fn of_files(files: &[Listed]) -> Option<String> {
 fn checkpoints_inside(files: &[Listed]) -> BTreeSet<String> {
     let is_sign = |name: &str| {
         matches!(name, DCP_METADATA | "_METADATA" | "_CHECKPOINT_METADATA" | "manifest.ocdbt")
-            || (name.starts_with("model_world_size_") && name.contains("_rank_"))
+            || RankFile::of(Kind::Fsdp, name).is_some()
             || name.ends_with("_optim_states.pt")
             || is_msgpack_tree(name)
     };

@@ -8,7 +8,11 @@ use ckfs_format::{
 use ckfs_source::SourceError;
 
 use super::{
-    super::{container::is_torch, foreign},
+    super::{
+        container::is_torch,
+        foreign,
+        ranks::{MEGATRON_FILE, megatron_ranks},
+    },
     found::{FoundStep, FoundSteps, StepKind, StepState},
     names::{self, ORBAX_UNFINISHED, StepName},
     ranks,
@@ -380,14 +384,14 @@ impl InCommon<'_> {
             let tracker = is_own.then(|| self.trackers.unfinished(&[tracker::DEEPSPEED], number)).flatten();
             return judged(StepKind::DeepSpeed, path, all, tracker);
         }
-        let classic: Vec<&str> = directories(entries).filter(|name| ranks::of_megatron(name).is_some()).collect();
+        let (classic, numbers): (Vec<&str>, Vec<Vec<u64>>) =
+            directories(entries).filter_map(|name| Some((name, megatron_ranks(name)?))).unzip();
         if !classic.is_empty() {
-            let numbers: Vec<Vec<u64>> = classic.iter().filter_map(|name| ranks::of_megatron(name)).collect();
             let mut lacks = ranks::lacks_of_grid(&numbers);
             for name in classic {
-                let file = below(&below(path, name), "model_optim_rng.pt");
+                let file = below(&below(path, name), MEGATRON_FILE);
                 if self.tree.len_bytes(&file)?.is_none_or(|len| len == 0) {
-                    lacks.get_or_insert_with(|| format!("{name}/model_optim_rng.pt is missing"));
+                    lacks.get_or_insert_with(|| format!("{name}/{MEGATRON_FILE} is missing"));
                 }
             }
             return judged(StepKind::Megatron, path, lacks.map_or(Ok(()), Err), tracker());

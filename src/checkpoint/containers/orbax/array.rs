@@ -12,7 +12,7 @@ use std::{
 
 use ckfs_format::zarr::read::{Array, ChunkError, ShardCodec, ZARR_JSON, ZARRAY};
 use ckfs_source::ByteSpan;
-use ckfs_tensor::{PerAxis, to_usize};
+use ckfs_tensor::{PerAxis, mosaic::row_major, to_usize};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::{
@@ -65,15 +65,6 @@ enum Form {
         /// Whether the stored bytes are the elements.
         is_plain: bool,
     },
-}
-
-/// Elements from one index to the next along each axis.
-fn row_major(shape: &[u64]) -> PerAxis {
-    let mut strides = PerAxis::from_elem(1, shape.len());
-    for axis in (1..shape.len()).rev() {
-        strides[axis - 1] = strides[axis].saturating_mul(shape[axis]);
-    }
-    strides
 }
 
 /// Numbers given for each axis as the array is stored, for each of its own axes.

@@ -40,7 +40,7 @@ use store::{Files, StoreValue};
 
 use super::super::{
     container::{Container, Contents, LeftOut, SavedTree},
-    mosaic::{Missing, MosaicBuilder, StoredBox},
+    mosaic::{MosaicBuilder, StoredBox},
     problem::{BYTES_MAX, Problem, Problems},
     tree::FileTree,
 };
@@ -93,8 +93,7 @@ impl OrbaxContents {
         }
         let mut builder = MosaicBuilder::new(&*source, problems);
         for OrbaxTensor { name, dtype, shape, fill, boxes } in &self.tensors {
-            let missing = fill.as_ref().and_then(|fill| Element::from_bytes(*dtype, fill));
-            let missing = missing.map_or(Missing::Refused, Missing::Fill);
+            let fill = fill.as_ref().and_then(|fill| Element::from_bytes(*dtype, fill));
             let boxes = boxes.iter().map(|part| StoredBox {
                 file: id_of(part.file, files.file_count()),
                 start: part.start,
@@ -102,7 +101,7 @@ impl OrbaxContents {
                 extents: part.extents.clone(),
                 strides: part.strides.clone(),
             });
-            builder.add(name, *dtype, shape.extents(), boxes, missing);
+            builder.add(name, *dtype, shape.extents(), boxes, fill);
         }
         let table = builder.finish();
         let left_out =

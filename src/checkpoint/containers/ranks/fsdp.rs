@@ -17,13 +17,13 @@ use ckfs_format::torch::{
 use ckfs_source::FileId;
 use ckfs_tensor::{DType, PerAxis};
 
-use super::super::super::{
-    archive::{self, ArchiveSpan},
-    container::{Container, Contents, LeftOut},
-    folder::PinnedFiles,
-    mosaic::{Missing, MosaicBuilder, StoredBox},
-    problem::Problems,
-    table::TensorTable,
+use super::{
+    super::super::{
+        container::Contents,
+        mosaic::StoredBox,
+        problem::{Problem, Problems},
+    },
+    Job, NAMED, RankFile, lacking, left_out,
 };
 
 /// What a trainer notes of the files.
@@ -34,37 +34,6 @@ const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
 /// Most boxes of one rank's part of a tensor. Those of real trainings have one, or a few where an axis is strided.
 const BOXES_MAX: usize = 1 << 16;
-
-/// Ranks that a message names.
-const NAMED: usize = 8;
-
-/// The parts of a file's name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct FsdpName {
-    /// Number of ranks.
-    pub(crate) world: u64,
-    /// Number of the rank, from 0.
-    pub(crate) rank: u64,
-}
-
-impl FsdpName {
-    /// The parts of a path that begins with `below`.
-    pub(crate) fn of(path: &str, below: &str) -> Option<Self> {
-        let name = path.strip_prefix(below)?.strip_prefix("model_world_size_")?.strip_suffix(".pt")?;
-        let (world, rank) = name.split_once("_rank_")?;
-        Some(Self { world: number(world)?, rank: number(rank)? })
-    }
-}
-
-/// A number as programs write it.
-fn number(text: &str) -> Option<u64> {
-    text.parse().ok().filter(|number: &u64| number.to_string() == text)
-}
-
-/// The number of ranks that a file by its name has the parts of one of; `None` if it has all.
-pub(crate) fn world_of(name: &str) -> Option<u64> {
-    FsdpName::of(name, "").map(|name| name.world).filter(|world| *world > 1)
-}
 
 /// A tensor's elements in a file: first byte, extents, strides in elements.
 #[derive(Clone, Debug)]
@@ -92,55 +61,31 @@ struct RankState {
 type Parts<'a> = Vec<(u64, FileId, &'a Part)>;
 
 /// Reads the files of all ranks.
-pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems) -> Contents {
-    let mut contents = Contents::new(Container::Ranks, TensorTable::default());
-    contents.are_ranks = true;
-    let found: Vec<(FsdpName, FileId)> =
-        files.ids().filter_map(|id| Some((FsdpName::of(files.path(id), below)?, id))).collect();
-    if let Err(message) = count(files, below, &found) {
-        let file = format!("{below}model_world_size_*_rank_*.pt");
-        problems.of_file(file, message);
-        return contents;
-    }
-    let items: Vec<_> = found.iter().map(|(_, file)| ArchiveSpan::whole(files.source, *file)).collect();
-    let interpret = |number: usize, opened: &OpenedArchive| rank_state(opened, found[number].0.rank);
-    let read = archive::read_opened(files.source, &items, distributed::is_allowed, &interpret);
-    let mut states = Vec::with_capacity(found.len());
-    for ((name, file), state) in found.iter().zip(read) {
-        match state {
-            Ok(state) => states.push((name.rank, *file, state)),
-            Err(message) => problems.of_file(files.path(*file), message),
-        }
-    }
-    if states.len() < found.len() {
-        return contents;
-    }
+pub(super) fn read(job: &Job<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
+    let names: Vec<(u64, u64)> = job.found.iter().filter_map(|(_, name)| name.fsdp()).collect();
+    let all = || format!("{}model_world_size_*_rank_*.pt", job.below);
+    count(job, &names).map_err(|message| vec![Problem::of_file(all(), message)])?;
+    let rank = |name: &RankFile<'_>| name.fsdp().map_or(0, |(_, rank)| rank);
+    let states = job.states(distributed::is_allowed, &|name, opened| rank_state(opened, rank(name)))?;
     let mut tensors: BTreeMap<&str, (BTreeSet<DType>, Parts<'_>)> = BTreeMap::new();
-    for (rank, file, state) in &states {
-        for (name, dtype, part) in &state.parts {
-            let (dtypes, parts) = tensors.entry(name).or_default();
+    for ((file, name), state) in job.found.iter().zip(&states) {
+        for (tensor, dtype, part) in &state.parts {
+            let (dtypes, parts) = tensors.entry(tensor).or_default();
             dtypes.insert(*dtype);
-            parts.push((*rank, *file, part));
+            parts.push((rank(name), *file, part));
         }
     }
-    let says_sharding =
-        states.iter().flat_map(|(_, _, state)| &state.parts).any(|(_, _, part)| !matches!(part, Part::Plain(_)));
-    let mut assembly = Assembly { files, world: found.len() as u64, says_sharding, plain: 0 };
-    let mut builder = MosaicBuilder::new(files.source, problems);
-    for (name, (dtypes, parts)) in tensors {
-        let assembled = match dtypes.into_iter().collect::<Vec<_>>()[..] {
-            [dtype] => assembly.assemble(dtype, &parts).map(|(shape, boxes)| (dtype, shape, boxes)),
+    let mut parts = states.iter().flat_map(|state| &state.parts);
+    let says_sharding = parts.any(|(_, _, part)| !matches!(part, Part::Plain(_)));
+    let mut assembly = Assembly { job, world: names.len() as u64, says_sharding, plain: 0 };
+    let assembled = tensors.iter().map(|(name, (dtypes, parts))| {
+        let assembled = match dtypes.iter().copied().collect::<Vec<_>>()[..] {
+            [dtype] => assembly.assemble(dtype, parts).map(|(shape, boxes)| (dtype, shape, boxes)),
             ref several => Err(format!("expected one type on all ranks, found {several:?}")),
         };
-        match assembled {
-            Ok((dtype, shape, boxes)) => builder.add(name, dtype, &shape, boxes, Missing::Refused),
-            Err(message) => {
-                let file = files.path(parts[0].1).to_owned();
-                builder.problems().of_file(file, format_args!("tensor {name:?}: {message}"));
-            }
-        }
-    }
-    contents.table = builder.finish();
+        (*name, parts[0].1, assembled)
+    });
+    contents.table = job.table(assembled, problems);
     if assembly.plain > 0 && assembly.world > 1 {
         contents.warnings.push(format!(
             "{} tensors say nothing of other ranks: they are those of the first rank that has them, as buffers and what FSDP does not shard \
@@ -148,20 +93,18 @@ pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems
             assembly.plain
         ));
     }
-    let mut left_out: BTreeMap<String, String> = BTreeMap::new();
-    left_out.extend(states.into_iter().flat_map(|(_, _, state)| state.others));
-    contents.left_out = left_out.into_iter().map(|(name, kind)| LeftOut { name, kind }).collect();
-    contents
+    contents.left_out = left_out(states.into_iter().flat_map(|state| state.others));
+    Ok(())
 }
 
 /// Whether the files are those of all ranks of one job.
-fn count(files: &PinnedFiles<'_>, below: &str, found: &[(FsdpName, FileId)]) -> Result<(), String> {
-    let worlds: BTreeSet<u64> = found.iter().map(|(name, _)| name.world).collect();
+fn count(job: &Job<'_>, names: &[(u64, u64)]) -> Result<(), String> {
+    let worlds: BTreeSet<u64> = names.iter().map(|(world, _)| *world).collect();
     let [world] = worlds.iter().copied().collect::<Vec<_>>()[..] else {
         let worlds: Vec<String> = worlds.iter().map(u64::to_string).collect();
         return Err(format!("files of several jobs, of {} ranks: keep those of one", worlds.join(" and ")));
     };
-    let ranks: BTreeSet<u64> = found.iter().map(|(name, _)| name.rank).collect();
+    let ranks: BTreeSet<u64> = names.iter().map(|(_, rank)| *rank).collect();
     if let Some(rank) = ranks.iter().find(|rank| **rank >= world) {
         return Err(format!("a file of rank {rank}, of {world} ranks that count from 0"));
     }
@@ -170,14 +113,10 @@ fn count(files: &PinnedFiles<'_>, below: &str, found: &[(FsdpName, FileId)]) -> 
             (0..world).filter(|rank| !ranks.contains(rank)).take(NAMED).map(|rank| rank.to_string()).collect();
         let more = world - ranks.len() as u64 - missing.len() as u64;
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        return Err(format!(
-            "expected the files of {world} ranks, found {}; missing: rank {}{more}: the save did not finish, or not all files were copied",
-            ranks.len(),
-            missing.join(", ")
-        ));
+        return Err(lacking(world, ranks.len(), &format!("rank {}{more}", missing.join(", "))));
     }
-    let Some(note) = files.find(&format!("{below}{CONFIG}")) else { return Ok(()) };
-    let note = files.read(note, CONFIG_BYTES_MAX).map_err(|error| format!("{CONFIG}: {error}"))?;
+    let Some(note) = job.files.find(&format!("{}{CONFIG}", job.below)) else { return Ok(()) };
+    let note = job.files.read(note, CONFIG_BYTES_MAX).map_err(|error| format!("{CONFIG}: {error}"))?;
     let note: serde_json::Value = serde_json::from_slice(&note).map_err(|error| format!("{CONFIG}: {error}"))?;
     match note.get("world_size").and_then(serde_json::Value::as_u64) {
         Some(noted) if noted != world => {
@@ -198,7 +137,7 @@ fn rank_state(opened: &OpenedArchive, rank: u64) -> Result<RankState, String> {
         let local = |id| {
             let found = opened.tensor(id, &name).map_err(|error| error.to_string())?;
             found
-                .map(|saved| (saved.tensor.dtype, local_of(saved)))
+                .map(|saved| (saved.tensor.dtype, Local::of(saved)))
                 .ok_or_else(|| format!("tensor {name:?}: expected a tensor"))
         };
         let (dtype, part) = match reader.describe(&name, id).map_err(text)? {
@@ -234,13 +173,20 @@ fn rank_state(opened: &OpenedArchive, rank: u64) -> Result<RankState, String> {
     Ok(RankState { parts, others })
 }
 
-fn local_of(saved: SavedTensor) -> Local {
-    let start = saved.span().start;
-    Local { start, shape: saved.tensor.shape, strides: saved.tensor.strides }
+impl Local {
+    fn of(saved: SavedTensor) -> Self {
+        let start = saved.span().start;
+        Self { start, shape: saved.tensor.shape, strides: saved.tensor.strides }
+    }
+
+    /// The box that it is, if it is all of a tensor.
+    fn stored(&self, file: FileId) -> StoredBox {
+        StoredBox::whole(file, self.start, &self.shape, &self.strides)
+    }
 }
 
 struct Assembly<'a> {
-    files: &'a PinnedFiles<'a>,
+    job: &'a Job<'a>,
     world: u64,
     /// Whether some tensor says how it is sharded.
     says_sharding: bool,
@@ -262,7 +208,7 @@ impl Assembly<'_> {
 
     /// The file of a part, for messages.
     fn file(&self, part: &(u64, FileId, &Part)) -> &str {
-        self.files.path(part.1)
+        self.job.path(part.1)
     }
 
     fn plain(&mut self, first: &Local, parts: &Parts<'_>) -> Assembled {
@@ -290,7 +236,7 @@ impl Assembly<'_> {
         }
         self.plain += 1;
         let (_, file, _) = parts[0];
-        Ok((first.shape.clone(), vec![whole(file, first)]))
+        Ok((first.shape.clone(), vec![first.stored(file)]))
     }
 
     fn mixed(&self, first: &(u64, FileId, &Part), other: &(u64, FileId, &Part)) -> String {
@@ -342,7 +288,7 @@ impl Assembly<'_> {
             if local.shape != expected && !(is_empty(&expected) && is_empty(&local.shape)) {
                 return Err(format!(
                     "expected {expected:?} in {} by its placements {:?}, found {:?}",
-                    self.files.path(file),
+                    self.job.path(file),
                     sharding.placements,
                     local.shape
                 ));
@@ -374,7 +320,7 @@ impl Assembly<'_> {
             // Copies of a shard have its place.
             for (PlacedShard { offsets, .. }, local) in own.iter().filter(|(_, local)| !local.shape.contains(&0)) {
                 if placed.insert(offsets) {
-                    boxes.push(StoredBox { origin: PerAxis::from_slice(offsets), ..whole(part.1, local) });
+                    boxes.push(StoredBox { origin: PerAxis::from_slice(offsets), ..local.stored(part.1) });
                 }
             }
         }
@@ -382,22 +328,9 @@ impl Assembly<'_> {
     }
 }
 
-fn whole(file: FileId, local: &Local) -> StoredBox {
-    let (extents, strides) = (PerAxis::from_slice(&local.shape), PerAxis::from_slice(&local.strides));
-    StoredBox { file, start: local.start, origin: PerAxis::from_elem(0, local.shape.len()), extents, strides }
-}
-
 /// The boxes of a part: one for each choice of a run along each axis.
 fn boxes_of(file: FileId, local: &Local, runs: &[Vec<Run>], element_bytes: u64) -> Vec<StoredBox> {
-    let empty = PerAxis::new();
-    let first = StoredBox {
-        file,
-        start: local.start,
-        origin: empty.clone(),
-        extents: empty,
-        strides: PerAxis::from_slice(&local.strides),
-    };
-    let mut boxes = vec![first];
+    let mut boxes = vec![StoredBox { origin: PerAxis::new(), extents: PerAxis::new(), ..local.stored(file) }];
     for (runs, stride) in runs.iter().zip(&local.strides) {
         let mut next = Vec::with_capacity(boxes.len() * runs.len());
         for part in &boxes {

@@ -12,39 +12,19 @@ use ckfs_format::torch::{
     read::{OpenedArchive, SavedTensor},
 };
 use ckfs_source::FileId;
-use ckfs_tensor::{DType, PerAxis};
+use ckfs_tensor::PerAxis;
 use serde_json::{Map, Value as Json};
 
-use super::super::super::{
-    amount::shown,
-    archive::{self, ArchiveSpan},
-    container::{Container, Contents, LeftOut, SavedArguments},
-    folder::PinnedFiles,
-    mosaic::{Missing, MosaicBuilder, StoredBox},
-    problem::Problems,
-    table::TensorTable,
+use super::{
+    super::super::{
+        amount::shown,
+        container::{Contents, SavedArguments},
+        mosaic::StoredBox,
+        problem::{Problem, Problems},
+    },
+    Assembled, Job, NAMED, RankFile, lacking, left_out,
+    names::MEGATRON_FILE,
 };
-
-/// The name of each file, below the directory of its rank.
-const FILE: &str = "/model_optim_rng.pt";
-
-/// Ranks that a message names.
-const NAMED: usize = 8;
-
-/// The numbers in the directory of a file.
-fn numbers(path: &str, below: &str) -> Option<Vec<u64>> {
-    let directory = path.strip_prefix(below)?.strip_suffix(FILE)?.strip_prefix("mp_rank_")?;
-    let numbers: Option<Vec<u64>> = directory
-        .split('_')
-        .map(|word| word.bytes().all(|byte| byte.is_ascii_digit()).then(|| word.parse().ok()).flatten())
-        .collect();
-    numbers.filter(|numbers| (1..=3).contains(&numbers.len()))
-}
-
-/// Whether a path is of such a file.
-pub(crate) fn is_file(path: &str, below: &str) -> bool {
-    numbers(path, below).is_some()
-}
 
 /// Rank of tensor, pipeline and expert parallelism.
 type Rank = (u64, u64, u64);
@@ -137,69 +117,31 @@ fn expert_of(name: &str) -> Option<(String, u64)> {
     Some((format!("{before}.mlp.experts.experts.{word}"), number.parse().ok()?))
 }
 
-/// A file, and what is wrong with it.
-type Fault = (String, String);
-
 /// The parts of a tensor: by rank of tensor parallelism and number of the expert.
 type Parts = BTreeMap<(u64, Option<u64>), Part>;
 
 /// Reads the files of all ranks.
-pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems) -> Contents {
-    let mut contents = Contents::new(Container::Ranks, TensorTable::default());
-    contents.are_ranks = true;
-    let found: Vec<(FileId, Vec<u64>)> =
-        files.ids().filter_map(|id| Some((id, numbers(files.path(id), below)?))).collect();
-    let items: Vec<ArchiveSpan> = found.iter().map(|(file, _)| ArchiveSpan::whole(files.source, *file)).collect();
-    let read = archive::read_opened(files.source, &items, megatron::is_allowed, &|_, opened| said(opened));
-    let mut states = Vec::with_capacity(found.len());
-    for ((file, numbers), state) in found.iter().zip(read) {
-        match state {
-            Ok(state) => states.push((*file, numbers.clone(), state)),
-            Err(message) => problems.of_file(files.path(*file), message),
-        }
-    }
-    if states.len() < found.len() || states.is_empty() {
-        return contents;
-    }
-    let job = Job { files, below };
-    let assembled = job.ranks(states).and_then(|ranks| Ok((job.parts(&ranks)?, ranks)));
-    let (tensors, ranks) = match assembled {
-        Ok(assembled) => assembled,
-        Err((file, message)) => {
-            problems.of_file(file, message);
-            return contents;
-        }
-    };
+pub(super) fn read(job: &Job<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
+    let states = job.states(megatron::is_allowed, &|_, opened| said(opened))?;
+    let one = |problem| vec![problem];
+    let ranks = job.ranks(states).map_err(one)?;
+    let tensors = job.parts(&ranks).map_err(one)?;
     let (file, Said { arguments, saved, .. }) = &ranks[&(0, 0, 0)];
-    let saved = SavedArguments { file: files.path(*file).to_owned(), values: saved.clone() };
+    let saved = SavedArguments { file: job.path(*file).to_owned(), values: saved.clone() };
     contents.tree.arguments = Some(Box::new(saved));
-    let mut builder = MosaicBuilder::new(files.source, problems);
-    let mut left_out: BTreeMap<String, String> = BTreeMap::new();
-    for (name, parts) in &tensors {
-        if name == "output_layer.weight" && arguments.untied == Some(false) {
-            left_out.insert(name.clone(), "the last stage's copy of the embedding".to_owned());
-            continue;
-        }
-        match assemble(name, parts, arguments) {
-            Ok((dtype, shape, boxes)) => builder.add(name, dtype, &shape, boxes, Missing::Refused),
-            Err(message) => {
-                let file = files.path(parts.values().next().map_or(FileId(0), |part| part.file)).to_owned();
-                builder.problems().of_file(file, format_args!("tensor {name:?}: {message}"));
-            }
-        }
-    }
-    contents.table = builder.finish();
-    left_out.extend(ranks.into_values().flat_map(|(_, said)| said.others));
-    contents.left_out = left_out.into_iter().map(|(name, kind)| LeftOut { name, kind }).collect();
-    contents
+    let is_copy = |name: &str| name == "output_layer.weight" && arguments.untied == Some(false);
+    let copy = tensors.keys().find(|name| is_copy(name)).cloned();
+    let own = tensors.iter().filter(|(name, _)| !is_copy(name));
+    let file = |parts: &Parts| parts.values().next().map_or(FileId(0), |part| part.file);
+    let assembled = own.map(|(name, parts)| (name.as_str(), file(parts), assemble(name, parts, arguments)));
+    contents.table = job.table(assembled, problems);
+    let copy = copy.map(|name| (name, "the last stage's copy of the embedding".to_owned()));
+    contents.left_out = left_out(copy.into_iter().chain(ranks.into_values().flat_map(|(_, said)| said.others)));
+    Ok(())
 }
 
 /// Shape and boxes of a tensor.
-fn assemble(
-    name: &str,
-    parts: &Parts,
-    arguments: &MegatronArguments,
-) -> Result<(DType, Vec<u64>, Vec<StoredBox>), String> {
+fn assemble(name: &str, parts: &Parts, arguments: &MegatronArguments) -> Result<Assembled, String> {
     let ranks = arguments.tensor.unwrap_or(1);
     let cut = cut_of(name, arguments);
     let cut = if ranks == 1 {
@@ -287,69 +229,54 @@ fn boxes_of(
     vec![one(0, len, rank * len)]
 }
 
-struct Job<'a> {
-    files: &'a PinnedFiles<'a>,
-    below: &'a str,
-}
-
 type Ranks = BTreeMap<Rank, (FileId, Said)>;
 
 impl Job<'_> {
-    fn path(&self, file: FileId) -> String {
-        self.files.path(file).to_owned()
-    }
-
     /// The files by rank, which are those of one step and complete.
-    fn ranks(&self, states: Vec<(FileId, Vec<u64>, Said)>) -> Result<Ranks, Fault> {
-        let (first, said) = (states[0].0, &states[0].2);
+    fn ranks(&self, states: Vec<Said>) -> Result<Ranks, Problem> {
+        let (first, said) = (self.found[0].0, &states[0]);
         let (arguments, iteration) = (said.arguments.clone(), said.iteration);
-        for (file, _, said) in &states {
+        for ((file, _), said) in self.found.iter().zip(&states) {
             if said.iteration != iteration {
-                let message = format!(
-                    "iteration {}, and {} has {}: they are of different saves",
-                    shown(said.iteration),
-                    self.path(first),
-                    shown(iteration)
-                );
-                return Err((self.path(*file), message));
+                let (own, of_first) = (shown(said.iteration), shown(iteration));
+                let what =
+                    format!("iteration {own}, and {} has {of_first}: they are of different saves", self.path(first));
+                return Err(self.fault(*file, what));
             }
             if said.arguments != arguments {
-                return Err((self.path(*file), format!("other arguments of the training than {}", self.path(first))));
+                let what = format!("other arguments of the training than {}", self.path(first));
+                return Err(self.fault(*file, what));
             }
         }
         let sizes = [arguments.tensor, arguments.pipeline, arguments.expert].map(|size| size.unwrap_or(1).max(1));
         let [tensor, pipeline, expert] = sizes;
-        let refused = |message: String| (self.path(first), message);
         if arguments.experts.is_some() && arguments.expert_tensor.is_some_and(|size| size != tensor) {
-            return Err(refused(
-                "experts on other ranks of tensor parallelism than the rest, which is not read".to_owned(),
-            ));
+            let what = "experts on other ranks of tensor parallelism than the rest, which is not read";
+            return Err(self.fault(first, what));
         }
         if let Some(groups) = arguments.query_groups.filter(|groups| groups % tensor != 0) {
-            return Err(refused(format!("keys and values of {groups} groups over {tensor} ranks, which is not read")));
+            let what = format!("keys and values of {groups} groups over {tensor} ranks, which is not read");
+            return Err(self.fault(first, what));
         }
         let mut ranks = Ranks::new();
-        for (file, numbers, said) in states {
+        for ((file, name), said) in self.found.iter().zip(states) {
+            let RankFile::Megatron(numbers) = name else { continue };
             let rank = match (&numbers[..], pipeline > 1, expert > 1) {
                 ([tensor], false, false) => (*tensor, 0, 0),
                 ([tensor, pipeline], true, false) => (*tensor, *pipeline, 0),
                 ([tensor, expert], false, true) => (*tensor, 0, *expert),
                 ([tensor, pipeline, expert], true, true) => (*tensor, *pipeline, *expert),
                 _ => {
-                    return Err((
-                        self.path(file),
-                        format!("expected ranks of {sizes:?} (tensor, pipeline, expert) in its name"),
-                    ));
+                    let what = format!("expected ranks of {sizes:?} (tensor, pipeline, expert) in its name");
+                    return Err(self.fault(*file, what));
                 }
             };
             if rank.0 >= tensor || rank.1 >= pipeline || rank.2 >= expert {
-                return Err((
-                    self.path(file),
-                    format!("a rank beyond those of its arguments, {sizes:?} (tensor, pipeline, expert)"),
-                ));
+                let what = format!("a rank beyond those of its arguments, {sizes:?} (tensor, pipeline, expert)");
+                return Err(self.fault(*file, what));
             }
-            if let Some((other, _)) = ranks.insert(rank, (file, said)) {
-                return Err((self.path(file), format!("of the same rank as {}", self.path(other))));
+            if let Some((other, _)) = ranks.insert(rank, (*file, said)) {
+                return Err(self.fault(*file, format_args!("of the same rank as {}", self.path(other))));
             }
         }
         let expected = tensor.saturating_mul(pipeline).saturating_mul(expert);
@@ -360,18 +287,14 @@ impl Job<'_> {
                 .take(NAMED)
                 .map(|(t, p, e)| format!("tensor {t}, pipeline {p}, expert {e}"))
                 .collect();
-            let message = format!(
-                "expected the files of {expected} ranks, found {}; missing: {}: the save did not finish, or not all files were copied",
-                ranks.len(),
-                missing.join("; ")
-            );
-            return Err((format!("{}mp_rank_*{FILE}", self.below), message));
+            let all = format_args!("{}mp_rank_*/{MEGATRON_FILE}", self.below);
+            return Err(Problem::of_file(all, lacking(expected, ranks.len(), &missing.join("; "))));
         }
         Ok(ranks)
     }
 
     /// The parts of each tensor, by its name in the whole model.
-    fn parts(&self, ranks: &Ranks) -> Result<BTreeMap<String, Parts>, Fault> {
+    fn parts(&self, ranks: &Ranks) -> Result<BTreeMap<String, Parts>, Problem> {
         let offsets = self.layer_offsets(ranks)?;
         let arguments = &ranks[&(0, 0, 0)].1.arguments;
         let expert_ranks = arguments.expert.unwrap_or(1).max(1);
@@ -387,13 +310,14 @@ impl Job<'_> {
                     Some((name, number)) => {
                         let each = arguments.experts.unwrap_or(0) / expert_ranks;
                         if number >= each {
-                            let message = format!("expert {number} of {each} on each rank: {name}");
-                            return Err((self.path(*file), message));
+                            let what = format_args!("expert {number} of {each} on each rank: {name}");
+                            return Err(self.fault(*file, what));
                         }
                         (name, Some(expert_rank * each + number))
                     }
                     None if name.contains(".mlp.experts.") => {
-                        return Err((self.path(*file), format!("{name}: experts in one matrix, which is not read")));
+                        let what = format_args!("{name}: experts in one matrix, which is not read");
+                        return Err(self.fault(*file, what));
                     }
                     None => (name, None),
                 };
@@ -402,15 +326,14 @@ impl Job<'_> {
                     let shape = |part: Option<&Part>| part.map(|part| part.saved.tensor.shape.clone());
                     let first = shape(tensors.get(&name).and_then(|parts| parts.get(&(*tensor, None))));
                     if first != shape(Some(&part)) {
-                        return Err((
-                            self.path(*file),
-                            format!("{name}: another shape than on the first rank of expert parallelism"),
-                        ));
+                        let what = format_args!("{name}: another shape than on the first rank of expert parallelism");
+                        return Err(self.fault(*file, what));
                     }
                     continue;
                 }
                 if tensors.entry(name.clone()).or_default().insert((*tensor, expert), part).is_some() {
-                    return Err((self.path(*file), format!("{name} is there again, on another stage of the pipeline")));
+                    let what = format_args!("{name} is there again, on another stage of the pipeline");
+                    return Err(self.fault(*file, what));
                 }
             }
         }
@@ -418,20 +341,19 @@ impl Job<'_> {
     }
 
     /// The number of the first layer of each chunk of each stage: chunks go over all stages before the next ones.
-    fn layer_offsets(&self, ranks: &Ranks) -> Result<BTreeMap<(usize, u64), u64>, Fault> {
+    fn layer_offsets(&self, ranks: &Ranks) -> Result<BTreeMap<(usize, u64), u64>, Problem> {
         let mut counts: BTreeMap<(usize, u64), u64> = BTreeMap::new();
         for ((_, pipeline, _), (file, said)) in ranks {
             for (chunk, tensors) in said.chunks.iter().enumerate() {
                 let layers: BTreeSet<u64> = tensors.iter().filter_map(|(name, _)| layer_of(name)).collect();
                 let count = layers.len() as u64;
                 if layers.iter().copied().ne(0..count) {
-                    return Err((self.path(*file), format!("expected layers that count from 0, found {layers:?}")));
+                    let what = format_args!("expected layers that count from 0, found {layers:?}");
+                    return Err(self.fault(*file, what));
                 }
                 if *counts.entry((chunk, *pipeline)).or_insert(count) != count {
-                    return Err((
-                        self.path(*file),
-                        format!("{count} layers, others than on the other ranks of its stage"),
-                    ));
+                    let what = format_args!("{count} layers, others than on the other ranks of its stage");
+                    return Err(self.fault(*file, what));
                 }
             }
         }
@@ -443,8 +365,8 @@ impl Job<'_> {
         }
         let (file, said) = &ranks[&(0, 0, 0)];
         if let Some(layers) = said.arguments.layers.filter(|layers| *layers != total) {
-            let message = format!("{total} layers on all stages, and the arguments say {layers}");
-            return Err((self.path(*file), message));
+            let what = format_args!("{total} layers on all stages, and the arguments say {layers}");
+            return Err(self.fault(*file, what));
         }
         Ok(offsets)
     }

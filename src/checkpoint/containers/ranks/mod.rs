@@ -7,38 +7,38 @@
 //! | universal, of DeepSpeed | `zero/<name>/fp32.pt`, `mp_rank_00_model_states.pt` | `zero.rs` |
 //! | classic ones of Megatron | `mp_rank_00_001/model_optim_rng.pt` … | `megatron.rs` |
 //!
-//! A tensor is put together by what the files say of it: placements and meshes. No two values are ever compared.
+//! `names.rs` knows the names. A tensor is put together by what the files say of it: placements and meshes. No two values are ever compared.
 
 mod fsdp;
 mod megatron;
+mod names;
 mod zero;
 
+use std::{collections::BTreeMap, fmt::Display};
+
+use ckfs_format::torch::read::{Allowed, OpenedArchive, SavedTensor};
+use ckfs_source::FileId;
+use ckfs_tensor::DType;
+pub(crate) use names::{Kind, MEGATRON_FILE, RankFile, megatron_ranks, world_of};
+
 use super::super::{
+    archive::{self, ArchiveSpan},
     choose::{TORCH_INDEX_SUFFIX, at_top, is_safetensors},
     companion::{self, Companion},
-    container::{Contents, DCP_METADATA, is_torch},
+    container::{Container, Contents, DCP_METADATA, LeftOut, is_torch},
     file::{FileRole, IgnoreReason},
     folder::{Folder, PinnedFiles},
-    problem::{CheckpointError, Problems},
+    mosaic::{MosaicBuilder, StoredBox},
+    problem::{CheckpointError, Problem, Problems},
+    table::TensorTable,
     weight_name::variant_of_index,
 };
-use fsdp::FsdpName;
-pub(crate) use fsdp::world_of;
-use zero::ZeroFile;
 
 /// Where trainers put the configuration and the tokenizer, beside files of ranks.
 const COMPANIONS: [&str; 1] = ["huggingface/"];
 
-/// Directories of a step in which a trainer keeps the files of ranks.
-const FSDP_DIRECTORIES: [&str; 2] = ["", "pytorch_model_fsdp_0/"];
-
-/// What the files of ranks are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    Fsdp,
-    Zero,
-    Megatron,
-}
+/// Ranks that a message names.
+const NAMED: usize = 8;
 
 /// The files of ranks of a directory.
 #[derive(Clone, Debug)]
@@ -62,41 +62,30 @@ pub(crate) fn find(folder: &mut Folder) -> Result<Option<RankFiles>, CheckpointE
     if has_whole_weights(folder) {
         return Ok(None);
     }
-    let found = |kind, below: &str| Ok(Some(RankFiles { kind, below: below.to_owned() }));
-    let has = |folder: &Folder, below: &str| paths(folder).any(|path| FsdpName::of(path, below).is_some());
-    if let Some(below) = FSDP_DIRECTORIES.into_iter().find(|below| has(folder, below)) {
-        return found(Kind::Fsdp, below);
-    }
-    if is_zero(folder, "") {
-        return found(Kind::Zero, "");
-    }
-    if is_megatron(folder, "") {
-        return found(Kind::Megatron, "");
+    let find = |folder: &Folder, kind, below: &str| {
+        let found = RankFiles { kind, below: below.to_owned() };
+        paths(folder).any(|path| found.file(path).is_some()).then_some(found)
+    };
+    // In some trainers' steps a directory has those of FSDP.
+    let here = [(Kind::Fsdp, ""), (Kind::Fsdp, "pytorch_model_fsdp_0/"), (Kind::Zero, ""), (Kind::Megatron, "")];
+    if let Some(found) = here.into_iter().find_map(|(kind, below)| find(folder, kind, below)) {
+        return Ok(Some(found));
     }
     if let Some(Ok(step)) = folder.read(TRACKER)? {
         let step = String::from_utf8_lossy(&step).trim().to_owned();
         let below = step.parse().map_or_else(|_| format!("{step}/"), |step: u64| format!("iter_{step:07}/"));
-        if is_megatron(folder, &below) {
-            return found(Kind::Megatron, &below);
+        if let Some(found) = find(folder, Kind::Megatron, &below) {
+            return Ok(Some(found));
         }
     }
     for name in LATEST {
         let Some(tag) = folder.read(name)? else { continue };
         let Some(tag) = tag.ok().and_then(|tag| String::from_utf8(tag).ok()) else { continue };
-        let below = format!("{}/", tag.trim());
-        if is_zero(folder, &below) {
-            return found(Kind::Zero, &below);
+        if let Some(found) = find(folder, Kind::Zero, &format!("{}/", tag.trim())) {
+            return Ok(Some(found));
         }
     }
     Ok(None)
-}
-
-fn is_megatron(folder: &Folder, below: &str) -> bool {
-    paths(folder).any(|path| megatron::is_file(path, below))
-}
-
-fn is_zero(folder: &Folder, below: &str) -> bool {
-    paths(folder).any(|path| ZeroFile::parameter(path, below).is_some() || ZeroFile::of(path, below).is_some())
 }
 
 fn paths(folder: &Folder) -> impl Iterator<Item = &str> {
@@ -115,6 +104,11 @@ fn has_whole_weights(folder: &Folder) -> bool {
 }
 
 impl RankFiles {
+    /// What a path is, if it is of such a file.
+    fn file<'p>(&self, path: &'p str) -> Option<RankFile<'p>> {
+        RankFile::of(self.kind, path.strip_prefix(self.below.as_str())?)
+    }
+
     /// Configuration and tokenizer that the trainer has put beside them.
     pub(crate) fn companion(
         &self,
@@ -131,23 +125,13 @@ impl RankFiles {
 
     /// Gives the files of ranks, and what else the trainer saved, their roles.
     pub(crate) fn choose(&self, folder: &mut Folder) {
-        let below = self.below.clone();
-        match self.kind {
-            Kind::Fsdp => folder.choose(|path| FsdpName::of(path, &below).is_some()),
-            Kind::Megatron => folder.choose(|path| megatron::is_file(path, &below)),
-            Kind::Zero => {
-                // Of a universal checkpoint each parameter is a file.
-                let is_universal = paths(folder).any(|path| ZeroFile::parameter(path, &below).is_some());
-                folder.choose(|path| {
-                    ZeroFile::parameter(path, &below).is_some()
-                        || match ZeroFile::of(path, &below) {
-                            Some(ZeroFile::Model(..)) => true,
-                            Some(ZeroFile::Optimizer(..)) => !is_universal,
-                            Some(ZeroFile::Other) | None => false,
-                        }
-                });
-            }
-        }
+        // Of a universal checkpoint each parameter is a file.
+        let is_universal = paths(folder).any(|path| matches!(self.file(path), Some(RankFile::Parameter(_))));
+        folder.choose(|path| match self.file(path) {
+            Some(RankFile::Optimizer(..)) => !is_universal,
+            Some(RankFile::OtherState) | None => false,
+            Some(_) => true,
+        });
         let is_state = |path: &str| [".pt", ".pth", ".bin", ".ckpt", ".distcp"].iter().any(|end| path.ends_with(end));
         for file in folder.files.iter_mut().filter(|file| file.role == FileRole::Other && is_state(&file.path)) {
             file.role = FileRole::Ignored(IgnoreReason::TrainingState);
@@ -156,10 +140,90 @@ impl RankFiles {
 
     /// Reads them.
     pub(crate) fn read(&self, files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
-        match self.kind {
-            Kind::Fsdp => fsdp::read(files, &self.below, problems),
-            Kind::Megatron => megatron::read(files, &self.below, problems),
-            Kind::Zero => zero::read(files, &self.below, problems),
-        }
+        let mut contents = Contents { are_ranks: true, ..Contents::new(Container::Ranks, TensorTable::default()) };
+        let found = files.ids().filter_map(|id| Some((id, self.file(files.path(id))?))).collect();
+        let job = Job { files, below: &self.below, found };
+        let read = match self.kind {
+            Kind::Fsdp => fsdp::read(&job, &mut contents, problems),
+            Kind::Megatron => megatron::read(&job, &mut contents, problems),
+            Kind::Zero => zero::read(&job, &mut contents, problems),
+        };
+        read.unwrap_or_else(|found| found.into_iter().for_each(|problem| problems.push(problem)));
+        contents
     }
+}
+
+/// The files of all ranks, which are read together.
+struct Job<'a> {
+    files: &'a PinnedFiles<'a>,
+    below: &'a str,
+    found: Vec<(FileId, RankFile<'a>)>,
+}
+
+/// A tensor as its parts make it: type, shape and boxes.
+type Assembled = (DType, Vec<u64>, Vec<StoredBox>);
+
+impl<'a> Job<'a> {
+    fn path(&self, file: FileId) -> &'a str {
+        self.files.path(file)
+    }
+
+    /// What is wrong with a file.
+    fn fault(&self, file: FileId, what: impl Display) -> Problem {
+        Problem::of_file(self.path(file), what)
+    }
+
+    /// What `interpret` makes of each file, in order, or the problems of all that cannot be read.
+    fn states<T: Send>(
+        &self,
+        allowed: Allowed,
+        interpret: &(dyn Fn(&RankFile<'_>, &OpenedArchive) -> Result<T, String> + Sync),
+    ) -> Result<Vec<T>, Vec<Problem>> {
+        let source = self.files.source;
+        let items: Vec<ArchiveSpan> = self.found.iter().map(|(file, _)| ArchiveSpan::whole(source, *file)).collect();
+        let interpret = |number: usize, opened: &OpenedArchive| interpret(&self.found[number].1, opened);
+        let (mut states, mut problems) = (Vec::with_capacity(items.len()), Vec::new());
+        for (item, state) in items.iter().zip(archive::read_opened(source, &items, allowed, &interpret)) {
+            match state {
+                Ok(state) => states.push(state),
+                Err(message) => problems.push(self.fault(item.file, message)),
+            }
+        }
+        if problems.is_empty() { Ok(states) } else { Err(problems) }
+    }
+
+    /// The table of these tensors. The file of each is named if it cannot be put together.
+    fn table(
+        &self,
+        tensors: impl Iterator<Item = (impl AsRef<str>, FileId, Result<Assembled, String>)>,
+        problems: &mut Problems,
+    ) -> TensorTable {
+        let mut builder = MosaicBuilder::new(self.files.source, problems);
+        for (name, file, assembled) in tensors {
+            let name = name.as_ref();
+            match assembled {
+                Ok((dtype, shape, boxes)) => builder.add(name, dtype, &shape, boxes, None),
+                Err(what) => builder.problems().push(self.fault(file, format_args!("tensor {name:?}: {what}"))),
+            }
+        }
+        builder.finish()
+    }
+}
+
+/// What is no tensor, each name once.
+fn left_out(others: impl IntoIterator<Item = (String, String)>) -> Vec<LeftOut> {
+    let others: BTreeMap<String, String> = others.into_iter().collect();
+    others.into_iter().map(|(name, kind)| LeftOut { name, kind }).collect()
+}
+
+/// The message about ranks of which no files are there.
+fn lacking(expected: u64, found: usize, missing: &str) -> String {
+    format!(
+        "expected the files of {expected} ranks, found {found}; missing: {missing}: the save did not finish, or not all files were copied"
+    )
+}
+
+/// The box that a saved tensor is.
+fn whole(file: FileId, saved: &SavedTensor) -> StoredBox {
+    StoredBox::whole(file, saved.span().start, &saved.tensor.shape, &saved.tensor.strides)
 }

@@ -3,74 +3,29 @@
 //! A parameter is an interval of a flat vector that is spread over the files of ranks. An interval of a tensor in row-major order is a few
 //! boxes ([`interval_boxes`]), so that nothing is put together before it is read.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    fmt::Display,
+};
 
 use ckfs_format::torch::{
     read::{OpenedArchive, SavedTensor},
     zero::{self, ModelStates, OptimizerStates, Shaped},
 };
 use ckfs_source::FileId;
-use ckfs_tensor::{DType, PerAxis};
+use ckfs_tensor::DType;
 
-use super::super::super::{
-    amount::shown,
-    archive::{self, ArchiveSpan},
-    container::{Container, Contents, LeftOut},
-    folder::PinnedFiles,
-    mosaic::{Missing, MosaicBuilder, StoredBox},
-    problem::Problems,
-    table::TensorTable,
+use super::{
+    super::super::{
+        amount::shown,
+        container::{Contents, LeftOut},
+        mosaic::StoredBox,
+        problem::{Problem, Problems},
+    },
+    Assembled, Job, Kind, NAMED, RankFile,
+    names::UNIVERSAL,
+    whole,
 };
-
-/// What a file of a checkpoint of DeepSpeed is, by its name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum ZeroFile {
-    /// Model states: of one rank with ZeRO 3, else of all; and the rank of tensor parallelism.
-    Model(Option<u64>, u64),
-    /// The optimizer's partitions of a rank.
-    Optimizer(u64, u64),
-    /// A part of a model that is spread in a way that is not read: stages of a pipeline, experts.
-    Other,
-}
-
-/// How the file of a parameter of a universal checkpoint ends.
-const UNIVERSAL: &str = "/fp32.pt";
-
-/// Where these are.
-const UNIVERSAL_DIRECTORY: &str = "zero/";
-
-impl ZeroFile {
-    /// What a path is that begins with `below`.
-    pub(crate) fn of(path: &str, below: &str) -> Option<Self> {
-        let name = path.strip_prefix(below).filter(|name| !name.contains('/'))?;
-        let number = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten();
-        if let Some(stem) = name.strip_suffix("_model_states.pt") {
-            if let Some(mp) = stem.strip_prefix("mp_rank_").and_then(number) {
-                return Some(Self::Model(None, mp));
-            }
-            let ranks = stem.strip_prefix("zero_pp_rank_").and_then(|rest| rest.split_once("_mp_rank_"));
-            if let Some((rank, mp)) = ranks.and_then(|(rank, mp)| Some((number(rank)?, number(mp)?))) {
-                return Some(Self::Model(Some(rank), mp));
-            }
-            return Some(Self::Other);
-        }
-        if let Some(stem) = name.strip_suffix("_optim_states.pt") {
-            let stem = ["bf16_", "fp16_"].iter().find_map(|prefix| stem.strip_prefix(prefix)).unwrap_or(stem);
-            let ranks = stem.strip_prefix("zero_pp_rank_").and_then(|rest| rest.split_once("_mp_rank_"));
-            let ranks = ranks.and_then(|(rank, mp)| Some((number(rank)?, number(mp)?)));
-            return Some(ranks.map_or(Self::Other, |(rank, mp)| Self::Optimizer(rank, mp)));
-        }
-        (name.starts_with("layer_") && name.ends_with("-model_states.pt")).then_some(Self::Other)
-    }
-
-    /// The parameter whose master weights a file of a universal checkpoint holds.
-    pub(crate) fn parameter<'a>(path: &'a str, below: &str) -> Option<&'a str> {
-        path.strip_prefix(below)?
-            .strip_prefix(UNIVERSAL_DIRECTORY)?
-            .strip_suffix(UNIVERSAL)
-            .filter(|name| !name.is_empty())
-    }
-}
 
 /// Elements in a file, one after the other.
 #[derive(Clone, Copy, Debug)]
@@ -171,35 +126,23 @@ fn boxed(shape: &[u64], before: Vec<u64>, run: Option<(u64, u64)>, (file, start)
     StoredBox::row_major(file, start, &origin, &extents)
 }
 
-/// A tensor of one file, whole.
-#[derive(Clone, Debug)]
-struct Whole {
-    file: FileId,
-    saved: SavedTensor,
+/// A tensor of one file.
+type Saved = (FileId, SavedTensor);
+
+/// A tensor of a file as a part of a flat vector.
+fn flat(file: FileId, saved: &SavedTensor, what: &str) -> Result<(DType, Segment), String> {
+    let tensor = &saved.tensor;
+    let elements = tensor.shape.iter().product();
+    let is_flat = tensor.shape.len() == 1 && (tensor.strides[0] == 1 || elements <= 1);
+    if !is_flat || tensor.dtype.element_bytes().is_none() {
+        return Err(format!("{what}: expected a flat vector, found {} {:?}", tensor.dtype, tensor.shape));
+    }
+    Ok((tensor.dtype, Segment { file, start: saved.span().start, len: elements }))
 }
 
-impl Whole {
-    fn stored(&self) -> StoredBox {
-        let (shape, strides) = (&self.saved.tensor.shape, &self.saved.tensor.strides);
-        StoredBox {
-            file: self.file,
-            start: self.saved.span().start,
-            origin: PerAxis::from_elem(0, shape.len()),
-            extents: PerAxis::from_slice(shape),
-            strides: PerAxis::from_slice(strides),
-        }
-    }
-
-    /// As a part of a flat vector.
-    fn flat(&self, what: &str) -> Result<(DType, Segment), String> {
-        let tensor = &self.saved.tensor;
-        let elements = tensor.shape.iter().product();
-        let is_flat = tensor.shape.len() == 1 && (tensor.strides[0] == 1 || elements <= 1);
-        if !is_flat || tensor.dtype.element_bytes().is_none() {
-            return Err(format!("{what}: expected a flat vector, found {} {:?}", tensor.dtype, tensor.shape));
-        }
-        Ok((tensor.dtype, Segment { file: self.file, start: self.saved.span().start, len: elements }))
-    }
+/// A tensor that is whole in a file.
+fn assembled_whole(file: FileId, saved: &SavedTensor) -> Assembled {
+    (saved.tensor.dtype, saved.tensor.shape.clone(), vec![whole(file, saved)])
 }
 
 /// What one file says.
@@ -256,88 +199,61 @@ fn parameter_file(opened: &OpenedArchive, name: &str) -> Result<Said, String> {
 }
 
 /// Reads the files of a checkpoint of ZeRO, or of a universal one.
-pub(crate) fn read(files: &PinnedFiles<'_>, below: &str, problems: &mut Problems) -> Contents {
-    let mut contents = Contents::new(Container::Ranks, TensorTable::default());
-    contents.are_ranks = true;
-    let mut kinds: Vec<(FileId, Option<ZeroFile>, Option<&str>)> = Vec::new();
-    for id in files.ids() {
-        let path = files.path(id);
-        kinds.push((id, ZeroFile::of(path, below), ZeroFile::parameter(path, below)));
-    }
-    let items: Vec<ArchiveSpan> = kinds.iter().map(|(id, ..)| ArchiveSpan::whole(files.source, *id)).collect();
-    let interpret = |number: usize, opened: &OpenedArchive| match kinds[number] {
-        (_, _, Some(name)) => parameter_file(opened, name),
-        (_, Some(ZeroFile::Optimizer(..)), _) => optimizer_file(opened),
-        (_, Some(ZeroFile::Model(..) | ZeroFile::Other) | None, _) => model_file(opened),
-    };
-    let mut zero = Zero { files, models: BTreeMap::new(), optimizers: BTreeMap::new(), parameters: BTreeMap::new() };
-    let mut failed = false;
+pub(super) fn read(job: &Job<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
+    let said = job.states(zero::is_allowed, &|name, opened| match name {
+        RankFile::Parameter(name) => parameter_file(opened, name),
+        RankFile::Optimizer(..) => optimizer_file(opened),
+        RankFile::Model(..) | RankFile::OtherState | RankFile::Fsdp { .. } | RankFile::Megatron(_) => {
+            model_file(opened)
+        }
+    })?;
+    let mut zero = Zero { job, models: BTreeMap::new(), optimizers: BTreeMap::new(), parameters: BTreeMap::new() };
     let mut again: Vec<(FileId, FileId)> = Vec::new();
-    for ((id, kind, parameter), said) in
-        kinds.iter().zip(archive::read_opened(files.source, &items, zero::is_allowed, &interpret))
-    {
-        match (said, kind, parameter) {
-            (Ok(Said::Parameter(saved)), _, Some(name)) => {
-                zero.parameters.insert((*name).to_owned(), Whole { file: *id, saved });
+    for ((id, name), said) in job.found.iter().zip(said) {
+        match (said, name) {
+            (Said::Parameter(saved), RankFile::Parameter(name)) => {
+                zero.parameters.insert((*name).to_owned(), (*id, saved));
             }
             // Beside the whole parameters of a universal checkpoint, other ranks of tensor parallelism say nothing more.
-            (Ok(Said::Model(file)), Some(ZeroFile::Model(rank, 0)), _) => {
+            (Said::Model(file), RankFile::Model(rank, 0)) => {
                 let of = zero.models.insert(rank.unwrap_or(0), (*id, file));
                 again.extend(of.map(|(other, _)| (other, *id)));
             }
-            (Ok(Said::Optimizer(states, flat)), Some(ZeroFile::Optimizer(rank, 0)), _) => {
+            (Said::Optimizer(states, flat), RankFile::Optimizer(rank, 0)) => {
                 let of = zero.optimizers.insert(*rank, (*id, states, flat));
                 again.extend(of.map(|(other, ..)| (other, *id)));
             }
-            (Ok(_), ..) => {}
-            (Err(message), ..) => {
-                failed = true;
-                problems.of_file(files.path(*id), message);
-            }
+            (Said::Parameter(_) | Said::Model(_) | Said::Optimizer(..), _) => {}
         }
     }
-    for (other, id) in again {
-        failed = true;
-        let message = format!(
+    let of_two = |(other, id): (FileId, FileId)| {
+        let what = format!(
             "of the same rank as {}: files of two saves, or of two stages of ZeRO, in one directory; leave those of one save in it",
-            files.path(other)
+            job.path(other)
         );
-        problems.of_file(files.path(id), message);
-    }
-    let listed = files.files.iter().filter_map(|listed| ZeroFile::of(&listed.path, below));
-    let checked = if failed { return contents } else { zero.check(listed) };
-    let assembled = checked.and_then(|()| zero.assemble());
-    let tensors = match assembled {
-        Ok(tensors) => tensors,
-        Err((file, message)) => {
-            problems.of_file(file, message);
-            return contents;
-        }
+        job.fault(id, what)
     };
-    let mut builder = MosaicBuilder::new(files.source, problems);
-    for (name, (dtype, shape, boxes)) in tensors {
-        builder.add(&name, dtype, &shape, boxes, Missing::Refused);
+    if !again.is_empty() {
+        return Err(again.into_iter().map(of_two).collect());
     }
-    contents.table = builder.finish();
+    let tensors = zero.check().and_then(|()| zero.assemble()).map_err(|problem| vec![problem])?;
+    contents.table = job.table(tensors.into_iter().map(|(name, tensor)| (name, FileId(0), Ok(tensor))), problems);
     contents.left_out = zero.left_out();
     contents.warnings.extend(zero.lacks_frozen().then(|| {
         "saved with exclude_frozen_parameters: tensors that were not trained are not here, and a model needs them from its base".to_owned()
     }));
-    contents
+    Ok(())
 }
 
-type Tensors = BTreeMap<String, (DType, Vec<u64>, Vec<StoredBox>)>;
-
-/// A file, and what is wrong with it.
-type Fault = (String, String);
+type Tensors = BTreeMap<String, Assembled>;
 
 struct Zero<'a> {
-    files: &'a PinnedFiles<'a>,
+    job: &'a Job<'a>,
     /// By rank; that of all ranks is that of rank 0.
     models: BTreeMap<u64, (FileId, ModelFile)>,
     optimizers: BTreeMap<u64, (FileId, OptimizerStates, Vec<SavedTensor>)>,
     /// Those of a universal checkpoint.
-    parameters: BTreeMap<String, Whole>,
+    parameters: BTreeMap<String, Saved>,
 }
 
 impl Zero<'_> {
@@ -349,80 +265,74 @@ impl Zero<'_> {
         stage >= Some(2) && self.models.values().any(|(_, model)| model.states.says_no_frozen)
     }
 
-    fn path(&self, file: FileId) -> String {
-        self.files.path(file).to_owned()
-    }
-
     /// Whether the files are those of one checkpoint of a kind that is read, and all of them.
-    fn check(&self, listed: impl Iterator<Item = ZeroFile>) -> Result<(), Fault> {
-        let all = "*_states.pt".to_owned();
-        let mut ranks = BTreeSet::new();
-        for file in listed {
-            match file {
-                ZeroFile::Other => {
-                    let message = "stages of a pipeline or experts of DeepSpeed, which are not read: ds_to_universal.py puts them together";
-                    return Err((all, message.to_owned()));
+    fn check(&self) -> Result<(), Problem> {
+        let all = self.job.files.files.iter();
+        for name in all.filter_map(|listed| RankFile::of(Kind::Zero, listed.path.strip_prefix(self.job.below)?)) {
+            let what = match name {
+                RankFile::OtherState => {
+                    "stages of a pipeline or experts of DeepSpeed, which are not read: ds_to_universal.py puts them together"
                 }
-                ZeroFile::Model(_, mp) | ZeroFile::Optimizer(_, mp) if mp > 0 && self.parameters.is_empty() => {
-                    let message = "a model that is split over ranks (mp_rank_01), by what is in no file: ds_to_universal.py puts it together";
-                    return Err((all, message.to_owned()));
+                RankFile::Model(_, mp) | RankFile::Optimizer(_, mp) if mp > 0 && self.parameters.is_empty() => {
+                    "a model that is split over ranks (mp_rank_01), by what is in no file: ds_to_universal.py puts it together"
                 }
-                ZeroFile::Optimizer(rank, _) => {
-                    ranks.insert(rank);
-                }
-                ZeroFile::Model(..) => {}
-            }
+                RankFile::Model(..)
+                | RankFile::Optimizer(..)
+                | RankFile::Parameter(_)
+                | RankFile::Fsdp { .. }
+                | RankFile::Megatron(_) => continue,
+            };
+            return Err(Problem::of_file("*_states.pt", what));
         }
         let Some((first, model)) = self.models.get(&0) else {
-            let message = "expected the model states of rank 0, which name the parameters: the save did not finish, or not all files were copied";
-            return Err(("*_model_states.pt".to_owned(), message.to_owned()));
+            let what = "expected the model states of rank 0, which name the parameters: the save did not finish, or not all files were copied";
+            return Err(Problem::of_file("*_model_states.pt", what));
         };
         if self.parameters.is_empty() && model.states.tensor_ranks.is_some_and(|ranks| ranks > 1) {
-            let message = "a model that is split over ranks (mp_world_size), by what is in no file: ds_to_universal.py puts it together";
-            return Err((self.path(*first), message.to_owned()));
+            let what = "a model that is split over ranks (mp_world_size), by what is in no file: ds_to_universal.py puts it together";
+            return Err(self.job.fault(*first, what));
         }
         for (file, other) in self.models.values() {
             if other.states.steps != model.states.steps {
                 let (left, right) = (shown(model.states.steps), shown(other.states.steps));
-                let message =
-                    format!("step {right}, and {} has step {left}: they are of different saves", self.path(*first));
-                return Err((self.path(*file), message));
+                let of_first = self.job.path(*first);
+                let what = format_args!("step {right}, and {of_first} has step {left}: they are of different saves");
+                return Err(self.job.fault(*file, what));
             }
             // Which of them are others too is in the file of rank 0 only.
             if other.states.groups != model.states.groups {
-                let message = format!("other parameters than {}", self.path(*first));
-                return Err((self.path(*file), message));
+                return Err(self.job.fault(*file, format_args!("other parameters than {}", self.job.path(*first))));
             }
         }
         if self.parameters.is_empty() { self.check_optimizers() } else { Ok(()) }
     }
 
-    fn check_optimizers(&self) -> Result<(), Fault> {
+    fn check_optimizers(&self) -> Result<(), Problem> {
         let Some((file, first, _)) = self.optimizers.values().next() else {
-            let message = "expected partitions of ranks: the save did not finish, or not all files were copied";
-            return Err(("*_optim_states.pt".to_owned(), message.to_owned()));
+            let what = "expected partitions of ranks: the save did not finish, or not all files were copied";
+            return Err(Problem::of_file("*_optim_states.pt", what));
         };
         let counts: BTreeSet<u64> = first.partitions.iter().copied().collect();
         let [count] = counts.into_iter().collect::<Vec<_>>()[..] else {
             let found = &first.partitions;
-            let message = format!(
+            let what = format!(
                 "groups of {found:?} partitions: experts of DeepSpeed are not read: ds_to_universal.py puts them together"
             );
-            return Err((self.path(*file), message));
+            return Err(self.job.fault(*file, what));
         };
         let missing: Vec<String> = (0..count)
             .filter(|rank| !self.optimizers.contains_key(rank))
-            .take(8)
+            .take(NAMED)
             .map(|rank| rank.to_string())
             .collect();
         if !missing.is_empty() || self.optimizers.len() as u64 != count {
             let found = self.optimizers.len();
             let missing = if missing.is_empty() { "none".to_owned() } else { format!("rank {}", missing.join(", ")) };
-            let message = format!(
+            let what = format!(
                 "expected the partitions of {count} ranks, found {found}; missing: {missing}: the save did not finish, files of another one are \
                  there, or not all were copied"
             );
-            return Err(("*_optim_states.pt".to_owned(), message));
+            return Err(Problem::of_file("*_optim_states.pt", what));
         }
         for (other, states, flat) in self.optimizers.values() {
             let (own, of_first) =
@@ -431,14 +341,14 @@ impl Zero<'_> {
                 let text = |(stage, partitions, vectors): (u64, &Vec<u64>, usize)| {
                     format!("ZeRO {stage} of {partitions:?} partitions in {vectors} vectors")
                 };
-                let message = format!("says {}, and {} says {}", text(own), self.path(*file), text(of_first));
-                return Err((self.path(*other), message));
+                let what = format!("says {}, and {} says {}", text(own), self.job.path(*file), text(of_first));
+                return Err(self.job.fault(*other, what));
             }
         }
         Ok(())
     }
 
-    fn assemble(&self) -> Result<Tensors, Fault> {
+    fn assemble(&self) -> Result<Tensors, Problem> {
         let (file, model) = &self.models[&0];
         let mut tensors = Tensors::new();
         if self.parameters.is_empty() {
@@ -462,8 +372,7 @@ impl Zero<'_> {
             if is_left || (is_placeholder(saved) && !is_buffer.contains(name.as_str())) {
                 continue;
             }
-            let whole = Whole { file: *file, saved: saved.clone() };
-            tensors.insert(name.clone(), (saved.tensor.dtype, saved.tensor.shape.clone(), vec![whole.stored()]));
+            tensors.insert(name.clone(), assembled_whole(*file, saved));
         }
         for (name, of) in &model.states.shared {
             if let Some(tensor) = tensors.get(of).cloned() {
@@ -474,23 +383,34 @@ impl Zero<'_> {
     }
 
     /// The flat vector of these partitions.
-    fn flat<'b>(&self, partitions: impl Iterator<Item = (FileId, &'b SavedTensor)>) -> Result<(DType, Flat), Fault> {
-        let mut flat = Flat::default();
+    fn flat<'b>(&self, partitions: impl Iterator<Item = (FileId, &'b SavedTensor)>) -> Result<(DType, Flat), Problem> {
+        let mut all = Flat::default();
         let mut dtype = None;
         for (number, (file, saved)) in partitions.enumerate() {
-            let whole = Whole { file, saved: saved.clone() };
             let (found, segment) =
-                whole.flat(&format!("partition {number}")).map_err(|message| (self.path(file), message))?;
+                flat(file, saved, &format!("partition {number}")).map_err(|what| self.job.fault(file, what))?;
             if *dtype.get_or_insert(found) != found {
-                return Err((self.path(file), format!("partitions of different types, {found} among them")));
+                let what = format_args!("partitions of different types, {found} among them");
+                return Err(self.job.fault(file, what));
             }
-            flat.push(segment);
+            all.push(segment);
         }
-        Ok((dtype.unwrap_or(DType::F32), flat))
+        Ok((dtype.unwrap_or(DType::F32), all))
+    }
+
+    /// What is wrong with the model states of the first rank.
+    fn of_first(&self, what: impl Display) -> Problem {
+        self.job.fault(self.models[&0].0, what)
     }
 
     /// Takes a parameter from these parts of flat vectors, which follow each other.
-    fn add(&self, (name, shape): &Shaped, dtype: DType, parts: &[Segment], tensors: &mut Tensors) -> Result<(), Fault> {
+    fn add(
+        &self,
+        (name, shape): &Shaped,
+        dtype: DType,
+        parts: &[Segment],
+        tensors: &mut Tensors,
+    ) -> Result<(), Problem> {
         let element_bytes = dtype.element_bytes().unwrap_or(1);
         let mut boxes = Vec::new();
         let mut at = 0;
@@ -499,24 +419,24 @@ impl Zero<'_> {
             at += part.len;
         }
         if tensors.insert(name.clone(), (dtype, shape.clone(), boxes)).is_some() {
-            return Err((self.path(self.models[&0].0), format!("parameter {name:?} is there twice")));
+            return Err(self.of_first(format_args!("parameter {name:?} is there twice")));
         }
         Ok(())
     }
 
-    fn elements(&self, (name, shape): &Shaped) -> Result<u64, Fault> {
+    fn elements(&self, (name, shape): &Shaped) -> Result<u64, Problem> {
         let count = shape.iter().try_fold(1u64, |count, extent| count.checked_mul(*extent));
         let count = count.filter(|count| *count < 1 << 60);
-        count.ok_or_else(|| (self.path(self.models[&0].0), format!("parameter {name:?}: a shape of {shape:?}")))
+        count.ok_or_else(|| self.of_first(format_args!("parameter {name:?}: a shape of {shape:?}")))
     }
 
-    fn parameters_of_2(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Fault> {
+    fn parameters_of_2(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Problem> {
         let (first, states, _) = self.optimizers.values().next().expect("they were counted");
         let groups = &model.states.groups;
         if states.flat.len() != groups.len() {
             let message =
                 format!("expected partitions of {} groups of parameters, found {}", groups.len(), states.flat.len());
-            return Err((self.path(*first), message));
+            return Err(self.job.fault(*first, message));
         }
         // Partitions end at multiples of this, and the last of a group may be cut where the parameters end.
         let align = 2 * self.optimizers.len() as u64;
@@ -529,7 +449,7 @@ impl Zero<'_> {
                     group.len(),
                     paddings.len()
                 );
-                return Err((self.path(*first), message));
+                return Err(self.job.fault(*first, message));
             }
             let mut at = 0u64;
             for (place, shaped) in group.iter().enumerate() {
@@ -540,7 +460,7 @@ impl Zero<'_> {
                         "group {number} has {has} elements on all ranks, and parameter {name:?} needs those from {at} to {}",
                         at.saturating_add(count)
                     );
-                    return Err((self.path(*first), message));
+                    return Err(self.job.fault(*first, message));
                 }
                 self.add(shaped, dtype, &flat.parts(at, count, dtype.element_bytes().unwrap_or(1)), tensors)?;
                 // Paddings of any size are in the file: an end beyond all numbers is beyond the partitions, too.
@@ -551,13 +471,13 @@ impl Zero<'_> {
                     "group {number}: its parameters have {at} elements, its partitions {}: they are not of the same parameters",
                     flat.len
                 );
-                return Err((self.path(*first), message));
+                return Err(self.job.fault(*first, message));
             }
         }
         Ok(())
     }
 
-    fn parameters_of_3(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Fault> {
+    fn parameters_of_3(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Problem> {
         let ranks = self.optimizers.len() as u64;
         let mut flats = Vec::new();
         let mut dtype = DType::F32;
@@ -566,7 +486,7 @@ impl Zero<'_> {
             if flats.last().is_some_and(|last: &Flat| last.len != flat.len) || (!flats.is_empty() && found != dtype) {
                 let message =
                     format!("partitions of {} elements of {found}, others than those of the ranks before", flat.len);
-                return Err((self.path(*file), message));
+                return Err(self.job.fault(*file, message));
             }
             dtype = found;
             flats.push(flat);
@@ -584,7 +504,7 @@ impl Zero<'_> {
                     shaped.0,
                     at + each
                 );
-                return Err((self.path(*first), message));
+                return Err(self.job.fault(*first, message));
             }
             let mut parts = Vec::new();
             for (rank, flat) in (0..).zip(&flats) {
@@ -598,15 +518,15 @@ impl Zero<'_> {
             let message = format!(
                 "the parameters have {at} elements on each rank, the partitions {len}: they are not of the same parameters"
             );
-            return Err((self.path(*first), message));
+            return Err(self.job.fault(*first, message));
         }
         Ok(())
     }
 
     /// Parameters that the optimizer has not: whole in the file of rank 0, or a part in that of each rank.
-    fn frozen(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Fault> {
+    fn frozen(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Problem> {
         let (first, _) = self.models[&0];
-        let is_parted = self.files.path(first).contains("zero_pp_rank_");
+        let is_parted = self.job.path(first).contains("zero_pp_rank_");
         let ranks = self.models.keys().max().map_or(0, |rank| rank + 1);
         let expected = self.optimizers.len() as u64;
         let whole = ranks == self.models.len() as u64 && (expected == 0 || ranks == expected);
@@ -616,26 +536,26 @@ impl Zero<'_> {
                 expected.max(ranks),
                 self.models.len()
             );
-            return Err(("*_model_states.pt".to_owned(), message));
+            return Err(Problem::of_file("*_model_states.pt", message));
         }
         for (number, (shaped, _)) in model.states.frozen.iter().enumerate() {
             if tensors.contains_key(&shaped.0) {
                 continue;
             }
             if !is_parted {
-                let whole = Whole { file: first, saved: model.frozen[number].clone() };
-                let tensor = &whole.saved.tensor;
-                if tensor.shape != shaped.1 {
-                    let (name, found) = (&shaped.0, &tensor.shape);
-                    let message = format!("frozen parameter {name:?}: expected {:?}, found {found:?}", shaped.1);
-                    return Err((self.path(first), message));
+                let saved = &model.frozen[number];
+                if saved.tensor.shape != shaped.1 {
+                    let (name, found) = (&shaped.0, &saved.tensor.shape);
+                    let what = format_args!("frozen parameter {name:?}: expected {:?}, found {found:?}", shaped.1);
+                    return Err(self.of_first(what));
                 }
-                tensors.insert(shaped.0.clone(), (tensor.dtype, shaped.1.clone(), vec![whole.stored()]));
+                tensors.insert(shaped.0.clone(), assembled_whole(first, saved));
                 continue;
             }
             for (file, other) in self.models.values() {
                 if other.states.frozen.get(number).map(|(shaped, _)| shaped) != Some(shaped) {
-                    return Err((self.path(*file), format!("other frozen parameters than {}", self.path(first))));
+                    let what = format_args!("other frozen parameters than {}", self.job.path(first));
+                    return Err(self.job.fault(*file, what));
                 }
             }
             let (dtype, flat) = self.flat(self.models.values().map(|(file, model)| (*file, &model.frozen[number])))?;
@@ -645,7 +565,7 @@ impl Zero<'_> {
                     "frozen parameter {:?}: expected {count} elements on all ranks, found {}",
                     shaped.0, flat.len
                 );
-                return Err((self.path(first), message));
+                return Err(self.job.fault(first, message));
             }
             self.add(shaped, dtype, &flat.parts(0, count, dtype.element_bytes().unwrap_or(1)), tensors)?;
         }
@@ -653,30 +573,33 @@ impl Zero<'_> {
     }
 
     /// The parameters of a universal checkpoint, each whole in a file, flat or in its shape.
-    fn universal(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Fault> {
+    fn universal(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Problem> {
         let shapes: HashMap<&str, &Vec<u64>> =
             model.states.groups.iter().flatten().map(|(name, shape)| (name.as_str(), shape)).collect();
         if let Some(name) = shapes.keys().filter(|name| !self.parameters.contains_key(**name)).min() {
-            let file = format!("{UNIVERSAL_DIRECTORY}{name}{UNIVERSAL}");
-            return Err((file, "not there: the conversion did not finish, or not all files were copied".to_owned()));
+            let file = format_args!("{}{name}{}", UNIVERSAL.0, UNIVERSAL.1);
+            return Err(Problem::of_file(
+                file,
+                "not there: the conversion did not finish, or not all files were copied",
+            ));
         }
         // Buffers may be there too, in f32 whatever they are; the module's state has them as they are.
         let is_buffer =
             |name: &String| model.states.buffers.contains(name) && model.module.iter().any(|(found, _)| found == name);
-        for (name, whole) in self.parameters.iter().filter(|(name, _)| !is_buffer(name)) {
-            let tensor = &whole.saved.tensor;
+        for (name, (file, saved)) in self.parameters.iter().filter(|(name, _)| !is_buffer(name)) {
+            let tensor = &saved.tensor;
             let shape = shapes.get(name.as_str()).map_or(&tensor.shape, |shape| *shape);
             if *shape == tensor.shape {
-                tensors.insert(name.clone(), (tensor.dtype, shape.clone(), vec![whole.stored()]));
+                tensors.insert(name.clone(), assembled_whole(*file, saved));
                 continue;
             }
             let shaped = (name.clone(), shape.clone());
             let count = self.elements(&shaped)?;
-            let (dtype, segment) = whole.flat(name).map_err(|message| (self.path(whole.file), message))?;
+            let (dtype, segment) = flat(*file, saved, name).map_err(|what| self.job.fault(*file, what))?;
             if segment.len != count {
-                let message =
-                    format!("tensor {name:?}: expected {shape:?} by the model states, found {:?}", tensor.shape);
-                return Err((self.path(whole.file), message));
+                let found = &tensor.shape;
+                let what = format_args!("tensor {name:?}: expected {shape:?} by the model states, found {found:?}");
+                return Err(self.job.fault(*file, what));
             }
             self.add(&shaped, dtype, &[segment], tensors)?;
         }
@@ -721,22 +644,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn names_say_what_a_file_is() {
-        let of = |path: &str| ZeroFile::of(path, "global_step2/");
-        assert_eq!(of("global_step2/mp_rank_00_model_states.pt"), Some(ZeroFile::Model(None, 0)));
-        assert_eq!(of("global_step2/zero_pp_rank_3_mp_rank_00_model_states.pt"), Some(ZeroFile::Model(Some(3), 0)));
-        assert_eq!(
-            of("global_step2/bf16_zero_pp_rank_12_mp_rank_01_optim_states.pt"),
-            Some(ZeroFile::Optimizer(12, 1))
-        );
-        assert_eq!(of("global_step2/layer_01-model_00-model_states.pt"), Some(ZeroFile::Other));
-        assert_eq!(of("global_step2/layer_0_expert_3_mp_rank_00_model_states.pt"), Some(ZeroFile::Other));
-        assert_eq!(of("global_step2/expp_rank_0_mp_rank_00_optim_states.pt"), Some(ZeroFile::Other));
-        assert_eq!(of("global_step3/mp_rank_00_model_states.pt"), None);
-        assert_eq!(ZeroFile::parameter("u/zero/a.weight/fp32.pt", "u/"), Some("a.weight"));
-        assert_eq!(ZeroFile::parameter("u/zero/a.weight/exp_avg.pt", "u/"), None);
     }
 }
