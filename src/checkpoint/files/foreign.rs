@@ -9,7 +9,7 @@ use ckfs_tensor::to_usize;
 use super::super::{
     file::FileRole,
     listing::Listed,
-    ranks::{Kind, MEGATRON_FILE, RankFile},
+    ranks::{MEGATRON_FILE, RankFile, RankKind},
 };
 
 /// Bytes at the start of a file that tell what it is.
@@ -224,7 +224,7 @@ pub(crate) fn of_files(files: &[Listed]) -> Option<String> {
 fn checkpoints_inside(files: &[Listed]) -> BTreeSet<String> {
     let is_sign = |name: &str| {
         matches!(name, DCP_METADATA | "_METADATA" | "_CHECKPOINT_METADATA" | "manifest.ocdbt")
-            || RankFile::of(Kind::Fsdp, name).is_some()
+            || RankFile::of(RankKind::Fsdp, name).is_some()
             || name.ends_with("_optim_states.pt")
             || is_msgpack_tree(name)
     };

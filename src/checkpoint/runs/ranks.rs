@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{
-    super::ranks::{Kind, RankFile},
+    super::ranks::{RankFile, RankKind},
     step_tree::StepEntry,
 };
 
@@ -16,7 +16,8 @@ fn files(entries: &[StepEntry]) -> impl Iterator<Item = &str> {
 
 /// Whether files of ranks are among these: why they are not all there, or `Ok`.
 pub(super) fn of_shards(entries: &[StepEntry]) -> Option<Result<(), String>> {
-    let mut found: Vec<(u64, u64)> = files(entries).filter_map(|name| RankFile::of(Kind::Fsdp, name)?.fsdp()).collect();
+    let mut found: Vec<(u64, u64)> =
+        files(entries).filter_map(|name| RankFile::of(RankKind::Fsdp, name)?.fsdp()).collect();
     found.sort_unstable();
     let (size, _) = *found.last()?;
     if found.iter().any(|(other, _)| *other != size) {
@@ -41,7 +42,7 @@ pub(super) fn of_deepspeed(entries: &[StepEntry]) -> Option<Result<(), String>> 
         return Some(Err(format!("no file *{missing}")));
     }
     // ZeRO 3 writes as many of one kind as of the other; the others one of the model for each rank of tensor parallelism.
-    let rank = |name: &&str| match RankFile::of(Kind::Zero, name)? {
+    let rank = |name: &&str| match RankFile::of(RankKind::Zero, name)? {
         RankFile::Optimizer(rank, _) => Some(rank),
         RankFile::Model(..)
         | RankFile::OtherState

@@ -23,7 +23,8 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    Job, NAMED, RankFile, lacking, left_out,
+    job::{NAMED, RankJob, lacking, left_out},
+    names::RankFile,
 };
 
 /// What a trainer notes of the files.
@@ -61,7 +62,7 @@ struct RankState {
 type Parts<'a> = Vec<(u64, FileId, &'a Part)>;
 
 /// Reads the files of all ranks.
-pub(super) fn read(job: &Job<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
+pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
     let names: Vec<(u64, u64)> = job.found.iter().filter_map(|(_, name)| name.fsdp()).collect();
     let all = || format!("{}model_world_size_*_rank_*.pt", job.below);
     count(job, &names).map_err(|message| vec![Problem::of_file(all(), message)])?;
@@ -98,7 +99,7 @@ pub(super) fn read(job: &Job<'_>, contents: &mut Contents, problems: &mut Proble
 }
 
 /// Whether the files are those of all ranks of one job.
-fn count(job: &Job<'_>, names: &[(u64, u64)]) -> Result<(), String> {
+fn count(job: &RankJob<'_>, names: &[(u64, u64)]) -> Result<(), String> {
     let worlds: BTreeSet<u64> = names.iter().map(|(world, _)| *world).collect();
     let [world] = worlds.iter().copied().collect::<Vec<_>>()[..] else {
         let worlds: Vec<String> = worlds.iter().map(u64::to_string).collect();
@@ -186,7 +187,7 @@ impl Local {
 }
 
 struct Assembly<'a> {
-    job: &'a Job<'a>,
+    job: &'a RankJob<'a>,
     world: u64,
     /// Whether some tensor says how it is sharded.
     says_sharding: bool,

@@ -22,8 +22,8 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    Assembled, Job, NAMED, RankFile, lacking, left_out,
-    names::MEGATRON_FILE,
+    job::{Assembled, NAMED, RankJob, lacking, left_out},
+    names::{MEGATRON_FILE, RankFile},
 };
 
 /// Rank of tensor, pipeline and expert parallelism.
@@ -121,7 +121,7 @@ fn expert_of(name: &str) -> Option<(String, u64)> {
 type Parts = BTreeMap<(u64, Option<u64>), Part>;
 
 /// Reads the files of all ranks.
-pub(super) fn read(job: &Job<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
+pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
     let states = job.states(megatron::is_allowed, &|_, opened| said(opened))?;
     let one = |problem| vec![problem];
     let ranks = job.ranks(states).map_err(one)?;
@@ -231,7 +231,7 @@ fn boxes_of(
 
 type Ranks = BTreeMap<Rank, (FileId, Said)>;
 
-impl Job<'_> {
+impl RankJob<'_> {
     /// The files by rank, which are those of one step and complete.
     fn ranks(&self, states: Vec<Said>) -> Result<Ranks, Problem> {
         let (first, said) = (self.found[0].0, &states[0]);
@@ -390,14 +390,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_lead_to_ranks_experts_and_layers() {
-        assert_eq!(numbers("iter_0000007/mp_rank_03_001/model_optim_rng.pt", "iter_0000007/"), Some(vec![3, 1]));
-        assert_eq!(numbers("mp_rank_00/model_optim_rng.pt", ""), Some(vec![0]));
-        for other in
-            ["mp_rank_00/distrib_optim.pt", "mp_rank_x/model_optim_rng.pt", "mp_rank_0_1_2_3/model_optim_rng.pt"]
-        {
-            assert_eq!(numbers(other, ""), None, "{other}");
-        }
+    fn names_lead_to_experts_and_layers() {
         let fused = Some(("decoder.layers.2.mlp.experts.experts.linear_fc1.weight".to_owned(), 3));
         assert_eq!(expert_of("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"), fused);
         assert_eq!(expert_of("decoder.layers.2.mlp.experts.linear_fc1.weight3"), fused);

@@ -10,26 +10,21 @@
 //! `names.rs` knows the names. A tensor is put together by what the files say of it: placements and meshes. No two values are ever compared.
 
 mod fsdp;
+mod job;
 mod megatron;
 mod names;
 mod zero;
 
-use std::{collections::BTreeMap, fmt::Display};
-
-use ckfs_format::torch::read::{Allowed, OpenedArchive, SavedTensor};
-use ckfs_source::FileId;
-use ckfs_tensor::DType;
-pub(crate) use names::{Kind, MEGATRON_FILE, RankFile, megatron_ranks, world_of};
+use job::RankJob;
+pub(crate) use names::{MEGATRON_FILE, RankFile, RankKind, megatron_ranks, world_of};
 
 use super::super::{
-    archive::{self, ArchiveSpan},
     choose::{TORCH_INDEX_SUFFIX, at_top, is_safetensors},
     companion::{self, Companion},
-    container::{Container, Contents, DCP_METADATA, LeftOut, is_torch},
+    container::{Container, Contents, DCP_METADATA, is_torch},
     file::{FileRole, IgnoreReason},
     folder::{Folder, PinnedFiles},
-    mosaic::{MosaicBuilder, StoredBox},
-    problem::{CheckpointError, Problem, Problems},
+    problem::{CheckpointError, Problems},
     table::TensorTable,
     weight_name::variant_of_index,
 };
@@ -37,13 +32,10 @@ use super::super::{
 /// Where trainers put the configuration and the tokenizer, beside files of ranks.
 const COMPANIONS: [&str; 1] = ["huggingface/"];
 
-/// Ranks that a message names.
-const NAMED: usize = 8;
-
 /// The files of ranks of a directory.
 #[derive(Clone, Debug)]
 pub(crate) struct RankFiles {
-    kind: Kind,
+    kind: RankKind,
     /// What stands before their names: nothing, or a directory with its slash.
     below: String,
 }
@@ -67,21 +59,26 @@ pub(crate) fn find(folder: &mut Folder) -> Result<Option<RankFiles>, CheckpointE
         paths(folder).any(|path| found.file(path).is_some()).then_some(found)
     };
     // In some trainers' steps a directory has those of FSDP.
-    let here = [(Kind::Fsdp, ""), (Kind::Fsdp, "pytorch_model_fsdp_0/"), (Kind::Zero, ""), (Kind::Megatron, "")];
+    let here = [
+        (RankKind::Fsdp, ""),
+        (RankKind::Fsdp, "pytorch_model_fsdp_0/"),
+        (RankKind::Zero, ""),
+        (RankKind::Megatron, ""),
+    ];
     if let Some(found) = here.into_iter().find_map(|(kind, below)| find(folder, kind, below)) {
         return Ok(Some(found));
     }
     if let Some(Ok(step)) = folder.read(TRACKER)? {
         let step = String::from_utf8_lossy(&step).trim().to_owned();
         let below = step.parse().map_or_else(|_| format!("{step}/"), |step: u64| format!("iter_{step:07}/"));
-        if let Some(found) = find(folder, Kind::Megatron, &below) {
+        if let Some(found) = find(folder, RankKind::Megatron, &below) {
             return Ok(Some(found));
         }
     }
     for name in LATEST {
         let Some(tag) = folder.read(name)? else { continue };
         let Some(tag) = tag.ok().and_then(|tag| String::from_utf8(tag).ok()) else { continue };
-        if let Some(found) = find(folder, Kind::Zero, &format!("{}/", tag.trim())) {
+        if let Some(found) = find(folder, RankKind::Zero, &format!("{}/", tag.trim())) {
             return Ok(Some(found));
         }
     }
@@ -142,88 +139,13 @@ impl RankFiles {
     pub(crate) fn read(&self, files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
         let mut contents = Contents { are_ranks: true, ..Contents::new(Container::Ranks, TensorTable::default()) };
         let found = files.ids().filter_map(|id| Some((id, self.file(files.path(id))?))).collect();
-        let job = Job { files, below: &self.below, found };
+        let job = RankJob { files, below: &self.below, found };
         let read = match self.kind {
-            Kind::Fsdp => fsdp::read(&job, &mut contents, problems),
-            Kind::Megatron => megatron::read(&job, &mut contents, problems),
-            Kind::Zero => zero::read(&job, &mut contents, problems),
+            RankKind::Fsdp => fsdp::read(&job, &mut contents, problems),
+            RankKind::Megatron => megatron::read(&job, &mut contents, problems),
+            RankKind::Zero => zero::read(&job, &mut contents, problems),
         };
         read.unwrap_or_else(|found| found.into_iter().for_each(|problem| problems.push(problem)));
         contents
     }
-}
-
-/// The files of all ranks, which are read together.
-struct Job<'a> {
-    files: &'a PinnedFiles<'a>,
-    below: &'a str,
-    found: Vec<(FileId, RankFile<'a>)>,
-}
-
-/// A tensor as its parts make it: type, shape and boxes.
-type Assembled = (DType, Vec<u64>, Vec<StoredBox>);
-
-impl<'a> Job<'a> {
-    fn path(&self, file: FileId) -> &'a str {
-        self.files.path(file)
-    }
-
-    /// What is wrong with a file.
-    fn fault(&self, file: FileId, what: impl Display) -> Problem {
-        Problem::of_file(self.path(file), what)
-    }
-
-    /// What `interpret` makes of each file, in order, or the problems of all that cannot be read.
-    fn states<T: Send>(
-        &self,
-        allowed: Allowed,
-        interpret: &(dyn Fn(&RankFile<'_>, &OpenedArchive) -> Result<T, String> + Sync),
-    ) -> Result<Vec<T>, Vec<Problem>> {
-        let source = self.files.source;
-        let items: Vec<ArchiveSpan> = self.found.iter().map(|(file, _)| ArchiveSpan::whole(source, *file)).collect();
-        let interpret = |number: usize, opened: &OpenedArchive| interpret(&self.found[number].1, opened);
-        let (mut states, mut problems) = (Vec::with_capacity(items.len()), Vec::new());
-        for (item, state) in items.iter().zip(archive::read_opened(source, &items, allowed, &interpret)) {
-            match state {
-                Ok(state) => states.push(state),
-                Err(message) => problems.push(self.fault(item.file, message)),
-            }
-        }
-        if problems.is_empty() { Ok(states) } else { Err(problems) }
-    }
-
-    /// The table of these tensors. The file of each is named if it cannot be put together.
-    fn table(
-        &self,
-        tensors: impl Iterator<Item = (impl AsRef<str>, FileId, Result<Assembled, String>)>,
-        problems: &mut Problems,
-    ) -> TensorTable {
-        let mut builder = MosaicBuilder::new(self.files.source, problems);
-        for (name, file, assembled) in tensors {
-            let name = name.as_ref();
-            match assembled {
-                Ok((dtype, shape, boxes)) => builder.add(name, dtype, &shape, boxes, None),
-                Err(what) => builder.problems().push(self.fault(file, format_args!("tensor {name:?}: {what}"))),
-            }
-        }
-        builder.finish()
-    }
-}
-
-/// What is no tensor, each name once.
-fn left_out(others: impl IntoIterator<Item = (String, String)>) -> Vec<LeftOut> {
-    let others: BTreeMap<String, String> = others.into_iter().collect();
-    others.into_iter().map(|(name, kind)| LeftOut { name, kind }).collect()
-}
-
-/// The message about ranks of which no files are there.
-fn lacking(expected: u64, found: usize, missing: &str) -> String {
-    format!(
-        "expected the files of {expected} ranks, found {found}; missing: {missing}: the save did not finish, or not all files were copied"
-    )
-}
-
-/// The box that a saved tensor is.
-fn whole(file: FileId, saved: &SavedTensor) -> StoredBox {
-    StoredBox::whole(file, saved.span().start, &saved.tensor.shape, &saved.tensor.strides)
 }

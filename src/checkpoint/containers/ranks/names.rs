@@ -2,7 +2,7 @@
 
 /// What the files of ranks are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum RankKind {
     Fsdp,
     Zero,
     Megatron,
@@ -49,25 +49,25 @@ pub(crate) fn megatron_ranks(name: &str) -> Option<Vec<u64>> {
 
 /// The number of ranks that a file by its name has the parts of one of; `None` if it has all.
 pub(crate) fn world_of(name: &str) -> Option<u64> {
-    RankFile::of(Kind::Fsdp, name)?.fsdp().map(|(world, _)| world).filter(|world| *world > 1)
+    RankFile::of(RankKind::Fsdp, name)?.fsdp().map(|(world, _)| world).filter(|world| *world > 1)
 }
 
 impl<'a> RankFile<'a> {
     /// What a path is as a file of this kind.
-    pub(crate) fn of(kind: Kind, path: &'a str) -> Option<Self> {
+    pub(crate) fn of(kind: RankKind, path: &'a str) -> Option<Self> {
         match kind {
-            Kind::Fsdp => {
+            RankKind::Fsdp => {
                 let numbers = path.strip_prefix("model_world_size_")?.strip_suffix(".pt")?;
                 let (world, rank) = pair(numbers, "_rank_")?;
                 // As programs write them.
                 (numbers == format!("{world}_rank_{rank}")).then_some(Self::Fsdp { world, rank })
             }
-            Kind::Megatron => {
+            RankKind::Megatron => {
                 let (directory, file) = path.split_once('/')?;
                 let ranks = megatron_ranks(directory).filter(|ranks| file == MEGATRON_FILE && ranks.len() <= 3)?;
                 Some(Self::Megatron(ranks))
             }
-            Kind::Zero => Self::of_zero(path),
+            RankKind::Zero => Self::of_zero(path),
         }
     }
 
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn names_say_what_a_file_is() {
-        let zero = |path| RankFile::of(Kind::Zero, path);
+        let zero = |path| RankFile::of(RankKind::Zero, path);
         assert_eq!(zero("mp_rank_00_model_states.pt"), Some(RankFile::Model(None, 0)));
         assert_eq!(zero("zero_pp_rank_3_mp_rank_00_model_states.pt"), Some(RankFile::Model(Some(3), 0)));
         assert_eq!(zero("bf16_zero_pp_rank_12_mp_rank_01_optim_states.pt"), Some(RankFile::Optimizer(12, 1)));
@@ -114,14 +114,17 @@ mod tests {
         assert_eq!(zero("global_step3/mp_rank_00_model_states.pt"), None);
         assert_eq!(zero("zero/a.weight/fp32.pt"), Some(RankFile::Parameter("a.weight")));
         assert_eq!(zero("zero/a.weight/exp_avg.pt"), None);
-        let fsdp = |path| RankFile::of(Kind::Fsdp, path);
+        let fsdp = |path| RankFile::of(RankKind::Fsdp, path);
         assert_eq!(fsdp("model_world_size_8_rank_3.pt"), Some(RankFile::Fsdp { world: 8, rank: 3 }));
         assert_eq!(fsdp("model_world_size_08_rank_3.pt"), None);
         assert_eq!(fsdp("model_world_size_+8_rank_3.pt"), None);
-        let megatron = |path| RankFile::of(Kind::Megatron, path);
+        let megatron = |path| RankFile::of(RankKind::Megatron, path);
         assert_eq!(megatron("mp_rank_01_003/model_optim_rng.pt"), Some(RankFile::Megatron(vec![1, 3])));
-        assert_eq!(megatron("mp_rank_01_x/model_optim_rng.pt"), None);
-        assert_eq!(megatron("mp_rank_01/other.pt"), None);
-        assert_eq!(megatron("mp_rank_0_0_0_0/model_optim_rng.pt"), None);
+        assert_eq!(megatron("mp_rank_00/model_optim_rng.pt"), Some(RankFile::Megatron(vec![0])));
+        for other in
+            ["mp_rank_00/distrib_optim.pt", "mp_rank_x/model_optim_rng.pt", "mp_rank_0_1_2_3/model_optim_rng.pt"]
+        {
+            assert_eq!(megatron(other), None, "{other}");
+        }
     }
 }

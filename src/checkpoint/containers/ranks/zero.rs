@@ -22,9 +22,8 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    Assembled, Job, Kind, NAMED, RankFile,
-    names::UNIVERSAL,
-    whole,
+    job::{Assembled, NAMED, RankJob, whole},
+    names::{RankFile, RankKind, UNIVERSAL},
 };
 
 /// Elements in a file, one after the other.
@@ -199,7 +198,7 @@ fn parameter_file(opened: &OpenedArchive, name: &str) -> Result<Said, String> {
 }
 
 /// Reads the files of a checkpoint of ZeRO, or of a universal one.
-pub(super) fn read(job: &Job<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
+pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
     let said = job.states(zero::is_allowed, &|name, opened| match name {
         RankFile::Parameter(name) => parameter_file(opened, name),
         RankFile::Optimizer(..) => optimizer_file(opened),
@@ -248,7 +247,7 @@ pub(super) fn read(job: &Job<'_>, contents: &mut Contents, problems: &mut Proble
 type Tensors = BTreeMap<String, Assembled>;
 
 struct Zero<'a> {
-    job: &'a Job<'a>,
+    job: &'a RankJob<'a>,
     /// By rank; that of all ranks is that of rank 0.
     models: BTreeMap<u64, (FileId, ModelFile)>,
     optimizers: BTreeMap<u64, (FileId, OptimizerStates, Vec<SavedTensor>)>,
@@ -268,7 +267,7 @@ impl Zero<'_> {
     /// Whether the files are those of one checkpoint of a kind that is read, and all of them.
     fn check(&self) -> Result<(), Problem> {
         let all = self.job.files.files.iter();
-        for name in all.filter_map(|listed| RankFile::of(Kind::Zero, listed.path.strip_prefix(self.job.below)?)) {
+        for name in all.filter_map(|listed| RankFile::of(RankKind::Zero, listed.path.strip_prefix(self.job.below)?)) {
             let what = match name {
                 RankFile::OtherState => {
                     "stages of a pipeline or experts of DeepSpeed, which are not read: ds_to_universal.py puts them together"
