@@ -11,12 +11,12 @@ use serde_json::{Value as Json, json};
 
 use super::{
     findings::SchemeFindings,
-    listed::{Exceptions, config_of, group_size, member, refuse_orphans},
+    listed::{Exceptions, config_of, excepted, group_size, member, refuse_orphans},
     parts::is_wide_float,
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, FirstTensor, ModuleAnswer, ModuleConfig, PartExtents,
-        PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy, step,
+        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig,
+        PART, PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy, step,
     },
     stored::Stored,
 };
@@ -38,18 +38,8 @@ static ROWS: [SchemeRow; 1] = [SchemeRow {
         ..CODES
     },
     parts: &[
-        PartSpec {
-            suffixes: &[".qzeros"],
-            dtype: PartType::One(DType::I32),
-            element: CodeForm::EvenThenOdd,
-            extents: PartExtents::Grid,
-        },
-        PartSpec {
-            suffixes: &[".scales"],
-            dtype: PartType::Float(is_wide_float),
-            element: CodeForm::Own,
-            extents: PartExtents::Grid,
-        },
+        PartSpec { suffixes: &[".qzeros"], dtype: PartType::One(DType::I32), element: CodeForm::EvenThenOdd, ..PART },
+        PartSpec { suffixes: &[".scales"], dtype: PartType::Float(is_wide_float), ..PART },
     ],
     value: &[step(Operation::Subtract, 0), step(Operation::Multiply, 1)],
     ..ROW
@@ -62,11 +52,7 @@ struct Configuration<'a> {
     group: Result<Option<u64>, String>,
 }
 
-fn read<'a>(
-    _: &'static [SchemeRow],
-    stored: &Stored<'a>,
-    found: &mut SchemeFindings<'_>,
-) -> Option<Box<dyn ModuleConfig + 'a>> {
+fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let config = config_of(stored, "awq")?;
     refuse_orphans(stored, found, &["qzeros", "scales"], "qweight");
     let exceptions = Exceptions::of(config, "modules_to_not_convert");
@@ -92,9 +78,7 @@ fn group(config: &Json) -> Result<Option<u64>, String> {
 impl ModuleConfig for Configuration<'_> {
     fn of(&self, _: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
         match &self.group {
-            Ok(_) if self.exceptions.has(at.stem) => {
-                ModuleAnswer::Unsupported("awq, but its configuration leaves this tensor unquantized".to_owned())
-            }
+            Ok(_) if self.exceptions.has(at.stem) => ModuleAnswer::Unsupported(excepted("awq")),
             Ok(group) => ModuleAnswer::Stored(at.row, group.map_or(Sharing::Channel, Sharing::Group)),
             Err(method) => ModuleAnswer::Unsupported(method.clone()),
         }

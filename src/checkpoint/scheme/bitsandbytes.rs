@@ -21,7 +21,7 @@ use serde_json::{Value as Json, json};
 use super::{
     Scheme,
     findings::{SchemeFindings, Summary},
-    listed::{Exceptions, config_of, refuse_orphans, text},
+    listed::{Exceptions, config_of, excepted, refuse_orphans, text},
     parts::{Kinds, companion, floats, module_of, needed, packed, slot},
     quantized::{Template, TemplateError},
     stored::Stored,
@@ -179,16 +179,13 @@ fn four_bits<'a>(stored: &Stored<'a>, found: &mut SchemeFindings<'_>, config: &J
             continue;
         };
         if exceptions.has(name) {
-            found.unsupported("bitsandbytes, but its configuration leaves this tensor unquantized", Some(codes));
+            found.unsupported(&excepted("bitsandbytes"), Some(codes));
             continue;
         }
         found.leave_out(state);
         let mut needed = |word: &str| {
-            let id = stored.find(&format!("{name}.{word}"));
-            if id.is_none() {
-                found.refuse(name, format!("{name}.{word} to decode it"), "no such tensor");
-            }
-            id
+            let companion = format!("{name}.{word}");
+            found.needed(name, &companion, stored.find(&companion))
         };
         let is_nested = stored.find(&format!("{name}.nested_absmax")).is_some()
             || stored.find(&format!("{name}.nested_quant_map")).is_some();
@@ -347,7 +344,7 @@ fn eight_bits(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, config: &Json
             continue;
         }
         if exceptions.has(module) {
-            found.unsupported("bitsandbytes, but its configuration leaves this tensor unquantized", Some(id));
+            found.unsupported(&excepted("bitsandbytes"), Some(id));
             continue;
         }
         if let Some(format) = companion(stored, module, "weight_format") {

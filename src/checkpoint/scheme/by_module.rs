@@ -1,13 +1,104 @@
-//! Rows of which the configuration says module by module whether a weight is stored so.
+//! Rows of which the configuration says module by module whether a weight is stored so: NVFP4 and MX, of compressed-tensors and of
+//! `ModelOpt`.
+//!
+//! `mx`: small floats with an exponent for 32 of a row, matrix by matrix: compressed-tensors `mxfp4-pack-quantized` (Kimi K3) and `mxfp8-quantized`
+//! (`MiniMax` M3), `ModelOpt` MXFP8, and the 4-bit experts of DeepSeek V4.
+//!
+//! `W = code * 2^(e - 127)`; exponent 255 is NaN. Codes of 4 bits are two a byte, the low one first: `X.weight_packed` U8, in DeepSeek V4 `X.weight` I8.
+//! Exponents are `X.weight_scale` U8, in DeepSeek V4 `X.scale` `F8_E8M0`, of shape `[out, in/32]`. Experts that are stacked in one tensor are in
+//! `mxfp4`.
+//!
+//! `nvfp4`: 4-bit floats with an 8-bit float for 16 and one factor for a matrix.
+//!
+//! compressed-tensors divides first: `W = e2m1 * (f32(s) / g)` of `X.weight_packed`, `X.weight_scale`, `X.weight_global_scale`. `ModelOpt` multiplies the
+//! scales first: `W = e2m1 * (f32(s) * s2)` of `X.weight`, `X.weight_scale`, `X.weight_scale_2`. In f32 another order gives other numbers for a fifth
+//! of all elements. Codes are U8 `[out, in/2]`, the low one first; scales `F8_E4M3` `[out, in/16]`; factors F32 `[1]` or `[]`. Code 8 is -0.0
+//! (`ModelOpt`'s own function gives +0.0).
 
+use ckfs_tensor::{DType, Operation};
 use serde_json::{Value as Json, json};
 
 use super::{
     findings::SchemeFindings,
-    quantization_config::{QuantizationConfig, Sharing},
-    row::{CodesCandidate, FirstTensor, ModuleAnswer, ModuleConfig, SchemeRow},
+    quantization_config::{Factor, Library, ModuleQuantization, QuantizationConfig, Sharing},
+    row::{
+        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig,
+        PART, PartExtents, PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy, ValueStep,
+    },
     stored::Stored,
 };
+
+/// Floats with an exponent for 32.
+pub(super) static MX: RowScheme = RowScheme { name: "mx", rows: &MX_ROWS, read };
+
+const EXPONENTS: PartSpec = PartSpec { suffixes: &[".weight_scale"], ..PART };
+
+static MX_ROWS: [SchemeRow; 3] = [
+    SchemeRow {
+        label: "mxfp4, {count} weights",
+        says: Some(&ModuleQuantization::Mxfp4),
+        codes: CodesSpec { axes: CodeAxes::Matrices, group: Some(32), ..PACKED },
+        parts: &[EXPONENTS],
+        ..ROW
+    },
+    SchemeRow {
+        label: "mxfp8, {count} weights",
+        says: Some(&ModuleQuantization::Mxfp8),
+        codes: CodesSpec { dtypes: &[DType::F8E4M3], shown: ShownBy::TypeOr(0), group: Some(32), ..CODES },
+        parts: &[EXPONENTS],
+        ..ROW
+    },
+    SchemeRow {
+        label: "4-bit experts of DeepSeek V4, {count} weights",
+        libraries: &[Library::Transformers],
+        says: Some(&ModuleQuantization::Fp8(Sharing::Tensor)),
+        codes: CodesSpec {
+            dtypes: &[DType::I8],
+            element: CodeForm::E2m1,
+            shape: "[out, in/2]",
+            group: Some(32),
+            ..CODES
+        },
+        parts: &[PartSpec { suffixes: &[".scale"], dtype: PartType::One(DType::F8E8M0), ..EXPONENTS }],
+        ..ROW
+    },
+];
+
+/// 4-bit floats with an 8-bit float for 16 and one factor.
+pub(super) static NVFP4: RowScheme = RowScheme { name: "nvfp4", rows: &NVFP4_ROWS, read };
+
+const PACKED: CodesSpec = CodesSpec {
+    suffix: ".weight_packed",
+    dtypes: &[DType::U8],
+    shown: ShownBy::Name,
+    element: CodeForm::E2m1,
+    axes: CodeAxes::Rows,
+    shape: "[out, in/2]",
+    group: Some(16),
+    ..CODES
+};
+const SCALES: PartSpec = PartSpec { dtype: PartType::One(DType::F8E4M3), ..EXPONENTS };
+const FACTOR: PartSpec = PartSpec { dtype: PartType::One(DType::F32), extents: PartExtents::Single, ..SCALES };
+
+static NVFP4_ROWS: [SchemeRow; 2] = [
+    SchemeRow {
+        label: "nvfp4, {count} weights, scales are divided by weight_global_scale",
+        says: Some(&ModuleQuantization::Nvfp4(Factor::Divides)),
+        codes: PACKED,
+        parts: &[SCALES, PartSpec { suffixes: &[".weight_global_scale"], ..FACTOR }],
+        value: &[ValueStep { operation: Operation::Multiply, part: 0, first: &[(Operation::Divide, 1)] }],
+        ..ROW
+    },
+    SchemeRow {
+        label: "nvfp4, {count} weights, scales are multiplied by weight_scale_2",
+        says: Some(&ModuleQuantization::Nvfp4(Factor::Multiplies)),
+        codes: CodesSpec { suffix: ".weight", shown: ShownBy::TypeOr(1), ..PACKED },
+        parts: &[SCALES, PartSpec { suffixes: &[".weight_scale_2"], ..FACTOR }],
+        value: &[ValueStep { operation: Operation::Multiply, part: 0, first: &[(Operation::Multiply, 1)] }],
+        unless: Some((".pre_quant_scale", "ModelOpt NVFP4 with pre_quant_scale")),
+        ..ROW
+    },
+];
 
 /// What [`SchemeRow::says`] is compared with.
 #[derive(Debug)]
@@ -18,11 +109,7 @@ struct ByModule<'a> {
 
 /// Reads the configuration, if it is of a library that says of each module how it is quantized.
 #[allow(clippy::unnecessary_wraps, reason = "as the reader of each scheme")]
-pub(super) fn read<'a>(
-    rows: &'static [SchemeRow],
-    stored: &Stored<'a>,
-    _: &mut SchemeFindings<'_>,
-) -> Option<Box<dyn ModuleConfig + 'a>> {
+fn read<'a>(rows: &'static [SchemeRow], stored: &Stored<'a>, _: &mut SchemeFindings<'_>) -> Configured<'a> {
     Some(Box::new(ByModule { config: QuantizationConfig::read(stored), rows }))
 }
 

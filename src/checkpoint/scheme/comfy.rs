@@ -20,8 +20,8 @@ use super::{
     listed::text,
     parts::{FP8, companion, is_fp8, is_wide_float, module_of},
     quantization_config::Sharing,
-    row::{CODES, CodeAxes, CodeForm, CodesSpec, PartExtents, PartSpec, PartType, ROW, RowKinds, SchemeRow},
-    stored::Stored,
+    row::{CODES, CodeAxes, CodesSpec, PART, PartExtents, PartSpec, PartType, ROW, RowKinds, SchemeRow},
+    stored::{Stored, last_word},
 };
 use crate::table::TensorInfo;
 
@@ -42,8 +42,8 @@ static ROWS: [SchemeRow; 2] = [row(&[SCALE]), row(&[PartSpec { suffixes: &[".sca
 const SCALE: PartSpec = PartSpec {
     suffixes: &[".weight_scale", ".scale_weight"],
     dtype: PartType::Float(is_wide_float),
-    element: CodeForm::Own,
     extents: PartExtents::AnySingle,
+    ..PART
 };
 
 const fn row(parts: &'static [PartSpec]) -> SchemeRow {
@@ -174,8 +174,4 @@ fn checked(stored: &Stored<'_>, scale: TensorId, row: usize) -> Result<Option<us
         return Err("ComfyUI fp8 with several scales a matrix".to_owned());
     }
     if is_wide_float(info.dtype) { Ok(Some(row)) } else { Err(format!("ComfyUI fp8 with a scale of {}", info.dtype)) }
-}
-
-fn last_word(name: &str) -> &str {
-    name.rsplit_once('.').map_or(name, |(_, word)| word)
 }

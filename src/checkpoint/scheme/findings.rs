@@ -144,6 +144,14 @@ impl<'a> SchemeFindings<'a> {
         self.problems.push(Problem::of_tensor(tensor, expected, found));
     }
 
+    /// The companion that codes need, if it is there. If not, that is noted with its name.
+    pub(super) fn needed(&mut self, codes: &str, companion: &str, id: Option<TensorId>) -> Option<TensorId> {
+        if id.is_none() {
+            self.refuse(codes, format_args!("{companion} to decode it"), "no such tensor");
+        }
+        id
+    }
+
     /// Notes any other problem.
     pub(crate) fn problem(&mut self, problem: Problem) {
         self.problems.push(problem);

@@ -19,8 +19,8 @@ use serde_json::{Value as Json, json};
 use super::{
     Scheme,
     findings::{SchemeFindings, Summary},
-    listed::{Exceptions, config_of, group_size, member, refuse_orphans},
-    parts::{Kinds, companion, floats, is_wide_float, module_of, needed, slot, unsigned},
+    listed::{Exceptions, config_of, excepted, group_size, member, refuse_orphans},
+    parts::{Kinds, companion, floats, is_scale, module_of, needed, slot, unsigned},
     quantized::{Template, TemplateError},
     stored::Stored,
 };
@@ -185,7 +185,7 @@ impl<'a> Config<'a> {
         let more = self.dynamic.iter().find(|(_, regex, _)| regex.matches(module) == Some(true));
         let more = more.map(|(.., more)| *more);
         if more == Some(None) || self.exceptions.has(module) {
-            return Err("gptq, but its configuration leaves this tensor unquantized".to_owned());
+            return Err(excepted("gptq"));
         }
         let more = more.flatten();
         let told = |key: &str| more.and_then(|more| member(more, &[key])).or_else(|| member(self.json, &[key]));
@@ -282,8 +282,7 @@ fn add(
     is_v1: bool,
 ) {
     let (codes, scale) = (stored.tensor(matrix.codes), stored.tensor(matrix.scales));
-    if !is_wide_float(scale.dtype) {
-        found.refuse(scale.name, format!("a float as the scale of {:?}", codes.name), scale.dtype.to_string());
+    if !is_scale(found, &scale, codes.name) {
         return;
     }
     let (inner, out, bits, group) = (matrix.inner, matrix.out, matrix.way.bits, matrix.group());

@@ -87,6 +87,11 @@ const fn is_special(character: char) -> bool {
     matches!(character, '*' | '+' | '?' | '|' | '(' | '[' | '{' | '^' | '$' | '\\')
 }
 
+/// Why codes of a module are not decoded that the configuration of their method leaves unquantized.
+pub(super) fn excepted(method: &str) -> String {
+    format!("{method}, but its configuration leaves this tensor unquantized")
+}
+
 /// Refuses the companions of these names whose codes are missing: they would stay as tensors that no model has.
 pub(super) fn refuse_orphans(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, words: &[&str], codes: &str) {
     for (_, tensor) in stored.iter() {

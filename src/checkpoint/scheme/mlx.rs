@@ -12,11 +12,11 @@ use serde_json::Value as Json;
 
 use super::{
     findings::SchemeFindings,
-    listed::{member, refuse_orphans, text},
+    listed::{excepted, member, refuse_orphans, text},
     parts::{companion, is_wide_float},
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, ModuleAnswer, ModuleConfig, PartExtents, PartSpec,
+        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartSpec,
         PartType, ROW, RowScheme, SchemeRow, ShownBy, ValueStep, step,
     },
     stored::Stored,
@@ -50,24 +50,20 @@ static ROWS: [SchemeRow; 6] = [
     affine("{count} weights of 8 bits, affine, {sharing}", "[.., in * 8 / 32]", 8),
     SchemeRow {
         label: "{count} weights of 4 bits, mxfp4, {sharing}",
-        codes: CodesSpec { element: CodeForm::E2m1, shape: "[.., in * 4 / 32]", ..WORDS },
-        parts: &[EXPONENTS],
         absent: Some((".biases", "biases of mode mxfp4")),
-        ..ROW
+        ..FLOATS_OF_4_BITS
     },
     SchemeRow {
         label: "{count} weights of 8 bits, mxfp8, {sharing}",
         codes: CodesSpec { element: CodeForm::Float(DType::F8E4M3), shape: "[.., in * 8 / 32]", ..WORDS },
-        parts: &[EXPONENTS],
         absent: Some((".biases", "biases of mode mxfp8")),
-        ..ROW
+        ..FLOATS_OF_4_BITS
     },
     SchemeRow {
         label: "{count} weights of 4 bits, nvfp4, {sharing}",
-        codes: CodesSpec { element: CodeForm::E2m1, shape: "[.., in * 4 / 32]", ..WORDS },
         parts: &[PartSpec { element: CodeForm::Float(DType::F8E4M3), ..EXPONENTS }],
         absent: Some((".biases", "biases of mode nvfp4")),
-        ..ROW
+        ..FLOATS_OF_4_BITS
     },
 ];
 
@@ -75,32 +71,26 @@ const fn affine(label: &'static str, shape: &'static str, bits: u32) -> SchemeRo
     SchemeRow {
         label,
         codes: CodesSpec { element: CodeForm::Unsigned(bits), shape, ..WORDS },
-        parts: SCALES_AND_BIASES,
+        parts: &[FLOATS, PartSpec { suffixes: &[".biases"], dtype: PartType::Like(0), ..FLOATS }],
         value: MULTIPLIED_AND_ADDED,
         ..ROW
     }
 }
 
 const WORDS: CodesSpec = CodesSpec { dtypes: &[DType::U32], shown: ShownBy::TypeOr(0), axes: CodeAxes::Rows, ..CODES };
-const FLOATS: PartSpec = PartSpec {
-    suffixes: &[".scales"],
-    dtype: PartType::Float(is_wide_float),
-    element: CodeForm::Own,
-    extents: PartExtents::Grid,
-};
-const SCALES_AND_BIASES: &[PartSpec] =
-    &[FLOATS, PartSpec { suffixes: &[".biases"], dtype: PartType::Like(0), ..FLOATS }];
+const FLOATS: PartSpec = PartSpec { suffixes: &[".scales"], dtype: PartType::Float(is_wide_float), ..PART };
 const MULTIPLIED_AND_ADDED: &[ValueStep] = &[step(Operation::Multiply, 0), step(Operation::Add, 1)];
-const EXPONENTS: PartSpec = PartSpec { dtype: PartType::One(DType::U8), ..FLOATS };
+const EXPONENTS: PartSpec = PartSpec { suffixes: FLOATS.suffixes, ..PART };
+const FLOATS_OF_4_BITS: SchemeRow = SchemeRow {
+    codes: CodesSpec { element: CodeForm::E2m1, shape: "[.., in * 4 / 32]", ..WORDS },
+    parts: &[EXPONENTS],
+    ..ROW
+};
 
 /// The configuration of all modules, in which some have their own.
 struct Configuration<'a>(&'a Json);
 
-fn read<'a>(
-    _: &'static [SchemeRow],
-    stored: &Stored<'a>,
-    found: &mut SchemeFindings<'_>,
-) -> Option<Box<dyn ModuleConfig + 'a>> {
+fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let config = configured(stored)?;
     refuse_orphans(stored, found, &["scales", "biases"], CODES_WORD);
     for key in homeless(config, stored) {
@@ -158,9 +148,7 @@ struct Variant {
 fn variant(config: &Json, module: &str) -> Result<Variant, String> {
     let own = match config.get(module) {
         None | Some(Json::Bool(true)) => config,
-        Some(Json::Bool(false)) => {
-            return Err("mlx, but its configuration leaves this tensor unquantized".to_owned());
-        }
+        Some(Json::Bool(false)) => return Err(excepted("mlx")),
         Some(own @ Json::Object(_)) => own,
         Some(other) => return Err(format!("mlx with {other} for a module")),
     };

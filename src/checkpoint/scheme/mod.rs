@@ -6,8 +6,8 @@
 //!
 //! # To add a scheme
 //! Most schemes are data: a `row::SchemeRow` says the ends of names, types and shapes of codes and of what decodes them, the expression of
-//! the value, and the decoded name; `row` says how to add one. `nvfp4` and `mx` are nothing but rows, since the configuration says of
-//! each module how it is quantized; `awq`, `mlx`, `mxfp4`, `scaled_fp8` and `block_fp8` also read a configuration of their own.
+//! the value, and the decoded name; `row` says how to add one. Those of `by_module` are nothing but rows, since the configuration says of
+//! each module how it is quantized; `awq`, `mlx`, `mxfp4` and `fp8` also read a configuration of their own.
 //!
 //! Code is for what a row cannot say: `gptq` and `pack_quantized` read tensors (`g_idx`, `weight_shape`), `bitsandbytes` and `torchao` texts
 //! that describe a tensor. Write `src/checkpoint/scheme/<name>.rs` and add one line to `SCHEMES`. The file holds:
@@ -52,23 +52,20 @@
 
 mod awq;
 mod bitsandbytes;
-mod block_fp8;
 mod by_module;
 mod comfy;
 mod findings;
+mod fp8;
 mod gptq;
 mod listed;
 pub(crate) mod members;
 mod mlx;
-mod mx;
 mod mxfp4;
-mod nvfp4;
 mod pack_quantized;
 mod parts;
 mod quantization_config;
 mod quantized;
 mod row;
-mod scaled_fp8;
 mod stored;
 mod torchao;
 mod unrecognized;
@@ -83,10 +80,10 @@ use super::problem::Problems;
 static SCHEMES: [&dyn Scheme; 13] = [
     &mxfp4::MXFP4,
     &pack_quantized::PackQuantized,
-    &nvfp4::NVFP4,
-    &mx::MX,
-    &scaled_fp8::SCALED_FP8,
-    &block_fp8::BLOCK_FP8,
+    &by_module::NVFP4,
+    &by_module::MX,
+    &fp8::SCALED_FP8,
+    &fp8::BLOCK_FP8,
     &awq::AWQ,
     &gptq::Gptq,
     &bitsandbytes::BitsAndBytes,

@@ -12,11 +12,11 @@ use serde_json::{Value as Json, json};
 
 use super::{
     findings::SchemeFindings,
-    listed::{Exceptions, config_of},
+    listed::{Exceptions, config_of, excepted},
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, FirstTensor, ModuleAnswer, ModuleConfig, PartExtents,
-        PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy,
+        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig,
+        PART, PartSpec, ROW, RowScheme, SchemeRow, ShownBy,
     },
     stored::Stored,
 };
@@ -40,20 +40,11 @@ static ROWS: [SchemeRow; 1] = [SchemeRow {
         transposed: &[0, 2, 1],
         ..CODES
     },
-    parts: &[PartSpec {
-        suffixes: &["_scales"],
-        dtype: PartType::One(DType::U8),
-        element: CodeForm::Own,
-        extents: PartExtents::Grid,
-    }],
+    parts: &[PartSpec { suffixes: &["_scales"], ..PART }],
     ..ROW
 }];
 
-fn read<'a>(
-    _: &'static [SchemeRow],
-    stored: &Stored<'a>,
-    found: &mut SchemeFindings<'_>,
-) -> Option<Box<dyn ModuleConfig + 'a>> {
+fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let exceptions = Exceptions::of(config_of(stored, "mxfp4")?, "modules_to_not_convert");
     for (_, scales) in stored.iter().filter(|(_, scales)| scales.dtype == DType::U8) {
         if let Some(name) = scales.name.strip_suffix("_scales")
@@ -68,7 +59,7 @@ fn read<'a>(
 impl ModuleConfig for Exceptions<'_> {
     fn of(&self, _: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
         if self.has(at.stem) {
-            return ModuleAnswer::Unsupported("mxfp4, but its configuration leaves this tensor unquantized".to_owned());
+            return ModuleAnswer::Unsupported(excepted("mxfp4"));
         }
         ModuleAnswer::Stored(at.row, Sharing::Group(GROUP))
     }

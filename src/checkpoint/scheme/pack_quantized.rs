@@ -16,7 +16,7 @@ use serde_json::json;
 
 use super::{
     findings::{Scheme, SchemeFindings, Summary},
-    parts::{Kinds, blocks, companion, floats, grid, is_wide_float, module_of, packed, required, slot, unsigned},
+    parts::{Kinds, blocks, companion, floats, grid, is_scale, module_of, packed, slot, unsigned},
     quantization_config::{Library, ModuleQuantization, QuantizationConfig, Sharing},
     quantized::{Template, TemplateError},
     stored::Stored,
@@ -147,7 +147,8 @@ fn matrices<'a>(
             found.unsupported("compressed-tensors pack-quantized with weight_g_idx", Some(codes));
             continue;
         }
-        let mut needed = |word, id| required(found, (module, CODES), word, id);
+        let name = format!("{module}.{CODES}");
+        let mut needed = |word: &str, id| found.needed(&name, &format!("{module}.{word}"), id);
         let scale = needed("weight_scale", candidate.scale);
         let zero = if symmetric { Some(None) } else { needed("weight_zero_point", candidate.zero).map(Some) };
         let shape = needed("weight_shape", candidate.shape);
@@ -226,8 +227,7 @@ fn add(
     (out, inner): (u64, u64),
 ) {
     let (codes, scale) = (stored.tensor(matrix.codes), stored.tensor(matrix.scale));
-    if !is_wide_float(scale.dtype) {
-        found.refuse(scale.name, format!("a float as the scale of {:?}", codes.name), scale.dtype.to_string());
+    if !is_scale(found, &scale, codes.name) {
         return;
     }
     let kind = Kind {

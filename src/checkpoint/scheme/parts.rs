@@ -10,8 +10,9 @@ use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Shape, SourceTen
 use super::{
     findings::SchemeFindings,
     quantized::{Template, TemplateError, TemplateId},
-    stored::Stored,
+    stored::{Stored, last_word},
 };
+use crate::table::TensorInfo;
 
 /// Operand `number` of a template, which must be stored as `dtype` with these extents.
 ///
@@ -91,6 +92,15 @@ pub(super) const fn is_wide_float(dtype: DType) -> bool {
     dtype.is_float() && !is_fp8(dtype)
 }
 
+/// Whether a tensor can be the scale of these codes. If not, that is noted.
+pub(super) fn is_scale(found: &mut SchemeFindings<'_>, scale: &TensorInfo<'_>, codes: &str) -> bool {
+    let is_scale = is_wide_float(scale.dtype);
+    if !is_scale {
+        found.refuse(scale.name, format_args!("a float as the scale of {codes:?}"), scale.dtype);
+    }
+    is_scale
+}
+
 /// One template for each kind of tensor, where `Key` holds all that distinguishes kinds.
 #[derive(Debug)]
 pub(super) struct Kinds<Key>(HashMap<Key, Option<TemplateId>>);
@@ -134,20 +144,8 @@ pub(super) fn needed(
     names: (&str, &str),
     word: &str,
 ) -> Option<TensorId> {
-    required(found, names, word, companion(stored, names.0, word))
-}
-
-/// The same for a companion that was looked up.
-pub(super) fn required(
-    found: &mut SchemeFindings<'_>,
-    (module, codes): (&str, &str),
-    word: &str,
-    id: Option<TensorId>,
-) -> Option<TensorId> {
-    if id.is_none() {
-        found.refuse(&format!("{module}.{codes}"), format!("{module}.{word} to decode it"), "no such tensor");
-    }
-    id
+    let (module, codes) = names;
+    found.needed(&format!("{module}.{codes}"), &format!("{module}.{word}"), companion(stored, module, word))
 }
 
 /// Ends of the names of scales of activations and of caches, which no weight needs.
@@ -168,7 +166,7 @@ const ACTIVATIONS: [&str; 11] = [
 /// Leaves out the scales of activations and caches of a repository in which something is quantized.
 pub(super) fn leave_out_activations(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) {
     for (id, tensor) in stored.iter() {
-        let word = tensor.name.rsplit_once('.').map_or(tensor.name, |(_, word)| word);
+        let word = last_word(tensor.name);
         // A parameter of such a name that is no single number is not a scale of that kind.
         let is_scalar = tensor.shape.iter().product::<u64>() == 1;
         if is_scalar && ACTIVATIONS.contains(&word) && !found.is_taken(id) {

@@ -20,7 +20,7 @@ use serde_json::Value as Json;
 
 use super::{
     listed::{Exceptions, text},
-    stored::Stored,
+    stored::{Stored, last_word},
 };
 use crate::PythonRegex;
 
@@ -384,8 +384,7 @@ impl<'a> Groups<'a> {
         if self.ignored.has(module) {
             return ModuleQuantization::Plain;
         }
-        let last = module.rsplit_once('.').map_or(module, |(_, last)| last);
-        let class = self.embedding.filter(|_| EMBEDDINGS.contains(&last)).or(self.class);
+        let class = self.embedding.filter(|_| EMBEDDINGS.contains(&last_word(module))).or(self.class);
         let group = self.targets.find(module).or(class);
         group.map_or(ModuleQuantization::Plain, |group| self.told[group].clone())
     }

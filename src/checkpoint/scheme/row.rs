@@ -147,6 +147,10 @@ pub(super) enum PartExtents {
     AnySingle,
 }
 
+/// A part as most rows have it: a number for each group or block.
+pub(super) const PART: PartSpec =
+    PartSpec { suffixes: &[], dtype: PartType::One(DType::U8), element: CodeForm::Own, extents: PartExtents::Grid };
+
 /// A step of a value: what is computed with a part, on which steps of its own may come first.
 #[derive(Debug)]
 pub(super) struct ValueStep {
@@ -243,7 +247,7 @@ fn even_then_odd(tensor: SourceTensor, extents: &[u64], rows: u64) -> Operand {
 
 /// All that distinguishes kinds of tensors of a scheme.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct RowKind {
+pub(super) struct RowKind {
     /// Number of the row.
     row: usize,
     codes: DType,
@@ -386,7 +390,7 @@ impl SchemeRow {
         }
         let dtype = if self.codes.dtypes.len() > 1 { codes.dtype } else { self.codes.dtypes[0] };
         let kind = RowKind { row: number, codes: dtype, stored: codes.shape.to_vec(), extents, block, parts };
-        if let Some(template) = kinds.0.template(found, codes.name, kind, |kind| self.template(kind)) {
+        if let Some(template) = kinds.template(found, codes.name, kind, |kind| self.template(kind)) {
             found.tensor(&self.decoded(stem), template, &operands, None);
         }
     }
@@ -489,14 +493,7 @@ impl PartSpec {
 }
 
 /// Templates of the kinds of tensors of a scheme.
-#[derive(Debug)]
-pub(super) struct RowKinds(Kinds<RowKind>);
-
-impl RowKinds {
-    pub(super) fn new() -> Self {
-        Self(Kinds::new())
-    }
-}
+pub(super) type RowKinds = Kinds<RowKind>;
 
 /// Codes by their name, type and companions, as a row has them.
 #[derive(Clone, Copy, Debug)]
@@ -559,8 +556,10 @@ pub(super) struct RowScheme {
 }
 
 /// Reads the configuration of a scheme.
-pub(super) type Read =
-    for<'a> fn(&'static [SchemeRow], &Stored<'a>, &mut SchemeFindings<'_>) -> Option<Box<dyn ModuleConfig + 'a>>;
+pub(super) type Read = for<'a> fn(&'static [SchemeRow], &Stored<'a>, &mut SchemeFindings<'_>) -> Configured<'a>;
+
+/// What the configuration of a scheme says; `None` if it is not about this scheme.
+pub(super) type Configured<'a> = Option<Box<dyn ModuleConfig + 'a>>;
 
 impl Scheme for RowScheme {
     fn name(&self) -> &'static str {

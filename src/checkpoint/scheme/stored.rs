@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, hash::BuildHasher, sync::OnceLock};
 
 use ckfs_source::{FileId, Source};
-use ckfs_tensor::{DType, Shape, SourceTensor, TensorId};
+use ckfs_tensor::{DType, TensorId};
 use hashbrown::{DefaultHashBuilder, HashSet, HashTable, hash_table::Entry};
 use rayon::prelude::*;
 use serde_json::Value;
@@ -20,7 +20,6 @@ const READ_BYTES_MAX: u64 = 4 << 20;
 const IDS_A_TASK: usize = 4096;
 
 /// A repository, as schemes see it.
-#[allow(dead_code, reason = "not every scheme reads tensors and metadata, and some are still to come")]
 pub(crate) struct Stored<'a> {
     table: &'a TensorTable,
     /// The tensors with a span of their own. Codes that are stored as boxes are not decoded.
@@ -40,7 +39,6 @@ pub(crate) struct Stored<'a> {
     dtype: DType,
 }
 
-#[allow(dead_code, reason = "not every scheme reads tensors and metadata, and some are still to come")]
 impl<'a> Stored<'a> {
     /// `config` is `quantization_config` or what stands for it; `modelopt` is `hf_quant_config.json`; `metadata` are the
     /// `__metadata__` members of headers; `dtype` is the model's own.
@@ -154,12 +152,6 @@ impl<'a> Stored<'a> {
         self.by_name().find(self.hasher.hash_one(name), |id| self.tensor(*id).name == name).copied()
     }
 
-    /// The stored tensor of that name, as a template's operand `number` where its shape has at most eight axes.
-    pub(crate) fn operand(&self, number: u32, id: TensorId) -> Option<SourceTensor> {
-        let info = self.tensor(id);
-        Some(SourceTensor { id: TensorId(number), dtype: info.dtype, shape: Shape::try_new(info.shape).ok()? })
-    }
-
     /// `quantization_config`, `compression_config`, or MLX's `quantization` of `config.json`.
     pub(crate) fn config(&self) -> Option<&'a Value> {
         self.config
@@ -198,6 +190,6 @@ impl<'a> Stored<'a> {
 }
 
 /// The part of a name after its last dot.
-fn last_word(name: &str) -> &str {
+pub(super) fn last_word(name: &str) -> &str {
     name.rsplit_once('.').map_or(name, |(_, word)| word)
 }

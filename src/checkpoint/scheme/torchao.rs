@@ -21,10 +21,10 @@ use serde_json::{Value as Json, json};
 use super::{
     Scheme,
     findings::{SchemeFindings, Summary},
-    listed::{Exceptions, config_of, text},
-    parts::{Kinds, floats, is_wide_float, packed, slot},
+    listed::{Exceptions, config_of, excepted, text},
+    parts::{Kinds, floats, is_scale, packed, slot},
     quantized::{Template, TemplateError},
-    stored::Stored,
+    stored::{Stored, last_word},
 };
 
 /// The scheme.
@@ -84,8 +84,7 @@ impl Scheme for TorchAo {
                 }
             };
             if exceptions.has(module) {
-                let method = "torchao, but its configuration leaves this tensor unquantized";
-                found.unsupported(method, example);
+                found.unsupported(&excepted("torchao"), example);
                 continue;
             }
             let known = if of == Type::Float8 { &["qdata", "scale"][..] } else { &["qdata", "scale", "zero_point"] };
@@ -95,15 +94,9 @@ impl Scheme for TorchAo {
             }
             *counts.entry(of).or_default() += 1;
             let has_zeros = words.contains(&"zero_point") || of == Type::Int4;
-            let needed = |word: &str, found: &mut SchemeFindings<'_>| {
-                let id = stored.find(&part(word));
-                if id.is_none() {
-                    found.refuse(name, format!("{} to decode it", part(word)), "no such tensor");
-                }
-                id
-            };
-            let (codes, scale) = (needed("qdata", found), needed("scale", found));
-            let zeros = if has_zeros { needed("zero_point", found).map(Some) } else { Some(None) };
+            let mut needed = |word: &str| found.needed(name, &part(word), stored.find(&part(word)));
+            let (codes, scale) = (needed("qdata"), needed("scale"));
+            let zeros = if has_zeros { needed("zero_point").map(Some) } else { Some(None) };
             let (Some(codes), Some(scale), Some(zeros)) = (codes, scale, zeros) else { continue };
             let (Some(kind), Some(dtype)) =
                 (kind_of(stored, found, (name, row), (of, codes, scale, has_zeros)), dtype_of(found, name, row, of))
@@ -156,7 +149,7 @@ fn described(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> BTreeMap<St
 /// Refuses codes and companions of which no header tells what they are.
 fn refuse_undescribed(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, known: &HashSet<TensorId>) {
     for (id, tensor) in stored.iter() {
-        let last = tensor.name.rsplit_once('.').map_or(tensor.name, |(_, last)| last);
+        let last = last_word(tensor.name);
         let is_part = ["_qdata", "_scale", "_zero_point"].iter().any(|word| last.ends_with(word));
         if last.starts_with('_') && is_part && !known.contains(&id) {
             let expected = "what it is in __metadata__ of its file, as torchao writes it";
@@ -213,11 +206,7 @@ fn kind_of(
         found.refuse(name, expected, told("block_size").to_string());
         return None;
     };
-    if !is_wide_float(scale.dtype) {
-        found.refuse(scale.name, format!("a float as the scale of {name:?}"), scale.dtype.to_string());
-        return None;
-    }
-    Some(Kind { of, extents, block, scale: scale.dtype, has_zeros })
+    is_scale(found, &scale, name).then_some(Kind { of, extents, block, scale: scale.dtype, has_zeros })
 }
 
 fn template(kind: &Kind) -> Result<Template, TemplateError> {

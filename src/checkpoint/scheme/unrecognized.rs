@@ -7,9 +7,10 @@ use ckfs_tensor::{DType, TensorId};
 use super::{
     comfy,
     findings::{Scheme, SchemeFindings, Summary},
+    listed::excepted,
     parts::{is_fp8, is_wide_float, module_of},
     quantization_config::{Factor, ModuleQuantization, QuantizationConfig},
-    stored::Stored,
+    stored::{Stored, last_word},
 };
 use crate::table::TensorInfo;
 
@@ -131,7 +132,7 @@ fn told(
     let expected = match &told {
         ModuleQuantization::Unknown(name) => return name.clone(),
         ModuleQuantization::Plain if settings.is_known() => {
-            return format!("{method}, but its configuration leaves this tensor unquantized");
+            return excepted(method);
         }
         ModuleQuantization::Plain => return method.to_owned(),
         ModuleQuantization::Packed { bits, .. } => {
@@ -239,7 +240,7 @@ const SCALE_WORDS: [&str; 2] = ["scale", "amax"];
 
 /// The last word of a name, and where in it a word begins that scales have, if there is one.
 fn scale_word(name: &str) -> Option<(&str, usize)> {
-    let last = name.rsplit_once('.').map_or(name, |(_, last)| last);
+    let last = last_word(name);
     let lower = last.to_ascii_lowercase();
     SCALE_WORDS.iter().find_map(|word| Some((last, lower.find(word)?)))
 }
