@@ -93,13 +93,18 @@ fn read_remote(dir: &Path, source: &str, options: &OpenOptions) -> Result<Adapte
         Ok::<_, CheckpointError>(FoundFile::cached(tree.remote(place)?).map_err(failed)?.open(None)?)
     };
     let problem = |message: String| CheckpointError::of_file(&located.label, ADAPTER_CONFIG, message);
-    let text = read_json(&find(ADAPTER_CONFIG)?, &options.fetches).map_err(problem)?;
-    if let Some(found) = lfs_pointer(&text, false) {
-        return Err(problem(found.to_owned()));
-    }
-    let config = json::parse(&text).map_err(|error| problem(json::fault(&error)))?;
+    let config = config_of(&find(ADAPTER_CONFIG)?, options).map_err(problem)?;
     let weights = find(ADAPTER_WEIGHTS)?;
     Ok(AdapterFiles { dir: dir.to_owned(), config, weights, warning: None, fills: false })
+}
+
+/// An adapter's configuration, or why there is none.
+fn config_of(opened: &Opened, options: &OpenOptions) -> Result<serde_json::Value, String> {
+    let text = read_json(opened, &options.fetches)?;
+    match lfs_pointer(&text, false) {
+        Some(pointer) => Err(pointer.to_owned()),
+        None => json::parse(&text).map_err(|error| json::fault(&error)),
+    }
 }
 
 pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterFiles, CheckpointError> {
@@ -124,11 +129,7 @@ pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterF
     }
     let opened = found.open(Some(&root)).map_err(|error| problem(error.to_string()))?;
     drop(opening);
-    let text = read_json(&opened, &options.fetches).map_err(problem)?;
-    if let Some(found) = lfs_pointer(&text, false) {
-        return Err(problem(found.to_owned()));
-    }
-    let config = json::parse(&text).map_err(|error| problem(json::fault(&error)))?;
+    let config = config_of(&opened, options).map_err(problem)?;
     let weights = dir.join(ADAPTER_WEIGHTS);
     let opening = options.fetches.begin_path(&weights, "open");
     let found = root.find(ADAPTER_WEIGHTS).map_err(|error| {

@@ -17,7 +17,7 @@ use super::{
     dcp,
     dialect::{Dialect, own_dtype, quantization_config},
     file::{FileRole, IgnoreReason, RepoFile},
-    folder::{Folder, PinnedFiles, Text, open_root},
+    folder::{Folder, PinnedFiles, Text, file_id, open_root},
     foreign::{self, FileKind},
     header::read_header,
     index::Index,
@@ -31,7 +31,7 @@ use super::{
     quantization::Quantization,
     ranks::{self, RankFiles},
     remote_tree::CachedTree,
-    repository::{Adapter, Checkpoint},
+    repository::{Adapter, Checkpoint, Origin},
     safetensors,
     scheme::{self, Stored},
     sets::incomplete_sets,
@@ -174,17 +174,7 @@ fn open_alone(
     let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
-    let chosen = ChosenFiles {
-        located,
-        files: vec![listed],
-        weights: vec![0],
-        dialect: Chosen::Unknown,
-        config_text: None,
-        modelopt_text: None,
-        adapters,
-        directories: Vec::new(),
-        warnings: Vec::new(),
-    };
+    let chosen = ChosenFiles::new(located, (vec![listed], vec![0]), Chosen::Unknown, adapters);
     chosen.build(vec![opened], options, Problems::default())
 }
 
@@ -197,8 +187,8 @@ fn open_folder(
     let ranks = ranks::find(&mut folder)?;
     let found = if ranks.is_some() { Some(Container::Ranks) } else { Container::of(&folder) };
     let text = match found {
-        Some(Container::Safetensors) | None => safetensors::index_text(&mut folder)?,
-        Some(Container::Torch) => torch::index_text(&mut folder)?,
+        Some(Container::Safetensors) | None => safetensors::index_text(&mut folder, safetensors::INDEX)?,
+        Some(Container::Torch) => safetensors::index_text(&mut folder, torch::INDEX)?,
         Some(Container::Dcp | Container::Orbax | Container::Ranks) => None,
     };
     let config_text = folder.read(CONFIG)?;
@@ -310,17 +300,10 @@ fn open_orbax(
         size_bytes: 0,
         state: Opening::Nothing,
     };
-    let chosen = ChosenFiles {
-        located,
-        files: numbered.into_iter().map(listed).collect(),
-        weights,
-        warnings: found.warnings.clone(),
-        dialect: Chosen::Orbax(found),
-        config_text: None,
-        modelopt_text: None,
-        adapters,
-        directories,
-    };
+    let warnings = found.warnings.clone();
+    let files = (numbered.into_iter().map(listed).collect(), weights);
+    let chosen = ChosenFiles::new(located, files, Chosen::Orbax(found), adapters);
+    let chosen = ChosenFiles { directories, warnings, ..chosen };
     chosen.build(opened, options, Problems::default())
 }
 
@@ -425,7 +408,28 @@ struct ChosenFiles<'a> {
     warnings: Vec<String>,
 }
 
-impl ChosenFiles<'_> {
+impl<'a> ChosenFiles<'a> {
+    /// These weight files and nothing else.
+    fn new(
+        located: Located,
+        (files, weights): (Vec<Listed>, Vec<usize>),
+        dialect: Chosen<'a>,
+        adapters: Vec<AdapterFiles>,
+    ) -> Self {
+        let (directories, warnings) = (Vec::new(), Vec::new());
+        Self {
+            located,
+            files,
+            weights,
+            dialect,
+            config_text: None,
+            modelopt_text: None,
+            adapters,
+            directories,
+            warnings,
+        }
+    }
+
     /// `opened` are the files of the repository in the order of their ids.
     fn build(
         mut self,
@@ -435,34 +439,22 @@ impl ChosenFiles<'_> {
     ) -> Result<Checkpoint, CheckpointError> {
         let mut adapters = Vec::with_capacity(self.adapters.len());
         for AdapterFiles { dir, config, weights, warning, fills } in std::mem::take(&mut self.adapters) {
-            let file = FileId(number(opened.len()));
+            let file = file_id(opened.len());
             opened.push(weights);
             adapters.push(Adapter { dir, file, config, fills });
             self.warnings.extend(warning);
         }
         let source = pin_files(opened, options.io, Arc::clone(&options.fetches), options.compared.as_ref())?;
-        let files = (0..number(source.file_count())).map(FileId);
+        let files = (0..source.file_count()).map(file_id);
         if files.map(|file| source.pin(file).len_bytes).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
         }
         let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
         let contents = self.dialect.read(&pinned, &source, options, &mut problems);
         let files = repo_files(&pinned, &contents.unused);
-        let Contents {
-            container,
-            table,
-            file_metadata,
-            left_out,
-            scan_layers,
-            tree,
-            partial,
-            are_ranks,
-            uncounted,
-            ..
-        } = contents;
+        let Contents { table, file_metadata, are_ranks, .. } = contents;
         self.warnings.extend(contents.warnings);
-        let wrapped = contents.source;
-        let source = wrapped.unwrap_or(source);
+        let source = contents.source.unwrap_or(source);
         let config = self.config_text.as_ref().and_then(|text| parsed(CONFIG, text, &mut problems));
         let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
         let settings = (quantization_config(config.as_ref()), modelopt.as_ref());
@@ -482,7 +474,7 @@ impl ChosenFiles<'_> {
         let ranks = (are_ranks, are_ranks);
         let compared = config.as_ref().and_then(|config| promised::compare(&table, config, ranks, &mut found));
         self.warnings.extend(compared);
-        if let (Some(files), None) = (uncounted, &config) {
+        if let (Some(files), None) = (contents.uncounted, &config) {
             self.warnings.push(format!(
                 "files of ranks: {files}, and nothing says how many there were: if the files of the last ranks are missing, tensors are \
                  shorter; --config-from compares them with a model"
@@ -505,31 +497,34 @@ impl ChosenFiles<'_> {
         }
         problems.refuse(&self.located.label)?;
         let Located { path, label, revision, remote: _ } = self.located;
-        Ok(Checkpoint {
-            source,
+        let origin = Origin {
             root: path,
             label,
             revision,
-            container,
-            table,
-            files,
-            config,
+            container: contents.container,
             index_metadata: self.dialect.index_metadata(),
             file_metadata,
-            left_out,
-            scan_layers,
-            tree: Arc::new(tree),
-            dialect,
+            left_out: contents.left_out,
+            scan_layers: contents.scan_layers,
+            tree: contents.tree,
             quantized,
             adapters,
-            companion: None,
-            partial,
             are_ranks,
             lacks_named,
             directories: self.directories,
-            warnings: self.warnings,
             compared: ComparedHeads::default(),
+        };
+        Ok(Checkpoint {
+            source,
+            table,
+            files,
+            config,
+            dialect,
+            companion: None,
+            partial: contents.partial,
+            warnings: self.warnings,
             merges: None,
+            origin: Arc::new(origin),
         })
     }
 }
@@ -566,9 +561,4 @@ fn with_adapters(own: TensorTable, adapters: &[Adapter], source: &dyn Source, pr
         problems.push(Problem::TooLarge);
         TensorTable::default()
     })
-}
-
-/// A number of files, or of one.
-fn number(files: usize) -> u32 {
-    u32::try_from(files).expect("a listing has at most some 100 000 files, and each adapter adds one that is open")
 }

@@ -11,8 +11,8 @@ use serde_json::Value;
 
 use super::super::{
     choose::{
-        INDEX_SUFFIX, Indexed, SINGLE_INDEX, choose_index, choose_indexed, choose_single, choose_unindexed,
-        choose_variant, is_safetensors,
+        INDEX_SUFFIX, Indexed, choose_index, choose_indexed, choose_single, choose_unindexed, choose_variant,
+        is_safetensors,
     },
     container::{Container, Contents},
     copies::{self, Row},
@@ -26,13 +26,15 @@ use super::super::{
     table::TensorTable,
 };
 
+/// The index of safetensors.
+pub(crate) const INDEX: Indexed =
+    Indexed { suffix: INDEX_SUFFIX, usual: "model.safetensors.index.json", is_weights: is_safetensors };
+
 /// The name and the text of the index, if there is one.
-pub(crate) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
-    let of = Indexed { suffix: INDEX_SUFFIX, usual: SINGLE_INDEX, is_weights: is_safetensors };
+pub(crate) fn index_text(folder: &mut Folder, of: Indexed) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
     let found = choose_index(&folder.located.path, &folder.files, of, folder.variant.as_deref())?;
     let Some(name) = found else { return Ok(None) };
-    let text = folder.read(&name)?.unwrap_or_else(|| Err("not there".into()));
-    match text {
+    match folder.read(&name)?.unwrap_or_else(|| Err("not there".into())) {
         Ok(text) => Ok(Some((name, text))),
         Err(message) => Err(unusable(folder, name, message)),
     }

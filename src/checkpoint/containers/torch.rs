@@ -6,7 +6,7 @@ use ckfs_source::{Duplicates, FileId};
 
 use super::super::{
     archive::{self, ArchiveSpan},
-    choose::{Indexed, TORCH_INDEX_SUFFIX, at_top, choose_index, choose_indexed, choose_variant},
+    choose::{Indexed, TORCH_INDEX_SUFFIX, at_top, choose_indexed, choose_variant},
     container::{Container, Contents, LeftOut, is_torch},
     copies::{self, Row},
     file::{FileRole, IgnoreReason},
@@ -17,7 +17,6 @@ use super::super::{
     mosaic::{MosaicBuilder, StoredBox},
     prefix::is_optimizer_state,
     problem::{CheckpointError, Problems},
-    safetensors::unusable,
     weight_name::WeightName,
 };
 
@@ -27,16 +26,9 @@ const COMPANIONS: [&str; 5] = ["training_args.bin", "optimizer.pt", "optimizer.b
 /// Name of a tensor that is saved alone.
 const UNNAMED: &str = "tensor";
 
-/// The name and the text of the index, if there is one.
-pub(crate) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
-    let of = Indexed { suffix: TORCH_INDEX_SUFFIX, usual: "pytorch_model.bin.index.json", is_weights: is_torch };
-    let found = choose_index(&folder.located.path, &folder.files, of, folder.variant.as_deref())?;
-    let Some(name) = found else { return Ok(None) };
-    match folder.read(&name)?.unwrap_or_else(|| Err("not there".into())) {
-        Ok(text) => Ok(Some((name, text))),
-        Err(message) => Err(unusable(folder, name, message)),
-    }
-}
+/// The index of files of torch.
+pub(crate) const INDEX: Indexed =
+    Indexed { suffix: TORCH_INDEX_SUFFIX, usual: "pytorch_model.bin.index.json", is_weights: is_torch };
 
 /// Chooses the weight files of a directory.
 pub(crate) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> Result<(), CheckpointError> {

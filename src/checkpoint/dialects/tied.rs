@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Arc, LazyLock, Mutex},
+    sync::{LazyLock, Mutex},
 };
 
 use ckfs_tensor::TensorId;
@@ -50,8 +50,8 @@ pub(crate) struct Tie {
 }
 
 /// What was compared already, by the ids of head and embedding: whether they are equal.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct ComparedHeads(pub(crate) Arc<Mutex<HashMap<(TensorId, TensorId), bool>>>);
+#[derive(Debug, Default)]
+pub(crate) struct ComparedHeads(pub(crate) Mutex<HashMap<(TensorId, TensorId), bool>>);
 
 /// Words in the names of classes with an output head.
 const HEADED: [&str; 4] = ["LMHead", "ForCausalLM", "ForConditionalGeneration", "DoubleHeads"];

@@ -21,9 +21,6 @@ pub(crate) use super::weight_name::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX};
 /// The configuration of a model.
 pub(crate) const CONFIG: &str = "config.json";
 
-/// The index that transformers writes.
-pub(crate) const SINGLE_INDEX: &str = "model.safetensors.index.json";
-
 /// A path for a message. Characters that control a terminal are escaped.
 pub(crate) fn quoted(path: &Path) -> String {
     format!("{:?}", path.to_string_lossy())

@@ -6,10 +6,19 @@
 use std::{io, path::PathBuf, sync::Arc};
 
 use ckfs_source::{FoundFile, SourceError, WaitRegistry};
+use serde_json::Value;
 
 use super::super::{
-    adapter::AdapterFiles, choose::CONFIG, file::FileRole, folder::Folder, foreign::lfs_pointer, json,
-    problem::CheckpointError, text::io_error, tree::FileTree, weight_name::is_any_index,
+    adapter::AdapterFiles,
+    choose::CONFIG,
+    file::FileRole,
+    folder::{Folder, Text},
+    foreign::lfs_pointer,
+    json,
+    problem::CheckpointError,
+    text::io_error,
+    tree::FileTree,
+    weight_name::is_any_index,
 };
 
 /// Most bytes of all files of a companion.
@@ -41,46 +50,53 @@ pub struct Companion {
 ///
 /// # Errors
 /// A file cannot be read, or there is no readable `config.json`.
-pub(crate) fn read_companion(
-    label: String,
-    tree: &dyn FileTree,
-) -> Result<(Companion, serde_json::Value), CheckpointError> {
-    let failed =
-        |file: &str, message: String| CheckpointError::of_file(format_args!("--config-from {label}"), file, message);
-    let (mut files, mut config, mut total) = (Vec::new(), None, 0u64);
+pub(crate) fn read_companion(label: String, tree: &dyn FileTree) -> Result<(Companion, Value), CheckpointError> {
+    let failed = |file: &str, what: String| CheckpointError::of_file(format_args!("--config-from {label}"), file, what);
+    let mut found = Vec::new();
     for path in needed(tree)? {
-        let len = tree.len_bytes(&path)?.unwrap_or(0);
+        found.push((path.clone(), tree.len_bytes(&path)?.unwrap_or(0), path));
+    }
+    let (files, config) = gathered(found, &failed, &mut |path| {
+        let Some(text) = tree.description(path)? else { return Ok(None) };
+        // Trees of services need such a file.
+        let pointer = lfs_pointer(&text, tree.needs_commit_file());
+        Ok(Some(pointer.map_or(Ok(text), |pointer| Err(pointer.to_owned()))))
+    })?;
+    let config = config.ok_or_else(|| failed(CONFIG, "expected this file, with an object".to_owned()))?;
+    Ok((Companion { label, files }, config))
+}
+
+/// The contents of these files, by path, length and name, and of `config.json` among them, if it is an object.
+fn gathered(
+    found: Vec<(String, u64, String)>,
+    failed: &dyn Fn(&str, String) -> CheckpointError,
+    read: &mut dyn FnMut(&str) -> Result<Option<Text>, SourceError>,
+) -> Result<(Vec<(String, Arc<[u8]>)>, Option<Value>), CheckpointError> {
+    let (mut files, mut config, mut total) = (Vec::new(), None, 0u64);
+    for (path, len, name) in found {
         total = total.saturating_add(len);
         if len > FILE_BYTES_MAX || total > BYTES_MAX {
             let message =
                 format!("expected at most {FILE_BYTES_MAX} bytes, and {BYTES_MAX} of all such files together");
             return Err(failed(&path, message));
         }
-        let Some(text) = tree.description(&path)? else { continue };
-        // Trees of services need such a file.
-        let is_remote = tree.needs_commit_file();
-        if let Some(found) = lfs_pointer(&text, is_remote) {
-            return Err(failed(&path, found.to_owned()));
-        }
-        if path == CONFIG {
-            let value = json::parse(&text).map_err(|error| failed(CONFIG, json::fault(&error)))?;
-            config = Some(value).filter(serde_json::Value::is_object);
+        let Some(text) = read(&path)? else { continue };
+        let text = text.map_err(|message| failed(&path, message))?;
+        if name == CONFIG {
+            let value = json::parse(&text).map_err(|error| failed(&path, json::fault(&error)))?;
+            config = Some(value).filter(Value::is_object);
         } else {
-            files.push((path, text.into()));
+            files.push((name, text.into()));
         }
     }
-    let config = config.ok_or_else(|| failed(CONFIG, "expected this file, with an object".to_owned()))?;
-    Ok((Companion { label, files }, config))
+    Ok((files, config))
 }
 
 /// The companion in a directory of a folder, such as `huggingface/`, and its `config.json`; `None` if it has none.
 ///
 /// # Errors
 /// A file cannot be read.
-pub(crate) fn of_folder(
-    folder: &mut Folder,
-    below: &str,
-) -> Result<Option<(Companion, serde_json::Value)>, CheckpointError> {
+pub(crate) fn of_folder(folder: &mut Folder, below: &str) -> Result<Option<(Companion, Value)>, CheckpointError> {
     let label = folder.located.path.join(below.trim_end_matches('/')).display().to_string();
     let is_inside = |path: &str| {
         let name = path.strip_prefix(below)?;
@@ -90,33 +106,13 @@ pub(crate) fn of_folder(
         (in_directory && is_needed(name)).then(|| name.to_owned())
     };
     let listed = folder.files.iter().filter(|file| file.role == FileRole::Other);
-    let listed: Vec<(String, String, u64)> =
-        listed.filter_map(|file| Some((file.path.clone(), is_inside(&file.path)?, file.size_bytes))).collect();
-    if !listed.iter().any(|(_, name, _)| name == CONFIG) {
-        return Ok(None);
-    }
-    let failed = |file: &str, message: String| CheckpointError::of_file(&label, file, message);
-    let (mut files, mut config, mut total) = (Vec::new(), None, 0u64);
-    for (path, name, size_bytes) in listed {
-        total = total.saturating_add(size_bytes);
-        if size_bytes > FILE_BYTES_MAX || total > BYTES_MAX {
-            let message =
-                format!("expected at most {FILE_BYTES_MAX} bytes, and {BYTES_MAX} of all such files together");
-            return Err(failed(&path, message));
-        }
-        let Some(text) = folder.read(&path)? else { continue };
-        let text = text.map_err(|message| failed(&path, message))?;
-        if name == CONFIG {
-            let value = json::parse(&text).map_err(|error| failed(&path, json::fault(&error)))?;
-            if !value.is_object() {
-                return Err(failed(&path, "expected an object".to_owned()));
-            }
-            config = Some(value);
-        } else {
-            files.push((name, text.into()));
-        }
-    }
-    Ok(config.map(|config| (Companion { label, files }, config)))
+    let listed: Vec<(String, u64, String)> =
+        listed.filter_map(|file| Some((file.path.clone(), file.size_bytes, is_inside(&file.path)?))).collect();
+    let Some((path, ..)) = listed.iter().find(|(_, _, name)| name == CONFIG).cloned() else { return Ok(None) };
+    let failed = |file: &str, what: String| CheckpointError::of_file(&label, file, what);
+    let (files, config) = gathered(listed, &failed, &mut |path| folder.read(path))?;
+    let config = config.ok_or_else(|| failed(&path, "expected an object".to_owned()))?;
+    Ok(Some((Companion { label, files }, config)))
 }
 
 /// The problem of a companion that is a file.
@@ -152,7 +148,7 @@ pub(crate) fn fill_files(
     let open = |(found, path): (io::Result<FoundFile>, PathBuf)| {
         let _opening = fetches.begin_path(&path, "open");
         let weights = found.map_err(|error| io_error(&path, "open", error))?.open(None)?;
-        let config = serde_json::Value::Null;
+        let config = Value::Null;
         Ok(AdapterFiles { dir: path, config, weights, warning: None, fills: true })
     };
     found.map(open).collect()

@@ -165,6 +165,11 @@ impl Folder {
     }
 }
 
+/// The id of a file by its number.
+pub(crate) fn file_id(number: usize) -> FileId {
+    FileId(u32::try_from(number).expect("a listing has at most some 100 000 files, and files are numbered by 32 bits"))
+}
+
 /// The files of a checkpoint, pinned in a source.
 #[derive(Clone, Copy)]
 pub(crate) struct PinnedFiles<'a> {
@@ -179,8 +184,7 @@ pub(crate) struct PinnedFiles<'a> {
 impl<'a> PinnedFiles<'a> {
     /// Ids of the weight files.
     pub(crate) fn ids(&self) -> impl ExactSizeIterator<Item = FileId> + use<> {
-        let number = u32::try_from(self.weights.len()).expect("a listing has at most some 100 000 files");
-        (0..number).map(FileId)
+        (0..self.weights.len()).map(file_id)
     }
 
     /// Path of a weight file.
@@ -197,8 +201,7 @@ impl<'a> PinnedFiles<'a> {
         let mut next = self.ids().len();
         for (place, listed) in self.files.iter().enumerate() {
             if by_place[place].is_none() && listed.role.is_readable() {
-                let number = u32::try_from(next).expect("a listing has at most some 100 000 files");
-                by_place[place] = Some(FileId(number));
+                by_place[place] = Some(file_id(next));
                 next += 1;
             }
         }
