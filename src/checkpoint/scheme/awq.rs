@@ -16,15 +16,13 @@ use super::{
     quantization_config::Sharing,
     row::{
         CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig,
-        PART, PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy, step,
+        PART, PartSpec, PartType, ROW, SchemeRow, ShownBy, step,
     },
     stored::Stored,
 };
 
-/// The scheme.
-pub(super) static AWQ: RowScheme = RowScheme { name: "awq", rows: &ROWS, read };
-
-static ROWS: [SchemeRow; 1] = [SchemeRow {
+/// The rows of the scheme.
+pub(super) static ROWS: [SchemeRow; 1] = [SchemeRow {
     label: "{count} weights of 4-bit integers, {sharing}",
     codes: CodesSpec {
         suffix: ".qweight",
@@ -52,7 +50,7 @@ struct Configuration<'a> {
     group: Result<Option<u64>, String>,
 }
 
-fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
+pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let config = config_of(stored, "awq")?;
     refuse_orphans(stored, found, &["qzeros", "scales"], "qweight");
     let exceptions = Exceptions::of(config, "modules_to_not_convert");

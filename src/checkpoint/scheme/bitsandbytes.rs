@@ -19,18 +19,13 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value as Json, json};
 
 use super::{
-    Scheme,
-    findings::{SchemeFindings, Summary},
+    findings::{SchemeFindings, Told},
     listed::{Exceptions, config_of, excepted, refuse_orphans, text},
     parts::{Kinds, companion, floats, module_of, needed, packed, slot},
     quantized::{Template, TemplateError},
     stored::Stored,
 };
 use crate::problem::Problem;
-
-/// The scheme.
-#[derive(Debug)]
-pub(super) struct BitsAndBytes;
 
 /// How the names of 8-bit integers end.
 const CODES: &str = "weight";
@@ -111,46 +106,42 @@ struct Nested {
     offset: u32,
 }
 
-impl Scheme for BitsAndBytes {
-    fn name(&self) -> &'static str {
-        "bitsandbytes"
-    }
-
-    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
-        let config = config_of(stored, "bitsandbytes")?;
-        let four = four_bits(stored, found, config);
-        // Small reads from wherever the repository is: many at a time.
-        let kinds_of: Vec<_> = (0..four.len()).into_par_iter().map(|at| kind_of(stored, config, &four[at])).collect();
-        let mut kinds = Kinds::new();
-        for (tensor, kind) in four.iter().zip(kinds_of) {
-            let (kind, dtype) = match kind {
-                Ok(kind) => kind,
-                Err(problem) => {
-                    found.problem(problem);
-                    continue;
-                }
-            };
-            if let Some(template) = kinds.template(found, tensor.name, kind, template_of_4_bits) {
-                let nested = tensor.nested.map(|(absmax, _)| absmax);
-                let operands: Vec<TensorId> = [tensor.codes, tensor.absmax].into_iter().chain(nested).collect();
-                found.tensor(tensor.name, template, &operands, Some(dtype));
+/// Finds the tensors of the scheme.
+pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told {
+    let config = config_of(stored, "bitsandbytes")?;
+    let four = four_bits(stored, found, config);
+    // Small reads from wherever the repository is: many at a time.
+    let kinds_of: Vec<_> = (0..four.len()).into_par_iter().map(|at| kind_of(stored, config, &four[at])).collect();
+    let mut kinds = Kinds::new();
+    for (tensor, kind) in four.iter().zip(kinds_of) {
+        let (kind, dtype) = match kind {
+            Ok(kind) => kind,
+            Err(problem) => {
+                found.problem(problem);
+                continue;
             }
+        };
+        if let Some(template) = kinds.template(found, tensor.name, kind, template_of_4_bits) {
+            let nested = tensor.nested.map(|(absmax, _)| absmax);
+            let operands: Vec<TensorId> = [tensor.codes, tensor.absmax].into_iter().chain(nested).collect();
+            found.tensor(tensor.name, template, &operands, Some(dtype));
         }
-        let eight = eight_bits(stored, found, config);
-        let nested = four.iter().filter(|tensor| tensor.nested.is_some()).count();
-        let mut texts = Vec::new();
-        if !four.is_empty() {
-            texts.push(format!("{} weights of 4-bit floats, {nested} with nested statistics", four.len()));
-        }
-        if eight > 0 {
-            texts.push(format!("{eight} weights of 8-bit integers"));
-        }
-        (!texts.is_empty()).then(|| Summary {
-            scheme: self.name(),
-            text: format!("bitsandbytes: {}", texts.join(", ")),
-            details: vec![("weights", json!(four.len() as u64 + eight)), ("with_nested_statistics", json!(nested))],
-        })
     }
+    let eight = eight_bits(stored, found, config);
+    let nested = four.iter().filter(|tensor| tensor.nested.is_some()).count();
+    let mut texts = Vec::new();
+    if !four.is_empty() {
+        texts.push(format!("{} weights of 4-bit floats, {nested} with nested statistics", four.len()));
+    }
+    if eight > 0 {
+        texts.push(format!("{eight} weights of 8-bit integers"));
+    }
+    (!texts.is_empty()).then(|| {
+        (
+            format!("bitsandbytes: {}", texts.join(", ")),
+            vec![("weights", json!(four.len() as u64 + eight)), ("with_nested_statistics", json!(nested))],
+        )
+    })
 }
 
 /// Whether the configuration loads in that many bits, where it tells.

@@ -23,17 +23,15 @@ use super::{
     quantization_config::{Factor, Library, ModuleQuantization, QuantizationConfig, Sharing},
     row::{
         CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig,
-        PART, PartExtents, PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy, ValueStep,
+        PART, PartExtents, PartSpec, PartType, ROW, SchemeRow, ShownBy, ValueStep,
     },
     stored::Stored,
 };
 
-/// Floats with an exponent for 32.
-pub(super) static MX: RowScheme = RowScheme { name: "mx", rows: &MX_ROWS, read };
-
 const EXPONENTS: PartSpec = PartSpec { suffixes: &[".weight_scale"], ..PART };
 
-static MX_ROWS: [SchemeRow; 3] = [
+/// Floats with an exponent for 32.
+pub(super) static MX_ROWS: [SchemeRow; 3] = [
     SchemeRow {
         label: "mxfp4, {count} weights",
         says: Some(&ModuleQuantization::Mxfp4),
@@ -64,9 +62,6 @@ static MX_ROWS: [SchemeRow; 3] = [
     },
 ];
 
-/// 4-bit floats with an 8-bit float for 16 and one factor.
-pub(super) static NVFP4: RowScheme = RowScheme { name: "nvfp4", rows: &NVFP4_ROWS, read };
-
 const PACKED: CodesSpec = CodesSpec {
     suffix: ".weight_packed",
     dtypes: &[DType::U8],
@@ -80,7 +75,8 @@ const PACKED: CodesSpec = CodesSpec {
 const SCALES: PartSpec = PartSpec { dtype: PartType::One(DType::F8E4M3), ..EXPONENTS };
 const FACTOR: PartSpec = PartSpec { dtype: PartType::One(DType::F32), extents: PartExtents::Single, ..SCALES };
 
-static NVFP4_ROWS: [SchemeRow; 2] = [
+/// 4-bit floats with an 8-bit float for 16 and one factor.
+pub(super) static NVFP4_ROWS: [SchemeRow; 2] = [
     SchemeRow {
         label: "nvfp4, {count} weights, scales are divided by weight_global_scale",
         says: Some(&ModuleQuantization::Nvfp4(Factor::Divides)),
@@ -109,7 +105,7 @@ struct ByModule<'a> {
 
 /// Reads the configuration, if it is of a library that says of each module how it is quantized.
 #[allow(clippy::unnecessary_wraps, reason = "as the reader of each scheme")]
-fn read<'a>(rows: &'static [SchemeRow], stored: &Stored<'a>, _: &mut SchemeFindings<'_>) -> Configured<'a> {
+pub(super) fn read<'a>(rows: &'static [SchemeRow], stored: &Stored<'a>, _: &mut SchemeFindings<'_>) -> Configured<'a> {
     Some(Box::new(ByModule { config: QuantizationConfig::read(stored), rows }))
 }
 

@@ -12,22 +12,20 @@
 use ckfs_tensor::{DType, TensorId};
 use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
-use serde_json::{Value as Json, json};
+use serde_json::Value as Json;
 
 use super::{
-    Scheme,
-    findings::{SchemeFindings, Summary},
+    findings::SchemeFindings,
     listed::text,
     parts::{FP8, companion, is_fp8, is_wide_float, module_of},
     quantization_config::Sharing,
-    row::{CODES, CodeAxes, CodesSpec, PART, PartExtents, PartSpec, PartType, ROW, RowKinds, SchemeRow},
+    row::{
+        CODES, CodeAxes, CodesCandidate, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartExtents,
+        PartSpec, PartType, ROW, SchemeRow, ShownBy,
+    },
     stored::{Stored, last_word},
 };
 use crate::table::TensorInfo;
-
-/// The scheme.
-#[derive(Debug)]
-pub(super) struct Comfy;
 
 /// The last word of the name of the tensor that marks a file of the first form.
 pub(crate) const MARK: &str = "scaled_fp8";
@@ -37,7 +35,7 @@ const FORMAT: &str = "comfy_quant";
 const METADATA: &str = "_quantization_metadata";
 
 /// By the format that is given for a module, and by the name of its scale alone.
-static ROWS: [SchemeRow; 2] = [row(&[SCALE]), row(&[PartSpec { suffixes: &[".scale_weight"], ..SCALE }])];
+pub(super) static ROWS: [SchemeRow; 2] = [row(&[SCALE]), row(&[PartSpec { suffixes: &[".scale_weight"], ..SCALE }])];
 
 const SCALE: PartSpec = PartSpec {
     suffixes: &[".weight_scale", ".scale_weight"],
@@ -47,48 +45,49 @@ const SCALE: PartSpec = PartSpec {
 };
 
 const fn row(parts: &'static [PartSpec]) -> SchemeRow {
-    let codes = CodesSpec { dtypes: &FP8, types: "8-bit floats", axes: CodeAxes::Any, ..CODES };
-    SchemeRow { codes, parts, left_out: &[".scale_input", ".input_scale", ".comfy_quant"], ..ROW }
+    let codes = CodesSpec { dtypes: &FP8, types: "8-bit floats", shown: ShownBy::Name, axes: CodeAxes::Any, ..CODES };
+    let label = "ComfyUI fp8, {count} weights with a scale per tensor";
+    SchemeRow { label, codes, parts, left_out: &[".scale_input", ".input_scale", ".comfy_quant"], ..ROW }
 }
 
-impl Scheme for Comfy {
-    fn name(&self) -> &'static str {
-        "comfy_fp8"
+/// What headers and tensors say of modules, by their names.
+struct Formats {
+    told: HashMap<String, Json>,
+    is_marked: bool,
+}
+
+pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
+    let told = told(stored, found);
+    if told.is_empty() && !stored.has_word("scale_weight") {
+        return None;
+    }
+    Some(Box::new(Formats { told, is_marked: is_marked(stored) }))
+}
+
+impl ModuleConfig for Formats {
+    fn may(&self, row: usize) -> bool {
+        // Whose row a module is of is said of all.
+        row == 0
     }
 
-    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
-        let told = told(stored, found);
-        let is_marked = is_marked(stored);
-        if told.is_empty() && !stored.has_word("scale_weight") {
-            return None;
+    fn of(&self, stored: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
+        let Some(codes) = companion(stored, at.stem, "weight").map(|id| stored.tensor(id)) else {
+            return ModuleAnswer::Nothing;
+        };
+        let row = match self.told.get(at.stem) {
+            Some(told) => of_format(stored, at.stem, &codes, told),
+            None => of_scaled(stored, at.stem, &codes, self.is_marked),
+        };
+        match row {
+            Ok(Some(row)) => ModuleAnswer::Stored(row, Sharing::Tensor),
+            Ok(None) => ModuleAnswer::Nothing,
+            Err(method) => ModuleAnswer::Unsupported(method),
         }
-        let (mut kinds, mut count) = (RowKinds::new(), 0u64);
-        for (id, codes) in stored.iter() {
-            let Some(module) = module_of(codes.name, "weight").filter(|_| !found.is_taken(id)) else { continue };
-            let row = match told.get(module) {
-                Some(told) => of_format(stored, module, &codes, told),
-                None => of_scaled(stored, module, &codes, is_marked),
-            };
-            let row = match row {
-                Ok(Some(row)) => row,
-                Ok(None) => continue,
-                Err(method) => {
-                    found.unsupported(&method, Some(id));
-                    continue;
-                }
-            };
-            count += 1;
-            ROWS[row].add(stored, found, &mut kinds, (row, id, module), Sharing::Tensor);
-        }
-        if count > 0 {
-            let marks = stored.iter().filter(|(_, tensor)| last_word(tensor.name) == MARK);
-            marks.for_each(|(id, _)| found.leave_out(id));
-        }
-        (count > 0).then(|| Summary {
-            scheme: self.name(),
-            text: format!("ComfyUI fp8, {count} weights with a scale per tensor"),
-            details: vec![("weights", json!(count))],
-        })
+    }
+
+    fn end(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) {
+        let marks = stored.iter().filter(|(_, tensor)| last_word(tensor.name) == MARK);
+        marks.for_each(|(id, _)| found.leave_out(id));
     }
 }
 

@@ -4,29 +4,24 @@ use std::fmt::Display;
 
 use ckfs_tensor::{DType, Shape, TensorId};
 use hashbrown::HashMap;
+use serde_json::Value as Json;
 
-pub(crate) use super::quantized::Summary;
 use super::{
     quantized::{Found, Template, TemplateError, TemplateId, Unsupported},
     stored::Stored,
 };
 use crate::problem::{Problem, Problems};
 
-/// A quantization scheme.
-pub(crate) trait Scheme: Sync {
-    /// What `plan --json` calls it.
-    fn name(&self) -> &'static str;
-
-    /// Finds the tensors that are stored so, and what is wrong with them. `None` if the repository has none.
-    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary>;
-}
+/// What a scheme says of what it has found: the text and the details of its [`Summary`](super::Summary). `None` if nothing is stored so.
+pub(super) type Told = Option<(String, Vec<(&'static str, Json)>)>;
 
 /// Where a scheme puts what it finds.
 pub(crate) struct SchemeFindings<'a> {
     stored: &'a Stored<'a>,
     problems: &'a mut Problems,
-    found: Found,
-    scheme: &'static str,
+    pub(super) found: Found,
+    /// The scheme that is at work.
+    pub(super) scheme: &'static str,
     /// By id of a stored tensor.
     uses: Vec<Use>,
 }
@@ -43,12 +38,8 @@ enum Use {
 
 impl<'a> SchemeFindings<'a> {
     pub(super) fn new(stored: &'a Stored<'a>, problems: &'a mut Problems) -> Self {
-        let uses = vec![Use::Open; stored.id_end()];
+        let uses = vec![Use::Open; stored.table.id_end()];
         Self { stored, problems, found: Found::default(), scheme: "", uses }
-    }
-
-    pub(super) fn begin(&mut self, scheme: &'static str) {
-        self.scheme = scheme;
     }
 
     /// Adds what tensors that are stored alike have in common. `tensor` is one of them, for the message. A scheme keeps the
@@ -102,7 +93,7 @@ impl<'a> SchemeFindings<'a> {
         if self.problems.count() > before {
             return;
         }
-        let dtype = dtype.unwrap_or_else(|| self.stored.dtype());
+        let dtype = dtype.unwrap_or_else(|| self.stored.dtype);
         if self.found.tensors.add(self.scheme, name, dtype, template, operands).is_none() {
             self.problems.push(Problem::TooLarge);
         }
@@ -159,7 +150,7 @@ impl<'a> SchemeFindings<'a> {
 
     /// By id of a stored tensor: whether a decoder reads it, so far.
     pub(super) fn operands(&self) -> Vec<bool> {
-        let mut are = vec![false; self.stored.id_end()];
+        let mut are = vec![false; self.stored.table.id_end()];
         for tensor in self.found.tensors.iter() {
             tensor.operands.iter().for_each(|id| are[id.0 as usize] = true);
         }
@@ -174,15 +165,6 @@ impl<'a> SchemeFindings<'a> {
     /// Whether nothing is known to be quantized, so far.
     pub(super) fn is_empty(&self) -> bool {
         self.found.tensors.is_empty() && self.found.unsupported.is_empty()
-    }
-
-    /// Notes that the configuration names this method, and no tensor is stored so.
-    pub(super) fn set_stale(&mut self, method: Option<String>) {
-        self.found.stale = method;
-    }
-
-    pub(super) fn add_summary(&mut self, summary: Summary) {
-        self.found.schemes.push(summary);
     }
 
     /// Everything found, if no name is taken twice.

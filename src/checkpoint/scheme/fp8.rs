@@ -26,14 +26,11 @@ use super::{
     quantization_config::{Library, ModuleQuantization, QuantizationConfig, Sharing, block},
     row::{
         CODES, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig, PART, PartExtents,
-        PartSpec, PartType, ROW, RowScheme, SchemeRow, ShownBy,
+        PartSpec, PartType, ROW, SchemeRow, ShownBy,
     },
     stored::Stored,
 };
 use crate::{choose::CONFIG, problem::Problem};
-
-/// Matrices with a scale for all, for each row, or for a block that compressed-tensors configures.
-pub(super) static SCALED_FP8: RowScheme = RowScheme { name: "scaled_fp8", rows: &SCALED_ROWS, read: read_scaled };
 
 const MATRIX: SchemeRow = SchemeRow {
     label: "{count} weights with {sharing}",
@@ -53,7 +50,8 @@ const SCALE: PartSpec = PartSpec {
     ..PART
 };
 
-static SCALED_ROWS: [SchemeRow; 5] = [
+/// Matrices with a scale for all, for each row, or for a block that compressed-tensors configures.
+pub(super) static SCALED_ROWS: [SchemeRow; 5] = [
     SchemeRow {
         libraries: &[Library::CompressedTensors, Library::Fbgemm, Library::ModelOpt],
         parts: &[SCALE],
@@ -82,7 +80,11 @@ static SCALED_ROWS: [SchemeRow; 5] = [
     },
 ];
 
-fn read_scaled<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, _: &mut SchemeFindings<'_>) -> Configured<'a> {
+pub(super) fn read_scaled<'a>(
+    _: &'static [SchemeRow],
+    stored: &Stored<'a>,
+    _: &mut SchemeFindings<'_>,
+) -> Configured<'a> {
     let config = QuantizationConfig::read(stored);
     // Blocks are another scheme, also those that are configured by mistake.
     configured_block(stored, &config).is_none().then(|| Box::new(config) as Box<dyn ModuleConfig>)
@@ -110,9 +112,6 @@ impl ModuleConfig for QuantizationConfig<'_> {
     }
 }
 
-/// Matrices with a scale per block.
-pub(super) static BLOCK_FP8: RowScheme = RowScheme { name: "block_fp8", rows: &BLOCK_ROWS, read: read_blocks };
-
 const IN_BLOCKS: SchemeRow = SchemeRow {
     label: "{count} weights with {scale} scales *{suffix}",
     codes: CodesSpec { shown: ShownBy::Type, ..MATRIX.codes },
@@ -125,7 +124,8 @@ const SCALES: PartSpec = PartSpec {
     ..PART
 };
 
-static BLOCK_ROWS: [SchemeRow; 2] = [
+/// Matrices with a scale per block.
+pub(super) static BLOCK_ROWS: [SchemeRow; 2] = [
     SchemeRow { parts: &[SCALES], ..IN_BLOCKS },
     SchemeRow {
         codes: CodesSpec { suffix: "", decoded: "", ..IN_BLOCKS.codes },
@@ -136,7 +136,7 @@ static BLOCK_ROWS: [SchemeRow; 2] = [
 
 /// The block of all matrices as transformers configures it.
 fn configured_block<'a>(stored: &Stored<'a>, config: &QuantizationConfig<'_>) -> Option<&'a Json> {
-    let json = stored.config().filter(|_| config.library() == Some(Library::Transformers))?;
+    let json = stored.config.filter(|_| config.library() == Some(Library::Transformers))?;
     json.get("weight_block_size").filter(|block| !block.is_null())
 }
 
@@ -147,7 +147,11 @@ struct Blocks<'a> {
     columns: u64,
 }
 
-fn read_blocks<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
+pub(super) fn read_blocks<'a>(
+    _: &'static [SchemeRow],
+    stored: &Stored<'a>,
+    found: &mut SchemeFindings<'_>,
+) -> Configured<'a> {
     let config = QuantizationConfig::read(stored);
     let configured = configured_block(stored, &config)?;
     let Some((rows, columns)) = block(configured) else {

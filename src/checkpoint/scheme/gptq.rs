@@ -17,18 +17,13 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value as Json, json};
 
 use super::{
-    Scheme,
-    findings::{SchemeFindings, Summary},
+    findings::{SchemeFindings, Told},
     listed::{Exceptions, config_of, excepted, group_size, member, refuse_orphans},
     parts::{Kinds, companion, floats, is_scale, module_of, needed, slot, unsigned},
     quantized::{Template, TemplateError},
     stored::Stored,
 };
 use crate::{PythonRegex, problem::Problem};
-
-/// The scheme.
-#[derive(Debug)]
-pub(super) struct Gptq;
 
 /// How the codes' names end.
 const CODES: &str = "qweight";
@@ -68,49 +63,45 @@ struct Kind {
     order: Option<Arc<[u64]>>,
 }
 
-impl Scheme for Gptq {
-    fn name(&self) -> &'static str {
-        "gptq"
-    }
-
-    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
-        let config = Config::read(config_of(stored, "gptq")?);
-        refuse_orphans(stored, found, &["qzeros", "scales", "g_idx"], CODES);
-        config.refuse_homeless(stored, found);
-        let matrices = matrices(stored, &config, found);
-        // Small reads from wherever the repository is: many at a time.
-        let orders: Vec<_> = (0..matrices.len()).into_par_iter().map(|at| order(stored, &matrices[at])).collect();
-        let mut kinds = Kinds::new();
-        let mut act_order = 0u64;
-        for (matrix, order) in matrices.iter().zip(orders) {
-            match order {
-                Ok(order) => {
-                    act_order += u64::from(order.is_some());
-                    add(stored, found, &mut kinds, matrix, order, config.is_v1);
-                }
-                Err(problem) => found.problem(problem),
+/// Finds the tensors of the scheme.
+pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told {
+    let config = Config::read(config_of(stored, "gptq")?);
+    refuse_orphans(stored, found, &["qzeros", "scales", "g_idx"], CODES);
+    config.refuse_homeless(stored, found);
+    let matrices = matrices(stored, &config, found);
+    // Small reads from wherever the repository is: many at a time.
+    let orders: Vec<_> = (0..matrices.len()).into_par_iter().map(|at| order(stored, &matrices[at])).collect();
+    let mut kinds = Kinds::new();
+    let mut act_order = 0u64;
+    for (matrix, order) in matrices.iter().zip(orders) {
+        match order {
+            Ok(order) => {
+                act_order += u64::from(order.is_some());
+                add(stored, found, &mut kinds, matrix, order, config.is_v1);
             }
+            Err(problem) => found.problem(problem),
         }
-        let count = matrices.len();
-        let mut bits: Vec<u64> = matrices.iter().map(|matrix| matrix.way.bits).collect();
-        bits.sort_unstable();
-        bits.dedup();
-        let texts: Vec<String> = bits.iter().map(u64::to_string).collect();
-        let version = if config.is_v1 { 1 } else { 2 };
-        (count > 0).then(|| Summary {
-            scheme: self.name(),
-            text: format!(
+    }
+    let count = matrices.len();
+    let mut bits: Vec<u64> = matrices.iter().map(|matrix| matrix.way.bits).collect();
+    bits.sort_unstable();
+    bits.dedup();
+    let texts: Vec<String> = bits.iter().map(u64::to_string).collect();
+    let version = if config.is_v1 { 1 } else { 2 };
+    (count > 0).then(|| {
+        (
+            format!(
                 "gptq version {version}: {count} weights of {}-bit integers, {act_order} with act-order",
                 texts.join("- and ")
             ),
-            details: vec![
+            vec![
                 ("weights", json!(count)),
                 ("bits", json!(bits)),
                 ("version", json!(version)),
                 ("with_act_order", json!(act_order)),
             ],
-        })
-    }
+        )
+    })
 }
 
 /// What the configuration says.

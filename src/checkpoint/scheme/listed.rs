@@ -8,7 +8,7 @@ use crate::PythonRegex;
 
 /// The configuration, if its `quant_method` is this.
 pub(super) fn config_of<'a>(stored: &Stored<'a>, method: &str) -> Option<&'a Json> {
-    stored.config().filter(|config| text(config, "quant_method") == Some(method))
+    stored.config.filter(|config| text(config, "quant_method") == Some(method))
 }
 
 /// A member that is a text.
@@ -78,7 +78,7 @@ impl<'a> Exceptions<'a> {
 /// An entry of the configuration's lists of modules that cannot be used.
 pub(super) fn broken<'a>(stored: &Stored<'a>) -> Option<&'a str> {
     let lists = ["modules_to_not_convert", "llm_int8_skip_modules"];
-    let config = stored.config()?;
+    let config = stored.config?;
     lists.iter().find_map(|list| Exceptions::of(config, list).broken)
 }
 

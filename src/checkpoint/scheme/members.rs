@@ -27,8 +27,8 @@ static MEMBERS: LazyLock<Members> = LazyLock::new(|| {
 
 /// The method, and its members with a value that nothing acts upon; `None` if there are none.
 pub(super) fn not_followed(stored: &Stored<'_>) -> Option<String> {
-    let file = stored.modelopt().and_then(|file| file.get("quantization"));
-    let lost = lost(stored.config().into_iter().chain(file))?;
+    let file = stored.modelopt.and_then(|file| file.get("quantization"));
+    let lost = lost(stored.config.into_iter().chain(file))?;
     Some(format!("{} with {lost}", unrecognized::method(stored)?))
 }
 

@@ -17,13 +17,10 @@ use super::{
     quantization_config::Sharing,
     row::{
         CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartSpec,
-        PartType, ROW, RowScheme, SchemeRow, ShownBy, ValueStep, step,
+        PartType, ROW, SchemeRow, ShownBy, ValueStep, step,
     },
     stored::Stored,
 };
-
-/// The scheme.
-pub(super) static MLX: RowScheme = RowScheme { name: "mlx", rows: &ROWS, read };
 
 /// How the codes' names end.
 const CODES_WORD: &str = "weight";
@@ -44,7 +41,8 @@ const MODES: [Mode; 4] = [
     Mode { name: "nvfp4", bits: 4, group: 16, rows: &[(4, 5)] },
 ];
 
-static ROWS: [SchemeRow; 6] = [
+/// The rows of the scheme.
+pub(super) static ROWS: [SchemeRow; 6] = [
     affine("{count} weights of 2 bits, affine, {sharing}", "[.., in * 2 / 32]", 2),
     affine("{count} weights of 4 bits, affine, {sharing}", "[.., in * 4 / 32]", 4),
     affine("{count} weights of 8 bits, affine, {sharing}", "[.., in * 8 / 32]", 8),
@@ -90,7 +88,7 @@ const FLOATS_OF_4_BITS: SchemeRow = SchemeRow {
 /// The configuration of all modules, in which some have their own.
 struct Configuration<'a>(&'a Json);
 
-fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
+pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let config = configured(stored)?;
     refuse_orphans(stored, found, &["scales", "biases"], CODES_WORD);
     for key in homeless(config, stored) {
@@ -119,7 +117,7 @@ impl ModuleConfig for Configuration<'_> {
 
 /// The configuration, if it is MLX's: it names no method, and has bits and groups for all.
 fn configured<'a>(stored: &Stored<'a>) -> Option<&'a Json> {
-    let config = stored.config()?;
+    let config = stored.config?;
     let is_own = config.get("quant_method").is_none_or(|method| method == "mlx");
     (is_own && config.get("bits").is_some() && config.get("group_size").is_some()).then_some(config)
 }

@@ -12,7 +12,7 @@
 //! Code is for what a row cannot say: `gptq` and `pack_quantized` read tensors (`g_idx`, `weight_shape`), `bitsandbytes` and `torchao` texts
 //! that describe a tensor. Write `src/checkpoint/scheme/<name>.rs` and add one line to `SCHEMES`. The file holds:
 //!
-//! 1. **A unit struct with `impl Scheme`.** `name` is its word in `plan --json`. `find` is called once, when the repository is opened.
+//! 1. **A function `find`**, which is called once, when the repository is opened. Its word in `plan --json` is in `SCHEMES`.
 //! 2. **Detection.** What the configuration says decides (`Stored::config`, `Stored::modelopt`, `Stored::metadata`); return `None`
 //!    where it names another method. Then configuration and tensors must agree. Each tensor that does not is reported to
 //!    `SchemeFindings::refuse` with tensor, expected, found: all of them, not the first; opening then fails. Never divide shapes to find a
@@ -36,7 +36,7 @@
 //!    raw tensors, and go when the repository is decoded.
 //! 6. **What is stored so and cannot be decoded** (a variant that is not in the list, bits that are packed otherwise):
 //!    `SchemeFindings::unsupported` with the name of the variant. The raw tensors are shown as they are; decoding is refused with that name.
-//! 7. **A [`Summary`]** of what was found, for the reader of `plan`.
+//! 7. **The text of a [`Summary`]** of what was found, and its details, for the reader of `plan`.
 //!
 //! Configuration that gives modules to groups (`config_groups` with `targets` and `ignore`, `ModelOpt`'s `quantized_layers`) is read by
 //! `quantization_config`: a scheme asks it what it says of a module. `parts` holds what schemes share. `unrecognized`, the last of the list, names
@@ -72,36 +72,49 @@ mod unrecognized;
 
 pub use quantized::{Found, Quantized, QuantizedTable, Summary, Template, TemplateError, TemplateId, Unsupported};
 
-use self::findings::{Scheme, SchemeFindings};
 pub(super) use self::{comfy::MARK as FILE_MARK, stored::Stored};
+use self::{
+    findings::{SchemeFindings, Told},
+    row::{Read, SchemeRow},
+};
 use super::problem::Problems;
 
-/// The closed list. Where two schemes could claim one tensor, the first does.
-static SCHEMES: [&dyn Scheme; 13] = [
-    &mxfp4::MXFP4,
-    &pack_quantized::PackQuantized,
-    &by_module::NVFP4,
-    &by_module::MX,
-    &fp8::SCALED_FP8,
-    &fp8::BLOCK_FP8,
-    &awq::AWQ,
-    &gptq::Gptq,
-    &bitsandbytes::BitsAndBytes,
-    &mlx::MLX,
-    &torchao::TorchAo,
-    &comfy::Comfy,
+/// How the tensors of a scheme are found.
+enum Way {
+    /// By its rows, with what reads its configuration.
+    Rows(&'static [SchemeRow], Read),
+    /// By code of its own.
+    Code(fn(&Stored<'_>, &mut SchemeFindings<'_>) -> Told),
+}
+
+/// The closed list, with the names that `plan --json` has. Where two schemes could claim one tensor, the first does.
+static SCHEMES: [(&str, Way); 13] = [
+    ("mxfp4", Way::Rows(&mxfp4::ROWS, mxfp4::read)),
+    ("pack_quantized", Way::Code(pack_quantized::find)),
+    ("nvfp4", Way::Rows(&by_module::NVFP4_ROWS, by_module::read)),
+    ("mx", Way::Rows(&by_module::MX_ROWS, by_module::read)),
+    ("scaled_fp8", Way::Rows(&fp8::SCALED_ROWS, fp8::read_scaled)),
+    ("block_fp8", Way::Rows(&fp8::BLOCK_ROWS, fp8::read_blocks)),
+    ("awq", Way::Rows(&awq::ROWS, awq::read)),
+    ("gptq", Way::Code(gptq::find)),
+    ("bitsandbytes", Way::Code(bitsandbytes::find)),
+    ("mlx", Way::Rows(&mlx::ROWS, mlx::read)),
+    ("torchao", Way::Code(torchao::find)),
+    ("comfy_fp8", Way::Rows(&comfy::ROWS, comfy::read)),
     // The last: it names what no other has taken.
-    &unrecognized::Unrecognized,
+    ("rest", Way::Code(unrecognized::find)),
 ];
 
 /// Finds everything that is stored quantized by a known scheme.
 pub(super) fn find(stored: &Stored<'_>, problems: &mut Problems) -> Found {
     let mut found = SchemeFindings::new(stored, problems);
-    for scheme in SCHEMES {
-        found.begin(scheme.name());
-        if let Some(summary) = scheme.find(stored, &mut found) {
-            found.add_summary(summary);
-        }
+    for (scheme, way) in &SCHEMES {
+        found.scheme = scheme;
+        let told = match way {
+            Way::Rows(rows, read) => row::find(rows, *read, stored, &mut found),
+            Way::Code(find) => find(stored, &mut found),
+        };
+        found.found.schemes.extend(told.map(|(text, details)| Summary { scheme, text, details }));
     }
     if found.has_tensors() {
         parts::leave_out_activations(stored, &mut found);
@@ -113,13 +126,13 @@ pub(super) fn find(stored: &Stored<'_>, problems: &mut Problems) -> Found {
     if let Some(method) = members::not_followed(stored).filter(|_| found.has_tensors() || found.is_empty()) {
         found.unsupported(&method, None);
     }
-    found.set_stale(stale(stored).filter(|_| found.is_empty()));
+    found.found.stale = stale(stored).filter(|_| found.is_empty());
     found.finish()
 }
 
 /// What the configuration calls its method, if it speaks of weights. Caches are quantized over plain weights.
 fn stale(stored: &Stored<'_>) -> Option<String> {
-    let files = [stored.config(), stored.modelopt()];
+    let files = [stored.config, stored.modelopt];
     let of_caches = |of: &serde_json::Value| {
         let members = [Some(of), of.get("quantization")].into_iter().flatten();
         let mut told = members.flat_map(|of| ["kv_cache_scheme", "kv_cache_quant_algo"].map(|key| of.get(key)));

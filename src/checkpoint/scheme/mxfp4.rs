@@ -16,18 +16,16 @@ use super::{
     quantization_config::Sharing,
     row::{
         CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig,
-        PART, PartSpec, ROW, RowScheme, SchemeRow, ShownBy,
+        PART, PartSpec, ROW, SchemeRow, ShownBy,
     },
     stored::Stored,
 };
 
-/// The scheme.
-pub(super) static MXFP4: RowScheme = RowScheme { name: "mxfp4", rows: &ROWS, read };
-
 /// Elements that share an exponent.
 const GROUP: u64 = 32;
 
-static ROWS: [SchemeRow; 1] = [SchemeRow {
+/// The rows of the scheme.
+pub(super) static ROWS: [SchemeRow; 1] = [SchemeRow {
     label: "mxfp4, {count} stacks of experts",
     codes: CodesSpec {
         suffix: "_blocks",
@@ -44,7 +42,7 @@ static ROWS: [SchemeRow; 1] = [SchemeRow {
     ..ROW
 }];
 
-fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
+pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let exceptions = Exceptions::of(config_of(stored, "mxfp4")?, "modules_to_not_convert");
     for (_, scales) in stored.iter().filter(|(_, scales)| scales.dtype == DType::U8) {
         if let Some(name) = scales.name.strip_suffix("_scales")

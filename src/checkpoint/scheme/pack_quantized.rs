@@ -15,17 +15,13 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::json;
 
 use super::{
-    findings::{Scheme, SchemeFindings, Summary},
+    findings::{SchemeFindings, Told},
     parts::{Kinds, blocks, companion, floats, grid, is_scale, module_of, packed, slot, unsigned},
     quantization_config::{Library, ModuleQuantization, QuantizationConfig, Sharing},
     quantized::{Template, TemplateError},
     stored::Stored,
 };
 use crate::{problem::Problem, table::TensorInfo};
-
-/// The scheme.
-#[derive(Debug)]
-pub(super) struct PackQuantized;
 
 /// How the codes' names end.
 const CODES: &str = "weight_packed";
@@ -55,50 +51,44 @@ struct Kind {
     has_zeros: bool,
 }
 
-impl Scheme for PackQuantized {
-    fn name(&self) -> &'static str {
-        "pack_quantized"
+/// Finds the tensors of the scheme.
+pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told {
+    let settings = QuantizationConfig::read(stored);
+    if settings.library() != Some(Library::CompressedTensors) {
+        return None;
     }
-
-    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
-        let settings = QuantizationConfig::read(stored);
-        if settings.library() != Some(Library::CompressedTensors) {
-            return None;
-        }
-        let matrices = matrices(stored, &settings, found);
-        // Small reads from wherever the repository is: many at a time.
-        let read = |matrix: &Matrix<'_>| width_and_height(stored, matrix);
-        let shapes: Vec<_> = (0..matrices.len()).into_par_iter().map(|at| read(&matrices[at])).collect();
-        let (mut kinds, mut checked) = (Kinds::new(), HashSet::new());
-        for (matrix, shape) in matrices.iter().zip(shapes) {
-            match shape {
-                Ok((out, inner)) => {
-                    let is_new = checked.insert((out, inner, matrix.bits, matrix.sharing));
-                    if is_new && let Err(problem) = compare_with_shape(stored, matrix, (out, inner)) {
-                        found.problem(problem);
-                    }
-                    add(stored, found, &mut kinds, matrix, (out, inner));
+    let matrices = matrices(stored, &settings, found);
+    // Small reads from wherever the repository is: many at a time.
+    let read = |matrix: &Matrix<'_>| width_and_height(stored, matrix);
+    let shapes: Vec<_> = (0..matrices.len()).into_par_iter().map(|at| read(&matrices[at])).collect();
+    let (mut kinds, mut checked) = (Kinds::new(), HashSet::new());
+    for (matrix, shape) in matrices.iter().zip(shapes) {
+        match shape {
+            Ok((out, inner)) => {
+                let is_new = checked.insert((out, inner, matrix.bits, matrix.sharing));
+                if is_new && let Err(problem) = compare_with_shape(stored, matrix, (out, inner)) {
+                    found.problem(problem);
                 }
-                Err(problem) => found.problem(problem),
+                add(stored, found, &mut kinds, matrix, (out, inner));
             }
+            Err(problem) => found.problem(problem),
         }
-        let first = matrices.first()?;
-        let count = matrices.len();
-        let mut ways: Vec<_> = matrices.iter().map(|matrix| (matrix.bits, matrix.sharing)).collect();
-        ways.sort_unstable();
-        ways.dedup();
-        let ways: Vec<String> = ways.iter().map(|(bits, sharing)| format!("{bits}-bit integers, {sharing}")).collect();
-        let dtype = stored.tensor(first.scale).dtype;
-        Some(Summary {
-            scheme: self.name(),
-            text: format!("packed {}: {count} weights with {dtype} scales", ways.join("; ")),
-            details: vec![
-                ("weights", json!(count)),
-                ("with_zero_points", json!(matrices.iter().filter(|matrix| matrix.zero.is_some()).count())),
-                ("scale_dtype", json!(dtype.code())),
-            ],
-        })
     }
+    let first = matrices.first()?;
+    let count = matrices.len();
+    let mut ways: Vec<_> = matrices.iter().map(|matrix| (matrix.bits, matrix.sharing)).collect();
+    ways.sort_unstable();
+    ways.dedup();
+    let ways: Vec<String> = ways.iter().map(|(bits, sharing)| format!("{bits}-bit integers, {sharing}")).collect();
+    let dtype = stored.tensor(first.scale).dtype;
+    Some((
+        format!("packed {}: {count} weights with {dtype} scales", ways.join("; ")),
+        vec![
+            ("weights", json!(count)),
+            ("with_zero_points", json!(matrices.iter().filter(|matrix| matrix.zero.is_some()).count())),
+            ("scale_dtype", json!(dtype.code())),
+        ],
+    ))
 }
 
 /// Codes, and their companions as far as they are there.

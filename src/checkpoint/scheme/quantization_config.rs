@@ -139,12 +139,12 @@ enum Method<'a> {
 
 impl<'a> QuantizationConfig<'a> {
     pub(super) fn read(stored: &Stored<'a>) -> Self {
-        let config = stored.config();
+        let config = stored.config;
         let named = config.and_then(|config| text(config, "quant_method"));
         let groups = config.filter(|config| config.get("config_groups").is_some());
         let exceptions = || Exceptions::of(config.unwrap_or(&Json::Null), "modules_to_not_convert");
-        let method = match (named, stored.modelopt()) {
-            (None | Some("modelopt"), Some(_)) | (Some("modelopt"), None) => ModelOpt::read(config, stored.modelopt()),
+        let method = match (named, stored.modelopt) {
+            (None | Some("modelopt"), Some(_)) | (Some("modelopt"), None) => ModelOpt::read(config, stored.modelopt),
             (Some(other), Some(file)) if quantization(file).is_some_and(|of| of.get("quant_algo").is_some()) => {
                 Method::Unknown(format!("{other} by config.json, ModelOpt by hf_quant_config.json"))
             }

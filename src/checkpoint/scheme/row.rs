@@ -4,7 +4,7 @@
 //! # To add a scheme of a known kind
 //! Write one [`SchemeRow`], and a test. Where the configuration says of each module how it is quantized
 //! ([`QuantizationConfig`](super::quantization_config::QuantizationConfig)), the row names those words in [`SchemeRow::says`], and goes to
-//! `by_module`. Otherwise it belongs to a [`RowScheme`] scheme of its own, whose [`ModuleConfig`] read the configuration.
+//! `by_module`. Otherwise it belongs to a scheme of its own, whose [`ModuleConfig`] read the configuration.
 //!
 //! What a row cannot say: companions that are read when the repository is opened (`g_idx`, `weight_shape`, texts that describe
 //! a tensor), and shapes that do not follow from those of the codes. Such schemes are code.
@@ -13,7 +13,7 @@ use ckfs_tensor::{DType, Digit, Field, IndexMap, Operand, Operation, SourceTenso
 use serde_json::{Value as Json, json};
 
 use super::{
-    findings::{Scheme, SchemeFindings, Summary},
+    findings::{SchemeFindings, Told},
     parts::{Kinds, blocks, floats, grid, packed, rows_and_columns, slot, unsigned},
     quantization_config::{Library, ModuleQuantization, Sharing},
     quantized::{Template, TemplateError},
@@ -247,7 +247,7 @@ fn even_then_odd(tensor: SourceTensor, extents: &[u64], rows: u64) -> Operand {
 
 /// All that distinguishes kinds of tensors of a scheme.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct RowKind {
+struct RowKind {
     /// Number of the row.
     row: usize,
     codes: DType,
@@ -357,11 +357,11 @@ impl SchemeRow {
 
     /// Adds a tensor that is stored so: codes of this stem, of which the configuration says what shares a scale. Whatever is
     /// missing or is not of the type or shape that it must have is refused by name.
-    pub(super) fn add(
+    fn add(
         &self,
         stored: &Stored<'_>,
         found: &mut SchemeFindings<'_>,
-        kinds: &mut RowKinds,
+        kinds: &mut Kinds<RowKind>,
         (number, id, stem): (usize, TensorId, &str),
         sharing: Sharing,
     ) {
@@ -492,9 +492,6 @@ impl PartSpec {
     }
 }
 
-/// Templates of the kinds of tensors of a scheme.
-pub(super) type RowKinds = Kinds<RowKind>;
-
 /// Codes by their name, type and companions, as a row has them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CodesCandidate<'a> {
@@ -539,20 +536,13 @@ pub(super) trait ModuleConfig {
         (String::new(), "; ")
     }
 
+    /// Called once codes were found.
+    fn end(&self, _stored: &Stored<'_>, _found: &mut SchemeFindings<'_>) {}
+
     /// More members of the summary.
     fn details(&self, _first: &FirstTensor) -> Vec<(&'static str, Json)> {
         Vec::new()
     }
-}
-
-/// A scheme that consists of rows.
-#[derive(Debug)]
-pub(super) struct RowScheme {
-    /// What `plan --json` calls it.
-    pub(super) name: &'static str,
-    pub(super) rows: &'static [SchemeRow],
-    /// Reads the configuration; `None` if it is not about this scheme.
-    pub(super) read: Read,
 }
 
 /// Reads the configuration of a scheme.
@@ -561,56 +551,56 @@ pub(super) type Read = for<'a> fn(&'static [SchemeRow], &Stored<'a>, &mut Scheme
 /// What the configuration of a scheme says; `None` if it is not about this scheme.
 pub(super) type Configured<'a> = Option<Box<dyn ModuleConfig + 'a>>;
 
-impl Scheme for RowScheme {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
-        let modules = (self.read)(self.rows, stored, found)?;
-        let rows: Vec<(usize, &SchemeRow)> =
-            self.rows.iter().enumerate().filter(|(row, _)| modules.may(*row)).collect();
-        let mut kinds = RowKinds::new();
-        let mut counts: Vec<((&str, Sharing), u64)> = Vec::new();
-        let mut first: Option<FirstTensor> = None;
-        for (id, codes) in stored.iter().filter(|_| !rows.is_empty()) {
-            for (number, row) in &rows {
-                let Some(stem) = row.stem(codes.name).filter(|_| !found.is_taken(id)) else { continue };
-                if !row.is_shown(stored, stem, &codes) {
-                    continue;
-                }
-                let (number, sharing) = match modules.of(stored, &CodesCandidate { row: *number, stem }) {
-                    ModuleAnswer::Nothing => continue,
-                    ModuleAnswer::Unsupported(method) => {
-                        found.unsupported(&method, Some(id));
-                        break;
-                    }
-                    ModuleAnswer::Stored(number, sharing) => (number, sharing),
-                };
-                let row = &self.rows[number];
-                if let Some((_, method)) = row.unless.filter(|(end, _)| stored.beside(stem, end).is_some()) {
-                    found.unsupported(method, Some(id));
+/// Finds the tensors of a scheme that consists of rows.
+pub(super) fn find(
+    rows: &'static [SchemeRow],
+    read: Read,
+    stored: &Stored<'_>,
+    found: &mut SchemeFindings<'_>,
+) -> Told {
+    let modules = read(rows, stored, found)?;
+    let possible: Vec<(usize, &SchemeRow)> = rows.iter().enumerate().filter(|(row, _)| modules.may(*row)).collect();
+    let mut kinds = Kinds::new();
+    let mut counts: Vec<((&str, Sharing), u64)> = Vec::new();
+    let mut first: Option<FirstTensor> = None;
+    for (id, codes) in stored.iter().filter(|_| !possible.is_empty()) {
+        for (number, row) in &possible {
+            let Some(stem) = row.stem(codes.name).filter(|_| !found.is_taken(id)) else { continue };
+            if !row.is_shown(stored, stem, &codes) {
+                continue;
+            }
+            let (number, sharing) = match modules.of(stored, &CodesCandidate { row: *number, stem }) {
+                ModuleAnswer::Nothing => continue,
+                ModuleAnswer::Unsupported(method) => {
+                    found.unsupported(&method, Some(id));
                     break;
                 }
-                let key = (row.label, sharing);
-                match counts.iter_mut().find(|(other, _)| *other == key) {
-                    Some((_, count)) => *count += 1,
-                    None => counts.push((key, 1)),
-                }
-                if first.is_none() {
-                    first = row.first(stored, stem, &codes);
-                }
-                row.add(stored, found, &mut kinds, (number, id, stem), sharing);
+                ModuleAnswer::Stored(number, sharing) => (number, sharing),
+            };
+            let row = &rows[number];
+            if let Some((_, method)) = row.unless.filter(|(end, _)| stored.beside(stem, end).is_some()) {
+                found.unsupported(method, Some(id));
                 break;
             }
+            let key = (row.label, sharing);
+            match counts.iter_mut().find(|(other, _)| *other == key) {
+                Some((_, count)) => *count += 1,
+                None => counts.push((key, 1)),
+            }
+            if first.is_none() {
+                first = row.first(stored, stem, &codes);
+            }
+            row.add(stored, found, &mut kinds, (number, id, stem), sharing);
+            break;
         }
-        let first = first?;
-        let count: u64 = counts.iter().map(|(_, count)| count).sum();
-        let texts: Vec<String> = counts.iter().map(|(of, count)| text(*of, *count, &first)).collect();
-        let (before, between) = modules.words();
-        let details = std::iter::once(("weights", json!(count))).chain(modules.details(&first)).collect();
-        Some(Summary { scheme: self.name, text: before + &texts.join(between), details })
     }
+    let first = first?;
+    let count: u64 = counts.iter().map(|(_, count)| count).sum();
+    let texts: Vec<String> = counts.iter().map(|(of, count)| text(*of, *count, &first)).collect();
+    let (before, between) = modules.words();
+    let details = std::iter::once(("weights", json!(count))).chain(modules.details(&first)).collect();
+    modules.end(stored, found);
+    Some((before + &texts.join(between), details))
 }
 
 /// The tensors of a row that share scales so, for the summary.

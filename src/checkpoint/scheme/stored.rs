@@ -21,7 +21,7 @@ const IDS_A_TASK: usize = 4096;
 
 /// A repository, as schemes see it.
 pub(crate) struct Stored<'a> {
-    table: &'a TensorTable,
+    pub(super) table: &'a TensorTable,
     /// The tensors with a span of their own. Codes that are stored as boxes are not decoded.
     plain: Vec<TensorId>,
     /// Tensors that are stored as several boxes, which no scheme decodes.
@@ -33,10 +33,13 @@ pub(crate) struct Stored<'a> {
     /// Last words of all names.
     words: HashSet<&'a str>,
     source: &'a dyn Source,
-    config: Option<&'a Value>,
-    modelopt: Option<&'a Value>,
+    /// `quantization_config`, `compression_config`, or MLX's `quantization` of `config.json`.
+    pub(super) config: Option<&'a Value>,
+    /// `hf_quant_config.json`, which `ModelOpt` writes.
+    pub(super) modelopt: Option<&'a Value>,
     metadata: &'a BTreeMap<FileId, Vec<(String, String)>>,
-    dtype: DType,
+    /// The model's own dtype: that of `config.json`, or else bf16.
+    pub(super) dtype: DType,
 }
 
 impl<'a> Stored<'a> {
@@ -120,11 +123,6 @@ impl<'a> Stored<'a> {
         self.table.tensor(id)
     }
 
-    /// One more than the highest id of a stored tensor.
-    pub(crate) fn id_end(&self) -> usize {
-        self.table.id_end()
-    }
-
     /// The stored tensor `<module>.<name>`, in whatever file. Where no tensor at all has such a last word, this costs next to
     /// nothing.
     pub(crate) fn companion(&self, module: &str, name: &str) -> Option<TensorId> {
@@ -152,24 +150,9 @@ impl<'a> Stored<'a> {
         self.by_name().find(self.hasher.hash_one(name), |id| self.tensor(*id).name == name).copied()
     }
 
-    /// `quantization_config`, `compression_config`, or MLX's `quantization` of `config.json`.
-    pub(crate) fn config(&self) -> Option<&'a Value> {
-        self.config
-    }
-
-    /// `hf_quant_config.json`, which `ModelOpt` writes.
-    pub(crate) fn modelopt(&self) -> Option<&'a Value> {
-        self.modelopt
-    }
-
     /// The `__metadata__` of the header of a tensor's file, in order.
     pub(crate) fn metadata(&self, id: TensorId) -> &'a [(String, String)] {
         self.metadata.get(&self.tensor(id).file()).map_or(&[], Vec::as_slice)
-    }
-
-    /// The model's own dtype: that of `config.json`, or else bf16.
-    pub(crate) fn dtype(&self) -> DType {
-        self.dtype
     }
 
     /// The bytes of a small tensor, little-endian and row-major. Reads; call it from several threads where there are many.

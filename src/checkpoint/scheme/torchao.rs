@@ -19,17 +19,12 @@ use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Operation, Tenso
 use serde_json::{Value as Json, json};
 
 use super::{
-    Scheme,
-    findings::{SchemeFindings, Summary},
+    findings::{SchemeFindings, Told},
     listed::{Exceptions, config_of, excepted, text},
     parts::{Kinds, floats, is_scale, packed, slot},
     quantized::{Template, TemplateError},
     stored::{Stored, last_word},
 };
-
-/// The scheme.
-#[derive(Debug)]
-pub(super) struct TorchAo;
 
 /// Types that are decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -50,73 +45,64 @@ struct Kind {
     has_zeros: bool,
 }
 
-impl Scheme for TorchAo {
-    fn name(&self) -> &'static str {
-        "torchao"
-    }
-
-    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
-        let config = config_of(stored, "torchao")?;
-        let described = described(stored, found);
-        let exceptions = Exceptions::of(config, "modules_to_not_convert");
-        let mut kinds = Kinds::new();
-        let mut counts: BTreeMap<Type, u64> = BTreeMap::new();
-        let mut known = HashSet::new();
-        for (name, row) in &described {
-            let (module, parameter) = name.rsplit_once('.').unwrap_or(("", name));
-            let part = |word: &str| {
-                let dot = if module.is_empty() { "" } else { "." };
-                format!("{module}{dot}_{parameter}_{word}")
-            };
-            let words = row.get("_tensor_data_names").and_then(Json::as_array).into_iter().flatten();
-            let words: Vec<&str> = words.filter_map(Json::as_str).collect();
-            let ids: Vec<TensorId> = words.iter().filter_map(|word| stored.find(&part(word))).collect();
-            known.extend(&ids);
-            let example = stored.find(&part("qdata")).or(ids.first().copied());
-            let kind = text(row, "_type").unwrap_or("without a type");
-            let of = match kind {
-                "Float8Tensor" => Type::Float8,
-                "Int8Tensor" => Type::Int8,
-                "Int4Tensor" => Type::Int4,
-                other => {
-                    found.unsupported(&format!("torchao {other}"), example);
-                    continue;
-                }
-            };
-            if exceptions.has(module) {
-                found.unsupported(&excepted("torchao"), example);
+/// Finds the tensors of the scheme.
+pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told {
+    let config = config_of(stored, "torchao")?;
+    let described = described(stored, found);
+    let exceptions = Exceptions::of(config, "modules_to_not_convert");
+    let mut kinds = Kinds::new();
+    let mut counts: BTreeMap<Type, u64> = BTreeMap::new();
+    let mut known = HashSet::new();
+    for (name, row) in &described {
+        let (module, parameter) = name.rsplit_once('.').unwrap_or(("", name));
+        let part = |word: &str| {
+            let dot = if module.is_empty() { "" } else { "." };
+            format!("{module}{dot}_{parameter}_{word}")
+        };
+        let words = row.get("_tensor_data_names").and_then(Json::as_array).into_iter().flatten();
+        let words: Vec<&str> = words.filter_map(Json::as_str).collect();
+        let ids: Vec<TensorId> = words.iter().filter_map(|word| stored.find(&part(word))).collect();
+        known.extend(&ids);
+        let example = stored.find(&part("qdata")).or(ids.first().copied());
+        let kind = text(row, "_type").unwrap_or("without a type");
+        let of = match kind {
+            "Float8Tensor" => Type::Float8,
+            "Int8Tensor" => Type::Int8,
+            "Int4Tensor" => Type::Int4,
+            other => {
+                found.unsupported(&format!("torchao {other}"), example);
                 continue;
             }
-            let known = if of == Type::Float8 { &["qdata", "scale"][..] } else { &["qdata", "scale", "zero_point"] };
-            if let Some(other) = words.iter().find(|word| !known.contains(word)) {
-                found.unsupported(&format!("torchao {kind} with {other}"), example);
-                continue;
-            }
-            *counts.entry(of).or_default() += 1;
-            let has_zeros = words.contains(&"zero_point") || of == Type::Int4;
-            let mut needed = |word: &str| found.needed(name, &part(word), stored.find(&part(word)));
-            let (codes, scale) = (needed("qdata"), needed("scale"));
-            let zeros = if has_zeros { needed("zero_point").map(Some) } else { Some(None) };
-            let (Some(codes), Some(scale), Some(zeros)) = (codes, scale, zeros) else { continue };
-            let (Some(kind), Some(dtype)) =
-                (kind_of(stored, found, (name, row), (of, codes, scale, has_zeros)), dtype_of(found, name, row, of))
-            else {
-                continue;
-            };
-            if let Some(template) = kinds.template(found, name, kind, template) {
-                let operands: Vec<TensorId> = [codes, scale].into_iter().chain(zeros).collect();
-                found.tensor(name, template, &operands, Some(dtype));
-            }
+        };
+        if exceptions.has(module) {
+            found.unsupported(&excepted("torchao"), example);
+            continue;
         }
-        refuse_undescribed(stored, found, &known);
-        let count: u64 = counts.values().sum();
-        let texts: Vec<String> = counts.iter().map(|(of, count)| format!("{count} weights of {of:?}Tensor")).collect();
-        (count > 0).then(|| Summary {
-            scheme: self.name(),
-            text: format!("torchao: {}", texts.join(", ")),
-            details: vec![("weights", json!(count))],
-        })
+        let known = if of == Type::Float8 { &["qdata", "scale"][..] } else { &["qdata", "scale", "zero_point"] };
+        if let Some(other) = words.iter().find(|word| !known.contains(word)) {
+            found.unsupported(&format!("torchao {kind} with {other}"), example);
+            continue;
+        }
+        *counts.entry(of).or_default() += 1;
+        let has_zeros = words.contains(&"zero_point") || of == Type::Int4;
+        let mut needed = |word: &str| found.needed(name, &part(word), stored.find(&part(word)));
+        let (codes, scale) = (needed("qdata"), needed("scale"));
+        let zeros = if has_zeros { needed("zero_point").map(Some) } else { Some(None) };
+        let (Some(codes), Some(scale), Some(zeros)) = (codes, scale, zeros) else { continue };
+        let (Some(kind), Some(dtype)) =
+            (kind_of(stored, found, (name, row), (of, codes, scale, has_zeros)), dtype_of(found, name, row, of))
+        else {
+            continue;
+        };
+        if let Some(template) = kinds.template(found, name, kind, template) {
+            let operands: Vec<TensorId> = [codes, scale].into_iter().chain(zeros).collect();
+            found.tensor(name, template, &operands, Some(dtype));
+        }
     }
+    refuse_undescribed(stored, found, &known);
+    let count: u64 = counts.values().sum();
+    let texts: Vec<String> = counts.iter().map(|(of, count)| format!("{count} weights of {of:?}Tensor")).collect();
+    (count > 0).then(|| (format!("torchao: {}", texts.join(", ")), vec![("weights", json!(count))]))
 }
 
 /// What headers tell of each parameter that is not plain, by its name. Two files must not tell different things.

@@ -6,7 +6,7 @@ use ckfs_tensor::{DType, TensorId};
 
 use super::{
     comfy,
-    findings::{Scheme, SchemeFindings, Summary},
+    findings::{SchemeFindings, Told},
     listed::excepted,
     parts::{is_fp8, is_wide_float, module_of},
     quantization_config::{Factor, ModuleQuantization, QuantizationConfig},
@@ -14,55 +14,45 @@ use super::{
 };
 use crate::table::TensorInfo;
 
-/// The last of the list.
-#[derive(Debug)]
-pub(super) struct Unrecognized;
-
-impl Scheme for Unrecognized {
-    fn name(&self) -> &'static str {
-        "rest"
+/// Finds the tensors of the scheme.
+pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told {
+    let settings = QuantizationConfig::read(stored);
+    let method = method(stored);
+    let used = found.operands();
+    let (scaled, neighbours) = (Scaled::new(stored), Neighbours { stored, by_module: OnceCell::new() });
+    let is_open = |found: &SchemeFindings<'_>, id: &TensorId| !found.is_taken(*id) && !used[id.0 as usize];
+    for (id, codes) in stored.iter() {
+        if !is_open(found, &id) {
+            continue;
+        }
+        if are_codes(stored, &codes, method.is_some()) {
+            found.unsupported(&told(&neighbours, &settings, method.as_deref(), &codes), Some(id));
+        } else if let (None, Some(shown)) = (&method, scaled.of(&codes)) {
+            found.unsupported(&shown, Some(id));
+        }
     }
-
-    fn find(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Option<Summary> {
-        let settings = QuantizationConfig::read(stored);
-        let method = method(stored);
-        let used = found.operands();
-        let (scaled, neighbours) = (Scaled::new(stored), Neighbours { stored, by_module: OnceCell::new() });
-        let is_open = |found: &SchemeFindings<'_>, id: &TensorId| !found.is_taken(*id) && !used[id.0 as usize];
+    for (id, codes) in stored.in_boxes() {
+        if are_codes(stored, &codes, method.is_some()) || (method.is_none() && scaled.of(&codes).is_some()) {
+            let method = method.as_deref().unwrap_or("codes and scales");
+            found.unsupported(&format!("{method}, but stored as several boxes"), Some(id));
+        }
+    }
+    if let Some(target) = settings.homeless(stored).filter(|_| found.has_tensors()) {
+        let what = format!("compressed-tensors, with a group of its own for {target:?}, which matches no module here");
+        found.unsupported(&what, None);
+    }
+    if settings.is_known() {
+        refuse_orphans(stored, &settings, found, &used);
+    }
+    // Names that nothing here knows: whatever holds no plain numbers is what the configuration speaks of.
+    if let Some(method) = method.filter(|_| found.is_empty()) {
         for (id, codes) in stored.iter() {
-            if !is_open(found, &id) {
-                continue;
-            }
-            if are_codes(stored, &codes, method.is_some()) {
-                found.unsupported(&told(&neighbours, &settings, method.as_deref(), &codes), Some(id));
-            } else if let (None, Some(shown)) = (&method, scaled.of(&codes)) {
-                found.unsupported(&shown, Some(id));
+            if codes.shape.len() >= 2 && !is_plain(codes.dtype) && is_open(found, &id) {
+                found.unsupported(&method, Some(id));
             }
         }
-        for (id, codes) in stored.in_boxes() {
-            if are_codes(stored, &codes, method.is_some()) || (method.is_none() && scaled.of(&codes).is_some()) {
-                let method = method.as_deref().unwrap_or("codes and scales");
-                found.unsupported(&format!("{method}, but stored as several boxes"), Some(id));
-            }
-        }
-        if let Some(target) = settings.homeless(stored).filter(|_| found.has_tensors()) {
-            let what =
-                format!("compressed-tensors, with a group of its own for {target:?}, which matches no module here");
-            found.unsupported(&what, None);
-        }
-        if settings.is_known() {
-            refuse_orphans(stored, &settings, found, &used);
-        }
-        // Names that nothing here knows: whatever holds no plain numbers is what the configuration speaks of.
-        if let Some(method) = method.filter(|_| found.is_empty()) {
-            for (id, codes) in stored.iter() {
-                if codes.shape.len() >= 2 && !is_plain(codes.dtype) && is_open(found, &id) {
-                    found.unsupported(&method, Some(id));
-                }
-            }
-        }
-        None
     }
+    None
 }
 
 /// Ends of the names of what belongs to the codes of a module.
@@ -108,12 +98,12 @@ fn refuse_orphans(
 
 /// What the configuration calls its method.
 pub(super) fn method(stored: &Stored<'_>) -> Option<String> {
-    let config = stored.config().filter(|config| !config.is_null());
+    let config = stored.config.filter(|config| !config.is_null());
     let named = config.map(|config| match config.get("quant_method") {
         Some(method) => method.as_str().map_or_else(|| method.to_string(), str::to_owned),
         None => "a quantization_config without quant_method".to_owned(),
     });
-    named.or_else(|| stored.modelopt().map(|_| "modelopt".to_owned()))
+    named.or_else(|| stored.modelopt.map(|_| "modelopt".to_owned()))
 }
 
 /// Why these codes are not decoded.
