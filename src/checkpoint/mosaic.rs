@@ -4,6 +4,7 @@
 //! boxes that are outside the tensor or the file, that overlap, or that leave elements without a box. A tensor that is one
 //! box in row-major order becomes a plain row; it costs no more than one of a safetensors file.
 
+use ckfs_format::torch::read::SavedTensor;
 use ckfs_source::{FileId, Source};
 use ckfs_tensor::{CoverFault, DType, Element, Mosaics, NewBox, PerAxis, Shape, cover, mosaic};
 
@@ -35,6 +36,11 @@ impl StoredBox {
     pub(super) fn whole(file: FileId, start: u64, shape: &[u64], strides: &[u64]) -> Self {
         let origin = PerAxis::from_elem(0, shape.len());
         Self { file, start, origin, extents: PerAxis::from_slice(shape), strides: PerAxis::from_slice(strides) }
+    }
+
+    /// The box that a tensor is that is alone saved in a file.
+    pub(super) fn saved(file: FileId, saved: &SavedTensor) -> Self {
+        Self::whole(file, saved.span().start, &saved.tensor.shape, &saved.tensor.strides)
     }
 
     /// A box whose elements are stored in row-major order.

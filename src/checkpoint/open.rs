@@ -208,19 +208,18 @@ fn open_folder(
         }
         None => None,
     };
-    let dialect = match found {
-        _ if ranks.is_some() => {
-            let ranks = ranks.expect("it was asked for");
+    let dialect = match (ranks, found) {
+        (Some(ranks), _) => {
             ranks.choose(&mut folder);
             Chosen::Ranks(ranks)
         }
         // A directory without weights is refused there.
-        Some(Container::Safetensors) | None => Chosen::Safetensors(safetensors::choose(&mut folder, index)?),
-        Some(Container::Torch) => {
+        (None, Some(Container::Safetensors) | None) => Chosen::Safetensors(safetensors::choose(&mut folder, index)?),
+        (None, Some(Container::Torch)) => {
             torch::choose(&mut folder, index.as_ref())?;
             Chosen::Torch(index)
         }
-        Some(Container::Dcp | Container::Orbax | Container::Ranks) => {
+        (None, Some(Container::Dcp | Container::Orbax | Container::Ranks)) => {
             dcp::choose(&mut folder);
             Chosen::Dcp
         }

@@ -92,16 +92,10 @@ pub enum CheckpointError {
         advice: String,
     },
     /// The cache has the repository, but not this revision.
-    #[error("{repo}: no revision {revision:?} in {}; there are: {}{advice}", looked_in.display(), list_or_none(revisions))]
+    #[error("{found}{advice}")]
     NoRevision {
-        /// The repository.
-        repo: String,
-        /// The requested revision.
-        revision: String,
-        /// Its directory in the cache.
-        looked_in: PathBuf,
-        /// Commits that have a snapshot.
-        revisions: Vec<String>,
+        /// What there is, in words.
+        found: String,
         /// As in [`CheckpointError::NotInCache`].
         advice: String,
     },
@@ -210,16 +204,14 @@ pub enum Problem {
     #[error(transparent)]
     Unreadable(#[from] SourceError),
     /// The index names a file that is not there.
-    #[error("{index}: names {file:?} for {tensors}, which is {found}")]
+    #[error("{index}: names {file:?} for {what}")]
     MissingFile {
         /// The index.
         index: String,
         /// The file.
         file: String,
-        /// Tensors that it should hold.
-        tensors: Expected,
-        /// What is found at its path.
-        found: String,
+        /// Tensors that it should hold, and what is found at its path.
+        what: String,
     },
     /// The index names a tensor that no file has.
     #[error("tensor {tensor:?}: expected in {file} by the index, found in no file")]
@@ -248,23 +240,12 @@ pub enum Problem {
         second: String,
     },
     /// Numbered files are incomplete, and no index lists them.
-    #[error(
-        "{set}: expected {expected} files by their names ({first}), found {found}; missing: {}{hint}",
-        list_numbers(missing, expected - found)
-    )]
+    #[error("{text}")]
     IncompleteSet {
-        /// The common part of their names.
-        set: String,
         /// One of the files.
         first: String,
-        /// Number of files by their names.
-        expected: u64,
-        /// Number of files found.
-        found: u64,
-        /// The first numbers that are missing.
-        missing: Vec<u64>,
-        /// What else may be meant. Begins with `; `, or is empty.
-        hint: &'static str,
+        /// What is missing, in words.
+        text: String,
     },
     /// A checkpoint of Orbax that its saver has not finished.
     #[error(
@@ -297,13 +278,6 @@ pub enum Problem {
     /// Anything else, in words.
     #[error("{0}")]
     Other(String),
-}
-
-/// Numbers of files, of which there are `count` in all.
-fn list_numbers(numbers: &[u64], count: u64) -> String {
-    let shown: Vec<String> = numbers.iter().map(|number| format!("number {number}")).collect();
-    let rest = count.saturating_sub(numbers.len() as u64);
-    if rest == 0 { shown.join(", ") } else { format!("{} and {rest} more", shown.join(", ")) }
 }
 
 /// Names, of which some are enough.

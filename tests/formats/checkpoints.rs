@@ -625,9 +625,8 @@ fn the_hub_cache() {
     }
     for source in ["org/na.me@aaaa", "org/na.me@v1", "org/na.me@evil", "org/na.me@aaa"] {
         let error = open(source).err().unwrap();
-        let CheckpointError::NoRevision { revisions, .. } = &error else { panic!("{error}") };
-        assert_eq!((revisions[0].as_str(), &revisions[1..]), ("main", &commits.map(str::to_owned)[..]));
-        assert!(error.to_string().contains(commits[1]), "{error}");
+        assert!(matches!(error, CheckpointError::NoRevision { .. }), "{error}");
+        assert!(error.to_string().ends_with(&format!("; there are: main, {}", commits.join(", "))), "{error}");
     }
 }
 

@@ -3,9 +3,8 @@
 //! An archive asks for a few spans at its ends and is then done, or asks for more. Archives that lie one after the other in a
 //! file ask for neighbouring spans, which are fetched as one. Groups of archives are read at the same time.
 
-use ckfs_format::torch::read::{Allowed, OpenedArchive, SavedTensor, TorchArchive};
+use ckfs_format::torch::read::{Allowed, OpenedArchive, SavedContents, TorchArchive};
 use ckfs_source::{FetchPart, FileId, Source};
-use ckfs_tensor::DType;
 use rayon::{
     iter::{IndexedParallelIterator, IntoParallelRefIterator, ParallelIterator},
     slice::ParallelSlice,
@@ -35,32 +34,8 @@ impl ArchiveSpan {
     }
 }
 
-/// A tensor of an archive, and where it is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Saved {
-    /// Its name: the keys on the way to it, joined by dots.
-    pub(crate) name: String,
-    /// Type of its elements.
-    pub(crate) dtype: DType,
-    /// Its extents.
-    pub(crate) shape: Vec<u64>,
-    /// Distance of neighbours along each axis, in elements.
-    pub(crate) strides: Vec<u64>,
-    /// Its first byte in the file.
-    pub(crate) start: u64,
-}
-
-/// What an archive holds.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct ItemBytes {
-    /// Its tensors, in the order of its pickle.
-    pub(crate) tensors: Vec<Saved>,
-    /// What is no tensor: the name, and what it is.
-    pub(crate) others: Vec<(String, String)>,
-}
-
 /// What each archive holds, or why it cannot be read.
-pub(crate) fn read_items(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<ItemBytes, String>> {
+pub(crate) fn read_items(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<SavedContents, String>> {
     items.par_chunks(GROUP_ARCHIVES).flat_map_iter(|group| read_group(source, group)).collect()
 }
 
@@ -93,7 +68,7 @@ struct Reading {
     failed: Option<String>,
 }
 
-fn read_group(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<ItemBytes, String>> {
+fn read_group(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<SavedContents, String>> {
     let reading = |item: &ArchiveSpan| Reading::of(source, item, TorchArchive::new(item.len));
     let mut group: Vec<Reading> = items.iter().map(reading).collect();
     while group.iter().any(Reading::wants) {
@@ -115,19 +90,11 @@ impl Reading {
         self.failed.is_none() && !self.archive.wanted().is_empty()
     }
 
-    fn finish(self) -> Result<ItemBytes, String> {
+    fn finish(self) -> Result<SavedContents, String> {
         if let Some(error) = self.failed {
             return Err(error);
         }
-        let start = self.item.start;
-        let saved = |saved: SavedTensor| {
-            let span = saved.span();
-            let tensor = saved.tensor;
-            let start = start + span.start;
-            Saved { name: tensor.name, dtype: tensor.dtype, shape: tensor.shape, strides: tensor.strides, start }
-        };
-        let found = self.archive.into_contents().expect("an archive that wants nothing more is done");
-        Ok(ItemBytes { tensors: found.tensors.into_iter().map(saved).collect(), others: found.others })
+        Ok(self.archive.into_contents().expect("an archive that wants nothing more is done"))
     }
 }
 

@@ -9,7 +9,11 @@ use std::{
 use ckfs_format::{
     dcp::read::{DcpChunk, DcpObject, DcpState, DcpTensor, FILES_OF_SHARDS, SHARDING_INFO},
     safetensors::Header,
-    torch::{megatron, read::OpenedArchive},
+    torch::{
+        megatron,
+        read::{OpenedArchive, SavedTensor},
+        state::TorchTensor,
+    },
 };
 use ckfs_source::FileId;
 use ckfs_tensor::{PerAxis, mosaic::row_major};
@@ -260,8 +264,8 @@ fn file_ids(files: &PinnedFiles<'_>, state: &DcpState, problems: &mut Problems) 
         let found = by_path.get(path.as_str()).copied();
         // What holds only objects is not read.
         if found.is_none() && tensors.count > 0 {
-            let (index, file, found) = (DCP_METADATA.to_owned(), path.clone(), "not there".to_owned());
-            problems.push(Problem::MissingFile { index, file, tensors, found });
+            let what = format!("{tensors}, which is not there");
+            problems.push(Problem::MissingFile { index: DCP_METADATA.to_owned(), file: path.clone(), what });
         }
         found
     };
@@ -283,12 +287,12 @@ fn box_of(
     tensor: &DcpTensor,
     chunk: &DcpChunk,
     item: &ArchiveSpan,
-    found: &[archive::Saved],
+    found: &[SavedTensor],
 ) -> Result<StoredBox, String> {
     let [saved] = found else { return Err(format!("expected an archive of one tensor, found {}", found.len())) };
-    if (saved.dtype, &saved.shape) != (tensor.dtype, &chunk.sizes) {
-        let (dtype, shape) = (saved.dtype, &saved.shape);
+    let TorchTensor { dtype, shape, strides, .. } = &saved.tensor;
+    if (*dtype, shape) != (tensor.dtype, &chunk.sizes) {
         return Err(format!("expected {} {:?}, found {dtype} {shape:?}", tensor.dtype, chunk.sizes));
     }
-    Ok(stored(item.file, saved.start, chunk, PerAxis::from_slice(&saved.strides)))
+    Ok(stored(item.file, item.start + saved.span().start, chunk, PerAxis::from_slice(strides)))
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use ckfs_format::torch::{read::SavedTensor, state::TorchTensor};
 use ckfs_source::{Duplicates, FileId};
 
 use super::super::{
@@ -96,7 +97,8 @@ pub(crate) fn read(
     let path = |id: FileId| files.path(id);
     let rows = || -> Vec<Row<'_>> {
         let found = items.iter().zip(&read).filter_map(|(item, found)| Some((item.file, found.as_ref().ok()?)));
-        let all = found.flat_map(|(file, found)| found.tensors.iter().map(move |saved| (saved.name.as_str(), file)));
+        let all =
+            found.flat_map(|(file, found)| found.tensors.iter().map(move |saved| (saved.tensor.name.as_str(), file)));
         all.filter(|(name, _)| training_state || !is_optimizer_state(name)).collect()
     };
     let variants = if index.is_none() { copies::variants(&rows(), &path) } else { BTreeSet::new() };
@@ -119,20 +121,20 @@ pub(crate) fn read(
                 continue;
             }
         };
-        let is_model = |saved: &archive::Saved| !is_optimizer_state(&saved.name);
+        let is_model = |saved: &SavedTensor| !is_optimizer_state(&saved.tensor.name);
         let selects = !training_state && index.is_none() && found.tensors.iter().any(is_model);
         for saved in found.tensors {
+            let TorchTensor { name, dtype, shape, .. } = &saved.tensor;
             if selects && !is_model(&saved) {
-                let kind = format!("{} {:?} of the optimizer (--training-state shows it)", saved.dtype, saved.shape);
-                left_out.push(LeftOut { name: saved.name, kind });
+                let kind = format!("{dtype} {shape:?} of the optimizer (--training-state shows it)");
+                left_out.push(LeftOut { name: name.clone(), kind });
                 continue;
             }
-            if !copies.keeps(item.file, &saved.name) {
+            if !copies.keeps(item.file, name) {
                 continue;
             }
-            let name = if saved.name.is_empty() { UNNAMED } else { &saved.name };
-            let whole = StoredBox::whole(item.file, saved.start, &saved.shape, &saved.strides);
-            builder.add(name, saved.dtype, &saved.shape, [whole], None);
+            let name = if name.is_empty() { UNNAMED } else { name };
+            builder.add(name, *dtype, shape, [StoredBox::saved(item.file, &saved)], None);
         }
         left_out.extend(found.others.into_iter().map(|(name, kind)| LeftOut { name, kind }));
     }

@@ -236,8 +236,8 @@ pub(crate) fn choose_indexed(
             continue;
         }
         let missing = |found: String| {
-            let (index, file) = (name.to_owned(), path.clone());
-            Problem::MissingFile { index, file, tensors, found }
+            let what = format!("{tensors}, which is {found}");
+            Problem::MissingFile { index: name.to_owned(), file: path.clone(), what }
         };
         let of_file = index.tensors.iter().filter(|(_, file)| *file as usize == number).map(|(tensor, _)| &**tensor);
         match files.iter_mut().find(|file| file.path == *path) {

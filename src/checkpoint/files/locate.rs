@@ -27,7 +27,10 @@ use ckfs_source::{
     remote::{RemoteRepository, open_url},
 };
 
-use super::super::{options::OpenOptions, problem::CheckpointError};
+use super::super::{
+    options::OpenOptions,
+    problem::{CheckpointError, list_or_none},
+};
 #[cfg(feature = "hub")]
 use ckfs_source::remote::{
     Deadline, RemoteError, SharedCache,
@@ -156,12 +159,10 @@ impl Name<'_> {
             let near = same_letters(cache, &dir);
             return Err(CheckpointError::NotInCache { source_name, looked_in: dir, near, advice });
         }
-        let commit = resolve(&dir, revision).map_err(|revisions| CheckpointError::NoRevision {
-            repo: repo.to_owned(),
-            revision: revision.to_owned(),
-            looked_in: dir.clone(),
-            revisions,
-            advice,
+        let commit = resolve(&dir, revision).map_err(|revisions| {
+            let (place, revisions) = (dir.display(), list_or_none(&revisions));
+            let found = format!("{repo}: no revision {revision:?} in {place}; there are: {revisions}");
+            CheckpointError::NoRevision { found, advice }
         })?;
         Ok(snapshot(&dir, repo, commit))
     }

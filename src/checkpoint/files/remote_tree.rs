@@ -17,7 +17,7 @@ use ckfs_tensor::to_usize;
 
 use super::super::{
     text::io_error,
-    tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry},
+    tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry, entries_of},
 };
 
 /// A remote checkpoint as a tree.
@@ -51,17 +51,8 @@ impl FileTree for CachedTree<'_> {
 
     fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError> {
         let prefix = if directory.is_empty() { String::new() } else { format!("{directory}/") };
-        let mut entries: Vec<TreeEntry> = Vec::new();
-        for path in self.files.range(prefix.as_str()..).map(|(path, _)| path) {
-            let Some(rest) = path.strip_prefix(prefix.as_str()) else { break };
-            let (name, is_directory) = rest.split_once('/').map_or((rest, false), |(name, _)| (name, true));
-            if !name.is_empty() && entries.last().is_none_or(|last| last.name != name) {
-                entries.push(TreeEntry { name: name.to_owned(), is_directory });
-            }
-        }
-        entries.sort_by(|left, right| left.name.cmp(&right.name));
-        entries.dedup_by(|left, right| left.name == right.name);
-        Ok(entries)
+        let from = self.files.range(prefix.as_str()..);
+        Ok(entries_of(from.map_while(|(path, _)| path.strip_prefix(prefix.as_str()))))
     }
 
     fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError> {

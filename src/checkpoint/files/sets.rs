@@ -38,7 +38,16 @@ pub(crate) fn incomplete_sets<'a>(paths: impl Iterator<Item = &'a str>) -> (Vec<
             continue;
         }
         let hint = if lacks_last { ZERO_OF_ONE } else { "" };
-        problems.push(Problem::IncompleteSet { set, first: first.to_owned(), expected, found, missing, hint });
+        let numbers: Vec<String> = missing.iter().map(|number| format!("number {number}")).collect();
+        let more = match (expected - found).saturating_sub(missing.len() as u64) {
+            0 => String::new(),
+            rest => format!(" and {rest} more"),
+        };
+        let text = format!(
+            "{set}: expected {expected} files by their names ({first}), found {found}; missing: {}{more}{hint}",
+            numbers.join(", ")
+        );
+        problems.push(Problem::IncompleteSet { first: first.to_owned(), text });
     }
     (problems, warnings)
 }

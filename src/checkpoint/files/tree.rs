@@ -33,6 +33,40 @@ pub(crate) struct TreeEntry {
     pub(crate) is_directory: bool,
 }
 
+/// A path below another.
+pub(crate) fn below(directory: &str, name: &str) -> String {
+    if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
+}
+
+/// Whether a file of this name is among the entries.
+pub(crate) fn has(entries: &[TreeEntry], name: &str) -> bool {
+    entries.iter().any(|entry| entry.name == name && !entry.is_directory)
+}
+
+/// The names of the directories among the entries.
+pub(crate) fn directories(entries: &[TreeEntry]) -> impl Iterator<Item = &str> {
+    entries.iter().filter(|entry| entry.is_directory).map(|entry| entry.name.as_str())
+}
+
+/// The names of the files among the entries.
+pub(crate) fn file_names(entries: &[TreeEntry]) -> impl Iterator<Item = &str> {
+    entries.iter().filter(|entry| !entry.is_directory).map(|entry| entry.name.as_str())
+}
+
+/// The entries of a directory that has these paths inside, in any order.
+pub(crate) fn entries_of<'a>(inside: impl Iterator<Item = &'a str>) -> Vec<TreeEntry> {
+    let mut entries: Vec<TreeEntry> = Vec::new();
+    for path in inside {
+        let (name, is_directory) = path.split_once('/').map_or((path, false), |(name, _)| (name, true));
+        if !name.is_empty() && entries.last().is_none_or(|last| last.name != name) {
+            entries.push(TreeEntry { name: name.to_owned(), is_directory });
+        }
+    }
+    entries.sort_by(|left, right| left.name.cmp(&right.name));
+    entries.dedup_by(|left, right| left.name == right.name);
+    entries
+}
+
 /// The files of a checkpoint. Paths are relative to its directory, with `/` between names; "" is the directory.
 pub(crate) trait FileTree: Sync {
     /// The place of a path, for messages.

@@ -11,12 +11,14 @@ use super::{
     super::{
         container::is_torch,
         foreign,
+        orbax::is_item,
         ranks::{MEGATRON_FILE, megatron_ranks},
+        tree::{TreeEntry, below, directories, file_names, has},
     },
     found::{FoundStep, FoundSteps, StepKind, StepState},
     names::{self, ORBAX_UNFINISHED, StepName},
     ranks,
-    step_tree::{StepEntry, StepTree, below},
+    step_tree::StepTree,
     tracker::{self, Trackers},
 };
 /// Directories of a run in which trainers keep their steps.
@@ -59,14 +61,6 @@ type Verdict = Result<Option<Judged>, SourceError>;
 
 fn unfinished(reason: impl Into<String>) -> StepState {
     StepState::Unfinished(reason.into())
-}
-
-fn has(entries: &[StepEntry], name: &str) -> bool {
-    entries.iter().any(|entry| entry.name == name && !entry.is_directory)
-}
-
-fn directories(entries: &[StepEntry]) -> impl Iterator<Item = &str> {
-    entries.iter().filter(|entry| entry.is_directory).map(|entry| entry.name.as_str())
 }
 
 /// A name without the ending that Lightning gives directories too.
@@ -135,8 +129,8 @@ fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceEr
         is_same
     });
     let steps = steps.into_iter().map(|(step, _)| step).collect();
-    let is_step = |entry: &StepEntry| entry.is_directory && names::parse(&entry.name).is_some();
-    let others: Vec<StepEntry> = entries.iter().filter(|entry| !is_step(entry)).cloned().collect();
+    let is_step = |entry: &TreeEntry| entry.is_directory && names::parse(&entry.name).is_some();
+    let others: Vec<TreeEntry> = entries.iter().filter(|entry| !is_step(entry)).cloned().collect();
     let is_checkpoint = common.judge(directory, &others, "", 0)?.is_some();
     Ok(FoundSteps { directory: directory.to_owned(), steps, is_checkpoint })
 }
@@ -164,11 +158,9 @@ impl InCommon<'_> {
     }
 
     /// Why a step is none whose directory holds nothing that is known.
-    fn unknown(&self, path: &str, entries: &[StepEntry]) -> Result<String, SourceError> {
+    fn unknown(&self, path: &str, entries: &[TreeEntry]) -> Result<String, SourceError> {
         let mut places = Vec::new();
-        let is_old = |entries: &[StepEntry]| {
-            entries.iter().any(|entry| !entry.is_directory && foreign::is_msgpack_tree(&entry.name))
-        };
+        let is_old = |entries: &[TreeEntry]| file_names(entries).any(foreign::is_msgpack_tree);
         if is_old(entries) {
             return Ok(foreign::OLD_ORBAX.to_owned());
         }
@@ -177,7 +169,7 @@ impl InCommon<'_> {
             if is_old(&inside) {
                 return Ok(format!("{name}: {}", foreign::OLD_ORBAX));
             }
-            if inside.iter().any(|entry| !entry.is_directory && is_weights(&entry.name)) {
+            if file_names(&inside).any(is_weights) {
                 places.push(name);
             }
         }
@@ -191,7 +183,7 @@ impl InCommon<'_> {
     }
 
     /// What a directory holds; `None` if it is nothing that is known.
-    fn judge(&self, path: &str, entries: &[StepEntry], prefix: &str, number: u64) -> Verdict {
+    fn judge(&self, path: &str, entries: &[TreeEntry], prefix: &str, number: u64) -> Verdict {
         if let Some(found) = self.orbax(path, entries)? {
             return Ok(Some(found));
         }
@@ -214,7 +206,7 @@ impl InCommon<'_> {
         }))
     }
 
-    fn orbax(&self, path: &str, entries: &[StepEntry]) -> Verdict {
+    fn orbax(&self, path: &str, entries: &[TreeEntry]) -> Verdict {
         let judged = |state| Ok(Some(Judged { kind: StepKind::Orbax, path: path.to_owned(), state }));
         let is_sign = |name: &str| [CHECKPOINT_METADATA, METADATA, COMMIT_SUCCESS, ocdbt::MANIFEST].contains(&name);
         let mut is_orbax = entries.iter().any(|entry| is_sign(&entry.name));
@@ -225,7 +217,7 @@ impl InCommon<'_> {
                 at_work.get_or_insert_with(|| format!("{name}: an item that the saver has not finished"));
             } else if !name.starts_with("ocdbt.process_") {
                 let inside = self.tree.list(&below(path, name))?;
-                if has(&inside, METADATA) || has(&inside, ocdbt::MANIFEST) {
+                if is_item(&inside) {
                     arrays.push((name, inside));
                 }
             }
@@ -237,7 +229,7 @@ impl InCommon<'_> {
         if let Some(reason) = at_work {
             return judged(unfinished(reason));
         }
-        let itself = has(entries, METADATA) || has(entries, ocdbt::MANIFEST);
+        let itself = is_item(entries);
         if let Some(reason) = self.unfinished_orbax(path, entries, itself)? {
             return judged(unfinished(reason));
         }
@@ -273,7 +265,7 @@ impl InCommon<'_> {
     fn unfinished_orbax(
         &self,
         path: &str,
-        entries: &[StepEntry],
+        entries: &[TreeEntry],
         is_item: bool,
     ) -> Result<Option<String>, SourceError> {
         if self.tree.needs_commit_file() {
@@ -300,10 +292,9 @@ impl InCommon<'_> {
     }
 
     /// A directory of torch.distributed.checkpoint: this one, or one in it.
-    fn distributed(&self, path: &str, entries: &[StepEntry], prefix: &str, number: u64) -> Verdict {
-        let is_one = |entries: &[StepEntry]| {
-            has(entries, DCP_METADATA)
-                || entries.iter().any(|entry| !entry.is_directory && entry.name.ends_with(".distcp"))
+    fn distributed(&self, path: &str, entries: &[TreeEntry], prefix: &str, number: u64) -> Verdict {
+        let is_one = |entries: &[TreeEntry]| {
+            has(entries, DCP_METADATA) || file_names(entries).any(|name| name.ends_with(".distcp"))
         };
         if is_one(entries) {
             return Ok(Some(self.judged_distributed(path, entries, prefix, number)?));
@@ -334,7 +325,7 @@ impl InCommon<'_> {
     fn judged_distributed(
         &self,
         path: &str,
-        entries: &[StepEntry],
+        entries: &[TreeEntry],
         prefix: &str,
         number: u64,
     ) -> Result<Judged, SourceError> {
@@ -370,7 +361,7 @@ impl InCommon<'_> {
     }
 
     /// Files that each rank writes for itself, here or in a directory.
-    fn by_ranks(&self, path: &str, entries: &[StepEntry], prefix: &str, number: u64) -> Verdict {
+    fn by_ranks(&self, path: &str, entries: &[TreeEntry], prefix: &str, number: u64) -> Verdict {
         let judged = |kind, path: &str, all: Result<(), String>, tracker: Option<String>| {
             let state = all.err().or(tracker).map_or(StepState::Complete, StepState::Unfinished);
             Ok(Some(Judged { kind, path: path.to_owned(), state }))
@@ -396,7 +387,7 @@ impl InCommon<'_> {
             }
             return judged(StepKind::Megatron, path, lacks.map_or(Ok(()), Err), tracker());
         }
-        let has_weights = entries.iter().any(|entry| !entry.is_directory && is_weights(&entry.name));
+        let has_weights = file_names(entries).any(is_weights);
         let is_place =
             |name: &&str| ranks::MODEL_DIRECTORIES.contains(name) || name.starts_with(GLOBAL_PREFIX) && !has_weights;
         // `DeepSpeed` names the one that counts beside them. Read from there it has the configuration that is there too.
@@ -422,7 +413,7 @@ impl InCommon<'_> {
     }
 
     /// A repository in a directory of a step.
-    fn inside(&self, path: &str, entries: &[StepEntry]) -> Verdict {
+    fn inside(&self, path: &str, entries: &[TreeEntry]) -> Verdict {
         for place in REPOSITORIES {
             let above = place.split('/').next().unwrap_or(place);
             if directories(entries).any(|name| name == above) {
@@ -436,13 +427,13 @@ impl InCommon<'_> {
     }
 
     /// Weights as in a repository.
-    fn repository(&self, path: &str, entries: &[StepEntry], prefix: &str) -> Option<Judged> {
+    fn repository(&self, path: &str, entries: &[TreeEntry], prefix: &str) -> Option<Judged> {
         let is_trainer = prefix == TRANSFORMERS_PREFIX || has(entries, TRAINER_STATE);
         let kind = if is_trainer { StepKind::Transformers } else { StepKind::Repository };
         if prefix == MEGATRON_PREFIX || prefix.starts_with(GLOBAL_PREFIX) {
             return None;
         }
-        let weights = entries.iter().any(|entry| !entry.is_directory && is_weights(&entry.name));
+        let weights = file_names(entries).any(is_weights);
         let has_config = has(entries, "config.json") || has(entries, "adapter_config.json");
         if !weights && !(is_trainer && (has_config || has(entries, TRAINER_STATE))) {
             return None;

@@ -11,8 +11,12 @@ use std::{
 
 use ckfs_source::{SourceError, WaitRegistry};
 
-use super::step_tree::{Measure, Measuring, SMALL_BYTES_MAX, StepEntry, StepTree, below};
-use crate::{OpenOptions, text::io_error};
+use super::step_tree::{Measure, Measuring, SMALL_BYTES_MAX, StepTree};
+use crate::{
+    OpenOptions,
+    text::io_error,
+    tree::{TreeEntry, below},
+};
 
 /// Greatest depth of a step's directories.
 const DEPTH_MAX: usize = 16;
@@ -81,7 +85,7 @@ impl StepTree for LocalSteps {
         real.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
     }
 
-    fn list(&self, directory: &str) -> Result<Vec<StepEntry>, SourceError> {
+    fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError> {
         let place = self.at(directory);
         let looking = self.fetches.begin_path(&place, "list");
         let entries = match fs::read_dir(&place) {
@@ -96,7 +100,7 @@ impl StepTree for LocalSteps {
             let Ok(kind) = entry.file_type() else { continue };
             // No writer uses a name that is not UTF-8.
             let Ok(name) = entry.file_name().into_string() else { continue };
-            found.push(StepEntry { name, is_directory: kind.is_dir() });
+            found.push(TreeEntry { name, is_directory: kind.is_dir() });
         }
         found.sort_by(|left, right| left.name.cmp(&right.name));
         Ok(found)

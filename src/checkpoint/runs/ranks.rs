@@ -2,22 +2,18 @@
 
 use std::collections::BTreeSet;
 
-use super::{
-    super::ranks::{RankFile, RankKind},
-    step_tree::StepEntry,
+use crate::{
+    ranks::{RankFile, RankKind},
+    tree::{TreeEntry, directories, file_names},
 };
 
 /// Directories in which trainers of reinforcement learning leave the model that is trained.
 pub(super) const MODEL_DIRECTORIES: [&str; 3] = ["actor", "policy", "model"];
 
-fn files(entries: &[StepEntry]) -> impl Iterator<Item = &str> {
-    entries.iter().filter(|entry| !entry.is_directory).map(|entry| entry.name.as_str())
-}
-
 /// Whether files of ranks are among these: why they are not all there, or `Ok`.
-pub(super) fn of_shards(entries: &[StepEntry]) -> Option<Result<(), String>> {
+pub(super) fn of_shards(entries: &[TreeEntry]) -> Option<Result<(), String>> {
     let mut found: Vec<(u64, u64)> =
-        files(entries).filter_map(|name| RankFile::of(RankKind::Fsdp, name)?.fsdp()).collect();
+        file_names(entries).filter_map(|name| RankFile::of(RankKind::Fsdp, name)?.fsdp()).collect();
     found.sort_unstable();
     let (size, _) = *found.last()?;
     if found.iter().any(|(other, _)| *other != size) {
@@ -28,12 +24,12 @@ pub(super) fn of_shards(entries: &[StepEntry]) -> Option<Result<(), String>> {
 }
 
 /// Whether files of `DeepSpeed` are among these: why they are not all there, or `Ok`.
-pub(super) fn of_deepspeed(entries: &[StepEntry]) -> Option<Result<(), String>> {
-    if entries.iter().any(|entry| entry.is_directory && entry.name == "zero") {
+pub(super) fn of_deepspeed(entries: &[TreeEntry]) -> Option<Result<(), String>> {
+    if directories(entries).any(|name| name == "zero") {
         return Some(Ok(()));
     }
-    let optimizer: Vec<&str> = files(entries).filter(|name| name.ends_with("_optim_states.pt")).collect();
-    let model: Vec<&str> = files(entries).filter(|name| name.ends_with("_model_states.pt")).collect();
+    let optimizer: Vec<&str> = file_names(entries).filter(|name| name.ends_with("_optim_states.pt")).collect();
+    let model: Vec<&str> = file_names(entries).filter(|name| name.ends_with("_model_states.pt")).collect();
     if optimizer.is_empty() && model.is_empty() {
         return None;
     }

@@ -10,8 +10,12 @@ use ckfs_source::{
     remote::{RemoteFile, RemoteRepository, RemoteTree},
 };
 
-use super::step_tree::{Measure, SMALL_BYTES_MAX, Stamp, StepEntry, StepTree, below};
-use crate::{OpenOptions, remote_tree::CachedTree, tree::FileTree};
+use super::step_tree::{Measure, SMALL_BYTES_MAX, Stamp, StepTree};
+use crate::{
+    OpenOptions,
+    remote_tree::CachedTree,
+    tree::{FileTree, TreeEntry, below, entries_of},
+};
 
 /// A listing.
 pub(super) struct RemoteSteps {
@@ -41,17 +45,8 @@ impl StepTree for RemoteSteps {
         self.repository.url.trim_end_matches('/').rsplit('/').next().unwrap_or_default().to_owned()
     }
 
-    fn list(&self, directory: &str) -> Result<Vec<StepEntry>, SourceError> {
-        let mut found: Vec<StepEntry> = Vec::new();
-        for (rest, _) in self.inside(directory) {
-            let (name, is_directory) = rest.split_once('/').map_or((rest, false), |(name, _)| (name, true));
-            if !name.is_empty() {
-                found.push(StepEntry { name: name.to_owned(), is_directory });
-            }
-        }
-        found.sort_by(|left, right| left.name.cmp(&right.name));
-        found.dedup_by(|left, right| left.name == right.name);
-        Ok(found)
+    fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError> {
+        Ok(entries_of(self.inside(directory).map(|(rest, _)| rest)))
     }
 
     fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError> {

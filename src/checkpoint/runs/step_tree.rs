@@ -4,13 +4,7 @@ use std::{sync::Arc, time::SystemTime};
 
 use ckfs_source::SourceError;
 
-/// A name in a directory of a run.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct StepEntry {
-    pub(super) name: String,
-    /// A directory, else a file. A symbolic link to a directory is neither.
-    pub(super) is_directory: bool,
-}
+use crate::tree::TreeEntry;
 
 /// What the files of a step come to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,7 +81,7 @@ pub(super) trait StepTree {
     fn own_name(&self) -> String;
 
     /// The entries of a directory, sorted by name; none if it is not there.
-    fn list(&self, directory: &str) -> Result<Vec<StepEntry>, SourceError>;
+    fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError>;
 
     /// Length of a file in bytes; `None` if it is not there.
     fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError>;
@@ -104,11 +98,6 @@ pub(super) trait StepTree {
 
 /// Longest small file, in bytes.
 pub(super) const SMALL_BYTES_MAX: u64 = 4 << 20;
-
-/// A path below another.
-pub(super) fn below(directory: &str, name: &str) -> String {
-    if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
-}
 
 /// A digest that grows by words.
 #[derive(Clone, Copy, Debug)]

@@ -2,7 +2,8 @@
 
 use ckfs_source::SourceError;
 
-use super::step_tree::{StepTree, below};
+use super::step_tree::StepTree;
+use crate::tree::below;
 
 /// Of Megatron, verl and slime.
 pub(super) const MEGATRON: &str = "latest_checkpointed_iteration.txt";

@@ -13,7 +13,7 @@ use ckfs_format::{
 
 use crate::{
     problem::Problem,
-    tree::{FileTree, TreeEntry},
+    tree::{FileTree, TreeEntry, below, directories, has},
 };
 
 /// What a Hugging Face repository has.
@@ -37,20 +37,8 @@ pub(super) struct Item {
     pub(super) is_unfinished: Option<&'static str>,
 }
 
-/// A path below another.
-pub(super) fn below(directory: &str, name: &str) -> String {
-    if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
-}
-
-fn has(entries: &[TreeEntry], name: &str) -> bool {
-    entries.iter().any(|entry| entry.name == name && !entry.is_directory)
-}
-
-fn directories(entries: &[TreeEntry]) -> impl Iterator<Item = &str> {
-    entries.iter().filter(|entry| entry.is_directory).map(|entry| entry.name.as_str())
-}
-
-fn is_item(entries: &[TreeEntry]) -> bool {
+/// Whether a directory with these entries holds arrays of Orbax.
+pub(crate) fn is_item(entries: &[TreeEntry]) -> bool {
     has(entries, METADATA) || has(entries, ocdbt::MANIFEST)
 }
 

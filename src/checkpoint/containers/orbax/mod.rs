@@ -22,7 +22,7 @@ mod store;
 
 use std::sync::Arc;
 
-use array::{ArrayBox, BoxFile, ToLayOut};
+use array::{ArrayBox, ArrayLayout, BoxFile, ToLayOut};
 use chunk_source::ChunkSource;
 use ckfs_format::{
     orbax::{
@@ -34,7 +34,7 @@ use ckfs_format::{
 use ckfs_source::{FileId, Source};
 use ckfs_tensor::{DType, Element, Shape};
 use coded::DecodedFile;
-pub(crate) use item::is_orbax;
+pub(crate) use item::{is_item, is_orbax};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use store::{Files, StoreValue};
 
@@ -43,7 +43,7 @@ use super::super::{
     folder::file_id,
     mosaic::{MosaicBuilder, StoredBox},
     problem::{BYTES_MAX, Problem, Problems},
-    tree::FileTree,
+    tree::{FileTree, below},
 };
 
 /// Members of a training state that are not the model.
@@ -163,17 +163,11 @@ pub(crate) fn read(
         store::values_in_directories(tree, directory, &leaves.names, &leaves.wanted)
     };
     let values = values.map_err(one)?;
-    let rows: Vec<(&String, &Vec<StoreValue>)> = leaves
-        .names
-        .iter()
-        .zip(&values)
-        .zip(&leaves.wanted)
-        .filter(|(_, wanted)| **wanted)
-        .map(|(row, _)| row)
-        .collect();
+    let rows = leaves.names.iter().zip(&values).zip(&leaves.wanted);
+    let rows: Vec<(&String, &Vec<StoreValue>)> = rows.filter(|(_, wanted)| **wanted).map(|(row, _)| row).collect();
     let arrays: Vec<_> = rows.par_iter().map(|(name, values)| describe(tree, &leaves, name, values)).collect();
     let (mut files, mut decoded, mut problems) = (Files::default(), Vec::new(), Vec::new());
-    let mut laid_out = Vec::with_capacity(rows.len());
+    let mut tensors = Vec::with_capacity(rows.len());
     for ((name, values), array) in rows.into_iter().zip(arrays) {
         let array = match array {
             Ok(array) => array,
@@ -187,21 +181,15 @@ pub(crate) fn read(
         let stores_fill_values = leaves.stores_fill_values || item.is_unfinished.is_some();
         let to_lay_out = ToLayOut { tree, name, array, values, stores_fill_values };
         match to_lay_out.lay_out(&mut files, &mut decoded) {
-            Ok(layout) => laid_out.push((name, dtype, shape, Some(fill).filter(|_| layout.has_holes), layout.boxes)),
+            Ok(ArrayLayout { boxes, has_holes }) => {
+                tensors.push(OrbaxTensor { name: name.clone(), dtype, shape, fill: has_holes.then_some(fill), boxes });
+            }
             Err(found) => problems.extend(found),
         }
     }
     if !problems.is_empty() {
         return Err(problems);
     }
-    let tensors = laid_out.into_iter().map(|(name, dtype, shape, fill, boxes)| OrbaxTensor {
-        name: name.clone(),
-        dtype,
-        shape,
-        fill,
-        boxes,
-    });
-    let tensors = tensors.collect();
     let passed_over = item.unfinished.iter().map(|step| format!("step {step} is passed over"));
     let used = item.step.map(|step| format!("the latest finished step is {step}"));
     let mut warnings: Vec<String> =
@@ -237,7 +225,7 @@ fn not_of_the_model(first: &str, has_model: bool) -> Option<&'static str> {
 /// The leaves that the tree has, or, without a description of the tree, the arrays that are stored.
 fn leaves(tree: &dyn FileTree, directory: &str, is_database: bool, whole_state: bool) -> Result<Leaves, Vec<Problem>> {
     let one = |problem: Problem| vec![problem];
-    let path = item::below(directory, METADATA);
+    let path = below(directory, METADATA);
     let Some(bytes) = tree.description(&path).map_err(|error| one(error.into()))? else {
         let names = if is_database {
             store::names_in_database(tree, directory)

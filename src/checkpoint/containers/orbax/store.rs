@@ -10,8 +10,11 @@ use ckfs_source::ByteSpan;
 use ckfs_tensor::to_usize;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::item::{below, no_arrays};
-use crate::{problem::Problem, tree::FileTree};
+use super::item::no_arrays;
+use crate::{
+    problem::Problem,
+    tree::{FileTree, below},
+};
 
 /// Longest manifest or node, in bytes.
 const BLOCK_BYTES_MAX: u64 = 256 << 20;

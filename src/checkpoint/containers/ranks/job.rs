@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt::Display};
 
-use ckfs_format::torch::read::{Allowed, OpenedArchive, SavedTensor};
+use ckfs_format::torch::read::{Allowed, OpenedArchive};
 use ckfs_source::FileId;
 use ckfs_tensor::DType;
 
@@ -89,9 +89,4 @@ pub(super) fn lacking(expected: u64, found: usize, missing: &str) -> String {
     format!(
         "expected the files of {expected} ranks, found {found}; missing: {missing}: the save did not finish, or not all files were copied"
     )
-}
-
-/// The box that a saved tensor is.
-pub(super) fn whole(file: FileId, saved: &SavedTensor) -> StoredBox {
-    StoredBox::whole(file, saved.span().start, &saved.tensor.shape, &saved.tensor.strides)
 }

@@ -22,7 +22,7 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    job::{Assembled, NAMED, RankJob, whole},
+    job::{Assembled, NAMED, RankJob},
     names::{RankFile, RankKind, UNIVERSAL},
 };
 
@@ -141,7 +141,7 @@ fn flat(file: FileId, saved: &SavedTensor, what: &str) -> Result<(DType, Segment
 
 /// A tensor that is whole in a file.
 fn assembled_whole(file: FileId, saved: &SavedTensor) -> Assembled {
-    (saved.tensor.dtype, saved.tensor.shape.clone(), vec![whole(file, saved)])
+    (saved.tensor.dtype, saved.tensor.shape.clone(), vec![StoredBox::saved(file, saved)])
 }
 
 /// What one file says.
