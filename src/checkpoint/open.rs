@@ -369,7 +369,7 @@ fn counted(mut contents: Contents, is_indexed: bool, files: &PinnedFiles<'_>, pr
 /// Reads a single file.
 fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
     let name = files.path(FileId(0)).to_owned();
-    let nothing = || Contents::new(Container::Safetensors, TensorTable::default());
+    let nothing = Contents::default;
     let kind = match foreign::of_file(files.source, FileId(0), &name) {
         Ok(kind) => kind,
         Err(error) => {

@@ -20,6 +20,7 @@ use std::{
 
 use ckfs_format::orbax::read::TreeKey;
 use ckfs_source::{FileId, Source};
+use ckfs_tensor::DType;
 
 use super::super::{
     choose::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX, at_top, is_safetensors},
@@ -53,9 +54,10 @@ pub struct SavedArguments {
 }
 
 /// The container of a checkpoint's tensors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Container {
     /// Safetensors files, each tensor whole.
+    #[default]
     Safetensors,
     /// Archives of `torch.save`.
     Torch,
@@ -88,7 +90,15 @@ pub struct LeftOut {
     pub kind: String,
 }
 
+impl LeftOut {
+    /// A tensor of the optimizer.
+    pub(crate) fn of_optimizer(name: String, dtype: DType, shape: &[u64]) -> Self {
+        Self { name, kind: format!("{dtype} {shape:?} of the optimizer (--training-state shows it)") }
+    }
+}
+
 /// What a dialect has read.
+#[derive(Default)]
 pub(crate) struct Contents {
     /// The container, as the files turned out to be.
     pub(crate) container: Container,
@@ -120,20 +130,7 @@ pub(crate) struct Contents {
 impl Contents {
     /// These tensors, and nothing else.
     pub(crate) fn new(container: Container, table: TensorTable) -> Self {
-        Self {
-            container,
-            table,
-            file_metadata: BTreeMap::new(),
-            left_out: Vec::new(),
-            source: None,
-            scan_layers: None,
-            tree: SavedTree::default(),
-            unused: Vec::new(),
-            partial: BTreeSet::new(),
-            are_ranks: false,
-            uncounted: None,
-            warnings: Vec::new(),
-        }
+        Self { container, table, ..Self::default() }
     }
 
     /// Notes that these weight files are left out.

@@ -141,11 +141,7 @@ fn take_training_state(state: &mut DcpState) -> Vec<LeftOut> {
         return Vec::new();
     }
     state.tensors = model;
-    let left_out = |tensor: DcpTensor| {
-        let kind = format!("{} {:?} of the optimizer (--training-state shows it)", tensor.dtype, tensor.shape);
-        LeftOut { name: tensor.name, kind }
-    };
-    training.into_iter().map(left_out).collect()
+    training.into_iter().map(|tensor| LeftOut::of_optimizer(tensor.name, tensor.dtype, &tensor.shape)).collect()
 }
 
 /// Reads a classic directory.

@@ -14,7 +14,7 @@ use super::super::{
         INDEX_SUFFIX, Indexed, choose_index, choose_indexed, choose_single, choose_unindexed, choose_variant,
         is_safetensors,
     },
-    container::{Container, Contents},
+    container::Contents,
     copies::{self, Row},
     dcp,
     file::IgnoreReason,
@@ -23,7 +23,6 @@ use super::super::{
     header::{ReadHeader, WeightFiles, read_header, table_of},
     index::Index,
     problem::{CheckpointError, Problem, Problems},
-    table::TensorTable,
 };
 
 /// The index of safetensors.
@@ -134,7 +133,7 @@ pub(crate) fn read(
         return Contents { file_metadata, ..dcp::read_safetensors(files, &headers, alone, problems) };
     }
     let path = |id: FileId| files.path(id);
-    let mut contents = Contents { file_metadata, ..Contents::new(Container::Safetensors, TensorTable::default()) };
+    let mut contents = Contents { file_metadata, ..Contents::default() };
     if index.is_none() {
         let variants = copies::variants(&rows_of(&headers), &path);
         headers.retain(|(id, _)| !variants.contains(id));

@@ -7,7 +7,7 @@ use ckfs_source::{Duplicates, FileId};
 
 use super::super::{
     archive::{self, ArchiveSpan},
-    choose::{Indexed, TORCH_INDEX_SUFFIX, at_top, choose_indexed, choose_variant},
+    choose::{Indexed, TORCH_INDEX_SUFFIX, at_top, choose_indexed, choose_variant, variant_flags},
     container::{Container, Contents, LeftOut, is_torch},
     copies::{self, Row},
     file::{FileRole, IgnoreReason},
@@ -81,8 +81,7 @@ fn one_set<'a>(paths: &[&'a str]) -> Vec<&'a str> {
 /// What to do about files that are variants of the same weights.
 fn variants_of(paths: &[&str]) -> Option<String> {
     let variants: BTreeSet<&str> = paths.iter().filter_map(|path| WeightName::of(path)?.variant).collect();
-    let flags: Vec<String> = variants.into_iter().map(|variant| format!("--variant {variant}")).collect();
-    (!flags.is_empty()).then(|| format!("several files of torch.save; give one of them, or {}", flags.join(" or ")))
+    variant_flags(variants).map(|flags| format!("several files of torch.save; give one of them, or {flags}"))
 }
 
 /// Reads the weight files, and compares them with the index.
@@ -126,8 +125,7 @@ pub(crate) fn read(
         for saved in found.tensors {
             let TorchTensor { name, dtype, shape, .. } = &saved.tensor;
             if selects && !is_model(&saved) {
-                let kind = format!("{dtype} {shape:?} of the optimizer (--training-state shows it)");
-                left_out.push(LeftOut { name: name.clone(), kind });
+                left_out.push(LeftOut::of_optimizer(name.clone(), *dtype, shape));
                 continue;
             }
             if !copies.keeps(item.file, name) {

@@ -19,9 +19,10 @@ use super::super::{
 };
 
 /// How the weights of experts are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Experts {
     /// No experts.
+    #[default]
     None,
     /// One tensor per expert.
     Single {
@@ -152,7 +153,7 @@ impl Dialect {
         let lookup = |key: &str| lookup(config, key);
         let string = |value: Option<&Value>| value.and_then(Value::as_str).map(str::to_owned);
         let architectures = config.and_then(|config| config["architectures"].as_array()).into_iter().flatten();
-        let mut scan = NameScan::default();
+        let mut scan = NameScan { counts: vec![(0, 0); DType::ALL.len()], ..NameScan::default() };
         for (_, tensor) in table.iter() {
             scan.add(&tensor);
         }
@@ -294,7 +295,7 @@ impl fmt::Display for Qkv {
 }
 
 /// Observations from one pass over the names.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[allow(clippy::struct_excessive_bools, reason = "independent observations, not states")]
 struct NameScan {
     /// By element type, in the order of [`DType::ALL`].
@@ -307,21 +308,6 @@ struct NameScan {
     latent_qkv: bool,
     has_lm_head: bool,
     mtp_named: bool,
-}
-
-impl Default for NameScan {
-    fn default() -> Self {
-        Self {
-            counts: vec![(0, 0); DType::ALL.len()],
-            families: HashMap::new(),
-            experts: Experts::None,
-            fused_qkv: false,
-            separate_qkv: false,
-            latent_qkv: false,
-            has_lm_head: false,
-            mtp_named: false,
-        }
-    }
 }
 
 /// Whether a tensor of an output head is its matrix. A tied head may have a bias of its own, or a scale of its outputs.
@@ -354,21 +340,17 @@ impl NameScan {
     }
 
     fn add_layer(&mut self, prefix: &str, layer: u64, bytes: u64) {
-        if !self.families.contains_key(prefix) {
-            if self.families.len() >= FAMILIES_MAX {
-                return;
-            }
-            let (before, word) = prefix.rsplit_once('.').map_or(("", prefix), |(before, word)| (before, word));
-            let before = if before.is_empty() { String::new() } else { format!("{before}.") };
-            let family =
-                LayerFamily { prefix: before, word: word.to_owned(), layers: 0, last: 0, tensors: 0, bytes: 0 };
-            self.families.insert(prefix.to_owned(), (family, BTreeSet::new()));
+        if self.families.len() >= FAMILIES_MAX && !self.families.contains_key(prefix) {
+            return;
         }
-        if let Some((family, layers)) = self.families.get_mut(prefix) {
-            family.tensors += 1;
-            family.bytes += bytes;
-            layers.insert(layer);
-        }
+        let (family, layers) = self.families.entry_ref(prefix).or_insert_with(|| {
+            let (before, word) = prefix.split_at(prefix.rfind('.').map_or(0, |dot| dot + 1));
+            let (prefix, word) = (before.to_owned(), word.to_owned());
+            (LayerFamily { prefix, word, layers: 0, last: 0, tensors: 0, bytes: 0 }, BTreeSet::new())
+        });
+        family.tensors += 1;
+        family.bytes += bytes;
+        layers.insert(layer);
     }
 
     fn add_expert(&mut self, next: Option<&str>) {

@@ -109,17 +109,18 @@ pub(crate) fn choose_index(
         [(only, _)] => Ok(Some(only.to_owned())),
         _ => {
             let variants: BTreeSet<&str> = indexes.iter().filter_map(|(_, variant)| *variant).collect();
-            let (root, usual, advice) = (root.display(), of.usual, variant_advice(variants));
+            let advice = variant_flags(variants).map_or_else(String::new, |flags| format!("; choose with {flags}"));
+            let (root, usual) = (root.display(), of.usual);
             let indexes = indexes.into_iter().map(|(path, _)| path).collect::<Vec<_>>().join(", ");
             Err(CheckpointError::Refused(format!("{root}: several indexes and no {usual}: {indexes}{advice}")))
         }
     }
 }
 
-/// The proposal of these variants. Empty if there is none.
-fn variant_advice(variants: BTreeSet<&str>) -> String {
+/// The flags that choose one of these variants; `None` if there is none.
+pub(crate) fn variant_flags(variants: BTreeSet<&str>) -> Option<String> {
     let flags: Vec<String> = variants.into_iter().map(|variant| format!("--variant {variant}")).collect();
-    if flags.is_empty() { String::new() } else { format!("; choose with {}", flags.join(" or ")) }
+    (!flags.is_empty()).then(|| flags.join(" or "))
 }
 
 /// Leaves out the weights of other variants than this.

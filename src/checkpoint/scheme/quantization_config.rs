@@ -229,7 +229,7 @@ struct Groups<'a> {
     /// By number of group.
     told: Vec<ModuleQuantization>,
     ignored: Ignored<'a>,
-    targets: Names<'a, usize>,
+    targets: Names<'a>,
     /// The group of modules that no name and no expression targets.
     class: Option<usize>,
     /// That of embeddings among them, where their class is targeted.
@@ -289,21 +289,17 @@ fn anchored(pattern: &str) -> String {
     format!("^(?:{pattern})")
 }
 
-/// Names and expressions of modules, with what they say.
-#[derive(Debug)]
-struct Names<'a, To> {
-    exact: HashMap<&'a str, To>,
+/// Names and expressions of modules, with the number of their group.
+#[derive(Debug, Default)]
+struct Names<'a> {
+    exact: HashMap<&'a str, usize>,
     /// By their text.
-    patterns: BTreeMap<&'a str, (PythonRegex, To)>,
+    patterns: BTreeMap<&'a str, (PythonRegex, usize)>,
 }
 
-impl<'a, To: Copy> Names<'a, To> {
-    fn new() -> Self {
-        Self { exact: HashMap::new(), patterns: BTreeMap::new() }
-    }
-
+impl<'a> Names<'a> {
     /// Adds an entry, or gives it back where it is an expression that cannot be matched here.
-    fn add(&mut self, entry: &'a str, to: To) -> Result<(), &'a str> {
+    fn add(&mut self, entry: &'a str, to: usize) -> Result<(), &'a str> {
         let Some(pattern) = entry.strip_prefix("re:") else {
             self.exact.entry(entry).or_insert(to);
             return Ok(());
@@ -313,10 +309,9 @@ impl<'a, To: Copy> Names<'a, To> {
         Ok(())
     }
 
-    fn find(&self, module: &str) -> Option<To> {
+    fn find(&self, module: &str) -> Option<usize> {
         let matching = || self.patterns.values().find(|(regex, _)| regex.matches(module) == Some(true));
-        let matching = || matching().map(|(_, to)| *to);
-        self.exact.get(module).copied().or_else(matching)
+        self.exact.get(module).copied().or_else(|| matching().map(|(_, to)| *to))
     }
 }
 
@@ -329,7 +324,7 @@ impl<'a> Groups<'a> {
         }
         let global = text(config, "format").unwrap_or("without a format");
         let (ignored, broken) = Ignored::of(texts(config, "ignore"));
-        let (told, targets) = (Vec::new(), Names::new());
+        let (told, targets) = (Vec::new(), Names::default());
         let mut groups = Self { told, ignored, targets, class: None, embedding: None, broken, own: Vec::new() };
         let mut classes = Vec::new();
         for group in

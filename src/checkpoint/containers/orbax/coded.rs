@@ -3,7 +3,7 @@
 //! The decoded chunks of one array that lie in one file are shown as one more file, a *decoded file*: chunk after chunk, all of
 //! the same length. Then a decoded chunk is a span like any other, and every file has exactly one file that can change under it.
 
-use std::{fmt, io::BufRead, sync::Arc};
+use std::{io::BufRead, sync::Arc};
 
 use ckfs_format::zarr::read::{Array, ArrayBytes, ChunkError, Codecs, Packing};
 use ckfs_source::{BufferMemory, ByteSpan};
@@ -125,45 +125,28 @@ impl CodedArray {
 
     /// How chunks are stored, as `explain` and messages say it.
     pub(super) fn codec(&self, chunk: &CodedChunk) -> String {
-        let mut words = Words(Vec::new());
-        words.chain(self.codecs());
+        let mut words = words_of(self.codecs());
         if matches!(chunk.bytes, CodedBytes::Inline(_)) {
-            words.0.push("in a node of the database".to_owned());
+            words.push("in a node of the database".to_owned());
         }
-        words.to_string()
+        words.join(", ")
     }
 }
 
-struct Words(Vec<String>);
-
-impl Words {
-    fn chain(&mut self, codecs: &Codecs) {
-        if codecs.order.is_some() {
-            self.0.push("transpose".to_owned());
-        }
-        match &codecs.bytes {
-            ArrayBytes::Elements { is_big_endian } => {
-                self.0.push(if *is_big_endian { "bytes (big endian)" } else { "bytes" }.to_owned());
-            }
-            ArrayBytes::Shard(sharding) => {
-                let mut inner = Self(Vec::new());
-                inner.chain(&sharding.codecs);
-                self.0.push(format!("sharding_indexed ({inner})"));
-            }
-        }
-        let packing = |packing: &Packing| match packing {
-            Packing::Zstd => "zstd",
-            Packing::Gzip => "gzip",
-            Packing::Crc32c => "crc32c",
-        };
-        self.0.extend(codecs.packings.iter().map(|packed| packing(packed).to_owned()));
-    }
-}
-
-impl fmt::Display for Words {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.join(", "))
-    }
+/// The steps of codecs in words.
+fn words_of(codecs: &Codecs) -> Vec<String> {
+    let bytes = match &codecs.bytes {
+        ArrayBytes::Elements { is_big_endian: true } => "bytes (big endian)".to_owned(),
+        ArrayBytes::Elements { is_big_endian: false } => "bytes".to_owned(),
+        ArrayBytes::Shard(sharding) => format!("sharding_indexed ({})", words_of(&sharding.codecs).join(", ")),
+    };
+    let packing = |packing: &Packing| match packing {
+        Packing::Zstd => "zstd".to_owned(),
+        Packing::Gzip => "gzip".to_owned(),
+        Packing::Crc32c => "crc32c".to_owned(),
+    };
+    let order = codecs.order.is_some().then(|| "transpose".to_owned());
+    order.into_iter().chain([bytes]).chain(codecs.packings.iter().map(packing)).collect()
 }
 
 impl DecodedFile {

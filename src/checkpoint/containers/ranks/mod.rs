@@ -25,7 +25,6 @@ use super::super::{
     file::{FileRole, IgnoreReason},
     folder::{Folder, PinnedFiles},
     problem::{CheckpointError, Problems},
-    table::TensorTable,
     weight_name::variant_of_index,
 };
 
@@ -137,7 +136,7 @@ impl RankFiles {
 
     /// Reads them.
     pub(crate) fn read(&self, files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
-        let mut contents = Contents { are_ranks: true, ..Contents::new(Container::Ranks, TensorTable::default()) };
+        let mut contents = Contents { are_ranks: true, container: Container::Ranks, ..Contents::default() };
         let found = files.ids().filter_map(|id| Some((id, self.file(files.path(id))?))).collect();
         let job = RankJob { files, below: &self.below, found };
         let read = match self.kind {
