@@ -5,12 +5,12 @@
 //! box in row-major order becomes a plain row; it costs no more than one of a safetensors file.
 
 use ckfs_format::torch::read::SavedTensor;
-use ckfs_source::{FileId, Source};
+use ckfs_source::{ByteSpan, FileId, Source};
 use ckfs_tensor::{CoverFault, DType, Element, Mosaics, NewBox, PerAxis, Shape, cover, mosaic};
 
 use super::{
     problem::{BYTES_MAX, Problem, Problems},
-    table::{BoxPlace, NewPlace, NewRow, TensorTable},
+    table::{BoxPlace, NewRow, RowPlace, TensorTable},
 };
 
 /// Most boxes that one repeated element becomes. Torch stores a tensor that repeats itself along an axis once.
@@ -87,7 +87,7 @@ struct Entry {
     name: String,
     dtype: DType,
     shape: Shape,
-    place: NewPlace,
+    place: RowPlace,
     /// Where its first byte is.
     start: u64,
 }
@@ -181,11 +181,12 @@ impl<'a> MosaicBuilder<'a> {
         dtype: DType,
         stored: &[StoredBox],
         fill: Option<Element>,
-    ) -> Result<(NewPlace, u64), Vec<String>> {
+    ) -> Result<(RowPlace, u64), Vec<String>> {
         let first = stored.first();
         let (file, start) = first.map_or((FileId(0), 0), |part| (part.file, part.start));
+        let span = |len| ByteSpan::of_len(start, len).expect("a box is inside its file, as was checked");
         if shape.is_empty() && stored.is_empty() {
-            return Ok((NewPlace::Span(file, start, start), start));
+            return Ok((RowPlace::Span(file, span(0)), start));
         }
         if let [only] = stored
             && only.extents.as_slice() == shape.extents()
@@ -193,14 +194,14 @@ impl<'a> MosaicBuilder<'a> {
             && only.origin.iter().all(|origin| *origin == 0)
         {
             let len = (shape.elements() * dtype.bits()).div_ceil(8);
-            return Ok((NewPlace::Span(file, start, start + len), start));
+            return Ok((RowPlace::Span(file, span(len)), start));
         }
         let boxes: Vec<NewBox> = stored.iter().map(new_box).collect();
         let number = self.mosaics.push(shape.clone(), dtype, fill, &boxes);
         let number =
             number.map_err(|faults| faults.iter().map(|fault| self.fault(stored, fault)).collect::<Vec<_>>())?;
         self.places.extend(stored.iter().map(|part| BoxPlace { start: part.start, file: part.file, row: number }));
-        Ok((NewPlace::Mosaic(file, number), start))
+        Ok((RowPlace::Mosaic(file, number), start))
     }
 
     fn fault(&self, stored: &[StoredBox], fault: &CoverFault) -> String {
@@ -221,12 +222,12 @@ impl<'a> MosaicBuilder<'a> {
     /// The table of all tensors, in the order of their first bytes.
     pub(super) fn finish(mut self) -> TensorTable {
         self.entries.sort_by(|left, right| {
-            let key = |entry: &Entry| (entry.file(), entry.start);
+            let key = |entry: &Entry| (entry.place.file(), entry.start);
             key(left).cmp(&key(right)).then_with(|| left.name.cmp(&right.name))
         });
         let mut row_of = vec![0; self.mosaics.len()];
         for (row, entry) in (0..).zip(&self.entries) {
-            if let NewPlace::Mosaic(_, number) = entry.place {
+            if let RowPlace::Mosaic(_, number) = entry.place {
                 row_of[number as usize] = row;
             }
         }
@@ -250,14 +251,6 @@ impl<'a> MosaicBuilder<'a> {
         });
         find_duplicates(&table, self.source, self.problems);
         table
-    }
-}
-
-impl Entry {
-    const fn file(&self) -> FileId {
-        match self.place {
-            NewPlace::Span(file, ..) | NewPlace::Mosaic(file, _) => file,
-        }
     }
 }
 

@@ -180,7 +180,8 @@ struct StoredRow {
 
 /// Where a row's elements are.
 #[derive(Clone, Copy, Debug)]
-enum RowPlace {
+pub(super) enum RowPlace {
+    /// In this span of a file.
     Span(FileId, ByteSpan),
     /// In the boxes of the mosaic of this number, the first of which is in this file.
     Mosaic(FileId, u32),
@@ -207,16 +208,7 @@ pub(super) struct NewRow<'a> {
     /// Its extents.
     pub(super) shape: &'a [u64],
     /// Where it is.
-    pub(super) place: NewPlace,
-}
-
-/// Where the elements of a new row are.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum NewPlace {
-    /// In these bytes of a file.
-    Span(FileId, u64, u64),
-    /// In the boxes of the mosaic of this number, the first of which is in this file.
-    Mosaic(FileId, u32),
+    pub(super) place: RowPlace,
 }
 
 /// What an id stands for.
@@ -235,11 +227,11 @@ enum Made<'a> {
     Composed(&'a Composed),
 }
 
-impl NewRow<'_> {
+impl RowPlace {
     /// The file of its first byte.
-    pub(super) const fn file(&self) -> FileId {
-        match self.place {
-            NewPlace::Span(file, ..) | NewPlace::Mosaic(file, _) => file,
+    pub(super) const fn file(self) -> FileId {
+        match self {
+            Self::Span(file, _) | Self::Mosaic(file, _) => file,
         }
     }
 }
@@ -260,10 +252,7 @@ impl TensorTable {
             self.names.push_str(row.name);
             self.extents.extend_from_slice(row.shape);
             self.rows.push(StoredRow {
-                place: match row.place {
-                    NewPlace::Span(file, start, end) => RowPlace::Span(file, ByteSpan::new(start, end)?),
-                    NewPlace::Mosaic(file, number) => RowPlace::Mosaic(file, number),
-                },
+                place: row.place,
                 name_end: u32::try_from(self.names.len()).ok()?,
                 extents_end: u32::try_from(self.extents.len()).ok()?,
                 dtype: row.dtype,

@@ -7,14 +7,14 @@ use std::{
 };
 
 use ckfs_format::safetensors::{Header, HeaderErrors};
-use ckfs_source::{FileId, Source, SourceError};
+use ckfs_source::{ByteSpan, FileId, Source, SourceError};
 use rayon::slice::ParallelSliceMut;
 
 use super::super::{
     index::Index,
     listing::Listed,
     problem::{Problem, Problems},
-    table::{NewPlace, NewRow, TensorInfo, TensorTable},
+    table::{NewRow, RowPlace, TensorInfo, TensorTable},
 };
 
 /// Why a header is not available.
@@ -52,7 +52,7 @@ pub(crate) fn table_of(
     keeps: &dyn Fn(FileId, &str) -> bool,
     problems: &mut Problems,
 ) -> TensorTable {
-    let rows = rows(headers).filter(|row| keeps(row.file(), row.name));
+    let rows = rows(headers).filter(|row| keeps(row.place.file(), row.name));
     TensorTable::new(rows).unwrap_or_else(|| {
         problems.push(Problem::TooLarge);
         TensorTable::default()
@@ -65,7 +65,10 @@ fn rows(headers: &[(FileId, Header)]) -> impl Iterator<Item = NewRow<'_>> {
             name: tensor.name,
             dtype: tensor.dtype,
             shape: tensor.shape,
-            place: NewPlace::Span(*id, tensor.start, tensor.end),
+            place: RowPlace::Span(
+                *id,
+                ByteSpan::new(tensor.start, tensor.end).expect("a header's offsets are in order"),
+            ),
         })
     })
 }

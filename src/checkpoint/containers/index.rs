@@ -4,10 +4,10 @@ use std::{borrow::Cow, fmt};
 
 use hashbrown::HashMap;
 use serde::{
-    Deserialize, Deserializer, Serialize, Serializer,
-    de::{IgnoredAny, MapAccess, Visitor},
+    Deserialize, Deserializer,
+    de::{MapAccess, Visitor},
 };
-use serde_json::{Value, json, value::RawValue};
+use serde_json::{Value, json};
 
 use super::super::json;
 
@@ -86,80 +86,25 @@ pub fn rewritten_index(
     if text.trim_ascii_start().first() != Some(&b'{') {
         return Ok(None);
     }
-    let InOrder(found): InOrder<'_, &RawValue> = serde_json::from_slice(&text)?;
-    let mut is_index = false;
-    let mut members = Vec::with_capacity(found.len());
-    for (key, value) in found {
-        let member = if key == "weight_map" && value.get().starts_with('{') {
-            is_index = true;
-            let InOrder(before): InOrder<'_, IgnoredAny> = serde_json::from_str(value.get())?;
-            Member::Files(in_places_of(&before, weight_map))
-        } else {
-            let mut value: Value = serde_json::from_str(value.get())?;
-            if let (true, Some(metadata)) = (key == "metadata", value.as_object_mut()) {
-                metadata.insert("total_size".to_owned(), json!(total_bytes));
-            }
-            Member::Other(value)
-        };
-        members.push((key, member));
+    let mut index: Value = serde_json::from_slice(&text)?;
+    if let Some(metadata) = index.get_mut("metadata").and_then(Value::as_object_mut) {
+        metadata.insert("total_size".to_owned(), json!(total_bytes));
     }
-    Ok(is_index.then(|| json::pretty(&Members(members))))
+    let Some(files) = index.get_mut("weight_map").and_then(Value::as_object_mut) else { return Ok(None) };
+    let rows = in_places_of(files.keys(), weight_map);
+    *files = rows.into_iter().map(|(name, file)| (name.to_owned(), file.into())).collect();
+    Ok(Some(json::pretty(&index)))
 }
 
 /// These rows, those whose names are in `before` first, in its order.
-fn in_places_of<'a>(before: &[(Cow<'_, str>, IgnoredAny)], rows: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
+fn in_places_of<'a, 'n>(
+    before: impl Iterator<Item = &'n String>,
+    rows: &[(&'a str, &'a str)],
+) -> Vec<(&'a str, &'a str)> {
     let mut left: HashMap<&str, &str> = rows.iter().copied().collect();
-    let mut placed: Vec<_> = before.iter().filter_map(|(name, _)| left.remove_entry(name.as_ref())).collect();
+    let mut placed: Vec<_> = before.filter_map(|name| left.remove_entry(name.as_str())).collect();
     placed.extend(rows.iter().filter(|(name, _)| left.contains_key(name)));
     placed
-}
-
-/// The members of an object, in order.
-struct InOrder<'a, T>(Vec<(Cow<'a, str>, T)>);
-
-impl<'de: 'a, 'a, T: Deserialize<'de>> Deserialize<'de> for InOrder<'a, T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Visit<T>(std::marker::PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for Visit<T> {
-            type Value = Vec<(Cow<'de, str>, T)>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut members = Vec::new();
-                while let Some((Text(key), value)) = map.next_entry()? {
-                    members.push((key, value));
-                }
-                Ok(members)
-            }
-        }
-        deserializer.deserialize_map(Visit(std::marker::PhantomData)).map(InOrder)
-    }
-}
-
-/// The object with these members, in this order.
-struct Members<'a>(Vec<(Cow<'a, str>, Member<'a>)>);
-
-enum Member<'a> {
-    Files(Vec<(&'a str, &'a str)>),
-    Other(Value),
-}
-
-impl Serialize for Members<'_> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_map(self.0.iter().map(|(key, member)| (key, member)))
-    }
-}
-
-impl Serialize for Member<'_> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self {
-            Self::Files(rows) => serializer.collect_map(rows.iter().copied()),
-            Self::Other(value) => value.serialize(serializer),
-        }
-    }
 }
 
 #[cfg(test)]
