@@ -306,29 +306,20 @@ fn advice(found: Option<&str>) -> String {
 
 fn list_problems(label: &str, problems: &[Problem], more: usize) -> String {
     const SHOWN: usize = 30;
-    struct List<'a>(&'a str, &'a [Problem], usize);
-    impl fmt::Display for List<'_> {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            let (label, problems, more) = (self.0, self.1, self.2);
-            if let ([only], 0) = (problems, more) {
-                let text = only.to_string();
-                // The problem may name the same directory.
-                let prefix = format!("{label}: ");
-                let prefix = if text.starts_with(&prefix) { "" } else { &prefix };
-                return write!(f, "{prefix}{}", printable(&text));
-            }
-            write!(f, "{label}: {} problems", problems.len() + more)?;
-            let lines = lines(problems);
-            for (line, _) in lines.iter().take(SHOWN) {
-                write!(f, "\n  {}", printable(line))?;
-            }
-            match lines.iter().skip(SHOWN).map(|(_, count)| count).sum::<usize>() + more {
-                0 => Ok(()),
-                rest => write!(f, "\n  and {rest} more"),
-            }
-        }
+    if let ([only], 0) = (problems, more) {
+        let text = only.to_string();
+        // The problem may name the same directory.
+        let prefix = format!("{label}: ");
+        let prefix = if text.starts_with(&prefix) { "" } else { &prefix };
+        return format!("{prefix}{}", printable(&text));
     }
-    List(label, problems, more).to_string()
+    let lines = lines(problems);
+    let shown: String = lines.iter().take(SHOWN).map(|(line, _)| format!("\n  {}", printable(line))).collect();
+    let text = format!("{label}: {} problems{shown}", problems.len() + more);
+    match lines.iter().skip(SHOWN).map(|(_, count)| count).sum::<usize>() + more {
+        0 => text,
+        rest => format!("{text}\n  and {rest} more"),
+    }
 }
 
 /// A text for each problem, in order of the first of each, and how many problems it tells. Many tensors with the same problem

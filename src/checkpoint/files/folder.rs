@@ -71,20 +71,7 @@ impl Folder {
         if !options.follow_symlinks {
             leave_out_links(&mut files, &mut warnings, |file| !is_weights(&file.path));
         }
-        let (fetches, follow_symlinks) = (Arc::clone(&options.fetches), options.follow_symlinks);
-        let problems = Problems::accepting(options);
-        let variant = options.variant.clone();
-        Ok(Self {
-            located,
-            root: Some(root),
-            variant,
-            files,
-            directories,
-            warnings,
-            problems,
-            fetches,
-            follow_symlinks,
-        })
+        Ok(Self { warnings, ..Self::of(located, Some(root), Listing { files, directories }, options) })
     }
 
     /// The files of a remote repository.
@@ -93,11 +80,22 @@ impl Folder {
         tree: &RemoteTree,
         options: &OpenOptions,
     ) -> Result<Self, CheckpointError> {
-        let Listing { files, directories } = listing::of_remote(tree)?;
-        let (fetches, follow_symlinks) = (Arc::clone(&options.fetches), options.follow_symlinks);
-        let (warnings, problems) = (Vec::new(), Problems::accepting(options));
-        let variant = options.variant.clone();
-        Ok(Self { located, root: None, variant, files, directories, warnings, problems, fetches, follow_symlinks })
+        Ok(Self::of(located, None, listing::of_remote(tree)?, options))
+    }
+
+    fn of(located: Located, root: Option<Arc<RootDir>>, listing: Listing, options: &OpenOptions) -> Self {
+        let Listing { files, directories } = listing;
+        Self {
+            located,
+            root,
+            files,
+            directories,
+            warnings: Vec::new(),
+            problems: Problems::accepting(options),
+            variant: options.variant.clone(),
+            fetches: Arc::clone(&options.fetches),
+            follow_symlinks: options.follow_symlinks,
+        }
     }
 
     /// Whether there is a file of this path that can be read.

@@ -138,8 +138,11 @@ fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceEr
 impl InCommon<'_> {
     fn step(&self, name: &str, parsed: StepName<'_>) -> Result<Judged, SourceError> {
         let entries = self.tree.list(name)?;
-        let found = self.judge(name, &entries, parsed.prefix, parsed.number)?;
-        let mut found = match found.map_or_else(|| self.inside(name, &entries), |found| Ok(Some(found)))? {
+        let mut found = self.judge(name, &entries, parsed.prefix, parsed.number)?;
+        if found.is_none() {
+            found = self.inside(name, &entries)?;
+        }
+        let mut found = match found {
             Some(found) => found,
             None => Judged {
                 // Nothing else has such names.
@@ -187,23 +190,20 @@ impl InCommon<'_> {
         if let Some(found) = self.orbax(path, entries)? {
             return Ok(Some(found));
         }
-        let found = match self.distributed(path, entries, prefix, number)? {
-            Some(found) => Some(found),
-            None => match self.by_ranks(path, entries, prefix, number)? {
-                Some(found) => Some(found),
-                None => self.repository(path, entries, prefix),
-            },
-        };
+        let mut found = self.distributed(path, entries, prefix, number)?;
+        if found.is_none() {
+            found = self.by_ranks(path, entries, prefix, number)?;
+        }
+        let mut found = found.or_else(|| self.repository(path, entries, prefix));
         // The trainer of transformers leaves any of these beside its own state.
-        let is_trainer = prefix == TRANSFORMERS_PREFIX && !path.is_empty();
-        Ok(found.map(|mut found| {
-            if is_trainer && matches!(found.state, StepState::Complete | StepState::Unmarked) {
-                let is_there = has(entries, TRAINER_STATE);
-                let is_missing = || unfinished(format!("{TRAINER_STATE} is missing, which transformers writes last"));
-                found.state = if is_there { StepState::Complete } else { is_missing() };
-            }
-            found
-        }))
+        if let Some(found) = found.as_mut().filter(|_| prefix == TRANSFORMERS_PREFIX && !path.is_empty())
+            && matches!(found.state, StepState::Complete | StepState::Unmarked)
+        {
+            let is_there = has(entries, TRAINER_STATE);
+            let is_missing = || unfinished(format!("{TRAINER_STATE} is missing, which transformers writes last"));
+            found.state = if is_there { StepState::Complete } else { is_missing() };
+        }
+        Ok(found)
     }
 
     fn orbax(&self, path: &str, entries: &[TreeEntry]) -> Verdict {
