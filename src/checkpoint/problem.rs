@@ -177,10 +177,9 @@ impl CheckpointError {
         match self {
             Self::Listing { root, error } => Some((root, error)),
             Self::Source(error) => of_source(error),
-            Self::Problems { problems, .. } => problems.iter().find_map(|problem| match problem {
-                Problem::Unreadable(error) => of_source(error),
-                _ => None,
-            }),
+            Self::Problems { problems, .. } => problems
+                .iter()
+                .find_map(|problem| if let Problem::Unreadable(error) = problem { of_source(error) } else { None }),
             _ => None,
         }
     }
@@ -385,20 +384,14 @@ impl Problem {
 
     /// The tensor with whose name the message begins.
     fn tensor(&self) -> Option<&str> {
-        match self {
-            Self::NotInFile { tensor, .. }
-            | Self::NotInIndex { tensor, .. }
-            | Self::Duplicate { tensor, .. }
-            | Self::Tensor { tensor, .. } => Some(tensor),
-            Self::Unreadable(_)
-            | Self::MissingFile { .. }
-            | Self::IncompleteSet { .. }
-            | Self::Unfinished { .. }
-            | Self::NoArrays(_)
-            | Self::TooManyBytes
-            | Self::TooLarge
-            | Self::Other(_) => None,
-        }
+        let (Self::NotInFile { tensor, .. }
+        | Self::NotInIndex { tensor, .. }
+        | Self::Duplicate { tensor, .. }
+        | Self::Tensor { tensor, .. }) = self
+        else {
+            return None;
+        };
+        Some(tensor)
     }
 
     /// Whether several files hold a tensor.

@@ -87,12 +87,12 @@ impl<'a> TensorInfo<'a> {
     /// # Panics
     /// If the tensor is made of others or stored as boxes: views read stored tensors and boxes only.
     pub fn file(&self) -> FileId {
-        match self.storage {
-            Storage::Plain { file, .. } => file,
-            Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_) => {
-                panic!("{} has no bytes of its own", self.name)
-            }
-        }
+        self.plain().0
+    }
+
+    fn plain(&self) -> (FileId, ByteSpan) {
+        let Storage::Plain { file, span } = self.storage else { panic!("{} has no bytes of its own", self.name) };
+        (file, span)
     }
 
     /// The file of the first byte of a tensor that is not decoded from others.
@@ -109,28 +109,17 @@ impl<'a> TensorInfo<'a> {
     /// # Panics
     /// If the tensor is made of others or stored as boxes: views read stored tensors and boxes only.
     pub fn span(&self) -> ByteSpan {
-        match self.storage {
-            Storage::Plain { span, .. } => span,
-            Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_) => {
-                panic!("{} has no bytes of its own", self.name)
-            }
-        }
+        self.plain().1
     }
 
     /// How it is decoded, if it is.
     pub fn quantized(&self) -> Option<Quantized<'a>> {
-        match self.storage {
-            Storage::Plain { .. } | Storage::Mosaic(_) | Storage::Composed(_) => None,
-            Storage::Quantized(quantized) => Some(quantized),
-        }
+        if let Storage::Quantized(quantized) = self.storage { Some(quantized) } else { None }
     }
 
     /// Its boxes, if it is stored as boxes.
     pub fn mosaic(&self) -> Option<MosaicTensor<'a>> {
-        match self.storage {
-            Storage::Plain { .. } | Storage::Quantized(_) | Storage::Composed(_) => None,
-            Storage::Mosaic(mosaic) => Some(mosaic),
-        }
+        if let Storage::Mosaic(mosaic) = self.storage { Some(mosaic) } else { None }
     }
 
     /// Bytes of all elements. A last byte that sub-byte types fill only in part counts whole.

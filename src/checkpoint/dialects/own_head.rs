@@ -100,9 +100,9 @@ impl Checkpoint {
 
     /// How a tensor is laid out, and its parts in that order. `None` if its codes are decoded by something else than stored tensors.
     fn parts<'a>(&'a self, tensor: &TensorInfo<'a>) -> Option<(Storage<'a>, Vec<Part>)> {
-        let part = |id: TensorId| match self.table().tensor(id).storage {
-            Storage::Plain { file, span } => Some((file, span)),
-            Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_) => None,
+        let part = |id: TensorId| {
+            let Storage::Plain { file, span } = self.table().tensor(id).storage else { return None };
+            Some((file, span))
         };
         let parts = match tensor.storage {
             Storage::Plain { file, span } => vec![(file, span)],

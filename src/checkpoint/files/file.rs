@@ -59,18 +59,7 @@ pub enum IgnoreReason {
 impl IgnoreReason {
     /// Whether the file is nevertheless a regular file.
     pub(crate) const fn is_readable(self) -> bool {
-        match self {
-            Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::OtherVariant => true,
-            Self::DanglingLink
-            | Self::LeavesRepository
-            | Self::LinkedDirectory
-            | Self::Special
-            | Self::Mount
-            | Self::Bookkeeping
-            | Self::NotUtf8
-            | Self::LfsPointer
-            | Self::TrainingState => false,
-        }
+        matches!(self, Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::OtherVariant)
     }
 }
 

@@ -43,10 +43,8 @@ pub(crate) enum Opening {
 impl Listed {
     /// The file outside the repository that a symbolic link leads to.
     pub(crate) fn outside(&self) -> Option<&Path> {
-        match &self.state {
-            Opening::Found(found) if !found.is_inside() => Some(found.real()),
-            Opening::Found(_) | Opening::Opened(_) | Opening::Nothing => None,
-        }
+        let Opening::Found(found) = &self.state else { return None };
+        (!found.is_inside()).then(|| found.real())
     }
 
     /// Opens the file, if it was not opened yet; `fetches` notes the wait.
@@ -63,10 +61,7 @@ impl Listed {
             }
             state @ (Opening::Opened(_) | Opening::Nothing) => state,
         };
-        Ok(match &self.state {
-            Opening::Opened(opened) => Some(opened),
-            Opening::Found(_) | Opening::Nothing => None,
-        })
+        Ok(if let Opening::Opened(opened) = &self.state { Some(opened) } else { None })
     }
 
     /// Takes the open file; `fetches` notes the wait, if it was not opened yet.
@@ -76,10 +71,8 @@ impl Listed {
         fetches: &WaitRegistry,
     ) -> Result<Option<Opened>, SourceError> {
         self.open(root, fetches)?;
-        Ok(match std::mem::replace(&mut self.state, Opening::Nothing) {
-            Opening::Opened(opened) => Some(opened),
-            Opening::Found(_) | Opening::Nothing => None,
-        })
+        let state = std::mem::replace(&mut self.state, Opening::Nothing);
+        Ok(if let Opening::Opened(opened) = state { Some(opened) } else { None })
     }
 }
 

@@ -38,13 +38,9 @@ pub(super) fn of_deepspeed(entries: &[TreeEntry]) -> Option<Result<(), String>> 
         return Some(Err(format!("no file *{missing}")));
     }
     // ZeRO 3 writes as many of one kind as of the other; the others one of the model for each rank of tensor parallelism.
-    let rank = |name: &&str| match RankFile::of(RankKind::Zero, name)? {
-        RankFile::Optimizer(rank, _) => Some(rank),
-        RankFile::Model(..)
-        | RankFile::OtherState
-        | RankFile::Parameter(_)
-        | RankFile::Fsdp { .. }
-        | RankFile::Megatron(_) => None,
+    let rank = |name: &&str| {
+        let Some(RankFile::Optimizer(rank, _)) = RankFile::of(RankKind::Zero, name) else { return None };
+        Some(rank)
     };
     let ranks: BTreeSet<u64> = optimizer.iter().filter_map(rank).collect();
     let partitioned = model.iter().filter(|name| name.contains("zero_pp_rank_")).count();

@@ -23,7 +23,7 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    job::{NAMED, RankJob, lacking, left_out},
+    job::{NAMED, RankJob, lacking, left_out, tensor_of},
     names::RankFile,
 };
 
@@ -136,10 +136,8 @@ fn rank_state(opened: &OpenedArchive, rank: u64) -> Result<RankState, String> {
     let mut parts = Vec::with_capacity(leaves.len());
     for (name, id) in leaves {
         let local = |id| {
-            let found = opened.tensor(id, &name).map_err(|error| error.to_string())?;
-            found
-                .map(|saved| (saved.tensor.dtype, Local::of(saved)))
-                .ok_or_else(|| format!("tensor {name:?}: expected a tensor"))
+            let saved = tensor_of(opened, id, &name, format_args!("tensor {name:?}"))?;
+            Ok::<_, String>((saved.tensor.dtype, Local::of(saved)))
         };
         let (dtype, part) = match reader.describe(&name, id).map_err(text)? {
             RankTensor::Plain(id) => {

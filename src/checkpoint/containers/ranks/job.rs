@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeMap, fmt::Display};
 
-use ckfs_format::torch::read::{Allowed, OpenedArchive};
+use ckfs_format::{
+    pickle::read::Id,
+    torch::read::{Allowed, OpenedArchive, SavedTensor},
+};
 use ckfs_source::FileId;
 use ckfs_tensor::DType;
 
@@ -76,6 +79,12 @@ impl<'a> RankJob<'a> {
         }
         builder.finish()
     }
+}
+
+/// A tensor of a file, which messages call `what`.
+pub(super) fn tensor_of(opened: &OpenedArchive, id: Id, name: &str, what: impl Display) -> Result<SavedTensor, String> {
+    let found = opened.tensor(id, name).map_err(|error| error.to_string())?;
+    found.ok_or_else(|| format!("{what}: expected a tensor"))
 }
 
 /// What is no tensor, each name once.

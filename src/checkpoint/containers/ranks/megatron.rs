@@ -22,7 +22,7 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    job::{Assembled, NAMED, RankJob, lacking, left_out},
+    job::{Assembled, NAMED, RankJob, lacking, left_out, tensor_of},
     names::{MEGATRON_FILE, RankFile},
 };
 
@@ -56,8 +56,7 @@ fn said(opened: &OpenedArchive) -> Result<Said, String> {
                 others.push((name, "state of a kernel".to_owned()));
                 continue;
             }
-            let found = opened.tensor(id, &name).map_err(|error| error.to_string())?;
-            let found = found.ok_or_else(|| format!("tensor {name:?}: expected a tensor"))?;
+            let found = tensor_of(opened, id, &name, format_args!("tensor {name:?}"))?;
             tensors.push((name, found));
         }
         chunks.push(tensors);

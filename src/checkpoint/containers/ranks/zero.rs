@@ -22,7 +22,7 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    job::{Assembled, NAMED, RankJob},
+    job::{Assembled, NAMED, RankJob, tensor_of},
     names::{RankFile, RankKind, UNIVERSAL},
 };
 
@@ -173,8 +173,7 @@ fn model_file(opened: &OpenedArchive) -> Result<Said, String> {
     }
     let mut frozen = Vec::with_capacity(states.frozen.len());
     for ((name, _), id) in &states.frozen {
-        let found = opened.tensor(*id, name).map_err(|error| text(&error))?;
-        frozen.push(found.ok_or_else(|| format!("frozen parameter {name:?}: expected a tensor"))?);
+        frozen.push(tensor_of(opened, *id, name, format_args!("frozen parameter {name:?}"))?);
     }
     Ok(Said::Model(ModelFile { states, module, frozen, others }))
 }
@@ -184,8 +183,7 @@ fn optimizer_file(opened: &OpenedArchive) -> Result<Said, String> {
     let mut flat = Vec::with_capacity(states.flat.len());
     for (number, id) in states.flat.iter().enumerate() {
         let name = format!("partition of group {number}");
-        let found = opened.tensor(*id, &name).map_err(|error| error.to_string())?;
-        flat.push(found.ok_or_else(|| format!("{name}: expected a tensor"))?);
+        flat.push(tensor_of(opened, *id, &name, &name)?);
     }
     Ok(Said::Optimizer(states, flat))
 }
@@ -268,18 +266,13 @@ impl Zero<'_> {
     fn check(&self) -> Result<(), Problem> {
         let all = self.job.files.files.iter();
         for name in all.filter_map(|listed| RankFile::of(RankKind::Zero, listed.path.strip_prefix(self.job.below)?)) {
-            let what = match name {
-                RankFile::OtherState => {
-                    "stages of a pipeline or experts of DeepSpeed, which are not read: ds_to_universal.py puts them together"
-                }
-                RankFile::Model(_, mp) | RankFile::Optimizer(_, mp) if mp > 0 && self.parameters.is_empty() => {
-                    "a model that is split over ranks (mp_rank_01), by what is in no file: ds_to_universal.py puts it together"
-                }
-                RankFile::Model(..)
-                | RankFile::Optimizer(..)
-                | RankFile::Parameter(_)
-                | RankFile::Fsdp { .. }
-                | RankFile::Megatron(_) => continue,
+            let is_split = matches!(name, RankFile::Model(_, 1..) | RankFile::Optimizer(_, 1..));
+            let what = if name == RankFile::OtherState {
+                "stages of a pipeline or experts of DeepSpeed, which are not read: ds_to_universal.py puts them together"
+            } else if is_split && self.parameters.is_empty() {
+                "a model that is split over ranks (mp_rank_01), by what is in no file: ds_to_universal.py puts it together"
+            } else {
+                continue;
             };
             return Err(Problem::of_file("*_states.pt", what));
         }
