@@ -272,7 +272,9 @@ fn local_tree(located: &Located, options: &OpenOptions) -> Result<LocalTree, Che
 /// The error of these problems.
 fn refusal(label: &str, found: Vec<Problem>) -> CheckpointError {
     let mut problems = Problems::default();
-    found.into_iter().for_each(|problem| problems.push(problem));
+    for problem in found {
+        problems.push(problem);
+    }
     problems.refuse(label).expect_err("there is at least one problem")
 }
 

@@ -313,8 +313,11 @@ fn list_problems(label: &str, problems: &[Problem], more: usize) -> String {
         return format!("{prefix}{}", printable(&text));
     }
     let lines = lines(problems);
-    let shown: String = lines.iter().take(SHOWN).map(|(line, _)| format!("\n  {}", printable(line))).collect();
-    let text = format!("{label}: {} problems{shown}", problems.len() + more);
+    let mut text = format!("{label}: {} problems", problems.len() + more);
+    for (line, _) in lines.iter().take(SHOWN) {
+        text.push_str("\n  ");
+        text.push_str(&printable(line));
+    }
     match lines.iter().skip(SHOWN).map(|(_, count)| count).sum::<usize>() + more {
         0 => text,
         rest => format!("{text}\n  and {rest} more"),

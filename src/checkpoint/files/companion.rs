@@ -66,12 +66,15 @@ pub(crate) fn read_companion(label: String, tree: &dyn FileTree) -> Result<(Comp
     Ok((Companion { label, files }, config))
 }
 
+/// Names and contents.
+type CompanionFiles = Vec<(String, Arc<[u8]>)>;
+
 /// The contents of these files, by path, length and name, and of `config.json` among them, if it is an object.
 fn gathered(
     found: Vec<(String, u64, String)>,
     failed: &dyn Fn(&str, String) -> CheckpointError,
     read: &mut dyn FnMut(&str) -> Result<Option<Text>, SourceError>,
-) -> Result<(Vec<(String, Arc<[u8]>)>, Option<Value>), CheckpointError> {
+) -> Result<(CompanionFiles, Option<Value>), CheckpointError> {
     let (mut files, mut config, mut total) = (Vec::new(), None, 0u64);
     for (path, len, name) in found {
         total = total.saturating_add(len);

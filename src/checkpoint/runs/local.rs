@@ -51,7 +51,7 @@ impl LocalSteps {
                     Ok(meta) => add(found, &path, &meta, true),
                     // It is being deleted.
                     Err(error) if is_absent(&error) => found.add(&path, None, SystemTime::UNIX_EPOCH, &[]),
-                    Err(error) => return Err(io_error(&self.at(&path), "stat", error)),
+                    Err(error) => return Err(io_error(self.at(&path), "stat", error)),
                 }
             }
         }

@@ -93,7 +93,7 @@ impl<'a> SchemeFindings<'a> {
         if self.problems.count() > before {
             return;
         }
-        let dtype = dtype.unwrap_or_else(|| self.stored.dtype);
+        let dtype = dtype.unwrap_or(self.stored.dtype);
         if self.found.tensors.add(self.scheme, name, dtype, template, operands).is_none() {
             self.problems.push(Problem::TooLarge);
         }
