@@ -31,7 +31,7 @@ use super::{
     quantization::Quantization,
     ranks::{self, RankFiles},
     remote_tree::CachedTree,
-    repository::{Adapter, Checkpoint, Origin},
+    repository::{Adapter, Checkpoint, OpenedRepository},
     safetensors,
     scheme::{self, Stored},
     sets::incomplete_sets,
@@ -498,7 +498,7 @@ impl<'a> ChosenFiles<'a> {
         }
         problems.refuse(&self.located.label)?;
         let Located { path, label, revision, remote: _ } = self.located;
-        let origin = Origin {
+        let opened = OpenedRepository {
             root: path,
             label,
             revision,
@@ -525,7 +525,7 @@ impl<'a> ChosenFiles<'a> {
             partial: contents.partial,
             warnings: self.warnings,
             merges: None,
-            origin: Arc::new(origin),
+            opened: Arc::new(opened),
         })
     }
 }

@@ -53,11 +53,11 @@ pub struct Checkpoint {
     pub(super) warnings: Vec<String>,
     /// An adapter that is merged into the tensors.
     pub(super) merges: Option<Arc<Merges>>,
-    pub(super) origin: Arc<Origin>,
+    pub(super) opened: Arc<OpenedRepository>,
 }
 
 /// What is the same in everything that is derived from one opened repository.
-pub(super) struct Origin {
+pub(super) struct OpenedRepository {
     pub(super) root: PathBuf,
     pub(super) label: String,
     pub(super) revision: Option<String>,
@@ -109,7 +109,7 @@ impl Checkpoint {
     /// # Errors
     /// None for a checkpoint as it was opened: its decoded names are known to be distinct.
     pub fn decoded(&self, is_raw: &dyn Fn(TensorId) -> bool) -> Result<Self, Vec<String>> {
-        let found = &self.origin.quantized;
+        let found = &self.opened.quantized;
         // By id of a stored tensor.
         let mut place: Vec<Option<TensorId>> = vec![None; self.table.id_end()];
         let mut is_hidden = vec![false; place.len()];
@@ -205,7 +205,7 @@ impl Checkpoint {
         let config = config.or_else(|| self.config.clone());
         let quantization = self.dialect.quantization.clone();
         let dialect = Dialect::of(&table, config.as_ref(), quantization, &mut problems);
-        if let Err(error) = problems.refuse(&self.origin.label) {
+        if let Err(error) = problems.refuse(&self.opened.label) {
             return Err(vec![error.to_string()]);
         }
         Ok(Self {
@@ -218,7 +218,7 @@ impl Checkpoint {
             partial: self.partial.clone(),
             warnings: self.warnings.clone(),
             merges: self.merges.clone(),
-            origin: Arc::clone(&self.origin),
+            opened: Arc::clone(&self.opened),
         })
     }
 
@@ -272,17 +272,17 @@ impl Checkpoint {
 
     /// Output heads that were compared with the embedding, here or in what was derived from the same checkpoint.
     pub(super) fn compared_heads(&self) -> &ComparedHeads {
-        &self.origin.compared
+        &self.opened.compared
     }
 
     /// All adapters.
     pub fn adapters(&self) -> &[Adapter] {
-        &self.origin.adapters
+        &self.opened.adapters
     }
 
     /// The adapter in a directory, if the checkpoint was opened with it.
     pub fn adapter(&self, dir: &Path) -> Option<&Adapter> {
-        self.origin.adapters.iter().find(|adapter| adapter.dir == dir && !adapter.fills)
+        self.opened.adapters.iter().find(|adapter| adapter.dir == dir && !adapter.fills)
     }
 
     /// Configuration and tokenizer from another repository, if the checkpoint was opened with them. [`Checkpoint::config`] is then
@@ -294,7 +294,7 @@ impl Checkpoint {
     /// The tensors that fill what the checkpoint lacks, under the names of their own repository.
     pub fn fill(&self) -> impl Iterator<Item = (TensorId, TensorInfo<'_>)> {
         let files: HashSet<FileId> =
-            self.origin.adapters.iter().filter(|adapter| adapter.fills).map(|adapter| adapter.file).collect();
+            self.opened.adapters.iter().filter(|adapter| adapter.fills).map(|adapter| adapter.file).collect();
         let ids = if files.is_empty() { None } else { Some(self.table.stored_ids()) };
         let rows = ids.into_iter().flatten().map(|id| (id, self.tensor(id)));
         rows.filter(move |(id, _)| files.contains(&self.file_of(*id)))
@@ -319,7 +319,7 @@ impl Checkpoint {
             problems.of_file(CONFIG, message);
         }
         self.dialect = Dialect::of(&self.table, Some(&config), quantization, &mut problems);
-        self.warnings.extend(promised::compare(&self.table, &config, (self.origin.are_ranks, true), &mut problems));
+        self.warnings.extend(promised::compare(&self.table, &config, (self.opened.are_ranks, true), &mut problems));
         problems.refuse(&format!("--config-from {}", companion.label))?;
         (self.config, self.companion) = (Some(config), Some(Arc::new(companion)));
         Ok(self)
@@ -333,7 +333,7 @@ impl Checkpoint {
     /// The directories of the repository that have files, relative to it, each with the users that its permissions
     /// admit. The first one is its own, called "". Empty if the checkpoint is a single file.
     pub fn directories(&self) -> &[(String, DirectoryRules)] {
-        &self.origin.directories
+        &self.opened.directories
     }
 
     /// The source of bytes. All readable files of the repository are pinned in it.
@@ -355,33 +355,33 @@ impl Checkpoint {
 
     /// Directory of the repository, or the file where the checkpoint is a single file.
     pub fn root(&self) -> &Path {
-        &self.origin.root
+        &self.opened.root
     }
 
     /// The user's name for it, with the revision found for a name in the cache.
     pub fn label(&self) -> &str {
-        &self.origin.label
+        &self.opened.label
     }
 
     /// Commit of a repository in the cache.
     pub fn revision(&self) -> Option<&str> {
-        self.origin.revision.as_deref()
+        self.opened.revision.as_deref()
     }
 
     /// What the files of weights are.
     pub fn container(&self) -> Container {
-        self.origin.container
+        self.opened.container
     }
 
     /// Whether it is a repository of Hugging Face: safetensors of whole tensors, or any weights beside a `config.json` of
     /// its own. Trainers put that of their files of ranks into a directory beside them.
     pub fn is_repository(&self) -> bool {
         let is_config = |file: &RepoFile| file.path == CONFIG && file.file.is_some();
-        if self.origin.container == Container::Ranks {
+        if self.opened.container == Container::Ranks {
             // Those of Megatron have its own names, which a layout takes back.
             return self.config.is_some() && self.find(MEGATRON).is_none();
         }
-        self.origin.container == Container::Safetensors || self.files.iter().any(is_config)
+        self.opened.container == Container::Safetensors || self.files.iter().any(is_config)
     }
 
     /// The rename that takes the wrappers of training programs from all names, as `--source-rename` takes it; `None` if there
@@ -393,7 +393,7 @@ impl Checkpoint {
 
     /// What the files of weights hold besides tensors. It is not shown.
     pub fn left_out(&self) -> &[LeftOut] {
-        &self.origin.left_out
+        &self.opened.left_out
     }
 
     /// The tensor table.
@@ -431,22 +431,22 @@ impl Checkpoint {
 
     /// Whether the index names tensors that no file has, which the user accepts.
     pub fn lacks_named(&self) -> bool {
-        self.origin.lacks_named
+        self.opened.lacks_named
     }
 
     /// The `metadata` member of the index, if there is one.
     pub fn index_metadata(&self) -> Option<&serde_json::Value> {
-        self.origin.index_metadata.as_ref()
+        self.opened.index_metadata.as_ref()
     }
 
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
     pub fn scan_layers(&self) -> Option<bool> {
-        self.origin.scan_layers
+        self.opened.scan_layers
     }
 
     /// What the tree that a trainer saved has besides the names of the tensors.
     pub fn saved_tree(&self) -> &SavedTree {
-        &self.origin.tree
+        &self.opened.tree
     }
 
     /// Whether every tensor of a weight file is the model's. Another file is never given out as it is.
@@ -456,7 +456,7 @@ impl Checkpoint {
 
     /// The `__metadata__` member of a weight file's header, in order; empty if it has none.
     pub fn file_metadata(&self, file: FileId) -> &[(String, String)] {
-        self.origin.file_metadata.get(&file).map_or(&[], Vec::as_slice)
+        self.opened.file_metadata.get(&file).map_or(&[], Vec::as_slice)
     }
 
     /// How the repository names, fuses and quantizes.
@@ -467,17 +467,17 @@ impl Checkpoint {
     /// The quantized tensors of known schemes, and how each is decoded. As in the repository, also if they are hidden
     /// or renamed here.
     pub fn quantized(&self) -> &Found {
-        &self.origin.quantized
+        &self.opened.quantized
     }
 
     /// The quantized tensors that are shown here as they are stored.
     pub fn raw(&self) -> impl Iterator<Item = Quantized<'_>> {
-        let shown: HashSet<TensorId> = if self.origin.quantized.tensors.is_empty() {
+        let shown: HashSet<TensorId> = if self.opened.quantized.tensors.is_empty() {
             HashSet::new()
         } else {
             self.tensors().map(|(id, _)| id).collect()
         };
-        self.origin.quantized.tensors.iter().filter(move |tensor| shown.contains(&tensor.operands[0]))
+        self.opened.quantized.tensors.iter().filter(move |tensor| shown.contains(&tensor.operands[0]))
     }
 
     /// The stored tensors that these are decoded from: codes and operands.
