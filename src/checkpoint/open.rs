@@ -19,7 +19,7 @@ use super::{
     file::{FileRole, IgnoreReason, RepoFile},
     folder::{Folder, PinnedFiles, Text, file_id, open_root},
     foreign::{self, FileKind},
-    header::read_header,
+    header::{self, read_header},
     index::Index,
     json,
     listing::{Listed, Opening},
@@ -255,12 +255,14 @@ fn refuse_adapter(folder: &mut Folder) -> Result<(), CheckpointError> {
 
 /// Says of a snapshot in the Hub's cache that lacks weight files that its download is unfinished.
 fn name_unfinished_download(folder: &mut Folder) {
-    let Located { label, revision: Some(_), remote: None, .. } = &folder.located else { return };
     let found = folder.files.iter().filter(|file| file.role == FileRole::Weights).count();
+    folder.problems = of_download(&folder.located, std::mem::take(&mut folder.problems), found, &folder.files);
+}
+
+fn of_download(located: &Located, problems: Problems, found: usize, files: &[Listed]) -> Problems {
+    let Located { label, revision: Some(_), remote: None, .. } = located else { return problems };
     let repo = label.split('@').next().unwrap_or(label);
-    let problems = std::mem::take(&mut folder.problems);
-    folder.problems =
-        problems.of_download(label, repo, found, |path| folder.files.iter().any(|file| file.path == path));
+    problems.of_download(label, repo, found, |path| files.iter().any(|file| file.path == path))
 }
 
 /// The files below a directory, none of them listed or opened yet.
@@ -490,12 +492,8 @@ impl<'a> ChosenFiles<'a> {
         });
         self.warnings.extend(problems.warnings());
         let lacks_named = problems.accepted_missing();
-        if let Located { label, revision: Some(_), remote: None, .. } = &self.located {
-            // Without an index, what is missing shows when the files that are there are read.
-            let repo = label.split('@').next().unwrap_or(label);
-            let has = |path: &str| self.files.iter().any(|file| file.path == path);
-            problems = problems.of_download(label, repo, self.weights.len(), has);
-        }
+        // Without an index, what is missing shows when the files that are there are read.
+        let problems = of_download(&self.located, problems, self.weights.len(), &self.files);
         problems.refuse(&self.located.label)?;
         let Located { path, label, revision, remote: _ } = self.located;
         let opened = OpenedRepository {
@@ -558,7 +556,7 @@ fn with_adapters(own: TensorTable, adapters: &[Adapter], source: &dyn Source, pr
             Err(error) => problems.push(error.problem(dir.join(ADAPTER_WEIGHTS).display())),
         }
     }
-    own.with_hidden(&headers).unwrap_or_else(|| {
+    own.with_hidden_rows(header::rows(&headers)).unwrap_or_else(|| {
         problems.push(Problem::TooLarge);
         TensorTable::default()
     })

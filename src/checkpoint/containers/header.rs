@@ -11,8 +11,8 @@ use ckfs_source::{ByteSpan, FileId, Source, SourceError};
 use rayon::slice::ParallelSliceMut;
 
 use super::super::{
+    folder::PinnedFiles,
     index::Index,
-    listing::Listed,
     problem::{Problem, Problems},
     table::{NewRow, RowPlace, TensorInfo, TensorTable},
 };
@@ -59,7 +59,8 @@ pub(crate) fn table_of(
     })
 }
 
-fn rows(headers: &[(FileId, Header)]) -> impl Iterator<Item = NewRow<'_>> {
+/// The tensors of these files, in order.
+pub(crate) fn rows(headers: &[(FileId, Header)]) -> impl Iterator<Item = NewRow<'_>> {
     headers.iter().flat_map(|(id, header)| {
         header.tensors().map(move |tensor| NewRow {
             name: tensor.name,
@@ -73,26 +74,7 @@ fn rows(headers: &[(FileId, Header)]) -> impl Iterator<Item = NewRow<'_>> {
     })
 }
 
-impl TensorTable {
-    /// This table with the tensors of these files, which are not shown, after its own.
-    pub(crate) fn with_hidden(self, headers: &[(FileId, Header)]) -> Option<Self> {
-        self.with_hidden_rows(rows(headers))
-    }
-}
-
-/// The weight files of a repository, for messages.
-#[derive(Clone, Copy)]
-pub(crate) struct WeightFiles<'a> {
-    pub(crate) files: &'a [Listed],
-    /// Indices in `files`, in the order of their ids.
-    pub(crate) weights: &'a [usize],
-}
-
-impl<'a> WeightFiles<'a> {
-    pub(crate) fn path(&self, id: FileId) -> &'a str {
-        &self.files[self.weights[id.index()]].path
-    }
-
+impl<'a> PinnedFiles<'a> {
     /// The file of a stored tensor.
     fn path_of(&self, tensor: &TensorInfo<'_>) -> &'a str {
         self.path(tensor.first_file().expect("headers have stored tensors only"))

@@ -20,7 +20,7 @@ use super::super::{
     file::IgnoreReason,
     folder::{Folder, PinnedFiles},
     foreign,
-    header::{ReadHeader, WeightFiles, read_header, table_of},
+    header::{ReadHeader, read_header, table_of},
     index::Index,
     problem::{CheckpointError, Problem, Problems},
 };
@@ -139,9 +139,8 @@ pub(crate) fn read(
         headers.retain(|(id, _)| !variants.contains(id));
         contents.leave_out(variants, IgnoreReason::OtherVariant);
     }
-    let weights = WeightFiles { files: files.files, weights: files.weights };
     contents.table = table_of(&headers, &|_, _| true, problems);
-    if index.is_some_and(|(_, index)| weights.agree_with_index(index, &contents.table)) {
+    if index.is_some_and(|(_, index)| files.agree_with_index(index, &contents.table)) {
         return contents;
     }
     let copies = copies::choose(rows_of(&headers), &path, index.map(|(_, index)| index), duplicates, problems);
@@ -149,7 +148,7 @@ pub(crate) fn read(
         contents.table = table_of(&headers, &|id, name| copies.keeps(id, name), problems);
     }
     if let Some((name, index)) = index {
-        weights.compare_with_index(name, index, (&contents.table, &copies.decided), &broken, problems);
+        files.compare_with_index(name, index, (&contents.table, &copies.decided), &broken, problems);
     }
     contents.take(copies);
     contents

@@ -13,7 +13,6 @@ use super::super::{
     file::{FileRole, IgnoreReason},
     folder::{Folder, PinnedFiles},
     foreign,
-    header::WeightFiles,
     index::Index,
     mosaic::{MosaicBuilder, StoredBox},
     prefix::is_optimizer_state,
@@ -138,8 +137,7 @@ pub(crate) fn read(
     }
     let table = builder.finish();
     if let Some((name, index)) = index {
-        let weights = WeightFiles { files: files.files, weights: files.weights };
-        weights.compare_with_index(name, index, (&table, &copies.decided), &broken, problems);
+        files.compare_with_index(name, index, (&table, &copies.decided), &broken, problems);
     }
     let mut contents = Contents { left_out, ..Contents::new(Container::Torch, table) };
     contents.leave_out(variants, IgnoreReason::OtherVariant);

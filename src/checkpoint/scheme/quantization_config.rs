@@ -128,10 +128,8 @@ enum Method<'a> {
     /// Names none of these libraries.
     Other,
     CompressedTensors(Groups<'a>),
-    /// One scale for each matrix, or for each block.
-    Fp8(Exceptions<'a>),
-    /// One scale for each row.
-    Fbgemm(Exceptions<'a>),
+    /// 8-bit floats of this library, with a scale for each of these. Blocks have schemes of their own.
+    Fp8(Exceptions<'a>, Library, Sharing),
     ModelOpt(ModelOpt<'a>),
     /// All that is stored quantized is so in a way of this name.
     Unknown(String),
@@ -151,8 +149,8 @@ impl<'a> QuantizationConfig<'a> {
             (Some("compressed-tensors"), _) => config.map_or(Method::Other, Groups::read),
             (None, None) => groups.map_or(Method::Other, Groups::read),
             // sglang names blocks of 1 x 32 so.
-            (Some("fp8" | "mxfp8"), _) => Method::Fp8(exceptions()),
-            (Some("fbgemm_fp8"), _) => Method::Fbgemm(exceptions()),
+            (Some("fp8" | "mxfp8"), _) => Method::Fp8(exceptions(), Library::Transformers, Sharing::Tensor),
+            (Some("fbgemm_fp8"), _) => Method::Fp8(exceptions(), Library::Fbgemm, Sharing::Channel),
             (Some(_), _) => Method::Other,
         };
         Self { method }
@@ -163,9 +161,8 @@ impl<'a> QuantizationConfig<'a> {
         match &self.method {
             Method::Other => ModuleQuantization::Plain,
             Method::CompressedTensors(groups) => groups.of(module),
-            Method::Fp8(exceptions) | Method::Fbgemm(exceptions) if exceptions.has(module) => ModuleQuantization::Plain,
-            Method::Fp8(_) => ModuleQuantization::Fp8(Sharing::Tensor),
-            Method::Fbgemm(_) => ModuleQuantization::Fp8(Sharing::Channel),
+            Method::Fp8(exceptions, ..) if exceptions.has(module) => ModuleQuantization::Plain,
+            Method::Fp8(_, _, sharing) => ModuleQuantization::Fp8(*sharing),
             Method::ModelOpt(modelopt) => modelopt.of(module),
             Method::Unknown(name) => ModuleQuantization::Unknown(name.clone()),
         }
@@ -175,7 +172,7 @@ impl<'a> QuantizationConfig<'a> {
     pub(super) fn takes_out(&self, module: &str) -> bool {
         match &self.method {
             Method::CompressedTensors(groups) => groups.broken.is_none() && groups.ignored.has(module),
-            Method::Fp8(exceptions) | Method::Fbgemm(exceptions) => exceptions.has(module),
+            Method::Fp8(exceptions, ..) => exceptions.has(module),
             Method::ModelOpt(modelopt) => modelopt.is_excluded(module),
             Method::Other | Method::Unknown(_) => false,
         }
@@ -187,8 +184,7 @@ impl<'a> QuantizationConfig<'a> {
         match &self.method {
             Method::Other | Method::Unknown(_) => false,
             Method::CompressedTensors(groups) => groups.told.contains(told),
-            Method::Fp8(_) => *told == ModuleQuantization::Fp8(Sharing::Tensor),
-            Method::Fbgemm(_) => *told == ModuleQuantization::Fp8(Sharing::Channel),
+            Method::Fp8(_, _, sharing) => *told == ModuleQuantization::Fp8(*sharing),
             Method::ModelOpt(modelopt) => {
                 modelopt.all == *told || modelopt.layers.iter().any(|layers| layers.values().any(|of| of == told))
             }
@@ -211,8 +207,7 @@ impl<'a> QuantizationConfig<'a> {
     pub(super) const fn library(&self) -> Option<Library> {
         match self.method {
             Method::CompressedTensors(_) => Some(Library::CompressedTensors),
-            Method::Fp8(_) => Some(Library::Transformers),
-            Method::Fbgemm(_) => Some(Library::Fbgemm),
+            Method::Fp8(_, library, _) => Some(library),
             Method::ModelOpt(_) => Some(Library::ModelOpt),
             Method::Other | Method::Unknown(_) => None,
         }

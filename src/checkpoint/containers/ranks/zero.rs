@@ -37,8 +37,9 @@ struct Segment {
 }
 
 /// A flat vector that is spread over files.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Flat {
+    dtype: DType,
     segments: Vec<Segment>,
     /// First element of each segment.
     starts: Vec<u64>,
@@ -53,7 +54,8 @@ impl Flat {
     }
 
     /// The parts of `len` elements from `start` on.
-    fn parts(&self, start: u64, len: u64, element_bytes: u64) -> Vec<Segment> {
+    fn parts(&self, start: u64, len: u64) -> Vec<Segment> {
+        let element_bytes = self.dtype.element_bytes().unwrap_or(1);
         let end = start.saturating_add(len);
         let first = self.starts.partition_point(|at| *at <= start).saturating_sub(1);
         let mut parts = Vec::new();
@@ -375,19 +377,19 @@ impl Zero<'_> {
     }
 
     /// The flat vector of these partitions.
-    fn flat<'b>(&self, partitions: impl Iterator<Item = (FileId, &'b SavedTensor)>) -> Result<(DType, Flat), Problem> {
-        let mut all = Flat::default();
-        let mut dtype = None;
+    fn flat<'b>(&self, partitions: impl Iterator<Item = (FileId, &'b SavedTensor)>) -> Result<Flat, Problem> {
+        let mut all = Flat { dtype: DType::F32, segments: Vec::new(), starts: Vec::new(), len: 0 };
         for (number, (file, saved)) in partitions.enumerate() {
             let (found, segment) =
                 flat(file, saved, &format!("partition {number}")).map_err(|what| self.job.fault(file, what))?;
-            if *dtype.get_or_insert(found) != found {
+            if number > 0 && all.dtype != found {
                 let what = format_args!("partitions of different types, {found} among them");
                 return Err(self.job.fault(file, what));
             }
+            all.dtype = found;
             all.push(segment);
         }
-        Ok((dtype.unwrap_or(DType::F32), all))
+        Ok(all)
     }
 
     /// What is wrong with the model states of the first rank.
@@ -433,7 +435,7 @@ impl Zero<'_> {
         // Partitions end at multiples of this, and the last of a group may be cut where the parameters end.
         let align = 2 * self.optimizers.len() as u64;
         for (number, group) in groups.iter().enumerate() {
-            let (dtype, flat) = self.flat(self.optimizers.values().map(|(file, _, flat)| (*file, &flat[number])))?;
+            let flat = self.flat(self.optimizers.values().map(|(file, _, flat)| (*file, &flat[number])))?;
             let paddings = states.paddings.as_ref().and_then(|paddings| paddings.get(number));
             if let Some(paddings) = paddings.filter(|paddings| paddings.len() != group.len()) {
                 let message = format!(
@@ -454,7 +456,7 @@ impl Zero<'_> {
                     );
                     return Err(self.job.fault(*first, message));
                 }
-                self.add(shaped, dtype, &flat.parts(at, count, dtype.element_bytes().unwrap_or(1)), tensors)?;
+                self.add(shaped, flat.dtype, &flat.parts(at, count), tensors)?;
                 // Paddings of any size are in the file: an end beyond all numbers is beyond the partitions, too.
                 at = at.saturating_add(count).saturating_add(paddings.map_or(0, |paddings| paddings[place]));
             }
@@ -472,20 +474,18 @@ impl Zero<'_> {
     fn parameters_of_3(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Problem> {
         let ranks = self.optimizers.len() as u64;
         let mut flats = Vec::new();
-        let mut dtype = DType::F32;
         for (file, _, flat) in self.optimizers.values() {
-            let (found, flat) = self.flat(flat.iter().map(|saved| (*file, saved)))?;
-            if flats.last().is_some_and(|last: &Flat| last.len != flat.len) || (!flats.is_empty() && found != dtype) {
+            let flat = self.flat(flat.iter().map(|saved| (*file, saved)))?;
+            if flats.last().is_some_and(|last: &Flat| (last.len, last.dtype) != (flat.len, flat.dtype)) {
+                let found = flat.dtype;
                 let message =
                     format!("partitions of {} elements of {found}, others than those of the ranks before", flat.len);
                 return Err(self.job.fault(*file, message));
             }
-            dtype = found;
             flats.push(flat);
         }
-        let element_bytes = dtype.element_bytes().unwrap_or(1);
         let (first, ..) = self.optimizers.values().next().expect("they were counted");
-        let len = flats[0].len;
+        let (len, dtype) = (flats[0].len, flats[0].dtype);
         let mut at = 0u64;
         for shaped in model.states.groups.iter().flatten() {
             let count = self.elements(shaped)?;
@@ -501,7 +501,7 @@ impl Zero<'_> {
             let mut parts = Vec::new();
             for (rank, flat) in (0..).zip(&flats) {
                 let left = count.saturating_sub(each * rank).min(each);
-                parts.extend(flat.parts(at, left, element_bytes));
+                parts.extend(flat.parts(at, left));
             }
             self.add(shaped, dtype, &parts, tensors)?;
             at += each;
@@ -550,7 +550,7 @@ impl Zero<'_> {
                     return Err(self.job.fault(*file, what));
                 }
             }
-            let (dtype, flat) = self.flat(self.models.values().map(|(file, model)| (*file, &model.frozen[number])))?;
+            let flat = self.flat(self.models.values().map(|(file, model)| (*file, &model.frozen[number])))?;
             let count = self.elements(shaped)?;
             if flat.len < count {
                 let message = format!(
@@ -559,7 +559,7 @@ impl Zero<'_> {
                 );
                 return Err(self.job.fault(first, message));
             }
-            self.add(shaped, dtype, &flat.parts(0, count, dtype.element_bytes().unwrap_or(1)), tensors)?;
+            self.add(shaped, flat.dtype, &flat.parts(0, count), tensors)?;
         }
         Ok(())
     }
