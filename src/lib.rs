@@ -69,7 +69,7 @@
 //! | a remote service | `src/source/remote/<name>.rs` with `impl` [`source::remote::Objects`], and its scheme in `remote/url_scheme.rs`; disk cache, retries and limits apply to it |
 //! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources/local.rs` runs over it |
 //! | a kind of checkpoint | `src/checkpoint/containers/<name>.rs`, and its variant of [`checkpoint::Container`], which the compiler follows to `open.rs` |
-//! | a quantization scheme | a row in the file of its kind in `src/checkpoint/scheme`; one of no known kind: `<name>.rs` with `impl Scheme`, and its line in [`checkpoint::scheme`] |
+//! | a quantization scheme | a row in the file of its kind in `src/checkpoint/scheme`; one of no known kind: `<name>.rs` with a function `find`, and its line in [`checkpoint::scheme`] |
 //! | another way in | an adapter over [`service::Service`]: it converts requests to [`volume::FileSystem`] calls and replies ([`service::Pending`]), and decides nothing; as `src/fuse` |
 //! | a setting | its field in [`config::Settings`] and its row in [`config::SETTINGS`]: flag, key, mount option and help follow |
 //! | a command | `src/cli/<name>.rs`, and its variant of `Command` in `src/cli/mod.rs` |
