@@ -32,6 +32,9 @@ const GAP_BYTES: u64 = 256 << 10;
 /// Source pages to request, in order.
 type PageRequests = Mutex<std::vec::IntoIter<(FileId, ByteSpan)>>;
 
+/// Takes the start and the length of a span of a tensor, in bytes.
+type EachSpan<'a> = &'a mut dyn FnMut(u64, u64);
+
 impl Engine {
     /// Starts work on the bytes that a sequential reader will need next.
     pub(super) fn read_ahead(self: &Arc<Self>, file: &Arc<PreparedFile>, start: u64, end: u64) {
@@ -224,7 +227,7 @@ impl Engine {
         let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
         let decode = &tiling.decoders()[decoder as usize];
         // Of a tensor, the spans that `visit` names, in bytes of it.
-        let mut of_tensor = |tensor, visit: &mut dyn FnMut(&mut dyn FnMut(u64, u64))| {
+        let mut of_tensor = |tensor, visit: &mut dyn FnMut(EachSpan<'_>)| {
             let info = self.checkpoint.tensor(tensor);
             let mut spans: Vec<ByteSpan> = Vec::new();
             visit(&mut |start, len| {

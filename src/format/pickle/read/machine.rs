@@ -303,16 +303,13 @@ impl<'a> Machine<'a> {
             op::BUILD => {
                 let state = self.pop()?;
                 let target = self.top()?;
-                match &mut self.values[target.0 as usize] {
-                    PickleValue::Object(object) => {
-                        object.state = Some(state);
-                        Ok(())
-                    }
-                    other => {
-                        let found = other.kind();
-                        Err(self.operand("an object below its state", found))
-                    }
-                }
+                let target = &mut self.values[target.0 as usize];
+                let PickleValue::Object(object) = target else {
+                    let found = target.kind();
+                    return Err(self.operand("an object below its state", found));
+                };
+                object.state = Some(state);
+                Ok(())
             }
             _ => {
                 let (args, callee) = (self.pop()?, self.pop()?);
