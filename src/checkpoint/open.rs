@@ -17,7 +17,7 @@ use super::{
     dcp,
     dialect::{Dialect, own_dtype, quantization_config},
     file::{FileRole, IgnoreReason, RepoFile},
-    folder::{Folder, PinnedFiles, Text, file_id, open_root},
+    folder::{Folder, PinnedFiles, Text, open_root},
     foreign::{self, FileKind},
     header::{self, read_header},
     index::Index,
@@ -442,13 +442,13 @@ impl<'a> ChosenFiles<'a> {
     ) -> Result<Checkpoint, CheckpointError> {
         let mut adapters = Vec::with_capacity(self.adapters.len());
         for AdapterFiles { dir, config, weights, warning, fills } in std::mem::take(&mut self.adapters) {
-            let file = file_id(opened.len());
+            let file = FileId::at(opened.len());
             opened.push(weights);
             adapters.push(Adapter { dir, file, config, fills });
             self.warnings.extend(warning);
         }
         let source = pin_files(opened, options.io, Arc::clone(&options.fetches), options.compared.as_ref())?;
-        let files = (0..source.file_count()).map(file_id);
+        let files = source.files();
         if files.map(|file| source.pin(file).len_bytes).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
         }

@@ -163,11 +163,6 @@ impl Folder {
     }
 }
 
-/// The id of a file by its number.
-pub(crate) fn file_id(number: usize) -> FileId {
-    FileId(u32::try_from(number).expect("a listing has at most some 100 000 files, and files are numbered by 32 bits"))
-}
-
 /// The files of a checkpoint, pinned in a source.
 #[derive(Clone, Copy)]
 pub(crate) struct PinnedFiles<'a> {
@@ -182,7 +177,7 @@ pub(crate) struct PinnedFiles<'a> {
 impl<'a> PinnedFiles<'a> {
     /// Ids of the weight files.
     pub(crate) fn ids(&self) -> impl ExactSizeIterator<Item = FileId> + use<> {
-        (0..self.weights.len()).map(file_id)
+        (0..self.weights.len()).map(FileId::at)
     }
 
     /// Path of a weight file.
@@ -199,7 +194,7 @@ impl<'a> PinnedFiles<'a> {
         let mut next = self.ids().len();
         for (place, listed) in self.files.iter().enumerate() {
             if by_place[place].is_none() && listed.role.is_readable() {
-                by_place[place] = Some(file_id(next));
+                by_place[place] = Some(FileId::at(next));
                 next += 1;
             }
         }

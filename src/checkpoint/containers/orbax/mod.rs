@@ -40,7 +40,6 @@ use store::{Files, StoreValue};
 
 use super::super::{
     container::{Container, Contents, LeftOut, SavedTree},
-    folder::file_id,
     mosaic::{MosaicBuilder, StoredBox},
     problem::{BYTES_MAX, Problem, Problems},
     tree::{FileTree, below},
