@@ -44,7 +44,7 @@ impl NameScope for Condition<'_> {
 
     fn name(&self, name: &str) -> Result<ExprValue, EvalError> {
         let layer = self.layer.filter(|_| name == "l").and_then(|layer| i64::try_from(layer).ok());
-        layer.map(ExprValue::Int).ok_or_else(|| EvalError::Name(name.to_owned()))
+        layer.map(ExprValue::Int).ok_or_else(|| EvalError::no_name(name))
     }
 
     fn config(&self, path: &[String]) -> Option<ExprValue> {

@@ -3,8 +3,7 @@
 use std::{fmt, sync::Arc};
 
 use super::{
-    function::Function,
-    operator::{Binary, equal},
+    function::{Call, Function},
     value::{Absent, EvalError, ExprValue, NameScope},
 };
 
@@ -23,8 +22,9 @@ pub(super) enum ExprNode {
     Negative(Box<ExprNode>),
     If(Box<[ExprNode; 3]>),
     Coalesce(Box<[ExprNode; 2]>),
-    Binary(&'static str, Binary, Box<[ExprNode; 2]>),
-    Call(&'static str, Function, Vec<ExprNode>),
+    /// The sign of the operator, and the operands.
+    Binary(&'static str, Box<[ExprNode; 2]>),
+    Call(&'static Function, Vec<ExprNode>),
     /// Numbers, and ranges without their end.
     List(Vec<(ExprNode, Option<ExprNode>)>),
 }
@@ -73,14 +73,11 @@ impl TextTemplate {
         for (literal, node) in &self.parts {
             text.push_str(literal);
             let Some(node) = node else { continue };
-            match node.eval(names)? {
-                value @ (ExprValue::Absent(_) | ExprValue::View(_) | ExprValue::List(_)) => {
-                    return Err(value.kind("template", "a number or a text"));
-                }
-                value @ (ExprValue::Int(_) | ExprValue::Float(_) | ExprValue::Bool(_) | ExprValue::Text(_)) => {
-                    write!(text, "{value}").expect("a string takes all that is written");
-                }
+            let value = node.eval(names)?;
+            if matches!(value, ExprValue::Absent(_) | ExprValue::View(_) | ExprValue::List(_)) {
+                return Err(value.kind("template", "a number or a text"));
             }
+            write!(text, "{value}").expect("a string takes all that is written");
         }
         Ok(text)
     }
@@ -99,8 +96,8 @@ impl ExprNode {
             Self::Name(name) => visit(name),
             Self::Not(of) | Self::Negative(of) => of.for_each_name(visit),
             Self::If(of) => of.iter().for_each(|node| node.for_each_name(visit)),
-            Self::Coalesce(of) | Self::Binary(_, _, of) => of.iter().for_each(|node| node.for_each_name(visit)),
-            Self::Call(_, _, of) => of.iter().for_each(|node| node.for_each_name(visit)),
+            Self::Coalesce(of) | Self::Binary(_, of) => of.iter().for_each(|node| node.for_each_name(visit)),
+            Self::Call(_, of) => of.iter().for_each(|node| node.for_each_name(visit)),
             Self::List(of) => {
                 of.iter()
                     .flat_map(|(first, end)| [Some(first), end.as_ref()])
@@ -119,19 +116,17 @@ impl ExprNode {
                 Ok(names.config(path).unwrap_or_else(|| ExprValue::Absent(Arc::new(Absent::Config(path.join("."))))))
             }
             Self::Mesh(axis) => Ok(match names.mesh(axis) {
-                Some(size) => i64::try_from(size).map(ExprValue::Int).map_err(|_| EvalError::Range("mesh"))?,
+                Some(size) => ExprValue::whole("mesh", size)?,
                 None => ExprValue::Absent(Arc::new(Absent::MeshAxis(axis.clone()))),
             }),
             Self::Not(of) => Ok(ExprValue::Bool(!of.eval(names)?.bool("!")?)),
-            Self::Negative(of) => match of.eval(names)? {
-                ExprValue::Int(value) => value.checked_neg().map(ExprValue::Int).ok_or(EvalError::Range("-")),
-                value @ (ExprValue::Float(_)
-                | ExprValue::Bool(_)
-                | ExprValue::Text(_)
-                | ExprValue::Absent(_)
-                | ExprValue::View(_)
-                | ExprValue::List(_)) => Ok(ExprValue::Float(-value.float("-")?)),
-            },
+            Self::Negative(of) => {
+                let value = of.eval(names)?;
+                if let ExprValue::Int(value) = value {
+                    return value.checked_neg().map(ExprValue::Int).ok_or_else(|| EvalError::range("-"));
+                }
+                Ok(ExprValue::Float(-value.float("-")?))
+            }
             Self::If(of) => {
                 let [condition, yes, no] = &**of;
                 if condition.eval(names)?.bool("if")? { yes.eval(names) } else { no.eval(names) }
@@ -141,34 +136,40 @@ impl ExprNode {
                 let value = first.eval(names)?;
                 if let ExprValue::Absent(_) = value { second.eval(names) } else { Ok(value) }
             }
-            Self::Binary(sign, operator, of) => {
+            Self::Binary(sign, of) => {
                 let left = of[0].eval(names)?;
                 let right = || of[1].eval(names);
-                Ok(match operator {
-                    Binary::Or => ExprValue::Bool(left.bool(sign)? || right()?.bool(sign)?),
-                    Binary::And => ExprValue::Bool(left.bool(sign)? && right()?.bool(sign)?),
-                    Binary::Equal => ExprValue::Bool(equal(&left, &right()?)),
-                    Binary::Unequal => ExprValue::Bool(!equal(&left, &right()?)),
-                    Binary::Compare(compare) => {
-                        ExprValue::Bool(compare.apply(left.float(sign)?, right()?.float(sign)?))
+                Ok(match *sign {
+                    "||" => ExprValue::Bool(left.bool(sign)? || right()?.bool(sign)?),
+                    "&&" => ExprValue::Bool(left.bool(sign)? && right()?.bool(sign)?),
+                    "==" => ExprValue::Bool(equal(&left, &right()?)),
+                    "!=" => ExprValue::Bool(!equal(&left, &right()?)),
+                    "<" | "<=" | ">" | ">=" => {
+                        let order = left.float(sign)?.total_cmp(&right()?.float(sign)?);
+                        ExprValue::Bool(match *sign {
+                            "<" => order.is_lt(),
+                            "<=" => order.is_le(),
+                            ">" => order.is_gt(),
+                            _ => order.is_ge(),
+                        })
                     }
-                    Binary::Arithmetic(arithmetic) => arithmetic.apply(sign, &left, &right()?)?,
+                    _ => arithmetic(sign, &left, &right()?)?,
                 })
             }
-            Self::Call(name, function, of) => {
+            Self::Call((name, _, _, apply), of) => {
                 let values = of.iter().map(|node| node.eval(names)).collect::<Result<Vec<_>, _>>()?;
-                function.apply(name, &values, names)
+                apply(&Call { name, values: &values, names })
             }
             Self::List(of) => {
                 let mut numbers = Vec::new();
                 for (first, end) in of {
                     let first = first.eval(names)?.int("list")?;
                     let end = end.as_ref().map(|end| end.eval(names).and_then(|end| end.int("list"))).transpose()?;
-                    let end = end.or(first.checked_add(1)).ok_or(EvalError::Range("list"))?;
+                    let end = end.or(first.checked_add(1)).ok_or_else(|| EvalError::range("list"))?;
                     if end.saturating_sub(first) > LIST_MAX
                         || numbers.len() as u64 + end.abs_diff(first) > LIST_MAX.unsigned_abs()
                     {
-                        return Err(EvalError::Range("list"));
+                        return Err(EvalError::range("list"));
                     }
                     numbers.extend(first..end);
                 }
@@ -176,4 +177,51 @@ impl ExprNode {
             }
         }
     }
+}
+
+/// Whether two values are equal. Values of different kinds are not, but a whole number may equal a fraction.
+fn equal(left: &ExprValue, right: &ExprValue) -> bool {
+    match (left, right) {
+        (ExprValue::Text(left), ExprValue::Text(right)) => left == right,
+        (ExprValue::Bool(left), ExprValue::Bool(right)) => left == right,
+        (ExprValue::Absent(_), ExprValue::Absent(_)) => true,
+        (left, right) => match (left.float("=="), right.float("==")) {
+            (Ok(left), Ok(right)) => left.total_cmp(&right).is_eq(),
+            _ => false,
+        },
+    }
+}
+
+/// A sum, difference, product, quotient or remainder.
+fn arithmetic(sign: &'static str, left: &ExprValue, right: &ExprValue) -> Result<ExprValue, EvalError> {
+    if let (ExprValue::Int(a), ExprValue::Int(b)) = (left, right) {
+        let exact = match sign {
+            "+" => a.checked_add(*b),
+            "-" => a.checked_sub(*b),
+            "*" => a.checked_mul(*b),
+            "//" => {
+                let quotient = a.checked_div_euclid(*b);
+                // Euclid's quotient rounds up for a negative divisor that does not divide.
+                quotient.and_then(|quotient| {
+                    if *b < 0 && a.rem_euclid(*b) != 0 { quotient.checked_sub(1) } else { Some(quotient) }
+                })
+            }
+            "%" => a.checked_rem_euclid(*b),
+            _ if a.checked_rem(*b).is_some_and(|rest| rest != 0) => {
+                return Ok(ExprValue::Float(left.float(sign)? / right.float(sign)?));
+            }
+            _ => a.checked_div(*b),
+        };
+        return exact.map(ExprValue::Int).ok_or_else(|| EvalError::range(sign));
+    }
+    let (a, b) = (left.float(sign)?, right.float(sign)?);
+    let value = match sign {
+        "+" => a + b,
+        "-" => a - b,
+        "*" => a * b,
+        "//" => (a / b).floor(),
+        "%" => a.rem_euclid(b),
+        _ => a / b,
+    };
+    if value.is_finite() { Ok(ExprValue::Float(value)) } else { Err(EvalError::range(sign)) }
 }

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use super::{
     expression::{Expr, ExprNode, TextTemplate},
     function::FUNCTIONS,
-    operator::{Arithmetic, Binary, Compare},
     value::{Absent, DEPTH_MAX, ExprValue, SyntaxError},
 };
 
@@ -16,25 +15,8 @@ struct Parser<'a> {
 }
 
 /// Operators by precedence, the loosest first. Within a row, a longer operator stands before one that is its prefix.
-const LEVELS: [&[(&str, Binary)]; 5] = [
-    &[("||", Binary::Or)],
-    &[("&&", Binary::And)],
-    &[
-        ("==", Binary::Equal),
-        ("!=", Binary::Unequal),
-        ("<=", Binary::Compare(Compare::LessEqual)),
-        (">=", Binary::Compare(Compare::GreaterEqual)),
-        ("<", Binary::Compare(Compare::Less)),
-        (">", Binary::Compare(Compare::Greater)),
-    ],
-    &[("+", Binary::Arithmetic(Arithmetic::Add)), ("-", Binary::Arithmetic(Arithmetic::Subtract))],
-    &[
-        ("*", Binary::Arithmetic(Arithmetic::Multiply)),
-        ("//", Binary::Arithmetic(Arithmetic::FloorDivide)),
-        ("/", Binary::Arithmetic(Arithmetic::Divide)),
-        ("%", Binary::Arithmetic(Arithmetic::Remainder)),
-    ],
-];
+const LEVELS: [&[&str]; 5] =
+    [&["||"], &["&&"], &["==", "!=", "<=", ">=", "<", ">"], &["+", "-"], &["*", "//", "/", "%"]];
 
 fn is_word(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '_'
@@ -118,9 +100,9 @@ impl<'a> Parser<'a> {
     fn binary(&mut self, level: usize) -> Result<ExprNode, SyntaxError> {
         let Some(operators) = LEVELS.get(level) else { return self.unary() };
         let mut left = self.binary(level + 1)?;
-        while let Some((sign, operator)) = operators.iter().find(|(token, _)| self.take(token)) {
+        while let Some(sign) = operators.iter().find(|sign| self.take(sign)) {
             let right = self.binary(level + 1)?;
-            left = ExprNode::Binary(sign, *operator, Box::new([left, right]));
+            left = ExprNode::Binary(sign, Box::new([left, right]));
         }
         Ok(left)
     }
@@ -176,8 +158,8 @@ impl<'a> Parser<'a> {
         if !self.take("(") {
             return Ok(ExprNode::Name(word.into()));
         }
-        let (name, function, least, most) =
-            *FUNCTIONS.iter().find(|(name, ..)| *name == word).ok_or_else(|| SyntaxError::Function(word.to_owned()))?;
+        let function = FUNCTIONS.iter().find(|(name, ..)| *name == word);
+        let function = function.ok_or_else(|| SyntaxError::Function(word.to_owned()))?;
         let mut arguments = Vec::new();
         while !self.take(")") {
             if !arguments.is_empty() && !self.take(",") {
@@ -185,11 +167,12 @@ impl<'a> Parser<'a> {
             }
             arguments.push(self.expression()?);
         }
-        if !(least..=most).contains(&arguments.len()) {
+        let (name, least, most, _) = function;
+        if !(least..=most).contains(&&arguments.len()) {
             let expected = if least == most { least.to_string() } else { format!("{least} to {most}") };
             return Err(SyntaxError::Arguments { function: name, expected, found: arguments.len() });
         }
-        Ok(ExprNode::Call(name, function, arguments))
+        Ok(ExprNode::Call(function, arguments))
     }
 
     /// Numbers and ranges up to a closing bracket.

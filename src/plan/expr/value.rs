@@ -2,7 +2,8 @@
 
 use std::{fmt, sync::Arc};
 
-use ckfs_tensor::{View, ViewError};
+use ckfs_config::nearest;
+use ckfs_tensor::{DType, View, ViewError};
 
 /// Deepest nesting of an expression.
 pub(super) const DEPTH_MAX: usize = 64;
@@ -38,56 +39,52 @@ pub enum SyntaxError {
 
 /// Why an expression has no value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum EvalError {
-    /// An unknown name.
-    #[error("nothing is called {0:?}")]
-    Name(String),
-    /// A required value is absent.
-    #[error("{0}")]
-    Absent(Absent),
-    /// A value of another kind was expected.
-    #[error("{operation}: expected {expected}, found {found}")]
-    Kind {
-        /// The operator or function.
-        operation: &'static str,
-        /// The kind of value that it takes.
-        expected: &'static str,
-        /// The value that it got.
-        found: String,
-    },
+#[error("{text}")]
+pub struct EvalError {
+    text: String,
+    /// The words of the expression that it concerns, after the variables in whose definitions these are. Empty if it concerns the whole.
+    pub(crate) words: Vec<String>,
+    /// The absent value that is the reason.
+    pub(crate) absent: Option<Absent>,
+}
+
+impl EvalError {
+    /// An error that concerns a word of the expression, or the whole if it is empty.
+    pub(crate) fn new(text: String, word: &str) -> Self {
+        Self { text, words: vec![word.to_owned()], absent: None }
+    }
+
+    /// Nothing has this name.
+    pub(crate) fn no_name(name: &str) -> Self {
+        Self::new(format!("nothing is called {name:?}"), name)
+    }
+
+    /// There is no such dtype.
+    pub(super) fn no_dtype(name: &str) -> Self {
+        let words = DType::ALL.iter().flat_map(|dtype| [dtype.code().to_ascii_lowercase(), dtype.name().to_owned()]);
+        let words: Vec<String> = words.collect();
+        let near = nearest(name, words.iter().map(String::as_str));
+        let near = near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"));
+        Self::new(format!("there is no dtype {name:?}{near}"), name)
+    }
+
     /// A result beyond 64 bits, or a division by zero.
-    #[error("{0}: no such number")]
-    Range(&'static str),
-    /// A constant that f32 cannot represent.
-    #[error("{0} is no value of f32: round it with f32(…)")]
-    Inexact(String),
-    /// An unknown dtype.
-    #[error("there is no dtype {0:?}")]
-    DType(String),
-    /// A product whose rule does not say how to undo it.
-    #[error("{0}: the rule has no third operand, the factor that undoes the product")]
-    NoInverse(&'static str),
-    /// A tensor to be made whose shape no rule gives.
-    #[error("the rule does not give the shape of {0}")]
-    NoShape(String),
-    /// A loop without a range, over something other than the number in a name.
-    #[error("the numbers of {0:?} cannot be derived from names: give a range by over")]
-    Open(String),
-    /// A variable defined by itself.
-    #[error("{0:?} is defined by itself")]
-    Cycle(String),
-    /// Views whose shapes or dtypes do not fit.
-    #[error(transparent)]
-    View(#[from] ViewError),
-    /// In the definition of a variable.
-    #[error("{name}: {error}")]
-    In {
-        /// The variable.
-        name: String,
-        /// The reason.
-        #[source]
-        error: Box<EvalError>,
-    },
+    pub(crate) fn range(operation: &'static str) -> Self {
+        Self::new(format!("{operation}: no such number"), operation)
+    }
+
+    /// This error in the definition of a variable.
+    pub(crate) fn within(mut self, variable: &str) -> Self {
+        self.text = format!("{variable}: {}", self.text);
+        self.words.insert(0, variable.to_owned());
+        self
+    }
+}
+
+impl From<ViewError> for EvalError {
+    fn from(error: ViewError) -> Self {
+        Self::new(error.to_string(), "")
+    }
 }
 
 /// An absent value.
@@ -174,13 +171,20 @@ impl ExprValue {
         }
     }
 
+    /// A count as a whole number.
+    pub(super) fn whole(operation: &'static str, count: impl TryInto<i64>) -> Result<Self, EvalError> {
+        count.try_into().map(Self::Int).map_err(|_| EvalError::range(operation))
+    }
+
     pub(super) fn kind(&self, operation: &'static str, expected: &'static str) -> EvalError {
-        match self {
-            Self::Absent(what) => EvalError::Absent(what.as_ref().clone()),
-            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::View(_) | Self::List(_) => {
-                EvalError::Kind { operation, expected, found: self.to_string() }
-            }
-        }
+        let Self::Absent(absent) = self else {
+            return EvalError::new(format!("{operation}: expected {expected}, found {self}"), operation);
+        };
+        let word = match &**absent {
+            Absent::Config(name) | Absent::MeshAxis(name) | Absent::Tensor(name) => name,
+            Absent::Literal => "absent",
+        };
+        EvalError { absent: Some(absent.as_ref().clone()), ..EvalError::new(absent.to_string(), word) }
     }
 
     /// This value as a whole number.
@@ -188,12 +192,7 @@ impl ExprValue {
     /// # Errors
     /// [`EvalError`] if it is not one. A fraction with an integral value is accepted.
     pub fn int(&self, operation: &'static str) -> Result<i64, EvalError> {
-        match self {
-            Self::Int(value) => Ok(*value),
-            Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) | Self::List(_) => {
-                Err(self.kind(operation, "a whole number"))
-            }
-        }
+        if let Self::Int(value) = self { Ok(*value) } else { Err(self.kind(operation, "a whole number")) }
     }
 
     /// This value as a whole number that is not negative.
@@ -206,13 +205,10 @@ impl ExprValue {
 
     #[allow(clippy::cast_precision_loss, reason = "numbers of a configuration are far below 2^53")]
     pub(super) fn float(&self, operation: &'static str) -> Result<f64, EvalError> {
-        match self {
-            Self::Int(value) => Ok(*value as f64),
-            Self::Float(value) => Ok(*value),
-            Self::Bool(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) | Self::List(_) => {
-                Err(self.kind(operation, "a number"))
-            }
+        if let Self::Float(value) = self {
+            return Ok(*value);
         }
+        if let Self::Int(value) = self { Ok(*value as f64) } else { Err(self.kind(operation, "a number")) }
     }
 
     /// Whether this is true.
@@ -220,21 +216,11 @@ impl ExprValue {
     /// # Errors
     /// [`EvalError`] if it is neither true nor false.
     pub fn bool(&self, operation: &'static str) -> Result<bool, EvalError> {
-        match self {
-            Self::Bool(value) => Ok(*value),
-            Self::Int(_) | Self::Float(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) | Self::List(_) => {
-                Err(self.kind(operation, "true or false"))
-            }
-        }
+        if let Self::Bool(value) = self { Ok(*value) } else { Err(self.kind(operation, "true or false")) }
     }
 
     pub(super) fn text(&self, operation: &'static str) -> Result<&str, EvalError> {
-        match self {
-            Self::Text(value) => Ok(value),
-            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Absent(_) | Self::View(_) | Self::List(_) => {
-                Err(self.kind(operation, "a text"))
-            }
-        }
+        if let Self::Text(value) = self { Ok(value) } else { Err(self.kind(operation, "a text")) }
     }
 
     /// This value as a view.
@@ -242,23 +228,16 @@ impl ExprValue {
     /// # Errors
     /// [`EvalError`] if it is not one.
     pub fn view(&self, operation: &'static str) -> Result<&View, EvalError> {
-        match self {
-            Self::View(view) => Ok(view),
-            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::Absent(_) | Self::List(_) => {
-                Err(self.kind(operation, "a view"))
-            }
-        }
+        if let Self::View(view) = self { Ok(view) } else { Err(self.kind(operation, "a view")) }
     }
 
     #[allow(clippy::cast_possible_truncation, reason = "the narrowed value is compared with the original")]
     pub(super) fn constant(&self, operation: &'static str) -> Result<f32, EvalError> {
         let wide = self.float(operation)?;
         let narrow = wide as f32;
-        if f64::from(narrow).to_bits() == wide.to_bits() {
-            Ok(narrow)
-        } else {
-            Err(EvalError::Inexact(self.to_string()))
-        }
+        let is_exact = f64::from(narrow).to_bits() == wide.to_bits();
+        let inexact = || EvalError::new(format!("{self} is no value of f32: round it with f32(…)"), "");
+        is_exact.then_some(narrow).ok_or_else(inexact)
     }
 }
 
@@ -267,7 +246,7 @@ pub trait NameScope {
     /// The value of a name.
     ///
     /// # Errors
-    /// [`EvalError::Name`] if there is none.
+    /// [`EvalError`] if there is none.
     fn name(&self, name: &str) -> Result<ExprValue, EvalError>;
     /// A member of `config.json`; `None` if it is absent.
     fn config(&self, path: &[String]) -> Option<ExprValue>;

@@ -12,7 +12,8 @@ use super::{
         values::Values,
     },
     AtLine, LeafDtype, LeafRule, Placement, Span, Stack,
-    scope::{Bound, Local, Scope, is_absent},
+    scope::{Bound, Local, Scope},
+    targets::NoExtent,
 };
 
 /// Most numbers that one range may have.
@@ -138,7 +139,7 @@ impl LeafViews<'_> {
                 let number = usize::try_from(number).ok().filter(|number| *number < rank + levels);
                 match number.filter(|number| !axes.contains(number)) {
                     Some(number) => axes.push(number),
-                    None => return Err(LeafFailure::Rule(axis.at, EvalError::Range("axis"))),
+                    None => return Err(LeafFailure::Rule(axis.at, EvalError::range("axis"))),
                 }
             }
             making.axes = Some(axes);
@@ -150,7 +151,7 @@ impl LeafViews<'_> {
     /// All numbers of a variable in the names of the repository, from 0.
     fn numbers(&self, making: &LeafInProgress<'_>, stack: &Stack) -> Result<Range<u64>, LeafFailure> {
         if self.scope.inverse.is_some() {
-            return Err(LeafFailure::Rule(stack.at, EvalError::Open(stack.var.to_string())));
+            return Err(open(stack));
         }
         let mut bound = making.bound.clone();
         bound.push((stack.var.clone(), ExprValue::Text("*".into())));
@@ -165,8 +166,7 @@ impl LeafViews<'_> {
             bound.push((inner.var.clone(), int(first)));
         }
         let Some((_, first)) = making.leaf.from.first() else { return Ok(0..0) };
-        let open = |_| LeafFailure::Rule(stack.at, EvalError::Open(stack.var.to_string()));
-        let name = self.source_name(making, first, &bound).map_err(open)?;
+        let name = self.source_name(making, first, &bound).map_err(|_| open(stack))?;
         Ok(0..self.scope.count(&name).min(RANGE_MAX))
     }
 
@@ -223,16 +223,16 @@ impl LeafViews<'_> {
     }
 
     /// The extents that a leaf's rule gives to a source. An extent without a value has the reason in its place.
-    fn extents(&self, making: &LeafInProgress<'_>, name: &str) -> Result<Vec<Result<u64, EvalError>>, LeafFailure> {
+    fn extents(&self, making: &LeafInProgress<'_>, name: &str) -> Result<Vec<Result<u64, NoExtent>>, LeafFailure> {
         let Some((_, shape)) = making.leaf.shape.iter().find(|(of, _)| **of == *name) else {
-            return Ok(vec![Err(EvalError::NoShape(name.to_owned()))]);
+            return Ok(vec![Err(None)]);
         };
         let local = Local { scope: self.scope, bound: &making.bound };
         let extents = shape.it.iter().map(|extent| {
-            let Some(extent) = extent else { return Ok(Err(EvalError::NoShape(name.to_owned()))) };
+            let Some(extent) = extent else { return Ok(Err(None)) };
             match extent.eval(&local).and_then(|extent| extent.natural("shape")) {
                 Ok(extent) => Ok(Ok(extent)),
-                Err(error) if is_absent(&error) => Ok(Err(error)),
+                Err(error) if error.absent.is_some() => Ok(Err(Some(error))),
                 Err(error) => Err(LeafFailure::Rule(shape.at, error)),
             }
         });
@@ -295,6 +295,12 @@ impl LeafInProgress<'_> {
     }
 }
 
+/// A loop without a range, over something other than the number in a name.
+fn open(stack: &Stack) -> LeafFailure {
+    let text = format!("the numbers of {:?} cannot be derived from names: give a range by over", stack.var);
+    LeafFailure::Rule(stack.at, EvalError::new(text, &stack.var))
+}
+
 /// The numbers of a range, of which there are at most [`RANGE_MAX`].
 pub(super) fn range_of(
     scope: &Scope<'_>,
@@ -304,7 +310,7 @@ pub(super) fn range_of(
     let local = Local { scope, bound };
     let number = |expr: &Expr| expr.eval(&local)?.natural("range");
     let (start, stop) = (number(&range.it.0)?, number(&range.it.1)?);
-    if stop.saturating_sub(start) <= RANGE_MAX { Ok(start..stop) } else { Err(EvalError::Range("range")) }
+    if stop.saturating_sub(start) <= RANGE_MAX { Ok(start..stop) } else { Err(EvalError::range("range")) }
 }
 
 pub(super) fn int(number: u64) -> ExprValue {

@@ -1,7 +1,6 @@
 //! Places in a layout file that messages mark.
 
 use ckfs_config::{excerpt, nearest};
-use ckfs_tensor::DType;
 
 use super::{
     super::{
@@ -28,55 +27,18 @@ pub(super) fn word(text: &str, at: Span, word: &str) -> Span {
     start.map_or(at, |start| (at.0 + start, at.0 + start + word.len()))
 }
 
-/// The word of an expression that an error concerns. Empty if it concerns the whole expression.
-fn faulty(error: &EvalError) -> &str {
-    match error {
-        EvalError::Name(name)
-        | EvalError::Open(name)
-        | EvalError::Cycle(name)
-        | EvalError::DType(name)
-        | EvalError::In { name, .. }
-        | EvalError::Absent(Absent::Config(name) | Absent::MeshAxis(name) | Absent::Tensor(name)) => name,
-        EvalError::Kind { operation, .. } | EvalError::Range(operation) | EvalError::NoInverse(operation) => operation,
-        EvalError::Absent(Absent::Literal) => "absent",
-        EvalError::Inexact(_) | EvalError::NoShape(_) | EvalError::View(_) => "",
-    }
-}
-
 /// The part of an expression that an error concerns.
 fn mark(text: &str, at: Span, error: &EvalError) -> Span {
-    match (word(text, at, faulty(error)), error) {
-        // The definition of a variable does not name the variable.
-        (found, EvalError::In { error, .. }) if found == at => mark(text, at, error),
-        (found, _) => found,
-    }
+    // The definition of a variable does not name the variable.
+    error.words.iter().map(|name| word(text, at, name)).find(|found| *found != at).unwrap_or(at)
 }
 
 /// The name that a mistyped one of an expression most resembles. `members` are those of `config.json`.
-fn near(error: &EvalError, mesh: &Mesh, members: &[&str]) -> Option<String> {
-    match error {
-        EvalError::In { error, .. } => near(error, mesh, members),
-        EvalError::DType(name) => {
-            let words: Vec<String> = DType::ALL
-                .iter()
-                .flat_map(|dtype| [dtype.code().to_ascii_lowercase(), dtype.name().to_owned()])
-                .collect();
-            nearest(name, words.iter().map(String::as_str)).map(str::to_owned)
-        }
-        EvalError::Absent(Absent::MeshAxis(name)) => {
-            nearest(name, mesh.axes().iter().map(|axis| axis.name.as_str())).map(str::to_owned)
-        }
-        EvalError::Absent(Absent::Config(name)) => nearest(name, members.iter().copied()).map(str::to_owned),
-        EvalError::Absent(Absent::Tensor(_) | Absent::Literal)
-        | EvalError::Name(_)
-        | EvalError::Kind { .. }
-        | EvalError::Range(_)
-        | EvalError::Inexact(_)
-        | EvalError::Open(_)
-        | EvalError::NoInverse(_)
-        | EvalError::NoShape(_)
-        | EvalError::Cycle(_)
-        | EvalError::View(_) => None,
+fn near<'n>(error: &EvalError, mesh: &'n Mesh, members: &[&'n str]) -> Option<&'n str> {
+    match error.absent.as_ref()? {
+        Absent::MeshAxis(name) => nearest(name, mesh.axes().iter().map(|axis| axis.name.as_str())),
+        Absent::Config(name) => nearest(name, members.iter().copied()),
+        Absent::Tensor(_) | Absent::Literal => None,
     }
 }
 

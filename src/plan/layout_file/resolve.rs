@@ -26,7 +26,7 @@ use super::{
     },
     Allowed, AtLine, Each, LayoutFile, LeafRule, Placement, Resolved, Span,
     leaf::{LeafFailure, LeafInProgress, LeafViews, Misshapen, int, joined, range_of},
-    scope::{Bound, Local, Scope, is_absent},
+    scope::{Bound, Local, Scope},
 };
 
 impl LayoutFile {
@@ -66,7 +66,7 @@ impl LayoutFile {
         for (name, definition) in self.params.iter().chain(&self.vars) {
             // A variable whose expression needs an absent value is an error only where a rule uses the variable.
             if let Err(error) = scope.global(name)
-                && !is_absent(&error)
+                && error.absent.is_none()
             {
                 problems.push(scope.problem(definition.at, "", &error));
             }
@@ -183,7 +183,7 @@ impl<'a> Resolver<'a> {
                     self.add(self.scope.file.unmet(check.that.at, format!("{reason}{fitting}")));
                 }
                 Ok(None) => {}
-                Err(error) if check.warn && is_absent(&error) => {}
+                Err(error) if check.warn && error.absent.is_some() => {}
                 Err(error) => self.add(self.scope.problem(check.that.at, "", &error)),
             }
         }
@@ -302,7 +302,7 @@ impl<'a> Resolver<'a> {
         let number = stage.it.eval(&Local { scope: self.scope, bound }).and_then(|number| number.natural("stage"));
         let stages = self.scope.mesh.find(STAGE_AXIS).map_or(1, |axis| self.scope.mesh.axes()[axis].size);
         let number =
-            number.and_then(|number| if number < stages { Ok(number) } else { Err(EvalError::Range("stage")) });
+            number.and_then(|number| if number < stages { Ok(number) } else { Err(EvalError::range("stage")) });
         match number {
             Ok(number) => Ok(Some(number).filter(|_| stages > 1)),
             Err(error) => {

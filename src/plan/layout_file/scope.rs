@@ -23,23 +23,6 @@ use super::{
 /// Values of loops, by name, outermost first.
 pub(super) type Bound = Vec<(Arc<str>, ExprValue)>;
 
-pub(super) fn is_absent(error: &EvalError) -> bool {
-    match error {
-        EvalError::Absent(_) => true,
-        EvalError::In { error, .. } => is_absent(error),
-        EvalError::Name(_)
-        | EvalError::Kind { .. }
-        | EvalError::Range(_)
-        | EvalError::Inexact(_)
-        | EvalError::DType(_)
-        | EvalError::Open(_)
-        | EvalError::NoInverse(_)
-        | EvalError::NoShape(_)
-        | EvalError::Cycle(_)
-        | EvalError::View(_) => false,
-    }
-}
-
 /// The repository, and the values of parameters and variables.
 pub(super) struct Scope<'a> {
     pub(super) file: &'a LayoutFile,
@@ -85,17 +68,19 @@ impl<'a> Scope<'a> {
 
     pub(super) fn global(&self, name: &str) -> Result<ExprValue, EvalError> {
         if let Some(known) = self.known.borrow().get(name) {
-            return known.clone().unwrap_or_else(|| Err(EvalError::Cycle(name.to_owned())));
+            return known
+                .clone()
+                .unwrap_or_else(|| Err(EvalError::new(format!("{name:?} is defined by itself"), name)));
         }
         let inverse = self.inverse.and_then(|_| self.file.inverse.get(name));
         let definition = inverse.or_else(|| self.file.params.get(name)).or_else(|| self.file.vars.get(name));
-        let Some(definition) = definition else { return Err(EvalError::Name(name.to_owned())) };
+        let Some(definition) = definition else { return Err(EvalError::no_name(name)) };
         let value = if let Some(value) = self.set.get(name) {
             Ok(value.clone())
         } else {
             self.known.borrow_mut().insert(name.to_owned(), None);
             let value = definition.it.eval(&Local { scope: self, bound: &[] });
-            value.map_err(|error| EvalError::In { name: name.to_owned(), error: Box::new(error) })
+            value.map_err(|error| error.within(name))
         };
         self.known.borrow_mut().insert(name.to_owned(), Some(value.clone()));
         value

@@ -9,6 +9,9 @@ use super::super::expr::EvalError;
 /// The dtype of targets in the views of rules. A rule that leaves a result in f32 is known by the difference.
 const TARGET_DTYPE: DType = DType::BF16;
 
+/// Why an extent has no value; `None` if the rule does not give it.
+pub(super) type NoExtent = Option<EvalError>;
+
 /// The names under which a checkpoint stores the leaves of a layout.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StoredNames {
@@ -48,23 +51,20 @@ impl Targets {
     ///
     /// # Errors
     /// An extent without a value, or another shape than a rule before gave.
-    pub(super) fn view(&mut self, name: String, extents: Vec<Result<u64, EvalError>>) -> Result<View, EvalError> {
-        let named =
-            |error| if matches!(error, EvalError::NoShape(_)) { EvalError::NoShape(name.clone()) } else { error };
-        let extents = extents.into_iter().collect::<Result<Vec<u64>, _>>().map_err(named)?;
+    pub(super) fn view(&mut self, name: String, extents: Vec<Result<u64, NoExtent>>) -> Result<View, EvalError> {
+        let no_shape = || EvalError::new(format!("the rule does not give the shape of {name}"), "");
+        let extents = extents.into_iter().collect::<Result<Vec<u64>, _>>();
+        let extents = extents.map_err(|error| error.unwrap_or_else(no_shape))?;
         let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
         let number = if let Some(number) = self.by_name.get(&name) {
             let known = &self.list[*number as usize].shape;
             if *known != shape {
-                return Err(EvalError::Kind {
-                    operation: "shape",
-                    expected: "one shape for a tensor",
-                    found: format!("{known} and {shape} for {name}"),
-                });
+                let text = format!("shape: expected one shape for a tensor, found {known} and {shape} for {name}");
+                return Err(EvalError::new(text, "shape"));
             }
             *number
         } else {
-            let number = u32::try_from(self.list.len()).map_err(|_| EvalError::Range("targets"))?;
+            let number = u32::try_from(self.list.len()).map_err(|_| EvalError::range("targets"))?;
             self.list.push(Target { name: name.clone(), shape: shape.clone() });
             self.by_name.insert(name, number);
             number
