@@ -146,8 +146,7 @@ impl NamedParts {
 
 struct Namer<'a> {
     checkpoint: &'a Checkpoint,
-    family: Option<Family>,
-    generic: Generic,
+    family: Option<&'static Family>,
     /// Stems of all layers' tensors.
     stems: BTreeSet<String>,
     /// The orders of axes that fused experts show.
@@ -172,20 +171,19 @@ pub(super) struct Tabled {
 /// All problems found.
 pub(super) fn drafts(
     (checkpoint, names): (&Checkpoint, &ParsedNames<'_>),
-    family: Option<Family>,
-    generic: Generic,
+    family: Option<&'static Family>,
     (values, order): (&Values<'_>, Option<Order>),
     (whole, mesh): (&Checkpoint, &Mesh),
 ) -> Result<Tabled, Vec<Problem>> {
     let mut problems = Vec::new();
     let in_layers = names.kinds().iter().filter(|kind| kind.parsed.layer.is_some());
     let stems = in_layers.map(|kind| naming::split_suffix(&kind.parsed.rest).0.to_owned()).collect();
-    let mut namer = Namer::new((checkpoint, order), family, generic, stems);
+    let mut namer = Namer::new((checkpoint, order), family, stems);
     namer.find_blocks_of(whole, mesh, true);
     let mut named = NamedParts::default();
     named.add(&namer, names, &mut problems);
     let mut predictors = HashSet::new();
-    if let Some((prefix, first)) = select::predicting(checkpoint, names, namer.family.as_ref()) {
+    if let Some((prefix, first)) = select::predicting(checkpoint, names, namer.family) {
         let predicts = |name: &ParsedName| names.kind(name).parsed.prefix == prefix && names.layer(name) >= Some(first);
         let all = checkpoint.tensors().zip(names.names());
         predictors.extend(all.filter(|(_, name)| predicts(name)).map(|((id, _), _)| id));
@@ -206,8 +204,7 @@ pub(super) fn drafts(
 /// All problems found.
 pub(super) fn hf_drafts(
     checkpoint: &Checkpoint,
-    family: Option<Family>,
-    generic: Generic,
+    family: Option<&'static Family>,
     (values, order): (&Values<'_>, Option<Order>),
     (whole, mesh): (&Checkpoint, &Mesh),
 ) -> Result<Tabled, Vec<Problem>> {
@@ -215,7 +212,7 @@ pub(super) fn hf_drafts(
         let dtype = values.dtype_of(id, &[info.name]);
         (info.name.to_owned(), values.view(id, dtype))
     });
-    let mut namer = Namer::new((checkpoint, order), family, generic, BTreeSet::new());
+    let mut namer = Namer::new((checkpoint, order), family, BTreeSet::new());
     namer.find_blocks_of(whole, mesh, false);
     named_drafts(&namer, tensors)
 }
@@ -226,14 +223,13 @@ pub(super) fn hf_drafts(
 /// All problems found.
 pub(super) fn drafts_of(
     checkpoint: &Checkpoint,
-    family: Option<Family>,
-    generic: Generic,
+    family: Option<&'static Family>,
     tensors: impl ExactSizeIterator<Item = (String, Result<View, Problem>)>,
     mesh: &Mesh,
 ) -> Result<Tabled, Vec<Problem>> {
-    let mut namer = Namer::new((checkpoint, None), family, generic, BTreeSet::new());
+    let mut namer = Namer::new((checkpoint, None), family, BTreeSet::new());
     let tensors: Vec<_> = tensors.collect();
-    let parsed: Vec<Parsed> = tensors.iter().map(|(name, _)| naming::parse(name, &namer.generic.words)).collect();
+    let parsed: Vec<Parsed> = tensors.iter().map(|(name, _)| naming::parse(name)).collect();
     let shapes = tensors.iter().zip(&parsed).filter_map(|((name, view), parsed)| {
         view.as_ref().ok().map(|view| (name.as_str(), view.shape().extents(), parsed))
     });
@@ -252,7 +248,7 @@ fn named_drafts(
     let mut single = Vec::new();
     for (name, view) in tensors {
         let mut kinds = Vec::new();
-        let parsed = naming::parse(&name, &namer.generic.words);
+        let parsed = naming::parse(&name);
         // The parts of a fused tensor are not shown here.
         let view = view.and_then(|view| {
             kinds = namer.name(&name, &parsed, view.shape().extents())?;
@@ -290,13 +286,12 @@ impl<'c> Namer<'c> {
     /// `order` is the user's own word on the axes of fused experts.
     fn new(
         (checkpoint, order): (&'c Checkpoint, Option<Order>),
-        family: Option<Family>,
-        generic: Generic,
+        family: Option<&'static Family>,
         stems: BTreeSet<String>,
     ) -> Self {
         let (plans, blocks) = (ModelPlans::default(), CutBlocks::default());
         let orientation = experts::orientation(checkpoint, order);
-        Self { checkpoint, family, generic, stems, orientation, plans, blocks }
+        Self { checkpoint, family, stems, orientation, plans, blocks }
     }
 
     /// Finds what tensor parallelism cuts in a checkpoint, of which only a part may be shown.
@@ -305,8 +300,7 @@ impl<'c> Namer<'c> {
             return;
         }
         let tensors: Vec<_> = whole.tensors().collect();
-        let words = self.generic.words.clone();
-        let parsed: Vec<Parsed> = tensors.par_iter().map(|(_, info)| naming::parse(info.name, &words)).collect();
+        let parsed: Vec<Parsed> = tensors.par_iter().map(|(_, info)| naming::parse(info.name)).collect();
         let named = tensors.iter().zip(&parsed).map(|((_, info), parsed)| (info.name, info.shape, parsed));
         self.find_blocks(named, mesh, parts);
     }
@@ -333,11 +327,11 @@ impl<'c> Namer<'c> {
         });
         self.plans = ModelPlans::of(self.checkpoint);
         let role = |prefix: &str, stem: &str, shape: &[u64]| {
-            let family = self.family.as_ref().filter(|family| family.prefixes.iter().any(|known| known == prefix))?;
+            let family = self.family.filter(|family| family.prefixes.iter().any(|known| known == prefix))?;
             let role = family.layer(stem, &|stem| self.stems.contains(stem))?;
             self.oriented(role.clone(), stem, shape)
         };
-        let sayings = Sayings { plans: &self.plans, generic: &self.generic, role: &role, parts };
+        let sayings = Sayings { plans: &self.plans, role: &role, parts };
         self.blocks = CutBlocks::of(modules, sayings);
     }
 
@@ -355,7 +349,7 @@ impl<'c> Namer<'c> {
             return self.blocks.cut(&parsed.prefix, &naming::group_name(stem), suffix, part);
         }
         let style = self.plans.text.iter().chain(&self.plans.towers).find_map(|plan| plan.top(stem));
-        let by_name = || role.and_then(|role| role.tp).or_else(|| self.generic.tp(stem));
+        let by_name = || role.and_then(|role| role.tp).or_else(|| Generic::get().tp(stem));
         let alone = match style {
             Some(Style::Replicate) => return (None, None),
             Some(Style::Colwise | Style::PackedColwise | Style::ColwiseGatherOutput | Style::EmbeddingRowwise) => {
@@ -380,7 +374,7 @@ impl<'c> Namer<'c> {
 
     /// The family's entry for a tensor: the output prefix, its role, and the final word of its name.
     fn role<'n>(&self, parsed: &'n Parsed, name: &'n str) -> Option<(String, Role, &'n str)> {
-        let family = self.family.as_ref()?;
+        let family = self.family?;
         if parsed.layer.is_some() {
             if !family.prefixes.contains(&parsed.prefix) {
                 return None;
@@ -466,11 +460,10 @@ impl<'c> Namer<'c> {
     /// Whether the first axis of a tensor counts experts, of a layer whose family says nothing of such a tensor.
     fn counts_experts(&self, parsed: &Parsed, shape: &[u64]) -> bool {
         const COUNTS: [&str; 4] = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
-        let is_of_experts = |word: &str| self.generic.words.experts.iter().any(|known| known == word);
         let count = || COUNTS.iter().filter_map(|count| member::config_number(self.checkpoint, count));
         parsed.layer.is_some()
             && parsed.expert.is_none()
-            && naming::words_of(&parsed.rest).any(is_of_experts)
+            && naming::words_of(&parsed.rest).any(naming::is_of_experts)
             && shape.len() > 1
             && count().any(|count| count == shape[0])
     }

@@ -8,6 +8,7 @@ use ckfs_layouts::{EmbeddedLayout, embedded_layouts};
 
 use super::{
     layout_file::LayoutFile,
+    member::model_types,
     problem::{PlanError, Problem},
 };
 
@@ -62,8 +63,7 @@ impl Embedded {
 
     /// The file for the model that `config.json` names, if there is one.
     fn file_of(self, checkpoint: &Checkpoint) -> Result<Option<LayoutFile>, PlanError> {
-        let dialect = checkpoint.dialect();
-        for wanted in [&dialect.model_type, &dialect.text_model_type].into_iter().flatten() {
+        for wanted in model_types(checkpoint) {
             for (label, _) in self.files {
                 let Some(file) = self.family(label) else { continue };
                 let file = file?;
@@ -96,7 +96,6 @@ impl Embedded {
         for (name, value) in &self.params {
             set.entry(name.clone()).or_insert_with(|| value.clone());
         }
-        let dialect = checkpoint.dialect();
         let wanted = set.remove(FAMILY);
         let known = || self.families().collect::<Vec<_>>().join(", ");
         let problem = |reason: String| Problem::File { file: format!("layout {}", self.name), reason };
@@ -109,8 +108,7 @@ impl Embedded {
             let file = self.family(&name).ok_or_else(|| problem(unknown()))?;
             return file.map(Arc::new);
         }
-        let types: Vec<&str> =
-            [&dialect.model_type, &dialect.text_model_type].into_iter().flatten().map(String::as_str).collect();
+        let types: Vec<&str> = model_types(checkpoint).collect();
         if let Some(file) = self.file_of(checkpoint)? {
             return Ok(Arc::new(file));
         }

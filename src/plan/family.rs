@@ -2,12 +2,15 @@
 //!
 //! A family is one TOML file under `families/`. The build finds it: adding one needs no code.
 
-use std::{collections::BTreeMap, sync::OnceLock};
+use std::{collections::BTreeMap, sync::LazyLock};
 
+use ckfs_checkpoint::Checkpoint;
 use serde::Deserialize;
 
-pub use super::naming::Words;
-use super::naming::{self, Parsed};
+use super::{
+    member::model_types,
+    naming::{self, Parsed},
+};
 
 include!(concat!(env!("OUT_DIR"), "/families.rs"));
 
@@ -62,42 +65,6 @@ pub struct Expectation {
     pub if_any: bool,
 }
 
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct FamilyFile {
-    name: String,
-    extends: Option<String>,
-    model_types: Vec<String>,
-    prefixes: Option<Vec<String>>,
-    #[serde(default)]
-    fused: Vec<String>,
-    #[serde(default)]
-    dropped_prefixes: Vec<String>,
-    layers: Option<String>,
-    #[serde(default)]
-    classes: Vec<String>,
-    #[serde(default)]
-    own_code: bool,
-    #[serde(default)]
-    unlike: Vec<String>,
-    #[serde(default)]
-    top: BTreeMap<String, Role>,
-    #[serde(default)]
-    layer: BTreeMap<String, Role>,
-    #[serde(default)]
-    layer_if: BTreeMap<String, BTreeMap<String, Role>>,
-    #[serde(default)]
-    expect: Vec<Expectation>,
-    #[serde(default)]
-    words: Words,
-    #[serde(default)]
-    roles: BTreeMap<String, usize>,
-    #[serde(default)]
-    block: Vec<BlockForm>,
-    #[serde(default)]
-    quantize: QuantizeRules,
-}
-
 /// What the names of matrices tell of whether they are quantized, where no family knows them.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -137,10 +104,15 @@ pub(super) struct BlockForm {
 }
 
 /// A model family.
-#[derive(Clone, Debug)]
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Family {
     /// Its name.
     pub name: String,
+    /// The family whose tables it has where it has no other.
+    extends: Option<String>,
+    /// Values of `model_type` in `config.json`. Not inherited.
+    model_types: Vec<String>,
     /// Possible prefixes of the text model's names. Other prefixes keep their words.
     pub prefixes: Vec<String>,
     /// Prefixes that are left out of names, besides `model.`.
@@ -177,55 +149,31 @@ const CLASS_ENDINGS: [&str; 11] = [
     "ForPreTraining",
 ];
 
-/// Why the family files are unusable. This is always an error in this program.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("family {family}: {reason}")]
-pub struct FamilyError {
-    /// The file's name.
-    pub family: String,
-    /// The reason.
-    pub reason: String,
+/// The families, each with what it inherits.
+static LOADED: LazyLock<Vec<Family>> = LazyLock::new(|| Family::names().map(load).collect());
+
+fn text(name: &str) -> &'static str {
+    FAMILIES.iter().find(|(file, _)| *file == name).map_or("", |(_, text)| text)
 }
 
-fn parse(name: &str) -> Result<FamilyFile, FamilyError> {
-    let error = |reason: String| FamilyError { family: name.to_owned(), reason };
-    let (_, text) =
-        FAMILIES.iter().find(|(file, _)| *file == name).ok_or_else(|| error("no such family".to_owned()))?;
-    toml::from_str(text).map_err(|e| error(e.to_string()))
-}
-
-fn load(name: &str) -> Result<Family, FamilyError> {
-    let file = parse(name)?;
-    let mut family = match &file.extends {
-        Some(base) => load(base)?,
-        None => Family {
-            name: String::new(),
-            prefixes: Vec::new(),
-            dropped_prefixes: Vec::new(),
-            fused: Vec::new(),
-            layers: "layers".to_owned(),
-            classes: Vec::new(),
-            own_code: false,
-            unlike: Vec::new(),
-            expect: Vec::new(),
-            top: BTreeMap::new(),
-            layer: BTreeMap::new(),
-            layer_if: BTreeMap::new(),
-        },
-    };
-    family.name = file.name;
-    family.prefixes = file.prefixes.unwrap_or(family.prefixes);
-    family.dropped_prefixes.extend(file.dropped_prefixes);
-    family.fused = file.fused;
-    family.layers = file.layers.unwrap_or(family.layers);
-    family.classes = file.classes;
-    family.own_code = file.own_code;
-    family.unlike.extend(file.unlike);
-    family.expect = file.expect;
-    family.top.extend(file.top);
-    family.layer.extend(file.layer);
-    family.layer_if.extend(file.layer_if);
-    Ok(family)
+fn load(name: &str) -> Family {
+    let mut family: Family = toml::from_str(text(name)).expect("the file is in the program, and a test reads it");
+    if let Some(base) = family.extends.as_deref().map(load) {
+        if family.prefixes.is_empty() {
+            family.prefixes = base.prefixes;
+        }
+        if family.layers.is_empty() {
+            family.layers = base.layers;
+        }
+        family.dropped_prefixes.splice(0..0, base.dropped_prefixes);
+        family.unlike.splice(0..0, base.unlike);
+        family.top = base.top.into_iter().chain(family.top).collect();
+        family.layer = base.layer.into_iter().chain(family.layer).collect();
+        family.layer_if = base.layer_if.into_iter().chain(family.layer_if).collect();
+    } else if family.layers.is_empty() {
+        "layers".clone_into(&mut family.layers);
+    }
+    family
 }
 
 impl Role {
@@ -244,17 +192,13 @@ impl Role {
 }
 
 impl Family {
-    /// The family of a `model_type` of `config.json`, if it is known.
-    ///
-    /// # Errors
-    /// [`FamilyError`] if an embedded file is malformed.
-    pub(crate) fn of_model_type(model_type: &str) -> Result<Option<Self>, FamilyError> {
-        for (name, _) in FAMILIES {
-            if parse(name)?.model_types.iter().any(|known| known == model_type) {
-                return load(name).map(Some);
-            }
-        }
-        Ok(None)
+    /// The family of a checkpoint's model. `None` if it is not known.
+    pub(crate) fn of(checkpoint: &Checkpoint) -> Option<&'static Self> {
+        model_types(checkpoint).find_map(Self::of_model_type)
+    }
+
+    fn of_model_type(model_type: &str) -> Option<&'static Self> {
+        LOADED.iter().find(|family| family.model_types.iter().any(|known| known == model_type))
     }
 
     /// Names of all families.
@@ -293,7 +237,7 @@ impl Family {
 
     /// Whether the tables have a tensor of a layer, under a prefix that the text model may have.
     pub(super) fn has_layer(&self, name: &str) -> bool {
-        let parsed = naming::parse(name, Generic::words());
+        let parsed = naming::parse(name);
         let is_layer = parsed.layer.is_some() && self.prefixes.contains(&parsed.prefix) && !naming::is_tower(name);
         is_layer && self.knows(name, &parsed)
     }
@@ -313,12 +257,12 @@ impl Family {
     }
 }
 
-/// The assumptions for any repository: the words that mark layers and experts, and the usual tensor-parallel roles.
-#[derive(Clone, Debug)]
-pub struct Generic {
-    /// The words.
-    pub words: Words,
+/// The assumptions for any repository: the usual tensor-parallel roles, and what is quantized.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Generic {
     /// Forms of blocks, the first of which counts.
+    #[serde(rename = "block")]
     pub(super) blocks: Vec<BlockForm>,
     /// What is quantized, by names.
     pub(super) quantize: QuantizeRules,
@@ -326,23 +270,15 @@ pub struct Generic {
 }
 
 impl Generic {
-    /// Loads it.
-    ///
-    /// # Errors
-    /// [`FamilyError`] if the embedded file is malformed.
-    pub fn load() -> Result<Self, FamilyError> {
-        let file = parse("generic")?;
-        Ok(Self { words: file.words, blocks: file.block, quantize: file.quantize, roles: file.roles })
-    }
-
-    /// The words alone.
-    pub(super) fn words() -> &'static Words {
-        static WORDS: OnceLock<Words> = OnceLock::new();
-        WORDS.get_or_init(|| Self::load().expect("the file is in the program, and a test reads it").words)
+    /// These assumptions.
+    pub(super) fn get() -> &'static Self {
+        static GENERIC: LazyLock<Generic> =
+            LazyLock::new(|| toml::from_str(text("generic")).expect("the file is in the program, and a test reads it"));
+        &GENERIC
     }
 
     /// Axis that tensor parallelism splits in a module that is split by itself, by the last word of its stem.
-    pub(crate) fn tp(&self, stem: &str) -> Option<usize> {
+    pub(super) fn tp(&self, stem: &str) -> Option<usize> {
         self.roles.get(stem.rsplit('.').next().unwrap_or(stem)).copied()
     }
 }
@@ -354,23 +290,23 @@ mod tests {
     #[test]
     fn every_family_file_loads_and_no_model_type_is_claimed_twice() {
         let mut seen: Vec<String> = Vec::new();
-        for (name, _) in FAMILIES {
-            for expectation in load(name).unwrap().expect {
+        for family in &*LOADED {
+            for expectation in &family.expect {
                 for expression in expectation.when.iter().chain(&expectation.experts) {
                     crate::expr::Expr::parse(expression).unwrap();
                 }
             }
-            for model_type in parse(name).unwrap().model_types {
-                assert!(!seen.contains(&model_type), "{model_type} is claimed twice");
-                seen.push(model_type);
+            for model_type in &family.model_types {
+                assert!(!seen.contains(model_type), "{model_type} is claimed twice");
+                seen.push(model_type.clone());
             }
         }
-        Generic::load().unwrap();
+        assert!(!Generic::get().blocks.is_empty());
     }
 
     #[test]
     fn gemma_renames_the_norm_after_attention_only_where_another_stands_before_the_mlp() {
-        let family = Family::of_model_type("gemma2").unwrap().unwrap();
+        let family = Family::of_model_type("gemma2").unwrap();
         let short = |has: bool| family.layer("post_attention_layernorm", &|_| has).unwrap().short.clone().unwrap();
         assert_eq!(short(true), "attn_post_norm");
         assert_eq!(short(false), "mlp_norm");

@@ -17,14 +17,15 @@ use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
 use serde_json::Value;
 
 use super::{
-    ViewOptions, inverse,
+    ViewOptions,
+    family::Family,
+    inverse,
     lora::{self, Lora, PREFIX, by_pattern, matrix, unsaved_modules},
     name_group::{NameGroup, fold},
     naming,
     peft::{self, OwnAdapter},
     problem::{PlanError, Problem, RuleLocation},
     select::{self, Subset},
-    survey::family,
 };
 
 /// The matrices of a module whose weight is `[out, in]`, and those of an embedding, whose weight is `[entries, width]`.
@@ -98,7 +99,7 @@ pub(super) fn merged(
     }
     // An adapter has the names of the model, which a rename of the source gives.
     let renames = Subset { source_renames: options.subset.source_renames.clone(), ..Subset::default() };
-    let renamed = select::select(checkpoint, &renames, family(checkpoint)?.as_ref())?.whole;
+    let renamed = select::select(checkpoint, &renames, Family::of(checkpoint))?.whole;
     let renamed = renamed.as_ref().unwrap_or(checkpoint);
     let (own, mut moved);
     let (named, adapter) = match asked {

@@ -25,7 +25,7 @@ use super::{
         models::{Loaded, ModelNames},
         single_expert,
     },
-    family::{Family, Generic},
+    family::Family,
     name_group::{NameGroup, fold},
     names,
     naming::words_of,
@@ -91,13 +91,13 @@ type Layer = BTreeMap<u64, [Option<TensorId>; 3]>;
 pub(super) fn drafts(
     checkpoint: &Checkpoint,
     model: &ModelNames,
-    (family, generic): (Option<&Family>, Generic),
+    family: Option<&'static Family>,
     values: &Values<'_>,
     mesh: &Mesh,
 ) -> Result<(Tabled, Vec<NameGroup>), Vec<Problem>> {
     let predicting = select::predicting(checkpoint, &ParsedNames::of(checkpoint), family);
     let is_beyond = |name: &str| {
-        let parsed = super::naming::parse(name, &generic.words);
+        let parsed = super::naming::parse(name);
         predicting.as_ref().is_some_and(|(prefix, first)| parsed.prefix == *prefix && parsed.layer >= Some(*first))
     };
     let mut layers: BTreeMap<String, Layer> = BTreeMap::new();
@@ -171,7 +171,7 @@ pub(super) fn drafts(
     if !problems.is_empty() {
         return Err(problems);
     }
-    let mut tabled = canonical::drafts_of(checkpoint, family.cloned(), generic, made.into_iter(), mesh)?;
+    let mut tabled = canonical::drafts_of(checkpoint, family, made.into_iter(), mesh)?;
     for draft in &mut tabled.drafts {
         draft.bundled = Bundled::ALWAYS;
         if fused.contains(&draft.name) {

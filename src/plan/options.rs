@@ -11,6 +11,7 @@ use ckfs_tensor::DType;
 
 use super::{
     embedded::Embedded,
+    family::Family,
     layout_file::LayoutFile,
     problem::{PlanError, Problem},
     respelled,
@@ -108,8 +109,8 @@ impl ViewOptions {
         if is_state {
             return Some(rename);
         }
-        let family = respelled::family(checkpoint);
-        let is_own = |name: &str| family.as_ref().is_some_and(|family| family.has_layer(name));
+        let family = Family::of(checkpoint);
+        let is_own = |name: &str| family.is_some_and(|family| family.has_layer(name));
         let mut names = checkpoint.tensors().map(|(_, info)| info.name);
         // The code of a repository may wrap its layers by itself.
         let has_code = checkpoint.config().is_some_and(|config| config.get("auto_map").is_some());

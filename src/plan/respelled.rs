@@ -11,16 +11,9 @@ use super::family::Family;
 /// The word that tables have for layers, and the other one.
 const WORDS: [&str; 2] = ["layers", "blocks"];
 
-/// The family of a checkpoint's model. `None` if it is not known.
-pub(super) fn family(checkpoint: &Checkpoint) -> Option<Family> {
-    let dialect = checkpoint.dialect();
-    let mut types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
-    types.find_map(|of| Family::of_model_type(of).ok().flatten())
-}
-
 /// The rename that gives a known model's layers the word of its releases. `None` if they have it.
 pub(super) fn rename(checkpoint: &Checkpoint) -> Option<Rename> {
-    let family = family(checkpoint)?;
+    let family = Family::of(checkpoint)?;
     let has = |prefix: &str, word: &str| checkpoint.table().with_prefix(&format!("{prefix}{word}.")).next().is_some();
     let [word, other] = WORDS;
     // Without a prefix nothing says that the layers are those of the text model.

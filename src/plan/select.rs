@@ -12,14 +12,14 @@ use serde_json::{Map, Value, json};
 
 use super::{
     LayerRanges,
-    family::{Family, Generic, Words},
+    family::Family,
     layer_lists::KeptLayers,
     member,
     name_group::{NameGroup, fold},
     naming,
     parsed::{NameKind, ParsedName, ParsedNames},
     pattern::Pattern,
-    problem::{PlanError, Problem},
+    problem::PlanError,
     rename::{self, Rename},
     text_model::TextModel,
 };
@@ -46,7 +46,7 @@ pub struct Subset {
 impl Subset {
     /// Whether a missing tensor would be shown if it were present.
     pub(super) fn wants(&self, name: &str) -> bool {
-        let layer = naming::layer_of(name, Generic::words()).map(|(_, layer)| layer);
+        let layer = naming::layer_of(name).map(|(_, layer)| layer);
         let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
         let layers = self.layers.as_ref().zip(layer);
         (self.include.is_empty() || any(&self.include))
@@ -129,11 +129,6 @@ const COUNTS: [&str; 4] = ["num_hidden_layers", "n_layer", "num_layers", "n_laye
 /// Families in which the layer's number determines nothing beyond what `config.json` says.
 const UNIFORM: [&str; 3] = ["llama", "mixtral", "phi3"];
 
-fn refused(reasons: Vec<String>, what: &str) -> PlanError {
-    let problem = |reason| Problem::File { file: what.to_owned(), reason };
-    PlanError { problems: reasons.into_iter().map(problem).collect() }
-}
-
 /// Makes the selection.
 pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&Family>) -> Result<Selected, PlanError> {
     let whole = renamed(checkpoint, subset)?;
@@ -144,17 +139,16 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         return Ok(selected);
     }
     let patterns = SourcePatterns::new(base, subset, &mut selected)?;
-    let words = Generic::words();
     let text = ParsedNames::of(base).text_prefix(family);
-    let choice = Choice::new(base, subset, &patterns, text.as_deref(), words);
+    let choice = Choice::new(base, subset, &patterns, text.as_deref());
     if subset.layers.is_some() && text.is_none() {
-        return Err(refused(vec!["the repository has no layers of a text model".to_owned()], "layers"));
+        return Err(PlanError::of("layers", vec!["the repository has no layers of a text model".to_owned()]));
     }
-    if let Some(reason) = beyond_the_last(base, subset, text.as_deref(), words) {
-        return Err(refused(vec![reason], "layers"));
+    if let Some(reason) = beyond_the_last(base, subset, text.as_deref()) {
+        return Err(PlanError::of("layers", vec![reason]));
     }
     if choice.kept.is_empty() {
-        return Err(refused(vec!["no tensor is left".to_owned()], "include, exclude, layers"));
+        return Err(PlanError::of("include, exclude, layers", vec!["no tensor is left".to_owned()]));
     }
     let layers: Vec<u64> = choice.layers.iter().copied().collect();
     let numbers: BTreeMap<u64, u64> = layers.iter().copied().zip(0..).collect();
@@ -166,7 +160,7 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     let mut names: BTreeMap<TensorId, String> =
         choice.kept.into_iter().map(|(id, layer)| (id, new_name(id, layer))).collect();
     keep_operands(base, &mut names, &|id| {
-        let found = naming::layer_of(base.tensor(id).name, words);
+        let found = naming::layer_of(base.tensor(id).name);
         new_name(id, found.and_then(|(prefix, layer)| (text.as_deref() == Some(prefix)).then_some(layer)))
     });
     match text_part(base, subset, &names) {
@@ -179,7 +173,7 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         choice.cut_by_pattern.then(|| reason.to_owned())
     });
     let part = base.derived(config, None, |id, _| names.get(&id).cloned());
-    selected.part = Some(part.map_err(|reasons| refused(reasons, "layers"))?);
+    selected.part = Some(part.map_err(|reasons| PlanError::of("layers", reasons))?);
     selected.whole = whole;
     Ok(selected)
 }
@@ -194,10 +188,10 @@ fn renamed(checkpoint: &Checkpoint, subset: &Subset) -> Result<Option<Checkpoint
     }
     let new = |name: &str| rename::apply(&subset.source_renames, name).expect("each name was checked just above");
     let renamed = checkpoint.derived(None, None, |_, info| Some(new(info.name)));
-    let renamed = renamed.map_err(|reasons| refused(reasons, "source_rename"))?;
+    let renamed = renamed.map_err(|reasons| PlanError::of("source_rename", reasons))?;
     if parts_names(checkpoint, &renamed) {
         let reason = "takes the names of scales away from those of their quantized weights".to_owned();
-        return Err(refused(vec![reason], "source_rename"));
+        return Err(PlanError::of("source_rename", vec![reason]));
     }
     Ok(Some(renamed))
 }
@@ -219,7 +213,7 @@ impl SourcePatterns {
             let reason = format!(
                 "{source:?} matches names in the repository, {target:?} does not: expected all to do one or the other"
             );
-            return Err(refused(vec![reason], "include"));
+            return Err(PlanError::of("include", vec![reason]));
         }
         (selected.target_include, selected.target_exclude) = (target_include, target_exclude);
         Ok(Self { include, exclude })
@@ -244,11 +238,11 @@ struct Choice {
 }
 
 impl Choice {
-    fn new(base: &Checkpoint, subset: &Subset, patterns: &SourcePatterns, text: Option<&str>, words: &Words) -> Self {
+    fn new(base: &Checkpoint, subset: &Subset, patterns: &SourcePatterns, text: Option<&str>) -> Self {
         let declared = base.dialect().declared_layers;
         let mut choice = Self { kept: Vec::new(), layers: BTreeSet::new(), dropped_mtp: false, cut_by_pattern: false };
         for (id, info) in base.tensors() {
-            let found = naming::layer_of(info.name, words);
+            let found = naming::layer_of(info.name);
             let of_text = found.and_then(|(prefix, layer)| (text == Some(prefix)).then_some(layer));
             let is_mtp = is_predictor(info.name)
                 || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
@@ -300,10 +294,10 @@ fn parts_names(checkpoint: &Checkpoint, renamed: &Checkpoint) -> bool {
 }
 
 /// The reason why the selected layers do not exist, if some are beyond the last layer.
-fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>, words: &Words) -> Option<String> {
+fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>) -> Option<String> {
     let (layers, prefix) = (subset.layers.as_ref()?, prefix?);
     let found = base.tensors().filter_map(|(_, info)| {
-        naming::layer_of(info.name, words).and_then(|(before, layer)| (before == prefix).then_some(layer))
+        naming::layer_of(info.name).and_then(|(before, layer)| (before == prefix).then_some(layer))
     });
     let found = found.max().map_or(0, |last| last.saturating_add(1));
     let count = found.max(base.dialect().declared_layers.unwrap_or(0));

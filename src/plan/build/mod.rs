@@ -37,12 +37,11 @@ use self::{
     stage::{Builder, ChosenLayout, Drafted, Selection, groups_of},
 };
 use super::{
-    DecodedScheme, Draft, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Plan, PlanError, Problem,
+    DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Plan, PlanError, Problem,
     Sharding, Tied, ViewOptions, Whole, canonical,
     embedded::FAMILY,
     expect,
     experts::{self, orientation::PARAMETER},
-    family::{Family, Generic},
     hf,
     inverse::{self, Inverted},
     layout_file,
@@ -52,7 +51,7 @@ use super::{
     names, naming, narrow, packed,
     parsed::ParsedNames,
     peft, select, shard, stored,
-    survey::{devices, family, family_problem, missing_layers, no_layers},
+    survey::{devices, missing_layers, no_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
     whole, widths,
@@ -259,7 +258,7 @@ impl<'a> Builder<'a> {
         let request = file.as_ref().map_or(request, |file| with_dtype_of(request, file, options));
         let flat = file.as_ref().is_some_and(|file| file.flat()) || modules.is_some() || options.layout == Layout::Hf;
         // A trainer's names are in no table.
-        let family = if options.layout == Layout::Stored { None } else { family(wanted.seen())? };
+        let family = if options.layout == Layout::Stored { None } else { Family::of(wanted.seen()) };
         let is_back = options.layout == Layout::Hf && options.lora.is_none();
         let model = Model::of(wanted.seen().config(), options.layout == Layout::Stored);
         let inverse = if is_back { inverse::invert(wanted.part(), options, &model)? } else { None };
@@ -331,10 +330,7 @@ impl<'a> Builder<'a> {
     fn draft_back(&mut self, inverted: &Inverted, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Drafted {
         self.warnings.extend(inverted.warnings.iter().cloned());
         let tensors = inverted.tensors.iter().map(|(name, view)| (name.clone(), Ok(view.clone())));
-        let generic = Generic::load().map_err(|error| family_problem(&error).problems);
-        let drafts = generic.and_then(|generic| {
-            canonical::drafts_of(wanted.seen(), chosen.family.clone(), generic, tensors, &self.options.mesh)
-        });
+        let drafts = canonical::drafts_of(wanted.seen(), chosen.family, tensors, &self.options.mesh);
         let drafts = self.tabled(drafts);
         Drafted {
             drafts,
@@ -359,7 +355,7 @@ impl<'a> Builder<'a> {
 
     /// Drafts by the tables of the model's family, or by the repository's own names.
     fn draft_by_tables(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
-        let (whole, family, options) = (wanted.compared(), chosen.family.as_ref(), self.options);
+        let (whole, family, options) = (wanted.compared(), chosen.family, self.options);
         let is_canonical = options.layout == Layout::Canonical;
         self.warnings.extend(experts::doubts(wanted.seen(), wanted.order));
         // The comparison and the drafts each visit all tensors: they run at the same time.
@@ -372,15 +368,14 @@ impl<'a> Builder<'a> {
         let split = (if is_canonical { wanted.compared() } else { wanted.whole() }, &options.mesh);
         let seen = wanted.seen();
         let drafts = || {
-            let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
-            let (family, values) = (family.cloned(), (values, wanted.order));
+            let values = (values, wanted.order);
             if !is_canonical {
-                return canonical::hf_drafts(seen, family, generic, values, split);
+                return canonical::hf_drafts(seen, family, values, split);
             }
             if std::ptr::eq(seen, whole) {
-                return canonical::drafts((seen, &names), family, generic, values, split);
+                return canonical::drafts((seen, &names), family, values, split);
             }
-            canonical::drafts((seen, &ParsedNames::of(seen)), family, generic, values, split)
+            canonical::drafts((seen, &ParsedNames::of(seen)), family, values, split)
         };
         let ((mut findings, problems), drafts) = rayon::join(compare, drafts);
         self.problems.extend(problems);
@@ -403,7 +398,7 @@ impl<'a> Builder<'a> {
     /// Drafts under the names of transformers' modules.
     fn draft_by_modules(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
         let Some(model) = &chosen.modules else { return Drafted::default() };
-        let (seen, family, options) = (wanted.seen(), chosen.family.as_ref(), self.options);
+        let (seen, family, options) = (wanted.seen(), chosen.family, self.options);
         missing_layers(wanted.compared(), family, options, &mut self.problems, &mut self.warnings);
         self.no_names(wanted, wanted.compared(), family);
         let names = ParsedNames::of(seen);
@@ -412,9 +407,7 @@ impl<'a> Builder<'a> {
             None => (expect::survey(seen, &names, options), Vec::new()),
         };
         self.problems.extend(problems);
-        let made = Generic::load().map_err(|error| family_problem(&error).problems);
-        let made = made.and_then(|generic| modules::drafts(seen, model, (family, generic), values, &self.options.mesh));
-        let (tabled, left_out) = match made {
+        let (tabled, left_out) = match modules::drafts(seen, model, family, values, &options.mesh) {
             Ok((tabled, left_out)) => (Ok(tabled), left_out),
             Err(problems) => (Err(problems), Vec::new()),
         };

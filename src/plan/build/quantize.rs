@@ -7,10 +7,8 @@ use ckfs_tensor::{TensorId, View};
 
 use super::{
     super::{
-        Draft, Layout, PlanError, Problem,
-        family::Generic,
+        Draft, Family, Layout, PlanError, Problem,
         quantize::{Quantizer, StoredBefore, WeightChoice, with_codes},
-        survey::family_problem,
         values::Values,
     },
     stage::{Builder, ChosenLayout, Selection},
@@ -52,16 +50,12 @@ impl<'a> Builder<'a> {
                 "--lora shows the names of a model in training, whose weights are floats: expected none".to_owned(),
             ));
         }
-        let family = match &chosen.family {
-            Some(family) => Some(family.clone()),
-            None => super::family(wanted.seen())?,
-        };
-        let generic = Generic::load().map_err(|error| family_problem(&error))?;
+        let family = chosen.family.or_else(|| Family::of(wanted.seen()));
         let stored = StoredBefore {
             has_dtype: options.dtype.is_some() || matches!(options.dequantize, Some(Dequantize::To(_))),
             has_powers_of_two: wanted.seen().dialect().quantization.has_powers_of_two,
         };
-        Ok(WeightChoice::of(options, family, generic).map(|choice| Quantizer::new(choice, stored)))
+        Ok(WeightChoice::of(options, family).map(|choice| Quantizer::new(choice, stored)))
     }
 
     /// Puts codes in the place of weights.

@@ -7,7 +7,7 @@ use ckfs_config::Dequantize;
 use ckfs_tensor::TensorId;
 
 use super::super::{
-    Layout, LayoutFile, PlanError, Problem, ViewOptions,
+    Layout, LayoutFile, PlanError, ViewOptions,
     values::{Raw, ValueRequest},
 };
 
@@ -57,9 +57,6 @@ pub(super) fn decoded(
     if !decodes || original.quantized().tensors.is_empty() {
         return Ok(None);
     }
-    let refused = |reasons: Vec<String>| {
-        let problem = |reason| Problem::File { file: "decoded tensors".to_owned(), reason };
-        PlanError { problems: reasons.into_iter().map(problem).collect() }
-    };
-    original.decoded(&|id| raw.contains(&id)).map(Some).map_err(refused)
+    let decoded = original.decoded(&|id| raw.contains(&id));
+    decoded.map(Some).map_err(|reasons| PlanError::of("decoded tensors", reasons))
 }

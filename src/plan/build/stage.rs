@@ -15,11 +15,11 @@ use super::super::{
     },
     inverse::Inverted,
     library::Model,
+    member::model_types,
     name_group::fold,
     naming, narrow,
     quantize::Chosen,
     select::{self, Selected},
-    survey::family,
     values::ValueRequest,
 };
 
@@ -80,7 +80,7 @@ pub(super) struct ChosenLayout {
     pub(super) set: BTreeMap<String, String>,
     /// The requested dtype and dequantization.
     pub(super) request: ValueRequest,
-    pub(super) family: Option<Family>,
+    pub(super) family: Option<&'static Family>,
     /// What the library that has the model's code says of its tensors.
     pub(super) model: Model,
     /// Whether a name is one path component.
@@ -129,7 +129,7 @@ impl<'a> Builder<'a> {
         'a: 'b,
     {
         let options = self.options;
-        let mut selected = select::select(original, &options.subset, family(original)?.as_ref())?;
+        let mut selected = select::select(original, &options.subset, Family::of(original))?;
         // A file of hf/ is one of the repository. Boxes of tensors are in none.
         let has_files = match original.container() {
             Container::Safetensors => true,
@@ -143,7 +143,7 @@ impl<'a> Builder<'a> {
                  them in config.json"
             );
             if options.layout == Layout::Hf {
-                return Err(refused("dtype", vec![reason]));
+                return Err(PlanError::of("dtype", vec![reason]));
             }
             selected.no_hf = Some(reason);
         }
@@ -162,20 +162,18 @@ impl<'a> Builder<'a> {
         let mut wanted = Selection { original, selected, adapter, own_head, adapted, normal, compared, order };
         wanted.own_head = self.own_head(wanted.part())?;
         if wanted.own_head.is_some() && options.tied != Tied::Absent {
-            let untied = wanted.part().untied().map_err(|reasons| refused("tied", reasons))?;
+            let untied = wanted.part().untied().map_err(|reasons| PlanError::of("tied", reasons))?;
             wanted.selected.part = untied.or(wanted.selected.part);
         }
         wanted.adapted = adapter.map(|adapter| with_adapter(wanted.part(), adapter)).transpose()?;
-        let family = family(original)?;
         let normal =
             |checkpoint, keeps| experts::normal(checkpoint, order, keeps).map_err(|problems| PlanError { problems });
         match &options.layout {
             Layout::Stored => {}
             Layout::Hf => wanted.compared = normal(wanted.whole(), true)?,
             Layout::Canonical => {
-                let dialect = original.dialect();
-                let mut types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
-                let keeps = types.any(|of| family.as_ref().is_some_and(|family| family.has_fused_experts(of)));
+                let family = Family::of(original);
+                let keeps = model_types(original).any(|of| family.is_some_and(|family| family.has_fused_experts(of)));
                 let is_part = wanted.selected.part.is_some();
                 let compared = if is_part { normal(wanted.whole(), keeps)? } else { None };
                 (wanted.compared, wanted.normal) = (compared, normal(wanted.seen(), keeps)?);
@@ -205,7 +203,7 @@ impl Builder<'_> {
             return Ok(None);
         }
         let is_outside = |name: &str| naming::is_tower(name) || select::is_predictor(name);
-        part.own_head(&is_outside).map_err(|error| refused("tied", vec![error.to_string()]))
+        part.own_head(&is_outside).map_err(|error| PlanError::of("tied", vec![error.to_string()]))
     }
 
     /// Says what becomes of an output head of its own that the configuration takes for the embedding.
@@ -244,12 +242,6 @@ impl Builder<'_> {
     }
 }
 
-/// The problem of a step, for each reason.
-fn refused(step: &str, reasons: Vec<String>) -> PlanError {
-    let problem = |reason| Problem::File { file: step.to_owned(), reason };
-    PlanError { problems: reasons.into_iter().map(problem).collect() }
-}
-
 /// The names of tensors, folded over their numbers.
 pub(super) fn groups_of(checkpoint: &Checkpoint, ids: impl IntoIterator<Item = TensorId>) -> Vec<NameGroup> {
     fold(ids.into_iter().map(|id| checkpoint.tensor(id).name), &[])
@@ -272,8 +264,5 @@ fn adapter<'a>(checkpoint: &'a Checkpoint, options: &ViewOptions) -> Result<Opti
 fn with_adapter(part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, PlanError> {
     let config = part.config().cloned();
     let adapted = part.derived(config, Some(adapter.file), |_, info| Some(info.name.to_owned()));
-    adapted.map_err(|reasons| {
-        let file = format!("lora {}", adapter.dir.display());
-        PlanError { problems: reasons.into_iter().map(|reason| Problem::File { file: file.clone(), reason }).collect() }
-    })
+    adapted.map_err(|reasons| PlanError::of(&format!("lora {}", adapter.dir.display()), reasons))
 }

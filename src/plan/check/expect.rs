@@ -18,10 +18,11 @@ use serde_json::Value as Json;
 use super::super::{
     ViewOptions,
     expr::{EvalError, Expr, ExprValue, NameScope},
-    family::{Expectation, Family, Generic},
+    family::{Expectation, Family},
     hole::Hole,
     holes,
     library::Beginnings,
+    member::configs,
     name_group::{NameGroup, fold, stars},
     naming::{self, Parsed},
     parsed::{NameKind, ParsedNames},
@@ -61,10 +62,7 @@ impl NameScope for Condition<'_> {
 }
 
 fn member<'a>(checkpoint: &'a Checkpoint, path: &[String]) -> Option<&'a Json> {
-    let config = checkpoint.config()?;
-    let text = checkpoint.dialect().text_config.as_deref().and_then(|name| config.get(name));
-    let walk = |root: &'a Json| path.iter().try_fold(root, |value, member| value.get(member.as_str()));
-    text.and_then(walk).or_else(|| walk(config))
+    configs(checkpoint).find_map(|root| path.iter().try_fold(root, |value, member| value.get(member.as_str())))
 }
 
 fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Option<ExprValue> {
@@ -307,7 +305,6 @@ pub(crate) fn compare(
 ) -> (Findings, Vec<Problem>) {
     let nothing = || (Findings::default(), Vec::new());
     let Some(scan) = FamilyScan::new(checkpoint, names, family) else { return nothing() };
-    let words = Generic::words();
     let expected = scan.expected();
     // A layer without any tensor is reported elsewhere, as a missing layer.
     let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !scan.layers.contains(&layer));
@@ -328,7 +325,7 @@ pub(crate) fn compare(
         .par_iter()
         .map(String::as_str)
         .filter(|name| !present.contains(name))
-        .filter(|name| !in_missing_layer(&naming::parse(name, words)) && options.subset.wants(name))
+        .filter(|name| !in_missing_layer(&naming::parse(name)) && options.subset.wants(name))
         .collect();
     lost.sort_unstable();
     lost.dedup();

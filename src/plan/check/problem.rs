@@ -369,6 +369,12 @@ impl From<Problem> for PlanError {
 }
 
 impl PlanError {
+    /// A problem of a file, or of a step, for each of these reasons.
+    pub(crate) fn of(file: &str, reasons: Vec<String>) -> Self {
+        let problem = |reason| Problem::File { file: file.to_owned(), reason };
+        Self { problems: reasons.into_iter().map(problem).collect() }
+    }
+
     /// Whether tensor names are among the problems: the names found differ from the names expected.
     pub fn concerns_names(&self) -> bool {
         let of_names = |problem: &Problem| {

@@ -1,31 +1,11 @@
-//! Facts about a checkpoint before planning: its family, the listed devices, missing layers.
+//! Facts about a checkpoint before planning: the listed devices, missing layers.
 
 use std::collections::BTreeSet;
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::DEVICES_LISTED_MAX;
 
-use super::super::{
-    family::{self, Family},
-    name_group::ranges,
-    naming,
-    options::ViewOptions,
-    problem::{PlanError, Problem},
-};
-
-pub(crate) fn family_problem(error: &family::FamilyError) -> PlanError {
-    Problem::File { file: error.family.clone(), reason: error.reason.clone() }.into()
-}
-
-pub(crate) fn family(checkpoint: &Checkpoint) -> Result<Option<Family>, PlanError> {
-    let dialect = checkpoint.dialect();
-    for model_type in [&dialect.model_type, &dialect.text_model_type].into_iter().flatten() {
-        if let Some(family) = Family::of_model_type(model_type).map_err(|error| family_problem(&error))? {
-            return Ok(Some(family));
-        }
-    }
-    Ok(None)
-}
+use super::super::{family::Family, name_group::ranges, naming, options::ViewOptions, problem::Problem};
 
 pub(crate) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
     let devices = options.mesh.devices();

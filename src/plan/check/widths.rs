@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use ckfs_checkpoint::Checkpoint;
 use ckfs_tensor::Shape;
 
-use super::super::{family::Generic, name_group::ranges, naming, problem::Problem};
+use super::super::{name_group::ranges, naming, problem::Problem};
 
 /// Tensors that are listed in the message.
 const LISTED_MAX: usize = 6;
@@ -72,7 +72,7 @@ type Shapes<'a> = BTreeMap<&'a [u64], BTreeMap<u64, &'a str>>;
 fn find(checkpoint: &Checkpoint) -> Vec<Width> {
     let mut groups: BTreeMap<(String, String, Option<u64>), Shapes<'_>> = BTreeMap::new();
     for (_, info) in checkpoint.tensors() {
-        let parsed = naming::parse(info.name, Generic::words());
+        let parsed = naming::parse(info.name);
         if let Some(layer) = parsed.layer {
             let shapes = groups.entry((parsed.prefix, parsed.rest, parsed.expert)).or_default();
             shapes.entry(info.shape).or_default().insert(layer, info.name);

@@ -26,7 +26,10 @@ use self::{
     orientation::{Order, Orientation, ShapeHint},
     spelling::{ExpertName, Projection},
 };
-use super::{member, problem::Problem};
+use super::{
+    member,
+    problem::{PlanError, Problem},
+};
 
 /// Bits of the narrowest float that is a number by itself and no code.
 const PLAIN_BITS: u64 = 16;
@@ -177,11 +180,8 @@ pub(super) fn normal(
         let renamed = || model.as_ref().filter(|_| is_of_modules).map(|model| model.stored(info.name));
         names.get(&id).cloned().or_else(renamed).filter(|new| new != info.name)
     };
-    let refused = |reasons: Vec<String>| {
-        let problem = |reason| Problem::File { file: "names of experts".to_owned(), reason };
-        reasons.into_iter().map(problem).collect::<Vec<_>>()
-    };
-    checkpoint.composed(composed, new).map(Some).map_err(refused)
+    let composed = checkpoint.composed(composed, new);
+    composed.map(Some).map_err(|reasons| PlanError::of("names of experts", reasons).problems)
 }
 
 /// The model's word for a matrix of an expert, or else the one that the name has.

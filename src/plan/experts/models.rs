@@ -11,7 +11,7 @@ use fancy_regex::Regex;
 use serde::Deserialize;
 
 use super::{
-    super::naming,
+    super::{member::model_types, naming},
     convert::{ConverterRow, LoadConverter},
     spelling::ExpertName,
 };
@@ -214,9 +214,8 @@ impl ModelNames {
 
     /// The names of this checkpoint's model, if they change when transformers loads it.
     pub(crate) fn of(checkpoint: &Checkpoint) -> Option<Arc<Self>> {
-        let dialect = checkpoint.dialect();
-        let types = [&dialect.model_type, &dialect.text_model_type].into_iter().flatten();
-        let row = types.into_iter().find_map(|of| file().model.iter().find(|row| row.types.contains(of)))?;
+        let has = |row: &&ModelRow, of: &str| row.types.iter().any(|known| known == of);
+        let row = model_types(checkpoint).find_map(|of| file().model.iter().find(|row| has(row, of)))?;
         Some(Self::for_checkpoint(row, checkpoint))
     }
 

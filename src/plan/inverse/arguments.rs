@@ -7,7 +7,7 @@ use ckfs_checkpoint::{Checkpoint, SavedArguments};
 use serde::Deserialize;
 use serde_json::Value as Json;
 
-use super::super::Problem;
+use super::super::{Problem, member::configs};
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -42,13 +42,9 @@ pub(super) fn problems(checkpoint: &Checkpoint, layout: &str) -> Vec<Problem> {
         let way = "Megatron-Bridge may convert it, and --layout stored shows it as it is";
         Some(problem(name, found, format!("the layout {layout} assumes {expected} ({way})")))
     });
-    let nested = checkpoint.dialect().text_config.as_deref();
-    let configs = || {
-        let config = checkpoint.config();
-        nested.and_then(|nested| config?.get(nested)).into_iter().chain(config)
-    };
     let member = |path: &str| {
-        configs().find_map(|config| path.split('.').try_fold(config, |of, key| of.get(key)).filter(|of| of.is_number()))
+        configs(checkpoint)
+            .find_map(|config| path.split('.').try_fold(config, |of, key| of.get(key)).filter(|of| of.is_number()))
     };
     let config = TABLE.config.iter().filter_map(|(name, members)| {
         // The number of groups has a default that counts only where heads share keys.

@@ -13,7 +13,6 @@ use super::{
     super::{
         draft::Draft,
         expr::{EvalError, Expr, ExprValue, NameScope, TextTemplate},
-        family::Generic,
         mesh::Mesh,
         name_group::{NameGroup, fold, stars},
         naming,
@@ -395,7 +394,7 @@ impl<'a> Resolver<'a> {
             return unused;
         };
         let is_beyond = |name: &&str| {
-            let parsed = naming::parse(name, Generic::words());
+            let parsed = naming::parse(name);
             parsed.prefix == prefix && parsed.layer.is_some_and(|layer| layer >= first)
         };
         let (beyond, rest): (Vec<&str>, Vec<&str>) = unused.into_iter().partition(is_beyond);

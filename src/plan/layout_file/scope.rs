@@ -12,7 +12,7 @@ use ckfs_tensor::TensorId;
 use super::{
     super::{
         expr::{EvalError, ExprValue, NameScope},
-        member::config_members,
+        member::{config_members, configs},
         mesh::Mesh,
         problem::Problem,
     },
@@ -138,12 +138,8 @@ impl NameScope for Local<'_> {
     }
 
     fn config(&self, path: &[String]) -> Option<ExprValue> {
-        let config = self.scope.checkpoint.config()?;
-        let text = self.scope.checkpoint.dialect().text_config.as_deref().and_then(|name| config.get(name));
-        let walk = |root: &serde_json::Value| -> Option<ExprValue> {
-            ExprValue::of_json(path.iter().try_fold(root, |value, member| value.get(member))?)
-        };
-        text.and_then(walk).or_else(|| walk(config))
+        configs(self.scope.checkpoint)
+            .find_map(|root| ExprValue::of_json(path.iter().try_fold(root, |value, member| value.get(member))?))
     }
 
     fn mesh(&self, axis: &str) -> Option<u64> {

@@ -1,20 +1,29 @@
 //! Reading structure from a tensor's name: prefix, layer, expert, and what remains.
 
-use std::{borrow::Cow, fmt::Write as _};
+use std::{borrow::Cow, fmt::Write as _, sync::LazyLock};
 
 use serde::Deserialize;
 use smallvec::SmallVec;
 
 /// Words that mark the structure of a name.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Words {
+struct Words {
     /// Words before a layer's number.
-    pub layers: Vec<String>,
+    layers: Vec<String>,
     /// Pairs of words that together stand before a layer's number.
-    pub joined: Vec<String>,
+    joined: Vec<String>,
     /// Words before an expert's number.
-    pub experts: Vec<String>,
+    experts: Vec<String>,
+}
+
+static WORDS: LazyLock<Words> = LazyLock::new(|| {
+    toml::from_str(include_str!("words.toml")).expect("the file is in the program, and a test reads it")
+});
+
+/// Whether experts, or an expert's number, follow a word.
+pub(crate) fn is_of_experts(word: &str) -> bool {
+    WORDS.experts.iter().any(|known| known == word)
 }
 
 /// A parsed name: `prefix . word . layer . rest`. The rest may hold an expert's number.
@@ -135,7 +144,7 @@ struct InLayer<'a> {
 
 impl<'a> InLayer<'a> {
     /// The first layer word that a number follows counts. Something has to follow the number.
-    fn find(name: &'a str, words: &Words) -> Option<Self> {
+    fn find(name: &'a str) -> Option<Self> {
         let mut start = 0;
         let parts: NameWords<'a> = words_of(name)
             .map(|word| {
@@ -145,33 +154,32 @@ impl<'a> InLayer<'a> {
             })
             .collect();
         let layer_at =
-            |at: usize| words.layers.iter().any(|word| word == parts[at].1).then(|| number(parts[at + 1].1)).flatten();
+            |at: usize| WORDS.layers.iter().any(|word| word == parts[at].1).then(|| number(parts[at + 1].1)).flatten();
         let (at, layer) = (0..parts.len().saturating_sub(2)).find_map(|at| Some((at, layer_at(at)?)))?;
         let joined = |from: usize| name[parts[from].0..parts[at + 1].0].strip_suffix('.');
-        let is_joined = at > 0 && joined(at - 1).is_some_and(|pair| words.joined.iter().any(|known| known == pair));
+        let is_joined = at > 0 && joined(at - 1).is_some_and(|pair| WORDS.joined.iter().any(|known| known == pair));
         let prefix = &name[..parts[if is_joined { at - 1 } else { at }].0];
         Some(Self { prefix, layer, parts, rest: at + 2 })
     }
 
     /// The word that is the expert's number, by its place among all words, and the number.
-    fn expert(&self, words: &Words) -> Option<(usize, u64)> {
+    fn expert(&self) -> Option<(usize, u64)> {
         let rest = &self.parts[self.rest..];
         // A word that equals the placeholder for an expert leaves no placeholder to use.
         if rest.iter().any(|(_, word)| *word == "*") {
             return None;
         }
-        let is_word = |at: usize| words.experts.iter().any(|word| word == rest[at].1);
         let numbered = |at: usize| number(rest[at].1).map(|expert| (self.rest + at, expert));
         let end = rest.len().saturating_sub(1);
-        let found = (1..end).find_map(|at| numbered(at).filter(|_| is_word(at - 1)));
+        let found = (1..end).find_map(|at| numbered(at).filter(|_| is_of_experts(rest[at - 1].1)));
         // ModelOpt writes the expert's number after the projection: `experts.gate_proj.3.weight`.
-        found.or_else(|| (2..end).find_map(|at| numbered(at).filter(|_| is_word(at - 2))))
+        found.or_else(|| (2..end).find_map(|at| numbered(at).filter(|_| is_of_experts(rest[at - 2].1))))
     }
 }
 
 /// The prefix and the number of the layer in a name, as [`parse`] finds them.
-pub(crate) fn layer_of<'a>(name: &'a str, words: &Words) -> Option<(&'a str, u64)> {
-    InLayer::find(name, words).map(|found| (found.prefix, found.layer))
+pub(crate) fn layer_of(name: &str) -> Option<(&str, u64)> {
+    InLayer::find(name).map(|found| (found.prefix, found.layer))
 }
 
 /// The text of a name around the numbers of its layer and its expert: the same in all layers and experts. A name without layer is the
@@ -179,11 +187,11 @@ pub(crate) fn layer_of<'a>(name: &'a str, words: &Words) -> Option<(&'a str, u64
 pub(crate) type Around<'a> = [&'a str; 3];
 
 /// The text around the numbers of layer and expert, and these numbers, as [`parse`] finds them.
-pub(crate) fn around<'a>(name: &'a str, words: &Words) -> (Around<'a>, Option<u64>, Option<u64>) {
-    let Some(found) = InLayer::find(name, words) else { return ([name, "", ""], None, None) };
+pub(crate) fn around(name: &str) -> (Around<'_>, Option<u64>, Option<u64>) {
+    let Some(found) = InLayer::find(name) else { return ([name, "", ""], None, None) };
     let (start, digits) = found.parts[found.rest - 1];
     let (before, after) = (&name[..start], start + digits.len());
-    match found.expert(words) {
+    match found.expert() {
         None => ([before, &name[after..], ""], Some(found.layer), None),
         Some((at, expert)) => {
             let (start, digits) = found.parts[at];
@@ -193,17 +201,17 @@ pub(crate) fn around<'a>(name: &'a str, words: &Words) -> (Around<'a>, Option<u6
 }
 
 /// Parses a name. An expert is searched after the layer.
-pub(crate) fn parse(name: &str, words: &Words) -> Parsed {
-    let Some(found) = InLayer::find(name, words) else {
+pub(crate) fn parse(name: &str) -> Parsed {
+    let Some(found) = InLayer::find(name) else {
         return Parsed { prefix: String::new(), layer: None, rest: name.to_owned(), expert: None };
     };
     let whole = &name[found.parts[found.rest].0..];
-    let (rest, expert) = match found.expert(words) {
+    let (rest, expert) = match found.expert() {
         None => (whole.to_owned(), None),
         Some((at, expert)) => {
             let ((start, digits), (before, word)) = (found.parts[at], found.parts[at - 1]);
             let after = &name[start + digits.len()..];
-            let is_last = !words.experts.iter().any(|known| known == word);
+            let is_last = !is_of_experts(word);
             let begin = &whole[..(if is_last { before } else { start }) - found.parts[found.rest].0];
             // Both orders have one rest.
             let rest = if is_last { format!("{begin}*.{word}{after}") } else { format!("{begin}*{after}") };
@@ -235,7 +243,6 @@ pub fn component(word: &str) -> Cow<'_, str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::family::Generic;
 
     #[test]
     fn groups_are_by_name_without_numbers() {
@@ -245,7 +252,6 @@ mod tests {
 
     #[test]
     fn layers_and_experts_are_found() {
-        let words = Generic::load().unwrap().words;
         let rows = [
             ("model.layers.12.self_attn.q_proj.weight", "model.", Some(12), "self_attn.q_proj.weight", None),
             ("transformer.h.0.attn.c_attn.weight", "transformer.", Some(0), "attn.c_attn.weight", None),
@@ -280,8 +286,8 @@ mod tests {
         ];
         for (name, prefix, layer, rest, expert) in rows {
             let expected = Parsed { prefix: prefix.into(), layer, rest: rest.into(), expert };
-            assert_eq!(parse(name, &words), expected, "{name}");
-            let ([before, between, after], layer, expert) = around(name, &words);
+            assert_eq!(parse(name), expected, "{name}");
+            let ([before, between, after], layer, expert) = around(name);
             let digits = |number: Option<u64>| number.map_or_else(String::new, |number| number.to_string());
             let whole = format!("{before}{}{between}{}{after}", digits(layer), digits(expert));
             assert_eq!((whole.as_str(), layer, expert), (name, expected.layer, expected.expert));

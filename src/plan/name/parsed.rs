@@ -10,7 +10,7 @@ use hashbrown::HashMap;
 use rayon::prelude::*;
 
 use super::{
-    super::family::{Family, Generic, Words},
+    super::family::Family,
     naming::{self, Around, Parsed, is_tower},
 };
 
@@ -70,10 +70,10 @@ impl<'a> NamesPart<'a> {
         kind
     }
 
-    fn of(names: &[&'a str], words: &Words) -> Self {
+    fn of(names: &[&'a str]) -> Self {
         let mut part = Self { names: Vec::with_capacity(names.len()), ..Self::default() };
         for name in names.iter().copied() {
-            let (around, layer, expert) = naming::around(name, words);
+            let (around, layer, expert) = naming::around(name);
             let kind = part.kind(name, around, 1);
             // The kind says whether there are these numbers.
             part.names.push(ParsedName { kind, layer: layer.unwrap_or(0), expert: expert.unwrap_or(0) });
@@ -85,10 +85,8 @@ impl<'a> NamesPart<'a> {
 impl<'a> ParsedNames<'a> {
     /// The names of all tensors of a checkpoint.
     pub(crate) fn of(checkpoint: &'a Checkpoint) -> Self {
-        let words = Generic::words();
         let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
-        let parts: Vec<NamesPart<'a>> =
-            names.par_chunks(PARSED_TOGETHER).map(|names| NamesPart::of(names, words)).collect();
+        let parts: Vec<NamesPart<'a>> = names.par_chunks(PARSED_TOGETHER).map(NamesPart::of).collect();
         let mut all = NamesPart { names: Vec::with_capacity(names.len()), ..NamesPart::default() };
         for part in parts {
             let kinds: Vec<u32> =
@@ -97,7 +95,7 @@ impl<'a> ParsedNames<'a> {
         }
         let parsed = |(name, around, count): (&'a str, Around<'a>, u64)| NameKind {
             name,
-            parsed: naming::parse(name, words),
+            parsed: naming::parse(name),
             around,
             count,
         };

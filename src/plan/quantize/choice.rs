@@ -12,7 +12,7 @@ use super::super::{
     ViewOptions,
     family::{Family, Generic, QuantizeRules},
     name_group::{NameGroup, fold},
-    naming::{Words, parse, split_suffix},
+    naming::{is_of_experts, parse, split_suffix},
 };
 
 /// What a quantized tensor is.
@@ -82,9 +82,8 @@ pub(crate) struct WeightChoice<'a> {
     scheme: Quantize,
     ignore: &'a [Pattern],
     only: &'a [Pattern],
-    family: Option<Family>,
-    words: Words,
-    rules: QuantizeRules,
+    family: Option<&'static Family>,
+    rules: &'static QuantizeRules,
 }
 
 /// Ends of the names of what stands beside experts in one tensor.
@@ -97,10 +96,9 @@ pub(super) fn module(name: &str) -> &str {
 
 impl<'a> WeightChoice<'a> {
     /// The choice for a model of a family; `None` if nothing is to be quantized.
-    pub(crate) fn of(options: &'a ViewOptions, family: Option<Family>, generic: Generic) -> Option<Self> {
+    pub(crate) fn of(options: &'a ViewOptions, family: Option<&'static Family>) -> Option<Self> {
         let (ignore, only) = (&options.quantize_ignore, &options.quantize_only);
-        let (words, rules) = (generic.words, generic.quantize);
-        Some(Self { scheme: options.quantize?, ignore, only, family, words, rules })
+        Some(Self { scheme: options.quantize?, ignore, only, family, rules: &Generic::get().quantize })
     }
 
     /// The scheme.
@@ -127,9 +125,9 @@ impl<'a> WeightChoice<'a> {
 
     /// What a tensor is, if it is quantized; else the reason, if it is a matrix.
     pub(crate) fn decide(&self, name: &str, shape: &[u64], dtype: DType) -> Result<Kind, Option<Left>> {
-        let parsed = parse(name, &self.words);
+        let parsed = parse(name);
         let is_stacked = shape.len() == 3;
-        let has_experts = || parsed.rest.split('.').any(|word| self.words.experts.iter().any(|known| known == word));
+        let has_experts = || parsed.rest.split('.').any(is_of_experts);
         // Experts in one tensor, or those of a layout that takes them apart.
         let is_fused =
             || has_experts() && split_suffix(name).0 == name && !FUSED_BESIDE.iter().any(|end| name.ends_with(end));
@@ -142,8 +140,7 @@ impl<'a> WeightChoice<'a> {
             return Err(None);
         }
         let rest = split_suffix(&parsed.rest).0;
-        let role =
-            self.family.as_ref().filter(|_| parsed.layer.is_some()).and_then(|family| family.layer(rest, &|_| false));
+        let role = self.family.filter(|_| parsed.layer.is_some()).and_then(|family| family.layer(rest, &|_| false));
         let is_plain = match role {
             Some(role) => role.plain,
             None => parsed.layer.is_none() || self.is_plain_by_name(name),

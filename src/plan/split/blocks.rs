@@ -112,8 +112,6 @@ type RoleOf<'a> = dyn Fn(&str, &str, &[u64]) -> Option<Role> + 'a;
 pub(crate) struct Sayings<'a> {
     /// The plans of transformers.
     pub(crate) plans: &'a ModelPlans,
-    /// The forms of blocks.
-    pub(crate) generic: &'a Generic,
     /// The family's entry for a module of a layer, by prefix, stem and shape.
     pub(crate) role: &'a RoleOf<'a>,
     /// Whether the layout shows the parts of a fused tensor each by itself.
@@ -123,7 +121,7 @@ pub(crate) struct Sayings<'a> {
 impl Sayings<'_> {
     /// Whether a module of this name is whole by its nature.
     fn is_whole(&self, name: &str) -> bool {
-        self.generic.blocks.iter().flat_map(|form| &form.whole).any(|whole| whole == name)
+        Generic::get().blocks.iter().flat_map(|form| &form.whole).any(|whole| whole == name)
     }
 }
 
@@ -327,7 +325,7 @@ impl Layer {
             let shape = self.modules.get(stem).map_or(&[][..], |info| &info.shape);
             sayings.parts && (sayings.role)(prefix, stem, shape).is_some_and(|role| !role.split.is_empty())
         };
-        for form in &sayings.generic.blocks {
+        for form in &Generic::get().blocks {
             for output in self.modules.keys() {
                 let Some(found) = self.formed(form, output, &covered, &shows_parts) else { continue };
                 let parents: BTreeSet<&str> =
@@ -337,7 +335,7 @@ impl Layer {
                 blocks.push(found);
             }
         }
-        for form in sayings.generic.blocks.iter().filter(|form| form.partial) {
+        for form in Generic::get().blocks.iter().filter(|form| form.partial) {
             for stem in self.modules.keys() {
                 let found = self.part_of(form, stem, &covered, &|name| sayings.is_whole(name));
                 let Some(found) = found else { continue };
@@ -512,7 +510,6 @@ mod tests {
 
     /// The axes of a layer's modules, each written as in `self_attn.q_proj 8x4`; `-` for whole.
     fn axes(plans: &ModelPlans, rows: &str) -> String {
-        let generic = Generic::load().unwrap();
         let tensors: Vec<(&str, &str, Vec<u64>)> = rows
             .split(", ")
             .map(|row| {
@@ -532,7 +529,7 @@ mod tests {
         });
         let per_head = Role { tp: Some(0), ..Role::default() };
         let role = |_: &str, stem: &str, _: &[u64]| stem.ends_with("per_head").then(|| per_head.clone());
-        let sayings = Sayings { plans, generic: &generic, role: &role, parts: false };
+        let sayings = Sayings { plans, role: &role, parts: false };
         let blocks = CutBlocks::of(modules, sayings);
         let axis = |stem: &str, suffix: &str| blocks.cut("", stem, suffix, None).0;
         let axes =
