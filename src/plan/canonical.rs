@@ -478,7 +478,8 @@ impl<'c> Namer<'c> {
     ) -> Result<Vec<PartKind>, Problem> {
         let shares = role.split.iter().map(|(_, share)| {
             let number = share.parse().ok().or_else(|| member::config_number(self.checkpoint, share));
-            number.ok_or_else(|| Problem::Config { name: name.to_owned(), member: share.clone() })
+            let reason = || format!("config.json has no number {share:?}");
+            number.ok_or_else(|| Problem::File { file: name.to_owned(), reason: reason() })
         });
         let shares = shares.collect::<Result<Vec<u64>, _>>()?;
         // `config.json` may hold any number: a product of its numbers may exceed 64 bits.
@@ -494,7 +495,8 @@ impl<'c> Namer<'c> {
         let Some(parts) = parts.filter(|_| axis < shape.len()) else {
             let shape = ckfs_tensor::Shape::try_new(shape);
             let shape = shape.map_err(|error| Problem::View { name: name.to_owned(), error: error.into() })?;
-            return Err(Problem::Split { name: name.to_owned(), axis, shape, shares });
+            let reason = format!("axis {axis} of {shape} does not split in shares of {shares:?}");
+            return Err(Problem::Tensor { name: name.to_owned(), reason });
         };
         let mut start = 0;
         let kind = |((short, _), part): (&(String, String), u64)| {

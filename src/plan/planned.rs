@@ -234,7 +234,7 @@ impl Plan {
         let mut problems: Vec<Problem> = uneven.map(problem).collect();
         let tiled = check_tiling(&draft.view, self.built_in());
         if let Err(error) = tiled.and_then(|()| self.check_shards(&draft.view, &spec)) {
-            problems.push(Problem::Tiling { name: draft.name.clone(), error });
+            problems.push(Problem::Tensor { name: draft.name.clone(), reason: error.to_string() });
         }
         (spec, problems)
     }
@@ -560,10 +560,12 @@ fn uneven_axis(plan: &Plan, mesh_axis: usize) -> Option<Problem> {
     }
     let more = uneven.len().saturating_sub(EXTENTS_LISTED);
     let listed = uneven.iter().take(EXTENTS_LISTED).map(|(extent, meaning)| format!("{extent} {meaning}"));
-    let extents = listed.chain((more > 0).then(|| format!("and {more} more"))).collect();
+    let extents: Vec<String> = listed.chain((more > 0).then(|| format!("and {more} more"))).collect();
     let fits = (1..=common.min(SIZE_MAX)).filter(|size| common.is_multiple_of(*size)).take(SIZES_LISTED);
-    let fits = fits.map(|size| size.to_string()).collect();
-    Some(Problem::UnevenAxis { axis: axes[mesh_axis].name.clone(), size, extents, fits })
+    let fits: Vec<String> = fits.map(|size| size.to_string()).collect();
+    let (axis, extents, fits) = (&axes[mesh_axis].name, extents.join(", "), fits.join(", "));
+    let text = format!("mesh axis {axis}={size} does not divide {extents}; sizes that divide all: {fits}");
+    Some(Problem::Request(text))
 }
 
 /// What an extent counts: the logical axis, or else the tensor's last word.

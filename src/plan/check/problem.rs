@@ -6,11 +6,10 @@ use std::{
 };
 
 use ckfs_checkpoint::{printable, printable_lines};
-use ckfs_tensor::{Shape, TilingError, ViewError};
+use ckfs_tensor::{Shape, ViewError};
 
 use super::super::{
     hole::Hole,
-    mesh::DEVICES_LISTED_MAX,
     name_group::{NameGroup, fold, ranges, stars},
 };
 
@@ -25,15 +24,6 @@ pub enum Problem {
         /// The reason.
         #[source]
         error: ViewError,
-    },
-    /// A view has no tiling.
-    #[error("{name}: {error}")]
-    Tiling {
-        /// The tensor.
-        name: String,
-        /// The reason.
-        #[source]
-        error: TilingError,
     },
     /// Two tensors would have one name, or one would be a directory that holds the other.
     #[error("{} would both be at {path}", pair(first, second))]
@@ -65,26 +55,6 @@ pub enum Problem {
         tensors: u64,
         /// One of them.
         example: Option<String>,
-    },
-    /// A part of a fused tensor is not a whole number of rows.
-    #[error("{name}: axis {axis} of {shape} does not split in shares of {shares:?}")]
-    Split {
-        /// The tensor.
-        name: String,
-        /// The axis.
-        axis: usize,
-        /// Its shape.
-        shape: Shape,
-        /// The shares.
-        shares: Vec<u64>,
-    },
-    /// A required member of `config.json` is absent.
-    #[error("{name}: config.json has no number {member:?}")]
-    Config {
-        /// The tensor or rule that needs it.
-        name: String,
-        /// The member.
-        member: String,
     },
     /// Layers without any tensor.
     #[error("{}: expected {count} of {family}, numbered from 0", missing_layers(layers))]
@@ -132,66 +102,6 @@ pub enum Problem {
         /// Their names in the repository.
         group: NameGroup,
     },
-    /// A checkpoint of a layout cannot be made back to the repository that the layout starts from.
-    #[error("{}: {reason}", group.counted())]
-    Inverse {
-        /// The tensors of the repository, or the leaf.
-        group: NameGroup,
-        /// The reason.
-        reason: String,
-    },
-    /// A sharding rule does not fit.
-    #[error("{name}: sharding rule {rule:?}: {reason}")]
-    ShardRule {
-        /// The tensor.
-        name: String,
-        /// The rule's pattern.
-        rule: String,
-        /// The reason.
-        reason: String,
-    },
-    /// The extents that a mesh axis does not divide, if only even splits are accepted.
-    #[error("mesh axis {axis}={size} does not divide {}; sizes that divide all: {}", extents.join(", "), fits.join(", "))]
-    UnevenAxis {
-        /// The mesh axis.
-        axis: String,
-        /// Its size.
-        size: u64,
-        /// The extents, each with its meaning.
-        extents: Vec<String>,
-        /// The sizes that divide all.
-        fits: Vec<String>,
-    },
-    /// Some layers of a stack are quantized and others are not.
-    #[error(
-        "{name}: {quantized} of {all} layers or experts are quantized, so that they are no stack: --layout hf shows them one by one, or \
-         let --quantize-ignore and --quantize-only name all of them or none"
-    )]
-    Mixed {
-        /// The stack.
-        name: String,
-        /// Those that are quantized.
-        quantized: u64,
-        /// All of them.
-        all: u64,
-    },
-    /// A cut falls inside a block of a quantized tensor.
-    #[error(
-        "{name}: axis {axis} of {shape} is cut at {cut}, inside a block of {block} that shares a scale: expected cuts at multiples of {block}; \
-         take another mesh, leave the tensor whole by a rule of --shard or by --even, or leave it as it is by --quantize-ignore"
-    )]
-    CutBlock {
-        /// The tensor.
-        name: String,
-        /// The axis.
-        axis: usize,
-        /// Its shape.
-        shape: Shape,
-        /// Where it is cut.
-        cut: u64,
-        /// Elements of a block on that axis.
-        block: u64,
-    },
     /// An uneven split, if only even ones are accepted.
     #[error("{name}: axis {axis} of {shape} does not split evenly in {parts} parts")]
     Uneven {
@@ -204,68 +114,18 @@ pub enum Problem {
         /// Number of parts.
         parts: u64,
     },
-    /// A rule matches no tensor.
-    #[error("{rule}: the pattern {pattern:?} matches no tensor{hint}")]
-    UnusedPattern {
-        /// The kind of rule.
-        rule: &'static str,
-        /// The pattern.
-        pattern: String,
-        /// The nearest name, if one is near, with words before it.
-        hint: String,
-    },
-    /// A mesh axis that splits nothing.
-    #[error("mesh axis {axis:?}: {reason} (--replicate {axis} if every device along it is to hold the same)")]
-    MeshAxis {
-        /// The axis.
-        axis: String,
-        /// Why it splits nothing, and the name that is probably meant.
+    /// A tensor cannot be shown, named or split as the user or the layout requests.
+    #[error("{name}: {reason}")]
+    Tensor {
+        /// Its name.
+        name: String,
+        /// The reason.
         reason: String,
     },
-    /// A device that the mesh does not have.
-    #[error("--devices {listed}: {}", devices_of(mesh, *devices))]
-    Device {
-        /// The devices that were requested.
-        listed: String,
-        /// The mesh, as text.
-        mesh: String,
-        /// Number of devices.
-        devices: u64,
-    },
-    /// More devices than a mount can list.
-    #[error(
-        "mesh {mesh}: {count} devices are to be listed, at most {DEVICES_LISTED_MAX} can be; list this host's own, for \
-         example with --devices 8-15"
-    )]
-    Devices {
-        /// The mesh.
-        mesh: String,
-        /// Number of devices.
-        count: u64,
-    },
-    /// The expression of a rename takes too many steps.
-    #[error("{name}: rename {rule:?} takes too many steps; write the expression without nested repetitions")]
-    RenameSteps {
-        /// The tensor.
-        name: String,
-        /// The rule.
-        rule: String,
-    },
-    /// A rename makes a name that a file cannot have.
-    #[error("{name}: rename {rule:?} makes a {what} of {bytes} bytes, at most {max} are possible")]
-    Rename {
-        /// The name before all renames.
-        name: String,
-        /// The rule's expression.
-        rule: String,
-        /// The part that is too long.
-        what: &'static str,
-        /// Its bytes, as far as they were counted.
-        bytes: usize,
-        /// Most bytes that are possible.
-        max: usize,
-    },
-    /// A rule of a layout does not fit the repository.
+    /// A request that does not fit the mesh or the tensors.
+    #[error("{0}")]
+    Request(String),
+    /// A place in a layout file is malformed, or its rule does not fit the repository.
     #[error("{file}:{line}: {}{reason}", for_leaf(target))]
     Layout {
         /// The layout file.
@@ -286,18 +146,6 @@ pub enum Problem {
         file: String,
         /// The reason.
         reason: String,
-    },
-    /// A place in a layout file is malformed.
-    #[error("{file}:{line}: {reason}")]
-    Text {
-        /// The file.
-        file: String,
-        /// Line, from 1.
-        line: usize,
-        /// The reason.
-        reason: String,
-        /// The line, with a mark below the problem. Begins with a line break, or is empty.
-        excerpt: String,
     },
     /// The repository cannot be shown as `hf/` with these options.
     #[error("hf/{path}: {reason}")]
@@ -414,24 +262,15 @@ impl PlanError {
 impl Problem {
     /// The lines of a file that show the problem. Begins with a line break, or is empty.
     fn excerpt(&self) -> &str {
-        if let Self::Text { excerpt, .. } | Self::Layout { excerpt, .. } = self { excerpt } else { "" }
+        if let Self::Layout { excerpt, .. } = self { excerpt } else { "" }
     }
 
     /// The tensor with whose name the message begins, where many tensors may have the same problem.
     fn tensor(&self) -> Option<&str> {
-        let (Self::View { name, .. }
-        | Self::Tiling { name, .. }
-        | Self::Split { name, .. }
-        | Self::ShardRule { name, .. }
-        | Self::CutBlock { name, .. }
-        | Self::Mixed { name, .. }
-        | Self::RenameSteps { name, .. }
-        | Self::Rename { name, .. }
-        | Self::Uneven { name, .. }) = self
-        else {
-            return None;
-        };
-        Some(name)
+        if let Self::View { name, .. } | Self::Tensor { name, .. } | Self::Uneven { name, .. } = self {
+            return Some(name);
+        }
+        None
     }
 }
 
@@ -490,14 +329,6 @@ fn lines(problems: &[Problem]) -> Vec<(String, u64)> {
         }
     });
     texts.collect()
-}
-
-/// The devices of a mesh, in words.
-fn devices_of(mesh: &str, devices: u64) -> String {
-    if mesh.is_empty() {
-        return "there is no --mesh, so there is one device, 0".to_owned();
-    }
-    format!("mesh {mesh} has {devices} devices, 0 to {}", devices - 1)
 }
 
 #[cfg(test)]

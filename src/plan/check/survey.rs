@@ -11,7 +11,11 @@ pub(crate) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec
     let devices = options.mesh.devices();
     let count = options.devices.as_ref().map_or(devices, |listed| listed.len() as u64);
     if count > DEVICES_LISTED_MAX {
-        problems.push(Problem::Devices { mesh: options.mesh.to_string(), count });
+        problems.push(Problem::Request(format!(
+            "mesh {}: {count} devices are to be listed, at most {DEVICES_LISTED_MAX} can be; list this host's own, for example with \
+             --devices 8-15",
+            options.mesh
+        )));
         return Vec::new();
     }
     let Some(listed) = &options.devices else { return (0..devices).collect() };
@@ -19,8 +23,13 @@ pub(crate) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec
     listed.sort_unstable();
     listed.dedup();
     if listed.iter().any(|device| *device >= devices) {
+        let there_are = if options.mesh.axes().is_empty() {
+            "there is no --mesh, so there is one device, 0".to_owned()
+        } else {
+            format!("mesh {} has {devices} devices, 0 to {}", options.mesh, devices - 1)
+        };
         let listed = ranges(&listed.iter().copied().collect());
-        problems.push(Problem::Device { listed, mesh: options.mesh.to_string(), devices });
+        problems.push(Problem::Request(format!("--devices {listed}: {there_are}")));
     }
     listed
 }

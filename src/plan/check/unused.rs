@@ -67,7 +67,10 @@ pub(crate) fn mesh_axes(
                 format!("no rule splits by it{meant}")
             }
         };
-        problems.push(Problem::MeshAxis { axis: axis.name.clone(), reason });
+        let name = &axis.name;
+        problems.push(Problem::Request(format!(
+            "mesh axis {name:?}: {reason} (--replicate {name} if every device along it is to hold the same)"
+        )));
     }
     for axis in options.replicate.iter().filter(|axis| options.mesh.find(axis).is_none()) {
         warnings.push(format!("replicate: the mesh has no axis {axis:?}"));
@@ -120,8 +123,8 @@ fn meant(name: &str, options: &ViewOptions, rules: Option<&LogicalRules>) -> Opt
 pub(crate) fn patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &[Draft], warnings: &mut Vec<String>) {
     let mut warn = |rule, pattern: &Pattern| {
         let stored = checkpoint.tensors().map(|(_, info)| info.name);
-        let hint = name_group::near_pattern(pattern, drafts.iter().map(|draft| draft.name.as_str()).chain(stored));
-        warnings.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned(), hint }.to_string());
+        let names = drafts.iter().map(|draft| draft.name.as_str()).chain(stored);
+        warnings.push(name_group::matches_none(rule, pattern, names));
     };
     for rule in &options.shard_rules {
         if !drafts.iter().any(|draft| rule.pattern.matches(&draft.name)) {

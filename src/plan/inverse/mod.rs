@@ -229,7 +229,7 @@ impl Inversion<'_> {
             made.insert(target.name.as_str());
         }
         for ((_, reason), names) in incomplete {
-            let problem = |group: NameGroup| Problem::Inverse { group, reason: reason.clone() };
+            let problem = |group: NameGroup| Problem::File { file: group.counted(), reason: reason.clone() };
             self.problems.extend(fold(names, &[]).into_iter().map(problem));
         }
         let filled = self.filled(&fill, &made, &mut tensors);
@@ -360,8 +360,7 @@ impl Inversion<'_> {
                     }
                 }
                 Err(error) => {
-                    let (group, reason) = (NameGroup::one(draft.name.clone()), error.to_string());
-                    self.problems.push(Problem::Inverse { group, reason });
+                    self.problems.push(Problem::File { file: draft.name.clone(), reason: error.to_string() });
                 }
             }
         }
@@ -444,7 +443,7 @@ impl Inversion<'_> {
         }
         let strange = fold(strange, &[]);
         let reason = "of --fill-from: the layout neither makes nor leaves out such a tensor";
-        let problem = |group| Problem::Inverse { group, reason: reason.to_owned() };
+        let problem = |group: NameGroup| Problem::File { file: group.counted(), reason: reason.to_owned() };
         self.problems.extend(strange.into_iter().map(problem));
         !fill.tensors.is_empty()
     }

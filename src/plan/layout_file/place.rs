@@ -16,6 +16,12 @@ pub(super) fn line(text: &str, at: usize) -> usize {
     1 + text.get(..at).unwrap_or_default().matches('\n').count()
 }
 
+/// The problem at a place of a file of this label and text, for the leaf `target` if it is not empty.
+pub(super) fn problem((label, text): (&str, &str), at: Span, target: String, reason: String) -> Problem {
+    let excerpt = excerpt(label, text, &(at.0..at.1));
+    Problem::Layout { file: label.to_owned(), line: line(text, at.0), target, reason, excerpt }
+}
+
 /// The place of a word within a place; the whole place if the file writes the word with escapes.
 pub(super) fn word(text: &str, at: Span, word: &str) -> Span {
     let text = text.get(at.0..at.1).unwrap_or_default();
@@ -65,12 +71,6 @@ impl LayoutFile {
 
     /// The problem at a place of this file.
     pub(super) fn refusal(&self, at: Span, target: &str, reason: String) -> Problem {
-        Problem::Layout {
-            file: self.label.clone(),
-            line: line(&self.text, at.0),
-            target: target.to_owned(),
-            reason,
-            excerpt: excerpt(&self.label, &self.text, &(at.0..at.1)),
-        }
+        problem((&self.label, &self.text), at, target.to_owned(), reason)
     }
 }

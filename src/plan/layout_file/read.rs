@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use ckfs_config::{did_you_mean, excerpt, float_of};
+use ckfs_config::{did_you_mean, float_of};
 use serde::Deserialize;
 use toml::Spanned;
 
@@ -199,9 +199,7 @@ impl LayoutReader<'_> {
     }
 
     fn problem(&mut self, at: Span, reason: impl Into<String>) {
-        let excerpt = excerpt(self.label, self.text, &(at.0..at.1));
-        let (file, line) = (self.label.to_owned(), self.line(at.0));
-        self.problems.push(Problem::Text { file, line, reason: reason.into(), excerpt });
+        self.problems.push(place::problem((self.label, self.text), at, String::new(), reason.into()));
     }
 
     fn word(&self, at: Span, word: &str) -> Span {

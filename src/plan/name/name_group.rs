@@ -110,9 +110,9 @@ fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
     (distance * 3 < name.len().saturating_sub(same)).then(|| other.clone())
 }
 
-/// The hint at the nearest name, for a pattern that matches none of these names. A pattern that ends in `*` is compared with the
+/// That the pattern of a rule matches none of these names, with a hint at the nearest. A pattern that ends in `*` is compared with the
 /// beginnings of names.
-pub(crate) fn near_pattern<'a>(pattern: &Pattern, names: impl Iterator<Item = &'a str>) -> String {
+pub(crate) fn matches_none<'a>(rule: &str, pattern: &Pattern, names: impl Iterator<Item = &'a str>) -> String {
     let is_separator = |c: char| matches!(c, '.' | '/');
     let text = stars(pattern.text());
     let beginning = text.ends_with('*').then(|| text.matches(is_separator).count());
@@ -124,7 +124,8 @@ pub(crate) fn near_pattern<'a>(pattern: &Pattern, names: impl Iterator<Item = &'
     // The same name with other numbers is the nearest.
     let nearest = names.get(&text).cloned().or_else(|| nearest(&text, &names));
     let nearest = nearest.map_or_else(String::new, |nearest| format!("; the nearest name is {nearest}"));
-    pattern.advice().map_or(nearest.clone(), |advice| format!("{nearest}; {advice}"))
+    let advice = pattern.advice().map_or_else(String::new, |advice| format!("; {advice}"));
+    format!("{rule}: the pattern {:?} matches no tensor{nearest}{advice}", pattern.text())
 }
 
 /// Whether two words differ by case or dashes only, by one letter changed, missing or added, or by two neighbours exchanged.
@@ -153,13 +154,14 @@ mod tests {
             ("*bias", ""),
         ];
         for (pattern, near) in rows {
-            let hint = near_pattern(&Pattern::parse(pattern).unwrap(), names.into_iter());
+            let text = matches_none("cast", &Pattern::parse(pattern).unwrap(), names.into_iter());
+            let hint = text.strip_prefix(&format!("cast: the pattern {pattern:?} matches no tensor")).unwrap();
             assert_eq!(hint.strip_prefix("; the nearest name is ").unwrap_or_default(), near, "{pattern}");
         }
         // A path of the mount, where its name is wanted.
-        let canonical =
-            near_pattern(&Pattern::parse("layers/scanned/wq").unwrap(), ["layers.scanned.wq", "embed"].into_iter());
-        assert_eq!(canonical, "; the nearest name is layers.scanned.wq");
+        let pattern = Pattern::parse("layers/scanned/wq").unwrap();
+        let text = matches_none("shard", &pattern, ["layers.scanned.wq", "embed"].into_iter());
+        assert!(text.ends_with(" matches no tensor; the nearest name is layers.scanned.wq"), "{text}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use ckfs_checkpoint::Checkpoint;
 use super::super::{
     Layout, Tied, ViewOptions,
     draft::{Bundled, Draft},
-    name_group::near_pattern,
+    name_group::matches_none,
     naming,
     pattern::Pattern,
     problem::Problem,
@@ -55,8 +55,8 @@ pub(crate) fn keep(checkpoint: &Checkpoint, drafts: &mut Vec<Draft>, selected: &
         for pattern in patterns {
             if !drafts.iter().any(|draft| pattern.matches(&draft.name)) {
                 let stored = checkpoint.tensors().map(|(_, info)| info.name);
-                let hint = near_pattern(pattern, drafts.iter().map(|draft| draft.name.as_str()).chain(stored));
-                problems.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned(), hint });
+                let names = drafts.iter().map(|draft| draft.name.as_str()).chain(stored);
+                problems.push(Problem::Request(matches_none(rule, pattern, names)));
             }
         }
     }

@@ -13,8 +13,7 @@ const COMPONENT_BYTES_MAX: usize = 255;
 /// A name after all rules.
 ///
 /// # Errors
-/// [`Problem::Rename`] of the first rule that makes it longer than [`NAME_BYTES_MAX`]; rules after it are not applied.
-/// [`Problem::RenameSteps`] if its expression takes too long.
+/// Of the first rule that makes it longer than [`NAME_BYTES_MAX`], or whose expression takes too long; rules after it are not applied.
 pub fn apply(rules: &[Rename], name: &str) -> Result<String, Problem> {
     let mut shown = Cow::Borrowed(name);
     for rule in rules {
@@ -23,7 +22,11 @@ pub fn apply(rules: &[Rename], name: &str) -> Result<String, Problem> {
             Ok(Some(new)) => shown = Cow::Owned(new),
             Err(RenameFault::Long(bytes)) => return Err(too_long(name, rule, "name", bytes, NAME_BYTES_MAX)),
             Err(RenameFault::Steps) => {
-                return Err(Problem::RenameSteps { name: name.to_owned(), rule: rule.pattern().to_owned() });
+                let reason = format!(
+                    "rename {:?} takes too many steps; write the expression without nested repetitions",
+                    rule.pattern()
+                );
+                return Err(Problem::Tensor { name: name.to_owned(), reason });
             }
         }
     }
@@ -34,8 +37,7 @@ pub fn apply(rules: &[Rename], name: &str) -> Result<String, Problem> {
 /// one.
 ///
 /// # Errors
-/// As [`apply`]. Also [`Problem::Rename`] if a component ends up longer than the kernel accepts; it names the rule that
-/// made it so.
+/// As [`apply`]. Also if a component ends up longer than the kernel accepts; the problem names the rule that made it so.
 pub(crate) fn apply_to_path(rules: &[Rename], name: &str, flat: bool) -> Result<String, Problem> {
     let longest = |name: &str| {
         let words = name.split('.').map(|word| component(word).len());
@@ -53,7 +55,8 @@ pub(crate) fn apply_to_path(rules: &[Rename], name: &str, flat: bool) -> Result<
 }
 
 fn too_long(name: &str, rule: &Rename, what: &'static str, bytes: usize, max: usize) -> Problem {
-    Problem::Rename { name: name.to_owned(), rule: rule.pattern().to_owned(), what, bytes, max }
+    let reason = format!("rename {:?} makes a {what} of {bytes} bytes, at most {max} are possible", rule.pattern());
+    Problem::Tensor { name: name.to_owned(), reason }
 }
 
 #[cfg(test)]
@@ -88,7 +91,8 @@ mod tests {
         assert_eq!(error, expected);
         // A rule with many matches stops at the first match that exceeds the limit.
         let rule = Rename::new("a", &"b".repeat(4096)).unwrap();
-        let Err(Problem::Rename { bytes: 8192, .. }) = apply(&[rule], &"a".repeat(4000)) else { panic!("not refused") };
+        let error = apply(&[rule], &"a".repeat(4000)).unwrap_err().to_string();
+        assert!(error.ends_with(": rename \"a\" makes a name of 8192 bytes, at most 4096 are possible"), "{error}");
         assert!(Rename::new("a", &"b".repeat(4097)).unwrap_err().contains("at most 4096 bytes, found 4097"));
     }
 
@@ -96,8 +100,8 @@ mod tests {
     fn long_components_are_refused_by_the_rule_that_made_them() {
         let rules = ["x=>y", "w=>wwwwwwwwww", "w=>wwwwwwwwww", "w=>wwwwwwwwww", "0=>1"];
         let rules: Vec<Rename> = rules.iter().map(|rule| Rename::parse(rule).unwrap()).collect();
-        let Err(Problem::Rename { rule, bytes, .. }) = apply_to_path(&rules, "a.0.w", false) else { panic!() };
-        assert_eq!((rule.as_str(), bytes), ("w", 1000));
+        let error = apply_to_path(&rules, "a.0.w", false).unwrap_err().to_string();
+        assert_eq!(error, "a.0.w: rename \"w\" makes a file name of 1000 bytes, at most 255 are possible");
         let shorter = [rules.as_slice(), &[Rename::parse("w+=>w").unwrap()]].concat();
         assert_eq!(apply_to_path(&shorter, "a.0.w", false).as_deref(), Ok("a.1.w"));
         // Short words, but one file name in a flat layout.

@@ -314,7 +314,7 @@ fn part(encoding: &Arc<EncodedMatrices>, stored: Stored) -> Result<View, ViewErr
 /// Puts codes in the place of the leaves of a view that `codes` has some of, below stacks of their outer axes.
 ///
 /// # Errors
-/// Those of `codes`; [`Problem::Mixed`] if a stack has leaves that are quantized and others that are not.
+/// Those of `codes`, and if a stack has leaves that are quantized and others that are not.
 pub(crate) fn with_codes(
     name: &str,
     view: &View,
@@ -334,7 +334,12 @@ pub(crate) fn with_codes(
         return Ok(None);
     }
     if quantized < found.len() {
-        return Err(Problem::Mixed { name: name.to_owned(), quantized: quantized as u64, all: found.len() as u64 });
+        let reason = format!(
+            "{quantized} of {} layers or experts are quantized, so that they are no stack: --layout hf shows them one by one, or let \
+             --quantize-ignore and --quantize-only name all of them or none",
+            found.len()
+        );
+        return Err(Problem::Tensor { name: name.to_owned(), reason });
     }
     let found: Vec<View> = found.into_iter().flatten().collect();
     View::stack(*axis, &found).map(Some).map_err(|error| Problem::View { name: name.to_owned(), error })

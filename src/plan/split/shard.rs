@@ -131,7 +131,7 @@ fn ruled_name(draft: &Draft) -> &str {
 /// whole on every device.
 ///
 /// # Errors
-/// [`Problem::CutBlock`].
+/// A cut is inside a block.
 fn of_part(part: &PartOf, whole: &Spec, mesh: &Mesh, even: bool) -> Result<Spec, Problem> {
     let mut spec = Spec::replicated();
     for axis in 0..part.shape.rank() {
@@ -140,8 +140,12 @@ fn of_part(part: &PartOf, whole: &Spec, mesh: &Mesh, even: bool) -> Result<Spec,
             if even {
                 return Ok(Spec::replicated());
             }
-            let (name, shape) = (part.name.clone(), part.shape.clone());
-            return Err(Problem::CutBlock { name, axis, shape, cut, block });
+            let reason = format!(
+                "axis {axis} of {} is cut at {cut}, inside a block of {block} that shares a scale: expected cuts at multiples of {block}; \
+                 take another mesh, leave the tensor whole by a rule of --shard or by --even, or leave it as it is by --quantize-ignore",
+                part.shape
+            );
+            return Err(Problem::Tensor { name: part.name.clone(), reason });
         }
         if part.units[axis] > 0 {
             whole.mesh_axes(axis).for_each(|mesh_axis| spec.split(axis, mesh_axis));
@@ -152,8 +156,8 @@ fn of_part(part: &PartOf, whole: &Spec, mesh: &Mesh, even: bool) -> Result<Spec,
 
 /// The spec of a draft. With `even`, a quantized weight that would be cut inside a block is whole.
 ///
-/// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor, or uses a mesh axis twice.
-/// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor or uses a mesh axis twice.
+/// # Errors
+/// The rule that matches has more axes than the tensor, or uses a mesh axis twice.
 pub(crate) fn spec(
     draft: &Draft,
     mesh: &Mesh,
@@ -186,8 +190,10 @@ fn spec_of_whole(
             (_, Sharding::Replicate) => Spec::replicated(),
         });
     };
-    let problem =
-        |reason: String| Problem::ShardRule { name: draft.name.clone(), rule: rule.pattern.text().to_owned(), reason };
+    let problem = |reason: String| {
+        let reason = format!("sharding rule {:?}: {reason}", rule.pattern.text());
+        Problem::Tensor { name: draft.name.clone(), reason }
+    };
     if rule.spec.len() > rank {
         return Err(problem(format!("{} axes for a tensor of shape {}", rule.spec.len(), shape)));
     }
