@@ -53,34 +53,25 @@ impl Embedded {
 
     /// The layout's file for one family.
     ///
-    /// # Errors
-    /// The file's problems. This is always an error in this program.
-    pub fn family(self, name: &str) -> Option<Result<LayoutFile, PlanError>> {
+    /// # Panics
+    /// Never: a test reads all files.
+    pub fn family(self, name: &str) -> Option<LayoutFile> {
         let (label, text) =
             self.0.files.iter().find(|(label, _)| *label == name || label.rsplit('/').next() == Some(name))?;
-        Some(LayoutFile::parse(&format!("{label}.toml"), text).map(LayoutFile::embedded))
+        let file = LayoutFile::parse(&format!("{label}.toml"), text);
+        Some(file.expect("the file is in the program, and a test reads it").embedded())
     }
 
     /// The file for the model that `config.json` names, if there is one.
-    fn file_of(self, checkpoint: &Checkpoint) -> Result<Option<LayoutFile>, PlanError> {
-        for wanted in model_types(checkpoint) {
-            for (label, _) in self.files {
-                let Some(file) = self.family(label) else { continue };
-                let file = file?;
-                if file.model_types().iter().any(|known| known == wanted) {
-                    return Ok(Some(file));
-                }
-            }
-        }
-        Ok(None)
+    fn file_of(self, checkpoint: &Checkpoint) -> Option<LayoutFile> {
+        let is_of = |file: &LayoutFile, wanted: &str| file.model_types().iter().any(|known| known == wanted);
+        let files = || self.families().filter_map(|label| self.family(label));
+        model_types(checkpoint).find_map(|wanted| files().find(|file| is_of(file, wanted)))
     }
 
     /// Whether the layout has a file for the model that `config.json` names.
-    ///
-    /// # Errors
-    /// A file's problems. This is always an error in this program.
-    pub(super) fn has_file(self, checkpoint: &Checkpoint) -> Result<bool, PlanError> {
-        Ok(self.file_of(checkpoint)?.is_some())
+    pub(super) fn has_file(self, checkpoint: &Checkpoint) -> bool {
+        self.file_of(checkpoint).is_some()
     }
 
     /// The file for a repository: that of the family that the user set, or of the model that `config.json` names. Takes
@@ -105,11 +96,10 @@ impl Embedded {
                 let near = did_you_mean("family", &name, short());
                 near.unwrap_or_else(|| format!("no family {name:?}; known: {}", known()))
             };
-            let file = self.family(&name).ok_or_else(|| problem(unknown()))?;
-            return file.map(Arc::new);
+            return Ok(Arc::new(self.family(&name).ok_or_else(|| problem(unknown()))?));
         }
         let types: Vec<&str> = model_types(checkpoint).collect();
-        if let Some(file) = self.file_of(checkpoint)? {
+        if let Some(file) = self.file_of(checkpoint) {
             return Ok(Arc::new(file));
         }
         let reason = if types.is_empty() {
@@ -134,7 +124,7 @@ mod tests {
         for embedded in Embedded::all() {
             let mut seen = std::collections::BTreeSet::new();
             for label in embedded.families() {
-                let file = embedded.family(label).unwrap().unwrap_or_else(|error| panic!("{error}"));
+                let file = embedded.family(label).unwrap();
                 assert_eq!(file.name(), label);
                 // The layouts for FSDP2 cut axis 0 of each tensor; the others name their axes.
                 assert_eq!(file.shards_logically(), !matches!(embedded.name.as_str(), "torchtitan" | "transformers"));

@@ -7,6 +7,7 @@ use ckfs_config::{
     Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, MergedLora, Mesh, Pattern,
     Quantize, Rename, ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
 };
+use ckfs_layouts::LayoutTraits;
 use ckfs_tensor::DType;
 
 use super::{
@@ -48,28 +49,24 @@ impl Layout {
         }
     }
 
+    /// What the program says of a layout in it.
+    pub(crate) fn traits(&self) -> Option<&'static LayoutTraits> {
+        if let Self::Embedded(embedded) = self { Some(&embedded.0.traits) } else { None }
+    }
+
     /// Whether `--dtype` spares what the model's own code keeps in float32.
     pub(crate) fn keeps_f32(&self) -> bool {
-        match self {
-            Self::Embedded(embedded) => embedded.traits.keeps_f32,
-            Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => true,
-        }
+        self.traits().is_none_or(|traits| traits.keeps_f32)
     }
 
     /// Whether its tensors are those of a loaded model, in float32 where the model's own code keeps them so.
     pub(crate) fn is_loaded(&self) -> bool {
-        match self {
-            Self::Embedded(embedded) => embedded.traits.is_loaded,
-            Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => false,
-        }
+        self.traits().is_some_and(|traits| traits.is_loaded)
     }
 
     /// Key of the dictionary that holds all tensors in formats of trees.
     pub(crate) fn tree_root(&self) -> Option<&str> {
-        match self {
-            Self::Embedded(embedded) => embedded.traits.tree_root.as_deref(),
-            Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => None,
-        }
+        self.traits()?.tree_root.as_deref()
     }
 }
 

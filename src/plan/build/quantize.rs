@@ -31,19 +31,13 @@ impl<'a> Builder<'a> {
             let reason = "--quantize-ignore and --quantize-only have no effect without --quantize SCHEME";
             return if unused { Err(problem(reason.to_owned())) } else { Ok(None) };
         };
-        match &options.layout {
-            Layout::Canonical | Layout::Hf | Layout::Stored => {}
-            Layout::Embedded(_) | Layout::File(_) => {
-                let reason = match &options.layout {
-                    Layout::Embedded(embedded) => embedded.traits.not_quantized.as_deref(),
-                    Layout::Canonical | Layout::Hf | Layout::Stored | Layout::File(_) => None,
-                };
-                let reason = reason.unwrap_or(
-                    "its rules make floats of the shapes that its program trains or fuses, and no codes and scales; \
-                     expected the layout canonical, hf or stored",
-                );
-                return Err(problem(format!("{} with --layout {}: {reason}", scheme.word(), options.layout.name())));
-            }
+        if let Layout::Embedded(_) | Layout::File(_) = &options.layout {
+            let reason = options.layout.traits().and_then(|traits| traits.not_quantized.as_deref());
+            let reason = reason.unwrap_or(
+                "its rules make floats of the shapes that its program trains or fuses, and no codes and scales; expected the layout \
+                 canonical, hf or stored",
+            );
+            return Err(problem(format!("{} with --layout {}: {reason}", scheme.word(), options.layout.name())));
         }
         if options.lora.is_some() {
             return Err(problem(

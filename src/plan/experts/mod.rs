@@ -108,7 +108,7 @@ pub(super) fn doubts(checkpoint: &Checkpoint, told: Option<Order>) -> Vec<String
         let shown = orientation::shown(name.projection, info.shape, hidden);
         orientation.order((info.name, info.shape), shown, true).err()
     };
-    fused(checkpoint).iter().find_map(doubt).map(|doubt| doubt.reason).into_iter().collect()
+    fused(checkpoint).iter().find_map(doubt).into_iter().collect()
 }
 
 /// What a tensor of fused experts shows. None for another tensor.
@@ -227,7 +227,7 @@ impl Form<'_> {
         }
         let shown = orientation::shown(name.projection, info.shape, self.hidden);
         let order = self.orientation.order((info.name, info.shape), shown, !model.either_way);
-        let order = order.map_err(|error| Problem::File { file: self.file_of(id), reason: error.reason })?;
+        let order = order.map_err(|reason| Problem::File { file: self.file_of(id), reason })?;
         let Some(order) = order else { return Ok(Vec::new()) };
         let outputs = match order {
             Order::OutIn => 0,

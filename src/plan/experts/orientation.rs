@@ -69,13 +69,6 @@ pub(crate) struct Orientation {
     in_out: Option<String>,
 }
 
-/// A square tensor that does not show its order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Ambiguous {
-    /// Why it is not known.
-    pub(crate) reason: String,
-}
-
 impl Orientation {
     /// No tensor yet; `told` is the user's setting.
     pub(super) fn new(told: Option<Order>) -> Self {
@@ -102,7 +95,7 @@ impl Orientation {
         (name, shape): (&str, &[u64]),
         shown: ShapeHint,
         is_fixed: bool,
-    ) -> Result<Option<Order>, Ambiguous> {
+    ) -> Result<Option<Order>, String> {
         match (shown, self.told) {
             (ShapeHint::Neither, _) => Ok(None),
             (ShapeHint::Order(order), _) => Ok(Some(order)),
@@ -132,14 +125,12 @@ impl Orientation {
     }
 }
 
-fn ambiguous(name: &str, shape: &[u64], why: &str) -> Ambiguous {
-    Ambiguous {
-        reason: format!(
-            "{name} has the shape {shape:?}, and both orientations fit: {why}; --set {PARAMETER}={} or --set {PARAMETER}={} decides",
-            Order::OutIn.word(),
-            Order::InOut.word()
-        ),
-    }
+fn ambiguous(name: &str, shape: &[u64], why: &str) -> String {
+    format!(
+        "{name} has the shape {shape:?}, and both orientations fit: {why}; --set {PARAMETER}={} or --set {PARAMETER}={} decides",
+        Order::OutIn.word(),
+        Order::InOut.word()
+    )
 }
 
 #[cfg(test)]
@@ -161,11 +152,11 @@ mod tests {
             |orientation: &Orientation, is_fixed| orientation.order(("x", &[4, 32, 32]), ShapeHint::Either, is_fixed);
         let mut seen = Orientation::new(None);
         assert_eq!(order(&seen, true), Ok(Some(Order::OutIn)));
-        assert!(order(&seen, false).unwrap_err().reason.contains("--set experts_order=in_out decides"));
+        assert!(order(&seen, false).unwrap_err().contains("--set experts_order=in_out decides"));
         seen.see("a", ShapeHint::Order(Order::OutIn));
         assert_eq!(order(&seen, false), Ok(Some(Order::OutIn)));
         seen.see("b", ShapeHint::Order(Order::InOut));
-        assert!(order(&seen, true).unwrap_err().reason.contains("b is stored"));
+        assert!(order(&seen, true).unwrap_err().contains("b is stored"));
         assert_eq!(order(&Orientation { told: Some(Order::InOut), ..seen }, true), Ok(Some(Order::InOut)));
     }
 }

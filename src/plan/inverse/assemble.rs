@@ -4,49 +4,27 @@ use std::collections::BTreeMap;
 
 use ckfs_tensor::{Shape, View, ViewError};
 
-use super::invert::Places;
+use super::invert::{InverseError, Places};
 
-/// Why parts are not a whole tensor.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Incomplete {
-    /// No part has these elements.
-    #[error("no leaf holds {start}..{stop} of axis {axis}, whose extent is {extent}")]
-    Missing {
-        /// The axis.
-        axis: usize,
-        /// First missing place.
-        start: u64,
-        /// One past the last one.
-        stop: u64,
-        /// Extent of the axis.
-        extent: u64,
-    },
-    /// Two parts have the same elements.
-    #[error("two leaves hold the same part of axis {axis}")]
-    Twice {
-        /// The axis.
-        axis: usize,
-    },
-    /// Parts interleave in a way that is not regular.
-    #[error("the parts of axis {axis} do not interleave regularly")]
-    Irregular {
-        /// The axis.
-        axis: usize,
-    },
-    /// Parts that do not fit each other.
-    #[error(transparent)]
-    View(#[from] ViewError),
+/// That no part has `start..stop` of an axis.
+fn missing(axis: usize, start: u64, stop: u64, extent: u64) -> InverseError {
+    InverseError(format!("no leaf holds {start}..{stop} of axis {axis}, whose extent is {extent}"))
+}
+
+/// That two parts have the same elements.
+fn twice(axis: usize) -> InverseError {
+    InverseError(format!("two leaves hold the same part of axis {axis}"))
 }
 
 /// The tensor of these parts. Elements that no part has come from `rest`, a tensor of the same shape and dtype.
 ///
 /// # Errors
-/// [`Incomplete`].
+/// Elements that no part has, or that two have..
 pub(super) fn assemble(
     shape: &Shape,
     parts: Vec<(Vec<Places>, View)>,
     rest: Option<&View>,
-) -> Result<View, Incomplete> {
+) -> Result<View, InverseError> {
     join(shape.extents(), 0, parts, rest)
 }
 
@@ -56,12 +34,12 @@ fn join(
     axis: usize,
     mut parts: Vec<(Vec<Places>, View)>,
     rest: Option<&View>,
-) -> Result<View, Incomplete> {
+) -> Result<View, InverseError> {
     let Some(extent) = extents.get(axis).copied() else {
         return match (parts.pop(), parts.is_empty()) {
             (Some((_, view)), true) => Ok(view),
-            (None, _) => Err(Incomplete::Missing { axis: 0, start: 0, stop: 1, extent: 1 }),
-            (Some(_), false) => Err(Incomplete::Twice { axis: axis.saturating_sub(1) }),
+            (None, _) => Err(missing(0, 0, 1, 1)),
+            (Some(_), false) => Err(twice(axis.saturating_sub(1))),
         };
     };
     let mut groups: BTreeMap<Places, Vec<(Vec<Places>, View)>> = BTreeMap::new();
@@ -79,11 +57,11 @@ fn join(
     let mut at = 0;
     let gap = |at: u64, stop: u64| match rest {
         Some(rest) => Ok(rest.slice(axis, at, stop, 1)?),
-        None => Err(Incomplete::Missing { axis, start: at, stop, extent }),
+        None => Err(missing(axis, at, stop, extent)),
     };
     for (places, parts) in groups.into_iter().filter(|(places, _)| places.count > 0) {
         if places.start < at {
-            return Err(Incomplete::Twice { axis });
+            return Err(twice(axis));
         }
         if places.start > at {
             views.push(gap(at, places.start)?);
@@ -106,20 +84,20 @@ fn interleave(
     axis: usize,
     step: u64,
     groups: BTreeMap<Places, Parts>,
-    group: &dyn Fn(Places, Parts) -> Result<View, Incomplete>,
-) -> Result<View, Incomplete> {
+    group: &dyn Fn(Places, Parts) -> Result<View, InverseError>,
+) -> Result<View, InverseError> {
     let count = extent / step;
     let mut views = Vec::with_capacity(groups.len());
     for (places, parts) in groups {
         let expected = Places { start: views.len() as u64, step: if count > 1 { step } else { 1 }, count };
         if places != expected || !extent.is_multiple_of(step) {
-            return Err(Incomplete::Irregular { axis });
+            return Err(InverseError(format!("the parts of axis {axis} do not interleave regularly")));
         }
         views.push(group(places, parts)?);
     }
     if views.len() as u64 != step {
         let start = views.len() as u64;
-        return Err(Incomplete::Missing { axis, start, stop: start + 1, extent });
+        return Err(missing(axis, start, start + 1, extent));
     }
     let mut extents = views[0].shape().extents().to_vec();
     extents[axis] = extent;

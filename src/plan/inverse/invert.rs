@@ -49,28 +49,27 @@ pub(super) struct LeafPart {
     pub(super) is_forced: bool,
 }
 
-/// Why a view has no inverse.
+/// Why a leaf or its parts give no targets.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum NoInverse {
-    /// An operator needs the whole of its operand.
-    #[error("the rule reshapes a tensor and takes a part of it, which has no inverse")]
-    PartOfReshape,
-    /// A tensor that is stored in parts or codes, which no target is.
-    #[error("the rule decodes a stored tensor, which has no inverse")]
-    Stored,
-    /// An operator without an inverse.
-    #[error("the rule {0}, which has no inverse")]
-    Operator(&'static str),
-    /// An operator that does not fit, such as arithmetic on integers.
-    #[error(transparent)]
-    View(#[from] ViewError),
+#[error("{0}")]
+pub(super) struct InverseError(pub(super) String);
+
+impl From<ViewError> for InverseError {
+    fn from(error: ViewError) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// A rule without an inverse.
+fn no_inverse(what: &str) -> InverseError {
+    InverseError(format!("the rule {what}, which has no inverse"))
 }
 
 /// The parts of targets that a stored leaf holds. `leaf` is its view over targets; `stored` has the same shape.
 ///
 /// # Errors
-/// [`NoInverse`].
-pub(super) fn invert(leaf: &View, stored: View) -> Result<Vec<LeafPart>, NoInverse> {
+/// [`InverseError`].
+pub(super) fn invert(leaf: &View, stored: View) -> Result<Vec<LeafPart>, InverseError> {
     let mut parts = Vec::new();
     let places = leaf.shape().extents().iter().map(|extent| Places::all(*extent)).collect();
     undo(leaf, places, stored, false, &mut parts)?;
@@ -79,26 +78,20 @@ pub(super) fn invert(leaf: &View, stored: View) -> Result<Vec<LeafPart>, NoInver
 
 /// The extent of the axis of a leaf that its rule pads, and how much of it is the target's.
 pub(super) fn padded(leaf: &View) -> Option<(u64, u64)> {
-    match leaf.op() {
-        Op::Pad { of, axis, .. } => Some((leaf.shape().extents()[*axis], of.shape().extents()[*axis])),
-        Op::Slice { of, .. }
-        | Op::Transpose { of, .. }
-        | Op::Reshape { of }
-        | Op::Cast { of }
-        | Op::Multiply { of, .. }
-        | Op::Add { of, .. }
-        | Op::Exp { of, .. } => padded(of),
-        Op::Source(_)
-        | Op::Fill(_)
-        | Op::Gather { .. }
-        | Op::Stack { .. }
-        | Op::Concat { .. }
-        | Op::Sum { .. }
-        | Op::Product { .. }
-        | Op::Quantized(_)
-        | Op::Mosaic(_)
-        | Op::Encoded { .. } => None,
+    if let Op::Pad { of, axis, .. } = leaf.op() {
+        return Some((leaf.shape().extents()[*axis], of.shape().extents()[*axis]));
     }
+    let (Op::Slice { of, .. }
+    | Op::Transpose { of, .. }
+    | Op::Reshape { of }
+    | Op::Cast { of }
+    | Op::Multiply { of, .. }
+    | Op::Add { of, .. }
+    | Op::Exp { of, .. }) = leaf.op()
+    else {
+        return None;
+    };
+    padded(of)
 }
 
 /// `value` has the elements of `of` at `places`.
@@ -108,7 +101,7 @@ fn undo(
     value: View,
     is_forced: bool,
     parts: &mut Vec<LeafPart>,
-) -> Result<(), NoInverse> {
+) -> Result<(), InverseError> {
     match of.op() {
         Op::Source(tensor) => parts.push(LeafPart { target: tensor.id, places, view: value, is_forced }),
         // A constant tells nothing of a target.
@@ -135,7 +128,7 @@ fn undo(
         Op::Reshape { of: operand } => {
             let all = |(places, extent): (&Places, &u64)| *places == Places::all(*extent);
             if !places.iter().zip(of.shape().extents()).all(all) {
-                return Err(NoInverse::PartOfReshape);
+                return Err(no_inverse("reshapes a tensor and takes a part of it"));
             }
             let places = operand.shape().extents().iter().map(|extent| Places::all(*extent)).collect();
             undo(operand, places, value.reshape(operand.shape())?, is_forced, parts)?;
@@ -175,10 +168,10 @@ fn undo(
             let is_forced = is_forced || operand.dtype() != of.dtype();
             undo(operand, places, value.add(*addend, Keep::F32)?, is_forced, parts)?;
         }
-        Op::Exp { .. } => return Err(NoInverse::Operator("computes exp of a tensor")),
-        Op::Sum { .. } => return Err(NoInverse::Operator("adds two tensors")),
-        Op::Product { .. } => return Err(NoInverse::Operator("multiplies two tensors")),
-        Op::Quantized(_) | Op::Mosaic(_) | Op::Encoded { .. } => return Err(NoInverse::Stored),
+        Op::Exp { .. } => return Err(no_inverse("computes exp of a tensor")),
+        Op::Sum { .. } => return Err(no_inverse("adds two tensors")),
+        Op::Product { .. } => return Err(no_inverse("multiplies two tensors")),
+        Op::Quantized(_) | Op::Mosaic(_) | Op::Encoded { .. } => return Err(no_inverse("decodes a stored tensor")),
     }
     Ok(())
 }
@@ -191,7 +184,7 @@ fn undo_between(
     value: &View,
     is_forced: bool,
     parts: &mut Vec<LeafPart>,
-) -> Result<(), NoInverse> {
+) -> Result<(), InverseError> {
     let chosen = places[axis];
     let (first, last) = chosen.inside(low, high);
     if first >= last {
@@ -211,7 +204,7 @@ fn undo_run(
     value: &View,
     is_forced: bool,
     parts: &mut Vec<LeafPart>,
-) -> Result<(), NoInverse> {
+) -> Result<(), InverseError> {
     let chosen = places[axis];
     let (first, last) = chosen.inside(low, low + run.count);
     if first >= last {

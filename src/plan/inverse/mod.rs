@@ -23,8 +23,8 @@ use ckfs_tensor::{DType, Shape, TensorId, View};
 use serde_json::Value as Json;
 
 use self::{
-    assemble::{Incomplete, assemble},
-    invert::{LeafPart, Places},
+    assemble::assemble,
+    invert::{InverseError, LeafPart, Places},
 };
 use super::{
     LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
@@ -406,7 +406,7 @@ impl Inversion<'_> {
         parts: Vec<(LeafPart, DType)>,
         dtype: Option<DType>,
         fill: Option<TensorId>,
-    ) -> Result<Option<View>, Incomplete> {
+    ) -> Result<Option<View>, InverseError> {
         let fill = fill.filter(|id| self.checkpoint.tensor(*id).shape == target.shape.extents());
         let fill = fill.and_then(|id| self.values.view(id, None).ok());
         if parts.is_empty() && fill.is_none() {
@@ -419,7 +419,7 @@ impl Inversion<'_> {
         };
         let fill = fill.map(cast).transpose()?;
         let cast_part = |(part, _): (LeafPart, DType)| Ok((part.places, cast(part.view)?));
-        let parts = parts.into_iter().map(cast_part).collect::<Result<Vec<(Vec<Places>, View)>, Incomplete>>()?;
+        let parts = parts.into_iter().map(cast_part).collect::<Result<Vec<(Vec<Places>, View)>, InverseError>>()?;
         assemble(&target.shape, parts, fill.as_ref()).map(Some)
     }
 

@@ -49,29 +49,14 @@ const OPERANDS: u64 = 8;
 
 /// The axis along which the operands of a stack lie, if the view is one, cast or transposed perhaps.
 fn stacked_axis(view: &View) -> Option<usize> {
-    match view.op() {
-        Op::Stack { axis, .. } => Some(*axis),
-        Op::Cast { of } => stacked_axis(of),
-        Op::Transpose { of, axes } => {
-            let inner = stacked_axis(of)?;
-            axes.iter().position(|axis| *axis == inner)
-        }
-        Op::Source(_)
-        | Op::Mosaic(_)
-        | Op::Fill(_)
-        | Op::Slice { .. }
-        | Op::Gather { .. }
-        | Op::Reshape { .. }
-        | Op::Concat { .. }
-        | Op::Pad { .. }
-        | Op::Multiply { .. }
-        | Op::Add { .. }
-        | Op::Exp { .. }
-        | Op::Sum { .. }
-        | Op::Product { .. }
-        | Op::Quantized(_)
-        | Op::Encoded { .. } => None,
+    if let Op::Stack { axis, .. } = view.op() {
+        return Some(*axis);
     }
+    if let Op::Transpose { of, axes } = view.op() {
+        let inner = stacked_axis(of)?;
+        return axes.iter().position(|axis| *axis == inner);
+    }
+    if let Op::Cast { of } = view.op() { stacked_axis(of) } else { None }
 }
 
 /// A box in pieces along an axis.

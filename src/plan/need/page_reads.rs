@@ -173,41 +173,28 @@ impl Walk {
     }
 
     fn view(&mut self, view: &View, mut place: LeafPosition, holding: u32, group: u32) {
-        match view.op() {
-            Op::Stack { of, axis } => {
-                let axis = place.axes.remove(*axis);
-                for (index, operand) in (0..).zip(of) {
-                    let mut place = place.clone();
-                    let borders = &self.holdings[holding as usize].borders[axis];
-                    place.fixed.push((axis, borders.partition_point(|border| *border <= index)));
-                    self.view(operand, place, holding, group);
-                }
+        if let Op::Stack { of, axis } = view.op() {
+            let axis = place.axes.remove(*axis);
+            for (index, operand) in (0..).zip(of) {
+                let mut place = place.clone();
+                let borders = &self.holdings[holding as usize].borders[axis];
+                place.fixed.push((axis, borders.partition_point(|border| *border <= index)));
+                self.view(operand, place, holding, group);
             }
-            Op::Transpose { of, axes } => {
-                let mut inner = place.axes.clone();
-                axes.iter().zip(&place.axes).for_each(|(from, axis)| inner[*from] = *axis);
-                place.axes = inner;
-                self.view(of, place, holding, group);
-            }
-            Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } => {
-                self.view(of, place, holding, group);
-            }
+        } else if let Op::Transpose { of, axes } = view.op() {
+            let mut inner = place.axes.clone();
+            axes.iter().zip(&place.axes).for_each(|(from, axis)| inner[*from] = *axis);
+            place.axes = inner;
+            self.view(of, place, holding, group);
+        } else if let Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } = view.op() {
+            self.view(of, place, holding, group);
+        } else if let Op::Sum { of } | Op::Product { of, .. } = view.op() {
             // Both sides are read at the same places.
-            Op::Sum { of } | Op::Product { of, .. } => {
-                for of in of {
-                    self.view(of, place.clone(), holding, group);
-                }
+            for of in of {
+                self.view(of, place.clone(), holding, group);
             }
-            Op::Source(_)
-            | Op::Mosaic(_)
-            | Op::Fill(_)
-            | Op::Slice { .. }
-            | Op::Gather { .. }
-            | Op::Reshape { .. }
-            | Op::Concat { .. }
-            | Op::Pad { .. }
-            | Op::Quantized(_)
-            | Op::Encoded { .. } => self.leaf(view, place, holding, group),
+        } else {
+            self.leaf(view, place, holding, group);
         }
     }
 

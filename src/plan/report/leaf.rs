@@ -30,34 +30,21 @@ pub(super) fn for_each_leaf<'a>(view: &'a View, emit: &mut dyn FnMut(ReadLeaf<'a
 }
 
 fn walk<'a>(mut leaf: ReadLeaf<'a>, emit: &mut dyn FnMut(ReadLeaf<'a>) -> bool) -> bool {
-    match leaf.view.op() {
-        Op::Stack { of, axis } => {
-            let axis = leaf.axes.remove(*axis);
-            (0..).zip(of).all(|(index, operand)| {
-                let mut below = ReadLeaf { view: operand, ..leaf.clone() };
-                below.at.push((axis, index));
-                walk(below, emit)
-            })
-        }
-        Op::Transpose { of, axes } => {
-            let mut inner = leaf.axes.clone();
-            axes.iter().zip(&leaf.axes).for_each(|(from, axis)| inner[*from] = *axis);
-            walk(ReadLeaf { view: of, axes: inner, at: leaf.at }, emit)
-        }
-        Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } => {
-            walk(ReadLeaf { view: of, ..leaf }, emit)
-        }
-        Op::Source(_)
-        | Op::Mosaic(_)
-        | Op::Fill(_)
-        | Op::Slice { .. }
-        | Op::Gather { .. }
-        | Op::Sum { .. }
-        | Op::Product { .. }
-        | Op::Reshape { .. }
-        | Op::Concat { .. }
-        | Op::Pad { .. }
-        | Op::Quantized(_)
-        | Op::Encoded { .. } => emit(leaf),
+    if let Op::Stack { of, axis } = leaf.view.op() {
+        let axis = leaf.axes.remove(*axis);
+        return (0..).zip(of).all(|(index, operand)| {
+            let mut below = ReadLeaf { view: operand, ..leaf.clone() };
+            below.at.push((axis, index));
+            walk(below, emit)
+        });
     }
+    if let Op::Transpose { of, axes } = leaf.view.op() {
+        let mut inner = leaf.axes.clone();
+        axes.iter().zip(&leaf.axes).for_each(|(from, axis)| inner[*from] = *axis);
+        return walk(ReadLeaf { view: of, axes: inner, at: leaf.at }, emit);
+    }
+    if let Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } = leaf.view.op() {
+        return walk(ReadLeaf { view: of, ..leaf }, emit);
+    }
+    emit(leaf)
 }

@@ -54,21 +54,6 @@ enum Side {
     Follower,
 }
 
-/// Why a block stays whole.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Whole {
-    /// A tensor holds several matrices in one.
-    Fused(String),
-    /// A matrix of unknown meaning is among its modules.
-    Unknown(String),
-    /// One side is there only.
-    OneSided(String),
-    /// Its matrices are stored in two orientations.
-    Mixed,
-    /// It is cut otherwise in another layer.
-    Differs,
-}
-
 /// A module's place in its block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Member {
@@ -99,7 +84,8 @@ struct Layer {
 struct Found {
     root: String,
     members: Vec<(String, Side, usize)>,
-    whole: Option<Whole>,
+    /// Why the block stays whole, if something says so.
+    whole: Option<String>,
     /// Whether the other modules are not in the checkpoint.
     is_part: bool,
 }
@@ -129,7 +115,8 @@ impl Sayings<'_> {
 #[derive(Debug, Default)]
 pub(crate) struct CutBlocks {
     members: HashMap<(String, String), Member>,
-    whole: BTreeMap<Arc<str>, Whole>,
+    /// Why blocks stay whole.
+    whole: BTreeMap<Arc<str>, String>,
     unknown: BTreeSet<String>,
 }
 
@@ -187,7 +174,7 @@ impl Layer {
             };
             // Fused experts are in no certain order.
             if axis == 2 || rank > 2 {
-                found.whole = Some(Whole::Fused(name.to_owned()));
+                found.whole = Some(fused(name));
             }
             let side = if rank < 2 { Side::Follower } else { side };
             found.members.push((stem, side, axis));
@@ -230,7 +217,7 @@ impl Layer {
             if !inputs.iter().all(is_matrix) || !is_matrix(&output.to_owned()) {
                 return None;
             }
-            let fused = form.fused.iter().find(|name| !shows_parts(&join(root, name)));
+            let in_one = form.fused.iter().find(|name| !shows_parts(&join(root, name)));
             let sides = inputs.into_iter().map(|stem| (stem, Side::Column));
             let sides: Vec<_> = sides.chain([(output.to_owned(), Side::Row)]).collect();
             let within: BTreeSet<&str> =
@@ -240,11 +227,11 @@ impl Layer {
             let unknown = others.map(|(stem, _)| stem).find(|stem| {
                 !sides.iter().any(|(member, _)| member == *stem) && !form.whole.iter().any(|name| name == last(stem))
             });
-            let mut whole = fused.map(|name| Whole::Fused(name.clone()));
-            whole = whole.or_else(|| unknown.map(|stem| Whole::Unknown(last(stem).to_owned())));
+            let mut whole = in_one.map(|name| fused(name));
+            whole = whole.or_else(|| unknown.map(|stem| format!("the meaning of {} is not known", last(stem))));
             let transposed = self.is_transposed(sides.iter().map(|(stem, _)| stem));
             if transposed.is_none() {
-                whole = whole.or(Some(Whole::Mixed));
+                whole = whole.or_else(|| Some("its matrices are stored in two orientations".to_owned()));
             }
             let transposed = transposed.unwrap_or(false);
             let axis = |side: Side| usize::from((side == Side::Row) != transposed);
@@ -381,32 +368,25 @@ impl Found {
     /// Adds a tensor that holds several matrices or experts, by the family's entry.
     fn add_fused(&mut self, stem: &str, role: &Role, parts: bool) {
         if !role.split.is_empty() && !parts {
-            self.whole = Some(Whole::Fused(last(stem).to_owned()));
+            self.whole = Some(fused(last(stem)));
         }
         let side = if role.split.is_empty() { Side::Alone } else { Side::Column };
         self.members.push((stem.to_owned(), side, role.tp.unwrap_or(0)));
     }
 
     /// Why the block cannot be cut as a whole, if it cannot.
-    fn whole(&self) -> Option<Whole> {
+    fn whole(&self) -> Option<String> {
         let has = |sides: &[Side]| self.members.iter().any(|(_, side, _)| sides.contains(side));
         let closed = (!has(&[Side::Column]) || has(&[Side::Row, Side::Alone]))
             && (!has(&[Side::Row]) || has(&[Side::Column, Side::Alone]));
         let names = || self.members.iter().map(|(stem, ..)| last(stem)).collect::<Vec<_>>().join(", ");
-        self.whole.clone().or_else(|| (!closed && !self.is_part).then(|| Whole::OneSided(names())))
+        self.whole.clone().or_else(|| (!closed && !self.is_part).then(|| format!("only {} of it are known", names())))
     }
 }
 
-impl std::fmt::Display for Whole {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Fused(name) => write!(f, "{name} holds several matrices in one"),
-            Self::Unknown(name) => write!(f, "the meaning of {name} is not known"),
-            Self::OneSided(names) => write!(f, "only {names} of it are known"),
-            Self::Mixed => f.write_str("its matrices are stored in two orientations"),
-            Self::Differs => f.write_str("its layers differ"),
-        }
-    }
+/// Why a block with a tensor of this name stays whole: it cannot be cut by rows or columns.
+fn fused(name: &str) -> String {
+    format!("{name} holds several matrices in one")
 }
 
 impl CutBlocks {
@@ -455,8 +435,9 @@ impl CutBlocks {
                 let key = (prefix.to_owned(), stem);
                 if self.members.get(&key).is_some_and(|known| *known != member) {
                     let other = self.members[&key].block.clone();
-                    self.whole.entry(other).or_insert(Whole::Differs);
-                    self.whole.entry(Arc::clone(&block)).or_insert(Whole::Differs);
+                    for block in [other, Arc::clone(&block)] {
+                        self.whole.entry(block).or_insert_with(|| "its layers differ".to_owned());
+                    }
                 }
                 self.members.insert(key, member);
             }
