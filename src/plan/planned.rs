@@ -12,6 +12,7 @@ use ckfs_config::Mesh;
 use ckfs_tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View};
 use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
+use serde::Serialize;
 
 use super::{
     amplification::Amplification,
@@ -61,7 +62,7 @@ pub struct Rank {
 }
 
 /// The decoded tensors of one scheme.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DecodedScheme {
     /// The scheme, as `plan --json` calls it.
     pub scheme: &'static str,

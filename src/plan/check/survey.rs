@@ -28,7 +28,7 @@ pub(crate) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec
         } else {
             format!("mesh {} has {devices} devices, 0 to {}", options.mesh, devices - 1)
         };
-        let listed = ranges(&listed.iter().copied().collect());
+        let listed = ranges(&listed);
         problems.push(Problem::Request(format!("--devices {listed}: {there_are}")));
     }
     listed

@@ -3,12 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use ckfs_config::{Pattern, folded};
+use serde::Serialize;
 use strsim::levenshtein;
 
 use super::super::naming::map_words;
 
 /// Names that differ only in numbers.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NameGroup {
     /// The name, with its numbers as in `model.layers.{0-31}.mlp`.
     pub name: String,
@@ -62,9 +63,9 @@ pub(crate) fn stars(name: &str) -> String {
     starred(name).0
 }
 
-/// Numbers as in `0-3,7`.
-pub(crate) fn ranges(numbers: &BTreeSet<u64>) -> String {
-    let numbers: Vec<u64> = numbers.iter().copied().collect();
+/// Ascending numbers as in `0-3,7`.
+pub(crate) fn ranges<'a>(numbers: impl IntoIterator<Item = &'a u64>) -> String {
+    let numbers: Vec<u64> = numbers.into_iter().copied().collect();
     let words = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
         [first, .., last] => format!("{first}-{last}"),
         only => only.iter().map(u64::to_string).collect(),

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 
 use ckfs_tensor::{DType, Shape};
+use serde::Serialize;
 
-use super::super::{Plan, PlannedTensor, Spec};
+use super::super::{AxisUse, Plan, PlannedTensor, Spec, axis_use};
 
 /// Bytes of bundled tensors that each listed device holds.
 pub fn bytes_per_device(plan: &Plan) -> Vec<u64> {
@@ -51,11 +52,27 @@ fn per_device(plan: &Plan, of_part: impl Fn(DType, u64) -> u64) -> Vec<u64> {
 }
 
 /// The effect of one mesh axis.
+#[derive(Serialize)]
 pub(super) struct AxisEffect {
     pub(super) name: String,
     pub(super) size: u64,
-    pub(super) tensors: u64,
-    pub(super) bytes: u64,
+    pub(super) tensors_split: u64,
+    pub(super) bytes_split: u64,
+    /// By which rule tensors are split over it.
+    pub(super) rule: &'static str,
+}
+
+fn rule_of_axis(plan: &Plan, name: &str) -> &'static str {
+    if plan.logical_rules.is_some() {
+        return "by the rules for logical axes";
+    }
+    match axis_use(name) {
+        AxisUse::Expert => "by expert",
+        AxisUse::Tensor => "by row or column, as the tensor's role says",
+        AxisUse::FullyShard => "axis 0 of the unstacked tensor, inside the others",
+        AxisUse::Replicate => "replicas",
+        AxisUse::Unknown => "no rule for this name",
+    }
 }
 
 pub(super) fn axis_effects(plan: &Plan) -> Vec<AxisEffect> {
@@ -65,8 +82,9 @@ pub(super) fn axis_effects(plan: &Plan) -> Vec<AxisEffect> {
         AxisEffect {
             name: axis.name.clone(),
             size: axis.size,
-            tensors: split.len() as u64,
-            bytes: split.iter().map(|tensor| tensor.bytes()).sum(),
+            tensors_split: split.len() as u64,
+            bytes_split: split.iter().map(|tensor| tensor.bytes()).sum(),
+            rule: rule_of_axis(plan, &axis.name),
         }
     })
     .collect()

@@ -5,21 +5,15 @@ use std::collections::BTreeMap;
 use ckfs_checkpoint::{Checkpoint, Experts, FileRole, Quantization, Summary};
 use ckfs_source::page_size::page_bytes;
 use ckfs_tensor::{DType, Reads};
-use serde::{Serialize, Serializer, ser::SerializeMap};
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 use smallvec::SmallVec;
 
 use super::{
-    super::{Hole, NameGroup, Plan, PlannedTensor, amplification::Amplification, quantize::Chosen},
+    super::{Hole, Plan, PlannedTensor, amplification::Amplification, quantize::Chosen},
     advice::{AdviceReason, advice, reasons},
     effects::{axis_effects, bytes_per_device, training_bytes_per_device},
-    text::rule_of_axis,
 };
-
-fn names(groups: &[NameGroup]) -> Vec<Value> {
-    let row = |group: &NameGroup| json!({"name": group.name, "count": group.count, "nearest": group.nearest});
-    groups.iter().map(row).collect()
-}
 
 fn holes_json(holes: &[Hole]) -> Value {
     let row = |hole: &Hole| {
@@ -71,15 +65,6 @@ fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
 
 /// One view as JSON, without its tensors.
 pub(super) fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
-    let axes: Vec<Value> = axis_effects(plan)
-        .into_iter()
-        .map(|axis| {
-            json!({
-                "name": axis.name, "size": axis.size, "tensors_split": axis.tensors, "bytes_split": axis.bytes,
-                "rule": rule_of_axis(plan, &axis.name),
-            })
-        })
-        .collect();
     let devices: Vec<Value> = plan
         .devices
         .iter()
@@ -95,25 +80,23 @@ pub(super) fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Val
         "family": plan.family,
         "params": plan.params.iter().map(|(name, value)| (name.clone(), json!(value))).collect::<Map<_, _>>(),
         "dtype": plan.dtype.map(DType::code),
-        "decoded": plan.decoded.iter().map(|row| {
-            json!({"scheme": row.scheme, "tensors": row.tensors, "bytes": row.bytes})
-        }).collect::<Vec<_>>(),
+        "decoded": plan.decoded,
         "merged": plan.merged.as_ref().map(|merged| json!({"adapter": merged.adapter.display().to_string(), "tensors": merged.tensors})),
         "quantized": plan.quantized.as_ref().map(quantized_json),
         "kept_raw": plan.kept_raw,
-        "kept_f32": names(&plan.kept),
-        "hf_kept_f32": names(&plan.kept_hf),
-        "whole": names(&plan.whole.names),
-        "dropped": names(&plan.dropped),
+        "kept_f32": plan.kept,
+        "hf_kept_f32": plan.kept_hf,
+        "whole": plan.whole.names,
+        "dropped": plan.dropped,
         "unscanned": plan.unscanned,
-        "mesh": {"axes": axes, "devices": plan.mesh.devices()},
+        "mesh": {"axes": axis_effects(plan), "devices": plan.mesh.devices()},
         "devices": devices,
         "bytes": plan.bundle().map(PlannedTensor::bytes).sum::<u64>(),
         "amplification": amplification_json(checkpoint, plan),
-        "missing": names(&plan.missing),
-        "unexpected": names(&plan.unexpected),
+        "missing": plan.missing,
+        "unexpected": plan.unexpected,
         "holes": holes_json(&plan.holes),
-        "left_out": names(&plan.left_out),
+        "left_out": plan.left_out,
         "warnings": plan.warnings,
     })
 }
@@ -124,8 +107,8 @@ fn quantized_json(chosen: &Chosen) -> Value {
     let left = chosen.left.iter();
     json!({
         "scheme": chosen.scheme,
-        "kinds": kinds.map(|(kind, count, groups)| json!({"kind": kind.word(), "tensors": count, "names": names(groups)})).collect::<Vec<_>>(),
-        "left": left.map(|(left, count, groups)| json!({"reason": left.to_string(), "tensors": count, "names": names(groups)})).collect::<Vec<_>>(),
+        "kinds": kinds.map(|(kind, count, groups)| json!({"kind": kind.word(), "tensors": count, "names": groups})).collect::<Vec<_>>(),
+        "left": left.map(|(left, count, groups)| json!({"reason": left.to_string(), "tensors": count, "names": groups})).collect::<Vec<_>>(),
     })
 }
 
@@ -183,59 +166,43 @@ pub struct ViewReport<'a> {
 }
 
 /// A whole report, to be written as JSON.
+#[derive(Serialize)]
 pub struct Report<'a> {
-    checkpoint: &'a Checkpoint,
-    views: Vec<ViewReport<'a>>,
-    more: serde_json::Map<String, Value>,
+    #[serde(flatten)]
+    source: Value,
+    views: Vec<WrittenView<'a>>,
+    #[serde(flatten)]
+    more: Map<String, Value>,
+}
+
+#[derive(Serialize)]
+struct WrittenView<'a> {
+    #[serde(flatten)]
+    view: Value,
+    tensors: TensorRows<'a>,
+    #[serde(flatten)]
+    more: Map<String, Value>,
+}
+
+/// The tensors of a view, which are made while they are written.
+struct TensorRows<'a>(&'a Checkpoint, &'a Plan);
+
+impl Serialize for TensorRows<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self(checkpoint, plan) = self;
+        serializer.collect_seq(plan.tensors.iter().map(|tensor| TensorRow::new(checkpoint, plan, tensor)))
+    }
 }
 
 impl<'a> Report<'a> {
     /// A report of these views, with further members for all of them.
-    pub fn new(checkpoint: &'a Checkpoint, views: Vec<ViewReport<'a>>, more: serde_json::Map<String, Value>) -> Self {
-        Self { checkpoint, views, more }
-    }
-}
-
-/// A part of a report that is generated while it is written.
-struct Written<F>(F);
-
-impl<V: Serialize, I: Iterator<Item = V>, F: Fn() -> I> Serialize for Written<F> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq((self.0)())
-    }
-}
-
-/// A view and its checkpoint.
-struct OfCheckpoint<'a>(&'a Checkpoint, &'a ViewReport<'a>);
-
-impl Serialize for OfCheckpoint<'_> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Self(checkpoint, ViewReport { name, plan, more }) = self;
-        let mut map = serializer.serialize_map(None)?;
-        for (key, value) in view_json(checkpoint, name, plan).as_object().into_iter().flatten() {
-            map.serialize_entry(key, value)?;
-        }
-        let rows = || plan.tensors.iter().map(|tensor| TensorRow::new(checkpoint, plan, tensor));
-        map.serialize_entry("tensors", &Written(rows))?;
-        for (key, value) in more {
-            map.serialize_entry(key, value)?;
-        }
-        map.end()
-    }
-}
-
-impl Serialize for Report<'_> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(None)?;
-        for (key, value) in source_json(self.checkpoint).as_object().into_iter().flatten() {
-            map.serialize_entry(key, value)?;
-        }
-        let views = || self.views.iter().map(|view| OfCheckpoint(self.checkpoint, view));
-        map.serialize_entry("views", &Written(views))?;
-        for (key, value) in &self.more {
-            map.serialize_entry(key, value)?;
-        }
-        map.end()
+    pub fn new(checkpoint: &'a Checkpoint, views: Vec<ViewReport<'a>>, more: Map<String, Value>) -> Self {
+        let written = |ViewReport { name, plan, more }: ViewReport<'a>| WrittenView {
+            view: view_json(checkpoint, name, plan),
+            tensors: TensorRows(checkpoint, plan),
+            more,
+        };
+        Self { source: source_json(checkpoint), views: views.into_iter().map(written).collect(), more }
     }
 }
 

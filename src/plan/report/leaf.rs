@@ -1,9 +1,47 @@
-//! The parts of a tensor's view below its stacks: the views of one layer or one expert each.
+//! Tensors of bundles whose names differ only in numbers, and the parts of a tensor's view below its stacks: the views of one layer or
+//! one expert each.
 
-use std::ops::Range;
+use std::{collections::HashMap, ops::Range};
 
-use ckfs_tensor::{Op, Region, View};
+use ckfs_tensor::{DType, Op, Region, Shape, View};
 use smallvec::SmallVec;
+
+use super::super::{Plan, PlannedTensor, Spec, naming::group_name};
+
+/// Tensors of one dtype, shape and spec whose names differ only in numbers.
+#[derive(Debug)]
+pub(super) struct TensorGroup<'a> {
+    /// The name with `*` for numbers.
+    pub(super) name: String,
+    /// At least one, in the order of the plan.
+    pub(super) members: Vec<&'a PlannedTensor>,
+    /// Bytes of all of them, unsharded.
+    pub(super) bytes: u64,
+}
+
+impl<'a> TensorGroup<'a> {
+    /// The first of its tensors.
+    pub(super) fn first(&self) -> &'a PlannedTensor {
+        self.members[0]
+    }
+}
+
+/// The groups of a plan, in the order of their first tensors.
+pub(super) fn groups(plan: &Plan) -> Vec<TensorGroup<'_>> {
+    let mut places: HashMap<(String, DType, &Shape, &Spec), usize> = HashMap::new();
+    let mut groups: Vec<TensorGroup<'_>> = Vec::new();
+    for tensor in plan.bundle() {
+        let name = group_name(&tensor.name);
+        let key = (name.clone(), tensor.view.dtype(), tensor.view.shape(), plan.spec(tensor));
+        let place = *places.entry(key).or_insert_with(|| {
+            groups.push(TensorGroup { name, members: Vec::new(), bytes: 0 });
+            groups.len() - 1
+        });
+        groups[place].members.push(tensor);
+        groups[place].bytes += tensor.bytes();
+    }
+    groups
+}
 
 /// A view of one layer or one expert, and its position in the tensor.
 #[derive(Clone, Debug)]

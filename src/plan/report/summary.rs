@@ -4,11 +4,11 @@ use ckfs_checkpoint::{Checkpoint, FileRole};
 use ckfs_tensor::Reads;
 
 use super::{
-    super::{Layout, NameGroup, Plan, PlannedTensor, amplification::Amplification, select},
+    super::{NameGroup, Plan, PlannedTensor, amplification::Amplification, name_group::ranges, select},
     advice::exceeds,
-    amounts::{factor, human_bytes, percent},
+    amounts::{factor, human_bytes, hundredths, percent},
     effects::{axis_effects, bytes_per_device},
-    text::device_ranges,
+    text::{count_of, layers_text, listed_text, tensors_text},
 };
 
 /// Names that a row lists.
@@ -48,21 +48,15 @@ fn listed(names: &[&str]) -> String {
 
 /// How many tensors have these names, and the first of them.
 fn named(groups: &[NameGroup]) -> String {
-    let count: u64 = groups.iter().map(|group| group.count).sum();
     let names: Vec<&str> = groups.iter().map(|group| group.name.as_str()).collect();
-    format!("{count} {}: {}", if count == 1 { "tensor" } else { "tensors" }, listed(&names))
+    format!("{}: {}", tensors_text(count_of(groups)), listed(&names))
 }
 
 fn view_rows(checkpoint: &Checkpoint, plan: &Plan, rows: &mut Vec<SummaryRow>) {
     let total: u64 = plan.bundle().map(PlannedTensor::bytes).sum();
     let family = plan.family.as_deref().map_or_else(String::new, |name| format!(", family {name}"));
-    let layers = match (&plan.layout, plan.unscanned) {
-        (Layout::Canonical | Layout::Hf, true) => ", layers unscanned",
-        (Layout::Canonical | Layout::Hf, false) => ", layers scanned",
-        (Layout::Stored | Layout::Embedded(_) | Layout::File(_), _) => "",
-    };
     let dtype = plan.dtype.map_or_else(|| "dtype as stored".to_owned(), |dtype| format!("{dtype} for all floats"));
-    rows.push(("layout", format!("{}{family}{layers}; {dtype}", plan.layout.name())));
+    rows.push(("layout", format!("{}{family}{}; {dtype}", plan.layout.name(), layers_text(plan))));
     value_rows(plan, rows);
     rows.push(("mesh", mesh(plan, total)));
     if !plan.whole.names.is_empty() {
@@ -101,9 +95,8 @@ fn value_rows(plan: &Plan, rows: &mut Vec<SummaryRow>) {
         rows.push(("merged", merged.to_string()));
     }
     if let Some(chosen) = &plan.quantized {
-        let count = |groups: &[NameGroup]| groups.iter().map(|group| group.count).sum::<u64>();
-        let quantized: u64 = chosen.quantized.iter().map(|(_, _, groups)| count(groups)).sum();
-        let left: u64 = chosen.left.iter().map(|(_, _, groups)| count(groups)).sum();
+        let quantized: u64 = chosen.quantized.iter().map(|(_, _, groups)| count_of(groups)).sum();
+        let left: u64 = chosen.left.iter().map(|(_, _, groups)| count_of(groups)).sum();
         rows.push(("quantized", format!("{}: {quantized} tensors; {left} as they are", chosen.scheme)));
     }
 }
@@ -113,20 +106,18 @@ fn mesh(plan: &Plan, total: u64) -> String {
     if plan.mesh.axes().is_empty() {
         return "none: 1 device".to_owned();
     }
-    let (all, listed) = (plan.mesh.devices(), plan.devices.len() as u64);
-    let some = if listed == all { String::new() } else { format!(", {listed} listed") };
     let splits: Vec<String> = axis_effects(plan)
         .into_iter()
-        .map(|axis| format!("{} splits {} of the bytes", axis.name, percent(axis.bytes, total)))
+        .map(|axis| format!("{} splits {} of the bytes", axis.name, percent(axis.bytes_split, total)))
         .collect();
-    format!("{}: {all} devices{some}; {}", plan.mesh, splits.join(", "))
+    format!("{}: {} devices{}; {}", plan.mesh, plan.mesh.devices(), listed_text(plan), splits.join(", "))
 }
 
 /// The devices with the most excess reads, and all listed ones together, if there are any.
 fn over_read(checkpoint: &Checkpoint, plan: &Plan) -> Option<String> {
     let amplification = Amplification::of(checkpoint, plan);
     let exceeding = amplification.devices.iter().filter(|reads| exceeds(**reads));
-    let worst = exceeding.max_by_key(|reads| super::amounts::hundredths(**reads)).copied()?;
+    let worst = exceeding.max_by_key(|reads| hundredths(**reads)).copied()?;
     let alike = |reads: Reads| factor(reads) == factor(worst);
     let devices: Vec<u64> =
         plan.devices.iter().zip(&amplification.devices).filter(|(_, reads)| alike(**reads)).map(|(d, _)| *d).collect();
@@ -135,12 +126,12 @@ fn over_read(checkpoint: &Checkpoint, plan: &Plan) -> Option<String> {
     } else {
         String::new()
     };
-    let least = amplification.devices.iter().min_by_key(|reads| super::amounts::hundredths(**reads)).copied()?;
+    let least = amplification.devices.iter().min_by_key(|reads| hundredths(**reads)).copied()?;
     let times = match (factor(least), factor(worst)) {
         (least, worst) if least == worst && devices.len() > 1 => format!("each device {worst} times in whole pages"),
-        (least, worst) if least == worst => format!("dev{} {worst} times in whole pages", device_ranges(&devices)),
+        (least, worst) if least == worst => format!("dev{} {worst} times in whole pages", ranges(&devices)),
         (least, worst) => {
-            format!("{least} to {worst} times in whole pages, most dev{}", first_ranges(&device_ranges(&devices)))
+            format!("{least} to {worst} times in whole pages, most dev{}", first_ranges(&ranges(&devices)))
         }
     };
     Some(format!("{times}{together}"))
@@ -168,10 +159,9 @@ fn finding_rows(plan: &Plan, rows: &mut Vec<SummaryRow>) {
         rows.push(("layers", format!("{first}{more}")));
     }
     if !plan.left_out.is_empty() {
-        let count: u64 = plan.left_out.iter().map(|group| group.count).sum();
         let mut roots: Vec<String> = plan.left_out.iter().map(|group| select::root(&group.name)).collect();
         roots.dedup();
         let roots: Vec<&str> = roots.iter().map(String::as_str).collect();
-        rows.push(("left out", format!("{count} tensors of the repository: {}", listed(&roots))));
+        rows.push(("left out", format!("{} tensors of the repository: {}", count_of(&plan.left_out), listed(&roots))));
     }
 }

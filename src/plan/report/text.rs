@@ -7,12 +7,12 @@ use ckfs_tensor::Reads;
 
 use super::{
     super::{
-        AxisUse, HfContent, Layout, NameGroup, Plan, PlannedTensor, amplification::Amplification, axis_use, select,
+        HfContent, Layout, NameGroup, Plan, PlannedTensor, amplification::Amplification, name_group::ranges, select,
     },
     advice::{advice, exceeds, reasons},
     amounts::{factor, human_bytes, hundredths, percent, reads_text},
     effects::{AxisEffect, axis_effects, bytes_per_device},
-    groups::groups,
+    leaf::groups,
 };
 
 /// Devices that the text lists; JSON lists all.
@@ -28,13 +28,46 @@ const TENSORS_SHOWN: usize = 5;
 /// Devices on a line with their coordinates.
 const COORDINATES_IN_LINE: usize = 4;
 
-/// Numbers of devices, with runs as `0-7`.
-pub(super) fn device_ranges(devices: &[u64]) -> String {
-    let runs = devices.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
-        [first, .., last] => format!("{first}-{last}"),
-        [] | [_] => run.iter().map(u64::to_string).collect(),
-    });
-    runs.collect::<Vec<_>>().join(",")
+/// Writes a line of a report, under a key.
+type Line<'a> = dyn FnMut(&str, &str) + 'a;
+
+/// The first lines of a list, each under this key, and how many more there are.
+fn list(line: &mut Line<'_>, key: &str, shown: usize, texts: impl ExactSizeIterator<Item = String>) {
+    let more = texts.len().saturating_sub(shown);
+    texts.take(shown).for_each(|text| line(key, &text));
+    if more > 0 {
+        line("", &format!("and {more} more"));
+    }
+}
+
+/// Lines of which only the first has the key.
+fn block(line: &mut Line<'_>, key: &str, texts: &[String]) {
+    texts.iter().enumerate().for_each(|(index, text)| line(if index == 0 { key } else { "" }, text));
+}
+
+/// Number of tensors, with the word.
+pub(super) fn tensors_text(count: u64) -> String {
+    format!("{count} tensor{}", if count == 1 { "" } else { "s" })
+}
+
+/// Number of tensors with these names.
+pub(super) fn count_of(groups: &[NameGroup]) -> u64 {
+    groups.iter().map(|group| group.count).sum()
+}
+
+/// Whether layers are stacked, where not the layout's own rules decide it.
+pub(super) fn layers_text(plan: &Plan) -> &'static str {
+    match (&plan.layout, plan.unscanned) {
+        (Layout::Stored | Layout::Embedded(_) | Layout::File(_), _) => "",
+        (Layout::Canonical | Layout::Hf, true) => ", layers unscanned",
+        (Layout::Canonical | Layout::Hf, false) => ", layers scanned",
+    }
+}
+
+/// What only some of the mesh's devices are listed for.
+pub(super) fn listed_text(plan: &Plan) -> String {
+    let listed = plan.devices.len() as u64;
+    if listed == plan.mesh.devices() { String::new() } else { format!(", {listed} listed") }
 }
 
 /// Lines about the excess reads of devices, if there are any: one per group of devices that are alike, one for all
@@ -55,7 +88,7 @@ fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
         .take(DEVICES_SHOWN)
         .map(|(reads, devices)| {
             let each = if devices.len() > 1 { " each" } else { "" };
-            format!("dev{}:{each} {}", device_ranges(devices), reads_text(*reads))
+            format!("dev{}:{each} {}", ranges(devices), reads_text(*reads))
         })
         .collect();
     if groups.len() > DEVICES_SHOWN {
@@ -98,20 +131,6 @@ fn coordinates_text(plan: &Plan) -> Vec<String> {
     lines
 }
 
-/// By which rule tensors are split over a mesh axis.
-pub(super) fn rule_of_axis(plan: &Plan, name: &str) -> &'static str {
-    if plan.logical_rules.is_some() {
-        return "by the rules for logical axes";
-    }
-    match axis_use(name) {
-        AxisUse::Expert => "by expert",
-        AxisUse::Tensor => "by row or column, as the tensor's role says",
-        AxisUse::FullyShard => "axis 0 of the unstacked tensor, inside the others",
-        AxisUse::Replicate => "replicas",
-        AxisUse::Unknown => "no rule for this name",
-    }
-}
-
 /// The repository, as the first lines of a report.
 pub(crate) fn source_text(checkpoint: &Checkpoint) -> String {
     let mut text = String::new();
@@ -137,12 +156,7 @@ pub(crate) fn source_text(checkpoint: &Checkpoint) -> String {
             FileRole::Weights | FileRole::Other => None,
         })
         .collect();
-    for (path, reason) in ignored.iter().take(FILES_SHOWN) {
-        line("left out", &format!("{path}: {reason}"));
-    }
-    if ignored.len() > FILES_SHOWN {
-        line("", &format!("and {} more", ignored.len() - FILES_SHOWN));
-    }
+    list(&mut line, "left out", FILES_SHOWN, ignored.iter().map(|(path, reason)| format!("{path}: {reason}")));
     for warning in checkpoint.warnings() {
         line("warning", warning);
     }
@@ -181,7 +195,7 @@ fn chunks_text(plan: &Plan) -> String {
 }
 
 /// What the container of the tensors is, where it is not safetensors: what it holds besides, and the prefix of the names.
-fn container_text(checkpoint: &Checkpoint, line: &mut dyn FnMut(&str, &str)) {
+fn container_text(checkpoint: &Checkpoint, line: &mut Line<'_>) {
     let boxes: usize = checkpoint.tensors().filter_map(|(_, info)| Some(info.mosaic()?.boxes())).sum();
     if checkpoint.container() != Container::Safetensors {
         let stored = if boxes == 0 { String::new() } else { format!(", some of the tensors in {boxes} boxes") };
@@ -191,12 +205,7 @@ fn container_text(checkpoint: &Checkpoint, line: &mut dyn FnMut(&str, &str)) {
     // Those of Orbax are tensors; the lines of each view list them.
     if !left_out.is_empty() && checkpoint.container() != Container::Orbax {
         line("no tensors", &format!("{} members of the checkpoint are not shown:", left_out.len()));
-        for LeftOut { name, kind } in left_out.iter().take(NAMES_SHOWN) {
-            line("", &format!("{name}: {kind}"));
-        }
-        if left_out.len() > NAMES_SHOWN {
-            line("", &format!("and {} more", left_out.len() - NAMES_SHOWN));
-        }
+        list(line, "", NAMES_SHOWN, left_out.iter().map(|LeftOut { name, kind }| format!("{name}: {kind}")));
     }
     if let Some((rule, _)) = checkpoint.proposed_rename() {
         line("prefix", &format!("--source-rename '{rule}' would give the names of a repository of Hugging Face"));
@@ -204,72 +213,53 @@ fn container_text(checkpoint: &Checkpoint, line: &mut dyn FnMut(&str, &str)) {
 }
 
 /// The names that the layout and flags leave out, by tower or layers, or else one by one.
-fn left_out_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
+fn left_out_text(plan: &Plan, line: &mut Line<'_>) {
     let mut roots: BTreeMap<String, u64> = BTreeMap::new();
     for group in &plan.left_out {
         *roots.entry(select::root(&group.name)).or_default() += group.count;
     }
-    let total: u64 = roots.values().sum();
-    if total == 0 {
+    if plan.left_out.is_empty() {
         return;
     }
-    line("left out", &format!("{total} tensors of the repository:"));
-    for (root, count) in roots.iter().take(NAMES_SHOWN) {
-        line("", &format!("{root} ({count} tensor{})", if *count == 1 { "" } else { "s" }));
-    }
-    if roots.len() > NAMES_SHOWN {
-        line("", &format!("and {} more", roots.len() - NAMES_SHOWN));
-    }
+    line("left out", &format!("{} tensors of the repository:", count_of(&plan.left_out)));
+    list(line, "", NAMES_SHOWN, roots.iter().map(|(root, count)| format!("{root} ({})", tensors_text(*count))));
 }
 
 /// The mesh, its devices with their coordinates, and what each axis splits.
-fn mesh_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
+fn mesh_text(plan: &Plan, line: &mut Line<'_>) {
     let total: u64 = plan.bundle().map(PlannedTensor::bytes).sum();
     let count = plan.bundle().count();
     let mesh = if plan.mesh.axes().is_empty() { "none".to_owned() } else { plan.mesh.to_string() };
-    let listed = plan.devices.len() as u64;
-    let some = if listed == plan.mesh.devices() { String::new() } else { format!(", {listed} listed") };
-    line("mesh", &format!("{mesh}: {} devices{some}", plan.mesh.devices()));
+    line("mesh", &format!("{mesh}: {} devices{}", plan.mesh.devices(), listed_text(plan)));
     if !plan.mesh.axes().is_empty() {
-        for (index, devices) in coordinates_text(plan).iter().enumerate() {
-            line(if index == 0 { "devices" } else { "" }, devices);
-        }
+        block(line, "devices", &coordinates_text(plan));
     }
-    for axis in axis_effects(plan) {
-        let AxisEffect { name, size, tensors, bytes } = axis;
-        let (rule, part) = (rule_of_axis(plan, &name), percent(bytes, total));
+    for AxisEffect { name, size, tensors_split: tensors, bytes_split, rule } in axis_effects(plan) {
+        let part = percent(bytes_split, total);
         line("", &format!("{name}={size} splits {tensors} of {count} tensors, {part} of the bytes ({rule})"));
     }
 }
 
 /// What each listed device holds of all `total_bytes`.
-fn devices_text(plan: &Plan, total_bytes: u64, line: &mut dyn FnMut(&str, &str)) {
+fn devices_text(plan: &Plan, total_bytes: u64, line: &mut Line<'_>) {
     let per_device = bytes_per_device(plan);
     let (least, most) = (per_device.iter().min().copied().unwrap_or(0), per_device.iter().max().copied().unwrap_or(0));
     if human_bytes(least) == human_bytes(most) {
         line("per device", &format!("{} ({})", human_bytes(most), percent(most, total_bytes)));
     } else {
         line("per device", &format!("{} to {}", human_bytes(least), human_bytes(most)));
-        for (device, bytes) in plan.devices.iter().zip(&per_device).take(DEVICES_SHOWN) {
-            line("", &format!("dev{device}: {} ({})", human_bytes(*bytes), percent(*bytes, total_bytes)));
-        }
-        if plan.devices.len() > DEVICES_SHOWN {
-            line("", &format!("and {} more", plan.devices.len() - DEVICES_SHOWN));
-        }
+        let held = plan.devices.iter().zip(per_device);
+        let text = |(device, bytes)| format!("dev{device}: {} ({})", human_bytes(bytes), percent(bytes, total_bytes));
+        list(line, "", DEVICES_SHOWN, held.map(text));
     }
 }
 
 /// The names that are missing or unexpected, and the differences between layers.
-fn findings_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
+fn findings_text(plan: &Plan, line: &mut Line<'_>) {
     for group in plan.missing.iter().take(NAMES_SHOWN) {
         line("missing", &group.to_string());
     }
-    for group in plan.unexpected.iter().take(NAMES_SHOWN) {
-        line("unexpected", &group.to_string());
-    }
-    if plan.unexpected.len() > NAMES_SHOWN {
-        line("", &format!("and {} more", plan.unexpected.len() - NAMES_SHOWN));
-    }
+    list(line, "unexpected", NAMES_SHOWN, plan.unexpected.iter().map(ToString::to_string));
     for hole in plan.holes.iter().take(NAMES_SHOWN) {
         line("layers", &hole.to_string());
     }
@@ -279,7 +269,7 @@ fn findings_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
 }
 
 /// The tensors as a table, a row for each group of names.
-fn tensors_text(plan: &Plan, text: &mut String) {
+fn table_text(plan: &Plan, text: &mut String) {
     let groups = groups(plan);
     let heading = ["tensor", "count", "dtype", "shape", "spec"].map(str::to_owned);
     let table: Vec<_> = std::iter::once(heading)
@@ -312,13 +302,7 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let total: u64 = plan.bundle().map(PlannedTensor::bytes).sum();
     let count = plan.bundle().count();
     let family = plan.family.as_deref().map_or_else(|| "family not known".to_owned(), |name| format!("family {name}"));
-    // The layout's own rules, if it has any, decide whether layers are stacked.
-    let layers = match (&plan.layout, plan.unscanned) {
-        (Layout::Stored | Layout::Embedded(_) | Layout::File(_), _) => "",
-        (Layout::Canonical | Layout::Hf, true) => ", layers unscanned",
-        (Layout::Canonical | Layout::Hf, false) => ", layers scanned",
-    };
-    line("layout", &format!("{}, {family}{layers}", plan.layout.name()));
+    line("layout", &format!("{}, {family}{}", plan.layout.name(), layers_text(plan)));
     if !plan.params.is_empty() {
         let params: Vec<String> = plan.params.iter().map(|(name, value)| format!("{name}={value}")).collect();
         line("", &format!("parameters {}", params.join(", ")));
@@ -341,9 +325,7 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     }
     line("tensors", &format!("{count}, {} unsharded; {} raw files per device", human_bytes(total), plan.tensors.len()));
     devices_text(plan, total, &mut line);
-    for (index, over_read) in over_read_text(checkpoint, plan).iter().enumerate() {
-        line(if index == 0 { "over-read" } else { "" }, over_read);
-    }
+    block(&mut line, "over-read", &over_read_text(checkpoint, plan));
     line("chunks", &chunks_text(plan));
     let converted = plan.hf.iter().filter(|file| !matches!(file.content, HfContent::Original(_))).count();
     line("hf/", &format!("{} files, {converted} of them rewritten", plan.hf.len()));
@@ -353,7 +335,7 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
         line("warning", warning);
     }
     let _ = writeln!(text);
-    tensors_text(plan, &mut text);
+    table_text(plan, &mut text);
     text
 }
 
@@ -371,7 +353,7 @@ pub fn text<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
 }
 
 /// What a dtype for all floats spares, and where.
-fn kept_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
+fn kept_text(plan: &Plan, line: &mut Line<'_>) {
     let why = "as stored, float32 in the model's own code";
     if !plan.kept.is_empty() {
         line("kept", &named_text(&plan.kept, why));
@@ -393,16 +375,14 @@ fn whole_text(plan: &Plan) -> String {
 
 /// How many tensors there are of these names, the remark about them, and the names.
 fn named_text(groups: &[NameGroup], what: &str) -> String {
-    let count: u64 = groups.iter().map(|group| group.count).sum();
     let listed: Vec<&str> = groups.iter().take(NAMES_SHOWN).map(|group| group.name.as_str()).collect();
     let more = groups.len() - listed.len();
     let more = if more == 0 { String::new() } else { format!(" and {more} more groups") };
-    let tensors = if count == 1 { "tensor" } else { "tensors" };
-    format!("{count} {tensors} {what}: {}{more}", listed.join(", "))
+    format!("{} {what}: {}{more}", tensors_text(count_of(groups)), listed.join(", "))
 }
 
 /// What is quantized on read, by kind, and what is not, by reason.
-fn quantized_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
+fn quantized_text(plan: &Plan, line: &mut Line<'_>) {
     let Some(chosen) = &plan.quantized else { return };
     line("quantized", &chosen.scheme);
     for (kind, _, groups) in &chosen.quantized {

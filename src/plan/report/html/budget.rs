@@ -17,13 +17,9 @@ impl PageBudget {
     /// Takes what a value occupies in the page. `false`, and nothing taken, if that is more than is left.
     pub(super) fn take(&mut self, value: &Value) -> bool {
         let cost = printable(&embedded(value)).len() + 1;
-        match self.left_bytes.checked_sub(cost) {
-            Some(left_bytes) => {
-                self.left_bytes = left_bytes;
-                true
-            }
-            None => false,
-        }
+        let left = self.left_bytes.checked_sub(cost);
+        self.left_bytes = left.unwrap_or(self.left_bytes);
+        left.is_some()
     }
 
     pub(super) const fn is_spent(self) -> bool {

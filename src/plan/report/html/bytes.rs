@@ -6,10 +6,11 @@ use std::{
 };
 
 use ckfs_checkpoint::Checkpoint;
+use ckfs_source::FileId;
 use ckfs_tensor::{ByteRuns, Region, TensorId};
 use serde_json::{Value, json};
 
-use super::{super::leaf::ReadLeaf, budget::PageBudget, files::EmbeddedFiles};
+use super::{super::leaf::ReadLeaf, budget::PageBudget};
 use crate::{needed::runs_of, page_reads::Expression};
 
 /// Sets of runs of one source that a page lists. A count stands for the others.
@@ -121,4 +122,25 @@ pub(super) fn source_json(checkpoint: &Checkpoint, files: &EmbeddedFiles, id: Te
     let (file, span) = (info.file(), info.span());
     let codec = checkpoint.source().coded(file, span.start()).map(|coded| coded.codec);
     json!([info.name, files.number(file), span.start(), span.end(), codec])
+}
+
+/// The files of the sources, as the page numbers them.
+#[derive(Debug)]
+pub(super) struct EmbeddedFiles {
+    numbers: HashMap<FileId, usize>,
+    /// The number of a file that is not the checkpoint's own.
+    other: usize,
+}
+
+impl EmbeddedFiles {
+    pub(super) fn new(checkpoint: &Checkpoint) -> Self {
+        let files = checkpoint.files().iter().enumerate();
+        let numbers = files.filter_map(|(number, file)| Some((file.file?, number))).collect();
+        Self { numbers, other: checkpoint.files().len() }
+    }
+
+    /// The number of a file.
+    pub(super) fn number(&self, file: FileId) -> usize {
+        self.numbers.get(&file).copied().unwrap_or(self.other)
+    }
 }

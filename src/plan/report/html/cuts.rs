@@ -9,7 +9,7 @@ use ckfs_tensor::Region;
 use serde_json::{Value, json};
 
 use super::{
-    super::{groups::TensorGroup, leaf::ReadLeaf},
+    super::leaf::{ReadLeaf, TensorGroup},
     budget::PageBudget,
 };
 use crate::{Plan, PlannedTensor};
@@ -96,7 +96,7 @@ impl<'a> Cuts<'a> {
     fn make(&mut self, experts: &BTreeMap<Option<(u64, u64)>, (u64, &PlannedTensor)>) -> Option<Cut> {
         let mut numbers: HashMap<CutPart, usize> = HashMap::new();
         let mut parts: Vec<CutPart> = Vec::new();
-        let mut of_device: Vec<(usize, u64)> = Vec::new();
+        let mut of_device: Vec<usize> = Vec::new();
         for device in self.devices {
             let mut part: Option<CutPart> = None;
             for (expert, (count, tensor)) in experts {
@@ -118,12 +118,9 @@ impl<'a> Cuts<'a> {
             if number == next {
                 parts.push(part);
             }
-            match of_device.last_mut() {
-                Some((last, times)) if *last == number => *times += 1,
-                _ => of_device.push((number, 1)),
-            }
+            of_device.push(number);
         }
-        let map = json!(of_device.iter().flat_map(|(number, times)| [*number as u64, *times]).collect::<Vec<_>>());
+        let map = repeated(&of_device);
         let text = map.to_string();
         let map_number = self.maps.get(&text).copied().unwrap_or(self.device_maps.len());
         let value: Vec<Value> = std::iter::once(json!(map_number)).chain(parts.iter().map(part_json)).collect();
@@ -141,6 +138,11 @@ impl<'a> Cuts<'a> {
         self.listed.push(value);
         Some(Cut { number: self.listed.len() - 1, parts })
     }
+}
+
+/// Numbers as pairs of number and repetitions.
+pub(super) fn repeated(numbers: &[usize]) -> Value {
+    numbers.chunk_by(|a, b| a == b).flat_map(|run| [run[0], run.len()]).map(Value::from).collect()
 }
 
 fn part_json(part: &CutPart) -> Value {

@@ -9,7 +9,6 @@
 mod budget;
 mod bytes;
 mod cuts;
-mod files;
 mod records;
 
 use std::{borrow::Cow, fmt::Write as _, mem};
@@ -26,7 +25,7 @@ use super::{
 };
 
 use budget::{PageBudget, embedded, within};
-use files::EmbeddedFiles;
+use bytes::EmbeddedFiles;
 use records::{Budgets, HtmlRecords, records};
 
 /// Devices that a page shows.

@@ -7,14 +7,10 @@ use ckfs_tensor::{Reads, TensorId};
 use serde_json::{Value, json};
 
 use super::{
-    super::{
-        groups::{TensorGroup, groups},
-        leaf::{ReadLeaf, for_each_leaf},
-    },
+    super::leaf::{ReadLeaf, TensorGroup, for_each_leaf, groups},
     budget::PageBudget,
-    bytes::{Patterns, source_json, sources_of},
-    cuts::{Cut, CutPart, Cuts},
-    files::EmbeddedFiles,
+    bytes::{EmbeddedFiles, Patterns, source_json, sources_of},
+    cuts::{Cut, CutPart, Cuts, repeated},
 };
 use crate::{Plan, PlannedTensor, amplification::Amplification, name_group};
 
@@ -126,7 +122,7 @@ impl Maker<'_> {
             "path": self.plan.path(first).join("/"),
         });
         if let Some(layers) = &first.layers {
-            row["layers"] = name_group::ranges(&layers.iter().copied().collect()).into();
+            row["layers"] = name_group::ranges(layers.iter()).into();
         }
         if let Some(reads) = self.reads.get(group.name.as_str()) {
             row["reads"] = json!([reads.needed_bytes, reads.paged_bytes]);
@@ -219,9 +215,4 @@ fn choose<'a>(group: &TensorGroup<'a>, cut: &Cut) -> (Vec<(&'a PlannedTensor, Re
         });
     }
     (shown, count)
-}
-
-/// Numbers as pairs of number and repetitions.
-fn repeated(numbers: &[usize]) -> Value {
-    numbers.chunk_by(|a, b| a == b).flat_map(|run| [run[0], run.len()]).map(Value::from).collect()
 }
