@@ -64,7 +64,7 @@ impl Embedded {
 
     /// The file for the model that `config.json` names, if there is one.
     fn file_of(self, checkpoint: &Checkpoint) -> Option<LayoutFile> {
-        let is_of = |file: &LayoutFile, wanted: &str| file.model_types().iter().any(|known| known == wanted);
+        let is_of = |file: &LayoutFile, wanted: &str| file.model_types.iter().any(|known| known == wanted);
         let files = || self.families().filter_map(|label| self.family(label));
         model_types(checkpoint).find_map(|wanted| files().find(|file| is_of(file, wanted)))
     }
@@ -125,10 +125,10 @@ mod tests {
             let mut seen = std::collections::BTreeSet::new();
             for label in embedded.families() {
                 let file = embedded.family(label).unwrap();
-                assert_eq!(file.name(), label);
+                assert_eq!(file.name, label);
                 // The layouts for FSDP2 cut axis 0 of each tensor; the others name their axes.
-                assert_eq!(file.shards_logically(), !matches!(embedded.name.as_str(), "torchtitan" | "transformers"));
-                for model_type in file.model_types() {
+                assert_eq!(file.logical, !matches!(embedded.name.as_str(), "torchtitan" | "transformers"));
+                for model_type in &file.model_types {
                     assert!(seen.insert(model_type.clone()), "{model_type} is claimed twice");
                 }
             }

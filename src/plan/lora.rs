@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use ckfs_checkpoint::{Adapter, PythonRegex};
 use ckfs_tensor::Shape;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::{
     Allow,
@@ -80,11 +80,8 @@ impl Ranks {
 }
 
 fn words(value: &Value) -> Vec<String> {
-    match value {
-        Value::String(word) => vec![word.clone()],
-        Value::Array(words) => words.iter().filter_map(|word| word.as_str().map(str::to_owned)).collect(),
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => Vec::new(),
-    }
+    let listed = value.as_array().into_iter().flatten();
+    listed.chain([value]).filter_map(|word| word.as_str().map(str::to_owned)).collect()
 }
 
 fn matching(member: &str, pattern: &str) -> Result<PythonRegex, String> {
@@ -122,13 +119,9 @@ impl Lora {
             ));
         }
         for member in ["target_parameters", "trainable_token_indices"] {
-            let empty = match &config[member] {
-                Value::Null => true,
-                Value::Array(list) => list.is_empty(),
-                Value::Object(members) => members.is_empty(),
-                Value::Bool(_) | Value::Number(_) | Value::String(_) => false,
-            };
-            if !empty {
+            let value = &config[member];
+            let is_empty = value.as_array().is_some_and(Vec::is_empty) || value.as_object().is_some_and(Map::is_empty);
+            if !value.is_null() && !is_empty {
                 return Err(format!("{member} is not supported"));
             }
         }

@@ -45,7 +45,7 @@ impl Layout {
             Self::Hf => "hf",
             Self::Stored => "stored",
             Self::Embedded(embedded) => &embedded.name,
-            Self::File(file) => file.label(),
+            Self::File(file) => &file.label,
         }
     }
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ckfs_config::Mesh;
-use ckfs_tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View};
+use ckfs_tensor::{DType, PIECES_MAX, Region, TilingError, View};
 use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -385,13 +385,6 @@ impl Plan {
         device
     }
 
-    /// The distinct nonempty regions of a tensor, each with the first device that holds it, ordered by that device.
-    /// Together they are the tensor, and no two overlap.
-    pub fn distinct_regions(&self, tensor: &PlannedTensor) -> impl Iterator<Item = (u64, Region)> {
-        let holders = (0..self.holder_count(tensor)).map(|number| self.holder(tensor, number));
-        holders.filter_map(|device| Some((device, self.own_region(tensor, device)?)))
-    }
-
     /// Devices of the whole mesh that are, by their place in it, the first to hold a region of a bundled tensor.
     /// Ascending; at most as many as the mesh has.
     pub fn first_holders(&self) -> Vec<u64> {
@@ -470,11 +463,6 @@ impl Plan {
     /// The same with words escaped that no file name can hold, as in paths.
     pub fn escaped_keys(&self, tensor: &PlannedTensor) -> Vec<String> {
         self.keys(tensor).iter().map(|word| component(word).into_owned()).collect()
-    }
-
-    /// The shape of the shard that a device holds.
-    pub fn shard_shape(&self, tensor: &PlannedTensor, device: u64) -> Shape {
-        self.region(tensor, device).shape().clone()
     }
 
     /// Whether bundles hold a tensor.

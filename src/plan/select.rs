@@ -47,12 +47,15 @@ impl Subset {
     /// Whether a missing tensor would be shown if it were present.
     pub(super) fn wants(&self, name: &str) -> bool {
         let layer = naming::layer_of(name).map(|(_, layer)| layer);
-        let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
         let layers = self.layers.as_ref().zip(layer);
-        (self.include.is_empty() || any(&self.include))
-            && !any(&self.exclude)
-            && layers.is_none_or(|(layers, layer)| layers.contains(layer))
+        is_accepted(&self.include, &self.exclude, name) && layers.is_none_or(|(layers, layer)| layers.contains(layer))
     }
+}
+
+/// Whether a name matches a pattern of `include`, if there is one, and none of `exclude`.
+pub(super) fn is_accepted(include: &[Pattern], exclude: &[Pattern], name: &str) -> bool {
+    let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
+    (include.is_empty() || any(include)) && !any(exclude)
 }
 
 /// The result of a selection.
@@ -218,11 +221,6 @@ impl SourcePatterns {
         (selected.target_include, selected.target_exclude) = (target_include, target_exclude);
         Ok(Self { include, exclude })
     }
-
-    fn accept(&self, name: &str) -> bool {
-        let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
-        (self.include.is_empty() || any(&self.include)) && !any(&self.exclude)
-    }
 }
 
 /// The tensors that a selection keeps, before operands of raw weights are added or removed.
@@ -247,7 +245,7 @@ impl Choice {
             let is_mtp = is_predictor(info.name)
                 || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
             let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
-            let matched = patterns.accept(info.name);
+            let matched = is_accepted(&patterns.include, &patterns.exclude, info.name);
             choice.cut_by_pattern |= !matched;
             let unwanted = (subset.no_mtp && is_mtp) || (subset.text_only && naming::is_tower(info.name));
             if matched && !out && !unwanted {

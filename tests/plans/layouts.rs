@@ -725,8 +725,8 @@ fn the_example_of_other_names_works() {
     }
     // Half of the rows of the query, half of the columns of the output.
     assert_eq!(read(&volume, "dev1/layers.1.attention.wq.weight", 4096), wq[24 * 96..]);
-    assert_eq!(plan.shard_shape(find(&plan, "layers.0.attention.wo.weight"), 0).extents(), [48, 24]);
-    assert_eq!(plan.shard_shape(find(&plan, "layers.0.ffn_norm.weight"), 0).extents(), [48]);
+    assert_eq!(plan.region(find(&plan, "layers.0.attention.wo.weight"), 0).shape().extents(), [48, 24]);
+    assert_eq!(plan.region(find(&plan, "layers.0.ffn_norm.weight"), 0).shape().extents(), [48]);
     assert_eq!(plan.tensors.len(), 3 + 9 * 3);
 }
 
@@ -1413,9 +1413,11 @@ fn rules_for_single_experts_lose_nothing() {
         let plan = plan(mesh, sharding, spec);
         let tensor = find(&plan, name);
         let shards: Vec<String> =
-            (0..plan.mesh.devices()).map(|device| plan.shard_shape(tensor, device).to_string()).collect();
+            (0..plan.mesh.devices()).map(|device| plan.region(tensor, device).shape().to_string()).collect();
         assert_eq!(shards, expected, "{mesh} {spec:?}");
-        let held: u64 = plan.distinct_regions(tensor).map(|(_, region)| region.shape().elements()).sum();
+        let holders = (0..plan.holder_count(tensor)).map(|number| plan.holder(tensor, number));
+        let own = holders.filter_map(|device| plan.own_region(tensor, device));
+        let held: u64 = own.map(|region| region.shape().elements()).sum();
         assert_eq!(held, 56 * 48, "{mesh} {spec:?}");
     }
 }

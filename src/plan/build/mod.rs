@@ -256,7 +256,7 @@ impl<'a> Builder<'a> {
         };
         let request = layout_request(options);
         let request = file.as_ref().map_or(request, |file| with_dtype_of(request, file, options));
-        let flat = file.as_ref().is_some_and(|file| file.flat()) || modules.is_some() || options.layout == Layout::Hf;
+        let flat = file.as_ref().is_some_and(|file| file.flat) || modules.is_some() || options.layout == Layout::Hf;
         // A trainer's names are in no table.
         let family = if options.layout == Layout::Stored { None } else { Family::of(wanted.seen()) };
         let is_back = options.layout == Layout::Hf && options.lora.is_none();
@@ -307,19 +307,19 @@ impl<'a> Builder<'a> {
         let options = self.options;
         let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
         let allowed = layout_file::Allowed { missing, unmapped };
-        let nothing = Drafted { family: Some(file.name().to_owned()), ..Drafted::default() };
+        let nothing = Drafted { family: Some(file.name.clone()), ..Drafted::default() };
         let stored = matches!(options.layout, Layout::File(_)).then(|| wanted.part());
         let resolved = match file.resolve((wanted.seen(), stored), values, &options.mesh, &chosen.set, allowed) {
             Ok(resolved) => resolved,
             Err(problems) => {
                 let is_own = matches!(options.layout, Layout::File(_));
-                let explained = |problems| widths::explained(file.name(), wanted.seen(), problems);
+                let explained = |problems| widths::explained(&file.name, wanted.seen(), problems);
                 self.problems.extend(if is_own { problems } else { explained(problems) });
                 return nothing;
             }
         };
         if !resolved.verified {
-            let name = file.name();
+            let name = &file.name;
             self.warnings.push(format!("layout {name} has not been compared here with the program that it imitates"));
         }
         self.warnings.extend(resolved.warnings);
@@ -360,10 +360,7 @@ impl<'a> Builder<'a> {
         self.warnings.extend(experts::doubts(wanted.seen(), wanted.order));
         // The comparison and the drafts each visit all tensors: they run at the same time.
         let names = ParsedNames::of(whole);
-        let compare = || match family {
-            Some(family) => expect::compare(whole, &names, family, options),
-            None => (expect::survey(whole, &names, options), Vec::new()),
-        };
+        let compare = || expect::compare(whole, &names, family, options);
         // Blocks are those of all tensors, under the names that the drafts have.
         let split = (if is_canonical { wanted.compared() } else { wanted.whole() }, &options.mesh);
         let seen = wanted.seen();
@@ -401,11 +398,7 @@ impl<'a> Builder<'a> {
         let (seen, family, options) = (wanted.seen(), chosen.family, self.options);
         missing_layers(wanted.compared(), family, options, &mut self.problems, &mut self.warnings);
         self.no_names(wanted, wanted.compared(), family);
-        let names = ParsedNames::of(seen);
-        let (findings, problems) = match family {
-            Some(family) => expect::compare(seen, &names, family, options),
-            None => (expect::survey(seen, &names, options), Vec::new()),
-        };
+        let (findings, problems) = expect::compare(seen, &ParsedNames::of(seen), family, options);
         self.problems.extend(problems);
         let (tabled, left_out) = match modules::drafts(seen, model, family, values, &options.mesh) {
             Ok((tabled, left_out)) => (Ok(tabled), left_out),
@@ -518,7 +511,7 @@ impl<'a> Builder<'a> {
             params: drafted.params,
             logical_rules,
             flat: chosen.flat,
-            sharded_state: chosen.file.as_ref().is_some_and(|file| file.sharded_state()),
+            sharded_state: chosen.file.as_ref().is_some_and(|file| file.sharded_state),
             decoded_config: drafted.decoded_config,
             devices: devices(options, &mut self.problems),
             specs: Vec::new(),
@@ -573,12 +566,12 @@ fn decoded_by_scheme(checkpoint: &Checkpoint, request: ValueRequest, options: &V
 /// The rules for logical axes, if specs come from those.
 fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>, is_maxtext: bool) -> Option<LogicalRules> {
     let wanted = match options.sharding {
-        Sharding::Auto => is_maxtext || file.is_some_and(LayoutFile::shards_logically),
+        Sharding::Auto => is_maxtext || file.is_some_and(|file| file.logical),
         Sharding::Logical => true,
         Sharding::Replicate => false,
     };
     wanted.then(|| {
-        let own = file.map(LayoutFile::rules).filter(|rules| !rules.rules.is_empty());
+        let own = file.map(|file| &file.rules).filter(|rules| !rules.rules.is_empty());
         let mut rules = own.cloned().unwrap_or_else(LogicalRules::maxtext);
         rules.replace(&options.logical_rules);
         rules

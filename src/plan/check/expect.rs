@@ -296,13 +296,17 @@ pub(crate) struct Findings {
     pub(crate) warning: Option<String>,
 }
 
-/// Compares a repository with its family's tables. Returns the differences to report, and those to refuse.
+/// Compares a repository with its family's tables, if it is of one, and its layers with each other. Returns the differences to report, and those to refuse.
 pub(crate) fn compare(
     checkpoint: &Checkpoint,
     names: &ParsedNames<'_>,
-    family: &Family,
+    family: Option<&Family>,
     options: &ViewOptions,
 ) -> (Findings, Vec<Problem>) {
+    let Some(family) = family else {
+        let holes = holes(checkpoint, names, None, options);
+        return (Findings { holes, ..Findings::default() }, Vec::new());
+    };
     let nothing = || (Findings::default(), Vec::new());
     let Some(scan) = FamilyScan::new(checkpoint, names, family) else { return nothing() };
     let expected = scan.expected();
@@ -367,11 +371,6 @@ pub(crate) fn compare(
 /// they have touched.
 fn is_buffer(name: &str) -> bool {
     name.ends_with(".inv_freq")
-}
-
-/// The findings for a repository of no known family.
-pub(crate) fn survey(checkpoint: &Checkpoint, names: &ParsedNames<'_>, options: &ViewOptions) -> Findings {
-    Findings { holes: holes(checkpoint, names, None, options), ..Findings::default() }
 }
 
 /// Refuses a repository of no known family where no name begins as those of its model type in the library.

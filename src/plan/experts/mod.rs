@@ -82,18 +82,9 @@ pub(super) struct SingleExpert<'a> {
 /// The expert that a tensor of this name is of.
 pub(super) fn single_expert(name: &str) -> Option<SingleExpert<'_>> {
     let parsed = ExpertName::parse(name)?;
-    let place = match parsed.projection {
-        Projection::Gate => Some(0),
-        Projection::Up => Some(1),
-        Projection::Down => Some(2),
-        Projection::GateUp => None,
-    };
-    let place = place.filter(|_| parsed.is_matrix());
-    Some(SingleExpert {
-        module: parsed.before.strip_suffix('.').unwrap_or(parsed.before),
-        expert: parsed.expert?,
-        place,
-    })
+    let place = parsed.projection.place().filter(|_| parsed.is_matrix());
+    let module = parsed.before.strip_suffix('.').unwrap_or(parsed.before);
+    Some(SingleExpert { module, expert: parsed.expert?, place })
 }
 
 /// Whether a tensor holds the matrices of all experts, by its name.
@@ -186,14 +177,8 @@ pub(super) fn normal(
 
 /// The model's word for a matrix of an expert, or else the one that the name has.
 fn word<'n>(model: Option<&'n ModelNames>, name: &ExpertName<'n>, projection: Projection) -> &'n str {
-    let words = model.and_then(|model| model.experts.as_ref());
-    let word = words.map_or(name.word, |[gate, up, down]| match projection {
-        Projection::Gate => gate,
-        Projection::Up => up,
-        Projection::Down => down,
-        Projection::GateUp => name.word,
-    });
-    if word.is_empty() { name.word } else { word }
+    let words = model.and_then(|model| model.experts.as_ref()).zip(projection.place());
+    words.map(|(words, place)| words[place].as_str()).filter(|word| !word.is_empty()).unwrap_or(name.word)
 }
 
 /// The form that the experts of a checkpoint are to have.

@@ -1,6 +1,6 @@
 //! The names of experts' matrices, in the spellings that programs have for them.
 
-use super::super::naming::words_of;
+use super::super::naming::{number, words_of};
 
 /// A matrix of an expert, or two of them in one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -10,6 +10,13 @@ pub(super) enum Projection {
     Down,
     /// Gate, then up, along the outputs.
     GateUp,
+}
+
+impl Projection {
+    /// Its place among the words of a model: gate, up, down.
+    pub(super) fn place(self) -> Option<usize> {
+        [Self::Gate, Self::Up, Self::Down].iter().position(|one| *one == self)
+    }
 }
 
 /// The name of a matrix of experts: `{before}experts.{…}{after}`.
@@ -48,12 +55,6 @@ const WEIGHT: &str = "_weight";
 
 fn projection(word: &str) -> Option<Projection> {
     PROJECTIONS.iter().find(|(known, _)| *known == word).map(|(_, projection)| *projection)
-}
-
-fn number(word: &str) -> Option<u64> {
-    let is_number = !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
-    let canonical = is_number && (word == "0" || !word.starts_with('0'));
-    if canonical { word.parse::<u32>().ok().map(u64::from) } else { None }
 }
 
 impl<'a> ExpertName<'a> {

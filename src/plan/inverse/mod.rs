@@ -28,6 +28,7 @@ use self::{
 };
 use super::{
     LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
+    generated::common_dtype,
     layout_file::{Resolved, StoredNames, Target},
     library::Model,
     name_group::{fold, stars},
@@ -99,7 +100,7 @@ pub(super) fn invert(
         };
         // The axis of stacked layers is a parameter of MaxText's models. Its default comes first.
         let mut axes = vec![None];
-        if file.params().any(|name| name == "param_scan_axis") && !set.contains_key("param_scan_axis") {
+        if file.params.contains_key("param_scan_axis") && !set.contains_key("param_scan_axis") {
             axes.push(Some("0"));
         }
         for axis in axes {
@@ -141,7 +142,7 @@ fn other_model(checkpoint: &Checkpoint, reading: &Reading, options: &ViewOptions
         return None;
     }
     let model = checkpoint.dialect().model_type.as_deref().unwrap_or("unknown");
-    let layout = reading.file.name();
+    let layout = &reading.file.name;
     let set: Vec<String> = options.set.iter().map(|(name, value)| format!(" with {name}={value}")).collect();
     let set = set.concat();
     let or = if set.is_empty() { "" } else { ", and its parameters" };
@@ -236,11 +237,11 @@ impl Inversion<'_> {
         let resolved = &self.reading.resolved;
         let mut warnings = resolved.warnings.clone();
         if !resolved.verified {
-            let name = self.reading.file.name();
+            let name = &self.reading.file.name;
             warnings.push(format!("layout {name} has not been compared here with the program that it imitates"));
         }
         let config = self.checkpoint.config().cloned().unwrap_or_default();
-        let text = self.reading.file.text_model();
+        let text = self.reading.file.text_model.as_ref();
         let dialect = self.checkpoint.dialect();
         let is_requested = self.options.subset.text_only;
         let is_text = dialect.text_config.is_some() && (!filled || is_requested);
@@ -261,7 +262,7 @@ impl Inversion<'_> {
         let copies: Vec<String> = resolved.copies.iter().map(|leaf| self.names.of(leaf)).collect();
         let is_left_out = |name: &&str| !detect::is_weight(self.names, name) || copies.iter().any(|copy| copy == name);
         let left_out = fold(stored.filter(is_left_out), &[]);
-        let (layout, params) = (self.reading.file.name().to_owned(), self.reading.resolved.params);
+        let (layout, params) = (self.reading.file.name.clone(), self.reading.resolved.params);
         Ok(Inverted {
             tensors,
             layout,
@@ -304,7 +305,7 @@ impl Inversion<'_> {
         self.reading.resolved.warnings.extend(allowed.map(|problem| format!("{problem}: left out")));
         let others: BTreeSet<String> = strange.iter().map(|name| stars(name)).collect();
         let known: BTreeSet<String> = known.iter().map(|name| stars(name)).collect();
-        let layout = self.reading.file.name().to_owned();
+        let layout = self.reading.file.name.clone();
         for group in fold(missing.iter().map(String::as_str), &[&others]) {
             let for_target = format!("the layout {layout}");
             self.problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
@@ -325,11 +326,8 @@ impl Inversion<'_> {
 
     /// The float type of most bytes.
     fn common_dtype(&self, leaves: &[Option<TensorId>]) -> Option<DType> {
-        let mut bytes: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
-        for info in leaves.iter().flatten().map(|id| self.checkpoint.tensor(*id)).filter(|info| info.dtype.is_float()) {
-            bytes.entry(info.dtype.name()).or_insert((0, info.dtype)).0 += info.bytes();
-        }
-        bytes.into_values().max_by_key(|(bytes, _)| *bytes).map(|(_, dtype)| dtype)
+        let infos = leaves.iter().flatten().map(|id| self.checkpoint.tensor(*id));
+        common_dtype(infos.map(|info| (info.dtype, info.bytes())))
     }
 
     /// The parts of each target, with the dtype in which the part is stored.
@@ -461,7 +459,7 @@ impl Fill {
     /// With `text_only`, without the other parts of the model.
     fn new(checkpoint: &Checkpoint, reading: &Reading, text_only: bool) -> Self {
         let own = |(id, info): (TensorId, ckfs_checkpoint::TensorInfo<'_>)| {
-            (in_rules(info.name, reading.file.aliases()), info.name.to_owned(), id)
+            (in_rules(info.name, &reading.file.aliases), info.name.to_owned(), id)
         };
         let wanted = checkpoint.fill().filter(|(_, info)| !(text_only && is_tower(info.name)));
         let tensors: Vec<_> = wanted.map(own).collect();

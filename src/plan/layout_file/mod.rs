@@ -202,25 +202,32 @@ pub(super) struct Check {
 #[allow(clippy::struct_excessive_bools, reason = "each is a member of the file")]
 pub struct LayoutFile {
     /// Its origin, for messages.
-    label: String,
+    pub(crate) label: String,
     /// Whether it is in the program: then nobody can open it.
     is_embedded: bool,
     text: String,
-    name: String,
-    description: String,
+    pub(crate) name: String,
     verified: Option<AtLine<Expr>>,
-    model_types: Vec<String>,
-    dtype: Option<DType>,
-    flat: bool,
-    logical: bool,
-    sharded_state: bool,
-    rules: LogicalRules,
-    params: BTreeMap<String, AtLine<Expr>>,
+    /// Values of `model_type` in `config.json` to which it applies.
+    pub(crate) model_types: Vec<String>,
+    /// Dtype of floats where the user asks for none.
+    pub(crate) dtype: Option<DType>,
+    /// Whether each tensor is one file named by its whole dotted name.
+    pub(crate) flat: bool,
+    /// Whether specs come from logical axes unless the user says otherwise.
+    pub(crate) logical: bool,
+    /// Whether a serving engine reads the shards as the state of its ranks.
+    pub(crate) sharded_state: bool,
+    /// Its rules for logical axes.
+    pub(crate) rules: LogicalRules,
+    pub(super) params: BTreeMap<String, AtLine<Expr>>,
     vars: BTreeMap<String, AtLine<Expr>>,
     /// Other definitions of parameters and variables, for the inverse.
     inverse: BTreeMap<String, AtLine<Expr>>,
-    text_model: Option<TextModel>,
-    aliases: Vec<(String, Vec<String>)>,
+    /// The text model by itself, if the rules are for a larger model.
+    pub(super) text_model: Option<TextModel>,
+    /// Prefixes of names in the rules, each with the prefixes that repositories have in their place.
+    pub(super) aliases: Vec<(String, Vec<String>)>,
     ignores: Vec<Ignore>,
     checks: Vec<Check>,
     leaves: Vec<LeafRule>,
@@ -265,68 +272,8 @@ pub struct Allowed {
 }
 
 impl LayoutFile {
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
     /// This file as one in the program.
     pub(super) fn embedded(self) -> Self {
         Self { is_embedded: true, ..self }
-    }
-
-    /// Its origin, for messages.
-    pub fn label(&self) -> &str {
-        &self.label
-    }
-
-    /// Its own description.
-    pub fn description(&self) -> &str {
-        &self.description
-    }
-
-    /// Values of `model_type` in `config.json` to which it applies.
-    pub(crate) fn model_types(&self) -> &[String] {
-        &self.model_types
-    }
-
-    /// Dtype of floats where the user asks for none.
-    pub fn dtype(&self) -> Option<DType> {
-        self.dtype
-    }
-
-    /// Whether each tensor is one file named by its whole dotted name.
-    pub fn flat(&self) -> bool {
-        self.flat
-    }
-
-    /// Whether specs come from logical axes unless the user says otherwise.
-    pub(crate) fn shards_logically(&self) -> bool {
-        self.logical
-    }
-
-    /// Whether a serving engine reads the shards as the state of its ranks.
-    pub fn sharded_state(&self) -> bool {
-        self.sharded_state
-    }
-
-    /// Its rules for logical axes.
-    pub fn rules(&self) -> &LogicalRules {
-        &self.rules
-    }
-
-    /// The text model by itself, if the rules are for a larger model.
-    pub(super) fn text_model(&self) -> Option<&TextModel> {
-        self.text_model.as_ref()
-    }
-
-    /// Prefixes of names in the rules, each with the prefixes that repositories have in their place.
-    pub fn aliases(&self) -> &[(String, Vec<String>)] {
-        &self.aliases
-    }
-
-    /// Names of its parameters.
-    pub fn params(&self) -> impl Iterator<Item = &str> {
-        self.params.keys().map(String::as_str)
     }
 }

@@ -25,8 +25,8 @@ type Text = Spanned<String>;
 #[serde(deny_unknown_fields)]
 struct RawFile {
     name: String,
-    #[serde(default)]
-    description: String,
+    #[serde(default, rename = "description")]
+    _description: String,
     verified: Option<Spanned<RawCondition>>,
     #[serde(default)]
     model_types: Vec<String>,
@@ -492,7 +492,6 @@ impl LayoutFile {
             is_embedded: false,
             text: text.to_owned(),
             name: raw.name,
-            description: raw.description,
             verified,
             model_types: raw.model_types,
             dtype,

@@ -57,7 +57,7 @@ impl LayoutFile {
         let checkpoint = scope.checkpoint;
         let mut problems = Vec::new();
         for name in scope.set().filter(|name| !self.params.contains_key(*name)) {
-            let known: Vec<&str> = self.params().collect();
+            let known: Vec<&str> = self.params.keys().map(String::as_str).collect();
             let reason = did_you_mean("parameter", name, known.iter().copied())
                 .unwrap_or_else(|| format!("there is no parameter {name:?}; there are: {}", known.join(", ")));
             problems.push(Problem::File { file: self.label.clone(), reason });
@@ -103,11 +103,8 @@ impl LayoutFile {
             (name.clone(), value)
         });
         let params = params.collect();
-        let verified = self.verified.as_ref().is_none_or(|verified| {
-            let value =
-                resolver.eval(verified, &[], |expr, names| Ok(ExprValue::Bool(expr.eval(names)?.bool("verified")?)));
-            matches!(value, Some(ExprValue::Bool(true)))
-        });
+        let verified = self.verified.as_ref();
+        let verified = verified.is_none_or(|verified| resolver.eval(verified, &[], is_true("verified")) == Some(true));
         let Resolver { drafts, problems, left_out, ignored_patterns: ignored, copies, warnings, .. } = resolver;
         if problems.is_empty() {
             Ok(Resolved { drafts, params, verified, left_out, ignored, copies, warnings })
@@ -156,7 +153,7 @@ impl<'a> Resolver<'a> {
         for place in &file.places {
             for mut bound in self.instances(&place.each, place.when.as_ref(), &[]) {
                 for (name, binding) in &place.bindings {
-                    if let Some(value) = self.eval(binding, &bound, |expr, names| expr.eval(names)) {
+                    if let Some(value) = self.eval(binding, &bound, Expr::eval) {
                         bound.push((name.clone(), value));
                     }
                 }
@@ -188,12 +185,12 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    fn eval<T>(
+    fn eval<T, V>(
         &mut self,
         placed: &AtLine<T>,
         bound: &[(Arc<str>, ExprValue)],
-        eval: impl FnOnce(&T, &dyn NameScope) -> Result<ExprValue, EvalError>,
-    ) -> Option<ExprValue> {
+        eval: impl FnOnce(&T, &dyn NameScope) -> Result<V, EvalError>,
+    ) -> Option<V> {
         let result = eval(&placed.it, &Local { scope: self.scope, bound });
         result.map_err(|error| self.add(self.scope.problem(placed.at, "", &error))).ok()
     }
@@ -214,11 +211,10 @@ impl<'a> Resolver<'a> {
             when.it.for_each_name(&mut |name| free &= each.iter().all(|(var, _)| **var != *name));
             free
         };
-        if let Some(when) = when.filter(free) {
-            let holds = self.eval(when, outer, |expr, names| Ok(ExprValue::Bool(expr.eval(names)?.bool("when")?)));
-            if !matches!(holds, Some(ExprValue::Bool(true))) {
-                return Vec::new();
-            }
+        if let Some(when) = when.filter(free)
+            && self.eval(when, outer, is_true("when")) != Some(true)
+        {
+            return Vec::new();
         }
         let mut all = vec![outer.to_vec()];
         for (var, over) in each {
@@ -241,9 +237,9 @@ impl<'a> Resolver<'a> {
         let Some(when) = when else { return all };
         let mut kept = Vec::new();
         for bound in all {
-            match self.eval(when, &bound, |expr, names| Ok(ExprValue::Bool(expr.eval(names)?.bool("when")?))) {
-                Some(ExprValue::Bool(true)) => kept.push(bound),
-                Some(_) => {}
+            match self.eval(when, &bound, is_true("when")) {
+                Some(true) => kept.push(bound),
+                Some(false) => {}
                 None => return Vec::new(),
             }
         }
@@ -252,18 +248,12 @@ impl<'a> Resolver<'a> {
 
     fn rule(&mut self, place: Option<&'a Placement>, leaf: &'a LeafRule, outer: &[(Arc<str>, ExprValue)]) {
         for bound in self.instances(&leaf.each, leaf.when.as_ref(), outer) {
-            let text =
-                |template: &TextTemplate, names: &dyn NameScope| Ok(ExprValue::Text(template.eval(names)?.into()));
-            let Some(name) = self.eval(&leaf.to, &bound, text) else { return };
-            let prefix = match place.and_then(|place| place.to.as_ref()) {
-                None => String::new(),
-                Some(to) => match self.eval(to, &bound, text) {
-                    Some(prefix) => prefix.to_string(),
-                    None => return,
-                },
-            };
+            let Some(name) = self.eval(&leaf.to, &bound, TextTemplate::eval) else { return };
+            let to = place.and_then(|place| place.to.as_ref());
+            let prefix = to.map_or_else(|| Some(String::new()), |to| self.eval(to, &bound, TextTemplate::eval));
+            let Some(prefix) = prefix else { return };
             let stacks = leaf.stack.iter().chain(place.map_or(&[][..], |place| &place.stack)).collect();
-            let name = joined(&prefix, &name.to_string());
+            let name = joined(&prefix, &name);
             if self.scope.inverse.is_some() && leaf.optional && self.scope.find(&name).is_none() {
                 continue;
             }
@@ -371,10 +361,8 @@ impl<'a> Resolver<'a> {
         let mut ignored = Vec::new();
         for ignore in &self.scope.file.ignores {
             for bound in self.instances(&ignore.each, ignore.when.as_ref(), &[]) {
-                let text =
-                    |template: &TextTemplate, names: &dyn NameScope| Ok(ExprValue::Text(template.eval(names)?.into()));
-                let Some(text) = self.eval(&ignore.names, &bound, text) else { continue };
-                match Pattern::parse(&text.to_string()) {
+                let Some(text) = self.eval(&ignore.names, &bound, TextTemplate::eval) else { continue };
+                match Pattern::parse(&text) {
                     Ok(pattern) => ignored.push(pattern),
                     Err(error) => {
                         let problem = self.scope.file.refusal(ignore.names.at, "", error.to_string());
@@ -458,6 +446,11 @@ impl<'a> Resolver<'a> {
             self.problems.extend(refused.into_iter().map(|group| Problem::UnexpectedTensor { group }));
         }
     }
+}
+
+/// The value of a condition.
+fn is_true(what: &'static str) -> impl Fn(&Expr, &dyn NameScope) -> Result<bool, EvalError> {
+    move |expr, names| expr.eval(names)?.bool(what)
 }
 
 /// Greatest size of a mesh axis that is tried as a proposal.

@@ -9,10 +9,9 @@ use super::super::{
     draft::{Bundled, Draft},
     name_group::matches_none,
     naming,
-    pattern::Pattern,
     problem::Problem,
     rename::{self, Rename},
-    select::Selected,
+    select::{Selected, is_accepted},
 };
 
 /// The name of an output head that is the embedding of this name and is not stored.
@@ -60,11 +59,7 @@ pub(crate) fn keep(checkpoint: &Checkpoint, drafts: &mut Vec<Draft>, selected: &
             }
         }
     }
-    let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
-    drafts.retain(|draft| {
-        (selected.target_include.is_empty() || any(&selected.target_include, &draft.name))
-            && !any(&selected.target_exclude, &draft.name)
-    });
+    drafts.retain(|draft| is_accepted(&selected.target_include, &selected.target_exclude, &draft.name));
 }
 
 /// Renames. Refuses two tensors of one name, and the first name that is too long. With `flat` a name is one path

@@ -123,7 +123,8 @@ pub(crate) fn without_expert(rest: &str, has_expert: bool) -> String {
     map_words(rest, |word| Some(word).filter(|word| !has_expert || *word != "*"))
 }
 
-fn number(word: &str) -> Option<u64> {
+/// The number of a layer or an expert that a word is.
+pub(crate) fn number(word: &str) -> Option<u64> {
     // With leading zeros, two names would become one.
     let canonical =
         !word.is_empty() && word.bytes().all(|b| b.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));

@@ -36,7 +36,7 @@ pub(crate) fn files(
     tensors.sort_by(|(left, ..), (right, ..)| natural(left, right));
     let nested = checkpoint.dialect().text_config.as_deref();
     // What is quantized tells nothing of the dtype of the model.
-    let plain = tensors.iter().filter(|(_, _, is_part)| !is_part).map(|(_, view, _)| view);
+    let plain = tensors.iter().filter(|(_, _, is_part)| !is_part).map(|(_, view, _)| (view.dtype(), bytes_of(view)));
     let mut config = with_dtype(config.clone(), nested, common_dtype(plain), true);
     let quantizer = quantizer.filter(|quantizer| quantizer.found_any());
     if let Some(quantizer) = quantizer {
@@ -89,12 +89,12 @@ fn bytes_of(view: &View) -> u64 {
 }
 
 /// The float type of most bytes.
-fn common_dtype<'a>(views: impl Iterator<Item = &'a View>) -> Option<DType> {
-    let mut bytes: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
-    for view in views.filter(|view| view.dtype().is_float()) {
-        bytes.entry(view.dtype().name()).or_insert((0, view.dtype())).0 += bytes_of(view);
+pub(crate) fn common_dtype(tensors: impl Iterator<Item = (DType, u64)>) -> Option<DType> {
+    let mut all: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
+    for (dtype, bytes) in tensors.filter(|(dtype, _)| dtype.is_float()) {
+        all.entry(dtype.name()).or_insert((0, dtype)).0 += bytes;
     }
-    bytes.into_values().max_by_key(|(bytes, _)| *bytes).map(|(_, dtype)| dtype)
+    all.into_values().max_by_key(|(bytes, _)| *bytes).map(|(_, dtype)| dtype)
 }
 
 /// Tensors in the order given, in files of at most `bytes_max` bytes.
