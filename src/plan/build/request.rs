@@ -35,7 +35,7 @@ pub(super) fn layout_request(options: &ViewOptions) -> ValueRequest {
 
 /// Adds the request of a layout's file, where the user has none.
 pub(super) fn with_dtype_of(request: ValueRequest, file: &LayoutFile, options: &ViewOptions) -> ValueRequest {
-    let Some(dtype) = file.dtype.filter(|_| !options.keep_dtype && options.dtype.is_none()) else { return request };
+    let Some(dtype) = file.dtype().filter(|_| !options.keep_dtype && options.dtype.is_none()) else { return request };
     let quantized = match options.dequantize {
         Some(Dequantize::To(_)) => request.quantized,
         Some(Dequantize::Own) | None => Raw::Decoded(Some(dtype)),

@@ -29,7 +29,7 @@ use self::{
 use super::{
     LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
     generated::common_dtype,
-    layout_file::{Resolved, StoredNames, Target},
+    layout_file::{Alias, Resolved, StoredNames, Target},
     library::Model,
     name_group::{fold, stars},
     naming::is_tower,
@@ -459,7 +459,7 @@ impl Fill {
     /// With `text_only`, without the other parts of the model.
     fn new(checkpoint: &Checkpoint, reading: &Reading, text_only: bool) -> Self {
         let own = |(id, info): (TensorId, ckfs_checkpoint::TensorInfo<'_>)| {
-            (in_rules(info.name, &reading.file.aliases), info.name.to_owned(), id)
+            (in_rules(info.name, &reading.file.alias), info.name.to_owned(), id)
         };
         let wanted = checkpoint.fill().filter(|(_, info)| !(text_only && is_tower(info.name)));
         let tensors: Vec<_> = wanted.map(own).collect();
@@ -478,9 +478,9 @@ impl Fill {
 }
 
 /// The name that rules have for a repository's tensor: the longest prefix that an alias knows decides.
-fn in_rules(name: &str, aliases: &[(String, Vec<String>)]) -> String {
-    let known = aliases.iter().flat_map(|(own, others)| {
-        others.iter().chain([own]).filter(|prefix| name.starts_with(prefix.as_str())).map(move |prefix| (prefix, own))
+fn in_rules(name: &str, aliases: &[Alias]) -> String {
+    let known = aliases.iter().flat_map(|Alias { name: own, on_disk }| {
+        on_disk.iter().chain([own]).filter(|prefix| name.starts_with(prefix.as_str())).map(move |prefix| (prefix, own))
     });
     let longest = known.max_by_key(|(prefix, _)| prefix.len());
     longest.map_or_else(|| name.to_owned(), |(prefix, own)| format!("{own}{}", &name[prefix.len()..]))

@@ -11,7 +11,7 @@ use super::{
         problem::Problem,
         values::Values,
     },
-    AtLine, LeafDtype, LeafRule, Placement, Span, Stack,
+    AtLine, LeafRule, Placement, Span, Stack,
     scope::{Bound, Local, Scope},
     targets::NoExtent,
 };
@@ -37,8 +37,8 @@ pub(super) enum LeafFailure {
 /// A source of another shape than its rule says.
 pub(super) struct Misshapen {
     pub(super) id: TensorId,
-    /// Line of the rule.
-    pub(super) line: usize,
+    /// Where the rule gives it.
+    pub(super) at: Span,
     pub(super) expected: String,
     pub(super) found: Shape,
 }
@@ -87,7 +87,7 @@ impl LeafViews<'_> {
         let mut children = Vec::with_capacity(usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(0));
         let mut empty = false;
         for number in range {
-            making.bound.push((stack.var.clone(), int(number)));
+            making.bound.push((stack.var.it.clone(), int(number)));
             let child = self.level(making, level + 1);
             making.bound.pop();
             match child {
@@ -105,7 +105,7 @@ impl LeafViews<'_> {
             return Err(LeafFailure::Empty);
         }
         let axis = self.axis(making, level, children[0].shape().rank())?;
-        View::stack(axis, &children).map_err(|error| LeafFailure::Rule(stack.at, error.into()))
+        View::stack(axis, &children).map_err(|error| LeafFailure::Rule(stack.var.at, error.into()))
     }
 
     /// The view of a finished stack. None of its axes counts as stacked.
@@ -154,7 +154,7 @@ impl LeafViews<'_> {
             return Err(open(stack));
         }
         let mut bound = making.bound.clone();
-        bound.push((stack.var.clone(), ExprValue::Text("*".into())));
+        bound.push((stack.var.it.clone(), ExprValue::Text("*".into())));
         // Stacks further in have no number yet. Any number serves, as layers and experts start at 0 unless a range says
         // otherwise.
         let at = making.stacks.iter().position(|other| std::ptr::eq(*other, stack));
@@ -162,10 +162,10 @@ impl LeafViews<'_> {
         for inner in &making.stacks[at + 1..] {
             let first =
                 inner.over.as_ref().map_or(Ok(0), |over| range_of(self.scope, over, &bound).map(|range| range.start));
-            let first = first.map_err(|error| LeafFailure::Rule(inner.at, error))?;
-            bound.push((inner.var.clone(), int(first)));
+            let first = first.map_err(|error| LeafFailure::Rule(inner.var.at, error))?;
+            bound.push((inner.var.it.clone(), int(first)));
         }
-        let Some((_, first)) = making.leaf.from.first() else { return Ok(0..0) };
+        let Some((_, first)) = making.leaf.from.named.first() else { return Ok(0..0) };
         let name = self.source_name(making, first, &bound).map_err(|_| open(stack))?;
         Ok(0..self.scope.count(&name).min(RANGE_MAX))
     }
@@ -177,7 +177,7 @@ impl LeafViews<'_> {
         bound: &[(Arc<str>, ExprValue)],
     ) -> Result<String, LeafFailure> {
         let local = Local { scope: self.scope, bound };
-        let name = template.eval(&local).map_err(|error| LeafFailure::Rule(making.leaf.from_at, error))?;
+        let name = template.eval(&local).map_err(|error| LeafFailure::Rule(making.leaf.from.at, error))?;
         let Some(from) = making.place.and_then(|place| place.from.as_ref()) else { return Ok(name) };
         let prefix = from.it.eval(&local).map_err(|error| LeafFailure::Rule(from.at, error))?;
         Ok(joined(&prefix, &name))
@@ -187,13 +187,13 @@ impl LeafViews<'_> {
     fn slice(&self, making: &mut LeafInProgress<'_>) -> Result<View, LeafFailure> {
         let leaf = making.leaf;
         let before = making.missing.len() + making.misshapen.len();
-        let mut sources = Vec::with_capacity(leaf.from.len());
-        for (name, template) in &leaf.from {
+        let mut sources = Vec::with_capacity(leaf.from.named.len());
+        for (name, template) in &leaf.from.named {
             let source = self.source_name(making, template, &making.bound)?;
             if let Some(inverse) = self.scope.inverse {
                 let extents = self.extents(making, name)?;
                 let view = inverse.targets.borrow_mut().view(source, extents);
-                sources.push((name.clone(), view.map_err(|error| LeafFailure::Rule(leaf.from_at, error))?));
+                sources.push((name.clone(), view.map_err(|error| LeafFailure::Rule(leaf.from.at, error))?));
                 continue;
             }
             let Some(id) = self.scope.find(&source) else {
@@ -202,9 +202,8 @@ impl LeafViews<'_> {
             };
             making.found.push(id);
             let found = self.scope.checkpoint.tensor(id).name;
-            let dtype = match leaf.dtype {
-                Some(LeafDtype::Source) => None,
-                Some(LeafDtype::As(dtype)) => Some(dtype),
+            let dtype = match &leaf.dtype {
+                Some(dtype) => dtype.it.stored(),
                 None => self.values.dtype_of(id, &[found, &source, &making.name]),
             };
             let view = self.values.view(id, dtype).map_err(LeafFailure::Source)?;
@@ -256,7 +255,7 @@ impl LeafViews<'_> {
         }
         let words = expected.iter().map(|extent| extent.map_or_else(|| "_".to_owned(), |extent| extent.to_string()));
         let expected = format!("[{}]", words.collect::<Vec<_>>().join(", "));
-        Ok(Some(Misshapen { id, line: shape.line, expected, found: found.clone() }))
+        Ok(Some(Misshapen { id, at: shape.at, expected, found: found.clone() }))
     }
 }
 
@@ -269,19 +268,21 @@ impl LeafInProgress<'_> {
         let logical = match &self.leaf.axes {
             None => Vec::new(),
             // A leaf without axis names of its own takes those of its place.
-            Some(axes) if axes.is_empty() => self.place.map_or_else(Vec::new, |place| place.bare.clone()),
+            Some(axes) if axes.is_empty() => {
+                self.place.map_or_else(Vec::new, |place| place.bare.clone().unwrap_or_default())
+            }
             Some(axes) => {
                 let mut names = vec![String::new(); rank];
                 for (at, name) in own.iter().zip(axes) {
                     names[*at].clone_from(name);
                 }
                 for (at, stack) in stacked.iter().zip(&self.stacks) {
-                    names[*at].clone_from(&stack.name);
+                    stack.name().clone_into(&mut names[*at]);
                 }
                 names
             }
         };
-        let stacked_experts = self.stacks.iter().position(|stack| EXPERT_WORDS.contains(&stack.name.as_str()));
+        let stacked_experts = self.stacks.iter().position(|stack| EXPERT_WORDS.contains(&stack.name()));
         let stacked_experts = stacked_experts.and_then(|at| stacked.get(at).copied());
         let roles = Roles {
             stacked: own.first().copied().unwrap_or(rank),
@@ -297,8 +298,8 @@ impl LeafInProgress<'_> {
 
 /// A loop without a range, over something other than the number in a name.
 fn open(stack: &Stack) -> LeafFailure {
-    let text = format!("the numbers of {:?} cannot be derived from names: give a range by over", stack.var);
-    LeafFailure::Rule(stack.at, EvalError::new(text, &stack.var))
+    let text = format!("the numbers of {:?} cannot be derived from names: give a range by over", stack.var.it);
+    LeafFailure::Rule(stack.var.at, EvalError::new(text, &stack.var.it))
 }
 
 /// The numbers of a range, of which there are at most [`RANGE_MAX`].

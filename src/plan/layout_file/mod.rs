@@ -90,93 +90,123 @@ mod targets;
 use std::{collections::BTreeMap, sync::Arc};
 
 use ckfs_tensor::DType;
+use serde::Deserialize;
 
 pub(super) use self::targets::{StoredNames, Target};
 use super::{
     draft::Draft,
     expr::{Expr, TextTemplate},
-    logical::LogicalRules,
+    logical::{LogicalRule, LogicalRules},
     name_group::NameGroup,
     text_model::TextModel,
 };
 
-/// An expression, and where it stands: its line, and the bytes of the file.
+/// A text of the file as what it means, and where it stands.
 #[derive(Clone, Debug)]
 pub(super) struct AtLine<T> {
     pub it: T,
-    pub line: usize,
     pub at: Span,
 }
 
-impl<T> AtLine<T> {
-    /// The line and the bytes.
-    fn place(&self) -> (usize, Span) {
-        (self.line, self.at)
-    }
-}
-
-/// First byte, and the one after the last.
+/// First byte in the file, and the one after the last.
 pub(super) type Span = (usize, usize);
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Stack {
-    pub var: Arc<str>,
+    pub var: AtLine<Arc<str>>,
     pub over: Option<AtLine<(Expr, Expr)>>,
+    #[serde(default, deserialize_with = "read::axis")]
     pub axis: Option<AtLine<Expr>>,
-    pub name: String,
-    /// Its variable.
-    pub at: Span,
+    /// The logical name of the axis, which may have `_` around it.
+    #[serde(default)]
+    name: String,
+}
+
+impl Stack {
+    fn name(&self) -> &str {
+        self.name.trim_matches('_')
+    }
 }
 
 /// Extents that a source must have. `None` accepts any extent.
 pub(super) type Extents = Vec<Option<Expr>>;
 
-pub(super) type Each = Vec<(Arc<str>, AtLine<(Expr, Expr)>)>;
+pub(super) type Each = BTreeMap<String, AtLine<(Expr, Expr)>>;
 
-#[derive(Clone, Debug)]
+/// The sources of a leaf, by their names in expressions.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sources {
+    named: Vec<(Arc<str>, TextTemplate)>,
+    at: Span,
+    /// Whether it is one without a name of its own.
+    is_one: bool,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct LeafRule {
     pub to: AtLine<TextTemplate>,
-    pub from: Vec<(Arc<str>, TextTemplate)>,
-    pub from_line: usize,
-    pub from_at: Span,
+    #[serde(default)]
+    pub from: Sources,
     /// Extents that sources must have, by the name of the source.
-    pub shape: Vec<(Arc<str>, AtLine<Extents>)>,
+    #[serde(default, deserialize_with = "read::shapes")]
+    pub shape: Vec<(String, AtLine<Extents>)>,
     pub view: Option<AtLine<Expr>>,
     /// The view of the finished stack, which is called `x`.
     pub after_stack: Option<AtLine<Expr>>,
+    #[serde(default, deserialize_with = "read::words")]
     pub axes: Option<Vec<String>>,
+    #[serde(default)]
     pub stack: Vec<Stack>,
+    #[serde(default)]
     pub each: Each,
     pub when: Option<AtLine<Expr>>,
     /// The pipeline stage that holds the leaf.
     pub stage: Option<AtLine<Expr>>,
+    #[serde(default)]
     pub optional: bool,
     /// Whether another leaf holds the same elements.
-    pub is_copy: bool,
-    pub dtype: Option<LeafDtype>,
+    #[serde(default)]
+    pub copy: bool,
+    pub dtype: Option<AtLine<LeafDtype>>,
     pub tp: Option<usize>,
     pub experts: Option<usize>,
 }
 
+/// Names of groups.
 #[derive(Clone, Debug, Default)]
+pub(super) struct Groups {
+    names: Vec<String>,
+    at: Span,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Placement {
-    pub groups: Vec<String>,
+    pub group: Groups,
     pub to: Option<AtLine<TextTemplate>>,
     pub from: Option<AtLine<TextTemplate>>,
+    #[serde(default)]
     pub stack: Vec<Stack>,
+    #[serde(default)]
     pub each: Each,
     /// Names for expressions over the variables of `each`.
-    pub bindings: Vec<(Arc<str>, AtLine<Expr>)>,
+    #[serde(default, rename = "let")]
+    pub bindings: BTreeMap<String, AtLine<Expr>>,
     pub when: Option<AtLine<Expr>>,
     /// The pipeline stage that holds the leaves, unless they have their own.
     pub stage: Option<AtLine<Expr>>,
-    pub bare: Vec<String>,
+    #[serde(default, deserialize_with = "read::words")]
+    pub bare: Option<Vec<String>>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Ignore {
     pub names: AtLine<TextTemplate>,
     pub when: Option<AtLine<Expr>>,
+    #[serde(default)]
     pub each: Each,
 }
 
@@ -189,50 +219,92 @@ pub(super) enum LeafDtype {
     As(DType),
 }
 
+impl LeafDtype {
+    /// The type, if it is not the source's.
+    fn stored(self) -> Option<DType> {
+        if let Self::As(dtype) = self { Some(dtype) } else { None }
+    }
+}
+
 /// A condition that must or should hold, and the message if it does not.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Check {
     pub that: AtLine<Expr>,
     pub say: AtLine<TextTemplate>,
+    #[serde(default)]
     pub warn: bool,
 }
 
+/// A prefix of names in the rules, with the prefixes that repositories have in its place.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Alias {
+    pub name: String,
+    pub on_disk: Vec<String>,
+}
+
 /// A layout file, read and checked.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[allow(clippy::struct_excessive_bools, reason = "each is a member of the file")]
 pub struct LayoutFile {
-    /// Its origin, for messages.
-    pub(crate) label: String,
-    /// Whether it is in the program: then nobody can open it.
-    is_embedded: bool,
-    text: String,
     pub(crate) name: String,
+    #[serde(default, rename = "description")]
+    _description: String,
+    #[serde(default, deserialize_with = "read::condition")]
     verified: Option<AtLine<Expr>>,
     /// Values of `model_type` in `config.json` to which it applies.
+    #[serde(default)]
     pub(crate) model_types: Vec<String>,
     /// Dtype of floats where the user asks for none.
-    pub(crate) dtype: Option<DType>,
+    dtype: Option<AtLine<LeafDtype>>,
     /// Whether each tensor is one file named by its whole dotted name.
+    #[serde(default)]
     pub(crate) flat: bool,
     /// Whether specs come from logical axes unless the user says otherwise.
+    #[serde(default)]
     pub(crate) logical: bool,
     /// Whether a serving engine reads the shards as the state of its ranks.
+    #[serde(default)]
     pub(crate) sharded_state: bool,
-    /// Its rules for logical axes.
-    pub(crate) rules: LogicalRules,
+    #[serde(rename = "rules")]
+    base_rules: Option<AtLine<Arc<str>>>,
+    #[serde(default)]
     pub(super) params: BTreeMap<String, AtLine<Expr>>,
+    #[serde(default)]
     vars: BTreeMap<String, AtLine<Expr>>,
     /// Other definitions of parameters and variables, for the inverse.
+    #[serde(default)]
     inverse: BTreeMap<String, AtLine<Expr>>,
     /// The text model by itself, if the rules are for a larger model.
+    #[serde(default, deserialize_with = "read::text_model")]
     pub(super) text_model: Option<TextModel>,
-    /// Prefixes of names in the rules, each with the prefixes that repositories have in their place.
-    pub(super) aliases: Vec<(String, Vec<String>)>,
-    ignores: Vec<Ignore>,
-    checks: Vec<Check>,
-    leaves: Vec<LeafRule>,
-    groups: BTreeMap<String, Vec<LeafRule>>,
-    places: Vec<Placement>,
+    #[serde(default)]
+    pub(super) alias: Vec<Alias>,
+    #[serde(default)]
+    ignore: Vec<Ignore>,
+    #[serde(default)]
+    check: Vec<Check>,
+    #[serde(default)]
+    leaf: Vec<LeafRule>,
+    #[serde(default)]
+    group: BTreeMap<String, Vec<LeafRule>>,
+    #[serde(default)]
+    place: Vec<Placement>,
+    #[serde(default)]
+    rule: Vec<LogicalRule>,
+    /// Its rules for logical axes.
+    #[serde(skip)]
+    pub(crate) rules: LogicalRules,
+    /// Its origin, for messages.
+    #[serde(skip)]
+    pub(crate) label: String,
+    #[serde(skip)]
+    text: String,
+    /// Whether it is in the program: then nobody can open it.
+    #[serde(skip)]
+    is_embedded: bool,
 }
 
 impl PartialEq for LayoutFile {
@@ -272,6 +344,11 @@ pub struct Allowed {
 }
 
 impl LayoutFile {
+    /// Dtype of floats where the user asks for none.
+    pub(super) fn dtype(&self) -> Option<DType> {
+        self.dtype.as_ref().and_then(|dtype| dtype.it.stored())
+    }
+
     /// This file as one in the program.
     pub(super) fn embedded(self) -> Self {
         Self { is_embedded: true, ..self }

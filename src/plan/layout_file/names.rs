@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use ckfs_config::did_you_mean;
 
-use super::{AtLine, Each, LayoutFile, LeafRule, Placement, Span, Stack};
+use super::{AtLine, Each, LayoutFile, LeafRule, Placement, Span, Stack, place::line};
 use crate::expr::Expr;
 
 /// Calls its argument for each name that an expression uses.
@@ -36,8 +36,9 @@ struct NameCheck<'a> {
 
 impl NameCheck<'_> {
     /// Notes the names that are neither of the file's table nor among `locals`.
-    fn check(&mut self, (line, at): (usize, Span), locals: &[&str], names: &NamesOf<'_>) {
-        let LayoutFile { params, vars, .. } = self.file;
+    fn check(&mut self, at: Span, locals: &[&str], names: &NamesOf<'_>) {
+        let LayoutFile { params, vars, text, .. } = self.file;
+        let line = line(text, at.0);
         let found = &mut self.found;
         names(&mut |name| {
             if !params.contains_key(name) && !vars.contains_key(name) && !locals.contains(&name) {
@@ -49,12 +50,12 @@ impl NameCheck<'_> {
     }
 
     fn expr(&mut self, expr: &AtLine<Expr>, locals: &[&str]) {
-        self.check(expr.place(), locals, &|visit| expr.it.for_each_name(visit));
+        self.check(expr.at, locals, &|visit| expr.it.for_each_name(visit));
     }
 
     fn range(&mut self, range: &AtLine<(Expr, Expr)>, locals: &[&str]) {
-        self.check(range.place(), locals, &|visit| range.it.0.for_each_name(visit));
-        self.check(range.place(), locals, &|visit| range.it.1.for_each_name(visit));
+        self.check(range.at, locals, &|visit| range.it.0.for_each_name(visit));
+        self.check(range.at, locals, &|visit| range.it.1.for_each_name(visit));
     }
 
     /// Parameters, variables, checks and ignored names.
@@ -63,13 +64,13 @@ impl NameCheck<'_> {
         for definition in file.params.values().chain(file.vars.values()).chain(file.inverse.values()) {
             self.expr(definition, &[]);
         }
-        for check in &file.checks {
+        for check in &file.check {
             self.expr(&check.that, &[]);
-            self.check(check.say.place(), &[], &|visit| check.say.it.for_each_name(visit));
+            self.check(check.say.at, &[], &|visit| check.say.it.for_each_name(visit));
         }
-        for ignore in &file.ignores {
+        for ignore in &file.ignore {
             let locals: Vec<&str> = variables(&ignore.each).collect();
-            self.check(ignore.names.place(), &locals, &|visit| ignore.names.it.for_each_name(visit));
+            self.check(ignore.names.at, &locals, &|visit| ignore.names.it.for_each_name(visit));
             if let Some(when) = &ignore.when {
                 self.expr(when, &locals);
             }
@@ -79,11 +80,11 @@ impl NameCheck<'_> {
     /// The leaves, alone and in their places.
     fn places(&mut self) {
         let (file, nowhere) = (self.file, Placement::default());
-        for leaf in &file.leaves {
+        for leaf in &file.leaf {
             self.leaf(&nowhere, leaf);
         }
-        for place in &file.places {
-            for leaf in place.groups.iter().filter_map(|group| file.groups.get(group)).flatten() {
+        for place in &file.place {
+            for leaf in place.group.names.iter().filter_map(|group| file.group.get(group)).flatten() {
                 self.leaf(place, leaf);
             }
         }
@@ -99,24 +100,24 @@ impl NameCheck<'_> {
             self.range(over, &[]);
         }
         for template in place.to.iter().chain([&leaf.to]) {
-            self.check(template.place(), &each, &|visit| template.it.for_each_name(visit));
+            self.check(template.at, &each, &|visit| template.it.for_each_name(visit));
         }
         for expr in place.when.iter().chain(&leaf.when).chain(&place.stage).chain(&leaf.stage) {
             self.expr(expr, &each);
         }
         let inner = self.stacks(leaf.stack.iter().chain(&place.stack), &each);
         if let Some(template) = &place.from {
-            self.check(template.place(), &inner, &|visit| template.it.for_each_name(visit));
+            self.check(template.at, &inner, &|visit| template.it.for_each_name(visit));
         }
         for (_, shape) in &leaf.shape {
             for extent in shape.it.iter().flatten() {
-                self.check(shape.place(), &inner, &|visit| extent.for_each_name(visit));
+                self.check(shape.at, &inner, &|visit| extent.for_each_name(visit));
             }
         }
-        for (_, from) in &leaf.from {
-            self.check((leaf.from_line, leaf.from_at), &inner, &|visit| from.for_each_name(visit));
+        for (_, from) in &leaf.from.named {
+            self.check(leaf.from.at, &inner, &|visit| from.for_each_name(visit));
         }
-        let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.iter().map(|(name, _)| &**name)).collect();
+        let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.named.iter().map(|(name, _)| &**name)).collect();
         if let Some(view) = &leaf.view {
             self.expr(view, &sources);
         }
@@ -137,12 +138,12 @@ impl NameCheck<'_> {
             if let Some(axis) = &stack.axis {
                 self.expr(axis, &axis_names);
             }
-            inner.push(&stack.var);
+            inner.push(&stack.var.it);
         }
         inner
     }
 }
 
 fn variables(each: &Each) -> impl Iterator<Item = &str> {
-    each.iter().map(|(var, _)| var.as_ref())
+    each.keys().map(String::as_str)
 }

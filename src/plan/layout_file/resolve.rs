@@ -25,6 +25,7 @@ use super::{
     },
     Allowed, AtLine, Each, LayoutFile, LeafRule, Placement, Resolved, Span,
     leaf::{LeafFailure, LeafInProgress, LeafViews, Misshapen, int, joined, range_of},
+    place::line,
     scope::{Bound, Local, Scope},
 };
 
@@ -147,17 +148,17 @@ struct Resolver<'a> {
 impl<'a> Resolver<'a> {
     fn run(&mut self) {
         let file = self.scope.file;
-        for leaf in &file.leaves {
+        for leaf in &file.leaf {
             self.rule(None, leaf, &[]);
         }
-        for place in &file.places {
+        for place in &file.place {
             for mut bound in self.instances(&place.each, place.when.as_ref(), &[]) {
                 for (name, binding) in &place.bindings {
                     if let Some(value) = self.eval(binding, &bound, Expr::eval) {
-                        bound.push((name.clone(), value));
+                        bound.push((name.as_str().into(), value));
                     }
                 }
-                for leaf in place.groups.iter().flat_map(|group| &file.groups[group]) {
+                for leaf in place.group.names.iter().flat_map(|group| &file.group[group]) {
                     self.rule(Some(place), leaf, &bound);
                 }
             }
@@ -166,7 +167,7 @@ impl<'a> Resolver<'a> {
 
     fn check(&mut self) {
         let mut fitting: Option<String> = None;
-        for check in &self.scope.file.checks {
+        for check in &self.scope.file.check {
             let local = Local { scope: self.scope, bound: &[] };
             let said = check.that.it.eval(&local).and_then(|holds| holds.bool("check")).and_then(|holds| {
                 let say = || check.say.it.eval(&local);
@@ -208,7 +209,7 @@ impl<'a> Resolver<'a> {
         // holds.
         let free = |when: &&AtLine<Expr>| {
             let mut free = true;
-            when.it.for_each_name(&mut |name| free &= each.iter().all(|(var, _)| **var != *name));
+            when.it.for_each_name(&mut |name| free &= !each.contains_key(name));
             free
         };
         if let Some(when) = when.filter(free)
@@ -225,8 +226,10 @@ impl<'a> Resolver<'a> {
                     return Vec::new();
                 }
             };
+            let var: Arc<str> = var.as_str().into();
             let extended = all.iter().flat_map(|bound| {
-                range.clone().map(|number| {
+                let var = &var;
+                range.clone().map(move |number| {
                     let mut bound = bound.clone();
                     bound.push((var.clone(), int(number)));
                     bound
@@ -257,7 +260,7 @@ impl<'a> Resolver<'a> {
             if self.scope.inverse.is_some() && leaf.optional && self.scope.find(&name).is_none() {
                 continue;
             }
-            if self.scope.inverse.is_some() && leaf.is_copy {
+            if self.scope.inverse.is_some() && leaf.copy {
                 self.copies.push(name);
                 continue;
             }
@@ -315,7 +318,7 @@ impl<'a> Resolver<'a> {
             let allowed = missing.iter().all(|source| self.allowed.missing.accepts(source));
             let lost = missing.iter().map(|source| {
                 let (source, target) = (source.clone(), name.clone());
-                MissingSource { source, target, line: leaf.from_line, allowed }
+                MissingSource { source, target, line: line(&self.scope.file.text, leaf.from.at.0), allowed }
             });
             self.lost.extend(lost);
             return;
@@ -342,7 +345,8 @@ impl<'a> Resolver<'a> {
         let checkpoint = self.scope.checkpoint;
         let mut alike: BTreeMap<(usize, String, String), Vec<Misshapen>> = BTreeMap::new();
         for misshapen in std::mem::take(&mut self.misshapen) {
-            let key = (misshapen.line, misshapen.expected.clone(), misshapen.found.to_string());
+            let key =
+                (line(&self.scope.file.text, misshapen.at.0), misshapen.expected.clone(), misshapen.found.to_string());
             alike.entry(key).or_default().push(misshapen);
         }
         for ((line, expected, _), alike) in alike {
@@ -359,7 +363,7 @@ impl<'a> Resolver<'a> {
     /// Names that the rules ignore.
     fn ignored(&mut self) -> Vec<Pattern> {
         let mut ignored = Vec::new();
-        for ignore in &self.scope.file.ignores {
+        for ignore in &self.scope.file.ignore {
             for bound in self.instances(&ignore.each, ignore.when.as_ref(), &[]) {
                 let Some(text) = self.eval(&ignore.names, &bound, TextTemplate::eval) else { continue };
                 match Pattern::parse(&text) {
@@ -465,7 +469,7 @@ fn fitting_sizes(scope: &Scope<'_>) -> String {
     let holds = |mesh: &Mesh| {
         let scope = scope.for_mesh(mesh);
         let local = Local { scope: &scope, bound: &[] };
-        let mut checks = scope.file.checks.iter().filter(|check| !check.warn);
+        let mut checks = scope.file.check.iter().filter(|check| !check.warn);
         checks.all(|check| check.that.it.eval(&local).and_then(|holds| holds.bool("check")).unwrap_or(false))
     };
     let axes = scope.mesh.axes().iter().filter(|axis| axis.size > 1);

@@ -16,7 +16,7 @@ use super::{
         mesh::Mesh,
         problem::Problem,
     },
-    LayoutFile, Span,
+    Alias, LayoutFile, Span,
     targets::Inverse,
 };
 
@@ -98,9 +98,9 @@ impl<'a> Scope<'a> {
     }
 
     fn on_disk(&self, name: &str) -> impl Iterator<Item = String> {
-        self.file.aliases.iter().flat_map(move |(prefix, others)| {
+        self.file.alias.iter().flat_map(move |Alias { name: prefix, on_disk }| {
             let rest = name.strip_prefix(prefix.as_str());
-            others.iter().filter_map(move |other| rest.map(|rest| format!("{other}{rest}")))
+            on_disk.iter().filter_map(move |other| rest.map(|rest| format!("{other}{rest}")))
         })
     }
 
