@@ -7,12 +7,12 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::OnceLock,
+    sync::LazyLock,
 };
 
 use ckfs_tensor::DType;
 use regex::RegexSet;
-use serde::Deserialize;
+use serde::{Deserialize, de::DeserializeOwned};
 
 /// Bits of the narrowest float that holds everything a float32 does: a cast to it, or to a wider one, loses nothing.
 const F32_BITS: u64 = 32;
@@ -56,16 +56,12 @@ struct Others {
     alike: BTreeMap<String, String>,
 }
 
-fn table() -> &'static Table {
-    static TABLE: OnceLock<Table> = OnceLock::new();
-    let text = include_str!("library/transformers.toml");
-    TABLE.get_or_init(|| toml::from_str(text).expect("the embedded table is well-formed, which a test shows"))
-}
+static TABLE: LazyLock<Table> = LazyLock::new(|| read(include_str!("library/transformers.toml")));
 
-fn others() -> &'static Others {
-    static OTHERS: OnceLock<Others> = OnceLock::new();
-    let text = include_str!("library/others.toml");
-    OTHERS.get_or_init(|| toml::from_str(text).expect("the embedded table is well-formed, which a test shows"))
+static OTHERS: LazyLock<Others> = LazyLock::new(|| read(include_str!("library/others.toml")));
+
+fn read<T: DeserializeOwned>(text: &str) -> T {
+    toml::from_str(text).expect("the embedded table is well-formed, which a test shows")
 }
 
 /// How the names of a model type begin in the library's classes.
@@ -143,19 +139,19 @@ impl Model {
     /// Never: a test reads all of the embedded table.
     pub fn of(config: Option<&serde_json::Value>, is_stored: bool) -> Self {
         let types = config.map_or_else(Vec::new, model_types);
-        let types = types.into_iter().map(|found| others().alike.get(found).map_or(found, String::as_str));
+        let types = types.into_iter().map(|found| OTHERS.alike.get(found).map_or(found, String::as_str));
         Self::of_types(&types.collect::<Vec<_>>(), is_stored)
     }
 
     fn of_types(types: &[&str], is_stored: bool) -> Self {
-        let table = table();
+        let table = &*TABLE;
         let is_known = types.first().is_some_and(|own| table.plain.contains(*own) || table.model.contains_key(*own));
         let rows: Vec<&Row> = types.iter().filter_map(|own| table.model.get(*own)).collect();
         let all = |of: fn(&Row) -> &Vec<String>| rows.iter().flat_map(move |row| of(row));
         let searched = |texts: &String| texts.replace('*', ".*");
         let common: [&[String]; 2] = if is_known { [&[], &[]] } else { [&table.common_buffers, &table.common_keep] };
         let buffers = all(|row| &row.buffers).chain(&table.everywhere).chain(common[0]);
-        let buffers = buffers.chain(if is_stored { &others().trainers[..] } else { &[] });
+        let buffers = buffers.chain(if is_stored { &OTHERS.trainers[..] } else { &[] });
         let mut keep: Vec<String> = all(|row| &row.keep).map(searched).collect();
         keep.extend(ends(all(|row| &row.keep_ends).chain(common[1])));
         let mut keep_f16: Vec<String> = all(|row| &row.keep_f16).map(searched).collect();
@@ -190,11 +186,11 @@ mod tests {
 
     #[test]
     fn every_row_of_the_embedded_tables_is_well_formed() {
-        for model_type in table().model.keys() {
-            assert!(!table().plain.contains(model_type), "{model_type} is listed twice");
+        for model_type in TABLE.model.keys() {
+            assert!(!TABLE.plain.contains(model_type), "{model_type} is listed twice");
             assert!(Model::of_types(&[model_type], false).is_known);
         }
-        for (model_type, like) in &others().alike {
+        for (model_type, like) in &OTHERS.alike {
             assert!(!Model::of_types(&[model_type], false).is_known, "{model_type} has a row of its own");
             assert!(Model::of_types(&[like], false).is_known, "{like}");
         }

@@ -8,7 +8,7 @@
 //! | place | holds |
 //! | --- | --- |
 //! | `build` | the stages of [`Plan::build`], in order |
-//! | `select`, `lora`, `merge`, `respelled`, `values` | which tensors of the checkpoint are wanted, under which names and in which dtype |
+//! | `select`, `lora`, `merge`, `values` | which tensors of the checkpoint are wanted, under which names and in which dtype |
 //! | `experts` | one form of the experts of a layer, however they are named and fused |
 //! | `canonical`, `family`, `kind`, `modules`, `stored` | layouts by tables: names and roles of known families, of transformers' modules, or of a trainer |
 //! | `library` | what the models' own library says: buffers, and what stays in float32 |
@@ -47,7 +47,6 @@ mod planned;
 pub mod quantize;
 pub mod report;
 mod repository;
-mod respelled;
 mod select;
 mod split;
 mod stored;

@@ -15,7 +15,6 @@ use super::{
     family::Family,
     layout_file::LayoutFile,
     problem::{PlanError, Problem},
-    respelled,
     select::Subset,
     shard::Sharding,
     stored,
@@ -90,7 +89,7 @@ impl ViewOptions {
         let by_names = matches!(self.layout, Layout::Canonical | Layout::Hf | Layout::Embedded(_));
         let asks =
             by_names && self.subset.source_renames.is_empty() && checkpoint.container() == Container::Safetensors;
-        if asks { respelled::rename(checkpoint) } else { None }
+        if asks { respelled(checkpoint) } else { None }
     }
 
     /// The rename that takes away what wraps the model in the names, where the layout goes by names of repositories and the user gave
@@ -115,6 +114,23 @@ impl ViewOptions {
         let hides = || !checkpoint.tensors().any(|(_, info)| is_own(info.name));
         ((is_certain && !has_code) || (reveals && hides())).then_some(rename)
     }
+}
+
+/// The word that tables have for layers, and another one: transformers 5.24 saves the text layers of Kimi K2.5 as
+/// `language_model.model.blocks.N`, because its rename for the vision tower takes them too when it is turned round. Every other
+/// program reads `layers.N`, and so does each layout here.
+const RESPELLED: [&str; 2] = ["layers", "blocks"];
+
+/// The rename that gives a known model's layers the word of its releases. `None` if they have it.
+fn respelled(checkpoint: &Checkpoint) -> Option<Rename> {
+    let family = Family::of(checkpoint)?;
+    let has = |prefix: &str, word: &str| checkpoint.table().with_prefix(&format!("{prefix}{word}.")).next().is_some();
+    let [word, other] = RESPELLED;
+    // Without a prefix nothing says that the layers are those of the text model.
+    let mut prefixes = family.prefixes.iter().filter(|prefix| !prefix.is_empty());
+    let prefix = prefixes.find(|prefix| has(prefix, other) && !has(prefix, word))?;
+    let pattern = format!("^{}", fancy_regex::escape(&format!("{prefix}{other}.")));
+    Rename::new(&pattern, &format!("{prefix}{word}.")).ok()
 }
 
 /// The user's request for one view of a checkpoint.

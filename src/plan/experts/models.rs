@@ -3,7 +3,7 @@
 use std::{
     collections::HashSet,
     num::NonZeroU64,
-    sync::{Arc, OnceLock},
+    sync::{Arc, LazyLock},
 };
 
 use ckfs_checkpoint::Checkpoint;
@@ -15,8 +15,6 @@ use super::{
     convert::{ConverterRow, LoadConverter},
     spelling::ExpertName,
 };
-
-const FILE: &str = include_str!("models.toml");
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -215,7 +213,7 @@ impl ModelNames {
     /// The names of this checkpoint's model, if they change when transformers loads it.
     pub(crate) fn of(checkpoint: &Checkpoint) -> Option<Arc<Self>> {
         let has = |row: &&ModelRow, of: &str| row.types.iter().any(|known| known == of);
-        let row = model_types(checkpoint).find_map(|of| file().model.iter().find(|row| has(row, of)))?;
+        let row = model_types(checkpoint).find_map(|of| MODELS.model.iter().find(|row| has(row, of)))?;
         Some(Self::for_checkpoint(row, checkpoint))
     }
 
@@ -231,7 +229,7 @@ impl ModelNames {
     /// The type, if it is none of transformers'; nothing if there is none.
     pub(crate) fn of_whole(checkpoint: &Checkpoint) -> Result<Arc<Self>, Option<String>> {
         let of = checkpoint.dialect().model_type.as_ref().ok_or(None)?;
-        let file = file();
+        let file = &*MODELS;
         let row = file.model.iter().find(|row| row.types.contains(of));
         if row.is_none() && !file.unchanged.contains(of) {
             return Err(Some(of.clone()));
@@ -320,28 +318,27 @@ impl ModelNames {
 }
 
 /// The file. Only the rows that are requested are compiled.
-fn file() -> &'static ModelsFile {
-    static MODELS: OnceLock<ModelsFile> = OnceLock::new();
-    MODELS.get_or_init(|| toml::from_str(FILE).expect("the file is in the program, and a test reads it"))
-}
+static MODELS: LazyLock<ModelsFile> = LazyLock::new(|| {
+    toml::from_str(include_str!("models.toml")).expect("the file is in the program, and a test reads it")
+});
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn model(of: &str) -> ModelNames {
-        let row = file().model.iter().find(|row| row.types.iter().any(|known| known == of)).unwrap();
+        let row = MODELS.model.iter().find(|row| row.types.iter().any(|known| known == of)).unwrap();
         ModelNames::new(row, &[]).unwrap()
     }
 
     #[test]
     fn the_file_parses_and_no_type_is_in_it_twice() {
         let mut seen = std::collections::BTreeSet::new();
-        for row in &file().model {
+        for row in &MODELS.model {
             ModelNames::new(row, &[]).unwrap_or_else(|error| panic!("{:?}: {error}", row.types));
             assert!(row.types.iter().all(|of| seen.insert(of)));
         }
-        assert!(file().unchanged.iter().all(|of| seen.insert(of)));
+        assert!(MODELS.unchanged.iter().all(|of| seen.insert(of)));
     }
 
     #[test]

@@ -88,27 +88,20 @@ impl From<ViewError> for EvalError {
 }
 
 /// An absent value.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Absent {
     /// A member of `config.json`.
+    #[error("config.json has no member {0:?}")]
     Config(String),
     /// A mesh axis.
+    #[error("the mesh has no axis {0:?}")]
     MeshAxis(String),
     /// A tensor.
+    #[error("there is no tensor {0:?}")]
     Tensor(String),
     /// The literal `absent`.
+    #[error("it is absent")]
     Literal,
-}
-
-impl fmt::Display for Absent {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Config(name) => write!(f, "config.json has no member {name:?}"),
-            Self::MeshAxis(name) => write!(f, "the mesh has no axis {name:?}"),
-            Self::Tensor(name) => write!(f, "there is no tensor {name:?}"),
-            Self::Literal => f.write_str("it is absent"),
-        }
-    }
 }
 
 /// The value of an expression.

@@ -78,7 +78,6 @@
 //!
 //! What it deliberately does not do: read weights, or know any model.
 
-mod inverse;
 mod leaf;
 mod names;
 mod place;
@@ -278,7 +277,6 @@ pub struct LayoutFile {
     #[serde(default)]
     inverse: BTreeMap<String, AtLine<Expr>>,
     /// The text model by itself, if the rules are for a larger model.
-    #[serde(default, deserialize_with = "read::text_model")]
     pub(super) text_model: Option<TextModel>,
     #[serde(default)]
     pub(super) alias: Vec<Alias>,

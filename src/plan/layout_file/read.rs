@@ -12,7 +12,6 @@ use super::{
         expr::{Expr, SyntaxError, TextTemplate, function_names},
         logical::LogicalRules,
         problem::{PlanError, Problem},
-        text_model::TextModel,
     },
     AtLine, Extents, Groups, LayoutFile, LeafDtype, LeafRule, Placement, Sources, Span,
     names::{UnknownName, unknown_names},
@@ -200,20 +199,6 @@ impl<'de> Deserialize<'de> for Groups {
         };
         Ok(Self { names, at })
     }
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawTextModel {
-    model_type: String,
-    architecture: String,
-    #[serde(default)]
-    names: BTreeMap<String, String>,
-}
-
-pub(super) fn text_model<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<TextModel>, D::Error> {
-    let RawTextModel { model_type, architecture, names } = RawTextModel::deserialize(deserializer)?;
-    Ok(Some(TextModel::new(model_type, architecture, names)))
 }
 
 /// Words, of which `_` stands for none.

@@ -1,6 +1,7 @@
 //! Resolving a layout file against a repository: instances of places and rules, their sources, stacks and views.
 
 use std::{
+    cell::RefCell,
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
 };
@@ -21,12 +22,13 @@ use super::{
         problem::{Problem, RuleLocation},
         select,
         shard::STAGE_AXIS,
-        values::Values,
+        values::{ValueRequest, Values},
     },
     Allowed, AtLine, Each, LayoutFile, LeafRule, Placement, Resolved, Span,
     leaf::{LeafFailure, LeafInProgress, LeafViews, Misshapen, int, joined, range_of},
     place::line,
     scope::{Bound, Local, Scope},
+    targets::{Inverse, StoredNames, Target, Targets},
 };
 
 impl LayoutFile {
@@ -48,13 +50,32 @@ impl LayoutFile {
         self.run(&scope, values, allowed)
     }
 
-    /// Resolves the layout in a scope.
-    pub(super) fn run(
+    /// The leaves that a checkpoint of this layout has, as views over targets, and the targets.
+    ///
+    /// A rule gives the view of a leaf over tensors of the repository. Here these tensors do not exist: they are *targets*,
+    /// whose names and shapes the rule gives too. Variables that ask the repository have another definition in the file's
+    /// table `[inverse]`, where `exists`, `shape` and `count` ask about leaves. Products and sums have the constants that
+    /// undo them. The views of leaves are then inverted by `inverse`.
+    ///
+    /// # Errors
+    /// Everything wrong, at once: absent members of the configuration, rules without an inverse, unknown parameters.
+    pub(crate) fn resolve_inverse(
         &self,
-        scope: &Scope<'_>,
-        values: &Values<'_>,
-        allowed: Allowed,
-    ) -> Result<Resolved, Vec<Problem>> {
+        checkpoint: &Checkpoint,
+        names: &StoredNames,
+        mesh: &Mesh,
+        set: &BTreeMap<String, String>,
+    ) -> Result<(Resolved, Vec<Target>), Vec<Problem>> {
+        let inverse = Inverse { names, targets: RefCell::new(Targets::default()) };
+        let scope = Scope::new(self, checkpoint, mesh, set, Some(&inverse));
+        let values = Values::new(checkpoint, ValueRequest::default(), &[], None);
+        let resolved = self.run(&scope, &values, Allowed::default())?;
+        drop(scope);
+        Ok((resolved, inverse.targets.into_inner().into_list()))
+    }
+
+    /// Resolves the layout in a scope.
+    fn run(&self, scope: &Scope<'_>, values: &Values<'_>, allowed: Allowed) -> Result<Resolved, Vec<Problem>> {
         let checkpoint = scope.checkpoint;
         let mut problems = Vec::new();
         for name in scope.set().filter(|name| !self.params.contains_key(*name)) {

@@ -1,9 +1,6 @@
 //! Which tensors are quantized.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use ckfs_config::{Pattern, Quantize};
 use ckfs_tensor::{DType, Encoder, ExponentRule, MatrixFactor};
@@ -41,28 +38,21 @@ impl Kind {
 }
 
 /// Why a matrix is not quantized.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, thiserror::Error)]
 pub enum Left {
     /// It is no linear layer of attention, MLP or experts.
+    #[error("no linear layer of attention, MLP or experts")]
     Plain,
     /// `--quantize-ignore` names it, or `--quantize-only` does not.
+    #[error("left by --quantize-ignore or --quantize-only")]
     Asked,
     /// Its columns are no multiple of this number.
+    #[error("expected columns that are a multiple of {0}")]
     Columns(u64),
     /// Its experts are in one tensor, which the scheme has no form for. A plan with such a tensor is refused: a repository in which most
     /// weights stay as they are is not what was requested.
+    #[error("experts in one tensor, which only fp8-block stores")]
     Stacked,
-}
-
-impl fmt::Display for Left {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Plain => f.write_str("no linear layer of attention, MLP or experts"),
-            Self::Asked => f.write_str("left by --quantize-ignore or --quantize-only"),
-            Self::Columns(multiple) => write!(f, "expected columns that are a multiple of {multiple}"),
-            Self::Stacked => f.write_str("experts in one tensor, which only fp8-block stores"),
-        }
-    }
 }
 
 /// The tensors of a plan that are quantized, and those that could be and are not.

@@ -7,6 +7,7 @@
 use std::{collections::BTreeMap, sync::LazyLock};
 
 use ckfs_checkpoint::Checkpoint;
+use serde::Deserialize;
 use serde_json::{Value as Json, json};
 
 /// Classes by `model_type` of the whole model, and then by that of the nested configuration.
@@ -32,14 +33,16 @@ const PROCESSORS: [&str; 4] = [
 ];
 
 /// The text model of a larger model, as a repository by itself.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct TextModel {
     /// `model_type` of its configuration.
     pub(crate) model_type: String,
     /// Its class.
     pub(crate) architecture: String,
-    /// A prefix of names in the whole model, and its replacement in such a repository.
-    pub(crate) names: Vec<(String, String)>,
+    /// Prefixes of names in the whole model, each with its replacement in such a repository, tried before [`PREFIXES`].
+    #[serde(default)]
+    names: BTreeMap<String, String>,
 }
 
 impl TextModel {
@@ -67,28 +70,22 @@ impl TextModel {
                 known.join(", ")
             ));
         };
-        Ok(Self::new(model_type.clone(), architecture.clone(), []))
+        let names = BTreeMap::new();
+        Ok(Self { model_type: model_type.clone(), architecture: architecture.clone(), names })
     }
 
-    /// A text model in which prefixes of names are replaced: `names`, and after these those that repositories have.
-    pub(crate) fn new(
-        model_type: String,
-        architecture: String,
-        names: impl IntoIterator<Item = (String, String)>,
-    ) -> Self {
-        let usual = PREFIXES.iter().map(|(old, new)| ((*old).to_owned(), (*new).to_owned()));
-        Self { model_type, architecture, names: names.into_iter().chain(usual).collect() }
+    fn prefixes(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.names.iter().map(|(old, new)| (old.as_str(), new.as_str())).chain(PREFIXES)
     }
 
     /// Whether a name of the whole model is of another part of the model.
     pub(crate) fn is_outside(&self, name: &str) -> bool {
-        !name.contains("lm_head") && self.names.iter().all(|(prefix, _)| !name.starts_with(prefix.as_str()))
+        !name.contains("lm_head") && self.prefixes().all(|(prefix, _)| !name.starts_with(prefix))
     }
 
     /// The name in a repository of the text model.
     pub(crate) fn name(&self, name: &str) -> String {
-        let renamed =
-            self.names.iter().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old.as_str())?)));
+        let renamed = self.prefixes().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old)?)));
         renamed.unwrap_or_else(|| name.to_owned())
     }
 
@@ -123,7 +120,7 @@ mod tests {
     use super::*;
 
     fn text() -> TextModel {
-        TextModel::new("inner".to_owned(), "InnerForCausalLM".to_owned(), [])
+        toml::from_str("model_type = 'inner'\narchitecture = 'InnerForCausalLM'").unwrap()
     }
 
     #[test]
