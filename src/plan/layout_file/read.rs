@@ -100,11 +100,14 @@ impl<'de> Deserialize<'de> for AtLine<LeafDtype> {
         if word == "keep" {
             return Ok(Self { it: LeafDtype::Source, at });
         }
-        let it = float_of(word, "keep").map(LeafDtype::As).unwrap_or_else(|near| {
-            let other = || format!("expected keep or a float type such as bf16, found {word:?}");
-            MALFORMED.with_borrow_mut(|all| all.push((at, Malformed::Other(near.unwrap_or_else(other)))));
-            LeafDtype::Source
-        });
+        let it = float_of(word, "keep").map_or_else(
+            |near| {
+                let other = || format!("expected keep or a float type such as bf16, found {word:?}");
+                MALFORMED.with_borrow_mut(|all| all.push((at, Malformed::Other(near.unwrap_or_else(other)))));
+                LeafDtype::Source
+            },
+            LeafDtype::As,
+        );
         Ok(Self { it, at })
     }
 }
@@ -327,12 +330,15 @@ impl LayoutFile {
         for definitions in [&mut file.params, &mut file.vars, &mut file.inverse] {
             definitions.retain(|_, definition| malformed.iter().all(|(at, _)| *at != definition.at));
         }
-        malformed.into_iter().for_each(|(at, malformed)| reader.malformed(at, malformed));
+        for (at, malformed) in malformed {
+            reader.malformed(at, malformed);
+        }
         reader.check_definitions(&file);
         file.leaf.iter().chain(file.group.values().flatten()).for_each(|leaf| reader.check_leaf(leaf));
         file.place.iter().for_each(|place| reader.check_place(place, &file.group));
         file.rules = reader.rules(&file);
-        (label.clone_into(&mut file.label), text.clone_into(&mut file.text));
+        label.clone_into(&mut file.label);
+        text.clone_into(&mut file.text);
         for UnknownName { at, name, near } in unknown_names(&file) {
             let part = reader.word(at, &name);
             reader.problem(part, near.unwrap_or_else(|| format!("nothing is called {name:?}")));

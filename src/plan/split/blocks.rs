@@ -104,11 +104,9 @@ pub(crate) struct Sayings<'a> {
     pub(crate) parts: bool,
 }
 
-impl Sayings<'_> {
-    /// Whether a module of this name is whole by its nature.
-    fn is_whole(&self, name: &str) -> bool {
-        Generic::get().blocks.iter().flat_map(|form| &form.whole).any(|whole| whole == name)
-    }
+/// Whether a module of this name is whole by its nature.
+fn is_whole(name: &str) -> bool {
+    Generic::get().blocks.iter().flat_map(|form| &form.whole).any(|whole| whole == name)
 }
 
 /// How tensor parallelism cuts the modules of a model.
@@ -179,19 +177,19 @@ impl Layer {
             let side = if rank < 2 { Side::Follower } else { side };
             found.members.push((stem, side, axis));
         }
-        if found.members.is_empty() || self.is_of_another(&found, &named, sayings) {
+        if found.members.is_empty() || self.is_of_another(&found, &named) {
             return None;
         }
-        found.is_part = self.is_part(&found, &missing, &|name| sayings.is_whole(name));
+        found.is_part = self.is_part(&found, &missing);
         Some(found)
     }
 
     /// Whether a plan's block is not that of this layer: each module that it has here can be cut alone, others are missing, and
     /// matrices that the plan does not name are beside them. A tower without a plan has such layers.
-    fn is_of_another(&self, found: &Found, named: &HashSet<String>, sayings: Sayings<'_>) -> bool {
+    fn is_of_another(&self, found: &Found, named: &HashSet<String>) -> bool {
         let is_beside = |(stem, info): (&String, &Info)| {
             let is_matrix = info.shape.len() > 1 && parent(stem) == found.root;
-            is_matrix && !named.contains(stem) && !sayings.is_whole(last(stem))
+            is_matrix && !named.contains(stem) && !is_whole(last(stem))
         };
         found.whole.is_none()
             && found.members.iter().all(|(_, side, _)| *side == Side::Alone)
@@ -242,24 +240,18 @@ impl Layer {
 
     /// Whether nothing tells that the missing side of a block is there under other names: no other matrix is beside the members or
     /// within their module. Then the checkpoint is a part of a model, or its file a part of one.
-    fn is_part(&self, found: &Found, missing: &[String], whole: &dyn Fn(&str) -> bool) -> bool {
+    fn is_part(&self, found: &Found, missing: &[String]) -> bool {
         let within = |stem: &str| match stem.strip_prefix(found.root.as_str()) {
             Some(rest) => rest.strip_prefix('.').is_some_and(|rest| !rest.contains("expert")),
             None => false,
         };
         let is_member = |stem: &str| found.members.iter().any(|(member, ..)| member == stem);
         let mut others = self.modules.iter().filter(|(stem, info)| info.shape.len() > 1 && within(stem));
-        !missing.is_empty() && others.all(|(stem, _)| is_member(stem) || whole(last(stem)))
+        !missing.is_empty() && others.all(|(stem, _)| is_member(stem) || is_whole(last(stem)))
     }
 
     /// The block of a form of which only some modules are in the checkpoint, one of them this.
-    fn part_of(
-        &self,
-        form: &BlockForm,
-        stem: &str,
-        covered: &HashSet<String>,
-        whole: &dyn Fn(&str) -> bool,
-    ) -> Option<Found> {
+    fn part_of(&self, form: &BlockForm, stem: &str, covered: &HashSet<String>) -> Option<Found> {
         let names = || {
             form.inputs.iter().map(|name| (name, Side::Column)).chain(form.outputs.iter().map(|name| (name, Side::Row)))
         };
@@ -275,7 +267,7 @@ impl Layer {
         let mut found = Found { root, members, whole: None, is_part: false };
         let missing: Vec<String> =
             missing.into_iter().filter(|(_, side)| *side == Side::Column).map(|(stem, _)| stem).collect();
-        found.is_part = self.is_part(&found, &missing, whole);
+        found.is_part = self.is_part(&found, &missing);
         found.is_part.then_some(found)
     }
 
@@ -324,7 +316,7 @@ impl Layer {
         }
         for form in Generic::get().blocks.iter().filter(|form| form.partial) {
             for stem in self.modules.keys() {
-                let found = self.part_of(form, stem, &covered, &|name| sayings.is_whole(name));
+                let found = self.part_of(form, stem, &covered);
                 let Some(found) = found else { continue };
                 covered.extend(self.modules.keys().filter(|stem| parent(stem) == found.root).cloned());
                 blocks.push(found);
@@ -332,9 +324,8 @@ impl Layer {
         }
         self.add_roles(prefix, &mut blocks, &mut covered, sayings);
         // Routers and the like are whole by their nature, and so is what the family's table knows.
-        let is_told = |stem: &str, info: &Info| {
-            sayings.is_whole(last(stem)) || (sayings.role)(prefix, stem, &info.shape).is_some()
-        };
+        let is_told =
+            |stem: &str, info: &Info| is_whole(last(stem)) || (sayings.role)(prefix, stem, &info.shape).is_some();
         let unknown = self.modules.iter().filter(|(stem, info)| info.shape.len() > 1 && !covered.contains(*stem));
         let unknown = unknown.filter(|(stem, info)| !is_told(stem, info));
         (blocks, unknown.map(|(stem, _)| stem.clone()).collect())
