@@ -38,13 +38,12 @@ impl NameCheck<'_> {
     /// Notes the names that are neither of the file's table nor among `locals`.
     fn check(&mut self, at: Span, locals: &[&str], names: &NamesOf<'_>) {
         let LayoutFile { params, vars, text, .. } = self.file;
-        let line = line(text, at.0);
         let found = &mut self.found;
         names(&mut |name| {
             if !params.contains_key(name) && !vars.contains_key(name) && !locals.contains(&name) {
                 let globals = params.keys().chain(vars.keys()).map(String::as_str);
                 let near = did_you_mean("name", name, globals.chain(locals.iter().copied()));
-                found.entry((line, name.to_owned())).or_insert((at, near));
+                found.entry((line(text, at.0), name.to_owned())).or_insert((at, near));
             }
         });
     }
