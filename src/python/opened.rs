@@ -72,11 +72,11 @@ fn open_service(source: Option<String>, settings: &Settings, tell: &mpsc::Sender
     let give_up = move |text: &str| drop(stalled.send(Err(Refusal::Stalled(text.to_owned()))));
     let opened = |error| Refusal::Open(Box::new(error));
     let watching = watch(&waits, |_| {}, give_up)
-        .map_err(|source| opened(OpenError::Threads { what: "start a thread", source }))?;
+        .map_err(|source| opened(OpenError::of_threads("start a thread", &source)))?;
     let (service, warnings) = warning::collected(|| Service::open(&mut config, &waits));
     drop(watching);
     let mut service = service.map_err(opened)?;
-    service.start().map_err(|source| opened(OpenError::Threads { what: "start a thread", source }))?;
+    service.start().map_err(|source| opened(OpenError::of_threads("start a thread", &source)))?;
     Ok((service, warnings))
 }
 

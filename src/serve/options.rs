@@ -4,7 +4,7 @@ use std::{
     fs,
     io::{self, Read},
     net::{Ipv4Addr, SocketAddr},
-    path::{Path, PathBuf},
+    path::Path,
     time::Duration,
 };
 
@@ -23,43 +23,8 @@ const TOKEN_FILE_BYTES_MAX: u64 = 64 << 10;
 
 /// Why the settings for serving are unusable.
 #[derive(Debug, thiserror::Error)]
-pub enum OptionsError {
-    /// Other machines would read without being asked who they are.
-    #[error(
-        "--{setting} {address}: other machines reach this address; --token-file FILE asks them for a token, --allow-anyone lets all \
-         of them read"
-    )]
-    Open {
-        /// The setting.
-        setting: &'static str,
-        /// The address.
-        address: SocketAddr,
-    },
-    /// The token cannot be read.
-    #[error("--token-file {}: {source}", path.display())]
-    TokenFile {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// There is no token in the file.
-    #[error("--token-file {}: expected a token in the first line: printable ASCII without spaces, found {found}", path.display())]
-    Token {
-        /// The file.
-        path: PathBuf,
-        /// What is there.
-        found: &'static str,
-    },
-    /// A name for several repositories.
-    #[error("--name {name}: there are {views} views, which are the repositories ckfs/VIEW")]
-    SeveralViews {
-        /// The name.
-        name: String,
-        /// Number of views.
-        views: usize,
-    },
-}
+#[error("{0}")]
+pub struct OptionsError(String);
 
 /// How to serve.
 #[derive(Clone, Debug)]
@@ -107,10 +72,15 @@ impl ServeOptions {
         let addresses = [("listen", Some(options.listen)), ("s3", options.s3)];
         let mut named = addresses.into_iter().filter_map(|(setting, address)| Some((setting, address?)));
         if let Some((setting, address)) = named.find(|(_, address)| !is_guarded(*address)) {
-            return Err(OptionsError::Open { setting, address });
+            return Err(OptionsError(format!(
+                "--{setting} {address}: other machines reach this address; --token-file FILE asks them for a token, --allow-anyone \
+                 lets all of them read"
+            )));
         }
         if let Some(name) = options.name.as_ref().filter(|_| config.views.len() > 1) {
-            return Err(OptionsError::SeveralViews { name: name.as_str().to_owned(), views: config.views.len() });
+            let (name, views) = (name.as_str(), config.views.len());
+            let text = format!("--name {name}: there are {views} views, which are the repositories ckfs/VIEW");
+            return Err(OptionsError(text));
         }
         Ok(options)
     }
@@ -118,16 +88,20 @@ impl ServeOptions {
 
 /// The token in the first line of a file.
 fn read_token(path: &Path) -> Result<AccessToken, OptionsError> {
-    let unreadable = |source| OptionsError::TokenFile { path: path.to_owned(), source };
+    let refuse = |reason: String| OptionsError(format!("--token-file {}: {reason}", path.display()));
+    let unreadable = |error: io::Error| refuse(error.to_string());
     let mut text = Vec::new();
     let file = fs::File::open(path).map_err(unreadable)?;
     file.take(TOKEN_FILE_BYTES_MAX).read_to_end(&mut text).map_err(unreadable)?;
     let line = text.split(|byte| *byte == b'\n').next().unwrap_or_default().trim_ascii();
-    let refuse = |found| OptionsError::Token { path: path.to_owned(), found };
+    let other = |found: &str| {
+        let expected = "expected a token in the first line: printable ASCII without spaces";
+        refuse(format!("{expected}, found {found}"))
+    };
     match std::str::from_utf8(line) {
-        Ok("") => Err(refuse("an empty line")),
+        Ok("") => Err(other("an empty line")),
         Ok(token) if token.bytes().all(|byte| byte.is_ascii_graphic()) => Ok(AccessToken::new(token)),
-        Ok(_) | Err(_) => Err(refuse("other characters")),
+        Ok(_) | Err(_) => Err(other("other characters")),
     }
 }
 

@@ -78,23 +78,19 @@ const SPEAKERS_MAX: usize = 4;
 
 /// Why a server does not serve.
 #[derive(Debug, thiserror::Error)]
-pub enum ServeError {
+#[error("{0}")]
+pub struct ServeError(String);
+
+impl ServeError {
     /// The address is taken, or is none of this machine.
-    #[error("listen on {address}: {source}")]
-    Listen {
-        /// The address.
-        address: SocketAddr,
-        /// Why.
-        source: io::Error,
-    },
-    /// A system call failed.
-    #[error("{what}: {source}{}", limits::hint())]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// Why.
-        source: io::Error,
-    },
+    fn of_address(address: SocketAddr, error: &io::Error) -> Self {
+        Self(format!("listen on {address}: {error}"))
+    }
+
+    /// A system call failed that was to do `what`.
+    fn of_system(what: &str, error: &io::Error) -> Self {
+        Self(format!("{what}: {error}{}", limits::hint()))
+    }
 }
 
 /// A door that is bound to its addresses and not open yet: clients wait until it serves.
@@ -114,7 +110,7 @@ struct Listening {
 
 impl Listening {
     fn bind(address: SocketAddr) -> Result<Self, ServeError> {
-        let refused = |source| ServeError::Listen { address, source };
+        let refused = |error: io::Error| ServeError::of_address(address, &error);
         let listener = TcpListener::bind(address).map_err(refused)?;
         listener.set_nonblocking(true).map_err(refused)?;
         let address = listener.local_addr().map_err(refused)?;
@@ -148,7 +144,7 @@ impl Door {
     /// Binds the addresses, so that one that is taken is an error before anything is read.
     ///
     /// # Errors
-    /// [`ServeError::Listen`].
+    /// [`ServeError`].
     pub fn bind(options: ServeOptions) -> Result<Self, ServeError> {
         let http = Listening::bind(options.listen)?;
         let s3 = options.s3.map(Listening::bind).transpose()?;
@@ -207,7 +203,7 @@ impl Door {
         on_ready: impl FnOnce(&[String]),
     ) -> Result<ServeExit, ServeError> {
         let address = self.address();
-        let system = |what| move |source| ServeError::System { what, source };
+        let system = |what| move |error: io::Error| ServeError::of_system(what, &error);
         let signals = supervisor::signals().map_err(system("signals"))?;
         let speakers = thread::available_parallelism().map_or(1, usize::from).min(SPEAKERS_MAX);
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -229,7 +225,7 @@ impl Door {
             let _inside = runtime.enter();
             let Listening { listener, address } = listening;
             let listener = tokio::net::TcpListener::from_std(listener);
-            let listener = listener.map_err(|source| ServeError::Listen { address, source })?;
+            let listener = listener.map_err(|error| ServeError::of_address(address, &error))?;
             runtime.spawn(accept(listener, Arc::new(router), Arc::clone(&connections), phases.clone()));
         }
         if let Some(heartbeat) = heartbeat {
@@ -274,7 +270,7 @@ fn reads(fs: &Arc<dyn Upkeep>, config: &Config) -> Result<Arc<ServedReads>, Serv
     let threads = config.mount.threads.map(ThreadCount::count);
     let threads = threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
     let reads = ServedReads::new(Arc::clone(fs), threads);
-    Ok(Arc::new(reads.map_err(|source| ServeError::System { what: "start a thread", source })?))
+    Ok(Arc::new(reads.map_err(|error| ServeError::of_system("start a thread", &error))?))
 }
 
 /// Gives signs of life: the threads that talk to clients run this. Systemd may take a message late, and none of them waits for that.

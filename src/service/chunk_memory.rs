@@ -35,7 +35,7 @@ pub(super) fn admit(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Bu
     let path = &checkpoint.source().pin(largest.file).path;
     let stored = largest.stored.map(|span| format!(", stored in {}", human_bytes(span.len()))).unwrap_or_default();
     let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
-    Err(OpenError::ChunkMemory(format!(
+    Err(OpenError::of_view(format!(
         "{}, tensor {}: a chunk is compressed as a whole and takes {} of memory to decode{stored}; {} are free for it within the \
          limit of {limit} ({origin}). Allow more memory, lower --cache-bytes (now {}), leave the tensor out with --exclude, or \
          save the checkpoint in smaller chunks",

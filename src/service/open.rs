@@ -29,7 +29,7 @@ pub(super) fn start_pool() -> Result<(), OpenError> {
     let mut pool = rayon::ThreadPoolBuilder::new().thread_name(|index| format!("ckfs-plan-{index}"));
     if let Some(refusal) = startable.refusal {
         if startable.threads == 0 {
-            return Err(OpenError::Threads { what: "start a thread", source: refusal });
+            return Err(OpenError::of_threads("start a thread", &refusal));
         }
         // The mount needs the remaining threads.
         pool = pool.num_threads(1);
@@ -38,7 +38,7 @@ pub(super) fn start_pool() -> Result<(), OpenError> {
         Ok(()) => Ok(()),
         // The pool exists already.
         Err(error) if error.source().is_none() => Ok(()),
-        Err(error) => Err(OpenError::Threads { what: "start threads", source: io::Error::other(error) }),
+        Err(error) => Err(OpenError::of_threads("start threads", &io::Error::other(error))),
     }
 }
 
@@ -70,7 +70,7 @@ pub(super) fn make_complete(source: &mut String, waits: &WaitRegistry) -> Result
     // A complete path needs no look at its storage.
     if path.is_absolute() || path.exists() {
         let absolute = std::path::absolute(path);
-        let absolute = absolute.map_err(|error| OpenError::Path { path: source.clone(), source: error })?;
+        let absolute = absolute.map_err(|error| OpenError::Surroundings(format!("{source}: {error}")))?;
         *source = absolute.display().to_string();
     }
     Ok(())
@@ -133,10 +133,11 @@ pub const FINDINGS: &str = "ckfs_findings";
 /// Everything wrong with the repository.
 pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Arc<Checkpoint>, OpenError> {
     if config.mount.steps.is_some() {
-        return Err(OpenError::StepsElsewhere);
+        let text = "--steps: for mount, serve, plan, export and verify; give the directory of one step here, and leave it out";
+        return Err(OpenError::Surroundings(text.to_owned()));
     }
     start_pool()?;
-    let mut source = config.source.clone().ok_or(OpenError::NoSource)?;
+    let mut source = config.source.clone().ok_or_else(OpenError::no_source)?;
     make_complete(&mut source, waits)?;
     for other in [&mut config.config_from, &mut config.fill_from].into_iter().flatten() {
         make_complete(other, waits)?;
@@ -232,7 +233,7 @@ pub fn plan_views(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<ViewPl
             printable(&tensor)
         ));
     }
-    if failures.is_empty() { Ok(plans) } else { Err(OpenError::Plans { text: failures.join("\n"), problems }) }
+    if failures.is_empty() { Ok(plans) } else { Err(OpenError::View { text: failures.join("\n"), problems }) }
 }
 
 /// Cores that this process may use.
@@ -338,6 +339,17 @@ pub(super) fn bound_source(checkpoint: &Checkpoint, budget: &Budget, parts: u64,
     }
 }
 
+/// A mountpoint would cover a file of the source.
+pub(super) fn covered(mountpoint: &Path, file: &Path) -> OpenError {
+    let (mountpoint, file) = (mountpoint.display(), file.display());
+    OpenError::Surroundings(format!("mountpoint {mountpoint}: would cover the source file {file}"))
+}
+
+/// A configuration as a mount shows it.
+pub(super) fn config_text(config: &Config) -> Result<String, OpenError> {
+    config.to_toml().map_err(|error| OpenError::Surroundings(error.to_string()))
+}
+
 /// How a configuration wants its volume, with memory of its own or in these rooms.
 pub(super) fn volume_options(
     config: &Config,
@@ -349,7 +361,7 @@ pub(super) fn volume_options(
         engine: engine_options(&budget),
         direct: config.mount.direct_io.clone().unwrap_or_default(),
         direct_once: config.mount.direct_io.is_none() && matches!(materialize, Materialize::Auto | Materialize::None),
-        config_text: config.to_toml()?,
+        config_text: config_text(config)?,
         budget: Some(budget),
         remount: remount_command(config).unwrap_or_default(),
         overrides: overrides(&config.mount),
@@ -397,7 +409,10 @@ pub fn check_sources(volume: &Volume) -> Result<(), SourceError> {
 pub fn enable_materialization(volume: &mut Volume) -> Result<io::Result<()>, OpenError> {
     let directory = volume.policy().directory().cloned();
     match (volume.enable_materialization(), directory) {
-        (Err(source), Some(directory)) => Err(OpenError::Materialize { directory, source }),
+        (Err(error), Some(directory)) => {
+            let text = format!("{}: no place for materialized files: {error}", directory.display());
+            Err(OpenError::Surroundings(text))
+        }
         (enabled, _) => Ok(enabled),
     }
 }

@@ -89,12 +89,12 @@ pub(super) fn refuse_shards(source: &str, checkpoint: &Checkpoint) -> Result<(),
             !says_parts(bundles, checkpoint) && files(bundles).any(|file| holds_parts(bundles, &file, &names))
         };
         if is_part {
-            return Err(OpenError::Shards(of_shards(source, &mount)));
+            return Err(OpenError::of_view(of_shards(source, &mount)));
         }
     }
     let directory = path.parent().filter(|_| is_file && checkpoint.container() == Container::Dcp);
     if let Some(directory) = directory.filter(|directory| has_others(directory, &path)) {
-        return Err(OpenError::Shards(format!(
+        return Err(OpenError::of_view(format!(
             "{source}: one of several files that hold parts of the same tensors (DCP_SHARDING_INFO); give the directory {}",
             directory.display()
         )));

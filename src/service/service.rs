@@ -61,7 +61,7 @@ impl Service {
             let _looking = waits.begin_path(path, "stat");
             let real = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
             if path.starts_with(mountpoint) || path.starts_with(&covered) || real.starts_with(&covered) {
-                return Err(OpenError::Covered { mountpoint: mountpoint.to_owned(), file: path.to_owned() });
+                return Err(open::covered(mountpoint, path));
             }
         }
         Ok(())

@@ -116,7 +116,7 @@ impl Run {
     pub fn open(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Arc<Self>, OpenError> {
         open::start_pool()?;
         let wanted = config.mount.steps.unwrap_or(Steps::All);
-        let mut source = config.source.clone().ok_or(OpenError::NoSource)?;
+        let mut source = config.source.clone().ok_or_else(OpenError::no_source)?;
         open::make_complete(&mut source, waits)?;
         for other in [&mut config.config_from, &mut config.fill_from].into_iter().flatten() {
             open::make_complete(other, waits)?;
@@ -140,7 +140,7 @@ impl Run {
         let (uid, gid) = (overrides.uid.unwrap_or(mounter.uid), overrides.gid.unwrap_or(mounter.gid));
         let own = |mode| Permission { uid, gid, mode };
         let state = RunState {
-            config_text: config.to_toml()?,
+            config_text: open::config_text(config)?,
             remount: open::remount_command(config).unwrap_or_default(),
             permission: permission_of(&source, &mounter, &overrides),
             own_permission: [own(overrides.file_mode.unwrap_or(0o400)), own(overrides.dir_mode.unwrap_or(0o500))],
@@ -210,12 +210,17 @@ fn rules_of(source: &str) -> Option<DirectoryRules> {
 /// Refuses a mountpoint inside the run: the mount would be one of its steps, or hide them.
 fn refuse_inside(source: &str, mountpoint: &Path) -> Result<(), OpenError> {
     let real = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    let (run, mount, mountpoint) = (real(Path::new(source)), real(mountpoint), mountpoint.to_owned());
-    match () {
-        () if run.starts_with(&mount) => Err(OpenError::Covered { mountpoint, file: run }),
-        () if mount.starts_with(&run) => Err(OpenError::InRun { mountpoint, run }),
-        () => Ok(()),
+    let (run, mount) = (real(Path::new(source)), real(mountpoint));
+    if run.starts_with(&mount) {
+        return Err(open::covered(mountpoint, &run));
     }
+    if mount.starts_with(&run) {
+        let (mountpoint, run) = (mountpoint.display(), run.display());
+        return Err(OpenError::Surroundings(format!(
+            "mountpoint {mountpoint}: inside the run {run}, which is searched for steps; mount outside of it"
+        )));
+    }
+    Ok(())
 }
 
 impl RunState {

@@ -116,7 +116,7 @@ pub(crate) fn step_directory(
     config: &Config,
     waits: &Arc<WaitRegistry>,
 ) -> Result<(StepDirectory, OpenOptions), OpenError> {
-    let source = config.source.clone().ok_or(OpenError::NoSource)?;
+    let source = config.source.clone().ok_or_else(OpenError::no_source)?;
     let options = open::open_options(config, waits);
     match StepDirectory::new(&source, &options) {
         Ok(directory) => Ok((directory, options)),
