@@ -10,7 +10,7 @@ use ckfs::{
     config::{Config, options},
     fuse::{block_signals, serve_service},
     host::{Log, LogTarget},
-    service::{Service, wait_registry, watch},
+    service::{Alive, Service, wait_registry, watch},
 };
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -15,15 +15,15 @@ use std::{
 use anyhow::{Context, bail};
 use ckfs_config::{Commands, Config, Settings, TimeLimit, options};
 use ckfs_fuse::{
-    DaemonError, Exit, MountError, Readiness, Started, block_signals, check_passed, interruptible, is_daemon,
-    is_passed, parse_mount_helper, serve_run, serve_service, start_background,
+    DaemonError, MountError, Readiness, Started, block_signals, check_passed, is_daemon, is_passed, parse_mount_helper,
+    serve_service, start_background,
 };
 use ckfs_host::{Log, system_log};
 use ckfs_plan::{
     Plan,
     report::{bytes_per_device, human_bytes},
 };
-use ckfs_service::{Service, steps::RunService, wait_registry, watch};
+use ckfs_service::{AliveContent, wait_registry, watch};
 use ckfs_source::Wait;
 use clap::Args;
 
@@ -342,74 +342,31 @@ fn mount(
         reporting.failed(message);
         std::process::exit(1);
     });
-    let wait_watch = wait_watch.context("start a thread")?;
-    if let Some(run) = steps::opened(&mut config, &waits)? {
-        drop(wait_watch);
-        return mount_run((run, &config), mountpoint, log, (readiness, tie), made);
-    }
-    let mut service = interruptible(|| Service::open(&mut config, &waits))?.map_err(open::explained)?;
-    // From now on the service's own watchdog watches requests.
-    drop(wait_watch);
-    service.start().context("start a thread")?;
-    let held = per_device(service.volume().plans().iter().map(Arc::as_ref));
+    let service = open::started(&mut config, &waits, wait_watch)?;
+    let held = match service.content() {
+        AliveContent::Checkpoint(volume) => per_device(volume.plans().iter().map(Arc::as_ref)),
+        AliveContent::Run(run) => steps::shown(run),
+    };
     let (mut ready, mut served) = (Ok(()), false);
-    let exit = serve_service(&service, mountpoint, log, || {
+    let exit = serve_service(&*service, mountpoint, log, || {
         ready = readiness.ready(&format!("serving {} on {}", service.label(), mountpoint.display()), &held);
         served = true;
-        keep(&config, mountpoint, tie);
-        tell_mounted(mountpoint, &held, tie);
+        // A mount for one command only, or without a path, has none to keep.
+        if tie != DaemonTie::Attached && config.mountpoint.is_some() {
+            last_mount::keep(&config, mountpoint);
+        }
+        if tie == DaemonTie::Terminal {
+            ckfs_host::tell(&format!("ckfs: mounted on {}; {held} (Ctrl-C unmounts)\n", mountpoint.display()));
+        }
     });
     if served {
         made.keep();
     }
     ready?;
-    ended(exit?, mountpoint)
-}
-
-/// Keeps the configuration of a mount for later, unless the mount is for one command only or has no path.
-fn keep(config: &Config, mountpoint: &Path, tie: DaemonTie) {
-    if tie != DaemonTie::Attached && config.mountpoint.is_some() {
-        last_mount::keep(config, mountpoint);
-    }
-}
-
-/// Tells a user at a terminal that the mount answers.
-fn tell_mounted(mountpoint: &Path, held: &str, tie: DaemonTie) {
-    if tie == DaemonTie::Terminal {
-        ckfs_host::tell(&format!("ckfs: mounted on {}; {held} (Ctrl-C unmounts)\n", mountpoint.display()));
-    }
-}
-
-/// The result of a mount that has ended.
-fn ended(exit: Exit, mountpoint: &Path) -> anyhow::Result<()> {
-    if !exit.is_clean() {
+    if !exit?.is_clean() {
         bail!("{}: open files were cut off; --drain TIME gives their readers longer", mountpoint.display());
     }
     Ok(())
-}
-
-/// Serves a run.
-fn mount_run(
-    (mut service, config): (RunService, &Config),
-    mountpoint: &Path,
-    log: &Log,
-    (readiness, tie): (&mut Readiness, DaemonTie),
-    made: MadeDirectories,
-) -> anyhow::Result<()> {
-    service.start().context("start a thread")?;
-    let held = steps::shown(service.run());
-    let (mut ready, mut served) = (Ok(()), false);
-    let exit = serve_run(&service, mountpoint, log, || {
-        ready = readiness.ready(&format!("serving {} on {}", service.run().label(), mountpoint.display()), &held);
-        served = true;
-        keep(config, mountpoint, tie);
-        tell_mounted(mountpoint, &held, tie);
-    });
-    if served {
-        made.keep();
-    }
-    ready?;
-    ended(exit?, mountpoint)
 }
 
 #[cfg(test)]

@@ -1,12 +1,16 @@
 //! The configuration of a command, and what it opens.
 
-use std::{path::Path, sync::Arc};
+use std::{io, path::Path, sync::Arc};
 
 use anyhow::{Context, bail};
 use ckfs_checkpoint::{Checkpoint, CheckpointError};
 use ckfs_config::{Config, MountSettings, Settings};
+use ckfs_fuse::interruptible;
 use ckfs_plan::ViewOptions;
-use ckfs_service::{OpenError, open_checkpoint, open_volume, plan_views, volume_of, wait_registry};
+use ckfs_service::{
+    Alive, OpenError, WaitWatch, open_alive, open_checkpoint, open_volume, plan_views, volume_of, wait_registry,
+};
+use ckfs_source::WaitRegistry;
 use ckfs_volume::{ViewPlan, Volume};
 
 use super::{
@@ -136,6 +140,26 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
     let waits = wait_registry(&config.mount);
     stall_exit::end_on_stall(&waits).context("start a thread")?;
     open_volume(config, &waits).map_err(explained)
+}
+
+/// Opens what a configuration asks for, to be mounted or served: a checkpoint, or a run. Once it is open it watches its waits by
+/// itself: `wait_watch` ends.
+///
+/// # Errors
+/// Everything wrong with it; or a setting is of runs only.
+pub(super) fn started(
+    config: &mut Config,
+    waits: &Arc<WaitRegistry>,
+    wait_watch: io::Result<WaitWatch>,
+) -> anyhow::Result<Box<dyn Alive>> {
+    let wait_watch = wait_watch.context("start a thread")?;
+    if config.mount.steps.is_none() && config.mount.on_step.is_some() {
+        return Err(Usage("--on-step: only with --steps".to_owned()).into());
+    }
+    let mut service = interruptible(|| open_alive(config, waits))?.map_err(explained)?;
+    drop(wait_watch);
+    service.start().context("start a thread")?;
+    Ok(service)
 }
 
 /// The plan of every view.

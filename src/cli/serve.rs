@@ -4,10 +4,11 @@ use std::net::SocketAddr;
 
 use anyhow::{Context, bail};
 use ckfs_config::{Config, Materialize};
-use ckfs_fuse::{block_signals, interruptible};
+use ckfs_fuse::block_signals;
 use ckfs_host::{Log, LogTarget, system_log};
-use ckfs_serve::{Door, ServeExit, ServeOptions};
-use ckfs_service::{Service, wait_registry, watch};
+use ckfs_serve::{Door, ServeOptions};
+use ckfs_service::{AliveContent, wait_registry, watch};
+use ckfs_volume::Nodes;
 use clap::Args;
 
 use super::{
@@ -94,35 +95,18 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
             std::process::exit(1);
         },
     );
-    let wait_watch = wait_watch.context("start a thread")?;
-    if let Some(mut service) = steps::opened(&mut config, &waits)? {
-        drop(wait_watch);
-        service.start().context("start a thread")?;
-        let label = service.run().label().to_owned();
-        let exit = door.serve_run(&service, log, |names| {
-            let shown = steps::shown(service.run());
-            tracing::info!("serving {label} at http://{address}, {shown}");
-            tell_ready(&ready_text(&format!("{label} ({shown})"), address, s3, names));
-        })?;
-        return ended(exit);
-    }
-    let mut service = interruptible(|| Service::open(&mut config, &waits))?.map_err(open::explained)?;
-    // From now on the service's own watchdog watches requests.
-    drop(wait_watch);
-    service.start().context("start a thread")?;
-    let label = service.label().to_owned();
-    let exit = door.serve(&service, log, |names| {
-        tracing::info!(
-            "serving {label} at http://{address}, {} files and directories",
-            ckfs_volume::Nodes::stat_fs(&**service.volume()).nodes
-        );
+    let service = open::started(&mut config, &waits, wait_watch)?;
+    let label = service.label();
+    let exit = door.serve(&*service, log, |names| {
+        let (shown, label) = match service.content() {
+            AliveContent::Checkpoint(volume) => {
+                (format!("{} files and directories", Nodes::stat_fs(&**volume).nodes), label.to_owned())
+            }
+            AliveContent::Run(run) => (steps::shown(run), format!("{label} ({})", steps::shown(run))),
+        };
+        tracing::info!("serving {} at http://{address}, {shown}", service.label());
         tell_ready(&ready_text(&label, address, s3, names));
     })?;
-    ended(exit)
-}
-
-/// The result of a server that has ended.
-fn ended(exit: ServeExit) -> anyhow::Result<()> {
     if !exit.is_clean() {
         bail!("answers were cut off; --drain TIME gives their readers longer");
     }

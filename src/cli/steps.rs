@@ -1,37 +1,21 @@
 //! The steps of a run, for the commands that go through them.
 
-use std::{fmt::Write as _, path::Path, sync::Arc};
+use std::{fmt::Write as _, path::Path};
 
 use anyhow::{Context, anyhow};
 use ckfs_checkpoint::{printable, runs::StepKind};
 use ckfs_config::{Config, Steps};
-use ckfs_fuse::interruptible;
 use ckfs_plan::report::human_bytes;
 use ckfs_service::{
-    steps::{ListedStep, Run, RunService, finished_steps, listed_steps},
+    steps::{ListedStep, Run, finished_steps, listed_steps},
     wait_registry,
 };
-use ckfs_source::WaitRegistry;
 use serde_json::{Value, json};
 
-use super::{open, output::Usage, paragraph::counted, stall_exit};
+use super::{open, paragraph::counted, stall_exit};
 
 /// How a run is shown, for the end of a table.
 const HINT: &str = "--steps all|latest|latest=N shows finished steps: ";
-
-/// Opens the run that a configuration asks for, to be mounted or served; `None` if it asks for one checkpoint.
-///
-/// # Errors
-/// There is no run, or a setting is of runs only.
-pub(super) fn opened(config: &mut Config, waits: &Arc<WaitRegistry>) -> anyhow::Result<Option<RunService>> {
-    if config.mount.steps.is_none() {
-        return match config.mount.on_step {
-            Some(_) => Err(Usage("--on-step: only with --steps".to_owned()).into()),
-            None => Ok(None),
-        };
-    }
-    Ok(Some(interruptible(|| RunService::open(config, waits))?.map_err(open::explained)?))
-}
 
 /// What a run shows when it begins to be served.
 pub(super) fn shown(run: &Run) -> String {

@@ -31,4 +31,4 @@ pub use mounts::{
     check_mountpoint, check_passed, ckfs_mounts, is_passed, unmount,
 };
 pub use private::{PrivateMount, run_inside};
-pub use session::{Exit, block_signals, interruptible, serve, serve_run, serve_service};
+pub use session::{Exit, block_signals, interruptible, serve, serve_service};

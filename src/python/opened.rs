@@ -13,7 +13,7 @@ use std::{
 use ckfs_config::{Config, Settings, THREADS_MAX, nearest};
 use ckfs_plan::{Plan, PlannedTensor, ViewOptions, report};
 use ckfs_read::{Engine, ReadError};
-use ckfs_service::{OpenError, Service, cores, wait_registry, watch};
+use ckfs_service::{Alive, OpenError, Service, cores, wait_registry, watch};
 use ckfs_tensor::DType;
 use pyo3::{
     exceptions::{PyIndexError, PyValueError},
@@ -71,8 +71,8 @@ fn open_service(source: Option<String>, settings: &Settings, tell: &mpsc::Sender
     let stalled = tell.clone();
     let give_up = move |text: &str| drop(stalled.send(Err(Refusal::Stalled(text.to_owned()))));
     let opened = |error| Refusal::Open(Box::new(error));
-    let watching = watch(&waits, |_| {}, give_up)
-        .map_err(|source| opened(OpenError::of_threads("start a thread", &source)))?;
+    let watching =
+        watch(&waits, |_| {}, give_up).map_err(|source| opened(OpenError::of_threads("start a thread", &source)))?;
     let (service, warnings) = warning::collected(|| Service::open(&mut config, &waits));
     drop(watching);
     let mut service = service.map_err(opened)?;

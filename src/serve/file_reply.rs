@@ -35,9 +35,9 @@ fn content_type(path: &str) -> &'static str {
 }
 
 /// Answers a request of a file that is made at each one.
-pub(super) fn of_text(names: &[String], text: &[u8]) -> Reply {
+pub(super) fn of_text(names: &[String], text: Vec<u8>) -> Reply {
     let name = names.last().map_or("", String::as_str);
-    answer::of_body(StatusCode::OK, content_type(name), ReplyBody::of(text.to_vec()))
+    answer::of_body(StatusCode::OK, content_type(name), ReplyBody::of(text))
 }
 
 /// Answers a GET or HEAD of a file.

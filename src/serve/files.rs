@@ -26,7 +26,7 @@ pub(super) async fn answer(
     };
     let (tree, rest) = match served.place(visitor, &names).await {
         Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
-        Ok(ServedPlace::Text(text)) => return file_reply::of_text(&names, &text),
+        Ok(ServedPlace::Text(text)) => return file_reply::of_text(&names, text),
         Err(NoPlace::Node(reason)) => return no_node(reason, &names, visitor),
         Err(NoPlace::Failed(cause)) => {
             let text = format!("{}: {cause}", names.join("/"));

@@ -28,7 +28,7 @@ use super::{
     gate::Visitor,
     path,
     repositories::{BRANCH, NoRepository, RepositoryEntry, ServedRepository},
-    repository_list::Repositories,
+    served::ServedSource,
     tree::NoNode,
 };
 
@@ -108,38 +108,33 @@ pub(super) struct HubCall<'a> {
 }
 
 /// Answers a request.
-pub(super) async fn answer(
-    repositories: &Repositories,
-    request: HubRequest,
-    call: &HubCall<'_>,
-    body: Incoming,
-) -> Reply {
+pub(super) async fn answer(served: &ServedSource, request: HubRequest, call: &HubCall<'_>, body: Incoming) -> Reply {
     match request {
         HubRequest::Models => {
-            let all = repositories.all(call.visitor).await;
+            let all = served.repositories(call.visitor).await;
             let all: Vec<Value> = all.iter().map(|repository| model(repository, &[])).collect();
             json_reply(&Value::from(all))
         }
-        HubRequest::Model { id, revision } => match repositories.find(call.visitor, &id, &revision).await {
+        HubRequest::Model { id, revision } => match served.repository(call.visitor, &id, &revision).await {
             Ok(repository) => of_model(&repository, call),
             Err(reason) => no_repository(reason, &id, &revision, call.visitor),
         },
-        HubRequest::Refs { id } => match repositories.branches(call.visitor, &id).await {
+        HubRequest::Refs { id } => match served.branches(call.visitor, &id).await {
             Ok(branches) => json_reply(&refs(&branches)),
             Err(reason) => no_repository(reason, &id, BRANCH, call.visitor),
         },
-        HubRequest::Tree { id, revision, path } => match repositories.find(call.visitor, &id, &revision).await {
+        HubRequest::Tree { id, revision, path } => match served.repository(call.visitor, &id, &revision).await {
             Ok(repository) => of_tree(&repository, &path, call),
             Err(reason) => no_repository(reason, &id, &revision, call.visitor),
         },
-        HubRequest::PathsInfo { id, revision } => match repositories.find(call.visitor, &id, &revision).await {
+        HubRequest::PathsInfo { id, revision } => match served.repository(call.visitor, &id, &revision).await {
             Ok(repository) => of_paths(&repository, call, body).await,
             Err(reason) => no_repository(reason, &id, &revision, call.visitor),
         },
-        HubRequest::Resolve { id, revision, path } => match repositories.find(call.visitor, &id, &revision).await {
+        HubRequest::Resolve { id, revision, path } => match served.repository(call.visitor, &id, &revision).await {
             Ok(repository) if revision == repository.commit => of_file(&repository, &path, call.method, call).await,
             Ok(repository) => {
-                let leads_on = repositories.is_moving(&revision);
+                let leads_on = served.is_moving(&revision);
                 of_moving(&repository, &path, leads_on, call).await
             }
             Err(reason) => no_repository(reason, &id, &revision, call.visitor),

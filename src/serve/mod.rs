@@ -14,7 +14,7 @@
 //! | `options`, `token`, `gate` | [`ServeOptions`]: addresses, name, token; who may see what |
 //! | `router`, `answer`, `path` | which request is answered by what; replies; paths of requests |
 //! | `files`, `listing` | `/files/`: files and directories |
-//! | `hub`, `repositories`, `repository_list` | repositories as clients of the Hub read them; commits and entity tags are those of [`ckfs_service::identity`] |
+//! | `hub`, `repositories` | repositories as clients of the Hub read them; commits and entity tags are those of [`ckfs_service::identity`] |
 //! | `s3` | the bucket `ckfs`: lists of keys, objects, signatures |
 //! | `conditions`, `range` | preconditions and ranges of requests; pure |
 //! | `file_reply`, `body` | a file as a reply, in chunks that are made when the client has taken those before |
@@ -39,7 +39,6 @@ mod path;
 mod range;
 mod reads;
 mod repositories;
-mod repository_list;
 mod router;
 mod s3;
 mod served;

@@ -220,7 +220,7 @@ impl Handlers for ReadThreads {
 
 /// Opens and reads files of a file system.
 pub(super) struct ServedReads {
-    fs: Arc<dyn Upkeep>,
+    pub(super) fs: Arc<dyn Upkeep>,
     threads: Arc<ReadThreads>,
     opens: Arc<Requests<ResultSender<OpenedServed>>>,
     reads: Arc<Requests<ResultSender<Bytes>>>,

@@ -2,7 +2,7 @@
 
 use std::{path::Path, sync::Arc};
 
-use ckfs_config::{Config, RepoName};
+use ckfs_config::{Config, RepoName, ViewConfig};
 use ckfs_service::identity;
 use ckfs_volume::{Ino, NodeKind, Volume};
 
@@ -122,6 +122,15 @@ pub(super) fn of_view(tree: &Arc<ServedTree>, view: &str, id: &str, commit: Stri
     Some(ServedRepository { id: id.to_owned(), commit, tree: Arc::clone(tree), root })
 }
 
+/// The name of a view's repository: that of the only view is the user's, or else its own.
+pub(super) fn id_of(view: &ViewConfig, name: Option<&RepoName>, own: impl FnOnce() -> String) -> String {
+    match (&*view.name, name) {
+        ("", Some(name)) => name.as_str().to_owned(),
+        ("", None) => own(),
+        (view, _) => of_own_organization(view),
+    }
+}
+
 /// The name of the only view: the source's own on the Hub, else that of its directory or file.
 pub(super) fn own_name(volume: &Volume, config: &Config) -> String {
     let checkpoint = volume.engine().checkpoint();
@@ -146,7 +155,7 @@ pub(super) fn name_of_source(config: &Config) -> String {
 }
 
 /// `ckfs/NAME`, where characters that names may not have are dashes.
-pub(super) fn of_own_organization(name: &str) -> String {
+fn of_own_organization(name: &str) -> String {
     let known = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '.' { c } else { '-' };
     let name: String = name.chars().map(known).collect();
     let mut name = name.trim_matches(['-', '.']).to_owned();

@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 
+use ckfs_service::OpenProblem;
 use http::{Method, Request, StatusCode};
 use hyper::body::Incoming;
 
@@ -12,8 +13,7 @@ use super::{
     hub::{self, HubCall, HubRequest},
     listing::escaped,
     path,
-    repository_list::Repositories,
-    served::{ServedProblem, ServedSource},
+    served::ServedSource,
 };
 
 /// Content type of the metrics.
@@ -26,9 +26,6 @@ const FILES: &str = "/files";
 pub(super) struct Router {
     pub(super) gate: Gate,
     pub(super) served: ServedSource,
-    pub(super) repositories: Repositories,
-    /// The source's name for users.
-    pub(super) label: String,
 }
 
 impl Router {
@@ -63,7 +60,7 @@ impl Router {
         if let Some(asked) = of_hub {
             let query = parts.uri.query().unwrap_or_default();
             let call = HubCall { visitor, method, headers: &parts.headers, query };
-            return hub::answer(&self.repositories, asked, &call, body).await;
+            return hub::answer(&self.served, asked, &call, body).await;
         }
         match path {
             "/" => answer::of_text(StatusCode::OK, HTML, self.front_page(visitor).await),
@@ -78,14 +75,14 @@ impl Router {
     /// The page at the root: what is here.
     async fn front_page(&self, visitor: Visitor) -> String {
         let mut rows = String::new();
-        for repository in self.repositories.all(visitor).await {
+        for repository in self.served.repositories(visitor).await {
             let (id, place) = (escaped(&repository.id), path::encoded(&repository.root.path));
             let commit = &repository.commit;
             rows.extend(["<li>repository <a href=\"/files/", &place, "/\">", &id, "</a>, commit ", commit, "\n"]);
         }
         // The path of the source is for those who may see all.
         let label = match visitor {
-            Visitor::Trusted => escaped(&self.label),
+            Visitor::Trusted => escaped(self.served.label()),
             Visitor::Stranger => "ckfs".to_owned(),
         };
         format!(
@@ -102,7 +99,7 @@ async fn readiness(served: &ServedSource, visitor: Visitor) -> Reply {
         return answer::of_text(StatusCode::OK, TEXT, "ready\n");
     }
     // Paths and causes are for those who may see all.
-    let row = |problem: &ServedProblem| match visitor {
+    let row = |problem: &OpenProblem| match visitor {
         Visitor::Trusted => format!("{}: {}: {}\n", problem.kind, problem.file, problem.cause),
         Visitor::Stranger => format!("{}\n", problem.kind),
     };

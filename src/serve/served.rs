@@ -1,24 +1,35 @@
-//! What a server serves: one checkpoint, or the steps of a run.
+//! What a server serves: one checkpoint, or the steps of a run; by path, and as repositories by name and revision.
 
 use std::sync::Arc;
 
+use ckfs_config::RepoName;
 use ckfs_image::OWN;
-use ckfs_service::steps::NoStep;
+use ckfs_service::{Alive, AliveContent, OpenProblem, identity, steps::NoStep};
 use ckfs_volume::{Upkeep, Volume};
 
 use super::{
     gate::Visitor,
+    reads::ServedReads,
+    repositories::{BRANCH, NoRepository, ServedRepository, id_of, of_view, own_name},
     steps::ServedRun,
-    tree::{NoNode, ServedTree},
+    tree::{NoNode, ServedTree, TreeVersion},
 };
 
 /// What is served.
 #[derive(Clone)]
 pub(super) enum ServedSource {
     /// One checkpoint.
-    Volume(Arc<Volume>, Arc<ServedTree>),
-    /// The steps of a run.
+    Checkpoint(Arc<ServedCheckpoint>),
+    /// The steps of a run, which are the revisions of its repositories.
     Run(Arc<ServedRun>),
+}
+
+/// A checkpoint that is served.
+pub(super) struct ServedCheckpoint {
+    volume: Arc<Volume>,
+    pub(super) tree: Arc<ServedTree>,
+    /// One for each view that has one.
+    repositories: Vec<ServedRepository>,
 }
 
 /// Where a path leads.
@@ -26,7 +37,7 @@ pub(super) enum ServedPlace {
     /// The rest of it from the root of a tree, in which lookups never wait.
     Tree(Arc<ServedTree>, Vec<String>),
     /// A file that is made at each request, as it is now.
-    Text(Arc<[u8]>),
+    Text(Vec<u8>),
 }
 
 /// Why a path leads nowhere.
@@ -47,20 +58,41 @@ impl From<NoStep> for NoPlace {
     }
 }
 
-/// Something that is wrong.
-#[derive(Clone, Debug)]
-pub(super) struct ServedProblem {
-    pub(super) kind: String,
-    pub(super) file: String,
-    pub(super) cause: String,
+/// Whether a revision is the branch.
+fn is_branch(revision: &str) -> bool {
+    revision.strip_prefix("refs/heads/").unwrap_or(revision) == BRANCH
 }
 
 impl ServedSource {
+    /// What a service has, read by `reads`; `name` is that of the only repository, if the user says one.
+    pub(super) fn new(service: &dyn Alive, reads: &Arc<ServedReads>, name: Option<&RepoName>) -> Self {
+        let config = service.config();
+        let volume = match service.content() {
+            AliveContent::Checkpoint(volume) => Arc::clone(volume),
+            AliveContent::Run(run) => return Self::Run(Arc::new(ServedRun::new(run, reads, config, name))),
+        };
+        let (commits, digest) = identity::of_volume(&volume, config.views.iter().map(|view| &*view.name));
+        let tree = Arc::new(ServedTree::new(reads, TreeVersion::Volume { volume: Arc::clone(&volume), digest }));
+        let repositories = config.views.iter().zip(commits).filter_map(|(view, commit)| {
+            of_view(&tree, &view.name, &id_of(view, name, || own_name(&volume, config)), commit)
+        });
+        let repositories = repositories.collect();
+        Self::Checkpoint(Arc::new(ServedCheckpoint { volume, tree, repositories }))
+    }
+
     /// All that is served as one file system.
     pub(super) fn fs(&self) -> &Arc<dyn Upkeep> {
         match self {
-            Self::Volume(_, tree) => &tree.fs,
-            Self::Run(run) => &run.fs,
+            Self::Checkpoint(served) => &served.tree.fs,
+            Self::Run(run) => &run.reads.fs,
+        }
+    }
+
+    /// The source's name for users.
+    pub(super) fn label(&self) -> &str {
+        match self {
+            Self::Checkpoint(served) => served.volume.engine().checkpoint().label(),
+            Self::Run(run) => run.run().label(),
         }
     }
 
@@ -70,7 +102,7 @@ impl ServedSource {
     /// [`NoPlace`].
     pub(super) async fn place(&self, visitor: Visitor, names: &[String]) -> Result<ServedPlace, NoPlace> {
         let run = match self {
-            Self::Volume(_, tree) => return Ok(ServedPlace::Tree(Arc::clone(tree), names.to_vec())),
+            Self::Checkpoint(served) => return Ok(ServedPlace::Tree(Arc::clone(&served.tree), names.to_vec())),
             Self::Run(run) => run,
         };
         let in_root = || Ok(ServedPlace::Tree(Arc::new(run.root()), names.to_vec()));
@@ -100,37 +132,90 @@ impl ServedSource {
     }
 
     /// What is wrong now.
-    pub(super) async fn problems(&self) -> Vec<ServedProblem> {
+    pub(super) async fn problems(&self) -> Vec<OpenProblem> {
         match self {
-            Self::Volume(volume, _) => {
-                let problem = |problem: ckfs_volume::HealthProblem| ServedProblem {
-                    kind: problem.kind.name().to_owned(),
-                    file: problem.file,
-                    cause: problem.cause,
-                };
-                volume.open_problems().into_iter().map(problem).collect()
-            }
-            Self::Run(run) => {
-                let problem = |problem: ckfs_service::steps::RunProblem| ServedProblem {
-                    kind: problem.kind,
-                    file: problem.file,
-                    cause: problem.cause,
-                };
-                let found = run.aside(|run| run.run().open_problems()).await;
-                let failed = |error: NoStep| {
-                    let (kind, file) = ("error in ckfs".to_owned(), String::new());
-                    vec![ServedProblem { kind, file, cause: error.to_string() }]
-                };
-                found.map_or_else(failed, |found| found.into_iter().map(problem).collect())
-            }
+            Self::Checkpoint(served) => served.volume.open_problems().into_iter().map(OpenProblem::from).collect(),
+            Self::Run(run) => run.aside(|run| run.run().open_problems()).await.unwrap_or_else(|error| {
+                let (kind, file) = ("error in ckfs".to_owned(), String::new());
+                vec![OpenProblem { kind, file, cause: error.to_string() }]
+            }),
         }
     }
 
     /// The metrics as Prometheus reads them.
     pub(super) async fn metrics_text(&self) -> Result<String, NoStep> {
         match self {
-            Self::Volume(volume, _) => Ok(volume.metrics_text()),
+            Self::Checkpoint(served) => Ok(served.volume.metrics_text()),
             Self::Run(run) => run.aside(|run| run.run().metrics_text()).await,
         }
+    }
+
+    /// The names of all repositories.
+    pub(super) fn ids(&self) -> Vec<String> {
+        match self {
+            Self::Checkpoint(served) => served.repositories.iter().map(|repository| repository.id.clone()).collect(),
+            Self::Run(run) => run.ids().map(str::to_owned).collect(),
+        }
+    }
+
+    /// All repositories at the branch; of a run that has no step yet, none.
+    pub(super) async fn repositories(&self, visitor: Visitor) -> Vec<ServedRepository> {
+        let mut all = Vec::new();
+        match self {
+            Self::Checkpoint(served) => {
+                all.extend(served.repositories.iter().filter(|found| found.is_open_to(visitor)).cloned());
+            }
+            Self::Run(run) => {
+                for id in run.ids() {
+                    all.extend(self.repository(visitor, id, BRANCH).await.ok());
+                }
+            }
+        }
+        all
+    }
+
+    /// The repository of a name, at a revision: the branch, a step of a run, or a commit.
+    ///
+    /// # Errors
+    /// [`NoRepository`].
+    pub(super) async fn repository(
+        &self,
+        visitor: Visitor,
+        id: &str,
+        revision: &str,
+    ) -> Result<ServedRepository, NoRepository> {
+        let found = match self {
+            Self::Checkpoint(served) => {
+                let mut named = served.repositories.iter().filter(|found| found.id == id).peekable();
+                named.peek().ok_or(NoRepository::Name)?;
+                let found = named.find(|found| is_branch(revision) || found.commit == revision).cloned();
+                found.ok_or_else(|| NoRepository::Revision(format!("there is {BRANCH}")))?
+            }
+            Self::Run(run) => run.find(visitor, id, revision).await?,
+        };
+        if found.is_open_to(visitor) { Ok(found) } else { Err(NoRepository::Denied) }
+    }
+
+    /// Whether a revision has another commit as soon as a step comes.
+    pub(super) fn is_moving(&self, revision: &str) -> bool {
+        matches!(self, Self::Run(_)) && is_branch(revision)
+    }
+
+    /// The branches of a repository, each with its commit: the branch, and the steps of a run by their numbers.
+    ///
+    /// # Errors
+    /// [`NoRepository`].
+    pub(super) async fn branches(&self, visitor: Visitor, id: &str) -> Result<Vec<(String, String)>, NoRepository> {
+        let run = match self {
+            Self::Checkpoint(_) => {
+                return Ok(vec![(BRANCH.to_owned(), self.repository(visitor, id, BRANCH).await?.commit)]);
+            }
+            Self::Run(run) => run,
+        };
+        let steps = run.branches(visitor, id).await?;
+        let newest = steps.last().filter(|(number, _)| Some(*number) == run.run().latest());
+        let newest = newest.map(|(_, commit)| (BRANCH.to_owned(), commit.clone()));
+        let steps = steps.into_iter().map(|(number, commit)| (number.to_string(), commit));
+        Ok(newest.into_iter().chain(steps).collect())
     }
 }

@@ -11,16 +11,13 @@ use std::{
     time::Duration,
 };
 
-use ckfs_config::{Config, ThreadCount};
+use ckfs_config::ThreadCount;
 use ckfs_host::{
     Log, limits,
     systemd::{self, NotifyState},
 };
-use ckfs_service::{
-    Heartbeat, Service, identity, panic_text,
-    steps::{RunService, StepPlace},
-};
-use ckfs_volume::{Upkeep, Volume};
+use ckfs_service::{Alive, Heartbeat, panic_text, steps::StepPlace};
+use ckfs_volume::Upkeep;
 use futures_util::{
     FutureExt,
     future::{Either, select},
@@ -36,14 +33,11 @@ use super::{
     gate::Gate,
     options::ServeOptions,
     reads::ServedReads,
-    repository_list::Repositories,
     router::Router,
     s3::BucketRouter,
     served::ServedSource,
     socket::PatientSocket,
-    steps::ServedRun,
     supervisor::{self, Phase, ServeExit},
-    tree::{ServedTree, TreeVersion},
 };
 
 /// Most connections, as far as the limit of open files allows.
@@ -161,7 +155,7 @@ impl Door {
         self.s3.as_ref().map(|listening| listening.address)
     }
 
-    /// Serves the volume of a service until a signal ends it. Calls `on_ready` with the names of the repositories once requests are
+    /// Serves a checkpoint or a run until a signal ends it. Calls `on_ready` with the names of the repositories once requests are
     /// answered. Signals that concern the log act on `log`.
     ///
     /// The signals must be blocked before the first thread starts: see [`ckfs_host::signal::block`].
@@ -170,39 +164,13 @@ impl Door {
     /// [`ServeError`].
     pub fn serve(
         self,
-        service: &Service,
-        log: &Log,
-        on_ready: impl FnOnce(&[String]),
-    ) -> Result<ServeExit, ServeError> {
-        let (router, heartbeat) = self.router_of_checkpoint(service)?;
-        self.run((router, heartbeat), log, on_ready)
-    }
-
-    /// Serves the steps of a run, as [`Door::serve`] serves one checkpoint. Starts the command for new steps.
-    ///
-    /// # Errors
-    /// [`ServeError`].
-    pub fn serve_run(
-        self,
-        service: &RunService,
-        log: &Log,
-        on_ready: impl FnOnce(&[String]),
-    ) -> Result<ServeExit, ServeError> {
-        let (router, heartbeat) = self.router_of_run(service)?;
-        let files = format!("http://{}/files", reached(self.address()));
-        self.run((router, heartbeat), log, |names| {
-            service.start_hook(StepPlace::Address(files));
-            on_ready(names);
-        })
-    }
-
-    fn run(
-        self,
-        (router, heartbeat): (Router, Option<Heartbeat>),
+        service: &dyn Alive,
         log: &Log,
         on_ready: impl FnOnce(&[String]),
     ) -> Result<ServeExit, ServeError> {
         let address = self.address();
+        let reads = reads(service)?;
+        let served = ServedSource::new(service, &reads, self.options.name.as_ref());
         let system = |what| move |error: io::Error| ServeError::of_system(what, &error);
         let signals = supervisor::signals().map_err(system("signals"))?;
         let speakers = thread::available_parallelism().map_or(1, usize::from).min(SPEAKERS_MAX);
@@ -215,8 +183,7 @@ impl Door {
             .map_err(system("start threads"))?;
         let connections = Arc::new(Connections::new(connections_max()));
         let (phase, phases) = watch::channel(Phase::Serving);
-        let names = router.repositories.ids();
-        let (label, served) = (router.label.clone(), router.served.clone());
+        let router = Router { gate: Gate::new(&self.options), served: served.clone() };
         let buckets = self.s3.map(|listening| {
             let router = BucketRouter::new(Gate::new(&self.options), served.clone());
             (listening, RequestRouter::S3(router))
@@ -228,48 +195,25 @@ impl Door {
             let listener = listener.map_err(|error| ServeError::of_address(address, &error))?;
             runtime.spawn(accept(listener, Arc::new(router), Arc::clone(&connections), phases.clone()));
         }
-        if let Some(heartbeat) = heartbeat {
+        if let Some(heartbeat) = reads.heartbeat() {
             runtime.spawn(beat(heartbeat));
         }
-        let status = format!("serving {label} at http://{address}");
+        let status = format!("serving {} at http://{address}", service.label());
         systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
-        on_ready(&names);
+        service.note_reached(StepPlace::Address(format!("http://{}/files", reached(address))));
+        on_ready(&served.ids());
         let exit = supervisor::run(&signals, &phase, &connections, &**served.fs(), self.options.drain, log);
         // Threads that wait for storage end with the process.
         runtime.shutdown_background();
         exit.map_err(system("wait for signals"))
     }
-
-    fn router_of_checkpoint(&self, service: &Service) -> Result<(Router, Option<Heartbeat>), ServeError> {
-        let volume = service.volume();
-        let fs: Arc<dyn Upkeep> = Arc::<Volume>::clone(volume);
-        let reads = reads(&fs, service.config())?;
-        let (commits, digest) = identity::of_volume(volume, service.config().views.iter().map(|view| &*view.name));
-        let version = TreeVersion::Volume { volume: Arc::clone(volume), digest };
-        let tree = Arc::new(ServedTree::new(&fs, &reads, version));
-        let name = self.options.name.as_ref();
-        let repositories = Repositories::new(&tree, volume, service.config(), name, &commits);
-        let served = ServedSource::Volume(Arc::clone(volume), tree);
-        let router = Router { gate: Gate::new(&self.options), served, repositories, label: service.label().to_owned() };
-        Ok((router, reads.heartbeat()))
-    }
-
-    fn router_of_run(&self, service: &RunService) -> Result<(Router, Option<Heartbeat>), ServeError> {
-        let fs = service.file_system();
-        let reads = reads(&fs, service.config())?;
-        let run = ServedRun::new(service.run(), &fs, &reads, service.config(), self.options.name.as_ref());
-        let run = Arc::new(run);
-        let (repositories, label) = (Repositories::Run(Arc::clone(&run)), service.run().label().to_owned());
-        let router = Router { gate: Gate::new(&self.options), served: ServedSource::Run(run), repositories, label };
-        Ok((router, reads.heartbeat()))
-    }
 }
 
 /// The threads that read files.
-fn reads(fs: &Arc<dyn Upkeep>, config: &Config) -> Result<Arc<ServedReads>, ServeError> {
-    let threads = config.mount.threads.map(ThreadCount::count);
+fn reads(service: &dyn Alive) -> Result<Arc<ServedReads>, ServeError> {
+    let threads = service.config().mount.threads.map(ThreadCount::count);
     let threads = threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
-    let reads = ServedReads::new(Arc::clone(fs), threads);
+    let reads = ServedReads::new(service.file_system(), threads);
     Ok(Arc::new(reads.map_err(|error| ServeError::of_system("start a thread", &error))?))
 }
 

@@ -9,12 +9,12 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
-use ckfs_config::{Config, RepoName};
+use ckfs_config::{Config, RepoName, ViewConfig};
 use ckfs_service::{
     identity,
     steps::{HeldStep, NoStep, Run},
 };
-use ckfs_volume::{Ino, Upkeep, Volume};
+use ckfs_volume::{Ino, Volume};
 use lru::LruCache;
 use tokio::sync::{Semaphore, watch};
 
@@ -69,7 +69,6 @@ struct RunView {
 /// A run that is served.
 pub(super) struct ServedRun {
     run: Arc<Run>,
-    pub(super) fs: Arc<dyn Upkeep>,
     pub(super) reads: Arc<ServedReads>,
     views: Vec<RunView>,
     known: Mutex<LruCache<u64, Arc<KnownStep>>>,
@@ -83,24 +82,13 @@ pub(super) struct ServedRun {
 type Opening = watch::Receiver<Option<Result<OpenStep, NoStep>>>;
 
 impl ServedRun {
-    pub(super) fn new(
-        run: &Arc<Run>,
-        fs: &Arc<dyn Upkeep>,
-        reads: &Arc<ServedReads>,
-        config: &Config,
-        name: Option<&RepoName>,
-    ) -> Self {
-        let of_view = |view: &ckfs_config::ViewConfig| {
-            let id = match (&*view.name, name) {
-                ("", Some(name)) => name.as_str().to_owned(),
-                ("", None) => repositories::name_of_source(config),
-                (view, _) => repositories::of_own_organization(view),
-            };
+    pub(super) fn new(run: &Arc<Run>, reads: &Arc<ServedReads>, config: &Config, name: Option<&RepoName>) -> Self {
+        let of_view = |view: &ViewConfig| {
+            let id = repositories::id_of(view, name, || repositories::name_of_source(config));
             RunView { name: view.name.clone(), id }
         };
         Self {
             run: Arc::clone(run),
-            fs: Arc::clone(fs),
             reads: Arc::clone(reads),
             views: config.views.iter().map(of_view).collect(),
             known: Mutex::new(LruCache::new(REMEMBERED)),
@@ -245,7 +233,7 @@ impl ServedRun {
 
     /// The root with the steps. Its listing plans none of them.
     pub(super) fn root(self: &Arc<Self>) -> ServedTree {
-        ServedTree::new(&self.fs, &self.reads, TreeVersion::Run(Arc::<Self>::clone(self)))
+        ServedTree::new(&self.reads, TreeVersion::Run(Arc::<Self>::clone(self)))
     }
 
     /// The tree of a step, whose paths begin with the step's number.
@@ -254,7 +242,7 @@ impl ServedRun {
         let root = FoundNode { path: open.held.number().to_string(), attr };
         let digest = open.known.as_ref().map(|known| known.digest.clone());
         let version = TreeVersion::Step { held: open.held.clone(), digest };
-        Ok(ServedTree { root, ..ServedTree::new(&self.fs, &self.reads, version) })
+        Ok(ServedTree { root, ..ServedTree::new(&self.reads, version) })
     }
 
     /// A repository of a step.
@@ -272,12 +260,12 @@ impl ServedRun {
 
     /// Whether a visitor may go from the directory of the run to its steps.
     pub(super) fn may_pass(&self, visitor: Visitor) -> bool {
-        self.fs.attr(Ino::ROOT).is_ok_and(|root| visitor.may_pass(&root))
+        self.reads.fs.attr(Ino::ROOT).is_ok_and(|root| visitor.may_pass(&root))
     }
 
     /// Whether a visitor may see which steps there are.
     fn may_list(&self, visitor: Visitor) -> bool {
-        self.fs.attr(Ino::ROOT).is_ok_and(|root| visitor.may_list(&root))
+        self.reads.fs.attr(Ino::ROOT).is_ok_and(|root| visitor.may_list(&root))
     }
 
     /// A repository at a revision: a step, the branch, which is the newest step, or a commit.

@@ -82,7 +82,8 @@ pub(super) struct ServedTree {
 
 impl ServedTree {
     /// A tree from the root of a file system on.
-    pub(super) fn new(fs: &Arc<dyn Upkeep>, reads: &Arc<ServedReads>, version: TreeVersion) -> Self {
+    pub(super) fn new(reads: &Arc<ServedReads>, version: TreeVersion) -> Self {
+        let fs = &reads.fs;
         // Every file system has a root; without one nobody could pass it.
         let attr = fs.attr(Ino::ROOT).unwrap_or(Attr {
             ino: Ino::ROOT,

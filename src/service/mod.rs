@@ -7,6 +7,7 @@
 //! | module | holds |
 //! | --- | --- |
 //! | `service` | [`Service`]: a volume with the threads that keep it alive |
+//! | `alive` | [`Alive`]: that, or a run |
 //! | `open` | what the settings mean: checkpoint, plans, volume, memory budget |
 //! | `chunk_memory`, `own_mount` | what is refused before anything is served: chunks that do not fit in memory, shards of a mount as a source |
 //! | `upkeep` | repeated work: memory of closed files is released, sources are checked |
@@ -16,6 +17,7 @@
 //! | [`identity`] | digests that name what is served or exported |
 //! | `requests` | requests that wait for bytes: each is answered once, in time |
 
+mod alive;
 mod chunk_memory;
 mod error;
 pub mod identity;
@@ -28,6 +30,7 @@ pub mod steps;
 mod upkeep;
 mod wait_watch;
 
+pub use alive::{Alive, AliveContent, OpenProblem};
 pub use error::OpenError;
 pub use open::{
     FINDINGS, budget, cache_of_environment, check_sources, cores, enable_materialization, open_checkpoint, open_volume,
@@ -37,5 +40,5 @@ pub use own_mount::advice as own_mount_advice;
 pub use requests::{
     Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, Watchdog, panic_text, read_whole,
 };
-pub use service::Service;
+pub use service::{Service, open_alive};
 pub use wait_watch::{WaitWatch, wait_registry, watch};

@@ -133,7 +133,8 @@ pub const FINDINGS: &str = "ckfs_findings";
 /// Everything wrong with the repository.
 pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Arc<Checkpoint>, OpenError> {
     if config.mount.steps.is_some() {
-        let text = "--steps: for mount, serve, plan, export and verify; give the directory of one step here, and leave it out";
+        let text =
+            "--steps: for mount, serve, plan, export and verify; give the directory of one step here, and leave it out";
         return Err(OpenError::Surroundings(text.to_owned()));
     }
     start_pool()?;

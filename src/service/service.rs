@@ -4,13 +4,15 @@ use std::{fs, io, path::Path, sync::Arc};
 
 use ckfs_config::Config;
 use ckfs_source::WaitRegistry;
-use ckfs_volume::Volume;
+use ckfs_volume::{Upkeep, Volume};
 
 use super::{
+    alive::{Alive, AliveContent},
     error::OpenError,
     open,
     prefetch::{self, Prefetching},
-    upkeep::{self, Upkeeping},
+    steps::RunService,
+    upkeep::{self, PERIOD, Upkeeping},
 };
 
 /// An opened configuration, ready to be served.
@@ -18,7 +20,7 @@ use super::{
 /// ```no_run
 /// use std::path::Path;
 /// use ckfs_config::Config;
-/// use ckfs_service::{Service, wait_registry};
+/// use ckfs_service::{Alive, Service, wait_registry};
 ///
 /// let mut config = Config::load_alone(Path::new("/etc/ckfs/llama.toml"))?;
 /// let waits = wait_registry(&config.mount);
@@ -67,30 +69,46 @@ impl Service {
         Ok(())
     }
 
-    /// Starts the threads that check sources, release memory and prefetch. They end with the service.
-    ///
-    /// # Errors
-    /// The system starts no thread.
-    pub fn start(&mut self) -> io::Result<()> {
-        let upkeeping = upkeep::start(&self.volume)?;
+    /// The volume.
+    pub fn volume(&self) -> &Arc<Volume> {
+        &self.volume
+    }
+}
+
+impl Alive for Service {
+    fn start(&mut self) -> io::Result<()> {
+        let (trimmed, checked) = (Arc::clone(&self.volume), Arc::clone(&self.volume));
+        let upkeeping = upkeep::repeat(PERIOD, move || trimmed.trim(), move || checked.check_sources())?;
         let prefetch = self.config.mount.prefetch.unwrap_or_default();
         let prefetching = prefetch::start(self.volume.engine().checkpoint(), self.volume.plans(), prefetch);
         self.running = Some((upkeeping, prefetching));
         Ok(())
     }
 
-    /// The volume.
-    pub fn volume(&self) -> &Arc<Volume> {
-        &self.volume
+    fn content(&self) -> AliveContent<'_> {
+        AliveContent::Checkpoint(&self.volume)
     }
 
-    /// The configuration, with what was found when it was opened.
-    pub fn config(&self) -> &Config {
-        &self.config
+    fn file_system(&self) -> Arc<dyn Upkeep> {
+        Arc::<Volume>::clone(&self.volume)
     }
 
-    /// The source's name for users.
-    pub fn label(&self) -> &str {
+    fn label(&self) -> &str {
         self.volume.engine().checkpoint().label()
     }
+
+    fn config(&self) -> &Config {
+        &self.config
+    }
+}
+
+/// Opens what a configuration names: a run if it has `steps`, else a checkpoint.
+///
+/// # Errors
+/// As [`Service::open`] and [`RunService::open`].
+pub fn open_alive(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Box<dyn Alive>, OpenError> {
+    Ok(match config.mount.steps {
+        Some(_) => Box::new(RunService::open(config, waits)?),
+        None => Box::new(Service::open(config, waits)?),
+    })
 }

@@ -12,39 +12,17 @@ use std::{
     time::Duration,
 };
 
-use ckfs_volume::Volume;
-
 /// Time between checks of source files in use.
-const PERIOD: Duration = Duration::from_secs(3);
+pub(super) const PERIOD: Duration = Duration::from_secs(3);
 
 /// Most threads that check at a time. A thread that waits for storage without an answer is left to wait. The others
 /// pass over the file that it waits for.
 const CHECKERS_MAX: usize = 8;
 
-/// The repeated work of a volume. Ends when it is dropped.
+/// Repeated work. Ends when it is dropped.
 #[derive(Debug)]
 pub(super) struct Upkeeping {
     _stop: mpsc::Sender<()>,
-}
-
-/// Starts the repeated work of a volume.
-///
-/// # Errors
-/// The system starts no thread.
-pub(super) fn start(volume: &Arc<Volume>) -> io::Result<Upkeeping> {
-    let (trimmed, checked) = (Arc::clone(volume), Arc::clone(volume));
-    repeat(PERIOD, move || trimmed.trim(), move || checked.check_sources())
-}
-
-/// Calls `tend` and `check` after each period until the result is dropped.
-///
-/// # Errors
-/// The system starts no thread.
-pub(super) fn repeat_always(
-    tend: impl Fn() + Send + 'static,
-    check: impl Fn() + Send + Sync + 'static,
-) -> io::Result<Upkeeping> {
-    repeat(PERIOD, tend, check)
 }
 
 /// One that checks. Counts it until it is dropped.
@@ -58,7 +36,10 @@ impl Drop for Checking {
 
 /// Calls `tend` and `check` after each period, `check` from a thread of its own, since it may hang with a file system. A
 /// panic ends neither. Ends when the returned value is dropped.
-fn repeat(
+///
+/// # Errors
+/// The system starts no thread.
+pub(super) fn repeat(
     period: Duration,
     tend: impl Fn() + Send + 'static,
     check: impl Fn() + Send + Sync + 'static,

@@ -4,5 +4,5 @@ mod changes;
 mod serve;
 mod supervisor;
 
-pub use serve::{block_signals, interruptible, serve, serve_run, serve_service};
+pub use serve::{block_signals, interruptible, serve, serve_service};
 pub use supervisor::Exit;

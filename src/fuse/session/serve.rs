@@ -30,11 +30,8 @@ use ckfs_host::{
     Log, ask_within, limits,
     signal::{self, ENDING},
 };
-use ckfs_service::{
-    Service,
-    steps::{RunService, StepPlace},
-};
-use ckfs_volume::{Upkeep, Volume};
+use ckfs_service::{Alive, steps::StepPlace};
+use ckfs_volume::Upkeep;
 use fuser::SessionACL;
 use nix::sys::{
     signal::SigSet,
@@ -121,34 +118,19 @@ fn startable(wanted: usize) -> Result<usize, MountError> {
     }
 }
 
-/// Mounts a service's volume on `mountpoint`, as its configuration says, and serves it until it is unmounted. See [`serve`].
+/// Mounts a checkpoint or a run on `mountpoint`, as its configuration says, and serves it until it is unmounted. See [`serve`].
 ///
 /// # Errors
 /// [`MountError`]; nothing is left mounted then.
 pub fn serve_service(
-    service: &Service,
+    service: &dyn Alive,
     mountpoint: &Path,
     log: &Log,
     on_ready: impl FnOnce(),
 ) -> Result<Exit, MountError> {
     let options = MountOptions::of(&service.config().mount, service.label());
-    let volume: Arc<dyn Upkeep> = Arc::<Volume>::clone(service.volume());
-    serve(volume, mountpoint, &options, log, on_ready)
-}
-
-/// Mounts a run on `mountpoint`, as its configuration says, and serves it until it is unmounted. See [`serve`].
-///
-/// # Errors
-/// [`MountError`]; nothing is left mounted then.
-pub fn serve_run(
-    service: &RunService,
-    mountpoint: &Path,
-    log: &Log,
-    on_ready: impl FnOnce(),
-) -> Result<Exit, MountError> {
-    let options = MountOptions::of(&service.config().mount, service.run().label());
     serve(service.file_system(), mountpoint, &options, log, || {
-        service.start_hook(StepPlace::Mount(mountpoint.to_owned()));
+        service.note_reached(StepPlace::Mount(mountpoint.to_owned()));
         on_ready();
     })
 }

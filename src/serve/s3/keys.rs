@@ -354,7 +354,7 @@ mod tests {
         let listed = |gone: Ino, delimited: bool| {
             let fs: Arc<dyn Upkeep> = Arc::new(Steps { gone, metrics: Metrics::default() });
             let reads = Arc::new(ServedReads::new(Arc::clone(&fs), 1).unwrap());
-            let tree = ServedTree::new(&fs, &reads, TreeVersion::Run(Arc::new(NoDigests)));
+            let tree = ServedTree::new(&reads, TreeVersion::Run(Arc::new(NoDigests)));
             let sorted = SortedDirectories::default();
             let lister = KeyLister::new(&tree, &sorted, Visitor::Trusted, "", delimited, 10);
             let listed = lister.list(&ListStart::After(String::new()))?;

@@ -178,7 +178,7 @@ impl BucketRouter {
         };
         let sorted = Arc::clone(&self.sorted);
         let listed = match &self.served {
-            ServedSource::Volume(_, tree) => list(tree, &sorted, visitor, &start, &shown),
+            ServedSource::Checkpoint(served) => list(&served.tree, &sorted, visitor, &start, &shown),
             // Steps are planned to tell their keys.
             ServedSource::Run(run) => {
                 let tree = run.root();
@@ -204,7 +204,7 @@ impl BucketRouter {
         };
         let (tree, rest) = match self.served.place(visitor, names).await {
             Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
-            Ok(ServedPlace::Text(text)) => return file_reply::of_text(names, &text),
+            Ok(ServedPlace::Text(text)) => return file_reply::of_text(names, text),
             Err(NoPlace::Node(NoNode::Absent)) => return no_key(&key),
             Err(NoPlace::Node(NoNode::Denied)) => return denied(),
             Err(NoPlace::Node(NoNode::Failed)) => return failed(),

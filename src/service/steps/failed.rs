@@ -1,10 +1,12 @@
 //! The tree of a step that cannot be planned: its directory holds `.ckfs/error` alone, and every other name in
 //! it is EIO.
 
-use std::{ops::ControlFlow, sync::Arc, time::SystemTime};
+use std::{ops::ControlFlow, time::SystemTime};
 
+use ckfs_tensor::to_usize;
 use ckfs_volume::{
-    Access, Attr, BUFFER_BYTES, DirEntry, FsError, Handle, Ino, NodeKind, Nodes, OpenedFile, Permission, StatFs,
+    Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, NodeScope, Nodes, NodesRef,
+    OpenedFile, Permission, ReadFailure, Replied, Served, StatFs,
 };
 
 /// Numbers of the nodes.
@@ -19,7 +21,7 @@ const ERROR_NAME: &str = "error";
 #[derive(Debug)]
 pub(super) struct FailedStep {
     pub(super) message: String,
-    text: Arc<[u8]>,
+    text: Vec<u8>,
     directory: Permission,
     file: Permission,
     modified: SystemTime,
@@ -28,12 +30,24 @@ pub(super) struct FailedStep {
 impl FailedStep {
     /// A tree that shows a message.
     pub(super) fn new(message: String, directory: Permission, modified: SystemTime) -> Self {
-        let text = Arc::from(format!("{message}\n").into_bytes());
+        let text = format!("{message}\n").into_bytes();
         let file = Permission { mode: directory.mode & 0o444, ..directory };
         Self { message, text, directory, file, modified }
     }
+}
 
-    pub(super) fn open(ino: Ino) -> Result<OpenedFile, FsError> {
+/// The part of a text that a read asks for.
+pub(super) fn part(text: &[u8], offset: u64, len: usize) -> Served<'_> {
+    let start = to_usize(offset).min(text.len());
+    Served::Memory(&text[start..start.saturating_add(len).min(text.len())])
+}
+
+impl FileSystem for FailedStep {
+    fn nodes(&self, _ino: Ino, _scope: NodeScope) -> Option<NodesRef<'_>> {
+        Some(NodesRef::All(self))
+    }
+
+    fn open(&self, ino: Ino) -> Result<OpenedFile, FsError> {
         match ino {
             ERROR => Ok(OpenedFile { handle: Handle(0), access: Access::Cached }),
             Ino::ROOT | OWN => Err(FsError::IsDirectory),
@@ -41,10 +55,18 @@ impl FailedStep {
         }
     }
 
-    /// The bytes of the message.
-    pub(super) fn text(&self) -> &[u8] {
-        &self.text
+    fn read(
+        &self,
+        _ino: Ino,
+        _handle: Handle,
+        offset: u64,
+        len: usize,
+        reply: &mut dyn FnMut(Served<'_>) -> Replied,
+    ) -> Result<Replied, ReadFailure<FsError>> {
+        Ok(reply(part(&self.text, offset, len)))
     }
+
+    fn release(&self, _ino: Ino, _handle: Handle) {}
 }
 
 impl Nodes for FailedStep {
@@ -61,8 +83,8 @@ impl Nodes for FailedStep {
 
     fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
         match (parent, name) {
-            (Ino::ROOT, name) if name == OWN_NAME.as_bytes() => self.attr(OWN),
-            (OWN, name) if name == ERROR_NAME.as_bytes() => self.attr(ERROR),
+            (Ino::ROOT, name) if name == OWN_NAME.as_bytes() => Nodes::attr(self, OWN),
+            (OWN, name) if name == ERROR_NAME.as_bytes() => Nodes::attr(self, ERROR),
             // A program that gets ENOENT takes the file for one that no checkpoint has, and may go on without.
             (Ino::ROOT, _) => Err(FsError::Io),
             (ERROR, _) => Err(FsError::NotDirectory),
@@ -120,15 +142,15 @@ mod tests {
     fn the_message_is_found_by_its_path() {
         let permission = Permission { uid: 1, gid: 2, mode: 0o550 };
         let step = FailedStep::new("no config.json".to_owned(), permission, SystemTime::UNIX_EPOCH);
-        let own = step.lookup(Ino::ROOT, b".ckfs").unwrap();
-        let error = step.lookup(own.ino, b"error").unwrap();
+        let own = Nodes::lookup(&step, Ino::ROOT, b".ckfs").unwrap();
+        let error = Nodes::lookup(&step, own.ino, b"error").unwrap();
         assert_eq!((own.kind, error.kind, error.size_bytes), (NodeKind::Directory, NodeKind::File, 15));
-        assert_eq!((error.permission.mode, step.text()), (0o440, b"no config.json\n".as_slice()));
+        assert_eq!((error.permission.mode, &*step.text), (0o440, b"no config.json\n".as_slice()));
         assert_eq!(step.parent(error.ino), Ok(own.ino));
-        assert_eq!(step.lookup(Ino::ROOT, b"hf").unwrap_err(), FsError::Io);
-        assert_eq!(FailedStep::open(own.ino).unwrap_err(), FsError::IsDirectory);
+        assert_eq!(Nodes::lookup(&step, Ino::ROOT, b"hf").unwrap_err(), FsError::Io);
+        assert_eq!(step.open(own.ino).unwrap_err(), FsError::IsDirectory);
         let mut names = Vec::new();
-        step.read_dir(own.ino, 0, &mut |entry| {
+        Nodes::read_dir(&step, own.ino, 0, &mut |entry| {
             names.push(entry.name.to_vec());
             ControlFlow::Continue(())
         })

@@ -31,24 +31,18 @@ const AGAIN: Duration = Duration::from_millis(100);
 /// The looks take at most one part in this of a processor.
 const PART_MAX: u32 = 10;
 
-/// The thread, until this is dropped.
-#[derive(Debug)]
-pub(super) struct Following {
-    _bell: (),
-}
-
 /// Starts the thread.
 ///
 /// # Errors
 /// The system starts no thread.
-pub(super) fn start(run: &Arc<Run>) -> io::Result<Following> {
+pub(super) fn start(run: &Arc<Run>) -> io::Result<()> {
     let (heard, bell) = io::pipe()?;
     *lock(&run.bell) = Some(bell);
     let watch = DirectoryWatch::new()?;
     let settling = lock(&run.settling).take().ok_or_else(|| io::Error::other("its steps are followed already"))?;
     let followed = Arc::downgrade(run);
     thread::Builder::new().name("ckfs-steps".to_owned()).spawn(move || follow(&followed, settling, watch, heard))?;
-    Ok(Following { _bell: () })
+    Ok(())
 }
 
 fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mut bell: io::PipeReader) {

@@ -43,10 +43,7 @@ impl HeldStep {
     /// # Errors
     /// The message of the plan.
     pub fn volume(&self) -> Result<&Arc<Volume>, &str> {
-        match &self.content {
-            StepContent::Volume(volume) => Ok(volume),
-            StepContent::Failed(failed) => Err(&failed.message),
-        }
+        self.content.volume()
     }
 
     /// The attributes of its directory in the file system of the run.
@@ -61,10 +58,7 @@ impl HeldStep {
     /// Whether the content of one of its files, by its number in the run, is made at each open.
     pub fn is_live(&self, ino: Ino) -> bool {
         let (index, inner) = split(ino.0);
-        match &self.content {
-            StepContent::Volume(volume) => index != self.slot.index || volume.is_live(Ino(inner)),
-            StepContent::Failed(_) => true,
-        }
+        index != self.slot.index || self.volume().map_or(true, |volume| volume.is_live(Ino(inner)))
     }
 }
 

@@ -51,7 +51,6 @@ mod slots;
 
 pub use held::{HeldStep, NoStep};
 pub use hook::StepPlace;
-pub use report::RunProblem;
 pub use run::{Run, RunState};
 pub use run_service::RunService;
 pub use settle::{ListedStep, finished_steps, listed_steps};

@@ -8,6 +8,7 @@ use ckfs_volume::{MetricText, RequestKind};
 use serde_json::{Map, Value, json};
 
 use super::{
+    super::alive::OpenProblem,
     run::{RunState, lock},
     slot::StepContent,
 };
@@ -42,17 +43,6 @@ const SUMS: [&str; 22] = [
     "remote_hit_bytes",
     "remote_miss_bytes",
 ];
-
-/// Something that is wrong with a run or one of its steps.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RunProblem {
-    /// Its type, in words.
-    pub kind: String,
-    /// The file or directory.
-    pub file: String,
-    /// The latest cause.
-    pub cause: String,
-}
 
 /// Adds the sums of a volume to others.
 pub(super) fn add_numbers(sums: &mut Map<String, Value>, statistics: &Value) {
@@ -163,9 +153,9 @@ impl RunState {
     }
 
     /// What is wrong now.
-    pub fn open_problems(&self) -> Vec<RunProblem> {
+    pub fn open_problems(&self) -> Vec<OpenProblem> {
         let text = |problem: &Value, name: &str| problem[name].as_str().unwrap_or_default().to_owned();
-        let open = |problem: &Value| RunProblem {
+        let open = |problem: &Value| OpenProblem {
             kind: text(problem, "kind"),
             file: text(problem, "file"),
             cause: text(problem, "cause"),
@@ -174,7 +164,7 @@ impl RunState {
         let mut found: Vec<_> = problems.iter().filter(|problem| problem["ended"].is_null()).map(open).collect();
         if left_out > 0 {
             let (kind, file) = ("others".to_owned(), self.source.clone());
-            found.push(RunProblem { kind, file, cause: format!("{left_out} more") });
+            found.push(OpenProblem { kind, file, cause: format!("{left_out} more") });
         }
         found
     }

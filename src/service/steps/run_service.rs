@@ -10,19 +10,23 @@ use ckfs_source::WaitRegistry;
 use ckfs_volume::Upkeep;
 
 use super::{
-    super::error::OpenError,
-    follow::{self, Following},
+    super::{
+        alive::{Alive, AliveContent},
+        error::OpenError,
+        upkeep::Upkeeping,
+    },
+    follow,
     hook::{Hook, StepPlace},
     run::{Run, lock},
     run_tree::RunTree,
-    run_upkeep::{self, RunUpkeeping},
+    run_upkeep,
 };
 
 /// A run that is served, with the threads that keep it alive.
 pub struct RunService {
     run: Arc<Run>,
     config: Config,
-    running: Option<(Following, RunUpkeeping)>,
+    running: Option<Upkeeping>,
 }
 
 impl RunService {
@@ -34,19 +38,16 @@ impl RunService {
         let run = Run::open(config, waits)?;
         Ok(Self { run, config: config.clone(), running: None })
     }
+}
 
-    /// Starts the threads that look for steps, check sources and release memory. They end with the service.
-    ///
-    /// # Errors
-    /// The system starts no thread.
-    pub fn start(&mut self) -> io::Result<()> {
-        let following = follow::start(&self.run)?;
-        self.running = Some((following, run_upkeep::start(&self.run)?));
+impl Alive for RunService {
+    fn start(&mut self) -> io::Result<()> {
+        follow::start(&self.run)?;
+        self.running = Some(run_upkeep::start(&self.run)?);
         Ok(())
     }
 
-    /// Starts the command for new steps, if the configuration has one. To be called when the steps can be read at this place.
-    pub fn start_hook(&self, place: StepPlace) {
+    fn note_reached(&self, place: StepPlace) {
         let Some(command) = &self.config.mount.on_step else { return };
         match Hook::start(command, place) {
             Ok(hook) => *lock(&self.run.hook) = Some(hook),
@@ -54,18 +55,19 @@ impl RunService {
         }
     }
 
-    /// The run.
-    pub fn run(&self) -> &Arc<Run> {
-        &self.run
+    fn content(&self) -> AliveContent<'_> {
+        AliveContent::Run(&self.run)
     }
 
-    /// The run as a file system.
-    pub fn file_system(&self) -> Arc<dyn Upkeep> {
+    fn file_system(&self) -> Arc<dyn Upkeep> {
         Arc::new(RunTree(Arc::clone(&self.run)))
     }
 
-    /// The configuration, with the source as a complete path.
-    pub fn config(&self) -> &Config {
+    fn label(&self) -> &str {
+        self.run.label()
+    }
+
+    fn config(&self) -> &Config {
         &self.config
     }
 }

@@ -13,7 +13,7 @@ use ckfs_volume::{
 };
 
 use super::{
-    failed::FailedStep,
+    failed::part,
     run::{Run, RunState},
     slot::{INNER_BITS, Slot, StepContent, split},
 };
@@ -25,23 +25,22 @@ const OWN_NAME: &str = ".ckfs";
 const LATEST_NAME: &str = "latest";
 const LATEST_FIRST: u64 = 1 << 32;
 
-/// A file of the run's own directory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum OwnFile {
-    Config,
-    Metrics,
-    Stats,
-    Steps,
-}
+/// A file of the run's own directory: its name, and its bytes as they are now.
+type OwnFile = (&'static str, fn(&RunState) -> Vec<u8>);
 
 /// These files in the order of their names, the first with this number.
 const OWN_FIRST: u64 = 3;
-const OWN_FILES: [(&str, OwnFile); 4] = [
-    ("config.toml", OwnFile::Config),
-    ("metrics", OwnFile::Metrics),
-    ("stats.json", OwnFile::Stats),
-    ("steps.json", OwnFile::Steps),
+const OWN_FILES: [OwnFile; 4] = [
+    ("config.toml", |run| run.config_text.clone().into_bytes()),
+    ("metrics", |run| run.metrics_text().into_bytes()),
+    ("stats.json", RunState::stats_text),
+    ("steps.json", RunState::steps_text),
 ];
+
+/// The number of a file among them.
+fn own_place(name: &[u8]) -> Option<usize> {
+    OWN_FILES.iter().position(|(known, _)| known.as_bytes() == name)
+}
 
 /// Entry numbers of the root: its own directory, the link, and the slots by their index.
 const OWN_ENTRY: u64 = 0;
@@ -52,7 +51,8 @@ const SLOT_ENTRIES: u64 = 2;
 enum NodeOf {
     Root,
     Own,
-    OwnFile(OwnFile),
+    /// A file of that, by its place in the list.
+    OwnFile(usize),
     /// The link to the newest step, or to one that was.
     Latest,
     /// A node of a step.
@@ -73,8 +73,8 @@ impl RunState {
             OWN => Ok(NodeOf::Own),
             Ino(number) if number >= LATEST_FIRST => Ok(NodeOf::Latest),
             Ino(number) => {
-                let file = number.checked_sub(OWN_FIRST).and_then(|place| OWN_FILES.get(to_usize(place)));
-                Ok(NodeOf::OwnFile(file.ok_or(FsError::NotFound)?.1))
+                let place = number.checked_sub(OWN_FIRST).map(to_usize).filter(|place| *place < OWN_FILES.len());
+                Ok(NodeOf::OwnFile(place.ok_or(FsError::NotFound)?))
             }
         }
     }
@@ -97,48 +97,18 @@ impl RunState {
         Some((number, self.own_attr(ino, NodeKind::Symlink, size, 1, permission)))
     }
 
-    fn file_attr(&self, file: OwnFile) -> Attr {
-        let place = OWN_FILES.iter().position(|(_, known)| *known == file).expect("every file is in the list");
-        let size = self.own_bytes(file).len() as u64;
+    fn file_attr(&self, place: usize) -> Attr {
+        let size = OWN_FILES[place].1(self).len() as u64;
         self.own_attr(Ino(OWN_FIRST + place as u64), NodeKind::File, size, 1, self.own_permission[0])
     }
 
     /// The bytes of a file of `.ckfs/`, by its name, as they are now.
-    pub fn own_file(&self, name: &str) -> Option<Arc<[u8]>> {
-        let (_, file) = OWN_FILES.iter().find(|(known, _)| *known == name)?;
-        Some(self.own_bytes(*file))
-    }
-
-    /// The bytes of one of the run's own files, as they are now.
-    fn own_bytes(&self, file: OwnFile) -> Arc<[u8]> {
-        match file {
-            OwnFile::Config => Arc::from(self.config_text.as_bytes()),
-            OwnFile::Metrics => Arc::from(self.metrics_text().into_bytes()),
-            OwnFile::Stats => Arc::from(self.stats_text()),
-            OwnFile::Steps => Arc::from(self.steps_text()),
-        }
-    }
-
-    fn open_own(&self) -> OpenedFile {
-        let handle = self.next_own.fetch_add(1, Ordering::Relaxed) % (1 << INNER_BITS);
-        OpenedFile { handle: Handle(handle), access: Access::Direct }
+    pub fn own_file(&self, name: &str) -> Option<Vec<u8>> {
+        own_place(name.as_bytes()).map(|place| OWN_FILES[place].1(self))
     }
 }
 
 impl Run {
-    fn open_in_step(
-        self: &Arc<Self>,
-        slot: &Arc<Slot>,
-        inner: Ino,
-        open: impl FnOnce(&dyn FileSystem) -> Result<OpenedFile, FsError>,
-    ) -> Result<OpenedFile, FsError> {
-        let opened = match self.content(slot)? {
-            StepContent::Volume(volume) => open(&*volume)?,
-            StepContent::Failed(_) => FailedStep::open(inner)?,
-        };
-        Ok(OpenedFile { handle: Handle(slot.index << INNER_BITS | opened.handle.0), ..opened })
-    }
-
     fn open_node(
         self: &Arc<Self>,
         ino: Ino,
@@ -147,8 +117,14 @@ impl Run {
         match self.node(ino)? {
             NodeOf::Root | NodeOf::Own => Err(FsError::IsDirectory),
             NodeOf::Latest => Err(FsError::Invalid),
-            NodeOf::OwnFile(_) => Ok(self.open_own()),
-            NodeOf::InStep(slot, inner) => self.open_in_step(&slot, inner, |volume| open(volume, inner)),
+            NodeOf::OwnFile(_) => {
+                let handle = self.next_own.fetch_add(1, Ordering::Relaxed) % (1 << INNER_BITS);
+                Ok(OpenedFile { handle: Handle(handle), access: Access::Direct })
+            }
+            NodeOf::InStep(slot, inner) => {
+                let opened = open(self.content(&slot)?.files(), inner)?;
+                Ok(OpenedFile { handle: Handle(slot.index << INNER_BITS | opened.handle.0), ..opened })
+            }
         }
     }
 }
@@ -224,10 +200,7 @@ impl Nodes for RunNodes<'_> {
     fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
         match self.run.node(parent)? {
             NodeOf::Root => self.find_in_root(name),
-            NodeOf::Own => {
-                let found = OWN_FILES.iter().find(|(known, _)| known.as_bytes() == name);
-                Ok(self.run.file_attr(found.ok_or(FsError::NotFound)?.1))
-            }
+            NodeOf::Own => Ok(self.run.file_attr(own_place(name).ok_or(FsError::NotFound)?)),
             NodeOf::OwnFile(_) | NodeOf::Latest => Err(FsError::NotDirectory),
             NodeOf::InStep(slot, inner) => {
                 let attr = self.planned(&slot)?.nodes().lookup(inner, name)?;
@@ -240,7 +213,7 @@ impl Nodes for RunNodes<'_> {
         match self.run.node(ino)? {
             NodeOf::Root => Ok(self.run.root_attr()),
             NodeOf::Own => Ok(self.run.own_attr(OWN, NodeKind::Directory, 0, 2, self.run.own_permission[1])),
-            NodeOf::OwnFile(file) => Ok(self.run.file_attr(file)),
+            NodeOf::OwnFile(place) => Ok(self.run.file_attr(place)),
             NodeOf::Latest => {
                 let found = self.run.latest_attr().filter(|(_, attr)| attr.ino == ino);
                 found.map(|(_, attr)| attr).ok_or(FsError::NotFound)
@@ -370,10 +343,9 @@ impl FileSystem for RunTree {
     fn open_len_bytes(&self, ino: Ino, handle: Handle) -> Result<u64, FsError> {
         match self.0.node(ino)? {
             NodeOf::OwnFile(_) => self.0.own_reads.len_bytes(handle).ok_or(FsError::Invalid),
-            NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
-                StepContent::Volume(volume) => volume.open_len_bytes(inner, Handle(split(handle.0).1)),
-                StepContent::Failed(failed) => Ok(failed.text().len() as u64),
-            },
+            NodeOf::InStep(slot, inner) => {
+                self.0.content(&slot)?.files().open_len_bytes(inner, Handle(split(handle.0).1))
+            }
             NodeOf::Root | NodeOf::Own | NodeOf::Latest => Err(FsError::Invalid),
         }
     }
@@ -386,16 +358,14 @@ impl FileSystem for RunTree {
         len: usize,
         reply: &mut dyn FnMut(Served<'_>) -> Replied,
     ) -> Result<Replied, ReadFailure<FsError>> {
-        let mut part = |bytes: &[u8]| {
-            let start = to_usize(offset).min(bytes.len());
-            Ok(reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())])))
-        };
         match self.0.node(ino)? {
-            NodeOf::OwnFile(file) => part(&self.0.own_reads.content(handle, offset, || self.0.own_bytes(file))?),
-            NodeOf::InStep(slot, inner) => match self.0.content(&slot)? {
-                StepContent::Volume(volume) => volume.read(inner, Handle(split(handle.0).1), offset, len, reply),
-                StepContent::Failed(failed) => part(failed.text()),
-            },
+            NodeOf::OwnFile(place) => {
+                let text = self.0.own_reads.content(handle, offset, || OWN_FILES[place].1(&self.0).into())?;
+                Ok(reply(part(&text, offset, len)))
+            }
+            NodeOf::InStep(slot, inner) => {
+                self.0.content(&slot)?.files().read(inner, Handle(split(handle.0).1), offset, len, reply)
+            }
             NodeOf::Root | NodeOf::Own | NodeOf::Latest => Err(FsError::Invalid.into()),
         }
     }
@@ -404,8 +374,8 @@ impl FileSystem for RunTree {
         let (index, inner) = split(ino.0);
         if index == 0 {
             self.0.own_reads.close(handle);
-        } else if let Some(volume) = self.0.slots.get(index).and_then(|slot| slot.volume()) {
-            volume.release(Ino(inner), Handle(split(handle.0).1));
+        } else if let Some(content) = self.0.slots.get(index).and_then(|slot| slot.content()) {
+            content.files().release(Ino(inner), Handle(split(handle.0).1));
         }
     }
 }

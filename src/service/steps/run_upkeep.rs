@@ -10,20 +10,17 @@ use std::{
 use ckfs_volume::{Handle, Ino, Metrics, NoPassthrough, OnChange, RequestKind, Upkeep, Volume, WhenMaterialized};
 
 use super::{
-    super::upkeep::{self, Upkeeping},
+    super::upkeep::{self, PERIOD, Upkeeping},
     run::{Run, lock},
     run_tree::RunTree,
     slot::{Slot, split},
 };
 
-/// The repeated work, until this is dropped.
-pub(super) type RunUpkeeping = Upkeeping;
-
 /// Starts the repeated work: memory of closed files and of unused steps is released, sources in use are checked.
 ///
 /// # Errors
 /// The system starts no thread.
-pub(super) fn start(run: &Arc<Run>) -> io::Result<RunUpkeeping> {
+pub(super) fn start(run: &Arc<Run>) -> io::Result<Upkeeping> {
     let (tended, checked) = (Arc::downgrade(run), Arc::downgrade(run));
     let tend = move || {
         let Some(run) = tended.upgrade() else { return };
@@ -41,7 +38,7 @@ pub(super) fn start(run: &Arc<Run>) -> io::Result<RunUpkeeping> {
         }
         run.drop_parted();
     };
-    upkeep::repeat_always(tend, check)
+    upkeep::repeat(PERIOD, tend, check)
 }
 
 impl Run {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ckfs_source::WaitRegistry;
-use ckfs_volume::{Attr, BUFFER_BYTES, Ino, NodeKind, Nodes, Permission, Volume};
+use ckfs_volume::{Attr, BUFFER_BYTES, FileSystem, Ino, NodeKind, Nodes, Permission, Volume};
 
 use super::{failed::FailedStep, settle::ListedStep};
 
@@ -37,6 +37,22 @@ impl StepContent {
         match self {
             Self::Volume(volume) => &**volume,
             Self::Failed(failed) => &**failed,
+        }
+    }
+
+    /// Its files, likewise. Their calls may wait for storage.
+    pub(super) fn files(&self) -> &dyn FileSystem {
+        match self {
+            Self::Volume(volume) => &**volume,
+            Self::Failed(failed) => &**failed,
+        }
+    }
+
+    /// Its volume, or why it could not be planned.
+    pub(super) fn volume(&self) -> Result<&Arc<Volume>, &str> {
+        match self {
+            Self::Volume(volume) => Ok(volume),
+            Self::Failed(failed) => Err(&failed.message),
         }
     }
 }
@@ -127,10 +143,7 @@ impl Slot {
 
     /// Its volume, if it is planned and has one.
     pub(super) fn volume(&self) -> Option<Arc<Volume>> {
-        match self.content()? {
-            StepContent::Volume(volume) => Some(volume),
-            StepContent::Failed(_) => None,
-        }
+        self.content()?.volume().ok().cloned()
     }
 
     /// Notes a request, `begun` being the start of the run's clock.
