@@ -4,9 +4,7 @@
 //! and the thread that waits is replaced.
 
 use std::{
-    collections::VecDeque,
     io,
-    ops::{Deref, DerefMut},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -15,8 +13,8 @@ use std::{
 };
 
 use bytes::Bytes;
-use ckfs_service::{Handlers, Heartbeat, Pending, Refuse, Requests, Watchdog};
-use ckfs_sync::{BoxedJob, Buffer, BufferPool, Pool, PoolOptions, RawMemory, Sizing};
+use ckfs_service::{Handlers, Heartbeat, Pending, Refuse, Requests, WaitingThreads, Watchdog};
+use ckfs_sync::{Buffer, BufferPool, Sizing};
 use ckfs_volume::{FsError, Handle, Ino, RequestKind, Upkeep};
 use tokio::sync::oneshot;
 
@@ -36,12 +34,6 @@ const TRIM_PERIOD: Duration = Duration::from_secs(3);
 
 /// Most threads beyond the usual ones while those wait for storage.
 const EXTRA_MAX: usize = 64;
-
-/// Most threads whose requests were given up and that others stand in for.
-const STUCK_MAX: usize = 256;
-
-/// How long a thread waits for a request.
-const IDLE: Duration = Duration::from_secs(10);
 
 /// Why a file cannot be opened or read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -77,32 +69,8 @@ impl<T> Future for AwaitedRead<T> {
     }
 }
 
-/// Memory of chunks.
-#[derive(Default)]
-struct ChunkMemory(Box<[u8]>);
-
-impl Deref for ChunkMemory {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-impl DerefMut for ChunkMemory {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.0
-    }
-}
-
-impl RawMemory for ChunkMemory {
-    fn allocate(len: usize) -> Self {
-        Self(vec![0; len].into())
-    }
-}
-
 /// A chunk on its way to a client. Its memory is used again.
-struct ChunkBuffer(Buffer<ChunkMemory>);
+struct ChunkBuffer(Buffer<Vec<u8>>);
 
 impl AsRef<[u8]> for ChunkBuffer {
     fn as_ref(&self) -> &[u8] {
@@ -125,96 +93,58 @@ impl Drop for OpenedServed {
     }
 }
 
-/// The threads.
+/// The threads, and memory for what they read.
 struct ReadThreads {
-    pool: Pool<VecDeque<BoxedJob>>,
+    waiting: WaitingThreads,
     usual: usize,
-    counts: Mutex<ThreadCounts>,
     /// Jobs that ended.
     passed: AtomicU64,
-    buffers: BufferPool<ChunkMemory>,
+    buffers: BufferPool<Vec<u8>>,
+    last: Mutex<LastLook>,
 }
 
-/// Threads beyond the usual ones.
-#[derive(Debug)]
-struct ThreadCounts {
-    extra: usize,
-    stuck: usize,
-    /// Value of `passed` at the last look.
-    seen_passed: u64,
+/// What the last look found.
+struct LastLook {
+    passed: u64,
     trimmed: Instant,
 }
 
 impl ReadThreads {
     fn new(usual: usize) -> Self {
-        let options = PoolOptions { name: "ckfs-serve", threads_max: usual, idle: IDLE };
         let sizing = Sizing { memory_len: usize::next_power_of_two, lengths_max: 2 };
-        let counts = ThreadCounts { extra: 0, stuck: 0, seen_passed: 0, trimmed: Instant::now() };
         Self {
-            pool: Pool::of_closures(options),
+            waiting: WaitingThreads::new("ckfs-serve", usual),
             usual,
-            counts: Mutex::new(counts),
             passed: AtomicU64::new(0),
             buffers: BufferPool::new(sizing, SPARE_BYTES_MAX, Arc::default()),
+            last: Mutex::new(LastLook { passed: 0, trimmed: Instant::now() }),
         }
-    }
-
-    /// Has a job done. Dropped undone if there is no thread and the system starts none.
-    fn submit(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
-        let threads = Arc::clone(self);
-        self.pool.submit(move || {
-            job();
-            threads.passed.fetch_add(1, Ordering::Relaxed);
-        });
-        let refused = || {
-            self.pool.take_refused(|jobs, error| {
-                tracing::error!("cannot start a thread for a request: {error}");
-                jobs.pop_front()
-            })
-        };
-        while let Some(undone) = refused() {
-            drop(undone);
-        }
-    }
-
-    fn change(&self, change: impl FnOnce(&mut ThreadCounts)) {
-        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut counts);
-        self.pool.set_threads_max(self.usual + counts.extra + counts.stuck.min(STUCK_MAX));
     }
 }
 
 impl Handlers for ReadThreads {
     fn tend(&self, is_waiting: &dyn Fn() -> bool) -> bool {
-        let queued = self.pool.look(VecDeque::len);
-        let passed = self.passed.load(Ordering::Relaxed);
-        let mut had_requests = queued > 0;
-        let mut trims = false;
-        self.change(|counts| {
-            let seen = std::mem::replace(&mut counts.seen_passed, passed);
-            had_requests |= seen != passed;
-            if queued > 0 && seen == passed && is_waiting() {
-                counts.extra = (counts.extra + self.usual).min(EXTRA_MAX);
-            } else if queued == 0 {
-                counts.extra = 0;
-            }
-            trims = counts.trimmed.elapsed() >= TRIM_PERIOD;
-            if trims {
-                counts.trimmed = Instant::now();
-            }
-        });
-        if trims {
+        let (queued, passed) = (self.waiting.queued(), self.passed.load(Ordering::Relaxed));
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let seen = std::mem::replace(&mut last.passed, passed);
+        if queued > 0 && seen == passed && is_waiting() {
+            self.waiting.change_extra(|extra| (extra + self.usual).min(EXTRA_MAX));
+        } else if queued == 0 {
+            self.waiting.change_extra(|_| 0);
+        }
+        if last.trimmed.elapsed() >= TRIM_PERIOD {
+            last.trimmed = Instant::now();
             self.buffers.trim();
         }
-        had_requests
+        queued > 0 || seen != passed
     }
 
     fn mark_stuck(&self) {
-        self.change(|counts| counts.stuck += 1);
+        self.waiting.mark_stuck();
     }
 
     fn unmark_stuck(&self) {
-        self.change(|counts| counts.stuck -= 1);
+        self.waiting.unmark_stuck();
     }
 }
 
@@ -283,7 +213,8 @@ impl ServedReads {
         let (sender, receiver) = oneshot::channel();
         let mut pending = Pending::waiting(&self.fs, op, ino, requests, None, ResultSender(sender));
         let handlers: Arc<dyn Handlers> = Arc::<ReadThreads>::clone(&self.threads);
-        self.threads.submit(move || {
+        let threads = Arc::clone(&self.threads);
+        self.threads.waiting.submit(move || {
             pending.note_elsewhere(handlers);
             pending.attempt(|slot| {
                 let done = work()?;
@@ -292,6 +223,8 @@ impl ServedReads {
                 }
                 Ok(())
             });
+            drop(pending);
+            threads.passed.fetch_add(1, Ordering::Relaxed);
         });
         AwaitedRead(receiver)
     }

@@ -38,7 +38,7 @@ pub use open::{
 };
 pub use own_mount::advice as own_mount_advice;
 pub use requests::{
-    Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, Watchdog, panic_text, read_whole,
+    Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, WaitingThreads, Watchdog, panic_text, read_whole,
 };
 pub use service::{Service, open_alive};
 pub use wait_watch::{WaitWatch, wait_registry, watch};

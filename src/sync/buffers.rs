@@ -16,6 +16,12 @@ pub trait RawMemory: DerefMut<Target = [u8]> + Default + Send {
     fn allocate(len: usize) -> Self;
 }
 
+impl RawMemory for Vec<u8> {
+    fn allocate(len: usize) -> Self {
+        vec![0; len]
+    }
+}
+
 /// Which memory a pool makes for a buffer, and which it uses again.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizing {
@@ -242,12 +248,6 @@ mod tests {
 
     fn sizing() -> Sizing {
         Sizing { memory_len: |len| len.next_multiple_of(64), lengths_max: 4 }
-    }
-
-    impl RawMemory for Vec<u8> {
-        fn allocate(len: usize) -> Self {
-            vec![0; len]
-        }
     }
 
     fn model(test: fn()) {

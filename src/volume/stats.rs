@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ckfs_host::{budget::Budget, memory};
-use ckfs_read::{Counters, Engine, Path};
+use ckfs_read::{Counters, Engine, HeldBytes, Path};
 use ckfs_source::{DecodedChunks, Source, remote::LATENCY_BOUNDS_MS};
 use serde_json::{Map, Value, json};
 
@@ -62,18 +62,13 @@ pub(super) struct MetricRow {
 
 /// Memory in use now, by purpose: the label in the metrics, the key in `stats.json`, bytes. Mapped pages are those
 /// of all files, including the program's own.
-pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
-    let held = engine.held();
+pub fn held_rows(held: HeldBytes, decoded_chunks: u64) -> [(&'static str, &'static str, u64); 7] {
     [
         ("tiles", "tiles_bytes", held.tiles as u64),
         ("materialized", "materialized_bytes", held.materialized as u64),
         ("dropped", "dropped_bytes", held.dropped as u64),
         ("spare_buffers", "spare_buffers_bytes", held.spare_buffers as u64),
-        (
-            "decoded_chunks",
-            "decoded_chunks_bytes",
-            engine.checkpoint().source().chunks().map_or(0, DecodedChunks::held_bytes),
-        ),
+        ("decoded_chunks", "decoded_chunks_bytes", decoded_chunks),
         ("thread_buffers", "thread_buffers_bytes", held.thread_buffers as u64),
         ("mapped", "mapped_bytes", memory::resident().file_bytes),
     ]
@@ -88,6 +83,36 @@ pub(super) fn parts(budget: &Budget) -> [(&'static str, &'static str, u64); 5] {
         ("thread_buffers", "thread_buffers_bytes", budget.thread_buffers_bytes()),
         ("mapped", "mapped_bytes", budget.mapped_bytes.max(budget.revisit_window_bytes)),
     ]
+}
+
+/// What an engine holds now: see [`held_rows`].
+pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
+    held_rows(engine.held(), engine.checkpoint().source().chunks().map_or(0, DecodedChunks::held_bytes))
+}
+
+/// The memory that is held, that the kernel counts, and that may be held.
+pub fn memory_json(held: &[(&str, &str, u64)], shared_bytes: Option<u64>, budget: Option<&Budget>) -> Value {
+    let members = |rows: &[(&str, &str, u64)]| -> Map<String, Value> {
+        rows.iter().map(|(_, key, bytes)| ((*key).to_owned(), Value::from(*bytes))).collect()
+    };
+    let resident = memory::resident();
+    let mut all = json!({
+        "held": members(held),
+        "shared_bytes": shared_bytes,
+        "process": {
+            "rss_anon_bytes": resident.anonymous_bytes,
+            "rss_file_bytes": resident.file_bytes,
+            "rss_shmem_bytes": resident.shared_bytes,
+        },
+    });
+    if let Some(budget) = budget {
+        all["limit_bytes"] = budget.limit.bytes.into();
+        all["limit_origin"] = budget.limit.origin.to_string().into();
+        let mut parts = members(&parts(budget));
+        parts.insert("total_bytes".to_owned(), budget.total_bytes().into());
+        all["budget"] = parts.into();
+    }
+    all
 }
 
 /// Threads of pools and helpers now, by use. All others are there as long as the daemon.
@@ -187,30 +212,6 @@ impl Reported<'_> {
         rows
     }
 
-    fn memory(&self) -> Value {
-        let members = |rows: &[(&str, &str, u64)]| -> Map<String, Value> {
-            rows.iter().map(|(_, key, bytes)| ((*key).to_owned(), Value::from(*bytes))).collect()
-        };
-        let resident = memory::resident();
-        let mut all = json!({
-            "held": members(&held(self.engine)),
-            "shared_bytes": self.shared_bytes,
-            "process": {
-                "rss_anon_bytes": resident.anonymous_bytes,
-                "rss_file_bytes": resident.file_bytes,
-                "rss_shmem_bytes": resident.shared_bytes,
-            },
-        });
-        if let Some(budget) = self.budget {
-            all["limit_bytes"] = budget.limit.bytes.into();
-            all["limit_origin"] = budget.limit.origin.to_string().into();
-            let mut parts = members(&parts(budget));
-            parts.insert("total_bytes".to_owned(), budget.total_bytes().into());
-            all["budget"] = parts.into();
-        }
-        all
-    }
-
     fn ops(&self) -> Map<String, Value> {
         let row = |op: &RequestKind| {
             let row = self.metrics.op(*op);
@@ -256,7 +257,7 @@ impl Reported<'_> {
         let members = json!({
             "bytes_served": by_path(&|path| counters.served_bytes(path)),
             "bytes_fetched": by_path(&|path| counters.fetched_bytes(path)),
-            "memory": self.memory(),
+            "memory": memory_json(&held(self.engine), self.shared_bytes, self.budget),
             "threads_by_use": threads_by_use(),
             "latency_bounds_us": LATENCY_BOUNDS_US,
             "ops": self.ops(),

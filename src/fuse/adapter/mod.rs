@@ -25,7 +25,9 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use ckfs_service::{Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, Watchdog, read_whole};
+use ckfs_service::{
+    Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, WaitingThreads, Watchdog, read_whole,
+};
 use ckfs_volume::{
     Attr, BUFFER_BYTES, FsError, Handle, Ino, NodeKind, NodeScope, Nodes, Permission, Replied, RequestKind, Upkeep,
 };
@@ -41,10 +43,7 @@ use self::{
     replies::{Reply, ino},
     serving::{Opens, Serving},
 };
-use super::{
-    reply_data,
-    requests::{Dispatchers, Overflow},
-};
+use super::{reply_data, requests::Dispatchers};
 
 /// How long the kernel may cache answers: ten years, which it can express on every architecture.
 const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
@@ -107,12 +106,15 @@ struct Unplanned {
     xattrs: Arc<Requests<Reply<ReplyXattr>>>,
 }
 
+/// Threads that stand in for those that take requests, at most, not counting those whose requests were given up.
+const OVERFLOW_MAX: usize = 64;
+
 /// The threads that take requests, and those that stand in for them.
 struct Threads {
     dispatchers: Arc<Dispatchers>,
-    overflow: Overflow,
+    overflow: WaitingThreads,
     /// For requests into what is not planned yet. Apart, so that they never keep a thread from reads that wait for nothing.
-    planning: Overflow,
+    planning: WaitingThreads,
 }
 
 impl Handlers for Threads {
@@ -139,7 +141,8 @@ impl KernelAdapter {
     pub(super) fn new(fs: Arc<dyn Upkeep>, passthrough: bool, threads: usize) -> io::Result<Self> {
         let (reads, opens) = (Arc::default(), Arc::default());
         let dispatchers = Arc::new(Dispatchers::new(threads));
-        let threads = Arc::new(Threads { dispatchers, overflow: Overflow::default(), planning: Overflow::default() });
+        let waiting = || WaitingThreads::new("ckfs-overflow", OVERFLOW_MAX);
+        let threads = Arc::new(Threads { dispatchers, overflow: waiting(), planning: waiting() });
         let handlers: Arc<dyn Handlers> = Arc::<Threads>::clone(&threads);
         let mut watchdog = Watchdog::new(&fs, handlers);
         watchdog.watch(RequestKind::Read, &reads);

@@ -2,4 +2,4 @@
 
 mod spare;
 
-pub(super) use spare::{Dispatchers, Overflow};
+pub(super) use spare::Dispatchers;

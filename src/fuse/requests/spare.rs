@@ -4,22 +4,18 @@
 //! gives no answer, no thread reads requests, and the whole mount hangs with one file. So there is one thread more than asked
 //! for. Usually this thread is parked: with one thread too many, small reads lose a few percent, since the kernel wakes another
 //! thread for each. The spare thread is called when all others have been inside requests for a while and one waits for
-//! storage. It then reads requests and passes those that may wait to the [`Overflow`], until another thread comes back. The
+//! storage. It then reads requests and passes those that may wait to others ([`WaitingThreads`]), until another thread comes back. The
 //! thread that ends a request next is parked in its place.
 //!
 //! A parked thread cannot see that the mount has ended. A thread that reads sees it, ends, and reports it here.
 
 use std::{
     cell::RefCell,
-    collections::VecDeque,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
-    time::Duration,
 };
-
-use ckfs_sync::{BoxedJob, Pool, PoolOptions};
 
 #[derive(Debug, Default)]
 struct Parked {
@@ -150,63 +146,6 @@ impl Dispatchers {
     }
 }
 
-/// Threads of the overflow at most, not counting those whose requests were given up.
-const OVERFLOW_MAX: usize = 64;
-
-/// Threads whose requests were given up and that others stand in for, at most. Programs can be killed and started again without
-/// end while storage gives no answer.
-const STUCK_MAX: usize = 256;
-
-/// How long such a thread waits for a request.
-const OVERFLOW_IDLE: Duration = Duration::from_secs(10);
-
-/// Handles requests that no thread of fuser should wait for, each in a thread, which are started when needed. More requests
-/// than threads wait in a queue.
-pub(crate) struct Overflow {
-    pool: Pool<VecDeque<BoxedJob>>,
-    /// Threads that wait for storage although their request was answered.
-    stuck: Mutex<usize>,
-}
-
-impl Default for Overflow {
-    fn default() -> Self {
-        let options = PoolOptions { name: "ckfs-overflow", threads_max: OVERFLOW_MAX, idle: OVERFLOW_IDLE };
-        Self { pool: Pool::of_closures(options), stuck: Mutex::default() }
-    }
-}
-
-impl Overflow {
-    /// Has a job done. Dropped undone if there is no thread and the system starts none.
-    pub(crate) fn submit(&self, job: impl FnOnce() + Send + 'static) {
-        self.pool.submit(job);
-        let refused = || {
-            self.pool.take_refused(|jobs, error| {
-                tracing::error!("cannot start a thread for a request: {error}");
-                jobs.pop_front()
-            })
-        };
-        while let Some(undone) = refused() {
-            drop(undone);
-        }
-    }
-
-    /// Notes that a thread's request was given up: another may stand in for it.
-    pub(crate) fn mark_stuck(&self) {
-        self.change_stuck(|stuck| stuck + 1);
-    }
-
-    /// Notes that such a thread is back.
-    pub(crate) fn unmark_stuck(&self) {
-        self.change_stuck(|stuck| stuck - 1);
-    }
-
-    fn change_stuck(&self, change: impl FnOnce(usize) -> usize) {
-        let mut stuck = self.stuck.lock().unwrap_or_else(PoisonError::into_inner);
-        *stuck = change(*stuck);
-        self.pool.set_threads_max(OVERFLOW_MAX + (*stuck).min(STUCK_MAX));
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::{sync::mpsc, thread};
@@ -261,30 +200,5 @@ mod tests {
         go.send(()).unwrap();
         first.join().unwrap();
         second.join().unwrap();
-    }
-
-    #[test]
-    fn jobs_that_wait_do_not_keep_others_and_what_is_lost_is_replaced() {
-        let overflow = Arc::new(Overflow::default());
-        let (tell, told) = mpsc::channel();
-        let gate = Arc::new(Mutex::new(()));
-        let closed = gate.lock().unwrap();
-        for _ in 0..OVERFLOW_MAX {
-            let (tell, gate) = (tell.clone(), Arc::clone(&gate));
-            overflow.submit(move || {
-                tell.send("begun").unwrap();
-                drop(gate.lock());
-            });
-        }
-        for _ in 0..OVERFLOW_MAX {
-            assert_eq!(told.recv_timeout(SOON), Ok("begun"));
-        }
-        let other = tell.clone();
-        overflow.submit(move || other.send("queued").unwrap());
-        told.recv_timeout(Duration::from_millis(20)).unwrap_err();
-        overflow.mark_stuck();
-        assert_eq!(told.recv_timeout(SOON), Ok("queued"));
-        overflow.unmark_stuck();
-        drop(closed);
     }
 }

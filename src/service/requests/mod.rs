@@ -1,17 +1,13 @@
 //! Requests that wait for bytes, whatever way they come in: each is answered once, in time, and counted.
 
-mod client;
-mod handlers;
 mod heartbeat;
 mod pending;
-mod read_whole;
 mod table;
+mod waiting_threads;
 mod watchdog;
 
-pub use client::Client;
-pub use handlers::Handlers;
 pub use heartbeat::Heartbeat;
-pub use pending::{Pending, Refuse, ReplySlot, panic_text};
-pub use read_whole::read_whole;
-pub use table::Requests;
+pub use pending::{Pending, Refuse, ReplySlot, panic_text, read_whole};
+pub use table::{Client, Requests};
+pub use waiting_threads::{Handlers, WaitingThreads};
 pub use watchdog::Watchdog;

@@ -14,10 +14,9 @@ use std::{
 use ckfs_volume::{RequestKind, Upkeep};
 
 use super::{
-    client::is_killed,
-    handlers::Handlers,
     pending::Refuse,
-    table::{Expired, Requests},
+    table::{Expired, Requests, is_killed},
+    waiting_threads::Handlers,
 };
 
 /// Time between two turns while there are requests, and otherwise.

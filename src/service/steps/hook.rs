@@ -36,8 +36,10 @@ struct HookResult {
     took: Duration,
 }
 
-#[derive(Debug, Default)]
-struct HookState {
+/// What a hook has done, and does.
+#[derive(Clone, Debug, Default)]
+pub(super) struct HookState {
+    command: String,
     waiting: VecDeque<u64>,
     running: Option<(u64, SystemTime)>,
     results: VecDeque<HookResult>,
@@ -79,23 +81,9 @@ impl StepPlace {
 
 /// The thread that runs the command, until this is dropped. A command that runs then is ended too: its files are gone.
 #[derive(Debug)]
-pub(super) struct Hook {
-    command: String,
-    shared: Arc<HookShared>,
-}
+pub(super) struct Hook(Arc<HookShared>);
 
-/// What a hook has done.
-#[derive(Clone, Debug)]
-pub(super) struct HookReport {
-    command: String,
-    waiting: usize,
-    running: Option<(u64, SystemTime)>,
-    results: Vec<HookResult>,
-    succeeded: u64,
-    failed: u64,
-}
-
-impl HookReport {
+impl HookState {
     pub(super) fn to_json(&self) -> Value {
         let result = |result: &HookResult| {
             json!({
@@ -108,7 +96,7 @@ impl HookReport {
         };
         json!({
             "command": self.command,
-            "waiting": self.waiting,
+            "waiting": self.waiting.len(),
             "running": self.running.map(|(step, since)| json!({"step": step, "since": utc(since)})),
             "succeeded": self.succeeded,
             "failed": self.failed,
@@ -129,39 +117,32 @@ impl Hook {
     /// The system starts no thread.
     pub(super) fn start(command: &str, place: StepPlace) -> io::Result<Self> {
         let shared = Arc::<HookShared>::default();
+        command.clone_into(&mut shared.lock().command);
         let (working, run) = (Arc::clone(&shared), command.to_owned());
         thread::Builder::new().name("ckfs-on-step".to_owned()).spawn(move || work(&working, &run, &place))?;
-        Ok(Self { command: command.to_owned(), shared })
+        Ok(Self(shared))
     }
 
     /// Has the command run for a step.
     pub(super) fn add(&self, step: u64) {
-        let mut state = self.shared.lock();
+        let mut state = self.0.lock();
         if state.waiting.len() >= WAITING_MAX {
             state.waiting.pop_front();
         }
         state.waiting.push_back(step);
         drop(state);
-        self.shared.changed.notify_all();
+        self.0.changed.notify_all();
     }
 
-    pub(super) fn report(&self) -> HookReport {
-        let state = self.shared.lock();
-        HookReport {
-            command: self.command.clone(),
-            waiting: state.waiting.len(),
-            running: state.running,
-            results: state.results.iter().cloned().collect(),
-            succeeded: state.succeeded,
-            failed: state.failed,
-        }
+    pub(super) fn report(&self) -> HookState {
+        self.0.lock().clone()
     }
 }
 
 impl Drop for Hook {
     fn drop(&mut self) {
-        self.shared.lock().has_ended = true;
-        self.shared.changed.notify_all();
+        self.0.lock().has_ended = true;
+        self.0.changed.notify_all();
     }
 }
 

@@ -10,7 +10,6 @@ use std::{
 use ckfs_config::Config;
 use ckfs_source::WaitRegistry;
 use ckfs_volume::{FsError, NoPassthrough, OnChange, Upkeep, Volume, VolumeOptions};
-use serde_json::Value;
 
 use super::{
     super::{chunk_memory, error::OpenError, open, requests::panic_text, wait_watch::wait_registry},
@@ -285,7 +284,7 @@ impl Run {
     /// closed then, and their storage may not answer.
     pub(super) fn part_with(&self, volume: Arc<Volume>) {
         volume.on_change(None);
-        add_numbers(&mut lock(&self.retired), &Value::Object(volume.statistics()));
+        add_numbers(&mut lock(&self.retired), &volume.statistics());
         lock(&self.parted).push(volume);
         self.drop_parted();
     }

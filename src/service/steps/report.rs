@@ -4,7 +4,7 @@ use std::sync::{PoisonError, atomic::Ordering};
 
 use ckfs_host::memory;
 use ckfs_source::{DecodedChunks, calendar::utc};
-use ckfs_volume::{MetricText, RequestKind};
+use ckfs_volume::{MetricText, RequestKind, Volume, held_rows, memory_json};
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -45,22 +45,18 @@ const SUMS: [&str; 22] = [
 ];
 
 /// Adds the sums of a volume to others.
-pub(super) fn add_numbers(sums: &mut Map<String, Value>, statistics: &Value) {
-    for name in SUMS {
-        match &statistics[name] {
-            Value::Number(number) => {
-                let before = sums.get(name).and_then(Value::as_u64).unwrap_or(0);
-                sums.insert(name.to_owned(), (before.saturating_add(number.as_u64().unwrap_or(0))).into());
-            }
-            Value::Object(members) => {
-                let of = sums.entry(name).or_insert_with(|| Value::Object(Map::new()));
-                for (member, value) in members {
-                    let before = of[member].as_u64().unwrap_or(0);
-                    of[member] = before.saturating_add(value.as_u64().unwrap_or(0)).into();
-                }
-            }
-            Value::Null | Value::Bool(_) | Value::String(_) | Value::Array(_) => {}
-        }
+pub(super) fn add_numbers(sums: &mut Map<String, Value>, statistics: &Map<String, Value>) {
+    for (name, value) in SUMS.iter().filter_map(|name| Some((*name, statistics.get(*name)?))) {
+        add(sums.entry(name).or_insert(Value::Null), value);
+    }
+}
+
+/// Adds a number, or each member of an object.
+fn add(sum: &mut Value, value: &Value) {
+    if let Value::Object(members) = value {
+        members.iter().for_each(|(name, value)| add(&mut sum[name], value));
+    } else {
+        *sum = sum.as_u64().unwrap_or(0).saturating_add(value.as_u64().unwrap_or(0)).into();
     }
 }
 
@@ -71,10 +67,7 @@ impl RunState {
         let looked = self.looked.read().unwrap_or_else(PoisonError::into_inner).clone();
         let row = |step: &super::settle::ListedStep| {
             let slot = listed.iter().find(|slot| slot.step.is_same(step));
-            let error = slot.and_then(|slot| match slot.content()? {
-                StepContent::Failed(failed) => Some(failed.message.clone()),
-                StepContent::Volume(_) => None,
-            });
+            let error = slot.and_then(|slot| slot.content()?.volume().err().map(str::to_owned));
             json!({
                 "step": step.number,
                 "path": slot.map(|slot| slot.step.number.to_string()),
@@ -103,7 +96,7 @@ impl RunState {
     fn sums(&self) -> Map<String, Value> {
         let mut sums = lock(&self.retired).clone();
         for (_, volume) in self.volumes() {
-            add_numbers(&mut sums, &Value::Object(volume.statistics()));
+            add_numbers(&mut sums, &volume.statistics());
         }
         sums
     }
@@ -173,7 +166,8 @@ impl RunState {
     fn steps_in_numbers(&self) -> Map<String, Value> {
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         let slots = self.slots.all();
-        let failed = slots.iter().filter(|slot| matches!(slot.content(), Some(StepContent::Failed(_)))).count();
+        let failed =
+            slots.iter().filter(|slot| slot.content().is_some_and(|content| content.volume().is_err())).count();
         let unfinished = self.looked.read().unwrap_or_else(PoisonError::into_inner);
         let unfinished = unfinished.iter().filter(|step| step.unfinished.is_some()).count();
         let counts = &self.counts;
@@ -197,38 +191,9 @@ impl RunState {
 
     /// The memory of all steps together.
     fn memory(&self) -> Value {
-        let (held, resident, budget) = (self.rooms.held(), memory::resident(), &self.budget);
-        let chunks = self
-            .volumes()
-            .into_iter()
-            .filter_map(|(_, volume)| volume.engine().checkpoint().source().chunks().map(DecodedChunks::held_bytes));
-        json!({
-            "held": {
-                "tiles_bytes": held.tiles,
-                "materialized_bytes": held.materialized,
-                "dropped_bytes": held.dropped,
-                "spare_buffers_bytes": held.spare_buffers,
-                "decoded_chunks_bytes": chunks.sum::<u64>(),
-                "thread_buffers_bytes": held.thread_buffers,
-                "mapped_bytes": resident.file_bytes,
-            },
-            "shared_bytes": null,
-            "process": {
-                "rss_anon_bytes": resident.anonymous_bytes,
-                "rss_file_bytes": resident.file_bytes,
-                "rss_shmem_bytes": resident.shared_bytes,
-            },
-            "limit_bytes": budget.limit.bytes,
-            "limit_origin": budget.limit.origin.to_string(),
-            "budget": {
-                "cache_bytes": budget.cache_bytes,
-                "spare_buffers_bytes": budget.spare_buffer_bytes,
-                "decoded_chunks_bytes": budget.decoded_bytes,
-                "thread_buffers_bytes": budget.thread_buffers_bytes(),
-                "mapped_bytes": budget.mapped_bytes.max(budget.revisit_window_bytes),
-                "total_bytes": budget.total_bytes(),
-            },
-        })
+        let chunks = |volume: &Volume| volume.engine().checkpoint().source().chunks().map(DecodedChunks::held_bytes);
+        let chunks = self.volumes().iter().filter_map(|(_, volume)| chunks(volume)).sum();
+        memory_json(&held_rows(self.rooms.held(), chunks), None, Some(&self.budget))
     }
 
     fn ops(&self) -> Map<String, Value> {

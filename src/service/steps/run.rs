@@ -25,7 +25,7 @@ use serde_json::{Map, Value};
 
 use super::{
     super::{error::OpenError, open, wait_watch::wait_registry},
-    hook::{Hook, HookReport},
+    hook::{Hook, HookState},
     settle::{self, ListedStep, Settling},
     slot::Slot,
     slots::Slots,
@@ -240,7 +240,7 @@ impl RunState {
     }
 
     /// What the hook has done so far.
-    pub(super) fn hook_report(&self) -> Option<HookReport> {
+    pub(super) fn hook_report(&self) -> Option<HookState> {
         lock(&self.hook).as_ref().map(Hook::report)
     }
 

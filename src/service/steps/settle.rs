@@ -57,6 +57,18 @@ pub struct ListedStep {
 }
 
 impl ListedStep {
+    fn new(step: &FoundStep, directory: &StepDirectory, measure: Option<Measure>, unfinished: Option<String>) -> Self {
+        let FoundStep { number, name, kind, .. } = step;
+        Self {
+            number: *number,
+            name: name.clone(),
+            kind: *kind,
+            source: directory.source_of(step),
+            measure,
+            unfinished,
+        }
+    }
+
     /// Whether two are of one directory in one state.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         let stamp = |step: &Self| step.measure.as_ref().map(|measure| measure.stamp);
@@ -79,14 +91,19 @@ impl ListedStep {
 /// What is known of a step that was found earlier.
 #[derive(Debug)]
 struct Seen {
-    stamp: Option<u64>,
-    /// Since when the stamp is this.
+    measure: Option<Measure>,
+    /// Since when that has this stamp.
     since: Instant,
     /// Found finished in this state.
     is_finished: bool,
     /// The last attempt to open it, and why it failed.
     attempt: Option<(Instant, String)>,
-    measure: Option<Measure>,
+}
+
+impl Seen {
+    fn new(since: Instant, measure: Option<Measure>) -> Self {
+        Self { measure, since, is_finished: false, attempt: None }
+    }
 }
 
 /// The steps of a run over several looks.
@@ -160,14 +177,7 @@ impl Settling {
         for (step, measured) in found.steps.iter().zip(measures).rev() {
             let unfinished = self.judge(step, measured, &mut left, wants_again(&mut again)).err();
             let measure = self.seen.get(&step.name).and_then(|seen| seen.measure.clone());
-            steps.push(ListedStep {
-                number: step.number,
-                name: step.name.clone(),
-                kind: step.kind,
-                source: self.directory.source_of(step),
-                measure,
-                unfinished,
-            });
+            steps.push(ListedStep::new(step, &self.directory, measure, unfinished));
         }
         steps.reverse();
         Ok(Look { steps, found, again })
@@ -200,25 +210,13 @@ impl Settling {
                 }
             };
         };
-        let seen = self.seen.entry(step.name.clone()).or_insert_with(|| Seen {
-            stamp: None,
-            since: now,
-            is_finished: false,
-            attempt: None,
-            measure: None,
-        });
+        let seen = self.seen.entry(step.name.clone()).or_insert_with(|| Seen::new(now, None));
         // Files that others add to a finished step are no part of it.
         if seen.is_finished && seen.measure.as_ref().is_some_and(|earlier| measure.contains(earlier)) {
             return Ok(());
         }
-        if seen.stamp != Some(measure.stamp) {
-            *seen = Seen {
-                stamp: Some(measure.stamp),
-                since: now,
-                is_finished: false,
-                attempt: None,
-                measure: Some(measure.clone()),
-            };
+        if seen.measure.as_ref().map(|earlier| earlier.stamp) != Some(measure.stamp) {
+            *seen = Seen::new(now, Some(measure.clone()));
         }
         let silent = silent(seen.since, &measure, now, self.has_own_clock);
         if silent < quiet {
@@ -316,16 +314,12 @@ pub fn listed_steps(config: &Config, waits: &Arc<WaitRegistry>) -> Result<Vec<Li
     let source = config.source.clone().unwrap_or_default();
     let failed = |error| OpenError::Checkpoint { source_name: source, error };
     let (found, measures) = directory.list_some(&|_| true).map_err(failed)?;
-    let listed = |(step, measure): (&FoundStep, Option<Measure>)| ListedStep {
-        number: step.number,
-        name: step.name.clone(),
-        kind: step.kind,
-        source: directory.source_of(step),
-        measure,
-        unfinished: match &step.state {
+    let listed = |(step, measure): (&FoundStep, Option<Measure>)| {
+        let unfinished = match &step.state {
             StepState::Complete | StepState::Unmarked => None,
             StepState::Unfinished(reason) => Some(reason.clone()),
-        },
+        };
+        ListedStep::new(step, &directory, measure, unfinished)
     };
     Ok(found.steps.iter().zip(measures).map(listed).collect())
 }
