@@ -16,8 +16,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::{
-    cleanup::Cleanup,
-    doctor,
+    doctor::{self, Cleanup},
     flags::{LogFlags, LoggingFlags},
     mount, output,
     verify::{Amount, verify_mount},

@@ -14,7 +14,7 @@ use std::{
 use anyhow::{Context, anyhow, ensure};
 use ckfs_checkpoint::hub_cache_directory;
 use ckfs_format::safetensors::write_header;
-use ckfs_fuse::{MountEntry, MountError, ckfs_mounts};
+use ckfs_fuse::{MountEntry, MountError, UnmountOptions, ckfs_mounts, unmount};
 use ckfs_host::limits::may_administer;
 use ckfs_plan::report::human_bytes;
 use ckfs_source::page_size::page_bytes;
@@ -25,8 +25,7 @@ use nix::{sys::utsname::uname, unistd::geteuid};
 use serde_json::{Value, json};
 
 use super::{
-    cleanup::Cleanup,
-    mount, output,
+    mount, open, output,
     status::{MountHealth, probe},
 };
 
@@ -188,6 +187,38 @@ fn rights() -> Vec<Check> {
     };
     checks.push(check("allow_other", state, found, "put user_allow_other into /etc/fuse.conf to use --allow-other"));
     checks
+}
+
+/// Removes a directory with a checkpoint in `model/` and a mount on `mnt/`, unless `keep` is set.
+pub(super) struct Cleanup {
+    pub(super) directory: PathBuf,
+    pub(super) mounted: bool,
+    pub(super) keep: bool,
+}
+
+impl Cleanup {
+    pub(super) fn run(&mut self) -> anyhow::Result<()> {
+        if self.mounted && !self.keep {
+            let options = UnmountOptions { wait: Duration::from_secs(5), ..UnmountOptions::default() };
+            unmount(&self.directory.join("mnt"), options)?;
+            self.mounted = false;
+        }
+        if !self.keep && self.directory.exists() {
+            // A recursive removal must never enter a mount: it runs only after the unmount.
+            fs::remove_dir(self.directory.join("mnt")).context("mnt")?;
+            fs::remove_dir_all(self.directory.join("model")).context("model")?;
+            fs::remove_dir(&self.directory).with_context(|| self.directory.display().to_string())?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Cleanup {
+    fn drop(&mut self) {
+        if let Err(error) = self.run() {
+            open::warn("cleaning up", &error);
+        }
+    }
 }
 
 /// A small checkpoint for a trial, removed in the end.

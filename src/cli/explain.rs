@@ -286,66 +286,52 @@ fn encoder_word(encoding: &EncodedMatrices) -> String {
 fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
     let of = |view: &View| expression(checkpoint, view);
     let list = |views: &[View]| views.iter().map(of).collect::<Value>();
-    let shape = view.shape().extents();
-    match view.op() {
-        Op::Source(tensor) => json!({"op": "source", "tensor": checkpoint.tensor(tensor.id).name, "shape": shape}),
-        Op::Mosaic(mosaic) => json!({
-            "op": "mosaic",
-            "tensor": checkpoint.tensor(mosaic.id()).name,
-            "boxes": mosaic.boxes().len(),
-            "shape": shape,
-        }),
-        Op::Fill(element) => json!({"op": "fill", "dtype": element.dtype().code(), "shape": shape}),
+    let (name, dtype) = (|tensor: TensorId| checkpoint.tensor(tensor).name, view.dtype().code());
+    let (mut row, operands) = match view.op() {
+        Op::Source(tensor) => (json!({"op": "source", "tensor": name(tensor.id)}), Value::Null),
+        Op::Mosaic(mosaic) => {
+            (json!({"op": "mosaic", "tensor": name(mosaic.id()), "boxes": mosaic.boxes().len()}), Value::Null)
+        }
+        Op::Fill(element) => (json!({"op": "fill", "dtype": element.dtype().code()}), Value::Null),
         Op::Slice { of: operand, axis, start, stop, step } => {
-            json!({"op": "slice", "axis": axis, "start": start, "stop": stop, "step": step, "shape": shape, "of": of(operand)})
+            (json!({"op": "slice", "axis": axis, "start": start, "stop": stop, "step": step}), of(operand))
         }
         Op::Gather { of: operand, axis, runs } => {
             let runs: Vec<Value> = runs.iter().map(|run| json!([run.first, run.step, run.count])).collect();
-            json!({"op": "gather", "axis": axis, "runs": runs, "shape": shape, "of": of(operand)})
+            (json!({"op": "gather", "axis": axis, "runs": runs}), of(operand))
         }
-        Op::Transpose { of: operand, axes } => {
-            json!({"op": "transpose", "axes": axes, "shape": shape, "of": of(operand)})
-        }
-        Op::Reshape { of: operand } => json!({"op": "reshape", "shape": shape, "of": of(operand)}),
-        Op::Stack { of: operands, axis } => json!({"op": "stack", "axis": axis, "shape": shape, "of": list(operands)}),
-        Op::Concat { of: operands, axis } => {
-            json!({"op": "concat", "axis": axis, "shape": shape, "of": list(operands)})
-        }
+        Op::Transpose { of: operand, axes } => (json!({"op": "transpose", "axes": axes}), of(operand)),
+        Op::Reshape { of: operand } => (json!({"op": "reshape"}), of(operand)),
+        Op::Stack { of: operands, axis } => (json!({"op": "stack", "axis": axis}), list(operands)),
+        Op::Concat { of: operands, axis } => (json!({"op": "concat", "axis": axis}), list(operands)),
         Op::Pad { of: operand, axis, before, after } => {
-            json!({"op": "pad", "axis": axis, "before": before, "after": after, "shape": shape, "of": of(operand)})
+            (json!({"op": "pad", "axis": axis, "before": before, "after": after}), of(operand))
         }
-        Op::Cast { of: operand } => {
-            json!({"op": "cast", "dtype": view.dtype().code(), "shape": shape, "of": of(operand)})
-        }
+        Op::Cast { of: operand } => (json!({"op": "cast", "dtype": dtype}), of(operand)),
         Op::Multiply { of: operand, factor, flush } => {
-            json!({"op": "multiply", "factor": factor, "flush": flush, "dtype": view.dtype().code(), "shape": shape, "of": of(operand)})
+            (json!({"op": "multiply", "factor": factor, "flush": flush, "dtype": dtype}), of(operand))
         }
-        Op::Add { of: operand, addend } => {
-            json!({"op": "add", "addend": addend, "dtype": view.dtype().code(), "shape": shape, "of": of(operand)})
-        }
-        Op::Exp { of: operand } => {
-            json!({"op": "exp", "dtype": view.dtype().code(), "shape": shape, "of": of(operand)})
-        }
-        Op::Sum { of: operands } => {
-            json!({"op": "add", "dtype": view.dtype().code(), "shape": shape, "of": list(operands)})
-        }
+        Op::Add { of: operand, addend } => (json!({"op": "add", "addend": addend, "dtype": dtype}), of(operand)),
+        Op::Exp { of: operand } => (json!({"op": "exp", "dtype": dtype}), of(operand)),
+        Op::Sum { of: operands } => (json!({"op": "add", "dtype": dtype}), list(operands)),
         Op::Product { of: operands, flush } => {
-            json!({"op": "multiply", "flush": flush, "dtype": view.dtype().code(), "shape": shape, "of": list(operands)})
+            (json!({"op": "multiply", "flush": flush, "dtype": dtype}), list(operands))
         }
-        Op::Encoded { of: encoding, part } => json!({
-            "op": "encode",
-            "part": part.word(),
-            "encoder": encoder_word(encoding),
-            "dtype": view.dtype().code(),
-            "shape": shape,
-            "of": of(encoding.input()),
-        }),
+        Op::Encoded { of: encoding, part } => {
+            let encoder = encoder_word(encoding);
+            (json!({"op": "encode", "part": part.word(), "encoder": encoder, "dtype": dtype}), of(encoding.input()))
+        }
         Op::Quantized(value) => {
             let mut tensors = Vec::new();
-            value.for_each_operand(&mut |operand| tensors.push(json!(checkpoint.tensor(operand.tensor.id).name)));
-            json!({"op": "decode", "tensors": tensors, "dtype": view.dtype().code(), "shape": shape})
+            value.for_each_operand(&mut |operand| tensors.push(json!(name(operand.tensor.id))));
+            (json!({"op": "decode", "tensors": tensors, "dtype": dtype}), Value::Null)
         }
+    };
+    row["shape"] = json!(view.shape().extents());
+    if !operands.is_null() {
+        row["of"] = operands;
     }
+    row
 }
 
 // Writing to a string cannot fail: the results of `writeln!` below are ignored.

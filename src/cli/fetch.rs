@@ -53,16 +53,7 @@ impl FetchCommand {
         let needs = needs(&checkpoint, &plans)?;
         let (Some(before), Some(remote)) = (needs, checkpoint.source().remote()) else {
             if self.json {
-                return output::print_json(&json!({
-                    "source": label,
-                    "is_local": true,
-                    "needed_bytes": 0,
-                    "fetched_bytes": 0,
-                    "cached_bytes": 0,
-                    "requests": 0,
-                    "part_files": 0,
-                    "shared": [],
-                }));
+                return print_fetched(label, true, [0; 5], &[]);
             }
             return output::print(&format!("{label}: its files are on this machine; there is nothing to fetch\n"));
         };
@@ -95,16 +86,8 @@ impl FetchCommand {
         let cached = before.spanned_bytes.saturating_sub(before.absent_bytes);
         let requests = remote.counters().requests.load(Ordering::Relaxed);
         if self.json {
-            return output::print_json(&json!({
-                "source": label,
-                "is_local": false,
-                "needed_bytes": before.needed_bytes,
-                "fetched_bytes": before.absent_bytes,
-                "cached_bytes": cached,
-                "requests": requests,
-                "part_files": parts,
-                "shared": shared,
-            }));
+            let numbers = [before.needed_bytes, before.absent_bytes, cached, requests, parts as u64];
+            return print_fetched(label, false, numbers, &shared);
         }
         output::print(&format!(
             "{label}: {} needed; {} fetched in {requests} requests, {} were in the cache\n",
@@ -122,6 +105,19 @@ impl FetchCommand {
         }
         Ok(())
     }
+}
+
+/// Prints the bytes that are needed, were fetched and were cached, and the numbers of requests and of files that are here in part.
+fn print_fetched(
+    label: &str,
+    is_local: bool,
+    [needed, fetched, cached, requests, parts]: [u64; 5],
+    shared: &[PathBuf],
+) -> anyhow::Result<()> {
+    output::print_json(&json!({
+        "source": label, "is_local": is_local, "needed_bytes": needed, "fetched_bytes": fetched, "cached_bytes": cached,
+        "requests": requests, "part_files": parts, "shared": shared,
+    }))
 }
 
 /// The result of `--hf-cache share`.

@@ -1,4 +1,4 @@
-//! `ckfs man`: manual pages, made from the same declarations as the help.
+//! `ckfs man` and `ckfs completions`: manual pages, and scripts for shells, made from the same declarations as the help.
 
 use std::{
     fs,
@@ -6,10 +6,20 @@ use std::{
 };
 
 use anyhow::Context;
-use clap::Args;
+use clap::{Args, ValueEnum};
+use clap_complete::aot::{Shell, generate};
 use clap_mangen::Man;
 
-use super::{command_groups::COMMAND_GROUPS, output};
+use super::output;
+
+/// The commands by what they are for, as `ckfs --help` lists them.
+pub(super) const COMMAND_GROUPS: [(&str, &[&str]); 5] = [
+    ("Mount", &["mount", "run", "umount", "status", "restart", "serve"]),
+    ("Look", &["plan", "explain", "cat"]),
+    ("Move", &["export", "fetch", "cache"]),
+    ("Trust", &["verify", "sums"]),
+    ("Host", &["doctor", "metrics", "demo", "completions", "man", "help"]),
+];
 
 /// The page of the program's other name. It is in section 8, where mount(8) and its helpers are.
 const HELPER: (&str, &str) = ("mount.ckfs.8", ".so man1/ckfs-mount.1\n");
@@ -132,6 +142,47 @@ fn notes(text: &str) -> String {
     section + ".fi\n"
 }
 
+/// Shells for which completions are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Of {
+    Bash,
+    Zsh,
+    Fish,
+}
+
+/// Prints completions for a shell.
+///
+/// They complete commands, flags and the words that a flag takes. The packages of ckfs install them; after `cargo
+/// install` they go to a place of yours.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs completions bash > ~/.local/share/bash-completion/completions/ckfs
+  ckfs completions fish > ~/.config/fish/completions/ckfs.fish
+  ckfs completions zsh > ~/.zfunc/_ckfs     with ~/.zfunc in zsh's fpath")]
+pub(super) struct Completions {
+    /// The shell.
+    shell: Of,
+}
+
+impl Completions {
+    /// Prints the completions of the program's command line, `command`.
+    pub(super) fn run(&self, mut command: clap::Command) -> anyhow::Result<()> {
+        output::print(&script(self.shell, &mut command)?)
+    }
+}
+
+fn script(shell: Of, command: &mut clap::Command) -> anyhow::Result<String> {
+    let shell = match shell {
+        Of::Bash => Shell::Bash,
+        Of::Zsh => Shell::Zsh,
+        Of::Fish => Shell::Fish,
+    };
+    let mut text = Vec::new();
+    generate(shell, command, "ckfs", &mut text);
+    Ok(String::from_utf8(text)?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -197,5 +248,17 @@ mod tests {
         fs::write(&file, "").unwrap();
         let refused = Manual { dir: Some(file.clone()) }.run(command()).unwrap_err();
         assert!(format!("{refused:#}").contains("file"), "{refused:#}");
+    }
+
+    #[test]
+    fn each_shell_gets_its_own_script_with_commands_and_flags() {
+        for (shell, sign) in
+            [(Of::Bash, "complete -F _ckfs"), (Of::Zsh, "#compdef ckfs"), (Of::Fish, "complete -c ckfs")]
+        {
+            let text = script(shell, &mut command()).unwrap();
+            for part in [sign, "mount", "mesh"] {
+                assert!(text.contains(part), "{shell:?}, {part}: {text}");
+            }
+        }
     }
 }

@@ -8,9 +8,6 @@
 
 mod cache;
 mod cat;
-mod cleanup;
-mod command_groups;
-mod completions;
 mod demo;
 mod doctor;
 mod explain;
@@ -18,7 +15,6 @@ mod export;
 mod fetch;
 mod flags;
 mod hint;
-mod kernel_copy;
 mod last_mount;
 mod man;
 mod meant;
@@ -33,12 +29,10 @@ mod restart;
 mod run;
 #[cfg(feature = "serve")]
 mod serve;
-mod stall_exit;
 mod status;
 mod steps;
 mod sums;
 mod tree;
-mod umount;
 mod verify;
 
 use std::{ffi::OsString, fmt::Write as _, path::Path, process::ExitCode, thread};
@@ -51,8 +45,8 @@ use ckfs_source::remote::url_schemes;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, error::ErrorKind};
 use tracing_subscriber::{EnvFilter, filter::ParseError};
 
-use command_groups::COMMAND_GROUPS;
 use flags::LogFlags;
+use man::COMMAND_GROUPS;
 use output::{AlreadyReported, Closed, Usage};
 
 /// Mounts Hugging Face safetensors repositories as virtual, sharded views.
@@ -93,7 +87,7 @@ enum Command {
     #[cfg(feature = "serve")]
     Serve(Box<serve::Serve>),
     #[command(visible_alias = "unmount")]
-    Umount(umount::Umount),
+    Umount(restart::Umount),
     Status(status::Status),
     Restart(restart::Restart),
     Metrics(metrics::MetricsCommand),
@@ -107,7 +101,7 @@ enum Command {
     Sums(Box<sums::Sums>),
     Doctor(doctor::Doctor),
     Demo(demo::Demo),
-    Completions(completions::Completions),
+    Completions(man::Completions),
     Man(man::Manual),
 }
 

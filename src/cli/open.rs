@@ -8,16 +8,15 @@ use ckfs_config::{Config, MountSettings, Settings};
 use ckfs_fuse::interruptible;
 use ckfs_plan::ViewOptions;
 use ckfs_service::{
-    Alive, OpenError, WaitWatch, open_alive, open_checkpoint, open_volume, plan_views, volume_of, wait_registry,
+    Alive, OpenError, WaitWatch, open_alive, open_checkpoint, open_volume, plan_views, volume_of, wait_registry, watch,
 };
-use ckfs_source::WaitRegistry;
+use ckfs_source::{Wait, WaitRegistry};
 use ckfs_volume::{ViewPlan, Volume};
 
 use super::{
     flags::SourceFlags,
     hint,
-    output::{Usage, chain},
-    stall_exit,
+    output::{Usage, chain, error_text},
 };
 
 /// The configuration of command lines and a file. The first command line has precedence.
@@ -30,7 +29,7 @@ pub(super) fn config(lines: &[&Settings]) -> anyhow::Result<Config> {
     let limits = lines.iter().map(|line| &line.mount).find(|mount| mount.source_timeout.is_some()).cloned();
     let file = lines.iter().find_map(|line| line.config.as_ref()).unwrap_or(&base);
     let action = "read the configuration and find what it names";
-    let config = stall_exit::within(&limits.unwrap_or_default(), file, action, || Config::gather(lines, &base))?;
+    let config = within(&limits.unwrap_or_default(), file, action, || Config::gather(lines, &base))?;
     // A malformed layout file is an error of the configuration, whatever the state of the source.
     for view in &config.views {
         ViewOptions::new(&view.settings)?;
@@ -43,13 +42,19 @@ pub(super) fn config(lines: &[&Settings]) -> anyhow::Result<Config> {
 /// # Errors
 /// As [`config`], and a usage error if there is no source.
 pub(super) fn source_config(source: Option<&str>, flags: &SourceFlags) -> anyhow::Result<Config> {
-    let mut config = config(&[&flags.settings])?;
-    if let Some(source) = source {
-        config.source = Some(source.to_owned());
-        if config.mount.offline != Some(true) {
-            stall_exit::within(&config.mount, Path::new(source), "look for the source", || hint::tell_near(source));
-        }
+    let config = with_source(config(&[&flags.settings])?, source)?;
+    if let Some(source) = source.filter(|_| config.mount.offline != Some(true)) {
+        within(&config.mount, Path::new(source), "look for the source", || hint::tell_near(source));
     }
+    Ok(config)
+}
+
+/// The configuration with the source that an argument names.
+///
+/// # Errors
+/// A usage error if neither names one.
+pub(super) fn with_source(mut config: Config, source: Option<&str>) -> anyhow::Result<Config> {
+    config.source = source.map(str::to_owned).or(config.source);
     if config.source.is_none() {
         return Err(Usage("expected SOURCE, or a --config file that names it".to_owned()).into());
     }
@@ -70,7 +75,7 @@ pub(super) fn mount_config<'a>(
     let Some(mount) = target.map(Path::new) else { return Ok(None) };
     // The path of a source is as good as that of a mount.
     let is_mount = || mount.join(SHOWN_CONFIG).is_file();
-    if !stall_exit::within(&flags.settings.mount, mount, "look for a mount", is_mount) {
+    if !within(&flags.settings.mount, mount, "look for a mount", is_mount) {
         return Ok(None);
     }
     let given: Vec<String> = flags.settings.given().map(|setting| format!("--{}", setting.name)).collect();
@@ -89,11 +94,11 @@ pub(super) fn mount_config<'a>(
 pub(super) fn shown_config(mount: &Path) -> anyhow::Result<Config> {
     let file = mount.join(SHOWN_CONFIG);
     let load = || Config::load_alone(&file);
-    let mut config = stall_exit::within(&MountSettings::default(), &file, "read", load)?;
+    let mut config = within(&MountSettings::default(), &file, "read", load)?;
     for view in &mut config.views {
         let Some(layout) = &mut view.settings.layout else { continue };
         if let Some(file) = layout.file().map(Path::to_owned) {
-            stall_exit::within(&config.mount, &file, "read", || layout.read_file())?;
+            within(&config.mount, &file, "read", || layout.read_file())?;
         }
     }
     Ok(config)
@@ -123,7 +128,7 @@ pub(super) fn source_and<'a>(
 /// Everything wrong with the repository.
 pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>> {
     let waits = wait_registry(&config.mount);
-    stall_exit::end_on_stall(&waits).context("start a thread")?;
+    end_on_stall(&waits).context("start a thread")?;
     open_checkpoint(config, &waits).map_err(explained)
 }
 
@@ -138,7 +143,7 @@ pub(super) fn is_of_service(error: &anyhow::Error) -> bool {
 /// Everything wrong with repository or plans.
 pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
     let waits = wait_registry(&config.mount);
-    stall_exit::end_on_stall(&waits).context("start a thread")?;
+    end_on_stall(&waits).context("start a thread")?;
     open_volume(config, &waits).map_err(explained)
 }
 
@@ -189,4 +194,34 @@ pub(super) fn explained(error: OpenError) -> anyhow::Error {
 /// Logs an error with its causes.
 pub(super) fn warn(what: &str, error: &anyhow::Error) {
     tracing::warn!("{what}: {}", chain(error));
+}
+
+// Commands do not wait forever for storage without an answer: this process ends with an error then.
+
+/// Ends this process with an error when a fetch stalls.
+fn ending(fetches: &Arc<WaitRegistry>) -> io::Result<WaitWatch> {
+    let note = |_: Option<(&Wait, &str)>| {};
+    watch(fetches, note, |message| {
+        ckfs_host::tell(&format!("{}\n", error_text(message)));
+        std::process::exit(1);
+    })
+}
+
+/// Ends this process with an error when a fetch stalls, from now on.
+///
+/// # Errors
+/// As [`watch`].
+pub(super) fn end_on_stall(fetches: &Arc<WaitRegistry>) -> io::Result<()> {
+    // The thread runs to the end of the process.
+    std::mem::forget(ending(fetches)?);
+    Ok(())
+}
+
+/// Calls `work`, which looks at `path`. If the path gives no answer within the time limit of the settings, this process ends
+/// with an error that names it. Without a thread to watch it, which the system may refuse, `work` takes its time.
+pub(super) fn within<T>(settings: &MountSettings, path: &Path, action: &'static str, work: impl FnOnce() -> T) -> T {
+    let fetches = wait_registry(settings);
+    let _watch = ending(&fetches);
+    let _looking = fetches.begin_path(path, action);
+    work()
 }

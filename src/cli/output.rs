@@ -2,7 +2,7 @@
 
 use std::{
     env,
-    fmt::{self, Write as _},
+    fmt::Write as _,
     fs::{self, File},
     io::{self, Write},
     path::{Path, PathBuf},
@@ -18,40 +18,19 @@ use serde_json::json;
 use super::hint::hint;
 
 /// A usage error; exit code 2.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub(super) struct Usage(pub(super) String);
 
-impl std::error::Error for Usage {}
-
-impl fmt::Display for Usage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
 /// The reader of standard output has closed it, as `head` does.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("standard output was closed")]
 pub(super) struct Closed;
 
-impl std::error::Error for Closed {}
-
-impl fmt::Display for Closed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("standard output was closed")
-    }
-}
-
 /// The command failed, and another process reports why.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("the starter has the error")]
 pub(super) struct AlreadyReported;
-
-impl std::error::Error for AlreadyReported {}
-
-impl fmt::Display for AlreadyReported {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the starter has the error")
-    }
-}
 
 /// An error with its causes, without repetitions: many messages contain their cause's message. Names in it are escaped.
 pub(super) fn chain(error: &anyhow::Error) -> String {

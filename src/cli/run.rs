@@ -39,7 +39,6 @@ use super::{
     flags::{LogFlags, ServingFlags, SourceFlags, source_help},
     mount::{self, DaemonTie},
     open,
-    output::Usage,
 };
 
 /// Runs a command with a mount that only it and its children see.
@@ -103,11 +102,8 @@ const FORWARDED: [Signal; 12] = [
 
 impl RunCommand {
     fn config(&self, log: &LogFlags) -> anyhow::Result<Config> {
-        let mut config = open::config(&[&self.flags.settings, &self.serving.settings, &log.file.settings])?;
-        config.source = self.source.clone().or(config.source);
-        if config.source.is_none() {
-            return Err(Usage("expected SOURCE, or a --config file that names it".to_owned()).into());
-        }
+        let config = open::config(&[&self.flags.settings, &self.serving.settings, &log.file.settings])?;
+        let mut config = open::with_source(config, self.source.as_deref())?;
         // The mountpoint of a configuration is that of `ckfs mount`.
         config.mountpoint = None;
         Ok(config)

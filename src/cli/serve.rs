@@ -53,11 +53,8 @@ pub(super) struct Serve {
 impl Serve {
     pub(super) fn run(&self, log: &LogFlags, sink: &Log) -> anyhow::Result<()> {
         block_signals()?;
-        let mut config = open::config(&[&self.flags.settings, &self.network.settings, &log.file.settings])?;
-        config.source = self.source.clone().or(config.source);
-        if config.source.is_none() {
-            return Err(Usage("expected SOURCE, or a --config file that names it".to_owned()).into());
-        }
+        let config = open::config(&[&self.flags.settings, &self.network.settings, &log.file.settings])?;
+        let mut config = open::with_source(config, self.source.as_deref())?;
         // A mountpoint in the file is of `ckfs mount`. Only the kernel reads materialized files.
         (config.mountpoint, config.mount.materialize) = (None, Some(Materialize::None));
         let options = ServeOptions::of(&config).map_err(|error| Usage(error.to_string()))?;

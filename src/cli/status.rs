@@ -191,6 +191,10 @@ fn describe(entry: &MountEntry, probe: &Probe) -> Value {
     })
 }
 
+fn word(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
 fn sum(value: &Value) -> u64 {
     value.as_object().into_iter().flatten().filter_map(|(_, bytes)| bytes.as_u64()).sum()
 }
@@ -198,7 +202,6 @@ fn sum(value: &Value) -> u64 {
 /// The problems of a mount, one per group of lines.
 fn problems_text(stats: &Value) -> String {
     let mut text = String::new();
-    let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     for problem in stats["problems"].as_array().into_iter().flatten() {
         let (kind, file, times) =
             (word(&problem["kind"]), word(&problem["file"]), problem["count"].as_u64().unwrap_or(0));
@@ -245,55 +248,45 @@ fn threads_text(stats: &Value) -> String {
 /// The memory that a mount holds and may hold.
 fn memory_text(memory: &Value) -> String {
     let bytes = |value: &Value| human_bytes(value.as_u64().unwrap_or(0));
+    let parts = |of: &Value, rows: &[(&str, &str)]| {
+        rows.iter().map(|(what, key)| format!("{what} {}", bytes(&of[*key]))).collect::<Vec<_>>().join(", ")
+    };
     let (held, budget, process) = (&memory["held"], &memory["budget"], &memory["process"]);
     if !held.is_object() {
         return String::new();
     }
+    let buffers = [
+        ("spare buffers", "spare_buffers_bytes"),
+        ("decoded chunks", "decoded_chunks_bytes"),
+        ("thread buffers", "thread_buffers_bytes"),
+        ("mapped pages", "mapped_bytes"),
+    ];
+    let buffers = |of: &Value| parts(of, &buffers);
     let mut text = String::new();
     if budget.is_object() {
-        let origin = memory["limit_origin"].as_str().unwrap_or_default();
+        let (limit, origin) = (bytes(&memory["limit_bytes"]), word(&memory["limit_origin"]));
+        let (total, cache) = (bytes(&budget["total_bytes"]), bytes(&budget["cache_bytes"]));
         // Writing to a string cannot fail.
-        let _ = writeln!(
-            text,
-            "  memory  limit {} ({origin}); budget {}: cache {}, spare buffers {}, decoded chunks {}, thread buffers {}, \
-             mapped pages {}",
-            bytes(&memory["limit_bytes"]),
-            bytes(&budget["total_bytes"]),
-            bytes(&budget["cache_bytes"]),
-            bytes(&budget["spare_buffers_bytes"]),
-            bytes(&budget["decoded_chunks_bytes"]),
-            bytes(&budget["thread_buffers_bytes"]),
-            bytes(&budget["mapped_bytes"]),
-        );
+        let _ =
+            writeln!(text, "  memory  limit {limit} ({origin}); budget {total}: cache {cache}, {}", buffers(budget));
     }
-    let _ = writeln!(
-        text,
-        "  held    tiles {}, materialized {}, dropped but mapped {}, spare buffers {}, decoded chunks {}, \
-         thread buffers {}, mapped pages {}",
-        bytes(&held["tiles_bytes"]),
-        bytes(&held["materialized_bytes"]),
-        bytes(&held["dropped_bytes"]),
-        bytes(&held["spare_buffers_bytes"]),
-        bytes(&held["decoded_chunks_bytes"]),
-        bytes(&held["thread_buffers_bytes"]),
-        bytes(&held["mapped_bytes"]),
-    );
+    let files =
+        [("tiles", "tiles_bytes"), ("materialized", "materialized_bytes"), ("dropped but mapped", "dropped_bytes")];
+    let _ = writeln!(text, "  held    {}, {}", parts(held, &files), buffers(held));
     let shared = memory["shared_bytes"].as_u64();
     let shared = shared.map_or_else(String::new, |bytes| format!("; files in memory {}", human_bytes(bytes)));
-    let _ = writeln!(
-        text,
-        "  process anonymous {}, mapped files {}, mapped shared memory {}{shared}",
-        bytes(&process["rss_anon_bytes"]),
-        bytes(&process["rss_file_bytes"]),
-        bytes(&process["rss_shmem_bytes"]),
-    );
+    let kinds = [
+        ("anonymous", "rss_anon_bytes"),
+        ("mapped files", "rss_file_bytes"),
+        ("mapped shared memory", "rss_shmem_bytes"),
+    ];
+    let _ = writeln!(text, "  process {}{shared}", parts(process, &kinds));
     text
 }
 
 /// The views of a mount, or the steps that it shows.
 fn shown(mount: &Value) -> String {
     let stats = &mount["stats"];
-    let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let views = mount["views"].as_array().into_iter().flatten().map(|view| {
         let (name, mesh, layout) = (word(&view["name"]), word(&view["mesh"]), word(&view["layout"]));
         let name = if name.is_empty() { name } else { format!("{name}: ") };
@@ -309,7 +302,6 @@ fn shown(mount: &Value) -> String {
 
 /// One line for each mount, in columns.
 fn lines(mounts: &[Value]) -> String {
-    let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let rows: Vec<[String; 6]> = mounts
         .iter()
         .map(|mount| {
@@ -353,7 +345,6 @@ fn other_version(mount: &Value) -> String {
 
 fn text(mount: &Value) -> String {
     let mut text = String::new();
-    let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     // Writing to a string cannot fail.
     let _ = writeln!(text, "{}", word(&mount["mountpoint"]));
     let source = mount["source"].as_str().map_or_else(|| word(&mount["name"]), str::to_owned);

@@ -12,7 +12,7 @@ use ckfs_service::{
 };
 use serde_json::{Value, json};
 
-use super::{open, paragraph::counted, stall_exit};
+use super::{open, paragraph::counted};
 
 /// How a run is shown, for the end of a table.
 const HINT: &str = "--steps all|latest|latest=N shows finished steps: ";
@@ -34,9 +34,9 @@ pub(super) fn shown(run: &Run) -> String {
 pub(super) fn of_directory(config: &Config) -> anyhow::Result<Option<Vec<ListedStep>>> {
     let Some(source) = config.source.as_deref().filter(|source| !source.contains("://")) else { return Ok(None) };
     let waits = wait_registry(&config.mount);
-    stall_exit::end_on_stall(&waits).context("start a thread")?;
+    open::end_on_stall(&waits).context("start a thread")?;
     let path = Path::new(source);
-    if !stall_exit::within(&config.mount, path, "look", || path.is_dir()) {
+    if !open::within(&config.mount, path, "look", || path.is_dir()) {
         return Ok(None);
     }
     let found = listed_steps(config, &waits).map_err(open::explained)?;
@@ -59,7 +59,7 @@ pub(super) fn of_service(config: &Config) -> Vec<ListedStep> {
 /// There is no run, or no step of it is finished: why, of the newest ones.
 pub(super) fn selected(config: &Config, wanted: Steps) -> anyhow::Result<Vec<(ListedStep, Config)>> {
     let waits = wait_registry(&config.mount);
-    stall_exit::end_on_stall(&waits).context("start a thread")?;
+    open::end_on_stall(&waits).context("start a thread")?;
     let all = finished_steps(config, &waits).map_err(open::explained)?;
     let (finished, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|step| step.unfinished.is_none());
     for step in &others {

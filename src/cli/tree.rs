@@ -8,8 +8,6 @@ use ckfs_plan::{Pattern, PatternError};
 use ckfs_source::{Replied, Served};
 use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume};
 
-use super::kernel_copy::KernelCopier;
-
 /// Most symbolic links that the way to one file may follow.
 const LINKS_MAX: usize = 40;
 
@@ -271,9 +269,7 @@ impl<'a> OpenNode<'a> {
         };
         self.volume.read(self.ino, self.handle, offset, len, reply).map(drop).map_err(|failure| failure.error)
     }
-}
 
-impl OpenNode<'_> {
     /// Makes bytes as [`Volume::make`] does.
     ///
     /// # Errors
@@ -291,8 +287,8 @@ impl Drop for OpenNode<'_> {
 
 /// A file of a mount, or what a mount would serve.
 pub(super) enum ServedFile<'a> {
-    /// Bytes come from the engine, perhaps as kernel-only buffers.
-    Engine { open: OpenNode<'a>, copier: KernelCopier },
+    /// Bytes come from the engine.
+    Engine(OpenNode<'a>),
     /// Bytes come from the file.
     Mount(File),
 }
@@ -304,7 +300,7 @@ impl<'a> ServedFile<'a> {
     /// If it cannot be opened.
     pub(super) fn open(volume: &'a Volume, mount: Option<&Path>, node: &PathNode) -> anyhow::Result<Self> {
         let Some(mount) = mount else {
-            return Ok(Self::Engine { open: OpenNode::open(volume, node)?, copier: KernelCopier::new()? });
+            return Ok(Self::Engine(OpenNode::open(volume, node)?));
         };
         let path = mount.join(&node.path);
         Ok(Self::Mount(File::open(&path).with_context(|| path.display().to_string())?))
@@ -316,7 +312,7 @@ impl<'a> ServedFile<'a> {
     /// If the file has no attributes any more.
     pub(super) fn found_bytes(&self) -> std::io::Result<Option<u64>> {
         match self {
-            Self::Engine { .. } => Ok(None),
+            Self::Engine(_) => Ok(None),
             Self::Mount(file) => Ok(Some(file.metadata()?.len())),
         }
     }
@@ -331,9 +327,9 @@ impl<'a> ServedFile<'a> {
                 bytes.resize(len, 0);
                 file.read_exact_at(bytes, start)?;
             }
-            Self::Engine { open, copier } => {
+            Self::Engine(open) => {
                 let mut copy = Ok(Vec::new());
-                open.read(start, len, &mut |served| copy = copier.copy(served))?;
+                open.read(start, len, &mut |served| copy = served.to_vec())?;
                 *bytes = copy?;
                 if bytes.len() != len {
                     bail!("expected {len} bytes, found {}", bytes.len());

@@ -71,7 +71,7 @@ pub(crate) struct Beginnings(&'static str);
 impl Beginnings {
     /// Those of a model type, if the library has it.
     pub(crate) fn of(model_type: &str) -> Option<Self> {
-        static TABLE: OnceLock<BTreeMap<String, String>> = OnceLock::new();
+        static TABLE: std::sync::OnceLock<BTreeMap<String, String>> = std::sync::OnceLock::new();
         let text = include_str!("library/names.toml");
         let table =
             TABLE.get_or_init(|| toml::from_str(text).expect("the embedded table is well-formed, which a test shows"));

@@ -45,36 +45,41 @@ pub(super) fn create_directories(volume: &Volume, path: &str, directory: &Path) 
     Ok(())
 }
 
+/// The permission bits for a copy of a node that is of this process's user and of a group.
+fn copy_mode(volume: &Volume, ino: Ino, gid: u32) -> u32 {
+    volume.copy_mode(ino, nix::unistd::geteuid().as_raw(), gid).into()
+}
+
+/// Takes permissions away from what was made, where the parent directory gave it another group than this process's.
+fn narrow(volume: &Volume, ino: Ino, made: &fs::Metadata) -> Option<fs::Permissions> {
+    let is_other = made.gid() != nix::unistd::getegid().as_raw();
+    is_other.then(|| fs::Permissions::from_mode(made.mode() & 0o7777 & (!GROUP | copy_mode(volume, ino, made.gid()))))
+}
+
 /// Makes a directory, if it is missing, that no more users may list than the mount's directory.
 fn create_directory(volume: &Volume, ino: Ino, target: &Path) -> std::io::Result<()> {
-    let mode = |gid| u32::from(volume.copy_mode(ino, nix::unistd::geteuid().as_raw(), gid)) | 0o700;
-    let gid = nix::unistd::getegid().as_raw();
-    match fs::DirBuilder::new().mode(mode(gid)).create(target) {
+    let mode = copy_mode(volume, ino, nix::unistd::getegid().as_raw()) | 0o700;
+    match fs::DirBuilder::new().mode(mode).create(target) {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && target.is_dir() => return Ok(()),
         other => other?,
     }
-    let made = fs::metadata(target)?;
-    if made.gid() == gid {
-        return Ok(());
+    match narrow(volume, ino, &fs::metadata(target)?) {
+        Some(narrower) => fs::set_permissions(target, narrower),
+        None => Ok(()),
     }
-    // The parent directory gives its group to new entries.
-    let narrower = made.mode() & (!GROUP | mode(made.gid()));
-    fs::set_permissions(target, fs::Permissions::from_mode(narrower & 0o7777))
 }
 
 /// Makes a file that no more users may read than the mount's file.
 pub(super) fn create_file(volume: &Volume, node: &tree::PathNode, target: &Path) -> std::io::Result<File> {
-    let mode = |gid| u32::from(volume.copy_mode(node.attr.ino, nix::unistd::geteuid().as_raw(), gid)) | 0o600;
-    let gid = nix::unistd::getegid().as_raw();
     // Other users may be able to read a file that an earlier export left.
     match fs::remove_file(target) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
         Ok(()) | Err(_) => {}
     }
-    let file = File::options().write(true).create_new(true).mode(mode(gid)).open(target)?;
-    let made = file.metadata()?;
-    if made.gid() != gid {
-        file.set_permissions(fs::Permissions::from_mode(made.mode() & 0o777 & (!GROUP | mode(made.gid()))))?;
+    let mode = copy_mode(volume, node.attr.ino, nix::unistd::getegid().as_raw()) | 0o600;
+    let file = File::options().write(true).create_new(true).mode(mode).open(target)?;
+    if let Some(narrower) = narrow(volume, node.attr.ino, &file.metadata()?) {
+        file.set_permissions(narrower)?;
     }
     Ok(file)
 }

@@ -253,7 +253,7 @@ mod tests {
 
     use super::*;
 
-    fn ended(hook: &Hook, count: usize) -> HookReport {
+    fn ended(hook: &Hook, count: usize) -> HookState {
         let until = Instant::now() + Duration::from_secs(30);
         loop {
             let report = hook.report();
@@ -307,7 +307,7 @@ mod tests {
                 assert!(Instant::now() < until);
                 thread::sleep(Duration::from_millis(10));
             }
-            Arc::clone(&hook.shared)
+            Arc::clone(&hook.0)
         });
         let until = Instant::now() + Duration::from_secs(30);
         while shared.lock().running.is_some() {
