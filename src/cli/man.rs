@@ -190,6 +190,7 @@ mod tests {
     fn command() -> clap::Command {
         let mount =
             clap::Command::new("mount").about("Mounts a checkpoint").after_long_help("Examples:\n  ckfs mount a b");
+        let mount = mount.arg(clap::Arg::new("mesh").long("mesh"));
         let hidden = clap::Command::new("secret").hide(true);
         let umount = clap::Command::new("umount").about("Unmounts it");
         let cache = clap::Command::new("cache")

@@ -94,7 +94,7 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
     );
     let service = open::started(&mut config, &waits, wait_watch)?;
     let label = service.label();
-    let exit = door.serve(&*service, log, |names| {
+    let all_sent = door.serve(&*service, log, |names| {
         let (shown, label) = match service.content() {
             AliveContent::Checkpoint(volume) => {
                 (format!("{} files and directories", Nodes::stat_fs(&**volume).nodes), label.to_owned())
@@ -104,7 +104,7 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
         tracing::info!("serving {} at http://{address}, {shown}", service.label());
         tell_ready(&ready_text(&label, address, s3, names));
     })?;
-    if !exit.is_clean() {
+    if !all_sent {
         bail!("answers were cut off; --drain TIME gives their readers longer");
     }
     Ok(())

@@ -89,9 +89,7 @@ impl MountHealth {
             Self::Private => "private",
         }
     }
-}
 
-impl MountHealth {
     /// What a mount that says nothing of itself suffers from, and what to do.
     pub(super) const fn remedy(self) -> Option<&'static str> {
         match self {

@@ -5,7 +5,7 @@
 
 use std::{
     collections::BTreeSet,
-    fmt, fs,
+    fs,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
@@ -85,12 +85,6 @@ struct Difference {
     what: String,
 }
 
-impl fmt::Display for Difference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.path, self.what)
-    }
-}
-
 /// The results of a verification.
 #[derive(Debug, Default)]
 pub(super) struct Verification {
@@ -144,7 +138,7 @@ impl Verification {
             return Ok(());
         }
         let first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
-        let lines: Vec<String> = first.iter().map(|difference| format!("\n  {difference}")).collect();
+        let lines: Vec<String> = first.iter().map(|found| format!("\n  {}: {}", found.path, found.what)).collect();
         let plural = if different == 1 { "" } else { "s" };
         Err(anyhow!("{different} difference{plural} in {}:{}", self.summary(), lines.concat()))
     }
@@ -310,8 +304,7 @@ fn verify_file(
         findings.differ(&node.path, format!("expected {size} bytes, found {found}"));
         return Ok(());
     }
-    let files = SourceFiles { checkpoint };
-    let mut evaluator = Evaluator::with_scales(|tensor, span| Ok(files.read(tensor, span)?), scales);
+    let mut evaluator = Evaluator::with_scales(|tensor, span| Ok(read_tensor(checkpoint, tensor, span)?), scales);
     let mut bytes = Vec::new();
     for (start, end) in spans(&node.path, &expected, size, amount)? {
         let len = usize::try_from(end - start).context("span")?;
@@ -380,23 +373,17 @@ fn read_source(source: &dyn Source, file: FileId, start: u64, bytes: &mut [u8]) 
     }
 }
 
-/// Source files, for reading past maps and caches of this process.
-struct SourceFiles<'a> {
-    checkpoint: &'a Checkpoint,
-}
-
-impl SourceFiles<'_> {
-    fn read(&self, tensor: TensorId, span: std::ops::Range<u64>) -> std::io::Result<Vec<u8>> {
-        let info = self.checkpoint.tensor(tensor);
-        let mut bytes = vec![0; usize::try_from(span.end - span.start).map_err(std::io::Error::other)?];
-        let (source, start) = (self.checkpoint.source(), info.span().start() + span.start);
-        if let Some(chunks) = source.chunks().filter(|chunks| chunks.coded(info.file(), start).is_some()) {
-            chunks.decode_by_definition(info.file(), start, &mut bytes).map_err(std::io::Error::other)?;
-            return Ok(bytes);
-        }
+/// Bytes of a source tensor, read past maps and caches of this process.
+fn read_tensor(checkpoint: &Checkpoint, tensor: TensorId, span: std::ops::Range<u64>) -> std::io::Result<Vec<u8>> {
+    let info = checkpoint.tensor(tensor);
+    let mut bytes = vec![0; usize::try_from(span.end - span.start).map_err(std::io::Error::other)?];
+    let (source, start) = (checkpoint.source(), info.span().start() + span.start);
+    if let Some(chunks) = source.chunks().filter(|chunks| chunks.coded(info.file(), start).is_some()) {
+        chunks.decode_by_definition(info.file(), start, &mut bytes).map_err(std::io::Error::other)?;
+    } else {
         read_source(&**source, info.file(), start, &mut bytes)?;
-        Ok(bytes)
     }
+    Ok(bytes)
 }
 
 /// The spans of a file to compare, ascending and disjoint, each of at most [`CHUNK_BYTES`].

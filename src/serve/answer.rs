@@ -30,6 +30,13 @@ pub(super) fn of_body(status: StatusCode, content_type: &'static str, body: Repl
     reply
 }
 
+/// A reply without a body.
+pub(super) fn empty(status: StatusCode) -> Reply {
+    let mut reply = Response::new(ReplyBody::empty());
+    *reply.status_mut() = status;
+    reply
+}
+
 /// With a header; one that is none of HTTP is left out.
 pub(super) fn with_header(mut reply: Reply, name: HeaderName, value: &str) -> Reply {
     if let Ok(value) = HeaderValue::from_str(value) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ckfs_volume::NodeKind;
 use http::{
-    HeaderMap, HeaderValue, Method, Response, StatusCode,
+    HeaderMap, HeaderValue, Method, StatusCode,
     header::{ACCEPT_RANGES, CONTENT_LENGTH, CONTENT_RANGE, ETAG},
 };
 
@@ -60,11 +60,7 @@ pub(super) async fn of_file(asked: AskedFile<'_>, method: &Method, headers: &Hea
             return with_tag(answer::with_header(reply, CONTENT_RANGE, &format!("bytes */{size_bytes}")));
         }
         FileVerdict::Whole | FileVerdict::Part(..) | FileVerdict::Outside => (StatusCode::OK, 0, size_bytes),
-        FileVerdict::Known => {
-            let mut reply = Response::new(ReplyBody::empty());
-            *reply.status_mut() = StatusCode::NOT_MODIFIED;
-            return with_tag(reply);
-        }
+        FileVerdict::Known => return with_tag(answer::empty(StatusCode::NOT_MODIFIED)),
         FileVerdict::OtherVersion => {
             return with_tag(answer::failed(StatusCode::PRECONDITION_FAILED, "the file has another entity tag"));
         }

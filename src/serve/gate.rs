@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use ckfs_volume::Attr;
 use http::{HeaderMap, header::AUTHORIZATION};
 
-use super::{options::ServeOptions, token::AccessToken};
+use super::options::{AccessToken, ServeOptions};
 
 /// Who asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

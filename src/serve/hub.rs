@@ -52,16 +52,23 @@ const ERROR_MESSAGE: HeaderName = HeaderName::from_static("x-error-message");
 pub(super) enum HubRequest {
     /// All repositories.
     Models,
-    /// About a repository.
-    Model { id: String, revision: String },
-    /// Its branches.
+    /// The branches of one.
     Refs { id: String },
+    /// Something of one at a revision.
+    Revision { id: String, revision: String, asked: AskedOf },
+}
+
+/// What is asked of a revision.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum AskedOf {
+    /// About all of it.
+    Model,
     /// Entries of a directory.
-    Tree { id: String, revision: String, path: Vec<String> },
+    Tree(Vec<String>),
     /// Some entries, named in the body.
-    PathsInfo { id: String, revision: String },
+    PathsInfo,
     /// A file.
-    Resolve { id: String, revision: String, path: Vec<String> },
+    File(Vec<String>),
 }
 
 impl HubRequest {
@@ -70,31 +77,27 @@ impl HubRequest {
     pub(super) fn parse(path: &str) -> Option<Self> {
         let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
         let id = |org: &str, name: &str| Some(format!("{}/{}", path::decoded(org).ok()?, path::decoded(name).ok()?));
-        let revision = |text: &str| path::decoded(text).ok();
         let names = |rest: &[&str]| path::names(&rest.join("/")).ok();
-        Some(match parts.as_slice() {
-            ["api", "models"] => Self::Models,
-            ["api", "models", org, name] => Self::Model { id: id(org, name)?, revision: BRANCH.to_owned() },
-            ["api", "models", org, name, "refs"] => Self::Refs { id: id(org, name)? },
-            ["api", "models", org, name, "revision", rev] => {
-                Self::Model { id: id(org, name)?, revision: revision(rev)? }
-            }
-            ["api", "models", org, name, "tree", rev, rest @ ..] => {
-                Self::Tree { id: id(org, name)?, revision: revision(rev)?, path: names(rest)? }
-            }
-            ["api", "models", org, name, "paths-info", rev] => {
-                Self::PathsInfo { id: id(org, name)?, revision: revision(rev)? }
-            }
+        let of = |org: &str, name: &str, revision: &str, asked: AskedOf| {
+            Some(Self::Revision { id: id(org, name)?, revision: path::decoded(revision).ok()?, asked })
+        };
+        match parts.as_slice() {
+            ["api", "models"] => Some(Self::Models),
+            ["api", "models", org, name, "refs"] => Some(Self::Refs { id: id(org, name)? }),
+            ["api", "models", org, name] => of(org, name, BRANCH, AskedOf::Model),
+            ["api", "models", org, name, "revision", rev] => of(org, name, rev, AskedOf::Model),
+            ["api", "models", org, name, "tree", rev, rest @ ..] => of(org, name, rev, AskedOf::Tree(names(rest)?)),
+            ["api", "models", org, name, "paths-info", rev] => of(org, name, rev, AskedOf::PathsInfo),
             [org, name, "resolve", rev, rest @ ..] if !rest.is_empty() => {
-                Self::Resolve { id: id(org, name)?, revision: revision(rev)?, path: names(rest)? }
+                of(org, name, rev, AskedOf::File(names(rest)?))
             }
-            _ => return None,
-        })
+            _ => None,
+        }
     }
 
     /// Whether it is sent by POST.
     pub(super) const fn is_post(&self) -> bool {
-        matches!(self, Self::PathsInfo { .. })
+        matches!(self, Self::Revision { asked: AskedOf::PathsInfo, .. })
     }
 }
 
@@ -109,36 +112,30 @@ pub(super) struct HubCall<'a> {
 
 /// Answers a request.
 pub(super) async fn answer(served: &ServedSource, request: HubRequest, call: &HubCall<'_>, body: Incoming) -> Reply {
-    match request {
+    let (id, revision, asked) = match request {
         HubRequest::Models => {
             let all = served.repositories(call.visitor).await;
             let all: Vec<Value> = all.iter().map(|repository| model(repository, &[])).collect();
-            json_reply(&Value::from(all))
+            return json_reply(&Value::from(all));
         }
-        HubRequest::Model { id, revision } => match served.repository(call.visitor, &id, &revision).await {
-            Ok(repository) => of_model(&repository, call),
-            Err(reason) => no_repository(reason, &id, &revision, call.visitor),
-        },
-        HubRequest::Refs { id } => match served.branches(call.visitor, &id).await {
-            Ok(branches) => json_reply(&refs(&branches)),
-            Err(reason) => no_repository(reason, &id, BRANCH, call.visitor),
-        },
-        HubRequest::Tree { id, revision, path } => match served.repository(call.visitor, &id, &revision).await {
-            Ok(repository) => of_tree(&repository, &path, call),
-            Err(reason) => no_repository(reason, &id, &revision, call.visitor),
-        },
-        HubRequest::PathsInfo { id, revision } => match served.repository(call.visitor, &id, &revision).await {
-            Ok(repository) => of_paths(&repository, call, body).await,
-            Err(reason) => no_repository(reason, &id, &revision, call.visitor),
-        },
-        HubRequest::Resolve { id, revision, path } => match served.repository(call.visitor, &id, &revision).await {
-            Ok(repository) if revision == repository.commit => of_file(&repository, &path, call.method, call).await,
-            Ok(repository) => {
-                let leads_on = served.is_moving(&revision);
-                of_moving(&repository, &path, leads_on, call).await
-            }
-            Err(reason) => no_repository(reason, &id, &revision, call.visitor),
-        },
+        HubRequest::Refs { id } => {
+            return match served.branches(call.visitor, &id).await {
+                Ok(branches) => json_reply(&refs(&branches)),
+                Err(reason) => no_repository(reason, &id, BRANCH, call.visitor),
+            };
+        }
+        HubRequest::Revision { id, revision, asked } => (id, revision, asked),
+    };
+    let repository = match served.repository(call.visitor, &id, &revision).await {
+        Ok(repository) => repository,
+        Err(reason) => return no_repository(reason, &id, &revision, call.visitor),
+    };
+    match asked {
+        AskedOf::Model => of_model(&repository, call),
+        AskedOf::Tree(path) => of_tree(&repository, &path, call),
+        AskedOf::PathsInfo => of_paths(&repository, call, body).await,
+        AskedOf::File(path) if revision == repository.commit => of_file(&repository, &path, call.method, call).await,
+        AskedOf::File(path) => of_moving(&repository, &path, served.is_moving(&revision), call).await,
     }
 }
 
@@ -399,29 +396,17 @@ mod tests {
 
     #[test]
     fn paths_of_the_hub_are_read() {
-        let id = || "org/name".to_owned();
-        let text = str::to_owned;
+        let (id, text) = (|| "org/name".to_owned(), str::to_owned);
+        let of = |revision: &str, asked| Some(HubRequest::Revision { id: id(), revision: text(revision), asked });
         for (path, expected) in [
             ("/api/models", Some(HubRequest::Models)),
-            ("/api/models/org/name", Some(HubRequest::Model { id: id(), revision: text("main") })),
-            (
-                "/api/models/org/name/revision/refs%2Fpr%2F1",
-                Some(HubRequest::Model { id: id(), revision: text("refs/pr/1") }),
-            ),
-            (
-                "/api/models/org/name/tree/main",
-                Some(HubRequest::Tree { id: id(), revision: text("main"), path: vec![] }),
-            ),
-            (
-                "/api/models/org/name/tree/main/a/b%20c",
-                Some(HubRequest::Tree { id: id(), revision: text("main"), path: vec![text("a"), text("b c")] }),
-            ),
-            ("/api/models/org/name/paths-info/main", Some(HubRequest::PathsInfo { id: id(), revision: text("main") })),
+            ("/api/models/org/name", of("main", AskedOf::Model)),
+            ("/api/models/org/name/revision/refs%2Fpr%2F1", of("refs/pr/1", AskedOf::Model)),
+            ("/api/models/org/name/tree/main", of("main", AskedOf::Tree(vec![]))),
+            ("/api/models/org/name/tree/main/a/b%20c", of("main", AskedOf::Tree(vec![text("a"), text("b c")]))),
+            ("/api/models/org/name/paths-info/main", of("main", AskedOf::PathsInfo)),
             ("/api/models/org/name/refs", Some(HubRequest::Refs { id: id() })),
-            (
-                "/org/name/resolve/main/a/b",
-                Some(HubRequest::Resolve { id: id(), revision: text("main"), path: vec![text("a"), text("b")] }),
-            ),
+            ("/org/name/resolve/main/a/b", of("main", AskedOf::File(vec![text("a"), text("b")]))),
             ("/org/name/resolve/main", None),
             ("/org/name/resolve/main/../../x", None),
             ("/org/name/resolve/main/%2e%2e/x", None),

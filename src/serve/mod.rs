@@ -11,7 +11,7 @@
 //! | --- | --- |
 //! | `server`, `connections`, `socket` | [`Door`]: listening, the life of connections, their bounds, draining |
 //! | `supervisor` | signals and the end |
-//! | `options`, `token`, `gate` | [`ServeOptions`]: addresses, name, token; who may see what |
+//! | `options`, `gate` | [`ServeOptions`]: addresses, name, token; who may see what |
 //! | `router`, `answer`, `path` | which request is answered by what; replies; paths of requests |
 //! | `files`, `listing` | `/files/`: files and directories |
 //! | `hub`, `repositories` | repositories as clients of the Hub read them; commits and entity tags are those of [`ckfs_service::identity`] |
@@ -46,10 +46,7 @@ mod server;
 mod socket;
 mod steps;
 mod supervisor;
-mod token;
 mod tree;
 
-pub use options::{OptionsError, ServeOptions};
+pub use options::{AccessToken, OptionsError, ServeOptions};
 pub use server::{Door, ServeError};
-pub use supervisor::ServeExit;
-pub use token::AccessToken;

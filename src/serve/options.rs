@@ -1,7 +1,7 @@
 //! What the settings for serving mean.
 
 use std::{
-    fs,
+    fmt, fs,
     io::{self, Read},
     net::{Ipv4Addr, SocketAddr},
     path::Path,
@@ -9,8 +9,7 @@ use std::{
 };
 
 use ckfs_config::{Config, RepoName, WaitTime};
-
-use super::token::AccessToken;
+use sha2::{Digest, Sha256};
 
 /// The port of HTTP, unless `--listen` says it.
 const PORT: u16 = 8421;
@@ -25,6 +24,34 @@ const TOKEN_FILE_BYTES_MAX: u64 = 64 << 10;
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct OptionsError(String);
+
+/// A secret that requests must have. Never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct AccessToken(String);
+
+impl fmt::Debug for AccessToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AccessToken(..)")
+    }
+}
+
+impl AccessToken {
+    /// A token.
+    pub fn new(text: &str) -> Self {
+        Self(text.to_owned())
+    }
+
+    /// The text, for signatures that it makes.
+    pub(super) fn secret(&self) -> &str {
+        &self.0
+    }
+
+    /// Whether a text is the token. The time does not depend on where they differ.
+    pub fn matches(&self, text: &str) -> bool {
+        // Digests are compared, so that a difference early in the text shows nothing.
+        Sha256::digest(self.0.as_bytes()) == Sha256::digest(text.as_bytes())
+    }
+}
 
 /// How to serve.
 #[derive(Clone, Debug)]
@@ -148,5 +175,15 @@ mod tests {
             assert!(read(text).unwrap_err().contains("expected a token in the first line"), "{text:?}");
         }
         assert!(read_token(&dir.path().join("absent")).is_err());
+    }
+
+    #[test]
+    fn a_token_is_compared_as_a_whole_and_never_shown() {
+        let token = AccessToken::new("secret");
+        assert!(token.matches("secret"));
+        for other in ["", "secre", "secrets", "Secret"] {
+            assert!(!token.matches(other), "{other}");
+        }
+        assert_eq!(format!("{token:?}"), "AccessToken(..)");
     }
 }

@@ -37,7 +37,7 @@ use super::{
     s3::BucketRouter,
     served::ServedSource,
     socket::PatientSocket,
-    supervisor::{self, Phase, ServeExit},
+    supervisor::{self, Phase},
 };
 
 /// Most connections, as far as the limit of open files allows.
@@ -156,18 +156,13 @@ impl Door {
     }
 
     /// Serves a checkpoint or a run until a signal ends it. Calls `on_ready` with the names of the repositories once requests are
-    /// answered. Signals that concern the log act on `log`.
+    /// answered. Signals that concern the log act on `log`. Returns whether every answer that had begun was sent, or some were cut off.
     ///
     /// The signals must be blocked before the first thread starts: see [`ckfs_host::signal::block`].
     ///
     /// # Errors
     /// [`ServeError`].
-    pub fn serve(
-        self,
-        service: &dyn Alive,
-        log: &Log,
-        on_ready: impl FnOnce(&[String]),
-    ) -> Result<ServeExit, ServeError> {
+    pub fn serve(self, service: &dyn Alive, log: &Log, on_ready: impl FnOnce(&[String])) -> Result<bool, ServeError> {
         let address = self.address();
         let reads = reads(service)?;
         let served = ServedSource::new(service, &reads, self.options.name.as_ref());
@@ -202,10 +197,10 @@ impl Door {
         systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
         service.note_reached(StepPlace::Address(format!("http://{}/files", reached(address))));
         on_ready(&served.ids());
-        let exit = supervisor::run(&signals, &phase, &connections, &**served.fs(), self.options.drain, log);
+        let all_sent = supervisor::run(&signals, &phase, &connections, &**served.fs(), self.options.drain, log);
         // Threads that wait for storage end with the process.
         runtime.shutdown_background();
-        exit.map_err(system("wait for signals"))
+        all_sent.map_err(system("wait for signals"))
     }
 }
 

@@ -12,7 +12,7 @@ use std::{
 use ckfs_config::{Config, RepoName, ViewConfig};
 use ckfs_service::{
     identity,
-    steps::{HeldStep, NoStep, Run},
+    steps::{HeldStep, NoStep, Run, step_number},
 };
 use ckfs_volume::{Ino, Volume};
 use lru::LruCache;
@@ -370,31 +370,5 @@ impl StepDigests for ServedRun {
         let held = self.run.hold(Run::version_of_node(ino)?).ok()?;
         let open = self.remember(held);
         Some((open.known?.digest.clone(), open.held))
-    }
-}
-
-/// The number of a step as it is written.
-fn step_number(text: &str) -> Option<u64> {
-    let number: u64 = text.parse().ok()?;
-    (number.to_string() == text).then_some(number)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn steps_have_one_name_each() {
-        for (text, expected) in [
-            ("0", Some(0)),
-            ("200", Some(200)),
-            ("0200", None),
-            ("+2", None),
-            ("", None),
-            ("2a", None),
-            ("18446744073709551616", None),
-        ] {
-            assert_eq!(step_number(text), expected, "{text}");
-        }
     }
 }

@@ -47,32 +47,14 @@ pub(super) enum Phase {
     Ended,
 }
 
-/// How a server ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ServeExit {
-    /// After a signal; every answer that had begun was sent.
-    Drained,
-    /// Answers were cut off: at a second signal, or at the end of the drain period.
-    CutOff,
-}
-
-impl ServeExit {
-    /// Whether every answer that had begun was sent.
-    pub const fn is_clean(self) -> bool {
-        match self {
-            Self::Drained => true,
-            Self::CutOff => false,
-        }
-    }
-}
-
 /// The signals that end a server or act on its log, which must be blocked in every thread.
 pub(super) fn signals() -> io::Result<SignalFd> {
     signal::block()?;
     Ok(SignalFd::with_flags(&signal::handled(), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?)
 }
 
-/// Waits for a signal, and ends the server.
+/// Waits for a signal, and ends the server. Whether every answer that had begun was sent: a second signal cuts them off, and so does the
+/// end of the drain period.
 pub(super) fn run(
     signals: &SignalFd,
     phase: &watch::Sender<Phase>,
@@ -80,7 +62,7 @@ pub(super) fn run(
     fs: &dyn Upkeep,
     drain: Duration,
     log: &Log,
-) -> io::Result<ServeExit> {
+) -> io::Result<bool> {
     let signal = loop {
         if let Some(signal) = ending(signals, None, fs, log)? {
             break signal;
@@ -95,10 +77,10 @@ pub(super) fn run(
         if is_over || ending(signals, Some(LOOK_PERIOD), fs, log)?.is_some() {
             info!("{} connections are cut off", connections.len());
             phase.send_replace(Phase::Ended);
-            return Ok(ServeExit::CutOff);
+            return Ok(false);
         }
     }
-    Ok(ServeExit::Drained)
+    Ok(true)
 }
 
 /// Waits for a signal to end, at most for `limit`; does what other signals ask for.

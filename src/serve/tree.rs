@@ -25,17 +25,7 @@ pub(super) enum NoNode {
 
 impl From<FsError> for NoNode {
     fn from(error: FsError) -> Self {
-        match error {
-            FsError::NotFound
-            | FsError::NotDirectory
-            | FsError::IsDirectory
-            | FsError::ReadOnly
-            | FsError::NoAttribute
-            | FsError::Unsupported
-            | FsError::Invalid
-            | FsError::NameTooLong => Self::Absent,
-            FsError::Io => Self::Failed,
-        }
+        if error == FsError::Io { Self::Failed } else { Self::Absent }
     }
 }
 

@@ -148,7 +148,7 @@ impl Dispatchers {
 
 #[cfg(test)]
 mod tests {
-    use std::{sync::mpsc, thread};
+    use std::{sync::mpsc, thread, time::Duration};
 
     use super::*;
 

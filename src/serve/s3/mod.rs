@@ -9,7 +9,6 @@
 //!
 //! Signatures count only where there is a token: the key is then `ckfs`, and its secret the token.
 
-mod bucket;
 mod keys;
 mod signature;
 mod xml;
@@ -33,9 +32,8 @@ use super::{
     steps::{LATEST, ServedRun},
     tree::{NoNode, ServedTree, TreeVersion},
 };
-use bucket::BUCKET;
 use keys::{KeyLister, ListStart, SortedDirectories};
-use signature::{BadSignature, SignedRequest};
+use signature::{BUCKET, BadSignature, SignedRequest};
 
 /// The region that the bucket says it is in: the one of which S3 says nothing.
 const REGION: &str = "us-east-1";
@@ -138,7 +136,7 @@ impl BucketRouter {
     async fn of_bucket(&self, visitor: Visitor, method: &Method, query: &[(String, String)], path: &str) -> Reply {
         let value = |name: &str| query.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str());
         if method == Method::HEAD {
-            return answer::with_header(xml::empty(StatusCode::OK), BUCKET_REGION, REGION);
+            return answer::with_header(answer::empty(StatusCode::OK), BUCKET_REGION, REGION);
         }
         if value("location").is_some() {
             return xml::location();

@@ -11,10 +11,10 @@ use http::{HeaderMap, Method, header::AUTHORIZATION};
 use percent_encoding::percent_decode_str;
 use sha2::{Digest, Sha256};
 
-use super::{super::path, bucket::BUCKET};
+use super::super::path;
 
-/// The access key.
-const KEY: &str = BUCKET;
+/// The one bucket; also the access key.
+pub(super) const BUCKET: &str = "ckfs";
 
 /// The only algorithm.
 const ALGORITHM: &str = "AWS4-HMAC-SHA256";
@@ -75,7 +75,7 @@ impl SignedRequest<'_> {
         if (service, end) != ("s3", "aws4_request") || !parts.date.starts_with(day) || day.len() != 8 {
             return Err(BadSignature::Malformed);
         }
-        if key != KEY {
+        if key != BUCKET {
             return Err(BadSignature::Key);
         }
         let earliest = now.checked_sub(parts.expires.unwrap_or(SKEW)).unwrap_or(UNIX_EPOCH);

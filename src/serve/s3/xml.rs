@@ -3,18 +3,17 @@
 use std::{fmt::Write, time::SystemTime};
 
 use ckfs_source::calendar::utc;
-use http::{Response, StatusCode};
+use http::StatusCode;
 
 use super::{
     super::{
         answer::{self, Reply},
-        body::ReplyBody,
         listing::escaped,
         path,
         tree::{FoundNode, ServedTree},
     },
-    bucket::BUCKET,
     keys::{KeyRow, ListedKeys},
+    signature::BUCKET,
 };
 
 /// Content type of XML.
@@ -37,13 +36,6 @@ pub(super) struct ShownList {
 
 fn document(text: &str) -> Reply {
     answer::of_text(StatusCode::OK, XML, format!("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n{text}"))
-}
-
-/// A reply without a body.
-pub(super) fn empty(status: StatusCode) -> Reply {
-    let mut reply = Response::new(ReplyBody::empty());
-    *reply.status_mut() = status;
-    reply
 }
 
 /// An error.

@@ -164,25 +164,21 @@ fn work(shared: &HookShared, command: &str, place: &StepPlace) {
         let result = run(shared, command, step, place);
         let mut state = shared.lock();
         state.running = None;
-        let (code, error) = match result {
-            Ok(code) => (Some(code), None),
-            Err(error) => (None, Some(error.to_string())),
+        let failure = match &result {
+            Ok(0) => None,
+            Ok(code) => Some(format!("exit code {code}")),
+            Err(error) => Some(error.to_string()),
         };
-        if code == Some(0) {
-            state.succeeded += 1;
-        } else {
-            state.failed += 1;
-            tracing::warn!("--on-step: step {step}: {}", error.clone().unwrap_or_else(|| exit_text(code)));
+        *if failure.is_some() { &mut state.failed } else { &mut state.succeeded } += 1;
+        if let Some(failure) = failure {
+            tracing::warn!("--on-step: step {step}: {failure}");
         }
+        let (code, error) = (result.as_ref().ok().copied(), result.err().map(|error| error.to_string()));
         if state.results.len() >= RESULTS_MAX {
             state.results.pop_front();
         }
         state.results.push_back(HookResult { step, code, error, began, took: since.elapsed() });
     }
-}
-
-fn exit_text(code: Option<i32>) -> String {
-    code.map_or_else(|| "no exit code".to_owned(), |code| format!("exit code {code}"))
 }
 
 /// Runs the command for one step, and waits for its end.

@@ -53,4 +53,5 @@ pub use held::{HeldStep, NoStep};
 pub use hook::StepPlace;
 pub use run::{Run, RunState};
 pub use run_service::RunService;
+pub use run_tree::step_number;
 pub use settle::{ListedStep, finished_steps, listed_steps};

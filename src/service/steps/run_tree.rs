@@ -164,10 +164,7 @@ impl RunNodes<'_> {
         if name == LATEST_NAME.as_bytes() {
             return self.run.latest_attr().map(|(_, attr)| attr).ok_or(FsError::NotFound);
         }
-        let number = std::str::from_utf8(name).ok().and_then(|name| {
-            let number: u64 = name.parse().ok()?;
-            (number.to_string() == name).then_some(number)
-        });
+        let number = std::str::from_utf8(name).ok().and_then(step_number);
         let slot = number.and_then(|number| self.run.slots.of_step(number)).ok_or(FsError::NotFound)?;
         self.slot_attr(&slot, Ino::ROOT)
     }
@@ -376,6 +373,32 @@ impl FileSystem for RunTree {
             self.0.own_reads.close(handle);
         } else if let Some(content) = self.0.slots.get(index).and_then(|slot| slot.content()) {
             content.files().release(Ino(inner), Handle(split(handle.0).1));
+        }
+    }
+}
+
+/// The number of a step as it is written.
+pub fn step_number(text: &str) -> Option<u64> {
+    let number: u64 = text.parse().ok()?;
+    (number.to_string() == text).then_some(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_have_one_name_each() {
+        for (text, expected) in [
+            ("0", Some(0)),
+            ("200", Some(200)),
+            ("0200", None),
+            ("+2", None),
+            ("", None),
+            ("2a", None),
+            ("18446744073709551616", None),
+        ] {
+            assert_eq!(step_number(text), expected, "{text}");
         }
     }
 }
