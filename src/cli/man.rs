@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::Context;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use clap_complete::aot::{Shell, generate};
 use clap_mangen::Man;
 
@@ -142,14 +142,6 @@ fn notes(text: &str) -> String {
     section + ".fi\n"
 }
 
-/// Shells for which completions are made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Of {
-    Bash,
-    Zsh,
-    Fish,
-}
-
 /// Prints completions for a shell.
 ///
 /// They complete commands, flags and the words that a flag takes. The packages of ckfs install them; after `cargo
@@ -162,22 +154,18 @@ Examples:
   ckfs completions zsh > ~/.zfunc/_ckfs     with ~/.zfunc in zsh's fpath")]
 pub(super) struct Completions {
     /// The shell.
-    shell: Of,
+    #[arg(value_parser = ["bash", "zsh", "fish"])]
+    shell: String,
 }
 
 impl Completions {
     /// Prints the completions of the program's command line, `command`.
     pub(super) fn run(&self, mut command: clap::Command) -> anyhow::Result<()> {
-        output::print(&script(self.shell, &mut command)?)
+        output::print(&script(self.shell.parse().map_err(anyhow::Error::msg)?, &mut command)?)
     }
 }
 
-fn script(shell: Of, command: &mut clap::Command) -> anyhow::Result<String> {
-    let shell = match shell {
-        Of::Bash => Shell::Bash,
-        Of::Zsh => Shell::Zsh,
-        Of::Fish => Shell::Fish,
-    };
+fn script(shell: Shell, command: &mut clap::Command) -> anyhow::Result<String> {
     let mut text = Vec::new();
     generate(shell, command, "ckfs", &mut text);
     Ok(String::from_utf8(text)?)
@@ -254,7 +242,7 @@ mod tests {
     #[test]
     fn each_shell_gets_its_own_script_with_commands_and_flags() {
         for (shell, sign) in
-            [(Of::Bash, "complete -F _ckfs"), (Of::Zsh, "#compdef ckfs"), (Of::Fish, "complete -c ckfs")]
+            [(Shell::Bash, "complete -F _ckfs"), (Shell::Zsh, "#compdef ckfs"), (Shell::Fish, "complete -c ckfs")]
         {
             let text = script(shell, &mut command()).unwrap();
             for part in [sign, "mount", "mesh"] {

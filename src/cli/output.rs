@@ -160,6 +160,12 @@ pub(super) fn write_served(bytes: Served<'_>) -> anyhow::Result<()> {
     written(bytes.write_to(&io::stdout()))
 }
 
+/// Replaces a file by one that is written beside it: a reader finds the old or the new text.
+pub(super) fn replace(path: &Path, beside: &Path, text: &str) -> io::Result<()> {
+    let written = fs::write(beside, text).and_then(|()| fs::rename(beside, path));
+    written.inspect_err(|_| drop(fs::remove_file(beside)))
+}
+
 /// A regular file to be written, which has its old content until the new one is complete.
 #[derive(Debug)]
 pub(super) struct NewFile {

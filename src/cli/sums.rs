@@ -404,11 +404,7 @@ fn write_whole(path: &Path, text: &str) -> anyhow::Result<()> {
     let context = || path.display().to_string();
     let mut partial = path.as_os_str().to_owned();
     partial.push(format!(".partial{}", std::process::id()));
-    let written = fs::write(&partial, text).and_then(|()| fs::rename(&partial, path));
-    if written.is_err() {
-        let _ = fs::remove_file(&partial);
-    }
-    written.with_context(context)
+    output::replace(path, partial.as_ref(), text).with_context(context)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The preconditions of a request for a file: `If-Match`, `If-None-Match`, `If-Range`; pure.
+//! The preconditions and the range of a request for a file: `If-Match`, `If-None-Match`, `If-Range`, `Range`; pure.
 //!
 //! Times are no conditions here: a server that starts with other settings serves other bytes of sources that are as old as before.
 
@@ -6,8 +6,6 @@ use http::{
     HeaderMap, HeaderValue,
     header::{HeaderName, IF_MATCH, IF_NONE_MATCH, IF_RANGE, RANGE},
 };
-
-use super::range::AskedRange;
 
 /// What a request is to be answered with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,11 +32,50 @@ pub(super) fn judge(headers: &HeaderMap, etag: &str, size_bytes: u64) -> FileVer
     }
     let is_same = headers.get(IF_RANGE).is_none_or(|value| value.as_bytes() == etag.as_bytes());
     let range = headers.get(RANGE).filter(|_| is_same).map(|value| value.to_str().unwrap_or_default());
-    match AskedRange::parse(range, size_bytes) {
-        AskedRange::All => FileVerdict::Whole,
-        AskedRange::Part(start, end) => FileVerdict::Part(start, end),
-        AskedRange::Outside => FileVerdict::Outside,
+    of_range(range, size_bytes)
+}
+
+/// The answer for the range of a header's value, of a file of `size_bytes`. All bytes, if there is none or one that this server may
+/// pass over: another unit, several ranges, no proper form.
+fn of_range(value: Option<&str>, size_bytes: u64) -> FileVerdict {
+    match value.and_then(single) {
+        // A number beyond all files is as good as the largest.
+        Some((Some(first), last)) => {
+            let end = last.map_or(size_bytes, |last| last.saturating_add(1).min(size_bytes));
+            if last.is_some_and(|last| last < first) {
+                FileVerdict::Whole
+            } else if first < end {
+                FileVerdict::Part(first, end)
+            } else {
+                FileVerdict::Outside
+            }
+        }
+        Some((None, Some(length))) if length > 0 && size_bytes > 0 => {
+            FileVerdict::Part(size_bytes - length.min(size_bytes), size_bytes)
+        }
+        Some((None, Some(_))) => FileVerdict::Outside,
+        Some((None, None)) | None => FileVerdict::Whole,
     }
+}
+
+/// The numbers of `bytes=FIRST-LAST`, of which one may be missing; `None` for any other form.
+fn single(value: &str) -> Option<(Option<u64>, Option<u64>)> {
+    let (unit, set) = value.split_once('=')?;
+    if !unit.trim().eq_ignore_ascii_case("bytes") {
+        return None;
+    }
+    let (first, last) = set.trim().split_once('-')?;
+    let numbers = [first.trim(), last.trim()];
+    let are_digits = numbers.iter().all(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
+    are_digits.then(|| {
+        let [first, last] = numbers.map(number);
+        (first, last)
+    })
+}
+
+/// Digits as a number, the largest if it is larger; `None` for no digits.
+fn number(digits: &str) -> Option<u64> {
+    (!digits.is_empty()).then(|| digits.parse().unwrap_or(u64::MAX))
 }
 
 /// Whether a list of entity tags has `etag`, or is `*`. A weak tag counts with `weak` only.
@@ -90,5 +127,41 @@ mod tests {
         headers.append(IF_MATCH, "\"b\"".parse().unwrap());
         headers.append(IF_MATCH, "\"a\"".parse().unwrap());
         assert_eq!(judge(&headers, tag, 10), FileVerdict::Whole);
+    }
+
+    #[test]
+    fn a_range_is_cut_to_the_file() {
+        for (value, expected) in [
+            ("bytes=0-0", FileVerdict::Part(0, 1)),
+            ("bytes=0-9", FileVerdict::Part(0, 10)),
+            ("bytes=3-5", FileVerdict::Part(3, 6)),
+            ("Bytes = 3 - 5", FileVerdict::Part(3, 6)),
+            ("bytes=9-", FileVerdict::Part(9, 10)),
+            ("bytes=5-99999999999999999999999", FileVerdict::Part(5, 10)),
+            ("bytes=0-18446744073709551615", FileVerdict::Part(0, 10)),
+            ("bytes=-3", FileVerdict::Part(7, 10)),
+            ("bytes=-99999999999999999999999", FileVerdict::Part(0, 10)),
+            ("bytes=10-", FileVerdict::Outside),
+            ("bytes=10-12", FileVerdict::Outside),
+            ("bytes=18446744073709551615-", FileVerdict::Outside),
+            ("bytes=99999999999999999999999-99999999999999999999999", FileVerdict::Outside),
+            ("bytes=-0", FileVerdict::Outside),
+            // Not followed.
+            ("bytes=5-3", FileVerdict::Whole),
+            ("bytes=0-1,3-4", FileVerdict::Whole),
+            ("bytes=-", FileVerdict::Whole),
+            ("bytes=a-b", FileVerdict::Whole),
+            ("bytes=+1-2", FileVerdict::Whole),
+            ("bytes=--1", FileVerdict::Whole),
+            ("bytes 0-1", FileVerdict::Whole),
+            ("items=0-1", FileVerdict::Whole),
+            ("", FileVerdict::Whole),
+        ] {
+            assert_eq!(of_range(Some(value), 10), expected, "{value}");
+        }
+        assert_eq!(of_range(None, 10), FileVerdict::Whole);
+        for value in ["bytes=0-", "bytes=0-0", "bytes=-1"] {
+            assert_eq!(of_range(Some(value), 0), FileVerdict::Outside, "{value}");
+        }
     }
 }

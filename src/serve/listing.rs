@@ -23,21 +23,12 @@ use super::{
 /// Entries of one part.
 const PART_ENTRIES: usize = 512;
 
-/// The form of a listing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ListingForm {
-    Json,
-    Html,
-}
-
-impl ListingForm {
-    /// The form that a request asks for: a page, unless JSON comes first in `Accept`.
-    fn of(headers: &HeaderMap) -> Self {
-        let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
-        let mut kinds = accept.split(',').map(|kind| kind.split(';').next().unwrap_or_default().trim());
-        let known = kinds.find(|kind| matches!(*kind, "application/json" | "text/html" | "application/xhtml+xml"));
-        if known == Some("application/json") { Self::Json } else { Self::Html }
-    }
+/// Whether a request asks for JSON: it has a page, unless JSON comes first in `Accept`.
+fn asks_json(headers: &HeaderMap) -> bool {
+    let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let mut kinds = accept.split(',').map(|kind| kind.split(';').next().unwrap_or_default().trim());
+    let known = kinds.find(|kind| matches!(*kind, "application/json" | "text/html" | "application/xhtml+xml"));
+    known == Some("application/json")
 }
 
 /// The form that a request asks for, and the parts of the listing.
@@ -47,13 +38,9 @@ fn listed(
     node: &FoundNode,
     headers: &HeaderMap,
 ) -> (&'static str, TextParts) {
-    let form = ListingForm::of(headers);
-    let content_type = match form {
-        ListingForm::Json => answer::JSON,
-        ListingForm::Html => answer::HTML,
-    };
-    let parts = parts(Arc::clone(tree), visitor, node.clone(), form);
-    (content_type, parts)
+    let as_json = asks_json(headers);
+    let parts = parts(Arc::clone(tree), visitor, node.clone(), as_json);
+    (if as_json { answer::JSON } else { answer::HTML }, parts)
 }
 
 /// A listing that is made as the client takes it.
@@ -83,7 +70,7 @@ fn of_body(content_type: &'static str, body: ReplyBody) -> Reply {
 }
 
 /// The text of a listing in parts.
-fn parts(tree: Arc<ServedTree>, visitor: Visitor, node: FoundNode, form: ListingForm) -> TextParts {
+fn parts(tree: Arc<ServedTree>, visitor: Visitor, node: FoundNode, as_json: bool) -> TextParts {
     let mut next = Some(0);
     let mut is_first = true;
     let mut has_rows = false;
@@ -103,27 +90,24 @@ fn parts(tree: Arc<ServedTree>, visitor: Visitor, node: FoundNode, form: Listing
         next = following;
         let mut text = String::new();
         if std::mem::take(&mut is_first) {
-            begin(&mut text, &node, form);
+            begin(&mut text, &node, as_json);
         }
         for (entry, attr) in entries {
-            if form == ListingForm::Json {
+            if as_json {
                 text.push_str(if has_rows { ",\n" } else { "\n" });
             }
             has_rows = true;
-            row(&mut text, attr, &node.path, &entry, form);
+            row(&mut text, attr, &node.path, &entry, as_json);
         }
         if next.is_none() {
-            text.push_str(match form {
-                ListingForm::Json => "\n]\n",
-                ListingForm::Html => "</table>\n",
-            });
+            text.push_str(if as_json { "\n]\n" } else { "</table>\n" });
         }
         Some(Ok(Bytes::from(text)))
     })
 }
 
-fn begin(text: &mut String, node: &FoundNode, form: ListingForm) {
-    if form == ListingForm::Json {
+fn begin(text: &mut String, node: &FoundNode, as_json: bool) {
+    if as_json {
         text.push('[');
         return;
     }
@@ -140,7 +124,7 @@ fn begin(text: &mut String, node: &FoundNode, form: ListingForm) {
     }
 }
 
-fn row(text: &mut String, attr: Option<Attr>, above: &str, entry: &ServedEntry, form: ListingForm) {
+fn row(text: &mut String, attr: Option<Attr>, above: &str, entry: &ServedEntry, as_json: bool) {
     let size_bytes = attr.filter(|_| entry.kind == NodeKind::File).map(|attr| attr.size_bytes);
     let modified = attr.map(|attr| utc(attr.modified));
     let kind = match entry.kind {
@@ -148,24 +132,20 @@ fn row(text: &mut String, attr: Option<Attr>, above: &str, entry: &ServedEntry, 
         NodeKind::File => "file",
         NodeKind::Symlink => "symlink",
     };
-    match form {
-        ListingForm::Json => {
-            let mut row = json!({ "name": entry.name, "type": kind, "mtime": modified });
-            if let (Some(bytes), Some(row)) = (size_bytes, row.as_object_mut()) {
-                row.insert("size".to_owned(), bytes.into());
-            }
-            let _ = write!(text, "{row}");
+    if as_json {
+        let mut row = json!({ "name": entry.name, "type": kind, "mtime": modified });
+        if let Some(bytes) = size_bytes {
+            row["size"] = bytes.into();
         }
-        ListingForm::Html => {
-            let slash = if entry.kind == NodeKind::File { "" } else { "/" };
-            let whole = if above.is_empty() { entry.name.clone() } else { format!("{above}/{}", entry.name) };
-            let (address, name) = (path::encoded(&whole), escaped(&entry.name));
-            let size = size_bytes.map_or_else(String::new, |bytes| bytes.to_string());
-            let modified = modified.unwrap_or_default();
-            let _ =
-                writeln!(text, "<tr><td><a href=\"/files/{address}{slash}\">{name}{slash}</a><td>{size}<td>{modified}");
-        }
+        let _ = write!(text, "{row}");
+        return;
     }
+    let slash = if entry.kind == NodeKind::File { "" } else { "/" };
+    let whole = if above.is_empty() { entry.name.clone() } else { format!("{above}/{}", entry.name) };
+    let (address, name) = (path::encoded(&whole), escaped(&entry.name));
+    let size = size_bytes.map_or_else(String::new, |bytes| bytes.to_string());
+    let modified = modified.unwrap_or_default();
+    let _ = writeln!(text, "<tr><td><a href=\"/files/{address}{slash}\">{name}{slash}</a><td>{size}<td>{modified}");
 }
 
 /// A text for a page.
@@ -180,15 +160,15 @@ mod tests {
     #[test]
     fn json_is_for_those_who_ask_for_it_first() {
         for (accept, expected) in [
-            (None, ListingForm::Html),
-            (Some("*/*"), ListingForm::Html),
-            (Some("application/json"), ListingForm::Json),
-            (Some("application/json;q=0.9, */*"), ListingForm::Json),
-            (Some("text/html,application/xhtml+xml,application/json"), ListingForm::Html),
-            (Some("application/json, text/html"), ListingForm::Json),
+            (None, false),
+            (Some("*/*"), false),
+            (Some("application/json"), true),
+            (Some("application/json;q=0.9, */*"), true),
+            (Some("text/html,application/xhtml+xml,application/json"), false),
+            (Some("application/json, text/html"), true),
         ] {
             let headers = accept.map(|text| (ACCEPT, text.parse().unwrap())).into_iter().collect();
-            assert_eq!(ListingForm::of(&headers), expected, "{accept:?}");
+            assert_eq!(asks_json(&headers), expected, "{accept:?}");
         }
         assert_eq!(escaped("<a href='x'>&\""), "&lt;a href=&#39;x&#39;&gt;&amp;&quot;");
     }

@@ -16,7 +16,7 @@
 //! | `files`, `listing` | `/files/`: files and directories |
 //! | `hub`, `repositories` | repositories as clients of the Hub read them; commits and entity tags are those of [`ckfs_service::identity`] |
 //! | `s3` | the bucket `ckfs`: lists of keys, objects, signatures |
-//! | `conditions`, `range` | preconditions and ranges of requests; pure |
+//! | `conditions` | preconditions and ranges of requests; pure |
 //! | `file_reply`, `body` | a file as a reply, in chunks that are made when the client has taken those before |
 //! | `served`, `steps` | what is served: one checkpoint, or the steps of a run, each a revision of its repositories |
 //! | `reads`, `tree` | threads that open and read files of a volume |
@@ -36,7 +36,6 @@ mod hub;
 mod listing;
 mod options;
 mod path;
-mod range;
 mod reads;
 mod repositories;
 mod router;

@@ -21,16 +21,16 @@ struct Largest {
     file: FileId,
 }
 
-/// Makes room in the budget for the largest chunk that these plans need.
+/// Makes room in the budget for the largest chunk that these plans need. Returns the memory that it takes, in bytes.
 ///
 /// # Errors
 /// It does not fit the limit. The error names the tensor, both sizes, and what to do.
-pub(super) fn admit(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Budget) -> Result<(), OpenError> {
-    let Some(largest) = largest(checkpoint, plans) else { return Ok(()) };
+pub(super) fn admit(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Budget) -> Result<u64, OpenError> {
+    let Some(largest) = largest(checkpoint, plans) else { return Ok(0) };
     let most_bytes = budget.decoded_bytes_max();
     if largest.bytes <= most_bytes {
         budget.decoded_bytes = budget.decoded_bytes.max(largest.bytes);
-        return Ok(());
+        return Ok(largest.bytes);
     }
     let path = &checkpoint.source().pin(largest.file).path;
     let stored = largest.stored.map(|span| format!(", stored in {}", human_bytes(span.len()))).unwrap_or_default();
@@ -45,11 +45,6 @@ pub(super) fn admit(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Bu
         human_bytes(most_bytes),
         human_bytes(budget.cache_bytes),
     )))
-}
-
-/// Memory that the largest chunk takes which these plans need, in bytes.
-pub(super) fn largest_bytes(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> u64 {
-    largest(checkpoint, plans).map_or(0, |largest| largest.bytes)
 }
 
 fn largest(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> Option<Largest> {

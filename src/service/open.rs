@@ -376,9 +376,6 @@ pub(super) fn volume_options(
 ///
 /// # Errors
 /// The first such file.
-///
-/// # Panics
-/// Never: there are fewer than 2^32 files.
 pub fn check_sources(volume: &Volume) -> Result<(), SourceError> {
     let source = volume.engine().checkpoint().source();
     let files: Vec<FileId> = source.files().collect();

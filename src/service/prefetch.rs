@@ -1,13 +1,6 @@
 //! Prefetch of a mount: brings what the listed devices will read from a remote source, behind what readers ask for.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
-    time::Duration,
-};
+use std::{sync::Arc, thread, time::Duration};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::Prefetch;
@@ -20,16 +13,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 const JOBS_MAX: usize = 128;
 
 /// A running prefetch; ends when it is dropped.
-#[derive(Debug)]
-pub(super) struct Prefetching {
-    ended: Arc<AtomicBool>,
-}
-
-impl Drop for Prefetching {
-    fn drop(&mut self) {
-        self.ended.store(true, Ordering::Relaxed);
-    }
-}
+pub(super) type Prefetching = Arc<()>;
 
 /// Starts the prefetch of these plans, if the source is remote and the setting says so.
 pub(super) fn start(checkpoint: &Arc<Checkpoint>, plans: &[Arc<Plan>], prefetch: Prefetch) -> Option<Prefetching> {
@@ -43,12 +27,12 @@ pub(super) fn start(checkpoint: &Arc<Checkpoint>, plans: &[Arc<Plan>], prefetch:
     if !wanted {
         return None;
     }
-    let ended = Arc::new(AtomicBool::new(false));
-    let (checkpoint, plans, stop) = (Arc::clone(checkpoint), plans.to_vec(), Arc::clone(&ended));
+    let prefetching = Prefetching::default();
+    let (checkpoint, plans, wanted) = (Arc::clone(checkpoint), plans.to_vec(), Arc::downgrade(&prefetching));
     let run = move || {
         let Some(remote) = checkpoint.source().remote() else { return };
         let mut offer = |file: FileId, spans: &[ByteSpan]| {
-            while !stop.load(Ordering::Relaxed) {
+            while wanted.strong_count() > 0 {
                 if remote.ahead_jobs() < JOBS_MAX && remote.prefetch(file, spans) {
                     return true;
                 }
@@ -64,7 +48,7 @@ pub(super) fn start(checkpoint: &Arc<Checkpoint>, plans: &[Arc<Plan>], prefetch:
         tracing::debug!("prefetch: everything is requested");
     };
     match thread::Builder::new().name("ckfs-prefetch".into()).spawn(run) {
-        Ok(_) => Some(Prefetching { ended }),
+        Ok(_) => Some(prefetching),
         Err(error) => {
             tracing::warn!("nothing is prefetched: {error}");
             None

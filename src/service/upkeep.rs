@@ -3,11 +3,7 @@
 use std::{
     io,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-        mpsc,
-    },
+    sync::{Arc, mpsc},
     thread,
     time::Duration,
 };
@@ -25,15 +21,6 @@ pub(super) struct Upkeeping {
     _stop: mpsc::Sender<()>,
 }
 
-/// One that checks. Counts it until it is dropped.
-struct Checking(Arc<AtomicUsize>);
-
-impl Drop for Checking {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 /// Calls `tend` and `check` after each period, `check` from a thread of its own, since it may hang with a file system. A
 /// panic ends neither. Ends when the returned value is dropped.
 ///
@@ -47,19 +34,17 @@ pub(super) fn repeat(
     let (stop, stopped) = mpsc::channel();
     let check = Arc::new(check);
     thread::Builder::new().name("ckfs-watch".into()).spawn(move || {
-        let checkers = Arc::new(AtomicUsize::new(0));
+        let checkers = Arc::new(());
         while stopped.recv_timeout(period) == Err(mpsc::RecvTimeoutError::Timeout) {
             // The panic has its line in the log.
             let _ = catch_unwind(AssertUnwindSafe(&tend));
-            if checkers.load(Ordering::Relaxed) >= CHECKERS_MAX {
+            // Each has one, to its end.
+            if Arc::strong_count(&checkers) > CHECKERS_MAX {
                 continue;
             }
             let (check, counted) = (Arc::clone(&check), Arc::clone(&checkers));
-            counted.fetch_add(1, Ordering::Relaxed);
-            let checking = Checking(counted);
             let work = move || {
-                // Counted to its end, however it ends.
-                let _checking = checking;
+                let _counted = counted;
                 check();
             };
             if let Err(error) = thread::Builder::new().name("ckfs-look".into()).spawn(work) {
@@ -72,7 +57,10 @@ pub(super) fn repeat(
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
+    use std::{
+        sync::atomic::{AtomicUsize, Ordering},
+        time::Instant,
+    };
 
     use super::*;
 

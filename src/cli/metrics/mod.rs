@@ -6,7 +6,6 @@ mod text;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    io::Write,
     net::{SocketAddr, TcpListener, ToSocketAddrs},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError, Weak, mpsc},
@@ -144,11 +143,7 @@ fn replace(path: &Path, text: &str) -> anyhow::Result<()> {
     beside.push(name);
     beside.push(format!(".{}", std::process::id()));
     let beside = path.with_file_name(beside);
-    let written = fs::File::create(&beside).and_then(|mut file| {
-        file.write_all(text.as_bytes())?;
-        fs::rename(&beside, path)
-    });
-    written.inspect_err(|_| drop(fs::remove_file(&beside))).with_context(|| path.display().to_string())
+    output::replace(path, &beside, text).with_context(|| path.display().to_string())
 }
 
 /// The mounts to be asked.

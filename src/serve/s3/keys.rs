@@ -128,29 +128,17 @@ pub(super) struct ListedKeys {
     pub(super) next: Option<ListStart>,
 }
 
-/// Makes one list.
+/// Makes one list of at most `max` rows of keys that begin with `prefix`; `delimited`, directories below it are one row.
 pub(super) struct KeyLister<'a> {
-    tree: &'a ServedTree,
-    sorted: &'a SortedDirectories,
-    visitor: Visitor,
-    prefix: &'a str,
-    delimited: bool,
-    max: usize,
+    pub(super) tree: &'a ServedTree,
+    pub(super) sorted: &'a SortedDirectories,
+    pub(super) visitor: Visitor,
+    pub(super) prefix: &'a str,
+    pub(super) delimited: bool,
+    pub(super) max: usize,
 }
 
-impl<'a> KeyLister<'a> {
-    /// A list of at most `max` rows of keys that begin with `prefix`; `delimited`, directories below it are one row.
-    pub(super) const fn new(
-        tree: &'a ServedTree,
-        sorted: &'a SortedDirectories,
-        visitor: Visitor,
-        prefix: &'a str,
-        delimited: bool,
-        max: usize,
-    ) -> Self {
-        Self { tree, sorted, visitor, prefix, delimited, max }
-    }
-
+impl KeyLister<'_> {
     /// The list from a place on.
     ///
     /// # Errors
@@ -356,7 +344,8 @@ mod tests {
             let reads = Arc::new(ServedReads::new(Arc::clone(&fs), 1).unwrap());
             let tree = ServedTree::new(&reads, TreeVersion::Run(Arc::new(NoDigests)));
             let sorted = SortedDirectories::default();
-            let lister = KeyLister::new(&tree, &sorted, Visitor::Trusted, "", delimited, 10);
+            let (tree, sorted, visitor) = (&tree, &sorted, Visitor::Trusted);
+            let lister = KeyLister { tree, sorted, visitor, prefix: "", delimited, max: 10 };
             let listed = lister.list(&ListStart::After(String::new()))?;
             Ok(listed
                 .rows

@@ -256,7 +256,8 @@ fn list(
     start: &ListStart,
     shown: &xml::ShownList,
 ) -> Result<Reply, NoNode> {
-    let lister = KeyLister::new(tree, sorted, visitor, &shown.prefix, shown.delimited, shown.max.min(KEYS_MAX));
+    let (prefix, delimited, max) = (&*shown.prefix, shown.delimited, shown.max.min(KEYS_MAX));
+    let lister = KeyLister { tree, sorted, visitor, prefix, delimited, max };
     Ok(xml::list(tree, &lister.list(start)?, shown))
 }
 

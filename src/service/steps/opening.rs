@@ -207,8 +207,7 @@ impl Run {
         let checkpoint = open::open_checkpoint(&mut config, waits)?;
         let plans = open::plan_views(&checkpoint, &config)?;
         let mut budget = self.budget.clone();
-        chunk_memory::admit(&checkpoint, &plans, &mut budget)?;
-        let chunk_bytes = chunk_memory::largest_bytes(&checkpoint, &plans);
+        let chunk_bytes = chunk_memory::admit(&checkpoint, &plans, &mut budget)?;
         open::bound_source(&checkpoint, &budget, OPENING_MAX as u64, chunk_bytes);
         let weight = checkpoint.tensors().count() + plans.iter().map(|view| view.plan.tensors.len()).sum::<usize>();
         let options = open::volume_options(&config, budget, Some(self.rooms.clone()))?;

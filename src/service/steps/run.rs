@@ -17,7 +17,7 @@ use ckfs_checkpoint::runs::StepDirectory;
 use ckfs_config::{Config, Steps};
 use ckfs_host::budget::Budget;
 use ckfs_read::EngineRooms;
-use ckfs_source::{RootDir, WaitRegistry, permission::DirectoryRules, private_directory};
+use ckfs_source::{RootDir, WaitRegistry, private_directory};
 use ckfs_volume::{
     FsError, LiveReads, Metrics, Mounter, OnChange, Overrides, Permission, Volume, directory_permission,
 };
@@ -199,12 +199,8 @@ impl Run {
 
 /// Owner, group and bits of a directory that shows the names in another.
 fn permission_of(source: &str, mounter: &Mounter, overrides: &Overrides) -> Permission {
-    let rules = rules_of(source).unwrap_or_else(private_directory);
+    let rules = RootDir::open(Path::new(source)).map_or_else(|_| private_directory(), |root| root.directory_gates(""));
     directory_permission(&rules, mounter, overrides)
-}
-
-fn rules_of(source: &str) -> Option<DirectoryRules> {
-    Some(RootDir::open(Path::new(source)).ok()?.directory_gates(""))
 }
 
 /// Refuses a mountpoint inside the run: the mount would be one of its steps, or hide them.
