@@ -79,13 +79,9 @@ impl CacheCommand {
     }
 }
 
-/// The entries with their last use and bytes of disk, least recently used first.
-fn by_use(cache: &Cache) -> anyhow::Result<Vec<(SystemTime, u64, PathBuf)>> {
-    let with_usage = |dir: PathBuf| {
-        let (used, bytes) = usage(&dir);
-        (used, bytes, dir)
-    };
-    let mut entries: Vec<_> = cache.list()?.into_iter().map(with_usage).collect();
+/// The entries with their last use, least recently used first.
+fn by_use(cache: &Cache) -> anyhow::Result<Vec<(SystemTime, PathBuf)>> {
+    let mut entries: Vec<_> = cache.list()?.into_iter().map(|dir| (usage(&dir).0, dir)).collect();
     entries.sort();
     Ok(entries)
 }
@@ -93,7 +89,7 @@ fn by_use(cache: &Cache) -> anyhow::Result<Vec<(SystemTime, u64, PathBuf)>> {
 fn list(cache: &Cache, place: &Path, as_json: bool) -> anyhow::Result<()> {
     let (used, limit) = cache.measure()?;
     let (mut text, mut rows) = (String::new(), Vec::new());
-    for (last, _, dir) in by_use(cache)? {
+    for (last, dir) in by_use(cache)? {
         let (object, present, size, state) = match cache.existing(&dir) {
             Ok(entry) => {
                 let (meta, present) = (entry.meta(), entry.present_bytes()?);
@@ -245,7 +241,7 @@ enum Comparable {
 fn prune(cache: &Cache, older_than: Option<Duration>, as_json: bool) -> anyhow::Result<()> {
     let age_min = older_than.unwrap_or_default();
     let (mut removed, mut freed, mut in_use) = (0, 0, 0);
-    for (last, _, dir) in by_use(cache)? {
+    for (last, dir) in by_use(cache)? {
         if SystemTime::now().duration_since(last).unwrap_or_default() < age_min {
             continue;
         }

@@ -25,7 +25,7 @@ use nix::{sys::utsname::uname, unistd::geteuid};
 use serde_json::{Value, json};
 
 use super::{
-    mount, open, output,
+    mount, output,
     status::{MountHealth, probe},
 };
 
@@ -216,7 +216,7 @@ impl Cleanup {
 impl Drop for Cleanup {
     fn drop(&mut self) {
         if let Err(error) = self.run() {
-            open::warn("cleaning up", &error);
+            tracing::warn!("cleaning up: {}", output::chain(&error));
         }
     }
 }

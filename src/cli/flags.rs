@@ -114,27 +114,13 @@ pub(super) fn all_options() -> Command {
         .args(SETTINGS.iter().filter(is_flag).map(option))
 }
 
-/// Refuses a flag of a former version. The message names the present equivalent.
-#[derive(Clone, Debug)]
-struct Former(&'static str);
-
-impl TypedValueParser for Former {
-    type Value = OsString;
-
-    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, word: &OsStr) -> Result<OsString, clap::Error> {
-        let reason = former(self.0).unwrap_or_default();
-        let refuse = move |_: &str| Err::<OsString, String>(reason.clone());
-        refuse.parse_ref(command, arg, word)
-    }
-}
-
-/// The flags of former versions of `mount`.
+/// The flags of former versions of `mount`. Each is refused by a message that names the present equivalent.
 fn former_flags(takers: Commands) -> impl Iterator<Item = Arg> {
-    let flag = |name| Arg::new(name).long(name).hide(true).num_args(0..=1).default_missing_value("");
-    FORMER
-        .iter()
-        .filter(move |_| takers == Commands::Mount)
-        .map(move |(name, _)| flag(*name).value_parser(Former(name)))
+    let flag = |name: &'static str| {
+        let refuse = move |_: &str| Err::<OsString, String>(former(name).unwrap_or_default());
+        Arg::new(name).long(name).hide(true).num_args(0..=1).default_missing_value("").value_parser(refuse)
+    };
+    FORMER.iter().filter(move |_| takers == Commands::Mount).map(move |(name, _)| flag(name))
 }
 
 /// The settings that some commands take as flags.

@@ -16,7 +16,7 @@ use ckfs_volume::{ViewPlan, Volume};
 use super::{
     flags::SourceFlags,
     hint,
-    output::{Usage, chain, error_text},
+    output::{Usage, error_text},
 };
 
 /// The configuration of command lines and a file. The first command line has precedence.
@@ -127,8 +127,7 @@ pub(super) fn source_and<'a>(
 /// # Errors
 /// Everything wrong with the repository.
 pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>> {
-    let waits = wait_registry(&config.mount);
-    end_on_stall(&waits).context("start a thread")?;
+    let waits = ending_waits(config)?;
     open_checkpoint(config, &waits).map_err(explained)
 }
 
@@ -142,8 +141,7 @@ pub(super) fn is_of_service(error: &anyhow::Error) -> bool {
 /// # Errors
 /// Everything wrong with repository or plans.
 pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
-    let waits = wait_registry(&config.mount);
-    end_on_stall(&waits).context("start a thread")?;
+    let waits = ending_waits(config)?;
     open_volume(config, &waits).map_err(explained)
 }
 
@@ -191,11 +189,6 @@ pub(super) fn explained(error: OpenError) -> anyhow::Error {
     error.into()
 }
 
-/// Logs an error with its causes.
-pub(super) fn warn(what: &str, error: &anyhow::Error) {
-    tracing::warn!("{what}: {}", chain(error));
-}
-
 // Commands do not wait forever for storage without an answer: this process ends with an error then.
 
 /// Ends this process with an error when a fetch stalls.
@@ -207,14 +200,15 @@ fn ending(fetches: &Arc<WaitRegistry>) -> io::Result<WaitWatch> {
     })
 }
 
-/// Ends this process with an error when a fetch stalls, from now on.
+/// A record of waits. From now on this process ends with an error when one of them stalls.
 ///
 /// # Errors
-/// As [`watch`].
-pub(super) fn end_on_stall(fetches: &Arc<WaitRegistry>) -> io::Result<()> {
+/// The system starts no thread.
+pub(super) fn ending_waits(config: &Config) -> anyhow::Result<Arc<WaitRegistry>> {
+    let waits = wait_registry(&config.mount);
     // The thread runs to the end of the process.
-    std::mem::forget(ending(fetches)?);
-    Ok(())
+    std::mem::forget(ending(&waits).context("start a thread")?);
+    Ok(waits)
 }
 
 /// Calls `work`, which looks at `path`. If the path gives no answer within the time limit of the settings, this process ends

@@ -2,7 +2,7 @@
 
 use std::{fmt::Write as _, path::Path};
 
-use anyhow::{Context, anyhow};
+use anyhow::anyhow;
 use ckfs_checkpoint::{printable, runs::StepKind};
 use ckfs_config::{Config, Steps};
 use ckfs_plan::report::human_bytes;
@@ -33,8 +33,7 @@ pub(super) fn shown(run: &Run) -> String {
 /// The directory cannot be listed.
 pub(super) fn of_directory(config: &Config) -> anyhow::Result<Option<Vec<ListedStep>>> {
     let Some(source) = config.source.as_deref().filter(|source| !source.contains("://")) else { return Ok(None) };
-    let waits = wait_registry(&config.mount);
-    open::end_on_stall(&waits).context("start a thread")?;
+    let waits = open::ending_waits(config)?;
     let path = Path::new(source);
     if !open::within(&config.mount, path, "look", || path.is_dir()) {
         return Ok(None);
@@ -58,8 +57,7 @@ pub(super) fn of_service(config: &Config) -> Vec<ListedStep> {
 /// # Errors
 /// There is no run, or no step of it is finished: why, of the newest ones.
 pub(super) fn selected(config: &Config, wanted: Steps) -> anyhow::Result<Vec<(ListedStep, Config)>> {
-    let waits = wait_registry(&config.mount);
-    open::end_on_stall(&waits).context("start a thread")?;
+    let waits = open::ending_waits(config)?;
     let all = finished_steps(config, &waits).map_err(open::explained)?;
     let (finished, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|step| step.unfinished.is_none());
     for step in &others {

@@ -112,25 +112,24 @@ impl BucketRouter {
             return self.gate.admit(&parts.headers, peer).map_err(|_| denied("AccessDenied", "not admitted"));
         };
         let signed = SignedRequest { method: &parts.method, path: parts.uri.path(), query, headers: &parts.headers };
-        match signed.check(token.secret(), SystemTime::now()) {
-            Ok(()) => Ok(Visitor::Trusted),
+        let (code, text) = match signed.check(token.secret(), SystemTime::now()) {
+            Ok(()) => return Ok(Visitor::Trusted),
             Err(BadSignature::Absent) => match self.gate.admit_unsigned() {
-                Ok(visitor) => Ok(visitor),
-                Err(NoEntry::Missing | NoEntry::Wrong) => Err(denied(
-                    "AccessDenied",
-                    "expected a signature of version 4, with the key ckfs and the token as its secret",
-                )),
+                Ok(visitor) => return Ok(visitor),
+                Err(NoEntry::Missing | NoEntry::Wrong) => {
+                    ("AccessDenied", "expected a signature of version 4, with the key ckfs and the token as its secret")
+                }
             },
-            Err(BadSignature::Key) => Err(denied("InvalidAccessKeyId", "expected the access key ckfs")),
-            Err(BadSignature::Time) => Err(denied(
-                "RequestTimeTooSkewed",
-                "the signature is too old, or the clocks differ by more than 15 minutes",
-            )),
-            Err(BadSignature::Malformed) => Err(denied("AuthorizationHeaderMalformed", "expected AWS4-HMAC-SHA256")),
-            Err(BadSignature::Wrong) => {
-                Err(denied("SignatureDoesNotMatch", "the secret of the key ckfs is the token of this server"))
+            Err(BadSignature::Key) => ("InvalidAccessKeyId", "expected the access key ckfs"),
+            Err(BadSignature::Time) => {
+                ("RequestTimeTooSkewed", "the signature is too old, or the clocks differ by more than 15 minutes")
             }
-        }
+            Err(BadSignature::Malformed) => ("AuthorizationHeaderMalformed", "expected AWS4-HMAC-SHA256"),
+            Err(BadSignature::Wrong) => {
+                ("SignatureDoesNotMatch", "the secret of the key ckfs is the token of this server")
+            }
+        };
+        Err(denied(code, text))
     }
 
     async fn of_bucket(&self, visitor: Visitor, method: &Method, query: &[(String, String)], path: &str) -> Reply {
@@ -195,26 +194,24 @@ impl BucketRouter {
 
     async fn of_object(&self, visitor: Visitor, names: &[String], method: &Method, headers: &http::HeaderMap) -> Reply {
         let key = names.join("/");
-        let denied = || xml::error(StatusCode::FORBIDDEN, "AccessDenied", DENIED, &key);
-        let failed = || {
-            let text = "the object cannot be read now: its step was deleted, or its storage gives no answer";
-            xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, &key)
+        let failed = |text: &str| xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, &key);
+        let no_node = |reason: NoNode| match reason {
+            NoNode::Absent => no_key(&key),
+            NoNode::Denied => xml::error(StatusCode::FORBIDDEN, "AccessDenied", DENIED, &key),
+            NoNode::Failed => {
+                failed("the object cannot be read now: its step was deleted, or its storage gives no answer")
+            }
         };
         let (tree, rest) = match self.served.place(visitor, names).await {
             Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
             Ok(ServedPlace::Text(text)) => return file_reply::of_text(names, text),
-            Err(NoPlace::Node(NoNode::Absent)) => return no_key(&key),
-            Err(NoPlace::Node(NoNode::Denied)) => return denied(),
-            Err(NoPlace::Node(NoNode::Failed)) => return failed(),
-            Err(NoPlace::Failed(cause)) => {
-                return xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", &cause, &key);
-            }
+            Err(NoPlace::Node(reason)) => return no_node(reason),
+            Err(NoPlace::Failed(cause)) => return failed(&cause),
         };
         let node = match tree.find(visitor, &tree.root, &rest) {
             Ok(node) if node.attr.kind == NodeKind::File => node,
-            Ok(_) | Err(NoNode::Absent) => return no_key(&key),
-            Err(NoNode::Denied) => return denied(),
-            Err(NoNode::Failed) => return failed(),
+            Ok(_) => return no_key(&key),
+            Err(reason) => return no_node(reason),
         };
         if let (TreeVersion::Step { held, .. }, Some((LATEST, below))) = (&tree.version, key.split_once('/'))
             && headers.contains_key(RANGE)
@@ -229,16 +226,13 @@ impl BucketRouter {
         }
         let asked = AskedFile { reads: &tree.reads, node: &node, etag: tree.etag(&node) };
         let reply = file_reply::of_file(asked, method, headers).await;
-        let code = match reply.status() {
-            StatusCode::RANGE_NOT_SATISFIABLE => "InvalidRange",
-            StatusCode::PRECONDITION_FAILED => "PreconditionFailed",
-            status if status.is_client_error() || status.is_server_error() => "InternalError",
+        let (code, text) = match reply.status() {
+            StatusCode::RANGE_NOT_SATISFIABLE => ("InvalidRange", "no such bytes"),
+            StatusCode::PRECONDITION_FAILED => ("PreconditionFailed", "the object has another entity tag"),
+            status if status.is_client_error() || status.is_server_error() => {
+                ("InternalError", "the object cannot be read; the log of the server says why")
+            }
             _ => return answer::with_header(reply, LAST_MODIFIED, &xml::http_date(node.attr.modified)),
-        };
-        let text = match code {
-            "InvalidRange" => "no such bytes",
-            "PreconditionFailed" => "the object has another entity tag",
-            _ => "the object cannot be read; the log of the server says why",
         };
         let error = xml::error(reply.status(), code, text, &key);
         match reply.headers().get(http::header::CONTENT_RANGE).and_then(|value| value.to_str().ok()) {

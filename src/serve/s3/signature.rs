@@ -254,10 +254,10 @@ mod tests {
         let check = |headers: &HeaderMap, path: &str, now: SystemTime| {
             SignedRequest { method: &Method::GET, path, query: &[], headers }.check("secret", now)
         };
-        let good = signed("secret", &date, KEY, path);
+        let good = signed("secret", &date, BUCKET, path);
         assert_eq!(check(&good, path, now), Ok(()));
         assert_eq!(check(&good, "/ckfs/other", now), Err(BadSignature::Wrong));
-        assert_eq!(check(&signed("wrong", &date, KEY, path), path, now), Err(BadSignature::Wrong));
+        assert_eq!(check(&signed("wrong", &date, BUCKET, path), path, now), Err(BadSignature::Wrong));
         assert_eq!(check(&signed("secret", &date, "other", path), path, now), Err(BadSignature::Key));
         let hour = Duration::from_hours(1);
         for other in [now + hour, now - hour] {
