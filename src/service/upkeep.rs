@@ -44,8 +44,8 @@ pub(super) fn repeat(
             }
             let (check, counted) = (Arc::clone(&check), Arc::clone(&checkers));
             let work = move || {
-                let _counted = counted;
                 check();
+                drop(counted);
             };
             if let Err(error) = thread::Builder::new().name("ckfs-look".into()).spawn(work) {
                 tracing::debug!("a check of the sources is skipped: {error}");
