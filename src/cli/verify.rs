@@ -8,10 +8,7 @@ use std::{
     fs,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use anyhow::{Context, anyhow};
@@ -25,6 +22,7 @@ use ckfs_tensor::TensorId;
 use ckfs_volume::{NodeKind, Volume};
 use clap::Args;
 use indicatif::ProgressBar;
+use parking_lot::Mutex;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -99,7 +97,7 @@ pub(super) struct Verification {
 impl Verification {
     fn differ(&self, path: &str, what: String) {
         self.different.fetch_add(1, Ordering::Relaxed);
-        let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut first = self.first.lock();
         first.push(Difference { path: path.to_owned(), what });
         first.sort_by(|a, b| a.path.cmp(&b.path));
         first.truncate(DIFFERENCES_SHOWN);
@@ -107,7 +105,7 @@ impl Verification {
 
     /// The counts and the first differences.
     fn json(&self) -> Value {
-        let first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = self.first.lock();
         json!({
             "files": self.files.load(Ordering::Relaxed),
             "bytes": self.bytes.load(Ordering::Relaxed),
@@ -137,7 +135,7 @@ impl Verification {
         if different == 0 {
             return Ok(());
         }
-        let first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = self.first.lock();
         let lines: Vec<String> = first.iter().map(|found| format!("\n  {}: {}", found.path, found.what)).collect();
         let plural = if different == 1 { "" } else { "s" };
         Err(anyhow!("{different} difference{plural} in {}:{}", self.summary(), lines.concat()))

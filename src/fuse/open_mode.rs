@@ -4,13 +4,10 @@
 //! So the first open of an inode fixes its mode until its last handle is closed, whatever later opens request. This
 //! is safe since the bytes are the same in each mode. One backing id serves all handles of an inode.
 
-use std::{
-    collections::HashMap,
-    io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::{collections::HashMap, io, sync::Arc};
 
 use ckfs_volume::Ino;
+use parking_lot::{Mutex, MutexGuard};
 
 /// Mode of an open inode. `B` is the registration of a backing file.
 #[derive(Debug)]
@@ -102,7 +99,7 @@ impl<B> OpenModes<B> {
 
     fn lock_of(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, OpenInode<B>>> {
         let index = usize::try_from(ino.0 % LOCKS as u64).expect("less than the number of locks");
-        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+        self.shards[index].lock()
     }
 }
 

@@ -18,11 +18,12 @@ use std::{
     fmt,
     io::{self, Write},
     panic::{self, PanicHookInfo},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
+use parking_lot::{Condvar, Mutex};
 use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::{
     MakeWriter,
@@ -127,10 +128,6 @@ pub struct Log {
     shared: Arc<Shared>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Log {
     /// A log that goes to `target`, and its thread, which takes no signals.
     pub fn start(target: LogTarget) -> Self {
@@ -141,10 +138,10 @@ impl Log {
             output: Mutex::new(Output { target, lost: 0, reason: None, in_part: false }),
         });
         let writer = Arc::clone(&shared);
-        lock(&shared.state).has_thread = true;
+        shared.state.lock().has_thread = true;
         let thread = with_all_blocked(|| thread::Builder::new().name("ckfs-log".into()).spawn(move || writer.run()));
         if thread.is_err() {
-            lock(&shared.state).has_thread = false;
+            shared.state.lock().has_thread = false;
         }
         Self { shared }
     }
@@ -166,14 +163,14 @@ impl Log {
 
     /// Waits until all lines are written, at most `limit`.
     pub fn flush(&self, limit: Duration) {
-        let state = lock(&self.shared.state);
+        let mut state = self.shared.state.lock();
         let busy = |state: &mut State| state.has_thread && (state.writing || state.has_work());
-        drop(self.shared.done.wait_timeout_while(state, limit, busy));
+        self.shared.done.wait_while_for(&mut state, busy, limit);
     }
 
     /// Sums up what was counted and waits until all is written, at most [`FLUSH_LIMIT`].
     pub fn finish(&self) {
-        let summaries = lock(&self.shared.state).repeats.all(Instant::now());
+        let summaries = self.shared.state.lock().repeats.all(Instant::now());
         for summary in &summaries {
             self.shared.push(Line::summary(Level::WARN, summary));
         }
@@ -189,9 +186,7 @@ impl Log {
 
     fn note_panic(&self, info: &PanicHookInfo<'_>) {
         // A panic in here would abort the process: a thread that holds the lock writes nothing.
-        if let Err(TryLockError::WouldBlock) = self.shared.state.try_lock()
-            && !self.shared.is_free_soon()
-        {
+        if self.shared.state.try_lock().is_none() && !self.shared.is_free_soon() {
             return;
         }
         let text = info.payload_as_str().unwrap_or("no text");
@@ -217,14 +212,14 @@ impl Shared {
     fn is_free_soon(&self) -> bool {
         (0..100).any(|_| {
             thread::sleep(Duration::from_millis(1));
-            !matches!(self.state.try_lock(), Err(TryLockError::WouldBlock))
+            self.state.try_lock().is_some()
         })
     }
 
     /// Adds a line, unless it repeats.
     fn add(&self, line: Line) {
         if line.level <= Level::WARN {
-            let (is_new, forgotten) = lock(&self.state).repeats.note(&line.text, Instant::now());
+            let (is_new, forgotten) = self.state.lock().repeats.note(&line.text, Instant::now());
             if let Some(summary) = forgotten {
                 self.push(Line::summary(line.level, &summary));
             }
@@ -249,13 +244,13 @@ impl Shared {
 
     /// Asks for something to be done, and does it if there is no thread for it.
     fn ask(&self, what: impl FnOnce(&mut State)) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         what(&mut state);
         let alone = !state.has_thread;
         drop(state);
         if alone {
             // The thread that is writing finds it, or it waits for the next line.
-            if let Ok(mut output) = self.output.try_lock() {
+            if let Some(mut output) = self.output.try_lock() {
                 self.turn(&mut output);
             }
         } else {
@@ -265,9 +260,9 @@ impl Shared {
 
     /// The writer thread.
     fn run(&self) {
-        let mut output = lock(&self.output);
+        let mut output = self.output.lock();
         loop {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             while !state.has_work() {
                 state.writing = false;
                 self.done.notify_all();
@@ -282,10 +277,10 @@ impl Shared {
                     break;
                 }
                 let left = state.repeats.next_end().map(|end| end.saturating_duration_since(now));
-                state = match left {
-                    Some(left) => self.called.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0,
-                    None => self.called.wait(state).unwrap_or_else(PoisonError::into_inner),
-                };
+                match left {
+                    Some(left) => drop(self.called.wait_for(&mut state, left)),
+                    None => self.called.wait(&mut state),
+                }
             }
             state.writing = true;
             drop(state);
@@ -295,7 +290,7 @@ impl Shared {
 
     /// Does all that is requested.
     fn turn(&self, output: &mut Output) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let lines = std::mem::take(&mut state.queue);
         state.queue_bytes = 0;
         let overflowed = std::mem::take(&mut state.overflowed);
@@ -317,11 +312,11 @@ impl Shared {
         }
         // Another target, or the end, frees a writer from one that takes nothing.
         let go_on = || {
-            let state = lock(&self.state);
+            let state = self.state.lock();
             state.target.is_none() && state.has_thread
         };
         for line in lines {
-            if let Some(target) = lock(&self.state).target.take() {
+            if let Some(target) = self.state.lock().target.take() {
                 output.switch(target);
             }
             output.write(&line, &go_on);
@@ -532,12 +527,12 @@ mod tests {
     fn without_a_thread_lines_are_written_where_they_arise() {
         let directory = tempfile::tempdir().unwrap();
         let (log, path) = log_at(&directory);
-        let mut state = lock(&log.shared.state);
+        let mut state = log.shared.state.lock();
         state.has_thread = false;
         drop(state);
         log.shared.called.notify_all();
         // The thread holds the output until it has ended.
-        drop(lock(&log.shared.output));
+        drop(log.shared.output.lock());
         log.write(Level::INFO, "here", "alone");
         assert!(fs::read_to_string(&path).unwrap().ends_with("alone\n"));
     }

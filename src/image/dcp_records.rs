@@ -5,10 +5,7 @@
 //! same shapes have their segments at the same offsets. So offsets are stored by class of devices, for every
 //! [`STEP`]th tensor, and counted from there.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{collections::HashMap, sync::Arc};
 
 use ckfs_format::{
     dcp::write::{DcpSegment, Writer as DcpWriter},
@@ -16,6 +13,7 @@ use ckfs_format::{
 };
 use ckfs_plan::{Plan, PlannedTensor, TensorKinds};
 use ckfs_tensor::{Region, Shape};
+use parking_lot::Mutex;
 
 use super::{
     dcp_segments::{Segments, distcp_name},
@@ -252,7 +250,7 @@ impl DcpMetadata {
 
     /// By class, first byte and length of a tensor's segment.
     fn segments(&self, number: usize) -> Arc<[(u64, u64)]> {
-        let mut cursor = self.cursor.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cursor = self.cursor.lock();
         let SegmentCursor { next, files, places } = &mut *cursor;
         // If the tensor is before the cursor, or a later stored offset exists, counting starts from the stored one.
         let known = number / STEP * STEP;

@@ -7,10 +7,9 @@
 //!
 //! The law: a block's bytes are always the same, and their number agrees with the block's ends.
 
-use std::{
-    collections::VecDeque,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{collections::VecDeque, sync::Arc};
+
+use parking_lot::Mutex;
 
 /// The contents of a file of rows.
 pub trait GeneratedRecords: Send + Sync {
@@ -136,12 +135,12 @@ impl GeneratedFile {
     }
 
     fn kept(&self, key: BlockKey) -> Option<Arc<[u8]>> {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.kept.lock();
         kept.iter().find(|(known, _)| *known == key).map(|(_, bytes)| Arc::clone(bytes))
     }
 
     fn keep(&self, key: BlockKey, bytes: Arc<[u8]>) {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept.lock();
         kept.push_front((key, bytes));
         let ends = starts(kept.iter().take(KEPT_MAX).map(|(_, bytes)| bytes.len() as u64));
         let count = ends.iter().skip(1).take_while(|end| **end <= KEPT_BYTES_MAX).count();
@@ -205,7 +204,7 @@ mod tests {
         let block = vec![7; 1 << 20];
         let file =
             GeneratedFile::new(Written::new(vec![vec![block; 40], vec![vec![1; 9 << 20]], vec![vec![2; 3]; 50]]));
-        let kept = || file.kept.lock().unwrap().iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
+        let kept = || file.kept.lock().iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
         for at in 0..40 {
             assert_eq!(file.read((at << 20) + 5, 9), [7; 9]);
             assert!(kept() <= KEPT_BYTES_MAX, "{}", kept());
@@ -215,6 +214,6 @@ mod tests {
         for at in 0..50 {
             assert_eq!(file.read((49 << 20) + 3 * at + 1, 1), [2]);
         }
-        assert_eq!(file.kept.lock().unwrap().len(), KEPT_MAX);
+        assert_eq!(file.kept.lock().len(), KEPT_MAX);
     }
 }

@@ -2,10 +2,11 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, OnceLock, PoisonError},
+    sync::{Arc, OnceLock},
 };
 
 use ckfs_plan::{Plan, Problem};
+use parking_lot::Mutex;
 
 use super::{
     file_image::{FileImage, ImageError},
@@ -72,7 +73,7 @@ impl VirtualFile for PtFile {
     fn len_bytes(&self) -> u64 {
         let bundle = self.input.bundle();
         let first = bundle.first_of_class(self.device);
-        let mut lengths = self.lengths.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lengths = self.lengths.lock();
         let counted = Arc::clone(lengths.entry(first).or_default());
         drop(lengths);
         *counted.get_or_init(|| len_bytes(&bundle.entries(first)))

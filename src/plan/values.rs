@@ -1,14 +1,12 @@
 //! The values of tensors in the mount: unchanged, cast or decoded, by `--dtype`, `--dequantize` and the rules of the
 //! configuration file.
 
-use std::{
-    collections::{BTreeSet, HashSet},
-    sync::{Mutex, PoisonError},
-};
+use std::collections::{BTreeSet, HashSet};
 
 use ckfs_checkpoint::{Checkpoint, Storage, TensorInfo, Unsupported};
 use ckfs_config::CastRule;
 use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
+use parking_lot::Mutex;
 
 use super::{library::Model, problem::Problem};
 
@@ -92,7 +90,7 @@ impl<'a> Values<'a> {
                 Some(DType::F32)
             }
             (Storage::Plain { .. } | Storage::Mosaic(_), None) if self.keeps(info.dtype, info.name) => {
-                self.kept.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+                self.kept.lock().insert(id);
                 None
             }
             // Codes and scales of what is shown raw mean nothing in another type.
@@ -102,7 +100,7 @@ impl<'a> Values<'a> {
             (Storage::Quantized(quantized), rule) => {
                 let dtype = rule.map_or_else(|| self.decoded_dtype(quantized.dtype), |rule| rule.dtype);
                 if dtype.is_none() {
-                    self.raw.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+                    self.raw.lock().insert(id);
                 }
                 dtype
             }
@@ -128,7 +126,7 @@ impl<'a> Values<'a> {
     /// The tensors that stay as they are stored because the model's own code keeps them in float32, as far as they have been
     /// asked about.
     pub fn kept(&self) -> BTreeSet<TensorId> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.kept.lock().clone()
     }
 
     /// The dtype that a quantized tensor of this own dtype is decoded to by the general request, if it is.
@@ -141,7 +139,7 @@ impl<'a> Values<'a> {
 
     /// The decoded tensors that rules require raw, among those queried so far.
     pub fn raw(&self) -> BTreeSet<TensorId> {
-        self.raw.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.raw.lock().clone()
     }
 
     /// The tensor with its requested values. A float is cast to `dtype`. A quantized tensor is decoded to `dtype`, or

@@ -1,11 +1,12 @@
 //! Read-ahead for sequential readers: computes tiles and requests source pages before a reader asks for them.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use ckfs_image::Segment;
 use ckfs_source::{ByteSpan, DecodedChunks, FileId, RemoteSource};
 use ckfs_sync::Demand;
 use ckfs_tensor::{Origin, Piece, Tiling, needs};
+use parking_lot::Mutex;
 
 use super::{
     Engine,
@@ -47,7 +48,7 @@ impl Engine {
         let tile_bytes = self.tile_bytes_at(file, end - 1);
         let least = TILES_AHEAD_BYTES.max(tile_bytes).min(budget).max(TILE_BYTES_MIN);
         let most = tile_bytes.saturating_mul(2 * self.options().workers as u64).min(budget).max(least);
-        let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most, 2);
+        let noted = file.streams.lock().note(start, end, least..=most, 2);
         let Some((from, to)) = noted else { return };
         for (segment, low, high) in file.image.spans(from, to.min(file.len_bytes()).max(from)) {
             let Some(prepared) = self.view_of(file, segment) else { continue };
@@ -67,7 +68,7 @@ impl Engine {
                 self.rooms.workers.offer(move || {
                     let Some(engine) = engine.upgrade() else { return };
                     // The reader may have passed these bytes while this job waited. A tile in use is worth more than one ahead.
-                    let awaited = file.streams.lock().unwrap_or_else(PoisonError::into_inner).awaits(low, high);
+                    let awaited = file.streams.lock().awaits(low, high);
                     let cache = &engine.rooms.cache;
                     let fits = if is_next { cache.has_room(high - low) } else { cache.has_much_room(high - low) };
                     if !awaited || !fits {
@@ -91,8 +92,7 @@ impl Engine {
             let most = self.most_pages_ahead();
             (PAGES_AHEAD_BYTES.0.min(most), most.max(self.chunks_ahead_bytes()), 2)
         };
-        let noted =
-            file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most, parts);
+        let noted = file.page_streams.lock().note(start, end, least..=most, parts);
         if let Some((from, to)) = noted {
             self.request_pages_beside(file, from, to.min(file.len_bytes()));
         }
@@ -126,7 +126,7 @@ impl Engine {
     /// Makes requests until none is left. If this thread is alone, the first that waits for storage calls the others.
     fn request_pages(self: &Arc<Self>, requests: &Arc<PageRequests>, mut alone: bool) {
         let Some(maps) = self.source().maps() else { return };
-        while let Some((file, span)) = { requests.lock().unwrap_or_else(PoisonError::into_inner).next() } {
+        while let Some((file, span)) = { requests.lock().next() } {
             if maps.is_partial(file, span) || !maps.will_need(file, span) || !std::mem::take(&mut alone) {
                 continue;
             }

@@ -2,13 +2,14 @@
 
 use std::{
     num::NonZeroUsize,
-    sync::{Arc, Mutex, OnceLock},
+    sync::{Arc, OnceLock},
 };
 
 use ckfs_source::FileId;
 use ckfs_sync::{Demand, Reservation, RoomPolicy, Shelf, SingleFlight, Situation, Verdict, Weight};
 use ckfs_tensor::Tiling;
 use lru::LruCache;
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::ReadError;

@@ -7,7 +7,7 @@
 //! A factor needs the greatest magnitude of whole matrices. The first thread that needs it reads them, others wait for that one.
 
 use std::sync::{
-    Arc, Mutex, PoisonError,
+    Arc,
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
@@ -51,10 +51,6 @@ impl BandBytes {
             Self::Factor(bytes) => bytes,
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn touch_all(touched: &mut TouchedFiles, files: &[FileId]) {
@@ -131,7 +127,7 @@ impl Engine {
             }
             EncodedPart::Scales => {
                 let key = (encoding.id(), band.number);
-                let kept = lock(&self.encoded.scales).scales.get(&key).map(Arc::clone);
+                let kept = self.encoded.scales.lock().scales.get(&key).map(Arc::clone);
                 let scales = match kept {
                     Some(scales) => scales,
                     None => self.make_band(encoding, band.number, None, mode)?,
@@ -209,7 +205,7 @@ impl Engine {
         if self.encoded.room.get_or_init(|| self.rooms.cache.reserve(most)).is_none() {
             return;
         }
-        let mut kept = lock(&self.encoded.scales);
+        let mut kept = self.encoded.scales.lock();
         kept.bytes += made.bytes.len();
         if let Some((_, before)) = kept.scales.push(key, Arc::clone(made)) {
             kept.bytes -= before.bytes.len();
@@ -240,12 +236,12 @@ impl Engine {
         (first, count): (u64, u64),
         mode: FillMode,
     ) -> Result<(Buffer, TouchedFiles), ReadError> {
-        let kept = lock(&self.encoded.lowered).get(&of).map(Arc::clone);
+        let kept = self.encoded.lowered.lock().get(&of).map(Arc::clone);
         let tiling = if let Some(tiling) = kept {
             tiling
         } else {
             let tiling = Arc::new(view.lower()?);
-            lock(&self.encoded.lowered).put(of, Arc::clone(&tiling));
+            self.encoded.lowered.lock().put(of, Arc::clone(&tiling));
             tiling
         };
         self.elements_of(&tiling, (first, count), mode)

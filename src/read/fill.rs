@@ -4,11 +4,10 @@
 //! thread fetches their batches one after the other. While it waits for a batch, scoped threads make the bytes of the batch
 //! before: a large target is cut into parts, one for each thread.
 
-use std::sync::{Mutex, PoisonError};
-
 use ckfs_source::FileId;
 use ckfs_sync::{Helpers, processors};
 use ckfs_tensor::{Stores, TensorId, Tiling, WorkSlice, to_usize};
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::{
@@ -160,7 +159,7 @@ impl Engine {
         let count = parts.len();
         let parts = Mutex::new(parts);
         let make = || {
-            while let Some((first, part)) = { parts.lock().unwrap_or_else(PoisonError::into_inner).pop() } {
+            while let Some((first, part)) = { parts.lock().pop() } {
                 scatter_batch(batch, &memory, first, part, stores);
             }
         };

@@ -13,7 +13,7 @@ use std::{
     ops::Range,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -23,6 +23,7 @@ use ckfs_image::Segment;
 use ckfs_source::{FileId, RemoteSource};
 use ckfs_sync::{Pool, PoolOptions};
 use ckfs_tensor::{Tiling, to_usize};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{Engine, PreparedFile, ReadError};
 
@@ -156,7 +157,7 @@ impl Engine {
 
 impl Loading {
     fn lock(&self) -> MutexGuard<'_, LoadProgress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+        self.progress.lock()
     }
 
     /// Bytes made so far.
@@ -182,7 +183,7 @@ impl Loading {
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
                 return false;
             };
-            progress = self.changed.wait_timeout(progress, left).unwrap_or_else(PoisonError::into_inner).0;
+            self.changed.wait_for(&mut progress, left);
         }
         true
     }

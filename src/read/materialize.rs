@@ -18,7 +18,7 @@ use std::{
     os::unix::fs::FileExt,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
@@ -28,6 +28,7 @@ use ckfs_source::{RemoteSource, Replied, SourceError};
 use ckfs_sync::Reservation;
 use ckfs_tensor::{WorkSlice, to_usize};
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{Engine, PreparedFile, ReadError, counters::add, reader::SegmentReader};
@@ -332,10 +333,8 @@ impl Materializing {
                     progress = self.lock();
                 }
                 PieceState::Taken => {
-                    let waited = self.changed.wait_timeout(progress, GIVE_UP_PERIOD);
-                    let (found, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
-                    progress = found;
-                    if timeout.timed_out() && self.engine.stall(&self.file).is_some() {
+                    let waited = self.changed.wait_for(&mut progress, GIVE_UP_PERIOD);
+                    if waited.timed_out() && self.engine.stall(&self.file).is_some() {
                         return false;
                     }
                 }
@@ -348,7 +347,7 @@ impl Materializing {
     }
 
     fn lock(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+        self.progress.lock()
     }
 
     fn pieces(&self) -> Result<&[FilePiece], ReadError> {

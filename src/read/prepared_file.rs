@@ -1,13 +1,14 @@
 //! Virtual files prepared for reading: the image of each file, its lowered views, and how these are cut into tiles.
 
 use std::sync::{
-    Arc, Mutex, OnceLock,
+    Arc, OnceLock,
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
 use ckfs_image::FileImage;
 use ckfs_source::FileId;
 use ckfs_tensor::Tiling;
+use parking_lot::Mutex;
 
 use super::{ReadError, stream::Streams, tile::TileKey};
 

@@ -1,13 +1,10 @@
 //! Worker threads. They make pieces of materialized files, which go first, and compute ahead of readers. A job of the second kind
 //! is optional: it is dropped if the queue is full.
 
-use std::{
-    collections::VecDeque,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use ckfs_sync::{BoxedJob, Pool, PoolOptions, Queue};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::thread::{Pid, gettid};
 
 /// Most jobs that may wait. More would be stale before they ran.
@@ -47,7 +44,7 @@ struct Busy(Arc<Mutex<Vec<Pid>>>);
 
 impl Busy {
     fn lock(&self) -> MutexGuard<'_, Vec<Pid>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -6,7 +6,7 @@
 use std::{
     io,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -16,6 +16,7 @@ use bytes::Bytes;
 use ckfs_service::{Handlers, Heartbeat, Pending, Refuse, Requests, WaitingThreads, Watchdog};
 use ckfs_sync::{Buffer, BufferPool, Sizing};
 use ckfs_volume::{FsError, Handle, Ino, RequestKind, Upkeep};
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 /// Bytes of a chunk for a client that takes them fast, and for one that does not.
@@ -125,7 +126,7 @@ impl ReadThreads {
 impl Handlers for ReadThreads {
     fn tend(&self, is_waiting: &dyn Fn() -> bool) -> bool {
         let (queued, passed) = (self.waiting.queued(), self.passed.load(Ordering::Relaxed));
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.lock();
         let seen = std::mem::replace(&mut last.passed, passed);
         if queued > 0 && seen == passed && is_waiting() {
             self.waiting.change_extra(|extra| (extra + self.usual).min(EXTRA_MAX));

@@ -6,7 +6,7 @@
 use std::{
     collections::HashMap,
     num::NonZeroUsize,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Weak},
 };
 
 use ckfs_config::{Config, RepoName, ViewConfig};
@@ -16,6 +16,7 @@ use ckfs_service::{
 };
 use ckfs_volume::{Ino, Volume};
 use lru::LruCache;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Semaphore, watch};
 
 use super::{
@@ -114,7 +115,7 @@ impl ServedRun {
     }
 
     fn remembered(&self) -> MutexGuard<'_, LruCache<u64, Arc<KnownStep>>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 
     /// What is remembered of a step.
@@ -172,7 +173,7 @@ impl ServedRun {
     }
 
     fn flights(&self) -> MutexGuard<'_, HashMap<u64, Opening>> {
-        self.opening.lock().unwrap_or_else(PoisonError::into_inner)
+        self.opening.lock()
     }
 
     /// A step in a state, planned if it is not.

@@ -17,11 +17,11 @@ use std::{
         unix::fs::{DirBuilderExt, MetadataExt},
     },
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use nix::unistd::geteuid;
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, openat, renameat, unlinkat};
 
 use super::{content_name::this_start, unique::unique};
@@ -60,7 +60,7 @@ impl ComparedFiles {
     }
 
     fn lines(&self) -> MutexGuard<'_, Lines> {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lines.lock()
     }
 
     /// Whether a file is in the record.

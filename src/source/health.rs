@@ -6,11 +6,13 @@
 use std::{
     path::Path,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, SystemTime},
 };
+
+use parking_lot::Mutex;
 
 use super::{
     FileId, Poison, SourceError, Stall, Waiting,
@@ -47,7 +49,7 @@ impl SharedHealth {
         if first {
             self.poisoned.fetch_add(1, Ordering::Relaxed);
             tracing::error!("{}; every read that needs this file fails from now on", kept.error);
-            self.on_poisoned.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|callback| callback());
+            self.on_poisoned.lock().iter().for_each(|callback| callback());
         }
         kept.error.clone()
     }
@@ -112,7 +114,7 @@ impl Health {
 
     /// Has `callback` called after each file that is found poisoned. It must not wait.
     pub fn on_poisoned(&self, callback: OnPoisoned) {
-        self.shared.on_poisoned.lock().unwrap_or_else(PoisonError::into_inner).push(callback);
+        self.shared.on_poisoned.lock().push(callback);
     }
 
     /// Notes that this thread is about to wait for `target`.
@@ -133,7 +135,7 @@ impl Health {
     }
 
     fn stalled(&self, file: FileId) -> SourceError {
-        let stalls = self.stalls.lock().unwrap_or_else(PoisonError::into_inner);
+        let stalls = self.stalls.lock();
         let origin = self.origin(file);
         let what = stalls.iter().find(|(id, _)| *id == origin).map(|(_, stall)| stall.what.clone());
         SourceError::Stalled {
@@ -186,7 +188,7 @@ impl Health {
             let file = self.file(id).path.clone();
             found.push((id, Stall { file, what: target.to_string(), since: *since }));
         }
-        let mut known = self.stalls.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.stalls.lock();
         for (id, stall) in &found {
             if !self.file(*id).stalled.swap(true, Ordering::Relaxed) {
                 let (file, seconds) = (stall.file.display(), stall.since.elapsed().as_secs_f32());
@@ -207,7 +209,7 @@ impl Health {
 
     /// The files that stalled at the last call of [`Health::note_stalls`].
     pub fn stalls(&self) -> Vec<Stall> {
-        let stalls = self.stalls.lock().unwrap_or_else(PoisonError::into_inner);
+        let stalls = self.stalls.lock();
         stalls.iter().map(|(_, stall)| stall.clone()).collect()
     }
 

@@ -14,12 +14,13 @@ use std::{
     fmt, fs,
     path::Path,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::thread::gettid;
 
 use super::{ByteSpan, FileId, waits::Waits};
@@ -190,7 +191,7 @@ impl WaitRegistry {
         let now = Instant::now();
         let note = Note { target, thread, since: now, advanced: now, seen: None };
         for index in (0..NOTES_MAX).map(|step| (first + step) % NOTES_MAX) {
-            if let Ok(mut place) = self.places[index].0.try_lock()
+            if let Some(mut place) = self.places[index].0.try_lock()
                 && place.is_none()
             {
                 *place = Some(note);
@@ -251,7 +252,7 @@ impl WaitRegistry {
     }
 
     fn lock(&self, index: usize) -> MutexGuard<'_, Option<Note>> {
-        self.places[index].0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.places[index].0.lock()
     }
 }
 

@@ -6,10 +6,10 @@ use std::{
     fs::{self, File},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
 };
 
 use nix::unistd::{getegid, geteuid, getgroups};
+use parking_lot::Mutex;
 
 use super::permission::{AccessRule, AccessRules, DirectoryRules, Mounter, PASS, READ, UNKNOWN};
 
@@ -64,7 +64,7 @@ impl Survey {
     fn behind(&self, own: AccessRule, real: &Path) -> AccessRules {
         let above = real.ancestors().skip(1).map(|above| self.passed(above));
         let found = AccessRules::new(own.uid, own.gid, above.chain([own]));
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.known.lock();
         if let Some(same) = known.get(&found) {
             return same.clone();
         }
@@ -74,7 +74,7 @@ impl Survey {
 
     /// The gate that a directory above a source is.
     fn passed(&self, directory: &Path) -> AccessRule {
-        let mut directories = self.directories.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut directories = self.directories.lock();
         if let Some(gate) = directories.get(directory) {
             return *gate;
         }

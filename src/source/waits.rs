@@ -5,11 +5,13 @@
 
 use std::{
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, Weak,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
+
+use parking_lot::Mutex;
 
 /// A service that requested a pause within this time limits requests.
 const PAUSE_RECENT: Duration = Duration::from_secs(2);
@@ -65,7 +67,7 @@ impl Waits {
     /// The pulse of a service that may bring nothing for `limit`.
     pub(crate) fn pulse(&self, host: &str, limit: Duration) -> Arc<Pulse> {
         let pulse = Arc::new(Pulse::new(host, limit));
-        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.all.lock();
         all.retain(|pulse| pulse.strong_count() > 0);
         all.push(Arc::downgrade(&pulse));
         pulse
@@ -74,7 +76,7 @@ impl Waits {
     /// The service that has brought nothing for the longest time, if that is `least` or more; else one that has been waited for
     /// as long and limits requests.
     pub fn longest(&self, least: Duration) -> Option<Wait> {
-        let all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.all.lock();
         let waits = all.iter().filter_map(|pulse| pulse.upgrade()?.wait(least));
         waits.filter(|wait| wait.quiet >= least || wait.is_limited).max_by_key(|wait| wait.quiet)
     }
@@ -128,7 +130,7 @@ impl Pulse {
         if wants_pause {
             self.paused_ms.store(self.now_ms().max(1), Ordering::Release);
         }
-        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+        *self.answer.lock() = Some(answer);
     }
 
     fn at(&self, ms: &AtomicU64) -> Instant {
@@ -148,7 +150,7 @@ impl Pulse {
             host: self.host.clone(),
             quiet,
             left: self.limit.saturating_sub(quiet),
-            answer: self.answer.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            answer: self.answer.lock().clone(),
             is_limited: quiet < least && was_asked && since.elapsed() >= least,
         })
     }

@@ -1,13 +1,10 @@
 //! A volume as one of several that are served together: what their owner needs to know of it.
 
-use std::{
-    hash::{DefaultHasher, Hash, Hasher},
-    sync::PoisonError,
-};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde_json::{Map, Value};
 
-use super::{volume::Volume, watched::lock};
+use super::volume::Volume;
 
 impl Volume {
     /// A digest of everything that decides which file has which inode number, and of the state of its sources: two volumes that
@@ -28,7 +25,7 @@ impl Volume {
 
     /// Whether a reader has a file open.
     pub fn has_open_files(&self) -> bool {
-        !self.open.read().unwrap_or_else(PoisonError::into_inner).is_empty()
+        !self.open.read().is_empty()
     }
 
     /// The statistics, as in `.ckfs/stats.json`.
@@ -47,7 +44,7 @@ impl Drop for Volume {
     /// Tiles in a cache that others use would wait there for readers that never come.
     fn drop(&mut self) {
         if self.engine.is_shared() {
-            let mut remembered = lock(&self.remembered);
+            let mut remembered = self.remembered.lock();
             while let Some((_, file)) = remembered.files.pop_lru() {
                 self.engine.forget(&file);
             }

@@ -8,14 +8,10 @@
 //! The list is bounded. Problems that do not fit are counted; the count drops again when one of those that can end does.
 //! Changed source files are all named even so, since the source itself remembers them.
 
-use std::{
-    collections::BTreeSet,
-    path::Path,
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::SystemTime,
-};
+use std::{collections::BTreeSet, path::Path, time::SystemTime};
 
 use ckfs_source::{Poison, calendar::utc};
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 
 /// Most problems in the list.
@@ -118,7 +114,7 @@ pub(super) struct HealthReport {
 
 impl VolumeHealth {
     fn lock(&self) -> MutexGuard<'_, ProblemList> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 
     /// Notes a problem with a file. The same type of problem with the same file is one problem with one more occurrence.

@@ -4,12 +4,10 @@
 //! is kept for as long as the file is open, up to a limit for all open files of a tree together. A reader whose content was
 //! dropped in the middle gets an error: the rest of a newer content would not belong to what the reader has.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::{collections::HashMap, sync::Arc};
 
 use lru::LruCache;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::file_system::{FsError, Handle};
 
@@ -35,7 +33,7 @@ impl Default for KeptContents {
 
 impl LiveReads {
     fn lock(&self) -> MutexGuard<'_, KeptContents> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// The content for a read of an open file at `offset`; empty at or after the end of one that was dropped.

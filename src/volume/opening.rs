@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
 };
 
 use ckfs_image::{FileContent, FileImage};
@@ -19,7 +19,6 @@ use super::{
     tree::{FixedKind, FixedNode, Live, TreeNode},
     upkeep::{NoPassthrough, WhenMaterialized},
     volume::Volume,
-    watched::lock,
 };
 
 impl Volume {
@@ -91,7 +90,7 @@ impl Volume {
 
     /// The prepared file: the cached one if it is open or was recently, else a new one.
     fn ready(&self, ino: Ino, image: FileImage) -> Arc<PreparedFile> {
-        let mut remembered = lock(&self.remembered);
+        let mut remembered = self.remembered.lock();
         if let Some(file) = remembered.files.get(&ino) {
             return Arc::clone(file);
         }
@@ -108,7 +107,7 @@ impl Volume {
     }
 
     fn remembered(&self, ino: Ino) -> Option<Arc<PreparedFile>> {
-        lock(&self.remembered).files.get(&ino).map(Arc::clone)
+        self.remembered.lock().files.get(&ino).map(Arc::clone)
     }
 
     /// Releases the memory of readers that have closed their files, and checks sources. The caller repeats it every few seconds.
@@ -195,12 +194,12 @@ impl Volume {
             Open::Image(_, None) | Open::Bytes(_) | Open::Generated(_) => Access::Cached,
         };
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
+        self.open.write().insert(handle, open);
         Ok(OpenedFile { handle: Handle(handle), access })
     }
 
     fn opened(&self, handle: Handle) -> Option<Open> {
-        self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned()
+        self.open.read().get(&handle.0).cloned()
     }
 
     fn live(&self, ino: Ino) -> Option<Live> {
@@ -332,7 +331,7 @@ impl FileSystem for Volume {
     }
 
     fn release(&self, ino: Ino, handle: Handle) {
-        let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
+        let open = self.open.write().remove(&handle.0);
         match (&self.materializer, open) {
             (Some(materializer), Some(Open::Image(file, Some(entry)))) => materializer.close(ino, &entry, &file),
             (_, Some(Open::Live(_))) => self.live_reads.close(handle),

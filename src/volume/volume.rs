@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     fmt,
-    sync::{Arc, Mutex, RwLock, atomic::AtomicU64},
+    sync::{Arc, atomic::AtomicU64},
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -15,6 +15,7 @@ use ckfs_plan::{Allow, Plan, Problem, report};
 use ckfs_read::{Engine, EngineOptions, EngineRooms};
 use ckfs_source::permission::{Mounter, Overrides};
 use lru::LruCache;
+use parking_lot::{Mutex, RwLock};
 use rayon::prelude::*;
 
 use super::{

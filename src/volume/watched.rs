@@ -2,10 +2,11 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    sync::{Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
+    sync::atomic::AtomicU64,
 };
 
 use ckfs_source::{FileId, Stall};
+use parking_lot::Mutex;
 
 use super::{Ino, OnChange};
 
@@ -27,14 +28,10 @@ pub(super) struct Watched {
     superseded: Mutex<BTreeSet<Ino>>,
 }
 
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Watched {
     /// Notes that a file was opened. Returns whether it was before.
     pub(super) fn note_opened(&self, ino: Ino) -> bool {
-        let (mut opened, bit) = (lock(&self.opened), 1 << (ino.0 % 64));
+        let (mut opened, bit) = (self.opened.lock(), 1 << (ino.0 % 64));
         let word = opened.entry(ino.0 / 64).or_default();
         let before = *word & bit != 0;
         *word |= bit;
@@ -43,35 +40,35 @@ impl Watched {
 
     /// Notes that sources are read from now on.
     pub(super) fn note_in_use(&self, files: &[FileId]) {
-        lock(&self.in_use).extend(files);
+        self.in_use.lock().extend(files);
     }
 
     /// Sets the function that is called when a source has changed; `None` for none.
     pub(super) fn set_on_change(&self, callback: Option<OnChange>) {
-        *lock(&self.on_change) = callback;
+        *self.on_change.lock() = callback;
     }
 
     /// Notes that the kernel reads a file directly from the next open on. That open would wait while the kernel drops the pages it
     /// has read through ckfs, 0.1 s per GB, so they are dropped now.
     pub(super) fn note_superseded(&self, ino: Ino) {
-        lock(&self.superseded).insert(ino);
+        self.superseded.lock().insert(ino);
         self.report();
     }
 
     /// Tells the server that there are files to drop.
     pub(super) fn report(&self) {
-        if let Some(callback) = &*lock(&self.on_change) {
+        if let Some(callback) = &*self.on_change.lock() {
             callback();
         }
     }
 
     /// The files that were superseded since the last call.
     pub(super) fn take_superseded(&self) -> BTreeSet<Ino> {
-        std::mem::take(&mut *lock(&self.superseded))
+        std::mem::take(&mut *self.superseded.lock())
     }
 
     pub(super) fn opened(&self) -> Vec<Ino> {
-        let opened = lock(&self.opened);
+        let opened = self.opened.lock();
         let bits = |(word, bits): (&u64, &u64)| {
             let (word, bits) = (*word, *bits);
             (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| Ino(word * 64 + bit))

@@ -21,7 +21,6 @@ use super::{
     metrics::{Metrics, RequestKind},
     upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized},
     volume::Volume,
-    watched::lock,
 };
 
 impl Volume {
@@ -34,9 +33,9 @@ impl Volume {
     /// read goes through ckfs. The caller repeats it every few seconds. It may wait for storage that does not answer;
     /// concurrent calls then skip the sources that this one waits for.
     pub fn check_sources(&self) {
-        let files = lock(&self.watched.in_use).clone();
+        let files = self.watched.in_use.lock().clone();
         for file in files {
-            if lock(&self.watched.checking).insert(file) {
+            if self.watched.checking.lock().insert(file) {
                 // The source logs and counts the change. A panic must not keep the other files from being checked.
                 let check = || drop(self.engine.check_original(file));
                 if catch_unwind(AssertUnwindSafe(check)).is_err() {
@@ -44,7 +43,7 @@ impl Volume {
                     tracing::error!("{}: its check panicked", path.display());
                     self.metrics.note_panic(&format!("check of {}", path.display()), "see the log");
                 }
-                lock(&self.watched.checking).remove(&file);
+                self.watched.checking.lock().remove(&file);
             }
         }
         self.report_changes();
@@ -72,7 +71,7 @@ impl Volume {
     /// Reports stalls that began or ended since the last call.
     fn report_stalls(&self) {
         let found = self.stalled();
-        let mut known = lock(&self.watched.stalls);
+        let mut known = self.watched.stalls.lock();
         let is_among = |stalls: &[Stall], stall: &Stall| stalls.iter().any(|other| other.file == stall.file);
         for stall in found.iter().filter(|stall| !is_among(&known, stall)) {
             let cause = format!("{} got no answer for {:.1} s", stall.what, stall.since.elapsed().as_secs_f32());

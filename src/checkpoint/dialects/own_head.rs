@@ -3,8 +3,6 @@
 //! Only the two tensors are read, and only to the first window in which they differ. Where both are the same bytes of one file,
 //! nothing is read.
 
-use std::sync::PoisonError;
-
 use ckfs_source::{ByteSpan, FileId, Source, SourceError};
 use ckfs_tensor::{MosaicBox, TensorId};
 use rayon::prelude::*;
@@ -59,12 +57,12 @@ impl Checkpoint {
         };
         let (Some(id), Some(other)) = (self.find(head), self.find(embedding)) else { return Ok(None) };
         let compared = &self.compared_heads().0;
-        let known = compared.lock().unwrap_or_else(PoisonError::into_inner).get(&(id, other)).copied();
+        let known = compared.lock().get(&(id, other)).copied();
         let are_equal = match known {
             Some(known) => known,
             None => self.are_equal(&self.tensor(id), &self.tensor(other))?,
         };
-        compared.lock().unwrap_or_else(PoisonError::into_inner).insert((id, other), are_equal);
+        compared.lock().insert((id, other), are_equal);
         Ok((!are_equal).then(|| OwnHead { id, head: head.to_owned(), embedding: embedding.to_owned() }))
     }
 

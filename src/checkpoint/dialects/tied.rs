@@ -3,10 +3,11 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{LazyLock, Mutex},
+    sync::LazyLock,
 };
 
 use ckfs_tensor::TensorId;
+use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::Value;
 

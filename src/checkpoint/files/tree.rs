@@ -11,13 +11,14 @@ use std::{
     fs,
     io::{self, ErrorKind},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
 };
 
 use ckfs_source::{
     ByteSpan, Opened, RootDir, SourceError, WaitRegistry, check_open_file_limit, permission::DirectoryRules,
 };
 use ckfs_tensor::to_usize;
+use parking_lot::Mutex;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::super::text::io_error;
@@ -149,7 +150,7 @@ impl LocalTree {
 
     /// The open file of a path that stays open.
     fn open(&self, path: &str) -> Result<Option<Arc<Opened>>, SourceError> {
-        let lock = || self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || self.opened.lock();
         if let Some(opened) = lock().get(path) {
             return Ok(Some(Arc::clone(opened)));
         }
@@ -166,7 +167,7 @@ impl OpenTree for LocalTree {
     fn open_files(&self, paths: &[String], more: usize) -> Result<Vec<Opened>, SourceError> {
         check_open_file_limit(paths.len() + more)?;
         paths.par_iter().try_for_each(|path| self.existing(path).map(drop))?;
-        let mut opened = std::mem::take(&mut *self.opened.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut opened = std::mem::take(&mut *self.opened.lock());
         let take = |path: &String| {
             let opened = opened.remove(path).and_then(Arc::into_inner);
             opened.ok_or_else(|| self.failed(path, "open", io::Error::other("named twice, or still in use")))

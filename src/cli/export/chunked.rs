@@ -9,10 +9,7 @@ use std::{
     fs::{self, File},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     thread,
 };
 
@@ -22,6 +19,7 @@ use ckfs_image::Segment;
 use ckfs_source::FileId;
 use ckfs_volume::{NodeKind, Volume};
 use indicatif::ProgressBar;
+use parking_lot::Mutex;
 
 use super::{
     super::tree,
@@ -171,7 +169,7 @@ fn write_all(parts: &[ExportPart], files: &[PartialFile<'_>], bar: &ProgressBar)
             let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) else { return };
             if let Err(error) = write_part(part, &files[part.file], &mut buffer) {
                 failed.store(true, Ordering::Relaxed);
-                failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                failure.lock().get_or_insert(error);
             }
             bar.inc(part.end - part.start);
         }
@@ -184,7 +182,7 @@ fn write_all(parts: &[ExportPart], files: &[PartialFile<'_>], bar: &ProgressBar)
         }
         work();
     });
-    failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    failure.into_inner().map_or(Ok(()), Err)
 }
 
 fn write_part(part: &ExportPart, file: &PartialFile<'_>, buffer: &mut Vec<u8>) -> anyhow::Result<()> {

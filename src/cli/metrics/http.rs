@@ -8,10 +8,12 @@ use std::{
     collections::VecDeque,
     io::{self, Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
+
+use parking_lot::Mutex;
 
 use super::text::CONTENT_TYPE;
 
@@ -43,7 +45,7 @@ pub(super) fn serve(listener: &TcpListener, page: &Arc<Page>) {
         };
         let Ok(copy) = stream.try_clone() else { continue };
         {
-            let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut open = open.lock();
             if open.len() >= CONNECTIONS_MAX
                 && let Some((_, oldest)) = open.pop_front()
             {
@@ -56,10 +58,10 @@ pub(super) fn serve(listener: &TcpListener, page: &Arc<Page>) {
             // A reader that has gone away needs no answer.
             let _ = answer(&stream, &*page);
             let _ = stream.shutdown(Shutdown::Both);
-            open_here.lock().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != number);
+            open_here.lock().retain(|(other, _)| *other != number);
         });
         if answering.is_err() {
-            open.lock().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != number);
+            open.lock().retain(|(other, _)| *other != number);
             thread::sleep(PAUSE);
         }
     }

@@ -8,7 +8,7 @@ use std::{
     fs,
     net::{SocketAddr, TcpListener, ToSocketAddrs},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, Weak, mpsc},
+    sync::{Arc, Weak, mpsc},
     thread,
     time::Duration,
 };
@@ -18,6 +18,7 @@ use ckfs_config::Config;
 use ckfs_fuse::ckfs_mounts;
 use ckfs_host::signal;
 use clap::Args;
+use parking_lot::Mutex;
 
 use super::output::{self, Usage};
 
@@ -163,7 +164,7 @@ type Answers = mpsc::Sender<(PathBuf, Option<Arc<str>>)>;
 /// Reads the metrics of the mount on `path`, and gives them to all that wait for them.
 fn ask(path: &Path, asked: &Mutex<BTreeMap<PathBuf, Vec<Weak<Answers>>>>) {
     let text: Option<Arc<str>> = fs::read_to_string(path.join(".ckfs/metrics")).ok().map(Into::into);
-    let waiting = asked.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
+    let waiting = asked.lock().remove(path);
     for answer in waiting.into_iter().flatten().filter_map(|answer| answer.upgrade()) {
         // A request that has given up takes no answer.
         let _ = answer.send((path.to_owned(), text.clone()));
@@ -186,7 +187,7 @@ impl Mounts {
         let mut waiting = 0_usize;
         for point in &points {
             let is_asked = {
-                let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut asked = self.asked.lock();
                 let is_asked = asked.contains_key(point);
                 let requests = asked.entry(point.clone()).or_default();
                 requests.retain(|request| request.strong_count() > 0);
@@ -201,7 +202,7 @@ impl Mounts {
             let asking = thread::Builder::new().name("ckfs-probe".into()).spawn(move || ask(&path, &asked));
             if asking.is_err() {
                 waiting -= 1;
-                self.asked.lock().unwrap_or_else(PoisonError::into_inner).remove(point);
+                self.asked.lock().remove(point);
             }
         }
         let until = std::time::Instant::now() + ANSWER_LIMIT;
@@ -247,11 +248,11 @@ mod tests {
         let (answer, answered) = mpsc::channel();
         let answers: Vec<Arc<Answers>> = vec![Arc::new(answer.clone()), Arc::new(answer)];
         let waiting = answers.iter().map(Arc::downgrade).collect();
-        mounts.asked.lock().unwrap().insert(path.clone(), waiting);
+        mounts.asked.lock().insert(path.clone(), waiting);
         ask(&path, &mounts.asked);
         let found: Vec<_> = answered.try_iter().collect();
         assert_eq!(found, [(path.clone(), None), (path, None)]);
-        assert!(mounts.asked.lock().unwrap().is_empty());
+        assert!(mounts.asked.lock().is_empty());
     }
 
     #[test]
@@ -262,7 +263,7 @@ mod tests {
         // A mount that takes its time: nothing comes until a writer does.
         nix::unistd::mkfifo(&metrics, nix::sys::stat::Mode::S_IRWXU).unwrap();
         let mounts = Arc::new(Mounts { only: Some(mount.clone()), ..Mounts::default() });
-        let waiting = || mounts.asked.lock().unwrap().get(&mount).map_or(0, Vec::len);
+        let waiting = || mounts.asked.lock().get(&mount).map_or(0, Vec::len);
         let scrapes: Vec<_> = (1..=3)
             .map(|count| {
                 let mounts = Arc::clone(&mounts);

@@ -7,12 +7,13 @@
 
 use std::{
     io,
-    sync::{Arc, Mutex, PoisonError, mpsc},
+    sync::{Arc, mpsc},
     thread,
 };
 
 use ckfs_volume::{Ino, Upkeep};
 use fuser::{INodeNo, Notifier};
+use parking_lot::Mutex;
 
 /// The way to the kernel, until the session ends.
 #[derive(Clone, Debug)]
@@ -49,13 +50,13 @@ impl Changes {
 
     /// Begins no further call. To be called when the session ends, which it would otherwise keep open.
     pub(super) fn end(&self) {
-        self.notifier.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.notifier.lock().take();
     }
 
     /// Drops the pages of files; whether the session goes on.
     fn drop_pages(&self, files: &[Ino]) -> bool {
         for ino in files {
-            let Some(notifier) = self.notifier.lock().unwrap_or_else(PoisonError::into_inner).clone() else {
+            let Some(notifier) = self.notifier.lock().clone() else {
                 return false;
             };
             // From the first byte, and no length: to the end. The kernel may not know the file any more.

@@ -1,12 +1,10 @@
 //! Views of codes and scales in the place of weights.
 
-use std::{
-    collections::BTreeSet,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{collections::BTreeSet, sync::Arc};
 
 use ckfs_config::Quantize;
 use ckfs_tensor::{DType, Element, EncodedMatrices, EncodedPart, Field, Op, PerAxis, Shape, View, ViewError};
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::Value;
 
 use super::{
@@ -147,8 +145,8 @@ impl<'a> Quantizer<'a> {
         }
     }
 
-    fn findings(&self) -> std::sync::MutexGuard<'_, ChosenSoFar> {
-        self.findings.lock().unwrap_or_else(PoisonError::into_inner)
+    fn findings(&self) -> MutexGuard<'_, ChosenSoFar> {
+        self.findings.lock()
     }
 
     /// The codes of a weight, or `None` if it is not quantized. `find` finds other weights, with which it may share a factor.

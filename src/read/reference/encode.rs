@@ -2,13 +2,11 @@
 //!
 //! Written from the definitions of the formats. Scales of blocks are kept, since neighbours have the same.
 
-use std::{
-    num::NonZeroUsize,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::{num::NonZeroUsize, sync::Arc};
 
 use ckfs_tensor::{DType, EncodedMatrices, EncodedPart, Encoder, ExponentRule, MatrixFactor, View};
 use lru::LruCache;
+use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::{
@@ -62,7 +60,7 @@ impl Default for KnownScales {
 
 impl KnownScales {
     fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 }
 

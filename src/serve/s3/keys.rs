@@ -3,14 +3,12 @@
 //! Keys are ordered by their bytes. In a directory `a` the keys begin with `a/`, so `a.x` comes before them: entries are ordered by
 //! their name, with a slash for directories.
 
-use std::{
-    num::NonZeroUsize,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{num::NonZeroUsize, sync::Arc};
 
 use ckfs_source::digest::hexadecimal;
 use ckfs_volume::{Attr, Ino, NodeKind};
 use lru::LruCache;
+use parking_lot::Mutex;
 
 use super::super::{
     gate::Visitor,
@@ -51,7 +49,7 @@ impl Default for SortedDirectories {
 impl SortedDirectories {
     fn of(&self, tree: &ServedTree, visitor: Visitor, directory: Ino) -> Result<Arc<[KeyEntry]>, NoNode> {
         let place = (directory, visitor == Visitor::Trusted);
-        let known = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = || self.0.lock();
         if let Some(entries) = known().get(&place) {
             return Ok(Arc::clone(entries));
         }

@@ -10,13 +10,14 @@ use std::{
     fs,
     num::NonZeroU32,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use ckfs_volume::Ino;
+use parking_lot::{Mutex, MutexGuard};
 
 /// A thread that waits for an answer, by the number that it has in this process's namespace; none if it has no number there.
 pub type Client = Option<NonZeroU32>;
@@ -182,7 +183,7 @@ impl<R> Requests<R> {
     }
 
     fn shard(&self, index: usize) -> MutexGuard<'_, Shard<R>> {
-        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+        self.shards[index].lock()
     }
 }
 

@@ -8,7 +8,7 @@ use std::{
     os::fd::AsFd,
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
-    sync::{Arc, PoisonError, Weak, atomic::Ordering},
+    sync::{Arc, Weak, atomic::Ordering},
     thread,
     time::{Duration, Instant, SystemTime},
 };
@@ -17,7 +17,7 @@ use ckfs_config::TimeLimit;
 use ckfs_source::{DirectoryWatch, Woken};
 
 use super::{
-    run::{Run, lock},
+    run::Run,
     settle::{ListedStep, Look, OPENING, Settling, watched},
     slot::Slot,
 };
@@ -37,9 +37,9 @@ const PART_MAX: u32 = 10;
 /// The system starts no thread.
 pub(super) fn start(run: &Arc<Run>) -> io::Result<()> {
     let (heard, bell) = io::pipe()?;
-    *lock(&run.bell) = Some(bell);
+    *run.bell.lock() = Some(bell);
     let watch = DirectoryWatch::new()?;
-    let settling = lock(&run.settling).take().ok_or_else(|| io::Error::other("its steps are followed already"))?;
+    let settling = run.settling.lock().take().ok_or_else(|| io::Error::other("its steps are followed already"))?;
     let followed = Arc::downgrade(run);
     thread::Builder::new().name("ckfs-steps".to_owned()).spawn(move || follow(&followed, settling, watch, heard))?;
     Ok(())
@@ -112,7 +112,7 @@ impl Run {
     /// Looks at the directory, and shows what is there.
     fn look(&self, settling: &mut Settling, measures: &dyn Fn(&str) -> bool) -> Result<Look, String> {
         self.counts.looks.fetch_add(1, Ordering::Relaxed);
-        let rechecks = lock(&self.rechecks).clone();
+        let rechecks = self.rechecks.lock().clone();
         for name in &rechecks {
             settling.recheck(name);
         }
@@ -130,7 +130,7 @@ impl Run {
         }
         self.take(&look);
         // Those that came meanwhile are for the next look.
-        lock(&self.rechecks).drain(..rechecks.len());
+        self.rechecks.lock().drain(..rechecks.len());
         Ok(look)
     }
 
@@ -149,21 +149,21 @@ impl Run {
         for slot in &changes.new {
             self.counts.appeared.fetch_add(1, Ordering::Relaxed);
             tracing::info!("step {} is there: {}, {}", slot.step.number, slot.step.name, slot.step.kind);
-            if let Some(hook) = &*lock(&self.hook) {
+            if let Some(hook) = &*self.hook.lock() {
                 hook.add(slot.step.number);
             }
         }
         if !changes.ended.is_empty() || !changes.new.is_empty() {
-            *self.modified.write().unwrap_or_else(PoisonError::into_inner) = SystemTime::now();
+            *self.modified.write() = SystemTime::now();
             self.share_out();
         }
-        self.looked.write().unwrap_or_else(PoisonError::into_inner).clone_from(&look.steps);
+        self.looked.write().clone_from(&look.steps);
     }
 
     /// Counts the steps that were shown and are no more: at once, or when a later look says what becomes of them. A directory
     /// that loses its files one by one is there for a while.
     fn count_ended(&self, ended: &[Arc<Slot>], look: &Look) {
-        let mut changing = lock(&self.changing);
+        let mut changing = self.changing.lock();
         changing.extend(ended.iter().map(|slot| (slot.step.number, slot.step.name.clone())));
         changing.retain(|number, name| {
             let found = look.steps.iter().find(|step| step.number == *number);
@@ -180,7 +180,7 @@ impl Run {
 
     /// Notes whether the directory can be listed.
     fn note_looking(&self, error: Option<String>) {
-        let mut failed = lock(&self.looking_failed);
+        let mut failed = self.looking_failed.lock();
         if let Some(error) = error.as_ref().filter(|error| failed.as_ref() != Some(error)) {
             tracing::error!("{}: cannot look for steps: {error}", self.source);
         }

@@ -7,12 +7,13 @@ use std::{
     os::unix::process::{CommandExt, ExitStatusExt},
     path::PathBuf,
     process::{Child, Command, Stdio},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     thread,
     time::{Duration, Instant, SystemTime},
 };
 
 use ckfs_source::calendar::utc;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Value, json};
 
@@ -56,7 +57,7 @@ struct HookShared {
 
 impl HookShared {
     fn lock(&self) -> MutexGuard<'_, HookState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -156,7 +157,7 @@ fn work(shared: &HookShared, command: &str, place: &StepPlace) {
             if let Some(step) = state.waiting.pop_front() {
                 break step;
             }
-            state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            shared.changed.wait(&mut state);
         };
         let (began, since) = (SystemTime::now(), Instant::now());
         state.running = Some((step, began));
@@ -229,7 +230,7 @@ fn wait(shared: &HookShared, child: &mut Child) -> io::Result<i32> {
         if let Some(status) = child.try_wait()? {
             return Ok(status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(-1));
         }
-        let state = shared.lock();
+        let mut state = shared.lock();
         if state.has_ended {
             drop(state);
             if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
@@ -238,8 +239,7 @@ fn wait(shared: &HookShared, child: &mut Child) -> io::Result<i32> {
             thread::sleep(LOOK);
             return Ok(child.try_wait()?.and_then(|status| status.code()).unwrap_or(-1));
         }
-        let waited = shared.changed.wait_timeout(state, LOOK);
-        drop(waited);
+        shared.changed.wait_for(&mut state, LOOK);
     }
 }
 

@@ -15,7 +15,7 @@ use super::{
     super::{chunk_memory, error::OpenError, open, requests::panic_text, wait_watch::wait_registry},
     failed::FailedStep,
     report::add_numbers,
-    run::{Run, lock},
+    run::Run,
     settle,
     slot::{Slot, SlotState, StepContent},
 };
@@ -55,7 +55,7 @@ impl Run {
                 SlotState::Absent => self.begin_plan(slot, &mut state)?,
                 SlotState::Opening => {}
             }
-            state = slot.wait(state, LOOK);
+            slot.wait(&mut state, LOOK);
             if matches!(&*state, SlotState::Opening) && slot.is_stalled() {
                 tracing::warn!("step {}: its storage does not answer", slot.step.number);
                 return Err(FsError::Io);
@@ -65,7 +65,7 @@ impl Run {
 
     /// Starts a thread that plans a step, unless as many as may be are planned now. `state` is the step's own.
     fn begin_plan(self: &Arc<Self>, slot: &Arc<Slot>, state: &mut SlotState) -> Result<(), FsError> {
-        let mut opening = lock(&self.opening);
+        let mut opening = self.opening.lock();
         let quiet = opening.iter().filter(|slot| slot.is_quiet()).count().min(QUIET_MAX);
         if opening.len() - quiet >= OPENING_MAX {
             if opening.iter().any(|slot| !slot.is_stalled()) {
@@ -118,7 +118,7 @@ impl Run {
             self.show_failure(slot, format!("the planning panicked: {cause}"));
         }
         slot.note_waits(None);
-        lock(&self.opening).retain(|other| other.index != slot.index);
+        self.opening.lock().retain(|other| other.index != slot.index);
         self.share_out();
         self.drop_idle(Some(slot.index));
     }
@@ -185,7 +185,7 @@ impl Run {
 
     /// Has a step measured at the next look, which is now.
     pub(super) fn recheck(&self, name: &str) {
-        let mut rechecks = lock(&self.rechecks);
+        let mut rechecks = self.rechecks.lock();
         // One of two may be at work.
         if rechecks.iter().filter(|waiting| *waiting == name).count() < 2 {
             rechecks.push(name.to_owned());
@@ -222,13 +222,13 @@ impl Run {
 
     /// Passes to a new volume what the server of the run received.
     pub(super) fn begin(&self, volume: &Arc<Volume>) {
-        let passthrough = *lock(&self.passthrough);
+        let passthrough = *self.passthrough.lock();
         match passthrough {
             Some(true) => volume.started(Ok(())),
             Some(false) => volume.started(Err(NoPassthrough::Off)),
             None => {}
         }
-        let told = lock(&self.on_change).clone();
+        let told = self.on_change.lock().clone();
         volume.on_change(told.map(|told| Box::new(move || told()) as OnChange));
     }
 
@@ -283,14 +283,14 @@ impl Run {
     /// closed then, and their storage may not answer.
     pub(super) fn part_with(&self, volume: Arc<Volume>) {
         volume.on_change(None);
-        add_numbers(&mut lock(&self.retired), &volume.statistics());
-        lock(&self.parted).push(volume);
+        add_numbers(&mut self.retired.lock(), &volume.statistics());
+        self.parted.lock().push(volume);
         self.drop_parted();
     }
 
     /// Drops the volumes of steps that have gone and that no request uses any more.
     pub(super) fn drop_parted(&self) {
-        let mut parted = lock(&self.parted);
+        let mut parted = self.parted.lock();
         let (unused, used): (Vec<_>, Vec<_>) = parted.drain(..).partition(|volume| Arc::strong_count(volume) == 1);
         *parted = used;
         drop(parted);
@@ -327,10 +327,10 @@ mod tests {
         let run = Run::open(&mut config, &waits).unwrap();
         let slot = run.slots.newest().unwrap();
         *slot.state() = SlotState::Opening;
-        lock(&run.opening).push(Arc::clone(&slot));
+        run.opening.lock().push(Arc::clone(&slot));
         run.plan(&slot, |_, _| panic!("on purpose"));
         let Some(StepContent::Failed(failed)) = slot.content() else { panic!("the step is shown") };
         assert_eq!(failed.message, "the planning panicked: on purpose");
-        assert!(lock(&run.opening).is_empty() && matches!(run.content(&slot), Ok(StepContent::Failed(_))));
+        assert!(run.opening.lock().is_empty() && matches!(run.content(&slot), Ok(StepContent::Failed(_))));
     }
 }

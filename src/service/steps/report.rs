@@ -1,17 +1,13 @@
 //! What a run tells of itself: `steps.json`, `stats.json` and `metrics`.
 
-use std::sync::{PoisonError, atomic::Ordering};
+use std::sync::atomic::Ordering;
 
 use ckfs_host::memory;
 use ckfs_source::{DecodedChunks, calendar::utc};
 use ckfs_volume::{MetricText, RequestKind, Volume, held_rows, memory_json};
 use serde_json::{Map, Value, json};
 
-use super::{
-    super::alive::OpenProblem,
-    run::{RunState, lock},
-    slot::StepContent,
-};
+use super::{super::alive::OpenProblem, run::RunState, slot::StepContent};
 
 /// Length of `stats.json`.
 const STATS_BYTES: usize = 128 << 10;
@@ -64,7 +60,7 @@ impl RunState {
     /// `steps.json`.
     pub(super) fn steps_text(&self) -> Vec<u8> {
         let listed = self.slots.listed();
-        let looked = self.looked.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let looked = self.looked.read().clone();
         let row = |step: &super::settle::ListedStep| {
             let slot = listed.iter().find(|slot| slot.step.is_same(step));
             let error = slot.and_then(|slot| slot.content()?.volume().err().map(str::to_owned));
@@ -94,7 +90,7 @@ impl RunState {
 
     /// Sums over all volumes, those that are gone among them.
     fn sums(&self) -> Map<String, Value> {
-        let mut sums = lock(&self.retired).clone();
+        let mut sums = self.retired.lock().clone();
         for (_, volume) in self.volumes() {
             add_numbers(&mut sums, &volume.statistics());
         }
@@ -114,7 +110,7 @@ impl RunState {
             })
         };
         let again = "check that the storage of the run answers: steps are looked for and planned again once it does";
-        if let Some(error) = &*lock(&self.looking_failed) {
+        if let Some(error) = &*self.looking_failed.lock() {
             problems.push(row("steps not found", &self.source, None, error, again));
         }
         if let Some(stalled) = self.waits.stalled().first() {
@@ -130,7 +126,7 @@ impl RunState {
                 }
                 // The next look, which is now, ends it if it was changed or deleted.
                 Some(StepContent::Volume(volume))
-                    if volume.is_poisoned() && lock(&self.rechecks).contains(&slot.step.name) => {}
+                    if volume.is_poisoned() && self.rechecks.lock().contains(&slot.step.name) => {}
                 Some(StepContent::Volume(volume)) => {
                     let statistics = volume.statistics();
                     left_out += statistics["problems_left_out"].as_u64().unwrap_or(0);
@@ -168,7 +164,7 @@ impl RunState {
         let slots = self.slots.all();
         let failed =
             slots.iter().filter(|slot| slot.content().is_some_and(|content| content.volume().is_err())).count();
-        let unfinished = self.looked.read().unwrap_or_else(PoisonError::into_inner);
+        let unfinished = self.looked.read();
         let unfinished = unfinished.iter().filter(|step| step.unfinished.is_some()).count();
         let counts = &self.counts;
         let all = json!({

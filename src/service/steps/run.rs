@@ -7,7 +7,7 @@ use std::{
     ops::Deref,
     path::Path,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLock,
+        Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Instant, SystemTime},
@@ -21,6 +21,7 @@ use ckfs_source::{RootDir, WaitRegistry, private_directory};
 use ckfs_volume::{
     FsError, LiveReads, Metrics, Mounter, OnChange, Overrides, Permission, Volume, directory_permission,
 };
+use parking_lot::{Mutex, RwLock};
 use serde_json::{Map, Value};
 
 use super::{
@@ -102,10 +103,6 @@ pub(super) struct RunCounts {
     pub(super) looks: AtomicU64,
     /// Requests for files of steps that are gone.
     pub(super) gone_requests: AtomicU64,
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Run {
@@ -190,7 +187,7 @@ impl Run {
 
     /// Wakes the thread that looks for steps.
     pub(super) fn ring(&self) {
-        if let Some(bell) = &mut *lock(&self.bell) {
+        if let Some(bell) = &mut *self.bell.lock() {
             // Full: it is awake.
             let _ = bell.write(&[1]);
         }
@@ -237,7 +234,7 @@ impl RunState {
 
     /// What the hook has done so far.
     pub(super) fn hook_report(&self) -> Option<HookState> {
-        lock(&self.hook).as_ref().map(Hook::report)
+        self.hook.lock().as_ref().map(Hook::report)
     }
 
     /// The volumes that there are now.

@@ -17,7 +17,7 @@ use super::{
     },
     follow,
     hook::{Hook, StepPlace},
-    run::{Run, lock},
+    run::Run,
     run_tree::RunTree,
     run_upkeep,
 };
@@ -50,7 +50,7 @@ impl Alive for RunService {
     fn note_reached(&self, place: StepPlace) {
         let Some(command) = &self.config.mount.on_step else { return };
         match Hook::start(command, place) {
-            Ok(hook) => *lock(&self.run.hook) = Some(hook),
+            Ok(hook) => *self.run.hook.lock() = Some(hook),
             Err(error) => tracing::error!("--on-step: no thread starts: {error}"),
         }
     }
@@ -76,6 +76,6 @@ impl Drop for RunService {
     fn drop(&mut self) {
         self.run.has_ended.store(true, Ordering::Relaxed);
         self.run.ring();
-        drop(lock(&self.run.hook).take());
+        drop(self.run.hook.lock().take());
     }
 }

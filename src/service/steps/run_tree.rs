@@ -2,7 +2,7 @@
 
 use std::{
     ops::ControlFlow,
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
 };
 
 use ckfs_source::{ReadFailure, Replied, Served};
@@ -80,7 +80,7 @@ impl RunState {
     }
 
     fn own_attr(&self, ino: Ino, kind: NodeKind, size_bytes: u64, links: u32, permission: Permission) -> Attr {
-        let modified = *self.modified.read().unwrap_or_else(PoisonError::into_inner);
+        let modified = *self.modified.read();
         Attr { ino, kind, size_bytes, links, modified, permission, buffer_bytes: BUFFER_BYTES }
     }
 

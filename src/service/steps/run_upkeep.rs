@@ -11,7 +11,7 @@ use ckfs_volume::{Handle, Ino, Metrics, NoPassthrough, OnChange, RequestKind, Up
 
 use super::{
     super::upkeep::{self, PERIOD, Upkeeping},
-    run::{Run, lock},
+    run::Run,
     run_tree::RunTree,
     slot::{Slot, split},
 };
@@ -74,7 +74,7 @@ impl Upkeep for RunTree {
     }
 
     fn is_waiting(&self) -> bool {
-        !lock(&self.0.opening).is_empty() || self.0.volumes().iter().any(|(_, volume)| volume.is_waiting())
+        !self.0.opening.lock().is_empty() || self.0.volumes().iter().any(|(_, volume)| volume.is_waiting())
     }
 
     fn is_stalled(&self, ino: Ino) -> bool {
@@ -92,7 +92,7 @@ impl Upkeep for RunTree {
 
     fn on_change(&self, callback: Option<OnChange>) {
         let callback = callback.map(Arc::new);
-        (*lock(&self.0.on_change)).clone_from(&callback);
+        (*self.0.on_change.lock()).clone_from(&callback);
         for (_, volume) in self.0.volumes() {
             let told = callback.clone();
             volume.on_change(told.map(|told| Box::new(move || told()) as OnChange));
@@ -112,7 +112,7 @@ impl Upkeep for RunTree {
     }
 
     fn started(&self, passthrough: Result<(), NoPassthrough>) {
-        *lock(&self.0.passthrough) = Some(passthrough.is_ok());
+        *self.0.passthrough.lock() = Some(passthrough.is_ok());
         for (_, volume) in self.0.volumes() {
             self.0.begin(&volume);
         }

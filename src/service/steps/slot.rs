@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant, SystemTime},
@@ -10,6 +10,7 @@ use std::{
 
 use ckfs_source::WaitRegistry;
 use ckfs_volume::{Attr, BUFFER_BYTES, FileSystem, Ino, NodeKind, Nodes, Permission, Volume};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{failed::FailedStep, settle::ListedStep};
 
@@ -115,7 +116,7 @@ impl Slot {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, SlotState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Sets the state, and wakes those that wait for it. An ended slot stays so. Returns the former content.
@@ -132,8 +133,8 @@ impl Slot {
     }
 
     /// Waits until the state changes, or some time.
-    pub(super) fn wait<'a>(&self, state: MutexGuard<'a, SlotState>, limit: Duration) -> MutexGuard<'a, SlotState> {
-        self.changed.wait_timeout(state, limit).map_or_else(|poisoned| poisoned.into_inner().0, |(state, _)| state)
+    pub(super) fn wait(&self, state: &mut MutexGuard<'_, SlotState>, limit: Duration) {
+        self.changed.wait_for(state, limit);
     }
 
     /// What it shows now, if it is planned.
@@ -170,11 +171,11 @@ impl Slot {
 
     /// Notes in which registry the thread waits that plans it.
     pub(super) fn note_waits(&self, waits: Option<&Arc<WaitRegistry>>) {
-        *self.waits.lock().unwrap_or_else(PoisonError::into_inner) = waits.cloned();
+        *self.waits.lock() = waits.cloned();
     }
 
     fn waits(&self) -> Option<Arc<WaitRegistry>> {
-        self.waits.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.waits.lock().clone()
     }
 
     /// What the thread that plans it waits for, if that is storage that does not answer.

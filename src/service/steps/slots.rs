@@ -2,10 +2,11 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, PoisonError, RwLock, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
 };
 
 use ckfs_volume::{Permission, Volume};
+use parking_lot::RwLock;
 
 use super::{
     settle::ListedStep,
@@ -43,13 +44,13 @@ pub(super) struct SlotChanges {
 
 macro_rules! read {
     ($slots:expr) => {
-        $slots.inside.read().unwrap_or_else(PoisonError::into_inner)
+        $slots.inside.read()
     };
 }
 
 macro_rules! write {
     ($slots:expr) => {
-        $slots.inside.write().unwrap_or_else(PoisonError::into_inner)
+        $slots.inside.write()
     };
 }
 

@@ -12,11 +12,13 @@ use std::{
     io,
     os::unix::fs::FileExt,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::SystemTime,
 };
+
+use parking_lot::Mutex;
 
 use super::pinned::Pinned;
 use crate::{
@@ -64,7 +66,7 @@ pub(super) struct Comparisons {
 impl Blob {
     /// Compares the bytes, unless they were. `advance` is called after each step.
     fn compare(&self, advance: &dyn Fn()) -> Result<(), SourceError> {
-        let mut is_right = self.is_right.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut is_right = self.is_right.lock();
         if *is_right {
             return Ok(());
         }
@@ -124,7 +126,7 @@ impl Blob {
 
     /// Whether it was read and not yet compared. False while another thread compares it.
     fn is_due(&self) -> bool {
-        self.is_used.load(Ordering::Relaxed) && self.is_right.try_lock().is_ok_and(|is_right| !*is_right)
+        self.is_used.load(Ordering::Relaxed) && self.is_right.try_lock().is_some_and(|is_right| !*is_right)
     }
 }
 
@@ -204,7 +206,7 @@ impl Comparisons {
     /// Notes that a caller has compared a file and found it right.
     pub(super) fn note_right(&self, place: usize) {
         if let Some(blob) = &self.blobs[place] {
-            *blob.is_right.lock().unwrap_or_else(PoisonError::into_inner) = true;
+            *blob.is_right.lock() = true;
         }
     }
 

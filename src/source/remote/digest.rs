@@ -6,7 +6,7 @@
 
 use std::{
     io,
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
 };
 
 use ckfs_sync::Helpers;
@@ -134,7 +134,7 @@ fn dropped_elsewhere(object: &RemoteObject) -> Option<Mismatch> {
 fn compare(object: &RemoteObject, is_second: bool) -> Result<Option<Compared>, Mismatch> {
     let (state, entry) = (&object.digest, &object.entry);
     let Some(expected) = object.file.content.known_digest() else { return Ok(Some(Compared::Unknown)) };
-    let _comparing = state.comparing.lock().unwrap_or_else(PoisonError::into_inner);
+    let _comparing = state.comparing.lock();
     if let Some(mismatch) = state.wrong.get() {
         return Err(mismatch.clone());
     }

@@ -1,9 +1,11 @@
 //! What is known in this process of the comparison of an object with its digest.
 
 use std::sync::{
-    Arc, Mutex, OnceLock,
+    Arc, OnceLock,
     atomic::{AtomicBool, Ordering},
 };
+
+use parking_lot::Mutex;
 
 use super::{
     super::{SourceError, digest::KnownDigest},

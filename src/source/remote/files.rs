@@ -10,7 +10,7 @@ use std::{
     num::NonZero,
     path::PathBuf,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     thread,
@@ -18,6 +18,7 @@ use std::{
 };
 
 use ckfs_sync::Helpers;
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::{
@@ -256,7 +257,7 @@ impl RemoteFiles {
 
     /// Makes the snapshots of the shared cache that have all of their files now.
     fn publish(&self) -> Vec<PathBuf> {
-        let mut done = self.published.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut done = self.published.lock();
         share::publish(self.remote.iter().flatten().map(|remote| &*remote.object), &mut done)
     }
 
@@ -419,14 +420,14 @@ impl RemoteSource for RemoteFiles {
         let work = || {
             while let Some((file, remote)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
                 if let Err(mismatch) = digest::settle(remote) {
-                    wrong.lock().unwrap_or_else(PoisonError::into_inner).push((*file, mismatch));
+                    wrong.lock().push((*file, mismatch));
                 }
             }
         };
         // Digests are the work of one processor for each file.
         let helpers = thread::available_parallelism().map_or(1, NonZero::get).min(SETTLERS_MAX).min(files.len());
         SETTLERS.beside(helpers.saturating_sub(1), work, work);
-        let mut wrong = wrong.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut wrong = wrong.into_inner();
         wrong.sort_by_key(|(file, _)| *file);
         let errors: Vec<SourceError> = wrong.iter().map(|(file, mismatch)| self.corrupt(*file, mismatch)).collect();
         errors.into_iter().next().map_or_else(|| Ok(self.publish()), Err)

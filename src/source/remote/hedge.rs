@@ -6,13 +6,11 @@
 
 #[cfg(feature = "hub")]
 use std::{future::Future, pin::pin};
-use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 #[cfg(feature = "hub")]
 use futures_util::future::{Either, select};
+use parking_lot::{Mutex, MutexGuard};
 
 use super::counters::RemoteCounters;
 #[cfg(feature = "hub")]
@@ -66,7 +64,7 @@ impl Hedging {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Notes the wait for the first byte of a reply.

@@ -5,11 +5,13 @@ use std::{
     ops::Range,
     path::Path,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
 };
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::{
     super::ByteSpan,
@@ -64,7 +66,7 @@ impl RemoteObject {
 
     /// Notes the end of a read of spans: with an error if its time was over, else without.
     pub(super) fn record_result(&self, spans: &[ByteSpan], late: Option<&Arc<RemoteError>>) {
-        let mut all = self.late.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.late.lock();
         all.retain(|late| late.at.elapsed() < ATTEMPT_PAUSE);
         match late {
             Some(error) => all.push(Late { at: Instant::now(), spans: spans.into(), error: Arc::clone(error) }),
@@ -76,7 +78,7 @@ impl RemoteObject {
     /// reader wants, alone, before it tells the reader that it did not come with its neighbours: to the reader both are one read, which
     /// must not take twice as long. What comes after that is a new read.
     pub(super) fn take_recent_timeout(&self, spans: &[ByteSpan]) -> Option<Arc<RemoteError>> {
-        let mut all = self.late.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.late.lock();
         let bytes = |spans: &[ByteSpan]| spans.iter().map(|span| span.len()).sum::<u64>();
         let is_part = |late: &Late| {
             let inside = |span: &ByteSpan| late.spans.iter().any(|own| own.contains(*span));
@@ -91,7 +93,7 @@ impl RemoteObject {
     }
 
     pub(super) fn lock_jobs(&self) -> MutexGuard<'_, Vec<Arc<Job>>> {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+        self.jobs.lock()
     }
 }
 
@@ -158,12 +160,12 @@ impl Job {
 
     /// Notes that bytes came.
     pub(super) fn note_bytes(&self) {
-        *self.moved.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        *self.moved.lock() = Some(Instant::now());
     }
 
     /// Whether its request is under way and has brought no byte for [`STUCK`], though the service does not ask for a pause.
     pub(super) fn is_stuck(&self) -> bool {
-        let moved = *self.moved.lock().unwrap_or_else(PoisonError::into_inner);
+        let moved = *self.moved.lock();
         let is_silent = !self.is_queued() && moved.is_some_and(|moved| moved.elapsed() > STUCK);
         is_silent && !self.object.service.is_paused()
     }
@@ -179,7 +181,7 @@ impl Job {
 
     /// A reader waits for it from now on. Returns whether none did before.
     pub(super) fn promote(&self, deadline: Deadline) -> bool {
-        let mut own = self.deadline.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut own = self.deadline.lock();
         if let (Deadline::At(current), Deadline::At(wanted)) = (*own, deadline) {
             *own = Deadline::At(current.max(wanted));
         }
@@ -191,7 +193,7 @@ impl Job {
     }
 
     pub(super) fn deadline(&self) -> Deadline {
-        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.deadline.lock()
     }
 
     /// Ends it: its object knows it no longer.

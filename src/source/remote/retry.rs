@@ -6,12 +6,14 @@
 use std::{
     ops::ControlFlow,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{
     super::{
@@ -119,13 +121,13 @@ impl Backoff {
     }
 
     fn traffic(&self) -> MutexGuard<'_, Traffic> {
-        self.traffic.lock().unwrap_or_else(PoisonError::into_inner)
+        self.traffic.lock()
     }
 
     /// Closes the gate for `pause` from now on, since a reply requested it. A longer pause stays.
     pub fn close(&self, pause: Duration, why: &RemoteError) {
         let until = Instant::now() + pause;
-        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut closed = self.closed.lock();
         if closed.as_ref().is_none_or(|(current, _)| *current < until) {
             *closed = Some((until, why.clone()));
         }
@@ -153,14 +155,14 @@ impl Backoff {
 
     /// The time until it opens.
     pub(crate) fn closed_for(&self) -> Option<Duration> {
-        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        let closed = self.closed.lock();
         let left = closed.as_ref()?.0.saturating_duration_since(Instant::now());
         (!left.is_zero()).then_some(left)
     }
 
     /// The reply that requested the last pause.
     fn reason(&self) -> Option<RemoteError> {
-        self.closed.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(_, why)| why.clone())
+        self.closed.lock().as_ref().map(|(_, why)| why.clone())
     }
 
     /// The time left for a request.
@@ -187,7 +189,8 @@ impl Backoff {
                 traffic.running += 1;
                 return Ok(Running(self));
             }
-            drop(self.freed.wait_timeout(traffic, STEP).unwrap_or_else(PoisonError::into_inner));
+            self.freed.wait_for(&mut traffic, STEP);
+            drop(traffic);
             if self.left(deadline).is_zero() {
                 return Err(None);
             }

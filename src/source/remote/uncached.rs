@@ -1,11 +1,9 @@
 //! Reads past the cache: several requests at a time, straight into the memory of the reader.
 
-use std::{
-    ops::ControlFlow,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::ops::ControlFlow;
 
 use ckfs_sync::Helpers;
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::{
@@ -105,24 +103,20 @@ impl Remote {
         let helpers = requests.len().min(AT_A_TIME).saturating_sub(1);
         let (left, failed) = (Mutex::new(requests.into_iter()), Mutex::new(None));
         let work = || {
-            while lock(&failed).is_none() {
-                let Some(mut request) = lock(&left).next() else { return };
+            while failed.lock().is_none() {
+                let Some(mut request) = left.lock().next() else { return };
                 if let Err(error) = request.read(self, deadline) {
-                    lock(&failed).get_or_insert((request.span(), error));
+                    failed.lock().get_or_insert((request.span(), error));
                 }
             }
         };
         HELPERS.beside(helpers, work, work);
-        if let Some(failure) = lock(&failed).take() {
+        if let Some(failure) = failed.lock().take() {
             return Err(failure);
         }
         RemoteCounters::add(&self.fetcher.cache().counters().uncached_bytes, needed);
         Ok(())
     }
-}
-
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

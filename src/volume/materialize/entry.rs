@@ -4,13 +4,14 @@ use std::{
     fs::File,
     mem,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     time::Instant,
 };
 
 use ckfs_read::{FileRoom, MaterializeError, Materializing, PreparedFile, ReadError};
+use parking_lot::{Mutex, MutexGuard};
 
 use super::policy::When;
 use crate::{Access, WhenMaterialized};
@@ -61,16 +62,16 @@ impl FileEntry {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, MaterializedState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Time of the last open, or of the last check that found it open.
     pub(super) fn used(&self) -> Instant {
-        *self.used.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.used.lock()
     }
 
     pub(super) fn note_used(&self) {
-        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+        *self.used.lock() = Instant::now();
     }
 
     /// Notes that it is closed; returns whether that is the first time.

@@ -1,13 +1,10 @@
 //! Memory for materialized files: reserved room in the engine's cache, and a file that uses it.
 
-use std::{
-    fs::File,
-    io,
-    sync::{Mutex, PoisonError},
-};
+use std::{fs::File, io};
 
 use ckfs_read::{Engine, FileRoom};
 use ckfs_source::page_size::allocation_page_bytes;
+use parking_lot::Mutex;
 
 use super::memory_files::MemoryFiles;
 
@@ -40,7 +37,7 @@ impl Memory {
         len_bytes: u64,
         drop_oldest: &mut dyn FnMut() -> bool,
     ) -> io::Result<(File, FileRoom)> {
-        let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
+        let _moving = self.moving.lock();
         let room_bytes = usize::try_from(len_bytes.next_multiple_of(allocation_page_bytes() as u64))
             .map_err(|_| io::ErrorKind::OutOfMemory)?;
         let room = loop {
@@ -64,7 +61,7 @@ impl Memory {
 
     /// Measures the memory of dropped files that programs still map: the used bytes beyond the reserved ones.
     pub(super) fn measure(&self, engine: &Engine) {
-        let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
+        let _moving = self.moving.lock();
         self.note_dropped(engine);
     }
 

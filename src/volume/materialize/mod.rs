@@ -31,7 +31,7 @@ use std::{
     fs::File,
     io,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Weak,
         atomic::{AtomicBool, Ordering},
         mpsc,
     },
@@ -41,6 +41,7 @@ use std::{
 
 use ckfs_read::{Engine, MaterializeTarget, Materializing, PreparedFile};
 use ckfs_source::Replied;
+use parking_lot::Mutex;
 
 pub use self::policy::{BundleSizes, Policy};
 use self::{
@@ -81,15 +82,11 @@ pub(super) struct Materializer {
 
 impl Drop for Materializer {
     fn drop(&mut self) {
-        let entries = std::mem::take(&mut *lock(&self.entries));
+        let entries = std::mem::take(&mut *self.entries.lock());
         for entry in entries.into_values() {
             entry.abandon();
         }
     }
-}
-
-fn lock(entries: &FileEntries) -> MutexGuard<'_, HashMap<Ino, Arc<FileEntry>>> {
-    entries.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Materializer {
@@ -134,7 +131,7 @@ impl Materializer {
         if !self.is_on.load(Ordering::Relaxed) {
             return None;
         }
-        let mut entries = lock(&self.entries);
+        let mut entries = self.entries.lock();
         let entry = entries.entry(ino).or_insert_with(|| Arc::new(FileEntry::new(when)));
         // In this order: a thread that has locked an entry's state owns the entry, and may wait for `entries`.
         if when != When::Closed && Arc::strong_count(entry) == 1 && entry.has_failed() {
@@ -146,7 +143,7 @@ impl Materializer {
 
     /// As [`Self::hold`], for an open with `O_DIRECT`: only a file that is complete already.
     pub(super) fn hold_complete(&self, ino: Ino) -> Option<Arc<FileEntry>> {
-        let entry = lock(&self.entries).get(&ino).map(Arc::clone)?;
+        let entry = self.entries.lock().get(&ino).map(Arc::clone)?;
         entry.complete().is_some().then_some(entry)
     }
 
@@ -222,7 +219,7 @@ impl Materializer {
 
     /// Drops the file that was closed longest ago; false if there was none.
     fn drop_oldest(&self) -> bool {
-        let mut entries = lock(&self.entries);
+        let mut entries = self.entries.lock();
         let closed = entries.iter().filter(|(_, entry)| Arc::strong_count(entry) == 1);
         let Some((_, oldest)) = closed.map(|(ino, entry)| (entry.used(), *ino)).min() else { return false };
         let dropped = entries.remove(&oldest);
@@ -242,7 +239,7 @@ impl Materializer {
     pub(super) fn drop_idle(&self) {
         let FileStorage::Memory(memory) = &self.storage else { return };
         let mut dropped = Vec::new();
-        lock(&self.entries).retain(|_, entry| {
+        self.entries.lock().retain(|_, entry| {
             if Arc::strong_count(entry) > 1 {
                 entry.note_used();
             }

@@ -7,11 +7,7 @@
 //! A decoded file is checked, poisoned and stalled as the file is that its chunks are stored in. Stored bytes are copied before they
 //! are decoded, never decoded in a map: a file that changes at that moment gives an error, not a decoder that reads two versions.
 
-use std::{
-    collections::BTreeMap,
-    fs::File,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{collections::BTreeMap, fs::File, sync::Arc};
 
 use ckfs_source::{
     ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, ReadFailure,
@@ -19,6 +15,7 @@ use ckfs_source::{
 };
 use ckfs_sync::{Helpers, processors};
 use ckfs_tensor::to_usize;
+use parking_lot::Mutex;
 
 use super::{
     coded::{CodedBytes, CodedChunk, DecodedFile},
@@ -109,7 +106,7 @@ impl ChunkSource {
 
     /// The decoded chunk by the slow decoder. The last ones are kept.
     fn by_definition(&self, key: (u32, u64)) -> Result<Arc<Vec<u8>>, SourceError> {
-        let lock = || self.by_definition.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || self.by_definition.lock();
         if let Some(found) = lock().get(&key) {
             return Ok(Arc::clone(found));
         }
@@ -117,7 +114,7 @@ impl ChunkSource {
         let decoded = &self.decoder.files[key.0 as usize];
         // Several threads would decode several large chunks at once.
         let is_large = to_usize(decoded.array.chunk_bytes()) > BY_DEFINITION_BYTES_MAX;
-        let _alone = is_large.then(|| self.large_by_definition.lock().unwrap_or_else(PoisonError::into_inner));
+        let _alone = is_large.then(|| self.large_by_definition.lock());
         if is_large && let Some(found) = lock().get(&key) {
             return Ok(Arc::clone(found));
         }
@@ -162,9 +159,9 @@ impl ChunkSource {
         let helpers = processors().min(missing.len()).saturating_sub(1);
         missing.reverse();
         let (missing, failed) = (Mutex::new(missing), Mutex::new(None));
-        let lock = || failed.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || failed.lock();
         let work = || {
-            while let Some((key, parts)) = { missing.lock().unwrap_or_else(PoisonError::into_inner).pop() } {
+            while let Some((key, parts)) = { missing.lock().pop() } {
                 if lock().is_some() {
                     return;
                 }

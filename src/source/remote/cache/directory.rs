@@ -12,12 +12,13 @@ use std::{
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, Weak,
         atomic::{AtomicBool, Ordering},
     },
 };
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use parking_lot::Mutex;
 
 use super::{
     super::{
@@ -156,7 +157,7 @@ impl Cache {
         }
         let name = file.cache_name(origin);
         let of_name = |open: &[Weak<Entry>]| open.iter().filter_map(Weak::upgrade).find(|entry| entry.name() == name);
-        if let Some(entry) = of_name(&self.open.lock().unwrap_or_else(PoisonError::into_inner)) {
+        if let Some(entry) = of_name(&self.open.lock()) {
             return Ok(entry);
         }
         let (sha256, git_blob) = match file.content.known_digest() {
@@ -183,7 +184,7 @@ impl Cache {
             entry.ok()
         });
         let entry = on_disk.map_or_else(|| self.in_memory_entry(&name, meta), Ok)?;
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open.lock();
         // Another thread may have opened it meanwhile.
         if let Some(entry) = of_name(&open) {
             return Ok(entry);
@@ -312,7 +313,7 @@ impl Cache {
     /// Notes the use of all open entries, and gives up locks that were not used for a while. To be called every few seconds.
     pub fn trim(&self, idle_ms: u64) {
         let open: Vec<Arc<Entry>> = {
-            let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+            let open = self.open.lock();
             open.iter().filter_map(Weak::upgrade).collect()
         };
         for entry in open {
@@ -324,7 +325,7 @@ impl Cache {
 
     /// Notes that all open entries are in use, for the order of eviction.
     pub fn touch(&self) {
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = self.open.lock();
         open.iter().filter_map(Weak::upgrade).for_each(|entry| entry.touch());
     }
 

@@ -17,12 +17,13 @@ use std::{
     os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard,
+        Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Instant,
 };
 
+use parking_lot::{Mutex, MutexGuard, RwLockReadGuard};
 use rustix::{
     fs::{FallocateFlags, SeekFrom, fallocate, seek},
     io::Errno,
@@ -545,7 +546,7 @@ impl Entry {
     }
 
     fn lock_meta(&self) -> MutexGuard<'_, EntryMeta> {
-        self.meta.lock().unwrap_or_else(PoisonError::into_inner)
+        self.meta.lock()
     }
 
     /// Reads again what the entry says about itself. A damaged file says nothing new.

@@ -3,10 +3,12 @@
 use std::{
     ops::Range,
     sync::{
-        Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
+
+use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::geometry::{SEGMENT_BLOCKS, place};
 
@@ -140,9 +142,9 @@ impl CachedSegment {
     /// Keeps the segment from eviction by this process until the guard is dropped. `hold` takes the lock that keeps other processes
     /// from it, if this process does not have it.
     pub(super) fn guard<E>(&self, hold: impl FnOnce() -> Result<(), E>) -> Result<RwLockReadGuard<'_, ()>, E> {
-        let guard = self.users.read().unwrap_or_else(PoisonError::into_inner);
+        let guard = self.users.read();
         if !self.held.load(Ordering::Acquire) {
-            let _holding = self.holding.lock().unwrap_or_else(PoisonError::into_inner);
+            let _holding = self.holding.lock();
             if !self.held.load(Ordering::Acquire) {
                 hold()?;
                 self.held.store(true, Ordering::Release);
@@ -153,11 +155,7 @@ impl CachedSegment {
 
     /// The segment alone, or `None` if a thread of this process uses it.
     pub(super) fn alone(&self) -> Option<RwLockWriteGuard<'_, ()>> {
-        match self.users.try_write() {
-            Ok(guard) => Some(guard),
-            Err(std::sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(std::sync::TryLockError::WouldBlock) => None,
-        }
+        self.users.try_write()
     }
 
     /// Leaves the segment to other processes until a time, in milliseconds of the process. The caller is [`Self::alone`].

@@ -5,12 +5,13 @@ use std::{
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak,
+        Arc, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant, SystemTime},
 };
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::statvfs;
 
 use super::{
@@ -87,10 +88,6 @@ pub(super) struct Space {
     open: Mutex<Vec<Weak<Entry>>>,
 }
 
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[derive(Debug, Default)]
 struct State {
     measured: Option<Instant>,
@@ -141,20 +138,20 @@ impl Space {
 
     /// Notes an entry that this process has open.
     pub(super) fn add(&self, entry: &Arc<Entry>) {
-        let mut open = lock(&self.open);
+        let mut open = self.open.lock();
         open.retain(|entry| entry.strong_count() > 0);
         open.push(Arc::downgrade(entry));
     }
 
     fn open_entries(&self) -> Vec<Arc<Entry>> {
-        let open = lock(&self.open);
+        let open = self.open.lock();
         open.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// Room for `bytes` more, if they may be written. Evicts what was not used for longest if that is needed. While another
     /// thread measures or evicts, the room that is left from the last measurement serves; only without any this waits for it.
     pub(super) fn reserve(&self, bytes: u64) -> Option<Room<'_>> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         if state.is_full() {
             return None;
         }
@@ -162,14 +159,12 @@ impl Space {
         if has_room && state.is_fresh() {
             return Some(self.taken(state, bytes));
         }
-        let turn = match self.turn.try_lock() {
-            Ok(turn) => Some(turn),
-            Err(TryLockError::Poisoned(turn)) => Some(turn.into_inner()),
-            Err(TryLockError::WouldBlock) if has_room => return Some(self.taken(state, bytes)),
-            Err(TryLockError::WouldBlock) => None,
-        };
+        let turn = self.turn.try_lock();
+        if turn.is_none() && has_room {
+            return Some(self.taken(state, bytes));
+        }
         drop(state);
-        let _turn = turn.unwrap_or_else(|| lock(&self.turn));
+        let _turn = turn.unwrap_or_else(|| self.turn.lock());
         self.measured_room(bytes)
     }
 
@@ -183,7 +178,7 @@ impl Space {
     /// Room for `bytes` more after a measurement. The caller has the turn.
     fn measured_room(&self, bytes: u64) -> Option<Room<'_>> {
         // Another thread may have measured before this one had its turn.
-        let state = lock(&self.state);
+        let state = self.state.lock();
         if state.is_full() {
             return None;
         }
@@ -200,7 +195,7 @@ impl Space {
             self.evict(used + bytes - limit, SURPLUS_BYTES.min(limit / 8));
             (used, limit) = measure().ok()?;
         }
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let taken = before.saturating_sub(state.room_bytes);
         let left = limit.saturating_sub(used).saturating_sub(taken);
         state.measured = Some(Instant::now());
@@ -226,8 +221,8 @@ impl Space {
 
     /// Evicts what exceeds the bound, since several processes wrote at the same time. To be called every few seconds.
     pub(super) fn keep_bound(&self) {
-        let _turn = lock(&self.turn);
-        if !std::mem::take(&mut lock(&self.state).written) {
+        let _turn = self.turn.lock();
+        if !std::mem::take(&mut self.state.lock().written) {
             return;
         }
         if let Ok((used, limit)) = self.measure()
@@ -235,20 +230,20 @@ impl Space {
         {
             self.evict(used - limit, 0);
             // Until the others have looked too.
-            lock(&self.state).written = true;
+            self.state.lock().written = true;
         }
     }
 
     /// Notes that a write failed since the disk is full.
     pub(super) fn note_full(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         (state.measured, state.room_bytes) = (None, 0);
         state.full_since = Some(Instant::now());
     }
 
     /// Whether a reservation failed lately.
     pub(super) fn is_full(&self) -> bool {
-        lock(&self.state).is_full()
+        self.state.lock().is_full()
     }
 
     /// Bytes in use, and the most that may be.
@@ -407,8 +402,8 @@ mod tests {
         let space = Arc::new(Space::new(Place::Memory, Some(64 << 20)));
         drop(space.reserve(1).unwrap());
         // The period is over. A list that is locked makes the next measurement wait.
-        lock(&space.state).measured = Some(Instant::now().checked_sub(2 * MEASURE_PERIOD).unwrap());
-        let open = lock(&space.open);
+        space.state.lock().measured = Some(Instant::now().checked_sub(2 * MEASURE_PERIOD).unwrap());
+        let open = space.open.lock();
         let (tell, told) = mpsc::channel();
         let asking = |space: &Arc<Space>, bytes: u64| {
             let (space, tell) = (Arc::clone(space), tell.clone());
@@ -418,13 +413,13 @@ mod tests {
             })
         };
         let mut measuring = asking(&space, 1);
-        while space.turn.try_lock().is_ok() {
+        while space.turn.try_lock().is_some() {
             // This look may have taken the turn.
             if told.recv_timeout(Duration::from_millis(1)).is_ok() {
                 measuring = asking(&space, 1);
             }
         }
-        let room = lock(&space.state).room_bytes;
+        let room = space.state.lock().room_bytes;
         let reading = asking(&space, room - 10);
         assert_eq!(told.recv_timeout(Duration::from_secs(20)), Ok((true, false)), "held up by the measurement");
         drop(open);
@@ -433,17 +428,17 @@ mod tests {
         reading.join().unwrap();
         // Nothing was written: what is measured is the whole, without what was taken meanwhile.
         let left = (64 << 20) - (room - 10);
-        assert_eq!(lock(&space.state).room_bytes, left / ROOM_DIVISOR - 1);
+        assert_eq!(space.state.lock().room_bytes, left / ROOM_DIVISOR - 1);
     }
 
     #[test]
     fn a_full_disk_that_is_met_during_a_measurement_counts() {
         let space = Arc::new(Space::new(Place::Memory, Some(64 << 20)));
-        let open = lock(&space.open);
-        let (asked, measuring) = (Arc::clone(&space), lock(&space.turn));
+        let open = space.open.lock();
+        let (asked, measuring) = (Arc::clone(&space), space.turn.lock());
         let asking = thread::spawn(move || asked.reserve(1).is_some());
         drop(measuring);
-        while space.turn.try_lock().is_ok() {
+        while space.turn.try_lock().is_some() {
             thread::sleep(Duration::from_millis(1));
         }
         // It has read the state and measures.

@@ -5,11 +5,12 @@ use std::{
     fs::File,
     ops::ControlFlow,
     os::unix::fs::FileExt,
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::Instant,
 };
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use reqwest::{
     Method, Response, StatusCode,
     header::{CONTENT_RANGE, ETAG, HeaderMap, HeaderValue, RANGE},
@@ -70,7 +71,7 @@ impl Snapshot {
     /// Passes a span from a blob of the shared cache, if it is there in the expected size. A blob appears complete, by a rename.
     fn read_blob(&self, file: &RemoteFile, span: ByteSpan, sink: &mut Sink<'_>) -> Option<Result<(), RemoteError>> {
         let (Content::Sha256(digest) | Content::GitBlob(digest)) = &file.content else { return None };
-        let distrusted = || self.distrusted.lock().unwrap_or_else(PoisonError::into_inner);
+        let distrusted = || self.distrusted.lock();
         let blob = File::open(self.cached.as_ref().filter(|_| !distrusted().contains(digest))?.blob(digest)).ok()?;
         if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == file.size_bytes) {
             return None;
@@ -93,7 +94,7 @@ impl Snapshot {
     }
 
     fn known(&self, file: &RemoteFile) -> Arc<Known> {
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = self.files.lock();
         Arc::clone(files.entry(file.key.clone()).or_default())
     }
 
@@ -196,7 +197,7 @@ fn check_tag(known: &Known, location: &Location, answer: &Response, body: &Body<
     let Some(tag) = answer.headers().get(ETAG).and_then(|value| value.to_str().ok()).map(unquoted) else {
         return Ok(());
     };
-    let mut tags = known.tags.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut tags = known.tags.lock();
     let first = tags.entry(location.object()).or_insert_with(|| tag.to_owned());
     if first == tag {
         return Ok(());
@@ -320,7 +321,7 @@ impl Objects for Snapshot {
         let Some(blob) = self.cached.as_ref().map(|cached| cached.blob(digest)).filter(|blob| blob.exists()) else {
             return;
         };
-        if self.distrusted.lock().unwrap_or_else(PoisonError::into_inner).insert(digest.clone()) {
+        if self.distrusted.lock().insert(digest.clone()) {
             let blob = blob.display();
             tracing::error!("{blob}: the bytes came from this blob, which does not have its digest; delete it");
         }

@@ -1,15 +1,10 @@
 //! Credentials and settings from `~/.aws`, as the AWS tools keep them.
 
-use std::{
-    collections::HashMap,
-    env, fs,
-    os::unix::fs::MetadataExt,
-    path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{collections::HashMap, env, fs, os::unix::fs::MetadataExt, path::PathBuf, sync::Arc};
 
 use async_trait::async_trait;
 use object_store::{CredentialProvider, aws::AwsCredential};
+use parking_lot::Mutex;
 
 /// What a profile says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -107,7 +102,7 @@ impl CredentialProvider for ProfileProvider {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.known.lock();
         let now = states();
         if now != known.states
             && let Some(credential) = load().credential()

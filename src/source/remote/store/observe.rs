@@ -1,9 +1,6 @@
 //! What a reply has besides its body.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use http::Uri;
@@ -11,6 +8,7 @@ use object_store::{
     ClientOptions,
     client::{HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService},
 };
+use parking_lot::Mutex;
 
 use super::{
     super::{
@@ -41,13 +39,13 @@ pub(super) struct Observer(Arc<Mutex<Seen>>);
 impl Observer {
     /// Status and headers of the last reply.
     pub(super) fn seen(&self) -> Seen {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 
     fn note(&self, response: &HttpResponse) {
         let header = |name: &str| response.headers().get(name)?.to_str().ok().map(str::trim);
         let request_id = ["x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid", "x-request-id"];
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Seen {
+        *self.0.lock() = Seen {
             status: Some(response.status().as_u16()),
             retry_after: header("retry-after").and_then(|text| wait_of(text, header("date"))),
             request_id: request_id.iter().find_map(|name| header(name)).map(printable),
@@ -76,12 +74,12 @@ struct CredentialState {
 impl Credentials {
     /// Why the last service for credentials gave none, and whether one has given some before.
     pub(super) fn failure(&self) -> Option<(String, bool)> {
-        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.0.lock();
         state.failure.clone().map(|failure| (failure, state.given))
     }
 
     fn note(&self, host: &str, result: &Result<HttpResponse, HttpError>) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.lock();
         state.failure = match result {
             Ok(reply) if reply.status().is_success() => {
                 state.given = true;

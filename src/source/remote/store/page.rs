@@ -3,12 +3,13 @@
 //! The client gives up a listing at the first key that it cannot take for a path. Such keys are usual in buckets: consoles make
 //! empty objects in place of directories, and scripts join paths with a slash too many.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use ckfs_host::{PathFlaw, RelativePath};
 use futures_util::StreamExt;
 use object_store::client::{HttpError, HttpErrorKind, HttpResponse, HttpResponseBody};
+use parking_lot::Mutex;
 use quick_xml::{
     Reader,
     escape::unescape,
@@ -41,7 +42,7 @@ impl PageFilter {
 
     /// What was passed over, except for markers of directories.
     pub(super) fn take(&self) -> Vec<PassedOver> {
-        std::mem::take(&mut *self.passed.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.passed.lock())
     }
 
     /// The reply without such keys.
@@ -60,7 +61,7 @@ impl PageFilter {
         }
         let all = all.freeze();
         let (kept, passed) = without_odd_keys(&all, &self.prefix).unwrap_or_else(|| (all, Vec::new()));
-        self.passed.lock().unwrap_or_else(PoisonError::into_inner).extend(passed);
+        self.passed.lock().extend(passed);
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::from(kept)))
     }
 }

@@ -3,7 +3,7 @@
 use std::{
     ops::ControlFlow,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
@@ -17,6 +17,7 @@ use object_store::{
     list::{PaginatedListOptions, PaginatedListResult, PaginatedListStore},
     path::Path,
 };
+use parking_lot::Mutex;
 
 use super::{
     super::{
@@ -181,26 +182,25 @@ impl Store {
         static LISTING: Helpers = Helpers::new("ckfs-list", || AT_A_TIME);
         let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
         let found = Mutex::new(Vec::new());
-        let lock = |mutex: &Mutex<Option<RemoteError>>| mutex.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let work = || {
             while let Some((key, path)) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if lock(&failed).is_some() {
+                if failed.lock().is_some() {
                     return;
                 }
                 match self.head(key, path, asking) {
-                    Ok(file) => found.lock().unwrap_or_else(PoisonError::into_inner).push(file),
+                    Ok(file) => found.lock().push(file),
                     Err(error) if error.failure == Failure::NotFound => {}
                     Err(error) => {
-                        failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                        failed.lock().get_or_insert(error);
                     }
                 }
             }
         };
         LISTING.beside(AT_A_TIME.min(keys.len()).saturating_sub(1), work, work);
-        if let Some(error) = lock(&failed) {
+        if let Some(error) = failed.into_inner() {
             return Err(error);
         }
-        let mut files = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut files = found.into_inner();
         files.sort_by(|left, right| left.path.cmp(&right.path));
         Ok(files)
     }
