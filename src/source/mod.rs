@@ -45,7 +45,7 @@ pub use interface::{
     Coded, DecodedChunks, Duplicates, FetchPart, FileFetch, Maps, Pin, ReadFailure, RemoteSource, Replied, Source,
 };
 pub use kernel_bytes::{KernelBytes, Served};
-pub use local::{DirectoryWatch, LocalFiles, ResidentWindow, SourceIo, Woken, is_on_network};
+pub use local::{DirectoryWatch, LocalFiles, SourceIo, Woken, is_on_network};
 pub use memory::BufferMemory;
 pub use remote::pin_files;
 pub use root_dir::{FoundFile, Opened, RootDir, check_open_file_limit, private_directory};

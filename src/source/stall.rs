@@ -342,7 +342,9 @@ mod tests {
             drop(fetching);
         });
         told.recv().unwrap();
-        assert_eq!(fetches.waiting(Duration::ZERO), [], "too young");
+        // On a busy machine it may be as old as the limit by now.
+        let early = fetches.waiting(Duration::ZERO);
+        assert!(early.iter().all(|waiting| waiting.silent >= SHORT), "too young: {early:?}");
         let found = look(&fetches);
         assert_eq!(found.iter().map(|waiting| &waiting.target).collect::<Vec<_>>(), [&bytes(3)]);
         assert_eq!(found[0].target.to_string(), "read bytes 3..11");

@@ -4,10 +4,7 @@
 //! tells its user.
 
 use std::{
-    sync::{
-        Arc, Weak,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
-    },
+    sync::{Arc, Weak},
     time::{Duration, Instant},
 };
 
@@ -18,7 +15,7 @@ const PAUSE_RECENT: Duration = Duration::from_secs(2);
 
 /// A request that begins this soon after the end of another continues its wait: else very many requests, one after the other, would
 /// each wait for as long as all of them may.
-const GOES_ON_MS: u64 = 1000;
+const GOES_ON: Duration = Duration::from_secs(1);
 
 /// The services of a command.
 #[derive(Debug, Default)]
@@ -46,17 +43,28 @@ pub struct Wait {
 pub struct Pulse {
     host: String,
     limit: Duration,
-    begun: Instant,
+    state: Mutex<PulseState>,
+}
+
+#[derive(Debug)]
+struct PulseState {
     /// Requests that something waits for, repetitions and pauses included.
-    waiting: AtomicUsize,
-    /// When the first of these began, and when something came last: milliseconds since `begun`.
-    since_ms: AtomicU64,
-    moved_ms: AtomicU64,
-    /// When nothing was waited for any more, likewise.
-    ended_ms: AtomicU64,
-    /// When it requested a pause last, likewise; 0 if never.
-    paused_ms: AtomicU64,
-    answer: Mutex<Option<String>>,
+    waiting: usize,
+    /// When the first of these began, and when something came last.
+    since: Instant,
+    moved: Instant,
+    /// When nothing was waited for any more.
+    ended: Option<Instant>,
+    /// When it requested a pause last.
+    paused: Option<Instant>,
+    answer: Option<String>,
+}
+
+impl PulseState {
+    /// For how long it has brought nothing, though something waits.
+    fn quiet(&self) -> Duration {
+        self.since.max(self.moved).elapsed()
+    }
 }
 
 /// A wait under way, until it is dropped.
@@ -85,17 +93,9 @@ impl Waits {
 impl Pulse {
     /// A service of which nothing is known.
     pub fn new(host: &str, limit: Duration) -> Self {
-        Self {
-            host: host.to_owned(),
-            limit,
-            begun: Instant::now(),
-            waiting: AtomicUsize::new(0),
-            since_ms: AtomicU64::new(0),
-            moved_ms: AtomicU64::new(0),
-            ended_ms: AtomicU64::new(0),
-            paused_ms: AtomicU64::new(0),
-            answer: Mutex::default(),
-        }
+        let now = Instant::now();
+        let state = PulseState { waiting: 0, since: now, moved: now, ended: None, paused: None, answer: None };
+        Self { host: host.to_owned(), limit, state: Mutex::new(state) }
     }
 
     /// For how long it may bring nothing.
@@ -103,63 +103,58 @@ impl Pulse {
         self.limit
     }
 
-    fn now_ms(&self) -> u64 {
-        u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX)
-    }
-
     /// Something waits for it from now on.
     pub(crate) fn wait_begins(&self) -> Awaited<'_> {
-        if self.waiting.fetch_add(1, Ordering::AcqRel) == 0 {
-            let (now, ended) = (self.now_ms(), self.ended_ms.load(Ordering::Acquire));
+        let mut state = self.state.lock();
+        if state.waiting == 0 {
             // After a while it is asked as if nothing were known: it may have come back.
-            let is_old = self.quiet() > self.limit * 2;
-            if ended == 0 || is_old || now.saturating_sub(ended) > GOES_ON_MS {
-                self.since_ms.store(now, Ordering::Release);
+            let is_old = state.quiet() > self.limit * 2;
+            if is_old || state.ended.is_none_or(|ended| ended.elapsed() > GOES_ON) {
+                state.since = Instant::now();
             }
         }
+        state.waiting += 1;
         Awaited(self)
     }
 
     /// Something came of a request.
     pub(crate) fn note_progress(&self) {
-        self.moved_ms.store(self.now_ms(), Ordering::Release);
+        self.state.lock().moved = Instant::now();
     }
 
     /// It said something else than what was requested, perhaps that it wants a pause.
     pub(crate) fn note_answer(&self, answer: String, wants_pause: bool) {
+        let mut state = self.state.lock();
         if wants_pause {
-            self.paused_ms.store(self.now_ms().max(1), Ordering::Release);
+            state.paused = Some(Instant::now());
         }
-        *self.answer.lock() = Some(answer);
-    }
-
-    fn at(&self, ms: &AtomicU64) -> Instant {
-        self.begun + Duration::from_millis(ms.load(Ordering::Acquire))
+        state.answer = Some(answer);
     }
 
     /// For how long it has brought nothing, though something waits.
     pub fn quiet(&self) -> Duration {
-        self.at(&self.since_ms).max(self.at(&self.moved_ms)).elapsed()
+        self.state.lock().quiet()
     }
 
     fn wait(&self, least: Duration) -> Option<Wait> {
-        (self.waiting.load(Ordering::Acquire) > 0).then_some(())?;
-        let (since, quiet) = (self.at(&self.since_ms), self.quiet());
-        let was_asked = self.paused_ms.load(Ordering::Acquire) > 0 && self.at(&self.paused_ms).elapsed() < PAUSE_RECENT;
-        Some(Wait {
+        let state = self.state.lock();
+        let quiet = state.quiet();
+        let was_asked = state.paused.is_some_and(|paused| paused.elapsed() < PAUSE_RECENT);
+        (state.waiting > 0).then(|| Wait {
             host: self.host.clone(),
             quiet,
             left: self.limit.saturating_sub(quiet),
-            answer: self.answer.lock().clone(),
-            is_limited: quiet < least && was_asked && since.elapsed() >= least,
+            answer: state.answer.clone(),
+            is_limited: quiet < least && was_asked && state.since.elapsed() >= least,
         })
     }
 }
 
 impl Drop for Awaited<'_> {
     fn drop(&mut self) {
-        self.0.ended_ms.store(self.0.now_ms().max(1), Ordering::Release);
-        self.0.waiting.fetch_sub(1, Ordering::AcqRel);
+        let mut state = self.0.state.lock();
+        state.ended = Some(Instant::now());
+        state.waiting -= 1;
     }
 }
 

@@ -192,11 +192,7 @@ impl<Q: Queue> Shared<Q> {
                 return;
             } else {
                 let shared = Arc::clone(self);
-                let counted = CountedThread::new(self.name);
-                let work = move || {
-                    let _counted = counted;
-                    shared.work();
-                };
+                let work = CountedThread::new(self.name).around(move || shared.work());
                 if let Err(error) = thread::Builder::new().name(self.name.to_owned()).spawn(work) {
                     tracing::debug!("{}: no thread could be started: {error}", self.name);
                     state.refusal = Some(error);

@@ -38,6 +38,14 @@ impl CountedThread {
         Self(name)
     }
 
+    /// Work that is counted until it ends.
+    pub(crate) fn around<F: FnOnce()>(self, work: F) -> impl FnOnce() + use<F> {
+        move || {
+            let _counted = self;
+            work();
+        }
+    }
+
     /// Counts a thread if fewer than `most` of its use run.
     fn below(name: &'static str, most: usize) -> Option<Self> {
         let mut running = running_now();
@@ -62,11 +70,7 @@ impl Drop for CountedThread {
 /// # Errors
 /// The system starts none.
 pub fn spawn(name: &'static str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    let counted = CountedThread::new(name);
-    let work = move || {
-        let _counted = counted;
-        work();
-    };
+    let work = CountedThread::new(name).around(work);
     thread::Builder::new().name(name.to_owned()).spawn(work).map(drop)
 }
 
@@ -86,11 +90,7 @@ impl Helpers {
     /// Starts a thread for `work`. False if there are enough, or the system starts none.
     pub fn spawn(&self, work: impl FnOnce() + Send + 'static) -> bool {
         let Some(counted) = CountedThread::below(self.name, (self.most)()) else { return false };
-        let work = move || {
-            let _counted = counted;
-            work();
-        };
-        thread::Builder::new().name(self.name.to_owned()).spawn(work).is_ok()
+        thread::Builder::new().name(self.name.to_owned()).spawn(counted.around(work)).is_ok()
     }
 
     /// Runs `own` here and `help` in up to `count` threads beside it; returns when all have ended. `own` must be able to do all of
@@ -102,10 +102,7 @@ impl Helpers {
         let (help, most) = (&help, (self.most)());
         thread::scope(|scope| {
             for counted in (0..count).map_while(|_| CountedThread::below(self.name, most)) {
-                let work = move || {
-                    let _counted = counted;
-                    help();
-                };
+                let work = counted.around(help);
                 if let Err(error) = thread::Builder::new().name(self.name.to_owned()).spawn_scoped(scope, work) {
                     tracing::debug!("{}: no more threads: {error}", self.name);
                     break;

@@ -19,8 +19,7 @@ use crate::common::{
     sources::{Fault, Fetched, MemoryFiles, Watched},
 };
 use ckfs::source::{
-    Aspect, FileId, LocalFiles, Maps, Replied, ResidentWindow, Served, Source, SourceError, SourceIo,
-    remote::cache::Cache,
+    Aspect, FileId, LocalFiles, Maps, Replied, Served, Source, SourceError, SourceIo, remote::cache::Cache,
 };
 use tempfile::TempDir;
 
@@ -282,9 +281,8 @@ fn resident_mapped_memory_is_bounded() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("weights");
     fs::write(&path, vec![3; usize::try_from(LEN).unwrap()]).unwrap();
-    let source =
-        LocalFiles::open_with_window(std::slice::from_ref(&path), SourceIo::Mmap, ResidentWindow::new(WINDOW, 0))
-            .unwrap();
+    let source = LocalFiles::open(std::slice::from_ref(&path), SourceIo::Mmap).unwrap();
+    source.bound(WINDOW, 0);
     let before = resident_bytes(&path);
     let most = Mutex::new(0);
     std::thread::scope(|scope| {
@@ -324,7 +322,8 @@ fn a_small_working_set_stays_resident() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("weights");
     fs::write(&path, vec![3; 1 << 20]).unwrap();
-    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, ResidentWindow::new(1 << 30, 0)).unwrap();
+    let source = LocalFiles::open(&[path], SourceIo::Mmap).unwrap();
+    source.bound(1 << 30, 0);
     for step in 0..100_000_u64 {
         let start = step * 4096 % (1 << 20);
         source.with(A, span(start, start + 4096), &mut |_| ()).unwrap().unwrap();
@@ -340,7 +339,8 @@ fn pages_to_return_to_stay_until_no_reader_returns() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("weights");
     fs::write(&path, vec![3; usize::try_from(LEN).unwrap()]).unwrap();
-    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, ResidentWindow::new(NARROW, 1 << 40)).unwrap();
+    let source = LocalFiles::open(&[path], SourceIo::Mmap).unwrap();
+    source.bound(NARROW, 1 << 40);
     let visit = || {
         for start in (0..LEN).step_by(1 << 16) {
             source.with(A, span(start, start + (1 << 16)), &mut |_| ()).unwrap().unwrap();

@@ -19,7 +19,7 @@ use std::{
     ptr::{self, NonNull},
     sync::{
         OnceLock,
-        atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
     },
 };
 
@@ -46,9 +46,6 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Page size for the handler, which must not call into the C library to learn it.
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
-
-/// Result of installing the handler: 0 not yet, 1 done, negative an errno.
-static INSTALLED: AtomicI32 = AtomicI32::new(0);
 
 /// A read-only mapping of a whole file that survives the loss of its pages.
 pub struct GuardedMap {
@@ -185,17 +182,12 @@ fn register(start: usize, end: usize) -> &'static MapSlot {
 
 /// Installs the handler once per process.
 fn install() -> io::Result<()> {
-    static ONCE: OnceLock<()> = OnceLock::new();
-    ONCE.get_or_init(|| {
+    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
+    let installed = INSTALLED.get_or_init(|| {
         page_bytes();
-        let result = install_handler();
-        INSTALLED
-            .store(result.map_or_else(|error| -error.raw_os_error().unwrap_or(libc::EINVAL), |()| 1), Ordering::SeqCst);
+        install_handler().map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL))
     });
-    match INSTALLED.load(Ordering::SeqCst) {
-        1 => Ok(()),
-        errno => Err(io::Error::from_raw_os_error(-errno)),
-    }
+    installed.map_err(io::Error::from_raw_os_error)
 }
 
 fn install_handler() -> io::Result<()> {

@@ -28,7 +28,6 @@ use nix::sys::stat::{FileStat, fstat, stat};
 
 pub use pinned::SourceIo;
 pub use watch::{DirectoryWatch, Woken, is_on_network};
-pub use window::ResidentWindow;
 
 use super::{
     ByteSpan, ComparedFiles, FetchPart, FileId, FoundFile, Health, KernelBytes, Maps, Opened, Pin, ReadFailure,
@@ -40,6 +39,7 @@ use super::{
 use compare::Comparisons;
 use map::FileMaps;
 use pinned::Pinned;
+use window::ResidentWindow;
 
 /// Parts of at least this many bytes are requested before the first of them is read, so that storage works on all of them.
 const ADVISED_BYTES_MIN: u64 = 2 << 20;
@@ -62,23 +62,12 @@ impl LocalFiles {
     /// # Panics
     /// If there are more than `u32::MAX` paths.
     pub fn open(paths: &[PathBuf], io: SourceIo) -> Result<Self, SourceError> {
-        Self::open_with_window(paths, io, ResidentWindow::usual())
-    }
-
-    /// As [`LocalFiles::open`], with another bound on resident mapped memory.
-    ///
-    /// # Errors
-    /// As [`LocalFiles::open`].
-    ///
-    /// # Panics
-    /// As [`LocalFiles::open`].
-    pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: ResidentWindow) -> Result<Self, SourceError> {
         check_open_file_limit(paths.len())?;
         let open = |path: &PathBuf| {
             FoundFile::named(path).map_err(|error| SourceError::io(path.as_path(), "open", error))?.open(None)
         };
         let files = paths.iter().map(open).collect::<Result<_, _>>()?;
-        Self::pin_with_window(files, io, window, Arc::default(), None)
+        Self::pin(files, io, Arc::default(), None)
     }
 
     /// Pins files that are open; a file's id is its position in `files`. `fetches` notes the waits for storage from now on.
@@ -89,20 +78,10 @@ impl LocalFiles {
     ///
     /// # Panics
     /// If there are more than `u32::MAX` files.
+    #[allow(clippy::needless_pass_by_value, reason = "the files share it from now on")]
     pub fn pin(
         files: Vec<Opened>,
         io: SourceIo,
-        fetches: Arc<WaitRegistry>,
-        compared: Option<&Arc<ComparedFiles>>,
-    ) -> Result<Self, SourceError> {
-        Self::pin_with_window(files, io, ResidentWindow::usual(), fetches, compared)
-    }
-
-    #[allow(clippy::needless_pass_by_value, reason = "the files share it from now on")]
-    fn pin_with_window(
-        files: Vec<Opened>,
-        io: SourceIo,
-        window: ResidentWindow,
         fetches: Arc<WaitRegistry>,
         compared: Option<&Arc<ComparedFiles>>,
     ) -> Result<Self, SourceError> {
@@ -116,7 +95,7 @@ impl LocalFiles {
         let maps = files.iter().map(|file| file.maps()).collect();
         let comparisons = Comparisons::new(&files, |place| health.handle(FileId::at(place)), compared);
         comparisons.compare_small(&fetches)?;
-        Ok(Self { files, comparisons, maps, window, health })
+        Ok(Self { files, comparisons, maps, window: ResidentWindow::usual(), health })
     }
 
     /// How often resident mapped pages were dropped.

@@ -22,7 +22,7 @@ use super::{super::ByteSpan, guard, map::FileMaps};
 /// Transposed tiles visit a few bytes of very many pages, and the next tile visits the same pages. Mapping them again each time
 /// costs several times the transposing itself. Hence the window is wider while such tiles are made.
 #[derive(Debug)]
-pub struct ResidentWindow {
+pub(super) struct ResidentWindow {
     narrow_bytes: AtomicU64,
     wide_bytes: AtomicU64,
     touched_bytes: AtomicU64,
@@ -33,7 +33,7 @@ pub struct ResidentWindow {
 
 impl ResidentWindow {
     /// Default size of the window in bytes.
-    pub const BYTES: u64 = 160 << 20;
+    const BYTES: u64 = 160 << 20;
 
     /// Divisor of the machine's memory that gives the size of the window while pages are visited again and again. Its pages belong to
     /// the page cache, so that it costs only page tables, a 512th of it.
@@ -42,20 +42,16 @@ impl ResidentWindow {
     /// A page fault in a file maps the cached pages around it too, aligned: `fault_around_bytes`, by default this many.
     const FAULT_AROUND_BYTES: u64 = 64 << 10;
 
-    /// A window of `narrow_bytes`, and `wide_bytes` while pages are visited again and again.
-    pub fn new(narrow_bytes: u64, wide_bytes: u64) -> Self {
+    /// The default window on this machine.
+    pub(super) fn usual() -> Self {
+        let wide_bytes = machine_bytes().unwrap_or(0) / Self::WIDE_DIVISOR;
         Self {
-            narrow_bytes: AtomicU64::new(narrow_bytes),
-            wide_bytes: AtomicU64::new(wide_bytes.max(narrow_bytes)),
+            narrow_bytes: AtomicU64::new(Self::BYTES),
+            wide_bytes: AtomicU64::new(wide_bytes.max(Self::BYTES)),
             touched_bytes: AtomicU64::new(0),
             drops: AtomicU64::new(0),
             revisits: AtomicU8::new(0),
         }
-    }
-
-    /// The default window on this machine.
-    pub(super) fn usual() -> Self {
-        Self::new(Self::BYTES, machine_bytes().unwrap_or(0) / Self::WIDE_DIVISOR)
     }
 
     /// Sets both sizes.

@@ -2,6 +2,7 @@
 
 use std::{ops::ControlFlow, sync::Arc, time::Instant};
 
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::{
@@ -16,13 +17,16 @@ use super::{
 
 /// The content of an object, as far as its service names it. Two objects of the same identity that one service names have the same
 /// bytes: the cache keeps them once. Of another service the digest is only a claim until all bytes are compared.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Content {
     /// SHA-256 of the bytes, in lower-case hexadecimal. A complete copy is checked against it.
+    #[serde(rename = "sha256")]
     Sha256(String),
     /// SHA-1 of the git blob, in lower-case hexadecimal: `blob <size>\0` and the bytes.
+    #[serde(rename = "git")]
     GitBlob(String),
     /// A version that only this service can compare with others.
+    #[serde(untagged)]
     Version {
         /// The service and the object, for example `s3://bucket/key`.
         object: String,
@@ -68,20 +72,25 @@ fn digest(texts: &[&str]) -> String {
     hexadecimal(&hasher.finalize())
 }
 
-/// A file of a remote repository: one object, pinned by its version.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A file of a remote repository: one object, pinned by its version. Listings are kept in this form.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteFile {
     /// Path relative to the repository, with `/`.
     pub path: String,
     /// The name by which the service knows the object. Only the [`Objects`] that listed it read it.
+    #[serde(default)]
     pub key: String,
     /// Length in bytes, as listed.
+    #[serde(rename = "size")]
     pub size_bytes: u64,
     /// Its content.
+    #[serde(flatten)]
     pub content: Content,
     /// Entity tag without quotes, if the service has one: every reply must have the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub etag: Option<String>,
     /// Time of its last modification, in seconds of Unix time, if the service says it.
+    #[serde(default, rename = "modified", skip_serializing_if = "Option::is_none")]
     pub modified_seconds: Option<u64>,
 }
 

@@ -13,52 +13,12 @@ use std::{
 };
 
 use ckfs_host::RelativePath;
-use serde::{Deserialize, Serialize};
 
 use super::super::{
     super::digest::{SHA1_DIGITS, is_hex},
-    interface::{Content, RemoteFile},
+    interface::RemoteFile,
     kept_file::{escaped, replace},
 };
-
-/// A file of a kept tree.
-#[derive(Debug, Serialize, Deserialize)]
-struct Row {
-    path: String,
-    size: u64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    sha256: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    git: Option<String>,
-}
-
-impl Row {
-    fn of(file: &RemoteFile) -> Option<Self> {
-        let (sha256, git) = match &file.content {
-            Content::Sha256(hex) => (Some(hex.clone()), None),
-            Content::GitBlob(hex) => (None, Some(hex.clone())),
-            Content::Version { .. } => return None,
-        };
-        Some(Self { path: file.path.clone(), size: file.size_bytes, sha256, git })
-    }
-
-    fn file(self) -> Option<RemoteFile> {
-        let content = match (self.sha256, self.git) {
-            (Some(hex), None) if is_hex(&hex, 64) => Content::Sha256(hex),
-            (None, Some(hex)) if is_hex(&hex, SHA1_DIGITS) => Content::GitBlob(hex),
-            _ => return None,
-        };
-        let key = self.path.clone();
-        RelativePath::parse(&self.path).is_ok().then_some(RemoteFile {
-            path: self.path,
-            key,
-            size_bytes: self.size,
-            content,
-            etag: None,
-            modified_seconds: None,
-        })
-    }
-}
 
 /// The kept listings of one Hub.
 #[derive(Clone, Debug)]
@@ -90,13 +50,19 @@ impl KeptTree {
 
     pub(super) fn files(&self, repo: &str, commit: &str) -> Option<Vec<RemoteFile>> {
         let text = fs::read(self.cache.join(self.path(repo, "trees", commit))).ok()?;
-        let rows: Vec<Row> = serde_json::from_slice(&text).ok()?;
-        rows.into_iter().map(Row::file).collect()
+        let mut files: Vec<RemoteFile> = serde_json::from_slice(&text).ok()?;
+        for file in &mut files {
+            // Earlier versions kept the path alone, which is the key.
+            file.key.clone_from(&file.path);
+            RelativePath::parse(&file.path).ok()?;
+            file.content.known_digest()?;
+        }
+        Some(files)
     }
 
     pub(super) fn keep_files(&self, repo: &str, commit: &str, files: &[RemoteFile]) {
-        let rows: Option<Vec<Row>> = files.iter().map(Row::of).collect();
-        if let Some(text) = rows.and_then(|rows| serde_json::to_vec(&rows).ok()) {
+        let are_digests = files.iter().all(|file| file.content.known_digest().is_some());
+        if let Some(text) = serde_json::to_vec(files).ok().filter(|_| are_digests) {
             replace(&self.cache, &self.path(repo, "trees", commit), &text);
         }
     }
@@ -104,7 +70,7 @@ impl KeptTree {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::super::interface::Content, *};
 
     #[test]
     fn listings_are_kept_and_damaged_ones_are_not_believed() {
@@ -125,6 +91,9 @@ mod tests {
         kept.keep_files("org/name", &commit, &files);
         assert_eq!(kept.commit("org/name", "refs/pr/1"), Some(commit.clone()));
         assert_eq!(kept.files("org/name", &commit), Some(files));
+        let earlier = format!(r#"[{{"path":"c","size":7,"git":"{commit}"}}]"#);
+        fs::write(dir.path().join(kept.path("org/name", "trees", &commit)), earlier).unwrap();
+        assert_eq!(kept.files("org/name", &commit), Some(vec![file("c", Content::GitBlob(commit.clone()))]));
         for damage in ["", "[{\"path\":\"../x\",\"size\":1,\"sha256\":\"\"}]", "[{\"path\":\"x\",\"size\":1}]"] {
             fs::write(dir.path().join(kept.path("org/name", "trees", &commit)), damage).unwrap();
             assert_eq!(kept.files("org/name", &commit), None, "{damage}");

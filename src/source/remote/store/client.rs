@@ -10,11 +10,10 @@ use std::{
     time::Duration,
 };
 
-use async_trait::async_trait;
 use http::{Method, header::LOCATION};
 use object_store::{
     ClientConfigKey as Key, ClientOptions,
-    client::{HttpClient, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService},
+    client::{HttpClient, HttpError, HttpErrorKind, HttpRequest, HttpResponse},
 };
 use reqwest::{
     NoProxy, Proxy,
@@ -32,7 +31,7 @@ use super::super::reply::{REDIRECTS_MAX, is_redirect, may_follow, refusal, witho
 pub(super) fn client(options: &ClientOptions) -> object_store::Result<HttpClient> {
     let made = builder(options).and_then(reqwest::ClientBuilder::build);
     let inner = made.map_err(|error| object_store::Error::Generic { store: "HTTP client", source: Box::new(error) })?;
-    Ok(HttpClient::new(Following { inner: HttpClient::new(inner) }))
+    Ok(HttpClient::new(inner))
 }
 
 fn builder(options: &ClientOptions) -> reqwest::Result<reqwest::ClientBuilder> {
@@ -122,12 +121,6 @@ impl Resolve for Rotating {
     }
 }
 
-/// Follows redirects, without credentials to another host.
-#[derive(Debug)]
-struct Following {
-    inner: HttpClient,
-}
-
 /// A redirect that is not followed, in words.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
@@ -147,30 +140,28 @@ impl RefusedRedirect {
     }
 }
 
-#[async_trait]
-impl HttpService for Following {
-    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let refused = |message: String| HttpError::new(HttpErrorKind::Unknown, RefusedRedirect(message));
-        let (mut parts, body) = request.into_parts();
-        // The body of any other request is meant for its host: those for tokens hold secrets.
-        let follows = [Method::GET, Method::HEAD].contains(&parts.method);
-        for _ in 0..=REDIRECTS_MAX {
-            let reply = self.inner.execute(HttpRequest::from_parts(parts.clone(), body.clone())).await?;
-            let target = reply.headers().get(LOCATION).and_then(|value| value.to_str().ok());
-            let Some(target) = target.filter(|_| follows && is_redirect(reply.status())) else { return Ok(reply) };
-            let from = Url::parse(&parts.uri.to_string()).map_err(|error| refused(error.to_string()))?;
-            let to = from.join(target).map_err(|error| refused(format!("redirects to no address: {error}")))?;
-            if !may_follow(&from, &to) {
-                return Err(refused(refusal(&from, &to)));
-            }
-            if from.origin() != to.origin() {
-                parts.headers = without_credentials(&parts.headers);
-            }
-            let uri = to[..url::Position::AfterQuery].parse();
-            parts.uri = uri.map_err(|error| refused(format!("redirects to no address: {error}")))?;
+/// Sends a request and follows redirects, without credentials to another host.
+pub(super) async fn follow(client: &HttpClient, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+    let refused = |message: String| HttpError::new(HttpErrorKind::Unknown, RefusedRedirect(message));
+    let (mut parts, body) = request.into_parts();
+    // The body of any other request is meant for its host: those for tokens hold secrets.
+    let follows = [Method::GET, Method::HEAD].contains(&parts.method);
+    for _ in 0..=REDIRECTS_MAX {
+        let reply = client.execute(HttpRequest::from_parts(parts.clone(), body.clone())).await?;
+        let target = reply.headers().get(LOCATION).and_then(|value| value.to_str().ok());
+        let Some(target) = target.filter(|_| follows && is_redirect(reply.status())) else { return Ok(reply) };
+        let from = Url::parse(&parts.uri.to_string()).map_err(|error| refused(error.to_string()))?;
+        let to = from.join(target).map_err(|error| refused(format!("redirects to no address: {error}")))?;
+        if !may_follow(&from, &to) {
+            return Err(refused(refusal(&from, &to)));
         }
-        Err(refused(format!("more than {REDIRECTS_MAX} redirects")))
+        if from.origin() != to.origin() {
+            parts.headers = without_credentials(&parts.headers);
+        }
+        let uri = to[..url::Position::AfterQuery].parse();
+        parts.uri = uri.map_err(|error| refused(format!("redirects to no address: {error}")))?;
     }
+    Err(refused(format!("more than {REDIRECTS_MAX} redirects")))
 }
 
 /// The innermost causes of an error, without addresses: they may be signed.

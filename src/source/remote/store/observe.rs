@@ -15,7 +15,7 @@ use super::{
         error::RemoteError,
         reply::{compressed, wait_of},
     },
-    client::{cause, client},
+    client::{cause, client, follow},
     page::PageFilter,
 };
 
@@ -114,13 +114,13 @@ impl HttpService for ObservedService {
     async fn call(&self, mut request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let Some(observer) = request.extensions().get::<Observer>().cloned() else {
             let host = request.uri().host().unwrap_or_default().to_owned();
-            let result = self.inner.execute(request).await;
+            let result = follow(&self.inner, request).await;
             self.credentials.note(&host, &result);
             return result;
         };
         let filter = request.extensions().get::<PageFilter>().cloned();
         send_as_signed(request.uri_mut());
-        let reply = self.inner.execute(request).await?;
+        let reply = follow(&self.inner, request).await?;
         observer.note(&reply);
         match filter {
             Some(filter) if reply.status().is_success() => filter.filter(reply).await,

@@ -7,6 +7,7 @@
 //! The address holds the endpoint. A listing that cannot be read is as good as none.
 
 use std::{
+    borrow::Cow,
     fs,
     path::{Path, PathBuf},
     time::Instant,
@@ -19,55 +20,16 @@ use super::super::{
     super::{ByteSpan, digest::hexadecimal},
     error::{Failure, RemoteError},
     hedge::Hedging,
-    interface::{Content, Objects, RemoteFile, Sink},
+    interface::{Objects, RemoteFile, Sink},
     kept_file::replace,
     options::{RemoteOptions, default_directory},
 };
 
+/// What is kept.
 #[derive(Debug, Serialize, Deserialize)]
-struct Listing {
-    address: String,
-    files: Vec<Row>,
-}
-
-/// An object of a listing.
-#[derive(Debug, Serialize, Deserialize)]
-struct Row {
-    path: String,
-    key: String,
-    size: u64,
-    object: String,
-    version: String,
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    etag: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    modified: Option<u64>,
-}
-
-impl Row {
-    fn of(file: &RemoteFile) -> Option<Self> {
-        let Content::Version { object, version } = &file.content else { return None };
-        Some(Self {
-            path: file.path.clone(),
-            key: file.key.clone(),
-            size: file.size_bytes,
-            object: object.clone(),
-            version: version.clone(),
-            etag: file.etag.clone(),
-            modified: file.modified_seconds,
-        })
-    }
-
-    fn file(self) -> RemoteFile {
-        RemoteFile {
-            path: self.path,
-            key: self.key,
-            size_bytes: self.size,
-            content: Content::Version { object: self.object, version: self.version },
-            etag: self.etag,
-            modified_seconds: self.modified,
-        }
-    }
+struct Listing<'a> {
+    address: Cow<'a, str>,
+    files: Cow<'a, [RemoteFile]>,
 }
 
 /// The kept listing of one address.
@@ -90,15 +52,16 @@ impl KeptObjects {
 
     pub(super) fn keep(&self, files: &[RemoteFile]) {
         let Some(cache) = &self.cache else { return };
-        let Some(files) = files.iter().map(Row::of).collect() else { return };
-        if let Ok(text) = serde_json::to_vec(&Listing { address: self.address.clone(), files }) {
+        let listing = Listing { address: Cow::from(&self.address), files: Cow::from(files) };
+        if let Ok(text) = serde_json::to_vec(&listing) {
             replace(cache, &self.inside, &text);
         }
     }
 
     pub(super) fn files(&self) -> Option<Vec<RemoteFile>> {
-        let listing: Listing = serde_json::from_slice(&fs::read(self.cache.as_ref()?.join(&self.inside)).ok()?).ok()?;
-        (listing.address == self.address).then(|| listing.files.into_iter().map(Row::file).collect())
+        let text = fs::read(self.cache.as_ref()?.join(&self.inside)).ok()?;
+        let listing: Listing<'_> = serde_json::from_slice(&text).ok()?;
+        (listing.address == self.address).then(|| listing.files.into_owned())
     }
 }
 
@@ -140,7 +103,7 @@ impl Objects for Offline {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::super::interface::Content, *};
 
     #[test]
     fn a_listing_is_kept_and_a_damaged_one_is_not_believed() {
@@ -161,6 +124,11 @@ mod tests {
         assert_eq!(kept.files().as_ref(), Some(&files));
         assert_eq!(KeptObjects::new("s3://bucket at other/models".into(), &options).files(), None, "another endpoint");
         let path = dir.path().join(&kept.inside);
+        // Other versions read it, too.
+        let a = r#"{"path":"a","key":"models/a","size":7,"object":"s3://bucket/models/a","version":"etag 1","etag":"1","modified":3}"#;
+        let b = r#"{"path":"b/c","key":"models/b/c","size":7,"object":"s3://bucket/models/b/c","version":"etag 1","modified":3}"#;
+        let text = format!(r#"{{"address":"s3://bucket at host/models","files":[{a},{b}]}}"#);
+        assert_eq!(fs::read_to_string(&path).unwrap(), text);
         for damage in ["", "{}", r#"{"address":"s3://other","files":[]}"#] {
             fs::write(&path, damage).unwrap();
             assert_eq!(kept.files(), None, "{damage}");
