@@ -83,10 +83,6 @@ fn above_or_below(path: &Path, points: impl Iterator<Item = PathBuf>) -> Option<
     nearest.or_else(|| below.next().filter(|_| below.next().is_none()))
 }
 
-#[expect(
-    clippy::wildcard_enum_match_arm,
-    reason = "most errors of a mount that are not of the host say what would help"
-)]
 fn after_mount(error: &MountError) -> Option<&'static str> {
     match error {
         MountError::NoDevice
@@ -100,7 +96,6 @@ fn after_mount(error: &MountError) -> Option<&'static str> {
     }
 }
 
-#[expect(clippy::wildcard_enum_match_arm, reason = "the daemon's own message has its hint")]
 fn after_start(error: &DaemonError) -> Option<&'static str> {
     match error {
         DaemonError::Died { .. } => Some(HOST),

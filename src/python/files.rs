@@ -94,18 +94,18 @@ fn bytes_of(service: &Service, path: &str, offset: u64, len: usize) -> Result<Ve
 pub(super) fn read<'py>(
     py: Python<'py>,
     opened: &OpenedCheckpoint,
-    path: String,
+    path: &str,
     offset: u64,
     len: u64,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let service = Arc::clone(opened.service(py)?);
-    let (_, is_directory, size, _) = entry(py, opened, &path)?;
+    let (_, is_directory, size, _) = entry(py, opened, path)?;
     if is_directory {
-        return Err(raised(FsError::IsDirectory, &path));
+        return Err(raised(FsError::IsDirectory, path));
     }
-    let len = usize::try_from(len.min(size.saturating_sub(offset))).map_err(|_| raised(FsError::Invalid, &path))?;
+    let len = usize::try_from(len.min(size.saturating_sub(offset))).map_err(|_| raised(FsError::Invalid, path))?;
     let (tell, told) = mpsc::channel();
-    let wanted = path.clone();
+    let wanted = path.to_owned();
     let reading = move || drop(tell.send(bytes_of(&service, &wanted, offset, len)));
     thread::Builder::new()
         .name("ckfs-file".into())
@@ -121,7 +121,7 @@ pub(super) fn read<'py>(
                 let text = format!("{path}: bytes could not be read, or their source has changed");
                 return Err(ExceptionKind::Read.with(py, &text));
             }
-            Ok(Err(error)) => return Err(raised(error, &path)),
+            Ok(Err(error)) => return Err(raised(error, path)),
             Err(mpsc::RecvTimeoutError::Timeout) => {}
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(ExceptionKind::Read.with(py, &format!("{path}: the read panicked")));

@@ -68,7 +68,7 @@ pub enum UnmountError {
 }
 
 /// How long to wait for the daemon's end after its mount was removed. It has the files of the source open until then.
-const END_LIMIT: Duration = Duration::from_secs(60);
+const END_LIMIT: Duration = Duration::from_mins(1);
 
 /// How long a mount may be busy while no visible process uses it.
 const UNSEEN_LIMIT: Duration = Duration::from_secs(1);

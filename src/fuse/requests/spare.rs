@@ -12,10 +12,12 @@
 use std::{
     cell::RefCell,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
 };
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 #[derive(Debug, Default)]
 struct Parked {
@@ -112,7 +114,7 @@ impl Dispatchers {
         parked.has_one = true;
         self.settled.store(true, Ordering::Relaxed);
         while !parked.called && !parked.ended {
-            parked = self.changed.wait(parked).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut parked);
         }
         parked.has_one = false;
     }
@@ -142,7 +144,7 @@ impl Dispatchers {
     }
 
     fn lock(&self) -> MutexGuard<'_, Parked> {
-        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
+        self.parked.lock()
     }
 }
 

@@ -1,12 +1,9 @@
 //! The threads of a way in that handle requests, and those that stand in for them while storage gives no answer.
 
-use std::{
-    collections::VecDeque,
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use std::{collections::VecDeque, time::Duration};
 
 use ckfs_sync::{BoxedJob, Pool, PoolOptions};
+use parking_lot::Mutex;
 
 /// The threads that take and handle requests, as the watchdog sees them.
 pub trait Handlers: Send + Sync + 'static {
@@ -86,7 +83,7 @@ impl WaitingThreads {
     }
 
     fn change(&self, change: impl FnOnce(&mut Beyond)) {
-        let mut beyond = self.beyond.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut beyond = self.beyond.lock();
         change(&mut beyond);
         self.pool.set_threads_max(self.usual + beyond.extra + beyond.stuck.min(STUCK_MAX));
     }
@@ -106,7 +103,7 @@ mod tests {
         let threads = Arc::new(WaitingThreads::new("ckfs-test", USUAL));
         let (tell, told) = mpsc::channel();
         let gate = Arc::new(Mutex::new(()));
-        let closed = gate.lock().unwrap();
+        let closed = gate.lock();
         for _ in 0..USUAL {
             let (tell, gate) = (tell.clone(), Arc::clone(&gate));
             threads.submit(move || {
