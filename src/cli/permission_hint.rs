@@ -33,7 +33,8 @@ fn closed(path: &Path) -> Option<(PathBuf, Needs)> {
     };
     let mut above: Vec<&Path> = path.ancestors().skip(1).collect();
     above.reverse();
-    let directory = above.into_iter().find(|directory| is_denied(directory, AccessFlags::X_OK));
+    // A file among them is closed to nobody: nothing is below it.
+    let directory = above.into_iter().find(|directory| directory.is_dir() && is_denied(directory, AccessFlags::X_OK));
     match directory {
         Some(directory) => Some((directory.to_owned(), Needs::Search)),
         None => is_denied(&path, AccessFlags::R_OK).then_some((path, Needs::Read)),
@@ -94,6 +95,9 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         assert_eq!(denied(directory.path()), None);
         assert_eq!(denied(&directory.path().join("missing")), None);
+        let file = directory.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert_eq!(denied(&file.join("below")), None);
     }
 
     #[test]
