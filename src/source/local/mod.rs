@@ -10,7 +10,7 @@
 //! Each file has up to three mappings, made when first needed: one for the kernel, and two guarded ones to read from
 //! (see [`guard`] for why they must differ from the first). Through the second guarded one the kernel reads blocks of 2 MiB as huge
 //! pages, and nothing ahead of a page. Mapped pages count as resident memory of this process although they
-//! belong to the page cache; [`ResidentWindow`] keeps that count small. Network file systems are read with `pread`, since their
+//! belong to the page cache; `ResidentWindow` keeps that count small. Network file systems are read with `pread`, since their
 //! mapped pages fail too easily.
 
 mod advice;
