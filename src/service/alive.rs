@@ -50,7 +50,7 @@ impl From<HealthProblem> for OpenProblem {
     }
 }
 
-/// What is served, for those who look into it.
+/// What is served: one checkpoint or the steps of a run.
 #[derive(Clone, Copy)]
 pub enum AliveContent<'a> {
     /// One checkpoint.
