@@ -8,7 +8,7 @@ use std::{env, error::Error, io, path::PathBuf, process};
 
 use ckfs::{
     config::{Config, options},
-    fuse::{block_signals, serve_service},
+    fuse::{Succession, block_signals, serve_service},
     host::{Log, LogTarget},
     service::{Alive, Service, wait_registry, watch},
 };
@@ -44,6 +44,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut service = Service::open(&mut config, &waits)?;
     drop(wait_watch);
     service.start()?;
-    let exit = serve_service(&service, &mountpoint, &log, || ckfs::host::tell("ready\n"))?;
+    // No other process goes on with this mount, before or after.
+    let alone = (Succession::None, None);
+    let exit = serve_service(&service, &mountpoint, &log, alone, || ckfs::host::tell("ready\n"))?;
     if exit.is_clean() { Ok(()) } else { Err("open files were cut off".into()) }
 }

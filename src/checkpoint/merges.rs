@@ -1,8 +1,9 @@
-//! Adapters merged into the tensors of a checkpoint: `W + factor * (B @ A)`, and tensors that an adapter replaces.
+//! Adapters merged into the tensors of a checkpoint: `W + factor * (B @ A)`, and tensors that an adapter replaces; averages.
 //!
 //! The arithmetic is f32, in this order: the products of a row of `B` and a column of `A` are added from the first to the last; the
 //! sum is multiplied by the factor; the product is added to the weight. Each of these operations rounds to f32, and the result is
-//! rounded once to the type in which it is shown. [`Merge::view`] is the only place that says so.
+//! rounded once to the type in which it is shown. An average is the sum of its terms, each a tensor times its weight, added from the
+//! first to the last, rounded in the same way. [`Merge::view`] is the only place that says so.
 
 use ckfs_tensor::{DType, Keep, TensorId, View, ViewError};
 use hashbrown::{HashMap, HashSet};
@@ -27,6 +28,8 @@ pub struct Merge {
     pub replaced_by: Option<View>,
     /// What is added to it.
     pub added: Option<ScaledProduct>,
+    /// The terms of the average that it is, if it is one: tensors as they are stored, with their weights.
+    pub terms: Vec<(View, f32)>,
 }
 
 impl Merge {
@@ -35,6 +38,11 @@ impl Merge {
     /// # Errors
     /// [`ViewError`] if the shapes do not fit, or something is not stored as floats.
     pub fn view(&self, base: View, dtype: DType) -> Result<View, ViewError> {
+        let term = |(view, weight): &(View, f32)| view.cast(DType::F32)?.multiply(*weight, false, Keep::F32);
+        if let Some((first, terms)) = self.terms.split_first() {
+            let sum = |sum: View, next| sum.add_view(&term(next)?, Keep::F32);
+            return terms.iter().try_fold(term(first)?, sum)?.cast(dtype);
+        }
         let base = self.replaced_by.clone().unwrap_or(base);
         let Some(ScaledProduct { left, right, factor, is_transposed }) = &self.added else { return base.cast(dtype) };
         let added = View::matrix_product(left, right)?.multiply(*factor, false, Keep::F32)?;

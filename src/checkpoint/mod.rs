@@ -12,6 +12,7 @@
 
 mod adapter;
 mod amount;
+mod average;
 mod composed;
 mod containers;
 mod dialects;
@@ -29,6 +30,7 @@ pub mod runs;
 pub mod scheme;
 mod table;
 mod text;
+mod versions;
 
 pub use amount::human_bytes;
 pub use choose::natural;
@@ -43,7 +45,7 @@ pub use merges::{Merge, Merges, ScaledProduct};
 pub use options::{Accepted, OpenOptions, Unfinished};
 pub use own_head::OwnHead;
 pub use printable::{printable, printable_lines};
-pub use problem::{CheckpointError, Expected, Problem};
+pub use problem::{CheckpointError, Expected, Problem, first_names};
 pub use python_regex::PythonRegex;
 pub use quantization::Quantization;
 pub use repository::{Adapter, Checkpoint};
@@ -51,7 +53,7 @@ pub use scheme::{Quantized, Summary, Unsupported};
 pub use table::{MosaicTensor, Storage, TensorInfo, TensorTable};
 
 use self::{
-    containers::{archive, container, copies, dcp, header, index, orbax, ranks, safetensors, torch},
+    containers::{archive, container, copies, dcp, delta, header, index, orbax, ranks, safetensors, torch},
     dialects::{promised, tied},
     files::{alone, choose, companion, file, folder, foreign, listing, locate, remote_tree, sets, tree, weight_name},
 };

@@ -245,10 +245,7 @@ impl<'a> MosaicBuilder<'a> {
             place: entry.place,
         });
         let table = TensorTable::new(rows).and_then(|table| table.with_mosaics(self.mosaics, self.places));
-        let table = table.unwrap_or_else(|| {
-            self.problems.push(Problem::TooLarge);
-            TensorTable::default()
-        });
+        let table = self.problems.or_too_large(table);
         find_duplicates(&table, self.source, self.problems);
         table
     }

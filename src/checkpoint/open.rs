@@ -11,6 +11,7 @@ use ckfs_source::{
 use super::{
     adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles, is_adapter_file, not_a_model, read_adapters},
     alone::part_of,
+    average::AveragedSources,
     choose::{CONFIG, find_unreadable},
     companion::{Companion, fill_files, not_a_directory, read_companion},
     container::{self, Container, Contents},
@@ -25,7 +26,7 @@ use super::{
     listing::{Listed, Opening},
     locate::{Located, locate},
     options::{OpenOptions, Unfinished},
-    orbax::{self, OrbaxContents},
+    orbax::{self, ChunkSource, DecodedFile, OrbaxContents},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     promised,
     quantization::Quantization,
@@ -40,6 +41,7 @@ use super::{
     tied::ComparedHeads,
     torch,
     tree::{LocalTree, OpenTree},
+    versions::Versions,
 };
 
 /// The configuration of quantization that `ModelOpt` writes.
@@ -58,9 +60,10 @@ impl Checkpoint {
 
 fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
     let located = locate(source, options)?;
-    let mut adapters = read_adapters(options)?;
+    let average = AveragedSources::open(source, options)?;
+    let mut more = MoreFiles { adapters: read_adapters(options)?, versions: None, average };
     if let Some(fill) = &options.fill_from {
-        adapters.extend(filling(fill, options)?);
+        more.adapters.extend(filling(fill, options)?);
     }
     let companion = options.config_from.as_ref().map(|source| companion(source, options)).transpose()?;
     let is_file = match &located.remote {
@@ -71,7 +74,7 @@ fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointErr
         return Err(CheckpointError::of_file(&located.label, located.path.display(), part));
     }
     let tree = remote_tree(&located, options)?;
-    let opened = open_located(located, tree.as_ref(), options, adapters)?;
+    let opened = open_located(located, tree.as_ref(), options, more)?;
     match companion {
         Some((companion, config)) => opened.completed(companion, config),
         None => Ok(opened),
@@ -96,7 +99,7 @@ fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, Che
     let alone =
         OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, variant: None, ..options.clone() };
     // A part of a checkpoint may be just what is missing.
-    let fill = open_located(located, tree.as_ref(), &alone, Vec::new())?;
+    let fill = open_located(located, tree.as_ref(), &alone, MoreFiles::default())?;
     let mut found = Vec::new();
     for file in fill.files().iter().filter(|file| file.role == FileRole::Weights) {
         let Some(id) = file.file else { continue };
@@ -132,7 +135,7 @@ fn open_located(
     located: Located,
     remote: Option<&RemoteTree>,
     options: &OpenOptions,
-    adapters: Vec<AdapterFiles>,
+    more: MoreFiles,
 ) -> Result<Checkpoint, CheckpointError> {
     let opening = options.fetches.begin_path(&located.path, "open");
     let alone = match remote {
@@ -144,21 +147,18 @@ fn open_located(
     };
     drop(opening);
     if let Some(found) = alone {
-        return open_alone(located, found, options, adapters);
+        return open_alone(located, found, options, more);
     }
-    let tree: Box<dyn OpenTree + '_> = match remote {
-        Some(tree) => Box::new(CachedTree::new(tree)),
-        None => Box::new(local_tree(&located, options)?),
-    };
+    let tree = tree_of(&located, remote, options)?;
     if orbax::is_orbax(&*tree).map_err(|problem| refusal(&located.label, vec![problem]))? {
-        return open_orbax(located, &*tree, options, adapters);
+        return open_orbax(located, &*tree, options, more);
     }
     drop(tree);
     let folder = match remote {
         Some(tree) => Folder::of_remote(located, tree, options)?,
         None => Folder::open(located, options, container::is_weights)?,
     };
-    open_folder(folder, options, adapters)
+    open_folder(folder, options, more)
 }
 
 /// A single file is a repository of one file, without configuration.
@@ -166,7 +166,7 @@ fn open_alone(
     located: Located,
     found: io::Result<FoundFile>,
     options: &OpenOptions,
-    adapters: Vec<AdapterFiles>,
+    more: MoreFiles,
 ) -> Result<Checkpoint, CheckpointError> {
     let opening = options.fetches.begin_path(&located.path, "open");
     let opened = found.map_err(|error| io_error(&located.path, "open", error))?.open(None)?;
@@ -174,15 +174,45 @@ fn open_alone(
     let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
-    let chosen = ChosenFiles::new(located, (vec![listed], vec![0]), Chosen::Unknown, adapters);
+    let chosen = ChosenFiles::new(located, (vec![listed], vec![0]), Chosen::Unknown, more);
     chosen.build(vec![opened], options, Problems::default())
 }
 
-fn open_folder(
-    mut folder: Folder,
+/// The files of a remote source, or of a directory of this machine.
+fn tree_of<'a>(
+    located: &Located,
+    remote: Option<&'a RemoteTree>,
     options: &OpenOptions,
-    adapters: Vec<AdapterFiles>,
-) -> Result<Checkpoint, CheckpointError> {
+) -> Result<Box<dyn OpenTree + 'a>, CheckpointError> {
+    Ok(match remote {
+        Some(tree) => Box::new(CachedTree::new(tree)),
+        None => Box::new(local_tree(located, options)?),
+    })
+}
+
+/// A version of weights that is published as a difference: the base with all differences until then.
+fn open_version(located: Located, options: &OpenOptions, more: MoreFiles) -> Result<Checkpoint, CheckpointError> {
+    let label = located.label;
+    let refused = |what: &str| CheckpointError::Refused(format!("{label}: a published weight delta{what}"));
+    if more.versions.is_some() {
+        return Err(refused(", and no base: --base MODEL is a whole repository"));
+    }
+    let path = if located.remote.is_some() { Ok(label.clone().into()) } else { std::path::absolute(&located.path) };
+    let path = path.unwrap_or(located.path).display().to_string();
+    let place = path.trim_end_matches('/').rsplit_once('/');
+    let (run, name) = place.ok_or_else(|| refused(": expected it in the directory of a run"))?;
+    let of_run = locate(run, options)?;
+    let remote = remote_tree(&of_run, options)?;
+    let tree = tree_of(&of_run, remote.as_ref(), options)?;
+    let versions = Versions::find((&label, run, name), &*tree, options.base.as_deref())?;
+    drop(tree);
+    let base = locate(&versions.base, options)?;
+    let remote = remote_tree(&base, options)?;
+    let base = Located { label, revision: None, ..base };
+    open_located(base, remote.as_ref(), options, MoreFiles { versions: Some(versions), ..more })
+}
+
+fn open_folder(mut folder: Folder, options: &OpenOptions, more: MoreFiles) -> Result<Checkpoint, CheckpointError> {
     find_unreadable(&folder.files, &mut folder.problems);
     let ranks = ranks::find(&mut folder)?;
     let found = if ranks.is_some() { Some(Container::Ranks) } else { Container::of(&folder) };
@@ -201,8 +231,8 @@ fn open_folder(
         Some((name, text)) => {
             let parsed = Index::parse(text);
             let index = parsed.map_err(|error| safetensors::unusable(&folder, name.clone(), json::fault(&error)))?;
-            if let Some(message) = index.metadata.as_ref().and_then(safetensors::delta) {
-                return Err(safetensors::unusable(&folder, name.clone(), message));
+            if index.metadata.as_ref().is_some_and(|metadata| !metadata["delta_encoding"].is_null()) {
+                return open_version(folder.located, options, more);
             }
             Some((name.as_str(), index))
         }
@@ -227,10 +257,10 @@ fn open_folder(
     refuse_adapter(&mut folder)?;
     folder.leave_out_pointers()?;
     name_unfinished_download(&mut folder);
-    let (weights, opened) = folder.open_files(adapters.len())?;
+    let (weights, opened) = folder.open_files(more.count())?;
     let Folder { located, files, directories, warnings, problems, .. } = folder;
     let chosen =
-        ChosenFiles { located, files, weights, dialect, config_text, modelopt_text, adapters, directories, warnings };
+        ChosenFiles { located, files, weights, dialect, config_text, modelopt_text, more, directories, warnings };
     let opened = chosen.build(opened, options, problems)?;
     match companion {
         Some((companion, config)) => opened.completed(companion, config),
@@ -285,11 +315,11 @@ fn open_orbax(
     located: Located,
     tree: &dyn OpenTree,
     options: &OpenOptions,
-    adapters: Vec<AdapterFiles>,
+    more: MoreFiles,
 ) -> Result<Checkpoint, CheckpointError> {
     let found = orbax::read(tree, options.training_state, options.unfinished == Unfinished::Read);
     let found = found.map_err(|problems| refusal(&located.label, problems))?;
-    let opened = tree.open_files(&found.paths, adapters.len())?;
+    let opened = tree.open_files(&found.paths, more.count())?;
     let directories = tree.directories(&found.paths);
     let mut numbered: Vec<(usize, &String)> = found.paths.iter().enumerate().collect();
     numbered.sort_unstable_by_key(|(_, path)| *path);
@@ -305,7 +335,7 @@ fn open_orbax(
     };
     let warnings = found.warnings.clone();
     let files = (numbered.into_iter().map(listed).collect(), weights);
-    let chosen = ChosenFiles::new(located, files, Chosen::Orbax(found), adapters);
+    let chosen = ChosenFiles::new(located, files, Chosen::Orbax(Box::new(found)), more);
     let chosen = ChosenFiles { directories, warnings, ..chosen };
     chosen.build(opened, options, Problems::default())
 }
@@ -318,7 +348,7 @@ enum Chosen<'a> {
     Torch(Option<(&'a str, Index<'a>)>),
     Dcp,
     Ranks(RankFiles),
-    Orbax(OrbaxContents),
+    Orbax(Box<OrbaxContents>),
 }
 
 impl Chosen<'_> {
@@ -393,6 +423,21 @@ fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Probl
     }
 }
 
+/// Files that are read besides those of a source. They are the last ones of its files.
+#[derive(Default)]
+struct MoreFiles {
+    adapters: Vec<AdapterFiles>,
+    versions: Option<Versions>,
+    average: Option<AveragedSources>,
+}
+
+impl MoreFiles {
+    fn count(&self) -> usize {
+        let versions = self.versions.as_ref().map_or(0, |versions| versions.opened.len());
+        self.adapters.len() + versions + self.average.as_ref().map_or(0, AveragedSources::file_count)
+    }
+}
+
 /// A repository with its chosen weight files. The source holds these first, then the other readable files, in order.
 struct ChosenFiles<'a> {
     located: Located,
@@ -404,8 +449,7 @@ struct ChosenFiles<'a> {
     config_text: Option<Text>,
     /// The text of `hf_quant_config.json`, likewise.
     modelopt_text: Option<Text>,
-    /// Their weights are the last files of the source.
-    adapters: Vec<AdapterFiles>,
+    more: MoreFiles,
     /// Directories with the gates before them.
     directories: Vec<(String, DirectoryRules)>,
     warnings: Vec<String>,
@@ -417,20 +461,22 @@ impl<'a> ChosenFiles<'a> {
         located: Located,
         (files, weights): (Vec<Listed>, Vec<usize>),
         dialect: Chosen<'a>,
-        adapters: Vec<AdapterFiles>,
+        more: MoreFiles,
     ) -> Self {
         let (directories, warnings) = (Vec::new(), Vec::new());
-        Self {
-            located,
-            files,
-            weights,
-            dialect,
-            config_text: None,
-            modelopt_text: None,
-            adapters,
-            directories,
-            warnings,
+        Self { located, files, weights, dialect, config_text: None, modelopt_text: None, more, directories, warnings }
+    }
+
+    /// Adds the weights of adapters to the files.
+    fn add_adapters(&mut self, files: Vec<AdapterFiles>, opened: &mut Vec<Opened>) -> Vec<Adapter> {
+        let mut adapters = Vec::with_capacity(files.len());
+        for AdapterFiles { dir, config, weights, warning, fills } in files {
+            let file = FileId::at(opened.len());
+            opened.push(weights);
+            adapters.push(Adapter { dir, file, config, fills });
+            self.warnings.extend(warning);
         }
+        adapters
     }
 
     /// `opened` are the files of the repository in the order of their ids.
@@ -440,24 +486,32 @@ impl<'a> ChosenFiles<'a> {
         options: &OpenOptions,
         mut problems: Problems,
     ) -> Result<Checkpoint, CheckpointError> {
-        let mut adapters = Vec::with_capacity(self.adapters.len());
-        for AdapterFiles { dir, config, weights, warning, fills } in std::mem::take(&mut self.adapters) {
-            let file = FileId::at(opened.len());
-            opened.push(weights);
-            adapters.push(Adapter { dir, file, config, fills });
-            self.warnings.extend(warning);
+        let MoreFiles { adapters, mut versions, mut average } = std::mem::take(&mut self.more);
+        let adapters = self.add_adapters(adapters, &mut opened);
+        let first = opened.len();
+        opened.extend(versions.iter_mut().flat_map(|versions| std::mem::take(&mut versions.opened)));
+        if let Some(average) = &mut average {
+            average.append_files(&mut opened);
         }
-        let source = pin_files(opened, options.io, Arc::clone(&options.fetches), options.compared.as_ref())?;
-        let files = source.files();
-        if files.map(|file| source.pin(file).len_bytes).fold(0, u64::saturating_add) > BYTES_MAX {
-            problems.push(Problem::TooManyBytes);
-        }
+        let source = pin(opened, options, &mut problems)?;
         let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
         let contents = self.dialect.read(&pinned, &source, options, &mut problems);
         let files = repo_files(&pinned, &contents.unused);
-        let Contents { table, file_metadata, are_ranks, .. } = contents;
+        let Contents { mut table, mut partial, file_metadata, are_ranks, .. } = contents;
         self.warnings.extend(contents.warnings);
-        let source = contents.source.unwrap_or(source);
+        let index_metadata = self.dialect.index_metadata();
+        let (pinned, mut decoded) = (source.file_count(), contents.decoded);
+        let mut replaced = hashbrown::HashMap::new();
+        if let Some(versions) = versions {
+            let of_base = (&*source, first, index_metadata.as_ref());
+            (table, replaced) = versions.apply(of_base, table, &mut decoded, &mut problems);
+            partial.extend(replaced.values());
+        }
+        if let Some(average) = &mut average {
+            average.append_decoded(&*source, &mut decoded, &mut problems);
+        }
+        let decoded: Arc<[DecodedFile]> = decoded.into();
+        let source = ChunkSource::over(source, &decoded);
         let config = self.config_text.as_ref().and_then(|text| parsed(CONFIG, text, &mut problems));
         let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
         let settings = (quantization_config(config.as_ref()), modelopt.as_ref());
@@ -485,10 +539,12 @@ impl<'a> ChosenFiles<'a> {
         }
         problems.append(found);
         dialect.quantization = Quantization::of(&quantized, quantization_config(config.as_ref()));
-        let table = with_adapters(table, &adapters, &*source, &mut problems).with_quantized(&quantized);
-        let table = table.unwrap_or_else(|| {
-            problems.push(Problem::TooLarge);
-            TensorTable::default()
+        let table = with_adapters(table, &adapters, &*source, &mut problems);
+        let table = average.iter_mut().try_fold(table, |table, average| average.append_tensors(table));
+        let table = problems.or_too_large(table.and_then(|table| table.with_quantized(&quantized)));
+        let merges = average.map(|average| {
+            let shown = (&table, &*source, &*quantized, config.as_ref());
+            Arc::new(average.merges(shown, &self.located.label, &mut problems, &mut self.warnings))
         });
         self.warnings.extend(problems.warnings());
         let lacks_named = problems.accepted_missing();
@@ -501,13 +557,17 @@ impl<'a> ChosenFiles<'a> {
             label,
             revision,
             container: contents.container,
-            index_metadata: self.dialect.index_metadata(),
+            index_metadata,
             file_metadata,
             left_out: contents.left_out,
             scan_layers: contents.scan_layers,
             tree: contents.tree,
             quantized,
             adapters,
+            pinned,
+            decoded,
+            averaged: options.average.clone(),
+            replaced,
             are_ranks,
             lacks_named,
             directories: self.directories,
@@ -520,12 +580,24 @@ impl<'a> ChosenFiles<'a> {
             config,
             dialect,
             companion: None,
-            partial: contents.partial,
+            partial,
             warnings: self.warnings,
-            merges: None,
+            merges,
             opened: Arc::new(opened),
         })
     }
+}
+
+/// The source of open files.
+fn pin(opened: Vec<Opened>, options: &OpenOptions, problems: &mut Problems) -> Result<Arc<dyn Source>, SourceError> {
+    if let Some(kept) = &options.kept_open {
+        *kept.lock() = opened.iter().map(Opened::try_clone).collect::<Result<_, _>>()?;
+    }
+    let source = pin_files(opened, options.io, Arc::clone(&options.fetches), options.compared.as_ref())?;
+    if source.files().map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
+        problems.push(Problem::TooManyBytes);
+    }
+    Ok(source)
 }
 
 /// All files of a repository, with their ids.
@@ -556,8 +628,5 @@ fn with_adapters(own: TensorTable, adapters: &[Adapter], source: &dyn Source, pr
             Err(error) => problems.push(error.problem(dir.join(ADAPTER_WEIGHTS).display())),
         }
     }
-    own.with_hidden_rows(header::rows(&headers)).unwrap_or_else(|| {
-        problems.push(Problem::TooLarge);
-        TensorTable::default()
-    })
+    problems.or_too_large(own.with_hidden_rows(header::rows(&headers)))
 }

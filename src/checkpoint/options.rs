@@ -7,9 +7,10 @@ use std::{
 };
 
 use ckfs_source::{
-    ComparedFiles, Duplicates, SourceIo, WaitRegistry,
+    ComparedFiles, Duplicates, Opened, SourceIo, WaitRegistry,
     remote::{RemoteOptions, cache::Cache, open_cache},
 };
+use parking_lot::Mutex;
 
 /// Names of tensors that are accepted; none by default.
 #[derive(Clone, Default)]
@@ -58,6 +59,12 @@ pub struct OpenOptions {
     pub config_from: Option<String>,
     /// A repository whose tensors fill what the checkpoint lacks, where a layout asks for it.
     pub fill_from: Option<String>,
+    /// The model that a run began with, which published differences build on.
+    pub base: Option<String>,
+    /// The terms of an average, the opened source among them, each a source and its weight; none if it is no average.
+    pub average: Vec<(String, f32)>,
+    /// Receives the files, open a second time, for an average that the source is a term of.
+    pub kept_open: Option<Arc<Mutex<Vec<Opened>>>>,
     /// Accepts symbolic links that lead out of the repository.
     pub follow_symlinks: bool,
     /// Opens the whole training state of a checkpoint that has one, not the model alone.

@@ -279,12 +279,15 @@ pub enum Problem {
     Other(String),
 }
 
+/// The first of some names, and how many more there are.
+pub fn first_names(names: &[impl AsRef<str>], shown: usize) -> String {
+    let first = names.iter().take(shown).map(AsRef::as_ref).collect::<Vec<_>>().join(", ");
+    if names.len() > shown { format!("{first} and {} more", names.len() - shown) } else { first }
+}
+
 /// Names, of which some are enough.
 pub(super) fn shortened(names: &[String]) -> String {
-    const SHOWN: usize = 6;
-    let more = names.len().saturating_sub(SHOWN);
-    let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
-    if more > 0 { format!("{shown} and {more} more") } else { shown }
+    first_names(names, 6)
 }
 
 pub(super) fn list_or_none(names: &[String]) -> String {
@@ -462,6 +465,14 @@ impl Problems {
         } else {
             self.more += 1;
         }
+    }
+
+    /// What was made; `None` if the names or numbers of its tensors are too large.
+    pub(super) fn or_too_large<T: Default>(&mut self, made: Option<T>) -> T {
+        made.unwrap_or_else(|| {
+            self.push(Problem::TooLarge);
+            T::default()
+        })
     }
 
     /// Adds what is wrong with a file.

@@ -19,6 +19,7 @@ use super::{
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
     merges::{Merge, Merges},
+    orbax::DecodedFile,
     prefix,
     problem::{CheckpointError, Problems},
     promised,
@@ -69,6 +70,13 @@ pub(super) struct OpenedRepository {
     pub(super) tree: SavedTree,
     pub(super) quantized: Arc<Found>,
     pub(super) adapters: Vec<Adapter>,
+    /// Number of pinned files, and the files after them, which the source decodes.
+    pub(super) pinned: usize,
+    pub(super) decoded: Arc<[DecodedFile]>,
+    /// The terms of the average that it is: sources and weights, in the order of the sum.
+    pub(super) averaged: Vec<(String, f32)>,
+    /// Decoded files of tensors that differ from those of a base, and the files where the base has them.
+    pub(super) replaced: HashMap<FileId, FileId>,
     /// Whether the weight files are those of ranks.
     pub(super) are_ranks: bool,
     /// Whether the index names tensors that no file has, which the user accepts.
@@ -253,7 +261,14 @@ impl Checkpoint {
         Ok(base)
     }
 
-    /// The adapter that is merged into the tensors, if one is.
+    /// The average that it is, in words; `None` if it is none.
+    pub fn averaged(&self) -> Option<String> {
+        let terms: Vec<String> =
+            self.opened.averaged.iter().map(|(source, weight)| format!("{weight} * {source}")).collect();
+        (!terms.is_empty()).then(|| terms.join(" + "))
+    }
+
+    /// What is merged into the tensors, if anything is.
     pub fn merges(&self) -> Option<&Merges> {
         self.merges.as_deref()
     }
@@ -490,14 +505,15 @@ impl Checkpoint {
         self.raw().all(|tensor| self.tensor(tensor.operands[0]).name.ends_with(tensor.name))
     }
 
-    /// The file of a tensor's first byte: its own, that of its codes if it is decoded, or that of its first box.
+    /// The file of a tensor's first byte: its own, that of its codes if it is decoded, or that of its first box. If it is made by
+    /// differences from a base, where the base has it.
     ///
     /// # Panics
     /// If `id` is not of this checkpoint.
     pub fn file_of(&self, id: TensorId) -> FileId {
         match self.tensor(id).storage {
-            Storage::Plain { file, .. } => file,
-            Storage::Quantized(quantized) => self.tensor(quantized.operands[0]).file(),
+            Storage::Plain { file, .. } => self.opened.replaced.get(&file).copied().unwrap_or(file),
+            Storage::Quantized(quantized) => self.file_of(quantized.operands[0]),
             Storage::Mosaic(mosaic) => mosaic.first_file(),
             Storage::Composed(composed) => self.file_of(composed.of),
         }

@@ -273,11 +273,39 @@ impl TensorTable {
     /// This table, which must have no decoded tensors yet, with more stored tensors that are not shown. The ids of its boxes change.
     /// `None` if a number does not fit 32 bits.
     pub(super) fn with_hidden_rows<'a>(mut self, more: impl Iterator<Item = NewRow<'a>>) -> Option<Self> {
-        self.shown = Some((0..self.stored).collect());
+        self.shown.get_or_insert_with(|| (0..self.stored).collect());
         self.push_rows(more)?;
         let mosaics = Arc::unwrap_or_clone(std::mem::take(&mut self.mosaics));
         self.mosaics = Arc::new(mosaics.numbered_from(TensorId(self.stored)));
         Some(self)
+    }
+
+    /// This table, likewise with the stored tensors of another, whose files have other ids here. Its tensor 0 is then the one after all
+    /// of this table's.
+    pub(super) fn with_hidden_table(mut self, other: &Self, file: &dyn Fn(FileId) -> FileId) -> Option<Self> {
+        let (first, tensors) = (self.stored, u32::try_from(self.mosaics.len()).ok()?);
+        let mut mosaics = Arc::unwrap_or_clone(std::mem::take(&mut self.mosaics));
+        mosaics.append(&other.mosaics);
+        self.mosaics = Arc::new(mosaics);
+        let boxes = other.boxes.iter().map(|part| BoxPlace { file: file(part.file), row: first + part.row, ..*part });
+        self.boxes = Arc::new(self.boxes.iter().copied().chain(boxes).collect());
+        let rows = (0..other.stored).map(|row| {
+            let TensorInfo { name, dtype, shape, .. } = other.tensor(TensorId(row));
+            let place = match other.rows[row as usize].place {
+                RowPlace::Span(own, span) => RowPlace::Span(file(own), span),
+                RowPlace::Mosaic(own, number) => RowPlace::Mosaic(file(own), tensors + number),
+            };
+            NewRow { name, dtype, shape, place }
+        });
+        self.with_hidden_rows(rows)
+    }
+
+    /// This table, with other places for these stored tensors.
+    pub(super) fn relocated(mut self, places: &[(TensorId, RowPlace)]) -> Self {
+        for (id, place) in places {
+            self.rows[id.0 as usize].place = *place;
+        }
+        self
     }
 
     /// This table, which must hold stored tensors only, with decoded tensors that are not shown. They take no rows

@@ -1,8 +1,12 @@
 //! `ckfs export`: the virtual tree as real files.
 
+#[cfg(feature = "stores")]
+mod bucket;
 mod chunked;
 mod files;
 mod journal;
+mod parts;
+mod task;
 
 use std::{
     fs::{self, File},
@@ -15,22 +19,27 @@ use ckfs_config::Config;
 use ckfs_fuse::ckfs_mounts;
 use ckfs_plan::report::human_bytes;
 use ckfs_service::identity::{self, IdentityScope};
+#[cfg(feature = "stores")]
+use ckfs_source::remote::Bucket;
 use ckfs_volume::{FileSystem, NodeKind, Volume};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 
+#[cfg(feature = "stores")]
+use self::bucket::BucketExport;
 use self::{
-    files::{create_directories, create_file, create_target, finish, partial_path},
-    journal::{Journal, Written, complete, completed, interrupted, state},
+    files::{CHUNK_BYTES, create_directories, create_file, create_target, finish, partial_path},
+    journal::{BusyTarget, CompleteFiles, Journal, Written, complete, completed, end_of_tasks, interrupted, state},
+    parts::shares,
+    task::ExportTask,
 };
 use super::{
     flags::{LogFlags, SourceFlags, source_help},
-    open, output, paragraph, steps, tree,
+    open,
+    output::{self, Usage},
+    paragraph, steps, tree,
 };
-
-/// Bytes read at once.
-const CHUNK_BYTES: usize = 8 << 20;
 
 /// Writes the virtual files to a directory, without mounting.
 ///
@@ -44,6 +53,13 @@ const CHUNK_BYTES: usize = 8 << 20;
 /// again: files that are complete, and unchanged since, are kept. Until the end, DIR has a file `.ckfs-export`. The same
 /// command after that finds the files complete, and changes nothing.
 ///
+/// With `--part K/N` this is one of N tasks that export together: each is given the same command but for K, and writes a share
+/// of the files. Files that need the same compressed chunks of the source are in one share. The task that finds all shares
+/// complete writes the indexes and other files without tensors, so that no checkpoint is there before its tensors are. A task
+/// that runs again finds its files complete.
+///
+/// DIR may be an address of a bucket, s3://, gs:// or az://, of one checkpoint.
+///
 /// A file is readable by exactly the users that can read the source files it is made of, whatever the umask.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
@@ -51,12 +67,13 @@ Examples:
   ckfs export /data/llama /scratch/llama --mesh fsdp=8 --only 'safetensors/*'
   ckfs export /data/llama /scratch/llama-bf16 --dtype bf16 --only hf
   ckfs export /data/llama /scratch/dev3 --mesh fsdp=4 --only dev3
+  ckfs export /data/llama /shared/llama --layout maxtext --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
 
 A pattern of --only matches a path or a directory above it; * stands for any text, also with slashes.")]
 pub(super) struct Export {
     #[arg(value_name = "SOURCE", help = source_help())]
     first: String,
-    /// Where to: a directory that is empty or not there yet, or that of an interrupted export of the same.
+    /// Where to: a directory that is empty or not there yet, or that of an interrupted export of the same; or a bucket.
     #[arg(value_name = "DIR")]
     second: Option<String>,
     /// Only what matches this pattern; may be repeated.
@@ -65,6 +82,9 @@ pub(super) struct Export {
     /// Writes into a directory that has something in it, replacing files; begins an interrupted export anew.
     #[arg(long)]
     force: bool,
+    /// The K-th of N tasks that export together; K counts from 1 to N, or from 0 to N-1.
+    #[arg(long, value_name = "K/N")]
+    part: Option<ExportTask>,
     /// Prints JSON when all is done.
     #[arg(long)]
     json: bool,
@@ -94,19 +114,25 @@ impl Export {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
         let (source, directory) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "DIR")?;
         tree::patterns(&self.only)?;
+        if directory.contains("://") {
+            return self.run_into_bucket(source, directory, log);
+        }
         let directory = std::path::absolute(directory).context("DIR")?;
-        let is_known = interrupted(&directory).is_some() || completed(&directory).is_some();
+        let is_known = !interrupted(&directory).is_empty() || completed(&directory).is_some();
         check_target(&directory, source, self.force || is_known)?;
         let mut config = open::source_config(source, &self.flags)?;
         let Some(wanted) = config.mount.steps else {
             let written = self.export(&mut config, &directory, None, log)?;
             return if self.json { output::print_json(&written) } else { Ok(()) };
         };
+        if self.part.is_some() {
+            return Err(one_checkpoint("--part"));
+        }
         let mut all = Vec::new();
         let steps = steps::selected(&config, wanted)?;
         let latest = steps.last().map(|(step, _)| step.number.to_string());
         fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
-        let mut journal = Journal::open(&directory, &config.to_toml()?, self.force)?;
+        let mut journal = Journal::open(&directory, None, &config.to_toml()?, self.force)?;
         for (step, mut config) in steps {
             let target = directory.join(step.number.to_string());
             let mut written = self
@@ -123,6 +149,56 @@ impl Export {
         if self.json { output::print_json(&json!({ "directory": directory, "steps": all })) } else { Ok(()) }
     }
 
+    fn nodes(&self, volume: &Volume) -> anyhow::Result<Vec<tree::PathNode>> {
+        // The counters of this process describe no mount.
+        tree::select(volume, &self.only, "export", &|node| {
+            ![".ckfs/stats.json", ".ckfs/metrics"].contains(&node.path.as_str())
+        })
+    }
+
+    #[cfg(not(feature = "stores"))]
+    fn run_into_bucket(&self, _: Option<&str>, address: &str, _: &LogFlags) -> anyhow::Result<()> {
+        bail!("{address}: this build of ckfs writes to no object store (feature `stores`)")
+    }
+
+    /// Writes the files of one checkpoint, or the share of a task, into a bucket.
+    #[cfg(feature = "stores")]
+    fn run_into_bucket(&self, source: Option<&str>, address: &str, log: &LogFlags) -> anyhow::Result<()> {
+        let mut config = open::source_config(source, &self.flags)?;
+        if config.mount.steps.is_some() {
+            return Err(one_checkpoint("a bucket"));
+        }
+        let Some(bucket) = Bucket::open(address, &ckfs_service::remote_options(&config.mount)) else {
+            return Err(Usage(format!("{address}: expected a directory, s3://, gs:// or az://")).into());
+        };
+        let bucket = bucket?;
+        let volume = open::volume(&mut config)?;
+        let label = volume.engine().checkpoint().label();
+        if share_a_place(address, label) {
+            bail!("{address}: lies inside the source {label}, or the source inside of it: give another place");
+        }
+        let nodes = self.nodes(&volume)?;
+        let part = self.part.unwrap_or(ExportTask { number: 1, of: 1 });
+        let shares = shares(&volume, &nodes, part)?;
+        let mut told = Told { export: self, log, place: Path::new(address), nodes: shares.of(part), kept_files: 0 };
+        let bar = bar(tree::total_bytes(told.nodes), log);
+        let (digest, force) = (digest(&volume), self.force);
+        let (volume, bucket, digest) = (&volume, &bucket, digest.as_str());
+        let export = BucketExport { volume, bucket, address, digest, part, shares: &shares, force, bar: &bar };
+        let done = export.run(&nodes)?;
+        bar.finish_and_clear();
+        told.kept_files = done.kept_files;
+        let words = if self.part.is_none() {
+            ""
+        } else if done.is_complete {
+            ALL
+        } else {
+            OTHERS
+        };
+        let written = told.done(words, done.is_complete);
+        if self.json { output::print_json(&written) } else { Ok(()) }
+    }
+
     /// Writes the files of one checkpoint to a directory: all of an export, or of one that has a journal already.
     fn export(
         &self,
@@ -132,78 +208,186 @@ impl Export {
         log: &LogFlags,
     ) -> anyhow::Result<Value> {
         let volume = open::volume(config)?;
-        // The counters of this process describe no mount.
-        let nodes = tree::select(&volume, &self.only, "export", &|node| {
-            ![".ckfs/stats.json", ".ckfs/metrics"].contains(&node.path.as_str())
-        })?;
+        let nodes = self.nodes(&volume)?;
         let root = volume.engine().checkpoint().root();
         if real(directory).starts_with(real(root)) {
             return Err(inside_source(directory, root));
         }
-        let total = tree::total_bytes(&nodes);
-        let count = |kind| nodes.iter().filter(|node| node.attr.kind == kind).count();
-        let (files, directories, links) = (count(NodeKind::File), count(NodeKind::Directory), count(NodeKind::Symlink));
-        let done = |kept: usize, what: &str| {
-            if !self.json && !log.quiet {
-                let (bytes, place) = (human_bytes(total), directory.display());
-                ckfs_host::tell(&format!("ckfs: {}, {bytes} in {place}{what}\n", paragraph::counted(files, "file")));
-            }
-            json!({
-                "directory": directory.display().to_string(), "files": files, "bytes": total, "directories": directories,
-                "links": links, "kept_files": kept,
-            })
-        };
         let digest = digest(&volume);
         let now = || state_of(&volume, &nodes, directory, &digest);
-        if !self.force && interrupted(directory).is_none() {
+        let is_complete = || {
             let left = completed(directory);
-            if left.is_some() && now()? == left {
-                return Ok(done(files, ": complete already"));
+            Ok::<_, anyhow::Error>(left.is_some() && now()? == left)
+        };
+        let shares = self.part.map(|part| shares(&volume, &nodes, part)).transpose()?;
+        let mine = match (&shares, self.part) {
+            (Some(shares), Some(part)) => shares.of(part),
+            (None, _) | (_, None) => &nodes,
+        };
+        let mut told = Told { export: self, log, place: directory, nodes: mine, kept_files: 0 };
+        let others = interrupted(directory);
+        if !self.force && (others.is_empty() || self.part.is_some()) {
+            if is_complete()? {
+                told.kept_files = mine.iter().filter(|node| node.attr.kind == NodeKind::File).count();
+                return Ok(told.done(": complete already", true));
             }
-            let is_ours = journal.as_ref().is_some_and(|journal| journal.has_begun(directory));
+            let is_ours = journal.as_ref().is_some_and(|journal| journal.has_begun(directory)) || !others.is_empty();
             if !is_ours && fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some()) {
                 return Err(not_empty(directory));
             }
         }
         create_target(&volume, directory).with_context(|| directory.display().to_string())?;
+        let what = self.part.map_or_else(|| digest.clone(), |part| part.what(&digest, &nodes));
         let (mut own, journal) = match journal {
             Some(given) => {
                 given.begin(directory)?;
                 (None, Some(given))
             }
-            None => (Some(Journal::open(directory, &digest, self.force)?), None),
+            None => (Some(Journal::open(directory, self.part, &what, self.force)?), None),
         };
-        let Some(journal) = journal.or(own.as_mut()) else { bail!("export without a journal") };
-        let (kept, missing) = kept_and_missing(&volume, &nodes, directory, &digest, journal)?;
-        let kept_bytes = tree::total_bytes(&kept);
-        if !kept.is_empty() && !log.quiet {
-            let (count, kept, all) = (kept.len(), human_bytes(kept_bytes), human_bytes(total));
-            ckfs_host::tell(&format!("ckfs: {count} files, {kept} of {all}, are complete already\n"));
-        }
-        check_room(directory, total - kept_bytes)?;
-        let bar = bar(total, log);
-        bar.inc(kept_bytes);
-        let (chunked, others) = chunked::split(&volume, &missing)?;
-        let mut written = |path: &Path| journal.note(path, &digest);
-        for node in others {
-            bar.set_message(node.path.clone());
-            write_node(&volume, node, directory, &bar, &mut written)?;
-        }
-        chunked::write(&volume, &chunked, directory, &bar, &mut written)?;
-        ckfs_service::check_sources(&volume).inspect_err(|_| remove_wrong(&volume, &nodes, directory))?;
-        for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::Directory) {
-            sync_directory(&directory.join(&node.path))?;
-        }
-        if let Some(own) = own {
+        // The task that has found all complete may have removed the journals just now, and said so before.
+        if !self.force
+            && self.part.is_some()
+            && is_complete()?
+            && let Some(own) = own.take()
+        {
             own.end()?;
+            return Ok(told.done(": complete already", true));
         }
-        if let Some(state) = now()? {
-            complete(directory, &state);
+        let Some(journal) = journal.or(own.as_mut()) else { bail!("export without a journal") };
+        if self.part.is_some() {
+            journal.note_share(false)?;
         }
+        told.kept_files = write_nodes(&volume, mine, directory, &digest, journal, log)?;
+        let mut last = None;
+        if let (Some(part), Some(shares)) = (self.part, &shares) {
+            journal.note_share(true)?;
+            let are_complete = |part| share_is_complete(directory, part, &what, shares.of(part), &digest);
+            if !part.all().map(are_complete).collect::<anyhow::Result<Vec<_>>>()?.iter().all(|is_there| *is_there) {
+                // The task that has found all complete may have removed their journals.
+                let is_complete = is_complete()?;
+                let words = if is_complete { ALL } else { OTHERS };
+                return Ok(told.done(words, is_complete));
+            }
+            last = match Journal::open(directory, None, &what, false) {
+                Err(error) if error.is::<BusyTarget>() => {
+                    return Ok(told.done("; another task writes the last files", false));
+                }
+                opened => Some(opened?),
+            };
+            if let Some(journal) = &mut last {
+                write_nodes(&volume, &shares.last, directory, &digest, journal, log)?;
+            }
+        }
+        let is_noted = now()?.is_some_and(|state| complete(directory, &state));
         sync_directory(directory)?;
-        bar.finish_and_clear();
-        Ok(done(kept.len(), ""))
+        match (self.part, own, last) {
+            // Where nothing tells that the export is complete, the journals do.
+            (Some(_), ..) if !is_noted => {}
+            (Some(part), _, Some(last)) => {
+                end_of_tasks(directory, part)?;
+                last.end()?;
+            }
+            (None, Some(own), _) => own.end()?,
+            (..) => {}
+        }
+        let words = if self.part.is_some() { ALL } else { "" };
+        Ok(told.done(words, true))
     }
+}
+
+/// Whether one of two addresses is a place inside the other, by whatever scheme.
+fn share_a_place(one: &str, other: &str) -> bool {
+    let place = |address: &str| address.split_once("://").map(|(_, rest)| format!("{}/", rest.trim_end_matches('/')));
+    place(one).zip(place(other)).is_some_and(|(one, other)| one.starts_with(&other) || other.starts_with(&one))
+}
+
+/// What a task says that finds the others complete, and one that does not.
+const ALL: &str = "; all parts are complete";
+const OTHERS: &str = "; other parts are not complete yet";
+
+fn one_checkpoint(what: &str) -> anyhow::Error {
+    let message =
+        format!("{what} takes one checkpoint, and --steps is of a run: give the directory of a step as SOURCE");
+    Usage(message).into()
+}
+
+/// What an export says of itself when it is done.
+struct Told<'a> {
+    export: &'a Export,
+    log: &'a LogFlags,
+    place: &'a Path,
+    nodes: &'a [tree::PathNode],
+    kept_files: usize,
+}
+
+impl Told<'_> {
+    fn done(&self, words: &str, is_complete: bool) -> Value {
+        let (total, count) =
+            (tree::total_bytes(self.nodes), |kind| self.nodes.iter().filter(|node| node.attr.kind == kind).count());
+        let files = count(NodeKind::File);
+        if !self.export.json && !self.log.quiet {
+            let part = self.export.part.map_or_else(String::new, |part| format!("part {part}: "));
+            let (counted, bytes, place) = (paragraph::counted(files, "file"), human_bytes(total), self.place.display());
+            ckfs_host::tell(&format!("ckfs: {part}{counted}, {bytes} in {place}{words}\n"));
+        }
+        let mut told = json!({
+            "directory": self.place.display().to_string(), "files": files, "bytes": total,
+            "directories": count(NodeKind::Directory), "links": count(NodeKind::Symlink), "kept_files": self.kept_files,
+        });
+        if let Some(part) = self.export.part {
+            told["part"] = part.to_string().into();
+            told["complete"] = is_complete.into();
+        }
+        told
+    }
+}
+
+/// Whether a task has completed its files, and they are unchanged.
+fn share_is_complete(
+    directory: &Path,
+    part: ExportTask,
+    what: &str,
+    nodes: &[tree::PathNode],
+    digest: &str,
+) -> anyhow::Result<bool> {
+    let done = CompleteFiles::of_task(directory, part, what)?;
+    let is_there = |done: &CompleteFiles| nodes.iter().all(|node| done.has(&directory.join(&node.path), digest));
+    Ok(done.is_some_and(|done| done.is_share() && is_there(&done)))
+}
+
+/// Writes what the journal does not say to be complete, and returns how many files it does.
+fn write_nodes(
+    volume: &Volume,
+    nodes: &[tree::PathNode],
+    directory: &Path,
+    digest: &str,
+    journal: &mut Journal,
+    log: &LogFlags,
+) -> anyhow::Result<usize> {
+    let total = tree::total_bytes(nodes);
+    let (kept, missing) = kept_and_missing(volume, nodes, directory, digest, journal)?;
+    let kept_bytes = tree::total_bytes(&kept);
+    if !kept.is_empty() && !log.quiet {
+        let (count, kept, all) = (kept.len(), human_bytes(kept_bytes), human_bytes(total));
+        ckfs_host::tell(&format!("ckfs: {count} files, {kept} of {all}, are complete already\n"));
+    }
+    check_room(directory, total - kept_bytes)?;
+    let bar = bar(total, log);
+    bar.inc(kept_bytes);
+    let (chunked, others) = chunked::split(volume, &missing)?;
+    let mut written = |path: &Path| journal.note(path, digest);
+    for node in others {
+        bar.set_message(node.path.clone());
+        write_node(volume, node, directory, &bar, &mut written)?;
+    }
+    chunked::write(volume, &chunked, directory, &bar, &mut written)?;
+    ckfs_service::check_sources(volume).inspect_err(|_| remove_wrong(volume, nodes, directory))?;
+    for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::Directory) {
+        sync_directory(&directory.join(&node.path))?;
+    }
+    bar.finish_and_clear();
+    Ok(kept.len())
 }
 
 /// The digest of what is exported, and by which program.
@@ -354,4 +538,23 @@ fn write_file(volume: &Volume, node: &tree::PathNode, partial: &Path, bar: &Prog
         Ok(())
     })?;
     finish(&file, node, partial)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_is_no_target_where_it_is_the_source() {
+        for (one, other, is_same) in [
+            ("s3://b/m", "s3://b/m/", true),
+            ("s3a://b/m/out", "s3://b/m", true),
+            ("s3://b", "s3://b/m", true),
+            ("s3://b/m2", "s3://b/m", false),
+            ("s3://b/m", "/b/m", false),
+            ("s3://b/m", "hf://org/m", false),
+        ] {
+            assert_eq!(share_a_place(one, other), is_same, "{one} {other}");
+        }
+    }
 }

@@ -26,8 +26,12 @@ pub(super) fn keep(config: &Config, mountpoint: &Path) {
     }
 }
 
-fn write(config: &Config, mountpoint: &Path) -> anyhow::Result<()> {
-    let Some(file) = last_mount_file(mountpoint) else { return Ok(()) };
+/// Keeps it, and returns the file.
+///
+/// # Errors
+/// The place takes no files, or there is none.
+pub(super) fn write(config: &Config, mountpoint: &Path) -> anyhow::Result<PathBuf> {
+    let file = last_mount_file(mountpoint).context("no state directory: neither XDG_STATE_HOME nor HOME is set")?;
     let directory = file.parent().context("state directory")?;
     fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
     // A reader finds the old configuration or the new one.
@@ -38,7 +42,7 @@ fn write(config: &Config, mountpoint: &Path) -> anyhow::Result<()> {
     for (_, old) in newest_first(directory).into_iter().skip(FILES_MAX) {
         fs::remove_file(old)?;
     }
-    Ok(())
+    Ok(file)
 }
 
 /// The configurations that are kept.

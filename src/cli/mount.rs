@@ -15,10 +15,10 @@ use std::{
 use anyhow::{Context, bail};
 use ckfs_config::{Commands, Config, Settings, TimeLimit, options};
 use ckfs_fuse::{
-    DaemonError, MountError, Readiness, Started, block_signals, check_passed, is_daemon, is_passed, parse_mount_helper,
-    serve_service, start_background,
+    DaemonError, MountError, Readiness, Started, Succession, block_signals, check_passed, is_daemon, is_passed, keep,
+    parse_mount_helper, serve_service, start_background,
 };
-use ckfs_host::{Log, system_log};
+use ckfs_host::{Log, LogTarget, system_log};
 use ckfs_plan::{
     Plan,
     report::{bytes_per_device, human_bytes},
@@ -68,7 +68,8 @@ Signals to the daemon, also while it starts:
   TERM, INT, QUIT  unmount, waiting for open files (--grace, --drain); a second one cuts them off
   HUP              opens the log file anew, as after it was rotated
   USR1             writes one line of statistics to the log
-  others           are ignored if they can be, such as USR2, PIPE, ALRM, IO, XCPU and XFSZ
+  USR2             leaves the mount to the next daemon, where a keeper or systemd keeps it; else nothing
+  others           are ignored if they can be, such as PIPE, ALRM, IO, XCPU and XFSZ
 
 The log of a daemon in the background goes to --log-file, else to the system's log (/dev/log, or the \
 journal), else to $XDG_STATE_HOME/ckfs/ (~/.local/state/ckfs/): one file per mountpoint of at most 4 MiB, \
@@ -90,6 +91,19 @@ pub(super) struct Mount {
     flags: SourceFlags,
     #[command(flatten)]
     serving: ServingFlags,
+    /// Goes on with the mount of another daemon.
+    #[arg(long, hide = true)]
+    succeed: Option<Predecessor>,
+    /// Keeps the mount of the daemon at the other end of standard input.
+    #[arg(long, hide = true)]
+    keep: bool,
+}
+
+/// The daemon that has a mount before this one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Predecessor {
+    Running,
+    Dead,
 }
 
 /// The arguments of `ckfs mount` for the arguments that mount(8) gave to `mount.ckfs`.
@@ -170,9 +184,22 @@ impl Mount {
     /// Mounts. `args` are those of this process; it starts itself again with them as the daemon.
     pub(super) fn run(&self, log: &LogFlags, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         let config = self.config(log);
+        if self.keep {
+            return self.keep(config?, sink);
+        }
         if self.foreground || is_daemon() {
+            let succession = match self.succeed {
+                None => Succession::None,
+                Some(Predecessor::Running) => Succession::Running,
+                Some(Predecessor::Dead) => Succession::Dead,
+            };
             let is_watched = self.foreground && !is_daemon() && !log.quiet && io::stderr().is_terminal();
-            return serve_here(config, sink, if is_watched { DaemonTie::Terminal } else { DaemonTie::None });
+            return serve_here(
+                config,
+                sink,
+                if is_watched { DaemonTie::Terminal } else { DaemonTie::None },
+                succession,
+            );
         }
         let (config, mountpoint) = config?;
         ckfs_fuse::check_host()?;
@@ -195,6 +222,17 @@ impl Mount {
             sink.flush(ckfs_host::log::FLUSH_LIMIT);
             ckfs_host::tell(&format!("ckfs: mounted on {path}; its log goes {place}; {served}\n"));
         }
+        Ok(())
+    }
+}
+
+impl Mount {
+    /// As the keeper of a daemon's mount.
+    fn keep(&self, (config, mountpoint): (Config, PathBuf), log: &Log) -> anyhow::Result<()> {
+        let file = self.flags.settings.config.as_deref().context("--keep: only with --config")?;
+        log.switch(LogTarget::of_daemon(&mountpoint));
+        let timeout = config.start_limit.map(TimeLimit::duration).unwrap_or_default();
+        keep(file, &mountpoint, timeout).inspect_err(|error| tracing::error!("{error}"))?;
         Ok(())
     }
 }
@@ -282,7 +320,12 @@ pub(super) enum DaemonTie {
 }
 
 /// Mounts and serves in this process, and reports to the waiting starter.
-pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, tie: DaemonTie) -> anyhow::Result<()> {
+pub(super) fn serve_here(
+    config: anyhow::Result<(Config, PathBuf)>,
+    log: &Log,
+    tie: DaemonTie,
+    succession: Succession,
+) -> anyhow::Result<()> {
     block_signals()?;
     let given = config.as_ref().ok();
     let log_file = given.and_then(|(config, _)| config.mount.log_file.clone());
@@ -295,7 +338,8 @@ pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, t
     if tie == DaemonTie::Attached {
         readiness = readiness.attached();
     }
-    let result = config.and_then(|(config, mountpoint)| mount(config, &mountpoint, log, (&mut readiness, tie)));
+    let result =
+        config.and_then(|(config, mountpoint)| mount(config, &mountpoint, log, (&mut readiness, tie), succession));
     if let Err(error) = &result {
         let starter_waits = readiness.in_background();
         log.flush(ckfs_host::log::FLUSH_LIMIT);
@@ -315,6 +359,7 @@ fn mount(
     mountpoint: &Path,
     log: &Log,
     (readiness, tie): (&mut Readiness, DaemonTie),
+    succession: Succession,
 ) -> anyhow::Result<()> {
     readiness.status(OPENING);
     let mut made = MadeDirectories::default();
@@ -347,8 +392,13 @@ fn mount(
         AliveContent::Checkpoint(volume) => per_device(volume.plans().iter().map(Arc::as_ref)),
         AliveContent::Run(run) => steps::shown(run),
     };
+    let keeper = match config.mount.keeper {
+        // The next daemon reads it.
+        Some(true) => Some(last_mount::write(&config, mountpoint).context("--keeper")?),
+        Some(false) | None => None,
+    };
     let (mut ready, mut served) = (Ok(()), false);
-    let exit = serve_service(&*service, mountpoint, log, || {
+    let exit = serve_service(&*service, mountpoint, log, (succession, keeper.as_deref()), || {
         ready = readiness.ready(&format!("serving {} on {}", service.label(), mountpoint.display()), &held);
         served = true;
         // A mount for one command only, or without a path, has none to keep.

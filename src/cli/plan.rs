@@ -145,7 +145,9 @@ impl PlanCommand {
             }
             return self.plan_steps(&config, wanted, log);
         }
-        let listed = steps::of_directory(&config)?.unwrap_or_default();
+        // An average is one checkpoint.
+        let listed =
+            if config.mount.average.is_some() { None } else { steps::of_directory(&config)? }.unwrap_or_default();
         let checkpoint = match open::checkpoint(&mut config) {
             Ok(opened) => opened,
             // A service that does not list the source would not list its steps either.

@@ -1,10 +1,14 @@
 //! `ckfs umount`, and `ckfs restart`: the same mount by this version of the program.
 
-use std::{fs, path::PathBuf};
+use std::{
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+};
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, bail};
 use ckfs_config::{Config, TimeLimit, WaitTime};
-use ckfs_fuse::{UnmountError, UnmountOptions, ckfs_mounts, unmount};
+use ckfs_fuse::{Started, UnmountError, UnmountOptions, ckfs_mounts, pass_on_nothing, unmount};
 use ckfs_host::{Log, last_mount_file, systemd};
 use ckfs_service::quoted;
 use clap::Args;
@@ -16,21 +20,23 @@ use super::{
     status::{MountHealth, probe},
 };
 
-/// Mounts a mount anew, with the configuration that it has.
+/// Replaces the daemon of a mount under its readers, with the configuration that it has.
 ///
-/// For a daemon of an older version after an upgrade, and for a degraded mount whose source is well again. The source is
-/// opened first: what cannot be mounted leaves the old mount as it is. A mount in use is left as it is too; the error names
-/// the processes that use it. The mount of a service is restarted by systemctl.
+/// For a daemon of an older version after an upgrade. The new daemon opens and plans first. If it would show the same, it takes the
+/// connection to the kernel from the old one: files stay open and mapped, and no reader notices. The old daemon answers what it has
+/// begun and ends. If it would show something else (a source has changed, this version plans it otherwise or needs other settings of
+/// the kernel, or with --steps), the mount is made anew if no process uses it, as for a degraded mount whose source is well again; else it
+/// is left as it is, and the error says why. The mount of a service is restarted by systemctl.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
   ckfs restart /mnt/llama
-  ckfs restart /mnt/llama --wait 30    give readers half a minute")]
+  ckfs restart /mnt/llama --wait 30    if it has to be mounted anew, give readers half a minute")]
 pub(super) struct Restart {
     /// Where it is mounted.
     #[arg(value_name = "MNT")]
     mountpoint: PathBuf,
-    /// How long to go on trying while files are open, as in 30 (seconds) or 2min.
+    /// How long to go on trying to mount anew while files are open, as in 30 (seconds) or 2min.
     #[arg(long, value_name = "TIME", default_value = "0")]
     wait: WaitTime,
 }
@@ -55,42 +61,70 @@ impl Restart {
             bail!("{path}: no ckfs mount{near}{}", last());
         }
         let found = probe(&mountpoint);
-        if let Some(remedy) = found.health.remedy() {
+        let kept = last_mount::find(Some(&mountpoint)).ok();
+        let kept = kept.and_then(|text| Config::without_files(&text, Path::new("config.toml"), Path::new("/")).ok());
+        let is_kept = kept.is_some_and(|config| config.mount.keeper == Some(true));
+        let is_live = found.health.remedy().is_none();
+        if let Some(remedy) = found.health.remedy().filter(|_| found.health != MountHealth::Stuck || !is_kept) {
             let last = if found.health == MountHealth::Stale { last() } else { String::new() };
             bail!("{path}: {}: {remedy}{last}", found.health.name());
         }
         if let Some(command) = found.pid().and_then(systemd::restart_command) {
             bail!("{path}: is the mount of a service: {command}");
         }
-        let mut config = open::shown_config(&mountpoint)?;
-        config.mountpoint = Some(mountpoint.clone());
-        // Steps of a run are opened when they are looked at.
-        if config.mount.steps.is_none() {
-            open::volume(&mut Config { mountpoint: None, ..config.clone() }).context("the mount is left as it is")?;
-        }
-        last_mount::keep(&config, &mountpoint);
-        let file = last_mount_file(&mountpoint).filter(|file| file.is_file());
-        let file = file
-            .ok_or_else(|| anyhow!("{path}: no place for its configuration: neither XDG_STATE_HOME nor HOME is set"))?;
-        let unmounted =
-            unmount(&mountpoint, UnmountOptions { lazy: false, stale_only: false, wait: self.wait.duration() });
-        match unmounted {
-            // To take it away now is no way here: the new mount would have other readers than the old one.
-            Err(error @ UnmountError::Busy { .. }) => {
-                bail!("{error}\n  it is left as it is; --wait TIME goes on trying")
-            }
-            other => other?,
-        }
+        // A daemon that is gone shows none, and its keeper has the mount.
+        let (config, file) = if is_live {
+            let config = Config { mountpoint: Some(mountpoint.clone()), ..open::shown_config(&mountpoint)? };
+            let file = last_mount::write(&config, &mountpoint)
+                .with_context(|| format!("{path}: no place for its configuration"))?;
+            (config, file)
+        } else {
+            let file = last_mount_file(&mountpoint).context("state directory")?;
+            (Config::load_alone(&file)?, file)
+        };
+        pass_on_nothing();
         let timeout = config.start_limit.map(TimeLimit::duration).unwrap_or_default();
-        let words = ["mount".into(), "--config".into(), file.clone().into_os_string()];
-        let started = mount::start(&words, &mountpoint, timeout)
-            .with_context(|| format!("{path}: unmounted; `ckfs mount --config {}` tries again", file.display()))?;
+        let words = ["mount", "--config"].map(OsString::from);
+        let words = [&words[..], &[file.clone().into_os_string()]].concat();
+        let succeeding = [&words[..], &["--succeed", "running"].map(OsString::from)].concat();
+        let (started, how) = match mount::start(&succeeding, &mountpoint, timeout) {
+            Ok(started) => (started, "replaced under its readers on"),
+            Err(why) if is_live => (self.anew(&why, config, &words, &mountpoint)?, "mounted anew on"),
+            Err(why) => return Err(why),
+        };
         if !log.quiet {
             sink.flush(ckfs_host::log::FLUSH_LIMIT);
             let (place, served) = (started.log, started.served);
-            ckfs_host::tell(&format!("ckfs: mounted anew on {path}; its log goes {place}; {served}\n"));
+            ckfs_host::tell(&format!("ckfs: {how} {path}; its log goes {place}; {served}\n"));
         }
         Ok(())
+    }
+
+    /// Mounts anew what cannot be replaced under its readers, if it has none. `words` are the arguments of the daemon.
+    fn anew(
+        &self,
+        why: &anyhow::Error,
+        config: Config,
+        words: &[OsString],
+        mountpoint: &Path,
+    ) -> anyhow::Result<Started> {
+        let timeout = config.start_limit.map(TimeLimit::duration).unwrap_or_default();
+        // Steps of a run are opened when they are looked at.
+        if config.mount.steps.is_none() {
+            open::volume(&mut Config { mountpoint: None, ..config }).context("the mount is left as it is")?;
+        }
+        let options = UnmountOptions { lazy: false, stale_only: false, wait: self.wait.duration() };
+        match unmount(mountpoint, options) {
+            // To take it away now is no way here: the new mount would have other readers than the old one.
+            Err(error @ UnmountError::Busy { .. }) => {
+                bail!("{why:#}\n  {error}\n  it is left as it is; --wait TIME goes on trying to mount it anew")
+            }
+            other => other?,
+        }
+        let again = words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ");
+        let path = mountpoint.display();
+        mount::start(words, mountpoint, timeout)
+            .with_context(|| format!("{path}: unmounted; `ckfs {again}` tries again"))
     }
 }
 

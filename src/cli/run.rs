@@ -20,7 +20,7 @@ use std::{
 
 use anyhow::Context;
 use ckfs_config::{Config, OwnerId, TimeLimit, WaitTime, value};
-use ckfs_fuse::{DEVICE_VARIABLE, MountOptions, PrivateMount, is_daemon, start_attached};
+use ckfs_fuse::{DEVICE_VARIABLE, MountOptions, PrivateMount, Succession, is_daemon, start_attached};
 use ckfs_host::Log;
 use clap::Args;
 use nix::{
@@ -115,7 +115,7 @@ impl RunCommand {
         if let Some(number) = env::var_os(DEVICE_VARIABLE).filter(|_| is_daemon()) {
             let device = Path::new("/dev/fd").join(number);
             let config = config.and_then(|config| Ok((of_daemon(config)?, device)));
-            return mount::serve_here(config, sink, DaemonTie::Attached).map(|()| ExitCode::SUCCESS);
+            return mount::serve_here(config, sink, DaemonTie::Attached, Succession::None).map(|()| ExitCode::SUCCESS);
         }
         let config = config?;
         let signals = Signals::block()?;

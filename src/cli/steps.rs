@@ -7,6 +7,7 @@ use ckfs_checkpoint::{printable, runs::StepKind};
 use ckfs_config::{Config, Steps};
 use ckfs_plan::report::human_bytes;
 use ckfs_service::{
+    average::of_moving,
     steps::{ListedStep, Run, finished_steps, listed_steps},
     wait_registry,
 };
@@ -69,12 +70,14 @@ pub(super) fn selected(config: &Config, wanted: Steps) -> anyhow::Result<Vec<(Li
         return Err(anyhow!("{run}: no step is finished\n{}", table(&others).trim_end()));
     }
     let first = finished.len() - wanted.most().unwrap_or(finished.len()).min(finished.len());
+    let all: Vec<(u64, String)> = finished.iter().map(|step| (step.number, step.source.clone())).collect();
     let alone = |step: ListedStep| {
         let mut config = Config { source: Some(step.source.clone()), ..config.clone() };
+        config.mount.average = of_moving(&config, step.number, all.iter().cloned()).map_err(open::explained)?;
         (config.mount.steps, config.mount.steps_poll, config.mount.on_step) = (None, None, None);
-        (step, config)
+        Ok((step, config))
     };
-    Ok(finished.into_iter().skip(first).map(alone).collect())
+    finished.into_iter().skip(first).map(alone).collect()
 }
 
 fn state(step: &ListedStep) -> String {

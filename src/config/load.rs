@@ -6,7 +6,8 @@ use std::{
 };
 
 use super::{
-    Config, ConfigError, FileSettings, LayoutChoice, Settings, ShardChoice, ViewSettings, file::parse_shard_rules,
+    Average, Config, ConfigError, FileSettings, LayoutChoice, Settings, ShardChoice, ViewSettings,
+    file::parse_shard_rules,
 };
 
 /// The text of a file.
@@ -49,16 +50,23 @@ impl Config {
     pub fn of_text(text: &str, file: &Path, base: &Path) -> Result<Self, ConfigError> {
         let mut settings = FileSettings::parse(text, file)?;
         // A name of the hub's cache stays one, unless there is a directory of that name beside the file.
-        let Settings { source, config_from, fill_from, .. } = &mut settings.top;
+        let Settings { source, config_from, fill_from, base: model, mount, .. } = &mut settings.top;
+        let averaged = mount.average.iter_mut().flat_map(Average::sources_mut);
         // A path that is complete needs no look at its storage, which may give no answer.
-        for source in
-            [source, config_from, fill_from].into_iter().flatten().filter(|source| Path::new(source).is_relative())
+        for source in [source, config_from, fill_from, model]
+            .into_iter()
+            .flatten()
+            .chain(averaged)
+            .filter(|source| Path::new(source).is_relative())
         {
             let path = base.join(&*source);
             if path.exists() {
                 *source = path.display().to_string();
             }
         }
+        let last = settings.top.mount.average.iter_mut().flat_map(Average::sources_mut).last();
+        let last = last.cloned();
+        settings.top.source = settings.top.source.or(last);
         read_named_files(&mut settings.top, base)?;
         for (_, view) in &mut settings.views {
             read_named_files(view, base)?;

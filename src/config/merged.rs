@@ -26,6 +26,8 @@ pub struct Config {
     pub config_from: Option<String>,
     /// The repository that gives the tensors that the source lacks: as `source`.
     pub fill_from: Option<String>,
+    /// The model that a run began with: as `source`.
+    pub base: Option<String>,
     /// The mountpoint; absolute.
     pub mountpoint: Option<PathBuf>,
     /// The views, at least one. Only a single view may be without a name.
@@ -58,8 +60,8 @@ impl Config {
         if views.is_empty() {
             views.push(ViewConfig { name: String::new(), settings: top.view });
         }
-        let Settings { source, config_from, fill_from, mountpoint, mount, serve, start_limit, .. } = top;
-        Self { source, config_from, fill_from, mountpoint, views, mount, serve, start_limit }
+        let Settings { source, config_from, fill_from, base, mountpoint, mount, serve, start_limit, .. } = top;
+        Self { source, config_from, fill_from, base, mountpoint, views, mount, serve, start_limit }
     }
 
     /// Applies other settings, which have precedence in every view.
@@ -71,14 +73,15 @@ impl Config {
         }
         let mut top = said;
         top.over(&self.top());
-        let Settings { source, config_from, fill_from, mountpoint, mount, serve, start_limit, .. } = top;
+        let Settings { source, config_from, fill_from, base, mountpoint, mount, serve, start_limit, .. } = top;
         let views = std::mem::take(&mut self.views);
-        *self = Self { source, config_from, fill_from, mountpoint, views, mount, serve, start_limit };
+        *self = Self { source, config_from, fill_from, base, mountpoint, views, mount, serve, start_limit };
     }
 
     /// The settings that hold for all views.
     pub(super) fn top(&self) -> Settings {
-        let Self { source, config_from, fill_from, mountpoint, views: _, mount, serve, start_limit } = self.clone();
-        Settings { source, config_from, fill_from, mountpoint, mount, serve, start_limit, ..Settings::default() }
+        let Self { source, config_from, fill_from, base, mountpoint, views: _, mount, serve, start_limit } =
+            self.clone();
+        Settings { source, config_from, fill_from, base, mountpoint, mount, serve, start_limit, ..Settings::default() }
     }
 }

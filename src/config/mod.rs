@@ -20,6 +20,7 @@
 //! match a mesh with a checkpoint, and measure the memory.
 
 mod allow;
+mod average;
 mod excerpt;
 mod file;
 pub mod keywords;
@@ -47,6 +48,7 @@ pub mod value;
 mod value_types;
 
 pub use allow::Allow;
+pub use average::Average;
 pub use excerpt::excerpt;
 pub use file::{ConfigError, FileSettings};
 pub use layers::LayerRanges;

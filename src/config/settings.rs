@@ -6,9 +6,9 @@ use std::{collections::BTreeMap, path::PathBuf};
 use ckfs_source::{Duplicates, SourceIo};
 
 use super::{
-    Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice, ListenAddress,
-    LogicalRule, Materialize, MergedLora, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Quantize,
-    Rename, RepoName, ShardChoice, ShardRule, Steps, ThreadCount, Tied, TimeLimit, WaitTime,
+    Allow, Average, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice,
+    ListenAddress, LogicalRule, Materialize, MergedLora, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch,
+    Quantize, Rename, RepoName, ShardChoice, ShardRule, Steps, ThreadCount, Tied, TimeLimit, WaitTime,
 };
 
 /// All settings.
@@ -20,6 +20,8 @@ pub struct Settings {
     pub config_from: Option<String>,
     /// The repository with the tensors that the source lacks.
     pub fill_from: Option<String>,
+    /// The model that a run began with.
+    pub base: Option<String>,
     /// The mountpoint.
     pub mountpoint: Option<PathBuf>,
     /// The file with further settings.
@@ -134,6 +136,8 @@ pub struct MountSettings {
     pub training_state: Option<bool>,
     /// Whether a checkpoint may be read that its saver has not marked as finished.
     pub allow_unfinished: Option<bool>,
+    /// What is averaged; without it the source is shown as it is.
+    pub average: Option<Average>,
     /// The steps of a run to show; without it the source is one checkpoint.
     pub steps: Option<Steps>,
     /// Time between two looks for new steps where nothing tells of them.
@@ -170,6 +174,8 @@ pub struct MountSettings {
     pub drain: Option<WaitTime>,
     /// File for the daemon's log.
     pub log_file: Option<PathBuf>,
+    /// Whether another process keeps the mount when the daemon is killed, and starts the next one.
+    pub keeper: Option<bool>,
 }
 
 /// Serving over the network.
@@ -185,4 +191,6 @@ pub struct ServeSettings {
     pub token_file: Option<PathBuf>,
     /// Whether other machines may read without a token.
     pub allow_anyone: Option<bool>,
+    /// Names of this server that clients of this machine may ask by.
+    pub allow_host: Vec<Pattern>,
 }

@@ -162,6 +162,13 @@ pub static SETTINGS: &[Setting] = &[
     Reading.row("fill-from", Required("SOURCE"), at!(fill_from))
         .help("The repository that gives what a checkpoint of another layout lacks, such as a vision tower; with --layout hf.")
         .top(),
+    Reading.row("base", Required("MODEL"), at!(base))
+        .help("The model that a run began with, where the run publishes versions of weights as differences (weight_v000007, as slime and \
+               miles write them).")
+        .more("A version is the base with all differences until then, or the newest whole version with those since. Each tensor is made \
+               when it is read and compared with its published digest: one that differs is EIO. With --steps all versions are the steps of a \
+               run; SOURCE may also be the directory of one version, beside those that it builds on.")
+        .top(),
     View.row("config", Required("FILE"), at!(config))
         .help("Reads flags from a TOML file; flags given as well win.")
         .more("Keys are the flags' names with underscores, some with their unit: {keys}; and tables `[view.NAME]` for several views of the source, \
@@ -175,8 +182,9 @@ pub static SETTINGS: &[Setting] = &[
                requests, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on. For \
                remote sources it is the longest wait of one read for all its bytes, repetitions included."),
     Reading.row("training-state", Flag("true"), at!(mount.training_state))
-        .help("Shows the whole training state of a checkpoint of Orbax or torch: optimizer state and counters too.")
-        .more("By default the model alone is read (of Orbax the tensors under `params`, of torch those that are not under `optimizer`); `plan` lists what is left out."),
+        .help("Shows the whole training state of a checkpoint of Orbax or torch: optimizer state, counters, and what is no tensor.")
+        .more("By default the model alone is read (of Orbax the tensors under `params`, of torch those that are not under `optimizer`); `plan` lists what is left out. \
+               What is no tensor passes through dcp/ of a DCP checkpoint, and orbax/ of one of Orbax, in the layout `stored`."),
     Reading.row("duplicates", Required("index|last|refuse"), at!(mount.duplicates))
         .help("Which copy of a tensor counts if several files hold one: the index's, that of the last file, or none.")
         .more("transformers and vLLM read every tensor of the files that the index names, in the order of the files' names: the last copy \
@@ -188,6 +196,13 @@ pub static SETTINGS: &[Setting] = &[
         .help("Reads a checkpoint of Orbax that nothing marks as finished, such as a copy without commit_success.txt.")
         .more("A finished step still comes first. All chunks must be there: those that Orbax may leave out, since they hold one value, are \
                not told from those that are lost. Without it such a checkpoint is refused."),
+    Reading.row("average", Required("last=N|STEP=WEIGHT,..."), at!(mount.average))
+        .help("Shows the weighted average of steps of a run: the N newest, or these; SOURCE is then the run.")
+        .more("Each element is w1 * x1 + w2 * x2 + ... in f32, in the order given (last=N: by number, each weight 1/N), rounded once to \
+               the dtype that is shown. Weights may be negative. What is equal in all, integers too, stays as it is; integers and float64 \
+               that differ are refused, and so are other names, shapes or configurations, and quantized weights. With --steps each step is the \
+               average of the last N up to it. A file may have sources of any kind: [[average]] with source and weight.")
+        .top(),
     Reading.row("steps", Required("all|latest|latest=N"), at!(mount.steps))
         .help("SOURCE is the directory of a run, and each of its steps is shown by its number: all of them, the newest, or the N newest.")
         .more("A step is shown when its trainer has finished it (Orbax, torch.distributed.checkpoint, transformers, Megatron, verl, SkyRL, \
@@ -264,6 +279,11 @@ pub static SETTINGS: &[Setting] = &[
                permission bits, owner and group of the sources and of the directories above them carry over. `ckfs plan` lists \
                those users.")
         .common(),
+    Mount.row("keeper", Flag("true"), at!(mount.keeper))
+        .help("A second, idle process keeps the mount when the daemon is killed, and starts the next daemon: readers wait, and go on.")
+        .more("From Linux 6.9 on also reads go on that the daemon had begun; before, files that were open end with an error. It needs a \
+               state directory ($XDG_STATE_HOME or $HOME). A service of systemd has its descriptor store for this, as the units of this \
+               program do. Not with --steps."),
     Mount.row("file-mode", Required("MODE"), at!(mount.file_mode))
         .help("Permission bits of all files, in octal as in 0440, in place of what the sources allow.")
         .more("Only the bits to read count: the mount cannot be written to, and no file is a program.")
@@ -314,6 +334,11 @@ pub static SETTINGS: &[Setting] = &[
         .help("Lets every machine that reaches the address read, without a token, what all users of this machine may read.")
         .more("Files whose sources are not readable for all users, and .ckfs/, are answered for requests with the token, or from this machine \
                where no token is set. --file-mode and --dir-mode replace the permissions of the sources."),
+    Serve.row("allow-host", Required("PATTERN"), at!(serve.allow_host))
+        .help("Answers programs of this machine also where they ask by this name, as in models.example.com or '*.example.com'. May be repeated.")
+        .more("Without a token a server of this machine is asked by an address, localhost, or a name that the public DNS cannot have \
+               (without a dot, or below .localhost and .internal): a page in a browser could have any other name lead here. A proxy \
+               that passes its own name on needs this."),
     Logging.row("log-file", Required("FILE"), at!(mount.log_file))
         .help("Appends the log to this file instead of standard error. A daemon in the background logs by default to the \
                system's log, else to a file of its own: see `ckfs mount --help`."),

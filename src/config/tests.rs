@@ -74,6 +74,8 @@ const EVERY_TOP_KEY: &[(&str, &str)] = &[
     ("source", "source = 'o/n'"),
     ("config_from", "config_from = 'o/n'"),
     ("fill_from", "fill_from = 'o/n'"),
+    ("base", "base = 'o/n'"),
+    ("average", "average = 'last=5'"),
     ("mountpoint", "mountpoint = 'm'"),
 ];
 
@@ -111,6 +113,7 @@ const EVERY_MOUNT_KEY: &[(&str, &str)] = &[
     ("grace_seconds", "grace_seconds = 0"),
     ("drain_seconds", "drain_seconds = '2min'"),
     ("log_file", "log_file = 'log'"),
+    ("keeper", "keeper = true"),
 ];
 
 const EVERY_SERVE_KEY: &[(&str, &str)] = &[
@@ -119,6 +122,7 @@ const EVERY_SERVE_KEY: &[(&str, &str)] = &[
     ("name", "name = 'org/name'"),
     ("token_file", "token_file = 'token'"),
     ("allow_anyone", "allow_anyone = true"),
+    ("allow_host", "allow_host = ['*.example.com']"),
 ];
 
 #[test]

@@ -1,59 +1,40 @@
 //! The configuration as a TOML file.
 
-use serde::{Serialize, Serializer, ser::SerializeMap};
+use serde::{Serialize, Serializer};
 
 use super::{file::ConfigError, merged::Config, setting::SettingScope, settings::Settings, table::SETTINGS};
 
-/// Keys and values, in the order of the table.
-struct TomlRows(Vec<(String, toml::Value)>);
+/// A table of members in this order.
+struct TomlRows(Vec<(String, Member)>);
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Member {
+    Value(toml::Value),
+    Table(TomlRows),
+}
 
 impl TomlRows {
+    /// The settings of these scopes, in the order of their table.
     fn new(settings: &Settings, scopes: &[SettingScope]) -> Result<Self, ConfigError> {
         let mut rows = Vec::new();
         for row in SETTINGS.iter().filter(|row| scopes.contains(&row.scope)) {
             let written = (row.field.write)(settings)
                 .map_err(|reason| ConfigError::Unwritable { reason: format!("{}: {reason}", row.toml_key()) })?;
-            rows.extend(written.map(|value| (row.toml_key(), value)));
+            rows.extend(written.map(|value| (row.toml_key(), Member::Value(value))));
         }
         Ok(Self(rows))
+    }
+
+    /// Adds a table that is not empty.
+    fn push(&mut self, name: &str, table: Self) {
+        self.0.extend((!table.0.is_empty()).then(|| (name.to_owned(), Member::Table(table))));
     }
 }
 
 impl Serialize for TomlRows {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(key, value)| (key, value)))
-    }
-}
-
-struct Document {
-    top: TomlRows,
-    views: Vec<(String, TomlRows)>,
-    mount: TomlRows,
-    serve: TomlRows,
-}
-
-impl Serialize for Document {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        struct Views<'a>(&'a [(String, TomlRows)]);
-        impl Serialize for Views<'_> {
-            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-                serializer.collect_map(self.0.iter().map(|(name, rows)| (name, rows)))
-            }
-        }
-        let mut map = serializer.serialize_map(None)?;
-        for (key, value) in &self.top.0 {
-            map.serialize_entry(key, value)?;
-        }
-        if !self.views.is_empty() {
-            map.serialize_entry("view", &Views(&self.views))?;
-        }
-        if !self.mount.0.is_empty() {
-            map.serialize_entry("mount", &self.mount)?;
-        }
-        if !self.serve.0.is_empty() {
-            map.serialize_entry("serve", &self.serve)?;
-        }
-        map.end()
     }
 }
 
@@ -72,15 +53,14 @@ impl Config {
                 top.view = view.settings.clone();
             } else {
                 let settings = Settings { view: view.settings.clone(), ..Settings::default() };
-                views.push((view.name.clone(), TomlRows::new(&settings, &[SettingScope::View])?));
+                let rows = TomlRows::new(&settings, &[SettingScope::View])?;
+                views.push((view.name.clone(), Member::Table(rows)));
             }
         }
-        let document = Document {
-            views,
-            mount: TomlRows::new(&top, &[SettingScope::Mount])?,
-            serve: TomlRows::new(&top, &[SettingScope::Serve])?,
-            top: TomlRows::new(&top, &[SettingScope::Top, SettingScope::View])?,
-        };
+        let mut document = TomlRows::new(&top, &[SettingScope::Top, SettingScope::View])?;
+        document.push("view", TomlRows(views));
+        document.push("mount", TomlRows::new(&top, &[SettingScope::Mount])?);
+        document.push("serve", TomlRows::new(&top, &[SettingScope::Serve])?);
         toml::to_string(&document).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
     }
 }

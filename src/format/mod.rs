@@ -6,6 +6,7 @@
 //! Each format that is read and written has a directory with `read` and `write`.
 
 pub mod dcp;
+pub mod delta;
 #[cfg(test)]
 mod hexadecimal;
 pub mod json;

@@ -4,158 +4,219 @@
 //! So the first open of an inode fixes its mode until its last handle is closed, whatever later opens request. This
 //! is safe since the bytes are the same in each mode. One backing id serves all handles of an inode.
 
-use std::{collections::HashMap, io, sync::Arc};
+use std::{io, os::fd::OwnedFd};
 
 use ckfs_volume::Ino;
-use parking_lot::{Mutex, MutexGuard};
 
-/// Mode of an open inode. `B` is the registration of a backing file.
-#[derive(Debug)]
-pub(super) enum Mode<B> {
+use super::connection::{States, close_backing};
+
+/// Mode of an open inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
     /// Through the page cache.
     Cached,
     /// ckfs answers each read.
     Direct,
-    /// The kernel reads the backing file.
-    Passthrough(Arc<B>),
+    /// The kernel reads a backing file.
+    Passthrough(Backing),
 }
 
-impl<B> Clone for Mode<B> {
-    fn clone(&self) -> Self {
+/// A file that the kernel reads by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Backing {
+    /// The number under which it is registered.
+    pub(super) id: u32,
+    /// Whether it can be opened with `O_DIRECT`.
+    pub(super) opens_direct: bool,
+}
+
+/// Handles of an inode: the low half of its state. The high half is the mode.
+const HANDLES: u64 = 0xffff_ffff;
+
+impl Mode {
+    const fn bits(self) -> u64 {
         match self {
-            Self::Cached => Self::Cached,
-            Self::Direct => Self::Direct,
-            Self::Passthrough(backing) => Self::Passthrough(Arc::clone(backing)),
+            Self::Cached => 0,
+            Self::Direct => 1 << 32,
+            Self::Passthrough(Backing { id, opens_direct }) => (2 + 2 * id as u64 + opens_direct as u64) << 32,
+        }
+    }
+
+    fn of(state: u64) -> Self {
+        match u32::try_from(state >> 32).unwrap_or(0) {
+            0 => Self::Cached,
+            1 => Self::Direct,
+            more => Self::Passthrough(Backing { id: (more - 2) / 2, opens_direct: more % 2 == 1 }),
         }
     }
 }
 
-#[derive(Debug)]
-struct OpenInode<B> {
-    handles: u64,
-    mode: Mode<B>,
-}
-
 /// The mode that an open requests.
-pub(super) enum OpenRequest<'a, B> {
+pub(super) enum OpenRequest<'a> {
     /// Page cache.
     Cached,
     /// No page cache.
     Direct,
     /// The kernel on a backing file, registered by this call.
-    Passthrough(&'a dyn Fn() -> io::Result<B>),
+    Passthrough(&'a dyn Fn() -> io::Result<Backing>),
 }
 
-/// Inodes are distributed over this many locks, so that parallel opens seldom share one.
-const LOCKS: usize = 16;
-
-/// The modes of all inodes that are open.
+/// The modes of all inodes that are open, with this process and with the one before it.
 #[derive(Debug)]
-pub(super) struct OpenModes<B> {
-    shards: [Mutex<HashMap<Ino, OpenInode<B>>>; LOCKS],
+pub(super) struct OpenModes {
+    states: States,
+    /// The connection that backing files are registered with.
+    device: OwnedFd,
 }
 
-impl<B> Default for OpenModes<B> {
-    fn default() -> Self {
-        Self { shards: std::array::from_fn(|_| Mutex::new(HashMap::new())) }
+impl OpenModes {
+    pub(super) const fn new(states: States, device: OwnedFd) -> Self {
+        Self { states, device }
     }
-}
 
-impl<B> OpenModes<B> {
+    /// The connection that backing files are registered with.
+    pub(super) const fn device(&self) -> &OwnedFd {
+        &self.device
+    }
+
     /// Adds a handle of `ino` and returns its mode. Also returned: the error if the registration of a requested backing file
     /// failed.
-    pub(super) fn open(&self, ino: Ino, request: &OpenRequest<'_, B>) -> (Mode<B>, Option<io::Error>) {
-        let mut shard = self.lock_of(ino);
-        if let Some(entry) = shard.get_mut(&ino) {
-            entry.handles += 1;
-            return (entry.mode.clone(), None);
+    pub(super) fn open(&self, ino: Ino, request: &OpenRequest<'_>) -> (Mode, Option<io::Error>) {
+        loop {
+            let found = self.states.load(ino);
+            if found & HANDLES != 0 {
+                if self.states.exchange(ino, found, found + 1) {
+                    return (Mode::of(found), None);
+                }
+                continue;
+            }
+            let (mode, failure) = match request {
+                OpenRequest::Cached => (Mode::Cached, None),
+                OpenRequest::Direct => (Mode::Direct, None),
+                OpenRequest::Passthrough(register) => match register() {
+                    Ok(backing) => (Mode::Passthrough(backing), None),
+                    Err(error) => (Mode::Cached, Some(error)),
+                },
+            };
+            if self.states.exchange(ino, found, mode.bits() | 1) {
+                return (mode, failure);
+            }
+            // Another open came first.
+            self.unregister(mode);
         }
-        let (mode, failure) = match request {
-            OpenRequest::Cached => (Mode::Cached, None),
-            OpenRequest::Direct => (Mode::Direct, None),
-            OpenRequest::Passthrough(register) => match register() {
-                Ok(backing) => (Mode::Passthrough(Arc::new(backing)), None),
-                Err(error) => (Mode::Cached, Some(error)),
-            },
-        };
-        shard.insert(ino, OpenInode { handles: 1, mode: mode.clone() });
-        (mode, failure)
     }
 
     /// Whether an open of `ino` may be on a backing file now.
     pub(super) fn may_pass(&self, ino: Ino) -> bool {
-        self.lock_of(ino).get(&ino).is_none_or(|entry| matches!(entry.mode, Mode::Passthrough(_)))
+        self.states.load(ino) & HANDLES == 0 || self.is_passed(ino)
     }
 
-    /// Removes a handle of `ino`; the last one drops the backing file.
+    /// Whether `ino` is open on a backing file.
+    pub(super) fn is_passed(&self, ino: Ino) -> bool {
+        let state = self.states.load(ino);
+        state & HANDLES != 0 && matches!(Mode::of(state), Mode::Passthrough(_))
+    }
+
+    /// Removes a handle of `ino`; with the last one the registration of the backing file ends.
     pub(super) fn release(&self, ino: Ino) {
-        let mut shard = self.lock_of(ino);
-        let Some(entry) = shard.get_mut(&ino) else { return };
-        entry.handles -= 1;
-        if entry.handles == 0 {
-            shard.remove(&ino);
+        loop {
+            let found = self.states.load(ino);
+            let next = match found & HANDLES {
+                0 => return,
+                1 => 0,
+                _ => found - 1,
+            };
+            if self.states.exchange(ino, found, next) {
+                if next == 0 {
+                    self.unregister(Mode::of(found));
+                }
+                return;
+            }
         }
     }
 
-    fn lock_of(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, OpenInode<B>>> {
-        let index = usize::try_from(ino.0 % LOCKS as u64).expect("less than the number of locks");
-        self.shards[index].lock()
+    fn unregister(&self, mode: Mode) {
+        if let Mode::Passthrough(backing) = mode {
+            close_backing(&self.device, backing.id);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::cell::Cell;
+    use std::{cell::Cell, fs::File};
+
+    use parking_lot::Mutex;
 
     use super::*;
 
     const A: Ino = Ino(3);
-    const SAME_LOCK: Ino = Ino(3 + LOCKS as u64);
+    const B: Ino = Ino(19);
 
-    #[test]
-    fn first_open_decides_until_the_last_release() {
-        let modes = OpenModes::<u32>::default();
-        assert!(modes.may_pass(A));
-        assert!(matches!(modes.open(A, &OpenRequest::Cached).0, Mode::Cached));
-        assert!(!modes.may_pass(A) && modes.may_pass(SAME_LOCK));
-        let register = || -> io::Result<u32> { panic!("must not be asked while open cached") };
-        assert!(matches!(modes.open(A, &OpenRequest::Passthrough(&register)).0, Mode::Cached));
-        modes.release(A);
-        modes.release(A);
-        assert!(matches!(modes.open(A, &OpenRequest::Passthrough(&|| Ok(7))).0, Mode::Passthrough(_)));
-        assert!(matches!(modes.open(A, &OpenRequest::Direct).0, Mode::Passthrough(_)));
-        assert!(modes.may_pass(A));
-        assert!(matches!(modes.open(SAME_LOCK, &OpenRequest::Direct).0, Mode::Direct));
+    const fn backing(id: u32) -> Backing {
+        Backing { id, opens_direct: id % 2 == 1 }
+    }
+
+    fn modes() -> OpenModes {
+        OpenModes::new(States::Own(Mutex::default()), File::open("/dev/null").unwrap().into())
     }
 
     #[test]
-    fn one_backing_serves_all_handles_and_is_dropped_with_the_last() {
-        let modes = OpenModes::default();
+    fn first_open_decides_until_the_last_release() {
+        let modes = modes();
+        assert!(modes.may_pass(A) && !modes.is_passed(A));
+        assert_eq!(modes.open(A, &OpenRequest::Cached).0, Mode::Cached);
+        assert!(!modes.may_pass(A) && modes.may_pass(B));
+        let register = || -> io::Result<Backing> { panic!("must not be asked while open cached") };
+        assert_eq!(modes.open(A, &OpenRequest::Passthrough(&register)).0, Mode::Cached);
+        modes.release(A);
+        modes.release(A);
+        assert_eq!(modes.open(A, &OpenRequest::Passthrough(&|| Ok(backing(7)))).0, Mode::Passthrough(backing(7)));
+        assert_eq!(modes.open(A, &OpenRequest::Direct).0, Mode::Passthrough(backing(7)));
+        assert!(modes.may_pass(A) && modes.is_passed(A));
+        assert_eq!(modes.open(B, &OpenRequest::Direct).0, Mode::Direct);
+    }
+
+    #[test]
+    fn one_backing_serves_all_handles_until_the_last_is_closed() {
+        let modes = modes();
         let registered = Cell::new(0);
-        let backing = Arc::new(());
         let register = || {
             registered.set(registered.get() + 1);
-            Ok(Arc::clone(&backing))
+            Ok(backing(registered.get()))
         };
         for _ in 0..3 {
-            modes.open(A, &OpenRequest::Passthrough(&register));
+            assert_eq!(modes.open(A, &OpenRequest::Passthrough(&register)).0, Mode::Passthrough(backing(1)));
         }
-        assert_eq!((registered.get(), Arc::strong_count(&backing)), (1, 2));
         modes.release(A);
         modes.release(A);
-        assert_eq!(Arc::strong_count(&backing), 2);
+        assert!(modes.is_passed(A));
         modes.release(A);
-        assert_eq!(Arc::strong_count(&backing), 1);
+        assert!(!modes.is_passed(A));
         modes.release(A);
+        assert_eq!(modes.open(A, &OpenRequest::Passthrough(&register)).0, Mode::Passthrough(backing(2)));
     }
 
     #[test]
     fn a_failed_registration_means_cached_for_all_handles() {
-        let modes = OpenModes::<u32>::default();
+        let modes = modes();
         let (mode, failure) =
             modes.open(A, &OpenRequest::Passthrough(&|| Err(io::Error::from_raw_os_error(libc::EPERM))));
-        assert!(matches!(mode, Mode::Cached));
+        assert_eq!(mode, Mode::Cached);
         assert_eq!(failure.unwrap().raw_os_error(), Some(libc::EPERM));
-        assert!(matches!(modes.open(A, &OpenRequest::Passthrough(&|| Ok(1))).0, Mode::Cached));
+        assert_eq!(modes.open(A, &OpenRequest::Passthrough(&|| Ok(backing(1)))).0, Mode::Cached);
+    }
+
+    #[test]
+    fn the_mode_of_a_process_before_this_one_holds() {
+        let record = super::super::connection::Record::new(30).unwrap();
+        let of = || OpenModes::new(record.states().unwrap(), File::open("/dev/null").unwrap().into());
+        let (before, after) = (of(), of());
+        before.open(A, &OpenRequest::Passthrough(&|| Ok(backing(4))));
+        assert_eq!(after.open(A, &OpenRequest::Cached).0, Mode::Passthrough(backing(4)));
+        before.release(A);
+        assert!(before.is_passed(A));
+        after.release(A);
+        assert_eq!(before.open(A, &OpenRequest::Cached).0, Mode::Cached);
     }
 }

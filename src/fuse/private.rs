@@ -22,7 +22,7 @@ use std::{
     env,
     ffi::{OsStr, OsString},
     fs,
-    io::{self, IoSlice, Read, Write},
+    io::{self, Read, Write},
     os::{
         fd::{AsRawFd, OwnedFd},
         unix::{net::UnixStream, process::CommandExt},
@@ -37,16 +37,13 @@ use nix::{
     fcntl::{FcntlArg, FdFlag, fcntl},
     mount::{MsFlags, mount},
     sched::{CloneFlags, unshare},
-    sys::{
-        prctl::set_pdeathsig,
-        signal::Signal,
-        socket::{ControlMessage, MsgFlags, sendmsg},
-    },
+    sys::{prctl::set_pdeathsig, signal::Signal},
     unistd::{getegid, geteuid, getppid},
 };
 
 use super::mounts::{
     MountError, MountOptions, adopt_socket, check_host, is_in_chroot, mount_as_root, receive_descriptor, sanitize,
+    send_descriptors,
 };
 
 /// Environment variable of the command: where the mount is.
@@ -136,7 +133,10 @@ pub fn run_inside() -> Option<ExitCode> {
     let mountpoint = Path::new(mountpoint);
     let sent = enter(starter)
         .and_then(|()| mount_as_root(mountpoint, &source, &options).map_err(|error| refusal_of_mount(&error)))
-        .and_then(|device| send_descriptor(&socket, &device).map_err(|errno| format!("pass a descriptor: {errno}")));
+        .and_then(|device| {
+            send_descriptors(&socket, &[1], &[device.as_raw_fd()])
+                .map_err(|errno| format!("pass a descriptor: {errno}"))
+        });
     if let Err(message) = sent {
         // Without a descriptor before it, this is the reason.
         let _ = socket.write_all(&[0]).and_then(|()| socket.write_all(message.as_bytes()));
@@ -237,17 +237,6 @@ fn refusal_of_mount(error: &MountError) -> String {
     }
 }
 
-fn send_descriptor(socket: &UnixStream, device: &OwnedFd) -> nix::Result<()> {
-    let descriptors = [device.as_raw_fd()];
-    let control = [ControlMessage::ScmRights(&descriptors)];
-    loop {
-        match sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(&[1])], &control, MsgFlags::empty(), None) {
-            Err(Errno::EINTR) => {}
-            result => return result.map(drop),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -257,7 +246,7 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let file = tempfile::tempfile().unwrap();
         (&file).write_all(b"passed").unwrap();
-        send_descriptor(&theirs, &file.into()).unwrap();
+        send_descriptors(&theirs, &[1], &[file.as_raw_fd()]).unwrap();
         let received = receive_descriptor(&ours).unwrap().unwrap();
         assert_eq!(fs::File::from(received).metadata().unwrap().len(), 6);
     }

@@ -34,6 +34,7 @@ pages! {
     semantics "semantics.md"
     operations "operations.md"
     serving "serving.md"
+    doors "doors.md"
     clusters "clusters.md"
     performance "performance.md"
     troubleshooting "troubleshooting.md"

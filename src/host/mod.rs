@@ -39,7 +39,8 @@ use std::{
 pub use log::Log;
 pub use relative_path::{PathFlaw, RelativePath};
 pub use target::{
-    LogTarget, last_mount_file, last_mounts_directory, state_directory, stderr_is_colored, stderr_is_journal,
+    LogTarget, hand_over_file, last_mount_file, last_mounts_directory, state_directory, stderr_is_colored,
+    stderr_is_journal,
 };
 
 /// The moment `after` from now, or a year from now if the clock does not go that far. An addition would panic.

@@ -5,6 +5,7 @@
 //! TERM INT QUIT   unmount; a second one cuts off what is still open
 //! HUP             opens the log file anew
 //! USR1            writes one line of statistics to the log
+//! USR2            leaves the mount to the next process, if systemd or a keeper has the connection; else nothing
 //! all others that would end the process and can be ignored   nothing
 //! ```
 //!
@@ -21,13 +22,14 @@ pub const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUI
 pub const REOPEN: Signal = Signal::SIGHUP;
 /// Writes statistics to the log.
 pub const STATISTICS: Signal = Signal::SIGUSR1;
+/// Leaves the mount to the next process, if something keeps the connection for it.
+pub const LEAVE: Signal = Signal::SIGUSR2;
 
 /// Raised where a write goes wrong, which returns an error as well. Ignored by every command.
 const BY_WRITES: [i32; 2] = [libc::SIGXFSZ, libc::SIGPIPE];
 
 /// Would end or stop a daemon for no reason of its own. `SIGTTOU` would stop one that logs to a terminal from the background.
-const HARMLESS: [i32; 9] = [
-    libc::SIGUSR2,
+const HARMLESS: [i32; 8] = [
     libc::SIGALRM,
     libc::SIGVTALRM,
     libc::SIGPROF,
@@ -40,7 +42,7 @@ const HARMLESS: [i32; 9] = [
 
 /// The signals that a mount takes from a descriptor.
 pub fn handled() -> SigSet {
-    ENDING.into_iter().chain([REOPEN, STATISTICS]).collect()
+    ENDING.into_iter().chain([REOPEN, STATISTICS, LEAVE]).collect()
 }
 
 /// Blocks [`handled`] in this thread and those it will start. To be called before the first thread is started.
@@ -103,7 +105,8 @@ mod tests {
 
     #[test]
     fn no_signal_has_two_meanings() {
-        let handled: Vec<i32> = ENDING.into_iter().chain([REOPEN, STATISTICS]).map(|signal| signal as i32).collect();
+        let handled: Vec<i32> =
+            ENDING.into_iter().chain([REOPEN, STATISTICS, LEAVE]).map(|signal| signal as i32).collect();
         assert!(BY_WRITES.iter().chain(&HARMLESS).all(|ignored| !handled.contains(ignored)));
     }
 }

@@ -1,6 +1,18 @@
 //! Notifications to systemd, if it started this process as a service of `Type=notify`, and the unit of a process.
 
-use std::{fmt::Display, fs, time::Duration};
+use std::{
+    env,
+    fmt::Display,
+    fs,
+    io::{self, IoSlice},
+    os::{
+        fd::{AsRawFd, BorrowedFd, RawFd},
+        unix::net::UnixDatagram,
+    },
+    time::Duration,
+};
+
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 
 pub use sd_notify::NotifyState;
 
@@ -9,6 +21,43 @@ pub fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
         tracing::warn!("systemd was not notified: {error}");
     }
+}
+
+/// Name of the descriptors that systemd keeps for a mount.
+const KEPT: &str = "ckfs";
+
+/// Whether systemd, or something like it, hears of this process.
+pub fn listens() -> bool {
+    env::var_os("NOTIFY_SOCKET").is_some()
+}
+
+/// Asks systemd to keep descriptors for the next process of this service (`FileDescriptorStoreMax=`).
+pub fn keep(descriptors: &[BorrowedFd<'_>]) {
+    let Some(path) = env::var_os("NOTIFY_SOCKET") else { return };
+    let numbers: Vec<RawFd> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+    let message = format!("FDSTORE=1\nFDNAME={KEPT}\n");
+    let send = || {
+        let socket = UnixDatagram::unbound()?;
+        socket.connect(path)?;
+        let control = [ControlMessage::ScmRights(&numbers)];
+        let parts = [IoSlice::new(message.as_bytes())];
+        sendmsg::<()>(socket.as_raw_fd(), &parts, &control, MsgFlags::MSG_NOSIGNAL, None)?;
+        io::Result::Ok(())
+    };
+    if let Err(error) = send() {
+        tracing::warn!("systemd was asked to keep no descriptor: {error}");
+    }
+}
+
+/// Asks systemd to keep them no longer.
+pub fn release() {
+    notify(&[NotifyState::Custom("FDSTOREREMOVE=1"), NotifyState::Custom(&format!("FDNAME={KEPT}"))]);
+}
+
+/// The descriptors that systemd has kept. They belong to the caller.
+pub fn kept() -> Vec<RawFd> {
+    let found = sd_notify::listen_fds_with_names();
+    found.into_iter().flatten().filter(|(_, name)| name == KEPT).map(|(number, _)| number).collect()
 }
 
 /// Time between two signs of life, if systemd expects them of this process (`WatchdogSec=`): half of what it waits for one.

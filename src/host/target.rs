@@ -99,6 +99,12 @@ pub fn last_mount_file(mountpoint: &Path) -> Option<PathBuf> {
     Some(last_mounts_directory()?.join(file_name(mountpoint, "toml")))
 }
 
+/// The socket by which the daemon of a mount of this user hands it over to the next one.
+pub fn hand_over_file(mountpoint: &Path) -> Option<PathBuf> {
+    // Short, as names of sockets are.
+    Some(state_directory()?.join("daemon").join(format!("{:016x}", mark(mountpoint.as_os_str().as_bytes()))))
+}
+
 /// Where configurations of this user's mounts are kept after their end.
 pub fn last_mounts_directory() -> Option<PathBuf> {
     Some(state_directory()?.join("last"))
@@ -326,11 +332,13 @@ fn file_name(mountpoint: &Path, ending: &str) -> String {
     if is_exact {
         return format!("{name}.{ending}");
     }
-    // FNV-1a: the same in every version of this program.
-    let mark = path
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
-    format!("{name}-{mark:016x}.{ending}")
+    format!("{name}-{:016x}.{ending}", mark(path))
+}
+
+/// FNV-1a: the same in every version of this program.
+fn mark(path: &[u8]) -> u64 {
+    path.iter()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
 #[cfg(test)]

@@ -2,11 +2,15 @@
 //! devices has as many chunk files as the product of both numbers; the table has no row for any of them.
 //!
 //! The order of node numbers: the directory of all arrays, its two metadata files, then for each array its directory, its
-//! description and its chunks in row-major order of the grid, and last the directories above arrays whose names have slashes.
+//! description and its chunks in row-major order of the grid, then the directories above arrays whose names have slashes, and last the
+//! files that go with a whole training state.
 
 use std::borrow::Cow;
 
-use ckfs_format::zarr::write::ZARRAY;
+use ckfs_format::{
+    orbax::read::{ARRAY_METADATAS, SHARDING, STRINGS},
+    zarr::write::ZARRAY,
+};
 use ckfs_plan::{Plan, PlannedTensor, SELF_WORD};
 use ckfs_tensor::to_usize;
 use rayon::prelude::*;
@@ -49,6 +53,10 @@ pub(super) enum ArrayNode {
     Description(usize),
     /// A chunk of an array.
     Chunk(usize, u64),
+    /// One of the files beside the arrays, by number.
+    Beside(usize),
+    /// The directory of those of [`ARRAY_METADATAS`].
+    ArrayMetadatas,
 }
 
 /// The arrays, sorted by name.
@@ -59,6 +67,8 @@ pub(super) struct ArrayTable {
     paths: ArrayPaths,
     /// Nodes before the directories above arrays.
     len: u64,
+    /// Paths of files beside the arrays. Their nodes are the last, after that of [`ARRAY_METADATAS`].
+    beside: Vec<String>,
 }
 
 fn number(n: usize) -> u32 {
@@ -73,11 +83,12 @@ pub(super) fn grid(plan: &Plan, tensor: &PlannedTensor) -> ChunkGrid {
 }
 
 /// Names of files beside the arrays, here or as Orbax looks for them.
-const RESERVED: [&str; 7] = [
+const RESERVED: [&str; 8] = [
     "_METADATA",
     "_CHECKPOINT_METADATA",
-    "_sharding",
-    "array_metadatas",
+    SHARDING,
+    STRINGS,
+    ARRAY_METADATAS,
     "commit_success.txt",
     "manifest.ocdbt",
     "ocdbt.process_0",
@@ -97,7 +108,8 @@ fn array_names(plan: &Plan, tensor: &PlannedTensor) -> Result<(String, String), 
     if name.contains('\\') {
         return Err(format!("{}: the array's directory would have a name with a backslash", tensor.name));
     }
-    if RESERVED.contains(&name.as_str()) {
+    // As a file, or as the directory above an array.
+    if RESERVED.contains(&name.split('/').next().unwrap_or(&name)) {
         return Err(format!("{}: the format has a file of its own of this name", tensor.name));
     }
     Ok((name, plan.escaped_keys(tensor).join(".")))
@@ -108,7 +120,7 @@ impl ArrayTable {
     ///
     /// # Errors
     /// Why the format cannot hold the bundle.
-    pub(super) fn new(plan: &Plan) -> Result<Self, String> {
+    pub(super) fn new(plan: &Plan, beside: Vec<String>) -> Result<Self, String> {
         let bundled = plan.tensors.par_iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor));
         let named: Vec<_> = bundled.map(|(index, tensor)| Ok((array_names(plan, tensor)?, index))).collect();
         let named: Result<Vec<_>, String> = named.into_iter().collect();
@@ -132,7 +144,8 @@ impl ArrayTable {
             return Err(format!("the names have {names_bytes} bytes together, fewer than 2^32 are possible"));
         }
         let paths = ArrayPaths::new(arrays.iter().map(|(name, _)| name.as_str()));
-        let mut table = Self { rows: Vec::with_capacity(arrays.len()), names: String::new(), paths, len: FIRST_ARRAY };
+        let (rows, names) = (Vec::with_capacity(arrays.len()), String::new());
+        let mut table = Self { rows, names, paths, len: FIRST_ARRAY, beside };
         let chunks = arrays.par_iter().map(|(_, index)| grid(plan, &plan.tensors[*index]).count());
         let chunks: Vec<u64> = chunks.collect();
         for ((name, index), chunks) in arrays.iter().zip(chunks) {
@@ -162,7 +175,7 @@ impl ArrayTable {
     #[cfg(test)]
     pub(super) fn of_names(names: &[&str]) -> Self {
         let paths = ArrayPaths::default();
-        let mut table = Self { rows: Vec::new(), names: String::new(), paths, len: FIRST_ARRAY };
+        let mut table = Self { rows: Vec::new(), names: String::new(), paths, len: FIRST_ARRAY, beside: Vec::new() };
         for name in names {
             let (name_start, name_len) = (number(table.names.len()), number(name.len()));
             table.rows.push(ArrayRow { name_start, name_len, tensor: 0, first: table.len });
@@ -172,9 +185,51 @@ impl ArrayTable {
         table
     }
 
+    /// With these files beside the arrays.
+    #[cfg(test)]
+    fn with_beside(self, beside: &[&str]) -> Self {
+        Self { beside: beside.iter().map(|path| (*path).to_owned()).collect(), ..self }
+    }
+
     /// Number of nodes.
     pub(super) fn len(&self) -> u64 {
+        self.first_beside() + self.beside.len() as u64
+    }
+
+    /// Number of the directory [`ARRAY_METADATAS`], if there is one.
+    fn array_metadatas(&self) -> u64 {
         self.len + self.paths.directories.len() as u64
+    }
+
+    fn has_array_metadatas(&self) -> bool {
+        self.beside.iter().any(|path| path.contains('/'))
+    }
+
+    /// Number of the first file beside the arrays.
+    fn first_beside(&self) -> u64 {
+        self.array_metadatas() + u64::from(self.has_array_metadatas())
+    }
+
+    /// The directory of a file beside the arrays, and its name there.
+    fn beside(&self, file: usize) -> (ArrayNode, &str) {
+        match self.beside[file].split_once('/') {
+            Some((_, name)) => (ArrayNode::ArrayMetadatas, name),
+            None => (ArrayNode::Root, &self.beside[file]),
+        }
+    }
+
+    /// The files beside the arrays that are in a directory, and their directory in that of all arrays.
+    fn all_beside(&self, directory: ArrayNode) -> impl Iterator<Item = (&str, ArrayNode)> {
+        let all = (0..self.beside.len()).map(|file| (self.beside(file), ArrayNode::Beside(file)));
+        let inside = all.filter(move |((parent, _), _)| *parent == directory).map(|((_, name), node)| (name, node));
+        let has_below = directory == ArrayNode::Root && self.has_array_metadatas();
+        let below = has_below.then_some((ARRAY_METADATAS, ArrayNode::ArrayMetadatas));
+        inside.chain(below)
+    }
+
+    /// The path of a file beside the arrays.
+    pub(super) fn beside_path(&self, file: usize) -> &str {
+        &self.beside[file]
     }
 
     /// Number of arrays.
@@ -189,6 +244,12 @@ impl ArrayTable {
         }
         if at < FIRST_ARRAY {
             return ArrayNode::Metadata(to_usize(at - 1));
+        }
+        if at >= self.first_beside() {
+            return ArrayNode::Beside(to_usize(at - self.first_beside()));
+        }
+        if at >= self.array_metadatas() {
+            return ArrayNode::ArrayMetadatas;
         }
         if at >= self.len {
             return ArrayNode::Above(to_usize(at - self.len));
@@ -210,6 +271,8 @@ impl ArrayTable {
             ArrayNode::Directory(array) => self.rows[array].first,
             ArrayNode::Description(array) => self.rows[array].first + 1,
             ArrayNode::Chunk(array, chunk) => self.rows[array].first + BEFORE_CHUNKS + chunk,
+            ArrayNode::ArrayMetadatas => self.array_metadatas(),
+            ArrayNode::Beside(file) => self.first_beside() + file as u64,
         }
     }
 
@@ -238,13 +301,18 @@ impl ArrayTable {
         match node {
             ArrayNode::Root => {
                 let above: usize = self.paths.directories.iter().map(|above| above.arrays.len()).sum();
-                self.arrays() - above + self.paths.top.len()
+                self.arrays() - above + self.paths.top.len() + usize::from(self.has_array_metadatas())
             }
             ArrayNode::Above(directory) => {
                 let above = &self.paths.directories[directory];
                 above.arrays.len() + above.directories.len()
             }
-            ArrayNode::Metadata(_) | ArrayNode::Directory(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => 0,
+            ArrayNode::Metadata(_)
+            | ArrayNode::Directory(_)
+            | ArrayNode::Description(_)
+            | ArrayNode::Chunk(..)
+            | ArrayNode::Beside(_)
+            | ArrayNode::ArrayMetadatas => 0,
         }
     }
 
@@ -254,7 +322,11 @@ impl ArrayTable {
             ArrayNode::Root => {
                 let metadata = METADATA_FILES.iter().position(|file| file.as_bytes() == name);
                 let above = || self.paths.find(None, name).map(ArrayNode::Above);
-                metadata.map(ArrayNode::Metadata).or_else(|| self.find(name)).or_else(above)
+                let beside = || self.all_beside(parent).find(|(file, _)| file.as_bytes() == name).map(|(_, node)| node);
+                metadata.map(ArrayNode::Metadata).or_else(|| self.find(name)).or_else(above).or_else(beside)
+            }
+            ArrayNode::ArrayMetadatas => {
+                self.all_beside(parent).find(|(file, _)| file.as_bytes() == name).map(|(_, node)| node)
             }
             ArrayNode::Above(directory) => {
                 let mut arrays = self.paths.directories[directory].arrays.iter().copied();
@@ -269,7 +341,7 @@ impl ArrayTable {
                 let tensor = &plan.tensors[self.tensor(array) as usize];
                 grid(plan, tensor).find(name).map(|chunk| ArrayNode::Chunk(array, chunk))
             }
-            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => None,
+            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) | ArrayNode::Beside(_) => None,
         }
     }
 
@@ -277,7 +349,8 @@ impl ArrayTable {
     pub(super) fn parent(&self, node: ArrayNode) -> ArrayNode {
         let above = |directory: Option<usize>| directory.map_or(ArrayNode::Root, ArrayNode::Above);
         match node {
-            ArrayNode::Root | ArrayNode::Metadata(_) => ArrayNode::Root,
+            ArrayNode::Root | ArrayNode::Metadata(_) | ArrayNode::ArrayMetadatas => ArrayNode::Root,
+            ArrayNode::Beside(file) => self.beside(file).0,
             ArrayNode::Above(directory) => above(self.paths.directories[directory].parent),
             ArrayNode::Directory(array) => above(self.paths.of_array(array)),
             ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => ArrayNode::Directory(array),
@@ -289,6 +362,8 @@ impl ArrayTable {
         match node {
             ArrayNode::Root => "".into(),
             ArrayNode::Metadata(file) => METADATA_FILES[file].into(),
+            ArrayNode::ArrayMetadatas => ARRAY_METADATAS.into(),
+            ArrayNode::Beside(file) => self.beside(file).1.into(),
             ArrayNode::Above(directory) => self.paths.directories[directory].name().into(),
             ArrayNode::Directory(array) => last(self.name(array)).into(),
             ArrayNode::Description(_) => ZARRAY.into(),
@@ -315,7 +390,7 @@ impl ArrayTable {
                 let metadata = METADATA_FILES.iter().enumerate().map(|(file, name)| (*name, ArrayNode::Metadata(file)));
                 let arrays = (0..self.rows.len()).filter(|array| self.paths.of_array(*array).is_none());
                 let arrays = arrays.map(|array| (self.name(array), ArrayNode::Directory(array)));
-                let all = metadata.chain(arrays).chain(self.above(None));
+                let all = metadata.chain(arrays).chain(self.above(None)).chain(self.all_beside(parent));
                 all.skip(to_usize(from)).all(|(name, node)| each(name, node));
             }
             ArrayNode::Above(directory) => {
@@ -333,7 +408,35 @@ impl ArrayTable {
                     chunk += 1;
                 }
             }
-            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => {}
+            ArrayNode::ArrayMetadatas => {
+                self.all_beside(parent).skip(to_usize(from)).all(|(name, node)| each(name, node));
+            }
+            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) | ArrayNode::Beside(_) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_beside_the_arrays_have_numbers_and_places() {
+        for beside in [&[][..], &[SHARDING], &[SHARDING, STRINGS, "array_metadatas/process_0"]] {
+            let table = ArrayTable::of_names(&["a", "b"]).with_beside(beside);
+            assert!((0..table.len()).all(|at| table.number(table.node(at)) == at));
+            let names = |directory| table.all_beside(directory).map(|(name, _)| name.to_owned()).collect::<Vec<_>>();
+            let has_keys = beside.len() == 3;
+            let top = beside.iter().filter(|path| !path.contains('/')).copied();
+            let top: Vec<&str> = top.chain(has_keys.then_some(ARRAY_METADATAS)).collect();
+            assert_eq!(names(ArrayNode::Root), top);
+            assert_eq!(names(ArrayNode::ArrayMetadatas), if has_keys { vec!["process_0"] } else { Vec::new() });
+            assert_eq!(table.directories_in(ArrayNode::Root), 2 + usize::from(has_keys));
+            for (file, path) in beside.iter().enumerate() {
+                assert_eq!(table.beside_path(file), *path);
+                let parent = table.parent(ArrayNode::Beside(file));
+                assert!(names(parent).iter().any(|name| path.ends_with(name.as_str())));
+            }
         }
     }
 }

@@ -2,12 +2,13 @@
 
 use std::sync::{Arc, OnceLock};
 
+use ckfs_checkpoint::Container;
 use ckfs_plan::{Plan, PlannedTensor, Problem, TensorKinds};
 
 use super::{
-    dcp_records::{self, DcpMetadata},
+    dcp_records::{self, DcpMetadata, OBJECTS},
     dcp_segments::{distcp, distcp_name},
-    file_image::ImageError,
+    file_image::{FileImage, ImageError},
     input::FormatInput,
     output::{
         DerivedFrom, Directory, FileContent, FormatFiles, LazyFile, Omission, OmittedFormat, OutputFormat, TextFile,
@@ -55,6 +56,12 @@ impl OutputFormat for Dcp {
             for device in files.input.plan.first_holders() {
                 directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
             }
+            let mut objects = FileImage::default();
+            files.input.objects(Container::Dcp).for_each(|(_, bytes)| objects.push_bytes(Arc::clone(bytes)));
+            if objects.len_bytes() > 0 {
+                let content = move || FileContent::Image(objects.clone());
+                directory.file(OBJECTS, LazyFile::new(content, DerivedFrom::Tensors));
+            }
             let metadata = move || FileContent::generated(Arc::clone(files.metadata()));
             directory.file(".metadata", LazyFile::new(metadata, DerivedFrom::Tensors));
             directory.file("metadata.json", TextFile::new(MEGATRON_METADATA.as_bytes(), DerivedFrom::Tensors));
@@ -73,7 +80,14 @@ struct DcpFiles {
 
 impl DcpFiles {
     fn metadata(&self) -> &Arc<DcpMetadata> {
-        let new = || DcpMetadata::new(Arc::clone(&self.input.plan), Arc::clone(self.input.kinds()));
+        let mut start = 0;
+        let mut place = |(name, bytes): (&String, &Arc<[u8]>)| {
+            let len = bytes.len() as u64;
+            start += len;
+            (name.clone(), start - len, len)
+        };
+        let objects = self.input.objects(Container::Dcp).map(&mut place).collect();
+        let new = || DcpMetadata::new(Arc::clone(&self.input.plan), Arc::clone(self.input.kinds()), objects);
         self.metadata.get_or_init(|| Arc::new(new()))
     }
 

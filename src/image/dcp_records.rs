@@ -27,6 +27,9 @@ const BLOCK: u64 = 256;
 /// Segment offsets are stored for every tensor whose number is a multiple of this.
 const STEP: usize = 64;
 
+/// The file of what is no tensor: as a second one of the first rank.
+pub(super) const OBJECTS: &str = "__0_1.distcp";
+
 /// Most files in a directory.
 const FILES_MAX: u64 = 1 << 16;
 
@@ -72,6 +75,8 @@ pub(super) struct DcpMetadata {
     files: Vec<u64>,
     /// For every [`STEP`]th bundled tensor, and after the last one: by class, the end of the segments before it.
     ends: Vec<Vec<u64>>,
+    /// What is no tensor: name, first byte in [`OBJECTS`] and length.
+    objects: Vec<(String, u64, u64)>,
     cursor: Mutex<SegmentCursor>,
 }
 
@@ -138,7 +143,7 @@ fn narrow(number: u64) -> u32 {
 
 impl DcpMetadata {
     /// The metadata of a bundle that [`fits`] and has types of torch only.
-    pub(super) fn new(plan: Arc<Plan>, kinds: Arc<TensorKinds>) -> Self {
+    pub(super) fn new(plan: Arc<Plan>, kinds: Arc<TensorKinds>, objects: Vec<(String, u64, u64)>) -> Self {
         let bundled = |index: &usize| plan.is_bundled(&plan.tensors[*index]);
         let tensors: Vec<usize> = (0..plan.tensors.len()).filter(bundled).collect();
         let holders = plan.first_holders();
@@ -164,6 +169,7 @@ impl DcpMetadata {
             shape_of,
             files: Vec::new(),
             ends: Vec::new(),
+            objects,
             cursor: Mutex::new(cursor),
             plan,
             kinds,
@@ -294,11 +300,23 @@ impl DcpMetadata {
             let chunks = self.blocks(number).last().map_or(0, |block| block.chunks_end);
             count(&|out| self.description(number, out)) + chunks + end
         }));
-        lengths.push(count(&|out| self.writer.begin_segments(out)));
+        lengths.push(count(&|out| self.begin_segments(out)));
         let segments = |number| self.blocks(number).last().map_or(0, |block| block.segments_end);
         lengths.extend((0..self.tensors.len()).map(segments));
-        lengths.push(count(&|out| self.writer.end(out)));
+        lengths.push(count(&|out| self.end(out)));
         lengths
+    }
+
+    fn begin_segments(&self, out: &mut Vec<u8>) {
+        self.objects.iter().for_each(|(name, ..)| self.writer.object(name, out));
+        self.writer.begin_segments(out);
+    }
+
+    fn end(&self, out: &mut Vec<u8>) {
+        for (name, start, len) in &self.objects {
+            self.writer.object_segment(name, OBJECTS, (*start, *len), out);
+        }
+        self.writer.end(out);
     }
 
     /// A block of files; after the last, the bytes before the tensors.
@@ -393,9 +411,9 @@ impl GeneratedRecords for DcpMetadata {
             RowGroup::Tensor(number) if block == 0 => self.description(number, out),
             RowGroup::Tensor(number) if block > self.blocks(number).len() => self.writer.end_tensor(out),
             RowGroup::Tensor(number) => self.chunk_block(number, block - 1, out),
-            RowGroup::BeginSegments => self.writer.begin_segments(out),
+            RowGroup::BeginSegments => self.begin_segments(out),
             RowGroup::Segments(number) => self.segment_block(number, block, out),
-            RowGroup::End => self.writer.end(out),
+            RowGroup::End => self.end(out),
         }
     }
 }

@@ -74,12 +74,6 @@ impl FileImage {
         self.push(Segment::Spaces(count), count);
     }
 
-    /// Bytes before the first view.
-    pub fn header_bytes(&self) -> u64 {
-        let views = self.segments.iter().position(|segment| matches!(segment, Segment::View(_)));
-        views.map_or(self.len_bytes(), |first| self.start_of(first))
-    }
-
     /// Appends the bytes of a view.
     ///
     /// # Errors

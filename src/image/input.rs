@@ -5,8 +5,8 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use ckfs_checkpoint::Checkpoint;
-use ckfs_plan::{Plan, TensorKinds};
+use ckfs_checkpoint::{Checkpoint, Container};
+use ckfs_plan::{Layout, Plan, TensorKinds};
 
 use super::bundle::Bundle;
 
@@ -34,6 +34,20 @@ impl FormatInput {
     /// The shards that files of many tensors hold.
     pub(super) fn bundle(&self) -> &Arc<Bundle> {
         self.bundle.get_or_init(|| Arc::new(Bundle::new(Arc::clone(&self.plan), Arc::clone(self.kinds()))))
+    }
+
+    /// Whether the tensors are all that the source has, under its names: what else it has fits to them.
+    pub(super) fn is_whole(&self) -> bool {
+        let (checkpoint, plan) = (&self.checkpoint, &self.plan);
+        plan.layout == Layout::Stored
+            && checkpoint.tensors().len() == plan.bundle().count()
+            && plan.bundle().all(|tensor| checkpoint.find(&tensor.name).is_some())
+    }
+
+    /// What goes with the tensors of a source of this kind into a format of the same kind.
+    pub(super) fn objects(&self, container: Container) -> impl Iterator<Item = (&String, &Arc<[u8]>)> {
+        let passes = self.checkpoint.container() == container && self.is_whole();
+        self.checkpoint.saved_tree().objects.iter().filter(move |_| passes)
     }
 
     /// When the newest source file was modified.

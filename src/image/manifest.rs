@@ -7,7 +7,6 @@ use std::{io::Write, sync::Arc};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_plan::{Plan, PlannedTensor, Problem, TensorKinds};
-use ckfs_tensor::TensorId;
 use serde_json::json;
 
 use super::{
@@ -24,10 +23,8 @@ const BEFORE_TENSORS: usize = 2;
 
 /// Names in the repository of the tensors that a view reads, without duplicates, in order.
 pub(super) fn source_names<'a>(checkpoint: &'a Checkpoint, tensor: &PlannedTensor) -> Vec<&'a str> {
-    let mut ids: Vec<TensorId> = Vec::new();
-    tensor.view.for_each_source(&mut |source| ids.push(source.id));
     let mut seen = std::collections::HashSet::new();
-    ids.into_iter().filter(|id| seen.insert(*id)).map(|id| checkpoint.tensor(id).name).collect()
+    tensor.view.source_ids().into_iter().filter(|id| seen.insert(*id)).map(|id| checkpoint.tensor(id).name).collect()
 }
 
 /// See the module's documentation.

@@ -10,11 +10,12 @@ use std::{
     time::UNIX_EPOCH,
 };
 
+use ckfs_checkpoint::Container;
 use ckfs_format::orbax::{
-    read::TreeKey,
+    read::{SHARDING, TreeKey},
     write::{self as orbax, MetadataPlace},
 };
-use ckfs_plan::{Layout, Plan, PlannedTensor, Problem};
+use ckfs_plan::{Plan, PlannedTensor, Problem};
 
 use super::{
     array_table::{ArrayNode, ArrayTable, grid},
@@ -46,11 +47,12 @@ impl OutputFormat for Orbax {
     }
 
     fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
-        ArrayTable::new(plan).err().map(Self::lacking)
+        ArrayTable::new(plan, Vec::new()).err().map(Self::lacking)
     }
 
     fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        let table = match ArrayTable::new(&input.plan) {
+        let beside = input.objects(Container::Orbax).map(|(path, _)| path.clone()).collect();
+        let table = match ArrayTable::new(&input.plan, beside) {
             Ok(table) => Arc::new(table),
             Err(reason) => return Ok(Self::lacking(reason).into()),
         };
@@ -104,19 +106,16 @@ impl Arrays {
             tensor.view.shape().rank() == 0 && tree.scalars.contains(&tensor.name)
         };
         let arrays = || 0..self.table.arrays();
+        // Without the file of shardings, arrays of jax could be restored with a target alone.
+        let are_sharded = self.input.objects(Container::Orbax).any(|(path, _)| path == SHARDING);
         Saved {
+            jax_arrays: arrays()
+                .filter(|array| are_sharded && tree.jax_arrays.contains(&self.tensor(*array).name))
+                .collect(),
             keys: arrays().filter_map(keys).collect(),
             scalars: arrays().filter(is_scalar).collect(),
-            empty: if self.is_whole() { tree.empty.clone() } else { Vec::new() },
+            empty: if self.input.is_whole() { tree.empty.clone() } else { Vec::new() },
         }
-    }
-
-    /// Whether the arrays are all that the source has, under its names.
-    fn is_whole(&self) -> bool {
-        let FormatInput { checkpoint, plan, .. } = &*self.input;
-        plan.layout == Layout::Stored
-            && checkpoint.tensors().len() == self.table.arrays()
-            && (0..self.table.arrays()).all(|array| checkpoint.find(&self.tensor(array).name).is_some())
     }
 }
 
@@ -128,11 +127,13 @@ impl Subtree for Arrays {
     fn node(&self, at: u64) -> SubtreeNode {
         let node = self.table.node(at);
         match node {
-            ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) => {
+            ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) | ArrayNode::ArrayMetadatas => {
                 let inside = self.table.directories_in(node);
                 SubtreeNode::Directory(u32::try_from(inside).expect("fewer tensors than 2^32"))
             }
-            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => SubtreeNode::File,
+            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) | ArrayNode::Beside(_) => {
+                SubtreeNode::File
+            }
         }
     }
 
@@ -156,9 +157,12 @@ impl Subtree for Arrays {
 
     fn derived_from(&self, at: u64) -> DerivedFrom {
         match self.table.node(at) {
-            ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) | ArrayNode::Metadata(_) => {
-                DerivedFrom::Tensors
-            }
+            ArrayNode::Root
+            | ArrayNode::Above(_)
+            | ArrayNode::Directory(_)
+            | ArrayNode::ArrayMetadatas
+            | ArrayNode::Metadata(_)
+            | ArrayNode::Beside(_) => DerivedFrom::Tensors,
             ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => DerivedFrom::Tensor(self.table.tensor(array)),
         }
     }
@@ -170,8 +174,12 @@ impl Subtree for Arrays {
     fn content(&self, at: u64) -> Result<FileContent, ImageError> {
         let grid = |array| grid(&self.input.plan, self.tensor(array));
         Ok(match self.table.node(at) {
-            ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) => {
+            ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) | ArrayNode::ArrayMetadatas => {
                 unreachable!("only files have contents")
+            }
+            ArrayNode::Beside(file) => {
+                let objects = &self.input.checkpoint.saved_tree().objects;
+                FileContent::Bytes(Arc::clone(&objects[self.table.beside_path(file)]))
             }
             ArrayNode::Metadata(0) => FileContent::Bytes(Arc::clone(&self.item)),
             ArrayNode::Metadata(_) => FileContent::Generated(Arc::clone(self.tree.get_or_init(|| {
@@ -205,6 +213,8 @@ struct Saved {
     keys: HashMap<usize, Vec<TreeKey>>,
     /// Arrays that are single numbers.
     scalars: HashSet<usize>,
+    /// Arrays of jax, whose shardings are known.
+    jax_arrays: HashSet<usize>,
     /// The keys on the way to what is empty, and what it is.
     empty: Vec<(Vec<TreeKey>, String)>,
 }
@@ -247,7 +257,13 @@ impl GeneratedRecords for TreeMetadata {
                     let (keys, value_type) = &self.saved.empty[number];
                     orbax::tree_leaf(keys, value_type)
                 } else {
-                    let value_type = if self.saved.scalars.contains(&array) { orbax::SCALAR } else { orbax::ARRAY };
+                    let value_type = if self.saved.scalars.contains(&array) {
+                        orbax::SCALAR
+                    } else if self.saved.jax_arrays.contains(&array) {
+                        orbax::JAX_ARRAY
+                    } else {
+                        orbax::ARRAY
+                    };
                     match self.saved.keys.get(&array) {
                         Some(keys) => orbax::tree_leaf(keys, value_type),
                         None => orbax::tree_leaf(&words(self.table.name(array)), value_type),
@@ -273,13 +289,15 @@ mod tests {
             let saved = Saved {
                 keys: HashMap::from([(1, place.clone())]),
                 scalars: HashSet::from([2]),
+                jax_arrays: HashSet::from([0]),
                 empty: vec![empty.clone()],
             };
             let file = GeneratedFile::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names)), saved));
             let leaf = |(at, name): (usize, &&str)| match at {
+                0 => orbax::tree_leaf(&words(name), orbax::JAX_ARRAY),
                 1 => orbax::tree_leaf(&place, orbax::ARRAY),
                 2 => orbax::tree_leaf(&words(name), orbax::SCALAR),
-                _ => orbax::tree_leaf(&words(name), orbax::ARRAY),
+                _ => unreachable!("three names"),
             };
             let leaves = names.iter().enumerate().map(leaf);
             let leaves: Vec<String> = leaves.chain([orbax::tree_leaf(&empty.0, &empty.1)]).collect();

@@ -16,7 +16,7 @@ include!(concat!(env!("OUT_DIR"), "/families.rs"));
 
 /// The role of one tensor in a family.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, default)]
 pub struct Role {
     /// Short name of the weight; `*` stands for the expert's number.
     pub short: Option<String>,
@@ -28,40 +28,33 @@ pub struct Role {
     /// Axis of the tensor that counts experts, where they are fused.
     pub experts: Option<usize>,
     /// Names of the parts along `split_axis`, with their shares: a number or a member of `config.json`.
-    #[serde(default)]
     pub split: Vec<(String, String)>,
     /// Axis along which the parts lie.
-    #[serde(default)]
     pub split_axis: usize,
     /// Axis of the inputs among the last two of fused experts. Of a tensor that is stored the other way round, the two axes are
     /// exchanged.
     pub inputs: Option<usize>,
     /// Whether a matrix is no linear layer of attention, MLP or experts, as a router is none: it is never quantized.
-    #[serde(default)]
     pub plain: bool,
 }
 
 /// Tensors that every complete model has.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, default)]
 pub struct Expectation {
     /// The model types to which it applies. An empty list means all of the family's.
-    #[serde(default)]
     pub model_types: Vec<String>,
     /// A condition over `config.json` and the number `l` of the layer.
     pub when: Option<String>,
     /// A member of `config.json` that lists the layers to which it does not apply.
     pub unless_listed: Option<String>,
     /// Names outside the layers, after the text model's prefix.
-    #[serde(default)]
     pub top: Vec<String>,
     /// Names within each layer. `*` stands for an expert's number.
-    #[serde(default)]
     pub layer: Vec<String>,
     /// The number of experts, as an expression over `config.json`. Given if the names are those of single experts.
     pub experts: Option<String>,
     /// Whether a name in the layers is expected only if some layer has it: then all layers must have it.
-    #[serde(default)]
     pub if_any: bool,
 }
 

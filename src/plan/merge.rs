@@ -88,6 +88,11 @@ pub(super) fn merged(
     let problem = |reason: &str| {
         PlanError::from(Problem::File { file: format!("merge-lora {label}"), reason: reason.to_owned() })
     };
+    if checkpoint.merges().is_some() {
+        return Err(problem(
+            "expected a checkpoint, found an average: export the average, and merge the adapter into that",
+        ));
+    }
     if options.lora.is_some() {
         return Err(problem("--lora shows an adapter beside its base and --merge-lora in it: expected one of the two"));
     }

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use ckfs_checkpoint::Checkpoint;
+use ckfs_checkpoint::{Checkpoint, first_names};
 use ckfs_tensor::TensorId;
 use serde_json::{Map, Value, json};
 
@@ -367,14 +367,10 @@ fn text_part(
     }
     let outside: Vec<&str> =
         names.values().map(String::as_str).filter(|name| text.is_outside(name) && !is_predictor(name)).collect();
-    match outside.len() {
-        0 => Ok(Some(text)),
-        count => {
-            let first = outside[..count.min(NAMES_MAX)].join(", ");
-            let more = if count > NAMES_MAX { format!(" and {} more", count - NAMES_MAX) } else { String::new() };
-            Err(format!("{} has no such tensors: {first}{more}", text.architecture))
-        }
+    if outside.is_empty() {
+        return Ok(Some(text));
     }
+    Err(format!("{} has no such tensors: {}", text.architecture, first_names(&outside, NAMES_MAX)))
 }
 
 /// Number of the model's own layers and of those that predict further tokens, as the configuration or the tensors have them.

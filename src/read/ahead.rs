@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ckfs_image::Segment;
 use ckfs_source::{ByteSpan, DecodedChunks, FileId, RemoteSource};
 use ckfs_sync::Demand;
-use ckfs_tensor::{Origin, Piece, Tiling, needs};
+use ckfs_tensor::{Origin, Piece, Tiling, needs, to_usize};
 use parking_lot::Mutex;
 
 use super::{
@@ -75,9 +75,8 @@ impl Engine {
                         return;
                     }
                     let compute = |room| engine.compute(&prepared.tiling, (first, last), room);
-                    let (key, bytes) = (file.tile_key(segment, index), usize::try_from(high - low));
+                    let (key, bytes) = (file.tile_key(segment, index), to_usize(high - low));
                     // A failure here is not reported: the reader that needs the tile will meet it again.
-                    let bytes = bytes.unwrap_or(usize::MAX);
                     drop(engine.rooms.cache.get(key, Demand::Prefetch, bytes, &engine.counters, &|| None, compute));
                 });
             }

@@ -14,8 +14,8 @@ use std::sync::{
 use ckfs_source::FileId;
 use ckfs_sync::{Demand, Request, Reservation};
 use ckfs_tensor::{
-    Band, Decode, EncodedLeaf, EncodedMatrices, EncodedPart, Gather, Origin, Piece, Shape, Tiling, Uncodable, View,
-    Window, gather_with, greatest_magnitude, to_usize, unravel,
+    Band, EncodedLeaf, EncodedMatrices, EncodedPart, Origin, Shape, Tiling, Uncodable, View, Window,
+    greatest_magnitude, to_usize, unravel,
 };
 
 use super::{
@@ -24,6 +24,8 @@ use super::{
     buffer::Buffer,
     counters::Path,
     fill::{FillMode, TouchedFiles, touch},
+    plan_jobs::Job,
+    scatter::scatter,
     tile::{Tile, TileKey},
 };
 
@@ -70,14 +72,14 @@ impl Engine {
     pub(super) fn fill_encoded(
         &self,
         leaf: &EncodedLeaf,
-        (piece, decode, unit_bytes): (Piece, &Decode, u64),
+        job: &Job<'_>,
         target: &mut [u8],
         touched: &mut TouchedFiles,
         mode: FillMode,
     ) -> Result<(), ReadError> {
         let bands = leaf.encoding.bands();
         let width = bands.encoder().dtype(leaf.part).unit().bytes;
-        let mut left = vec![piece];
+        let mut left = vec![job.piece.clone()];
         while let Some(piece) = left.pop() {
             let Origin::Encoded { offset, .. } = piece.origin else {
                 return Err(ReadError::Internal { what: "a piece of an encoder has another origin" });
@@ -89,16 +91,8 @@ impl Engine {
             let windows = [Window { bytes: made.bytes(), start: band.first * width }];
             let mut units = 0;
             for piece in inside {
-                let Origin::Encoded { offset, .. } = piece.origin else { continue };
                 units += piece.units();
-                let gather = Gather {
-                    decode,
-                    target_bytes: unit_bytes,
-                    loops: &piece.loops,
-                    source_offset: offset,
-                    target_offset: piece.start,
-                };
-                gather_with(mode.stores, &gather, &windows, target);
+                scatter(job, &piece, &windows, target, mode.stores);
             }
             if let BandBytes::Tile(key, tile) = &made {
                 let before = tile.served.fetch_add(units * width, Ordering::Relaxed);

@@ -77,8 +77,7 @@ impl Engine {
                 }
                 SpanPart::Encoded(leaf, job) => {
                     made += job.piece.units();
-                    let job = (job.piece, job.decode, job.unit_bytes);
-                    result = self.fill_encoded(leaf, job, target, touched, mode);
+                    result = self.fill_encoded(leaf, &job, target, touched, mode);
                 }
                 SpanPart::Job(job) => {
                     made += job.piece.units();
@@ -90,7 +89,7 @@ impl Engine {
                     match self.source().maps().filter(|_| fetch::are_mapped(&self.checkpoint, &wanted)) {
                         Some(maps) => {
                             result = fetch::through_maps(&self.checkpoint, maps, &job, &wanted, &[], &mut |windows| {
-                                scatter(&job, windows, target, mode.stores);
+                                scatter(&job, &job.piece, windows, target, mode.stores);
                             });
                         }
                         None => unmapped.push(job),

@@ -231,7 +231,7 @@ impl<'a> SegmentReader<'a> {
         let index = grid.index(low / unit);
         let (start, end) = grid.span(index, prepared.tiling.len_units());
         let key = self.file.tile_key(self.segment, index);
-        let bytes = usize::try_from((end - start) * unit).unwrap_or(usize::MAX);
+        let bytes = to_usize((end - start) * unit);
         let compute = |room| engine.compute(&prepared.tiling, (start, end), room);
         let give_up = || engine.stall(self.file);
         let Some(outcome) = engine.rooms.cache.get(key, Demand::Reader, bytes, &engine.counters, &give_up, compute)

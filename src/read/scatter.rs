@@ -5,18 +5,16 @@ use smallvec::SmallVec;
 
 use super::{plan_jobs::Job, schedule::Batch};
 
-/// Runs a job over one window for each of its operands.
-pub(super) fn scatter(job: &Job<'_>, windows: &[Window<'_>], target: &mut [u8], stores: Stores) {
-    scatter_piece(job, &job.piece, windows, target, stores);
-}
-
-fn scatter_piece(job: &Job<'_>, piece: &Piece, windows: &[Window<'_>], target: &mut [u8], stores: Stores) {
-    let Origin::Tensor { offset: source_offset, .. } = piece.origin else { unreachable!("a constant is no job") };
+/// Runs a job for a piece of it, over one window for each of its operands.
+pub(super) fn scatter(job: &Job<'_>, piece: &Piece, windows: &[Window<'_>], target: &mut [u8], stores: Stores) {
+    let (Origin::Tensor { offset, .. } | Origin::Encoded { offset, .. }) = piece.origin else {
+        unreachable!("a constant is no job")
+    };
     let gather = Gather {
         decode: job.decode,
         target_bytes: job.unit_bytes,
         loops: &piece.loops,
-        source_offset,
+        source_offset: offset,
         target_offset: piece.start,
     };
     gather_with(stores, &gather, windows, target);
@@ -40,12 +38,12 @@ pub(super) fn scatter_batch(batch: &Batch<'_>, memory: &[u8], first: u64, part: 
             .collect();
         let last = first + part.len() as u64 / step.job.unit_bytes;
         if first == 0 && step.job.piece.last() < last {
-            scatter(&step.job, &windows, part, stores);
+            scatter(&step.job, &step.job.piece, &windows, part, stores);
             continue;
         }
         step.job.piece.cut(first, last, &mut |mut piece| {
             piece.start -= first;
-            scatter_piece(&step.job, &piece, &windows, part, stores);
+            scatter(&step.job, &piece, &windows, part, stores);
         });
     }
 }
@@ -100,7 +98,7 @@ mod tests {
             let mut expected = vec![0; len];
             for job in &jobs {
                 let whole: Vec<u8> = (0..rows * columns * 2).map(|at| byte(job.origin().0, at)).collect();
-                scatter(job, &[Window::whole(&whole)], &mut expected, Stores::Cached);
+                scatter(job, &job.piece, &[Window::whole(&whole)], &mut expected, Stores::Cached);
             }
             // And the same bytes as by definition.
             let element = |at: usize| u16::from_le_bytes([expected[2 * at], expected[2 * at + 1]]);

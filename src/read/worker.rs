@@ -4,7 +4,7 @@
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use ckfs_sync::{BoxedJob, Pool, PoolOptions, Queue};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rustix::thread::{Pid, gettid};
 
 /// Most jobs that may wait. More would be stale before they ran.
@@ -39,14 +39,7 @@ impl Queue for WorkQueue {
 }
 
 /// Threads inside jobs.
-#[derive(Clone, Default)]
-struct Busy(Arc<Mutex<Vec<Pid>>>);
-
-impl Busy {
-    fn lock(&self) -> MutexGuard<'_, Vec<Pid>> {
-        self.0.lock()
-    }
-}
+type Busy = Arc<Mutex<Vec<Pid>>>;
 
 /// Notes that this thread is inside a job, until it is dropped.
 struct BusyThread<'a>(&'a Busy, Pid);
@@ -68,7 +61,7 @@ impl Workers {
     /// At most `count` threads.
     pub(super) fn new(name: &'static str, count: usize) -> Self {
         let busy = Busy::default();
-        let of_job = busy.clone();
+        let of_job = Arc::clone(&busy);
         let run = move |job: BoxedJob| {
             let thread = gettid();
             of_job.lock().push(thread);

@@ -5,7 +5,7 @@ use http::{
     header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, SERVER, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS},
 };
 
-use super::{body::ReplyBody, gate::NoEntry};
+use super::{body::ReplyBody, gate::NoEntry, host::Caller};
 
 /// A reply.
 pub(super) type Reply = Response<ReplyBody>;
@@ -56,15 +56,29 @@ pub(super) fn wrong_method(allowed: &'static str) -> Reply {
     with_header(failed(StatusCode::METHOD_NOT_ALLOWED, &text), ALLOW, allowed)
 }
 
+/// What to say to a client that asked by a name that is not taken for one of this machine.
+pub(super) fn other_name(caller: &Caller) -> String {
+    let name = caller.host.as_deref().unwrap_or_default();
+    format!(
+        "expected localhost or an address, found the name {name}, which a page of the web may have; if it is yours, serve with \
+         --allow-host {name}"
+    )
+}
+
 /// A request that is not let in.
-pub(super) fn not_admitted(reason: NoEntry) -> Reply {
+pub(super) fn not_admitted(reason: NoEntry, caller: &Caller) -> Reply {
+    let error_message = HeaderName::from_static("x-error-message");
     let (text, of_hub) = match reason {
+        NoEntry::Name => {
+            let text = other_name(caller);
+            return with_header(failed(StatusCode::MISDIRECTED_REQUEST, &text), error_message, &text);
+        }
         NoEntry::Missing => ("expected a token: Authorization: Bearer TOKEN", "a token is needed: set HF_TOKEN"),
         // Clients of the Hub know this text; they report another 401 as a repository that does not exist.
         NoEntry::Wrong => ("expected another token", "Invalid credentials in Authorization header"),
     };
     let reply = with_header(failed(StatusCode::UNAUTHORIZED, text), WWW_AUTHENTICATE, "Bearer realm=\"ckfs\"");
-    with_header(reply, HeaderName::from_static("x-error-message"), of_hub)
+    with_header(reply, error_message, of_hub)
 }
 
 /// Every reply has these headers.

@@ -1,11 +1,14 @@
-//! The preconditions and the range of a request for a file: `If-Match`, `If-None-Match`, `If-Range`, `Range`; pure.
-//!
-//! Times are no conditions here: a server that starts with other settings serves other bytes of sources that are as old as before.
+//! The preconditions and the range of a request for a file: `If-Match`, `If-None-Match`, `If-Range`, `Range`; pure. A time counts where
+//! there is no entity tag (`If-Unmodified-Since`, `If-Modified-Since`), and never for a range: two versions may be of one second.
+
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use http::{
     HeaderMap, HeaderValue,
-    header::{HeaderName, IF_MATCH, IF_NONE_MATCH, IF_RANGE, RANGE},
+    header::{HeaderName, IF_MATCH, IF_MODIFIED_SINCE, IF_NONE_MATCH, IF_RANGE, IF_UNMODIFIED_SINCE, RANGE},
 };
+
+use super::tree::FileVersion;
 
 /// What a request is to be answered with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,12 +25,32 @@ pub(super) enum FileVerdict {
     Outside,
 }
 
-/// Judges a request for a file of `size_bytes` with the entity tag `etag`, in quotes.
-pub(super) fn judge(headers: &HeaderMap, etag: &str, size_bytes: u64) -> FileVerdict {
-    if headers.contains_key(IF_MATCH) && !matches(headers, &IF_MATCH, etag, false) {
+/// Whether a file that has its version `since` a time is newer than the time of a header, both in whole seconds; `None` without a time.
+fn is_newer(headers: &HeaderMap, name: &HeaderName, since: Option<SystemTime>) -> Option<bool> {
+    let mut values = headers.get_all(name).iter();
+    let value = values.next().filter(|_| values.next().is_none())?;
+    let asked = httpdate::parse_http_date(value.to_str().ok()?).ok()?;
+    let seconds = |time: SystemTime| time.duration_since(UNIX_EPOCH).map_or(0, |past| past.as_secs());
+    Some(seconds(since?) > seconds(asked))
+}
+
+/// Judges a request for a file of `size_bytes` with this version; `etag` is in quotes.
+pub(super) fn judge(headers: &HeaderMap, version: &FileVersion, size_bytes: u64) -> FileVerdict {
+    let FileVersion { etag, since } = version;
+    let is_other = if headers.contains_key(IF_MATCH) {
+        !matches(headers, &IF_MATCH, etag, false)
+    } else {
+        is_newer(headers, &IF_UNMODIFIED_SINCE, *since) == Some(true)
+    };
+    if is_other {
         return FileVerdict::OtherVersion;
     }
-    if matches(headers, &IF_NONE_MATCH, etag, true) {
+    let is_known = if headers.contains_key(IF_NONE_MATCH) {
+        matches(headers, &IF_NONE_MATCH, etag, true)
+    } else {
+        is_newer(headers, &IF_MODIFIED_SINCE, *since) == Some(false)
+    };
+    if is_known {
         return FileVerdict::Known;
     }
     let is_same = headers.get(IF_RANGE).is_none_or(|value| value.as_bytes() == etag.as_bytes());
@@ -91,11 +114,53 @@ fn matches(headers: &HeaderMap, name: &HeaderName, etag: &str, weak: bool) -> bo
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+
+    /// With half a second, which no header has.
+    fn version(seconds: Option<u64>) -> FileVersion {
+        let since = seconds.map(|seconds| UNIX_EPOCH + Duration::from_millis(seconds * 1000 + 500));
+        FileVersion { etag: "\"a\"".to_owned(), since }
+    }
+
+    #[test]
+    fn a_time_counts_where_there_is_no_tag() {
+        use FileVerdict::{Known, OtherVersion, Part, Whole};
+        let (before, same, after) =
+            ("Sun, 06 Nov 1994 08:49:36 GMT", "Sun, 06 Nov 1994 08:49:37 GMT", "Sunday, 06-Nov-94 08:49:38 GMT");
+        let (since, until) = (IF_MODIFIED_SINCE, IF_UNMODIFIED_SINCE);
+        for (rows, expected) in [
+            (&[(&since, before)][..], Whole),
+            (&[(&since, same)], Known),
+            (&[(&since, after)], Known),
+            (&[(&since, "1994")], Whole),
+            (&[(&since, same), (&since, same)], Whole),
+            (&[(&since, same), (&IF_NONE_MATCH, "\"b\"")], Whole),
+            (&[(&since, before), (&IF_NONE_MATCH, "\"a\"")], Known),
+            (&[(&since, same), (&RANGE, "bytes=1-2")], Known),
+            (&[(&until, before)], OtherVersion),
+            (&[(&until, same)], Whole),
+            (&[(&until, "x")], Whole),
+            (&[(&until, before), (&IF_MATCH, "\"a\"")], Whole),
+            (&[(&until, same), (&since, same)], Known),
+            (&[(&until, same), (&RANGE, "bytes=1-2")], Part(1, 3)),
+        ] {
+            let mut headers = HeaderMap::new();
+            for (name, value) in rows {
+                headers.append(*name, value.parse().unwrap());
+            }
+            assert_eq!(judge(&headers, &version(Some(784_111_777)), 10), expected, "{rows:?}");
+            if !headers.contains_key(IF_MATCH) && !headers.contains_key(IF_NONE_MATCH) {
+                headers.remove(RANGE);
+                assert_eq!(judge(&headers, &version(None), 10), Whole, "{rows:?} without a time");
+            }
+        }
+    }
 
     #[test]
     fn preconditions_come_before_the_range() {
-        let tag = "\"a\"";
+        let version = version(Some(0));
         for (rows, expected) in [
             (&[][..], FileVerdict::Whole),
             (&[(IF_MATCH, "\"a\"")], FileVerdict::Whole),
@@ -120,13 +185,13 @@ mod tests {
             (&[(IF_MATCH, "\"a\""), (IF_NONE_MATCH, "\"a\"")], FileVerdict::Known),
         ] {
             let headers = rows.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())).collect();
-            assert_eq!(judge(&headers, tag, 10), expected, "{rows:?}");
+            assert_eq!(judge(&headers, &version, 10), expected, "{rows:?}");
         }
         // Several headers of a name are one list.
         let mut headers = HeaderMap::new();
         headers.append(IF_MATCH, "\"b\"".parse().unwrap());
         headers.append(IF_MATCH, "\"a\"".parse().unwrap());
-        assert_eq!(judge(&headers, tag, 10), FileVerdict::Whole);
+        assert_eq!(judge(&headers, &version, 10), FileVerdict::Whole);
     }
 
     #[test]

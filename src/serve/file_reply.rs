@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use ckfs_volume::NodeKind;
 use http::{
     HeaderMap, HeaderValue, Method, StatusCode,
-    header::{ACCEPT_RANGES, CONTENT_LENGTH, CONTENT_RANGE, ETAG},
+    header::{ACCEPT_RANGES, CONTENT_LENGTH, CONTENT_RANGE, ETAG, IF_MATCH, IF_RANGE, LAST_MODIFIED, RANGE},
 };
 
 use super::{
@@ -13,16 +14,16 @@ use super::{
     body::{FilePart, ReplyBody},
     conditions::{self, FileVerdict},
     gate::Visitor,
-    reads::ServedReads,
-    tree::FoundNode,
+    reads::{ReadRefusal, ServedReads},
+    tree::{FileVersion, FoundNode},
 };
 
 /// A file that is requested.
 pub(super) struct AskedFile<'a> {
     pub(super) reads: &'a Arc<ServedReads>,
     pub(super) node: &'a FoundNode,
-    /// Its entity tag, in quotes; none of a file whose content changes.
-    pub(super) etag: Option<String>,
+    /// None of a file whose content changes.
+    pub(super) version: Option<FileVersion>,
 }
 
 /// The content type of a file by its name.
@@ -34,57 +35,104 @@ fn content_type(path: &str) -> &'static str {
     }
 }
 
-/// Answers a request of a file that is made at each one.
-pub(super) fn of_text(names: &[String], text: Vec<u8>) -> Reply {
-    let name = names.last().map_or("", String::as_str);
-    answer::of_body(StatusCode::OK, content_type(name), ReplyBody::of(text))
+/// Answers a request of a file that is made at each one. Its version is that of these bytes, so no request gets parts of two: a range
+/// counts only with the tag that the client has.
+pub(super) fn of_bytes(path: &str, bytes: &Bytes, method: &Method, headers: &HeaderMap) -> Reply {
+    let version = FileVersion::of_bytes(bytes);
+    let mut headers = headers.clone();
+    if !headers.contains_key(IF_MATCH) && !headers.contains_key(IF_RANGE) {
+        headers.remove(RANGE);
+    }
+    let part = match begin(&version, bytes.len() as u64, method, &headers) {
+        Ok(part) => part,
+        Err(reply) => return reply,
+    };
+    finish(&version, path, &part, method, || {
+        let [start, end] = [part.start, part.end].map(|at| usize::try_from(at).expect("the bytes are in memory"));
+        ReplyBody::of(bytes.slice(start..end))
+    })
 }
 
-/// Answers a GET or HEAD of a file.
-pub(super) async fn of_file(asked: AskedFile<'_>, method: &Method, headers: &HeaderMap) -> Reply {
-    let AskedFile { reads, node, etag } = asked;
-    debug_assert_eq!(node.attr.kind, NodeKind::File);
-    let size_bytes = node.attr.size_bytes;
-    let with_tag = |reply: Reply| match &etag {
-        Some(etag) => answer::with_header(answer::with_header(reply, ETAG, etag), ACCEPT_RANGES, "bytes"),
+/// The part of a file that a request gets.
+struct RepliedPart {
+    status: StatusCode,
+    start: u64,
+    end: u64,
+    size_bytes: u64,
+}
+
+/// What a reply says of the version of its file.
+fn with_version(reply: Reply, version: &FileVersion) -> Reply {
+    let reply = answer::with_header(answer::with_header(reply, ETAG, &version.etag), ACCEPT_RANGES, "bytes");
+    match version.since {
+        Some(since) => answer::with_header(reply, LAST_MODIFIED, &httpdate::fmt_http_date(since)),
         None => reply,
-    };
-    // Without a version there is nothing to compare, and parts of two answers would not fit.
-    let verdict = etag.as_ref().map_or(FileVerdict::Whole, |etag| conditions::judge(headers, etag, size_bytes));
-    let (status, start, end) = match verdict {
+    }
+}
+
+/// The part that a request gets, or the reply if there is none.
+fn begin(version: &FileVersion, size_bytes: u64, method: &Method, headers: &HeaderMap) -> Result<RepliedPart, Reply> {
+    let (status, start, end) = match conditions::judge(headers, version, size_bytes) {
         // Ranges are of GET.
         FileVerdict::Part(start, end) if method == Method::GET => (StatusCode::PARTIAL_CONTENT, start, end),
         FileVerdict::Outside if method == Method::GET => {
             let text = format!("expected a range of the {size_bytes} bytes");
             let reply = answer::failed(StatusCode::RANGE_NOT_SATISFIABLE, &text);
-            return with_tag(answer::with_header(reply, CONTENT_RANGE, &format!("bytes */{size_bytes}")));
+            let reply = answer::with_header(reply, CONTENT_RANGE, &format!("bytes */{size_bytes}"));
+            return Err(with_version(reply, version));
         }
         FileVerdict::Whole | FileVerdict::Part(..) | FileVerdict::Outside => (StatusCode::OK, 0, size_bytes),
-        FileVerdict::Known => return with_tag(answer::empty(StatusCode::NOT_MODIFIED)),
+        FileVerdict::Known => return Err(with_version(answer::empty(StatusCode::NOT_MODIFIED), version)),
         FileVerdict::OtherVersion => {
-            return with_tag(answer::failed(StatusCode::PRECONDITION_FAILED, "the file has another entity tag"));
+            let reply = answer::failed(StatusCode::PRECONDITION_FAILED, "the file has another entity tag, or is newer");
+            return Err(with_version(reply, version));
         }
     };
-    // Opening checks the sources: a file that is known to be damaged is an error, not the beginning of a reply.
-    let file = match reads.open(node.attr.ino).await {
-        Ok(file) => file,
-        Err(refusal) => {
-            let text = format!("{}: {refusal}; the log of the server says why", node.path);
-            return answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &text);
-        }
-    };
-    let body = if method == Method::HEAD {
-        ReplyBody::empty()
-    } else {
-        ReplyBody::of_file(FilePart::new(reads, file, start, end))
-    };
-    let mut reply = answer::of_body(status, content_type(&node.path), body);
+    Ok(RepliedPart { status, start, end, size_bytes })
+}
+
+/// The reply with a part.
+fn finish(
+    version: &FileVersion,
+    path: &str,
+    part: &RepliedPart,
+    method: &Method,
+    body: impl FnOnce() -> ReplyBody,
+) -> Reply {
+    let RepliedPart { status, start, end, size_bytes } = *part;
+    let body = if method == Method::HEAD { ReplyBody::empty() } else { body() };
+    let mut reply = answer::of_body(status, content_type(path), body);
     reply.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(end - start));
     if status == StatusCode::PARTIAL_CONTENT {
         let range = format!("bytes {start}-{}/{size_bytes}", end - 1);
         reply = answer::with_header(reply, CONTENT_RANGE, &range);
     }
-    with_tag(reply)
+    with_version(reply, version)
+}
+
+/// Answers a GET or HEAD of a file.
+pub(super) async fn of_file(asked: AskedFile<'_>, method: &Method, headers: &HeaderMap) -> Reply {
+    let AskedFile { reads, node, version } = asked;
+    debug_assert_eq!(node.attr.kind, NodeKind::File);
+    let unreadable = |refusal: ReadRefusal| {
+        let text = format!("{}: {refusal}; the log of the server says why", node.path);
+        answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &text)
+    };
+    let Some(version) = version else {
+        let made = reads.made(node.attr.ino).await;
+        return made.map_or_else(unreadable, |bytes| of_bytes(&node.path, &bytes, method, headers));
+    };
+    let part = match begin(&version, node.attr.size_bytes, method, headers) {
+        Ok(part) => part,
+        Err(reply) => return reply,
+    };
+    // Opening checks the sources: a file that is known to be damaged is an error, not the beginning of a reply.
+    match reads.open(node.attr.ino).await {
+        Ok(file) => finish(&version, &node.path, &part, method, || {
+            ReplyBody::of_file(FilePart::new(reads, file, part.start, part.end))
+        }),
+        Err(refusal) => unreadable(refusal),
+    }
 }
 
 /// The reply to a visitor who may not read a node.

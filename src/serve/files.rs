@@ -26,7 +26,9 @@ pub(super) async fn answer(
     };
     let (tree, rest) = match served.place(visitor, &names).await {
         Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
-        Ok(ServedPlace::Text(text)) => return file_reply::of_text(&names, text),
+        Ok(ServedPlace::Text(text)) => {
+            return file_reply::of_bytes(&names.join("/"), &text.into(), method, headers);
+        }
         Err(NoPlace::Node(reason)) => return no_node(reason, &names, visitor),
         Err(NoPlace::Failed(cause)) => {
             let text = format!("{}: {cause}", names.join("/"));
@@ -37,12 +39,19 @@ pub(super) async fn answer(
         Ok(node) => node,
         Err(reason) => return no_node(reason, &names, visitor),
     };
-    // A name that leads elsewhere tomorrow is answered by the address of what it leads to now.
-    if let (Some((first, below)), TreeVersion::Step { held, .. }) = (names.split_first(), &tree.version)
-        && first == LATEST
-    {
-        let slash = if path.ends_with('/') && !below.is_empty() { "/" } else { "" };
-        let address = format!("/files/{}/{}{slash}", held.number(), path::encoded(&below.join("/")));
+    let is_directory = node.attr.kind == NodeKind::Directory;
+    let elsewhere = match (names.split_first(), &tree.version) {
+        // A name that leads elsewhere tomorrow is answered by the address of what it leads to now.
+        (Some((first, below)), TreeVersion::Step { held, .. }) if first == LATEST => {
+            Some(format!("{}/{}", held.number(), path::encoded(&below.join("/"))))
+        }
+        // Clients take a page at an address without the slash for a file.
+        _ if is_directory && !path.ends_with('/') => Some(path::encoded(&names.join("/"))),
+        _ => None,
+    };
+    if let Some(elsewhere) = elsewhere {
+        let slash = if is_directory && !elsewhere.is_empty() && !elsewhere.ends_with('/') { "/" } else { "" };
+        let address = format!("/files/{elsewhere}{slash}");
         return answer::with_header(answer::failed(StatusCode::TEMPORARY_REDIRECT, &address), LOCATION, &address);
     }
     match node.attr.kind {
@@ -57,7 +66,7 @@ pub(super) async fn answer(
             _ => listing::of_directory(&tree, visitor, &node, headers),
         },
         NodeKind::File => {
-            let asked = AskedFile { reads: &tree.reads, node: &node, etag: tree.etag(&node) };
+            let asked = AskedFile { reads: &tree.reads, node: &node, version: tree.version(&node) };
             file_reply::of_file(asked, method, headers).await
         }
         // Links were followed.

@@ -1,11 +1,13 @@
 //! Who asks. A client with the token is trusted, and so is one of this machine where there is no token; all others are strangers.
 
-use std::net::IpAddr;
-
+use ckfs_config::Pattern;
 use ckfs_volume::Attr;
 use http::{HeaderMap, header::AUTHORIZATION};
 
-use super::options::{AccessToken, ServeOptions};
+use super::{
+    host::Caller,
+    options::{AccessToken, ServeOptions},
+};
 
 /// Who asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +48,8 @@ pub(super) enum NoEntry {
     Missing,
     /// It is another one.
     Wrong,
+    /// There need be none, but the name of this server may be that of a page of the web.
+    Name,
 }
 
 /// Decides who asks.
@@ -53,11 +57,14 @@ pub(super) enum NoEntry {
 pub(super) struct Gate {
     token: Option<AccessToken>,
     allow_anyone: bool,
+    /// Names by which clients of this machine may ask as well.
+    allowed: Vec<Pattern>,
 }
 
 impl Gate {
     pub(super) fn new(options: &ServeOptions) -> Self {
-        Self { token: options.token.clone(), allow_anyone: options.allow_anyone }
+        let ServeOptions { token, allow_anyone, allowed, .. } = options.clone();
+        Self { token, allow_anyone, allowed }
     }
 
     /// The token, if there is one.
@@ -76,12 +83,18 @@ impl Gate {
     /// Who a request comes from.
     ///
     /// # Errors
-    /// [`NoEntry`] if the request must have a token.
-    pub(super) fn admit(&self, headers: &HeaderMap, peer: IpAddr) -> Result<Visitor, NoEntry> {
+    /// [`NoEntry`] if the request must have a token, or another name.
+    pub(super) fn admit(&self, headers: &HeaderMap, caller: &Caller) -> Result<Visitor, NoEntry> {
         let Some(token) = &self.token else {
             // A server that other machines reach was opened for them.
-            let is_near = peer.to_canonical().is_loopback();
-            return Ok(if is_near { Visitor::Trusted } else { Visitor::Stranger });
+            if !caller.address.to_canonical().is_loopback() {
+                return Ok(Visitor::Stranger);
+            }
+            return match (caller.is_of_this_machine(&self.allowed), self.allow_anyone) {
+                (true, _) => Ok(Visitor::Trusted),
+                (false, true) => Ok(Visitor::Stranger),
+                (false, false) => Err(NoEntry::Name),
+            };
         };
         match headers.get(AUTHORIZATION) {
             Some(value) => match value.to_str().ok().and_then(bearer) {
@@ -101,7 +114,7 @@ fn bearer(value: &str) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
+    use std::net::{IpAddr, Ipv4Addr};
 
     use super::*;
 
@@ -109,9 +122,29 @@ mod tests {
     const FAR: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
 
     fn admit(token: Option<&str>, allow_anyone: bool, sent: Option<&str>, peer: IpAddr) -> Result<Visitor, NoEntry> {
-        let gate = Gate { token: token.map(AccessToken::new), allow_anyone };
+        admit_by("localhost", token, allow_anyone, sent, peer)
+    }
+
+    fn admit_by(
+        name: &str,
+        token: Option<&str>,
+        allow_anyone: bool,
+        sent: Option<&str>,
+        address: IpAddr,
+    ) -> Result<Visitor, NoEntry> {
+        let gate = Gate { token: token.map(AccessToken::new), allow_anyone, allowed: Vec::new() };
         let headers = sent.map(|text| (AUTHORIZATION, text.parse().unwrap())).into_iter().collect();
-        gate.admit(&headers, peer)
+        gate.admit(&headers, &Caller { address, host: Some(name.to_owned()) })
+    }
+
+    #[test]
+    fn a_page_of_the_web_is_not_taken_for_a_program_of_this_machine() {
+        let page = |token, anyone, sent, peer| admit_by("rebind.example", token, anyone, sent, peer);
+        assert_eq!(page(None, false, None, NEAR), Err(NoEntry::Name));
+        assert_eq!(page(None, true, None, NEAR), Ok(Visitor::Stranger));
+        assert_eq!(page(None, true, None, FAR), Ok(Visitor::Stranger));
+        assert_eq!(page(Some("secret"), false, None, NEAR), Err(NoEntry::Missing));
+        assert_eq!(page(Some("secret"), false, Some("Bearer secret"), NEAR), Ok(Visitor::Trusted));
     }
 
     #[test]

@@ -5,17 +5,20 @@
 //! GET  /api/models/{id}/tree/{rev}[/{path}]       entries, in pages
 //! POST /api/models/{id}/paths-info/{rev}          some entries
 //! GET  /api/models/{id}/refs                      the branch, and the steps of a run
-//! GET  /{id}/resolve/{rev}/{file}                 bytes
+//! GET  /api/models/{id}/commits/{rev}             the steps up to a revision
+//! GET  /api/models/{id}/auth-check                whether the client may read
+//! GET  /{id}/resolve/{rev}/{file}, .../raw/...    bytes
 //! ```
 //!
-//! No `X-Xet-Hash` is sent, so clients use plain requests. The digest of a file's bytes is not known before they are made: its version
-//! ([`ckfs_service::identity`]) stands where the Hub has one, in a form that no client takes for a digest.
+//! No `X-Xet-Hash` is sent, so clients use plain requests. The digest of a large file's bytes is not known before they are made: its
+//! version ([`ckfs_service::identity`]) stands where the Hub has one, in a form that no client takes for a digest.
 
 use ckfs_source::calendar::utc;
 use ckfs_volume::NodeKind;
+use futures_util::future::join_all;
 use http::{
     HeaderMap, HeaderName, Method, StatusCode,
-    header::{CONTENT_LENGTH, HOST, LINK, LOCATION},
+    header::{CONTENT_LENGTH, CONTENT_RANGE, HOST, LINK, LOCATION, RANGE},
 };
 use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
@@ -29,7 +32,7 @@ use super::{
     path,
     repositories::{BRANCH, NoRepository, RepositoryEntry, ServedRepository},
     served::ServedSource,
-    tree::NoNode,
+    tree::{FileVersion, NoNode},
 };
 
 /// Most bytes of a request that names paths.
@@ -50,8 +53,10 @@ const ERROR_MESSAGE: HeaderName = HeaderName::from_static("x-error-message");
 /// What a path of the Hub asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum HubRequest {
-    /// All repositories.
-    Models,
+    /// All repositories, or all of a kind that is not here.
+    All { of_models: bool },
+    /// Something else of what may be a repository.
+    Other { id: String },
     /// The branches of one.
     Refs { id: String },
     /// Something of one at a revision.
@@ -67,6 +72,10 @@ pub(super) enum AskedOf {
     Tree(Vec<String>),
     /// Some entries, named in the body.
     PathsInfo,
+    /// The commits that led to it.
+    Commits,
+    /// Whether the client may read it.
+    Access,
     /// A file.
     File(Vec<String>),
 }
@@ -82,13 +91,24 @@ impl HubRequest {
             Some(Self::Revision { id: id(org, name)?, revision: path::decoded(revision).ok()?, asked })
         };
         match parts.as_slice() {
-            ["api", "models"] => Some(Self::Models),
+            ["api", "models"] => Some(Self::All { of_models: true }),
+            ["api", "datasets" | "spaces"] => Some(Self::All { of_models: false }),
             ["api", "models", org, name, "refs"] => Some(Self::Refs { id: id(org, name)? }),
             ["api", "models", org, name] => of(org, name, BRANCH, AskedOf::Model),
+            ["api", "models", org, name, "auth-check"] => of(org, name, BRANCH, AskedOf::Access),
             ["api", "models", org, name, "revision", rev] => of(org, name, rev, AskedOf::Model),
+            ["api", "models", org, name, "commits", rev] => of(org, name, rev, AskedOf::Commits),
             ["api", "models", org, name, "tree", rev, rest @ ..] => of(org, name, rev, AskedOf::Tree(names(rest)?)),
             ["api", "models", org, name, "paths-info", rev] => of(org, name, rev, AskedOf::PathsInfo),
-            [org, name, "resolve", rev, rest @ ..] if !rest.is_empty() => {
+            ["api", "models", org, name, _, ..] => Some(Self::Other { id: id(org, name)? }),
+            ["api", "models", name] | [name, "resolve" | "raw", ..] => {
+                Some(Self::Other { id: path::decoded(name).ok()? })
+            }
+            ["api", kind @ ("datasets" | "spaces"), rest @ ..] | [kind @ ("datasets" | "spaces"), rest @ ..] => {
+                let id = rest.split(|word| matches!(*word, "resolve" | "raw")).next().unwrap_or_default();
+                Some(Self::Other { id: format!("{kind}/{}", names(id)?.join("/")) })
+            }
+            [org, name, "resolve" | "raw", rev, rest @ ..] if !rest.is_empty() => {
                 of(org, name, rev, AskedOf::File(names(rest)?))
             }
             _ => None,
@@ -113,11 +133,15 @@ pub(super) struct HubCall<'a> {
 /// Answers a request.
 pub(super) async fn answer(served: &ServedSource, request: HubRequest, call: &HubCall<'_>, body: Incoming) -> Reply {
     let (id, revision, asked) = match request {
-        HubRequest::Models => {
-            let all = served.repositories(call.visitor).await;
-            let all: Vec<Value> = all.iter().map(|repository| model(repository, &[])).collect();
+        HubRequest::All { of_models } => {
+            let all = if of_models { served.repositories(call.visitor).await } else { Vec::new() };
+            let all: Vec<Value> = searched(&all, call.query).map(|repository| model(repository, &[])).collect();
             return json_reply(&Value::from(all));
         }
+        HubRequest::Other { id } if served.ids().contains(&id) => {
+            return answer::failed(StatusCode::NOT_FOUND, &format!("{id}: this is not answered here"));
+        }
+        HubRequest::Other { id } => return no_repository(NoRepository::Name, &id, BRANCH, call.visitor),
         HubRequest::Refs { id } => {
             return match served.branches(call.visitor, &id).await {
                 Ok(branches) => json_reply(&refs(&branches)),
@@ -131,8 +155,13 @@ pub(super) async fn answer(served: &ServedSource, request: HubRequest, call: &Hu
         Err(reason) => return no_repository(reason, &id, &revision, call.visitor),
     };
     match asked {
-        AskedOf::Model => of_model(&repository, call),
-        AskedOf::Tree(path) => of_tree(&repository, &path, call),
+        AskedOf::Model => of_model(&repository, call).await,
+        AskedOf::Access => json_reply(&json!({})),
+        AskedOf::Commits => match served.branches(call.visitor, &id).await {
+            Ok(branches) => json_reply(&commits(&branches, &repository)),
+            Err(reason) => no_repository(reason, &id, &revision, call.visitor),
+        },
+        AskedOf::Tree(path) => of_tree(&repository, &path, call).await,
         AskedOf::PathsInfo => of_paths(&repository, call, body).await,
         AskedOf::File(path) if revision == repository.commit => of_file(&repository, &path, call.method, call).await,
         AskedOf::File(path) => of_moving(&repository, &path, served.is_moving(&revision), call).await,
@@ -222,26 +251,38 @@ fn model(repository: &ServedRepository, siblings: &[Value]) -> Value {
     })
 }
 
-fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Reply {
-    let has_sizes = asks_for(call.query, "blobs");
-    let sibling = |entry: &RepositoryEntry| {
-        if has_sizes {
-            let tag = repository.tag(&entry.path, entry.size_bytes);
-            json!({ "rfilename": entry.path, "size": entry.size_bytes, "blobId": tag })
-        } else {
-            json!({ "rfilename": entry.path })
-        }
+/// The repositories that the query of a list asks for.
+fn searched<'a>(all: &'a [ServedRepository], query: &str) -> impl Iterator<Item = &'a ServedRepository> + use<'a> {
+    let lower = |name: &str| asked(query, name).map(|text| text.to_lowercase());
+    let (search, author) = (lower("search").unwrap_or_default(), lower("author"));
+    let limit = asked(query, "limit").and_then(|text| text.parse().ok()).unwrap_or(usize::MAX);
+    let is_asked = move |found: &&ServedRepository| {
+        let id = found.id.to_lowercase();
+        id.contains(&search) && author.as_deref().is_none_or(|author| id.split('/').next() == Some(author))
     };
+    all.iter().filter(is_asked).take(limit)
+}
+
+async fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Reply {
+    let has_sizes = asks_for(call.query, "blobs");
     let entries = match repository.entries(call.visitor, &repository.root, true) {
         Ok(entries) => entries,
         Err(reason) => return no_entry(repository, &repository.id, reason),
     };
-    let siblings: Vec<Value> = entries.iter().filter(|entry| entry.kind == NodeKind::File).map(sibling).collect();
+    let sibling = async |entry: &RepositoryEntry| {
+        if has_sizes {
+            let tag = repository.tag(call.visitor, entry).await;
+            json!({ "rfilename": entry.path, "size": entry.attr.size_bytes, "blobId": tag })
+        } else {
+            json!({ "rfilename": entry.path })
+        }
+    };
+    let siblings = join_all(entries.iter().filter(|entry| entry.is_file()).map(sibling)).await;
     json_reply(&model(repository, &siblings))
 }
 
-fn refs(branches: &[(String, String)]) -> Value {
-    let row = |(name, commit): &(String, String)| json!({ "name": name, "ref": format!("refs/heads/{name}"), "targetCommit": commit });
+fn refs(branches: &[(String, ServedRepository)]) -> Value {
+    let row = |(name, found): &(String, ServedRepository)| json!({ "name": name, "ref": format!("refs/heads/{name}"), "targetCommit": found.commit });
     json!({
         "branches": branches.iter().map(row).collect::<Vec<_>>(),
         "converts": [],
@@ -249,19 +290,34 @@ fn refs(branches: &[(String, String)]) -> Value {
     })
 }
 
+/// The title of a commit.
+const TITLE: &str = "served by ckfs";
+
+/// The commits that led to a repository's revision, the last one first: the steps of a run up to it.
+fn commits(branches: &[(String, ServedRepository)], repository: &ServedRepository) -> Value {
+    // The branch is one of the steps, if there are some.
+    let steps = branches.iter().filter(|(name, _)| name != BRANCH || branches.len() == 1);
+    let row = |(name, found): &(String, ServedRepository)| {
+        let title = if name == BRANCH { TITLE.to_owned() } else { format!("step {name}") };
+        let (date, authors) = (time_of(found), [json!({ "user": "ckfs" })]);
+        json!({ "id": found.commit, "title": title, "message": "", "authors": authors, "date": date })
+    };
+    steps.rev().skip_while(|(_, found)| found.commit != repository.commit).map(row).collect()
+}
+
 /// An entry of a tree.
-fn entry_row(repository: &ServedRepository, entry: &RepositoryEntry, expand: bool) -> Value {
-    let kind = if entry.kind == NodeKind::Directory { "directory" } else { "file" };
-    let tag = repository.tag(&entry.path, entry.size_bytes);
-    let mut row = json!({ "type": kind, "oid": tag, "size": entry.size_bytes, "path": entry.path });
+async fn entry_row(repository: &ServedRepository, entry: &RepositoryEntry, expand: bool, visitor: Visitor) -> Value {
+    let kind = if entry.is_file() { "file" } else { "directory" };
+    let tag = repository.tag(visitor, entry).await;
+    let mut row = json!({ "type": kind, "oid": tag, "size": entry.attr.size_bytes, "path": entry.path });
     if let Some(row) = row.as_object_mut().filter(|_| expand) {
-        let last = json!({ "id": repository.commit, "title": "served by ckfs", "date": time_of(repository) });
+        let last = json!({ "id": repository.commit, "title": TITLE, "date": time_of(repository) });
         row.insert("lastCommit".to_owned(), last);
     }
     row
 }
 
-fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) -> Reply {
+async fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) -> Reply {
     let below = match repository.tree.find(call.visitor, &repository.root, names) {
         Ok(node) if node.attr.kind == NodeKind::Directory => node,
         Ok(_) => return no_entry(repository, &names.join("/"), NoNode::Absent),
@@ -280,8 +336,9 @@ fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) 
         Ok(entries) => entries,
         Err(reason) => return no_entry(repository, &names.join("/"), reason),
     };
-    let page: Vec<Value> =
-        entries.iter().skip(start).take(limit).map(|entry| entry_row(repository, entry, expand)).collect();
+    // Together: each may wait for its file.
+    let rows = entries.iter().skip(start).take(limit).map(|entry| entry_row(repository, entry, expand, call.visitor));
+    let page = join_all(rows).await;
     let next = start.saturating_add(page.len());
     let reply = answer::with_header(json_reply(&Value::from(page)), REPO_COMMIT, &repository.commit);
     if next >= entries.len() {
@@ -314,7 +371,7 @@ async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incom
     if paths.len() > PATHS_MAX {
         return malformed(&format!("paths: expected at most {PATHS_MAX}, found {}", paths.len()));
     }
-    let mut rows = Vec::new();
+    let mut entries = Vec::new();
     for asked in &paths {
         let Ok(names) = path::names(&path::encoded(asked)) else { continue };
         let node = match repository.tree.find(call.visitor, &repository.root, &names) {
@@ -322,11 +379,11 @@ async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incom
             Err(NoNode::Absent | NoNode::Denied) => continue,
             Err(NoNode::Failed) => return no_entry(repository, asked, NoNode::Failed),
         };
-        let entry =
-            RepositoryEntry { path: repository.path_of(&node), kind: node.attr.kind, size_bytes: node.attr.size_bytes };
+        let entry = RepositoryEntry { path: repository.path_of(&node), attr: node.attr };
         // The root is none.
-        rows.extend((!entry.path.is_empty()).then(|| entry_row(repository, &entry, expand)));
+        entries.extend((!entry.path.is_empty()).then_some(entry));
     }
+    let rows = join_all(entries.iter().map(|entry| entry_row(repository, entry, expand, call.visitor))).await;
     answer::with_header(json_reply(&Value::from(rows)), REPO_COMMIT, &repository.commit)
 }
 
@@ -382,9 +439,18 @@ async fn of_file(repository: &ServedRepository, names: &[String], method: &Metho
         Ok(_) => return no_entry(repository, &path, NoNode::Absent),
         Err(reason) => return no_entry(repository, &path, reason),
     };
-    let tag = format!("\"{}\"", repository.tag(&repository.path_of(&node), node.attr.size_bytes));
-    let asked = AskedFile { reads: &repository.tree.reads, node: &node, etag: Some(tag.clone()) };
-    let reply = file_reply::of_file(asked, method, call.headers).await;
+    let entry = RepositoryEntry { path: repository.path_of(&node), attr: node.attr };
+    let tag = format!("\"{}\"", repository.tag(call.visitor, &entry).await);
+    // The branch of a run leads to an older file when its newest step is deleted: no time is a condition.
+    let version = Some(FileVersion { etag: tag.clone(), since: None });
+    let asked = AskedFile { reads: &repository.tree.reads, node: &node, version };
+    let mut headers = call.headers.clone();
+    let is_empty_part = node.attr.size_bytes == 0 && headers.remove(RANGE).is_some();
+    let mut reply = file_reply::of_file(asked, method, &headers).await;
+    if is_empty_part && reply.status() == StatusCode::OK {
+        // Clients ask for the first byte to learn of the size, which they take from here: 416 would be the end for them.
+        reply = answer::with_header(reply, CONTENT_RANGE, "bytes */0");
+    }
     let reply = answer::with_header(reply, REPO_COMMIT, &repository.commit);
     let reply = answer::with_header(reply, LINKED_SIZE, &node.attr.size_bytes.to_string());
     answer::with_header(reply, LINKED_ETAG, &tag)
@@ -398,8 +464,10 @@ mod tests {
     fn paths_of_the_hub_are_read() {
         let (id, text) = (|| "org/name".to_owned(), str::to_owned);
         let of = |revision: &str, asked| Some(HubRequest::Revision { id: id(), revision: text(revision), asked });
+        let other = |id: &str| Some(HubRequest::Other { id: text(id) });
         for (path, expected) in [
-            ("/api/models", Some(HubRequest::Models)),
+            ("/api/models", Some(HubRequest::All { of_models: true })),
+            ("/api/datasets", Some(HubRequest::All { of_models: false })),
             ("/api/models/org/name", of("main", AskedOf::Model)),
             ("/api/models/org/name/revision/refs%2Fpr%2F1", of("refs/pr/1", AskedOf::Model)),
             ("/api/models/org/name/tree/main", of("main", AskedOf::Tree(vec![]))),
@@ -410,9 +478,17 @@ mod tests {
             ("/org/name/resolve/main", None),
             ("/org/name/resolve/main/../../x", None),
             ("/org/name/resolve/main/%2e%2e/x", None),
+            ("/org/name/raw/main/a", of("main", AskedOf::File(vec![text("a")]))),
+            ("/api/models/org/name/commits/HEAD", of("HEAD", AskedOf::Commits)),
+            ("/api/models/org/name/auth-check", of("main", AskedOf::Access)),
+            ("/api/models/org/name/discussions", other("org/name")),
+            ("/api/models/gpt2", other("gpt2")),
+            ("/api/models/gpt2/tree/main", other("gpt2/tree")),
+            ("/gpt2/resolve/main/config.json", other("gpt2")),
+            ("/api/datasets/org/name", other("datasets/org/name")),
+            ("/datasets/org/name/resolve/main/x", other("datasets/org/name")),
+            ("/spaces/name/raw/main/x", other("spaces/name")),
             ("/org/name", None),
-            ("/api/datasets/org/name", None),
-            ("/datasets/org/name/resolve/main/x", None),
             ("/", None),
         ] {
             assert_eq!(HubRequest::parse(path), expected, "{path}");

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use ckfs_config::{Config, RepoName, WaitTime};
+use ckfs_config::{Config, Pattern, RepoName, WaitTime};
 use sha2::{Digest, Sha256};
 
 /// The port of HTTP, unless `--listen` says it.
@@ -66,6 +66,8 @@ pub struct ServeOptions {
     pub token: Option<AccessToken>,
     /// Whether other machines may read without a token.
     pub allow_anyone: bool,
+    /// Names of this server that clients of this machine may ask by, beside those of the machine.
+    pub allowed: Vec<Pattern>,
     /// How long answers that have begun go on after a signal to end.
     pub drain: Duration,
 }
@@ -73,7 +75,8 @@ pub struct ServeOptions {
 impl Default for ServeOptions {
     fn default() -> Self {
         let listen = SocketAddr::from((Ipv4Addr::LOCALHOST, PORT));
-        Self { listen, s3: None, name: None, token: None, allow_anyone: false, drain: DRAIN }
+        let (s3, name, token, allowed) = (None, None, None, Vec::new());
+        Self { listen, s3, name, token, allow_anyone: false, allowed, drain: DRAIN }
     }
 }
 
@@ -91,6 +94,7 @@ impl ServeOptions {
             name: settings.name.clone(),
             token: settings.token_file.as_deref().map(read_token).transpose()?,
             allow_anyone: settings.allow_anyone.unwrap_or(false),
+            allowed: settings.allow_host.clone(),
             drain: config.mount.drain.map_or(defaults.drain, WaitTime::duration),
         };
         let is_guarded = |address: SocketAddr| {

@@ -5,6 +5,7 @@
 
 use std::{
     io,
+    num::NonZeroUsize,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -14,8 +15,13 @@ use std::{
 
 use bytes::Bytes;
 use ckfs_service::{Handlers, Heartbeat, Pending, Refuse, Requests, WaitingThreads, Watchdog};
+use ckfs_source::{
+    Replied,
+    digest::{Digester, KnownDigest},
+};
 use ckfs_sync::{Buffer, BufferPool, Sizing};
 use ckfs_volume::{FsError, Handle, Ino, RequestKind, Upkeep};
+use lru::LruCache;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
@@ -32,6 +38,12 @@ const SPARE_BYTES_MAX: usize = 16 << 20;
 
 /// Time after which memory that was not used is freed.
 const TRIM_PERIOD: Duration = Duration::from_secs(3);
+
+/// More bytes than a file has that is made at each open.
+const MADE_BYTES_MAX: usize = 1 << 30;
+
+/// Files whose ids are remembered.
+const BLOB_IDS: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");
 
 /// Most threads beyond the usual ones while those wait for storage.
 const EXTRA_MAX: usize = 64;
@@ -84,6 +96,24 @@ pub(super) struct OpenedServed {
     fs: Arc<dyn Upkeep>,
     ino: Ino,
     handle: Handle,
+}
+
+impl OpenedServed {
+    fn open(fs: &Arc<dyn Upkeep>, ino: Ino) -> Result<Self, FsError> {
+        // Nothing is materialized for it: only the kernel reads materialized files.
+        let opened = fs.open_uncached(ino)?;
+        Ok(Self { fs: Arc::clone(fs), ino, handle: opened.handle })
+    }
+
+    /// All bytes of a file that is made at each open.
+    fn made(&self) -> Result<Vec<u8>, FsError> {
+        let mut made = Err(FsError::Io);
+        let read = self.fs.read(self.ino, self.handle, 0, MADE_BYTES_MAX, &mut |served| {
+            made = served.to_vec().map_err(|_| FsError::Io);
+            Replied::new()
+        });
+        read.map_err(|failure| failure.error).and(made)
+    }
 }
 
 impl Drop for OpenedServed {
@@ -156,6 +186,8 @@ pub(super) struct ServedReads {
     opens: Arc<Requests<ResultSender<OpenedServed>>>,
     reads: Arc<Requests<ResultSender<Bytes>>>,
     watchdog: Arc<Watchdog>,
+    /// Ids of small files, by their versions.
+    blob_ids: Mutex<LruCache<String, String>>,
 }
 
 impl ServedReads {
@@ -170,7 +202,7 @@ impl ServedReads {
         watchdog.watch(RequestKind::Open, &opens);
         watchdog.watch(RequestKind::Read, &reads);
         let watchdog = watchdog.start()?;
-        Ok(Self { fs, threads, opens, reads, watchdog })
+        Ok(Self { fs, threads, opens, reads, watchdog, blob_ids: Mutex::new(LruCache::new(BLOB_IDS)) })
     }
 
     /// The signs of life that systemd expects, if it does.
@@ -181,11 +213,7 @@ impl ServedReads {
     /// Opens a file. Fails if a source of it has changed.
     pub(super) fn open(&self, ino: Ino) -> AwaitedRead<OpenedServed> {
         let fs = Arc::clone(&self.fs);
-        self.run(RequestKind::Open, ino, &self.opens, move || {
-            // Nothing is materialized for it: only the kernel reads materialized files.
-            let opened = fs.open_uncached(ino)?;
-            Ok(OpenedServed { fs, ino, handle: opened.handle })
-        })
+        self.run(RequestKind::Open, ino, &self.opens, move || OpenedServed::open(&fs, ino))
     }
 
     /// Reads `len` bytes at `offset`, which the file has.
@@ -196,6 +224,43 @@ impl ServedReads {
             file.fs.read_into(file.ino, file.handle, offset, &mut buffer)?;
             Ok(Bytes::from_owner(ChunkBuffer(buffer)))
         })
+    }
+
+    /// The bytes of a file that is made at each open, as they are now. Waits for no storage.
+    ///
+    /// # Errors
+    /// It is none, or is of a step that is gone.
+    pub(super) fn made_now(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
+        OpenedServed::open(&self.fs, ino)?.made()
+    }
+
+    /// The same, by another thread.
+    pub(super) fn made(&self, ino: Ino) -> AwaitedRead<Bytes> {
+        let fs = Arc::clone(&self.fs);
+        self.run(RequestKind::Read, ino, &self.reads, move || Ok(OpenedServed::open(&fs, ino)?.made()?.into()))
+    }
+
+    /// The id that git gives the bytes of a small file, whose version is `version`; that itself if they cannot be read.
+    pub(super) async fn blob_id(&self, version: String, ino: Ino, size_bytes: u64) -> String {
+        if let Some(id) = self.blob_ids.lock().get(&version) {
+            return id.clone();
+        }
+        let fs = Arc::clone(&self.fs);
+        let hashed = self.run(RequestKind::Read, ino, &self.reads, move || {
+            let file = OpenedServed::open(&fs, ino)?;
+            let mut digest = Digester::new(&KnownDigest::GitBlob(String::new()), size_bytes);
+            let mut buffer = vec![0; CHUNK_BYTES_MAX];
+            for start in (0..size_bytes).step_by(CHUNK_BYTES_MAX) {
+                let left = usize::try_from(size_bytes - start).unwrap_or(CHUNK_BYTES_MAX);
+                let part = &mut buffer[..left.min(CHUNK_BYTES_MAX)];
+                fs.read_into(ino, file.handle, start, part)?;
+                digest.update(part);
+            }
+            Ok(digest.finish().into())
+        });
+        let Some(id) = hashed.await.ok().and_then(|hex| String::from_utf8(hex.into()).ok()) else { return version };
+        self.blob_ids.lock().put(version, id.clone());
+        id
     }
 
     /// The length of a chunk for a client that may have one of `wanted` bytes.

@@ -4,7 +4,7 @@ use std::{path::Path, sync::Arc};
 
 use ckfs_config::{Config, RepoName, ViewConfig};
 use ckfs_service::identity;
-use ckfs_volume::{Ino, NodeKind, Volume};
+use ckfs_volume::{Attr, Ino, NodeKind, Volume};
 
 use super::{
     gate::Visitor,
@@ -20,6 +20,17 @@ const OWN_ORGANIZATION: &str = "ckfs";
 /// The branch that every repository has.
 pub(super) const BRANCH: &str = "main";
 
+/// Most bytes of a file whose object name is the id that git gives its bytes. The Hub keeps larger ones under other names too.
+const GIT_BYTES_MAX: u64 = 10 << 20;
+
+/// The name of a branch, however a revision says it.
+pub(super) fn branch_of(revision: &str) -> &str {
+    match revision.strip_prefix("refs/heads/").unwrap_or(revision) {
+        "HEAD" => BRANCH,
+        name => name,
+    }
+}
+
 /// Entries of a directory that are listed at once.
 const PART_ENTRIES: usize = 1024;
 
@@ -28,8 +39,14 @@ const PART_ENTRIES: usize = 1024;
 pub(super) struct RepositoryEntry {
     /// Path in the repository.
     pub(super) path: String,
-    pub(super) kind: NodeKind,
-    pub(super) size_bytes: u64,
+    pub(super) attr: Attr,
+}
+
+impl RepositoryEntry {
+    /// Whether it is no directory.
+    pub(super) fn is_file(&self) -> bool {
+        self.attr.kind == NodeKind::File
+    }
 }
 
 /// One revision of a repository.
@@ -58,9 +75,15 @@ pub(super) enum NoRepository {
 }
 
 impl ServedRepository {
-    /// The entity tag of a file, without quotes.
-    pub(super) fn tag(&self, path: &str, size_bytes: u64) -> String {
-        identity::file_digest(&self.commit, path, size_bytes)
+    /// The object name of an entry, which is the entity tag of a file, without quotes. It tells of bytes only who may read them.
+    pub(super) async fn tag(&self, visitor: Visitor, entry: &RepositoryEntry) -> String {
+        let RepositoryEntry { path, attr } = entry;
+        let version = identity::file_digest(&self.commit, path, attr.size_bytes);
+        if entry.is_file() && attr.size_bytes <= GIT_BYTES_MAX && visitor.may_read(attr) {
+            self.tree.reads.blob_id(version, attr.ino, attr.size_bytes).await
+        } else {
+            version
+        }
     }
 
     /// Whether a visitor may go to its directory, which need not be one whose names this visitor may see.
@@ -98,7 +121,7 @@ impl ServedRepository {
                     if entry.kind == NodeKind::Directory && visitor.may_list(&attr) {
                         directories.push((path.clone(), entry.ino));
                     }
-                    found.push(RepositoryEntry { path, kind: entry.kind, size_bytes: attr.size_bytes });
+                    found.push(RepositoryEntry { path, attr });
                 }
             }
             if recursive {

@@ -1,7 +1,5 @@
 //! Which request is answered by what.
 
-use std::net::IpAddr;
-
 use ckfs_service::OpenProblem;
 use http::{Method, Request, StatusCode};
 use hyper::body::Incoming;
@@ -10,6 +8,7 @@ use super::{
     answer::{self, HTML, Reply, TEXT},
     files,
     gate::{Gate, Visitor},
+    host::Caller,
     hub::{self, HubCall, HubRequest},
     listing::escaped,
     path,
@@ -30,11 +29,11 @@ pub(super) struct Router {
 
 impl Router {
     /// Answers a request.
-    pub(super) async fn answer(&self, request: Request<Incoming>, peer: IpAddr) -> Reply {
+    pub(super) async fn answer(&self, request: Request<Incoming>, caller: &Caller) -> Reply {
         let (parts, body) = request.into_parts();
         let (method, path) = (&parts.method, parts.uri.path());
         // Probes of orchestrators have no token.
-        let admitted = self.gate.admit(&parts.headers, peer);
+        let admitted = self.gate.admit(&parts.headers, caller);
         let is_read = method == Method::GET || method == Method::HEAD;
         match path {
             "/healthz" if is_read => return answer::of_text(StatusCode::OK, TEXT, "alive\n"),
@@ -43,15 +42,17 @@ impl Router {
         }
         let visitor = match admitted {
             Ok(visitor) => visitor,
-            Err(reason) => return answer::not_admitted(reason),
+            Err(reason) => return answer::not_admitted(reason, caller),
         };
         let below = path.strip_prefix(FILES).filter(|rest| rest.is_empty() || rest.starts_with('/'));
         let of_hub = if below.is_none() { HubRequest::parse(path) } else { None };
         let is_post = of_hub.as_ref().is_some_and(HubRequest::is_post);
+        // There is none, whatever is asked of it.
+        let is_other = matches!(of_hub, Some(HubRequest::Other { .. }));
         if is_post && method != Method::POST {
             return answer::wrong_method("POST");
         }
-        if !is_post && !is_read {
+        if !is_post && !is_read && !is_other {
             return answer::wrong_method("GET, HEAD");
         }
         if let Some(below) = below {

@@ -1,6 +1,6 @@
 //! What a server serves: one checkpoint, or the steps of a run; by path, and as repositories by name and revision.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::SystemTime};
 
 use ckfs_config::RepoName;
 use ckfs_image::OWN;
@@ -10,9 +10,9 @@ use ckfs_volume::{Upkeep, Volume};
 use super::{
     gate::Visitor,
     reads::ServedReads,
-    repositories::{BRANCH, NoRepository, ServedRepository, id_of, of_view, own_name},
+    repositories::{BRANCH, NoRepository, ServedRepository, branch_of, id_of, of_view, own_name},
     steps::ServedRun,
-    tree::{NoNode, ServedTree, TreeVersion},
+    tree::{NoNode, ServedTree, TreeDigest, TreeVersion},
 };
 
 /// What is served.
@@ -60,7 +60,7 @@ impl From<NoStep> for NoPlace {
 
 /// Whether a revision is the branch.
 fn is_branch(revision: &str) -> bool {
-    revision.strip_prefix("refs/heads/").unwrap_or(revision) == BRANCH
+    branch_of(revision) == BRANCH
 }
 
 impl ServedSource {
@@ -72,7 +72,8 @@ impl ServedSource {
             AliveContent::Run(run) => return Self::Run(Arc::new(ServedRun::new(run, reads, config, name))),
         };
         let (commits, digest) = identity::of_volume(&volume, config.views.iter().map(|view| &*view.name));
-        let tree = Arc::new(ServedTree::new(reads, TreeVersion::Volume { volume: Arc::clone(&volume), digest }));
+        let version = TreeDigest { digest, since: SystemTime::now() };
+        let tree = Arc::new(ServedTree::new(reads, TreeVersion::Volume { volume: Arc::clone(&volume), version }));
         let repositories = config.views.iter().zip(commits).filter_map(|(view, commit)| {
             of_view(&tree, &view.name, &id_of(view, name, || own_name(&volume, config)), commit)
         });
@@ -201,21 +202,25 @@ impl ServedSource {
         matches!(self, Self::Run(_)) && is_branch(revision)
     }
 
-    /// The branches of a repository, each with its commit: the branch, and the steps of a run by their numbers.
+    /// The branches of a repository: the branch, and the steps of a run by their numbers, from the first on.
     ///
     /// # Errors
     /// [`NoRepository`].
-    pub(super) async fn branches(&self, visitor: Visitor, id: &str) -> Result<Vec<(String, String)>, NoRepository> {
+    pub(super) async fn branches(
+        &self,
+        visitor: Visitor,
+        id: &str,
+    ) -> Result<Vec<(String, ServedRepository)>, NoRepository> {
         let run = match self {
             Self::Checkpoint(_) => {
-                return Ok(vec![(BRANCH.to_owned(), self.repository(visitor, id, BRANCH).await?.commit)]);
+                return Ok(vec![(BRANCH.to_owned(), self.repository(visitor, id, BRANCH).await?)]);
             }
             Self::Run(run) => run,
         };
         let steps = run.branches(visitor, id).await?;
         let newest = steps.last().filter(|(number, _)| Some(*number) == run.run().latest());
-        let newest = newest.map(|(_, commit)| (BRANCH.to_owned(), commit.clone()));
-        let steps = steps.into_iter().map(|(number, commit)| (number.to_string(), commit));
+        let newest = newest.map(|(_, found)| (BRANCH.to_owned(), found.clone()));
+        let steps = steps.into_iter().map(|(number, found)| (number.to_string(), found));
         Ok(newest.into_iter().chain(steps).collect())
     }
 }

@@ -22,7 +22,7 @@ use futures_util::{
     FutureExt,
     future::{Either, select},
 };
-use http::{Request, StatusCode};
+use http::{Request, StatusCode, header::CONNECTION};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioTimer;
 use tokio::{net::TcpStream, sync::watch, time::timeout};
@@ -31,6 +31,7 @@ use super::{
     answer::{self, Reply},
     connections::{ConnectionPlace, Connections},
     gate::Gate,
+    host::Caller,
     options::ServeOptions,
     reads::ServedReads,
     router::Router,
@@ -120,9 +121,16 @@ enum RequestRouter {
 
 impl RequestRouter {
     async fn answer(&self, request: Request<Incoming>, peer: IpAddr) -> Reply {
+        let caller = match Caller::of(&request, peer) {
+            Ok(caller) => caller,
+            // Nobody knows where such a request ends for a proxy before this server.
+            Err(text) => {
+                return answer::with_header(answer::failed(StatusCode::BAD_REQUEST, text), CONNECTION, "close");
+            }
+        };
         match self {
-            Self::Http(router) => router.answer(request, peer).await,
-            Self::S3(router) => router.answer(request, peer).await,
+            Self::Http(router) => router.answer(request, &caller).await,
+            Self::S3(router) => router.answer(request, &caller).await,
         }
     }
 

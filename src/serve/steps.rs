@@ -7,6 +7,7 @@ use std::{
     collections::HashMap,
     num::NonZeroUsize,
     sync::{Arc, Weak},
+    time::SystemTime,
 };
 
 use ckfs_config::{Config, RepoName, ViewConfig};
@@ -22,8 +23,8 @@ use tokio::sync::{Semaphore, watch};
 use super::{
     gate::Visitor,
     reads::ServedReads,
-    repositories::{self, BRANCH, NoRepository, ServedRepository},
-    tree::{FoundNode, NoNode, ServedTree, StepDigests, TreeVersion},
+    repositories::{self, BRANCH, NoRepository, ServedRepository, branch_of},
+    tree::{FoundNode, NoNode, ServedTree, StepDigests, TreeDigest, TreeVersion},
 };
 
 /// The name of the newest step, as in a mount.
@@ -48,7 +49,7 @@ struct KnownStep {
     volume: Weak<Volume>,
     /// The commits of its views, in their order.
     commits: Vec<String>,
-    digest: String,
+    version: TreeDigest,
 }
 
 /// A step that can be looked into.
@@ -133,7 +134,11 @@ impl ServedRun {
         }
         let Ok(volume) = held.volume() else { return OpenStep { held, known: None } };
         let (commits, digest) = identity::of_volume(volume, self.views.iter().map(|view| &*view.name));
-        let known = Arc::new(KnownStep { volume: Arc::downgrade(volume), commits, digest });
+        let before = self.remembered().get(&held.version()).map(|known| known.version.clone());
+        // A step that is planned again is not newer for that.
+        let version = before.filter(|before| before.digest == digest);
+        let version = version.unwrap_or_else(|| TreeDigest { digest, since: SystemTime::now() });
+        let known = Arc::new(KnownStep { volume: Arc::downgrade(volume), commits, version });
         self.remembered().put(held.version(), Arc::clone(&known));
         OpenStep { held, known: Some(known) }
     }
@@ -241,8 +246,8 @@ impl ServedRun {
     pub(super) fn tree(&self, open: &OpenStep) -> Result<ServedTree, NoStep> {
         let attr = open.held.root().map_err(|error| NoStep::Failed(error.to_string()))?;
         let root = FoundNode { path: open.held.number().to_string(), attr };
-        let digest = open.known.as_ref().map(|known| known.digest.clone());
-        let version = TreeVersion::Step { held: open.held.clone(), digest };
+        let version = open.known.as_ref().map(|known| known.version.clone());
+        let version = TreeVersion::Step { held: open.held.clone(), version };
         Ok(ServedTree { root, ..ServedTree::new(&self.reads, version) })
     }
 
@@ -283,7 +288,7 @@ impl ServedRun {
             return Err(NoRepository::Denied);
         }
         let place = self.views.iter().position(|view| view.id == id).ok_or(NoRepository::Name)?;
-        let branch = revision.strip_prefix("refs/heads/").unwrap_or(revision);
+        let branch = branch_of(revision);
         let number = if branch == BRANCH { self.run.latest() } else { step_number(branch) };
         let found = match number {
             Some(number) => self.step(number).await,
@@ -341,12 +346,12 @@ impl ServedRun {
         Err(NoStep::Absent)
     }
 
-    /// A repository's revisions: the number of each step that has it, and its commit. Plans those that are not known.
+    /// A repository's revisions: the number of each step that has it, and what it is there. Plans those that are not known.
     pub(super) async fn branches(
         self: &Arc<Self>,
         visitor: Visitor,
         id: &str,
-    ) -> Result<Vec<(u64, String)>, NoRepository> {
+    ) -> Result<Vec<(u64, ServedRepository)>, NoRepository> {
         if !self.may_list(visitor) {
             return Err(NoRepository::Denied);
         }
@@ -356,7 +361,7 @@ impl ServedRun {
             match self.step(step.number).await {
                 Ok(open) => {
                     let found = self.repository(&open, place).ok().filter(|found| found.is_open_to(visitor));
-                    branches.extend(found.map(|found| (step.number, found.commit)));
+                    branches.extend(found.map(|found| (step.number, found)));
                 }
                 Err(NoStep::Absent) => {}
                 Err(NoStep::Failed(message)) => return Err(NoRepository::Failed(message)),
@@ -367,9 +372,9 @@ impl ServedRun {
 }
 
 impl StepDigests for ServedRun {
-    fn digest_of_node(&self, ino: Ino) -> Option<(String, HeldStep)> {
+    fn digest_of_node(&self, ino: Ino) -> Option<(TreeDigest, HeldStep)> {
         let held = self.run.hold(Run::version_of_node(ino)?).ok()?;
         let open = self.remember(held);
-        Some((open.known?.digest.clone(), open.held))
+        Some((open.known?.version.clone(), open.held))
     }
 }

@@ -102,6 +102,8 @@ fn ending(signals: &SignalFd, limit: Option<Duration>, fs: &dyn Upkeep, log: &Lo
             log.write(Level::INFO, LOG_TARGET, statistics(fs));
             Ok(None)
         }
+        // A server hands nothing over.
+        Some(signal) if signal == signal::LEAVE => Ok(None),
         signal => Ok(Some(signal.unwrap_or(Signal::SIGTERM))),
     }
 }

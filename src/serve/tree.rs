@@ -45,18 +45,43 @@ pub(super) struct ServedEntry {
     pub(super) kind: NodeKind,
 }
 
+/// The version of all files of a volume.
+#[derive(Clone, Debug)]
+pub(super) struct TreeDigest {
+    /// A digest of its plans and sources.
+    pub(super) digest: String,
+    /// Since when this server has it. The times of the sources are no such time: with other settings the same sources are other files.
+    pub(super) since: SystemTime,
+}
+
+/// The version of a file.
+#[derive(Clone, Debug)]
+pub(super) struct FileVersion {
+    /// Its entity tag, in quotes.
+    pub(super) etag: String,
+    /// When it was last changed, at the latest; none if its name may lead to an older one later.
+    pub(super) since: Option<SystemTime>,
+}
+
+impl FileVersion {
+    /// The version of bytes that are made for each reader: any others have another one.
+    pub(super) fn of_bytes(bytes: &[u8]) -> Self {
+        Self { etag: format!("\"{}\"", identity::bytes_digest(bytes)), since: None }
+    }
+}
+
 /// Tells the version of each step of a run.
 pub(super) trait StepDigests: Send + Sync {
-    /// The digest of the step that a node is in, and the step. May wait for storage.
-    fn digest_of_node(&self, ino: Ino) -> Option<(String, HeldStep)>;
+    /// The version of the step that a node is in, and the step. May wait for storage.
+    fn digest_of_node(&self, ino: Ino) -> Option<(TreeDigest, HeldStep)>;
 }
 
 /// Which version of its files a tree has.
 pub(super) enum TreeVersion {
-    /// That of a volume, by a digest of its plans and sources.
-    Volume { volume: Arc<Volume>, digest: String },
+    /// That of a volume.
+    Volume { volume: Arc<Volume>, version: TreeDigest },
     /// That of a step, which stays planned meanwhile; none of one that cannot be planned.
-    Step { held: HeldStep, digest: Option<String> },
+    Step { held: HeldStep, version: Option<TreeDigest> },
     /// Each step has its own.
     Run(Arc<dyn StepDigests>),
 }
@@ -176,21 +201,30 @@ impl ServedTree {
         Ok((entries, has_more.then_some(next)))
     }
 
-    /// The entity tag of a file, in quotes; none of a file whose content changes. Waits for no storage, unless the tree is of all steps.
-    pub(super) fn etag(&self, node: &FoundNode) -> Option<String> {
+    /// The version of a file; none of a file whose content changes. Waits for no storage, unless the tree is of all steps.
+    pub(super) fn version(&self, node: &FoundNode) -> Option<FileVersion> {
         let of_run;
-        let (digest, is_live) = match &self.version {
-            TreeVersion::Volume { volume, digest } => (digest.as_str(), volume.is_live(node.attr.ino)),
-            TreeVersion::Step { held, digest } => (digest.as_deref()?, held.is_live(node.attr.ino)),
+        let (TreeDigest { digest, since }, is_live) = match &self.version {
+            TreeVersion::Volume { volume, version } => (version, volume.is_live(node.attr.ino)),
+            TreeVersion::Step { held, version } => (version.as_ref()?, held.is_live(node.attr.ino)),
             TreeVersion::Run(run) => {
                 of_run = run.digest_of_node(node.attr.ino)?;
-                (of_run.0.as_str(), of_run.1.is_live(node.attr.ino))
+                (&of_run.0, of_run.1.is_live(node.attr.ino))
             }
         };
         // What depends on settings and times that the digest does not have.
         let of_host = if node.path.split('/').any(|name| OF_THE_HOST.contains(&name)) { this_process() } else { "" };
         let digest = format!("{digest}{of_host}");
-        let tag = || format!("\"{}\"", identity::file_digest(&digest, &node.path, node.attr.size_bytes));
-        (!is_live).then(tag)
+        let etag = || format!("\"{}\"", identity::file_digest(&digest, &node.path, node.attr.size_bytes));
+        (!is_live).then(|| FileVersion { etag: etag(), since: Some(*since) })
+    }
+
+    /// The same, and of a file whose content changes the version that it has now.
+    ///
+    /// # Errors
+    /// [`NoNode::Failed`].
+    pub(super) fn version_now(&self, node: &FoundNode) -> Result<FileVersion, NoNode> {
+        let made = || self.reads.made_now(node.attr.ino).map(|bytes| FileVersion::of_bytes(&bytes));
+        self.version(node).map_or_else(|| made().map_err(|_| NoNode::Failed), Ok)
     }
 }

@@ -33,9 +33,13 @@ impl Write for HashedText {
 
 impl HashedText {
     fn new() -> Self {
-        let mut text = Self(Sha256::new());
+        let mut text = Self::of_no_version();
         text.add(format_args!("ckfs {}", env!("CARGO_PKG_VERSION")));
         text
+    }
+
+    fn of_no_version() -> Self {
+        Self(Sha256::new())
     }
 
     /// Adds a part, and its end.
@@ -94,12 +98,21 @@ fn add_sources(text: &mut HashedText, checkpoint: &Checkpoint, scope: IdentitySc
             text.add(format_args!("{} {}", source.len_bytes(id), content(id)));
         }
     }
+    // The same tensors may come with them or without.
+    for (name, bytes) in &checkpoint.saved_tree().objects {
+        text.add(format_args!("{name:?} {}", bytes.len()));
+    }
 }
 
 /// The commit of a view: a digest of its plan and the sources.
 pub fn commit(checkpoint: &Checkpoint, plan: &Plan, scope: IdentityScope) -> String {
     let mut text = HashedText::new();
     add_sources(&mut text, checkpoint, scope);
+    add_plan(&mut text, plan);
+    text.digits()
+}
+
+fn add_plan(text: &mut HashedText, plan: &Plan) {
     text.add(format_args!("{:?} {:?} {:?}", plan.mesh, plan.devices, plan.specs));
     text.add(format_args!("{:?} {:?} {:?}", plan.layout, plan.params, plan.dtype));
     text.add(format_args!("{} {:?} {}", plan.unscanned, plan.chunk_bytes_max, plan.sharded_state));
@@ -110,7 +123,16 @@ pub fn commit(checkpoint: &Checkpoint, plan: &Plan, scope: IdentityScope) -> Str
     for file in &plan.hf {
         text.add(format_args!("{file:?}"));
     }
-    text.digits()
+}
+
+/// The digest of all that a kernel may keep or hold open of a volume: nodes, plans and sources. Unlike a commit it names no version of
+/// this program. `None` if a file of it cannot be laid out.
+pub fn of_kept(volume: &Volume) -> Option<String> {
+    let mut text = HashedText::of_no_version();
+    add_sources(&mut text, volume.engine().checkpoint(), IdentityScope::Machine);
+    volume.plans().iter().for_each(|plan| add_plan(&mut text, plan));
+    volume.tell_nodes(&mut |part| text.add(part)).ok()?;
+    Some(text.digits())
 }
 
 /// Whether a text has the form of a commit.
@@ -140,6 +162,13 @@ pub fn of_volume<'a>(volume: &Volume, names: impl IntoIterator<Item = &'a str>) 
 pub fn file_digest(digest: &str, path: &str, size_bytes: u64) -> String {
     let mut text = HashedText::new();
     text.add(format_args!("{digest} {path:?} {size_bytes}"));
+    format!("{TAG_PREFIX}{}", text.digits())
+}
+
+/// The version of a file that is made for each reader.
+pub fn bytes_digest(bytes: &[u8]) -> String {
+    let mut text = HashedText::new();
+    text.0.update(bytes);
     format!("{TAG_PREFIX}{}", text.digits())
 }
 

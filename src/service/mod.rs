@@ -9,6 +9,7 @@
 //! | `service` | [`Service`]: a volume with the threads that keep it alive |
 //! | `alive` | [`Alive`]: that, or a run |
 //! | `open` | what the settings mean: checkpoint, plans, volume, memory budget |
+//! | [`average`] | which sources an average is of |
 //! | `chunk_memory`, `own_mount` | what is refused before anything is served: chunks that do not fit in memory, shards of a mount as a source |
 //! | `upkeep` | repeated work: memory of closed files is released, sources are checked |
 //! | `prefetch` | fetching what the listed devices will read |
@@ -18,6 +19,7 @@
 //! | `requests` | requests that wait for bytes: each is answered once, in time |
 
 mod alive;
+pub mod average;
 mod chunk_memory;
 mod error;
 pub mod identity;
@@ -34,7 +36,7 @@ pub use alive::{Alive, AliveContent, OpenProblem};
 pub use error::OpenError;
 pub use open::{
     FINDINGS, budget, cache_of_environment, check_sources, cores, enable_materialization, open_checkpoint, open_volume,
-    overrides, plan_views, quoted, volume_of,
+    overrides, plan_views, quoted, remote_options, volume_of,
 };
 pub use own_mount::advice as own_mount_advice;
 pub use requests::{

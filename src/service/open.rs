@@ -10,8 +10,8 @@ use std::{
 
 use ckfs_checkpoint::{Accepted, Checkpoint, Container, OpenOptions, Unfinished, printable};
 use ckfs_config::{
-    Allow, Config, HfCache, LayoutChoice, Materialize, MergedLora, MountSettings, OwnerId, ThreadCount, TimeLimit,
-    ViewSettings,
+    Allow, Average, Config, HfCache, LayoutChoice, Materialize, MergedLora, MountSettings, OwnerId, ThreadCount,
+    TimeLimit, ViewSettings,
 };
 use ckfs_host::{budget::Budget, limits, memory, state_directory, systemd};
 use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
@@ -20,7 +20,7 @@ use ckfs_source::{ComparedFiles, FileId, SourceError, WaitRegistry, digest::Comp
 use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeOptions};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::{chunk_memory, error::OpenError, own_mount};
+use super::{average, chunk_memory, error::OpenError, own_mount};
 
 /// Starts the threads that make plans, or only one if the limits allow fewer. By default they would start at their
 /// first use, and panic if the system refused them.
@@ -50,8 +50,8 @@ pub fn cache_of_environment() -> Option<PathBuf> {
     std::env::var_os(CACHE_VARIABLE).filter(|dir| !dir.is_empty()).map(PathBuf::from)
 }
 
-/// How remote sources are read.
-fn remote_options(settings: &MountSettings) -> RemoteOptions {
+/// How services of the network are asked.
+pub fn remote_options(settings: &MountSettings) -> RemoteOptions {
     RemoteOptions {
         cache_dir: settings.cache_dir.clone().or_else(cache_of_environment),
         cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
@@ -108,6 +108,8 @@ pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOp
         adapters,
         config_from,
         fill_from,
+        base: config.base.clone(),
+        average: if let Some(Average::Sources(sources)) = &config.mount.average { sources.clone() } else { Vec::new() },
         follow_symlinks,
         training_state,
         unfinished,
@@ -138,9 +140,13 @@ pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result
         return Err(OpenError::Surroundings(text.to_owned()));
     }
     start_pool()?;
+    average::resolve(config, &open_options(config, waits))?;
     let mut source = config.source.clone().ok_or_else(OpenError::no_source)?;
     make_complete(&mut source, waits)?;
-    for other in [&mut config.config_from, &mut config.fill_from].into_iter().flatten() {
+    for other in config.mount.average.iter_mut().flat_map(Average::sources_mut) {
+        make_complete(other, waits)?;
+    }
+    for other in [&mut config.config_from, &mut config.fill_from, &mut config.base].into_iter().flatten() {
         make_complete(other, waits)?;
     }
     let options = open_options(config, waits);

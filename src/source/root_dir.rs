@@ -97,6 +97,29 @@ pub struct Opened {
     pub(super) digest: Option<KnownDigest>,
 }
 
+impl Opened {
+    /// The same file, open a second time.
+    ///
+    /// # Errors
+    /// The process may open no more files.
+    pub fn try_clone(&self) -> Result<Self, SourceError> {
+        let file = self.file.try_clone().map_err(|error| SourceError::Io {
+            file: Arc::clone(&self.path),
+            action: "open a second time".to_owned(),
+            error: Arc::new(error),
+        })?;
+        let Self { path, gates, revalidate, remote, digest, .. } = self;
+        Ok(Self {
+            path: Arc::clone(path),
+            file,
+            gates: gates.clone(),
+            revalidate: revalidate.clone(),
+            remote: remote.clone(),
+            digest: digest.clone(),
+        })
+    }
+}
+
 /// How a file is found again, to check whether its name still leads to it.
 #[derive(Clone, Debug)]
 pub(super) enum Revalidate {

@@ -247,7 +247,8 @@ impl WaitRegistry {
     /// Most bytes to request in one call. Storage that gives [`SLOWEST_BYTES_PER_SECOND`] answers each call in time.
     pub(crate) fn piece_bytes(&self) -> usize {
         let bytes = self.limit.as_millis() * u128::from(SLOWEST_BYTES_PER_SECOND) / 1000;
-        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
+        let bytes =
+            usize::try_from(bytes).map_or(PIECE_BYTES_MAX, |bytes| bytes.clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX));
         bytes - bytes % PIECE_BYTES_MIN
     }
 

@@ -230,9 +230,9 @@ impl<'a> ValueNode<'a> {
             let operands = self.scratch[..equal.operands()].as_flattened();
             let is_finite = is_finite && operands_are_finite;
             if even {
-                row::runs(operation, is_finite)(level, part, operands, head, period);
+                row::loops(operation, is_finite).0(level, part, operands, head, period);
             } else {
-                row::pairs(operation, is_finite)(level, part, operands);
+                row::loops(operation, is_finite).1(level, part, operands);
             }
             done += valid;
         }
@@ -258,8 +258,8 @@ impl<'a> ValueNode<'a> {
             match (is_finite && operands_are_finite, even) {
                 (true, true) => product::multiply_finite_runs_to_bf16(level, part, operands, head, period, target),
                 (true, false) => product::multiply_finite_pairs_to_bf16(level, part, operands, target),
-                (false, true) => row::runs(Operation::Multiply, false)(level, part, operands, head, period),
-                (false, false) => row::pairs(Operation::Multiply, false)(level, part, operands),
+                (false, true) => row::loops(Operation::Multiply, false).0(level, part, operands, head, period),
+                (false, false) => row::loops(Operation::Multiply, false).1(level, part, operands),
             }
             if !(is_finite && operands_are_finite) {
                 row::narrow_bf16(level, part, target);

@@ -2,13 +2,12 @@
 //! begin with an element and have constant operands only; those of quantized tensors are in `value.rs`.
 //!
 //! `float.rs` defines the result for each value. Rows are cut into blocks that stay in the first-level cache while the
-//! steps pass over them one after another. [`convert_scalar`] converts one element at a time and is the reference for
-//! everything faster.
+//! steps pass over them one after another.
 
-use super::exponential::{exp, exp_all};
+use super::exponential::exp_all;
 use super::kernel::{Level, row};
 use super::transpose::FusedKind;
-use super::{DType, Load, Operation, Program, Step, Term, float};
+use super::{DType, Load, Operation, Program, Step, Term};
 
 /// Elements of one block: its f32 values take 2 KiB.
 pub(super) const BLOCK_ELEMENTS: usize = 512;
@@ -22,43 +21,18 @@ pub fn convert_row(program: &Program, source: &[u8], target: &mut [u8]) {
     Converter::new(program, Level::detected()).row(source, target);
 }
 
-/// Converts the one element in `source` to `target`.
-///
-/// # Panics
-/// As [`convert_row`].
-pub fn convert_scalar(program: &Program, source: &[u8], target: &mut [u8]) {
-    let dtype = element(program);
-    if dtype == program.target && program.steps.is_empty() {
-        target.copy_from_slice(source);
-        return;
-    }
-    let value = apply_constants(&program.steps, float::widen_one(dtype, source));
-    float::narrow_one(program.target, value, target);
-}
-
 /// A value after steps that have constant operands.
 ///
 /// # Panics
 /// If one of them has another operand.
 pub(super) fn apply_constants(steps: &[Step], value: u32) -> u32 {
-    steps.iter().fold(value, |value, step| match step {
-        Step::Round(dtype) => round(*dtype, value),
-        Step::Compute(operation, Term::Constant(constant)) => row::one(*operation)(value, constant.to_bits()),
-        Step::Exp => exp(value),
-        Step::Compute(_, Term::Value(value)) => panic!("{value:?} is not constant"),
-        Step::Dot(operand) => panic!("{operand:?} is not constant"),
-    })
+    let (mut values, mut rounded) = ([value.to_le_bytes()], [0; 8]);
+    for step in steps {
+        constant_step(Level::PORTABLE, step, &mut values, &mut rounded);
+    }
+    u32::from_le_bytes(values[0])
 }
 
-/// A value rounded to a float type and widened again.
-pub(super) fn round(dtype: DType, value: u32) -> u32 {
-    let mut rounded = [0; 8];
-    let rounded = &mut rounded[..element_bytes(dtype)];
-    float::narrow_one(dtype, value, rounded);
-    float::widen_one(dtype, rounded)
-}
-
-/// Type of the elements that a program begins with.
 fn element(program: &Program) -> DType {
     match &program.load {
         Load::Element(dtype) => *dtype,
@@ -234,13 +208,8 @@ pub(super) fn constant_step(level: Level, step: &Step, values: &mut [[u8; 4]], r
         }
         Step::Compute(operation, Term::Constant(constant)) => {
             let count = values.len();
-            row::runs(*operation, false)(
-                level,
-                values.as_flattened_mut(),
-                &constant.to_bits().to_le_bytes(),
-                count,
-                count,
-            );
+            let (runs, _) = row::loops(*operation, false);
+            runs(level, values.as_flattened_mut(), &constant.to_bits().to_le_bytes(), count, count);
         }
         Step::Exp => exp_all(values),
         Step::Compute(_, Term::Value(value)) => panic!("{value:?} is not constant"),
@@ -297,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_agree_with_the_scalar_reference() {
+    fn rows_agree_with_rows_of_one_element() {
         let raw = noise(9000 * 8);
         for program in programs() {
             let (from, to) = (element_bytes(element(&program)), element_bytes(program.target));
@@ -306,7 +275,7 @@ mod tests {
                 let mut expected = vec![0; count * to];
                 for index in 0..count {
                     let target = &mut expected[index * to..][..to];
-                    convert_scalar(&program, &source[index * from..][..from], target);
+                    Converter::new(&program, Level::PORTABLE).row(&source[index * from..][..from], target);
                 }
                 for level in Level::available() {
                     let mut target = vec![0xa5; count * to + shift];

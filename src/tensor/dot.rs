@@ -9,6 +9,7 @@ use super::{
     field::{Fields, read, uniform},
     float,
     kernel::{Level, dot::sums_of_products, row},
+    shape::to_usize,
 };
 
 /// Most f32 values of rows that are kept. A processor's cache holds about as many.
@@ -30,7 +31,7 @@ impl<'a> Factor<'a> {
     /// Reads all terms of the elements at `index`, `index + step`, …: a row of `count` values for each term.
     fn rows(&self, level: Level, index: u64, step: u64, count: usize, rows: &mut Vec<[u8; 4]>) {
         rows.clear();
-        let terms = usize::try_from(self.terms.count).expect("the terms of a factor are in memory");
+        let terms = to_usize(self.terms.count);
         rows.resize(terms * count, [0; 4]);
         if count == 1 {
             return read(level, &self.fields.reader, self.fields.window, index, self.terms.stride, rows);
@@ -76,7 +77,7 @@ impl<'a> Dot<'a> {
         while done < values.len() {
             let (at, left) = (n + stride * done as u64, values.len() - done);
             // A long sum has fewer elements on a line, so that its rows are no more than are kept.
-            let terms = usize::try_from(self.left.terms.count).unwrap_or(usize::MAX);
+            let terms = to_usize(self.left.terms.count);
             let left = left.min((KEPT_VALUES_MAX / terms).max(1));
             let (first, first_step, count) = uniform(self.left.fields.digits, at, stride, left);
             let (second, second_step, count) = uniform(self.right.fields.digits, at, stride, count);

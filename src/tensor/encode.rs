@@ -10,10 +10,11 @@
 use std::fmt;
 
 use super::{
-    DType, Shape, float,
+    DType, Shape,
     kernel::{
         Level,
         encode::{self, Coding},
+        row,
     },
     shape::{PerAxis, to_usize},
 };
@@ -467,7 +468,12 @@ pub fn greatest_magnitude(dtype: DType, input: &[u8]) -> Result<f32, Uncodable> 
 /// The first element whose magnitude has at least these bits.
 fn first_beyond(dtype: DType, input: &[u8], bits: u32, first: usize) -> Uncodable {
     let width = to_usize(dtype.unit().bytes);
-    let values = input.chunks_exact(width).map(|bytes| f32::from_bits(float::widen_one(dtype, bytes)));
+    let widen = row::widen(dtype).expect("an input is of floats");
+    let values = input.chunks_exact(width).map(|bytes| {
+        let mut value = [0; 4];
+        widen(Level::PORTABLE, bytes, &mut value);
+        f32::from_le_bytes(value)
+    });
     let found = values.enumerate().find(|(_, value)| value.abs().to_bits() >= bits);
     let (at, value) = found.expect("a greatest magnitude is that of an element");
     Uncodable { element: (first + at) as u64, value }

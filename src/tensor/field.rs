@@ -7,7 +7,6 @@ use super::{
     BitOrder, Bits, DType, Digit, Field, Step, Term, Window,
     convert::{apply_constants, element_bytes},
     decode::{over, over_up, within},
-    float,
     kernel::{Level, row, unpack},
     shape::to_usize,
     value::{code, integer},
@@ -28,7 +27,6 @@ pub(super) enum FieldReader<'a> {
     Float {
         bytes: usize,
         widen: row::Row,
-        dtype: DType,
     },
     Integer(Bits),
     Table(Bits, &'a [u32]),
@@ -55,7 +53,11 @@ impl FieldReader<'_> {
 
     pub(super) fn one(&self, window: Window<'_>, index: u64) -> u32 {
         match self {
-            Self::Float { bytes, dtype, .. } => float::widen_one(*dtype, &window.from(index * *bytes as u64)[..*bytes]),
+            Self::Float { bytes, widen } => {
+                let mut value = [0; 4];
+                widen(Level::PORTABLE, &window.from(index * *bytes as u64)[..*bytes], &mut value);
+                u32::from_le_bytes(value)
+            }
             Self::Integer(bits) => integer(*bits, code(*bits, window, index)),
             Self::Table(bits, table) => table[code(*bits, window, index) as usize],
             Self::Nibble(bits, table) => table[code(*bits, window, index) as usize],
@@ -141,7 +143,7 @@ fn reader<'a>(field: &'a Field, steps: &[Step]) -> (FieldReader<'a>, usize) {
             let Some(widen) = row::widen(*dtype).or((*dtype == DType::F8E8M0).then_some(row::widen_f8e8m0)) else {
                 panic!("{dtype} values are not converted");
             };
-            (FieldReader::Float { bytes: element_bytes(*dtype), widen, dtype: *dtype }, 0)
+            (FieldReader::Float { bytes: element_bytes(*dtype), widen }, 0)
         }
         Field::Integer(bits) | Field::Table(bits, _) if bits.width == TABLE_BITS => {
             let constant = |step: &&Step| !matches!(step, Step::Compute(_, Term::Value(_)) | Step::Dot(_));

@@ -19,8 +19,6 @@
 
 #![allow(clippy::inline_always, reason = "these must be compiled into the vector loops of each instruction set")]
 
-use super::DType;
-
 /// Sign bit of an f32.
 pub(super) const F32_SIGN: u32 = 0x8000_0000;
 /// Bits of positive infinity.
@@ -116,10 +114,11 @@ impl Format {
                 let finite = select(finite > infinity, infinity, finite);
                 sign | select(magnitude > F32_INFINITY, nan, finite)
             }
-            Beyond::Finite => sign | select(magnitude > F32_INFINITY || finite > ones, ones, finite),
+            // The exponent of a NaN is greater than any here, as are numbers that are too great.
+            Beyond::Finite => sign | select(finite > ones, ones, finite),
             Beyond::FiniteUnsignedZero => {
                 let signed = select(finite == 0, 0, sign | finite);
-                select(magnitude > F32_INFINITY || finite > ones, sign_bit, signed)
+                select(finite > ones, sign_bit, signed)
             }
         }
     }
@@ -210,76 +209,6 @@ pub(super) fn subtract(left: u32, right: u32) -> u32 {
 #[inline(always)]
 pub(super) fn add(left: u32, right: u32) -> u32 {
     propagate_nan(left, right, (f32::from_bits(left) + f32::from_bits(right)).to_bits())
-}
-
-/// Bits of the f32 with the value of one element, or nearest to it for F64; `bytes` holds exactly one.
-///
-/// # Panics
-/// If the type is not one of the floats that convert (or `F8_E8M0`, a scale), or `bytes` has another length. The constructor
-/// of a program excludes both.
-pub(super) fn widen_one(dtype: DType, bytes: &[u8]) -> u32 {
-    let mut raw = [0; 8];
-    raw[..bytes.len()].copy_from_slice(bytes);
-    assert_eq!(dtype.element_bytes(), u64::try_from(bytes.len()).ok(), "bytes of one {dtype}");
-    let word = u32::from_le_bytes([raw[0], raw[1], raw[2], raw[3]]);
-    match dtype {
-        DType::F64 => narrow_f64(u64::from_le_bytes(raw)),
-        DType::F32 => word,
-        DType::BF16 => word << 16,
-        DType::F16 => F16.widen(word),
-        DType::F8E5M2 => F8E5M2.widen(word),
-        DType::F8E4M3 => F8E4M3.widen(word),
-        DType::F8E4M3Fnuz => F8E4M3_FNUZ.widen(word),
-        DType::F8E5M2Fnuz => F8E5M2_FNUZ.widen(word),
-        DType::F8E8M0 => widen_e8m0(raw[0]),
-        DType::Bool
-        | DType::F4
-        | DType::F6E2M3
-        | DType::F6E3M2
-        | DType::U8
-        | DType::I8
-        | DType::I16
-        | DType::U16
-        | DType::I32
-        | DType::U32
-        | DType::C64
-        | DType::I64
-        | DType::U64 => panic!("{dtype} is not a float that converts"),
-    }
-}
-
-/// Writes the element of type `dtype` nearest to the f32 with these bits; `bytes` holds exactly one.
-///
-/// # Panics
-/// As [`widen_one`]; `F8_E8M0` is not a target.
-pub(super) fn narrow_one(dtype: DType, bits: u32, bytes: &mut [u8]) {
-    let raw = match dtype {
-        DType::F64 => widen_f32(bits),
-        DType::F32 => u64::from(bits),
-        DType::BF16 => u64::from(narrow_bf16(bits)),
-        DType::F16 => u64::from(F16.narrow(bits)),
-        DType::F8E5M2 => u64::from(F8E5M2.narrow(bits)),
-        DType::F8E4M3 => u64::from(F8E4M3.narrow(bits)),
-        DType::F8E4M3Fnuz => u64::from(F8E4M3_FNUZ.narrow(bits)),
-        DType::F8E5M2Fnuz => u64::from(F8E5M2_FNUZ.narrow(bits)),
-        DType::F8E8M0
-        | DType::Bool
-        | DType::F4
-        | DType::F6E2M3
-        | DType::F6E3M2
-        | DType::U8
-        | DType::I8
-        | DType::I16
-        | DType::U16
-        | DType::I32
-        | DType::U32
-        | DType::C64
-        | DType::I64
-        | DType::U64 => panic!("{dtype} is not a float that converts"),
-    };
-    assert_eq!(dtype.element_bytes(), u64::try_from(bytes.len()).ok(), "bytes of one {dtype}");
-    let length = bytes.len();
-    bytes.copy_from_slice(&raw.to_le_bytes()[..length]);
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use super::{
     DType, Decode, Element, Field, IndexMap, Load, Mosaic, MosaicBox, Operand, Operation, Program, Shape, SourceTensor,
     Step, TensorId, Term, Value,
     combine::{Operands, pairs},
-    convert::convert_scalar,
+    convert::convert_row,
     encode::EncodedPart,
     gather::Loop,
     kernel::row,
@@ -455,7 +455,7 @@ enum Combined {
 fn constant(chain: &Chain, element: &Element) -> u32 {
     let program = Program { load: chain.load.clone(), steps: chain.steps.clone(), target: DType::F32 };
     let mut bits = [0; 4];
-    convert_scalar(&program, element.unit_bytes(), &mut bits);
+    convert_row(&program, element.unit_bytes(), &mut bits);
     u32::from_le_bytes(bits)
 }
 
@@ -478,7 +478,7 @@ fn fill_bytes(decode: &Decode, element: &Element) -> [u8; 8] {
         Decode::Copy => bytes[..element.unit_bytes().len()].copy_from_slice(element.unit_bytes()),
         Decode::Program(program) => {
             let width = to_usize(program.target.unit().bytes);
-            convert_scalar(program, element.unit_bytes(), &mut bytes[..width]);
+            convert_row(program, element.unit_bytes(), &mut bytes[..width]);
         }
     }
     bytes

@@ -42,7 +42,7 @@ pub mod value;
 pub mod view;
 mod view_text;
 
-pub use convert::{convert_row, convert_scalar};
+pub use convert::convert_row;
 pub use cover::CoverFault;
 pub use decode::{
     BitOrder, Bits, Decode, Digit, Field, IndexMap, Load, Operand, OperandError, Operation, Program, SourceTensor,
@@ -58,5 +58,5 @@ pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize, unravel}
 pub use span::{Need, needs};
 pub use strided_indices::StridedIndices;
 pub use tiling::{EncodedLeaf, Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};
-pub use value::{Window, decode_scalar};
+pub use value::Window;
 pub use view::{EncodedMatrices, Keep, Op, View, ViewError};

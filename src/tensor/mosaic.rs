@@ -127,6 +127,20 @@ impl Mosaics {
         self
     }
 
+    /// Adds all tensors of others, with numbers after its own.
+    ///
+    /// # Panics
+    /// If there are more than 2^32 boxes in all.
+    pub fn append(&mut self, others: &Self) {
+        let (boxes, numbers) = (self.boxes(), self.numbers.len());
+        self.numbers.extend_from_slice(&others.numbers);
+        self.rows.extend(others.rows.iter().map(|row| MosaicRow {
+            boxes_end: u32::try_from(boxes + row.boxes_end as usize).expect("a checkpoint has fewer than 2^32 boxes"),
+            numbers_end: numbers + row.numbers_end,
+            ..row.clone()
+        }));
+    }
+
     /// Number of tensors.
     pub fn len(&self) -> usize {
         self.rows.len()

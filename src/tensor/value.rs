@@ -1,13 +1,6 @@
-//! The value of one logical element of a quantized tensor, by definition.
-//!
-//! [`decode_scalar`] is the reference for all code that decodes many elements at a time.
+//! The bytes of operands, and the codes in them.
 
-use super::{
-    BitOrder, Bits, Decode, Field, Load, Operand, Operation, Step, Term, Value,
-    convert::{apply_constants, convert_scalar, element_bytes},
-    float,
-    kernel::row,
-};
+use super::{BitOrder, Bits};
 
 /// Bytes of an operand's tensor.
 #[derive(Clone, Copy, Debug)]
@@ -37,67 +30,9 @@ impl<'a> Window<'a> {
     }
 }
 
-/// Decodes element `n` to `target`, with one window per operand; of a plain program, the one window holds the element.
-///
-/// # Panics
-/// If a window lacks bytes that the element needs, or a type does not convert.
-pub fn decode_scalar(decode: &Decode, windows: &[Window<'_>], n: u64, target: &mut [u8]) {
-    let element = |bytes: usize| &windows[0].from(n * bytes as u64)[..bytes];
-    match decode {
-        Decode::Copy => target.copy_from_slice(element(target.len())),
-        Decode::Program(program) => match &program.load {
-            Load::Element(dtype) => convert_scalar(program, element(element_bytes(*dtype)), target),
-            Load::Value(value) => {
-                let value = scalar(value, &mut windows.iter(), n);
-                float::narrow_one(program.target, apply_constants(&program.steps, value), target);
-            }
-        },
-    }
-}
-
-fn scalar<'a>(value: &Value, windows: &mut impl Iterator<Item = &'a Window<'a>>, n: u64) -> u32 {
-    let window = next(windows);
-    let loaded = match value.dot() {
-        Some(right) => dot((&value.load, window), (right, next(windows)), n),
-        None => stored(&value.load.field, window, value.load.index.at(n)),
-    };
-    value.steps.iter().fold(loaded, |left, step| match step {
-        // It is the loaded value.
-        Step::Dot(_) => left,
-        Step::Compute(operation, Term::Value(value)) => row::one(*operation)(left, scalar(value, windows, n)),
-        Step::Round(_) | Step::Exp | Step::Compute(_, Term::Constant(_)) => {
-            apply_constants(std::slice::from_ref(step), left)
-        }
-    })
-}
-
-/// The sum of products of two operands for element `n`, as f32 bits.
-fn dot((left, of_left): (&Operand, Window<'_>), (right, of_right): (&Operand, Window<'_>), n: u64) -> u32 {
-    let (first, second) = (left.index.at(n), right.index.at(n));
-    let strides = (left.index.terms().stride, right.index.terms().stride);
-    let product = |term: u64| {
-        let a = stored(&left.field, of_left, first + term * strides.0);
-        let b = stored(&right.field, of_right, second + term * strides.1);
-        row::one(Operation::Multiply)(a, b)
-    };
-    (1..left.index.terms().count).fold(product(0), |sum, term| row::one(Operation::Add)(sum, product(term)))
-}
-
 pub(super) fn next<'a>(windows: &mut impl Iterator<Item = &'a Window<'a>>) -> Window<'a> {
     let Some(window) = windows.next() else { panic!("fewer windows than operands") };
     *window
-}
-
-/// The stored element at an index, as f32 bits.
-fn stored(field: &Field, window: Window<'_>, index: u64) -> u32 {
-    match field {
-        Field::Float(dtype) => {
-            let bytes = element_bytes(*dtype);
-            float::widen_one(*dtype, &window.from(index * bytes as u64)[..bytes])
-        }
-        Field::Integer(bits) => integer(*bits, code(*bits, window, index)),
-        Field::Table(bits, table) => table[code(*bits, window, index) as usize],
-    }
 }
 
 /// The field at bit `at`, as an unsigned number.

@@ -405,7 +405,8 @@ impl View {
         }
         let count = start.abs_diff(stop).div_ceil(step);
         let Some(first) = first.filter(|_| count > 1) else {
-            let first = u64::try_from(start).unwrap_or(0);
+            // Without elements it may be before the first, at -1.
+            let first = start.max(0).cast_unsigned();
             return self.slice(axis, first, first + count, 1);
         };
         let step = i64::try_from(step).map(|step| -step).map_err(|_| refused())?;
@@ -711,6 +712,20 @@ impl View {
             ViewLeaf::Tensor(tensor) => visit(tensor.id),
             ViewLeaf::Mosaic(mosaic) => mosaic.boxes().for_each(|part| visit(part.tensor)),
         });
+    }
+
+    /// The tensors of [`View::for_each_source`].
+    pub fn source_ids(&self) -> Vec<TensorId> {
+        let mut ids = Vec::new();
+        self.for_each_source(&mut |source| ids.push(source.id));
+        ids
+    }
+
+    /// The elements of [`View::for_each_stored`].
+    pub fn stored_ids(&self) -> Vec<TensorId> {
+        let mut ids = Vec::new();
+        self.for_each_stored(&mut |id| ids.push(id));
+        ids
     }
 
     /// Calls `visit` for the leaves of this expression that read a source, in order, with repeats.

@@ -1,10 +1,19 @@
 //! A volume as one of several that are served together: what their owner needs to know of it.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::{
+    fmt,
+    hash::{DefaultHasher, Hash, Hasher},
+    ops::ControlFlow,
+};
 
+use ckfs_image::FileContent;
 use serde_json::{Map, Value};
 
-use super::volume::Volume;
+use super::{
+    file_system::{FsError, Ino, NodeKind, Nodes},
+    tree::{FixedKind, FixedNode, TreeNode},
+    volume::Volume,
+};
 
 impl Volume {
     /// A digest of everything that decides which file has which inode number, and of the state of its sources: two volumes that
@@ -21,6 +30,34 @@ impl Volume {
             (&tensor.name, tensor.view.shape().extents(), tensor.view.dtype().code()).hash(&mut hasher);
         }
         hasher.finish()
+    }
+
+    /// Tells all that the kernel may keep or hold open of the nodes, in a fixed order: numbers, names, attributes, targets, and the text
+    /// of the mount's own files.
+    ///
+    /// # Errors
+    /// A file that cannot be laid out, so that the kernel was never told of it.
+    pub fn tell_nodes(&self, tell: &mut dyn FnMut(fmt::Arguments<'_>)) -> Result<(), FsError> {
+        for ino in (Ino::ROOT.0..=self.tree.len()).map(Ino) {
+            let attr = self.attr(ino)?;
+            tell(format_args!("{attr:?}"));
+            match attr.kind {
+                NodeKind::Directory => self.read_dir(ino, 0, &mut |entry| {
+                    tell(format_args!("{:?} {:?}", entry.name, entry.ino));
+                    ControlFlow::Continue(())
+                })?,
+                NodeKind::Symlink => tell(format_args!("{:?}", self.read_link(ino)?)),
+                NodeKind::File => {
+                    if let Some(TreeNode::Fixed(FixedNode { is_own: true, kind: FixedKind::File(node), .. })) =
+                        self.tree.node(ino)
+                        && let Ok(FileContent::Bytes(bytes)) = node.file.open()
+                    {
+                        tell(format_args!("{bytes:?}"));
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Whether a reader has a file open.

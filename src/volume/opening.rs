@@ -193,13 +193,51 @@ impl Volume {
             Open::Image(_, None) if once => Access::Once,
             Open::Image(_, None) | Open::Bytes(_) | Open::Generated(_) => Access::Cached,
         };
-        let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        self.open.write().insert(handle, open);
-        Ok(OpenedFile { handle: Handle(handle), access })
+        let handle = Handle(self.next_handle.fetch_add(1, Ordering::Relaxed));
+        self.open.write().insert((ino, handle), open);
+        Ok(OpenedFile { handle, access })
     }
 
-    fn opened(&self, handle: Handle) -> Option<Open> {
-        self.open.read().get(&handle.0).cloned()
+    fn opened(&self, ino: Ino, handle: Handle) -> Option<Open> {
+        self.open.read().get(&(ino, handle)).cloned()
+    }
+
+    /// The open file for a read at `offset`. One that another process with this mount has opened is opened again, for its bytes are the same;
+    /// what a reader has begun of a generated content only that process could go on with.
+    fn opened_for_read(&self, ino: Ino, handle: Handle, offset: u64) -> Result<Open, FsError> {
+        if let Some(open) = self.opened(ino, handle) {
+            return Ok(open);
+        }
+        // Two processes serve for a moment when one replaces the other, so that it may be of a later one too.
+        let own = self.first_handle.load(Ordering::Relaxed)..self.next_handle.load(Ordering::Relaxed);
+        if own.contains(&handle.0) {
+            return Err(FsError::Invalid);
+        }
+        let open = match self.live(ino) {
+            Some(live) if offset == 0 => Open::Live(live),
+            Some(_) => {
+                tracing::error!(
+                    ino = ino.0,
+                    "a generated file that was begun before the daemon was replaced has to be read anew"
+                );
+                return Err(FsError::Io);
+            }
+            None => match self.remembered(ino) {
+                Some(file) => Open::Image(file, None),
+                None => match self.content(ino)? {
+                    FileContent::Original(file) => Open::Original(file),
+                    FileContent::Bytes(bytes) => Open::Bytes(bytes),
+                    FileContent::Generated(rows) => Open::Generated(rows),
+                    FileContent::Image(laid_out) => Open::Image(self.ready(ino, laid_out), None),
+                },
+            },
+        };
+        self.check(ino, &open)?;
+        if let Open::Original(file) = open {
+            self.watched.note_in_use(&[file]);
+        }
+        self.open.write().insert((ino, handle), open.clone());
+        Ok(open)
     }
 
     fn live(&self, ino: Ino) -> Option<Live> {
@@ -236,7 +274,7 @@ impl Volume {
     /// # Errors
     /// [`FsError::Invalid`] if the file is none of tensors; else as [`FileSystem::read`](super::FileSystem::read).
     pub fn make(&self, ino: Ino, handle: Handle, start: u64, target: &mut [u8]) -> Result<(), FsError> {
-        let Some(Open::Image(file, _)) = self.opened(handle) else { return Err(FsError::Invalid) };
+        let Some(Open::Image(file, _)) = self.opened(ino, handle) else { return Err(FsError::Invalid) };
         let made = self.engine.make_span(&file, start, target);
         made.map_err(|error| self.read_failed(ino, error.into()).error)
     }
@@ -254,8 +292,8 @@ impl Volume {
         }
     }
 
-    pub(super) fn materialize_open(&self, handle: Handle, then: WhenMaterialized) {
-        match (&self.materializer, self.opened(handle)) {
+    pub(super) fn materialize_open(&self, ino: Ino, handle: Handle, then: WhenMaterialized) {
+        match (&self.materializer, self.opened(ino, handle)) {
             (Some(materializer), Some(Open::Image(file, Some(entry)))) => materializer.materialize(&entry, &file, then),
             (_, _) => then(None),
         }
@@ -287,7 +325,7 @@ impl FileSystem for Volume {
             let start = to_usize(offset).min(bytes.len());
             Ok(reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())])))
         };
-        let read = match self.opened(handle).ok_or(FsError::Invalid)? {
+        let read = match self.opened_for_read(ino, handle, offset)? {
             Open::Bytes(bytes) => return part(&bytes),
             Open::Live(live) => {
                 return part(&self.live_reads.content(handle, offset, || self.live_content(live))?);
@@ -311,7 +349,7 @@ impl FileSystem for Volume {
             target.copy_from_slice(found);
             Ok(())
         };
-        let read = match self.opened(handle).ok_or(FsError::Invalid)? {
+        let read = match self.opened_for_read(ino, handle, offset)? {
             Open::Bytes(bytes) => return part(&bytes),
             Open::Live(live) => {
                 return part(&self.live_reads.content(handle, offset, || self.live_content(live))?);
@@ -331,7 +369,7 @@ impl FileSystem for Volume {
     }
 
     fn release(&self, ino: Ino, handle: Handle) {
-        let open = self.open.write().remove(&handle.0);
+        let open = self.open.write().remove(&(ino, handle));
         match (&self.materializer, open) {
             (Some(materializer), Some(Open::Image(file, Some(entry)))) => materializer.close(ino, &entry, &file),
             (_, Some(Open::Live(_))) => self.live_reads.close(handle),

@@ -104,6 +104,12 @@ pub trait Upkeep: FileSystem {
         drop(passthrough);
     }
 
+    /// Called before any request where this process goes on with a mount that another one has served: the handles that it gave are
+    /// below `first_handle`, and the kernel may have pages of any file.
+    fn succeed(&self, first_handle: u64) {
+        let _ = first_handle;
+    }
+
     /// Materializes a file that was just opened; the kernel then reads it directly until it is closed. Calls `then`, at once or
     /// from another thread; drops it if the file system ends first.
     fn materialize(&self, ino: Ino, handle: Handle, then: WhenMaterialized) {

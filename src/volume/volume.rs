@@ -20,6 +20,7 @@ use rayon::prelude::*;
 
 use super::{
     exposition,
+    file_system::{Handle, Ino},
     health::{HealthProblem, VolumeHealth},
     live_reads::LiveReads,
     materialize::{BundleSizes, Materializer, Policy},
@@ -90,7 +91,9 @@ pub struct Volume {
     pub(super) total_bytes: u64,
     pub(super) metrics: Metrics,
     pub(super) next_handle: AtomicU64,
-    pub(super) open: RwLock<HashMap<u64, Open>>,
+    /// The first handle of this process. Others were given by a process before or after it.
+    pub(super) first_handle: AtomicU64,
+    pub(super) open: RwLock<HashMap<(Ino, Handle), Open>>,
     pub(super) live_reads: LiveReads,
     pub(super) watched: Arc<Watched>,
     pub(super) remembered: Mutex<PreparedFileCache>,
@@ -189,6 +192,7 @@ impl Volume {
             total_bytes,
             metrics: Metrics::default(),
             next_handle: AtomicU64::new(1),
+            first_handle: AtomicU64::new(1),
             open: RwLock::default(),
             live_reads: LiveReads::default(),
             watched,

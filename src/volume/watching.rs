@@ -133,7 +133,15 @@ impl Upkeep for Volume {
         self.start(passthrough);
     }
 
-    fn materialize(&self, _ino: Ino, handle: Handle, then: WhenMaterialized) {
-        self.materialize_open(handle, then);
+    fn succeed(&self, first_handle: u64) {
+        self.first_handle.store(first_handle, Ordering::Relaxed);
+        self.next_handle.store(first_handle, Ordering::Relaxed);
+        for ino in Ino::ROOT.0..=self.tree.len() {
+            self.watched.note_opened(Ino(ino));
+        }
+    }
+
+    fn materialize(&self, ino: Ino, handle: Handle, then: WhenMaterialized) {
+        self.materialize_open(ino, handle, then);
     }
 }

@@ -85,7 +85,14 @@ fn verified(name: &str, unit: &str, drop_ins: &[PathBuf], user: bool) -> Option<
 fn systemd_accepts_the_unit_of_users_and_the_drop_ins() {
     let of_user = fs::read_to_string(file("user/ckfs@.service")).unwrap();
     // What is another line in it than in the unit of the system, beside paths and rights.
-    for (name, of_system) in [("Type", unit()), ("Restart", unit()), ("KillMode", unit()), ("TimeoutStopSec", unit())] {
+    for (name, of_system) in [
+        ("Type", unit()),
+        ("Restart", unit()),
+        ("KillMode", unit()),
+        ("TimeoutStopSec", unit()),
+        ("FileDescriptorStoreMax", unit()),
+        ("RestartKillSignal", unit()),
+    ] {
         assert_eq!(values(&of_user, name), values(&of_system, name), "{name}");
     }
     let refused = "Restarts do not mend a wrong configuration";
@@ -173,8 +180,14 @@ fn the_unit_waits_for_readiness_and_for_the_end() {
         stop_seconds > (defaults.grace + defaults.drain).as_secs() + 5,
         "the daemon would be killed while draining"
     );
-    // Only stale mounts: after a start that was refused because another mount is alive, that mount must stay.
-    assert!(values(&unit, "ExecStopPost").iter().all(|command| command.contains(" umount --stale ")));
+    // The next process goes on with the mount: its descriptor and its record are kept, and a restart leaves it.
+    assert_eq!(
+        (values(&unit, "FileDescriptorStoreMax"), values(&unit, "RestartKillSignal")),
+        (vec!["4"], vec!["SIGUSR2"])
+    );
+    assert_eq!(ckfs::host::signal::LEAVE.as_str(), "SIGUSR2");
+    // It would wait for a mount that nobody answers for now.
+    assert!(values(&unit, "ExecStopPost").is_empty());
 }
 
 /// Remote sources need the network, a place for their bytes, and credentials; a service of the system has no `HOME`.
@@ -190,8 +203,7 @@ fn the_unit_can_read_remote_sources() {
     assert!(values(&unit, "After")[0].contains("network-online.target"));
     assert_eq!(values(&unit, "Wants"), ["network-online.target"]);
     // What the unit runs is on every system.
-    let programs =
-        ["ExecStart", "ExecReload", "ExecStopPost"].map(|name| values(&unit, name)[0].trim_start_matches('-'));
+    let programs = ["ExecStart", "ExecReload"].map(|name| values(&unit, name)[0].trim_start_matches('-'));
     assert!(
         programs.iter().all(|line| line.starts_with("/usr/bin/ckfs ") || line.starts_with("/bin/sh ")),
         "{programs:?}"

@@ -19,8 +19,8 @@ use std::{collections::HashMap, ops::Range};
 use ckfs::{
     read::reference::{self, evaluate},
     tensor::{
-        BitOrder, DType, Decode, Field, Gather, Load, Need, Operand, Operation, Origin, Piece, Shape, SourceTensor,
-        Step, TensorId, Term, Tiling, Value, View, Window, decode_scalar, fill, gather, needs,
+        BitOrder, DType, Decode, Field, Gather, Load, Need, Operand, Operation, Origin, Piece, Program, Shape,
+        SourceTensor, Step, TensorId, Term, Tiling, Value, View, Window, fill, gather, needs,
     },
 };
 
@@ -65,7 +65,7 @@ pub fn reference_bytes(view: &View) -> Vec<u8> {
 /// How one unit is decoded: the decoder, the source tensor, the unit, and where the result goes.
 pub type DecodeUnit = fn(&Decode, &dyn Fn(TensorId, Range<u64>) -> Vec<u8>, TensorId, u64, &mut [u8]);
 
-/// Decodes with the scalar functions of the reference.
+/// Decodes with the scalar functions of the reference, which the kernels are checked against.
 pub fn decode_by_reference(
     decode: &Decode,
     read: &dyn Fn(TensorId, Range<u64>) -> Vec<u8>,
@@ -73,10 +73,16 @@ pub fn decode_by_reference(
     unit: u64,
     target: &mut [u8],
 ) {
-    let Decode::Program(program) = decode else {
-        let bytes = target.len() as u64;
-        target.copy_from_slice(&read(tensor, unit * bytes..(unit + 1) * bytes));
-        return;
+    let copies = |program: &Program| {
+        program.steps.is_empty() && matches!(&program.load, Load::Element(dtype) if *dtype == program.target)
+    };
+    let program = match decode {
+        Decode::Program(program) if !copies(program) => program,
+        Decode::Program(_) | Decode::Copy => {
+            let bytes = target.len() as u64;
+            target.copy_from_slice(&read(tensor, unit * bytes..(unit + 1) * bytes));
+            return;
+        }
     };
     let loaded = match &program.load {
         Load::Element(dtype) => element(read, tensor, *dtype, unit),
@@ -151,28 +157,6 @@ fn operand_by_reference(operand: &Operand, read: Read<'_>, number: u64, term: u6
         None if bits.signed && code >= 1 << (bits.width - 1) => (code as f32 - (1u32 << bits.width) as f32).to_bits(),
         None => (code as f32).to_bits(),
     }
-}
-
-/// Decodes with the scalar conversion that the kernels are checked against.
-pub fn decode_by_conversion(
-    decode: &Decode,
-    read: &dyn Fn(TensorId, Range<u64>) -> Vec<u8>,
-    tensor: TensorId,
-    unit: u64,
-    target: &mut [u8],
-) {
-    if let Some(value) = decode.value() {
-        // Exactly the source bytes that the element needs.
-        let needs = needs(value, unit, &[]);
-        let bytes: Vec<Vec<u8>> =
-            needs.iter().map(|need| read(need.operand.tensor.id, need.start()..need.end())).collect();
-        let windows: Vec<Window<'_>> =
-            needs.iter().zip(&bytes).map(|(need, bytes)| Window { bytes, start: need.start() }).collect();
-        return decode_scalar(decode, &windows, unit, target);
-    }
-    let bytes = decode.source_bytes(target.len() as u64).unwrap();
-    let raw = read(tensor, unit * bytes..(unit + 1) * bytes);
-    decode_scalar(decode, &[Window { bytes: &raw, start: unit * bytes }], unit, target);
 }
 
 /// Calls `visit` with the target unit and the source unit (relative to the origin's offset) of each unit of a piece.

@@ -221,10 +221,11 @@ fn a_published_weight_delta_is_no_model() {
     assert!(said.starts_with(&format!("{file}: compressed differences from another version's weights")), "{said}");
     let alone = Checkpoint::open(repo.path(file).to_str().unwrap(), &OpenOptions::default()).err().unwrap();
     assert!(alone.to_string().contains("a published weight delta"), "{alone}");
-    let metadata = json!({"version": "000002", "base_version": "000001", "delta_encoding": "xor"});
+    let metadata = json!({"version": "000002", "base_version": "000001", "delta_encoding": "xor",
+        "compression_format": "zstd", "checksum_format": "blake3"});
     let index = json!({"metadata": metadata, "weight_map": {"model.norm.weight": file}});
     let said = repo.text("model.safetensors.index.json", &index.to_string()).problems().join(" ");
-    let expected = "a published weight delta (delta_encoding \"xor\"): version \"000002\" as compressed differences from version \"000001\"";
+    let expected = "a published weight delta (delta_encoding \"xor\"): version 000002 as differences from version 000001, and no weights";
     assert!(said.contains(expected), "{said}");
     // A tensor of bytes whose file has metadata is one.
     let bytes = write_header(rows, &[("format", "pt")], DATA_ALIGNMENT).unwrap().bytes;

@@ -130,7 +130,7 @@ impl Tensor<'_> {
     }
 
     fn dtype(&self) -> DType {
-        DType::from_code(self.row["dtype"].as_str().unwrap()).unwrap()
+        *DType::ALL.iter().find(|dtype| self.row["dtype"] == dtype.code()).unwrap()
     }
 
     fn width(&self) -> usize {

@@ -8,6 +8,7 @@
     reason = "helpers of tests are tests too, and their data is small"
 )]
 
+mod average;
 mod checkpoints;
 #[path = "../common/mod.rs"]
 mod common;
@@ -15,4 +16,5 @@ mod headers;
 mod images;
 mod metadata;
 mod torch_sources;
+mod versions;
 mod volume;

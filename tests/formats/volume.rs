@@ -10,8 +10,9 @@ use ckfs::{
     image::Segment,
     plan::{Allow, Layout, Mesh, Pattern, ViewOptions},
     read::{EngineOptions, MaterializeError, MaterializeTarget, Materializing, Path, PreparedFile, reference},
+    service::identity,
     tensor::DType,
-    volume::{Access, FileSystem, Ino, NodeKind, Served, Upkeep, Volume, VolumeOptions},
+    volume::{Access, FileSystem, FsError, Ino, NodeKind, Served, Upkeep, Volume, VolumeOptions},
 };
 use proptest::prelude::*;
 
@@ -219,6 +220,47 @@ fn long_texts_are_the_same_for_every_handle() {
         volume.release(attr.ino, b);
         assert_eq!(repo::read(&volume, attr.ino, 0, size), first, "{path}");
     }
+}
+
+/// A process that goes on with a mount gets reads of files that the process before it has opened. They have the same bytes; what a
+/// reader has begun of a generated file is an error.
+#[test]
+fn a_handle_of_another_process_is_served_or_is_an_error() {
+    let dir = repo::llama(2, DType::F32);
+    let volume = || repo::volume(&repo::open(dir.path()), &options("fsdp=2"), VolumeOptions::default());
+    let (before, after) = (volume(), volume());
+    assert_eq!(identity::of_kept(&before), identity::of_kept(&after));
+    assert!(identity::of_kept(&before).is_some());
+    let other = repo::volume(&repo::open(dir.path()), &options("fsdp=4"), VolumeOptions::default());
+    assert_ne!(identity::of_kept(&before), identity::of_kept(&other));
+    after.succeed(1 << 40);
+    let read = |volume: &Volume, ino, handle, offset| {
+        let mut found = Vec::new();
+        let mut reply = |part: Served<'_>| {
+            found = part.to_vec().unwrap();
+            ckfs::source::Replied::new()
+        };
+        volume.read(ino, handle, offset, 4096, &mut reply).map(|_| ()).map_err(|failure| failure.error).map(|()| found)
+    };
+    let paths =
+        ["dev1/embed", "safetensors/dev0.safetensors", "hf/config.json", ".ckfs/manifest.json", ".ckfs/config.toml"];
+    let inodes = paths.map(|path| before.resolve(path).unwrap().ino);
+    // The numbers of both processes begin alike, so that each is that of several files.
+    let opened = [(); 5].map(|()| inodes.map(|ino| (ino, before.open(ino).unwrap().handle))).concat();
+    let own = inodes.map(|ino| (ino, after.open(ino).unwrap().handle));
+    for (ino, handle) in opened.iter().chain(&own) {
+        let expected = repo::read(&before, *ino, 5, 4096);
+        assert_eq!(read(&after, *ino, *handle, 5).unwrap(), expected);
+        // For a moment both serve: the later one's handles come to the earlier one too.
+        assert_eq!(read(&before, *ino, *handle, 5).unwrap(), expected);
+        after.release(*ino, *handle);
+    }
+    assert_eq!(read(&after, own[0].0, own[0].1, 5), Err(FsError::Invalid), "an own handle that is closed");
+    let stats = before.resolve(".ckfs/stats.json").unwrap().ino;
+    let handle = before.open(stats).unwrap().handle;
+    assert_eq!(read(&after, stats, handle, 5), Err(FsError::Io));
+    let begun = read(&after, stats, handle, 0).unwrap();
+    assert_eq!(read(&after, stats, handle, 5).unwrap()[..50], begun[5..55]);
 }
 
 #[test]

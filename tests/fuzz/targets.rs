@@ -346,7 +346,7 @@ fn archive(bytes: &[u8]) -> bool {
             return false;
         }
     }
-    let Some(tensors) = archive.into_tensors() else { return false };
+    let Some(tensors) = archive.into_contents().map(|contents| contents.tensors) else { return false };
     for saved in &tensors {
         assert!(saved.span().end <= bytes.len() as u64, "{saved:?}");
     }

@@ -59,7 +59,7 @@ struct Config {
     passthrough: bool,
 }
 
-const CONFIG: Config = Config { threads: 2, grace_ms: 300, drain_ms: 10_000, passthrough: true };
+const CONFIG: Config = Config { threads: 2, grace_ms: 300, drain_ms: 60_000, passthrough: true };
 
 const MARK: &str = "serve:";
 
@@ -71,6 +71,8 @@ fn exit_code(exit: Exit) -> i32 {
         Exit::Aborted => 12,
         Exit::Left => 13,
         Exit::AbortedOutside => 14,
+        Exit::Replaced => 15,
+        Exit::Kept => 16,
     }
 }
 

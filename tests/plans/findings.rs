@@ -321,6 +321,29 @@ fn misspelt_mesh_axes_are_refused() {
     with("fdsp=4", ViewOptions { shard_rules: vec![own], ..ViewOptions::default() }).unwrap();
 }
 
+/// Each of the experts that are stored one by one is on some device, the last of an odd number too.
+#[test]
+fn single_experts_are_spread_over_the_devices_of_their_axis() {
+    let mut rows = repo::llama_rows(1, W);
+    rows.retain(|(name, ..)| !name.contains(".mlp."));
+    for expert in 0..3 {
+        for (name, shape) in [("gate_proj", [24, 16]), ("up_proj", [24, 16]), ("down_proj", [16, 24])] {
+            rows.push(row(&format!("model.layers.0.mlp.experts.{expert}.{name}.weight"), W, &shape));
+        }
+    }
+    for layout in ["hf", "canonical"] {
+        let (layout, mesh) = (Layout::find(layout).unwrap(), Mesh::parse("expert=2").unwrap());
+        let options = ViewOptions { layout, mesh, unscanned: true, ..ViewOptions::default() };
+        let plan = build(&rows, &json!({ "model_type": "own" }), &options).unwrap();
+        let held = |device: u64, expert: u64| {
+            let of_expert = |name: &str| name.contains(&format!("experts.{expert}."));
+            let mine = plan.tensors.iter().filter(|tensor| of_expert(&tensor.name));
+            mine.filter(|tensor| plan.region(tensor, device).ranges().all(|range| !range.is_empty())).count()
+        };
+        assert_eq!([0, 1].map(|device| [0, 1, 2].map(|expert| held(device, expert))), [[3, 3, 0], [0, 0, 3]]);
+    }
+}
+
 #[test]
 fn sizes_of_mesh_axes_that_fit_are_proposed() {
     let with = |layout: &str, mesh: &str| {

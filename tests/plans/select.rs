@@ -407,6 +407,13 @@ fn lists_of_the_configuration_follow_the_layers() {
     }
     let moved = part(Some("0..2,3..4"), false, false);
     assert!(moved.no_hf.is_some_and(|reason| reason.contains("predict further tokens")));
+    // A list that has neither as many entries as layers nor one is not known, which matters where layers are cut.
+    config["layer_types"] = json!(["a", "b"]);
+    repo::write_repo(dir.path(), &[&rows], &config);
+    let whole = part(None, true, false);
+    assert_eq!(hf_text(&whole, "config.json").unwrap()["layer_types"], json!(["a", "b"]));
+    let reason = part(Some("0..2"), false, false).no_hf.unwrap();
+    assert!(reason.contains("\"layer_types\" with 2 entries for 3 layers: not known how to cut it"), "{reason}");
 }
 
 #[test]

@@ -52,7 +52,6 @@ OTHERS = {
     "moe": repos.BUILDERS["qwen3_moe"],
     "gemma3": repos.BUILDERS["gemma3"],
     "fp8": repos.BUILDERS["block_fp8_bf16"],
-    "uneven": repos.BUILDERS["uneven"],
     "typo": misspelt,
     "turned": turned,
 }
@@ -266,6 +265,44 @@ def test_every_page_is_in_the_documentation_and_in_the_contents():
         if page.stem != "contents":
             module = page.stem.replace("-", "_")
             assert f"crate::guide::{module}" in labels and f"]: {page.name}" in contents, page
+
+
+# What a client is imported as, if not by its own name. The fsspec of the tests makes s3fs of "s3".
+IMPORTED = {"orbax-checkpoint": "orbax", "runai-model-streamer": "runai_model_streamer", "s3fs": 'filesystem("s3"'}
+
+# What the tests of servers import beside clients.
+TOOLS = {"pytest", "botocore"}
+
+
+def imported(patterns: list[str]) -> tuple[set[str], str]:
+    """The modules that some tests import, those of scripts in their texts too, and all their text."""
+    files = {file for pattern in patterns for file in (ROOT / "tests/python").glob(pattern)}
+    text = "\n".join(file.read_text() for file in files)
+    lines = re.findall(r"^ *(?:import ([\w., ]+)|from ([\w.]+) import)", text, flags=re.M)
+    names = (name for several, one in lines for name in (several or one).split(","))
+    return {name.split(" as ")[0].strip().split(".")[0] for name in names}, text
+
+
+def test_the_table_of_clients_is_that_of_the_tests():
+    """Every client has the version that the tests install, and tests of each of its doors import it; none of a server's is left out."""
+    pins = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "tests/python/requirements.txt").read_text(), flags=re.M))
+    doors = {
+        "serve": imported(["test_serve*.py"]),
+        "Python": imported(["test_in_process*.py", "test_filesystem.py", "test_module.py", "*_process.py"]),
+        "mount": imported(["test_clients.py", "test_formats_*.py", "test_layouts_*.py", "*_process.py"]),
+    }
+    section = (GUIDE / "doors.md").read_text().partition("## Clients that are tested")[2].partition("tried by hand")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in section.splitlines() if row.startswith("|")][2:]
+    assert rows == sorted(rows), "in order"
+    for client, version, of in rows:
+        assert pins.get(client) == version, f"{client}: the tests install {pins.get(client)}"
+        name = IMPORTED.get(client, client)
+        for door in of.split(", "):
+            modules, text = doors[door]
+            assert name in modules or ("(" in name and name in text), f"{client}: no test of {door} imports it"
+    known = {IMPORTED.get(client, client) for client, *_ in rows}
+    clients = {name for name in doors["serve"][0] if name in pins} - TOOLS
+    assert clients <= known, f"without a row: {clients - known}"
 
 
 def test_the_readme_stays_short():

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import importlib.util
 import json
 import shutil
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 import forked
 import mounting
 import run_process
 import torchtitan_trainer
+from repos import NUMPY
 
 HERE = Path(__file__).parent
 STEPS = 5
@@ -167,3 +172,113 @@ def test_a_step_that_loses_its_files_one_by_one_was_deleted(own, repo, tmp_path)
     (run / "checkpoint-2/trainer_state.json").write_text("{}")
     mounting.wait_until(lambda: shown() == {"2", "3"}, what="the other one is back")
     assert (counts()["deleted"], counts()["rewritten"], counts()["appeared"]) == (1, 1, 4)
+
+
+def overwrite_encode(new: np.ndarray, changed_mask: np.ndarray) -> np.ndarray:
+    """As slime has it."""
+    pos = np.flatnonzero(changed_mask).astype("<u4")
+    return np.concatenate([np.array([pos.size], "<u4").view(np.uint8), pos.view(np.uint8), new[changed_mask]])
+
+
+def publish(place: Path, version: int, encoding: str, tensors: dict[str, np.ndarray], names: list[str]) -> None:
+    """Changes tensors, and publishes what has changed as slime does: all files, then one rename."""
+    rng, made = np.random.default_rng(version), place.with_name(f"tmp_{version}")
+    made.mkdir()
+    deltas, digests = {}, {}
+    for name in names:
+        old, new = tensors[name], tensors[name].copy()
+        new[rng.choice(new.size, 1 + new.size // 30, replace=False)] ^= 0x21
+        deltas[name] = new ^ old if encoding == "xor" else overwrite_encode(new, new != old)
+        tensors[name], digests[name] = new, f"{zlib.adler32(new):08x}"
+    save_file(deltas, made / "model-00001-of-00001.safetensors", metadata=digests)
+    metadata = {"version": f"{version:06d}", "base_version": f"{version - 1:06d}", "delta_encoding": encoding}
+    metadata |= {"compression_format": "none", "checksum_format": "adler32"}
+    index = {"metadata": metadata, "weight_map": {name: "model-00001-of-00001.safetensors" for name in deltas}}
+    (made / "model.safetensors.index.json").write_text(json.dumps(index))
+    made.rename(place)
+
+
+def test_published_versions_are_the_base_with_their_differences(own, repo, tmp_path):
+    base, run = repo("llama"), tmp_path / "run"
+    run.mkdir()
+    tensors = {name: np.frombuffer(tensor.data, np.uint8) for name, tensor in base.tensors.items()}
+    names = sorted(tensors)
+    mount = own(run, "--base", base.path, "--steps", "all")
+    expected = {}
+    for version, (encoding, changed) in enumerate([("xor", names), ("overwrite", names[::2]), ("xor", names[1::3])], 1):
+        publish(run / f"weight_v{version:06d}", version, encoding, tensors, changed)
+        mounting.wait_until(lambda v=version: is_shown(mount, v), what=f"version {version}")
+        expected[version] = dict(tensors)
+    assert (mount / "latest").readlink() == Path("3")
+    for version, wanted in expected.items():
+        found = {}
+        for path in sorted((mount / f"{version}/hf").glob("*.safetensors")):
+            with safe_open(path, "np") as file:
+                found |= {name: file.get_tensor(name).reshape(-1).view(np.uint8) for name in file.keys()}
+        assert found.keys() == wanted.keys()
+        for name in names:
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=f"version {version}, {name}")
+    # Another encoding of the values, over the tensors that are made so.
+    alone = mounting.run("export", run / "weight_v000003", tmp_path / "f32", "--base", base.path, "--dtype", "f32", "--only", "hf")
+    assert alone.code == 0
+    for path in sorted((tmp_path / "f32/hf").glob("*.safetensors")):
+        for name, array in load_file(path).items():
+            wanted = expected[3][name].view(NUMPY["BF16"]).astype(np.float32)
+            np.testing.assert_array_equal(array.reshape(-1), wanted, err_msg=name)
+
+    # A difference that was damaged after it was published is no tensor.
+    place = run / "weight_v000004"
+    publish(place, 4, "overwrite", tensors, names[:1])
+    file = next(place.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    mounting.wait_until(lambda: is_shown(mount, 4), what="version 4")
+    whole = {row["name"]: row["path"] for row in manifest_of(mount, 4)}
+    errors = {mounting.error_of((mount / f"4/full/{path}").read_bytes) for path in whole.values()}
+    assert errors == {None, errno.EIO}
+    said = mounting.run("status", mount.point, expect=None).out
+    assert f"make tensor {names[0]} of version 4" in said and "expected the digest" in said, said
+
+
+def manifest_of(mount: mounting.Mount, step: int) -> list[dict]:
+    return json.loads((mount / f"{step}/.ckfs/manifest.json").read_text())["tensors"]
+
+
+def summed(terms: list[tuple[float, np.ndarray]]) -> np.ndarray:
+    """Products and sums in float32, one after the other."""
+    products = [np.float32(weight) * array.astype(np.float32) for weight, array in terms]
+    return functools.reduce(np.add, products)
+
+
+def test_averages_of_steps_are_sums_in_float32(own, tmp_path):
+    import torch
+    from torch.distributed import checkpoint
+
+    rng, steps = np.random.default_rng(7), {}
+    for step in (100, 200, 300, 400):
+        steps[step] = {"w": rng.standard_normal((64, 96), np.float32), "frozen": np.linspace(0, 1, 640, dtype=np.float32)}
+        tensors = {name: torch.from_numpy(array) for name, array in steps[step].items()} | {"ids": torch.arange(8)}
+        checkpoint.save(tensors, checkpoint_id=tmp_path / f"run/step-{step}", no_dist=True)
+    run = tmp_path / "run"
+    third = np.float32(1) / np.float32(3)
+    moving = own(run, "--average", "last=3", "--steps", "all", "--layout", "stored")
+    numbers = sorted(steps)
+    for at, step in enumerate(numbers):
+        last = numbers[max(0, at - 2) : at + 1]
+        weight = third if len(last) == 3 else np.float32(1) / np.float32(len(last))
+        found = np.fromfile(moving / f"{step}/full/w", np.float32).reshape(64, 96)
+        np.testing.assert_array_equal(found, summed([(weight, steps[one]["w"]) for one in last]), err_msg=str(step))
+    mesh = own(run, "--average", "100=-0.5,400=1.5", "--layout", "stored", "--mesh", "fsdp=4", "--source-io", "pread")
+    wanted = summed([(-0.5, steps[100]["w"]), (1.5, steps[400]["w"])])
+    np.testing.assert_array_equal(np.fromfile(mesh / "dev1/w", np.float32).reshape(16, 96), wanted[16:32])
+    # Each source gives its rows of the shard.
+    assert sum(mesh.stats_of_reads()["bytes_fetched"].values()) == 2 * 16 * 96 * 4
+    assert np.fromfile(mesh / "full/frozen", np.float32).tobytes() == steps[100]["frozen"].tobytes()
+    text = f'[[average]]\nsource = "{run}/step-200"\nweight = 0.4\n[[average]]\nsource = "run/step-300"\nweight = 0.6\n'
+    (tmp_path / "average.toml").write_text(text)
+    mounting.run("export", "--config", tmp_path / "average.toml", tmp_path / "out", "--layout", "stored", "--only", "full")
+    wanted = summed([(0.4, steps[200]["w"]), (0.6, steps[300]["w"])])
+    np.testing.assert_array_equal(np.fromfile(tmp_path / "out/full/w", np.float32).reshape(64, 96), wanted)
+    error = mounting.run("plan", run, "--average", "100=0.5,150=0.5", expect=1).err
+    assert "expected a finished step 150 in the run" in error
+    error = mounting.run("plan", run, "--average", "last=5", expect=1).err
+    assert "--average last=5: expected 5 finished steps, found 4" in error

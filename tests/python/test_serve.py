@@ -4,6 +4,7 @@ what `ckfs export` writes or a mount shows."""
 from __future__ import annotations
 
 import concurrent.futures
+import email.utils
 import hashlib
 import json
 import os
@@ -124,6 +125,105 @@ def test_curl_reads_ranges_heads_and_conditions(server: Server, exported: Path, 
         assert (reply.status, reply.headers["Allow"]) == (405, "GET, HEAD")
 
 
+def test_a_time_is_that_of_this_start_and_a_condition(server: Server, repo) -> None:
+    """Sources that are served with other settings are other files, which are not older than the server."""
+    path = "/files/dev0/embed"
+    whole = server.get(path)
+    for method in ("GET", "HEAD"):
+        reply, _ = server.request(path, method)
+        modified = reply.headers["Last-Modified"]
+        started, seconds = email.utils.parsedate_to_datetime(modified).timestamp(), 365 * 24 * 3600
+        newest = max(file.stat().st_mtime for file in repo("llama_f32").path.iterdir())
+        assert int(newest) <= started <= email.utils.parsedate_to_datetime(reply.headers["Date"]).timestamp()
+    before, after = (email.utils.formatdate(started + by, usegmt=True) for by in (-seconds, seconds))
+    for headers, status in [
+        ({"If_Modified_Since": modified}, 304), ({"If_Modified_Since": after}, 304), ({"If_Modified_Since": before}, 200),
+        ({"If_Modified_Since": "yesterday"}, 200), ({"If_Modified_Since": modified, "If_None_Match": '"other"'}, 200),
+        ({"If_Unmodified_Since": modified}, 200), ({"If_Unmodified_Since": before}, 412),
+        ({"If_Unmodified_Since": before, "If_Match": reply.headers["ETag"]}, 200),
+    ]:  # fmt: skip
+        reply, body = server.request(path, **headers)
+        assert (reply.status, body == whole) == (status, status == 200), headers
+    # A date is no proof for a part: two files may be of one second.
+    assert server.request(path, Range="bytes=0-9", If_Range=modified)[0].status == 200
+
+
+def test_a_directory_is_at_the_address_with_a_slash(server: Server) -> None:
+    for path in ("", "/hf", "/dev0/layers", "//dev0", "/mesh/fsdp%3D0,tensor%3D0"):
+        for method in ("GET", "HEAD"):
+            reply, _ = server.request(f"/files{path}", method)
+            assert reply.status == 307, path
+        target = reply.headers["Location"]
+        assert target.startswith("/files/") and not target.startswith("/files//") and target.endswith("/"), target
+        assert server.request(target)[0].status == 200
+    assert server.request("/files/hf/config.json")[0].status == 200
+    assert server.request("/files/hf/config.json/")[0].status == 200
+
+
+def test_generated_files_have_the_tag_of_their_bytes(server: Server) -> None:
+    """No condition and no range joins two contents of a file that changes."""
+    for path in ("/files/.ckfs/stats.json", "/files/.ckfs/metrics"):
+        tags = {}
+        for _ in range(3):
+            reply, body = server.request(path)
+            assert tags.setdefault(reply.headers["ETag"], body) == body
+        assert len(tags) > 1, "requests are counted"
+        old, kept = next(iter(tags.items()))
+        assert server.request(path, If_Match=old)[0].status == 412
+        assert server.request(path, If_None_Match=old)[0].status == 200
+        for headers in ({"If_Range": old}, {}):
+            reply, body = server.request(path, Range="bytes=5-", **headers)
+            assert (reply.status, len(body)) == (200, len(kept))
+
+
+def named(server: Server, path: str, *hosts: str, port: int | None = None, version: str = "1.1") -> tuple[int, str]:
+    """Status and body of a request with these `Host` headers."""
+    with socket.create_connection((server.host, port or server.port), timeout=60) as client:
+        headers = "".join(f"Host: {host}\r\n" for host in hosts)
+        client.sendall(f"GET {path} HTTP/{version}\r\n{headers}Connection: close\r\n\r\n".encode("latin-1"))
+        received = b""
+        while part := client.recv(1 << 16):
+            received += part
+    head, _, body = received.decode("latin-1").partition("\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+def test_a_request_has_one_host(repo, home: Path) -> None:
+    with Server(repo("llama_f32").path, "--s3", "0", home=home) as server:
+        s3 = int(re.search(r"S3 at http://[^:]+:(\d+)", server.told)[1])
+        for port, path in ((server.port, "/files/full/embed"), (s3, "/ckfs/full/embed")):
+            for hosts in ((), ("localhost", "localhost"), ("a", "b"), ("",), ("a b",), ("a/b",), ("user@localhost",), ("a:b",)):
+                assert named(server, path, *hosts, port=port)[0] == 400, hosts
+            assert named(server, path, port=port, version="1.0")[0] == 200
+            for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:80", "ckfs.localhost", "desk", "10.0.0.1"):
+                assert named(server, path, host, port=port)[0] == 200, host
+
+
+def test_pages_of_the_web_read_nothing(repo, home: Path, tmp_path: Path) -> None:
+    """A page whose name leads to this machine (DNS rebinding) is no program of this machine."""
+    path, name = repo("llama_f32").path, "rebind.example"
+    (tmp_path / "token").write_text("s3cret")
+    addresses = ("/", "/files/", "/files/full/embed", "/metrics", "/api/models", "/ckfs/llama_f32/resolve/main/config.json")
+    with Server(path, "--s3", "0", "--allow-host", "*.example.com", home=home) as server:
+        s3 = int(re.search(r"S3 at http://[^:]+:(\d+)", server.told)[1])
+        for address in addresses:
+            status, body = named(server, address, f"{name}:{server.port}")
+            assert (status, "--allow-host rebind.example" in body) == (421, True), address
+            assert named(server, address, "models.example.com")[0] == 200
+            assert named(server, f"http://{name}{address}", "localhost")[0] == 421, "the name of the target counts"
+        status, body = named(server, "/ckfs/full/embed", name, port=s3)
+        assert (status, "<Code>AccessDenied</Code>" in body, "--allow-host rebind.example" in body) == (421, True, True)
+        assert named(server, "/ckfs/full/embed", "models.example.com", port=s3)[0] == 200
+        assert named(server, "/healthz", name)[0] == 200
+    with Server(path, "--token-file", tmp_path / "token", home=home) as server:
+        assert named(server, "/files/full/embed", name)[0] == 401
+        assert server.request("/files/full/embed", Host=name, Authorization="Bearer s3cret")[0].status == 200
+    with Server(path, "--allow-anyone", home=home) as server:
+        # Directories of tests are closed to other users.
+        assert named(server, "/files/full/embed", name)[0] == 403
+        assert named(server, "/files/full/embed", "localhost")[0] == 200
+
+
 def test_a_browser_gets_a_page_of_links(server: Server) -> None:
     reply, page = server.request("/files/", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
     assert reply.headers["Content-Type"] == "text/html; charset=utf-8"
@@ -164,7 +264,6 @@ def test_health_and_metrics(server: Server) -> None:
     assert text.endswith("# EOF\n") and "ckfs_degraded 0\n" in text
     assert int(re.search(r'ckfs_ops_total{op="read"} (\d+)', text)[1]) > 0
     assert json.loads(server.get("/files/.ckfs/stats.json"))["health"] == "healthy"
-    assert server.request("/files/.ckfs/metrics")[0].headers["ETag"] is None, "its content changes"
 
 
 def test_many_readers_at_a_time(server: Server, exported: Path) -> None:
@@ -262,6 +361,105 @@ def test_snapshot_download_and_single_files(server: Server, exported: Path, tmp_
         HF_ENDPOINT=server.url,
     )
     assert files_below(Path(json.loads(out))) == files_below(exported / "hf")
+
+
+def test_what_is_not_here_is_said_as_the_hub_says_it(server: Server, exported: Path, tmp_path: Path) -> None:
+    config = (exported / "hf/config.json").read_bytes()
+    out = run_client(
+        """
+        import json
+        from huggingface_hub import HfApi, hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+        api, name = HfApi(), "ckfs/llama_f32"
+        def refused(error, call):
+            try:
+                call()
+            except error as found:
+                return type(found) is error
+            raise AssertionError("not refused")
+        for kind in (None, "dataset", "space"):
+            for other in ("gpt2", "org/other"):
+                assert not api.repo_exists(other, repo_type=kind), (other, kind)
+                assert not api.file_exists(other, "x", repo_type=kind)
+                assert not api.revision_exists(other, "main", repo_type=kind)
+                assert refused(RepositoryNotFoundError, lambda: hf_hub_download(other, "x", repo_type=kind))
+                assert refused(RepositoryNotFoundError, lambda: api.list_repo_refs(other, repo_type=kind))
+                assert refused(RepositoryNotFoundError, lambda: list(api.list_repo_tree(other, repo_type=kind)))
+                assert refused(RepositoryNotFoundError, lambda: api.get_paths_info(other, ["x"], repo_type=kind))
+                assert refused(RepositoryNotFoundError, lambda: api.auth_check(other, repo_type=kind))
+        assert not api.repo_exists(name, repo_type="dataset") and list(api.list_datasets()) == list(api.list_spaces()) == []
+        api.auth_check(name)
+        for revision, there in (("main", True), ("HEAD", True), ("refs/heads/main", True), ("v9", False)):
+            assert api.revision_exists(name, revision) == there, revision
+        assert not api.file_exists(name, "absent") and api.file_exists(name, "config.json")
+        commit = api.model_info(name).sha
+        assert api.model_info(name, revision="HEAD").sha == commit
+        commits = api.list_repo_commits(name)
+        assert [found.commit_id for found in commits] == [commit] and commits[0].authors == ["ckfs"]
+        assert refused(RevisionNotFoundError, lambda: api.list_repo_commits(name, revision="v9"))
+        assert refused(RepositoryNotFoundError, lambda: api.list_repo_commits("gpt2"))
+        for query, count in (({"search": "LLAMA"}, 1), ({"search": "mistral"}, 0), ({"author": "ckfs"}, 1), ({"author": "meta"}, 0)):
+            assert len(list(api.list_models(**query))) == count, query
+        print(hf_hub_download(name, "config.json", revision="HEAD"))
+        """,
+        tmp_path,
+        HF_ENDPOINT=server.url,
+    )
+    assert Path(out.strip()).read_bytes() == config
+    assert server.get("/ckfs/llama_f32/raw/main/config.json") == config
+    reply, _ = server.request("/api/models/ckfs/llama_f32/discussions")
+    assert (reply.status, reply.headers["X-Error-Code"]) == (404, None)
+
+
+def test_from_pretrained_names_the_repository_that_is_not_here(server: Server, tmp_path: Path) -> None:
+    out = run_client(
+        """
+        from transformers import AutoConfig
+        try:
+            AutoConfig.from_pretrained("gpt2")
+        except OSError as error:
+            print(error)
+        """,
+        tmp_path,
+        HF_ENDPOINT=server.url,
+    )
+    assert "gpt2 is not a local folder and is not a valid model identifier" in out and "connection" not in out
+
+
+def test_object_names_of_small_files_are_those_of_git(server: Server, exported: Path, tmp_path: Path) -> None:
+    """`hf cache verify` compares them, and so does ckfs. All files of this repository are small."""
+    rows = server.json("/api/models/ckfs/llama_f32/tree/main?recursive=true")
+    for row in (row for row in rows if row["type"] == "file"):
+        body = (exported / "hf" / row["path"]).read_bytes()
+        assert row["oid"] == hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest(), row["path"]
+        reply, _ = server.request(f"/ckfs/llama_f32/resolve/main/{row['path']}", "HEAD")
+        assert reply.headers["ETag"] == reply.headers["X-Linked-Etag"] == f'"{row["oid"]}"'
+    siblings = server.json("/api/models/ckfs/llama_f32?blobs=true")["siblings"]
+    assert {row["rfilename"]: row["blobId"] for row in siblings} == {row["path"]: row["oid"] for row in rows if row["type"] == "file"}
+    out = run_client(
+        """
+        from huggingface_hub import HfApi, snapshot_download
+        snapshot_download("ckfs/llama_f32")
+        found = HfApi().verify_repo_checksums("ckfs/llama_f32")
+        print(found.checked_count, found.mismatches, found.missing_paths, found.extra_paths)
+        """,
+        tmp_path,
+        HF_ENDPOINT=server.url,
+    )
+    assert out == f"{len(siblings)} [] [] []\n"
+
+
+def test_an_empty_file_tells_its_size(fresh, home: Path) -> None:
+    """Clients in Rust and JavaScript ask for the first byte of each file, and take its size from `Content-Range`."""
+    source = fresh("llama_f32").path
+    (source / "empty.txt").write_bytes(b"")
+    with Server(source, "--name", "org/model", home=home) as server:
+        for path in ("/org/model/resolve/main/empty.txt", "/org/model/raw/main/empty.txt"):
+            reply, body = server.request(path, Range="bytes=0-0")
+            assert (reply.status, body, reply.headers["Content-Range"].split("/")[1]) == (200, b"", "0")
+            assert reply.headers["ETag"] and len(reply.headers["X-Repo-Commit"]) == 40
+        reply, body = server.request("/org/model/resolve/main/config.json", Range="bytes=0-0")
+        assert (reply.status, len(body), reply.headers["Content-Range"].split("/")[0]) == (206, 1, "bytes 0-0")
 
 
 def test_a_download_that_broke_off_is_resumed(server: Server, exported: Path, tmp_path: Path) -> None:
@@ -491,6 +689,8 @@ def test_every_door_shows_strangers_the_same(fresh, home: Path) -> None:
             (source / below / "x.json").write_text("{}")
         for path in (root, source, *source.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
+        (source / "listed/own.json").write_text("{}")
+        (source / "listed/own.json").chmod(0o600)
         (source / "passed").chmod(0o711)
         (source / "closed").chmod(0o700)
         token.write_text("secret\n")
@@ -504,7 +704,14 @@ def test_every_door_shows_strangers_the_same(fresh, home: Path) -> None:
             rows = server.json(f"{model}/tree/main?recursive=true")
             of_tree = {row["path"] for row in rows if row["type"] == "file"}
             siblings = {row["rfilename"] for row in server.json(model)["siblings"]}
-            assert of_keys == of_tree == siblings and {path for path in siblings if "/" in path} == {"listed/x.json"}
+            listed = {"listed/x.json", "listed/own.json"}
+            assert of_keys == of_tree == siblings and {path for path in siblings if "/" in path} == listed
+            # A digest would tell strangers what is in a file that they may not read.
+            names = {row["path"]: row["oid"] for row in rows}
+            assert names["listed/own.json"].startswith("ckfs-") and len(names["listed/x.json"]) == 40
+            own = json.loads(server.get(f"{model}/tree/main/listed", **known))
+            assert len({row["oid"] for row in own}) == 1, "both are {}"
+            assert server.request("/files/hf/listed/own.json")[0].status == 403
             assert {"listed/x.json", "passed/x.json", "closed/x.json"} <= {
                 row["rfilename"] for row in json.loads(server.get(model, **known))["siblings"]
             }

@@ -101,6 +101,13 @@ def test_every_file_of_every_step_is_that_of_an_export(run: Path, home: Path, tm
         url = f"{server.url}/files/latest/dev1/embed"
         curl = ["curl", "-sSL", "--fail", "-r", "10-99", url]
         assert subprocess.run(curl, capture_output=True, check=True).stdout == expected["dev1/embed"][10:100]
+        # A file that is made at each request has the tag of its bytes: who waits for a step is told that there is none yet.
+        path = "/files/.ckfs/steps.json"
+        reply, body = server.request(path)
+        tag = reply.headers["ETag"]
+        assert (server.request(path)[0].headers["ETag"], server.request(path, If_None_Match=tag)[0].status) == (tag, 304)
+        assert server.request(path, Range="bytes=5-9", If_Match=tag)[1] == body[5:10]
+        assert server.request(path, Range="bytes=5-9")[1] == body
         # What there is, for programs and people.
         listed = server.json("/files/.ckfs/steps.json")
         assert (listed["latest"], [row["step"] for row in listed["steps"]]) == (200, [100, 200])
@@ -131,6 +138,9 @@ def test_a_step_is_a_revision(run: Path, home: Path, tmp_path: Path) -> None:
             assert shas["200"] == shas["main"] == api.model_info("my/run").sha != shas["100"]
             branches = {row.name: row.target_commit for row in api.list_repo_refs("my/run").branches}
             assert branches == shas, branches
+            commits = {name: [row.commit_id for row in api.list_repo_commits("my/run", revision=name)] for name in ("100", "200", "HEAD")}
+            assert commits == {"100": [shas["100"]], "200": [shas["200"], shas["100"]], "HEAD": [shas["200"], shas["100"]]}, commits
+            assert [row.title for row in api.list_repo_commits("my/run")] == ["step 200", "step 100"]
             paths = {name: snapshot_download("my/run", revision=name) for name in ("100", "200")}
             assert snapshot_download("my/run") == snapshot_download("my/run", revision=shas["200"]) == paths["200"]
             assert paths["100"].endswith(shas["100"])

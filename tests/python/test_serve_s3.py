@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -92,6 +93,94 @@ def test_pages_prefixes_and_delimiters_agree_with_the_keys(server: Server, page:
             assert keys(s3, StartAfter=start) == [key for key in every if key > start], start
 
 
+@pytest.mark.parametrize("operation", ["list_objects", "list_object_versions"])
+def test_the_other_lists_have_the_same_rows(server: Server, operation: str) -> None:
+    s3 = client(s3_url(server))
+    every = {row["Key"]: row for page in s3.get_paginator("list_objects_v2").paginate(Bucket="ckfs") for row in page["Contents"]}
+    assert all(row["ETag"] for row in every.values()) and ".ckfs/stats.json" in every
+    rows_of = "Versions" if operation == "list_object_versions" else "Contents"
+    for prefix, delimiter, size in [("", "", 1000), ("", "", 40), ("", "/", 2), ("dev0/", "/", 1), ("dev0/layers/", "/", 1), ("absent", "/", 5)]:
+        pages = s3.get_paginator(operation).paginate(
+            Bucket="ckfs", Prefix=prefix, Delimiter=delimiter, PaginationConfig={"PageSize": size}
+        )
+        rows, common = [], []
+        for page in pages:
+            assert len(page.get(rows_of, [])) + len(page.get("CommonPrefixes", [])) <= size
+            rows += page.get(rows_of, [])
+            common += [row["Prefix"] for row in page.get("CommonPrefixes", [])]
+        rest = [key[len(prefix) :] for key in every if key.startswith(prefix)]
+        is_row = (lambda part: "/" not in part) if delimiter else (lambda part: True)
+        assert [row["Key"] for row in rows] == [prefix + part for part in rest if is_row(part)]
+        assert common == sorted({prefix + part[: part.index("/") + 1] for part in rest if not is_row(part)})
+        for row in rows:
+            known = every[row["Key"]]
+            assert (row["Size"], row["LastModified"]) == (known["Size"], known["LastModified"]) or row["Key"].startswith(".ckfs/")
+            assert row["ETag"] == known["ETag"] or row["Key"].startswith(".ckfs/")
+            assert rows_of == "Contents" or (row["VersionId"], row["IsLatest"]) == ("null", True)
+    started = s3.list_objects(Bucket="ckfs", Marker="dev3/", MaxKeys=2)
+    assert [row["Key"] for row in started["Contents"]] == [key for key in every if key > "dev3/"][:2]
+    whole = boto3.resource(
+        "s3", endpoint_url=s3_url(server), aws_access_key_id="any", aws_secret_access_key="any", region_name="us-east-1"
+    ).Bucket("ckfs")  # fmt: skip
+    assert [row.key for row in whole.objects.filter(Prefix="hf/")] == [key for key in every if key.startswith("hf/")]
+
+
+def test_the_bytes_are_answered_to_those_who_ask_for_them(server: Server, expected: dict[str, bytes]) -> None:
+    s3, key = client(s3_url(server)), "safetensors/dev0.safetensors"
+    whole, head = expected[key], s3.head_object(Bucket="ckfs", Key=key)
+    at = {"Bucket": "ckfs", "Key": key}
+    assert s3.get_object(**at, VersionId="null")["Body"].read() == whole
+    first = s3.get_object(**at, PartNumber=1)
+    assert (first["Body"].read(), first["ContentRange"]) == (whole, f"bytes 0-{len(whole) - 1}/{len(whole)}")
+    assert s3.head_object(**at, PartNumber=1)["ContentLength"] == len(whole)
+    found = s3.get_object_attributes(**at, ObjectAttributes=["ETag", "ObjectSize", "StorageClass", "ObjectParts", "Checksum"])
+    assert (found["ETag"], found["ObjectSize"], found["StorageClass"]) == (head["ETag"].strip('"'), len(whole), "STANDARD")
+    assert found["LastModified"] == head["LastModified"] and "ObjectParts" not in found
+
+    def code(call, **args: object) -> str:
+        with pytest.raises(ClientError) as caught:
+            call(**at | args)
+        return caught.value.response["Error"]["Code"]
+
+    assert code(s3.get_object, VersionId="abc") == "NoSuchVersion"
+    assert code(s3.get_object, PartNumber=2) == "InvalidPartNumber"
+    assert code(s3.get_object, PartNumber=1, Range="bytes=0-1") == "InvalidRequest"
+    assert code(s3.get_object_acl) == "NotImplemented"
+    assert code(s3.get_object_tagging) == "NoSuchTagSet"
+    assert code(s3.get_object_tagging, Key="absent") == "NoSuchKey"
+    assert code(s3.get_object_torrent) == "MethodNotAllowed"
+    assert code(s3.get_object_retention) == "NoSuchObjectLockConfiguration"
+    assert code(s3.list_parts, UploadId="x") == "NoSuchUpload"
+    bucket = {"Bucket": "ckfs"}
+    assert "Status" not in s3.get_bucket_versioning(**bucket) and "Uploads" not in s3.list_multipart_uploads(**bucket)
+    assert s3.get_bucket_request_payment(**bucket)["Payer"] == "BucketOwner"
+    for ask, expected_code in [
+        (s3.get_bucket_policy, "NoSuchBucketPolicy"), (s3.get_bucket_cors, "NoSuchCORSConfiguration"),
+        (s3.get_bucket_lifecycle_configuration, "NoSuchLifecycleConfiguration"), (s3.get_bucket_tagging, "NoSuchTagSet"),
+        (s3.get_bucket_encryption, "ServerSideEncryptionConfigurationNotFoundError"),
+        (s3.get_public_access_block, "NoSuchPublicAccessBlockConfiguration"), (s3.get_bucket_acl, "NotImplemented"),
+    ]:  # fmt: skip
+        with pytest.raises(ClientError) as caught:
+            ask(**bucket)
+        assert caught.value.response["Error"]["Code"] == expected_code
+    modified = head["LastModified"]
+    assert code(s3.get_object, IfModifiedSince=modified) == "304"
+    assert code(s3.get_object, IfUnmodifiedSince=modified - datetime.timedelta(days=1)) == "PreconditionFailed"
+    assert s3.get_object(**at, IfUnmodifiedSince=modified)["Body"].read() == whole
+
+
+def test_the_bucket_is_found_in_the_name_too(server: Server, expected: dict[str, bytes]) -> None:
+    """Clients without a setting for path style put the bucket before `localhost`."""
+    port = int(s3_url(server).rsplit(":", 1)[1])
+
+    def get(path: str) -> bytes:
+        return urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Host": f"ckfs.localhost:{port}"})).read()
+
+    for path in ("/hf/config.json", "/ckfs/hf/config.json"):
+        assert get(path) == expected["hf/config.json"]
+    assert b"<Key>hf/config.json</Key>" in get("/?list-type=2&prefix=hf/")
+
+
 def test_ranges_conditions_and_errors(server: Server, expected: dict[str, bytes]) -> None:
     s3 = client(s3_url(server))
     key = "safetensors/dev0.safetensors"
@@ -134,6 +223,15 @@ def test_signatures_are_checked_where_there_is_a_token(repo, home: Path, tmp_pat
         assert len(good.list_objects_v2(Bucket="ckfs", Prefix="dev0/layers/0/", Delimiter="/")["Contents"]) > 3
         signed = good.generate_presigned_url("get_object", Params={"Bucket": "ckfs", "Key": "full/embed"}, ExpiresIn=60)
         assert urllib.request.urlopen(signed).read()[:10] == body
+        former = boto3.client(
+            "s3", endpoint_url=url, aws_access_key_id="ckfs", aws_secret_access_key=TOKEN, region_name="us-east-1",
+            config=Config(signature_version="s3", s3={"addressing_style": "path"}),
+        )  # fmt: skip
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(former.generate_presigned_url("get_object", Params={"Bucket": "ckfs", "Key": "full/embed"}))
+        assert refused.value.code == 400 and b"signature_version=&#39;s3v4&#39;" in refused.value.read()
+        with pytest.raises(ClientError, match="s3v4"):
+            former.get_object(Bucket="ckfs", Key="full/embed")
         for key, secret, expected in [("ckfs", "wrong", "SignatureDoesNotMatch"), ("other", TOKEN, "InvalidAccessKeyId")]:
             with pytest.raises(ClientError) as caught:
                 client(url, key, secret).get_object(Bucket="ckfs", Key="full/embed")

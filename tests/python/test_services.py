@@ -360,11 +360,15 @@ def told(place: Path, command: list[str], environment: dict[str, str]) -> Iterat
         run = subprocess.Popen([str(find_ckfs()), *command], env=environment, stderr=subprocess.PIPE, text=True)
 
         def message(seconds: float) -> dict[str, str] | None:
+            """The next one but that of descriptors, which a mount gives to systemd to keep."""
             said.settimeout(seconds)
-            try:
-                return dict(line.split("=", 1) for line in said.recv(4096).decode().splitlines())
-            except TimeoutError:
-                return None
+            while True:
+                try:
+                    found = dict(line.split("=", 1) for line in said.recv(4096).decode().splitlines())
+                except TimeoutError:
+                    return None
+                if "FDSTORE" not in found:
+                    return found
 
         try:
             yield run, message

@@ -170,7 +170,7 @@ fn check(name: &str, case: &Case) {
     for view in views {
         let tiling = view.lower().unwrap();
         let expected = of_reference(&view);
-        let one_by_one = execute_from(&view, &tiling, common::decode_by_conversion, &read);
+        let one_by_one = execute_from(&view, &tiling, common::decode_by_reference, &read);
         assert!(one_by_one == expected, "{name}: {view} one by one");
         for stretch in [7, 100, 1 << 20] {
             let gathered = gathered_from(&tiling, stretch, tensors);

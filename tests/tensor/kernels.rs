@@ -13,9 +13,12 @@
     reason = "a test: sizes are small, floats are compared exactly on purpose, and a panic is a failure"
 )]
 
+use std::ops::Range;
+
+use crate::common::decode_by_reference;
 use ckfs::tensor::{
     DType, Decode, Field, Gather, Load, Loop, Operand, Operation, Program, Shape, SourceTensor, Step, Stores, TensorId,
-    Value, Window, block_index, convert_row, convert_scalar, decode_scalar, fill, gather, gather_with,
+    Value, Window, block_index, convert_row, fill, gather, gather_with,
 };
 use proptest::prelude::*;
 use sha2::{Digest, Sha256};
@@ -241,7 +244,7 @@ proptest! {
             for dtype in FLOATS.into_iter().filter(|dtype| width(*dtype) <= 2) {
                 let mut out = [0; 4];
                 let bytes = &mut out[..width(dtype)];
-                convert_scalar(&cast(DType::F32, dtype), &bits.to_le_bytes(), bytes);
+                convert_row(&cast(DType::F32, dtype), &bits.to_le_bytes(), bytes);
                 let got = u32::from_le_bytes(out);
                 prop_assert_eq!(got, nearest(dtype, wanted), "{:e} = {:#x} to {}", wanted, bits, dtype);
             }
@@ -254,7 +257,7 @@ fn widening_is_exact() {
     for dtype in FLOATS.into_iter().filter(|dtype| width(*dtype) <= 2) {
         for bits in 0..1_u32 << (8 * width(dtype)) {
             let mut out = [0; 8];
-            convert_scalar(&cast(dtype, DType::F64), &bits.to_le_bytes()[..width(dtype)], &mut out);
+            convert_row(&cast(dtype, DType::F64), &bits.to_le_bytes()[..width(dtype)], &mut out);
             let (got, expected) = (f64::from_le_bytes(out), value(dtype, bits));
             assert!(
                 got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(),
@@ -308,7 +311,7 @@ fn steps_round_where_they_say() {
     let run = |steps: Vec<Step>, input: f32| {
         let program = Program { load: Load::Element(DType::F32), target: DType::F32, steps };
         let mut out = [0; 4];
-        convert_scalar(&program, &input.to_le_bytes(), &mut out);
+        convert_row(&program, &input.to_le_bytes(), &mut out);
         f32::from_le_bytes(out)
     };
     assert_eq!(run(vec![Step::Round(DType::BF16), Step::add(1.0)], 1.005), 2.007_812_5);
@@ -398,8 +401,12 @@ fn check_gather(job: &Job, decode: &Decode, from: usize, to: usize, scale: Optio
     target.extend_from_slice(&expected);
     let mut windows = vec![Window { bytes: source, start: job.window * from as u64 }];
     windows.extend(scale.map(Window::whole));
+    let read = |tensor: TensorId, span: Range<u64>| {
+        let window = &windows[tensor.0 as usize];
+        window.bytes[(span.start - window.start) as usize..(span.end - window.start) as usize].to_vec()
+    };
     positions(&job.loops, job.target_offset, job.source_offset, &mut |at, element| {
-        decode_scalar(decode, &windows, element, &mut expected[at * to..][..to]);
+        decode_by_reference(decode, &read, TensorId(0), element, &mut expected[at * to..][..to]);
     });
     let Job { loops, source_offset, target_offset, shift, .. } = job;
     let gathered =

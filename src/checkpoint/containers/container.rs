@@ -19,7 +19,7 @@ use std::{
 };
 
 use ckfs_format::orbax::read::TreeKey;
-use ckfs_source::{FileId, Source};
+use ckfs_source::FileId;
 use ckfs_tensor::DType;
 
 use super::super::{
@@ -27,6 +27,7 @@ use super::super::{
     copies::Copies,
     file::{FileRole, IgnoreReason},
     folder::Folder,
+    orbax::DecodedFile,
     table::TensorTable,
     weight_name::variant_of_index,
 };
@@ -38,8 +39,13 @@ pub struct SavedTree {
     pub keys: HashMap<String, Vec<TreeKey>>,
     /// Names of tensors that are single numbers of Python.
     pub scalars: HashSet<String>,
-    /// Empty containers, and places with nothing: the keys on the way, and what is there as Orbax calls it.
+    /// Leaves without an array, which are empty containers, places with nothing, and texts of a training state: the keys on the way,
+    /// and what is there as Orbax calls it.
     pub empty: Vec<(Vec<TreeKey>, String)>,
+    /// Names of tensors that were arrays of jax, of a training state.
+    pub jax_arrays: HashSet<String>,
+    /// What is no tensor, of a training state: the stored bytes of pickled members by name, or of the files of an Orbax item.
+    pub objects: BTreeMap<String, Arc<[u8]>>,
     /// The arguments of the training.
     pub arguments: Option<Box<SavedArguments>>,
 }
@@ -108,9 +114,8 @@ pub(crate) struct Contents {
     pub(crate) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
     /// What is no tensor.
     pub(crate) left_out: Vec<LeftOut>,
-    /// The source of the table's files, where it is another than that of the pinned files. It has these files under
-    /// the same ids, and may have more.
-    pub(crate) source: Option<Arc<dyn Source>>,
+    /// Files that the source decodes, with the ids after those of the pinned files.
+    pub(crate) decoded: Vec<DecodedFile>,
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
     pub(crate) scan_layers: Option<bool>,
     /// What the names of the tensors do not tell.

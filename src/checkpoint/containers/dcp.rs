@@ -2,8 +2,9 @@
 //! of `torch.save`, and safetensors files that say where their tensors are in the whole.
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     path::Path,
+    sync::Arc,
 };
 
 use ckfs_format::{
@@ -33,6 +34,9 @@ use super::super::{
 
 /// Longest `.metadata` that is read, in bytes: that of 10^7 chunks is shorter.
 const METADATA_BYTES_MAX: u64 = 16 * JSON_FILE_BYTES_MAX;
+
+/// Most bytes of what is no tensor, which stay in memory: settings of optimizers, states of data loaders.
+const OBJECTS_BYTES_MAX: u64 = 256 << 20;
 
 /// Files of a directory that hold no tensors, as Megatron-Core and others write them.
 const COMPANIONS: [&str; 3] = [COMMON, "metadata.json", DCP_METADATA];
@@ -154,8 +158,9 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
         }
     };
     let training = if training_state { Vec::new() } else { take_training_state(&mut state) };
-    let ids = file_ids(files, &state, problems);
+    let ids = file_ids(files, &state, training_state, problems);
     let arguments = arguments(files, &state, &ids);
+    let objects = if training_state { objects(files, &state, &ids, problems) } else { BTreeMap::new() };
     let items = items(&state, &ids);
     let read = archive::read_items(files.source, &items);
     let mut builder = MosaicBuilder::new(files.source, problems);
@@ -179,13 +184,51 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
         }
     }
     let mut contents = Contents::new(Container::Dcp, builder.finish());
-    let left_out = state.objects.into_iter().map(|object| LeftOut { name: object.name, kind: "object".to_owned() });
+    let not_read = state.objects.into_iter().filter(|object| !objects.contains_key(&object.name));
+    let left_out = not_read.map(|object| LeftOut { name: object.name, kind: "object".to_owned() });
     contents.left_out = left_out.chain(training).collect();
+    contents.tree.objects = objects;
     match arguments {
         Ok(arguments) => contents.tree.arguments = arguments.map(Box::new),
         Err(message) => contents.warnings.push(message),
     }
     contents
+}
+
+/// The stored bytes of what is no tensor.
+fn objects(
+    files: &PinnedFiles<'_>,
+    state: &DcpState,
+    ids: &[Option<FileId>],
+    problems: &mut Problems,
+) -> BTreeMap<String, Arc<[u8]>> {
+    let bytes = state.objects.iter().map(|object| object.segment.len).fold(0, u64::saturating_add);
+    if bytes > OBJECTS_BYTES_MAX {
+        let message = format!(
+            "{} members are no tensors and have {bytes} bytes together, at most {OBJECTS_BYTES_MAX} pass; without \
+             --training-state the tensors of the model are shown",
+            state.objects.len()
+        );
+        problems.of_file(DCP_METADATA, message);
+        return BTreeMap::new();
+    }
+    let mut objects = BTreeMap::new();
+    for DcpObject { name, segment } in &state.objects {
+        let Some(file) = ids[segment.file as usize] else { continue };
+        let len_bytes = files.source.len_bytes(file);
+        let inside = segment.offset.checked_add(segment.len).is_some_and(|end| end <= len_bytes);
+        let mut bytes = vec![0; if inside { usize::try_from(segment.len).unwrap_or(0) } else { 0 }];
+        let read = if inside {
+            files.source.read_into(file, segment.offset, &mut bytes).map_err(|error| error.to_string())
+        } else {
+            Err(format!("expected {} bytes at {}, found a file of {len_bytes}", segment.len, segment.offset))
+        };
+        match read {
+            Ok(()) => _ = objects.insert(name.clone(), bytes.into()),
+            Err(message) => problems.of_file(files.source.path(file).display(), format!("member {name:?}: {message}")),
+        }
+    }
+    objects
 }
 
 /// The arguments of a training that Megatron-Core or Megatron-Bridge has saved.
@@ -248,7 +291,12 @@ fn metadata(files: &PinnedFiles<'_>) -> Result<DcpState, String> {
 }
 
 /// The ids of the files that the metadata names. Those that are not there are problems.
-fn file_ids(files: &PinnedFiles<'_>, state: &DcpState, problems: &mut Problems) -> Vec<Option<FileId>> {
+fn file_ids(
+    files: &PinnedFiles<'_>,
+    state: &DcpState,
+    training_state: bool,
+    problems: &mut Problems,
+) -> Vec<Option<FileId>> {
     let by_path: HashMap<&str, FileId> = files.all().collect();
     let mut tensors = vec![Expected::default(); state.files.len()];
     for (tensor, chunk) in
@@ -256,9 +304,12 @@ fn file_ids(files: &PinnedFiles<'_>, state: &DcpState, problems: &mut Problems) 
     {
         tensors[chunk.segment.file as usize].add(&tensor.name);
     }
+    for object in state.objects.iter().filter(|_| training_state) {
+        tensors[object.segment.file as usize].add(&object.name);
+    }
     let id = |(path, tensors): (&String, Expected)| {
         let found = by_path.get(path.as_str()).copied();
-        // What holds only objects is not read.
+        // What holds only objects is not read without --training-state.
         if found.is_none() && tensors.count > 0 {
             let what = format!("{tensors}, which is not there");
             problems.push(Problem::MissingFile { index: DCP_METADATA.to_owned(), file: path.clone(), what });

@@ -53,10 +53,7 @@ pub(crate) fn table_of(
     problems: &mut Problems,
 ) -> TensorTable {
     let rows = rows(headers).filter(|row| keeps(row.place.file(), row.name));
-    TensorTable::new(rows).unwrap_or_else(|| {
-        problems.push(Problem::TooLarge);
-        TensorTable::default()
-    })
+    problems.or_too_large(TensorTable::new(rows))
 }
 
 /// The tensors of these files, in order.

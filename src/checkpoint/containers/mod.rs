@@ -4,6 +4,7 @@ pub(super) mod archive;
 pub(super) mod container;
 pub(super) mod copies;
 pub(super) mod dcp;
+pub(super) mod delta;
 pub(super) mod header;
 pub(super) mod index;
 pub(super) mod orbax;

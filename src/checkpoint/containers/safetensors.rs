@@ -7,7 +7,6 @@ use ckfs_format::safetensors::{Header, HeaderTensor};
 use ckfs_source::{Duplicates, FileId};
 use ckfs_tensor::DType;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
-use serde_json::Value;
 
 use super::super::{
     choose::{
@@ -42,17 +41,6 @@ pub(crate) fn index_text(folder: &mut Folder, of: Indexed) -> Result<Option<(Str
 /// The error of a directory whose index cannot be read.
 pub(crate) fn unusable(folder: &Folder, file: String, message: String) -> CheckpointError {
     CheckpointError::of_file(&folder.located.label, file, message)
-}
-
-/// What an index says whose files hold differences from another version's weights, each tensor a compressed text of bytes.
-pub(crate) fn delta(metadata: &Value) -> Option<String> {
-    let encoding = metadata.get("delta_encoding").filter(|encoding| !encoding.is_null())?;
-    let version = |key: &str| metadata.get(key).map_or_else(|| "(not named)".to_owned(), Value::to_string);
-    let (version, base) = (version("version"), version("base_version"));
-    Some(format!(
-        "a published weight delta (delta_encoding {encoding}): version {version} as compressed differences from version {base}, and no \
-         weights; expected a whole repository: give one that was published whole, or let the program that wrote this one apply it to its base"
-    ))
 }
 
 /// Whether a file holds differences: bytes, each tensor with the digest of what it becomes.

@@ -19,6 +19,8 @@ pub enum StepKind {
     DeepSpeed,
     /// Weights as in a repository of Hugging Face.
     Repository,
+    /// A version of weights that a trainer publishes, whole or as differences.
+    Version,
     /// Nothing that is known, so far.
     Unknown,
 }
@@ -33,6 +35,7 @@ impl fmt::Display for StepKind {
             Self::RankFiles => "files of ranks",
             Self::DeepSpeed => "DeepSpeed",
             Self::Repository => "repository",
+            Self::Version => "weights",
             Self::Unknown => "unknown",
         })
     }

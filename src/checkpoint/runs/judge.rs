@@ -190,7 +190,7 @@ impl InCommon<'_> {
         if let Some(found) = self.orbax(path, entries)? {
             return Ok(Some(found));
         }
-        let mut found = self.distributed(path, entries, prefix, number)?;
+        let mut found = self.distributed(path, entries, (prefix, number), 0)?;
         if found.is_none() {
             found = self.by_ranks(path, entries, prefix, number)?;
         }
@@ -291,32 +291,20 @@ impl InCommon<'_> {
         }
     }
 
-    /// A directory of torch.distributed.checkpoint: this one, or one in it.
-    fn distributed(&self, path: &str, entries: &[TreeEntry], prefix: &str, number: u64) -> Verdict {
-        let is_one = |entries: &[TreeEntry]| {
-            has(entries, DCP_METADATA) || file_names(entries).any(|name| name.ends_with(".distcp"))
-        };
-        if is_one(entries) {
+    /// A directory of torch.distributed.checkpoint: this one, which is `depth` below the step, or one in it.
+    fn distributed(&self, path: &str, entries: &[TreeEntry], (prefix, number): (&str, u64), depth: usize) -> Verdict {
+        // OLMo-core has `model_and_optim`, NeMo 2 `weights`.
+        const PLACES: [&[&str]; 3] =
+            [&["trainer", "dist_ckpt", "model", "model_and_optim", "weights"], &["dist_ckpt", "model"], &[]];
+        if has(entries, DCP_METADATA) || file_names(entries).any(|name| name.ends_with(".distcp")) {
             return Ok(Some(self.judged_distributed(path, entries, prefix, number)?));
         }
-        let is_place = |name: &&str| {
-            // OLMo-core has `model_and_optim`, NeMo 2 `weights`.
-            ["trainer", "dist_ckpt", "model", "model_and_optim", "weights"].contains(name)
-                || ranks::MODEL_DIRECTORIES.contains(name)
-                || name.starts_with("pytorch_model_fsdp_")
-        };
-        for name in directories(entries).filter(is_place) {
+        let of_step = |name: &str| ranks::MODEL_DIRECTORIES.contains(&name) || name.starts_with("pytorch_model_fsdp_");
+        for name in directories(entries).filter(|name| PLACES[depth].contains(name) || depth == 0 && of_step(name)) {
             let path = below(path, name);
-            let inside = self.tree.list(&path)?;
-            if is_one(&inside) {
-                return Ok(Some(self.judged_distributed(&path, &inside, prefix, number)?));
-            }
-            for deeper in directories(&inside).filter(|name| ["dist_ckpt", "model"].contains(name)) {
-                let path = below(&path, deeper);
-                let inside = self.tree.list(&path)?;
-                if is_one(&inside) {
-                    return Ok(Some(self.judged_distributed(&path, &inside, prefix, number)?));
-                }
+            let found = self.distributed(&path, &self.tree.list(&path)?, (prefix, number), depth + 1)?;
+            if found.is_some() {
+                return Ok(found);
             }
         }
         Ok(None)
@@ -429,11 +417,18 @@ impl InCommon<'_> {
     /// Weights as in a repository.
     fn repository(&self, path: &str, entries: &[TreeEntry], prefix: &str) -> Option<Judged> {
         let is_trainer = prefix == TRANSFORMERS_PREFIX || has(entries, TRAINER_STATE);
-        let kind = if is_trainer { StepKind::Transformers } else { StepKind::Repository };
+        let is_version = prefix == names::OF_VERSION;
+        let kind = match (is_trainer, is_version) {
+            (true, _) => StepKind::Transformers,
+            (false, true) => StepKind::Version,
+            (false, false) => StepKind::Repository,
+        };
         if prefix == MEGATRON_PREFIX || prefix.starts_with(GLOBAL_PREFIX) {
             return None;
         }
-        let weights = file_names(entries).any(is_weights);
+        // The index of a version says nothing yet without a file.
+        let weights =
+            file_names(entries).any(|name| is_weights(name) && !(is_version && name.ends_with(".index.json")));
         let has_config = has(entries, "config.json") || has(entries, "adapter_config.json");
         if !weights && !(is_trainer && (has_config || has(entries, TRAINER_STATE))) {
             return None;
@@ -444,7 +439,9 @@ impl InCommon<'_> {
             unfinished(format!("{TRAINER_STATE} is missing, which transformers writes last"))
         } else if is_trainer && !has_config {
             unfinished("config.json is missing, which transformers writes beside weights")
-        } else if is_trainer || has(entries, STABLE) {
+        } else if let Some(missing) = is_version.then(|| missing_file(entries)).flatten() {
+            unfinished(missing)
+        } else if is_trainer || has(entries, STABLE) || is_version && has_index(entries) {
             StepState::Complete
         } else if self.is_stable {
             unfinished("STABLE is missing, which prime-rl writes last")
@@ -453,6 +450,21 @@ impl InCommon<'_> {
         };
         Some(Judged { kind, path: path.to_owned(), state })
     }
+}
+
+fn has_index(entries: &[TreeEntry]) -> bool {
+    file_names(entries).any(|name| name.ends_with(".index.json"))
+}
+
+/// What is missing of files whose names tell how many there are, in words. Some count from 0.
+fn missing_file(entries: &[TreeEntry]) -> Option<String> {
+    let total = |name: &str| name.strip_suffix(".safetensors")?.rsplit_once("-of-")?.1.parse::<usize>().ok();
+    let totals: Vec<usize> = file_names(entries).filter_map(total).collect();
+    let (most, found) = (totals.iter().copied().max()?, totals.len());
+    if found < most {
+        return Some(format!("there are {most} files of weights by their names, {found} of them so far"));
+    }
+    (!has_index(entries)).then(|| "its index is missing, which is written last".to_owned())
 }
 
 /// Whether a file of this name holds weights, or lists the files that do. A trainer keeps more files of torch than that.

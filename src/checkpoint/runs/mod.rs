@@ -11,6 +11,7 @@
 //! | Megatron-Core | `iter_0000007` | `latest_checkpointed_iteration.txt` in the run names this iteration or a later one |
 //! | files of ranks | `global_step_7/actor`, `global_step_7/policy` | all ranks are there, and the run's tracker names this step or a later one |
 //! | `DeepSpeed` | `global_step7`, `checkpoint-7/global_step7` | all ranks are there, and `latest` in the run names this step or a later one |
+//! | version of weights | `weight_v000007`, whole or as differences from the version before | its index is there, which is written last |
 //! | repository | `step_7`, any prefix, `000007/pretrained_model`, `epoch_0_step_7/model` | `STABLE` is there, which prime-rl writes last; without it, when nothing changes any more |
 //!
 //! [`StepDirectory`] lists a run. Whether bytes still change in a step that is finished by its marks tells
@@ -31,6 +32,7 @@ use std::path::{Path, PathBuf};
 
 use ckfs_source::remote::open_url;
 pub use found::{FoundStep, FoundSteps, StepKind, StepState};
+pub(crate) use names::numbered;
 pub use step_tree::Measure;
 
 use self::{local::LocalSteps, remote::RemoteSteps, step_tree::StepTree};

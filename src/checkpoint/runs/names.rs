@@ -11,7 +11,7 @@ const UNFINISHED_ENDS: [&str; 3] = [".tmp", "-tmp", "-unfinished"];
 const AT_WORK: Option<&str> = Some("its name says that its writer is still at work, or was stopped");
 
 /// What trainers write before the number.
-const KNOWN: [&str; 12] = [
+const KNOWN: [&str; 13] = [
     "",
     "step-",
     "step_",
@@ -22,10 +22,13 @@ const KNOWN: [&str; 12] = [
     "global_step_",
     "global_step",
     "ckpt-",
+    OF_VERSION,
     OF_EPOCH,
     IN_TEXT,
 ];
 
+/// For versions of weights, as slime and miles publish them.
+pub(super) const OF_VERSION: &str = "weight_v";
 /// For `epoch_0_step_9` of every epoch, as `NeMo` `AutoModel` writes them.
 const OF_EPOCH: &str = "epoch_*_step_";
 /// For names that tell more than the step: `model--val_loss=1.25-step=100-last` of `NeMo` 2, `epoch=0-step=100.ckpt` of Lightning.
@@ -44,7 +47,7 @@ pub(super) struct StepName<'a> {
 }
 
 /// The prefix and number of a finished step's name.
-fn numbered(name: &str) -> Option<(&str, u64)> {
+pub(crate) fn numbered(name: &str) -> Option<(&str, u64)> {
     if let Some((_, rest)) = name.rsplit_once(IN_TEXT) {
         let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
         return (digits <= DIGITS_MAX).then(|| Some((IN_TEXT, rest[..digits].parse().ok()?))).flatten();

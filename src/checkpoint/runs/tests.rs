@@ -39,7 +39,7 @@ fn orders(count: usize, each: &mut dyn FnMut(&[usize])) {
 #[test]
 #[expect(clippy::too_many_lines, reason = "one row for each trainer")]
 fn a_step_is_complete_with_its_last_file_in_every_order() {
-    let rows: [(Files, StepKind, &str); 11] = [
+    let rows: [(Files, StepKind, &str); 12] = [
         (
             &[
                 ("7/_CHECKPOINT_METADATA", COMMITTED),
@@ -51,6 +51,15 @@ fn a_step_is_complete_with_its_last_file_in_every_order() {
             "7",
         ),
         (&[("step-7/.metadata", "m"), ("step-7/__0_0.distcp", "x")], StepKind::TorchDcp, "step-7"),
+        (
+            &[
+                ("weight_v000007/model.safetensors.index.json", "{}"),
+                ("weight_v000007/model-00000-of-00002.safetensors", "x"),
+                ("weight_v000007/model-00001-of-00002.safetensors", "x"),
+            ],
+            StepKind::Version,
+            "weight_v000007",
+        ),
         (
             &[("step7/model_and_optim/.metadata", "m"), ("step7/model_and_optim/__0_0.distcp", "x")],
             StepKind::TorchDcp,

@@ -14,9 +14,11 @@ use std::{
 };
 
 use anyhow::Context;
+use ckfs_checkpoint::Checkpoint;
 use ckfs_host::budget::Budget;
 use ckfs_image::Segment;
 use ckfs_source::FileId;
+use ckfs_tensor::View;
 use ckfs_volume::{NodeKind, Volume};
 use indicatif::ProgressBar;
 use parking_lot::Mutex;
@@ -75,20 +77,13 @@ pub(super) fn split<'a>(
 /// A file, which is the one of this number, if it needs decoded chunks.
 fn chunked_file<'a>(volume: &Volume, node: &'a tree::PathNode, file: usize) -> anyhow::Result<Option<ChunkedFile<'a>>> {
     let checkpoint = volume.engine().checkpoint();
-    let source = checkpoint.source();
     let Some(image) = volume.image(node.attr.ino).with_context(|| node.path.clone())? else { return Ok(None) };
     let (mut parts, mut most_bytes) = (Vec::new(), 0);
     for (number, segment) in image.segments().iter().enumerate() {
-        let mut coded = BTreeMap::new();
-        if let Segment::View(view) = segment {
-            view.for_each_stored(&mut |tensor| {
-                let info = checkpoint.tensor(tensor);
-                let (file, span) = (info.file(), info.span());
-                if source.coded(file, span.start()).is_some() {
-                    coded.insert((file, span.start()), span.len());
-                }
-            });
-        }
+        let coded = match segment {
+            Segment::View(view) => coded_chunks(checkpoint, view),
+            Segment::Bytes(_) | Segment::Spaces(_) => BTreeMap::new(),
+        };
         let first = coded.keys().next().copied();
         most_bytes = coded.values().sum::<u64>().max(most_bytes);
         let (mut start, end) = (image.start_of(number), image.start_of(number + 1));
@@ -99,6 +94,19 @@ fn chunked_file<'a>(volume: &Volume, node: &'a tree::PathNode, file: usize) -> a
         }
     }
     Ok((most_bytes > 0).then_some(ChunkedFile { node, parts, together_bytes: most_bytes }))
+}
+
+/// The coded chunks that a view needs: file and place of the decoded bytes, and their number.
+pub(super) fn coded_chunks(checkpoint: &Checkpoint, view: &View) -> BTreeMap<(FileId, u64), u64> {
+    let mut coded = BTreeMap::new();
+    view.for_each_stored(&mut |tensor| {
+        let info = checkpoint.tensor(tensor);
+        let (file, span) = (info.file(), info.span());
+        if checkpoint.source().coded(file, span.start()).is_some() {
+            coded.insert((file, span.start()), span.len());
+        }
+    });
+    coded
 }
 
 /// A file that is being written, under the name that it has until it is complete.

@@ -11,6 +11,9 @@ use ckfs_volume::{Ino, Volume};
 
 use super::super::tree;
 
+/// Bytes read at once.
+pub(super) const CHUNK_BYTES: usize = 8 << 20;
+
 /// The name of a node while it is not complete. Makes the directory for it.
 pub(super) fn partial_path(volume: &Volume, node: &tree::PathNode, directory: &Path) -> std::io::Result<PathBuf> {
     let parent = node.path.rsplit_once('/').map_or("", |(parent, _)| parent);

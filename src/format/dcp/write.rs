@@ -4,7 +4,7 @@
 //! segment is a separate archive, as `torch.save` writes it of the chunk's tensor.
 //!
 //! ```text
-//! head, files, begin, { tensor, { chunk }, end_tensor }, begin_segments, { segment }, end
+//! head, files, begin, { tensor, { chunk }, end_tensor }, { object }, begin_segments, { segment }, { object_segment }, end
 //! ```
 //!
 //! A large model on many devices has millions of chunks, so that the file is generated in parts. The bytes of each call of
@@ -27,7 +27,7 @@ const METADATA: &str = "torch.distributed.checkpoint.metadata";
 const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
 
 /// All globals but the element types.
-const GLOBALS: [(&str, &str); 9] = [
+const GLOBALS: [(&str, &str); 10] = [
     (METADATA, "Metadata"),
     (METADATA, "TensorStorageMetadata"),
     (METADATA, "TensorProperties"),
@@ -37,6 +37,7 @@ const GLOBALS: [(&str, &str); 9] = [
     (FILESYSTEM, "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
+    (METADATA, "BytesStorageMetadata"),
 ];
 
 /// All words.
@@ -80,6 +81,8 @@ struct Parts {
     end_tensor: Vec<u8>,
     begin_segments: Vec<u8>,
     segment: [Vec<u8>; 7],
+    object: Vec<u8>,
+    object_segment: Vec<u8>,
     end: Vec<u8>,
 }
 
@@ -138,6 +141,15 @@ fn properties(pickle: &mut Pickle<'_>, dtype: &str) -> io::Result<()> {
     pickle.build()?;
     pickle.set_item()?;
     begin_size(pickle, "size")
+}
+
+/// After the name of what is no tensor: neither a place in a tensor nor the number of a chunk.
+fn no_chunk(pickle: &mut Pickle<'_>) -> io::Result<()> {
+    ["offset", "index"].iter().try_for_each(|member| {
+        pickle.set_item()?;
+        pickle.word(member)?;
+        pickle.none()
+    })
 }
 
 impl Parts {
@@ -220,6 +232,11 @@ impl Parts {
                     pickle.set_item()
                 }),
             ],
+            object: part(&|pickle| {
+                pickle.object(METADATA, "BytesStorageMetadata")?;
+                pickle.set_item()
+            }),
+            object_segment: part(&no_chunk),
             end: part(&|pickle| {
                 pickle.set_item()?;
                 for name in ["storage_meta", "version"] {
@@ -329,6 +346,27 @@ impl Writer {
         push_wide_int(out, segment.offset);
         out.extend(length);
         push_wide_int(out, segment.len);
+        out.extend(end);
+    }
+
+    /// Appends the description of what is no tensor, after the tensors.
+    pub fn object(&self, name: &str, out: &mut Vec<u8>) {
+        push_text(out, name);
+        out.extend(&self.parts.object);
+    }
+
+    /// Appends where it is, after the segments of the tensors.
+    pub fn object_segment(&self, name: &str, path: &str, (offset, len): (u64, u64), out: &mut Vec<u8>) {
+        let [begin, _, _, before_path, start, length, end] = &self.parts.segment;
+        out.extend(begin);
+        push_text(out, name);
+        out.extend(&self.parts.object_segment);
+        out.extend(before_path);
+        push_text(out, path);
+        out.extend(start);
+        push_wide_int(out, offset);
+        out.extend(length);
+        push_wide_int(out, len);
         out.extend(end);
     }
 

@@ -4,8 +4,9 @@
 //! 7/_CHECKPOINT_METADATA       which items a step has, when it was finished, what the saver wanted to say
 //! 7/commit_success.txt         there when it is finished
 //! 7/items/_METADATA            the leaves of the tree, and how arrays are stored
-//! 7/items/_sharding            on which mesh each array was; not read
-//! 7/items/array_metadatas/process_0    shapes of chunks as written; not read
+//! 7/items/_sharding            on which mesh each array was; passes as it is with the whole state
+//! 7/items/_strings.json        the texts among the leaves; likewise
+//! 7/items/array_metadatas/process_0    shapes of chunks as written, and which arrays are keys of random numbers
 //! 7/items/manifest.ocdbt       arrays, as one OCDBT database; or a directory for each array
 //! ```
 //!
@@ -33,6 +34,17 @@ pub const CHECKPOINT_METADATA: &str = "_CHECKPOINT_METADATA";
 
 /// Name of the file that is written last. Where it is missing in an object store, the checkpoint is unfinished.
 pub const COMMIT_SUCCESS: &str = "commit_success.txt";
+
+/// Name of the file that says how arrays of jax were sharded.
+pub const SHARDING: &str = "_sharding";
+
+/// Name of the file with the texts among the leaves.
+pub const STRINGS: &str = "_strings.json";
+
+/// Directory of what each process says of its arrays, and the file of the first.
+pub const ARRAY_METADATAS: &str = "array_metadatas";
+/// See [`ARRAY_METADATAS`].
+pub const PROCESS_METADATA: &str = "array_metadatas/process_0";
 
 /// What a directory's name has that is not finished.
 pub const UNFINISHED: &str = ".orbax-checkpoint-tmp";
@@ -227,6 +239,32 @@ fn leaf((shown, raw): (String, RawLeaf)) -> Result<Leaf, OrbaxError> {
     };
     let RawValue { value_type, write_shape } = raw.value_metadata;
     Ok(Leaf { keys, kind, value_type, write_shape })
+}
+
+#[derive(Deserialize)]
+struct RawArrays {
+    array_metadatas: Vec<RawArray>,
+}
+
+#[derive(Deserialize)]
+struct RawArray {
+    array_metadata: Map<String, Value>,
+}
+
+/// What a file of [`ARRAY_METADATAS`] says of the arrays that are more than numbers, above all typed keys of random numbers: by name,
+/// as it stands there.
+///
+/// # Errors
+/// [`OrbaxError`], the first fault that is met.
+pub fn random_keys(bytes: &[u8]) -> Result<Vec<(String, Value)>, OrbaxError> {
+    let raw: RawArrays = parse(bytes, ARRAY_METADATAS)?;
+    let described = raw.array_metadatas.into_iter().map(|array| array.array_metadata);
+    let is_more = |array: &Map<String, Value>| array.get("ext_metadata").is_some_and(|more| !more.is_null());
+    let named = |array: Map<String, Value>| match array.get("param_name").and_then(Value::as_str).map(str::to_owned) {
+        Some(name) => Ok((name, Value::Object(array))),
+        None => Err(wrong(ARRAY_METADATAS, "param_name", "a string", "none")),
+    };
+    described.filter(is_more).map(named).collect()
 }
 
 /// What a step or an item holds.

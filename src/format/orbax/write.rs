@@ -4,7 +4,7 @@
 //! directory and holds the saver's own notes. Arrays are said to be numpy's, since such leaves can be restored
 //! both with and without a target: as sharded arrays where the target says so, as numpy arrays otherwise.
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::read::TreeKey;
 
@@ -39,24 +39,35 @@ pub const TREE_END: &str = "},\"use_ocdbt\":false,\"use_zarr3\":false,\"store_ar
 /// An array of numpy, as Orbax calls it.
 pub const ARRAY: &str = "np.ndarray";
 
+/// An array of jax, as Orbax calls it: restored without a target as `_sharding` says.
+pub const JAX_ARRAY: &str = "jax.Array";
+
+/// A text, which is in a file of its own, as Orbax calls it.
+pub const TEXT: &str = "string";
+
+/// What a process says of its arrays.
+pub fn array_metadatas<'a>(arrays: impl Iterator<Item = &'a Value>) -> String {
+    json!({"array_metadatas": arrays.map(|array| json!({"array_metadata": array})).collect::<Vec<_>>()}).to_string()
+}
+
 /// A single number of Python, as Orbax calls it.
 pub const SCALAR: &str = "scalar";
 
-/// A leaf of `_METADATA` with these keys. It is an [`ARRAY`] or a [`SCALAR`], both stored as arrays of zarr version 2, or an empty
-/// container or nothing, which is not stored.
+/// A leaf of `_METADATA` with these keys. It is an [`ARRAY`], a [`JAX_ARRAY`] or a [`SCALAR`], all stored as arrays of zarr version 2,
+/// or a [`TEXT`], or an empty container or nothing, which is not stored.
 pub fn tree_leaf(keys: &[TreeKey], value_type: &str) -> String {
     let shown: Vec<String> = keys.iter().map(|key| quoted(&key.to_string())).collect();
     let comma = if shown.len() == 1 { "," } else { "" };
     let path = json!(format!("({}{comma})", shown.join(", ")));
-    let keys: serde_json::Value = keys.iter().map(key_metadata).collect();
-    let is_stored = matches!(value_type, ARRAY | SCALAR);
+    let keys: Value = keys.iter().map(key_metadata).collect();
+    let is_stored = matches!(value_type, ARRAY | JAX_ARRAY | SCALAR | TEXT);
     let leaf =
         json!({"key_metadata": keys, "value_metadata": {"value_type": value_type, "skip_deserialize": !is_stored}});
     format!("{path}:{leaf}")
 }
 
 /// A key: 1 stands for a place in a list, 2 for the key of a dictionary.
-fn key_metadata(key: &TreeKey) -> serde_json::Value {
+fn key_metadata(key: &TreeKey) -> Value {
     let key_type = match key {
         TreeKey::Place(_) => 1,
         TreeKey::Name(_) => 2,

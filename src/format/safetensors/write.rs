@@ -1,6 +1,7 @@
 //! Headers to be put before data.
 
 use ckfs_tensor::DType;
+use serde::Serialize;
 
 use super::{
     JSON_BYTES_MAX, METADATA, PREFIX_BYTES, RANK_MAX,
@@ -71,12 +72,12 @@ pub fn write_header<'a>(
     let mut bytes = vec![0; 8];
     bytes.push(b'{');
     if !metadata.is_empty() {
-        push_string(&mut bytes, METADATA);
+        push_json(&mut bytes, METADATA);
         bytes.extend_from_slice(b":{");
         for (key, value) in metadata {
-            push_string(&mut bytes, key);
+            push_json(&mut bytes, key);
             bytes.push(b':');
-            push_string(&mut bytes, value);
+            push_json(&mut bytes, value);
             bytes.push(b',');
         }
         bytes.pop();
@@ -97,14 +98,14 @@ pub fn write_header<'a>(
             None => problems.push(HeaderError::size(name, dtype, shape)),
         }
         names.push(name);
-        push_string(&mut bytes, name);
+        push_json(&mut bytes, name);
         bytes.extend_from_slice(b":{\"dtype\":\"");
         bytes.extend_from_slice(dtype.code().as_bytes());
-        bytes.extend_from_slice(b"\",\"shape\":[");
-        push_numbers(&mut bytes, shape);
-        bytes.extend_from_slice(b"],\"data_offsets\":[");
-        push_numbers(&mut bytes, &[start, end]);
-        bytes.extend_from_slice(b"]},");
+        bytes.extend_from_slice(b"\",\"shape\":");
+        push_json(&mut bytes, shape);
+        bytes.extend_from_slice(b",\"data_offsets\":");
+        push_json(&mut bytes, &[start, end]);
+        bytes.extend_from_slice(b"},");
     }
     if bytes.last() == Some(&b',') {
         bytes.pop();
@@ -152,40 +153,13 @@ pub fn digits(number: u64) -> u64 {
 
 fn string_bytes(text: &str) -> u64 {
     let mut bytes = Vec::new();
-    push_string(&mut bytes, text);
+    push_json(&mut bytes, text);
     bytes.len() as u64
 }
 
-fn push_string(bytes: &mut Vec<u8>, text: &str) {
-    let plain = |byte: u8| byte >= 0x20 && byte != b'"' && byte != b'\\';
-    if text.bytes().all(plain) {
-        bytes.push(b'"');
-        bytes.extend_from_slice(text.as_bytes());
-        bytes.push(b'"');
-    } else {
-        serde_json::to_writer(bytes, text).expect("a string can be written to memory");
-    }
-}
-
-/// Decimal numbers with commas between them.
-fn push_numbers(bytes: &mut Vec<u8>, numbers: &[u64]) {
-    for (place, number) in numbers.iter().enumerate() {
-        if place > 0 {
-            bytes.push(b',');
-        }
-        let mut digits = [0; 20];
-        let mut rest = *number;
-        let mut first = digits.len();
-        loop {
-            first -= 1;
-            digits[first] = b'0' + (rest % 10).to_le_bytes()[0];
-            rest /= 10;
-            if rest == 0 {
-                break;
-            }
-        }
-        bytes.extend_from_slice(&digits[first..]);
-    }
+/// Writes a text or numbers as JSON, without spaces.
+fn push_json(bytes: &mut Vec<u8>, value: &(impl Serialize + ?Sized)) {
+    serde_json::to_writer(bytes, value).expect("texts and numbers can be written to memory");
 }
 
 #[cfg(test)]

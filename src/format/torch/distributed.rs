@@ -11,7 +11,7 @@ use ckfs_tensor::{DType, RANK_MAX, to_usize, unravel};
 
 use super::{
     super::pickle::read::{Id, PickleValue, Unpickled},
-    state::{self as torch_state, TorchError, dtype_of},
+    state::{self as torch_state, TorchError, dtype_of, is_listed},
 };
 
 /// Most ranks of a mesh, and most ranks of the job that it is a part of.
@@ -22,49 +22,34 @@ const RUNS_MAX: usize = 1 << 12;
 
 /// Whether the state of a rank may name a class or function.
 pub fn is_allowed(module: &str, name: &str) -> bool {
-    if torch_state::is_allowed(module, name) {
-        return true;
-    }
-    match module {
-        "torch" => name == "Tensor",
-        "torch._tensor" => name == "_rebuild_from_type_v2",
-        "torch._utils" => name == "_rebuild_wrapper_subclass",
-        "torch.distributed.tensor"
-        | "torch.distributed._tensor"
-        | "torch.distributed.tensor._api"
-        | "torch.distributed._tensor.api" => name == "DTensor",
-        "torch.distributed.tensor._dtensor_spec"
-        | "torch.distributed._tensor._dtensor_spec"
-        | "torch.distributed.tensor.placement_types"
-        | "torch.distributed._tensor.placement_types" => matches!(
-            name,
-            "DTensorSpec"
-                | "TensorMeta"
-                | "ShardOrderEntry"
-                | "Replicate"
-                | "Shard"
-                | "_StridedShard"
-                | "Partial"
-                | "_Partial"
+    const LISTED: [(&str, &str); 16] = [
+        ("torch", "Tensor"),
+        ("torch._tensor", "_rebuild_from_type_v2"),
+        ("torch._utils", "_rebuild_wrapper_subclass"),
+        ("torch.distributed.tensor torch.distributed.tensor._api", "DTensor"),
+        ("torch.distributed._tensor torch.distributed._tensor.api", "DTensor"),
+        (
+            "torch.distributed.tensor._dtensor_spec torch.distributed._tensor._dtensor_spec \
+             torch.distributed.tensor.placement_types torch.distributed._tensor.placement_types",
+            "DTensorSpec TensorMeta ShardOrderEntry Replicate Shard _StridedShard Partial _Partial",
         ),
-        "torch.distributed.device_mesh" | "torch.distributed._tensor.device_mesh" => name == "DeviceMesh",
-        "torch.distributed._mesh_layout" => matches!(name, "_MeshLayout" | "_FlatLayout"),
-        "torch.distributed._shard.sharded_tensor.api" => {
-            matches!(name, "ShardedTensor" | "ShardedTensor.ProcessGroupState")
-        }
-        "torch.distributed._shard.sharded_tensor.shard" => name == "Shard",
-        "torch.distributed._shard.metadata" => name == "ShardMetadata",
-        "torch.distributed._shard.sharded_tensor.metadata" => {
-            matches!(name, "ShardedTensorMetadata" | "TensorProperties" | "MEM_FORMAT_ENCODING")
-        }
-        "torch.distributed.remote_device" => name == "_remote_device",
-        "torch.distributed._shard.sharding_spec.chunk_sharding_spec" => name == "ChunkShardingSpec",
-        "torch.distributed._shard.sharding_spec.api" => name == "EnumerableShardingSpec",
-        // It names the class within a class above.
-        "__builtin__" | "builtins" => name == "getattr",
-        "_io" => name == "BytesIO",
-        _ => false,
-    }
+        ("torch.distributed.device_mesh torch.distributed._tensor.device_mesh", "DeviceMesh"),
+        ("torch.distributed._mesh_layout", "_MeshLayout _FlatLayout"),
+        ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor ShardedTensor.ProcessGroupState"),
+        ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
+        ("torch.distributed._shard.metadata", "ShardMetadata"),
+        (
+            "torch.distributed._shard.sharded_tensor.metadata",
+            "ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING",
+        ),
+        ("torch.distributed.remote_device", "_remote_device"),
+        ("torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"),
+        ("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec"),
+        ("_io", "BytesIO"),
+    ];
+    // `getattr` names the class within a class above.
+    let is_getattr = ["__builtin__", "builtins"].contains(&module) && name == "getattr";
+    torch_state::is_allowed(module, name) || is_getattr || is_listed(&LISTED, module, name)
 }
 
 /// How a mesh axis holds a tensor.

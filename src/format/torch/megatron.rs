@@ -7,38 +7,22 @@ use serde_json::{Map, Value as Json};
 
 use super::{
     super::pickle::read::{Id, PickleValue, Unpickled},
-    state::{self as torch_state, TorchError},
+    state::{self as torch_state, TorchError, is_listed},
     zero,
 };
 
 /// Whether a file of Megatron may name a class or function: tensors, numbers, and the enumerations of its arguments.
 pub fn is_allowed(module: &str, name: &str) -> bool {
-    if zero::is_allowed(module, name) {
-        return true;
-    }
-    match module {
-        "megatron.core.enums"
-        | "megatron.core.transformer.enums"
-        | "megatron.legacy.model.enums"
-        | "megatron.model.enums" => {
-            matches!(
-                name,
-                "ModelType"
-                    | "Fp8Recipe"
-                    | "Fp4Recipe"
-                    | "LayerType"
-                    | "AttnType"
-                    | "AttnMaskType"
-                    | "AttnBackend"
-                    | "CudaGraphScope"
-                    | "PositionEmbeddingType"
-            )
-        }
-        "megatron.core.rerun_state_machine" => matches!(name, "RerunDiagnostic" | "RerunMode" | "RerunState"),
-        "signal" => name == "Signals",
-        "types" => name == "SimpleNamespace",
-        _ => false,
-    }
+    const LISTED: [(&str, &str); 4] = [
+        (
+            "megatron.core.enums megatron.core.transformer.enums megatron.legacy.model.enums megatron.model.enums",
+            "ModelType Fp8Recipe Fp4Recipe LayerType AttnType AttnMaskType AttnBackend CudaGraphScope PositionEmbeddingType",
+        ),
+        ("megatron.core.rerun_state_machine", "RerunDiagnostic RerunMode RerunState"),
+        ("signal", "Signals"),
+        ("types", "SimpleNamespace"),
+    ];
+    zero::is_allowed(module, name) || is_listed(&LISTED, module, name)
 }
 
 /// What the arguments of the training say of the model and its ranks. A number that they do not say is `None`.

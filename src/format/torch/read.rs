@@ -228,11 +228,6 @@ impl TorchArchive {
         }
     }
 
-    /// The tensors, in the order of the pickle; `None` if more bytes are wanted.
-    pub fn into_tensors(self) -> Option<Vec<SavedTensor>> {
-        self.into_contents().map(|contents| contents.tensors)
-    }
-
     /// Everything that the archive holds; `None` if more bytes are wanted.
     pub fn into_contents(self) -> Option<SavedContents> {
         if let Stage::Done(contents) = self.stage { Some(contents) } else { None }
@@ -478,7 +473,7 @@ mod tests {
             let spans = spans.collect();
             archive.supply(spans)?;
         }
-        Ok((archive.into_tensors().expect("nothing more is wanted"), requests))
+        Ok((archive.into_contents().expect("nothing more is wanted").tensors, requests))
     }
 
     fn row(bytes: &[u8], saved: &SavedTensor) -> String {

@@ -68,22 +68,25 @@ pub fn dtype_of(name: &str) -> Option<DType> {
     DType::ALL.iter().copied().find(|dtype| dtype_name(*dtype) == Some(name) && *dtype != DType::F4)
 }
 
+/// Whether a class or function is in one of these rows of modules and of names in each of them, with spaces between.
+pub(super) fn is_listed(rows: &[(&str, &str)], module: &str, name: &str) -> bool {
+    let has = |words: &str, word: &str| words.split(' ').any(|listed| listed == word);
+    rows.iter().any(|(modules, names)| has(modules, module) && has(names, name))
+}
+
 /// Whether a saved object may name a class or function: what torch writes for tensors, and the containers around them.
 pub fn is_allowed(module: &str, name: &str) -> bool {
-    match module {
-        "torch" => {
-            STORAGES.iter().any(|(storage, _)| *storage == name)
-                || dtype_of(name).is_some()
-                || matches!(name, "Size" | "device")
-        }
-        "torch.storage" => matches!(name, "UntypedStorage" | "TypedStorage"),
-        "torch._utils" => matches!(name, "_rebuild_tensor_v2" | "_rebuild_tensor_v3" | "_rebuild_parameter"),
-        "torch.nn.parameter" => name == "Parameter",
-        "torch.serialization" => name == "_get_layout",
-        "collections" => matches!(name, "OrderedDict" | "defaultdict"),
-        "builtins" | "__builtin__" => matches!(name, "set" | "frozenset" | "dict" | "list"),
-        _ => false,
-    }
+    const LISTED: [(&str, &str); 7] = [
+        ("torch", "Size device"),
+        ("torch.storage", "UntypedStorage TypedStorage"),
+        ("torch._utils", "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter"),
+        ("torch.nn.parameter", "Parameter"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict defaultdict"),
+        ("builtins __builtin__", "set frozenset dict list"),
+    ];
+    let is_type = || STORAGES.iter().any(|(storage, _)| *storage == name) || dtype_of(name).is_some();
+    is_listed(&LISTED, module, name) || module == "torch" && is_type()
 }
 
 /// Most values that are no tensors and are listed. Optimizers have a few for each tensor.

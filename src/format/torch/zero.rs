@@ -11,30 +11,25 @@
 use super::{
     super::pickle::read::{Id, PickleValue, Unpickled},
     distributed,
-    state::TorchError,
+    state::{TorchError, is_listed},
 };
 
 /// Whether the files of DeepSpeed may name a class or function. Beside tensors and numbers, clients save what their schedulers and
 /// data loaders keep.
 pub fn is_allowed(module: &str, name: &str) -> bool {
-    if distributed::is_allowed(module, name) {
-        return true;
-    }
-    match module {
-        "deepspeed.runtime.zero.config" => name == "ZeroStageEnum",
-        "deepspeed.runtime.fp16.loss_scaler" => {
-            matches!(name, "LossScaler" | "DynamicLossScaler" | "LossScaleConfig" | "LossScaleProfile")
-        }
-        "deepspeed.utils.tensor_fragment" => name == "fragment_address",
-        "argparse" => name == "Namespace",
-        "numpy" => matches!(name, "dtype" | "ndarray"),
-        "numpy.core.multiarray" | "numpy._core.multiarray" => matches!(name, "scalar" | "_reconstruct"),
-        "_codecs" => name == "encode",
-        "collections" => matches!(name, "deque" | "Counter"),
-        "pathlib" => matches!(name, "PosixPath" | "PurePosixPath"),
-        "datetime" => matches!(name, "datetime" | "timedelta"),
-        _ => false,
-    }
+    const LISTED: [(&str, &str); 10] = [
+        ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+        ("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler LossScaleConfig LossScaleProfile"),
+        ("deepspeed.utils.tensor_fragment", "fragment_address"),
+        ("argparse", "Namespace"),
+        ("numpy", "dtype ndarray"),
+        ("numpy.core.multiarray numpy._core.multiarray", "scalar _reconstruct"),
+        ("_codecs", "encode"),
+        ("collections", "deque Counter"),
+        ("pathlib", "PosixPath PurePosixPath"),
+        ("datetime", "datetime timedelta"),
+    ];
+    distributed::is_allowed(module, name) || is_listed(&LISTED, module, name)
 }
 
 /// A parameter and its shape.

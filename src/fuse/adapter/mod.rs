@@ -43,7 +43,7 @@ use self::{
     replies::{Reply, ino},
     serving::{Opens, Serving},
 };
-use super::{reply_data, requests::Dispatchers};
+use super::{open_mode::OpenModes, reply_data, requests::Dispatchers};
 
 /// How long the kernel may cache answers: ten years, which it can express on every architecture.
 const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
@@ -66,7 +66,7 @@ const BACKGROUND_MAX: u16 = 64;
 const BACKGROUND_CONGESTED: u16 = 48;
 
 /// Kernel features that are requested beyond fuser's default, each only where the kernel offers it.
-const INIT_FLAGS: [InitFlags; 9] = [
+const INIT_FLAGS: [InitFlags; 10] = [
     InitFlags::FUSE_ASYNC_READ,
     InitFlags::FUSE_PARALLEL_DIROPS,
     InitFlags::FUSE_DO_READDIRPLUS,
@@ -79,6 +79,8 @@ const INIT_FLAGS: [InitFlags; 9] = [
     // No support for lookups of "." and ".." by number; only an NFS server would need them.
     InitFlags::FUSE_NO_EXPORT_SUPPORT,
     InitFlags::FUSE_MAX_PAGES,
+    // A daemon that follows one that was killed has the unanswered requests sent again.
+    InitFlags::FUSE_HAS_RESEND,
 ];
 
 /// Serves a file system to the kernel.
@@ -138,7 +140,7 @@ impl KernelAdapter {
     ///
     /// # Errors
     /// The system cannot start the thread that watches requests.
-    pub(super) fn new(fs: Arc<dyn Upkeep>, passthrough: bool, threads: usize) -> io::Result<Self> {
+    pub(super) fn new(fs: Arc<dyn Upkeep>, passthrough: bool, threads: usize, modes: OpenModes) -> io::Result<Self> {
         let (reads, opens) = (Arc::default(), Arc::default());
         let dispatchers = Arc::new(Dispatchers::new(threads));
         let waiting = || WaitingThreads::new("ckfs-overflow", OVERFLOW_MAX);
@@ -156,13 +158,18 @@ impl KernelAdapter {
         watchdog.watch(RequestKind::ReadDirPlus, &unplanned.listings_plus);
         watchdog.watch(RequestKind::GetXattr, &unplanned.xattrs);
         let watchdog = watchdog.start()?;
-        let serving = Arc::new(Serving::new(&fs, passthrough));
+        let serving = Arc::new(Serving::new(&fs, passthrough, modes));
         Ok(Self { fs, serving, reads, opens, unplanned, threads, watchdog, opens_directories_itself: false })
     }
 
     /// The signs of life that systemd expects, if it does.
     pub(super) fn heartbeat(&self) -> Option<Heartbeat> {
         Heartbeat::of(&self.watchdog)
+    }
+
+    /// The threads that take requests.
+    pub(super) fn dispatchers(&self) -> Arc<Dispatchers> {
+        Arc::clone(&self.threads.dispatchers)
     }
 
     /// What begins passthrough once the kernel has agreed to it.
@@ -480,9 +487,12 @@ impl fuser::Filesystem for KernelAdapter {
         reply: ReplyEmpty,
     ) {
         self.answer(RequestKind::Release, node, reply, move |serving, reply| {
+            // Before all else: what was not answered when a daemon is killed comes again, and would be counted twice. The kernel waits
+            // for none of it.
+            answer(reply, ReplyEmpty::ok)?;
             serving.opens.modes.release(ino(node));
             serving.fs.release(ino(node), Handle(handle.0));
-            answer(reply, ReplyEmpty::ok)
+            Ok(())
         });
     }
 

@@ -3,10 +3,7 @@
 use std::{
     fs::File,
     io,
-    os::{
-        fd::{AsRawFd, OwnedFd},
-        unix::fs::OpenOptionsExt,
-    },
+    os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Once,
@@ -20,7 +17,10 @@ use fuser::{BackingId, FileHandle, FopenFlags, INodeNo, ReplyOpen};
 use tracing::{error, info};
 
 use super::{
-    super::open_mode::{Mode, OpenModes, OpenRequest},
+    super::{
+        connection::{close_backing, reply_passthrough},
+        open_mode::{Backing, Mode, OpenModes, OpenRequest},
+    },
     replies::{Reply, ino},
 };
 
@@ -32,16 +32,10 @@ pub(super) struct Serving {
 
 /// The modes of open files. Shared with opens that other threads answer.
 pub(crate) struct Opens {
-    pub(super) modes: OpenModes<Backing>,
+    pub(super) modes: OpenModes,
     pub(super) passthrough: Passthrough,
     /// Whether programs can map files that bypass the page cache (since Linux 6.6).
     pub(super) maps_direct: AtomicBool,
-}
-
-/// A file that the kernel reads directly, and its number there.
-pub(super) struct Backing {
-    id: BackingId,
-    file: Arc<File>,
 }
 
 /// Whether the kernel may read backing files by itself.
@@ -56,17 +50,14 @@ pub(super) struct Passthrough {
 
 impl Serving {
     /// Serves the files of `fs`. `passthrough` tells whether the kernel is asked to read backing files by itself.
-    pub(super) fn new(fs: &Arc<dyn Upkeep>, passthrough: bool) -> Self {
+    pub(super) fn new(fs: &Arc<dyn Upkeep>, passthrough: bool, modes: OpenModes) -> Self {
         let passthrough = Passthrough {
             wanted: passthrough,
             enabled: AtomicBool::new(passthrough),
             granted: Once::new(),
             refused: Once::new(),
         };
-        Self {
-            fs: Arc::clone(fs),
-            opens: Arc::new(Opens { modes: OpenModes::default(), passthrough, maps_direct: AtomicBool::new(false) }),
-        }
+        Self { fs: Arc::clone(fs), opens: Arc::new(Opens { modes, passthrough, maps_direct: AtomicBool::new(false) }) }
     }
 }
 
@@ -76,13 +67,14 @@ impl Opens {
         self.passthrough.enabled.load(Ordering::Relaxed) && self.modes.may_pass(ino)
     }
 
-    /// Begins after the handshake with the kernel, which `device` is the connection to, and before any request: tries a file of the
+    /// Begins after the handshake with the kernel and before any request: tries a file of the
     /// kind that the file system makes on a disk, and tells it whether the kernel reads such.
-    pub(crate) fn begin(&self, fs: &dyn Upkeep, device: &OwnedFd) {
+    pub(crate) fn begin(&self, fs: &dyn Upkeep) {
         let result = if self.passthrough.enabled.load(Ordering::Relaxed) {
-            // The registration of the empty file ends with the mount, as those of other files on that disk may.
-            let tried = fs.trial().map_or(Ok(0), |file| BackingId::create_raw(device, file));
-            tried.map(drop).map_err(|error| {
+            let tried = fs.trial().map_or(Ok(()), |file| {
+                self.register(&file).map(|backing| close_backing(self.modes.device(), backing.id))
+            });
+            tried.map_err(|error| {
                 self.passthrough.note_refusal(&error);
                 NoPassthrough::Refused(error)
             })
@@ -90,6 +82,11 @@ impl Opens {
             Err(if self.passthrough.wanted { NoPassthrough::NotOffered } else { NoPassthrough::Off })
         };
         fs.started(result);
+    }
+
+    fn register(&self, file: &File) -> io::Result<Backing> {
+        let id = BackingId::create_raw(self.modes.device(), file)?;
+        Ok(Backing { id, opens_direct: opens_direct(file) })
     }
 
     /// Answers an open, unless another thread did: then the kernel has no handle of it.
@@ -116,8 +113,7 @@ impl Opens {
             Access::Direct => self.modes.open(ino, &OpenRequest::Direct),
             Access::Once if self.maps_direct.load(Ordering::Relaxed) => self.modes.open(ino, &OpenRequest::Direct),
             Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) && may_pass(file) => {
-                let register = || Ok(Backing { id: reply.open_backing(file)?, file: Arc::clone(file) });
-                self.modes.open(ino, &OpenRequest::Passthrough(&register))
+                self.modes.open(ino, &OpenRequest::Passthrough(&|| self.register(file)))
             }
             Access::Cached | Access::Once | Access::Passthrough(_) | Access::Materialize => {
                 self.modes.open(ino, &OpenRequest::Cached)
@@ -126,8 +122,8 @@ impl Opens {
         if let Some(failure) = failure {
             self.passthrough.note_refusal(&failure);
         }
-        if let Mode::Passthrough(backing) = &mode
-            && !may_pass(&backing.file)
+        if let Mode::Passthrough(Backing { opens_direct: false, .. }) = mode
+            && is_direct
         {
             self.modes.release(ino);
             fs.release(ino, opened.handle);
@@ -143,7 +139,7 @@ impl Opens {
             Mode::Passthrough(backing) => {
                 self.passthrough.granted.call_once(|| info!("kernel passthrough is on"));
                 fs.metrics().passthrough_opens.fetch_add(1, Ordering::Relaxed);
-                reply.opened_passthrough(handle, flags, &backing.id);
+                reply_passthrough(reply, handle, flags, backing.id);
             }
         }
         Ok(())
@@ -164,7 +160,9 @@ impl Serving {
         };
         let Some(mut opened) = pending.attempt(open) else { return };
         let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
-        let materializes = matches!(opened.access, Access::Materialize) && opens.may_pass(ino);
+        // A file that the kernel reads already needs no other, not even one of a daemon before this one.
+        let materializes =
+            matches!(opened.access, Access::Materialize) && opens.may_pass(ino) && !opens.modes.is_passed(ino);
         let handle = opened.handle;
         let mut answer = move |file: Option<Arc<File>>| {
             if let Some(file) = file {

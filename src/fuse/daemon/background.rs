@@ -147,7 +147,8 @@ pub fn start_attached(
     started
 }
 
-fn start_child(
+/// As [`start_background`], and leaves the mountpoint alone.
+pub(crate) fn start_child(
     program: &Path,
     args: &[OsString],
     env: Option<(&str, OsString)>,

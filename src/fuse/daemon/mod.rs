@@ -3,5 +3,6 @@
 mod background;
 mod helper;
 
+pub(super) use background::start_child;
 pub use background::{DEVICE_VARIABLE, DaemonError, Readiness, Started, is_daemon, start_attached, start_background};
 pub use helper::{HelperError, HelperRequest, parse_mount_helper};

@@ -12,12 +12,13 @@ pub(super) use mount_user::describe;
 pub use mount_user::{Hold, MountUser};
 pub use mounted::{MountError, check_host, check_mountpoint};
 pub(super) use mounted::{
-    MountState, Mounted, abort, mount, mount_as_root, receive_descriptor, sanitize, set_read_ahead,
+    MountState, Mounted, abort, mount, mount_as_root, receive_descriptor, receive_descriptors, sanitize,
+    send_descriptors, set_read_ahead,
 };
 pub use mountinfo::{Device, MountEntry, ckfs_mounts};
-pub(super) use mountinfo::{is_in_chroot, is_stale};
+pub(super) use mountinfo::{is_in_chroot, is_stale, resolved};
 pub use options::MountOptions;
-pub(super) use passed::{Passed, adopt, adopt_socket};
+pub(super) use passed::{Passed, adopt, adopt_kept, adopt_socket};
 pub use passed::{check_passed, is_passed};
 pub use unmount::{UnmountError, UnmountOptions, unmount};
 

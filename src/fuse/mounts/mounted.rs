@@ -9,7 +9,7 @@ use std::{
     ffi::CString,
     fmt::Display,
     fs::{self, File},
-    io::{self, IoSliceMut, Read},
+    io::{self, IoSlice, IoSliceMut, Read},
     mem::MaybeUninit,
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
@@ -23,7 +23,7 @@ use ckfs_host::limits::may_administer;
 use nix::{
     errno::Errno,
     mount::{MntFlags, MsFlags},
-    sys::socket::{ControlMessageOwned, MsgFlags, recvmsg},
+    sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg},
     unistd::{getegid, geteuid},
 };
 use tracing::{info, warn};
@@ -313,11 +313,27 @@ fn mount_by_helper(path: &Path, source: &str, options: &MountOptions) -> Result<
     }
 }
 
+/// Sends bytes, at least one, and descriptors with them.
+pub(crate) fn send_descriptors(socket: &impl AsRawFd, bytes: &[u8], descriptors: &[RawFd]) -> nix::Result<()> {
+    let control = [ControlMessage::ScmRights(descriptors)];
+    loop {
+        match sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(bytes)], &control, MsgFlags::MSG_NOSIGNAL, None) {
+            Err(Errno::EINTR) => {}
+            result => return result.map(drop),
+        }
+    }
+}
+
 /// Receives one descriptor; `None` if the other side went away without sending it.
 pub(crate) fn receive_descriptor(socket: &UnixStream) -> nix::Result<Option<OwnedFd>> {
+    Ok(receive_descriptors(socket)?.1.pop())
+}
+
+/// Receives a byte, 0 if there is none, and the descriptors with it, two at most.
+pub(crate) fn receive_descriptors(socket: &UnixStream) -> nix::Result<(u8, Vec<OwnedFd>)> {
     let mut byte = [0_u8];
     let mut parts = [IoSliceMut::new(&mut byte)];
-    let mut space = nix::cmsg_space!(RawFd);
+    let mut space = nix::cmsg_space!([RawFd; 2]);
     let message = loop {
         match recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC) {
             Err(Errno::EINTR) => {}
@@ -332,10 +348,30 @@ pub(crate) fn receive_descriptor(socket: &UnixStream) -> nix::Result<Option<Owne
             descriptors.extend(received.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
         }
     }
-    Ok(descriptors.pop())
+    Ok((byte[0], descriptors))
 }
 
 impl Mounted {
+    /// The mount that another daemon has served, if it is still what the path leads to.
+    pub(crate) fn taken(mountpoint: &Path, device: &str, unique_id: Option<u64>) -> Result<Self, MountError> {
+        let found = locate(mountpoint).and_then(|location| mount_at(&location));
+        match found.map_err(|error| refused(mountpoint, error))? {
+            Some(entry)
+                if entry.is_ckfs()
+                    && entry.device.to_string() == device
+                    && unique_mount_id(&entry.mountpoint) == unique_id =>
+            {
+                Ok(Self { entry, unique_id })
+            }
+            _ => Err(refused(mountpoint, "covered by another mount, or no longer that of its daemon")),
+        }
+    }
+
+    /// Number that no later mount gets.
+    pub(crate) const fn unique_id(&self) -> Option<u64> {
+        self.unique_id
+    }
+
     /// Where it was mounted.
     pub(crate) fn path(&self) -> &Path {
         &self.entry.mountpoint

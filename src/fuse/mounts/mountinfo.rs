@@ -146,6 +146,11 @@ pub(super) fn locate(path: &Path) -> io::Result<MountLocation> {
     Ok(MountLocation { path: resolved, mount_id })
 }
 
+/// A path without symlinks, found as [`locate`] does; as it is if that fails.
+pub(crate) fn resolved(path: &Path) -> PathBuf {
+    locate(path).map_or_else(|_| path.to_owned(), |location| location.path)
+}
+
 /// The line `mnt_id:` of a `/proc/<pid>/fdinfo` file.
 pub(super) fn mount_id_of(fdinfo: &str) -> Option<u64> {
     fdinfo.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok())

@@ -40,6 +40,14 @@ impl MountOptions {
     }
 }
 
+impl MountOptions {
+    /// What the kernel was told when it was mounted, in words.
+    pub(crate) fn of_mount(&self) -> String {
+        let (user, others) = (nix::unistd::geteuid(), if self.allow_other { ", allow_other" } else { "" });
+        format!("name {}, user {user}{others}", self.name)
+    }
+}
+
 impl Default for MountOptions {
     fn default() -> Self {
         Self {

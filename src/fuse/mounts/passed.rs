@@ -117,6 +117,16 @@ pub(crate) fn adopt_socket(number: RawFd) -> Option<UnixStream> {
     Some(fd.into())
 }
 
+/// Takes over descriptors that systemd has kept, of `/dev/fuse` first.
+///
+/// Must be called at most once, with the numbers that systemd has told this process.
+pub(crate) fn adopt_kept(numbers: &[RawFd]) -> Vec<OwnedFd> {
+    // SAFETY: systemd passes them to this process, so that no other value owns them; the caller takes them once.
+    let mut kept: Vec<_> = numbers.iter().map(|number| unsafe { OwnedFd::from_raw_fd(*number) }).collect();
+    kept.sort_by_key(|fd| check_passed(Path::new(&format!("/dev/fd/{}", fd.as_raw_fd()))).is_err());
+    kept
+}
+
 /// Waits for the kernel's first request.
 fn wait_for_mount(fd: &OwnedFd) -> Result<(), String> {
     loop {

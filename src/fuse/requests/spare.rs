@@ -8,6 +8,9 @@
 //! thread that ends a request next is parked in its place.
 //!
 //! A parked thread cannot see that the mount has ended. A thread that reads sees it, ends, and reports it here.
+//!
+//! When another process is to take the requests ([`Dispatchers::leave`]), every thread is parked for good at the end of its next one: each
+//! request that this process has taken is answered by it.
 
 use std::{
     cell::RefCell,
@@ -28,6 +31,8 @@ struct Parked {
     /// Whether no thread should be parked.
     called: bool,
     ended: bool,
+    /// Threads that take no request any more.
+    left: usize,
 }
 
 /// The threads that read requests.
@@ -43,6 +48,8 @@ pub(crate) struct Dispatchers {
     seen_passed: AtomicU64,
     /// Whether the number of parked threads is right: one is parked, or none should be.
     settled: AtomicBool,
+    /// Whether no thread takes another request.
+    leaving: AtomicBool,
     parked: Mutex<Parked>,
     changed: Condvar,
 }
@@ -83,6 +90,7 @@ impl Dispatchers {
             passed: AtomicU64::new(0),
             seen_passed: AtomicU64::new(0),
             settled: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
             parked: Mutex::default(),
             changed: Condvar::new(),
         }
@@ -103,20 +111,43 @@ impl Dispatchers {
                 *known = Some(Known(Arc::clone(self)));
             }
         });
-        if self.settled.load(Ordering::Relaxed) {
+        let is_leaving = || self.leaving.load(Ordering::Relaxed);
+        if self.settled.load(Ordering::Relaxed) && !is_leaving() {
             return;
         }
         let mut parked = self.lock();
+        if is_leaving() {
+            return self.stay(parked);
+        }
         // Another must be there to see the end of the mount.
         if parked.has_one || parked.called || parked.ended || parked.known < 2 {
             return;
         }
         parked.has_one = true;
         self.settled.store(true, Ordering::Relaxed);
-        while !parked.called && !parked.ended {
+        while !parked.called && !parked.ended && !is_leaving() {
             self.changed.wait(&mut parked);
         }
         parked.has_one = false;
+        if is_leaving() {
+            self.stay(parked);
+        }
+    }
+
+    /// Parks a thread for good.
+    fn stay(&self, mut parked: MutexGuard<'_, Parked>) {
+        parked.left += 1;
+        loop {
+            self.changed.wait(&mut parked);
+        }
+    }
+
+    /// From now on no thread takes a request after the one that it waits for or handles. Whether no thread takes any.
+    pub(crate) fn leave(&self) -> bool {
+        let parked = self.lock();
+        self.leaving.store(true, Ordering::Relaxed);
+        self.changed.notify_all();
+        parked.left > self.usual
     }
 
     /// Calls the parked thread if all others are inside requests, none of which ended since this was last called, and
@@ -181,6 +212,27 @@ mod tests {
         drop(stuck);
         dispatchers.look(|| true);
         assert!(!dispatchers.lock().called);
+    }
+
+    #[test]
+    fn all_threads_stay_when_another_process_takes_the_requests() {
+        let dispatchers = Arc::new(Dispatchers::new(1));
+        let threads: Vec<_> = (0..2)
+            .map(|_| {
+                let parked = Arc::clone(&dispatchers);
+                thread::spawn(move || {
+                    loop {
+                        parked.park();
+                        thread::yield_now();
+                    }
+                })
+            })
+            .collect();
+        while !dispatchers.leave() {
+            dispatchers.look(|| true);
+            thread::yield_now();
+        }
+        assert!(dispatchers.leave() && threads.iter().all(|thread| !thread.is_finished()));
     }
 
     #[test]

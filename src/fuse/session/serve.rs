@@ -20,7 +20,8 @@
 use std::{
     fs::File,
     io,
-    path::Path,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    path::{Path, PathBuf},
     sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
@@ -29,20 +30,28 @@ use std::{
 use ckfs_host::{
     Log, ask_within, limits,
     signal::{self, ENDING},
+    systemd,
 };
-use ckfs_service::{Alive, steps::StepPlace};
-use ckfs_volume::Upkeep;
-use fuser::SessionACL;
+use ckfs_service::{Alive, AliveContent, Heartbeat, identity, steps::StepPlace};
+use ckfs_volume::{Ino, NodeScope, Upkeep};
 use nix::sys::{
     signal::SigSet,
     signalfd::{SfdFlags, SignalFd},
 };
+use parking_lot::Mutex;
 use tracing::{info, warn};
 
-use super::supervisor::{Attached, Exit, Running, Supervisor};
+use super::{
+    keeper,
+    successor::{Kept, Offer, Succession, Taken},
+    supervisor::{Attached, Exit, Running, Supervisor},
+};
 use crate::{
     adapter::KernelAdapter,
-    mounts::{MountError, MountOptions, adopt, check_host, is_passed, mount, set_read_ahead},
+    connection::{self, Inheritance, Record, States},
+    mounts::{MountError, MountOptions, UnmountOptions, adopt, check_host, is_passed, mount, set_read_ahead, unmount},
+    open_mode::OpenModes,
+    requests::Dispatchers,
 };
 
 /// Blocks the signals that [`serve`] waits for, in this thread and the threads that it starts. Ignores the signals that mean
@@ -119,6 +128,8 @@ fn startable(wanted: usize) -> Result<usize, MountError> {
 }
 
 /// Mounts a checkpoint or a run on `mountpoint`, as its configuration says, and serves it until it is unmounted. See [`serve`].
+/// `succession` tells whether a daemon has it now. With `keeper`, the file of this configuration, another process keeps the mount when
+/// this one is killed.
 ///
 /// # Errors
 /// [`MountError`]; nothing is left mounted then.
@@ -126,10 +137,29 @@ pub fn serve_service(
     service: &dyn Alive,
     mountpoint: &Path,
     log: &Log,
+    (succession, keeper): (Succession, Option<&Path>),
     on_ready: impl FnOnce(),
 ) -> Result<Exit, MountError> {
     let options = MountOptions::of(&service.config().mount, service.label());
-    serve(service.file_system(), mountpoint, &options, log, || {
+    let lasting = match service.content() {
+        AliveContent::Checkpoint(volume) if !is_passed(mountpoint) => {
+            let (volume, keeper) = (Arc::clone(volume), keeper.map(Path::to_owned));
+            Some(Lasting { digest: Arc::new(move || identity::of_kept(&volume)), succession, keeper })
+        }
+        AliveContent::Checkpoint(_) | AliveContent::Run(_) => {
+            let path = mountpoint.display();
+            if succession == Succession::Running {
+                let why = "the steps of a run come and go, so no other process has the same";
+                return Err(MountError::Refused(format!("{path}: {why}")));
+            }
+            if keeper.is_some() {
+                let why = "--keeper: for a mount of one checkpoint on a directory; without --steps";
+                return Err(MountError::Refused(format!("{path}: {why}")));
+            }
+            None
+        }
+    };
+    serve_lasting(&service.file_system(), (mountpoint, &options), log, lasting.as_ref(), || {
         service.note_reached(StepPlace::Mount(mountpoint.to_owned()));
         on_ready();
     })
@@ -142,11 +172,121 @@ pub fn serve_service(
 ///
 /// # Errors
 /// [`MountError`]; nothing is left mounted then.
+#[expect(clippy::needless_pass_by_value, reason = "the file system of a mount is nobody else's business")]
 pub fn serve(
     fs: Arc<dyn Upkeep>,
     mountpoint: &Path,
     options: &MountOptions,
     log: &Log,
+    on_ready: impl FnOnce(),
+) -> Result<Exit, MountError> {
+    serve_lasting(&fs, (mountpoint, options), log, None, on_ready)
+}
+
+/// What makes a mount outlast a process.
+struct Lasting {
+    digest: Kept,
+    succession: Succession,
+    keeper: Option<PathBuf>,
+}
+
+/// A session that has begun.
+struct Connected {
+    mounted: Attached,
+    running: Running,
+    heartbeat: Option<Heartbeat>,
+    dispatchers: Arc<Dispatchers>,
+    device: OwnedFd,
+    /// What the next process gets; none where there can be none.
+    record: Option<(Record, Inheritance)>,
+}
+
+impl Connected {
+    /// Mounts, or goes on with the mount of another process.
+    fn new(
+        fs: &Arc<dyn Upkeep>,
+        (mountpoint, options, threads): (&Path, &MountOptions, usize),
+        before: Option<&Taken>,
+        kept: Option<&Kept>,
+    ) -> Result<Self, MountError> {
+        let failed = MountError::session;
+        let (device, mounted, known, record) = match (before, kept) {
+            (Some(before), Some(kept)) => {
+                let (known, mounted) = before.check(mountpoint, options, kept)?;
+                let (device, record) = (before.device.try_clone().map_err(failed)?, before.record.try_clone());
+                (device, Attached::Own(mounted), Some(known), Some(record.map_err(failed)?))
+            }
+            _ if is_passed(mountpoint) => {
+                let (device, passed) = adopt(mountpoint)?;
+                (device, Attached::Passed(passed), None, None)
+            }
+            (_, kept) => {
+                let (device, mounted) = mount(mountpoint, options)?;
+                let nodes = fs.nodes(Ino::ROOT, NodeScope::Itself).map_or(0, |nodes| nodes.stat_fs().nodes);
+                let record =
+                    kept.and_then(|_| Record::new(nodes).inspect_err(|error| info!("no record: {error}")).ok());
+                (device, Attached::Own(mounted), None, record)
+            }
+        };
+        let begun = Self::begin(fs, (options, threads), (device, &mounted), before.zip(known.as_ref()), record);
+        if begun.is_err() && before.is_none() {
+            mounted.detach();
+        }
+        let (running, heartbeat, dispatchers, device, record) = begun?;
+        Ok(Self { mounted, running, heartbeat, dispatchers, device, record })
+    }
+
+    /// Begins the session and its threads.
+    #[expect(clippy::type_complexity, reason = "the parts of `Self`")]
+    fn begin(
+        fs: &Arc<dyn Upkeep>,
+        (options, threads): (&MountOptions, usize),
+        (device, mounted): (OwnedFd, &Attached),
+        before: Option<(&Taken, &Inheritance)>,
+        record: Option<Record>,
+    ) -> Result<(Running, Option<Heartbeat>, Arc<Dispatchers>, OwnedFd, Option<(Record, Inheritance)>), MountError>
+    {
+        let begin = || {
+            let states = record.as_ref().map_or_else(|| Ok(States::Own(Mutex::default())), Record::states)?;
+            let modes = OpenModes::new(states, device.try_clone()?);
+            let adapter = KernelAdapter::new(Arc::clone(fs), options.passthrough, threads, modes)?;
+            let (passthrough, heartbeat, dispatchers) =
+                (adapter.passthrough(), adapter.heartbeat(), adapter.dispatchers());
+            let mut config = fuser::Config::default();
+            // One more than handles requests: the spare thread usually rests.
+            config.n_threads = Some(threads + 1);
+            let known = before.map(|(_, known)| known);
+            let (session, mut known) = connection::begin(adapter, &device, config, known)?;
+            if let Some((before, _)) = before {
+                known.generation += 1;
+                fs.succeed(known.generation << HANDLE_BITS);
+                passthrough.begin(fs.as_ref());
+                before.record.write(&known)?;
+                before.start()?;
+            } else {
+                passthrough.begin(fs.as_ref());
+                if let Attached::Own(mounted) = mounted {
+                    known.device = mounted.device().to_string();
+                    known.unique_id = mounted.unique_id();
+                    known.options = options.of_mount();
+                }
+            }
+            io::Result::Ok((session, heartbeat, dispatchers, known))
+        };
+        let (session, heartbeat, dispatchers, known) = begin().map_err(MountError::session)?;
+        let running = Running::start(session, fs)?;
+        Ok((running, heartbeat, dispatchers, device, record.map(|record| (record, known))))
+    }
+}
+
+/// Handles that one process gives: two to this power at most, which takes years.
+const HANDLE_BITS: u32 = 40;
+
+fn serve_lasting(
+    fs: &Arc<dyn Upkeep>,
+    (mountpoint, options): (&Path, &MountOptions),
+    log: &Log,
+    lasting: Option<&Lasting>,
     on_ready: impl FnOnce(),
 ) -> Result<Exit, MountError> {
     check_host()?;
@@ -157,57 +297,110 @@ pub fn serve(
     let spare = spare.map_err(|error| MountError::Refused(format!("open files: {error}{}", limits::hint())))?;
     let wanted = options.threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
     let threads = startable(wanted.max(1))?;
-    let (fd, mounted) = if is_passed(mountpoint) {
-        let (fd, passed) = adopt(mountpoint)?;
-        (fd, Attached::Passed(passed))
-    } else {
-        let (fd, mounted) = mount(mountpoint, options)?;
-        (fd, Attached::Own(mounted))
+    let mut taken = lasting.map(|lasting| Taken::find(mountpoint, lasting.succession)).transpose()?.flatten();
+    let connect = |before: Option<&Taken>| {
+        Connected::new(fs, (mountpoint, options, threads), before, lasting.map(|lasting| &lasting.digest))
     };
-
-    let mut config = fuser::Config::default();
-    // One more than handles requests: the spare thread usually rests.
-    config.n_threads = Some(threads + 1);
-    // The kernel enforces the mount options; fuser need not check a second time.
-    let acl = SessionACL::All;
-    let begin = || {
-        let adapter = KernelAdapter::new(Arc::clone(&fs), options.passthrough, threads)?;
-        let (passthrough, heartbeat, device) = (adapter.passthrough(), adapter.heartbeat(), fd.try_clone()?);
-        let session = fuser::Session::from_fd(adapter, fd, acl, config)?;
-        passthrough.begin(fs.as_ref(), &device);
-        Ok((session, heartbeat))
+    let connected = match (connect(taken.as_ref()), &taken) {
+        (Err(error), Some(before)) if !before.is_left => {
+            warn!("{error}; mounted anew, and files that were open are cut off");
+            systemd::release();
+            let detached = unmount(mountpoint, UnmountOptions { lazy: true, ..UnmountOptions::default() });
+            detached.unwrap_or_else(|error| info!("{error}"));
+            taken = None;
+            connect(None)?
+        }
+        (connected, _) => connected?,
     };
-    let started = begin()
-        .map_err(MountError::session)
-        .and_then(|(session, heartbeat)| Ok((Running::start(session, &fs)?, heartbeat)));
-    let mut supervisor = match started {
-        Ok((running, heartbeat)) => {
-            let (grace, drain, since) = (options.grace, options.drain, Instant::now());
-            Supervisor { mounted, running, signals, spare, grace, drain, fs, log: log.clone(), since, heartbeat }
-        }
-        Err(error) => {
-            mounted.detach();
-            return Err(error);
-        }
+    let Connected { mounted, running, heartbeat, dispatchers, device, record } = connected;
+    let (grace, drain, since) = (options.grace, options.drain, Instant::now());
+    let mut supervisor = Supervisor {
+        mounted,
+        running,
+        signals,
+        spare,
+        grace,
+        drain,
+        fs: Arc::clone(fs),
+        log: log.clone(),
+        since,
+        heartbeat,
+        dispatchers,
+        offer: None,
+        is_held: false,
     };
     // A mount that another process made may be out of sight here.
     let answer = match &supervisor.mounted {
         Attached::Own(mounted) => answers(mounted.path()),
         Attached::Passed(_) => Ok(()),
     };
-    if let Err(error) = answer.and_then(|()| supervisor.running.check()) {
-        supervisor.mounted.detach();
-        supervisor.abort();
-        return Err(error);
-    }
+    let offered = answer.and_then(|()| supervisor.running.check()).and_then(|()| match (lasting, record) {
+        (Some(lasting), Some(record)) => supervisor.offer(lasting, device, record, taken.is_none()),
+        (_, _) => Ok((None, None)),
+    });
+    let (keeper, _lock) = match offered {
+        Ok(offered) => offered,
+        Err(error) => {
+            if taken.is_none() {
+                supervisor.mounted.detach();
+                supervisor.abort();
+            }
+            return Err(error);
+        }
+    };
     if let (Some(kib), Some(device)) = (options.read_ahead_kib, supervisor.mounted.device()) {
         set_read_ahead(device, kib);
     }
     info!("mounted on {} with {threads} threads", supervisor.mounted.path().display());
+    // Last of all: until then the other process goes on if this one dies.
+    if let Some(taken) = taken {
+        taken.finish();
+    }
     on_ready();
     let exit = supervisor.run()?;
+    match exit {
+        Exit::Kept => {}
+        Exit::Replaced => keeper::release(keeper),
+        Exit::Unmounted
+        | Exit::Drained
+        | Exit::UnmountedOutside
+        | Exit::AbortedOutside
+        | Exit::Left
+        | Exit::Aborted => {
+            keeper::release(keeper);
+            if supervisor.is_held {
+                systemd::release();
+            }
+        }
+    }
     info!("{}: {exit:?}", supervisor.mounted.path().display());
     Ok(exit)
+}
+
+impl Supervisor {
+    /// Lets another process go on with the mount after this one. The stream to the keeper, if there is one, and the lock of the record,
+    /// if this process `is_first` to serve it.
+    fn offer(
+        &mut self,
+        lasting: &Lasting,
+        device: OwnedFd,
+        (record, mut known): (Record, Inheritance),
+        is_first: bool,
+    ) -> Result<(Option<UnixStream>, Option<File>), MountError> {
+        let lock = is_first.then(|| record.lock()).transpose().map_err(MountError::session)?;
+        let mut keeper = None;
+        if let Some(file) = &lasting.keeper {
+            known.kept = (lasting.digest)();
+            let started = record.write(&known).and_then(|()| keeper::start(file, &device, &record));
+            keeper = Some(started.map_err(|error| MountError::Refused(format!("--keeper: {error}")))?);
+        }
+        let kept = (Arc::clone(&lasting.digest), systemd::listens());
+        self.is_held = keeper.is_some() || systemd::listens();
+        self.offer = Offer::new(self.mounted.path(), device, record, known, kept)
+            .inspect_err(|error| info!("`ckfs restart` cannot replace this process under readers: {error}"))
+            .ok();
+        Ok((keeper, lock))
+    }
 }
 
 /// Asks the mount for its sizes and its root. In another thread, since the mount may never answer.

@@ -12,7 +12,7 @@ use std::{
 
 use ckfs_host::{
     Log, ask_within, deadline,
-    signal::{REOPEN, STATISTICS},
+    signal::{LEAVE, REOPEN, STATISTICS},
     systemd::{self, NotifyState},
 };
 use ckfs_service::Heartbeat;
@@ -24,10 +24,14 @@ use nix::{
 };
 use tracing::{Level, error, info, warn};
 
-use super::changes::Changes;
+use super::{
+    changes::Changes,
+    successor::{ALONE, DONE, Offer},
+};
 use crate::{
     adapter::KernelAdapter,
     mounts::{Device, MountError, MountState, MountUser, Mounted, Passed, UnmountError, abort, describe, is_stale},
+    requests::Dispatchers,
 };
 
 /// How the mount ended.
@@ -41,6 +45,10 @@ pub enum Exit {
     UnmountedOutside,
     /// Another process ended the connection: `umount -f`, or `abort` in `/sys/fs/fuse/connections`.
     AbortedOutside,
+    /// Another process goes on with the mount; all requests that this one took are answered.
+    Replaced,
+    /// A signal arrived, and what keeps the connection gives it to the next process.
+    Kept,
     /// A signal arrived while no file was open. The mount is left, without an answer, to the process that made it.
     Left,
     /// Open files were cut off: at a second signal, or at the end of the drain period.
@@ -51,7 +59,13 @@ impl Exit {
     /// Whether the mount ended as was requested, and no read was cut off by this process.
     pub const fn is_clean(self) -> bool {
         match self {
-            Self::Unmounted | Self::Drained | Self::UnmountedOutside | Self::AbortedOutside | Self::Left => true,
+            Self::Unmounted
+            | Self::Drained
+            | Self::UnmountedOutside
+            | Self::AbortedOutside
+            | Self::Replaced
+            | Self::Kept
+            | Self::Left => true,
             Self::Aborted => false,
         }
     }
@@ -68,6 +82,9 @@ const USERS_LIMIT: Duration = Duration::from_secs(2);
 
 /// Time between looks whether the connection to the kernel has ended while threads wait for storage.
 const LOOK_PERIOD: Duration = Duration::from_millis(500);
+
+/// Time between looks whether all requests are answered that were taken.
+const LEAVE_PERIOD: Duration = Duration::from_millis(2);
 
 /// Time that threads have to end after an abort, before the process ends without them.
 const ABORT_LIMIT: Duration = Duration::from_secs(2);
@@ -182,6 +199,8 @@ enum Event {
     Ended,
     /// A signal to end arrived.
     Signal(Signal),
+    /// Another process goes on with the mount.
+    Replaced,
     /// Time is up.
     Timeout,
 }
@@ -201,6 +220,11 @@ pub(super) struct Supervisor {
     pub(super) since: Instant,
     /// The signs of life that systemd expects.
     pub(super) heartbeat: Option<Heartbeat>,
+    pub(super) dispatchers: Arc<Dispatchers>,
+    /// What another process may take over.
+    pub(super) offer: Option<Offer>,
+    /// Whether the connection outlives this process.
+    pub(super) is_held: bool,
 }
 
 impl Drop for Supervisor {
@@ -215,10 +239,20 @@ impl Supervisor {
         let event = self.wait(None)?;
         self.spare.clear();
         match event {
-            Event::Ended => return self.ended_by_itself(),
+            Event::Ended => {
+                self.end_offer();
+                return self.ended_by_itself();
+            }
+            Event::Replaced => return self.give_up_requests(Exit::Replaced),
+            Event::Signal(LEAVE) => {
+                info!("{LEAVE}: leaving {} to the next process", self.mounted.path().display());
+                self.end_offer();
+                return self.give_up_requests(Exit::Kept);
+            }
             Event::Signal(signal) => info!("{signal}: unmounting {}", self.mounted.path().display()),
             Event::Timeout => {}
         }
+        self.end_offer();
         self.running.changes.end();
         systemd::notify(&[NotifyState::Stopping]);
         if matches!(self.mounted, Attached::Passed(_)) {
@@ -237,11 +271,55 @@ impl Supervisor {
                 Ok(Exit::Unmounted)
             }
             Event::Signal(_) => Ok(self.cut_off()),
-            Event::Timeout => {
+            Event::Replaced | Event::Timeout => {
                 warn!("files are still open after {:?}; aborting", self.drain);
                 Ok(self.cut_off())
             }
         }
+    }
+
+    /// From now on no other process can go on with the mount.
+    fn end_offer(&mut self) {
+        if let Some(offer) = self.offer.take() {
+            offer.end();
+        }
+    }
+
+    /// Takes no more requests and answers those that were taken, while another process takes the next ones, or will. A signal ends that
+    /// too early; the kernel then sends again what is not answered.
+    ///
+    /// A thread that waits for a request ends its wait with one. So the mount is asked for its sizes until no thread waits.
+    fn give_up_requests(&mut self, exit: Exit) -> Result<Exit, MountError> {
+        self.running.changes.end();
+        let (offer, path, mut asking) = (self.offer.take(), self.mounted.path().to_owned(), Some(Arc::new(())));
+        let asks = asking.as_ref().map(Arc::downgrade);
+        let ask = move || {
+            while asks.as_ref().is_some_and(|asks| asks.strong_count() > 0) {
+                let _ = nix::sys::statfs::statfs(&path);
+            }
+        };
+        thread::Builder::new().name("ckfs-ask".into()).spawn(ask).map_err(MountError::system("start a thread"))?;
+        let tell = |word| {
+            if let Some(offer) = &offer {
+                offer.tell(word);
+            }
+        };
+        loop {
+            if self.dispatchers.leave() {
+                if asking.take().is_some() {
+                    tell(ALONE);
+                }
+                if self.fs.metrics().in_flight.load(Ordering::Relaxed) == 0 {
+                    tell(DONE);
+                    break;
+                }
+            }
+            match self.wait(Some(Instant::now() + LEAVE_PERIOD))? {
+                Event::Ended | Event::Signal(_) => break,
+                Event::Replaced | Event::Timeout => {}
+            }
+        }
+        Ok(exit)
     }
 
     /// Handles that readers have open.
@@ -281,7 +359,7 @@ impl Supervisor {
                     return Ok(Exit::Drained);
                 }
                 Event::Signal(_) => return Ok(self.cut_off()),
-                Event::Timeout => {}
+                Event::Replaced | Event::Timeout => {}
             }
         }
     }
@@ -320,7 +398,7 @@ impl Supervisor {
             match self.wait(Some(until.min(now + RETRY_PERIOD)))? {
                 Event::Ended => return Ok(Some(false)),
                 Event::Signal(_) => return Ok(None),
-                Event::Timeout => {}
+                Event::Replaced | Event::Timeout => {}
             }
         }
     }
@@ -383,7 +461,7 @@ impl Supervisor {
             match self.wait(Some(until))? {
                 Event::Ended => return Ok(true),
                 Event::Timeout => return Ok(false),
-                Event::Signal(_) => {}
+                Event::Signal(_) | Event::Replaced => {}
             }
         }
     }
@@ -425,16 +503,20 @@ impl Supervisor {
             // Rounded up, so that the last turn does not spin.
             let left = left.map_or(LOOK_PERIOD, |left| LOOK_PERIOD.min(left));
             let timeout = PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
-            let mut fds = [
+            let mut fds = vec![
                 PollFd::new(self.running.ended.as_fd(), PollFlags::POLLIN),
                 PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
             ];
+            fds.extend(self.offer.iter().map(|offer| PollFd::new(offer.taken.as_fd(), PollFlags::POLLIN)));
             match poll(&mut fds, timeout) {
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(errno) => return Err(failed(errno)),
             }
             if fds[0].any() == Some(true) {
                 return Ok(Event::Ended);
+            }
+            if fds.get(2).is_some_and(|taken| taken.any() == Some(true)) {
+                return Ok(Event::Replaced);
             }
             if let Some(info) = self.signals.read_signal().map_err(&failed)? {
                 let signal = i32::try_from(info.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok());
@@ -445,6 +527,9 @@ impl Supervisor {
                     }
                     Some(signal) if signal == STATISTICS => {
                         self.log.write(Level::INFO, LOG_TARGET, self.statistics());
+                    }
+                    Some(signal) if signal == LEAVE && !self.is_held => {
+                        info!("{signal}: ignored, as nothing keeps the mount for the next process");
                     }
                     signal => return Ok(Event::Signal(signal.unwrap_or(Signal::SIGTERM))),
                 }
@@ -475,6 +560,8 @@ mod tests {
             (Exit::Drained, true),
             (Exit::UnmountedOutside, true),
             (Exit::AbortedOutside, true),
+            (Exit::Replaced, true),
+            (Exit::Kept, true),
             (Exit::Left, true),
             (Exit::Aborted, false),
         ] {

@@ -101,12 +101,7 @@ impl Plan {
 
 /// The merged adapter, and how many of the tensors that a plan shows it changes.
 fn merged_adapter(merged: &Checkpoint, options: &ViewOptions, plan: &Plan) -> Option<MergedAdapter> {
-    let mut used = HashSet::new();
-    for tensor in &plan.tensors {
-        tensor.view.for_each_stored(&mut |id| {
-            used.insert(id);
-        });
-    }
+    let used: HashSet<TensorId> = plan.tensors.iter().flat_map(|tensor| tensor.view.stored_ids()).collect();
     let tensors = merged.merges()?.count_of(&used) as u64;
     let adapter = match options.merge_lora.clone()? {
         MergedLora::Own => "self".into(),
@@ -143,11 +138,7 @@ fn idle_flags(checkpoint: &Checkpoint, options: &ViewOptions) -> Vec<String> {
 /// Whether any tensor is made from the repository that fills what the checkpoint lacks.
 fn is_filled(checkpoint: &Checkpoint, plan: &Plan) -> bool {
     let filling: HashSet<TensorId> = checkpoint.fill().map(|(id, _)| id).collect();
-    plan.tensors.iter().any(|tensor| {
-        let mut filled = false;
-        tensor.view.for_each_stored(&mut |id| filled |= filling.contains(&id));
-        filled
-    })
+    plan.tensors.iter().any(|tensor| tensor.view.stored_ids().iter().any(|id| filling.contains(id)))
 }
 
 /// Resolves the user's request against a checkpoint.
@@ -427,11 +418,8 @@ impl<'a> Builder<'a> {
         }
         names::keep(self.original, &mut drafts, &wanted.selected, &mut self.problems);
         if let Some(adapter) = wanted.adapter {
-            let own = |draft: &Draft| {
-                let mut own = false;
-                draft.view.for_each_source(&mut |source| own |= self.original.file_of(source.id) == adapter.file);
-                own
-            };
+            let is_own = |id: &TensorId| self.original.file_of(*id) == adapter.file;
+            let own = |draft: &Draft| draft.view.source_ids().iter().any(is_own);
             let allowed = (&options.allow_missing, &options.allow_unmapped);
             lora::rename(&mut drafts, adapter, own, allowed, &mut self.problems, &mut self.warnings);
         }

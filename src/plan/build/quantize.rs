@@ -80,9 +80,7 @@ impl<'a> Builder<'a> {
             let own_name = by_name.contains_key(&draft.name).then(|| draft.name.clone());
             let codes = |leaf: &View| {
                 let name = own_name.clone().or_else(|| {
-                    let mut first = None;
-                    leaf.for_each_source(&mut |source| first = first.or(Some(source.id)));
-                    let id = first?;
+                    let id = *leaf.source_ids().first()?;
                     Some(decoded.get(&id).copied().unwrap_or_else(|| checkpoint.tensor(id).name).to_owned())
                 });
                 name.map_or(Ok(None), |name| quantizer.codes(&name, leaf, &find))

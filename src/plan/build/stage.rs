@@ -210,11 +210,8 @@ impl Builder<'_> {
     pub(super) fn report_own_head(&mut self, wanted: &Selection<'_>, drafts: &mut Vec<Draft>) {
         let Some(OwnHead { id, head, embedding }) = &wanted.own_head else { return };
         let codes = wanted.seen().tensor(*id).quantized().map(|quantized| quantized.operands[0]);
-        let shows = |draft: &Draft| {
-            let mut shows = false;
-            draft.view.for_each_source(&mut |source| shows |= source.id == *id || Some(source.id) == codes);
-            shows
-        };
+        let is_head = |source: &TensorId| source == id || Some(*source) == codes;
+        let shows = |draft: &Draft| draft.view.source_ids().iter().any(is_head);
         let is_shown = drafts.iter().any(shows);
         let differs = format!(
             "{head} is stored and differs from {embedding}, though the model's configuration says they are one"

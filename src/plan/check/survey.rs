@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use ckfs_checkpoint::Checkpoint;
+use ckfs_checkpoint::{Checkpoint, first_names};
 use ckfs_config::DEVICES_LISTED_MAX;
 
 use super::super::{family::Family, name_group::ranges, naming, options::ViewOptions, problem::Problem};
@@ -51,15 +51,13 @@ pub(crate) fn no_layers(checkpoint: &Checkpoint, options: &ViewOptions, problems
 /// The problem of a repository whose tensors have not the names of the model in its configuration. `lacks` says what is not there.
 pub(crate) fn unlike(checkpoint: &Checkpoint, lacks: &str) -> Problem {
     const SHOWN: usize = 3;
-    let shown: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).take(SHOWN).collect();
-    let more = checkpoint.tensors().len().saturating_sub(SHOWN);
-    let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+    let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
+    let found = first_names(&names, SHOWN);
     let of = checkpoint.companion().map_or_else(String::new, |companion| format!(" of {}", companion.label));
     let reason = format!(
-        "{lacks}: found {}{more}. The file{of} is that of another model, or the names are those of another program: \
+        "{lacks}: found {found}. The file{of} is that of another model, or the names are those of another program: \
          --source-rename 'REGEX=>TO' mends names, --layout stored shows the tensors as they are, --allow-missing accepts a part of \
-         a model",
-        shown.join(", ")
+         a model"
     );
     Problem::File { file: "config.json".to_owned(), reason }
 }

@@ -25,27 +25,18 @@ struct ModelsFile {
 }
 
 #[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, default)]
 struct ModelRow {
     types: Vec<String>,
     experts: Option<[String; 3]>,
-    #[serde(default)]
     either_way: bool,
-    #[serde(default)]
     renames: Vec<RenameRow>,
-    #[serde(default)]
     back: Vec<Vec<String>>,
-    #[serde(default)]
     converters: Vec<ConverterRow>,
-    #[serde(default)]
     others: Vec<String>,
-    #[serde(default)]
     state: Vec<String>,
-    #[serde(default)]
     base: String,
-    #[serde(default)]
     ignored: Vec<String>,
-    #[serde(default)]
     beside: Vec<[String; 2]>,
 }
 

@@ -159,13 +159,10 @@ enum RawAxis {
 }
 
 pub(super) fn axis<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<AtLine<Expr>>, D::Error> {
-    let axis = Spanned::<RawAxis>::deserialize(deserializer)?;
-    let at = span(&axis);
-    let text = match axis.into_inner() {
+    expression(deserializer, |axis| match axis {
         RawAxis::Number(number) => number.to_string(),
         RawAxis::Text(text) => text,
-    };
-    Ok(Some(AtLine { it: meaning(at, &text), at }))
+    })
 }
 
 #[derive(Debug, Deserialize)]
@@ -176,13 +173,20 @@ enum RawCondition {
 }
 
 pub(super) fn condition<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<AtLine<Expr>>, D::Error> {
-    let condition = Spanned::<RawCondition>::deserialize(deserializer)?;
-    let at = span(&condition);
-    let text = match condition.into_inner() {
+    expression(deserializer, |condition| match condition {
         RawCondition::Bool(known) => known.to_string(),
         RawCondition::Text(text) => text,
-    };
-    Ok(Some(AtLine { it: meaning(at, &text), at }))
+    })
+}
+
+/// An expression, or what is written as one.
+fn expression<'de, D: Deserializer<'de>, Raw: Deserialize<'de>>(
+    deserializer: D,
+    text: fn(Raw) -> String,
+) -> Result<Option<AtLine<Expr>>, D::Error> {
+    let raw = Spanned::<Raw>::deserialize(deserializer)?;
+    let at = span(&raw);
+    Ok(Some(AtLine { it: meaning(at, &text(raw.into_inner())), at }))
 }
 
 #[derive(Debug, Deserialize)]

@@ -1,6 +1,6 @@
 //! The report in a dozen rows: what to know before a mount. [`super::text`] has all of it.
 
-use ckfs_checkpoint::{Checkpoint, FileRole};
+use ckfs_checkpoint::{Checkpoint, FileRole, first_names};
 use ckfs_tensor::Reads;
 
 use super::{
@@ -31,25 +31,20 @@ pub fn summary<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a
 
 fn source_rows(checkpoint: &Checkpoint) -> Vec<SummaryRow> {
     let mut rows = vec![("source", checkpoint.label().to_owned()), ("dialect", checkpoint.dialect().to_string())];
+    rows.extend(checkpoint.averaged().map(|average| ("average", average)));
     let ignored = checkpoint.files().iter().filter(|file| matches!(file.role, FileRole::Ignored(_)));
     let names: Vec<&str> = ignored.map(|file| file.path.as_str()).collect();
     if !names.is_empty() {
         let files = if names.len() == 1 { "file" } else { "files" };
-        rows.push(("left out", format!("{} {files}: {}", names.len(), listed(&names))));
+        rows.push(("left out", format!("{} {files}: {}", names.len(), first_names(&names, NAMES_SHOWN))));
     }
     rows
-}
-
-/// The first of some names, and how many more there are.
-fn listed(names: &[&str]) -> String {
-    let shown = names.iter().take(NAMES_SHOWN).copied().collect::<Vec<_>>().join(", ");
-    if names.len() > NAMES_SHOWN { format!("{shown} and {} more", names.len() - NAMES_SHOWN) } else { shown }
 }
 
 /// How many tensors have these names, and the first of them.
 fn named(groups: &[NameGroup]) -> String {
     let names: Vec<&str> = groups.iter().map(|group| group.name.as_str()).collect();
-    format!("{}: {}", tensors_text(count_of(groups)), listed(&names))
+    format!("{}: {}", tensors_text(count_of(groups)), first_names(&names, NAMES_SHOWN))
 }
 
 fn view_rows(checkpoint: &Checkpoint, plan: &Plan, rows: &mut Vec<SummaryRow>) {
@@ -161,7 +156,9 @@ fn finding_rows(plan: &Plan, rows: &mut Vec<SummaryRow>) {
     if !plan.left_out.is_empty() {
         let mut roots: Vec<String> = plan.left_out.iter().map(|group| select::root(&group.name)).collect();
         roots.dedup();
-        let roots: Vec<&str> = roots.iter().map(String::as_str).collect();
-        rows.push(("left out", format!("{} tensors of the repository: {}", count_of(&plan.left_out), listed(&roots))));
+        rows.push((
+            "left out",
+            format!("{} tensors of the repository: {}", count_of(&plan.left_out), first_names(&roots, NAMES_SHOWN)),
+        ));
     }
 }

@@ -132,7 +132,7 @@ fn coordinates_text(plan: &Plan) -> Vec<String> {
 }
 
 /// The repository, as the first lines of a report.
-pub(crate) fn source_text(checkpoint: &Checkpoint) -> String {
+fn source_text(checkpoint: &Checkpoint) -> String {
     let mut text = String::new();
     let mut line = |key: &str, value: &str| {
         // Writing to a string cannot fail.
@@ -140,6 +140,9 @@ pub(crate) fn source_text(checkpoint: &Checkpoint) -> String {
     };
     line("source", checkpoint.label());
     line("files in", &checkpoint.root().display().to_string());
+    if let Some(average) = checkpoint.averaged() {
+        line("average", &average);
+    }
     if let Some(revision) = checkpoint.revision() {
         line("revision", revision);
     }
@@ -206,6 +209,13 @@ fn container_text(checkpoint: &Checkpoint, line: &mut Line<'_>) {
     if !left_out.is_empty() && checkpoint.container() != Container::Orbax {
         line("no tensors", &format!("{} members of the checkpoint are not shown:", left_out.len()));
         list(line, "", NAMES_SHOWN, left_out.iter().map(|LeftOut { name, kind }| format!("{name}: {kind}")));
+    }
+    let objects = &checkpoint.saved_tree().objects;
+    if !objects.is_empty() {
+        let (what, way) =
+            if checkpoint.container() == Container::Orbax { ("files", "orbax") } else { ("members", "dcp") };
+        line("no tensors", &format!("{} {what} pass through {way}/ as they are stored:", objects.len()));
+        list(line, "", NAMES_SHOWN, objects.keys().cloned());
     }
     if let Some((rule, _)) = checkpoint.proposed_rename() {
         line("prefix", &format!("--source-rename '{rule}' would give the names of a repository of Hugging Face"));

@@ -12,6 +12,7 @@ use std::{
     sync::Arc,
 };
 
+use ckfs_checkpoint::first_names;
 use hashbrown::{HashMap, HashSet};
 
 use super::{
@@ -467,10 +468,9 @@ impl CutBlocks {
         if all.is_empty() {
             return None;
         }
-        let listed = all.iter().take(LISTED).cloned().collect::<Vec<_>>().join(", ");
-        let more = if all.len() > LISTED { format!(" and {} more", all.len() - LISTED) } else { String::new() };
+        let listed = first_names(&all, LISTED);
         Some(format!(
-            "tensor parallelism leaves whole on every device what it cannot cut so that a device can use its part: {listed}{more}; \
+            "tensor parallelism leaves whole on every device what it cannot cut so that a device can use its part: {listed}; \
              own rules (--shard) cut them all the same"
         ))
     }

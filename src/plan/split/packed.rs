@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_checkpoint::Checkpoint;
+use ckfs_checkpoint::{Checkpoint, first_names};
 use ckfs_tensor::{DType, TensorId};
 
 use super::super::{AxisUse, Mesh, axis_use, draft::Draft, name_group::fold};
@@ -142,7 +142,7 @@ pub(crate) fn keep_together(
         let Some(first) = first_source(draft) else { continue };
         if packed.whole.contains(&first) {
             blocks.extend(draft.roles.tp.take().and_then(|_| draft.roles.block.clone()));
-            whole.extend(sources(draft));
+            whole.extend(draft.view.source_ids());
         } else if let (Some(block), Some(axis)) = (packed.blocks.get(&first), draft.roles.tp) {
             let shape = draft.view.shape();
             let extent = shape.extents().get(axis).copied().unwrap_or(0);
@@ -152,7 +152,7 @@ pub(crate) fn keep_together(
             } else {
                 draft.roles.tp = None;
                 blocks.extend(draft.roles.block.clone());
-                whole.extend(sources(draft));
+                whole.extend(draft.view.source_ids());
             }
         }
     }
@@ -191,9 +191,9 @@ pub(crate) fn keep_together(
         listed.join(", ")
     )];
     if !others.is_empty() {
-        let listed: Vec<&str> = others.iter().take(LISTED).copied().collect();
-        let more = if others.len() > LISTED { format!(" and {} more", others.len() - LISTED) } else { String::new() };
-        warnings.push(format!("the other tensors of their blocks are whole as well: {}{more}", listed.join(", ")));
+        let others: Vec<&str> = others.into_iter().collect();
+        let listed = first_names(&others, LISTED);
+        warnings.push(format!("the other tensors of their blocks are whole as well: {listed}"));
     }
     warnings
 }
@@ -204,14 +204,6 @@ fn module_of(name: &str) -> &str {
     before_weight.or_else(|| name.rsplit_once('.').map(|(module, _)| module)).unwrap_or(name)
 }
 
-fn sources(draft: &Draft) -> Vec<TensorId> {
-    let mut ids = Vec::new();
-    draft.view.for_each_source(&mut |source| ids.push(source.id));
-    ids
-}
-
 fn first_source(draft: &Draft) -> Option<TensorId> {
-    let mut first = None;
-    draft.view.for_each_source(&mut |source| first = first.or(Some(source.id)));
-    first
+    draft.view.source_ids().first().copied()
 }

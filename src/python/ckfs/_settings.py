@@ -57,6 +57,7 @@ class OpenSettings(TypedDict, total=False):
     max_shard_bytes: Size
     config_from: Path
     fill_from: Path
+    base: Path
     config: Path
     source_io: Literal["auto", "mmap", "pread"]
     source_timeout: Time
@@ -64,6 +65,7 @@ class OpenSettings(TypedDict, total=False):
     duplicates: Literal["index", "last", "refuse"]
     variant: str
     allow_unfinished: bool
+    average: str
     follow_symlinks: bool
     offline: bool
     cache_dir: Path
@@ -83,6 +85,7 @@ class ServeSettings(OpenSettings, total=False):
     name: str
     token_file: Path
     allow_anyone: bool
+    allow_host: Patterns
     steps: str
     steps_poll: Time
     on_step: str

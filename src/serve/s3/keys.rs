@@ -100,6 +100,12 @@ impl ListStart {
         }
     }
 
+    /// The key or the prefix.
+    pub(super) fn text(&self) -> &str {
+        let (Self::After(text) | Self::AfterPrefix(text)) = self;
+        text
+    }
+
     /// A token for this place.
     pub(super) fn token(&self) -> String {
         let (kind, text) = match self {
@@ -330,7 +336,10 @@ mod tests {
     struct NoDigests;
 
     impl super::super::super::tree::StepDigests for NoDigests {
-        fn digest_of_node(&self, _: Ino) -> Option<(String, ckfs_service::steps::HeldStep)> {
+        fn digest_of_node(
+            &self,
+            _: Ino,
+        ) -> Option<(super::super::super::tree::TreeDigest, ckfs_service::steps::HeldStep)> {
             None
         }
     }

@@ -1,39 +1,47 @@
-//! Read-only S3, path style: one bucket, whose keys are the paths of the volume.
+//! Read-only S3: one bucket, whose keys are the paths of the volume. Path style; at the name `ckfs.localhost` virtual-host style too.
 //!
 //! | request | is |
 //! | --- | --- |
 //! | `GET /` | `ListBuckets` |
-//! | `HEAD /ckfs`, `GET /ckfs?location` | `HeadBucket`, `GetBucketLocation` |
-//! | `GET /ckfs?list-type=2` | `ListObjectsV2` |
+//! | `HEAD /ckfs` | `HeadBucket` |
+//! | `GET /ckfs?list-type=2`, `GET /ckfs`, `GET /ckfs?versions` | `ListObjectsV2`, `ListObjects`, `ListObjectVersions` |
 //! | `HEAD /ckfs/KEY`, `GET /ckfs/KEY` | `HeadObject`, `GetObject`, with one range and preconditions |
+//! | `GET /ckfs/KEY?attributes` | `GetObjectAttributes` |
+//! | `GET /ckfs?NAME`, `GET /ckfs/KEY?NAME` | what `sub_resource` has |
 //!
 //! Signatures count only where there is a token: the key is then `ckfs`, and its secret the token.
 
 mod keys;
+mod parameters;
 mod signature;
+mod sub_resource;
 mod xml;
 
-use std::{net::IpAddr, sync::Arc, time::SystemTime};
+use std::{sync::Arc, time::SystemTime};
 
+use bytes::Bytes;
 use ckfs_volume::{Ino, NodeKind};
 use http::{
     HeaderName, Method, Request, StatusCode,
-    header::{IF_MATCH, IF_RANGE, LAST_MODIFIED, RANGE},
+    header::{CONTENT_LENGTH, CONTENT_RANGE, IF_MATCH, IF_RANGE, LAST_MODIFIED, RANGE},
 };
 use hyper::body::Incoming;
-use percent_encoding::percent_decode_str;
 
 use super::{
     answer::{self, Reply},
     file_reply::{self, AskedFile},
     gate::{Gate, NoEntry, Visitor},
+    host::Caller,
     path,
     served::{NoPlace, ServedPlace, ServedSource},
     steps::{LATEST, ServedRun},
-    tree::{NoNode, ServedTree, TreeVersion},
+    tree::{FileVersion, NoNode, ServedTree, TreeVersion},
 };
 use keys::{KeyLister, ListStart, SortedDirectories};
+use parameters::Parameters;
 use signature::{BUCKET, BadSignature, SignedRequest};
+use sub_resource::ObjectQuestion;
+use xml::ListPaging;
 
 /// The region that the bucket says it is in: the one of which S3 says nothing.
 const REGION: &str = "us-east-1";
@@ -52,16 +60,8 @@ pub(super) struct BucketRouter {
     sorted: Arc<SortedDirectories>,
 }
 
-/// Parameters of a query, decoded once; `+` is itself, as clients of S3 write it.
-fn parameters(query: &str) -> Vec<(String, String)> {
-    let decoded = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
-    let pairs = query.split('&').filter(|pair| !pair.is_empty());
-    let pair = |pair: &str| {
-        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
-        (decoded(name), decoded(value))
-    };
-    pairs.map(pair).collect()
-}
+/// The bucket as part of a name.
+const BUCKET_HOST: &str = "ckfs.localhost";
 
 impl BucketRouter {
     pub(super) fn new(gate: Gate, served: ServedSource) -> Self {
@@ -69,11 +69,11 @@ impl BucketRouter {
     }
 
     /// Answers a request.
-    pub(super) async fn answer(&self, request: Request<Incoming>, peer: IpAddr) -> Reply {
+    pub(super) async fn answer(&self, request: Request<Incoming>, caller: &Caller) -> Reply {
         let (parts, _) = request.into_parts();
         let (method, path) = (&parts.method, parts.uri.path());
-        let query = parameters(parts.uri.query().unwrap_or_default());
-        let visitor = match self.visitor(&parts, &query, peer) {
+        let query = Parameters::of(parts.uri.query().unwrap_or_default());
+        let visitor = match self.visitor(&parts, &query, caller) {
             Ok(visitor) => visitor,
             Err(reply) => return reply,
         };
@@ -81,9 +81,12 @@ impl BucketRouter {
             let text = "the bucket is read-only: GET and HEAD";
             return xml::error(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", text, path);
         }
-        let Ok(names) = path::names(path) else {
+        let Ok(mut names) = path::names(path) else {
             return xml::error(StatusCode::BAD_REQUEST, "InvalidURI", "expected a path without . and ..", path);
         };
+        if caller.host.as_deref() == Some(BUCKET_HOST) && names.first().is_none_or(|first| first != BUCKET) {
+            names.insert(0, BUCKET.to_owned());
+        }
         match names.split_first() {
             None => {
                 let root = self.served.fs().attr(Ino::ROOT);
@@ -96,30 +99,34 @@ impl BucketRouter {
             Some((_, [])) => self.of_bucket(visitor, method, &query, path).await,
             // A key that ends with a slash is another one, and there is none.
             Some((_, key)) if path.ends_with('/') => no_key(&key.join("/")),
-            Some((_, key)) => self.of_object(visitor, key, method, &parts.headers).await,
+            Some((_, key)) => self.of_object(visitor, key, method, &query, &parts.headers).await,
         }
     }
 
     /// Who asks.
-    fn visitor(
-        &self,
-        parts: &http::request::Parts,
-        query: &[(String, String)],
-        peer: IpAddr,
-    ) -> Result<Visitor, Reply> {
+    fn visitor(&self, parts: &http::request::Parts, query: &Parameters, caller: &Caller) -> Result<Visitor, Reply> {
         let denied = |code: &str, text: &str| xml::error(StatusCode::FORBIDDEN, code, text, parts.uri.path());
         let Some(token) = self.gate.token() else {
-            return self.gate.admit(&parts.headers, peer).map_err(|_| denied("AccessDenied", "not admitted"));
+            return self.gate.admit(&parts.headers, caller).map_err(|_| {
+                let text = answer::other_name(caller);
+                xml::error(StatusCode::MISDIRECTED_REQUEST, "AccessDenied", &text, parts.uri.path())
+            });
         };
-        let signed = SignedRequest { method: &parts.method, path: parts.uri.path(), query, headers: &parts.headers };
+        let (method, path) = (&parts.method, parts.uri.path());
+        let signed = SignedRequest { method, path, query: &query.0, headers: &parts.headers };
         let (code, text) = match signed.check(token.secret(), SystemTime::now()) {
             Ok(()) => return Ok(Visitor::Trusted),
             Err(BadSignature::Absent) => match self.gate.admit_unsigned() {
                 Ok(visitor) => return Ok(visitor),
-                Err(NoEntry::Missing | NoEntry::Wrong) => {
+                Err(NoEntry::Missing | NoEntry::Wrong | NoEntry::Name) => {
                     ("AccessDenied", "expected a signature of version 4, with the key ckfs and the token as its secret")
                 }
             },
+            Err(BadSignature::Former) => {
+                let text =
+                    "the signature is of version 2: set version 4, as in boto3's Config(signature_version='s3v4')";
+                return Err(xml::error(StatusCode::BAD_REQUEST, "InvalidRequest", text, path));
+            }
             Err(BadSignature::Key) => ("InvalidAccessKeyId", "expected the access key ckfs"),
             Err(BadSignature::Time) => {
                 ("RequestTimeTooSkewed", "the signature is too old, or the clocks differ by more than 15 minutes")
@@ -132,19 +139,26 @@ impl BucketRouter {
         Err(denied(code, text))
     }
 
-    async fn of_bucket(&self, visitor: Visitor, method: &Method, query: &[(String, String)], path: &str) -> Reply {
-        let value = |name: &str| query.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str());
+    async fn of_bucket(&self, visitor: Visitor, method: &Method, query: &Parameters, path: &str) -> Reply {
+        let value = |name: &str| query.value(name);
         if method == Method::HEAD {
             return answer::with_header(answer::empty(StatusCode::OK), BUCKET_REGION, REGION);
         }
-        if value("location").is_some() {
-            return xml::location();
-        }
-        if value("list-type") != Some("2") {
-            let text = "expected list-type=2 or location";
-            return xml::error(StatusCode::NOT_IMPLEMENTED, "NotImplemented", text, path);
+        if let Some(reply) = sub_resource::of_bucket(query, path) {
+            return reply;
         }
         let argument = |text: &str| xml::error(StatusCode::BAD_REQUEST, "InvalidArgument", text, path);
+        let text = |name: &str| value(name).unwrap_or_default().to_owned();
+        let paging = match (value("versions"), value("list-type")) {
+            (Some(_), _) => ListPaging::Versions { marker: text("key-marker") },
+            (None, None) => ListPaging::Marker(text("marker")),
+            (None, Some("2")) => ListPaging::Token {
+                token: value("continuation-token").map(str::to_owned),
+                start_after: value("start-after").map(str::to_owned),
+                has_owner: value("fetch-owner") == Some("true"),
+            },
+            (None, Some(_)) => return argument("list-type: expected 2"),
+        };
         let delimited = match value("delimiter") {
             None | Some("") => false,
             Some("/") => true,
@@ -156,23 +170,12 @@ impl BucketRouter {
         let Ok(max) = value("max-keys").map_or(Ok(KEYS_MAX), str::parse::<usize>) else {
             return argument("max-keys: expected a number");
         };
-        let token = value("continuation-token");
-        let start = match token {
-            Some(token) => match ListStart::of_token(token) {
-                Some(start) => start,
-                None => return argument("continuation-token: expected that of a list"),
-            },
-            None => ListStart::After(value("start-after").unwrap_or_default().to_owned()),
+        let prefix = text("prefix");
+        let Some(start) = paging.start(&prefix, delimited) else {
+            return argument("continuation-token: expected that of a list");
         };
-        let text = |name: &str| value(name).map(str::to_owned);
-        let shown = xml::ShownList {
-            prefix: text("prefix").unwrap_or_default(),
-            delimited,
-            max,
-            encoded: value("encoding-type") == Some("url"),
-            start_after: text("start-after").filter(|_| token.is_none()),
-            token: token.map(str::to_owned),
-        };
+        let encoded = value("encoding-type") == Some("url");
+        let shown = xml::ShownList { prefix, delimited, max, encoded, paging };
         let sorted = Arc::clone(&self.sorted);
         let listed = match &self.served {
             ServedSource::Checkpoint(served) => list(&served.tree, &sorted, visitor, &start, &shown),
@@ -192,7 +195,14 @@ impl BucketRouter {
         })
     }
 
-    async fn of_object(&self, visitor: Visitor, names: &[String], method: &Method, headers: &http::HeaderMap) -> Reply {
+    async fn of_object(
+        &self,
+        visitor: Visitor,
+        names: &[String],
+        method: &Method,
+        query: &Parameters,
+        headers: &http::HeaderMap,
+    ) -> Reply {
         let key = names.join("/");
         let failed = |text: &str| xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, &key);
         let no_node = |reason: NoNode| match reason {
@@ -204,7 +214,16 @@ impl BucketRouter {
         };
         let (tree, rest) = match self.served.place(visitor, names).await {
             Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
-            Ok(ServedPlace::Text(text)) => return file_reply::of_text(names, text),
+            Ok(ServedPlace::Text(text)) => {
+                let bytes = Bytes::from(text);
+                return match sub_resource::of_object(query, headers, &key) {
+                    Ok(ObjectQuestion::Attributes(asked)) => {
+                        xml::attributes(&asked, &FileVersion::of_bytes(&bytes), bytes.len() as u64)
+                    }
+                    Ok(asked) => object_reply(file_reply::of_bytes(&key, &bytes, method, headers), &asked, &key),
+                    Err(reply) => reply,
+                };
+            }
             Err(NoPlace::Node(reason)) => return no_node(reason),
             Err(NoPlace::Failed(cause)) => return failed(&cause),
         };
@@ -213,32 +232,55 @@ impl BucketRouter {
             Ok(_) => return no_key(&key),
             Err(reason) => return no_node(reason),
         };
-        if let (TreeVersion::Step { held, .. }, Some((LATEST, below))) = (&tree.version, key.split_once('/'))
-            && headers.contains_key(RANGE)
-            && !headers.contains_key(IF_MATCH)
-            && !headers.contains_key(IF_RANGE)
-        {
-            let (number, etag) = (held.number(), tree.etag(&node).unwrap_or_default());
-            let text = format!(
-                "{key} leads to another step when one comes, and parts of two would not fit: ask for {number}/{below}, or send If-Match: {etag}"
-            );
-            return xml::error(StatusCode::BAD_REQUEST, "InvalidRequest", &text, &key);
-        }
-        let asked = AskedFile { reads: &tree.reads, node: &node, etag: tree.etag(&node) };
-        let reply = file_reply::of_file(asked, method, headers).await;
-        let (code, text) = match reply.status() {
-            StatusCode::RANGE_NOT_SATISFIABLE => ("InvalidRange", "no such bytes"),
-            StatusCode::PRECONDITION_FAILED => ("PreconditionFailed", "the object has another entity tag"),
-            status if status.is_client_error() || status.is_server_error() => {
-                ("InternalError", "the object cannot be read; the log of the server says why")
+        let question = match sub_resource::of_object(query, headers, &key) {
+            Ok(ObjectQuestion::Attributes(asked)) => {
+                let version = tree.version_now(&node);
+                return version.map_or_else(no_node, |version| xml::attributes(&asked, &version, node.attr.size_bytes));
             }
-            _ => return answer::with_header(reply, LAST_MODIFIED, &xml::http_date(node.attr.modified)),
+            Ok(question) => question,
+            Err(reply) => return reply,
         };
-        let error = xml::error(reply.status(), code, text, &key);
-        match reply.headers().get(http::header::CONTENT_RANGE).and_then(|value| value.to_str().ok()) {
-            Some(range) => answer::with_header(error, http::header::CONTENT_RANGE, range),
-            None => error,
+        let mut version = tree.version(&node);
+        if let (TreeVersion::Step { held, .. }, Some((LATEST, below))) = (&tree.version, key.split_once('/'))
+            && let Some(version) = &mut version
+        {
+            if headers.contains_key(RANGE) && !headers.contains_key(IF_MATCH) && !headers.contains_key(IF_RANGE) {
+                let (number, etag) = (held.number(), &version.etag);
+                let text = format!(
+                    "{key} leads to another step when one comes, and parts of two would not fit: ask for {number}/{below}, or send If-Match: {etag}"
+                );
+                return xml::error(StatusCode::BAD_REQUEST, "InvalidRequest", &text, &key);
+            }
+            // It leads to an older step when the newest is deleted.
+            version.since = None;
         }
+        let asked = AskedFile { reads: &tree.reads, node: &node, version };
+        object_reply(file_reply::of_file(asked, method, headers).await, &question, &key)
+    }
+}
+
+/// The reply with a file as S3 gives it.
+fn object_reply(mut reply: Reply, question: &ObjectQuestion, key: &str) -> Reply {
+    let (code, text) = match reply.status() {
+        StatusCode::RANGE_NOT_SATISFIABLE => ("InvalidRange", "no such bytes"),
+        StatusCode::PRECONDITION_FAILED => ("PreconditionFailed", "the object has another entity tag, or is newer"),
+        status if status.is_client_error() || status.is_server_error() => {
+            ("InternalError", "the object cannot be read; the log of the server says why")
+        }
+        status => {
+            let len = reply.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+            if let (ObjectQuestion::FirstPart, StatusCode::OK, Some(len @ 1..)) = (question, status, len) {
+                *reply.status_mut() = StatusCode::PARTIAL_CONTENT;
+                reply = answer::with_header(reply, CONTENT_RANGE, &format!("bytes 0-{}/{len}", len - 1));
+            }
+            let is_dated = reply.headers().contains_key(LAST_MODIFIED);
+            return if is_dated { reply } else { xml::dated(reply, None) };
+        }
+    };
+    let error = xml::error(reply.status(), code, text, key);
+    match reply.headers().get(CONTENT_RANGE).and_then(|value| value.to_str().ok()) {
+        Some(range) => answer::with_header(error, CONTENT_RANGE, range),
+        None => error,
     }
 }
 
@@ -252,21 +294,9 @@ fn list(
 ) -> Result<Reply, NoNode> {
     let (prefix, delimited, max) = (&*shown.prefix, shown.delimited, shown.max.min(KEYS_MAX));
     let lister = KeyLister { tree, sorted, visitor, prefix, delimited, max };
-    Ok(xml::list(tree, &lister.list(start)?, shown))
+    xml::list(tree, &lister.list(start)?, shown)
 }
 
 fn no_key(key: &str) -> Reply {
     xml::error(StatusCode::NOT_FOUND, "NoSuchKey", "no such key", key)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parameters_are_decoded_once() {
-        let found = parameters("list-type=2&prefix=a%2Fb+c%2520&location&=x&&y=");
-        let expected = [("list-type", "2"), ("prefix", "a/b+c%20"), ("location", ""), ("", "x"), ("y", "")];
-        assert_eq!(found, expected.map(|(name, value)| (name.to_owned(), value.to_owned())));
-    }
 }

@@ -32,6 +32,8 @@ pub(super) enum BadSignature {
     Absent,
     /// It is none of version 4.
     Malformed,
+    /// It is one of version 2.
+    Former,
     /// Of another key.
     Key,
     /// Too old, or of the future.
@@ -106,6 +108,9 @@ impl SignedRequest<'_> {
     fn parts(&self) -> Result<SignatureParts<'_>, BadSignature> {
         if let Some(value) = self.headers.get(AUTHORIZATION) {
             let text = value.to_str().map_err(|_| BadSignature::Malformed)?;
+            if text.starts_with("AWS ") {
+                return Err(BadSignature::Former);
+            }
             let fields = text.strip_prefix(ALGORITHM).ok_or(BadSignature::Malformed)?;
             let field = |name: &str| {
                 let mut all = fields.split(',').map(str::trim);
@@ -120,7 +125,8 @@ impl SignedRequest<'_> {
             });
         }
         if self.parameter("X-Amz-Signature").is_none() {
-            return Err(BadSignature::Absent);
+            let is_former = self.parameter("AWSAccessKeyId").is_some() && self.parameter("Signature").is_some();
+            return Err(if is_former { BadSignature::Former } else { BadSignature::Absent });
         }
         let needed = |name: &str| self.parameter(name).ok_or(BadSignature::Malformed);
         let seconds = needed("X-Amz-Expires")?.parse().map_err(|_| BadSignature::Malformed)?;
@@ -264,11 +270,17 @@ mod tests {
             assert_eq!(check(&good, path, other), Err(BadSignature::Time));
         }
         assert_eq!(check(&HeaderMap::new(), path, now), Err(BadSignature::Absent));
-        for text in ["", "Bearer secret", "AWS4-HMAC-SHA256", "AWS4-HMAC-SHA256 Credential=ckfs", "AWS secret:x"] {
+        for text in ["", "Bearer secret", "AWS4-HMAC-SHA256", "AWS4-HMAC-SHA256 Credential=ckfs"] {
             let mut headers = good.clone();
             headers.insert(AUTHORIZATION, text.parse().unwrap());
             assert_eq!(check(&headers, path, now), Err(BadSignature::Malformed), "{text}");
         }
+        let mut former = good.clone();
+        former.insert(AUTHORIZATION, "AWS secret:x".parse().unwrap());
+        assert_eq!(check(&former, path, now), Err(BadSignature::Former));
+        let query = ["AWSAccessKeyId", "Signature", "Expires"].map(|name| (name.to_owned(), "1".to_owned()));
+        let presigned = SignedRequest { method: &Method::GET, path, query: &query, headers: &HeaderMap::new() };
+        assert_eq!(presigned.check("secret", now), Err(BadSignature::Former));
         let mut changed = good.clone();
         changed.insert("host", "other:1".parse().unwrap());
         assert_eq!(check(&changed, path, now), Err(BadSignature::Wrong));

@@ -136,6 +136,8 @@ impl Run {
 
     /// Shows the finished steps of a look.
     pub(super) fn take(&self, look: &Look) {
+        // Before the steps are shown: the average of one is planned by it.
+        self.looked.write().clone_from(&look.steps);
         let finished: Vec<&ListedStep> = look.steps.iter().filter(|step| step.unfinished.is_none()).collect();
         let most = self.wanted.most().unwrap_or(finished.len()).min(finished.len());
         let permission = |step| self.slots.permission(step).unwrap_or_else(|| self.permission_of_step(step));
@@ -157,7 +159,6 @@ impl Run {
             *self.modified.write() = SystemTime::now();
             self.share_out();
         }
-        self.looked.write().clone_from(&look.steps);
     }
 
     /// Counts the steps that were shown and are no more: at once, or when a later look says what becomes of them. A directory

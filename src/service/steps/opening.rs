@@ -12,7 +12,7 @@ use ckfs_source::WaitRegistry;
 use ckfs_volume::{FsError, NoPassthrough, OnChange, Upkeep, Volume, VolumeOptions};
 
 use super::{
-    super::{chunk_memory, error::OpenError, open, requests::panic_text, wait_watch::wait_registry},
+    super::{average, chunk_memory, error::OpenError, open, requests::panic_text, wait_watch::wait_registry},
     failed::FailedStep,
     report::add_numbers,
     run::Run,
@@ -108,7 +108,8 @@ impl Run {
         let waits = wait_registry(&self.config.mount);
         slot.note_waits(Some(&waits));
         self.counts.plans.fetch_add(1, Ordering::Relaxed);
-        let opened = catch_unwind(AssertUnwindSafe(|| match open(self.config_of(slot), &waits) {
+        let opened = || self.config_of(slot).and_then(|config| open(config, &waits));
+        let opened = catch_unwind(AssertUnwindSafe(|| match opened() {
             Ok(planned) => self.ready(slot, planned),
             Err(error) => self.failed(slot, error.to_string(), &waits),
         }));
@@ -194,13 +195,18 @@ impl Run {
         self.ring();
     }
 
-    /// The configuration of a step alone.
-    fn config_of(&self, slot: &Slot) -> Config {
+    /// The configuration of a step alone. That of an average stays what it was first: steps of it may be deleted.
+    fn config_of(&self, slot: &Slot) -> Result<Config, OpenError> {
         let mut config = self.config.clone();
+        let looked = self.looked.read().clone();
+        let finished =
+            looked.into_iter().filter(|step| step.unfinished.is_none()).map(|step| (step.number, step.source));
+        let average = average::of_moving(&config, slot.step.number, finished)?;
+        config.mount.average.clone_from(slot.average.get_or_init(|| average));
         config.source = Some(slot.step.source.clone());
         config.mountpoint = None;
         (config.mount.steps, config.mount.steps_poll, config.mount.on_step) = (None, None, None);
-        config
+        Ok(config)
     }
 
     fn open_volume(&self, mut config: Config, waits: &Arc<WaitRegistry>) -> Result<PlannedStep, OpenError> {

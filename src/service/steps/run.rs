@@ -115,7 +115,7 @@ impl Run {
         let wanted = config.mount.steps.unwrap_or(Steps::All);
         let mut source = config.source.clone().ok_or_else(OpenError::no_source)?;
         open::make_complete(&mut source, waits)?;
-        for other in [&mut config.config_from, &mut config.fill_from].into_iter().flatten() {
+        for other in [&mut config.config_from, &mut config.fill_from, &mut config.base].into_iter().flatten() {
             open::make_complete(other, waits)?;
         }
         config.source = Some(source.clone());

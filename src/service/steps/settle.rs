@@ -25,6 +25,8 @@ use super::super::{error::OpenError, open};
 
 /// How long the files of a marked step must be silent.
 const QUIET: Duration = Duration::from_millis(600);
+/// The same of a version of weights, most of which have digests.
+const QUIET_VERSION: Duration = Duration::from_millis(200);
 /// The same of a step that nothing marks as finished.
 const QUIET_UNMARKED: Duration = Duration::from_secs(10);
 /// A step whose files changed within this time is opened before it is shown.
@@ -196,6 +198,7 @@ impl Settling {
                 self.seen.remove(&step.name);
                 return Err(reason.clone());
             }
+            StepState::Complete if step.kind == StepKind::Version => QUIET_VERSION,
             StepState::Complete => QUIET,
             StepState::Unmarked => QUIET_UNMARKED,
         };

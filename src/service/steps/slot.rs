@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use ckfs_config::Average;
 use ckfs_source::WaitRegistry;
 use ckfs_volume::{Attr, BUFFER_BYTES, FileSystem, Ino, NodeKind, Nodes, Permission, Volume};
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -82,6 +83,8 @@ pub(super) struct Slot {
     changed: Condvar,
     /// What the first volume was: a later one must be the same.
     pub(super) fingerprint: OnceLock<u64>,
+    /// The average that it shows, if it shows one.
+    pub(super) average: OnceLock<Option<Average>>,
     /// Tensors of the volume, by which its memory is judged.
     pub(super) weight: AtomicU64,
     /// The largest chunk that is decoded whole, in bytes.
@@ -102,6 +105,7 @@ impl Slot {
             state: Mutex::default(),
             changed: Condvar::new(),
             fingerprint: OnceLock::new(),
+            average: OnceLock::new(),
             weight: AtomicU64::new(0),
             chunk_bytes: AtomicU64::new(0),
             used_ms: AtomicU64::new(0),

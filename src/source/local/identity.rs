@@ -85,6 +85,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_file_may_be_older_than_1970() {
+        let written = |modified_ns| {
+            let identity =
+                Identity { device: 1, inode: 2, is_named: true, size_bytes: 3, modified_ns, status_changed_ns: 0 };
+            identity.modified()
+        };
+        let distance = Duration::new(1, 5);
+        assert_eq!(written(1_000_000_005), SystemTime::UNIX_EPOCH + distance);
+        assert_eq!(written(-1_000_000_005), SystemTime::UNIX_EPOCH - distance);
+    }
+
+    #[test]
     fn what_names_a_content_is_another_after_each_change_that_a_file_system_tells() {
         let written = Identity {
             device: 1,

@@ -6,7 +6,7 @@
 //!   Retrying         repetitions, pauses shared by all threads, counts
 //! ```
 //!
-//! What it deliberately does not do: write to a service, or believe it. Every reply must be of the pinned version and of the
+//! What it deliberately does not do: believe a service, or write to one but where an export is to be. Every reply must be of the pinned version and of the
 //! requested span, and a complete object is checked against the digest that its service names.
 
 pub mod cache;
@@ -50,7 +50,7 @@ pub use options::RemoteOptions;
 pub use retry::{Backoff, Deadline, Retrying};
 pub use shared::SharedCache;
 #[cfg(feature = "stores")]
-pub use store::open_url;
+pub use store::{Bucket, open_url};
 pub use tree::{RemoteTree, open_cache};
 pub use url_scheme::{StoreKind, is_loopback, url_schemes};
 

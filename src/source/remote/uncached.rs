@@ -8,8 +8,9 @@ use smallvec::SmallVec;
 
 use super::{
     super::{ByteSpan, FetchPart},
+    cache::geometry::place as place_of,
     counters::RemoteCounters,
-    error::{Failure, RemoteError},
+    error::RemoteError,
     handle::Remote,
     retry::Deadline,
 };
@@ -67,9 +68,9 @@ impl CoalescedRequest<'_> {
                 // Before the target it is a gap, whose bytes are not needed.
                 let is_gap = at < *start;
                 let wanted = if is_gap { *start - at } else { *start + target.len() as u64 - at };
-                let (now, rest) = bytes.split_at(usize::try_from(wanted).unwrap_or(usize::MAX).min(bytes.len()));
+                let (now, rest) = bytes.split_at(place_of(wanted).min(bytes.len()));
                 if !is_gap {
-                    let from = usize::try_from(at - *start).unwrap_or(usize::MAX);
+                    let from = place_of(at - *start);
                     target[from..from + now.len()].copy_from_slice(now);
                     place += usize::from(from + now.len() == target.len());
                 }
@@ -77,13 +78,7 @@ impl CoalescedRequest<'_> {
                 bytes = rest;
             }
             ControlFlow::Continue(())
-        })?;
-        if at < self.end {
-            let message = format!("the reply ended {} bytes early", self.end - at);
-            let (host, key) = (object.service.host(), &object.file.key);
-            return Err(RemoteError::new(Failure::Transient, host, key, message).of_span(span));
-        }
-        Ok(())
+        })
     }
 }
 

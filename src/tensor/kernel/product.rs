@@ -52,7 +52,7 @@ mod tests {
     use super::*;
     use crate::{
         Operation,
-        kernel::row::{narrow_bf16, pairs, runs},
+        kernel::row::{loops, narrow_bf16},
     };
 
     #[test]
@@ -71,12 +71,12 @@ mod tests {
             let mut made = vec![0; values.len() / 2];
             for (head, period) in [(5, 16), (32, 32), (1, 64), (7, 9), (2048, 2048)] {
                 let mut exact = values.clone();
-                runs(Operation::Multiply, false)(level, &mut exact, &operands, head, period);
+                loops(Operation::Multiply, false).0(level, &mut exact, &operands, head, period);
                 multiply_finite_runs_to_bf16(level, &values, &operands, head, period, &mut made);
                 assert!(narrowed(&exact) == made, "products in runs of {period}, rounded, at {level:?}");
             }
             let mut exact = values.clone();
-            pairs(Operation::Multiply, false)(level, &mut exact, &operands);
+            loops(Operation::Multiply, false).1(level, &mut exact, &operands);
             multiply_finite_pairs_to_bf16(level, &values, &operands, &mut made);
             assert!(narrowed(&exact) == made, "products, rounded, at {level:?}");
         }

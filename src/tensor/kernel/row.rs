@@ -6,12 +6,16 @@
 
 use std::hint::black_box;
 
-use super::super::float::{self, Format};
+use super::super::float;
 use super::Level;
 use crate::{DType, Operation};
 
 /// A loop over one row: reads all of its first argument and fills all of its second, element by element.
 pub(crate) type Row = fn(Level, &[u8], &mut [u8]);
+
+/// A loop of arithmetic between values in place and operands, of runs and of pairs.
+type Runs = fn(Level, &mut [u8], &[u8], usize, usize);
+type Pairs = fn(Level, &mut [u8], &[u8]);
 
 /// Defines functions `fn(Level, arguments)` whose body is compiled for each level.
 macro_rules! leveled {
@@ -57,16 +61,6 @@ fn map<const S: usize, const T: usize>(source: &[u8], target: &mut [u8], convert
     }
 }
 
-#[inline(always)]
-fn widen_bytes(format: Format, source: &[u8], target: &mut [u8]) {
-    map(source, target, |[byte]: [u8; 1]| format.widen(u32::from(byte)).to_le_bytes());
-}
-
-#[inline(always)]
-fn narrow_bytes(format: Format, source: &[u8], target: &mut [u8]) {
-    map(source, target, |bytes: [u8; 4]| [format.narrow(u32::from_le_bytes(bytes)).to_le_bytes()[0]]);
-}
-
 leveled! {
     fn widen_f64(source: &[u8], target: &mut [u8]) {
         map(source, target, |bytes| float::narrow_f64(u64::from_le_bytes(bytes)).to_le_bytes());
@@ -76,18 +70,6 @@ leveled! {
     }
     fn widen_f16(source: &[u8], target: &mut [u8]) {
         map(source, target, |bytes| float::F16.widen(u32::from(u16::from_le_bytes(bytes))).to_le_bytes());
-    }
-    fn widen_f8e5m2(source: &[u8], target: &mut [u8]) {
-        widen_bytes(float::F8E5M2, source, target);
-    }
-    fn widen_f8e4m3(source: &[u8], target: &mut [u8]) {
-        widen_bytes(float::F8E4M3, source, target);
-    }
-    fn widen_f8e5m2_fnuz(source: &[u8], target: &mut [u8]) {
-        widen_bytes(float::F8E5M2_FNUZ, source, target);
-    }
-    fn widen_f8e4m3_fnuz(source: &[u8], target: &mut [u8]) {
-        widen_bytes(float::F8E4M3_FNUZ, source, target);
     }
     fn narrow_f64(source: &[u8], target: &mut [u8]) {
         map(source, target, |bytes| float::widen_f32(u32::from_le_bytes(bytes)).to_le_bytes());
@@ -104,18 +86,27 @@ leveled! {
             [low, high]
         });
     }
-    fn narrow_f8e5m2(source: &[u8], target: &mut [u8]) {
-        narrow_bytes(float::F8E5M2, source, target);
-    }
-    fn narrow_f8e4m3(source: &[u8], target: &mut [u8]) {
-        narrow_bytes(float::F8E4M3, source, target);
-    }
-    fn narrow_f8e5m2_fnuz(source: &[u8], target: &mut [u8]) {
-        narrow_bytes(float::F8E5M2_FNUZ, source, target);
-    }
-    fn narrow_f8e4m3_fnuz(source: &[u8], target: &mut [u8]) {
-        narrow_bytes(float::F8E4M3_FNUZ, source, target);
-    }
+}
+
+/// The conversions of each type of one byte.
+macro_rules! bytes {
+    ($($widen:ident $narrow:ident $format:expr;)*) => {
+        leveled! {$(
+            fn $widen(source: &[u8], target: &mut [u8]) {
+                map(source, target, |[byte]: [u8; 1]| $format.widen(u32::from(byte)).to_le_bytes());
+            }
+            fn $narrow(source: &[u8], target: &mut [u8]) {
+                map(source, target, |bytes| [$format.narrow(u32::from_le_bytes(bytes)).to_le_bytes()[0]]);
+            }
+        )*}
+    };
+}
+
+bytes! {
+    widen_f8e5m2 narrow_f8e5m2 float::F8E5M2;
+    widen_f8e4m3 narrow_f8e4m3 float::F8E4M3;
+    widen_f8e5m2_fnuz narrow_f8e5m2_fnuz float::F8E5M2_FNUZ;
+    widen_f8e4m3_fnuz narrow_f8e4m3_fnuz float::F8E4M3_FNUZ;
 }
 
 /// Applies an operation between runs of f32 values and one operand each: `head` values with the first, then `period` with each
@@ -167,55 +158,32 @@ fn each_pair(values: &mut [u8], operands: &[u8], operation: impl Fn(u32, u32) ->
     }
 }
 
+/// For each operation, its loop over runs and its loop over pairs.
+macro_rules! arithmetic {
+    ($($runs:ident $pairs:ident $operation:expr;)*) => {
+        leveled! {$(
+            fn $runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
+                each_run(values, operands, head, period, $operation);
+            }
+            fn $pairs(values: &mut [u8], operands: &[u8]) {
+                each_pair(values, operands, $operation);
+            }
+        )*}
+    };
+}
+
+arithmetic! {
+    multiply_runs multiply_pairs float::multiply;
+    multiply_flush_runs multiply_flush_pairs float::multiply_flush;
+    divide_runs divide_pairs float::divide;
+    add_runs add_pairs float::add;
+    subtract_runs subtract_pairs float::subtract;
+    multiply_finite_runs multiply_finite_pairs finite(|a, b| a * b);
+    add_finite_runs add_finite_pairs finite(|a, b| a + b);
+    subtract_finite_runs subtract_finite_pairs finite(|a, b| a - b);
+}
+
 leveled! {
-    fn multiply_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
-        each_run(values, operands, head, period, float::multiply);
-    }
-    fn multiply_flush_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
-        each_run(values, operands, head, period, float::multiply_flush);
-    }
-    fn divide_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
-        each_run(values, operands, head, period, float::divide);
-    }
-    fn add_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
-        each_run(values, operands, head, period, float::add);
-    }
-    fn subtract_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
-        each_run(values, operands, head, period, float::subtract);
-    }
-    fn multiply_pairs(values: &mut [u8], operands: &[u8]) {
-        each_pair(values, operands, float::multiply);
-    }
-    fn multiply_flush_pairs(values: &mut [u8], operands: &[u8]) {
-        each_pair(values, operands, float::multiply_flush);
-    }
-    fn divide_pairs(values: &mut [u8], operands: &[u8]) {
-        each_pair(values, operands, float::divide);
-    }
-    fn add_pairs(values: &mut [u8], operands: &[u8]) {
-        each_pair(values, operands, float::add);
-    }
-    fn subtract_pairs(values: &mut [u8], operands: &[u8]) {
-        each_pair(values, operands, float::subtract);
-    }
-    fn multiply_finite_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
-        each_run(values, operands, head, period, finite(|a, b| a * b));
-    }
-    fn add_finite_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
-        each_run(values, operands, head, period, finite(|a, b| a + b));
-    }
-    fn subtract_finite_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
-        each_run(values, operands, head, period, finite(|a, b| a - b));
-    }
-    fn multiply_finite_pairs(values: &mut [u8], operands: &[u8]) {
-        each_pair(values, operands, finite(|a, b| a * b));
-    }
-    fn add_finite_pairs(values: &mut [u8], operands: &[u8]) {
-        each_pair(values, operands, finite(|a, b| a + b));
-    }
-    fn subtract_finite_pairs(values: &mut [u8], operands: &[u8]) {
-        each_pair(values, operands, finite(|a, b| a - b));
-    }
     /// Sets `found` to a value other than 0 if one of `values` is infinite or NaN.
     fn find_infinite(values: &[u8], found: &mut u32) {
         let mut any = 0;
@@ -245,32 +213,18 @@ pub(crate) fn are_finite(level: Level, values: &[[u8; 4]]) -> bool {
     found == 0
 }
 
-/// The loop of an operation between values and as many operands. With `finite`, all of both are.
-pub(crate) fn pairs(operation: Operation, finite: bool) -> fn(Level, &mut [u8], &[u8]) {
+/// The loops of an operation. The first is between runs of values and one operand each, and the first run may be of another length;
+/// the second is between values and as many operands. With `finite`, all of both are.
+pub(crate) fn loops(operation: Operation, finite: bool) -> (Runs, Pairs) {
     match operation {
-        Operation::Multiply if finite => multiply_finite_pairs,
-        Operation::Add if finite => add_finite_pairs,
-        Operation::Subtract if finite => subtract_finite_pairs,
-        Operation::Multiply => multiply_pairs,
-        Operation::MultiplyFlush => multiply_flush_pairs,
-        Operation::Divide => divide_pairs,
-        Operation::Add => add_pairs,
-        Operation::Subtract => subtract_pairs,
-    }
-}
-
-/// The loop of an operation between runs of values and one operand each: the first run may be of another length. With `finite`,
-/// all of both are.
-pub(crate) fn runs(operation: Operation, finite: bool) -> fn(Level, &mut [u8], &[u8], usize, usize) {
-    match operation {
-        Operation::Multiply if finite => multiply_finite_runs,
-        Operation::Add if finite => add_finite_runs,
-        Operation::Subtract if finite => subtract_finite_runs,
-        Operation::Multiply => multiply_runs,
-        Operation::MultiplyFlush => multiply_flush_runs,
-        Operation::Divide => divide_runs,
-        Operation::Add => add_runs,
-        Operation::Subtract => subtract_runs,
+        Operation::Multiply if finite => (multiply_finite_runs, multiply_finite_pairs),
+        Operation::Add if finite => (add_finite_runs, add_finite_pairs),
+        Operation::Subtract if finite => (subtract_finite_runs, subtract_finite_pairs),
+        Operation::Multiply => (multiply_runs, multiply_pairs),
+        Operation::MultiplyFlush => (multiply_flush_runs, multiply_flush_pairs),
+        Operation::Divide => (divide_runs, divide_pairs),
+        Operation::Add => (add_runs, add_pairs),
+        Operation::Subtract => (subtract_runs, subtract_pairs),
     }
 }
 
@@ -439,12 +393,12 @@ mod tests {
             let bytes = usize::try_from(dtype.element_bytes().unwrap()).unwrap();
             let count = wide.len() / 4;
             let mut expected = vec![0; count * bytes];
-            for (value, element) in wide.as_chunks::<4>().0.iter().zip(expected.chunks_exact_mut(bytes)) {
-                float::narrow_one(dtype, u32::from_le_bytes(*value), element);
+            for (value, element) in wide.chunks_exact(4).zip(expected.chunks_exact_mut(bytes)) {
+                narrow(dtype).unwrap()(Level::PORTABLE, value, element);
             }
             let mut back = vec![0; wide.len()];
-            for (element, value) in expected.chunks_exact(bytes).zip(back.as_chunks_mut::<4>().0) {
-                *value = float::widen_one(dtype, element).to_le_bytes();
+            for (element, value) in expected.chunks_exact(bytes).zip(back.chunks_exact_mut(4)) {
+                widen(dtype).unwrap()(Level::PORTABLE, element, value);
             }
             for level in Level::available() {
                 let mut narrowed = vec![0; expected.len()];
@@ -481,16 +435,16 @@ mod tests {
             for level in Level::available() {
                 for operand in operands {
                     let (mut computed, count) = (values.clone(), values.len() / 4);
-                    runs(operation, false)(level, &mut computed, &operand.to_le_bytes(), count, count);
+                    loops(operation, false).0(level, &mut computed, &operand.to_le_bytes(), count, count);
                     check(&computed, &|_| operand, level);
                 }
                 let mut computed = values[..4 * (head + 6 * period)].to_vec();
-                runs(operation, false)(level, &mut computed, &all, head, period);
+                loops(operation, false).0(level, &mut computed, &all, head, period);
                 let run = |at: usize| if at < head { 0 } else { 1 + (at - head) / period };
                 check(&computed, &|at| operands[run(at)], level);
                 let mut computed = values.clone();
                 let cycled: Vec<u8> = all.iter().copied().cycle().take(values.len()).collect();
-                pairs(operation, false)(level, &mut computed, &cycled);
+                loops(operation, false).1(level, &mut computed, &cycled);
                 check(&computed, &|at| operands[at % operands.len()], level);
             }
         }
@@ -509,13 +463,13 @@ mod tests {
             for level in Level::available() {
                 for (head, period) in [(5, 16), (32, 32), (1, 64), (7, 9)] {
                     let (mut exact, mut made) = (values.clone(), values.clone());
-                    runs(operation, false)(level, &mut exact, &operands, head, period);
-                    runs(operation, true)(level, &mut made, &operands, head, period);
+                    loops(operation, false).0(level, &mut exact, &operands, head, period);
+                    loops(operation, true).0(level, &mut made, &operands, head, period);
                     assert!(exact == made, "{operation:?} in runs of {period} at {level:?}");
                 }
                 let (mut exact, mut made) = (values.clone(), values.clone());
-                pairs(operation, false)(level, &mut exact, &operands);
-                pairs(operation, true)(level, &mut made, &operands);
+                loops(operation, false).1(level, &mut exact, &operands);
+                loops(operation, true).1(level, &mut made, &operands);
                 assert!(exact == made, "{operation:?} at {level:?}");
             }
         }

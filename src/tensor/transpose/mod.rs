@@ -198,7 +198,7 @@ unsafe fn registers_with<const PITCH: usize>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{DType, Load, Program, Step, convert_row, convert_scalar};
+    use super::super::{DType, Load, Program, Step, convert_row};
     use super::*;
 
     #[test]
@@ -255,7 +255,7 @@ mod tests {
         let width = kind.source_unit();
         let mut made = vec![0; source.len() / width * 2];
         for (element, made) in source.chunks(width).zip(made.chunks_mut(2)) {
-            convert_scalar(&program, element, made);
+            convert_row(&program, element, made);
         }
         (program, made)
     }

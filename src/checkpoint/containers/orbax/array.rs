@@ -12,11 +12,11 @@ use std::{
 
 use ckfs_format::zarr::read::{Array, ChunkError, ShardCodec, ZARR_JSON, ZARRAY};
 use ckfs_source::ByteSpan;
-use ckfs_tensor::{PerAxis, mosaic::row_major, to_usize};
+use ckfs_tensor::{PerAxis, mosaic::row_major, to_usize, unravel};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::{
-    coded::{CodedArray, CodedBytes, CodedChunk, DecodedFile, unravel},
+    coded::{CodedArray, CodedBytes, CodedChunk, DecodedFile},
     store::{Bytes, FileNumber, Files, StoreValue},
 };
 use crate::{problem::Problem, tree::FileTree};

@@ -11,14 +11,14 @@ use std::{collections::BTreeMap, fs::File, sync::Arc};
 
 use ckfs_source::{
     ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, ReadFailure,
-    RemoteSource, Replied, Source, SourceError, digest::Compared,
+    RemoteSource, Replied, Source, SourceError, digest::Compared, permission::AccessRules,
 };
 use ckfs_sync::{Helpers, processors};
 use ckfs_tensor::to_usize;
 use parking_lot::Mutex;
 
 use super::{
-    coded::{CodedBytes, CodedChunk, DecodedFile},
+    coded::{CodedBytes, CodedChunk, DecodedFile, FileCoding},
     decoder::Decoder,
 };
 use lru::LruCache;
@@ -30,7 +30,7 @@ const BY_DEFINITION_BYTES_MAX: usize = 64 << 20;
 static DECODING: Helpers = Helpers::new("ckfs-decode", || 2 * processors());
 
 /// A source whose files with coded chunks are also shown decoded. The decoded files come after its own.
-pub(super) struct ChunkSource {
+pub(crate) struct ChunkSource {
     inner: Arc<dyn Source>,
     decoder: Arc<Decoder>,
     /// Bytes of the largest chunk.
@@ -49,12 +49,25 @@ type Chunks = LruCache<(u32, u64), Arc<Vec<u8>>>;
 type Wanted<'a> = Vec<(u64, &'a mut [u8])>;
 
 impl ChunkSource {
-    /// `inner` with these decoded files after its own.
-    pub(super) fn new(inner: Arc<dyn Source>, files: Vec<DecodedFile>) -> Self {
-        let pin = |file: &DecodedFile| Pin { len_bytes: file.len_bytes(), ..inner.pin(FileId(file.stored_in)).clone() };
-        let pins = files.iter().map(pin).collect();
-        let chunk_bytes_max = files.iter().map(|file| file.array.chunk_bytes()).max().unwrap_or(0);
+    /// `inner` with these decoded files after its own; `inner` itself if there are none.
+    pub(crate) fn over(inner: Arc<dyn Source>, files: &Arc<[DecodedFile]>) -> Arc<dyn Source> {
+        if files.is_empty() {
+            return inner;
+        }
         inner.health().name_others(files.iter().map(|file| FileId(file.stored_in)).collect());
+        Arc::new(Self::new(inner, Arc::clone(files)))
+    }
+
+    /// The same, to look at: the files have no health of their own yet.
+    pub(super) fn new(inner: Arc<dyn Source>, files: Arc<[DecodedFile]>) -> Self {
+        let pin = |file: &DecodedFile| {
+            let pin = inner.pin(FileId(file.stored_in)).clone();
+            let files = file.files();
+            let gates = AccessRules::all(files.iter().map(|file| &inner.pin(*file).gates)).unwrap_or(pin.gates);
+            Pin { len_bytes: file.len_bytes(), gates, ..pin }
+        };
+        let pins = files.iter().map(pin).collect();
+        let chunk_bytes_max = files.iter().map(DecodedFile::chunk_bytes).max().unwrap_or(0);
         let decoder = Arc::new(Decoder::new(Arc::clone(&inner), files));
         Self {
             inner,
@@ -85,7 +98,7 @@ impl ChunkSource {
         parts: &'p mut [FetchPart<'_>],
         wanted: &mut BTreeMap<(u32, u64), Wanted<'p>>,
     ) -> Result<(), SourceError> {
-        let (chunk_bytes, len_bytes) = (decoded.array.chunk_bytes().max(1), decoded.len_bytes());
+        let (chunk_bytes, len_bytes) = (decoded.chunk_bytes(), decoded.len_bytes());
         for part in parts {
             let beyond = ByteSpan::new(part.start, u64::MAX).expect("no start is above u64::MAX");
             let span = part.span().unwrap_or(beyond);
@@ -113,19 +126,20 @@ impl ChunkSource {
         self.decoder.check_memory(key)?;
         let decoded = &self.decoder.files[key.0 as usize];
         // Several threads would decode several large chunks at once.
-        let is_large = to_usize(decoded.array.chunk_bytes()) > BY_DEFINITION_BYTES_MAX;
+        let is_large = to_usize(decoded.chunk_bytes()) > BY_DEFINITION_BYTES_MAX;
         let _alone = is_large.then(|| self.large_by_definition.lock());
         if is_large && let Some(found) = lock().get(&key) {
             return Ok(Arc::clone(found));
         }
         let chunk = &decoded.chunks()[to_usize(key.1)];
         let stored_in = FileId(decoded.stored_in);
-        let bytes = match &chunk.bytes {
-            CodedBytes::Inline(bytes) => decoded.array.decode_by_definition(bytes),
-            CodedBytes::Span(span) => {
+        let bytes = match (&decoded.coding, &chunk.bytes) {
+            (FileCoding::Delta(tensor), _) => Ok(tensor.decode_by_definition(&*self.inner)?),
+            (FileCoding::Array(array), CodedBytes::Inline(bytes)) => array.decode_by_definition(bytes),
+            (FileCoding::Array(array), CodedBytes::Span(span)) => {
                 let mut stored = vec![0; to_usize(span.len())];
                 self.inner.read_into(stored_in, span.start(), &mut stored)?;
-                decoded.array.decode_by_definition(&stored)
+                array.decode_by_definition(&stored)
             }
         };
         let bytes = Arc::new(bytes.map_err(|error| self.decoder.undecodable(decoded, chunk, error))?);
@@ -269,9 +283,10 @@ impl DecodedChunks for ChunkSource {
     fn coded(&self, file: FileId, at: u64) -> Option<Coded> {
         let (_, decoded) = self.decoded(file)?;
         let chunk: &CodedChunk = decoded.chunk_at(at)?;
+        let (name, codec) = decoded.described(chunk);
         Some(Coded {
-            chunk: decoded.array.chunk_name(chunk),
-            codec: decoded.array.codec(chunk),
+            chunk: name,
+            codec,
             stored: match &chunk.bytes {
                 CodedBytes::Span(span) => Some(*span),
                 CodedBytes::Inline(_) => None,
@@ -334,7 +349,7 @@ impl ChunkSource {
             work(&[]);
             return Ok(());
         }
-        let chunk_bytes = decoded.array.chunk_bytes().max(1);
+        let chunk_bytes = decoded.chunk_bytes();
         let (first, last) = (span.start() / chunk_bytes, (span.end() - 1) / chunk_bytes);
         if first == last {
             let chunk = self.decoder.chunk((number, first))?;
@@ -399,14 +414,14 @@ impl Maps for ChunkSource {
 
     fn used(&self, file: FileId, span: ByteSpan, bytes: u64) {
         if let Some((number, decoded)) = self.decoded(file) {
-            self.decoder.pool.note_read((number, span.start() / decoded.array.chunk_bytes().max(1)), bytes);
+            self.decoder.pool.note_read((number, span.start() / decoded.chunk_bytes()), bytes);
         }
     }
 
     /// Chunks that will be read are decoded by other threads.
     fn will_need(&self, file: FileId, span: ByteSpan) -> bool {
         if let Some((number, decoded)) = self.decoded(file) {
-            let chunk_bytes = decoded.array.chunk_bytes().max(1);
+            let chunk_bytes = decoded.chunk_bytes();
             let last = span.end().min(decoded.len_bytes()).div_ceil(chunk_bytes);
             (span.start() / chunk_bytes..last).for_each(|chunk| self.decoder.expect((number, chunk)));
             return false;

@@ -6,10 +6,10 @@
 use std::{io::BufRead, sync::Arc};
 
 use ckfs_format::zarr::read::{Array, ArrayBytes, ChunkError, Codecs, Packing};
-use ckfs_source::{BufferMemory, ByteSpan};
-use ckfs_tensor::{PerAxis, to_usize};
+use ckfs_source::{BufferMemory, ByteSpan, FileId};
+use ckfs_tensor::{to_usize, unravel};
 
-use super::store::FileNumber;
+use super::{super::delta::DeltaTensor, store::FileNumber};
 
 /// An array whose chunks are decoded.
 #[derive(Debug)]
@@ -39,10 +39,19 @@ pub(super) struct CodedChunk {
     pub(super) bytes: CodedBytes,
 }
 
+/// How the chunks of a decoded file become bytes.
+#[derive(Clone, Debug)]
+pub(super) enum FileCoding {
+    /// Each by the codecs of an array.
+    Array(Arc<CodedArray>),
+    /// The only one by differences from a stored tensor.
+    Delta(Arc<DeltaTensor>),
+}
+
 /// A file of decoded chunks.
-#[derive(Debug)]
-pub(super) struct DecodedFile {
-    pub(super) array: Arc<CodedArray>,
+#[derive(Clone, Debug)]
+pub(crate) struct DecodedFile {
+    pub(super) coding: FileCoding,
     /// The file with the stored chunks.
     pub(super) stored_in: FileNumber,
     /// The chunks in the order in which they are shown: that of their places.
@@ -153,7 +162,48 @@ impl DecodedFile {
     /// The decoded file of these chunks; `None` if it has more bytes than 64 bits count.
     pub(super) fn new(array: Arc<CodedArray>, stored_in: FileNumber, chunks: Vec<CodedChunk>) -> Option<Self> {
         let len_bytes = array.bytes_of(chunks.len() as u64)?;
-        Some(Self { array, stored_in, chunks, len_bytes })
+        Some(Self { coding: FileCoding::Array(array), stored_in, chunks, len_bytes })
+    }
+
+    /// A tensor that is stored as differences.
+    pub(crate) fn of_delta(tensor: DeltaTensor) -> Self {
+        let (file, span) = tensor.newest();
+        let chunk = CodedChunk { number: 0, inner: 0, bytes: CodedBytes::Span(span) };
+        let len_bytes = tensor.len_bytes();
+        Self { coding: FileCoding::Delta(Arc::new(tensor)), stored_in: file.0, chunks: vec![chunk], len_bytes }
+    }
+
+    /// The same, where the files are others.
+    pub(crate) fn of_files(&self, file: &dyn Fn(FileId) -> FileId) -> Self {
+        let coding = match &self.coding {
+            FileCoding::Array(array) => FileCoding::Array(Arc::clone(array)),
+            FileCoding::Delta(tensor) => FileCoding::Delta(Arc::new(tensor.of_files(file))),
+        };
+        Self { coding, stored_in: file(FileId(self.stored_in)).0, ..self.clone() }
+    }
+
+    /// Bytes of one decoded chunk; 1 if it has none, so that it can be divided by.
+    pub(super) fn chunk_bytes(&self) -> u64 {
+        match &self.coding {
+            FileCoding::Array(array) => array.chunk_bytes().max(1),
+            FileCoding::Delta(_) => self.len_bytes.max(1),
+        }
+    }
+
+    /// What a chunk is called, and what it is coded with.
+    pub(super) fn described(&self, chunk: &CodedChunk) -> (String, String) {
+        match &self.coding {
+            FileCoding::Array(array) => (array.chunk_name(chunk), array.codec(chunk)),
+            FileCoding::Delta(tensor) => (tensor.name.clone(), tensor.described()),
+        }
+    }
+
+    /// The files whose bytes its bytes are made of.
+    pub(super) fn files(&self) -> Vec<FileId> {
+        match &self.coding {
+            FileCoding::Array(_) => vec![FileId(self.stored_in)],
+            FileCoding::Delta(tensor) => tensor.files().collect(),
+        }
     }
 
     /// Length of the decoded file in bytes.
@@ -167,18 +217,8 @@ impl DecodedFile {
 
     /// The chunk with byte `at`.
     pub(super) fn chunk_at(&self, at: u64) -> Option<&CodedChunk> {
-        self.chunks.get(to_usize(at / self.array.chunk_bytes().max(1)))
+        self.chunks.get(to_usize(at / self.chunk_bytes()))
     }
-}
-
-/// The numbers along each axis of item `number` of a grid, in row-major order.
-pub(super) fn unravel(mut number: u64, grid: &[u64]) -> PerAxis {
-    let mut numbers = PerAxis::from_elem(0, grid.len());
-    for (place, count) in numbers.iter_mut().zip(grid).rev() {
-        *place = number % (*count).max(1);
-        number /= (*count).max(1);
-    }
-    numbers
 }
 
 #[cfg(test)]

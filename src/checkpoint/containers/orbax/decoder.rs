@@ -15,7 +15,7 @@ use ckfs_tensor::to_usize;
 use super::{
     ahead::{ChunkKey, ExpectedChunk},
     chunk_pool::{ChunkPool, Decoded},
-    coded::{CodedBytes, CodedChunk, DecodedFile},
+    coded::{CodedArray, CodedBytes, CodedChunk, DecodedFile, FileCoding},
 };
 
 /// Chunks of more stored bytes are decoded while these are read, where their codecs allow it. It takes longer, by a copy of the
@@ -35,7 +35,7 @@ const IDLE: Duration = Duration::from_secs(10);
 /// The decoded files of a source, and what is decoded of them.
 pub(super) struct Decoder {
     inner: Arc<dyn Source>,
-    pub(super) files: Vec<DecodedFile>,
+    pub(super) files: Arc<[DecodedFile]>,
     pub(super) pool: ChunkPool,
     /// Decode ahead of readers.
     threads: Pool<VecDeque<BoxedJob>>,
@@ -43,7 +43,7 @@ pub(super) struct Decoder {
 
 impl Decoder {
     /// Over the source in whose files the chunks are stored.
-    pub(super) fn new(inner: Arc<dyn Source>, files: Vec<DecodedFile>) -> Self {
+    pub(super) fn new(inner: Arc<dyn Source>, files: Arc<[DecodedFile]>) -> Self {
         let threads = PoolOptions { name: "ckfs-chunks", threads_max: processors(), idle: IDLE };
         Self { inner, files, pool: ChunkPool::new(), threads: Pool::of_closures(threads) }
     }
@@ -55,12 +55,17 @@ impl Decoder {
 
     fn expected(&self, key: ChunkKey) -> ExpectedChunk {
         let (decoded, chunk) = self.place(key);
-        let stored_len = match &chunk.bytes {
-            CodedBytes::Span(span) if is_streamed(decoded, *span) => 0,
-            CodedBytes::Span(span) => span.len(),
-            CodedBytes::Inline(_) => 0,
+        let stored_len = match (&decoded.coding, &chunk.bytes) {
+            (FileCoding::Delta(tensor), _) => tensor.stored_bytes_max(),
+            (FileCoding::Array(array), CodedBytes::Span(span)) if is_streamed(array, *span) => 0,
+            (_, CodedBytes::Span(span)) => span.len(),
+            (_, CodedBytes::Inline(_)) => 0,
         };
-        ExpectedChunk { key, len: decoded.array.chunk_bytes(), stored_len }
+        let len = match &decoded.coding {
+            FileCoding::Array(array) => array.chunk_bytes(),
+            FileCoding::Delta(_) => decoded.len_bytes(),
+        };
+        ExpectedChunk { key, len, stored_len }
     }
 
     /// Memory for the chunk of a decoded file that takes the most.
@@ -69,7 +74,11 @@ impl Decoder {
         let stored = |at: usize| self.expected((number, at as u64)).stored_len;
         let stored_bytes = (0..decoded.chunks().len()).map(stored).max().unwrap_or(0);
         let stored_bytes = BufferMemory::occupied_bytes(to_usize(stored_bytes)) as u64;
-        decoded.array.decoding_bytes().saturating_add(stored_bytes)
+        let decoding_bytes = match &decoded.coding {
+            FileCoding::Array(array) => array.decoding_bytes(),
+            FileCoding::Delta(_) => BufferMemory::occupied_bytes(to_usize(decoded.len_bytes())) as u64,
+        };
+        decoding_bytes.saturating_add(stored_bytes)
     }
 
     /// The decoded chunk, from memory or by decoding it.
@@ -77,17 +86,21 @@ impl Decoder {
     /// # Errors
     /// That of reading the stored bytes, or that they are none of the array's codecs.
     pub(super) fn chunk(&self, key: ChunkKey) -> Result<Arc<Decoded>, SourceError> {
-        let stored_in = FileId(self.place(key).0.stored_in);
         let ExpectedChunk { len, stored_len, .. } = self.expected(key);
         self.check_memory(key)?;
-        let goes_on = || self.inner.health().usable(stored_in);
+        let goes_on = || self.usable(key);
         self.pool.get(key, (len, stored_len), &goes_on, |stored, target| self.decode(key, stored, target))
+    }
+
+    /// Whether no file that a chunk is made of is poisoned or stalls.
+    fn usable(&self, key: ChunkKey) -> Result<(), SourceError> {
+        self.place(key).0.files().into_iter().try_for_each(|file| self.inner.health().usable(file))
     }
 
     /// Refuses a chunk for which the system has no memory.
     pub(super) fn check_memory(&self, key: ChunkKey) -> Result<(), SourceError> {
         let (decoded, chunk) = self.place(key);
-        let len = decoded.array.chunk_bytes();
+        let len = self.expected(key).len;
         let mut probe = Vec::<u8>::new();
         // Unless the compiler thinks that somebody uses it, it leaves the allocation out.
         if len < PROBED_BYTES_MIN || std::hint::black_box(&mut probe).try_reserve_exact(to_usize(len)).is_ok() {
@@ -100,8 +113,12 @@ impl Decoder {
     fn decode(&self, key: ChunkKey, stored: &mut [u8], target: &mut [u8]) -> Result<(), SourceError> {
         let (decoded, chunk) = self.place(key);
         let stored_in = FileId(decoded.stored_in);
+        let array = match &decoded.coding {
+            FileCoding::Array(array) => array,
+            FileCoding::Delta(tensor) => return tensor.decode(&*self.inner, stored, target),
+        };
         let stored = match &chunk.bytes {
-            CodedBytes::Span(span) if is_streamed(decoded, *span) => {
+            CodedBytes::Span(span) if is_streamed(array, *span) => {
                 let mut bytes = StoredBytes {
                     source: &*self.inner,
                     file: stored_in,
@@ -109,8 +126,7 @@ impl Decoder {
                     end: span.end(),
                     error: None,
                 };
-                let made =
-                    decoded.array.decode_stream(BufReader::with_capacity(STREAMED_STEP_BYTES, &mut bytes), target);
+                let made = array.decode_stream(BufReader::with_capacity(STREAMED_STEP_BYTES, &mut bytes), target);
                 if let Some(error) = bytes.error {
                     return Err(error);
                 }
@@ -125,7 +141,7 @@ impl Decoder {
             }
             CodedBytes::Inline(bytes) => bytes,
         };
-        decoded.array.decode(stored, target).map_err(|error| self.undecodable(decoded, chunk, error))
+        array.decode(stored, target).map_err(|error| self.undecodable(decoded, chunk, error))
     }
 
     /// A chunk that is none of the array's codecs.
@@ -134,10 +150,15 @@ impl Decoder {
             CodedBytes::Span(span) => format!("bytes {span}"),
             CodedBytes::Inline(_) => "in a node of the database".to_owned(),
         };
-        let (array, chunk) = (&decoded.array.name, decoded.array.chunk_name(chunk));
+        let action = match &decoded.coding {
+            FileCoding::Array(array) => {
+                format!("decode array {}, chunk {} ({place})", array.name, array.chunk_name(chunk))
+            }
+            FileCoding::Delta(tensor) => format!("decode tensor {} ({place})", tensor.name),
+        };
         SourceError::Io {
             file: self.inner.pin(FileId(decoded.stored_in)).path.clone(),
-            action: format!("decode array {array}, chunk {chunk} ({place})"),
+            action,
             error: Arc::new(io::Error::new(io::ErrorKind::InvalidData, error)),
         }
     }
@@ -166,15 +187,15 @@ impl Decoder {
     /// Decodes the next expected chunk; `false` if there is none, or no room for it.
     fn decode_next(&self) -> bool {
         self.pool.decode_next(|key, stored, target| {
-            self.inner.health().usable(FileId(self.place(key).0.stored_in))?;
+            self.usable(key)?;
             self.decode(key, stored, target)
         })
     }
 }
 
 /// Whether the stored bytes of a chunk are decoded while they are read.
-fn is_streamed(decoded: &DecodedFile, stored: ByteSpan) -> bool {
-    stored.len() >= STREAMED_BYTES_MIN && decoded.array.can_stream()
+fn is_streamed(array: &CodedArray, stored: ByteSpan) -> bool {
+    stored.len() >= STREAMED_BYTES_MIN && array.can_stream()
 }
 
 /// Reads a span of a file of a source.

@@ -20,22 +20,25 @@ mod decoder;
 mod item;
 mod store;
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use array::{ArrayBox, ArrayLayout, BoxFile, ToLayOut};
-use chunk_source::ChunkSource;
+pub(crate) use chunk_source::ChunkSource;
 use ckfs_format::{
     orbax::{
-        read::{Leaf, LeafKind, METADATA, Tree, TreeKey},
-        write::SCALAR,
+        read::{
+            ARRAY_METADATAS, Leaf, LeafKind, METADATA, PROCESS_METADATA, SHARDING, STRINGS, Tree, TreeKey, random_keys,
+        },
+        write::{JAX_ARRAY, SCALAR, array_metadatas},
     },
     zarr::read::{Array, ZARR_JSON, ZARRAY},
 };
 use ckfs_source::{FileId, Source};
 use ckfs_tensor::{DType, Element, Shape};
-use coded::DecodedFile;
+pub(crate) use coded::DecodedFile;
 pub(crate) use item::{is_item, is_orbax};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use serde_json::{Map, Value};
 use store::{Files, StoreValue};
 
 use super::super::{
@@ -86,12 +89,13 @@ pub(crate) struct OrbaxContents {
 impl OrbaxContents {
     /// The tensors as a table. `files` begins with the files of [`OrbaxContents::paths`].
     pub(crate) fn contents(&mut self, files: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
-        let source = self.source(Arc::clone(files));
+        let coded: Arc<[DecodedFile]> = std::mem::take(&mut self.decoded).into();
+        let source: &dyn Source = &ChunkSource::new(Arc::clone(files), Arc::clone(&coded));
         let decoded = (files.file_count()..source.file_count()).map(FileId::at);
         if decoded.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
         }
-        let mut builder = MosaicBuilder::new(&*source, problems);
+        let mut builder = MosaicBuilder::new(source, problems);
         for OrbaxTensor { name, dtype, shape, fill, boxes } in &self.tensors {
             let fill = fill.as_ref().and_then(|fill| Element::from_bytes(*dtype, fill));
             let boxes = boxes.iter().map(|part| StoredBox {
@@ -108,17 +112,19 @@ impl OrbaxContents {
             self.left_out.iter().map(|(name, kind)| LeftOut { name: name.clone(), kind: (*kind).to_owned() });
         Contents {
             left_out: left_out.collect(),
-            source: Some(source),
+            decoded: coded.to_vec(),
             scan_layers: self.scan_layers,
             tree: std::mem::take(&mut self.tree),
             ..Contents::new(Container::Orbax, table)
         }
     }
+}
 
+#[cfg(test)]
+impl OrbaxContents {
     /// The source of the tensors, over one that begins with the files of [`OrbaxContents::paths`].
     fn source(&mut self, files: Arc<dyn Source>) -> Arc<dyn Source> {
-        let decoded = std::mem::take(&mut self.decoded);
-        if decoded.is_empty() { files } else { Arc::new(ChunkSource::new(files, decoded)) }
+        ChunkSource::over(files, &std::mem::take(&mut self.decoded).into())
     }
 }
 
@@ -251,10 +257,17 @@ fn leaves(tree: &dyn FileTree, directory: &str, is_database: bool, whole_state: 
     for (leaf, first) in described.leaves.iter().zip(&firsts) {
         let reason = not_of_the_model(first, has_model).filter(|_| !whole_state);
         let reason = reason.or(match leaf.kind {
-            LeafKind::Text => Some("text, not an array"),
-            LeafKind::Array | LeafKind::Empty | LeafKind::Other(_) => None,
+            LeafKind::Text if !whole_state => Some("text, not an array"),
+            LeafKind::Text | LeafKind::Array | LeafKind::Empty | LeafKind::Other(_) => None,
         });
+        if whole_state && leaf.value_type == JAX_ARRAY {
+            saved.jax_arrays.insert(leaf.name());
+        }
         match &leaf.kind {
+            LeafKind::Text if whole_state => {
+                saved.empty.push((leaf.keys.clone(), leaf.value_type.clone()));
+                continue;
+            }
             LeafKind::Empty => {
                 saved.empty.extend(reason.is_none().then(|| (leaf.keys.clone(), leaf.value_type.clone())));
                 continue;
@@ -275,9 +288,46 @@ fn leaves(tree: &dyn FileTree, directory: &str, is_database: bool, whole_state: 
     }
     let scan_layers = described.custom.as_ref().and_then(|custom| custom.get("scan_layers")?.as_bool());
     let Tree { uses_zarr3, stores_fill_values, .. } = described;
+    if whole_state {
+        saved.objects = objects(tree, directory).map_err(one)?;
+        let texts = described.leaves.iter().filter(|leaf| leaf.kind == LeafKind::Text);
+        check_texts(saved.objects.get(STRINGS), texts)
+            .map_err(|message| one(Problem::of_file(tree.shown(&below(directory, STRINGS)).display(), message)))?;
+    }
     let untold = described.leaves.into_iter().filter(|leaf| !is_told_by_name(leaf));
     saved.keys = untold.map(|leaf| (leaf.name(), leaf.keys)).collect();
     Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers, saved })
+}
+
+/// The files of an item that hold no arrays and go with the whole state: how arrays were sharded, texts, and which arrays are keys of
+/// random numbers.
+fn objects(tree: &dyn FileTree, directory: &str) -> Result<BTreeMap<String, Arc<[u8]>>, Problem> {
+    let mut objects = BTreeMap::new();
+    for name in [SHARDING, STRINGS] {
+        if let Some(bytes) = tree.description(&below(directory, name))? {
+            objects.insert(name.to_owned(), bytes.into());
+        }
+    }
+    let processes = below(directory, ARRAY_METADATAS);
+    let mut keys = BTreeMap::new();
+    for entry in tree.list(&processes)? {
+        let path = below(&processes, &entry.name);
+        let Some(bytes) = tree.description(&path)? else { continue };
+        let found = random_keys(&bytes).map_err(|error| Problem::of_file(tree.shown(&path).display(), error))?;
+        keys.extend(found);
+    }
+    if !keys.is_empty() {
+        objects.insert(PROCESS_METADATA.to_owned(), array_metadatas(keys.values()).into_bytes().into());
+    }
+    Ok(objects)
+}
+
+/// Checks that the file of texts has that of every leaf.
+fn check_texts<'a>(texts: Option<&Arc<[u8]>>, mut leaves: impl Iterator<Item = &'a Leaf>) -> Result<(), String> {
+    let found = texts.map(|bytes| serde_json::from_slice::<Map<String, Value>>(bytes)).transpose();
+    let found = found.map_err(|error| error.to_string())?;
+    let missing = leaves.find(|leaf| !found.as_ref().is_some_and(|texts| texts.contains_key(&leaf.name())));
+    missing.map_or(Ok(()), |leaf| Err(format!("expected the text of {}, found none", leaf.name())))
 }
 
 /// The description of an array.

@@ -125,7 +125,7 @@ fn assemble(tensor: &OrbaxTensor, found_paths: usize, source: &dyn Source) -> Re
     for part in &tensor.boxes {
         let count: u64 = part.extents.iter().product();
         for number in 0..count {
-            let at = coded::unravel(number, &part.extents);
+            let at = ckfs_tensor::unravel(number, &part.extents);
             let steps = at.iter().zip(&part.strides).map(|(at, stride)| at * stride).sum::<u64>();
             let target = part.origin.iter().zip(&at).zip(shape).fold(0, |place, ((o, at), n)| place * n + o + at);
             let place = to_usize(target) * unit;

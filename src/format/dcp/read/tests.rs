@@ -34,7 +34,7 @@ fn a_checkpoint_of_two_processes_is_read() {
         let bytes = segment(&files, &state, &chunk.segment);
         let mut archive = TorchArchive::new(bytes.len() as u64);
         archive.supply(vec![bytes.to_vec()]).unwrap();
-        let saved = archive.into_tensors().expect("two KiB are one request").remove(0);
+        let saved = archive.into_contents().expect("two KiB are one request").tensors.remove(0);
         assert_eq!((&saved.tensor.shape, saved.tensor.dtype), (&chunk.sizes, DType::F32));
         assert_eq!((saved.tensor.name.as_str(), saved.tensor.strides.as_slice()), ("", &[3, 1][..]));
         let span = saved.span();
@@ -115,6 +115,30 @@ fn what_this_crate_writes_is_read() {
     assert_eq!((tensor.name.as_str(), tensor.dtype, tensor.shape.as_slice()), ("t", DType::BF16, &[4, 6][..]));
     assert_eq!(tensor.chunks[1].offsets, [0, 3]);
     assert_eq!(tensor.chunks[1].segment, DcpSegment { file: 0, offset: 100, len: 100 });
+}
+
+#[test]
+fn what_is_no_tensor_is_described_without_chunks() {
+    let writer = Writer::new(0, []).unwrap();
+    let mut bytes = Vec::new();
+    writer.head(&mut bytes);
+    writer.begin(&mut bytes);
+    let objects = [("optim.groups", 0, 1 << 40), ("step", 1 << 40, 7)];
+    for (name, ..) in &objects {
+        writer.object(name, &mut bytes);
+    }
+    writer.begin_segments(&mut bytes);
+    for (name, at, len) in &objects {
+        writer.object_segment(name, "o.distcp", (*at, *len), &mut bytes);
+    }
+    writer.end(&mut bytes);
+    let state = DcpState::parse(&bytes).unwrap();
+    assert_eq!((state.files.as_slice(), state.tensors.len()), (&["o.distcp".to_owned()][..], 0));
+    let object = |(name, offset, len): (&str, u64, u64)| DcpObject {
+        name: name.to_owned(),
+        segment: DcpSegment { file: 0, offset, len },
+    };
+    assert_eq!(state.objects, objects.map(object));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::json;
 
 use super::*;
-use crate::hexadecimal::bytes_of;
+use crate::{hexadecimal::bytes_of, orbax::write::array_metadatas};
 
 type Files = BTreeMap<String, Vec<u8>>;
 
@@ -147,6 +147,20 @@ fn trees_are_refused_by_what_is_wrong() {
     let leaf = raw_leaf(&["a"], "scalar").to_string();
     let text = format!("{{\"tree_metadata\": {{\"a\": {leaf}, \"a\": {leaf}}}}}");
     assert!(Tree::parse(text.as_bytes()).unwrap_err().to_string().contains("\"a\" is there twice"));
+}
+
+#[test]
+fn typed_keys_of_random_numbers_pass_as_they_are_described() {
+    let key = json!({"param_name": "rng", "write_shape": [2], "chunk_shape": [2], "ext_metadata": {"random_key_impl": "rbg"}});
+    let plain = json!({"param_name": "w", "write_shape": [2, 4], "chunk_shape": [2, 4], "ext_metadata": null});
+    let file = |arrays: &[&Value]| array_metadatas(arrays.iter().copied()).into_bytes();
+    let found = random_keys(&file(&[&plain, &key])).unwrap();
+    assert_eq!(found, [("rng".to_owned(), key.clone())]);
+    assert_eq!(random_keys(&file(&[&found[0].1])).unwrap(), found, "what is written is read");
+    let nameless = json!({"ext_metadata": {"random_key_impl": "rbg"}});
+    let error = random_keys(&file(&[&nameless])).unwrap_err().to_string();
+    assert_eq!(error, "array_metadatas: param_name: expected a string, found none");
+    assert!(random_keys(b"{}").is_err() && random_keys(b"").is_err());
 }
 
 #[test]

@@ -98,6 +98,9 @@ impl<'a> Machine<'a> {
 
     /// Carries out one instruction.
     fn step(&mut self, opcode: u8) -> Result<(), PickleError> {
+        if let Some(value) = self.value(opcode)? {
+            return self.push(value);
+        }
         match opcode {
             op::PROTO => match self.byte()? {
                 found if found > PROTOCOL_MAX => {
@@ -126,35 +129,6 @@ impl<'a> Machine<'a> {
                 self.push_id(top)
             }
             op::BINPUT | op::LONG_BINPUT | op::MEMOIZE | op::BINGET | op::LONG_BINGET => self.memo(opcode),
-            op::NONE
-            | op::NEWTRUE
-            | op::NEWFALSE
-            | op::BININT
-            | op::BININT1
-            | op::BININT2
-            | op::LONG1
-            | op::LONG4
-            | op::BINFLOAT => self.number(opcode),
-            op::BINSTRING
-            | op::SHORT_BINSTRING
-            | op::BINUNICODE
-            | op::SHORT_BINUNICODE
-            | op::BINUNICODE8
-            | op::BINBYTES
-            | op::SHORT_BINBYTES
-            | op::BINBYTES8
-            | op::BYTEARRAY8 => self.text(opcode),
-            op::EMPTY_TUPLE
-            | op::TUPLE1
-            | op::TUPLE2
-            | op::TUPLE3
-            | op::TUPLE
-            | op::EMPTY_LIST
-            | op::LIST
-            | op::EMPTY_DICT
-            | op::DICT
-            | op::EMPTY_SET
-            | op::FROZENSET => self.container(opcode),
             op::APPEND | op::APPENDS | op::ADDITEMS | op::SETITEM | op::SETITEMS => self.fill(opcode),
             op::GLOBAL | op::STACK_GLOBAL | op::REDUCE | op::NEWOBJ | op::BUILD | op::BINPERSID => self.object(opcode),
             _ => Err(self.refused(format_args!("instruction {opcode:#04x} is not supported"))),
@@ -178,59 +152,29 @@ impl<'a> Machine<'a> {
         self.bounded(self.memo.len() as u64, u64::from(self.limits.values_max), "stored values")
     }
 
-    fn number(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let value = match opcode {
+    /// The value of an instruction that pushes one.
+    fn value(&mut self, opcode: u8) -> Result<Option<PickleValue>, PickleError> {
+        Ok(Some(match opcode {
             op::NONE => PickleValue::None,
             op::NEWTRUE => PickleValue::Bool(true),
             op::NEWFALSE => PickleValue::Bool(false),
             op::BININT => PickleValue::Int(i32::from_le_bytes(self.array()?).into()),
             op::BININT1 => PickleValue::Int(self.byte()?.into()),
             op::BININT2 => PickleValue::Int(u16::from_le_bytes(self.array()?).into()),
+            op::LONG1 => self.short().and_then(|len| self.long(len))?,
+            op::LONG4 => self.len32().and_then(|len| self.long(len))?,
             op::BINFLOAT => {
                 // The only number in this order of bytes.
                 let mut bytes: [u8; 8] = self.array()?;
                 bytes.reverse();
                 PickleValue::Float(f64::from_le_bytes(bytes))
             }
-            _ => {
-                let len = if opcode == op::LONG1 { usize::from(self.byte()?) } else { self.len32()? };
-                let bytes = self.take(len)?;
-                let negative = bytes.last().is_some_and(|top| top & 0x80 != 0);
-                let mut wide = [if negative { 0xff } else { 0 }; 16];
-                let long = || self.refused(format_args!("an integer of {len} bytes: expected at most 16"));
-                wide.get_mut(..len).ok_or_else(long)?.copy_from_slice(bytes);
-                PickleValue::Int(i128::from_le_bytes(wide))
-            }
-        };
-        self.push(value)
-    }
-
-    fn text(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let len = match opcode {
-            op::SHORT_BINSTRING | op::SHORT_BINUNICODE | op::SHORT_BINBYTES => usize::from(self.byte()?),
-            op::BINSTRING | op::BINUNICODE | op::BINBYTES => self.len32()?,
-            _ => {
-                let len = u64::from_le_bytes(self.array()?);
-                // More than memory can hold is more than the input has.
-                usize::try_from(len).map_err(|_| self.truncated())?
-            }
-        };
-        let bytes = self.take(len)?;
-        self.text_bytes += len as u64;
-        self.bounded(self.text_bytes, self.limits.text_bytes_max, "bytes of text")?;
-        let is_text = matches!(
-            opcode,
-            op::BINSTRING | op::SHORT_BINSTRING | op::BINUNICODE | op::SHORT_BINUNICODE | op::BINUNICODE8
-        );
-        self.push(if is_text {
-            PickleValue::Text(std::str::from_utf8(bytes).map_err(|_| self.not_utf8())?.into())
-        } else {
-            PickleValue::Bytes(bytes.into())
-        })
-    }
-
-    fn container(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let value = match opcode {
+            op::SHORT_BINSTRING | op::SHORT_BINUNICODE => self.short().and_then(|len| self.text(len))?,
+            op::BINSTRING | op::BINUNICODE => self.len32().and_then(|len| self.text(len))?,
+            op::BINUNICODE8 => self.len64().and_then(|len| self.text(len))?,
+            op::SHORT_BINBYTES => PickleValue::Bytes(self.short().and_then(|len| self.raw(len))?.into()),
+            op::BINBYTES => PickleValue::Bytes(self.len32().and_then(|len| self.raw(len))?.into()),
+            op::BINBYTES8 | op::BYTEARRAY8 => PickleValue::Bytes(self.len64().and_then(|len| self.raw(len))?.into()),
             op::EMPTY_TUPLE => PickleValue::Tuple(Box::default()),
             op::TUPLE1 => PickleValue::Tuple([self.pop()?].into()),
             op::TUPLE2 | op::TUPLE3 => {
@@ -250,9 +194,32 @@ impl<'a> Machine<'a> {
                 PickleValue::Dict(self.pairs(&flat)?)
             }
             op::EMPTY_SET => PickleValue::Set(Vec::new()),
-            _ => PickleValue::Set(self.above_mark()?),
-        };
-        self.push(value)
+            op::FROZENSET => PickleValue::Set(self.above_mark()?),
+            _ => return Ok(None),
+        }))
+    }
+
+    /// An integer of `len` bytes.
+    fn long(&mut self, len: usize) -> Result<PickleValue, PickleError> {
+        let bytes = self.take(len)?;
+        let negative = bytes.last().is_some_and(|top| top & 0x80 != 0);
+        let mut wide = [if negative { 0xff } else { 0 }; 16];
+        let long = || self.refused(format_args!("an integer of {len} bytes: expected at most 16"));
+        wide.get_mut(..len).ok_or_else(long)?.copy_from_slice(bytes);
+        Ok(PickleValue::Int(i128::from_le_bytes(wide)))
+    }
+
+    fn text(&mut self, len: usize) -> Result<PickleValue, PickleError> {
+        let bytes = self.raw(len)?;
+        Ok(PickleValue::Text(std::str::from_utf8(bytes).map_err(|_| self.not_utf8())?.into()))
+    }
+
+    /// Bytes of a text or a byte string.
+    fn raw(&mut self, len: usize) -> Result<&'a [u8], PickleError> {
+        let bytes = self.take(len)?;
+        self.text_bytes += len as u64;
+        self.bounded(self.text_bytes, self.limits.text_bytes_max, "bytes of text")?;
+        Ok(bytes)
     }
 
     /// Puts what is on the stack into the container below.
@@ -435,6 +402,15 @@ impl<'a> Machine<'a> {
 
     fn u32(&mut self) -> Result<u32, PickleError> {
         Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    fn short(&mut self) -> Result<usize, PickleError> {
+        self.byte().map(usize::from)
+    }
+
+    fn len64(&mut self) -> Result<usize, PickleError> {
+        let len = u64::from_le_bytes(self.array()?);
+        usize::try_from(len).map_err(|_| self.truncated())
     }
 
     fn len32(&mut self) -> Result<usize, PickleError> {

@@ -11,8 +11,9 @@ use ckfs_tensor::{DType, PerAxis, to_usize};
 use super::{
     codec::{ArrayBytes, Codecs, Packing, ShardCodec},
     error::ChunkError,
-    metadata::{Array, bytes_of},
+    metadata::Array,
 };
+use crate::safetensors::tensor_bytes;
 
 const CHECKSUM_BYTES: usize = 4;
 
@@ -49,7 +50,7 @@ impl Array {
     /// If the array has no shards, or `target` has not exactly the bytes of an inner chunk.
     pub fn decode_inner(&self, stored: &[u8], target: &mut [u8]) -> Result<(), ChunkError> {
         let sharding = self.sharding().expect("the caller has asked for shards");
-        assert_eq!(Some(target.len() as u64), bytes_of(&sharding.chunk, self.dtype), "room for one inner chunk");
+        assert_eq!(Some(target.len() as u64), tensor_bytes(self.dtype, &sharding.chunk), "room for one inner chunk");
         sharding.codecs.decode(self.dtype, &self.fill, &sharding.chunk, stored, target)
     }
 

@@ -13,6 +13,7 @@ use super::{
     keys::Keys,
     value::{self, ElementBytes},
 };
+use crate::safetensors::tensor_bytes;
 
 pub use super::super::write::ZARRAY;
 
@@ -150,7 +151,7 @@ impl Array {
     /// # Panics
     /// Never for an array that was parsed: its chunks have at most 1 TiB.
     pub fn chunk_bytes(&self) -> u64 {
-        bytes_of(&self.chunk, self.dtype).expect("checked when the description was read")
+        tensor_bytes(self.dtype, &self.chunk).expect("checked when the description was read")
     }
 
     /// If this array is stored as shards: how. A shard may have its axes in another order, see [`Codecs::order`].
@@ -168,13 +169,8 @@ impl ShardCodec {
     /// # Panics
     /// Never for one that was parsed: the inner chunks divide the chunk, which has at most 1 TiB.
     pub fn chunk_bytes(&self, dtype: DType) -> u64 {
-        bytes_of(&self.chunk, dtype).expect("checked when the description was read")
+        tensor_bytes(dtype, &self.chunk).expect("checked when the description was read")
     }
-}
-
-pub(super) fn bytes_of(shape: &[u64], dtype: DType) -> Option<u64> {
-    let elements = shape.iter().try_fold(1_u64, |product, extent| product.checked_mul(*extent))?;
-    dtype.bytes_of(elements)
 }
 
 /// The shapes of an array and of its chunks, checked against each other.
@@ -188,7 +184,7 @@ fn shapes(shape: &[u64], chunk: &[u64], dtype: DType, member: &'static str) -> R
         return Err(wrong(member, expected, format!("{chunk:?}")));
     }
     // Whether elements or chunks are counted, 64 bits must do.
-    let bytes = bytes_of(chunk, dtype).filter(|bytes| *bytes <= CHUNK_BYTES_MAX);
+    let bytes = tensor_bytes(dtype, chunk).filter(|bytes| *bytes <= CHUNK_BYTES_MAX);
     bytes.ok_or_else(|| wrong(member, format!("chunks of at most {CHUNK_BYTES_MAX} bytes"), format!("{chunk:?}")))?;
     Ok((shape, PerAxis::from_slice(chunk)))
 }

@@ -63,6 +63,12 @@ pub(super) fn fill(found: &Value, dtype: DType) -> Result<ElementBytes, Metadata
             })
             .map(|truth| ElementBytes::from_slice(&[u8::from(truth)])),
         DType::C64 => complex(found),
+        DType::F64 => float(found, len, |number| Some(ElementBytes::from_slice(&number.to_le_bytes()))),
+        DType::F32 => single(found),
+        DType::F16 => float(found, len, |number| Some(ElementBytes::from_slice(&f16::from_f64(number).to_le_bytes()))),
+        DType::BF16 => {
+            float(found, len, |number| Some(ElementBytes::from_slice(&bf16::from_f64(number).to_le_bytes())))
+        }
         DType::U8 | DType::U16 | DType::U32 | DType::U64 | DType::I8 | DType::I16 | DType::I32 | DType::I64 => {
             integer(found, dtype, len)
         }
@@ -73,11 +79,12 @@ pub(super) fn fill(found: &Value, dtype: DType) -> Result<ElementBytes, Metadata
         | DType::F8E4M3
         | DType::F8E8M0
         | DType::F8E4M3Fnuz
-        | DType::F8E5M2Fnuz
-        | DType::F16
-        | DType::BF16
-        | DType::F32
-        | DType::F64 => float(found, dtype, len),
+        | DType::F8E5M2Fnuz => {
+            // Zero is all that Orbax fills floats of 8 bits with. Its bits are zero; tensorstore takes these for the type that
+            // has no zero, too.
+            let is_zero = |number: f64| number == 0.0 && number.is_sign_positive();
+            float(found, len, |number| is_zero(number).then(|| ElementBytes::from_elem(0, len)))
+        }
     };
     bytes.ok_or_else(refused)
 }
@@ -90,8 +97,8 @@ fn integer(found: &Value, dtype: DType, len: usize) -> Option<ElementBytes> {
     range.contains(&number).then(|| ElementBytes::from_slice(&number.to_le_bytes()[..len]))
 }
 
-/// A number, the word for one that JSON has not, or all bits as `0x…`.
-fn float(found: &Value, dtype: DType, len: usize) -> Option<ElementBytes> {
+/// A number, the word for one that JSON has not, or all bits as `0x…`. `element` makes an element of a number.
+fn float(found: &Value, len: usize, element: impl FnOnce(f64) -> Option<ElementBytes>) -> Option<ElementBytes> {
     let number = match found.as_str() {
         None => found.as_f64()?,
         Some("NaN") => f64::NAN,
@@ -104,48 +111,18 @@ fn float(found: &Value, dtype: DType, len: usize) -> Option<ElementBytes> {
             return Some(ElementBytes::from_slice(&bits.to_le_bytes()[..len]));
         }
     };
-    let bytes = match dtype {
-        DType::F64 => ElementBytes::from_slice(&number.to_le_bytes()),
-        DType::F32 => ElementBytes::from_slice(&narrow(number).to_le_bytes()),
-        DType::F16 => ElementBytes::from_slice(&f16::from_f64(number).to_le_bytes()),
-        DType::BF16 => ElementBytes::from_slice(&bf16::from_f64(number).to_le_bytes()),
-        DType::Bool
-        | DType::F4
-        | DType::F6E2M3
-        | DType::F6E3M2
-        | DType::U8
-        | DType::I8
-        | DType::F8E5M2
-        | DType::F8E4M3
-        | DType::F8E8M0
-        | DType::F8E4M3Fnuz
-        | DType::F8E5M2Fnuz
-        | DType::I16
-        | DType::U16
-        | DType::I32
-        | DType::U32
-        | DType::C64
-        | DType::I64
-        | DType::U64 => {
-            // Zero is all that Orbax fills floats of 8 bits with. Its bits are zero; tensorstore takes these for the type that
-            // has no zero, too.
-            let is_zero = number == 0.0 && number.is_sign_positive();
-            return is_zero.then(|| ElementBytes::from_elem(0, len));
-        }
-    };
-    Some(bytes)
+    element(number)
 }
 
-/// The nearest float of 32 bits.
 #[expect(clippy::cast_possible_truncation, reason = "rounding to the nearest is what is asked for")]
-fn narrow(number: f64) -> f32 {
-    number as f32
+fn single(found: &Value) -> Option<ElementBytes> {
+    float(found, 4, |number| Some(ElementBytes::from_slice(&(number as f32).to_le_bytes())))
 }
 
 fn complex(found: &Value) -> Option<ElementBytes> {
     let [real, imaginary] = found.as_array()?.as_slice() else { return None };
-    let mut bytes = float(real, DType::F32, 4)?;
-    bytes.extend(float(imaginary, DType::F32, 4)?);
+    let mut bytes = single(real)?;
+    bytes.extend(single(imaginary)?);
     Some(bytes)
 }
 

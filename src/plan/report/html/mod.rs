@@ -11,7 +11,7 @@ mod bytes;
 mod cuts;
 mod records;
 
-use std::{borrow::Cow, fmt::Write as _, mem};
+use std::{borrow::Cow, mem};
 
 use ckfs_checkpoint::{Checkpoint, printable};
 use ckfs_tensor::Reads;
@@ -21,7 +21,7 @@ use sha2::{Digest, Sha256};
 use super::{
     super::{RemoteBytes, amplification::Amplification},
     json::{ViewReport, source_json, view_json},
-    text::{source_text, view_text},
+    text,
 };
 
 use budget::{PageBudget, embedded, within};
@@ -97,12 +97,7 @@ fn page(title: &str, data: &Value, text: &str) -> String {
 
 /// The plan as `ckfs plan` prints it, up to a bound.
 fn plain_text(checkpoint: &Checkpoint, views: &[ViewReport<'_>]) -> String {
-    let mut text = source_text(checkpoint);
-    for ViewReport { name, plan, .. } in views {
-        let heading = if name.is_empty() { String::new() } else { format!("{:<10}  {}\n", "view", printable(name)) };
-        // Writing to a string cannot fail.
-        let _ = write!(text, "\n{heading}{}", view_text(checkpoint, plan));
-    }
+    let mut text = text::text(checkpoint, views.iter().map(|view| (view.name, view.plan)));
     if text.len() > TEXT_BYTES_MAX {
         let end = (0..=TEXT_BYTES_MAX).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
         text.truncate(end);

@@ -20,6 +20,7 @@ use tokio::time::timeout_at;
 use super::{
     super::{
         super::ByteSpan,
+        cache::geometry::place,
         counters::RemoteCounters,
         error::{Failure, RemoteError},
         hedge::Hedging,
@@ -275,13 +276,13 @@ impl Body<'_> {
             let mut bytes: &[u8] = &chunk;
             let skipped = skip.min(bytes.len() as u64);
             skip -= skipped;
-            bytes = &bytes[usize::try_from(skipped).unwrap_or(bytes.len())..];
+            bytes = &bytes[place(skipped)..];
             if bytes.len() as u64 > left {
                 if !is_whole {
                     let message = format!("expected {} bytes, found more", self.span.len());
                     return Err(RemoteError::new(Failure::Transient, self.host, self.what, message));
                 }
-                bytes = &bytes[..usize::try_from(left).unwrap_or(bytes.len())];
+                bytes = &bytes[..place(left)];
             }
             left -= bytes.len() as u64;
             if !bytes.is_empty() && sink(bytes) == ControlFlow::Break(()) {

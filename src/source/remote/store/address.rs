@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use object_store::path::Path;
+use object_store::{RetryConfig, path::Path};
 use url::Url;
 
 use super::{
@@ -31,7 +31,23 @@ pub fn open_url(source: &str, options: &RemoteOptions) -> Option<Result<RemoteRe
     Some(open(source, service, options))
 }
 
-fn open(source: &str, service: StoreKind, options: &RemoteOptions) -> Result<RemoteRepository, RemoteError> {
+/// A place in a store, of which nothing is known yet.
+pub(super) struct StorePlace {
+    pub(super) store: Store,
+    pub(super) path: Path,
+    is_file: bool,
+}
+
+/// The place at an address.
+///
+/// # Errors
+/// The address is malformed, or its store cannot be reached without encryption.
+pub(super) fn locate(
+    source: &str,
+    service: StoreKind,
+    options: &RemoteOptions,
+    retries: RetryConfig,
+) -> Result<StorePlace, RemoteError> {
     let bad = |message: String| RemoteError::new(Failure::Unsupported, "", &without_secrets(source), message);
     let url = Url::parse(source).map_err(|error| bad(error.to_string()))?;
     let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| bad("expected a host or bucket".into()))?;
@@ -47,9 +63,16 @@ fn open(source: &str, service: StoreKind, options: &RemoteOptions) -> Result<Rem
         return Err(bad("http:// is unencrypted: use https://, or --allow-http".into()));
     }
     let path = Path::from_url_path(url.path()).map_err(|error| bad(error.to_string()))?;
-    let store = connect(&url, service, options).map_err(|error| bad(with_remedy(with_cause(&error))))?;
-    let label = without_secrets(source).trim_end_matches('/').to_owned();
+    let store = connect(&url, service, options, retries).map_err(|error| bad(with_remedy(with_cause(&error))))?;
     let is_file = !url.path().ends_with('/') && path.extension().is_some_and(|end| FILES.contains(&end));
+    Ok(StorePlace { store, path, is_file })
+}
+
+fn open(source: &str, service: StoreKind, options: &RemoteOptions) -> Result<RemoteRepository, RemoteError> {
+    // Repetitions are made above, for all services alike.
+    let retries = RetryConfig { max_retries: 0, ..RetryConfig::default() };
+    let StorePlace { store, path, is_file } = locate(source, service, options, retries)?;
+    let label = without_secrets(source).trim_end_matches('/').to_owned();
     let kept = KeptObjects::new(format!("{}/{path}", store.address), options);
     if options.offline {
         let objects = Offline::new(store.host);

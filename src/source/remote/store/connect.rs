@@ -42,11 +42,14 @@ struct Common<'a> {
 ///
 /// # Errors
 /// The environment's settings do not fit each other, or the client cannot start.
-pub(super) fn connect(url: &Url, service: StoreKind, options: &RemoteOptions) -> object_store::Result<Store> {
+pub(super) fn connect(
+    url: &Url,
+    service: StoreKind,
+    options: &RemoteOptions,
+    retries: RetryConfig,
+) -> object_store::Result<Store> {
     install_tls();
     let connector = ObservedConnector { credentials: Credentials::default() };
-    // Repetitions are made above, for all services alike.
-    let retries = RetryConfig { max_retries: 0, ..RetryConfig::default() };
     let common = Common { options, connector, retries };
     match service {
         StoreKind::S3 => s3(url, common),
@@ -227,7 +230,7 @@ mod tests {
     fn an_address_is_named_by_its_store_and_container() {
         let named = |text: &str, kind| {
             let url = Url::parse(text).unwrap();
-            let made = connect(&url, kind, &RemoteOptions::default()).unwrap();
+            let made = connect(&url, kind, &RemoteOptions::default(), RetryConfig::default()).unwrap();
             (made.address, made.host)
         };
         let of = |address: &str, host: &str| (address.to_owned(), host.to_owned());

@@ -236,7 +236,7 @@ impl Store {
         })?
     }
 
-    fn run<F: Future>(&self, future: F) -> Result<F::Output, RemoteError> {
+    pub(super) fn run<F: Future>(&self, future: F) -> Result<F::Output, RemoteError> {
         block_on(future)
             .map_err(|error| RemoteError::new(Failure::Unsupported, &self.host, &self.address, error.to_string()))
     }
