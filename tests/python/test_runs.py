@@ -19,8 +19,10 @@ from safetensors.numpy import load_file, save_file
 import forked
 import mounting
 import run_process
+import servers
 import torchtitan_trainer
 from repos import NUMPY
+from serving import Server
 
 HERE = Path(__file__).parent
 STEPS = 5
@@ -282,3 +284,28 @@ def test_averages_of_steps_are_sums_in_float32(own, tmp_path):
     assert "expected a finished step 150 in the run" in error
     error = mounting.run("plan", run, "--average", "last=5", expect=1).err
     assert "--average last=5: expected 5 finished steps, found 4" in error
+
+
+def test_versions_and_averages_of_a_bucket_are_served(repo, tmp_path):
+    base = repo("llama")
+    tensors = {name: np.frombuffer(tensor.data, np.uint8) for name, tensor in base.tensors.items()}
+    names, history = sorted(tensors), [tensors.copy()]
+    with servers.bucket_of("s3", tmp_path / "objects") as bucket:
+        run = next((tmp_path / "objects").rglob("model"))
+        for version, encoding in ((1, "overwrite"), (2, "xor")):
+            publish(run / f"weight_v{version:06d}", version, encoding, tensors, names[version::2])
+            history.append(tensors.copy())
+        settings = bucket.environment | {"CKFS_CACHE": str(tmp_path / "cache")}
+        served = functools.partial(Server, bucket.address, "--base", base.path, "--layout", "stored", home=tmp_path, **settings)
+        with served("--steps", "all") as server:
+            for version in (1, 2):
+                for row in server.json(f"/files/{version}/.ckfs/manifest.json")["tensors"]:
+                    found = server.get(f"/files/{version}/full/{row['path']}")
+                    assert found == history[version][row["name"]].tobytes(), (version, row["name"])
+        with served("--average", "1=0.25,2=0.75") as server:
+            for row in server.json("/files/.ckfs/manifest.json")["tensors"]:
+                terms = [(weight, history[at][row["name"]].view(NUMPY["BF16"])) for at, weight in ((1, 0.25), (2, 0.75))]
+                wanted = summed(terms).astype(NUMPY["BF16"])
+                if np.array_equal(terms[0][1], terms[1][1]):
+                    wanted = terms[0][1]
+                assert server.get(f"/files/full/{row['path']}") == wanted.tobytes(), row["name"]
