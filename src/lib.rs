@@ -25,6 +25,7 @@
 //! | [`service`] | a volume that is alive: opened as a configuration says, with memory budget, watching of sources, prefetch, time limits of requests |
 //! | [`fuse`] | the only user of fuser: mount, convert, reply, unmount |
 //! | `serve` | HTTP, the Hub's and S3's requests; the only user of hyper |
+//! | `csi` | the node plugin of Kubernetes; the only user of tonic |
 //! | `python` | the module `ckfs` for Python, in process; the only user of pyo3. Not linked here: the interpreter loads it |
 //! | [`cli`] | the only user of clap, anyhow and standard output |
 //!
@@ -82,6 +83,8 @@
 pub use ckfs_checkpoint as checkpoint;
 pub use ckfs_cli as cli;
 pub use ckfs_config as config;
+#[cfg(feature = "csi")]
+pub use ckfs_csi as csi;
 pub use ckfs_format as format;
 pub use ckfs_fuse as fuse;
 pub use ckfs_host as host;

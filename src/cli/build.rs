@@ -30,7 +30,8 @@ fn main() -> io::Result<()> {
         (false, false) => "none",
     };
     let serve = if has("SERVE") { ", serve" } else { "" };
-    writeln!(out, "cargo::rustc-env=CKFS_FEATURES={features}{serve}")?;
+    let csi = if has("CSI") { ", csi" } else { "" };
+    writeln!(out, "cargo::rustc-env=CKFS_FEATURES={features}{serve}{csi}")?;
     writeln!(out, "cargo::rerun-if-changed=build.rs")?;
     let commit = if let Some(commit) = recorded_commit(Path::new(RECORD)) {
         writeln!(out, "cargo::rerun-if-changed={RECORD}")?;

@@ -14,7 +14,7 @@ use super::output;
 
 /// The commands by what they are for, as `ckfs --help` lists them.
 pub(super) const COMMAND_GROUPS: [(&str, &[&str]); 5] = [
-    ("Mount", &["mount", "run", "umount", "status", "restart", "serve"]),
+    ("Mount", &["mount", "run", "umount", "status", "restart", "serve", "csi"]),
     ("Look", &["plan", "explain", "cat"]),
     ("Move", &["export", "fetch", "cache"]),
     ("Trust", &["verify", "sums"]),

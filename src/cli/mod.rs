@@ -8,6 +8,8 @@
 
 mod cache;
 mod cat;
+#[cfg(feature = "csi")]
+mod csi;
 mod demo;
 mod doctor;
 mod explain;
@@ -86,6 +88,8 @@ enum Command {
     Run(Box<run::RunCommand>),
     #[cfg(feature = "serve")]
     Serve(Box<serve::Serve>),
+    #[cfg(feature = "csi")]
+    Csi(csi::Csi),
     #[command(visible_alias = "unmount")]
     Umount(restart::Umount),
     Status(status::Status),
@@ -311,6 +315,8 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<ExitCode> {
         Command::Mount(command) => command.run(&log, sink, args),
         #[cfg(feature = "serve")]
         Command::Serve(command) => command.run(&log, sink),
+        #[cfg(feature = "csi")]
+        Command::Csi(command) => command.run(log.quiet, sink),
         Command::Umount(command) => command.run(),
         Command::Status(command) => command.run(),
         Command::Metrics(command) => command.run(),
@@ -416,6 +422,7 @@ mod tests {
     fn every_command_is_in_one_group() {
         let mut grouped: Vec<&str> = COMMAND_GROUPS.iter().flat_map(|(_, names)| *names).copied().collect();
         grouped.retain(|name| *name != "help" && (cfg!(feature = "serve") || *name != "serve"));
+        grouped.retain(|name| cfg!(feature = "csi") || *name != "csi");
         grouped.sort_unstable();
         let command = Cli::command();
         let mut all: Vec<&str> = command.get_subcommands().map(clap::Command::get_name).collect();

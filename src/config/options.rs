@@ -1,8 +1,8 @@
-//! Options of mount(8), `-o NAME=VALUE`: flags with underscores for dashes.
+//! Options of mount(8), `-o NAME=VALUE`: flags with underscores for dashes. And attributes of volumes: keys of the file, all of them words.
 
 use super::{
     near::did_you_mean,
-    setting::{Arity, Setting},
+    setting::{Arity, Group, Setting, SettingScope},
     settings::Settings,
     table::{SETTINGS, former},
 };
@@ -85,4 +85,111 @@ pub fn parse<'a>(options: impl IntoIterator<Item = (&'a str, Option<&'a str>)>) 
             .map_err(|reason| format!("invalid value '{word}' for '{}': {reason}", row.usage()))?;
     }
     Ok(settings)
+}
+
+/// What a node plugin decides for all its volumes, or must leave to nobody: `on-step` is a command.
+const OF_THE_NODE: [&str; 7] = ["mountpoint", "mkdir", "on-step", "allow-other", "keeper", "cache-dir", "log-file"];
+
+/// The settings of a volume's attributes: keys of the file, or names of flags, with values as flags have them. A flag without a value is
+/// `true`; a setting that may be repeated has a line for each value. `check` may refuse a value.
+///
+/// # Errors
+/// The first attribute that is unknown, malformed, refused, or no matter of a volume.
+pub fn of_attributes<'a>(
+    attributes: impl IntoIterator<Item = (&'a str, &'a str)>,
+    check: impl Fn(&Setting, &str) -> Result<(), String>,
+) -> Result<Settings, String> {
+    let known = || {
+        SETTINGS.iter().filter(|row| {
+            (row.is_option() && row.scope != SettingScope::None || row.name == "source")
+                && row.group != Group::Logging
+                && !OF_THE_NODE.contains(&row.name)
+        })
+    };
+    let mut settings = Settings::default();
+    for (name, value) in attributes {
+        let is_named = |row: &&Setting| [row.toml_key(), row.option(), row.name.to_owned()].iter().any(|of| of == name);
+        let Some(row) = known().find(is_named) else {
+            let names: Vec<String> = known().map(Setting::toml_key).collect();
+            let why = || match SETTINGS.iter().find(is_named) {
+                Some(row) if row.is_flag => format!("{name}: is no setting of a volume; the node decides it"),
+                Some(_) => format!("{name}: only in a configuration file"),
+                None => did_you_mean("attribute", name, names.iter().map(String::as_str))
+                    .unwrap_or_else(|| format!("unknown attribute {name:?}; there are: {}", names.join(", "))),
+            };
+            return Err(former(name).map_or_else(why, |now| format!("attribute {now}")));
+        };
+        let words: Vec<&str> = match (row.arity, value) {
+            (Arity::Flag(word) | Arity::Optional(_, word), "true") => vec![word],
+            (Arity::Flag(_) | Arity::Optional(..), "false") => vec![],
+            (Arity::Flag(_), _) => return Err(format!("{name}: expected true or false, found {value:?}")),
+            (Arity::Required(_) | Arity::Optional(..), _) if row.repeats() => {
+                value.lines().map(str::trim).filter(|line| !line.is_empty()).collect()
+            }
+            (Arity::Required(_) | Arity::Optional(..), _) => vec![value],
+        };
+        for word in words {
+            check(row, word)
+                .and_then(|()| (row.field.add)(&mut settings, word.as_ref()))
+                .map_err(|reason| format!("invalid value {word:?} of attribute {name}: {reason}"))?;
+        }
+    }
+    Ok(settings)
+}
+
+/// Whether the value of a setting may name a file or a directory.
+pub fn names_paths(setting: &Setting) -> bool {
+    let form = match setting.arity {
+        Arity::Flag(_) => "",
+        Arity::Required(form) | Arity::Optional(form, _) => form,
+    };
+    ["source", "average"].contains(&setting.name)
+        || ["FILE", "DIR", "SOURCE", "MODEL"].iter().any(|of| form.contains(of))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attributes_are_keys_with_words() {
+        let of = |pairs: &[(&'static str, &'static str)]| of_attributes(pairs.iter().copied(), |_, _| Ok(()));
+        let found = of(&[
+            ("source", "org/name"),
+            ("mesh", "fsdp=2"),
+            ("even", "true"),
+            ("unscanned", "false"),
+            ("grace_seconds", "5"),
+            ("include", "a*\n b*\n"),
+            ("allow_missing", "true"),
+        ])
+        .unwrap();
+        let given: Vec<_> = found.given().map(|row| row.name).collect();
+        assert_eq!(found.source.as_deref(), Some("org/name"));
+        assert_eq!(found.view.include.len(), 2);
+        for name in ["mesh", "even", "grace", "include", "allow-missing"] {
+            assert!(given.contains(&name), "{name}: {given:?}");
+        }
+        assert!(!given.contains(&"unscanned"));
+        for (name, value, reason) in [
+            ("dtpye", "bf16", "did you mean dtype"),
+            ("even", "yes", "expected true or false"),
+            ("dtype", "f17", "invalid value"),
+            ("on_step", "sh", "the node decides it"),
+            ("allow_other", "true", "the node decides it"),
+            ("shard_rules", "x", "only in a configuration file"),
+            ("listen", "1", "the node decides it"),
+        ] {
+            let error = of(&[(name, value)]).unwrap_err();
+            assert!(error.contains(reason), "{name}: {error}");
+        }
+        let refused = of_attributes([("source", "/etc")], |row, _| Err(format!("{}", names_paths(row)))).unwrap_err();
+        assert!(refused.ends_with("attribute source: true"), "{refused}");
+        let paths: Vec<_> = SETTINGS.iter().filter(|row| names_paths(row)).map(|row| row.name).collect();
+        for name in
+            ["layout", "shard", "lora", "merge-lora", "config-from", "fill-from", "base", "materialize", "average"]
+        {
+            assert!(paths.contains(&name), "{name}: {paths:?}");
+        }
+    }
 }

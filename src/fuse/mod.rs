@@ -31,7 +31,7 @@ pub use daemon::{
 };
 pub use mounts::{
     Device, FS_TYPE, Hold, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions, check_host,
-    check_mountpoint, check_passed, ckfs_mounts, is_passed, unmount,
+    check_mountpoint, check_passed, ckfs_mounts, is_passed, receive_passed, unmount,
 };
 pub use private::{PrivateMount, run_inside};
 pub use session::{Exit, Succession, block_signals, interruptible, keep, serve, serve_service};

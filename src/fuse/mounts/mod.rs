@@ -10,7 +10,7 @@ mod unmount;
 
 pub(super) use mount_user::describe;
 pub use mount_user::{Hold, MountUser};
-pub use mounted::{MountError, check_host, check_mountpoint};
+pub use mounted::{MountError, check_host, check_mountpoint, receive_passed};
 pub(super) use mounted::{
     MountState, Mounted, abort, mount, mount_as_root, receive_descriptor, receive_descriptors, sanitize,
     send_descriptors, set_read_ahead,

@@ -329,11 +329,21 @@ pub(crate) fn receive_descriptor(socket: &UnixStream) -> nix::Result<Option<Owne
     Ok(receive_descriptors(socket)?.1.pop())
 }
 
-/// Receives a byte, 0 if there is none, and the descriptors with it, two at most.
+/// Receives a byte, 0 if there is none, and the descriptors with it.
 pub(crate) fn receive_descriptors(socket: &UnixStream) -> nix::Result<(u8, Vec<OwnedFd>)> {
     let mut byte = [0_u8];
-    let mut parts = [IoSliceMut::new(&mut byte)];
-    let mut space = nix::cmsg_space!([RawFd; 2]);
+    let (_, descriptors) = receive_passed(socket, &mut byte)?;
+    Ok((byte[0], descriptors))
+}
+
+/// Receives one message, and the descriptors with it: how many bytes it has, at most those of `message`. The descriptors are those of a
+/// process that mounts for this one, of `/dev/fuse` or others.
+///
+/// # Errors
+/// Those of `recvmsg(2)`.
+pub fn receive_passed(socket: &UnixStream, message: &mut [u8]) -> nix::Result<(usize, Vec<OwnedFd>)> {
+    let mut parts = [IoSliceMut::new(message)];
+    let mut space = nix::cmsg_space!([RawFd; 32]);
     let message = loop {
         match recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC) {
             Err(Errno::EINTR) => {}
@@ -348,7 +358,7 @@ pub(crate) fn receive_descriptors(socket: &UnixStream) -> nix::Result<(u8, Vec<O
             descriptors.extend(received.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
         }
     }
-    Ok((byte[0], descriptors))
+    Ok((message.bytes, descriptors))
 }
 
 impl Mounted {

@@ -1,0 +1,152 @@
+//! The socket of the plugin, and which function answers which call.
+
+use std::{
+    convert::Infallible,
+    fs, io,
+    path::Path,
+    sync::Arc,
+    task::{Context, Poll},
+    thread,
+};
+
+use prost::Message;
+use tokio::sync::oneshot;
+use tonic::{
+    Request, Response, Status,
+    body::Body,
+    codegen::{BoxFuture, Service, http},
+    server::Grpc,
+    transport::Server,
+};
+use tonic_prost::ProstCodec;
+use tracing::{info, warn};
+
+use crate::{
+    CsiOptions,
+    daemons::wait_for_end,
+    messages::{Capabilities, Capability, Empty, Flag, Probed, Rpc},
+    node::Node,
+    state::listen,
+};
+
+type Reply = http::Response<Body>;
+
+/// The services of the plugin.
+#[derive(Clone)]
+struct Plugin(Arc<Node>);
+
+impl Service<http::Request<Body>> for Plugin {
+    type Response = Reply;
+    type Error = Infallible;
+    type Future = BoxFuture<Reply, Infallible>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let node = Arc::clone(&self.0);
+        let call = request.uri().path().strip_prefix("/csi.v1.").unwrap_or_default().to_owned();
+        Box::pin(async move {
+            Ok(match call.as_str() {
+                "Identity/GetPluginInfo" => answer(request, node, |node, _: &Empty| Ok(node.plugin_info())).await,
+                "Identity/GetPluginCapabilities" => answer(request, node, |_, _: &Empty| Ok(Empty {})).await,
+                "Identity/Probe" => {
+                    answer(request, node, |_, _: &Empty| Ok(Probed { ready: Some(Flag { value: true }) })).await
+                }
+                "Node/NodeGetInfo" => answer(request, node, |node, _: &Empty| Ok(node.info())).await,
+                "Node/NodeGetCapabilities" => answer(request, node, |_, _: &Empty| Ok(capabilities())).await,
+                "Node/NodePublishVolume" => answer(request, node, Node::publish).await,
+                "Node/NodeUnpublishVolume" => answer(request, node, Node::unpublish).await,
+                "Node/NodeGetVolumeStats" => answer(request, node, Node::stats).await,
+                _ => Status::unimplemented(format!("{call}: not a call of this plugin")).into_http(),
+            })
+        })
+    }
+}
+
+/// Of the node: `GET_VOLUME_STATS` and `VOLUME_CONDITION`.
+fn capabilities() -> Capabilities {
+    Capabilities { capabilities: [2, 4].map(|kind| Capability { rpc: Some(Rpc { kind }) }).into() }
+}
+
+type Work<Q, A> = fn(&Node, &Q) -> Result<A, Status>;
+
+async fn answer<Q, A>(request: http::Request<Body>, node: Arc<Node>, work: Work<Q, A>) -> Reply
+where
+    Q: Message + Default + 'static,
+    A: Message + 'static,
+{
+    let path = request.uri().path().to_owned();
+    Grpc::new(ProstCodec::<A, Q>::default()).unary(Call { node, work, path }, request).await
+}
+
+/// One call. Its work may wait for storage, and has a thread of its own.
+struct Call<Q, A> {
+    node: Arc<Node>,
+    work: Work<Q, A>,
+    path: String,
+}
+
+impl<Q: Send + 'static, A: Send + 'static> Service<Request<Q>> for Call<Q, A> {
+    type Response = Response<A>;
+    type Error = Status;
+    type Future = BoxFuture<Response<A>, Status>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Status>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Q>) -> Self::Future {
+        let (node, work, path) = (Arc::clone(&self.node), self.work, self.path.clone());
+        Box::pin(async move {
+            let done = tokio::task::spawn_blocking(move || work(&node, request.get_ref())).await;
+            let result = done.unwrap_or_else(|error| Err(Status::internal(error.to_string())));
+            if let Err(status) = &result {
+                warn!("{path}: {:?}: {}", status.code(), status.message());
+            }
+            result.map(Response::new)
+        })
+    }
+}
+
+/// Answers calls until a signal ends this process. Volumes stay as they are. Signals must be blocked. `ready` is called once calls are
+/// answered.
+///
+/// # Errors
+/// The socket or the state directory.
+pub fn serve(options: CsiOptions, ready: impl FnOnce()) -> io::Result<()> {
+    let path = options
+        .endpoint
+        .strip_prefix("unix:")
+        .map_or(&*options.endpoint, |rest| if rest.starts_with("///") { &rest[2..] } else { rest });
+    let path = Path::new(path).to_owned();
+    let node = Arc::new(Node::new(options)?);
+    let listener = listen(&path)?;
+    listener.set_nonblocking(true)?;
+    let (end, ended) = oneshot::channel();
+    thread::Builder::new().name("ckfs-signals".into()).spawn(move || {
+        wait_for_end();
+        let _ = end.send(());
+    })?;
+    let looked_after = Arc::clone(&node);
+    thread::Builder::new().name("ckfs-adopt".into()).spawn(move || looked_after.adopt())?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    runtime.block_on(async {
+        let listener = tokio::net::UnixListener::from_std(listener)?;
+        let incoming = futures_util::stream::poll_fn(move |context| {
+            listener.poll_accept(context).map_ok(|(stream, _)| stream).map(Some)
+        });
+        ready();
+        let serving = Server::builder().serve_with_incoming(Plugin(node), incoming);
+        tokio::select! {
+            result = serving => result.map_err(io::Error::other),
+            _ = ended => Ok(()),
+        }
+    })?;
+    info!("ends; volumes stay as they are");
+    // A call that has not ended is asked again of the next plugin.
+    runtime.shutdown_background();
+    let _ = fs::remove_file(path);
+    Ok(())
+}
