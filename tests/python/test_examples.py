@@ -108,7 +108,7 @@ def test_manifests_use_commands_and_flags_that_exist(manifest):
         for words in words_of(document):
             if words[0] in ("/usr/bin/ckfs", "ckfs"):
                 words = words[1:]
-            if words[:1] not in (["mount"], ["status"], ["export"]):
+            if words[:1] not in (["mount"], ["status"], ["export"], ["csi"]):
                 continue
             known = re.findall(r"--[a-z][a-z-]*", mounting.run(words[0], "--help").out + mounting.run("help", "options").out)
             assert [word for word in words[1:] if word.startswith("--") and word not in known] == [], manifest.name

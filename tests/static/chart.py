@@ -20,8 +20,16 @@ VALUES = {
         "node": {"cachePath": "", "maxPagesLimit": 0, "readAheadKib": 0, "metrics": False, "allowOther": False,
                  "nodeSelector": {"gpu": "h100"}, "tolerations": [{"operator": "Exists"}]},
     },
-    "serve": {"mode": "serve", "credentials": "keys", "serve": {"name": "org/llama"}},
-    "serve-open": {"mode": "serve", "models": {"claim": ""}, "serve": {"tokenSecret": "", "s3": False}},
+    "csi": {"mode": "csi", "credentials": "keys"},
+    "csi-bare": {
+        "mode": "csi", "models": {"hostPath": ""},
+        "csi": {"cachePath": "", "nodeSelector": {"gpu": "h100"}, "tolerations": [{"operator": "Exists"}]},
+    },
+    "serve": {"mode": "serve", "credentials": "keys", "serve": {"name": "org/llama", "podMonitor": True, "networkPolicy": True}},
+    "serve-open": {"mode": "serve", "models": {"claim": ""}, "serve": {
+        "tokenSecret": "", "s3": False, "replicas": 1, "podMonitor": True, "networkPolicy": True,
+        "clients": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}],
+    }},
 }  # fmt: skip
 
 
@@ -35,9 +43,13 @@ def main() -> None:
             if findings:
                 sys.exit(f"{path}, {name}: {json.dumps(findings)}")
             rendered = chart.render(values=values, name=name, namespace="ckfs")
-            manifests = [text for file, text in rendered.items() if file.endswith(".yaml") and text.strip()]
-            (out / f"{name}.yaml").write_text("\n---\n".join(manifests))
-        for wrong in ({"mode": "csi"}, {"node": {"hostPath": "relative"}}, {"nodes": {}}):
+            manifests = {file: text for file, text in rendered.items() if file.endswith(".yaml") and text.strip()}
+            # Kinds that are not Kubernetes' own have schemas here.
+            others = [manifests.pop(file) for file in [*manifests] if file.endswith("podmonitor.yaml")]
+            (out / f"{name}.yaml").write_text("\n---\n".join(manifests.values()))
+            for text in others:
+                (out / f"{name}.podmonitor").write_text(text)
+        for wrong in ({"mode": "other"}, {"csi": {"driver": "Upper"}}, {"node": {"hostPath": "relative"}}, {"nodes": {}}):
             try:
                 chart.validate_schema(chart.merge_values(wrong))
             except HelmValuesError:

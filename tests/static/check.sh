@@ -8,8 +8,14 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 bin=$(tests/static/setup.sh)/bin
 
 for manifest in examples/kubernetes/*.yaml; do
-    # The one for Prometheus is no object of Kubernetes.
-    [[ $manifest == */prometheus.yaml ]] || "$bin/kubernetes-validate" --strict "$manifest"
+    case $manifest in
+        # No object of Kubernetes.
+        */prometheus.yaml) ;;
+        # Kinds of others: by what is used of them here.
+        */csi-jobset.yaml) "$bin/check-jsonschema" --schemafile tests/static/schemas/jobset.json "$manifest" ;;
+        */csi-kserve.yaml) "$bin/check-jsonschema" --schemafile tests/static/schemas/inferenceservice.json "$manifest" ;;
+        *) "$bin/kubernetes-validate" --strict "$manifest" ;;
+    esac
 done
 # The chart: linted, and what it makes of several values checked as the manifests are.
 made=$(mktemp -d)
@@ -17,6 +23,9 @@ trap 'rm -rf "$made"' EXIT
 "$bin/python" tests/static/chart.py examples/helm/ckfs "$made"
 for manifest in "$made"/*.yaml; do
     "$bin/kubernetes-validate" --strict "$manifest"
+done
+for monitor in "$made"/*.podmonitor; do
+    "$bin/check-jsonschema" --schemafile tests/static/schemas/podmonitor.json --default-filetype yaml "$monitor"
 done
 "$bin/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
 for form in .github/ISSUE_TEMPLATE/*.yml; do
