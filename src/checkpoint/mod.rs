@@ -36,7 +36,7 @@ pub use amount::human_bytes;
 pub use choose::natural;
 pub use companion::Companion;
 pub use composed::{Composed, ExpertPart};
-pub use container::{Container, LeftOut, SavedArguments, SavedTree};
+pub use container::{Container, LeftOut, ParameterFrame, SavedArguments, SavedTree, UniversalFile};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
 pub use index::rewritten_index;

@@ -372,7 +372,7 @@ impl Chosen<'_> {
                 counted(contents, index.is_some(), files, problems)
             }
             Self::Dcp => dcp::read(files, training_state, problems),
-            Self::Ranks(ranks) => ranks.read(files, problems),
+            Self::Ranks(ranks) => ranks.read(files, training_state, problems),
             Self::Orbax(found) => found.contents(source, problems),
         }
     }

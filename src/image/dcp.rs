@@ -9,6 +9,7 @@ use super::{
     dcp_records::{self, DcpMetadata, OBJECTS},
     dcp_segments::{distcp, distcp_name},
     file_image::{FileImage, ImageError},
+    hf::unchanged,
     input::FormatInput,
     output::{
         DerivedFrom, Directory, FileContent, FormatFiles, LazyFile, Omission, OmittedFormat, OutputFormat, TextFile,
@@ -51,7 +52,7 @@ impl OutputFormat for Dcp {
             return Ok(found.into());
         }
         let input = Arc::clone(input);
-        let files = Arc::new(DcpFiles { input, metadata: OnceLock::new(), one_reader: OnceLock::new() });
+        let files = Arc::new(DcpFiles { input: Arc::clone(&input), metadata: OnceLock::new(), one_reader: OnceLock::new() });
         let directory = Directory::with(self.name(), |directory| {
             for device in files.input.plan.first_holders() {
                 directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
@@ -64,6 +65,11 @@ impl OutputFormat for Dcp {
             }
             let metadata = move || FileContent::generated(Arc::clone(files.metadata()));
             directory.file(".metadata", LazyFile::new(metadata, DerivedFrom::Tensors));
+            let companions = if input.is_whole() { &input.checkpoint.saved_tree().companions[..] } else { &[] };
+            for (name, file) in companions {
+                directory.add(name, unchanged(&input, *file));
+            }
+            // Where the source has its own, these are there already.
             directory.file("metadata.json", TextFile::new(MEGATRON_METADATA.as_bytes(), DerivedFrom::Tensors));
             directory.file("common.pt", TextFile::new(common_pt(), DerivedFrom::Tensors));
         });

@@ -18,11 +18,12 @@ use super::{
     raw::RawFormat,
     safetensors::Safetensors,
     sharded_state::ShardedState,
+    universal::Universal,
 };
 
 /// All output formats, in the order of reports.
-pub const FORMATS: [&dyn OutputFormat; 9] =
-    [&RawFormat, &Npy, &Safetensors, &Pt, &Dcp, &Orbax, &Hf, &ShardedState, &ManifestFormat];
+pub const FORMATS: [&dyn OutputFormat; 10] =
+    [&RawFormat, &Npy, &Safetensors, &Pt, &Dcp, &Orbax, &Hf, &ShardedState, &Universal, &ManifestFormat];
 
 /// Name of the file that explains why a format's directory is otherwise empty.
 const UNAVAILABLE: &str = "UNAVAILABLE.txt";

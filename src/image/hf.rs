@@ -73,9 +73,7 @@ fn mirrored<'a>(root: &'a mut Directory, path: &str) -> Option<&'a mut Directory
 pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<DirectoryEntry, Problem> {
     let HfFile { path, content } = &input.plan.hf[number];
     Ok(DirectoryEntry::File(match content {
-        HfContent::Original(file) => {
-            Arc::new(OriginalFile { file: *file, len_bytes: input.checkpoint.source().len_bytes(*file) })
-        }
+        HfContent::Original(file) => return Ok(unchanged(input, *file)),
         HfContent::Text(rewritten) => return Ok(text(input, path, rewritten)),
         HfContent::Weights { tensors, metadata } => {
             let laid_out = lay_out(tensors, metadata);
@@ -88,6 +86,12 @@ pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<DirectoryE
             })
         }
     }))
+}
+
+/// A file of the source, unchanged.
+pub(super) fn unchanged(input: &FormatInput, file: FileId) -> DirectoryEntry {
+    let len_bytes = input.checkpoint.source().len_bytes(file);
+    DirectoryEntry::File(Arc::new(OriginalFile { file, len_bytes }))
 }
 
 /// A text in place of the repository's own at a path.

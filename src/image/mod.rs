@@ -37,6 +37,7 @@ mod shard_class;
 mod sharded_state;
 mod tensor_files;
 mod torch_archive;
+mod universal;
 
 pub use file_image::{FileImage, ImageError, Segment};
 pub use formats::{FORMATS, layout, unavailable, unavailable_text};

@@ -1,7 +1,7 @@
 //! The archives that `torch.save` writes, laid out without reading any data: see [`ckfs_format::torch::write`] and
 //! [`ckfs_format::zip::write`].
 
-use std::io;
+use std::{borrow::Cow, io, sync::Arc};
 
 use ckfs_format::{
     pickle::write::Pickle,
@@ -38,6 +38,10 @@ enum ArchivePart {
 pub(super) enum Root<'a> {
     /// The only tensor.
     Tensor,
+    /// The only tensor, with one axis.
+    Flat,
+    /// The only tensor under "param", and before it the axis along which it was split, if it was.
+    Parameter(Option<u64>),
     /// A dictionary of all tensors by name.
     Dictionary(&'a [&'a str]),
 }
@@ -50,6 +54,23 @@ fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> 
             for (dtype, shape) in tensors {
                 torch::tensor(&mut pickle, 0, *dtype, shape)?;
             }
+        }
+        Root::Flat => {
+            let (dtype, shape) = tensors[0];
+            let flat = Shape::try_new(&[shape.elements()]).map_err(io::Error::other)?;
+            torch::tensor(&mut pickle, 0, dtype, &flat)?;
+        }
+        Root::Parameter(axis) => {
+            let (dtype, shape) = tensors[0];
+            pickle.empty_dict()?;
+            if let Some(axis) = axis {
+                pickle.text("cat_dim")?;
+                pickle.int(*axis)?;
+                pickle.set_item()?;
+            }
+            pickle.text("param")?;
+            torch::tensor(&mut pickle, 0, dtype, shape)?;
+            pickle.set_item()?;
         }
         Root::Dictionary(names) => {
             pickle.empty_dict()?;
@@ -64,8 +85,23 @@ fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> 
     Ok(bytes)
 }
 
+/// A storage of an archive: its key and its length in bytes.
+type StorageLen<'a> = (Cow<'a, str>, u64);
+
+fn storages<'a>(tensors: &[(DType, &Shape)]) -> Vec<StorageLen<'a>> {
+    let storage = |(number, (dtype, shape)): (usize, &(DType, &Shape))| {
+        (number.to_string().into(), data_bytes(*dtype, shape))
+    };
+    tensors.iter().enumerate().map(storage).collect()
+}
+
 /// Lays out an archive and passes its parts to `each` in order. `checksum` computes those of literal bytes.
-fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u32, each: &mut dyn FnMut(ArchivePart)) {
+fn archive(
+    pickle: &[u8],
+    storages: &[StorageLen<'_>],
+    checksum: fn(&[u8]) -> u32,
+    each: &mut dyn FnMut(ArchivePart),
+) {
     let mut zip = ZipWriter::default();
     let small = |zip: &mut ZipWriter, name: &str, bytes: &[u8]| {
         zip.entry(&format!("{}/{name}", torch::ROOT), bytes.len() as u64, checksum(bytes), ALIGNMENT)
@@ -74,9 +110,8 @@ fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u3
         each(ArchivePart::Bytes(small(&mut zip, name, bytes)));
         each(ArchivePart::Bytes(bytes.to_vec()));
     }
-    for (number, (dtype, shape)) in tensors.iter().enumerate() {
-        let len = data_bytes(*dtype, shape);
-        each(ArchivePart::Bytes(zip.entry(&format!("{}/data/{number}", torch::ROOT), len, 0, alignment(len))));
+    for (number, (key, len)) in storages.iter().enumerate() {
+        each(ArchivePart::Bytes(zip.entry(&format!("{}/data/{key}", torch::ROOT), *len, 0, alignment(*len))));
         each(ArchivePart::Data(number));
     }
     let version = b"3\n".as_slice();
@@ -97,7 +132,7 @@ fn infallible(pickle: io::Result<Vec<u8>>) -> Vec<u8> {
 pub(super) fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
     let mut len = 0;
     // The length does not depend on the checksums' values.
-    archive(&infallible(pickled(root, tensors)), tensors, |_| 0, &mut |part| {
+    archive(&infallible(pickled(root, tensors)), &storages(tensors), |_| 0, &mut |part| {
         len += match part {
             ArchivePart::Bytes(bytes) => bytes.len() as u64,
             ArchivePart::Data(number) => data_bytes(tensors[number].0, tensors[number].1),
@@ -121,15 +156,36 @@ pub(super) fn push_archive(
         }
     }
     let tensors: Vec<_> = entries.iter().map(|entry| (entry.view.dtype(), entry.view.shape())).collect();
+    let data = |image: &mut FileImage, number: usize| image.push_view(entries[number].name, entries[number].view.clone());
+    push_pickled(image, &infallible(pickled(root, &tensors)), &storages(&tensors), &data)
+}
+
+/// An archive of one tensor of float32, whose elements are these bytes.
+pub(super) fn archive_of_values(root: &Root<'_>, shape: &Shape, bytes: &Arc<[u8]>) -> Result<FileImage, ImageError> {
+    let (mut image, tensors) = (FileImage::default(), [(DType::F32, shape)]);
+    let data = |image: &mut FileImage, _| {
+        image.push_bytes(Arc::clone(bytes));
+        Ok(())
+    };
+    push_pickled(&mut image, &infallible(pickled(root, &tensors)), &storages(&tensors), &data)?;
+    Ok(image)
+}
+
+/// Appends an archive of a pickle with these storages, whose bytes `data` appends by number.
+pub(super) fn push_pickled(
+    image: &mut FileImage,
+    pickle: &[u8],
+    storages: &[StorageLen<'_>],
+    data: &dyn Fn(&mut FileImage, usize) -> Result<(), ImageError>,
+) -> Result<(), ImageError> {
     let mut result = Ok(());
     // Neighbouring literal parts become one segment.
     let mut literal = Vec::new();
-    archive(&infallible(pickled(root, &tensors)), &tensors, crc32, &mut |part| match part {
+    archive(pickle, storages, crc32, &mut |part| match part {
         ArchivePart::Bytes(bytes) => literal.extend(bytes),
         ArchivePart::Data(number) => {
             image.push_bytes(std::mem::take(&mut literal).into());
-            let entry = &entries[number];
-            if let Err(error) = image.push_view(entry.name, entry.view.clone()) {
+            if let Err(error) = data(image, number) {
                 result = Err(error);
             }
         }

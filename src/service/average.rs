@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use ckfs_checkpoint::{
     OpenOptions,
-    runs::{StepDirectory, StepState},
+    runs::{FoundSteps, StepDirectory, StepState},
 };
 use ckfs_config::{Average, Config};
 
@@ -54,7 +54,7 @@ fn finished(config: &Config, options: &OpenOptions) -> Result<Vec<(u64, String)>
     let source = config.source.clone().ok_or_else(OpenError::no_source)?;
     let failed = |error| OpenError::Checkpoint { source_name: source.clone(), error };
     let directory = StepDirectory::new(&source, options).map_err(failed)?;
-    let (found, measures) = directory.list_some(&|_| true).map_err(failed)?;
+    let (found, measures) = directory.list_some((&FoundSteps::default(), &|_| false), &|_| true).map_err(failed)?;
     let now = SystemTime::now();
     let steps = found.steps.iter().zip(measures).filter(|(step, measure)| match step.state {
         StepState::Complete => true,

@@ -76,15 +76,96 @@ def test_master_weights_are_those_of_zero_to_fp32(saved, own, tmp_path, case):
     assert "no difference" in mounting.run("verify", mounted.point).out
 
 
+@pytest.fixture(scope="session")
+def converted(base: Path, saved):
+    """What `ds_to_universal` makes of a case, converted once: the directory with `universal/` and `latest_universal`."""
+
+    def of(case: tuple[int, int, str]) -> Path:
+        to = base / "universal" / "-".join(map(str, case))
+        if not to.exists():
+            convert(saved(case), to / "universal", case[1])
+        return to
+
+    return of
+
+
+def convert(checkpoint: Path, to: Path, stage: int) -> None:
+    more = ["--inject_missing_state"] if stage < 3 else []
+    workers = ["--num_extract_workers", 1, "--num_merge_workers", 1]
+    tag = checkpoint / (checkpoint / "latest").read_text()
+    script("deepspeed.checkpoint.ds_to_universal", "--input_folder", tag, "--output_folder", to, *workers, *more)
+
+
+def members(value: object) -> object:
+    """A loaded value as values that compare: types, order and bytes included."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), raw(value)
+    if isinstance(value, dict):
+        return type(value), [(key, members(member)) for key, member in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [members(member) for member in value]
+    if type(value).__module__.startswith("deepspeed") and hasattr(value, "__dict__") and not hasattr(value, "name"):
+        return type(value), members(value.__dict__)
+    return type(value), value
+
+
+def compare(found: Path, expected: Path) -> int:
+    """Compares the archives of two directories, member by member."""
+    files = lambda at: sorted(str(path.relative_to(at)) for path in at.rglob("*") if path.is_file())  # noqa: E731
+    assert files(found) == files(expected)
+    for name in files(expected):
+        values = [torch.load(at / name, weights_only=False) for at in (found, expected)]
+        assert members(values[0]) == members(values[1]), name
+    return len(files(expected))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_state_is_the_universal_checkpoint_of_its_converter(saved, converted, own, case):
+    mounted = own(saved(case), "--training-state")
+    assert compare(mounted / "universal", converted(case) / "universal") > 20
+    assert (mounted / "latest_universal").read_text() == (converted(case) / "latest_universal").read_text()
+    # What the optimizer keeps is there as tensors too, and no part of a model.
+    moments = mounted / "full/optimizer/state/up/weight/exp_avg_sq"
+    param = torch.load(converted(case) / "universal/zero/up.weight/exp_avg_sq.pt", weights_only=False)
+    assert moments.read_bytes() == raw(param["param"] if case[1] < 3 else param)
+    assert "no difference" in mounting.run("verify", mounted.point).out
+    assert not (own(saved(case)) / "universal").exists()
+    # Weights of another type are another model's, to which the optimizer's state does not belong.
+    assert not (own(saved(case), "--training-state", "--dtype", "bf16") / "universal").exists()
+
+
+@pytest.mark.parametrize("case,ranks", [((2, 1, "fp32"), 1), ((2, 2, "bf16"), 3), ((3, 3, "fp32"), 2)])
+def test_deepspeed_resumes_on_other_ranks_as_from_its_converter(saved, converted, own, tmp_path, case, ranks):
+    mounted = own(saved(case), "--training-state")
+    for source, to in ((mounted.point, "found"), (converted(case), "expected")):
+        arguments = (tmp_path / to, *case[1:], source)
+        forked.run_ranks(ranks, MODULES, HERE / "deepspeed_process.py", *arguments, DS_ACCELERATOR="cpu")
+    assert (tmp_path / "found/latest").read_text() == "global_step4"
+    assert compare(tmp_path / "found/global_step4", tmp_path / "expected/global_step4") >= 2
+
+
+def test_what_the_converter_does_not_make_is_said(saved, tmp_path):
+    said = lambda: "".join([(done := mounting.run("plan", copy, "--training-state")).out, done.err])  # noqa: E731
+    for member, edit, message in [
+        ("model", lambda state: state | {"universal_checkpoint_info": {"vocabulary_parameter_patterns": ["embed"]}}, "vocabulary"),
+        ("optim", lambda state: state["optimizer_state_dict"]["base_optimizer_state"]["state"][0].pop("exp_avg"), "exp_avg"),
+    ]:
+        copy = tmp_path / member
+        shutil.copytree(saved((1, 2, "bf16")), copy)
+        [path] = (copy / (copy / "latest").read_text()).glob(f"*{member}*_states.pt")
+        state = torch.load(path, weights_only=False)
+        changed = edit(state)
+        torch.save(changed if isinstance(changed, dict) else state, path)
+        assert "universal/ is not shown" in said() and message in said()
+
+
 @pytest.mark.parametrize("case", [(2, 1, "fp32"), (3, 3, "fp32")])
 def test_universal_checkpoints_hold_the_same(saved, own, tmp_path, case):
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(saved(case), checkpoint)
     tag = (checkpoint / "latest").read_text()
-    more = ["--inject_missing_state"] if case[1] < 3 else []
-    workers = ["--num_extract_workers", 1, "--num_merge_workers", 1]
     universal = checkpoint / f"{tag}_universal"
-    script("deepspeed.checkpoint.ds_to_universal", "--input_folder", checkpoint / tag, "--output_folder", universal, *workers, *more)
+    convert(checkpoint, universal, case[1])
     expected = fp32(checkpoint, tmp_path / "fp32")
     for source in (universal, checkpoint):
         if source == checkpoint:

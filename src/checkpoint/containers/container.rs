@@ -20,7 +20,7 @@ use std::{
 
 use ckfs_format::orbax::read::TreeKey;
 use ckfs_source::FileId;
-use ckfs_tensor::DType;
+use ckfs_tensor::{DType, TensorId};
 
 use super::super::{
     choose::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX, at_top, is_safetensors},
@@ -46,8 +46,53 @@ pub struct SavedTree {
     pub jax_arrays: HashSet<String>,
     /// What is no tensor, of a training state: the stored bytes of pickled members by name, or of the files of an Orbax item.
     pub objects: BTreeMap<String, Arc<[u8]>>,
+    /// Files beside those of the tensors that go with them unchanged, of a training state: names in the directory.
+    pub companions: Vec<(String, FileId)>,
     /// The arguments of the training.
     pub arguments: Option<Box<SavedArguments>>,
+    /// The files of a universal checkpoint of DeepSpeed, of a training state, by path.
+    pub universal: BTreeMap<String, UniversalFile>,
+}
+
+/// A file of a universal checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum UniversalFile {
+    /// A file of the source, unchanged.
+    Original(FileId),
+    /// `torch.save` of a tensor, by name: flat, or in a dictionary with the axis along which ranks had split it.
+    Parameter {
+        /// Name of the tensor.
+        tensor: String,
+        /// How the file holds it.
+        frame: ParameterFrame,
+    },
+    /// `torch.save` of a stored tensor that has no name, in float32, in a dictionary.
+    Unnamed(TensorId),
+    /// The same of these values.
+    Values {
+        /// Its shape.
+        shape: Vec<u64>,
+        /// Little-endian numbers of float32, row-major.
+        bytes: Arc<[u8]>,
+    },
+    /// An archive of a pickle, with the bytes of its storages: key, and a stored tensor without a name.
+    Pickled {
+        /// The pickle.
+        pickle: Arc<[u8]>,
+        /// The storages.
+        storages: Vec<(String, TensorId)>,
+    },
+}
+
+/// How a file of a universal checkpoint holds a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParameterFrame {
+    /// By itself, with one axis.
+    Flat,
+    /// In a dictionary that says that ranks had split axis 0.
+    Split,
+    /// In a dictionary, in float32.
+    Float32,
 }
 
 /// The arguments of a training, beside its weights.

@@ -39,10 +39,12 @@ const METADATA_BYTES_MAX: u64 = 16 * JSON_FILE_BYTES_MAX;
 const OBJECTS_BYTES_MAX: u64 = 256 << 20;
 
 /// Files of a directory that hold no tensors, as Megatron-Core and others write them.
-const COMPANIONS: [&str; 3] = [COMMON, "metadata.json", DCP_METADATA];
+const COMPANIONS: [&str; 3] = [COMMON, FORMAT, DCP_METADATA];
 
-/// Where Megatron-Core puts the arguments of the training.
+/// Where Megatron-Core puts the arguments of the training, and what is the same on all ranks.
 const COMMON: &str = "common.pt";
+/// Where it says in which format the rest is.
+const FORMAT: &str = "metadata.json";
 /// Their name there, and in `.metadata`.
 const ARGUMENTS: &str = "args";
 /// Where Megatron-Bridge puts the configuration of its run, and its member with the model's.
@@ -188,6 +190,10 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
     let left_out = not_read.map(|object| LeftOut { name: object.name, kind: "object".to_owned() });
     contents.left_out = left_out.chain(training).collect();
     contents.tree.objects = objects;
+    let companions = [COMMON, FORMAT].map(|name| Some((name.to_owned(), files.find(name)?)));
+    if let ([Some(common), Some(format)], true) = (companions, training_state) {
+        contents.tree.companions = vec![common, format];
+    }
     match arguments {
         Ok(arguments) => contents.tree.arguments = arguments.map(Box::new),
         Err(message) => contents.warnings.push(message),

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::tracker::Trackers;
+
 /// What a step's directory holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepKind {
@@ -76,6 +78,10 @@ pub struct FoundSteps {
     pub steps: Vec<FoundStep>,
     /// Whether the directory is itself a checkpoint.
     pub is_checkpoint: bool,
+    /// What files of the run say of all steps.
+    pub(super) trackers: Trackers,
+    /// Whether its writer is prime-rl.
+    pub(super) is_stable: bool,
 }
 
 impl FoundSteps {

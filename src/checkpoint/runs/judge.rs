@@ -1,5 +1,7 @@
 //! What a step's directory holds, and whether its writer has finished it.
 
+use std::collections::HashMap;
+
 use ckfs_format::{
     dcp::read::METADATA as DCP_METADATA,
     ocdbt,
@@ -68,15 +70,18 @@ fn stem(name: &str) -> &str {
     name.strip_suffix(".ckpt").unwrap_or(name)
 }
 
+/// What an earlier listing found, and of which of its steps, by name, it is still true.
+pub(super) type Before<'a> = (&'a FoundSteps, &'a dyn Fn(&str) -> bool);
+
 /// The steps of a run: those in its directory, else those in a directory where trainers keep them.
-pub(super) fn steps_of(tree: &dyn StepTree) -> Result<FoundSteps, SourceError> {
-    let own = steps_in(tree, "")?;
+pub(super) fn steps_of(tree: &dyn StepTree, before: Before<'_>) -> Result<FoundSteps, SourceError> {
+    let own = steps_in(tree, "", before)?;
     if own.is_run() {
         return Ok(own);
     }
     let entries = tree.list("")?;
     for name in INSIDE.iter().filter(|name| directories(&entries).any(|inside| inside == **name)) {
-        let inside = steps_in(tree, name)?;
+        let inside = steps_in(tree, name, before)?;
         if inside.is_run() {
             return Ok(inside);
         }
@@ -84,7 +89,7 @@ pub(super) fn steps_of(tree: &dyn StepTree) -> Result<FoundSteps, SourceError> {
     Ok(own)
 }
 
-fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceError> {
+fn steps_in(tree: &dyn StepTree, directory: &str, (before, holds): Before<'_>) -> Result<FoundSteps, SourceError> {
     let entries = tree.list(directory)?;
     let named: Vec<(&str, StepName<'_>)> =
         directories(&entries).filter_map(|name| Some((name, names::parse(name)?))).collect();
@@ -96,18 +101,27 @@ fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceEr
     };
     let of_run: Vec<&(&str, StepName<'_>)> =
         named.iter().filter(|(name, parsed)| Some(parsed.prefix) == prefix && !is_copy(name)).collect();
-    let mut common = InCommon { tree, trackers: Trackers::read(tree, directory)?, is_stable: false };
+    let trackers = Trackers::read(tree, directory)?;
+    let goes_on = before.directory == directory && trackers.go_on_from(&before.trackers);
+    let still = |step: &&FoundStep| goes_on && !matches!(step.state, StepState::Unfinished(_)) && holds(&step.name);
+    let known: HashMap<&str, &FoundStep> =
+        before.steps.iter().filter(still).map(|step| (step.name.as_str(), step)).collect();
+    let mut common = InCommon { tree, trackers, is_stable: !known.is_empty() && before.is_stable };
     let place = if directory.is_empty() { tree.own_name() } else { directory.to_owned() };
-    common.is_stable = STABLE_DIRECTORIES.contains(&place.as_str());
-    for (name, _) in &of_run {
-        common.is_stable = common.is_stable || tree.len_bytes(&below(&below(directory, name), STABLE))?.is_some();
+    common.is_stable |= STABLE_DIRECTORIES.contains(&place.as_str());
+    for name in of_run.iter().map(|(name, _)| below(directory, name)).filter(|name| !known.contains_key(name.as_str())) {
+        common.is_stable = common.is_stable || tree.len_bytes(&below(&name, STABLE))?.is_some();
     }
+    let at_work: Vec<&str> = file_names(&entries).filter(|name| name.ends_with(UNFINISHED_BESIDE)).collect();
     let mut steps = Vec::new();
     for (own_name, parsed) in of_run {
         let name = below(directory, own_name);
-        let Judged { kind, path, mut state } = common.step(&name, *parsed)?;
+        let Judged { kind, path, mut state } = match known.get(name.as_str()) {
+            Some(FoundStep { kind, path, state, .. }) => Judged { kind: *kind, path: path.clone(), state: state.clone() },
+            None => common.step(&name, *parsed)?,
+        };
         let beside = format!("{}{UNFINISHED_BESIDE}", stem(own_name));
-        if has(&entries, &beside) {
+        if at_work.contains(&beside.as_str()) {
             state = unfinished(format!("{beside} is beside it: its writer is still at work, or was stopped"));
         }
         let is_at_work = parsed.unfinished.is_some();
@@ -132,7 +146,8 @@ fn steps_in(tree: &dyn StepTree, directory: &str) -> Result<FoundSteps, SourceEr
     let is_step = |entry: &TreeEntry| entry.is_directory && names::parse(&entry.name).is_some();
     let others: Vec<TreeEntry> = entries.iter().filter(|entry| !is_step(entry)).cloned().collect();
     let is_checkpoint = common.judge(directory, &others, "", 0)?.is_some();
-    Ok(FoundSteps { directory: directory.to_owned(), steps, is_checkpoint })
+    let InCommon { trackers, is_stable, .. } = common;
+    Ok(FoundSteps { directory: directory.to_owned(), steps, is_checkpoint, trackers, is_stable })
 }
 
 impl InCommon<'_> {

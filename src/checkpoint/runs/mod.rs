@@ -81,20 +81,22 @@ impl StepDirectory {
     /// # Errors
     /// The directory cannot be listed.
     pub fn list(&self) -> Result<FoundSteps, CheckpointError> {
-        Ok(judge::steps_of(&*self.tree()?)?)
+        Ok(judge::steps_of(&*self.tree()?, (&FoundSteps::default(), &|_| false))?)
     }
 
     /// The steps that are there now, each with what its files come to where `wants` is true; `None` too of a step whose files
-    /// cannot be listed.
+    /// cannot be listed. The finished steps of the listing `before` of which `holds` is true, by name, are taken as they were, and not
+    /// looked into.
     ///
     /// # Errors
     /// The directory cannot be listed.
     pub fn list_some(
         &self,
+        (before, holds): (&FoundSteps, &dyn Fn(&str) -> bool),
         wants: &dyn Fn(&FoundStep) -> bool,
     ) -> Result<(FoundSteps, Vec<Option<Measure>>), CheckpointError> {
         let tree = self.tree()?;
-        let found = judge::steps_of(&*tree)?;
+        let found = judge::steps_of(&*tree, (before, holds))?;
         let measure = |step: &FoundStep| wants(step).then(|| tree.measure(&step.name).ok()).flatten();
         let measures = found.steps.iter().map(measure).collect();
         Ok((found, measures))

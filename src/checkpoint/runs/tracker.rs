@@ -30,6 +30,12 @@ impl Trackers {
         Ok(Self { rows })
     }
 
+    /// Whether what was finished by an earlier state of these files still is.
+    pub(super) fn go_on_from(&self, earlier: &Self) -> bool {
+        let is_later = |(one, two): (&(&str, Option<u64>), &(&str, Option<u64>))| one.0 == two.0 && one.1 >= two.1;
+        self.rows.len() == earlier.rows.len() && self.rows.iter().zip(&earlier.rows).all(is_later)
+    }
+
     /// Whether one of these files is there.
     pub(super) fn has(&self, names: &[&str]) -> bool {
         self.rows.iter().any(|(name, _)| names.contains(name))

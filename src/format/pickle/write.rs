@@ -6,6 +6,8 @@
 //! A pickle of very many rows is written in parts that do not depend on their place: its words are memoized first of all
 //! ([`Pickle::remember`]), and rows are put together from parts with `push_int`, `push_wide_int` and `push_get`.
 //!
+//! Values of a pickle that was read are written anew with [`Pickle::copy`], each once.
+//!
 //! Own code, because `serde-pickle` (1.2) writes plain values only: no global, no call and no persistent id, of which torch's
 //! files consist.
 
@@ -14,10 +16,17 @@ use std::{
     io::{self, Write},
 };
 
+use super::read::{Id, Object, PickleValue, Unpickled};
+
+/// Most values within each other that are copied.
+const DEPTH_MAX: usize = 100;
+
 /// Writes one pickle.
 pub struct Pickle<'a> {
     out: &'a mut dyn Write,
     memo: HashMap<String, u32>,
+    /// The keys of storages that were copied.
+    storages: Vec<String>,
 }
 
 macro_rules! opcodes {
@@ -41,11 +50,12 @@ impl<'a> Pickle<'a> {
     /// What the output fails with.
     pub fn new(out: &'a mut dyn Write) -> io::Result<Self> {
         out.write_all(b"\x80\x02")?;
-        Ok(Self { out, memo: HashMap::new() })
+        Ok(Self { out, memo: HashMap::new(), storages: Vec::new() })
     }
 
     opcodes! {
         none b'N' "Pushes `None`.";
+        yes 0x88 "Pushes `True`.";
         no 0x89 "Pushes `False`.";
         empty_tuple b')' "Pushes `()`.";
         empty_dict b'}' "Pushes `{}`.";
@@ -65,7 +75,7 @@ impl<'a> Pickle<'a> {
 
     /// Goes on with a pickle whose memo holds these words already.
     pub(crate) fn resume(out: &'a mut dyn Write, memo: Memo) -> Self {
-        Self { out, memo: memo.0 }
+        Self { out, memo: memo.0, storages: Vec::new() }
     }
 
     /// Memoizes the word or global that `push` pushes, and pushes nothing.
@@ -151,6 +161,96 @@ impl<'a> Pickle<'a> {
         self.tuple()
     }
 
+    /// Pushes a value of a pickle that was read, with all that it refers to. Storages of torch are on the CPU in the copy.
+    ///
+    /// # Errors
+    /// What the output fails with; a value that protocol 2 has no one way to write, or one within itself.
+    pub fn copy(&mut self, from: &Unpickled, id: Id) -> io::Result<()> {
+        self.copy_below(from, id, DEPTH_MAX)
+    }
+
+    /// The keys of the storages that copied values refer to, in order; a key may be there twice.
+    pub fn storages(self) -> Vec<String> {
+        self.storages
+    }
+
+    fn copy_below(&mut self, from: &Unpickled, id: Id, depth: usize) -> io::Result<()> {
+        let depth = depth.checked_sub(1).ok_or_else(|| io::Error::other("values within each other without end"))?;
+        let key = || format!("\n{}", id.number());
+        match from.value(id) {
+            PickleValue::None => self.none(),
+            PickleValue::Bool(true) => self.yes(),
+            PickleValue::Bool(false) => self.no(),
+            PickleValue::Int(number) => match u64::try_from(*number) {
+                Ok(number) => self.int(number),
+                Err(_) => {
+                    self.out.write_all(&[0x8a, 16])?;
+                    self.out.write_all(&number.to_le_bytes())
+                }
+            },
+            PickleValue::Float(number) => {
+                // The only number in this order of bytes.
+                let mut bytes = number.to_le_bytes();
+                bytes.reverse();
+                self.out.write_all(b"G")?;
+                self.out.write_all(&bytes)
+            }
+            PickleValue::Text(text) => self.text(text),
+            PickleValue::Global(name) if name.name.contains('.') => Err(not_copied(&format_args!("the class {name}"))),
+            PickleValue::Global(name) => self.global(&name.module, &name.name),
+            PickleValue::Tuple(elements) => self.once(&key(), |pickle| {
+                pickle.mark()?;
+                elements.iter().try_for_each(|element| pickle.copy_below(from, *element, depth))?;
+                pickle.tuple()
+            }),
+            PickleValue::List(elements) => self.once(&key(), |pickle| {
+                pickle.empty_list()?;
+                pickle.copy_into(from, elements, &[], depth)
+            }),
+            PickleValue::Dict(items) => self.once(&key(), |pickle| {
+                pickle.empty_dict()?;
+                pickle.copy_into(from, &[], items, depth)
+            }),
+            PickleValue::Object(object) => self.once(&key(), |pickle| {
+                let Object { callee, args, is_new, state, elements, items } = &**object;
+                pickle.copy_below(from, *callee, depth)?;
+                pickle.copy_below(from, *args, depth)?;
+                if *is_new { pickle.new_object()? } else { pickle.call()? }
+                pickle.copy_into(from, elements, items, depth)?;
+                state.map_or(Ok(()), |state| {
+                    pickle.copy_below(from, state, depth)?;
+                    pickle.build()
+                })
+            }),
+            PickleValue::Persistent(of) => self.once(&key(), |pickle| {
+                let [kind, class, number, _, count] = from.sequence(*of).unwrap_or_default() else {
+                    return Err(not_copied(&"a persistent object that is no storage"));
+                };
+                pickle.storages.extend(from.text(*number).map(str::to_owned));
+                pickle.mark()?;
+                [kind, class, number].into_iter().try_for_each(|part| pickle.copy_below(from, *part, depth))?;
+                pickle.word("cpu")?;
+                pickle.copy_below(from, *count, depth)?;
+                pickle.tuple()?;
+                pickle.persistent()
+            }),
+            value @ (PickleValue::Bytes(_) | PickleValue::Set(_)) => Err(not_copied(&value.kind())),
+        }
+    }
+
+    fn copy_into(&mut self, from: &Unpickled, elements: &[Id], items: &[(Id, Id)], depth: usize) -> io::Result<()> {
+        for element in elements {
+            self.copy_below(from, *element, depth)?;
+            self.append()?;
+        }
+        for (key, value) in items {
+            self.copy_below(from, *key, depth)?;
+            self.copy_below(from, *value, depth)?;
+            self.set_item()?;
+        }
+        Ok(())
+    }
+
     /// Pushes an object of a class without calling `__init__`; [`Pickle::build`] gives it its state.
     ///
     /// # Errors
@@ -160,6 +260,11 @@ impl<'a> Pickle<'a> {
         self.empty_tuple()?;
         self.new_object()
     }
+}
+
+/// What a value is not copied with.
+fn not_copied(what: &dyn std::fmt::Display) -> io::Error {
+    io::Error::other(format!("{what} is not written anew"))
 }
 
 /// The words and globals that a pickle has memoized.

@@ -166,6 +166,11 @@ pub struct OpenedArchive {
 }
 
 impl OpenedArchive {
+    /// First byte and length of the storage with this key in the archive.
+    pub fn storage(&self, key: &str) -> Option<(u64, u64)> {
+        self.storages.get(key).copied()
+    }
+
     /// The tensor that a value of the pickle is, called `name` in messages; `None` if it is none.
     ///
     /// # Errors

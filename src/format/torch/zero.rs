@@ -6,10 +6,16 @@
 //! ```
 //!
 //! With ZeRO 1 and 2 the partitions of a group, one after the other over the ranks, are the parameters of the group one after the
-//! other. With ZeRO 3 each rank has a part of each parameter, padded to the same length on all ranks.
+//! other. With ZeRO 3 each rank has a part of each parameter, padded to the same length on all ranks. What the optimizer keeps of each
+//! number lies in vectors like those of the master weights.
+
+use std::io;
 
 use super::{
-    super::pickle::read::{Id, PickleValue, Unpickled},
+    super::pickle::{
+        read::{Id, PickleValue, Unpickled},
+        write::Pickle,
+    },
     distributed,
     state::{TorchError, is_listed},
 };
@@ -59,6 +65,8 @@ pub struct ModelStates {
     pub steps: Option<u64>,
     /// Number of ranks that share one part of the model.
     pub tensor_ranks: Option<u64>,
+    /// The member of `universal_checkpoint_info` that says of some parameters how they were split, if there is one.
+    pub split_by: Option<String>,
 }
 
 /// What a file of optimizer states says.
@@ -72,6 +80,36 @@ pub struct OptimizerStates {
     pub flat: Vec<Id>,
     /// Elements behind each parameter that are none, by group, if the file says so.
     pub paddings: Option<Vec<Vec<u64>>>,
+    /// By group, what the optimizer keeps: vectors as long as the partition, and numbers of steps. Empty if it is kept otherwise.
+    pub kept: Vec<Vec<Named>>,
+    /// What is the same for all parameters: `optimizer_state.pt` of a universal checkpoint.
+    pub shared: Result<Copied, String>,
+}
+
+/// A value of a pickle as a pickle of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Copied {
+    /// The pickle.
+    pub pickle: Vec<u8>,
+    /// The keys of the storages that it refers to.
+    pub storages: Vec<String>,
+}
+
+/// A pickle of a value of another one.
+///
+/// # Errors
+/// A text: there is a value that is not written anew.
+pub fn copied(pickle: &Unpickled, id: Id) -> Result<Copied, String> {
+    copied_by(|copy| copy.copy(pickle, id)).map_err(|error| error.to_string())
+}
+
+fn copied_by(push: impl FnOnce(&mut Pickle<'_>) -> io::Result<()>) -> io::Result<Copied> {
+    let mut bytes = Vec::new();
+    let mut copy = Pickle::new(&mut bytes)?;
+    push(&mut copy)?;
+    copy.stop()?;
+    let storages = copy.storages();
+    Ok(Copied { pickle: bytes, storages })
 }
 
 struct Of<'a> {
@@ -124,7 +162,14 @@ pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, TorchError> {
         pickle.item(root, "frozen_param_shapes").is_some_and(|id| *pickle.value(id) == PickleValue::None);
     let stage = ["ds_config", "zero_optimization", "stage"].iter().try_fold(root, |at, key| of.present(at, key));
     let stage = stage.and_then(|stage| pickle.natural(stage));
-    Ok(ModelStates { module, buffers, groups, frozen, says_no_frozen, stage, shared, steps, tensor_ranks })
+    let info = of.present(root, "universal_checkpoint_info").and_then(|info| pickle.items(info)).unwrap_or_default();
+    let is_filled = |id: Id| {
+        pickle.items(id).is_some_and(|items| !items.is_empty())
+            || pickle.sequence(id).is_some_and(|elements| !elements.is_empty())
+    };
+    let split_by = info.iter().find(|(_, value)| is_filled(*value)).map(|(key, _)| pickle.text(*key));
+    let split_by = split_by.map(|key| key.unwrap_or("?").to_owned());
+    Ok(ModelStates { module, buffers, groups, frozen, says_no_frozen, stage, shared, steps, tensor_ranks, split_by })
 }
 
 /// Reads a file of optimizer states.
@@ -159,7 +204,15 @@ pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, TorchErro
         }
         None => None,
     };
-    Ok(OptimizerStates { stage, partitions, flat, paddings })
+    let base = if stage == 3 { "optimizer_state_dict" } else { "base_optimizer_state" };
+    let of_group = |number: usize| {
+        let groups = pickle.items(pickle.item(pickle.item(state, base)?, "state")?)?;
+        let found = groups.iter().rev().find(|(key, _)| pickle.natural(*key) == Some(number as u64));
+        of.pairs(base, found?.1).ok()
+    };
+    let kept: Option<Vec<Vec<Named>>> = (0..flat.len()).map(of_group).collect();
+    let shared = of.shared(state, (base, key), stage).map_err(|error| error.to_string());
+    Ok(OptimizerStates { stage, partitions, flat, paddings, kept: kept.unwrap_or_default(), shared })
 }
 
 fn set(pickle: &Unpickled, id: Id) -> Option<&[Id]> {
@@ -173,6 +226,36 @@ impl Of<'_> {
 
     fn member(&self, state: Id, key: &'static str) -> Result<Id, TorchError> {
         self.present(state, key).ok_or_else(|| malformed("(file)", key))
+    }
+
+    /// What `ds_to_universal` keeps of the optimizer's state as a whole: with ZeRO 3 all that the first rank has.
+    fn shared(&self, state: Id, (base, flat): (&'static str, &str), stage: u64) -> io::Result<Copied> {
+        let pickle = self.pickle;
+        let groups = self.member(state, base).and_then(|base| self.member(base, "param_groups"));
+        let groups = groups.map_err(io::Error::other)?;
+        let items = pickle.items(state).unwrap_or_default();
+        copied_by(|copy| {
+            copy.empty_dict()?;
+            let is_of_ranks = |key: &str| stage < 3 && [base, flat, "param_slice_mappings"].contains(&key);
+            for (key, value) in items.iter().filter(|(key, _)| !pickle.text(*key).is_some_and(is_of_ranks)) {
+                copy.copy(pickle, *key)?;
+                match pickle.sequence(*value).filter(|_| stage < 3 && pickle.text(*key) == Some("group_paddings")) {
+                    // Parameters that are whole have none.
+                    Some(paddings) => {
+                        copy.empty_list()?;
+                        for _ in paddings {
+                            copy.int(0)?;
+                            copy.append()?;
+                        }
+                    }
+                    None => copy.copy(pickle, *value)?,
+                }
+                copy.set_item()?;
+            }
+            copy.text("param_groups")?;
+            copy.copy(pickle, groups)?;
+            copy.set_item()
+        })
     }
 
     /// The items of a dictionary with text keys. A key that was set twice counts once, as it was set last.

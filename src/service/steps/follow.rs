@@ -3,7 +3,7 @@
 //! On a local file system it sleeps until the kernel tells of a change. Elsewhere, and as a precaution, it looks from time to time.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashMap, HashSet},
     io::{self, Read},
     os::fd::AsFd,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -18,8 +18,9 @@ use ckfs_source::{DirectoryWatch, Woken};
 
 use super::{
     run::Run,
-    settle::{ListedStep, Look, OPENING, Settling, watched},
+    settle::{ListedStep, Look, OPENING, OfSteps, Settling, watched},
     slot::Slot,
+    slots::same,
 };
 
 /// Time between two looks where nothing tells of changes.
@@ -30,6 +31,8 @@ const PAUSE: Duration = Duration::from_millis(60);
 const AGAIN: Duration = Duration::from_millis(100);
 /// The looks take at most one part in this of a processor.
 const PART_MAX: u32 = 10;
+/// The same of looks into all finished steps, of which nothing tells of a change.
+const PART_QUIET: u32 = 2000;
 
 /// Starts the thread.
 ///
@@ -47,17 +50,15 @@ pub(super) fn start(run: &Arc<Run>) -> io::Result<()> {
 
 fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mut bell: io::PipeReader) {
     // What may have changed since the last look; `None` for anything.
-    let (mut changed, mut known) = (Some(BTreeSet::new()), BTreeSet::new());
+    let (mut changed, mut known) = (Some(BTreeSet::new()), OfSteps::new());
+    let mut looks_into_all_at = Instant::now();
     loop {
         let Some(alive) = run.upgrade().filter(|run| !run.has_ended.load(Ordering::Relaxed)) else { return };
         let poll = alive.config.mount.steps_poll.map_or(POLL, TimeLimit::duration);
         let begun = Instant::now();
-        let measures = |name: &str| {
-            let place = alive.directory.local().map(|run| run.join(name));
-            changed.as_ref().is_none_or(|changed: &BTreeSet<PathBuf>| {
-                place.is_none_or(|place| changed.iter().any(|path| path.starts_with(&place)))
-            })
-        };
+        // Of a run in an object store one listing tells all.
+        let of_steps = alive.directory.local().zip(changed.as_ref()).map(|(run, changed)| names_of(run, changed));
+        let measures = |name: &str| of_steps.as_ref().is_none_or(|names| names.contains(Path::new(name)));
         let looked = catch_unwind(AssertUnwindSafe(|| alive.look(&mut settling, &measures)));
         let took = begun.elapsed();
         let next = match looked {
@@ -65,11 +66,9 @@ fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mu
                 alive.note_looking(None);
                 alive.plan_ahead();
                 let watching = alive.waits.begin_path(Path::new(&alive.source), "watch");
-                let directories = watched(&alive.directory, &look, &watching);
-                let has_new = directories.iter().any(|directory| !known.contains(directory));
+                let (directories, has_new) = watched(&alive.directory, &look, (&mut known, &measures), &watching);
                 watch.set(&directories);
                 drop(watching);
-                known = directories;
                 // What happened in a new directory before it was watched nobody tells of.
                 let again = if has_new { Some(look.again.map_or(AGAIN, |again| again.min(AGAIN))) } else { look.again };
                 again.map_or(poll, |again| again.min(poll))
@@ -81,6 +80,9 @@ fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mu
             // The panic has its line in the log.
             Err(_) => poll,
         };
+        if of_steps.is_none() {
+            looks_into_all_at = Instant::now() + poll.max(took.saturating_mul(PART_QUIET));
+        }
         drop(alive);
         let pause = PAUSE.max(took.saturating_mul(PART_MAX));
         let polls_at = Instant::now() + next;
@@ -91,7 +93,10 @@ fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mu
                 // What came meanwhile.
                 let _ = watch.wait(Duration::ZERO, bell.as_fd());
             }
-            Ok(Woken::Timeout) => measures_all = next >= poll && Instant::now() >= polls_at,
+            Ok(Woken::Timeout) => {
+                let now = Instant::now();
+                measures_all = next >= poll && now >= polls_at && now >= looks_into_all_at;
+            }
             Ok(Woken::Stopped) => {
                 let mut rung = [0; 64];
                 // The other end is gone with the run.
@@ -106,6 +111,12 @@ fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mu
         }
         changed = watch.take_changed().filter(|_| !measures_all);
     }
+}
+
+/// The changed paths relative to the run, and the directories above them: the names of the steps that changed are among them.
+fn names_of<'a>(run: &Path, changed: &'a BTreeSet<PathBuf>) -> HashSet<&'a Path> {
+    let relative = changed.iter().filter_map(|path| path.strip_prefix(run).ok());
+    relative.flat_map(Path::ancestors).collect()
 }
 
 impl Run {
@@ -140,9 +151,12 @@ impl Run {
         self.looked.write().clone_from(&look.steps);
         let finished: Vec<&ListedStep> = look.steps.iter().filter(|step| step.unfinished.is_none()).collect();
         let most = self.wanted.most().unwrap_or(finished.len()).min(finished.len());
-        let permission = |step| self.slots.permission(step).unwrap_or_else(|| self.permission_of_step(step));
+        let slots = self.slots.by_number();
+        let known = |step: &ListedStep| same(&slots, step).map(|slot| slot.permission);
+        let permission = |step| known(step).unwrap_or_else(|| self.permission_of_step(step));
         let shown = finished[finished.len() - most..].iter().map(|step| ((*step).clone(), permission(step)));
-        let are_there = |step: &ListedStep| finished.iter().any(|other| other.is_same(step));
+        let by_number: HashMap<u64, &ListedStep> = finished.iter().map(|step| (step.number, *step)).collect();
+        let are_there = |step: &ListedStep| by_number.get(&step.number).is_some_and(|other| other.is_same(step));
         let changes = self.slots.show(&shown.collect::<Vec<_>>(), &are_there);
         self.count_ended(&changes.ended, look);
         for volume in changes.volumes {
@@ -167,7 +181,7 @@ impl Run {
         let mut changing = self.changing.lock();
         changing.extend(ended.iter().map(|slot| (slot.step.number, slot.step.name.clone())));
         changing.retain(|number, name| {
-            let found = look.steps.iter().find(|step| step.number == *number);
+            let found = look.steps.binary_search_by_key(number, |step| step.number).ok().map(|at| &look.steps[at]);
             let (count, what) = match found {
                 Some(step) if step.unfinished.is_some() => return true,
                 Some(_) => (&self.counts.rewritten, "is written anew"),

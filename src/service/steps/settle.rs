@@ -6,7 +6,7 @@
 //! error.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{HashMap, HashSet},
     fs,
     path::{Path, PathBuf},
     sync::Arc,
@@ -115,6 +115,8 @@ pub(super) struct Settling {
     /// Whether the clock of the storage is that of this machine.
     has_own_clock: bool,
     seen: HashMap<String, Seen>,
+    /// The last look.
+    found: FoundSteps,
 }
 
 /// The result of a look.
@@ -146,12 +148,12 @@ pub(crate) fn step_directory(
 impl Settling {
     pub(super) fn new(directory: StepDirectory, options: OpenOptions) -> Self {
         let has_own_clock = directory.local().is_some_and(|path| !is_on_network(path));
-        Self { directory, options, has_own_clock, seen: HashMap::new() }
+        Self { directory, options, has_own_clock, seen: HashMap::new(), found: FoundSteps::default() }
     }
 
     /// Goes on with other options.
     pub(super) fn go_on(&mut self, directory: StepDirectory, options: OpenOptions) {
-        (self.directory, self.options) = (directory, options);
+        (self.directory, self.options, self.found) = (directory, options, FoundSteps::default());
     }
 
     /// Forgets what was found of a step, so that the next look measures it.
@@ -166,13 +168,11 @@ impl Settling {
     /// The directory cannot be listed.
     pub(super) fn look(&mut self, measures: &dyn Fn(&str) -> bool, opening: Duration) -> Result<Look, CheckpointError> {
         let seen = &self.seen;
-        let is_known = |step: &FoundStep| seen.get(&step.name).is_some_and(|seen| seen.is_finished);
-        let wants = |step: &FoundStep| {
-            !matches!(step.state, StepState::Unfinished(_)) && (!is_known(step) || measures(&step.name))
-        };
-        let (found, measures) = self.directory.list_some(&wants)?;
-        let names: Vec<&str> = found.steps.iter().map(|step| step.name.as_str()).collect();
-        self.seen.retain(|name, _| names.contains(&name.as_str()));
+        let holds = |name: &str| seen.get(name).is_some_and(|seen| seen.is_finished) && !measures(name);
+        let wants = |step: &FoundStep| !matches!(step.state, StepState::Unfinished(_)) && !holds(&step.name);
+        let (found, measures) = self.directory.list_some((&self.found, &holds), &wants)?;
+        let names: HashSet<&str> = found.steps.iter().map(|step| step.name.as_str()).collect();
+        self.seen.retain(|name, _| names.contains(name.as_str()));
         let mut again: Option<Duration> = None;
         let mut steps = Vec::with_capacity(found.steps.len());
         let mut left = opening;
@@ -182,6 +182,7 @@ impl Settling {
             steps.push(ListedStep::new(step, &self.directory, measure, unfinished));
         }
         steps.reverse();
+        self.found.clone_from(&found);
         Ok(Look { steps, found, again })
     }
 
@@ -316,7 +317,7 @@ pub fn listed_steps(config: &Config, waits: &Arc<WaitRegistry>) -> Result<Vec<Li
     let (directory, _) = step_directory(config, waits)?;
     let source = config.source.clone().unwrap_or_default();
     let failed = |error| OpenError::Checkpoint { source_name: source, error };
-    let (found, measures) = directory.list_some(&|_| true).map_err(failed)?;
+    let (found, measures) = directory.list_some((&FoundSteps::default(), &|_| false), &|_| true).map_err(failed)?;
     let listed = |(step, measure): (&FoundStep, Option<Measure>)| {
         let unfinished = match &step.state {
             StepState::Complete | StepState::Unmarked => None,
@@ -337,25 +338,50 @@ pub(super) fn refuse_checkpoint(source: &str, found: &FoundSteps) -> Result<(), 
     Ok(())
 }
 
-/// The directories to watch for changes of a local run: its own, that of its steps, those of the steps, and what is in them, deeper
-/// in those that are not finished. `looking` is the wait for all of them.
-pub(super) fn watched(directory: &StepDirectory, look: &Look, looking: &WaitGuard<'_>) -> BTreeSet<PathBuf> {
-    let mut watched = BTreeSet::new();
-    let Some(run) = directory.local() else { return watched };
-    watched.insert(run.to_owned());
-    watched.insert(run.join(&look.found.directory));
-    for step in &look.steps {
-        let place = run.join(&step.name);
-        let depth = if step.unfinished.is_some() { DEPTH_WATCHED } else { DEPTH_FINISHED };
-        add_inside(&place, depth, &mut watched);
-        let checkpoint = Path::new(&step.source);
-        if checkpoint.starts_with(&place) {
-            watched.insert(checkpoint.to_owned());
-        }
-        watched.insert(place);
+/// The directories of steps that are watched, by name of the step.
+pub(super) type OfSteps = HashMap<String, Vec<PathBuf>>;
+
+/// The directories to watch for changes of a local run, what matters most first: its own, that of its steps, those of the steps, and
+/// what is in them, deeper in those that are not finished. `known` are those of the look before, which stay as they are for finished
+/// steps that did not change; also whether one is new since. `looking` is the wait for all of them.
+pub(super) fn watched(
+    directory: &StepDirectory,
+    look: &Look,
+    (known, changed): (&mut OfSteps, &dyn Fn(&str) -> bool),
+    looking: &WaitGuard<'_>,
+) -> (Vec<PathBuf>, bool) {
+    let Some(run) = directory.local() else { return (Vec::new(), false) };
+    let (mut of_steps, mut has_new) = (OfSteps::with_capacity(look.steps.len()), false);
+    let (mut first, mut rest) = (vec![run.to_owned(), run.join(&look.found.directory)], Vec::new());
+    for step in look.steps.iter().rev() {
+        let is_finished = step.unfinished.is_none();
+        let before = known.remove(&step.name);
+        let inside = match before {
+            Some(before) if is_finished && !changed(&step.name) => before,
+            before => {
+                let inside = directories_of(run, step);
+                has_new |= before.is_none_or(|before| inside.iter().any(|place| !before.contains(place)));
+                inside
+            }
+        };
+        if is_finished { &mut rest } else { &mut first }.extend(inside.iter().cloned());
+        of_steps.insert(step.name.clone(), inside);
         looking.advance();
     }
-    watched
+    *known = of_steps;
+    first.extend(rest);
+    (first, has_new)
+}
+
+/// The directories of a step that are watched.
+fn directories_of(run: &Path, step: &ListedStep) -> Vec<PathBuf> {
+    let place = run.join(&step.name);
+    let mut found = vec![place.clone()];
+    let checkpoint = Path::new(&step.source);
+    found.extend(checkpoint.starts_with(&place).then(|| checkpoint.to_owned()));
+    let depth = if step.unfinished.is_some() { DEPTH_WATCHED } else { DEPTH_FINISHED };
+    add_inside(&place, depth, &mut found);
+    found
 }
 
 /// Depth to which the directories of an unfinished step are watched.
@@ -363,14 +389,14 @@ const DEPTH_WATCHED: usize = 4;
 /// The same of a finished step: items of Orbax, and the models beside others of reinforcement learning.
 const DEPTH_FINISHED: usize = 1;
 
-fn add_inside(place: &Path, depth: usize, watched: &mut BTreeSet<PathBuf>) {
+fn add_inside(place: &Path, depth: usize, watched: &mut Vec<PathBuf>) {
     if depth == 0 {
         return;
     }
     for entry in fs::read_dir(place).into_iter().flatten().flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            watched.push(entry.path());
             add_inside(&entry.path(), depth - 1, watched);
-            watched.insert(entry.path());
         }
     }
 }

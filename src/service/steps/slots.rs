@@ -1,7 +1,7 @@
 //! All steps of a run, by number and by slot.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     sync::{Arc, atomic::Ordering},
 };
 
@@ -40,6 +40,20 @@ pub(super) struct SlotChanges {
     pub(super) ended: Vec<Arc<Slot>>,
     /// Volumes of these.
     pub(super) volumes: Vec<Arc<Volume>>,
+}
+
+/// Slots by the number of their step.
+pub(super) type SlotsByNumber = HashMap<u64, Vec<Arc<Slot>>>;
+
+fn by_number(slots: &BTreeMap<u64, Arc<Slot>>) -> SlotsByNumber {
+    let mut found = SlotsByNumber::with_capacity(slots.len());
+    slots.values().for_each(|slot| found.entry(slot.step.number).or_default().push(Arc::clone(slot)));
+    found
+}
+
+/// The slot of a step in its state.
+pub(super) fn same<'a>(slots: &'a SlotsByNumber, step: &ListedStep) -> Option<&'a Arc<Slot>> {
+    slots.get(&step.number)?.iter().find(|slot| slot.step.is_same(step))
 }
 
 macro_rules! read {
@@ -89,9 +103,9 @@ impl Slots {
         inside.slots.get(inside.listed.last_key_value()?.1).cloned()
     }
 
-    /// The permission of a step's directory, if a slot has it.
-    pub(super) fn permission(&self, step: &ListedStep) -> Option<Permission> {
-        read!(self).slots.values().find(|slot| slot.step.is_same(step)).map(|slot| slot.permission)
+    /// All slots that answer requests, by the number of their step.
+    pub(super) fn by_number(&self) -> SlotsByNumber {
+        by_number(&read!(self).slots)
     }
 
     /// Shows these steps and no others, each with the permission of its directory: the caller has looked that up, since all requests
@@ -105,8 +119,9 @@ impl Slots {
         let mut inside = write!(self);
         let before = inside.listed.last_key_value().map(|(number, _)| *number);
         let known: Vec<Arc<Slot>> = inside.slots.values().cloned().collect();
+        let wanted: HashMap<u64, &ListedStep> = steps.iter().map(|(step, _)| (step.number, step)).collect();
         for slot in known {
-            let is_wanted = steps.iter().any(|(step, _)| step.is_same(&slot.step));
+            let is_wanted = wanted.get(&slot.step.number).is_some_and(|step| step.is_same(&slot.step));
             let is_listed = inside.listed.get(&slot.step.number) == Some(&slot.index);
             if is_wanted && is_listed {
                 continue;
@@ -120,13 +135,13 @@ impl Slots {
                 changes.ended.push(slot);
             }
         }
+        let earlier = by_number(&inside.slots);
         for (step, permission) in steps {
             if inside.listed.contains_key(&step.number) {
                 continue;
             }
             // A step that comes back into the window has its slot still.
-            let earlier = inside.slots.values().find(|slot| slot.step.is_same(step)).cloned();
-            let slot = earlier.unwrap_or_else(|| {
+            let slot = same(&earlier, step).cloned().unwrap_or_else(|| {
                 inside.last_index += 1;
                 let slot = Arc::new(Slot::new(inside.last_index, step.clone(), *permission));
                 inside.slots.insert(slot.index, Arc::clone(&slot));

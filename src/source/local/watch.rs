@@ -66,8 +66,9 @@ impl DirectoryWatch {
 
     /// Watches these directories, the first ones if they are very many, and no others. Returns whether all of them are watched;
     /// one that is gone counts as watched.
-    pub fn set(&mut self, directories: &BTreeSet<PathBuf>) -> bool {
-        let gone: Vec<PathBuf> = self.watched.keys().filter(|path| !directories.contains(*path)).cloned().collect();
+    pub fn set(&mut self, directories: &[PathBuf]) -> bool {
+        let wanted: BTreeSet<&PathBuf> = directories.iter().take(WATCHES_MAX).collect();
+        let gone: Vec<PathBuf> = self.watched.keys().filter(|path| !wanted.contains(path)).cloned().collect();
         for path in gone {
             if let Some(watch) = self.watched.remove(&path) {
                 // The kernel may have removed it with the directory.
@@ -75,7 +76,7 @@ impl DirectoryWatch {
             }
         }
         let mut all = directories.len() <= WATCHES_MAX;
-        for path in directories.iter().take(WATCHES_MAX) {
+        for path in wanted {
             // Added again each time: a directory of this name may be another one by now. The kernel knows the same one.
             match inotify::add_watch(&self.inotify, path.as_path(), flags()) {
                 Ok(watch) => {
@@ -176,7 +177,7 @@ mod tests {
         let mut watch = DirectoryWatch::new().unwrap();
         let (stop, stopping) = io::pipe().unwrap();
         let wait = |watch: &mut DirectoryWatch, ms| watch.wait(Duration::from_millis(ms), stop.as_fd()).unwrap();
-        let all = BTreeSet::from([directory.path().to_owned(), path("a"), path("absent")]);
+        let all = [directory.path().to_owned(), path("a"), path("absent")];
         assert!(watch.set(&all));
         assert_eq!(wait(&mut watch, 20), Woken::Timeout);
         fs::write(path("a/file"), "x").unwrap();
@@ -191,7 +192,7 @@ mod tests {
         while wait(&mut watch, 50) == Woken::Changed {}
         fs::write(path("a/new"), "x").unwrap();
         assert_eq!(wait(&mut watch, 10_000), Woken::Changed);
-        assert!(watch.set(&BTreeSet::from([path("a")])));
+        assert!(watch.set(&[path("a")]));
         while wait(&mut watch, 50) == Woken::Changed {}
         fs::write(path("other"), "x").unwrap();
         assert_eq!(wait(&mut watch, 50), Woken::Timeout);

@@ -7,12 +7,13 @@
 //! | universal, of DeepSpeed | `zero/<name>/fp32.pt`, `mp_rank_00_model_states.pt` | `zero.rs` |
 //! | classic ones of Megatron | `mp_rank_00_001/model_optim_rng.pt` … | `megatron.rs` |
 //!
-//! `names.rs` knows the names. A tensor is put together by what the files say of it: placements and meshes. No two values are ever compared.
+//! `universal.rs` says what a universal checkpoint of ZeRO would be. `names.rs` knows the names. A tensor is put together by what the files say of it: placements and meshes. No two values are ever compared.
 
 mod fsdp;
 mod job;
 mod megatron;
 mod names;
+mod universal;
 mod zero;
 
 use job::RankJob;
@@ -134,15 +135,15 @@ impl RankFiles {
         }
     }
 
-    /// Reads them.
-    pub(crate) fn read(&self, files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
+    /// Reads them. With `training_state`, what the optimizer of DeepSpeed keeps too.
+    pub(crate) fn read(&self, files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
         let mut contents = Contents { are_ranks: true, container: Container::Ranks, ..Contents::default() };
         let found = files.ids().filter_map(|id| Some((id, self.file(files.path(id))?))).collect();
         let job = RankJob { files, below: &self.below, found };
         let read = match self.kind {
             RankKind::Fsdp => fsdp::read(&job, &mut contents, problems),
             RankKind::Megatron => megatron::read(&job, &mut contents, problems),
-            RankKind::Zero => zero::read(&job, &mut contents, problems),
+            RankKind::Zero => zero::read(&job, training_state, &mut contents, problems),
         };
         read.unwrap_or_else(|found| found.into_iter().for_each(|problem| problems.push(problem)));
         contents

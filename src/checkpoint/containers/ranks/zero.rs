@@ -1,7 +1,7 @@
 //! Checkpoints of DeepSpeed: ZeRO 1, 2 and 3, and universal ones. The master weights are read, as `zero_to_fp32` reads them.
 //!
 //! A parameter is an interval of a flat vector that is spread over the files of ranks. An interval of a tensor in row-major order is a few
-//! boxes ([`interval_boxes`]), so that nothing is put together before it is read.
+//! boxes ([`interval_boxes`]), so that nothing is put together before it is read. The vectors that the optimizer keeps are cut alike.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -10,7 +10,7 @@ use std::{
 
 use ckfs_format::torch::{
     read::{OpenedArchive, SavedTensor},
-    zero::{self, ModelStates, OptimizerStates, Shaped},
+    zero::{self, Copied, ModelStates, OptimizerStates, Shaped},
 };
 use ckfs_source::FileId;
 use ckfs_tensor::DType;
@@ -24,6 +24,7 @@ use super::{
     },
     job::{Assembled, NAMED, RankJob, tensor_of},
     names::{RankFile, RankKind, UNIVERSAL},
+    universal::{self, UnnamedTensor},
 };
 
 /// Elements in a file, one after the other.
@@ -149,18 +150,39 @@ fn assembled_whole(file: FileId, saved: &SavedTensor) -> Assembled {
 /// What one file says.
 enum Said {
     Model(ModelFile),
-    Optimizer(OptimizerStates, Vec<SavedTensor>),
+    Optimizer(OptimizerFile),
     /// A parameter of a universal checkpoint.
     Parameter(SavedTensor),
 }
 
-struct ModelFile {
-    states: ModelStates,
+/// Under which key optimizers keep the number of steps.
+const STEP: &str = "step";
+
+/// What a file of optimizer states says.
+pub(super) struct OptimizerFile {
+    pub(super) file: FileId,
+    pub(super) states: OptimizerStates,
+    /// The partition of each group: that of the master weights, called "", and with a training state those of the vectors that the
+    /// optimizer keeps, by key.
+    pub(super) flat: BTreeMap<String, Vec<SavedTensor>>,
+    /// Single numbers that the optimizer keeps, by key and group.
+    scalars: BTreeMap<String, Vec<SavedTensor>>,
+    /// The numbers of steps by group, and what is the same for all parameters, as files of a universal checkpoint.
+    pub(super) steps: Vec<Option<Pickled>>,
+    pub(super) shared: Result<Pickled, String>,
+}
+
+/// A pickle with keys, first bytes and lengths of its storages.
+#[derive(Clone)]
+pub(super) struct Pickled(pub(super) Vec<u8>, pub(super) Vec<(String, (u64, u64))>);
+
+pub(super) struct ModelFile {
+    pub(super) states: ModelStates,
     /// The tensors of `states.module` and of `states.frozen`.
-    module: Vec<(String, SavedTensor)>,
+    pub(super) module: Vec<(String, SavedTensor)>,
     frozen: Vec<SavedTensor>,
     /// Members of the module that are no tensors.
-    others: Vec<String>,
+    pub(super) others: Vec<String>,
 }
 
 fn model_file(opened: &OpenedArchive) -> Result<Said, String> {
@@ -180,14 +202,36 @@ fn model_file(opened: &OpenedArchive) -> Result<Said, String> {
     Ok(Said::Model(ModelFile { states, module, frozen, others }))
 }
 
-fn optimizer_file(opened: &OpenedArchive) -> Result<Said, String> {
+fn optimizer_file(opened: &OpenedArchive, training_state: bool) -> Result<Said, String> {
     let states = zero::optimizer_states(&opened.pickle).map_err(|error| error.to_string())?;
-    let mut flat = Vec::with_capacity(states.flat.len());
+    let mut weights = Vec::with_capacity(states.flat.len());
     for (number, id) in states.flat.iter().enumerate() {
         let name = format!("partition of group {number}");
-        flat.push(tensor_of(opened, *id, &name, &name)?);
+        weights.push(tensor_of(opened, *id, &name, &name)?);
     }
-    Ok(Said::Optimizer(states, flat))
+    let (mut flat, mut scalars, mut steps) = (BTreeMap::new(), BTreeMap::new(), Vec::new());
+    for group in states.kept.iter().filter(|_| training_state) {
+        for (key, id) in group {
+            let Some(saved) = opened.tensor(*id, key).map_err(|error| error.to_string())? else { continue };
+            let of = if saved.tensor.shape.is_empty() { &mut scalars } else { &mut flat };
+            of.entry(key.clone()).or_insert_with(Vec::new).push(saved);
+        }
+        let step = group.iter().find(|(key, _)| key == STEP);
+        steps.push(step.map(|(_, id)| zero::copied(&opened.pickle, *id).and_then(|step| pickled(opened, step))).transpose()?);
+    }
+    // What only some groups have, as after a step in which the others had no gradients, is of no use to a resume.
+    flat.retain(|_, groups| groups.len() == weights.len());
+    scalars.retain(|_, groups| groups.len() == weights.len());
+    flat.insert(String::new(), weights);
+    let shared = states.shared.clone().and_then(|shared| pickled(opened, shared));
+    Ok(Said::Optimizer(OptimizerFile { file: FileId(0), states, flat, scalars, steps, shared }))
+}
+
+/// A pickle with the places of its storages.
+fn pickled(opened: &OpenedArchive, Copied { pickle, storages }: Copied) -> Result<Pickled, String> {
+    let keys: BTreeSet<String> = storages.into_iter().collect();
+    let place = |key: String| opened.storage(&key).map(|place| (key.clone(), place)).ok_or(format!("no storage {key:?}"));
+    Ok(Pickled(pickle, keys.into_iter().map(place).collect::<Result<_, _>>()?))
 }
 
 fn parameter_file(opened: &OpenedArchive, name: &str) -> Result<Said, String> {
@@ -198,10 +242,15 @@ fn parameter_file(opened: &OpenedArchive, name: &str) -> Result<Said, String> {
 }
 
 /// Reads the files of a checkpoint of ZeRO, or of a universal one.
-pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
+pub(super) fn read(
+    job: &RankJob<'_>,
+    training_state: bool,
+    contents: &mut Contents,
+    problems: &mut Problems,
+) -> Result<(), Vec<Problem>> {
     let said = job.states(zero::is_allowed, &|name, opened| match name {
         RankFile::Parameter(name) => parameter_file(opened, name),
-        RankFile::Optimizer(..) => optimizer_file(opened),
+        RankFile::Optimizer(..) => optimizer_file(opened, training_state),
         RankFile::Model(..) | RankFile::OtherState | RankFile::Fsdp { .. } | RankFile::Megatron(_) => {
             model_file(opened)
         }
@@ -218,11 +267,11 @@ pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Pr
                 let of = zero.models.insert(rank.unwrap_or(0), (*id, file));
                 again.extend(of.map(|(other, _)| (other, *id)));
             }
-            (Said::Optimizer(states, flat), RankFile::Optimizer(rank, 0)) => {
-                let of = zero.optimizers.insert(*rank, (*id, states, flat));
-                again.extend(of.map(|(other, ..)| (other, *id)));
+            (Said::Optimizer(file), RankFile::Optimizer(rank, 0)) => {
+                let of = zero.optimizers.insert(*rank, OptimizerFile { file: *id, ..file });
+                again.extend(of.map(|other| (other.file, *id)));
             }
-            (Said::Parameter(_) | Said::Model(_) | Said::Optimizer(..), _) => {}
+            (Said::Parameter(_) | Said::Model(_) | Said::Optimizer(_), _) => {}
         }
     }
     let of_two = |(other, id): (FileId, FileId)| {
@@ -238,6 +287,16 @@ pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Pr
     let tensors = zero.check().and_then(|()| zero.assemble()).map_err(|problem| vec![problem])?;
     contents.table = job.table(tensors.into_iter().map(|(name, tensor)| (name, FileId(0), Ok(tensor))), problems);
     contents.left_out = zero.left_out();
+    if training_state && !zero.optimizers.is_empty() {
+        match universal::files(&zero, &contents.table) {
+            Ok((files, rows)) => {
+                contents.tree.universal = files;
+                let table = std::mem::take(&mut contents.table);
+                contents.table = problems.or_too_large(table.with_hidden_rows(rows.iter().map(UnnamedTensor::row)));
+            }
+            Err(reason) => contents.warnings.push(format!("universal/ is not shown: {reason}")),
+        }
+    }
     contents.warnings.extend(zero.lacks_frozen().then(|| {
         "saved with exclude_frozen_parameters: tensors that were not trained are not here, and a model needs them from its base".to_owned()
     }));
@@ -246,11 +305,11 @@ pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Pr
 
 type Tensors = BTreeMap<String, Assembled>;
 
-struct Zero<'a> {
-    job: &'a RankJob<'a>,
+pub(super) struct Zero<'a> {
+    pub(super) job: &'a RankJob<'a>,
     /// By rank; that of all ranks is that of rank 0.
-    models: BTreeMap<u64, (FileId, ModelFile)>,
-    optimizers: BTreeMap<u64, (FileId, OptimizerStates, Vec<SavedTensor>)>,
+    pub(super) models: BTreeMap<u64, (FileId, ModelFile)>,
+    pub(super) optimizers: BTreeMap<u64, OptimizerFile>,
     /// Those of a universal checkpoint.
     parameters: BTreeMap<String, Saved>,
 }
@@ -260,7 +319,7 @@ impl Zero<'_> {
     /// never does.
     fn lacks_frozen(&self) -> bool {
         let stages = self.models.values().map(|(_, model)| model.states.stage);
-        let stage = stages.chain(self.optimizers.values().map(|(_, states, _)| Some(states.stage))).flatten().max();
+        let stage = stages.chain(self.optimizers.values().map(|file| Some(file.states.stage))).flatten().max();
         stage >= Some(2) && self.models.values().any(|(_, model)| model.states.says_no_frozen)
     }
 
@@ -302,7 +361,7 @@ impl Zero<'_> {
     }
 
     fn check_optimizers(&self) -> Result<(), Problem> {
-        let Some((file, first, _)) = self.optimizers.values().next() else {
+        let Some(OptimizerFile { file, states: first, .. }) = self.optimizers.values().next() else {
             let what = "expected partitions of ranks: the save did not finish, or not all files were copied";
             return Err(Problem::of_file("*_optim_states.pt", what));
         };
@@ -328,9 +387,8 @@ impl Zero<'_> {
             );
             return Err(Problem::of_file("*_optim_states.pt", what));
         }
-        for (other, states, flat) in self.optimizers.values() {
-            let (own, of_first) =
-                ((states.stage, &states.partitions, flat.len()), (first.stage, &first.partitions, first.flat.len()));
+        for OptimizerFile { file: other, states, .. } in self.optimizers.values() {
+            let [own, of_first] = [states, first].map(|of| (of.stage, &of.partitions, of.flat.len()));
             if own != of_first || states.paddings != first.paddings {
                 let text = |(stage, partitions, vectors): (u64, &Vec<u64>, usize)| {
                     format!("ZeRO {stage} of {partitions:?} partitions in {vectors} vectors")
@@ -346,8 +404,7 @@ impl Zero<'_> {
         let (file, model) = &self.models[&0];
         let mut tensors = Tensors::new();
         if self.parameters.is_empty() {
-            let stage = self.optimizers.values().next().map_or(0, |(_, states, _)| states.stage);
-            if stage == 3 {
+            if self.first().states.stage == 3 {
                 self.parameters_of_3(model, &mut tensors)?;
             } else {
                 self.parameters_of_2(model, &mut tensors)?;
@@ -392,6 +449,22 @@ impl Zero<'_> {
         Ok(all)
     }
 
+    /// The optimizer states of the first rank.
+    pub(super) fn first(&self) -> &OptimizerFile {
+        self.optimizers.values().next().expect("they were counted")
+    }
+
+    /// The vectors that all ranks keep, by key, with the master weights.
+    fn keys(&self) -> impl Iterator<Item = &String> {
+        let is_everywhere = |key: &&String| self.optimizers.values().all(|file| file.flat.contains_key(*key));
+        self.first().flat.keys().filter(is_everywhere)
+    }
+
+    /// That a vector of the optimizer is not as long as that of the master weights.
+    fn of_other_length(&self, file: FileId, key: &str, expected: u64, found: u64) -> Problem {
+        self.job.fault(file, format_args!("{key}: expected {expected} elements, as of the master weights, found {found}"))
+    }
+
     /// What is wrong with the model states of the first rank.
     fn of_first(&self, what: impl Display) -> Problem {
         self.job.fault(self.models[&0].0, what)
@@ -418,6 +491,15 @@ impl Zero<'_> {
         Ok(())
     }
 
+    /// Takes the single numbers that the optimizer keeps of a parameter's group.
+    fn add_scalars(&self, group: usize, shaped: &Shaped, tensors: &mut Tensors) {
+        let OptimizerFile { file, scalars, .. } = self.first();
+        for (key, groups) in scalars {
+            let saved = groups.get(group).map(|saved| assembled_whole(*file, saved));
+            tensors.extend(saved.map(|saved| (kept_name(shaped, key).0, saved)));
+        }
+    }
+
     fn elements(&self, (name, shape): &Shaped) -> Result<u64, Problem> {
         let count = shape.iter().try_fold(1u64, |count, extent| count.checked_mul(*extent));
         let count = count.filter(|count| *count < 1 << 60);
@@ -425,7 +507,7 @@ impl Zero<'_> {
     }
 
     fn parameters_of_2(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Problem> {
-        let (first, states, _) = self.optimizers.values().next().expect("they were counted");
+        let OptimizerFile { file: first, states, .. } = self.first();
         let groups = &model.states.groups;
         if states.flat.len() != groups.len() {
             let message =
@@ -435,7 +517,17 @@ impl Zero<'_> {
         // Partitions end at multiples of this, and the last of a group may be cut where the parameters end.
         let align = 2 * self.optimizers.len() as u64;
         for (number, group) in groups.iter().enumerate() {
-            let flat = self.flat(self.optimizers.values().map(|(file, _, flat)| (*file, &flat[number])))?;
+            let mut flats = Vec::new();
+            for key in self.keys() {
+                let of_ranks = self.optimizers.values().map(|of| (of.file, &of.flat[key][number]));
+                flats.push((key.as_str(), self.flat(of_ranks)?));
+            }
+            let flat = &flats[0].1;
+            // Only what is beyond the last parameter may be left out of some of them.
+            for (key, other) in &flats {
+                let is_equal = other.starts == flat.starts && other.len >= flat.len;
+                is_equal.then_some(()).ok_or_else(|| self.of_other_length(*first, key, flat.len, other.len))?;
+            }
             let paddings = states.paddings.as_ref().and_then(|paddings| paddings.get(number));
             if let Some(paddings) = paddings.filter(|paddings| paddings.len() != group.len()) {
                 let message = format!(
@@ -456,7 +548,10 @@ impl Zero<'_> {
                     );
                     return Err(self.job.fault(*first, message));
                 }
-                self.add(shaped, flat.dtype, &flat.parts(at, count), tensors)?;
+                for (key, flat) in &flats {
+                    self.add(&kept_name(shaped, key), flat.dtype, &flat.parts(at, count), tensors)?;
+                }
+                self.add_scalars(number, shaped, tensors);
                 // Paddings of any size are in the file: an end beyond all numbers is beyond the partitions, too.
                 at = at.saturating_add(count).saturating_add(paddings.map_or(0, |paddings| paddings[place]));
             }
@@ -474,8 +569,8 @@ impl Zero<'_> {
     fn parameters_of_3(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Problem> {
         let ranks = self.optimizers.len() as u64;
         let mut flats = Vec::new();
-        for (file, _, flat) in self.optimizers.values() {
-            let flat = self.flat(flat.iter().map(|saved| (*file, saved)))?;
+        for OptimizerFile { file, flat, .. } in self.optimizers.values() {
+            let flat = self.flat(flat[""].iter().map(|saved| (*file, saved)))?;
             if flats.last().is_some_and(|last: &Flat| (last.len, last.dtype) != (flat.len, flat.dtype)) {
                 let found = flat.dtype;
                 let message =
@@ -484,10 +579,22 @@ impl Zero<'_> {
             }
             flats.push(flat);
         }
-        let (first, ..) = self.optimizers.values().next().expect("they were counted");
-        let (len, dtype) = (flats[0].len, flats[0].dtype);
+        let first = &self.first().file;
+        let len = flats[0].len;
+        let mut of_keys = Vec::new();
+        for key in self.keys() {
+            let mut ranks = Vec::new();
+            for (master, OptimizerFile { file, flat, .. }) in flats.iter().zip(self.optimizers.values()) {
+                let of = self.flat(flat[key].iter().map(|saved| (*file, saved)))?;
+                let is_equal = of.starts == master.starts && of.len == master.len;
+                is_equal.then_some(()).ok_or_else(|| self.of_other_length(*file, key, master.len, of.len))?;
+                ranks.push(of);
+            }
+            of_keys.push((key, ranks));
+        }
         let mut at = 0u64;
-        for shaped in model.states.groups.iter().flatten() {
+        let groups = model.states.groups.iter().enumerate();
+        for (group, shaped) in groups.flat_map(|(number, group)| group.iter().map(move |shaped| (number, shaped))) {
             let count = self.elements(shaped)?;
             let each = count.div_ceil(ranks);
             if at.saturating_add(each) > len {
@@ -498,12 +605,13 @@ impl Zero<'_> {
                 );
                 return Err(self.job.fault(*first, message));
             }
-            let mut parts = Vec::new();
-            for (rank, flat) in (0..).zip(&flats) {
-                let left = count.saturating_sub(each * rank).min(each);
-                parts.extend(flat.parts(at, left));
+            for (key, flats) in &of_keys {
+                let left = |rank: u64| count.saturating_sub(each * rank).min(each);
+                let parts: Vec<Segment> =
+                    (0..).zip(flats).flat_map(|(rank, flat)| flat.parts(at, left(rank))).collect();
+                self.add(&kept_name(shaped, key), flats[0].dtype, &parts, tensors)?;
             }
-            self.add(shaped, dtype, &parts, tensors)?;
+            self.add_scalars(group, shaped, tensors);
             at += each;
         }
         if at != len {
@@ -602,6 +710,12 @@ impl Zero<'_> {
         let others = self.models.get(&0).map_or(&[][..], |(_, model)| &model.others);
         others.iter().map(|name| LeftOut { name: name.clone(), kind: "no tensor".to_owned() }).collect()
     }
+}
+
+/// The name of what the optimizer keeps of a parameter under a key; under none its master weights.
+pub(super) fn kept_name((name, shape): &Shaped, key: &str) -> Shaped {
+    let name = if key.is_empty() { name.clone() } else { format!("optimizer.state.{name}.{key}") };
+    (name, shape.clone())
 }
 
 #[cfg(test)]

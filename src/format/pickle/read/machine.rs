@@ -292,7 +292,8 @@ impl<'a> Machine<'a> {
                 if let Some(nested) = self.nested_class(callee, args) {
                     return self.global(nested.module, nested.name);
                 }
-                let object = Object { callee, args, state: None, elements: Vec::new(), items: Vec::new() };
+                let is_new = opcode == op::NEWOBJ;
+                let object = Object { callee, args, is_new, state: None, elements: Vec::new(), items: Vec::new() };
                 self.push(PickleValue::Object(Box::new(object)))
             }
         }

@@ -6,6 +6,13 @@ use ckfs_host::parse_room::HeldRoom;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Id(pub(super) u32);
 
+impl Id {
+    /// The place, from 0.
+    pub(in super::super) const fn number(self) -> u32 {
+        self.0
+    }
+}
+
 /// The name of a class or function: its module and its qualified name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Name {
@@ -28,6 +35,8 @@ pub struct Object {
     pub callee: Id,
     /// A [`PickleValue::Tuple`].
     pub args: Id,
+    /// Whether the class makes it of the arguments without `__init__`.
+    pub is_new: bool,
     /// What `__setstate__` would be given.
     pub state: Option<Id>,
     /// Elements appended, as to a list.
