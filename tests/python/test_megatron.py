@@ -42,3 +42,22 @@ def test_dist_checkpointing_load(shared, repo, tmp_path):
             assert found["whole"] == {key: digest(shown.array) for key, shown in tensors.items()}
             parts = {key: expected_of_rank(shown, rank) for key, shown in tensors.items()}
             assert found["rank"] == {f"{key}/{n}": digest(part) for key, split in parts.items() for n, part in enumerate(split)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core has no package for this Python")
+def test_a_training_state_is_loaded_with_other_tensor_and_pipeline_parallelism(own, tmp_path):
+    saved, script = tmp_path / "iter_0000007", HERE / "megatron_state_process.py"
+    forked.run_ranks(2, forked.MEGATRON, script, 2, 1, "save", saved)
+    mounted = own(saved, "--training-state", "--mesh", "fsdp=2")
+    for name in ("common.pt", "metadata.json"):
+        assert (mounted / "dcp" / name).read_bytes() == (saved / name).read_bytes()
+    for tensor, pipeline in [(1, 2), (1, 1)]:
+        out = tmp_path / f"{tensor}-{pipeline}"
+        out.mkdir()
+        forked.run_ranks(tensor * pipeline, forked.MEGATRON, script, tensor, pipeline, "load", out, saved, mounted / "dcp")
+        for rank in range(tensor * pipeline):
+            expected, found = (json.loads((out / f"{number}-{rank}.json").read_text()) for number in (0, 1))
+            assert found == expected and found["/iteration"] == "7" and "state 7" in found["/rng"]
+            assert sum("exp_avg_sq" in name for name in found) > 5
+    # Of the model alone it is a checkpoint without a training.
+    assert (own(saved) / "dcp/common.pt").read_bytes() != (saved / "common.pt").read_bytes()

@@ -179,6 +179,43 @@ def test_the_repository_comes_back(saved, tmp_path, case):
     assert "no difference" in mounting.run("verify", step, *arguments[:-2]).out
 
 
+def of_megatron_fsdp(whole: dict[str, torch.Tensor], layers: int) -> dict:
+    """What Megatron-FSDP saves as `fsdp_dtensor`: the model, the optimizer by names of parameters, and what is no tensor."""
+    model = {}
+    for name, tensor in whole.items():
+        if name.startswith("decoder.layers.") and int(name.split(".")[2]) >= layers:
+            continue
+        halves = zip(("_w", "_v"), tensor.chunk(2)) if "linear_fc1.weight" in name else [("", tensor)]
+        model |= {f"module.{name}{word}": half for word, half in halves}
+    kept = {name: {key: torch.randn(tensor.shape) for key in ("exp_avg", "exp_avg_sq")} for name, tensor in model.items()}
+    optimizer = {"state": kept, "param_to_group_meta": {name: {"lr": 1e-3, "step": 7} for name in model}}
+    return {"model": model, "optimizer": optimizer, "args": argparse.Namespace(num_layers=4, swiglu=True), "iteration": 7}
+
+
+def test_fsdp_dtensor_is_a_source_and_its_training_state_passes(saved, own, tmp_path):
+    from torch.distributed import checkpoint
+
+    directory = saved("one")
+    whole = torch.load(directory / "whole.pt")
+    state = of_megatron_fsdp(whole, layers=4)
+    checkpoint.save(state, checkpoint_id=tmp_path / "iter_0000007", no_dist=True)
+    arguments = ["--layout", "hf", "--config-from", directory / "hf"]
+    mounting.run("export", tmp_path / "iter_0000007", tmp_path / "back", *arguments, "--only", "hf")
+    expected, found = load_file(directory / "hf/model.safetensors"), load_file(tmp_path / "back/hf/model.safetensors")
+    assert set(found) == set(expected) and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    mounted = own(tmp_path / "iter_0000007", "--training-state", "--mesh", "fsdp=4")
+    loaded = of_megatron_fsdp({name: torch.zeros_like(tensor) for name, tensor in whole.items()}, layers=4)
+    loaded["optimizer"]["param_to_group_meta"] = {name: {"lr": 0.0, "step": 0} for name in loaded["model"]}
+    loaded |= {"args": None, "iteration": 0}
+    checkpoint.load(loaded, checkpoint_id=mounted / "dcp", no_dist=True)
+    torch.testing.assert_close(loaded.pop("model"), state.pop("model"), rtol=0, atol=0)
+    torch.testing.assert_close(loaded["optimizer"].pop("state"), state["optimizer"].pop("state"), rtol=0, atol=0)
+    assert loaded == state
+    # Of two stages, which both number their layers from 0, only one is there.
+    checkpoint.save(of_megatron_fsdp(whole, layers=2), checkpoint_id=tmp_path / "stages", no_dist=True)
+    assert "layers.{2-3}." in mounting.run("plan", tmp_path / "stages", *arguments, expect=1).err
+
+
 def refused(source: Path) -> str:
     return mounting.run("plan", source, expect=1).err
 
