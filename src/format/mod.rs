@@ -7,6 +7,7 @@
 
 pub mod dcp;
 pub mod delta;
+pub mod gguf;
 #[cfg(test)]
 mod hexadecimal;
 pub mod json;
