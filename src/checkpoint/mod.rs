@@ -53,7 +53,7 @@ pub use scheme::{Quantized, Summary, Unsupported};
 pub use table::{MosaicTensor, Storage, TensorInfo, TensorTable};
 
 use self::{
-    containers::{archive, container, copies, dcp, delta, header, index, orbax, ranks, safetensors, torch},
+    containers::{archive, container, copies, dcp, delta, gguf, header, index, orbax, ranks, safetensors, torch},
     dialects::{promised, tied},
     files::{alone, choose, companion, file, folder, foreign, listing, locate, remote_tree, sets, tree, weight_name},
 };

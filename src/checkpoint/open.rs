@@ -20,6 +20,7 @@ use super::{
     file::{FileRole, IgnoreReason, RepoFile},
     folder::{Folder, PinnedFiles, Text, open_root},
     foreign::{self, FileKind},
+    gguf,
     header::{self, read_header},
     index::Index,
     json,
@@ -59,7 +60,14 @@ impl Checkpoint {
 }
 
 fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
-    let located = locate(source, options)?;
+    let mut located = locate(source, options)?;
+    let of_set;
+    let mut options = options;
+    if let (None, Some((directory, set))) = (&located.remote, gguf::part_of_set(&located.path)) {
+        located.path = directory;
+        of_set = OpenOptions { variant: Some(set), ..options.clone() };
+        options = &of_set;
+    }
     let average = AveragedSources::open(source, options)?;
     let mut more = MoreFiles { adapters: read_adapters(options)?, versions: None, average };
     if let Some(fill) = &options.fill_from {
@@ -219,9 +227,10 @@ fn open_folder(mut folder: Folder, options: &OpenOptions, more: MoreFiles) -> Re
     let text = match found {
         Some(Container::Safetensors) | None => safetensors::index_text(&mut folder, safetensors::INDEX)?,
         Some(Container::Torch) => safetensors::index_text(&mut folder, torch::INDEX)?,
-        Some(Container::Dcp | Container::Orbax | Container::Ranks) => None,
+        Some(Container::Dcp | Container::Gguf | Container::Orbax | Container::Ranks) => None,
     };
-    let config_text = folder.read(CONFIG)?;
+    // Beside a GGUF file it may say no more than the type of the model. What the file says is that of its tensors.
+    let config_text = if found == Some(Container::Gguf) { None } else { folder.read(CONFIG)? };
     let modelopt_text = folder.read(MODELOPT)?;
     let mut companion = None;
     if let (Some(ranks), None, None) = (&ranks, &config_text, &options.config_from) {
@@ -248,6 +257,10 @@ fn open_folder(mut folder: Folder, options: &OpenOptions, more: MoreFiles) -> Re
         (None, Some(Container::Torch)) => {
             torch::choose(&mut folder, index.as_ref())?;
             Chosen::Torch(index)
+        }
+        (None, Some(Container::Gguf)) => {
+            gguf::choose(&mut folder)?;
+            Chosen::Gguf
         }
         (None, Some(Container::Dcp | Container::Orbax | Container::Ranks)) => {
             dcp::choose(&mut folder);
@@ -346,6 +359,7 @@ enum Chosen<'a> {
     Unknown,
     Safetensors(Option<(&'a str, Index<'a>)>),
     Torch(Option<(&'a str, Index<'a>)>),
+    Gguf,
     Dcp,
     Ranks(RankFiles),
     Orbax(Box<OrbaxContents>),
@@ -362,7 +376,8 @@ impl Chosen<'_> {
     ) -> Contents {
         let OpenOptions { training_state, duplicates, .. } = *options;
         match self {
-            Self::Unknown => read_file(files, training_state, problems),
+            Self::Unknown => read_file(files, source, options, problems),
+            Self::Gguf => counted(gguf::read(files, source, options.config_from.is_some(), problems), false, files, problems),
             Self::Safetensors(index) => {
                 let contents = safetensors::read(files, index.as_ref(), (duplicates, false), problems);
                 counted(contents, index.is_some(), files, problems)
@@ -381,7 +396,7 @@ impl Chosen<'_> {
     fn index_metadata(self) -> Option<serde_json::Value> {
         match self {
             Self::Safetensors(index) | Self::Torch(index) => index.and_then(|(_, index)| index.metadata),
-            Self::Unknown | Self::Dcp | Self::Ranks(_) | Self::Orbax(_) => None,
+            Self::Unknown | Self::Gguf | Self::Dcp | Self::Ranks(_) | Self::Orbax(_) => None,
         }
     }
 }
@@ -401,7 +416,12 @@ fn counted(mut contents: Contents, is_indexed: bool, files: &PinnedFiles<'_>, pr
 }
 
 /// Reads a single file.
-fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
+fn read_file(
+    files: &PinnedFiles<'_>,
+    source: &Arc<dyn Source>,
+    options: &OpenOptions,
+    problems: &mut Problems,
+) -> Contents {
     let name = files.path(FileId(0)).to_owned();
     let nothing = Contents::default;
     let kind = match foreign::of_file(files.source, FileId(0), &name) {
@@ -412,7 +432,8 @@ fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Probl
         }
     };
     match kind {
-        FileKind::Torch => torch::read(files, None, (training_state, None), problems),
+        FileKind::Gguf => gguf::read(files, source, options.config_from.is_some(), problems),
+        FileKind::Torch => torch::read(files, None, (options.training_state, None), problems),
         FileKind::Safetensors => safetensors::read(files, None, (None, true), problems),
         FileKind::Foreign(text) => {
             let directory = files.source.path(FileId(0)).parent().filter(|_| text.ends_with(foreign::ITS_DIRECTORY));
@@ -513,6 +534,7 @@ impl<'a> ChosenFiles<'a> {
         let decoded: Arc<[DecodedFile]> = decoded.into();
         let source = ChunkSource::over(source, &decoded);
         let config = self.config_text.as_ref().and_then(|text| parsed(CONFIG, text, &mut problems));
+        let config = config.or(contents.config);
         let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
         let settings = (quantization_config(config.as_ref()), modelopt.as_ref());
         let stored = Stored::new((&table, &*source), settings, &file_metadata, own_dtype(config.as_ref()));
@@ -560,6 +582,7 @@ impl<'a> ChosenFiles<'a> {
             index_metadata,
             file_metadata,
             left_out: contents.left_out,
+            unnamed: contents.unnamed,
             scan_layers: contents.scan_layers,
             tree: contents.tree,
             quantized,

@@ -66,6 +66,7 @@ pub(super) struct OpenedRepository {
     pub(super) index_metadata: Option<serde_json::Value>,
     pub(super) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
     pub(super) left_out: Vec<LeftOut>,
+    pub(super) unnamed: Option<String>,
     pub(super) scan_layers: Option<bool>,
     pub(super) tree: SavedTree,
     pub(super) quantized: Arc<Found>,
@@ -396,6 +397,9 @@ impl Checkpoint {
             // Those of Megatron have its own names, which a layout takes back.
             return self.config.is_some() && self.find(MEGATRON).is_none();
         }
+        if self.opened.container == Container::Gguf {
+            return self.opened.unnamed.is_none();
+        }
         self.opened.container == Container::Safetensors || self.files.iter().any(is_config)
     }
 
@@ -409,6 +413,11 @@ impl Checkpoint {
     /// What the files of weights hold besides tensors. It is not shown.
     pub fn left_out(&self) -> &[LeftOut] {
         &self.opened.left_out
+    }
+
+    /// Why the tensors have no names of a repository, where their container has names of its own.
+    pub fn unnamed(&self) -> Option<&str> {
+        self.opened.unnamed.as_deref()
     }
 
     /// The tensor table.

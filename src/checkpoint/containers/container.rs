@@ -4,6 +4,7 @@
 //! | --- | --- | --- |
 //! | [`Container::Safetensors`] | a Hugging Face repository or a single `.safetensors` | `safetensors.rs` |
 //! | [`Container::Torch`] | `pytorch_model*.bin`, `.pt`, `.pth`: archives of `torch.save` | `torch.rs` |
+//! | [`Container::Gguf`] | `.gguf` of llama.cpp, one or a numbered set | `gguf/` |
 //! | [`Container::Orbax`] | `_METADATA`, `manifest.ocdbt`, `_CHECKPOINT_METADATA`; found by `orbax/item.rs` before files are listed | `orbax/` |
 //! | [`Container::Ranks`] | `model_world_size_*_rank_*.pt`: a file of each rank's own parts | `ranks/` |
 //! | [`Container::Dcp`] | `.metadata` and `*.distcp`, or safetensors that say where their tensors are in the whole | `dcp.rs` |
@@ -112,6 +113,8 @@ pub enum Container {
     Safetensors,
     /// Archives of `torch.save`.
     Torch,
+    /// Files of llama.cpp.
+    Gguf,
     /// A directory of `torch.distributed.checkpoint`.
     Dcp,
     /// Files of ranks: each rank has saved its own parts of the tensors.
@@ -125,6 +128,7 @@ impl fmt::Display for Container {
         f.write_str(match self {
             Self::Safetensors => "safetensors",
             Self::Torch => "torch.save",
+            Self::Gguf => "GGUF",
             Self::Dcp => "torch.distributed.checkpoint",
             Self::Ranks => "files of ranks",
             Self::Orbax => "Orbax",
@@ -161,6 +165,10 @@ pub(crate) struct Contents {
     pub(crate) left_out: Vec<LeftOut>,
     /// Files that the source decodes, with the ids after those of the pinned files.
     pub(crate) decoded: Vec<DecodedFile>,
+    /// The configuration that the weight files tell of.
+    pub(crate) config: Option<serde_json::Value>,
+    /// Why the tensors have no names of a repository, where the container has names of its own.
+    pub(crate) unnamed: Option<String>,
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
     pub(crate) scan_layers: Option<bool>,
     /// What the names of the tensors do not tell.
@@ -198,12 +206,15 @@ impl Contents {
 /// How the files of classic directories of `torch.distributed.checkpoint` end.
 const DISTCP: &str = ".distcp";
 
+/// How the names of files of llama.cpp end.
+const GGUF: &str = ".gguf";
+
 /// The description of such a directory.
 pub(crate) const DCP_METADATA: &str = ckfs_format::dcp::read::METADATA;
 
 /// Whether a file may hold tensors, by its name.
 pub(crate) fn is_weights(path: &str) -> bool {
-    is_safetensors(path) || is_torch(path) || path.ends_with(DISTCP)
+    is_safetensors(path) || is_torch(path) || path.ends_with(DISTCP) || path.ends_with(GGUF)
 }
 
 /// Whether a file is of `torch.save`, by its name.
@@ -224,6 +235,6 @@ impl Container {
             return Some(Self::Safetensors);
         }
         let torch = top().any(|file| is_torch(&file.path)) || indexed(TORCH_INDEX_SUFFIX);
-        torch.then_some(Self::Torch)
+        if torch { Some(Self::Torch) } else { any(GGUF).then_some(Self::Gguf) }
     }
 }

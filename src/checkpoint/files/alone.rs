@@ -9,8 +9,8 @@ use ckfs_source::{FoundFile, WaitRegistry};
 
 use super::super::{
     adapter::{ADAPTER_CONFIG, is_adapter_file, not_a_model},
-    choose::{SINGLE, is_safetensors},
-    container::is_torch,
+    choose::SINGLE,
+    container::is_weights,
     index::Index,
     ranks::world_of,
     sets::incomplete_sets,
@@ -24,7 +24,7 @@ const BESIDE_MAX: usize = 10_000;
 /// What the file at `path` is a part of, and the way out; `None` if it may be a model by itself. With `is_here` it is a file of this
 /// machine, and those beside it are looked at.
 pub(crate) fn part_of(path: &Path, is_here: bool, fetches: &WaitRegistry) -> Option<String> {
-    let name = path.file_name()?.to_str().filter(|name| is_safetensors(name) || is_torch(name))?;
+    let name = path.file_name()?.to_str().filter(|name| is_weights(name))?;
     let directory = path.parent().filter(|_| is_here);
     let place = directory.map_or_else(String::new, |directory| format!(", {}", directory.display()));
     let whole = |what: String| Some(format!("{what}: give the directory with the files of all of them{place}"));

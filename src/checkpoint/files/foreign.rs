@@ -1,4 +1,4 @@
-//! Explains why an unsupported input (GGUF, msgpack, ...) is refused, and what works instead.
+//! Explains why an unsupported input (GGML, msgpack, ...) is refused, and what works instead.
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -16,8 +16,7 @@ use super::super::{
 const HEAD_BYTES: u64 = 512;
 
 /// What files begin with, what they then are, and what would work.
-const MAGIC: [(&[u8], &str); 11] = [
-    (b"GGUF", "a GGUF file of llama.cpp: use the Hugging Face repository that it was converted from"),
+const MAGIC: [(&[u8], &str); 10] = [
     (b"GGML", "a GGML file of llama.cpp: use the Hugging Face repository that it was converted from"),
     (b"ggjt", "a GGML file of llama.cpp: use the Hugging Face repository that it was converted from"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras and TensorFlow write: load it there and save safetensors"),
@@ -68,6 +67,8 @@ const ZIP: &[u8] = b"PK\x03\x04";
 pub(crate) enum FileKind {
     /// A file of `torch.save`, perhaps of an old kind that is refused with advice.
     Torch,
+    /// A GGUF file of llama.cpp.
+    Gguf,
     /// Safetensors, or what their reader refuses.
     Safetensors,
     /// Something else, in words.
@@ -84,6 +85,9 @@ pub(crate) fn of_head(name: &str, head: &[u8]) -> FileKind {
     }
     if let Some(text) = lfs_pointer(head, false) {
         return FileKind::Foreign(text);
+    }
+    if head.starts_with(b"GGUF") {
+        return FileKind::Gguf;
     }
     if let Some((_, text)) = MAGIC.iter().find(|(magic, _)| head.starts_with(magic)) {
         return FileKind::Foreign(text);
@@ -152,6 +156,7 @@ pub(crate) fn of_file(source: &dyn Source, file: FileId, name: &str) -> Result<F
 pub(crate) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Option<String> {
     match of_file(source, file, name) {
         Ok(FileKind::Foreign(text)) => Some(text.to_owned()),
+        Ok(FileKind::Gguf) => Some("a GGUF file of llama.cpp: expected its name to end with .gguf".to_owned()),
         Ok(FileKind::Torch | FileKind::Safetensors) | Err(_) => None,
     }
 }
@@ -193,8 +198,6 @@ pub(crate) fn of_files(files: &[Listed]) -> Option<String> {
     }
     let text = if any(&|name| name.ends_with(".distcp")) {
         "files of torch.distributed.checkpoint without .metadata: the save did not finish, or the file was not copied"
-    } else if any(&|name| has_extension(name, "gguf")) {
-        "files of llama.cpp (GGUF): use the Hugging Face repository that they were converted from"
     } else if any(&|name| has_extension(name, "msgpack")) {
         FLAX
     } else if any(&|name| name == "saved_model.pb" || has_extension(name, "index")) {
@@ -245,9 +248,9 @@ mod tests {
     fn files_are_known_by_how_they_begin() {
         let foreign = |name: &str, head: &[u8]| match of_head(name, head) {
             FileKind::Foreign(text) => text.split([':', ',']).next().unwrap_or_default().to_owned(),
-            kind @ (FileKind::Torch | FileKind::Safetensors) => format!("{kind:?}"),
+            kind @ (FileKind::Torch | FileKind::Safetensors | FileKind::Gguf) => format!("{kind:?}"),
         };
-        assert_eq!(foreign("model-q4.gguf", b"GGUF\x03"), "a GGUF file of llama.cpp");
+        assert_eq!(foreign("model-q4.gguf", b"GGUF\x03"), "Gguf");
         assert_eq!(foreign("model.safetensors", b"version https://git-lfs.github.com/spec/v1"), "a pointer of git LFS");
         assert_eq!(foreign("model.safetensors", b"version https://hawser.github.com/spec/v1"), "a pointer of git LFS");
         assert_eq!(foreign("a.npz", b"PK\x03\x04"), "arrays of numpy");
@@ -287,7 +290,6 @@ mod tests {
         };
         let text = |paths: &[&str]| of_files(&paths.iter().map(listed).collect::<Vec<_>>()).unwrap_or_default();
         assert_eq!(text(&[]), "the directory is empty");
-        assert!(text(&["a-q4.gguf"]).contains("GGUF"));
         assert!(text(&["model.ckpt.index", "model.ckpt.data-00000-of-00001"]).contains("TensorFlow"));
         assert!(text(&["checkpoint", "model.ckpt-7.index"]).contains("TensorFlow"));
         assert!(text(&["flax_model.msgpack", "config.json"]).contains("Flax"));

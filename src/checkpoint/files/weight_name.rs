@@ -8,7 +8,7 @@ pub(crate) const INDEX_SUFFIX: &str = ".safetensors.index.json";
 /// How the names of indexes of files of `torch.save` end.
 pub(crate) const TORCH_INDEX_SUFFIX: &str = ".bin.index.json";
 /// How the names of weight files end.
-const ENDINGS: [&str; 5] = [".safetensors", ".bin", ".pt", ".pth", ".ckpt"];
+const ENDINGS: [&str; 6] = [".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"];
 
 /// The name of a weight file in its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

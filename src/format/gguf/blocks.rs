@@ -5,6 +5,7 @@
 
 use std::{fmt, sync::LazyLock};
 
+use ckfs_tensor::DType;
 use half::f16;
 
 /// Elements of a super-block.
@@ -23,6 +24,11 @@ impl BlockType {
     /// The type of a number in a header; `None` if there is none that is decoded.
     pub(super) fn of(code: u32) -> Option<&'static Self> {
         TYPES.iter().find(|of| of.code == code)
+    }
+
+    /// The type whose blocks are single elements of a float type.
+    pub fn of_elements(dtype: DType) -> Option<&'static Self> {
+        TYPES.iter().find(|of| of.elements == 1 && of.name == dtype.code())
     }
 
     /// Its name, such as `Q4_K`.

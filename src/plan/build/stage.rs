@@ -134,7 +134,7 @@ impl<'a> Builder<'a> {
         let has_files = match original.container() {
             Container::Safetensors => true,
             // Its files are made, as many as are needed.
-            Container::Torch | Container::Ranks => original.is_repository(),
+            Container::Torch | Container::Gguf | Container::Ranks => original.is_repository(),
             Container::Dcp | Container::Orbax => false,
         };
         if let Some(dtype) = options.dtype.filter(|dtype| narrow::needs_scales(*dtype)) {
@@ -149,6 +149,9 @@ impl<'a> Builder<'a> {
         }
         if selected.no_hf.is_none() && !has_files {
             let container = original.container();
+            if let (Some(reason), Layout::Hf) = (original.unnamed(), &options.layout) {
+                return Err(PlanError::of("layout", vec![reason.to_owned()]));
+            }
             let reason = if container == Container::Ranks {
                 "files of ranks without a config.json, which --config-from gives".to_owned()
             } else {

@@ -59,7 +59,7 @@ impl ChunkSource {
     }
 
     /// The same, to look at: the files have no health of their own yet.
-    pub(super) fn new(inner: Arc<dyn Source>, files: Arc<[DecodedFile]>) -> Self {
+    pub(crate) fn new(inner: Arc<dyn Source>, files: Arc<[DecodedFile]>) -> Self {
         let pin = |file: &DecodedFile| {
             let pin = inner.pin(FileId(file.stored_in)).clone();
             let files = file.files();
@@ -135,6 +135,13 @@ impl ChunkSource {
         let stored_in = FileId(decoded.stored_in);
         let bytes = match (&decoded.coding, &chunk.bytes) {
             (FileCoding::Delta(tensor), _) => Ok(tensor.decode_by_definition(&*self.inner)?),
+            // Blocks have one decoder, in which nothing is fast.
+            (FileCoding::Blocks(tensor), CodedBytes::Span(span)) => {
+                let (mut stored, mut bytes) = (vec![0; to_usize(span.len())], vec![0; to_usize(tensor.bytes_of(key.1))]);
+                tensor.decode(&*self.inner, *span, &mut stored, &mut bytes)?;
+                Ok(bytes)
+            }
+            (FileCoding::Blocks(_), CodedBytes::Inline(_)) => unreachable!("blocks are in files"),
             (FileCoding::Array(array), CodedBytes::Inline(bytes)) => array.decode_by_definition(bytes),
             (FileCoding::Array(array), CodedBytes::Span(span)) => {
                 let mut stored = vec![0; to_usize(span.len())];
@@ -376,9 +383,10 @@ impl Drop for ChunkSource {
 }
 
 impl Maps for ChunkSource {
-    /// Boxes of a tensor never reach beyond a chunk, so that their spans are in memory when they are requested: no copy is needed.
+    /// Boxes of an array never reach beyond a chunk, so that their spans are in memory when they are requested: no copy is needed.
+    /// Those of a tensor of blocks do.
     fn is_mapped(&self, file: FileId) -> bool {
-        self.decoded(file).is_some() || self.own_maps(file).is_some_and(|maps| maps.is_mapped(file))
+        self.decoded(file).is_some_and(|(_, decoded)| !decoded.is_of_blocks()) || self.own_maps(file).is_some_and(|maps| maps.is_mapped(file))
     }
 
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {

@@ -9,7 +9,10 @@ use ckfs_format::zarr::read::{Array, ArrayBytes, ChunkError, Codecs, Packing};
 use ckfs_source::{BufferMemory, ByteSpan, FileId};
 use ckfs_tensor::{to_usize, unravel};
 
-use super::{super::delta::DeltaTensor, store::FileNumber};
+use super::{
+    super::{blocks::BlockTensor, delta::DeltaTensor},
+    store::FileNumber,
+};
 
 /// An array whose chunks are decoded.
 #[derive(Debug)]
@@ -46,6 +49,8 @@ pub(super) enum FileCoding {
     Array(Arc<CodedArray>),
     /// The only one by differences from a stored tensor.
     Delta(Arc<DeltaTensor>),
+    /// Each from blocks of a GGUF file.
+    Blocks(Arc<BlockTensor>),
 }
 
 /// A file of decoded chunks.
@@ -173,11 +178,20 @@ impl DecodedFile {
         Self { coding: FileCoding::Delta(Arc::new(tensor)), stored_in: file.0, chunks: vec![chunk], len_bytes }
     }
 
+    /// A tensor that is stored as blocks.
+    pub(crate) fn of_blocks(tensor: BlockTensor) -> Self {
+        let spans = tensor.spans().enumerate();
+        let chunk = |(number, span)| CodedChunk { number: number as u64, inner: 0, bytes: CodedBytes::Span(span) };
+        let (chunks, len_bytes, stored_in) = (spans.map(chunk).collect(), tensor.len_bytes(), tensor.file.0);
+        Self { coding: FileCoding::Blocks(Arc::new(tensor)), stored_in, chunks, len_bytes }
+    }
+
     /// The same, where the files are others.
     pub(crate) fn of_files(&self, file: &dyn Fn(FileId) -> FileId) -> Self {
         let coding = match &self.coding {
             FileCoding::Array(array) => FileCoding::Array(Arc::clone(array)),
             FileCoding::Delta(tensor) => FileCoding::Delta(Arc::new(tensor.of_files(file))),
+            FileCoding::Blocks(tensor) => FileCoding::Blocks(tensor.of_files(file)),
         };
         Self { coding, stored_in: file(FileId(self.stored_in)).0, ..self.clone() }
     }
@@ -187,7 +201,13 @@ impl DecodedFile {
         match &self.coding {
             FileCoding::Array(array) => array.chunk_bytes().max(1),
             FileCoding::Delta(_) => self.len_bytes.max(1),
+            FileCoding::Blocks(tensor) => tensor.chunk_bytes().max(1),
         }
+    }
+
+    /// Whether it is a tensor of blocks.
+    pub(super) const fn is_of_blocks(&self) -> bool {
+        matches!(self.coding, FileCoding::Blocks(_))
     }
 
     /// What a chunk is called, and what it is coded with.
@@ -195,13 +215,14 @@ impl DecodedFile {
         match &self.coding {
             FileCoding::Array(array) => (array.chunk_name(chunk), array.codec(chunk)),
             FileCoding::Delta(tensor) => (tensor.name.clone(), tensor.described()),
+            FileCoding::Blocks(tensor) => (tensor.name.clone(), tensor.of.name().to_owned()),
         }
     }
 
     /// The files whose bytes its bytes are made of.
     pub(super) fn files(&self) -> Vec<FileId> {
         match &self.coding {
-            FileCoding::Array(_) => vec![FileId(self.stored_in)],
+            FileCoding::Array(_) | FileCoding::Blocks(_) => vec![FileId(self.stored_in)],
             FileCoding::Delta(tensor) => tensor.files().collect(),
         }
     }

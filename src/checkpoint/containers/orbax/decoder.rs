@@ -64,6 +64,7 @@ impl Decoder {
         let len = match &decoded.coding {
             FileCoding::Array(array) => array.chunk_bytes(),
             FileCoding::Delta(_) => decoded.len_bytes(),
+            FileCoding::Blocks(tensor) => tensor.bytes_of(chunk.number),
         };
         ExpectedChunk { key, len, stored_len }
     }
@@ -76,7 +77,9 @@ impl Decoder {
         let stored_bytes = BufferMemory::occupied_bytes(to_usize(stored_bytes)) as u64;
         let decoding_bytes = match &decoded.coding {
             FileCoding::Array(array) => array.decoding_bytes(),
-            FileCoding::Delta(_) => BufferMemory::occupied_bytes(to_usize(decoded.len_bytes())) as u64,
+            FileCoding::Delta(_) | FileCoding::Blocks(_) => {
+                BufferMemory::occupied_bytes(to_usize(decoded.chunk_bytes())) as u64
+            }
         };
         decoding_bytes.saturating_add(stored_bytes)
     }
@@ -116,6 +119,10 @@ impl Decoder {
         let array = match &decoded.coding {
             FileCoding::Array(array) => array,
             FileCoding::Delta(tensor) => return tensor.decode(&*self.inner, stored, target),
+            FileCoding::Blocks(tensor) => {
+                let CodedBytes::Span(span) = chunk.bytes else { unreachable!("blocks are in files") };
+                return tensor.decode(&*self.inner, span, stored, target);
+            }
         };
         let stored = match &chunk.bytes {
             CodedBytes::Span(span) if is_streamed(array, *span) => {
@@ -154,7 +161,9 @@ impl Decoder {
             FileCoding::Array(array) => {
                 format!("decode array {}, chunk {} ({place})", array.name, array.chunk_name(chunk))
             }
-            FileCoding::Delta(tensor) => format!("decode tensor {} ({place})", tensor.name),
+            FileCoding::Delta(_) | FileCoding::Blocks(_) => {
+                format!("decode tensor {} ({place})", decoded.described(chunk).0)
+            }
         };
         SourceError::Io {
             file: self.inner.pin(FileId(decoded.stored_in)).path.clone(),

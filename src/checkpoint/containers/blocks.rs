@@ -1,0 +1,79 @@
+//! A tensor of a GGUF file whose blocks become f32.
+
+use std::sync::Arc;
+
+use ckfs_format::gguf::BlockType;
+use ckfs_source::{ByteSpan, FileId, Source, SourceError};
+use ckfs_tensor::to_usize;
+
+/// Elements that are decoded together: whole blocks of every type.
+const CHUNK_ELEMENTS: u64 = 1 << 18;
+/// Bytes of a decoded element.
+const ELEMENT_BYTES: u64 = 4;
+
+/// A tensor that is stored as blocks.
+#[derive(Clone, Debug)]
+pub(crate) struct BlockTensor {
+    /// Its name in the file.
+    pub(crate) name: String,
+    /// The type of its blocks.
+    pub(crate) of: &'static BlockType,
+    /// The file.
+    pub(crate) file: FileId,
+    /// Where in that file.
+    pub(crate) span: ByteSpan,
+    /// Whether each element is one more than the model's, as llama.cpp has the norms of Gemma.
+    pub(crate) is_one_more: bool,
+}
+
+impl BlockTensor {
+    /// Its bytes when decoded.
+    pub(crate) fn len_bytes(&self) -> u64 {
+        self.span.len() / self.of.bytes() * self.of.elements() * ELEMENT_BYTES
+    }
+
+    /// The bytes of a decoded chunk, unless it is the last one.
+    pub(crate) fn chunk_bytes(&self) -> u64 {
+        self.len_bytes().min(CHUNK_ELEMENTS * ELEMENT_BYTES)
+    }
+
+    /// The decoded bytes of a chunk.
+    pub(crate) fn bytes_of(&self, chunk: u64) -> u64 {
+        (self.len_bytes() - chunk * self.chunk_bytes()).min(self.chunk_bytes())
+    }
+
+    /// Where the chunks are stored.
+    pub(crate) fn spans(&self) -> impl Iterator<Item = ByteSpan> {
+        let bytes = CHUNK_ELEMENTS / self.of.elements() * self.of.bytes();
+        let starts = (self.span.start()..self.span.end()).step_by(to_usize(bytes));
+        starts.map(move |start| ByteSpan::new(start, self.span.end().min(start + bytes)).expect("inside the tensor"))
+    }
+
+    /// The same, where the files are others.
+    pub(crate) fn of_files(&self, file: &dyn Fn(FileId) -> FileId) -> Arc<Self> {
+        Arc::new(Self { file: file(self.file), ..self.clone() })
+    }
+
+    /// Decodes a chunk into `target`. `stored` has room for its stored bytes.
+    ///
+    /// # Errors
+    /// That of reading.
+    pub(crate) fn decode(
+        &self,
+        source: &dyn Source,
+        span: ByteSpan,
+        stored: &mut [u8],
+        target: &mut [u8],
+    ) -> Result<(), SourceError> {
+        source.read_into(self.file, span.start(), stored)?;
+        // What is decoded, and kept, must be what was pinned.
+        source.check(self.file)?;
+        self.of.decode(stored, target);
+        if self.is_one_more {
+            for value in target.as_chunks_mut::<4>().0 {
+                *value = (f32::from_le_bytes(*value) - 1.0).to_le_bytes();
+            }
+        }
+        Ok(())
+    }
+}
