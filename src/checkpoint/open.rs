@@ -377,7 +377,9 @@ impl Chosen<'_> {
         let OpenOptions { training_state, duplicates, .. } = *options;
         match self {
             Self::Unknown => read_file(files, source, options, problems),
-            Self::Gguf => counted(gguf::read(files, source, options.config_from.is_some(), problems), false, files, problems),
+            Self::Gguf => {
+                counted(gguf::read(files, source, options.config_from.is_some(), problems), false, files, problems)
+            }
             Self::Safetensors(index) => {
                 let contents = safetensors::read(files, index.as_ref(), (duplicates, false), problems);
                 counted(contents, index.is_some(), files, problems)

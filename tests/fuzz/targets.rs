@@ -13,6 +13,7 @@ use ckfs_checkpoint::{Checkpoint, OpenOptions};
 use ckfs_config::{FileSettings, LayerRanges, Mesh, Pattern, Rename, options};
 use ckfs_format::{
     dcp::read::DcpState,
+    gguf::Gguf,
     ocdbt::{KeyRange, Manifest, NodeRef, Version, VersionNode, Walk},
     orbax::read as orbax_state,
     pickle::read::{self as unpickle, Id, Limits, Unpickled},
@@ -62,6 +63,12 @@ pub const TARGETS: &[Target] = &[
         name: "archive",
         check: archive,
         seeds: &[("torch.json", &["archive 2", "archive 3", "archive 4"])],
+        texts: &[],
+    },
+    Target {
+        name: "gguf",
+        check: gguf,
+        seeds: &[("gguf.json", &["llama", "gemma2", "gpt-oss", "deepseek2", "other"])],
         texts: &[],
     },
     Target { name: "pickle", check: pickle, seeds: &[("torch.json", &[".metadata"])], texts: &[] },
@@ -204,6 +211,20 @@ fn safetensors_header(bytes: &[u8]) -> bool {
             false
         }
     }
+}
+
+/// A header whose tensors are in the file, and a checkpoint, or a refusal.
+fn gguf(bytes: &[u8]) -> bool {
+    let Ok(header) = Gguf::parse(bytes, bytes.len() as u64) else { return false };
+    for tensor in &header.tensors {
+        assert!(tensor.start.checked_add(tensor.bytes).is_some_and(|end| end <= bytes.len() as u64));
+    }
+    let read = |checkpoint: &Checkpoint| {
+        for (id, info) in checkpoint.tensors().filter(|(_, info)| info.bytes() < 1 << 20) {
+            assert!(!checkpoint.files_of(id).is_empty() || info.bytes() == 0);
+        }
+    };
+    opened("model.gguf", bytes, |directory| directory.join("model.gguf"), read)
 }
 
 /// The invariants of every accepted header.
@@ -405,6 +426,19 @@ pub fn orbax(bytes: &[u8]) -> bool {
 
 /// A repository of one file, for the files beside it.
 fn with_repository(file: &str, bytes: &[u8]) -> bool {
+    opened(
+        file,
+        bytes,
+        |directory| directory,
+        |checkpoint| {
+            assert_eq!(checkpoint.tensors().count(), 1);
+            assert!(!checkpoint.dialect().to_string().contains('\n'));
+        },
+    )
+}
+
+/// Opens the source that a directory with this file beside weights is for `source`. An accepted one is checked.
+fn opened(file: &str, bytes: &[u8], source: impl Fn(PathBuf) -> PathBuf, check: impl Fn(&Checkpoint)) -> bool {
     thread_local! {
         static DIRECTORY: RefCell<Option<tempfile::TempDir>> = const { RefCell::new(None) };
     }
@@ -420,12 +454,12 @@ fn with_repository(file: &str, bytes: &[u8]) -> bool {
             directory
         });
         fs::write(directory.path().join(file), bytes).unwrap();
-        let opened = Checkpoint::open(directory.path().to_str().unwrap(), &OpenOptions::default());
+        let source = source(directory.path().to_owned());
+        let opened = Checkpoint::open(source.to_str().unwrap(), &OpenOptions::default());
         fs::remove_file(directory.path().join(file)).unwrap();
         match opened {
             Ok(checkpoint) => {
-                assert_eq!(checkpoint.tensors().count(), 1);
-                assert!(!checkpoint.dialect().to_string().contains('\n'));
+                check(&checkpoint);
                 true
             }
             Err(error) => {

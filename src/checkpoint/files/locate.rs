@@ -294,7 +294,8 @@ fn lacks_weights(snapshot: &Path) -> bool {
     }
     let is_weights = |path: &Path| {
         let extension = path.extension().and_then(|extension| extension.to_str());
-        extension.is_some_and(|extension| ["safetensors", "bin", "pt", "pth", "gguf"].contains(&extension)) && path.is_file()
+        extension.is_some_and(|extension| ["safetensors", "bin", "pt", "pth", "gguf"].contains(&extension))
+            && path.is_file()
     };
     let mut entries = fs::read_dir(snapshot).into_iter().flatten().flatten();
     !entries.any(|entry| is_weights(&entry.path()) || entry.path().is_dir())

@@ -75,13 +75,7 @@ impl PartialEq for BlockType {
     }
 }
 
-const fn row(
-    code: u32,
-    name: &'static str,
-    elements: usize,
-    bytes: usize,
-    decode: fn(&[u8], &mut [f32]),
-) -> BlockType {
+const fn row(code: u32, name: &'static str, elements: usize, bytes: usize, decode: fn(&[u8], &mut [f32])) -> BlockType {
     BlockType { code, name, elements, bytes, decode }
 }
 
@@ -170,16 +164,13 @@ static TYPES: [BlockType; 26] = [
             let scale = short(b, 48 + i / 64 * 2) >> (i / 16 % 4 * 3) & 7;
             let high = halves(&b[32..], i / 8);
             let code = usize::from(b[i / 8]) | usize::from(high & 7) << 8;
-            f16::from_bits(d).to_f32()
-                * f32::from(2 * scale + 1)
-                * (GRIDS.iq1[code * 8 + i % 8] + delta(high & 8 != 0))
+            f16::from_bits(d).to_f32() * f32::from(2 * scale + 1) * (GRIDS.iq1[code * 8 + i % 8] + delta(high & 8 != 0))
         });
     }),
     row(20, "IQ4_NL", 32, 18, |b, y| each(y, |i| half(b, 0) * f32::from(IQ4[usize::from(nibble(&b[2..], i))]))),
     row(23, "IQ4_XS", SUPER, 136, |b, y| {
         let high = |at: usize| (short(b, 2) >> (2 * at)).to_le_bytes()[0] & 3;
-        let scales: [f32; 8] =
-            std::array::from_fn(|at| half(b, 0) * signed(halves(&b[4..], at) | high(at) << 4, 32));
+        let scales: [f32; 8] = std::array::from_fn(|at| half(b, 0) * signed(halves(&b[4..], at) | high(at) << 4, 32));
         each(y, |i| scales[i / 32] * f32::from(IQ4[usize::from(nibble(&b[8 + i / 32 * 16..], i % 32))]));
     }),
 ];
@@ -261,11 +252,7 @@ fn q3_k(b: &[u8], y: &mut [f32]) {
 fn minima(b: &[u8]) -> [(f32, f32); 8] {
     std::array::from_fn(|at| {
         let packed = |from: usize, shift: usize| {
-            if at < 4 {
-                b[from + at] & 63
-            } else {
-                b[8 + at] >> shift & 15 | b[from + at - 4] >> 2 & 48
-            }
+            if at < 4 { b[from + at] & 63 } else { b[8 + at] >> shift & 15 | b[from + at - 4] >> 2 & 48 }
         };
         (half(b, 0) * float(packed(4, 0)), half(b, 2) * float(packed(8, 4)))
     })

@@ -84,7 +84,10 @@ impl<'a> Cursor<'a> {
         let end = (self.at as u64).checked_add(len).filter(|end| *end <= self.file_bytes);
         let Some(end) = end else {
             let left = self.file_bytes - self.at as u64;
-            return invalid(format!("byte {} of the header: expected {len} bytes, found {left} until the end", self.at));
+            return invalid(format!(
+                "byte {} of the header: expected {len} bytes, found {left} until the end",
+                self.at
+            ));
         };
         let found = usize::try_from(end).ok().and_then(|end| self.bytes.get(self.at..end));
         let found = found.ok_or(GgufError::Short)?;
@@ -215,7 +218,13 @@ fn tensor(cursor: &mut Cursor<'_>) -> Result<GgufTensor, GgufError> {
     let mut shape = (0..axes).map(|_| cursor.u64()).collect::<Result<Vec<u64>, _>>()?;
     shape.reverse();
     let (code, start) = (cursor.u32()?, cursor.u64()?);
-    Ok(GgufTensor { stored: stored_as(code).or_else(|what| invalid(format!("{name}: {what}")))?, name, shape, start, bytes: 0 })
+    Ok(GgufTensor {
+        stored: stored_as(code).or_else(|what| invalid(format!("{name}: {what}")))?,
+        name,
+        shape,
+        start,
+        bytes: 0,
+    })
 }
 
 fn stored_as(code: u32) -> Result<StoredAs, String> {

@@ -47,7 +47,9 @@ impl Builder<'_> {
             let (renames, tie, text) = (&options.renames, options.tied == Tied::Alias, wanted.selected.text.as_ref());
             let names = hf::HfNames { renames, tie, text };
             let files = match original.container() {
-                Container::Gguf | Container::Ranks => assembled(original, &values, names, options.shard_bytes_max, quantizer.as_ref()),
+                Container::Gguf | Container::Ranks => {
+                    assembled(original, &values, names, options.shard_bytes_max, quantizer.as_ref())
+                }
                 Container::Safetensors | Container::Torch | Container::Dcp | Container::Orbax => {
                     hf::plan(original, &values, names, quantizer.as_ref())
                 }

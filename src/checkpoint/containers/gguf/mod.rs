@@ -7,14 +7,14 @@
 mod names;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
     sync::Arc,
 };
 
 use ckfs_format::gguf::{BlockType, Gguf, GgufError, GgufTensor, StoredAs};
 use ckfs_source::{ByteSpan, FileId, Source};
-use ckfs_tensor::{DType, PerAxis, to_usize};
+use ckfs_tensor::{DType, to_usize};
 use names::{Change, Model};
 
 use super::{
@@ -73,7 +73,8 @@ pub(crate) fn choose(folder: &mut Folder) -> Result<(), CheckpointError> {
     let asked: Vec<&String> = sets.iter().filter(|set| is_asked(set)).collect();
     let [chosen] = asked[..] else {
         let found = sets.iter().map(|set| format!("{set}.gguf")).collect::<Vec<_>>().join(", ");
-        let what = "expected the files of one model; --variant chooses by how a name ends, as Q4_K_M in model-Q4_K_M.gguf";
+        let what =
+            "expected the files of one model; --variant chooses by how a name ends, as Q4_K_M in model-Q4_K_M.gguf";
         return Err(CheckpointError::SeveralFiles(format!("{}: {what}: {found}", folder.located.path.display())));
     };
     let chosen = chosen.clone();
@@ -84,26 +85,36 @@ pub(crate) fn choose(folder: &mut Folder) -> Result<(), CheckpointError> {
     Ok(())
 }
 
-fn header(source: &dyn Source, file: FileId) -> Result<Gguf, Problem> {
+fn header(files: &PinnedFiles<'_>, file: FileId) -> Result<Gguf, Problem> {
+    let source = files.source;
     let (file_bytes, mut len) = (source.len_bytes(file), READ_BYTES);
-    let name = source.path(file).display();
     loop {
         let mut bytes = vec![0; to_usize(len.min(file_bytes))];
         source.read_into(file, 0, &mut bytes)?;
         match Gguf::parse(&bytes, file_bytes) {
             Ok(header) => return Ok(header),
             Err(GgufError::Short) if len < HEADER_BYTES_MAX => len *= 4,
-            Err(error @ (GgufError::Short | GgufError::Invalid(_))) => return Err(Problem::of_file(name, error)),
+            Err(error @ (GgufError::Short | GgufError::Invalid(_))) => {
+                return Err(Problem::of_file(files.path(file), format_args!("a GGUF file of llama.cpp: {error}")));
+            }
         }
     }
 }
 
-/// A tensor, and where its elements are.
+/// A stored tensor, and where its elements are.
 struct Placed<'a> {
     tensor: &'a GgufTensor,
     dtype: DType,
     file: FileId,
     start: u64,
+}
+
+/// A tensor of the repository.
+struct Shown {
+    name: String,
+    dtype: DType,
+    shape: Vec<u64>,
+    boxes: Vec<StoredBox>,
 }
 
 /// Reads the files of a model. `has_companion` if configuration and tokenizer come from another repository.
@@ -115,7 +126,7 @@ pub(crate) fn read(
 ) -> Contents {
     let mut headers: Vec<(FileId, Gguf)> = Vec::new();
     for file in files.ids() {
-        match header(files.source, file) {
+        match header(files, file) {
             Ok(header) => headers.push((file, header)),
             Err(problem) => problems.push(problem),
         }
@@ -136,8 +147,29 @@ pub(crate) fn read(
             None => Ok(model),
         }
     });
-    let mut decoded = Vec::new();
-    let placed: Vec<Placed<'_>> = tensors().map(|(file, tensor)| place(file, tensor, model.as_ref().ok(), &mut decoded, source)).collect();
+    let (mut left_out, mut warnings) = (Vec::new(), Vec::new());
+    let mut layout = Layout { first: source.file_count(), ..Layout::default() };
+    for (file, tensor) in tensors() {
+        let laid_out = match model.as_ref().map(|model| (model, model.name(&tensor.name))) {
+            Err(_) => layout.push(&tensor.name, &Change::Nothing, (file, tensor), false),
+            Ok((model, Some((name, change)))) => {
+                layout.push(&name, &change, (file, tensor), model.is_one_more(&tensor.name))
+            }
+            Ok((_, None)) => {
+                left_out.push(tensor.name.clone());
+                continue;
+            }
+        };
+        if laid_out.is_none() {
+            layout.wrong.push(tensor.name.clone());
+        }
+    }
+    layout.wrong.extend(layout.halves.values().map(|(_, tensor)| tensor.name.clone()));
+    for name in &layout.wrong {
+        let what = "expected a shape that divides as the metadata says, and a second tensor of the same form where two become one";
+        problems.push(Problem::Other(format!("{name}: {what}")));
+    }
+    let Layout { decoded, shown, .. } = layout;
     let decoded: Arc<[DecodedFile]> = decoded.into();
     let looked_at: &dyn Source = &ChunkSource::new(Arc::clone(source), Arc::clone(&decoded));
     let bytes = (source.file_count()..looked_at.file_count()).map(|file| looked_at.len_bytes(FileId::at(file)));
@@ -145,23 +177,22 @@ pub(crate) fn read(
         problems.push(Problem::TooManyBytes);
     }
     let mut builder = MosaicBuilder::new(looked_at, problems);
-    let (mut left_out, mut warnings) = (Vec::new(), Vec::new());
-    for placed in &placed {
-        let named = model.as_ref().map(|model| model.name(&placed.tensor.name));
-        match named {
-            Err(_) => add(&mut builder, placed, &placed.tensor.name, &Change::Nothing),
-            Ok(Some((name, change))) => add(&mut builder, placed, &name, &change),
-            Ok(None) => left_out.push(placed.tensor.name.clone()),
-        }
+    for Shown { name, dtype, shape, boxes } in shown {
+        builder.add(&name, dtype, &shape, boxes, None);
     }
     let table = builder.finish();
     if !left_out.is_empty() && !has_companion {
         let names = left_out.join(", ");
-        warnings.push(format!("{names}: factors of the rotary embedding, which config.json lacks: --config-from MODEL has them"));
+        warnings.push(format!(
+            "{names}: factors of the rotary embedding, which config.json lacks: --config-from MODEL has them"
+        ));
     }
     let has_tokenizer = ["tokenizer.json", "tokenizer.model"].iter().any(|path| files.find(path).is_some());
     if model.is_ok() && !has_companion && !has_tokenizer {
-        warnings.push("hf/ has no tokenizer: that of a GGUF file is not taken over, --config-from MODEL gives the model's".to_owned());
+        warnings.push(
+            "hf/ has no tokenizer: that of a GGUF file is not taken over, --config-from MODEL gives the model's"
+                .to_owned(),
+        );
     }
     let of_rotary = |name| LeftOut { name, kind: "factors of the rotary embedding".to_owned() };
     let is_tied = tensors().all(|(_, tensor)| tensor.name != "output.weight");
@@ -175,68 +206,155 @@ pub(crate) fn read(
     }
 }
 
-/// The place of a tensor: in its file, or in a decoded file of its own.
-fn place<'a>(
-    file: FileId,
-    tensor: &'a GgufTensor,
-    model: Option<&Model<'_>>,
-    decoded: &mut Vec<DecodedFile>,
-    source: &Arc<dyn Source>,
-) -> Placed<'a> {
-    let is_one_more = model.is_some_and(|model| model.is_one_more(&tensor.name));
-    let of = match tensor.stored {
-        StoredAs::Blocks(of) => of,
-        StoredAs::Elements(dtype) => match BlockType::of_elements(dtype).filter(|_| is_one_more) {
-            Some(of) => of,
-            None => return Placed { tensor, dtype, file, start: tensor.start },
-        },
-    };
-    let span = ByteSpan::of_len(tensor.start, tensor.bytes).expect("the header's places are in its file");
-    let number = FileId::at(source.file_count() + decoded.len());
-    decoded.push(DecodedFile::of_blocks(BlockTensor { name: tensor.name.clone(), of, file, span, is_one_more }));
-    Placed { tensor, dtype: DType::F32, file: number, start: 0 }
+/// Where everything is.
+#[derive(Default)]
+struct Layout<'a> {
+    /// Number of files before the decoded ones.
+    first: usize,
+    decoded: Vec<DecodedFile>,
+    shown: Vec<Shown>,
+    /// Stored tensors whose second half was not met yet, by the name of the whole.
+    halves: BTreeMap<String, (FileId, &'a GgufTensor)>,
+    /// Names of stored tensors that are not as they must be.
+    wrong: Vec<String>,
 }
 
-/// Adds a tensor under the names that it has.
-fn add(builder: &mut MosaicBuilder<'_>, placed: &Placed<'_>, name: &str, change: &Change) {
-    let Placed { tensor, dtype, file, start } = placed;
-    let shape = tensor.shape.as_slice();
-    let element = dtype.bits() / 8;
-    let whole = |shape: &[u64], first: u64| {
-        StoredBox::row_major(*file, start + first * element, &vec![0; shape.len()], shape)
-    };
-    match (change, shape) {
-        (Change::Nothing, _) => builder.add(name, *dtype, shape, [whole(shape, 0)], None),
-        (Change::Unsqueezed, _) => {
-            let mut shape = shape.to_vec();
-            if shape.len() == 1 {
+impl<'a> Layout<'a> {
+    /// A decoded file of a stored tensor, perhaps with another, and the elements of their rows; `None` for integers.
+    fn decode(
+        &mut self,
+        (file, tensor): (FileId, &'a GgufTensor),
+        is_one_more: bool,
+        other: Option<(FileId, &GgufTensor, u64)>,
+    ) -> Option<Placed<'a>> {
+        let of = match tensor.stored {
+            StoredAs::Blocks(of) => of,
+            StoredAs::Elements(dtype) => BlockType::of_elements(dtype)?,
+        };
+        let span = |tensor: &GgufTensor| ByteSpan::of_len(tensor.start, tensor.bytes).expect("inside its file");
+        let other = other.map(|(file, other, row)| (file, span(other), row));
+        let number = FileId::at(self.first + self.decoded.len());
+        let blocks = BlockTensor { name: tensor.name.clone(), of, file, span: span(tensor), is_one_more, other };
+        self.decoded.push(DecodedFile::of_blocks(blocks));
+        Some(Placed { tensor, dtype: DType::F32, file: number, start: 0 })
+    }
+
+    /// The place of a tensor: in its file, or decoded.
+    fn place(&mut self, (file, tensor): (FileId, &'a GgufTensor), is_one_more: bool) -> Option<Placed<'a>> {
+        match tensor.stored {
+            StoredAs::Elements(dtype) if !is_one_more => Some(Placed { tensor, dtype, file, start: tensor.start }),
+            StoredAs::Elements(_) | StoredAs::Blocks(_) => self.decode((file, tensor), is_one_more, None),
+        }
+    }
+
+    /// Adds a tensor under the names that it has; `None` if it is not as it must be.
+    fn push(&mut self, name: &str, change: &Change, stored: (FileId, &'a GgufTensor), is_one_more: bool) -> Option<()> {
+        if stored.1.bytes == 0 && *change != Change::Nothing {
+            return None;
+        }
+        if let Change::Alternating(number) | Change::KeysAndValues(number) = change {
+            let Some(half) = self.halves.remove(name) else {
+                self.halves.insert(name.to_owned(), stored);
+                return Some(());
+            };
+            let (first, second) = if *number == 0 { (stored, half) } else { (half, stored) };
+            let is_alternating = matches!(change, Change::Alternating(_));
+            return if is_alternating { self.alternate(name, first, second) } else { self.join(name, first, second) };
+        }
+        let placed = self.place(stored, is_one_more)?;
+        let mut shape = placed.tensor.shape.clone();
+        let boxes = match (change, shape.as_slice()) {
+            (Change::Nothing, _) => vec![placed.part(0, &shape)],
+            (Change::Unsqueezed, [_]) => {
                 shape.insert(0, 1);
+                vec![placed.part(0, &shape)]
             }
-            builder.add(name, *dtype, &shape, [whole(&shape, 0)], None);
-        }
-        (Change::Experts, [experts @ 0..=PARTS_MAX, of_one @ ..]) => {
-            let elements: u64 = of_one.iter().product();
-            for expert in 0..*experts {
-                let name = name.replace("{e}", &expert.to_string());
-                builder.add(&name, *dtype, of_one, [whole(of_one, expert * elements)], None);
+            (Change::Transposed, &[experts, rows, columns]) => {
+                shape = vec![experts, columns, rows];
+                let mut part = placed.part(0, &shape);
+                (part.strides[1], part.strides[2]) = (1, columns);
+                vec![part]
             }
+            (Change::Experts, [experts @ 0..=PARTS_MAX, of_one @ ..]) => {
+                let elements: u64 = of_one.iter().product();
+                self.shown.extend((0..*experts).map(|expert| Shown {
+                    name: name.replace("{e}", &expert.to_string()),
+                    dtype: placed.dtype,
+                    shape: of_one.to_vec(),
+                    boxes: vec![placed.part(expert * elements, of_one)],
+                }));
+                return Some(());
+            }
+            (Change::Heads(heads @ 1..=PARTS_MAX), [rows, columns @ ..]) if rows.is_multiple_of(2 * heads) => {
+                let (half, row) = (rows / heads / 2, columns.iter().product::<u64>());
+                let extents = [&[half], columns].concat();
+                // Stored are pairs of rows, one of each half of a head.
+                let of_half = |at| {
+                    let mut part = placed.part((at / 2 * 2 * half + at % 2) * row, &extents);
+                    (part.origin[0], part.strides[0]) = (at * half, 2 * row);
+                    part
+                };
+                (0..2 * heads).map(of_half).collect()
+            }
+            _ => return None,
+        };
+        self.shown.push(Shown { name: name.to_owned(), dtype: placed.dtype, shape, boxes });
+        Some(())
+    }
+
+    /// Rows of two tensors `[experts, rows, columns]` alternate as columns: `[experts, columns, 2 * rows]`. Those of biases have no columns.
+    fn alternate(
+        &mut self,
+        name: &str,
+        first: (FileId, &'a GgufTensor),
+        (file, second): (FileId, &'a GgufTensor),
+    ) -> Option<()> {
+        let (experts, rows, columns) = match first.1.shape[..] {
+            [experts, rows, columns] => (experts, rows, columns),
+            [experts, rows] => (experts, rows, 1),
+            _ => return None,
+        };
+        if first.1.shape != second.shape || first.1.stored != second.stored || columns == 0 {
+            return None;
         }
-        (Change::Heads(heads @ 1..=PARTS_MAX), [rows, columns @ ..]) if rows.is_multiple_of(2 * heads) => {
-            let (half, row) = (rows / heads / 2, columns.iter().product::<u64>());
-            // Stored are pairs of rows, one of each half of a head.
-            let halves = (0..2 * heads).map(|at| {
-                let (head, of_pair) = (at / 2, at % 2);
-                let (mut origin, mut extents) = (PerAxis::from_elem(0, shape.len()), PerAxis::from_slice(shape));
-                (origin[0], extents[0]) = (at * half, half);
-                let mut part = StoredBox::row_major(*file, start + (2 * half * head + of_pair) * row * element, &origin, &extents);
-                part.strides[0] = 2 * row;
-                part
-            });
-            builder.add(name, *dtype, shape, halves, None);
+        let placed = self.decode(first, false, Some((file, second, columns)))?;
+        let shape = if first.1.shape.len() == 3 { vec![experts, columns, rows * 2] } else { vec![experts, rows * 2] };
+        let mut part = placed.part(0, &shape);
+        if let [_, middle, last] = &mut part.strides[..] {
+            (*middle, *last) = (1, columns);
         }
-        (Change::Experts | Change::Heads(_), _) => {
-            let what = format_args!("{}: {shape:?} does not divide as {name} does ({change:?})", tensor.name);
-            builder.problems().push(Problem::Other(what.to_string()));
+        self.shown.push(Shown { name: name.to_owned(), dtype: placed.dtype, shape, boxes: vec![part] });
+        Some(())
+    }
+
+    /// The factors of keys `[heads, rank, rows]` and of values `[heads, rows, rank]` become `[heads * rows of both, rank]`.
+    fn join(&mut self, name: &str, keys: (FileId, &'a GgufTensor), values: (FileId, &'a GgufTensor)) -> Option<()> {
+        let (&[heads @ 0..=PARTS_MAX, rank, of_keys], &[others, of_values, same]) =
+            (&keys.1.shape[..], &values.1.shape[..])
+        else {
+            return None;
+        };
+        if (heads, rank) != (others, same) {
+            return None;
         }
+        let (keys, values) = (self.decode(keys, false, None)?, self.decode(values, false, None)?);
+        let boxes = (0..heads).flat_map(|head| {
+            let mut key = keys.part(head * rank * of_keys, &[of_keys, rank]);
+            (key.origin[0], key.strides[0], key.strides[1]) = (head * (of_keys + of_values), 1, of_keys);
+            let mut value = values.part(head * rank * of_values, &[of_values, rank]);
+            value.origin[0] = head * (of_keys + of_values) + of_keys;
+            [key, value]
+        });
+        let (boxes, shape) = (boxes.collect(), vec![heads * (of_keys + of_values), rank]);
+        self.shown.push(Shown { name: name.to_owned(), dtype: DType::F32, shape, boxes });
+        Some(())
+    }
+}
+
+impl Placed<'_> {
+    /// A box of these extents in row-major order, from an element on.
+    fn part(&self, element: u64, extents: &[u64]) -> StoredBox {
+        let start = self.start + element * self.dtype.bits() / 8;
+        StoredBox::row_major(self.file, start, &vec![0; extents.len()], extents)
     }
 }

@@ -29,13 +29,21 @@ struct Family {
     norms_are_one_more: bool,
     #[serde(default)]
     layer_names: BTreeMap<String, String>,
+    /// The family whose tables are used.
+    like: Option<String>,
     #[serde(default)]
     config: BTreeMap<String, String>,
     #[serde(default)]
     defaults: Map<String, Value>,
+    /// Members that are null unless the file tells of them.
+    #[serde(default)]
+    nulls: Vec<String>,
     /// Members of the configuration that are one value divided by another.
     #[serde(default)]
     ratios: BTreeMap<String, [String; 2]>,
+    /// Those that are one value less another. The last one that is there counts.
+    #[serde(default)]
+    differences: Vec<[String; 3]>,
 }
 
 static FAMILIES: LazyLock<Families> = LazyLock::new(|| {
@@ -53,6 +61,12 @@ pub(super) enum Change {
     Heads(u64),
     /// One for each index of its first axis, whose number stands in the name for `{e}`.
     Experts,
+    /// With its last two axes exchanged.
+    Transposed,
+    /// The first or the second of two whose rows alternate, with the last two axes of the whole exchanged.
+    Alternating(usize),
+    /// The first or the second of the two factors of keys and values, of which each head has some rows.
+    KeysAndValues(usize),
 }
 
 /// The model of a file.
@@ -61,6 +75,8 @@ pub(super) struct Model<'a> {
     header: &'a Gguf,
     architecture: &'a str,
     family: &'static Family,
+    /// The family with the tables.
+    tables: &'static Family,
 }
 
 impl<'a> Model<'a> {
@@ -72,15 +88,29 @@ impl<'a> Model<'a> {
         let text = |key: &str| header.values.get(key).and_then(Value::as_str);
         let architecture = text("general.architecture").ok_or("a GGUF file without general.architecture")?;
         let is_mistral = architecture == "llama" && text("general.name") == Some("mistral");
-        let key = if is_mistral { "mistral" } else { architecture };
-        let found = FAMILIES.family.get(key).filter(|_| architecture != "mistral");
+        // Sigmoid, which the first of the two models has not.
+        let is_third = architecture == "deepseek2" && header.count("deepseek2.expert_gating_func") == Some(2);
+        let key = match architecture {
+            "llama" if is_mistral => "mistral",
+            "deepseek2" if is_third => "deepseek3",
+            of => of,
+        };
+        let is_own = !["mistral", "deepseek3"].contains(&architecture);
+        let found = FAMILIES.family.get(key).filter(|_| is_own);
         let known = || {
             let known: Vec<&str> = FAMILIES.family.keys().map(String::as_str).collect();
-            format!("the GGUF architecture {architecture:?} has no names of a repository here: known are {}", known.join(", "))
+            format!(
+                "the GGUF architecture {architecture:?} has no names of a repository here: known are {}",
+                known.join(", ")
+            )
         };
-        let model = Self { header, architecture, family: found.ok_or_else(known)? };
-        if model.count("expert_count").unwrap_or(0) > 0 && !model.family.config.contains_key("expert_count") {
-            return Err(format!("the GGUF architecture {architecture:?} with experts has no names of a repository here"));
+        let family = found.ok_or_else(known)?;
+        let tables = family.like.as_ref().map_or(family, |like| &FAMILIES.family[like]);
+        let model = Self { header, architecture, family, tables };
+        if model.count("expert_count").unwrap_or(0) > 0 && !tables.config.contains_key("expert_count") {
+            return Err(format!(
+                "the GGUF architecture {architecture:?} with experts has no names of a repository here"
+            ));
         }
         Ok(model)
     }
@@ -99,42 +129,54 @@ impl<'a> Model<'a> {
         let layer = layer.filter(|(number, _)| number.parse::<u32>().is_ok());
         let whole = layer.map_or(stored, |(_, rest)| rest);
         let (stem, ending) = whole.rsplit_once('.').filter(|(_, ending)| matches!(*ending, "weight" | "bias"))?;
-        let name = if layer.is_some() {
-            self.family.layer_names.get(stem).or_else(|| FAMILIES.layer_names.get(stem))
-        } else {
-            FAMILIES.names.get(stem)
-        }?;
+        let whole_name = self.tables.layer_names.get(whole).filter(|_| layer.is_some());
+        let name = whole_name.or_else(|| match layer {
+            Some(_) => self.tables.layer_names.get(stem).or_else(|| FAMILIES.layer_names.get(stem)),
+            None => FAMILIES.names.get(stem),
+        })?;
         let before = layer.map_or_else(String::new, |(number, _)| format!("model.layers.{number}."));
         let heads = |key: &str| self.count(key).or_else(|| self.count("attention.head_count")).map(Change::Heads);
         let change = match stem {
-            "attn_q" if self.family.permutes_rows => heads("attention.head_count")?,
-            "attn_k" if self.family.permutes_rows => heads("attention.head_count_kv")?,
+            "attn_q" if self.tables.permutes_rows => heads("attention.head_count")?,
+            "attn_k" if self.tables.permutes_rows => heads("attention.head_count_kv")?,
             "ffn_gate_inp_shexp" => Change::Unsqueezed,
+            "ffn_gate_exps" if whole_name.is_some() => Change::Alternating(0),
+            "ffn_up_exps" if whole_name.is_some() => Change::Alternating(1),
+            "ffn_down_exps" if whole_name.is_some() && ending == "weight" => Change::Transposed,
+            "attn_k_b" => Change::KeysAndValues(0),
+            "attn_v_b" => Change::KeysAndValues(1),
             _ if name.contains("{e}") => Change::Experts,
             _ => Change::Nothing,
         };
-        Some((format!("{before}{name}.{ending}"), change))
+        let ending = if whole_name.is_some() { String::new() } else { format!(".{ending}") };
+        Some((format!("{before}{name}{ending}"), change))
     }
 
     /// Whether each element of a stored tensor is one more than the repository's.
     pub(super) fn is_one_more(&self, stored: &str) -> bool {
-        self.family.norms_are_one_more && stored.ends_with("norm.weight")
+        self.tables.norms_are_one_more && stored.ends_with("norm.weight")
     }
 
     /// The repository's `config.json`, as transformers makes it of the same file.
     pub(super) fn config(&self, is_tied: bool) -> Value {
-        let family = self.family;
-        let mut config = family.defaults.clone();
+        let (family, tables) = (self.family, self.tables);
+        let mut config = tables.defaults.clone();
+        config.extend(tables.nulls.iter().map(|name| (name.clone(), Value::Null)));
         config.insert("model_type".to_owned(), json!(family.model_type));
         config.insert("architectures".to_owned(), json!([family.class]));
         config.insert("tie_word_embeddings".to_owned(), json!(is_tied));
         if let Some(count) = self.header.lengths.get("tokenizer.ggml.tokens") {
             config.insert("vocab_size".to_owned(), json!(count));
         }
-        for (key, name) in FAMILIES.config.iter().chain(&family.config) {
-            config.extend(self.value(key).map(|value| (name.clone(), value.clone())));
+        for (key, names) in FAMILIES.config.iter().chain(&tables.config) {
+            let Some(value) = self.value(key) else { continue };
+            config.extend(names.split(',').map(|name| (name.to_owned(), value.clone())));
         }
-        for (name, [over, under]) in &family.ratios {
+        for [name, from, less] in &tables.differences {
+            let rest = self.count(from).zip(self.count(less)).and_then(|(from, less)| from.checked_sub(less));
+            config.extend(rest.map(|rest| (name.clone(), json!(rest))));
+        }
+        for (name, [over, under]) in &tables.ratios {
             let number = |key: &str| self.value(key).and_then(Value::as_f64);
             let ratio = number(over).zip(number(under)).and_then(|(over, under)| Number::from_f64(over / under));
             config.extend(ratio.map(|ratio| (name.clone(), Value::Number(ratio))));
@@ -143,8 +185,16 @@ impl<'a> Model<'a> {
             let value = self.header.values.get(&format!("tokenizer.ggml.{word}_token_id"));
             config.extend(value.map(|value| (format!("{name}_token_id"), value.clone())));
         }
+        let scaling = config.remove("rope_scaling");
         if let Some(kind) = self.value("rope.scaling.type").filter(|kind| *kind != "none") {
-            let mut scaling = Map::from_iter([("rope_type".to_owned(), kind.clone())]);
+            let mut scaling = scaling.and_then(|scaling| scaling.as_object().cloned()).unwrap_or_default();
+            scaling.insert("rope_type".to_owned(), kind.clone());
+            // A tenth of the factor is stored, in f32.
+            let multiplier = self.value("rope.scaling.yarn_log_multiplier").and_then(Value::as_f64);
+            for name in ["mscale", "mscale_all_dim"] {
+                let factor = multiplier.map(|tenth| (tenth * 1e6).round() / 1e5);
+                scaling.extend(factor.map(|factor| (name.to_owned(), json!(factor))));
+            }
             for (key, name) in [("factor", "factor"), ("original_context_length", "original_max_position_embeddings")] {
                 let value = self.value(&format!("rope.scaling.{key}"));
                 scaling.extend(value.map(|value| (name.to_owned(), value.clone())));

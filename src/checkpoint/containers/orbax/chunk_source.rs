@@ -137,7 +137,8 @@ impl ChunkSource {
             (FileCoding::Delta(tensor), _) => Ok(tensor.decode_by_definition(&*self.inner)?),
             // Blocks have one decoder, in which nothing is fast.
             (FileCoding::Blocks(tensor), CodedBytes::Span(span)) => {
-                let (mut stored, mut bytes) = (vec![0; to_usize(span.len())], vec![0; to_usize(tensor.bytes_of(key.1))]);
+                let (mut stored, mut bytes) =
+                    (vec![0; to_usize(span.len())], vec![0; to_usize(tensor.bytes_of(key.1))]);
                 tensor.decode(&*self.inner, *span, &mut stored, &mut bytes)?;
                 Ok(bytes)
             }
@@ -386,7 +387,8 @@ impl Maps for ChunkSource {
     /// Boxes of an array never reach beyond a chunk, so that their spans are in memory when they are requested: no copy is needed.
     /// Those of a tensor of blocks do.
     fn is_mapped(&self, file: FileId) -> bool {
-        self.decoded(file).is_some_and(|(_, decoded)| !decoded.is_of_blocks()) || self.own_maps(file).is_some_and(|maps| maps.is_mapped(file))
+        self.decoded(file).is_some_and(|(_, decoded)| !decoded.is_of_blocks())
+            || self.own_maps(file).is_some_and(|maps| maps.is_mapped(file))
     }
 
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {

@@ -222,7 +222,8 @@ impl DecodedFile {
     /// The files whose bytes its bytes are made of.
     pub(super) fn files(&self) -> Vec<FileId> {
         match &self.coding {
-            FileCoding::Array(_) | FileCoding::Blocks(_) => vec![FileId(self.stored_in)],
+            FileCoding::Array(_) => vec![FileId(self.stored_in)],
+            FileCoding::Blocks(tensor) => tensor.files(),
             FileCoding::Delta(tensor) => tensor.files().collect(),
         }
     }
