@@ -59,11 +59,12 @@ impl BlockTensor {
         (self.len_bytes() - chunk * self.chunk_bytes()).min(self.chunk_bytes())
     }
 
-    /// Where the chunks are stored; of two parts, the first.
-    pub(crate) fn spans(&self) -> impl Iterator<Item = ByteSpan> {
+    /// Where a chunk is stored; of two parts, the first. `None` if there is no such chunk.
+    pub(crate) fn span_of(&self, chunk: u64) -> Option<ByteSpan> {
         let bytes = self.chunk_elements() / self.of.elements() * self.of.bytes();
-        let starts = (self.span.start()..self.span.end()).step_by(to_usize(bytes));
-        starts.map(move |start| ByteSpan::new(start, self.span.end().min(start + bytes)).expect("inside the tensor"))
+        let start = chunk.checked_mul(bytes)?.checked_add(self.span.start())?;
+        let end = self.span.end().min(start.checked_add(bytes)?);
+        ByteSpan::new(start, end).filter(|span| !span.is_empty())
     }
 
     /// The same, where the files are others.

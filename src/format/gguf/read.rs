@@ -259,8 +259,8 @@ fn place(tensor: &mut GgufTensor, first: u64, alignment: u64, file_bytes: u64) -
     }
     let count = tensor.shape.iter().try_fold(1u64, |count, extent| count.checked_mul(*extent));
     let len = count.and_then(|count| (count / elements).checked_mul(bytes));
-    // What it decodes to is counted in 64 bits, too.
-    let len = len.filter(|_| count.is_some_and(|count| count.checked_mul(4).is_some()));
+    // What it decodes to, perhaps with another, is counted in 64 bits, too.
+    let len = len.filter(|_| count.is_some_and(|count| count.checked_mul(8).is_some()));
     if !tensor.start.is_multiple_of(alignment) {
         return Err(format!("expected an offset of a multiple of {alignment}, found {}", tensor.start));
     }

@@ -181,6 +181,7 @@ pub(crate) fn read(
         builder.add(&name, dtype, &shape, boxes, None);
     }
     let table = builder.finish();
+    warnings.extend(model.as_ref().err().map(|reason| format!("{reason}: tensors have their stored names")));
     if !left_out.is_empty() && !has_companion {
         let names = left_out.join(", ");
         warnings.push(format!(

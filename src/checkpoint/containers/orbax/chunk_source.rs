@@ -18,7 +18,7 @@ use ckfs_tensor::to_usize;
 use parking_lot::Mutex;
 
 use super::{
-    coded::{CodedBytes, CodedChunk, DecodedFile, FileCoding},
+    coded::{CodedBytes, DecodedFile, FileCoding},
     decoder::Decoder,
 };
 use lru::LruCache;
@@ -131,7 +131,7 @@ impl ChunkSource {
         if is_large && let Some(found) = lock().get(&key) {
             return Ok(Arc::clone(found));
         }
-        let chunk = &decoded.chunks()[to_usize(key.1)];
+        let chunk = &*decoded.chunk(key.1).expect("keys are of chunks that there are");
         let stored_in = FileId(decoded.stored_in);
         let bytes = match (&decoded.coding, &chunk.bytes) {
             (FileCoding::Delta(tensor), _) => Ok(tensor.decode_by_definition(&*self.inner)?),
@@ -290,8 +290,8 @@ impl Source for ChunkSource {
 impl DecodedChunks for ChunkSource {
     fn coded(&self, file: FileId, at: u64) -> Option<Coded> {
         let (_, decoded) = self.decoded(file)?;
-        let chunk: &CodedChunk = decoded.chunk_at(at)?;
-        let (name, codec) = decoded.described(chunk);
+        let chunk = decoded.chunk_at(at)?;
+        let (name, codec) = decoded.described(&chunk);
         Some(Coded {
             chunk: name,
             codec,

@@ -3,7 +3,7 @@
 //! The decoded chunks of one array that lie in one file are shown as one more file, a *decoded file*: chunk after chunk, all of
 //! the same length. Then a decoded chunk is a span like any other, and every file has exactly one file that can change under it.
 
-use std::{io::BufRead, sync::Arc};
+use std::{borrow::Cow, io::BufRead, sync::Arc};
 
 use ckfs_format::zarr::read::{Array, ArrayBytes, ChunkError, Codecs, Packing};
 use ckfs_source::{BufferMemory, ByteSpan, FileId};
@@ -59,7 +59,7 @@ pub(crate) struct DecodedFile {
     pub(super) coding: FileCoding,
     /// The file with the stored chunks.
     pub(super) stored_in: FileNumber,
-    /// The chunks in the order in which they are shown: that of their places.
+    /// The chunks in the order in which they are shown: that of their places. Those of blocks are computed.
     chunks: Vec<CodedChunk>,
     len_bytes: u64,
 }
@@ -180,10 +180,8 @@ impl DecodedFile {
 
     /// A tensor that is stored as blocks.
     pub(crate) fn of_blocks(tensor: BlockTensor) -> Self {
-        let spans = tensor.spans().enumerate();
-        let chunk = |(number, span)| CodedChunk { number: number as u64, inner: 0, bytes: CodedBytes::Span(span) };
-        let (chunks, len_bytes, stored_in) = (spans.map(chunk).collect(), tensor.len_bytes(), tensor.file.0);
-        Self { coding: FileCoding::Blocks(Arc::new(tensor)), stored_in, chunks, len_bytes }
+        let (len_bytes, stored_in) = (tensor.len_bytes(), tensor.file.0);
+        Self { coding: FileCoding::Blocks(Arc::new(tensor)), stored_in, chunks: Vec::new(), len_bytes }
     }
 
     /// The same, where the files are others.
@@ -233,13 +231,23 @@ impl DecodedFile {
         self.len_bytes
     }
 
-    pub(super) fn chunks(&self) -> &[CodedChunk] {
-        &self.chunks
+    /// Numbers of chunks, the one with the most stored bytes among them.
+    pub(super) fn largest(&self) -> std::ops::Range<u64> {
+        if self.is_of_blocks() { 0..u64::from(self.len_bytes > 0) } else { 0..self.chunks.len() as u64 }
+    }
+
+    /// The chunk of a number.
+    pub(super) fn chunk(&self, number: u64) -> Option<Cow<'_, CodedChunk>> {
+        if let FileCoding::Blocks(tensor) = &self.coding {
+            let bytes = CodedBytes::Span(tensor.span_of(number)?);
+            return Some(Cow::Owned(CodedChunk { number, inner: 0, bytes }));
+        }
+        self.chunks.get(usize::try_from(number).ok()?).map(Cow::Borrowed)
     }
 
     /// The chunk with byte `at`.
-    pub(super) fn chunk_at(&self, at: u64) -> Option<&CodedChunk> {
-        self.chunks.get(to_usize(at / self.chunk_bytes()))
+    pub(super) fn chunk_at(&self, at: u64) -> Option<Cow<'_, CodedChunk>> {
+        self.chunk(at / self.chunk_bytes())
     }
 }
 

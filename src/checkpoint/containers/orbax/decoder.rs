@@ -1,6 +1,7 @@
 //! Decodes chunks of decoded files into the pool: for readers, and ahead of them.
 
 use std::{
+    borrow::Cow,
     collections::VecDeque,
     io::{self, BufReader, Read},
     sync::Arc,
@@ -48,9 +49,9 @@ impl Decoder {
         Self { inner, files, pool: ChunkPool::new(), threads: Pool::of_closures(threads) }
     }
 
-    fn place(&self, key: ChunkKey) -> (&DecodedFile, &CodedChunk) {
+    fn place(&self, key: ChunkKey) -> (&DecodedFile, Cow<'_, CodedChunk>) {
         let decoded = &self.files[key.0 as usize];
-        (decoded, &decoded.chunks()[to_usize(key.1)])
+        (decoded, decoded.chunk(key.1).expect("keys are of chunks that there are"))
     }
 
     fn expected(&self, key: ChunkKey) -> ExpectedChunk {
@@ -72,8 +73,8 @@ impl Decoder {
     /// Memory for the chunk of a decoded file that takes the most.
     pub(super) fn memory_bytes(&self, number: u32) -> u64 {
         let decoded = &self.files[number as usize];
-        let stored = |at: usize| self.expected((number, at as u64)).stored_len;
-        let stored_bytes = (0..decoded.chunks().len()).map(stored).max().unwrap_or(0);
+        let stored = |at| self.expected((number, at)).stored_len;
+        let stored_bytes = decoded.largest().map(stored).max().unwrap_or(0);
         let stored_bytes = BufferMemory::occupied_bytes(to_usize(stored_bytes)) as u64;
         let decoding_bytes = match &decoded.coding {
             FileCoding::Array(array) => array.decoding_bytes(),
@@ -109,7 +110,7 @@ impl Decoder {
         if len < PROBED_BYTES_MIN || std::hint::black_box(&mut probe).try_reserve_exact(to_usize(len)).is_ok() {
             return Ok(());
         }
-        Err(self.undecodable(decoded, chunk, ChunkError::memory(len)))
+        Err(self.undecodable(decoded, &chunk, ChunkError::memory(len)))
     }
 
     /// Decodes a chunk into `target`. `stored` has room for its stored bytes, unless they are streamed.
@@ -138,7 +139,7 @@ impl Decoder {
                     return Err(error);
                 }
                 self.inner.check(stored_in)?;
-                return made.map_err(|error| self.undecodable(decoded, chunk, error));
+                return made.map_err(|error| self.undecodable(decoded, &chunk, error));
             }
             CodedBytes::Span(span) => {
                 self.inner.read_into(stored_in, span.start(), stored)?;
@@ -148,7 +149,7 @@ impl Decoder {
             }
             CodedBytes::Inline(bytes) => bytes,
         };
-        array.decode(stored, target).map_err(|error| self.undecodable(decoded, chunk, error))
+        array.decode(stored, target).map_err(|error| self.undecodable(decoded, &chunk, error))
     }
 
     /// A chunk that is none of the array's codecs.
