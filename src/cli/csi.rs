@@ -17,9 +17,10 @@ use clap::Args;
 #[command(after_long_help = "\
 Examples:
   ckfs csi --endpoint unix:///csi/csi.sock --node worker-1
-  ckfs csi --endpoint unix:///csi/csi.sock --node worker-1 --root /models --mounter /csi/mounter.sock
-  ckfs csi --mount-for /csi/mounter.sock      starts daemons for that plugin, in another container
-  ckfs csi --sidecar /gcsfuse-tmp             serves what the plugin of Cloud Storage FUSE mounts; /hf-csi-tmp: of Hugging Face")]
+  ckfs csi --endpoint unix:///csi/csi.sock --node worker-1 --root /models --mounter /csi/mount.sock
+  ckfs csi --mount-for /csi/mount.sock    starts daemons for that plugin, in another container
+  ckfs csi --sidecar /gcsfuse-tmp         serves what the plugin of Cloud Storage FUSE mounts
+  ckfs csi --sidecar /hf-csi-tmp          the same for that of Hugging Face")]
 pub(super) struct Csi {
     /// Where calls are answered.
     #[arg(long, value_name = "unix:///PATH", required_unless_present_any = ["mount_for", "sidecar"], requires = "node")]
@@ -69,7 +70,7 @@ impl Csi {
         };
         if let Some(directory) = self.sidecar {
             tell(&format!("serves what is passed in {}", directory.display()));
-            return Ok(serve_sidecar(&directory, self.config.as_deref(), &std::env::temp_dir())?);
+            return Ok(serve_sidecar(&directory, self.config.as_deref())?);
         }
         if let Some(socket) = self.mount_for {
             tell(&format!("starts daemons for {}", socket.display()));

@@ -74,6 +74,8 @@ impl Start {
         let _waiting = WAITING.read();
         let mut command = Command::new(env::current_exe()?);
         command.args(["mount", "--config"]).arg(&self.file).env("XDG_STATE_HOME", &self.state);
+        // The plugin's own.
+        command.env_remove("NOTIFY_SOCKET");
         if !self.variables.is_empty() {
             for (name, _) in env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_credential)) {
                 command.env_remove(name);

@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, HashMap},
     fs, io,
+    os::unix::fs::DirBuilderExt,
     path::{Component, Path, PathBuf},
     sync::Arc,
 };
@@ -78,7 +79,7 @@ impl Node {
     /// Mounts, unless a volume of the same configuration is mounted, and binds that to the target.
     pub(crate) fn publish(&self, request: &PublishRequest) -> Result<Empty, Status> {
         let volume = given("volume id", &request.volume_id)?.to_owned();
-        let target = target("target path", &request.target_path)?;
+        target("target path", &request.target_path)?;
         match &request.volume_capability {
             None => return Err(Status::invalid_argument("volume capability: expected one")),
             Some(capability) if capability.block.is_some() => {
@@ -87,6 +88,11 @@ impl Node {
             Some(_) => {}
         }
         let Wanted { key, config, variables } = Wanted::new(&self.options, &request.volume_context, &request.secrets)?;
+        // Only of a directory that exists the path without links is known.
+        if let Some(above) = Path::new(&request.target_path).parent() {
+            fs::DirBuilder::new().recursive(true).mode(0o750).create(above).map_err(internal(above))?;
+        }
+        let target = target("target path", &request.target_path)?;
         let published =
             Published { volume, target: target.clone(), key: key.clone(), has_secrets: !variables.is_empty() };
         let lock = self.lock(&target);

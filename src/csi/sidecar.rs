@@ -123,18 +123,19 @@ impl Asked {
     }
 }
 
-/// Serves what plugins pass below `directory` until a signal ends this process. `config` has settings of all volumes. `work` is for files of
-/// configurations. Signals must be blocked.
+/// Serves what plugins pass below `directory` until a signal ends this process. `config` has settings of all volumes. Signals must
+/// be blocked.
 ///
 /// # Errors
 /// A directory is not readable.
-pub fn serve_sidecar(directory: &Path, config: Option<&Path>, work: &Path) -> io::Result<()> {
-    let volumes =
-        Some(directory.join(".volumes")).filter(|below| below.is_dir()).unwrap_or_else(|| directory.to_owned());
-    fs::read_dir(&volumes).map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", volumes.display())))?;
+pub fn serve_sidecar(directory: &Path, config: Option<&Path>) -> io::Result<()> {
+    fs::read_dir(directory)
+        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", directory.display())))?;
+    // The plugin makes it, perhaps later.
+    let volumes = directory.join(".volumes");
     let children = Arc::new(Mutex::new(Vec::<Child>::new()));
     let started = Arc::clone(&children);
-    let (config, work, ready) = (config.map(Path::to_owned), work.to_owned(), directory.join(".ready"));
+    let (config, ready) = (config.map(Path::to_owned), directory.join(".ready"));
     thread::Builder::new().name("ckfs-sidecar".into()).spawn(move || {
         let mut served: BTreeSet<PathBuf> = BTreeSet::new();
         loop {
@@ -147,7 +148,7 @@ pub fn serve_sidecar(directory: &Path, config: Option<&Path>, work: &Path) -> io
                 if !served.insert(place.clone()) {
                     continue;
                 }
-                match serve_one(&place, &socket, config.as_deref(), &work) {
+                match serve_one(&place, &socket, config.as_deref()) {
                     Ok(child) => started.lock().push(child),
                     Err(why) => {
                         warn!("{}: {why}", place.display());
@@ -173,9 +174,13 @@ pub fn serve_sidecar(directory: &Path, config: Option<&Path>, work: &Path) -> io
 }
 
 /// Takes a descriptor, and starts the daemon that serves it.
-fn serve_one(place: &Path, socket: &Path, config: Option<&Path>, work: &Path) -> io::Result<Child> {
+fn serve_one(place: &Path, socket: &Path, config: Option<&Path>) -> io::Result<Child> {
     let mut message = vec![0; MESSAGE_BYTES_MAX];
-    let (len, descriptors) = receive_passed(&UnixStream::connect(socket)?, &mut message)?;
+    // Its path may be too long for a socket's name.
+    let above = fs::File::open(place)?;
+    let short =
+        Path::new("/proc/self/fd").join(above.as_raw_fd().to_string()).join(socket.file_name().unwrap_or_default());
+    let (len, descriptors) = receive_passed(&UnixStream::connect(short)?, &mut message)?;
     let device: OwnedFd =
         descriptors.into_iter().next().ok_or_else(|| io::Error::other("the plugin passes no descriptor"))?;
     let asked = match fs::read_to_string(place.join("args")) {
@@ -184,11 +189,12 @@ fn serve_one(place: &Path, socket: &Path, config: Option<&Path>, work: &Path) ->
     };
     let token_file = asked.token_file.clone();
     let config = asked.config(config).map_err(io::Error::other)?;
-    let file = work.join(place.file_name().unwrap_or_default()).with_extension("toml");
+    let file = place.join("ckfs.toml");
     fs::write(&file, config.to_toml().map_err(io::Error::other)?)?;
     info!("{}: {}", place.display(), config.source.unwrap_or_default());
     let mut command = Command::new(env::current_exe()?);
     command.args(["mount", "--foreground", "--config"]).arg(&file).arg(format!("/dev/fd/{}", device.as_raw_fd()));
+    command.env_remove("NOTIFY_SOCKET");
     if let Some(file) = token_file {
         command.env("HF_TOKEN_PATH", file);
     }

@@ -144,6 +144,8 @@ fn every_command_explains_itself_with_examples() {
         "umount",
         "status",
         "restart",
+        #[cfg(feature = "csi")]
+        "csi",
         "metrics",
         "plan",
         "explain",
