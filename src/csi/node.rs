@@ -170,7 +170,9 @@ impl Node {
 
     pub(crate) fn stats(&self, request: &StatsRequest) -> Result<Stats, Status> {
         let volume = given("volume id", &request.volume_id)?;
-        let path = target("volume path", &request.volume_path)?;
+        // What is no path of a target has no volume either.
+        given("volume path", &request.volume_path)?;
+        let path = target("volume path", &request.volume_path).map_err(|status| Status::not_found(status.message()))?;
         if self.state.find(&path).is_none_or(|found| found.volume != volume) || mount_at(&path).is_none() {
             return Err(Status::not_found(format!("{}: volume {volume} is not published there", path.display())));
         }

@@ -148,14 +148,18 @@ pub fn serve_sidecar(directory: &Path, config: Option<&Path>) -> io::Result<()> 
                 if !served.insert(place.clone()) {
                     continue;
                 }
-                match serve_one(&place, &socket, config.as_deref()) {
-                    Ok(child) => started.lock().push(child),
-                    Err(why) => {
+                // A plugin that has not sent yet holds up no other volume.
+                let (config, ready, started) = (config.clone(), ready.clone(), Arc::clone(&started));
+                let serve = move || {
+                    if let Err(why) = serve_one(&place, &socket, config.as_deref(), &started) {
                         warn!("{}: {why}", place.display());
                         let _ = fs::write(place.join("error"), why.to_string());
                     }
+                    let _ = fs::write(&ready, "");
+                };
+                if let Err(error) = thread::Builder::new().name("ckfs-volume".into()).spawn(serve) {
+                    warn!("start a thread: {error}");
                 }
-                let _ = fs::write(&ready, "");
             }
             thread::sleep(LOOK_PERIOD);
         }
@@ -174,7 +178,7 @@ pub fn serve_sidecar(directory: &Path, config: Option<&Path>) -> io::Result<()> 
 }
 
 /// Takes a descriptor, and starts the daemon that serves it.
-fn serve_one(place: &Path, socket: &Path, config: Option<&Path>) -> io::Result<Child> {
+fn serve_one(place: &Path, socket: &Path, config: Option<&Path>, children: &Mutex<Vec<Child>>) -> io::Result<()> {
     let mut message = vec![0; MESSAGE_BYTES_MAX];
     // Its path may be too long for a socket's name.
     let above = fs::File::open(place)?;
@@ -198,10 +202,13 @@ fn serve_one(place: &Path, socket: &Path, config: Option<&Path>) -> io::Result<C
     if let Some(file) = token_file {
         command.env("HF_TOKEN_PATH", file);
     }
+    // One at a time: the next child would have the descriptor too.
+    let mut children = children.lock();
     fcntl(&device, FcntlArg::F_SETFD(FdFlag::empty()))?;
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
     drop(device);
     let (error, said) = (place.join("error"), child.stderr.take());
+    children.push(child);
     thread::Builder::new().name("ckfs-said".into()).spawn(move || {
         // Standard error is the log of the daemon; the message of a failure is the last that it says.
         let Some(said) = said else { return };
@@ -212,7 +219,7 @@ fn serve_one(place: &Path, socket: &Path, config: Option<&Path>) -> io::Result<C
             }
         }
     })?;
-    Ok(child)
+    Ok(())
 }
 
 #[cfg(test)]

@@ -38,6 +38,9 @@ MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
     "StatsRequest": {1: ("volume_id", "string"), 2: ("volume_path", "string")},
     "Usage": {1: ("available", "int64"), 2: ("total", "int64"), 3: ("used", "int64"), 4: ("unit", "int32")},
     "Condition": {1: ("abnormal", "bool"), 2: ("message", "string")},
+    "Volume": {2: ("volume_id", "string"), 3: ("volume_context", "map")},
+    "CreateVolume": {1: ("name", "string")},
+    "Created": {1: ("volume", "Volume")},
     "Stats": {1: ("usage", "*Usage"), 2: ("volume_condition", "Condition")},
 }
 
@@ -112,6 +115,29 @@ class Client:
         except self.grpc.RpcError as error:
             return error.code().name, error.details()
         raise AssertionError(f"{name} has succeeded: {answer}")
+
+    def controller(self, address: str, attributes: dict[str, str]):
+        """A controller whose volumes all have these attributes."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        classes = self.classes
+        create = lambda asked, _: classes["Created"](volume={"volume_id": asked.name, "volume_context": attributes})  # noqa: E731
+        empty = lambda _, __: classes["Empty"]()  # noqa: E731
+        kinds = classes["Capabilities"](capabilities=[{"rpc": {"type": 1}}])
+        rows = {
+            "CreateVolume": (create, "CreateVolume"),
+            "DeleteVolume": (empty, "Empty"),
+            "ControllerGetCapabilities": (lambda _, __: kinds, "Empty"),
+        }
+        handlers = {
+            name: self.grpc.unary_unary_rpc_method_handler(work, classes[asked].FromString, lambda answer: answer.SerializeToString())
+            for name, (work, asked) in rows.items()
+        }
+        server = self.grpc.server(ThreadPoolExecutor(2))
+        server.add_generic_rpc_handlers([self.grpc.method_handlers_generic_handler("csi.v1.Controller", handlers)])
+        server.add_insecure_port(address)
+        server.start()
+        return server
 
     def close(self) -> None:
         self.channel.close()
