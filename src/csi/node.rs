@@ -22,8 +22,8 @@ use crate::{
         Empty, NodeInfo, PluginInfo, PublishRequest, Stats, StatsRequest, UnpublishRequest, VolumeCondition,
         VolumeUsage,
     },
-    state::{Health, Published, State, bind, detach, health, mount_at},
-    volume::Wanted,
+    state::{PointHealth, Published, State, bind, detach, health, mount_at},
+    volume::WantedVolume,
 };
 
 /// Units of usage: bytes and inodes.
@@ -31,7 +31,7 @@ const BYTES: i32 = 1;
 const INODES: i32 = 2;
 
 /// The volumes of a node. Calls for one target come one after the other, and so does what is done with one daemon.
-pub(crate) struct Node {
+pub(crate) struct NodePlugin {
     options: CsiOptions,
     state: State,
     locks: Mutex<HashMap<PathBuf, Arc<Mutex<()>>>>,
@@ -56,7 +56,7 @@ fn target(what: &str, path: &str) -> Result<PathBuf, Status> {
     Ok(above.and_then(|above| Some(above.join(path.file_name()?))).unwrap_or_else(|| path.to_owned()))
 }
 
-impl Node {
+impl NodePlugin {
     pub(crate) fn new(options: CsiOptions) -> io::Result<Self> {
         let state = State::new(&options.state)?;
         Ok(Self { options, state, locks: Mutex::default() })
@@ -87,7 +87,8 @@ impl Node {
             }
             Some(_) => {}
         }
-        let Wanted { key, config, variables } = Wanted::new(&self.options, &request.volume_context, &request.secrets)?;
+        let WantedVolume { key, config, variables } =
+            WantedVolume::new(&self.options, &request.volume_context, &request.secrets)?;
         // Only of a directory that exists the path without links is known.
         if let Some(above) = Path::new(&request.target_path).parent() {
             fs::DirBuilder::new().recursive(true).mode(0o750).create(above).map_err(internal(above))?;
@@ -129,10 +130,10 @@ impl Node {
     ) -> Result<PathBuf, Status> {
         let (point, file) = (place.join("mnt"), place.join("config.toml"));
         match health(&point) {
-            Health::Live(_) => return Ok(point),
-            Health::None => {}
-            Health::Stale => detach(&point).map_err(internal(&point))?,
-            Health::Stuck => {
+            PointHealth::Live(_) => return Ok(point),
+            PointHealth::None => {}
+            PointHealth::Stale => detach(&point).map_err(internal(&point))?,
+            PointHealth::Stuck => {
                 return Err(Status::unavailable(format!(
                     "{}: mounted, but does not answer; asked again later",
                     point.display()
@@ -178,11 +179,11 @@ impl Node {
         }
         let condition = |abnormal: bool, message: &str| Some(VolumeCondition { abnormal, message: message.to_owned() });
         let stats = match health(&path) {
-            Health::Live(stats) => stats,
-            Health::None | Health::Stale => {
+            PointHealth::Live(stats) => stats,
+            PointHealth::None | PointHealth::Stale => {
                 return Ok(Stats { usage: vec![], condition: condition(true, "its daemon is gone") });
             }
-            Health::Stuck => return Ok(Stats { usage: vec![], condition: condition(true, "it does not answer") }),
+            PointHealth::Stuck => return Ok(Stats { usage: vec![], condition: condition(true, "it does not answer") }),
         };
         let sizes = statvfs(&path).map_err(|errno| internal(&path)(errno.into()))?;
         let number = |count: u64| i64::try_from(count).unwrap_or(i64::MAX);
@@ -210,7 +211,7 @@ impl Node {
             }
             let found = health(&place.join("mnt"));
             info!("{}: {} volumes; {}", place.display(), volumes.len(), name(&found));
-            if found != Health::Stale || volumes.iter().any(|found| found.has_secrets) {
+            if found != PointHealth::Stale || volumes.iter().any(|found| found.has_secrets) {
                 continue;
             }
             match self.start(&place, None, BTreeMap::new()) {
@@ -225,12 +226,12 @@ impl Node {
     }
 }
 
-fn name(health: &Health) -> &'static str {
+fn name(health: &PointHealth) -> &'static str {
     match health {
-        Health::Live(_) => "its daemon answers",
-        Health::None => "not mounted",
-        Health::Stale => "its daemon is gone",
-        Health::Stuck => "it does not answer",
+        PointHealth::Live(_) => "its daemon answers",
+        PointHealth::None => "not mounted",
+        PointHealth::Stale => "its daemon is gone",
+        PointHealth::Stuck => "it does not answer",
     }
 }
 

@@ -25,7 +25,7 @@ use crate::{
     CsiOptions,
     daemons::wait_for_end,
     messages::{Capabilities, Capability, Empty, Flag, Probed, Rpc},
-    node::Node,
+    node::NodePlugin,
     state::listen,
 };
 
@@ -33,7 +33,7 @@ type Reply = http::Response<Body>;
 
 /// The services of the plugin.
 #[derive(Clone)]
-struct Plugin(Arc<Node>);
+struct Plugin(Arc<NodePlugin>);
 
 impl Service<http::Request<Body>> for Plugin {
     type Response = Reply;
@@ -56,9 +56,9 @@ impl Service<http::Request<Body>> for Plugin {
                 }
                 "Node/NodeGetInfo" => answer(request, node, |node, _: &Empty| Ok(node.info())).await,
                 "Node/NodeGetCapabilities" => answer(request, node, |_, _: &Empty| Ok(capabilities())).await,
-                "Node/NodePublishVolume" => answer(request, node, Node::publish).await,
-                "Node/NodeUnpublishVolume" => answer(request, node, Node::unpublish).await,
-                "Node/NodeGetVolumeStats" => answer(request, node, Node::stats).await,
+                "Node/NodePublishVolume" => answer(request, node, NodePlugin::publish).await,
+                "Node/NodeUnpublishVolume" => answer(request, node, NodePlugin::unpublish).await,
+                "Node/NodeGetVolumeStats" => answer(request, node, NodePlugin::stats).await,
                 _ => Status::unimplemented(format!("{call}: not a call of this plugin")).into_http(),
             })
         })
@@ -70,9 +70,9 @@ fn capabilities() -> Capabilities {
     Capabilities { capabilities: [2, 4].map(|kind| Capability { rpc: Some(Rpc { kind }) }).into() }
 }
 
-type Work<Q, A> = fn(&Node, &Q) -> Result<A, Status>;
+type Work<Q, A> = fn(&NodePlugin, &Q) -> Result<A, Status>;
 
-async fn answer<Q, A>(request: http::Request<Body>, node: Arc<Node>, work: Work<Q, A>) -> Reply
+async fn answer<Q, A>(request: http::Request<Body>, node: Arc<NodePlugin>, work: Work<Q, A>) -> Reply
 where
     Q: Message + Default + 'static,
     A: Message + 'static,
@@ -83,7 +83,7 @@ where
 
 /// One call. Its work may wait for storage, and has a thread of its own.
 struct Call<Q, A> {
-    node: Arc<Node>,
+    node: Arc<NodePlugin>,
     work: Work<Q, A>,
     path: String,
 }
@@ -121,7 +121,7 @@ pub fn serve(options: CsiOptions, ready: impl FnOnce()) -> io::Result<()> {
         .strip_prefix("unix:")
         .map_or(&*options.endpoint, |rest| if rest.starts_with("///") { &rest[2..] } else { rest });
     let path = Path::new(path).to_owned();
-    let node = Arc::new(Node::new(options)?);
+    let node = Arc::new(NodePlugin::new(options)?);
     let listener = listen(&path)?;
     listener.set_nonblocking(true)?;
     let (end, ended) = oneshot::channel();

@@ -60,7 +60,7 @@ pub(crate) struct Published {
 
 /// How a mount is.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Health {
+pub(crate) enum PointHealth {
     /// It answers, with its statistics.
     Live(Value),
     /// Nothing is mounted.
@@ -82,17 +82,17 @@ pub(crate) fn mount_at(path: &Path) -> Option<MountEntry> {
 }
 
 /// How the mount at a path is.
-pub(crate) fn health(path: &Path) -> Health {
+pub(crate) fn health(path: &Path) -> PointHealth {
     if mount_at(path).is_none() {
-        return Health::None;
+        return PointHealth::None;
     }
     let file = path.join(".ckfs/stats.json");
     match ask_within(ANSWER_LIMIT, "ckfs-health", move || fs::read(file)) {
-        Ok(Some(Ok(stats))) => Health::Live(serde_json::from_slice(&stats).unwrap_or_default()),
+        Ok(Some(Ok(stats))) => PointHealth::Live(serde_json::from_slice(&stats).unwrap_or_default()),
         Ok(Some(Err(error))) if matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED)) => {
-            Health::Stale
+            PointHealth::Stale
         }
-        _ => Health::Stuck,
+        _ => PointHealth::Stuck,
     }
 }
 
@@ -219,7 +219,7 @@ mod tests {
         next.tear_down("2").unwrap();
         next.tear_down("1").unwrap();
         assert_eq!(next.keys(), ["1"]);
-        assert_eq!(health(&next.place("1")), Health::None);
+        assert_eq!(health(&next.place("1")), PointHealth::None);
     }
 
     #[test]

@@ -40,7 +40,7 @@ pub(crate) fn is_credential(name: &str) -> bool {
 }
 
 /// What one daemon serves.
-pub(crate) struct Wanted {
+pub(crate) struct WantedVolume {
     /// The same for volumes that may share a daemon.
     pub(crate) key: String,
     pub(crate) config: Config,
@@ -48,7 +48,7 @@ pub(crate) struct Wanted {
     pub(crate) variables: BTreeMap<String, String>,
 }
 
-impl Wanted {
+impl WantedVolume {
     /// By attributes and secrets.
     ///
     /// # Errors
@@ -146,7 +146,7 @@ fn check_paths(roots: &[impl AsRef<Path>], row: &Setting, word: &str) -> Result<
 mod tests {
     use super::*;
 
-    fn wanted(attributes: &[(&str, &str)], secrets: &[(&str, &str)]) -> Result<Wanted, Status> {
+    fn wanted(attributes: &[(&str, &str)], secrets: &[(&str, &str)]) -> Result<WantedVolume, Status> {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path().canonicalize().unwrap();
         std::os::unix::fs::symlink("/etc", root.join("out")).unwrap();
@@ -162,7 +162,7 @@ mod tests {
             cache_dir: None,
             mounter: None,
         };
-        Wanted::new(&options, &map(attributes), &map(secrets))
+        WantedVolume::new(&options, &map(attributes), &map(secrets))
     }
 
     #[test]
