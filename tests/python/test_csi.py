@@ -359,7 +359,7 @@ def test_the_entrypoint_of_generic_drivers_mounts_until_it_is_ended(fuse, repo, 
     try:
         wait_until(lambda: process.poll() is not None or (point / "dev1/embed").exists(), what="it is mounted")
         config = (point / ".ckfs/config.toml").read_text()
-        assert 'dtype = "f32"' in config and "even = true" in config
+        assert 'dtype = "float32"' in config and "even = true" in config
         process.terminate()
         assert process.wait(mounting.TIMEOUT_SECONDS) == 0, process.stderr.read()
         assert mounting.mount_type(point) is None
