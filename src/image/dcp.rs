@@ -52,7 +52,8 @@ impl OutputFormat for Dcp {
             return Ok(found.into());
         }
         let input = Arc::clone(input);
-        let files = Arc::new(DcpFiles { input: Arc::clone(&input), metadata: OnceLock::new(), one_reader: OnceLock::new() });
+        let files =
+            Arc::new(DcpFiles { input: Arc::clone(&input), metadata: OnceLock::new(), one_reader: OnceLock::new() });
         let directory = Directory::with(self.name(), |directory| {
             for device in files.input.plan.first_holders() {
                 directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });

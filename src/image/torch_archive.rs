@@ -89,19 +89,13 @@ fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> 
 type StorageLen<'a> = (Cow<'a, str>, u64);
 
 fn storages<'a>(tensors: &[(DType, &Shape)]) -> Vec<StorageLen<'a>> {
-    let storage = |(number, (dtype, shape)): (usize, &(DType, &Shape))| {
-        (number.to_string().into(), data_bytes(*dtype, shape))
-    };
+    let storage =
+        |(number, (dtype, shape)): (usize, &(DType, &Shape))| (number.to_string().into(), data_bytes(*dtype, shape));
     tensors.iter().enumerate().map(storage).collect()
 }
 
 /// Lays out an archive and passes its parts to `each` in order. `checksum` computes those of literal bytes.
-fn archive(
-    pickle: &[u8],
-    storages: &[StorageLen<'_>],
-    checksum: fn(&[u8]) -> u32,
-    each: &mut dyn FnMut(ArchivePart),
-) {
+fn archive(pickle: &[u8], storages: &[StorageLen<'_>], checksum: fn(&[u8]) -> u32, each: &mut dyn FnMut(ArchivePart)) {
     let mut zip = ZipWriter::default();
     let small = |zip: &mut ZipWriter, name: &str, bytes: &[u8]| {
         zip.entry(&format!("{}/{name}", torch::ROOT), bytes.len() as u64, checksum(bytes), ALIGNMENT)
@@ -156,7 +150,8 @@ pub(super) fn push_archive(
         }
     }
     let tensors: Vec<_> = entries.iter().map(|entry| (entry.view.dtype(), entry.view.shape())).collect();
-    let data = |image: &mut FileImage, number: usize| image.push_view(entries[number].name, entries[number].view.clone());
+    let data =
+        |image: &mut FileImage, number: usize| image.push_view(entries[number].name, entries[number].view.clone());
     push_pickled(image, &infallible(pickled(root, &tensors)), &storages(&tensors), &data)
 }
 

@@ -11,9 +11,7 @@ use super::{
     file_image::{FileImage, ImageError},
     hf::unchanged,
     input::FormatInput,
-    output::{
-        DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, OutputFormat, TextFile, VirtualFile,
-    },
+    output::{DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, OutputFormat, TextFile, VirtualFile},
     safetensors_layout::NamedView,
     torch_archive::{Root, archive_of_values, push_archive, push_pickled},
 };
@@ -108,8 +106,7 @@ impl ArchiveFile {
                 return archive_of_values(&Root::Parameter(None), &self.shape(shape)?, bytes);
             }
             UniversalFile::Pickled { pickle, storages } => {
-                let views: Vec<View> =
-                    storages.iter().map(|(_, id)| self.unnamed(*id)).collect::<Result<_, _>>()?;
+                let views: Vec<View> = storages.iter().map(|(_, id)| self.unnamed(*id)).collect::<Result<_, _>>()?;
                 let lens: Vec<_> = storages
                     .iter()
                     .zip(&views)

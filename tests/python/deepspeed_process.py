@@ -18,7 +18,7 @@ from torch import nn
 
 
 class Model(nn.Module):
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(7, 5)

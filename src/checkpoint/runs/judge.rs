@@ -109,7 +109,8 @@ fn steps_in(tree: &dyn StepTree, directory: &str, (before, holds): Before<'_>) -
     let mut common = InCommon { tree, trackers, is_stable: !known.is_empty() && before.is_stable };
     let place = if directory.is_empty() { tree.own_name() } else { directory.to_owned() };
     common.is_stable |= STABLE_DIRECTORIES.contains(&place.as_str());
-    for name in of_run.iter().map(|(name, _)| below(directory, name)).filter(|name| !known.contains_key(name.as_str())) {
+    for name in of_run.iter().map(|(name, _)| below(directory, name)).filter(|name| !known.contains_key(name.as_str()))
+    {
         common.is_stable = common.is_stable || tree.len_bytes(&below(&name, STABLE))?.is_some();
     }
     let at_work: Vec<&str> = file_names(&entries).filter(|name| name.ends_with(UNFINISHED_BESIDE)).collect();
@@ -117,7 +118,9 @@ fn steps_in(tree: &dyn StepTree, directory: &str, (before, holds): Before<'_>) -
     for (own_name, parsed) in of_run {
         let name = below(directory, own_name);
         let Judged { kind, path, mut state } = match known.get(name.as_str()) {
-            Some(FoundStep { kind, path, state, .. }) => Judged { kind: *kind, path: path.clone(), state: state.clone() },
+            Some(FoundStep { kind, path, state, .. }) => {
+                Judged { kind: *kind, path: path.clone(), state: state.clone() }
+            }
             None => common.step(&name, *parsed)?,
         };
         let beside = format!("{}{UNFINISHED_BESIDE}", stem(own_name));

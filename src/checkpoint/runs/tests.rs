@@ -361,3 +361,31 @@ fn what_is_no_run_is_refused() {
     assert!(open(run.path().join("absent").display().to_string()).is_err());
     assert!(!listed(run.path()).is_run());
 }
+
+#[test]
+fn a_finished_step_that_did_not_change_is_not_looked_into() {
+    let run = tempfile::tempdir().unwrap();
+    let run = run.path();
+    write(run, "latest_checkpointed_iteration.txt", "8");
+    for step in ["iter_0000007", "iter_0000008"] {
+        for file in [".metadata", "__0_0.distcp", "common.pt", "metadata.json"] {
+            write(run, &format!("{step}/{file}"), "x");
+        }
+    }
+    let directory = StepDirectory::new(&run.display().to_string(), &OpenOptions::default()).unwrap();
+    let before = directory.list().unwrap();
+    let states = |holds: &dyn Fn(&str) -> bool| -> Vec<bool> {
+        let (found, _) = directory.list_some((&before, holds), &|_| false).unwrap();
+        found.steps.iter().map(|step| step.state == StepState::Complete).collect()
+    };
+    for step in ["iter_0000007", "iter_0000008"] {
+        fs::remove_file(run.join(step).join(".metadata")).unwrap();
+    }
+    assert_eq!(states(&|_| true), [true, true]);
+    assert_eq!(states(&|name| name == "iter_0000007"), [true, false]);
+    // By a tracker that goes back they may be those of another writing.
+    write(run, "latest_checkpointed_iteration.txt", "9");
+    assert_eq!(states(&|_| true), [true, true]);
+    write(run, "latest_checkpointed_iteration.txt", "7");
+    assert_eq!(states(&|_| true), [false, false]);
+}

@@ -215,7 +215,11 @@ impl<'a> Pickle<'a> {
                 let Object { callee, args, is_new, state, elements, items } = &**object;
                 pickle.copy_below(from, *callee, depth)?;
                 pickle.copy_below(from, *args, depth)?;
-                if *is_new { pickle.new_object()? } else { pickle.call()? }
+                if *is_new {
+                    pickle.new_object()?
+                } else {
+                    pickle.call()?
+                }
                 pickle.copy_into(from, elements, items, depth)?;
                 state.map_or(Ok(()), |state| {
                     pickle.copy_below(from, state, depth)?;

@@ -71,7 +71,9 @@ pub(super) fn files(zero: &Zero<'_>, table: &TensorTable) -> Result<(Files, Vec<
     }
     let (_, model) = &zero.models[&0];
     let frame = if states.stage == 3 { ParameterFrame::Flat } else { ParameterFrame::Split };
-    for (number, shaped) in model.states.groups.iter().enumerate().flat_map(|(n, group)| group.iter().map(move |s| (n, s))) {
+    for (number, shaped) in
+        model.states.groups.iter().enumerate().flat_map(|(n, group)| group.iter().map(move |s| (n, s)))
+    {
         for (key, word) in STATES {
             let tensor = kept_name(shaped, key).0;
             all.add(&shaped.0, word, UniversalFile::Parameter { tensor, frame })?;
@@ -104,14 +106,25 @@ impl Universal<'_> {
     }
 
     /// The id of stored bytes, which become one more row.
-    fn row(&mut self, name: String, dtype: DType, shape: Vec<u64>, (file, start, len): (FileId, u64, u64)) -> Result<TensorId, String> {
+    fn row(
+        &mut self,
+        name: String,
+        dtype: DType,
+        shape: Vec<u64>,
+        (file, start, len): (FileId, u64, u64),
+    ) -> Result<TensorId, String> {
         let id = u32::try_from(self.first + self.rows.len()).map_err(|_| "too many tensors".to_owned())?;
         let span = ByteSpan::of_len(start, len).ok_or_else(|| format!("{name}: {len} bytes at {start}"))?;
         self.rows.push(UnnamedTensor { name, dtype, shape, file, span });
         Ok(TensorId(id))
     }
 
-    fn pickled(&mut self, file: FileId, Pickled(pickle, storages): &Pickled, what: &str) -> Result<UniversalFile, String> {
+    fn pickled(
+        &mut self,
+        file: FileId,
+        Pickled(pickle, storages): &Pickled,
+        what: &str,
+    ) -> Result<UniversalFile, String> {
         let mut rows = Vec::with_capacity(storages.len());
         for (key, (start, len)) in storages {
             let id = self.row(format!("{what}, storage {key}"), DType::U8, vec![*len], (file, *start, *len))?;
@@ -123,7 +136,9 @@ impl Universal<'_> {
     /// What the module has besides the parameters that are trained, each in float32: buffers, what is not trained, second names.
     fn rest_of_module(&mut self, model: &ModelFile) -> Result<(), String> {
         if let Some(key) = &model.states.split_by {
-            return Err(format!("universal_checkpoint_info has {key}, which is not followed: ds_to_universal.py follows it"));
+            return Err(format!(
+                "universal_checkpoint_info has {key}, which is not followed: ds_to_universal.py follows it"
+            ));
         }
         if let Some(name) = model.others.first() {
             return Err(format!("{name:?} of the module is no tensor"));

@@ -217,7 +217,9 @@ fn optimizer_file(opened: &OpenedArchive, training_state: bool) -> Result<Said, 
             of.entry(key.clone()).or_insert_with(Vec::new).push(saved);
         }
         let step = group.iter().find(|(key, _)| key == STEP);
-        steps.push(step.map(|(_, id)| zero::copied(&opened.pickle, *id).and_then(|step| pickled(opened, step))).transpose()?);
+        steps.push(
+            step.map(|(_, id)| zero::copied(&opened.pickle, *id).and_then(|step| pickled(opened, step))).transpose()?,
+        );
     }
     // What only some groups have, as after a step in which the others had no gradients, is of no use to a resume.
     flat.retain(|_, groups| groups.len() == weights.len());
@@ -230,7 +232,8 @@ fn optimizer_file(opened: &OpenedArchive, training_state: bool) -> Result<Said, 
 /// A pickle with the places of its storages.
 fn pickled(opened: &OpenedArchive, Copied { pickle, storages }: Copied) -> Result<Pickled, String> {
     let keys: BTreeSet<String> = storages.into_iter().collect();
-    let place = |key: String| opened.storage(&key).map(|place| (key.clone(), place)).ok_or(format!("no storage {key:?}"));
+    let place =
+        |key: String| opened.storage(&key).map(|place| (key.clone(), place)).ok_or(format!("no storage {key:?}"));
     Ok(Pickled(pickle, keys.into_iter().map(place).collect::<Result<_, _>>()?))
 }
 
@@ -462,7 +465,8 @@ impl Zero<'_> {
 
     /// That a vector of the optimizer is not as long as that of the master weights.
     fn of_other_length(&self, file: FileId, key: &str, expected: u64, found: u64) -> Problem {
-        self.job.fault(file, format_args!("{key}: expected {expected} elements, as of the master weights, found {found}"))
+        self.job
+            .fault(file, format_args!("{key}: expected {expected} elements, as of the master weights, found {found}"))
     }
 
     /// What is wrong with the model states of the first rank.

@@ -44,6 +44,49 @@ fn shown(bytes: &[u8]) -> String {
     show(&pickle, pickle.root())
 }
 
+/// The pickle of a value that was read, or why it is not written anew.
+fn copied(bytes: &[u8]) -> Result<Vec<u8>, String> {
+    let pickle = read(bytes).map_err(|error| error.to_string())?;
+    let mut out = Vec::new();
+    let mut copy = super::super::write::Pickle::new(&mut out).unwrap();
+    copy.copy(&pickle, pickle.root()).map_err(|error| error.to_string())?;
+    copy.stop().unwrap();
+    Ok(out)
+}
+
+#[test]
+fn values_are_written_anew_as_they_were_read() {
+    let rows: [&[u8]; 5] = [
+        b"\x80\x02(NJ\xff\xff\xff\xff\x8a\x05\x00\x00\x00\x00\x01\x88\x89G\x3f\xf8\x00\x00\x00\x00\x00\x00X\x01\x00\x00\x00at.",
+        b"\x80\x02}q\x00X\x01\x00\x00\x00a]q\x01(K\x01K\x02es.",
+        // An object of a class without `__init__`, with a state, and one that a call gives, with items.
+        b"\x80\x02ccollections\nA\n)\x81}X\x01\x00\x00\x00aK\x01sb.",
+        b"\x80\x02ccollections\nOrderedDict\n)RX\x01\x00\x00\x00aK\x01s.",
+        b"\x80\x02(X\x07\x00\x00\x00storageccollections\nS\nX\x01\x00\x00\x000X\x06\x00\x00\x00cuda:0K\x04tQ.",
+    ];
+    for bytes in rows {
+        let copy = copied(bytes).unwrap();
+        assert_eq!(shown(&copy).replace("cpu", "cuda:0"), shown(bytes));
+        let made = |bytes: &[u8]| {
+            read(bytes).unwrap().values().any(|value| matches!(value, PickleValue::Object(of) if of.is_new))
+        };
+        assert_eq!(made(&copy), made(bytes));
+    }
+    // One list in two places is one list again.
+    let shared = copied(b"\x80\x02(]q\x00h\x00t.").unwrap();
+    let lists = read(&shared).unwrap().values().filter(|value| matches!(value, PickleValue::List(_))).count();
+    assert_eq!(lists, 1);
+    for (bytes, message) in [
+        (&b"\x80\x02]q\x00h\x00a."[..], "without end"),
+        (b"\x80\x04\x8f.", "a set"),
+        (b"\x80\x03C\x01a.", "bytes"),
+        (b"\x80\x02ccollections\nA.B\n.", "collections.A.B"),
+    ] {
+        let error = copied(bytes).unwrap_err();
+        assert!(error.contains(message), "{error}");
+    }
+}
+
 #[test]
 fn values_of_each_kind_are_read() {
     // As `pickle.dumps(value, protocol)` of CPython 3.11 writes them.
