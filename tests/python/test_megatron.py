@@ -57,7 +57,7 @@ def test_a_training_state_is_loaded_with_other_tensor_and_pipeline_parallelism(o
         forked.run_ranks(tensor * pipeline, forked.MEGATRON, script, tensor, pipeline, "load", out, saved, mounted / "dcp")
         for rank in range(tensor * pipeline):
             expected, found = (json.loads((out / f"{number}-{rank}.json").read_text()) for number in (0, 1))
-            assert found == expected and found["/iteration"] == "7" and "state 7" in found["/rng"]
+            assert found == expected and found["/iteration"] == "7" and "state 7" in found["/rng/torch"]
             assert sum("exp_avg_sq" in name for name in found) > 5
     # Of the model alone it is a checkpoint without a training.
     assert (own(saved) / "dcp/common.pt").read_bytes() != (saved / "common.pt").read_bytes()

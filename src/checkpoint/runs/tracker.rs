@@ -32,8 +32,8 @@ impl Trackers {
 
     /// Whether what was finished by an earlier state of these files still is.
     pub(super) fn go_on_from(&self, earlier: &Self) -> bool {
-        let is_later = |(one, two): (&(&str, Option<u64>), &(&str, Option<u64>))| one.0 == two.0 && one.1 >= two.1;
-        self.rows.len() == earlier.rows.len() && self.rows.iter().zip(&earlier.rows).all(is_later)
+        let mut pairs = self.rows.iter().zip(&earlier.rows);
+        self.rows.len() == earlier.rows.len() && pairs.all(|(now, then)| now.0 == then.0 && now.1 >= then.1)
     }
 
     /// Whether one of these files is there.

@@ -181,13 +181,13 @@ impl<'a> Pickle<'a> {
             PickleValue::None => self.none(),
             PickleValue::Bool(true) => self.yes(),
             PickleValue::Bool(false) => self.no(),
-            PickleValue::Int(number) => match u64::try_from(*number) {
-                Ok(number) => self.int(number),
-                Err(_) => {
-                    self.out.write_all(&[0x8a, 16])?;
-                    self.out.write_all(&number.to_le_bytes())
+            PickleValue::Int(number) => {
+                if let Ok(number) = u64::try_from(*number) {
+                    return self.int(number);
                 }
-            },
+                self.out.write_all(&[0x8a, 16])?;
+                self.out.write_all(&number.to_le_bytes())
+            }
             PickleValue::Float(number) => {
                 // The only number in this order of bytes.
                 let mut bytes = number.to_le_bytes();
@@ -216,9 +216,9 @@ impl<'a> Pickle<'a> {
                 pickle.copy_below(from, *callee, depth)?;
                 pickle.copy_below(from, *args, depth)?;
                 if *is_new {
-                    pickle.new_object()?
+                    pickle.new_object()?;
                 } else {
-                    pickle.call()?
+                    pickle.call()?;
                 }
                 pickle.copy_into(from, elements, items, depth)?;
                 state.map_or(Ok(()), |state| {

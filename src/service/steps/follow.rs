@@ -14,7 +14,7 @@ use std::{
 };
 
 use ckfs_config::TimeLimit;
-use ckfs_source::{DirectoryWatch, Woken};
+use ckfs_source::{DirectoryWatch, Woken, is_on_network};
 
 use super::{
     run::Run,
@@ -31,7 +31,7 @@ const PAUSE: Duration = Duration::from_millis(60);
 const AGAIN: Duration = Duration::from_millis(100);
 /// The looks take at most one part in this of a processor.
 const PART_MAX: u32 = 10;
-/// The same of looks into all finished steps, of which nothing tells of a change.
+/// The same of looks where nothing tells of a change: those that are a precaution, and those into all finished steps.
 const PART_QUIET: u32 = 2000;
 
 /// Starts the thread.
@@ -54,13 +54,15 @@ fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mu
     let mut looks_into_all_at = Instant::now();
     loop {
         let Some(alive) = run.upgrade().filter(|run| !run.has_ended.load(Ordering::Relaxed)) else { return };
-        let poll = alive.config.mount.steps_poll.map_or(POLL, TimeLimit::duration);
         let begun = Instant::now();
         // Of a run in an object store one listing tells all.
         let of_steps = alive.directory.local().zip(changed.as_ref()).map(|(run, changed)| names_of(run, changed));
         let measures = |name: &str| of_steps.as_ref().is_none_or(|names| names.contains(Path::new(name)));
         let looked = catch_unwind(AssertUnwindSafe(|| alive.look(&mut settling, &measures)));
         let took = begun.elapsed();
+        let is_told = alive.directory.local().is_some_and(|run| !is_on_network(run));
+        let own = if is_told { POLL.max(took.saturating_mul(PART_QUIET)) } else { POLL };
+        let poll = alive.config.mount.steps_poll.map_or(own, TimeLimit::duration);
         let next = match looked {
             Ok(Ok(look)) => {
                 alive.note_looking(None);
