@@ -165,12 +165,12 @@ impl<'a> Pickle<'a> {
     ///
     /// # Errors
     /// What the output fails with; a value that protocol 2 has no one way to write, or one within itself.
-    pub fn copy(&mut self, from: &Unpickled, id: Id) -> io::Result<()> {
+    pub(crate) fn copy(&mut self, from: &Unpickled, id: Id) -> io::Result<()> {
         self.copy_below(from, id, DEPTH_MAX)
     }
 
     /// The keys of the storages that copied values refer to, in order; a key may be there twice.
-    pub fn storages(self) -> Vec<String> {
+    pub(crate) fn storages(self) -> Vec<String> {
         self.storages
     }
 

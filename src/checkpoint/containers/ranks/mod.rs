@@ -143,7 +143,11 @@ impl RankFiles {
         let read = match self.kind {
             RankKind::Fsdp => fsdp::read(&job, &mut contents, problems),
             RankKind::Megatron => megatron::read(&job, &mut contents, problems),
-            RankKind::Zero => zero::read(&job, training_state, &mut contents, problems),
+            RankKind::Zero => zero::read(&job, training_state, &mut contents, problems).map(|zero| {
+                if training_state {
+                    universal::add(&zero, &mut contents, problems);
+                }
+            }),
         };
         read.unwrap_or_else(|found| found.into_iter().for_each(|problem| problems.push(problem)));
         contents

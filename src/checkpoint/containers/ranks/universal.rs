@@ -16,7 +16,8 @@ use ckfs_tensor::{DType, TensorId, mosaic::row_major};
 
 use super::{
     super::super::{
-        container::{ParameterFrame, UniversalFile},
+        container::{Contents, ParameterFrame, UniversalFile},
+        problem::Problems,
         table::{NewRow, RowPlace, TensorTable},
     },
     zero::{ModelFile, OptimizerFile, Pickled, Zero, kept_name},
@@ -29,7 +30,7 @@ const STATES: [(&str, &str); 3] = [("", "fp32"), ("exp_avg", "exp_avg"), ("exp_a
 const INTEGER_BYTES_MAX: u64 = 1 << 20;
 
 /// Stored bytes that are no tensor of the checkpoint by name.
-pub(super) struct UnnamedTensor {
+struct UnnamedTensor {
     name: String,
     dtype: DType,
     shape: Vec<u64>,
@@ -39,7 +40,7 @@ pub(super) struct UnnamedTensor {
 
 impl UnnamedTensor {
     /// Its row in the table.
-    pub(super) fn row(&self) -> NewRow<'_> {
+    fn row(&self) -> NewRow<'_> {
         let place = RowPlace::Span(self.file, self.span);
         NewRow { name: &self.name, dtype: self.dtype, shape: &self.shape, place }
     }
@@ -55,11 +56,26 @@ struct Universal<'a> {
     first: usize,
 }
 
+/// Notes the files of a training state, or why there are none.
+pub(super) fn add(zero: &Zero<'_>, contents: &mut Contents, problems: &mut Problems) {
+    if zero.optimizers.is_empty() {
+        return;
+    }
+    match files(zero, &contents.table) {
+        Ok((files, rows)) => {
+            contents.tree.universal = files;
+            let table = std::mem::take(&mut contents.table);
+            contents.table = problems.or_too_large(table.with_hidden_rows(rows.iter().map(UnnamedTensor::row)));
+        }
+        Err(reason) => contents.warnings.push(format!("universal/ is not shown: {reason}")),
+    }
+}
+
 /// The files, and the tensors that they need after those of the table.
 ///
 /// # Errors
 /// The reason why the converter makes none, or why they are not known.
-pub(super) fn files(zero: &Zero<'_>, table: &TensorTable) -> Result<(Files, Vec<UnnamedTensor>), String> {
+fn files(zero: &Zero<'_>, table: &TensorTable) -> Result<(Files, Vec<UnnamedTensor>), String> {
     let OptimizerFile { file, states, flat, steps, shared, .. } = zero.first();
     let first = table.stored_ids().len();
     let mut all = Universal { zero, files: Files::new(), rows: Vec::new(), first };

@@ -24,7 +24,6 @@ use super::{
     },
     job::{Assembled, NAMED, RankJob, tensor_of},
     names::{RankFile, RankKind, UNIVERSAL},
-    universal::{self, UnnamedTensor},
 };
 
 /// Elements in a file, one after the other.
@@ -245,12 +244,12 @@ fn parameter_file(opened: &OpenedArchive, name: &str) -> Result<Said, String> {
 }
 
 /// Reads the files of a checkpoint of ZeRO, or of a universal one.
-pub(super) fn read(
-    job: &RankJob<'_>,
+pub(super) fn read<'a>(
+    job: &'a RankJob<'a>,
     training_state: bool,
     contents: &mut Contents,
     problems: &mut Problems,
-) -> Result<(), Vec<Problem>> {
+) -> Result<Zero<'a>, Vec<Problem>> {
     let said = job.states(zero::is_allowed, &|name, opened| match name {
         RankFile::Parameter(name) => parameter_file(opened, name),
         RankFile::Optimizer(..) => optimizer_file(opened, training_state),
@@ -290,20 +289,10 @@ pub(super) fn read(
     let tensors = zero.check().and_then(|()| zero.assemble()).map_err(|problem| vec![problem])?;
     contents.table = job.table(tensors.into_iter().map(|(name, tensor)| (name, FileId(0), Ok(tensor))), problems);
     contents.left_out = zero.left_out();
-    if training_state && !zero.optimizers.is_empty() {
-        match universal::files(&zero, &contents.table) {
-            Ok((files, rows)) => {
-                contents.tree.universal = files;
-                let table = std::mem::take(&mut contents.table);
-                contents.table = problems.or_too_large(table.with_hidden_rows(rows.iter().map(UnnamedTensor::row)));
-            }
-            Err(reason) => contents.warnings.push(format!("universal/ is not shown: {reason}")),
-        }
-    }
     contents.warnings.extend(zero.lacks_frozen().then(|| {
         "saved with exclude_frozen_parameters: tensors that were not trained are not here, and a model needs them from its base".to_owned()
     }));
-    Ok(())
+    Ok(zero)
 }
 
 type Tensors = BTreeMap<String, Assembled>;
