@@ -47,7 +47,9 @@ pub(super) type SlotsByNumber = HashMap<u64, Vec<Arc<Slot>>>;
 
 fn by_number(slots: &BTreeMap<u64, Arc<Slot>>) -> SlotsByNumber {
     let mut found = SlotsByNumber::with_capacity(slots.len());
-    slots.values().for_each(|slot| found.entry(slot.step.number).or_default().push(Arc::clone(slot)));
+    for slot in slots.values() {
+        found.entry(slot.step.number).or_default().push(Arc::clone(slot));
+    }
     found
 }
 
