@@ -132,7 +132,12 @@ pub(crate) fn read(
         }
     }
     let is_first = |header: &&(FileId, Gguf)| header.1.count("split.no").unwrap_or(0) == 0;
-    let Some((first, meta)) = headers.iter().find(is_first) else { return Contents::default() };
+    let Some((first, meta)) = headers.iter().find(is_first) else {
+        for (file, _) in &headers {
+            problems.of_file(files.path(*file), "split.no: expected one file of number 0, which has the metadata");
+        }
+        return Contents::default();
+    };
     let tensors = || headers.iter().flat_map(|(file, header)| header.tensors.iter().map(|tensor| (*file, tensor)));
     for (key, found) in [("split.count", headers.len()), ("split.tensors.count", tensors().count())] {
         let expected = meta.count(key).filter(|expected| *expected > 0 && *expected != found as u64);
@@ -164,7 +169,7 @@ pub(crate) fn read(
             layout.wrong.push(tensor.name.clone());
         }
     }
-    layout.wrong.extend(layout.halves.values().map(|(_, tensor)| tensor.name.clone()));
+    layout.wrong.extend(layout.halves.values().map(|(.., tensor)| tensor.name.clone()));
     for name in &layout.wrong {
         let what = "expected a shape that divides as the metadata says, and a second tensor of the same form where two become one";
         problems.push(Problem::Other(format!("{name}: {what}")));
@@ -215,7 +220,7 @@ struct Layout<'a> {
     decoded: Vec<DecodedFile>,
     shown: Vec<Shown>,
     /// Stored tensors whose second half was not met yet, by the name of the whole.
-    halves: BTreeMap<String, (FileId, &'a GgufTensor)>,
+    halves: BTreeMap<String, (usize, FileId, &'a GgufTensor)>,
     /// Names of stored tensors that are not as they must be.
     wrong: Vec<String>,
 }
@@ -254,10 +259,14 @@ impl<'a> Layout<'a> {
             return None;
         }
         if let Change::Alternating(number) | Change::KeysAndValues(number) = change {
-            let Some(half) = self.halves.remove(name) else {
-                self.halves.insert(name.to_owned(), stored);
+            let Some((first, file, half)) = self.halves.remove(name) else {
+                self.halves.insert(name.to_owned(), (*number, stored.0, stored.1));
                 return Some(());
             };
+            if first == *number {
+                return None;
+            }
+            let half = (file, half);
             let (first, second) = if *number == 0 { (stored, half) } else { (half, stored) };
             let is_alternating = matches!(change, Change::Alternating(_));
             return if is_alternating { self.alternate(name, first, second) } else { self.join(name, first, second) };
