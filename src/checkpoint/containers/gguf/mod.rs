@@ -15,7 +15,7 @@ use std::{
 use ckfs_format::gguf::{BlockType, Gguf, GgufError, GgufTensor, StoredAs};
 use ckfs_source::{ByteSpan, FileId, Source};
 use ckfs_tensor::{DType, to_usize};
-use names::{Change, Model};
+use names::{Change, GgufModel};
 
 use super::{
     super::{
@@ -145,7 +145,7 @@ pub(crate) fn read(
             problems.of_file(files.path(*first), format_args!("{key}: expected {expected}, found {found}"));
         }
     }
-    let model = Model::of(meta).and_then(|model| {
+    let model = GgufModel::of(meta).and_then(|model| {
         let is_unknown = |name: &&str| model.name(name).is_none() && !ROTARY.contains(name);
         match tensors().map(|(_, tensor)| tensor.name.as_str()).find(is_unknown) {
             Some(name) => Err(format!("the GGUF tensor {name} has no name in a repository here")),
@@ -274,11 +274,11 @@ impl<'a> Layout<'a> {
         let placed = self.place(stored, is_one_more)?;
         let mut shape = placed.tensor.shape.clone();
         let boxes = match (change, shape.as_slice()) {
-            (Change::Nothing, _) => vec![placed.part(0, &shape)],
             (Change::Unsqueezed, [_]) => {
                 shape.insert(0, 1);
                 vec![placed.part(0, &shape)]
             }
+            (Change::Nothing | Change::Unsqueezed, _) => vec![placed.part(0, &shape)],
             (Change::Transposed, &[experts, rows, columns]) => {
                 shape = vec![experts, columns, rows];
                 let mut part = placed.part(0, &shape);

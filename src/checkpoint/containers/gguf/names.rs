@@ -71,7 +71,7 @@ pub(super) enum Change {
 
 /// The model of a file.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Model<'a> {
+pub(super) struct GgufModel<'a> {
     header: &'a Gguf,
     architecture: &'a str,
     family: &'static Family,
@@ -79,7 +79,7 @@ pub(super) struct Model<'a> {
     tables: &'static Family,
 }
 
-impl<'a> Model<'a> {
+impl<'a> GgufModel<'a> {
     /// The model that a header tells of.
     ///
     /// # Errors

@@ -16,7 +16,7 @@ fn blocks_decode_as_the_gguf_package_decodes_them() {
         let stored: Vec<u8> = (0..64 * bytes)
             .map(|_| {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                state.to_be_bytes()[0]
+                (state >> 56).to_le_bytes()[0]
             })
             .collect();
         let mut target = vec![0; 64 * elements as usize * 4];
