@@ -75,9 +75,10 @@ pub static SETTINGS: &[Setting] = &[
         .common(),
     View.row("quantize", Required("SCHEME"), at!(view.quantize))
         .help("Shows the weights of linear layers as codes and scales, computed on read: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, \
-               nvfp4, int8-channel or int4.")
+               nvfp4, int8-channel, int4 or mlx:4bit-g64.")
         .more("Variants: fp8-block:ue8m0 has scales that are powers of two; mxfp8:sglang and nvfp4:modelopt have the names of those programs; \
-               int4-g32 has a scale for 32 elements, int4 for 128. Codes and scales are bit for bit those of the converters; hf/ is then a quantized \
+               int4-g32 has a scale for 32 elements, int4 for 128; mlx has 2 to 6 or 8 bits and groups of 32, 64 or 128, \
+               and mlx:mxfp4. Codes and scales are bit for bit those of the converters; hf/ is then a quantized \
                repository. With the layouts canonical, hf and stored. What is quantized already is decoded first.")
         .common(),
     View.row("quantize-ignore", Required("PATTERN"), at!(view.quantize_ignore))

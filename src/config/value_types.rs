@@ -219,11 +219,15 @@ pub enum Quantize {
     Int8Channel,
     /// Integers of 4 bits with a scale for this many neighbours in a row.
     Int4(u64),
+    /// Integers of some bits with a scale and a bias for this many neighbours in a row, as `mlx_lm` stores them.
+    Mlx(u8, u64),
+    /// E2M1 with an exponent for 32, as `mlx_lm` stores it.
+    MlxMxfp4,
 }
 
 impl Quantize {
     /// The words of all schemes but those with a number.
-    const WORDS: [(&'static str, Self); 11] = [
+    const WORDS: [(&'static str, Self); 13] = [
         ("fp8-block", Self::Fp8Block),
         ("fp8-block:ue8m0", Self::Fp8BlockUe8m0),
         ("fp8-channel", Self::Fp8Channel),
@@ -235,6 +239,8 @@ impl Quantize {
         ("nvfp4:modelopt", Self::Nvfp4Modelopt),
         ("int8-channel", Self::Int8Channel),
         ("int4", Self::Int4(INT4_GROUP)),
+        ("mlx:4bit-g64", Self::Mlx(4, 64)),
+        ("mlx:mxfp4", Self::MlxMxfp4),
     ];
 
     /// The words of all schemes but those with a number.
@@ -248,6 +254,7 @@ impl Quantize {
         match (known, self) {
             (Some(word), _) => word,
             (None, Self::Int4(group)) => format!("int4-g{group}"),
+            (None, Self::Mlx(bits, group)) => format!("mlx:{bits}bit-g{group}"),
             (None, other) => format!("{other:?}"),
         }
     }
@@ -272,6 +279,18 @@ impl SettingValue for Quantize {
             let group = group.filter(|group| (8..=INT4_GROUP_MAX).contains(group));
             return group.map(Self::Int4).ok_or_else(|| {
                 format!("quantize: {text:?}: expected a group of 8 to {INT4_GROUP_MAX} elements, a multiple of 8, as in int4-g32")
+            });
+        }
+        if let Some(variant) = text.strip_prefix("mlx:").filter(|variant| variant.contains("bit")) {
+            let (bits, group) = variant.split_once("bit-g").unwrap_or_default();
+            let known = |text: &str, known: &[u64]| text.parse().ok().filter(|number| known.contains(number));
+            let bits = known(bits, &[2, 3, 4, 5, 6, 8]).and_then(|bits| u8::try_from(bits).ok());
+            let found = bits.zip(known(group, &[32, 64, 128])).map(|(bits, group)| Self::Mlx(bits, group));
+            return found.ok_or_else(|| {
+                format!(
+                    "quantize: {text:?}: expected 2, 3, 4, 5, 6 or 8 bits and a group of 32, 64 or 128, as in mlx:4bit-g64, or \
+                     mlx:mxfp4"
+                )
             });
         }
         let calibrated = CALIBRATED.iter().find(|name| text.to_ascii_lowercase().starts_with(**name));

@@ -66,6 +66,8 @@ pub(super) struct QuantizeRules {
     pub(super) plain_words: Vec<String>,
     /// Last words of modules that are never quantized.
     pub(super) plain_modules: Vec<String>,
+    /// Last words of modules that choose among experts.
+    pub(super) routers: Vec<String>,
     /// Parts of words of the prefixes of towers for images and sound.
     pub(super) towers: Vec<String>,
     /// Parts of words of attention.

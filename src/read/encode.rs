@@ -41,6 +41,8 @@ enum BandBytes {
     /// For this request alone.
     Alone(Buffer),
     Scales(Arc<BandScales>),
+    /// Those that follow the scales.
+    Biases(Arc<BandScales>),
     Factor([u8; 4]),
 }
 
@@ -50,6 +52,7 @@ impl BandBytes {
             Self::Tile(_, tile) => &tile.bytes,
             Self::Alone(buffer) => buffer,
             Self::Scales(scales) => &scales.bytes,
+            Self::Biases(scales) => &scales.bytes[scales.bytes.len() / 2..],
             Self::Factor(bytes) => bytes,
         }
     }
@@ -78,7 +81,7 @@ impl Engine {
         mode: FillMode,
     ) -> Result<(), ReadError> {
         let bands = leaf.encoding.bands();
-        let width = bands.encoder().dtype(leaf.part).unit().bytes;
+        let width = bands.dtype(leaf.part).unit().bytes;
         let mut left = vec![job.piece.clone()];
         while let Some(piece) = left.pop() {
             let Origin::Encoded { offset, .. } = piece.origin else {
@@ -119,7 +122,7 @@ impl Engine {
                 touch_all(touched, &reduced.files);
                 BandBytes::Factor(encoding.bands().encoder().factor(reduced.greatest).to_le_bytes())
             }
-            EncodedPart::Scales => {
+            EncodedPart::Scales | EncodedPart::Biases => {
                 let key = (encoding.id(), band.number);
                 let kept = self.encoded.scales.lock().scales.get(&key).map(Arc::clone);
                 let scales = match kept {
@@ -127,7 +130,7 @@ impl Engine {
                     None => self.make_band(encoding, band.number, None, mode)?,
                 };
                 touch_all(touched, &scales.files);
-                BandBytes::Scales(scales)
+                if leaf.part == EncodedPart::Biases { BandBytes::Biases(scales) } else { BandBytes::Scales(scales) }
             }
             EncodedPart::Codes => {
                 let key = TileKey { file: ENCODED | encoding.id(), segment: 0, index: band.number };
@@ -181,7 +184,7 @@ impl Engine {
             touch_all(&mut files, &reduced.files);
             factor = Some(bands.encoder().factor(reduced.greatest));
         }
-        let mut scales = vec![0; bands.bytes_of(EncodedPart::Scales, elements)];
+        let mut scales = vec![0; bands.shared_bytes_of(elements)];
         let codes = codes.map(|codes| &mut **codes);
         bands
             .encode(&input, factor, given.as_deref(), codes, &mut scales)

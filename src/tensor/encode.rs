@@ -13,6 +13,7 @@ use super::{
     DType, Shape,
     kernel::{
         Level,
+        affine::{RowCoding, RowEncoder},
         encode::{self, Coding},
         row,
     },
@@ -62,6 +63,16 @@ pub enum Encoder {
         /// That number.
         group: u64,
     },
+    /// Integers from the least to the greatest of some neighbours in a row, with a scale and a bias for them of the type of the
+    /// weights, as MLX makes them.
+    Affine {
+        /// Bits of an integer: 2 to 6, or 8.
+        bits: u8,
+        /// Those neighbours, a multiple of 32.
+        group: u64,
+    },
+    /// E2M1 with an exponent for 32 neighbours in a row, as MLX makes them.
+    MlxMxfp4,
 }
 
 /// A part of what an encoder makes.
@@ -71,6 +82,8 @@ pub enum EncodedPart {
     Codes,
     /// A scale for each block.
     Scales,
+    /// What is added to the elements of each block.
+    Biases,
     /// What follows from the greatest magnitude of all elements: the one scale of a matrix, or the factor of its scales.
     Factor,
 }
@@ -81,6 +94,7 @@ impl EncodedPart {
         match self {
             Self::Codes => "codes",
             Self::Scales => "scales",
+            Self::Biases => "biases",
             Self::Factor => "factor",
         }
     }
@@ -101,6 +115,8 @@ impl fmt::Display for Encoder {
             Self::Nvfp4(MatrixFactor::Multiplies) => f.write_str("NVFP4, scales multiplied by a factor"),
             Self::Int8Channel => f.write_str("INT8 with a scale per row"),
             Self::Int4 { group } => write!(f, "INT4 with a scale for {group}"),
+            Self::Affine { bits, group } => write!(f, "integers of {bits} bits with a scale and a bias for {group}"),
+            Self::MlxMxfp4 => f.write_str("MXFP4, as MLX rounds it"),
         }
     }
 }
@@ -117,20 +133,27 @@ impl Encoder {
         match self {
             Self::Fp8Block { .. } => (FP8_BLOCK, FP8_BLOCK),
             Self::Fp8Channel | Self::Fp8Tensor | Self::Int8Channel => (1, if columns == 0 { 1 } else { columns }),
-            Self::Mxfp8(_) | Self::Mxfp4 => (1, 32),
+            Self::Mxfp8(_) | Self::Mxfp4 | Self::MlxMxfp4 => (1, 32),
             Self::Nvfp4(_) => (1, 16),
-            Self::Int4 { group } => (1, group),
+            Self::Int4 { group } | Self::Affine { group, .. } => (1, group),
         }
     }
 
-    /// Codes in one stored element.
-    pub const fn packed(self) -> u64 {
+    /// The least number of codes that fills stored elements, and the number of these.
+    pub const fn packed(self) -> (u64, u64) {
         match self {
-            Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Mxfp8(_) => 1,
-            Self::Mxfp4 | Self::Nvfp4(_) => 2,
-            Self::Int8Channel => 4,
-            Self::Int4 { .. } => 8,
+            Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Mxfp8(_) => (1, 1),
+            Self::Mxfp4 | Self::Nvfp4(_) => (2, 1),
+            Self::Int8Channel | Self::Affine { bits: 8, .. } => (4, 1),
+            Self::Int4 { .. } | Self::MlxMxfp4 | Self::Affine { bits: 4, .. } => (8, 1),
+            Self::Affine { bits: 2, .. } => (16, 1),
+            Self::Affine { bits, .. } => (32, bits as u64),
         }
+    }
+
+    /// Whether blocks have biases.
+    pub const fn has_biases(self) -> bool {
+        matches!(self, Self::Affine { .. })
     }
 
     /// Whether there is a factor, which needs the greatest magnitude of all elements.
@@ -152,29 +175,29 @@ impl Encoder {
     pub const fn columns_multiple(self) -> u64 {
         match self {
             Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Int8Channel => 1,
-            Self::Mxfp8(_) | Self::Mxfp4 | Self::Nvfp4(_) | Self::Int4 { .. } => self.block(1).1,
+            Self::Mxfp8(_)
+            | Self::Mxfp4
+            | Self::Nvfp4(_)
+            | Self::Int4 { .. }
+            | Self::Affine { .. }
+            | Self::MlxMxfp4 => self.block(1).1,
         }
     }
 
-    /// The type of the stored elements of a part.
-    pub const fn dtype(self, part: EncodedPart) -> DType {
-        match (part, self) {
-            (EncodedPart::Factor, _)
-            | (EncodedPart::Scales, Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor) => DType::F32,
-            (EncodedPart::Codes, Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Mxfp8(_)) => {
-                DType::F8E4M3
-            }
-            (EncodedPart::Codes, Self::Mxfp4 | Self::Nvfp4(_))
-            | (EncodedPart::Scales, Self::Mxfp8(_) | Self::Mxfp4) => DType::U8,
-            (EncodedPart::Codes, Self::Int8Channel | Self::Int4 { .. }) => DType::I32,
-            (EncodedPart::Scales, Self::Nvfp4(_)) => DType::F8E4M3,
-            (EncodedPart::Scales, Self::Int8Channel | Self::Int4 { .. }) => DType::BF16,
+    /// How the codes of rows are made, where they are not made by [`Coding`].
+    const fn runs(self) -> Option<RowCoding> {
+        if let Self::Affine { bits, .. } = self {
+            return Some(RowCoding::Affine(bits));
         }
+        if matches!(self, Self::MlxMxfp4) { Some(RowCoding::E2m1) } else { None }
     }
 
     const fn coding(self) -> Coding {
         match self {
-            Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor => Coding::E4M3,
+            // Of the latter two only the greatest magnitudes are found by these loops.
+            Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Affine { .. } | Self::MlxMxfp4 => {
+                Coding::E4M3
+            }
             Self::Mxfp8(_) => Coding::E4M3Times,
             Self::Mxfp4 => Coding::E2M1Times,
             Self::Nvfp4(_) => Coding::E2M1,
@@ -201,7 +224,9 @@ impl Encoder {
             | Self::Mxfp8(_)
             | Self::Mxfp4
             | Self::Int8Channel
-            | Self::Int4 { .. } => or(greatest / 448.0, f32::EPSILON),
+            | Self::Int4 { .. }
+            | Self::Affine { .. }
+            | Self::MlxMxfp4 => or(greatest / 448.0, f32::EPSILON),
         }
     }
 }
@@ -262,6 +287,22 @@ impl Bands {
         self.encoder
     }
 
+    /// The type of the stored elements of a part.
+    pub const fn dtype(&self, part: EncodedPart) -> DType {
+        use Encoder::{Affine, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Int8Channel, MlxMxfp4, Mxfp4, Mxfp8, Nvfp4};
+        match (part, self.encoder) {
+            (EncodedPart::Scales | EncodedPart::Biases, Affine { .. }) => self.dtype,
+            (EncodedPart::Factor | EncodedPart::Biases, _)
+            | (EncodedPart::Scales, Fp8Block { .. } | Fp8Channel | Fp8Tensor) => DType::F32,
+            (EncodedPart::Codes, Fp8Block { .. } | Fp8Channel | Fp8Tensor | Mxfp8(_)) => DType::F8E4M3,
+            (EncodedPart::Codes, Mxfp4 | Nvfp4(_)) | (EncodedPart::Scales, Mxfp8(_) | Mxfp4 | MlxMxfp4) => DType::U8,
+            (EncodedPart::Codes, Affine { .. } | MlxMxfp4) => DType::U32,
+            (EncodedPart::Codes, Int8Channel | Int4 { .. }) => DType::I32,
+            (EncodedPart::Scales, Nvfp4(_)) => DType::F8E4M3,
+            (EncodedPart::Scales, Int8Channel | Int4 { .. }) => DType::BF16,
+        }
+    }
+
     /// Number of matrices.
     pub fn matrices(&self) -> u64 {
         self.outer.iter().product()
@@ -276,8 +317,13 @@ impl Bands {
     fn grid(&self, part: EncodedPart) -> (u64, u64) {
         let (block_rows, block_columns) = self.encoder.block(self.columns);
         match part {
-            EncodedPart::Codes => (self.rows, self.columns.div_ceil(self.encoder.packed())),
-            EncodedPart::Scales => (self.rows.div_ceil(block_rows), self.columns.div_ceil(block_columns)),
+            EncodedPart::Codes => {
+                let (codes, elements) = self.encoder.packed();
+                (self.rows, self.columns.div_ceil(codes) * elements)
+            }
+            EncodedPart::Scales | EncodedPart::Biases => {
+                (self.rows.div_ceil(block_rows), self.columns.div_ceil(block_columns))
+            }
             EncodedPart::Factor => (1, 1),
         }
     }
@@ -335,14 +381,23 @@ impl Bands {
         let rows = elements.checked_div(self.columns).unwrap_or(0);
         let (block_rows, _) = self.encoder.block(self.columns);
         let rows = if part == EncodedPart::Codes { rows } else { rows.div_ceil(block_rows) };
-        let width = self.encoder.dtype(part).unit().bytes;
+        let width = self.dtype(part).unit().bytes;
         match part {
-            EncodedPart::Codes | EncodedPart::Scales => to_usize(rows * self.grid(part).1 * width),
+            EncodedPart::Codes | EncodedPart::Scales | EncodedPart::Biases => {
+                to_usize(rows * self.grid(part).1 * width)
+            }
             EncodedPart::Factor => to_usize(width),
         }
     }
 
-    /// Encodes whole rows of a band, `input`, to `codes` and `scales`. Without `codes` only scales are made. `factor` is that of the
+    /// Bytes of the scales of a band whose input has `elements`, and of the biases after them.
+    pub fn shared_bytes_of(&self, elements: u64) -> usize {
+        let parts = 1 + usize::from(self.encoder.has_biases());
+        parts * self.bytes_of(EncodedPart::Scales, elements)
+    }
+
+    /// Encodes whole rows of a band, `input`, to `codes` and `scales`. Without `codes` only scales are made; biases, if the
+    /// encoder has them, follow all the scales. `factor` is that of the
     /// matrix, if the encoder has one. `given` are the scales, as F32, with which the matrix was quantized before, one for each of
     /// `scales`: where such a scale is a power of two that an MX exponent expresses, that exponent is taken, and codes are those of
     /// before. Where it is none, the exponent follows from the greatest magnitude as ever. Only MXFP8 may be given scales.
@@ -351,7 +406,7 @@ impl Bands {
     /// [`Uncodable`], with the first such element of the input. The content of the targets is then unspecified.
     ///
     /// # Panics
-    /// If the lengths are not those of [`Bands::bytes_of`], or the factor is missing.
+    /// If the lengths are not those of [`Bands::bytes_of`] and [`Bands::shared_bytes_of`], or the factor is missing.
     pub fn encode(
         &self,
         input: &[u8],
@@ -381,9 +436,14 @@ impl Bands {
         let code_bytes = self.bytes_of(EncodedPart::Codes, self.columns);
         let scale_bytes = if self.encoder.has_scales() { self.bytes_of(EncodedPart::Scales, self.columns) } else { 0 };
         // Codes of a byte that do not fill the last word.
-        let used_bytes = if self.encoder.packed() == 4 { columns } else { code_bytes };
+        let used_bytes = if self.encoder == Encoder::Int8Channel { columns } else { code_bytes };
         if row_bytes == 0 {
             return Ok(());
+        }
+        let mut by_rows = self.encoder.runs().map(|runs| RowEncoder::new(level, dtype, runs, (columns, run)));
+        let mut biases: &mut [u8] = &mut [];
+        if self.encoder.has_biases() {
+            (scales, biases) = scales.split_at_mut(scales.len() / 2);
         }
         let mut greatest = vec![0; columns.div_ceil(run)];
         let mut divisors = vec![0.0; greatest.len()];
@@ -396,6 +456,16 @@ impl Bands {
                 return Err(first_beyond(dtype, rows, beyond, block * block_rows * columns));
             }
             let stored = scales.split_off_mut(..scale_bytes).expect(ROWS);
+            if let Some(by_rows) = &mut by_rows {
+                let codes = codes.as_mut().map(|codes| codes.split_off_mut(..code_bytes).expect(ROWS));
+                let bias_bytes = if self.encoder.has_biases() { scale_bytes } else { 0 };
+                let biases = biases.split_off_mut(..bias_bytes).expect(ROWS);
+                if !by_rows.encode(rows, codes, stored, biases) {
+                    let most = greatest.iter().copied().max().unwrap_or(0);
+                    return Err(first_beyond(dtype, rows, most, block * columns));
+                }
+                continue;
+            }
             scaling(level, &greatest, constant, stored, &mut divisors);
             if let Some(given) = &mut given {
                 let given = given.split_off(..greatest.len() * to_usize(DType::F32.unit().bytes)).expect(ROWS);
@@ -425,6 +495,7 @@ impl Bands {
             Encoder::Nvfp4(MatrixFactor::Multiplies) => (encode::scales_multiplied, needed(factor)),
             Encoder::Int8Channel => (encode::scales_bf16, 127.5),
             Encoder::Int4 { .. } => (encode::scales_bf16, 7.5),
+            Encoder::Affine { .. } | Encoder::MlxMxfp4 => (encode::scales_given, 0.0),
         }
     }
 
@@ -439,7 +510,9 @@ impl Bands {
             | Encoder::Mxfp8(ExponentRule::Up)
             | Encoder::Nvfp4(_)
             | Encoder::Int8Channel
-            | Encoder::Int4 { .. } => f32::INFINITY.to_bits(),
+            | Encoder::Int4 { .. }
+            | Encoder::Affine { .. }
+            | Encoder::MlxMxfp4 => f32::INFINITY.to_bits(),
         }
     }
 }

@@ -240,7 +240,7 @@ impl EncodedMatrices {
     /// # Errors
     /// Never, as the input has the same operands.
     pub fn keeping_scales(self) -> Result<Self, ViewError> {
-        let (codes, (_, run)) = (self.bands.encoder().dtype(EncodedPart::Codes), self.bands.encoder().block(1));
+        let (codes, (_, run)) = (self.bands.dtype(EncodedPart::Codes), self.bands.encoder().block(1));
         let Op::Quantized(value) = self.input.op() else { return Ok(self) };
         let scale = value.scale_of(codes).filter(|scale| scale.is_shared_by(run));
         let (Some(scale), true) = (scale, self.bands.encoder().keeps_scales()) else { return Ok(self) };
@@ -321,7 +321,7 @@ impl View {
 
     /// What an encoder makes of matrices.
     pub fn encoded(of: &Arc<EncodedMatrices>, part: EncodedPart) -> Self {
-        let (shape, dtype) = (of.bands.shape(part), of.bands.encoder().dtype(part));
+        let (shape, dtype) = (of.bands.shape(part), of.bands.dtype(part));
         Self::new(shape, dtype, Op::Encoded { of: Arc::clone(of), part })
     }
 

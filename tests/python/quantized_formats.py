@@ -146,8 +146,11 @@ def raw(tensor: Tensor) -> np.ndarray:
 
 
 def fields(data: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned fields of 1, 2, 4 or 8 bits along the last axis of bytes, low bits first."""
-    assert data.dtype == np.uint8 and 8 % bits == 0
+    """Unsigned fields of some bits along the last axis of bytes, low bits first, and across bytes where they do not divide 8."""
+    assert data.dtype == np.uint8
+    if 8 % bits:
+        each = np.unpackbits(data, axis=-1, bitorder="little").reshape(*data.shape[:-1], -1, bits)
+        return (each << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return (data[..., None] >> shifts & np.uint8((1 << bits) - 1)).reshape(*data.shape[:-1], -1)
 
@@ -580,6 +583,7 @@ SCHEMES = {
         # MLX
         mlx("mlx-affine-2", 2, 32), mlx("mlx-affine-4", 4, 32), mlx("mlx-affine-4-f16", 4, 64, scale="F16"),
         mlx("mlx-affine-4-f32", 4, 32, scale="F32"), mlx("mlx-affine-8", 8, 32),
+        mlx("mlx-affine-3", 3, 32, scale="F32"), mlx("mlx-affine-5", 5, 64, scale="F32"), mlx("mlx-affine-6", 6, 32, scale="F32"),
         mlx("mlx-mxfp4", 4, 32, "mxfp4"), mlx("mlx-mxfp8", 8, 32, "mxfp8"), mlx("mlx-nvfp4", 4, 16, "nvfp4"),
         # torchao
         Scheme("torchao-float8", draw_torchao_float8, decode_torchao_float8, "_weight_qdata"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import subprocess
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 import engine_parameters as engines
+import mlx_oracles
 import quantize_oracles as oracles
 from mounting import error_of, find_ckfs, mount, read, run
 
@@ -235,6 +237,102 @@ def test_what_is_no_number_is_eio_through_a_mount_and_the_rest_is_served(tmp_pat
             assert bad in found and "[129, 7]" in found, found
     finally:
         run("umount", mounted.point)
+
+
+# --- MLX ------------------------------------------------------------------------------------------------------------------
+
+MLX = json.loads(mlx_oracles.RECORD.read_text())["models"]
+"""What `mlx_lm.convert` wrote of small models."""
+
+
+def mlx_parts(scheme: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What MLX makes of a matrix, in its own dtype."""
+    import mlx.core as mx
+
+    mode, bits, group = mlx_oracles.SCHEMES[scheme]
+    integers = weight.contiguous().view(torch.int32 if weight.dtype == torch.float32 else torch.int16).numpy()
+    own = {torch.bfloat16: mx.bfloat16, torch.float16: mx.float16, torch.float32: mx.float32}[weight.dtype]
+    made = mx.quantize(mx.array(integers).view(own), group, bits, mode=mode)
+    found = {}
+    for word, part in zip(("weight", "scales", "biases"), made, strict=False):
+        kind = {mx.uint32: torch.uint32, mx.uint8: torch.uint8}.get(part.dtype, weight.dtype)
+        plain = np.array(part.view({4: mx.uint32, 2: mx.uint16, 1: mx.uint8}[part.dtype.size]))
+        found[word] = torch.from_numpy(plain).view(kind)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_codes_scales_and_biases_are_those_of_mlx(tmp_path, dtype):
+    plain = {name: weight for name, weight in weights(dtype).items() if ".layers.1." not in name}
+    for weight in plain.values():
+        # Groups of larger numbers have scales of zero or infinity there, and those of smaller ones exponents that wrap.
+        weight[weight.abs() > 1e20] = 3.0
+        if dtype != torch.float16:
+            weight[weight.abs() < 1e-36] = 0.0
+    save_file(plain, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text('{"model_type": "made-up"}')
+    compared = 0
+    for scheme, (mode, bits, group) in mlx_oracles.SCHEMES.items():
+        wanted = {}
+        for name, weight in plain.items():
+            module = name.removesuffix(".weight")
+            is_quantized = name != module and weight.dim() == 2 and weight.shape[1] % group == 0 and not module.endswith("mlp.gate")
+            parts = mlx_parts(scheme, weight) if is_quantized else {}
+            wanted |= {f"{module}.{word}": part for word, part in parts.items()} or {name: weight}
+            compared += weight.numel() if is_quantized else 0
+        found = load(cat(tmp_path, "hf/model.safetensors", "--layout", "hf", "--quantize", scheme))
+        assert found.keys() == wanted.keys(), scheme
+        for name, tensor in wanted.items():
+            same(found[name], tensor, f"{scheme} {name}")
+        config = json.loads(cat(tmp_path, "hf/config.json", "--layout", "hf", "--quantize", scheme))
+        assert config["quantization"] == config["quantization_config"] == {"group_size": group, "bits": bits, "mode": mode}
+    assert compared > 4_000_000 * len(mlx_oracles.SCHEMES)
+
+
+@pytest.mark.parametrize("model_type", MLX)
+def test_a_mount_is_what_mlx_lm_converts_to_and_decodes_again(tmp_path, model_type):
+    source, row = tmp_path / "source", MLX[model_type]
+    mlx_oracles.write_model(model_type, source)
+    before = json.dumps(mlx_oracles.digests((source / "model.safetensors").read_bytes()), sort_keys=True)
+    assert hashlib.sha256(before.encode()).hexdigest() == row["source"], "other weights than mlx_lm had"
+    mounted = mount(source, tmp_path / "mnt", "--layout", "hf", "--quantize", row["scheme"])
+    try:
+        stored = (mounted / "hf/model.safetensors").read_bytes()
+        found = mlx_oracles.digests(stored)
+        assert {name for name in found.keys() | row["tensors"].keys() if found.get(name) != row["tensors"].get(name)} == set()
+        assert json.loads(stored[8 : 8 + int.from_bytes(stored[:8], "little")])["__metadata__"] == {"format": "mlx"}
+        config = json.loads((mounted / "hf/config.json").read_text())
+        assert {key: config[key] for key in row["quantization"]} == row["quantization"]
+        assert "no difference" in run("verify", mounted.point).out
+        decoded = load(cat(mounted / "hf", "hf/model.safetensors", "--layout", "hf", "--dequantize=f32"))
+    finally:
+        run("umount", mounted.point)
+    plain, coded = load_file(source / "model.safetensors"), load(stored)
+    assert decoded.keys() == plain.keys()
+    mode, bits, group = mlx_oracles.SCHEMES[row["scheme"]]
+    for name in [name for name in plain if f"{name.removesuffix('weight')}scales" in coded]:
+        parts = {word: coded[f"{name.removesuffix('weight')}{word}"] for word in ("weight", "scales", "biases")[: 2 + (mode == "affine")]}
+        same(decoded[name], mlx_value(parts, group, bits, mode), name)
+
+
+def mlx_value(parts: dict[str, torch.Tensor], group: int, bits: int, mode: str) -> torch.Tensor:
+    """The float32 that MLX decodes to."""
+    import mlx.core as mx
+
+    words = mx.array(parts["weight"].view(torch.int32).numpy()).view(mx.uint32)
+    if mode == "mxfp4":
+        return torch.from_numpy(np.array(mx.dequantize(words, mx.array(parts["scales"].numpy()), None, group, bits, mode, dtype=mx.float32)))
+    more = [mx.array(parts[word].float().numpy()) for word in ("scales", "biases")]
+    return torch.from_numpy(np.array(mx.dequantize(words, *more, group, bits)))
+
+
+def test_experts_and_other_words_of_mlx_are_refused(tmp_path):
+    expert_repo(tmp_path / "source", stacked=False)
+    refused = run("plan", tmp_path / "source", "--layout", "hf", "--quantize", "mlx:4bit-g32", expect=1).err
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in refused or "experts.{0-3}" in refused, refused
+    assert "switch_mlp" in refused and "--quantize-ignore" in refused, refused
+    for word in ("mlx:7bit-g64", "mlx:4bit-g16", "mlx:4bit"):
+        assert "as in mlx:4bit-g64, or mlx:mxfp4" in run("plan", tmp_path / "source", "--quantize", word, expect=2).err
 
 
 # --- a factor that several matrices share, by numpy ------------------------------------------------------------------------

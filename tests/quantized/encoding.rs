@@ -29,7 +29,7 @@ use proptest::{
 use serde_json::json;
 use tempfile::TempDir;
 
-const ENCODERS: [Encoder; 12] = [
+const ENCODERS: [Encoder; 17] = [
     Encoder::Fp8Block { power_of_two: false },
     Encoder::Fp8Block { power_of_two: true },
     Encoder::Fp8Channel,
@@ -42,15 +42,21 @@ const ENCODERS: [Encoder; 12] = [
     Encoder::Int8Channel,
     Encoder::Int4 { group: 32 },
     Encoder::Int4 { group: 128 },
+    Encoder::Affine { bits: 2, group: 32 },
+    Encoder::Affine { bits: 3, group: 64 },
+    Encoder::Affine { bits: 6, group: 32 },
+    Encoder::Affine { bits: 8, group: 128 },
+    Encoder::MlxMxfp4,
 ];
 
-const PARTS: [EncodedPart; 3] = [EncodedPart::Codes, EncodedPart::Scales, EncodedPart::Factor];
+const PARTS: [EncodedPart; 4] = [EncodedPart::Codes, EncodedPart::Scales, EncodedPart::Biases, EncodedPart::Factor];
 
 /// Whether an encoder makes a part.
 fn makes(encoder: Encoder, part: EncodedPart) -> bool {
     match part {
         EncodedPart::Codes => true,
         EncodedPart::Scales => encoder.has_scales(),
+        EncodedPart::Biases => encoder.has_biases(),
         EncodedPart::Factor => encoder.has_factor(),
     }
 }
@@ -245,11 +251,13 @@ fn blocks_of_a_slice_are_blocks_of_the_whole() {
                 input.slice(axes - 2, rows.0, rows.1, 1).unwrap().slice(axes - 1, columns.0, columns.1, 1).unwrap();
             let of_slice = EncodedMatrices::new("slice".to_owned(), encoder, &slice, &[]).unwrap();
             let of_slice = Arc::new(of_slice);
-            let packed = encoder.packed();
-            for (part, rows, columns) in [
-                (EncodedPart::Codes, rows, (columns.0 / packed, columns.1.div_ceil(packed))),
+            let (codes, elements) = encoder.packed();
+            let parts = [
+                (EncodedPart::Codes, rows, (columns.0 / codes * elements, columns.1.div_ceil(codes) * elements)),
                 (EncodedPart::Scales, of_rows, of_columns),
-            ] {
+                (EncodedPart::Biases, of_rows, of_columns),
+            ];
+            for (part, rows, columns) in parts.into_iter().filter(|(part, ..)| makes(encoder, *part)) {
                 let whole = View::encoded(&encoding, part);
                 let cut = whole.slice(axes - 2, rows.0, rows.1, 1).unwrap();
                 let cut = cut.slice(axes - 1, columns.0, columns.1, 1).unwrap();
@@ -443,6 +451,8 @@ fn scheme(encoder: Encoder) -> Quantize {
         Encoder::Nvfp4(MatrixFactor::Multiplies) => Quantize::Nvfp4Modelopt,
         Encoder::Int8Channel => Quantize::Int8Channel,
         Encoder::Int4 { group } => Quantize::Int4(group),
+        Encoder::Affine { bits, group } => Quantize::Mlx(bits, group),
+        Encoder::MlxMxfp4 => Quantize::MlxMxfp4,
     }
 }
 
@@ -463,7 +473,7 @@ fn chunk_cuts(start: u64, stop: u64, sizes: &[u64], cuts: &mut Vec<u64>) {
 fn cuts_inside(encoder: Encoder, (rows, columns): (u64, u64), split: &[Vec<u64>; 2]) -> bool {
     let (block_rows, block_columns) = encoder.block(columns);
     // A scale of whole rows is whole on devices that have a part of them. Only a stored element is not cut.
-    let block_columns = if block_columns >= columns { encoder.packed() } else { block_columns };
+    let block_columns = if block_columns >= columns { encoder.packed().0 } else { block_columns };
     let inside = |extent: u64, block: u64, sizes: &[u64]| {
         let mut cuts = Vec::new();
         chunk_cuts(0, extent, sizes, &mut cuts);

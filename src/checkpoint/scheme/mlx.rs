@@ -1,7 +1,7 @@
 //! Integers and small floats as MLX packs them.
 //!
 //! `X.weight` U32 `[.., in * b / 32]` holds codes side by side, low bits first, and `X.scales` one number for each group of a row. Mode `affine`:
-//! `W = (q * s) + b` with `X.biases`, of 2, 4 and 8 bits, computed in f32 and rounded once. Its authors' kernels disagree: on
+//! `W = (q * s) + b` with `X.biases`, of 2 to 6 and 8 bits, computed in f32 and rounded once. Its authors' kernels disagree: on
 //! CPUs product and sum are rounded to bf16. `mxfp4` and `mxfp8`: the floats E2M1 and E4M3 with an exponent for 32; `nvfp4`: E2M1 with an E4M3 for 16.
 //!
 //! The configuration has `bits`, `group_size` and `mode` for all modules, and for some of them an object of their own, `true`, or
@@ -35,14 +35,14 @@ struct Mode {
 }
 
 const MODES: [Mode; 4] = [
-    Mode { name: "affine", bits: 4, group: 64, rows: &[(2, 0), (4, 1), (8, 2)] },
+    Mode { name: "affine", bits: 4, group: 64, rows: &[(2, 0), (4, 1), (8, 2), (3, 6), (5, 7), (6, 8)] },
     Mode { name: "mxfp4", bits: 4, group: 32, rows: &[(4, 3)] },
     Mode { name: "mxfp8", bits: 8, group: 32, rows: &[(8, 4)] },
     Mode { name: "nvfp4", bits: 4, group: 16, rows: &[(4, 5)] },
 ];
 
 /// The rows of the scheme.
-pub(super) static ROWS: [SchemeRow; 6] = [
+pub(super) static ROWS: [SchemeRow; 9] = [
     affine("{count} weights of 2 bits, affine, {sharing}", "[.., in * 2 / 32]", 2),
     affine("{count} weights of 4 bits, affine, {sharing}", "[.., in * 4 / 32]", 4),
     affine("{count} weights of 8 bits, affine, {sharing}", "[.., in * 8 / 32]", 8),
@@ -63,6 +63,9 @@ pub(super) static ROWS: [SchemeRow; 6] = [
         absent: Some((".biases", "biases of mode nvfp4")),
         ..FLOATS_OF_4_BITS
     },
+    affine("{count} weights of 3 bits, affine, {sharing}", "[.., in * 3 / 32]", 3),
+    affine("{count} weights of 5 bits, affine, {sharing}", "[.., in * 5 / 32]", 5),
+    affine("{count} weights of 6 bits, affine, {sharing}", "[.., in * 6 / 32]", 6),
 ];
 
 const fn affine(label: &'static str, shape: &'static str, bits: u32) -> SchemeRow {

@@ -325,8 +325,9 @@ impl SchemeRow {
             extents.push(inner);
         }
         let (row, column) = (extents.len() - 2, extents.len() - 1);
-        let ratio = self.codes.element.bits().map_or(1, |bits| self.codes.dtypes[0].bits() / bits);
-        extents[column] = extents[column].saturating_mul(ratio);
+        if let Some(bits) = self.codes.element.bits() {
+            extents[column] = extents[column].saturating_mul(self.codes.dtypes[0].bits()) / bits;
+        }
         let (rows, columns) = (extents[row], extents[column]);
         let block = if self.codes.by_column {
             let (columns, rows) = sharing.block((columns, rows));

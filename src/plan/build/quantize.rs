@@ -44,6 +44,12 @@ impl<'a> Builder<'a> {
                 "--lora shows the names of a model in training, whose weights are floats: expected none".to_owned(),
             ));
         }
+        let model_type = wanted.seen().config().and_then(|config| config.get("model_type")?.as_str());
+        if matches!(scheme, Quantize::Mlx(..) | Quantize::MlxMxfp4) && model_type == Some("granite") {
+            let reason =
+                "mlx_lm gives some modules of granite 8 bits, and ckfs all the same: expected another model or scheme";
+            return Err(problem(format!("{}: {reason}", scheme.word())));
+        }
         let family = chosen.family.or_else(|| Family::of(wanted.seen()));
         let stored = StoredBefore {
             has_dtype: options.dtype.is_some() || matches!(options.dequantize, Some(Dequantize::To(_))),
@@ -99,12 +105,24 @@ impl<'a> Builder<'a> {
         if !stacked.is_empty() {
             let names: Vec<&str> = stacked.iter().map(|group| group.name.as_str()).collect();
             let scheme = self.options.quantize.map(Quantize::word).unwrap_or_default();
+            let (reason, way) = if quantizer.is_mlx() {
+                (
+                    "which mlx_lm stacks under the name switch_mlp, and ckfs does not".to_owned(),
+                    "a model without experts",
+                )
+            } else {
+                (
+                    format!(
+                        "those of a layer in one tensor, for which engines read no form of {scheme}, but one matrix per expert"
+                    ),
+                    "fp8-block, which stores experts in one tensor, a repository with single experts",
+                )
+            };
             self.problem(
                 "quantize",
                 format!(
-                    "{}: experts of a layer in one tensor, for which engines read no form of {scheme}, but one matrix per expert: expected \
-                     fp8-block, which stores experts in one tensor, a repository with single experts, or --quantize-ignore with these \
-                     names, which leaves them as they are",
+                    "{}: experts, {reason}: expected \
+                     {way}, or --quantize-ignore with these names, which leaves them as they are",
                     names.join(", ")
                 ),
             );

@@ -401,7 +401,8 @@ impl Expression {
             Op::Encoded { of, part } => {
                 let (encoder, (rows, columns)) = (of.bands().encoder(), of.bands().matrix());
                 let (block_rows, block_columns) = encoder.block(columns);
-                self.add_numbers(18, &[*part as u64, rows, columns, block_rows, block_columns, encoder.packed()]);
+                let (codes, elements) = encoder.packed();
+                self.add_numbers(18, &[*part as u64, rows, columns, block_rows, block_columns, codes, elements]);
                 self.add(of.input());
                 if encoder.has_factor() {
                     of.together().iter().for_each(|(_, view)| self.add(view));

@@ -53,6 +53,9 @@ pub enum Left {
     /// weights stay as they are is not what was requested.
     #[error("experts in one tensor, which only fp8-block stores")]
     Stacked,
+    /// They are experts, for which MLX has one tensor under another name. A plan with them is refused as well.
+    #[error("experts, which mlx_lm stores in one tensor switch_mlp")]
+    SwitchMlp,
 }
 
 /// The tensors of a plan that are quantized, and those that could be and are not.
@@ -110,6 +113,8 @@ impl<'a> WeightChoice<'a> {
             Quantize::Nvfp4Modelopt => Encoder::Nvfp4(MatrixFactor::Multiplies),
             Quantize::Int8Channel => Encoder::Int8Channel,
             Quantize::Int4(group) => Encoder::Int4 { group },
+            Quantize::Mlx(bits, group) => Encoder::Affine { bits, group },
+            Quantize::MlxMxfp4 => Encoder::MlxMxfp4,
         }
     }
 
@@ -131,7 +136,9 @@ impl<'a> WeightChoice<'a> {
         }
         let rest = split_suffix(&parsed.rest).0;
         let role = self.family.filter(|_| parsed.layer.is_some()).and_then(|family| family.layer(rest, &|_| false));
+        let of_experts = parsed.expert.is_some() || is_stacked || (self.is_mlx() && is_fused());
         let is_plain = match role {
+            _ if self.is_mlx() => !of_experts && self.is_router(name),
             Some(role) => role.plain,
             None => parsed.layer.is_none() || self.is_plain_by_name(name),
         };
@@ -144,6 +151,9 @@ impl<'a> WeightChoice<'a> {
         if matches(self.ignore) || !(self.only.is_empty() || matches(self.only)) {
             return Err(Some(Left::Asked));
         }
+        if of_experts && self.is_mlx() {
+            return Err(Some(Left::SwitchMlp));
+        }
         if is_stacked && !matches!(self.encoder(), Encoder::Fp8Block { .. }) {
             return Err(Some(Left::Stacked));
         }
@@ -151,7 +161,19 @@ impl<'a> WeightChoice<'a> {
         if shape.last().is_some_and(|columns| !columns.is_multiple_of(multiple)) {
             return Err(Some(Left::Columns(multiple)));
         }
-        Ok(self.kind(&parsed.rest, parsed.expert.is_some() || is_stacked))
+        Ok(self.kind(&parsed.rest, of_experts))
+    }
+
+    /// Whether weights are stored as `mlx_lm` does, which quantizes every linear layer and embedding.
+    pub(crate) const fn is_mlx(&self) -> bool {
+        matches!(self.scheme, Quantize::Mlx(..) | Quantize::MlxMxfp4)
+    }
+
+    /// Whether a module chooses among experts. `mlx_lm` leaves some of these as they are, and gives others bits of their own.
+    fn is_router(&self, name: &str) -> bool {
+        let mut words = module(name).split('.');
+        words.clone().any(|word| word == "router")
+            || words.next_back().is_some_and(|last| self.rules.routers.iter().any(|known| known == last))
     }
 
     /// Whether converters leave a matrix of this name as it is.

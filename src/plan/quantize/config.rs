@@ -32,6 +32,8 @@ pub(crate) fn quantization_config(scheme: Quantize, left: &[String]) -> Value {
             config["ignore"] = json!(left);
             return config;
         }
+        Quantize::Mlx(bits, group) => return json!({"group_size": group, "bits": bits, "mode": "affine"}),
+        Quantize::MlxMxfp4 => return json!({"group_size": 32, "bits": 4, "mode": "mxfp4"}),
         Quantize::Fp8Channel => ("float-quantized", "float", 8, "channel", None, None),
         Quantize::Fp8Tensor => ("float-quantized", "float", 8, "tensor", None, None),
         Quantize::Mxfp8 => ("mxfp8-quantized", "float", 8, "group", Some(32), Some("torch.uint8")),

@@ -43,12 +43,24 @@ pub(crate) struct StoredBefore {
 /// A stored tensor of a quantized weight.
 #[derive(Clone, Debug)]
 pub(crate) struct EncodedView {
-    /// What follows the weight's name.
-    pub(crate) suffix: &'static str,
+    /// What follows the weight's name, or that of its module if it begins with a dot.
+    suffix: &'static str,
     /// Its elements.
     pub(crate) view: View,
     /// How it lies over the weight.
     pub(crate) part: Arc<PartOf>,
+}
+
+impl EncodedView {
+    /// The name of the tensor, of a weight of this name.
+    pub(crate) fn of_weight(&self, name: &str) -> String {
+        match (self.suffix.strip_prefix('.'), name.strip_suffix(".weight")) {
+            (Some(_), Some(module)) => format!("{module}{}", self.suffix),
+            // A name without that word is a file's, and no directory's.
+            (Some(word), None) => format!("{name}_{word}"),
+            (None, _) => format!("{name}{}", self.suffix),
+        }
+    }
 }
 
 /// The stored tensors of a quantized weight, the codes first.
@@ -64,11 +76,12 @@ enum Stored {
     Shape,
 }
 
-/// The stored tensors of a scheme: what follows the weight's name, and what they are.
+/// The stored tensors of a scheme: what follows the weight's name or its module's, and what they are.
 const fn stored(scheme: Quantize) -> &'static [(&'static str, Stored)] {
     use Stored::{Part, Scalar, Shape};
     const CODES: Stored = Part(EncodedPart::Codes);
     const SCALES: Stored = Part(EncodedPart::Scales);
+    const BIASES: Stored = Part(EncodedPart::Biases);
     const FACTOR: Stored = Part(EncodedPart::Factor);
     match scheme {
         Quantize::Fp8Block | Quantize::Fp8BlockUe8m0 | Quantize::Mxfp8Sglang => &[("", CODES), ("_scale_inv", SCALES)],
@@ -77,6 +90,8 @@ const fn stored(scheme: Quantize) -> &'static [(&'static str, Stored)] {
         Quantize::Mxfp4 => &[("_packed", CODES), ("_scale", SCALES)],
         Quantize::Nvfp4 => &[("_packed", CODES), ("_scale", SCALES), ("_global_scale", FACTOR)],
         Quantize::Nvfp4Modelopt => &[("", CODES), ("_scale", SCALES), ("_scale_2", Scalar)],
+        Quantize::Mlx(..) => &[("", CODES), (".scales", SCALES), (".biases", BIASES)],
+        Quantize::MlxMxfp4 => &[("", CODES), (".scales", SCALES)],
         Quantize::Int8Channel | Quantize::Int4(_) => &[("_packed", CODES), ("_scale", SCALES), ("_shape", Shape)],
     }
 }
@@ -93,7 +108,8 @@ impl<'a> Quantizer<'a> {
 
     /// The tensors of several experts for which the scheme has no form, so far.
     pub(crate) fn stacked_experts(&self) -> Vec<NameGroup> {
-        self.findings().left_for(Left::Stacked)
+        let findings = self.findings();
+        [Left::Stacked, Left::SwitchMlp].into_iter().flat_map(|left| findings.left_for(left)).collect()
     }
 
     /// The tensors of several experts that are quantized, so far.
@@ -111,16 +127,29 @@ impl<'a> Quantizer<'a> {
     }
 
     /// The `quantization_config` of what was quantized.
-    pub(crate) fn config(&self) -> Value {
+    fn config(&self) -> Value {
         quantization_config(self.choice.scheme(), &self.left_modules())
     }
 
     /// `config.json` with it.
     pub(crate) fn of_config(&self, mut config: Value) -> Value {
         if let Some(members) = config.as_object_mut() {
+            if self.choice.is_mlx() {
+                members.insert("quantization".to_owned(), self.config());
+            }
             members.insert("quantization_config".to_owned(), self.config());
         }
         config
+    }
+
+    /// Whether weights are stored as `mlx_lm` does.
+    pub(crate) const fn is_mlx(&self) -> bool {
+        self.choice.is_mlx()
+    }
+
+    /// The metadata of files of weights: MLX's programs take names and values as they are by theirs.
+    pub(crate) fn metadata(&self) -> Vec<(String, String)> {
+        vec![("format".to_owned(), if self.choice.is_mlx() { "mlx" } else { "pt" }.to_owned())]
     }
 
     /// The content of `hf_quant_config.json`, if the scheme has that file.
@@ -224,14 +253,16 @@ impl<'a> Quantizer<'a> {
         let is_row = block_columns >= columns;
         let mut cuts = PerAxis::from_elem(1, rank);
         cuts[rank - 2] = block_rows;
-        cuts[rank - 1] = if is_row { bands.encoder().packed() } else { block_columns };
+        cuts[rank - 1] = if is_row { bands.encoder().packed().0 } else { block_columns };
         let mut found = Vec::new();
         for (suffix, stored) in stored(self.choice.scheme()) {
             let view = map(codes, &|encoding| part(encoding, *stored)).map_err(named)?;
             let mut units = PerAxis::from_elem(1, rank);
             let (of_rows, of_columns) = match stored {
-                Stored::Part(EncodedPart::Codes) => (1, bands.encoder().packed()),
-                Stored::Part(EncodedPart::Scales) => (block_rows, if is_row { 0 } else { block_columns }),
+                Stored::Part(EncodedPart::Codes) => (1, bands.encoder().packed().0),
+                Stored::Part(EncodedPart::Scales | EncodedPart::Biases) => {
+                    (block_rows, if is_row { 0 } else { block_columns })
+                }
                 Stored::Part(EncodedPart::Factor) | Stored::Scalar | Stored::Shape => (0, 0),
             };
             (units[rank - 2], units[rank - 1]) = (of_rows, of_columns);
@@ -247,10 +278,10 @@ impl<'a> Quantizer<'a> {
         for draft in drafts {
             match self.parts(&draft.name, &draft.view) {
                 Ok(None) => all.push(draft),
-                Ok(Some(parts)) => all.extend(parts.into_iter().map(|EncodedView { suffix, view, part }| {
-                    let mut roles = draft.roles.clone();
-                    roles.part = Some(part);
-                    Draft { name: format!("{}{suffix}", draft.name), view, roles, ..draft.clone() }
+                Ok(Some(parts)) => all.extend(parts.into_iter().map(|encoded| {
+                    let (name, mut roles) = (encoded.of_weight(&draft.name), draft.roles.clone());
+                    roles.part = Some(encoded.part);
+                    Draft { name, view: encoded.view, roles, ..draft.clone() }
                 })),
                 Err(problem) => problems.push(problem),
             }
@@ -265,6 +296,7 @@ fn of_columns(columns: &BTreeSet<u64>, multiple: u64, scheme: &str) -> String {
     let fit = |group: &&u64| columns.iter().all(|columns| columns.is_multiple_of(**group));
     let fits = match words(&mut [16, 32, 64, 128, 256].iter().filter(fit)) {
         groups if scheme.starts_with("int4") && !groups.is_empty() => format!("int4-gN fits with N of {groups}"),
+        groups if scheme.starts_with("mlx") && !groups.is_empty() => format!("a group of {groups} fits"),
         _ => "int8-channel and fp8-channel take any".to_owned(),
     };
     let columns = words(&mut columns.iter());

@@ -8,7 +8,7 @@ use ckfs_tensor::{DType, View};
 use serde_json::{Map, Value as Json, json};
 
 use super::super::{
-    hf::{HfContent, HfFile, with_dtype},
+    hf::{HfContent, HfFile, plain_metadata, with_dtype},
     problem::Problem,
     quantize::{HF_QUANT_CONFIG, Quantizer},
     text_model::TextModel,
@@ -40,7 +40,7 @@ pub(crate) fn files(
     let mut config = with_dtype(config.clone(), nested, common_dtype(plain), true);
     let quantizer = quantizer.filter(|quantizer| quantizer.found_any());
     if let Some(quantizer) = quantizer {
-        config["quantization_config"] = quantizer.config();
+        config = quantizer.of_config(config);
     }
     let tensors: Vec<(String, View)> = tensors.into_iter().map(|(name, view, _)| (name, view)).collect();
     let text =
@@ -72,7 +72,7 @@ pub(crate) fn files(
             _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
         };
         map.extend(tensors.iter().map(|(name, _)| (name.clone(), json!(path))));
-        let metadata = vec![("format".to_owned(), "pt".to_owned())];
+        let metadata = quantizer.map_or_else(plain_metadata, Quantizer::metadata);
         files.push(HfFile { path, content: HfContent::Weights { tensors, metadata } });
     }
     if count > 1 {

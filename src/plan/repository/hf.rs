@@ -203,7 +203,7 @@ fn shown(
             let Some(quantizer) = quantizer else { return Ok(vec![(id, name, view)]) };
             let Some(codes) = quantizer.codes(info.name, &view, &of_name)? else { return Ok(vec![(id, name, view)]) };
             let parts = quantizer.parts(info.name, &codes)?.unwrap_or_default();
-            Ok(parts.into_iter().map(|part| (id, format!("{name}{}", part.suffix), part.view)).collect())
+            Ok(parts.into_iter().map(|part| (id, part.of_weight(&name), part.view)).collect())
         })
         .collect();
     let (mut shown, mut problems) = (Vec::with_capacity(found.len()), Vec::new());
@@ -297,8 +297,11 @@ impl<'a> Rewriting<'a> {
     fn weights(&self, file: FileId, tensors: Vec<Shown>) -> HfContent {
         let tensors = tensors.into_iter().map(|(_, name, view)| (name, view)).collect();
         // That of stored codes may tell how to read them, as torchao's does.
-        let metadata =
-            if self.is_undone || self.quantizer.is_some() { plain_metadata() } else { metadata(self.original, file) };
+        let metadata = match self.quantizer {
+            Some(quantizer) => quantizer.metadata(),
+            None if self.is_undone => plain_metadata(),
+            None => metadata(self.original, file),
+        };
         HfContent::Weights { tensors, metadata }
     }
 }
@@ -336,7 +339,7 @@ fn original_file(path: &str, id: FileId) -> HfFile {
 }
 
 /// The metadata that transformers demands, and nothing else.
-fn plain_metadata() -> Vec<(String, String)> {
+pub(crate) fn plain_metadata() -> Vec<(String, String)> {
     vec![("format".to_owned(), "pt".to_owned())]
 }
 

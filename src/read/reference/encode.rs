@@ -10,7 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::{
-    arithmetic::{divide, multiply, round, widen},
+    arithmetic::{divide, multiply, round, subtract, widen},
     error::ReferenceError,
 };
 
@@ -30,6 +30,14 @@ struct BlockScale {
     stored: u64,
     /// What elements are divided by.
     divisor: f32,
+    /// What is subtracted from them before.
+    bias: f32,
+}
+
+impl BlockScale {
+    const fn plain(stored: u64, divisor: f32) -> Self {
+        Self { stored, divisor, bias: 0.0 }
+    }
 }
 
 /// Elements of a block from which on its scale is for all evaluators: for less, they would wait for each other more than they save.
@@ -80,24 +88,29 @@ fn block(encoder: Encoder, (rows, columns): (u64, u64)) -> (u64, u64) {
         Encoder::Fp8Block { .. } => (128, 128),
         Encoder::Fp8Channel | Encoder::Int8Channel => (1, columns),
         Encoder::Fp8Tensor => (rows, columns),
-        Encoder::Mxfp8(_) | Encoder::Mxfp4 => (1, 32),
+        Encoder::Mxfp8(_) | Encoder::Mxfp4 | Encoder::MlxMxfp4 => (1, 32),
         Encoder::Nvfp4(_) => (1, 16),
-        Encoder::Int4 { group } => (1, group),
+        Encoder::Int4 { group } | Encoder::Affine { group, .. } => (1, group),
     }
 }
 
-/// The bits of a code, and how many codes one stored element has.
+/// The bits of a code, and those of a stored element.
 fn widths(encoder: Encoder) -> (u64, u64) {
     match encoder {
-        Encoder::Fp8Block { .. } | Encoder::Fp8Channel | Encoder::Fp8Tensor | Encoder::Mxfp8(_) => (8, 1),
-        Encoder::Mxfp4 | Encoder::Nvfp4(_) => (4, 2),
-        Encoder::Int8Channel => (8, 4),
-        Encoder::Int4 { .. } => (4, 8),
+        Encoder::Fp8Block { .. } | Encoder::Fp8Channel | Encoder::Fp8Tensor | Encoder::Mxfp8(_) => (8, 8),
+        Encoder::Mxfp4 | Encoder::Nvfp4(_) => (4, 8),
+        Encoder::Int8Channel => (8, 32),
+        Encoder::Int4 { .. } | Encoder::MlxMxfp4 => (4, 32),
+        Encoder::Affine { bits, .. } => (u64::from(bits), 32),
     }
 }
 
 fn over(left: f32, right: f32) -> f32 {
     f32::from_bits(divide(left.to_bits(), right.to_bits()))
+}
+
+fn less(left: f32, right: f32) -> f32 {
+    f32::from_bits(subtract(left.to_bits(), right.to_bits()))
 }
 
 fn times(left: f32, right: f32) -> f32 {
@@ -130,11 +143,24 @@ fn power_of_two(scale: f32) -> Option<i32> {
     (-127..=127).find(|exponent| (2f64.powi(*exponent) - f64::from(scale)).abs() == 0.0)
 }
 
+/// The scale and the bias of MLX for a block with these bounds.
+fn affine(dtype: DType, bits: u8, (least, greatest): (f32, f32)) -> BlockScale {
+    let steps = f32::from(u8::MAX >> (8 - bits));
+    let step = over(less(greatest, least), steps).max(1e-7);
+    let (mut divisor, edge) = if least.abs() > greatest.abs() { (step, least) } else { (-step, greatest) };
+    let from_zero = over(edge, divisor).round_ties_even();
+    let mut bias = 0.0;
+    if from_zero != 0.0 {
+        (divisor, bias) = (over(edge, from_zero), edge);
+    }
+    BlockScale { stored: as_type(dtype, divisor).0, divisor, bias }
+}
+
 fn exponent_scale(exponent: i32) -> BlockScale {
     let stored = (exponent + 127).max(0);
     #[expect(clippy::cast_possible_truncation, reason = "a power of two that f32 has")]
     let divisor = 2f64.powi(stored - 127) as f32;
-    BlockScale { stored: u64::from(stored.unsigned_abs()), divisor }
+    BlockScale::plain(u64::from(stored.unsigned_abs()), divisor)
 }
 
 /// The number nearest to a value among those of a list, of which every other one is preferred in a tie, the first to begin with.
@@ -169,6 +195,18 @@ fn code(encoder: Encoder, quotient: f32) -> u64 {
         }
         Encoder::Int8Channel => integer(128.0),
         Encoder::Int4 { .. } => integer(8.0),
+        Encoder::Affine { bits, .. } => {
+            let numbers: Vec<f64> = (0..1_u32 << bits).map(f64::from).collect();
+            nearest(f64::from(quotient), &numbers)
+        }
+        Encoder::MlxMxfp4 => {
+            let distance = |number: &f64| (f64::from(quotient.abs()) - number).abs();
+            let numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+            // The first of several that are as near.
+            let found = (0..8).min_by(|left, right| distance(&numbers[*left]).total_cmp(&distance(&numbers[*right])));
+            let code = found.unwrap_or(0) as u64;
+            code + if code > 0 && quotient < 0.0 { 8 } else { 0 }
+        }
     }
 }
 
@@ -196,31 +234,39 @@ impl ScalesByDefinition {
             EncodedPart::Scales => {
                 Ok(self.block_scale(of, &outer, (index[outer_axes], index[outer_axes + 1]), values)?.stored)
             }
+            EncodedPart::Biases => {
+                let scale = self.block_scale(of, &outer, (index[outer_axes], index[outer_axes + 1]), values)?;
+                Ok(round(of.input().dtype(), scale.bias.to_bits()))
+            }
             EncodedPart::Codes => {
-                let (bits, count) = widths(encoder);
-                let (row, first) = (index[outer_axes], index[outer_axes + 1] * count);
+                let (bits, width) = widths(encoder);
+                let (row, low) = (index[outer_axes], index[outer_axes + 1] * width);
                 let mut packed = 0;
-                for column in (first..first + count).take_while(|column| *column < columns) {
+                for column in (low / bits..(low + width).div_ceil(bits)).take_while(|column| *column < columns) {
                     let scale = self.block_scale(of, &outer, (row / block_rows, column / block_columns), values)?;
                     let mut place = outer.clone();
                     place.extend([row, column]);
-                    let value = f32::from_bits(values(of.input(), &place)?);
-                    packed |= code(encoder, over(value, scale.divisor)) << (bits * (column - first));
+                    let value = less(f32::from_bits(values(of.input(), &place)?), scale.bias);
+                    let code = code(encoder, over(value, scale.divisor));
+                    // A code may begin in the element before.
+                    packed |=
+                        if bits * column < low { code >> (low - bits * column) } else { code << (bits * column - low) };
                 }
+                packed &= u64::MAX >> (64 - width);
                 Ok(packed)
             }
         }
     }
 
-    /// The greatest magnitude of the elements in a box of a matrix.
-    fn greatest(
+    /// The least and the greatest of the elements in a box of a matrix.
+    fn bounds(
         (name, view): (&str, &View),
         outer: &[u64],
         rows: std::ops::Range<u64>,
         columns: &std::ops::Range<u64>,
         values: &mut Values<'_>,
-    ) -> Result<f32, ReferenceError> {
-        let mut greatest = 0f32;
+    ) -> Result<(f32, f32), ReferenceError> {
+        let (mut least, mut greatest) = (f32::INFINITY, f32::NEG_INFINITY);
         for row in rows {
             for column in columns.clone() {
                 let mut index: SmallVec<[u64; 8]> = SmallVec::from_slice(outer);
@@ -229,10 +275,10 @@ impl ScalesByDefinition {
                 if !value.is_finite() {
                     return Err(ReferenceError::new(format!("tensor {name}, element {index:?}: {value} has no code")));
                 }
-                greatest = greatest.max(value.abs());
+                (least, greatest) = (least.min(value), greatest.max(value));
             }
         }
-        Ok(greatest)
+        Ok((least, greatest))
     }
 
     /// The factor of a matrix, from all that share it.
@@ -255,7 +301,8 @@ impl ScalesByDefinition {
         for (name, view) in of.together() {
             let extents = view.shape().extents();
             let (rows, columns) = (extents[extents.len() - 2], extents[extents.len() - 1]);
-            greatest = greatest.max(Self::greatest((name, view), outer, 0..rows, &(0..columns), values)?);
+            let (low, high) = Self::bounds((name, view), outer, 0..rows, &(0..columns), values)?;
+            greatest = greatest.max(high).max(-low);
         }
         let factor = match of.bands().encoder() {
             Encoder::Nvfp4(MatrixFactor::Divides) => {
@@ -269,7 +316,9 @@ impl ScalesByDefinition {
             | Encoder::Mxfp8(_)
             | Encoder::Mxfp4
             | Encoder::Int8Channel
-            | Encoder::Int4 { .. } => if_zero(over(greatest, 448.0), f32::EPSILON),
+            | Encoder::Int4 { .. }
+            | Encoder::Affine { .. }
+            | Encoder::MlxMxfp4 => if_zero(over(greatest, 448.0), f32::EPSILON),
         };
         self.known.lock().factors.put(key.clone(), factor);
         self.factors.put(key, factor);
@@ -329,9 +378,15 @@ impl ScalesByDefinition {
         };
         let scale = if encoder == Encoder::Fp8Tensor {
             let divisor = self.factor(of, outer, values)?;
-            BlockScale { stored: u64::from(divisor.to_bits()), divisor }
+            BlockScale::plain(u64::from(divisor.to_bits()), divisor)
         } else {
-            let greatest = Self::greatest((of.name(), of.input()), outer, rows, &columns, values)?;
+            let (least, greatest) = Self::bounds((of.name(), of.input()), outer, rows, &columns, values)?;
+            if let Encoder::Affine { bits, .. } = encoder {
+                let scale = affine(of.input().dtype(), bits, (least, greatest));
+                self.scales.put(key.clone(), scale);
+                return Ok(scale);
+            }
+            let greatest = greatest.max(-least);
             match given {
                 Some(exponent) => exponent_scale(exponent),
                 None => self.scale_of(of, outer, greatest, values)?,
@@ -351,14 +406,14 @@ impl ScalesByDefinition {
         greatest: f32,
         values: &mut Values<'_>,
     ) -> Result<BlockScale, ReferenceError> {
-        let plain = |divisor: f32| BlockScale { stored: u64::from(divisor.to_bits()), divisor };
+        let plain = |divisor: f32| BlockScale::plain(u64::from(divisor.to_bits()), divisor);
         let exponent = |less: i32| {
             if greatest == 0.0 { exponent_scale(-127) } else { exponent_scale(exponent_near(greatest) - less) }
         };
         let bf16 = |half: f32| {
             let (stored, divisor) = as_type(DType::BF16, over(greatest, half));
             let (zero, epsilon) = as_type(DType::BF16, 0.007_812_5);
-            if divisor == 0.0 { BlockScale { stored: zero, divisor: epsilon } } else { BlockScale { stored, divisor } }
+            if divisor == 0.0 { BlockScale::plain(zero, epsilon) } else { BlockScale::plain(stored, divisor) }
         };
         let quotient = over(greatest, 448.0);
         Ok(match of.bands().encoder() {
@@ -377,16 +432,22 @@ impl ScalesByDefinition {
                 if scale == 0.0 {
                     (stored, scale) = as_type(DType::F8E4M3, 0.125);
                 }
-                BlockScale { stored, divisor: over(scale, factor) }
+                BlockScale::plain(stored, over(scale, factor))
             }
             Encoder::Nvfp4(MatrixFactor::Multiplies) => {
                 let factor = self.factor(of, outer, values)?;
                 let scale = if_zero(over(greatest, times(6.0, factor)), 1.0);
                 let (stored, scale) = as_type(DType::F8E4M3, scale.clamp(0.001_953_125, 448.0));
-                BlockScale { stored, divisor: times(scale, factor) }
+                BlockScale::plain(stored, times(scale, factor))
             }
             Encoder::Int8Channel => bf16(127.5),
             Encoder::Int4 { .. } => bf16(7.5),
+            Encoder::Affine { .. } => plain(0.0),
+            Encoder::MlxMxfp4 => {
+                let dtype = of.input().dtype();
+                let quotient = as_type(dtype, over(greatest, 6.0)).1;
+                exponent_scale(if quotient == 0.0 { 0 } else { exponent_above(quotient) })
+            }
         })
     }
 }

@@ -12,6 +12,9 @@ use crate::DType;
 /// Most elements of a run whose codes are made together.
 const PART: usize = 128;
 
+/// Codes that fill whole bytes, whatever their width.
+const PACKED: usize = 8;
+
 /// Bits of the magnitude of an f32.
 const MAGNITUDE: u32 = 0x7fff_ffff;
 
@@ -40,7 +43,7 @@ fn clamp(value: f32, low: f32, high: f32) -> f32 {
 }
 
 #[inline(always)]
-fn low_byte(bits: u32) -> u8 {
+pub(super) fn low_byte(bits: u32) -> u8 {
     bits.to_le_bytes()[0]
 }
 
@@ -284,8 +287,48 @@ leveled! {
     }
 }
 
+leveled! {
+    /// The least and the greatest of each run.
+    fn bounds(values: &[f32], run: usize, found: &mut [[f32; 2]]) {
+        for (values, found) in values.chunks(run).zip(found) {
+            let (mut least, mut greatest) = (f32::INFINITY, f32::NEG_INFINITY);
+            for value in values {
+                least = if *value < least { *value } else { least };
+                greatest = if *value > greatest { *value } else { greatest };
+            }
+            *found = [least, greatest];
+        }
+    }
+    /// The nearest step of each element from the bias of its run, from 0 to `most`, ties to even.
+    fn steps(values: &[f32], run: usize, found: &[[f32; 2]], most: f32, codes: &mut [u8]) {
+        for ((values, codes), [scale, bias]) in values.chunks(run).zip(codes.chunks_mut(run)).zip(found) {
+            for (value, code) in values.iter().zip(codes) {
+                *code = low_byte((clamp((*value - *bias) / *scale, 0.0, most) + INTEGER_ANCHOR).to_bits());
+            }
+        }
+    }
+    /// The nearest E2M1 of each element over the scale of its run, the lesser one of two. A zero has no sign.
+    fn lesser_e2m1(values: &[f32], run: usize, found: &[[f32; 2]], _most: f32, codes: &mut [u8]) {
+        for ((values, codes), [scale, _]) in values.chunks(run).zip(codes.chunks_mut(run)).zip(found) {
+            for (value, code) in values.iter().zip(codes) {
+                let quotient = *value / *scale;
+                let above = |border: f32| u8::from(quotient.abs() > border);
+                let size = above(0.25) + above(0.75) + above(1.25) + above(1.75) + above(2.5) + above(3.5) + above(5.0);
+                *code = size | (u8::from(size > 0 && quotient < 0.0) << 3);
+            }
+        }
+    }
+    /// Codes side by side, the low bits first.
+    fn dense(codes: &[u8], bits: usize, packed: &mut [u8]) {
+        for (codes, packed) in codes.as_chunks::<PACKED>().0.iter().zip(packed.chunks_exact_mut(bits)) {
+            let word = codes.iter().rev().fold(0_u64, |word, code| (word << bits) | u64::from(*code));
+            packed.copy_from_slice(&word.to_le_bytes()[..bits]);
+        }
+    }
+}
+
 /// Bits of 2^-127.
-const HALF_LEAST_NORMAL: u32 = 0x40_0000;
+pub(super) const HALF_LEAST_NORMAL: u32 = 0x40_0000;
 
 /// 2^-7, which compressed-tensors takes for a BF16 scale of 0.
 const BF16_EPSILON: f32 = 0.007_812_5;

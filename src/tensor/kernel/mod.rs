@@ -2,6 +2,7 @@
 //! and chosen at run time. The levels cannot differ in their results: they differ in nothing but code generation, and
 //! Rust neither contracts nor reorders floating-point arithmetic.
 
+pub(super) mod affine;
 pub(super) mod dot;
 pub(super) mod encode;
 pub(super) mod product;

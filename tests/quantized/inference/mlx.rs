@@ -154,8 +154,8 @@ fn all_that_does_not_agree_is_refused_at_once() {
 #[test]
 fn other_widths_and_modes_stay_raw_by_name() {
     for (bits, group, mode, name) in [
-        (3, 32, "affine", "mlx affine of 3 bits with a scale for 32"),
-        (6, 64, "affine", "mlx affine of 6 bits with a scale for 64"),
+        (7, 32, "affine", "mlx affine of 7 bits with a scale for 32"),
+        (1, 64, "affine", "mlx affine of 1 bits with a scale for 64"),
         (4, 64, "mxfp4", "mlx mxfp4 of 4 bits with a scale for 64"),
         (4, 32, "nvfp4", "mlx nvfp4 of 4 bits with a scale for 32"),
         (4, 32, "hadamard", "mlx hadamard"),
