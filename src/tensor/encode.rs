@@ -294,11 +294,11 @@ impl Bands {
             (EncodedPart::Scales | EncodedPart::Biases, Affine { .. }) => self.dtype,
             (EncodedPart::Factor | EncodedPart::Biases, _)
             | (EncodedPart::Scales, Fp8Block { .. } | Fp8Channel | Fp8Tensor) => DType::F32,
-            (EncodedPart::Codes, Fp8Block { .. } | Fp8Channel | Fp8Tensor | Mxfp8(_)) => DType::F8E4M3,
+            (EncodedPart::Codes, Fp8Block { .. } | Fp8Channel | Fp8Tensor | Mxfp8(_))
+            | (EncodedPart::Scales, Nvfp4(_)) => DType::F8E4M3,
             (EncodedPart::Codes, Mxfp4 | Nvfp4(_)) | (EncodedPart::Scales, Mxfp8(_) | Mxfp4 | MlxMxfp4) => DType::U8,
             (EncodedPart::Codes, Affine { .. } | MlxMxfp4) => DType::U32,
             (EncodedPart::Codes, Int8Channel | Int4 { .. }) => DType::I32,
-            (EncodedPart::Scales, Nvfp4(_)) => DType::F8E4M3,
             (EncodedPart::Scales, Int8Channel | Int4 { .. }) => DType::BF16,
         }
     }
