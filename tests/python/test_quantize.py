@@ -333,6 +333,24 @@ def test_experts_and_other_words_of_mlx_are_refused(tmp_path):
     assert "switch_mlp" in refused and "--quantize-ignore" in refused, refused
     for word in ("mlx:7bit-g64", "mlx:4bit-g16", "mlx:4bit"):
         assert "as in mlx:4bit-g64, or mlx:mxfp4" in run("plan", tmp_path / "source", "--quantize", word, expect=2).err
+    mlx_oracles.write_model("granite", tmp_path / "granite")
+    assert "gives some modules of granite 8 bits" in run("plan", tmp_path / "granite", "--quantize", "mlx:4bit-g32", expect=1).err
+
+
+def test_stacks_and_shards_of_mlx_are_those_of_single_tensors(models):
+    """Columns are cut at groups: words of 6 bits of a group fill whole ones."""
+    args, single = ("--quantize", "mlx:6bit-g32"), "model.layers.{}.self_attn.o_proj"
+    for word, file in (("weight", "wo"), ("scales", "wo_scales"), ("biases", "wo_biases")):
+        parts = [cat(models["llama"], f"full/{single.format(n)}.{word}", "--layout", "hf", *args) for n in range(2)]
+        assert cat(models["llama"], f"full/layers/scanned/{file}", *args) == b"".join(parts)
+        rows = np.frombuffer(parts[1], np.uint8).reshape(128, 2, -1)
+        # 416 columns in two parts are cut inside a group.
+        mesh = ("--layout", "hf", "--mesh", "tensor=2", "--quantize-ignore", "*.down_proj")
+        for device in range(2):
+            shard = cat(models["llama"], f"dev{device}/{single.format(1)}.{word}", *mesh, *args)
+            assert shard == rows[:, device].tobytes(), (word, device)
+    refused = run("plan", models["llama"], "--layout", "hf", "--mesh", "tensor=2", *args, expect=1).err
+    assert "down_proj.weight (2 tensors): axis 1" in refused and "inside a block of 32" in refused, refused
 
 
 # --- a factor that several matrices share, by numpy ------------------------------------------------------------------------
