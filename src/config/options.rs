@@ -172,7 +172,7 @@ mod tests {
         }
         assert!(!given.contains(&"unscanned"));
         for (name, value, reason) in [
-            ("dtpye", "bf16", "did you mean dtype"),
+            ("dtpye", "bf16", "did you mean `dtype`"),
             ("even", "yes", "expected true or false"),
             ("dtype", "f17", "invalid value"),
             ("on_step", "sh", "the node decides it"),
