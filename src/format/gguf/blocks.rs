@@ -252,7 +252,7 @@ fn q3_k(b: &[u8], y: &mut [f32]) {
 fn minima(b: &[u8]) -> [(f32, f32); 8] {
     std::array::from_fn(|at| {
         let packed = |from: usize, shift: usize| {
-            if at < 4 { b[from + at] & 63 } else { b[8 + at] >> shift & 15 | b[from + at - 4] >> 2 & 48 }
+            if at < 4 { b[from + at] & 63 } else { b[8 + at] >> shift & 15 | b[from + at - 4] >> 2 & 0x30 }
         };
         (half(b, 0) * float(packed(4, 0)), half(b, 2) * float(packed(8, 4)))
     })
