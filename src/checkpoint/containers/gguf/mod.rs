@@ -79,7 +79,7 @@ pub(crate) fn choose(folder: &mut Folder) -> Result<(), CheckpointError> {
     };
     let chosen = chosen.clone();
     folder.choose(|path| at_top(path) && set_of(path) == Some(&chosen));
-    for file in folder.files.iter_mut().filter(|file| file.role == FileRole::Other && file.path.ends_with(".gguf")) {
+    for file in folder.files.iter_mut().filter(|file| file.role == FileRole::Other && set_of(&file.path).is_some()) {
         file.role = FileRole::Ignored(IgnoreReason::OtherSet);
     }
     Ok(())
