@@ -338,7 +338,7 @@ fn a_measure_tells_changes_and_no_hard_links() {
     write(run.path(), "step-5/a/__0_0.distcp", "xyz");
     let measure = || {
         let directory = StepDirectory::new(&run.path().display().to_string(), &OpenOptions::default()).unwrap();
-        directory.list_some(&|_| true).unwrap().1[0].clone().unwrap()
+        directory.list_some((&FoundSteps::default(), &|_| false), &|_| true).unwrap().1[0].clone().unwrap()
     };
     let first = measure();
     assert_eq!((first.bytes, first.files), (4, 2));
