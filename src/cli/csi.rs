@@ -11,7 +11,7 @@ use clap::Args;
 /// Mounts volumes for the pods of a Kubernetes node, by the Container Storage Interface.
 ///
 /// A volume's attributes are the keys of a configuration file, as words: source, mesh, layout, dtype, steps; a setting that may be
-/// repeated has one value a line. Keys of its secret are `token` for the Hub, or variables such as AWS_ACCESS_KEY_ID. Volumes are read-only.
+/// repeated has one value a line. Keys of its secret are `token` for the Hub, or variables such as `AWS_ACCESS_KEY_ID`. Volumes are read-only.
 /// Those of the same attributes and secrets share one daemon, which goes on when the plugin ends. Stays in the foreground until SIGTERM.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
@@ -28,7 +28,7 @@ pub(super) struct Csi {
     /// The name of this node.
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
-    /// The name of the driver, as the CSIDriver object has it.
+    /// The name of the driver, as the `CSIDriver` object has it.
     #[arg(long, value_name = "NAME", default_value = "csi.ckfs")]
     driver: String,
     /// Where volumes are mounted and remembered; by default csi/ in ckfs's state directory.

@@ -294,7 +294,9 @@ mod tests {
         }
         bytes.extend(text("w"));
         bytes.extend(u32::try_from(extents.len()).unwrap().to_le_bytes());
-        extents.iter().for_each(|extent| bytes.extend(extent.to_le_bytes()));
+        for extent in extents {
+            bytes.extend(extent.to_le_bytes());
+        }
         bytes.extend(code.to_le_bytes());
         bytes.extend(offset.to_le_bytes());
         bytes.resize(bytes.len().next_multiple_of(32) + data, 0);
