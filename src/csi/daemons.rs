@@ -113,7 +113,7 @@ fn code_of(exit: i32, message: &str) -> Code {
     }
 }
 
-/// Starts daemons for the plugin until this process ends. Each connection is one [`Start`].
+/// Starts daemons for the plugin until this process ends. Each connection is one request.
 ///
 /// # Errors
 /// The socket.

@@ -6,7 +6,7 @@
 //! A pickle of very many rows is written in parts that do not depend on their place: its words are memoized first of all
 //! ([`Pickle::remember`]), and rows are put together from parts with `push_int`, `push_wide_int` and `push_get`.
 //!
-//! Values of a pickle that was read are written anew with [`Pickle::copy`], each once.
+//! Values of a pickle that was read are written anew with `Pickle::copy`, each once.
 //!
 //! Own code, because `serde-pickle` (1.2) writes plain values only: no global, no call and no persistent id, of which torch's
 //! files consist.
