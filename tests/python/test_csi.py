@@ -138,7 +138,7 @@ def test_what_is_wrong_is_the_message_and_has_a_code(plugin, repo):
         ({"source": source, "dtpye": "bf16"}, {}, "INVALID_ARGUMENT", "did you mean `dtype`"),
         ({"source": source, "on_step": "id"}, {}, "INVALID_ARGUMENT", "the node decides it"),
         ({"source": "/etc"}, {}, "INVALID_ARGUMENT", "a path must be below"),
-        ({"source": source.parent / "none"}, {}, "NOT_FOUND", "no such file or directory"),
+        ({"source": source.parent / "no such repository"}, {}, "NOT_FOUND", "no such file or directory"),
         ({"source": source, "layout": "maxtxt"}, {}, "INVALID_ARGUMENT", "maxtext"),
         ({"source": source, "mesh": "other=2"}, {}, "FAILED_PRECONDITION", "other"),
         ({"source": source}, {"LD_PRELOAD": "hidden"}, "INVALID_ARGUMENT", "unknown key \"LD_PRELOAD\""),
