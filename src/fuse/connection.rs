@@ -59,6 +59,8 @@ pub(crate) struct Inheritance {
     pub(crate) options: String,
     /// The digest of all that the kernel may keep of the tree; none until it is known.
     pub(crate) kept: Option<String>,
+    /// Whether the last daemon has answered all that it took, and takes no more.
+    pub(crate) owes_nothing: bool,
     /// The kernel's first request.
     pub(crate) asked: Vec<u8>,
     /// The answer.

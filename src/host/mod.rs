@@ -37,6 +37,10 @@ use std::{
 };
 
 pub use log::Log;
+use nix::sys::{
+    resource::{UsageWho, getrusage},
+    time::TimeValLike,
+};
 pub use relative_path::{PathFlaw, RelativePath};
 pub use target::{
     LogTarget, hand_over_file, last_mount_file, last_mounts_directory, state_directory, stderr_is_colored,
@@ -48,6 +52,13 @@ pub fn deadline(after: Duration) -> Instant {
     const FAR: Duration = Duration::from_hours(365 * 24);
     let now = Instant::now();
     now.checked_add(after).or_else(|| now.checked_add(FAR)).unwrap_or(now)
+}
+
+/// Time that this thread has taken of a processor.
+pub fn thread_cpu_time() -> Duration {
+    let used = getrusage(UsageWho::RUSAGE_THREAD).map(|used| used.user_time() + used.system_time());
+    let us = used.map_or(0, |used| used.num_microseconds());
+    Duration::from_micros(u64::try_from(us).unwrap_or(0))
 }
 
 /// The answer to `ask`, which may never come: another thread asks. `None` after `limit`.

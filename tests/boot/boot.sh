@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Boots kernels of Debian in QEMU, without KVM, and tests the static program on each: it mounts, counts pages, measures cold
 # reads and memory, compares every byte by read, mmap and O_DIRECT, verifies, is killed, and mounts again. `init` runs there.
+# With systemd as the first process `services.py` runs there: mounts are handed over and killed under readers.
 #
-#   tests/boot/boot.sh                     5.10 6.1 6.12 arm64-16k arm64-64k
+#   tests/boot/boot.sh                     5.10 6.1 6.12 arm64-16k arm64-64k systemd-6.1 systemd-6.12
 #   tests/boot/boot.sh 6.12 arm64-16k      only these
 #
 # A kernel that Debian has no package of (arm64-64k today) is reported as not run; a word that names none of the above is an
@@ -16,7 +17,7 @@ here=tests/boot
 profile=${CKFS_BOOT_PROFILE:-release}
 cache=${CKFS_TEST_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/ckfs}/boot
 mesh=fsdp=2,tensor=2
-limit_s=1800
+limit_s=3600
 work=$(mktemp -d "${TMPDIR:-/tmp}/ckfs-boot.XXXXXX")
 guest=
 trap '[[ ! $guest ]] || kill "$guest"; rm -rf "$work"' EXIT
@@ -34,9 +35,9 @@ declare -A kernels=(
     [arm64-64k]='arm64 65536 linux-image-[0-9.]+(\+deb[0-9]+)?-arm64-64k'
 )
 names=("$@")
-((${#names[@]})) || names=(5.10 6.1 6.12 arm64-16k arm64-64k)
+((${#names[@]})) || names=(5.10 6.1 6.12 arm64-16k arm64-64k systemd-6.1 systemd-6.12)
 for name in "${names[@]}"; do
-    [[ ${kernels[$name]:-} ]] || { say "boot.sh: no kernel \"$name\", expected some of: ${!kernels[*]}"; exit 2; }
+    [[ ${kernels[${name#systemd-}]:-} ]] || { say "boot.sh: no kernel \"$name\", expected some of: ${!kernels[*]}"; exit 2; }
 done
 
 missing=()
@@ -123,9 +124,43 @@ make_disk() {
     rm -rf "$work/disk"
 }
 
+# The disk of a guest that systemd boots: Debian with the program, its units, a model and the readers.
+make_services_disk() {
+    [[ ! -e $work/services.img ]] || return 0
+    need mmdebstrap mmdebstrap
+    ((${#missing[@]} == 0)) || as_root apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null
+    local root=$work/services archive=$cache/services-bookworm.tar
+    [[ -e $archive ]] || mmdebstrap --quiet --variant=minbase --include=systemd,systemd-sysv,dbus,udev,procps,python3 bookworm \
+        "$archive.part" "$mirror/debian"
+    [[ ! -e $archive.part ]] || mv "$archive.part" "$archive"
+    mkdir -p "$root"
+    tar -C "$root" -xf "$archive"
+    prepare amd64
+    cp "$work/amd64/bin/ckfs" "$root/usr/bin/"
+    cp systemd/*@.service "$root/lib/systemd/system/"
+    cp $here/services.py tests/python/restart_process.py "$root/opt/"
+    python3 $here/repository.py "$work/repositories"
+    cp -r "$work/repositories/tiny" "$root/opt/model"
+    mkdir -p "$root/etc/ckfs" "$root/etc/systemd/system/ckfs@.service.d" "$root/etc/systemd/system/multi-user.target.wants"
+    printf '[Unit]\nStartLimitIntervalSec=0\n' >"$root/etc/systemd/system/ckfs@.service.d/often.conf"
+    cat >"$root/etc/systemd/system/multi-user.target.wants/services.service" <<UNIT
+[Service]
+Type=oneshot
+TimeoutStartSec=infinity
+Environment=HOME=/root
+ExecStart=/usr/bin/python3 /opt/services.py
+StandardOutput=tty
+StandardError=tty
+TTYPath=/dev/ttyS0
+UNIT
+    ln -s /dev/null "$root/etc/systemd/system/serial-getty@ttyS0.service"
+    mkfs.ext4 -q -d "$root" "$work/services.img" 2G >/dev/null
+    rm -rf "$root" "$work/repositories"
+}
+
 # Boots a kernel of a package; the guest's console goes to a file.
 boot() {
-    local architecture=$1 page=$2 deb=$3 console=$4 tree=$work/kernel root=$work/root version path qemu
+    local architecture=$1 page=$2 deb=$3 console=$4 init=$5 disk=$6 tree=$work/kernel root=$work/root version path qemu
     rm -rf "$tree" "$root"
     mkdir -p "$tree" "$root"
     dpkg-deb -x "$deb" "$tree"
@@ -133,7 +168,7 @@ boot() {
     version=$(ls "$tree/lib/modules")
     depmod -b "$tree" "$version"
     cp -a "$work/$architecture/." "$root/"
-    cp $here/init "$root/init"
+    cp "$init" "$root/init"
     chmod 755 "$root/init"
     mkdir "$root/modules"
     # In the order of loading; what is built in is left out.
@@ -154,7 +189,7 @@ boot() {
     # On a busy host the timer's interrupt comes too late for the kernel's check of it.
     timeout -k 10 "$limit_s" "${qemu[@]}" -accel tcg,thread=multi -cpu max -smp 2 -m 1536 -no-reboot -display none \
         -monitor none -serial "file:$console" -nic none -kernel "$tree/boot/vmlinuz-$version" -initrd "$work/initrd" \
-        -drive "file=$work/disk.img,format=raw,if=none,id=disk,read-only=on" -device virtio-blk-pci,drive=disk \
+        -drive "file=$disk,format=raw,if=none,id=disk,snapshot=on" -device virtio-blk-pci,drive=disk \
         -append "console=$serial quiet panic=-1 no_timer_check rdinit=/init ckfs.page=$page" </dev/null &
     guest=$!
     wait "$guest" || say "qemu ended with $?"
@@ -164,7 +199,7 @@ boot() {
 make_disk
 failed=()
 for name in "${names[@]}"; do
-    read -r architecture page pattern <<<"${kernels[$name]}"
+    read -r architecture page pattern <<<"${kernels[${name#systemd-}]}"
     deb=$(package "$architecture" "$pattern")
     if [[ -z $deb ]]; then
         say "$name: NOT RUN, no package matches $pattern:$architecture"
@@ -174,9 +209,15 @@ for name in "${names[@]}"; do
     say "=== $name: $(basename "$deb")"
     begun=$SECONDS
     console=$work/console-$name
-    boot "$architecture" "$page" "$deb" "$console"
+    case $name in
+        systemd-*)
+            make_services_disk
+            boot "$architecture" "$page" "$deb" "$console" $here/init-systemd "$work/services.img"
+            ;;
+        *) boot "$architecture" "$page" "$deb" "$console" $here/init "$work/disk.img" ;;
+    esac
     tr -d '\r' <"$console" | grep -a '^boot: ' >&2 || true
-    if tr -d '\r' <"$console" | grep -aq '^boot: PASSED'; then
+    if tr -d '\r' <"$console" | grep -aq '^boot: .*PASSED'; then
         say "$name: passed in $((SECONDS - begun)) s"
     else
         say "$name: FAILED; the end of its console:"

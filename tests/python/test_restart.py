@@ -108,7 +108,7 @@ def test_readers_notice_no_restart(place):
             mounting.wait_until(lambda: not Path(f"/proc/{before}/root").exists(), what="the end of the old daemon")
             go_on()
     run("umount", place.point)
-    assert not list((place.point.parent / "state/ckfs/daemon").iterdir())
+    mounting.wait_until(lambda: not list((place.point.parent / "state/ckfs/daemon").iterdir()), what="the end of the last daemon")
 
 
 @pytest.mark.skipif(not RESENDS, reason="the kernel sends no request again")

@@ -259,10 +259,11 @@ impl Connected {
             let (session, mut known) = connection::begin(adapter, &device, config, known)?;
             if let Some((before, _)) = before {
                 known.generation += 1;
+                let owes_nothing = std::mem::take(&mut known.owes_nothing);
                 fs.succeed(known.generation << HANDLE_BITS);
                 passthrough.begin(fs.as_ref());
                 before.record.write(&known)?;
-                before.start()?;
+                before.start(owes_nothing)?;
             } else {
                 passthrough.begin(fs.as_ref());
                 if let Attached::Own(mounted) = mounted {
@@ -327,6 +328,7 @@ fn serve_lasting(
         heartbeat,
         dispatchers,
         offer: None,
+        record: None,
         is_held: false,
     };
     // A mount that another process made may be out of sight here.
@@ -396,6 +398,7 @@ impl Supervisor {
         }
         let kept = (Arc::clone(&lasting.digest), systemd::listens());
         self.is_held = keeper.is_some() || systemd::listens();
+        self.record = record.try_clone().ok();
         self.offer = Offer::new(self.mounted.path(), device, record, known, kept)
             .inspect_err(|error| info!("`ckfs restart` cannot replace this process under readers: {error}"))
             .ok();

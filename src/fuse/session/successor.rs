@@ -212,21 +212,21 @@ impl Taken {
         if known.kept.is_none() || known.kept != kept() {
             return Err(refused(
                 "what it shows is no longer what a mount would show now: a source file, a layout or another setting has \
-                 changed, or this version plans it otherwise",
+                 changed, this version plans it otherwise, or its files have times of whole seconds, by which no change is seen",
             ));
         }
-        if !self.serves && !known.resends() {
+        if !self.serves && !known.owes_nothing && !known.resends() {
             return Err(refused("its daemon is gone, and this kernel sends no request again, as Linux does since 6.9"));
         }
         Ok((known, mounted))
     }
 
-    /// Says that this process takes requests from now on.
-    pub(super) fn start(&self) -> io::Result<()> {
+    /// Says that this process takes requests from now on, those among them that the daemon before it has not answered.
+    pub(super) fn start(&self, owes_nothing: bool) -> io::Result<()> {
         if let Some(mut other) = self.other.as_ref() {
             other.write_all(&[STARTED])?;
         }
-        if self.serves { Ok(()) } else { resend(&self.device) }
+        if self.serves || owes_nothing { Ok(()) } else { resend(&self.device) }
     }
 
     /// Says that this process goes on with the mount. Returns when no other takes requests any more; those that the other has taken

@@ -30,6 +30,7 @@ use super::{
 };
 use crate::{
     adapter::KernelAdapter,
+    connection::{Inheritance, Record},
     mounts::{Device, MountError, MountState, MountUser, Mounted, Passed, UnmountError, abort, describe, is_stale},
     requests::Dispatchers,
 };
@@ -223,6 +224,8 @@ pub(super) struct Supervisor {
     pub(super) dispatchers: Arc<Dispatchers>,
     /// What another process may take over.
     pub(super) offer: Option<Offer>,
+    /// What the next process learns of this one.
+    pub(super) record: Option<Record>,
     /// Whether the connection outlives this process.
     pub(super) is_held: bool,
 }
@@ -310,6 +313,13 @@ impl Supervisor {
                     tell(ALONE);
                 }
                 if self.fs.metrics().in_flight.load(Ordering::Relaxed) == 0 {
+                    if let (Exit::Kept, Some(record)) = (exit, &self.record) {
+                        let told =
+                            record.read().and_then(|known| record.write(&Inheritance { owes_nothing: true, ..known }));
+                        told.unwrap_or_else(|error| {
+                            warn!("the next process is not told that all is answered: {error}")
+                        });
+                    }
                     tell(DONE);
                     break;
                 }

@@ -14,7 +14,8 @@ use std::{
 };
 
 use ckfs_config::TimeLimit;
-use ckfs_source::{DirectoryWatch, Woken, is_on_network};
+use ckfs_host::thread_cpu_time;
+use ckfs_source::{DirectoryWatch, Woken};
 
 use super::{
     run::Run,
@@ -31,8 +32,8 @@ const PAUSE: Duration = Duration::from_millis(60);
 const AGAIN: Duration = Duration::from_millis(100);
 /// The looks take at most one part in this of a processor.
 const PART_MAX: u32 = 10;
-/// The same of looks where nothing tells of a change: those that are a precaution, and those into all finished steps.
-const PART_QUIET: u32 = 2000;
+/// The same of looks where nothing tells of a change, and of those into all finished steps.
+const PART_QUIET: u32 = 1000;
 
 /// Starts the thread.
 ///
@@ -54,14 +55,13 @@ fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mu
     let mut looks_into_all_at = Instant::now();
     loop {
         let Some(alive) = run.upgrade().filter(|run| !run.has_ended.load(Ordering::Relaxed)) else { return };
-        let begun = Instant::now();
+        let (begun, cpu_before) = (Instant::now(), thread_cpu_time());
         // Of a run in an object store one listing tells all.
         let of_steps = alive.directory.local().zip(changed.as_ref()).map(|(run, changed)| names_of(run, changed));
         let measures = |name: &str| of_steps.as_ref().is_none_or(|names| names.contains(Path::new(name)));
         let looked = catch_unwind(AssertUnwindSafe(|| alive.look(&mut settling, &measures)));
         let took = begun.elapsed();
-        let is_told = alive.directory.local().is_some_and(|run| !is_on_network(run));
-        let own = if is_told { POLL.max(took.saturating_mul(PART_QUIET)) } else { POLL };
+        let own = POLL.max((thread_cpu_time() - cpu_before).saturating_mul(PART_QUIET));
         let poll = alive.config.mount.steps_poll.map_or(own, TimeLimit::duration);
         let next = match looked {
             Ok(Ok(look)) => {
@@ -83,7 +83,7 @@ fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mu
             Err(_) => poll,
         };
         if of_steps.is_none() {
-            looks_into_all_at = Instant::now() + poll.max(took.saturating_mul(PART_QUIET));
+            looks_into_all_at = Instant::now() + poll.max(own);
         }
         drop(alive);
         let pause = PAUSE.max(took.saturating_mul(PART_MAX));

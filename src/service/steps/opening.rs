@@ -107,6 +107,7 @@ impl Run {
     ) {
         let waits = wait_registry(&self.config.mount);
         slot.note_waits(Some(&waits));
+        self.slots.note_planned(slot);
         self.counts.plans.fetch_add(1, Ordering::Relaxed);
         let opened = || self.config_of(slot).and_then(|config| open(config, &waits));
         let opened = catch_unwind(AssertUnwindSafe(|| match opened() {
@@ -240,8 +241,7 @@ impl Run {
 
     /// Divides what belongs to sources among the volumes that there are now.
     pub(super) fn share_out(&self) {
-        let slots = self.slots.all();
-        let volumes: Vec<_> = slots.iter().filter_map(|slot| Some((slot, slot.volume()?))).collect();
+        let volumes = self.volumes();
         let parts = volumes.len().max(1) as u64;
         for (slot, volume) in volumes {
             let chunk_bytes = slot.chunk_bytes.load(Ordering::Relaxed);
@@ -254,15 +254,12 @@ impl Run {
     pub(super) fn drop_idle(&self, kept: Option<u64>) {
         let newest = self.slots.newest().map(|slot| slot.index);
         let mut idle: Vec<(u64, Arc<Slot>)> = Vec::new();
-        for slot in self.slots.all() {
-            let Some(content) = slot.content() else {
-                // Those that the window has left.
-                if !slot.is_listed.load(Ordering::Relaxed) && matches!(&*slot.state(), SlotState::Absent) {
-                    self.slots.forget(&slot);
-                }
-                continue;
-            };
-            let StepContent::Volume(volume) = &content else { continue };
+        for slot in self.slots.left() {
+            if matches!(&*slot.state(), SlotState::Absent) {
+                self.slots.forget(&slot);
+            }
+        }
+        for (slot, volume) in self.volumes() {
             if !volume.has_open_files() && ![kept, newest].contains(&Some(slot.index)) {
                 idle.push((slot.idle_ms(self.begun), slot));
             }

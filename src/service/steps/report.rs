@@ -116,7 +116,7 @@ impl RunState {
         if let Some(stalled) = self.waits.stalled().first() {
             problems.push(row("source stalled", &self.source, None, &self.waits.describe(stalled), again));
         }
-        for slot in self.slots.all() {
+        for slot in self.slots.planned() {
             let (step, file) = (Some(slot.step.number), &slot.step.source);
             match slot.content() {
                 Some(StepContent::Failed(failed)) => {
@@ -161,7 +161,7 @@ impl RunState {
     /// The steps in numbers.
     fn steps_in_numbers(&self) -> Map<String, Value> {
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-        let slots = self.slots.all();
+        let slots = self.slots.planned();
         let failed =
             slots.iter().filter(|slot| slot.content().is_some_and(|content| content.volume().is_err())).count();
         let unfinished = self.looked.read();

@@ -239,8 +239,8 @@ impl RunState {
 
     /// The volumes that there are now.
     pub(super) fn volumes(&self) -> Vec<(Arc<Slot>, Arc<Volume>)> {
-        let slots = self.slots.all().into_iter();
-        slots.filter_map(|slot| slot.volume().map(|volume| (slot, volume))).collect()
+        let planned = self.slots.planned().into_iter();
+        planned.filter_map(|slot| slot.volume().map(|volume| (slot, volume))).collect()
     }
 
     /// An error for a request that concerns a step which is gone.

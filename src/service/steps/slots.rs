@@ -6,7 +6,7 @@ use std::{
 };
 
 use ckfs_volume::{Permission, Volume};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use super::{
     settle::ListedStep,
@@ -29,6 +29,8 @@ struct Inside {
 #[derive(Default)]
 pub(super) struct Slots {
     inside: RwLock<Inside>,
+    /// Those that may be planned: few of the many that a run has, and what goes on all the time asks for these alone.
+    planned: Mutex<Vec<Arc<Slot>>>,
 }
 
 /// What a comparison with the directory has changed.
@@ -76,9 +78,28 @@ impl Slots {
         read!(self).slots.get(&index).cloned()
     }
 
-    /// All slots that answer requests.
-    pub(super) fn all(&self) -> Vec<Arc<Slot>> {
-        read!(self).slots.values().cloned().collect()
+    /// Notes a slot that is about to be planned. To be called without a lock of it.
+    pub(super) fn note_planned(&self, slot: &Arc<Slot>) {
+        self.planned.lock().push(Arc::clone(slot));
+    }
+
+    /// The slots that are planned or being planned, by index.
+    pub(super) fn planned(&self) -> Vec<Arc<Slot>> {
+        let mut planned = self.planned.lock();
+        planned.retain(|slot| matches!(&*slot.state(), SlotState::Opening | SlotState::Ready(_)));
+        planned.sort_by_key(|slot| slot.index);
+        planned.dedup_by_key(|slot| slot.index);
+        planned.clone()
+    }
+
+    /// Slots that answer requests and that the root does not show any more.
+    pub(super) fn left(&self) -> Vec<Arc<Slot>> {
+        let inside = read!(self);
+        if inside.slots.len() == inside.listed.len() {
+            return Vec::new();
+        }
+        let is_left = |slot: &&Arc<Slot>| inside.listed.get(&slot.step.number) != Some(&slot.index);
+        inside.slots.values().filter(is_left).cloned().collect()
     }
 
     /// The slot of a step that the root shows.
@@ -176,6 +197,7 @@ impl Slots {
             let slot = Arc::new(Slot::new(inside.last_index, old.step.clone(), old.permission));
             if let Some(content) = content {
                 slot.set(SlotState::Ready(content));
+                self.note_planned(&slot);
             }
             inside.listed.insert(slot.step.number, slot.index);
             inside.slots.insert(slot.index, Arc::clone(&slot));
@@ -239,6 +261,6 @@ mod tests {
         assert!(slots.replace(&second, None).is_some() && slots.replace(&second, None).is_none());
         assert_ne!(slots.of_step(1).unwrap().index, second.index);
         assert_eq!(show(&slots, &[], &[]), (vec![], vec![2, 1]));
-        assert!(slots.latest().is_none() && slots.all().is_empty());
+        assert!(slots.latest().is_none() && slots.by_number().is_empty());
     }
 }
