@@ -197,7 +197,7 @@ def glm4_moe(path: Path) -> Repo:
     return write(path, split(out, 2), config)
 
 
-def deepseek(path: Path, kind: str, *, q_lora: int | None, **more: object) -> Repo:
+def deepseek(path: Path, kind: str, *, q_lora: int | None, experts: int = EXPERTS, shared: int = 2, **more: object) -> Repo:
     """MLA, one dense layer, then layers with experts."""
     draw, code, rope, nope, latent, wide = Draw(path.name), "BF16", 2, 4, 8, 4
     out = ends(draw, code, tied=False)
@@ -219,13 +219,13 @@ def deepseek(path: Path, kind: str, *, q_lora: int | None, **more: object) -> Re
         if n == 0:
             out |= gated_mlp(draw, f"{at}.mlp", code)
             continue
-        out[f"{at}.mlp.gate.weight"] = draw(f"{at}.gate", code, EXPERTS, HIDDEN)
+        out[f"{at}.mlp.gate.weight"] = draw(f"{at}.gate", code, experts, HIDDEN)
         if kind == "deepseek_v3":
-            out[f"{at}.mlp.gate.e_score_correction_bias"] = draw(f"{at}.correction", "F32", EXPERTS)
-        out |= gated_mlp(draw, f"{at}.mlp.shared_experts", code, 2 * MOE_INTER) | experts_of(draw, f"{at}.mlp")
+            out[f"{at}.mlp.gate.e_score_correction_bias"] = draw(f"{at}.correction", "F32", experts)
+        out |= gated_mlp(draw, f"{at}.mlp.shared_experts", code, shared * MOE_INTER) | experts_of(draw, f"{at}.mlp", experts)
     config = base_config(
         kind, {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}[kind], LAYERS,
-        n_routed_experts=EXPERTS, n_shared_experts=2, first_k_dense_replace=1, moe_intermediate_size=MOE_INTER,
+        n_routed_experts=experts, n_shared_experts=shared, first_k_dense_replace=1, moe_intermediate_size=MOE_INTER,
         q_lora_rank=q_lora, kv_lora_rank=latent, qk_rope_head_dim=rope, qk_nope_head_dim=nope, v_head_dim=wide,
         num_experts_per_tok=2, norm_topk_prob=True, n_group=1, topk_group=1, routed_scaling_factor=1.0,
         moe_layer_freq=1, **more,
