@@ -51,14 +51,14 @@ pub static SETTINGS: &[Setting] = &[
         .help("A mesh axis that is to split nothing: every device along it holds the same. May be repeated."),
     View.row("layout", Required("NAME|FILE.toml"), at!(view.layout))
         .help("How tensors are named and shaped: canonical (default), hf, stored, maxtext, maxtext-unscanned, megatron, \
-               megatron-unscanned, torchtitan, transformers, vllm, or a file.")
+               megatron-unscanned, sglang, torchtitan, transformers, vllm, or a file.")
         .more("canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
                keeps the repository's own names, and gives them back to a checkpoint of MaxText, Megatron-Core or torchtitan; \
                stored keeps a trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
                maxtext-unscanned give exactly what MaxText's converter makes; megatron and megatron-unscanned give the tensors of \
                Megatron-Core's distributed checkpoints; torchtitan and transformers give the names of the modules of torchtitan \
-               0.3 and transformers 5, cut as FSDP2 does; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load \
-               them from. A file describes a layout of your own. Without this setting a repository of Hugging Face has canonical, \
+               0.3 and transformers 5, cut as FSDP2 does; vllm and sglang give the fused tensors of those engines' ranks, and \
+               sharded_state/ to load them from. A file describes a layout of your own. Without this setting a repository of Hugging Face has canonical, \
                and every other checkpoint stored.")
         .common(),
     View.row("set", Required("NAME=VALUE"), at!(view.set))
@@ -126,7 +126,7 @@ pub static SETTINGS: &[Setting] = &[
         .help("An output head that is the embedding: auto (default), alias or absent.")
         .more("auto shows it among the raw files of the layout canonical and holds each weight once in files that bundle \
                tensors; alias has it everywhere, in hf/ too; absent has it nowhere that the repository does not store it. \
-               Layouts of rules (maxtext, vllm, files) say themselves whether they show it, and refuse the flag. A head that is stored and \
+               Layouts of rules (maxtext, vllm, sglang, files) say themselves whether they show it, and refuse the flag. A head that is stored and \
                differs from the embedding, though config.json ties them, is a tensor of its own in every layout and hf/ says so; absent \
                leaves it out of every layout but hf/."),
     View.row("lora", Required("ADAPTER_DIR"), at!(view.lora))
