@@ -564,6 +564,8 @@ SCHEMES = {
         fp8("fp8-block-bf16", (128, 128), "weight_scale_inv", "BF16"),
         fp8("fp8-block-ue8m0", (128, 128), "weight_scale_inv", "F8_E8M0"),
         fp8("deepseek-v4-fp8", (128, 128), "scale", "F8_E8M0"),
+        fp8("deepseek-v4.1-fp8", (32, 32), "scale", "F8_E8M0"),
+        fp8("deepseek-v4.1-engram", (1, 32), "scale", "F8_E8M0"),
         Scheme("deepseek-v4-fp4", partial(draw_fp4, codes=("weight", "I8"), name="scale", group=32, scale="F8_E8M0"),
                partial(decode_mx, "weight", "scale")),
         # AWQ and GPTQ

@@ -285,6 +285,8 @@ ORACLES: dict[str, tuple[Oracle, ...]] = {
     "fp8-block-bf16": (Oracle(HF, transformers_fp8("weight_scale_inv"), size=(2048, 2176), note="wrong for partial blocks"),),
     "fp8-block-ue8m0": (Oracle(HF, transformers_fp8("weight_scale_inv"), size=(2048, 2176), note="wrong for partial blocks"),),
     "deepseek-v4-fp8": (Oracle(HF, transformers_fp8("scale"), size=(2048, 2176), note="wrong for partial blocks"),),
+    "deepseek-v4.1-fp8": (Oracle(HF, transformers_fp8("scale"), size=(2048, 2176), note="wrong for partial blocks"),),
+    "deepseek-v4.1-engram": (Oracle(HF, transformers_fp8("scale"), size=(2048, 2176)),),
     "deepseek-v4-fp4": (Oracle(HF, transformers_fp8("scale")),),
     "awq-gemm": (Oracle("autoawq", autoawq(32), ("F32", "F16")),),
     "gptq-4-v1": (Oracle("gptqmodel", gptqmodel(4, 1)),),

@@ -478,6 +478,55 @@ def deepseek_v4(path: Path, kind: str) -> Quantized:
     })  # fmt: skip
 
 
+def deepseek_v41(path: Path, kind: str) -> Quantized:
+    """As the published V4.1: fp8 in blocks of 32, tables of n-grams (Engram) with an exponent for 32 of each row, a tower for images, a
+    draft of its own, and the text model's configuration inside."""
+    maker, hidden, inter, experts, rows, wide = Maker(path, kind, "BF16"), 96, 64, 3, 75, 64
+    maker.made.kept = KEPT_V4
+    for name in ("embed.weight", "head.weight"):
+        maker.plain(name, 64, hidden)
+    maker.plain("norm.weight", hidden)
+
+    def block(at: str) -> None:
+        for word, out, inner in (("wq_a", 48, hidden), ("wq_b", 96, 48), ("wkv", 72, hidden), ("wo_a", 70, 96), ("wo_b", hidden, 70)):
+            maker.quantized(f"{at}.attn.{word}", SCHEMES["deepseek-v4.1-fp8"], out, inner)
+        for word, size in (("attn.q_norm", 48), ("attn.kv_norm", 72), ("attn_norm", hidden), ("ffn_norm", hidden)):
+            maker.plain(f"{at}.{word}.weight", size)
+        maker.plain(f"{at}.attn.attn_sink", 4, code="F32")
+        maker.plain(f"{at}.hc_attn_fn", 4, 2 * hidden, code="F32")
+        maker.plain(f"{at}.ffn.gate.weight", experts, hidden)
+        for word in ("bias", "bias_vl"):
+            maker.plain(f"{at}.ffn.gate.{word}", experts, code="F32")
+        mlps = [("shared_experts", "deepseek-v4.1-fp8"), *((f"experts.{e}", "deepseek-v4-fp4") for e in range(experts))]
+        for module, scheme in mlps:
+            for word, out, inside in (("w1", inter, hidden), ("w2", hidden, inter), ("w3", inter, hidden)):
+                maker.quantized(f"{at}.ffn.{module}.{word}", SCHEMES[scheme], out, inside)
+
+    for n in range(2):
+        block(f"layers.{n}")
+    at = "layers.1.engram"
+    maker.quantized(f"{at}.embed", SCHEMES["deepseek-v4.1-engram"], rows, wide)
+    maker.quantized(f"{at}.wkv", SCHEMES["deepseek-v4.1-fp8"], 5 * hidden, 3 * wide)
+    for word in ("q_weight", "k_weight"):
+        maker.plain(f"{at}.{word}", 4, hidden)
+    block("mtp.0")
+    maker.plain("vision.blocks.0.attn.wqkv.weight", 96, 32)
+    maker.plain("aligner.proj.weight", hidden, 32)
+    maker.plain("image_start", hidden)
+    text = {
+        "model_type": "deepseek_v41_text", "hidden_size": hidden, "moe_intermediate_size": inter, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "n_routed_experts": experts, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "q_lora_rank": 48, "vocab_size": 64, "num_nextn_predict_layers": 1, "engram_layer_ids": [1], "engram_num_embeddings": [rows],
+        "engram_head_dim": wide,
+    }  # fmt: skip
+    return maker.write({
+        "architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "text_config": text, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "quantization_config": {
+            "quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32], "activation_scheme": "dynamic", "expert_dtype": "fp4",
+        },
+    })  # fmt: skip
+
+
 def simple(scheme: str, config: dict, **more: object) -> Callable[[Path, str], Quantized]:
     return lambda path, kind: llama(path, kind, scheme, config, **more)  # type: ignore[arg-type]
 
@@ -535,6 +584,7 @@ BUILDERS: dict[str, Callable[[Path, str], Quantized]] = {
     "fp8-block-ue8m0": simple("fp8-block-ue8m0", fine_fp8([128, 128], scale_fmt="ue8m0"), sizes=BLOCKS),
     "deepseek-v3-fp8": lambda path, kind: deepseek_v3(path, kind, "fp8-block", "fp8-block", DEEPSEEK_FP8),
     "deepseek-v4": deepseek_v4,
+    "deepseek-v4.1": deepseek_v41,
     "awq-gemm": simple("awq-gemm", AWQ, code="F16"),
     "gptq-4-v1": simple("gptq-4-v1", gptq(4, 32, None), code="F16"),
     "gptq-4-v1-partial": simple("gptq-4-v1-partial", gptq(4, 64, "gptq"), code="F16", sizes=Sizes(80, 136, 4, 2, 20)),

@@ -30,7 +30,7 @@ from repos import Tensor
 
 # DeepSeek's own names, which no transformers model of this size loads; layout canonical and tensor parallelism
 # know these tensors under other names.
-FOREIGN_NAMES = {"deepseek-v4"}
+FOREIGN_NAMES = {"deepseek-v4", "deepseek-v4.1"}
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@
 //! is `X.weight_scale_inv`, `X.weight_scale` or `X.scale`, and a stack of matrices has a stack of scales. The block comes from
 //! the configuration only: dividing the shapes gives the wrong block where the last one is partial (576 rows on 5 scale rows
 //! are blocks of 128, not 115). A scale of another shape than the blocks make is refused, one number for all of a matrix too.
+//! DeepSeek V4.1's tables of n-grams (Engram), of which programs look up single rows, have the configured columns but rows alone.
 
 use ckfs_tensor::DType;
 use serde_json::{Value as Json, json};
@@ -140,6 +141,9 @@ fn configured_block<'a>(stored: &Stored<'a>, config: &QuantizationConfig<'_>) ->
     json.get("weight_block_size").filter(|block| !block.is_null())
 }
 
+/// Ends of modules whose blocks are of one row.
+const SINGLE_ROWS: [&str; 1] = [".engram.embed"];
+
 /// The block of all modules that are quantized.
 struct Blocks<'a> {
     config: QuantizationConfig<'a>,
@@ -168,7 +172,8 @@ impl ModuleConfig for Blocks<'_> {
         if self.config.of(at.stem) == ModuleQuantization::Plain {
             return ModuleAnswer::Nothing;
         }
-        ModuleAnswer::Stored(at.row, Sharing::Block(self.rows, self.columns))
+        let rows = if SINGLE_ROWS.iter().any(|end| at.stem.ends_with(end)) { 1 } else { self.rows };
+        ModuleAnswer::Stored(at.row, Sharing::Block(rows, self.columns))
     }
 
     fn words(&self) -> (String, &'static str) {

@@ -18,7 +18,7 @@ struct Members {
     /// Not needed here: a test compares both lists with the libraries'.
     #[serde(rename = "not_followed")]
     _not_followed: HashSet<String>,
-    assumed: HashMap<String, Json>,
+    assumed: HashMap<String, Vec<Json>>,
 }
 
 static MEMBERS: LazyLock<Members> = LazyLock::new(|| {
@@ -38,7 +38,8 @@ pub(crate) fn lost<'v>(configs: impl IntoIterator<Item = &'v Json>) -> Option<St
     let is_named = |of: &&Json| ["quant_method", "config_groups", "quant_algo"].iter().any(|key| of.get(key).is_some());
     let members = configs.into_iter().filter(is_named).filter_map(Json::as_object).flatten();
     let is_lost = |key: &str, value: &Json| {
-        !MEMBERS.known.contains(key) && !says_nothing(value) && MEMBERS.assumed.get(key) != Some(value)
+        let is_assumed = MEMBERS.assumed.get(key).is_some_and(|values| values.contains(value));
+        !MEMBERS.known.contains(key) && !says_nothing(value) && !is_assumed
     };
     let lost: BTreeSet<&str> =
         members.filter(|(key, value)| is_lost(key, value)).map(|(key, _)| key.as_str()).collect();

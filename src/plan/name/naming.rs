@@ -46,7 +46,7 @@ pub const SELF_WORD: &str = "_self";
 const NUMBER_MAX: u64 = (1 << 32) - 1;
 
 /// Words in the names of towers for images, video and sound.
-pub(crate) const TOWERS: [&str; 20] = [
+pub(crate) const TOWERS: [&str; 23] = [
     "vision_tower",
     "vision_model",
     "visual",
@@ -58,6 +58,9 @@ pub(crate) const TOWERS: [&str; 20] = [
     "multi_modal_projector",
     "multimodal_projector",
     "mm_projector",
+    "aligner",
+    "image_start",
+    "image_end",
     "image_newline",
     "embed_vision",
     "embed_audio",
