@@ -1,7 +1,8 @@
 """Digests of the states of SGLang's ranks, as SGLang's own classes make them of the repositories of `sglang_repos.py`.
 
     PYTHONPATH=WHEEL python tests/python/sglang_process.py tests/python/sglang_states.json
-    PYTHONPATH=WHEEL python tests/python/sglang_process.py load REPOSITORY STATE RANKS SPREAD OPTION
+    PYTHONPATH=WHEEL python tests/python/sglang_process.py load REPOSITORY '[[STATE, RANKS, SPREAD, OPTION], …]'
+    PYTHONPATH=WHEEL python tests/python/sglang_process.py update REPOSITORY DIRECTORY …
 
 WHEEL is an unpacked `sglang-0.5.23` wheel; beside the environment of the tests its imports need `triton pillow orjson msgspec pyzmq fastapi
 pybase64 einops setproctitle partial_json_parser dill openai xgrammar sentencepiece apache-tvm-ffi`. The model's class, its layers, its
@@ -9,8 +10,9 @@ pybase64 einops setproctitle partial_json_parser dill openai xgrammar sentencepi
 What has no part in names and values is replaced: process groups by numbers, and packages that are not installed by empty ones. Where a
 class asks for the GPU (shared experts), the answer is one of capability 9.0.
 
-`load` fills models by SGLang's own `ShardedStateLoader` from a directory of states, and compares each with the one that is loaded from
-the repository: its state, and what attention derives from it.
+`load` fills models by SGLang's own `ShardedStateLoader` from directories of states, and compares each with the one that is loaded from
+the repository: its state, and what attention derives from it. `update` loads a model from a repository, gives it the weights of each
+directory in place by SGLang's own `update_weights_from_disk`, and compares its state with that of a model that is loaded from there.
 """
 
 from __future__ import annotations
@@ -140,7 +142,26 @@ def load(repo: Path, state: Path, ranks: int, spread: bool, option: str) -> None
         model = ShardedStateLoader(LoadConfig(load_format="sharded_state")).load_model(model_config=config, device_config=DeviceConfig("cpu"))
         assert state_of(model) == state_of(wanted), rank
         assert derived(model) == derived(wanted), rank
-        print(f"rank {rank}: {len(state_of(model))} tensors, {len(derived(model))} derived")
+        print(f"{ranks} {spread} {option} rank {rank}: {len(state_of(model))} tensors, {len(derived(model))} derived")
+
+
+def update(repo: Path, versions: list[Path]) -> None:
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    config = place(repo, 0, 1, False, "")
+    model = loaded(config, repo)
+    updater = WeightUpdater(
+        tp_rank=0, device="cpu", gpu_id=0, model_config=config, custom_weight_loaders={}, get_model=lambda: model,
+        update_model_fields=lambda *_, **__: None, recapture_cuda_graph=lambda: None, get_model_runner=lambda: None,
+    )  # fmt: skip
+    before = state_of(model)
+    for version in versions:
+        done, said = updater.update_weights_from_disk(str(version), "auto")
+        assert done, said
+        state = state_of(model)
+        assert state == state_of(loaded(place(version, 0, 1, False, ""), version)), version
+        print(f"{version}: {sum(state[name] != before[name] for name in state)} of {len(state)} tensors changed")
+        before = state
 
 
 def main(out: Path) -> None:
@@ -171,6 +192,9 @@ def main(out: Path) -> None:
 if __name__ == "__main__":
     prepare()
     if sys.argv[1] == "load":
-        load(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "1", sys.argv[6])
+        for state, *setting in json.loads(sys.argv[3]):
+            load(Path(sys.argv[2]), Path(state), *setting)
+    elif sys.argv[1] == "update":
+        update(Path(sys.argv[2]), [Path(version) for version in sys.argv[3:]])
     else:
         main(Path(sys.argv[1]))

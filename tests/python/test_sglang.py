@@ -26,19 +26,19 @@ HERE = Path(__file__).parent
 STATES = json.loads((HERE / "sglang_states.json").read_text())
 
 
-def options_of(key: str) -> tuple[list[str], tuple[str, str, str]]:
+def options_of(key: str) -> tuple[list[str], tuple[int, bool, str]]:
     """Of ckfs for a recorded state, and what SGLang is run with."""
     ranks, experts, option = re.match(r"tp=(\d+) ep=(\d+) (\S+)", key).groups()
     options = ["--layout", "sglang", "--mesh", f"tensor={ranks}"]
     options += ["--set", "expert_parallel=true"] if experts != "1" else []
     options += ["--set", option] if option != "default" else []
-    return options, (ranks, str(int(experts != "1")), "" if option == "default" else option)
+    return options, (int(ranks), experts != "1", "" if option == "default" else option)
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_states_are_those_of_sglangs_own_classes(name, own, tmp_path):
     made = sglang_repos.BUILDERS[name](tmp_path / name)
-    compared = 0
+    compared, runs = 0, []
     for setting, keys in itertools.groupby(STATES[name], lambda key: key.rpartition(" ")[0]):
         options, run = options_of(setting)
         if STATES[name][f"{setting} rank=0"] is None:
@@ -53,11 +53,12 @@ def test_states_are_those_of_sglangs_own_classes(name, own, tmp_path):
             assert vllm_process.digest(found) == STATES[name][key], (key, sorted(found))
             compared += 1
         assert {file.name for file in state.glob("*.safetensors")} == {f"model-rank-{n}-part-0.safetensors" for n in range(rank + 1)}
-        if engine := os.environ.get("CKFS_SGLANG"):
-            python, wheel = engine.split(":")
-            command = [python, HERE / "sglang_process.py", "load", made.path, state, *run]
-            subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": wheel})
+        runs.append([str(state), *run])
     assert compared == sum(digest is not None for digest in STATES[name].values())
+    if engine := os.environ.get("CKFS_SGLANG"):
+        python, wheel = engine.split(":")
+        command = [python, HERE / "sglang_process.py", "load", made.path, json.dumps(runs)]
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": wheel})
 
 
 def test_what_sglang_cannot_load_is_refused(own, tmp_path):
