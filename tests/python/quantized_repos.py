@@ -522,7 +522,8 @@ def deepseek_v41(path: Path, kind: str) -> Quantized:
     return maker.write({
         "architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "text_config": text, "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "quantization_config": {
-            "quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32], "activation_scheme": "dynamic", "expert_dtype": "fp4",
+            "quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32], "activation_scheme": "dynamic",
+            "expert_dtype": "fp4",
         },
     })  # fmt: skip
 

@@ -139,7 +139,8 @@ def load(repo: Path, state: Path, ranks: int, spread: bool, option: str) -> None
         config = place(repo, rank, ranks, spread, option)
         wanted = loaded(config, repo)
         config.model_path = str(state)
-        model = ShardedStateLoader(LoadConfig(load_format="sharded_state")).load_model(model_config=config, device_config=DeviceConfig("cpu"))
+        loader = ShardedStateLoader(LoadConfig(load_format="sharded_state"))
+        model = loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))
         assert state_of(model) == state_of(wanted), rank
         assert derived(model) == derived(wanted), rank
         print(f"{ranks} {spread} {option} rank {rank}: {len(state_of(model))} tensors, {len(derived(model))} derived")
