@@ -210,6 +210,7 @@ mod tests {
             ("deepseek_v3", "model.layers.3.mlp.gate.weight", false),
             ("deepseek_v4", "layers.3.ffn.gate.bias", true),
             ("deepseek_v4", "layers.3.ffn.gate.tid2eid", true),
+            ("deepseek_v41", "layers.3.ffn.gate.bias", true),
             ("gemma4", "model.language_model.layers.0.layer_scalar", true),
             ("gemma4", "model.vision_tower.std_bias", true),
             ("bart", "final_logits_bias", true),

@@ -303,6 +303,17 @@ def test_decoded_tensors(made, own, name, way):
     check_mount(mounted, source.decoded(chosen.weights, chosen.rest), Mesh.parse(chosen.mesh), chosen.layout)
 
 
+def test_parts_of_deepseek_v41_are_left_out(made):
+    """Its draft, its tower with what joins it to the text, and its tables of n-grams."""
+    source = made("deepseek-v4.1").repo
+    parts = ("mtp.", "vision.", "aligner.", "image_", "layers.1.engram.")
+    left = sum(name.startswith(parts) for name in source.tensors)
+    planned = json.loads(run("plan", source.path, "--json", "--layout", "hf", "--no-mtp", "--text-only", "--exclude", "*.engram.*").out)
+    names = {row["name"] for row in planned["views"][0]["tensors"]}
+    assert names and not [name for name in names if name.startswith(parts)] and left > 40
+    assert len(names) == len(source.tensors) - left
+
+
 @pytest.mark.parametrize("name", libraries.SAVED)
 def test_repositories_of_libraries_are_decoded(saved, own, name):
     source = saved(name)
