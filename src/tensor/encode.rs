@@ -73,6 +73,8 @@ pub enum Encoder {
     },
     /// E2M1 with an exponent for 32 neighbours in a row, as MLX makes them.
     MlxMxfp4,
+    /// Blocks of ggml: an F16 scale, then 32 integers of 8 bits.
+    Q8_0,
 }
 
 /// A part of what an encoder makes.
@@ -117,6 +119,7 @@ impl fmt::Display for Encoder {
             Self::Int4 { group } => write!(f, "INT4 with a scale for {group}"),
             Self::Affine { bits, group } => write!(f, "integers of {bits} bits with a scale and a bias for {group}"),
             Self::MlxMxfp4 => f.write_str("MXFP4, as MLX rounds it"),
+            Self::Q8_0 => f.write_str("Q8_0 of ggml"),
         }
     }
 }
@@ -133,7 +136,7 @@ impl Encoder {
         match self {
             Self::Fp8Block { .. } => (FP8_BLOCK, FP8_BLOCK),
             Self::Fp8Channel | Self::Fp8Tensor | Self::Int8Channel => (1, if columns == 0 { 1 } else { columns }),
-            Self::Mxfp8(_) | Self::Mxfp4 | Self::MlxMxfp4 => (1, 32),
+            Self::Mxfp8(_) | Self::Mxfp4 | Self::MlxMxfp4 | Self::Q8_0 => (1, 32),
             Self::Nvfp4(_) => (1, 16),
             Self::Int4 { group } | Self::Affine { group, .. } => (1, group),
         }
@@ -148,6 +151,7 @@ impl Encoder {
             Self::Int4 { .. } | Self::MlxMxfp4 | Self::Affine { bits: 4, .. } => (8, 1),
             Self::Affine { bits: 2, .. } => (16, 1),
             Self::Affine { bits, .. } => (32, bits as u64),
+            Self::Q8_0 => (32, 34),
         }
     }
 
@@ -163,7 +167,7 @@ impl Encoder {
 
     /// Whether blocks have scales.
     pub const fn has_scales(self) -> bool {
-        !matches!(self, Self::Fp8Tensor)
+        !matches!(self, Self::Fp8Tensor | Self::Q8_0)
     }
 
     /// Whether the scales with which a matrix was quantized before may stay: exponents of codes of the same type.
@@ -180,7 +184,8 @@ impl Encoder {
             | Self::Nvfp4(_)
             | Self::Int4 { .. }
             | Self::Affine { .. }
-            | Self::MlxMxfp4 => self.block(1).1,
+            | Self::MlxMxfp4
+            | Self::Q8_0 => self.block(1).1,
         }
     }
 
@@ -189,15 +194,21 @@ impl Encoder {
         if let Self::Affine { bits, .. } = self {
             return Some(RowCoding::Affine(bits));
         }
+        if matches!(self, Self::Q8_0) {
+            return Some(RowCoding::Q8_0);
+        }
         if matches!(self, Self::MlxMxfp4) { Some(RowCoding::E2m1) } else { None }
     }
 
     const fn coding(self) -> Coding {
         match self {
-            // Of the latter two only the greatest magnitudes are found by these loops.
-            Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Affine { .. } | Self::MlxMxfp4 => {
-                Coding::E4M3
-            }
+            // Of the latter three only the greatest magnitudes are found by these loops.
+            Self::Fp8Block { .. }
+            | Self::Fp8Channel
+            | Self::Fp8Tensor
+            | Self::Affine { .. }
+            | Self::MlxMxfp4
+            | Self::Q8_0 => Coding::E4M3,
             Self::Mxfp8(_) => Coding::E4M3Times,
             Self::Mxfp4 => Coding::E2M1Times,
             Self::Nvfp4(_) => Coding::E2M1,
@@ -226,7 +237,8 @@ impl Encoder {
             | Self::Int8Channel
             | Self::Int4 { .. }
             | Self::Affine { .. }
-            | Self::MlxMxfp4 => or(greatest / 448.0, f32::EPSILON),
+            | Self::MlxMxfp4
+            | Self::Q8_0 => or(greatest / 448.0, f32::EPSILON),
         }
     }
 }
@@ -289,14 +301,17 @@ impl Bands {
 
     /// The type of the stored elements of a part.
     pub const fn dtype(&self, part: EncodedPart) -> DType {
-        use Encoder::{Affine, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Int8Channel, MlxMxfp4, Mxfp4, Mxfp8, Nvfp4};
+        use Encoder::{
+            Affine, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Int8Channel, MlxMxfp4, Mxfp4, Mxfp8, Nvfp4, Q8_0,
+        };
         match (part, self.encoder) {
             (EncodedPart::Scales | EncodedPart::Biases, Affine { .. }) => self.dtype,
             (EncodedPart::Factor | EncodedPart::Biases, _)
             | (EncodedPart::Scales, Fp8Block { .. } | Fp8Channel | Fp8Tensor) => DType::F32,
             (EncodedPart::Codes, Fp8Block { .. } | Fp8Channel | Fp8Tensor | Mxfp8(_))
             | (EncodedPart::Scales, Nvfp4(_)) => DType::F8E4M3,
-            (EncodedPart::Codes, Mxfp4 | Nvfp4(_)) | (EncodedPart::Scales, Mxfp8(_) | Mxfp4 | MlxMxfp4) => DType::U8,
+            (EncodedPart::Codes, Mxfp4 | Nvfp4(_) | Q8_0)
+            | (EncodedPart::Scales, Mxfp8(_) | Mxfp4 | MlxMxfp4 | Q8_0) => DType::U8,
             (EncodedPart::Codes, Affine { .. } | MlxMxfp4) => DType::U32,
             (EncodedPart::Codes, Int8Channel | Int4 { .. }) => DType::I32,
             (EncodedPart::Scales, Int8Channel | Int4 { .. }) => DType::BF16,
@@ -495,7 +510,7 @@ impl Bands {
             Encoder::Nvfp4(MatrixFactor::Multiplies) => (encode::scales_multiplied, needed(factor)),
             Encoder::Int8Channel => (encode::scales_bf16, 127.5),
             Encoder::Int4 { .. } => (encode::scales_bf16, 7.5),
-            Encoder::Affine { .. } | Encoder::MlxMxfp4 => (encode::scales_given, 0.0),
+            Encoder::Affine { .. } | Encoder::MlxMxfp4 | Encoder::Q8_0 => (encode::scales_given, 0.0),
         }
     }
 
@@ -512,7 +527,8 @@ impl Bands {
             | Encoder::Int8Channel
             | Encoder::Int4 { .. }
             | Encoder::Affine { .. }
-            | Encoder::MlxMxfp4 => f32::INFINITY.to_bits(),
+            | Encoder::MlxMxfp4
+            | Encoder::Q8_0 => f32::INFINITY.to_bits(),
         }
     }
 }

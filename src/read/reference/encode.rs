@@ -88,7 +88,7 @@ fn block(encoder: Encoder, (rows, columns): (u64, u64)) -> (u64, u64) {
         Encoder::Fp8Block { .. } => (128, 128),
         Encoder::Fp8Channel | Encoder::Int8Channel => (1, columns),
         Encoder::Fp8Tensor => (rows, columns),
-        Encoder::Mxfp8(_) | Encoder::Mxfp4 | Encoder::MlxMxfp4 => (1, 32),
+        Encoder::Mxfp8(_) | Encoder::Mxfp4 | Encoder::MlxMxfp4 | Encoder::Q8_0 => (1, 32),
         Encoder::Nvfp4(_) => (1, 16),
         Encoder::Int4 { group } | Encoder::Affine { group, .. } => (1, group),
     }
@@ -97,7 +97,9 @@ fn block(encoder: Encoder, (rows, columns): (u64, u64)) -> (u64, u64) {
 /// The bits of a code, and those of a stored element.
 fn widths(encoder: Encoder) -> (u64, u64) {
     match encoder {
-        Encoder::Fp8Block { .. } | Encoder::Fp8Channel | Encoder::Fp8Tensor | Encoder::Mxfp8(_) => (8, 8),
+        Encoder::Fp8Block { .. } | Encoder::Fp8Channel | Encoder::Fp8Tensor | Encoder::Mxfp8(_) | Encoder::Q8_0 => {
+            (8, 8)
+        }
         Encoder::Mxfp4 | Encoder::Nvfp4(_) => (4, 8),
         Encoder::Int8Channel => (8, 32),
         Encoder::Int4 { .. } | Encoder::MlxMxfp4 => (4, 32),
@@ -194,6 +196,13 @@ fn code(encoder: Encoder, quotient: f32) -> u64 {
             magnitude + if quotient < 0.0 { 8 } else { 0 }
         }
         Encoder::Int8Channel => integer(128.0),
+        Encoder::Q8_0 => {
+            // Halves go away from zero.
+            let magnitude = (f64::from(quotient.abs()) + 0.5).floor();
+            let code =
+                (0..=128_u64).find(|code| magnitude <= f64::from(u8::try_from(*code).unwrap_or(128))).unwrap_or(0);
+            if quotient < 0.0 { (256 - code) % 256 } else { code }
+        }
         Encoder::Int4 { .. } => integer(8.0),
         Encoder::Affine { bits, .. } => {
             let numbers: Vec<f64> = (0..1_u32 << bits).map(f64::from).collect();
@@ -237,6 +246,16 @@ impl ScalesByDefinition {
             EncodedPart::Biases => {
                 let scale = self.block_scale(of, &outer, (index[outer_axes], index[outer_axes + 1]), values)?;
                 Ok(round(of.input().dtype(), scale.bias.to_bits()))
+            }
+            EncodedPart::Codes if encoder == Encoder::Q8_0 => {
+                let (row, byte) = (index[outer_axes], index[outer_axes + 1]);
+                let (block, byte) = (byte / 34, byte % 34);
+                let scale = self.block_scale(of, &outer, (row, block), values)?;
+                let Some(element) = byte.checked_sub(2) else { return Ok(scale.stored >> (8 * byte) & 255) };
+                let mut place = outer;
+                place.extend([row, block * 32 + element]);
+                // The divisor is what it is multiplied by.
+                Ok(code(encoder, times(f32::from_bits(values(of.input(), &place)?), scale.divisor)))
             }
             EncodedPart::Codes => {
                 let (bits, width) = widths(encoder);
@@ -318,7 +337,8 @@ impl ScalesByDefinition {
             | Encoder::Int8Channel
             | Encoder::Int4 { .. }
             | Encoder::Affine { .. }
-            | Encoder::MlxMxfp4 => if_zero(over(greatest, 448.0), f32::EPSILON),
+            | Encoder::MlxMxfp4
+            | Encoder::Q8_0 => if_zero(over(greatest, 448.0), f32::EPSILON),
         };
         self.known.lock().factors.put(key.clone(), factor);
         self.factors.put(key, factor);
@@ -443,6 +463,12 @@ impl ScalesByDefinition {
             Encoder::Int8Channel => bf16(127.5),
             Encoder::Int4 { .. } => bf16(7.5),
             Encoder::Affine { .. } => plain(0.0),
+            Encoder::Q8_0 => {
+                // Of zeros either may be negative.
+                let scale = over(greatest.abs(), 127.0);
+                let inverse = if scale == 0.0 { 0.0 } else { over(1.0, scale) };
+                BlockScale::plain(as_type(DType::F16, scale).0, if inverse.is_finite() { inverse } else { 0.0 })
+            }
             Encoder::MlxMxfp4 => {
                 let dtype = of.input().dtype();
                 let quotient = as_type(dtype, over(greatest, 6.0)).1;

@@ -1,4 +1,4 @@
-//! Codes as MLX makes them: runs between their least and greatest element, and E2M1 whose ties go to zero.
+//! Codes as MLX makes them: runs between their least and greatest element, and E2M1 whose ties go to zero. Blocks as ggml makes them.
 //!
 //! All is f32, each step rounded once, in the order of MLX's loops for CPUs. What an exponent of E2M1 follows from is rounded to the type
 //! of the weights, as it is there.
@@ -6,7 +6,7 @@
 use super::super::float;
 use super::{
     Level,
-    encode::{HALF_LEAST_NORMAL, bounds, dense, lesser_e2m1, low_byte, steps},
+    encode::{HALF_LEAST_NORMAL, bounds, dense, lesser_e2m1, low_byte, q8_0, steps},
     row,
 };
 use crate::DType;
@@ -52,6 +52,8 @@ pub(crate) enum RowCoding {
     Affine(u8),
     /// E2M1 with an exponent.
     E2m1,
+    /// Blocks of a scale and its codes.
+    Q8_0,
 }
 
 /// The loops over rows of a type, with room for one row.
@@ -86,10 +88,16 @@ impl RowEncoder {
         for (value, bytes) in self.values.iter_mut().zip(wide.as_chunks::<4>().0) {
             *value = f32::from_le_bytes(*bytes);
         }
+        if self.runs == RowCoding::Q8_0 {
+            if let Some(codes) = codes {
+                q8_0(self.level, &self.values, codes);
+            }
+            return true;
+        }
         bounds(self.level, &self.values, self.run, &mut self.found);
         let (bits, most) = match self.runs {
             RowCoding::Affine(bits) => (bits, f32::from(u8::MAX >> (8 - bits))),
-            RowCoding::E2m1 => (4, 0.0),
+            RowCoding::E2m1 | RowCoding::Q8_0 => (4, 0.0),
         };
         match self.runs {
             RowCoding::Affine(_) => {
@@ -103,7 +111,7 @@ impl RowEncoder {
                     narrow(self.level, &wide, stored);
                 }
             }
-            RowCoding::E2m1 => {
+            RowCoding::E2m1 | RowCoding::Q8_0 => {
                 for (found, stored) in self.found.iter_mut().zip(scales) {
                     *stored = exponent(*found, self.dtype);
                     found[0] = f32::from_bits(if *stored == 0 { HALF_LEAST_NORMAL } else { u32::from(*stored) << 23 });

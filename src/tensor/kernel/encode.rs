@@ -368,6 +368,34 @@ pub(crate) enum Coding {
     Int4,
 }
 
+/// The integer nearest to a number of at most 2^22, with halves away from zero, as the low byte of its two's complement.
+#[inline(always)]
+fn half_away(value: f32) -> u8 {
+    const WHOLE: f32 = 8_388_608.0;
+    let magnitude = value.abs();
+    let nearest = (magnitude + WHOLE) - WHOLE;
+    let below = if nearest > magnitude { nearest - 1.0 } else { nearest };
+    let rounded = if magnitude - below >= 0.5 { below + 1.0 } else { below };
+    low_byte((rounded.copysign(value) + 1.5 * WHOLE).to_bits())
+}
+
+leveled! {
+    /// Blocks of ggml of 32 elements: an F16 scale, which is a 127th of the greatest magnitude, and the nearest integers.
+    fn q8_0(values: &[f32], codes: &mut [u8]) {
+        for (values, block) in values.as_chunks::<32>().0.iter().zip(codes.as_chunks_mut::<34>().0) {
+            let scale = values.iter().fold(0.0, |greatest: f32, value| greatest.max(value.abs())) / 127.0;
+            let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+            // An infinite inverse is that of a scale that is stored as zero: any code stands for zero.
+            let inverse = if inverse.is_finite() { inverse } else { 0.0 };
+            let [low, high, ..] = float::F16.narrow(scale.to_bits()).to_le_bytes();
+            (block[0], block[1]) = (low, high);
+            for (value, code) in values.iter().zip(&mut block[2..]) {
+                *code = half_away(value * inverse);
+            }
+        }
+    }
+}
+
 /// The loops for sources of a type; `None` if there are none.
 pub(crate) fn loops(dtype: DType, coding: Coding) -> Option<(Maxima, Codes)> {
     let of = |maxima: Maxima, codes: [Codes; 6]| {
