@@ -65,6 +65,6 @@ pub use steps::Steps;
 pub use table::{FORMER, KEYS, SETTINGS, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use value_types::{
-    ByteCount, Dequantize, Devices, DtypeChoice, HfCache, LAYOUTS, LayoutChoice, Materialize, MergedLora, OwnerId,
-    ParamValue, PermissionBits, Prefetch, Quantize, ShardChoice, THREADS_MAX, ThreadCount, Tied, float_of,
+    ByteCount, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LAYOUTS, LayoutChoice, Materialize, MergedLora,
+    OwnerId, ParamValue, PermissionBits, Prefetch, Quantize, ShardChoice, THREADS_MAX, ThreadCount, Tied, float_of,
 };

@@ -6,9 +6,10 @@ use std::{collections::BTreeMap, path::PathBuf};
 use ckfs_source::{Duplicates, SourceIo};
 
 use super::{
-    Allow, Average, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice,
-    ListenAddress, LogicalRule, Materialize, MergedLora, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch,
-    Quantize, Rename, RepoName, ShardChoice, ShardRule, Steps, ThreadCount, Tied, TimeLimit, WaitTime,
+    Allow, Average, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LayerRanges,
+    LayoutChoice, ListenAddress, LogicalRule, Materialize, MergedLora, Mesh, OwnerId, ParamValue, Pattern,
+    PermissionBits, Prefetch, Quantize, Rename, RepoName, ShardChoice, ShardRule, Steps, ThreadCount, Tied, TimeLimit,
+    WaitTime,
 };
 
 /// All settings.
@@ -53,6 +54,8 @@ pub struct ViewSettings {
     pub dequantize: Option<Dequantize>,
     /// How weights are quantized.
     pub quantize: Option<Quantize>,
+    /// Type of the matrices of a GGUF file.
+    pub gguf_type: Option<GgufType>,
     /// Tensors that are not quantized.
     pub quantize_ignore: Vec<Pattern>,
     /// The tensors that are quantized, of those that could be.

@@ -50,11 +50,11 @@ pub static SETTINGS: &[Setting] = &[
     View.row("replicate", Required("AXIS"), at!(view.replicate))
         .help("A mesh axis that is to split nothing: every device along it holds the same. May be repeated."),
     View.row("layout", Required("NAME|FILE.toml"), at!(view.layout))
-        .help("How tensors are named and shaped: canonical (default), hf, stored, maxtext, maxtext-unscanned, megatron, \
+        .help("How tensors are named and shaped: canonical (default), gguf, hf, stored, maxtext, maxtext-unscanned, megatron, \
                megatron-unscanned, sglang, torchtitan, transformers, vllm, or a file.")
         .more("canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
                keeps the repository's own names, and gives them back to a checkpoint of MaxText, Megatron-Core or torchtitan; \
-               stored keeps a trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
+               gguf gives the file that llama.cpp's converter writes; stored keeps a trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
                maxtext-unscanned give exactly what MaxText's converter makes; megatron and megatron-unscanned give the tensors of \
                Megatron-Core's distributed checkpoints; torchtitan and transformers give the names of the modules of torchtitan \
                0.3 and transformers 5, cut as FSDP2 does; vllm and sglang give the fused tensors of those engines' ranks, and \
@@ -81,6 +81,9 @@ pub static SETTINGS: &[Setting] = &[
                and mlx:mxfp4. Codes and scales are bit for bit those of the converters; hf/ is then a quantized \
                repository. With the layouts canonical, hf and stored. What is quantized already is decoded first.")
         .common(),
+    View.row("gguf-type", Required("f32|f16|bf16|q8_0"), at!(view.gguf_type))
+        .help("Type of the matrices of gguf/model.gguf. By default that of the first one in the repository: bf16, or else f16.")
+        .more("As with llama.cpp's converter norms, vectors and routers are F32, and a matrix that q8_0 does not fit is F16."),
     View.row("quantize-ignore", Required("PATTERN"), at!(view.quantize_ignore))
         .help("Leaves tensors as they are under --quantize, by their names or those of their modules. May be repeated.")
         .more("In patterns `{0-3}` is any number of these: 'model.layers.{0-1}.*' leaves the first two layers."),

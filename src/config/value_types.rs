@@ -26,7 +26,7 @@ pub const THREADS_MAX: u16 = 512;
 
 /// Names of the layouts in the program: those that need no rules, and those that have files of them.
 pub static LAYOUTS: LazyLock<Vec<&'static str>> = LazyLock::new(|| {
-    let mut names = vec!["canonical", "hf", "stored"];
+    let mut names = vec!["canonical", "gguf", "hf", "stored"];
     names.extend(embedded_layouts().iter().map(|layout| layout.name.as_str()));
     names.sort_unstable();
     names
@@ -315,6 +315,36 @@ impl Quantize {
     fn expected() -> String {
         let words: Vec<&str> = Self::WORDS.iter().map(|(word, _)| *word).collect();
         format!("{} or int4-gN", words.join(", "))
+    }
+}
+
+/// The type of the matrices of a GGUF file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GgufType {
+    /// F32.
+    F32,
+    /// F16.
+    F16,
+    /// BF16.
+    Bf16,
+    /// Blocks of 32 integers of 8 bits with a scale.
+    Q8_0,
+}
+
+impl GgufType {
+    const WORDS: [(&'static str, Self); 4] =
+        [("f32", Self::F32), ("f16", Self::F16), ("bf16", Self::Bf16), ("q8_0", Self::Q8_0)];
+}
+
+impl SettingValue for GgufType {
+    fn from_word(text: &str) -> Result<Self, String> {
+        let found = Self::WORDS.iter().find(|(word, _)| *word == text);
+        found.map(|(_, of)| *of).ok_or_else(|| format!("gguf_type: expected f32, f16, bf16 or q8_0, found {text:?}"))
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        let word = Self::WORDS.iter().find(|(_, of)| of == self).map_or("", |(word, _)| word);
+        Ok(word.into())
     }
 }
 

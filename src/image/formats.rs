@@ -8,6 +8,7 @@ use rayon::prelude::*;
 
 use super::{
     dcp::Dcp,
+    gguf::GgufModel,
     hf::Hf,
     input::FormatInput,
     manifest::ManifestFormat,
@@ -22,8 +23,8 @@ use super::{
 };
 
 /// All output formats, in the order of reports.
-pub const FORMATS: [&dyn OutputFormat; 10] =
-    [&RawFormat, &Npy, &Safetensors, &Pt, &Dcp, &Orbax, &Hf, &ShardedState, &Universal, &ManifestFormat];
+pub const FORMATS: [&dyn OutputFormat; 11] =
+    [&RawFormat, &Npy, &Safetensors, &Pt, &Dcp, &Orbax, &Hf, &GgufModel, &ShardedState, &Universal, &ManifestFormat];
 
 /// Name of the file that explains why a format's directory is otherwise empty.
 const UNAVAILABLE: &str = "UNAVAILABLE.txt";

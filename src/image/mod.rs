@@ -22,6 +22,7 @@ mod dcp_segments;
 mod file_image;
 mod formats;
 mod generated_records;
+mod gguf;
 mod hf;
 mod input;
 mod manifest;

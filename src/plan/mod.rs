@@ -31,6 +31,7 @@ mod embedded;
 mod experts;
 pub mod expr;
 pub mod family;
+mod gguf;
 mod inverse;
 pub mod kind;
 mod layer_lists;
@@ -59,6 +60,7 @@ pub use check::{
 pub use draft::{Bundled, Draft, Roles};
 pub use embedded::Embedded;
 pub use family::Family;
+pub use gguf::GgufFile;
 pub use kind::TensorKinds;
 pub use layout_file::LayoutFile;
 pub use name::{

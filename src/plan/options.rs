@@ -4,8 +4,8 @@ use std::{borrow::Cow, collections::BTreeMap, path::PathBuf, sync::Arc};
 
 use ckfs_checkpoint::{Checkpoint, Container};
 use ckfs_config::{
-    Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, MergedLora, Mesh, Pattern,
-    Quantize, Rename, ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
+    Allow, CastRule, ConfigError, Dequantize, DtypeChoice, GgufType, LayoutChoice, LogicalRule, MergedLora, Mesh,
+    Pattern, Quantize, Rename, ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
 };
 use ckfs_layouts::LayoutTraits;
 use ckfs_tensor::DType;
@@ -26,6 +26,8 @@ pub enum Layout {
     /// Generic: layers stacked, short names, `[out, in]` kept.
     #[default]
     Canonical,
+    /// The tensors of the GGUF file that llama.cpp's converter writes.
+    Gguf,
     /// The repository's own names, as names of files.
     Hf,
     /// The checkpoint's own names and shapes, split as the trainer splits them.
@@ -41,6 +43,7 @@ impl Layout {
     pub fn name(&self) -> &str {
         match self {
             Self::Canonical => "canonical",
+            Self::Gguf => "gguf",
             Self::Hf => "hf",
             Self::Stored => "stored",
             Self::Embedded(embedded) => &embedded.name,
@@ -86,7 +89,7 @@ impl ViewOptions {
     /// The rename that gives layers the word of the model's releases, where the layout goes by names of repositories and the user gave
     /// no rename.
     pub(super) fn respelling(&self, checkpoint: &Checkpoint) -> Option<Rename> {
-        let by_names = matches!(self.layout, Layout::Canonical | Layout::Hf | Layout::Embedded(_));
+        let by_names = matches!(self.layout, Layout::Canonical | Layout::Gguf | Layout::Hf | Layout::Embedded(_));
         let asks =
             by_names && self.subset.source_renames.is_empty() && checkpoint.container() == Container::Safetensors;
         if asks { respelled(checkpoint) } else { None }
@@ -96,7 +99,7 @@ impl ViewOptions {
     /// no rename. The words of a repository with a configuration of its own must be certain to be wrappers, or hide the names that
     /// its model has.
     pub(super) fn unwrapping(&self, checkpoint: &Checkpoint) -> Option<Rename> {
-        let by_names = matches!(self.layout, Layout::Canonical | Layout::Hf | Layout::Embedded(_));
+        let by_names = matches!(self.layout, Layout::Canonical | Layout::Gguf | Layout::Hf | Layout::Embedded(_));
         // The leaves of Orbax are found under any prefix.
         let is_asked = by_names && self.subset.source_renames.is_empty() && checkpoint.container() != Container::Orbax;
         let (rule, is_certain) = checkpoint.proposed_rename().filter(|_| is_asked)?;
@@ -151,6 +154,8 @@ pub struct ViewOptions {
     pub dequantize: Option<Dequantize>,
     /// How weights are quantized.
     pub quantize: Option<Quantize>,
+    /// Type of the matrices of a GGUF file. `None` leaves the choice to the first of them.
+    pub gguf_type: Option<GgufType>,
     /// Tensors that are not quantized.
     pub quantize_ignore: Vec<Pattern>,
     /// The tensors that are quantized, of those that could be.
@@ -214,6 +219,7 @@ impl Layout {
     pub fn of(choice: &LayoutChoice) -> Result<Self, PlanError> {
         match choice {
             LayoutChoice::Named("canonical") => Ok(Self::Canonical),
+            LayoutChoice::Named("gguf") => Ok(Self::Gguf),
             LayoutChoice::Named("hf") => Ok(Self::Hf),
             LayoutChoice::Named("stored") => Ok(Self::Stored),
             LayoutChoice::Named(name) => Embedded::find(name).map(Self::Embedded).ok_or_else(|| unknown_layout(name)),
@@ -243,6 +249,7 @@ impl ViewOptions {
             dtype: settings.dtype.and_then(DtypeChoice::dtype),
             dequantize: settings.dequantize,
             quantize: settings.quantize,
+            gguf_type: settings.gguf_type,
             quantize_ignore: settings.quantize_ignore.clone(),
             quantize_only: settings.quantize_only.clone(),
             keep_dtype: settings.dtype == Some(DtypeChoice::Keep),

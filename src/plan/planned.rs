@@ -17,6 +17,7 @@ use serde::Serialize;
 use super::{
     amplification::Amplification,
     draft::{Bundled, Draft},
+    gguf::GgufFile,
     hf::HfFile,
     hole::Hole,
     logical::LogicalRules,
@@ -134,6 +135,8 @@ pub struct Plan {
     pub sharded_state: bool,
     /// The `config.json` of these shards, where they are decoded: `hf/` may hold the repository as it is stored.
     pub decoded_config: Option<Vec<u8>>,
+    /// The file of llama.cpp, in the layout of that name.
+    pub gguf: Option<GgufFile>,
     /// Devices listed, ascending.
     pub devices: Vec<u64>,
     /// Distinct specs.
@@ -267,7 +270,7 @@ impl Plan {
     /// Whether views are of the few simple forms that the program itself makes.
     fn built_in(&self) -> bool {
         match self.layout {
-            Layout::Canonical | Layout::Hf | Layout::Stored => true,
+            Layout::Canonical | Layout::Gguf | Layout::Hf | Layout::Stored => true,
             Layout::Embedded(_) | Layout::File(_) => false,
         }
     }
@@ -442,7 +445,7 @@ impl Plan {
     pub fn is_scanned(&self) -> bool {
         match self.layout {
             Layout::Canonical => !self.unscanned,
-            Layout::Hf => false,
+            Layout::Gguf | Layout::Hf => false,
             Layout::Stored | Layout::Embedded(_) | Layout::File(_) => {
                 match self.params.iter().find(|(name, _)| name == "scan") {
                     Some((_, value)) => value == "true",

@@ -21,7 +21,7 @@ const DEPTH_MAX: u32 = 4;
 /// Longest array whose numbers are kept: those of layers. Vocabularies are only counted.
 const KEPT_MAX: u64 = 4096;
 /// Alignment unless the file says otherwise.
-const ALIGNMENT: u64 = 32;
+pub(super) const ALIGNMENT: u64 = 32;
 
 /// Why a header is not read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -28,7 +28,7 @@ use std::{
 
 use ckfs_checkpoint::{Checkpoint, Container, Storage, TensorInfo};
 use ckfs_config::MergedLora;
-use ckfs_tensor::TensorId;
+use ckfs_tensor::{TensorId, View};
 use hashbrown::HashSet;
 
 use self::{
@@ -39,10 +39,11 @@ use self::{
 use super::{
     DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Plan, PlanError, Problem,
     Sharding, Tied, ViewOptions, Whole, canonical,
+    draft::{Bundled, Roles},
     embedded::FAMILY,
     expect,
     experts::{self, orientation::PARAMETER},
-    hf,
+    gguf, hf,
     inverse::{self, Inverted},
     layout_file,
     library::Model,
@@ -231,7 +232,7 @@ impl<'a> Builder<'a> {
         // It is about the repository, and not about the layout.
         set.remove(PARAMETER);
         let (file, modules) = match &options.layout {
-            Layout::Canonical | Layout::Hf | Layout::Stored => (None, None),
+            Layout::Canonical | Layout::Gguf | Layout::Hf | Layout::Stored => (None, None),
             Layout::Embedded(embedded) => {
                 if let Some(stored) = inverse::layout_of(wanted.seen()) {
                     return Err(already_laid_out(&embedded.name, stored).into());
@@ -247,7 +248,9 @@ impl<'a> Builder<'a> {
         };
         let request = layout_request(options);
         let request = file.as_ref().map_or(request, |file| with_dtype_of(request, file, options));
-        let flat = file.as_ref().is_some_and(|file| file.flat) || modules.is_some() || options.layout == Layout::Hf;
+        let flat = file.as_ref().is_some_and(|file| file.flat)
+            || modules.is_some()
+            || matches!(options.layout, Layout::Gguf | Layout::Hf);
         // A trainer's names are in no table.
         let family = if options.layout == Layout::Stored { None } else { Family::of(wanted.seen()) };
         let is_back = options.layout == Layout::Hf && options.lora.is_none();
@@ -263,6 +266,7 @@ impl<'a> Builder<'a> {
             (None, Some(inverted)) => self.draft_back(inverted, wanted, chosen),
             (None, None) if chosen.modules.is_some() => self.draft_by_modules(wanted, chosen, values),
             (None, None) if self.options.layout == Layout::Stored => self.draft_as_stored(wanted, values),
+            (None, None) if self.options.layout == Layout::Gguf => self.draft_as_gguf(wanted, chosen, values),
             (None, None) => self.draft_by_tables(wanted, chosen, values),
         };
         drafted.left_out.splice(0..0, left_out);
@@ -341,6 +345,45 @@ impl<'a> Builder<'a> {
             family: stored::is_maxtext(wanted.seen()).then(|| "maxtext".to_owned()),
             params: scan.into_iter().collect(),
             ..Drafted::default()
+        }
+    }
+
+    /// Drafts of the tensors of a file of llama.cpp.
+    fn draft_as_gguf(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
+        let options = self.options;
+        let is_cast = options.dtype.is_some() || !options.casts.is_empty() || options.dequantize.is_some();
+        let renames = !options.renames.is_empty() || options.tied != Tied::Auto;
+        for (is_asked, reason) in [
+            (is_cast, "its file has types of its own: expected --gguf-type, and no --dtype, --dequantize or [[cast]]"),
+            (renames, "its names are llama.cpp's: expected no --rename, --add-prefix, --strip-prefix or --tied"),
+        ] {
+            if is_asked {
+                self.problem("layout gguf", reason.to_owned());
+            }
+        }
+        missing_layers(wanted.compared(), chosen.family, options, &mut self.problems, &mut self.warnings);
+        self.no_names(wanted, wanted.compared(), chosen.family);
+        match gguf::plan(values, options.gguf_type, &chosen.set) {
+            Ok((file, left_out)) => {
+                let roles = Roles { whole: true, ..Roles::default() };
+                let draft = |(name, view): &(String, View)| Draft {
+                    name: name.clone(),
+                    view: view.clone(),
+                    roles: roles.clone(),
+                    bundled: Bundled::ALWAYS,
+                    layers: None,
+                };
+                Drafted {
+                    drafts: file.tensors.iter().map(draft).collect(),
+                    left_out: fold(left_out.iter().map(String::as_str), &[]),
+                    gguf: Some(file),
+                    ..Drafted::default()
+                }
+            }
+            Err(problems) => {
+                self.problems.extend(problems);
+                Drafted::default()
+            }
         }
     }
 
@@ -434,7 +477,7 @@ impl<'a> Builder<'a> {
         let rules = logical_rules(options, chosen.file.as_deref(), is_maxtext && options.layout == Layout::Stored);
         if chosen.file.is_none() && !(options.layout == Layout::Stored && is_maxtext && options.set.is_empty()) {
             let name = options.layout.name();
-            if !chosen.set.is_empty() && chosen.inverse.is_none() {
+            if !chosen.set.is_empty() && chosen.inverse.is_none() && options.layout != Layout::Gguf {
                 self.problem("set", format!("the layout {name} has no parameters"));
             }
             if rules.is_some() {
@@ -501,6 +544,7 @@ impl<'a> Builder<'a> {
             flat: chosen.flat,
             sharded_state: chosen.file.as_ref().is_some_and(|file| file.sharded_state),
             decoded_config: drafted.decoded_config,
+            gguf: drafted.gguf,
             devices: devices(options, &mut self.problems),
             specs: Vec::new(),
             tensors: Vec::new(),

@@ -31,7 +31,7 @@ impl<'a> Builder<'a> {
             let reason = "--quantize-ignore and --quantize-only have no effect without --quantize SCHEME";
             return if unused { Err(problem(reason.to_owned())) } else { Ok(None) };
         };
-        if let Layout::Embedded(_) | Layout::File(_) = &options.layout {
+        if let Layout::Gguf | Layout::Embedded(_) | Layout::File(_) = &options.layout {
             let reason = options.layout.traits().and_then(|traits| traits.not_quantized.as_deref());
             let reason = reason.unwrap_or(
                 "its rules make floats of the shapes that its program trains or fuses, and no codes and scales; expected the layout \
@@ -72,7 +72,7 @@ impl<'a> Builder<'a> {
             Layout::Hf | Layout::Stored => {
                 drafts.iter().map(|draft| (draft.name.clone(), draft.view.clone())).collect()
             }
-            Layout::Canonical | Layout::Embedded(_) | Layout::File(_) => HashMap::new(),
+            Layout::Canonical | Layout::Gguf | Layout::Embedded(_) | Layout::File(_) => HashMap::new(),
         };
         let find = |name: &str| {
             by_name.get(name).cloned().or_else(|| {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::Dequantize;
-use ckfs_tensor::TensorId;
+use ckfs_tensor::{DType, TensorId};
 
 use super::super::{
     Layout, LayoutFile, PlanError, ViewOptions,
@@ -28,6 +28,7 @@ pub(super) fn layout_request(options: &ViewOptions) -> ValueRequest {
     let asked = asked(options);
     match &options.layout {
         Layout::Embedded(_) if asked.quantized == Raw::Shown => ValueRequest { quantized: Raw::Decoded(None), ..asked },
+        Layout::Gguf => ValueRequest { dtype: None, quantized: Raw::Decoded(Some(DType::F32)) },
         Layout::Canonical | Layout::Hf | Layout::Stored | Layout::Embedded(_) => asked,
         Layout::File(file) => with_dtype_of(asked, file, options),
     }

@@ -13,6 +13,7 @@ use super::super::{
         models::ModelNames,
         orientation::{Order, PARAMETER},
     },
+    gguf::GgufFile,
     inverse::Inverted,
     library::Model,
     member::model_types,
@@ -106,6 +107,8 @@ pub(super) struct Drafted {
     /// What decoding leaves out.
     pub(super) dropped: Vec<NameGroup>,
     pub(super) decoded_config: Option<Vec<u8>>,
+    /// The file of llama.cpp.
+    pub(super) gguf: Option<GgufFile>,
     /// What is quantized.
     pub(super) quantized: Option<Chosen>,
 }
@@ -181,7 +184,7 @@ impl<'a> Builder<'a> {
                 let compared = if is_part { normal(wanted.whole(), keeps)? } else { None };
                 (wanted.compared, wanted.normal) = (compared, normal(wanted.seen(), keeps)?);
             }
-            Layout::Embedded(_) | Layout::File(_) => wanted.normal = normal(wanted.seen(), false)?,
+            Layout::Gguf | Layout::Embedded(_) | Layout::File(_) => wanted.normal = normal(wanted.seen(), false)?,
         }
         Ok(wanted)
     }

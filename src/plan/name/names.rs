@@ -40,7 +40,7 @@ pub(crate) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &Vi
                 drafts.extend(draft.cloned().map(|draft| Draft { name: head, ..draft }));
             }
         }
-        (Tied::Alias, Layout::Canonical | Layout::Embedded(_) | Layout::File(_)) => {
+        (Tied::Alias, Layout::Canonical | Layout::Gguf | Layout::Embedded(_) | Layout::File(_)) => {
             for draft in drafts.iter_mut().filter(|draft| alias(draft)) {
                 draft.bundled = Bundled::ALWAYS;
             }

@@ -58,7 +58,7 @@ pub(super) fn count_of(groups: &[NameGroup]) -> u64 {
 /// Whether layers are stacked, where not the layout's own rules decide it.
 pub(super) fn layers_text(plan: &Plan) -> &'static str {
     match (&plan.layout, plan.unscanned) {
-        (Layout::Stored | Layout::Embedded(_) | Layout::File(_), _) => "",
+        (Layout::Gguf | Layout::Stored | Layout::Embedded(_) | Layout::File(_), _) => "",
         (Layout::Canonical | Layout::Hf, true) => ", layers unscanned",
         (Layout::Canonical | Layout::Hf, false) => ", layers scanned",
     }

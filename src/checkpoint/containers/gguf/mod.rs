@@ -15,7 +15,8 @@ use std::{
 use ckfs_format::gguf::{BlockType, Gguf, GgufError, GgufTensor, StoredAs};
 use ckfs_source::{ByteSpan, FileId, Source};
 use ckfs_tensor::{DType, to_usize};
-use names::{Change, GgufModel};
+use names::GgufModel;
+pub use names::{Change, GgufFamily, GgufKey, GgufTarget, Vocabulary};
 
 use super::{
     super::{

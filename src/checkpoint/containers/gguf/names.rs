@@ -1,4 +1,4 @@
-//! The names and the configuration that the repository of a GGUF file's model has.
+//! The names and the configuration that the repository of a GGUF file's model has, and the other way round.
 
 use std::{collections::BTreeMap, sync::LazyLock};
 
@@ -12,12 +12,52 @@ struct Families {
     names: BTreeMap<String, String>,
     layer_names: BTreeMap<String, String>,
     config: BTreeMap<String, String>,
+    write: Write,
     family: BTreeMap<String, Family>,
+}
+
+/// What files of all families that are written have in common.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Write {
+    keys: Vec<String>,
+    absent: Map<String, Value>,
+    /// Members of keys that are only written.
+    members: BTreeMap<String, String>,
+    floats: Vec<String>,
+    bools: Vec<String>,
+}
+
+/// A step of llama.cpp's converter that finds the tokens of a model, or says something of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Vocabulary {
+    /// Whether a space is put before texts, if `tokenizer_config.json` tells.
+    PrefixSpace,
+    /// No space is put before texts.
+    NoPrefixSpace,
+    /// The same if there is a `tokenizer.model`.
+    NoPrefixSpaceOfPieces,
+    /// The pieces of `tokenizer.model`.
+    Sentencepiece,
+    /// The same by the rules of Phi-3.
+    SentencepieceOfPhi3,
+    /// A `tokenizer.json` that falls back to bytes.
+    LlamaHf,
+    /// A `tokenizer.json` of pairs of bytes.
+    Gpt2,
+    /// The same if `tokenizer_config.json` names its class.
+    Gpt2IfNamed,
+    /// The same with the special tokens of GLM-4.
+    Gpt2OfGlm4,
+    /// What goes by the size of a vocabulary of Llama.
+    LlamaEnd,
 }
 
 /// What repositories of one architecture have in common.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a word of the table")]
 struct Family {
     model_type: String,
     class: String,
@@ -44,6 +84,29 @@ struct Family {
     /// Those that are one value less another. The last one that is there counts.
     #[serde(default)]
     differences: Vec<[String; 3]>,
+    /// llama.cpp's name, if it is not that of the table.
+    architecture: Option<String>,
+    /// Other values of `model_type`, and other classes, of which the text model is this one.
+    #[serde(default)]
+    model_types: Vec<String>,
+    #[serde(default)]
+    classes: Vec<String>,
+    keys: Option<Vec<String>>,
+    #[serde(default)]
+    more_keys: Vec<String>,
+    /// How tokens are found; `None` if no file of the family is written.
+    vocabulary: Option<Vec<Vocabulary>>,
+    #[serde(default)]
+    absent: Map<String, Value>,
+    /// Whether a model without `head_dim` has columns divided by heads.
+    #[serde(default)]
+    head_dim_of_heads: bool,
+    /// Whether no output head is written.
+    #[serde(default)]
+    is_tied: bool,
+    /// Whether the embedding ends with the last token of the tokenizer.
+    #[serde(default)]
+    rows_of_vocabulary: bool,
 }
 
 static FAMILIES: LazyLock<Families> = LazyLock::new(|| {
@@ -52,7 +115,7 @@ static FAMILIES: LazyLock<Families> = LazyLock::new(|| {
 
 /// How a tensor of a file becomes one of the repository, or several.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Change {
+pub enum Change {
     /// As it is.
     Nothing,
     /// With an axis of 1 before its own.
@@ -67,6 +130,189 @@ pub(super) enum Change {
     Alternating(usize),
     /// The first or the second of the two factors of keys and values, of which each head has some rows.
     KeysAndValues(usize),
+}
+
+impl Family {
+    /// How a tensor becomes that of the repository. `is_whole` tells that both names stand in the table with their endings.
+    fn change(
+        &self,
+        stem: &str,
+        ending: &str,
+        name: &str,
+        is_whole: bool,
+        count: &dyn Fn(&str) -> Option<u64>,
+    ) -> Option<Change> {
+        let heads = |key: &str| count(key).or_else(|| count("attention.head_count")).map(Change::Heads);
+        Some(match stem {
+            "attn_q" if self.permutes_rows => heads("attention.head_count")?,
+            "attn_k" if self.permutes_rows => heads("attention.head_count_kv")?,
+            "ffn_gate_inp_shexp" => Change::Unsqueezed,
+            "ffn_gate_exps" if is_whole => Change::Alternating(0),
+            "ffn_up_exps" if is_whole => Change::Alternating(1),
+            "ffn_down_exps" if is_whole && ending == "weight" => Change::Transposed,
+            "attn_k_b" => Change::KeysAndValues(0),
+            "attn_v_b" => Change::KeysAndValues(1),
+            _ if name.contains("{e}") => Change::Experts,
+            _ => Change::Nothing,
+        })
+    }
+
+    fn is_one_more(&self, stored: &str) -> bool {
+        self.norms_are_one_more && stored.ends_with("norm.weight")
+    }
+}
+
+/// A tensor of a file that is made of one of the repository.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GgufTarget {
+    /// Its name.
+    pub name: String,
+    /// How it would become that of the repository.
+    pub change: Change,
+    /// The number of the expert that the repository's tensor is.
+    pub expert: Option<u64>,
+    /// Whether its elements are one more.
+    pub is_one_more: bool,
+}
+
+/// A key of a file that is written.
+#[derive(Clone, Copy, Debug)]
+pub struct GgufKey {
+    /// Its name, without that of the architecture.
+    pub name: &'static str,
+    /// The member of the configuration with its value.
+    pub member: &'static str,
+    /// Whether it is left out without such a member.
+    pub is_optional: bool,
+    /// Whether its value is a float.
+    pub is_float: bool,
+    /// Whether its value is a truth value.
+    pub is_bool: bool,
+}
+
+/// The family of a repository's model, as a file of llama.cpp has it.
+#[derive(Clone, Copy, Debug)]
+pub struct GgufFamily {
+    key: &'static str,
+    family: &'static Family,
+    tables: &'static Family,
+}
+
+impl GgufFamily {
+    /// The family of a model whose `config.json` has this type and this class.
+    ///
+    /// # Errors
+    /// No file of it is written, and of which ones files are.
+    pub fn of(model_type: &str, class: Option<&str>) -> Result<Self, String> {
+        let is_of = |family: &Family| {
+            let has = |word: &str, own: &str, more: &[String]| word == own || more.iter().any(|other| other == word);
+            has(model_type, &family.model_type, &family.model_types)
+                && class.is_none_or(|class| has(class, &family.class, &family.classes))
+        };
+        let written = || FAMILIES.family.iter().filter(|(_, family)| family.vocabulary.is_some());
+        let found = written().find(|(_, family)| is_of(family));
+        let (key, family) = found.ok_or_else(|| {
+            let known: Vec<&str> = written().map(|(_, family)| family.class.as_str()).collect();
+            let class = class.unwrap_or("no class");
+            format!(
+                "model_type {model_type:?} with {class}: no GGUF file is written of it, only of {}",
+                known.join(", ")
+            )
+        })?;
+        let tables = family.like.as_ref().map_or(family, |like| &FAMILIES.family[like]);
+        Ok(Self { key, family, tables })
+    }
+
+    /// llama.cpp's name of it.
+    pub fn architecture(&self) -> &'static str {
+        self.family.architecture.as_deref().unwrap_or(self.key)
+    }
+
+    /// What is made of a tensor of the repository; nothing if its name is in no table.
+    pub fn targets(&self, name: &str, count: &dyn Fn(&str) -> Option<u64>) -> Vec<GgufTarget> {
+        let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+        let whole = layer.map_or(name, |(_, rest)| rest);
+        let before = layer.map_or_else(String::new, |(number, _)| format!("blk.{number}."));
+        let found = |table: &BTreeMap<String, String>| -> Vec<GgufTarget> {
+            let row = |(stored, pattern): (&String, &String)| {
+                let is_whole = matches!(stored.rsplit_once('.'), Some((_, "weight" | "bias")));
+                let split = whole.rsplit_once('.').filter(|(_, ending)| matches!(*ending, "weight" | "bias"));
+                let (rest, ending) = if is_whole { (whole, "") } else { split? };
+                let ending = if is_whole { stored.rsplit_once('.')?.1 } else { ending };
+                let expert = match pattern.split_once("{e}") {
+                    Some((first, last)) => Some(rest.strip_prefix(first)?.strip_suffix(last)?.parse().ok()?),
+                    None if rest == pattern => None,
+                    None => return None,
+                };
+                let stem = stored.strip_suffix(&format!(".{ending}")).filter(|_| is_whole).unwrap_or(stored);
+                let change = self.tables.change(stem, ending, pattern, is_whole, count)?;
+                let name = format!("{before}{stem}.{ending}");
+                Some(GgufTarget { is_one_more: self.tables.is_one_more(&name), name, change, expert })
+            };
+            table.iter().filter_map(row).collect()
+        };
+        let mut targets = if layer.is_some() { found(&self.tables.layer_names) } else { found(&FAMILIES.names) };
+        if layer.is_some() && targets.is_empty() {
+            // A stem that the family has for another tensor is not this one's.
+            targets = found(&FAMILIES.layer_names);
+        }
+        if targets.iter().any(|target| target.change != Change::Nothing) {
+            targets.retain(|target| target.change != Change::Nothing);
+        }
+        targets
+    }
+
+    /// The keys about the model, in the converter's order.
+    pub fn keys(&self) -> impl Iterator<Item = GgufKey> {
+        let (write, tables) = (&FAMILIES.write, self.tables);
+        let keys = tables.keys.as_ref().unwrap_or(&write.keys).iter().chain(&tables.more_keys);
+        keys.map(|key| {
+            let name = key.trim_end_matches('?');
+            let member = [&tables.config, &FAMILIES.config, &write.members].iter().find_map(|table| table.get(name));
+            let member = member.map_or("", String::as_str);
+            GgufKey {
+                name,
+                member: member.split(',').next().unwrap_or(member),
+                is_optional: name.len() < key.len(),
+                is_float: write.floats.iter().any(|float| float == name),
+                is_bool: write.bools.iter().any(|bool| bool == name),
+            }
+        })
+    }
+
+    /// The member of the configuration that has the value of a key.
+    pub fn member(&self, key: &str) -> Option<&'static str> {
+        self.keys().find(|known| known.name == key).map(|known| known.member)
+    }
+
+    /// The value of a member that the configuration lacks.
+    pub fn absent(&self, member: &str) -> Option<&'static Value> {
+        self.family
+            .absent
+            .get(member)
+            .or_else(|| self.tables.absent.get(member))
+            .or_else(|| FAMILIES.write.absent.get(member))
+    }
+
+    /// How its tokens are found.
+    pub fn vocabulary(&self) -> &'static [Vocabulary] {
+        self.family.vocabulary.as_deref().unwrap_or_default()
+    }
+
+    /// Whether a model without `head_dim` has columns divided by heads.
+    pub const fn head_dim_of_heads(&self) -> bool {
+        self.tables.head_dim_of_heads
+    }
+
+    /// Whether no output head is written.
+    pub const fn is_tied(&self) -> bool {
+        self.tables.is_tied
+    }
+
+    /// Whether the embedding ends with the last token of the tokenizer.
+    pub const fn rows_of_vocabulary(&self) -> bool {
+        self.tables.rows_of_vocabulary
+    }
 }
 
 /// The model of a file.
@@ -135,26 +381,14 @@ impl<'a> GgufModel<'a> {
             None => FAMILIES.names.get(stem),
         })?;
         let before = layer.map_or_else(String::new, |(number, _)| format!("model.layers.{number}."));
-        let heads = |key: &str| self.count(key).or_else(|| self.count("attention.head_count")).map(Change::Heads);
-        let change = match stem {
-            "attn_q" if self.tables.permutes_rows => heads("attention.head_count")?,
-            "attn_k" if self.tables.permutes_rows => heads("attention.head_count_kv")?,
-            "ffn_gate_inp_shexp" => Change::Unsqueezed,
-            "ffn_gate_exps" if whole_name.is_some() => Change::Alternating(0),
-            "ffn_up_exps" if whole_name.is_some() => Change::Alternating(1),
-            "ffn_down_exps" if whole_name.is_some() && ending == "weight" => Change::Transposed,
-            "attn_k_b" => Change::KeysAndValues(0),
-            "attn_v_b" => Change::KeysAndValues(1),
-            _ if name.contains("{e}") => Change::Experts,
-            _ => Change::Nothing,
-        };
+        let change = self.tables.change(stem, ending, name, whole_name.is_some(), &|key| self.count(key))?;
         let ending = if whole_name.is_some() { String::new() } else { format!(".{ending}") };
         Some((format!("{before}{name}{ending}"), change))
     }
 
     /// Whether each element of a stored tensor is one more than the repository's.
     pub(super) fn is_one_more(&self, stored: &str) -> bool {
-        self.tables.norms_are_one_more && stored.ends_with("norm.weight")
+        self.tables.is_one_more(stored)
     }
 
     /// The repository's `config.json`, as transformers makes it of the same file.

@@ -1,0 +1,153 @@
+"""gguf/model.gguf: byte for byte what llama.cpp's converter writes of the same repository."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mounting
+
+pytest.importorskip("torch")
+gguf = pytest.importorskip("gguf")
+import gguf_out_oracles as oracles  # noqa: E402
+import gguf_out_repos as repos  # noqa: E402
+from gguf import GGMLQuantizationType as Kind  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+VIEWS = "".join(
+    f'[view.{of}]\nlayout = "gguf"\n' + (f'gguf_type = "{of}"\n' if of != "auto" else "") for of in oracles.TYPES
+)
+
+
+@pytest.mark.parametrize("name", repos.REPOS)
+def test_files_are_those_of_the_converter(name, own, tmp_path):
+    expected = json.loads(oracles.ORACLES.read_text())[name]
+    (tmp_path / "views.toml").write_text(VIEWS)
+    mounted = own(repos.make(name, tmp_path), "--config", tmp_path / "views.toml")
+    for of in oracles.TYPES:
+        found = oracles.digests(mounted / of / "gguf/model.gguf")
+        assert found["keys"] == expected[of]["keys"], of
+        assert found["tensors"] == expected[of]["tensors"], of
+        assert found == expected[of], of
+
+
+def permuted(tensor: np.ndarray, heads: int) -> np.ndarray:
+    return (
+        tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+    )
+
+
+@pytest.mark.parametrize("of", ["q8_0", "bf16", "f16"])
+def test_values_are_those_of_the_package(of, own, tmp_path):
+    """Rotated rows, stacked experts and norms, by a formula written apart, in the type of the gguf package."""
+    for name, rows in {
+        "Mistral-7B-v0.1": {
+            "blk.1.attn_q.weight": ("model.layers.1.self_attn.q_proj.weight", lambda value: permuted(value, 4)),
+            "blk.0.attn_k.weight": ("model.layers.0.self_attn.k_proj.weight", lambda value: permuted(value, 2)),
+            "blk.0.ffn_down.weight": ("model.layers.0.mlp.down_proj.weight", lambda value: value),
+            "blk.1.ffn_norm.weight": ("model.layers.1.post_attention_layernorm.weight", lambda value: value),
+        },
+        "gemma-2-2b-it": {
+            "blk.1.ffn_norm.weight": (
+                "model.layers.1.pre_feedforward_layernorm.weight",
+                lambda value: value.astype(np.float16) + np.float16(1),
+            )
+        },
+        "Qwen3-30B-A3B": {
+            "blk.1.ffn_up_exps.weight": (
+                [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(4)],
+                lambda value: value,
+            ),
+            "blk.1.ffn_gate_inp.weight": ("model.layers.1.mlp.gate.weight", lambda value: value),
+        },
+    }.items():
+        files = repos.make(name, tmp_path)
+        stored = {
+            key: value.float().numpy() for path in files.glob("*.safetensors") for key, value in load_file(path).items()
+        }
+        mounted = own(files, "--layout", "gguf", "--gguf-type", of)
+        found = {tensor.name: tensor for tensor in gguf.GGUFReader(mounted / "gguf/model.gguf").tensors}
+        for key, (names, change) in rows.items():
+            value = np.stack([stored[one] for one in names]) if isinstance(names, list) else stored[names]
+            value = np.ascontiguousarray(change(value)).astype(np.float32)
+            is_plain = value.ndim == 1 or "gate_inp" in key
+            # 24 columns for each of 4 heads are three blocks, 48 are none.
+            kind = Kind.F32 if is_plain else Kind.F16 if of == "q8_0" and value.shape[-1] % 32 else Kind[of.upper()]
+            with np.errstate(all="ignore"):
+                blocks = gguf.quantize(value, kind)
+            assert found[key].tensor_type == kind, key
+            assert found[key].data.tobytes() == blocks.tobytes(), key
+            assert (mounted / "full" / key).read_bytes() == blocks.tobytes(), key
+        mounting.run("verify", mounted.point)
+
+
+def test_a_file_of_a_file_is_the_same(own, tmp_path):
+    """What is written is read: the model of the mount's file, written again with the same tokenizer, is the file."""
+    files = repos.make("Llama-3.2-1B-Instruct", tmp_path)
+    first = own(files, "--layout", "gguf", "--gguf-type", "f32")
+    whole = (first / "gguf/model.gguf").read_bytes()
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again/Llama-3.2-1B-Instruct.gguf").write_bytes(whole)
+    again = own(
+        tmp_path / "again/Llama-3.2-1B-Instruct.gguf", "--config-from", files, "--layout", "gguf", "--gguf-type", "f32"
+    )
+    assert (again / "gguf/model.gguf").read_bytes() == whole
+
+
+def test_a_read_touches_what_it_needs(own, tmp_path):
+    mounted = own(repos.make("Qwen3-8B", tmp_path), "--layout", "gguf", "--gguf-type", "q8_0", "--materialize", "none")
+    reader = gguf.GGUFReader(mounted / "gguf/model.gguf")
+    [tensor] = [tensor for tensor in reader.tensors if tensor.name == "blk.0.attn_v.weight"]
+    assert len(tensor.data.tobytes()) == 64 * 64 * 34 // 32
+    stats = mounted.stats_of_reads()
+    assert stats["bytes"]["fetched"] < 64 * 64 * 2 * 8
+
+
+def test_what_has_no_file_is_refused_by_name(fresh, tmp_path):
+    files = repos.make("Qwen2.5-0.5B-Instruct", tmp_path)
+
+    def refused(*more: object) -> str:
+        return mounting.run("plan", files, "--layout", "gguf", *more, expect=1).err
+
+    assert "expected --gguf-type" in refused("--dtype", "f16")
+    assert "llama.cpp's" in refused("--add-prefix", "x.")
+    assert "found q4_k" in mounting.run(
+        "plan", files, "--layout", "gguf", "--gguf-type", "q4_k", expect=None
+    ).err.replace('"', "")
+    assert "the only parameter is pre" in refused("--set", "scan=true")
+    mounting.run("plan", files, "--layout", "gguf")
+    tokenizer = json.loads((files / "tokenizer.json").read_text())
+    split = tokenizer["pre_tokenizer"]["pretokenizers"][0]
+    split["pattern"]["Regex"] = r"\w+"
+    (files / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "--set pre=NAME" in refused()
+    mounting.run("plan", files, "--layout", "gguf", "--set", "pre=qwen2")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (files / name).rename(tmp_path / name)
+    assert "expected tokenizer.model or tokenizer.json" in refused()
+    (files / "tokenizer.model").write_bytes(b"\x0a\xff")
+    assert "expected a model of SentencePiece" in refused()
+    (files / "tokenizer.model").unlink()
+    config = json.loads((files / "config.json").read_text())
+    (files / "config.json").write_text(json.dumps(config | dict(architectures=["Qwen2ForSequenceClassification"])))
+    found = refused()
+    assert "Qwen2ForSequenceClassification" in found and "LlamaForCausalLM" in found
+
+
+def test_a_number_without_a_code_is_an_error_of_its_tensor(own, tmp_path):
+    files = repos.make("Mistral-7B-v0.1", tmp_path)
+    tensors = load_file(files / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+    shutil.copy(files / "model.safetensors", tmp_path / "before")
+    save_file(tensors, files / "model.safetensors", metadata={"format": "pt"})
+    mounted = own(files, "--layout", "gguf", "--gguf-type", "q8_0")
+    with pytest.raises(OSError):
+        (mounted / "full/blk.0.ffn_up.weight").read_bytes()
+    (mounted / "full/blk.0.ffn_gate.weight").read_bytes()
+    whole = Path(mounted / "gguf/model.gguf")
+    with pytest.raises(OSError):
+        whole.read_bytes()
