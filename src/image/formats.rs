@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::{
     dcp::Dcp,
-    gguf::GgufModel,
+    gguf::GgufFormat,
     hf::Hf,
     input::FormatInput,
     manifest::ManifestFormat,
@@ -24,7 +24,7 @@ use super::{
 
 /// All output formats, in the order of reports.
 pub const FORMATS: [&dyn OutputFormat; 11] =
-    [&RawFormat, &Npy, &Safetensors, &Pt, &Dcp, &Orbax, &Hf, &GgufModel, &ShardedState, &Universal, &ManifestFormat];
+    [&RawFormat, &Npy, &Safetensors, &Pt, &Dcp, &Orbax, &Hf, &GgufFormat, &ShardedState, &Universal, &ManifestFormat];
 
 /// Name of the file that explains why a format's directory is otherwise empty.
 const UNAVAILABLE: &str = "UNAVAILABLE.txt";

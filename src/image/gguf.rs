@@ -13,9 +13,9 @@ use super::{
 
 /// See the module's documentation.
 #[derive(Debug)]
-pub(super) struct GgufModel;
+pub(super) struct GgufFormat;
 
-impl OutputFormat for GgufModel {
+impl OutputFormat for GgufFormat {
     fn name(&self) -> &'static str {
         "gguf"
     }
@@ -30,7 +30,7 @@ impl OutputFormat for GgufModel {
             return Err(problem("expected all tensors of the model: no --include or --exclude".to_owned()));
         }
         let image = lay_out(planned).map_err(|error| problem(error.to_string()))?;
-        let model = ModelFile { input: Arc::clone(input), len_bytes: image.len_bytes() };
+        let model = GgufModelFile { input: Arc::clone(input), len_bytes: image.len_bytes() };
         Ok(Directory::with(self.name(), |directory| _ = directory.file("model.gguf", model)).into())
     }
 }
@@ -48,12 +48,12 @@ fn lay_out(file: &GgufFile) -> Result<FileImage, ImageError> {
 }
 
 /// The header, then all tensors.
-struct ModelFile {
+struct GgufModelFile {
     input: Arc<FormatInput>,
     len_bytes: u64,
 }
 
-impl VirtualFile for ModelFile {
+impl VirtualFile for GgufModelFile {
     fn len_bytes(&self) -> u64 {
         self.len_bytes
     }

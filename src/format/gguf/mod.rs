@@ -6,6 +6,6 @@ mod read;
 mod write;
 
 pub use blocks::BlockType;
-pub use pieces::{Piece, sentence_pieces};
+pub use pieces::{SentencePiece, sentence_pieces};
 pub use read::{Gguf, GgufError, GgufTensor, StoredAs};
 pub use write::{GgufPairs, GgufValue, WrittenTensor, gguf_header, gguf_padding};

@@ -2,7 +2,7 @@
 
 /// A piece.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Piece {
+pub struct SentencePiece {
     /// Its text.
     pub text: String,
     /// Its score.
@@ -38,11 +38,11 @@ fn field<'a>(bytes: &mut &'a [u8]) -> Option<(u64, u64, &'a [u8])> {
 }
 
 /// The pieces of a model; `None` if the bytes are none.
-pub fn sentence_pieces(mut bytes: &[u8]) -> Option<Vec<Piece>> {
+pub fn sentence_pieces(mut bytes: &[u8]) -> Option<Vec<SentencePiece>> {
     let mut found = Vec::new();
     while !bytes.is_empty() {
         let (1, _, mut of_piece) = field(&mut bytes)? else { continue };
-        let mut piece = Piece { text: String::new(), score: 0.0, kind: 1 };
+        let mut piece = SentencePiece { text: String::new(), score: 0.0, kind: 1 };
         while !of_piece.is_empty() {
             match field(&mut of_piece)? {
                 (1, _, text) => std::str::from_utf8(text).ok()?.clone_into(&mut piece.text),
@@ -63,7 +63,7 @@ mod tests {
     #[test]
     fn pieces_are_read() {
         let model = b"\x0a\x09\x0a\x02ab\x15\0\0\xc0\x3f\x12\x02zz\x0a\x05\x0a\x01\x3c\x18\x06";
-        let piece = |text: &str, score, kind| Piece { text: text.to_owned(), score, kind };
+        let piece = |text: &str, score, kind| SentencePiece { text: text.to_owned(), score, kind };
         assert_eq!(sentence_pieces(model), Some(vec![piece("ab", 1.5, 1), piece("<", 0.0, 6)]));
         for len in 0..model.len() {
             assert_eq!(sentence_pieces(&model[..len]).is_some(), [0, 11, 15].contains(&len), "{len}");

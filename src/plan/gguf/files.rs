@@ -7,9 +7,9 @@ use serde_json::Value;
 const BYTES_MAX: u64 = 256 << 20;
 
 /// The files of a repository, or those of the one that gives its configuration.
-pub(super) struct Files<'a>(pub(super) &'a Checkpoint);
+pub(super) struct ModelTexts<'a>(pub(super) &'a Checkpoint);
 
-impl Files<'_> {
+impl ModelTexts<'_> {
     /// All paths.
     pub(super) fn paths(&self) -> impl Iterator<Item = &str> {
         let others = self.0.files().iter().filter(|file| file.role == FileRole::Other && self.0.companion().is_none());

@@ -17,7 +17,7 @@ use ckfs_format::gguf::{GgufPairs, GgufValue, WrittenTensor, gguf_header};
 use ckfs_tensor::View;
 use serde_json::Value;
 
-use self::{files::Files, hparams::Hparams, tensors::Tensors, vocabulary::Tokenizer};
+use self::{files::ModelTexts, hparams::Hparams, tensors::TensorsInFile, vocabulary::Tokenizer};
 use super::{problem::Problem, values::Values};
 
 /// A file of llama.cpp.
@@ -55,13 +55,13 @@ pub(crate) fn plan(
         return Err(problem(format!("weights are stored as {}: {what}", kept.scheme)));
     }
     let hparams = Hparams::new(family, config);
-    let files = Files(checkpoint);
+    let files = ModelTexts(checkpoint);
     let tokenizer =
         Tokenizer::new(&files, &hparams, (config, model_type), set.get(vocabulary::PRE)).map_err(problem)?;
     let ordered = tensors::ordered(checkpoint);
     let of = of.unwrap_or_else(|| tensors::own_type(&ordered));
     let rows = tokenizer.rows().filter(|_| family.rows_of_vocabulary());
-    let Tensors { written, views, left_out } = Tensors::of(&ordered, values, &hparams, (of, rows))?;
+    let TensorsInFile { written, views, left_out } = TensorsInFile::of(&ordered, values, &hparams, (of, rows))?;
     let pairs = pairs(checkpoint, config, &tokenizer, (&written, tensors::file_type(of))).map_err(problem)?;
     let names = written.iter().map(|tensor| tensor.name.clone());
     let file = GgufFile { header: gguf_header(&pairs, &written).into(), tensors: names.zip(views).collect() };

@@ -21,7 +21,7 @@ const LEFT_OUT: [&str; 3] = [".attention.masked_bias", ".attention.bias", ".rota
 
 /// What is in a file.
 #[derive(Debug, Default)]
-pub(super) struct Tensors {
+pub(super) struct TensorsInFile {
     pub(super) written: Vec<WrittenTensor>,
     pub(super) views: Vec<View>,
     /// Names of the repository.
@@ -61,7 +61,7 @@ pub(super) fn own_type(ordered: &[(TensorId, TensorInfo<'_>)]) -> GgufType {
     if first == Some(DType::BF16) { GgufType::Bf16 } else { GgufType::F16 }
 }
 
-impl Tensors {
+impl TensorsInFile {
     /// The tensors of a model. `rows` are those of the embedding, if it may have more than are written.
     ///
     /// # Errors
@@ -80,7 +80,7 @@ impl Tensors {
             problems.extend(pushed.err().map(|error| Problem::View { name: name.to_owned(), error }));
         }
         let layers = hparams.count("num_hidden_layers").unwrap_or(u64::MAX);
-        let mut experts: BTreeMap<String, Experts> = BTreeMap::new();
+        let mut experts: BTreeMap<String, StackedExperts> = BTreeMap::new();
         for (id, info) in ordered {
             let name = info.name.replace("language_model.", "");
             let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
@@ -163,8 +163,8 @@ impl Tensors {
     }
 }
 
-/// Tensors of experts of a layer, by the name of their stack and by number.
-type Experts = BTreeMap<String, BTreeMap<u64, View>>;
+/// TensorsInFile of experts of a layer, by the name of their stack and by number.
+type StackedExperts = BTreeMap<String, BTreeMap<u64, View>>;
 
 pub(super) fn config_problem(reason: String) -> Problem {
     Problem::File { file: "layout gguf".to_owned(), reason }

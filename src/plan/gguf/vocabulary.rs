@@ -10,7 +10,7 @@ use ckfs_format::gguf::{GgufPairs, GgufValue, sentence_pieces};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{files::Files, hparams::Hparams};
+use super::{files::ModelTexts, hparams::Hparams};
 
 /// Kinds of tokens.
 const NORMAL: i32 = 1;
@@ -111,7 +111,7 @@ fn array<'a>(value: &'a Value, name: &str) -> &'a [Value] {
 
 /// The tokenizer of a model.
 pub(super) struct Tokenizer<'a> {
-    pub(super) files: &'a Files<'a>,
+    pub(super) files: &'a ModelTexts<'a>,
     pub(super) hparams: &'a Hparams,
     /// `config.json`.
     pub(super) config: &'a Value,
@@ -126,7 +126,7 @@ pub(super) struct Tokenizer<'a> {
 
 impl<'a> Tokenizer<'a> {
     pub(super) fn new(
-        files: &'a Files<'a>,
+        files: &'a ModelTexts<'a>,
         hparams: &'a Hparams,
         (config, model_type): (&'a Value, &'a str),
         pre: Option<&'a String>,

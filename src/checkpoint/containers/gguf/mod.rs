@@ -16,7 +16,7 @@ use ckfs_format::gguf::{BlockType, Gguf, GgufError, GgufTensor, StoredAs};
 use ckfs_source::{ByteSpan, FileId, Source};
 use ckfs_tensor::{DType, to_usize};
 use names::GgufModel;
-pub use names::{Change, GgufFamily, GgufKey, GgufTarget, Vocabulary};
+pub use names::{GgufChange, GgufFamily, GgufKey, GgufTarget, Vocabulary};
 
 use super::{
     super::{
@@ -157,7 +157,7 @@ pub(crate) fn read(
     let mut layout = Layout { first: source.file_count(), ..Layout::default() };
     for (file, tensor) in tensors() {
         let laid_out = match model.as_ref().map(|model| (model, model.name(&tensor.name))) {
-            Err(_) => layout.push(&tensor.name, &Change::Nothing, (file, tensor), false),
+            Err(_) => layout.push(&tensor.name, &GgufChange::Nothing, (file, tensor), false),
             Ok((model, Some((name, change)))) => {
                 layout.push(&name, &change, (file, tensor), model.is_one_more(&tensor.name))
             }
@@ -255,11 +255,17 @@ impl<'a> Layout<'a> {
     }
 
     /// Adds a tensor under the names that it has; `None` if it is not as it must be.
-    fn push(&mut self, name: &str, change: &Change, stored: (FileId, &'a GgufTensor), is_one_more: bool) -> Option<()> {
-        if stored.1.bytes == 0 && *change != Change::Nothing {
+    fn push(
+        &mut self,
+        name: &str,
+        change: &GgufChange,
+        stored: (FileId, &'a GgufTensor),
+        is_one_more: bool,
+    ) -> Option<()> {
+        if stored.1.bytes == 0 && *change != GgufChange::Nothing {
             return None;
         }
-        if let Change::Alternating(number) | Change::KeysAndValues(number) = change {
+        if let GgufChange::Alternating(number) | GgufChange::KeysAndValues(number) = change {
             let Some((first, file, half)) = self.halves.remove(name) else {
                 self.halves.insert(name.to_owned(), (*number, stored.0, stored.1));
                 return Some(());
@@ -269,24 +275,24 @@ impl<'a> Layout<'a> {
             }
             let half = (file, half);
             let (first, second) = if *number == 0 { (stored, half) } else { (half, stored) };
-            let is_alternating = matches!(change, Change::Alternating(_));
+            let is_alternating = matches!(change, GgufChange::Alternating(_));
             return if is_alternating { self.alternate(name, first, second) } else { self.join(name, first, second) };
         }
         let placed = self.place(stored, is_one_more)?;
         let mut shape = placed.tensor.shape.clone();
         let boxes = match (change, shape.as_slice()) {
-            (Change::Unsqueezed, [_]) => {
+            (GgufChange::Unsqueezed, [_]) => {
                 shape.insert(0, 1);
                 vec![placed.part(0, &shape)]
             }
-            (Change::Nothing | Change::Unsqueezed, _) => vec![placed.part(0, &shape)],
-            (Change::Transposed, &[experts, rows, columns]) => {
+            (GgufChange::Nothing | GgufChange::Unsqueezed, _) => vec![placed.part(0, &shape)],
+            (GgufChange::Transposed, &[experts, rows, columns]) => {
                 shape = vec![experts, columns, rows];
                 let mut part = placed.part(0, &shape);
                 (part.strides[1], part.strides[2]) = (1, columns);
                 vec![part]
             }
-            (Change::Experts, [experts @ 0..=PARTS_MAX, of_one @ ..]) => {
+            (GgufChange::Experts, [experts @ 0..=PARTS_MAX, of_one @ ..]) => {
                 let elements: u64 = of_one.iter().product();
                 self.shown.extend((0..*experts).map(|expert| Shown {
                     name: name.replace("{e}", &expert.to_string()),
@@ -296,7 +302,7 @@ impl<'a> Layout<'a> {
                 }));
                 return Some(());
             }
-            (Change::Heads(heads @ 1..=PARTS_MAX), [rows, columns @ ..]) if rows.is_multiple_of(2 * heads) => {
+            (GgufChange::Heads(heads @ 1..=PARTS_MAX), [rows, columns @ ..]) if rows.is_multiple_of(2 * heads) => {
                 let (half, row) = (rows / heads / 2, columns.iter().product::<u64>());
                 let extents = [&[half], columns].concat();
                 // Stored are pairs of rows, one of each half of a head.

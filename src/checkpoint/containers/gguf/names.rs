@@ -12,14 +12,14 @@ struct Families {
     names: BTreeMap<String, String>,
     layer_names: BTreeMap<String, String>,
     config: BTreeMap<String, String>,
-    write: Write,
+    write: WrittenKeys,
     family: BTreeMap<String, Family>,
 }
 
 /// What files of all families that are written have in common.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Write {
+struct WrittenKeys {
     keys: Vec<String>,
     absent: Map<String, Value>,
     /// Members of keys that are only written.
@@ -115,7 +115,7 @@ static FAMILIES: LazyLock<Families> = LazyLock::new(|| {
 
 /// How a tensor of a file becomes one of the repository, or several.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum GgufChange {
     /// As it is.
     Nothing,
     /// With an axis of 1 before its own.
@@ -141,19 +141,19 @@ impl Family {
         name: &str,
         is_whole: bool,
         count: &dyn Fn(&str) -> Option<u64>,
-    ) -> Option<Change> {
-        let heads = |key: &str| count(key).or_else(|| count("attention.head_count")).map(Change::Heads);
+    ) -> Option<GgufChange> {
+        let heads = |key: &str| count(key).or_else(|| count("attention.head_count")).map(GgufChange::Heads);
         Some(match stem {
             "attn_q" if self.permutes_rows => heads("attention.head_count")?,
             "attn_k" if self.permutes_rows => heads("attention.head_count_kv")?,
-            "ffn_gate_inp_shexp" => Change::Unsqueezed,
-            "ffn_gate_exps" if is_whole => Change::Alternating(0),
-            "ffn_up_exps" if is_whole => Change::Alternating(1),
-            "ffn_down_exps" if is_whole && ending == "weight" => Change::Transposed,
-            "attn_k_b" => Change::KeysAndValues(0),
-            "attn_v_b" => Change::KeysAndValues(1),
-            _ if name.contains("{e}") => Change::Experts,
-            _ => Change::Nothing,
+            "ffn_gate_inp_shexp" => GgufChange::Unsqueezed,
+            "ffn_gate_exps" if is_whole => GgufChange::Alternating(0),
+            "ffn_up_exps" if is_whole => GgufChange::Alternating(1),
+            "ffn_down_exps" if is_whole && ending == "weight" => GgufChange::Transposed,
+            "attn_k_b" => GgufChange::KeysAndValues(0),
+            "attn_v_b" => GgufChange::KeysAndValues(1),
+            _ if name.contains("{e}") => GgufChange::Experts,
+            _ => GgufChange::Nothing,
         })
     }
 
@@ -168,7 +168,7 @@ pub struct GgufTarget {
     /// Its name.
     pub name: String,
     /// How it would become that of the repository.
-    pub change: Change,
+    pub change: GgufChange,
     /// The number of the expert that the repository's tensor is.
     pub expert: Option<u64>,
     /// Whether its elements are one more.
@@ -256,8 +256,8 @@ impl GgufFamily {
             // A stem that the family has for another tensor is not this one's.
             targets = found(&FAMILIES.layer_names);
         }
-        if targets.iter().any(|target| target.change != Change::Nothing) {
-            targets.retain(|target| target.change != Change::Nothing);
+        if targets.iter().any(|target| target.change != GgufChange::Nothing) {
+            targets.retain(|target| target.change != GgufChange::Nothing);
         }
         targets
     }
@@ -370,7 +370,7 @@ impl<'a> GgufModel<'a> {
     }
 
     /// The name of a tensor in the repository, and how it becomes that; `None` if there is none.
-    pub(super) fn name(&self, stored: &str) -> Option<(String, Change)> {
+    pub(super) fn name(&self, stored: &str) -> Option<(String, GgufChange)> {
         let layer = stored.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
         let layer = layer.filter(|(number, _)| number.parse::<u32>().is_ok());
         let whole = layer.map_or(stored, |(_, rest)| rest);
