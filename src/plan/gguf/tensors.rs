@@ -163,7 +163,7 @@ impl TensorsInFile {
     }
 }
 
-/// TensorsInFile of experts of a layer, by the name of their stack and by number.
+/// Tensors of experts of a layer, by the name of their stack and by number.
 type StackedExperts = BTreeMap<String, BTreeMap<u64, View>>;
 
 pub(super) fn config_problem(reason: String) -> Problem {
