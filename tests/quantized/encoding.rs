@@ -453,6 +453,7 @@ fn scheme(encoder: Encoder) -> Quantize {
         Encoder::Int4 { group } => Quantize::Int4(group),
         Encoder::Affine { bits, group } => Quantize::Mlx(bits, group),
         Encoder::MlxMxfp4 => Quantize::MlxMxfp4,
+        Encoder::Q8_0 => panic!("no scheme of a repository has it, but the layout gguf"),
     }
 }
 
