@@ -1,12 +1,12 @@
 //! Tensors that are made of others, such as the matrix of one expert in a tensor of all experts.
 //!
-//! Programs store the experts of a layer in several ways. The plan decides which way its layouts see, and asks the
+//! Programs store the experts of a layer in several ways, and codes too. The plan decides which way its layouts see, and asks the
 //! checkpoint for tensors under those names. The bytes stay where they are: a composed tensor is a view of its parts.
 
 use ckfs_tensor::{DType, Shape, TensorId, View, ViewError};
 
 /// A tensor that is made of others.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Composed {
     /// Its name.
     pub name: String,
@@ -18,6 +18,8 @@ pub struct Composed {
     pub of: TensorId,
     /// The part.
     pub part: ExpertPart,
+    /// The tensor itself, if it is more than such a part.
+    pub view: Option<View>,
 }
 
 /// A part of a tensor that holds the matrices of several experts or projections.
@@ -76,7 +78,13 @@ impl ExpertPart {
 impl Composed {
     /// A part of a tensor, with its own name. `None` if the tensor has no such part.
     pub fn part(name: String, (of, dtype, shape): (TensorId, DType, &[u64]), part: ExpertPart) -> Option<Self> {
-        Some(Self { name, dtype, shape: part.shape(shape)?, of, part })
+        Some(Self { name, dtype, shape: part.shape(shape)?, of, part, view: None })
+    }
+
+    /// A view, which stands in the place of a tensor.
+    pub fn view(name: String, of: TensorId, view: View) -> Self {
+        let (dtype, shape) = (view.dtype(), view.shape().extents().to_vec());
+        Self { name, dtype, shape, of, part: ExpertPart::default(), view: Some(view) }
     }
 }
 

@@ -608,6 +608,7 @@ impl<'a> ChosenFiles<'a> {
             partial,
             warnings: self.warnings,
             merges,
+            recoded: None,
             opened: Arc::new(opened),
         })
     }

@@ -23,7 +23,8 @@ use super::{
     prefix,
     problem::{CheckpointError, Problems},
     promised,
-    scheme::{FILE_MARK, Found, Quantized, members},
+    quantization::Quantization,
+    scheme::{FILE_MARK, Found, Quantized, Summary, members},
     table::{Storage, TensorInfo, TensorTable},
     tied::{self, ComparedHeads},
 };
@@ -54,6 +55,8 @@ pub struct Checkpoint {
     pub(super) warnings: Vec<String>,
     /// An adapter that is merged into the tensors.
     pub(super) merges: Option<Arc<Merges>>,
+    /// The quantized tensors, if their codes are shown in another form than the stored one.
+    pub(super) recoded: Option<Arc<Found>>,
     pub(super) opened: Arc<OpenedRepository>,
 }
 
@@ -171,23 +174,69 @@ impl Checkpoint {
         composed: Vec<Composed>,
         name: impl Fn(TensorId, &TensorInfo<'_>) -> Option<String>,
     ) -> Result<Self, Vec<String>> {
+        let name = |id, info: &TensorInfo<'_>| Some(name(id, info).unwrap_or_else(|| info.name.to_owned()));
+        Ok(self.with_composed(composed, name, None)?.0)
+    }
+
+    /// This checkpoint with the codes of all quantized tensors in another form: `tensors` are, for each of them in order, the tensors
+    /// that it is decoded from then, the codes first, and `others` what takes the place of what no decoder reads. Every stored tensor
+    /// that the old form is made of is hidden. `config` says what the new form is, and `text` says it to readers.
+    ///
+    /// # Errors
+    /// As of [`Checkpoint::derived`].
+    pub fn recoded(
+        &self,
+        tensors: Vec<Vec<Composed>>,
+        others: Vec<Composed>,
+        config: serde_json::Value,
+        text: String,
+    ) -> Result<Self, Vec<String>> {
+        let found = self.quantized();
+        let counts: Vec<usize> = tensors.iter().map(Vec::len).collect();
+        let old = found.tensors.iter().flat_map(|tensor| tensor.operands.iter());
+        let hidden: HashSet<TensorId> = old.chain(&found.left_out).copied().collect();
+        let composed = tensors.into_iter().flatten().chain(others).collect();
+        let name = |id, info: &TensorInfo<'_>| (!hidden.contains(&id)).then(|| info.name.to_owned());
+        let (mut recoded, first) = self.with_composed(composed, name, Some(config))?;
+        let ids: Vec<TensorId> =
+            (0..counts.iter().sum()).map(|number| recoded.table.composed_id(first + number)).collect();
+        let tensors = found.tensors.with_operands(&counts, ids);
+        recoded.recoded = Some(Arc::new(Found { tensors, ..Found::default() }));
+        let summary = Summary { scheme: "recoded", text, details: Vec::new() };
+        recoded.dialect.quantization = Quantization { schemes: vec![summary], ..Quantization::default() };
+        Ok(recoded)
+    }
+
+    /// Whether codes are shown in another form than the stored one.
+    pub const fn is_recoded(&self) -> bool {
+        self.recoded.is_some()
+    }
+
+    /// This checkpoint with composed tensors in the place of others, and the number of the first of them. `name` gives the name of
+    /// each tensor that stays.
+    fn with_composed(
+        &self,
+        composed: Vec<Composed>,
+        name: impl Fn(TensorId, &TensorInfo<'_>) -> Option<String>,
+        config: Option<serde_json::Value>,
+    ) -> Result<(Self, usize), Vec<String>> {
         let mut parts: HashMap<TensorId, Vec<(usize, String)>> = HashMap::new();
         for (number, tensor) in composed.iter().enumerate() {
             parts.entry(tensor.of).or_default().push((number, tensor.name.clone()));
         }
         let table = self.table.clone().with_composed(composed);
-        let table = table.ok_or_else(|| vec!["there are more tensors than 32 bits can number".to_owned()])?;
+        let (table, first) = table.ok_or_else(|| vec!["there are more tensors than 32 bits can number".to_owned()])?;
         let mut rows: Vec<(TensorId, Cow<'_, str>)> = Vec::with_capacity(self.table.len());
         for (id, info) in self.tensors() {
             match parts.remove(&id) {
                 Some(parts) => {
                     let parts = parts.into_iter();
-                    rows.extend(parts.map(|(number, name)| (table.composed_id(number), Cow::Owned(name))));
+                    rows.extend(parts.map(|(number, name)| (table.composed_id(first + number), Cow::Owned(name))));
                 }
-                None => rows.push((id, name(id, &info).map_or(Cow::Borrowed(info.name), Cow::Owned))),
+                None => rows.extend(name(id, &info).map(|name| (id, Cow::Owned(name)))),
             }
         }
-        self.showing(&table, rows.into_iter(), None)
+        Ok((self.showing(&table, rows.into_iter(), config)?, first))
     }
 
     /// This checkpoint showing these rows of `all`, which is its own table, or that with more tensors.
@@ -227,6 +276,7 @@ impl Checkpoint {
             partial: self.partial.clone(),
             warnings: self.warnings.clone(),
             merges: self.merges.clone(),
+            recoded: self.recoded.clone(),
             opened: Arc::clone(&self.opened),
         })
     }
@@ -489,19 +539,17 @@ impl Checkpoint {
     }
 
     /// The quantized tensors of known schemes, and how each is decoded. As in the repository, also if they are hidden
-    /// or renamed here.
+    /// or renamed here. Where codes have another form, their operands are what they are decoded from here.
     pub fn quantized(&self) -> &Found {
-        &self.opened.quantized
+        self.recoded.as_ref().unwrap_or(&self.opened.quantized)
     }
 
     /// The quantized tensors that are shown here as they are stored.
     pub fn raw(&self) -> impl Iterator<Item = Quantized<'_>> {
-        let shown: HashSet<TensorId> = if self.opened.quantized.tensors.is_empty() {
-            HashSet::new()
-        } else {
-            self.tensors().map(|(id, _)| id).collect()
-        };
-        self.opened.quantized.tensors.iter().filter(move |tensor| shown.contains(&tensor.operands[0]))
+        let found = self.quantized();
+        let shown: HashSet<TensorId> =
+            if found.tensors.is_empty() { HashSet::new() } else { self.tensors().map(|(id, _)| id).collect() };
+        found.tensors.iter().filter(move |tensor| shown.contains(&tensor.operands[0]))
     }
 
     /// The stored tensors that these are decoded from: codes and operands.

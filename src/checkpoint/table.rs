@@ -360,16 +360,16 @@ impl TensorTable {
         Some(table)
     }
 
-    /// This table with more tensors that are made of those that it has. They are not shown until they are requested.
-    /// `None` if an id does not fit 32 bits.
-    pub(super) fn with_composed(mut self, composed: Vec<Composed>) -> Option<Self> {
-        debug_assert!(self.composed.is_empty(), "tensors are composed once");
-        self.composed = Arc::new(composed);
+    /// This table with more tensors that are made of those that it has, and the number of the first. They are not shown until they are
+    /// requested. `None` if an id does not fit 32 bits.
+    pub(super) fn with_composed(mut self, composed: Vec<Composed>) -> Option<(Self, usize)> {
+        let first = self.composed.len();
+        Arc::make_mut(&mut self.composed).extend(composed);
         u32::try_from(self.id_end()).ok()?;
-        Some(self)
+        Some((self, first))
     }
 
-    /// The ids of the composed tensors, in the order in which they were given.
+    /// The ids of the composed tensors, by their numbers.
     pub(super) fn composed_id(&self, number: usize) -> TensorId {
         self.decoded_id(self.quantized.tensors.len() + number)
     }

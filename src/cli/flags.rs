@@ -4,7 +4,10 @@
 
 use std::ffi::{OsStr, OsString};
 
-use ckfs_config::{Arity, Commands, FORMER, Group, KEYS, LAYOUTS, Quantize, SETTINGS, Setting, Settings, former};
+use ckfs_config::{
+    Arity, Commands, FORMER, Group, KEYS, LAYOUTS, Quantize, Requantize, SETTINGS, Setting, Settings, former,
+    value::Choice,
+};
 use ckfs_source::remote::url_schemes;
 use clap::{
     Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches,
@@ -23,6 +26,7 @@ fn words(setting: &Setting) -> Vec<&'static str> {
     match setting.name {
         "layout" => LAYOUTS.clone(),
         "quantize" => Quantize::words().collect(),
+        "requantize" => Requantize::WORDS.iter().map(|(word, _)| *word).collect(),
         "dtype" | "dequantize" => vec!["bf16", "f16", "f32"],
         // A directory is completed by the shell.
         _ if form.contains("DIR") => Vec::new(),

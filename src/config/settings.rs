@@ -8,8 +8,8 @@ use ckfs_source::{Duplicates, SourceIo};
 use super::{
     Allow, Average, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LayerRanges,
     LayoutChoice, ListenAddress, LogicalRule, Materialize, MergedLora, Mesh, OwnerId, ParamValue, Pattern,
-    PermissionBits, Prefetch, Quantize, Rename, RepoName, ShardChoice, ShardRule, Steps, ThreadCount, Tied, TimeLimit,
-    WaitTime,
+    PermissionBits, Prefetch, Quantize, Rename, RepoName, Requantize, ShardChoice, ShardRule, Steps, ThreadCount, Tied,
+    TimeLimit, WaitTime,
 };
 
 /// All settings.
@@ -56,6 +56,8 @@ pub struct ViewSettings {
     pub quantize: Option<Quantize>,
     /// Type of the matrices of a GGUF file.
     pub gguf_type: Option<GgufType>,
+    /// The form of codes that are stored already.
+    pub requantize: Option<Requantize>,
     /// Tensors that are not quantized.
     pub quantize_ignore: Vec<Pattern>,
     /// The tensors that are quantized, of those that could be.

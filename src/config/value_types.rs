@@ -269,6 +269,26 @@ const INT4_GROUP_MAX: u64 = 1 << 16;
 /// Schemes that need data to calibrate, and so are no function of the weights.
 const CALIBRATED: [&str; 5] = ["gptq", "awq", "smoothquant", "autoround", "spinquant"];
 
+/// The form in which codes that are stored already are shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Requantize {
+    /// That of compressed-tensors.
+    CompressedTensors,
+    /// That of `ModelOpt`.
+    ModelOpt,
+    /// That of DeepSeek and transformers for 8-bit floats in blocks.
+    Fp8,
+}
+
+impl Choice for Requantize {
+    const WHAT: &'static str = "form of codes";
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("keep:compressed-tensors", Self::CompressedTensors),
+        ("keep:modelopt", Self::ModelOpt),
+        ("keep:fp8", Self::Fp8),
+    ];
+}
+
 impl SettingValue for Quantize {
     fn from_word(text: &str) -> Result<Self, String> {
         if let Some((_, scheme)) = Self::WORDS.iter().find(|(word, _)| *word == text) {

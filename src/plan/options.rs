@@ -5,7 +5,7 @@ use std::{borrow::Cow, collections::BTreeMap, path::PathBuf, sync::Arc};
 use ckfs_checkpoint::{Checkpoint, Container};
 use ckfs_config::{
     Allow, CastRule, ConfigError, Dequantize, DtypeChoice, GgufType, LayoutChoice, LogicalRule, MergedLora, Mesh,
-    Pattern, Quantize, Rename, ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
+    Pattern, Quantize, Rename, Requantize, ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
 };
 use ckfs_layouts::LayoutTraits;
 use ckfs_tensor::DType;
@@ -156,6 +156,8 @@ pub struct ViewOptions {
     pub quantize: Option<Quantize>,
     /// Type of the matrices of a GGUF file. `None` leaves the choice to the first of them.
     pub gguf_type: Option<GgufType>,
+    /// The form of codes that are stored already.
+    pub requantize: Option<Requantize>,
     /// Tensors that are not quantized.
     pub quantize_ignore: Vec<Pattern>,
     /// The tensors that are quantized, of those that could be.
@@ -250,6 +252,7 @@ impl ViewOptions {
             dequantize: settings.dequantize,
             quantize: settings.quantize,
             gguf_type: settings.gguf_type,
+            requantize: settings.requantize,
             quantize_ignore: settings.quantize_ignore.clone(),
             quantize_only: settings.quantize_only.clone(),
             keep_dtype: settings.dtype == Some(DtypeChoice::Keep),

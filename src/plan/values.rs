@@ -104,6 +104,8 @@ impl<'a> Values<'a> {
                 }
                 dtype
             }
+            // Codes and scales mean nothing in another type.
+            (Storage::Composed(composed), _) if composed.view.is_some() => None,
             // A rule may name the part, or the tensor that it is a part of.
             (Storage::Composed(composed), _) => {
                 let of = self.checkpoint.tensor(composed.of).name;
@@ -168,6 +170,9 @@ impl<'a> Values<'a> {
             }
             Storage::Mosaic(mosaic) => shown(View::mosaic(mosaic.of_view())),
             Storage::Composed(composed) => {
+                if let Some(view) = &composed.view {
+                    return Ok(view.clone());
+                }
                 self.view(composed.of, dtype).and_then(|view| composed.part.of_view(view).map_err(named))
             }
         }

@@ -220,7 +220,7 @@ impl Digit {
     }
 
     /// A summand that is always `offset`: a digit with the one value 0, whose entry in the table is 1.
-    pub(super) fn constant(offset: u64) -> Self {
+    pub fn constant(offset: u64) -> Self {
         Self { divisor: 1, modulus: 1, group: 1, turn: u64::MAX, stride: offset, table: Some(Arc::from([1])) }
     }
 

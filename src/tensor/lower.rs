@@ -188,7 +188,8 @@ impl Lowering {
             Op::Mosaic(mosaic) => self.mosaic(mosaic),
             Op::Quantized(value) => {
                 let load = Load::Value(Arc::clone(value));
-                let chain = self.chain(Chain { load, steps: Vec::new(), dtype: view.dtype() });
+                let dtype = if view.dtype().is_float() { view.dtype() } else { DType::U8 };
+                let chain = self.chain(Chain { load, steps: Vec::new(), dtype });
                 Ok(whole(view.shape(), Base::Tensor { tensor: value.load.tensor.id, offset: 0 }, chain))
             }
             Op::Encoded { of, part } => {
@@ -423,6 +424,9 @@ impl Lowering {
                 decoders.push(decode(&self.chains[part.chain as usize]));
             }
         }
+        // Packed integers are made byte by byte, and so are those beside them.
+        let is_packed = |chain: &Chain| matches!(chain.load, Load::Value(_)) && !chain.dtype.is_float();
+        let width = if self.chains.iter().any(is_packed) { unit.bytes } else { 1 };
         let strides = shape.strides();
         let mut pieces = Vec::with_capacity(parts.len());
         for part in parts {
@@ -432,6 +436,25 @@ impl Lowering {
                 base = to_units(unit.elements, &mut start, &mut loops, base).ok_or_else(split)?;
             }
             let decoder = numbers[part.chain as usize];
+            if width > 1 {
+                start *= width;
+                loops.iter_mut().for_each(|l| {
+                    (l.target_stride, l.source_stride) = (l.target_stride * width, l.source_stride * width);
+                });
+                if let Base::Fill(element) = base {
+                    let bytes = fill_bytes(&decoders[decoder as usize], &element);
+                    pieces.extend((start..start + width).zip(bytes).map(|(start, byte)| {
+                        let origin = Origin::Fill { bytes: [byte, 0, 0, 0, 0, 0, 0, 0] };
+                        Piece { start, loops: loops.clone(), origin }
+                    }));
+                    continue;
+                }
+                if let Base::Tensor { offset, .. } = &mut base {
+                    *offset *= width;
+                }
+                loops.push(Loop { extent: width, target_stride: 1, source_stride: 1 });
+                normalize(&mut loops);
+            }
             let origin = match base {
                 Base::Tensor { tensor, offset } => Origin::Tensor { tensor, offset, decoder },
                 Base::Encoded { leaf, offset } => Origin::Encoded { leaf, offset, decoder },
@@ -439,7 +462,8 @@ impl Lowering {
             };
             pieces.push(Piece { start, loops, origin });
         }
-        Ok(Tiling::new(shape.elements() / unit.elements, unit.bytes, pieces, decoders).with_encoded(self.encoded))
+        let units = shape.elements() / unit.elements * width;
+        Ok(Tiling::new(units, unit.bytes / width, pieces, decoders).with_encoded(self.encoded))
     }
 }
 

@@ -171,7 +171,7 @@ pub enum Op {
         /// Whether subnormal operands and products become zero of the same sign.
         flush: bool,
     },
-    /// A tensor whose elements are computed from stored ones, in f32.
+    /// A tensor that is computed from stored elements: each of its elements, in f32, or each byte of its integers.
     Quantized(Arc<Value>),
     /// Codes, scales or factors of matrices.
     Encoded {
@@ -310,13 +310,28 @@ impl View {
     /// # Errors
     /// [`ViewError`] if a stored tensor is too small for its index, or cannot be read as its field says.
     pub fn quantized(shape: Shape, value: impl Into<Arc<Value>>) -> Result<Self, ViewError> {
-        let value = value.into();
+        Self::computed(shape, DType::F32, value.into())
+    }
+
+    /// Integers that stored codes are packed into: byte `n` of the little-endian elements, in row-major order, is `value` at `n`, which
+    /// must be a whole number below 256.
+    ///
+    /// # Errors
+    /// [`ViewError`] as of [`View::quantized`], or if `dtype` is none of integers.
+    pub fn packed(shape: Shape, dtype: DType, value: impl Into<Arc<Value>>) -> Result<Self, ViewError> {
+        if dtype.is_float() || dtype.element_bytes().is_none() {
+            return Err(ViewError(format!("pack: expected integers of whole bytes, found {dtype}")));
+        }
+        Self::computed(shape, dtype, value.into())
+    }
+
+    fn computed(shape: Shape, dtype: DType, value: Arc<Value>) -> Result<Self, ViewError> {
         if !shape.is_empty() {
             value.check().map_err(|(TensorId(tensor), error)| {
                 ViewError(format!("decode: tensor #{tensor} does not fit a value of shape {shape}: {error}"))
             })?;
         }
-        Ok(Self::new(shape, DType::F32, Op::Quantized(value)))
+        Ok(Self::new(shape, dtype, Op::Quantized(value)))
     }
 
     /// What an encoder makes of matrices.

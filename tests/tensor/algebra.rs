@@ -10,7 +10,8 @@ use crate::common::{
     views::{Choices, any_float_view, any_view, choices},
 };
 use ckfs::tensor::{
-    DType, Element, Keep, Op, PIECES_MAX, Region, SourceTensor, TensorId, TilingError, View, ViewError,
+    Bits, DType, Digit, Element, Field, IndexMap, Keep, Op, Operand, Operation, PIECES_MAX, Region, SourceTensor,
+    TensorId, TilingError, Value, View, ViewError,
 };
 use proptest::prelude::*;
 use std::{collections::HashMap, ops::Range};
@@ -667,6 +668,47 @@ proptest! {
             .collect();
         prop_assert!(merged_bytes(&shard, 100, finite) == part, "{} of {}", shard, view);
     }
+}
+
+/// Nibbles of a tensor in reverse order, in words: any layout of them, also beside words and constants that are not packed.
+#[test]
+fn packed_words_are_made_byte_by_byte_wherever_they_are() {
+    let (rows, words) = (5u64, 6u64);
+    let stored = tensor(3, DType::I32, &[rows, words]);
+    let nibble = |at: u64| {
+        // Byte n of a row has the nibbles 2n and 2n + 1 from its end: they are read through a table of places.
+        let places = (0..words * 4).map(|byte| words * 8 - 1 - (2 * byte + at)).collect::<Vec<u64>>();
+        let extents = [rows, words * 4];
+        let digits = [Digit::axis(&extents, 0, words * 32), Digit::axis(&extents, 1, 4).through(places.into())];
+        let (field, index) = (Field::Integer(Bits::unsigned(4)), IndexMap::new(&digits));
+        Value::of(Operand { tensor: stored.clone(), field, index })
+    };
+    let value = nibble(0).then(Operation::Add, nibble(1).then(Operation::Multiply, 16.0));
+    let packed = View::packed(shape(&[rows, words]), DType::I32, value.clone()).unwrap();
+    let bytes = source_bytes(TensorId(3), 0..rows * words * 4);
+    let turned = bytes.chunks(24).flat_map(|row| row.iter().rev().map(|byte| byte.rotate_left(4)).collect::<Vec<u8>>());
+    assert_eq!(tiled_bytes(&packed), turned.collect::<Vec<u8>>());
+    let plain = source(4, DType::I32, &[rows, words]);
+    let constant = View::fill(shape(&[rows, words]), Element::from_bytes(DType::I32, &[1, 2, 3, 4]).unwrap());
+    let stack = View::stack(1, &[packed.clone(), plain.clone(), constant]).unwrap();
+    for view in [
+        packed.clone(),
+        packed.reverse_axes(),
+        packed.slice(1, 1, 6, 2).unwrap().slice(0, 3, 4, 1).unwrap(),
+        packed.pad(0, 1, 2).unwrap(),
+        View::concat(1, &[plain, packed.clone()]).unwrap(),
+        stack.reshape(&shape(&[rows * 3, words])).unwrap().gather(0, &[14, 0, 7, 3, 1]).unwrap(),
+        stack.transpose(&[2, 0, 1]).unwrap(),
+        View::packed(shape(&[words * 4 * rows]), DType::U8, value.clone()).unwrap(),
+    ] {
+        let expected = reference_bytes(&view);
+        assert_eq!(tiled_bytes(&view), expected, "{view}");
+        for stretch in [1, 3, 64, 4096] {
+            assert_eq!(gathered_bytes(&view, &view.lower().unwrap(), stretch), expected, "{view} by {stretch}");
+        }
+    }
+    let refused = View::packed(shape(&[1]), DType::BF16, value).unwrap_err();
+    assert_eq!(refused.to_string(), "pack: expected integers of whole bytes, found BF16");
 }
 
 /// Sums so long that a line of elements is computed in parts.

@@ -19,7 +19,7 @@ use serde_json::{Value as Json, json};
 use super::{
     findings::{SchemeFindings, Told},
     listed::{Exceptions, config_of, excepted, group_size, member, refuse_orphans},
-    parts::{Kinds, companion, floats, is_scale, module_of, needed, slot, unsigned},
+    parts::{Kinds, companion, floats, group_order, is_scale, module_of, needed, slot, unsigned},
     quantized::{Template, TemplateError},
     stored::Stored,
 };
@@ -240,28 +240,13 @@ impl Matrix<'_> {
 /// The group of each row, if they are not in order.
 fn order(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<Option<Arc<[u64]>>, Problem> {
     let Some(id) = matrix.index else { return Ok(None) };
-    let info = stored.tensor(id);
-    let refused = |expected: String, found: String| Problem::of_tensor(info.name, expected, found);
-    if info.dtype != DType::I32 || info.shape != [matrix.inner] {
-        let expected = format!("I32 [{}], a group for each row of {}.{CODES}", matrix.inner, matrix.module);
-        return Err(refused(expected, format!("{} {:?}", info.dtype, info.shape)));
-    }
     let group = matrix.group();
-    let groups = matrix.inner.div_ceil(group);
-    let mut in_order = true;
-    let mut order = Vec::new();
-    for (at, bytes) in (0u64..).zip(stored.read(id)?.as_chunks::<4>().0) {
-        let found = i32::from_le_bytes(*bytes);
-        let row = u64::try_from(found).ok().filter(|row| *row < groups);
-        let row = row.ok_or_else(|| refused(format!("groups below {groups}"), format!("{found} for row {at}")))?;
-        in_order &= row == at / group;
-        order.push(row);
-    }
-    if !in_order && matrix.way.act_order == Some(false) {
+    let order = group_order(stored, id, (matrix.inner, group), matrix.codes)?;
+    if order.is_some() && matrix.way.act_order == Some(false) {
         let expected = format!("groups of {group} in order, as desc_act false says");
-        return Err(refused(expected, "another order".to_owned()));
+        return Err(Problem::of_tensor(stored.tensor(id).name, expected, "another order"));
     }
-    Ok((!in_order).then(|| order.into()))
+    Ok(order)
 }
 
 fn add(

@@ -6,9 +6,9 @@
 //!
 //! Rows of groups are as wide as their scales say: groups divide rows. `X.weight_shape` must say the same; it is read for one matrix of
 //! each kind, since a model has up to hundreds of thousands of them. Where a row or the matrix has one scale, the width is
-//! read from each `X.weight_shape`. Fields of 3, 5, 6 and 7 bits are packed in two ways that nothing tells apart, so they stay raw.
+//! read from each `X.weight_shape`. Where the configuration says so, `X.weight_g_idx` has the group of each column, as that of GPTQ. Fields of 3, 5, 6 and 7 bits are packed in two ways that nothing tells apart, so they stay raw.
 
-use std::collections::HashSet;
+use std::{collections::HashSet, sync::Arc};
 
 use ckfs_tensor::{DType, Digit, IndexMap, Operand, Operation, TensorId, Value};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -16,7 +16,7 @@ use serde_json::json;
 
 use super::{
     findings::{SchemeFindings, Told},
-    parts::{Kinds, blocks, companion, floats, grid, is_scale, module_of, packed, slot, unsigned},
+    parts::{Kinds, blocks, companion, floats, grid, group_order, is_scale, module_of, packed, slot, unsigned},
     quantization_config::{Library, ModuleQuantization, QuantizationConfig, Sharing},
     quantized::{Template, TemplateError},
     stored::Stored,
@@ -34,6 +34,8 @@ struct Matrix<'a> {
     zero: Option<TensorId>,
     /// `weight_shape`.
     shape: TensorId,
+    /// `weight_g_idx`.
+    order: Option<TensorId>,
     bits: u64,
     sharing: Sharing,
 }
@@ -49,6 +51,8 @@ struct Kind {
     /// A scale that all elements share may be `[1]` or `[]`.
     scale_is_bare: bool,
     has_zeros: bool,
+    /// Groups of columns, where they are not in order.
+    order: Option<Arc<[u64]>>,
 }
 
 /// Finds the tensors of the scheme.
@@ -59,17 +63,22 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
     }
     let matrices = matrices(stored, &settings, found);
     // Small reads from wherever the repository is: many at a time.
-    let read = |matrix: &Matrix<'_>| width_and_height(stored, matrix);
+    let read = |matrix: &Matrix<'_>| {
+        let (out, inner) = width_and_height(stored, matrix)?;
+        let group = if let Sharing::Group(size) = matrix.sharing { size } else { inner };
+        let order = matrix.order.map(|id| group_order(stored, id, (inner, group.max(1)), matrix.codes));
+        Ok((out, inner, order.transpose()?.flatten()))
+    };
     let shapes: Vec<_> = (0..matrices.len()).into_par_iter().map(|at| read(&matrices[at])).collect();
     let (mut kinds, mut checked) = (Kinds::new(), HashSet::new());
     for (matrix, shape) in matrices.iter().zip(shapes) {
         match shape {
-            Ok((out, inner)) => {
+            Ok((out, inner, order)) => {
                 let is_new = checked.insert((out, inner, matrix.bits, matrix.sharing));
                 if is_new && let Err(problem) = compare_with_shape(stored, matrix, (out, inner)) {
                     found.problem(problem);
                 }
-                add(stored, found, &mut kinds, matrix, (out, inner));
+                add(stored, found, &mut kinds, matrix, (out, inner, order));
             }
             Err(problem) => found.problem(problem),
         }
@@ -101,18 +110,21 @@ struct Candidate<'a> {
     scale: Option<TensorId>,
     zero: Option<TensorId>,
     shape: Option<TensorId>,
-    has_order: bool,
+    is_ordered: bool,
+    order: Option<TensorId>,
 }
 
 /// All codes that the configuration and names say are packed so. Several threads look up the names.
 fn candidates<'a>(stored: &Stored<'a>, settings: &QuantizationConfig<'_>) -> Vec<Candidate<'a>> {
     let candidate = |(codes, info): (TensorId, TensorInfo<'a>)| {
         let module = module_of(info.name, CODES)?;
-        let ModuleQuantization::Packed { bits, symmetric, sharing } = settings.of(module) else { return None };
+        let ModuleQuantization::Packed { bits, symmetric, sharing, has_order } = settings.of(module) else {
+            return None;
+        };
         let find = |word| companion(stored, module, word);
         let (scale, zero, shape) = (find("weight_scale"), find("weight_zero_point"), find("weight_shape"));
-        let has_order = find("weight_g_idx").is_some();
-        Some(Candidate { module, codes, bits, symmetric, sharing, scale, zero, shape, has_order })
+        let (is_ordered, order) = (has_order, find("weight_g_idx"));
+        Some(Candidate { module, codes, bits, symmetric, sharing, scale, zero, shape, is_ordered, order })
     };
     stored.par_iter().filter_map(candidate).collect()
 }
@@ -133,8 +145,8 @@ fn matrices<'a>(
             found.unsupported("compressed-tensors pack-quantized, symmetric and with zero points", Some(codes));
             continue;
         }
-        if candidate.has_order {
-            found.unsupported("compressed-tensors pack-quantized with weight_g_idx", Some(codes));
+        if candidate.order.is_some() && !candidate.is_ordered {
+            found.unsupported("compressed-tensors pack-quantized with weight_g_idx, and without actorder", Some(codes));
             continue;
         }
         let name = format!("{module}.{CODES}");
@@ -142,11 +154,12 @@ fn matrices<'a>(
         let scale = needed("weight_scale", candidate.scale);
         let zero = if symmetric { Some(None) } else { needed("weight_zero_point", candidate.zero).map(Some) };
         let shape = needed("weight_shape", candidate.shape);
-        if let Some(shape) = shape {
-            found.leave_out(shape);
+        let order = if candidate.is_ordered { needed("weight_g_idx", candidate.order).map(Some) } else { Some(None) };
+        for id in [shape, order.flatten()].into_iter().flatten() {
+            found.leave_out(id);
         }
-        if let (Some(scale), Some(zero), Some(shape)) = (scale, zero, shape) {
-            matrices.push(Matrix { module, codes, scale, zero, shape, bits, sharing });
+        if let (Some(scale), Some(zero), Some(shape), Some(order)) = (scale, zero, shape, order) {
+            matrices.push(Matrix { module, codes, scale, zero, shape, order, bits, sharing });
         }
     }
     matrices
@@ -214,7 +227,7 @@ fn add(
     found: &mut SchemeFindings<'_>,
     kinds: &mut Kinds<Kind>,
     matrix: &Matrix<'_>,
-    (out, inner): (u64, u64),
+    (out, inner, order): (u64, u64, Option<Arc<[u64]>>),
 ) {
     let (codes, scale) = (stored.tensor(matrix.codes), stored.tensor(matrix.scale));
     if !is_scale(found, &scale, codes.name) {
@@ -228,6 +241,7 @@ fn add(
         scale: scale.dtype,
         scale_is_bare: scale.shape.is_empty(),
         has_zeros: matrix.zero.is_some(),
+        order,
     };
     let template = kinds.template(found, codes.name, kind, template);
     if let Some(template) = template {
@@ -253,6 +267,10 @@ fn template(kind: &Kind) -> Result<Template, TemplateError> {
         (Sharing::Tensor, false) => slot(1, kind.scale, &[1])?,
         (Sharing::Channel | Sharing::Group(_) | Sharing::Block(..), _) => slot(1, kind.scale, &grid)?,
     };
+    let of_group = |stride| match &kind.order {
+        Some(order) => Digit::axis(&extents, 1, stride).through(Arc::clone(order)),
+        None => Digit::axis(&extents, 1, stride).grouped(block.1),
+    };
     let mut value = Value::of(packed(codes, &extents, unsigned(width))).then(Operation::Subtract, half);
     if kind.has_zeros {
         // Zero points of a column of groups lie in words of 32 bits, each for 32 / b neighbouring rows.
@@ -261,13 +279,17 @@ fn template(kind: &Kind) -> Result<Template, TemplateError> {
         let tensor = slot(2, DType::I32, &[kind.out.div_ceil(fields), groups])?;
         let index = IndexMap::new(&[
             Digit::axis(&extents, 0, groups * 32).grouped(fields),
-            Digit::axis(&extents, 1, 32).grouped(block.1),
+            of_group(32),
             Digit::axis(&extents, 0, kind.bits).turning(fields),
         ]);
         let zero = Operand { tensor, field: unsigned(width), index };
         value = value.then(Operation::Subtract, Value::of(zero).then(Operation::Subtract, half));
     }
-    let index = if kind.sharing == Sharing::Tensor { IndexMap::new(&[]) } else { blocks(&extents, block) };
+    let index = match kind.sharing {
+        Sharing::Tensor => IndexMap::new(&[]),
+        Sharing::Group(_) => IndexMap::new(&[Digit::axis(&extents, 0, grid[1]), of_group(1)]),
+        Sharing::Channel | Sharing::Block(..) => blocks(&extents, block),
+    };
     let shape = slot(0, DType::F32, &extents)?.shape;
     Template::try_new(shape, value.then(Operation::Multiply, floats(scale, index)))
 }

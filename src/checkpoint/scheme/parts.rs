@@ -3,7 +3,7 @@
 //! Shapes here are those that *must* be stored, worked out from the codes and the configuration. [`SchemeFindings::tensor`] compares
 //! them with what is stored, so that a scheme does not.
 
-use std::{collections::HashMap, hash::Hash};
+use std::{collections::HashMap, hash::Hash, sync::Arc};
 
 use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Shape, SourceTensor, TensorId, ViewError};
 
@@ -12,7 +12,7 @@ use super::{
     quantized::{Template, TemplateError, TemplateId},
     stored::{Stored, last_word},
 };
-use crate::table::TensorInfo;
+use crate::{problem::Problem, table::TensorInfo};
 
 /// Operand `number` of a template, which must be stored as `dtype` with these extents.
 ///
@@ -146,6 +146,35 @@ pub(super) fn needed(
 ) -> Option<TensorId> {
     let (module, codes) = names;
     found.needed(&format!("{module}.{codes}"), &format!("{module}.{word}"), companion(stored, module, word))
+}
+
+/// The group of each of the `inner` inputs of these codes, of so many each; `None` if they are in order.
+///
+/// # Errors
+/// [`Problem`] if it is no index of groups, or its bytes do not come.
+pub(super) fn group_order(
+    stored: &Stored<'_>,
+    id: TensorId,
+    (inner, group): (u64, u64),
+    codes: TensorId,
+) -> Result<Option<Arc<[u64]>>, Problem> {
+    let info = stored.tensor(id);
+    let refused = |expected: String, found: String| Problem::of_tensor(info.name, expected, found);
+    if info.dtype != DType::I32 || info.shape != [inner] {
+        let expected = format!("I32 [{inner}], a group for each input of {}", stored.tensor(codes).name);
+        return Err(refused(expected, format!("{} {:?}", info.dtype, info.shape)));
+    }
+    let groups = inner.div_ceil(group);
+    let mut in_order = true;
+    let mut order = Vec::new();
+    for (at, bytes) in (0u64..).zip(stored.read(id)?.as_chunks::<4>().0) {
+        let found = i32::from_le_bytes(*bytes);
+        let row = u64::try_from(found).ok().filter(|row| *row < groups);
+        let row = row.ok_or_else(|| refused(format!("groups below {groups}"), format!("{found} for input {at}")))?;
+        in_order &= row == at / group;
+        order.push(row);
+    }
+    Ok((!in_order).then(|| order.into()))
 }
 
 /// Ends of the names of scales of activations and of caches, which no weight needs.

@@ -37,6 +37,8 @@ pub(super) enum ModuleQuantization {
         symmetric: bool,
         /// What shares a scale.
         sharing: Sharing,
+        /// Whether a tensor says which columns are of a group.
+        has_order: bool,
     },
     /// 8-bit floats with scales.
     Fp8(Sharing),
@@ -394,15 +396,15 @@ fn told_by_group(group: &Json, global: &str) -> ModuleQuantization {
         Err(what) => return named(format!("with {what}")),
     };
     // Group by activations: one more tensor holds the columns of a group.
-    if matches!(weights.get("actorder"), Some(Json::String(order)) if order == "group" || order == "dynamic")
-        || weights.get("actorder") == Some(&Json::Bool(true))
-    {
+    let has_order = matches!(weights.get("actorder"), Some(Json::String(order)) if order == "group" || order == "dynamic")
+        || weights.get("actorder") == Some(&Json::Bool(true));
+    if has_order && !(kind == "int" && matches!(sharing, Sharing::Group(_))) {
         return named("with actorder group".to_owned());
     }
     let symmetric = weights.get("symmetric").and_then(Json::as_bool).unwrap_or(true);
     match (format, kind, bits) {
         ("pack-quantized", "int", Some(bits @ (1 | 2 | 4 | 8))) if !matches!(sharing, Sharing::Block(..)) => {
-            ModuleQuantization::Packed { bits, symmetric, sharing }
+            ModuleQuantization::Packed { bits, symmetric, sharing, has_order }
         }
         ("float-quantized" | "naive-quantized", "float", Some(8)) if symmetric => ModuleQuantization::Fp8(sharing),
         ("nvfp4-pack-quantized", "float", Some(4)) if sharing == Sharing::Group(16) => {

@@ -192,6 +192,17 @@ impl QuantizedTable {
         Some(())
     }
 
+    /// The same tensors with other operands, of which each has so many.
+    pub(crate) fn with_operands(&self, counts: &[usize], operands: Vec<TensorId>) -> Self {
+        let mut end = 0;
+        let row = |(row, count): (&QuantizedRow, &usize)| {
+            end += u32::try_from(*count).expect("ids fit 32 bits, and so does their number");
+            QuantizedRow { operands_end: end, ..*row }
+        };
+        let rows = self.rows.iter().zip(counts).map(row).collect();
+        Self { templates: self.templates.clone(), rows, names: self.names.clone(), operands }
+    }
+
     /// Number of tensors.
     pub fn len(&self) -> usize {
         self.rows.len()

@@ -75,6 +75,10 @@ impl Plan {
         plan.warnings.append(&mut warnings);
         plan.merged = merged.as_ref().and_then(|merged| merged_adapter(merged, &chosen, &plan));
         plan.warnings.extend(idle_flags(checkpoint, options));
+        if options.requantize.is_some() {
+            let remarks = remarks_on_kept(checkpoint, &plan);
+            plan.warnings.extend(remarks);
+        }
         if plan.quantized.is_none() {
             plan.warnings.extend(narrow::warning(checkpoint, &plan.tensors));
         }
@@ -98,6 +102,23 @@ impl Plan {
         }
         Ok(plan)
     }
+}
+
+/// What is not as before where codes are kept, or is not for all programs.
+fn remarks_on_kept(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
+    let has_factor = checkpoint.quantized().tensors.iter().any(|tensor| tensor.scheme == "nvfp4");
+    let has_order = plan.tensors.iter().any(|tensor| tensor.name.ends_with("weight_g_idx"));
+    let rows = [
+        (
+            has_factor,
+            "the factors of NVFP4 are reciprocals, rounded to f32: decoded weights may differ in the last bit",
+        ),
+        (
+            has_order,
+            "weight_g_idx and actorder group are read by compressed-tensors up to 0.18; later versions refuse them",
+        ),
+    ];
+    rows.into_iter().filter(|(is_so, _)| *is_so).map(|(_, text)| format!("requantize: {text}")).collect()
 }
 
 /// The merged adapter, and how many of the tensors that a plan shows it changes.
@@ -152,7 +173,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
     // tensors raw than the one before.
     loop {
         let mut builder = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
-        let decoded = decoded(original, decodes(options, layout_request(options)), &raw)?;
+        let decoded = decoded(original, options, decodes(options, layout_request(options)), &raw)?;
         let wanted = builder.select(decoded.as_ref().unwrap_or(original))?;
         peft::check_unmerged(original, wanted.part(), options)?;
         let chosen = builder.choose(&wanted)?;
@@ -177,7 +198,9 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
             Some(inverted) => inverted.kept.clone(),
             None => groups_of(wanted.seen(), values.kept()),
         };
-        drafted.dropped = decoded.as_ref().map_or_else(Vec::new, |decoded| dropped(original, decoded));
+        let is_decoded = |shown: &&Checkpoint| !shown.is_recoded();
+        drafted.dropped =
+            decoded.as_ref().filter(is_decoded).map_or_else(Vec::new, |decoded| dropped(original, decoded));
         drafted.decoded_config = hf::decoded_config(&values);
         let mut drafts = std::mem::take(&mut drafted.drafts);
         if let Some(quantizer) = &quantizer {
@@ -192,7 +215,8 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
             drafts = quantizer.expand(drafts, &mut builder.problems);
             drafted.quantized = Some(quantizer.chosen());
         }
-        let is_alike = raw.is_empty() && decodes(options, asked(options)) == decoded.is_some();
+        let is_alike =
+            raw.is_empty() && (options.requantize.is_some() || decodes(options, asked(options)) == decoded.is_some());
         if let Some(hf) = builder.generated(&drafts, &wanted, &chosen, quantizer.as_ref()) {
             let plan = builder.assemble(&wanted, &chosen, drafted, drafts, rules);
             return builder.finish(plan, hf, &wanted);

@@ -65,7 +65,7 @@ impl Builder<'_> {
             raw = more;
         }
         loop {
-            let decoded = decoded(original, decodes(options, asked(options)), &raw)?;
+            let decoded = decoded(original, options, decodes(options, asked(options)), &raw)?;
             let wanted = self.select(decoded.as_ref().unwrap_or(original))?;
             // What a layout decodes for itself may be raw here.
             if let Some(reason) = &wanted.selected.no_hf {

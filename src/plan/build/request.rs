@@ -3,11 +3,12 @@
 use std::collections::BTreeSet;
 
 use ckfs_checkpoint::Checkpoint;
-use ckfs_config::Dequantize;
+use ckfs_config::{Dequantize, Requantize, value::Choice};
 use ckfs_tensor::{DType, TensorId};
 
 use super::super::{
     Layout, LayoutFile, PlanError, ViewOptions,
+    quantize::kept,
     values::{Raw, ValueRequest},
 };
 
@@ -49,15 +50,40 @@ pub(super) fn decodes(options: &ViewOptions, request: ValueRequest) -> bool {
     request.quantized != Raw::Shown || options.casts.iter().any(|rule| rule.dtype.is_some())
 }
 
-/// The checkpoint with its quantized tensors decoded, except those of `raw`. `None` if there is nothing to decode.
+/// The checkpoint with its quantized tensors decoded, except those of `raw`, or with their codes in the form that the user asks for.
+/// `None` if nothing changes.
 pub(super) fn decoded(
     original: &Checkpoint,
+    options: &ViewOptions,
     decodes: bool,
     raw: &BTreeSet<TensorId>,
 ) -> Result<Option<Checkpoint>, PlanError> {
+    if let Some(form) = options.requantize {
+        alone(original, options, form)?;
+        return kept(original, form).map(Some);
+    }
     if !decodes || original.quantized().tensors.is_empty() {
         return Ok(None);
     }
     let decoded = original.decoded(&|id| raw.contains(&id));
     decoded.map(Some).map_err(|reasons| PlanError::of("decoded tensors", reasons))
+}
+
+/// Refuses what changes the values of codes that are to be kept, or has no place for them.
+fn alone(original: &Checkpoint, options: &ViewOptions, form: Requantize) -> Result<(), PlanError> {
+    let others = [
+        ("--quantize", options.quantize.is_some()),
+        ("--dtype", options.dtype.is_some()),
+        ("--dequantize", options.dequantize.is_some()),
+        ("a cast", options.casts.iter().any(|rule| rule.dtype.is_some())),
+        ("--lora", options.lora.is_some()),
+        ("--merge-lora", options.merge_lora.is_some()),
+        ("--config-from", original.companion().is_some()),
+        ("this layout", matches!(options.layout, Layout::Embedded(_) | Layout::File(_))),
+    ];
+    let Some((other, _)) = others.iter().find(|(_, is_asked)| *is_asked) else { return Ok(()) };
+    let reason = format!(
+        "{other} goes with floats, and codes stay codes: expected the layout canonical, hf or stored, and none of both"
+    );
+    Err(PlanError::of(&format!("requantize {}", form.word()), vec![reason]))
 }

@@ -392,6 +392,8 @@ impl Expression {
                 let operand = &value.load;
                 self.add_source(&operand.tensor);
                 self.add_numbers(9, view.shape().extents());
+                // Packed integers are numbered by their bytes.
+                self.words.push(view.dtype() as u64);
                 self.add_numbers(10, &[operand.field.bits(), operand.field.index_bits()]);
                 for digit in operand.index.digits() {
                     self.add_numbers(11, &[digit.divisor, digit.modulus, digit.group, digit.turn, digit.stride]);

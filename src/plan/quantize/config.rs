@@ -1,37 +1,34 @@
 //! How a quantized repository says so: `quantization_config` of `config.json`, and `hf_quant_config.json`.
 
 use ckfs_config::Quantize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// The file that `ModelOpt` writes beside the weights.
 pub(crate) const HF_QUANT_CONFIG: &str = "hf_quant_config.json";
 
+/// What the fp8 of transformers says, with these rows and columns of a block.
+pub(super) fn fp8(method: &str, block: [u64; 2], power_of_two: bool, left: &[String]) -> Value {
+    let mut config = json!({
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": left,
+        "quant_method": method,
+        "weight_block_size": block,
+    });
+    if power_of_two {
+        config["scale_fmt"] = json!("ue8m0");
+    }
+    config
+}
+
 /// The `quantization_config` of a scheme. `left` are the modules of matrices that stay as they are.
 pub(crate) fn quantization_config(scheme: Quantize, left: &[String]) -> Value {
-    let fp8 = |method: &str, block: [u64; 2], power_of_two: bool| {
-        let mut config = json!({
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "modules_to_not_convert": left,
-            "quant_method": method,
-            "weight_block_size": block,
-        });
-        if power_of_two {
-            config["scale_fmt"] = json!("ue8m0");
-        }
-        config
-    };
     // What compressed-tensors says of codes: format, type, bits, strategy, elements of a group, and dtype of scales.
     let (format, kind, bits, strategy, size, scale_dtype) = match scheme {
-        Quantize::Fp8Block => return fp8("fp8", [128, 128], false),
-        Quantize::Fp8BlockUe8m0 => return fp8("fp8", [128, 128], true),
-        Quantize::Mxfp8Sglang => return fp8("mxfp8", [1, 32], true),
-        Quantize::Nvfp4Modelopt => {
-            let mut config = modelopt(left);
-            config["quant_method"] = json!("modelopt");
-            config["ignore"] = json!(left);
-            return config;
-        }
+        Quantize::Fp8Block => return fp8("fp8", [128, 128], false, left),
+        Quantize::Fp8BlockUe8m0 => return fp8("fp8", [128, 128], true, left),
+        Quantize::Mxfp8Sglang => return fp8("mxfp8", [1, 32], true, left),
+        Quantize::Nvfp4Modelopt => return modelopt_in_config(left),
         Quantize::Mlx(bits, group) => return json!({"group_size": group, "bits": bits, "mode": "affine"}),
         Quantize::MlxMxfp4 => return json!({"group_size": 32, "bits": 4, "mode": "mxfp4"}),
         Quantize::Fp8Channel => ("float-quantized", "float", 8, "channel", None, None),
@@ -42,27 +39,53 @@ pub(crate) fn quantization_config(scheme: Quantize, left: &[String]) -> Value {
         Quantize::Int8Channel => ("pack-quantized", "int", 8, "channel", None, None),
         Quantize::Int4(group) => ("pack-quantized", "int", 4, "group", Some(group), None),
     };
-    // Activations are quantized as they come.
-    let activations = json!({
-        "actorder": null, "block_structure": null, "dynamic": true, "group_size": null, "num_bits": 8, "observer": null,
-        "observer_kwargs": {}, "scale_dtype": null, "strategy": "token", "symmetric": true, "type": "float", "zp_dtype": null,
-    });
-    let weights = json!({
+    let weights = numbers(kind, bits, strategy, size, scale_dtype);
+    let activations = if format == "float-quantized" { activations(8, "token", None) } else { Value::Null };
+    compressed_tensors(&[Group { format, weights, activations, targets: vec!["Linear".to_owned()] }], left)
+}
+
+/// Modules that compressed-tensors stores alike.
+pub(super) struct Group {
+    pub(super) format: &'static str,
+    /// As [`numbers`] and [`activations`] say it.
+    pub(super) weights: Value,
+    pub(super) activations: Value,
+    pub(super) targets: Vec<String>,
+}
+
+/// What compressed-tensors says of symmetric codes: type, bits, what shares a scale, and the dtype of scales.
+pub(super) fn numbers(kind: &str, bits: u64, strategy: &str, size: Option<u64>, scale_dtype: Option<&str>) -> Value {
+    json!({
         "actorder": null, "block_structure": null, "dynamic": false, "group_size": size, "num_bits": bits,
         "observer": "memoryless_minmax", "observer_kwargs": {}, "scale_dtype": scale_dtype, "strategy": strategy,
         "symmetric": true, "type": kind, "zp_dtype": scale_dtype,
-    });
+    })
+}
+
+/// The same of activations that are quantized to floats as they come.
+pub(super) fn activations(bits: u64, strategy: &str, size: Option<u64>) -> Value {
+    let mut numbers = numbers("float", bits, strategy, size, None);
+    (numbers["dynamic"], numbers["observer"]) = (json!(true), Value::Null);
+    numbers
+}
+
+/// The configuration of compressed-tensors.
+pub(super) fn compressed_tensors(groups: &[Group], left: &[String]) -> Value {
+    let of_group = |(number, group): (usize, &Group)| {
+        let members = json!({
+            "format": group.format,
+            "input_activations": group.activations,
+            "output_activations": null,
+            "targets": group.targets,
+            "weights": group.weights,
+        });
+        (format!("group_{number}"), members)
+    };
+    let mut formats: Vec<&str> = groups.iter().map(|group| group.format).collect();
+    formats.dedup();
     json!({
-        "config_groups": {
-            "group_0": {
-                "format": format,
-                "input_activations": (format == "float-quantized").then_some(activations),
-                "output_activations": null,
-                "targets": ["Linear"],
-                "weights": weights,
-            },
-        },
-        "format": format,
+        "config_groups": Value::Object(groups.iter().enumerate().map(of_group).collect()),
+        "format": if let [format] = formats[..] { format } else { "mixed-precision" },
         "global_compression_ratio": null,
         "ignore": left,
         "kv_cache_scheme": null,
@@ -71,6 +94,14 @@ pub(crate) fn quantization_config(scheme: Quantize, left: &[String]) -> Value {
         "sparsity_config": {},
         "transform_config": {},
     })
+}
+
+/// What `ModelOpt` says in `config.json` of NVFP4 for weights alone.
+pub(super) fn modelopt_in_config(left: &[String]) -> Value {
+    let mut config = modelopt(left);
+    config["quant_method"] = json!("modelopt");
+    config["ignore"] = json!(left);
+    config
 }
 
 /// What `ModelOpt` says of its NVFP4 for weights alone. With `NVFP4` engines quantize activations too, by an `input_scale` that no
@@ -84,8 +115,16 @@ fn modelopt(left: &[String]) -> Value {
     })
 }
 
-/// The content of [`HF_QUANT_CONFIG`], for schemes that have it.
-pub(crate) fn quantization_file(scheme: Quantize, left: &[String]) -> Option<Value> {
+/// The content of [`HF_QUANT_CONFIG`], if this `config.json` is of `ModelOpt`.
+pub(crate) fn quantization_file(config: &Value) -> Option<Value> {
+    let quantization = config.get("quantization_config")?.as_object()?;
+    let is_other = |key: &str| ["quant_method", "ignore"].contains(&key);
+    let told: Map<String, Value> = quantization
+        .iter()
+        .filter(|(key, _)| !is_other(key))
+        .map(|(key, value)| (key.clone(), value.clone()))
+        .collect();
     let producer = json!({"name": "modelopt", "version": "0.47.0"});
-    (scheme == Quantize::Nvfp4Modelopt).then(|| json!({"producer": producer, "quantization": modelopt(left)}))
+    let is_modelopt = quantization.get("quant_method")? == "modelopt";
+    is_modelopt.then(|| json!({"producer": producer, "quantization": told}))
 }

@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, sync::Arc};
 use ckfs_config::Quantize;
 use ckfs_tensor::{DType, Element, EncodedMatrices, EncodedPart, Field, Op, PerAxis, Shape, View, ViewError};
 use parking_lot::{Mutex, MutexGuard};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::{
     super::{
@@ -154,7 +154,7 @@ impl<'a> Quantizer<'a> {
 
     /// The content of `hf_quant_config.json`, if the scheme has that file.
     pub(crate) fn file(&self) -> Option<Value> {
-        quantization_file(self.choice.scheme(), &self.left_modules())
+        quantization_file(&json!({"quantization_config": self.config()}))
     }
 
     /// Whether anything was quantized so far.

@@ -7,10 +7,12 @@
 mod choice;
 mod config;
 mod encode;
+mod kept;
 
 pub use self::choice::{Chosen, Kind, Left};
 pub(crate) use self::{
     choice::WeightChoice,
-    config::HF_QUANT_CONFIG,
+    config::{HF_QUANT_CONFIG, quantization_file},
     encode::{Quantizer, StoredBefore, with_codes},
+    kept::kept,
 };

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::super::{
     names,
     problem::Problem,
-    quantize::{HF_QUANT_CONFIG, Quantizer},
+    quantize::{HF_QUANT_CONFIG, Quantizer, quantization_file},
     rename::{self, Rename},
     text_model::TextModel,
     values::Values,
@@ -124,7 +124,7 @@ pub(crate) fn plan(
     let total_bytes = total_bytes(&shown);
     let mut by_file: Vec<Vec<Shown>> = vec![Vec::new(); original.source().file_count()];
     for tensor in shown {
-        by_file[original.file_of(tensor.0).index()].push(tensor);
+        by_file[checkpoint.file_of(tensor.0).index()].push(tensor);
     }
     let is_undone = is_undone(checkpoint);
     let quantizer = quantizer.filter(|quantizer| quantizer.found_any());
@@ -154,7 +154,8 @@ pub(crate) fn plan(
         let is_weights = *role == FileRole::Weights || path.ends_with(".bin.index.json");
         files.push(HfFile { path: shown_path(path, is_converted && is_weights), content });
     }
-    if let Some(value) = quantizer.and_then(Quantizer::file) {
+    let recoded = checkpoint.config().filter(|_| checkpoint.is_recoded()).and_then(quantization_file);
+    if let Some(value) = quantizer.and_then(Quantizer::file).or(recoded) {
         files.push(HfFile { path: HF_QUANT_CONFIG.to_owned(), content: HfContent::Text(json::pretty(&value)) });
         files.sort_by(|left, right| left.path.cmp(&right.path));
     }
@@ -221,7 +222,7 @@ fn shown(
     }
     // A checkpoint's own names differ.
     if may_collide {
-        problems.extend(collisions(original, &shown));
+        problems.extend(collisions(if checkpoint.is_recoded() { checkpoint } else { original }, &shown));
     }
     if problems.is_empty() { Ok(shown) } else { Err(problems) }
 }
@@ -246,7 +247,8 @@ struct Rewriting<'a> {
 impl<'a> Rewriting<'a> {
     /// The repository's files that `hf/` may have.
     fn originals(&self) -> impl Iterator<Item = (&'a FileRole, &'a str, FileId)> {
-        let (is_undone, is_text, is_anew) = (self.is_undone, self.text.is_some(), self.quantizer.is_some());
+        let (is_undone, is_text) = (self.is_undone, self.text.is_some());
+        let is_anew = self.quantizer.is_some() || self.values.checkpoint().is_recoded();
         originals(self.original).filter(move |(_, path, _)| {
             !((is_undone || is_anew) && QUANTIZATION_FILES.contains(path)) && (!is_text || TextModel::has_file(path))
         })

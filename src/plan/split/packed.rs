@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_checkpoint::{Checkpoint, first_names};
+use ckfs_checkpoint::{Checkpoint, Storage, first_names};
 use ckfs_tensor::{DType, TensorId};
 
 use super::super::{AxisUse, Mesh, axis_use, draft::Draft, name_group::fold};
@@ -96,7 +96,18 @@ impl PackedTensors {
                 packed.whole.extend(beside);
             }
         }
-        packed
+        // Drafts are known by what their views read.
+        let read = |id: TensorId| match checkpoint.tensor(id).storage {
+            Storage::Composed(composed) => {
+                composed.view.as_ref().and_then(|view| view.source_ids().first().copied()).unwrap_or(id)
+            }
+            Storage::Plain { .. } | Storage::Quantized(_) | Storage::Mosaic(_) => id,
+        };
+        Self {
+            whole: packed.whole.into_iter().map(read).collect(),
+            blocks: packed.blocks.into_iter().map(|(id, block)| (read(id), block)).collect(),
+            scales: packed.scales.into_iter().map(|(scale, id)| (read(scale), read(id))).collect(),
+        }
     }
 }
 

@@ -30,6 +30,7 @@ class OpenSettings(TypedDict, total=False):
     """`True` for the model's own dtype, or a dtype."""
     cast: Sequence[Mapping[str, str]]
     quantize: str
+    requantize: Literal["keep:compressed-tensors", "keep:modelopt", "keep:fp8"]
     quantize_only: Patterns
     quantize_ignore: Patterns
     shard: Path

@@ -146,7 +146,7 @@ pub fn widen(dtype: DType, bits: u64) -> u32 {
 /// The element of `dtype` nearest to the f32 of these bits, ties to even.
 ///
 /// # Panics
-/// If the type is not a float that ckfs converts: views exclude it.
+/// If the type is not a float that ckfs converts, and not U8 of a whole number: views exclude it.
 pub fn round(dtype: DType, bits: u32) -> u64 {
     let value = f32::from_bits(bits);
     let negative = bits >= SIGN;
@@ -168,12 +168,15 @@ pub fn round(dtype: DType, bits: u32) -> u64 {
         DType::F8E5M2 => u64::from(E5M2.round(bits)),
         DType::F8E4M3Fnuz => u64::from(E4M3_FNUZ.round(bits)),
         DType::F8E5M2Fnuz => u64::from(E5M2_FNUZ.round(bits)),
+        DType::U8 => {
+            let byte = (0..=u8::MAX).find(|byte| f32::from(*byte).to_bits() == bits);
+            u64::from(byte.expect("bytes of packed codes are whole numbers below 256"))
+        }
         DType::F8E8M0
         | DType::Bool
         | DType::F4
         | DType::F6E2M3
         | DType::F6E3M2
-        | DType::U8
         | DType::I8
         | DType::I16
         | DType::U16

@@ -13,8 +13,8 @@ mod exponential;
 use std::{error::Error, num::NonZeroUsize, ops::Range, rc::Rc};
 
 use ckfs_tensor::{
-    BitOrder, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId, Term,
-    Terms, Value, View, to_usize,
+    BitOrder, DType, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId,
+    Term, Terms, Value, View, to_usize,
 };
 use lru::LruCache;
 use smallvec::SmallVec;
@@ -229,8 +229,15 @@ impl<'a> Evaluator<'a> {
                 bits
             }
             Op::Quantized(value) => {
-                let bits = self.decoded(value, ravel(index, view.shape()))?;
-                Ok(round(view.dtype(), bits))
+                let number = ravel(index, view.shape());
+                if view.dtype().is_float() {
+                    return Ok(round(view.dtype(), self.decoded(value, number)?));
+                }
+                // Packed integers, the last byte first.
+                let width = view.dtype().bits() / 8;
+                (0..width).rev().try_fold(0, |bits, byte| {
+                    Ok(bits << 8 | round(DType::U8, self.decoded(value, number * width + byte)?))
+                })
             }
         }
     }
@@ -435,7 +442,7 @@ fn low_bits(bits: u64, width: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ckfs_tensor::{DType, Element};
+    use ckfs_tensor::Element;
 
     fn tensor(id: u32, dtype: DType, extents: &[u64]) -> View {
         View::source(SourceTensor { id: TensorId(id), dtype, shape: Shape::try_new(extents).unwrap() })

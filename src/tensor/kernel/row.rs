@@ -200,6 +200,10 @@ leveled! {
     fn widen_u8(source: &[u8], target: &mut [u8]) {
         map(source, target, |[byte]: [u8; 1]| f32::from(byte).to_le_bytes());
     }
+    /// Whole numbers below 256. Beside 2^23, the last bit of an f32 counts ones.
+    fn narrow_u8(source: &[u8], target: &mut [u8]) {
+        map(source, target, |bytes| [(f32::from_le_bytes(bytes) + 8_388_608.0).to_bits().to_le_bytes()[0]]);
+    }
     /// Values of signed bytes.
     fn widen_i8(source: &[u8], target: &mut [u8]) {
         map(source, target, |[byte]: [u8; 1]| f32::from(byte.cast_signed()).to_le_bytes());
@@ -339,7 +343,7 @@ pub(crate) fn widen(dtype: DType) -> Option<Row> {
 
 /// The loop from f32 to `dtype`, or `None` if it is not a float that converts.
 pub(crate) fn narrow(dtype: DType) -> Option<Row> {
-    conversions(dtype).map(|(_, narrow)| narrow)
+    if dtype == DType::U8 { Some(narrow_u8) } else { conversions(dtype).map(|(_, narrow)| narrow) }
 }
 
 /// The loops from a type to f32 and back.

@@ -140,8 +140,8 @@ fn all_that_does_not_agree_is_refused_at_once() {
         "tensor \"b.qweight\": expected b.qzeros to decode it, found no such tensor",
         "tensor \"c.qweight\": expected c.g_idx, which desc_act needs, found no such tensor",
         "tensor \"d.scales\": expected F16 [2, 16] to decode \"d.weight\", found F16 [3, 16]",
-        "tensor \"e.g_idx\": expected I32 [16], a group for each row of e.qweight, found I32 [15]",
-        "tensor \"f.g_idx\": expected groups below 2, found -1 for row 0",
+        "tensor \"e.g_idx\": expected I32 [16], a group for each input of e.qweight, found I32 [15]",
+        "tensor \"f.g_idx\": expected groups below 2, found -1 for input 0",
         "tensor \"g.qweight\": expected a multiple of 8 columns, whose zero points fill words, found [2, 12]",
         "tensor \"h.g_idx\": expected codes h.qweight beside it, found no such tensor",
     ]);

@@ -187,13 +187,21 @@ fn variants_that_are_not_decoded_stay_raw_by_name() {
     };
     for (weights, said) in [
         (with("num_bits", json!(3)), "compressed-tensors pack-quantized of 3 bits, int, a scale for 32"),
-        (with("actorder", json!("group")), "compressed-tensors pack-quantized with actorder group"),
         (with("strategy", json!("token")), "compressed-tensors pack-quantized with strategy \"token\""),
         (with("group_size", json!(0)), "compressed-tensors pack-quantized with a group_size of 0"),
         (with("type", json!("float")), "compressed-tensors pack-quantized of 4 bits, float, a scale for 32"),
     ] {
         matrix(&weights).stays_raw(said, 1);
     }
+    let ordered = with("actorder", json!("group"));
+    matrix(&ordered)
+        .is_refused(&["tensor \"a.weight_packed\": expected a.weight_g_idx to decode it, found no such tensor"]);
+    let order = |groups: &[i32]| groups.iter().flat_map(|group| group.to_le_bytes()).collect::<Vec<u8>>();
+    let index = matrix(&ordered).bytes("a.weight_g_idx", DType::I32, &[64], order(&[2; 64]));
+    index.is_refused(&["tensor \"a.weight_g_idx\": expected groups below 2, found 2 for input 0"]);
+    let unasked = matrix(&integers(4, "group", Some(32), true));
+    let unasked = unasked.bytes("a.weight_g_idx", DType::I32, &[64], order(&[0; 64]));
+    unasked.stays_raw("compressed-tensors pack-quantized with weight_g_idx, and without actorder", 1);
     let symmetric = matrix(&integers(4, "group", Some(32), true));
     let zeros = symmetric.noise("a.weight_zero_point", DType::I32, &[1, 2]);
     zeros.stays_raw("compressed-tensors pack-quantized, symmetric and with zero points", 1);
