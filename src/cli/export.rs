@@ -32,7 +32,7 @@ use self::{
     files::{CHUNK_BYTES, create_directories, create_file, create_target, finish, partial_path},
     journal::{BusyTarget, CompleteFiles, Journal, Written, complete, completed, end_of_tasks, interrupted, state},
     parts::shares,
-    task::ExportTask,
+    task::{ExportPart, ExportTask},
 };
 use super::{
     flags::{LogFlags, SourceFlags, source_help},
@@ -82,9 +82,9 @@ pub(super) struct Export {
     /// Writes into a directory that has something in it, replacing files; begins an interrupted export anew.
     #[arg(long)]
     force: bool,
-    /// The K-th of N tasks that export together; K counts from 1 to N, or from 0 to N-1.
-    #[arg(long, value_name = "K/N")]
-    part: Option<ExportTask>,
+    /// The K-th of N tasks that export together, K from 1 to N or from 0 to N-1; or, as for other commands, a part of the model.
+    #[arg(long, value_name = "K/N|PART")]
+    part: Vec<ExportPart>,
     /// Prints JSON when all is done.
     #[arg(long)]
     json: bool,
@@ -111,8 +111,26 @@ fn real(path: &Path) -> PathBuf {
 }
 
 impl Export {
+    /// The flags of a view, with the part of the model.
+    fn flags(&self) -> SourceFlags {
+        let mut flags = self.flags.clone();
+        flags.settings.view.part = self.part.iter().rev().find_map(|part| match part {
+            ExportPart::Model(part) => Some(*part),
+            ExportPart::Task(_) => None,
+        });
+        flags
+    }
+
+    /// The task that this one is, if there are several.
+    fn task(&self) -> Option<ExportTask> {
+        self.part.iter().rev().find_map(|part| match part {
+            ExportPart::Task(task) => Some(*task),
+            ExportPart::Model(_) => None,
+        })
+    }
+
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
-        let (source, directory) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "DIR")?;
+        let (source, directory) = open::source_and(&self.first, self.second.as_deref(), &self.flags(), "DIR")?;
         tree::patterns(&self.only)?;
         if directory.contains("://") {
             return self.run_into_bucket(source, directory, log);
@@ -120,12 +138,12 @@ impl Export {
         let directory = std::path::absolute(directory).context("DIR")?;
         let is_known = !interrupted(&directory).is_empty() || completed(&directory).is_some();
         check_target(&directory, source, self.force || is_known)?;
-        let mut config = open::source_config(source, &self.flags)?;
+        let mut config = open::source_config(source, &self.flags())?;
         let Some(wanted) = config.mount.steps else {
             let written = self.export(&mut config, &directory, None, log)?;
             return if self.json { output::print_json(&written) } else { Ok(()) };
         };
-        if self.part.is_some() {
+        if self.task().is_some() {
             return Err(one_checkpoint("--part"));
         }
         let mut all = Vec::new();
@@ -164,7 +182,7 @@ impl Export {
     /// Writes the files of one checkpoint, or the share of a task, into a bucket.
     #[cfg(feature = "stores")]
     fn run_into_bucket(&self, source: Option<&str>, address: &str, log: &LogFlags) -> anyhow::Result<()> {
-        let mut config = open::source_config(source, &self.flags)?;
+        let mut config = open::source_config(source, &self.flags())?;
         if config.mount.steps.is_some() {
             return Err(one_checkpoint("a bucket"));
         }
@@ -178,7 +196,7 @@ impl Export {
             bail!("{address}: lies inside the source {label}, or the source inside of it: give another place");
         }
         let nodes = self.nodes(&volume)?;
-        let part = self.part.unwrap_or(ExportTask { number: 1, of: 1 });
+        let part = self.task().unwrap_or(ExportTask { number: 1, of: 1 });
         let shares = shares(&volume, &nodes, part)?;
         let mut told = Told { export: self, log, place: Path::new(address), nodes: shares.of(part), kept_files: 0 };
         let bar = bar(tree::total_bytes(told.nodes), log);
@@ -188,7 +206,7 @@ impl Export {
         let done = export.run(&nodes)?;
         bar.finish_and_clear();
         told.kept_files = done.kept_files;
-        let words = if self.part.is_none() {
+        let words = if self.task().is_none() {
             ""
         } else if done.is_complete {
             ALL
@@ -219,14 +237,14 @@ impl Export {
             let left = completed(directory);
             Ok::<_, anyhow::Error>(left.is_some() && now()? == left)
         };
-        let shares = self.part.map(|part| shares(&volume, &nodes, part)).transpose()?;
-        let mine = match (&shares, self.part) {
+        let shares = self.task().map(|part| shares(&volume, &nodes, part)).transpose()?;
+        let mine = match (&shares, self.task()) {
             (Some(shares), Some(part)) => shares.of(part),
             (None, _) | (_, None) => &nodes,
         };
         let mut told = Told { export: self, log, place: directory, nodes: mine, kept_files: 0 };
         let others = interrupted(directory);
-        if !self.force && (others.is_empty() || self.part.is_some()) {
+        if !self.force && (others.is_empty() || self.task().is_some()) {
             if is_complete()? {
                 told.kept_files = mine.iter().filter(|node| node.attr.kind == NodeKind::File).count();
                 return Ok(told.done(": complete already", true));
@@ -237,17 +255,17 @@ impl Export {
             }
         }
         create_target(&volume, directory).with_context(|| directory.display().to_string())?;
-        let what = self.part.map_or_else(|| digest.clone(), |part| part.what(&digest, &nodes));
+        let what = self.task().map_or_else(|| digest.clone(), |part| part.what(&digest, &nodes));
         let (mut own, journal) = match journal {
             Some(given) => {
                 given.begin(directory)?;
                 (None, Some(given))
             }
-            None => (Some(Journal::open(directory, self.part, &what, self.force)?), None),
+            None => (Some(Journal::open(directory, self.task(), &what, self.force)?), None),
         };
         // The task that has found all complete may have removed the journals just now, and said so before.
         if !self.force
-            && self.part.is_some()
+            && self.task().is_some()
             && is_complete()?
             && let Some(own) = own.take()
         {
@@ -255,12 +273,12 @@ impl Export {
             return Ok(told.done(": complete already", true));
         }
         let Some(journal) = journal.or(own.as_mut()) else { bail!("export without a journal") };
-        if self.part.is_some() {
+        if self.task().is_some() {
             journal.note_share(false)?;
         }
         told.kept_files = write_nodes(&volume, mine, directory, &digest, journal, log)?;
         let mut last = None;
-        if let (Some(part), Some(shares)) = (self.part, &shares) {
+        if let (Some(part), Some(shares)) = (self.task(), &shares) {
             journal.note_share(true)?;
             let are_complete = |part| share_is_complete(directory, part, &what, shares.of(part), &digest);
             if !part.all().map(are_complete).collect::<anyhow::Result<Vec<_>>>()?.iter().all(|is_there| *is_there) {
@@ -281,7 +299,7 @@ impl Export {
         }
         let is_noted = now()?.is_some_and(|state| complete(directory, &state));
         sync_directory(directory)?;
-        match (self.part, own, last) {
+        match (self.task(), own, last) {
             // Where nothing tells that the export is complete, the journals do.
             (Some(_), ..) if !is_noted => {}
             (Some(part), _, Some(last)) => {
@@ -291,7 +309,7 @@ impl Export {
             (None, Some(own), _) => own.end()?,
             (..) => {}
         }
-        let words = if self.part.is_some() { ALL } else { "" };
+        let words = if self.task().is_some() { ALL } else { "" };
         Ok(told.done(words, true))
     }
 }
@@ -327,7 +345,7 @@ impl Told<'_> {
             (tree::total_bytes(self.nodes), |kind| self.nodes.iter().filter(|node| node.attr.kind == kind).count());
         let files = count(NodeKind::File);
         if !self.export.json && !self.log.quiet {
-            let part = self.export.part.map_or_else(String::new, |part| format!("part {part}: "));
+            let part = self.export.task().map_or_else(String::new, |part| format!("part {part}: "));
             let (counted, bytes, place) = (paragraph::counted(files, "file"), human_bytes(total), self.place.display());
             ckfs_host::tell(&format!("ckfs: {part}{counted}, {bytes} in {place}{words}\n"));
         }
@@ -335,7 +353,7 @@ impl Told<'_> {
             "directory": self.place.display().to_string(), "files": files, "bytes": total,
             "directories": count(NodeKind::Directory), "links": count(NodeKind::Symlink), "kept_files": self.kept_files,
         });
-        if let Some(part) = self.export.part {
+        if let Some(part) = self.export.task() {
             told["part"] = part.to_string().into();
             told["complete"] = is_complete.into();
         }

@@ -164,7 +164,10 @@ macro_rules! flags {
 
         impl Args for $name {
             fn augment_args(command: Command) -> Command {
-                command.args(taken_by($takers).map(flag)).args(former_flags($takers))
+                // A command's own argument takes the words of the setting too.
+                let own: Vec<String> = command.get_arguments().map(|arg| arg.get_id().to_string()).collect();
+                let others = taken_by($takers).filter(|setting| !own.iter().any(|own| own == setting.name));
+                command.args(others.map(flag)).args(former_flags($takers))
             }
 
             fn augment_args_for_update(command: Command) -> Command {

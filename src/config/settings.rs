@@ -7,7 +7,7 @@ use ckfs_source::{Duplicates, SourceIo};
 
 use super::{
     Allow, Average, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LayerRanges,
-    LayoutChoice, ListenAddress, LogicalRule, Materialize, MergedLora, Mesh, OwnerId, ParamValue, Pattern,
+    LayoutChoice, ListenAddress, LogicalRule, Materialize, MergedLora, Mesh, OwnerId, ParamValue, Part, Pattern,
     PermissionBits, Prefetch, Quantize, Rename, RepoName, Requantize, ShardChoice, ShardRule, Steps, ThreadCount, Tied,
     TimeLimit, WaitTime,
 };
@@ -106,6 +106,8 @@ pub struct ViewSettings {
     pub no_mtp: Option<bool>,
     /// Whether to leave out towers for images and sound.
     pub text_only: Option<bool>,
+    /// The part of the model to show.
+    pub part: Option<Part>,
     /// Bytes of the largest chunk file.
     pub chunk_bytes: Option<ByteCount>,
     /// Bytes of the largest weight file of a generated repository.

@@ -269,6 +269,32 @@ const INT4_GROUP_MAX: u64 = 1 << 16;
 /// Schemes that need data to calibrate, and so are no function of the weights.
 const CALIBRATED: [&str; 5] = ["gptq", "awq", "smoothquant", "autoround", "spinquant"];
 
+/// A part of a model that is shown alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The text model.
+    Text,
+    /// The tower for images.
+    Vision,
+    /// The tower for sound.
+    Audio,
+    /// The encoder.
+    Encoder,
+    /// What predicts further tokens.
+    Mtp,
+}
+
+impl Choice for Part {
+    const WHAT: &'static str = "part";
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("text", Self::Text),
+        ("vision", Self::Vision),
+        ("audio", Self::Audio),
+        ("encoder", Self::Encoder),
+        ("mtp", Self::Mtp),
+    ];
+}
+
 /// The form in which codes that are stored already are shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Requantize {

@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use ckfs_checkpoint::{Checkpoint, first_names};
+use ckfs_config::{Part, value::Choice as _};
 use ckfs_tensor::TensorId;
 use serde_json::{Map, Value, json};
 
@@ -21,7 +22,7 @@ use super::{
     pattern::Pattern,
     problem::PlanError,
     rename::{self, Rename},
-    text_model::TextModel,
+    text_model::{self, TextModel},
 };
 
 /// The selected tensors of a checkpoint.
@@ -41,6 +42,8 @@ pub struct Subset {
     pub no_mtp: bool,
     /// Without towers for images and sound.
     pub text_only: bool,
+    /// The part of the model that is shown alone.
+    pub part: Option<Part>,
 }
 
 impl Subset {
@@ -143,7 +146,8 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     }
     let patterns = SourcePatterns::new(base, subset, &mut selected)?;
     let text = ParsedNames::of(base).text_prefix(family);
-    let choice = Choice::new(base, subset, &patterns, text.as_deref());
+    let model = subset.part.map(|part| part_of(base, part)).transpose()?.flatten();
+    let choice = Choice::new(base, subset, &patterns, (text.as_deref(), model.as_ref()));
     if subset.layers.is_some() && text.is_none() {
         return Err(PlanError::of("layers", vec!["the repository has no layers of a text model".to_owned()]));
     }
@@ -167,7 +171,8 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         new_name(id, found.and_then(|(prefix, layer)| (text.as_deref() == Some(prefix)).then_some(layer)))
     });
     match text_part(base, subset, &names) {
-        Ok(text) => selected.text = text,
+        Ok(text) => selected.text = model.or(text),
+        Err(reason) if subset.part.is_some() => return Err(PlanError::of("part text", vec![reason])),
         Err(reason) => selected.no_text = Some(reason),
     }
     let (config, no_hf) = configuration(base, subset, &layers, choice.dropped_mtp, family);
@@ -179,6 +184,40 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     selected.part = Some(part.map_err(|reasons| PlanError::of("layers", reasons))?);
     selected.whole = whole;
     Ok(selected)
+}
+
+/// The model that a part is by itself; `None` for the text model and for what predicts further tokens.
+///
+/// # Errors
+/// The model has no such part, or one that is no model by itself.
+fn part_of(base: &Checkpoint, part: Part) -> Result<Option<TextModel>, PlanError> {
+    let dialect = base.dialect();
+    let is_mtp = |name: &str| is_predictor(name);
+    let has_mtp = !dialect.mtp_layers.is_empty() || base.tensors().any(|(_, info)| is_mtp(info.name));
+    let found = text_model::parts(base).find(|(word, _)| *word == part.word()).map(|(_, model)| model);
+    match part {
+        Part::Text => return Ok(None),
+        Part::Mtp if has_mtp => return Ok(None),
+        Part::Mtp | Part::Vision | Part::Audio | Part::Encoder => {}
+    }
+    if let Some(model) = found {
+        return match base.raw().find(|tensor| model.has(tensor.name)) {
+            Some(raw) => {
+                let reason = format!(
+                    "{}: its codes are named by the whole model's configuration: --dequantize decodes them",
+                    raw.name
+                );
+                Err(PlanError::of("part", vec![reason]))
+            }
+            None => Ok(Some(model)),
+        };
+    }
+    let words = text_model::parts(base).map(|(word, _)| word).chain(has_mtp.then_some("mtp"));
+    let words: Vec<&str> = words.chain(["text"]).collect();
+    let (model, part, words) = (dialect.model_type.as_deref().unwrap_or("this model"), part.word(), words.join(", "));
+    let reason =
+        format!("{model} has no part {part} that is a model by itself: expected {words}, or --include with patterns");
+    Err(PlanError::of("part", vec![reason]))
 }
 
 /// The checkpoint under the names that source renames give; `None` without renames.
@@ -236,7 +275,13 @@ struct Choice {
 }
 
 impl Choice {
-    fn new(base: &Checkpoint, subset: &Subset, patterns: &SourcePatterns, text: Option<&str>) -> Self {
+    /// `text` is the prefix of the text model's layers, `model` the part that is shown alone, if it has names of its own.
+    fn new(
+        base: &Checkpoint,
+        subset: &Subset,
+        patterns: &SourcePatterns,
+        (text, model): (Option<&str>, Option<&TextModel>),
+    ) -> Self {
         let declared = base.dialect().declared_layers;
         let mut choice = Self { kept: Vec::new(), layers: BTreeSet::new(), dropped_mtp: false, cut_by_pattern: false };
         for (id, info) in base.tensors() {
@@ -247,7 +292,10 @@ impl Choice {
             let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
             let matched = is_accepted(&patterns.include, &patterns.exclude, info.name);
             choice.cut_by_pattern |= !matched;
-            let unwanted = (subset.no_mtp && is_mtp) || (subset.text_only && naming::is_tower(info.name));
+            let unwanted = (subset.no_mtp && is_mtp)
+                || (subset.text_only && naming::is_tower(info.name))
+                || (subset.part == Some(Part::Mtp) && !is_mtp)
+                || model.is_some_and(|model| !model.has(info.name));
             if matched && !out && !unwanted {
                 choice.layers.extend(of_text);
                 choice.kept.push((id, of_text));

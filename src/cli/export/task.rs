@@ -2,6 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
+use ckfs_config::{Part, value::SettingValue};
 use ckfs_service::identity;
 
 use super::super::tree::PathNode;
@@ -15,6 +16,26 @@ pub(super) struct ExportTask {
     /// From 1.
     pub(super) number: usize,
     pub(super) of: usize,
+}
+
+/// What `--part` is in an export.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum ExportPart {
+    /// One of its tasks.
+    Task(ExportTask),
+    /// A part of the model.
+    Model(Part),
+}
+
+impl FromStr for ExportPart {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.contains('/') || text.starts_with(|letter: char| letter.is_ascii_digit()) {
+            return text.parse().map(Self::Task);
+        }
+        Part::from_word(text).map(Self::Model)
+    }
 }
 
 impl FromStr for ExportTask {

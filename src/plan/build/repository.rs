@@ -7,7 +7,7 @@ use ckfs_checkpoint::{Checkpoint, Container, FileRole};
 use super::{
     super::{
         Draft, HfContent, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, quantize::Quantizer,
-        values::Values,
+        text_model::TextModel, values::Values,
     },
     request::{asked, decoded, decodes},
     stage::{Builder, ChosenLayout, Selection, groups_of},
@@ -102,7 +102,7 @@ impl Builder<'_> {
         let name = |name: &String| text.map_or_else(|| name.clone(), |text| text.name(name));
         let tensor = |draft: &Draft| (name(&draft.name), draft.view.clone(), draft.roles.part.is_some());
         let tensors = drafts.iter().map(tensor).collect();
-        let is_text = text.is_some() || inverse.is_some_and(|inverted| inverted.is_text);
+        let is_text = text.is_some_and(TextModel::is_text) || inverse.is_some_and(|inverted| inverted.is_text);
         let shard_bytes_max = options.shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
         let files = generated::files(checkpoint, tensors, (config, is_text), shard_bytes_max, quantizer);
         let kept = chosen.inverse.as_ref().map_or_else(Vec::new, |inverted| inverted.kept.clone());
@@ -176,5 +176,11 @@ fn assembled(
     let alone = names.text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
     let config = alone.as_ref().or_else(|| checkpoint.config());
     let shard_bytes_max = shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
-    generated::files(checkpoint, tensors, (config, names.text.is_some()), shard_bytes_max, quantizer)
+    generated::files(
+        checkpoint,
+        tensors,
+        (config, names.text.is_some_and(TextModel::is_text)),
+        shard_bytes_max,
+        quantizer,
+    )
 }

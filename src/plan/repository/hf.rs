@@ -247,10 +247,11 @@ struct Rewriting<'a> {
 impl<'a> Rewriting<'a> {
     /// The repository's files that `hf/` may have.
     fn originals(&self) -> impl Iterator<Item = (&'a FileRole, &'a str, FileId)> {
-        let (is_undone, is_text) = (self.is_undone, self.text.is_some());
+        let (is_undone, text) = (self.is_undone, self.text);
         let is_anew = self.quantizer.is_some() || self.values.checkpoint().is_recoded();
         originals(self.original).filter(move |(_, path, _)| {
-            !((is_undone || is_anew) && QUANTIZATION_FILES.contains(path)) && (!is_text || TextModel::has_file(path))
+            !((is_undone || is_anew) && QUANTIZATION_FILES.contains(path))
+                && !text.is_some_and(|text| text.is_text() && !TextModel::has_file(path))
         })
     }
 

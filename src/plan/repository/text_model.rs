@@ -1,8 +1,9 @@
-//! The text part of a larger model as a model by itself: its configuration, and the names of its tensors.
+//! A part of a larger model as a model by itself: its configuration, and the names of its tensors.
 //!
 //! A repository of a model that also sees or hears has a `config.json` that nests the text model's configuration, and
 //! names with one more prefix. transformers has a class for the text model alone for some of these models; the others
-//! have no repository of their text part. The classes are data, in `text_models.toml`.
+//! have no repository of their text part. The classes are data, in `text_models.toml`; those of other parts, in
+//! `parts.toml`.
 
 use std::{collections::BTreeMap, sync::LazyLock};
 
@@ -16,6 +17,49 @@ type Classes = BTreeMap<String, BTreeMap<String, String>>;
 static CLASSES: LazyLock<Classes> = LazyLock::new(|| {
     toml::from_str(include_str!("text_models.toml")).expect("the file is in the program, and a test reads it")
 });
+
+/// The rows of `parts.toml`.
+#[derive(Deserialize)]
+struct Parts {
+    part: Vec<PartRow>,
+}
+
+#[derive(Deserialize)]
+struct PartRow {
+    model_types: Vec<String>,
+    part: String,
+    names: BTreeMap<String, String>,
+    architecture: String,
+    member: Option<String>,
+    #[serde(default)]
+    set: BTreeMap<String, Json>,
+}
+
+static PARTS: LazyLock<Parts> = LazyLock::new(|| {
+    toml::from_str(include_str!("parts.toml")).expect("the file is in the program, and a test reads it")
+});
+
+/// The parts but the text model of a repository that are models by themselves, with their words.
+pub(crate) fn parts(checkpoint: &Checkpoint) -> impl Iterator<Item = (&'static str, TextModel)> {
+    let whole = checkpoint.dialect().model_type.as_deref();
+    let rows = PARTS.part.iter().filter(move |row| row.model_types.iter().any(|of| Some(of.as_str()) == whole));
+    let there =
+        rows.filter(|row| row.names.keys().any(|prefix| checkpoint.table().with_prefix(prefix).next().is_some()));
+    there.map(|row| {
+        let (names, architecture) = (row.names.clone(), row.architecture.clone());
+        let part = Some(PartConfig { member: row.member.clone(), set: row.set.clone() });
+        (row.part.as_str(), TextModel { model_type: String::new(), architecture, names, part })
+    })
+}
+
+/// Where the configuration of another part than the text model is.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub(crate) struct PartConfig {
+    /// The member that it is; `None` is the whole.
+    member: Option<String>,
+    /// Members that are another in it.
+    set: BTreeMap<String, Json>,
+}
 
 /// Prefixes of the text model's names in the whole model, in the order in which they are tried, and their replacements.
 const PREFIXES: [(&str, &str); 3] =
@@ -43,6 +87,8 @@ pub(crate) struct TextModel {
     /// Prefixes of names in the whole model, each with its replacement in such a repository, tried before [`PREFIXES`].
     #[serde(default)]
     names: BTreeMap<String, String>,
+    /// If it is another part than the text model.
+    part: Option<PartConfig>,
 }
 
 impl TextModel {
@@ -71,7 +117,7 @@ impl TextModel {
             ));
         };
         let names = BTreeMap::new();
-        Ok(Self { model_type: model_type.clone(), architecture: architecture.clone(), names })
+        Ok(Self { model_type: model_type.clone(), architecture: architecture.clone(), names, part: None })
     }
 
     fn prefixes(&self) -> impl Iterator<Item = (&str, &str)> {
@@ -83,6 +129,11 @@ impl TextModel {
         !name.contains("lm_head") && self.prefixes().all(|(prefix, _)| !name.starts_with(prefix))
     }
 
+    /// Whether a name of the whole model is one of this part's own.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.names.keys().any(|prefix| name.starts_with(prefix.as_str()))
+    }
+
     /// The name in a repository of the text model.
     pub(crate) fn name(&self, name: &str) -> String {
         let renamed = self.prefixes().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old)?)));
@@ -92,6 +143,20 @@ impl TextModel {
     /// The text model's configuration by itself. `tied` says whether the whole model's output head is the embedding,
     /// which the whole model's configuration may decide.
     pub(crate) fn config(&self, whole: &Json, tied: bool) -> Json {
+        if let Some(PartConfig { member, set }) = &self.part {
+            let nested = member.as_ref().map_or(Some(whole), |member| whole.get(member));
+            let mut config = nested.cloned().unwrap_or_default();
+            if let Some(members) = config.as_object_mut() {
+                for key in ["dtype", "torch_dtype", "transformers_version"] {
+                    if let (false, Some(value)) = (members.contains_key(key), whole.get(key)) {
+                        members.insert(key.to_owned(), value.clone());
+                    }
+                }
+                members.extend(set.iter().map(|(key, value)| (key.clone(), value.clone())));
+                members.insert("architectures".to_owned(), json!([self.architecture]));
+            }
+            return config;
+        }
         let is_own = |value: &Json| value.get("model_type").and_then(Json::as_str) == Some(self.model_type.as_str());
         let nested = whole.as_object().into_iter().flatten().find(|(_, value)| value.is_object() && is_own(value));
         let nested = nested.map(|(_, value)| value).or_else(|| whole.get("text_config"));
@@ -107,6 +172,11 @@ impl TextModel {
             members.insert("architectures".to_owned(), json!([self.architecture]));
         }
         config
+    }
+
+    /// Whether it is the text model, and not another part.
+    pub(crate) const fn is_text(&self) -> bool {
+        self.part.is_none()
     }
 
     /// Whether a repository of the text model has this file of the whole model's.

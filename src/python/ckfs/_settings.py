@@ -54,6 +54,7 @@ class OpenSettings(TypedDict, total=False):
     renumber: bool
     no_mtp: bool
     text_only: bool
+    part: Literal["text", "vision", "audio", "encoder", "mtp"]
     chunk_bytes: Size
     max_shard_bytes: Size
     config_from: Path

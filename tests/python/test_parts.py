@@ -1,0 +1,155 @@
+"""`--part`: one part of a model as a repository, with the state that its own class has in the whole model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import repos
+from mounting import find_ckfs, run
+from test_text_models import EYE, LLAMA4, LLAMA4_EYE, PIXTRAL, QWEN_EYE, TEXT, randomized
+
+ROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]})
+QWEN25_EYE = QWEN_EYE | dict(fullatt_block_indexes=[0], window_size=28)
+QWEN3_EYE = QWEN_EYE | dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
+SOUND = dict(
+    d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+    decoder_ffn_dim=16, num_mel_bins=8, max_source_positions=20, max_target_positions=20, vocab_size=64, pad_token_id=0,
+    bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+)  # fmt: skip
+
+
+def seeing(family: str, text: dict, eye: dict, **more: object):
+    config = getattr(transformers, family + "Config")(text_config=dict(text), vision_config=dict(eye), **more)
+    return getattr(transformers, family + "ForConditionalGeneration")._from_config(config)
+
+
+def t5gemma():
+    side = TEXT | dict(num_hidden_layers=2)
+    config = transformers.T5GemmaConfig(encoder=dict(side), decoder=dict(side), vocab_size=64)
+    return transformers.T5GemmaForConditionalGeneration._from_config(config)
+
+
+# The whole model, the part, its class, and where that is in the whole.
+PARTS = {
+    "gemma3": (lambda: seeing("Gemma3", TEXT, EYE, mm_tokens_per_image=4), "vision", "SiglipVisionModel", "model.vision_tower"),
+    "mistral3": (lambda: seeing("Mistral3", TEXT | dict(model_type="mistral"), PIXTRAL), "vision", "PixtralVisionModel", "model.vision_tower"),
+    "llama4": (lambda: seeing("Llama4", LLAMA4, LLAMA4_EYE), "vision", "Llama4VisionModel", "vision_model"),
+    "qwen2.5-vl": (lambda: seeing("Qwen2_5_VL", TEXT | ROPE, QWEN25_EYE), "vision", "Qwen2_5_VisionTransformerPretrainedModel", "model.visual"),
+    "qwen3-vl": (lambda: seeing("Qwen3VL", TEXT | ROPE, QWEN3_EYE), "vision", "Qwen3VLVisionModel", "model.visual"),
+    "whisper": (lambda: transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**SOUND)), "encoder", "WhisperEncoder", "model.encoder"),
+    "t5gemma": (t5gemma, "encoder", "T5GemmaEncoderModel", "model"),
+}  # fmt: skip
+
+
+def class_of(name: str):
+    """A class of transformers, exported or not."""
+    if found := getattr(transformers, name, None):
+        return found
+    module = {"Qwen2_5_VisionTransformerPretrainedModel": "qwen2_5_vl", "Qwen3VLVisionModel": "qwen3_vl", "WhisperEncoder": "whisper"}[name]
+    return getattr(__import__(f"transformers.models.{module}.modeling_{module}", fromlist=[name]), name)
+
+
+def exported(source: Path, to: Path, part: str) -> Path:
+    run("export", source, to, "--layout", "hf", "--part", part, "--only", "hf")
+    return to / "hf"
+
+
+def same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_class_of_a_part_loads_its_state(name, tmp_path):
+    make, part, class_name, place = PARTS[name]
+    torch.manual_seed(1)
+    model = randomized(make())
+    model.save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    path = exported(tmp_path / "whole", tmp_path / "part", part)
+    loaded, report = class_of(class_name).from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), report
+    state = model.state_dict()
+    own = {key.removeprefix(f"{place}."): tensor for key, tensor in state.items() if key.startswith(f"{place}.")}
+    same_state(loaded.state_dict(), {key: own[key] for key in loaded.state_dict()})
+    assert json.loads((path / "config.json").read_text())["architectures"] == [class_name]
+    # The index names what is there, and nothing else.
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    stored = {key: file.name for file in path.glob("*.safetensors") for key in load_file(file)}
+    assert index["weight_map"] == stored
+    assert index["metadata"]["total_size"] == sum(t.nbytes for file in path.glob("*.safetensors") for t in load_file(file).values())
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "llama4"])
+def test_the_text_part_is_the_class_of_text_alone(name, tmp_path):
+    torch.manual_seed(1)
+    model = randomized(PARTS[name][0]())
+    model.save_pretrained(tmp_path / "whole")
+    path = exported(tmp_path / "whole", tmp_path / "text", "text")
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), report
+    inner = model.language_model.model if name == "llama4" else model.model.language_model
+    same_state(loaded.model.state_dict(), inner.state_dict())
+
+
+def test_layers_that_predict_keep_their_names_and_the_configuration(tmp_path):
+    made = repos.deepseek_v3(tmp_path / "whole")
+    declared = made.config["num_hidden_layers"] - 1
+    more = {"num_hidden_layers": declared, "num_nextn_predict_layers": 1}
+    made = repos.write(tmp_path / "v3", made.files, made.config | more)
+    own = {name: tensor for name, tensor in made.tensors.items() if (m := re.match(r"model\.layers\.(\d+)\.", name)) and int(m[1]) >= declared}
+    assert 0 < len(own) < len(made.tensors)
+    path = exported(made.path, tmp_path / "mtp", "mtp")
+    stored = {key: tensor for file in path.glob("*.safetensors") for key, tensor in load_file(file).items()}
+    assert stored.keys() == own.keys()
+    for name, tensor in own.items():
+        assert stored[name].reshape(-1).view(torch.uint8).numpy().tobytes() == tensor.data, name
+    assert json.loads((path / "config.json").read_text()) == made.config
+
+
+def test_predictors_beside_the_layers(tmp_path):
+    """As Qwen3-Next has them."""
+    tensors = repos.llama_tensors("next")
+    more = {name.replace("model.layers.0", "mtp.layers.0"): tensor for name, tensor in tensors.items() if "layers.0." in name}
+    config = repos.base_config("qwen3_next", "Qwen3NextForCausalLM", 3)
+    made = repos.write(tmp_path / "next", repos.split(tensors | more, 2), config)
+    path = exported(made.path, tmp_path / "mtp", "mtp")
+    assert {key for file in path.glob("*.safetensors") for key in load_file(file)} == more.keys()
+
+
+def test_only_the_part_is_read(tmp_path):
+    """The plan has the part's tensors, and those read no others."""
+    torch.manual_seed(1)
+    randomized(PARTS["gemma3"][0]()).save_pretrained(tmp_path / "whole")
+    done = subprocess.run(
+        [find_ckfs(), "plan", tmp_path / "whole", "--layout", "hf", "--part", "vision", "--json"], capture_output=True, text=True, check=True
+    )
+    path = exported(tmp_path / "whole", tmp_path / "part", "vision")
+    stored = {name: tensor.nbytes for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    planned = {tensor["name"]: tensor["bytes"] for tensor in json.loads(done.stdout)["views"][0]["tensors"]}
+    assert {name.removeprefix("model.").removeprefix("vision_tower.") for name in planned} == stored.keys()
+    assert sum(planned.values()) == sum(stored.values())
+
+
+def test_a_part_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    def refused(source: Path, part: str) -> str:
+        done = subprocess.run([find_ckfs(), "plan", source, "--layout", "hf", "--part", part], capture_output=True, text=True)
+        assert done.returncode == 1
+        return done.stderr
+
+    plain = repos.llama(tmp_path / "plain").path
+    assert "llama has no part vision that is a model by itself: expected text" in refused(plain, "vision")
+    torch.manual_seed(1)
+    randomized(PARTS["gemma3"][0]()).save_pretrained(tmp_path / "gemma")
+    for part in ("audio", "mtp", "encoder"):
+        assert f"gemma3 has no part {part} that is a model by itself: expected vision, text" in refused(tmp_path / "gemma", part)
+    randomized(PARTS["qwen2.5-vl"][0]()).save_pretrained(tmp_path / "qwen")
+    assert "no class of transformers is known that is the text model" in refused(tmp_path / "qwen", "text")
