@@ -66,6 +66,6 @@ pub use table::{FORMER, KEYS, SETTINGS, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use value_types::{
     ByteCount, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LAYOUTS, LayoutChoice, Materialize, MergedLora,
-    OwnerId, ParamValue, Part, PermissionBits, Prefetch, Quantize, Requantize, ShardChoice, THREADS_MAX, ThreadCount,
-    Tied, float_of,
+    ModelPart, OwnerId, ParamValue, PermissionBits, Prefetch, Quantize, Requantize, ShardChoice, THREADS_MAX,
+    ThreadCount, Tied, float_of,
 };

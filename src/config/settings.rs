@@ -7,7 +7,7 @@ use ckfs_source::{Duplicates, SourceIo};
 
 use super::{
     Allow, Average, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LayerRanges,
-    LayoutChoice, ListenAddress, LogicalRule, Materialize, MergedLora, Mesh, OwnerId, ParamValue, Part, Pattern,
+    LayoutChoice, ListenAddress, LogicalRule, Materialize, MergedLora, Mesh, ModelPart, OwnerId, ParamValue, Pattern,
     PermissionBits, Prefetch, Quantize, Rename, RepoName, Requantize, ShardChoice, ShardRule, Steps, ThreadCount, Tied,
     TimeLimit, WaitTime,
 };
@@ -107,7 +107,7 @@ pub struct ViewSettings {
     /// Whether to leave out towers for images and sound.
     pub text_only: Option<bool>,
     /// The part of the model to show.
-    pub part: Option<Part>,
+    pub part: Option<ModelPart>,
     /// Bytes of the largest chunk file.
     pub chunk_bytes: Option<ByteCount>,
     /// Bytes of the largest weight file of a generated repository.

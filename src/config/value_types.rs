@@ -271,7 +271,7 @@ const CALIBRATED: [&str; 5] = ["gptq", "awq", "smoothquant", "autoround", "spinq
 
 /// A part of a model that is shown alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Part {
+pub enum ModelPart {
     /// The text model.
     Text,
     /// The tower for images.
@@ -284,7 +284,7 @@ pub enum Part {
     Mtp,
 }
 
-impl Choice for Part {
+impl Choice for ModelPart {
     const WHAT: &'static str = "part";
     const WORDS: &'static [(&'static str, Self)] = &[
         ("text", Self::Text),

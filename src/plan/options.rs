@@ -4,8 +4,8 @@ use std::{borrow::Cow, collections::BTreeMap, path::PathBuf, sync::Arc};
 
 use ckfs_checkpoint::{Checkpoint, Container};
 use ckfs_config::{
-    Allow, CastRule, ConfigError, Dequantize, DtypeChoice, GgufType, LayoutChoice, LogicalRule, MergedLora, Mesh, Part,
-    Pattern, Quantize, Rename, Requantize, ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
+    Allow, CastRule, ConfigError, Dequantize, DtypeChoice, GgufType, LayoutChoice, LogicalRule, MergedLora, Mesh,
+    ModelPart, Pattern, Quantize, Rename, Requantize, ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
 };
 use ckfs_layouts::LayoutTraits;
 use ckfs_tensor::DType;
@@ -275,8 +275,8 @@ impl ViewOptions {
                 exclude: settings.exclude.clone(),
                 layers: settings.layers.clone(),
                 renumber: settings.renumber.unwrap_or(false),
-                no_mtp: settings.no_mtp.unwrap_or(settings.part == Some(Part::Text)),
-                text_only: settings.text_only.unwrap_or(settings.part == Some(Part::Text)),
+                no_mtp: settings.no_mtp.unwrap_or(settings.part == Some(ModelPart::Text)),
+                text_only: settings.text_only.unwrap_or(settings.part == Some(ModelPart::Text)),
                 part: settings.part,
             },
             renames: (settings.strip_prefix.iter().map(|prefix| Rename::strip_prefix(prefix)))

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use ckfs_checkpoint::{Checkpoint, first_names};
-use ckfs_config::{Part, value::Choice as _};
+use ckfs_config::{ModelPart, value::Choice as _};
 use ckfs_tensor::TensorId;
 use serde_json::{Map, Value, json};
 
@@ -43,7 +43,7 @@ pub struct Subset {
     /// Without towers for images and sound.
     pub text_only: bool,
     /// The part of the model that is shown alone.
-    pub part: Option<Part>,
+    pub part: Option<ModelPart>,
 }
 
 impl Subset {
@@ -190,15 +190,15 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
 ///
 /// # Errors
 /// The model has no such part, or one that is no model by itself.
-fn part_of(base: &Checkpoint, part: Part) -> Result<Option<TextModel>, PlanError> {
+fn part_of(base: &Checkpoint, part: ModelPart) -> Result<Option<TextModel>, PlanError> {
     let dialect = base.dialect();
     let is_mtp = |name: &str| is_predictor(name);
     let has_mtp = !dialect.mtp_layers.is_empty() || base.tensors().any(|(_, info)| is_mtp(info.name));
     let found = text_model::parts(base).find(|(word, _)| *word == part.word()).map(|(_, model)| model);
     match part {
-        Part::Text => return Ok(None),
-        Part::Mtp if has_mtp => return Ok(None),
-        Part::Mtp | Part::Vision | Part::Audio | Part::Encoder => {}
+        ModelPart::Text => return Ok(None),
+        ModelPart::Mtp if has_mtp => return Ok(None),
+        ModelPart::Mtp | ModelPart::Vision | ModelPart::Audio | ModelPart::Encoder => {}
     }
     if let Some(model) = found {
         return match base.raw().find(|tensor| model.has(tensor.name)) {
@@ -294,7 +294,7 @@ impl Choice {
             choice.cut_by_pattern |= !matched;
             let unwanted = (subset.no_mtp && is_mtp)
                 || (subset.text_only && naming::is_tower(info.name))
-                || (subset.part == Some(Part::Mtp) && !is_mtp)
+                || (subset.part == Some(ModelPart::Mtp) && !is_mtp)
                 || model.is_some_and(|model| !model.has(info.name));
             if matched && !out && !unwanted {
                 choice.layers.extend(of_text);

@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
-use ckfs_config::{Part, value::SettingValue};
+use ckfs_config::{ModelPart, value::SettingValue};
 use ckfs_service::identity;
 
 use super::super::tree::PathNode;
@@ -24,7 +24,7 @@ pub(super) enum ExportPart {
     /// One of its tasks.
     Task(ExportTask),
     /// A part of the model.
-    Model(Part),
+    Model(ModelPart),
 }
 
 impl FromStr for ExportPart {
@@ -34,7 +34,7 @@ impl FromStr for ExportPart {
         if text.contains('/') || text.starts_with(|letter: char| letter.is_ascii_digit()) {
             return text.parse().map(Self::Task);
         }
-        Part::from_word(text).map(Self::Model)
+        ModelPart::from_word(text).map(Self::Model)
     }
 }
 

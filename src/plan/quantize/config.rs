@@ -41,11 +41,11 @@ pub(crate) fn quantization_config(scheme: Quantize, left: &[String]) -> Value {
     };
     let weights = numbers(kind, bits, strategy, size, scale_dtype);
     let activations = if format == "float-quantized" { activations(8, "token", None) } else { Value::Null };
-    compressed_tensors(&[Group { format, weights, activations, targets: vec!["Linear".to_owned()] }], left)
+    compressed_tensors(&[ModuleGroup { format, weights, activations, targets: vec!["Linear".to_owned()] }], left)
 }
 
 /// Modules that compressed-tensors stores alike.
-pub(super) struct Group {
+pub(super) struct ModuleGroup {
     pub(super) format: &'static str,
     /// As [`numbers`] and [`activations`] say it.
     pub(super) weights: Value,
@@ -70,8 +70,8 @@ pub(super) fn activations(bits: u64, strategy: &str, size: Option<u64>) -> Value
 }
 
 /// The configuration of compressed-tensors.
-pub(super) fn compressed_tensors(groups: &[Group], left: &[String]) -> Value {
-    let of_group = |(number, group): (usize, &Group)| {
+pub(super) fn compressed_tensors(groups: &[ModuleGroup], left: &[String]) -> Value {
+    let of_group = |(number, group): (usize, &ModuleGroup)| {
         let members = json!({
             "format": group.format,
             "input_activations": group.activations,

@@ -16,7 +16,7 @@ use serde_json::{Value as Json, json};
 
 use super::{
     super::problem::PlanError,
-    config::{Group, activations, compressed_tensors, fp8, modelopt_in_config, numbers},
+    config::{ModuleGroup, activations, compressed_tensors, fp8, modelopt_in_config, numbers},
 };
 
 /// How a tensor of the new form is made of the operands of the old one.
@@ -417,7 +417,7 @@ impl Keeping<'_> {
     }
 
     /// The groups of compressed-tensors: the largest has all linear layers that no other names.
-    fn groups(&self) -> Vec<Group> {
+    fn groups(&self) -> Vec<ModuleGroup> {
         let largest = self.modules.iter().max_by_key(|(_, modules)| modules.len()).map(|(stored, _)| *stored);
         let group = |(stored, modules): (&Stored, &Vec<String>)| {
             let targets = if largest == Some(*stored) { vec!["Linear".to_owned()] } else { modules.clone() };
@@ -429,7 +429,7 @@ impl Keeping<'_> {
             } else if let Stored::Fp8Block(block) = stored {
                 weights["block_structure"] = json!(block);
             }
-            Group { format, weights, activations: inputs, targets }
+            ModuleGroup { format, weights, activations: inputs, targets }
         };
         self.modules.iter().map(group).collect()
     }
