@@ -317,7 +317,7 @@ impl Supervisor {
                         let told =
                             record.read().and_then(|known| record.write(&Inheritance { owes_nothing: true, ..known }));
                         told.unwrap_or_else(|error| {
-                            warn!("the next process is not told that all is answered: {error}")
+                            warn!("the next process is not told that all is answered: {error}");
                         });
                     }
                     tell(DONE);

@@ -61,7 +61,7 @@ fn follow(run: &Weak<Run>, mut settling: Settling, mut watch: DirectoryWatch, mu
         let measures = |name: &str| of_steps.as_ref().is_none_or(|names| names.contains(Path::new(name)));
         let looked = catch_unwind(AssertUnwindSafe(|| alive.look(&mut settling, &measures)));
         let took = begun.elapsed();
-        let own = POLL.max((thread_cpu_time() - cpu_before).saturating_mul(PART_QUIET));
+        let own = POLL.max(thread_cpu_time().saturating_sub(cpu_before).saturating_mul(PART_QUIET));
         let poll = alive.config.mount.steps_poll.map_or(own, TimeLimit::duration);
         let next = match looked {
             Ok(Ok(look)) => {
