@@ -50,8 +50,8 @@ pub static SETTINGS: &[Setting] = &[
     View.row("replicate", Required("AXIS"), at!(view.replicate))
         .help("A mesh axis that is to split nothing: every device along it holds the same. May be repeated."),
     View.row("layout", Required("NAME|FILE.toml"), at!(view.layout))
-        .help("How tensors are named and shaped: canonical (default), gguf, hf, stored, maxtext, maxtext-unscanned, megatron, \
-               megatron-unscanned, sglang, torchtitan, transformers, vllm, or a file.")
+        .help("Names and shapes of tensors: canonical (default), gguf, hf, stored, maxtext[-unscanned], \
+               megatron[-unscanned], sglang, torchtitan, transformers, vllm, or a file.")
         .more("canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
                keeps the repository's own names, and gives them back to a checkpoint of MaxText, Megatron-Core or torchtitan; \
                gguf gives the file that llama.cpp's converter writes; stored keeps a trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \

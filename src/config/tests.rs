@@ -202,7 +202,7 @@ fn errors_name_file_and_line() {
         ("mesh = \"fsdp=2\"\nmehs = \"x\"\n", "x.toml:2: unknown field `mehs`"),
         ("\n\nmesh = \"fsdp\"\n", "x.toml:3: mesh: expected name=size, found \"fsdp\""),
         ("dtype = \"i32\"", "x.toml:1: dtype: expected keep or a float type such as bf16, found \"i32\""),
-        ("layout = \"x\"", "x.toml:1: layout \"x\": expected canonical, hf, "),
+        ("layout = \"x\"", "x.toml:1: layout \"x\": expected canonical, gguf, hf, "),
         ("shard = \"x\"", "x.toml:1: shard: expected auto, none, maxtext or a file *.toml, found \"x\""),
         ("devices = \"3-1\"", "x.toml:1: devices: expected numbers and ranges such as 0-3,8 or 0..4, found \"3-1\""),
         ("[[cast]]\nmatch = \"/(/\"\ndtype = \"f32\"", "x.toml:2: pattern \"/(/\": "),

@@ -187,7 +187,7 @@ fn wrong_use_exits_with_2() {
         (&["plan", "model", "--mesh", "fsdp"], "mesh: expected name=size, found \"fsdp\""),
         (&["plan", "model", "--mesh", "fsdp=0"], "expected a size of at least 1"),
         (&["plan", "model", "--dtype", "i8"], "dtype: expected keep or a float type such as bf16, found \"i8\""),
-        (&["plan", "model", "--layout", "x"], "layout \"x\": expected canonical, hf, "),
+        (&["plan", "model", "--layout", "x"], "layout \"x\": expected canonical, gguf, hf, "),
         (&["plan", "model", "--shard", "x"], "shard: expected auto, none, maxtext or a file *.toml, found \"x\""),
         (&["plan", "model", "--devices", "3-1"], "devices: expected numbers and ranges"),
         (&["plan", "model", "--cache-bytes", "1X"], "expected a number of bytes"),

@@ -861,7 +861,7 @@ fn malformed_files_are_refused_with_their_lines() {
     let error = Layout::find("nosuch").unwrap_err().to_string();
     assert_eq!(
         error,
-        "layout \"nosuch\": expected canonical, hf, maxtext, maxtext-unscanned, megatron, megatron-unscanned, sglang, \
+        "layout \"nosuch\": expected canonical, gguf, hf, maxtext, maxtext-unscanned, megatron, megatron-unscanned, sglang, \
          stored, torchtitan, transformers, vllm or a file *.toml"
     );
     let error = Layout::find("/nowhere/x.toml").unwrap_err().to_string();
