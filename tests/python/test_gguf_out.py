@@ -108,7 +108,8 @@ def test_a_read_touches_what_it_needs(own, tmp_path, monkeypatch):
         model.seek(-20_000, 2)
         model.read()
     fetched = mounted.stats_of_reads()["bytes_fetched"]
-    assert 10_000 < sum(fetched.values()) < 8_000_000, fetched
+    # What the kernel reads ahead depends on how fast it is answered.
+    assert 10_000 < sum(fetched.values()) < 24_000_000, fetched
 
 
 def test_what_has_no_file_is_refused_by_name(fresh, tmp_path):
