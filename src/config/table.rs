@@ -157,9 +157,10 @@ pub static SETTINGS: &[Setting] = &[
         .help("Leaves out layers of multi-token prediction."),
     View.row("text-only", Flag("true"), at!(view.text_only))
         .help("Leaves out towers for images and sound."),
-    View.row("part", Required("text|vision|audio|encoder|mtp"), at!(view.part))
+    View.row("part", Required("text|vision|audio|encoder|mtp|draft"), at!(view.part))
         .help("Shows one part of the model alone; hf/ is a repository of it, which the part's own class or an engine loads.")
-        .more("mtp keeps names and config.json of the whole, as engines read draft models; the others have those of their class. A \
+        .more("mtp and draft keep names and config.json of the whole; draft has also the embedding and the head that the predictors of \
+               further tokens share with the model, as engines read draft models. The others have those of their class. A \
                part that the model does not have is refused with those that it has."),
     View.row("chunk-bytes", Required("SIZE"), at!(view.chunk_bytes))
         .help("Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks."),

@@ -282,6 +282,8 @@ pub enum ModelPart {
     Encoder,
     /// What predicts further tokens.
     Mtp,
+    /// The same, with the embedding and the head that it shares with the model.
+    Draft,
 }
 
 impl Choice for ModelPart {
@@ -292,6 +294,7 @@ impl Choice for ModelPart {
         ("audio", Self::Audio),
         ("encoder", Self::Encoder),
         ("mtp", Self::Mtp),
+        ("draft", Self::Draft),
     ];
 }
 

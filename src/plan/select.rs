@@ -98,6 +98,9 @@ pub(super) fn is_predictor(name: &str) -> bool {
 /// Words in the names of predictors of further tokens.
 const PREDICTORS: [&str; 3] = ["mtp", "nextn", "mtp_layers"];
 
+/// Modules that predictors of further tokens share with the model, unless they have their own.
+const SHARED: [&str; 2] = ["embed_tokens", "lm_head"];
+
 /// The group of a name: `visual.*`, `mtp.*`, or some layers, as in `model.layers.{4-7}.*`; or else the name itself.
 /// Numbers may be folded.
 pub(super) fn root(name: &str) -> String {
@@ -197,8 +200,8 @@ fn part_of(base: &Checkpoint, part: ModelPart) -> Result<Option<TextModel>, Plan
     let found = text_model::parts(base).find(|(word, _)| *word == part.word()).map(|(_, model)| model);
     match part {
         ModelPart::Text => return Ok(None),
-        ModelPart::Mtp if has_mtp => return Ok(None),
-        ModelPart::Mtp | ModelPart::Vision | ModelPart::Audio | ModelPart::Encoder => {}
+        ModelPart::Mtp | ModelPart::Draft if has_mtp => return Ok(None),
+        ModelPart::Mtp | ModelPart::Draft | ModelPart::Vision | ModelPart::Audio | ModelPart::Encoder => {}
     }
     if let Some(model) = found {
         return match base.raw().find(|tensor| model.has(tensor.name)) {
@@ -212,7 +215,7 @@ fn part_of(base: &Checkpoint, part: ModelPart) -> Result<Option<TextModel>, Plan
             None => Ok(Some(model)),
         };
     }
-    let words = text_model::parts(base).map(|(word, _)| word).chain(has_mtp.then_some("mtp"));
+    let words = text_model::parts(base).map(|(word, _)| word).chain(has_mtp.then_some("mtp, draft"));
     let words: Vec<&str> = words.chain(["text"]).collect();
     let (model, part, words) = (dialect.model_type.as_deref().unwrap_or("this model"), part.word(), words.join(", "));
     let reason =
@@ -284,17 +287,26 @@ impl Choice {
     ) -> Self {
         let declared = base.dialect().declared_layers;
         let mut choice = Self { kept: Vec::new(), layers: BTreeSet::new(), dropped_mtp: false, cut_by_pattern: false };
+        let text_layer = |name: &str| {
+            let found = naming::layer_of(name);
+            found.and_then(|(prefix, layer)| (text == Some(prefix)).then_some(layer))
+        };
+        let predicts = |name: &str| {
+            let is_beyond = |layer| declared.is_some_and(|declared| layer >= declared);
+            is_predictor(name) || text_layer(name).is_some_and(is_beyond)
+        };
+        let is_shared = |name: &str| name.rsplit('.').nth(1).is_some_and(|word| SHARED.contains(&word));
+        let shares = subset.part == Some(ModelPart::Draft)
+            && !base.tensors().any(|(_, info)| predicts(info.name) && is_shared(info.name));
+        let only_mtp = matches!(subset.part, Some(ModelPart::Mtp | ModelPart::Draft));
         for (id, info) in base.tensors() {
-            let found = naming::layer_of(info.name);
-            let of_text = found.and_then(|(prefix, layer)| (text == Some(prefix)).then_some(layer));
-            let is_mtp = is_predictor(info.name)
-                || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
+            let (of_text, is_mtp) = (text_layer(info.name), predicts(info.name));
             let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
             let matched = is_accepted(&patterns.include, &patterns.exclude, info.name);
             choice.cut_by_pattern |= !matched;
             let unwanted = (subset.no_mtp && is_mtp)
                 || (subset.text_only && naming::is_tower(info.name))
-                || (subset.part == Some(ModelPart::Mtp) && !is_mtp)
+                || (only_mtp && !is_mtp && !(shares && is_shared(info.name)))
                 || model.is_some_and(|model| !model.has(info.name));
             if matched && !out && !unwanted {
                 choice.layers.extend(of_text);

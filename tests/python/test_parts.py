@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 import repos
+import servers
 from mounting import find_ckfs, run
 from test_text_models import EYE, LLAMA4, LLAMA4_EYE, PIXTRAL, QWEN_EYE, TEXT, randomized
 
@@ -37,6 +38,13 @@ def t5gemma():
     return transformers.T5GemmaForConditionalGeneration._from_config(config)
 
 
+def hearing(family: str, **more: object):
+    sound = {name: value for name, value in SOUND.items() if "decoder" not in name and not name.endswith("token_id")}
+    return getattr(transformers, family + "ForConditionalGeneration")._from_config(
+        getattr(transformers, family + "Config")(text_config=dict(TEXT), audio_config=sound | more)
+    )
+
+
 # The whole model, the part, its class, and where that is in the whole.
 PARTS = {
     "gemma3": (lambda: seeing("Gemma3", TEXT, EYE, mm_tokens_per_image=4), "vision", "SiglipVisionModel", "model.vision_tower"),
@@ -45,6 +53,8 @@ PARTS = {
     "qwen2.5-vl": (lambda: seeing("Qwen2_5_VL", TEXT | ROPE, QWEN25_EYE), "vision", "Qwen2_5_VisionTransformerPretrainedModel", "model.visual"),
     "qwen3-vl": (lambda: seeing("Qwen3VL", TEXT | ROPE, QWEN3_EYE), "vision", "Qwen3VLVisionModel", "model.visual"),
     "whisper": (lambda: transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**SOUND)), "encoder", "WhisperEncoder", "model.encoder"),
+    "qwen2-audio": (lambda: hearing("Qwen2Audio"), "audio", "Qwen2AudioEncoder", "model.audio_tower"),
+    "voxtral": (lambda: hearing("Voxtral", hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2), "audio", "VoxtralEncoder", "model.audio_tower"),
     "t5gemma": (t5gemma, "encoder", "T5GemmaEncoderModel", "model"),
 }  # fmt: skip
 
@@ -57,7 +67,7 @@ def class_of(name: str):
     return getattr(__import__(f"transformers.models.{module}.modeling_{module}", fromlist=[name]), name)
 
 
-def exported(source: Path, to: Path, part: str) -> Path:
+def exported(source: Path | str, to: Path, part: str) -> Path:
     run("export", source, to, "--layout", "hf", "--part", part, "--only", "hf")
     return to / "hf"
 
@@ -123,6 +133,10 @@ def test_predictors_beside_the_layers(tmp_path):
     made = repos.write(tmp_path / "next", repos.split(tensors | more, 2), config)
     path = exported(made.path, tmp_path / "mtp", "mtp")
     assert {key for file in path.glob("*.safetensors") for key in load_file(file)} == more.keys()
+    # What engines load of a draft model: its own layers, and what it shares with the model.
+    path = exported(made.path, tmp_path / "draft", "draft")
+    shared = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert {key for file in path.glob("*.safetensors") for key in load_file(file)} == more.keys() | shared
 
 
 def test_only_the_part_is_read(tmp_path):
@@ -137,6 +151,21 @@ def test_only_the_part_is_read(tmp_path):
     planned = {tensor["name"]: tensor["bytes"] for tensor in json.loads(done.stdout)["views"][0]["tensors"]}
     assert {name.removeprefix("model.").removeprefix("vision_tower.") for name in planned} == stored.keys()
     assert sum(planned.values()) == sum(stored.values())
+
+
+def test_of_a_bucket_no_more_is_fetched_than_the_part(clean, tmp_path):
+    torch.manual_seed(1)
+    eye = EYE | dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
+    bucket = tmp_path / "root/bucket/model"
+    seeing("Gemma3", TEXT | dict(vocab_size=20000, hidden_size=512), eye, mm_tokens_per_image=4).save_pretrained(bucket)
+    stub = servers.Stub("store", tmp_path / "root")
+    for name, value in servers.STUB_SETTINGS["s3"](stub.url).items():
+        clean.setenv(name, value)
+    path = exported("s3://bucket/model", tmp_path / "part", "vision")
+    part = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    fetched = stub.stats()["object_bytes"]
+    stub.close()
+    assert 0.9 * part < fetched < 1.01 * part < 0.5 * sum(file.stat().st_size for file in bucket.iterdir())
 
 
 def test_a_part_that_is_not_there_is_refused_with_those_that_are(tmp_path):
