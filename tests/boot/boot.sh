@@ -129,10 +129,11 @@ make_services_disk() {
     [[ ! -e $work/services.img ]] || return 0
     need mmdebstrap mmdebstrap
     ((${#missing[@]} == 0)) || as_root apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null
-    local root=$work/services archive=$cache/services-bookworm.tar
-    [[ -e $archive ]] || mmdebstrap --quiet --variant=minbase --include=systemd,systemd-sysv,dbus,udev,procps,python3 bookworm \
-        "$archive.part" "$mirror/debian"
-    [[ ! -e $archive.part ]] || mv "$archive.part" "$archive"
+    local root=$work/services archive=$cache/services-bookworm.tar part=$cache/services-part.tar
+    if [[ ! -e $archive ]]; then
+        mmdebstrap --quiet --variant=minbase --include=systemd,systemd-sysv,dbus,udev,procps,python3 bookworm "$part" "$mirror/debian"
+        mv "$part" "$archive"
+    fi
     mkdir -p "$root"
     tar -C "$root" -xf "$archive"
     prepare amd64
