@@ -144,7 +144,9 @@ make_services_disk() {
     cp -r "$work/repositories/tiny" "$root/opt/model"
     mkdir -p "$root/etc/ckfs" "$root/etc/systemd/system/ckfs@.service.d" "$root/etc/systemd/system/multi-user.target.wants"
     printf '[Unit]\nStartLimitIntervalSec=0\n' >"$root/etc/systemd/system/ckfs@.service.d/often.conf"
-    cat >"$root/etc/systemd/system/multi-user.target.wants/services.service" <<UNIT
+    cat >"$root/etc/systemd/system/services.service" <<UNIT
+[Unit]
+After=multi-user.target
 [Service]
 Type=oneshot
 TimeoutStartSec=infinity
@@ -154,6 +156,7 @@ StandardOutput=tty
 StandardError=tty
 TTYPath=/dev/ttyS0
 UNIT
+    ln -s ../services.service "$root/etc/systemd/system/multi-user.target.wants/services.service"
     ln -s /dev/null "$root/etc/systemd/system/serial-getty@ttyS0.service"
     mkfs.ext4 -q -d "$root" "$work/services.img" 2G >/dev/null
     rm -rf "$root" "$work/repositories"
