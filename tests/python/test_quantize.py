@@ -787,6 +787,6 @@ def test_what_stays_is_said_and_chosen_by_patterns(models):
     coded = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
     assert coded == {f"model.layers.1.mlp.{word}_proj.weight" for word in ("gate", "up", "down")}
     assert "cannot" not in run("plan", "-v", source, "--quantize", "fp8-block", "--check-values").out
-    refused = {"maxtext": "expected the layout canonical, hf or stored", "vllm": "expected the layout hf, from which vLLM loads any scheme"}
+    refused = {"maxtext": "expected the layout canonical, hf or stored", "vllm": "expected the layout hf, from which vLLM and SGLang load any scheme"}
     for layout, reason in refused.items():
         assert reason in run("plan", source, "--layout", layout, "--quantize", "fp8-block", expect=1).err

@@ -30,6 +30,7 @@ class OpenSettings(TypedDict, total=False):
     """`True` for the model's own dtype, or a dtype."""
     cast: Sequence[Mapping[str, str]]
     quantize: str
+    gguf_type: Literal["f32", "f16", "bf16", "q8_0"]
     requantize: Literal["keep:compressed-tensors", "keep:modelopt", "keep:fp8"]
     quantize_only: Patterns
     quantize_ignore: Patterns
@@ -54,7 +55,7 @@ class OpenSettings(TypedDict, total=False):
     renumber: bool
     no_mtp: bool
     text_only: bool
-    part: Literal["text", "vision", "audio", "encoder", "mtp"]
+    part: Literal["text", "vision", "audio", "encoder", "mtp", "draft"]
     chunk_bytes: Size
     max_shard_bytes: Size
     config_from: Path
