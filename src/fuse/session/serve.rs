@@ -259,11 +259,11 @@ impl Connected {
             let (session, mut known) = connection::begin(adapter, &device, config, known)?;
             if let Some((before, _)) = before {
                 known.generation += 1;
-                let owes_nothing = std::mem::take(&mut known.owes_nothing);
+                known.owes_nothing = false;
                 fs.succeed(known.generation << HANDLE_BITS);
                 passthrough.begin(fs.as_ref());
                 before.record.write(&known)?;
-                before.start(owes_nothing)?;
+                before.start(known.resends())?;
             } else {
                 passthrough.begin(fs.as_ref());
                 if let Attached::Own(mounted) = mounted {

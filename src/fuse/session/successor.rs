@@ -221,12 +221,13 @@ impl Taken {
         Ok((known, mounted))
     }
 
-    /// Says that this process takes requests from now on, those among them that the daemon before it has not answered.
-    pub(super) fn start(&self, owes_nothing: bool) -> io::Result<()> {
+    /// Says that this process takes requests from now on, those among them that the daemon before it has not answered: a kernel that
+    /// does not send them again has none, as [`Self::check`] has seen.
+    pub(super) fn start(&self, resends: bool) -> io::Result<()> {
         if let Some(mut other) = self.other.as_ref() {
             other.write_all(&[STARTED])?;
         }
-        if self.serves || owes_nothing { Ok(()) } else { resend(&self.device) }
+        if self.serves || !resends { Ok(()) } else { resend(&self.device) }
     }
 
     /// Says that this process goes on with the mount. Returns when no other takes requests any more; those that the other has taken
