@@ -38,7 +38,6 @@ pages! {
     clusters "clusters.md"
     performance "performance.md"
     troubleshooting "troubleshooting.md"
-    questions "questions.md"
     comparison "comparison.md"
     changelog "changelog.md"
     security "security.md"
