@@ -412,6 +412,29 @@ fn flags_that_change_nothing_are_named() {
     assert!(ran.err.contains(share), "{}", ran.err);
     let ran = fixture.run(&["plan", "model", "--renumber", "--layers", "0..1"]).ok();
     assert!(!ran.err.contains("changes nothing"), "{}", ran.err);
+    let ran = fixture.run(&["plan", "model", "--part", "text"]).ok();
+    assert!(!ran.err.contains("changes nothing"), "{}", ran.err);
+    fixture.run(&["plan", "model", "--gguf-type", "q8_0"]).fails(1, "gguf_type: is of the file of --layout gguf alone");
+}
+
+#[test]
+fn patterns_and_renames_that_match_nothing_are_named() {
+    let fixture = Fixture::new();
+    let quantize: &[&str] = &["--quantize", "fp8-block", "--layout", "hf"];
+    for (flags, text) in [
+        (["--source-rename", "zzz=>y"], "source_rename: \"zzz\" changes no name"),
+        (["--rename", "zzz=>y"], "rename: \"zzz\" changes no name"),
+        (["--strip-prefix", "zzz."], "rename: \"^zzz\\\\.\" changes no name"),
+        (["--quantize-ignore", "*zzz*"], "quantize_ignore: the pattern \"*zzz*\" matches no tensor"),
+    ] {
+        let more = if flags[0] == "--quantize-ignore" { quantize } else { &[] };
+        let ran = fixture.run(&[&["plan", "model"], more, &flags].concat()).ok();
+        assert!(ran.err.contains(&format!("ckfs: warning: {text}")), "{}", ran.err);
+    }
+    // Each of these is of the names that the one before it leaves, or of modules.
+    let renames = ["--rename", "^model=>zzz", "--rename", "zzz=>y", "--quantize-ignore", "*.layers.0.*.q_proj"];
+    let ran = fixture.run(&[&["plan", "model"], quantize, &renames].concat()).ok();
+    assert!(!ran.err.contains("changes no name") && !ran.err.contains("matches no tensor"), "{}", ran.err);
 }
 
 #[test]

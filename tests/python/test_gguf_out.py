@@ -124,6 +124,9 @@ def test_what_has_no_file_is_refused_by_name(fresh, tmp_path):
         "plan", files, "--layout", "gguf", "--gguf-type", "q4_k", expect=None
     ).err.replace('"', "")
     assert "the only parameter is pre" in refused("--set", "scan=true")
+    assert "a pattern leaves out a part" in refused("--exclude", "*.bias")
+    assert "no --include or --exclude" in refused("--exclude", "blk.*.attn_q.bias")
+    assert "the first is 1" in refused("--layers", "1..2")
     mounting.run("plan", files, "--layout", "gguf")
     tokenizer = json.loads((files / "tokenizer.json").read_text())
     split = tokenizer["pre_tokenizer"]["pretokenizers"][0]
@@ -141,6 +144,20 @@ def test_what_has_no_file_is_refused_by_name(fresh, tmp_path):
     (files / "config.json").write_text(json.dumps(config | dict(architectures=["Qwen2ForSequenceClassification"])))
     found = refused()
     assert "Qwen2ForSequenceClassification" in found and "LlamaForCausalLM" in found
+
+
+def test_a_tensor_that_is_missing_is_refused(fresh, tmp_path):
+    """llama.cpp takes an absent bias for none."""
+    files = repos.make("Qwen2.5-0.5B-Instruct", tmp_path)
+    index = json.loads((files / "model.safetensors.index.json").read_text())
+    name = "model.layers.1.self_attn.q_proj.bias"
+    file = files / index["weight_map"].pop(name)
+    (files / "model.safetensors.index.json").write_text(json.dumps(index))
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert f"missing tensor {name}" in mounting.run("plan", files, "--layout", "gguf", expect=1).err
+    assert "1 tensor" in mounting.run("plan", files, "--layout", "gguf", "--allow-missing").out
 
 
 def test_a_number_without_a_code_is_an_error_of_its_tensor(own, tmp_path):

@@ -27,7 +27,7 @@ use std::{
 };
 
 use ckfs_checkpoint::{Checkpoint, Container, Storage, TensorInfo};
-use ckfs_config::MergedLora;
+use ckfs_config::{MergedLora, ModelPart};
 use ckfs_tensor::{TensorId, View};
 use hashbrown::HashSet;
 
@@ -38,10 +38,10 @@ use self::{
 };
 use super::{
     DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Plan, PlanError, Problem,
-    Sharding, Tied, ViewOptions, Whole, canonical,
+    Rename, Sharding, Tied, ViewOptions, Whole, canonical,
     draft::{Bundled, Roles},
     embedded::FAMILY,
-    expect,
+    expect::{self, Findings},
     experts::{self, orientation::PARAMETER},
     gguf, hf,
     inverse::{self, Inverted},
@@ -51,7 +51,7 @@ use super::{
     name_group::fold,
     names, naming, narrow, packed,
     parsed::ParsedNames,
-    peft, select, shard, stored,
+    peft, rename, select, shard, stored,
     survey::{devices, missing_layers, no_layers},
     unused,
     values::{self, Raw, ValueRequest, Values},
@@ -135,6 +135,7 @@ fn merged_adapter(merged: &Checkpoint, options: &ViewOptions, plan: &Plan) -> Op
 /// What is requested and changes nothing of this checkpoint: a mistake, or a flag of another model.
 fn idle_flags(checkpoint: &Checkpoint, options: &ViewOptions) -> Vec<String> {
     let (subset, dialect) = (&options.subset, checkpoint.dialect());
+    let is_text = subset.part == Some(ModelPart::Text);
     let has_tower = || checkpoint.tensors().any(|(_, info)| naming::is_tower(info.name));
     let has_predictor = || {
         dialect.mtp_named
@@ -147,14 +148,28 @@ fn idle_flags(checkpoint: &Checkpoint, options: &ViewOptions) -> Vec<String> {
             options.dequantize.is_some() && dialect.quantization.is_none(),
             "--dequantize changes nothing: no tensor of this source is quantized",
         ),
-        (subset.no_mtp && !has_predictor(), "--no-mtp changes nothing: there are no layers of multi-token prediction"),
         (
-            subset.text_only && dialect.text_config.is_none() && !has_tower(),
+            !is_text && subset.no_mtp && !has_predictor(),
+            "--no-mtp changes nothing: there are no layers of multi-token prediction",
+        ),
+        (
+            !is_text && subset.text_only && dialect.text_config.is_none() && !has_tower(),
             "--text-only changes nothing: the model has text alone",
         ),
         (subset.renumber && !selects, "--renumber changes nothing: --layers leaves none out"),
     ];
-    rows.into_iter().filter(|(is_idle, _)| *is_idle).map(|(_, text)| text.to_owned()).collect()
+    let renames =
+        idle_renames("source_rename", &subset.source_renames, || checkpoint.tensors().map(|(_, info)| info.name));
+    rows.into_iter().filter(|(is_idle, _)| *is_idle).map(|(_, text)| text.to_owned()).chain(renames).collect()
+}
+
+fn idle_renames<'n, I: Iterator<Item = &'n str>>(
+    setting: &str,
+    rules: &[Rename],
+    names: impl Fn() -> I,
+) -> Vec<String> {
+    let idle = rename::idle(rules, names).into_iter();
+    idle.map(|rule| format!("{setting}: {:?} changes no name", rule.pattern())).collect()
 }
 
 /// Whether any tensor is made from the repository that fills what the checkpoint lacks.
@@ -385,8 +400,11 @@ impl<'a> Builder<'a> {
                 self.problem("layout gguf", reason.to_owned());
             }
         }
-        missing_layers(wanted.compared(), chosen.family, options, &mut self.problems, &mut self.warnings);
-        self.no_names(wanted, wanted.compared(), chosen.family);
+        // The keys of its file are those of a whole model, and llama.cpp takes an absent bias for none.
+        if let Some(reason) = &wanted.selected.no_hf {
+            self.problem("layout gguf", reason.clone());
+        }
+        let findings = self.compare(wanted, wanted.compared(), chosen.family);
         match gguf::plan(values, options.gguf_type, &chosen.set) {
             Ok((file, left_out)) => {
                 let roles = Roles { whole: true, ..Roles::default() };
@@ -401,6 +419,7 @@ impl<'a> Builder<'a> {
                     drafts: file.tensors.iter().map(draft).collect(),
                     left_out: fold(left_out.iter().map(String::as_str), &[]),
                     gguf: Some(file),
+                    findings,
                     ..Drafted::default()
                 }
             }
@@ -442,6 +461,16 @@ impl<'a> Builder<'a> {
         Drafted { drafts, family, findings, ..Drafted::default() }
     }
 
+    /// Compares the names of a repository with those that its model has.
+    fn compare(&mut self, wanted: &Selection<'_>, names: &Checkpoint, family: Option<&Family>) -> Findings {
+        missing_layers(wanted.compared(), family, self.options, &mut self.problems, &mut self.warnings);
+        self.no_names(wanted, wanted.compared(), family);
+        let (mut findings, problems) = expect::compare(names, &ParsedNames::of(names), family, self.options);
+        self.problems.extend(problems);
+        self.warnings.extend(findings.warning.take());
+        findings
+    }
+
     /// Refuses a repository that has nothing under the names of its model.
     fn no_names(&mut self, wanted: &Selection<'_>, compared: &Checkpoint, family: Option<&Family>) {
         no_layers(compared, self.options, &mut self.problems);
@@ -454,10 +483,7 @@ impl<'a> Builder<'a> {
     fn draft_by_modules(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
         let Some(model) = &chosen.modules else { return Drafted::default() };
         let (seen, family, options) = (wanted.seen(), chosen.family, self.options);
-        missing_layers(wanted.compared(), family, options, &mut self.problems, &mut self.warnings);
-        self.no_names(wanted, wanted.compared(), family);
-        let (findings, problems) = expect::compare(seen, &ParsedNames::of(seen), family, options);
-        self.problems.extend(problems);
+        let findings = self.compare(wanted, seen, family);
         let (tabled, left_out) = match modules::drafts(seen, model, family, values, &options.mesh) {
             Ok((tabled, left_out)) => (Ok(tabled), left_out),
             Err(problems) => (Err(problems), Vec::new()),
@@ -490,6 +516,8 @@ impl<'a> Builder<'a> {
             let allowed = (&options.allow_missing, &options.allow_unmapped);
             lora::rename(&mut drafts, adapter, own, allowed, &mut self.problems, &mut self.warnings);
         }
+        let names = || drafts.iter().map(|draft| draft.name.as_str());
+        self.warnings.extend(idle_renames("rename", &options.renames, names));
         names::rename(&mut drafts, &options.renames, chosen.flat, &mut self.problems);
         drafts
     }
@@ -507,6 +535,9 @@ impl<'a> Builder<'a> {
             if rules.is_some() {
                 self.problem("shard", format!("the layout {name} names no logical axes"));
             }
+        }
+        if options.gguf_type.is_some() && options.layout != Layout::Gguf {
+            self.problem("gguf_type", "is of the file of --layout gguf alone".to_owned());
         }
         if let Some((logical, axis)) = rules.as_ref().and_then(LogicalRules::doubled) {
             self.problem("logical rules", format!("the rule for {logical:?} names the mesh axis {axis:?} twice"));

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use ckfs_checkpoint::Checkpoint;
 
 use super::super::{
-    AxisUse, Draft, LogicalRules, Pattern, Problem, Sharding, ViewOptions, axis_use, name_group, shard,
+    AxisUse, Draft, LogicalRules, Pattern, Problem, Sharding, ViewOptions, axis_use, name_group, quantize, shard,
 };
 
 /// Finds mesh axes that split nothing and are not meant to. Proposes the name that is probably meant.
@@ -121,7 +121,7 @@ fn meant(name: &str, options: &ViewOptions, rules: Option<&LogicalRules>) -> Opt
 }
 
 pub(crate) fn patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &[Draft], warnings: &mut Vec<String>) {
-    let mut warn = |rule, pattern: &Pattern| {
+    let mut warn = |rule: &str, pattern: &Pattern| {
         let stored = checkpoint.tensors().map(|(_, info)| info.name);
         let names = drafts.iter().map(|draft| draft.name.as_str()).chain(stored);
         warnings.push(name_group::matches_none(rule, pattern, names));
@@ -131,11 +131,16 @@ pub(crate) fn patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &
             warn("shard", &rule.pattern);
         }
     }
-    for rule in &options.casts {
-        let hit = drafts.iter().any(|draft| rule.pattern.matches(&draft.name))
-            || checkpoint.tensors().any(|(_, info)| rule.pattern.matches(info.name));
-        if !hit {
-            warn("cast", &rule.pattern);
+    let is_hit = |pattern: &Pattern, of: fn(&str) -> &str| {
+        let matches = |name: &str| pattern.matches(name) || pattern.matches(of(name));
+        drafts.iter().any(|draft| matches(&draft.name)) || checkpoint.tensors().any(|(_, info)| matches(info.name))
+    };
+    for rule in options.casts.iter().filter(|rule| !is_hit(&rule.pattern, |name| name)) {
+        warn("cast", &rule.pattern);
+    }
+    for (flag, patterns) in [("ignore", &options.quantize_ignore), ("only", &options.quantize_only)] {
+        for pattern in patterns.iter().filter(|pattern| !is_hit(pattern, quantize::module)) {
+            warn(&format!("quantize_{flag}"), pattern);
         }
     }
     absent_axes("sharding", options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten()), options, warnings);

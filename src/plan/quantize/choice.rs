@@ -83,7 +83,7 @@ pub(crate) struct WeightChoice<'a> {
 const FUSED_BESIDE: [&str; 4] = ["bias", "scale", "scales", "blocks"];
 
 /// The module of a weight. The weight of stacked experts is its own module.
-pub(super) fn module(name: &str) -> &str {
+pub(crate) fn module(name: &str) -> &str {
     name.strip_suffix(".weight").unwrap_or(name)
 }
 

@@ -11,7 +11,7 @@ mod kept;
 
 pub use self::choice::{Chosen, Kind, Left};
 pub(crate) use self::{
-    choice::WeightChoice,
+    choice::{WeightChoice, module},
     config::{HF_QUANT_CONFIG, quantization_file},
     encode::{Quantizer, StoredBefore, with_codes},
     kept::kept,
