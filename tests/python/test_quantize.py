@@ -18,6 +18,7 @@ from safetensors.torch import load, load_file, save_file
 import engine_parameters as engines
 import mlx_oracles
 import quantize_oracles as oracles
+import quantized_repos
 from mounting import error_of, find_ckfs, mount, read, run
 
 SCHEMES = [
@@ -518,6 +519,26 @@ def test_a_quantized_source_is_decoded_to_f32_and_quantized(repo, tmp_path, firs
     for name, tensor in wanted.items():
         if "_proj" in name and not name.endswith("bias"):
             same(found[name], tensor, f"{first} -> {scheme} {name}")
+
+
+@pytest.mark.parametrize("name", quantized_repos.BUILDERS)
+def test_every_scheme_is_decoded_to_f32_and_quantized(tmp_path, name):
+    """Whether a decoder has its rows transposed, sorted or cut, no value is rounded to the model's own dtype on the way."""
+    source = quantized_repos.BUILDERS[name](tmp_path / "source", "calm").repo.path
+    out = {}
+    for key, of, args in (
+        ("decoded", source, ["--dequantize=f32"]),
+        ("twice", tmp_path / "decoded" / "hf", ["--quantize", "fp8-block"]),
+        ("once", source, ["--quantize", "fp8-block"]),
+    ):
+        run("export", of, tmp_path / key, "--layout", "hf", "--only", "hf", *args)
+        files = sorted((tmp_path / key / "hf").glob("*.safetensors"))
+        out[key] = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    codes = [name for name, tensor in out["twice"].items() if tensor.dtype == torch.float8_e4m3fn]
+    assert codes and out["once"].keys() == out["twice"].keys()
+    for name in codes:
+        for found in (name, f"{name}_scale_inv"):
+            same(out["once"][found], out["twice"][found], found)
 
 
 def repeated_exponents(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

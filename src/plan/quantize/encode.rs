@@ -219,7 +219,7 @@ impl<'a> Quantizer<'a> {
     fn input(&self, view: &View) -> View {
         if let Op::Cast { of } = view.op()
             && !self.stored.has_dtype
-            && matches!(of.op(), Op::Quantized(_))
+            && is_decoded(of)
         {
             return of.clone();
         }
@@ -288,6 +288,14 @@ impl<'a> Quantizer<'a> {
         }
         all
     }
+}
+
+/// Whether a view is decoded elements, possibly moved.
+fn is_decoded(view: &View) -> bool {
+    if let Op::Transpose { of, .. } | Op::Reshape { of } | Op::Slice { of, .. } | Op::Gather { of, .. } = view.op() {
+        return is_decoded(of);
+    }
+    matches!(view.op(), Op::Quantized(_))
 }
 
 /// That columns are no multiple of what a scheme needs, and what they are a multiple of.
