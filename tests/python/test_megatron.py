@@ -44,18 +44,28 @@ def test_dist_checkpointing_load(shared, repo, tmp_path):
             assert found["rank"] == {f"{key}/{n}": digest(part) for key, split in parts.items() for n, part in enumerate(split)}
 
 
+# The form of the optimizer's state, the ranks that save it, two of them by tensor, and tensor, pipeline and all ranks that load it.
+STATES = [
+    ("whole", 2, [(1, 2, 2), (1, 1, 1)]),
+    ("fully_reshardable", 4, [(1, 2, 2), (1, 1, 2)]),
+    # This is of the optimizer's buffers: Megatron loads it on other ranks of data only.
+    ("dp_reshardable", 4, [(2, 1, 2)]),
+]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core has no package for this Python")
-def test_a_training_state_is_loaded_with_other_tensor_and_pipeline_parallelism(own, tmp_path):
+@pytest.mark.parametrize("kind,ranks,loads", STATES)
+def test_a_training_state_is_loaded_with_other_tensor_and_pipeline_parallelism(own, tmp_path, kind, ranks, loads):
     saved, script = tmp_path / "iter_0000007", HERE / "megatron_state_process.py"
-    forked.run_ranks(2, forked.MEGATRON, script, 2, 1, "save", saved)
+    forked.run_ranks(ranks, forked.MEGATRON, script, kind, 2, 1, "save", saved)
     mounted = own(saved, "--training-state", "--mesh", "fsdp=2")
     for name in ("common.pt", "metadata.json"):
         assert (mounted / "dcp" / name).read_bytes() == (saved / name).read_bytes()
-    for tensor, pipeline in [(1, 2), (1, 1)]:
+    for tensor, pipeline, world in loads:
         out = tmp_path / f"{tensor}-{pipeline}"
         out.mkdir()
-        forked.run_ranks(tensor * pipeline, forked.MEGATRON, script, tensor, pipeline, "load", out, saved, mounted / "dcp")
-        for rank in range(tensor * pipeline):
+        forked.run_ranks(world, forked.MEGATRON, script, kind, tensor, pipeline, "load", out, saved, mounted / "dcp")
+        for rank in range(world):
             expected, found = (json.loads((out / f"{number}-{rank}.json").read_text()) for number in (0, 1))
             assert found == expected and found["/iteration"] == "7" and "state 7" in found["/rng/torch"]
             assert sum("exp_avg_sq" in name for name in found) > 5
