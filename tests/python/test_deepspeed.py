@@ -109,12 +109,21 @@ def members(value: object) -> object:
     return type(value), value
 
 
+def unpadded(state: object, name: str) -> object:
+    """Without what the last ranks of ZeRO 3 have after the end of parameters that are not trained: DeepSpeed leaves that memory as it is."""
+    if isinstance(state, dict) and (fragments := state.get("frozen_param_fragments")) and name.startswith("zero_pp_rank_"):
+        rank, shapes = int(name.split("_")[3]), state["frozen_param_shapes"]
+        for parameter, fragment in fragments.items():
+            fragments[parameter] = fragment[: max(0, shapes[parameter].numel() - rank * len(fragment))]
+    return state
+
+
 def compare(found: Path, expected: Path) -> int:
     """Compares the archives of two directories, member by member."""
     files = lambda at: sorted(str(path.relative_to(at)) for path in at.rglob("*") if path.is_file())  # noqa: E731
     assert files(found) == files(expected)
     for name in files(expected):
-        values = [torch.load(at / name, weights_only=False) for at in (found, expected)]
+        values = [unpadded(torch.load(at / name, weights_only=False), name) for at in (found, expected)]
         assert members(values[0]) == members(values[1]), name
     return len(files(expected))
 
@@ -134,7 +143,7 @@ def test_a_training_state_is_the_universal_checkpoint_of_its_converter(saved, co
     assert not (own(saved(case), "--training-state", "--dtype", "bf16") / "universal").exists()
 
 
-@pytest.mark.parametrize("case,ranks", [((2, 1, "fp32"), 1), ((2, 2, "bf16"), 3), ((3, 3, "fp32"), 1)])
+@pytest.mark.parametrize("case,ranks", [((2, 1, "fp32"), 1), ((2, 2, "bf16"), 3), ((3, 3, "fp32"), 2)])
 def test_deepspeed_resumes_on_other_ranks_as_from_its_converter(saved, converted, own, tmp_path, case, ranks):
     mounted = own(saved(case), "--training-state")
     for source, to in ((mounted.point, "found"), (converted(case), "expected")):
