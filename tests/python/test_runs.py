@@ -222,12 +222,13 @@ def test_published_versions_are_the_base_with_their_differences(own, repo, tmp_p
         assert found.keys() == wanted.keys()
         for name in names:
             np.testing.assert_array_equal(found[name], wanted[name], err_msg=f"version {version}, {name}")
-    # With an interpreter and SGLang's wheel as in `test_sglang.py`: a running engine takes one version after the other.
-    if engine := os.environ.get("CKFS_SGLANG"):
-        python, wheel = engine.split(":")
-        command = [python, Path(__file__).with_name("sglang_process.py"), "update", base.path]
-        command += [mount / f"{version}/hf" for version in (1, 2, 3, 2)]
-        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": wheel})
+    # With an interpreter and an engine's wheel as in `test_sglang.py`: a running engine takes one version after the other.
+    for name in ("sglang", "vllm"):
+        if engine := os.environ.get(f"CKFS_{name.upper()}"):
+            python, _, wheel = engine.partition(":")
+            command = [python, Path(__file__).with_name(f"{name}_process.py"), "update", base.path]
+            command += [mount / f"{version}/hf" for version in (1, 2, 3, 2)]
+            subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": wheel})
     # Another encoding of the values, over the tensors that are made so.
     alone = mounting.run("export", run / "weight_v000003", tmp_path / "f32", "--base", base.path, "--dtype", "f32", "--only", "hf")
     assert alone.code == 0

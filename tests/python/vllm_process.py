@@ -1,10 +1,14 @@
 """Digests of the states of vLLM's ranks, as vLLM's own classes make them of the repositories of `vllm_repos.py`.
 
     PYTHONPATH=WHEEL python tests/python/vllm_process.py tests/python/vllm_states.json
+    PYTHONPATH=WHEEL python tests/python/vllm_process.py update REPOSITORY DIRECTORY …
 
 WHEEL is an unpacked `vllm-0.33.0` wheel. The model's class, its layers, its `load_weights` and the rule by which a state leaves out
 shared tensors are vLLM's, unchanged, on the CPU. What has no part in names and values is replaced: process groups by numbers, the
 choice of a kernel for experts, and packages that are not installed by empty ones.
+
+`update` loads a model from a repository, gives it the weights of each directory in place by vLLM's own `reload_weights(weights_path=…)`,
+layer by layer, and compares its state with that of a model that is loaded from there.
 """
 
 from __future__ import annotations
@@ -98,12 +102,11 @@ def prepare() -> None:
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: info.from_model_cls(self.load_model_cls())
 
 
-def state_of(repo: Path, rank: tuple[int, int], setting: tuple[int, int, bool]) -> dict:
-    """The state that vLLM's `ShardedStateLoader` would save and load, of one tensor and pipeline rank."""
+def loaded(repo: Path, rank: tuple[int, int], setting: tuple[int, int, bool]) -> tuple[object, object]:
+    """The configuration and the model of one tensor and pipeline rank, loaded from the repository."""
     import torch
     import vllm.distributed.parallel_state as groups
     from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
     from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
@@ -132,17 +135,49 @@ def state_of(repo: Path, rank: tuple[int, int], setting: tuple[int, int, bool]) 
             # What no weight is loaded into is then noticed.
             parameter.data.fill_(7)
         model.load_weights(safetensors_weights_iterator(sorted(map(str, repo.glob("model*.safetensors"))), False))
-        state = ShardedStateLoader._filter_subtensors(model.state_dict())
+    return config, model
+
+
+def state_of(model: object) -> dict:
+    """The state that vLLM's `ShardedStateLoader` would save and load."""
+    import torch
+    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+    state = ShardedStateLoader._filter_subtensors(model.state_dict())
     raw = {name: np.ascontiguousarray(tensor.detach().reshape(-1).view(torch.uint8).numpy()) if tensor.dim() else
            tensor.reshape(1).view(torch.uint8).numpy() for name, tensor in state.items()}  # fmt: skip
     return {name: (code_of(str(state[name].dtype)), tuple(state[name].shape), raw[name].tobytes()) for name in state}
+
+
+def update(repo: Path, versions: list[Path]) -> None:
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    alone = (0, 0), (1, 1, False)
+
+    def processed(place: Path) -> tuple[object, object]:
+        config, model = loaded(place, *alone)
+        with set_current_vllm_config(config):
+            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        return config, model
+
+    config, model = processed(repo)
+    before = state_of(model)
+    for version in versions:
+        with set_current_vllm_config(config):
+            reload_weights(config, model, weights_iterator=None, weights_path=str(version), is_checkpoint_format=True)
+        state = state_of(model)
+        assert state == state_of(processed(version)[1]), version
+        print(f"{version}: {sum(state[name] != before[name] for name in state)} of {len(state)} tensors changed")
+        before = state
 
 
 def main(out: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     import vllm_repos
 
-    prepare()
     made: dict[str, dict[str, str | None]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, build in vllm_repos.BUILDERS.items():
@@ -155,7 +190,7 @@ def main(out: Path) -> None:
                     for tp in range(tps):
                         key = f"tp={tps} pp={pps} ep={int(spread)} rank={tp} stage={pp}"
                         try:
-                            state = state_of(repo.path, (tp, pp), (tps, pps, spread))
+                            state = state_of(loaded(repo.path, (tp, pp), (tps, pps, spread))[1])
                         except ZeroDivisionError:
                             # gpt-oss has no copies of key/value heads.
                             made.setdefault(name, {})[key] = None
@@ -168,4 +203,8 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    prepare()
+    if sys.argv[1] == "update":
+        update(Path(sys.argv[2]), [Path(version) for version in sys.argv[3:]])
+    else:
+        main(Path(sys.argv[1]))
