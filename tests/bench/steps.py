@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures a run of very many steps: `CKFS_BIN=… steps.py [--steps 10000] [--bucket] [--rounds 4] [--days-steps 240]`.
+"""Measures a run of very many steps: `CKFS_BIN=… steps.py [--steps 10000] [--bucket] [--rounds 4] [--day-steps 240]`.
 
 Makes a run of tiny steps, in a directory or in a bucket of the stub (`cargo build --example stub`), mounts all of them, and prints what the
 mount takes of a processor in a quiet minute, what it takes to open a step beside `ckfs plan` of it, how soon thousands of steps appear and

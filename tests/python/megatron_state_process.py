@@ -9,6 +9,7 @@ here it finds tensors of the CPU wherever it asks for CUDA, and an Adam that kee
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import multiprocessing
@@ -136,9 +137,11 @@ class Distributed:
         for when in ("loaded", "one step on"):
             for name, parameter in self.model.module.named_parameters():
                 if parameter in inner.model_param_group_index_map:
-                    found[f"{when}/{name}"] = dict(inner._get_main_param_and_optimizer_states(parameter))
+                    states = inner._get_main_param_and_optimizer_states(parameter)
+                    found[f"{when}/{name}"] = {key: value.detach() for key, value in states.items()}
             found[f"{when}/groups"] = {str(n): group | {"params": None} for n, group in enumerate(inner.optimizer.param_groups)}
-            found = {name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in row.items()} for name, row in found.items()}
+            # The step changes tensors in place.
+            found = copy.deepcopy(found)
             torch.manual_seed(9)
             self.step()
         return found
