@@ -8,7 +8,7 @@ use std::{
 };
 
 use ckfs_source::{FileId, Source, permission::DirectoryRules};
-use ckfs_tensor::TensorId;
+use ckfs_tensor::{TensorId, View};
 use hashbrown::{HashMap, HashSet};
 
 use super::{
@@ -178,28 +178,27 @@ impl Checkpoint {
         Ok(self.with_composed(composed, name, None)?.0)
     }
 
-    /// This checkpoint with the codes of all quantized tensors in another form: `tensors` are, for each of them in order, the tensors
-    /// that it is decoded from then, the codes first, and `others` what takes the place of what no decoder reads. Every stored tensor
-    /// that the old form is made of is hidden. `config` says what the new form is, and `text` says it to readers.
+    /// This checkpoint with the codes of all quantized tensors in another form, `composed`. `operands` are, for each of them in order,
+    /// the numbers of those that it is decoded from then, the codes first. Every stored tensor that the old form is made of, and that
+    /// the new one reads, is hidden. `config` says what the new form is, and `text` says it to readers.
     ///
     /// # Errors
     /// As of [`Checkpoint::derived`].
     pub fn recoded(
         &self,
-        tensors: Vec<Vec<Composed>>,
-        others: Vec<Composed>,
+        composed: Vec<Composed>,
+        operands: &[Vec<usize>],
         config: serde_json::Value,
         text: String,
     ) -> Result<Self, Vec<String>> {
         let found = self.quantized();
-        let counts: Vec<usize> = tensors.iter().map(Vec::len).collect();
-        let old = found.tensors.iter().flat_map(|tensor| tensor.operands.iter());
-        let hidden: HashSet<TensorId> = old.chain(&found.left_out).copied().collect();
-        let composed = tensors.into_iter().flatten().chain(others).collect();
+        let old = found.tensors.iter().flat_map(|tensor| tensor.operands.iter().copied());
+        let read = composed.iter().flat_map(|made| made.view.as_ref().map(View::source_ids).unwrap_or_default());
+        let hidden: HashSet<TensorId> = old.chain(found.left_out.iter().copied()).chain(read).collect();
         let name = |id, info: &TensorInfo<'_>| (!hidden.contains(&id)).then(|| info.name.to_owned());
         let (mut recoded, first) = self.with_composed(composed, name, Some(config))?;
-        let ids: Vec<TensorId> =
-            (0..counts.iter().sum()).map(|number| recoded.table.composed_id(first + number)).collect();
+        let ids = operands.iter().flatten().map(|number| recoded.table.composed_id(first + number)).collect();
+        let counts: Vec<usize> = operands.iter().map(Vec::len).collect();
         let tensors = found.tensors.with_operands(&counts, ids);
         recoded.recoded = Some(Arc::new(Found { tensors, ..Found::default() }));
         let summary = Summary { scheme: "recoded", text, details: Vec::new() };

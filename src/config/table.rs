@@ -84,10 +84,10 @@ pub static SETTINGS: &[Setting] = &[
     View.row("gguf-type", Required("f32|f16|bf16|q8_0"), at!(view.gguf_type))
         .help("Type of the matrices of gguf/model.gguf. By default that of the first one in the repository: bf16, or else f16.")
         .more("As with llama.cpp's converter norms, vectors and routers are F32, and a matrix that q8_0 does not fit is F16."),
-    View.row("requantize", Required("keep:compressed-tensors|keep:modelopt|keep:fp8"), at!(view.requantize))
+    View.row("requantize", Required("keep:compressed-tensors|keep:modelopt|keep:fp8|keep:mxfp4"), at!(view.requantize))
         .help("Shows stored codes in the form of another library, permuted and never made anew; hf/ is then a repository of it.")
         .more("keep:compressed-tensors takes AWQ, GPTQ, ModelOpt's NVFP4, fp8 in blocks and gpt-oss's MXFP4; keep:modelopt takes NVFP4 of \
-               compressed-tensors, keep:fp8 its blocks. With the layouts canonical, hf and stored."),
+               compressed-tensors, keep:fp8 its blocks, keep:mxfp4 the experts of gpt-oss. With the layouts canonical, hf and stored."),
     View.row("quantize-ignore", Required("PATTERN"), at!(view.quantize_ignore))
         .help("Leaves tensors as they are under --quantize, by their names or those of their modules. May be repeated.")
         .more("In patterns `{0-3}` is any number of these: 'model.layers.{0-1}.*' leaves the first two layers."),

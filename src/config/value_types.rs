@@ -307,6 +307,8 @@ pub enum Requantize {
     ModelOpt,
     /// That of DeepSeek and transformers for 8-bit floats in blocks.
     Fp8,
+    /// That of gpt-oss.
+    Mxfp4,
 }
 
 impl Choice for Requantize {
@@ -315,6 +317,7 @@ impl Choice for Requantize {
         ("keep:compressed-tensors", Self::CompressedTensors),
         ("keep:modelopt", Self::ModelOpt),
         ("keep:fp8", Self::Fp8),
+        ("keep:mxfp4", Self::Mxfp4),
     ];
 }
 

@@ -54,6 +54,8 @@ struct Others {
     trainers: Vec<String>,
     /// Model types that the library lacks, with the one whose code they have.
     alike: BTreeMap<String, String>,
+    /// What such types have beside it.
+    more: BTreeMap<String, Row>,
 }
 
 static TABLE: LazyLock<Table> = LazyLock::new(|| read(include_str!("library/transformers.toml")));
@@ -139,14 +141,18 @@ impl Model {
     /// Never: a test reads all of the embedded table.
     pub fn of(config: Option<&serde_json::Value>, is_stored: bool) -> Self {
         let types = config.map_or_else(Vec::new, model_types);
-        let types = types.into_iter().map(|found| OTHERS.alike.get(found).map_or(found, String::as_str));
+        let types = types.into_iter().flat_map(|found| {
+            let more = OTHERS.more.contains_key(found).then_some(found);
+            [OTHERS.alike.get(found).map_or(found, String::as_str)].into_iter().chain(more)
+        });
         Self::of_types(&types.collect::<Vec<_>>(), is_stored)
     }
 
     fn of_types(types: &[&str], is_stored: bool) -> Self {
         let table = &*TABLE;
         let is_known = types.first().is_some_and(|own| table.plain.contains(*own) || table.model.contains_key(*own));
-        let rows: Vec<&Row> = types.iter().filter_map(|own| table.model.get(*own)).collect();
+        let rows: Vec<&Row> =
+            types.iter().filter_map(|own| table.model.get(*own).or_else(|| OTHERS.more.get(*own))).collect();
         let all = |of: fn(&Row) -> &Vec<String>| rows.iter().flat_map(move |row| of(row));
         let searched = |texts: &String| texts.replace('*', ".*");
         let common: [&[String]; 2] = if is_known { [&[], &[]] } else { [&table.common_buffers, &table.common_keep] };
@@ -211,6 +217,8 @@ mod tests {
             ("deepseek_v4", "layers.3.ffn.gate.bias", true),
             ("deepseek_v4", "layers.3.ffn.gate.tid2eid", true),
             ("deepseek_v41", "layers.3.ffn.gate.bias", true),
+            ("deepseek_v41", "layers.3.ffn.gate.bias_vl", true),
+            ("deepseek_v4", "layers.3.ffn.gate.bias_vl", false),
             ("gemma4", "model.language_model.layers.0.layer_scalar", true),
             ("gemma4", "model.vision_tower.std_bias", true),
             ("bart", "final_logits_bias", true),
@@ -236,7 +244,10 @@ mod tests {
     fn nested_configurations_count_and_float16_keeps_more() {
         let nested = json!({"model_type": "llava", "text_config": {"model_type": "deepseek_v3"}});
         let t5 = json!({"model_type": "t5"});
+        let vl = json!({"model_type": "deepseek_v41", "text_config": {"model_type": "deepseek_v41_text"}});
         let rows = [
+            (&vl, "layers.3.ffn.gate.bias_vl", DType::BF16, true),
+            (&vl, "layers.3.ffn.gate.weight", DType::BF16, false),
             (&nested, "language_model.model.layers.3.mlp.gate.weight", DType::BF16, true),
             (&nested, "language_model.model.layers.3.mlp.gate_proj.weight", DType::BF16, false),
             (&nested, "language_model.model.layers.3.mlp.gate.weight", DType::F64, false),

@@ -101,6 +101,19 @@ const PREDICTORS: [&str; 3] = ["mtp", "nextn", "mtp_layers"];
 /// Modules that predictors of further tokens share with the model, unless they have their own.
 const SHARED: [&str; 2] = ["embed_tokens", "lm_head"];
 
+fn is_shared(name: &str) -> bool {
+    name.rsplit('.').nth(1).is_some_and(|word| SHARED.contains(&word))
+}
+
+/// Modules that speak: no encoders, though beside the text model.
+const SPEAKERS: [&str; 2] = ["talker", "token2wav"];
+
+/// Whether a name is of what sees or hears, or of what is between that and the text model, whose names begin with `text`.
+fn is_encoder(name: &str, text: Option<&str>) -> bool {
+    let is_beside = || text.is_some_and(|text| !text.is_empty() && !name.starts_with(text)) && !is_shared(name);
+    !name.split('.').next().is_some_and(|word| SPEAKERS.contains(&word)) && (naming::is_tower(name) || is_beside())
+}
+
 /// The group of a name: `visual.*`, `mtp.*`, or some layers, as in `model.layers.{4-7}.*`; or else the name itself.
 /// Numbers may be folded.
 pub(super) fn root(name: &str) -> String {
@@ -197,10 +210,13 @@ fn part_of(base: &Checkpoint, part: ModelPart) -> Result<Option<TextModel>, Plan
     let dialect = base.dialect();
     let is_mtp = |name: &str| is_predictor(name);
     let has_mtp = !dialect.mtp_layers.is_empty() || base.tensors().any(|(_, info)| is_mtp(info.name));
+    let has_towers = base.tensors().any(|(_, info)| is_encoder(info.name, None));
     let found = text_model::parts(base).find(|(word, _)| *word == part.word()).map(|(_, model)| model);
     match part {
         ModelPart::Text => return Ok(None),
         ModelPart::Mtp | ModelPart::Draft if has_mtp => return Ok(None),
+        // The encoders of a model that is shown whole otherwise, as engines run them apart.
+        ModelPart::Encoder if found.is_none() && has_towers => return Ok(None),
         ModelPart::Mtp | ModelPart::Draft | ModelPart::Vision | ModelPart::Audio | ModelPart::Encoder => {}
     }
     if let Some(model) = found {
@@ -216,7 +232,7 @@ fn part_of(base: &Checkpoint, part: ModelPart) -> Result<Option<TextModel>, Plan
         };
     }
     let words = text_model::parts(base).map(|(word, _)| word).chain(has_mtp.then_some("mtp, draft"));
-    let words: Vec<&str> = words.chain(["text"]).collect();
+    let words: Vec<&str> = words.chain(has_towers.then_some("encoder")).chain(["text"]).collect();
     let (model, part, words) = (dialect.model_type.as_deref().unwrap_or("this model"), part.word(), words.join(", "));
     let reason =
         format!("{model} has no part {part} that is a model by itself: expected {words}, or --include with patterns");
@@ -295,10 +311,10 @@ impl Choice {
             let is_beyond = |layer| declared.is_some_and(|declared| layer >= declared);
             is_predictor(name) || text_layer(name).is_some_and(is_beyond)
         };
-        let is_shared = |name: &str| name.rsplit('.').nth(1).is_some_and(|word| SHARED.contains(&word));
         let shares = subset.part == Some(ModelPart::Draft)
             && !base.tensors().any(|(_, info)| predicts(info.name) && is_shared(info.name));
         let only_mtp = matches!(subset.part, Some(ModelPart::Mtp | ModelPart::Draft));
+        let only_encoders = subset.part == Some(ModelPart::Encoder) && model.is_none();
         for (id, info) in base.tensors() {
             let (of_text, is_mtp) = (text_layer(info.name), predicts(info.name));
             let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
@@ -307,6 +323,7 @@ impl Choice {
             let unwanted = (subset.no_mtp && is_mtp)
                 || (subset.text_only && naming::is_tower(info.name))
                 || (only_mtp && !is_mtp && !(shares && is_shared(info.name)))
+                || (only_encoders && (is_mtp || !is_encoder(info.name, text)))
                 || model.is_some_and(|model| !model.has(info.name));
             if matched && !out && !unwanted {
                 choice.layers.extend(of_text);

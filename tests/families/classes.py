@@ -81,6 +81,7 @@ NEEDED |= {
     "moonshine_streaming": {"num_key_value_heads": 8},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 64},
     "ReformerModelWithLMHead": {"is_decoder": True},
+    "qwen3_omni_moe": {"talker_config": {"text_config": {"shared_expert_intermediate_size": 64}}},
     "seamless_m4t_v2": {
         "variance_predictor_embed_dim": 1024, "variance_predictor_hidden_dim": 256, "variance_predictor_kernel_size": 3,
         "variance_pred_dropout": 0.5,

@@ -191,7 +191,25 @@ def streamed(engine: str, addresses: list[str]) -> dict[str, object]:
     return {"tensors": digests(weights.runai_safetensors_weights_iterator(addresses))}
 
 
+def encoders(folder: str, prefixes: dict[str, str]) -> list[str]:
+    """The files that vLLM reads with --mm-encoder-only. `prefixes` is what the model's class has as `hf_to_vllm_mapper`."""
+    (weights,) = modules("vllm", "model_executor.model_loader.weight_utils")
+
+    def map_name(name: str) -> str:
+        for old, new in prefixes.items():
+            name = new + name.removeprefix(old) if name.startswith(old) else name
+        return name
+
+    mapper = types.SimpleNamespace(orig_to_new_prefix=prefixes, map_name=map_name) if prefixes else None
+    text = weights.resolve_mm_encoder_only_lm_prefixes(["language_model"], weights_mapper=mapper)
+    files = sorted(map(str, Path(folder).glob("*.safetensors")))
+    return weights.filter_mm_encoder_only_safetensors_files(files, folder, INDEX, text, weights_mapper=mapper)
+
+
 def main() -> None:
+    if sys.argv[2] == "--encoders":
+        print(json.dumps(encoders(sys.argv[3], json.loads(sys.argv[4]))))
+        return
     if sys.argv[2] == "--stream":
         print(json.dumps(streamed(sys.argv[1], sys.argv[3:])))
         return

@@ -25,8 +25,8 @@ KEPT = ("e_score_correction_bias", "mlp.gate.weight")
 # These for float16 only, where bfloat16's range is too wide.
 KEPT_GPT_OSS = ("layernorm.weight", "model.norm.weight")
 KEPT_V4 = (
-    ".attn_sink", ".gate.bias", ".ape", ".hc_attn_fn", "norm.weight", ".attn_norm.weight", ".ffn_norm.weight", ".q_norm.weight",
-    ".kv_norm.weight",
+    ".attn_sink", ".gate.bias", ".gate.bias_vl", ".ape", ".hc_attn_fn", "norm.weight", ".attn_norm.weight", ".ffn_norm.weight",
+    ".q_norm.weight", ".kv_norm.weight",
 )  # fmt: skip
 
 

@@ -41,12 +41,15 @@ def prepare() -> None:
     import logging
 
     import torch
+    import transformers
     import sglang.srt.model_loader.loader as loader
     import sglang.srt.models.deepseek_v2 as deepseek
     import sglang.srt.models.glm4_moe as glm4_moe
     from sglang.srt.layers.rotary_embedding import get_rope
 
     logging.disable(logging.WARNING)
+    # As the code in the model's own repository, which SGLang runs for it.
+    transformers.AutoConfig.register("kimi_k2", type("KimiK2Config", (transformers.DeepseekV3Config,), {"model_type": "kimi_k2"}))
     # The one for the CPU takes no plain rotation; neither has a part in the state.
     deepseek.get_rope_wrapper = lambda *args, device=None, **more: get_rope(*args, **more)
     torch.cuda.get_device_capability = lambda *_: (9, 0)

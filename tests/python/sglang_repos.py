@@ -112,9 +112,15 @@ def deepseek_v3_full(path: Path) -> Repo:
     return vllm_repos.deepseek(path, "deepseek_v3", q_lora=6, experts=256, shared=1, **more)
 
 
+def kimi_k2(path: Path) -> Repo:
+    """Of DeepSeek V3's names and class, with more experts, which SGLang does not stack with the shared one."""
+    made = vllm_repos.deepseek(path, "deepseek_v3", q_lora=6, experts=384, shared=1, topk_method="noaux_tc", scoring_func="sigmoid")
+    return write(path, made.files, made.config | {"model_type": "kimi_k2"})
+
+
 SHARED = ("llama", "llama_tied", "mixtral", "phi3", "gemma3_text", "gemma3", "glm4_moe", "deepseek_v2_lite",
           "deepseek_v2", "deepseek_v3", "gpt_oss")  # fmt: skip
-OWN = (llama_biased, mistral, qwen2, qwen3, qwen3_biased, qwen3_three, olmoe, qwen3_moe, deepseek_v3_full)
+OWN = (llama_biased, mistral, qwen2, qwen3, qwen3_biased, qwen3_three, olmoe, qwen3_moe, deepseek_v3_full, kimi_k2)
 BUILDERS = {name: vllm_repos.BUILDERS[name] for name in SHARED} | {builder.__name__: builder for builder in OWN}
 
 # Parameters of the layout that say how SGLang runs, beside its defaults.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from compressed_tensors.entrypoints.convert import convert_checkpoint
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import quantized_formats as formats
 import quantized_repos
@@ -55,7 +56,8 @@ def kept(base: Path):
     """`hf/` of a repository with its codes in another form, as it is exported."""
 
     def get(source: Path, form: str = CT) -> Path:
-        target = base / "kept-made" / f"{source.name}-{form.removeprefix('keep:')}"
+        name = source.parent.name if source.name == "hf" else source.name
+        target = base / "kept-made" / f"{name}-{form.removeprefix('keep:')}"
         if not target.exists():
             run("export", source, target, "--layout", "hf", "--requantize", form)
         return target / "hf"
@@ -297,6 +299,60 @@ def test_there_and_back_is_the_repository_that_it_was(made, kept):
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
 
 
+@pytest.mark.parametrize("kind", ["wild", "calm"])
+def test_experts_of_gpt_oss_there_and_back(made, kept, kind):
+    repo = made("gpt-oss-mxfp4", kind)
+    back = kept(kept(repo.repo.path), "keep:mxfp4")
+    found = tensors_of(back)
+    assert found.keys() == repo.repo.tensors.keys()
+    for name, tensor in repo.repo.tensors.items():
+        assert tuple(found[name].shape) == tuple(tensor.shape), name
+        assert found[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() == tensor.data, name
+    config = json.loads((back / "config.json").read_text())["quantization_config"]
+    stored = repo.repo.config["quantization_config"]["modules_to_not_convert"]
+    plain = {name.removesuffix(".weight") for name, tensor in found.items() if tensor.dim() == 2 and tensor.is_floating_point() and name.endswith(".weight")}
+    assert config == {"quant_method": "mxfp4", "modules_to_not_convert": config["modules_to_not_convert"]}
+    assert set(config["modules_to_not_convert"]) == plain | {"lm_head"}
+    assert all(any(re.match(rule.replace(".", r"\.").replace("*", ".*"), name) for rule in stored) for name in plain)
+
+
+def test_experts_back_are_decoded_by_transformers_as_the_linear_layers_are(made, kept):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    layers = kept(made("gpt-oss-mxfp4", "calm").repo.path)
+    found, stored = tensors_of(kept(layers, "keep:mxfp4")), tensors_of(layers)
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts"
+        for stack, words in (("gate_up_proj", ["gate_proj", "up_proj"]), ("down_proj", ["down_proj"])):
+            decoded = convert_moe_packed_tensors(found[f"{at}.{stack}_blocks"], found[f"{at}.{stack}_scales"], dtype=torch.float32)
+            for expert in range(decoded.shape[0]):
+                for turn, word in enumerate(words):
+                    expected = decompressed(layers, f"{at}.{expert}.{word}")
+                    assert torch.equal(decoded[expert].T[turn :: len(words)], expected), (stack, expert, word)
+                    bias = found[f"{at}.{stack}_bias"][expert, turn :: len(words)]
+                    assert torch.equal(bias, stored[f"{at}.{expert}.{word}.bias"])
+
+
+def test_experts_that_make_no_stack_are_refused_by_name(made, kept, tmp_path):
+    layers = kept(made("gpt-oss-mxfp4", "calm").repo.path)
+    stored, config = tensors_of(layers), json.loads((layers / "config.json").read_text())
+    at = "model.layers.1.mlp.experts"
+
+    def without(name: str, *ends: str, **members: object) -> str:
+        out = tmp_path / name
+        out.mkdir()
+        save_file({key: tensor for key, tensor in stored.items() if not key.endswith(ends)} if ends else stored, out / "model.safetensors")
+        (out / "config.json").write_text(json.dumps(config | members))
+        return refused(out, "keep:mxfp4")
+
+    gone = [f"{at}.2.up_proj.{end}" for end in ("weight_packed", "weight_scale", "bias")]
+    assert f"{at}.gate_up_proj: expert 2 has no up_proj in MXFP4" in without("layer", *gone)
+    assert f"{at}.0.down_proj.bias is not there" in without("bias", f"{at}.0.down_proj.bias")
+    assert f"{at}.down_proj: expected the 2 experts of num_local_experts" in without("fewer", num_local_experts=2)
+    assert "expert 3 has no" in without("more", num_local_experts=4)
+    assert "only experts of gpt_oss in MXFP4 have that form" in without("other", model_type="mixtral")
+
+
 @pytest.mark.parametrize(("name", "compressed"), [("awq-gemm", False), ("gptq-4-v1", False), ("modelopt-nvfp4", True), ("fp8-block", True)])
 def test_transformers_loads_what_is_made(made, kept, name, compressed):
     """Packed zero points only when it decodes: 5.24 gives them another shape otherwise, also those of the library's own converter."""
@@ -320,13 +376,13 @@ def test_transformers_loads_what_is_made(made, kept, name, compressed):
     assert compared >= 13
 
 
-@pytest.mark.parametrize("name", ["awq-gemm", "gptq-8-v1-act", "fp8-block", "modelopt-nvfp4"])
+@pytest.mark.parametrize("name", ["awq-gemm", "gptq-8-v1-act", "fp8-block", "modelopt-nvfp4", "gpt-oss-mxfp4", "back-to-mxfp4"])
 @pytest.mark.parametrize("layout", ["hf", "canonical"])
 def test_shards_are_those_of_the_converted_repository(made, kept, own, name, layout):
     """Any mesh cuts the view as it cuts the repository that it shows."""
-    source = made(name).repo.path
+    source, form = (kept(made("gpt-oss-mxfp4").repo.path), "keep:mxfp4") if name.startswith("back") else (made(name).repo.path, CT)
     mesh = ("--layout", layout, "--mesh", "fsdp=2,tensor=2")
-    roots = [own(source, *mesh, "--requantize", CT).point, own(kept(source), *mesh).point]
+    roots = [own(source, *mesh, "--requantize", form).point, own(kept(source, form), *mesh).point]
     tops = ("dev0", "dev3", "full", "dcp", "safetensors")
     listed = [
         {path.relative_to(root): path for top in tops for path in (root / top).rglob("*") if path.is_file()} for root in roots
@@ -349,6 +405,8 @@ def test_what_has_no_place_is_refused_by_name_with_the_way_out(made, tmp_path):
         ("bnb-nf4", CT, "bitsandbytes"),
         ("mlx-affine-4", CT, "mlx"),
         ("awq-gemm", "keep:modelopt", "awq"),
+        ("ct-mxfp4", "keep:mxfp4", "only experts of gpt_oss"),
+        ("ct-nvfp4", "keep:mxfp4", "only experts of gpt_oss"),
         ("ct-nvfp4", CT, "nvfp4"),
         ("ct-fp8-channel", "keep:fp8", "one block of rows and columns"),
         ("modelopt-mixed", CT, "scaled_fp8"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import mlx_oracles
 import mounting
 from mounting import ROOT, run
 from servers import Stub, bucket_of
@@ -106,6 +107,28 @@ def test_tasks_fetch_together_what_one_export_fetches(repo, clean, tmp_path, mes
         # Each reads the headers and small files for itself.
         small = sum(path.stat().st_size for path in repo("llama").path.iterdir() if path.suffix != ".safetensors")
         assert fetched[1] <= 1.05 * fetched[0] + 3 * (small + 20_000), fetched
+
+
+def test_tasks_quantize_a_remote_model_for_mlx_none_of_which_fetches_it_all(clean, tmp_path):
+    """Models larger than a disk: each task, with a cache of its own, fetches what its files are made of."""
+    mlx_oracles.write_model("llama", tmp_path / "model")
+    flags = ["--layout", "hf", "--quantize", "mlx:4bit-g32", "--only", "hf", "--max-shard-bytes", "60K"]
+    run("export", tmp_path / "model", tmp_path / "one", *flags)
+    with bucket_of("s3", tmp_path / "server") as bucket:
+        for name, value in bucket.environment.items():
+            clean.setenv(name, value)
+        bucket.upload(tmp_path / "model")
+        fetched = []
+        for number, words in enumerate(parts(range(1, 4), 3, bucket.address, tmp_path / "out", *flags)):
+            before = bucket.stub.stats()["object_bytes"]
+            run(*words, "--cache-dir", tmp_path / f"cache{number}")
+            fetched.append(bucket.stub.stats()["object_bytes"] - before)
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+    assert len([*(tmp_path / "one/hf").glob("*.safetensors")]) >= 3
+    weights = (tmp_path / "model/model.safetensors").stat().st_size
+    small = sum(path.stat().st_size for path in (tmp_path / "model").iterdir() if path.suffix != ".safetensors")
+    assert max(fetched) < 0.6 * weights + small, (fetched, weights)
+    assert sum(fetched) < 1.1 * weights + 3 * (small + 20_000), (fetched, weights)
 
 
 @pytest.fixture

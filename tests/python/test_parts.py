@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import servers
 from mounting import find_ckfs, run
 from test_text_models import EYE, LLAMA4, LLAMA4_EYE, PIXTRAL, QWEN_EYE, TEXT, randomized
 
+HERE = Path(__file__).parent
 ROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]})
 QWEN25_EYE = QWEN_EYE | dict(fullatt_block_indexes=[0], window_size=28)
 QWEN3_EYE = QWEN_EYE | dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
@@ -153,7 +155,35 @@ def test_only_the_part_is_read(tmp_path):
     assert sum(planned.values()) == sum(stored.values())
 
 
-def test_of_a_bucket_no_more_is_fetched_than_the_part(clean, tmp_path):
+SINCE_52 = {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower.", "lm_head.": "language_model.lm_head."}
+SINCE_52 |= {"model.multi_modal_projector.": "multi_modal_projector."}
+QWEN = {"model.language_model.": "language_model.model.", "model.visual.": "visual.", "lm_head.": "language_model.lm_head."}
+# `hf_to_vllm_mapper` of the classes of vLLM 0.33.
+MAPPERS = {
+    "gemma3": SINCE_52, "mistral3": SINCE_52 | {"model.": "language_model.model."}, "qwen2.5-vl": QWEN | {"model.": "language_model.model."},
+    "qwen3-vl": QWEN, "qwen2-audio": {}, "llama4": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAPPERS)
+def test_encoders_are_what_an_engine_reads_without_the_text_model(name, tmp_path):
+    """The weights that vLLM's own loader keeps with --mm-encoder-only, of files with one tensor each."""
+    torch.manual_seed(1)
+    randomized(PARTS[name][0]()).save_pretrained(tmp_path / "whole", max_shard_size=1)
+    (tmp_path / "whole/preprocessor_config.json").write_text("{}")
+    command = [sys.executable, HERE / "engine_process.py", "vllm", "--encoders", tmp_path / "whole", json.dumps(MAPPERS[name])]
+    files = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    wanted = {key: tensor for file in files for key, tensor in load_file(file).items()}
+    path = exported(tmp_path / "whole", tmp_path / "part", "encoder")
+    found = {key: tensor for file in path.glob("*.safetensors") for key, tensor in load_file(file).items()}
+    same_state(found, wanted)
+    assert 0 < len(files) < len([*(tmp_path / "whole").glob("*.safetensors")])
+    assert json.loads((path / "config.json").read_text()) == json.loads((tmp_path / "whole/config.json").read_text())
+    assert (path / "preprocessor_config.json").exists()
+
+
+@pytest.mark.parametrize("part", ["vision", "encoder"])
+def test_of_a_bucket_no_more_is_fetched_than_the_part(part, clean, tmp_path):
     torch.manual_seed(1)
     eye = EYE | dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
     bucket = tmp_path / "root/bucket/model"
@@ -161,7 +191,7 @@ def test_of_a_bucket_no_more_is_fetched_than_the_part(clean, tmp_path):
     stub = servers.Stub("store", tmp_path / "root")
     for name, value in servers.STUB_SETTINGS["s3"](stub.url).items():
         clean.setenv(name, value)
-    path = exported("s3://bucket/model", tmp_path / "part", "vision")
+    path = exported("s3://bucket/model", tmp_path / "part", part)
     part = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     fetched = stub.stats()["object_bytes"]
     stub.close()
@@ -178,7 +208,8 @@ def test_a_part_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     assert "llama has no part vision that is a model by itself: expected text" in refused(plain, "vision")
     torch.manual_seed(1)
     randomized(PARTS["gemma3"][0]()).save_pretrained(tmp_path / "gemma")
-    for part in ("audio", "mtp", "encoder"):
-        assert f"gemma3 has no part {part} that is a model by itself: expected vision, text" in refused(tmp_path / "gemma", part)
+    assert "llama has no part encoder" in refused(plain, "encoder")
+    for part in ("audio", "mtp"):
+        assert f"gemma3 has no part {part} that is a model by itself: expected vision, encoder, text" in refused(tmp_path / "gemma", part)
     randomized(PARTS["qwen2.5-vl"][0]()).save_pretrained(tmp_path / "qwen")
     assert "no class of transformers is known that is the text model" in refused(tmp_path / "qwen", "text")

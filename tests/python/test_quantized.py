@@ -312,6 +312,12 @@ def test_parts_of_deepseek_v41_are_left_out(made):
     names = {row["name"] for row in planned["views"][0]["tensors"]}
     assert names and not [name for name in names if name.startswith(parts)] and left > 40
     assert len(names) == len(source.tensors) - left
+    planned = json.loads(run("plan", source.path, "--json", "--layout", "hf", "--part", "encoder").out)
+    encoders = {name for name in source.tensors if name.startswith(("vision.", "aligner.", "image_"))}
+    assert {row["name"] for row in planned["views"][0]["tensors"]} == encoders
+    tables = sum(".engram." in name for name in source.tensors)
+    error = run("plan", source.path, "--layout", "hf", "--exclude", "engram*", expect=1).err
+    assert f'exclude: the pattern "engram*" matches no tensor: "*.engram*" matches {tables}' in error
 
 
 @pytest.mark.parametrize("name", libraries.SAVED)

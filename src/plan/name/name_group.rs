@@ -121,7 +121,15 @@ pub(crate) fn matches_none<'a>(rule: &str, pattern: &Pattern, names: impl Iterat
         let cut = beginning.and_then(|words| name.match_indices(is_separator).nth(words));
         cut.map_or_else(|| stars(name), |(end, _)| stars(&name[..end]))
     };
-    let names: BTreeSet<String> = names.map(shown).collect();
+    let all: BTreeSet<&str> = names.collect();
+    // What is meant may stand behind other words.
+    let inner = Pattern::parse(&format!("*.{}", pattern.text())).ok();
+    if let Some(inner) = inner.filter(|inner| all.iter().any(|name| inner.matches(name))) {
+        let count = all.iter().filter(|name| inner.matches(name)).count();
+        let (pattern, inner) = (pattern.text(), inner.text());
+        return format!("{rule}: the pattern {pattern:?} matches no tensor: {inner:?} matches {count}");
+    }
+    let names: BTreeSet<String> = all.into_iter().map(shown).collect();
     // The same name with other numbers is the nearest.
     let nearest = names.get(&text).cloned().or_else(|| nearest(&text, &names));
     let nearest = nearest.map_or_else(String::new, |nearest| format!("; the nearest name is {nearest}"));
@@ -159,6 +167,8 @@ mod tests {
             let hint = text.strip_prefix(&format!("cast: the pattern {pattern:?} matches no tensor")).unwrap();
             assert_eq!(hint.strip_prefix("; the nearest name is ").unwrap_or_default(), near, "{pattern}");
         }
+        let text = matches_none("exclude", &Pattern::parse("self_attn*").unwrap(), names.into_iter());
+        assert_eq!(text, "exclude: the pattern \"self_attn*\" matches no tensor: \"*.self_attn*\" matches 1");
         // A path of the mount, where its name is wanted.
         let pattern = Pattern::parse("layers/scanned/wq").unwrap();
         let text = matches_none("shard", &pattern, ["layers.scanned.wq", "embed"].into_iter());

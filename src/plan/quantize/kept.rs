@@ -113,6 +113,11 @@ struct Keeping<'a> {
     /// Whether all zero points of GPTQ are those of symmetric integers, which have none.
     is_symmetric: bool,
     modules: BTreeMap<Stored, Vec<String>>,
+    /// The tensors of the new form.
+    made: Vec<Composed>,
+    /// Linear layers of experts by the stack that they become rows of, its name and number in [`STACKS`]: expert, turn, and number
+    /// of the weight.
+    stacks: BTreeMap<(String, usize), BTreeMap<(u64, usize), usize>>,
 }
 
 /// The checkpoint with all its codes in another form, and a `config.json` that says so.
@@ -130,14 +135,24 @@ pub(crate) fn kept(checkpoint: &Checkpoint, to: Requantize) -> Result<Checkpoint
         return Err(refused(vec![reason.to_owned()]));
     }
     let config = checkpoint.config().map(|config| config["quantization_config"].clone()).unwrap_or_default();
-    let mut keeping = Keeping { checkpoint, to, config, is_symmetric: false, modules: BTreeMap::new() };
+    let (modules, made, stacks) = (BTreeMap::new(), Vec::new(), BTreeMap::new());
+    let mut keeping = Keeping { checkpoint, to, config, is_symmetric: false, modules, made, stacks };
     keeping.is_symmetric = keeping.has_middle_zeros().map_err(|reason| refused(vec![reason]))?;
-    let (mut tensors, mut others, mut reasons) = (Vec::with_capacity(found.tensors.len()), Vec::new(), Vec::new());
-    for tensor in found.tensors.iter() {
-        match keeping.weight(&tensor, &mut others) {
-            Ok(made) => tensors.push(made),
-            Err(reason) => reasons.push(format!("{}: {reason}", tensor.name)),
-        }
+    let (mut operands, mut reasons) = (Vec::with_capacity(found.tensors.len()), Vec::new());
+    for (number, tensor) in found.tensors.iter().enumerate() {
+        let first = keeping.made.len();
+        let made = match (to, tensor.scheme) {
+            (Requantize::Mxfp4, _) => keeping.row_of_stack(number, &tensor),
+            (Requantize::CompressedTensors, "mxfp4") => keeping.experts(&tensor),
+            _ => keeping.weight(&tensor),
+        };
+        reasons.extend(made.err().map(|reason| format!("{}: {reason}", tensor.name)));
+        operands.push((first..keeping.made.len()).filter(|at| !keeping.made[*at].name.ends_with(".bias")).collect());
+    }
+    for ((name, stack), rows) in std::mem::take(&mut keeping.stacks) {
+        let first = keeping.made.len();
+        reasons.extend(keeping.stack(&name, STACKS[stack].1, &rows).err().map(|reason| format!("{name}: {reason}")));
+        rows.values().for_each(|number| operands[*number] = vec![first, first + 1]);
     }
     let mut has_cache = false;
     for id in &found.left_out {
@@ -145,7 +160,7 @@ pub(crate) fn kept(checkpoint: &Checkpoint, to: Requantize) -> Result<Checkpoint
         match keeping.beside(*id, &info) {
             Ok(made) => {
                 has_cache |= info.name.ends_with("k_scale");
-                others.extend(made);
+                keeping.made.extend(made);
             }
             Err(reason) => reasons.push(format!("{}: {reason}", info.name)),
         }
@@ -158,19 +173,17 @@ pub(crate) fn kept(checkpoint: &Checkpoint, to: Requantize) -> Result<Checkpoint
         return Err(refused(reasons));
     }
     let text = format!("codes as stored in the form {}", to.word());
-    checkpoint.recoded(tensors, others, keeping.config_json(has_cache), text).map_err(refused)
+    let config = keeping.config_json(has_cache);
+    checkpoint.recoded(keeping.made, &operands, config, text).map_err(refused)
 }
 
 /// Most tensors that a refusal names.
 const REASONS_SHOWN: usize = 4;
 
 impl Keeping<'_> {
-    /// The tensors of a weight in the new form, the codes first. `others` get those that are no operands.
-    fn weight(&mut self, weight: &Quantized<'_>, others: &mut Vec<Composed>) -> Result<Vec<Composed>, String> {
+    /// Makes the tensors of a weight in the new form, the codes first.
+    fn weight(&mut self, weight: &Quantized<'_>) -> Result<(), String> {
         let codes = self.checkpoint.tensor(weight.operands[0]).name;
-        if weight.scheme == "mxfp4" && self.to == Requantize::CompressedTensors {
-            return self.experts(weight, others);
-        }
         let is_row = |row: &&Row| row.scheme == weight.scheme && row.to == self.to && codes.ends_with(row.codes);
         let row = ROWS.iter().find(is_row).filter(|_| weight.shape().rank() == 2);
         let row = row.ok_or_else(|| {
@@ -179,13 +192,12 @@ impl Keeping<'_> {
         })?;
         let module = codes.strip_suffix(row.codes).expect("the row was found by it");
         let stored = self.stored(weight, module)?;
-        let mut made = Vec::new();
         for (end, make) in row.parts {
             let view = self.part(*make, weight, stored, module).map_err(|error| error.to_string())?;
-            made.extend(view.map(|view| Composed::view(format!("{module}{end}"), weight.operands[0], view)));
+            self.made.extend(view.map(|view| Composed::view(format!("{module}{end}"), weight.operands[0], view)));
         }
         self.modules.entry(stored).or_default().push(module.to_owned());
-        Ok(made)
+        Ok(())
     }
 
     /// What the new configuration says of a weight.
@@ -309,14 +321,13 @@ impl Keeping<'_> {
         self.modules.keys().any(|stored| matches!(stored, Stored::Nvfp4 { .. }))
     }
 
-    /// The linear layers of a stack of experts, and their biases.
-    fn experts(&mut self, stack: &Quantized<'_>, others: &mut Vec<Composed>) -> Result<Vec<Composed>, String> {
+    /// Makes the linear layers of a stack of experts, and their biases.
+    fn experts(&mut self, stack: &Quantized<'_>) -> Result<(), String> {
         let known = STACKS.iter().find_map(|(end, words)| Some((stack.name.strip_suffix(end)?, words)));
         let (before, words) = known.ok_or("expected the experts of gpt-oss, gate_up_proj and down_proj")?;
         let bias = self.checkpoint.find(&format!("{}_bias", stack.name));
         let operands = [(".weight_packed", Some(stack.operands[0])), (".weight_scale", Some(stack.operands[1]))];
         let experts = self.checkpoint.tensor(stack.operands[0]).shape[0];
-        let mut made = Vec::new();
         let turns = words.len() as u64;
         for expert in 0..experts {
             for (first, word) in (0..).zip(*words) {
@@ -327,21 +338,79 @@ impl Keeping<'_> {
                         let all = View::source(self.source(id)?).slice(0, expert, expert + 1, 1)?;
                         let extents = all.shape().extents()[1..].to_vec();
                         let rows = all.reshape(&Shape::try_new(&extents)?)?.slice(0, first, extents[0], turns)?;
-                        let columns: Vec<u64> = match &extents[1..] {
-                            [] => Vec::new(),
-                            columns => vec![columns.iter().product()],
-                        };
+                        let columns = (extents.len() > 1).then(|| extents[1..].iter().product());
                         let shape: Vec<u64> = [rows.shape().extents()[0]].into_iter().chain(columns).collect();
                         rows.reshape(&Shape::try_new(&shape)?)
                     };
                     let view = rows().map_err(|error: ViewError| error.to_string())?;
-                    let of_weight = if end == ".bias" { &mut *others } else { &mut made };
-                    of_weight.push(Composed::view(format!("{module}{end}"), id, view));
+                    self.made.push(Composed::view(format!("{module}{end}"), id, view));
                 }
                 self.modules.entry(Stored::Mxfp4).or_default().push(module);
             }
         }
-        Ok(made)
+        Ok(())
+    }
+
+    /// Takes note of a linear layer of an expert, whose rows take turns in a stack.
+    fn row_of_stack(&mut self, number: usize, weight: &Quantized<'_>) -> Result<(), String> {
+        let [codes, scales] = [0, 1].map(|at| self.checkpoint.tensor(weight.operands[at]));
+        let module = codes.name.strip_suffix(".weight_packed").filter(|_| scales.dtype == DType::U8);
+        let place = module.and_then(|module| {
+            let (before, word) = module.rsplit_once('.')?;
+            let (before, expert) = before.rsplit_once('.').filter(|(before, _)| before.ends_with(".experts"))?;
+            let turn = |(_, words): &(_, &[&str])| words.iter().position(|own| *own == word);
+            let (stack, turn) = STACKS.iter().enumerate().find_map(|(stack, row)| Some((stack, turn(row)?)))?;
+            Some((format!("{before}.{}", STACKS[stack].0), stack, (expert.parse().ok()?, turn)))
+        });
+        let is_gpt_oss = self.checkpoint.dialect().model_type.as_deref() == Some("gpt_oss");
+        let Some((name, stack, place)) = place.filter(|_| is_gpt_oss && weight.scheme == "mx") else {
+            return Err(format!(
+                "{} {}, and only experts of gpt_oss in MXFP4 have that form",
+                weight.scheme, codes.name
+            ));
+        };
+        self.stacks.entry((name, stack)).or_default().insert(place, number);
+        Ok(())
+    }
+
+    /// Makes a stack of experts, and its biases, of their linear layers.
+    fn stack(&mut self, name: &str, words: &[&str], rows: &BTreeMap<(u64, usize), usize>) -> Result<(), String> {
+        let found = self.checkpoint.quantized();
+        let experts = self.checkpoint.config().and_then(|config| config["num_local_experts"].as_u64()).unwrap_or(0);
+        let mut places = (0..experts).flat_map(|expert| (0..words.len()).map(move |turn| (expert, turn)));
+        if let Some((expert, turn)) = places.find(|place| !rows.contains_key(place)) {
+            return Err(format!("expert {expert} has no {} in MXFP4", words[turn]));
+        }
+        if rows.len() as u64 != experts * words.len() as u64 {
+            return Err(format!("expected the {experts} experts of num_local_experts, found more"));
+        }
+        let operand = |number: usize, at: usize| {
+            let weight = found.tensors.get(number);
+            let codes = self.checkpoint.tensor(weight.operands[0]).name;
+            let bias = format!("{}.bias", codes.trim_end_matches(".weight_packed"));
+            let missing = || format!("{bias} is not there, and all experts of gpt_oss have one");
+            weight.operands.get(at).copied().or_else(|| self.checkpoint.find(&bias)).ok_or_else(missing)
+        };
+        let mut made = Vec::new();
+        for (at, end) in ["_blocks", "_scales", "_bias"].into_iter().enumerate() {
+            let ids = rows.values().map(|number| operand(*number, at)).collect::<Result<Vec<_>, _>>()?;
+            let stacked = || {
+                let of = ids.iter().map(|id| Ok(View::source(self.source(*id)?)));
+                let of = of.collect::<Result<Vec<_>, ViewError>>()?;
+                let turns = of.chunks(words.len()).map(|of_expert| View::stack(1, of_expert));
+                let all = View::stack(0, &turns.collect::<Result<Vec<_>, _>>()?)?;
+                let [experts, rows, turns, columns @ ..] = all.shape().extents() else { return Ok(all) };
+                let columns = match (end, columns) {
+                    ("_blocks", [bytes]) => vec![bytes / 16, 16],
+                    _ => columns.to_vec(),
+                };
+                all.reshape(&Shape::try_new(&[vec![*experts, rows * turns], columns].concat())?)
+            };
+            let view = stacked().map_err(|error: ViewError| error.to_string())?;
+            made.push(Composed::view(format!("{name}{end}"), ids[0], view));
+        }
+        self.made.extend(made);
+        Ok(())
     }
 
     /// Whether all zero points of GPTQ are in the middle, as those of symmetric integers, for which kernels have another way. They are
@@ -402,6 +471,7 @@ impl Keeping<'_> {
                 });
                 fp8("fp8", block.unwrap_or_default(), false, &left)
             }
+            Requantize::Mxfp4 => json!({"quant_method": "mxfp4", "modules_to_not_convert": left}),
             Requantize::CompressedTensors => {
                 let mut config = compressed_tensors(&self.groups(), &left);
                 if has_cache {

@@ -31,6 +31,8 @@ struct PartRow {
     names: BTreeMap<String, String>,
     architecture: String,
     member: Option<String>,
+    /// The type of the member, where models of this type have several.
+    nested: Option<String>,
     #[serde(default)]
     set: BTreeMap<String, Json>,
 }
@@ -45,11 +47,21 @@ pub(crate) fn parts(checkpoint: &Checkpoint) -> impl Iterator<Item = (&'static s
     let rows = PARTS.part.iter().filter(move |row| row.model_types.iter().any(|of| Some(of.as_str()) == whole));
     let there =
         rows.filter(|row| row.names.keys().any(|prefix| checkpoint.table().with_prefix(prefix).next().is_some()));
-    there.map(|row| {
+    let is_of_type = |row: &&PartRow| {
+        let nested = checkpoint.config().zip(row.member.as_deref()).and_then(|(whole, member)| inner(whole, member));
+        let found = nested.and_then(|nested| nested.get("model_type")).and_then(Json::as_str);
+        row.nested.as_deref().zip(found).is_none_or(|(expected, found)| expected == found)
+    };
+    there.filter(is_of_type).map(|row| {
         let (names, architecture) = (row.names.clone(), row.architecture.clone());
         let part = Some(PartConfig { member: row.member.clone(), set: row.set.clone() });
         (row.part.as_str(), TextModel { model_type: String::new(), architecture, names, part })
     })
+}
+
+/// A member of a member.
+fn inner<'a>(whole: &'a Json, path: &str) -> Option<&'a Json> {
+    path.split('.').try_fold(whole, |config, member| config.get(member))
 }
 
 /// Where the configuration of another part than the text model is.
@@ -144,7 +156,7 @@ impl TextModel {
     /// which the whole model's configuration may decide.
     pub(crate) fn config(&self, whole: &Json, tied: bool) -> Json {
         if let Some(PartConfig { member, set }) = &self.part {
-            let nested = member.as_ref().map_or(Some(whole), |member| whole.get(member));
+            let nested = member.as_ref().map_or(Some(whole), |member| inner(whole, member));
             let mut config = nested.cloned().unwrap_or_default();
             if let Some(members) = config.as_object_mut() {
                 for key in ["dtype", "torch_dtype", "transformers_version"] {

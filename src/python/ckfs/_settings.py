@@ -31,7 +31,7 @@ class OpenSettings(TypedDict, total=False):
     cast: Sequence[Mapping[str, str]]
     quantize: str
     gguf_type: Literal["f32", "f16", "bf16", "q8_0"]
-    requantize: Literal["keep:compressed-tensors", "keep:modelopt", "keep:fp8"]
+    requantize: Literal["keep:compressed-tensors", "keep:modelopt", "keep:fp8", "keep:mxfp4"]
     quantize_only: Patterns
     quantize_ignore: Patterns
     shard: Path
