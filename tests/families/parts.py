@@ -180,9 +180,10 @@ def planned(part: Part) -> str:
         config = json.loads(subprocess.run([ckfs, "cat", path, "hf/config.json", *flags], capture_output=True, text=True, check=True).stdout)
         if config["architectures"] != [part.architecture]:
             return f"class {config['architectures']}"
-        read = type(part.alone.config).from_dict(config)
-        mine = {key: value for key, value in part.alone.config.to_dict().items() if key not in ("architectures", "transformers_version")}
-        differ = [key for key, value in mine.items() if read.to_dict().get(key) != value]
+        member = json.loads((path / "config.json").read_text())
+        for word in part.member.split("."):
+            member = member[word]
+        differ = [key for key in {*member, *config} - {"architectures", "dtype", "transformers_version"} if config.get(key) != member.get(key)]
         return f"configuration differs: {differ}" if differ else ""
 
 

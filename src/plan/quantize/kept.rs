@@ -147,12 +147,15 @@ pub(crate) fn kept(checkpoint: &Checkpoint, to: Requantize) -> Result<Checkpoint
             _ => keeping.weight(&tensor),
         };
         reasons.extend(made.err().map(|reason| format!("{}: {reason}", tensor.name)));
-        operands.push((first..keeping.made.len()).filter(|at| !keeping.made[*at].name.ends_with(".bias")).collect());
+        let is_operand = |at: &usize| keeping.made[*at].name.rsplit('.').next() != Some("bias");
+        operands.push((first..keeping.made.len()).filter(is_operand).collect());
     }
     for ((name, stack), rows) in std::mem::take(&mut keeping.stacks) {
         let first = keeping.made.len();
         reasons.extend(keeping.stack(&name, STACKS[stack].1, &rows).err().map(|reason| format!("{name}: {reason}")));
-        rows.values().for_each(|number| operands[*number] = vec![first, first + 1]);
+        for number in rows.values() {
+            operands[*number] = vec![first, first + 1];
+        }
     }
     let mut has_cache = false;
     for id in &found.left_out {
