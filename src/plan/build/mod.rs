@@ -509,7 +509,8 @@ impl<'a> Builder<'a> {
             let reason = format!("the rules of layout {name} say whether a tied output head is shown: expected auto");
             self.problem("tied", reason);
         }
-        names::keep(self.original, &mut drafts, &wanted.selected, &mut self.problems);
+        let found = (&mut self.problems, &mut self.warnings);
+        names::keep(self.original, &mut drafts, &wanted.selected, found.0, found.1);
         if let Some(adapter) = wanted.adapter {
             let is_own = |id: &TensorId| self.original.file_of(*id) == adapter.file;
             let own = |draft: &Draft| draft.view.source_ids().iter().any(is_own);

@@ -111,6 +111,11 @@ fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
     (distance * 3 < name.len().saturating_sub(same)).then(|| other.clone())
 }
 
+/// A pattern for the same after other words: `*.engram*` for `engram*`.
+pub(crate) fn behind_words(pattern: &Pattern) -> Option<Pattern> {
+    Pattern::parse(&format!("*.{}", pattern.text())).ok()
+}
+
 /// That the pattern of a rule matches none of these names, with a hint at the nearest. A pattern that ends in `*` is compared with the
 /// beginnings of names.
 pub(crate) fn matches_none<'a>(rule: &str, pattern: &Pattern, names: impl Iterator<Item = &'a str>) -> String {
@@ -122,9 +127,7 @@ pub(crate) fn matches_none<'a>(rule: &str, pattern: &Pattern, names: impl Iterat
         cut.map_or_else(|| stars(name), |(end, _)| stars(&name[..end]))
     };
     let all: BTreeSet<&str> = names.collect();
-    // What is meant may stand behind other words.
-    let inner = Pattern::parse(&format!("*.{}", pattern.text())).ok();
-    if let Some(inner) = inner.filter(|inner| all.iter().any(|name| inner.matches(name))) {
+    if let Some(inner) = behind_words(pattern).filter(|inner| all.iter().any(|name| inner.matches(name))) {
         let count = all.iter().filter(|name| inner.matches(name)).count();
         let (pattern, inner) = (pattern.text(), inner.text());
         return format!("{rule}: the pattern {pattern:?} matches no tensor: {inner:?} matches {count}");

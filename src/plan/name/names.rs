@@ -5,9 +5,9 @@ use std::collections::HashMap;
 use ckfs_checkpoint::Checkpoint;
 
 use super::super::{
-    Layout, Tied, ViewOptions,
+    Layout, Pattern, Tied, ViewOptions,
     draft::{Bundled, Draft},
-    name_group::matches_none,
+    name_group::{behind_words, matches_none},
     naming,
     problem::Problem,
     rename::{self, Rename},
@@ -48,18 +48,36 @@ pub(crate) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &Vi
     }
 }
 
-/// Drops the names that patterns over the layout's names leave out.
-pub(crate) fn keep(checkpoint: &Checkpoint, drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut Vec<Problem>) {
-    for (rule, patterns) in [("include", &selected.target_include), ("exclude", &selected.target_exclude)] {
-        for pattern in patterns {
-            if !drafts.iter().any(|draft| pattern.matches(&draft.name)) {
-                let stored = checkpoint.tensors().map(|(_, info)| info.name);
-                let names = drafts.iter().map(|draft| draft.name.as_str()).chain(stored);
-                problems.push(Problem::Request(matches_none(rule, pattern, names)));
-            }
+/// Drops the names that patterns over the layout's names leave out. A pattern that matches none of them is one for the same after
+/// other words.
+pub(crate) fn keep(
+    checkpoint: &Checkpoint,
+    drafts: &mut Vec<Draft>,
+    selected: &Selected,
+    problems: &mut Vec<Problem>,
+    warnings: &mut Vec<String>,
+) {
+    let is_hit = |pattern: &Pattern| drafts.iter().any(|draft| pattern.matches(&draft.name));
+    let mut meant = |rule: &str, pattern: &Pattern| {
+        if is_hit(pattern) {
+            return pattern.clone();
         }
-    }
-    drafts.retain(|draft| is_accepted(&selected.target_include, &selected.target_exclude, &draft.name));
+        if let Some(inner) = behind_words(pattern).filter(is_hit) {
+            warnings.push(format!(
+                "{rule}: {:?} matches no tensor, and is taken for {:?}",
+                pattern.text(),
+                inner.text()
+            ));
+            return inner;
+        }
+        let stored = checkpoint.tensors().map(|(_, info)| info.name);
+        let names = drafts.iter().map(|draft| draft.name.as_str()).chain(stored);
+        problems.push(Problem::Request(matches_none(rule, pattern, names)));
+        pattern.clone()
+    };
+    let include: Vec<Pattern> = selected.target_include.iter().map(|pattern| meant("include", pattern)).collect();
+    let exclude: Vec<Pattern> = selected.target_exclude.iter().map(|pattern| meant("exclude", pattern)).collect();
+    drafts.retain(|draft| is_accepted(&include, &exclude, &draft.name));
 }
 
 /// Renames. Refuses two tensors of one name, and the first name that is too long. With `flat` a name is one path
