@@ -39,7 +39,7 @@ pub use composed::{Composed, ExpertPart};
 pub use container::{Container, LeftOut, ParameterFrame, SavedArguments, SavedTree, UniversalFile};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
-pub use gguf::{GgufChange, GgufFamily, GgufKey, GgufTarget, Vocabulary as GgufVocabulary};
+pub use gguf::{GgufChange, GgufFamily, GgufKey, GgufTarget, GgufTokenizer};
 pub use index::rewritten_index;
 pub use locate::hub_cache_directory;
 pub use merges::{Merge, Merges, ScaledProduct};

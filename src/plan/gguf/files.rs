@@ -41,6 +41,16 @@ impl ModelTexts<'_> {
         Ok(Some(bytes))
     }
 
+    /// A text with line feeds as line ends, as Python reads it; `None` if there is none.
+    ///
+    /// # Errors
+    /// It cannot be read, or is not in UTF-8.
+    pub(super) fn text(&self, path: &str) -> Result<Option<String>, String> {
+        let Some(bytes) = self.bytes(path)? else { return Ok(None) };
+        let text = String::from_utf8(bytes).map_err(|error| format!("{path}: {error}"))?;
+        Ok(Some(text.replace("\r\n", "\n").replace('\r', "\n")))
+    }
+
     /// A JSON file; `None` if there is none.
     ///
     /// # Errors

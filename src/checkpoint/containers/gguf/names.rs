@@ -28,30 +28,16 @@ struct WrittenKeys {
     bools: Vec<String>,
 }
 
-/// A step of llama.cpp's converter that finds the tokens of a model, or says something of them.
+/// Where tokens are found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Vocabulary {
-    /// Whether a space is put before texts, if `tokenizer_config.json` tells.
-    PrefixSpace,
-    /// No space is put before texts.
-    NoPrefixSpace,
-    /// The same if there is a `tokenizer.model`.
-    NoPrefixSpaceOfPieces,
-    /// The pieces of `tokenizer.model`.
-    Sentencepiece,
-    /// The same by the rules of Phi-3.
-    SentencepieceOfPhi3,
+pub enum Tokenizer {
+    /// The pieces of a `tokenizer.model` of `SentencePiece`.
+    Pieces,
     /// A `tokenizer.json` that falls back to bytes.
-    LlamaHf,
+    Fallback,
     /// A `tokenizer.json` of pairs of bytes.
-    Gpt2,
-    /// The same if `tokenizer_config.json` names its class.
-    Gpt2IfNamed,
-    /// The same with the special tokens of GLM-4.
-    Gpt2OfGlm4,
-    /// What goes by the size of a vocabulary of Llama.
-    LlamaEnd,
+    Bytes,
 }
 
 /// What repositories of one architecture have in common.
@@ -94,8 +80,11 @@ struct Family {
     keys: Option<Vec<String>>,
     #[serde(default)]
     more_keys: Vec<String>,
-    /// How tokens are found; `None` if no file of the family is written.
-    vocabulary: Option<Vec<Vocabulary>>,
+    /// Where tokens are found, the first of which counts; `None` if no file of the family is written.
+    tokenizers: Option<Vec<Tokenizer>>,
+    /// Kinds and texts of special tokens, where nothing else says which they are.
+    #[serde(default)]
+    special: Vec<[String; 2]>,
     #[serde(default)]
     absent: Map<String, Value>,
     /// Whether a model without `head_dim` has columns divided by heads.
@@ -209,7 +198,7 @@ impl GgufFamily {
             has(model_type, &family.model_type, &family.model_types)
                 && class.is_none_or(|class| has(class, &family.class, &family.classes))
         };
-        let written = || FAMILIES.family.iter().filter(|(_, family)| family.vocabulary.is_some());
+        let written = || FAMILIES.family.iter().filter(|(_, family)| family.tokenizers.is_some());
         let found = written().find(|(_, family)| is_of(family));
         let (key, family) = found.ok_or_else(|| {
             let known: Vec<&str> = written().map(|(_, family)| family.class.as_str()).collect();
@@ -294,9 +283,14 @@ impl GgufFamily {
             .or_else(|| FAMILIES.write.absent.get(member))
     }
 
-    /// How its tokens are found.
-    pub fn vocabulary(&self) -> &'static [Vocabulary] {
-        self.family.vocabulary.as_deref().unwrap_or_default()
+    /// Where its tokens are found: the first that is there counts.
+    pub fn tokenizers(&self) -> &'static [Tokenizer] {
+        self.family.tokenizers.as_deref().unwrap_or_default()
+    }
+
+    /// Kinds and texts of special tokens, where nothing else says which they are.
+    pub fn special(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
+        self.family.special.iter().map(|[kind, text]| (kind.as_str(), text.as_str()))
     }
 
     /// Whether a model without `head_dim` has columns divided by heads.
