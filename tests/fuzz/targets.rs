@@ -21,7 +21,7 @@ use ckfs_format::{
     torch::{read::TorchArchive, state as torch_state},
     zarr::read::Array,
 };
-use ckfs_plan::{LayoutFile, expr};
+use ckfs_plan::{Layout, LayoutFile, Plan, ViewOptions, expr};
 use ckfs_tensor::Shape;
 
 /// A parser.
@@ -42,6 +42,12 @@ const CONFIGS: &[&str] = &[
     r#"{"architectures":["LlamaForCausalLM"],"tie_word_embeddings":true,"num_hidden_layers":2,"layer_types":["full_attention","sliding_attention"]}"#,
     r#"{"model_type":"llama","quantization_config":{"quant_method":"gptq","bits":4,"group_size":128,"desc_act":true,"dynamic":{"-:.*down":{}}}}"#,
 ];
+
+const LLAMA: &str = r#"{"model_type":"llama","architectures":["LlamaForCausalLM"],"hidden_size":32,"intermediate_size":32,"num_hidden_layers":1,"num_attention_heads":2,"vocab_size":64,"max_position_embeddings":64}"#;
+const TOKENIZER: &str = r#"{"added_tokens":[{"id":3,"content":"<|a|>","special":true},{"id":4,"content":"▁b"}],"normalizer":{"type":"NFC"},"pre_tokenizer":{"type":"Sequence","pretokenizers":[{"type":"Digits","individual_digits":true},{"type":"ByteLevel"}]},"post_processor":{"type":"Sequence","processors":[{"type":"ByteLevel"},{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"<|a|>"}},{"Sequence":{"id":"A"}}],"pair":[{"SpecialToken":{"id":"<|a|>"}},{"Sequence":{"id":"A"}},{"SpecialToken":{"id":"<|a|>"}},{"Sequence":{"id":"B"}}]}]},"model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2},"merges":[["a","b"]]}}"#;
+const FALLBACK: &str = r#"{"added_tokens":[{"id":3,"content":"<s>","special":true}],"decoder":{"type":"Sequence"},"model":{"type":"BPE","byte_fallback":true,"vocab":{"<0x41>":0,"b":1,"<s>":2},"merges":["a b"]}}"#;
+const TOKENIZER_CONFIG: &str = r#"{"bos_token":"<|a|>","eos_token":{"content":"▁b"},"add_bos_token":true,"add_prefix_space":false,"added_tokens_decoder":{"5":{"content":"c","special":true}},"chat_template":[{"name":"default","template":"x"},{"name":"a b","template":"y"}]}"#;
+const CARD: &str = "---\nlicense: [mit, \"x\"]\nname: a # b\nbase_model:\n- org/Model-7B-v1\n- https://huggingface.co/a/b\nwidget:\n  - text: |\n     \"c\nlanguage:\n  - no\n---\n# Title\n";
 
 pub const TARGETS: &[Target] = &[
     Target { name: "safetensors", check: safetensors_header, seeds: &[], texts: &[] },
@@ -71,6 +77,20 @@ pub const TARGETS: &[Target] = &[
         seeds: &[("gguf.json", &["llama", "gemma2", "gpt-oss", "deepseek2", "other"])],
         texts: &[],
     },
+    Target { name: "sentence_pieces", check: |bytes| written("tokenizer.model", bytes), seeds: &[], texts: &[] },
+    Target {
+        name: "tokenizer_json",
+        check: |bytes| written("tokenizer.json", bytes),
+        seeds: &[],
+        texts: &[TOKENIZER, FALLBACK],
+    },
+    Target {
+        name: "tokenizer_config",
+        check: |bytes| written("tokenizer_config.json", bytes),
+        seeds: &[],
+        texts: &[TOKENIZER_CONFIG],
+    },
+    Target { name: "model_card", check: |bytes| written("README.md", bytes), seeds: &[], texts: &[CARD] },
     Target { name: "pickle", check: pickle, seeds: &[("torch.json", &[".metadata"])], texts: &[] },
     Target { name: "dcp", check: dcp, seeds: &[("torch.json", &[".metadata"])], texts: &[] },
     Target {
@@ -146,6 +166,9 @@ pub fn seeds(target: &Target) -> Vec<Vec<u8>> {
             bytes.extend_from_slice(header.as_bytes());
             bytes.extend_from_slice(&[0x5a; 10]);
             found.push(bytes);
+        }
+        "sentence_pieces" => {
+            found.push(b"\x0a\x09\x0a\x02ab\x15\0\0\xc0\x3f\x12\x02zz\x0a\x05\x0a\x01\x3c\x18\x06".to_vec())
         }
         // Without mark, length and checksum, which the target adds.
         "manifest" => found.extend(databases().iter().map(|database| body(&database.manifest))),
@@ -435,6 +458,47 @@ fn with_repository(file: &str, bytes: &[u8]) -> bool {
             assert!(!checkpoint.dialect().to_string().contains('\n'));
         },
     )
+}
+
+/// Whether a GGUF file is made of a small model with this file beside it. Its header is one.
+fn written(file: &str, bytes: &[u8]) -> bool {
+    thread_local! {
+        static DIRECTORY: tempfile::TempDir = {
+            let memory = Path::new("/dev/shm");
+            let directory = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
+            let header = r#"{"model.embed_tokens.weight":{"dtype":"F16","shape":[64,32],"data_offsets":[0,4096]},"model.layers.0.input_layernorm.weight":{"dtype":"F16","shape":[32],"data_offsets":[4096,4160]}}"#;
+            let mut weights = (header.len() as u64).to_le_bytes().to_vec();
+            weights.extend_from_slice(header.as_bytes());
+            weights.extend_from_slice(&[0; 4160]);
+            let write = |name: &str, bytes: &[u8]| fs::write(directory.path().join(name), bytes).unwrap();
+            write("model.safetensors", &weights);
+            write("config.json", LLAMA.as_bytes());
+            directory
+        };
+    }
+    DIRECTORY.with(|directory| {
+        let path = |name: &str| directory.path().join(name);
+        for (name, text) in [("tokenizer.json", TOKENIZER), ("tokenizer_config.json", TOKENIZER_CONFIG)] {
+            fs::write(path(name), text).unwrap();
+        }
+        fs::write(path(file), bytes).unwrap();
+        let checkpoint = Checkpoint::open(directory.path().to_str().unwrap(), &OpenOptions::default()).unwrap();
+        let plan = Plan::build(&checkpoint, &ViewOptions { layout: Layout::Gguf, ..ViewOptions::default() });
+        fs::remove_file(path(file)).unwrap();
+        match plan {
+            Ok(plan) => {
+                let made = plan.gguf.unwrap();
+                let of_tensors = made.tensors.iter().map(|(_, view)| view.bytes().unwrap().next_multiple_of(32));
+                let header = Gguf::parse(&made.header, made.header.len() as u64 + of_tensors.sum::<u64>());
+                assert!(header.is_ok(), "{:?}", header.err());
+                true
+            }
+            Err(error) => {
+                assert!(!error.to_string().is_empty());
+                false
+            }
+        }
+    })
 }
 
 /// Opens the source that a directory with this file beside weights is for `source`. An accepted one is checked.

@@ -140,6 +140,52 @@ REPOS = {
         "bytes",
         dict(split=GPT4O_SPLIT),
     ),
+    "gpt-oss-120b": (
+        "GptOssConfig",
+        dict(head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=64),
+        "mxfp4",
+        "bytes",
+        dict(split=GPT4O_SPLIT),
+    ),
+    "Qwen3-Reranker-0.6B": (
+        "Qwen3Config",
+        dict(head_dim=32, tie_word_embeddings=True),
+        "bfloat16",
+        "bytes",
+        dict(split=QWEN2_SPLIT, nfc=True, more=["yes", "no"]),
+    ),
+    "ranks-by-its-card": (
+        "Qwen3Config",
+        dict(head_dim=32),
+        "bfloat16",
+        "bytes",
+        dict(split=QWEN2_SPLIT, nfc=True, more=["no", "yes"]),
+    ),
+}
+CARDS = {
+    "gpt-oss-120b": """---
+license: other
+license_name: some-licence
+license_link: https://example.org/LICENSE#terms
+language:
+- en
+- no
+pipeline_tag: text-generation
+tags:
+- vllm
+- "two words"
+base_model:
+- org/Base-Model-7B-v1.2
+- https://huggingface.co/other/Model-3B
+datasets: [org/data-v2, 'plain']
+extra_gated_prompt: >-
+  license: "of no key
+widget:
+- text: "Hello"
+---
+# A model
+""",
+    "ranks-by-its-card": "---\nlicense: apache-2.0\n---\r\n# Qwen3-Reranker-8B\n",
 }
 
 
@@ -342,15 +388,26 @@ def make(name: str, below: Path) -> Path:
     files = below / name
     files.mkdir(parents=True)
     config = getattr(transformers, of_config)(**TINY | dict(bos_token_id=1, eos_token_id=2, pad_token_id=None) | more)
+    has_codes, dtype = dtype == "mxfp4", dtype.replace("mxfp4", "bfloat16")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.config.architectures = [type(model).__name__]
+    if has_codes:
+        model.config.quantization_config = dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"])
     model.config.save_pretrained(files)
+    if name in CARDS:
+        (files / "README.md").write_bytes(CARDS[name].encode())
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     tensors, generator = {}, np.random.Generator(np.random.PCG64(7))
     for key, shape in stored(config, shapes).items():
+        if has_codes and key.endswith("_proj") and "experts" in key:
+            experts, inner, outer = shape
+            for end, extents in (("blocks", (experts, outer, inner // 32, 16)), ("scales", (experts, outer, inner // 32))):
+                codes = generator.integers(0, 255, extents, dtype=np.uint8)
+                tensors[f"{key}_{end}"] = torch.from_numpy(codes)
+            continue
         values = generator.standard_normal(shape, dtype=np.float32) / 8
         # A row of zeros, and one of numbers that have no scale.
         if len(shape) == 2 and shape[0] > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,53 @@ def test_files_are_those_of_the_converter(name, own, tmp_path):
         assert found["keys"] == expected[of]["keys"], of
         assert found["tensors"] == expected[of]["tensors"], of
         assert found == expected[of], of
+
+
+CARDS = {
+    "none": "# A model",
+    "empty": "---\n---\n",
+    "lists": "---\nlicense: [mit, \"apache-2.0\"]\ntags:\n- a\n- 'b c'\nlanguage:\n- no\n- zh\npipeline_tag: x # y\n---\n",
+    "origins": "---\nbase_model: org/M-7B-v1.2\ndatasets:\n- https://huggingface.co/a/b-c\n- https://x.org/y\n- plain\n---",
+    "names": "---\r\nname: A Model\r\nmodel_creator: You\r\nmodel_type: foo\r\nbase_model:\r\nversion: v1\r\nsize_label: 3Q\r\n---",
+    "twice": "---\nlicense: mit\nlicense: gpl\nname: null\nmodel_name: x\n---",
+    "passed over": "---\nprompt: |-\n  license: \"x\n\nmodel-index:\n- name: x\n  results: [{a: 1}]\nlicense: 0bsd\n---",
+}
+
+
+def general_keys(path: Path) -> list:
+    fields = gguf.GGUFReader(path).fields
+    of_model = ("architecture", "file_type", "quantization_version")
+    keys = [key for key in fields if key.startswith("general.") and key.split(".")[1] not in of_model]
+    return [(key, fields[key].types, fields[key].contents()) for key in keys]
+
+
+def test_keys_of_a_model_card_are_those_of_the_package(tmp_path):
+    files = repos.make("Qwen3-8B", tmp_path)
+    (files / "generation_config.json").unlink()
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    for name, card in CARDS.items():
+        (files / "README.md").write_bytes(card.encode())
+        with ours.open("wb") as out:
+            command = [mounting.find_ckfs(), "-q", "cat", files, "gguf/model.gguf", "--layout", "gguf"]
+            subprocess.run(command, stdout=out, check=True)
+        count = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(ours).tensors)
+        metadata, writer = gguf.Metadata.load(None, files, None, count), gguf.GGUFWriter(theirs, "qwen3")
+        metadata.size_label = metadata.size_label or gguf.size_label(count, count, 0, 0)
+        writer.add_type("model")
+        metadata.set_gguf_meta_model(writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        assert general_keys(ours) == general_keys(theirs), name
+    for card in (
+        "version: 1.0", "license: mit\n gpl", "license: &a mit", "x: \"a\nlicense: mit\"", "tags:\n- a: b", "license: >\n  mit",
+        "tags:\n- 2024-01-01", "license: a\u2028b", "name: [a]", "x", "- a", "language: no", "tags: [a, [b]]",
+    ):
+        (files / "README.md").write_text(f"---\n{card}\n---\n")
+        refused = mounting.run("plan", files, "--layout", "gguf", expect=1).err
+        assert "README.md: " in refused and "--set card=none" in refused, card
+        mounting.run("plan", files, "--layout", "gguf", "--set", "card=none")
 
 
 def permuted(tensor: np.ndarray, heads: int) -> np.ndarray:
@@ -123,7 +171,7 @@ def test_what_has_no_file_is_refused_by_name(fresh, tmp_path):
     assert "found q4_k" in mounting.run(
         "plan", files, "--layout", "gguf", "--gguf-type", "q4_k", expect=None
     ).err.replace('"', "")
-    assert "the only parameter is pre" in refused("--set", "scan=true")
+    assert "the only parameters are pre=NAME and card=none" in refused("--set", "scan=true")
     assert "a pattern leaves out a part" in refused("--exclude", "*.bias")
     assert "no --include or --exclude" in refused("--exclude", "blk.*.attn_q.bias")
     assert "the first is 1" in refused("--layers", "1..2")

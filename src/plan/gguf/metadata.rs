@@ -4,24 +4,26 @@ use std::sync::LazyLock;
 
 use ckfs_format::gguf::{GgufPairs, GgufValue, WrittenTensor};
 use regex::Regex;
+use serde::Deserialize;
 use serde_json::Value;
 
-use super::hparams::f32_of;
+use super::{card, hparams::f32_of};
 
-/// Members of `generation_config.json`, the keys they become, and whether their values are floats.
-const SAMPLING: [(&[&str], &str, bool); 11] = [
-    (&["top_k"], "top_k", false),
-    (&["top_p"], "top_p", true),
-    (&["min_p"], "min_p", true),
-    (&["xtc_probability"], "xtc_probability", true),
-    (&["xtc_threshold"], "xtc_threshold", true),
-    (&["temperature"], "temp", true),
-    (&["penalty_last_n"], "penalty_last_n", false),
-    (&["penalty_repeat", "repetition_penalty"], "penalty_repeat", true),
-    (&["mirostat"], "mirostat", false),
-    (&["mirostat_tau"], "mirostat_tau", true),
-    (&["mirostat_eta"], "mirostat_eta", true),
-];
+/// The name of the parameter that leaves out the keys of the model card.
+pub(super) const CARD: &str = "card";
+
+/// Keys with the members of which they are made (`metadata.toml`).
+#[derive(Debug, Deserialize)]
+struct Keys {
+    sampling: Vec<Vec<String>>,
+    card: Vec<Vec<String>>,
+    origins: Vec<Vec<String>>,
+    lists: Vec<Vec<String>>,
+}
+
+static KEYS: LazyLock<Keys> = LazyLock::new(|| {
+    toml::from_str(include_str!("metadata.toml")).expect("the file is in the program, and a test reads it")
+});
 
 /// What a part of a model's name tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +50,7 @@ fn is_match(pattern: &'static LazyLock<Regex>, text: &str) -> bool {
     pattern.is_match(text)
 }
 
-fn regex(pattern: &str) -> Regex {
+pub(super) fn regex(pattern: &str) -> Regex {
     Regex::new(pattern).expect("a pattern of the program, which a test uses")
 }
 
@@ -57,6 +59,7 @@ static TYPE: LazyLock<Regex> = LazyLock::new(|| regex(r"^(?i:i?q\d(_\w)*|b?fp?(1
 static SIZE: LazyLock<Regex> =
     LazyLock::new(|| regex(r"^(?i:(([A]|\d+[x])?\d+([._]\d+)?[KMBT][\d]?|small|mini|medium|large|x?xl))$"));
 static FINETUNE: LazyLock<Regex> = LazyLock::new(|| regex(r"^(?i:chat|instruct|vision|lora)$"));
+static OF_HUB: LazyLock<Regex> = LazyLock::new(|| regex(r"^https?://huggingface.co/([^/]+/[^/]+)$"));
 static NOT_TITLED: LazyLock<Regex> = LazyLock::new(|| regex(r"^(v\d+(?:\.\d+)*|\d.*)$"));
 
 /// A part that looks like a size in the converter's spelling, and whether it is one of a model of so many parameters.
@@ -207,43 +210,106 @@ fn size_label(tensors: &[WrittenTensor]) -> (u64, String) {
     }
 }
 
-/// Sets the keys about the model as a whole. `id` is the name of its directory or its repository.
-pub(super) fn set(
-    pairs: &mut GgufPairs,
-    (id, is_remote): (&str, bool),
-    config: &Value,
-    generation: Option<&Value>,
-    tensors: &[WrittenTensor],
-) -> Result<(), String> {
-    pairs.set("general.type", GgufValue::Text("model".to_owned()));
-    for (members, key, is_float) in SAMPLING {
-        let value = members.iter().find_map(|name| generation?.get(*name));
-        let Some(value) = value.filter(|value| !value.is_null()) else { continue };
+/// What is told of a model. `id` is the name of its directory or its repository, `card` its `README.md`, if that gives keys.
+pub(super) struct Told<'a> {
+    pub(super) id: &'a str,
+    pub(super) is_remote: bool,
+    pub(super) config: &'a Value,
+    pub(super) generation: Value,
+    pub(super) card: Option<String>,
+}
+
+/// Sets the keys about the model as a whole.
+///
+/// # Errors
+/// A member is not as it must be.
+pub(super) fn set(pairs: &mut GgufPairs, told: &Told<'_>, tensors: &[WrittenTensor]) -> Result<(), String> {
+    let mut set = |key: &str, text: String| pairs.set(format!("general.{key}"), GgufValue::Text(text));
+    set("type", "model".to_owned());
+    for row in &KEYS.sampling {
+        let [key, kind, members @ ..] = row.as_slice() else { continue };
+        let value = members.iter().find_map(|name| told.generation.get(name)).filter(|value| !value.is_null());
+        let Some(value) = value else { continue };
         let whole = || value.as_i64().and_then(|value| i32::try_from(value).ok());
-        let number = if is_float { f32_of(value).map(GgufValue::F32) } else { whole().map(GgufValue::I32) };
+        let number = if kind == "float" { f32_of(value).map(GgufValue::F32) } else { whole().map(GgufValue::I32) };
         let wrong = || format!("generation_config.json: {key}: expected a number, found {value}");
         pairs.set(format!("general.sampling.{key}"), number.ok_or_else(wrong)?);
     }
     let (parameters, label) = size_label(tensors);
-    let by_path = config.get("_name_or_path").and_then(Value::as_str).filter(|path| path.matches('/').count() <= 1);
+    let is_used = |name: &str| {
+        [&KEYS.card, &KEYS.origins, &KEYS.lists]
+            .into_iter()
+            .flatten()
+            .any(|row| row[1..].iter().any(|member| member == name))
+    };
+    let card = told.card.as_deref().map(|card| card::front_matter(card, &is_used)).transpose();
+    let card = card
+        .map_err(|reason| format!("README.md: {reason}; --set {CARD}=none writes no keys of the model card"))?
+        .unwrap_or_default();
+    let by_path = told.config["_name_or_path"].as_str().filter(|path| path.matches('/').count() <= 1);
     // The directory of a repository of the Hub has the name of its commit, which tells nothing.
-    let by_directory = if is_remote { None } else { Some(id) };
-    let found: Vec<NameParts> =
+    let by_directory = (!told.is_remote).then_some(told.id);
+    let names: Vec<NameParts> =
         by_path.into_iter().chain(by_directory).map(|id| NameParts::of(id, parameters)).collect();
-    let first = |part: fn(&NameParts) -> Option<&String>| found.iter().find_map(part).cloned().unwrap_or_default();
-    let titled = found.first().map_or_else(String::new, |parts| title(&parts.full));
-    let size = first(|parts| parts.size.as_ref());
-    for (key, text) in [
-        ("name", if is_remote { id.to_owned() } else { titled }),
-        ("version", first(|parts| parts.version.as_ref())),
-        ("organization", title(&first(|parts| parts.organization.as_ref()))),
-        ("finetune", first(|parts| parts.finetune.as_ref())),
-        ("basename", first(|parts| parts.basename.as_ref())),
-        ("size_label", if size.is_empty() && parameters > 0 { label } else { size }),
-    ] {
-        pairs.set(format!("general.{key}"), GgufValue::Text(text));
+    let first = |part: fn(&NameParts) -> Option<&String>| names.iter().find_map(part).cloned();
+    for row in &KEYS.card {
+        let value = row[1..].iter().filter_map(|name| card.get(name)).find(|value| !value.is_null());
+        let text = match (row[0].as_str(), value) {
+            ("name", _) if told.is_remote => Some(told.id.to_owned()),
+            ("license", Some(Value::Array(all))) => Some(texts(all).join(",")),
+            (key, Some(value)) => {
+                let wrong = || {
+                    format!(
+                        "README.md: {key}: expected a text, found {value}; --set {CARD}=none writes no keys of the model card"
+                    )
+                };
+                Some(value.as_str().ok_or_else(wrong)?.to_owned())
+            }
+            ("name", None) => names.first().map(|parts| title(&parts.full)),
+            ("version", None) => first(|parts| parts.version.as_ref()),
+            ("organization", None) => first(|parts| parts.organization.as_ref()).map(|name| title(&name)),
+            ("finetune", None) => first(|parts| parts.finetune.as_ref()),
+            ("basename", None) => first(|parts| parts.basename.as_ref()),
+            ("size_label", None) => {
+                first(|parts| parts.size.as_ref()).or_else(|| (parameters > 0).then(|| label.clone()))
+            }
+            _ => None,
+        };
+        pairs.set(format!("general.{}", row[0]), GgufValue::Text(text.unwrap_or_default()));
+    }
+    for row in &KEYS.origins {
+        let Some(value) = row[1..].iter().find_map(|name| card.get(name)) else { continue };
+        let ids = texts(value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice));
+        pairs.set(format!("general.{}.count", row[0]), GgufValue::U32(u32::try_from(ids.len()).unwrap_or(u32::MAX)));
+        for (number, id) in ids.into_iter().enumerate() {
+            let is_url = ["http://", "https://", "ssh://"].iter().any(|scheme| id.starts_with(scheme));
+            let of_hub = if is_url {
+                OF_HUB.captures(id).and_then(|parts| parts.get(1)).map(|id| id.as_str())
+            } else {
+                Some(id)
+            };
+            let parts = of_hub.map(|id| NameParts::of(id, parameters)).unwrap_or_default();
+            let by_name = parts.organization.as_ref().map(|of| format!("https://huggingface.co/{of}/{}", parts.full));
+            for (key, text) in [
+                ("name", title(&parts.full)),
+                ("version", parts.version.unwrap_or_default()),
+                ("organization", title(&parts.organization.unwrap_or_default())),
+                ("repo_url", if is_url { id.to_owned() } else { by_name.unwrap_or_default() }),
+            ] {
+                pairs.set(format!("general.{}.{number}.{key}", row[0]), GgufValue::Text(text));
+            }
+        }
+    }
+    for row in &KEYS.lists {
+        let values = row[1..].iter().filter_map(|name| card.get(name));
+        let all = values.flat_map(|value| texts(value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice)));
+        pairs.set(format!("general.{}", row[0]), GgufValue::Texts(all.map(str::to_owned).collect()));
     }
     Ok(())
+}
+
+fn texts(values: &[Value]) -> Vec<&str> {
+    values.iter().filter_map(Value::as_str).collect()
 }
 
 #[cfg(test)]

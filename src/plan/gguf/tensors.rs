@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use ckfs_checkpoint::{Checkpoint, FileRole, GgufChange, GgufTarget, Storage, TensorInfo};
+use ckfs_checkpoint::{Checkpoint, FileRole, GgufChange, GgufTarget, Quantized, Storage, TensorInfo};
 use ckfs_config::GgufType;
 use ckfs_format::gguf::WrittenTensor;
-use ckfs_tensor::{DType, Element, EncodedMatrices, EncodedPart, Encoder, Keep, Shape, TensorId, View, ViewError};
+use ckfs_tensor::{
+    Bits, DType, Digit, Element, EncodedMatrices, EncodedPart, Encoder, Field, IndexMap, Keep, Operand, Operation,
+    Shape, SourceTensor, TensorId, Value as Codes, View, ViewError,
+};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
@@ -26,6 +29,8 @@ pub(super) struct TensorsInFile {
     pub(super) views: Vec<View>,
     /// Names of the repository.
     pub(super) left_out: Vec<String>,
+    /// Number of the type of the file.
+    pub(super) file_type: u32,
 }
 
 /// Number of a type of tensors in ggml, and that of a file of which most are of it.
@@ -38,9 +43,12 @@ const fn codes(of: GgufType) -> (u32, u32) {
     }
 }
 
-/// Number of a type of files.
-pub(super) const fn file_type(of: GgufType) -> u32 {
-    codes(of).1
+/// The same of MXFP4.
+const MXFP4: (u32, u32) = (39, 38);
+
+/// Whether a tensor's codes are kept.
+fn is_kept(info: &TensorInfo<'_>) -> bool {
+    info.quantized().is_some_and(|stack| stack.scheme == "mxfp4")
 }
 
 /// All tensors as the converter reads them: by files, and by names in each.
@@ -62,7 +70,8 @@ pub(super) fn own_type(ordered: &[(TensorId, TensorInfo<'_>)]) -> GgufType {
 }
 
 impl TensorsInFile {
-    /// The tensors of a model. `rows` are those of the embedding, if it may have more than are written.
+    /// The tensors of a model. `rows` are those of the embedding, if it may have more than are written, `words` those of the head that
+    /// score a text, if it does.
     ///
     /// # Errors
     /// Every problem with a tensor's values or name.
@@ -70,18 +79,26 @@ impl TensorsInFile {
         ordered: &[(TensorId, TensorInfo<'_>)],
         values: &Values<'_>,
         hparams: &Hparams,
-        (of, rows): (GgufType, Option<u64>),
+        (of, rows, words): (GgufType, Option<u64>, Option<[u64; 2]>),
     ) -> Result<Self, Vec<Problem>> {
-        let (mut tensors, mut problems) = (Self::default(), Vec::new());
+        let (mut tensors, mut problems) = (Self { file_type: codes(of).1, ..Self::default() }, Vec::new());
         for (name, factors) in rotary_factors(hparams).map_err(|reason| vec![config_problem(reason)])? {
             let fill = |value: &f32| View::fill(Shape::try_new(&[1]).expect("one"), Element::f32(*value));
             let view = View::concat(0, &factors.iter().map(fill).collect::<Vec<_>>());
             let pushed = view.and_then(|view| tensors.push(name, &view, of));
             problems.extend(pushed.err().map(|error| Problem::View { name: name.to_owned(), error }));
         }
+        let (kept, ordered): (Vec<_>, Vec<_>) = ordered.iter().partition(|(_, info)| is_kept(info));
+        for (_, info) in &kept {
+            let pushed = tensors.keep(values.checkpoint(), info, hparams);
+            problems.extend(pushed.err().map(|error| Problem::View { name: info.name.to_owned(), error }));
+        }
+        if !kept.is_empty() && of != GgufType::Q8_0 {
+            tensors.file_type = MXFP4.1;
+        }
         let layers = hparams.count("num_hidden_layers").unwrap_or(u64::MAX);
         let mut experts: BTreeMap<String, StackedExperts> = BTreeMap::new();
-        for (id, info) in ordered {
+        for (id, info) in &ordered {
             let name = info.name.replace("language_model.", "");
             let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
             let is_beyond = layer.is_some_and(|(number, _)| number.parse().is_ok_and(|number: u64| number >= layers));
@@ -104,6 +121,15 @@ impl TensorsInFile {
                 // The converter computes in F16 with what is stored so.
                 if view.dtype() != DType::F16 {
                     view = view.cast(DType::F32).map_err(named)?;
+                }
+                let is_tied = hparams.get("tie_word_embeddings") == Some(Value::Bool(true));
+                let head = if is_tied { "model.embed_tokens.weight" } else { "lm_head.weight" };
+                if let Some(words) = words.filter(|_| name == head) {
+                    let rows = view.gather(0, &words).map_err(named)?;
+                    tensors.push("cls.output.weight", &rows, of).map_err(named)?;
+                    if !is_tied {
+                        return Ok(());
+                    }
                 }
                 for target in &targets {
                     let view = changed(&view, target, hparams).map_err(named)?;
@@ -131,6 +157,24 @@ impl TensorsInFile {
             problems.push(Problem::Tensor { name: name.clone(), reason });
         }
         if problems.is_empty() { Ok(tensors) } else { Err(problems) }
+    }
+
+    /// Adds what is made of a stack of experts whose codes are kept.
+    fn keep(&mut self, checkpoint: &Checkpoint, info: &TensorInfo<'_>, hparams: &Hparams) -> Result<(), ViewError> {
+        let Some(stack) = info.quantized() else { return Ok(()) };
+        for target in hparams.family.targets(info.name, &|key| hparams.count_of(key)) {
+            let all = mxfp4(checkpoint, &stack)?;
+            let rows = all.shape().extents()[1];
+            let view = match target.change {
+                GgufChange::Alternating(first) => all.slice(1, first as u64, rows, 2)?,
+                _ => all,
+            };
+            let [experts, rows, blocks, bytes] = view.shape().extents() else { continue };
+            let (shape, bytes) = (vec![*experts, *rows, blocks * BLOCK], experts * rows * blocks * bytes);
+            self.written.push(WrittenTensor { name: target.name, shape, code: MXFP4.0, bytes });
+            self.views.push(view);
+        }
+        Ok(())
     }
 
     /// Adds a tensor in the type that the converter gives it.
@@ -161,6 +205,30 @@ impl TensorsInFile {
         self.views.push(view);
         Ok(())
     }
+}
+
+/// Blocks of MXFP4 as ggml has them, `[experts, rows, blocks, 17]`: the exponent, and in byte `n` codes `n` and `n + 16`.
+fn mxfp4(checkpoint: &Checkpoint, stack: &Quantized<'_>) -> Result<View, ViewError> {
+    let source = |at: usize| {
+        let info = checkpoint.tensor(stack.operands[at]);
+        Ok::<_, ViewError>(SourceTensor {
+            id: stack.operands[at],
+            dtype: info.dtype,
+            shape: Shape::try_new(info.shape)?,
+        })
+    };
+    let (codes, scales) = (source(0)?, View::source(source(1)?));
+    let shape = codes.shape.clone();
+    // Two codes a byte are stored, the low one first.
+    let bytes = [shape.extents().iter().product::<u64>() / (BLOCK / 2), BLOCK / 2];
+    let half = |at: u64| {
+        let places = [Digit::axis(&bytes, 0, 4 * BLOCK), Digit::axis(&bytes, 1, 4), Digit::constant(at * 2 * BLOCK)];
+        let field = Field::Integer(Bits::unsigned(4));
+        Codes::of(Operand { tensor: codes.clone(), field, index: IndexMap::new(&places) })
+    };
+    let codes = half(0).then(Operation::Add, half(1).then(Operation::Multiply, 16.0));
+    let exponents = Shape::try_new(&[scales.shape().extents(), &[1]].concat())?;
+    View::concat(3, &[scales.reshape(&exponents)?, View::packed(shape, DType::U8, codes)?])
 }
 
 /// Tensors of experts of a layer, by the name of their stack and by number.

@@ -226,6 +226,15 @@ impl<'a> Tokenizer<'a> {
         array(&self.parsed["added_tokens"]).iter().filter_map(|value| Added::new(value["id"].as_u64(), value))
     }
 
+    fn number_of_added(&self, text: &str) -> Option<u64> {
+        self.added().find(|added| added.text == text).map(|added| added.id)
+    }
+
+    /// The number of a token.
+    pub(super) fn number(&self, text: &str) -> Option<u64> {
+        self.number_of_added(text).or_else(|| self.parsed["model"]["vocab"][text].as_u64())
+    }
+
     /// Texts of the special tokens that `tokenizer_config.json` names.
     fn named_special(&self) -> HashSet<&str> {
         let single = SPECIAL.iter().map(|(kind, _)| &self.settings[format!("{kind}_token")]);
@@ -347,7 +356,7 @@ impl<'a> Tokenizer<'a> {
             ids.extend(id.map(|id| (kind, id)));
         };
         // Without tokenizer.json the converter finds no number of a text.
-        let id_of = |text: &str| self.added().find(|added| added.text == text).map(|added| added.id);
+        let id_of = |text: &str| self.number_of_added(text);
         for kind in kinds.iter().filter(|_| !self.settings.is_null()) {
             let adds_it = self.settings[format!("add_{kind}_token")].as_bool();
             let is_known = adds.iter().any(|(known, _)| known == kind);
@@ -477,6 +486,7 @@ impl<'a> Tokenizer<'a> {
             Value::String(text) => pairs.set(KEY, GgufValue::Text(text.clone())),
             Value::Array(all) => {
                 let named = all.iter().filter_map(|value| Some((value["name"].as_str()?, value["template"].as_str()?)));
+                let named = named.filter(|(name, _)| !name.is_empty());
                 let (own, others): (Vec<_>, Vec<_>) = named.partition(|(name, _)| *name == "default");
                 // The converter writes the names of several in no certain order.
                 if others.len() > 1 {
