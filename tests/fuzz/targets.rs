@@ -168,7 +168,7 @@ pub fn seeds(target: &Target) -> Vec<Vec<u8>> {
             found.push(bytes);
         }
         "sentence_pieces" => {
-            found.push(b"\x0a\x09\x0a\x02ab\x15\0\0\xc0\x3f\x12\x02zz\x0a\x05\x0a\x01\x3c\x18\x06".to_vec())
+            found.push(b"\x0a\x09\x0a\x02ab\x15\0\0\xc0\x3f\x12\x02zz\x0a\x05\x0a\x01\x3c\x18\x06".to_vec());
         }
         // Without mark, length and checksum, which the target adds.
         "manifest" => found.extend(databases().iter().map(|database| body(&database.manifest))),

@@ -215,6 +215,20 @@ def test_states_are_those_of_gguf_file(architecture, own, files):
     states_equal(load(mounted / "hf"), load(files, gguf_file="model.gguf", config=config))
 
 
+def test_architectures_of_the_library_are_compared_or_refused_by_name(files):
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES as loaded
+
+    stored = {arch.replace("-", ""): arch for arch in gguf.MODEL_ARCH_NAMES.values()}
+    names = {stored.get(name.replace("_", ""), name) for name in loaded} - {"general", "tokenizer"}
+    assert {"llama", "qwen2moe", "falcon"} < names
+    compared = {SHARED.get(name, name) for name in MODELS}
+    assert compared & names > {"llama", "gpt-oss"}
+    for name in names - compared - set(SHARED):
+        random_file(files / "model.gguf", name)
+        refused = mounting.run("plan", files / "model.gguf", "--layout", "hf", expect=1)
+        assert f'"{name}"' in refused.err, name
+
+
 def random_file(path: Path, architecture: str) -> dict[str, np.ndarray]:
     """A file with a tensor of every type that is decoded, of random bytes. Returns the values."""
     writer, values = gguf.GGUFWriter(path, architecture), {}

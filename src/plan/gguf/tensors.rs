@@ -165,10 +165,8 @@ impl TensorsInFile {
         for target in hparams.family.targets(info.name, &|key| hparams.count_of(key)) {
             let all = mxfp4(checkpoint, &stack)?;
             let rows = all.shape().extents()[1];
-            let view = match target.change {
-                GgufChange::Alternating(first) => all.slice(1, first as u64, rows, 2)?,
-                _ => all,
-            };
+            let half = if let GgufChange::Alternating(first) = target.change { Some(first as u64) } else { None };
+            let view = half.map_or(Ok(all.clone()), |first| all.slice(1, first, rows, 2))?;
             let [experts, rows, blocks, bytes] = view.shape().extents() else { continue };
             let (shape, bytes) = (vec![*experts, *rows, blocks * BLOCK], experts * rows * blocks * bytes);
             self.written.push(WrittenTensor { name: target.name, shape, code: MXFP4.0, bytes });
