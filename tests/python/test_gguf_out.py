@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,15 @@ CARDS = {
 }
 
 
+def written(files: Path) -> dict:
+    """The keys of the file of a repository, which is beside it then."""
+    path = files.with_suffix(".gguf")
+    with path.open("wb") as out:
+        command = [mounting.find_ckfs(), "-q", "cat", files, "gguf/model.gguf", "--layout", "gguf"]
+        subprocess.run(command, stdout=out, check=True)
+    return gguf.GGUFReader(path).fields
+
+
 def general_keys(path: Path) -> list:
     fields = gguf.GGUFReader(path).fields
     of_model = ("architecture", "file_type", "quantization_version")
@@ -57,12 +67,10 @@ def general_keys(path: Path) -> list:
 def test_keys_of_a_model_card_are_those_of_the_package(tmp_path):
     files = repos.make("Qwen3-8B", tmp_path)
     (files / "generation_config.json").unlink()
-    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    ours, theirs = files.with_suffix(".gguf"), tmp_path / "theirs.gguf"
     for name, card in CARDS.items():
         (files / "README.md").write_bytes(card.encode())
-        with ours.open("wb") as out:
-            command = [mounting.find_ckfs(), "-q", "cat", files, "gguf/model.gguf", "--layout", "gguf"]
-            subprocess.run(command, stdout=out, check=True)
+        written(files)
         count = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(ours).tensors)
         metadata, writer = gguf.Metadata.load(None, files, None, count), gguf.GGUFWriter(theirs, "qwen3")
         metadata.size_label = metadata.size_label or gguf.size_label(count, count, 0, 0)
@@ -81,6 +89,21 @@ def test_keys_of_a_model_card_are_those_of_the_package(tmp_path):
         refused = mounting.run("plan", files, "--layout", "gguf", expect=1).err
         assert "README.md: " in refused and "--set card=none" in refused, card
         mounting.run("plan", files, "--layout", "gguf", "--set", "card=none")
+
+
+def test_each_pre_tokenizer_of_the_table_has_its_name(tmp_path):
+    files = repos.make("Qwen3-8B", tmp_path)
+    tokenizer = json.loads((files / "tokenizer.json").read_text())
+    settings = json.loads((files / "tokenizer_config.json").read_text())
+    others = {"ByteLevel": dict(type="ByteLevel"), "each digit": dict(type="Digits", individual_digits=True)}
+    for row in tomllib.loads(oracles.TABLE.read_text())["pre"]:
+        split = lambda pattern: dict(type="Split", pattern=dict(Regex=pattern))  # noqa: E731
+        steps = [others.get(step) or split(step) for step in row["steps"]] + [dict(type="ByteLevel", use_regex=False)]
+        tokenizer["pre_tokenizer"] = dict(type="Sequence", pretokenizers=steps)
+        (files / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (files / "tokenizer_config.json").write_text(json.dumps(settings | dict(add_bos_token=row.get("adds_bos", True))))
+        if "model_types" not in row:
+            assert written(files)["tokenizer.ggml.pre"].contents() == row["name"]
 
 
 def permuted(tensor: np.ndarray, heads: int) -> np.ndarray:

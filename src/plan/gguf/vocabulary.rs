@@ -45,6 +45,8 @@ struct PreTokenizer {
     /// Types of models, if others with the same steps have another name.
     #[serde(default)]
     model_types: Vec<String>,
+    /// Whether a token is put before texts, if the name depends on that.
+    adds_bos: Option<bool>,
     steps: Vec<String>,
 }
 
@@ -312,8 +314,10 @@ impl<'a> Tokenizer<'a> {
         let mut steps = Vec::new();
         add_steps(&self.parsed["normalizer"], &mut steps);
         add_steps(&self.parsed["pre_tokenizer"], &mut steps);
+        let adds_bos = self.settings["add_bos_token"] == true || self.special().adds.contains(&("bos", true));
         let is_of = |row: &&PreTokenizer| {
-            row.steps == steps && (row.model_types.is_empty() || row.model_types.iter().any(|of| of == self.model_type))
+            let is_type = row.model_types.is_empty() || row.model_types.iter().any(|of| of == self.model_type);
+            row.steps == steps && is_type && row.adds_bos.is_none_or(|adds| adds == adds_bos)
         };
         let found = PRE_TOKENIZERS.pre.iter().find(is_of).map(|row| row.name.clone());
         found.ok_or_else(|| {
