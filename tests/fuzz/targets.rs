@@ -47,7 +47,7 @@ const LLAMA: &str = r#"{"model_type":"llama","architectures":["LlamaForCausalLM"
 const TOKENIZER: &str = r#"{"added_tokens":[{"id":3,"content":"<|a|>","special":true},{"id":4,"content":"▁b"}],"normalizer":{"type":"NFC"},"pre_tokenizer":{"type":"Sequence","pretokenizers":[{"type":"Digits","individual_digits":true},{"type":"ByteLevel"}]},"post_processor":{"type":"Sequence","processors":[{"type":"ByteLevel"},{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"<|a|>"}},{"Sequence":{"id":"A"}}],"pair":[{"SpecialToken":{"id":"<|a|>"}},{"Sequence":{"id":"A"}},{"SpecialToken":{"id":"<|a|>"}},{"Sequence":{"id":"B"}}]}]},"model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2},"merges":[["a","b"]]}}"#;
 const FALLBACK: &str = r#"{"added_tokens":[{"id":3,"content":"<s>","special":true}],"decoder":{"type":"Sequence"},"model":{"type":"BPE","byte_fallback":true,"vocab":{"<0x41>":0,"b":1,"<s>":2},"merges":["a b"]}}"#;
 const TOKENIZER_CONFIG: &str = r#"{"bos_token":"<|a|>","eos_token":{"content":"▁b"},"add_bos_token":true,"add_prefix_space":false,"added_tokens_decoder":{"5":{"content":"c","special":true}},"chat_template":[{"name":"default","template":"x"},{"name":"a b","template":"y"}]}"#;
-const CARD: &str = "---\nlicense: [mit, \"x\"]\nname: a # b\nbase_model:\n- org/Model-7B-v1\n- https://huggingface.co/a/b\nwidget:\n  - text: |\n     \"c\nlanguage:\n  - no\n---\n# Title\n";
+const CARD: &str = "---\nlicense: [mit, \"x\"]\nname: a # b\nbase_model:\n- org/Model-7B-v1\n- https://huggingface.co/a/b\nwidget:\n  - text: |\n     c\nlanguage:\n  - no\n---\n# Title\n";
 
 pub const TARGETS: &[Target] = &[
     Target { name: "safetensors", check: safetensors_header, seeds: &[], texts: &[] },
