@@ -10,13 +10,17 @@ use serde_json::{Map, Value};
 /// Closing marks of values that may go on in the next line, by the opening ones.
 const CLOSED: [(char, char); 4] = [('"', '"'), ('\'', '\''), ('[', ']'), ('{', '}')];
 
-static MEMBER: LazyLock<Regex> = LazyLock::new(|| super::metadata::regex(r"^([A-Za-z_][\w-]*):(?: +(.*))?$"));
+static MEMBER: LazyLock<Regex> = LazyLock::new(|| regex(r"^([A-Za-z_][\w-]*):(?: +(.*))?$"));
 /// What YAML takes for a truth value, a number, a date or a directive, and a little more.
 static NO_TEXT: LazyLock<Regex> = LazyLock::new(|| {
-    super::metadata::regex(
+    regex(
         r"^(?i:y|n|yes|no|true|false|on|off|=|<<|[-+]?\.(inf|nan)|[-+]?0x[\da-f_]+|[-+]?0b[01_]+|[-+.]?\d[-+\d_.:e tz]*)$|: |:$|^[-?:,!&*|>%@`\[\]{}#]",
     )
 });
+
+fn regex(pattern: &str) -> Regex {
+    Regex::new(pattern).expect("a pattern of the program, which a test uses")
+}
 
 /// The members of a card that give keys, `is_used`: null, texts, and lists of texts. Nothing if it has no front matter.
 ///

@@ -50,7 +50,7 @@ fn is_match(pattern: &'static LazyLock<Regex>, text: &str) -> bool {
     pattern.is_match(text)
 }
 
-pub(super) fn regex(pattern: &str) -> Regex {
+fn regex(pattern: &str) -> Regex {
     Regex::new(pattern).expect("a pattern of the program, which a test uses")
 }
 

@@ -31,7 +31,7 @@ struct WrittenKeys {
 /// Where tokens are found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Tokenizer {
+pub enum GgufTokenizer {
     /// The pieces of a `tokenizer.model` of `SentencePiece`.
     Pieces,
     /// A `tokenizer.json` that falls back to bytes.
@@ -81,7 +81,7 @@ struct Family {
     #[serde(default)]
     more_keys: Vec<String>,
     /// Where tokens are found, the first of which counts; `None` if no file of the family is written.
-    tokenizers: Option<Vec<Tokenizer>>,
+    tokenizers: Option<Vec<GgufTokenizer>>,
     /// Kinds and texts of special tokens, where nothing else says which they are.
     #[serde(default)]
     special: Vec<[String; 2]>,
@@ -284,7 +284,7 @@ impl GgufFamily {
     }
 
     /// Where its tokens are found: the first that is there counts.
-    pub fn tokenizers(&self) -> &'static [Tokenizer] {
+    pub fn tokenizers(&self) -> &'static [GgufTokenizer] {
         self.family.tokenizers.as_deref().unwrap_or_default()
     }
 
