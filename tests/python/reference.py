@@ -360,7 +360,7 @@ class Mesh:
 
 
 # Ends of the names of buffers, which every device has whole.
-BUFFERS = ("e_score_correction_bias", "ffn.gate.bias", "inv_freq", "position_ids")
+BUFFERS = ("e_score_correction_bias", "ffn.gate.bias", "ffn.gate.bias_vl", "inv_freq", "position_ids")
 
 
 def split_by(shown: Shown, mesh: Mesh) -> list[list[str]]:

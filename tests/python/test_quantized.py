@@ -317,90 +317,9 @@ def test_parts_of_deepseek_v41_are_left_out(made):
     assert {row["name"] for row in planned["views"][0]["tensors"]} == encoders
     # A pattern that matches no whole name is one for the same behind other words.
     planned = run("plan", source.path, "--json", "--layout", "hf", "--exclude", "engram*")
-    names = {row["name"] for row in json.loads(planned.out)["views"][0]["tensors"]}
-    assert names == {name for name in source.tensors if ".engram." not in name}
-    assert 'exclude: "engram*" matches no tensor, and is taken for "*.engram*"' in planned.err
-
-
-@pytest.mark.parametrize("name", libraries.SAVED)
-def test_repositories_of_libraries_resemble_their_original_weights(saved, plain, name):
-    """The reference decodes them within the error of the scheme; codes in a wrong order would be noise (error 1.4)."""
-    found = saved(name)
-    quantized = len(quantized_repos.MODULES) - (0 if name.startswith(("bnb", "torchao")) else 1)
-    assert len(found.values) == quantized
-    assert libraries.resemblance(found, plain) < (0.01 if "int8" in name else 0.03 if "8" in name else 0.13)
-
-
-# --- mounts --------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """Flags, the mesh, the layout, and the resulting types of quantized weights and of other floats (None: as stored)."""
-
-    flags: tuple[str, ...]
-    mesh: str
-    layout: str
-    weights: str | None
-    rest: str | None
-
-
-WAYS = {
-    "f32": Way(("--dtype", "f32"), "fsdp=3", "canonical", "F32", "F32"),
-    "bf16": Way(("--dtype", "bf16"), "tensor=2", "canonical", "BF16", "BF16"),
-    "f16": Way(("--dtype", "f16"), "tensor=2,fsdp=3", "hf", "F16", "F16"),
-    "dequantize": Way(("--dequantize",), "", "hf", None, None),
-    "dequantize-f32": Way(("--dequantize=f32",), "fsdp=3,tensor=2", "canonical", "F32", None),
-}
-
-
-def shown(source: repos.Repo, layout: str) -> dict[str, Shown]:
-    if layout == "canonical":
-        return reference.canonical(source)
-    names = reference.canonical_names(source)
-    return {
-        path: dataclasses.replace(one, tensor_axis=reference.tensor_axis(names[path].rest))
-        for path, one in reference.hf(source).items()
-    }
-
-
-def check_mount(mounted: mounting.Mount, source: repos.Repo, mesh: Mesh, layout: str) -> None:
-    """Every raw file of every device."""
-    tensors = shown(source, layout)
-    assert mounted.files("full") == set(tensors)
-    for path, one in tensors.items():
-        same_values((mounted / f"full/{path}").read_bytes(), one.array, path)
-        for device in mesh.devices if mesh.axes else ():
-            file = mounted / f"dev{device}/{path}"
-            same_values(file.read_bytes(), reference.shard(one, mesh, device), file)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", BUILDERS)
-def test_decoded_tensors(made, own, name, way):
-    chosen, source = WAYS[way], made(name)
-    if name in FOREIGN_NAMES:
-        chosen = dataclasses.replace(chosen, layout="hf", mesh="fsdp=3")
-    mesh = ("--mesh", chosen.mesh) if chosen.mesh else ()
-    mounted = own(source.repo.path, *chosen.flags, *mesh, "--layout", chosen.layout)
-    check_mount(mounted, source.decoded(chosen.weights, chosen.rest), Mesh.parse(chosen.mesh), chosen.layout)
-
-
-def test_parts_of_deepseek_v41_are_left_out(made):
-    """Its draft, its tower with what joins it to the text, and its tables of n-grams."""
-    source = made("deepseek-v4.1").repo
-    parts = ("mtp.", "vision.", "aligner.", "image_", "layers.1.engram.")
-    left = sum(name.startswith(parts) for name in source.tensors)
-    planned = json.loads(run("plan", source.path, "--json", "--layout", "hf", "--no-mtp", "--text-only", "--exclude", "*.engram.*").out)
-    names = {row["name"] for row in planned["views"][0]["tensors"]}
-    assert names and not [name for name in names if name.startswith(parts)] and left > 40
-    assert len(names) == len(source.tensors) - left
-    planned = json.loads(run("plan", source.path, "--json", "--layout", "hf", "--part", "encoder").out)
-    encoders = {name for name in source.tensors if name.startswith(("vision.", "aligner.", "image_"))}
-    assert {row["name"] for row in planned["views"][0]["tensors"]} == encoders
-    tables = sum(".engram." in name for name in source.tensors)
-    error = run("plan", source.path, "--layout", "hf", "--exclude", "engram*", expect=1).err
-    assert f'exclude: the pattern "engram*" matches no tensor: "*.engram*" matches {tables}' in error
+    view = json.loads(planned.out)["views"][0]
+    assert {row["name"] for row in view["tensors"]} == {name for name in source.tensors if ".engram." not in name}
+    assert 'exclude: "engram*" matches no tensor, and is taken for "*.engram*"' in view["warnings"]
 
 
 @pytest.mark.parametrize("name", libraries.SAVED)
