@@ -5,12 +5,16 @@
 //! [`Tiling`](super::Tiling).
 //!
 //! Layout operators (slice, gather, transpose, reshape, stack, concat, pad) move elements; element operators (cast, multiply, add,
-//! exp) change their values, two of them with the element of another view at the same place. A leaf is a constant, a stored tensor, or a tensor whose elements are decoded from stored codes,
-//! scales and the like ([`View::quantized`]). The two kinds of operators commute, which makes the normal form possible.
+//! exp) change their values, two of them with the element of another view at the same place. A leaf is a constant, a stored
+//! tensor, or a tensor whose elements are decoded from stored codes, scales and the like ([`View::quantized`]). The two kinds of
+//! operators commute, which makes the normal form possible.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use super::{
@@ -202,10 +206,21 @@ impl Op {
     }
 }
 
+/// A number that no other encoding of this process has. It is not shown, since it says nothing of the encoding: digests of plans are made
+/// of what is.
+#[derive(Clone, Copy)]
+struct EncodingId(u64);
+
+impl fmt::Debug for EncodingId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("_")
+    }
+}
+
 /// Matrices that are quantized: a view, and how its blocks are encoded.
 #[derive(Debug)]
 pub struct EncodedMatrices {
-    id: u64,
+    id: EncodingId,
     name: String,
     bands: Bands,
     input: View,
@@ -230,7 +245,8 @@ impl EncodedMatrices {
         let bands = bands.ok_or_else(|| ViewError::axis("encode", 1, input.shape()))?;
         let loaded = |(name, view): &(String, View)| Ok((name.clone(), loadable(view)?));
         let together = together.iter().map(loaded).collect::<Result<_, ViewError>>()?;
-        Ok(Self { id: NEXT.fetch_add(1, Ordering::Relaxed), name, bands, input, together, given: None })
+        let id = EncodingId(NEXT.fetch_add(1, Ordering::Relaxed));
+        Ok(Self { id, name, bands, input, together, given: None })
     }
 
     /// These matrices, with the exponents of the scales that they are stored with, so that their codes are those that are stored. The
@@ -252,7 +268,7 @@ impl EncodedMatrices {
 
     /// A number that no other encoding of this process has.
     pub const fn id(&self) -> u64 {
-        self.id
+        self.id.0
     }
 
     /// The name for messages.

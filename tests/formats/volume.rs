@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, fs, os::unix::fs::FileExt, sync::Arc};
 
 use crate::common::repo;
 use ckfs::{
-    config::Materialize,
+    config::{Materialize, Quantize},
     image::Segment,
     plan::{Allow, Layout, Mesh, Pattern, ViewOptions},
     read::{EngineOptions, MaterializeError, MaterializeTarget, Materializing, Path, PreparedFile, reference},
@@ -233,6 +233,10 @@ fn a_handle_of_another_process_is_served_or_is_an_error() {
     assert!(identity::of_kept(&before).is_some());
     let other = repo::volume(&repo::open(dir.path()), &options("fsdp=4"), VolumeOptions::default());
     assert_ne!(identity::of_kept(&before), identity::of_kept(&other));
+    let quantized = ViewOptions { quantize: Some(Quantize::Int8Channel), ..options("fsdp=2") };
+    let [one, another] = [(); 2].map(|()| repo::volume(&repo::open(dir.path()), &quantized, VolumeOptions::default()));
+    assert_eq!(identity::of_kept(&one), identity::of_kept(&another));
+    assert_ne!(identity::of_kept(&one), identity::of_kept(&before));
     after.succeed(1 << 40);
     let read = |volume: &Volume, ino, handle, offset| {
         let mut found = Vec::new();
