@@ -157,6 +157,14 @@ fn steps_appear_and_latest_follows_them() {
     assert_eq!(error.raw_os_error(), Some(libc::EROFS));
     let (healthy, text) = mount.status();
     assert!(healthy && text.contains("3 shown, newest 1000"), "{text}");
+    // A program that has found the link, and reads it when it has another number, is led to the newest step.
+    save(&mount.run(""), 2000);
+    until("the step is there", || mount.steps().contains(&2000));
+    let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::NOFOLLOW;
+    let found = rustix::fs::open(mount.path("latest"), flags, rustix::fs::Mode::empty()).unwrap();
+    save(&mount.run(""), 3000);
+    until("the step is there", || mount.steps().contains(&3000));
+    assert_eq!(rustix::fs::readlinkat(&found, "", Vec::new()).unwrap().to_bytes(), b"3000");
 }
 
 #[test]

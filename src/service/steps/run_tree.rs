@@ -211,10 +211,8 @@ impl Nodes for RunNodes<'_> {
             NodeOf::Root => Ok(self.run.root_attr()),
             NodeOf::Own => Ok(self.run.own_attr(OWN, NodeKind::Directory, 0, 2, self.run.own_permission[1])),
             NodeOf::OwnFile(place) => Ok(self.run.file_attr(place)),
-            NodeOf::Latest => {
-                let found = self.run.latest_attr().filter(|(_, attr)| attr.ino == ino);
-                found.map(|(_, attr)| attr).ok_or(FsError::NotFound)
-            }
+            // A program that has found the link before it led elsewhere gets what it leads to now.
+            NodeOf::Latest => self.run.latest_attr().map(|(_, attr)| Attr { ino, ..attr }).ok_or(FsError::NotFound),
             NodeOf::InStep(slot, inner) => self.slot_attr(&slot, inner),
         }
     }
@@ -255,7 +253,7 @@ impl Nodes for RunNodes<'_> {
     fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
         match self.run.node(ino)? {
             NodeOf::Latest => {
-                let found = self.run.latest_attr().filter(|(_, attr)| attr.ino == ino);
+                let found = self.run.latest_attr();
                 found.map(|(number, _)| number.to_string().into_bytes()).ok_or(FsError::NotFound)
             }
             NodeOf::InStep(slot, inner) if inner != Ino::ROOT => self.planned(&slot)?.nodes().read_link(inner),
