@@ -37,8 +37,8 @@ use self::{
     stage::{Builder, ChosenLayout, Drafted, Selection, groups_of},
 };
 use super::{
-    DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Plan, PlanError, Problem,
-    Rename, Sharding, Tied, ViewOptions, Whole, canonical,
+    DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Pattern, Plan, PlanError,
+    Problem, Rename, Sharding, Tied, ViewOptions, Whole, canonical,
     draft::{Bundled, Roles},
     embedded::FAMILY,
     expect::{self, Findings},
@@ -218,6 +218,10 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
             decoded.as_ref().filter(is_decoded).map_or_else(Vec::new, |decoded| dropped(original, decoded));
         drafted.decoded_config = hf::decoded_config(&values);
         let mut drafts = std::mem::take(&mut drafted.drafts);
+        let meant = names::meant(original, &drafts, &wanted.selected);
+        if !meant.is_empty() {
+            return built_as_meant(original, options, &meant);
+        }
         if let Some(quantizer) = &quantizer {
             builder.quantize(quantizer, &mut drafts, &wanted, &values);
         }
@@ -246,6 +250,27 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         builder.warnings.append(&mut beside.warnings);
         return builder.finish(plan, hf?, &wanted);
     }
+}
+
+/// The plan with other patterns in the place of those that match nothing.
+fn built_as_meant(
+    original: &Checkpoint,
+    options: &ViewOptions,
+    meant: &[(Pattern, Pattern)],
+) -> Result<Plan, PlanError> {
+    let mut options = options.clone();
+    let subset = &mut options.subset;
+    for pattern in subset.include.iter_mut().chain(&mut subset.exclude) {
+        if let Some((_, inner)) = meant.iter().find(|(given, _)| given == pattern) {
+            *pattern = inner.clone();
+        }
+    }
+    let mut plan = build(original, &options)?;
+    let taken = |(given, inner): &(Pattern, Pattern)| {
+        format!("the pattern {:?} matches no tensor, and is taken for {:?}", given.text(), inner.text())
+    };
+    plan.warnings.extend(meant.iter().map(taken));
+    Ok(plan)
 }
 
 /// What decoding leaves out that no decoder reads.
@@ -509,8 +534,7 @@ impl<'a> Builder<'a> {
             let reason = format!("the rules of layout {name} say whether a tied output head is shown: expected auto");
             self.problem("tied", reason);
         }
-        let found = (&mut self.problems, &mut self.warnings);
-        names::keep(self.original, &mut drafts, &wanted.selected, found.0, found.1);
+        names::keep(self.original, &mut drafts, &wanted.selected, &mut self.problems);
         if let Some(adapter) = wanted.adapter {
             let is_own = |id: &TensorId| self.original.file_of(*id) == adapter.file;
             let own = |draft: &Draft| draft.view.source_ids().iter().any(is_own);

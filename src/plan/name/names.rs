@@ -48,36 +48,27 @@ pub(crate) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &Vi
     }
 }
 
-/// Drops the names that patterns over the layout's names leave out. A pattern that matches none of them is one for the same after
-/// other words.
-pub(crate) fn keep(
-    checkpoint: &Checkpoint,
-    drafts: &mut Vec<Draft>,
-    selected: &Selected,
-    problems: &mut Vec<Problem>,
-    warnings: &mut Vec<String>,
-) {
-    let is_hit = |pattern: &Pattern| drafts.iter().any(|draft| pattern.matches(&draft.name));
-    let mut meant = |rule: &str, pattern: &Pattern| {
-        if is_hit(pattern) {
-            return pattern.clone();
+/// The patterns that match neither a name of the repository nor one of the layout, each with the same after other words, where that
+/// matches names of the repository.
+pub(crate) fn meant(checkpoint: &Checkpoint, drafts: &[Draft], selected: &Selected) -> Vec<(Pattern, Pattern)> {
+    let patterns = selected.target_include.iter().chain(&selected.target_exclude);
+    let unmatched = patterns.filter(|pattern| !drafts.iter().any(|draft| pattern.matches(&draft.name)));
+    let is_hit = |inner: &Pattern| checkpoint.tensors().any(|(_, info)| inner.matches(info.name));
+    unmatched.filter_map(|pattern| Some((pattern.clone(), behind_words(pattern).filter(is_hit)?))).collect()
+}
+
+/// Drops the names that patterns over the layout's names leave out.
+pub(crate) fn keep(checkpoint: &Checkpoint, drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut Vec<Problem>) {
+    for (rule, patterns) in [("include", &selected.target_include), ("exclude", &selected.target_exclude)] {
+        for pattern in patterns {
+            if !drafts.iter().any(|draft| pattern.matches(&draft.name)) {
+                let stored = checkpoint.tensors().map(|(_, info)| info.name);
+                let names = drafts.iter().map(|draft| draft.name.as_str()).chain(stored);
+                problems.push(Problem::Request(matches_none(rule, pattern, names)));
+            }
         }
-        if let Some(inner) = behind_words(pattern).filter(is_hit) {
-            warnings.push(format!(
-                "{rule}: {:?} matches no tensor, and is taken for {:?}",
-                pattern.text(),
-                inner.text()
-            ));
-            return inner;
-        }
-        let stored = checkpoint.tensors().map(|(_, info)| info.name);
-        let names = drafts.iter().map(|draft| draft.name.as_str()).chain(stored);
-        problems.push(Problem::Request(matches_none(rule, pattern, names)));
-        pattern.clone()
-    };
-    let include: Vec<Pattern> = selected.target_include.iter().map(|pattern| meant("include", pattern)).collect();
-    let exclude: Vec<Pattern> = selected.target_exclude.iter().map(|pattern| meant("exclude", pattern)).collect();
-    drafts.retain(|draft| is_accepted(&include, &exclude, &draft.name));
+    }
+    drafts.retain(|draft| is_accepted(&selected.target_include, &selected.target_exclude, &draft.name));
 }
 
 /// Renames. Refuses two tensors of one name, and the first name that is too long. With `flat` a name is one path
