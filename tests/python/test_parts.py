@@ -100,6 +100,16 @@ def test_the_class_of_a_part_loads_its_state(name, tmp_path):
     assert index["metadata"]["total_size"] == sum(t.nbytes for file in path.glob("*.safetensors") for t in load_file(file).values())
 
 
+def test_a_tower_of_unknown_type_is_no_model(tmp_path):
+    """Its class depends on the type in the configuration: none is guessed."""
+    randomized(PARTS["gemma3"][0]()).save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    del config["vision_config"]["model_type"]
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    error = run("plan", tmp_path / "model", "--layout", "hf", "--part", "vision", expect=1).err
+    assert "has no part vision that is a model by itself" in error
+
+
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "llama4"])
 def test_the_text_part_is_the_class_of_text_alone(name, tmp_path):
     torch.manual_seed(1)

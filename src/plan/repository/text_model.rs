@@ -50,7 +50,8 @@ pub(crate) fn parts(checkpoint: &Checkpoint) -> impl Iterator<Item = (&'static s
     let is_of_type = |row: &&PartRow| {
         let nested = checkpoint.config().zip(row.member.as_deref()).and_then(|(whole, member)| inner(whole, member));
         let found = nested.and_then(|nested| nested.get("model_type")).and_then(Json::as_str);
-        row.nested.as_deref().zip(found).is_none_or(|(expected, found)| expected == found)
+        // Classes differ by it: without it none is known.
+        row.nested.as_deref().is_none_or(|expected| found == Some(expected))
     };
     there.filter(is_of_type).map(|row| {
         let (names, architecture) = (row.names.clone(), row.architecture.clone());
