@@ -49,7 +49,7 @@ impl Pace {
     /// Default pause: less than a trainer takes to start.
     const PAUSE: Duration = Duration::from_secs(5);
     /// With `--short`.
-    const SHORT_PAUSE: Duration = Duration::from_secs(1);
+    const SHORT_PAUSE: Duration = Duration::from_millis(100);
 }
 
 /// Opens a file and reads it to its end in blocks; returns bytes and seconds.
