@@ -15,8 +15,8 @@ use super::{
     parts::is_wide_float,
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig,
-        PART, PartSpec, PartType, ROW, SchemeRow, ShownBy, step,
+        CODES, CodeAxes, CodeForm, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig, PART, PartSpec,
+        PartType, ROW, SchemeRow, ShownBy, step,
     },
     stored::Stored,
 };
@@ -74,12 +74,12 @@ fn group(config: &Json) -> Result<Option<u64>, String> {
 }
 
 impl ModuleConfig for Configuration<'_> {
-    fn of(&self, _: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
-        match &self.group {
-            Ok(_) if self.exceptions.has(at.stem) => ModuleAnswer::Unsupported(excepted("awq")),
-            Ok(group) => ModuleAnswer::Stored(at.row, group.map_or(Sharing::Channel, Sharing::Group)),
-            Err(method) => ModuleAnswer::Unsupported(method.clone()),
+    fn of(&self, _: &Stored<'_>, row: usize, stem: &str) -> ModuleAnswer {
+        let group = self.group.clone()?;
+        if self.exceptions.has(stem) {
+            return Err(excepted("awq"));
         }
+        Ok(Some((row, group.map_or(Sharing::Channel, Sharing::Group))))
     }
 
     fn words(&self) -> (String, &'static str) {

@@ -22,8 +22,8 @@ use super::{
     findings::SchemeFindings,
     quantization_config::{Factor, Library, ModuleQuantization, QuantizationConfig, Sharing},
     row::{
-        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig,
-        PART, PartExtents, PartSpec, PartType, ROW, SchemeRow, ShownBy, ValueStep,
+        CODES, CodeAxes, CodeForm, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig, PART, PartExtents,
+        PartSpec, PartType, ROW, SchemeRow, ShownBy, ValueStep,
     },
     stored::Stored,
 };
@@ -115,17 +115,13 @@ impl ModuleConfig for ByModule<'_> {
         row.is_of(self.config.library()) && row.says.is_some_and(|says| self.config.may_say(says))
     }
 
-    fn of(&self, stored: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
-        let row = &self.rows[at.row];
-        let told = self.config.of(at.stem);
+    fn of(&self, stored: &Stored<'_>, number: usize, stem: &str) -> ModuleAnswer {
+        let row = &self.rows[number];
+        let told = self.config.of(stem);
         // A head that was quantized although the configuration takes it out is what its codes and scales say.
-        let is_stored_so = || self.config.takes_out(at.stem) && row.is_complete(stored, at.stem);
-        match row.codes.group {
-            Some(group) if row.says == Some(&told) || is_stored_so() => {
-                ModuleAnswer::Stored(at.row, Sharing::Group(group))
-            }
-            _ => ModuleAnswer::Nothing,
-        }
+        let is_stored_so = || self.config.takes_out(stem) && row.is_complete(stored, stem);
+        let group = row.codes.group.filter(|_| row.says == Some(&told) || is_stored_so());
+        Ok(group.map(|group| (number, Sharing::Group(group))))
     }
 
     fn details(&self, _: &FirstTensor) -> Vec<(&'static str, Json)> {

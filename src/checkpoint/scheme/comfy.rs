@@ -20,8 +20,8 @@ use super::{
     parts::{FP8, companion, is_fp8, is_wide_float, module_of},
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodesCandidate, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartExtents,
-        PartSpec, PartType, ROW, SchemeRow, ShownBy,
+        CODES, CodeAxes, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartExtents, PartSpec, PartType, ROW,
+        SchemeRow, ShownBy,
     },
     stored::{Stored, last_word},
 };
@@ -70,19 +70,13 @@ impl ModuleConfig for Formats {
         row == 0
     }
 
-    fn of(&self, stored: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
-        let Some(codes) = companion(stored, at.stem, "weight").map(|id| stored.tensor(id)) else {
-            return ModuleAnswer::Nothing;
+    fn of(&self, stored: &Stored<'_>, _: usize, module: &str) -> ModuleAnswer {
+        let Some(codes) = companion(stored, module, "weight").map(|id| stored.tensor(id)) else { return Ok(None) };
+        let row = match self.told.get(module) {
+            Some(told) => of_format(stored, module, &codes, told),
+            None => of_scaled(stored, module, &codes, self.is_marked),
         };
-        let row = match self.told.get(at.stem) {
-            Some(told) => of_format(stored, at.stem, &codes, told),
-            None => of_scaled(stored, at.stem, &codes, self.is_marked),
-        };
-        match row {
-            Ok(Some(row)) => ModuleAnswer::Stored(row, Sharing::Tensor),
-            Ok(None) => ModuleAnswer::Nothing,
-            Err(method) => ModuleAnswer::Unsupported(method),
-        }
+        Ok(row?.map(|row| (row, Sharing::Tensor)))
     }
 
     fn end(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) {

@@ -26,8 +26,8 @@ use super::{
     parts::{FP8, is_wide_float},
     quantization_config::{Library, ModuleQuantization, QuantizationConfig, Sharing, block},
     row::{
-        CODES, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig, PART, PartExtents,
-        PartSpec, PartType, ROW, SchemeRow, ShownBy,
+        CODES, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig, PART, PartExtents, PartSpec, PartType,
+        ROW, SchemeRow, ShownBy,
     },
     stored::Stored,
 };
@@ -96,16 +96,15 @@ impl ModuleConfig for QuantizationConfig<'_> {
         SCALED_ROWS[row].is_of(self.library())
     }
 
-    fn of(&self, stored: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
-        let ModuleQuantization::Fp8(sharing) = self.of(at.stem) else { return ModuleAnswer::Nothing };
-        let scale = SCALED_ROWS[at.row].part(stored, at.stem, 0).map(|scale| stored.tensor(scale).shape);
+    fn of(&self, stored: &Stored<'_>, row: usize, stem: &str) -> ModuleAnswer {
+        let ModuleQuantization::Fp8(sharing) = self.of(stem) else { return Ok(None) };
+        let scale = SCALED_ROWS[row].part(stored, stem, 0).map(|scale| stored.tensor(scale).shape);
         if self.library() == Some(Library::Transformers)
             && scale.is_some_and(|scale| scale.iter().rev().take(2).product::<u64>() != 1)
         {
-            let method = "fp8 with several scales a matrix, but config.json gives no weight_block_size";
-            return ModuleAnswer::Unsupported(method.to_owned());
+            return Err("fp8 with several scales a matrix, but config.json gives no weight_block_size".to_owned());
         }
-        ModuleAnswer::Stored(at.row, sharing)
+        Ok(Some((row, sharing)))
     }
 
     fn words(&self) -> (String, &'static str) {
@@ -167,13 +166,13 @@ pub(super) fn read_blocks<'a>(
 }
 
 impl ModuleConfig for Blocks<'_> {
-    fn of(&self, _: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
+    fn of(&self, _: &Stored<'_>, row: usize, stem: &str) -> ModuleAnswer {
         // Quantized or not: this library's configuration says no more.
-        if self.config.of(at.stem) == ModuleQuantization::Plain {
-            return ModuleAnswer::Nothing;
+        if self.config.of(stem) == ModuleQuantization::Plain {
+            return Ok(None);
         }
-        let rows = if SINGLE_ROWS.iter().any(|end| at.stem.ends_with(end)) { 1 } else { self.rows };
-        ModuleAnswer::Stored(at.row, Sharing::Block(rows, self.columns))
+        let rows = if SINGLE_ROWS.iter().any(|end| stem.ends_with(end)) { 1 } else { self.rows };
+        Ok(Some((row, Sharing::Block(rows, self.columns))))
     }
 
     fn words(&self) -> (String, &'static str) {

@@ -16,8 +16,8 @@ use super::{
     parts::{companion, is_wide_float},
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartSpec,
-        PartType, ROW, SchemeRow, ShownBy, ValueStep, step,
+        CODES, CodeAxes, CodeForm, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartSpec, PartType, ROW,
+        SchemeRow, ShownBy, ValueStep, step,
     },
     stored::Stored,
 };
@@ -102,15 +102,12 @@ pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut
 }
 
 impl ModuleConfig for Configuration<'_> {
-    fn of(&self, stored: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
-        let variant = match variant(self.0, at.stem) {
-            Ok(variant) => variant,
-            Err(method) => return ModuleAnswer::Unsupported(method),
-        };
-        if companion(stored, at.stem, "global_scale").is_some() {
-            return ModuleAnswer::Unsupported(format!("mlx {} with global_scale", variant.mode));
+    fn of(&self, stored: &Stored<'_>, _: usize, stem: &str) -> ModuleAnswer {
+        let variant = variant(self.0, stem)?;
+        if companion(stored, stem, "global_scale").is_some() {
+            return Err(format!("mlx {} with global_scale", variant.mode));
         }
-        ModuleAnswer::Stored(variant.row, Sharing::Group(variant.group))
+        Ok(Some((variant.row, Sharing::Group(variant.group))))
     }
 
     fn words(&self) -> (String, &'static str) {

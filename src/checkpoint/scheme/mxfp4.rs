@@ -15,8 +15,8 @@ use super::{
     listed::{Exceptions, config_of, excepted},
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodeForm, CodesCandidate, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig,
-        PART, PartSpec, ROW, SchemeRow, ShownBy,
+        CODES, CodeAxes, CodeForm, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig, PART, PartSpec, ROW,
+        SchemeRow, ShownBy,
     },
     stored::Stored,
 };
@@ -55,11 +55,8 @@ pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut
 }
 
 impl ModuleConfig for Exceptions<'_> {
-    fn of(&self, _: &Stored<'_>, at: &CodesCandidate<'_>) -> ModuleAnswer {
-        if self.has(at.stem) {
-            return ModuleAnswer::Unsupported(excepted("mxfp4"));
-        }
-        ModuleAnswer::Stored(at.row, Sharing::Group(GROUP))
+    fn of(&self, _: &Stored<'_>, row: usize, stem: &str) -> ModuleAnswer {
+        if self.has(stem) { Err(excepted("mxfp4")) } else { Ok(Some((row, Sharing::Group(GROUP)))) }
     }
 
     fn details(&self, _: &FirstTensor) -> Vec<(&'static str, Json)> {

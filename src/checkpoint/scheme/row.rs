@@ -493,25 +493,9 @@ impl PartSpec {
     }
 }
 
-/// Codes by their name, type and companions, as a row has them.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct CodesCandidate<'a> {
-    /// Number of the row.
-    pub(super) row: usize,
-    /// What stands before the suffix of the codes: a module, or a name.
-    pub(super) stem: &'a str,
-}
-
-/// What the configuration says of a candidate.
-#[derive(Debug)]
-pub(super) enum ModuleAnswer {
-    /// Not of this row.
-    Nothing,
-    /// In a way that is not decoded, of this name.
-    Unsupported(String),
-    /// As this row says, with a scale shared so.
-    Stored(usize, Sharing),
-}
+/// What the configuration says of codes: the row that they are stored as, and what shares a scale; `None` if they are not of the
+/// row that was asked for. The error is the name of a way that is not decoded.
+pub(super) type ModuleAnswer = Result<Option<(usize, Sharing)>, String>;
 
 /// What the first tensor of a scheme tells its reader.
 #[derive(Debug)]
@@ -529,8 +513,8 @@ pub(super) trait ModuleConfig {
         true
     }
 
-    /// What it says of this candidate.
-    fn of(&self, stored: &Stored<'_>, candidate: &CodesCandidate<'_>) -> ModuleAnswer;
+    /// What it says of codes that may be stored as this row says. `stem` stands before the suffix of their name: a module, or a name.
+    fn of(&self, stored: &Stored<'_>, row: usize, stem: &str) -> ModuleAnswer;
 
     /// What a summary begins with, and what stands between its rows.
     fn words(&self) -> (String, &'static str) {
@@ -570,13 +554,13 @@ pub(super) fn find(
             if !row.is_shown(stored, stem, &codes) {
                 continue;
             }
-            let (number, sharing) = match modules.of(stored, &CodesCandidate { row: *number, stem }) {
-                ModuleAnswer::Nothing => continue,
-                ModuleAnswer::Unsupported(method) => {
+            let (number, sharing) = match modules.of(stored, *number, stem) {
+                Ok(Some(answer)) => answer,
+                Ok(None) => continue,
+                Err(method) => {
                     found.unsupported(&method, Some(id));
                     break;
                 }
-                ModuleAnswer::Stored(number, sharing) => (number, sharing),
             };
             let row = &rows[number];
             if let Some((_, method)) = row.unless.filter(|(end, _)| stored.beside(stem, end).is_some()) {
