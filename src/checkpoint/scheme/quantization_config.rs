@@ -121,15 +121,10 @@ pub(super) enum Library {
 
 /// The configuration of quantization.
 #[derive(Debug)]
-pub(super) struct QuantizationConfig<'a> {
-    method: Method<'a>,
-}
-
-#[derive(Debug)]
-enum Method<'a> {
+pub(super) enum QuantizationConfig<'a> {
     /// Names none of these libraries.
     Other,
-    CompressedTensors(Groups<'a>),
+    CompressedTensors(ConfigGroups<'a>),
     /// 8-bit floats of this library, with a scale for each of these. Blocks have schemes of their own.
     Fp8(Exceptions<'a>, Library, Sharing),
     ModelOpt(ModelOpt<'a>),
@@ -143,51 +138,50 @@ impl<'a> QuantizationConfig<'a> {
         let named = config.and_then(|config| text(config, "quant_method"));
         let groups = config.filter(|config| config.get("config_groups").is_some());
         let exceptions = || Exceptions::of(config.unwrap_or(&Json::Null), "modules_to_not_convert");
-        let method = match (named, stored.modelopt) {
+        match (named, stored.modelopt) {
             (None | Some("modelopt"), Some(_)) | (Some("modelopt"), None) => ModelOpt::read(config, stored.modelopt),
             (Some(other), Some(file)) if quantization(file).is_some_and(|of| of.get("quant_algo").is_some()) => {
-                Method::Unknown(format!("{other} by config.json, ModelOpt by hf_quant_config.json"))
+                Self::Unknown(format!("{other} by config.json, ModelOpt by hf_quant_config.json"))
             }
-            (Some("compressed-tensors"), _) => config.map_or(Method::Other, Groups::read),
-            (None, None) => groups.map_or(Method::Other, Groups::read),
+            (Some("compressed-tensors"), _) => config.map_or(Self::Other, ConfigGroups::read),
+            (None, None) => groups.map_or(Self::Other, ConfigGroups::read),
             // sglang names blocks of 1 x 32 so.
-            (Some("fp8" | "mxfp8"), _) => Method::Fp8(exceptions(), Library::Transformers, Sharing::Tensor),
-            (Some("fbgemm_fp8"), _) => Method::Fp8(exceptions(), Library::Fbgemm, Sharing::Channel),
-            (Some(_), _) => Method::Other,
-        };
-        Self { method }
+            (Some("fp8" | "mxfp8"), _) => Self::Fp8(exceptions(), Library::Transformers, Sharing::Tensor),
+            (Some("fbgemm_fp8"), _) => Self::Fp8(exceptions(), Library::Fbgemm, Sharing::Channel),
+            (Some(_), _) => Self::Other,
+        }
     }
 
     /// What the configuration says of the weight of this module.
     pub(super) fn of(&self, module: &str) -> ModuleQuantization {
-        match &self.method {
-            Method::Other => ModuleQuantization::Plain,
-            Method::CompressedTensors(groups) => groups.of(module),
-            Method::Fp8(exceptions, ..) if exceptions.has(module) => ModuleQuantization::Plain,
-            Method::Fp8(_, _, sharing) => ModuleQuantization::Fp8(*sharing),
-            Method::ModelOpt(modelopt) => modelopt.of(module),
-            Method::Unknown(name) => ModuleQuantization::Unknown(name.clone()),
+        match self {
+            Self::Other => ModuleQuantization::Plain,
+            Self::CompressedTensors(groups) => groups.of(module),
+            Self::Fp8(exceptions, ..) if exceptions.has(module) => ModuleQuantization::Plain,
+            Self::Fp8(_, _, sharing) => ModuleQuantization::Fp8(*sharing),
+            Self::ModelOpt(modelopt) => modelopt.of(module),
+            Self::Unknown(name) => ModuleQuantization::Unknown(name.clone()),
         }
     }
 
     /// Whether the configuration names this module among those that are not quantized.
     pub(super) fn takes_out(&self, module: &str) -> bool {
-        match &self.method {
-            Method::CompressedTensors(groups) => groups.broken.is_none() && groups.ignored.has(module),
-            Method::Fp8(exceptions, ..) => exceptions.has(module),
-            Method::ModelOpt(modelopt) => modelopt.is_excluded(module),
-            Method::Other | Method::Unknown(_) => false,
+        match self {
+            Self::CompressedTensors(groups) => groups.broken.is_none() && groups.ignored.has(module),
+            Self::Fp8(exceptions, ..) => exceptions.has(module),
+            Self::ModelOpt(modelopt) => modelopt.is_excluded(module),
+            Self::Other | Self::Unknown(_) => false,
         }
     }
 
     /// Whether the configuration may say this of some module. Expressions are matched against many thousands of names: a
     /// scheme that config.json does not mention need not ask.
     pub(super) fn may_say(&self, told: &ModuleQuantization) -> bool {
-        match &self.method {
-            Method::Other | Method::Unknown(_) => false,
-            Method::CompressedTensors(groups) => groups.told.contains(told),
-            Method::Fp8(_, _, sharing) => *told == ModuleQuantization::Fp8(*sharing),
-            Method::ModelOpt(modelopt) => {
+        match self {
+            Self::Other | Self::Unknown(_) => false,
+            Self::CompressedTensors(groups) => groups.told.contains(told),
+            Self::Fp8(_, _, sharing) => *told == ModuleQuantization::Fp8(*sharing),
+            Self::ModelOpt(modelopt) => {
                 modelopt.all == *told || modelopt.layers.iter().any(|layers| layers.values().any(|of| of == told))
             }
         }
@@ -195,23 +189,23 @@ impl<'a> QuantizationConfig<'a> {
 
     /// A target of the configuration that differs from the general one and matches no module.
     pub(super) fn homeless(&self, stored: &Stored<'_>) -> Option<&str> {
-        let Method::CompressedTensors(groups) = &self.method else { return None };
+        let Self::CompressedTensors(groups) = self else { return None };
         let mut modules = stored.iter().filter_map(|(_, info)| Some(info.name.rsplit_once('.')?.0));
         groups.homeless(&mut modules)
     }
 
     /// Whether the configuration names one of the libraries that this file knows.
     pub(super) const fn is_known(&self) -> bool {
-        !matches!(self.method, Method::Other)
+        !matches!(self, Self::Other)
     }
 
     /// The library that wrote the repository, if its configuration says so.
     pub(super) const fn library(&self) -> Option<Library> {
-        match self.method {
-            Method::CompressedTensors(_) => Some(Library::CompressedTensors),
-            Method::Fp8(_, library, _) => Some(library),
-            Method::ModelOpt(_) => Some(Library::ModelOpt),
-            Method::Other | Method::Unknown(_) => None,
+        match self {
+            Self::CompressedTensors(_) => Some(Library::CompressedTensors),
+            Self::Fp8(_, library, _) => Some(*library),
+            Self::ModelOpt(_) => Some(Library::ModelOpt),
+            Self::Other | Self::Unknown(_) => None,
         }
     }
 }
@@ -222,7 +216,7 @@ fn texts<'a>(of: &'a Json, key: &str) -> impl Iterator<Item = &'a str> {
 
 /// Groups of compressed-tensors.
 #[derive(Debug)]
-struct Groups<'a> {
+pub(super) struct ConfigGroups<'a> {
     /// By number of group.
     told: Vec<ModuleQuantization>,
     ignored: Ignored<'a>,
@@ -312,12 +306,12 @@ impl<'a> Names<'a> {
     }
 }
 
-impl<'a> Groups<'a> {
-    fn read(config: &'a Json) -> Method<'a> {
+impl<'a> ConfigGroups<'a> {
+    fn read(config: &'a Json) -> QuantizationConfig<'a> {
         if let Some(sparse) = config.get("sparsity_config").and_then(|sparsity| text(sparsity, "format"))
             && sparse != "dense"
         {
-            return Method::Unknown(format!("compressed-tensors {sparse}"));
+            return QuantizationConfig::Unknown(format!("compressed-tensors {sparse}"));
         }
         let global = text(config, "format").unwrap_or("without a format");
         let (ignored, broken) = Ignored::of(texts(config, "ignore"));
@@ -342,27 +336,23 @@ impl<'a> Groups<'a> {
         let only = || if classes.len() == 1 { classes.first() } else { None };
         groups.class = of_class("Linear").or_else(only).map(|(_, group)| *group);
         groups.embedding = of_class("Embedding").map(|(_, group)| *group);
-        Method::CompressedTensors(groups)
+        QuantizationConfig::CompressedTensors(groups)
     }
 
     /// The target that matches no module, of a group that is not that of modules without a target of their own.
     fn homeless(&self, modules: &mut dyn Iterator<Item = &str>) -> Option<&'a str> {
-        let usual = self.class.map(|group| &self.told[group]);
-        let mut own: Vec<_> = self.own.iter().filter(|(_, group)| Some(&self.told[*group]) != usual).collect();
-        let regexes: Vec<_> =
-            own.iter().map(|(target, _)| target.strip_prefix("re:").and_then(PythonRegex::matching)).collect();
         // Without a class for the others, modules under another name are codes that config.json does not mention.
-        if own.is_empty() || usual.is_none() {
-            return None;
-        }
-        let mut open: Vec<_> = own.drain(..).map(|(target, _)| *target).zip(regexes).collect();
+        let usual = &self.told[self.class?];
+        let own = self.own.iter().filter(|(_, group)| self.told[*group] != *usual).map(|(target, _)| *target);
+        let mut open: Vec<_> =
+            own.map(|target| (target, target.strip_prefix("re:").and_then(PythonRegex::matching))).collect();
         for module in modules {
+            if open.is_empty() {
+                break;
+            }
             open.retain(|(target, regex)| {
                 *target != module && regex.as_ref().is_none_or(|regex| regex.matches(module) != Some(true))
             });
-            if open.is_empty() {
-                return None;
-            }
         }
         open.first().map(|(target, _)| *target)
     }
@@ -460,7 +450,7 @@ pub(super) fn block(value: &Json) -> Option<(u64, u64)> {
 
 /// `ModelOpt`'s configuration.
 #[derive(Debug)]
-struct ModelOpt<'a> {
+pub(super) struct ModelOpt<'a> {
     /// That of all modules, unless each has its own.
     all: ModuleQuantization,
     layers: Option<HashMap<&'a str, ModuleQuantization>>,
@@ -474,24 +464,30 @@ fn quantization(file: &Json) -> Option<&Json> {
 
 impl<'a> ModelOpt<'a> {
     /// `config` and `file` are what `config.json` and `hf_quant_config.json` say. Where both name an algorithm, it is the same.
-    fn read(config: Option<&'a Json>, file: Option<&'a Json>) -> Method<'a> {
+    fn read(config: Option<&'a Json>, file: Option<&'a Json>) -> QuantizationConfig<'a> {
         let both: Vec<&Json> = file.and_then(quantization).into_iter().chain(config).collect();
         let mut algorithms = both.iter().filter_map(|of| text(of, "quant_algo"));
         let Some(algorithm) = algorithms.next() else {
             // Only caches are quantized.
             let is_null = both.iter().any(|of| of.get("quant_algo").is_some_and(Json::is_null));
             let nothing = Self { all: ModuleQuantization::Plain, layers: None, excluded: Vec::new() };
-            let unknown = || Method::Unknown("ModelOpt without quant_algo".to_owned());
-            return if is_null { Method::ModelOpt(nothing) } else { unknown() };
+            let unknown = || QuantizationConfig::Unknown("ModelOpt without quant_algo".to_owned());
+            return if is_null { QuantizationConfig::ModelOpt(nothing) } else { unknown() };
         };
         if let Some(other) = algorithms.find(|other| *other != algorithm) {
-            return Method::Unknown(format!("ModelOpt {algorithm} by hf_quant_config.json, {other} by config.json"));
+            return QuantizationConfig::Unknown(format!(
+                "ModelOpt {algorithm} by hf_quant_config.json, {other} by config.json"
+            ));
         }
         let excluded = both.iter().flat_map(|of| texts(of, "exclude_modules").chain(texts(of, "ignore")));
         let excluded = excluded.filter_map(|pattern| Regex::new(&wildcards(pattern)).ok()).collect();
         if algorithm != "MIXED_PRECISION" {
             let all = both.iter().find_map(|of| of.get("group_size"));
-            return Method::ModelOpt(Self { all: told_by_algorithm(algorithm, all), layers: None, excluded });
+            return QuantizationConfig::ModelOpt(Self {
+                all: told_by_algorithm(algorithm, all),
+                layers: None,
+                excluded,
+            });
         }
         let layers = both.iter().find_map(|of| of.get("quantized_layers").and_then(Json::as_object));
         let layers = layers.into_iter().flatten().map(|(module, of)| {
@@ -499,7 +495,7 @@ impl<'a> ModelOpt<'a> {
             (module.as_str(), told.unwrap_or(ModuleQuantization::Plain))
         });
         let all = ModuleQuantization::Plain;
-        Method::ModelOpt(Self { all, layers: Some(layers.collect()), excluded })
+        QuantizationConfig::ModelOpt(Self { all, layers: Some(layers.collect()), excluded })
     }
 
     fn is_excluded(&self, module: &str) -> bool {
